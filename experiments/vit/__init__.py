@@ -1,0 +1,1 @@
+"""Training Performer ViTs with simplex, orthogonal and iid random features, and exact attention."""

@@ -1,0 +1,141 @@
+"""Trains the same model with several attentions and seeds; one table, one figure."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib.figure
+import ml_collections
+import numpy as np
+
+from experiments.vit import report, train
+from simrf_jax import _checks as checks
+from simrf_jax.models import ATTENTIONS
+
+# Colour-blind safe (Okabe and Ito), with a line style each.
+STYLES = {
+    "simplex": {"color": "#0072B2", "linestyle": "-"},
+    "orthogonal": {"color": "#D55E00", "linestyle": "--"},
+    "iid": {"color": "#009E73", "linestyle": ":"},
+    "exact": {"color": "#000000", "linestyle": "-."},
+}
+
+
+def compare(
+    config: ml_collections.ConfigDict,
+    workdir: str | pathlib.Path,
+    attentions: Sequence[str],
+    seeds: Sequence[int],
+) -> str:
+    """Trains every attention with every seed, and sums up.
+
+    For one seed, all attentions start from the same parameters and see the same batches and the
+    same dropout. Runs that are finished are not run again, so a comparison that was stopped goes on
+    where it was.
+
+    Args:
+      config: What to train; its ``seed`` and ``model.attention`` are replaced.
+      workdir: Folder for one run a folder, ``results.json``, ``table.md`` and ``compare.png``.
+      attentions: Names of ``simrf_jax.models.ATTENTIONS``.
+      seeds: Seeds.
+
+    Returns:
+      The table, in Markdown.
+
+    Raises:
+      ValueError: If an attention is unknown, a name or seed comes twice, or a finished run in
+        workdir had another config.
+    """
+    for attention in attentions:
+        checks.one_of("--compare", attention, ATTENTIONS)
+    if len({*attentions}) < len(attentions) or len({*seeds}) < len(seeds) or not seeds:
+        raise ValueError(
+            f"--compare and --seeds must each name a thing once, got {list(attentions)} and "
+            f"{list(seeds)}."
+        )
+    workdir = pathlib.Path(workdir)
+    runs: dict[str, list[pathlib.Path]] = {attention: [] for attention in attentions}
+    for seed in seeds:
+        for attention in attentions:
+            run = workdir / f"{attention}-{seed}"
+            _finish_run(config, run, attention, seed)
+            runs[attention].append(run)
+    results = {
+        attention: [json.loads((run / "results.json").read_text()) for run in folders]
+        for attention, folders in runs.items()
+    }
+    table = make_table(results)
+    (workdir / "table.md").write_text(table)
+    report.write_json(workdir / "results.json", results)
+    draw_comparison(runs).savefig(workdir / "compare.png", dpi=150)
+    return table
+
+
+def _finish_run(
+    config: ml_collections.ConfigDict, run: pathlib.Path, attention: str, seed: int
+) -> None:
+    """Trains one run unless it is finished; starts one over that was stopped halfway."""
+    config = copy.deepcopy(config)
+    config.seed = seed
+    config.model.attention = attention
+    if (run / "results.json").exists():
+        before = json.loads((run / "results.json").read_text())["config"]
+        if before != json.loads(config.to_json_best_effort()):
+            raise ValueError(f"{run} was run with another config; give another --workdir.")
+        print(f"{run} is finished.")
+        return
+    (run / "metrics.csv").unlink(missing_ok=True)
+    print(f"{run}", flush=True)
+    train.train(config, run)
+
+
+def make_table(results: dict[str, list[dict[str, Any]]]) -> str:
+    """One row an attention: test accuracy and loss, mean and standard deviation over the seeds."""
+    lines = [
+        "| attention | test accuracy | spread (s.d.) | test loss | spread (s.d.) | seeds | images/s "
+        "| seconds a run |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for attention, runs in results.items():
+
+        def column(name: str, runs: list[dict[str, Any]] = runs) -> np.ndarray:
+            return np.array([run[name] for run in runs])
+
+        cells = [attention]
+        for name in ("test_accuracy", "test_loss"):
+            spread = f"{column(name).std(ddof=1):.4f}" if len(runs) > 1 else "-"
+            cells += [f"{column(name).mean():.4f}", spread]
+        cells += [str(len(runs))]
+        cells += [f"{np.median(column(name)):.0f}" for name in ("images_per_second", "seconds")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw_comparison(runs: dict[str, list[pathlib.Path]]) -> matplotlib.figure.Figure:
+    """Test accuracy against the step, and each run's last one; bands are one standard deviation."""
+    figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
+    curves, ends = figure.subplots(1, 2, width_ratios=(3, 2))
+    for row, (attention, folders) in enumerate(runs.items()):
+        tests = [np.array(report.read_metrics(folder)["test_accuracy"]) for folder in folders]
+        steps, accuracies = tests[0][:, 0], np.stack([test[:, 1] for test in tests])
+        mean = accuracies.mean(axis=0)
+        curves.plot(steps, mean, **STYLES[attention], label=attention)
+        last = accuracies[:, -1]
+        color = STYLES[attention]["color"]
+        if len(folders) > 1:
+            spread = accuracies.std(axis=0, ddof=1)
+            curves.fill_between(steps, mean - spread, mean + spread, color=color, alpha=0.15, lw=0)
+            ends.errorbar(last.mean(), row, xerr=spread[-1], color=color, fmt="D", capsize=4)
+        ends.plot(last, np.full(len(last), row + 0.2), "o", color=color, ms=4, alpha=0.6)
+    # Most of the range is the first few evaluations; the comparison is at the top.
+    curves.set(xlabel="step", ylabel="test accuracy")
+    curves.grid(alpha=0.3)
+    curves.legend()
+    ends.set(xlabel="test accuracy at the end", yticks=range(len(runs)), yticklabels=list(runs))
+    ends.set_ylim(len(runs) - 0.5, -0.5)
+    ends.grid(alpha=0.3, axis="x")
+    return figure

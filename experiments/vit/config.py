@@ -1,0 +1,90 @@
+"""The fields of a training config, and the check that a config has them all and no other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import ml_collections
+
+from experiments.vit.data import DATASETS
+from simrf_jax import _checks as checks
+
+# Every field of every config of this experiment. A config file sets all of them.
+FIELDS: dict[str, type] = {
+    "seed": int,  # Of everything random: parameters, projections, dropout, data order.
+    "dataset": str,  # A name of data.DATASETS.
+    "data_dir": str,  # Where prepared TensorFlow Datasets lie; "" for their default folder.
+    "batch_size": int,  # Images a step, over all devices.
+    "eval_batch_size": int,
+    "num_steps": int,
+    "learning_rate": float,  # At its peak.
+    "warmup_steps": int,  # Linear from 0, then a cosine to 0 at num_steps.
+    "weight_decay": float,  # Decoupled, on the kernels only.
+    "clip_norm": float,  # Of the gradient of all parameters together.
+    "redraw_interval": int,  # Steps between redraws of all projections; 0 for never.
+    "log_interval": int,  # Steps a row of metrics.csv is the mean of.
+    "eval_interval": int,  # Steps between evaluations on the whole test set.
+    "augment.shift": int,  # Largest random translation, in pixels.
+    "augment.flip": bool,  # Random mirror images.
+    "mesh.data": int,  # Devices the batch is split over; -1 for all there are.
+    "model.patch_size": int,  # The rest is ViTConfig's; the images' shape comes from the data.
+    "model.width": int,
+    "model.depth": int,
+    "model.num_heads": int,
+    "model.mlp_dim": int,
+    "model.dropout_rate": float,
+    "model.pooling": str,
+    "model.attention": str,
+    "model.num_features": int,
+    "model.block": str,
+    "model.dtype": str,
+}
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Refuses a config that is not whole, has an unknown field, or a value that cannot work.
+
+    Raises:
+      TypeError: If a field has the wrong type.
+      ValueError: If fields are missing or unknown, or a value is out of range.
+    """
+    given = flatten(config)
+    if unknown := sorted(given.keys() - FIELDS.keys()):
+        raise ValueError(unknown_field_message(unknown))
+    if missing := [name for name in FIELDS if name not in given]:
+        raise ValueError(f"The config lacks {', '.join(missing)}.")
+    for name, value in given.items():
+        if type(value) is not FIELDS[name]:
+            raise TypeError(f"config.{name} must be {FIELDS[name].__name__}, got {value!r}.")
+    checks.one_of("config.dataset", config.dataset, DATASETS)
+    for name in ("batch_size", "eval_batch_size", "num_steps", "log_interval", "eval_interval"):
+        checks.positive_int(f"config.{name}", config[name])
+    for name in ("warmup_steps", "redraw_interval", "weight_decay", "augment.shift"):
+        if given[name] < 0:
+            raise ValueError(f"config.{name} must be at least 0, got {given[name]}.")
+    for name in ("learning_rate", "clip_norm"):
+        if not given[name] > 0:
+            raise ValueError(f"config.{name} must be above 0, got {given[name]}.")
+    if config.warmup_steps >= config.num_steps:
+        raise ValueError(
+            f"config.warmup_steps must be below num_steps={config.num_steps}, "
+            f"got {config.warmup_steps}."
+        )
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns ``{"model.width": 64, ...}``."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, (Mapping, ml_collections.ConfigDict)):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def unknown_field_message(names: list[str]) -> str:
+    """Says which fields there are."""
+    plural = "s" if len(names) > 1 else ""
+    return f"Unknown config field{plural} {', '.join(names)}; the known ones are {', '.join(FIELDS)}."

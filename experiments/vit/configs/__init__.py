@@ -1,0 +1,1 @@
+"""One file per run; its docstring is the record of that run."""

@@ -1,0 +1,150 @@
+"""Images and labels: whole data sets in memory, and batches that depend on (seed, step) alone."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import grain
+import numpy as np
+
+
+class Split(NamedTuple):
+    """Images ``[n, height, width, channels]`` in [0, 1], float32, and int32 labels ``[n]``."""
+
+    images: np.ndarray
+    labels: np.ndarray
+
+
+class Dataset(NamedTuple):
+    """A data set with its official or fixed split."""
+
+    train: Split
+    test: Split
+    num_classes: int
+
+
+def load_digits(data_dir: str) -> Dataset:
+    """scikit-learn's handwritten digits: 1,797 real 8 x 8 images, 1,437 to train and 360 to test.
+
+    They come with scikit-learn; ``data_dir`` is not used. They have no official split: this one is
+    stratified and fixed.
+
+    References:
+      Alpaydin and Kaynak, Optical Recognition of Handwritten Digits (UCI, 1998).
+    """
+    del data_dir
+    import sklearn.datasets
+    import sklearn.model_selection
+
+    images, labels = sklearn.datasets.load_digits(return_X_y=True)
+    images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
+    parts = sklearn.model_selection.train_test_split(
+        images, labels.astype(np.int32), test_size=360, stratify=labels, random_state=0
+    )
+    return Dataset(Split(parts[0], parts[2]), Split(parts[1], parts[3]), num_classes=10)
+
+
+def load_fashion_mnist(data_dir: str) -> Dataset:
+    """Fashion-MNIST: 28 x 28 images of clothes, as TensorFlow Datasets prepared them.
+
+    Args:
+      data_dir: The folder that holds ``fashion_mnist/``; "" for ``TFDS_DATA_DIR`` or, without it,
+        the default of TensorFlow Datasets.
+
+    Raises:
+      FileNotFoundError: If it is not there; the message says how to get it.
+
+    References:
+      Xiao et al., Fashion-MNIST (2017).
+    """
+    import tensorflow_datasets as tfds
+
+    data_dir = os.path.expanduser(data_dir or os.environ.get("TFDS_DATA_DIR") or tfds.core.constants.DATA_DIR)
+    builder = tfds.builder("fashion_mnist", data_dir=data_dir, file_format="array_record")
+    if not builder.is_prepared():
+        raise FileNotFoundError(
+            f"There is no Fashion-MNIST in {data_dir!r} in ArrayRecord format. Say where it is by "
+            "--config.data_dir=DIR or TFDS_DATA_DIR, or download it (30 MB, needs TensorFlow once: "
+            'pip install tensorflow): python -c "import tensorflow_datasets as tfds; '
+            f"tfds.builder('fashion_mnist', data_dir='{data_dir}', file_format='array_record')"
+            '.download_and_prepare()"'
+        )
+
+    def read(split: str) -> Split:
+        source = builder.as_data_source(split)
+        examples = [source[i] for i in range(len(source))]
+        images = np.stack([e["image"] for e in examples]).astype(np.float32) / 255
+        return Split(images, np.array([e["label"] for e in examples], np.int32))
+
+    return Dataset(read("train"), read("test"), num_classes=10)
+
+
+DATASETS: dict[str, Callable[[str], Dataset]] = {
+    "digits": load_digits,
+    "fashion_mnist": load_fashion_mnist,
+}
+
+
+def train_batches(
+    split: Split, *, batch_size: int, seed: int, shift: int, flip: bool
+) -> grain.MapDataset:
+    """Shuffled, augmented batches without end.
+
+    Args:
+      split: What to draw from; every image once before any comes again.
+      batch_size: Images a batch.
+      seed: Of the order and the augmentation.
+      shift: Largest random translation in pixels, each way; the border is padded with zeros.
+      flip: Whether to mirror each image with probability one half.
+
+    Returns:
+      A data set whose element ``[step]`` is ``{"image": [batch, h, w, c], "label": [batch]}``,
+      the images scaled to [-1, 1].
+
+    Example:
+      >>> split = Split(np.zeros((100, 8, 8, 1), np.float32), np.arange(100, dtype=np.int32))
+      >>> batches = train_batches(split, batch_size=32, seed=0, shift=1, flip=False)
+      >>> batches[7]["image"].shape, bool((batches[7]["label"] == batches[7]["label"]).all())
+      ((32, 8, 8, 1), True)
+    """
+
+    def gather(indices: np.ndarray, rng: np.random.Generator) -> dict[str, np.ndarray]:
+        images = _translate(split.images[indices], shift, rng)
+        if flip:
+            mirrored = rng.random(len(images)) < 0.5
+            images = np.where(mirrored[:, None, None, None], images[:, :, ::-1], images)
+        return {"image": _scale(images), "label": split.labels[indices]}
+
+    order = grain.MapDataset.range(len(split.labels)).seed(seed).shuffle().repeat()
+    return order.batch(batch_size).random_map(gather)
+
+
+def eval_batches(split: Split, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
+    """All of a split once, in order, the last batch filled up with images of weight 0."""
+    for start in range(0, len(split.labels), batch_size):
+        part = slice(start, start + batch_size)
+        images, labels = _scale(split.images[part]), split.labels[part]
+        missing = batch_size - len(labels)
+        pad = functools.partial(_pad_rows, count=missing)
+        weight = pad(np.ones(len(labels), np.float32))
+        yield {"image": pad(images), "label": pad(labels), "weight": weight}
+
+
+def _scale(images: np.ndarray) -> np.ndarray:
+    return images * 2 - 1
+
+
+def _pad_rows(x: np.ndarray, count: int) -> np.ndarray:
+    return np.pad(x, [(0, count)] + [(0, 0)] * (x.ndim - 1))
+
+
+def _translate(images: np.ndarray, shift: int, rng: np.random.Generator) -> np.ndarray:
+    """Moves each image by up to ``shift`` pixels each way, zeros coming in from the border."""
+    n, height, width, _ = images.shape
+    padded = np.pad(images, [(0, 0), (shift, shift), (shift, shift), (0, 0)])
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(1, 2))
+    top, left = rng.integers(0, 2 * shift + 1, (2, n))
+    return np.moveaxis(windows[np.arange(n), top, left], 1, -1)

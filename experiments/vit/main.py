@@ -1,0 +1,47 @@
+"""Trains a ViT from a config: ``python -m experiments.vit.main --workdir=runs/digits``."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from experiments.vit import compare, config, train
+
+_CONFIG = config_flags.DEFINE_config_file(
+    "config", str(pathlib.Path(__file__).parent / "configs" / "digits.py"), "What to train."
+)
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.", required=True)
+_COMPARE = flags.DEFINE_list(
+    "compare", [], "Train each of these attentions (simplex,orthogonal,iid,exact) over --seeds."
+)
+_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "Seeds for --compare.")
+
+
+def main(argv: list[str]) -> None:
+    """Trains, and prints the test accuracy."""
+    if len(argv) > 1:
+        raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
+    if _COMPARE.value:
+        seeds = [int(seed) for seed in _SEEDS.value]
+        print(compare.compare(_CONFIG.value, _WORKDIR.value, _COMPARE.value, seeds))
+        return
+    results = train.train(_CONFIG.value, _WORKDIR.value)
+    print(f"test accuracy {results['test_accuracy']:.4f}")
+
+
+def parse_flags(argv: list[str]) -> list[str]:
+    """Parses flags; an override of a field that no config has is a usage error like any other."""
+    overridden = [m[1] for a in argv if (m := re.match(r"--?config\.([\w.]+)", a))]
+    if unknown := [name for name in overridden if name not in config.FIELDS]:
+        raise SystemExit(config.unknown_field_message(unknown))
+    try:
+        return flags.FLAGS(argv)
+    except flags.Error as error:
+        raise SystemExit(f"{error}\nPass --help to see the flags.") from None
+
+
+if __name__ == "__main__":
+    app.run(main, flags_parser=parse_flags)

@@ -1,0 +1,103 @@
+"""What a run leaves in its folder: ``config.json``, ``metrics.csv``, ``results.json``, figures."""
+
+from __future__ import annotations
+
+import csv
+import json
+import pathlib
+from typing import Any, TextIO
+
+import matplotlib.figure
+import ml_collections
+
+COLUMNS = (
+    "step",
+    "learning_rate",
+    "train_loss",
+    "train_accuracy",
+    "images_per_second",
+    "test_loss",
+    "test_accuracy",
+)
+
+
+class Log:
+    """``metrics.csv``, a row at a time, each on disk before the next step runs.
+
+    Args:
+      workdir: Folder to make, with ``config.json`` and the file in it.
+      config: The config of the run.
+    """
+
+    def __init__(self, workdir: pathlib.Path, config: ml_collections.ConfigDict):
+        workdir.mkdir(parents=True, exist_ok=True)
+        (workdir / "config.json").write_text(config.to_json_best_effort(indent=2) + "\n")
+        self._path = workdir / "metrics.csv"
+        self._file: TextIO
+
+    def __enter__(self) -> Log:
+        """Opens the file and writes the head."""
+        self._file = self._path.open("w", newline="")
+        self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
+        self._writer.writeheader()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def write(self, row: dict[str, float]) -> None:
+        """Adds a row; columns it lacks stay empty."""
+        self._writer.writerow(row)
+        self._file.flush()
+
+
+def refuse_used(workdir: pathlib.Path) -> None:
+    """Refuses a folder that holds a run, so that none is written over.
+
+    Raises:
+      FileExistsError: If it does.
+    """
+    if (workdir / "metrics.csv").exists():
+        raise FileExistsError(
+            f"{workdir} already holds a run (metrics.csv). Give another --workdir or delete it."
+        )
+
+
+def finish(workdir: pathlib.Path, results: dict[str, Any]) -> None:
+    """Draws the curves and writes the results, which mark the run as finished."""
+    draw_curves(read_metrics(workdir)).savefig(workdir / "curves.png", dpi=150)
+    write_json(workdir / "results.json", results)
+
+
+def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+    """Writes a whole file or none."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.replace(path)
+
+
+def read_metrics(workdir: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
+    """Reads ``metrics.csv``: for each column, (step, value) where there is a value."""
+    with (workdir / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {
+        name: [(int(row["step"]), float(row[name])) for row in rows if row[name]]
+        for name in COLUMNS
+    }
+
+
+def draw_curves(metrics: dict[str, list[tuple[int, float]]]) -> matplotlib.figure.Figure:
+    """Loss and accuracy against the step, of training and test."""
+    figure = matplotlib.figure.Figure(figsize=(9, 3.5), layout="constrained")
+    axes = figure.subplots(1, 2)
+    for axis, name, unit in zip(axes, ("loss", "accuracy"), (" (nats)", ""), strict=True):
+        axis.plot(*zip(*metrics[f"train_{name}"], strict=True), color="C0", lw=1, label="train")
+        axis.plot(*zip(*metrics[f"test_{name}"], strict=True), "C1o-", ms=3, label="test")
+        axis.set(xlabel="step", ylabel=name + unit)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    axes[0].set_yscale("log")
+    final = metrics["test_accuracy"][-1][1]
+    axes[1].set_title(f"test accuracy at the end: {final:.4f}")
+    return figure

@@ -1,0 +1,186 @@
+"""The public attention function: what it accepts, what it refuses, and how it lays things out."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from simrf_jax import _checks as checks
+from simrf_jax.attention.bidirectional import bidirectional_attention
+from simrf_jax.attention.masks import key_log_weights, within_lengths
+from simrf_jax.features import FEATURE_MAPS, LogFeatures
+
+IMPLEMENTATIONS = ("xla",)
+
+
+def random_feature_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    projection: ArrayLike,
+    *,
+    feature_map: str = "positive",
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    implementation: str | None = None,
+) -> jax.Array:
+    r"""Softmax attention estimated by random features, in time linear in the length.
+
+    .. math::
+        \operatorname{Att}(Q, K, V)_t = \frac{\phi(q_t)^\top \sum_s \phi(k_s) v_s^\top}
+                                             {\phi(q_t)^\top \sum_s \phi(k_s)}
+
+    with :math:`\phi` the features of the softmax kernel of queries and keys scaled by
+    :math:`\sqrt{\text{scale}}`. It stands in for ``jax.nn.dot_product_attention`` and has its
+    layout, defaults and mask meaning. It equals the estimator at any scale of the inputs: no
+    epsilon, no overflow.
+
+    Args:
+      query: ``[..., T, N, H]``: T queries of N heads, with any leading batch shape.
+      key: ``[..., S, K, H]``, with N a multiple of K (grouped queries).
+      value: ``[..., S, K, D]``.
+      projection: W, ``[num_features, H]`` shared by all heads, or ``[K, num_features, H]``, one
+        for each key head and the queries that belong to it.
+      feature_map: ``"positive"``.
+      mask: Boolean, broadcastable to ``[..., N, T, S]``, True to attend. It must be the same for
+        all queries: have a query axis of size 1, or be a NumPy array that is constant along it.
+      bias: Added to the logits; of the same shapes, with the same condition.
+      scale: Multiplies the logits; by default :math:`1/\sqrt H`.
+      is_causal: Only False is supported.
+      query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
+      key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
+      implementation: ``"xla"`` or None for the default.
+
+    Returns:
+      ``[..., T, N, D]`` in the inputs' dtype. Logits and exponentials are float32 at least; the
+      two sums over the length and the features are in bfloat16 with float32 accumulation if the
+      inputs are bfloat16. Queries that see no key get zeros.
+
+    Raises:
+      TypeError: If a dtype is wrong.
+      ValueError: If shapes do not match, a name is unknown, scale is negative, or the mask, the
+        bias or is_causal asks for what linear attention does not do here.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 197, 12, 64))
+      >>> w = draw_projection(jax.random.key(1), 130, 64)
+      >>> random_feature_attention(q, k, v, w).shape
+      (2, 197, 12, 64)
+
+    References:
+      Choromanski et al., Rethinking Attention with Performers (ICLR 2021); Reid et al., Simplex
+      Random Features (ICML 2023), Sec. 5.4.
+    """
+    arrays = {"query": query, "key": key, "value": value, "projection": projection}
+    query, key, value, projection = (checks.floating(name, x) for name, x in arrays.items())
+    _check_shapes(query, key, value, projection)
+    checks.one_of("feature_map", feature_map, FEATURE_MAPS)
+    checks.one_of("implementation", implementation, (*IMPLEMENTATIONS, None))
+    if is_causal:
+        raise ValueError("is_causal=True is not supported: random features attend to all keys.")
+    if isinstance(scale, (int, float)) and scale < 0:
+        raise ValueError(f"scale must be at least 0, got {scale}.")
+
+    *batch, query_length, num_heads, dim = query.shape
+    key_length = key.shape[-3]
+    dtype = query.dtype
+    compute = functools.reduce(jnp.promote_types, (dtype, projection.dtype, jnp.float32))
+    log_weights = key_log_weights(
+        mask,
+        bias,
+        key_value_seq_lengths,
+        batch=tuple(batch),
+        num_heads=num_heads,
+        query_length=query_length,
+        key_length=key_length,
+        dtype=compute,
+    )
+    if log_weights is not None and log_weights.shape[-2] not in (1, key.shape[-2]):
+        # Heads that share their keys but not their mask no longer share a state.
+        groups = num_heads // key.shape[-2]
+        key, value = (jnp.repeat(x, groups, axis=-2) for x in (key, value))
+        if projection.ndim == 3:
+            projection = jnp.repeat(projection, groups, axis=0)
+
+    num_key_heads = key.shape[-2]
+    root = jnp.sqrt(jnp.asarray(dim**-0.5 if scale is None else scale, compute))
+
+    def flat(x: jax.Array) -> jax.Array:
+        return x.reshape(math.prod(batch), *x.shape[len(batch) :])
+
+    groups = num_heads // num_key_heads
+    grouped = query.reshape(*query.shape[:-2], num_key_heads, groups, dim)
+    if log_weights is not None:
+        log_weights = flat(log_weights).mT
+    out = bidirectional_attention(
+        flat(grouped).astype(compute) * root,
+        flat(key).astype(compute) * root,
+        flat(value).astype(jnp.bfloat16 if dtype == jnp.bfloat16 else compute),
+        _per_head(FEATURE_MAPS[feature_map], projection),
+        log_weights,
+    )
+    out = out.reshape(*batch, query_length, num_heads, value.shape[-1])
+    if query_seq_lengths is not None:
+        real = within_lengths("query_seq_lengths", query_seq_lengths, tuple(batch), query_length)
+        out = jnp.where(real[..., None, None], out, 0)
+    return out.astype(dtype)
+
+
+def _check_shapes(
+    query: jax.Array, key: jax.Array, value: jax.Array, projection: jax.Array
+) -> None:
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    if min(query.ndim, key.ndim, value.ndim) < 3:
+        raise ValueError(f"query, key and value must be [..., length, heads, dim], got {shapes}.")
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(
+            "query, key and value must have one dtype, got "
+            f"{query.dtype.name}, {key.dtype.name} and {value.dtype.name}."
+        )
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"query, key and value must have the same batch shape, got {shapes}.")
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(f"key and value must have the same length and heads, got {shapes}.")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must have the same head_dim, got {shapes}.")
+    num_heads, num_key_heads, dim = query.shape[-2], key.shape[-2], key.shape[-1]
+    if num_key_heads == 0 or num_heads % num_key_heads:
+        raise ValueError(
+            f"The number of query heads must be a multiple of that of key heads, got {num_heads} "
+            f"and {num_key_heads}."
+        )
+    if projection.ndim not in (2, 3) or projection.shape[-1] != dim:
+        raise ValueError(
+            f"projection must be [num_features, {dim}] or [{num_key_heads}, num_features, {dim}] "
+            f"for heads of dim {dim}, got shape {projection.shape}."
+        )
+    if projection.ndim == 3 and projection.shape[0] != num_key_heads:
+        raise ValueError(
+            f"projection must have one W for each of the {num_key_heads} key heads, "
+            f"got shape {projection.shape}."
+        )
+
+
+def _per_head(
+    feature_map: Callable[..., LogFeatures], projection: jax.Array
+) -> Callable[[jax.Array], LogFeatures]:
+    """The softmax kernel's feature map for ``[B, length, K, ..., H]``."""
+
+    def log_features(x: jax.Array, w: jax.Array) -> Any:
+        return feature_map(x, w, kernel="softmax")
+
+    if projection.ndim == 2:
+        return lambda x: log_features(x, projection)
+    each_head = jax.vmap(log_features, in_axes=(2, 0), out_axes=2)
+    return lambda x: each_head(x, projection)

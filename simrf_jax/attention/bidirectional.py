@@ -1,0 +1,78 @@
+"""Bidirectional random-feature attention, exact at any scale of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.lax import Precision
+
+from simrf_jax.features import LogFeatures
+
+
+def bidirectional_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    log_features: Callable[[jax.Array], LogFeatures],
+    key_log_weights: jax.Array | None,
+) -> jax.Array:
+    r"""Every query attends to all keys, by positive features.
+
+    .. math::
+        o_t = \frac{\sum_i e^{a_{ti} + c_i - b_t} \sum_s e^{\kappa_{si} - c_i} v_s}
+                   {\sum_i e^{a_{ti} + c_i - b_t} \sum_s e^{\kappa_{si} - c_i}}
+
+    with :math:`a_{ti}` the exponents of the queries, :math:`\kappa_{si}` the log features of the
+    keys (log weights included), :math:`c_i = \max_s \kappa_{si}` and :math:`b_t = \max_i (a_{ti} +
+    c_i)`. Both shifts cancel, so this is the estimator itself; nothing overflows, and wherever a
+    key is visible the denominator is at least 1: no epsilon.
+
+    Args:
+      query: ``[B, T, K, G, H]``, already scaled, in the type to compute logits in. K is the number
+        of key heads, G the queries' heads for each of them.
+      key: ``[B, S, K, H]``, likewise.
+      value: ``[B, S, K, D]`` in the type to contract in.
+      log_features: Maps ``[B, length, K, ..., H]`` to ``[B, length, K, ..., num_features]``.
+      key_log_weights: ``[1 or B, S, 1 or K]`` to add to the keys' log features, or None.
+
+    Returns:
+      ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
+    """
+    precision = Precision.HIGHEST if value.dtype == query.dtype else Precision.DEFAULT
+    if key_log_weights is not None:
+        # Padding may hold anything, NaN too, and 0 * NaN is not 0.
+        visible = key_log_weights[..., None] > -jnp.inf
+        key, value = jnp.where(visible, key, 0), jnp.where(visible, value, 0)
+    log_keys = jnp.add(*log_features(key))
+    if key_log_weights is not None:
+        log_keys += key_log_weights[..., None]
+    exponent = log_features(query).exponent  # A query's log_scale cancels in the ratio.
+
+    key_shift = jnp.max(log_keys, axis=1, keepdims=True, initial=-jnp.inf)
+    key_shift = jax.lax.stop_gradient(jnp.where(key_shift == -jnp.inf, 0, key_shift))
+    logits = exponent + key_shift[:, :, :, None, :]
+    query_shift = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    query_features = jnp.exp(logits - query_shift)
+    key_features = jnp.exp(log_keys - key_shift)
+
+    # One more column of values, all ones, sums the denominator along with the numerator.
+    value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
+    state = jnp.einsum(
+        "bskm,bskd->bkmd",
+        key_features.astype(value.dtype),
+        value,
+        precision=precision,
+        preferred_element_type=query.dtype,
+    )
+    summed = jnp.einsum(
+        "btkgm,bkmd->btkgd",
+        query_features.astype(value.dtype),
+        state.astype(value.dtype),
+        precision=precision,
+        preferred_element_type=query.dtype,
+    )
+    numerator, denominator = summed[..., :-1], summed[..., -1:]
+    nothing = denominator == 0  # Exactly: no key is visible.
+    return jnp.where(nothing, 0, numerator / jnp.where(nothing, 1, denominator))

@@ -1,0 +1,105 @@
+"""What masks, biases and lengths say about the keys.
+
+Linear attention sums over the keys once for all queries, so it can weigh or hide a key for every
+query of a head, but not for one query alone. Everything it can honour is one array: a log weight
+for each key.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+
+def key_log_weights(
+    mask: ArrayLike | None,
+    bias: ArrayLike | None,
+    key_value_seq_lengths: ArrayLike | None,
+    *,
+    batch: tuple[int, ...],
+    num_heads: int,
+    query_length: int,
+    key_length: int,
+    dtype: jnp.dtype,
+) -> jax.Array | None:
+    """Combines all that bears on the keys into log weights; hidden keys have minus infinity.
+
+    Args:
+      mask: Boolean, broadcastable to ``[*batch, heads, query_length, key_length]``, True to attend,
+        the same for all queries.
+      bias: Floating, of the same shapes, added to the logits.
+      key_value_seq_lengths: Integers ``batch``; keys from there on are hidden.
+      batch: Leading shape.
+      num_heads: Number of query heads.
+      query_length: Length of the queries.
+      key_length: Length of the keys.
+      dtype: Type of the result.
+
+    Returns:
+      Array ``[*batch, 1 or num_heads, key_length]``, or None if all keys weigh the same.
+
+    Raises:
+      TypeError: If a dtype is wrong.
+      ValueError: If a shape is wrong or an array differs between the queries.
+    """
+    target = (*batch, num_heads, query_length, key_length)
+    log_weights = None
+    if bias is not None:
+        if not jnp.issubdtype(jnp.result_type(bias), jnp.floating):
+            raise TypeError(f"bias must be floating, got {jnp.result_type(bias).name}.")
+        log_weights = _per_key("bias", bias, target).astype(dtype)
+    if mask is not None:
+        if jnp.result_type(mask) != jnp.bool:
+            raise TypeError(
+                f"mask must be boolean (True to attend), got {jnp.result_type(mask).name}; "
+                "pass an additive one as bias."
+            )
+        visible = _per_key("mask", mask, target)
+        log_weights = jnp.where(visible, 0.0 if log_weights is None else log_weights, -jnp.inf)
+    if key_value_seq_lengths is not None:
+        visible = within_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, key_length)
+        visible = visible[..., None, :]
+        log_weights = jnp.where(visible, 0.0 if log_weights is None else log_weights, -jnp.inf)
+    if log_weights is None:
+        return None
+    return jnp.broadcast_to(log_weights.astype(dtype), (*batch, *log_weights.shape[-2:]))
+
+
+def within_lengths(
+    name: str, lengths: ArrayLike, batch: tuple[int, ...], length: int
+) -> jax.Array:
+    """True at the positions before each sequence's length; ``[*batch, length]``."""
+    lengths = jnp.asarray(lengths)
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {lengths.dtype.name}.")
+    if lengths.shape != batch:
+        raise ValueError(f"{name} must have the batch shape {batch}, got {lengths.shape}.")
+    positions = jnp.arange(length).reshape((1,) * len(batch) + (length,))
+    return positions < lengths[..., None]
+
+
+def _per_key(name: str, x: ArrayLike, target: tuple[int, ...]) -> jax.Array:
+    """Drops the query axis of an array that is the same for all queries."""
+    shape = np.shape(x)
+    shape = (1,) * (len(target) - len(shape)) + shape
+    if len(shape) != len(target) or any(
+        have not in (1, want) for have, want in zip(shape, target, strict=True)
+    ):
+        raise ValueError(
+            f"{name} must be broadcastable to [batch..., heads, query length, key length] = "
+            f"{target}, got shape {np.shape(x)}."
+        )
+    # The values of a NumPy array are known, under jit too.
+    constant = isinstance(x, np.ndarray) and bool((x == x[..., :1, :]).all())
+    if shape[-2] != 1 and not constant:
+        raise ValueError(
+            f"{name} of shape {np.shape(x)} may differ between queries, which linear attention "
+            "cannot honour: it sums over the keys once for all queries. What works: a key-padding "
+            f"{name} with a query axis of size 1 ([batch..., 1, 1, key length], such as "
+            f"{name}[..., :1, :] if all queries share it), key_value_seq_lengths, "
+            "query_seq_lengths."
+        )
+    x = jnp.reshape(x, shape)[..., 0, :]
+    return jnp.broadcast_to(x, (*x.shape[:-1], target[-1]))

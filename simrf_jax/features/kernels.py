@@ -1,0 +1,77 @@
+"""The exact kernels that random features estimate."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from simrf_jax import _checks as checks
+
+
+def gaussian_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
+    r"""The Gaussian kernel of all pairs, :math:`K(x, y) = \exp(-|x - y|^2 / 2)`.
+
+    Args:
+      x: Vectors ``[..., n, dim]`` in units of the kernel's length scale.
+      y: Vectors ``[..., p, dim]`` with the same leading shape.
+
+    Returns:
+      Array ``[..., n, p]``, computed in float32 at least from the differences themselves, so that
+      close pairs keep their digits.
+
+    Raises:
+      TypeError: If an argument is not floating.
+      ValueError: If the shapes do not match.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> gaussian_kernel(jnp.zeros((1, 2)), jnp.array([[0.0, 0.0], [1.0, 1.0]]))
+      Array([[1.        , 0.36787945]], dtype=float32)
+
+    References:
+      Reid et al., Simplex Random Features (ICML 2023), Eq. 4.
+    """
+    x, y, dtype = _pair(x, y)
+    squared_distance = jnp.sum(jnp.square(x[..., :, None, :] - y[..., None, :, :]), axis=-1)
+    return jnp.exp(-0.5 * squared_distance).astype(dtype)
+
+
+def softmax_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
+    r"""The softmax kernel of all pairs, :math:`K(x, y) = \exp(x \cdot y)`.
+
+    Args:
+      x: Vectors ``[..., n, dim]``.
+      y: Vectors ``[..., p, dim]`` with the same leading shape.
+
+    Returns:
+      Array ``[..., n, p]``, computed in float32 at least.
+
+    Raises:
+      TypeError: If an argument is not floating.
+      ValueError: If the shapes do not match.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> softmax_kernel(jnp.ones((1, 2)), jnp.array([[0.0, 0.0], [0.5, 0.5]]))
+      Array([[1.       , 2.7182817]], dtype=float32)
+
+    References:
+      Reid et al., Simplex Random Features (ICML 2023), Eq. 5.
+    """
+    x, y, dtype = _pair(x, y)
+    dots = jnp.einsum("...nd,...pd->...np", x, y, precision=jax.lax.Precision.HIGHEST)
+    return jnp.exp(dots).astype(dtype)
+
+
+def _pair(x: ArrayLike, y: ArrayLike) -> tuple[jax.Array, jax.Array, jnp.dtype]:
+    """Returns both in the type to compute in, and the type of the result."""
+    x, y = checks.floating("x", x), checks.floating("y", y)
+    if x.ndim < 2 or y.ndim < 2 or x.shape[:-2] != y.shape[:-2] or x.shape[-1] != y.shape[-1]:
+        raise ValueError(
+            "x must be [..., n, dim] and y [..., p, dim] with the same leading shape and dim, "
+            f"got {x.shape} and {y.shape}."
+        )
+    dtype = jnp.promote_types(x.dtype, y.dtype)
+    compute = jnp.promote_types(dtype, jnp.float32)
+    return x.astype(compute), y.astype(compute), dtype

@@ -1,0 +1,1 @@
+"""Adapters that put random-feature attention into Flax models; import `nnx` or `linen`."""

@@ -1,0 +1,105 @@
+"""Random-feature attention for Flax Linen: ``attention_fn`` of ``MultiHeadDotProductAttention``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jax.typing import ArrayLike, DTypeLike
+
+from simrf_jax import _checks as checks
+from simrf_jax.features import FEATURE_MAPS
+from simrf_jax.integrations.flax_attention import attend, draw_heads
+
+
+class RandomFeatureAttention(nn.Module):
+    """Holds the projections of one layer and attends with them.
+
+    Each key head has a W of its own, in the collection ``random_features``, drawn at ``init`` from
+    the stream ``features`` (or ``params`` if there is none). To redraw, replace the collection by
+    ``redraw_projections(key, variables["random_features"])``.
+
+    Made inside another module's ``@nn.compact`` method, give it ``parent=None``, or Flax files its
+    W next to the attention instead of below it. One instance given to several layers is one W.
+
+    Attributes:
+      num_features: Number of random features.
+      coupling: As ``simrf_jax.draw_projection``.
+      block: As ``simrf_jax.draw_projection``.
+      feature_map: As ``simrf_jax.random_feature_attention``.
+      shared: One W for all heads.
+
+    Raises:
+      ValueError: When called, if a name is unknown, the mask is not a key-padding mask, or dropout
+        or sown attention weights are asked for.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from simrf_jax.integrations.linen import RandomFeatureAttention
+      >>> attention = nn.MultiHeadDotProductAttention(
+      ...     num_heads=8, attention_fn=RandomFeatureAttention(130)
+      ... )
+      >>> x = jnp.ones((2, 10, 512))
+      >>> variables = attention.init(jax.random.key(0), x)
+      >>> variables["random_features"]["attention_fn"]["projection"].shape
+      (8, 130, 64)
+      >>> attention.apply(variables, x).shape
+      (2, 10, 512)
+    """
+
+    num_features: int
+    coupling: str = "simplex"
+    block: str = "regular"
+    feature_map: str = "positive"
+    shared: bool = False
+
+    @nn.compact
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: ArrayLike | None = None,
+        bias: ArrayLike | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: DTypeLike | None = None,
+        module: Any = None,
+        **unused: Any,
+    ) -> jax.Array:
+        """Attends; ``query`` ``[..., T, N, H]``, ``key`` and ``value`` ``[..., S, K, H]``."""
+        del unused  # Flax passes only the keywords named above.
+        checks.one_of("feature_map", self.feature_map, FEATURE_MAPS)
+        num_heads, head_dim = key.shape[-2:]
+
+        def draw() -> jax.Array:
+            rng = self.make_rng("features")
+            if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):  # From a jax.random.PRNGKey.
+                rng = jax.random.wrap_key_data(rng)
+            return draw_heads(
+                rng,
+                None if self.shared else num_heads,
+                self.num_features,
+                head_dim,
+                coupling=self.coupling,
+                block=self.block,
+            )
+
+        projection = self.variable("random_features", "projection", draw)
+        return attend(
+            query,
+            key,
+            value,
+            projection.value,
+            feature_map=self.feature_map,
+            mask=mask,
+            bias=bias,
+            dropout_rate=dropout_rate,
+            deterministic=deterministic,
+            dtype=dtype,
+            module=module,
+        )

@@ -1,0 +1,233 @@
+"""The Performer ViT: a vision transformer whose attention is linear in the number of patches."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from simrf_jax import _checks as checks
+from simrf_jax.integrations.nnx import RandomFeatureAttention
+from simrf_jax.projections import BLOCK_MODES, COUPLINGS
+
+ATTENTIONS = (*COUPLINGS, "exact")
+POOLINGS = ("average", "token")
+DTYPES = ("float32", "bfloat16")
+
+# Dosovitskiy et al. (2021), Table 1; Ti and S from Touvron et al. (2021), Table 1.
+SIZES = {
+    "Ti": {"width": 192, "depth": 12, "num_heads": 3, "mlp_dim": 768},
+    "S": {"width": 384, "depth": 12, "num_heads": 6, "mlp_dim": 1536},
+    "B": {"width": 768, "depth": 12, "num_heads": 12, "mlp_dim": 3072},
+    "L": {"width": 1024, "depth": 24, "num_heads": 16, "mlp_dim": 4096},
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ViTConfig:
+    """Shape and arithmetic of a ViT; the defaults are ViT-B/16 as in Reid et al., Sec. 5.4.
+
+    Attributes:
+      image_size: Height and width in pixels, multiples of the patch size.
+      channels: Channels of the images.
+      num_classes: Width of the output.
+      patch_size: Side of a square patch in pixels.
+      width: Width of the tokens.
+      depth: Number of blocks.
+      num_heads: Attention heads, a divisor of the width.
+      mlp_dim: Hidden width of the MLPs.
+      dropout_rate: Dropout after the embedding, the attention and both MLP layers; the attention
+        weights have none.
+      pooling: ``"average"`` of the tokens or a class ``"token"``.
+      attention: ``"simplex"``, ``"orthogonal"`` or ``"iid"`` random features, or ``"exact"``.
+      num_features: Random features of each head.
+      block: Block mode of the projections.
+      dtype: ``"float32"`` or ``"bfloat16"``, to compute in; parameters are float32.
+
+    Raises:
+      TypeError: If a size is no integer.
+      ValueError: If a name is unknown or the sizes do not fit together.
+    """
+
+    image_size: tuple[int, int] = (224, 224)
+    channels: int = 3
+    num_classes: int = 1000
+    patch_size: int = 16
+    width: int = 768
+    depth: int = 12
+    num_heads: int = 12
+    mlp_dim: int = 3072
+    dropout_rate: float = 0.1
+    pooling: str = "token"
+    attention: str = "simplex"
+    num_features: int = 130
+    block: str = "regular"
+    dtype: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        checks.one_of("attention", self.attention, ATTENTIONS)
+        checks.one_of("pooling", self.pooling, POOLINGS)
+        checks.one_of("block", self.block, BLOCK_MODES)
+        checks.one_of("dtype", self.dtype, DTYPES)
+        sizes = ("channels", "num_classes", "patch_size", "width", "depth", "num_heads", "mlp_dim")
+        for name in (*sizes, "num_features"):
+            checks.positive_int(name, getattr(self, name))
+        if any(side % self.patch_size or side < 1 for side in self.image_size):
+            raise ValueError(
+                f"image_size must be multiples of patch_size={self.patch_size}, "
+                f"got {self.image_size}."
+            )
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"width must be a multiple of num_heads, got {self.width} and {self.num_heads}."
+            )
+        if not 0 <= self.dropout_rate < 1:
+            raise ValueError(f"dropout_rate must be in [0, 1), got {self.dropout_rate}.")
+
+    @classmethod
+    def named(cls, name: str, **overrides: Any) -> ViTConfig:
+        """A published size at any patch.
+
+        Args:
+          name: ``"Ti"``, ``"S"``, ``"B"`` or ``"L"``, a slash, and the patch size.
+          **overrides: Other fields.
+
+        Raises:
+          ValueError: If the size is unknown or the patch is no number.
+
+        Example:
+          >>> ViTConfig.named("B/16") == ViTConfig()
+          True
+          >>> ViTConfig.named("Ti/4", image_size=(28, 28), channels=1).width
+          192
+        """
+        size, _, patch = name.partition("/")
+        checks.one_of("the size in a name like 'B/16'", size, SIZES)
+        if not patch.isdecimal():
+            raise ValueError(f"name must end in a patch size, as in 'B/16', got {name!r}.")
+        return cls(**{**SIZES[size], "patch_size": int(patch), **overrides})
+
+
+class ViT(nnx.Module):
+    """A pre-norm vision transformer with random-feature or exact attention.
+
+    Args:
+      config: Its shape.
+      rngs: Keys for parameters (``params``) and projections (``features``), or a default stream.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from simrf_jax.models import ViT, ViTConfig
+      >>> config = ViTConfig.named("Ti/4", image_size=(28, 28), channels=1, num_classes=10, depth=2)
+      >>> model = ViT(config, rngs=nnx.Rngs(0))
+      >>> model(jnp.zeros((2, 28, 28, 1))).shape
+      (2, 10)
+
+    References:
+      Dosovitskiy et al., An Image is Worth 16x16 Words (ICLR 2021).
+    """
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        c = config
+        patches = (c.image_size[0] // c.patch_size) * (c.image_size[1] // c.patch_size)
+        dtype = jnp.dtype(c.dtype)
+        self.patch_embedding = nnx.Linear(
+            c.patch_size**2 * c.channels, c.width, dtype=dtype, rngs=rngs
+        )
+        num_tokens = patches + (c.pooling == "token")
+        small = nnx.initializers.normal(0.02)
+        self.position_embedding = nnx.Param(small(rngs.params(), (1, num_tokens, c.width)))
+        if c.pooling == "token":
+            self.class_token = nnx.Param(jnp.zeros((1, 1, c.width)))
+        self.dropout = nnx.Dropout(c.dropout_rate)
+        self.blocks = nnx.List([Block(c, rngs=rngs) for _ in range(c.depth)])
+        self.norm = nnx.LayerNorm(c.width, epsilon=1e-6, dtype=dtype, rngs=rngs)
+        zeros = nnx.initializers.zeros_init()
+        self.head = nnx.Linear(c.width, c.num_classes, kernel_init=zeros, rngs=rngs)
+
+    def __call__(self, images: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:
+        """Classifies images.
+
+        Args:
+          images: ``[batch, height, width, channels]``.
+          rngs: Keys for dropout (``dropout``); without them nothing is dropped.
+
+        Returns:
+          float32 logits ``[batch, num_classes]``.
+
+        Raises:
+          ValueError: If the images have another shape than the config says.
+        """
+        expected = (*self.config.image_size, self.config.channels)
+        if images.ndim != 4 or images.shape[1:] != expected:
+            raise ValueError(
+                f"images must be [batch, height, width, channels] = [batch, "
+                f"{', '.join(map(str, expected))}], got shape {images.shape}."
+            )
+        x = self.patch_embedding(_patches(images, self.config.patch_size))
+        if self.config.pooling == "token":
+            token = jnp.broadcast_to(self.class_token[...], (x.shape[0], 1, x.shape[2]))
+            x = jnp.concatenate([token.astype(x.dtype), x], axis=1)
+        x = x + self.position_embedding[...].astype(x.dtype)
+        x = self.dropout(x, deterministic=rngs is None, rngs=rngs)
+        for block in self.blocks:
+            x = block(x, rngs=rngs)
+        x = self.norm(x)
+        x = x[:, 0] if self.config.pooling == "token" else jnp.mean(x, axis=1)
+        return self.head(x.astype(jnp.float32))
+
+
+class Block(nnx.Module):
+    """One transformer block: attention, then an MLP, each normalised before and added after."""
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        c = config
+        dtype = jnp.dtype(c.dtype)
+        xavier = nnx.initializers.xavier_uniform()
+        if c.attention == "exact":
+            attention_fn = nnx.dot_product_attention  # Goes through jax.nn.dot_product_attention.
+        else:
+            attention_fn = RandomFeatureAttention(
+                c.num_heads,
+                c.width // c.num_heads,
+                c.num_features,
+                coupling=c.attention,
+                block=c.block,
+                rngs=rngs,
+            )
+        self.attention_norm = nnx.LayerNorm(c.width, epsilon=1e-6, dtype=dtype, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            c.num_heads,
+            c.width,
+            dtype=dtype,
+            kernel_init=xavier,
+            attention_fn=attention_fn,
+            decode=False,
+            rngs=rngs,
+        )
+        self.mlp_norm = nnx.LayerNorm(c.width, epsilon=1e-6, dtype=dtype, rngs=rngs)
+        self.mlp_in = nnx.Linear(c.width, c.mlp_dim, kernel_init=xavier, dtype=dtype, rngs=rngs)
+        self.mlp_out = nnx.Linear(c.mlp_dim, c.width, kernel_init=xavier, dtype=dtype, rngs=rngs)
+        self.dropout = nnx.Dropout(c.dropout_rate)
+
+    def __call__(self, x: jax.Array, *, rngs: nnx.Rngs | None) -> jax.Array:
+        """Maps tokens ``[batch, length, width]`` to the same shape."""
+
+        def drop(y: jax.Array) -> jax.Array:
+            return self.dropout(y, deterministic=rngs is None, rngs=rngs)
+
+        x = x + drop(self.attention(self.attention_norm(x)))
+        hidden = drop(nnx.gelu(self.mlp_in(self.mlp_norm(x))))
+        return x + drop(self.mlp_out(hidden))
+
+
+def _patches(images: jax.Array, size: int) -> jax.Array:
+    """Cuts ``[B, height, width, channels]`` into ``[B, patches, size * size * channels]``."""
+    b, h, w, c = images.shape
+    grid = images.reshape(b, h // size, size, w // size, size, c)
+    return jnp.swapaxes(grid, 2, 3).reshape(b, (h // size) * (w // size), size * size * c)

@@ -1,0 +1,89 @@
+"""Blocks: which rows of W are drawn together, and where they point before rotation.
+
+A block is a set of unit vectors with a fixed shape, turned by one random rotation. Blocks are
+independent of each other. The shape is what distinguishes the couplings: an orthonormal basis, or
+the vertices of a regular simplex.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+BLOCK_MODES = ("regular", "square")
+
+
+def simplex_vertices(num_vertices: int) -> np.ndarray:
+    r"""Unit vectors from the centre of a regular simplex to its vertices.
+
+    For :math:`r` vertices (the paper has :math:`r = d`, and a last coordinate that is always 0),
+
+    .. math::
+        s_i = \sqrt{\tfrac{r}{r-1}}\, e_i - \tfrac{\sqrt r + 1}{(r-1)^{3/2}}\, (1, \dots, 1)
+        \quad (i < r), \qquad s_r = \tfrac{1}{\sqrt{r-1}}\, (1, \dots, 1).
+
+    All pairs subtend :math:`\cos\theta = -1/(r-1)`, and the rows add up to zero.
+
+    Args:
+      num_vertices: Number of vertices r, at least 1.
+
+    Returns:
+      float64 array ``[r, r - 1]`` (``[1, 1]`` for a single vertex).
+
+    Example:
+      >>> import numpy as np
+      >>> s = simplex_vertices(4)
+      >>> np.round(s @ s.T, 6)
+      array([[ 1.      , -0.333333, -0.333333, -0.333333],
+             [-0.333333,  1.      , -0.333333, -0.333333],
+             [-0.333333, -0.333333,  1.      , -0.333333],
+             [-0.333333, -0.333333, -0.333333,  1.      ]])
+
+    References:
+      Reid et al., Simplex Random Features (ICML 2023), Eq. 9. The constant there reads
+      :math:`\sqrt{d+1}` in some extractions; :math:`\sqrt d + 1` is what makes the rows unit.
+    """
+    if num_vertices == 1:
+        return np.ones((1, 1))
+    n = num_vertices - 1
+    scale = np.sqrt(num_vertices / n)
+    shift = (np.sqrt(num_vertices) + 1) / n**1.5
+    return np.concatenate([scale * np.eye(n) - shift, np.full((1, n), n**-0.5)])
+
+
+def orthogonal_blocks(num_features: int, dim: int, block: str) -> list[np.ndarray]:
+    """Orthonormal rows, ``dim`` a block and a remainder, in either block mode."""
+    del block  # A smaller orthonormal set is the same as the first rows of a full one.
+    full, remainder = divmod(num_features, dim)
+    return [np.eye(dim)] * full + [np.eye(remainder)] * bool(remainder)
+
+
+def simplex_blocks(num_features: int, dim: int, block: str) -> list[np.ndarray]:
+    """Simplex rows, ``[rows, coordinates]`` for each block; equal blocks are the same object.
+
+    ``square`` is the paper to the letter: d rows at arccos(-1/(d-1)) a block, and as a remainder
+    the first rows of one more. ``regular`` makes every block a whole simplex of its own size.
+    """
+    if block == "square":
+        full, remainder = divmod(num_features, dim)
+        vertices = simplex_vertices(dim)
+        return [vertices] * full + [vertices[:remainder]] * bool(remainder)
+    sizes = regular_sizes(num_features, dim)
+    shapes = {size: simplex_vertices(size) for size in set(sizes)}
+    return [shapes[size] for size in sizes]
+
+
+def regular_sizes(num_features: int, dim: int) -> list[int]:
+    """Sizes of the regular simplices that hold ``num_features`` rows in ``dim`` dimensions.
+
+    As full as the space allows, d + 1 rows a block, because more pairs in a block lower the
+    variance at every distance. A row alone is coupled to nothing, so it is never left over.
+
+    Example:
+      >>> regular_sizes(130, 64), regular_sizes(64, 64), regular_sizes(66, 64), regular_sizes(8, 64)
+      ([65, 65], [64], [64, 2], [8])
+    """
+    full, remainder = divmod(num_features, dim + 1)
+    sizes = [dim + 1] * full + [remainder] * bool(remainder)
+    if full and remainder == 1:
+        sizes[-2:] = [dim, 2]
+    return sizes

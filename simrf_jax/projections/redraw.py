@@ -1,0 +1,93 @@
+"""The redraw schedule: which W every layer and head has at every training step."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from simrf_jax import _checks as checks
+from simrf_jax.projections.dense import draw_projection
+
+
+def redraw_key(key: jax.Array, step: ArrayLike, *, interval: int) -> jax.Array:
+    """The key in force at a training step: ``fold_in(key, step // interval)``.
+
+    Args:
+      key: A typed PRNG key, the same for the whole run.
+      step: Training step, counted from 0; may be traced.
+      interval: Steps between redraws; 0 never redraws.
+
+    Returns:
+      A typed PRNG key that changes every ``interval`` steps. It depends on nothing else, so a run
+      that is resumed, or moved to other devices, goes on with the same projections.
+
+    Raises:
+      TypeError: If the key is not typed or interval is no integer.
+      ValueError: If interval is negative.
+
+    Example:
+      >>> import jax
+      >>> key = jax.random.key(0)
+      >>> bool(redraw_key(key, 199, interval=100) == redraw_key(key, 100, interval=100))
+      True
+      >>> bool(redraw_key(key, 200, interval=100) == redraw_key(key, 100, interval=100))
+      False
+    """
+    checks.typed_key(key)
+    if checks.integer("interval", interval) < 0:
+        raise ValueError(f"interval must be at least 0, got {interval}.")
+    return jax.random.fold_in(key, step // interval if interval else 0)
+
+
+def redraw_projections(key: jax.Array, projections: Any, **draw_options: Any) -> Any:
+    """Draws new values for all the projections of a model, in one batched call.
+
+    Leaf number ``l`` (a layer) and the projection number ``h`` inside it (a head) are drawn from
+    ``fold_in(fold_in(key, l), h)``.
+
+    Args:
+      key: A typed PRNG key; see ``redraw_key``.
+      projections: A pytree of arrays (or ``jax.ShapeDtypeStruct``) ``[..., num_features, dim]``:
+        the ``random_features`` collection of a Linen model, or
+        ``nnx.state(model, RandomProjection)`` of an NNX one.
+      **draw_options: ``coupling``, ``block``, ``rotation`` and ``norms`` of ``draw_projection``.
+
+    Returns:
+      A pytree of the same structure, shapes and dtypes.
+
+    Raises:
+      TypeError: As ``draw_projection``.
+      ValueError: As ``draw_projection``; if a leaf has fewer than two axes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> layers = {"a": jnp.zeros((12, 130, 64)), "b": jnp.zeros((130, 64))}
+      >>> layers = redraw_projections(jax.random.key(0), layers, coupling="orthogonal")
+      >>> layers["a"].shape, layers["b"].shape
+      ((12, 130, 64), (130, 64))
+    """
+    checks.typed_key(key)
+    leaves, treedef = jax.tree.flatten(projections)
+    groups = collections.defaultdict(list)  # (num_features, dim, dtype) -> leaf numbers
+    for layer, leaf in enumerate(leaves):
+        if leaf.ndim < 2:
+            raise ValueError(f"A projection is [..., num_features, dim], got shape {leaf.shape}.")
+        groups[(*leaf.shape[-2:], leaf.dtype)].append(layer)
+    drawn: list[Any] = [None] * len(leaves)
+    for (num_features, dim, dtype), layers in groups.items():
+        counts = [int(np.prod(leaves[layer].shape[:-2])) for layer in layers]
+        layer_numbers = np.repeat(layers, counts)
+        head_numbers = np.concatenate([np.arange(count) for count in counts])
+        keys = jax.vmap(lambda layer, head: jax.random.fold_in(jax.random.fold_in(key, layer), head))(
+            jnp.asarray(layer_numbers), jnp.asarray(head_numbers)
+        )
+        draw = jax.vmap(lambda k: draw_projection(k, num_features, dim, dtype=dtype, **draw_options))
+        parts = jnp.split(draw(keys), np.cumsum(counts)[:-1])
+        for layer, part in zip(layers, parts, strict=True):
+            drawn[layer] = part.reshape(leaves[layer].shape)
+    return jax.tree.unflatten(treedef, drawn)
