@@ -23,9 +23,10 @@ def typed_key(key: Any) -> None:
         raise ValueError(f"key must be a single key, got shape {key.shape}; use jax.vmap for many.")
 
 
-def one_of(name: str, value: Any, known: Iterable[str]) -> None:
+def one_of(name: str, value: Any, known: Iterable[str | None]) -> None:
     """Accepts one of the known names."""
-    if value not in tuple(known):
+    known = tuple(known)
+    if value not in known:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
 
 

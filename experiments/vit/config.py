@@ -87,4 +87,6 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def unknown_field_message(names: list[str]) -> str:
     """Says which fields there are."""
     plural = "s" if len(names) > 1 else ""
-    return f"Unknown config field{plural} {', '.join(names)}; the known ones are {', '.join(FIELDS)}."
+    return (
+        f"Unknown config field{plural} {', '.join(names)}; the known ones are {', '.join(FIELDS)}."
+    )

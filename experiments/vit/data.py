@@ -62,7 +62,9 @@ def load_fashion_mnist(data_dir: str) -> Dataset:
     """
     import tensorflow_datasets as tfds
 
-    data_dir = os.path.expanduser(data_dir or os.environ.get("TFDS_DATA_DIR") or tfds.core.constants.DATA_DIR)
+    data_dir = os.path.expanduser(
+        data_dir or os.environ.get("TFDS_DATA_DIR") or tfds.core.constants.DATA_DIR
+    )
     builder = tfds.builder("fashion_mnist", data_dir=data_dir, file_format="array_record")
     if not builder.is_prepared():
         raise FileNotFoundError(

@@ -63,7 +63,9 @@ def make_mesh(num_devices: int) -> Mesh:
     return jax.make_mesh((wanted,), ("data",), (AxisType.Auto,), devices=devices[:wanted])
 
 
-def make_optimizer(config: ml_collections.ConfigDict) -> tuple[optax.GradientTransformation, optax.Schedule]:
+def make_optimizer(
+    config: ml_collections.ConfigDict,
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """AdamW with clipped gradients, and its learning rate as a function of the step."""
     schedule = optax.warmup_cosine_decay_schedule(
         0.0, config.learning_rate, config.warmup_steps, config.num_steps
@@ -71,7 +73,9 @@ def make_optimizer(config: ml_collections.ConfigDict) -> tuple[optax.GradientTra
 
     def kernels(params: Any) -> Any:
         """Biases, norms and the position embedding do not decay."""
-        return jax.tree.map_with_path(lambda path, _: "kernel" in jax.tree_util.keystr(path), params)
+        return jax.tree.map_with_path(
+            lambda path, _: "kernel" in jax.tree_util.keystr(path), params
+        )
 
     optimizer = optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
@@ -87,7 +91,8 @@ def init_state(
     rngs = nnx.Rngs(
         params=jax.random.fold_in(key, PARAMS), features=jax.random.fold_in(key, PROJECTIONS)
     )
-    _, params, projections = nnx.split(ViT(model_config, rngs=rngs), nnx.Param, RandomProjection)
+    model = ViT(model_config, rngs=rngs)
+    params, projections = nnx.state(model, nnx.Param), nnx.state(model, RandomProjection)
     return TrainState(jnp.zeros((), jnp.int32), key, params, projections, optimizer.init(params))
 
 
@@ -182,9 +187,7 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
         num_classes=dataset.num_classes,
         **config.model,
     )
-    graphdef, *_ = nnx.split(
-        nnx.eval_shape(lambda: ViT(model_config, rngs=nnx.Rngs(0))), nnx.Param, RandomProjection
-    )
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: ViT(model_config, rngs=nnx.Rngs(0))))
     optimizer, schedule = make_optimizer(config)
     replicated = NamedSharding(mesh, PartitionSpec())
     sharded = NamedSharding(mesh, PartitionSpec("data"))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax.lax import Precision
 
 from simrf_jax.features import LogFeatures
 
@@ -40,7 +39,6 @@ def bidirectional_attention(
     Returns:
       ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
     """
-    precision = Precision.HIGHEST if value.dtype == query.dtype else Precision.DEFAULT
     if key_log_weights is not None:
         # Padding may hold anything, NaN too, and 0 * NaN is not 0.
         visible = key_log_weights[..., None] > -jnp.inf
@@ -59,20 +57,25 @@ def bidirectional_attention(
 
     # One more column of values, all ones, sums the denominator along with the numerator.
     value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
-    state = jnp.einsum(
-        "bskm,bskd->bkmd",
-        key_features.astype(value.dtype),
-        value,
-        precision=precision,
-        preferred_element_type=query.dtype,
-    )
-    summed = jnp.einsum(
-        "btkgm,bkmd->btkgd",
-        query_features.astype(value.dtype),
-        state.astype(value.dtype),
-        precision=precision,
-        preferred_element_type=query.dtype,
-    )
+    state = _contract("bskm,bskd->bkmd", key_features, value)
+    summed = _contract("btkgm,bkmd->btkgd", query_features, state.astype(value.dtype))
     numerator, denominator = summed[..., :-1], summed[..., -1:]
     nothing = denominator == 0  # Exactly: no key is visible.
     return jnp.where(nothing, 0, numerator / jnp.where(nothing, 1, denominator))
+
+
+def _contract(spec: str, features: jax.Array, values: jax.Array) -> jax.Array:
+    """Contracts in the type of ``values``, accumulates in the type of ``features``."""
+    wide, narrow = features.dtype, values.dtype
+    if wide == narrow:
+        return jnp.einsum(spec, features, values, precision=jax.lax.Precision.HIGHEST)
+    features = features.astype(narrow)
+
+    def mixed(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(spec, a, b, preferred_element_type=wide)
+
+    def widened(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(spec, a.astype(wide), b.astype(wide))
+
+    # Inside jit, XLA's CPU backend (jaxlib 0.10.2) has no bfloat16 x bfloat16 = float32 product.
+    return jax.lax.platform_dependent(features, values, cpu=widened, default=mixed)

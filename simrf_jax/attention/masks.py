@@ -67,9 +67,7 @@ def key_log_weights(
     return jnp.broadcast_to(log_weights.astype(dtype), (*batch, *log_weights.shape[-2:]))
 
 
-def within_lengths(
-    name: str, lengths: ArrayLike, batch: tuple[int, ...], length: int
-) -> jax.Array:
+def within_lengths(name: str, lengths: ArrayLike, batch: tuple[int, ...], length: int) -> jax.Array:
     """True at the positions before each sequence's length; ``[*batch, length]``."""
     lengths = jnp.asarray(lengths)
     if not jnp.issubdtype(lengths.dtype, jnp.integer):
@@ -92,7 +90,7 @@ def _per_key(name: str, x: ArrayLike, target: tuple[int, ...]) -> jax.Array:
             f"{target}, got shape {np.shape(x)}."
         )
     # The values of a NumPy array are known, under jit too.
-    constant = isinstance(x, np.ndarray) and bool((x == x[..., :1, :]).all())
+    constant = isinstance(x, np.ndarray) and (x.ndim < 2 or bool((x == x[..., :1, :]).all()))
     if shape[-2] != 1 and not constant:
         raise ValueError(
             f"{name} of shape {np.shape(x)} may differ between queries, which linear attention "

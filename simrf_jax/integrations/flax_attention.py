@@ -11,7 +11,7 @@ from flax.linen.dtypes import promote_dtype
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax.attention import random_feature_attention
-from simrf_jax.projections import draw_projection
+from simrf_jax.projections import draw_projection, draw_stack
 
 
 def draw_heads(
@@ -20,8 +20,7 @@ def draw_heads(
     """Draws ``[num_heads, num_features, dim]``, or ``[num_features, dim]`` if num_heads is None."""
     if num_heads is None:
         return draw_projection(key, num_features, dim, **draw_options)
-    keys = jax.random.split(key, num_heads)
-    return jax.vmap(lambda k: draw_projection(k, num_features, dim, **draw_options))(keys)
+    return draw_stack(jax.random.split(key, num_heads), num_features, dim, **draw_options)
 
 
 def attend(

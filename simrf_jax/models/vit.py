@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -140,8 +141,9 @@ class ViT(nnx.Module):
             c.patch_size**2 * c.channels, c.width, dtype=dtype, rngs=rngs
         )
         num_tokens = patches + (c.pooling == "token")
-        small = nnx.initializers.normal(0.02)
-        self.position_embedding = nnx.Param(small(rngs.params(), (1, num_tokens, c.width)))
+        # As in big_vision. The 0.02 of the first ViTs drowns where the width is small.
+        init = nnx.initializers.normal(c.width**-0.5)
+        self.position_embedding = nnx.Param(init(rngs.params(), (1, num_tokens, c.width)))
         if c.pooling == "token":
             self.class_token = nnx.Param(jnp.zeros((1, 1, c.width)))
         self.dropout = nnx.Dropout(c.dropout_rate)
@@ -189,6 +191,7 @@ class Block(nnx.Module):
         c = config
         dtype = jnp.dtype(c.dtype)
         xavier = nnx.initializers.xavier_uniform()
+        attention_fn: Callable[..., jax.Array]
         if c.attention == "exact":
             attention_fn = nnx.dot_product_attention  # Goes through jax.nn.dot_product_attention.
         else:

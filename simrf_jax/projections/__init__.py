@@ -1,7 +1,7 @@
 """Projections W: how the random vectors are drawn, applied and redrawn."""
 
 from simrf_jax.projections.blocks import BLOCK_MODES
-from simrf_jax.projections.dense import COUPLINGS, NORMS, draw_projection, project
+from simrf_jax.projections.dense import COUPLINGS, NORMS, draw_projection, draw_stack, project
 from simrf_jax.projections.redraw import redraw_key, redraw_projections
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "COUPLINGS",
     "NORMS",
     "draw_projection",
+    "draw_stack",
     "project",
     "redraw_key",
     "redraw_projections",

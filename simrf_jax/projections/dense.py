@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,6 +121,15 @@ def _draw_rotated(vertices: jax.Array, dim: int, rotation: str, key: jax.Array) 
     """One block's directions: its vertices in the span of a random frame of ``dim`` space."""
     frame = ROTATIONS[rotation](key, dim, vertices.shape[1], vertices.dtype)
     return jnp.matmul(vertices, frame, precision=jax.lax.Precision.HIGHEST)
+
+
+def draw_stack(keys: jax.Array, num_features: int, dim: int, **draw_options: Any) -> jax.Array:
+    """Draws one projection for each key of ``[n]``; ``[n, num_features, dim]``."""
+
+    def draw(key: jax.Array) -> jax.Array:
+        return draw_projection(key, num_features, dim, **draw_options)
+
+    return jax.vmap(draw)(keys)
 
 
 def project(x: ArrayLike, projection: ArrayLike) -> jax.Array:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import collections
+import functools
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from simrf_jax import _checks as checks
-from simrf_jax.projections.dense import draw_projection
+from simrf_jax.projections.dense import draw_stack
 
 
-def redraw_key(key: jax.Array, step: ArrayLike, *, interval: int) -> jax.Array:
+def redraw_key(key: jax.Array, step: int | jax.Array, *, interval: int) -> jax.Array:
     """The key in force at a training step: ``fold_in(key, step // interval)``.
 
     Args:
@@ -80,14 +81,17 @@ def redraw_projections(key: jax.Array, projections: Any, **draw_options: Any) ->
         groups[(*leaf.shape[-2:], leaf.dtype)].append(layer)
     drawn: list[Any] = [None] * len(leaves)
     for (num_features, dim, dtype), layers in groups.items():
-        counts = [int(np.prod(leaves[layer].shape[:-2])) for layer in layers]
-        layer_numbers = np.repeat(layers, counts)
-        head_numbers = np.concatenate([np.arange(count) for count in counts])
-        keys = jax.vmap(lambda layer, head: jax.random.fold_in(jax.random.fold_in(key, layer), head))(
-            jnp.asarray(layer_numbers), jnp.asarray(head_numbers)
-        )
-        draw = jax.vmap(lambda k: draw_projection(k, num_features, dim, dtype=dtype, **draw_options))
-        parts = jnp.split(draw(keys), np.cumsum(counts)[:-1])
+        counts = [math.prod(leaves[layer].shape[:-2]) for layer in layers]
+        layer_of_each = np.repeat(layers, counts)
+        head_of_each = np.concatenate([np.arange(count) for count in counts])
+        fold_in_both = functools.partial(_fold_in_both, key)
+        keys = jax.vmap(fold_in_both)(jnp.asarray(layer_of_each), jnp.asarray(head_of_each))
+        stack = draw_stack(keys, num_features, dim, dtype=dtype, **draw_options)
+        parts = jnp.split(stack, np.cumsum(counts)[:-1])
         for layer, part in zip(layers, parts, strict=True):
             drawn[layer] = part.reshape(leaves[layer].shape)
     return jax.tree.unflatten(treedef, drawn)
+
+
+def _fold_in_both(key: jax.Array, layer: jax.Array, head: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(key, layer), head)

@@ -1,0 +1,22 @@
+"""Strict settings for every test and doctest; JAX reads them when it is first imported."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+import jax
+import pytest
+
+import simrf_jax
+
+jax.config.update("jax_debug_key_reuse", True)
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(autouse=True)
+def _namespace(doctest_namespace: dict[str, object]) -> None:
+    """Doctests may say ``simrf_jax.`` without an import line each."""
+    doctest_namespace["simrf_jax"] = simrf_jax

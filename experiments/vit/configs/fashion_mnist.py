@@ -1,0 +1,21 @@
+"""A small ViT on the 60,000 images of Fashion-MNIST, for a CPU."""
+
+import ml_collections
+
+from experiments.vit.configs import digits
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = digits.get_config()
+    config.dataset = "fashion_mnist"
+
+    config.batch_size = 128
+    config.eval_batch_size = 512
+    config.num_steps = 5625  # 12 epochs.
+    config.warmup_steps = 300
+    config.log_interval = 50
+    config.eval_interval = 469  # An epoch.
+    config.augment = {"shift": 1, "flip": True}
+
+    config.model.patch_size = 7  # 16 tokens.
+    return config

@@ -1,0 +1,34 @@
+"""Random-feature attention written out: float64, every pair of tokens, no algebra."""
+
+import numpy as np
+
+
+def attention(query, key, value, projection, *, scale=None, log_weights=None):
+    """The estimator for ``[T, N, H]``, ``[S, K, H]``, ``[S, K, D]``; weights ``[N, S]`` in logs."""
+    query, key, value, projection = (
+        np.asarray(x, np.float64) for x in (query, key, value, projection)
+    )
+    num_heads, num_key_heads, dim = query.shape[1], key.shape[1], query.shape[2]
+    root = np.sqrt(dim**-0.5 if scale is None else scale)
+    out = np.zeros((*query.shape[:2], value.shape[-1]))
+    for n in range(num_heads):
+        k = n // (num_heads // num_key_heads)
+        w = projection if projection.ndim == 2 else projection[k]
+        q, keys = query[:, n] * root, key[:, k] * root
+        log_q = q @ w.T - np.sum(q**2, axis=-1, keepdims=True) / 2
+        log_k = keys @ w.T - np.sum(keys**2, axis=-1, keepdims=True) / 2
+        if log_weights is not None:
+            log_k = log_k + log_weights[n][:, None]
+        for t in range(len(q)):
+            log_a = log_q[t] + log_k  # [S, m]
+            if not len(log_a) or log_a.max() == -np.inf:
+                continue
+            weights = np.exp(log_a - log_a.max()).sum(axis=-1)
+            out[t, n] = weights / weights.sum() @ value[:, k]
+    return out
+
+
+def relative_error(actual, expected):
+    """Relative Frobenius error."""
+    actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
+    return np.linalg.norm(actual - expected) / np.linalg.norm(expected)

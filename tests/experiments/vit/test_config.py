@@ -1,0 +1,69 @@
+import importlib
+import pathlib
+import sys
+
+import pytest
+
+from experiments.vit import config as config_lib
+from experiments.vit import configs, main
+from tests.experiments.vit import tiny
+
+pytestmark = pytest.mark.fast
+CONFIGS = sorted(
+    path.stem for path in pathlib.Path(configs.__file__).parent.glob("*.py") if path.stem[0] != "_"
+)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_file_is_whole_and_says_what_it_is(name):
+    module = importlib.import_module(f"experiments.vit.configs.{name}")
+    config_lib.check(module.get_config())
+    for word in ("python -m experiments.vit.main", "accuracy", "cores"):
+        assert word in module.__doc__
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"dataset": "cifar"}, ValueError, "'digits', 'fashion_mnist', got 'cifar'"),
+        ({"num_steps": 0}, ValueError, "config.num_steps must be at least 1"),
+        ({"warmup_steps": 4}, ValueError, "warmup_steps must be below num_steps=4, got 4"),
+        ({"redraw_interval": -1}, ValueError, "config.redraw_interval must be at least 0, got -1"),
+        ({"learning_rate": 0.0}, ValueError, "config.learning_rate must be above 0, got 0.0"),
+    ],
+)
+def test_check_refuses_values(changes, error, match):
+    with pytest.raises(error, match=match):
+        config_lib.check(tiny.get_config(**changes))
+
+
+def test_check_refuses_unknown_missing_and_mistyped_fields():
+    config = tiny.get_config()
+    config.model.widht = 3
+    with pytest.raises(ValueError, match=r"field model.widht; the known .* model.width"):
+        config_lib.check(config)
+    config = tiny.get_config()
+    del config.clip_norm
+    with pytest.raises(ValueError, match="The config lacks clip_norm"):
+        config_lib.check(config)
+    config = tiny.get_config()
+    with config.ignore_type():
+        config.seed = "0"
+    with pytest.raises(TypeError, match=r"config\.seed must be int, got '0'"):
+        config_lib.check(config)
+
+
+@pytest.mark.parametrize(
+    ("flag", "match"),
+    [
+        ("--config.model.widht=3", "Unknown config field model.widht; the known ones are seed,"),
+        ("--config.widht=3", "Unknown config field widht"),
+        ("--config.seed=many", "invalid literal for int"),
+        ("--workdri=x", "Unknown command line flag 'workdri'. Did you mean: workdir"),
+    ],
+)
+def test_flags_refuse(flag, match, monkeypatch):
+    argv = ["main", "--workdir=x", flag]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit, match=match):
+        main.parse_flags(argv)

@@ -1,0 +1,212 @@
+import csv
+import functools
+import json
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from PIL import Image
+
+from experiments.vit import compare, data, train
+from simrf_jax.models import ViT, ViTConfig
+from tests.experiments.vit import tiny
+
+
+def read_losses(workdir):
+    with (workdir / "metrics.csv").open(newline="") as file:
+        return [float(row["train_loss"]) for row in csv.DictReader(file)]
+
+
+def test_a_run_leaves_its_results_metrics_curves_and_config(tmp_path):
+    config = tiny.get_config()
+    results = train.train(config, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "results.json").read_text()) == results
+    assert results["config"] == json.loads((tmp_path / "run" / "config.json").read_text())
+    assert results["config"] == config.to_dict()
+    assert (results["num_train"], results["num_test"], results["steps"]) == (1437, 360, 4)
+    assert 0 <= results["test_accuracy"] <= 1
+    assert len(read_losses(tmp_path / "run")) == 4
+    image = np.asarray(Image.open(tmp_path / "run" / "curves.png").convert("RGB"))
+    assert len(np.unique(image.reshape(-1, 3), axis=0)) > 50  # Something is drawn.
+    with pytest.raises(FileExistsError, match="already holds a run"):
+        train.train(config, tmp_path / "run")
+
+
+def test_one_and_eight_devices_train_alike(tmp_path):
+    losses = {}
+    for devices in (1, 8):
+        config = tiny.get_config(
+            num_steps=20, eval_interval=20, redraw_interval=6, mesh__data=devices
+        )
+        workdir = tmp_path / str(devices)
+        results = train.train(config, workdir)
+        assert results["device"].startswith(f"{devices} x ")
+        losses[devices] = read_losses(workdir)
+    assert len(losses[1]) == 20
+    np.testing.assert_allclose(losses[8], losses[1], atol=1e-5, rtol=0)
+    assert losses[1][-1] < losses[1][0]
+
+
+def test_a_run_is_a_function_of_its_seed(tmp_path):
+    runs = [
+        (train.train(tiny.get_config(seed=seed), tmp_path / name), read_losses(tmp_path / name))
+        for seed, name in [(0, "a"), (0, "b"), (1, "c")]
+    ]
+    assert runs[0][1] == runs[1][1]
+    assert runs[0][0]["test_loss"] == runs[1][0]["test_loss"]
+    assert runs[0][1] != runs[2][1]
+
+
+def make_state(config):
+    model_config = ViTConfig(image_size=(8, 8), channels=1, num_classes=10, **config.model)
+    optimizer, _ = train.make_optimizer(config)
+    state = train.init_state(jax.random.key(0), model_config, optimizer)
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: ViT(model_config, rngs=nnx.Rngs(0))))
+    return state, model_config, optimizer, graphdef
+
+
+def make_batch(n=32):
+    split = data.load_digits("").train
+    return {"image": jnp.asarray(split.images[:n]), "label": jnp.asarray(split.labels[:n])}
+
+
+def test_the_step_is_traced_once_and_changes_no_projection():
+    chex.clear_trace_counter()
+    state, _, optimizer, graphdef = make_state(tiny.get_config())
+
+    def step(state, batch):
+        return train.train_step(state, batch, graphdef=graphdef, optimizer=optimizer)
+
+    traced_once = jax.jit(chex.assert_max_traces(step, n=1))
+    after = state
+    for _ in range(3):
+        after, metrics = traced_once(after, make_batch())
+    assert int(after.step) == 3
+    assert np.isfinite(metrics["loss"])
+    chex.assert_trees_all_equal(after.projections, state.projections)
+    assert not np.allclose(after.params["head"]["kernel"][...], state.params["head"]["kernel"][...])
+
+
+def test_redraw_is_a_function_of_key_and_step_alone():
+    config = tiny.get_config()
+    state, model_config, *_ = make_state(config)
+
+    def at(step, state=state):
+        state = state._replace(step=jnp.int32(step))
+        return train.redraw(state, model_config=model_config, interval=10).projections
+
+    chex.assert_trees_all_equal(at(0), at(9))
+    chex.assert_trees_all_equal(at(10), at(19, state._replace(projections=at(30))))
+    different = jax.tree.map(lambda a, b: float(jnp.abs(a - b).min()) > 0, at(0), at(10))
+    assert all(jax.tree.leaves(different))
+
+
+def test_only_kernels_decay():
+    config = tiny.get_config(model__pooling="token", weight_decay=0.5, learning_rate=0.1)
+    state, _, optimizer, _ = make_state(config)
+    zero = jax.tree.map(jnp.zeros_like, state.params)
+    ones = jax.tree.map(jnp.ones_like, state.params)
+    opt_state = optimizer.init(ones)
+    for _ in range(2):  # The first step of the warm-up has a learning rate of zero.
+        updates, opt_state = optimizer.update(zero, opt_state, ones)
+    params = optax.apply_updates(ones, updates)
+    for path, x in jax.tree.leaves_with_path(params):
+        name = jax.tree_util.keystr(path)
+        decayed = not any(word in name for word in ("bias", "scale", "position", "token"))
+        np.testing.assert_allclose(x, 1 - 0.05 * 0.5 if decayed else 1.0, rtol=1e-6, err_msg=name)
+
+
+def test_evaluation_counts_every_image_once():
+    state, _, _, graphdef = make_state(tiny.get_config())
+    state.params["head"]["kernel"][...] = jax.random.normal(jax.random.key(1), (32, 10))
+    split = data.load_digits("").test
+    step = jax.jit(functools.partial(train.eval_step, graphdef=graphdef))
+
+    def total(batch_size):
+        sums = [step(state, batch) for batch in data.eval_batches(split, batch_size)]
+        return {name: sum(float(s[name]) for s in sums) for name in sums[0]}
+
+    whole, parts = total(360), total(77)
+    assert whole["weight"] == parts["weight"] == 360
+    assert whole["accuracy"] == parts["accuracy"]
+    assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-5)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, monkeypatch):
+    batches = data.train_batches
+
+    class Poisoned:
+        def __init__(self, source):
+            self.source = source
+
+        def __getitem__(self, step):
+            batch = self.source[step]
+            return batch if step != 5 else batch | {"image": batch["image"] * np.nan}
+
+    monkeypatch.setattr(data, "train_batches", lambda *a, **k: Poisoned(batches(*a, **k)))
+    config = tiny.get_config(num_steps=20, log_interval=4, eval_interval=20)
+    with pytest.raises(FloatingPointError, match="The loss is nan at step 6 of 20"):
+        train.train(config, tmp_path)
+    assert len(read_losses(tmp_path)) == 2
+    assert not (tmp_path / "results.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"mesh__data": 9}, "between 1 and the 8 devices there are, got 9"),
+        ({"mesh__data": 0}, "between 1 and the 8 devices there are, got 0"),
+        ({"mesh__data": 8, "batch_size": 30}, "batch_size must be a multiple of the 8 devices"),
+        ({"mesh__data": 7}, "batch_size must be a multiple of the 7 devices"),
+        ({"model__attention": "linear"}, "'simplex', 'exact', got 'linear'"),
+        ({"model__patch_size": 3}, "multiples of patch_size=3"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_is_written(tmp_path, changes, match):
+    with pytest.raises(ValueError, match=match):
+        train.train(tiny.get_config(**changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_comparison_tabulates_draws_and_goes_on_where_it_was(tmp_path, monkeypatch):
+    config = tiny.get_config()
+    table = compare.compare(config, tmp_path, ["simplex", "exact"], [0, 1])
+    rows = [line.split(" | ")[0] for line in table.splitlines()]
+    assert rows == ["| attention", "| ---", "| simplex", "| exact"]
+    assert (tmp_path / "table.md").read_text() == table
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [run["config"]["seed"] for run in results["simplex"]] == [0, 1]
+    assert results["exact"][0]["config"]["model"]["attention"] == "exact"
+    mean = np.mean([run["test_accuracy"] for run in results["exact"]])
+    assert f"| exact | {mean:.4f} |" in table
+    assert (tmp_path / "compare.png").stat().st_size > 10_000
+
+    # Stopped before the end of one run: that one is run again, the others are not.
+    (tmp_path / "exact-1" / "results.json").unlink()
+    trained = []
+    monkeypatch.setattr(
+        train, "train", lambda c, d, original=train.train: trained.append(d.name) or original(c, d)
+    )
+    assert "| exact |" in compare.compare(config, tmp_path, ["simplex", "exact"], [0, 1])
+    assert trained == ["exact-1"]
+
+    with pytest.raises(ValueError, match="was run with another config"):
+        compare.compare(tiny.get_config(num_steps=5), tmp_path, ["simplex"], [0])
+
+
+@pytest.mark.parametrize(
+    ("attentions", "seeds", "match"),
+    [
+        (["linear"], [0], "'simplex', 'exact', got 'linear'"),
+        (["simplex", "simplex"], [0], "must each name a thing once"),
+        (["simplex"], [0, 0], "must each name a thing once"),
+        (["simplex"], [], "must each name a thing once"),
+    ],
+)
+def test_comparison_refuses(tmp_path, attentions, seeds, match):
+    with pytest.raises(ValueError, match=match):
+        compare.compare(tiny.get_config(), tmp_path, attentions, seeds)

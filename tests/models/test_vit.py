@@ -1,0 +1,177 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from simrf_jax import redraw_projections
+from simrf_jax.integrations.nnx import RandomProjection
+from simrf_jax.models import ATTENTIONS, ViT, ViTConfig
+
+SMALL = ViTConfig(
+    image_size=(8, 8),
+    channels=1,
+    num_classes=10,
+    patch_size=2,
+    width=16,
+    depth=2,
+    num_heads=2,
+    mlp_dim=32,
+    num_features=9,
+    pooling="average",
+    dtype="float32",
+)
+
+
+def build(config=SMALL, **changes):
+    rngs = nnx.Rngs(params=0, features=1)
+    return ViT(dataclasses.replace(config, **changes), rngs=rngs)
+
+
+def images(n=3, seed=0):
+    return jax.random.normal(jax.random.key(seed), (n, 8, 8, 1))
+
+
+def with_random_head(model):
+    # The head starts at zero, which would hide everything below it.
+    head = model.head.kernel
+    head[...] = jax.random.normal(jax.random.key(7), head.shape)
+    return model
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [  # As published for a class token and 1,000 classes.
+        ("Ti/16", 5_717_416),
+        ("S/16", 22_050_664),
+        ("B/16", 86_567_656),
+        ("L/16", 304_326_632),
+    ],
+)
+def test_parameter_counts_of_the_named_models(name, parameters):
+    config = ViTConfig.named(name)
+    model = nnx.eval_shape(lambda: ViT(config, rngs=nnx.Rngs(0)))
+    assert sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param))) == parameters
+    projections = jax.tree.leaves(nnx.state(model, RandomProjection))
+    assert [w.shape for w in projections] == [(config.num_heads, 130, 64)] * config.depth
+
+
+@pytest.mark.fast
+def test_vit_b_16_is_the_papers():
+    config = ViTConfig.named("B/16")
+    assert (config.depth, config.num_heads, config.width, config.mlp_dim) == (12, 12, 768, 3072)
+    assert (config.dropout_rate, config.num_features, config.patch_size) == (0.1, 130, 16)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("pooling", ["average", "token"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_attention_pooling_and_dtype(attention, pooling, dtype):
+    model = with_random_head(build(attention=attention, pooling=pooling, dtype=dtype))
+    logits = jax.jit(lambda x: model(x))(images())
+    assert logits.shape == (3, 10)
+    assert logits.dtype == jnp.float32
+    assert jnp.isfinite(logits).all()
+    params = jax.tree.leaves(nnx.state(model, nnx.Param))
+    assert {x.dtype for x in params} == {jnp.dtype("float32")}
+    reference = with_random_head(build(attention=attention, pooling=pooling))(images())
+    np.testing.assert_allclose(logits, reference, rtol=0.1, atol=0.1)
+
+
+def test_parameters_start_the_same_whatever_the_attention():
+    states = [nnx.state(build(attention=name), nnx.Param) for name in ATTENTIONS]
+    for state in states[1:]:
+        jax.tree.map(np.testing.assert_array_equal, state, states[0])
+
+
+def test_random_features_come_close_to_exact_attention_as_they_grow():
+    def logits(**changes):
+        model = with_random_head(build(**changes))
+        for block in model.blocks:  # Shorter queries and keys, whose kernel is easy to estimate.
+            block.attention.query.kernel[...] *= 0.3
+            block.attention.key.kernel[...] *= 0.3
+        return model(images())
+
+    exact = logits(attention="exact")
+    errors = [
+        float(jnp.linalg.norm(logits(num_features=m) - exact) / jnp.linalg.norm(exact))
+        for m in (9, 90, 9000)
+    ]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 0.01
+
+
+def test_patches_are_cut_row_by_row():
+    from simrf_jax.models.vit import _patches
+
+    image = jnp.arange(16.0).reshape(1, 4, 4, 1)
+    np.testing.assert_array_equal(
+        _patches(image, 2)[0], [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
+    )
+
+
+def test_dropout_is_active_only_with_keys_and_depends_on_them():
+    model = with_random_head(build(dropout_rate=0.5))
+    x = images()
+
+    def dropped(seed):
+        return model(x, rngs=nnx.Rngs(dropout=seed))
+
+    np.testing.assert_array_equal(model(x), model(x))
+    np.testing.assert_array_equal(dropped(0), dropped(0))
+    assert not np.allclose(dropped(0), dropped(1))
+    assert not np.allclose(dropped(0), model(x))
+
+
+def test_every_layer_and_head_has_its_own_projection():
+    first, second = jax.tree.leaves(nnx.state(build(), RandomProjection))
+    rows = np.concatenate([np.reshape(w, (2, -1)) for w in (first, second)])
+    assert len(np.unique(rows.round(5), axis=0)) == 4
+
+
+def test_redraw_changes_the_output_and_not_the_parameters():
+    model = with_random_head(build())
+    before, params = model(images()), nnx.state(model, nnx.Param)
+    projections = nnx.state(model, RandomProjection)
+    nnx.update(model, redraw_projections(jax.random.key(3), projections))
+    assert not np.allclose(model(images()), before)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model, nnx.Param), params)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"attention": "linear"}, ValueError, "'simplex', 'exact', got 'linear'"),
+        ({"pooling": "max"}, ValueError, "'average', 'token', got 'max'"),
+        ({"block": "round"}, ValueError, "'regular', 'square', got 'round'"),
+        ({"dtype": "int8"}, ValueError, "'float32', 'bfloat16', got 'int8'"),
+        ({"patch_size": 3}, ValueError, r"multiples of patch_size=3, got \(8, 8\)"),
+        ({"num_heads": 3}, ValueError, "multiple of num_heads, got 16 and 3"),
+        ({"num_features": 0}, ValueError, "num_features must be at least 1"),
+        ({"depth": 2.0}, TypeError, "depth must be an integer"),
+        ({"dropout_rate": 1.0}, ValueError, r"dropout_rate must be in \[0, 1\)"),
+    ],
+)
+def test_config_refuses(changes, error, match):
+    with pytest.raises(error, match=match):
+        dataclasses.replace(SMALL, **changes)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("name", "match"), [("XL/16", "'Ti', 'S', 'B', 'L', got 'XL'"), ("B", "as in 'B/16', got 'B'")]
+)
+def test_named_refuses(name, match):
+    with pytest.raises(ValueError, match=match):
+        ViTConfig.named(name)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("shape", [(8, 8, 1), (2, 8, 8, 3), (2, 10, 8, 1)])
+def test_model_refuses_images_of_another_shape(shape):
+    with pytest.raises(ValueError, match=r"\[batch, 8, 8, 1\], got shape"):
+        build()(jnp.zeros(shape))

@@ -1,0 +1,54 @@
+import numpy as np
+import pytest
+
+from simrf_jax.projections.blocks import (
+    orthogonal_blocks,
+    regular_sizes,
+    simplex_blocks,
+    simplex_vertices,
+)
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.mark.parametrize("num_vertices", [2, 3, 4, 9, 65, 512])
+def test_vertices_are_those_of_a_regular_simplex(num_vertices):
+    vertices = simplex_vertices(num_vertices)
+    gram = np.full((num_vertices, num_vertices), -1 / (num_vertices - 1))
+    np.fill_diagonal(gram, 1)
+    np.testing.assert_allclose(vertices @ vertices.T, gram, atol=1e-13)
+    np.testing.assert_allclose(vertices.sum(axis=0), 0, atol=1e-13)
+
+
+def test_vertices_are_the_rows_of_equation_9():
+    d = 5
+    ones = np.array([1, 1, 1, 1, 0])
+    rows = [
+        np.sqrt(d / (d - 1)) * np.eye(d)[i] - (np.sqrt(d) + 1) / (d - 1) ** 1.5 * ones
+        for i in range(d - 1)
+    ]
+    rows.append(ones / np.sqrt(d - 1))
+    np.testing.assert_allclose(simplex_vertices(d), np.array(rows)[:, :-1], atol=1e-14)
+    np.testing.assert_array_equal(np.array(rows)[:, -1], 0)
+
+
+@pytest.mark.parametrize("dim", [2, 3, 8, 64])
+def test_regular_blocks_are_full_and_leave_no_row_alone(dim):
+    for num_features in range(1, 5 * dim):
+        sizes = regular_sizes(num_features, dim)
+        assert sum(sizes) == num_features
+        assert max(sizes) <= dim + 1
+        assert min(sizes) >= min(2, num_features)
+        # As few blocks as there can be.
+        assert len(sizes) == -(-num_features // (dim + 1))
+
+
+def test_blocks_of_the_papers_performer():
+    assert [len(b) for b in simplex_blocks(130, 64, "regular")] == [65, 65]
+    assert [len(b) for b in simplex_blocks(130, 64, "square")] == [64, 64, 2]
+    assert [len(b) for b in orthogonal_blocks(130, 64, "regular")] == [64, 64, 2]
+
+
+def test_square_remainder_is_cut_from_a_full_simplex():
+    full, rest = simplex_blocks(11, 8, "square")
+    np.testing.assert_array_equal(rest, full[:3])

@@ -1,0 +1,69 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from simrf_jax import draw_projection, redraw_key, redraw_projections
+
+pytestmark = pytest.mark.fast
+
+
+def test_key_changes_every_interval_and_never_with_zero():
+    key = jax.random.key(3)
+    keys = [jax.random.key_data(redraw_key(key, step, interval=4)).tolist() for step in range(9)]
+    assert keys[0] == keys[3] != keys[4] == keys[7] != keys[8]
+    never = [jax.random.key_data(redraw_key(key, s, interval=0)).tolist() for s in (0, 1, 10**6)]
+    assert never[0] == never[1] == never[2]
+    traced = jax.jit(lambda step: redraw_key(key, step, interval=4))(jnp.int32(6))
+    assert jax.random.key_data(traced).tolist() == keys[6]
+
+
+def test_each_layer_and_head_is_drawn_from_its_own_key():
+    key = jax.random.key(0)
+    layers = [jnp.zeros((3, 10, 4)), jnp.zeros((6, 2)), jnp.zeros((3, 10, 4), jnp.bfloat16)]
+    drawn = redraw_projections(key, layers, coupling="orthogonal")
+    assert [(w.shape, w.dtype) for w in drawn] == [(w.shape, w.dtype) for w in layers]
+
+    def expected(layer, head, shape):
+        key_of_head = jax.random.fold_in(jax.random.fold_in(key, layer), head)
+        return draw_projection(key_of_head, *shape, coupling="orthogonal")
+
+    np.testing.assert_allclose(drawn[0][2], expected(0, 2, (10, 4)), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(drawn[1], expected(1, 0, (6, 2)), rtol=1e-5, atol=1e-6)
+    third = expected(2, 1, (10, 4))
+    np.testing.assert_allclose(drawn[2][1].astype(jnp.float32), third, rtol=1e-2)
+
+
+def test_values_do_not_depend_on_the_devices():
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    layers = {"a": jax.ShapeDtypeStruct((8, 10, 4), jnp.float32)}
+    one = redraw_projections(jax.random.key(0), layers)["a"]
+    eight = jax.jit(lambda key: redraw_projections(key, layers)["a"], out_shardings=sharding)(
+        jax.random.key(0)
+    )
+    assert eight.sharding.is_equivalent_to(sharding, 3)
+    np.testing.assert_allclose(eight, one, rtol=1e-5, atol=1e-6)
+
+
+def test_empty_tree_stays_empty():
+    assert redraw_projections(jax.random.key(0), {}) == {}
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (
+            lambda k: redraw_key(k, 0, interval=-1),
+            ValueError,
+            "at least 0, got -1",
+        ),
+        (lambda k: redraw_key(k, 0, interval=0.5), TypeError, "interval must be an integer"),
+        (lambda _: redraw_key(7, 0, interval=1), TypeError, "typed PRNG key"),
+        (lambda k: redraw_projections(k, [jnp.zeros(3)]), ValueError, r"got shape \(3,\)"),
+        (lambda _: redraw_projections(7, []), TypeError, "typed PRNG key"),
+    ],
+)
+def test_refuses(call, error, match):
+    with pytest.raises(error, match=match):
+        call(jax.random.key(0))
