@@ -8,15 +8,6 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import jax
-import pytest
-
-import simrf_jax
 
 jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-
-@pytest.fixture(autouse=True)
-def _namespace(doctest_namespace: dict[str, object]) -> None:
-    """Doctests may say ``simrf_jax.`` without an import line each."""
-    doctest_namespace["simrf_jax"] = simrf_jax

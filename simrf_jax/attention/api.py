@@ -72,10 +72,10 @@ def random_feature_attention(
         bias or is_causal asks for what linear attention does not do here.
 
     Example:
-      >>> import jax, jax.numpy as jnp
+      >>> import jax, simrf_jax
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 197, 12, 64))
-      >>> w = draw_projection(jax.random.key(1), 130, 64)
-      >>> random_feature_attention(q, k, v, w).shape
+      >>> w = simrf_jax.draw_projection(jax.random.key(1), 130, 64)
+      >>> simrf_jax.random_feature_attention(q, k, v, w).shape
       (2, 197, 12, 64)
 
     References:

@@ -25,8 +25,8 @@ def gaussian_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
       ValueError: If the shapes do not match.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> gaussian_kernel(jnp.zeros((1, 2)), jnp.array([[0.0, 0.0], [1.0, 1.0]]))
+      >>> import jax.numpy as jnp, simrf_jax
+      >>> simrf_jax.gaussian_kernel(jnp.zeros((1, 2)), jnp.array([[0.0, 0.0], [1.0, 1.0]]))
       Array([[1.        , 0.36787945]], dtype=float32)
 
     References:
@@ -52,8 +52,8 @@ def softmax_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
       ValueError: If the shapes do not match.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> softmax_kernel(jnp.ones((1, 2)), jnp.array([[0.0, 0.0], [0.5, 0.5]]))
+      >>> import jax.numpy as jnp, simrf_jax
+      >>> simrf_jax.softmax_kernel(jnp.ones((1, 2)), jnp.array([[0.0, 0.0], [0.5, 0.5]]))
       Array([[1.       , 2.7182817]], dtype=float32)
 
     References:

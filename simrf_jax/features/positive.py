@@ -65,11 +65,12 @@ def positive_features(
       ValueError: If the kernel is unknown or the shapes do not match.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> x, y = 0.3 * jax.random.normal(jax.random.key(0), (2, 16))
-      >>> w = draw_projection(jax.random.key(1), 4096, 16)
-      >>> estimate = positive_features(x, w) @ positive_features(y, w)
-      >>> exact = gaussian_kernel(x[None], y[None])[0, 0]
+      >>> import jax, jax.numpy as jnp, simrf_jax
+      >>> x, y = 0.2 * jax.random.normal(jax.random.key(0), (2, 16))
+      >>> w = simrf_jax.draw_projection(jax.random.key(1), 4096, 16)
+      >>> phi = simrf_jax.positive_features
+      >>> estimate = phi(x, w) @ phi(y, w)
+      >>> exact = simrf_jax.gaussian_kernel(x[None], y[None])[0, 0]
       >>> bool(jnp.abs(estimate / exact - 1) < 0.05)
       True
 

@@ -60,8 +60,8 @@ def draw_projection(
       ValueError: If a name is unknown, a size is below 1, or simplex has ``dim < 2``.
 
     Example:
-      >>> import jax, jax.numpy as jnp
-      >>> w = draw_projection(jax.random.key(0), 130, 64)
+      >>> import jax, jax.numpy as jnp, simrf_jax
+      >>> w = simrf_jax.draw_projection(jax.random.key(0), 130, 64)
       >>> w.shape
       (130, 64)
       >>> s = w / jnp.linalg.norm(w, axis=-1, keepdims=True)
@@ -148,8 +148,8 @@ def project(x: ArrayLike, projection: ArrayLike) -> jax.Array:
       ValueError: If the shapes do not match.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> project(jnp.array([1.0, 2.0]), jnp.array([[3.0, 0.0], [0.0, 5.0], [1.0, 1.0]]))
+      >>> import jax.numpy as jnp, simrf_jax
+      >>> simrf_jax.project(jnp.array([1.0, 2.0]), jnp.array([[3.0, 0.0], [0.0, 5.0], [1.0, 1.0]]))
       Array([ 3., 10.,  3.], dtype=float32)
     """
     x, projection = checks.floating("x", x), checks.floating("projection", projection)

@@ -32,12 +32,11 @@ def redraw_key(key: jax.Array, step: int | jax.Array, *, interval: int) -> jax.A
       ValueError: If interval is negative.
 
     Example:
-      >>> import jax
+      >>> import jax, simrf_jax
       >>> key = jax.random.key(0)
-      >>> bool(redraw_key(key, 199, interval=100) == redraw_key(key, 100, interval=100))
-      True
-      >>> bool(redraw_key(key, 200, interval=100) == redraw_key(key, 100, interval=100))
-      False
+      >>> a, b, c = (simrf_jax.redraw_key(key, step, interval=100) for step in (100, 199, 200))
+      >>> bool(a == b), bool(b == c)
+      (True, False)
     """
     checks.typed_key(key)
     if checks.integer("interval", interval) < 0:
@@ -66,9 +65,9 @@ def redraw_projections(key: jax.Array, projections: Any, **draw_options: Any) ->
       ValueError: As ``draw_projection``; if a leaf has fewer than two axes.
 
     Example:
-      >>> import jax, jax.numpy as jnp
+      >>> import jax, jax.numpy as jnp, simrf_jax
       >>> layers = {"a": jnp.zeros((12, 130, 64)), "b": jnp.zeros((130, 64))}
-      >>> layers = redraw_projections(jax.random.key(0), layers, coupling="orthogonal")
+      >>> layers = simrf_jax.redraw_projections(jax.random.key(0), layers, coupling="orthogonal")
       >>> layers["a"].shape, layers["b"].shape
       ((12, 130, 64), (130, 64))
     """

@@ -1,0 +1,1 @@
+"""What is fast and exact, and how we know; run as ``python -m benchmarks.NAME``."""
