@@ -13,7 +13,7 @@ import ml_collections
 import numpy as np
 
 from experiments.vit import report, train
-from simrf_jax import _checks as checks
+from simrf_jax import checks
 from simrf_jax.models import ATTENTIONS
 
 # Colour-blind safe (Okabe and Ito), with a line style each.

@@ -8,7 +8,7 @@ from typing import Any
 import ml_collections
 
 from experiments.vit.data import DATASETS
-from simrf_jax import _checks as checks
+from simrf_jax import checks
 
 # Every field of every config of this experiment. A config file sets all of them.
 FIELDS: dict[str, type] = {

@@ -73,7 +73,7 @@ def finish(workdir: pathlib.Path, results: dict[str, Any]) -> None:
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
     """Writes a whole file or none."""
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
+    partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     partial.replace(path)
 
 

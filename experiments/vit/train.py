@@ -227,6 +227,7 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     log = report.Log(workdir, config)
     has_projections = model_config.attention != "exact"
     pending: list[dict[str, jax.Array]] = []
+    speeds: list[float] = []
     start = row_start = time.perf_counter()
     test: dict[str, float] = {}
     with log, tqdm.tqdm(total=config.num_steps, unit="step", dynamic_ncols=True) as bar:
@@ -255,13 +256,13 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
             for number, m in enumerate(fetched, start=done - len(fetched) + 1):
                 if not math.isfinite(m["loss"]):
                     log.write(row)
-                    raise FloatingPointError(
-                        f"The loss is {m['loss']} at step {number} of {config.num_steps}; the "
-                        f"metrics up to there are in {workdir / 'metrics.csv'}."
-                    )
+                    raise _not_finite("loss", m["loss"], number, config, workdir)
             if evaluating:
                 test = evaluate()
             log.write(row | (test if evaluating else {}))
+            if evaluating and not math.isfinite(test["test_loss"]):
+                raise _not_finite("test loss", test["test_loss"], done, config, workdir)
+            speeds.append(row["images_per_second"])
             bar.set_postfix(
                 loss=f"{row['train_loss']:.3f}",
                 accuracy=f"{row['train_accuracy']:.3f}",
@@ -277,7 +278,7 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
         **test,
         "steps": config.num_steps,
         "seconds": seconds,
-        "images_per_second": config.num_steps * config.batch_size / seconds,
+        "images_per_second": float(np.median(speeds[1:] or speeds)),  # The first row compiles.
         "num_parameters": num_parameters,
         "num_train": len(dataset.train.labels),
         "num_test": len(dataset.test.labels),
@@ -287,3 +288,12 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     }
     report.finish(workdir, results)
     return results
+
+
+def _not_finite(
+    what: str, value: float, step: int, config: ml_collections.ConfigDict, workdir: pathlib.Path
+) -> FloatingPointError:
+    return FloatingPointError(
+        f"The {what} is {value} at step {step} of {config.num_steps}; the metrics up to there are "
+        f"in {workdir / 'metrics.csv'}."
+    )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from simrf_jax import _checks as checks
+from simrf_jax import checks
 from simrf_jax.attention.bidirectional import bidirectional_attention
 from simrf_jax.attention.masks import key_log_weights, within_lengths
 from simrf_jax.features import FEATURE_MAPS, LogFeatures
@@ -28,7 +28,7 @@ def random_feature_attention(
     feature_map: str = "positive",
     mask: ArrayLike | None = None,
     bias: ArrayLike | None = None,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
@@ -57,7 +57,8 @@ def random_feature_attention(
       bias: Added to the logits; of the same shapes, with the same condition.
       scale: Multiplies the logits; by default :math:`1/\sqrt H`.
       is_causal: Only False is supported.
-      query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
+      query_seq_lengths: Integers of the batch shape (``(1,)`` if there is no batch); outputs from
+        there on are zero.
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
       implementation: ``"xla"`` or None for the default.
 
@@ -89,8 +90,20 @@ def random_feature_attention(
     checks.one_of("implementation", implementation, (*IMPLEMENTATIONS, None))
     if is_causal:
         raise ValueError("is_causal=True is not supported: random features attend to all keys.")
-    if isinstance(scale, (int, float)) and scale < 0:
-        raise ValueError(f"scale must be at least 0, got {scale}.")
+    if scale is not None:
+        _check_scale(scale)
+    if query.ndim == 3:  # As jax.nn: a batch of one, to which masks and lengths may have an axis.
+        call = functools.partial(
+            random_feature_attention,
+            feature_map=feature_map,
+            mask=mask,
+            bias=bias,
+            scale=scale,
+            implementation=implementation,
+            query_seq_lengths=_at_least_1d(query_seq_lengths),
+            key_value_seq_lengths=_at_least_1d(key_value_seq_lengths),
+        )
+        return call(query[None], key[None], value[None], projection)[0]
 
     *batch, query_length, num_heads, dim = query.shape
     key_length = key.shape[-3]
@@ -123,6 +136,11 @@ def random_feature_attention(
     grouped = query.reshape(*query.shape[:-2], num_key_heads, groups, dim)
     if log_weights is not None:
         log_weights = flat(log_weights).mT
+    real = None
+    if query_seq_lengths is not None:
+        real = within_lengths("query_seq_lengths", query_seq_lengths, tuple(batch), query_length)
+        # Padding may hold anything, NaN too: it must not reach the gradients.
+        grouped = jnp.where(real[..., None, None, None], grouped, 0)
     out = bidirectional_attention(
         flat(grouped).astype(compute) * root,
         flat(key).astype(compute) * root,
@@ -131,8 +149,7 @@ def random_feature_attention(
         log_weights,
     )
     out = out.reshape(*batch, query_length, num_heads, value.shape[-1])
-    if query_seq_lengths is not None:
-        real = within_lengths("query_seq_lengths", query_seq_lengths, tuple(batch), query_length)
+    if real is not None:
         out = jnp.where(real[..., None, None], out, 0)
     return out.astype(dtype)
 
@@ -165,11 +182,26 @@ def _check_shapes(
             f"projection must be [num_features, {dim}] or [{num_key_heads}, num_features, {dim}] "
             f"for heads of dim {dim}, got shape {projection.shape}."
         )
+    if projection.shape[-2] == 0:
+        raise ValueError(f"projection must have at least one feature, got {projection.shape}.")
     if projection.ndim == 3 and projection.shape[0] != num_key_heads:
         raise ValueError(
             f"projection must have one W for each of the {num_key_heads} key heads, "
             f"got shape {projection.shape}."
         )
+
+
+def _check_scale(scale: ArrayLike) -> None:
+    dtype = jnp.result_type(scale)
+    real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    if jnp.shape(scale) or not real:
+        raise TypeError(f"scale must be one real number, got {scale!r}.")
+    if not isinstance(scale, jax.core.Tracer) and not float(scale) >= 0:
+        raise ValueError(f"scale must be at least 0, got {scale}.")
+
+
+def _at_least_1d(lengths: ArrayLike | None) -> jax.Array | None:
+    return None if lengths is None else jnp.atleast_1d(jnp.asarray(lengths))
 
 
 def _per_head(

@@ -47,13 +47,15 @@ def key_log_weights(
     target = (*batch, num_heads, query_length, key_length)
     log_weights = None
     if bias is not None:
-        if not jnp.issubdtype(jnp.result_type(bias), jnp.floating):
-            raise TypeError(f"bias must be floating, got {jnp.result_type(bias).name}.")
+        bias = bias if isinstance(bias, jax.Array) else np.asarray(bias)
+        if not jnp.issubdtype(bias.dtype, jnp.floating):
+            raise TypeError(f"bias must be floating, got {bias.dtype.name}.")
         log_weights = _per_key("bias", bias, target).astype(dtype)
     if mask is not None:
-        if jnp.result_type(mask) != jnp.bool:
+        mask = mask if isinstance(mask, jax.Array) else np.asarray(mask)
+        if mask.dtype != jnp.bool:
             raise TypeError(
-                f"mask must be boolean (True to attend), got {jnp.result_type(mask).name}; "
+                f"mask must be boolean (True to attend), got {mask.dtype.name}; "
                 "pass an additive one as bias."
             )
         visible = _per_key("mask", mask, target)
@@ -78,26 +80,27 @@ def within_lengths(name: str, lengths: ArrayLike, batch: tuple[int, ...], length
     return positions < lengths[..., None]
 
 
-def _per_key(name: str, x: ArrayLike, target: tuple[int, ...]) -> jax.Array:
+def _per_key(name: str, x: jax.Array | np.ndarray, target: tuple[int, ...]) -> jax.Array:
     """Drops the query axis of an array that is the same for all queries."""
-    shape = np.shape(x)
-    shape = (1,) * (len(target) - len(shape)) + shape
+    shape = (1,) * (len(target) - x.ndim) + x.shape
     if len(shape) != len(target) or any(
         have not in (1, want) for have, want in zip(shape, target, strict=True)
     ):
         raise ValueError(
             f"{name} must be broadcastable to [batch..., heads, query length, key length] = "
-            f"{target}, got shape {np.shape(x)}."
+            f"{target}, got shape {x.shape}."
         )
     # The values of a NumPy array are known, under jit too.
     constant = isinstance(x, np.ndarray) and (x.ndim < 2 or bool((x == x[..., :1, :]).all()))
-    if shape[-2] != 1 and not constant:
+    if shape[-2] > 1 and not constant:
         raise ValueError(
-            f"{name} of shape {np.shape(x)} may differ between queries, which linear attention "
+            f"{name} of shape {x.shape} may differ between queries, which linear attention "
             "cannot honour: it sums over the keys once for all queries. What works: a key-padding "
             f"{name} with a query axis of size 1 ([batch..., 1, 1, key length], such as "
             f"{name}[..., :1, :] if all queries share it), key_value_seq_lengths, "
             "query_seq_lengths."
         )
+    if shape[-2] == 0:  # No queries: whatever the keys weigh.
+        return jnp.ones((*shape[:-2], target[-1]), x.dtype)
     x = jnp.reshape(x, shape)[..., 0, :]
     return jnp.broadcast_to(x, (*x.shape[:-1], target[-1]))

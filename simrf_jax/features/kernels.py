@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from simrf_jax import _checks as checks
+from simrf_jax import checks
 
 
 def gaussian_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
@@ -33,8 +33,7 @@ def gaussian_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
       Reid et al., Simplex Random Features (ICML 2023), Eq. 4.
     """
     x, y, dtype = _pair(x, y)
-    squared_distance = jnp.sum(jnp.square(x[..., :, None, :] - y[..., None, :, :]), axis=-1)
-    return jnp.exp(-0.5 * squared_distance).astype(dtype)
+    return _gaussian(x, y).astype(dtype)
 
 
 def softmax_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
@@ -62,6 +61,12 @@ def softmax_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
     x, y, dtype = _pair(x, y)
     dots = jnp.einsum("...nd,...pd->...np", x, y, precision=jax.lax.Precision.HIGHEST)
     return jnp.exp(dots).astype(dtype)
+
+
+@jax.jit  # Eagerly, the differences of all pairs would be an array.
+def _gaussian(x: jax.Array, y: jax.Array) -> jax.Array:
+    squared_distance = jnp.sum(jnp.square(x[..., :, None, :] - y[..., None, :, :]), axis=-1)
+    return jnp.exp(-0.5 * squared_distance)
 
 
 def _pair(x: ArrayLike, y: ArrayLike) -> tuple[jax.Array, jax.Array, jnp.dtype]:

@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from simrf_jax import _checks as checks
+from simrf_jax import checks
+from simrf_jax.features.log_space import KERNELS, LogFeatures
 from simrf_jax.projections import project
-
-KERNELS = ("gaussian", "softmax")
-
-
-class LogFeatures(NamedTuple):
-    """A positive feature map in log space: phi = exp(exponent + log_scale).
-
-    The two parts stay apart because attention drops what all the features of a query share: adding
-    a large ``log_scale`` to ``exponent`` only to subtract it again would cost digits.
-
-    Attributes:
-      exponent: Array ``[..., num_features]``.
-      log_scale: Array ``[..., 1]``.
-    """
-
-    exponent: jax.Array
-    log_scale: jax.Array
 
 
 def positive_log_features(x: ArrayLike, projection: ArrayLike, *, kernel: str) -> LogFeatures:

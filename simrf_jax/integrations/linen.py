@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import ArrayLike, DTypeLike
 
-from simrf_jax import _checks as checks
+from simrf_jax import checks
 from simrf_jax.features import FEATURE_MAPS
 from simrf_jax.integrations.flax_attention import attend, draw_heads
 
@@ -19,7 +19,7 @@ class RandomFeatureAttention(nn.Module):
 
     Each key head has a W of its own, in the collection ``random_features``, drawn at ``init`` from
     the stream ``features`` (or ``params`` if there is none). To redraw, replace the collection by
-    ``redraw_projections(key, variables["random_features"])``.
+    ``redraw_projections(key, variables["random_features"], coupling=...)``.
 
     Made inside another module's ``@nn.compact`` method, give it ``parent=None``, or Flax files its
     W next to the attention instead of below it. One instance given to several layers is one W.
@@ -33,7 +33,7 @@ class RandomFeatureAttention(nn.Module):
 
     Raises:
       ValueError: When called, if a name is unknown, the mask is not a key-padding mask, or dropout
-        or sown attention weights are asked for.
+        sown attention weights or einsums of one's own are asked for.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -69,10 +69,17 @@ class RandomFeatureAttention(nn.Module):
         deterministic: bool = False,
         dtype: DTypeLike | None = None,
         module: Any = None,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
         **unused: Any,
     ) -> jax.Array:
         """Attends; ``query`` ``[..., T, N, H]``, ``key`` and ``value`` ``[..., S, K, H]``."""
         del unused  # Flax passes only the keywords named above.
+        if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
+            raise ValueError(
+                "qk_attn_weights_einsum_cls and attn_weights_value_einsum_cls replace contractions "
+                "that random-feature attention does not make."
+            )
         checks.one_of("feature_map", self.feature_map, FEATURE_MAPS)
         num_heads, head_dim = key.shape[-2:]
 

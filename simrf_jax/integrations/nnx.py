@@ -8,7 +8,7 @@ import jax
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from simrf_jax import _checks as checks
+from simrf_jax import checks
 from simrf_jax.features import FEATURE_MAPS
 from simrf_jax.integrations.flax_attention import attend, draw_heads
 
@@ -20,8 +20,8 @@ class RandomProjection(nnx.Variable):
 class RandomFeatureAttention(nnx.Module):
     """Holds the projections of one layer and attends with them.
 
-    Each key head has a W of its own, drawn from ``rngs.features()``. To redraw,
-    ``nnx.update(model, redraw_projections(key, nnx.state(model, RandomProjection)))``.
+    Each key head has a W of its own, drawn from ``rngs.features()``. To redraw a model, update it
+    with ``redraw_projections(key, nnx.state(model, RandomProjection), coupling=...)``.
 
     Args:
       num_heads: Number of key heads.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from simrf_jax import _checks as checks
+from simrf_jax import checks
 from simrf_jax.integrations.nnx import RandomFeatureAttention
 from simrf_jax.projections import BLOCK_MODES, COUPLINGS
 
@@ -76,6 +77,8 @@ class ViTConfig:
         sizes = ("channels", "num_classes", "patch_size", "width", "depth", "num_heads", "mlp_dim")
         for name in (*sizes, "num_features"):
             checks.positive_int(name, getattr(self, name))
+        if not isinstance(self.image_size, tuple) or len(self.image_size) != 2:
+            raise TypeError(f"image_size must be (height, width), got {self.image_size!r}.")
         if any(side % self.patch_size or side < 1 for side in self.image_size):
             raise ValueError(
                 f"image_size must be multiples of patch_size={self.patch_size}, "
@@ -85,6 +88,13 @@ class ViTConfig:
             raise ValueError(
                 f"width must be a multiple of num_heads, got {self.width} and {self.num_heads}."
             )
+        if self.attention == "simplex" and self.width == self.num_heads:
+            raise ValueError(
+                "attention='simplex' needs heads of at least 2 dimensions, got "
+                f"width={self.width} and num_heads={self.num_heads}."
+            )
+        if not isinstance(self.dropout_rate, (int, float)):
+            raise TypeError(f"dropout_rate must be a number, got {self.dropout_rate!r}.")
         if not 0 <= self.dropout_rate < 1:
             raise ValueError(f"dropout_rate must be in [0, 1), got {self.dropout_rate}.")
 
@@ -97,6 +107,7 @@ class ViTConfig:
           **overrides: Other fields.
 
         Raises:
+          TypeError: If the patch size is given twice.
           ValueError: If the size is unknown or the patch is no number.
 
         Example:
@@ -109,6 +120,8 @@ class ViTConfig:
         checks.one_of("the size in a name like 'B/16'", size, SIZES)
         if not patch.isdecimal():
             raise ValueError(f"name must end in a patch size, as in 'B/16', got {name!r}.")
+        if "patch_size" in overrides:
+            raise TypeError(f"patch_size is in the name {name!r}; do not give it twice.")
         return cls(**{**SIZES[size], "patch_size": int(patch), **overrides})
 
 
@@ -143,9 +156,11 @@ class ViT(nnx.Module):
         num_tokens = patches + (c.pooling == "token")
         # As in big_vision. The 0.02 of the first ViTs drowns where the width is small.
         init = nnx.initializers.normal(c.width**-0.5)
-        self.position_embedding = nnx.Param(init(rngs.params(), (1, num_tokens, c.width)))
+        self.position_embedding = nnx.Param(
+            init(rngs.params(), (1, num_tokens, c.width), jnp.float32)
+        )
         if c.pooling == "token":
-            self.class_token = nnx.Param(jnp.zeros((1, 1, c.width)))
+            self.class_token = nnx.Param(jnp.zeros((1, 1, c.width), jnp.float32))
         self.dropout = nnx.Dropout(c.dropout_rate)
         self.blocks = nnx.List([Block(c, rngs=rngs) for _ in range(c.depth)])
         self.norm = nnx.LayerNorm(c.width, epsilon=1e-6, dtype=dtype, rngs=rngs)
@@ -171,7 +186,9 @@ class ViT(nnx.Module):
                 f"images must be [batch, height, width, channels] = [batch, "
                 f"{', '.join(map(str, expected))}], got shape {images.shape}."
             )
-        x = self.patch_embedding(_patches(images, self.config.patch_size))
+        # One image at a time: the batch axis may be sharded.
+        cut = functools.partial(_patches, size=self.config.patch_size)
+        x = self.patch_embedding(jax.vmap(cut)(images))
         if self.config.pooling == "token":
             token = jnp.broadcast_to(self.class_token[...], (x.shape[0], 1, x.shape[2]))
             x = jnp.concatenate([token.astype(x.dtype), x], axis=1)
@@ -229,8 +246,8 @@ class Block(nnx.Module):
         return x + drop(self.mlp_out(hidden))
 
 
-def _patches(images: jax.Array, size: int) -> jax.Array:
-    """Cuts ``[B, height, width, channels]`` into ``[B, patches, size * size * channels]``."""
-    b, h, w, c = images.shape
-    grid = images.reshape(b, h // size, size, w // size, size, c)
-    return jnp.swapaxes(grid, 2, 3).reshape(b, (h // size) * (w // size), size * size * c)
+def _patches(image: jax.Array, size: int) -> jax.Array:
+    """Cuts ``[height, width, channels]`` into ``[patches, size * size * channels]``."""
+    height, width, channels = image.shape
+    grid = image.reshape(height // size, size, width // size, size, channels)
+    return jnp.swapaxes(grid, 1, 2).reshape(-1, size * size * channels)

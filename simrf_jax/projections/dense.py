@@ -8,9 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from simrf_jax import _checks as checks
+from simrf_jax import checks
 from simrf_jax.projections.blocks import BLOCK_MODES, orthogonal_blocks, simplex_blocks
 from simrf_jax.projections.rotations import ROTATIONS
 
@@ -43,13 +44,13 @@ def draw_projection(
       num_features: Number of rows m, any positive number.
       dim: Dimension d of the vectors to project; at least 2 for ``simplex``.
       coupling: ``"iid"``; ``"orthogonal"``; or ``"simplex"``, which of all couplings that do not
-        look at the norms gives positive features the least variance (Theorem 3.4).
+        look at the norms gives positive features the least variance (Theorem 3.4, for m = d).
       block: How many rows a simplex block has. ``"regular"`` fills whole regular simplices of up
         to d + 1 rows; ``"square"`` is the paper to the letter, d rows and a cut-off remainder.
         Orthogonal blocks have d rows in both modes.
       rotation: ``"haar"``, uniform over the orthogonal group.
       norms: ``"chi"`` (:math:`\chi_d`, the norm of a Gaussian vector: kernel estimates are
-        unbiased) or ``"sqrt_dim"`` (all norms :math:`\sqrt d`: less variance, but biased).
+        unbiased) or ``"sqrt_dim"`` (all norms :math:`\sqrt d`: biased).
       dtype: Floating type of the result. The draw itself is made in float32 at least.
 
     Returns:
@@ -100,27 +101,34 @@ def _draw(
     norm_key, rotation_key = jax.random.split(key)
     gaussian = jax.random.normal(norm_key, (num_features, dim), compute)
     chi = jnp.linalg.norm(gaussian, axis=-1, keepdims=True)
-    radius = chi if norms == "chi" else jnp.full_like(chi, dim**0.5)
     if coupling == "iid":
-        # chi / chi is 1, or NaN at the one point in 2^24 where a one-dimensional normal is 0.
-        return (gaussian if norms == "chi" else gaussian * (radius / chi)).astype(dtype)
-    blocks = BLOCKS[coupling](num_features, dim, block)
-    keys = jax.random.split(rotation_key, len(blocks))
+        w = gaussian if norms == "chi" else gaussian * (dim**0.5 / chi)
+    else:
+        blocks = BLOCKS[coupling](num_features, dim, block)
+        directions = _draw_directions(rotation_key, blocks, dim, rotation, compute)
+        w = directions * (chi if norms == "chi" else dim**0.5)
+    return w.astype(dtype)
+
+
+def _draw_directions(
+    key: jax.Array, blocks: list[np.ndarray], dim: int, rotation: str, dtype: jnp.dtype
+) -> jax.Array:
+    """Unit vectors ``[num_features, dim]``: each block in the span of a random frame of its own."""
+
+    def draw_block(vertices: jax.Array, key: jax.Array) -> jax.Array:
+        frame = ROTATIONS[rotation](key, dim, vertices.shape[1], dtype)
+        return jnp.matmul(vertices, frame, precision=jax.lax.Precision.HIGHEST)
+
+    keys = jax.random.split(key, len(blocks))
     directions, start = [], 0
-    for _, equal in itertools.groupby(blocks, key=id):
-        group = list(equal)
-        vertices = jnp.asarray(group[0], compute)
-        draw_rotated = functools.partial(_draw_rotated, vertices, dim, rotation)
-        directions.append(jax.vmap(draw_rotated)(keys[start : start + len(group)]))
-        start += len(group)
-    rows = jnp.concatenate([d.reshape(-1, dim) for d in directions])
-    return (radius * rows).astype(dtype)
-
-
-def _draw_rotated(vertices: jax.Array, dim: int, rotation: str, key: jax.Array) -> jax.Array:
-    """One block's directions: its vertices in the span of a random frame of ``dim`` space."""
-    frame = ROTATIONS[rotation](key, dim, vertices.shape[1], vertices.dtype)
-    return jnp.matmul(vertices, frame, precision=jax.lax.Precision.HIGHEST)
+    for _, group in itertools.groupby(blocks, key=id):  # Equal blocks are drawn together.
+        equal = list(group)
+        end = start + len(equal)
+        vertices = jnp.asarray(equal[0], dtype)
+        rows = jax.vmap(draw_block, in_axes=(None, 0))(vertices, keys[start:end])
+        directions.append(rows.reshape(-1, dim))
+        start = end
+    return jnp.concatenate(directions)
 
 
 def draw_stack(keys: jax.Array, num_features: int, dim: int, **draw_options: Any) -> jax.Array:

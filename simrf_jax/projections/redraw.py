@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from simrf_jax import _checks as checks
+from simrf_jax import checks
 from simrf_jax.projections.dense import draw_stack
 
 
@@ -28,8 +28,8 @@ def redraw_key(key: jax.Array, step: int | jax.Array, *, interval: int) -> jax.A
       that is resumed, or moved to other devices, goes on with the same projections.
 
     Raises:
-      TypeError: If the key is not typed or interval is no integer.
-      ValueError: If interval is negative.
+      TypeError: If the key is not typed or a number is no integer.
+      ValueError: If a number is negative.
 
     Example:
       >>> import jax, simrf_jax
@@ -41,28 +41,41 @@ def redraw_key(key: jax.Array, step: int | jax.Array, *, interval: int) -> jax.A
     checks.typed_key(key)
     if checks.integer("interval", interval) < 0:
         raise ValueError(f"interval must be at least 0, got {interval}.")
+    if not isinstance(step, jax.Array) and checks.integer("step", step) < 0:
+        raise ValueError(f"step must be at least 0, got {step}.")
     return jax.random.fold_in(key, step // interval if interval else 0)
 
 
-def redraw_projections(key: jax.Array, projections: Any, **draw_options: Any) -> Any:
+def redraw_projections(
+    key: jax.Array,
+    projections: Any,
+    *,
+    coupling: str,
+    block: str = "regular",
+    rotation: str = "haar",
+    norms: str = "chi",
+) -> Any:
     """Draws new values for all the projections of a model, in one batched call.
 
-    Leaf number ``l`` (a layer) and the projection number ``h`` inside it (a head) are drawn from
-    ``fold_in(fold_in(key, l), h)``.
+    Leaf number ``l``, in the order of ``jax.tree.leaves`` (a layer, in most models), and the
+    projection number ``h`` inside it (a head) are drawn from ``fold_in(fold_in(key, l), h)``.
 
     Args:
       key: A typed PRNG key; see ``redraw_key``.
       projections: A pytree of arrays (or ``jax.ShapeDtypeStruct``) ``[..., num_features, dim]``:
         the ``random_features`` collection of a Linen model, or
         ``nnx.state(model, RandomProjection)`` of an NNX one.
-      **draw_options: ``coupling``, ``block``, ``rotation`` and ``norms`` of ``draw_projection``.
+      coupling: As ``draw_projection``. The arrays do not tell how they were drawn, so say it.
+      block: As ``draw_projection``.
+      rotation: As ``draw_projection``.
+      norms: As ``draw_projection``.
 
     Returns:
       A pytree of the same structure, shapes and dtypes.
 
     Raises:
       TypeError: As ``draw_projection``.
-      ValueError: As ``draw_projection``; if a leaf has fewer than two axes.
+      ValueError: As ``draw_projection``; if a leaf is no array of at least two axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
@@ -72,11 +85,12 @@ def redraw_projections(key: jax.Array, projections: Any, **draw_options: Any) ->
       ((12, 130, 64), (130, 64))
     """
     checks.typed_key(key)
+    options = {"coupling": coupling, "block": block, "rotation": rotation, "norms": norms}
     leaves, treedef = jax.tree.flatten(projections)
     groups = collections.defaultdict(list)  # (num_features, dim, dtype) -> leaf numbers
     for layer, leaf in enumerate(leaves):
-        if leaf.ndim < 2:
-            raise ValueError(f"A projection is [..., num_features, dim], got shape {leaf.shape}.")
+        if len(getattr(leaf, "shape", ())) < 2:
+            raise ValueError(f"A projection is an array [..., num_features, dim], got {leaf!r}.")
         groups[(*leaf.shape[-2:], leaf.dtype)].append(layer)
     drawn: list[Any] = [None] * len(leaves)
     for (num_features, dim, dtype), layers in groups.items():
@@ -85,7 +99,7 @@ def redraw_projections(key: jax.Array, projections: Any, **draw_options: Any) ->
         head_of_each = np.concatenate([np.arange(count) for count in counts])
         fold_in_both = functools.partial(_fold_in_both, key)
         keys = jax.vmap(fold_in_both)(jnp.asarray(layer_of_each), jnp.asarray(head_of_each))
-        stack = draw_stack(keys, num_features, dim, dtype=dtype, **draw_options)
+        stack = draw_stack(keys, num_features, dim, dtype=dtype, **options)
         parts = jnp.split(stack, np.cumsum(counts)[:-1])
         for layer, part in zip(layers, parts, strict=True):
             drawn[layer] = part.reshape(leaves[layer].shape)

@@ -219,6 +219,68 @@ def test_hidden_keys_do_not_matter_whatever_they_hold():
 
 
 @pytest.mark.fast
+def test_padded_queries_do_not_matter_whatever_they_hold():
+    q, k, v = inputs(batch=(2,))
+    w, lengths = projection(), jnp.array([5, 9])
+    expected = random_feature_attention(q, k, v, w, query_seq_lengths=lengths)
+    q[0, 5:] = np.nan
+    actual, pullback = jax.vjp(
+        lambda *x: random_feature_attention(*x, w, query_seq_lengths=lengths), q, k, v
+    )
+    np.testing.assert_array_equal(actual, expected)
+    for gradient in pullback(jnp.ones_like(actual)):
+        assert np.isfinite(gradient).all()
+
+
+@pytest.mark.fast
+def test_without_a_batch_masks_and_lengths_may_have_its_axis():
+    q, k, v = inputs()
+    w = projection()
+    mask = np.arange(9) < 5
+    expected = random_feature_attention(q, k, v, w, mask=mask)
+    for options in [
+        {"mask": jnp.asarray(mask)[None, None, None]},
+        {"mask": mask.tolist()},
+        {"key_value_seq_lengths": jnp.array([5])},
+        {"key_value_seq_lengths": 5},
+    ]:
+        actual = random_feature_attention(q, k, v, w, **options)
+        chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
+    jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=jnp.array([5]))
+
+
+@pytest.mark.fast
+def test_gradients_with_masks_groups_and_a_projection_for_each_head():
+    q, k, v = inputs(heads=4, key_heads=2)
+    w = projection(heads=2)
+    mask = np.arange(9) < 6
+
+    def one_head(n, q, k, v, w):
+        return naive(q[:, n], k[:6, n // 2], v[:6, n // 2], w[n // 2], 8)
+
+    def loss(*x):
+        return jnp.sum(random_feature_attention(*x, mask=mask) ** 2)
+
+    def reference(*x):
+        return sum(jnp.sum(one_head(n, *x) ** 2) for n in range(4))
+
+    actual = jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, w)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(x, jnp.float64) for x in (q, k, v, w)]
+        expected = jax.grad(reference, argnums=(0, 1, 2, 3))(*wide)
+    for a, e in zip(actual, expected, strict=True):
+        assert relative_error(a, e) < 1e-4
+
+
+@pytest.mark.fast
+def test_no_queries():
+    q, k, v = inputs()
+    mask = np.ones((1, 0, 9), bool)
+    out = random_feature_attention(q[:0], k, v, projection(), mask=mask)
+    assert out.shape == (0, 2, 8)
+
+
+@pytest.mark.fast
 def test_a_bias_that_all_queries_share_weighs_the_keys():
     q, k, v = inputs(batch=(2,))
     w = projection()
@@ -347,14 +409,19 @@ BAD = [
     ({"implementation": "cudnn"}, ValueError, "must be one of 'xla', None, got 'cudnn'"),
     ({"is_causal": True}, ValueError, "is_causal=True is not supported"),
     ({"scale": -1.0}, ValueError, "scale must be at least 0, got -1.0"),
+    ({"scale": jnp.float32(-1)}, ValueError, "scale must be at least 0, got -1.0"),
+    ({"scale": float("nan")}, ValueError, "scale must be at least 0, got nan"),
+    ({"scale": np.ones(8)}, TypeError, "scale must be one real number"),
+    ({"scale": True}, TypeError, "scale must be one real number, got True"),
+    ({"projection": np.zeros((0, 8), F32)}, ValueError, "at least one feature"),
     ({"mask": jnp.ones((9, 9), bool)}, ValueError, "may differ between queries"),
     ({"mask": np.tri(9, dtype=bool)}, ValueError, "may differ between queries"),
-    ({"mask": np.ones((1, 8), bool)}, ValueError, r"broadcastable to .* \(2, 9, 9\), got"),
-    ({"mask": np.ones((1, 1, 1, 9), bool)}, ValueError, r"broadcastable to .* \(2, 9, 9\), got"),
+    ({"mask": np.ones((1, 8), bool)}, ValueError, r"broadcastable to .* 2, 9, 9\), got"),
+    ({"mask": np.ones((2, 1, 1, 9), bool)}, ValueError, r"broadcastable to .* 2, 9, 9\), got"),
     ({"mask": np.ones(9)}, TypeError, "mask must be boolean .* got float"),
     ({"bias": jnp.zeros((9, 9))}, ValueError, "bias .* may differ between queries"),
     ({"bias": np.zeros(9, int)}, TypeError, "bias must be floating, got int"),
-    ({"query_seq_lengths": np.ones(1, int)}, ValueError, r"the batch shape \(\), got \(1,\)"),
+    ({"query_seq_lengths": np.ones(2, int)}, ValueError, r"the batch shape \(1,\), got \(2,\)"),
     ({"key_value_seq_lengths": np.float32(3)}, TypeError, "key_value_seq_lengths must be integers"),
 ]
 

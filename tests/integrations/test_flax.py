@@ -108,14 +108,15 @@ def test_nnx_projection_survives_split_and_merge_and_is_no_constant():
     apply = jax.jit(lambda p, r, x: nnx.merge(graphdef, p, r)(x))
     before = apply(params, projections, x)
     np.testing.assert_allclose(before, module(x), rtol=1e-5, atol=1e-6)
-    after = apply(params, redraw_projections(jax.random.key(9), projections), x)
+    after = apply(params, redraw_projections(jax.random.key(9), projections, coupling="simplex"), x)
     assert not np.allclose(before, after, rtol=1e-3)
 
 
 def test_nnx_model_is_redrawn_in_place():
     module = nnx_attention()
     before = module.attention_fn.projection[...]
-    nnx.update(module, redraw_projections(jax.random.key(9), nnx.state(module, RandomProjection)))
+    state = nnx.state(module, RandomProjection)
+    nnx.update(module, redraw_projections(jax.random.key(9), state, coupling="simplex"))
     after = module.attention_fn.projection[...]
     assert after.shape == before.shape
     assert float(jnp.abs(after - before).min()) > 0
@@ -155,7 +156,7 @@ def test_linen_layers_have_projections_of_their_own(parentless):
     assert float(jnp.abs(first - second).min()) > 0
     assert float(jnp.abs(first[0] - first[1]).min()) > 0
     before = model.apply(variables, x)
-    redrawn = redraw_projections(jax.random.key(5), collection)
+    redrawn = redraw_projections(jax.random.key(5), collection, coupling="iid")
     assert not np.allclose(before, model.apply({**variables, "random_features": redrawn}, x))
 
 
@@ -198,6 +199,45 @@ def call_linen(*, call=None, attention=None, **options):
 def test_refuses(call, arguments, match):
     with pytest.raises(ValueError, match=match):
         call(**arguments)
+
+
+def test_linen_refuses_einsums_of_ones_own():
+    with pytest.raises(ValueError, match="qk_attn_weights_einsum_cls .* replace contractions"):
+        call_linen(
+            attention={
+                "qk_attn_weights_einsum_cls": lambda: jnp.einsum,
+                "attn_weights_value_einsum_cls": lambda: jnp.einsum,
+            }
+        )
+
+
+def test_linen_layers_under_remat_and_scan():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            adapter = linen_adapter.RandomFeatureAttention(FEATURES, parent=None)
+            return x + nn.MultiHeadDotProductAttention(HEADS, attention_fn=adapter)(x), None
+
+    axes = {"params": 0, "random_features": 0}
+    rngs = {"params": True, "features": True}
+    model = nn.scan(nn.remat(Layer), variable_axes=axes, split_rngs=rngs, length=3)()
+    x = tokens(2, 9)
+    variables = model.init({"params": jax.random.key(0), "features": jax.random.key(1)}, x, None)
+    [w] = jax.tree.leaves(variables["random_features"])
+    assert w.shape == (3, HEADS, FEATURES, WIDTH // HEADS)
+    assert float(jnp.abs(w[0] - w[1]).min()) > 0
+    gradient = jax.grad(lambda x: model.apply(variables, x, None)[0].sum())(x)
+    assert np.isfinite(gradient).all()
+
+
+def test_decoding_with_nnxs_own_cache_sees_the_prefix():
+    module = nnx_attention()
+    x = tokens(2, 5)
+    module.init_cache(x.shape)
+    steps = [module(x[:, t : t + 1], decode=True) for t in range(5)]
+    for t, step in enumerate(steps):
+        prefix = module(x[:, : t + 1])
+        np.testing.assert_allclose(step[:, 0], prefix[:, t], rtol=1e-4, atol=1e-5)
 
 
 def test_nnx_refuses_causality():

@@ -38,16 +38,30 @@ def test_values_do_not_depend_on_the_devices():
     mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
     layers = {"a": jax.ShapeDtypeStruct((8, 10, 4), jnp.float32)}
-    one = redraw_projections(jax.random.key(0), layers)["a"]
-    eight = jax.jit(lambda key: redraw_projections(key, layers)["a"], out_shardings=sharding)(
-        jax.random.key(0)
-    )
+    one = redraw_projections(jax.random.key(0), layers, coupling="simplex")["a"]
+    eight = jax.jit(
+        lambda key: redraw_projections(key, layers, coupling="simplex")["a"], out_shardings=sharding
+    )(jax.random.key(0))
     assert eight.sharding.is_equivalent_to(sharding, 3)
     np.testing.assert_allclose(eight, one, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("options", "cosine"),
+    [
+        ({"coupling": "orthogonal"}, 0),
+        ({"coupling": "simplex"}, -1 / 4),
+        ({"coupling": "simplex", "block": "square"}, -1 / 3),
+    ],
+)
+def test_the_coupling_asked_for_is_drawn(options, cosine):
+    [w] = redraw_projections(jax.random.key(0), [jnp.zeros((5, 4))], **options)
+    s = w / jnp.linalg.norm(w, axis=1, keepdims=True)
+    np.testing.assert_allclose(jnp.dot(s[0], s[1]), cosine, atol=1e-6)
+
+
 def test_empty_tree_stays_empty():
-    assert redraw_projections(jax.random.key(0), {}) == {}
+    assert redraw_projections(jax.random.key(0), {}, coupling="simplex") == {}
 
 
 @pytest.mark.parametrize(
@@ -59,9 +73,17 @@ def test_empty_tree_stays_empty():
             "at least 0, got -1",
         ),
         (lambda k: redraw_key(k, 0, interval=0.5), TypeError, "interval must be an integer"),
+        (lambda k: redraw_key(k, -1, interval=1), ValueError, "step must be at least 0, got -1"),
+        (lambda k: redraw_key(k, 3.0, interval=1), TypeError, "step must be an integer, got 3.0"),
+        (lambda k: redraw_projections(k, [1.0], coupling="iid"), ValueError, "got 1.0"),
+        (lambda k: redraw_projections(k, [], coupling="iid", norm="chi"), TypeError, "norm"),
         (lambda _: redraw_key(7, 0, interval=1), TypeError, "typed PRNG key"),
-        (lambda k: redraw_projections(k, [jnp.zeros(3)]), ValueError, r"got shape \(3,\)"),
-        (lambda _: redraw_projections(7, []), TypeError, "typed PRNG key"),
+        (
+            lambda k: redraw_projections(k, [jnp.zeros(3)], coupling="iid"),
+            ValueError,
+            r"array \[\.\.\., num_features, dim\], got",
+        ),
+        (lambda _: redraw_projections(7, [], coupling="iid"), TypeError, "typed PRNG key"),
     ],
 )
 def test_refuses(call, error, match):

@@ -11,15 +11,15 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.batch_size = 64
     config.eval_batch_size = 120
-    config.num_steps = 2500  # 111 epochs.
-    config.learning_rate = 2e-3
-    config.warmup_steps = 150
+    config.num_steps = 1500  # 67 epochs.
+    config.learning_rate = 1e-3
+    config.warmup_steps = 100
     config.weight_decay = 0.1
     config.clip_norm = 1.0
     config.redraw_interval = 0
     config.log_interval = 25
     config.eval_interval = 125
-    config.augment = {"shift": 1, "flip": False}
+    config.augment = {"shift": 0, "flip": False}
 
     config.mesh = {"data": -1}
     config.model = {
@@ -28,7 +28,7 @@ def get_config() -> ml_collections.ConfigDict:
         "depth": 4,
         "num_heads": 6,
         "mlp_dim": 192,
-        "dropout_rate": 0.05,
+        "dropout_rate": 0.1,
         "pooling": "average",
         "attention": "simplex",
         "num_features": 34,  # Two regular simplices of 17 points in the heads' 16 dimensions.

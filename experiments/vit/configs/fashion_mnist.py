@@ -11,6 +11,7 @@ def get_config() -> ml_collections.ConfigDict:
 
     config.batch_size = 128
     config.eval_batch_size = 512
+    config.learning_rate = 2e-3
     config.num_steps = 5625  # 12 epochs.
     config.warmup_steps = 300
     config.log_interval = 50
@@ -18,4 +19,5 @@ def get_config() -> ml_collections.ConfigDict:
     config.augment = {"shift": 1, "flip": True}
 
     config.model.patch_size = 7  # 16 tokens.
+    config.model.dropout_rate = 0.05
     return config
