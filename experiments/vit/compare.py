@@ -54,8 +54,8 @@ def compare(
         checks.one_of("--compare", attention, ATTENTIONS)
     if len({*attentions}) < len(attentions) or len({*seeds}) < len(seeds) or not seeds:
         raise ValueError(
-            f"--compare and --seeds must each name a thing once, got {list(attentions)} and "
-            f"{list(seeds)}."
+            "--compare and --seeds must each name something, and nothing twice, got "
+            f"{list(attentions)} and {list(seeds)}."
         )
     workdir = pathlib.Path(workdir)
     runs: dict[str, list[pathlib.Path]] = {attention: [] for attention in attentions}

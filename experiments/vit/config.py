@@ -9,6 +9,7 @@ import ml_collections
 
 from experiments.vit.data import DATASETS
 from simrf_jax import checks
+from simrf_jax.models import ViTConfig
 
 # Every field of every config of this experiment. A config file sets all of them.
 FIELDS: dict[str, type] = {
@@ -16,11 +17,14 @@ FIELDS: dict[str, type] = {
     "dataset": str,  # A name of data.DATASETS.
     "data_dir": str,  # Where prepared TensorFlow Datasets lie; "" for their default folder.
     "batch_size": int,  # Images a step, over all devices.
-    "eval_batch_size": int,
+    "eval_batch_size": int,  # Rounded up to a multiple of the devices.
     "num_steps": int,
     "learning_rate": float,  # At its peak.
     "warmup_steps": int,  # Linear from 0, then a cosine to 0 at num_steps.
     "weight_decay": float,  # Decoupled, on the kernels only.
+    "b1": float,  # Adam's.
+    "b2": float,
+    "eps": float,
     "clip_norm": float,  # Of the gradient of all parameters together.
     "redraw_interval": int,  # Steps between redraws of all projections; 0 for never.
     "log_interval": int,  # Steps a row of metrics.csv is the mean of.
@@ -60,12 +64,18 @@ def check(config: ml_collections.ConfigDict) -> None:
     checks.one_of("config.dataset", config.dataset, DATASETS)
     for name in ("batch_size", "eval_batch_size", "num_steps", "log_interval", "eval_interval"):
         checks.positive_int(f"config.{name}", config[name])
-    for name in ("warmup_steps", "redraw_interval", "weight_decay", "augment.shift"):
-        if given[name] < 0:
+    for name in ("seed", "warmup_steps", "redraw_interval", "weight_decay", "augment.shift"):
+        if not given[name] >= 0:
             raise ValueError(f"config.{name} must be at least 0, got {given[name]}.")
-    for name in ("learning_rate", "clip_norm"):
+    for name in ("learning_rate", "clip_norm", "eps"):
         if not given[name] > 0:
             raise ValueError(f"config.{name} must be above 0, got {given[name]}.")
+    for name in ("b1", "b2"):
+        if not 0 <= given[name] < 1:
+            raise ValueError(f"config.{name} must be in [0, 1), got {given[name]}.")
+    # What does not depend on the data is checked without it.
+    side = config.model.patch_size
+    ViTConfig(image_size=(side, side), **config.model)
     if config.warmup_steps >= config.num_steps:
         raise ValueError(
             f"config.warmup_steps must be below num_steps={config.num_steps}, "

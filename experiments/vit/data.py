@@ -19,7 +19,7 @@ class Split(NamedTuple):
 
 
 class Dataset(NamedTuple):
-    """A data set with its official or fixed split."""
+    """A data set and how it is split."""
 
     train: Split
     test: Split
@@ -49,6 +49,8 @@ def load_digits(data_dir: str) -> Dataset:
 
 def load_fashion_mnist(data_dir: str) -> Dataset:
     """Fashion-MNIST: 28 x 28 images of clothes, as TensorFlow Datasets prepared them.
+
+    The split is that of the prepared files, which is the official one only if they are.
 
     Args:
       data_dir: The folder that holds ``fashion_mnist/``; "" for ``TFDS_DATA_DIR`` or, without it,

@@ -19,7 +19,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.", requi
 _COMPARE = flags.DEFINE_list(
     "compare", [], "Train each of these attentions (simplex,orthogonal,iid,exact) over --seeds."
 )
-_SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2", "3", "4"], "Seeds for --compare.")
+_SEEDS = flags.DEFINE_list("seeds", [], "Seeds for --compare; 0,1,2,3,4 unless given.")
 
 
 def keep_freed_memory() -> None:
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
     keep_freed_memory()
     if _COMPARE.value:
-        seeds = [int(seed) for seed in _SEEDS.value]
+        seeds = [int(seed) for seed in _SEEDS.value] or [0, 1, 2, 3, 4]
         print(compare.compare(_CONFIG.value, _WORKDIR.value, _COMPARE.value, seeds))
         return
     results = train.train(_CONFIG.value, _WORKDIR.value)
@@ -54,9 +54,16 @@ def parse_flags(argv: list[str]) -> list[str]:
     if unknown := [name for name in overridden if name not in config.FIELDS]:
         raise SystemExit(config.unknown_field_message(unknown))
     try:
-        return flags.FLAGS(argv)
+        rest = flags.FLAGS(argv)
     except flags.Error as error:
         raise SystemExit(f"{error}\nPass --help to see the flags.") from None
+    if not all(seed.isdecimal() for seed in _SEEDS.value):
+        raise SystemExit(f"--seeds must be numbers, got {','.join(_SEEDS.value)}.")
+    if _SEEDS.value and not _COMPARE.value:
+        raise SystemExit("--seeds goes with --compare; a single run has --config.seed.")
+    if clash := {"seed", "model.attention"}.intersection(overridden if _COMPARE.value else ()):
+        raise SystemExit(f"--compare and --seeds choose {', '.join(sorted(clash))}; leave it out.")
+    return rest
 
 
 if __name__ == "__main__":

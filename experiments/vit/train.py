@@ -79,7 +79,14 @@ def make_optimizer(
 
     optimizer = optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(schedule, weight_decay=config.weight_decay, mask=kernels),
+        optax.adamw(
+            schedule,
+            config.b1,
+            config.b2,
+            config.eps,
+            weight_decay=config.weight_decay,
+            mask=kernels,
+        ),
     )
     return optimizer, schedule
 
@@ -168,11 +175,13 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     workdir = pathlib.Path(workdir)
     report.refuse_used(workdir)
     mesh = make_mesh(config.mesh.data)
-    for name in ("batch_size", "eval_batch_size"):
-        if config[name] % mesh.size:
-            raise ValueError(
-                f"config.{name} must be a multiple of the {mesh.size} devices, got {config[name]}."
-            )
+    if config.batch_size % mesh.size:
+        raise ValueError(
+            f"config.batch_size must be a multiple of the {mesh.size} devices, "
+            f"got {config.batch_size}."
+        )
+    # Evaluation pads its batches anyway.
+    eval_batch_size = -(-config.eval_batch_size // mesh.size) * mesh.size
 
     # Data.
     dataset = data.DATASETS[config.dataset](config.data_dir)
@@ -218,7 +227,7 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     def evaluate() -> dict[str, float]:
         sums = [
             jit_eval_step(state, jax.device_put(batch, sharded))
-            for batch in data.eval_batches(dataset.test, config.eval_batch_size)
+            for batch in data.eval_batches(dataset.test, eval_batch_size)
         ]
         total = {name: sum(float(s[name]) for s in sums) for name in sums[0]}
         return {f"test_{name}": total[name] / total["weight"] for name in ("loss", "accuracy")}

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from simrf_jax import checks
@@ -196,7 +197,7 @@ def _check_scale(scale: ArrayLike) -> None:
     real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
     if jnp.shape(scale) or not real:
         raise TypeError(f"scale must be one real number, got {scale!r}.")
-    if not isinstance(scale, jax.core.Tracer) and not float(scale) >= 0:
+    if not isinstance(scale, jax.core.Tracer) and not np.asarray(scale) >= 0:
         raise ValueError(f"scale must be at least 0, got {scale}.")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -156,9 +155,8 @@ class ViT(nnx.Module):
         num_tokens = patches + (c.pooling == "token")
         # As in big_vision. The 0.02 of the first ViTs drowns where the width is small.
         init = nnx.initializers.normal(c.width**-0.5)
-        self.position_embedding = nnx.Param(
-            init(rngs.params(), (1, num_tokens, c.width), jnp.float32)
-        )
+        shape = (1, num_tokens, c.width)
+        self.position_embedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
         if c.pooling == "token":
             self.class_token = nnx.Param(jnp.zeros((1, 1, c.width), jnp.float32))
         self.dropout = nnx.Dropout(c.dropout_rate)
@@ -186,9 +184,7 @@ class ViT(nnx.Module):
                 f"images must be [batch, height, width, channels] = [batch, "
                 f"{', '.join(map(str, expected))}], got shape {images.shape}."
             )
-        # One image at a time: the batch axis may be sharded.
-        cut = functools.partial(_patches, size=self.config.patch_size)
-        x = self.patch_embedding(jax.vmap(cut)(images))
+        x = self.patch_embedding(_patches(images, self.config.patch_size))
         if self.config.pooling == "token":
             token = jnp.broadcast_to(self.class_token[...], (x.shape[0], 1, x.shape[2]))
             x = jnp.concatenate([token.astype(x.dtype), x], axis=1)
@@ -246,8 +242,8 @@ class Block(nnx.Module):
         return x + drop(self.mlp_out(hidden))
 
 
-def _patches(image: jax.Array, size: int) -> jax.Array:
-    """Cuts ``[height, width, channels]`` into ``[patches, size * size * channels]``."""
-    height, width, channels = image.shape
-    grid = image.reshape(height // size, size, width // size, size, channels)
-    return jnp.swapaxes(grid, 1, 2).reshape(-1, size * size * channels)
+def _patches(images: jax.Array, size: int) -> jax.Array:
+    """Cuts ``[B, height, width, channels]`` into ``[B, patches, size * size * channels]``."""
+    b, h, w, c = images.shape
+    grid = images.reshape(b, h // size, size, w // size, size, c)
+    return jnp.swapaxes(grid, 2, 3).reshape(b, (h // size) * (w // size), size * size * c)

@@ -202,7 +202,7 @@ def test_refuses(call, arguments, match):
 
 
 def test_linen_refuses_einsums_of_ones_own():
-    with pytest.raises(ValueError, match="qk_attn_weights_einsum_cls .* replace contractions"):
+    with pytest.raises(ValueError, match=r"qk_attn_weights_einsum_cls .* replace contractions"):
         call_linen(
             attention={
                 "qk_attn_weights_einsum_cls": lambda: jnp.einsum,

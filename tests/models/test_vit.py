@@ -110,7 +110,7 @@ def test_patches_are_cut_row_by_row():
 
     image = jnp.arange(16.0).reshape(1, 4, 4, 1)
     np.testing.assert_array_equal(
-        _patches(image[0], 2), [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
+        _patches(image, 2)[0], [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]
     )
 
 
@@ -157,7 +157,7 @@ def test_redraw_changes_the_output_and_not_the_parameters():
         ({"image_size": 8}, TypeError, r"image_size must be \(height, width\), got 8"),
         ({"image_size": (8,)}, TypeError, r"image_size must be \(height, width\), got \(8,\)"),
         ({"dropout_rate": "0.1"}, TypeError, "dropout_rate must be a number, got '0.1'"),
-        ({"num_heads": 16}, ValueError, "simplex .* heads of at least 2 dimensions"),
+        ({"num_heads": 16}, ValueError, "simplex' needs heads of at least 2 dimensions"),
         ({"dropout_rate": 1.0}, ValueError, r"dropout_rate must be in \[0, 1\)"),
     ],
 )
@@ -186,15 +186,6 @@ def test_parameters_are_float32_in_x64_mode_too():
     with jax.enable_x64(True):
         params = nnx.state(build(pooling="token"), nnx.Param)
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
-
-
-def test_a_batch_sharded_over_an_explicit_mesh_stays_so():
-    mesh = jax.make_mesh((8,), ("data",))
-    model = build()
-    with jax.set_mesh(mesh):
-        x = jax.device_put(jnp.zeros((8, 8, 8, 1)), jax.P("data"))
-        logits = jax.jit(lambda x: model(x))(x)
-    assert jax.typeof(logits).sharding.spec == jax.P("data", None)
 
 
 @pytest.mark.fast

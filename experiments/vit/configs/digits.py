@@ -15,6 +15,9 @@ def get_config() -> ml_collections.ConfigDict:
     config.learning_rate = 1e-3
     config.warmup_steps = 100
     config.weight_decay = 0.1
+    config.b1 = 0.9
+    config.b2 = 0.999
+    config.eps = 1e-8
     config.clip_norm = 1.0
     config.redraw_interval = 0
     config.log_interval = 25

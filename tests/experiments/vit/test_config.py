@@ -29,6 +29,10 @@ def test_every_config_file_is_whole_and_says_what_it_is(name):
         ({"num_steps": 0}, ValueError, "config.num_steps must be at least 1"),
         ({"warmup_steps": 4}, ValueError, "warmup_steps must be below num_steps=4, got 4"),
         ({"redraw_interval": -1}, ValueError, "config.redraw_interval must be at least 0, got -1"),
+        ({"seed": -1}, ValueError, "config.seed must be at least 0, got -1"),
+        ({"weight_decay": float("nan")}, ValueError, "weight_decay must be at least 0, got nan"),
+        ({"b2": 1.0}, ValueError, r"config.b2 must be in \[0, 1\), got 1.0"),
+        ({"model__attention": "linear"}, ValueError, "'simplex', 'exact', got 'linear'"),
         ({"learning_rate": 0.0}, ValueError, "config.learning_rate must be above 0, got 0.0"),
     ],
 )
@@ -59,11 +63,15 @@ def test_check_refuses_unknown_missing_and_mistyped_fields():
         ("--config.model.widht=3", "Unknown config field model.widht; the known ones are seed,"),
         ("--config.widht=3", "Unknown config field widht"),
         ("--config.seed=many", "invalid literal for int"),
+        ("--seeds=1,2", "--seeds goes with --compare"),
+        ("--compare=exact --seeds=a", "--seeds must be numbers, got a"),
+        ("--compare=exact --config.seed=3", "--compare and --seeds choose seed; leave it out"),
         ("--workdri=x", "Unknown command line flag 'workdri'. Did you mean: workdir"),
     ],
 )
 def test_flags_refuse(flag, match, monkeypatch):
-    argv = ["main", "--workdir=x", flag]
+    default = str(pathlib.Path(configs.__file__).parent / "digits.py")
+    argv = ["main", f"--config={default}", "--workdir=x", *flag.split()]
     monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit, match=match):
         main.parse_flags(argv)
