@@ -9,7 +9,6 @@ import scipy.integrate
 import scipy.special
 
 import simrf_jax
-from simrf_jax.projections.blocks import regular_sizes
 from tests import conformance
 from tests.standard_errors import assert_less, assert_mean
 
@@ -69,10 +68,10 @@ def test_unbiased(coupling, dim):
         assert_mean(estimates(projections, name, kernel, x, y), 1)
 
 
-def variance_ratio(v, dim, sizes, cosines):
-    """MSE over that of iid features, by quadrature; theory of paper 002, Eqs. 10 and 11."""
+def variance_ratio(v, dim, num_features, blocks):
+    """MSE over that of iid features, by quadrature; Reid et al., Eqs. 10 and 11."""
     ratio = 1.0
-    for size, cosine in zip(sizes, cosines, strict=True):
+    for size, cosine in blocks:
 
         def density(phi, cosine=cosine):
             t = v**2 * (1 + cosine * np.sin(phi)) / 2
@@ -80,7 +79,7 @@ def variance_ratio(v, dim, sizes, cosines):
 
         norm = scipy.integrate.quad(lambda phi: np.sin(phi) ** (dim - 1), 0, np.pi)[0]
         rho = scipy.integrate.quad(density, 0, np.pi)[0] / norm
-        pairs = size * (size - 1) / sum(sizes)
+        pairs = size * (size - 1) / num_features
         ratio += pairs * (rho - np.exp(v**2)) / (np.exp(2 * v**2) - np.exp(v**2))
     return ratio
 
@@ -90,15 +89,8 @@ def variance_ratio(v, dim, sizes, cosines):
 def test_variance_is_that_of_theory(coupling, dim, num_features):
     v = 1.0
     x, y = pair(dim, v, "axis")
-    if coupling == "simplex":
-        sizes = regular_sizes(num_features, dim)
-        cosines = [-1 / (size - 1) for size in sizes]
-    else:
-        full, rest = divmod(num_features, dim)
-        sizes = [dim] * full + [rest] * bool(rest)
-        cosine = {"iid": None, "orthogonal": 0.0, "simplex-square": -1 / (dim - 1)}[coupling]
-        cosines = [cosine] * len(sizes)
-    ratio = 1.0 if coupling == "iid" else variance_ratio(v, dim, sizes, cosines)
+    blocks = conformance.BLOCKS[coupling](num_features, dim)
+    ratio = variance_ratio(v, dim, num_features, blocks)
     expected = ratio * np.expm1(v**2) / num_features  # Of K_hat / K.
     projections = draw_many(coupling, num_features, dim, 40_000)
     samples = estimates(projections, "positive", "gaussian", x, y)
@@ -107,9 +99,9 @@ def test_variance_is_that_of_theory(coupling, dim, num_features):
 
 def test_variance_ratio_agrees_with_published_numbers():
     # Fig. 6 at v = 1, and the limit for small v of Sec. 5.1.
-    assert variance_ratio(1.0, 64, [64], [0.0]) == pytest.approx(0.73109, abs=1e-5)
-    assert variance_ratio(1.0, 64, [64], [-1 / 63]) == pytest.approx(0.1704984, abs=1e-5)
-    assert variance_ratio(0.05, 64, [64], [-1 / 63]) == pytest.approx(0.0078, abs=3e-4)
+    assert variance_ratio(1.0, 64, 64, [(64, 0.0)]) == pytest.approx(0.73109, abs=1e-5)
+    assert variance_ratio(1.0, 64, 64, [(64, -1 / 63)]) == pytest.approx(0.1704984, abs=1e-5)
+    assert variance_ratio(0.05, 64, 64, [(64, -1 / 63)]) == pytest.approx(0.0078, abs=3e-4)
 
 
 def squared_errors(coupling, num_features, dim, v, num_draws):

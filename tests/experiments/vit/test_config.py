@@ -62,7 +62,7 @@ def test_check_refuses_unknown_missing_and_mistyped_fields():
     [
         ("--config.model.widht=3", "Unknown config field model.widht; the known ones are seed,"),
         ("--config.widht=3", "Unknown config field widht"),
-        ("--config.seed=many", "invalid literal for int"),
+        ("--config.num_steps=many", "invalid literal for int"),
         ("--seeds=1,2", "--seeds goes with --compare"),
         ("--compare=exact --seeds=a", "--seeds must be numbers, got a"),
         ("--compare=exact --config.seed=3", "--compare and --seeds choose seed; leave it out"),

@@ -77,13 +77,16 @@ def make_batch(n=32):
 
 def test_a_run_traces_each_of_its_functions_once(tmp_path, monkeypatch):
     traces = collections.Counter()
-    for name in ("init_state", "redraw", "train_step", "eval_step"):
 
-        def counted(*args, name=name, function=getattr(train, name), **kwargs):
+    def counted(name, function):
+        def count(*args, **kwargs):
             traces[name] += 1
             return function(*args, **kwargs)
 
-        monkeypatch.setattr(train, name, counted)
+        return count
+
+    for name in ("init_state", "redraw", "train_step", "eval_step"):
+        monkeypatch.setattr(train, name, counted(name, getattr(train, name)))
     config = tiny.get_config(num_steps=9, eval_interval=3, redraw_interval=4, mesh__data=8)
     train.train(config, tmp_path)
     assert traces == {"init_state": 1, "redraw": 1, "train_step": 1, "eval_step": 1}
