@@ -29,7 +29,7 @@ FIELDS: dict[str, type] = {
     "redraw_interval": int,  # Steps between redraws of all projections; 0 for never.
     "log_interval": int,  # Steps a row of metrics.csv is the mean of.
     "eval_interval": int,  # Steps between evaluations on the whole test set.
-    "augment.shift": int,  # Largest random translation, in pixels.
+    "augment.shift": float,  # Largest random translation, in pixels.
     "augment.flip": bool,  # Random mirror images.
     "mesh.data": int,  # Devices the batch is split over; -1 for all there are.
     "model.patch_size": int,  # The rest is ViTConfig's; the images' shape comes from the data.

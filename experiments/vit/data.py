@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -93,7 +94,7 @@ DATASETS: dict[str, Callable[[str], Dataset]] = {
 
 
 def train_batches(
-    split: Split, *, batch_size: int, seed: int, shift: int, flip: bool
+    split: Split, *, batch_size: int, seed: int, shift: float, flip: bool
 ) -> grain.MapDataset:
     """Shuffled, augmented batches without end.
 
@@ -101,7 +102,8 @@ def train_batches(
       split: What to draw from; every image once before any comes again.
       batch_size: Images a batch.
       seed: Of the order and the augmentation.
-      shift: Largest random translation in pixels, each way; the border is padded with zeros.
+      shift: Largest random translation in pixels, each way, interpolated linearly; the border is
+        padded with zeros.
       flip: Whether to mirror each image with probability one half.
 
     Returns:
@@ -110,7 +112,7 @@ def train_batches(
 
     Example:
       >>> split = Split(np.zeros((100, 8, 8, 1), np.float32), np.arange(100, dtype=np.int32))
-      >>> batches = train_batches(split, batch_size=32, seed=0, shift=1, flip=False)
+      >>> batches = train_batches(split, batch_size=32, seed=0, shift=0.5, flip=False)
       >>> batches[7]["image"].shape, bool((batches[7]["label"] == batches[7]["label"]).all())
       ((32, 8, 8, 1), True)
     """
@@ -145,10 +147,22 @@ def _pad_rows(x: np.ndarray, count: int) -> np.ndarray:
     return np.pad(x, [(0, count)] + [(0, 0)] * (x.ndim - 1))
 
 
-def _translate(images: np.ndarray, shift: int, rng: np.random.Generator) -> np.ndarray:
+def _translate(images: np.ndarray, shift: float, rng: np.random.Generator) -> np.ndarray:
     """Moves each image by up to ``shift`` pixels each way, zeros coming in from the border."""
     n, height, width, _ = images.shape
-    padded = np.pad(images, [(0, 0), (shift, shift), (shift, shift), (0, 0)])
+    reach = math.ceil(shift)
+    border = (reach, reach + 1)
+    padded = np.pad(images, [(0, 0), border, border, (0, 0)])
     windows = np.lib.stride_tricks.sliding_window_view(padded, (height, width), axis=(1, 2))
-    top, left = rng.integers(0, 2 * shift + 1, (2, n))
-    return np.moveaxis(windows[np.arange(n), top, left], 1, -1)
+    corner = reach + rng.uniform(-shift, shift, (2, n))
+    whole = np.floor(corner).astype(int)
+    down, right = (corner - whole).astype(np.float32)[:, :, None, None, None]
+    top, left = whole
+    index = np.arange(n)
+
+    def row(top: np.ndarray) -> np.ndarray:
+        """Between the two columns; ``[n, channels, height, width]``."""
+        return (1 - right) * windows[index, top, left] + right * windows[index, top, left + 1]
+
+    moved = (1 - down) * row(top) + down * row(top + 1)
+    return np.moveaxis(moved, 1, -1)

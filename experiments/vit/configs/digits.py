@@ -22,7 +22,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.redraw_interval = 0
     config.log_interval = 25
     config.eval_interval = 125
-    config.augment = {"shift": 0, "flip": False}
+    config.augment = {"shift": 0.5, "flip": False}
 
     config.mesh = {"data": -1}
     config.model = {

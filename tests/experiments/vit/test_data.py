@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from experiments.vit import data
+from tests.standard_errors import assert_mean
 
 pytestmark = pytest.mark.fast
 
@@ -28,13 +29,13 @@ def test_digits_have_a_fixed_stratified_split():
 
 
 def batches(seed=0, n=100, **options):
-    options = {"batch_size": 32, "shift": 0, "flip": False} | options
+    options = {"batch_size": 32, "shift": 0.0, "flip": False} | options
     return data.train_batches(numbered(n), seed=seed, **options)
 
 
 def test_batches_are_a_function_of_seed_and_step():
     np.testing.assert_array_equal(batches()[7]["label"], batches()[7]["label"])
-    np.testing.assert_array_equal(batches(shift=1)[7]["image"], batches(shift=1)[7]["image"])
+    np.testing.assert_array_equal(batches(shift=1.0)[7]["image"], batches(shift=1.0)[7]["image"])
     assert batches()[7]["label"].tolist() != batches(seed=1)[7]["label"].tolist()
     assert batches()[7]["label"].tolist() != batches()[8]["label"].tolist()
 
@@ -54,22 +55,42 @@ def test_every_epoch_is_a_new_order_of_all_images():
     assert not (epochs[0] == epochs[1]).all()
 
 
-def test_augmentation_moves_and_mirrors():
-    image = np.zeros((1, 5, 5, 1), np.float32)
-    image[0, 2, 1] = 1
-    split = data.Split(np.repeat(image, 200, axis=0), np.zeros(200, np.int32))
-    options = {"batch_size": 200, "seed": 0}
-    [shifted] = [data.train_batches(split, shift=1, flip=False, **options)[0]["image"]]
-    rows, columns = np.nonzero(shifted[..., 0] == 1)[1:]
-    assert set(zip(rows.tolist(), columns.tolist(), strict=True)) == {
-        (r, c) for r in (1, 2, 3) for c in (0, 1, 2)
-    }
-    flipped = data.train_batches(split, shift=0, flip=True, **options)[0]["image"]
-    columns = np.nonzero(flipped[..., 0] == 1)[2]
+def augmented(image, n, **options):
+    split = data.Split(np.repeat(image[None, :, :, None], n, axis=0), np.zeros(n, np.int32))
+    batch = data.train_batches(split, batch_size=n, seed=0, **options)[0]
+    return (batch["image"][..., 0] + 1) / 2
+
+
+def test_translation_moves_by_up_to_the_shift_each_way():
+    image = np.zeros((9, 7), np.float32)
+    image[4, 3] = 1
+    moved = augmented(image, 2000, shift=1.5, flip=False)
+    np.testing.assert_allclose(moved.sum(axis=(1, 2)), 1, rtol=1e-5)  # Nothing left the image.
+    down = moved.sum(axis=2) @ np.arange(9) - 4
+    right = moved.sum(axis=1) @ np.arange(7) - 3
+    for offset in (down, right):
+        assert np.abs(offset).max() <= 1.5 + 1e-5
+        assert_mean(offset, 0)
+        assert_mean(offset**2, 1.5**2 / 3)  # Uniform.
+    assert_mean(down * right, 0)
+
+
+def test_translation_fills_up_with_zeros_and_none_is_none():
+    image = np.ones((5, 5), np.float32)
+    moved = augmented(image, 100, shift=1.0, flip=False)
+    np.testing.assert_allclose(moved[:, 1:-1, 1:-1], 1, rtol=1e-6)
+    assert (moved.sum(axis=(1, 2)) < 25).all()
+    ramp = np.arange(25, dtype=np.float32).reshape(5, 5) / 25
+    still = augmented(ramp, 3, shift=0.0, flip=False)
+    np.testing.assert_allclose(still, np.broadcast_to(ramp, (3, 5, 5)), atol=1e-6)
+
+
+def test_half_of_the_images_are_mirrored():
+    image = np.zeros((5, 5), np.float32)
+    image[2, 1] = 1
+    columns = augmented(image, 400, shift=0.0, flip=True).argmax(axis=2)[:, 2]
     assert set(columns.tolist()) == {1, 3}
-    assert 60 < (columns == 3).sum() < 140
-    still = data.train_batches(split, shift=0, flip=False, **options)[0]["image"]
-    np.testing.assert_array_equal(still, split.images * 2 - 1)
+    assert_mean(columns, 2)
 
 
 @pytest.mark.parametrize("batch_size", [7, 100, 128])
