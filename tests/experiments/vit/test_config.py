@@ -3,6 +3,7 @@ import pathlib
 import sys
 
 import pytest
+from absl.testing import flagsaver
 
 from experiments.vit import config as config_lib
 from experiments.vit import configs, main
@@ -73,5 +74,5 @@ def test_flags_refuse(flag, match, monkeypatch):
     default = str(pathlib.Path(configs.__file__).parent / "digits.py")
     argv = ["main", f"--config={default}", "--workdir=x", *flag.split()]
     monkeypatch.setattr(sys, "argv", argv)
-    with pytest.raises(SystemExit, match=match):
+    with flagsaver.flagsaver(), pytest.raises(SystemExit, match=match):
         main.parse_flags(argv)

@@ -17,7 +17,7 @@ def get_config(**changes) -> ml_collections.ConfigDict:
             "eval_interval": 4,
             "mesh.data": 1,
             "model.width": 32,
-            "model.depth": 2,
+            "model.depth": 1,
             "model.num_heads": 2,
             "model.mlp_dim": 32,
             "model.dropout_rate": 0.1,
