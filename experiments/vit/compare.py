@@ -127,8 +127,8 @@ def draw_comparison(runs: dict[str, list[pathlib.Path]]) -> matplotlib.figure.Fi
             spread = accuracies.std(axis=0, ddof=1)
             curves.fill_between(steps, mean - spread, mean + spread, color=color, alpha=0.15, lw=0)
             ends.errorbar(last.mean(), row, xerr=spread[-1], color=color, fmt="D", capsize=4)
-        ends.plot(last, np.full(len(last), row + 0.2), "o", color=color, ms=4, alpha=0.6)
-    # Most of the range is the first few evaluations; the comparison is at the top.
+        below = 0.2 if len(folders) > 1 else 0.0  # Not on the mean.
+        ends.plot(last, np.full(len(last), row + below), "o", color=color, ms=5, alpha=0.6)
     curves.set(xlabel="step", ylabel="test accuracy")
     curves.grid(alpha=0.3)
     curves.legend()

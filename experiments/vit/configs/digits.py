@@ -1,4 +1,12 @@
-"""A small ViT on scikit-learn's handwritten digits: the default, no download."""
+"""A small ViT on scikit-learn's handwritten digits: the default, no download.
+
+Shows:     that the whole path works; the paper has no such run
+Command:   python -m experiments.vit.main --workdir=runs/digits
+Hardware:  two CPU cores
+Time:      about a minute (DIGITS_SECONDS s measured)
+Expected:  test accuracy 0.97 or more; DIGITS_ACC with seed 0, and in the mean over seeds 0 to 4
+           (README.md) DIGITS_MEAN with a standard deviation of DIGITS_SD
+"""
 
 import ml_collections
 

@@ -1,4 +1,13 @@
-"""A small ViT on the 60,000 images of Fashion-MNIST, for a CPU."""
+"""A small ViT on the 60,000 images of Fashion-MNIST, for a CPU.
+
+Shows:     the data set of the paper's Fig. 9b, not its model, which is far larger
+Command:   python -m experiments.vit.main --config=experiments/vit/configs/fashion_mnist.py
+           --workdir=runs/fashion --config.data_dir=DIR
+Hardware:  two CPU cores
+Time:      11 minutes with another run on the same cores
+Expected:  test accuracy 0.885 (simplex), 0.883 (orthogonal), 0.885 (exact); one seed each, on a
+           random split that is not the official one
+"""
 
 import ml_collections
 
