@@ -107,7 +107,8 @@ def random_feature_attention(
         return call(query[None], key[None], value[None], projection)[0]
 
     *batch, query_length, num_heads, dim = query.shape
-    key_length = key.shape[-3]
+    key_length, num_key_heads = key.shape[-3:-1]
+    groups = num_heads // num_key_heads
     dtype = query.dtype
     compute = functools.reduce(jnp.promote_types, (dtype, projection.dtype, jnp.float32))
     log_weights = key_log_weights(
@@ -120,21 +121,19 @@ def random_feature_attention(
         key_length=key_length,
         dtype=compute,
     )
-    if log_weights is not None and log_weights.shape[-2] not in (1, key.shape[-2]):
+    if log_weights is not None and log_weights.shape[-2] not in (1, num_key_heads):
         # Heads that share their keys but not their mask no longer share a state.
-        groups = num_heads // key.shape[-2]
         key, value = (jnp.repeat(x, groups, axis=-2) for x in (key, value))
         if projection.ndim == 3:
             projection = jnp.repeat(projection, groups, axis=0)
+        groups = 1
 
-    num_key_heads = key.shape[-2]
     root = jnp.sqrt(jnp.asarray(dim**-0.5 if scale is None else scale, compute))
 
     def flat(x: jax.Array) -> jax.Array:
         return x.reshape(math.prod(batch), *x.shape[len(batch) :])
 
-    groups = num_heads // num_key_heads
-    grouped = query.reshape(*query.shape[:-2], num_key_heads, groups, dim)
+    grouped = query.reshape(*query.shape[:-2], num_heads // groups, groups, dim)
     if log_weights is not None:
         log_weights = flat(log_weights).mT
     real = None

@@ -3,6 +3,7 @@ import pathlib
 import sys
 
 import pytest
+from absl import app
 from absl.testing import flagsaver
 
 from experiments.vit import config as config_lib
@@ -76,3 +77,8 @@ def test_flags_refuse(flag, match, monkeypatch):
     monkeypatch.setattr(sys, "argv", argv)
     with flagsaver.flagsaver(), pytest.raises(SystemExit, match=match):
         main.parse_flags(argv)
+
+
+def test_main_refuses_arguments_that_are_no_flags():
+    with pytest.raises(app.UsageError, match="Unknown arguments: digits"):
+        main.main(["main", "digits"])
