@@ -2,28 +2,71 @@
 
 A kernel becomes an inner product: K(x, y) = E[phi(x) . phi(y)].
 
-- ``draw_projection``, ``project``: the random vectors W, coupled iid, orthogonally or as simplices.
+- ``draw_projection``, ``draw_fast_projection``, ``project``: the random vectors W, with iid,
+  orthogonal or simplex coupling, as a matrix or as fast transforms.
 - ``redraw_key``, ``redraw_projections``: new W for all layers and heads, on a schedule.
-- ``positive_features``: phi. ``gaussian_kernel``, ``softmax_kernel``: the exact K beside it.
+- ``positive_features`` and its kin: phi. ``gaussian_kernel``, ``softmax_kernel``: the exact K.
 - ``random_feature_attention``: softmax attention in linear time.
+- ``simrf_jax.theory``: the exact error of each coupling and feature map (imported by name).
 
 What depends on Flax is imported by name: ``simrf_jax.integrations.nnx``,
 ``simrf_jax.integrations.linen``, ``simrf_jax.models``.
 """
 
 from simrf_jax.attention import random_feature_attention
-from simrf_jax.features import gaussian_kernel, positive_features, softmax_kernel
-from simrf_jax.projections import draw_projection, project, redraw_key, redraw_projections
+from simrf_jax.features import (
+    BipolarProjection,
+    ClusteredProjection,
+    FeaturePair,
+    angular_hybrid_features,
+    clustered_hybrid_features,
+    draw_bipolar_projection,
+    elu_features,
+    gaussian_hybrid_features,
+    gaussian_kernel,
+    hybrid_features,
+    hyperbolic_features,
+    phase_features,
+    positive_features,
+    relu_features,
+    relu_kernel,
+    softmax_kernel,
+    trigonometric_features,
+)
+from simrf_jax.projections import (
+    FastProjection,
+    draw_fast_projection,
+    draw_projection,
+    project,
+    redraw_key,
+    redraw_projections,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BipolarProjection",
+    "ClusteredProjection",
+    "FastProjection",
+    "FeaturePair",
+    "angular_hybrid_features",
+    "clustered_hybrid_features",
+    "draw_bipolar_projection",
+    "draw_fast_projection",
     "draw_projection",
+    "elu_features",
+    "gaussian_hybrid_features",
     "gaussian_kernel",
+    "hybrid_features",
+    "hyperbolic_features",
+    "phase_features",
     "positive_features",
     "project",
     "random_feature_attention",
     "redraw_key",
     "redraw_projections",
+    "relu_features",
+    "relu_kernel",
     "softmax_kernel",
+    "trigonometric_features",
 ]

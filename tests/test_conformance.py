@@ -1,15 +1,12 @@
-import itertools
-
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.integrate
-import scipy.special
 
 import simrf_jax
-from tests import conformance
+from simrf_jax import theory
+from tests import conformance, formulas
 from tests.standard_errors import assert_less, assert_mean
 
 
@@ -19,8 +16,9 @@ def _count_traces_anew():
 
 
 couplings = pytest.mark.parametrize("coupling", conformance.COUPLINGS)
+rotations = pytest.mark.parametrize("rotation", conformance.ROTATIONS)
 feature_maps = pytest.mark.parametrize("name", conformance.FEATURE_MAPS)
-kernels = pytest.mark.parametrize("kernel", conformance.KERNELS)
+maps_and_kernels = pytest.mark.parametrize(("name", "kernel"), conformance.MAPS_AND_KERNELS)
 
 
 def draw(coupling, num_features, dim, *, seed=0, dtype=jnp.float32):
@@ -40,8 +38,8 @@ def pair(dim, v, direction):
     return (0.7 * v * u + offset).astype(np.float32), (0.3 * v * u - offset).astype(np.float32)
 
 
-def draw_many(coupling, num_features, dim, num_draws):
-    options = conformance.COUPLINGS[coupling]
+def draw_many(coupling, num_features, dim, num_draws, rotation="haar"):
+    options = conformance.COUPLINGS[coupling] | {"rotation": rotation}
     draw_all = jax.jit(
         jax.vmap(lambda key: simrf_jax.draw_projection(key, num_features, dim, **options))
     )
@@ -51,116 +49,168 @@ def draw_many(coupling, num_features, dim, num_draws):
 def estimates(projections, name, kernel, x, y):
     """K_hat / K for many independent projections."""
     phi = conformance.feature_map(name, kernel)
-    estimate = jax.vmap(lambda w: jnp.dot(phi(x, w), phi(y, w)))
+    phases = conformance.draw_phases(jax.random.key(6), projections.shape[:2])
+    estimate = jax.jit(jax.vmap(lambda w, phases: jnp.dot(phi(x, w, phases), phi(y, w, phases))))
     exact = conformance.KERNELS[kernel](x[None], y[None])[0, 0]
-    return np.asarray(estimate(projections), np.float64) / exact
+    return np.asarray(estimate(projections, phases), np.float64) / exact
 
 
-@couplings
+def estimated_maps():
+    return [(name, kernel) for name, kernel in conformance.MAPS_AND_KERNELS if kernel]
+
+
+EXACT_DRAWS = [
+    (coupling, rotation)
+    for rotation, exact in conformance.ROTATIONS.items()
+    for coupling in exact
+    if (coupling, rotation) not in [("iid", "givens"), ("iid", "hadamard")]  # The same draws.
+]
+
+
+@pytest.mark.parametrize(("coupling", "rotation"), EXACT_DRAWS)
 @pytest.mark.parametrize("dim", [2, 4, 8, 16])
-def test_unbiased(coupling, dim):
+def test_unbiased(coupling, rotation, dim):
     # 2 d + 3 features: whole blocks and a remainder.
-    projections = draw_many(coupling, 2 * dim + 3, dim, 20_000)
-    for direction, name, kernel in itertools.product(
-        ["axis", "random"], conformance.FEATURE_MAPS, conformance.KERNELS
-    ):
+    projections = draw_many(coupling, 2 * dim + 3, dim, 20_000, rotation)
+    for direction in ("axis", "random"):
         x, y = pair(dim, 1.0, direction)
-        assert_mean(estimates(projections, name, kernel, x, y), 1)
-
-
-def variance_ratio(v, dim, num_features, blocks):
-    """MSE over that of iid features, by quadrature; Reid et al., Eqs. 10 and 11."""
-    ratio = 1.0
-    for size, cosine in blocks:
-
-        def density(phi, cosine=cosine):
-            t = v**2 * (1 + cosine * np.sin(phi)) / 2
-            return scipy.special.hyp1f1(dim, dim / 2, t) * np.sin(phi) ** (dim - 1)
-
-        norm = scipy.integrate.quad(lambda phi: np.sin(phi) ** (dim - 1), 0, np.pi)[0]
-        rho = scipy.integrate.quad(density, 0, np.pi)[0] / norm
-        pairs = size * (size - 1) / num_features
-        ratio += pairs * (rho - np.exp(v**2)) / (np.exp(2 * v**2) - np.exp(v**2))
-    return ratio
+        for name, kernel in estimated_maps():
+            assert_mean(estimates(projections, name, kernel, x, y), 1)
 
 
 @couplings
+@rotations
+@pytest.mark.parametrize("dim", [4, 6])
+def test_rows_have_unit_covariance_whatever_the_rotation(coupling, rotation, dim):
+    w = np.asarray(draw_many(coupling, dim + 3, dim, 20_000, rotation), np.float64)
+    assert_mean(w, 0)
+    expected = np.broadcast_to(np.eye(dim), (dim + 3, dim, dim))
+    assert_mean(np.einsum("nmi,nmj->nmij", w, w), expected)
+
+
+# Of a Hadamard rotation, for |x + y| = 1 along the first axis; what the README says.
+HADAMARD_BIAS = {4: 0.011, 8: 0.005, 16: 0.002, 64: 0.001}
+
+
+@pytest.mark.parametrize("coupling", ["orthogonal", "simplex", "simplex-square", "simplex_plus"])
+@pytest.mark.parametrize("dim", HADAMARD_BIAS)
+def test_the_bias_of_a_hadamard_rotation_is_small(coupling, dim):
+    projections = draw_many(coupling, dim, dim, 20_000 if dim < 64 else 3_000, "hadamard")
+    x = y = 0.5 * np.eye(dim, dtype=np.float32)[0]
+    samples = estimates(projections, "positive", "gaussian", x, y)
+    standard_error = samples.std() / np.sqrt(len(samples))
+    assert abs(samples.mean() - 1) < HADAMARD_BIAS[dim] + 5 * standard_error
+
+
+@pytest.mark.parametrize("coupling", conformance.ORACLES)
 @pytest.mark.parametrize(("dim", "num_features"), [(8, 8), (8, 20), (16, 5), (2, 5)])
 def test_variance_is_that_of_theory(coupling, dim, num_features):
-    v = 1.0
-    x, y = pair(dim, v, "axis")
-    blocks = conformance.BLOCKS[coupling](num_features, dim)
-    ratio = variance_ratio(v, dim, num_features, blocks)
-    expected = ratio * np.expm1(v**2) / num_features  # Of K_hat / K.
+    x, y = pair(dim, 1.0, "axis")
     projections = draw_many(coupling, num_features, dim, 40_000)
-    samples = estimates(projections, "positive", "gaussian", x, y)
-    assert_mean((samples - 1) ** 2, expected)
+    options = conformance.ORACLES[coupling]
+    for name, kernel in estimated_maps():
+        if not conformance.FEATURE_MAPS[name].oracle:
+            continue  # No closed form.
+        exact = float(conformance.KERNELS[kernel](x[None], y[None])[0, 0])
+        mse = theory.kernel_mse(x, y, num_features, features=name, kernel=kernel, **options)
+        samples = estimates(projections, name, kernel, x, y)
+        assert_mean((samples - 1) ** 2, mse / exact**2)
 
 
-def test_variance_ratio_agrees_with_published_numbers():
-    # Fig. 6 at v = 1, and the limit for small v of Sec. 5.1.
-    assert variance_ratio(1.0, 64, 64, [(64, 0.0)]) == pytest.approx(0.73109, abs=1e-5)
-    assert variance_ratio(1.0, 64, 64, [(64, -1 / 63)]) == pytest.approx(0.1704984, abs=1e-5)
-    assert variance_ratio(0.05, 64, 64, [(64, -1 / 63)]) == pytest.approx(0.0078, abs=3e-4)
+def squared_errors(coupling, num_features, dim, v, num_draws, *, name="positive"):
+    """Of K_hat / K with |x + y| = v (or |x - y|), for each draw the mean over all the axes."""
+    x, y = 0.7 * v * np.eye(dim, dtype=np.float32), 0.3 * v * np.eye(dim, dtype=np.float32)
+    if name == "trigonometric":
+        y = -y
+    phi = conformance.feature_map(name, "gaussian")
+    exact = np.exp(-np.sum((x - y) ** 2, axis=1) / 2)
 
+    def one(w):
+        estimate = jnp.sum(phi(x, w) * phi(y, w), axis=1)
+        return jnp.mean(jnp.square(estimate / exact - 1))
 
-def squared_errors(coupling, num_features, dim, v, num_draws):
-    x, y = pair(dim, v, "axis")
     projections = draw_many(coupling, num_features, dim, num_draws)
-    return (estimates(projections, "positive", "gaussian", x, y) - 1) ** 2
+    return np.asarray(jax.jit(jax.vmap(one))(projections), np.float64)
 
 
-def test_simplex_beats_orthogonal_beats_iid_on_paired_draws():
-    iid, orthogonal, simplex = (
-        squared_errors(coupling, 16, 16, 1.0, 40_000)
-        for coupling in ("iid", "orthogonal", "simplex")
+@pytest.mark.parametrize("v", [0.3, 1.0])
+def test_each_coupling_beats_the_one_before_on_paired_draws(v):
+    iid, orthogonal, simplex, simplex_plus = (
+        squared_errors(coupling, 16, 16, v, 20_000)
+        for coupling in ("iid", "orthogonal", "simplex", "simplex_plus")
     )
     assert_less(orthogonal, iid)
     assert_less(simplex, orthogonal)
+    assert_less(simplex_plus, simplex)
 
 
-@pytest.mark.parametrize("num_features", [130, 8])
-def test_regular_blocks_beat_square_ones_on_paired_draws(num_features):
-    regular, square = (
-        squared_errors(coupling, num_features, 64, 0.5, 3_000)
-        for coupling in ("simplex", "simplex-square")
+@pytest.mark.parametrize("name", ["hyperbolic", "trigonometric"])
+def test_orthogonal_beats_simplex_where_a_row_is_worth_its_negative(name):
+    orthogonal, simplex = (
+        squared_errors(coupling, 4, 4, 0.3, 40_000, name=name)
+        for coupling in ("orthogonal", "simplex")
     )
-    assert_less(regular, square)
+    assert_less(orthogonal, simplex)
+
+
+@pytest.mark.parametrize(
+    ("num_features", "regular", "square"), [(130, 0.026, 0.043), (8, 0.13, 0.89)]
+)
+def test_regular_blocks_against_square_ones(num_features, regular, square):
+    errors = {
+        block: squared_errors(coupling, num_features, 64, 0.5, 2_000)
+        for block, coupling in (("regular", "simplex"), ("square", "simplex-square"))
+    }
+    assert_less(errors["regular"], errors["square"])
+    iid = np.expm1(0.5**2) / num_features
+    for block, published in (("regular", regular), ("square", square)):
+        ratio = theory.mse_ratio(0.5, 64, num_features, coupling="simplex", block=block)
+        assert ratio == pytest.approx(published, rel=0.04)
+        assert_mean(errors[block] / iid, ratio)
+
+
+def test_simplex_plus_removes_the_leading_term_at_small_v():
+    v, dim = 0.1, 64
+    iid = np.expm1(v**2) / dim
+    assert_mean(squared_errors("simplex", dim, dim, v, 1_000) / iid, 8.2139e-3)
+    # Estimates and errors of 1e-5 in float32: hence not closer.
+    plus = squared_errors("simplex_plus", dim, dim, v, 1_000) / iid
+    assert plus.mean() == pytest.approx(3.9e-4, rel=0.05)
 
 
 @pytest.mark.fast
-@couplings
-@feature_maps
-@kernels
+@maps_and_kernels
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
-def test_shape_dtype_and_value(coupling, name, kernel, dtype):
-    phi = conformance.feature_map(name, kernel)
-    w = draw(coupling, 10, 4)
+def test_shape_dtype_and_value(name, kernel, dtype):
+    w = draw("simplex", 10, 4)
     x = 0.3 * jax.random.normal(jax.random.key(1), (2, 3, 4))
-    features = phi(x.astype(dtype), w)
-    chex.assert_shape(features, (2, 3, 10))
+    features = conformance.feature_map(name, kernel)(x.astype(dtype), w)
+    chex.assert_shape(features, (2, 3, conformance.FEATURE_MAPS[name].width(10)))
     assert features.dtype == dtype
-    tolerance = {jnp.float16: 3e-3, jnp.bfloat16: 2e-2, jnp.float32: 1e-6}[dtype]
-    chex.assert_trees_all_close(features.astype(jnp.float32), phi(x, w), rtol=tolerance)
+    expected = formulas.evaluate(conformance.FEATURE_MAPS[name].formula, x, w, kernel)
+    tolerance = {jnp.float16: 3e-3, jnp.bfloat16: 2e-2, jnp.float32: 2e-6}[dtype]
+    np.testing.assert_allclose(features.astype(jnp.float32), expected, tolerance, tolerance)
 
 
 @pytest.mark.fast
-@couplings
-@feature_maps
-def test_float64(coupling, name):
+@maps_and_kernels
+def test_float64(name, kernel):
     with jax.enable_x64(True):
-        w = draw(coupling, 10, 4, dtype=jnp.float64)
+        w = draw("simplex", 10, 4, dtype=jnp.float64)
         x = jnp.linspace(0.1, 0.4, 4, dtype=jnp.float64)
-        features = conformance.feature_map(name, "gaussian")(x, w)
+        features = conformance.feature_map(name, kernel)(x, w)
         assert features.dtype == jnp.float64
-        expected = np.exp(np.asarray(w) @ np.asarray(x) - np.sum(np.square(x))) / np.sqrt(10)
-        np.testing.assert_allclose(features, expected, rtol=1e-14)
+        expected = formulas.evaluate(conformance.FEATURE_MAPS[name].formula, x, w, kernel)
+        np.testing.assert_allclose(features, expected, rtol=1e-14, atol=1e-15)
 
 
-@pytest.mark.fast
 @couplings
-def test_draw_is_the_same_traced_mapped_or_neither(coupling):
-    options = conformance.COUPLINGS[coupling]
+@pytest.mark.parametrize(
+    "rotation",
+    [pytest.param(r, marks=[pytest.mark.fast] * (r == "haar")) for r in conformance.ROTATIONS],
+)
+def test_draw_is_the_same_traced_mapped_or_neither(coupling, rotation):
+    options = conformance.COUPLINGS[coupling] | {"rotation": rotation}
 
     def draw_one(key):
         return simrf_jax.draw_projection(key, 11, 5, **options)
@@ -177,29 +227,27 @@ def test_draw_is_the_same_traced_mapped_or_neither(coupling):
 
 
 @pytest.mark.fast
-@feature_maps
-@kernels
+@maps_and_kernels
 def test_features_under_transformations(name, kernel):
     def phi(x, w):
-        return conformance.FEATURE_MAPS[name](x, w, kernel=kernel)
+        return conformance.FEATURE_MAPS[name].phi(x, w, kernel)
 
     w = draw("simplex", 10, 4)
-    x = jax.random.normal(jax.random.key(1), (8, 3, 4))
+    x = 0.5 * jax.random.normal(jax.random.key(1), (8, 3, 4))
     eager = phi(x, w)
     traced_once = jax.jit(chex.assert_max_traces(phi, n=1))
-    chex.assert_trees_all_close(traced_once(x, w), eager, rtol=1e-5)
+    chex.assert_trees_all_close(traced_once(x, w), eager, rtol=1e-5, atol=1e-5)
     traced_once(2 * x, w)
-    chex.assert_trees_all_close(jax.vmap(phi, in_axes=(0, None))(x, w), eager, rtol=1e-5)
+    chex.assert_trees_all_close(jax.vmap(phi, in_axes=(0, None))(x, w), eager, rtol=1e-5, atol=1e-5)
     stack = jnp.stack([w, 2 * w])
     mapped = jax.vmap(phi, in_axes=(None, 0))(x, stack)
-    chex.assert_trees_all_close(mapped[1], phi(x, 2 * w), rtol=1e-5)
+    chex.assert_trees_all_close(mapped[1], phi(x, 2 * w), rtol=1e-5, atol=1e-5)
     chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(phi, x, w), eager)
-    chex.assert_shape(phi(x[:0], w), (0, 3, 10))
+    chex.assert_shape(phi(x[:0], w), (0, 3, eager.shape[-1]))
 
 
 @pytest.mark.fast
-@feature_maps
-@kernels
+@maps_and_kernels
 def test_features_keep_the_sharding_of_their_input(name, kernel):
     mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
@@ -209,34 +257,44 @@ def test_features_keep_the_sharding_of_their_input(name, kernel):
 
 
 @pytest.mark.fast
-@couplings
-@feature_maps
-@kernels
-def test_gradients_are_finite_at_large_inputs(coupling, name, kernel):
+@maps_and_kernels
+def test_gradients_are_finite_at_large_inputs(name, kernel):
     phi = conformance.feature_map(name, kernel)
-    w = draw(coupling, 10, 4)
+    w = draw("simplex", 10, 4)
     gradient = jax.grad(lambda x: phi(x, w).sum())
-    assert jnp.isfinite(gradient(jnp.full((3, 4), 30.0))).all()
+    # Squared norm 64, so that the trigonometric maps of the softmax kernel stay in range.
+    assert jnp.isfinite(gradient(jnp.full((3, 4), 4.0))).all()
+    if name not in ("trigonometric", "phase") or kernel == "gaussian":
+        assert jnp.isfinite(gradient(jnp.full((3, 4), 30.0))).all()
     assert jnp.abs(gradient(jnp.full((3, 4), 0.3))).min() > 0
 
 
 @pytest.mark.fast
 @feature_maps
 def test_nan_stays_nan(name):
-    features = conformance.feature_map(name, "gaussian")(jnp.full(4, jnp.nan), draw("iid", 10, 4))
+    phi = conformance.feature_map(name, conformance.FEATURE_MAPS[name].kernels[0])
+    features = phi(jnp.full(4, jnp.nan), draw("iid", 10, 4))
     assert jnp.isnan(features).all()
 
 
 @pytest.mark.fast
 @feature_maps
 @pytest.mark.parametrize(
-    ("x", "options", "error", "match"),
+    ("x", "error", "match"),
     [
-        (np.zeros(5), {}, ValueError, r"dim=4, got shape \(5,\)"),
-        (np.zeros(4), {"kernel": "laplace"}, ValueError, "'gaussian', 'softmax', got 'laplace'"),
-        (np.zeros(4, int), {}, TypeError, "x must be a floating type, got int"),
+        (np.zeros(5), ValueError, r"dim=4, got shape \(5,\)"),
+        (np.zeros(4, int), TypeError, "x must be a floating type, got int"),
     ],
 )
-def test_features_refuse(name, x, options, error, match):
+def test_features_refuse(name, x, error, match):
     with pytest.raises(error, match=match):
-        conformance.FEATURE_MAPS[name](x, np.zeros((10, 4)), **options)
+        conformance.FEATURE_MAPS[name].phi(x, np.zeros((10, 4)), "softmax")
+
+
+@pytest.mark.fast
+@feature_maps
+def test_features_refuse_unknown_kernels(name):
+    if len(conformance.FEATURE_MAPS[name].kernels) < 2:
+        pytest.skip(f"{name} features have one kernel, and no choice of it")
+    with pytest.raises(ValueError, match="'gaussian', 'softmax', got 'laplace'"):
+        conformance.FEATURE_MAPS[name].phi(np.zeros(4), np.zeros((10, 4)), "laplace")

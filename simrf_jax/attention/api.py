@@ -15,7 +15,8 @@ from jax.typing import ArrayLike
 from simrf_jax import checks
 from simrf_jax.attention.bidirectional import bidirectional_attention
 from simrf_jax.attention.masks import key_log_weights, within_lengths
-from simrf_jax.features import FEATURE_MAPS, LogFeatures
+from simrf_jax.features import FeatureMap, LogFeatures, log_feature_maps
+from simrf_jax.projections import Projection, StructuredProjection, as_projection
 
 IMPLEMENTATIONS = ("xla",)
 
@@ -24,9 +25,9 @@ def random_feature_attention(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    projection: ArrayLike,
+    projection: Projection | None,
     *,
-    feature_map: str = "positive",
+    feature_map: FeatureMap = "positive",
     mask: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     scale: ArrayLike | None = None,
@@ -51,8 +52,14 @@ def random_feature_attention(
       key: ``[..., S, K, H]``, with N a multiple of K (grouped queries).
       value: ``[..., S, K, D]``.
       projection: W, ``[num_features, H]`` shared by all heads, or ``[K, num_features, H]``, one
-        for each key head and the queries that belong to it.
-      feature_map: ``"positive"``.
+        for each key head and the queries that belong to it. An array, a ``FastProjection``, or
+        what a hybrid map takes; None for a map that needs none.
+      feature_map: By name, ``"positive"``, ``"hyperbolic"``, ``"trigonometric"``, ``"phase"`` (with
+        evenly spaced phases), ``"relu"``, ``"elu"``, ``"angular_hybrid"``, ``"gaussian_hybrid"`` or
+        ``"clustered_hybrid"``; or a callable from (x, projection) to features, with x
+        ``[..., H]`` already scaled; or a ``FeaturePair`` of two. Maps that may be negative
+        (trigonometric, phase, the hybrids) estimate the denominator with noise of either sign:
+        where it comes near zero, so does the sense of the output.
       mask: Boolean, broadcastable to ``[..., N, T, S]``, True to attend. It must be the same for
         all queries: have a query axis of size 1, or be a NumPy array that is constant along it.
       bias: Added to the logits; of the same shapes, with the same condition.
@@ -84,10 +91,18 @@ def random_feature_attention(
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021); Reid et al., Simplex
       Random Features (ICML 2023), Sec. 5.4.
     """
-    arrays = {"query": query, "key": key, "value": value, "projection": projection}
-    query, key, value, projection = (checks.floating(name, x) for name, x in arrays.items())
-    _check_shapes(query, key, value, projection)
-    checks.one_of("feature_map", feature_map, FEATURE_MAPS)
+    arrays = {"query": query, "key": key, "value": value}
+    query, key, value = (checks.floating(name, x) for name, x in arrays.items())
+    _check_shapes(query, key, value)
+    query_map, key_map = log_feature_maps(feature_map)
+    if projection is not None:
+        projection = as_projection(projection)
+        _check_projection(projection, num_key_heads=key.shape[-2], dim=key.shape[-1])
+    elif isinstance(feature_map, str) and feature_map != "elu":
+        raise TypeError(
+            f"feature_map={feature_map!r} needs a projection, got None; only 'elu' and callables "
+            "do without."
+        )
     checks.one_of("implementation", implementation, (*IMPLEMENTATIONS, None))
     if is_causal:
         raise ValueError("is_causal=True is not supported: random features attend to all keys.")
@@ -110,7 +125,9 @@ def random_feature_attention(
     key_length, num_key_heads = key.shape[-3:-1]
     groups = num_heads // num_key_heads
     dtype = query.dtype
-    compute = functools.reduce(jnp.promote_types, (dtype, projection.dtype, jnp.float32))
+    compute = jnp.promote_types(dtype, jnp.float32)
+    if projection is not None:
+        compute = jnp.promote_types(compute, projection.dtype)
     log_weights = key_log_weights(
         mask,
         bias,
@@ -124,8 +141,8 @@ def random_feature_attention(
     if log_weights is not None and log_weights.shape[-2] not in (1, num_key_heads):
         # Heads that share their keys but not their mask no longer share a state.
         key, value = (jnp.repeat(x, groups, axis=-2) for x in (key, value))
-        if projection.ndim == 3:
-            projection = jnp.repeat(projection, groups, axis=0)
+        if projection is not None and projection.ndim == 3:
+            projection = jax.tree.map(lambda w: jnp.repeat(w, groups, axis=0), projection)
         groups = 1
 
     root = jnp.sqrt(jnp.asarray(dim**-0.5 if scale is None else scale, compute))
@@ -145,7 +162,8 @@ def random_feature_attention(
         flat(grouped).astype(compute) * root,
         flat(key).astype(compute) * root,
         flat(value).astype(jnp.bfloat16 if dtype == jnp.bfloat16 else compute),
-        _per_head(FEATURE_MAPS[feature_map], projection),
+        _per_head(query_map, projection),
+        _per_head(key_map, projection),
         log_weights,
     )
     out = out.reshape(*batch, query_length, num_heads, value.shape[-1])
@@ -154,9 +172,7 @@ def random_feature_attention(
     return out.astype(dtype)
 
 
-def _check_shapes(
-    query: jax.Array, key: jax.Array, value: jax.Array, projection: jax.Array
-) -> None:
+def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
     shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
     if min(query.ndim, key.ndim, value.ndim) < 3:
         raise ValueError(f"query, key and value must be [..., length, heads, dim], got {shapes}.")
@@ -171,12 +187,17 @@ def _check_shapes(
         raise ValueError(f"key and value must have the same length and heads, got {shapes}.")
     if query.shape[-1] != key.shape[-1]:
         raise ValueError(f"query and key must have the same head_dim, got {shapes}.")
-    num_heads, num_key_heads, dim = query.shape[-2], key.shape[-2], key.shape[-1]
+    num_heads, num_key_heads = query.shape[-2], key.shape[-2]
     if num_key_heads == 0 or num_heads % num_key_heads:
         raise ValueError(
             f"The number of query heads must be a multiple of that of key heads, got {num_heads} "
             f"and {num_key_heads}."
         )
+
+
+def _check_projection(
+    projection: jax.Array | StructuredProjection, *, num_key_heads: int, dim: int
+) -> None:
     if projection.ndim not in (2, 3) or projection.shape[-1] != dim:
         raise ValueError(
             f"projection must be [num_features, {dim}] or [{num_key_heads}, num_features, {dim}] "
@@ -205,14 +226,11 @@ def _at_least_1d(lengths: ArrayLike | None) -> jax.Array | None:
 
 
 def _per_head(
-    feature_map: Callable[..., LogFeatures], projection: jax.Array
+    log_features: Callable[[jax.Array, Any], LogFeatures],
+    projection: jax.Array | StructuredProjection | None,
 ) -> Callable[[jax.Array], LogFeatures]:
-    """The softmax kernel's feature map for ``[B, length, K, ..., H]``."""
-
-    def log_features(x: jax.Array, w: jax.Array) -> Any:
-        return feature_map(x, w, kernel="softmax")
-
-    if projection.ndim == 2:
+    """The feature map for ``[B, length, K, ..., H]``, each of the K heads with its own W."""
+    if projection is None or projection.ndim == 2:
         return lambda x: log_features(x, projection)
     each_head = jax.vmap(log_features, in_axes=(2, 0), out_axes=2)
     return lambda x: each_head(x, projection)

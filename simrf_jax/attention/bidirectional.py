@@ -14,26 +14,29 @@ def bidirectional_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    log_features: Callable[[jax.Array], LogFeatures],
+    query_map: Callable[[jax.Array], LogFeatures],
+    key_map: Callable[[jax.Array], LogFeatures],
     key_log_weights: jax.Array | None,
 ) -> jax.Array:
-    r"""Every query attends to all keys, by positive features.
+    r"""Every query attends to all keys.
 
     .. math::
         o_t = \frac{\sum_i e^{a_{ti} + c_i - b_t} \sum_s e^{\kappa_{si} - c_i} v_s}
                    {\sum_i e^{a_{ti} + c_i - b_t} \sum_s e^{\kappa_{si} - c_i}}
 
-    with :math:`a_{ti}` the exponents of the queries, :math:`\kappa_{si}` the log features of the
-    keys (log weights included), :math:`c_i = \max_s \kappa_{si}` and :math:`b_t = \max_i (a_{ti} +
-    c_i)`. Both shifts cancel, so this is the estimator itself; nothing overflows, and wherever a
-    key is visible the denominator is at least 1: no epsilon.
+    with :math:`a_{ti}` the exponents of the queries, :math:`\kappa_{si}` those of the keys (scale
+    and log weights included), :math:`c_i = \max_s \kappa_{si}` and :math:`b_t = \max_i (a_{ti} +
+    c_i)`; values of signed maps stand as factors before the exponentials. Both shifts cancel, so
+    this is the estimator itself; nothing overflows, and for a positive map the denominator is at
+    least 1 wherever a key is visible: no epsilon.
 
     Args:
       query: ``[B, T, K, G, H]``, already scaled, in the type to compute logits in. K is the number
         of key heads, G the queries' heads for each of them.
       key: ``[B, S, K, H]``, likewise.
       value: ``[B, S, K, D]`` in the type to contract in.
-      log_features: Maps ``[B, length, K, ..., H]`` to ``[B, length, K, ..., num_features]``.
+      query_map: Maps ``[B, T, K, G, H]`` to features ``[B, T, K, G, num_features]``.
+      key_map: Maps ``[B, S, K, H]`` to features ``[B, S, K, num_features]``.
       key_log_weights: ``[1 or B, S, 1 or K]`` to add to the keys' log features, or None.
 
     Returns:
@@ -43,25 +46,35 @@ def bidirectional_attention(
         # Padding may hold anything, NaN too, and 0 * NaN is not 0.
         visible = key_log_weights[..., None] > -jnp.inf
         key, value = jnp.where(visible, key, 0), jnp.where(visible, value, 0)
-    log_keys = jnp.add(*log_features(key))
+    queries, keys = query_map(query), key_map(key)
+    log_keys = keys.exponent + keys.log_scale
     if key_log_weights is not None:
         log_keys += key_log_weights[..., None]
-    exponent = log_features(query).exponent  # A query's log_scale cancels in the ratio.
 
-    key_shift = jnp.max(log_keys, axis=1, keepdims=True, initial=-jnp.inf)
-    key_shift = jax.lax.stop_gradient(jnp.where(key_shift == -jnp.inf, 0, key_shift))
-    logits = exponent + key_shift[:, :, :, None, :]
-    query_shift = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
-    query_features = jnp.exp(logits - query_shift)
-    key_features = jnp.exp(log_keys - key_shift)
+    key_shift = _finite_max(log_keys, axis=1)
+    logits = queries.exponent + key_shift[:, :, :, None, :]  # A query's log_scale cancels.
+    query_shift = _finite_max(logits, axis=-1)
+    query_features = _signed_exp(logits - query_shift, queries.values)
+    key_features = _signed_exp(log_keys - key_shift, keys.values)
 
     # One more column of values, all ones, sums the denominator along with the numerator.
     value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
     state = _contract("bskm,bskd->bkmd", key_features, value)
     summed = _contract("btkgm,bkmd->btkgd", query_features, state.astype(value.dtype))
     numerator, denominator = summed[..., :-1], summed[..., -1:]
-    nothing = denominator == 0  # Exactly: no key is visible.
+    nothing = denominator == 0  # Exactly: no key is visible, or all features are zero.
     return jnp.where(nothing, 0, numerator / jnp.where(nothing, 1, denominator))
+
+
+def _finite_max(x: jax.Array, axis: int) -> jax.Array:
+    """The maximum along an axis, to shift by; 0 where there is nothing above minus infinity."""
+    top = jnp.max(x, axis=axis, keepdims=True, initial=-jnp.inf)
+    return jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
+
+
+def _signed_exp(exponent: jax.Array, values: jax.Array | None) -> jax.Array:
+    phi = jnp.exp(exponent)
+    return phi if values is None else phi * values
 
 
 def _contract(spec: str, features: jax.Array, values: jax.Array) -> jax.Array:

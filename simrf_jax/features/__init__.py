@@ -1,18 +1,41 @@
 """Feature maps phi, and the exact kernels beside them."""
 
-from simrf_jax.features.kernels import gaussian_kernel, softmax_kernel
+from simrf_jax.features.clustered import ClusteredProjection, clustered_hybrid_features
+from simrf_jax.features.exponential import hyperbolic_features, positive_features
+from simrf_jax.features.generalised import elu_features, relu_features
+from simrf_jax.features.hybrid import (
+    BipolarProjection,
+    angular_hybrid_features,
+    draw_bipolar_projection,
+    gaussian_hybrid_features,
+    hybrid_features,
+)
+from simrf_jax.features.kernels import gaussian_kernel, relu_kernel, softmax_kernel
 from simrf_jax.features.log_space import KERNELS, LogFeatures
-from simrf_jax.features.positive import positive_features, positive_log_features
-
-# What attention knows by name: maps to log features, (x, projection, *, kernel) -> LogFeatures.
-FEATURE_MAPS = {"positive": positive_log_features}
+from simrf_jax.features.maps import FEATURE_MAPS, FeatureMap, FeaturePair, log_feature_maps
+from simrf_jax.features.trigonometric import phase_features, trigonometric_features
 
 __all__ = [
     "FEATURE_MAPS",
     "KERNELS",
+    "BipolarProjection",
+    "ClusteredProjection",
+    "FeatureMap",
+    "FeaturePair",
     "LogFeatures",
+    "angular_hybrid_features",
+    "clustered_hybrid_features",
+    "draw_bipolar_projection",
+    "elu_features",
+    "gaussian_hybrid_features",
     "gaussian_kernel",
+    "hybrid_features",
+    "hyperbolic_features",
+    "log_feature_maps",
+    "phase_features",
     "positive_features",
-    "positive_log_features",
+    "relu_features",
+    "relu_kernel",
     "softmax_kernel",
+    "trigonometric_features",
 ]

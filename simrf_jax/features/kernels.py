@@ -63,6 +63,55 @@ def softmax_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
     return jnp.exp(dots).astype(dtype)
 
 
+def relu_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
+    r"""The kernel of ReLU features of all pairs, half the arc-cosine kernel of order one.
+
+    .. math::
+        K(x, y) = \mathbb E[\max(w \cdot x, 0) \max(w \cdot y, 0)]
+            = \tfrac{|x| |y|}{2 \pi} \bigl(\sin\theta + (\pi - \theta) \cos\theta\bigr)
+
+    Args:
+      x: Vectors ``[..., n, dim]``.
+      y: Vectors ``[..., p, dim]`` with the same leading shape.
+
+    Returns:
+      Array ``[..., n, p]``, computed in float32 at least.
+
+    Raises:
+      TypeError: If an argument is not floating.
+      ValueError: If the shapes do not match.
+
+    Example:
+      >>> import jax.numpy as jnp, simrf_jax
+      >>> simrf_jax.relu_kernel(jnp.array([[2.0, 0.0]]), jnp.array([[2.0, 0.0], [-1.0, 0.0]]))
+      Array([[2., 0.]], dtype=float32)
+
+    References:
+      Cho and Saul, Kernel Methods for Deep Learning (NeurIPS 2009), Eq. 6.
+    """
+    x, y, dtype = _pair(x, y)
+    lengths = jnp.linalg.norm(x, axis=-1)[..., :, None] * jnp.linalg.norm(y, axis=-1)[..., None, :]
+    dots = jnp.einsum("...nd,...pd->...np", x, y, precision=jax.lax.Precision.HIGHEST)
+    cosine = jnp.clip(dots / jnp.where(lengths > 0, lengths, 1), -1, 1)
+    return (lengths * _arc_cosine(cosine)).astype(dtype)
+
+
+@jax.custom_jvp
+def _arc_cosine(cosine: jax.Array) -> jax.Array:
+    angle = jnp.arccos(cosine)
+    # Rounding may leave antiparallel vectors just below zero.
+    return jnp.maximum(jnp.sin(angle) + (jnp.pi - angle) * cosine, 0) / (2 * jnp.pi)
+
+
+@_arc_cosine.defjvp
+def _arc_cosine_jvp(
+    primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    # Of the angle itself, the derivative is infinite for parallel vectors.
+    [cosine], [tangent] = primals, tangents
+    return _arc_cosine(cosine), (jnp.pi - jnp.arccos(cosine)) / (2 * jnp.pi) * tangent
+
+
 @jax.jit  # Eagerly, the differences of all pairs would be an array.
 def _gaussian(x: jax.Array, y: jax.Array) -> jax.Array:
     squared_distance = jnp.sum(jnp.square(x[..., :, None, :] - y[..., None, :, :]), axis=-1)

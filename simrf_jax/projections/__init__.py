@@ -1,13 +1,24 @@
 """Projections W: how the random vectors are drawn, applied and redrawn."""
 
 from simrf_jax.projections.blocks import BLOCK_MODES
-from simrf_jax.projections.dense import COUPLINGS, NORMS, draw_projection, draw_stack, project
+from simrf_jax.projections.couplings import COUPLINGS
+from simrf_jax.projections.dense import NORMS, draw_projection, draw_stack
+from simrf_jax.projections.fast import FastProjection, draw_fast_projection
+from simrf_jax.projections.project import Projection, as_projection, project
 from simrf_jax.projections.redraw import redraw_key, redraw_projections
+from simrf_jax.projections.rotations import ROTATIONS
+from simrf_jax.projections.structured import StructuredProjection
 
 __all__ = [
     "BLOCK_MODES",
     "COUPLINGS",
     "NORMS",
+    "ROTATIONS",
+    "FastProjection",
+    "Projection",
+    "StructuredProjection",
+    "as_projection",
+    "draw_fast_projection",
     "draw_projection",
     "draw_stack",
     "project",

@@ -1,15 +1,46 @@
 """Blocks: which rows of W are drawn together, and where they point before rotation.
 
-A block is a set of unit vectors with a fixed shape, turned by one random rotation. Blocks are
-independent of each other. The shape is what distinguishes the couplings: an orthonormal basis, or
-the vertices of a regular simplex.
+A block is a set of unit vectors, every two of which have the same angle, turned by one random
+rotation: an orthonormal basis, or the vertices of a regular simplex, or the first few of either.
+Blocks are independent of each other.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
 BLOCK_MODES = ("regular", "square")
+
+
+class Block(NamedTuple):
+    """The first ``num_rows`` vertices of a regular simplex, or of an orthonormal basis.
+
+    Attributes:
+      num_rows: Rows of W in the block.
+      num_vertices: Vertices of the simplex they are cut from; None for an orthonormal basis.
+
+    Example:
+      >>> Block(3, 4).cosine, Block(3, None).cosine
+      (-0.3333333333333333, 0.0)
+    """
+
+    num_rows: int
+    num_vertices: int | None
+
+    @property
+    def cosine(self) -> float:
+        """The cosine of the angle between any two rows."""
+        if self.num_vertices is None or self.num_rows == 1:
+            return 0.0
+        return -1 / (self.num_vertices - 1)
+
+    def directions(self) -> np.ndarray:
+        """The rows before rotation, float64 unit vectors ``[num_rows, coordinates]``."""
+        if self.num_vertices is None:
+            return np.eye(self.num_rows)
+        return simplex_vertices(self.num_vertices)[: self.num_rows]
 
 
 def simplex_vertices(num_vertices: int) -> np.ndarray:
@@ -45,31 +76,33 @@ def simplex_vertices(num_vertices: int) -> np.ndarray:
     if num_vertices == 1:
         return np.ones((1, 1))
     n = num_vertices - 1
-    scale = np.sqrt(num_vertices / n)
-    shift = (np.sqrt(num_vertices) + 1) / n**1.5
-    return np.concatenate([scale * np.eye(n) - shift, np.full((1, n), n**-0.5)])
+    scale, shift = simplex_constants(num_vertices)
+    return np.concatenate([scale * np.eye(n) - shift * n**-0.5, np.full((1, n), n**-0.5)])
 
 
-def orthogonal_blocks(num_features: int, dim: int, block: str) -> list[np.ndarray]:
+def simplex_constants(num_vertices: int) -> tuple[float, float]:
+    r"""The constants of Eq. 9: :math:`s_i = \text{scale}\, e_i - \text{shift}\, s_r` for i < r."""
+    n = num_vertices - 1
+    return (num_vertices / n) ** 0.5, (num_vertices**0.5 + 1) / n
+
+
+def orthogonal_blocks(num_features: int, dim: int, block: str) -> list[Block]:
     """Orthonormal rows, ``dim`` a block and a remainder, in either block mode."""
     del block  # A smaller orthonormal set is the same as the first rows of a full one.
     full, remainder = divmod(num_features, dim)
-    return [np.eye(dim)] * full + [np.eye(remainder)] * bool(remainder)
+    return [Block(dim, None)] * full + [Block(remainder, None)] * bool(remainder)
 
 
-def simplex_blocks(num_features: int, dim: int, block: str) -> list[np.ndarray]:
-    """Simplex rows, ``[rows, coordinates]`` for each block; equal blocks are the same object.
+def simplex_blocks(num_features: int, dim: int, block: str) -> list[Block]:
+    """Simplex rows.
 
     ``square`` is the paper to the letter: d rows at arccos(-1/(d-1)) a block, and as a remainder
     the first rows of one more. ``regular`` makes every block a whole simplex of its own size.
     """
     if block == "square":
         full, remainder = divmod(num_features, dim)
-        vertices = simplex_vertices(dim)
-        return [vertices] * full + [vertices[:remainder]] * bool(remainder)
-    sizes = regular_sizes(num_features, dim)
-    shapes = {size: simplex_vertices(size) for size in set(sizes)}
-    return [shapes[size] for size in sizes]
+        return [Block(dim, dim)] * full + [Block(remainder, dim)] * bool(remainder)
+    return [Block(size, size) for size in regular_sizes(num_features, dim)]
 
 
 def regular_sizes(num_features: int, dim: int) -> list[int]:

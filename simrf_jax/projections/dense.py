@@ -8,15 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 
 from simrf_jax import checks
-from simrf_jax.projections.blocks import BLOCK_MODES, orthogonal_blocks, simplex_blocks
+from simrf_jax.projections.blocks import BLOCK_MODES, Block
+from simrf_jax.projections.couplings import COUPLED, COUPLINGS, NUM_SWEEPS, minimise_resultant
 from simrf_jax.projections.rotations import ROTATIONS
 
-BLOCKS = {"orthogonal": orthogonal_blocks, "simplex": simplex_blocks}
-COUPLINGS = ("iid", *BLOCKS)
 NORMS = ("chi", "sqrt_dim")
 
 
@@ -29,6 +27,7 @@ def draw_projection(
     block: str = "regular",
     rotation: str = "haar",
     norms: str = "chi",
+    num_sweeps: int | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:
     r"""Draws a random projection W whose rows are marginally standard normal.
@@ -36,29 +35,38 @@ def draw_projection(
     .. math:: W = D S R
 
     block by block, with :math:`D` the row norms, :math:`S` the directions of the coupling and
-    :math:`R` a random rotation. Drawn from one key, all couplings share their row norms, so that
-    they can be compared as paired draws.
+    :math:`R` a random rotation. Drawn from one key, all couplings share their row norms, and all
+    but ``iid`` their rotations, so that they can be compared as paired draws.
 
     Args:
       key: A typed PRNG key (``jax.random.key``). ``jax.vmap`` over keys draws many projections.
       num_features: Number of rows m, any positive number.
-      dim: Dimension d of the vectors to project; at least 2 for ``simplex``.
-      coupling: ``"iid"``; ``"orthogonal"``; or ``"simplex"``, which of all couplings that do not
-        look at the norms gives positive features the least variance (Theorem 3.4, for m = d).
+      dim: Dimension d of the vectors to project; at least 2 for ``simplex`` and ``simplex_plus``.
+      coupling: ``"iid"``, independent rows; ``"orthogonal"``, for trigonometric and hyperbolic
+        features; ``"simplex"``, which of all couplings that do not look at the norms gives
+        positive features the least variance (Theorem 3.4, for m = d); or ``"simplex_plus"``, a
+        simplex arranged to suit the norms (Eqs. 16 and 17), better still and dearer to draw.
       block: How many rows a simplex block has. ``"regular"`` fills whole regular simplices of up
         to d + 1 rows; ``"square"`` is the paper to the letter, d rows and a cut-off remainder.
         Orthogonal blocks have d rows in both modes.
-      rotation: ``"haar"``, uniform over the orthogonal group.
+      rotation: ``"haar"``, uniform over the orthogonal group; ``"hadamard"``, three random-sign
+        Hadamard factors, nearly unbiased; or ``"givens"``, a butterfly of Givens rotations,
+        unbiased for ``orthogonal``, nearly so for the simplices. The last two work in the next
+        power of two of dim, whose blocks and norms they have. ``iid`` rows are isotropic by
+        themselves: any rotation leaves them as they are.
       norms: ``"chi"`` (:math:`\chi_d`, the norm of a Gaussian vector: kernel estimates are
         unbiased) or ``"sqrt_dim"`` (all norms :math:`\sqrt d`: biased).
       dtype: Floating type of the result. The draw itself is made in float32 at least.
+      num_sweeps: How often ``simplex_plus`` arranges every row, by default 3; for no other
+        coupling.
 
     Returns:
       Array ``[num_features, dim]``.
 
     Raises:
       TypeError: If the key is not a typed one, a size is no integer or dtype is not floating.
-      ValueError: If a name is unknown, a size is below 1, or simplex has ``dim < 2``.
+      ValueError: If a name is unknown, a size is below 1, a simplex has ``dim < 2``, or num_sweeps
+        is given to another coupling than ``simplex_plus``.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
@@ -70,8 +78,8 @@ def draw_projection(
       -0.015625, -0.015625
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Eq. 8 and Sec. 3.1. Yu et al., Orthogonal
-      Random Features (NeurIPS 2016).
+      Reid et al., Simplex Random Features (ICML 2023), Eq. 8, Sec. 3 and Eqs. 16 and 17. Yu et
+      al., Orthogonal Random Features (NeurIPS 2016).
     """
     checks.typed_key(key)
     checks.one_of("coupling", coupling, COUPLINGS)
@@ -80,13 +88,23 @@ def draw_projection(
     checks.one_of("norms", norms, NORMS)
     num_features = checks.positive_int("num_features", num_features)
     dim = checks.positive_int("dim", dim)
-    if coupling == "simplex" and dim < 2:
-        raise ValueError(f"coupling='simplex' needs dim of at least 2, got dim={dim}.")
+    dim_suits(coupling, dim)
     dtype = checks.floating_dtype("dtype", dtype)
-    return _draw(key, num_features, dim, coupling, block, rotation, norms, dtype)
+    if num_sweeps is None:
+        num_sweeps = NUM_SWEEPS
+    elif coupling != "simplex_plus":
+        raise ValueError(f"num_sweeps is for coupling='simplex_plus', got {coupling!r}.")
+    num_sweeps = checks.positive_int("num_sweeps", num_sweeps)
+    return _draw(key, num_features, dim, coupling, block, rotation, norms, dtype, num_sweeps)
 
 
-@functools.partial(jax.jit, static_argnums=range(1, 8))
+def dim_suits(coupling: str, dim: int) -> None:
+    """Accepts a dimension that has room for the coupling."""
+    if coupling.startswith("simplex") and dim < 2:
+        raise ValueError(f"coupling={coupling!r} needs dim of at least 2, got dim={dim}.")
+
+
+@functools.partial(jax.jit, static_argnums=range(1, 9))
 def _draw(
     key: jax.Array,
     num_features: int,
@@ -96,39 +114,48 @@ def _draw(
     rotation: str,
     norms: str,
     dtype: jnp.dtype,
+    num_sweeps: int,
 ) -> jax.Array:
     compute = jnp.promote_types(dtype, jnp.float32)
+    ambient = dim if coupling == "iid" else ROTATIONS[rotation].ambient_dim(dim)
     norm_key, rotation_key = jax.random.split(key)
-    gaussian = jax.random.normal(norm_key, (num_features, dim), compute)
-    chi = jnp.linalg.norm(gaussian, axis=-1, keepdims=True)
+    gaussian = jax.random.normal(norm_key, (num_features, ambient), compute)
+    chi = jnp.linalg.norm(gaussian, axis=-1)
+    lengths = chi if norms == "chi" else jnp.full_like(chi, ambient**0.5)
     if coupling == "iid":
-        w = gaussian if norms == "chi" else gaussian * (dim**0.5 / chi)
+        w = gaussian if norms == "chi" else gaussian * (lengths / chi)[:, None]
     else:
-        blocks = BLOCKS[coupling](num_features, dim, block)
-        directions = _draw_directions(rotation_key, blocks, dim, rotation, compute)
-        w = directions * (chi if norms == "chi" else dim**0.5)
+        blocks = COUPLED[coupling].blocks(num_features, ambient, block)
+        sweeps = num_sweeps if COUPLED[coupling].weight_dependent else 0
+        directions = _draw_directions(rotation_key, blocks, lengths, ambient, rotation, sweeps)
+        w = directions[:, :dim] * lengths[:, None]
     return w.astype(dtype)
 
 
 def _draw_directions(
-    key: jax.Array, blocks: list[np.ndarray], dim: int, rotation: str, dtype: jnp.dtype
+    key: jax.Array, blocks: list[Block], lengths: jax.Array, dim: int, rotation: str, sweeps: int
 ) -> jax.Array:
     """Unit vectors ``[num_features, dim]``: each block in the span of a random frame of its own."""
+    frame = ROTATIONS[rotation].frame
 
-    def draw_block(vertices: jax.Array, key: jax.Array) -> jax.Array:
-        frame = ROTATIONS[rotation](key, dim, vertices.shape[1], dtype)
-        return jnp.matmul(vertices, frame, precision=jax.lax.Precision.HIGHEST)
+    def draw_block(directions: jax.Array, lengths: jax.Array, key: jax.Array) -> jax.Array:
+        if sweeps:
+            directions = minimise_resultant(directions, lengths, num_sweeps=sweeps)
+        rotated = frame(key, dim, directions.shape[1], lengths.dtype)
+        return jnp.matmul(directions, rotated, precision=jax.lax.Precision.HIGHEST)
 
     keys = jax.random.split(key, len(blocks))
-    directions, start = [], 0
-    for _, group in itertools.groupby(blocks, key=id):  # Equal blocks are drawn together.
-        equal = list(group)
-        end = start + len(equal)
-        vertices = jnp.asarray(equal[0], dtype)
-        rows = jax.vmap(draw_block, in_axes=(None, 0))(vertices, keys[start:end])
-        directions.append(rows.reshape(-1, dim))
-        start = end
-    return jnp.concatenate(directions)
+    rows, block, row = [], 0, 0
+    for shape, equal in itertools.groupby(blocks):  # Equal blocks are drawn together.
+        count = len(list(equal))
+        size = count * shape.num_rows
+        directions = jnp.asarray(shape.directions(), lengths.dtype)
+        drawn = jax.vmap(draw_block, in_axes=(None, 0, 0))(
+            directions, lengths[row : row + size].reshape(count, -1), keys[block : block + count]
+        )
+        rows.append(drawn.reshape(size, dim))
+        block, row = block + count, row + size
+    return jnp.concatenate(rows)
 
 
 def draw_stack(keys: jax.Array, num_features: int, dim: int, **draw_options: Any) -> jax.Array:
@@ -138,43 +165,3 @@ def draw_stack(keys: jax.Array, num_features: int, dim: int, **draw_options: Any
         return draw_projection(key, num_features, dim, **draw_options)
 
     return jax.vmap(draw)(keys)
-
-
-def project(x: ArrayLike, projection: ArrayLike) -> jax.Array:
-    r"""Projects vectors onto the rows of a projection, :math:`y_i = w_i \cdot x`.
-
-    Args:
-      x: Vectors ``[..., dim]``.
-      projection: W, ``[num_features, dim]``.
-
-    Returns:
-      Array ``[..., num_features]``, in float32 at least: the logits of every feature map, which
-      bfloat16 would round to a few per cent.
-
-    Raises:
-      TypeError: If either is not floating.
-      ValueError: If the shapes do not match.
-
-    Example:
-      >>> import jax.numpy as jnp, simrf_jax
-      >>> simrf_jax.project(jnp.array([1.0, 2.0]), jnp.array([[3.0, 0.0], [0.0, 5.0], [1.0, 1.0]]))
-      Array([ 3., 10.,  3.], dtype=float32)
-    """
-    x, projection = checks.floating("x", x), checks.floating("projection", projection)
-    if projection.ndim != 2:
-        raise ValueError(
-            f"projection must be [num_features, dim], got shape {projection.shape}; "
-            "use jax.vmap for a stack of them."
-        )
-    if x.ndim < 1 or x.shape[-1] != projection.shape[-1]:
-        raise ValueError(
-            f"x must be [..., dim] with the projection's dim={projection.shape[-1]}, "
-            f"got shape {x.shape}."
-        )
-    compute = functools.reduce(jnp.promote_types, (x.dtype, projection.dtype, jnp.float32))
-    return jnp.einsum(
-        "...d,md->...m",
-        x.astype(compute),
-        projection.astype(compute),
-        precision=jax.lax.Precision.HIGHEST,
-    )

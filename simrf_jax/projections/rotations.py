@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+
+from simrf_jax.projections.hadamard import padded_dim, random_signs, rotate
 
 
 def haar_frame(key: jax.Array, dim: int, num_rows: int, dtype: jnp.dtype) -> jax.Array:
@@ -52,4 +57,99 @@ def haar_frame(key: jax.Array, dim: int, num_rows: int, dtype: jnp.dtype) -> jax
     return -sign * jax.lax.fori_loop(0, num_rows, reflect, eye)
 
 
-ROTATIONS = {"haar": haar_frame}
+def hadamard_frame(key: jax.Array, dim: int, num_rows: int, dtype: jnp.dtype) -> jax.Array:
+    r"""Draws the first rows of :math:`H D_3 H D_2 H D_1`, with H Hadamard and D random signs.
+
+    Nearly Haar: the second moments are exact, the fourth are off by :math:`(-2/d)^3 (1 - 3/(d+2))`.
+    What that does to a kernel estimate is in the README: less than one per cent at
+    :math:`|x + y| = 1` from d = 4 on, but several per cent of it at 2 for d up to 16.
+
+    Args:
+      key: A typed PRNG key.
+      dim: Dimension d, a power of two.
+      num_rows: Rows n, at most d.
+      dtype: Floating type to compute in.
+
+    Returns:
+      Array ``[num_rows, dim]`` with orthonormal rows.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> q = hadamard_frame(jax.random.key(0), 4, 3, jnp.dtype("float32"))
+      >>> q.shape, bool(jnp.allclose(q @ q.T, jnp.eye(3), atol=1e-5))
+      ((3, 4), True)
+
+    References:
+      Yu et al., Orthogonal Random Features (NeurIPS 2016), Sec. 4; Reid et al., Simplex Random
+      Features (ICML 2023), Sec. 4.2 and App. B.
+    """
+    [signs] = random_signs(key, 1, dim)
+    return rotate(jnp.eye(dim, dtype=dtype), signs).T[:num_rows]
+
+
+def givens_frame(key: jax.Array, dim: int, num_rows: int, dtype: jnp.dtype) -> jax.Array:
+    r"""Draws the first rows of a butterfly product of random Givens rotations.
+
+    .. math:: Q = G_1 G_2 \cdots G_{\log_2 d}
+
+    where :math:`G_l` rotates the d/2 disjoint pairs of coordinates that lie :math:`d / 2^l` apart,
+    each by an angle of its own with :math:`\cos^2` of law Beta(k/2, k/2), k = :math:`d / 2^l`.
+    That law makes every row of Q exactly uniform on the sphere, so orthogonal features are
+    unbiased; their joint law is not Haar's, so simplex features are only nearly so.
+
+    Args:
+      key: A typed PRNG key.
+      dim: Dimension d, a power of two.
+      num_rows: Rows n, at most d.
+      dtype: Floating type to draw and compute in.
+
+    Returns:
+      Array ``[num_rows, dim]`` with orthonormal rows.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> q = givens_frame(jax.random.key(0), 4, 3, jnp.dtype("float32"))
+      >>> q.shape, bool(jnp.allclose(q @ q.T, jnp.eye(3), atol=1e-5))
+      ((3, 4), True)
+
+    References:
+      Genz, Methods for generating random orthogonal matrices (1998), for butterflies; Choromanski
+      et al., Unifying Orthogonal Monte Carlo Methods (ICML 2019), for Givens rotations.
+    """
+    if dim == 1:
+        return jax.random.rademacher(key, (num_rows, 1), dtype)
+    q = jnp.eye(num_rows, dim, dtype=dtype)
+    # One draw for all levels, and norms of Gaussian vectors for chi variables: every further draw,
+    # and a gamma sampler above all, would take seconds to compile.
+    gaussian = jax.random.normal(key, (dim * (dim - 1),), dtype)
+    stride = dim // 2
+    while stride:
+        here, gaussian = jnp.split(gaussian, [dim * stride])
+        vectors = here.reshape(2, 1, dim // (2 * stride), stride, stride)
+        # The two legs of a random right triangle: cos and sin up to the hypotenuse.
+        legs = jnp.linalg.norm(vectors, axis=-1) * jnp.where(vectors[..., 0] < 0, -1, 1)
+        cos, sin = legs / jnp.linalg.norm(legs, axis=0, keepdims=True)
+        first, second = jnp.moveaxis(q.reshape(num_rows, -1, 2, stride), 2, 0)
+        turned = (cos * first - sin * second, sin * first + cos * second)
+        q = jnp.stack(turned, axis=2).reshape(num_rows, dim)
+        stride //= 2
+    return q
+
+
+class Rotation(NamedTuple):
+    """How a block's rotation is drawn.
+
+    Attributes:
+      frame: From (key, dim, num_rows, dtype) to ``[num_rows, dim]``.
+      ambient_dim: The dimension in which it works, to which vectors are padded with zeros.
+    """
+
+    frame: Callable[[jax.Array, int, int, jnp.dtype], jax.Array]
+    ambient_dim: Callable[[int], int]
+
+
+ROTATIONS = {
+    "haar": Rotation(haar_frame, lambda dim: dim),
+    "hadamard": Rotation(hadamard_frame, padded_dim),
+    "givens": Rotation(givens_frame, padded_dim),
+}

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from simrf_jax.projections.blocks import (
+    Block,
     orthogonal_blocks,
     regular_sizes,
     simplex_blocks,
@@ -44,11 +45,19 @@ def test_regular_blocks_are_full_and_leave_no_row_alone(dim):
 
 
 def test_blocks_of_the_papers_performer():
-    assert [len(b) for b in simplex_blocks(130, 64, "regular")] == [65, 65]
-    assert [len(b) for b in simplex_blocks(130, 64, "square")] == [64, 64, 2]
-    assert [len(b) for b in orthogonal_blocks(130, 64, "regular")] == [64, 64, 2]
+    assert simplex_blocks(130, 64, "regular") == [Block(65, 65)] * 2
+    assert simplex_blocks(130, 64, "square") == [Block(64, 64)] * 2 + [Block(2, 64)]
+    assert orthogonal_blocks(130, 64, "regular") == [Block(64, None)] * 2 + [Block(2, None)]
+
+
+@pytest.mark.parametrize(
+    "block", [Block(5, 5), Block(3, 8), Block(1, 1), Block(1, 4), Block(4, None)]
+)
+def test_directions_have_the_cosine_they_say(block):
+    s = block.directions()
+    np.testing.assert_allclose(s @ s.T, np.where(np.eye(len(s)), 1, block.cosine), atol=1e-14)
 
 
 def test_square_remainder_is_cut_from_a_full_simplex():
     full, rest = simplex_blocks(11, 8, "square")
-    np.testing.assert_array_equal(rest, full[:3])
+    np.testing.assert_array_equal(rest.directions(), full.directions()[:3])

@@ -1,0 +1,171 @@
+"""Clustering-based hybrid features: for each pair of clusters an estimator exact at its centres."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from simrf_jax import checks
+from simrf_jax.features.hybrid import SIDES, weighted_sum
+from simrf_jax.features.log_space import KERNELS, LogFeatures, half_squared_norm
+from simrf_jax.projections import Projection, StructuredProjection, as_projection, project
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["projection", "query_centres", "key_centres"],
+    meta_fields=["spread"],
+)
+@dataclasses.dataclass(frozen=True)
+class ClusteredProjection(StructuredProjection):
+    """A projection and the centres of the clusters of queries and of keys.
+
+    Attributes:
+      projection: W, ``[..., num_features, dim]``.
+      query_centres: ``[..., num_query_clusters, dim]``.
+      key_centres: ``[..., num_key_clusters, dim]``.
+      spread: Standard deviation of a coordinate inside a cluster, for which the base estimators
+        are tuned. 0 makes them exact at the centres, and poor around them if a centre has a
+        coordinate near zero.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, simrf_jax
+      >>> w = simrf_jax.draw_projection(jax.random.key(0), 130, 64)
+      >>> simrf_jax.ClusteredProjection(w, jnp.ones((3, 64)), jnp.ones((2, 64))).shape
+      (130, 64)
+    """
+
+    projection: Projection
+    query_centres: jax.Array
+    key_centres: jax.Array
+    spread: float = 0.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of W, ``[..., num_features, dim]``."""
+        return as_projection(self.projection).shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The floating type of W."""
+        return as_projection(self.projection).dtype
+
+
+def clustered_log_features(
+    x: ArrayLike, projection: ClusteredProjection, *, side: str, kernel: str
+) -> LogFeatures:
+    """``clustered_hybrid_features`` with the scales apart."""
+    checks.one_of("side", side, SIDES)
+    checks.one_of("kernel", kernel, KERNELS)
+    if not isinstance(projection, ClusteredProjection):
+        raise TypeError(
+            f"projection must be a ClusteredProjection, got {type(projection).__name__}."
+        )
+    x = checks.floating("x", x)
+    queries = checks.floating("query_centres", projection.query_centres)
+    keys = checks.floating("key_centres", projection.key_centres)
+    for name, centres in (("query_centres", queries), ("key_centres", keys)):
+        if centres.ndim != 2 or centres.shape[0] < 1 or centres.shape[1] != x.shape[-1]:
+            raise ValueError(
+                f"{name} must be [clusters, {x.shape[-1]}], at least one, got {centres.shape}."
+            )
+    mine = queries if side == "query" else keys
+    offsets = x[..., None, :] - jnp.broadcast_to(mine, (*x.shape[:-1], *mine.shape))
+    nearest = jnp.argmin(jnp.sum(jnp.square(offsets), axis=-1), axis=-1)[..., None]
+    bases = []
+    for i in range(queries.shape[0]):
+        for j in range(keys.shape[0]):
+            base = _centred(x, projection, queries[i], keys[j], side, kernel)
+            member = nearest == (i if side == "query" else j)
+            # A weight of zero, in log space: other estimators may be out of range here.
+            bases.append(base._replace(exponent=jnp.where(member, base.exponent, -jnp.inf)))
+    return weighted_sum(bases, [jnp.ones_like(base.log_scale) for base in bases])
+
+
+def _centred(
+    x: jax.Array,
+    projection: ClusteredProjection,
+    query_centre: jax.Array,
+    key_centre: jax.Array,
+    side: str,
+    kernel: str,
+) -> LogFeatures:
+    r"""Features of :math:`\mathbb E\, e^{w \cdot (Ax + A^{-1} y)}`, tuned to a pair of centres.
+
+    A is diagonal, real where the centres differ in sign (positive features) and imaginary where
+    they agree (trigonometric ones). Its moduli minimise the mean of :math:`|Ax + A^{-1}y|^2`.
+    """
+    compute = jnp.promote_types(x.dtype, jnp.float32)
+    q, r = query_centre.astype(compute), key_centre.astype(compute)
+    longest = jnp.maximum(jnp.max(jnp.abs(q)), jnp.max(jnp.abs(r)))
+    least = jnp.finfo(compute).eps * (1 + longest)  # Where a centre has a coordinate zero.
+    variance = projection.spread**2 + least**2
+    ratio = (jnp.square(r) + variance) / (jnp.square(q) + variance)
+    modulus = ratio ** (0.25 if side == "query" else -0.25)
+    real = q * r < 0
+
+    def along(v: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(v, x.shape)
+
+    scaled = x.astype(compute) * along(modulus)
+    growth = jnp.where(along(real), scaled, 0)
+    turn = jnp.where(along(real), 0, scaled)
+    exponent, angles = (project(part, projection.projection) for part in (growth, turn))
+    log_scale = half_squared_norm(turn, compute) - half_squared_norm(growth, compute)
+    if kernel == "gaussian":
+        log_scale -= half_squared_norm(x, compute)
+    log_scale -= 0.5 * math.log(angles.shape[-1])
+    values = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+    return LogFeatures(jnp.concatenate([exponent, exponent], axis=-1), log_scale, values)
+
+
+def clustered_hybrid_features(
+    x: ArrayLike, projection: ClusteredProjection, *, side: str, kernel: str = "softmax"
+) -> jax.Array:
+    r"""Clustering-based hybrid features.
+
+    Each pair of a query cluster with centre q and a key cluster with centre r has a base estimator
+
+    .. math::
+        \hat K = \operatorname{Re} \frac1m \sum_i \exp\bigl(w_i \cdot (A x + A^{-1} y)
+            - \tfrac12 (Ax)^2 - \tfrac12 (A^{-1} y)^2\bigr), \qquad
+        A_{jj}^2 = -\operatorname{sgn}(q_j r_j) \sqrt{\frac{r_j^2 + s^2}{q_j^2 + s^2}},
+
+    with s the spread of the clusters; for s = 0 it has no variance at (q, r). The weight of a pair
+    is one for queries and keys nearest to its centres and zero for others, so that every query and
+    key meet in one estimator, unbiased.
+
+    Args:
+      x: Vectors ``[..., dim]``.
+      projection: A ``ClusteredProjection``.
+      side: ``"query"`` for one argument of the kernel, ``"key"`` for the other.
+      kernel: ``"softmax"`` or ``"gaussian"``.
+
+    Returns:
+      Array ``[..., 2 num_features num_query_clusters num_key_clusters]`` of x's dtype, computed in
+      float32 at least.
+
+    Raises:
+      TypeError: If an argument is not floating or the projection is no ``ClusteredProjection``.
+      ValueError: If a name is unknown or the shapes do not match.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, simrf_jax
+      >>> w = simrf_jax.draw_projection(jax.random.key(0), 16, 3)
+      >>> q, r = jnp.array([[1.0, -0.5, 0.3], [0.2, 0.2, 0.9]]), jnp.array([[0.8, 0.4, -0.6]])
+      >>> p = simrf_jax.ClusteredProjection(w, q, r)
+      >>> psi_1 = simrf_jax.clustered_hybrid_features(q, p, side="query")
+      >>> psi_2 = simrf_jax.clustered_hybrid_features(r, p, side="key")
+      >>> bool(jnp.allclose(psi_1 @ psi_2.T, simrf_jax.softmax_kernel(q, r), rtol=1e-5))
+      True
+
+    References:
+      Choromanski et al., Hybrid Random Features (ICLR 2022), clustering-based HRFs (HRF-C).
+    """
+    features = clustered_log_features(x, projection, side=side, kernel=kernel)
+    return features.evaluate(jnp.asarray(x).dtype)

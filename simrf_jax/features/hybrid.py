@@ -1,0 +1,362 @@
+"""Hybrid random features: base estimators of a kernel, combined by weights that are estimated too.
+
+A hybrid estimator is exact where one of its base estimators is, because there the weights leave
+that one alone. Queries and keys have feature maps of their own, psi_1 and psi_2; all are real.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from simrf_jax import checks
+from simrf_jax.features.exponential import hyperbolic_log_features
+from simrf_jax.features.log_space import LogFeatures
+from simrf_jax.features.trigonometric import trigonometric_log_features
+from simrf_jax.projections import (
+    Projection,
+    StructuredProjection,
+    as_projection,
+    draw_projection,
+    project,
+)
+
+SIDES = ("query", "key")
+
+
+def hybrid_features(
+    bases: Sequence[ArrayLike],
+    weights: Sequence[ArrayLike],
+    offsets: Sequence[float],
+    *,
+    side: str,
+) -> jax.Array:
+    r"""Features of a hybrid estimator, from those of its base estimators and of its weights.
+
+    .. math::
+        \hat K = \sum_{k=1}^p \hat\lambda^k \hat K^k
+            + \Bigl(1 - \sum_{k=1}^p \hat\lambda^k\Bigr) \hat K^{p+1},
+        \quad \hat K^k = \phi_1^k(x) \cdot \phi_2^k(y),
+        \quad \hat\lambda^k = a_k + \rho_1^k(x) \cdot \rho_2^k(y)
+
+    equals :math:`\Psi_1(x) \cdot \Psi_2(y)`. The paper's features are complex; here the signs are
+    all on the side of the query, and both sides are real. Unbiased if every base estimator is and
+    the weights are independent of all of them.
+
+    Args:
+      bases: The p + 1 base feature maps of this side, ``[..., m_k]``.
+      weights: The p weight feature maps of this side, ``[..., n_k]``.
+      offsets: The p constants :math:`a_k`.
+      side: ``"query"`` for :math:`\Psi_1`, ``"key"`` for :math:`\Psi_2`.
+
+    Returns:
+      Array ``[..., num_features]``, in time and memory O(sum of m_k n_k).
+
+    Raises:
+      TypeError: If an array is not floating.
+      ValueError: If the numbers of maps do not match or the side is unknown.
+
+    Example:
+      >>> import jax.numpy as jnp, simrf_jax
+      >>> def psi(side):  # K1 = 2 * 3, K2 = 5 * 7, lambda = 0.5 + 0.1 * 2
+      ...     one, two, rho = {"query": (2.0, 5.0, 0.1), "key": (3.0, 7.0, 2.0)}[side]
+      ...     bases = [jnp.array([one]), jnp.array([two])]
+      ...     return simrf_jax.hybrid_features(bases, [jnp.array([rho])], [0.5], side=side)
+      >>> print(f"{psi('query') @ psi('key'):.4f}, {0.7 * 6 + 0.3 * 35:.4f}")
+      14.7000, 14.7000
+
+    References:
+      Choromanski et al., Hybrid Random Features (ICLR 2022), Eq. 8 and Lemma 2.3.
+    """
+    arrays = [checks.floating("bases", base) for base in bases]
+    rhos = [checks.floating("weights", rho) for rho in weights]
+    zero = [jnp.zeros_like(base[..., :1]) for base in arrays]
+    as_log = [LogFeatures(z, z, base) for z, base in zip(zero, arrays, strict=True)]
+    features = hybrid_log_features(as_log, rhos, offsets, side=side)
+    return features.evaluate(jnp.result_type(*arrays))
+
+
+def hybrid_log_features(
+    bases: Sequence[LogFeatures],
+    weights: Sequence[jax.Array],
+    offsets: Sequence[float],
+    *,
+    side: str,
+) -> LogFeatures:
+    """``hybrid_features`` with the scales apart."""
+    checks.one_of("side", side, SIDES)
+    if not len(bases) - 1 == len(weights) == len(offsets) > 0:
+        raise ValueError(
+            "A hybrid has p weights, p offsets and p + 1 bases, p at least 1; "
+            f"got {len(weights)}, {len(offsets)} and {len(bases)}."
+        )
+
+    def with_offset(offset: float, *rhos: jax.Array) -> jax.Array:
+        constant = jnp.full_like(rhos[0][..., :1], offset if side == "query" else 1.0)
+        return jnp.concatenate([constant, *rhos] if offset else rhos, axis=-1)
+
+    coefficients = [with_offset(a, rho) for a, rho in zip(offsets, weights, strict=True)]
+    sign = -1 if side == "query" else 1
+    coefficients.append(with_offset(1 - sum(offsets), *(sign * rho for rho in weights)))
+    return weighted_sum(bases, coefficients)
+
+
+def weighted_sum(bases: Sequence[LogFeatures], coefficients: Sequence[jax.Array]) -> LogFeatures:
+    r"""Features of :math:`\sum_k (\omega_1^k(x) \cdot \omega_2^k(y)) \hat K^k(x, y)`.
+
+    Args:
+      bases: Feature maps ``[..., m_k]`` of one side.
+      coefficients: :math:`\omega^k` of the same side, ``[..., n_k]``.
+
+    Returns:
+      All :math:`\omega^k \otimes \phi^k`, one after the other.
+    """
+    # One scale for all: that of the first base, which the exponents of the others are taken to.
+    log_scale = bases[0].log_scale
+    exponents, values = [], []
+    for base, omega in zip(bases, coefficients, strict=True):
+        width = base.exponent.shape[-1] if base.values is None else base.values.shape[-1]
+        shape = (*omega.shape, width)
+        exponent = base.exponent + (base.log_scale - log_scale)
+        exponents.append(jnp.broadcast_to(exponent[..., None, :], shape))
+        value = jnp.ones((width,), omega.dtype) if base.values is None else base.values
+        product = omega[..., :, None] * _align(value, omega.ndim)[..., None, :]
+        values.append(jnp.broadcast_to(product, shape))
+    return LogFeatures(_flat(exponents), log_scale, _flat(values))
+
+
+def _align(value: jax.Array, ndim: int) -> jax.Array:
+    return value.reshape((1,) * (ndim - value.ndim) + value.shape)
+
+
+def _flat(products: list[jax.Array]) -> jax.Array:
+    return jnp.concatenate([p.reshape(*p.shape[:-2], -1) for p in products], axis=-1)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["hyperbolic", "trigonometric", "weights"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class BipolarProjection(StructuredProjection):
+    """The random vectors of a bipolar hybrid; see draw_bipolar_projection.
+
+    Attributes:
+      hyperbolic: W of the hyperbolic base estimator, ``[..., num_features, dim]``.
+      trigonometric: W of the trigonometric one, of the same shape.
+      weights: The vectors tau of the weights, ``[..., num_weights, dim]``.
+    """
+
+    hyperbolic: Projection
+    trigonometric: Projection
+    weights: Projection
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one base's projection, ``[..., num_features, dim]``."""
+        return as_projection(self.hyperbolic).shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The floating type of one base's projection."""
+        return as_projection(self.hyperbolic).dtype
+
+
+def draw_bipolar_projection(
+    key: jax.Array,
+    num_features: int,
+    num_weights: int,
+    dim: int,
+    *,
+    coupling: str = "orthogonal",
+    dtype: DTypeLike = jnp.float32,
+) -> BipolarProjection:
+    """Draws the random vectors of a bipolar hybrid estimator.
+
+    Args:
+      key: A typed PRNG key. ``jax.vmap`` over keys draws a stack.
+      num_features: Rows m of either base estimator.
+      num_weights: Number n of random vectors that estimate the weight.
+      dim: Dimension d.
+      coupling: Of the rows of each base, as ``draw_projection``. The bases are independent of each
+        other and of the weights, whose vectors are iid, as Theorem 3.1 and Lemma 3.2 ask.
+      dtype: Floating type.
+
+    Returns:
+      A ``BipolarProjection``, for ``angular_hybrid_features`` and ``gaussian_hybrid_features``.
+
+    Raises:
+      TypeError: As ``draw_projection``.
+      ValueError: As ``draw_projection``.
+
+    Example:
+      >>> import jax, simrf_jax
+      >>> p = simrf_jax.draw_bipolar_projection(jax.random.key(0), 16, 8, 64)
+      >>> p.hyperbolic.shape, p.trigonometric.shape, p.weights.shape
+      ((16, 64), (16, 64), (8, 64))
+
+    References:
+      Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3.
+    """
+    checks.typed_key(key)
+    num_weights = checks.positive_int("num_weights", num_weights)
+    one, two, three = jax.random.split(key, 3)
+    return BipolarProjection(
+        draw_projection(one, num_features, dim, coupling=coupling, dtype=dtype),
+        draw_projection(two, num_features, dim, coupling=coupling, dtype=dtype),
+        draw_projection(three, num_weights, dim, coupling="iid", dtype=dtype),
+    )
+
+
+def angular_log_features(
+    x: ArrayLike, projection: BipolarProjection, *, side: str, kernel: str
+) -> LogFeatures:
+    """``angular_hybrid_features`` with the scales apart."""
+    tau = _bipolar(projection).weights
+    signs = jnp.where(project(x, tau) < 0, -1.0, 1.0)
+    sign = -1 if side == "query" else 1
+    rho = sign * signs * (2 * signs.shape[-1]) ** -0.5
+    return _bipolar_log_features(x, projection, rho, 0.5, side, kernel)
+
+
+def gaussian_log_features(
+    x: ArrayLike,
+    projection: BipolarProjection,
+    *,
+    side: str,
+    bandwidth: float = 1.0,
+    kernel: str,
+) -> LogFeatures:
+    """``gaussian_hybrid_features`` with the scales apart."""
+    tau = _bipolar(projection).weights
+    x = checks.floating("x", x)
+    u = (x if side == "query" else -x) / bandwidth
+    rho = trigonometric_log_features(u, tau, kernel="gaussian")
+    weight = rho.evaluate(rho.exponent.dtype)
+    return _bipolar_log_features(x, projection, weight, 0.0, side, kernel)
+
+
+def _bipolar(projection: BipolarProjection) -> BipolarProjection:
+    if not isinstance(projection, BipolarProjection):
+        raise TypeError(
+            "projection must be a BipolarProjection, made by draw_bipolar_projection, "
+            f"got {type(projection).__name__}."
+        )
+    return projection
+
+
+def _bipolar_log_features(
+    x: ArrayLike,
+    projection: BipolarProjection,
+    rho: jax.Array,
+    offset: float,
+    side: str,
+    kernel: str,
+) -> LogFeatures:
+    bases = [
+        hyperbolic_log_features(x, projection.hyperbolic, kernel=kernel),
+        trigonometric_log_features(x, projection.trigonometric, kernel=kernel),
+    ]
+    return hybrid_log_features(bases, [rho.astype(bases[0].exponent.dtype)], [offset], side=side)
+
+
+def angular_hybrid_features(
+    x: ArrayLike, projection: BipolarProjection, *, side: str, kernel: str = "softmax"
+) -> jax.Array:
+    r"""Bipolar hybrid features with angular weights.
+
+    The hyperbolic estimator, exact at y = -x, has the weight
+
+    .. math::
+        \lambda = \frac{\theta_{x,y}}{\pi}, \qquad \hat\lambda = \tfrac12 - \tfrac{1}{2n} \sum_i
+            \operatorname{sgn}(\tau_i \cdot x) \operatorname{sgn}(\tau_i \cdot y)
+
+    and the trigonometric one, exact at y = x, the rest. For vectors of equal length the estimate
+    has no variance at either end, :math:`\theta = 0` and :math:`\theta = \pi`.
+
+    Args:
+      x: Vectors ``[..., dim]``.
+      projection: A ``BipolarProjection``.
+      side: ``"query"`` for one argument of the kernel, ``"key"`` for the other.
+      kernel: ``"softmax"`` or ``"gaussian"``.
+
+    Returns:
+      Array ``[..., 4 num_features (num_weights + 1)]`` of x's dtype, in time
+      O(nd + md + mn), computed in float32 at least.
+
+    Raises:
+      TypeError: If x is not floating or the projection is no ``BipolarProjection``.
+      ValueError: If a name is unknown or the shapes do not match.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, simrf_jax
+      >>> p = simrf_jax.draw_bipolar_projection(jax.random.key(0), 16, 8, 4)
+      >>> x = jnp.array([0.1, -0.7, 0.4, 0.2])
+      >>> psi_1 = simrf_jax.angular_hybrid_features(x, p, side="query")
+      >>> for y in (x, -x):  # exact at both ends
+      ...     psi_2 = simrf_jax.angular_hybrid_features(y, p, side="key")
+      ...     print(f"{psi_1 @ psi_2:.5f} {jnp.exp(x @ y):.5f}")
+      2.01375 2.01375
+      0.49659 0.49659
+
+    References:
+      Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3, Theorem 3.1 and Lemma 3.2.
+    """
+    features = angular_log_features(x, projection, side=side, kernel=kernel)
+    return features.evaluate(jnp.asarray(x).dtype)
+
+
+def gaussian_hybrid_features(
+    x: ArrayLike,
+    projection: BipolarProjection,
+    *,
+    side: str,
+    bandwidth: float = 1.0,
+    kernel: str = "softmax",
+) -> jax.Array:
+    r"""Bipolar hybrid features with Gaussian weights.
+
+    The hyperbolic estimator, exact at y = -x, has the weight
+
+    .. math:: \lambda = \exp\bigl(-|x + y|^2 / (2 \sigma^2)\bigr)
+
+    estimated by trigonometric features of :math:`x/\sigma` and :math:`-y/\sigma`, which are exact
+    there too; the trigonometric estimator has the rest.
+
+    Args:
+      x: Vectors ``[..., dim]``.
+      projection: A ``BipolarProjection``.
+      side: ``"query"`` for one argument of the kernel, ``"key"`` for the other.
+      bandwidth: :math:`\sigma`, the distance from y = -x at which the weight passes over.
+      kernel: ``"softmax"`` or ``"gaussian"``.
+
+    Returns:
+      Array ``[..., 2 num_features (4 num_weights + 1)]`` of x's dtype, in time
+      O(nd + md + mn), computed in float32 at least.
+
+    Raises:
+      TypeError: If x is not floating or the projection is no ``BipolarProjection``.
+      ValueError: If a name is unknown, the shapes do not match or the bandwidth is not positive.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, simrf_jax
+      >>> p = simrf_jax.draw_bipolar_projection(jax.random.key(0), 16, 8, 4)
+      >>> x = jnp.array([0.1, -0.7, 0.4, 0.2])
+      >>> psi_1 = simrf_jax.gaussian_hybrid_features(x, p, side="query")
+      >>> psi_2 = simrf_jax.gaussian_hybrid_features(-x, p, side="key")
+      >>> print(f"{psi_1 @ psi_2:.5f} {jnp.exp(-x @ x):.5f}")
+      0.49659 0.49659
+
+    References:
+      Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3, Gaussian lambda coefficients.
+    """
+    if not bandwidth > 0:
+        raise ValueError(f"bandwidth must be positive, got {bandwidth}.")
+    features = gaussian_log_features(x, projection, side=side, bandwidth=bandwidth, kernel=kernel)
+    return features.evaluate(jnp.asarray(x).dtype)

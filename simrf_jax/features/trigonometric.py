@@ -1,0 +1,139 @@
+"""Trigonometric feature maps (random Fourier features): sine and cosine, or one shifted cosine."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from simrf_jax import checks
+from simrf_jax.features.log_space import KERNELS, LogFeatures, half_squared_norm
+from simrf_jax.projections import Projection, project
+
+
+def trigonometric_log_features(x: ArrayLike, projection: Projection, *, kernel: str) -> LogFeatures:
+    """Trigonometric features with their scale apart; arguments as ``trigonometric_features``."""
+    angles = project(x, projection)
+    values = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    return _mean_over_rows(x, values, angles.shape[-1], kernel)
+
+
+def phase_log_features(
+    x: ArrayLike, projection: Projection, phases: ArrayLike | None = None, *, kernel: str
+) -> LogFeatures:
+    """Phase features with their scale apart; ``even_phases`` if none are given."""
+    angles = project(x, projection)
+    num_features = angles.shape[-1]
+    phases = even_phases(num_features) if phases is None else checks.floating("phases", phases)
+    if phases.shape != (num_features,):
+        raise ValueError(
+            f"phases must be [num_features] = ({num_features},), got shape {phases.shape}."
+        )
+    shifted = angles + jnp.broadcast_to(jnp.asarray(phases, angles.dtype), angles.shape)
+    return _mean_over_rows(x, 2**0.5 * jnp.cos(shifted), num_features, kernel)
+
+
+def _mean_over_rows(x: ArrayLike, values: jax.Array, num_rows: int, kernel: str) -> LogFeatures:
+    """Bounded values and the scale that all of them share."""
+    checks.one_of("kernel", kernel, KERNELS)
+    log_scale = half_squared_norm(x, values.dtype)
+    if kernel == "gaussian":
+        log_scale = jnp.zeros_like(log_scale)
+    return LogFeatures(jnp.zeros_like(log_scale), log_scale - 0.5 * math.log(num_rows), values)
+
+
+def even_phases(num_features: int) -> np.ndarray:
+    r"""Phases that need no randomness, :math:`b_i = \pi (\tfrac14 + i / m)`.
+
+    What phases are for is that :math:`\sum_i \cos(2 b_i)` has mean zero; here it is zero.
+
+    Example:
+      >>> bool(abs(sum(np.cos(2 * even_phases(7)))) < 1e-12)
+      True
+    """
+    return np.pi * (0.25 + np.arange(num_features) / num_features)
+
+
+def trigonometric_features(
+    x: ArrayLike, projection: Projection, *, kernel: str = "gaussian"
+) -> jax.Array:
+    r"""Trigonometric random features (random Fourier features) of either kernel.
+
+    .. math::
+        \phi(x) = \tfrac{1}{\sqrt m}\, e^{c|x|^2} \bigl(\sin(w_1 \cdot x), \dots,
+            \sin(w_m \cdot x), \cos(w_1 \cdot x), \dots, \cos(w_m \cdot x)\bigr)
+
+    with :math:`c = 0` for the Gaussian kernel and :math:`\tfrac12` for the softmax kernel. The
+    product :math:`\phi(x) \cdot \phi(y)` is the mean of :math:`\cos(w_i \cdot (x - y))` times its
+    prefactors: exact at x = y, and of either sign. Of the couplings, **orthogonal** serves this
+    map best: cosines do not tell w from -w, which is what a simplex is good for.
+
+    Args:
+      x: Vectors ``[..., dim]`` in units of the kernel's length scale.
+      projection: W, ``[num_features, dim]``, the same for both sides of the product.
+      kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
+
+    Returns:
+      Array ``[..., 2 num_features]`` of x's dtype, computed in float32 at least.
+
+    Raises:
+      TypeError: If an argument is not floating.
+      ValueError: If the kernel is unknown or the shapes do not match.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, simrf_jax
+      >>> x = jax.random.normal(jax.random.key(0), (16,))
+      >>> w = simrf_jax.draw_projection(jax.random.key(1), 64, 16, coupling="orthogonal")
+      >>> phi = simrf_jax.trigonometric_features(x, w)
+      >>> print(phi.shape, f"{phi @ phi:.5f}")  # exact at y = x
+      (128,) 1.00000
+
+    References:
+      Rahimi and Recht, Random Features for Large-Scale Kernel Machines (NeurIPS 2007); Yu et al.,
+      Orthogonal Random Features (NeurIPS 2016); Reid et al., Simplex Random Features (ICML 2023),
+      Sec. 4.1.
+    """
+    features = trigonometric_log_features(x, projection, kernel=kernel)
+    return features.evaluate(jnp.asarray(x).dtype)
+
+
+def phase_features(
+    x: ArrayLike, projection: Projection, phases: ArrayLike, *, kernel: str = "gaussian"
+) -> jax.Array:
+    r"""Random Fourier features with one shifted cosine for each row.
+
+    .. math:: \phi(x)_i = \sqrt{\tfrac{2}{m}}\, e^{c|x|^2} \cos(w_i \cdot x + b_i)
+
+    with :math:`c = 0` for the Gaussian kernel and :math:`\tfrac12` for the softmax kernel. Half as
+    many features as ``trigonometric_features`` for the same W, of more variance: they are not
+    exact even at x = y.
+
+    Args:
+      x: Vectors ``[..., dim]`` in units of the kernel's length scale.
+      projection: W, ``[num_features, dim]``, the same for both sides of the product.
+      phases: b, ``[num_features]``, uniform on the circle:
+        ``jax.random.uniform(key, (num_features,), maxval=2 * jnp.pi)``.
+      kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
+
+    Returns:
+      Array ``[..., num_features]`` of x's dtype, computed in float32 at least.
+
+    Raises:
+      TypeError: If an argument is not floating.
+      ValueError: If the kernel is unknown or the shapes do not match.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, simrf_jax
+      >>> w = simrf_jax.draw_projection(jax.random.key(0), 64, 16, coupling="orthogonal")
+      >>> b = jax.random.uniform(jax.random.key(1), (64,), maxval=2 * jnp.pi)
+      >>> simrf_jax.phase_features(jnp.ones((3, 16)), w, b).shape
+      (3, 64)
+
+    References:
+      Rahimi and Recht, Random Features for Large-Scale Kernel Machines (NeurIPS 2007), Algorithm 1.
+    """
+    features = phase_log_features(x, projection, phases, kernel=kernel)
+    return features.evaluate(jnp.asarray(x).dtype)

@@ -1,0 +1,85 @@
+"""Couplings: how the rows of a block depend on each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from simrf_jax.projections.blocks import Block, orthogonal_blocks, simplex_blocks
+
+NUM_SWEEPS = 3
+
+
+class Coupling(NamedTuple):
+    """How the directions of the rows come about, before a random rotation turns them.
+
+    Attributes:
+      blocks: From (num_features, dim, block mode) to the blocks, whose directions are fixed.
+      weight_dependent: Whether the directions are then arranged to suit the norms of the rows, by
+        ``minimise_resultant``.
+    """
+
+    blocks: Callable[[int, int, str], list[Block]]
+    weight_dependent: bool = False
+
+
+# Beside these there is "iid", which has no blocks.
+COUPLED = {
+    "orthogonal": Coupling(orthogonal_blocks),
+    "simplex": Coupling(simplex_blocks),
+    "simplex_plus": Coupling(simplex_blocks, weight_dependent=True),
+}
+COUPLINGS = ("iid", *COUPLED)
+
+
+def minimise_resultant(
+    directions: jax.Array, norms: jax.Array, *, num_sweeps: int = NUM_SWEEPS
+) -> jax.Array:
+    r"""Turns the rows of a block, one after the other, against the sum of the others (SimRF+).
+
+    .. math:: s_i \leftarrow -\frac{\sum_{j \ne i} a_j s_j}{|\sum_{j \ne i} a_j s_j|}
+
+    for all i in turn, ``num_sweeps`` times over. Each step lowers the resultant :math:`|\sum_i a_i
+    s_i|`, and with it :math:`\sum_{i \ne j} |w_i + w_j|^2`: the leading term of the variance of
+    positive features. Two or three sweeps close the loop (resultant zero) unless one norm exceeds
+    the sum of the others: then the others end up antialigned with it.
+
+    Args:
+      directions: Unit vectors s, ``[rows, coordinates]``; a step takes time O(coordinates).
+      norms: Their lengths a, ``[rows]``.
+      num_sweeps: How often every row is turned.
+
+    Returns:
+      Unit vectors ``[rows, coordinates]``.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> triangle = jnp.array([[1.0, 0.0], [-0.5, 0.75**0.5], [-0.5, -(0.75**0.5)]])
+      >>> norms = jnp.array([3.0, 4.0, 5.0])
+      >>> s = minimise_resultant(triangle, norms)
+      >>> bool(jnp.linalg.norm(norms @ triangle) > 1), bool(jnp.linalg.norm(norms @ s) < 1e-5)
+      (True, True)
+
+    References:
+      Reid et al., Simplex Random Features (ICML 2023), Eqs. 16 and 17; a :math:`= \sqrt{\ }` of
+      the diagonal of D there.
+    """
+    num_rows = directions.shape[0]
+
+    def turn(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        s, resultant = carry
+        rest = resultant - norms[i] * s[i]
+        length = jnp.linalg.norm(rest)
+        # With nothing to turn against, all directions are as good.
+        turned = jnp.where(length > 0, -rest / jnp.where(length > 0, length, 1), s[i])
+        return s.at[i].set(turned), rest + norms[i] * turned
+
+    def sweep(_: jax.Array, s: jax.Array) -> jax.Array:
+        # The resultant runs along within a sweep and starts each one free of its rounding errors.
+        resultant = jnp.sum(norms[:, None] * s, axis=0)
+        return jax.lax.fori_loop(0, num_rows, turn, (s, resultant))[0]
+
+    return jax.lax.fori_loop(0, num_sweeps, sweep, directions)

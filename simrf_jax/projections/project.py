@@ -1,0 +1,70 @@
+"""The projection of vectors, by whatever form W has."""
+
+from __future__ import annotations
+
+import functools
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from simrf_jax import checks
+from simrf_jax.projections.fast import FastProjection, apply_fast
+from simrf_jax.projections.structured import StructuredProjection
+
+Projection: TypeAlias = ArrayLike | StructuredProjection
+
+
+def as_projection(projection: Projection) -> jax.Array | StructuredProjection:
+    """Returns a projection as an array of a floating type, or as the structure it is."""
+    if isinstance(projection, StructuredProjection):
+        return projection
+    return checks.floating("projection", projection)
+
+
+def project(x: ArrayLike, projection: Projection) -> jax.Array:
+    r"""Projects vectors onto the rows of a projection, :math:`y_i = w_i \cdot x`.
+
+    Args:
+      x: Vectors ``[..., dim]``.
+      projection: W, ``[num_features, dim]``, as an array or a ``FastProjection``.
+
+    Returns:
+      Array ``[..., num_features]``, in float32 at least: the logits of every feature map, which
+      bfloat16 would round to a few per cent.
+
+    Raises:
+      TypeError: If either is not floating.
+      ValueError: If the shapes do not match.
+
+    Example:
+      >>> import jax.numpy as jnp, simrf_jax
+      >>> simrf_jax.project(jnp.array([1.0, 2.0]), jnp.array([[3.0, 0.0], [0.0, 5.0], [1.0, 1.0]]))
+      Array([ 3., 10.,  3.], dtype=float32)
+    """
+    x, projection = checks.floating("x", x), as_projection(projection)
+    if not isinstance(projection, jax.Array | FastProjection):
+        raise TypeError(
+            "projection must be an array [num_features, dim] or a FastProjection, "
+            f"got {type(projection).__name__}."
+        )
+    if projection.ndim != 2:
+        raise ValueError(
+            f"projection must be [num_features, dim], got shape {projection.shape}; "
+            "use jax.vmap for a stack of them."
+        )
+    if x.ndim < 1 or x.shape[-1] != projection.shape[-1]:
+        raise ValueError(
+            f"x must be [..., dim] with the projection's dim={projection.shape[-1]}, "
+            f"got shape {x.shape}."
+        )
+    compute = functools.reduce(jnp.promote_types, (x.dtype, projection.dtype, jnp.float32))
+    if isinstance(projection, FastProjection):
+        return apply_fast(x.astype(compute), projection)
+    return jnp.einsum(
+        "...d,md->...m",
+        x.astype(compute),
+        projection.astype(compute),
+        precision=jax.lax.Precision.HIGHEST,
+    )

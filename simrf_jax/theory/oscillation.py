@@ -1,0 +1,86 @@
+r"""Mean squared errors of trigonometric features at large distances.
+
+The conformity is then a characteristic function, of size at most 1, and the direct difference of
+conformities keeps its digits where the series in :math:`-z^2` loses them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from scipy import special
+
+from simrf_jax.theory.numerics import over_chunks, phi_rule
+from simrf_jax.theory.pairs import Pairs
+from simrf_jax.theory.series import alternating_series
+
+_SERIES_BELOW = 2.25  # t = z^2. Both ways keep 13 digits for several units around it.
+_TAIL_FROM = 90.0
+
+
+def trigonometric_ratio(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...]) -> np.ndarray:
+    """Ratio to iid of trigonometric features, t = z^2 >= 0."""
+    small = t < _SERIES_BELOW
+    result = np.empty_like(t)
+    result[small] = alternating_series(t[small], dim, pairs)
+    result[~small] = _direct_ratio(t[~small], dim, pairs)
+    return result
+
+
+def _direct_ratio(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...]) -> np.ndarray:
+    gap = np.zeros_like(t)
+    for weight, cosine in pairs:
+        gap += weight * (np.exp(-t) - _even_conformity(t, dim, cosine))
+    return 1 - gap / (np.expm1(-t) ** 2 / 2)
+
+
+def _even_conformity(t: np.ndarray, dim: int, cosine: float) -> np.ndarray:
+    r"""The part of :math:`\rho_c(-t)` that is even in c, at -t = -z^2."""
+    if not cosine:
+        return over_chunks(lambda t: kummer(t / 2, dim), t, 1)
+    sines, log_weights = phi_rule(dim)
+    bases = np.concatenate([1 + cosine * sines, 1 - cosine * sines]) / 2
+    weights = np.tile(np.exp(log_weights) / 2, 2)
+    return over_chunks(lambda t: kummer(t[:, None] * bases, dim) @ weights, t, bases.size)
+
+
+def kummer(y: np.ndarray, dim: int) -> np.ndarray:
+    r""":math:`{}_1F_1(d; d/2; -y)` for y >= 0, to an absolute error of 1e-15 or less.
+
+    Kummer's transformation makes it a Poisson average of numbers of size at most 1, alternating up
+    to k = d/2,
+
+    .. math::
+        {}_1F_1(d; \tfrac d2; -y) = e^{-y} \sum_k \frac{y^k}{k!} g_k, \qquad
+        g_k = \prod_{j<k} \frac{j - d/2}{j + d/2}.
+
+    scipy.special.hyp1f1 is wrong at isolated points for these arguments.
+    """
+    n = dim / 2
+    result = np.zeros_like(y)
+    central, tail = y < _TAIL_FROM, y >= _TAIL_FROM
+    result[central] = _poisson_average(y[central], n)
+    if dim % 2 and dim < 11:
+        result[tail] = _algebraic_tail(y[tail], dim)
+    # Otherwise the tail is below 1e-17: it is e^{-y/2} at most for even d, and y^-d for odd.
+    return result
+
+
+def _poisson_average(y: np.ndarray, n: float) -> np.ndarray:
+    largest = np.max(y, initial=0.0)
+    term = np.exp(-y)
+    total = term.copy()
+    for j in range(int(largest + 14 * np.sqrt(largest) + 40)):
+        term *= y * ((j - n) / ((j + n) * (j + 1)))
+        total += term
+    return total
+
+
+def _algebraic_tail(y: np.ndarray, dim: int) -> np.ndarray:
+    """The asymptotic series, whose terms still fall at k = 30 for d <= 9 and y >= 90."""
+    n = dim / 2
+    term = special.gamma(n) * special.rgamma(-n) * y ** -float(dim)
+    total = term.copy()
+    for k in range(30):
+        term *= (dim + k) * (n + 1 + k) / ((k + 1) * y)
+        total += term
+    return total

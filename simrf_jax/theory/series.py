@@ -1,0 +1,84 @@
+r"""Ratios of mean squared errors as power series in :math:`t = v^2`.
+
+Before the prefactor that all couplings share, the mean squared error is
+
+.. math::
+    V_1 + \sum_b P_b (C_{c_b} - C_\text{iid}) = \sum_k \frac{t^k}{k!} V_k q_k, \qquad
+    q_k = 1 - \sum_b \frac{P_b}{V_k} (1 - r_k E_k(c_b))
+
+with :math:`V_k = 2^k - 1` and :math:`E_k = I_k(c)` for positive features, and their even parts
+:math:`V_k = 2^{k-1} - 1` and :math:`E_k = (I_k(c) + I_k(-c)) / 2` for hyperbolic ones. The ratio to
+iid is thus a mean of the ratios :math:`q_k` of single degrees, with positive weights: nothing is
+subtracted beyond the :math:`q_k`, neither at small :math:`t`, where both errors vanish, nor at
+large :math:`t`, where both overflow. Trigonometric features are hyperbolic ones at :math:`-t`.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from scipy import special
+
+from simrf_jax.theory.moments import scaled_deficits
+from simrf_jax.theory.numerics import over_chunks
+from simrf_jax.theory.pairs import Pairs
+
+
+@functools.lru_cache(maxsize=64)
+def degree_ratios(dim: int, pairs: tuple[Pairs, ...], even: bool) -> np.ndarray:
+    """Ratios q_k from the first degree with variance (1, or 2 if even) until they equal 1."""
+    degrees = 64
+    while True:
+        degrees *= 2
+        first = 2 if even else 1
+        differences = np.zeros(degrees + 1 - first)
+        scaled_v = scaled_variances(np.arange(first, degrees + 1.0), even)
+        for weight, cosine in pairs:
+            deficits = scaled_deficits(dim, cosine, degrees)
+            if even:
+                deficits = (deficits + scaled_deficits(dim, -cosine, degrees)) / 2
+            differences += weight * deficits[first:] / scaled_v
+        if abs(differences[-1]) < 1e-17:
+            return 1 - differences
+
+
+def scaled_variances(k: np.ndarray, even: bool) -> np.ndarray:
+    """2^-k V_k."""
+    return (1 - 2 ** (1 - k)) / 2 if even else 1 - 2**-k
+
+
+def positive_series(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...], *, even: bool) -> np.ndarray:
+    """Ratio to iid of positive features, or hyperbolic ones if ``even``, for t >= 0."""
+    ratios = degree_ratios(dim, pairs, even)
+    # The weights are almost Poisson(2t). At t_max they have left the degrees that differ from 1.
+    t_max = ratios.size
+    degrees = int(2 * t_max + 14 * np.sqrt(2 * t_max) + 60)
+    first = 2 if even else 1
+    k = np.arange(first, first + degrees, dtype=np.float64)
+    q = np.concatenate([ratios, np.ones(degrees - ratios.size)])
+    log_coefficients = np.log(scaled_variances(k, even)) - special.gammaln(k + 1)
+
+    def mean_ratio(t: np.ndarray) -> np.ndarray:
+        log_weights = k * np.log(2 * t)[:, None] + log_coefficients
+        weights = np.exp(log_weights - log_weights.max(axis=1, keepdims=True))
+        return weights @ q / weights.sum(axis=1)
+
+    result = np.ones_like(t)
+    result[t == 0] = q[0]
+    inside = (t > 0) & (t < t_max)
+    result[inside] = over_chunks(mean_ratio, t[inside], degrees)
+    return result
+
+
+def alternating_series(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...]) -> np.ndarray:
+    """Ratio to iid of trigonometric features for small t = z^2 >= 0, below 3 or so."""
+    degrees = 48
+    k = np.arange(2.0, 2 + degrees)
+    coefficients = 2**k * scaled_variances(k, even=True) / special.factorial(k)
+    coefficients *= degree_ratios(dim, pairs, even=True)[:degrees]
+
+    def ratio(t: np.ndarray) -> np.ndarray:
+        return (-t[:, None]) ** (k - 2) @ coefficients / (special.exprel(-t) ** 2 / 2)
+
+    return over_chunks(ratio, t, degrees)

@@ -1,0 +1,58 @@
+"""Feature maps written out in float64 NumPy: log |phi| and its sign, for any scale of the inputs."""
+
+import numpy as np
+
+
+def _half_squared_norm(x):
+    return np.sum(np.square(x), axis=-1, keepdims=True) / 2
+
+
+def _log_prefactor(x, kernel, base):
+    """``base`` of the softmax kernel; the Gaussian one is exp(-|x|^2/2) exp(x.y) exp(-|y|^2/2)."""
+    return (base - (kernel == "gaussian")) * _half_squared_norm(x)
+
+
+def _split(values):
+    with np.errstate(divide="ignore"):
+        return np.log(np.abs(values)), np.sign(values)
+
+
+def positive(x, w, kernel):
+    log = x @ w.T + _log_prefactor(x, kernel, -1) - np.log(len(w)) / 2
+    return log, np.ones_like(log)
+
+
+def hyperbolic(x, w, kernel):
+    log = np.concatenate([x @ w.T, -x @ w.T], axis=-1)
+    log = log + _log_prefactor(x, kernel, -1) - np.log(2 * len(w)) / 2
+    return log, np.ones_like(log)
+
+
+def trigonometric(x, w, kernel):
+    log, sign = _split(np.concatenate([np.sin(x @ w.T), np.cos(x @ w.T)], axis=-1))
+    return log + _log_prefactor(x, kernel, 1) - np.log(len(w)) / 2, sign
+
+
+def phase(x, w, kernel, phases=None):
+    if phases is None:
+        phases = np.pi * (1 / 4 + np.arange(len(w)) / len(w))
+    log, sign = _split(np.sqrt(2) * np.cos(x @ w.T + phases))
+    return log + _log_prefactor(x, kernel, 1) - np.log(len(w)) / 2, sign
+
+
+def relu(x, w, kernel):
+    del kernel
+    log, sign = _split(np.maximum(x @ w.T, 0))
+    return log - np.log(len(w)) / 2, sign
+
+
+def elu(x, w, kernel):
+    del kernel
+    y = x if w is None else x @ w.T
+    log, sign = _split(np.where(y > 0, 1 + y, np.exp(np.minimum(y, 0))))
+    return log - (0 if w is None else np.log(len(w)) / 2), sign
+
+
+def evaluate(formula, x, w, kernel="softmax"):
+    log, sign = formula(np.asarray(x, np.float64), np.asarray(w, np.float64), kernel)
+    return sign * np.exp(log)

@@ -1,0 +1,163 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.linalg
+
+from simrf_jax import draw_fast_projection, draw_projection, positive_features, project
+from simrf_jax.projections.couplings import COUPLED
+from tests.standard_errors import assert_mean
+
+pytestmark = pytest.mark.fast
+
+
+def dense(projection):
+    """D S HD HD HD multiplied out from the state, in float64."""
+    num_features, ambient = projection.row_norms.shape[0], projection.signs.shape[-1]
+    blocks = COUPLED[projection.coupling].blocks(num_features, ambient, projection.block)
+    hadamard = scipy.linalg.hadamard(ambient) / np.sqrt(ambient)
+    directions = []
+    for block, signs in zip(blocks, np.asarray(projection.signs, np.float64), strict=True):
+        rotation = np.eye(ambient)
+        for flips in signs:
+            rotation = hadamard @ np.diag(flips) @ rotation
+        s = block.directions()
+        directions.append(s @ rotation[: s.shape[1]])
+    w = np.concatenate(directions) * np.asarray(projection.row_norms, np.float64)[:, None]
+    return w[:, : projection.dim]
+
+
+SIZES = [(1, 2), (64, 64), (65, 64), (130, 64), (8, 64), (66, 64), (9, 2), (300, 100), (5, 3)]
+
+
+@pytest.mark.parametrize(("num_features", "dim"), [*SIZES, (600, 300)])
+@pytest.mark.parametrize("coupling", ["orthogonal", "simplex"])
+@pytest.mark.parametrize("block", ["regular", "square"])
+def test_equals_its_own_dense_matrix(num_features, dim, coupling, block):
+    options = {"coupling": coupling, "block": block}
+    projection = draw_fast_projection(jax.random.key(0), num_features, dim, **options)
+    x = np.random.default_rng(1).normal(size=(2, 3, dim))
+    expected = x @ dense(projection).T
+    actual = project(jnp.asarray(x, jnp.float32), projection)
+    assert projection.shape == (num_features, dim)
+    assert np.linalg.norm(actual - expected) < 1e-5 * np.linalg.norm(expected)
+
+
+def test_angles_and_norms_of_the_rows():
+    projection = draw_fast_projection(jax.random.key(0), 65, 64, norms="sqrt_dim")
+    w = project(jnp.eye(64), projection).T
+    np.testing.assert_allclose(w @ w.T, np.where(np.eye(65), 64, -1), atol=1e-3)
+
+
+def test_rows_have_unit_covariance_and_their_norms_are_chi():
+    keys = jax.random.split(jax.random.key(0), 20_000)
+
+    def draw(key):
+        return project(jnp.eye(6), draw_fast_projection(key, 10, 6)).T
+
+    w = np.asarray(jax.jit(jax.vmap(draw))(keys), np.float64)
+    assert_mean(w, 0)
+    assert_mean(np.einsum("nmi,nmj->nmij", w, w), np.broadcast_to(np.eye(6), (10, 6, 6)))
+
+
+def test_state_is_linear_in_the_dimension():
+    projection = draw_fast_projection(jax.random.key(0), 4096, 4096)
+    assert sum(leaf.nbytes for leaf in jax.tree.leaves(projection)) < 64 * 1024
+
+
+def test_no_square_matrix_is_formed():
+    projection = draw_fast_projection(jax.random.key(0), 4096, 4096)
+    compiled = jax.jit(project).lower(jnp.ones((1, 4096)), projection).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 4096 * 4096 / 16
+
+
+def test_under_jit_vmap_and_grad():
+    keys = jax.random.split(jax.random.key(0), 3)
+    stack = jax.vmap(lambda key: draw_fast_projection(key, 10, 6))(keys)
+    assert stack.shape == (3, 10, 6)
+    assert stack.ndim == 3
+    x = jax.random.normal(jax.random.key(1), (4, 6))
+    mapped = jax.vmap(project, in_axes=(None, 0))(x, stack)
+    chex.assert_shape(mapped, (3, 4, 10))
+    second = jax.tree.map(lambda leaf: leaf[1], stack)
+    chex.assert_trees_all_close(mapped[1], jax.jit(project)(x, second), rtol=1e-5, atol=1e-6)
+    gradient = jax.grad(lambda x: positive_features(x, second).sum())(x)
+    chex.assert_tree_all_finite(gradient)
+    traced = jax.jit(chex.assert_max_traces(lambda x, p: project(x, p), n=1))
+    traced(x, second)
+    traced(x, jax.tree.map(lambda leaf: leaf[2], stack))
+
+
+def test_keeps_the_sharding_of_its_input_and_can_be_sharded_itself():
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
+    projection = draw_fast_projection(jax.random.key(0), 10, 6)
+    x = jax.device_put(jnp.ones((16, 6)), sharding)
+    assert jax.jit(project)(x, projection).sharding.is_equivalent_to(sharding, 2)
+    keys = jax.random.split(jax.random.key(0), 8)
+    stack = jax.vmap(lambda key: draw_fast_projection(key, 10, 6))(keys)
+    stack = jax.device_put(stack, sharding)
+    y = jax.jit(jax.vmap(project, in_axes=(None, 0)))(jnp.ones((2, 6)), stack)
+    assert y.sharding.is_equivalent_to(sharding, 3)
+
+
+def test_is_checkpointed_as_its_arrays(tmp_path):
+    orbax = pytest.importorskip("orbax.checkpoint", reason="needs orbax, of the extra `train`")
+    projection = draw_fast_projection(jax.random.key(0), 10, 6)
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "projection", projection)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "projection", jax.eval_shape(lambda: projection))
+    chex.assert_trees_all_equal(restored, projection)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_dtypes(dtype):
+    projection = draw_fast_projection(jax.random.key(0), 10, 6, dtype=dtype)
+    assert projection.dtype == projection.row_norms.dtype == dtype
+    assert project(jnp.ones(6, dtype), projection).dtype == jnp.float32
+    assert positive_features(jnp.ones(6, dtype), projection).dtype == dtype
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        projection = draw_fast_projection(jax.random.key(0), 10, 6, dtype=jnp.float64)
+        x = np.linspace(0, 1, 6)
+        np.testing.assert_allclose(project(x, projection), dense(projection) @ x, rtol=1e-13)
+
+
+def test_one_dimension_empty_batches_and_nan():
+    one = draw_fast_projection(jax.random.key(0), 3, 1, coupling="orthogonal")
+    chex.assert_tree_all_finite(project(jnp.ones(1), one))
+    projection = draw_fast_projection(jax.random.key(0), 10, 6)
+    chex.assert_shape(project(jnp.ones((0, 6)), projection), (0, 10))
+    assert jnp.isnan(project(jnp.full(6, jnp.nan), projection)).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "match"),
+    [
+        ((8, 8), {"coupling": "iid"}, ValueError, "'iid' has no fast form"),
+        ((8, 8), {"coupling": "simplex_plus"}, ValueError, "'simplex_plus' has no fast form"),
+        ((8, 8), {"coupling": "qmc"}, ValueError, "'orthogonal', 'simplex', got 'qmc'"),
+        ((8, 1), {}, ValueError, "needs dim of at least 2, got dim=1"),
+        ((0, 8), {}, ValueError, "num_features must be at least 1, got 0"),
+        ((8, 8.0), {}, TypeError, "dim must be an integer, got 8.0"),
+        ((8, 8), {"block": "round"}, ValueError, "'regular', 'square', got 'round'"),
+        ((8, 8), {"norms": "one"}, ValueError, "'chi', 'sqrt_dim', got 'one'"),
+        ((8, 8), {"dtype": jnp.int32}, TypeError, "dtype must be a floating type, got int32"),
+    ],
+)
+def test_draw_refuses(arguments, options, error, match):
+    with pytest.raises(error, match=match):
+        draw_fast_projection(jax.random.key(0), *arguments, **options)
+
+
+def test_project_refuses_what_does_not_fit():
+    projection = draw_fast_projection(jax.random.key(0), 10, 6)
+    with pytest.raises(ValueError, match=r"dim=6, got shape \(5,\)"):
+        project(jnp.ones(5), projection)
+    with pytest.raises(TypeError, match="typed PRNG key"):
+        draw_fast_projection(0, 10, 6)
+    assert draw_projection(jax.random.key(0), 10, 6).shape == projection.shape

@@ -1,0 +1,140 @@
+"""The closed forms once more, in arbitrary precision and from the definitions.
+
+Conformity is the power series with the paper's I_k by their exact recurrence, with as many digits
+as the recurrence and the alternating sums lose, or for large arguments the integral over the angle
+by mp.quad. Errors are V1 plus a loop over blocks. Nothing here is shared with the library.
+"""
+
+import functools
+
+from mpmath import mp, mpf
+
+DIGITS = 40  # of the series; the integrals have 25.
+
+
+@functools.lru_cache(maxsize=512)
+def coefficients(dim, cosine, count, digits):
+    """r_k I_k(c) / k! with the I_k by their recurrence, which loses digits as (1 + |c|)^k."""
+    with mp.workdps(digits):
+        c = mpf(cosine[0]) / cosine[1]
+        mu = mp.sqrt(2) * mp.gamma(mpf(dim + 1) / 2) / mp.gamma(mpf(dim) / 2)
+        moments = [mpf(0), mpf(1), 1 + c * mu**2 / dim]  # I_{-1}, which is not used, I_0, I_1
+        for k in range(count):
+            older, old, new = moments[-3:]
+            moments.append(
+                (
+                    (2 * dim + 2 + 3 * k) * new
+                    + ((dim + k) * c**2 - dim - 1 - 3 * k) * old
+                    + k * (1 - c**2) * older
+                )
+                / (dim + 1 + k)
+            )
+        factor, result = mpf(1), []
+        for k in range(count):
+            result.append(factor * moments[k + 1])
+            factor *= mpf(dim + k) / (dim + 2 * k) / (k + 1)
+        return result
+
+
+def conformity(dim, cosine, t):
+    """rho_c(t) for t = v^2 or t = -z^2; the cosine is a ratio of integers (p, q)."""
+    return (conformity_by_series if abs(t) < 150 else conformity_by_quadrature)(dim, cosine, t)
+
+
+@functools.cache
+def conformity_by_series(dim, cosine, t):
+    """rho_c(t) = sum_k t^k / k! r_k I_k(c)."""
+    size = abs(t)
+    # Terms are at most (2|t|)^k / k!: beyond e^2 * 2|t| they fall faster than e^-k.
+    count = 2 ** int(mp.ceil(mp.log(2 * 3 * size + 150, 2)))
+    lost = count * mp.log10(1 + abs(mpf(cosine[0]) / cosine[1])) + 4 * size / mp.log(10)
+    digits = 100 * int(mp.ceil((DIGITS + 60 + lost) / 100))
+    with mp.workdps(digits):
+        total, power = mpf(0), mpf(1)
+        for coefficient in coefficients(dim, cosine, count, digits):
+            total += power * coefficient
+            power *= t
+        assert abs(power * coefficient) < mpf(10) ** -(DIGITS + 20) * abs(total)
+        return total
+
+
+@functools.cache
+def conformity_by_quadrature(dim, cosine, t):
+    """rho_c(t) = E_phi[1F1(d; d/2; t (1 + c sin phi) / 2)]."""
+    with mp.workdps(30):
+        c = mpf(cosine[0]) / cosine[1]
+
+        def integrand(phi):
+            s = mp.sin(phi)
+            return mp.hyp1f1(dim, mpf(dim) / 2, t * (1 + c * s) / 2) * s ** (dim - 1)
+
+        norm = mp.beta(mpf(dim) / 2, mpf(1) / 2)
+        # Peaks are near 0 or pi/2.
+        ends = [0, mpf("0.01"), mpf("0.1"), mpf("0.5"), mpf("1.2"), mpf("1.5"), mp.pi / 2]
+        return 2 * mp.quad(integrand, ends) / norm
+
+
+def regular_blocks(num_features, dim):
+    """Rows of each regular simplex: full ones of d + 1, and no row alone beside another block."""
+    sizes, left = [], num_features
+    while left > dim + 2:
+        sizes.append(dim + 1)
+        left -= dim + 1
+    return sizes + ([dim, 2] if left == dim + 2 else [left])
+
+
+def square_blocks(num_features, dim):
+    sizes, left = [], num_features
+    while left > 0:
+        sizes.append(min(left, dim))
+        left -= dim
+    return sizes
+
+
+def blocks(num_features, dim, coupling, block):
+    """(rows, cosine) of each block."""
+    if coupling == "iid":
+        return []
+    if coupling == "orthogonal":
+        return [(r, (0, 1)) for r in square_blocks(num_features, dim)]
+    if block == "square":
+        return [(r, (-1, dim - 1)) for r in square_blocks(num_features, dim)]
+    return [(r, (-1, r - 1) if r > 1 else None) for r in regular_blocks(num_features, dim)]
+
+
+def error(t, dim, num_features, coupling, features, block):
+    """V1 + sum_b r (r - 1) / m (C_c - C_iid) at t = v^2 or z^2, without the prefactor over m."""
+    with mp.workdps(2 * DIGITS):
+        sign = -1 if features == "trigonometric" else 1
+        iid = mp.exp(sign * t)
+        variance = iid**2 - iid if features == "positive" else (iid - 1) ** 2 / 2
+        for rows, cosine in blocks(num_features, dim, coupling, block):
+            if rows > 1:
+                c = conformity(dim, cosine, sign * t)
+                if features != "positive":
+                    c = (c + conformity(dim, (-cosine[0], cosine[1]), sign * t)) / 2
+                variance += mpf(rows * (rows - 1)) / num_features * (c - iid)
+        return variance
+
+
+def ratio(distance, dim, num_features, coupling, features, block):
+    t = mpf(float(distance)) ** 2
+    iid = error(t, dim, num_features, "iid", features, block)
+    return error(t, dim, num_features, coupling, features, block) / iid
+
+
+def mse(x, y, num_features, coupling, features, kernel, block):
+    """The mean squared error for two lists of numbers."""
+    x, y = [mpf(float(a)) for a in x], [mpf(float(b)) for b in y]
+    with mp.workdps(DIGITS):
+        norms = sum(a * a for a in x) + sum(b * b for b in y)
+        sign = -1 if features == "trigonometric" else 1
+        t = sum((a + sign * b) ** 2 for a, b in zip(x, y, strict=True))
+        prefactor = {
+            ("positive", "gaussian"): -2 * norms,
+            ("positive", "softmax"): -norms,
+            ("trigonometric", "gaussian"): 0,
+            ("trigonometric", "softmax"): norms,
+        }["trigonometric" if features == "trigonometric" else "positive", kernel]
+        value = error(t, len(x), num_features, coupling, features, block)
+        return mp.exp(prefactor) * value / num_features

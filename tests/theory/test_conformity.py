@@ -1,0 +1,106 @@
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.integrate
+from mpmath import mp, mpf
+
+from simrf_jax.theory import log_conformity, resultant_norm_pdf
+from tests.theory import oracle
+
+COUPLINGS = ["iid", "orthogonal", "simplex"]
+V = np.array([1e-3, 0.03, 0.3, 0.99, 1.01, 3.0, 10.0])
+
+
+def log_rho(v, dim, coupling):
+    t = mpf(float(v)) ** 2
+    if coupling == "iid":
+        return float(t)
+    cosine = (0, 1) if coupling == "orthogonal" else (-1, dim - 1)
+    with mp.workdps(oracle.DIGITS):
+        return float(mp.log(oracle.conformity(dim, cosine, t)))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("coupling", COUPLINGS)
+@pytest.mark.parametrize("dim", [2, 3, 5, 8, 17, 64, 127, 128])
+def test_against_arbitrary_precision(dim, coupling):
+    expected = [log_rho(v, dim, coupling) for v in V]
+    np.testing.assert_allclose(log_conformity(V, dim, coupling=coupling), expected, rtol=1e-13)
+
+
+@pytest.mark.parametrize("coupling", ["orthogonal", "simplex"])
+@pytest.mark.parametrize(("dim", "v"), [(2, 100), (3, 30), (3, 300), (64, 100), (17, 30)])
+def test_large_arguments(dim, v, coupling):
+    expected = log_rho(v, dim, coupling)
+    np.testing.assert_allclose(log_conformity(v, dim, coupling=coupling), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("dim", "cosine", "t"), [(2, (-1, 1), 4), (5, (-1, 4), 30), (8, (1, 1), -9)]
+)
+def test_the_two_oracles_agree(dim, cosine, t):
+    series = oracle.conformity_by_series(dim, cosine, mpf(t))
+    assert mp.almosteq(oracle.conformity_by_quadrature(dim, cosine, mpf(t)), series, mpf(10) ** -14)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("coupling", COUPLINGS)
+@pytest.mark.parametrize("dim", [2, 3, 6, 64])
+def test_is_the_mean_over_the_density_of_the_resultant(dim, coupling):
+    v = 0.8
+    # E[0F1(; d/2; v^2 w^2 / 4)], Eq. 10 and its angular average.
+    w = np.linspace(0, np.sqrt(2 * dim) + 14, 20001)
+    terms = [float(mp.hyp0f1(dim / 2, (v * w_i) ** 2 / 4)) for w_i in w[::20]]
+    values = terms * resultant_norm_pdf(w[::20], dim, coupling=coupling)
+    expected = np.log(scipy.integrate.simpson(values, x=w[::20]))
+    np.testing.assert_allclose(log_conformity(v, dim, coupling=coupling), expected, rtol=1e-7)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("coupling", COUPLINGS)
+def test_limits_shapes_and_nan(coupling):
+    v = np.array([[0.0, np.nan, 1e-160], [1.0, 2.0, 3.0]])
+    got = log_conformity(v, 3, coupling=coupling)
+    assert got.dtype == np.float64
+    assert got[0, 0] == 0
+    assert np.isnan(got[0, 1])
+    assert 0 < got[0, 2] < 2e-320
+    for i in range(3):
+        scalar = log_conformity(v[1, i], 3, coupling=coupling)
+        assert isinstance(scalar, np.float64)
+        np.testing.assert_allclose(scalar, got[1, i], rtol=1e-15)
+    assert log_conformity(np.zeros((0, 2)), 3, coupling=coupling).shape == (0, 2)
+
+
+@pytest.mark.fast
+def test_any_real_type():
+    assert log_conformity(2, 3, coupling="iid") == 4
+    assert log_conformity(jnp.array(1.5, jnp.bfloat16), 3, coupling="iid") == 2.25
+    assert log_conformity(1e200, 3, coupling="iid") == np.inf
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("function", [log_conformity, resultant_norm_pdf])
+@pytest.mark.parametrize(
+    ("value", "dim", "coupling", "error", "match"),
+    [
+        (1.0, 3, "simplex_plus", ValueError, "no closed form.*norms drawn.*Monte Carlo"),
+        (1.0, 3, "orthogonl", ValueError, "one of 'iid', 'orthogonal', 'simplex', got 'orthogonl'"),
+        (1.0, 1, "simplex", ValueError, "'simplex' needs dim of at least 2, got 1"),
+        (1.0, 1, "orthogonal", ValueError, "orthogonal rows needs dim of at least 2, got 1"),
+        (1.0, 0, "iid", ValueError, "dim must be at least 1, got 0"),
+        (1.0, 3.0, "iid", TypeError, "dim must be an integer, got 3.0"),
+        ([1.0, -0.5], 3, "simplex", ValueError, "[vw] is a norm.*at least 0, got -0.5"),
+        (1j, 3, "simplex", TypeError, "[vw] must hold real numbers, got complex128"),
+        (True, 3, "simplex", TypeError, "[vw] must hold real numbers, got bool"),
+    ],
+)
+def test_refuses(function, value, dim, coupling, error, match):
+    with pytest.raises(error, match=match):
+        function(value, dim, coupling=coupling)
+
+
+@pytest.mark.fast
+def test_refuses_a_series_without_end():
+    with pytest.raises(ValueError, match=r"v must be at most 1000, got 1001\.0"):
+        log_conformity([1.0, 1001.0], 3, coupling="simplex")
