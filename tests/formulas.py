@@ -1,4 +1,4 @@
-"""Feature maps written out in float64 NumPy: log |phi| and its sign, for any scale of the inputs."""
+"""Feature maps written out in float64 NumPy: log |phi| and its sign, at any scale of the inputs."""
 
 import numpy as np
 

@@ -95,9 +95,9 @@ def random_feature_attention(
     query, key, value = (checks.floating(name, x) for name, x in arrays.items())
     _check_shapes(query, key, value)
     query_map, key_map = log_feature_maps(feature_map)
-    if projection is not None:
-        projection = as_projection(projection)
-        _check_projection(projection, num_key_heads=key.shape[-2], dim=key.shape[-1])
+    w = None if projection is None else as_projection(projection)
+    if w is not None:
+        _check_projection(w, num_key_heads=key.shape[-2], dim=key.shape[-1])
     elif isinstance(feature_map, str) and feature_map != "elu":
         raise TypeError(
             f"feature_map={feature_map!r} needs a projection, got None; only 'elu' and callables "
@@ -119,15 +119,15 @@ def random_feature_attention(
             query_seq_lengths=_at_least_1d(query_seq_lengths),
             key_value_seq_lengths=_at_least_1d(key_value_seq_lengths),
         )
-        return call(query[None], key[None], value[None], projection)[0]
+        return call(query[None], key[None], value[None], w)[0]
 
     *batch, query_length, num_heads, dim = query.shape
     key_length, num_key_heads = key.shape[-3:-1]
     groups = num_heads // num_key_heads
     dtype = query.dtype
     compute = jnp.promote_types(dtype, jnp.float32)
-    if projection is not None:
-        compute = jnp.promote_types(compute, projection.dtype)
+    if w is not None:
+        compute = jnp.promote_types(compute, w.dtype)
     log_weights = key_log_weights(
         mask,
         bias,
@@ -141,8 +141,9 @@ def random_feature_attention(
     if log_weights is not None and log_weights.shape[-2] not in (1, num_key_heads):
         # Heads that share their keys but not their mask no longer share a state.
         key, value = (jnp.repeat(x, groups, axis=-2) for x in (key, value))
-        if projection is not None and projection.ndim == 3:
-            projection = jax.tree.map(lambda w: jnp.repeat(w, groups, axis=0), projection)
+        if w is not None and w.ndim == 3:
+            repeat = functools.partial(jnp.repeat, repeats=groups, axis=0)
+            w = jax.tree.map(repeat, w)
         groups = 1
 
     root = jnp.sqrt(jnp.asarray(dim**-0.5 if scale is None else scale, compute))
@@ -162,8 +163,8 @@ def random_feature_attention(
         flat(grouped).astype(compute) * root,
         flat(key).astype(compute) * root,
         flat(value).astype(jnp.bfloat16 if dtype == jnp.bfloat16 else compute),
-        _per_head(query_map, projection),
-        _per_head(key_map, projection),
+        _per_head(query_map, w),
+        _per_head(key_map, w),
         log_weights,
     )
     out = out.reshape(*batch, query_length, num_heads, value.shape[-1])

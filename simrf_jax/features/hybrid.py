@@ -135,7 +135,8 @@ def _align(value: jax.Array, ndim: int) -> jax.Array:
 
 
 def _flat(products: list[jax.Array]) -> jax.Array:
-    return jnp.concatenate([p.reshape(*p.shape[:-2], -1) for p in products], axis=-1)
+    flat = [p.reshape(*p.shape[:-2], p.shape[-2] * p.shape[-1]) for p in products]
+    return jnp.concatenate(flat, axis=-1)
 
 
 @functools.partial(

@@ -11,6 +11,7 @@ from flax.linen.dtypes import promote_dtype
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax.attention import random_feature_attention
+from simrf_jax.features import FeatureMap, log_feature_maps
 from simrf_jax.projections import draw_projection, draw_stack
 
 
@@ -23,13 +24,23 @@ def draw_heads(
     return draw_stack(jax.random.split(key, num_heads), num_features, dim, **draw_options)
 
 
+def check_feature_map(feature_map: FeatureMap) -> None:
+    """Accepts a feature map that takes the W that the adapters draw, one array for each head."""
+    log_feature_maps(feature_map)
+    if isinstance(feature_map, str) and feature_map.endswith("_hybrid"):
+        raise ValueError(
+            f"feature_map={feature_map!r} takes a projection of several parts, which the adapters "
+            "do not draw; call simrf_jax.random_feature_attention with it."
+        )
+
+
 def attend(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     projection: jax.Array,
     *,
-    feature_map: str,
+    feature_map: FeatureMap,
     mask: ArrayLike | None,
     bias: ArrayLike | None,
     dropout_rate: float,

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.typing import ArrayLike, DTypeLike
 
-from simrf_jax import checks
-from simrf_jax.features import FEATURE_MAPS
-from simrf_jax.integrations.flax_attention import attend, draw_heads
+from simrf_jax.features import FeatureMap
+from simrf_jax.integrations.flax_attention import attend, check_feature_map, draw_heads
 
 
 class RandomFeatureAttention(nn.Module):
@@ -28,7 +27,8 @@ class RandomFeatureAttention(nn.Module):
       num_features: Number of random features.
       coupling: As ``simrf_jax.draw_projection``.
       block: As ``simrf_jax.draw_projection``.
-      feature_map: As ``simrf_jax.random_feature_attention``.
+      rotation: As ``simrf_jax.draw_projection``.
+      feature_map: As ``simrf_jax.random_feature_attention``, but for the hybrids.
       shared: One W for all heads.
 
     Raises:
@@ -53,7 +53,8 @@ class RandomFeatureAttention(nn.Module):
     num_features: int
     coupling: str = "simplex"
     block: str = "regular"
-    feature_map: str = "positive"
+    rotation: str = "haar"
+    feature_map: FeatureMap = "positive"
     shared: bool = False
 
     @nn.compact
@@ -80,7 +81,7 @@ class RandomFeatureAttention(nn.Module):
                 "qk_attn_weights_einsum_cls and attn_weights_value_einsum_cls replace contractions "
                 "that random-feature attention does not make."
             )
-        checks.one_of("feature_map", self.feature_map, FEATURE_MAPS)
+        check_feature_map(self.feature_map)
         num_heads, head_dim = key.shape[-2:]
 
         def draw() -> jax.Array:
@@ -94,6 +95,7 @@ class RandomFeatureAttention(nn.Module):
                 head_dim,
                 coupling=self.coupling,
                 block=self.block,
+                rotation=self.rotation,
             )
 
         projection = self.variable("random_features", "projection", draw)

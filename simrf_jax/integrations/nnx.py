@@ -9,8 +9,8 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
-from simrf_jax.features import FEATURE_MAPS
-from simrf_jax.integrations.flax_attention import attend, draw_heads
+from simrf_jax.features import FeatureMap
+from simrf_jax.integrations.flax_attention import attend, check_feature_map, draw_heads
 
 
 class RandomProjection(nnx.Variable):
@@ -29,7 +29,8 @@ class RandomFeatureAttention(nnx.Module):
       num_features: Number of random features.
       coupling: As ``simrf_jax.draw_projection``.
       block: As ``simrf_jax.draw_projection``.
-      feature_map: As ``simrf_jax.random_feature_attention``.
+      rotation: As ``simrf_jax.draw_projection``.
+      feature_map: As ``simrf_jax.random_feature_attention``, but for the hybrids.
       shared: One W for all heads.
       rngs: Source of the key; a ``features`` stream if it has one, else its default.
 
@@ -58,16 +59,23 @@ class RandomFeatureAttention(nnx.Module):
         *,
         coupling: str = "simplex",
         block: str = "regular",
-        feature_map: str = "positive",
+        rotation: str = "haar",
+        feature_map: FeatureMap = "positive",
         shared: bool = False,
         rngs: nnx.Rngs,
     ):
-        checks.one_of("feature_map", feature_map, FEATURE_MAPS)
+        check_feature_map(feature_map)
         self.feature_map = feature_map
         heads = None if shared else checks.positive_int("num_heads", num_heads)
         self.projection = RandomProjection(
             draw_heads(
-                rngs.features(), heads, num_features, head_dim, coupling=coupling, block=block
+                rngs.features(),
+                heads,
+                num_features,
+                head_dim,
+                coupling=coupling,
+                block=block,
+                rotation=rotation,
             )
         )
 

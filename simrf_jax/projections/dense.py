@@ -27,8 +27,8 @@ def draw_projection(
     block: str = "regular",
     rotation: str = "haar",
     norms: str = "chi",
-    num_sweeps: int | None = None,
     dtype: DTypeLike = jnp.float32,
+    num_sweeps: int | None = None,
 ) -> jax.Array:
     r"""Draws a random projection W whose rows are marginally standard normal.
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from simrf_jax import checks
 from simrf_jax.projections.dense import draw_stack
+from simrf_jax.projections.structured import StructuredProjection
 
 
 def redraw_key(key: jax.Array, step: int | jax.Array, *, interval: int) -> jax.Array:
@@ -54,6 +55,7 @@ def redraw_projections(
     block: str = "regular",
     rotation: str = "haar",
     norms: str = "chi",
+    num_sweeps: int | None = None,
 ) -> Any:
     """Draws new values for all the projections of a model, in one batched call.
 
@@ -69,12 +71,13 @@ def redraw_projections(
       block: As ``draw_projection``.
       rotation: As ``draw_projection``.
       norms: As ``draw_projection``.
+      num_sweeps: As ``draw_projection``.
 
     Returns:
       A pytree of the same structure, shapes and dtypes.
 
     Raises:
-      TypeError: As ``draw_projection``.
+      TypeError: As ``draw_projection``; if a leaf is a ``FastProjection`` or a hybrid's.
       ValueError: As ``draw_projection``; if a leaf is no array of at least two axes.
 
     Example:
@@ -85,10 +88,23 @@ def redraw_projections(
       ((12, 130, 64), (130, 64))
     """
     checks.typed_key(key)
-    options = {"coupling": coupling, "block": block, "rotation": rotation, "norms": norms}
-    leaves, treedef = jax.tree.flatten(projections)
+    options = {
+        "coupling": coupling,
+        "block": block,
+        "rotation": rotation,
+        "norms": norms,
+        "num_sweeps": num_sweeps,
+    }
+    leaves, treedef = jax.tree.flatten(
+        projections, is_leaf=lambda node: isinstance(node, StructuredProjection)
+    )
     groups = collections.defaultdict(list)  # (num_features, dim, dtype) -> leaf numbers
     for layer, leaf in enumerate(leaves):
+        if isinstance(leaf, StructuredProjection):
+            raise TypeError(
+                f"A {type(leaf).__name__} cannot be redrawn here; draw it again from "
+                "redraw_key(key, step, interval=...), by jax.vmap over keys for a stack."
+            )
         if len(getattr(leaf, "shape", ())) < 2:
             raise ValueError(f"A projection is an array [..., num_features, dim], got {leaf!r}.")
         groups[(*leaf.shape[-2:], leaf.dtype)].append(layer)

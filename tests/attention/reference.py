@@ -2,30 +2,38 @@
 
 import numpy as np
 
+from tests import formulas
 
-def attention(query, key, value, projection, *, scale=None, log_weights=None):
+
+def attention(
+    query, key, value, projection, *, scale=None, log_weights=None, formula=formulas.positive
+):
     """The estimator for ``[T, N, H]``, ``[S, K, H]``, ``[S, K, D]``; weights ``[N, S]`` in logs."""
     query, key, value, projection = (
-        np.asarray(x, np.float64) for x in (query, key, value, projection)
+        None if x is None else np.asarray(x, np.float64) for x in (query, key, value, projection)
     )
     num_heads, num_key_heads, dim = query.shape[1], key.shape[1], query.shape[2]
     root = np.sqrt(dim**-0.5 if scale is None else scale)
     out = np.zeros((*query.shape[:2], value.shape[-1]))
     for n in range(num_heads):
         k = n // (num_heads // num_key_heads)
-        w = projection if projection.ndim == 2 else projection[k]
-        q, keys = query[:, n] * root, key[:, k] * root
-        log_q = q @ w.T - np.sum(q**2, axis=-1, keepdims=True) / 2
-        log_k = keys @ w.T - np.sum(keys**2, axis=-1, keepdims=True) / 2
+        w = projection if projection is None or projection.ndim == 2 else projection[k]
+        log_q, sign_q = formula(query[:, n] * root, w, "softmax")
+        log_k, sign_k = formula(key[:, k] * root, w, "softmax")
         if log_weights is not None:
             log_k = log_k + log_weights[n][:, None]
-        for t in range(len(q)):
+        for t in range(len(log_q)):
             log_a = log_q[t] + log_k  # [S, m]
             if not len(log_a) or log_a.max() == -np.inf:
                 continue
-            weights = np.exp(log_a - log_a.max()).sum(axis=-1)
+            weights = (sign_q[t] * sign_k * np.exp(log_a - log_a.max())).sum(axis=-1)
             out[t, n] = weights / weights.sum() @ value[:, k]
     return out
+
+
+def kernel_attention(kernel, value):
+    """Attention by a matrix of kernel estimates ``[T, S]``, which may be negative."""
+    return kernel @ value / kernel.sum(axis=-1, keepdims=True)
 
 
 def relative_error(actual, expected):

@@ -405,7 +405,7 @@ BAD = [
     ({"projection": np.zeros((11, 4))}, ValueError, r"for heads of dim 8, got shape \(11, 4\)"),
     ({"projection": np.zeros((3, 11, 8))}, ValueError, "one W for each of the 2 key heads"),
     ({"projection": np.zeros(8)}, ValueError, r"got shape \(8,\)"),
-    ({"feature_map": "cosine"}, ValueError, "feature_map must be one of 'positive', got 'cosine'"),
+    ({"feature_map": "cosine"}, ValueError, "'positive', 'hyperbolic', .* got 'cosine'"),
     ({"implementation": "cudnn"}, ValueError, "must be one of 'xla', None, got 'cudnn'"),
     ({"is_causal": True}, ValueError, "is_causal=True is not supported"),
     ({"scale": -1.0}, ValueError, "scale must be at least 0, got -1.0"),

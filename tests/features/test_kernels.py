@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import gaussian_kernel, softmax_kernel
+from simrf_jax import gaussian_kernel, relu_kernel, softmax_kernel
 
 pytestmark = pytest.mark.fast
+KERNELS = [gaussian_kernel, softmax_kernel, relu_kernel]
 
 
 def test_against_float64():
@@ -23,7 +24,23 @@ def test_close_pairs_far_from_the_origin_keep_their_digits():
     np.testing.assert_allclose(gaussian_kernel(x, y), np.exp([[-(0.25**2) / 2]]), rtol=1e-6)
 
 
-@pytest.mark.parametrize("kernel", [gaussian_kernel, softmax_kernel])
+def test_relu_kernel_by_quadrature_over_the_plane_of_both_vectors():
+    x, y = np.array([[1.0, 0.5]]), np.array([[-0.3, 2.0], [-1.0, -0.5], [2.0, 1.0]])
+    # E |w|^2 = 2 in the plane; the rest is a mean over directions.
+    angles = 2 * np.pi * (np.arange(200_000) + 0.5) / 200_000
+    u = np.stack([np.cos(angles), np.sin(angles)])
+    expected = 2 * np.maximum(x @ u, 0) @ np.maximum(y @ u, 0).T / angles.size
+    np.testing.assert_allclose(relu_kernel(x, y), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_relu_kernel_has_gradients_at_parallel_and_antiparallel_vectors():
+    x = jnp.array([[1.0, 0.5]])
+    gradient = jax.grad(lambda y: relu_kernel(x, y).sum())
+    np.testing.assert_allclose(gradient(2 * x), x / 2, rtol=1e-6)  # K(x, y) = x.y / 2 there.
+    np.testing.assert_allclose(gradient(-x), 0, atol=1e-3)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_dtype_and_transformations(kernel):
     x = 0.3 * jax.random.normal(jax.random.key(0), (3, 2, 4))
     assert kernel(x.astype(jnp.bfloat16), x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
@@ -32,7 +49,7 @@ def test_dtype_and_transformations(kernel):
     assert jnp.isfinite(jax.grad(lambda x: kernel(x, x).sum())(x)).all()
 
 
-@pytest.mark.parametrize("kernel", [gaussian_kernel, softmax_kernel])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
     ("x", "y", "error", "match"),
     [

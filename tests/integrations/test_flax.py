@@ -7,7 +7,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from simrf_jax import draw_projection, random_feature_attention, redraw_projections
+from simrf_jax import draw_projection, project, random_feature_attention, redraw_projections
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
 from simrf_jax.integrations.nnx import RandomProjection
@@ -55,6 +55,23 @@ def test_both_flax_apis_compute_the_same(mask, shared):
     variables = copy_to_linen(module)
     linen = linen_attention(shared=shared).apply(variables, x, mask=mask)
     np.testing.assert_allclose(module(x, mask=mask), linen, rtol=1e-5, atol=1e-6)
+
+
+def squares(x, w):
+    return jnp.square(project(x, w))
+
+
+@pytest.mark.parametrize("feature_map", ["hyperbolic", "relu", squares])
+@pytest.mark.parametrize("coupling", ["orthogonal", "simplex_plus"])
+def test_both_apis_take_any_map_coupling_and_rotation(feature_map, coupling):
+    x = tokens(2, 9)
+    options = {"feature_map": feature_map, "coupling": coupling, "rotation": "hadamard"}
+    module = nnx_attention(**options)
+    linen = linen_attention(**options).apply(copy_to_linen(module), x)
+    np.testing.assert_allclose(module(x), linen, rtol=1e-4, atol=1e-5)
+    variables = linen_attention(**options).init(jax.random.key(0), x)
+    [w] = jax.tree.leaves(variables["random_features"])
+    assert w.shape == (HEADS, FEATURES, WIDTH // HEADS)
 
 
 def test_nnx_computes_the_attention_of_its_projections():
@@ -193,7 +210,9 @@ def call_linen(*, call=None, attention=None, **options):
         ),
         ({"coupling": "simplx"}, "coupling must be one of"),
         ({"block": "round"}, "block must be one of"),
+        ({"rotation": "qr"}, "rotation must be one of"),
         ({"feature_map": "cosine"}, "feature_map must be one of"),
+        ({"feature_map": "angular_hybrid"}, "takes a projection of several parts"),
     ],
 )
 def test_refuses(call, arguments, match):

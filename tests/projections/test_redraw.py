@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import draw_projection, redraw_key, redraw_projections
+from simrf_jax import draw_fast_projection, draw_projection, redraw_key, redraw_projections
 
 pytestmark = pytest.mark.fast
 
@@ -84,6 +84,16 @@ def test_empty_tree_stays_empty():
             r"array \[\.\.\., num_features, dim\], got",
         ),
         (lambda _: redraw_projections(7, [], coupling="iid"), TypeError, "typed PRNG key"),
+        (
+            lambda k: redraw_projections(k, [draw_fast_projection(k, 4, 4)], coupling="simplex"),
+            TypeError,
+            "A FastProjection cannot be redrawn here; draw it again",
+        ),
+        (
+            lambda k: redraw_projections(k, [jnp.zeros((5, 4))], coupling="iid", num_sweeps=2),
+            ValueError,
+            "num_sweeps is for coupling='simplex_plus'",
+        ),
     ],
 )
 def test_refuses(call, error, match):

@@ -1,0 +1,230 @@
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import simrf_jax
+from simrf_jax import random_feature_attention
+from tests import conformance, formulas
+from tests.attention.reference import attention, relative_error
+
+POSITIVE = {"positive": formulas.positive, "hyperbolic": formulas.hyperbolic}
+POSITIVE |= {"relu": formulas.relu, "elu": formulas.elu}
+SIGNED = {"trigonometric": formulas.trigonometric, "phase": formulas.phase}
+
+
+def inputs(length=32, heads=2, dim=16, scale=1.0):
+    rng = np.random.default_rng(0)
+    q, k, v = rng.normal(size=(3, length, heads, dim))
+    return tuple(x.astype(np.float32) for x in (scale * q, scale * k, v))
+
+
+def projection(num_features=40, dim=16, coupling="simplex"):
+    options = conformance.COUPLINGS[coupling]
+    return simrf_jax.draw_projection(jax.random.key(1), num_features, dim, **options)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", POSITIVE)
+@pytest.mark.parametrize("scale", [0.5, 1, 2, 4, 8, 16])
+def test_positive_maps_against_float64(name, scale):
+    q, k, v = inputs(scale=scale)
+    w = projection()
+    expected = attention(q, k, v, w, formula=POSITIVE[name])
+    actual = random_feature_attention(q, k, v, w, feature_map=name)
+    assert relative_error(actual, expected) < (1e-5 if scale < 16 else 5e-5)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", SIGNED)
+@pytest.mark.parametrize("scale", [0.25, 0.5, 1])
+def test_signed_maps_against_float64(name, scale):
+    # Wide projections, so that no denominator is near zero and the problem well posed.
+    q, k, v = inputs(scale=scale)
+    w = projection(2_000, coupling="orthogonal")
+    expected = attention(q, k, v, w, formula=SIGNED[name])
+    actual = random_feature_attention(q, k, v, w, feature_map=name)
+    assert relative_error(actual, expected) < 1e-5
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", [*POSITIVE, *SIGNED])
+def test_bfloat16(name):
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(scale=0.5))
+    w = projection(400)
+    actual = random_feature_attention(q, k, v, w, feature_map=name)
+    wide = (x.astype(jnp.float32) for x in (q, k, v))
+    assert actual.dtype == jnp.bfloat16
+    assert relative_error(actual, random_feature_attention(*wide, w, feature_map=name)) < 2e-2
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", [*POSITIVE, *SIGNED])
+@pytest.mark.parametrize("coupling", conformance.COUPLINGS)
+def test_every_map_works_with_every_coupling(name, coupling):
+    q, k, v = inputs(length=5, scale=0.3)
+    out = random_feature_attention(q, k, v, projection(coupling=coupling), feature_map=name)
+    chex.assert_shape(out, v.shape)
+    chex.assert_tree_all_finite(out)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", [*POSITIVE, *SIGNED])
+@pytest.mark.parametrize("scale", [1.0, 1e3])
+def test_gradients_are_finite_at_any_scale(name, scale):
+    q, k, v = inputs(length=6, scale=scale)
+    w = projection()
+
+    def loss(q, k, v):
+        return random_feature_attention(q, k, v, w, feature_map=name).sum()
+
+    chex.assert_tree_all_finite(jax.grad(loss, argnums=(0, 1, 2))(q, k, v))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", POSITIVE)
+def test_gradients_against_float64(name):
+    q, k, v = inputs(length=12, heads=1, dim=8)
+    w = projection(24, 8)
+
+    def loss(q, k, v, w):
+        return jnp.sum(jnp.sin(random_feature_attention(q, k, v, w, feature_map=name)))
+
+    actual = jax.grad(loss, argnums=(0, 1, 2))(q, k, v, w)
+    step = 1e-6
+    for number, gradient in enumerate(actual):
+        arguments = [np.asarray(x, np.float64) for x in (q, k, v)]
+        rng = np.random.default_rng(number)
+        direction = rng.normal(size=arguments[number].shape)
+
+        def at(shift, arguments=arguments, number=number, direction=direction):
+            moved = list(arguments)
+            moved[number] = moved[number] + shift * direction
+            return np.sum(np.sin(attention(*moved, w, formula=POSITIVE[name])))
+
+        expected = (at(step) - at(-step)) / (2 * step)
+        scale = np.linalg.norm(direction) * np.linalg.norm(gradient)
+        assert abs(np.sum(np.asarray(gradient, np.float64) * direction) - expected) < 1e-4 * scale
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", ["relu", "elu", "trigonometric"])
+def test_masked_keys_and_queries_that_see_none(name):
+    q, k, v = inputs(length=6, scale=0.3)
+    k[4:] = np.nan
+    w = projection(200)
+    call = functools.partial(random_feature_attention, feature_map=name)
+    hidden = call(q[None], k[None], v[None], w, key_value_seq_lengths=np.array([4]))[0]
+    expected = attention(q, k[:4], v[:4], w, formula=(POSITIVE | SIGNED)[name])
+    assert relative_error(hidden, expected) < 1e-5
+    none = call(q[None], k[None], v[None], w, key_value_seq_lengths=np.array([0]))
+    np.testing.assert_array_equal(none, 0)
+
+
+@pytest.mark.fast
+def test_queries_with_no_active_relu_get_zeros_and_finite_gradients():
+    q, k, v = -np.ones((1, 1, 2), np.float32), *np.ones((2, 3, 1, 2), np.float32)
+    w = np.ones((4, 2), np.float32)
+    call = functools.partial(random_feature_attention, feature_map="relu")
+    np.testing.assert_array_equal(call(q, k, v, w), 0)
+    gradients = jax.grad(lambda *x: call(*x, w).sum(), argnums=(0, 1, 2))(q, k, v)
+    chex.assert_tree_all_finite(gradients)
+
+
+@pytest.mark.fast
+def test_a_callable_is_called_with_scaled_vectors_and_the_projection():
+    q, k, v = inputs(scale=0.5)
+    w = projection()
+    by_name = random_feature_attention(q, k, v, w, feature_map="positive")
+
+    def softmax_features(x, w):
+        return simrf_jax.positive_features(x, w, kernel="softmax")
+
+    by_callable = random_feature_attention(q, k, v, w, feature_map=softmax_features)
+    np.testing.assert_allclose(by_callable, by_name, rtol=1e-5, atol=1e-6)
+    pair = simrf_jax.FeaturePair(softmax_features, softmax_features)
+    by_pair = random_feature_attention(q, k, v, w, feature_map=pair)
+    np.testing.assert_allclose(by_pair, by_callable, rtol=1e-6)
+    # The library's own functions mean their names, not their default kernel.
+    by_function = random_feature_attention(q, k, v, w, feature_map=simrf_jax.positive_features)
+    np.testing.assert_array_equal(by_function, by_name)
+
+
+@pytest.mark.fast
+def test_callables_with_a_projection_for_each_head_and_with_none():
+    q, k, v = inputs(scale=0.5)
+    w = jnp.stack([projection(), 2 * projection()])
+
+    def features(x, w):
+        return jnp.square(simrf_jax.project(x, w))
+
+    def formula(x, w, kernel):
+        return np.log(np.square(x @ w.T)), np.ones((*x.shape[:-1], len(w)))
+
+    actual = random_feature_attention(q, k, v, w, feature_map=features)
+    assert relative_error(actual, attention(q, k, v, w, formula=formula)) < 1e-5
+    linear = random_feature_attention(
+        q, k, v, None, feature_map=lambda x, _: jax.nn.elu(x) + 1, scale=1.0
+    )
+    np.testing.assert_allclose(
+        linear,
+        random_feature_attention(q, k, v, None, feature_map="elu", scale=1.0),
+        rtol=1e-5,
+        atol=1e-6,
+    )
+    expected = attention(q, k, v, None, formula=formulas.elu, scale=1.0)
+    assert relative_error(linear, expected) < 1e-5
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("heads", [None, 2])
+@pytest.mark.parametrize("name", ["positive", "trigonometric"])
+def test_fast_projections(heads, name):
+    q, k, v = inputs(scale=0.3)
+
+    def draw(key):
+        return simrf_jax.draw_fast_projection(key, 400, 16)
+
+    if heads:
+        fast = jax.vmap(draw)(jax.random.split(jax.random.key(0), heads))
+        dense = jax.vmap(lambda p: simrf_jax.project(jnp.eye(16), p).T)(fast)
+    else:
+        fast = draw(jax.random.key(0))
+        dense = simrf_jax.project(jnp.eye(16), fast).T
+    actual = random_feature_attention(q, k, v, fast, feature_map=name)
+    expected = random_feature_attention(q, k, v, dense, feature_map=name)
+    np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("feature_map", "w", "error", "match"),
+    [
+        ("cosine", projection(), ValueError, "'positive', 'hyperbolic', .* got 'cosine'"),
+        (
+            3,
+            projection(),
+            TypeError,
+            "feature_map must be one of .* or a FeaturePair of two, got 3",
+        ),
+        (simrf_jax.FeaturePair("relu", "relu"), projection(), TypeError, "a FeaturePair of two"),
+        ("positive", None, TypeError, "feature_map='positive' needs a projection, got None"),
+        (lambda x, w: x[..., 0], projection(), ValueError, "feature_map must map"),
+        (lambda x, w: x.sum(), projection(), ValueError, "feature_map must map"),
+        (lambda x, w: x > 0, projection(), TypeError, "must be a floating type, got bool"),
+        ("angular_hybrid", projection(), TypeError, "must be a BipolarProjection, made by"),
+        ("clustered_hybrid", projection(), TypeError, "must be a ClusteredProjection, got"),
+        (
+            "positive",
+            simrf_jax.BipolarProjection(*(projection(),) * 3),
+            TypeError,
+            "an array .* or a FastProjection, got BipolarProjection",
+        ),
+    ],
+)
+def test_refuses(feature_map, w, error, match):
+    with pytest.raises(error, match=match):
+        random_feature_attention(*inputs(), w, feature_map=feature_map)
