@@ -1,44 +1,46 @@
 """What it costs to draw the projections of a whole ViT-B/16: 12 layers x 12 heads, 130 x 64.
 
-Alternates the couplings in one process. Beside them, the rotations alone by the library's
-LAPACK-based sampler, two of 64 x 64 for each head.
+Alternates the couplings and rotations in one process. Beside them, the rotations alone by the
+library's LAPACK-based sampler, two of 64 x 64 for each head.
 
 Run: python -m benchmarks.draw
 """
 
-import time
+import functools
 
 import jax
 import numpy as np
 
 import simrf_jax
+from benchmarks import timing
 
 HEADS, NUM_FEATURES, DIM, ROUNDS = 144, 130, 64, 30
+DRAWS = {
+    "iid": {"coupling": "iid"},
+    "orthogonal": {"coupling": "orthogonal"},
+    "simplex": {"coupling": "simplex"},
+    "simplex_plus": {"coupling": "simplex_plus"},
+    "simplex, Hadamard rotation": {"coupling": "simplex", "rotation": "hadamard"},
+    "simplex, Givens rotation": {"coupling": "simplex", "rotation": "givens"},
+}
 
 
 def main():
-    def sampler(coupling):
-        def draw(key):
-            return simrf_jax.draw_projection(key, NUM_FEATURES, DIM, coupling=coupling)
+    def sampler(options):
+        draw = functools.partial(
+            simrf_jax.draw_projection, num_features=NUM_FEATURES, dim=DIM, **options
+        )
+        draw_all = jax.jit(lambda key: jax.vmap(draw)(jax.random.split(key, HEADS)))
+        return lambda round_: draw_all(jax.random.key(round_))
 
-        return jax.jit(lambda key: jax.vmap(draw)(jax.random.split(key, HEADS)))
-
-    samplers = {coupling: sampler(coupling) for coupling in ("iid", "orthogonal", "simplex")}
-    samplers["jax.random.orthogonal"] = jax.jit(
-        lambda key: jax.random.orthogonal(key, DIM, (2 * HEADS,))
+    candidates = {name: sampler(options) for name, options in DRAWS.items()}
+    rotations = jax.jit(lambda key: jax.random.orthogonal(key, DIM, (2 * HEADS,)))
+    candidates["the rotations alone, by `jax.random.orthogonal`"] = lambda round_: rotations(
+        jax.random.key(round_)
     )
-    times = {name: [] for name in samplers}
-    for round_ in range(ROUNDS + 1):
-        for name, draw in samplers.items():
-            start = time.perf_counter()
-            draw(jax.random.key(round_)).block_until_ready()
-            if round_:  # The first compiles.
-                times[name].append(1e3 * (time.perf_counter() - start))
-    print("| | median ms | quartiles |\n| --- | --- | --- |")
-    for name, ms in times.items():
-        low, median, high = np.percentile(ms, [25, 50, 75])
-        print(f"| {name} | {median:.1f} | {low:.1f} to {high:.1f} |")
-    ratio = np.array(times["simplex"]) / np.array(times["orthogonal"])
+    times = timing.alternate(candidates, ROUNDS)
+    timing.print_table(times)
+    ratio = times["simplex"] / times["orthogonal"]
     print(f"simplex / orthogonal, run by run: median {np.median(ratio):.2f}")
 
 

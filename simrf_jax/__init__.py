@@ -7,12 +7,13 @@ A kernel becomes an inner product: K(x, y) = E[phi(x) . phi(y)].
 - ``redraw_key``, ``redraw_projections``: new W for all layers and heads, on a schedule.
 - ``positive_features`` and its kin: phi. ``gaussian_kernel``, ``softmax_kernel``: the exact K.
 - ``random_feature_attention``: softmax attention in linear time.
-- ``simrf_jax.theory``: the exact error of each coupling and feature map (imported by name).
+- ``theory``: the exact error of each coupling and feature map, in float64 NumPy.
 
 What depends on Flax is imported by name: ``simrf_jax.integrations.nnx``,
 ``simrf_jax.integrations.linen``, ``simrf_jax.models``.
 """
 
+from simrf_jax import theory
 from simrf_jax.attention import random_feature_attention
 from simrf_jax.features import (
     BipolarProjection,
@@ -68,5 +69,6 @@ __all__ = [
     "relu_features",
     "relu_kernel",
     "softmax_kernel",
+    "theory",
     "trigonometric_features",
 ]

@@ -42,8 +42,8 @@ def relu_features(x: ArrayLike, projection: Projection) -> jax.Array:
     r"""ReLU random features, :math:`\phi(x)_i = \max(w_i \cdot x, 0) / \sqrt m`.
 
     Then :math:`\phi(x) \cdot \phi(y)` is an unbiased estimate of ``relu_kernel``, and never
-    negative. Of the couplings, orthogonal serves this map well: see the README for what was
-    measured.
+    negative. Of the couplings, simplex serves this map best: at m = d = 64 and random vectors it
+    had 0.30 of the squared error of iid rows, orthogonal 0.64 (benchmarks/variance.py).
 
     Args:
       x: Vectors ``[..., dim]``.

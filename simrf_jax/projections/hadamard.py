@@ -28,11 +28,12 @@ def hadamard_transform(x: jax.Array, *, radix: int = 128) -> jax.Array:
     .. math:: H_{2n} = \begin{pmatrix} H_n & H_n \\ H_n & -H_n \end{pmatrix}, \qquad H_1 = 1.
 
     The matrix is a Kronecker product, so that the transform is one small matrix product along each
-    axis of ``x`` reshaped to a box of sides ``radix``. Radix 2 is the textbook butterfly.
+    axis of ``x`` reshaped to a box. Radix 2 is the textbook butterfly.
 
     Args:
       x: Vectors ``[..., n]``, n a power of two.
-      radix: Side of the small matrices, a power of two.
+      radix: Largest side of the box, a power of two. As few and as equal sides as it allows are
+        taken: small products suit matrix units, and memory is passed over seldom.
 
     Returns:
       Array ``[..., n]``; the transform twice is n times the vector.
@@ -42,20 +43,27 @@ def hadamard_transform(x: jax.Array, *, radix: int = 128) -> jax.Array:
       >>> hadamard_transform(jnp.array([1.0, 2.0, 3.0, 4.0]))
       Array([10., -2., -4.,  0.], dtype=float32)
     """
-    n = x.shape[-1]
-    batch = x.shape[:-1]
-    inner = 1  # The transform of the last log2(inner) bits of the index is done.
-    while inner < n:
-        side = min(radix, n // inner)
-        box = x.reshape(*batch, n // (inner * side), side, inner)
+    # Of 4,096 dimensions, for 1,024 vectors: butterflies take twice the time of two 64 x 64
+    # products on a CPU, and by the compiler's model for a TPU v5e 17 times (benchmarks).
+    *batch, n = x.shape
+    inner = 1  # The transform over the last log2(inner) bits of the index is done.
+    for side in _sides(n, radix):
         small = jnp.asarray(_hadamard_matrix(side), x.dtype)
         if inner == 1:
-            box = jnp.matmul(box[..., 0], small, precision=jax.lax.Precision.HIGHEST)
+            box = x.reshape(*batch, n // side, side)
+            box = jnp.matmul(box, small, precision=jax.lax.Precision.HIGHEST)
         else:
+            box = x.reshape(*batch, n // (inner * side), side, inner)
             box = jnp.einsum("...ai,ab->...bi", box, small, precision=jax.lax.Precision.HIGHEST)
         x = box.reshape(*batch, n)
         inner *= side
     return x
+
+
+def _sides(n: int, radix: int) -> list[int]:
+    bits, most = n.bit_length() - 1, radix.bit_length() - 1
+    stages = -(-bits // most)
+    return [1 << ((bits + stage) // stages) for stage in range(stages)]
 
 
 @functools.cache

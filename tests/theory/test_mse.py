@@ -74,6 +74,19 @@ def test_log_mse_against_arbitrary_precision(dim, features, kernel):
                 np.testing.assert_array_equal(plain, np.exp(got))
 
 
+@pytest.mark.parametrize(
+    ("dim", "v", "coupling"),
+    [(3, 30, "orthogonal"), (128, 30, "orthogonal"), (3, 100, "simplex"), (128, 100, "simplex")],
+)
+@pytest.mark.parametrize("features", FEATURES)
+def test_log_mse_at_large_distances(dim, v, coupling, features):
+    x, y = v * np.eye(dim)[0] + 0.01, np.full(dim, 0.01 if features == "trigonometric" else -0.01)
+    got = kernel_mse(x, y, 130, coupling=coupling, features=features, log=True)
+    with mp.workdps(30):
+        expected = mp.log(oracle.mse(x, y, 130, coupling, features, "gaussian", "regular"))
+    np.testing.assert_allclose(got, float(expected), rtol=1e-13)
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize("v", [30.0, 100.0])
 @pytest.mark.parametrize("features", FEATURES)

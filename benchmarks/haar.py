@@ -1,0 +1,86 @@
+"""Ways to a Haar rotation: Householder reflections (ours), LAPACK's QR, Cholesky-QR, polar factor.
+
+Alternates them on the CPU for the rotations of a ViT-B/16 (288 of 64 x 64) and others. With --tpu,
+compiles each for a TPU v5e instead (pip install libtpu) and prints static cycles.
+
+Run: python -m benchmarks.haar [--tpu]
+"""
+
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks import timing
+from simrf_jax.projections.rotations import haar_frame
+
+SIZES = [(16, 288), (64, 288), (512, 8)]  # dim, number of rotations
+POLAR_STEPS = 30
+HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def householder(key, dim):
+    return haar_frame(key, dim, dim, jnp.dtype("float32"))
+
+
+def lapack_qr(key, dim):
+    return jax.random.orthogonal(key, dim)
+
+
+def cholesky_qr_twice(key, dim):
+    x = jax.random.normal(key, (dim, dim))
+    for _ in range(2):  # The second repairs the orthogonality that the first loses.
+        factor = jnp.linalg.cholesky(jnp.matmul(x, x.mT, precision=HIGHEST))
+        x = jax.lax.linalg.triangular_solve(factor, x, left_side=True, lower=True)
+    return x
+
+
+def polar(key, dim):
+    """The polar factor by Newton-Schulz steps: matrix products alone."""
+    x = jax.random.normal(key, (dim, dim)) / (2 * dim**0.5 + 1)
+
+    def step(_, x):
+        gram = jnp.matmul(x, x.mT, precision=HIGHEST)
+        return 1.5 * x - 0.5 * jnp.matmul(gram, x, precision=HIGHEST)
+
+    return jax.lax.fori_loop(0, POLAR_STEPS, step, x)
+
+
+METHODS = [householder, lapack_qr, cholesky_qr_twice, polar]
+
+
+def defect(q):
+    return float(jnp.abs(jnp.matmul(q, q.mT, precision=HIGHEST) - jnp.eye(q.shape[-1])).max())
+
+
+def on_cpu(dim, count):
+    def sampler(method):
+        draw = jax.jit(jax.vmap(lambda key: method(key, dim)))
+        return lambda round_: draw(jax.random.split(jax.random.key(round_), count))
+
+    samplers = {method.__name__: sampler(method) for method in METHODS}
+    timing.print_table(timing.alternate(samplers, rounds=10))
+    for name, draw in samplers.items():
+        print(f"{name}: largest entry of Q Q^T - I {defect(draw(0)):.0e}")
+
+
+def on_tpu(dim, count):
+    from benchmarks import tpu
+
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), count))
+    print("| | static cycles, thousands | custom calls, not counted |\n| --- | --- | --- |")
+    for method in METHODS:
+        compiled = tpu.compile_for(jax.vmap(lambda key, f=method: f(key, dim)), keys)
+        cycles, custom_calls = tpu.static_cycles(compiled)
+        print(f"| {method.__name__} | {cycles / 1e3:,.0f} | {', '.join(custom_calls)} |")
+
+
+def main():
+    jax.config.update("jax_platforms", "cpu")
+    for dim, count in SIZES:
+        print(f"\n{count} rotations in {dim} dimensions\n")
+        (on_tpu if "--tpu" in sys.argv else on_cpu)(dim, count)
+
+
+if __name__ == "__main__":
+    main()
