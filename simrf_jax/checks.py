@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 
@@ -26,12 +27,14 @@ def typed_key(key: Any) -> None:
 def one_of(name: str, value: Any, known: Iterable[str | None]) -> None:
     """Accepts one of the known names."""
     known = tuple(known)
-    if value not in known:
+    if not isinstance(value, str | None) or value not in known:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
 
 
 def integer(name: str, value: Any) -> int:
     """Returns an integer as a Python one."""
+    if isinstance(value, bool):
+        raise TypeError(f"{name} must be an integer, got {value!r}.")
     try:
         return operator.index(value)
     except TypeError:
@@ -46,10 +49,15 @@ def positive_int(name: str, value: Any) -> int:
 
 
 def floating_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
-    """Returns a real floating dtype."""
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise TypeError(f"{name} must be a floating type, got {jnp.dtype(dtype).name}.")
-    return jnp.dtype(dtype)
+    """Returns a real floating dtype of at least 16 bits that arrays can have."""
+    if dtype is None:
+        raise TypeError(f"{name} must be a floating type, got None.")
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating) or dtype.itemsize < 2:
+        raise TypeError(f"{name} must be a floating type, of 16 bits or more, got {dtype.name}.")
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise TypeError(f"{name} {dtype.name} needs jax.config.update('jax_enable_x64', True).")
+    return dtype
 
 
 def floating(name: str, x: ArrayLike) -> jax.Array:
@@ -57,3 +65,26 @@ def floating(name: str, x: ArrayLike) -> jax.Array:
     x = jnp.asarray(x)
     floating_dtype(name, x.dtype)
     return x
+
+
+def vectors(name: str, x: ArrayLike) -> jax.Array:
+    """Returns an array of a real floating type with at least one axis."""
+    x = floating(name, x)
+    if x.ndim < 1:
+        raise ValueError(f"{name} must be [..., dim], got shape {x.shape}.")
+    return x
+
+
+def scalar(name: str, value: ArrayLike, *, positive: bool = False) -> None:
+    """Accepts one real number that is at least 0, or positive; may be traced."""
+    try:
+        dtype, shape = jnp.result_type(value), jnp.shape(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be one real number, got {value!r}.") from None
+    real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    if shape or not real:
+        raise TypeError(f"{name} must be one real number, got {value!r}.")
+    if isinstance(value, jax.core.Tracer):
+        return
+    if not (np.asarray(value) > 0 if positive else np.asarray(value) >= 0):
+        raise ValueError(f"{name} must be {'positive' if positive else 'at least 0'}, got {value}.")

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from simrf_jax import checks
@@ -57,9 +56,12 @@ def random_feature_attention(
       feature_map: By name, ``"positive"``, ``"hyperbolic"``, ``"trigonometric"``, ``"phase"`` (with
         evenly spaced phases), ``"relu"``, ``"elu"``, ``"angular_hybrid"``, ``"gaussian_hybrid"`` or
         ``"clustered_hybrid"``; or a callable from (x, projection) to features, with x
-        ``[..., H]`` already scaled; or a ``FeaturePair`` of two. Maps that may be negative
-        (trigonometric, phase, the hybrids) estimate the denominator with noise of either sign:
-        where it comes near zero, so does the sense of the output.
+        ``[..., H]`` already scaled; or a ``FeaturePair`` of two. The library's own functions, also
+        inside a pair or a ``functools.partial``, stand for their names: they take the softmax
+        kernel unless told otherwise, and are exact at any scale, which the features of other
+        callables are as far as their range allows. Maps that may be negative (trigonometric,
+        phase, the hybrids) estimate the denominator with noise of either sign: where it comes near
+        zero, so does the sense of the output.
       mask: Boolean, broadcastable to ``[..., N, T, S]``, True to attend. It must be the same for
         all queries: have a query axis of size 1, or be a NumPy array that is constant along it.
       bias: Added to the logits; of the same shapes, with the same condition.
@@ -98,16 +100,11 @@ def random_feature_attention(
     w = None if projection is None else as_projection(projection)
     if w is not None:
         _check_projection(w, num_key_heads=key.shape[-2], dim=key.shape[-1])
-    elif isinstance(feature_map, str) and feature_map != "elu":
-        raise TypeError(
-            f"feature_map={feature_map!r} needs a projection, got None; only 'elu' and callables "
-            "do without."
-        )
     checks.one_of("implementation", implementation, (*IMPLEMENTATIONS, None))
     if is_causal:
         raise ValueError("is_causal=True is not supported: random features attend to all keys.")
     if scale is not None:
-        _check_scale(scale)
+        checks.scalar("scale", scale)
     if query.ndim == 3:  # As jax.nn: a batch of one, to which masks and lengths may have an axis.
         call = functools.partial(
             random_feature_attention,
@@ -211,15 +208,6 @@ def _check_projection(
             f"projection must have one W for each of the {num_key_heads} key heads, "
             f"got shape {projection.shape}."
         )
-
-
-def _check_scale(scale: ArrayLike) -> None:
-    dtype = jnp.result_type(scale)
-    real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-    if jnp.shape(scale) or not real:
-        raise TypeError(f"scale must be one real number, got {scale!r}.")
-    if not isinstance(scale, jax.core.Tracer) and not np.asarray(scale) >= 0:
-        raise ValueError(f"scale must be at least 0, got {scale}.")
 
 
 def _at_least_1d(lengths: ArrayLike | None) -> jax.Array | None:

@@ -28,7 +28,7 @@ def bidirectional_attention(
     and log weights included), :math:`c_i = \max_s \kappa_{si}` and :math:`b_t = \max_i (a_{ti} +
     c_i)`; values of signed maps stand as factors before the exponentials. Both shifts cancel, so
     this is the estimator itself; nothing overflows, and for a positive map the denominator is at
-    least 1 wherever a key is visible: no epsilon.
+    least 1 wherever a query and a visible key have a feature in common: no epsilon.
 
     Args:
       query: ``[B, T, K, G, H]``, already scaled, in the type to compute logits in. K is the number
@@ -51,25 +51,29 @@ def bidirectional_attention(
     if key_log_weights is not None:
         log_keys += key_log_weights[..., None]
 
-    key_shift = _finite_max(log_keys, axis=1)
-    logits = queries.exponent + key_shift[:, :, :, None, :]  # A query's log_scale cancels.
-    query_shift = _finite_max(logits, axis=-1)
-    query_features = _signed_exp(logits - query_shift, queries.values)
-    key_features = _signed_exp(log_keys - key_shift, keys.values)
+    key_max = _max(log_keys, axis=1)
+    # A query's log_scale cancels. A feature that is zero for all keys is dropped here too, or it
+    # could set the shift of those that matter.
+    logits = queries.exponent + key_max[:, :, :, None, :]
+    query_features = _signed_exp(logits - _finite(_max(logits, axis=-1)), queries.values)
+    key_features = _signed_exp(log_keys - _finite(key_max), keys.values)
 
     # One more column of values, all ones, sums the denominator along with the numerator.
     value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
     state = _contract("bskm,bskd->bkmd", key_features, value)
     summed = _contract("btkgm,bkmd->btkgd", query_features, state.astype(value.dtype))
     numerator, denominator = summed[..., :-1], summed[..., -1:]
-    nothing = denominator == 0  # Exactly: no key is visible, or all features are zero.
+    nothing = denominator == 0  # Exactly: no key is visible, or no feature is active.
     return jnp.where(nothing, 0, numerator / jnp.where(nothing, 1, denominator))
 
 
-def _finite_max(x: jax.Array, axis: int) -> jax.Array:
-    """The maximum along an axis, to shift by; 0 where there is nothing above minus infinity."""
-    top = jnp.max(x, axis=axis, keepdims=True, initial=-jnp.inf)
-    return jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
+def _max(x: jax.Array, axis: int) -> jax.Array:
+    return jax.lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True, initial=-jnp.inf))
+
+
+def _finite(shift: jax.Array) -> jax.Array:
+    """A shift of 0 where there is nothing above minus infinity."""
+    return jnp.where(shift == -jnp.inf, 0, shift)
 
 
 def _signed_exp(exponent: jax.Array, values: jax.Array | None) -> jax.Array:

@@ -12,7 +12,13 @@ from simrf_jax.features.hybrid import (
 )
 from simrf_jax.features.kernels import gaussian_kernel, relu_kernel, softmax_kernel
 from simrf_jax.features.log_space import KERNELS, LogFeatures
-from simrf_jax.features.maps import FEATURE_MAPS, FeatureMap, FeaturePair, log_feature_maps
+from simrf_jax.features.maps import (
+    FEATURE_MAPS,
+    FeatureMap,
+    FeaturePair,
+    is_structured,
+    log_feature_maps,
+)
 from simrf_jax.features.trigonometric import phase_features, trigonometric_features
 
 __all__ = [
@@ -31,6 +37,7 @@ __all__ = [
     "gaussian_kernel",
     "hybrid_features",
     "hyperbolic_features",
+    "is_structured",
     "log_feature_maps",
     "phase_features",
     "positive_features",

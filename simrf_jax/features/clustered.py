@@ -21,7 +21,7 @@ from simrf_jax.projections import Projection, StructuredProjection, as_projectio
     data_fields=["projection", "query_centres", "key_centres"],
     meta_fields=["spread"],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class ClusteredProjection(StructuredProjection):
     """A projection and the centres of the clusters of queries and of keys.
 
@@ -48,7 +48,14 @@ class ClusteredProjection(StructuredProjection):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of W, ``[..., num_features, dim]``."""
-        return as_projection(self.projection).shape
+        parts = (self.projection, self.query_centres, self.key_centres)
+        w, *centres = (as_projection(part).shape for part in parts)
+        if any(len(c) < 2 or (*c[:-2], c[-1]) != (*w[:-2], w[-1]) for c in centres):
+            raise ValueError(
+                "projection must be [..., num_features, dim], query_centres and key_centres "
+                f"[..., clusters, dim], got {w}, {centres[0]} and {centres[1]}."
+            )
+        return w
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -66,7 +73,9 @@ def clustered_log_features(
         raise TypeError(
             f"projection must be a ClusteredProjection, got {type(projection).__name__}."
         )
-    x = checks.floating("x", x)
+    checks.scalar("spread", projection.spread)
+    x = checks.vectors("x", x)
+    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     queries = checks.floating("query_centres", projection.query_centres)
     keys = checks.floating("key_centres", projection.key_centres)
     for name, centres in (("query_centres", queries), ("key_centres", keys)):
@@ -78,13 +87,15 @@ def clustered_log_features(
     offsets = x[..., None, :] - jnp.broadcast_to(mine, (*x.shape[:-1], *mine.shape))
     nearest = jnp.argmin(jnp.sum(jnp.square(offsets), axis=-1), axis=-1)[..., None]
     bases = []
+    log_scale = jnp.zeros_like(x[..., :1])
     for i in range(queries.shape[0]):
         for j in range(keys.shape[0]):
             base = _centred(x, projection, queries[i], keys[j], side, kernel)
             member = nearest == (i if side == "query" else j)
             # A weight of zero, in log space: other estimators may be out of range here.
             bases.append(base._replace(exponent=jnp.where(member, base.exponent, -jnp.inf)))
-    return weighted_sum(bases, [jnp.ones_like(base.log_scale) for base in bases])
+            log_scale = jnp.where(member, base.log_scale, log_scale)
+    return weighted_sum(bases, [jnp.ones_like(log_scale) for _ in bases], log_scale)
 
 
 def _centred(
@@ -100,7 +111,7 @@ def _centred(
     A is diagonal, real where the centres differ in sign (positive features) and imaginary where
     they agree (trigonometric ones). Its moduli minimise the mean of :math:`|Ax + A^{-1}y|^2`.
     """
-    compute = jnp.promote_types(x.dtype, jnp.float32)
+    compute = x.dtype
     q, r = query_centre.astype(compute), key_centre.astype(compute)
     longest = jnp.maximum(jnp.max(jnp.abs(q)), jnp.max(jnp.abs(r)))
     least = jnp.finfo(compute).eps * (1 + longest)  # Where a centre has a coordinate zero.
@@ -112,7 +123,7 @@ def _centred(
     def along(v: jax.Array) -> jax.Array:
         return jnp.broadcast_to(v, x.shape)
 
-    scaled = x.astype(compute) * along(modulus)
+    scaled = x * along(modulus)
     growth = jnp.where(along(real), scaled, 0)
     turn = jnp.where(along(real), 0, scaled)
     exponent, angles = (project(part, projection.projection) for part in (growth, turn))

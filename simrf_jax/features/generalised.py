@@ -24,7 +24,7 @@ def relu_log_features(x: ArrayLike, projection: Projection) -> LogFeatures:
 def elu_log_features(x: ArrayLike, projection: Projection | None = None) -> LogFeatures:
     """ELU features in log space; arguments as ``elu_features``."""
     if projection is None:
-        y = checks.floating("x", x)
+        y = checks.vectors("x", x)
         y = y.astype(jnp.promote_types(y.dtype, jnp.float32))
         log_scale = jnp.zeros_like(y[..., :1])
     else:

@@ -1,14 +1,17 @@
 """Hybrid random features: base estimators of a kernel, combined by weights that are estimated too.
 
-A hybrid estimator is exact where one of its base estimators is, because there the weights leave
-that one alone. Queries and keys have feature maps of their own, psi_1 and psi_2; all are real.
+Where the weights leave one base estimator alone, the hybrid is as good as that one: angular weights
+do so at both ends, for vectors of equal length. Queries and keys have feature maps of their own,
+psi_1 and psi_2; all are real.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,12 +76,16 @@ def hybrid_features(
     References:
       Choromanski et al., Hybrid Random Features (ICLR 2022), Eq. 8 and Lemma 2.3.
     """
-    arrays = [checks.floating("bases", base) for base in bases]
-    rhos = [checks.floating("weights", rho) for rho in weights]
-    zero = [jnp.zeros_like(base[..., :1]) for base in arrays]
-    as_log = [LogFeatures(z, z, base) for z, base in zip(zero, arrays, strict=True)]
-    features = hybrid_log_features(as_log, rhos, offsets, side=side)
-    return features.evaluate(jnp.result_type(*arrays))
+    arrays = [checks.vectors("each of bases", base) for base in bases]
+    rhos = [checks.vectors("each of weights", rho) for rho in weights]
+    dtype = jnp.result_type(*arrays, *rhos) if arrays else jnp.float32
+    compute = jnp.promote_types(dtype, jnp.float32)
+    as_log = []
+    for base in arrays:
+        zero = jnp.zeros((*base.shape[:-1], 1), compute)
+        as_log.append(LogFeatures(zero, zero, base.astype(compute)))
+    wide = [rho.astype(compute) for rho in rhos]
+    return hybrid_log_features(as_log, wide, offsets, side=side).evaluate(dtype)
 
 
 def hybrid_log_features(
@@ -95,8 +102,13 @@ def hybrid_log_features(
             "A hybrid has p weights, p offsets and p + 1 bases, p at least 1; "
             f"got {len(weights)}, {len(offsets)} and {len(bases)}."
         )
+    if not all(isinstance(offset, numbers.Real) for offset in offsets):
+        raise TypeError(f"offsets must be numbers, got {offsets!r}.")
+    leading = [base.log_scale.shape[:-1] for base in bases] + [rho.shape[:-1] for rho in weights]
+    if len(set(leading)) > 1:
+        raise ValueError(f"bases and weights must have one leading shape, got {leading}.")
 
-    def with_offset(offset: float, *rhos: jax.Array) -> jax.Array:
+    def with_offset(offset: Any, *rhos: jax.Array) -> jax.Array:
         constant = jnp.full_like(rhos[0][..., :1], offset if side == "query" else 1.0)
         return jnp.concatenate([constant, *rhos] if offset else rhos, axis=-1)
 
@@ -106,32 +118,30 @@ def hybrid_log_features(
     return weighted_sum(bases, coefficients)
 
 
-def weighted_sum(bases: Sequence[LogFeatures], coefficients: Sequence[jax.Array]) -> LogFeatures:
+def weighted_sum(
+    bases: Sequence[LogFeatures],
+    coefficients: Sequence[jax.Array],
+    log_scale: jax.Array | None = None,
+) -> LogFeatures:
     r"""Features of :math:`\sum_k (\omega_1^k(x) \cdot \omega_2^k(y)) \hat K^k(x, y)`.
 
     Args:
       bases: Feature maps ``[..., m_k]`` of one side.
       coefficients: :math:`\omega^k` of the same side, ``[..., n_k]``.
+      log_scale: The scale ``[..., 1]`` to take all of them to, by default that of the first base.
 
     Returns:
       All :math:`\omega^k \otimes \phi^k`, one after the other.
     """
-    # One scale for all: that of the first base, which the exponents of the others are taken to.
-    log_scale = bases[0].log_scale
+    log_scale = bases[0].log_scale if log_scale is None else log_scale
     exponents, values = [], []
     for base, omega in zip(bases, coefficients, strict=True):
-        width = base.exponent.shape[-1] if base.values is None else base.values.shape[-1]
-        shape = (*omega.shape, width)
+        value = jnp.ones_like(base.exponent) if base.values is None else base.values
+        product = omega[..., :, None] * value[..., None, :]
         exponent = base.exponent + (base.log_scale - log_scale)
-        exponents.append(jnp.broadcast_to(exponent[..., None, :], shape))
-        value = jnp.ones((width,), omega.dtype) if base.values is None else base.values
-        product = omega[..., :, None] * _align(value, omega.ndim)[..., None, :]
-        values.append(jnp.broadcast_to(product, shape))
+        exponents.append(jnp.broadcast_to(exponent[..., None, :], product.shape))
+        values.append(product)
     return LogFeatures(_flat(exponents), log_scale, _flat(values))
-
-
-def _align(value: jax.Array, ndim: int) -> jax.Array:
-    return value.reshape((1,) * (ndim - value.ndim) + value.shape)
 
 
 def _flat(products: list[jax.Array]) -> jax.Array:
@@ -144,7 +154,7 @@ def _flat(products: list[jax.Array]) -> jax.Array:
     data_fields=["hyperbolic", "trigonometric", "weights"],
     meta_fields=[],
 )
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class BipolarProjection(StructuredProjection):
     """The random vectors of a bipolar hybrid; see draw_bipolar_projection.
 
@@ -161,7 +171,14 @@ class BipolarProjection(StructuredProjection):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of one base's projection, ``[..., num_features, dim]``."""
-        return as_projection(self.hyperbolic).shape
+        parts = (self.hyperbolic, self.trigonometric, self.weights)
+        one, other, tau = (as_projection(part).shape for part in parts)
+        if one != other or len(tau) < 2 or (*one[:-2], one[-1]) != (*tau[:-2], tau[-1]):
+            raise ValueError(
+                "hyperbolic and trigonometric must be [..., num_features, dim] of one shape, and "
+                f"weights [..., num_weights, dim], got {one}, {other} and {tau}."
+            )
+        return one
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -231,13 +248,15 @@ def gaussian_log_features(
     projection: BipolarProjection,
     *,
     side: str,
-    bandwidth: float = 1.0,
+    bandwidth: ArrayLike = 1.0,
     kernel: str,
 ) -> LogFeatures:
     """``gaussian_hybrid_features`` with the scales apart."""
+    checks.scalar("bandwidth", bandwidth, positive=True)
     tau = _bipolar(projection).weights
-    x = checks.floating("x", x)
-    u = (x if side == "query" else -x) / bandwidth
+    x = checks.vectors("x", x)
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    u = (wide if side == "query" else -wide) / bandwidth
     rho = trigonometric_log_features(u, tau, kernel="gaussian")
     weight = rho.evaluate(rho.exponent.dtype)
     return _bipolar_log_features(x, projection, weight, 0.0, side, kernel)
@@ -249,6 +268,7 @@ def _bipolar(projection: BipolarProjection) -> BipolarProjection:
             "projection must be a BipolarProjection, made by draw_bipolar_projection, "
             f"got {type(projection).__name__}."
         )
+    _ = projection.shape  # Which its parts must agree on.
     return projection
 
 
@@ -318,7 +338,7 @@ def gaussian_hybrid_features(
     projection: BipolarProjection,
     *,
     side: str,
-    bandwidth: float = 1.0,
+    bandwidth: ArrayLike = 1.0,
     kernel: str = "softmax",
 ) -> jax.Array:
     r"""Bipolar hybrid features with Gaussian weights.
@@ -328,13 +348,15 @@ def gaussian_hybrid_features(
     .. math:: \lambda = \exp\bigl(-|x + y|^2 / (2 \sigma^2)\bigr)
 
     estimated by trigonometric features of :math:`x/\sigma` and :math:`-y/\sigma`, which are exact
-    there too; the trigonometric estimator has the rest.
+    there too; the trigonometric estimator has the rest. At y = x the weight of the hyperbolic one
+    is not quite zero, nor then the variance.
 
     Args:
       x: Vectors ``[..., dim]``.
       projection: A ``BipolarProjection``.
       side: ``"query"`` for one argument of the kernel, ``"key"`` for the other.
-      bandwidth: :math:`\sigma`, the distance from y = -x at which the weight passes over.
+      bandwidth: :math:`\sigma`, the distance from y = -x at which the weight passes over; a number,
+        which may be traced.
       kernel: ``"softmax"`` or ``"gaussian"``.
 
     Returns:
@@ -357,7 +379,5 @@ def gaussian_hybrid_features(
     References:
       Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3, Gaussian lambda coefficients.
     """
-    if not bandwidth > 0:
-        raise ValueError(f"bandwidth must be positive, got {bandwidth}.")
     features = gaussian_log_features(x, projection, side=side, bandwidth=bandwidth, kernel=kernel)
     return features.evaluate(jnp.asarray(x).dtype)

@@ -90,10 +90,20 @@ def relu_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
       Cho and Saul, Kernel Methods for Deep Learning (NeurIPS 2009), Eq. 6.
     """
     x, y, dtype = _pair(x, y)
-    lengths = jnp.linalg.norm(x, axis=-1)[..., :, None] * jnp.linalg.norm(y, axis=-1)[..., None, :]
-    dots = jnp.einsum("...nd,...pd->...np", x, y, precision=jax.lax.Precision.HIGHEST)
-    cosine = jnp.clip(dots / jnp.where(lengths > 0, lengths, 1), -1, 1)
-    return (lengths * _arc_cosine(cosine)).astype(dtype)
+    (x_length, x), (y_length, y) = _length_and_direction(x), _length_and_direction(y)
+    cosine = jnp.einsum("...nd,...pd->...np", x, y, precision=jax.lax.Precision.HIGHEST)
+    return (x_length * y_length.mT * _arc_cosine(jnp.clip(cosine, -1, 1))).astype(dtype)
+
+
+def _length_and_direction(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Lengths ``[..., n, 1]`` and unit vectors, with no overflow and with gradients at zero."""
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0))
+    largest = jnp.where(largest == 0, 1, largest)
+    x /= largest
+    squared = jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+    zero = squared == 0
+    length = jnp.where(zero, 0, jnp.sqrt(jnp.where(zero, 1, squared)))
+    return largest * length, x / jnp.where(zero, 1, length)
 
 
 @jax.custom_jvp

@@ -10,32 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from simrf_jax import checks
-from simrf_jax.features.clustered import clustered_hybrid_features, clustered_log_features
-from simrf_jax.features.exponential import (
-    hyperbolic_features,
-    hyperbolic_log_features,
-    positive_features,
-    positive_log_features,
-)
-from simrf_jax.features.generalised import (
-    elu_features,
-    elu_log_features,
-    relu_features,
-    relu_log_features,
-)
-from simrf_jax.features.hybrid import (
-    SIDES,
-    angular_hybrid_features,
-    angular_log_features,
-    gaussian_hybrid_features,
-    gaussian_log_features,
-)
+from simrf_jax.features import clustered, exponential, generalised, hybrid, trigonometric
 from simrf_jax.features.log_space import LogFeatures
-from simrf_jax.features.trigonometric import (
-    phase_log_features,
-    trigonometric_features,
-    trigonometric_log_features,
-)
 
 LogFeatureMap: TypeAlias = Callable[[jax.Array, Any], LogFeatures]
 
@@ -51,8 +27,8 @@ class FeaturePair(NamedTuple):
       >>> import jax, functools, simrf_jax
       >>> hybrid = simrf_jax.gaussian_hybrid_features
       >>> pair = simrf_jax.FeaturePair(
-      ...     functools.partial(hybrid, side="query", bandwidth=2.0),
-      ...     functools.partial(hybrid, side="key", bandwidth=2.0),
+      ...     query=functools.partial(hybrid, side="query", bandwidth=2.0),
+      ...     key=functools.partial(hybrid, side="key", bandwidth=2.0),
       ... )
       >>> p = simrf_jax.draw_bipolar_projection(jax.random.key(0), 32, 8, 16)
       >>> q, k, v = 0.3 * jax.random.normal(jax.random.key(1), (3, 1, 10, 2, 16))
@@ -67,37 +43,45 @@ class FeaturePair(NamedTuple):
 FeatureMap: TypeAlias = str | Callable[..., Any] | FeaturePair
 
 
-def _softmax(log_features: Callable[..., LogFeatures]) -> FeaturePair:
-    estimator = functools.partial(log_features, kernel="softmax")
-    return FeaturePair(estimator, estimator)
+class NamedMap(NamedTuple):
+    """What attention knows about one of the library's feature maps.
+
+    Attributes:
+      features: The public function.
+      log_features: The same with its scale apart.
+      options: Keywords that attention has a say in: the kernel, which is softmax unless it is told
+        otherwise, and the side, query or key.
+      structured: Whether it takes a projection of several parts.
+    """
+
+    features: Callable[..., jax.Array]
+    log_features: Callable[..., LogFeatures]
+    options: tuple[str, ...] = ("kernel",)
+    structured: bool = False
 
 
-def _two_sided(log_features: Callable[..., LogFeatures]) -> FeaturePair:
-    return FeaturePair(*(functools.partial(log_features, side=s, kernel="softmax") for s in SIDES))
-
-
-# name -> maps to log features, of the softmax kernel where the map has a choice
-FEATURE_MAPS: dict[str, FeaturePair] = {
-    "positive": _softmax(positive_log_features),
-    "hyperbolic": _softmax(hyperbolic_log_features),
-    "trigonometric": _softmax(trigonometric_log_features),
-    "phase": _softmax(phase_log_features),
-    "relu": FeaturePair(relu_log_features, relu_log_features),
-    "elu": FeaturePair(elu_log_features, elu_log_features),
-    "angular_hybrid": _two_sided(angular_log_features),
-    "gaussian_hybrid": _two_sided(gaussian_log_features),
-    "clustered_hybrid": _two_sided(clustered_log_features),
-}
-# The library's own functions stand for their names: no one means attention by the Gaussian kernel.
-_NAMES: dict[Callable[..., jax.Array], str] = {
-    positive_features: "positive",
-    hyperbolic_features: "hyperbolic",
-    trigonometric_features: "trigonometric",
-    relu_features: "relu",
-    elu_features: "elu",
-    angular_hybrid_features: "angular_hybrid",
-    gaussian_hybrid_features: "gaussian_hybrid",
-    clustered_hybrid_features: "clustered_hybrid",
+_BOTH = ("kernel", "side")
+FEATURE_MAPS = {
+    "positive": NamedMap(exponential.positive_features, exponential.positive_log_features),
+    "hyperbolic": NamedMap(exponential.hyperbolic_features, exponential.hyperbolic_log_features),
+    "trigonometric": NamedMap(
+        trigonometric.trigonometric_features, trigonometric.trigonometric_log_features
+    ),
+    "phase": NamedMap(trigonometric.phase_features, trigonometric.phase_log_features),
+    "relu": NamedMap(generalised.relu_features, generalised.relu_log_features, ()),
+    "elu": NamedMap(generalised.elu_features, generalised.elu_log_features, ()),
+    "angular_hybrid": NamedMap(
+        hybrid.angular_hybrid_features, hybrid.angular_log_features, _BOTH, structured=True
+    ),
+    "gaussian_hybrid": NamedMap(
+        hybrid.gaussian_hybrid_features, hybrid.gaussian_log_features, _BOTH, structured=True
+    ),
+    "clustered_hybrid": NamedMap(
+        clustered.clustered_hybrid_features,
+        clustered.clustered_log_features,
+        _BOTH,
+        structured=True,
+    ),
 }
 
 
@@ -108,19 +92,49 @@ def log_feature_maps(feature_map: FeatureMap) -> tuple[LogFeatureMap, LogFeature
       TypeError: If it is none of these.
       ValueError: If the name is unknown.
     """
-    if callable(feature_map):
-        feature_map = _NAMES.get(feature_map, feature_map)
+    query, key = _pair(feature_map)
+    return _log_features(query, "query"), _log_features(key, "key")
+
+
+def is_structured(feature_map: FeatureMap) -> bool:
+    """Whether it takes a projection of several parts, as the library's hybrids do."""
+    named = [_named(one)[0] for one in _pair(feature_map)]
+    return any(one is not None and one.structured for one in named)
+
+
+def _pair(feature_map: FeatureMap) -> FeaturePair:
     if isinstance(feature_map, str):
         checks.one_of("feature_map", feature_map, FEATURE_MAPS)
-        return FEATURE_MAPS[feature_map]
+        feature_map = FEATURE_MAPS[feature_map].features
     pair = feature_map if isinstance(feature_map, FeaturePair) else (feature_map, feature_map)
     if not all(callable(one) for one in pair):
         raise TypeError(
             f"feature_map must be one of {', '.join(map(repr, FEATURE_MAPS))}, a callable "
             f"(x, projection) -> features, or a FeaturePair of two, got {feature_map!r}."
         )
-    query, key = (functools.partial(_from_callable, one) for one in pair)
-    return query, key
+    return FeaturePair(*pair)
+
+
+def _named(function: Callable[..., Any]) -> tuple[NamedMap | None, dict[str, Any]]:
+    """The library's map that a function is, bare or in a functools.partial with keywords."""
+    keywords: dict[str, Any] = {}
+    while isinstance(function, functools.partial) and not function.args:
+        keywords = function.keywords | keywords
+        function = function.func
+    for named in FEATURE_MAPS.values():
+        if function is named.features:
+            return named, keywords
+    return None, {}
+
+
+def _log_features(function: Callable[..., Any], side: str) -> LogFeatureMap:
+    named, keywords = _named(function)
+    if named is None:
+        return functools.partial(_from_callable, function)
+    defaults = {"kernel": "softmax", "side": side}
+    return functools.partial(
+        named.log_features, **({name: defaults[name] for name in named.options} | keywords)
+    )
 
 
 def _from_callable(feature_map: Callable[..., Any], x: jax.Array, projection: Any) -> LogFeatures:

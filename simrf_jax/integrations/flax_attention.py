@@ -11,7 +11,7 @@ from flax.linen.dtypes import promote_dtype
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax.attention import random_feature_attention
-from simrf_jax.features import FeatureMap, log_feature_maps
+from simrf_jax.features import FeatureMap, is_structured, log_feature_maps
 from simrf_jax.projections import draw_projection, draw_stack
 
 
@@ -27,7 +27,7 @@ def draw_heads(
 def check_feature_map(feature_map: FeatureMap) -> None:
     """Accepts a feature map that takes the W that the adapters draw, one array for each head."""
     log_feature_maps(feature_map)
-    if isinstance(feature_map, str) and feature_map.endswith("_hybrid"):
+    if is_structured(feature_map):
         raise ValueError(
             f"feature_map={feature_map!r} takes a projection of several parts, which the adapters "
             "do not draw; call simrf_jax.random_feature_attention with it."

@@ -86,37 +86,48 @@ def simplex_constants(num_vertices: int) -> tuple[float, float]:
     return (num_vertices / n) ** 0.5, (num_vertices**0.5 + 1) / n
 
 
-def orthogonal_blocks(num_features: int, dim: int, block: str) -> list[Block]:
+class Run(NamedTuple):
+    """Equal blocks, one after the other.
+
+    Attributes:
+      block: What each of them is.
+      repeats: How many there are.
+    """
+
+    block: Block
+    repeats: int
+
+
+def orthogonal_blocks(num_features: int, dim: int, block: str) -> list[Run]:
     """Orthonormal rows, ``dim`` a block and a remainder, in either block mode."""
     del block  # A smaller orthonormal set is the same as the first rows of a full one.
     full, remainder = divmod(num_features, dim)
-    return [Block(dim, None)] * full + [Block(remainder, None)] * bool(remainder)
+    return _runs((Block(dim, None), full), (Block(remainder, None), 1))
 
 
-def simplex_blocks(num_features: int, dim: int, block: str) -> list[Block]:
-    """Simplex rows.
+def simplex_blocks(num_features: int, dim: int, block: str) -> list[Run]:
+    """Simplex rows, in blocks that are whole simplices or the paper's to the letter.
 
-    ``square`` is the paper to the letter: d rows at arccos(-1/(d-1)) a block, and as a remainder
-    the first rows of one more. ``regular`` makes every block a whole simplex of its own size.
+    ``regular`` makes every block a whole simplex of its own size, as full as the space allows,
+    d + 1 rows, because more pairs in a block lower the variance at every distance. A row alone is
+    coupled to nothing, so it is never left over. ``square`` has d rows at arccos(-1/(d-1)) a block,
+    and as a remainder the first rows of one more.
+
+    Example:
+      >>> for m in (130, 8, 66):
+      ...     [(run.block.num_rows, run.repeats) for run in simplex_blocks(m, 64, "regular")]
+      [(65, 2)]
+      [(8, 1)]
+      [(64, 1), (2, 1)]
     """
     if block == "square":
         full, remainder = divmod(num_features, dim)
-        return [Block(dim, dim)] * full + [Block(remainder, dim)] * bool(remainder)
-    return [Block(size, size) for size in regular_sizes(num_features, dim)]
-
-
-def regular_sizes(num_features: int, dim: int) -> list[int]:
-    """Sizes of the regular simplices that hold ``num_features`` rows in ``dim`` dimensions.
-
-    As full as the space allows, d + 1 rows a block, because more pairs in a block lower the
-    variance at every distance. A row alone is coupled to nothing, so it is never left over.
-
-    Example:
-      >>> regular_sizes(130, 64), regular_sizes(64, 64), regular_sizes(66, 64), regular_sizes(8, 64)
-      ([65, 65], [64], [64, 2], [8])
-    """
+        return _runs((Block(dim, dim), full), (Block(remainder, dim), 1))
     full, remainder = divmod(num_features, dim + 1)
-    sizes = [dim + 1] * full + [remainder] * bool(remainder)
     if full and remainder == 1:
-        sizes[-2:] = [dim, 2]
-    return sizes
+        return _runs((Block(dim + 1, dim + 1), full - 1), (Block(dim, dim), 1), (Block(2, 2), 1))
+    return _runs((Block(dim + 1, dim + 1), full), (Block(remainder, remainder), 1))
+
+
+def _runs(*runs: tuple[Block, int]) -> list[Run]:
+    return [Run(block, repeats) for block, repeats in runs if block.num_rows and repeats]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from simrf_jax.projections.blocks import Block, orthogonal_blocks, simplex_blocks
+from simrf_jax.projections.blocks import Run, orthogonal_blocks, simplex_blocks
 
 NUM_SWEEPS = 3
 
@@ -17,22 +17,32 @@ class Coupling(NamedTuple):
     """How the directions of the rows come about, before a random rotation turns them.
 
     Attributes:
-      blocks: From (num_features, dim, block mode) to the blocks, whose directions are fixed.
+      blocks: From (num_features, dim, block mode) to the runs of equal blocks, whose directions are
+        fixed.
+      least_dim: The least dimension that has room for it.
       weight_dependent: Whether the directions are then arranged to suit the norms of the rows, by
         ``minimise_resultant``.
     """
 
-    blocks: Callable[[int, int, str], list[Block]]
+    blocks: Callable[[int, int, str], list[Run]]
+    least_dim: int
     weight_dependent: bool = False
 
 
 # Beside these there is "iid", which has no blocks.
 COUPLED = {
-    "orthogonal": Coupling(orthogonal_blocks),
-    "simplex": Coupling(simplex_blocks),
-    "simplex_plus": Coupling(simplex_blocks, weight_dependent=True),
+    "orthogonal": Coupling(orthogonal_blocks, least_dim=1),
+    "simplex": Coupling(simplex_blocks, least_dim=2),
+    "simplex_plus": Coupling(simplex_blocks, least_dim=2, weight_dependent=True),
 }
 COUPLINGS = ("iid", *COUPLED)
+
+
+def has_room(coupling: str, dim: int) -> None:
+    """Accepts a dimension that has room for the coupling."""
+    least_dim = 1 if coupling == "iid" else COUPLED[coupling].least_dim
+    if dim < least_dim:
+        raise ValueError(f"coupling={coupling!r} needs dim of at least {least_dim}, got dim={dim}.")
 
 
 def minimise_resultant(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from typing import Any
 
 import jax
@@ -11,8 +10,14 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from simrf_jax import checks
-from simrf_jax.projections.blocks import BLOCK_MODES, Block
-from simrf_jax.projections.couplings import COUPLED, COUPLINGS, NUM_SWEEPS, minimise_resultant
+from simrf_jax.projections.blocks import BLOCK_MODES, Run
+from simrf_jax.projections.couplings import (
+    COUPLED,
+    COUPLINGS,
+    NUM_SWEEPS,
+    has_room,
+    minimise_resultant,
+)
 from simrf_jax.projections.rotations import ROTATIONS
 
 NORMS = ("chi", "sqrt_dim")
@@ -35,8 +40,8 @@ def draw_projection(
     .. math:: W = D S R
 
     block by block, with :math:`D` the row norms, :math:`S` the directions of the coupling and
-    :math:`R` a random rotation. Drawn from one key, all couplings share their row norms, and all
-    but ``iid`` their rotations, so that they can be compared as paired draws.
+    :math:`R` a random rotation. Drawn from one key, all couplings share their row norms, and both
+    simplices their rotations, so that they can be compared as paired draws.
 
     Args:
       key: A typed PRNG key (``jax.random.key``). ``jax.vmap`` over keys draws many projections.
@@ -88,20 +93,14 @@ def draw_projection(
     checks.one_of("norms", norms, NORMS)
     num_features = checks.positive_int("num_features", num_features)
     dim = checks.positive_int("dim", dim)
-    dim_suits(coupling, dim)
+    has_room(coupling, dim)
     dtype = checks.floating_dtype("dtype", dtype)
     if num_sweeps is None:
         num_sweeps = NUM_SWEEPS
-    elif coupling != "simplex_plus":
+    elif coupling == "iid" or not COUPLED[coupling].weight_dependent:
         raise ValueError(f"num_sweeps is for coupling='simplex_plus', got {coupling!r}.")
     num_sweeps = checks.positive_int("num_sweeps", num_sweeps)
     return _draw(key, num_features, dim, coupling, block, rotation, norms, dtype, num_sweeps)
-
-
-def dim_suits(coupling: str, dim: int) -> None:
-    """Accepts a dimension that has room for the coupling."""
-    if coupling.startswith("simplex") and dim < 2:
-        raise ValueError(f"coupling={coupling!r} needs dim of at least 2, got dim={dim}.")
 
 
 @functools.partial(jax.jit, static_argnums=range(1, 9))
@@ -125,15 +124,15 @@ def _draw(
     if coupling == "iid":
         w = gaussian if norms == "chi" else gaussian * (lengths / chi)[:, None]
     else:
-        blocks = COUPLED[coupling].blocks(num_features, ambient, block)
+        runs = COUPLED[coupling].blocks(num_features, ambient, block)
         sweeps = num_sweeps if COUPLED[coupling].weight_dependent else 0
-        directions = _draw_directions(rotation_key, blocks, lengths, ambient, rotation, sweeps)
+        directions = _draw_directions(rotation_key, runs, lengths, ambient, rotation, sweeps)
         w = directions[:, :dim] * lengths[:, None]
     return w.astype(dtype)
 
 
 def _draw_directions(
-    key: jax.Array, blocks: list[Block], lengths: jax.Array, dim: int, rotation: str, sweeps: int
+    key: jax.Array, runs: list[Run], lengths: jax.Array, dim: int, rotation: str, sweeps: int
 ) -> jax.Array:
     """Unit vectors ``[num_features, dim]``: each block in the span of a random frame of its own."""
     frame = ROTATIONS[rotation].frame
@@ -144,17 +143,18 @@ def _draw_directions(
         rotated = frame(key, dim, directions.shape[1], lengths.dtype)
         return jnp.matmul(directions, rotated, precision=jax.lax.Precision.HIGHEST)
 
-    keys = jax.random.split(key, len(blocks))
-    rows, block, row = [], 0, 0
-    for shape, equal in itertools.groupby(blocks):  # Equal blocks are drawn together.
-        count = len(list(equal))
-        size = count * shape.num_rows
-        directions = jnp.asarray(shape.directions(), lengths.dtype)
+    keys = jax.random.split(key, sum(run.repeats for run in runs))
+    rows, first_block, first_row = [], 0, 0
+    for block, count in runs:  # Equal blocks are drawn together.
+        end_block, end_row = first_block + count, first_row + count * block.num_rows
+        directions = jnp.asarray(block.directions(), lengths.dtype)
         drawn = jax.vmap(draw_block, in_axes=(None, 0, 0))(
-            directions, lengths[row : row + size].reshape(count, -1), keys[block : block + count]
+            directions,
+            lengths[first_row:end_row].reshape(count, block.num_rows),
+            keys[first_block:end_block],
         )
-        rows.append(drawn.reshape(size, dim))
-        block, row = block + count, row + size
+        rows.append(drawn.reshape(-1, dim))
+        first_block, first_row = end_block, end_row
     return jnp.concatenate(rows)
 
 

@@ -87,6 +87,7 @@ def rotate(x: jax.Array, signs: jax.Array) -> jax.Array:
       R x, ``[..., n]``.
     """
     for factor in range(NUM_FACTORS):
-        flips = jnp.broadcast_to(signs[..., factor, :].astype(x.dtype), x.shape)
-        x = hadamard_transform(x * flips)
-    return x * x.shape[-1] ** (-0.5 * NUM_FACTORS)
+        # Scaled here, so that nothing grows on the way.
+        flips = signs[..., factor, :].astype(x.dtype) * x.shape[-1] ** -0.5
+        x = hadamard_transform(x * jnp.broadcast_to(flips, x.shape))
+    return x

@@ -20,6 +20,8 @@ def as_projection(projection: Projection) -> jax.Array | StructuredProjection:
     """Returns a projection as an array of a floating type, or as the structure it is."""
     if isinstance(projection, StructuredProjection):
         return projection
+    if projection is None:
+        raise TypeError("projection must be an array [num_features, dim], got None.")
     return checks.floating("projection", projection)
 
 
@@ -54,6 +56,8 @@ def project(x: ArrayLike, projection: Projection) -> jax.Array:
             f"projection must be [num_features, dim], got shape {projection.shape}; "
             "use jax.vmap for a stack of them."
         )
+    if projection.shape[0] == 0:
+        raise ValueError(f"projection must have at least one feature, got {projection.shape}.")
     if x.ndim < 1 or x.shape[-1] != projection.shape[-1]:
         raise ValueError(
             f"x must be [..., dim] with the projection's dim={projection.shape[-1]}, "

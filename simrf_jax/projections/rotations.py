@@ -63,8 +63,8 @@ def hadamard_frame(key: jax.Array, dim: int, num_rows: int, dtype: jnp.dtype) ->
     r"""Draws the first rows of :math:`H D_3 H D_2 H D_1`, with H Hadamard and D random signs.
 
     Nearly Haar: the second moments are exact, the fourth are off by :math:`(-2/d)^3 (1 - 3/(d+2))`.
-    Kernel estimates are biased by less than one per cent at :math:`|x + y| = 1` from d = 4 on, but
-    at 2 by several per cent for d up to 8 (benchmarks/rotation_bias.py).
+    Kernel estimates are biased by one per cent at :math:`|x + y| = 1` for d = 4 and by less for
+    larger d, at 2 by several per cent for d up to 8 (benchmarks/rotation_bias.py).
 
     Args:
       key: A typed PRNG key.

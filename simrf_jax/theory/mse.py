@@ -44,6 +44,8 @@ def kernel_mse(
     =============  ========================  ============================  =======================
 
     where :math:`v = |x + y|`, :math:`z = |x - y|`, and :math:`\rho_c` is the conformity of a pair.
+    Exact for Haar rotations. Hadamard and Givens ones, and fast projections, work in the next power
+    of two: pad x and y with zeros to it, for nearly their error.
 
     Args:
       x: Vectors ``[..., dim]``.

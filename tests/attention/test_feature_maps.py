@@ -66,9 +66,10 @@ def test_bfloat16(name):
 @pytest.mark.parametrize("coupling", conformance.COUPLINGS)
 def test_every_map_works_with_every_coupling(name, coupling):
     q, k, v = inputs(length=5, scale=0.3)
-    out = random_feature_attention(q, k, v, projection(coupling=coupling), feature_map=name)
-    chex.assert_shape(out, v.shape)
-    chex.assert_tree_all_finite(out)
+    w = projection(400, coupling=coupling)
+    out = random_feature_attention(q, k, v, w, feature_map=name)
+    expected = attention(q, k, v, w, formula=(POSITIVE | SIGNED)[name])
+    assert relative_error(out, expected) < 1e-5
 
 
 @pytest.mark.fast
@@ -125,6 +126,14 @@ def test_masked_keys_and_queries_that_see_none(name):
 
 
 @pytest.mark.fast
+def test_a_feature_that_is_zero_for_all_keys_does_not_silence_the_others():
+    q, k = np.float32([[[1e30, 1e-10]]]), np.float32([[[-1, 1e-6]]])
+    one = np.ones((1, 1, 1), np.float32)
+    out = random_feature_attention(q, k, one, np.eye(2, dtype=np.float32), feature_map="relu")
+    np.testing.assert_allclose(out, 1, rtol=1e-6)
+
+
+@pytest.mark.fast
 def test_queries_with_no_active_relu_get_zeros_and_finite_gradients():
     q, k, v = -np.ones((1, 1, 2), np.float32), *np.ones((2, 3, 1, 2), np.float32)
     w = np.ones((4, 2), np.float32)
@@ -149,8 +158,24 @@ def test_a_callable_is_called_with_scaled_vectors_and_the_projection():
     by_pair = random_feature_attention(q, k, v, w, feature_map=pair)
     np.testing.assert_allclose(by_pair, by_callable, rtol=1e-6)
     # The library's own functions mean their names, not their default kernel.
-    by_function = random_feature_attention(q, k, v, w, feature_map=simrf_jax.positive_features)
-    np.testing.assert_array_equal(by_function, by_name)
+    own = simrf_jax.positive_features
+    for same in (own, functools.partial(own), simrf_jax.FeaturePair(own, own)):
+        by_function = random_feature_attention(q, k, v, w, feature_map=same)
+        np.testing.assert_array_equal(by_function, by_name)
+    gaussian = functools.partial(own, kernel="gaussian")
+    assert (
+        relative_error(random_feature_attention(q, k, v, w, feature_map=gaussian), by_name) > 0.01
+    )
+
+
+@pytest.mark.fast
+def test_phases_of_ones_own():
+    q, k, v = inputs(scale=0.5)
+    w, phases = projection(400), np.linspace(0, 6, 400, dtype=np.float32)
+    own = functools.partial(simrf_jax.phase_features, phases=phases)
+    actual = random_feature_attention(q, k, v, w, feature_map=own)
+    formula = functools.partial(formulas.phase, phases=phases)
+    assert relative_error(actual, attention(q, k, v, w, formula=formula)) < 1e-4
 
 
 @pytest.mark.fast
@@ -211,10 +236,11 @@ def test_fast_projections(heads, name):
             "feature_map must be one of .* or a FeaturePair of two, got 3",
         ),
         (simrf_jax.FeaturePair("relu", "relu"), projection(), TypeError, "a FeaturePair of two"),
-        ("positive", None, TypeError, "feature_map='positive' needs a projection, got None"),
+        ("positive", None, TypeError, "projection must be an array .* got None"),
+        (simrf_jax.positive_features, None, TypeError, "projection must be an array .* got None"),
         (lambda x, w: x[..., 0], projection(), ValueError, "feature_map must map"),
         (lambda x, w: x.sum(), projection(), ValueError, "feature_map must map"),
-        (lambda x, w: x > 0, projection(), TypeError, "must be a floating type, got bool"),
+        (lambda x, w: x > 0, projection(), TypeError, "must be a floating type, .* got bool"),
         ("angular_hybrid", projection(), TypeError, "must be a BipolarProjection, made by"),
         ("clustered_hybrid", projection(), TypeError, "must be a ClusteredProjection, got"),
         (

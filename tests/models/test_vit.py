@@ -146,7 +146,7 @@ def test_redraw_changes_the_output_and_not_the_parameters():
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
     [
-        ({"attention": "linear"}, ValueError, "'simplex', 'exact', got 'linear'"),
+        ({"attention": "linear"}, ValueError, "'simplex_plus', 'exact', got 'linear'"),
         ({"pooling": "max"}, ValueError, "'average', 'token', got 'max'"),
         ({"block": "round"}, ValueError, "'regular', 'square', got 'round'"),
         ({"dtype": "int8"}, ValueError, "'float32', 'bfloat16', got 'int8'"),

@@ -4,7 +4,6 @@ import pytest
 from simrf_jax.projections.blocks import (
     Block,
     orthogonal_blocks,
-    regular_sizes,
     simplex_blocks,
     simplex_vertices,
 )
@@ -33,21 +32,33 @@ def test_vertices_are_the_rows_of_equation_9():
     np.testing.assert_array_equal(np.array(rows)[:, -1], 0)
 
 
+def sizes(runs):
+    return [block.num_rows for block, count in runs for _ in range(count)]
+
+
 @pytest.mark.parametrize("dim", [2, 3, 8, 64])
 def test_regular_blocks_are_full_and_leave_no_row_alone(dim):
     for num_features in range(1, 5 * dim):
-        sizes = regular_sizes(num_features, dim)
-        assert sum(sizes) == num_features
-        assert max(sizes) <= dim + 1
-        assert min(sizes) >= min(2, num_features)
+        rows = sizes(simplex_blocks(num_features, dim, "regular"))
+        assert sum(rows) == num_features
+        assert max(rows) <= dim + 1
+        assert min(rows) >= min(2, num_features)
         # As few blocks as there can be.
-        assert len(sizes) == -(-num_features // (dim + 1))
+        assert len(rows) == -(-num_features // (dim + 1))
+
+
+@pytest.mark.parametrize("blocks", [orthogonal_blocks, simplex_blocks])
+def test_square_and_orthogonal_blocks_are_full_but_for_the_last(blocks):
+    for num_features in range(1, 30):
+        rows = sizes(blocks(num_features, 8, "square"))
+        assert sum(rows) == num_features
+        assert all(size == 8 for size in rows[:-1])
 
 
 def test_blocks_of_the_papers_performer():
-    assert simplex_blocks(130, 64, "regular") == [Block(65, 65)] * 2
-    assert simplex_blocks(130, 64, "square") == [Block(64, 64)] * 2 + [Block(2, 64)]
-    assert orthogonal_blocks(130, 64, "regular") == [Block(64, None)] * 2 + [Block(2, None)]
+    assert simplex_blocks(130, 64, "regular") == [(Block(65, 65), 2)]
+    assert simplex_blocks(130, 64, "square") == [(Block(64, 64), 2), (Block(2, 64), 1)]
+    assert orthogonal_blocks(130, 64, "regular") == [(Block(64, None), 2), (Block(2, None), 1)]
 
 
 @pytest.mark.parametrize(
@@ -59,5 +70,5 @@ def test_directions_have_the_cosine_they_say(block):
 
 
 def test_square_remainder_is_cut_from_a_full_simplex():
-    full, rest = simplex_blocks(11, 8, "square")
+    (full, _), (rest, _) = simplex_blocks(11, 8, "square")
     np.testing.assert_array_equal(rest.directions(), full.directions()[:3])

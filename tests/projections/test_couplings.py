@@ -48,13 +48,18 @@ def test_the_loop_closes_in_every_block():
     )
 
 
-@pytest.mark.fast
 def test_more_sweeps_close_it_further():
-    def resultant(num_sweeps):
-        w = draw_projection(jax.random.key(3), 4, 4, coupling="simplex_plus", num_sweeps=num_sweeps)
-        return jnp.linalg.norm(w.sum(axis=0))
+    def resultants(num_sweeps):
+        def draw(key):
+            options = {"coupling": "simplex_plus", "num_sweeps": num_sweeps}
+            return jnp.linalg.norm(draw_projection(key, 4, 4, **options).sum(axis=0))
 
-    assert resultant(1) > 3 * resultant(2)
+        return jax.vmap(draw)(jax.random.split(jax.random.key(3), 500))
+
+    # In logarithms: a few loops cannot close.
+    one, two, four = (np.log10(resultants(n) + 1e-8) for n in (1, 2, 4))
+    assert_less(two + 1, one)
+    assert_less(four + 1, two)
 
 
 @pytest.mark.fast

@@ -163,7 +163,12 @@ def test_float64_is_drawn_in_float64():
         ((8, 8), {"block": "round"}, ValueError, "'regular', 'square', got 'round'"),
         ((8, 8), {"rotation": "qr"}, ValueError, "'haar', 'hadamard', 'givens', got 'qr'"),
         ((8, 8), {"norms": "one"}, ValueError, "'chi', 'sqrt_dim', got 'one'"),
-        ((8, 8), {"dtype": jnp.int32}, TypeError, "dtype must be a floating type, got int32"),
+        ((8, 8), {"dtype": jnp.int32}, TypeError, "floating type, of 16 bits or more, got int32"),
+        ((8, 8), {"dtype": jnp.float8_e4m3fn}, TypeError, "16 bits or more, got float8_e4m3fn"),
+        ((8, 8), {"dtype": None}, TypeError, "dtype must be a floating type, got None"),
+        ((8, 8), {"dtype": jnp.float64}, TypeError, "dtype float64 needs jax.config.update"),
+        ((True, 8), {}, TypeError, "num_features must be an integer, got True"),
+        ((8, 8), {"coupling": np.array(["iid"] * 2)}, ValueError, "coupling must be one of"),
     ],
 )
 def test_draw_refuses(arguments, options, error, match):

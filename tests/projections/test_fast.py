@@ -15,7 +15,8 @@ pytestmark = pytest.mark.fast
 def dense(projection):
     """D S HD HD HD multiplied out from the state, in float64."""
     num_features, ambient = projection.row_norms.shape[0], projection.signs.shape[-1]
-    blocks = COUPLED[projection.coupling].blocks(num_features, ambient, projection.block)
+    runs = COUPLED[projection.coupling].blocks(num_features, ambient, projection.block)
+    blocks = [block for block, count in runs for _ in range(count)]
     hadamard = scipy.linalg.hadamard(ambient) / np.sqrt(ambient)
     directions = []
     for block, signs in zip(blocks, np.asarray(projection.signs, np.float64), strict=True):
@@ -127,6 +128,14 @@ def test_float64():
         np.testing.assert_allclose(project(x, projection), dense(projection) @ x, rtol=1e-13)
 
 
+def test_nothing_overflows_on_the_way():
+    projection = draw_fast_projection(jax.random.key(0), 64, 64)
+    x = jnp.full(64, 1e36)
+    np.testing.assert_allclose(
+        project(x, projection) / 1e36, dense(projection).sum(axis=1), atol=1e-3
+    )
+
+
 def test_one_dimension_empty_batches_and_nan():
     one = draw_fast_projection(jax.random.key(0), 3, 1, coupling="orthogonal")
     chex.assert_tree_all_finite(project(jnp.ones(1), one))
@@ -146,7 +155,12 @@ def test_one_dimension_empty_batches_and_nan():
         ((8, 8.0), {}, TypeError, "dim must be an integer, got 8.0"),
         ((8, 8), {"block": "round"}, ValueError, "'regular', 'square', got 'round'"),
         ((8, 8), {"norms": "one"}, ValueError, "'chi', 'sqrt_dim', got 'one'"),
-        ((8, 8), {"dtype": jnp.int32}, TypeError, "dtype must be a floating type, got int32"),
+        (
+            (8, 8),
+            {"dtype": jnp.int32},
+            TypeError,
+            "dtype must be a floating type, of 16 bits or more, got int32",
+        ),
     ],
 )
 def test_draw_refuses(arguments, options, error, match):

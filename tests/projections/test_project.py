@@ -21,8 +21,10 @@ def test_project_is_the_matrix_product():
         (np.zeros(4), np.zeros((3, 5)), ValueError, r"dim=5, got shape \(4,\)"),
         (np.zeros(5), np.zeros((2, 3, 5)), ValueError, r"\[num_features, dim\], got shape \(2, 3"),
         (np.zeros(()), np.zeros((3, 5)), ValueError, r"got shape \(\)"),
-        (np.zeros(5, int), np.zeros((3, 5)), TypeError, "x must be a floating type, got int"),
+        (np.zeros(5, int), np.zeros((3, 5)), TypeError, "x must be a floating type, .* got int"),
         (np.zeros(5), np.zeros((3, 5), int), TypeError, "projection must be a floating type"),
+        (np.zeros(5), np.zeros((0, 5)), ValueError, r"at least one feature, got \(0, 5\)"),
+        (np.zeros(5), None, TypeError, "projection must be an array .* got None"),
         (
             np.zeros(5),
             simrf_jax.BipolarProjection(*(np.zeros((3, 5)),) * 3),

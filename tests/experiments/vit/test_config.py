@@ -34,7 +34,7 @@ def test_every_config_file_is_whole_and_says_what_it_is(name):
         ({"seed": -1}, ValueError, "config.seed must be at least 0, got -1"),
         ({"weight_decay": float("nan")}, ValueError, "weight_decay must be at least 0, got nan"),
         ({"b2": 1.0}, ValueError, r"config.b2 must be in \[0, 1\), got 1.0"),
-        ({"model__attention": "linear"}, ValueError, "'simplex', 'exact', got 'linear'"),
+        ({"model__attention": "linear"}, ValueError, "'simplex_plus', 'exact', got 'linear'"),
         ({"learning_rate": 0.0}, ValueError, "config.learning_rate must be above 0, got 0.0"),
     ],
 )

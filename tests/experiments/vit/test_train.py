@@ -219,7 +219,7 @@ def test_comparison_tabulates_draws_and_goes_on_where_it_was(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("attentions", "seeds", "match"),
     [
-        (["linear"], [0], "'simplex', 'exact', got 'linear'"),
+        (["linear"], [0], "'simplex_plus', 'exact', got 'linear'"),
         (["simplex", "simplex"], [0], "and nothing twice"),
         (["simplex"], [0, 0], "and nothing twice"),
         (["simplex"], [], "and nothing twice"),
