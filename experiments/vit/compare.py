@@ -12,17 +12,10 @@ import matplotlib.figure
 import ml_collections
 import numpy as np
 
+from experiments import harness, style
 from experiments.vit import report, train
 from simrf_jax import checks
 from simrf_jax.models import ATTENTIONS
-
-# Colour-blind safe (Okabe and Ito), with a line style each.
-STYLES = {
-    "simplex": {"color": "#0072B2", "linestyle": "-"},
-    "orthogonal": {"color": "#D55E00", "linestyle": "--"},
-    "iid": {"color": "#009E73", "linestyle": ":"},
-    "exact": {"color": "#000000", "linestyle": "-."},
-}
 
 
 def compare(
@@ -70,7 +63,7 @@ def compare(
     }
     table = make_table(results)
     (workdir / "table.md").write_text(table)
-    report.write_json(workdir / "results.json", results)
+    harness.write_json(workdir / "results.json", results)
     draw_comparison(runs).savefig(workdir / "compare.png", dpi=150)
     return table
 
@@ -120,9 +113,9 @@ def draw_comparison(runs: dict[str, list[pathlib.Path]]) -> matplotlib.figure.Fi
         tests = [np.array(report.read_metrics(folder)["test_accuracy"]) for folder in folders]
         steps, accuracies = tests[0][:, 0], np.stack([test[:, 1] for test in tests])
         mean = accuracies.mean(axis=0)
-        curves.plot(steps, mean, **STYLES[attention], label=attention)
+        curves.plot(steps, mean, **style.STYLES[attention], label=attention)
         last = accuracies[:, -1]
-        color = STYLES[attention]["color"]
+        color = style.STYLES[attention]["color"]
         if len(folders) > 1:
             spread = accuracies.std(axis=0, ddof=1)
             curves.fill_between(steps, mean - spread, mean + spread, color=color, alpha=0.15, lw=0)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import ml_collections
 
+from experiments import harness
 from experiments.vit.data import DATASETS
 from simrf_jax import checks
 from simrf_jax.models import ViTConfig
@@ -53,14 +51,7 @@ def check(config: ml_collections.ConfigDict) -> None:
       TypeError: If a field has the wrong type.
       ValueError: If fields are missing or unknown, or a value is out of range.
     """
-    given = flatten(config)
-    if unknown := sorted(given.keys() - FIELDS.keys()):
-        raise ValueError(unknown_field_message(unknown))
-    if missing := [name for name in FIELDS if name not in given]:
-        raise ValueError(f"The config lacks {', '.join(missing)}.")
-    for name, value in given.items():
-        if type(value) is not FIELDS[name]:
-            raise TypeError(f"config.{name} must be {FIELDS[name].__name__}, got {value!r}.")
+    given = harness.check_fields(config, FIELDS)
     checks.one_of("config.dataset", config.dataset, DATASETS)
     for name in ("batch_size", "eval_batch_size", "num_steps", "log_interval", "eval_interval"):
         checks.positive_int(f"config.{name}", config[name])
@@ -81,22 +72,3 @@ def check(config: ml_collections.ConfigDict) -> None:
             f"config.warmup_steps must be below num_steps={config.num_steps}, "
             f"got {config.warmup_steps}."
         )
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Returns ``{"model.width": 64, ...}``."""
-    flat: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, (Mapping, ml_collections.ConfigDict)):
-            flat |= flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
-
-
-def unknown_field_message(names: list[str]) -> str:
-    """Says which fields there are."""
-    plural = "s" if len(names) > 1 else ""
-    return (
-        f"Unknown config field{plural} {', '.join(names)}; the known ones are {', '.join(FIELDS)}."
-    )

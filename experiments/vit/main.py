@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import pathlib
-import re
 
 from absl import app, flags
 from ml_collections import config_flags
 
+from experiments import harness
 from experiments.vit import compare, config, train
 
-_CONFIG = config_flags.DEFINE_config_file(
-    "config", str(pathlib.Path(__file__).parent / "configs" / "digits.py"), "What to train."
-)
+_DEFAULT_CONFIG = pathlib.Path(__file__).parent / "configs" / "digits.py"
+_CONFIG = config_flags.DEFINE_config_file("config", None, "What to train; configs/digits.py.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.", required=True)
 _COMPARE = flags.DEFINE_list(
     "compare", [], "Train each of these attentions (simplex,orthogonal,iid,exact) over --seeds."
@@ -50,13 +49,8 @@ def main(argv: list[str]) -> None:
 
 def parse_flags(argv: list[str]) -> list[str]:
     """Parses flags; an override of a field that no config has is a usage error like any other."""
-    overridden = [m[1] for a in argv if (m := re.match(r"--?config\.([\w.]+)", a))]
-    if unknown := [name for name in overridden if name not in config.FIELDS]:
-        raise SystemExit(config.unknown_field_message(unknown))
-    try:
-        rest = flags.FLAGS(argv)
-    except flags.Error as error:
-        raise SystemExit(f"{error}\nPass --help to see the flags.") from None
+    overridden = harness.overridden(argv, config.FIELDS)
+    rest = harness.parse_flags(argv, config.FIELDS, _DEFAULT_CONFIG)
     if not all(seed.isdecimal() for seed in _SEEDS.value):
         raise SystemExit(f"--seeds must be numbers, got {','.join(_SEEDS.value)}.")
     if _SEEDS.value and not _COMPARE.value:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import csv
-import json
 import pathlib
 from typing import Any, TextIO
 
 import matplotlib.figure
 import ml_collections
+
+from experiments import harness
 
 COLUMNS = (
     "step",
@@ -67,14 +68,7 @@ def refuse_used(workdir: pathlib.Path) -> None:
 def finish(workdir: pathlib.Path, results: dict[str, Any]) -> None:
     """Draws the curves and writes the results, which mark the run as finished."""
     draw_curves(read_metrics(workdir)).savefig(workdir / "curves.png", dpi=150)
-    write_json(workdir / "results.json", results)
-
-
-def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
-    """Writes a whole file or none."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
-    partial.replace(path)
+    harness.write_json(workdir / "results.json", results)
 
 
 def read_metrics(workdir: pathlib.Path) -> dict[str, list[tuple[int, float]]]:

@@ -1,0 +1,1 @@
+"""Fig. 7 of Simplex Random Features: how well random features approximate a Gram matrix."""

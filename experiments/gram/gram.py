@@ -1,0 +1,165 @@
+"""Trials, closed form and figure of the Gram-matrix experiment."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import matplotlib.figure
+import ml_collections
+import numpy as np
+import tqdm
+
+import simrf_jax
+from experiments import harness, style
+from simrf_jax import checks, theory
+
+FIELDS: dict[str, type] = {
+    "seed": int,  # Of the points and of all projections.
+    "dim": int,
+    "num_points": int,
+    "scale": float,  # Standard deviation of the points' coordinates.
+    "multiples": tuple,  # Numbers of features, in multiples of dim.
+    "num_trials": int,  # Projections of dim features; of m times as many, an m-th of that.
+    "batch_size": int,  # Trials at a time.
+}
+COUPLINGS = ("iid", "orthogonal", "simplex", "simplex_plus")
+POINTS, TRIALS = range(2)  # What a key is for.
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Refuses a config that cannot work.
+
+    Raises:
+      TypeError: If a field has the wrong type.
+      ValueError: If fields are missing or unknown, or a value is out of range.
+    """
+    harness.check_fields(config, FIELDS)
+    for name in ("num_points", "batch_size"):
+        checks.positive_int(f"config.{name}", config[name])
+    for name in ("dim", "num_trials"):
+        if config[name] < 2:
+            raise ValueError(f"config.{name} must be at least 2, got {config[name]}.")
+    if not config.scale > 0:
+        raise ValueError(f"config.scale must be above 0, got {config.scale}.")
+    if config.seed < 0:
+        raise ValueError(f"config.seed must be at least 0, got {config.seed}.")
+    if not config.multiples:
+        raise ValueError("config.multiples must name at least one multiple of dim, got ().")
+    for multiple in config.multiples:
+        checks.positive_int("Each of config.multiples", multiple)
+
+
+def draw_points(config: ml_collections.ConfigDict) -> jax.Array:
+    """The data, ``[num_points, dim]``."""
+    key = jax.random.fold_in(jax.random.key(config.seed), POINTS)
+    return config.scale * jax.random.normal(key, (config.num_points, config.dim))
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def squared_errors(keys: jax.Array, x: jax.Array, num_features: int, coupling: str) -> jax.Array:
+    """Squared Frobenius error over the number of entries, for each key."""
+    exact = simrf_jax.gaussian_kernel(x, x)
+
+    def one(key: jax.Array) -> jax.Array:
+        w = simrf_jax.draw_projection(key, num_features, x.shape[1], coupling=coupling)
+        phi = simrf_jax.positive_features(x, w)
+        estimate = jnp.matmul(phi, phi.T, precision=jax.lax.Precision.HIGHEST)
+        return jnp.mean(jnp.square(estimate - exact))
+
+    return jax.vmap(one)(keys)
+
+
+def expected_error(x: np.ndarray, num_features: int, coupling: str) -> float:
+    """The closed form of the same mean, of which the diagonal is a part."""
+    mse = theory.kernel_mse(x[:, None], x[None], num_features, coupling=coupling)
+    return float(mse.mean())
+
+
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+    """Runs all trials that ``workdir`` lacks, and leaves results and figure there.
+
+    Args:
+      config: See ``FIELDS``.
+      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+
+    Returns:
+      What it writes to ``results.json``: for each coupling a list over the sizes of the mean error,
+      its standard error and, where there is one, its closed form.
+
+    Raises:
+      TypeError: As ``check``.
+      ValueError: As ``check``.
+      FileExistsError: If the folder holds a run of another config.
+    """
+    check(config)
+    pieces = harness.Pieces(workdir, config)
+    x = draw_points(config)
+    sizes = [multiple * config.dim for multiple in config.multiples]
+    results: dict[str, Any] = {"num_features": sizes}
+    with tqdm.tqdm(total=len(sizes) * len(COUPLINGS), unit="curve point") as progress:
+        for coupling in COUPLINGS:
+            rows = []
+            for multiple, size in zip(config.multiples, sizes, strict=True):
+                errors = pieces.load(f"{coupling}-{size}")
+                if errors is None:
+                    num_trials = max(2, config.num_trials // multiple)
+                    errors = _all_trials(x, size, coupling, num_trials, config)
+                    pieces.save(f"{coupling}-{size}", errors)
+                rows.append(_summary(errors, np.asarray(x), size, coupling))
+                progress.update()
+            results[coupling] = rows
+    harness.write_json(workdir / "results.json", results)
+    draw_figure(results, config.dim).savefig(workdir / "gram.png", dpi=160)
+    return results
+
+
+def _all_trials(
+    x: jax.Array, size: int, coupling: str, num_trials: int, config: ml_collections.ConfigDict
+) -> np.ndarray:
+    # The same keys for all couplings: paired draws.
+    key = jax.random.fold_in(jax.random.key(config.seed), TRIALS)
+    keys = jax.random.split(key, num_trials)
+    batches = range(0, num_trials, config.batch_size)
+    errors = [
+        squared_errors(keys[start : start + config.batch_size], x, size, coupling)
+        for start in batches
+    ]
+    return np.concatenate([np.asarray(e, np.float64) for e in errors])
+
+
+def _summary(errors: np.ndarray, x: np.ndarray, size: int, coupling: str) -> dict[str, Any]:
+    return {
+        "mean": float(errors.mean()),
+        "standard_error": float(errors.std(ddof=1) / len(errors) ** 0.5),
+        "closed_form": None if coupling == "simplex_plus" else expected_error(x, size, coupling),
+    }
+
+
+def draw_figure(results: dict[str, Any], dim: int) -> matplotlib.figure.Figure:
+    """Fig. 7: error against features, both logarithmic; closed forms as lines."""
+    figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
+    axes = figure.subplots()
+    multiples = np.array(results["num_features"]) / dim
+    for coupling in COUPLINGS:
+        rows, look = results[coupling], style.STYLES[coupling]
+        mean = np.array([row["mean"] for row in rows])
+        spread = np.array([row["standard_error"] for row in rows])
+        band = {"color": look["color"], "alpha": 0.3, "linewidth": 0}
+        axes.fill_between(multiples, mean - spread, mean + spread, **band)
+        axes.plot(multiples, mean, "o", color=look["color"], markersize=4)
+        line = [row["closed_form"] or row["mean"] for row in rows]
+        axes.plot(multiples, line, **look, linewidth=1.2, label=style.LABELS[coupling])
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = [m for m in (1, 2, 4, 8, 16, 32, 64) if m <= multiples.max()]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set(xlabel=f"number of features / d (d = {dim})", ylabel="mean squared error of an entry")
+    axes.set_title("Gram matrix, positive features: dots trials, lines theory", fontsize=10)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure

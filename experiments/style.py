@@ -1,0 +1,20 @@
+"""How the estimators look in every figure; colour-blind safe (Okabe and Ito), a line style each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+STYLES: dict[str, dict[str, Any]] = {
+    "iid": {"color": "#009E73", "linestyle": ":"},
+    "orthogonal": {"color": "#D55E00", "linestyle": "--"},
+    "simplex": {"color": "#0072B2", "linestyle": "-"},
+    "simplex_plus": {"color": "#CC79A7", "linestyle": (0, (3, 1, 1, 1))},
+    "exact": {"color": "#000000", "linestyle": "-."},
+}
+# The names of the paper.
+LABELS = {
+    "iid": "IIDRFs",
+    "orthogonal": "ORFs",
+    "simplex": "SimRFs",
+    "simplex_plus": "SimRFs+",
+}

@@ -1,0 +1,103 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from experiments.gram import gram
+from experiments.gram.configs import paper
+from simrf_jax import theory
+from tests.standard_errors import assert_mean
+
+
+def tiny(**changes):
+    config = paper.get_config()
+    small = {"dim": 8, "num_points": 6, "multiples": (1, 3), "num_trials": 400, "batch_size": 200}
+    config.update(small | changes)
+    return config
+
+
+def test_trials_agree_with_the_closed_form_and_order_the_couplings(tmp_path):
+    results = gram.run(tiny(), tmp_path)
+    for number in range(2):
+        rows = {coupling: results[coupling][number] for coupling in gram.COUPLINGS}
+        for coupling in ("iid", "orthogonal", "simplex"):
+            row = rows[coupling]
+            assert abs(row["mean"] - row["closed_form"]) < 5 * row["standard_error"]
+        assert rows["simplex_plus"]["closed_form"] is None
+        assert rows["simplex"]["mean"] < 0.5 * rows["orthogonal"]["mean"]
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    assert (tmp_path / "gram.png").stat().st_size > 10_000
+
+
+@pytest.mark.fast
+def test_closed_form_is_the_mean_over_all_pairs():
+    x = np.random.default_rng(0).normal(size=(4, 8)) * 0.1
+    pairs = [theory.kernel_mse(a, b, 16, coupling="simplex") for a in x for b in x]
+    assert gram.expected_error(x, 16, "simplex") == pytest.approx(np.mean(pairs), rel=1e-12)
+
+
+def test_paper_has_the_expected_errors_of_its_figure():
+    # In the mean over data sets, at m = d.
+    config = paper.get_config()
+    for coupling, expected in (("iid", 0.01506), ("orthogonal", 0.01097), ("simplex", 0.00506)):
+        errors = []
+        for config.seed in range(100):
+            x = np.asarray(gram.draw_points(config))[:16]
+            # The diagonal of 64 x 64 entries, and as many others as it takes.
+            mse = theory.kernel_mse(x[:, None], x[None], 64, coupling=coupling)
+            off_diagonal = (mse.sum() - np.trace(mse)) / (16 * 15)
+            errors.append((np.trace(mse) / 16 + 63 * off_diagonal) / 64)
+        assert_mean(errors, expected)
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
+    config = tiny(num_trials=20, multiples=(1,))
+    whole = gram.run(config, tmp_path / "whole")
+    trials, calls = gram._all_trials, []
+
+    def stop_after_two(*arguments):
+        calls.append(arguments[2])
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return trials(*arguments)
+
+    monkeypatch.setattr(gram, "_all_trials", stop_after_two)
+    with pytest.raises(KeyboardInterrupt):
+        gram.run(config, tmp_path / "stopped")
+    assert not (tmp_path / "stopped" / "results.json").exists()
+    assert gram.run(config, tmp_path / "stopped") == whole
+    assert len(calls) == 3 + 2
+
+
+def test_main_prints_the_table(tmp_path):
+    # In a process of its own: flags are global, and every experiment has a --config.
+    command = [sys.executable, "-m", "experiments.gram.main", f"--workdir={tmp_path / 'run'}"]
+    small = ("dim=4", "num_points=3", "multiples=(1,)", "num_trials=4")
+    command += [f"--config.{override}" for override in small]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "| features | iid | orthogonal | simplex | simplex_plus |" in run.stdout
+    wrong = subprocess.run(
+        [*command, "--config.dims=4"], capture_output=True, text=True, check=False
+    )
+    assert wrong.returncode == 1
+    assert "Unknown config field dims; the known ones are seed, dim" in wrong.stderr
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"dim": 1}, ValueError, "config.dim must be at least 2, got 1"),
+        ({"num_points": 0}, ValueError, "config.num_points must be at least 1"),
+        ({"num_trials": 1}, ValueError, "config.num_trials must be at least 2"),
+        ({"scale": 0.0}, ValueError, "config.scale must be above 0"),
+        ({"seed": -1}, ValueError, "config.seed must be at least 0"),
+        ({"multiples": ()}, ValueError, "at least one multiple of dim"),
+        ({"multiples": (0,)}, ValueError, "Each of config.multiples must be at least 1"),
+    ],
+)
+def test_refuses(changes, error, match):
+    with pytest.raises(error, match=match):
+        gram.check(tiny(**changes))
