@@ -11,3 +11,6 @@ import jax
 
 jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Flags are global: two programs in one process would both define --config. No doctests there.
+collect_ignore_glob = ["experiments/*/main.py"]
