@@ -3,6 +3,8 @@
 import os
 
 os.environ["JAX_PLATFORMS"] = "cpu"
+# NumPy's threads wait for each other when several test processes share two cores.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )

@@ -32,6 +32,23 @@ def pair_coupling(value: Any, dim: int) -> None:
         raise ValueError(f"A pair of orthogonal rows needs dim of at least 2, got {dim}.")
 
 
+def pair_cosine(coupling: Any, cosine: Any, dim: int) -> float | None:
+    """Returns the cosine of a pair of rows, named or given; None for iid rows."""
+    if (coupling is None) == (cosine is None):
+        raise ValueError(
+            f"Give one of coupling and cosine, got coupling={coupling!r} and cosine={cosine!r}."
+        )
+    if coupling is not None:
+        pair_coupling(coupling, dim)
+        return {"iid": None, "orthogonal": 0.0}.get(coupling, -1 / max(dim - 1, 1))
+    value = real("cosine", cosine)
+    if value.shape or not -1 <= value <= 1:
+        raise ValueError(f"cosine must be one number in [-1, 1], got {cosine!r}.")
+    if dim < 2:
+        raise ValueError(f"A pair at an angle needs dim of at least 2, got {dim}.")
+    return float(value)
+
+
 def norms(name: str, value: ArrayLike) -> np.ndarray:
     """Returns lengths, at least 0 or NaN, in float64."""
     array = real(name, value)

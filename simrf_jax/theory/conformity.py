@@ -14,30 +14,34 @@ from simrf_jax.theory.numerics import over_chunks
 _MAX_V = 1000.0  # The series has v^2 terms, a few seconds here.
 
 
-def log_conformity(v: ArrayLike, dim: int, *, coupling: str) -> np.ndarray | np.float64:
-    r"""Logarithm of the conformity of a pair of rows of one block of ``dim`` rows.
+def log_conformity(
+    v: ArrayLike, dim: int, *, coupling: str | None = None, cosine: float | None = None
+) -> np.ndarray | np.float64:
+    r"""Logarithm of the conformity of a pair of rows at a fixed angle.
 
     .. math::
         \rho(x, y) = E\, e^{(w_i + w_j) \cdot u}
         = E_\phi\, {}_1F_1\!\left(d; \tfrac d2; \tfrac{v^2}{2} (1 + c \sin\phi)\right)
         = \sum_k \frac{v^{2k}}{k!} r_k I_k(c), \qquad |u| = v = |x + y|,
 
-    with :math:`c = 0` for orthogonal rows, :math:`c = -1/(d-1)` for simplex rows, and
-    :math:`\rho = e^{v^2}` for iid ones. The less the conformity, the less the variance of positive
-    random features.
+    with :math:`c` the cosine of the angle, 0 for orthogonal rows and :math:`-1/(d-1)` for the rows
+    of a simplex block of d rows, and :math:`\rho = e^{v^2}` for iid ones. The less the conformity,
+    the less the variance of positive random features.
 
     Args:
       v: Norms :math:`|x + y|`, any shape, at least 0 and at most 1000.
       dim: Dimension d of the rows.
       coupling: How the rows are coupled: ``"iid"``, ``"orthogonal"`` or ``"simplex"``.
+      cosine: Instead of ``coupling``, the cosine of their angle, in [-1, 1].
 
     Returns:
       float64 array of the shape of ``v``, :math:`\log \rho` to 12 digits or more.
 
     Raises:
-      TypeError: If ``dim`` is not an integer or ``v`` not real.
+      TypeError: If ``dim`` is not an integer, or ``v`` or ``cosine`` not real.
       ValueError: If the coupling is unknown or has no closed form or no pair of rows in ``dim``
-        dimensions (all but iid need 2), or a number is out of range.
+        dimensions (all but iid need 2), a number is out of range, or not exactly one of
+        ``coupling`` and ``cosine`` is given.
 
     Example:
       >>> import numpy as np
@@ -46,19 +50,20 @@ def log_conformity(v: ArrayLike, dim: int, *, coupling: str) -> np.ndarray | np.
       iid 1.0
       orthogonal 0.94762
       simplex 0.780162
+      >>> print(np.round(log_conformity(1.0, 6, cosine=-0.2), 6))
+      0.780162
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Eqs. 10, 19, 21 and 24.
+      Reid et al., Simplex Random Features (ICML 2023), Eqs. 10, 19, 21, 23 and 24.
     """
     dim = checks.positive_int("dim", dim)
-    arguments.pair_coupling(coupling, dim)
+    cosine = arguments.pair_cosine(coupling, cosine, dim)
     v = arguments.norms("v", v)
-    if coupling == "iid":
+    if cosine is None:
         with np.errstate(over="ignore"):
             return (v**2)[()]
     if np.any(v > _MAX_V):
         raise ValueError(f"v must be at most {_MAX_V:g}, got {np.nanmax(v)}.")
-    cosine = 0.0 if coupling == "orthogonal" else -1 / (dim - 1)
     result = np.full(v.shape, np.nan)
     known = ~np.isnan(v)
     result[known] = _log_series(v[known] ** 2, dim, cosine)
@@ -66,9 +71,10 @@ def log_conformity(v: ArrayLike, dim: int, *, coupling: str) -> np.ndarray | np.
 
 
 def _log_series(t: np.ndarray, dim: int, cosine: float) -> np.ndarray:
-    """Log rho_c(t); the coefficients r_k I_k fall with k, so the terms peak at or before k = t."""
-    t_max = np.max(t, initial=0.0)
-    log_moments = log_relative_moments(dim, cosine, int(t_max + 12 * np.sqrt(t_max) + 60))
+    """Log rho_c(t), from as many terms as count."""
+    # r_k falls with k and I_k grows by 1 + c a step at most: the terms peak at or before k = peak.
+    peak = np.max(t, initial=0.0) * (1 + max(cosine, 0.0))
+    log_moments = log_relative_moments(dim, cosine, int(peak + 12 * np.sqrt(peak) + 60))
     k = np.arange(1.0, log_moments.size)
     log_coefficients = log_moments[1:] - special.gammaln(k + 1)
 

@@ -11,31 +11,37 @@ from simrf_jax.theory import arguments
 from simrf_jax.theory.numerics import over_chunks, phi_rule
 
 _FAR = 1e100  # Its square is finite, its density 0.
+_NEAR = 1e-9  # The density of antiparallel rows is even in w: at 0 it is as here.
+_OBTUSE = -0.5  # From here to -1, a falls towards 0 at pi/2, and the nodes must follow it.
 
 
-def resultant_norm_pdf(w: ArrayLike, dim: int, *, coupling: str) -> np.ndarray | np.float64:
-    r"""Density of the resultant's length :math:`w = |w_i + w_j|` of a pair of rows of one block.
+def resultant_norm_pdf(
+    w: ArrayLike, dim: int, *, coupling: str | None = None, cosine: float | None = None
+) -> np.ndarray | np.float64:
+    r"""Density of the resultant's length :math:`w = |w_i + w_j|` of a pair of rows.
 
     .. math::
         p(w) = E_\phi \frac{1}{a} p_{\chi_{2d}}\!\left(\frac wa\right), \qquad
         a = \sqrt{1 + c \sin\phi},
 
-    with :math:`c = -1/(d-1)` for simplex rows and :math:`c = 0`, that is :math:`\chi_{2d}`, for
-    orthogonal rows. For iid rows :math:`w / \sqrt 2` is :math:`\chi_d`. A coupling that makes the
-    resultant shorter has less conformity.
+    with :math:`c` the cosine of the angle, :math:`-1/(d-1)` for the rows of a simplex block of d
+    rows and 0, that is :math:`\chi_{2d}`, for orthogonal rows. For iid rows :math:`w / \sqrt 2` is
+    :math:`\chi_d`. A coupling that makes the resultant shorter has less conformity.
 
     Args:
       w: Lengths, any shape, at least 0.
       dim: Dimension d of the rows.
       coupling: How the rows are coupled: ``"iid"``, ``"orthogonal"`` or ``"simplex"``.
+      cosine: Instead of ``coupling``, the cosine of their angle, in [-1, 1].
 
     Returns:
       float64 array of the shape of ``w``.
 
     Raises:
-      TypeError: If ``dim`` is not an integer or ``w`` not real.
+      TypeError: If ``dim`` is not an integer, or ``w`` or ``cosine`` not real.
       ValueError: If the coupling is unknown or has no closed form or no pair of rows in ``dim``
-        dimensions (all but iid need 2), or a number is out of range.
+        dimensions (all but iid need 2), a number is out of range, or not exactly one of
+        ``coupling`` and ``cosine`` is given.
 
     Example:
       >>> import numpy as np
@@ -44,21 +50,23 @@ def resultant_norm_pdf(w: ArrayLike, dim: int, *, coupling: str) -> np.ndarray |
       iid 0.400188
       orthogonal 0.512481
       simplex 0.628499
+      >>> print(np.round(resultant_norm_pdf(3.0, 6, cosine=-0.2), 6))
+      0.628499
 
     References:
       Reid et al., Simplex Random Features (ICML 2023), Eqs. 18 and 20, and Fig. 5.
     """
     dim = checks.positive_int("dim", dim)
-    arguments.pair_coupling(coupling, dim)
+    cosine = arguments.pair_cosine(coupling, cosine, dim)
     length: np.ndarray = np.minimum(arguments.norms("w", w), _FAR)
-    if coupling == "iid":
+    if cosine is None:
         log_pdf = _log_chi_pdf(length / np.sqrt(2), dim) - np.log(2) / 2
-    elif coupling == "orthogonal":
+    elif cosine == 0:
         log_pdf = _log_chi_pdf(length, 2 * dim)
-    elif dim == 2:
+    elif cosine == -1 and dim == 2:
         return _antiparallel_pdf(length)[()]
     else:
-        log_pdf = _log_simplex_pdf(length.ravel(), dim).reshape(length.shape)
+        log_pdf = _log_pdf(length.ravel(), dim, cosine).reshape(length.shape)
     return np.exp(log_pdf)[()]
 
 
@@ -67,15 +75,32 @@ def _log_chi_pdf(w: np.ndarray, freedom: int) -> np.ndarray:
     return special.xlogy(freedom - 1, w) - w**2 / 2 - norm
 
 
-def _log_simplex_pdf(w: np.ndarray, dim: int) -> np.ndarray:
-    sines, log_weights = phi_rule(dim)
-    log_a = np.log1p(-sines / (dim - 1)) / 2
+def _log_pdf(w: np.ndarray, dim: int, cosine: float) -> np.ndarray:
+    if cosine >= _OBTUSE:
+        sines, log_weights = phi_rule(dim)
+        log_a = np.log1p(cosine * sines) / 2
+    else:
+        log_a, log_weights = _obtuse_rule(dim, cosine)
+        w = np.maximum(w, _NEAR) if cosine == -1 else w
 
     def log_pdf(w: np.ndarray) -> np.ndarray:
         scaled = _log_chi_pdf(w[:, None] * np.exp(-log_a), 2 * dim)
         return special.logsumexp(scaled - log_a + log_weights, axis=1)
 
-    return over_chunks(log_pdf, w, sines.size)
+    return over_chunks(log_pdf, w, log_a.size)
+
+
+def _obtuse_rule(dim: int, cosine: float) -> tuple[np.ndarray, np.ndarray]:
+    """Log a, and log weights, at angles that are dense at both ends, for c near -1."""
+    # The trapezoidal rule in x = logit of (pi/2 - phi) / (pi/2). The integrand has peaks as
+    # narrow as 0.5 / sqrt(dim) in x, wherever they are; the error is e^{-20 (width / step)^2}.
+    x = np.arange(-40, 30, min(0.1, 0.35 / np.sqrt(dim)))
+    from_right_angle = np.pi / 2 * special.expit(x)
+    log_sines = np.log(np.sin(np.pi / 2 * special.expit(-x)))
+    log_weights = (dim - 1) * log_sines + special.log_expit(x) + special.log_expit(-x)
+    # 1 + c sin(phi) without cancellation.
+    log_a = np.log((1 + cosine) - 2 * cosine * np.sin(from_right_angle / 2) ** 2) / 2
+    return log_a, log_weights - special.logsumexp(log_weights)
 
 
 def _antiparallel_pdf(w: np.ndarray) -> np.ndarray:

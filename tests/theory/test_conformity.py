@@ -104,3 +104,51 @@ def test_refuses(function, value, dim, coupling, error, match):
 def test_refuses_a_series_without_end():
     with pytest.raises(ValueError, match=r"v must be at most 1000, got 1001\.0"):
         log_conformity([1.0, 1001.0], 3, coupling="simplex")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("cosine", [(-1, 1), (-99, 100), (-1, 3), (0, 1), (1, 4), (9, 10), (1, 1)])
+@pytest.mark.parametrize("dim", [2, 3, 17, 128])
+def test_any_angle_against_arbitrary_precision(dim, cosine):
+    got = log_conformity(V, dim, cosine=cosine[0] / cosine[1])
+    with mp.workdps(oracle.DIGITS):
+        conformities = [oracle.conformity(dim, cosine, mpf(float(v)) ** 2) for v in V]
+        expected = [float(mp.log(rho)) for rho in conformities]
+    np.testing.assert_allclose(got, expected, rtol=1e-13)
+
+
+@pytest.mark.parametrize(("dim", "v", "cosine"), [(3, 30, (1, 1)), (17, 60, (9, 10))])
+def test_large_arguments_at_acute_angles(dim, v, cosine):
+    with mp.workdps(oracle.DIGITS):
+        expected = float(mp.log(oracle.conformity(dim, cosine, mpf(v) ** 2)))
+    np.testing.assert_allclose(log_conformity(v, dim, cosine=cosine[0] / cosine[1]), expected)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("function", [log_conformity, resultant_norm_pdf])
+def test_couplings_are_angles(function):
+    v = np.array([0.1, 1.0, 5.0])
+    for dim in [2, 3, 64]:
+        for coupling, cosine in [("orthogonal", 0), ("simplex", -1 / (dim - 1))]:
+            named, given = function(v, dim, coupling=coupling), function(v, dim, cosine=cosine)
+            np.testing.assert_array_equal(named, given)
+    assert np.all(np.diff([log_conformity(v, 5, cosine=c) for c in (-1, -0.5, 0, 0.5, 1)], axis=0))
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("function", [log_conformity, resultant_norm_pdf])
+@pytest.mark.parametrize(
+    ("dim", "options", "error", "match"),
+    [
+        (3, {}, ValueError, "one of coupling and cosine, got coupling=None and cosine=None"),
+        (3, {"coupling": "iid", "cosine": 0.1}, ValueError, "one of coupling and cosine, got"),
+        (3, {"cosine": 1.01}, ValueError, r"cosine must be one number in \[-1, 1\], got 1.01"),
+        (3, {"cosine": float("nan")}, ValueError, "cosine must be one number"),
+        (3, {"cosine": [0.1, 0.2]}, ValueError, "cosine must be one number"),
+        (3, {"cosine": "0"}, TypeError, "cosine must hold real numbers"),
+        (1, {"cosine": -1}, ValueError, "at an angle needs dim of at least 2, got 1"),
+    ],
+)
+def test_refuses_an_angle(function, dim, options, error, match):
+    with pytest.raises(error, match=match):
+        function(1.0, dim, **options)

@@ -88,3 +88,51 @@ def test_limits_shapes_and_nan(dim, coupling):
     scalar = resultant_norm_pdf(1, dim, coupling=coupling)
     assert isinstance(scalar, np.float64)
     assert scalar == got[1, 0]
+
+
+def _integral_over_one_norm(w, dim, c):
+    """Density of |w_i + w_j| with a = |w_i| = w sin(t) / sqrt(1 - c^2), |w_j| = w cos(t) - c a."""
+    with mp.workdps(20):
+        w, c = mpf(float(w)), mpf(float(c))
+        scale = w / mp.sqrt(1 - c**2)
+        log_norm = 2 * ((mpf(dim) / 2 - 1) * mp.log(2) + mp.loggamma(mpf(dim) / 2))
+
+        def density(t):
+            a = scale * mp.sin(t)
+            b = w * mp.cos(t) - c * a
+            log_power = (dim - 1) * (mp.log(a) + mp.log(b)) if b > 0 and a > 0 else mp.ninf
+            return mp.exp(log_power - (a * a + b * b) / 2 - log_norm)
+
+        end = mp.acot(c / mp.sqrt(1 - c**2))
+        end += mp.pi if end <= 0 else 0
+        return float(scale * mp.quad(density, mp.linspace(0, end, 9)))
+
+
+@pytest.mark.parametrize("cosine", [-0.9999, -0.9, -0.51, -0.49, 0.3, 0.99])
+@pytest.mark.parametrize("dim", [2, 5, 32])
+def test_at_any_angle_is_the_integral_over_one_norm(dim, cosine):
+    for w in [0.2, np.sqrt(2 * dim * (1 + cosine)), np.sqrt(2 * dim), 8.0]:
+        expected = _integral_over_one_norm(w, dim, cosine)
+        got = resultant_norm_pdf(w, dim, cosine=cosine)
+        np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-14)
+
+
+@pytest.mark.parametrize("cosine", [-1, -0.97, 0.5, 1])
+@pytest.mark.parametrize("dim", [2, 3, 64, 1024])
+def test_at_any_angle_is_normalised_and_has_the_second_moment(dim, cosine):
+    centre = np.sqrt(2 * dim * (1 + cosine))
+    w = np.linspace(max(0, centre - 15), centre + 15, 2001)
+    p = resultant_norm_pdf(w, dim, cosine=cosine)
+    mean_norm = np.sqrt(2) * scipy.special.poch(dim / 2, 0.5)
+    np.testing.assert_allclose(scipy.integrate.simpson(p, x=w), 1, rtol=1e-6)
+    second = 2 * dim + 2 * cosine * mean_norm**2
+    np.testing.assert_allclose(scipy.integrate.simpson(p * w**2, x=w), second, rtol=1e-6)
+
+
+def test_of_antiparallel_rows_at_zero_is_that_of_equal_norms():
+    # The density at 0 of |a - b| is 2 E p(a) = 2 G(d - 1/2) / (2^{d-1} G(d/2)^2 2) at any d.
+    for dim in [2, 3, 9]:
+        gammas = scipy.special.gamma(dim - 0.5) / scipy.special.gamma(dim / 2) ** 2
+        for w in [0.0, 1e-12]:
+            got = resultant_norm_pdf(w, dim, cosine=-1)
+            np.testing.assert_allclose(got, gammas * 2.0 ** (2 - dim), rtol=1e-12)
