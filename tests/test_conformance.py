@@ -236,10 +236,7 @@ def test_float64(name, kernel):
 
 
 @couplings
-@pytest.mark.parametrize(
-    "rotation",
-    [pytest.param(r, marks=[pytest.mark.fast] * (r == "haar")) for r in conformance.ROTATIONS],
-)
+@rotations
 def test_draw_is_the_same_traced_mapped_or_neither(coupling, rotation):
     options = conformance.COUPLINGS[coupling] | {"rotation": rotation}
 

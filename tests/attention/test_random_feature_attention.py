@@ -60,7 +60,6 @@ def test_bfloat16_against_float32(scale):
     assert relative_error(actual, random_feature_attention(*same_inputs, w)) < 2e-2
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float64])
 def test_other_dtypes(dtype):
     with jax.enable_x64(True):
@@ -100,7 +99,6 @@ def test_gradients_against_float64(scale):
         assert relative_error(np.squeeze(a), e) < 1e-4
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("scale", [1e2, 1e3])
 def test_huge_inputs_stay_finite(scale):
     q, k, v = inputs(scale=scale)
@@ -110,7 +108,6 @@ def test_huge_inputs_stay_finite(scale):
     assert all(np.isfinite(g).all() for g in pullback(jnp.ones_like(out)))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("coupling", ["iid", "orthogonal", "simplex"])
 @pytest.mark.parametrize("heads", [None, 2])
 def test_shared_and_per_head_projections(coupling, heads):
@@ -136,7 +133,6 @@ def test_cross_attention_with_wider_values_and_a_scale():
     assert relative_error(actual, attention(q, k, v, w, scale=0.7)) < 1e-5
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3), (0,), (2, 0)])
 def test_any_leading_batch(batch):
     q, k, v = inputs(batch=batch)
@@ -218,7 +214,6 @@ def test_hidden_keys_do_not_matter_whatever_they_hold():
         assert np.isfinite(gradient).all()
 
 
-@pytest.mark.fast
 def test_padded_queries_do_not_matter_whatever_they_hold():
     q, k, v = inputs(batch=(2,))
     w, lengths = projection(), jnp.array([5, 9])
@@ -249,7 +244,6 @@ def test_without_a_batch_masks_and_lengths_may_have_its_axis():
     jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=jnp.array([5]))
 
 
-@pytest.mark.fast
 def test_gradients_with_masks_groups_and_a_projection_for_each_head():
     q, k, v = inputs(heads=4, key_heads=2)
     w = projection(heads=2)

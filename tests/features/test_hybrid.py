@@ -64,7 +64,6 @@ def test_the_inner_product_is_the_hybrid_estimate(name, kernel):
         np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.fast
 def test_widths_and_dtypes():
     x, p = vectors(), bipolar(num_features=6, num_weights=5)
     assert FEATURES["angular"](x, p, side="query").shape == (7, 4 * 6 * (5 + 1))
@@ -207,7 +206,6 @@ def clustered_estimate(x, y, p, kernel="softmax"):
     return jnp.dot(psi_1, psi_2.T)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_clustered_hybrid_has_no_variance_at_the_centres(kernel):
     for seed in range(5):
@@ -249,7 +247,6 @@ def test_a_centre_on_an_axis_does_not_cost_the_others_their_digits():
     np.testing.assert_allclose(clustered_estimate(q[1:], r, p), np.exp(q[1:] @ r.T), rtol=1e-5)
 
 
-@pytest.mark.fast
 def test_an_empty_cluster_does_not_silence_the_others():
     w = simrf_jax.draw_projection(jax.random.key(0), 64, 3)
     q, r = np.full((1, 3), 6.0, np.float32), np.float32([[-6, -6, -6], [6, 6, 6]])
@@ -261,7 +258,6 @@ def test_an_empty_cluster_does_not_silence_the_others():
     np.testing.assert_allclose(out, 1, rtol=1e-5)
 
 
-@pytest.mark.fast
 def test_half_precision_inputs_are_widened_before_anything_is_computed():
     x, p = vectors(), bipolar()
     half = x.astype(jnp.bfloat16)
@@ -281,7 +277,6 @@ def test_half_precision_inputs_are_widened_before_anything_is_computed():
     np.testing.assert_array_equal(phi[:10], 0)  # Nearest to the second centre.
 
 
-@pytest.mark.fast
 def test_the_bandwidth_may_be_learned():
     x, p = vectors(), bipolar()
 
@@ -324,7 +319,6 @@ def test_tuning_to_the_spread_pays_around_centres_with_a_small_coordinate():
     assert_less(errors(0.3), np.minimum(errors(0.0), 1e3))  # Without tuning some are astronomic.
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("heads", [None, 2])
 def test_attention_by_hybrids_against_float64(name, heads):
@@ -342,7 +336,6 @@ def test_attention_by_hybrids_against_float64(name, heads):
         assert relative_error(actual[:, head], expected) < 1e-5
 
 
-@pytest.mark.fast
 def test_attention_by_clusters():
     rng = np.random.default_rng(0)
     q, k, v = (0.5 * rng.normal(size=(3, 6, 1, 4))).astype(np.float32)
@@ -354,7 +347,6 @@ def test_attention_by_clusters():
     assert relative_error(actual[:, 0], expected) < 1e-4
 
 
-@pytest.mark.fast
 def test_gradients_are_finite_and_the_record_is_a_pytree():
     p = bipolar()
     leaves, treedef = jax.tree.flatten(p)

@@ -181,7 +181,6 @@ def test_named_refuses_a_second_patch_size():
         ViTConfig.named("B/16", patch_size=32)
 
 
-@pytest.mark.fast
 def test_parameters_are_float32_in_x64_mode_too():
     with jax.enable_x64(True):
         params = nnx.state(build(pooling="token"), nnx.Param)

@@ -26,7 +26,6 @@ def directions(w):
     return w / np.linalg.norm(w, axis=-1, keepdims=True)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     ("num_features", "dim", "coupling", "block", "sizes"),
     [
@@ -82,7 +81,6 @@ def test_rows_are_marginally_standard_normal(coupling, block):
     assert_mean(w**4, 3)
 
 
-@pytest.mark.fast
 def test_couplings_share_their_row_norms_as_paired_draws():
     iid, *others = (
         np.linalg.norm(draw_many(1, 20, 8, coupling=c), axis=-1)
@@ -92,14 +90,12 @@ def test_couplings_share_their_row_norms_as_paired_draws():
         np.testing.assert_allclose(norms, iid, rtol=1e-5)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("coupling", ["iid", "orthogonal", "simplex", "simplex_plus"])
 def test_sqrt_dim_norms(coupling):
     w = draw_many(3, 12, 7, coupling=coupling, norms="sqrt_dim")
     np.testing.assert_allclose(np.linalg.norm(w, axis=-1), np.sqrt(7), rtol=1e-5)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     ("coupling", "rotation"),
     [("simplex", "haar"), ("simplex_plus", "haar"), ("simplex", "hadamard"), ("simplex", "givens")],
@@ -199,7 +195,6 @@ def test_one_dimension(coupling, rotation):
     assert_mean(np.sign(w), 0)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("coupling", ["iid", "orthogonal", "simplex", "simplex_plus"])
 @pytest.mark.parametrize("rotation", ["haar", "hadamard", "givens"])
 def test_sizes_at_the_edges(coupling, rotation):

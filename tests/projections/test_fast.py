@@ -9,8 +9,6 @@ from simrf_jax import draw_fast_projection, draw_projection, positive_features, 
 from simrf_jax.projections.couplings import COUPLED
 from tests.standard_errors import assert_mean
 
-pytestmark = pytest.mark.fast
-
 
 def dense(projection):
     """D S HD HD HD multiplied out from the state, in float64."""
@@ -45,6 +43,7 @@ def test_equals_its_own_dense_matrix(num_features, dim, coupling, block):
     assert np.linalg.norm(actual - expected) < 1e-5 * np.linalg.norm(expected)
 
 
+@pytest.mark.fast
 def test_angles_and_norms_of_the_rows():
     projection = draw_fast_projection(jax.random.key(0), 65, 64, norms="sqrt_dim")
     w = project(jnp.eye(64), projection).T
@@ -62,11 +61,13 @@ def test_rows_have_unit_covariance_and_their_norms_are_chi():
     assert_mean(np.einsum("nmi,nmj->nmij", w, w), np.broadcast_to(np.eye(6), (10, 6, 6)))
 
 
+@pytest.mark.fast
 def test_state_is_linear_in_the_dimension():
     projection = draw_fast_projection(jax.random.key(0), 4096, 4096)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(projection)) < 64 * 1024
 
 
+@pytest.mark.fast
 def test_no_square_matrix_is_formed():
     projection = draw_fast_projection(jax.random.key(0), 4096, 4096)
     compiled = jax.jit(project).lower(jnp.ones((1, 4096)), projection).compile()
@@ -121,6 +122,7 @@ def test_dtypes(dtype):
     assert positive_features(jnp.ones(6, dtype), projection).dtype == dtype
 
 
+@pytest.mark.fast
 def test_float64():
     with jax.enable_x64(True):
         projection = draw_fast_projection(jax.random.key(0), 10, 6, dtype=jnp.float64)
@@ -128,6 +130,7 @@ def test_float64():
         np.testing.assert_allclose(project(x, projection), dense(projection) @ x, rtol=1e-13)
 
 
+@pytest.mark.fast
 def test_nothing_overflows_on_the_way():
     projection = draw_fast_projection(jax.random.key(0), 64, 64)
     x = jnp.full(64, 1e36)
@@ -144,6 +147,7 @@ def test_one_dimension_empty_batches_and_nan():
     assert jnp.isnan(project(jnp.full(6, jnp.nan), projection)).all()
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("arguments", "options", "error", "match"),
     [
@@ -168,6 +172,7 @@ def test_draw_refuses(arguments, options, error, match):
         draw_fast_projection(jax.random.key(0), *arguments, **options)
 
 
+@pytest.mark.fast
 def test_project_refuses_what_does_not_fit():
     projection = draw_fast_projection(jax.random.key(0), 10, 6)
     with pytest.raises(ValueError, match=r"dim=6, got shape \(5,\)"):
