@@ -149,7 +149,8 @@ def test_angular_mse_is_that_of_theorem_3_1_and_lemma_3_2(coupling, angle):
 
 
 def test_shared_projections_have_the_mse_of_theory_too():
-    # theory.md, section 6: iid, add 2 E[lambda (1 - lambda)] e^{2 x.y} (cos(x2 - y2) - 1) / m.
+    # For iid rows, the covariance of both bases: 2 E[lambda (1 - lambda)] e^{2 x.y}
+    # (cos(|x|^2 - |y|^2) - 1) / m on top of Theorem 3.1.
     m, n, dim, angle = 6, 5, 4, 1.2
     x, y = pair_at(angle, 0.8, dim)
     y = y * np.float32(1.5)

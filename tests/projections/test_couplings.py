@@ -112,7 +112,7 @@ def test_conformity_lies_between_simplex_and_the_numerical_optimum():
     assert_less(plus, simplex)
     assert_less(optimum, plus)
     assert (optimum <= plus + 1e-9).all()
-    # theory.md: 2.181826 and 2.1369 in the mean, for one draw of norms 2.0950, 2.0638 and 2.0512.
+    # One draw of norms, computed apart from this library: simplex, simplex_plus, optimum.
     norms = np.array([2.3989, 2.7767, 1.9412, 3.2903, 1.8301, 1.8830])
     arranged = sweeps_in_numpy(vertices, norms, 10)
     assert conformity(vertices, norms, v) == pytest.approx(2.0950, abs=2e-4)
