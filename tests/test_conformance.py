@@ -99,8 +99,8 @@ def test_rows_have_unit_covariance_whatever_the_rotation(coupling, rotation, dim
     assert_mean(np.einsum("nmi,nmj->nmij", w, w), expected)
 
 
-# Relative bias of positive features with a Hadamard rotation, for |x + y| = 1 along an axis: by
-# enumeration of all signs for d = 4 and 8, by larger samples for 16 and 64. What the README rounds.
+# Relative bias of positive features with a Hadamard rotation, for |x + y| = 1 along an axis: exact
+# for d = 4 and 8, from larger samples for 16 and 64. What the README rounds.
 HADAMARD_BIAS = {
     ("orthogonal", 4): -9.7e-3,
     ("orthogonal", 8): -3.6e-3,
