@@ -44,7 +44,7 @@ def hadamard_transform(x: jax.Array, *, radix: int = 128) -> jax.Array:
       Array([10., -2., -4.,  0.], dtype=float32)
     """
     # Of 4,096 dimensions, for 1,024 vectors: butterflies take twice the time of two 64 x 64
-    # products on a CPU, and by the compiler's model for a TPU v5e 17 times (benchmarks).
+    # products on a CPU, and by the compiler's model for a TPU v5e 12 times (benchmarks).
     *batch, n = x.shape
     inner = 1  # The transform over the last log2(inner) bits of the index is done.
     for side in _sides(n, radix):
