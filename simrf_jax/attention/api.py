@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +13,7 @@ from jax.typing import ArrayLike
 from simrf_jax import checks
 from simrf_jax.attention.bidirectional import bidirectional_attention
 from simrf_jax.attention.masks import key_log_weights, within_lengths
-from simrf_jax.features import FeatureMap, LogFeatures, log_feature_maps
+from simrf_jax.features import FeatureMap, LogFeatureMap, LogFeatures, log_feature_maps
 from simrf_jax.projections import Projection, StructuredProjection, as_projection
 
 IMPLEMENTATIONS = ("xla",)
@@ -96,35 +95,50 @@ def random_feature_attention(
     arrays = {"query": query, "key": key, "value": value}
     query, key, value = (checks.floating(name, x) for name, x in arrays.items())
     _check_shapes(query, key, value)
-    query_map, key_map = log_feature_maps(feature_map)
+    maps = log_feature_maps(feature_map)
     w = None if projection is None else as_projection(projection)
     if w is not None:
         _check_projection(w, num_key_heads=key.shape[-2], dim=key.shape[-1])
     checks.one_of("implementation", implementation, (*IMPLEMENTATIONS, None))
     if is_causal:
         raise ValueError("is_causal=True is not supported: random features attend to all keys.")
-    if scale is not None:
-        checks.scalar("scale", scale)
-    if query.ndim == 3:  # As jax.nn: a batch of one, to which masks and lengths may have an axis.
-        call = functools.partial(
-            random_feature_attention,
-            feature_map=feature_map,
-            mask=mask,
-            bias=bias,
-            scale=scale,
-            implementation=implementation,
-            query_seq_lengths=_at_least_1d(query_seq_lengths),
-            key_value_seq_lengths=_at_least_1d(key_value_seq_lengths),
-        )
-        return call(query[None], key[None], value[None], w)[0]
+    if scale is None:
+        scale = key.shape[-1] ** -0.5
+    checks.scalar("scale", scale)
+    visibility = {"mask": mask, "bias": bias}
+    lengths = {
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+    }
+    if query.ndim > 3:
+        return _attend(query, key, value, w, maps, scale, **visibility, **lengths)
+    # As jax.nn: a batch of one, to which masks and lengths may have an axis.
+    lengths = {name: None if x is None else jnp.atleast_1d(x) for name, x in lengths.items()}
+    return _attend(query[None], key[None], value[None], w, maps, scale, **visibility, **lengths)[0]
 
+
+def _attend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    projection: jax.Array | StructuredProjection | None,
+    maps: tuple[LogFeatureMap, LogFeatureMap],
+    scale: ArrayLike,
+    *,
+    mask: ArrayLike | None,
+    bias: ArrayLike | None,
+    query_seq_lengths: ArrayLike | None,
+    key_value_seq_lengths: ArrayLike | None,
+) -> jax.Array:
+    """Lays ``[*batch, length, heads, dim]`` out by key heads, and attends."""
+    query_map, key_map = maps
     *batch, query_length, num_heads, dim = query.shape
     key_length, num_key_heads = key.shape[-3:-1]
     groups = num_heads // num_key_heads
     dtype = query.dtype
     compute = jnp.promote_types(dtype, jnp.float32)
-    if w is not None:
-        compute = jnp.promote_types(compute, w.dtype)
+    if projection is not None:
+        compute = jnp.promote_types(compute, projection.dtype)
     log_weights = key_log_weights(
         mask,
         bias,
@@ -138,31 +152,28 @@ def random_feature_attention(
     if log_weights is not None and log_weights.shape[-2] not in (1, num_key_heads):
         # Heads that share their keys but not their mask no longer share a state.
         key, value = (jnp.repeat(x, groups, axis=-2) for x in (key, value))
-        if w is not None and w.ndim == 3:
+        if projection is not None and projection.ndim == 3:
             repeat = functools.partial(jnp.repeat, repeats=groups, axis=0)
-            w = jax.tree.map(repeat, w)
+            projection = jax.tree.map(repeat, projection)
         groups = 1
-
-    root = jnp.sqrt(jnp.asarray(dim**-0.5 if scale is None else scale, compute))
 
     def flat(x: jax.Array) -> jax.Array:
         return x.reshape(math.prod(batch), *x.shape[len(batch) :])
 
     grouped = query.reshape(*query.shape[:-2], num_heads // groups, groups, dim)
-    if log_weights is not None:
-        log_weights = flat(log_weights).mT
     real = None
     if query_seq_lengths is not None:
         real = within_lengths("query_seq_lengths", query_seq_lengths, tuple(batch), query_length)
         # Padding may hold anything, NaN too: it must not reach the gradients.
         grouped = jnp.where(real[..., None, None, None], grouped, 0)
+    root = jnp.sqrt(jnp.asarray(scale, compute))
     out = bidirectional_attention(
         flat(grouped).astype(compute) * root,
         flat(key).astype(compute) * root,
         flat(value).astype(jnp.bfloat16 if dtype == jnp.bfloat16 else compute),
-        _per_head(query_map, w),
-        _per_head(key_map, w),
-        log_weights,
+        _per_head(query_map, projection),
+        _per_head(key_map, projection),
+        None if log_weights is None else flat(log_weights).mT,
     )
     out = out.reshape(*batch, query_length, num_heads, value.shape[-1])
     if real is not None:
@@ -201,8 +212,6 @@ def _check_projection(
             f"projection must be [num_features, {dim}] or [{num_key_heads}, num_features, {dim}] "
             f"for heads of dim {dim}, got shape {projection.shape}."
         )
-    if projection.shape[-2] == 0:
-        raise ValueError(f"projection must have at least one feature, got {projection.shape}.")
     if projection.ndim == 3 and projection.shape[0] != num_key_heads:
         raise ValueError(
             f"projection must have one W for each of the {num_key_heads} key heads, "
@@ -210,12 +219,8 @@ def _check_projection(
         )
 
 
-def _at_least_1d(lengths: ArrayLike | None) -> jax.Array | None:
-    return None if lengths is None else jnp.atleast_1d(jnp.asarray(lengths))
-
-
 def _per_head(
-    log_features: Callable[[jax.Array, Any], LogFeatures],
+    log_features: LogFeatureMap,
     projection: jax.Array | StructuredProjection | None,
 ) -> Callable[[jax.Array], LogFeatures]:
     """The feature map for ``[B, length, K, ..., H]``, each of the K heads with its own W."""

@@ -1,21 +1,22 @@
 """Feature maps phi, and the exact kernels beside them."""
 
-from simrf_jax.features.clustered import ClusteredProjection, clustered_hybrid_features
-from simrf_jax.features.exponential import hyperbolic_features, positive_features
-from simrf_jax.features.generalised import elu_features, relu_features
-from simrf_jax.features.hybrid import (
+from simrf_jax.features.bipolar import (
     BipolarProjection,
     angular_hybrid_features,
     draw_bipolar_projection,
     gaussian_hybrid_features,
-    hybrid_features,
 )
+from simrf_jax.features.clustered import ClusteredProjection, clustered_hybrid_features
+from simrf_jax.features.exponential import hyperbolic_features, positive_features
+from simrf_jax.features.generalised import elu_features, relu_features
+from simrf_jax.features.hybrid import hybrid_features
 from simrf_jax.features.kernels import gaussian_kernel, relu_kernel, softmax_kernel
 from simrf_jax.features.log_space import KERNELS, LogFeatures
 from simrf_jax.features.maps import (
     FEATURE_MAPS,
     FeatureMap,
     FeaturePair,
+    LogFeatureMap,
     is_structured,
     log_feature_maps,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "ClusteredProjection",
     "FeatureMap",
     "FeaturePair",
+    "LogFeatureMap",
     "LogFeatures",
     "angular_hybrid_features",
     "clustered_hybrid_features",

@@ -111,10 +111,9 @@ def _centred(
     A is diagonal, real where the centres differ in sign (positive features) and imaginary where
     they agree (trigonometric ones). Its moduli minimise the mean of :math:`|Ax + A^{-1}y|^2`.
     """
-    compute = x.dtype
-    q, r = query_centre.astype(compute), key_centre.astype(compute)
+    q, r = query_centre.astype(x.dtype), key_centre.astype(x.dtype)
     longest = jnp.maximum(jnp.max(jnp.abs(q)), jnp.max(jnp.abs(r)))
-    least = jnp.finfo(compute).eps * (1 + longest)  # Where a centre has a coordinate zero.
+    least = jnp.finfo(x.dtype).eps * (1 + longest)  # Where a centre has a coordinate zero.
     variance = projection.spread**2 + least**2
     ratio = (jnp.square(r) + variance) / (jnp.square(q) + variance)
     modulus = ratio ** (0.25 if side == "query" else -0.25)
@@ -127,9 +126,9 @@ def _centred(
     growth = jnp.where(along(real), scaled, 0)
     turn = jnp.where(along(real), 0, scaled)
     exponent, angles = (project(part, projection.projection) for part in (growth, turn))
-    log_scale = half_squared_norm(turn, compute) - half_squared_norm(growth, compute)
+    log_scale = half_squared_norm(turn, x.dtype) - half_squared_norm(growth, x.dtype)
     if kernel == "gaussian":
-        log_scale -= half_squared_norm(x, compute)
+        log_scale -= half_squared_norm(x, x.dtype)
     log_scale -= 0.5 * math.log(angles.shape[-1])
     values = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
     return LogFeatures(jnp.concatenate([exponent, exponent], axis=-1), log_scale, values)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from simrf_jax import checks
-from simrf_jax.features import clustered, exponential, generalised, hybrid, trigonometric
+from simrf_jax.features import bipolar, clustered, exponential, generalised, trigonometric
 from simrf_jax.features.log_space import LogFeatures
 
 LogFeatureMap: TypeAlias = Callable[[jax.Array, Any], LogFeatures]
@@ -71,10 +71,10 @@ FEATURE_MAPS = {
     "relu": NamedMap(generalised.relu_features, generalised.relu_log_features, ()),
     "elu": NamedMap(generalised.elu_features, generalised.elu_log_features, ()),
     "angular_hybrid": NamedMap(
-        hybrid.angular_hybrid_features, hybrid.angular_log_features, _BOTH, structured=True
+        bipolar.angular_hybrid_features, bipolar.angular_log_features, _BOTH, structured=True
     ),
     "gaussian_hybrid": NamedMap(
-        hybrid.gaussian_hybrid_features, hybrid.gaussian_log_features, _BOTH, structured=True
+        bipolar.gaussian_hybrid_features, bipolar.gaussian_log_features, _BOTH, structured=True
     ),
     "clustered_hybrid": NamedMap(
         clustered.clustered_hybrid_features,

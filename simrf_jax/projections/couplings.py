@@ -36,13 +36,15 @@ COUPLED = {
     "simplex_plus": Coupling(simplex_blocks, least_dim=2, weight_dependent=True),
 }
 COUPLINGS = ("iid", *COUPLED)
+# Those whose directions do not look at the norms: only they have closed forms and fast transforms.
+FIXED = tuple(name for name, coupling in COUPLED.items() if not coupling.weight_dependent)
 
 
-def has_room(coupling: str, dim: int) -> None:
+def has_room(coupling: str, dim: int, name: str = "coupling") -> None:
     """Accepts a dimension that has room for the coupling."""
     least_dim = 1 if coupling == "iid" else COUPLED[coupling].least_dim
     if dim < least_dim:
-        raise ValueError(f"coupling={coupling!r} needs dim of at least {least_dim}, got dim={dim}.")
+        raise ValueError(f"{name}={coupling!r} needs dim of at least {least_dim}, got dim={dim}.")
 
 
 def minimise_resultant(

@@ -11,12 +11,10 @@ from jax.typing import DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.projections.blocks import BLOCK_MODES, Block, simplex_constants
-from simrf_jax.projections.couplings import COUPLED, COUPLINGS, has_room
+from simrf_jax.projections.couplings import COUPLED, COUPLINGS, FIXED, has_room
 from simrf_jax.projections.dense import NORMS
 from simrf_jax.projections.hadamard import padded_dim, random_signs, rotate
 from simrf_jax.projections.structured import StructuredProjection
-
-FAST_COUPLINGS = tuple(name for name, c in COUPLED.items() if not c.weight_dependent)
 
 
 @functools.partial(
@@ -109,12 +107,12 @@ def draw_fast_projection(
       Reid et al., Simplex Random Features (ICML 2023), Sec. 4.2, App. B and Algorithm 1.
     """
     checks.typed_key(key)
-    if coupling in COUPLINGS and coupling not in FAST_COUPLINGS:
+    if coupling in COUPLINGS and coupling not in FIXED:
         raise ValueError(
             f"coupling={coupling!r} has no fast form: its directions have no structure, so W has "
-            f"to be a matrix (draw_projection). Fast are {' and '.join(map(repr, FAST_COUPLINGS))}."
+            f"to be a matrix (draw_projection). Fast are {' and '.join(map(repr, FIXED))}."
         )
-    checks.one_of("coupling", coupling, FAST_COUPLINGS)
+    checks.one_of("coupling", coupling, FIXED)
     checks.one_of("block", block, BLOCK_MODES)
     checks.one_of("norms", norms, NORMS)
     num_features = checks.positive_int("num_features", num_features)

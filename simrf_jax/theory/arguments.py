@@ -9,20 +9,21 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from simrf_jax import checks
+from simrf_jax.projections import couplings
+from simrf_jax.projections.couplings import FIXED
 
-COUPLINGS = ("iid", "orthogonal", "simplex")
+COUPLINGS = ("iid", *FIXED)
 
 
 def coupling(name: str, value: Any, dim: int) -> None:
     """Accepts a coupling with a closed form in ``dim`` dimensions."""
-    if value == "simplex_plus":
+    if value in couplings.COUPLINGS and value not in COUPLINGS:
         raise ValueError(
-            f"{name} 'simplex_plus' has no closed form: its angles depend on the norms drawn. "
+            f"{name} {value!r} has no closed form: its angles depend on the norms drawn. "
             f"Estimate it by Monte Carlo; the closed forms know {', '.join(map(repr, COUPLINGS))}."
         )
     checks.one_of(name, value, COUPLINGS)
-    if value == "simplex" and dim < 2:
-        raise ValueError(f"{name} 'simplex' needs dim of at least 2, got {dim}.")
+    couplings.has_room(value, dim, name)
 
 
 def pair_coupling(value: Any, dim: int) -> None:
@@ -40,7 +41,10 @@ def pair_cosine(coupling: Any, cosine: Any, dim: int) -> float | None:
         )
     if coupling is not None:
         pair_coupling(coupling, dim)
-        return {"iid": None, "orthogonal": 0.0}.get(coupling, -1 / max(dim - 1, 1))
+        if coupling == "iid":
+            return None
+        [run] = couplings.COUPLED[coupling].blocks(dim, dim, "square")
+        return run.block.cosine
     value = real("cosine", cosine)
     if value.shape or not -1 <= value <= 1:
         raise ValueError(f"cosine must be one number in [-1, 1], got {cosine!r}.")

@@ -11,11 +11,10 @@ from simrf_jax.theory import arguments
 from simrf_jax.theory.moments import log_relative_moments
 from simrf_jax.theory.mse import FEATURES
 from simrf_jax.theory.numerics import over_chunks
-from simrf_jax.theory.oscillation import kummer
+from simrf_jax.theory.oscillation import SERIES_BELOW, kummer
 from simrf_jax.theory.pairs import coupled_pairs
 
 _INFINITE_FROM = 1000.0  # t = v^2, where e^t has long overflowed.
-_SERIES_BELOW = 2.25  # t = z^2. Both ways keep their digits for several units around it.
 
 
 def orthogonality_gap(
@@ -99,7 +98,7 @@ def _growing_gap(t: np.ndarray, dim: int) -> np.ndarray:
 
 def _oscillating_gap(t: np.ndarray, dim: int) -> np.ndarray:
     """The sum at -t, for t >= 0: directly, where the signs would cost its digits."""
-    small = t < _SERIES_BELOW
+    small = t < SERIES_BELOW
     k = np.arange(2.0, 42.0)
     deficits = -np.expm1(log_relative_moments(dim, 0.0, k.size + 1)[2:])
     result = np.exp(-t) - kummer(t / 2, dim)

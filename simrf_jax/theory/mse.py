@@ -6,6 +6,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from simrf_jax import checks
+from simrf_jax.features import KERNELS
 from simrf_jax.projections.blocks import BLOCK_MODES
 from simrf_jax.theory import arguments
 from simrf_jax.theory.oscillation import trigonometric_ratio
@@ -13,7 +14,6 @@ from simrf_jax.theory.pairs import Pairs, coupled_pairs
 from simrf_jax.theory.series import positive_series
 
 FEATURES = ("positive", "hyperbolic", "trigonometric")
-KERNELS = ("gaussian", "softmax")
 
 
 def kernel_mse(

@@ -13,13 +13,13 @@ from simrf_jax.theory.numerics import over_chunks, phi_rule
 from simrf_jax.theory.pairs import Pairs
 from simrf_jax.theory.series import alternating_series
 
-_SERIES_BELOW = 2.25  # t = z^2. Both ways keep 13 digits for several units around it.
+SERIES_BELOW = 2.25  # t = z^2. Both ways keep 13 digits for several units around it.
 _TAIL_FROM = 90.0
 
 
 def trigonometric_ratio(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...]) -> np.ndarray:
     """Ratio to iid of trigonometric features, t = z^2 >= 0."""
-    small = t < _SERIES_BELOW
+    small = t < SERIES_BELOW
     result = np.empty_like(t)
     result[small] = alternating_series(t[small], dim, pairs)
     result[~small] = _direct_ratio(t[~small], dim, pairs)

@@ -1,5 +1,7 @@
 """Random-feature attention written out: float64, every pair of tokens, no algebra."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from tests import formulas
@@ -34,6 +36,15 @@ def attention(
 def kernel_attention(kernel, value):
     """Attention by a matrix of kernel estimates ``[T, S]``, which may be negative."""
     return kernel @ value / kernel.sum(axis=-1, keepdims=True)
+
+
+def naive(query, key, value, projection, dim):
+    """The estimator for one head in whatever type it is given, for autodiff in float64."""
+    query, key = query * dim**-0.25, key * dim**-0.25
+    log_q = query @ projection.T
+    log_k = key @ projection.T - jnp.sum(key**2, axis=-1, keepdims=True) / 2
+    logits = jax.nn.logsumexp(log_q[:, None, :] + log_k[None, :, :], axis=-1)
+    return jax.nn.softmax(logits, axis=-1) @ value
 
 
 def relative_error(actual, expected):

@@ -86,7 +86,7 @@ def test_any_real_type():
     [
         (1.0, 3, "simplex_plus", ValueError, "no closed form.*norms drawn.*Monte Carlo"),
         (1.0, 3, "orthogonl", ValueError, "one of 'iid', 'orthogonal', 'simplex', got 'orthogonl'"),
-        (1.0, 1, "simplex", ValueError, "'simplex' needs dim of at least 2, got 1"),
+        (1.0, 1, "simplex", ValueError, "'simplex' needs dim of at least 2, got dim=1"),
         (1.0, 1, "orthogonal", ValueError, "orthogonal rows needs dim of at least 2, got 1"),
         (1.0, 0, "iid", ValueError, "dim must be at least 1, got 0"),
         (1.0, 3.0, "iid", TypeError, "dim must be an integer, got 3.0"),

@@ -61,8 +61,8 @@ def test_equation_77():
     d, m, z = 10, 5, mpf("1.1")
     kernel = mp.exp(-(z**2))
     gap = orthogonal_correlation(d, -(z**2)) - kernel
-    density = lambda w: mp.npdf(w) * mp.cos(w * z) ** 2  # noqa: E731
-    variance = mp.quad(density, [-12, -4, 0, 4, 12]) - kernel
+    square = mp.quad(lambda w: mp.npdf(w) * mp.cos(w * z) ** 2, [-12, -4, 0, 4, 12])
+    variance = square - kernel
     truth = 1 + (m - 1) * gap / variance
     printed = 1 + 2 * (m - 1) / (1 + kernel) ** 2 * gap
     corrected = 1 + 2 * (m - 1) / (1 - kernel) ** 2 * gap

@@ -51,7 +51,7 @@ def test_prefactor_of_section_5():
         (0, None, {}, ValueError, "dim must be at least 1, got 0"),
         (4, 0, {}, ValueError, "num_features must be at least 1, got 0"),
         (4, 4.0, {}, TypeError, "num_features must be an integer, got 4.0"),
-        (1, None, {}, ValueError, "'simplex' needs dim of at least 2, got 1"),
+        (1, None, {}, ValueError, "'simplex' needs dim of at least 2, got dim=1"),
         (4, 4, {"coupling": "simplex_plus"}, ValueError, "no closed form"),
         (4, 4, {"features": "relu"}, ValueError, "features must be one of"),
         (4, 4, {"block": "full"}, ValueError, "block must be one of"),

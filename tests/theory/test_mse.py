@@ -272,7 +272,7 @@ X = np.zeros(3)
         (X, X, 4, {"block": "full"}, ValueError, "block must be one of 'regular', 'square'"),
         (X, X, 4, {"coupling": "halton"}, ValueError, "coupling must be one of 'iid', 'orthog"),
         (X, X, 4, {"coupling": "simplex_plus"}, ValueError, "no closed form.*Monte Carlo"),
-        (X[:1], X[:1], 4, {"coupling": "simplex"}, ValueError, "dim of at least 2, got 1"),
+        (X[:1], X[:1], 4, {"coupling": "simplex"}, ValueError, "dim of at least 2, got dim=1"),
     ],
 )
 def test_mse_refuses(x, y, m, options, error, match):
@@ -296,8 +296,8 @@ def test_mse_refuses(x, y, m, options, error, match):
         (1.0, 4, 4, {"baseline": "halton"}, ValueError, "baseline must be one of 'iid', 'orth"),
         (1.0, 4, 4, {"baseline": "simplex_plus"}, ValueError, "baseline 'simplex_plus' has no cl"),
         (1.0, 4, 4, {"coupling": "simplex_plus"}, ValueError, "coupling 'simplex_plus' has no cl"),
-        (1.0, 1, 1, {"coupling": "simplex"}, ValueError, "coupling 'simplex' needs dim of at le"),
-        (1.0, 1, 1, {"baseline": "simplex"}, ValueError, "baseline 'simplex' needs dim of at le"),
+        (1.0, 1, 1, {"coupling": "simplex"}, ValueError, "coupling='simplex' needs dim of at le"),
+        (1.0, 1, 1, {"baseline": "simplex"}, ValueError, "baseline='simplex' needs dim of at le"),
     ],
 )
 def test_ratio_refuses(v, dim, m, options, error, match):

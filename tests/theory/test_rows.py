@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -28,7 +30,7 @@ def test_against_a_loop_over_pairs(v):
 @pytest.mark.parametrize("coupling", ["iid", "orthogonal", "simplex"])
 @pytest.mark.parametrize("v", [0.5, 1.0])
 def test_its_mean_over_draws_is_the_closed_form(coupling, v):
-    draw = lambda key: simrf_jax.draw_projection(key, 6, 6, coupling=coupling)  # noqa: E731
+    draw = functools.partial(simrf_jax.draw_projection, num_features=6, dim=6, coupling=coupling)
     rows = np.asarray(jax.vmap(draw)(jax.random.split(jax.random.key(0), 4000)))
     conformity = np.exp(log_conformity_of_rows(v, rows))
     assert_mean(conformity, np.exp(log_conformity(v, 6, coupling=coupling)))

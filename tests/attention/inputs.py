@@ -1,0 +1,31 @@
+"""Queries, keys, values and projections to attend with."""
+
+import jax
+import numpy as np
+
+from simrf_jax import draw_projection
+
+
+def inputs(
+    length=9,
+    key_length=None,
+    heads=2,
+    key_heads=None,
+    dim=8,
+    width=None,
+    scale=1.0,
+    seed=0,
+    batch=(),
+):
+    rng = np.random.default_rng(seed)
+    key_length, key_heads = key_length or length, key_heads or heads
+    query = scale * rng.normal(size=(*batch, length, heads, dim))
+    key = scale * rng.normal(size=(*batch, key_length, key_heads, dim))
+    value = rng.normal(size=(*batch, key_length, key_heads, width or dim))
+    return tuple(x.astype(np.float32) for x in (query, key, value))
+
+
+def projection(num_features=11, dim=8, heads=None, coupling="simplex"):
+    keys = jax.random.split(jax.random.key(1), heads or 1)
+    w = jax.vmap(lambda key: draw_projection(key, num_features, dim, coupling=coupling))(keys)
+    return w if heads else w[0]

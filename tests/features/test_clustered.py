@@ -1,0 +1,192 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import simrf_jax
+from tests.attention.reference import kernel_attention, relative_error
+from tests.features.vectors import KERNELS, vectors
+from tests.standard_errors import assert_less, assert_mean
+
+
+def clustered(spread=0.0, num_features=9, seed=0):
+    w = simrf_jax.draw_projection(jax.random.key(seed), num_features, 4, coupling="orthogonal")
+    q, r = vectors(n=3, seed=5), vectors(n=2, seed=6)
+    return simrf_jax.ClusteredProjection(w, q, r, spread)
+
+
+def clustered_estimate(x, y, p, kernel="softmax"):
+    psi_1 = simrf_jax.clustered_hybrid_features(x, p, side="query", kernel=kernel)
+    psi_2 = simrf_jax.clustered_hybrid_features(y, p, side="key", kernel=kernel)
+    return jnp.dot(psi_1, psi_2.T)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_clustered_hybrid_has_no_variance_at_the_centres(kernel):
+    for seed in range(5):
+        p = clustered(seed=seed)
+        actual = clustered_estimate(p.query_centres, p.key_centres, p, kernel)
+        expected = KERNELS[kernel](p.query_centres, p.key_centres)
+        np.testing.assert_allclose(actual, expected, rtol=1e-4)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("spread", [0.0, 0.3])
+def test_clustered_estimate_is_its_definition(spread):
+    p = clustered(spread)
+    x, y = vectors(), vectors(seed=1)
+    expected = clustered_by_definition(x, y, p)
+    np.testing.assert_allclose(clustered_estimate(x, y, p), expected, rtol=1e-3, atol=1e-3)
+
+
+def clustered_by_definition(x, y, p):
+    """The mean of complex exponentials tuned to the nearest centres, in float64."""
+    w, q, r = (np.asarray(a, np.float64) for a in (p.projection, p.query_centres, p.key_centres))
+    expected = np.zeros((len(x), len(y)))
+    for i, j in np.ndindex(len(x), len(y)):
+        centre_x = q[np.argmin(np.linalg.norm(q - x[i], axis=1))]
+        centre_y = r[np.argmin(np.linalg.norm(r - y[j], axis=1))]
+        modulus = ((centre_y**2 + p.spread**2) / (centre_x**2 + p.spread**2)) ** 0.25
+        a = modulus * np.where(centre_x * centre_y < 0, 1, 1j)
+        u, v = a * np.float64(x[i]), np.float64(y[j]) / a
+        terms = np.exp(w @ (u + v) - u @ u / 2 - v @ v / 2)
+        expected[i, j] = terms.real.mean()
+    return expected
+
+
+@pytest.mark.fast
+def test_a_centre_on_an_axis_does_not_cost_the_others_their_digits():
+    w = simrf_jax.draw_projection(jax.random.key(0), 64, 3)
+    q, r = np.float32([[0, 1, 0.5], [1, 1, 0.5]]), np.float32([[1, 1, -0.5]])
+    p = simrf_jax.ClusteredProjection(w, q, r)
+    np.testing.assert_allclose(clustered_estimate(q[1:], r, p), np.exp(q[1:] @ r.T), rtol=1e-5)
+
+
+def test_an_empty_cluster_does_not_silence_the_others():
+    w = simrf_jax.draw_projection(jax.random.key(0), 64, 3)
+    q, r = np.full((1, 3), 6.0, np.float32), np.float32([[-6, -6, -6], [6, 6, 6]])
+    keys, value = np.full((4, 1, 3), -6.0, np.float32), np.ones((4, 1, 1), np.float32)
+    p = simrf_jax.ClusteredProjection(w, q, r, 0.05)
+    out = simrf_jax.random_feature_attention(
+        q[None], keys, value, p, feature_map="clustered_hybrid", scale=1.0
+    )
+    np.testing.assert_allclose(out, 1, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("spread", [0.0, 0.3])
+def test_clustered_hybrid_is_unbiased(spread, kernel):
+    x, y = vectors(n=2)[:, None]
+
+    def one(key):
+        w = simrf_jax.draw_projection(key, 9, 4, coupling="orthogonal")
+        p = clustered()
+        p = simrf_jax.ClusteredProjection(w, p.query_centres, p.key_centres, spread)
+        return clustered_estimate(x, y, p, kernel)[0, 0]
+
+    samples = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), 20_000))
+    assert_mean(samples, KERNELS[kernel](x, y)[0, 0])
+
+
+def test_tuning_to_the_spread_pays_around_centres_with_a_small_coordinate():
+    q, r = np.float32([[1.0, 0.02, -0.5, 0.3]]), np.float32([[0.8, 0.5, 0.4, -0.02]])
+    x, y = q + 0.3 * vectors(n=20, scale=1), r + 0.3 * vectors(n=20, scale=1, seed=1)
+    exact = np.exp(np.sum(x * y, axis=1))
+
+    def errors(spread):
+        def one(key):
+            w = simrf_jax.draw_projection(key, 9, 4, coupling="orthogonal")
+            p = simrf_jax.ClusteredProjection(w, q, r, spread)
+            return jnp.mean(jnp.square(jnp.diagonal(clustered_estimate(x, y, p)) / exact - 1))
+
+        return jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), 2_000))
+
+    assert_less(errors(0.3), np.minimum(errors(0.0), 1e3))  # Without tuning some are astronomic.
+
+
+def test_attention_by_clusters():
+    rng = np.random.default_rng(0)
+    q, k, v = (0.5 * rng.normal(size=(3, 6, 1, 4))).astype(np.float32)
+    p = clustered(0.5, num_features=200)
+    actual = simrf_jax.random_feature_attention(q, k, v, p, feature_map="clustered_hybrid")
+    root = 4**-0.25
+    kernel = clustered_by_definition(q[:, 0] * root, k[:, 0] * root, p)
+    expected = kernel_attention(kernel, np.asarray(v[:, 0], np.float64))
+    assert relative_error(actual[:, 0], expected) < 1e-4
+
+
+@pytest.mark.fast
+def test_half_precision_inputs_are_widened_before_distances_are_computed():
+    centres = np.float16([[300] * 4, [-300] * 4])
+    far = simrf_jax.ClusteredProjection(clustered().projection, centres, centres[:1], 1.0)
+    x = np.full(4, -2, np.float16)
+    phi = simrf_jax.clustered_hybrid_features(x, far, side="query", kernel="gaussian")
+    np.testing.assert_array_equal(phi[:10], 0)  # Nearest to the second centre.
+
+
+@pytest.mark.fast
+def test_gradients_far_from_all_centres_are_no_nan():
+    # Where the features of other clusters leave the range.
+    far = 8 * vectors()
+    gradient = jax.grad(
+        lambda x: simrf_jax.clustered_hybrid_features(x, clustered(0.5), side="query").sum()
+    )(far)
+    assert not jnp.isnan(gradient).any()
+
+
+@pytest.mark.fast
+def test_nan_stays_nan():
+    nan = np.full(4, np.nan, np.float32)
+    phi = simrf_jax.clustered_hybrid_features(nan, clustered(), side="key")
+    assert jnp.isnan(phi).any()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (
+            lambda x, p: simrf_jax.clustered_hybrid_features(
+                x, simrf_jax.ClusteredProjection(p.projection, x, x, -1.0), side="key"
+            ),
+            ValueError,
+            "spread must be at least 0, got -1.0",
+        ),
+        (
+            lambda x, p: simrf_jax.clustered_hybrid_features(x[0, 0], clustered(), side="key"),
+            ValueError,
+            r"x must be \[\.\.\., dim\], got shape \(\)",
+        ),
+        (
+            lambda x, p: simrf_jax.random_feature_attention(
+                *x[None, :, None].repeat(3, 0),
+                simrf_jax.ClusteredProjection(p.projection[None], x, x),
+                feature_map="clustered_hybrid",
+            ),
+            ValueError,
+            r"key_centres \[\.\.\., clusters, dim\], got \(1, 9, 4\), \(7, 4\)",
+        ),
+        (
+            lambda x, p: simrf_jax.clustered_hybrid_features(x, p.projection, side="key"),
+            TypeError,
+            "must be a ClusteredProjection, got ArrayImpl",
+        ),
+        (
+            lambda x, p: simrf_jax.clustered_hybrid_features(
+                x, simrf_jax.ClusteredProjection(p.projection, x[:0], x), side="key"
+            ),
+            ValueError,
+            r"query_centres must be \[clusters, 4\], at least one, got \(0, 4\)",
+        ),
+        (
+            lambda x, p: simrf_jax.clustered_hybrid_features(
+                x, simrf_jax.ClusteredProjection(p.projection, x, x[:, :3]), side="key"
+            ),
+            ValueError,
+            r"key_centres must be \[clusters, 4\], at least one, got \(7, 3\)",
+        ),
+    ],
+)
+def test_refuses(call, error, match):
+    with pytest.raises(error, match=match):
+        call(jnp.asarray(vectors()), clustered())
