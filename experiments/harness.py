@@ -1,16 +1,18 @@
-"""What all experiments share: fields of configs, flags, and files that are whole or absent."""
+"""What all experiments share: configs, flags, the program, and files that are whole or absent."""
 
 from __future__ import annotations
 
 import json
 import pathlib
 import re
-from collections.abc import Mapping
-from typing import Any
+import time
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 import ml_collections
 import numpy as np
-from absl import flags
+from absl import app, flags
+from ml_collections import config_flags
 
 # Type of each field of a config by its dotted name: {"model.width": int, ...}.
 Fields = Mapping[str, type]
@@ -77,6 +79,57 @@ def parse_flags(argv: list[str], fields: Fields, default_config: pathlib.Path) -
         return flags.FLAGS(argv)
     except flags.Error as error:
         raise SystemExit(f"{error}\nPass --help to see the flags.") from None
+
+
+class Experiment(Protocol):
+    """A module that ``launch`` can run."""
+
+    @property
+    def FIELDS(self) -> Fields:  # noqa: N802 (a constant of the module)
+        """Of its config."""
+
+    def check(self, config: ml_collections.ConfigDict, /) -> None:
+        """Raises TypeError or ValueError for a config that cannot work."""
+
+    def run(self, config: ml_collections.ConfigDict, workdir: pathlib.Path, /) -> dict[str, Any]:
+        """Leaves ``results.json`` and figures in the folder, and returns the results."""
+
+    def report(self, results: dict[str, Any], /) -> str:
+        """What to print of the results."""
+
+
+def launch(experiment: Experiment, default_config: pathlib.Path) -> None:
+    """Runs an experiment as a program, with ``--config`` and ``--workdir``.
+
+    Mistakes of its user, a config or a file that cannot be used, end it with one line.
+    """
+    fields = experiment.FIELDS
+    config = config_flags.DEFINE_config_file("config", None, f"What to run; {default_config}.")
+    workdir = flags.DEFINE_string("workdir", None, "Folder for the results.", required=True)
+
+    def main(argv: list[str]) -> None:
+        if len(argv) > 1:
+            raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
+        start = time.monotonic()
+        try:
+            experiment.check(config.value)
+        except (TypeError, ValueError) as error:
+            raise SystemExit(str(error)) from None
+        try:
+            results = experiment.run(config.value, pathlib.Path(workdir.value))
+        except OSError as error:
+            raise SystemExit(str(error)) from None
+        print(experiment.report(results))
+        print(f"{time.monotonic() - start:.0f} seconds")
+
+    app.run(main, flags_parser=lambda argv: parse_flags(argv, fields, default_config))
+
+
+def markdown_table(header: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
+    """A table for a terminal or a README."""
+    header = list(header)
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:

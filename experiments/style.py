@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import matplotlib.axes
+import numpy as np
+
 STYLES: dict[str, dict[str, Any]] = {
     "iid": {"color": "#009E73", "linestyle": ":"},
     "orthogonal": {"color": "#D55E00", "linestyle": "--"},
@@ -18,3 +21,16 @@ LABELS = {
     "simplex": "SimRFs",
     "simplex_plus": "SimRFs+",
 }
+
+
+def tidy(axes: matplotlib.axes.Axes) -> None:
+    """A faint grid, and no frame where there is no scale."""
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def band(
+    axes: matplotlib.axes.Axes, x: np.ndarray, mean: np.ndarray, spread: np.ndarray, *, color: str
+) -> None:
+    """Shades ``mean`` plus and minus ``spread``."""
+    axes.fill_between(x, mean - spread, mean + spread, color=color, alpha=0.3, linewidth=0)

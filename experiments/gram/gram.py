@@ -139,6 +139,15 @@ def _summary(errors: np.ndarray, x: np.ndarray, size: int, coupling: str) -> dic
     }
 
 
+def report(results: dict[str, Any]) -> str:
+    """The table of mean errors and their standard errors."""
+    rows: list[list[object]] = []
+    for number, size in enumerate(results["num_features"]):
+        curve = [results[coupling][number] for coupling in COUPLINGS]
+        rows.append([size, *(f"{row['mean']:.3e} ({row['standard_error']:.0e})" for row in curve)])
+    return harness.markdown_table(["features", *COUPLINGS], rows)
+
+
 def draw_figure(results: dict[str, Any], dim: int) -> matplotlib.figure.Figure:
     """Fig. 7: error against features, both logarithmic; closed forms as lines."""
     figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
@@ -148,8 +157,7 @@ def draw_figure(results: dict[str, Any], dim: int) -> matplotlib.figure.Figure:
         rows, look = results[coupling], style.STYLES[coupling]
         mean = np.array([row["mean"] for row in rows])
         spread = np.array([row["standard_error"] for row in rows])
-        band = {"color": look["color"], "alpha": 0.3, "linewidth": 0}
-        axes.fill_between(multiples, mean - spread, mean + spread, **band)
+        style.band(axes, multiples, mean, spread, color=look["color"])
         axes.plot(multiples, mean, "o", color=look["color"], markersize=4)
         line = [row["closed_form"] or row["mean"] for row in rows]
         axes.plot(multiples, line, **look, linewidth=1.2, label=style.LABELS[coupling])
@@ -159,7 +167,6 @@ def draw_figure(results: dict[str, Any], dim: int) -> matplotlib.figure.Figure:
     axes.set_xticks(ticks, [str(tick) for tick in ticks])
     axes.set(xlabel=f"number of features / d (d = {dim})", ylabel="mean squared error of an entry")
     axes.set_title("Gram matrix, positive features: dots trials, lines theory", fontsize=10)
-    axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
+    style.tidy(axes)
     axes.legend(frameon=False)
     return figure
