@@ -6,7 +6,7 @@ import json
 import pathlib
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import ml_collections
@@ -172,3 +172,17 @@ class Pieces:
         partial = self._folder / f"{name}.partial.npy"
         np.save(partial, values)
         partial.replace(self._folder / f"{name}.npy")
+
+    def get(self, name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
+        """A piece, computed and kept unless it is finished."""
+        values = self.load(name)
+        if values is None:
+            start = time.monotonic()
+            values = compute()
+            self.save(f"{name}.seconds", np.array(time.monotonic() - start))
+            self.save(name, values)
+        return values
+
+    def seconds(self, prefix: str) -> float:
+        """How long the pieces of such names took, in this run and in those it goes on with."""
+        return sum(float(np.load(path)) for path in self._folder.glob(f"{prefix}*.seconds.npy"))

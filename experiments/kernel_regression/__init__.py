@@ -1,0 +1,1 @@
+"""Sec. 5.3 and App. B of Simplex Random Features: classification by kernel regression."""

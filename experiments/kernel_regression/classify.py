@@ -1,0 +1,95 @@
+"""Kernel regression: labels are the average of the training labels, weighted by the kernel."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import simrf_jax
+from experiments.kernel_regression.uci import Split
+
+_FLOATS_AT_A_TIME = 2**22  # Of training features: 16 MB stay near the cores.
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def draw(keys: jax.Array, num_features: int, dim: int, method: str) -> jax.Array:
+    """Draws a projection for each key, ``[trials, num_features, dim]``.
+
+    Blocks are the paper's: dim rows, also where there are several. Fast projections are formed: at
+    the few dimensions here, a matrix is applied more quickly.
+    """
+
+    def one(key: jax.Array) -> jax.Array:
+        coupling = method.removeprefix("fast_")
+        sizes = (num_features, dim)
+        if coupling == method:
+            return simrf_jax.draw_projection(key, *sizes, coupling=coupling, block="square")
+        w = simrf_jax.draw_fast_projection(key, *sizes, coupling=coupling, block="square")
+        return simrf_jax.project(jnp.eye(dim), w).T
+
+    return jax.vmap(one)(keys)
+
+
+def accuracies(projections: jax.Array, split: Split, sigma: float) -> np.ndarray:
+    r"""Accuracy with random features, for each projection.
+
+    .. math:: \hat y(x') = \sum_i \phi(\sigma x') \cdot \phi(\sigma x_i)\, y_i
+
+    Args:
+      projections: ``[trials, num_features, dim]``; rows of fewer coordinates are padded with zeros.
+      split: Rows and classes.
+      sigma: What the rows are multiplied by.
+
+    Returns:
+      Shares of the test rows that are given their class, ``[trials]``.
+
+    References:
+      Reid et al., Simplex Random Features (ICML 2023), Sec. 5.3 and App. B.2.
+    """
+    train, test = (jnp.asarray(sigma * x, jnp.float32) for x in (split.train, split.test))
+    votes = jax.nn.one_hot(split.train_labels, split.num_classes)
+    labels = jnp.asarray(split.test_labels)
+    trials, num_features, _ = projections.shape
+    batch = min(trials, max(1, _FLOATS_AT_A_TIME // (len(train) * num_features)))
+    # Zeros fill the last batch, so that all are of one shape.
+    w = jnp.pad(projections[..., : train.shape[1]], ((0, -trials % batch), (0, 0), (0, 0)))
+    starts = range(0, trials, batch)
+    shares = [_accuracies(w[i : i + batch], train, votes, test, labels) for i in starts]
+    return np.concatenate([np.asarray(share, np.float64) for share in shares])[:trials]
+
+
+@jax.jit
+def _accuracies(
+    w: jax.Array, train: jax.Array, votes: jax.Array, test: jax.Array, labels: jax.Array
+) -> jax.Array:
+    rows = w.reshape(-1, w.shape[-1])  # All trials side by side make one large product.
+    sums = (simrf_jax.positive_features(train, rows).T @ votes).reshape(*w.shape[:2], -1)
+    # The class does not change with a factor of all features of a test row: one by which none of
+    # them overflows or vanishes.
+    exponents = simrf_jax.project(test, rows).reshape(len(test), *w.shape[:2])
+    phi = jax.nn.softmax(exponents, axis=-1)
+    scores = jnp.einsum("tbm,bmc->btc", phi, sums)
+    return jnp.mean(scores.argmax(axis=-1) == labels[None], axis=-1)
+
+
+def exact_accuracies(split: Split, sigmas: np.ndarray) -> np.ndarray:
+    """Accuracy with the exact Gaussian kernel, in float64, for each sigma."""
+    votes = np.eye(split.num_classes)[split.train_labels]
+    squares = [np.square(x).sum(axis=-1) for x in (split.test, split.train)]
+    distances = np.add.outer(*squares) - 2 * split.test @ split.train.T
+    nearest = distances - distances.min(axis=1, keepdims=True)  # A factor of all classes again.
+    shares = []
+    for sigma in sigmas:
+        scores = np.exp(-(sigma**2) / 2 * nearest) @ votes
+        shares.append(np.mean(scores.argmax(axis=1) == split.test_labels))
+    return np.array(shares)
+
+
+def mean_distance(split: Split, sigma: float) -> float:
+    """Mean of v = sigma |x + y| over test rows x and training rows y, as in Table 2."""
+    squares = [np.square(x).sum(axis=-1) for x in (split.test, split.train)]
+    squared = np.add.outer(*squares) + 2 * split.test @ split.train.T
+    return float(sigma * np.sqrt(squared.clip(0)).mean())

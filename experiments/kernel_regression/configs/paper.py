@@ -1,0 +1,18 @@
+"""Tables 2 and 3, Figs. 8 and 10."""
+
+import ml_collections
+
+
+def get_config() -> ml_collections.ConfigDict:
+    config = ml_collections.ConfigDict()
+    config.seed = 0
+    config.data_dir = ""  # Then SIMRF_DATA_DIR or, without it, a download to a cache.
+    config.datasets = ("abalone", "banknote", "car", "yeast", "cmc", "nursery", "wifi", "chess")
+    config.parts = ("tables", "curves", "search")
+    config.num_trials = 1000
+    config.curve_trials = 500
+    config.multiples = (1, 2, 4, 10)  # As published.
+    config.search_trials = 40
+    config.search_multiple = 10  # As in Fig. 10.
+    config.num_sigmas = 20  # From 0.1 to 2, as published: the sigmas used are points of this grid.
+    return config

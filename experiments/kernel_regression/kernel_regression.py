@@ -1,0 +1,198 @@
+"""Tables 2 and 3 and Figs. 8 and 10: trials, paired tests and what is left in the folder."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+import tqdm
+
+from experiments import harness
+from experiments.kernel_regression import classify, figures, tables, uci
+from simrf_jax import checks
+from simrf_jax.projections.hadamard import padded_dim
+
+FIELDS: dict[str, type] = {
+    "seed": int,  # Of all projections.
+    "data_dir": str,  # Folder of the UCI files; "" for SIMRF_DATA_DIR or a download.
+    "datasets": tuple,
+    "parts": tuple,  # Of PARTS.
+    "num_trials": int,  # Of each entry of the tables.
+    "curve_trials": int,  # Of each point of Fig. 8.
+    "multiples": tuple,  # Numbers of features in Fig. 8, in multiples of dim.
+    "search_trials": int,  # Of each point of Fig. 10.
+    "search_multiple": int,  # Number of features in Fig. 10, in multiples of dim.
+    "num_sigmas": int,  # From 0.1 to 2 in Fig. 10.
+}
+PARTS = ("tables", "curves", "search")
+METHODS = {
+    "table_2": ("iid", "orthogonal", "simplex", "simplex_plus"),
+    "table_3": ("iid", "orthogonal", "fast_orthogonal", "simplex", "fast_simplex"),
+}
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Refuses a config that cannot work.
+
+    Raises:
+      TypeError: If a field has the wrong type.
+      ValueError: If fields are missing or unknown, or a value is out of range.
+    """
+    harness.check_fields(config, FIELDS)
+    for name, known in (("datasets", tuple(uci.SOURCES)), ("parts", PARTS)):
+        if not config[name]:
+            raise ValueError(f"config.{name} must name at least one of {', '.join(known)}, got ().")
+        for value in config[name]:
+            checks.one_of(f"Each of config.{name}", value, known)
+    for name in ("num_trials", "curve_trials", "search_trials", "num_sigmas"):
+        if config[name] < 2:
+            raise ValueError(f"config.{name} must be at least 2, got {config[name]}.")
+    checks.positive_int("config.search_multiple", config.search_multiple)
+    if not config.multiples:
+        raise ValueError("config.multiples must name at least one multiple of dim, got ().")
+    for multiple in config.multiples:
+        checks.positive_int("Each of config.multiples", multiple)
+    if config.seed < 0:
+        raise ValueError(f"config.seed must be at least 0, got {config.seed}.")
+
+
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+    """Runs all trials that ``workdir`` lacks, and leaves results and figures there.
+
+    Args:
+      config: See ``FIELDS``.
+      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+
+    Returns:
+      What it writes to ``results.json``: for each part and data set the mean accuracies with their
+      standard errors; for each part the seconds that it took.
+
+    Raises:
+      TypeError: As ``check``.
+      ValueError: As ``check``.
+      FileExistsError: If the folder holds a run of another config.
+      FileNotFoundError: If a data set is neither there nor can be downloaded.
+    """
+    check(config)
+    splits = {name: uci.load(name, config.data_dir) for name in config.datasets}
+    pieces = harness.Pieces(workdir, config)
+    runs = {"tables": _tables, "curves": _curves, "search": _search}
+    results: dict[str, Any] = {"seconds": {}}
+    for part in config.parts:
+        with tqdm.tqdm(splits.items(), desc=part, unit="data set") as progress:
+            results[part] = {
+                name: runs[part](name, split, config, pieces) for name, split in progress
+            }
+        results["seconds"][part] = pieces.seconds(part)
+    harness.write_json(workdir / "results.json", results)
+    for name, figure in figures.draw(results).items():
+        figure.savefig(workdir / f"{name}.png", dpi=160)
+    return results
+
+
+def report(results: dict[str, Any]) -> str:
+    """The paper's tables with ours beside them, the paired tests, and the time of each part."""
+    lines = [f"{part}: {seconds:.0f} seconds" for part, seconds in results["seconds"].items()]
+    if "tables" in results:
+        lines = [*tables.all_tables(results["tables"]), *lines]
+    if "search" in results:
+        lines = [tables.sigmas(results["search"]), *lines]
+    return "\n\n".join(lines)
+
+
+def _tables(
+    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: harness.Pieces
+) -> dict[str, Any]:
+    dim, sigma = split.train.shape[1], uci.SOURCES[name].sigma
+    result: dict[str, Any] = {
+        "mean_distance": classify.mean_distance(split, sigma),
+        "exact": float(classify.exact_accuracies(split, np.array([sigma]))[0]),
+        "num_train": len(split.train),
+        "num_test": len(split.test),
+        "dim": dim,
+    }
+    for table, methods in METHODS.items():
+        size = padded_dim(dim) if table == "table_3" else dim
+
+        def trial(method: str, size: int = size) -> np.ndarray:
+            w = classify.draw(_keys(config, config.num_trials), size, size, method)
+            return classify.accuracies(w, split, sigma)
+
+        trials = {
+            method: pieces.get(f"tables-{name}-{table}-{method}", functools.partial(trial, method))
+            for method in methods
+        }
+        result[table] = {method: _summary(values) for method, values in trials.items()}
+        result[f"{table}_paired"] = {
+            f"{better} - {worse}": _summary(trials[better] - trials[worse])
+            for better, worse in tables.PAIRS[table]
+        }
+    return result
+
+
+def _curves(
+    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: harness.Pieces
+) -> dict[str, Any]:
+    dim, sigma = split.train.shape[1], uci.SOURCES[name].sigma
+
+    def trial(method: str, multiple: int) -> np.ndarray:
+        w = classify.draw(_keys(config, config.curve_trials), multiple * dim, dim, method)
+        return classify.accuracies(w, split, sigma)
+
+    exact = classify.exact_accuracies(split, np.array([sigma]))
+    result: dict[str, Any] = {"multiples": list(config.multiples), "exact": float(exact[0])}
+    for method in figures.CURVES:
+        result[method] = [
+            _summary(
+                pieces.get(
+                    f"curves-{name}-{method}-{multiple}", functools.partial(trial, method, multiple)
+                )
+            )
+            for multiple in config.multiples
+        ]
+    return result
+
+
+def _search(
+    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: harness.Pieces
+) -> dict[str, Any]:
+    """Accuracy against sigma, on held-out training rows and, as published, on the test set."""
+    sigmas = np.geomspace(0.1, 2, config.num_sigmas)
+    dim = split.train.shape[1]
+
+    def trial(rows: uci.Split) -> np.ndarray:
+        keys = _keys(config, config.search_trials)
+        w = classify.draw(keys, config.search_multiple * dim, dim, "iid")
+        return np.stack([classify.accuracies(w, rows, sigma) for sigma in sigmas])
+
+    result: dict[str, Any] = {"sigmas": sigmas.tolist(), "published": uci.SOURCES[name].sigma}
+    held_out = uci.load(name, config.data_dir, validation=True)
+    for kind, rows in (("validation", held_out), ("test", split)):
+        curve = pieces.get(f"search-{name}-{kind}", functools.partial(trial, rows))
+        exact = pieces.get(
+            f"search-{name}-{kind}-exact",
+            functools.partial(classify.exact_accuracies, rows, sigmas),
+        )
+        result[kind] = {
+            "iid": [_summary(trials) for trials in curve],
+            "exact": exact.tolist(),
+            "best": float(sigmas[curve.mean(axis=1).argmax()]),
+            "best_exact": float(sigmas[exact.argmax()]),
+        }
+    return result
+
+
+def _keys(config: ml_collections.ConfigDict, trials: int) -> jax.Array:
+    """The same for all methods, whose trials are paired so."""
+    return jax.random.split(jax.random.key(config.seed), trials)
+
+
+def _summary(trials: np.ndarray) -> dict[str, float]:
+    return {
+        "mean": float(trials.mean()),
+        "standard_error": float(trials.std(ddof=1) / len(trials) ** 0.5),
+    }

@@ -1,0 +1,130 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from experiments.kernel_regression import classify, kernel_regression
+from experiments.kernel_regression.configs import paper
+from tests.experiments.kernel_regression import toy
+
+
+def tiny(**changes):
+    config = paper.get_config()
+    small = {
+        "datasets": ("car",),
+        "num_trials": 200,
+        "curve_trials": 20,
+        "multiples": (1, 3),
+        "search_trials": 5,
+        "search_multiple": 2,
+        "num_sigmas": 3,
+    }
+    config.update(small | changes)
+    return config
+
+
+@pytest.fixture
+def config(monkeypatch, tmp_path):
+    toy.add(monkeypatch, tmp_path, num_rows=401)
+    return tiny(data_dir=str(tmp_path))
+
+
+def test_run_leaves_tables_and_figures(config, tmp_path):
+    results = kernel_regression.run(config, tmp_path / "run")
+    table = results["tables"]["car"]
+    assert (table["dim"], table["num_train"], table["num_test"]) == (4, 380, 20)
+    # With as many features as dimensions, simplex is worth a lot on this data, by paired trials.
+    gain = table["table_2_paired"]["simplex - orthogonal"]
+    means = [table["table_2"][method]["mean"] for method in ("simplex", "orthogonal")]
+    assert gain["mean"] == pytest.approx(means[0] - means[1])
+    assert gain["mean"] > 3 * gain["standard_error"]
+    # Four dimensions are a power of two: nothing is padded.
+    assert table["table_2"]["simplex"] == table["table_3"]["simplex"]
+
+    curves = results["curves"]["car"]
+    for method in ("iid", "orthogonal", "simplex"):
+        few, many = curves[method]
+        assert few["mean"] < many["mean"] < curves["exact"] + 0.02
+
+    search = results["search"]["car"]
+    assert search["sigmas"] == pytest.approx([0.1, 0.2**0.5, 2])
+    assert search["validation"]["best"] in search["sigmas"]
+    assert json.loads((tmp_path / "run" / "results.json").read_text()) == results
+    for name in ("accuracy", "sigma"):
+        assert (tmp_path / "run" / f"{name}.png").stat().st_size > 10_000
+
+    report = kernel_regression.report(results)
+    ours = table["table_3"]["iid"]
+    cell = f"0.6768 (0.0006) / {ours['mean']:.4f} ({ours['standard_error']:.4f})"
+    assert cell in report
+    assert "tables: " in report
+
+
+def test_a_stopped_run_goes_on_where_it_was(config, tmp_path, monkeypatch):
+    config.parts = ("tables",)
+    config.num_trials = 10
+    whole = kernel_regression.run(config, tmp_path / "whole")
+    accuracies, calls = classify.accuracies, []
+
+    def stop_after_two(*arguments):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return accuracies(*arguments)
+
+    monkeypatch.setattr(classify, "accuracies", stop_after_two)
+    with pytest.raises(KeyboardInterrupt):
+        kernel_regression.run(config, tmp_path / "stopped")
+    stopped = kernel_regression.run(config, tmp_path / "stopped")
+    assert stopped["tables"] == whole["tables"]
+    assert len(calls) == 9 + 1
+    assert stopped["seconds"]["tables"] > 0
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"datasets": ()}, r"config.datasets must name at least one of abalone, .*got \(\)"),
+        ({"datasets": ("iris",)}, "Each of config.datasets must be one of 'abalone'.*got 'iris'"),
+        ({"parts": ("table",)}, "Each of config.parts must be one of 'tables'.*got 'table'"),
+        ({"num_trials": 1}, "config.num_trials must be at least 2, got 1"),
+        ({"curve_trials": 1}, "config.curve_trials must be at least 2, got 1"),
+        ({"search_trials": 0}, "config.search_trials must be at least 2, got 0"),
+        ({"num_sigmas": 1}, "config.num_sigmas must be at least 2, got 1"),
+        ({"search_multiple": 0}, "config.search_multiple must be at least 1"),
+        ({"multiples": ()}, "config.multiples must name at least one"),
+        ({"multiples": (0,)}, "Each of config.multiples must be at least 1"),
+        ({"seed": -1}, "config.seed must be at least 0, got -1"),
+    ],
+)
+def test_refuses(changes, match):
+    with pytest.raises(ValueError, match=match):
+        kernel_regression.check(tiny(**changes))
+
+
+def program(*overrides):
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.kernel_regression.main", *overrides],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_program_without_data_ends_with_a_line_that_says_what_to_do(tmp_path):
+    run = program(f"--workdir={tmp_path / 'run'}", f"--config.data_dir={tmp_path}")
+    assert run.returncode == 1
+    assert "There is no abalone.data" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_program_prints_the_tables(tmp_path):
+    if not os.environ.get("SIMRF_DATA_DIR"):
+        pytest.skip("Needs the UCI files; SIMRF_DATA_DIR does not say where they are.")
+    overrides = ("datasets=('banknote',)", "parts=('tables',)", "num_trials=4")
+    run = program(f"--workdir={tmp_path / 'run'}", *(f"--config.{o}" for o in overrides))
+    assert run.returncode == 0, run.stderr
+    assert "| banknote | 1302 | 68 | 4 | 2.6 | 2.64 | 0.9412 |" in run.stdout
