@@ -18,7 +18,7 @@ from experiments import style
 
 COUPLINGS = ("iid", "orthogonal", "simplex")
 NUM_DRAWS = 500
-NUM_CHOICES = 40  # The first draws, from which a readable one is chosen.
+NUM_CHOICES = 300  # The first draws, the clearest of which is drawn bold.
 NUM_FAINT = 12  # Draws behind it.
 LIMIT = 2.5  # Of both axes.
 ARC = 0.8  # Radius of the arcs of angles.
@@ -135,6 +135,9 @@ def draw_figure(key: jax.Array) -> matplotlib.figure.Figure:
     for panel, (dim, coupling) in zip(grid.flat, itertools.product((2, 3), COUPLINGS), strict=True):
         draws, color = draw(key, dim, coupling), style.STYLES[coupling]["color"]
         choices, others = draws[:NUM_CHOICES], draws[NUM_CHOICES:]
+        if coupling == "iid":
+            # An acute angle is what the other couplings never have.
+            choices = choices[[min(angles(rows)) < 65 for rows in choices]]
         for x, y, _ in others[:NUM_FAINT].reshape(-1, 3):
             panel.plot([0, x], [0, y], color=color, alpha=0.2, linewidth=0.8, zorder=1)
         draw_rows(panel, choices[clearest(choices)], color)
