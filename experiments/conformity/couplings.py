@@ -17,7 +17,7 @@ import simrf_jax
 from experiments import style
 
 COUPLINGS = ("iid", "orthogonal", "simplex")
-NUM_DRAWS = 500
+NUM_DRAWS = 500  # Of which Fig. 3 shows that with the most typical norms.
 NUM_CHOICES = 300  # The first draws, the clearest of which is drawn bold.
 NUM_FAINT = 12  # Draws behind it.
 LIMIT = 2.5  # Of both axes.
