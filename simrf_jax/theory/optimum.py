@@ -71,7 +71,7 @@ def optimal_directions(norms: ArrayLike, v: float, dim: int) -> OptimalDirection
         )
     simplex = simplex_vertices(norms.size)
     starts = [against_the_rest(simplex, norms), simplex]
-    candidates = starts + [_descend(start, norms, float(distance), dim) for start in starts]
+    candidates = starts + [descent(start, norms, float(distance), dim)[-1] for start in starts]
     directions = min(
         candidates, key=lambda s: float(log_conformity_of_rows(v, norms[:, None] * s, dim=dim))
     )
@@ -96,14 +96,19 @@ def against_the_rest(
     return directions
 
 
-def _descend(start: np.ndarray, norms: np.ndarray, v: float, dim: int) -> np.ndarray:
-    """The local optimum below a start, over points whose lengths do not matter."""
+def descent(start: np.ndarray, norms: np.ndarray, v: float, dim: int) -> np.ndarray:
+    """The way down from unit vectors ``[m, coordinates]`` to the local optimum below them.
+
+    Returns:
+      Unit vectors ``[1 + iterations, m, coordinates]`` from the start on; the last are the optimum.
+    """
     scale = float(log_conformity_of_rows(v, norms[:, None] * start, dim=dim))
     if not 0 < scale < np.inf:
-        return start
+        return start[None]
 
     def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
         points = flat.reshape(start.shape)
+        # Lengths do not matter.
         lengths = np.linalg.norm(points, axis=1, keepdims=True)
         s = points / lengths
         value, gradient = _log_conformity_and_gradient(norms[:, None] * s, v, dim)
@@ -112,12 +117,13 @@ def _descend(start: np.ndarray, norms: np.ndarray, v: float, dim: int) -> np.nda
         # In units of the start: tolerances then mean the same at every v.
         return value / scale, (tangent / lengths).ravel() / scale
 
+    way = [start.ravel()]
     options = {"maxiter": 2000, "maxfun": 4000, "ftol": 1e-13, "gtol": 1e-9}
-    found = optimize.minimize(
-        objective, start.ravel(), jac=True, method="L-BFGS-B", options=options
+    optimize.minimize(
+        objective, way[0], jac=True, method="L-BFGS-B", callback=way.append, options=options
     )
-    points = found.x.reshape(start.shape)
-    return points / np.linalg.norm(points, axis=1, keepdims=True)
+    points = np.reshape(way, (-1, *start.shape))
+    return points / np.linalg.norm(points, axis=-1, keepdims=True)
 
 
 def _log_conformity_and_gradient(rows: np.ndarray, v: float, dim: int) -> tuple[float, np.ndarray]:

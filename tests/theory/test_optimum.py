@@ -8,7 +8,11 @@ from simrf_jax.projections.blocks import simplex_vertices
 from simrf_jax.projections.couplings import minimise_resultant
 from simrf_jax.theory import log_conformity_of_rows, optimal_directions
 from simrf_jax.theory.bessel import log_hyp0f1
-from simrf_jax.theory.optimum import _log_conformity_and_gradient, against_the_rest
+from simrf_jax.theory.optimum import (
+    _log_conformity_and_gradient,
+    against_the_rest,
+    descent,
+)
 from tests.standard_errors import assert_mean
 
 pytestmark = pytest.mark.fast
@@ -149,3 +153,15 @@ def test_sweeps_are_those_of_the_projection():
 def test_refuses(norms, v, dim, error, match):
     with pytest.raises(error, match=match):
         optimal_directions(norms, v, dim)
+
+
+def test_descent_goes_down_from_its_start():
+    norms, start = chi(0, 6, 6), np.random.default_rng(1).normal(size=(6, 6))
+    start /= np.linalg.norm(start, axis=1, keepdims=True)
+    way = descent(start, norms, 1.0, 6)
+    np.testing.assert_allclose(way[0], start, rtol=1e-14)
+    np.testing.assert_allclose(np.linalg.norm(way, axis=-1), 1, rtol=1e-14)
+    fallen = conformity(norms, way, 1.0, 6)
+    assert np.all(np.diff(fallen) < 1e-12)
+    best = np.exp(optimal_directions(norms, 1.0, 6).log_conformity)
+    np.testing.assert_allclose(fallen[-1], best, rtol=1e-5)

@@ -1,0 +1,147 @@
+"""The run behind Figs. 2 to 5: what is drawn, what is kept, and the table of it."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+import tqdm
+
+from experiments import harness
+from experiments.conformity import couplings, densities, optimisation
+from simrf_jax import checks
+
+FIELDS: dict[str, type] = {
+    "seed": int,
+    "dim": int,  # Of Figs. 4 and 5; blocks have as many rows.
+    "v": float,  # The distance |x + y|.
+    "num_iterations": int,  # Of Fig. 4.
+    "num_couplings": int,  # Iid directions for the norms of Fig. 4.
+    "num_projections": int,  # Of each coupling, for Fig. 5.
+    "num_draws": int,  # Of norms, for the means beside Fig. 4.
+    "num_optimised": int,  # The first of these, optimised numerically too.
+}
+PICTURES, SINGLE, NORMS, PROJECTIONS = range(4)  # What a key is for.
+BATCH = 100  # Draws of norms that are optimised, and kept, together.
+LEAST_V, MOST_V = 0.01, 3.0
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Refuses a config that cannot work.
+
+    Raises:
+      TypeError: If a field has the wrong type.
+      ValueError: If fields are missing or unknown, or a value is out of range.
+    """
+    harness.check_fields(config, FIELDS)
+    checks.positive_int("config.num_iterations", config.num_iterations)
+    if config.dim < 3:
+        raise ValueError(
+            f"config.dim must be at least 3, got {config.dim}: in 2 dimensions the simplex is the "
+            "optimum for any norms."
+        )
+    for name in ("num_couplings", "num_projections", "num_optimised"):
+        if config[name] < 2:
+            raise ValueError(f"config.{name} must be at least 2, got {config[name]}.")
+    if config.num_draws < config.num_optimised:
+        raise ValueError(
+            f"config.num_draws must be at least config.num_optimised, {config.num_optimised}, "
+            f"got {config.num_draws}."
+        )
+    if not LEAST_V <= config.v <= MOST_V:
+        raise ValueError(
+            f"config.v must be at least {LEAST_V:g}, for gains that rounding does not hide, and at "
+            f"most {MOST_V:g}, for tails that means over draws can bear, got {config.v}."
+        )
+    if config.seed < 0:
+        raise ValueError(f"config.seed must be at least 0, got {config.seed}.")
+
+
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+    """Makes what ``workdir`` lacks, and leaves results and figures there.
+
+    Args:
+      config: See ``FIELDS``.
+      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+
+    Returns:
+      What it writes to ``results.json``: ``single_draw`` of norms as ``optimisation.curves``,
+      ``many_draws`` as ``optimisation.summary``, ``densities`` as ``densities.summary`` for each
+      coupling.
+
+    Raises:
+      TypeError: As ``check``.
+      ValueError: As ``check``.
+      FileExistsError: If the folder holds a run of another config.
+    """
+    check(config)
+    pieces = harness.Pieces(workdir, config)
+    dim, v = config.dim, config.v
+
+    def key(purpose: int) -> jax.Array:
+        return jax.random.fold_in(jax.random.key(config.seed), purpose)
+
+    norms = optimisation.draw_norms(key(NORMS), config.num_draws, dim)
+    best = optima(norms[: config.num_optimised], v, pieces)
+    results: dict[str, Any] = {
+        "single_draw": optimisation.curves(
+            key(SINGLE), v, dim, config.num_iterations, config.num_couplings
+        ),
+        "many_draws": optimisation.summary(optimisation.of_draws(key(NORMS), norms, v), best),
+        "densities": {},
+    }
+    for coupling in densities.COUPLINGS:
+        # The same key: paired draws.
+        lengths = densities.draw_lengths(key(PROJECTIONS), config.num_projections, dim, coupling)
+        results["densities"][coupling] = densities.summary(lengths, v, dim, coupling)
+    harness.write_json(workdir / "results.json", results)
+    figures = {
+        "couplings": couplings.draw_figure(key(PICTURES)),
+        "optimisation": optimisation.draw_figure(results["single_draw"], v, dim),
+        "densities": densities.draw_figure(results["densities"], v, dim),
+    }
+    for name, figure in figures.items():
+        figure.savefig(workdir / f"{name}.png", dpi=160)
+    return results
+
+
+def optima(norms: np.ndarray, v: float, pieces: harness.Pieces) -> np.ndarray:
+    """The least conformity of each draw of norms; by far the longest part of a run."""
+    parts = []
+    for start in tqdm.trange(0, len(norms), BATCH, unit=f" x {BATCH} optima"):
+        part = pieces.load(f"optima-{start}")
+        if part is None:
+            part = optimisation.optimum(norms[start : start + BATCH], v)
+            pieces.save(f"optima-{start}", part)
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def report(results: dict[str, Any]) -> str:
+    """The table of conformities, and the part of the possible gain that SimRF+ has."""
+    single, many, drawn = (results[k] for k in ("single_draw", "many_draws", "densities"))
+    rows: list[list[object]] = []
+    for name in (*densities.COUPLINGS, "simplex_plus_from_iid", "optimised"):
+        row: list[object] = [name, f"{np.ravel(single[name])[-1]:.4f}"]
+        if density := drawn.get(name):
+            row += [f"{closed:.6f}" if (closed := density["closed_form"]) else ""]
+            row += [_with_error(density["mean"], density["standard_error"])]
+        else:
+            row += ["", ""]
+        gain, error = many[name]["gain"], many[name]["gain_standard_error"]
+        row += [_with_error(gain, error), f"{drawn['simplex']['closed_form'] - gain:.4f}"]
+        rows.append(row)
+    header = ["conformity", "one draw of norms", "closed form", "mean of f over projections"]
+    table = harness.markdown_table([*header, "below simplex, paired over norms", "hence"], rows)
+    share = many["share"]
+    return (
+        f"{table}\nOf what the optimum gains over the simplex, simplex_plus has "
+        f"{_with_error(share['mean'], share['standard_error'])}."
+    )
+
+
+def _with_error(mean: float, error: float) -> str:
+    return f"{mean:.4f} ({error:.4f})"

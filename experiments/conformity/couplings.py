@@ -1,0 +1,170 @@
+"""Figs. 2 and 3: real draws of the couplings in two and three dimensions."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+import jax
+import matplotlib.axes
+import matplotlib.figure
+import matplotlib.patches
+import numpy as np
+from scipy import stats
+
+import simrf_jax
+from experiments import style
+
+COUPLINGS = ("iid", "orthogonal", "simplex")
+NUM_DRAWS = 500  # Of which Fig. 3 shows that with the most typical norms.
+NUM_CHOICES = 300  # The first draws, the clearest of which is drawn bold.
+NUM_FAINT = 12  # Draws behind it.
+LIMIT = 2.5  # Of both axes.
+ARC = 0.8  # Radius of the arcs of angles.
+
+
+def draw(key: jax.Array, dim: int, coupling: str) -> np.ndarray:
+    """Draws of d rows in 3 coordinates, ``[NUM_DRAWS, dim, 3]``; the third is 0 for d = 2."""
+    keys = jax.random.split(jax.random.fold_in(key, dim), NUM_DRAWS)
+    one = functools.partial(simrf_jax.draw_projection, num_features=dim, dim=dim, coupling=coupling)
+    w = np.asarray(jax.vmap(one)(keys), np.float64)
+    return np.pad(w, [(0, 0), (0, 0), (0, 3 - dim)])
+
+
+def angles(rows: np.ndarray) -> list[float]:
+    """Angles between all pairs of rows, in degrees."""
+    s = rows / np.linalg.norm(rows, axis=-1, keepdims=True)
+    cosines = [a @ b for a, b in itertools.combinations(s, 2)]
+    return np.degrees(np.arccos(np.clip(cosines, -1, 1))).tolist()
+
+
+def arc(a: np.ndarray, b: np.ndarray, num_points: int = 41) -> np.ndarray:
+    """Points ``[num_points, 3]`` of the unit circle from the direction of a to that of b."""
+    a = a / np.linalg.norm(a)
+    # QR has a perpendicular for antiparallel vectors too.
+    side = np.linalg.qr(np.stack([a, b], axis=1))[0][:, 1]
+    side *= np.copysign(1, side @ b)
+    t = np.linspace(0, np.arctan2(side @ b, a @ b), num_points)[:, None]
+    return np.cos(t) * a + np.sin(t) * side
+
+
+def label_place(points: np.ndarray) -> np.ndarray:
+    """Where on the page the angle of an arc is written: outside of its middle."""
+    middle = points[len(points) // 2, :2]
+    return middle * (1 + 0.45 / np.linalg.norm(middle))
+
+
+def clearest(draws: np.ndarray) -> int:
+    """The draw whose tips and angles lie farthest apart on the page, the first two coordinates.
+
+    Of those that fit on it, and of the half that comes out of it most.
+    """
+    height = draws[..., 2].max(axis=1)
+    fits = np.linalg.norm(draws[..., :2], axis=-1).max(axis=1) < LIMIT
+
+    def least_distance(rows: np.ndarray) -> float:
+        labels = [label_place(ARC * arc(a, b, 3)) for a, b in itertools.combinations(rows, 2)]
+        marks = [np.zeros(2), *rows[:, :2], *labels]
+        return min(float(np.linalg.norm(p - q)) for p, q in itertools.combinations(marks, 2))
+
+    distances = np.array([least_distance(rows) for rows in draws])
+    return int(np.argmax(distances * fits * (height >= np.median(height))))
+
+
+def typical(norms: np.ndarray) -> int:
+    """The draw of norms ``[num_draws, d]`` that lies nearest to the quantiles of chi."""
+    num_rows = norms.shape[1]
+    quantiles = stats.chi(num_rows).ppf((np.arange(num_rows) + 1) / (num_rows + 1))
+    return int(np.argmin(np.abs(np.sort(norms) - quantiles).max(axis=1)))
+
+
+def in_their_plane(rows: np.ndarray) -> np.ndarray:
+    """Coplanar rows ``[m, 3]`` in coordinates of their plane, the longest upwards."""
+    plane = np.linalg.svd(rows)[2][:2]
+    page = rows @ plane.T
+    x, y = page[np.argmax(np.linalg.norm(page, axis=1))]
+    turned = page @ np.array([[y, x], [-x, y]]) / np.hypot(x, y)
+    return np.pad(turned, [(0, 0), (0, 1)])
+
+
+def draw_arrow(axes: matplotlib.axes.Axes, row: np.ndarray, color: str) -> None:
+    """An arrow from the origin: thick out of the page, dotted into it."""
+    into = row[2] < -1e-6
+    width = 1.6 if into else 2 + 0.5 * row[2]
+    order = 3 + row[2] / 10
+    x, y = row[:2]
+    axes.plot(
+        [0, 0.94 * x],
+        [0, 0.94 * y],
+        color=color,
+        linewidth=width,
+        linestyle=":" if into else "-",
+        zorder=order,
+    )
+    head: dict[str, Any] = {
+        "arrowstyle": f"-|>,head_width={0.15 + width / 12},head_length={0.3 + width / 6}",
+        "color": color,
+        "linewidth": 0.5,
+        "shrinkA": 0,
+        "shrinkB": 0,
+    }
+    axes.annotate("", (x, y), (0.94 * x, 0.94 * y), arrowprops=head, zorder=order)
+
+
+def draw_rows(axes: matplotlib.axes.Axes, rows: np.ndarray, color: str) -> None:
+    """Arrows, and an arc with its angle between any two."""
+    axes.add_patch(matplotlib.patches.Circle((0, 0), ARC, color="0.94", zorder=0.5))
+    for row in rows:
+        draw_arrow(axes, row, color)
+    for (a, b), angle in zip(itertools.combinations(rows, 2), angles(rows), strict=True):
+        points = ARC * arc(a, b)
+        axes.plot(points[:, 0], points[:, 1], color="0.25", linewidth=0.9, zorder=2)
+        x, y = label_place(points)
+        axes.text(x, y, f"{angle:.0f}°", ha="center", va="center", fontsize=9)
+    axes.set(aspect="equal", xticks=[], yticks=[])
+    axes.spines[:].set_visible(False)
+
+
+def draw_figure(key: jax.Array) -> matplotlib.figure.Figure:
+    """Figs. 2 and 3: rows for d = 2 and 3, and below them SimRFs beside SimRFs+."""
+    figure = matplotlib.figure.Figure(figsize=(7, 7.6), layout="constrained")
+    above, below = figure.subfigures(2, squeeze=False, height_ratios=[2, 1.15])[:, 0]
+    above.suptitle("Geometrical couplings for small d", fontsize=11)
+    grid = above.subplots(2, 3)
+    for panel, (dim, coupling) in zip(grid.flat, itertools.product((2, 3), COUPLINGS), strict=True):
+        draws, color = draw(key, dim, coupling), style.STYLES[coupling]["color"]
+        choices, others = draws[:NUM_CHOICES], draws[NUM_CHOICES:]
+        if coupling == "iid":
+            # An acute angle is what the other couplings never have.
+            choices = choices[[min(angles(rows)) < 65 for rows in choices]]
+        for x, y, _ in others[:NUM_FAINT].reshape(-1, 3):
+            panel.plot([0, x], [0, y], color=color, alpha=0.2, linewidth=0.8, zorder=1)
+        draw_rows(panel, choices[clearest(choices)], color)
+        panel.set(xlim=(-LIMIT, LIMIT), ylim=(-LIMIT, LIMIT))
+    for panel, coupling in zip(grid[0], COUPLINGS, strict=True):
+        panel.set_title(style.LABELS[coupling], fontsize=10)
+    for panel, dim in zip(grid[:, 0], (2, 3), strict=True):
+        panel.set_ylabel(f"d = {dim}", fontsize=10)
+    caption = f"bold: one draw, dotted where it goes into the page; faint: {NUM_FAINT} more draws"
+    above.supxlabel(caption, fontsize=8)
+    draw_weights(below, key)
+    return figure
+
+
+def draw_weights(figure: matplotlib.figure.SubFigure, key: jax.Array) -> None:
+    """Fig. 3: the same norms coupled by SimRFs and by SimRFs+, in the plane of the rows."""
+    figure.suptitle("Random vectors with bigger norms subtend bigger angles (d = 3)", fontsize=11)
+    draws = {coupling: draw(key, 3, coupling) for coupling in ("simplex", "simplex_plus")}
+    number = typical(np.linalg.norm(draws["simplex"], axis=-1))
+    for axes, (coupling, w) in zip(figure.subplots(1, 2), draws.items(), strict=True):
+        rows = in_their_plane(w[number])
+        draw_rows(axes, rows, style.STYLES[coupling]["color"])
+        for row in rows:
+            norm = np.linalg.norm(row)
+            x, y = row[:2] * (1 + 0.3 / norm)
+            axes.text(x, y, f"{norm:.2f}", ha="center", va="center", fontsize=9)
+        total = rows.sum(axis=0)
+        axes.set(xlim=(-2.4, 2.4), ylim=(-1.8, 2.5))
+        axes.set_title(style.LABELS[coupling], fontsize=10)
+        axes.set_xlabel(f"$|w_1 + w_2 + w_3|$ = {np.linalg.norm(total):.2f}", fontsize=9)

@@ -1,0 +1,9 @@
+"""Weighs couplings: ``python -m experiments.conformity.main --workdir=runs/conformity``."""
+
+import pathlib
+
+from experiments import harness
+from experiments.conformity import conformity
+
+if __name__ == "__main__":
+    harness.launch(conformity, pathlib.Path(__file__).parent / "configs" / "paper.py")
