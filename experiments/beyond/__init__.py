@@ -1,0 +1,1 @@
+"""What the closed forms show that the paper does not: blocks, small distances, other maps."""

@@ -1,0 +1,202 @@
+"""Closed forms, and trials where there is none, behind BEYOND.md."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from typing import Any
+
+import ml_collections
+import numpy as np
+import tqdm
+
+from experiments import harness, style
+from experiments.beyond import figures
+from experiments.kernel_mse import trials
+from simrf_jax import checks, theory
+from simrf_jax.theory.mse import FEATURES
+
+FIELDS: dict[str, type] = {
+    "seed": int,
+    "blocks.dim": int,
+    "blocks.distance": float,
+    "blocks.num_features": int,
+    "plus.dims": tuple,
+    "plus.distances": tuple,
+    "plus.num_entries": int,
+    "maps.dims": tuple,
+}
+BLOCKS = {
+    "orthogonal": {"coupling": "orthogonal"},
+    "square": {"coupling": "simplex", "block": "square"},
+    "regular": {"coupling": "simplex", "block": "regular"},
+}
+SAMPLES = np.array([0.3, 1.0, 3.0])  # For the table.
+DISTANCES = np.geomspace(0.03, 6, 121)
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Refuses a config that cannot work.
+
+    Raises:
+      TypeError: If a field has the wrong type.
+      ValueError: If fields are missing or unknown, or a value is out of range.
+    """
+    values = harness.check_fields(config, FIELDS)
+    if config.seed < 0:
+        raise ValueError(f"config.seed must be at least 0, got {config.seed}.")
+    checks.positive_int("config.plus.num_entries", config.plus.num_entries)
+    for name in ("blocks.dim", "blocks.num_features"):
+        if values[name] < 2:
+            raise ValueError(f"config.{name} must be at least 2, got {values[name]}.")
+    for name in ("plus.dims", "plus.distances", "maps.dims"):
+        if not values[name]:
+            raise ValueError(f"config.{name} must have at least one entry, got ().")
+    for name in ("plus.dims", "maps.dims"):
+        for dim in values[name]:
+            if checks.positive_int(f"Each of config.{name}", dim) < 2:
+                raise ValueError(f"Each of config.{name} must be at least 2, got {dim}.")
+    for distance in (config.blocks.distance, *config.plus.distances):
+        if not 0 < distance < float("inf"):
+            raise ValueError(f"Distances must be above 0 and finite, got {distance}.")
+
+
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+    """Computes what ``workdir`` lacks, and leaves results and figures there.
+
+    Args:
+      config: See ``FIELDS``.
+      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+
+    Returns:
+      What it writes to ``results.json``, ratios of mean squared errors to those of iid rows.
+
+    Raises:
+      TypeError: As ``check``.
+      ValueError: As ``check``.
+      FileExistsError: If the folder holds a run of another config.
+    """
+    check(config)
+    pieces = harness.Pieces(workdir, config)
+    results = {
+        "blocks": _blocks(**config.blocks),
+        "plus": {str(dim): _plus(dim, config, pieces) for dim in tqdm.tqdm(config.plus.dims)},
+        "maps": {str(dim): _maps(dim) for dim in config.maps.dims},
+    }
+    harness.write_json(workdir / "results.json", results)
+    for name, figure in figures.draw(results).items():
+        figure.savefig(workdir / f"{name}.png", dpi=160)
+    return results
+
+
+def _blocks(dim: int, distance: float, num_features: int) -> dict[str, Any]:
+    """Ratios against the number of features at one distance, and against the distance."""
+    sizes = list(range(2, 4 * dim + 1))
+    against_size = {
+        name: [float(theory.mse_ratio(distance, dim, m, **options)) for m in sizes]
+        for name, options in BLOCKS.items()
+    }
+    against_distance = {
+        name: np.asarray(theory.mse_ratio(DISTANCES, dim, num_features, **options)).tolist()
+        for name, options in BLOCKS.items()
+    }
+    return {
+        "dim": dim,
+        "distance": distance,
+        "sizes": sizes,
+        "against_size": against_size,
+        "num_features": num_features,
+        "distances": DISTANCES.tolist(),
+        "against_distance": against_distance,
+    }
+
+
+def _plus(dim: int, config: ml_collections.ConfigDict, pieces: harness.Pieces) -> dict[str, Any]:
+    """Trials of SimRFs+ with as many features as dimensions, beside the closed form of SimRFs."""
+    distances = config.plus.distances
+    draw = functools.partial(
+        trials.draw_errors,
+        config.seed,
+        max(2, config.plus.num_entries // dim**2),
+        distances,
+        dim=dim,
+        features="positive",
+    )
+    errors = {
+        coupling: pieces.get(f"plus-{dim}-{coupling}", functools.partial(draw, coupling=coupling))
+        for coupling in ("simplex", "simplex_plus")
+    }
+    x = np.array(distances)[:, None] / 2 * np.eye(1, dim)  # And y = x, where the kernel is 1.
+    iid = np.asarray(theory.kernel_mse(x, x, dim, coupling="iid"))
+    results: dict[str, Any] = {"distances": list(distances)}
+    for coupling, samples in errors.items():
+        mean = trials.mean(samples)
+        results[coupling] = (mean.value / iid).tolist()
+        results[f"{coupling}_standard_error"] = (mean.standard_error / iid).tolist()
+    closed = theory.mse_ratio(np.array(distances), dim, dim, coupling="simplex")
+    return results | {"simplex_closed_form": np.asarray(closed).tolist()}
+
+
+def _maps(dim: int) -> dict[str, Any]:
+    """Ratios of each feature map with as many features as dimensions, against its distance."""
+    results: dict[str, Any] = {"distances": DISTANCES.tolist()}
+    for features in FEATURES:
+        results[features] = {
+            coupling: {
+                "limit": float(
+                    theory.small_distance_prefactor(dim, coupling=coupling, features=features)
+                ),
+                "samples": np.asarray(
+                    theory.mse_ratio(SAMPLES, dim, dim, coupling=coupling, features=features)
+                ).tolist(),
+                "ratio": np.asarray(
+                    theory.mse_ratio(DISTANCES, dim, dim, coupling=coupling, features=features)
+                ).tolist(),
+            }
+            for coupling in ("orthogonal", "simplex")
+        }
+    return results
+
+
+def report(results: dict[str, Any]) -> str:
+    """The tables of BEYOND.md."""
+    return "\n\n".join(
+        [
+            _blocks_table(results["blocks"]),
+            _plus_table(results["plus"]),
+            _maps_table(results["maps"]),
+        ]
+    )
+
+
+def _blocks_table(blocks: dict[str, Any]) -> str:
+    shown = [m for m in (2, 8, 32, 64, 65, 70, 130, 256) if m in blocks["sizes"]]
+    rows = [
+        [m, *(f"{blocks['against_size'][name][blocks['sizes'].index(m)]:.4f}" for name in BLOCKS)]
+        for m in shown
+    ]
+    return harness.markdown_table(["features", *(figures.BLOCK_LABELS[n] for n in BLOCKS)], rows)
+
+
+def _plus_table(plus: dict[str, Any]) -> str:
+    rows: list[list[object]] = []
+    for dim, row in plus.items():
+        for number, v in enumerate(row["distances"]):
+            found = (
+                f"{row[c][number]:.3g} ({row[f'{c}_standard_error'][number]:.0e})"
+                for c in ("simplex", "simplex_plus")
+            )
+            rows.append([dim, v, f"{row['simplex_closed_form'][number]:.3g}", *found])
+    header = ["d = m", "v", "SimRFs, closed form", "SimRFs, trials", "SimRFs+, trials"]
+    return harness.markdown_table(header, rows)
+
+
+def _maps_table(maps: dict[str, Any]) -> str:
+    rows: list[list[object]] = []
+    for dim, row in maps.items():
+        for features in FEATURES:
+            for coupling, curve in row[features].items():
+                cells = (f"{value:.4f}" for value in (curve["limit"], *curve["samples"]))
+                rows.append([dim, features, style.LABELS[coupling], *cells])
+    header = ["d = m", "features", "coupling", "limit at 0", *map("{:g}".format, SAMPLES)]
+    return harness.markdown_table(header, rows)

@@ -1,0 +1,116 @@
+"""The figures of BEYOND.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matplotlib.axes
+import matplotlib.figure
+import numpy as np
+from matplotlib import ticker
+
+from experiments import style
+from simrf_jax import theory
+from simrf_jax.theory.mse import FEATURES
+
+BLOCK_LABELS = {
+    "orthogonal": "ORFs",
+    "square": "SimRFs, Eq. 9 (square)",
+    "regular": "SimRFs, regular blocks",
+}
+BLOCK_STYLES: dict[str, dict[str, Any]] = {
+    "orthogonal": style.STYLES["orthogonal"],
+    "square": {"color": "#E69F00", "linestyle": ":"},
+    "regular": style.STYLES["simplex"],
+}
+RATIO = "mean squared error / that of IIDRFs"
+
+
+def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
+    """All figures, by file name."""
+    return {
+        "blocks": draw_blocks(results["blocks"]),
+        "simplex_plus": draw_plus(results["plus"]),
+        "maps": draw_maps(results["maps"]),
+    }
+
+
+def draw_blocks(blocks: dict[str, Any]) -> matplotlib.figure.Figure:
+    """Regular blocks and those of Eq. 9, against the number of features and the distance."""
+    figure = matplotlib.figure.Figure(figsize=(9, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, look in BLOCK_STYLES.items():
+        options = look | {"linewidth": 1.4, "label": BLOCK_LABELS[name]}
+        left.plot(blocks["sizes"], blocks["against_size"][name], **options)
+        right.plot(blocks["distances"], blocks["against_distance"][name], **options)
+    dim = blocks["dim"]
+    left.set(xlabel="number of features m", ylabel=RATIO, xscale="log", yscale="log")
+    ticks = [2, 8, dim // 2, dim, 2 * dim, 4 * dim]
+    left.set_xticks(ticks, [str(tick) for tick in ticks])
+    left.xaxis.minorticks_off()
+    left.set_title(f"d = {dim}, v = {blocks['distance']:g}", fontsize=10)
+    right.set(xlabel="v = |x + y|", xscale="log", yscale="log")
+    right.set_title(f"d = {dim}, m = {blocks['num_features']}", fontsize=10)
+    for axes in (left, right):
+        style.tidy(axes)
+        _plain_ticks(axes)
+    right.legend(frameon=False, loc="center left")
+    return figure
+
+
+def draw_plus(plus: dict[str, Any]) -> matplotlib.figure.Figure:
+    """SimRFs+ at small distances, a panel for each dimension."""
+    figure = matplotlib.figure.Figure(figsize=(3.1 * len(plus) + 0.5, 3.4), layout="constrained")
+    panels = figure.subplots(1, len(plus), sharey=True, squeeze=False).flat
+    for axes, (dim, row) in zip(panels, plus.items(), strict=True):
+        v = np.array(row["distances"])
+        grid = np.geomspace(v.min(), v.max(), 101)
+        for coupling in ("simplex", "simplex_plus"):
+            look = style.STYLES[coupling]
+            mean, spread = (np.array(row[coupling + s]) for s in ("", "_standard_error"))
+            if coupling == "simplex":
+                closed = theory.mse_ratio(grid, int(dim), int(dim), coupling=coupling)
+                axes.plot(grid, closed, **look, linewidth=1.3, label=style.LABELS[coupling])
+            else:
+                axes.plot(v, mean, **look, linewidth=1.3, label=style.LABELS[coupling])
+            bars = {"fmt": "o", "markersize": 4, "capsize": 2, "linewidth": 1}
+            axes.errorbar(v, mean, spread, color=look["color"], **bars)
+        axes.set(xscale="log", yscale="log", xlabel="v = |x + y|")
+        axes.set_title(f"d = m = {dim}", fontsize=10)
+        style.tidy(axes)
+    panels[0].set_ylabel(RATIO)
+    panels[0].legend(frameon=False, loc="lower right")
+    return figure
+
+
+def draw_maps(maps: dict[str, Any]) -> matplotlib.figure.Figure:
+    """A row for each dimension, a column for each feature map."""
+    size = (3.1 * len(FEATURES) + 0.5, 2.6 * len(maps) + 0.4)
+    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+    rows = figure.subplots(len(maps), len(FEATURES), sharex=True, sharey="row", squeeze=False)
+    for axes_row, (dim, row) in zip(rows, maps.items(), strict=True):
+        for axes, features in zip(axes_row, FEATURES, strict=True):
+            _draw_map(axes, row, features)
+            axes.set_title(f"{features}, d = m = {dim}", fontsize=10)
+        axes_row[0].legend(frameon=False, loc="best")
+    for axes, features in zip(rows[-1], FEATURES, strict=True):
+        axes.set_xlabel("z = |x - y|" if features == "trigonometric" else "v = |x + y|")
+    figure.supylabel(RATIO, fontsize=10)
+    return figure
+
+
+def _draw_map(axes: matplotlib.axes.Axes, row: dict[str, Any], features: str) -> None:
+    axes.axhline(1, **style.STYLES["iid"], linewidth=1.3, label=style.LABELS["iid"])
+    for coupling, curve in row[features].items():
+        look = style.STYLES[coupling] | {"linewidth": 1.4, "label": style.LABELS[coupling]}
+        axes.plot(row["distances"], curve["ratio"], **look)
+    axes.set(xscale="log", yscale="log")
+    style.tidy(axes)
+    _plain_ticks(axes)
+
+
+def _plain_ticks(axes: matplotlib.axes.Axes) -> None:
+    """0.1, 0.2, 0.5 rather than powers."""
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
+    axes.yaxis.minorticks_off()

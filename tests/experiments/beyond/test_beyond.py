@@ -1,0 +1,99 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from experiments.beyond import beyond
+from experiments.beyond.configs import paper
+from experiments.kernel_mse import trials
+from simrf_jax import theory
+
+
+def tiny(**changes):
+    config = paper.get_config()
+    small = {
+        "blocks": {"dim": 4, "num_features": 10},
+        "plus": {"dims": (6,), "distances": (0.1, 0.5), "num_entries": 40_000},
+        "maps": {"dims": (2,)},
+    }
+    config.update(small)
+    config.update_from_flattened_dict(changes)
+    return config
+
+
+def test_simplex_plus_removes_the_leading_term(tmp_path):
+    results = beyond.run(tiny(), tmp_path)
+    row = results["plus"]["6"]
+    for ratio, error, closed in zip(
+        row["simplex"], row["simplex_standard_error"], row["simplex_closed_form"], strict=True
+    ):
+        assert abs(ratio - closed) < 5 * error
+    # 0.0037 by the closed loop, 0.083 for SimRFs.
+    assert abs(row["simplex_plus"][0] - 0.0037) < 5 * row["simplex_plus_standard_error"][0] + 5e-5
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    for name in ("blocks", "simplex_plus", "maps"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    assert "| 2 | hyperbolic | SimRFs | 1.2500 |" in beyond.report(results)
+
+
+@pytest.mark.fast
+def test_blocks_are_those_of_the_theory():
+    blocks = beyond._blocks(4, 0.5, 10)
+    number = blocks["sizes"].index(7)
+    for name, options in (("square", {"block": "square"}), ("regular", {})):
+        expected = theory.mse_ratio(0.5, 4, 7, coupling="simplex", **options)
+        assert blocks["against_size"][name][number] == expected
+    assert len(blocks["against_distance"]["orthogonal"]) == len(blocks["distances"])
+    # Whole blocks of Eq. 9 are regular ones; else they are worse, and orthogonal rows worse still.
+    for m, square, regular, orthogonal in zip(
+        blocks["sizes"],
+        *(blocks["against_size"][name] for name in ("square", "regular", "orthogonal")),
+        strict=True,
+    ):
+        assert regular == square if m == 4 else regular < square < orthogonal
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
+    whole = beyond.run(tiny(), tmp_path / "whole")
+    draw, calls = trials.draw_errors, []
+
+    def stop_after_one(*arguments, **options):
+        calls.append(options["coupling"])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return draw(*arguments, **options)
+
+    monkeypatch.setattr(trials, "draw_errors", stop_after_one)
+    with pytest.raises(KeyboardInterrupt):
+        beyond.run(tiny(), tmp_path / "stopped")
+    assert beyond.run(tiny(), tmp_path / "stopped") == whole
+    assert calls == ["simplex", "simplex_plus", "simplex_plus"]
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"seed": -1}, "config.seed must be at least 0, got -1"),
+        ({"blocks.dim": 1}, "config.blocks.dim must be at least 2, got 1"),
+        ({"blocks.num_features": 1}, "config.blocks.num_features must be at least 2, got 1"),
+        ({"blocks.distance": 0.0}, "Distances must be above 0 and finite, got 0.0"),
+        ({"plus.distances": (-1.0,)}, "Distances must be above 0 and finite, got -1.0"),
+        ({"plus.distances": ()}, r"config.plus.distances must have at least one entry, got \(\)"),
+        ({"plus.dims": (1,)}, "Each of config.plus.dims must be at least 2, got 1"),
+        ({"plus.num_entries": 0}, "config.plus.num_entries must be at least 1"),
+        ({"maps.dims": ()}, r"config.maps.dims must have at least one entry, got \(\)"),
+    ],
+)
+def test_refuses(changes, match):
+    with pytest.raises(ValueError, match=match):
+        beyond.check(tiny(**changes))
+
+
+def test_program_prints_the_tables(tmp_path):
+    overrides = ("plus.dims=(3,)", "plus.distances=(0.5,)", "plus.num_entries=100")
+    command = [sys.executable, "-m", "experiments.beyond.main", f"--workdir={tmp_path / 'run'}"]
+    command += [f"--config.{override}" for override in overrides]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "| 8 | 0.9884 | 0.8920 | 0.1337 |" in run.stdout
