@@ -144,7 +144,9 @@ def _draw_figure(results: dict[str, Any], name: str) -> matplotlib.figure.Figure
         _draw_panel(axes, np.array(results["num_features"]), panel)
     row[0].set_ylabel("mean squared error of attention")
     row[2].plot([], [], "o", color="gray", markersize=3.5, label="median")
-    row[2].legend(facecolor="white", framealpha=1, edgecolor="none", loc="upper right")
+    row[2].legend(
+        facecolor="white", framealpha=1, edgecolor="none", loc="upper right", borderaxespad=0
+    )
     return figure
 
 

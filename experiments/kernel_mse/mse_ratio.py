@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import matplotlib.axes
 import matplotlib.figure
 import ml_collections
 import numpy as np
@@ -71,28 +72,31 @@ def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) ->
         "visible_share_of_spread": list(visible_share(v, num_draws, 4)),
         "small_distance_limit": float(theory.small_distance_prefactor(dim)),
     }
-    half = np.zeros((len(v), dim))
-    half[:, 0] = v / 2  # x = y, where the kernel is 1.
     for coupling in COUPLINGS:
-        mse = trials.mean(errors[coupling])
-        ratio = trials.ratio(errors[coupling], errors["iid"])
-        results[coupling] = {
-            "mse": list(mse.value),
-            "mse_standard_error": list(mse.standard_error),
-            "ratio": list(ratio.value),
-            "ratio_standard_error": list(ratio.standard_error),
-        }
-        if coupling == "simplex_plus":  # Which has no closed form.
-            continue
-        closed_mse = np.asarray(theory.kernel_mse(half, half, dim, coupling=coupling))
-        closed_ratio = np.asarray(theory.mse_ratio(v, dim, dim, coupling=coupling))
-        results[coupling] |= {
-            "mse_closed_form": list(closed_mse),
-            "mse_z_score": list(mse.z_score(closed_mse)),
-            "ratio_closed_form": list(closed_ratio),
-        }
-        if coupling != "iid":
-            results[coupling]["ratio_z_score"] = list(ratio.z_score(closed_ratio))
+        results[coupling] = _compare(errors[coupling], errors["iid"], v, dim, coupling)
+    return results
+
+
+def _compare(
+    errors: np.ndarray, iid_errors: np.ndarray, v: np.ndarray, dim: int, coupling: str
+) -> dict[str, list[float]]:
+    mse, ratio = trials.mean(errors), trials.ratio(errors, iid_errors)
+    results = {
+        "mse": list(mse.value),
+        "mse_standard_error": list(mse.standard_error),
+        "ratio": list(ratio.value),
+        "ratio_standard_error": list(ratio.standard_error),
+    }
+    if coupling == "simplex_plus":  # Which has no closed form.
+        return results
+    x = v[:, None] / 2 * np.eye(1, dim)  # And y = x, where the kernel is 1.
+    closed_mse = np.asarray(theory.kernel_mse(x, x, dim, coupling=coupling))
+    closed_ratio = np.asarray(theory.mse_ratio(v, dim, dim, coupling=coupling))
+    results["mse_closed_form"] = list(closed_mse)
+    results["mse_z_score"] = list(mse.z_score(closed_mse))
+    results["ratio_closed_form"] = list(closed_ratio)
+    if coupling != "iid":
+        results["ratio_z_score"] = list(ratio.z_score(closed_ratio))
     return results
 
 
@@ -111,14 +115,8 @@ def table(results: dict[str, Any]) -> str:
         row.append(f"{results['visible_share_of_mean'][number]:.0%}")
         row.append(f"{results['visible_share_of_spread'][number]:.0%}")
         rows.append(row)
-    header = [
-        "v",
-        *(style.LABELS[c] for c in COUPLINGS[1:]),
-        "largest z",
-        "mean seen",
-        "spread seen",
-    ]
-    return harness.markdown_table(header, rows)
+    labels = [style.LABELS[coupling] for coupling in COUPLINGS[1:]]
+    return harness.markdown_table(["v", *labels, "z-score", "mean seen", "spread seen"], rows)
 
 
 def _largest_z_score(results: dict[str, Any], number: int) -> str:
@@ -148,8 +146,12 @@ def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]
             ratio = Estimate(np.array(found["ratio"]), np.array(found["ratio_standard_error"]))
             _draw_trials(axes, v, ratio, enough, look["color"])
     if not enough.all():
-        label = "tails unseen"
-        axes.plot([], [], "o", color="gray", markerfacecolor="white", markersize=4, label=label)
+        unseen: dict[str, Any] = {
+            "color": "gray",
+            "markerfacecolor": "white",
+            "label": "tails unseen",
+        }
+        axes.plot([], [], "o", markersize=4, **unseen)
     axes.set(xscale="log", yscale="log", xlim=(CURVE[0] * 0.8, CURVE[-1]), ylim=(1e-4, 2))
     axes.set(xlabel="v = |x + y|", ylabel="mean squared error / that of IIDRFs")
     axes.set_title(f"Positive features, d = m = {dim}: dots trials, lines theory", fontsize=10)
@@ -158,7 +160,9 @@ def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]
     return {"mse_ratio": figure}
 
 
-def _draw_trials(axes: Any, v: np.ndarray, ratio: Estimate, enough: np.ndarray, color: str) -> None:
+def _draw_trials(
+    axes: matplotlib.axes.Axes, v: np.ndarray, ratio: Estimate, enough: np.ndarray, color: str
+) -> None:
     for these, face in ((enough, color), (~enough, "white")):
         axes.errorbar(
             v[these],

