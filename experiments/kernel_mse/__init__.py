@@ -1,0 +1,1 @@
+"""Mean squared errors of kernel estimates: Fig. 6, the gap of Eq. 26, and two figures of a blog."""

@@ -1,0 +1,104 @@
+"""Errors of attention by random features, with the projections of a blog post and with ours.
+
+Teddy Koker, "Performers: The Kernel Trick, Random Fourier Features, and Attention" (2020), with
+the code at github.com/teddykoker/performer.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+import simrf_jax
+
+INPUTS, PROJECTION = range(2)  # What a key is for.
+
+
+class Curve(NamedTuple):
+    """One estimate of attention."""
+
+    coupling: str
+    feature_map: str
+
+
+class Panel(NamedTuple):
+    """What the curves of a panel have in common."""
+
+    title: str
+    scale: float  # Standard deviation of the queries, keys and values.
+    as_written: bool
+
+
+def draw_inputs(key: jax.Array, length: int, dim: int, scale: float) -> jax.Array:
+    """Queries, keys and values, ``[3, length, dim]`` in float64."""
+    key = jax.random.fold_in(key, INPUTS)
+    return scale * jax.random.normal(key, (3, length, dim), jnp.float64)
+
+
+def draw_projection(
+    key: jax.Array, num_features: int, dim: int, curve: Curve, *, as_written: bool
+) -> jax.Array:
+    r"""W, by which either estimate of attention is the library's.
+
+    As written in the post, sines and cosines are of :math:`2 \pi w \cdot x`; and in its code, the
+    norm of every orthogonal row is :math:`\sqrt{d / m}`, where :math:`\chi_d` is right.
+
+    Args:
+      key: A typed PRNG key.
+      num_features: Rows m.
+      dim: Dimension d.
+      curve: The coupling, and the feature map that W is for.
+      as_written: Whether to draw the post's W or the right one.
+
+    Returns:
+      ``[num_features, dim]`` in float64.
+    """
+    orthogonal_as_written = as_written and curve.coupling == "orthogonal"
+    w = simrf_jax.draw_projection(
+        jax.random.fold_in(key, PROJECTION),
+        num_features,
+        dim,
+        coupling=curve.coupling,
+        norms="sqrt_dim" if orthogonal_as_written else "chi",
+        dtype=jnp.float64,
+    )
+    if orthogonal_as_written:
+        w /= math.sqrt(num_features)
+    if as_written and curve.feature_map == "trigonometric":
+        w *= 2 * math.pi
+    return w
+
+
+@functools.partial(jax.jit, static_argnames="feature_map")
+def squared_error(inputs: jax.Array, projection: jax.Array, *, feature_map: str) -> jax.Array:
+    """Mean squared error of the entries of attention's output.
+
+    Args:
+      inputs: Queries, keys and values, ``[3, length, dim]``.
+      projection: W, ``[num_features, dim]``.
+      feature_map: As in ``random_feature_attention``.
+
+    Returns:
+      A scalar.
+    """
+    q, k, v = inputs[:, :, None]  # One head.
+    estimate = simrf_jax.random_feature_attention(q, k, v, projection, feature_map=feature_map)
+    return jnp.mean(jnp.square(estimate[:, 0] - exact_attention(inputs)))
+
+
+@jax.jit
+def uniform_error(inputs: jax.Array) -> jax.Array:
+    """The same of attention that looks at no key: the mean of the values."""
+    exact = exact_attention(inputs)
+    uniform = jnp.mean(inputs[2], axis=0, keepdims=True)
+    return jnp.mean(jnp.square(jnp.broadcast_to(uniform, exact.shape) - exact))
+
+
+def exact_attention(inputs: jax.Array) -> jax.Array:
+    """In the type of the inputs; jax.nn.dot_product_attention takes its softmax in float32."""
+    q, k, v = inputs
+    return jax.nn.softmax(q @ k.T / math.sqrt(q.shape[1])) @ v

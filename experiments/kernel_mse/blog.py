@@ -1,0 +1,170 @@
+"""The two figures of the blog post, as written and corrected; see ``attention`` for the post."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import matplotlib.axes
+import matplotlib.figure
+import ml_collections
+import numpy as np
+
+from experiments import harness, style
+from experiments.kernel_mse import attention
+from experiments.kernel_mse.attention import Curve, Panel
+from experiments.kernel_mse.trials import Tasks
+
+CURVES = {
+    Curve("iid", "trigonometric"): style.STYLES["iid"] | {"label": "sin/cos, iid"},
+    Curve("orthogonal", "trigonometric"): (
+        style.STYLES["orthogonal"] | {"label": "sin/cos, orthogonal"}
+    ),
+    Curve("orthogonal", "positive"): {"color": "#0072B2", "label": "positive, orthogonal"},
+}
+
+
+def _panels(scale: float) -> tuple[Panel, ...]:
+    return (
+        Panel("as written", scale, as_written=True),
+        Panel("corrected", scale, as_written=False),
+        Panel("corrected", 0.5, as_written=False),  # Where random features have a chance.
+    )
+
+
+# The scales as written are the `temperature` in the post's code, which its text does not mention.
+FIGURES = {
+    "iid_and_orthogonal": (tuple(CURVES)[:2], _panels(1.0)),
+    "trigonometric_and_positive": (tuple(CURVES)[1:], _panels(1.5)),
+}
+# Every case once; both figures share some.
+CASES = tuple(
+    dict.fromkeys((c, p) for curves, panels in FIGURES.values() for p in panels for c in curves)
+)
+SCALES = tuple({panel.scale: None for _, panel in CASES})
+POST_UP_TO = 192  # Features.
+
+
+def tasks(config: ml_collections.ConfigDict) -> Tasks:
+    """All cases at one number of features each, and attention that looks at no key."""
+    seed, options = config.seed, config.attention
+    sizes: Tasks = {
+        f"attention-{size}": functools.partial(_errors_at, seed, options, size)
+        for size in options.num_features
+    }
+    return sizes | {"attention-uniform": functools.partial(_uniform_errors, seed, options)}
+
+
+def _sample_keys(seed: int, options: ml_collections.ConfigDict) -> list[jax.Array]:
+    key = jax.random.key(seed)
+    return [jax.random.fold_in(key, sample) for sample in range(options.num_samples)]
+
+
+def _errors_at(seed: int, options: ml_collections.ConfigDict, size: int) -> np.ndarray:
+    """``[cases, samples]``; a sample has the same inputs, but for their scale, everywhere."""
+
+    def error(key: jax.Array, curve: Curve, panel: Panel) -> float:
+        inputs = attention.draw_inputs(key, options.length, options.dim, panel.scale)
+        w = attention.draw_projection(key, size, options.dim, curve, as_written=panel.as_written)
+        return float(attention.squared_error(inputs, w, feature_map=curve.feature_map))
+
+    # In float64, so that a denominator near zero is the estimator's own.
+    with jax.enable_x64(True):
+        keys = _sample_keys(seed, options)
+        return np.array([[error(key, *case) for key in keys] for case in CASES])
+
+
+def _uniform_errors(seed: int, options: ml_collections.ConfigDict) -> np.ndarray:
+    """``[scales, samples]``."""
+
+    def error(key: jax.Array, scale: float) -> float:
+        inputs = attention.draw_inputs(key, options.length, options.dim, scale)
+        return float(attention.uniform_error(inputs))
+
+    with jax.enable_x64(True):
+        keys = _sample_keys(seed, options)
+        return np.array([[error(key, scale) for key in keys] for scale in SCALES])
+
+
+def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
+    """For each figure a list of panels, for each panel one of curves over the sizes."""
+    sizes = list(config.attention.num_features)
+    errors = np.stack([pieces[f"attention-{size}"] for size in sizes], axis=1)
+    of_case = {case: _spread(e) for case, e in zip(CASES, errors, strict=True)}
+    uniform = dict(zip(SCALES, pieces["attention-uniform"].mean(axis=1).tolist(), strict=True))
+    results: dict[str, Any] = {"num_features": sizes}
+    for name, (curves, panels) in FIGURES.items():
+        results[name] = []
+        for panel in panels:
+            drawn = [curve._asdict() | of_case[curve, panel] for curve in curves]
+            results[name].append(
+                panel._asdict() | {"uniform": uniform[panel.scale], "curves": drawn}
+            )
+    return results
+
+
+def _spread(errors: np.ndarray) -> dict[str, list[float]]:
+    """Of errors ``[sizes, samples]``; the standard deviation is the post's, of the sample."""
+    return {
+        "mean": errors.mean(axis=1).tolist(),
+        "standard_deviation": errors.std(axis=1).tolist(),
+        "median": np.median(errors, axis=1).tolist(),
+        "least": errors.min(axis=1).tolist(),
+    }
+
+
+def table(results: dict[str, Any]) -> str:
+    """Mean (standard deviation), median at the end of the post's axis and at the end of ours."""
+    sizes = results["num_features"]
+    shown = [i for i, size in enumerate(sizes) if size in (POST_UP_TO, sizes[-1])]
+    rows: list[list[object]] = []
+    for panel in (panel for name in FIGURES for panel in results[name]):
+        for curve in panel["curves"]:
+            label = CURVES[Curve(curve["coupling"], curve["feature_map"])]["label"]
+            cells = [
+                f"{curve['mean'][i]:.2g} ({curve['standard_deviation'][i]:.1g}), "
+                f"{curve['median'][i]:.2g}"
+                for i in shown
+            ]
+            rows.append([panel["title"], panel["scale"], label, *cells, f"{panel['uniform']:.2g}"])
+    columns = [f"m = {sizes[i]}: mean (sd), median" for i in shown]
+    return harness.markdown_table(["", "scale", "features", *columns, "mean of the values"], rows)
+
+
+def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
+    """As the post draws them, mean and standard deviation; with the medians as dots."""
+    return {name: _draw_figure(results, name) for name in FIGURES}
+
+
+def _draw_figure(results: dict[str, Any], name: str) -> matplotlib.figure.Figure:
+    figure = matplotlib.figure.Figure(figsize=(11, 3.8), layout="constrained")
+    row = figure.subplots(1, 3, sharey=True)
+    for axes, panel in zip(row, results[name], strict=True):
+        _draw_panel(axes, np.array(results["num_features"]), panel)
+    row[0].set_ylabel("mean squared error of attention")
+    row[2].plot([], [], "o", color="gray", markersize=3.5, label="median")
+    row[2].legend(
+        facecolor="white", framealpha=1, edgecolor="none", loc="upper right", borderaxespad=0
+    )
+    return figure
+
+
+def _draw_panel(axes: matplotlib.axes.Axes, sizes: np.ndarray, panel: dict[str, Any]) -> None:
+    for curve in panel["curves"]:
+        look = CURVES[Curve(curve["coupling"], curve["feature_map"])]
+        mean, deviation = np.array(curve["mean"]), np.array(curve["standard_deviation"])
+        # Where the deviation exceeds the mean, the band ends at the least of the samples.
+        low = np.maximum(mean - deviation, curve["least"])
+        axes.fill_between(sizes, low, mean + deviation, color=look["color"], alpha=0.2, linewidth=0)
+        axes.plot(sizes, mean, **look, linewidth=1.3)
+        axes.plot(sizes, curve["median"], "o", color=look["color"], markersize=3.5)
+    axes.axhline(panel["uniform"], color="black", linewidth=1, label="mean of the values")
+    axes.axvline(POST_UP_TO, color="gray", linewidth=0.8, label="end of the post's axis")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    ticks = [size for size in (16, 64, 256, 1024, 4096) if sizes[0] <= size <= sizes[-1]]
+    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    axes.set_xlabel("number of random features")
+    axes.set_title(f"{panel['title']}, inputs of scale {panel['scale']:g}", fontsize=10)
+    style.tidy(axes)

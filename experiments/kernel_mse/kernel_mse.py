@@ -1,0 +1,105 @@
+"""The three parts of the experiment as one: config, run and report."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import ml_collections
+import tqdm
+
+from experiments import harness
+from experiments.kernel_mse import blog, mse_ratio, trigonometric_gap
+from simrf_jax import checks
+
+FIELDS: dict[str, type] = {
+    "seed": int,
+    # Fig. 6. As many features as dimensions, here and in the gap.
+    "ratio.dim": int,
+    "ratio.distances": tuple,  # v = |x + y| of the trials.
+    "ratio.num_trials": int,
+    # Eq. 26.
+    "gap.dims": tuple,  # Of the curves and the table of sign changes.
+    "gap.trial_dims": tuple,
+    "gap.trial_distances": tuple,  # z = |x - y|.
+    "gap.num_trials": int,
+    # The blog's attention.
+    "attention.length": int,
+    "attention.dim": int,
+    "attention.num_features": tuple,
+    "attention.num_samples": int,
+}
+PARTS = {"ratio": mse_ratio, "gap": trigonometric_gap, "attention": blog}
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Refuses a config that cannot work.
+
+    Raises:
+      TypeError: If a field has the wrong type.
+      ValueError: If fields are missing or unknown, or a value is out of range.
+    """
+    values = harness.check_fields(config, FIELDS)
+    if config.seed < 0:
+        raise ValueError(f"config.seed must be at least 0, got {config.seed}.")
+    for name in ("attention.length", "attention.dim", "attention.num_samples"):
+        checks.positive_int(f"config.{name}", values[name])
+    for name in ("ratio.dim", "ratio.num_trials", "gap.num_trials"):
+        if values[name] < 2:
+            raise ValueError(f"config.{name} must be at least 2, got {values[name]}.")
+    for name in (name for name, kind in FIELDS.items() if kind is tuple):
+        _check_list(name, values[name])
+
+
+def _check_list(name: str, values: tuple[Any, ...]) -> None:
+    if not values:
+        raise ValueError(f"config.{name} must have at least one entry, got ().")
+    if list(values) != sorted(set(values)):
+        raise ValueError(f"config.{name} must ascend and have nothing twice, got {values}.")
+    if name.endswith("distances"):
+        if not all(isinstance(v, float) and 0 < v < float("inf") for v in values):
+            raise ValueError(f"config.{name} must be positive floats, got {values}.")
+        return
+    for value in values:
+        checks.positive_int(f"Each of config.{name}", value)
+    if name.endswith("dims") and values[0] < 2:
+        raise ValueError(f"Each of config.{name} must be at least 2, got {values}.")
+
+
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+    """Computes what ``workdir`` lacks, and leaves results and figures there.
+
+    Args:
+      config: See ``FIELDS``.
+      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+
+    Returns:
+      What it writes to ``results.json``: ``{"ratio": ..., "gap": ..., "attention": ...}``, the
+      summaries of the three parts.
+
+    Raises:
+      TypeError: As ``check``.
+      ValueError: As ``check``.
+      FileExistsError: If the folder holds a run of another config.
+    """
+    check(config)
+    kept = harness.Pieces(workdir, config)
+    tasks = {name: task for part in PARTS.values() for name, task in part.tasks(config).items()}
+    pieces = {}
+    for name, task in tqdm.tqdm(tasks.items(), unit="piece"):
+        values = kept.load(name)
+        if values is None:
+            values = task()
+            kept.save(name, values)
+        pieces[name] = values
+    results = {name: part.summary(config, pieces) for name, part in PARTS.items()}
+    harness.write_json(workdir / "results.json", results)
+    for part, of_part in zip(PARTS.values(), results.values(), strict=True):
+        for name, figure in part.draw_figures(of_part).items():
+            figure.savefig(workdir / f"{name}.png", dpi=160)
+    return results
+
+
+def report(results: dict[str, Any]) -> str:
+    """The tables of the three parts."""
+    return "\n\n".join(part.table(results[name]) for name, part in PARTS.items())

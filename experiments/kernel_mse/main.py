@@ -1,0 +1,9 @@
+"""Mean squared errors: ``python -m experiments.kernel_mse.main --workdir=runs/kernel_mse``."""
+
+import pathlib
+
+from experiments import harness
+from experiments.kernel_mse import kernel_mse
+
+if __name__ == "__main__":
+    harness.launch(kernel_mse, pathlib.Path(__file__).parent / "configs" / "paper.py")

@@ -1,0 +1,177 @@
+"""Fig. 6: mean squared errors of positive features relative to iid ones, theory and trials."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import matplotlib.axes
+import matplotlib.figure
+import ml_collections
+import numpy as np
+from scipy import special
+
+from experiments import harness, style
+from experiments.kernel_mse import trials
+from experiments.kernel_mse.trials import Estimate, Tasks
+from simrf_jax import theory
+
+COUPLINGS = ("iid", "orthogonal", "simplex", "simplex_plus")
+CURVE = np.geomspace(1e-3, 1e2, 501)  # The axis of the paper.
+ENOUGH = 0.9  # Share of the mean that the draws must be able to see for a filled marker.
+
+
+def tasks(config: ml_collections.ConfigDict) -> Tasks:
+    """One set of trials for each coupling, from the same keys."""
+    options = config.ratio
+    return {
+        f"ratio-{coupling}": functools.partial(
+            trials.draw_errors,
+            config.seed,
+            options.num_trials,
+            options.distances,
+            dim=options.dim,
+            coupling=coupling,
+            features="positive",
+        )
+        for coupling in COUPLINGS
+    }
+
+
+def visible_share(v: np.ndarray, num_draws: int, power: int) -> np.ndarray:
+    r"""Share of :math:`E\, e^{p g v}` that lies below the largest of so many normal draws g.
+
+    Weighted by :math:`e^{p g v}` a standard normal number has mean p v, so that most of the
+    expectation may come from numbers that are never drawn.
+
+    Args:
+      v: Distances, any shape.
+      num_draws: n.
+      power: p; 2 for a mean squared error, 4 for its standard error.
+
+    Returns:
+      :math:`\Phi(\Phi^{-1}(1 - 1/n) - p v)`, of the shape of v.
+
+    Example:
+      >>> visible_share(np.array([0.0, 1.0, 3.0]), 10**8, 2).round(2)
+      array([1.  , 1.  , 0.35])
+    """
+    largest = -special.ndtri(1 / num_draws)
+    return special.ndtr(largest - power * v)
+
+
+def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
+    """For each coupling the errors and ratios at all distances, with closed forms."""
+    dim, v = config.ratio.dim, np.array(config.ratio.distances)
+    errors = {coupling: pieces[f"ratio-{coupling}"] for coupling in COUPLINGS}
+    num_draws = config.ratio.num_trials * dim**2
+    results: dict[str, Any] = {
+        "dim": dim,
+        "distances": list(v),
+        "visible_share_of_mean": list(visible_share(v, num_draws, 2)),
+        "visible_share_of_spread": list(visible_share(v, num_draws, 4)),
+        "small_distance_limit": float(theory.small_distance_prefactor(dim)),
+    }
+    for coupling in COUPLINGS:
+        results[coupling] = _compare(errors[coupling], errors["iid"], v, dim, coupling)
+    return results
+
+
+def _compare(
+    errors: np.ndarray, iid_errors: np.ndarray, v: np.ndarray, dim: int, coupling: str
+) -> dict[str, list[float]]:
+    mse, ratio = trials.mean(errors), trials.ratio(errors, iid_errors)
+    results = {
+        "mse": list(mse.value),
+        "mse_standard_error": list(mse.standard_error),
+        "ratio": list(ratio.value),
+        "ratio_standard_error": list(ratio.standard_error),
+    }
+    if coupling == "simplex_plus":  # Which has no closed form.
+        return results
+    x = v[:, None] / 2 * np.eye(1, dim)  # And y = x, where the kernel is 1.
+    closed_mse = np.asarray(theory.kernel_mse(x, x, dim, coupling=coupling))
+    closed_ratio = np.asarray(theory.mse_ratio(v, dim, dim, coupling=coupling))
+    results["mse_closed_form"] = list(closed_mse)
+    results["mse_z_score"] = list(mse.z_score(closed_mse))
+    results["ratio_closed_form"] = list(closed_ratio)
+    if coupling != "iid":
+        results["ratio_z_score"] = list(ratio.z_score(closed_ratio))
+    return results
+
+
+def table(results: dict[str, Any]) -> str:
+    """Ratios: trials (standard error) / closed form."""
+    rows: list[list[object]] = []
+    for number, v in enumerate(results["distances"]):
+        row: list[object] = [f"{v:g}"]
+        for coupling in COUPLINGS[1:]:
+            curve = results[coupling]
+            cell = f"{curve['ratio'][number]:.4g} ({curve['ratio_standard_error'][number]:.1g})"
+            if closed := curve.get("ratio_closed_form"):
+                cell += f" / {closed[number]:.5g}"
+            row.append(cell)
+        row.append(_largest_z_score(results, number))
+        row.append(f"{results['visible_share_of_mean'][number]:.0%}")
+        row.append(f"{results['visible_share_of_spread'][number]:.0%}")
+        rows.append(row)
+    labels = [style.LABELS[coupling] for coupling in COUPLINGS[1:]]
+    return harness.markdown_table(["v", *labels, "z-score", "mean seen", "spread seen"], rows)
+
+
+def _largest_z_score(results: dict[str, Any], number: int) -> str:
+    scores = [
+        abs(results[coupling][score][number])
+        for coupling in COUPLINGS
+        for score in ("mse_z_score", "ratio_z_score")
+        if score in results[coupling]
+    ]
+    return f"{max(scores):.1f}"
+
+
+def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
+    """Closed forms as lines; trials as markers, open where the draws miss too much of the mean."""
+    figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
+    axes = figure.subplots()
+    dim, v = results["dim"], np.array(results["distances"])
+    enough = np.array(results["visible_share_of_mean"]) >= ENOUGH
+    for coupling in COUPLINGS:
+        look = style.STYLES[coupling] | {"linewidth": 1.2, "label": style.LABELS[coupling]}
+        if coupling == "simplex_plus":
+            axes.plot(v[enough], np.array(results[coupling]["ratio"])[enough], **look)
+        else:
+            axes.plot(CURVE, theory.mse_ratio(CURVE, dim, dim, coupling=coupling), **look)
+        if coupling != "iid":
+            found = results[coupling]
+            ratio = Estimate(np.array(found["ratio"]), np.array(found["ratio_standard_error"]))
+            _draw_trials(axes, v, ratio, enough, look["color"])
+    if not enough.all():
+        unseen: dict[str, Any] = {
+            "color": "gray",
+            "markerfacecolor": "white",
+            "label": "tails unseen",
+        }
+        axes.plot([], [], "o", markersize=4, **unseen)
+    axes.set(xscale="log", yscale="log", xlim=(CURVE[0] * 0.8, CURVE[-1]), ylim=(1e-4, 2))
+    axes.set(xlabel="v = |x + y|", ylabel="mean squared error / that of IIDRFs")
+    axes.set_title(f"Positive features, d = m = {dim}: dots trials, lines theory", fontsize=10)
+    style.tidy(axes)
+    axes.legend(frameon=False, loc="lower right")
+    return {"mse_ratio": figure}
+
+
+def _draw_trials(
+    axes: matplotlib.axes.Axes, v: np.ndarray, ratio: Estimate, enough: np.ndarray, color: str
+) -> None:
+    for these, face in ((enough, color), (~enough, "white")):
+        axes.errorbar(
+            v[these],
+            ratio.value[these],
+            ratio.standard_error[these],
+            fmt="o",
+            color=color,
+            markerfacecolor=face,
+            markersize=4,
+            capsize=2,
+            linewidth=1,
+        )

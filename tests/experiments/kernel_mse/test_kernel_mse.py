@@ -1,0 +1,130 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from experiments.kernel_mse import blog, kernel_mse, mse_ratio, trials, trigonometric_gap
+from experiments.kernel_mse.configs import paper
+
+TINY = {
+    "ratio.dim": 8,
+    "ratio.distances": (0.01, 0.5, 1.0, 4.0),
+    "ratio.num_trials": 2000,
+    "gap.dims": (2, 4),
+    "gap.trial_dims": (4,),
+    "gap.trial_distances": (1.0, 3.5),
+    "gap.num_trials": 4000,
+    "attention.length": 6,
+    "attention.dim": 2,
+    "attention.num_features": (2,),
+    "attention.num_samples": 2,
+}
+
+
+def tiny(**changes):
+    config = paper.get_config()
+    changes = {name.replace("__", "."): value for name, value in changes.items()}
+    config.update_from_flattened_dict(TINY | changes)
+    return config
+
+
+def test_trials_agree_with_closed_forms():
+    config = tiny()
+    pieces = {name: task() for name, task in mse_ratio.tasks(config).items()}
+    ratio = mse_ratio.summary(config, pieces)
+    seen = np.array(ratio["visible_share_of_mean"]) > mse_ratio.ENOUGH
+    assert seen.tolist() == [True, True, True, False]
+    for coupling in ("iid", "orthogonal", "simplex"):
+        scores = np.array(ratio[coupling]["mse_z_score"])[seen]
+        if coupling != "iid":
+            scores = np.append(scores, np.array(ratio[coupling]["ratio_z_score"])[seen])
+        assert 0 < np.abs(scores).max() < 5
+    assert ratio["simplex"]["ratio"][0] == pytest.approx(ratio["small_distance_limit"], rel=0.1)
+    assert ratio["simplex_plus"]["ratio"][0] < 0.01 * ratio["simplex"]["ratio"][0]
+    assert "mse_closed_form" not in ratio["simplex_plus"]
+
+
+def test_trials_of_the_gap_agree_with_the_closed_form():
+    config = tiny()
+    pieces = {name: task() for name, task in trigonometric_gap.tasks(config).items()}
+    [spot] = trigonometric_gap.summary(config, pieces)["trials"]
+    assert 0 < np.abs(spot["z_score"]).max() < 5
+    assert 0.5 < spot["relative_gap"][0] < 0.7
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
+    computed = []
+
+    def stand_in(name, *shape):
+        computed.append(name)
+        if len(computed) == stop_at:
+            raise KeyboardInterrupt
+        return np.random.default_rng(list(name.encode())).gamma(2.0, size=shape)
+
+    def draw_errors(_, num_trials, distances, *, dim, coupling, features):
+        return stand_in(f"{features} {dim} {coupling}", num_trials, len(distances))
+
+    monkeypatch.setattr(trials, "draw_errors", draw_errors)
+    monkeypatch.setattr(blog, "_errors_at", lambda *_: stand_in("errors", len(blog.CASES), 5))
+    monkeypatch.setattr(blog, "_uniform_errors", lambda *_: stand_in("one", len(blog.SCALES), 5))
+    stop_at = None
+    whole = kernel_mse.run(tiny(), tmp_path / "whole")
+    assert len(set(computed)) == len(computed) == 4 + 2 + 1 + 1
+    computed, stop_at = [], 4
+    with pytest.raises(KeyboardInterrupt):
+        kernel_mse.run(tiny(), tmp_path / "stopped")
+    assert not (tmp_path / "stopped" / "results.json").exists()
+    assert kernel_mse.run(tiny(), tmp_path / "stopped") == whole
+    assert len(computed) == 4 + 5  # Three were kept.
+    assert json.loads((tmp_path / "stopped" / "results.json").read_text()) == whole
+    for name in ("mse_ratio", "trigonometric_gap", *blog.FIGURES):
+        assert (tmp_path / "stopped" / f"{name}.png").stat().st_size > 10_000
+
+
+def test_main_prints_the_tables(tmp_path):
+    # In a process of its own: flags are global, and every experiment has a --config.
+    command = [sys.executable, "-m", "experiments.kernel_mse.main", f"--workdir={tmp_path / 'r'}"]
+    small = TINY | {"ratio.num_trials": 4, "gap.num_trials": 4}
+    command += [f"--config.{name}={value}" for name, value in small.items()]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "| v | ORFs | SimRFs | SimRFs+ |" in run.stdout
+    assert "| 4 | 3.081 |" in run.stdout
+    assert "| corrected | 0.5 | positive, orthogonal |" in run.stdout
+    wrong = subprocess.run(
+        [*command, "--config.ratio.dims=4"], capture_output=True, text=True, check=False
+    )
+    assert wrong.returncode == 1
+    assert "Unknown config field ratio.dims; the known ones are seed, ratio.dim" in wrong.stderr
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"seed": -1}, "config.seed must be at least 0, got -1"),
+        ({"ratio__dim": 1}, "config.ratio.dim must be at least 2, got 1"),
+        ({"ratio__num_trials": 1}, "config.ratio.num_trials must be at least 2, got 1"),
+        ({"gap__num_trials": 1}, "config.gap.num_trials must be at least 2, got 1"),
+        ({"gap__dims": ()}, "config.gap.dims must have at least one entry"),
+        ({"gap__dims": (4, 3)}, r"config.gap.dims must ascend and have nothing twice, got \(4, 3"),
+        ({"gap__trial_dims": (1, 4)}, r"Each of config.gap.trial_dims must be at least 2, got \(1"),
+        ({"ratio__distances": (0.0, 1.0)}, "config.ratio.distances must be positive floats"),
+        ({"gap__trial_distances": (1, 2)}, "gap.trial_distances must be positive floats, got"),
+        ({"attention__length": 0}, "config.attention.length must be at least 1, got 0"),
+        ({"attention__num_samples": 0}, "config.attention.num_samples must be at least 1, got 0"),
+        ({"attention__num_features": (0, 2)}, "Each of config.attention.num_features must be at"),
+    ],
+)
+def test_refuses(changes, match):
+    with pytest.raises(ValueError, match=match):
+        kernel_mse.check(tiny(**changes))
+
+
+@pytest.mark.fast
+def test_refuses_other_types():
+    with pytest.raises(TypeError, match=r"Each of config.gap.dims must be an integer, got 2.5"):
+        kernel_mse.check(tiny(gap__dims=(2.5,)))
+    with pytest.raises(ValueError, match=r"config.ratio.distances must be positive floats"):
+        kernel_mse.check(tiny(ratio__distances=(1.0, float("inf"))))
