@@ -119,7 +119,11 @@ def memory(results: dict[str, Any]) -> str:
 def crossings(results: dict[str, Any]) -> str:
     """From which dimension on the fast form of SimRFs takes less time."""
     dense, fast = (results["curves"][name] for name in ("simplex", "fast_simplex"))
-    whats = {"draw": "to draw", "apply": "to apply to one vector", "apply_batch": "to a batch"}
+    whats = {
+        "draw": "to draw",
+        "apply": "to apply to one vector",
+        "apply_batch": "to apply to a batch",
+    }
     lines = []
     for quantity, what in whats.items():
         won = [
