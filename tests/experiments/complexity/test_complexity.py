@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from experiments import timing
 from experiments.complexity import complexity, measure, tables
 from experiments.complexity.configs import paper
 
@@ -196,12 +195,3 @@ def test_main_goes_on_with_a_run_and_prints_the_tables(tmp_path, faked):
 def test_refuses(changes, error, match):
     with pytest.raises(error, match=match):
         complexity.check(tiny(**changes))
-
-
-@pytest.mark.fast
-def test_timing_leaves_out_the_first_call_and_keeps_to_its_seconds():
-    rounds = []
-    times = timing.alternate({"a": rounds.append, "b": rounds.append}, 100, seconds=0.0)
-    assert rounds == [n for n in range(timing.LEAST_ROUNDS + 1) for _ in range(2)]
-    assert {name: len(ms) for name, ms in times.items()} == dict.fromkeys("ab", 3)
-    assert len(timing.alternate({"a": rounds.append}, 7)["a"]) == 7
