@@ -11,7 +11,7 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from benchmarks import timing
+from experiments import timing
 from simrf_jax.projections.rotations import haar_frame
 
 SIZES = [(16, 288), (64, 288), (512, 8)]  # dim, number of rotations

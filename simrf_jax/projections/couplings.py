@@ -79,19 +79,19 @@ def minimise_resultant(
       Reid et al., Simplex Random Features (ICML 2023), Eqs. 16 and 17; a :math:`= \sqrt{\ }` of
       the diagonal of D there.
     """
-    num_rows = directions.shape[0]
 
-    def turn(i: jax.Array, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        s, resultant = carry
-        rest = resultant - norms[i] * s[i]
+    def turn(resultant: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        s, norm = row
+        rest = resultant - norm * s
         length = jnp.linalg.norm(rest)
         # With nothing to turn against, all directions are as good.
-        turned = jnp.where(length > 0, -rest / jnp.where(length > 0, length, 1), s[i])
-        return s.at[i].set(turned), rest + norms[i] * turned
+        turned = jnp.where(length > 0, -rest / jnp.where(length > 0, length, 1), s)
+        return rest + norm * turned, turned
 
     def sweep(_: jax.Array, s: jax.Array) -> jax.Array:
         # The resultant runs along within a sweep and starts each one free of its rounding errors.
         resultant = jnp.sum(norms[:, None] * s, axis=0)
-        return jax.lax.fori_loop(0, num_rows, turn, (s, resultant))[0]
+        # Not s.at[i].set in a fori_loop, for which XLA on a CPU copies s at every step: O(d^3).
+        return jax.lax.scan(turn, resultant, (s, norms))[1]
 
     return jax.lax.fori_loop(0, num_sweeps, sweep, directions)

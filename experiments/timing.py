@@ -1,20 +1,33 @@
 """Timing on a noisy machine: alternate the candidates in one process, quote medians and spread."""
 
+from __future__ import annotations
+
+import math
 import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
+LEAST_ROUNDS = 3
 
-def alternate(candidates, rounds):
+
+def alternate(
+    candidates: Mapping[str, Callable[[int], Any]], rounds: int, *, seconds: float = math.inf
+) -> dict[str, np.ndarray]:
     """Milliseconds of each call, after one that compiles: ``{name: array [rounds]}``.
 
     Args:
       candidates: ``{name: call}``; a call takes the round's number and returns arrays.
       rounds: How often each is timed.
+      seconds: After which no round is begun, once there have been ``LEAST_ROUNDS``.
     """
-    times = {name: [] for name in candidates}
+    times: dict[str, list[float]] = {name: [] for name in candidates}
+    begin = time.perf_counter()
     for round_ in range(rounds + 1):
+        if round_ > LEAST_ROUNDS and time.perf_counter() - begin > seconds:
+            break
         for name, call in candidates.items():
             start = time.perf_counter()
             jax.block_until_ready(call(round_))
@@ -23,7 +36,7 @@ def alternate(candidates, rounds):
     return {name: np.array(ms) for name, ms in times.items()}
 
 
-def print_table(times):
+def print_table(times: Mapping[str, np.ndarray]) -> None:
     """Median and quartiles of each as a Markdown table."""
     print("| | median ms | quartiles |\n| --- | --- | --- |")
     for name, ms in times.items():

@@ -1,0 +1,1 @@
+"""Table 1 of Simplex Random Features: what the mechanisms cost, measured."""

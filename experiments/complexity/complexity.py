@@ -1,0 +1,175 @@
+"""Config, run and exponents of the complexity experiment."""
+
+from __future__ import annotations
+
+import itertools
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import ml_collections
+import numpy as np
+import scipy.stats
+import tqdm
+
+from experiments import harness
+from experiments.complexity import figures, tables
+from experiments.complexity.measure import FAST, MATRICES, MEMORIES, TIMES, measure
+from simrf_jax import checks
+from simrf_jax.projections.hadamard import padded_dim
+
+FIELDS: dict[str, type] = {
+    "dims": tuple,  # Where all mechanisms are measured.
+    "fast_dims": tuple,  # Where only those are that form no matrix.
+    "fit_points": int,  # Largest dimensions of each curve to which exponents are fitted.
+    "num_vectors": int,  # Of a batch.
+    "rounds": int,  # Calls of each mechanism, if the seconds suffice.
+    "seconds": float,  # For each of TIMES at one dimension.
+}
+NAMES = (*MATRICES, *FAST)
+# Of times to draw, run by run; the two are of one kind, and so alternate.
+RATIOS = (
+    ("simplex", "orthogonal"),
+    ("simplex_plus", "simplex"),
+    ("fast_simplex", "fast_orthogonal"),
+)
+report = tables.report
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Refuses a config that cannot work.
+
+    Raises:
+      TypeError: If a field has the wrong type.
+      ValueError: If fields are missing or unknown, or a value is out of range.
+    """
+    harness.check_fields(config, FIELDS)
+    for name in ("num_vectors", "rounds"):
+        checks.positive_int(f"config.{name}", config[name])
+    if not config.seconds >= 0:
+        raise ValueError(f"config.seconds must be at least 0, got {config.seconds}.")
+    if config.fit_points < 3:
+        raise ValueError(
+            "config.fit_points must be at least 3, or a slope has no standard error, "
+            f"got {config.fit_points}."
+        )
+    if len(config.dims) < config.fit_points:
+        raise ValueError(
+            f"config.dims must name at least fit_points={config.fit_points} dimensions, "
+            f"got {config.dims}."
+        )
+    dims = (*config.dims, *config.fast_dims)
+    for dim in dims:
+        if checks.integer("Each of config.dims and config.fast_dims", dim) < 2:
+            raise ValueError(f"config.dims and config.fast_dims must be at least 2, got {dim}.")
+        if padded_dim(dim) != dim:
+            raise ValueError(f"config.dims and config.fast_dims must be powers of two, got {dim}.")
+    if any(low >= high for low, high in itertools.pairwise(dims)):
+        raise ValueError(f"config.dims and then config.fast_dims must increase, got {dims}.")
+
+
+def fit_exponent(dims: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
+    """The exponent p of values = c d^p by least squares of logarithms, and its standard error.
+
+    Example:
+      >>> slope, error = fit_exponent([2, 4, 8], [12.0, 48.0, 192.0])
+      >>> round(slope, 12), round(error, 6)
+      (2.0, 0.0)
+    """
+    line = scipy.stats.linregress(np.log(dims), np.log(values))
+    return float(line.slope), float(line.stderr)
+
+
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+    """Measures at all dimensions that ``workdir`` lacks, and leaves results and figures there.
+
+    Args:
+      config: See ``FIELDS``.
+      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+
+    Returns:
+      What it writes to ``results.json``: ``curves``, for each mechanism a list over dimensions of
+      the quartiles of times in milliseconds and of bytes; ``ratios`` of the times to draw, run by
+      run; and ``exponents``.
+
+    Raises:
+      TypeError: As ``check``.
+      ValueError: As ``check``.
+      FileExistsError: If the folder holds a run of another config.
+    """
+    check(config)
+    pieces = harness.Pieces(workdir, config)
+    curves: dict[str, Any] = {name: [] for name in NAMES}
+    ratios: dict[str, Any] = {" / ".join(pair): [] for pair in RATIOS}
+    sizes = [("matrices", tuple(MATRICES), dim) for dim in config.dims]
+    sizes += [("fast", tuple(FAST), dim) for dim in config.dims + config.fast_dims]
+    with tqdm.tqdm(sizes, unit="size") as progress:
+        for kind, names, dim in progress:
+            progress.set_postfix(kind=kind, d=dim)
+            measured = _measured(kind, names, dim, config, pieces)
+            for number, name in enumerate(names):
+                here = {quantity: values[number] for quantity, values in measured.items()}
+                curves[name].append(_summary(dim, here))
+            draws = dict(zip(names, measured["draw"], strict=True))
+            for one, other in RATIOS:
+                if one in draws:
+                    quartiles = _quartiles(draws[one] / draws[other])
+                    ratios[f"{one} / {other}"].append({"dim": dim, "quartiles": quartiles})
+    exponents = {name: _exponents(name, curves[name][-config.fit_points :]) for name in NAMES}
+    results = {
+        "num_vectors": config.num_vectors,
+        "curves": curves,
+        "ratios": ratios,
+        "exponents": exponents,
+    }
+    harness.write_json(workdir / "results.json", results)
+    figures.draw_times(results).savefig(workdir / "time.png", dpi=160)
+    figures.draw_memory(results).savefig(workdir / "memory.png", dpi=160)
+    return results
+
+
+def _measured(
+    kind: str,
+    names: Sequence[str],
+    dim: int,
+    config: ml_collections.ConfigDict,
+    pieces: harness.Pieces,
+) -> dict[str, np.ndarray]:
+    kept = {quantity: pieces.load(f"{kind}-{dim}-{quantity}") for quantity in (*TIMES, "memory")}
+    found = {quantity: values for quantity, values in kept.items() if values is not None}
+    if len(found) == len(kept):
+        return found
+    options = {name: config[name] for name in ("num_vectors", "rounds", "seconds")}
+    measured = measure(names, dim, **options)
+    for quantity, values in measured.items():
+        pieces.save(f"{kind}-{dim}-{quantity}", values)
+    return measured
+
+
+def _quartiles(values: np.ndarray) -> list[float]:
+    return [float(value) for value in np.percentile(values, [25, 50, 75])]
+
+
+def _summary(dim: int, measured: dict[str, np.ndarray]) -> dict[str, Any]:
+    """One point of a mechanism's curves."""
+    medians = {quantity: _quartiles(measured[quantity]) for quantity in TIMES}
+    memory = zip(MEMORIES, measured["memory"], strict=True)
+    return {
+        "dim": dim,
+        "ms": medians | {"draw_and_apply": medians["draw"][1] + medians["apply"][1]},
+        "bytes": {what: int(number) for what, number in memory},
+    }
+
+
+def _exponents(name: str, points: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of the medians of times and of bytes; times of fast forms are first divided by log d."""
+    dims = [point["dim"] for point in points]
+    logs = np.log(dims) if name in FAST else np.ones(len(dims))
+    fits: dict[str, Any] = {"first_dim": dims[0], "last_dim": dims[-1], "ms": {}, "bytes": {}}
+    for quantity in (*TIMES, "draw_and_apply"):
+        medians = [point["ms"][quantity] for point in points]
+        values = medians if quantity == "draw_and_apply" else np.array(medians)[:, 1]
+        fits["ms"][quantity] = fit_exponent(dims, values / logs)
+    for quantity in MEMORIES:
+        fits["bytes"][quantity] = fit_exponent(dims, [p["bytes"][quantity] for p in points])
+    return fits

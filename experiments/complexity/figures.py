@@ -1,0 +1,109 @@
+"""The figures: time and memory against the dimension, beside the paper's orders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matplotlib.axes
+import matplotlib.figure
+import numpy as np
+
+from experiments import style
+from experiments.complexity.measure import FAST
+from experiments.complexity.tables import label
+
+MATRIX = {"color": "#000000", "linestyle": "-"}  # For what does not depend on the coupling.
+# Of regular and of fast forms.
+ORDERS: dict[str, Any] = {
+    "draw": (("$d^3$", lambda d: d**3), ("$d\\,\\log d$", lambda d: d * np.log(d))),
+    "apply": (("$d^2$", lambda d: d**2), ("$d\\,\\log d$", lambda d: d * np.log(d))),
+    "bytes": (("$d^2$", lambda d: d**2), ("$d$", lambda d: d)),
+}
+TICKS = (64, 1024, 16384, 262144)
+
+
+def draw_times(results: dict[str, Any]) -> matplotlib.figure.Figure:
+    """Milliseconds to draw, to apply to one vector and to apply to the batch."""
+    titles = {
+        "draw": "draw W",
+        "apply": "apply W to one vector",
+        "apply_batch": f"apply W to {results['num_vectors']:,} vectors",
+    }
+    figure = _figure(results["curves"], "ms", titles)
+    figure.axes[0].set_ylabel("ms (median, quartiles)")
+    return figure
+
+
+def draw_memory(results: dict[str, Any]) -> matplotlib.figure.Figure:
+    """KiB that drawing a projection takes, and that it holds."""
+    titles = {"draw": "buffers to draw W", "held": "held by W"}
+    figure = _figure(results["curves"], "bytes", titles)
+    figure.axes[0].set_ylabel("KiB")
+    return figure
+
+
+def _figure(
+    curves: dict[str, Any], measure: str, titles: dict[str, str]
+) -> matplotlib.figure.Figure:
+    """A panel for each quantity; matrices that are applied are all one line."""
+    figure = matplotlib.figure.Figure(figsize=(2 + 3 * len(titles), 3.8), layout="constrained")
+    panels = figure.subplots(1, len(titles), sharex=True, sharey=True)
+    lines: dict[str, Any] = {}
+    for axes, (quantity, title) in zip(panels, titles.items(), strict=True):
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("d, and number of features")
+        for name, points in curves.items():
+            one_of_all = quantity != "draw" and name not in FAST
+            if not one_of_all or name == "simplex":
+                look = MATRIX | {"marker": "o", "markersize": 4} if one_of_all else _look(name)
+                what = "any matrix W" if one_of_all else label(name)
+                lines[what] = _curve(axes, points, measure, quantity, look)
+        _orders(axes, curves, measure, quantity)
+        axes.set(xscale="log", yscale="log")
+        axes.set_xticks([tick for tick in TICKS if tick <= points[-1]["dim"]])
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(lambda value, _: f"{value:,g}")
+        axes.minorticks_off()
+        style.tidy(axes)
+    figure.legend(
+        lines.values(), lines.keys(), loc="outside right center", frameon=False, handlelength=3.5
+    )
+    return figure
+
+
+def _curve(
+    axes: matplotlib.axes.Axes, points: list[Any], measure: str, quantity: str, look: dict[str, Any]
+) -> Any:
+    dims = [point["dim"] for point in points]
+    low, middle, high = _values(points, measure, quantity)
+    axes.fill_between(dims, low, high, color=look["color"], alpha=0.2, linewidth=0)
+    return axes.plot(dims, middle, **look, linewidth=1.2)[0]
+
+
+def _values(points: list[Any], measure: str, quantity: str) -> np.ndarray:
+    """Quartiles ``[3, dims]``, which for memory are all the same."""
+    values = np.array([point[measure][quantity] for point in points], float)
+    return values.T if measure == "ms" else np.broadcast_to(values / 1024, (3, len(values)))
+
+
+def _orders(axes: matplotlib.axes.Axes, curves: dict[str, Any], measure: str, what: str) -> None:
+    """Grey lines of the expected slopes, above the regular and beneath the fast curves."""
+    orders = ORDERS["bytes" if measure == "bytes" else what.removesuffix("_batch")]
+    places: Any = (
+        ("simplex_plus", 3, -1, (-3, 1), "right"),
+        ("fast_simplex", 0.3, 0, (0, -12), "left"),
+    )
+    for (name, factor, end, offset, side), (text, order) in zip(places, orders, strict=True):
+        dims = np.array([point["dim"] for point in curves[name]][-4:], float)
+        last = _values(curves[name], measure, what)[1, -1]
+        line = factor * last * order(dims) / order(dims[-1])
+        axes.plot(dims, line, color="0.55", linewidth=1)
+        here: dict[str, Any] = {"textcoords": "offset points", "color": "0.35", "fontsize": 9}
+        axes.annotate(text, (dims[end], line[end]), offset, ha=side, **here)
+
+
+def _look(name: str) -> dict[str, Any]:
+    """The coupling's line; fast forms have hollow squares."""
+    fast = name.startswith("fast_")
+    marker = {"marker": "s", "markerfacecolor": "white"} if fast else {"marker": "o"}
+    return {**style.STYLES[name.removeprefix("fast_")], **marker, "markersize": 4}
