@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from experiments import timing
-from simrf_jax.projections.rotations import haar_frame
+from simrf_jax.projections.rotations import haar_rotation
 
 SIZES = [(16, 288), (64, 288), (512, 8)]  # dim, number of rotations
 POLAR_STEPS = 30
@@ -20,7 +20,7 @@ HIGHEST = jax.lax.Precision.HIGHEST
 
 
 def householder(key, dim):
-    return haar_frame(key, dim, dim, jnp.dtype("float32"))
+    return haar_rotation(key, jnp.eye(dim), dim)
 
 
 def lapack_qr(key, dim):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from experiments import harness, style
@@ -65,23 +66,38 @@ def sigmas(results: dict[str, Any]) -> str:
 
 
 def _accuracies(results: dict[str, Any], table: str, published: dict[str, Any]) -> str:
+    """Where the paper has an entry: paper / ours / how many standard errors apart."""
     methods = list(next(iter(results.values()))[table])
     rows: list[list[object]] = []
     for name, row in results.items():
         cells = []
         for method in methods:
-            ours = f"{row[table][method]['mean']:.4f} ({row[table][method]['standard_error']:.4f})"
+            ours = paper.Entry(**row[table][method])
+            cell = _entry(ours)
             if theirs := published[name].get(method):
-                ours = f"{theirs.mean:.4f} ({theirs.standard_error:.4f}) / {ours}"
-            cells.append(ours)
+                error = math.hypot(ours.standard_error, theirs.standard_error)
+                cell = f"{_entry(theirs)} / {cell} / {(ours.mean - theirs.mean) / error:+.1f}"
+            cells.append(cell)
         rows.append([name, *cells])
     return harness.markdown_table(["data set", *(LABELS[m] for m in methods)], rows)
 
 
 def _paired(results: dict[str, Any], table: str) -> str:
+    """Mean differences of paired trials, with their z-scores."""
     header = [f"{LABELS[better]} - {LABELS[worse]}" for better, worse in PAIRS[table]]
     rows: list[list[object]] = []
     for name, row in results.items():
-        gains = row[f"{table}_paired"].values()
-        rows.append([name, *(f"{g['mean']:+.4f} ({g['standard_error']:.4f})" for g in gains)])
+        gains = [paper.Entry(**gain) for gain in row[f"{table}_paired"].values()]
+        rows.append([name, *map(_score, gains)])
     return harness.markdown_table(["data set", *header], rows)
+
+
+def _score(gain: paper.Entry) -> str:
+    if gain.standard_error == 0:  # Of a few trials that all differ alike.
+        return f"{gain.mean:+.4f}"
+    return f"{gain.mean:+.4f} / {gain.mean / gain.standard_error:+.1f}"
+
+
+def _entry(entry: paper.Entry) -> str:
+    """0.1421(2): the standard error in units of the last digit."""
+    return f"{entry.mean:.4f}({1e4 * entry.standard_error:.0f})"

@@ -134,14 +134,12 @@ def _draw(
 def _draw_directions(
     key: jax.Array, runs: list[Run], lengths: jax.Array, dim: int, rotation: str, sweeps: int
 ) -> jax.Array:
-    """Unit vectors ``[num_features, dim]``: each block in the span of a random frame of its own."""
-    frame = ROTATIONS[rotation].frame
+    """Unit vectors ``[num_features, dim]``: each block under a random rotation of its own."""
 
     def draw_block(directions: jax.Array, lengths: jax.Array, key: jax.Array) -> jax.Array:
         if sweeps:
             directions = minimise_resultant(directions, lengths, num_sweeps=sweeps)
-        rotated = frame(key, dim, directions.shape[1], lengths.dtype)
-        return jnp.matmul(directions, rotated, precision=jax.lax.Precision.HIGHEST)
+        return ROTATIONS[rotation].rotate(key, directions, dim)
 
     keys = jax.random.split(key, sum(run.repeats for run in runs))
     rows, first_block, first_row = [], 0, 0

@@ -91,3 +91,11 @@ def rotate(x: jax.Array, signs: jax.Array) -> jax.Array:
         flips = signs[..., factor, :].astype(x.dtype) * x.shape[-1] ** -0.5
         x = hadamard_transform(x * jnp.broadcast_to(flips, x.shape))
     return x
+
+
+def rotate_back(x: jax.Array, signs: jax.Array) -> jax.Array:
+    """Undoes ``rotate``: rows ``[..., n]`` times R, for signs ``[NUM_FACTORS, n]``."""
+    for factor in reversed(range(NUM_FACTORS)):
+        flips = signs[..., factor, :].astype(x.dtype) * x.shape[-1] ** -0.5
+        x = hadamard_transform(x) * jnp.broadcast_to(flips, x.shape)
+    return x

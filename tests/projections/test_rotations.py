@@ -5,15 +5,21 @@ import pytest
 import scipy.linalg
 import scipy.stats
 
-from simrf_jax.projections.hadamard import hadamard_transform, padded_dim, random_signs, rotate
+from simrf_jax.projections.hadamard import (
+    hadamard_transform,
+    padded_dim,
+    random_signs,
+    rotate,
+    rotate_back,
+)
 from simrf_jax.projections.rotations import ROTATIONS
 from tests.standard_errors import assert_mean
 
 
 def draw_frames(num_draws, dim, num_rows, rotation="haar"):
     keys = jax.random.split(jax.random.key(1), num_draws)
-    frame = ROTATIONS[rotation].frame
-    draw = jax.jit(jax.vmap(lambda key: frame(key, dim, num_rows, jnp.dtype("float32"))))
+    rotate = ROTATIONS[rotation].rotate
+    draw = jax.jit(jax.vmap(lambda key: rotate(key, jnp.eye(num_rows), dim)))
     return np.asarray(draw(keys), np.float64)
 
 
@@ -39,7 +45,7 @@ def test_haar_trace_has_its_law(dim):
     assert scipy.stats.ks_2samp(trace.round(4), library.round(4)).pvalue > 1e-4
 
 
-def test_haar_frame_of_few_rows_is_uniform_on_the_sphere():
+def test_haar_frame_of_few_vectors_is_uniform_on_the_sphere():
     q = draw_frames(20_000, 5, 2)
     assert_mean(np.einsum("ni,nj->nij", q[:, 1], q[:, 1]), np.eye(5) / 5)
     assert scipy.stats.kstest((q[:, 1, 4] + 1) / 2, "beta", (2, 2)).pvalue > 1e-4
@@ -88,6 +94,21 @@ def test_rotate_is_the_product_of_its_factors():
     for flips in np.asarray(signs, np.float64):
         r = scipy.linalg.hadamard(8) @ np.diag(flips) @ r / np.sqrt(8)
     np.testing.assert_allclose(rotate(jnp.eye(8), signs).T, r, atol=1e-6)
+    np.testing.assert_allclose(rotate_back(jnp.eye(8), signs), r, atol=1e-6)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("rotation", ROTATIONS)
+@pytest.mark.parametrize("dim", [1, 8])
+def test_vectors_are_multiplied_by_the_frame(rotation, dim):
+    rng = np.random.default_rng(0)
+    vectors = rng.normal(size=(5, max(1, dim - 3))).astype(np.float32)
+
+    def rotated(x):  # Of the same key each time.
+        return ROTATIONS[rotation].rotate(jax.random.key(3), jnp.asarray(x), dim)
+
+    expected = vectors @ rotated(np.eye(vectors.shape[1], dtype=np.float32))
+    np.testing.assert_allclose(rotated(vectors), expected, atol=1e-5)
 
 
 @pytest.mark.fast

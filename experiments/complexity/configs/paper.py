@@ -14,9 +14,9 @@ import ml_collections
 def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     # As many features as dimensions; powers of two, which fast forms need no padding for.
-    config.dims = (64, 128, 256, 512, 1024, 2048)
+    config.dims = (64, 128, 256, 512, 1024, 2048, 4096)
     # Where matrices would take too long.
-    config.fast_dims = (4096, 8192, 16384, 32768, 65536, 131072, 262144)
+    config.fast_dims = (8192, 16384, 32768, 65536, 131072, 262144)
     config.fit_points = 4  # Exponents are fitted to the largest dimensions of each curve.
     config.num_vectors = 64  # Of a batch; one vector is measured too.
     config.rounds = 200  # Calls of each mechanism, in turn.

@@ -5,7 +5,8 @@ import sys
 
 import pytest
 
-from experiments.kernel_regression import classify, kernel_regression
+from experiments.kernel_regression import classify, kernel_regression, tables
+from experiments.kernel_regression import paper as paper_values
 from experiments.kernel_regression.configs import paper
 from tests.experiments.kernel_regression import toy
 
@@ -57,8 +58,10 @@ def test_run_leaves_tables_and_figures(config, tmp_path):
 
     report = kernel_regression.report(results)
     ours = table["table_3"]["iid"]
-    cell = f"0.6768 (0.0006) / {ours['mean']:.4f} ({ours['standard_error']:.4f})"
+    cell = f"0.6768(6) / {ours['mean']:.4f}({1e4 * ours['standard_error']:.0f}) / "
     assert cell in report
+    score = gain["mean"] / gain["standard_error"]
+    assert f"| {gain['mean']:+.4f} / {score:+.1f} |" in report
     assert "tables: " in report
 
 
@@ -128,3 +131,9 @@ def test_program_prints_the_tables(tmp_path):
     run = program(f"--workdir={tmp_path / 'run'}", *(f"--config.{o}" for o in overrides))
     assert run.returncode == 0, run.stderr
     assert "| banknote | 1302 | 68 | 4 | 2.6 | 2.64 | 0.9412 |" in run.stdout
+
+
+@pytest.mark.fast
+def test_differences_without_spread_have_no_score():
+    assert tables._score(paper_values.Entry(0.01, 0.0)) == "+0.0100"
+    assert tables._score(paper_values.Entry(-0.01, 0.004)) == "-0.0100 / -2.5"
