@@ -42,8 +42,8 @@ def haar_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array:
     """
     # Not jax.random.orthogonal: XLA on a CPU with two cores can deadlock when several LAPACK calls
     # of one jitted computation run side by side, as the layers of a model's init would. This needs
-    # no LAPACK and is the fastest on the CPU: 15 ms for 288 rotations in 64 dimensions, against 23
-    # by QR, 18 by Cholesky-QR twice and 53 by the polar factor; and by the compiler's model for a
+    # no LAPACK and is the fastest on the CPU: 15 ms for 288 rotations in 64 dimensions, against 21
+    # by QR, 18 by Cholesky-QR twice and 51 by the polar factor; and by the compiler's model for a
     # TPU v5e on a par with Cholesky-QR (benchmarks/haar.py).
     n = vectors.shape[1]
     x = jnp.triu(jax.random.normal(key, (n, dim), vectors.dtype))
