@@ -14,6 +14,8 @@ import numpy as np
 from absl import app, flags
 from ml_collections import config_flags
 
+from simrf_jax import checks
+
 # Type of each field of a config by its dotted name: {"model.width": int, ...}.
 Fields = Mapping[str, type]
 
@@ -37,6 +39,34 @@ def check_fields(config: ml_collections.ConfigDict, fields: Fields) -> dict[str,
         if type(value) is not fields[name]:
             raise TypeError(f"config.{name} must be {fields[name].__name__}, got {value!r}.")
     return given
+
+
+def check_least(values: Mapping[str, Any], least: Mapping[str, int]) -> None:
+    """Refuses integers, and entries of tuples of integers, below the least that makes sense.
+
+    Args:
+      values: As ``check_fields`` returns them.
+      least: The bounds, by dotted name.
+
+    Raises:
+      TypeError: If an entry of a tuple is not an integer.
+      ValueError: If a number is too small or a tuple is empty.
+    """
+    for name, bound in least.items():
+        value, what = values[name], f"config.{name}"
+        if value == ():
+            raise ValueError(f"{what} must have at least one entry, got ().")
+        if isinstance(value, tuple):
+            what = f"Each of {what}"
+        for number in value if isinstance(value, tuple) else (value,):
+            if checks.integer(what, number) < bound:
+                raise ValueError(f"{what} must be at least {bound}, got {number}.")
+
+
+def check_distances(name: str, values: tuple[Any, ...]) -> None:
+    """Accepts positive and finite floats, one at least."""
+    if not values or not all(isinstance(v, float) and 0 < v < float("inf") for v in values):
+        raise ValueError(f"config.{name} must be positive floats, got {values}.")
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -13,7 +13,7 @@ import tqdm
 from experiments import harness, style
 from experiments.beyond import figures
 from experiments.kernel_mse import trials
-from simrf_jax import checks, theory
+from simrf_jax import theory
 from simrf_jax.theory.mse import FEATURES
 
 FIELDS: dict[str, type] = {
@@ -43,22 +43,10 @@ def check(config: ml_collections.ConfigDict) -> None:
       ValueError: If fields are missing or unknown, or a value is out of range.
     """
     values = harness.check_fields(config, FIELDS)
-    if config.seed < 0:
-        raise ValueError(f"config.seed must be at least 0, got {config.seed}.")
-    checks.positive_int("config.plus.num_entries", config.plus.num_entries)
-    for name in ("blocks.dim", "blocks.num_features"):
-        if values[name] < 2:
-            raise ValueError(f"config.{name} must be at least 2, got {values[name]}.")
-    for name in ("plus.dims", "plus.distances", "maps.dims"):
-        if not values[name]:
-            raise ValueError(f"config.{name} must have at least one entry, got ().")
-    for name in ("plus.dims", "maps.dims"):
-        for dim in values[name]:
-            if checks.positive_int(f"Each of config.{name}", dim) < 2:
-                raise ValueError(f"Each of config.{name} must be at least 2, got {dim}.")
-    for distance in (config.blocks.distance, *config.plus.distances):
-        if not 0 < distance < float("inf"):
-            raise ValueError(f"Distances must be above 0 and finite, got {distance}.")
+    harness.check_least(values, {"seed": 0, "blocks.dim": 2, "blocks.num_features": 2})
+    harness.check_least(values, {"plus.dims": 2, "plus.num_entries": 1, "maps.dims": 2})
+    harness.check_distances("blocks.distance", (config.blocks.distance,))
+    harness.check_distances("plus.distances", config.plus.distances)
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:

@@ -43,9 +43,8 @@ def check(config: ml_collections.ConfigDict) -> None:
       TypeError: If a field has the wrong type.
       ValueError: If fields are missing or unknown, or a value is out of range.
     """
-    harness.check_fields(config, FIELDS)
-    for name in ("num_vectors", "rounds"):
-        checks.positive_int(f"config.{name}", config[name])
+    values = harness.check_fields(config, FIELDS)
+    harness.check_least(values, {"num_vectors": 1, "rounds": 1})
     if not config.seconds >= 0:
         raise ValueError(f"config.seconds must be at least 0, got {config.seconds}.")
     if config.fit_points < 3:

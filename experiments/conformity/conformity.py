@@ -12,7 +12,6 @@ import tqdm
 
 from experiments import harness
 from experiments.conformity import couplings, densities, optimisation
-from simrf_jax import checks
 
 FIELDS: dict[str, type] = {
     "seed": int,
@@ -36,16 +35,14 @@ def check(config: ml_collections.ConfigDict) -> None:
       TypeError: If a field has the wrong type.
       ValueError: If fields are missing or unknown, or a value is out of range.
     """
-    harness.check_fields(config, FIELDS)
-    checks.positive_int("config.num_iterations", config.num_iterations)
+    values = harness.check_fields(config, FIELDS)
+    harness.check_least(values, {"seed": 0, "num_iterations": 1, "num_couplings": 2})
+    harness.check_least(values, {"num_projections": 2, "num_optimised": 2})
     if config.dim < 3:
         raise ValueError(
             f"config.dim must be at least 3, got {config.dim}: in 2 dimensions the simplex is the "
             "optimum for any norms."
         )
-    for name in ("num_couplings", "num_projections", "num_optimised"):
-        if config[name] < 2:
-            raise ValueError(f"config.{name} must be at least 2, got {config[name]}.")
     if config.num_draws < config.num_optimised:
         raise ValueError(
             f"config.num_draws must be at least config.num_optimised, {config.num_optimised}, "
@@ -56,8 +53,6 @@ def check(config: ml_collections.ConfigDict) -> None:
             f"config.v must be at least {LEAST_V:g}, for gains that rounding does not hide, and at "
             f"most {MOST_V:g}, for tails that means over draws can bear, got {config.v}."
         )
-    if config.seed < 0:
-        raise ValueError(f"config.seed must be at least 0, got {config.seed}.")
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import tqdm
 
 import simrf_jax
 from experiments import harness, style
-from simrf_jax import checks, theory
+from simrf_jax import theory
 
 FIELDS: dict[str, type] = {
     "seed": int,  # Of the points and of all projections.
@@ -37,20 +37,11 @@ def check(config: ml_collections.ConfigDict) -> None:
       TypeError: If a field has the wrong type.
       ValueError: If fields are missing or unknown, or a value is out of range.
     """
-    harness.check_fields(config, FIELDS)
-    for name in ("num_points", "batch_size"):
-        checks.positive_int(f"config.{name}", config[name])
-    for name in ("dim", "num_trials"):
-        if config[name] < 2:
-            raise ValueError(f"config.{name} must be at least 2, got {config[name]}.")
+    values = harness.check_fields(config, FIELDS)
+    harness.check_least(values, {"seed": 0, "dim": 2, "num_points": 1, "multiples": 1})
+    harness.check_least(values, {"num_trials": 2, "batch_size": 1})
     if not config.scale > 0:
         raise ValueError(f"config.scale must be above 0, got {config.scale}.")
-    if config.seed < 0:
-        raise ValueError(f"config.seed must be at least 0, got {config.seed}.")
-    if not config.multiples:
-        raise ValueError("config.multiples must name at least one multiple of dim, got ().")
-    for multiple in config.multiples:
-        checks.positive_int("Each of config.multiples", multiple)
 
 
 def draw_points(config: ml_collections.ConfigDict) -> jax.Array:

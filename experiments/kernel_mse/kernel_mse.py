@@ -10,7 +10,6 @@ import tqdm
 
 from experiments import harness
 from experiments.kernel_mse import blog, mse_ratio, trigonometric_gap
-from simrf_jax import checks
 
 FIELDS: dict[str, type] = {
     "seed": int,
@@ -40,13 +39,10 @@ def check(config: ml_collections.ConfigDict) -> None:
       ValueError: If fields are missing or unknown, or a value is out of range.
     """
     values = harness.check_fields(config, FIELDS)
-    if config.seed < 0:
-        raise ValueError(f"config.seed must be at least 0, got {config.seed}.")
-    for name in ("attention.length", "attention.dim", "attention.num_samples"):
-        checks.positive_int(f"config.{name}", values[name])
-    for name in ("ratio.dim", "ratio.num_trials", "gap.num_trials"):
-        if values[name] < 2:
-            raise ValueError(f"config.{name} must be at least 2, got {values[name]}.")
+    harness.check_least(values, {"seed": 0, "ratio.dim": 2, "ratio.num_trials": 2})
+    harness.check_least(values, {"gap.num_trials": 2, "gap.dims": 2, "gap.trial_dims": 2})
+    harness.check_least(values, {"attention.length": 1, "attention.dim": 1})
+    harness.check_least(values, {"attention.num_features": 1, "attention.num_samples": 1})
     for name in (name for name, kind in FIELDS.items() if kind is tuple):
         _check_list(name, values[name])
 
@@ -57,13 +53,7 @@ def _check_list(name: str, values: tuple[Any, ...]) -> None:
     if list(values) != sorted(set(values)):
         raise ValueError(f"config.{name} must ascend and have nothing twice, got {values}.")
     if name.endswith("distances"):
-        if not all(isinstance(v, float) and 0 < v < float("inf") for v in values):
-            raise ValueError(f"config.{name} must be positive floats, got {values}.")
-        return
-    for value in values:
-        checks.positive_int(f"Each of config.{name}", value)
-    if name.endswith("dims") and values[0] < 2:
-        raise ValueError(f"Each of config.{name} must be at least 2, got {values}.")
+        harness.check_distances(name, values)
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:

@@ -42,22 +42,14 @@ def check(config: ml_collections.ConfigDict) -> None:
       TypeError: If a field has the wrong type.
       ValueError: If fields are missing or unknown, or a value is out of range.
     """
-    harness.check_fields(config, FIELDS)
+    values = harness.check_fields(config, FIELDS)
+    harness.check_least(values, {"seed": 0, "num_trials": 2, "curve_trials": 2, "multiples": 1})
+    harness.check_least(values, {"search_trials": 2, "search_multiple": 1, "num_sigmas": 2})
     for name, known in (("datasets", tuple(uci.SOURCES)), ("parts", PARTS)):
         if not config[name]:
             raise ValueError(f"config.{name} must name at least one of {', '.join(known)}, got ().")
         for value in config[name]:
             checks.one_of(f"Each of config.{name}", value, known)
-    for name in ("num_trials", "curve_trials", "search_trials", "num_sigmas"):
-        if config[name] < 2:
-            raise ValueError(f"config.{name} must be at least 2, got {config[name]}.")
-    checks.positive_int("config.search_multiple", config.search_multiple)
-    if not config.multiples:
-        raise ValueError("config.multiples must name at least one multiple of dim, got ().")
-    for multiple in config.multiples:
-        checks.positive_int("Each of config.multiples", multiple)
-    if config.seed < 0:
-        raise ValueError(f"config.seed must be at least 0, got {config.seed}.")
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:

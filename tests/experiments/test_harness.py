@@ -56,3 +56,18 @@ def test_json_is_written_whole_or_not_at_all(tmp_path):
     with pytest.raises(ValueError, match="not JSON compliant"):
         harness.write_json(path, {"a": float("nan")})
     assert json.loads(path.read_text()) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "match"),
+    [
+        ({"a": 1}, ValueError, "config.a must be at least 2, got 1"),
+        ({"a": (3, 1)}, ValueError, "Each of config.a must be at least 2, got 1"),
+        ({"a": ()}, ValueError, r"config.a must have at least one entry, got \(\)"),
+        ({"a": (2.0,)}, TypeError, "Each of config.a must be an integer, got 2.0"),
+    ],
+)
+def test_least_refuses(values, error, match):
+    harness.check_least({"a": (2, 3)}, {"a": 2})
+    with pytest.raises(error, match=match):
+        harness.check_least(values, {"a": 2})

@@ -109,7 +109,7 @@ def test_main_prints_the_tables(tmp_path):
         ({"gap__num_trials": 1}, "config.gap.num_trials must be at least 2, got 1"),
         ({"gap__dims": ()}, "config.gap.dims must have at least one entry"),
         ({"gap__dims": (4, 3)}, r"config.gap.dims must ascend and have nothing twice, got \(4, 3"),
-        ({"gap__trial_dims": (1, 4)}, r"Each of config.gap.trial_dims must be at least 2, got \(1"),
+        ({"gap__trial_dims": (1, 4)}, r"Each of config.gap.trial_dims must be at least 2, got 1"),
         ({"ratio__distances": (0.0, 1.0)}, "config.ratio.distances must be positive floats"),
         ({"gap__trial_distances": (1, 2)}, "gap.trial_distances must be positive floats, got"),
         ({"attention__length": 0}, "config.attention.length must be at least 1, got 0"),

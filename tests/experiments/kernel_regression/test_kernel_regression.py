@@ -98,7 +98,7 @@ def test_a_stopped_run_goes_on_where_it_was(config, tmp_path, monkeypatch):
         ({"search_trials": 0}, "config.search_trials must be at least 2, got 0"),
         ({"num_sigmas": 1}, "config.num_sigmas must be at least 2, got 1"),
         ({"search_multiple": 0}, "config.search_multiple must be at least 1"),
-        ({"multiples": ()}, "config.multiples must name at least one"),
+        ({"multiples": ()}, "config.multiples must have at least one entry"),
         ({"multiples": (0,)}, "Each of config.multiples must be at least 1"),
         ({"seed": -1}, "config.seed must be at least 0, got -1"),
     ],
