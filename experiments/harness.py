@@ -14,7 +14,11 @@ import numpy as np
 from absl import app, flags
 from ml_collections import config_flags
 
+import simrf_jax
 from simrf_jax import checks
+
+# Flags that launch defines are its caller's, and so in its --help.
+flags.disclaim_key_flags()
 
 # Type of each field of a config by its dotted name: {"model.width": int, ...}.
 Fields = Mapping[str, type]
@@ -63,10 +67,37 @@ def check_least(values: Mapping[str, Any], least: Mapping[str, int]) -> None:
                 raise ValueError(f"{what} must be at least {bound}, got {number}.")
 
 
-def check_distances(name: str, values: tuple[Any, ...]) -> None:
-    """Accepts positive and finite floats, one at least."""
-    if not values or not all(isinstance(v, float) and 0 < v < float("inf") for v in values):
-        raise ValueError(f"config.{name} must be positive floats, got {values}.")
+def check_seed(values: Mapping[str, Any]) -> None:
+    """Accepts what ``jax.random.key`` tells apart."""
+    if not 0 <= values["seed"] < 2**32:
+        raise ValueError(f"config.seed must be from 0 to 2^32 - 1, got {values['seed']}.")
+
+
+def check_distances(values: Mapping[str, Any], names: Iterable[str], *, most: float) -> None:
+    """Refuses distances that are not floats above 0 and up to ``most``.
+
+    At larger ones squared errors leave the range of their type, or their means have tails that no
+    number of trials finds.
+    """
+    for name in names:
+        value = values[name]
+        for distance in value if isinstance(value, tuple) else (value,):
+            if not isinstance(distance, float) or not 0 < distance <= most:
+                raise ValueError(
+                    f"config.{name} must be floats above 0 and at most {most:g}, got {value}."
+                )
+
+
+def check_ascending(values: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Refuses lists of numbers that are empty or do not ascend."""
+    for name in names:
+        value = values[name]
+        if not value:
+            raise ValueError(f"config.{name} must have at least one entry, got ().")
+        if not all(isinstance(number, (int, float)) for number in value):
+            raise ValueError(f"config.{name} must be numbers, got {value}.")
+        if list(value) != sorted(set(value)):
+            raise ValueError(f"config.{name} must ascend and have nothing twice, got {value}.")
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -143,12 +174,14 @@ def launch(experiment: Experiment, default_config: pathlib.Path) -> None:
         start = time.monotonic()
         try:
             experiment.check(config.value)
-        except (TypeError, ValueError) as error:
+        except (OSError, TypeError, ValueError) as error:
             raise SystemExit(str(error)) from None
         try:
             results = experiment.run(config.value, pathlib.Path(workdir.value))
         except OSError as error:
             raise SystemExit(str(error)) from None
+        except KeyboardInterrupt:
+            raise SystemExit("Stopped; the same command goes on where it was.") from None
         print(experiment.report(results))
         print(f"{time.monotonic() - start:.0f} seconds")
 
@@ -169,27 +202,45 @@ def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
     partial.replace(path)
 
 
+# What there is to compute, by the name of the piece that keeps it.
+Tasks = dict[str, Callable[[], np.ndarray]]
+
+
 class Pieces:
     """The finished pieces of a run, so that one that was stopped goes on where it was.
 
     Args:
       workdir: Folder to make; it keeps ``config.json`` and one file for each piece.
       config: What the pieces belong to.
+      selection: Fields that say which pieces to make, or where data are, but change none of them.
 
     Raises:
-      FileExistsError: If the folder holds the pieces of another config.
+      FileExistsError: If the folder holds the pieces of another config, or of another version of
+        this package.
     """
 
-    def __init__(self, workdir: pathlib.Path, config: ml_collections.ConfigDict):
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        config: ml_collections.ConfigDict,
+        *,
+        selection: Iterable[str] = (),
+    ):
         self._folder = workdir / "pieces"
         self._folder.mkdir(parents=True, exist_ok=True)
         path = workdir / "config.json"
-        ours = json.loads(config.to_json())
-        if path.exists() and json.loads(path.read_text()) != ours:
-            raise FileExistsError(
-                f"{workdir} holds a run of another config ({path}). Give another --workdir or "
-                "delete it."
-            )
+        ours = {"version": simrf_jax.__version__, **json.loads(config.to_json())}
+        if path.exists():
+            try:
+                theirs = json.loads(path.read_text())
+            except ValueError:
+                raise FileExistsError(f"{path} is damaged; delete {workdir}.") from None
+            names = [n for n in ours | theirs if ours.get(n) != theirs.get(n)]
+            if differ := [name for name in names if name not in selection]:
+                raise FileExistsError(
+                    f"{workdir} holds a run of another config ({path}), which differs in "
+                    f"{', '.join(differ)}. Give another --workdir or delete it."
+                )
         write_json(path, ours)
 
     def load(self, name: str) -> np.ndarray | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import matplotlib.axes
-import numpy as np
+from numpy.typing import ArrayLike
 
 STYLES: dict[str, dict[str, Any]] = {
     "iid": {"color": "#009E73", "linestyle": ":"},
@@ -30,7 +30,7 @@ def tidy(axes: matplotlib.axes.Axes) -> None:
 
 
 def band(
-    axes: matplotlib.axes.Axes, x: np.ndarray, mean: np.ndarray, spread: np.ndarray, *, color: str
+    axes: matplotlib.axes.Axes, x: ArrayLike, low: ArrayLike, high: ArrayLike, *, color: str
 ) -> None:
-    """Shades ``mean`` plus and minus ``spread``."""
-    axes.fill_between(x, mean - spread, mean + spread, color=color, alpha=0.3, linewidth=0)
+    """Shades what lies between two curves."""
+    axes.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0)

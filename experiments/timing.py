@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-LEAST_ROUNDS = 3
+LEAST_ROUNDS = 5
 
 
 def alternate(
@@ -18,19 +18,23 @@ def alternate(
 ) -> dict[str, np.ndarray]:
     """Milliseconds of each call, after one that compiles: ``{name: array [rounds]}``.
 
+    Each round begins with the next candidate, so that none always follows the same one.
+
     Args:
       candidates: ``{name: call}``; a call takes the round's number and returns arrays.
       rounds: How often each is timed.
       seconds: After which no round is begun, once there have been ``LEAST_ROUNDS``.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
+    names = list(candidates)
     begin = time.perf_counter()
     for round_ in range(rounds + 1):
         if round_ > LEAST_ROUNDS and time.perf_counter() - begin > seconds:
             break
-        for name, call in candidates.items():
+        first = round_ % len(names)
+        for name in names[first:] + names[:first]:
             start = time.perf_counter()
-            jax.block_until_ready(call(round_))
+            jax.block_until_ready(candidates[name](round_))
             if round_:
                 times[name].append(1e3 * (time.perf_counter() - start))
     return {name: np.array(ms) for name, ms in times.items()}

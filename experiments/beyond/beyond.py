@@ -10,9 +10,8 @@ import ml_collections
 import numpy as np
 import tqdm
 
-from experiments import harness, style
+from experiments import harness, style, trials
 from experiments.beyond import figures
-from experiments.kernel_mse import trials
 from simrf_jax import theory
 from simrf_jax.theory.mse import FEATURES
 
@@ -31,6 +30,7 @@ BLOCKS = {
     "square": {"coupling": "simplex", "block": "square"},
     "regular": {"coupling": "simplex", "block": "regular"},
 }
+MOST_DISTANCE = 3.0  # Beyond it, means over draws cannot bear the tails.
 SAMPLES = np.array([0.3, 1.0, 3.0])  # For the table.
 DISTANCES = np.geomspace(0.03, 6, 121)
 
@@ -43,10 +43,11 @@ def check(config: ml_collections.ConfigDict) -> None:
       ValueError: If fields are missing or unknown, or a value is out of range.
     """
     values = harness.check_fields(config, FIELDS)
-    harness.check_least(values, {"seed": 0, "blocks.dim": 2, "blocks.num_features": 2})
+    harness.check_seed(values)
+    harness.check_least(values, {"blocks.dim": 2, "blocks.num_features": 2})
     harness.check_least(values, {"plus.dims": 2, "plus.num_entries": 1, "maps.dims": 2})
-    harness.check_distances("blocks.distance", (config.blocks.distance,))
-    harness.check_distances("plus.distances", config.plus.distances)
+    harness.check_ascending(values, ["plus.dims", "plus.distances", "maps.dims"])
+    harness.check_distances(values, ["blocks.distance", "plus.distances"], most=MOST_DISTANCE)
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:

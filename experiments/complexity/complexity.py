@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -45,8 +46,8 @@ def check(config: ml_collections.ConfigDict) -> None:
     """
     values = harness.check_fields(config, FIELDS)
     harness.check_least(values, {"num_vectors": 1, "rounds": 1})
-    if not config.seconds >= 0:
-        raise ValueError(f"config.seconds must be at least 0, got {config.seconds}.")
+    if not 0 <= config.seconds < math.inf:
+        raise ValueError(f"config.seconds must be at least 0 and finite, got {config.seconds}.")
     if config.fit_points < 3:
         raise ValueError(
             "config.fit_points must be at least 3, or a slope has no standard error, "
@@ -155,6 +156,7 @@ def _summary(dim: int, measured: dict[str, np.ndarray]) -> dict[str, Any]:
     memory = zip(MEMORIES, measured["memory"], strict=True)
     return {
         "dim": dim,
+        "rounds": len(measured["draw"]),
         "ms": medians | {"draw_and_apply": medians["draw"][1] + medians["apply"][1]},
         "bytes": {what: int(number) for what, number in memory},
     }

@@ -62,7 +62,7 @@ def _figure(
         axes.set(xscale="log", yscale="log")
         axes.set_xticks([tick for tick in TICKS if tick <= points[-1]["dim"]])
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(lambda value, _: f"{value:,g}")
+            axis.set_major_formatter(lambda value, _: f"{value:,.10g}")
         axes.minorticks_off()
         style.tidy(axes)
     figure.legend(
@@ -76,7 +76,7 @@ def _curve(
 ) -> Any:
     dims = [point["dim"] for point in points]
     low, middle, high = _values(points, measure, quantity)
-    axes.fill_between(dims, low, high, color=look["color"], alpha=0.2, linewidth=0)
+    style.band(axes, dims, low, high, color=look["color"])
     return axes.plot(dims, middle, **look, linewidth=1.2)[0]
 
 

@@ -65,12 +65,13 @@ def exponents(results: dict[str, Any]) -> str:
 
 
 def draws(results: dict[str, Any]) -> str:
-    """Milliseconds to draw."""
-    rows = [
-        [f"{dim:,}", *(_number(here[n]["ms"]["draw"][1]) if n in here else "" for n in NAMES)]
-        for dim, here in _by_dim(results)
-    ]
-    return harness.markdown_table(["draw, ms: d", *map(label, NAMES)], rows)
+    """Milliseconds to draw, and how often each was timed."""
+    rows = []
+    for dim, here in _by_dim(results):
+        medians = (_number(here[n]["ms"]["draw"][1]) if n in here else "" for n in NAMES)
+        rounds = (here[n]["rounds"] for n in ("simplex", "fast_simplex") if n in here)
+        rows.append([f"{dim:,}", *medians, " and ".join(map(str, rounds))])
+    return harness.markdown_table(["draw, ms: d", *map(label, NAMES), "rounds"], rows)
 
 
 def ratios(results: dict[str, Any]) -> str:
@@ -117,7 +118,7 @@ def memory(results: dict[str, Any]) -> str:
 
 
 def crossings(results: dict[str, Any]) -> str:
-    """From which dimension on the fast form of SimRFs takes less time."""
+    """From which dimension on the fast form of SimRFs takes less time, quartiles apart."""
     dense, fast = (results["curves"][name] for name in ("simplex", "fast_simplex"))
     whats = {
         "draw": "to draw",
@@ -126,8 +127,8 @@ def crossings(results: dict[str, Any]) -> str:
     }
     lines = []
     for quantity, what in whats.items():
-        won = [
-            (d["dim"], d["ms"][quantity][1] > f["ms"][quantity][1])
+        won = [  # By more than the quartiles of either.
+            (d["dim"], d["ms"][quantity][0] > f["ms"][quantity][2])
             for d, f in zip(dense, fast, strict=False)
         ]
         since = next((n for n in range(len(won)) if all(faster for _, faster in won[n:])), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from typing import Any
 
@@ -36,8 +37,9 @@ def check(config: ml_collections.ConfigDict) -> None:
       ValueError: If fields are missing or unknown, or a value is out of range.
     """
     values = harness.check_fields(config, FIELDS)
-    harness.check_least(values, {"seed": 0, "num_iterations": 1, "num_couplings": 2})
+    harness.check_least(values, {"num_iterations": 1, "num_couplings": 2})
     harness.check_least(values, {"num_projections": 2, "num_optimised": 2})
+    harness.check_seed(values)
     if config.dim < 3:
         raise ValueError(
             f"config.dim must be at least 3, got {config.dim}: in 2 dimensions the simplex is the "
@@ -107,11 +109,8 @@ def optima(norms: np.ndarray, v: float, pieces: harness.Pieces) -> np.ndarray:
     """The least conformity of each draw of norms; by far the longest part of a run."""
     parts = []
     for start in tqdm.trange(0, len(norms), BATCH, unit=f" x {BATCH} optima"):
-        part = pieces.load(f"optima-{start}")
-        if part is None:
-            part = optimisation.optimum(norms[start : start + BATCH], v)
-            pieces.save(f"optima-{start}", part)
-        parts.append(part)
+        batch = functools.partial(optimisation.optimum, norms[start : start + BATCH], v)
+        parts.append(pieces.get(f"optima-{start}", batch))
     return np.concatenate(parts)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from scipy import integrate
 
 import simrf_jax
-from experiments import style
+from experiments import style, trials
 from simrf_jax import theory
 from simrf_jax.theory.bessel import log_hyp0f1
 from simrf_jax.theory.rows import squared_resultants
@@ -72,8 +72,7 @@ def summary(lengths: np.ndarray, v: float, dim: int, coupling: str) -> dict[str,
     conformity = weight(lengths, v, dim).mean(axis=1)
     density, edges = np.histogram(lengths, 10 * longest(dim), (0, longest(dim)), density=True)
     result = {
-        "mean": float(conformity.mean()),
-        "standard_error": float(conformity.std(ddof=1) / len(conformity) ** 0.5),
+        **trials.summary(conformity),
         "integral": None,
         "closed_form": None,
         "edges": edges.tolist(),

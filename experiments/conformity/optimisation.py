@@ -167,7 +167,7 @@ def draw_figure(results: dict[str, Any], v: float, dim: int) -> matplotlib.figur
     iterations = np.arange(len(results["simplex_plus"]))
     ends = iterations[[0, -1]]
     level, spread = np.full(2, results["iid"]), np.full(2, results["iid_deviation"])
-    style.band(axes, ends, level, spread, color=style.STYLES["iid"]["color"])
+    style.band(axes, ends, level - spread, level + spread, color=style.STYLES["iid"]["color"])
     for coupling in ("iid", "orthogonal", "simplex"):
         level = np.full(2, results[coupling])
         axes.plot(ends, level, **style.STYLES[coupling], label=style.LABELS[coupling])

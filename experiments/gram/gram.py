@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import pathlib
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import tqdm
 
 import simrf_jax
-from experiments import harness, style
+from experiments import harness, style, trials
 from simrf_jax import theory
 
 FIELDS: dict[str, type] = {
@@ -38,10 +39,11 @@ def check(config: ml_collections.ConfigDict) -> None:
       ValueError: If fields are missing or unknown, or a value is out of range.
     """
     values = harness.check_fields(config, FIELDS)
-    harness.check_least(values, {"seed": 0, "dim": 2, "num_points": 1, "multiples": 1})
+    harness.check_least(values, {"dim": 2, "num_points": 1, "multiples": 1})
+    harness.check_seed(values)
     harness.check_least(values, {"num_trials": 2, "batch_size": 1})
-    if not config.scale > 0:
-        raise ValueError(f"config.scale must be above 0, got {config.scale}.")
+    if not 0 < config.scale < math.inf:
+        raise ValueError(f"config.scale must be above 0 and finite, got {config.scale}.")
 
 
 def draw_points(config: ml_collections.ConfigDict) -> jax.Array:
@@ -124,8 +126,7 @@ def _all_trials(
 
 def _summary(errors: np.ndarray, x: np.ndarray, size: int, coupling: str) -> dict[str, Any]:
     return {
-        "mean": float(errors.mean()),
-        "standard_error": float(errors.std(ddof=1) / len(errors) ** 0.5),
+        **trials.summary(errors),
         "closed_form": None if coupling == "simplex_plus" else expected_error(x, size, coupling),
     }
 
@@ -148,7 +149,7 @@ def draw_figure(results: dict[str, Any], dim: int) -> matplotlib.figure.Figure:
         rows, look = results[coupling], style.STYLES[coupling]
         mean = np.array([row["mean"] for row in rows])
         spread = np.array([row["standard_error"] for row in rows])
-        style.band(axes, multiples, mean, spread, color=look["color"])
+        style.band(axes, multiples, mean - spread, mean + spread, color=look["color"])
         axes.plot(multiples, mean, "o", color=look["color"], markersize=4)
         line = [row["closed_form"] or row["mean"] for row in rows]
         axes.plot(multiples, line, **look, linewidth=1.2, label=style.LABELS[coupling])

@@ -14,7 +14,6 @@ import numpy as np
 from experiments import harness, style
 from experiments.kernel_mse import attention
 from experiments.kernel_mse.attention import Curve, Panel
-from experiments.kernel_mse.trials import Tasks
 
 CURVES = {
     Curve("iid", "trigonometric"): style.STYLES["iid"] | {"label": "sin/cos, iid"},
@@ -46,10 +45,10 @@ SCALES = tuple({panel.scale: None for _, panel in CASES})
 POST_UP_TO = 192  # Features.
 
 
-def tasks(config: ml_collections.ConfigDict) -> Tasks:
+def tasks(config: ml_collections.ConfigDict) -> harness.Tasks:
     """All cases at one number of features each, and attention that looks at no key."""
     seed, options = config.seed, config.attention
-    sizes: Tasks = {
+    sizes: harness.Tasks = {
         f"attention-{size}": functools.partial(_errors_at, seed, options, size)
         for size in options.num_features
     }
@@ -156,7 +155,7 @@ def _draw_panel(axes: matplotlib.axes.Axes, sizes: np.ndarray, panel: dict[str, 
         mean, deviation = np.array(curve["mean"]), np.array(curve["standard_deviation"])
         # Where the deviation exceeds the mean, the band ends at the least of the samples.
         low = np.maximum(mean - deviation, curve["least"])
-        axes.fill_between(sizes, low, mean + deviation, color=look["color"], alpha=0.2, linewidth=0)
+        style.band(axes, sizes, low, mean + deviation, color=look["color"])
         axes.plot(sizes, mean, **look, linewidth=1.3)
         axes.plot(sizes, curve["median"], "o", color=look["color"], markersize=3.5)
     axes.axhline(panel["uniform"], color="black", linewidth=1, label="mean of the values")

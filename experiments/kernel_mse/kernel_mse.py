@@ -39,21 +39,13 @@ def check(config: ml_collections.ConfigDict) -> None:
       ValueError: If fields are missing or unknown, or a value is out of range.
     """
     values = harness.check_fields(config, FIELDS)
-    harness.check_least(values, {"seed": 0, "ratio.dim": 2, "ratio.num_trials": 2})
+    harness.check_seed(values)
+    harness.check_least(values, {"ratio.dim": 2, "ratio.num_trials": 2})
     harness.check_least(values, {"gap.num_trials": 2, "gap.dims": 2, "gap.trial_dims": 2})
     harness.check_least(values, {"attention.length": 1, "attention.dim": 1})
     harness.check_least(values, {"attention.num_features": 1, "attention.num_samples": 1})
-    for name in (name for name, kind in FIELDS.items() if kind is tuple):
-        _check_list(name, values[name])
-
-
-def _check_list(name: str, values: tuple[Any, ...]) -> None:
-    if not values:
-        raise ValueError(f"config.{name} must have at least one entry, got ().")
-    if list(values) != sorted(set(values)):
-        raise ValueError(f"config.{name} must ascend and have nothing twice, got {values}.")
-    if name.endswith("distances"):
-        harness.check_distances(name, values)
+    harness.check_ascending(values, [name for name, kind in FIELDS.items() if kind is tuple])
+    harness.check_distances(values, ["ratio.distances", "gap.trial_distances"], most=10.0)
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
@@ -75,13 +67,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     check(config)
     kept = harness.Pieces(workdir, config)
     tasks = {name: task for part in PARTS.values() for name, task in part.tasks(config).items()}
-    pieces = {}
-    for name, task in tqdm.tqdm(tasks.items(), unit="piece"):
-        values = kept.load(name)
-        if values is None:
-            values = task()
-            kept.save(name, values)
-        pieces[name] = values
+    progress = tqdm.tqdm(tasks.items(), unit="piece")
+    pieces = {name: kept.get(name, task) for name, task in progress}
     results = {name: part.summary(config, pieces) for name, part in PARTS.items()}
     harness.write_json(workdir / "results.json", results)
     for part, of_part in zip(PARTS.values(), results.values(), strict=True):

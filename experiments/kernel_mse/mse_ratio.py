@@ -11,9 +11,7 @@ import ml_collections
 import numpy as np
 from scipy import special
 
-from experiments import harness, style
-from experiments.kernel_mse import trials
-from experiments.kernel_mse.trials import Estimate, Tasks
+from experiments import harness, style, trials
 from simrf_jax import theory
 
 COUPLINGS = ("iid", "orthogonal", "simplex", "simplex_plus")
@@ -21,7 +19,7 @@ CURVE = np.geomspace(1e-3, 1e2, 501)  # The axis of the paper.
 ENOUGH = 0.9  # Share of the mean that the draws must be able to see for a filled marker.
 
 
-def tasks(config: ml_collections.ConfigDict) -> Tasks:
+def tasks(config: ml_collections.ConfigDict) -> harness.Tasks:
     """One set of trials for each coupling, from the same keys."""
     options = config.ratio
     return {
@@ -143,7 +141,9 @@ def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]
             axes.plot(CURVE, theory.mse_ratio(CURVE, dim, dim, coupling=coupling), **look)
         if coupling != "iid":
             found = results[coupling]
-            ratio = Estimate(np.array(found["ratio"]), np.array(found["ratio_standard_error"]))
+            ratio = trials.Estimate(
+                np.array(found["ratio"]), np.array(found["ratio_standard_error"])
+            )
             _draw_trials(axes, v, ratio, enough, look["color"])
     if not enough.all():
         unseen: dict[str, Any] = {
@@ -161,7 +161,11 @@ def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]
 
 
 def _draw_trials(
-    axes: matplotlib.axes.Axes, v: np.ndarray, ratio: Estimate, enough: np.ndarray, color: str
+    axes: matplotlib.axes.Axes,
+    v: np.ndarray,
+    ratio: trials.Estimate,
+    enough: np.ndarray,
+    color: str,
 ) -> None:
     for these, face in ((enough, color), (~enough, "white")):
         axes.errorbar(

@@ -13,9 +13,7 @@ import ml_collections
 import numpy as np
 from scipy import optimize
 
-from experiments import harness, style
-from experiments.kernel_mse import trials
-from experiments.kernel_mse.trials import Tasks
+from experiments import harness, style, trials
 from simrf_jax import theory
 
 GRID = np.linspace(0.002, 12, 6000)
@@ -26,7 +24,7 @@ DRAWN = (2, 3, 4, 6, 8, 16, 64)  # Of the dimensions; more would be a thicket.
 LINE_STYLES = ("-", "--", "-.", ":")
 
 
-def tasks(config: ml_collections.ConfigDict) -> Tasks:
+def tasks(config: ml_collections.ConfigDict) -> harness.Tasks:
     """Trials for each dimension and coupling, from the same keys."""
     options = config.gap
     return {

@@ -65,12 +65,15 @@ def accuracies(projections: jax.Array, split: Split, sigma: float) -> np.ndarray
 def _accuracies(
     w: jax.Array, train: jax.Array, votes: jax.Array, test: jax.Array, labels: jax.Array
 ) -> jax.Array:
-    rows = w.reshape(-1, w.shape[-1])  # All trials side by side make one large product.
-    sums = (simrf_jax.positive_features(train, rows).T @ votes).reshape(*w.shape[:2], -1)
-    # The class does not change with a factor of all features of a test row: one by which none of
-    # them overflows or vanishes.
-    exponents = simrf_jax.project(test, rows).reshape(len(test), *w.shape[:2])
-    phi = jax.nn.softmax(exponents, axis=-1)
+    # This is attention, of test rows to training rows, and as attention does it, a feature is in
+    # units of its largest training row: nothing overflows, and not everything vanishes. All trials
+    # side by side make one large product.
+    rows = w.reshape(-1, w.shape[-1])
+    exponents = simrf_jax.project(train, rows) - jnp.sum(train**2, axis=-1, keepdims=True)
+    largest = exponents.max(axis=0, keepdims=True)
+    sums = (jnp.exp(exponents - largest).T @ votes).reshape(*w.shape[:2], -1)
+    exponents = (simrf_jax.project(test, rows) + largest).reshape(len(test), *w.shape[:2])
+    phi = jax.nn.softmax(exponents, axis=-1)  # A factor of all of a row's features is free.
     scores = jnp.einsum("tbm,bmc->btc", phi, sums)
     return jnp.mean(scores.argmax(axis=-1) == labels[None], axis=-1)
 

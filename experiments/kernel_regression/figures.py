@@ -107,7 +107,7 @@ def _curve(
     label: str,
 ) -> None:
     mean, spread = (np.array([p[k] for p in points]) for k in ("mean", "standard_error"))
-    style.band(axis, x, mean, spread, color=look["color"])
+    style.band(axis, x, mean - spread, mean + spread, color=look["color"])
     axis.plot(x, mean, **look, linewidth=1.3, label=label)
 
 

@@ -13,6 +13,7 @@ import tqdm
 
 from experiments import harness
 from experiments.kernel_regression import classify, figures, tables, uci
+from experiments.trials import summary
 from simrf_jax import checks
 from simrf_jax.projections.hadamard import padded_dim
 
@@ -43,7 +44,9 @@ def check(config: ml_collections.ConfigDict) -> None:
       ValueError: If fields are missing or unknown, or a value is out of range.
     """
     values = harness.check_fields(config, FIELDS)
-    harness.check_least(values, {"seed": 0, "num_trials": 2, "curve_trials": 2, "multiples": 1})
+    harness.check_seed(values)
+    harness.check_least(values, {"num_trials": 2, "curve_trials": 2, "multiples": 1})
+    harness.check_ascending(values, ["multiples"])
     harness.check_least(values, {"search_trials": 2, "search_multiple": 1, "num_sigmas": 2})
     for name, known in (("datasets", tuple(uci.SOURCES)), ("parts", PARTS)):
         if not config[name]:
@@ -71,7 +74,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """
     check(config)
     splits = {name: uci.load(name, config.data_dir) for name in config.datasets}
-    pieces = harness.Pieces(workdir, config)
+    pieces = harness.Pieces(workdir, config, selection=("data_dir", "datasets", "parts"))
     runs = {"tables": _tables, "curves": _curves, "search": _search}
     results: dict[str, Any] = {"seconds": {}}
     for part in config.parts:
@@ -114,13 +117,13 @@ def _tables(
             w = classify.draw(_keys(config, config.num_trials), size, size, method)
             return classify.accuracies(w, split, sigma)
 
-        trials = {
+        accuracies = {
             method: pieces.get(f"tables-{name}-{table}-{method}", functools.partial(trial, method))
             for method in methods
         }
-        result[table] = {method: _summary(values) for method, values in trials.items()}
+        result[table] = {method: summary(values) for method, values in accuracies.items()}
         result[f"{table}_paired"] = {
-            f"{better} - {worse}": _summary(trials[better] - trials[worse])
+            f"{better} - {worse}": summary(accuracies[better] - accuracies[worse])
             for better, worse in tables.PAIRS[table]
         }
     return result
@@ -137,15 +140,19 @@ def _curves(
 
     exact = classify.exact_accuracies(split, np.array([sigma]))
     result: dict[str, Any] = {"multiples": list(config.multiples), "exact": float(exact[0])}
-    for method in figures.CURVES:
-        result[method] = [
-            _summary(
-                pieces.get(
-                    f"curves-{name}-{method}-{multiple}", functools.partial(trial, method, multiple)
-                )
+    curves = {
+        method: [
+            pieces.get(
+                f"curves-{name}-{method}-{multiple}", functools.partial(trial, method, multiple)
             )
             for multiple in config.multiples
         ]
+        for method in figures.CURVES
+    }
+    for method, points in curves.items():
+        result[method] = [summary(accuracies) for accuracies in points]
+    pairs = zip(curves["simplex"], curves["orthogonal"], strict=True)
+    result["simplex - orthogonal"] = [summary(better - worse) for better, worse in pairs]
     return result
 
 
@@ -170,7 +177,7 @@ def _search(
             functools.partial(classify.exact_accuracies, rows, sigmas),
         )
         result[kind] = {
-            "iid": [_summary(trials) for trials in curve],
+            "iid": [summary(points) for points in curve],
             "exact": exact.tolist(),
             "best": float(sigmas[curve.mean(axis=1).argmax()]),
             "best_exact": float(sigmas[exact.argmax()]),
@@ -181,10 +188,3 @@ def _search(
 def _keys(config: ml_collections.ConfigDict, trials: int) -> jax.Array:
     """The same for all methods, whose trials are paired so."""
     return jax.random.split(jax.random.key(config.seed), trials)
-
-
-def _summary(trials: np.ndarray) -> dict[str, float]:
-    return {
-        "mean": float(trials.mean()),
-        "standard_error": float(trials.std(ddof=1) / len(trials) ** 0.5),
-    }

@@ -1,4 +1,8 @@
 import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import ml_collections
 import numpy as np
@@ -71,3 +75,102 @@ def test_least_refuses(values, error, match):
     harness.check_least({"a": (2, 3)}, {"a": 2})
     with pytest.raises(error, match=match):
         harness.check_least(values, {"a": 2})
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32])
+def test_seed_refuses(seed):
+    harness.check_seed({"seed": 2**32 - 1})
+    with pytest.raises(ValueError, match=rf"config.seed must be from 0 to 2\^32 - 1, got {seed}"):
+        harness.check_seed({"seed": seed})
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        ((), "config.a must have at least one entry"),
+        (("x", 1.0), r"config.a must be numbers, got \('x', 1.0\)"),
+        ((1, 1), r"config.a must ascend and have nothing twice, got \(1, 1\)"),
+    ],
+)
+def test_ascending_refuses(value, match):
+    with pytest.raises(ValueError, match=match):
+        harness.check_ascending({"a": value}, ["a"])
+
+
+@pytest.mark.parametrize("value", [0.0, 3.5, 1, (1.0, float("inf")), (1.0, float("nan"))])
+def test_distances_refuse(value):
+    harness.check_distances({"a": (1.0, 3.0), "b": 2.0}, ["a", "b"], most=3.0)
+    with pytest.raises(ValueError, match=r"config.a must be floats above 0 and at most 3, got"):
+        harness.check_distances({"a": value}, ["a"], most=3.0)
+
+
+def test_pieces_of_another_selection_are_gone_on_with(tmp_path):
+    harness.Pieces(tmp_path, config(), selection=["seed"]).save("a", np.arange(3))
+    pieces = harness.Pieces(tmp_path, config(seed=1), selection=["seed"])
+    np.testing.assert_array_equal(pieces.load("a"), np.arange(3))
+    assert json.loads((tmp_path / "config.json").read_text())["seed"] == 1
+    with pytest.raises(FileExistsError, match=r"differs in seed\. Give another --workdir"):
+        harness.Pieces(tmp_path, config(), selection=["model"])
+
+
+def test_pieces_of_another_version_or_of_a_damaged_config_are_refused(tmp_path, monkeypatch):
+    harness.Pieces(tmp_path, config())
+    monkeypatch.setattr(harness.simrf_jax, "__version__", "9.9")
+    with pytest.raises(FileExistsError, match="differs in version"):
+        harness.Pieces(tmp_path, config())
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(FileExistsError, match=r"config.json is damaged; delete"):
+        harness.Pieces(tmp_path, config())
+
+
+def test_pieces_are_computed_once_and_timed(tmp_path):
+    pieces = harness.Pieces(tmp_path, config())
+    first = pieces.get("part-a", lambda: np.arange(3))
+    np.testing.assert_array_equal(pieces.get("part-a", lambda: np.zeros(9)), first)
+    assert pieces.seconds("part") > 0
+    assert pieces.seconds("other") == 0
+
+
+PROGRAM = """
+import pathlib, sys
+from absl import flags
+from experiments import harness
+FIELDS = {"seed": int}
+def check(config): harness.check_fields(config, FIELDS)
+def run(config, workdir):
+    if config.seed == 7: raise KeyboardInterrupt
+    if config.seed == 8: raise OSError("No space left")
+    return {"seed": config.seed}
+def report(results): return f"seed {results['seed']}"
+if __name__ == "__main__": harness.launch(sys.modules["__main__"], pathlib.Path("paper.py"))
+"""
+CONFIG = "import ml_collections\ndef get_config(): return ml_collections.ConfigDict({'seed': 0})\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--workdir=out"], 0, "seed 0"),
+        (["--workdir=out", "--config.seed=3"], 0, "seed 3"),
+        (["--help"], 1, "--workdir: Folder for the results."),
+        (["--config=nofile.py", "--workdir=out"], 1, "nofile.py"),
+        (["--workdir=out", "--config.seed=7"], 1, "Stopped; the same command goes on"),
+        (["--workdir=out", "--config.seed=8"], 1, "No space left"),
+        ([], 1, "--workdir must have a value"),
+    ],
+)
+def test_program(tmp_path, arguments, code, text):
+    (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "paper.py").write_text(CONFIG)
+    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(harness.__file__).parents[1])}
+    run = subprocess.run(
+        [sys.executable, "program.py", *arguments],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == code, run.stderr
+    assert text in run.stdout + run.stderr
+    assert "Traceback" not in run.stderr

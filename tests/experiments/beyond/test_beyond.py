@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
+from experiments import trials
 from experiments.beyond import beyond
 from experiments.beyond.configs import paper
-from experiments.kernel_mse import trials
 from simrf_jax import theory
 
 
@@ -75,17 +75,21 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"seed": -1}, "config.seed must be at least 0, got -1"),
+        ({"seed": -1}, r"config.seed must be from 0 to 2\^32 - 1, got -1"),
         ({"blocks.dim": 1}, "config.blocks.dim must be at least 2, got 1"),
         ({"blocks.num_features": 1}, "config.blocks.num_features must be at least 2, got 1"),
-        ({"blocks.distance": 0.0}, r"config.blocks.distance must be positive floats, got \(0.0,\)"),
+        (
+            {"blocks.distance": 0.0},
+            "config.blocks.distance must be floats above 0 and at most 3",
+        ),
         (
             {"plus.distances": (-1.0,)},
-            r"config.plus.distances must be positive floats, got \(-1.0,\)",
+            r"config.plus.distances must be floats above 0 and at most 3, got \(-1",
         ),
-        ({"plus.distances": ()}, r"config.plus.distances must be positive floats, got \(\)"),
+        ({"plus.distances": ()}, r"config.plus.distances must have at least one entry, got \(\)"),
         ({"plus.dims": (1,)}, "Each of config.plus.dims must be at least 2, got 1"),
         ({"plus.num_entries": 0}, "config.plus.num_entries must be at least 1"),
+        ({"plus.distances": (1.0, 0.1)}, r"plus.distances must ascend and have nothing twice"),
         ({"maps.dims": ()}, r"config.maps.dims must have at least one entry, got \(\)"),
     ],
 )

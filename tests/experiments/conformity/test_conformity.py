@@ -214,7 +214,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
         ({"num_projections": 1}, ValueError, "config.num_projections must be at least 2, got 1"),
         ({"num_optimised": 1}, ValueError, "config.num_optimised must be at least 2, got 1"),
         ({"num_draws": 100}, ValueError, "at least config.num_optimised, 120, got 100"),
-        ({"seed": -1}, ValueError, "config.seed must be at least 0"),
+        ({"seed": -1}, ValueError, r"config.seed must be from 0 to 2\^32"),
     ],
 )
 def test_refuses(changes, error, match):

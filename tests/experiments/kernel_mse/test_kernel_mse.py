@@ -5,7 +5,8 @@ import sys
 import numpy as np
 import pytest
 
-from experiments.kernel_mse import blog, kernel_mse, mse_ratio, trials, trigonometric_gap
+from experiments import trials
+from experiments.kernel_mse import blog, kernel_mse, mse_ratio, trigonometric_gap
 from experiments.kernel_mse.configs import paper
 
 TINY = {
@@ -103,15 +104,21 @@ def test_main_prints_the_tables(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"seed": -1}, "config.seed must be at least 0, got -1"),
+        ({"seed": -1}, r"config.seed must be from 0 to 2\^32 - 1, got -1"),
         ({"ratio__dim": 1}, "config.ratio.dim must be at least 2, got 1"),
         ({"ratio__num_trials": 1}, "config.ratio.num_trials must be at least 2, got 1"),
         ({"gap__num_trials": 1}, "config.gap.num_trials must be at least 2, got 1"),
         ({"gap__dims": ()}, "config.gap.dims must have at least one entry"),
         ({"gap__dims": (4, 3)}, r"config.gap.dims must ascend and have nothing twice, got \(4, 3"),
         ({"gap__trial_dims": (1, 4)}, r"Each of config.gap.trial_dims must be at least 2, got 1"),
-        ({"ratio__distances": (0.0, 1.0)}, "config.ratio.distances must be positive floats"),
-        ({"gap__trial_distances": (1, 2)}, "gap.trial_distances must be positive floats, got"),
+        (
+            {"ratio__distances": (0.0, 1.0)},
+            "config.ratio.distances must be floats above 0",
+        ),
+        (
+            {"gap__trial_distances": (1, 2)},
+            "gap.trial_distances must be floats above 0",
+        ),
         ({"attention__length": 0}, "config.attention.length must be at least 1, got 0"),
         ({"attention__num_samples": 0}, "config.attention.num_samples must be at least 1, got 0"),
         ({"attention__num_features": (0, 2)}, "Each of config.attention.num_features must be at"),
@@ -126,5 +133,5 @@ def test_refuses(changes, match):
 def test_refuses_other_types():
     with pytest.raises(TypeError, match=r"Each of config.gap.dims must be an integer, got 2.5"):
         kernel_mse.check(tiny(gap__dims=(2.5,)))
-    with pytest.raises(ValueError, match=r"config.ratio.distances must be positive floats"):
+    with pytest.raises(ValueError, match=r"config.ratio.distances must be floats above 0"):
         kernel_mse.check(tiny(ratio__distances=(1.0, float("inf"))))

@@ -100,7 +100,7 @@ def test_a_stopped_run_goes_on_where_it_was(config, tmp_path, monkeypatch):
         ({"search_multiple": 0}, "config.search_multiple must be at least 1"),
         ({"multiples": ()}, "config.multiples must have at least one entry"),
         ({"multiples": (0,)}, "Each of config.multiples must be at least 1"),
-        ({"seed": -1}, "config.seed must be at least 0, got -1"),
+        ({"seed": -1}, r"config.seed must be from 0 to 2\^32 - 1, got -1"),
     ],
 )
 def test_refuses(changes, match):

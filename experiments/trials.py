@@ -12,9 +12,6 @@ import numpy as np
 
 import simrf_jax
 
-# What there is to compute, by the name of the file that keeps it.
-Tasks = dict[str, Callable[[], np.ndarray]]
-
 # What one feature adds to the error, from w.u of a unit vector u.
 FEATURE_ERRORS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "positive": lambda wu, v: jnp.expm1(v * wu - v * v / 2),
@@ -90,6 +87,12 @@ class Estimate(NamedTuple):
     def z_score(self, expected: np.ndarray) -> np.ndarray:
         """How many standard errors it is off."""
         return (self.value - expected) / self.standard_error
+
+
+def summary(samples: np.ndarray) -> dict[str, float]:
+    """``mean`` of one number's samples, for a results file."""
+    estimate = mean(samples)
+    return {"mean": float(estimate.value), "standard_error": float(estimate.standard_error)}
 
 
 def mean(samples: np.ndarray) -> Estimate:

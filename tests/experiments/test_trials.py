@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from experiments.kernel_mse import trials
+from experiments import trials
 from tests.standard_errors import assert_mean
 
 
