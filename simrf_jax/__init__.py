@@ -7,6 +7,7 @@ A kernel becomes an inner product: K(x, y) = E[phi(x) . phi(y)].
 - ``redraw_key``, ``redraw_projections``: new W for all layers and heads, on a schedule.
 - ``positive_features`` and its kin: phi. ``gaussian_kernel``, ``softmax_kernel``: the exact K.
 - ``random_feature_attention``: softmax attention in linear time.
+- ``banded_attention``: its near field, exact softmax attention to the keys nearby.
 - ``theory``: the exact error of each coupling and feature map, in float64 NumPy.
 
 What depends on Flax is imported by name: ``simrf_jax.integrations.nnx``,
@@ -14,7 +15,7 @@ What depends on Flax is imported by name: ``simrf_jax.integrations.nnx``,
 """
 
 from simrf_jax import theory
-from simrf_jax.attention import random_feature_attention
+from simrf_jax.attention import banded_attention, random_feature_attention
 from simrf_jax.features import (
     BipolarProjection,
     ClusteredProjection,
@@ -51,6 +52,7 @@ __all__ = [
     "FastProjection",
     "FeaturePair",
     "angular_hybrid_features",
+    "banded_attention",
     "clustered_hybrid_features",
     "draw_bipolar_projection",
     "draw_fast_projection",

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 
 from simrf_jax import checks
 from simrf_jax.attention.bidirectional import bidirectional_attention
+from simrf_jax.attention.layout import check_shapes
 from simrf_jax.attention.masks import key_log_weights, within_lengths
 from simrf_jax.features import FeatureMap, LogFeatureMap, LogFeatures, log_feature_maps
 from simrf_jax.projections import Projection, StructuredProjection, as_projection
@@ -94,7 +95,7 @@ def random_feature_attention(
     """
     arrays = {"query": query, "key": key, "value": value}
     query, key, value = (checks.floating(name, x) for name, x in arrays.items())
-    _check_shapes(query, key, value)
+    check_shapes(query, key, value)
     maps = log_feature_maps(feature_map)
     w = None if projection is None else as_projection(projection)
     if w is not None:
@@ -179,29 +180,6 @@ def _attend(
     if real is not None:
         out = jnp.where(real[..., None, None], out, 0)
     return out.astype(dtype)
-
-
-def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
-    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
-    if min(query.ndim, key.ndim, value.ndim) < 3:
-        raise ValueError(f"query, key and value must be [..., length, heads, dim], got {shapes}.")
-    if not query.dtype == key.dtype == value.dtype:
-        raise TypeError(
-            "query, key and value must have one dtype, got "
-            f"{query.dtype.name}, {key.dtype.name} and {value.dtype.name}."
-        )
-    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        raise ValueError(f"query, key and value must have the same batch shape, got {shapes}.")
-    if key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(f"key and value must have the same length and heads, got {shapes}.")
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"query and key must have the same head_dim, got {shapes}.")
-    num_heads, num_key_heads = query.shape[-2], key.shape[-2]
-    if num_key_heads == 0 or num_heads % num_key_heads:
-        raise ValueError(
-            f"The number of query heads must be a multiple of that of key heads, got {num_heads} "
-            f"and {num_key_heads}."
-        )
 
 
 def _check_projection(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from simrf_jax.attention.contraction import contract
 from simrf_jax.features import LogFeatures
 
 
@@ -60,8 +61,8 @@ def bidirectional_attention(
 
     # One more column of values, all ones, sums the denominator along with the numerator.
     value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
-    state = _contract("bskm,bskd->bkmd", key_features, value)
-    summed = _contract("btkgm,bkmd->btkgd", query_features, state.astype(value.dtype))
+    state = contract("bskm,bskd->bkmd", key_features, value)
+    summed = contract("btkgm,bkmd->btkgd", query_features, state.astype(value.dtype))
     numerator, denominator = summed[..., :-1], summed[..., -1:]
     nothing = denominator == 0  # Exactly: no key is visible, or no feature is active.
     return jnp.where(nothing, 0, numerator / jnp.where(nothing, 1, denominator))
@@ -79,20 +80,3 @@ def _finite(shift: jax.Array) -> jax.Array:
 def _signed_exp(exponent: jax.Array, values: jax.Array | None) -> jax.Array:
     phi = jnp.exp(exponent)
     return phi if values is None else phi * values
-
-
-def _contract(spec: str, features: jax.Array, values: jax.Array) -> jax.Array:
-    """Contracts in the type of ``values``, accumulates in the type of ``features``."""
-    wide, narrow = features.dtype, values.dtype
-    if wide == narrow:
-        return jnp.einsum(spec, features, values, precision=jax.lax.Precision.HIGHEST)
-    features = features.astype(narrow)
-
-    def mixed(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.einsum(spec, a, b, preferred_element_type=wide)
-
-    def widened(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.einsum(spec, a.astype(wide), b.astype(wide))
-
-    # Inside jit, XLA's CPU backend (jaxlib 0.10.2) has no bfloat16 x bfloat16 = float32 product.
-    return jax.lax.platform_dependent(features, values, cpu=widened, default=mixed)
