@@ -36,7 +36,7 @@ class Blocks(NamedTuple):
         return self._split(x, axis, 0, self.num_blocks, 0)
 
     def of_keys(self, x: jax.Array, axis: int, fill: float = 0) -> jax.Array:
-        """Turns the axis ``S`` into ``[num_blocks, width]`` windows; what is beyond the ends is fill."""
+        """Turns the axis ``S`` into windows, ``[num_blocks, width]``, of fill beyond the ends."""
         pieces = -(-self.width // self.size)
         x = self._split(x, axis, self.before, self.num_blocks + pieces - 1, fill)
         # A window is a few blocks in a row: slices, where a gather would scatter its gradients.

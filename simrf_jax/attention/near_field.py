@@ -79,7 +79,8 @@ def banded_attention(
     arrays = {"query": query, "key": key, "value": value}
     query, key, value = (checks.floating(name, x) for name, x in arrays.items())
     check_shapes(query, key, value)
-    if checks.integer("bandwidth", bandwidth) < 0:
+    bandwidth = checks.integer("bandwidth", bandwidth)
+    if bandwidth < 0:
         raise ValueError(f"bandwidth must be at least 0, got {bandwidth}.")
     blocks = cut(query.shape[-3], key.shape[-3], bandwidth, is_causal, block_size)
     if scale is None:

@@ -31,9 +31,10 @@ def test_float32_against_float64(scale, tolerance, is_causal):
     assert relative_error(actual, banded(q, k, v, 7, is_causal=is_causal)) < tolerance
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("near", [banded_attention, banded_jit])
-@pytest.mark.parametrize("scale", [0.5, 1, 2, 4, 8, 16])
+@pytest.mark.parametrize(
+    ("scale", "near"),
+    [*((scale, banded_jit) for scale in (0.5, 1, 2, 4, 8, 16)), (1, banded_attention)],
+)
 def test_bfloat16_against_float32(scale, near):
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(length=100, dim=64, scale=scale))
     near = functools.partial(near, bandwidth=7)
@@ -66,13 +67,12 @@ def test_any_lengths_bandwidth_and_block(lengths, bandwidth, block_size, is_caus
 @pytest.mark.fast
 def test_the_default_block_on_many_blocks():
     q, k, v = inputs(length=300)
-    for bandwidth in (0, 3, 40):
+    for bandwidth in (0, np.uint8(3), 40):
         actual = banded_jit(q, k, v, bandwidth=bandwidth)
-        assert relative_error(actual, banded(q, k, v, bandwidth)) < 1e-5
+        assert relative_error(actual, banded(q, k, v, int(bandwidth))) < 1e-5
     np.testing.assert_allclose(banded_jit(q, k, v, bandwidth=0), v, rtol=1e-6)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_band_of_everything_is_exact_attention(is_causal):
     q, k, v = inputs(length=50, heads=4, key_heads=2, batch=(2,))
@@ -262,7 +262,6 @@ def test_no_keys_and_no_queries():
     assert near(q[:0], k[:0], v[:0], segment_ids=np.zeros(0, int)).shape == (0, 2, 3)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f])
 def test_queries_that_see_no_key_get_zeros_and_finite_gradients(jit):
     q, k, v = inputs(length=40, batch=(2,))
@@ -281,7 +280,6 @@ def test_queries_that_see_no_key_get_zeros_and_finite_gradients(jit):
     np.testing.assert_array_equal(gradients[0][:, :8], 0)
 
 
-@pytest.mark.fast
 def test_jit_vmap_one_trace_and_abstract_evaluation():
     chex.clear_trace_counter()
     q, k, v = inputs(length=40, batch=(3,))
