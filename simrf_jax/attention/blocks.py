@@ -10,7 +10,7 @@ import numpy as np
 
 from simrf_jax import checks
 
-# Of queries. For bandwidths from 0 to 16 on two CPU cores, blocks of 16 to 32 are the fastest.
+# Of queries. Smaller blocks take longer, also for narrower bands: benchmarks.near_field --blocks.
 LEAST_BLOCK = 32
 
 
