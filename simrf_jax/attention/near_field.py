@@ -37,9 +37,8 @@ def banded_attention(
 
     with k the bandwidth and b the bias; positions count from 0 in queries and keys. It is the band
     of ``jax.nn.dot_product_attention``, whose layout, defaults and mask meaning it has, in time and
-    memory :math:`O(T (k + \text{block\_size}))`: blocks of queries attend to the keys around them,
-    and no T x S array is formed. FMMformers add it to a far field,
-    ``random_feature_attention``, each normalised by itself.
+    memory :math:`O(T k)`: blocks of queries attend to the keys around them. FMMformers add it to a
+    far field, ``random_feature_attention``, each normalised by itself.
 
     Args:
       query: ``[..., T, N, H]``: T queries of N heads, with any leading batch shape.
@@ -56,7 +55,8 @@ def banded_attention(
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
       segment_ids: Integers ``[..., T]``, for self-attention (T = S): of several sequences packed
         into one, each attends to itself. What may hold NaN belongs in a mask or beyond the lengths.
-      block_size: Queries in a block; by default about the bandwidth.
+      block_size: Queries in a block; by default the bandwidth, but at least 32. Each block copies
+        ``block_size + 2 bandwidth`` keys: short blocks take memory, long ones time.
 
     Returns:
       ``[..., T, N, D]`` in the inputs' dtype. Logits and the softmax are float32 at least;
