@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from simrf_jax import checks
 from simrf_jax.attention.bidirectional import bidirectional_attention
 from simrf_jax.attention.causal import causal_attention, check_chunk_size, packed_attention
-from simrf_jax.attention.layout import lay_out
+from simrf_jax.attention.layout import lay_out_with_features
 from simrf_jax.attention.state import empty_state
 from simrf_jax.features import FeatureMap
 from simrf_jax.projections import Projection
@@ -101,7 +101,7 @@ def random_feature_attention(
     if chunk_size is not None and not is_causal and segment_ids is None:
         raise ValueError(f"chunk_size is for causal or packed attention, got {chunk_size}.")
     chunk_size = check_chunk_size(chunk_size)
-    inputs, restore = lay_out(
+    inputs, restore = lay_out_with_features(
         query,
         key,
         value,

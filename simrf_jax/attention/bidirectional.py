@@ -29,7 +29,7 @@ def bidirectional_attention(inputs: Inputs) -> jax.Array:
     least 1 wherever a query and a visible key have a feature in common: no epsilon.
 
     Args:
-      inputs: As ``lay_out`` makes them; without segments.
+      inputs: As ``lay_out_with_features`` makes them; without segments.
 
     Returns:
       ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.

@@ -59,7 +59,7 @@ def causal_attention(
     chunk, O(T num_features D / chunk_size), and not the features, O(T num_features).
 
     Args:
-      inputs: As ``lay_out`` makes them.
+      inputs: As ``lay_out_with_features`` makes them.
       state: Of the keys before the first.
       chunk_size: A power of two. Time O(T (num_features D + log(chunk_size) num_features)).
 
@@ -129,7 +129,7 @@ def _scan_chunks(
         if x is None:
             return None
         x = _pad(x, -length % size, fill)  # With what hides positions beyond the last.
-        return jnp.moveaxis(x.reshape(x.shape[0], -1, size, *x.shape[2:]), 1, 0)
+        return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)
 
     chunks = {
         "query": split(inputs.query, 0),
@@ -145,7 +145,7 @@ def _scan_chunks(
 
     def join(x: jax.Array) -> jax.Array:
         x = jnp.moveaxis(x, 0, 1)
-        return x.reshape(batch, -1, *x.shape[3:])[:, :length]
+        return x.reshape(batch, x.shape[1] * size, *x.shape[3:])[:, :length]
 
     return jax.tree.map(join, readouts), state
 
@@ -205,7 +205,8 @@ def _read_left_halves(
 
     def split(x: jax.Array, side: int) -> jax.Array:
         """``[B, C, ...]`` to one half of every stretch, ``[B, stretches, half, ...]``."""
-        return x.reshape(x.shape[0], -1, 2, half, *x.shape[2:])[:, :, side]
+        stretches = x.shape[1] // (2 * half)
+        return x.reshape(x.shape[0], stretches, 2, half, *x.shape[2:])[:, :, side]
 
     left = jax.tree.map(functools.partial(split, side=0), keys)
     right = jax.tree.map(functools.partial(split, side=1), queries)
@@ -224,6 +225,6 @@ def _read_left_halves(
     def back(x: jax.Array, left: float) -> jax.Array:
         """Beside the left halves, which read nothing."""
         both = jnp.stack([jnp.full_like(x, left), x], axis=2)
-        return both.reshape(x.shape[0], -1, *x.shape[3:])
+        return both.reshape(x.shape[0], x.shape[1] * 2 * half, *x.shape[3:])
 
     return Readout(back(sums, 0), back(shift, -jnp.inf))

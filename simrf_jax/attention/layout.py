@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention.masks import key_log_weights, run_numbers, within_lengths
@@ -17,115 +17,134 @@ from simrf_jax.features import FeatureMap, LogFeatureMap, LogFeatures, log_featu
 from simrf_jax.projections import Projection, StructuredProjection, as_projection
 
 
-class Inputs(NamedTuple):
-    """What all modes of attention take; K is the number of key heads, G the queries' for each.
+class Arrays(NamedTuple):
+    """Queries, keys and values by key heads; K is their number, G that of query heads for each.
 
     Attributes:
       query: ``[B, T, K, G, H]``, scaled, in the type to compute logits in.
       key: ``[B, S, K, H]``, likewise.
       value: ``[B, S, K, D]`` in the type to contract in.
-      query_map: From ``[B, T, K, G, H]`` to features.
-      key_map: From ``[B, S, K, H]`` to features.
-      key_log_weights: ``[1 or B, S, 1 or K]`` to add to the keys' log features, or None.
-      runs: ``[B, T]``, which segment each position belongs to, counted from 0; or None.
+      key_log_weights: ``[1 or B, S, 1 or K]`` to add to the logits, or None; minus infinity hides.
+      runs: ``[B, T]``, the number of the segment that each position belongs to, or None.
     """
 
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    query_map: Callable[[jax.Array], LogFeatures]
-    key_map: Callable[[jax.Array], LogFeatures]
     key_log_weights: jax.Array | None
     runs: jax.Array | None
 
 
-def lay_out(
+class Inputs(NamedTuple):
+    """``Arrays``, and the feature maps of queries ``[B, T, K, G, H]`` and keys ``[B, S, K, H]``."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    key_log_weights: jax.Array | None
+    runs: jax.Array | None
+    query_map: Callable[[jax.Array], LogFeatures]
+    key_map: Callable[[jax.Array], LogFeatures]
+
+
+# From [B, T, K, G, D] to the output of the public function.
+Restore = Callable[[jax.Array], jax.Array]
+
+
+def lay_out_with_features(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
     projection: Projection | None,
     *,
     feature_map: FeatureMap,
+    **options: ArrayLike | None,
+) -> tuple[Inputs, Restore]:
+    """``lay_out`` of what ``random_feature_attention`` takes."""
+    maps = log_feature_maps(feature_map)
+    w = None if projection is None else as_projection(projection)
+    dtype = None if w is None else w.dtype
+    arrays, restore = lay_out(query, key, value, dtype=dtype, **options)
+    if w is not None:
+        num_key_heads, dim = jnp.shape(key)[-2:]
+        _check_projection(w, num_key_heads=num_key_heads, dim=dim)
+        if w.ndim == 3 and (groups := arrays.key.shape[2] // num_key_heads) > 1:
+            w = jax.tree.map(functools.partial(jnp.repeat, repeats=groups, axis=0), w)
+    return Inputs(*arrays, *(_per_head(log_features, w) for log_features in maps)), restore
+
+
+def lay_out(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    dtype: DTypeLike | None = None,
     mask: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     scale: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     segment_ids: ArrayLike | None = None,
-) -> tuple[Inputs, Callable[[jax.Array], jax.Array]]:
-    """Checks the inputs of ``random_feature_attention`` and lays them out.
+) -> tuple[Arrays, Restore]:
+    """Checks and arranges what has the layout of ``jax.nn.dot_product_attention``.
+
+    Args:
+      query: ``[..., T, N, H]``.
+      key: ``[..., S, K, H]``.
+      value: ``[..., S, K, D]``.
+      dtype: Logits are computed in this type, that of the inputs or float32, whichever is widest.
+      mask: As ``random_feature_attention``, and so the others.
+      bias: Likewise.
+      scale: Likewise.
+      query_seq_lengths: Likewise.
+      key_value_seq_lengths: Likewise.
+      segment_ids: Likewise.
 
     Returns:
-      The inputs, and what turns ``[B, T, K, G, D]`` into the output.
+      The arrays, and what makes the output of ``[B, T, K, G, D]``.
     """
-    arrays = {"query": query, "key": key, "value": value}
-    query, key, value = (checks.floating(name, x) for name, x in arrays.items())
+    given = {"query": query, "key": key, "value": value}
+    query, key, value = (checks.floating(name, x) for name, x in given.items())
     _check_shapes(query, key, value)
-    maps = log_feature_maps(feature_map)
-    w = None if projection is None else as_projection(projection)
-    if w is not None:
-        _check_projection(w, num_key_heads=key.shape[-2], dim=key.shape[-1])
     if scale is None:
         scale = key.shape[-1] ** -0.5
     checks.scalar("scale", scale)
-    if query.ndim > 3:
-        return _lay_out(
-            query,
-            key,
-            value,
-            w,
-            maps,
-            scale,
-            mask=mask,
-            bias=bias,
-            query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths,
-            segment_ids=segment_ids,
-        )
-    # As jax.nn: a batch of one, to which masks and lengths may have an axis.
-    inputs, restore = _lay_out(
-        query[None],
-        key[None],
-        value[None],
-        w,
-        maps,
-        scale,
-        mask=mask,
-        bias=bias,
-        query_seq_lengths=_at_least(1, query_seq_lengths),
-        key_value_seq_lengths=_at_least(1, key_value_seq_lengths),
-        segment_ids=_at_least(2, segment_ids),
+    lengths = {
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+    }
+    if unbatched := query.ndim == 3:
+        # As jax.nn: a batch of one, to which masks and lengths may have an axis.
+        query, key, value = query[None], key[None], value[None]
+        lengths = {n: None if x is None else jnp.array(x, ndmin=1) for n, x in lengths.items()}
+        segment_ids = None if segment_ids is None else jnp.array(segment_ids, ndmin=2)
+    compute = jnp.promote_types(query.dtype, jnp.float32 if dtype is None else dtype)
+    compute = jnp.promote_types(compute, jnp.float32)
+    arrays, restore = _by_key_heads(
+        query, key, value, compute, mask=mask, bias=bias, segment_ids=segment_ids, **lengths
     )
-    return inputs, lambda out: restore(out)[0]
+    root = jnp.sqrt(jnp.asarray(scale, compute))
+    arrays = arrays._replace(query=arrays.query * root, key=arrays.key * root)
+    return arrays, (lambda out: restore(out)[0]) if unbatched else restore
 
 
-def _at_least(ndim: int, x: ArrayLike | None) -> jax.Array | None:
-    return None if x is None else jnp.array(x, ndmin=ndim)
-
-
-def _lay_out(
+def _by_key_heads(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    projection: jax.Array | StructuredProjection | None,
-    maps: tuple[LogFeatureMap, LogFeatureMap],
-    scale: ArrayLike,
+    compute: jnp.dtype,
     *,
     mask: ArrayLike | None,
     bias: ArrayLike | None,
     query_seq_lengths: ArrayLike | None,
     key_value_seq_lengths: ArrayLike | None,
     segment_ids: ArrayLike | None,
-) -> tuple[Inputs, Callable[[jax.Array], jax.Array]]:
+) -> tuple[Arrays, Restore]:
     """Lays ``[*batch, length, heads, dim]`` out."""
-    query_map, key_map = maps
     *batch, query_length, num_heads, dim = query.shape
     key_length, num_key_heads = key.shape[-3:-1]
     groups = num_heads // num_key_heads
     dtype = query.dtype
-    compute = jnp.promote_types(dtype, jnp.float32)
-    if projection is not None:
-        compute = jnp.promote_types(compute, projection.dtype)
     log_weights = key_log_weights(
         mask,
         bias,
@@ -139,9 +158,6 @@ def _lay_out(
     if log_weights is not None and log_weights.shape[-2] not in (1, num_key_heads):
         # Heads that share their keys but not their mask no longer share a state.
         key, value = (jnp.repeat(x, groups, axis=-2) for x in (key, value))
-        if projection is not None and projection.ndim == 3:
-            repeat = functools.partial(jnp.repeat, repeats=groups, axis=0)
-            projection = jax.tree.map(repeat, projection)
         groups = 1
 
     def flat(x: jax.Array) -> jax.Array:
@@ -156,13 +172,10 @@ def _lay_out(
     runs = None
     if segment_ids is not None:
         runs = flat(run_numbers(segment_ids, tuple(batch), query_length, key_length))
-    root = jnp.sqrt(jnp.asarray(scale, compute))
-    inputs = Inputs(
-        flat(grouped).astype(compute) * root,
-        flat(key).astype(compute) * root,
+    arrays = Arrays(
+        flat(grouped).astype(compute),
+        flat(key).astype(compute),
         flat(value).astype(jnp.bfloat16 if dtype == jnp.bfloat16 else compute),
-        _per_head(query_map, projection),
-        _per_head(key_map, projection),
         None if log_weights is None else flat(log_weights).mT,
         runs,
     )
@@ -173,7 +186,7 @@ def _lay_out(
             out = jnp.where(real[..., None, None], out, 0)
         return out.astype(dtype)
 
-    return inputs, restore
+    return arrays, restore
 
 
 def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:

@@ -87,10 +87,15 @@ def run_numbers(
     segment_ids = jnp.asarray(segment_ids)
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
         raise TypeError(f"segment_ids must be integers, got {segment_ids.dtype.name}.")
-    if query_length != key_length or segment_ids.shape != (*batch, query_length):
+    if query_length != key_length:
         raise ValueError(
-            f"segment_ids must have the shape {(*batch, query_length)}, of queries and as many "
-            f"keys, got {segment_ids.shape} for {query_length} queries and {key_length} keys."
+            "segment_ids are for self-attention, with as many keys as queries, got "
+            f"{query_length} queries and {key_length} keys."
+        )
+    if segment_ids.shape != (*batch, query_length):
+        raise ValueError(
+            f"segment_ids must be [batch..., length] = {(*batch, query_length)}, got shape "
+            f"{segment_ids.shape}."
         )
     begins = segment_ids[..., 1:] != segment_ids[..., :-1]
     return jnp.cumsum(jnp.pad(begins, [(0, 0)] * len(batch) + [(1, 0)]), axis=-1, dtype=jnp.int32)
