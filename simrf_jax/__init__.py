@@ -6,7 +6,8 @@ A kernel becomes an inner product: K(x, y) = E[phi(x) . phi(y)].
   orthogonal or simplex coupling, as a matrix or as fast transforms.
 - ``redraw_key``, ``redraw_projections``: new W for all layers and heads, on a schedule.
 - ``positive_features`` and its kin: phi. ``gaussian_kernel``, ``softmax_kernel``: the exact K.
-- ``random_feature_attention``: softmax attention in linear time.
+- ``random_feature_attention``: softmax attention in linear time. ``attention_matrix``,
+  ``attention_report``: the weights that it implies, and how good they are.
 - ``theory``: the exact error of each coupling and feature map, in float64 NumPy.
 
 What depends on Flax is imported by name: ``simrf_jax.integrations.nnx``,
@@ -14,7 +15,12 @@ What depends on Flax is imported by name: ``simrf_jax.integrations.nnx``,
 """
 
 from simrf_jax import theory
-from simrf_jax.attention import random_feature_attention
+from simrf_jax.attention import (
+    AttentionReport,
+    attention_matrix,
+    attention_report,
+    random_feature_attention,
+)
 from simrf_jax.features import (
     BipolarProjection,
     ClusteredProjection,
@@ -46,11 +52,14 @@ from simrf_jax.projections import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionReport",
     "BipolarProjection",
     "ClusteredProjection",
     "FastProjection",
     "FeaturePair",
     "angular_hybrid_features",
+    "attention_matrix",
+    "attention_report",
     "clustered_hybrid_features",
     "draw_bipolar_projection",
     "draw_fast_projection",
