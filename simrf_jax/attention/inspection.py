@@ -100,7 +100,7 @@ def attention_matrix(
       True
 
     References:
-      Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Eq. 4.
+      Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 2.2.
     """
     options = {
         "mask": mask,
@@ -248,9 +248,10 @@ def _compare_row_sums(estimated: KernelRows, exact: KernelRows) -> tuple[np.ndar
     log_ratio = np.asarray(estimated.log_scale - exact.log_scale, np.float64)
     with np.errstate(over="ignore"):
         ratio = total / np.where(seen, exact_total, 1) * np.exp(log_ratio)
-    deviation = np.where(seen, ratio - 1, 0)[..., 0]
-    mean = 1 + deviation.sum(axis=-1) / np.maximum(seen.sum(axis=(-2, -1)), 1)
-    return mean, np.abs(deviation).max(axis=-1, initial=0)
+    count = seen.sum(axis=(-2, -1))
+    mean = np.where(seen, ratio, 0).sum(axis=(-2, -1)) / np.maximum(count, 1)
+    worst = np.abs(np.where(seen, ratio - 1, 0)).max(axis=(-2, -1), initial=0)
+    return np.where(count == 0, 1, mean), worst
 
 
 def _effective_rank(matrix: np.ndarray) -> np.ndarray:

@@ -98,7 +98,6 @@ def test_signed_maps_against_float64(name, scale, is_causal):
     assert relative_error(actual, expected) < 1e-5
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", [*POSITIVE, *SIGNED, *HYBRID, "features", "pair"])
 def test_times_the_values_it_is_the_attention(name):
     q, k, v = inputs(scale=0.5, heads=4, key_heads=2, key_length=7, width=3, batch=(2,))
@@ -117,7 +116,6 @@ def test_times_the_values_it_is_the_attention(name):
     assert relative_error(attend(weights, v), out) < 1e-5
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(
     ("batch", "key_heads", "per_head"), [((), 1, True), ((2,), 2, True), ((2, 3), 4, False)]
 )
@@ -298,7 +296,7 @@ def expected_report(q, k, w, *, value=None, visible=True, **options):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("scale", [0.5, 4])
+@pytest.mark.parametrize("scale", [0.5, 8])
 @pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric"])
 def test_report_against_float64(name, scale, is_causal):
     q, k, v = inputs(length=12, heads=4, key_heads=2, scale=scale, width=3)
