@@ -2,7 +2,16 @@
 
 from simrf_jax.attention import decoding
 from simrf_jax.attention.api import random_feature_attention
+from simrf_jax.attention.inspection import AttentionReport, attention_matrix, attention_report
 from simrf_jax.attention.near_field import banded_attention
 from simrf_jax.attention.state import AttentionState
 
-__all__ = ["AttentionState", "banded_attention", "decoding", "random_feature_attention"]
+__all__ = [
+    "AttentionReport",
+    "AttentionState",
+    "attention_matrix",
+    "attention_report",
+    "banded_attention",
+    "decoding",
+    "random_feature_attention",
+]
