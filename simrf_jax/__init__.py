@@ -6,7 +6,10 @@ A kernel becomes an inner product: K(x, y) = E[phi(x) . phi(y)].
   orthogonal or simplex coupling, as a matrix or as fast transforms.
 - ``redraw_key``, ``redraw_projections``: new W for all layers and heads, on a schedule.
 - ``positive_features`` and its kin: phi. ``gaussian_kernel``, ``softmax_kernel``: the exact K.
-- ``random_feature_attention``: softmax attention in linear time.
+- ``random_feature_attention``: softmax attention in linear time, bidirectional, causal or packed;
+  ``decoding``: the same token by token, from a state that does not grow.
+- ``banded_attention``: its near field, exact softmax attention to the keys nearby.
+- ``attention_matrix``, ``attention_report``: the weights that it implies, and how good they are.
 - ``theory``: the exact error of each coupling and feature map, in float64 NumPy.
 
 What depends on Flax is imported by name: ``simrf_jax.integrations.nnx``,
@@ -14,7 +17,15 @@ What depends on Flax is imported by name: ``simrf_jax.integrations.nnx``,
 """
 
 from simrf_jax import theory
-from simrf_jax.attention import random_feature_attention
+from simrf_jax.attention import (
+    AttentionReport,
+    AttentionState,
+    attention_matrix,
+    attention_report,
+    banded_attention,
+    decoding,
+    random_feature_attention,
+)
 from simrf_jax.features import (
     BipolarProjection,
     ClusteredProjection,
@@ -46,12 +57,18 @@ from simrf_jax.projections import (
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionReport",
+    "AttentionState",
     "BipolarProjection",
     "ClusteredProjection",
     "FastProjection",
     "FeaturePair",
     "angular_hybrid_features",
+    "attention_matrix",
+    "attention_report",
+    "banded_attention",
     "clustered_hybrid_features",
+    "decoding",
     "draw_bipolar_projection",
     "draw_fast_projection",
     "draw_projection",

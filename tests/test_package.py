@@ -99,6 +99,9 @@ SIGNATURES = {
     "random_feature_attention": "(query, key, value, projection, *, feature_map='positive', "
     "mask=None, bias=None, scale=None, is_causal=False, query_seq_lengths=None, "
     "key_value_seq_lengths=None, implementation=None)",
+    "banded_attention": "(query, key, value, *, bandwidth, mask=None, bias=None, scale=None, "
+    "is_causal=False, query_seq_lengths=None, key_value_seq_lengths=None, segment_ids=None, "
+    "block_size=None)",
     "theory.log_conformity": "(v, dim, *, coupling)",
     "theory.kernel_mse": "(x, y, num_features, *, coupling, features='positive', "
     "kernel='gaussian', block='regular', log=False)",

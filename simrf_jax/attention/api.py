@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import functools
-import math
-from collections.abc import Callable
-
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from simrf_jax import checks
 from simrf_jax.attention.bidirectional import bidirectional_attention
-from simrf_jax.attention.masks import key_log_weights, within_lengths
-from simrf_jax.features import FeatureMap, LogFeatureMap, LogFeatures, log_feature_maps
-from simrf_jax.projections import Projection, StructuredProjection, as_projection
+from simrf_jax.attention.causal import causal_attention, check_chunk_size, packed_attention
+from simrf_jax.attention.layout import lay_out_with_features
+from simrf_jax.attention.state import empty_state
+from simrf_jax.features import FeatureMap
+from simrf_jax.projections import Projection
 
 IMPLEMENTATIONS = ("xla",)
 
@@ -32,6 +29,8 @@ def random_feature_attention(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    chunk_size: int | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
     r"""Softmax attention estimated by random features, in time linear in the length.
@@ -65,10 +64,16 @@ def random_feature_attention(
         all queries: have a query axis of size 1, or be a NumPy array that is constant along it.
       bias: Added to the logits; of the same shapes, with the same condition.
       scale: Multiplies the logits; by default :math:`1/\sqrt H`.
-      is_causal: Only False is supported.
+      is_causal: Whether query t attends to keys s <= t only. Nothing of later keys reaches it, not
+        even their rounding; time stays linear in the length, and the backward pass computes the
+        features again instead of keeping them.
       query_seq_lengths: Integers of the batch shape (``(1,)`` if there is no batch); outputs from
         there on are zero.
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
+      segment_ids: Integers ``[..., T]`` of packed sequences, for as many keys as queries: a query
+        attends to keys of its own segment only. A segment is a run of equal ids.
+      chunk_size: Keys that causal or packed attention takes at a time, a power of two; None for a
+        default.
       implementation: ``"xla"`` or None for the default.
 
     Returns:
@@ -79,7 +84,7 @@ def random_feature_attention(
     Raises:
       TypeError: If a dtype is wrong.
       ValueError: If shapes do not match, a name is unknown, scale is negative, or the mask, the
-        bias or is_causal asks for what linear attention does not do here.
+        bias asks for what linear attention cannot do.
 
     Example:
       >>> import jax, simrf_jax
@@ -92,139 +97,25 @@ def random_feature_attention(
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021); Reid et al., Simplex
       Random Features (ICML 2023), Sec. 5.4.
     """
-    arrays = {"query": query, "key": key, "value": value}
-    query, key, value = (checks.floating(name, x) for name, x in arrays.items())
-    _check_shapes(query, key, value)
-    maps = log_feature_maps(feature_map)
-    w = None if projection is None else as_projection(projection)
-    if w is not None:
-        _check_projection(w, num_key_heads=key.shape[-2], dim=key.shape[-1])
     checks.one_of("implementation", implementation, (*IMPLEMENTATIONS, None))
+    if chunk_size is not None and not is_causal and segment_ids is None:
+        raise ValueError(f"chunk_size is for causal or packed attention, got {chunk_size}.")
+    chunk_size = check_chunk_size(chunk_size)
+    inputs, restore = lay_out_with_features(
+        query,
+        key,
+        value,
+        projection,
+        feature_map=feature_map,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
+    )
     if is_causal:
-        raise ValueError("is_causal=True is not supported: random features attend to all keys.")
-    if scale is None:
-        scale = key.shape[-1] ** -0.5
-    checks.scalar("scale", scale)
-    visibility = {"mask": mask, "bias": bias}
-    lengths = {
-        "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths,
-    }
-    if query.ndim > 3:
-        return _attend(query, key, value, w, maps, scale, **visibility, **lengths)
-    # As jax.nn: a batch of one, to which masks and lengths may have an axis.
-    lengths = {name: None if x is None else jnp.atleast_1d(x) for name, x in lengths.items()}
-    return _attend(query[None], key[None], value[None], w, maps, scale, **visibility, **lengths)[0]
-
-
-def _attend(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    projection: jax.Array | StructuredProjection | None,
-    maps: tuple[LogFeatureMap, LogFeatureMap],
-    scale: ArrayLike,
-    *,
-    mask: ArrayLike | None,
-    bias: ArrayLike | None,
-    query_seq_lengths: ArrayLike | None,
-    key_value_seq_lengths: ArrayLike | None,
-) -> jax.Array:
-    """Lays ``[*batch, length, heads, dim]`` out by key heads, and attends."""
-    query_map, key_map = maps
-    *batch, query_length, num_heads, dim = query.shape
-    key_length, num_key_heads = key.shape[-3:-1]
-    groups = num_heads // num_key_heads
-    dtype = query.dtype
-    compute = jnp.promote_types(dtype, jnp.float32)
-    if projection is not None:
-        compute = jnp.promote_types(compute, projection.dtype)
-    log_weights = key_log_weights(
-        mask,
-        bias,
-        key_value_seq_lengths,
-        batch=tuple(batch),
-        num_heads=num_heads,
-        query_length=query_length,
-        key_length=key_length,
-        dtype=compute,
-    )
-    if log_weights is not None and log_weights.shape[-2] not in (1, num_key_heads):
-        # Heads that share their keys but not their mask no longer share a state.
-        key, value = (jnp.repeat(x, groups, axis=-2) for x in (key, value))
-        if projection is not None and projection.ndim == 3:
-            repeat = functools.partial(jnp.repeat, repeats=groups, axis=0)
-            projection = jax.tree.map(repeat, projection)
-        groups = 1
-
-    def flat(x: jax.Array) -> jax.Array:
-        return x.reshape(math.prod(batch), *x.shape[len(batch) :])
-
-    grouped = query.reshape(*query.shape[:-2], num_heads // groups, groups, dim)
-    real = None
-    if query_seq_lengths is not None:
-        real = within_lengths("query_seq_lengths", query_seq_lengths, tuple(batch), query_length)
-        # Padding may hold anything, NaN too: it must not reach the gradients.
-        grouped = jnp.where(real[..., None, None, None], grouped, 0)
-    root = jnp.sqrt(jnp.asarray(scale, compute))
-    out = bidirectional_attention(
-        flat(grouped).astype(compute) * root,
-        flat(key).astype(compute) * root,
-        flat(value).astype(jnp.bfloat16 if dtype == jnp.bfloat16 else compute),
-        _per_head(query_map, projection),
-        _per_head(key_map, projection),
-        None if log_weights is None else flat(log_weights).mT,
-    )
-    out = out.reshape(*batch, query_length, num_heads, value.shape[-1])
-    if real is not None:
-        out = jnp.where(real[..., None, None], out, 0)
-    return out.astype(dtype)
-
-
-def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
-    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
-    if min(query.ndim, key.ndim, value.ndim) < 3:
-        raise ValueError(f"query, key and value must be [..., length, heads, dim], got {shapes}.")
-    if not query.dtype == key.dtype == value.dtype:
-        raise TypeError(
-            "query, key and value must have one dtype, got "
-            f"{query.dtype.name}, {key.dtype.name} and {value.dtype.name}."
-        )
-    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        raise ValueError(f"query, key and value must have the same batch shape, got {shapes}.")
-    if key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(f"key and value must have the same length and heads, got {shapes}.")
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"query and key must have the same head_dim, got {shapes}.")
-    num_heads, num_key_heads = query.shape[-2], key.shape[-2]
-    if num_key_heads == 0 or num_heads % num_key_heads:
-        raise ValueError(
-            f"The number of query heads must be a multiple of that of key heads, got {num_heads} "
-            f"and {num_key_heads}."
-        )
-
-
-def _check_projection(
-    projection: jax.Array | StructuredProjection, *, num_key_heads: int, dim: int
-) -> None:
-    if projection.ndim not in (2, 3) or projection.shape[-1] != dim:
-        raise ValueError(
-            f"projection must be [num_features, {dim}] or [{num_key_heads}, num_features, {dim}] "
-            f"for heads of dim {dim}, got shape {projection.shape}."
-        )
-    if projection.ndim == 3 and projection.shape[0] != num_key_heads:
-        raise ValueError(
-            f"projection must have one W for each of the {num_key_heads} key heads, "
-            f"got shape {projection.shape}."
-        )
-
-
-def _per_head(
-    log_features: LogFeatureMap,
-    projection: jax.Array | StructuredProjection | None,
-) -> Callable[[jax.Array], LogFeatures]:
-    """The feature map for ``[B, length, K, ..., H]``, each of the K heads with its own W."""
-    if projection is None or projection.ndim == 2:
-        return lambda x: log_features(x, projection)
-    each_head = jax.vmap(log_features, in_axes=(2, 0), out_axes=2)
-    return lambda x: each_head(x, projection)
+        return restore(causal_attention(inputs, empty_state(inputs), chunk_size=chunk_size)[0])
+    if inputs.runs is not None:
+        return restore(packed_attention(inputs, chunk_size=chunk_size))
+    return restore(bidirectional_attention(inputs))

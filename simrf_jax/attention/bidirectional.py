@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
-import jax.numpy as jnp
 
-from simrf_jax.features import LogFeatures
+from simrf_jax.attention.layout import Inputs
+from simrf_jax.attention.state import (
+    log_key_features,
+    normalise,
+    read,
+    summarise,
+    visible_only,
+    with_ones,
+)
 
 
-def bidirectional_attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    query_map: Callable[[jax.Array], LogFeatures],
-    key_map: Callable[[jax.Array], LogFeatures],
-    key_log_weights: jax.Array | None,
-) -> jax.Array:
+def bidirectional_attention(inputs: Inputs) -> jax.Array:
     r"""Every query attends to all keys.
 
     .. math::
@@ -31,68 +29,12 @@ def bidirectional_attention(
     least 1 wherever a query and a visible key have a feature in common: no epsilon.
 
     Args:
-      query: ``[B, T, K, G, H]``, already scaled, in the type to compute logits in. K is the number
-        of key heads, G the queries' heads for each of them.
-      key: ``[B, S, K, H]``, likewise.
-      value: ``[B, S, K, D]`` in the type to contract in.
-      query_map: Maps ``[B, T, K, G, H]`` to features ``[B, T, K, G, num_features]``.
-      key_map: Maps ``[B, S, K, H]`` to features ``[B, S, K, num_features]``.
-      key_log_weights: ``[1 or B, S, 1 or K]`` to add to the keys' log features, or None.
+      inputs: As ``lay_out_with_features`` makes them; without segments.
 
     Returns:
       ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
     """
-    if key_log_weights is not None:
-        # Padding may hold anything, NaN too, and 0 * NaN is not 0.
-        visible = key_log_weights[..., None] > -jnp.inf
-        key, value = jnp.where(visible, key, 0), jnp.where(visible, value, 0)
-    queries, keys = query_map(query), key_map(key)
-    log_keys = keys.exponent + keys.log_scale
-    if key_log_weights is not None:
-        log_keys += key_log_weights[..., None]
-
-    key_max = _max(log_keys, axis=1)
-    # A query's log_scale cancels. A feature that is zero for all keys is dropped here too, or it
-    # could set the shift of those that matter.
-    logits = queries.exponent + key_max[:, :, :, None, :]
-    query_features = _signed_exp(logits - _finite(_max(logits, axis=-1)), queries.values)
-    key_features = _signed_exp(log_keys - _finite(key_max), keys.values)
-
-    # One more column of values, all ones, sums the denominator along with the numerator.
-    value = jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
-    state = _contract("bskm,bskd->bkmd", key_features, value)
-    summed = _contract("btkgm,bkmd->btkgd", query_features, state.astype(value.dtype))
-    numerator, denominator = summed[..., :-1], summed[..., -1:]
-    nothing = denominator == 0  # Exactly: no key is visible, or no feature is active.
-    return jnp.where(nothing, 0, numerator / jnp.where(nothing, 1, denominator))
-
-
-def _max(x: jax.Array, axis: int) -> jax.Array:
-    return jax.lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True, initial=-jnp.inf))
-
-
-def _finite(shift: jax.Array) -> jax.Array:
-    """A shift of 0 where there is nothing above minus infinity."""
-    return jnp.where(shift == -jnp.inf, 0, shift)
-
-
-def _signed_exp(exponent: jax.Array, values: jax.Array | None) -> jax.Array:
-    phi = jnp.exp(exponent)
-    return phi if values is None else phi * values
-
-
-def _contract(spec: str, features: jax.Array, values: jax.Array) -> jax.Array:
-    """Contracts in the type of ``values``, accumulates in the type of ``features``."""
-    wide, narrow = features.dtype, values.dtype
-    if wide == narrow:
-        return jnp.einsum(spec, features, values, precision=jax.lax.Precision.HIGHEST)
-    features = features.astype(narrow)
-
-    def mixed(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.einsum(spec, a, b, preferred_element_type=wide)
-
-    def widened(a: jax.Array, b: jax.Array) -> jax.Array:
-        return jnp.einsum(spec, a.astype(wide), b.astype(wide))
-
-    # Inside jit, XLA's CPU backend (jaxlib 0.10.2) has no bfloat16 x bfloat16 = float32 product.
-    return jax.lax.platform_dependent(features, values, cpu=widened, default=mixed)
+    key, value = visible_only(inputs.key, inputs.value, inputs.key_log_weights)
+    keys = log_key_features(inputs.key_map(key), inputs.key_log_weights)
+    state = summarise(keys, with_ones(value))
+    return normalise(read(state, inputs.query_map(inputs.query), value.dtype))

@@ -80,6 +80,27 @@ def within_lengths(name: str, lengths: ArrayLike, batch: tuple[int, ...], length
     return positions < lengths[..., None]
 
 
+def run_numbers(
+    segment_ids: ArrayLike, batch: tuple[int, ...], query_length: int, key_length: int
+) -> jax.Array:
+    """Numbers the runs of equal segment ids from 0 on; ``[*batch, length]``."""
+    segment_ids = jnp.asarray(segment_ids)
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise TypeError(f"segment_ids must be integers, got {segment_ids.dtype.name}.")
+    if query_length != key_length:
+        raise ValueError(
+            "segment_ids are for self-attention, with as many keys as queries, got "
+            f"{query_length} queries and {key_length} keys."
+        )
+    if segment_ids.shape != (*batch, query_length):
+        raise ValueError(
+            f"segment_ids must be [batch..., length] = {(*batch, query_length)}, got shape "
+            f"{segment_ids.shape}."
+        )
+    begins = segment_ids[..., 1:] != segment_ids[..., :-1]
+    return jnp.cumsum(jnp.pad(begins, [(0, 0)] * len(batch) + [(1, 0)]), axis=-1, dtype=jnp.int32)
+
+
 def _per_key(name: str, x: jax.Array | np.ndarray, target: tuple[int, ...]) -> jax.Array:
     """Drops the query axis of an array that is the same for all queries."""
     shape = (1,) * (len(target) - x.ndim) + x.shape

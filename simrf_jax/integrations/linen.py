@@ -30,6 +30,8 @@ class RandomFeatureAttention(nn.Module):
       rotation: As ``simrf_jax.draw_projection``.
       feature_map: As ``simrf_jax.random_feature_attention``, but for the hybrids.
       shared: One W for all heads.
+      is_causal: Whether each query attends only to keys up to its own position; Linen has no flag
+        for it, and a causal mask is refused.
 
     Raises:
       ValueError: When called, if a name is unknown, the mask is not a key-padding mask, or dropout
@@ -56,6 +58,7 @@ class RandomFeatureAttention(nn.Module):
     rotation: str = "haar"
     feature_map: FeatureMap = "positive"
     shared: bool = False
+    is_causal: bool = False
 
     @nn.compact
     def __call__(
@@ -111,4 +114,5 @@ class RandomFeatureAttention(nn.Module):
             deterministic=deterministic,
             dtype=dtype,
             module=module,
+            is_causal=self.is_causal,
         )

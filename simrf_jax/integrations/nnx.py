@@ -36,7 +36,7 @@ class RandomFeatureAttention(nnx.Module):
 
     Raises:
       ValueError: If a name is unknown; when called, if the mask is not a key-padding mask or
-        dropout, causality or sown attention weights are asked for.
+        dropout or sown attention weights are asked for.
 
     Example:
       >>> import jax.numpy as jnp

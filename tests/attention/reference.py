@@ -8,9 +8,20 @@ from tests import formulas
 
 
 def attention(
-    query, key, value, projection, *, scale=None, log_weights=None, formula=formulas.positive
+    query,
+    key,
+    value,
+    projection,
+    *,
+    scale=None,
+    log_weights=None,
+    visible=None,
+    formula=formulas.positive,
 ):
-    """The estimator for ``[T, N, H]``, ``[S, K, H]``, ``[S, K, D]``; weights ``[N, S]`` in logs."""
+    """The estimator for ``[T, N, H]``, ``[S, K, H]``, ``[S, K, D]``.
+
+    Log weights are ``[N, S]``; ``visible`` is ``[T, S]``.
+    """
     query, key, value, projection = (
         None if x is None else np.asarray(x, np.float64) for x in (query, key, value, projection)
     )
@@ -26,6 +37,8 @@ def attention(
             log_k = log_k + log_weights[n][:, None]
         for t in range(len(log_q)):
             log_a = log_q[t] + log_k  # [S, m]
+            if visible is not None:
+                log_a = np.where(visible[t][:, None], log_a, -np.inf)
             if not len(log_a) or log_a.max() == -np.inf:
                 continue
             weights = (sign_q[t] * sign_k * np.exp(log_a - log_a.max())).sum(axis=-1)
@@ -51,3 +64,29 @@ def relative_error(actual, expected):
     """Relative Frobenius error."""
     actual, expected = np.asarray(actual, np.float64), np.asarray(expected, np.float64)
     return np.linalg.norm(actual - expected) / np.linalg.norm(expected)
+
+
+def banded(
+    query, key, value, bandwidth, *, is_causal=False, scale=None, log_weights=None, segment_ids=None
+):
+    """Exact attention to the keys nearby, for ``[T, N, H]``, ``[S, K, H]``, ``[S, K, D]``."""
+    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
+    groups = query.shape[1] // key.shape[1]
+    scale = query.shape[2] ** -0.5 if scale is None else scale
+    out = np.zeros((*query.shape[:2], value.shape[-1]))
+    for t, n in np.ndindex(query.shape[:2]):
+        nearby = [s for s in range(len(key)) if abs(t - s) <= bandwidth]
+        if is_causal:
+            nearby = [s for s in nearby if s <= t]
+        if segment_ids is not None:
+            nearby = [s for s in nearby if segment_ids[s] == segment_ids[t]]
+        if log_weights is not None:
+            nearby = [s for s in nearby if log_weights[n, s] > -np.inf]
+        if not nearby:
+            continue
+        logits = scale * key[nearby, n // groups] @ query[t, n]
+        if log_weights is not None:
+            logits += log_weights[n, nearby]
+        weights = np.exp(logits - logits.max())
+        out[t, n] = weights / weights.sum() @ value[nearby, n // groups]
+    return out

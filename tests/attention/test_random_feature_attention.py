@@ -200,7 +200,6 @@ BAD = [
     ({"projection": np.zeros(8)}, ValueError, r"got shape \(8,\)"),
     ({"feature_map": "cosine"}, ValueError, "'positive', 'hyperbolic', .* got 'cosine'"),
     ({"implementation": "cudnn"}, ValueError, "must be one of 'xla', None, got 'cudnn'"),
-    ({"is_causal": True}, ValueError, "is_causal=True is not supported"),
     ({"scale": -1.0}, ValueError, "scale must be at least 0, got -1.0"),
     ({"scale": jnp.float32(-1)}, ValueError, "scale must be at least 0, got -1.0"),
     ({"scale": float("nan")}, ValueError, "scale must be at least 0, got nan"),

@@ -259,9 +259,16 @@ def test_decoding_with_nnxs_own_cache_sees_the_prefix():
         np.testing.assert_allclose(step[:, 0], prefix[:, t], rtol=1e-4, atol=1e-5)
 
 
-def test_nnx_refuses_causality():
-    with pytest.raises(ValueError, match="is_causal=True is not supported"):
-        call_nnx(call={"is_causal": True})
+def test_both_apis_are_causal():
+    x = tokens(2, 9)
+    module = nnx_attention()
+    variables = copy_to_linen(module)
+    linen = linen_attention(is_causal=True)
+    out = linen.apply(variables, x)
+    np.testing.assert_allclose(module(x, is_causal=True), out, rtol=1e-5, atol=1e-6)
+    changed = linen.apply(variables, x.at[:, 6:].set(7.0))
+    np.testing.assert_array_equal(changed[:, :6], out[:, :6])
+    assert (changed[:, 6:] != out[:, 6:]).any()
 
 
 @pytest.mark.parametrize("call", [call_nnx, call_linen])

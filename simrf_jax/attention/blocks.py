@@ -1,0 +1,77 @@
+"""Blocks of queries and the windows of keys around them, by slices alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from simrf_jax import checks
+
+# Of queries. Smaller blocks take longer, also for narrower bands: benchmarks.near_field --blocks.
+LEAST_BLOCK = 32
+
+
+class Blocks(NamedTuple):
+    """Blocks of queries and the windows of keys around them.
+
+    Attributes:
+      num_blocks: How many.
+      size: Queries in each.
+      before: Keys of the window before the first query.
+      width: Keys of the window.
+      band: ``[size, width]``, True where a key is within the bandwidth of a query.
+    """
+
+    num_blocks: int
+    size: int
+    before: int
+    width: int
+    band: np.ndarray
+
+    def of_queries(self, x: jax.Array, axis: int) -> jax.Array:
+        """Cuts the axis ``T`` in two, ``[num_blocks, size]``."""
+        return self._split(x, axis, 0, self.num_blocks, 0)
+
+    def of_keys(self, x: jax.Array, axis: int, fill: float = 0) -> jax.Array:
+        """Turns the axis ``S`` into windows, ``[num_blocks, width]``, of fill beyond the ends."""
+        pieces = -(-self.width // self.size)
+        x = self._split(x, axis, self.before, self.num_blocks + pieces - 1, fill)
+        # A window is a few blocks in a row: slices, where a gather would scatter its gradients.
+        shifted = [
+            jax.lax.slice_in_dim(x, i, i + self.num_blocks, axis=axis) for i in range(pieces)
+        ]
+        return jax.lax.slice_in_dim(
+            jnp.concatenate(shifted, axis + 1), 0, self.width, axis=axis + 1
+        )
+
+    def _split(self, x: jax.Array, axis: int, before: int, count: int, fill: float) -> jax.Array:
+        padding = [(0, 0, 0)] * x.ndim
+        # Negative where keys at the end are near no query.
+        padding[axis] = (before, count * self.size - before - x.shape[axis], 0)
+        x = jax.lax.pad(x, jnp.asarray(fill, x.dtype), padding)
+        return x.reshape(*x.shape[:axis], count, self.size, *x.shape[axis + 1 :])
+
+
+def cut(
+    query_length: int, key_length: int, bandwidth: int, is_causal: bool, block_size: int | None
+) -> Blocks:
+    """Blocks for T queries and S keys; the narrowest windows that hold the band.
+
+    Raises:
+      TypeError: If block_size is not an integer.
+      ValueError: If block_size is less than 1.
+    """
+    if block_size is None:
+        block_size = max(bandwidth, LEAST_BLOCK)
+    size = max(1, min(checks.positive_int("block_size", block_size), query_length))
+    num_blocks = max(1, -(-query_length // size))
+    # No window needs to reach beyond the ends from everywhere.
+    before = min(bandwidth, (num_blocks - 1) * size)
+    after = 0 if is_causal else min(bandwidth, max(0, key_length - size))
+    width = before + size + after
+    offset = np.arange(width)[None, :] - before - np.arange(size)[:, None]
+    band = (-bandwidth <= offset) & (offset <= (0 if is_causal else bandwidth))
+    return Blocks(num_blocks, size, before, width, band)

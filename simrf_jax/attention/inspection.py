@@ -1,0 +1,277 @@
+"""Looking inside: the attention weights that random features imply, and how good they are."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from simrf_jax.attention.all_pairs import KernelRows, by_heads, estimated_rows, softmax_rows
+from simrf_jax.attention.api import random_feature_attention
+from simrf_jax.features import FeatureMap, log_feature_maps
+from simrf_jax.projections import Projection, as_projection
+
+LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
+
+
+class AttentionReport(NamedTuple):
+    r"""How well random features approximate softmax attention; float64 NumPy, one for each head.
+
+    With A the softmax weights, :math:`\hat A` those that the features imply, and :math:`Z_t` and
+    :math:`\hat Z_t` the sums of their rows before normalisation (after it they are one by
+    construction). A head in which no query sees a key has no error.
+
+    Attributes:
+      relative_error: Of the weights, :math:`\|\hat A - A\|_F / \|A\|_F`.
+      row_sum_mean: Mean of :math:`\hat Z_t / Z_t` over the queries that see a key. An unbiased
+        estimate of the softmax kernel has 1 on average over projections; less is typical where the
+        variance is large, and balanced by a rare projection with much more.
+      row_sum_error: Worst :math:`|\hat Z_t / Z_t - 1|`.
+      effective_rank: Of :math:`\hat A`, :math:`\exp(-\sum_i p_i \log p_i)` with p the singular
+        values divided by their sum (Roy and Vetterli, 2007). No more than the number of features
+        if attention is not causal.
+      softmax_effective_rank: Of A.
+      output_error: Of the outputs, :math:`\|\hat A V - A V\|_F / \|A V\|_F`; None without values.
+    """
+
+    relative_error: np.ndarray
+    row_sum_mean: np.ndarray
+    row_sum_error: np.ndarray
+    effective_rank: np.ndarray
+    softmax_effective_rank: np.ndarray
+    output_error: np.ndarray | None = None
+
+
+def attention_matrix(
+    query: ArrayLike,
+    key: ArrayLike,
+    projection: Projection | None,
+    *,
+    feature_map: FeatureMap = "positive",
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+) -> jax.Array:
+    r"""The attention weights that ``random_feature_attention`` implies and never forms.
+
+    .. math:: \hat A_{ts} = \frac{\phi(q_t)^\top \phi(k_s)}{\sum_r \phi(q_t)^\top \phi(k_r)}
+
+    Times the values, they are its output. For looking at short sequences: the time is quadratic,
+    proportional to T S num_features. Exact at any scale of the inputs, in memory proportional to
+    S (T + num_features).
+
+    Args:
+      query: ``[..., T, N, H]``.
+      key: ``[..., S, K, H]``, with N a multiple of K (grouped queries).
+      projection: W, ``[num_features, H]`` or ``[K, num_features, H]``, as in
+        ``random_feature_attention``; so are the following.
+      feature_map: A name, a callable or a ``FeaturePair``.
+      mask: Boolean, broadcastable to ``[..., N, T, S]``, the same for all queries.
+      bias: Added to the logits; of the same shapes, with the same condition.
+      scale: Multiplies the logits; by default :math:`1/\sqrt H`.
+      is_causal: Whether query t sees only keys up to t, as in ``jax.nn.dot_product_attention``.
+      query_seq_lengths: Integers of the batch shape; rows from there on are zeros.
+      key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
+
+    Returns:
+      ``[..., N, T, S]`` in float32 at least. Rows sum to one, or are zeros where a query sees no
+      key. Weights may be negative if features may.
+
+    Raises:
+      TypeError: If a dtype is wrong.
+      ValueError: If shapes do not match, a name is unknown, or the mask or the bias is none that
+        ``random_feature_attention`` honours.
+
+    Example:
+      >>> import jax, simrf_jax
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 10, 2, 16))
+      >>> w = simrf_jax.draw_projection(jax.random.key(1), 34, 16)
+      >>> weights = simrf_jax.attention_matrix(q, k, w)
+      >>> weights.shape
+      (2, 10, 10)
+      >>> out = jax.numpy.einsum("nts,snd->tnd", weights, v)
+      >>> bool(abs(out - simrf_jax.random_feature_attention(q, k, v, w)).max() < 1e-5)
+      True
+
+    References:
+      Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 2.2.
+    """
+    options = {
+        "mask": mask,
+        "bias": bias,
+        "scale": scale,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+    }
+    _refuse(query, key, key, projection, feature_map, is_causal, options)
+    estimated, _ = _rows(query, key, projection, feature_map, is_causal, options)
+    return estimated.weights()
+
+
+def attention_report(
+    query: ArrayLike,
+    key: ArrayLike,
+    projection: Projection | None,
+    *,
+    value: ArrayLike | None = None,
+    feature_map: FeatureMap = "positive",
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+) -> AttentionReport:
+    r"""Compares the weights that random features imply with those of softmax attention.
+
+    .. math::
+        \hat Z_t = \sum_s \phi(q_t)^\top \phi(k_s), \quad \hat A_{ts} = \phi(q_t)^\top \phi(k_s) /
+        \hat Z_t, \qquad Z_t = \sum_s e^{q_t \cdot k_s}, \quad A_{ts} = e^{q_t \cdot k_s} / Z_t
+
+    with queries and keys scaled by :math:`\sqrt{\text{scale}}` and sums over the visible keys. Row
+    sums compare what should be equal for maps of the softmax kernel; ReLU and ELU features
+    estimate another one. It is for looking at short sequences, like ``attention_matrix``.
+
+    Args:
+      query: ``[..., T, N, H]``.
+      key: ``[..., S, K, H]``, with N a multiple of K (grouped queries).
+      projection: W, ``[num_features, H]`` or ``[K, num_features, H]``. With one for each head, the
+        heads can be as many draws for the same queries and keys.
+      value: ``[..., S, K, D]``, for the error of the output.
+      feature_map: As in ``attention_matrix``; so are the following.
+      mask: Boolean, broadcastable to ``[..., N, T, S]``, the same for all queries.
+      bias: Added to the logits; of the same shapes, with the same condition.
+      scale: Multiplies the logits; by default :math:`1/\sqrt H`.
+      is_causal: Whether query t sees only keys up to t.
+      query_seq_lengths: Integers of the batch shape; queries from there on do not count.
+      key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
+
+    Returns:
+      An ``AttentionReport`` of arrays ``[..., N]``.
+
+    Raises:
+      TypeError: If a dtype is wrong, or under ``jit`` or ``vmap``: NumPy takes the singular values.
+      ValueError: As ``attention_matrix``.
+
+    Example:
+      >>> import jax, simrf_jax
+      >>> q, k = 0.5 * jax.random.normal(jax.random.key(0), (2, 32, 4, 16))
+      >>> for num_features in (17, 1700):
+      ...     w = simrf_jax.draw_projection(jax.random.key(1), num_features, 16)
+      ...     report = simrf_jax.attention_report(q, k, w)
+      ...     print(report.relative_error.shape, report.relative_error.mean() < 0.1)
+      (4,) False
+      (4,) True
+
+    References:
+      Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 4.2; Roy and
+      Vetterli, The Effective Rank: A Measure of Effective Dimensionality (EUSIPCO 2007).
+    """
+    options = {
+        "mask": mask,
+        "bias": bias,
+        "scale": scale,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+    }
+    values = key if value is None else value
+    _refuse(query, key, values, projection, feature_map, is_causal, options)
+    estimated, exact = _rows(query, key, projection, feature_map, is_causal, options)
+    implied, softmax = (np.asarray(rows.weights(), np.float64) for rows in (estimated, exact))
+    row_sum_mean, row_sum_error = _compare_row_sums(estimated, exact)
+    return AttentionReport(
+        _relative_error(implied, softmax),
+        row_sum_mean,
+        row_sum_error,
+        _effective_rank(implied),
+        _effective_rank(softmax),
+        None if value is None else _output_error(implied, softmax, value),
+    )
+
+
+def _refuse(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    projection: Projection | None,
+    feature_map: FeatureMap,
+    is_causal: bool,
+    options: dict[str, Any],
+) -> None:
+    """Raises what random_feature_attention raises, and computes nothing."""
+
+    def attend() -> jax.Array:
+        return random_feature_attention(
+            query, key, value, projection, feature_map=feature_map, is_causal=is_causal, **options
+        )
+
+    jax.eval_shape(attend)
+
+
+def _rows(
+    query: ArrayLike,
+    key: ArrayLike,
+    projection: Projection | None,
+    feature_map: FeatureMap,
+    is_causal: bool,
+    options: dict[str, Any],
+) -> tuple[KernelRows, KernelRows]:
+    """The estimated kernel and the exact one of all pairs, ``[..., N, T, S]``."""
+    query, key = jnp.asarray(query), jnp.asarray(key)
+    if query.ndim == 3:
+        # As jax.nn: a batch of one, to which masks and lengths may have an axis.
+        lengths = {name: options[name] for name in LENGTHS if options[name] is not None}
+        options = options | {name: jnp.atleast_1d(x) for name, x in lengths.items()}
+        rows = _rows(query[None], key[None], projection, feature_map, is_causal, options)
+        return jax.tree.map(lambda x: x[0], rows)
+    w = None if projection is None else as_projection(projection)
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    dtype = dtype if w is None else jnp.promote_types(dtype, w.dtype)
+    heads = by_heads(query, key, is_causal=is_causal, dtype=dtype, **options)
+    return estimated_rows(heads, w, log_feature_maps(feature_map)), softmax_rows(heads)
+
+
+def _relative_error(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """In Frobenius norm; zero where both are zeros."""
+    error, norm = (np.linalg.norm(x, axis=(-2, -1)) for x in (actual - expected, expected))
+    return error / np.where(norm == 0, 1, norm)
+
+
+def _compare_row_sums(estimated: KernelRows, exact: KernelRows) -> tuple[np.ndarray, np.ndarray]:
+    """The mean of their ratios, and the worst deviation from one."""
+    total, exact_total = (np.asarray(x.row_sums(), np.float64) for x in (estimated, exact))
+    seen = exact_total != 0
+    log_ratio = np.asarray(estimated.log_scale - exact.log_scale, np.float64)
+    with np.errstate(over="ignore"):
+        ratio = total / np.where(seen, exact_total, 1) * np.exp(log_ratio)
+    count = seen.sum(axis=(-2, -1))
+    mean = np.where(seen, ratio, 0).sum(axis=(-2, -1)) / np.maximum(count, 1)
+    worst = np.abs(np.where(seen, ratio - 1, 0)).max(axis=(-2, -1), initial=0)
+    return np.where(count == 0, 1, mean), worst
+
+
+def _effective_rank(matrix: np.ndarray) -> np.ndarray:
+    """The exponential of the entropy of the normalised singular values; 0 for zeros."""
+    finite = np.isfinite(matrix).all(axis=(-2, -1))
+    # LAPACK raises on NaN.
+    singular = np.linalg.svd(np.where(finite[..., None, None], matrix, 0), compute_uv=False)
+    total = singular.sum(axis=-1, keepdims=True)
+    p = singular / np.where(total == 0, 1, total)
+    entropy = -np.sum(p * np.log(np.where(p == 0, 1, p)), axis=-1)
+    rank = np.where(total[..., 0] == 0, 0, np.exp(entropy))
+    return np.where(finite, rank, np.nan)
+
+
+def _output_error(implied: np.ndarray, softmax: np.ndarray, value: ArrayLike) -> np.ndarray:
+    value = np.swapaxes(np.asarray(value, np.float64), -3, -2)
+    value = np.repeat(value, implied.shape[-3] // value.shape[-3], axis=-3)
+    # Padding may hold anything, NaN too, and 0 * NaN is not 0.
+    weighed = ((implied != 0) | (softmax != 0)).any(axis=-2)
+    value = np.where(weighed[..., None], value, 0)
+    return _relative_error(implied @ value, softmax @ value)

@@ -1,0 +1,127 @@
+"""The near field: exact softmax attention to the keys nearby, in time linear in the length."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from simrf_jax import checks
+from simrf_jax.attention.blocks import Blocks, cut
+from simrf_jax.attention.layout import Arrays, lay_out
+from simrf_jax.attention.state import contract, visible_only
+
+
+def banded_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    bandwidth: int,
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    block_size: int | None = None,
+) -> jax.Array:
+    r"""Softmax attention to the keys at most ``bandwidth`` positions away, and to no others.
+
+    .. math::
+        \operatorname{Near}(Q, K, V)_t =
+            \frac{\sum_{|t - s| \le k} e^{\text{scale} \, q_t \cdot k_s + b_s} v_s}
+                 {\sum_{|t - s| \le k} e^{\text{scale} \, q_t \cdot k_s + b_s}}
+
+    with k the bandwidth and b the bias; positions count from 0 in queries and keys. It is the band
+    of ``jax.nn.dot_product_attention``, whose layout, defaults and mask meaning it has, in time and
+    memory :math:`O(T k)`: blocks of queries attend to the keys around them. FMMformers add it to a
+    far field, ``random_feature_attention``, each normalised by itself.
+
+    Args:
+      query: ``[..., T, N, H]``: T queries of N heads, with any leading batch shape.
+      key: ``[..., S, K, H]``, with N a multiple of K (grouped queries).
+      value: ``[..., S, K, D]``.
+      bandwidth: k, at least 0. Query t attends to the keys from t - k to t + k.
+      mask: Boolean, broadcastable to ``[..., N, T, S]``, True to attend. It must be the same for
+        all queries: have a query axis of size 1, or be a NumPy array that is constant along it.
+      bias: Added to the logits; of the same shapes, with the same condition.
+      scale: Multiplies the logits; by default :math:`1/\sqrt H`.
+      is_causal: Query t attends to the keys from t - k to t.
+      query_seq_lengths: Integers of the batch shape (``(1,)`` if there is no batch); outputs from
+        there on are zero.
+      key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
+      segment_ids: Integers ``[..., T]``, for self-attention (T = S): of several sequences packed
+        into one, each attends to itself. A segment is a run of equal ids. What may hold NaN belongs
+        in a mask or beyond the lengths.
+      block_size: Queries in a block; by default the bandwidth, but at least 32. Each block copies
+        ``block_size + 2 bandwidth`` keys: short blocks take memory, long ones time.
+
+    Returns:
+      ``[..., T, N, D]`` in the inputs' dtype. Logits and the softmax are float32 at least;
+      products of bfloat16 inputs accumulate in float32. Queries that see no key get zeros.
+
+    Raises:
+      TypeError: If a dtype is wrong.
+      ValueError: If shapes do not match, bandwidth, scale or block_size is out of range, or the
+        mask or the bias may differ between queries.
+
+    Example:
+      >>> import jax, simrf_jax
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 1_000, 12, 64))
+      >>> simrf_jax.banded_attention(q, k, v, bandwidth=32).shape
+      (2, 1000, 12, 64)
+
+    References:
+      Nguyen et al., FMMformer (NeurIPS 2021), near-field attention.
+    """
+    bandwidth = checks.integer("bandwidth", bandwidth)
+    if bandwidth < 0:
+        raise ValueError(f"bandwidth must be at least 0, got {bandwidth}.")
+    arrays, restore = lay_out(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
+    )
+    lengths = (arrays.query.shape[1], arrays.key.shape[1])
+    return restore(_attend_in_blocks(arrays, cut(*lengths, bandwidth, is_causal, block_size)))
+
+
+def _attend_in_blocks(arrays: Arrays, blocks: Blocks) -> jax.Array:
+    """Each query attends to the keys of its window that are in the band, ``[B, T, K, G, D]``."""
+    compute, narrow = arrays.query.dtype, arrays.value.dtype
+    key, value = visible_only(arrays.key, arrays.value, arrays.key_log_weights)
+    query = blocks.of_queries(arrays.query, 1)
+    key, value = blocks.of_keys(key.astype(narrow), 1), blocks.of_keys(value, 1)
+    weights = arrays.key_log_weights
+    if weights is None:
+        weights = jnp.zeros((1, arrays.key.shape[1], 1), compute)
+    # [1 or B, num_blocks, 1 or K, 1, 1, width]
+    weights = blocks.of_keys(weights, 1, -jnp.inf).mT[:, :, :, None, None]
+    visible = (weights > -jnp.inf) & blocks.band[None, None, None, None]
+    if arrays.runs is not None:
+        of_queries, of_keys = blocks.of_queries(arrays.runs, 1), blocks.of_keys(arrays.runs, 1)
+        same = of_queries[:, :, :, None] == of_keys[:, :, None, :]
+        visible &= same[:, :, None, None]
+    logits = contract("bntkgh,bnskh->bnkgts", query, key)
+    probabilities = _softmax(jnp.where(visible, logits + weights, -jnp.inf))
+    out = contract("bnkgts,bnskd->bntkgd", probabilities, value)
+    out = out.reshape(out.shape[0], blocks.num_blocks * blocks.size, *out.shape[3:])
+    return out[:, : arrays.query.shape[1]]
+
+
+def _softmax(logits: jax.Array) -> jax.Array:
+    """Zeros where all logits are minus infinity, without the NaN of jax.nn.softmax on the way."""
+    # The least finite number is a shift too.
+    least = float(jnp.finfo(logits.dtype).min)
+    shift = jnp.max(jax.lax.stop_gradient(logits), axis=-1, keepdims=True, initial=least)
+    weights = jnp.exp(logits - shift)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    return weights / jnp.where(total == 0, 1, total)

@@ -1,0 +1,155 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from simrf_jax import decoding, random_feature_attention
+from tests.attention.inputs import inputs, projection
+from tests.attention.reference import relative_error
+
+MAPS = ["positive", "hyperbolic", "trigonometric", "relu", "elu"]
+
+
+def parallel(q, k, v, w, **options):
+    return random_feature_attention(q, k, v, w, is_causal=True, **options)
+
+
+def empty(q, k, v, w, feature_map="positive"):
+    return decoding.init_state(
+        w,
+        batch=q.shape[:-3],
+        num_key_heads=k.shape[-2],
+        value_dim=v.shape[-1],
+        head_dim=k.shape[-1],
+        feature_map=feature_map,
+    )
+
+
+@pytest.mark.parametrize("feature_map", MAPS)
+def test_token_by_token_is_the_parallel_form(feature_map):
+    q, k, v = inputs(30, heads=4, key_heads=2, width=3, scale=0.5, batch=(2,))
+    w = None if feature_map == "elu" else projection(64, heads=2)
+    step = jax.jit(decoding.step, static_argnames="feature_map")
+    state, outs = empty(q, k, v, w, feature_map), []
+    for t in range(30):
+        out, state = step(state, *(x[:, t : t + 1] for x in (q, k, v)), w, feature_map=feature_map)
+        outs.append(out)
+    expected = parallel(q, k, v, w, feature_map=feature_map)
+    assert relative_error(np.concatenate(outs, axis=1), expected) < 1e-5
+
+
+@pytest.mark.parametrize("scale", [0.5, 16.0])
+def test_a_thousand_tokens_in_a_scan(scale):
+    q, k, v = inputs(1000, heads=2, dim=16, scale=scale * 16**-0.25)
+    w = projection(32, 16)
+
+    def body(state, token):
+        out, state = decoding.step(state, *(x[None] for x in token), w)
+        return state, out[0]
+
+    state, outs = jax.jit(lambda s, x: jax.lax.scan(body, s, x))(empty(q, k, v, w), (q, k, v))
+    assert relative_error(outs, parallel(q, k, v, w)) < 1e-5
+    assert [x.shape for x in state] == [(2, 32, 17), (2, 32)]
+
+
+def test_prefill_and_append():
+    q, k, v = inputs(25, batch=(2,))
+    w = projection()
+    expected = parallel(q, k, v, w)
+    out, state = decoding.step(empty(q, k, v, w), q[:, :17], k[:, :17], v[:, :17], w, chunk_size=4)
+    assert relative_error(out, expected[:, :17]) < 1e-5
+    appended = decoding.append(empty(q, k, v, w), k[:, :10], v[:, :10], w)
+    appended = decoding.append(appended, k[:, 10:17], v[:, 10:17], w)
+    for one, other in zip(state, appended, strict=True):
+        assert relative_error(one, other) < 1e-5
+    for before in (state, appended):
+        out, _ = decoding.step(before, q[:, 17:], k[:, 17:], v[:, 17:], w)
+        assert relative_error(out, expected[:, 17:]) < 1e-5
+
+
+def test_masks_lengths_and_biases_of_the_new_keys():
+    q, k, v = inputs(12, batch=(2,))
+    w = projection()
+    k[1, 5:8] = np.nan
+    mask = np.ones((2, 1, 1, 12), bool)
+    mask[1, ..., 5:8] = False
+    bias = np.random.default_rng(1).normal(size=(2, 1, 1, 12)).astype(np.float32)
+    expected = parallel(q, k, v, w, mask=mask, bias=bias)
+    first = {"mask": mask[..., :7], "bias": bias[..., :7]}
+    state = decoding.append(empty(q, k, v, w), k[:, :7], v[:, :7], w, **first)
+    rest = {"mask": mask[..., 7:], "bias": bias[..., 7:]}
+    out, _ = decoding.step(state, *(x[:, 7:] for x in (q, k, v)), w, **rest)
+    np.testing.assert_allclose(out, expected[:, 7:], atol=1e-5)
+    shorter = decoding.append(empty(q, k, v, w), k, v, w, key_value_seq_lengths=np.array([3, 5]))
+    for b, length in enumerate((3, 5)):
+        one = decoding.append(empty(q[b], k, v, w), k[b, :length], v[b, :length], w)
+        assert relative_error(shorter.sums[b], one.sums) < 1e-5
+
+
+def test_nothing_seen_gives_zeros():
+    q, k, v = inputs(1)
+    out, _ = decoding.step(
+        empty(q, k, v, projection()), q, k, v, projection(), mask=np.zeros((1, 1, 1), bool)
+    )
+    np.testing.assert_array_equal(out, 0)
+
+
+def test_bfloat16_keeps_a_wide_state():
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(6))
+    state = decoding.init_state(projection(), num_key_heads=2, value_dim=8, dtype=jnp.bfloat16)
+    out, state = decoding.step(state, q, k, v, projection())
+    assert (out.dtype, state.sums.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_gradients_flow_through_the_state():
+    q, k, v = inputs(8)
+    w = projection()
+
+    def loss(k, v):
+        state = decoding.append(empty(q, k, v, w), k[:5], v[:5], w)
+        return jnp.sum(decoding.step(state, q[5:], k[5:], v[5:], w)[0] ** 2)
+
+    def expected(k, v):
+        return jnp.sum(parallel(q, k, v, w)[5:] ** 2)
+
+    for one, other in zip(
+        jax.grad(loss, (0, 1))(k, v), jax.grad(expected, (0, 1))(k, v), strict=True
+    ):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (
+            lambda q, k, v, w, s: decoding.step(s, q, k[:4], v[:4], w),
+            "step takes as many keys as queries, got 4 and 9",
+        ),
+        (
+            lambda q, k, v, w, s: decoding.step(s, q, k, v[..., :3], w),
+            r"state must have sums \(2, 11, 4\).*got \(2, 11, 9\)",
+        ),
+        (
+            lambda q, k, v, w, s: decoding.append(s, k[None], v[None], w),
+            r"state must have sums \(1, 2, 11, 9\)",
+        ),
+        (
+            lambda q, k, v, w, s: decoding.init_state(None, num_key_heads=2, value_dim=3),
+            "head_dim must be given",
+        ),
+        (
+            lambda q, k, v, w, s: decoding.init_state(w, num_key_heads=0, value_dim=3),
+            "num_key_heads must be at least 1, got 0",
+        ),
+        (
+            lambda q, k, v, w, s: decoding.init_state(w, num_key_heads=2, value_dim=3, head_dim=5),
+            "for heads of dim 5, got shape",
+        ),
+    ],
+)
+def test_refuses(call, match):
+    q, k, v = inputs()
+    w = projection()
+    with pytest.raises(ValueError, match=match):
+        call(q, k, v, w, empty(q, k, v, w))
