@@ -94,6 +94,8 @@ def report(results: dict[str, Any]) -> str:
     lines = [f"{part}: {seconds:.0f} seconds" for part, seconds in results["seconds"].items()]
     if "tables" in results:
         lines = [*tables.all_tables(results["tables"]), *lines]
+    if "curves" in results:
+        lines = [tables.gains(results["curves"]), *lines]
     if "search" in results:
         lines = [tables.sigmas(results["search"]), *lines]
     return "\n\n".join(lines)

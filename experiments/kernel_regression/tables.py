@@ -65,6 +65,16 @@ def sigmas(results: dict[str, Any]) -> str:
     return harness.markdown_table(header, rows)
 
 
+def gains(results: dict[str, Any]) -> str:
+    """What SimRFs gain over ORFs in Fig. 8, by paired trials, with z-scores."""
+    multiples = next(iter(results.values()))["multiples"]
+    rows = []
+    for name, row in results.items():
+        entries = [paper.Entry(**gain) for gain in row["simplex - orthogonal"]]
+        rows.append([name, *map(_score, entries)])
+    return harness.markdown_table(["SimRFs - ORFs", *(f"{m}d features" for m in multiples)], rows)
+
+
 def _accuracies(results: dict[str, Any], table: str, published: dict[str, Any]) -> str:
     """Where the paper has an entry: paper / ours / how many standard errors apart."""
     methods = list(next(iter(results.values()))[table])

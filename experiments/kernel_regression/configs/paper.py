@@ -3,7 +3,7 @@
 Shows:     accuracy of kernel regression on eight UCI data sets, with exact and random features
 Command:   python -m experiments.kernel_regression.main --workdir=runs/kernel_regression
 Hardware:  two CPU cores
-Time:      9 minutes: tables 234 seconds (69 with 1,000 trials), curves 246, search 52
+Time:      8 minutes: tables 234 seconds (69 with 1,000 trials), curves 182, search 60
 Expected:  SimRFs > ORFs > IIDRFs with d features, by paired trials, on all data sets but yeast,
            where ORFs and IIDRFs are alike; the paper's accuracies within 0.05 on wifi, 0.01 else
 """

@@ -63,6 +63,8 @@ def test_run_leaves_tables_and_figures(config, tmp_path):
     score = gain["mean"] / gain["standard_error"]
     assert f"| {gain['mean']:+.4f} / {score:+.1f} |" in report
     assert "tables: " in report
+    gain = curves["simplex - orthogonal"][0]["mean"]
+    assert f"| car | {gain:+.4f} / " in report
 
 
 def test_a_stopped_run_goes_on_where_it_was(config, tmp_path, monkeypatch):
