@@ -51,9 +51,9 @@ def test_the_package_itself_does_not_need_flax():
 
 PUBLIC = [
     getattr(module, name)
-    for module in (simrf_jax, simrf_jax.theory)
+    for module in (simrf_jax, simrf_jax.theory, simrf_jax.decoding)
     for name in module.__all__
-    if name != "theory"
+    if name not in ("theory", "decoding")
 ]
 RECORDS = [public for public in PUBLIC if inspect.isclass(public)]
 FUNCTIONS = [public for public in PUBLIC if not inspect.isclass(public)]

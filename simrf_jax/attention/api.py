@@ -29,9 +29,9 @@ def random_feature_attention(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
+    implementation: str | None = None,
     segment_ids: ArrayLike | None = None,
     chunk_size: int | None = None,
-    implementation: str | None = None,
 ) -> jax.Array:
     r"""Softmax attention estimated by random features, in time linear in the length.
 
@@ -70,11 +70,11 @@ def random_feature_attention(
       query_seq_lengths: Integers of the batch shape (``(1,)`` if there is no batch); outputs from
         there on are zero.
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
+      implementation: ``"xla"`` or None for the default.
       segment_ids: Integers ``[..., T]`` of packed sequences, for as many keys as queries: a query
         attends to keys of its own segment only. A segment is a run of equal ids.
       chunk_size: Keys that causal or packed attention takes at a time, a power of two; None for a
         default.
-      implementation: ``"xla"`` or None for the default.
 
     Returns:
       ``[..., T, N, D]`` in the inputs' dtype. Logits and exponentials are float32 at least; the

@@ -21,6 +21,8 @@ from simrf_jax.attention.state import (
 from simrf_jax.features import FeatureMap
 from simrf_jax.projections import Projection, as_projection
 
+__all__ = ["append", "init_state", "step"]
+
 
 def init_state(
     projection: Projection | None,

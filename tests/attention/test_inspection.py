@@ -73,7 +73,7 @@ def attend(weights, value):
 @pytest.mark.fast
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", POSITIVE)
-@pytest.mark.parametrize("scale", [0.5, 1, 2, 4, 8, 16])
+@pytest.mark.parametrize("scale", [0.5, 2, 16])
 def test_positive_maps_against_float64(name, scale, is_causal):
     q, k, _ = inputs(length=24, dim=16, scale=scale)
     w = projection(40, 16)
@@ -87,7 +87,7 @@ def test_positive_maps_against_float64(name, scale, is_causal):
 @pytest.mark.fast
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", SIGNED)
-@pytest.mark.parametrize("scale", [0.25, 0.5, 1])
+@pytest.mark.parametrize("scale", [0.25, 1])
 def test_signed_maps_against_float64(name, scale, is_causal):
     # Wide projections, so that no denominator is near zero and the problem well posed.
     q, k, _ = inputs(length=12, dim=16, scale=scale)
@@ -179,8 +179,7 @@ def test_causal_with_padding():
     chex.assert_tree_all_finite(jax.grad(loss, argnums=(0, 1, 2))(q, k, w))
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("scale", [0.5, 2, 16])
+@pytest.mark.parametrize(("scale", "is_causal"), [(0.5, True), (2, False), (16, True)])
 def test_gradients_against_float64(scale, is_causal):
     q, k, cotangent = inputs(length=12, heads=1, dim=8, width=12, scale=scale)
     w = projection(18)
@@ -295,8 +294,7 @@ def expected_report(q, k, w, *, value=None, visible=True, **options):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("scale", [0.5, 8])
+@pytest.mark.parametrize(("scale", "is_causal"), [(0.5, False), (8, True)])
 @pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric"])
 def test_report_against_float64(name, scale, is_causal):
     q, k, v = inputs(length=12, heads=4, key_heads=2, scale=scale, width=3)

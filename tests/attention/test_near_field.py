@@ -54,9 +54,9 @@ def test_other_dtypes(dtype, tolerance):
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("block_size", [None, 1, 5])
+@pytest.mark.parametrize("block_size", [None, 5])
 @pytest.mark.parametrize("bandwidth", [0, 4, 30])
-@pytest.mark.parametrize("lengths", [(1, 1), (12, 12), (13, 5), (5, 13), (1, 9), (9, 1)])
+@pytest.mark.parametrize("lengths", [(1, 1), (12, 12), (13, 5), (5, 13), (9, 1)])
 def test_any_lengths_bandwidth_and_block(lengths, bandwidth, block_size, is_causal):
     q, k, v = inputs(*lengths, dim=4)
     actual = banded_jit(q, k, v, bandwidth=bandwidth, block_size=block_size, is_causal=is_causal)

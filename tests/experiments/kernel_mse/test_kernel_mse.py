@@ -84,6 +84,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
         assert (tmp_path / "stopped" / f"{name}.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_main_prints_the_tables(tmp_path):
     # In a process of its own: flags are global, and every experiment has a --config.
     command = [sys.executable, "-m", "experiments.kernel_mse.main", f"--workdir={tmp_path / 'r'}"]

@@ -190,6 +190,7 @@ def test_what_cannot_run_is_refused_before_anything_is_written(tmp_path, changes
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_comparison_tabulates_draws_and_goes_on_where_it_was(tmp_path, monkeypatch):
     config = tiny.get_config()
     table = compare.compare(config, tmp_path, ["simplex", "exact"], [0, 1])
