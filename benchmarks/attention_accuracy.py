@@ -3,6 +3,8 @@
 Run: python -m benchmarks.attention_accuracy
 """
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +12,13 @@ import numpy as np
 import simrf_jax
 
 
-def estimator(query, key, value, projection):
+def estimator(query, key, value, projection, is_causal):
     """The estimator in float64, every pair of tokens, for one head."""
     query, key, value, w = (np.asarray(x, np.float64) for x in (query, key, value, projection))
     query, key = query * query.shape[-1] ** -0.25, key * key.shape[-1] ** -0.25
     log_a = (query @ w.T)[:, None] + (key @ w.T - np.sum(key**2, axis=-1, keepdims=True) / 2)[None]
+    if is_causal:
+        log_a = np.where(np.tri(len(query), dtype=bool)[..., None], log_a, -np.inf)
     weights = np.exp(log_a - log_a.max(axis=(1, 2), keepdims=True)).sum(axis=-1)
     return weights / weights.sum(axis=-1, keepdims=True) @ value
 
@@ -22,17 +26,18 @@ def estimator(query, key, value, projection):
 def main():
     length, num_features, dim = 256, 130, 64
     w = simrf_jax.draw_projection(jax.random.key(1), num_features, dim)
-    print("| s | float32 | bfloat16 |\n| --- | --- | --- |")
+    print("| s | float32 | causal | bfloat16 | causal |\n| --- | --- | --- | --- | --- |")
     for scale in (0.5, 1, 2, 4, 8, 16):
         q, k, v = jax.random.normal(jax.random.key(0), (3, length, 1, dim))
         q, k = scale * q, scale * k
         errors = []
-        for dtype in (jnp.float32, jnp.bfloat16):
+        for dtype, is_causal in itertools.product((jnp.float32, jnp.bfloat16), (False, True)):
             inputs = [x.astype(dtype) for x in (q, k, v)]
-            actual = simrf_jax.random_feature_attention(*inputs, w)[:, 0].astype(jnp.float32)
-            expected = estimator(*(x[:, 0].astype(jnp.float32) for x in inputs), w)
+            out = simrf_jax.random_feature_attention(*inputs, w, is_causal=is_causal)
+            actual = out[:, 0].astype(jnp.float32)
+            expected = estimator(*(x[:, 0].astype(jnp.float32) for x in inputs), w, is_causal)
             errors.append(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
-        print(f"| {scale} | {errors[0]:.1e} | {errors[1]:.1e} |")
+        print(f"| {scale} | {' | '.join(f'{error:.1e}' for error in errors)} |")
 
 
 if __name__ == "__main__":

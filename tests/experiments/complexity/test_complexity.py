@@ -153,6 +153,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch, faked):
     assert len(calls) == 8
 
 
+@pytest.mark.slow
 def test_main_goes_on_with_a_run_and_prints_the_tables(tmp_path, faked):
     small = {"dims": (2, 4, 8), "fast_dims": (), "rounds": 1, "fit_points": 3}
     config = paper.get_config()

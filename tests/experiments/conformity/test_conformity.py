@@ -45,6 +45,7 @@ def program(tmp_path_factory):
     return workdir, run.stdout
 
 
+@pytest.mark.slow
 def test_program_prints_the_table_and_leaves_figures(program):
     workdir, printed = program
     assert "| simplex | 2.3491 | 2.181826 |" in printed
@@ -53,6 +54,7 @@ def test_program_prints_the_table_and_leaves_figures(program):
         assert (workdir / f"{name}.png").stat().st_size > 20_000
 
 
+@pytest.mark.slow
 def test_results_agree_with_closed_forms(program):
     results = json.loads((program[0] / "results.json").read_text())
     drawn, many = results["densities"], results["many_draws"]

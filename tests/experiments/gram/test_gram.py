@@ -18,6 +18,7 @@ def tiny(**changes):
     return config
 
 
+@pytest.mark.slow
 def test_trials_agree_with_the_closed_form_and_order_the_couplings(tmp_path):
     results = gram.run(tiny(), tmp_path)
     for number in range(2):

@@ -126,6 +126,7 @@ def test_program_without_data_ends_with_a_line_that_says_what_to_do(tmp_path):
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow
 def test_program_prints_the_tables(tmp_path):
     if not os.environ.get("SIMRF_DATA_DIR"):
         pytest.skip("Needs the UCI files; SIMRF_DATA_DIR does not say where they are.")

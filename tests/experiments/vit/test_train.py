@@ -52,6 +52,7 @@ def test_one_and_eight_devices_train_alike(tmp_path):
     assert losses[1][-1] < losses[1][0]
 
 
+@pytest.mark.slow
 def test_a_run_is_a_function_of_its_seed(tmp_path):
     runs = [
         (train.train(tiny.get_config(seed=seed), tmp_path / name), read_losses(tmp_path / name))

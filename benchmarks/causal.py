@@ -1,0 +1,78 @@
+"""Time and memory of causal attention against the length, and against its chunk size.
+
+4 heads, d = 64, m = 130, forward alone and with the backward pass, on whatever device JAX has.
+
+Run: python -m benchmarks.causal [--chunks]
+"""
+
+import functools
+import resource
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import simrf_jax
+from experiments import timing
+
+HEADS, DIM, NUM_FEATURES = 4, 64, 130
+LENGTHS = (4096, 16_384, 65_536)
+CHUNKS = (16, 32, 64, 128, 256)
+
+
+def inputs(length):
+    w = simrf_jax.draw_projection(jax.random.key(1), NUM_FEATURES, DIM)
+    return *jax.random.normal(jax.random.key(0), (3, length, HEADS, DIM)), w
+
+
+def compiled(length, chunk_size=None):
+    """The forward pass, and the gradient by queries, keys and values."""
+    attend = functools.partial(
+        simrf_jax.random_feature_attention, is_causal=True, chunk_size=chunk_size
+    )
+    gradient = jax.grad(lambda *x: jnp.sum(attend(*x) ** 2), argnums=(0, 1, 2))
+    return [jax.jit(f).lower(*inputs(length)).compile() for f in (attend, gradient)]
+
+
+def measure(cases, rounds):
+    """Milliseconds by (case, pass), alternating, and MiB of temporary buffers."""
+    programs = {
+        (case, name): (program, inputs(case[0]))
+        for case in cases
+        for name, program in zip(("forward", "backward"), compiled(*case), strict=True)
+    }
+    calls = {key: lambda _, p=p, x=x: p(*x) for key, (p, x) in programs.items()}
+    times = timing.alternate(calls, rounds)
+    sizes = {
+        key: program.memory_analysis().temp_size_in_bytes / 2**20
+        for key, (program, _) in programs.items()
+    }
+    return times, sizes
+
+
+def cells(case, times, sizes):
+    """Microseconds for each token (quartiles) and MiB of both passes."""
+    for name in ("forward", "backward"):
+        low, median, high = np.percentile(times[case, name] * 1e3 / case[0], [25, 50, 75])
+        yield f"{median:.1f} ({low:.1f} to {high:.1f})"
+        yield f"{sizes[case, name]:.0f}"
+
+
+def main():
+    header = "us a token, forward | MiB | with backward | MiB |"
+    if "--chunks" in sys.argv[1:]:
+        cases, first = [(LENGTHS[0], chunk_size) for chunk_size in CHUNKS], "chunk"
+    else:
+        cases, first = [(length, None) for length in LENGTHS], "length"
+    times, sizes = measure(cases, rounds=7)
+    print(f"| {first} | {header}\n| --- | --- | --- | --- | --- |")
+    for case in cases:
+        label = case[0] if case[1] is None else case[1]
+        print(f"| {label:,} | {' | '.join(cells(case, times, sizes))} |")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    print(f"\nPeak memory of the process: {peak:.2f} GiB")
+
+
+if __name__ == "__main__":
+    main()
