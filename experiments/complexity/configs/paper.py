@@ -3,7 +3,7 @@
 Shows:     time and memory of drawing and applying ORFs, SimRFs and SimRFs+, regular and fast
 Command:   python -m experiments.complexity.main --workdir=runs/complexity
 Hardware:  two CPU cores
-Time:      5 minutes
+Time:      6.5 minutes
 Expected:  SimRFs take the time of ORFs at every d; exponents of matrices near 3 to draw and 2 in
            space, of fast ORFs and SimRFs near 1, times divided by log d
 """
