@@ -145,10 +145,6 @@ def parse_flags(argv: list[str], fields: Fields, default_config: pathlib.Path) -
 class Experiment(Protocol):
     """A module that ``launch`` can run."""
 
-    @property
-    def FIELDS(self) -> Fields:  # noqa: N802 (a constant of the module)
-        """Of its config."""
-
     def check(self, config: ml_collections.ConfigDict, /) -> None:
         """Raises TypeError or ValueError for a config that cannot work."""
 
@@ -159,12 +155,11 @@ class Experiment(Protocol):
         """What to print of the results."""
 
 
-def launch(experiment: Experiment, default_config: pathlib.Path) -> None:
+def launch(experiment: Experiment, fields: Fields, default_config: pathlib.Path) -> None:
     """Runs an experiment as a program, with ``--config`` and ``--workdir``.
 
     Mistakes of its user, a config or a file that cannot be used, end it with one line.
     """
-    fields = experiment.FIELDS
     config = config_flags.DEFINE_config_file("config", None, f"What to run; {default_config}.")
     workdir = flags.DEFINE_string("workdir", None, "Folder for the results.", required=True)
 

@@ -6,4 +6,6 @@ from experiments import harness
 from experiments.complexity import complexity
 
 if __name__ == "__main__":
-    harness.launch(complexity, pathlib.Path(__file__).parent / "configs" / "paper.py")
+    harness.launch(
+        complexity, complexity.FIELDS, pathlib.Path(__file__).parent / "configs" / "paper.py"
+    )

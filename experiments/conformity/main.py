@@ -6,4 +6,6 @@ from experiments import harness
 from experiments.conformity import conformity
 
 if __name__ == "__main__":
-    harness.launch(conformity, pathlib.Path(__file__).parent / "configs" / "paper.py")
+    harness.launch(
+        conformity, conformity.FIELDS, pathlib.Path(__file__).parent / "configs" / "paper.py"
+    )

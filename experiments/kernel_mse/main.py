@@ -6,4 +6,6 @@ from experiments import harness
 from experiments.kernel_mse import kernel_mse
 
 if __name__ == "__main__":
-    harness.launch(kernel_mse, pathlib.Path(__file__).parent / "configs" / "paper.py")
+    harness.launch(
+        kernel_mse, kernel_mse.FIELDS, pathlib.Path(__file__).parent / "configs" / "paper.py"
+    )

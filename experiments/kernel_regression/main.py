@@ -6,4 +6,8 @@ from experiments import harness
 from experiments.kernel_regression import kernel_regression
 
 if __name__ == "__main__":
-    harness.launch(kernel_regression, pathlib.Path(__file__).parent / "configs" / "paper.py")
+    harness.launch(
+        kernel_regression,
+        kernel_regression.FIELDS,
+        pathlib.Path(__file__).parent / "configs" / "paper.py",
+    )

@@ -82,15 +82,9 @@ def packed_attention(inputs: Inputs, *, chunk_size: int) -> jax.Array:
 
 
 def _reversed(inputs: Inputs) -> Inputs:
-    assert inputs.runs is not None
-    weights = inputs.key_log_weights
-    return inputs._replace(
-        query=jnp.flip(inputs.query, 1),
-        key=jnp.flip(inputs.key, 1),
-        value=jnp.flip(inputs.value, 1),
-        key_log_weights=None if weights is None else jnp.flip(weights, 1),
-        runs=jnp.flip(inputs.runs, 1),
-    )
+    names = ("query", "key", "value", "key_log_weights", "runs")
+    arrays = {name: getattr(inputs, name) for name in names}
+    return inputs._replace(**jax.tree.map(functools.partial(jnp.flip, axis=1), arrays))
 
 
 def _as_many_keys_as_queries(inputs: Inputs) -> Inputs:

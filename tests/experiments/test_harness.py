@@ -142,7 +142,7 @@ def run(config, workdir):
     if config.seed == 8: raise OSError("No space left")
     return {"seed": config.seed}
 def report(results): return f"seed {results['seed']}"
-if __name__ == "__main__": harness.launch(sys.modules["__main__"], pathlib.Path("paper.py"))
+if __name__ == "__main__": harness.launch(sys.modules["__main__"], FIELDS, pathlib.Path("paper.py"))
 """
 CONFIG = "import ml_collections\ndef get_config(): return ml_collections.ConfigDict({'seed': 0})\n"
 
