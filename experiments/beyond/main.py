@@ -6,4 +6,5 @@ from experiments import harness
 from experiments.beyond import beyond
 
 if __name__ == "__main__":
-    harness.launch(beyond, beyond.FIELDS, pathlib.Path(__file__).parent / "configs" / "paper.py")
+    paper = pathlib.Path(__file__).parent / "configs" / "paper.py"
+    harness.launch(beyond, beyond.FIELDS, paper)

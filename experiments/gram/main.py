@@ -6,4 +6,5 @@ from experiments import harness
 from experiments.gram import gram
 
 if __name__ == "__main__":
-    harness.launch(gram, gram.FIELDS, pathlib.Path(__file__).parent / "configs" / "paper.py")
+    paper = pathlib.Path(__file__).parent / "configs" / "paper.py"
+    harness.launch(gram, gram.FIELDS, paper)
