@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from simrf_jax.attention.all_pairs import KernelRows, by_heads, estimated_rows, softmax_rows
-from simrf_jax.attention.api import random_feature_attention
-from simrf_jax.features import FeatureMap, log_feature_maps
-from simrf_jax.projections import Projection, as_projection
-
-LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
+from simrf_jax.attention.all_pairs import KernelRows, kernel_rows
+from simrf_jax.features import FeatureMap
+from simrf_jax.projections import Projection
 
 
 class AttentionReport(NamedTuple):
@@ -102,15 +98,19 @@ def attention_matrix(
     References:
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 2.2.
     """
-    options = {
-        "mask": mask,
-        "bias": bias,
-        "scale": scale,
-        "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths,
-    }
-    _refuse(query, key, key, projection, feature_map, is_causal, options)
-    estimated, _ = _rows(query, key, projection, feature_map, is_causal, options)
+    estimated, _ = kernel_rows(
+        query,
+        key,
+        key,
+        projection,
+        feature_map=feature_map,
+        is_causal=is_causal,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+    )
     return estimated.weights()
 
 
@@ -173,16 +173,19 @@ def attention_report(
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 4.2; Roy and
       Vetterli, The Effective Rank: A Measure of Effective Dimensionality (EUSIPCO 2007).
     """
-    options = {
-        "mask": mask,
-        "bias": bias,
-        "scale": scale,
-        "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths,
-    }
-    values = key if value is None else value
-    _refuse(query, key, values, projection, feature_map, is_causal, options)
-    estimated, exact = _rows(query, key, projection, feature_map, is_causal, options)
+    estimated, exact = kernel_rows(
+        query,
+        key,
+        key if value is None else value,
+        projection,
+        feature_map=feature_map,
+        is_causal=is_causal,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+    )
     implied, softmax = (np.asarray(rows.weights(), np.float64) for rows in (estimated, exact))
     row_sum_mean, row_sum_error = _compare_row_sums(estimated, exact)
     return AttentionReport(
@@ -193,48 +196,6 @@ def attention_report(
         _effective_rank(softmax),
         None if value is None else _output_error(implied, softmax, value),
     )
-
-
-def _refuse(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    projection: Projection | None,
-    feature_map: FeatureMap,
-    is_causal: bool,
-    options: dict[str, Any],
-) -> None:
-    """Raises what random_feature_attention raises, and computes nothing."""
-
-    def attend() -> jax.Array:
-        return random_feature_attention(
-            query, key, value, projection, feature_map=feature_map, is_causal=is_causal, **options
-        )
-
-    jax.eval_shape(attend)
-
-
-def _rows(
-    query: ArrayLike,
-    key: ArrayLike,
-    projection: Projection | None,
-    feature_map: FeatureMap,
-    is_causal: bool,
-    options: dict[str, Any],
-) -> tuple[KernelRows, KernelRows]:
-    """The estimated kernel and the exact one of all pairs, ``[..., N, T, S]``."""
-    query, key = jnp.asarray(query), jnp.asarray(key)
-    if query.ndim == 3:
-        # As jax.nn: a batch of one, to which masks and lengths may have an axis.
-        lengths = {name: options[name] for name in LENGTHS if options[name] is not None}
-        options = options | {name: jnp.atleast_1d(x) for name, x in lengths.items()}
-        rows = _rows(query[None], key[None], projection, feature_map, is_causal, options)
-        return jax.tree.map(lambda x: x[0], rows)
-    w = None if projection is None else as_projection(projection)
-    dtype = jnp.promote_types(query.dtype, jnp.float32)
-    dtype = dtype if w is None else jnp.promote_types(dtype, w.dtype)
-    heads = by_heads(query, key, is_causal=is_causal, dtype=dtype, **options)
-    return estimated_rows(heads, w, log_feature_maps(feature_map)), softmax_rows(heads)
 
 
 def _relative_error(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:

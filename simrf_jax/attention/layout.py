@@ -47,8 +47,8 @@ class Inputs(NamedTuple):
     key_map: Callable[[jax.Array], LogFeatures]
 
 
-# From [B, T, K, G, D] to the output of the public function.
-Restore = Callable[[jax.Array], jax.Array]
+# From [B, T, K, G, D] to [..., T, N, D], in the type of the inputs or another (dtype=...).
+Restore = Callable[..., jax.Array]
 
 
 def lay_out_with_features(
@@ -125,7 +125,7 @@ def lay_out(
     )
     root = jnp.sqrt(jnp.asarray(scale, compute))
     arrays = arrays._replace(query=arrays.query * root, key=arrays.key * root)
-    return arrays, (lambda out: restore(out)[0]) if unbatched else restore
+    return arrays, (lambda out, **options: restore(out, **options)[0]) if unbatched else restore
 
 
 def _by_key_heads(
@@ -180,8 +180,8 @@ def _by_key_heads(
         runs,
     )
 
-    def restore(out: jax.Array) -> jax.Array:
-        out = out.reshape(*batch, query_length, num_heads, value.shape[-1])
+    def restore(out: jax.Array, *, dtype: DTypeLike = query.dtype) -> jax.Array:
+        out = out.reshape(*batch, query_length, num_heads, out.shape[-1])
         if real is not None:
             out = jnp.where(real[..., None, None], out, 0)
         return out.astype(dtype)

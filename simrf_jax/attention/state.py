@@ -135,7 +135,7 @@ def hide(features: LogFeatures, visible: jax.Array) -> LogFeatures:
     return features._replace(exponent=exponent)
 
 
-def largest(x: jax.Array, axis: int) -> jax.Array:
+def largest(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
     """A shift, through which no gradient has to flow; minus infinity of nothing."""
     return jax.lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True, initial=-jnp.inf))
 
