@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import pathlib
 
 from absl import app, flags
 from ml_collections import config_flags
 
-from experiments import harness
+from experiments import harness, memory
 from experiments.vit import compare, config, train
 
 _DEFAULT_CONFIG = pathlib.Path(__file__).parent / "configs" / "digits.py"
@@ -21,24 +19,11 @@ _COMPARE = flags.DEFINE_list(
 _SEEDS = flags.DEFINE_list("seeds", [], "Seeds for --compare; 0,1,2,3,4 unless given.")
 
 
-def keep_freed_memory() -> None:
-    """Lets glibc keep the memory that it is given back.
-
-    On a CPU, XLA allocates the temporary buffers of every step anew; by default large ones come
-    from the kernel each time, page by page, which took a third of the time of a step on digits.
-    """
-    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h.
-    with contextlib.suppress(OSError, AttributeError):  # Not glibc.
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(trim_threshold, 2**31 - 1)
-        libc.mallopt(mmap_max, 0)
-
-
 def main(argv: list[str]) -> None:
     """Trains, and prints the test accuracy."""
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
-    keep_freed_memory()
+    memory.keep_freed_memory()
     if _COMPARE.value:
         seeds = [int(seed) for seed in _SEEDS.value] or [0, 1, 2, 3, 4]
         print(compare.compare(_CONFIG.value, _WORKDIR.value, _COMPARE.value, seeds))

@@ -1,0 +1,1 @@
+"""A character-level language model: softmax attention, the far field, the near field, and both."""

@@ -1,0 +1,169 @@
+"""The runs of all attentions and seeds, and what is left of them in the folder."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+import platform
+from typing import Any
+
+import ml_collections
+import numpy as np
+
+from experiments import harness
+from experiments.char_lm import summary, train
+from experiments.char_lm import text as text_lib
+from experiments.char_lm.model import ATTENTIONS
+from simrf_jax import checks
+from simrf_jax.projections import COUPLINGS
+
+FIELDS: dict[str, type] = {
+    "seeds": tuple,  # Each of parameters, projections, batches and the sample of a run.
+    "context": int,  # Characters that a model sees.
+    "batch_size": int,
+    "num_steps": int,
+    "learning_rate": float,  # At its peak.
+    "warmup_steps": int,  # Linear from 0, then a cosine to 0 at num_steps.
+    "weight_decay": float,  # Decoupled, on the kernels only.
+    "b2": float,  # Adam's.
+    "clip_norm": float,  # Of the gradient of all parameters together.
+    "redraw_interval": int,  # Steps between redraws of all projections; 0 for never.
+    "eval_interval": int,  # Steps between evaluations on the whole validation text.
+    "prompt": str,  # What the sample begins with.
+    "temperature": float,  # Of the sample.
+    "model.width": int,
+    "model.depth": int,
+    "model.num_heads": int,
+    "model.num_features": int,  # Of a head of the far field.
+    "model.coupling": str,
+    "model.bandwidth": int,  # Of the near field: how many characters back it reaches.
+}
+LEAST = {
+    "seeds": 0,
+    "context": 2,
+    "batch_size": 1,
+    "num_steps": 1,
+    "warmup_steps": 0,
+    "redraw_interval": 0,
+    "eval_interval": 1,
+    "model.width": 2,
+    "model.depth": 1,
+    "model.num_heads": 1,
+    "model.num_features": 1,
+    "model.bandwidth": 0,
+}
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Refuses a config that cannot work.
+
+    Raises:
+      TypeError: If a field has the wrong type.
+      ValueError: If fields are missing or unknown, or a value is out of range.
+    """
+    values = harness.check_fields(config, FIELDS)
+    harness.check_least(values, LEAST)
+    if len(set(config.seeds)) != len(config.seeds) or len(config.seeds) < 2:
+        raise ValueError(f"config.seeds must be two or more, none twice, got {config.seeds}.")
+    checks.one_of("config.model.coupling", config.model.coupling, COUPLINGS)
+    if config.model.width % (2 * config.model.num_heads):
+        raise ValueError(
+            "config.model.width must be a multiple of 2 num_heads, got "
+            f"{config.model.width} and num_heads={config.model.num_heads}."
+        )
+    for name in ("learning_rate", "clip_norm", "temperature"):
+        if not config[name] > 0:
+            raise ValueError(f"config.{name} must be above 0, got {config[name]}.")
+    if not config.weight_decay >= 0:
+        raise ValueError(f"config.weight_decay must be at least 0, got {config.weight_decay}.")
+    if not 0 <= config.b2 < 1:
+        raise ValueError(f"config.b2 must be in [0, 1), got {config.b2}.")
+    if config.warmup_steps >= config.num_steps:
+        raise ValueError(
+            f"config.warmup_steps must be below num_steps={config.num_steps}, "
+            f"got {config.warmup_steps}."
+        )
+    if config.num_steps % config.eval_interval:
+        raise ValueError(
+            f"config.num_steps must be a multiple of eval_interval={config.eval_interval}, "
+            f"got {config.num_steps}."
+        )
+    text = text_lib.load()
+    if config.context >= len(text.validation):
+        raise ValueError(
+            f"config.context must be below the {len(text.validation)} characters of the "
+            f"validation text, got {config.context}."
+        )
+    if not 1 <= len(config.prompt) <= config.context:
+        raise ValueError(
+            f"config.prompt must have 1 to {config.context} characters, got {config.prompt!r}."
+        )
+    text_lib.encode(config.prompt, text.alphabet)
+
+
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+    """Trains all models that ``workdir`` lacks, and leaves results and figure there.
+
+    Args:
+      config: See ``FIELDS``.
+      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+
+    Returns:
+      What it writes to ``results.json``: the text, and for each attention the validation losses in
+      nats, seconds and a sample.
+
+    Raises:
+      TypeError: As ``check``.
+      ValueError: As ``check``.
+      FileExistsError: If the folder holds a run of another config.
+      FloatingPointError: If a validation loss is not finite.
+    """
+    check(config)
+    pieces = harness.Pieces(workdir, config, selection=["seeds"])
+    text = text_lib.load()
+    program = functools.cache(
+        functools.partial(train.make_program, config, vocabulary_size=len(text.alphabet))
+    )
+
+    def finish(attention: str, seed: int) -> dict[str, Any]:
+        name = f"{attention}-{seed}"
+
+        def compute() -> np.ndarray:
+            losses, sample = train.train(program(attention), text, config, seed=seed, name=name)
+            pieces.save(f"{name}.sample", sample)
+            return losses
+
+        return {
+            "losses": pieces.get(name, compute).tolist(),
+            "seconds": float(pieces.load(f"{name}.seconds")),
+            "sample": text_lib.decode(pieces.load(f"{name}.sample"), text.alphabet),
+        }
+
+    runs = {
+        (attention, seed): finish(attention, seed)
+        for seed in config.seeds
+        for attention in ATTENTIONS
+    }
+    results = {
+        "python": platform.python_version(),
+        "text": {
+            "sha256": text.sha256,
+            "alphabet": text.alphabet,
+            "train": len(text.train),
+            "validation": len(text.validation),
+        },
+        "steps": list(range(config.eval_interval, config.num_steps + 1, config.eval_interval)),
+        "runs": {
+            attention: {str(seed): runs[attention, seed] for seed in config.seeds}
+            for attention in ATTENTIONS
+        },
+    }
+    harness.write_json(workdir / "results.json", results)
+    summary.draw_figure(results).savefig(workdir / "char_lm.png", dpi=160)
+    return results
+
+
+def report(results: dict[str, Any]) -> str:
+    """The table, what the far field adds to the near one, and the text that it is about."""
+    lines = [summary.table(results), summary.comparison(results), summary.describe_text(results)]
+    return "\n\n".join(lines)

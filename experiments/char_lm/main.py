@@ -1,0 +1,10 @@
+"""Trains the language models: ``python -m experiments.char_lm.main --workdir=runs/char_lm``."""
+
+import pathlib
+
+from experiments import harness, memory
+from experiments.char_lm import char_lm
+
+if __name__ == "__main__":
+    memory.keep_freed_memory()
+    harness.launch(char_lm, char_lm.FIELDS, pathlib.Path(__file__).parent / "configs" / "paper.py")

@@ -1,0 +1,195 @@
+"""A decoder-only transformer whose attention is exact, the far field, the near field, or both."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import simrf_jax
+from simrf_jax.integrations.nnx import RandomFeatureAttention
+
+ROTARY_BASE = 256
+ATTENTIONS = ("softmax", "far", "near", "near_far")
+
+
+class CharLM(nnx.Module):
+    """A pre-norm transformer that predicts the next character.
+
+    Args:
+      vocabulary_size: Number of characters.
+      attention: A name of ``ATTENTIONS``.
+      width: Width of the tokens.
+      depth: Number of blocks.
+      num_heads: Attention heads; each has an even number of dimensions.
+      num_features: Random features of a head of the far field.
+      coupling: Of its projections.
+      bandwidth: Of the near field: how many characters back it reaches.
+      rngs: Keys for parameters (``params``) and projections (``features``). The parameters that two
+        attentions share are the same for the same keys.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> model = CharLM(
+      ...     94, attention="far", width=64, depth=2, num_heads=4, num_features=34,
+      ...     coupling="simplex", bandwidth=8, rngs=nnx.Rngs(0),
+      ... )
+      >>> model(jnp.zeros((2, 10), int)).shape
+      (2, 10, 94)
+    """
+
+    def __init__(
+        self, vocabulary_size: int, *, width: int, depth: int, rngs: nnx.Rngs, **attention: Any
+    ):
+        self.embedding = nnx.Embed(
+            vocabulary_size, width, embedding_init=nnx.initializers.normal(1.0), rngs=rngs
+        )
+        self.blocks = nnx.List([Block(width, rngs=rngs, **attention) for _ in range(depth)])
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
+        zeros = nnx.initializers.zeros_init()
+        self.head = nnx.Linear(width, vocabulary_size, kernel_init=zeros, rngs=rngs)
+
+    def __call__(self, indices: jax.Array) -> jax.Array:
+        """Logits ``[batch, length, vocabulary]`` of what follows each of ``[batch, length]``."""
+        x = self.embedding(indices)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Block(nnx.Module):
+    """One transformer block: attention, then an MLP, each normalised before and added after."""
+
+    def __init__(self, width: int, *, num_heads: int, rngs: nnx.Rngs, **attention: Any):
+        xavier = nnx.initializers.xavier_uniform()
+        attend = make_attention(
+            num_heads=num_heads, head_dim=width // num_heads, rngs=rngs, **attention
+        )
+        self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            num_heads,
+            width,
+            kernel_init=xavier,
+            attention_fn=Rotary(attend),
+            decode=False,
+            rngs=rngs,
+        )
+        self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
+        self.mlp_in = nnx.Linear(width, 4 * width, kernel_init=xavier, rngs=rngs)
+        self.mlp_out = nnx.Linear(4 * width, width, kernel_init=xavier, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Maps ``[batch, length, width]`` to the same shape, causally."""
+        x = x + self.attention(self.attention_norm(x), is_causal=True)
+        return x + self.mlp_out(jax.nn.gelu(self.mlp_in(self.mlp_norm(x))))
+
+
+def make_attention(
+    attention: str,
+    *,
+    num_heads: int,
+    head_dim: int,
+    num_features: int,
+    coupling: str,
+    bandwidth: int,
+    rngs: nnx.Rngs,
+) -> Callable[..., jax.Array]:
+    """The attention of one layer, as ``nnx.MultiHeadAttention`` calls it."""
+    far = functools.partial(
+        RandomFeatureAttention, num_heads, head_dim, num_features, coupling=coupling, rngs=rngs
+    )
+    match attention:
+        case "softmax":
+            return nnx.dot_product_attention
+        case "far":
+            return far()
+        case "near":
+            return functools.partial(near_field, bandwidth=bandwidth)
+        case _:
+            return NearFar(far(), num_heads, bandwidth=bandwidth)
+
+
+def near_field(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    bandwidth: int,
+    is_causal: bool,
+    **unused: Any,
+) -> jax.Array:
+    """Banded attention; there is no mask and no dropout here."""
+    del unused
+    return simrf_jax.banded_attention(query, key, value, bandwidth=bandwidth, is_causal=is_causal)
+
+
+class NearFar(nnx.Module):
+    """Near and far field, each times a weight of its head that is learned.
+
+    Args:
+      far: The far field.
+      num_heads: Number of heads.
+      bandwidth: Of the near field.
+    """
+
+    def __init__(self, far: RandomFeatureAttention, num_heads: int, *, bandwidth: int):
+        self.far = far
+        self.bandwidth = bandwidth
+        self.near_logit = nnx.Param(jnp.zeros((num_heads, 1)))
+        self.far_logit = nnx.Param(jnp.zeros((num_heads, 1)))
+
+    def __call__(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, **keywords: Any
+    ) -> jax.Array:
+        """Attends; ``[..., length, heads, head_dim]``."""
+        near = near_field(query, key, value, bandwidth=self.bandwidth, **keywords)
+        far = self.far(query, key, value, **keywords)
+        weights = [jax.nn.sigmoid(w[...]) for w in (self.near_logit, self.far_logit)]
+        near_weight, far_weight = (w.reshape((1,) * (near.ndim - 2) + w.shape) for w in weights)
+        return near_weight * near + far_weight * far
+
+
+class Rotary(nnx.Module):
+    """Attention to queries and keys that are turned by their positions.
+
+    Args:
+      attend: What attends to them.
+    """
+
+    def __init__(self, attend: Callable[..., jax.Array]):
+        self.attend = attend
+
+    def __call__(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, **keywords: Any
+    ) -> jax.Array:
+        """Attends; ``[..., length, heads, head_dim]``."""
+        return self.attend(rotate(query), rotate(key), value, **keywords)
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    r"""Turns pairs of coordinates by angles proportional to the position.
+
+    Coordinates i and i + H/2 at position t are turned by :math:`t / 256^{2i/H}`, so that dot
+    products depend on how far apart two positions are. Lengths stay.
+
+    Args:
+      x: ``[..., T, N, H]``.
+
+    Returns:
+      The same shape.
+
+    References:
+      Su et al., RoFormer (2021), Sec. 3.2, with 10,000 for 256, which suits longer contexts.
+    """
+    length, dim = x.shape[-3], x.shape[-1]
+    angles = np.arange(length)[:, None] / ROTARY_BASE ** (np.arange(0, dim, 2) / dim)
+    shape = (1,) * (x.ndim - 3) + (length, 1, dim // 2)
+    cos, sin = (f(angles).reshape(shape).astype(x.dtype) for f in (np.cos, np.sin))
+    first, second = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, first * sin + second * cos], axis=-1)

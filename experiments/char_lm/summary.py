@@ -1,0 +1,98 @@
+"""Bits per character, the gap that is closed, and the curves."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import matplotlib.figure
+import numpy as np
+
+from experiments import harness, style, trials
+from experiments.char_lm import text
+from experiments.char_lm.model import ATTENTIONS
+
+LABELS = {
+    "softmax": "softmax",
+    "far": "far field only",
+    "near": "near field only",
+    "near_far": "near + far",
+}
+LOOKS: dict[str, dict[str, str]] = {
+    "softmax": {"color": "#000000", "linestyle": "-."},
+    "far": {"color": "#D55E00", "linestyle": "--"},
+    "near": {"color": "#009E73", "linestyle": ":"},
+    "near_far": {"color": "#0072B2", "linestyle": "-"},
+}
+
+
+def bits(results: dict[str, Any], attention: str) -> np.ndarray:
+    """Validation curves in bits per character, ``[seeds, evaluations]``."""
+    runs = results["runs"][attention].values()
+    return np.array([run["losses"] for run in runs]) / math.log(2)
+
+
+def gap_closed(results: dict[str, Any], attention: str) -> trials.Estimate:
+    """(far - this) / (far - softmax) at the end of training, over paired seeds."""
+    far, ours, softmax = (bits(results, name)[:, -1] for name in ("far", attention, "softmax"))
+    return trials.ratio(far - ours, far - softmax)
+
+
+def table(results: dict[str, Any]) -> str:
+    """One row an attention."""
+    rows = []
+    for attention in ATTENTIONS:
+        last = bits(results, attention)[:, -1]
+        closed = "-"
+        if attention in ("near", "near_far"):
+            gap = gap_closed(results, attention)
+            closed = f"{100 * gap.value:.1f} ± {100 * gap.standard_error:.1f} %"
+        seconds = np.median([run["seconds"] for run in results["runs"][attention].values()])
+        rows.append(
+            [
+                LABELS[attention],
+                f"{last.mean():.4f} ± {last.std(ddof=1):.4f}",
+                closed,
+                len(last),
+                f"{seconds:.0f} s",
+            ]
+        )
+    header = ("attention", "bits per character", "gap to softmax closed", "seeds", "time a run")
+    return harness.markdown_table(header, rows)
+
+
+def comparison(results: dict[str, Any]) -> str:
+    """What the far field adds to the near field, over paired seeds."""
+    gain = trials.mean(bits(results, "near")[:, -1] - bits(results, "near_far")[:, -1])
+    return (
+        f"The far field takes {gain.value:.4f} (standard error {gain.standard_error:.4f}) bits per "
+        "character off the near field."
+    )
+
+
+def describe_text(results: dict[str, Any]) -> str:
+    """Which text it was, and whether the README's numbers are of the same."""
+    ours = results["text"]
+    line = (
+        f"Text of Python {results['python']}: {ours['train']} characters to train on and "
+        f"{ours['validation']} to validate, of {len(ours['alphabet'])} kinds; SHA-256 "
+        f"{ours['sha256']}"
+    )
+    if ours["sha256"] == text.SHA256:
+        return f"{line}, the text of the README."
+    return f"{line}. It is not the text of the README ({text.SHA256}): expect other numbers."
+
+
+def draw_figure(results: dict[str, Any]) -> matplotlib.figure.Figure:
+    """Validation loss against the step: the median over the seeds, and their range."""
+    figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
+    axes = figure.subplots()
+    steps = results["steps"]
+    for attention in ATTENTIONS:
+        curves, look = bits(results, attention), LOOKS[attention]
+        style.band(axes, steps, curves.min(axis=0), curves.max(axis=0), color=look["color"])
+        axes.plot(steps, np.median(curves, axis=0), **look, label=LABELS[attention])
+    axes.set(xlabel="step", ylabel="validation loss (bits per character)")
+    style.tidy(axes)
+    axes.legend(frameon=False)
+    return figure

@@ -1,0 +1,192 @@
+"""Trains one model: compiled functions that all seeds share, and one linear loop."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import optax
+import tqdm
+from flax import nnx
+
+import simrf_jax
+from experiments.char_lm.model import CharLM
+from experiments.char_lm.text import Text, encode, train_batch, windows
+from simrf_jax.integrations.nnx import RandomProjection
+
+
+class TrainState(NamedTuple):
+    """All that training changes, and the key it never does.
+
+    Attributes:
+      step: Steps done.
+      key: Typed PRNG key of the run.
+      params: ``nnx.Param`` state of the model.
+      projections: ``RandomProjection`` state of the model; empty without a far field.
+      opt_state: The optimiser's.
+    """
+
+    step: jax.Array
+    key: jax.Array
+    params: nnx.State
+    projections: nnx.State
+    opt_state: optax.OptState
+
+
+# Which draw a key is for: fold_in(state.key, one of these).
+PARAMS, PROJECTIONS, SAMPLE = range(3)
+
+
+class Program(NamedTuple):
+    """The compiled functions of one attention.
+
+    Attributes:
+      init: The state before the first step, of a key.
+      redraw: The state with the projections that belong to its step.
+      train_step: The next state, and the loss in nats, of ``[batch, context + 1]`` characters.
+      evaluate: Mean loss of ``[windows, context + 1]`` characters.
+      sample: ``[context]`` characters that go on with a prompt.
+    """
+
+    init: Callable[[jax.Array], TrainState]
+    redraw: Callable[[TrainState], TrainState]
+    train_step: Callable[[TrainState, np.ndarray], tuple[TrainState, jax.Array]]
+    evaluate: Callable[[TrainState, np.ndarray], jax.Array]
+    sample: Callable[[TrainState, np.ndarray], jax.Array]
+
+
+def make_optimizer(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
+    """AdamW with clipped gradients, a linear warm-up and a cosine to 0."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, config.warmup_steps, config.num_steps
+    )
+
+    def kernels(params: nnx.State) -> nnx.State:
+        """Biases, norms, the embedding and the weights of the fields do not decay."""
+        return jax.tree.map_with_path(
+            lambda path, _: "kernel" in jax.tree_util.keystr(path), params
+        )
+
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(schedule, b2=config.b2, weight_decay=config.weight_decay, mask=kernels),
+    )
+
+
+def make_program(
+    config: ml_collections.ConfigDict, attention: str, vocabulary_size: int
+) -> Program:
+    """Compiles, when they are first called, what trains a model with this attention."""
+    make_model = functools.partial(
+        CharLM, vocabulary_size, attention=attention, **config.model.to_dict()
+    )
+    graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(rngs=nnx.Rngs(0))))
+    optimizer = make_optimizer(config)
+
+    def init(key: jax.Array) -> TrainState:
+        model = make_model(
+            rngs=nnx.Rngs(
+                params=jax.random.fold_in(key, PARAMS),
+                features=jax.random.fold_in(key, PROJECTIONS),
+            )
+        )
+        params, projections = nnx.state(model, nnx.Param), nnx.state(model, RandomProjection)
+        return TrainState(
+            jnp.zeros((), jnp.int32), key, params, projections, optimizer.init(params)
+        )
+
+    def redraw(state: TrainState) -> TrainState:
+        key = jax.random.fold_in(state.key, PROJECTIONS)
+        projections = simrf_jax.redraw_projections(
+            simrf_jax.redraw_key(key, state.step, interval=config.redraw_interval),
+            state.projections,
+            coupling=config.model.coupling,
+        )
+        return state._replace(projections=projections)
+
+    def mean_loss(params: nnx.State, projections: nnx.State, batch: jax.Array) -> jax.Array:
+        logits = nnx.merge(graphdef, params, projections)(batch[:, :-1])
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
+        return losses.mean()
+
+    def train_step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
+        loss, grads = jax.value_and_grad(mean_loss)(state.params, state.projections, batch)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return state._replace(step=state.step + 1, params=params, opt_state=opt_state), loss
+
+    def evaluate(state: TrainState, batch: jax.Array) -> jax.Array:
+        def window_loss(window: jax.Array) -> jax.Array:
+            return mean_loss(state.params, state.projections, window[None])
+
+        return jax.lax.map(window_loss, batch, batch_size=config.batch_size).mean()
+
+    def sample(state: TrainState, prompt: jax.Array) -> jax.Array:
+        model = nnx.merge(graphdef, state.params, state.projections)
+        key = jax.random.fold_in(state.key, SAMPLE)
+
+        def write_next(position: jax.Array, indices: jax.Array) -> jax.Array:
+            logits = model(indices[None])[0, position] / config.temperature
+            drawn = jax.random.categorical(jax.random.fold_in(key, position), logits)
+            return indices.at[position + 1].set(drawn)
+
+        # What is not written yet is of no consequence: the model is causal.
+        indices = jnp.pad(prompt, (0, config.context - len(prompt)))
+        return jax.lax.fori_loop(len(prompt) - 1, config.context - 1, write_next, indices)
+
+    return Program(
+        jax.jit(init),
+        jax.jit(redraw, donate_argnums=0),
+        jax.jit(train_step, donate_argnums=0),
+        jax.jit(evaluate),
+        jax.jit(sample),
+    )
+
+
+def train(
+    program: Program, text: Text, config: ml_collections.ConfigDict, *, seed: int, name: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Trains, and samples from what came of it.
+
+    Args:
+      program: As ``make_program`` makes it.
+      text: As ``text.load`` makes it.
+      config: See ``char_lm.FIELDS``.
+      seed: Of everything random: parameters, projections, batches and the sample.
+      name: What the progress bar and errors call the run.
+
+    Returns:
+      Validation losses in nats, ``[num_steps // eval_interval]``, and the sampled characters,
+      ``[context]``.
+
+    Raises:
+      FloatingPointError: If a validation loss is not finite.
+    """
+    state = program.init(jax.random.key(seed))
+    validation = windows(text.validation, config.context)
+    losses: list[float] = []
+    for step in tqdm.trange(config.num_steps, desc=name, unit="step", dynamic_ncols=True):
+        if config.redraw_interval and step % config.redraw_interval == 0:
+            state = program.redraw(state)
+        batch = train_batch(
+            text.train,
+            batch_size=config.batch_size,
+            context=config.context,
+            seed=seed,
+            step=step,
+        )
+        state, _ = program.train_step(state, batch)
+        if (step + 1) % config.eval_interval == 0:
+            losses.append(float(program.evaluate(state, validation)))
+            if not math.isfinite(losses[-1]):
+                raise FloatingPointError(
+                    f"The validation loss of {name} is {losses[-1]} at step {step + 1}."
+                )
+    sample = program.sample(state, encode(config.prompt, text.alphabet))
+    return np.array(losses), np.asarray(sample)

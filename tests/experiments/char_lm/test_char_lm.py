@@ -1,0 +1,137 @@
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from experiments.char_lm import char_lm, text, train
+from experiments.char_lm.configs import paper
+from experiments.char_lm.model import ATTENTIONS
+from tests.experiments.char_lm import tiny
+
+
+def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
+    config, names = tiny.get_config(), []
+
+    def stop_at_the_sixth(program, pages, config, *, seed, name):
+        names.append(name)
+        if len(names) == 6:
+            raise KeyboardInterrupt
+        losses = np.array([3.0 + seed, 2.0 + len(name)])
+        return losses, text.encode(f"The {name}", pages.alphabet)
+
+    monkeypatch.setattr(train, "make_program", lambda config, attention, vocabulary_size: None)
+    monkeypatch.setattr(train, "train", stop_at_the_sixth)
+    with pytest.raises(KeyboardInterrupt):
+        char_lm.run(config, tmp_path)
+    assert not (tmp_path / "results.json").exists()
+    results = char_lm.run(config, tmp_path)
+    runs = [f"{attention}-{seed}" for seed in (0, 1) for attention in ATTENTIONS]
+    assert names == [*runs[:6], *runs[5:]]
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    assert (tmp_path / "char_lm.png").stat().st_size > 10_000
+    assert results["steps"] == [2, 4]
+    assert results["runs"]["near_far"]["1"]["losses"] == [4.0, 2.0 + len("near_far-1")]
+    assert results["runs"]["far"]["0"]["sample"] == "The far-0"
+    assert results["runs"]["far"]["0"]["seconds"] >= 0
+    # More seeds are more runs, not another config.
+    assert list(char_lm.run(tiny.get_config(seeds=(0, 2)), tmp_path)["runs"]["far"]) == ["0", "2"]
+    assert names[9:] == [f"{attention}-2" for attention in ATTENTIONS]
+
+
+@pytest.mark.fast
+def test_another_text_is_said_to_be_another():
+    results = made_up_results()
+    results["text"]["sha256"] = "0" * 64
+    report = char_lm.report(results)
+    assert f"It is not the text of the README ({text.SHA256}): expect other numbers." in report
+
+
+@pytest.mark.slow
+def test_main_trains_all_models_and_prints_the_table(tmp_path):
+    small = ("context=32", "num_steps=2", "eval_interval=1", "warmup_steps=1", "seeds=(0,1)")
+    small += ("model.width=8", "model.depth=1", "model.num_heads=2", "model.num_features=5")
+    command = [sys.executable, "-m", "experiments.char_lm.main", f"--workdir={tmp_path}"]
+    command += [f"--config.{override}" for override in small]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "| attention | bits per character | gap to softmax closed |" in run.stdout
+    assert len(json.loads((tmp_path / "results.json").read_text())["runs"]["near"]) == 2
+
+
+def made_up_results():
+    # Bits per character at the end, by seed.
+    last = {
+        "softmax": (2.0, 2.2, 2.1),
+        "far": (3.0, 3.2, 3.3),
+        "near": (2.5, 2.7, 2.6),
+        "near_far": (2.2, 2.5, 2.3),
+    }
+    runs = {
+        attention: {
+            str(seed): {"losses": [5.0, value * np.log(2)], "seconds": 10.0 * (seed + 1)}
+            for seed, value in enumerate(values)
+        }
+        for attention, values in last.items()
+    }
+    return {
+        "python": "3.11.7",
+        "text": {"sha256": text.SHA256, "alphabet": "abc", "train": 90, "validation": 10},
+        "steps": [10, 20],
+        "runs": runs,
+    }
+
+
+@pytest.mark.fast
+def test_the_table_is_right_on_numbers_made_up():
+    results = made_up_results()
+    report = char_lm.report(results)
+    assert "| softmax | 2.1000 ± 0.1000 | - | 3 | 20 s |" in report
+    # Gaps of 1, 1 and 1.2 bits, of which 0.8, 0.7 and 1 are closed: a ratio of means.
+    closed, residual = 2.5 / 3.2, np.array([0.8, 0.7, 1.0]) - 2.5 / 3.2 * np.array([1, 1, 1.2])
+    error = residual.std(ddof=1) / 3**0.5 / (3.2 / 3)
+    assert f"| near + far | 2.3333 ± 0.1528 | {100 * closed:.1f} ± {100 * error:.1f} % |" in report
+    gains = np.array([0.3, 0.2, 0.3])
+    assert (
+        f"takes {gains.mean():.4f} (standard error {gains.std(ddof=1) / 3**0.5:.4f}) bits" in report
+    )
+    assert "90 characters to train on and 10 to validate, of 3 kinds" in report
+    assert report.endswith("the text of the README.")
+
+
+@pytest.mark.fast
+def test_the_paper_config_is_right():
+    char_lm.check(paper.get_config())
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"seeds": (0,)}, ValueError, "config.seeds must be two or more, none twice"),
+        ({"seeds": (1, 1)}, ValueError, "config.seeds must be two or more, none twice"),
+        ({"seeds": (-1, 0)}, ValueError, "Each of config.seeds must be at least 0, got -1"),
+        ({"seeds": ("a", "b")}, TypeError, "Each of config.seeds must be an integer"),
+        ({"context": 1}, ValueError, "config.context must be at least 2"),
+        ({"context": 10**6}, ValueError, "config.context must be below the .* characters"),
+        ({"batch_size": 0}, ValueError, "config.batch_size must be at least 1"),
+        ({"warmup_steps": 4}, ValueError, "config.warmup_steps must be below num_steps=4"),
+        ({"eval_interval": 3}, ValueError, "num_steps must be a multiple of eval_interval=3"),
+        ({"learning_rate": 0.0}, ValueError, "config.learning_rate must be above 0"),
+        ({"clip_norm": 0.0}, ValueError, "config.clip_norm must be above 0"),
+        ({"temperature": 0.0}, ValueError, "config.temperature must be above 0"),
+        ({"weight_decay": -0.1}, ValueError, "config.weight_decay must be at least 0"),
+        ({"b2": 1.0}, ValueError, r"config.b2 must be in \[0, 1\)"),
+        ({"prompt": ""}, ValueError, "config.prompt must have 1 to 16 characters"),
+        ({"prompt": "a" * 17}, ValueError, "config.prompt must have 1 to 16 characters"),
+        ({"prompt": "é"}, ValueError, "The text has no 'é'"),
+        ({"model__coupling": "none"}, ValueError, "config.model.coupling must be one of"),
+        ({"model__width": 10}, ValueError, "config.model.width must be a multiple of 2 num_heads"),
+        ({"model__bandwidth": -1}, ValueError, "config.model.bandwidth must be at least 0"),
+        ({"model__num_features": 0}, ValueError, "config.model.num_features must be at least 1"),
+        ({"redraw_interval": -1}, ValueError, "config.redraw_interval must be at least 0"),
+    ],
+)
+def test_refuses(changes, error, match):
+    with pytest.raises(error, match=match):
+        char_lm.check(tiny.get_config(**changes))
