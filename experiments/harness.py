@@ -261,4 +261,4 @@ class Pieces:
 
     def seconds(self, prefix: str) -> float:
         """How long the pieces of such names took, in this run and in those it goes on with."""
-        return sum(float(np.load(path)) for path in self._folder.glob(f"{prefix}*.seconds.npy"))
+        return sum(float(np.load(path)) for path in self._folder.glob(f"{prefix}*seconds.npy"))

@@ -121,6 +121,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     check(config)
     pieces = harness.Pieces(workdir, config, selection=["seeds"])
     text = text_lib.load()
+    steps = list(range(config.eval_interval, config.num_steps + 1, config.eval_interval))
     program = functools.cache(
         functools.partial(train.make_program, config, vocabulary_size=len(text.alphabet))
     )
@@ -129,14 +130,15 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         name = f"{attention}-{seed}"
 
         def compute() -> np.ndarray:
-            losses, sample = train.train(program(attention), text, config, seed=seed, name=name)
-            pieces.save(f"{name}.sample", sample)
-            return losses
+            return np.concatenate(
+                train.train(program(attention), text, config, seed=seed, name=name)
+            )
 
+        losses, sample = np.split(pieces.get(name, compute), [len(steps)])
         return {
-            "losses": pieces.get(name, compute).tolist(),
-            "seconds": float(pieces.load(f"{name}.seconds")),
-            "sample": text_lib.decode(pieces.load(f"{name}.sample"), text.alphabet),
+            "losses": losses.tolist(),
+            "seconds": pieces.seconds(f"{name}."),
+            "sample": text_lib.decode(sample.astype(int), text.alphabet),
         }
 
     runs = {
@@ -152,7 +154,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
             "train": len(text.train),
             "validation": len(text.validation),
         },
-        "steps": list(range(config.eval_interval, config.num_steps + 1, config.eval_interval)),
+        "steps": steps,
         "runs": {
             attention: {str(seed): runs[attention, seed] for seed in config.seeds}
             for attention in ATTENTIONS

@@ -18,7 +18,7 @@ LABELS = {
     "near": "near field only",
     "near_far": "near + far",
 }
-LOOKS: dict[str, dict[str, str]] = {
+LOOKS: dict[str, dict[str, Any]] = {
     "softmax": {"color": "#000000", "linestyle": "-."},
     "far": {"color": "#D55E00", "linestyle": "--"},
     "near": {"color": "#009E73", "linestyle": ":"},

@@ -4,8 +4,8 @@ Shows:     what exact attention to near characters gives back of what the far fi
 Command:   python -m experiments.char_lm.main --workdir=runs/char_lm
 Hardware:  two CPU cores
 Time:      ?
-Text:      of Python 3.11.7, SHA-256 155856fec668bf99a996824ce822c597a33aa7bffeb8d245f584e0d068887563;
-           other versions have other texts, and the program says so
+Text:      that of Python 3.11.7, as text.SHA256 says; other versions have other texts, and the
+           program says so
 Expected:  softmax < near + far < far field only in bits per character, at every seed
 """
 
