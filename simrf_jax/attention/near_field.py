@@ -85,16 +85,20 @@ def banded_attention(
         value,
         mask=mask,
         bias=bias,
-        scale=scale,
+        scale=1.0,  # Scaled queries and keys would not be bfloat16 numbers; the logits are wide.
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids,
     )
+    if scale is None:
+        scale = arrays.query.shape[-1] ** -0.5
+    checks.scalar("scale", scale)
     lengths = (arrays.query.shape[1], arrays.key.shape[1])
-    return restore(_attend_in_blocks(arrays, cut(*lengths, bandwidth, is_causal, block_size)))
+    blocks = cut(*lengths, bandwidth, is_causal, block_size)
+    return restore(_attend_in_blocks(arrays, blocks, scale))
 
 
-def _attend_in_blocks(arrays: Arrays, blocks: Blocks) -> jax.Array:
+def _attend_in_blocks(arrays: Arrays, blocks: Blocks, scale: ArrayLike) -> jax.Array:
     """Each query attends to the keys of its window that are in the band, ``[B, T, K, G, D]``."""
     compute, narrow = arrays.query.dtype, arrays.value.dtype
     key, value = visible_only(arrays.key, arrays.value, arrays.key_log_weights)
@@ -110,7 +114,7 @@ def _attend_in_blocks(arrays: Arrays, blocks: Blocks) -> jax.Array:
         of_queries, of_keys = blocks.of_queries(arrays.runs, 1), blocks.of_keys(arrays.runs, 1)
         same = of_queries[:, :, :, None] == of_keys[:, :, None, :]
         visible &= same[:, :, None, None]
-    logits = contract("bntkgh,bnskh->bnkgts", query, key)
+    logits = contract("bntkgh,bnskh->bnkgts", query, key) * jnp.asarray(scale, compute)
     probabilities = _softmax(jnp.where(visible, logits + weights, -jnp.inf))
     out = contract("bnkgts,bnskd->bntkgd", probabilities, value)
     out = out.reshape(out.shape[0], blocks.num_blocks * blocks.size, *out.shape[3:])

@@ -1,4 +1,4 @@
-"""Rotary embeddings before the feature map: what is estimated depends on relative positions alone."""
+"""Rotary embeddings before the feature map: what is estimated depends on relative positions."""
 
 import jax
 import jax.numpy as jnp
