@@ -1,8 +1,8 @@
 """Time and memory of causal attention against the length, and against its chunk size.
 
 4 heads, d = 64, m = 130, forward alone and with the backward pass, on whatever device JAX has.
-Each measurement is of 65,536 tokens, in as many calls as that takes, so that noise and what the
-calls before left behind weigh the same at every length.
+Each measurement is of 65,536 tokens, in as many calls as that takes: a single short call would pay
+for the memory that the long one before it gave back.
 
 Run: python -m benchmarks.causal [--chunks]
 """
