@@ -76,30 +76,28 @@ def banded_attention(
     References:
       Nguyen et al., FMMformer (NeurIPS 2021), near-field attention.
     """
-    bandwidth = checks.integer("bandwidth", bandwidth)
-    if bandwidth < 0:
-        raise ValueError(f"bandwidth must be at least 0, got {bandwidth}.")
+    bandwidth = checks.integer("bandwidth", bandwidth, least=0)
     arrays, restore = lay_out(
         query,
         key,
         value,
         mask=mask,
         bias=bias,
-        scale=1.0,  # Scaled queries and keys would not be bfloat16 numbers; the logits are wide.
+        scale=1.0,  # The logits are scaled: bfloat16 queries and keys would be rounded again.
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids,
     )
+    lengths = (arrays.query.shape[1], arrays.key.shape[1])
+    blocks = cut(*lengths, bandwidth, is_causal, block_size)
+    return restore(attend_in_blocks(arrays, blocks, scale))
+
+
+def attend_in_blocks(arrays: Arrays, blocks: Blocks, scale: ArrayLike | None) -> jax.Array:
+    """Each query attends to the keys of its window that are in the band, ``[B, T, K, G, D]``."""
     if scale is None:
         scale = arrays.query.shape[-1] ** -0.5
     checks.scalar("scale", scale)
-    lengths = (arrays.query.shape[1], arrays.key.shape[1])
-    blocks = cut(*lengths, bandwidth, is_causal, block_size)
-    return restore(_attend_in_blocks(arrays, blocks, scale))
-
-
-def _attend_in_blocks(arrays: Arrays, blocks: Blocks, scale: ArrayLike) -> jax.Array:
-    """Each query attends to the keys of its window that are in the band, ``[B, T, K, G, D]``."""
     compute, narrow = arrays.query.dtype, arrays.value.dtype
     key, value = visible_only(arrays.key, arrays.value, arrays.key_log_weights)
     query = blocks.of_queries(arrays.query, 1)

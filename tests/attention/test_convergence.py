@@ -23,7 +23,7 @@ def errors(dim, scale):
 
 @pytest.mark.slow
 def test_error_falls_as_one_over_the_root_and_couplings_stand_in_order():
-    samples = errors(dim=16, scale=0.25)
+    samples = errors(dim=64, scale=0.25)
     for name in COUPLINGS:
         assert_mean(convergence.slopes(samples[name], NUM_FEATURES), -0.5)
     for row in range(len(NUM_FEATURES)):
