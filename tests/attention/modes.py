@@ -24,19 +24,20 @@ SMALL_SCALES = (0.125, 0.25)
 
 def token_by_token(step, state, q, k, v, mask):
     """A prompt of four tokens, and then one by one; ``step(state, q, k, v, mask=)``."""
+    prompt = (x[..., :4, :, :] for x in (q, k, v))
+    first, state = step(state, *prompt, mask=None if mask is None else mask[..., :4])
 
-    def some(state, start, size):
-        new = (jax.lax.dynamic_slice_in_dim(x, start, size, -3) for x in (q, k, v))
-        shown = None if mask is None else jax.lax.dynamic_slice_in_dim(mask, start, size, -1)
-        return step(state, *new, mask=shown)
-
-    def body(state, t):
-        out, state = some(state, t, 1)
+    def body(state, token):
+        *new, shown = token
+        new = (jnp.expand_dims(x, -3) for x in new)
+        shown = None if shown is None else shown[..., None]
+        out, state = step(state, *new, mask=shown)
         return state, jnp.squeeze(out, -3)
 
-    prompt, state = some(state, 0, min(4, q.shape[-3]))
-    _, rest = jax.lax.scan(body, state, jnp.arange(prompt.shape[-3], q.shape[-3]))
-    return jnp.concatenate([prompt, jnp.moveaxis(rest, 0, -3)], axis=-3)
+    tokens = [jnp.moveaxis(x[..., 4:, :, :], -3, 0) for x in (q, k, v)]
+    tokens.append(None if mask is None else jnp.moveaxis(mask[..., 4:], -1, 0))
+    _, rest = jax.lax.scan(body, state, tokens)
+    return jnp.concatenate([first, jnp.moveaxis(rest, 0, -3)], axis=-3)
 
 
 def _sizes(q, k, v):
