@@ -1,12 +1,11 @@
 """A small language model of the help pages that Python ships, with four kinds of attention.
 
-Shows:     what exact attention to near characters gives back of what the far field alone loses
+Shows:     how much of what the far field loses against softmax attention the near field gives back
 Command:   python -m experiments.char_lm.main --workdir=runs/char_lm
 Hardware:  two CPU cores
-Time:      ?
 Text:      that of Python 3.11.7, as text.SHA256 says; other versions have other texts, and the
            program says so
-Expected:  softmax < near + far < far field only in bits per character, at every seed
+Expected:  softmax < near + far < near field only < far field only in bits per character
 """
 
 import ml_collections
@@ -17,7 +16,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.seeds = (0, 1, 2)
     config.context = 256
     config.batch_size = 8
-    config.num_steps = 3000
+    config.num_steps = 2000  # 12 times as many characters as there are.
     config.learning_rate = 6e-3
     config.warmup_steps = 100
     config.weight_decay = 0.1
