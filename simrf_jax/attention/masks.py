@@ -47,18 +47,18 @@ def key_log_weights(
     target = (*batch, num_heads, query_length, key_length)
     log_weights = None
     if bias is not None:
-        bias = bias if isinstance(bias, jax.Array) else np.asarray(bias)
+        bias = _as_array(bias)
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             raise TypeError(f"bias must be floating, got {bias.dtype.name}.")
-        log_weights = _per_key("bias", bias, target).astype(dtype)
+        log_weights = per_key("bias", bias, target).astype(dtype)
     if mask is not None:
-        mask = mask if isinstance(mask, jax.Array) else np.asarray(mask)
+        mask = _as_array(mask)
         if mask.dtype != jnp.bool:
             raise TypeError(
                 f"mask must be boolean (True to attend), got {mask.dtype.name}; "
                 "pass an additive one as bias."
             )
-        visible = _per_key("mask", mask, target)
+        visible = per_key("mask", mask, target)
         log_weights = jnp.where(visible, 0.0 if log_weights is None else log_weights, -jnp.inf)
     if key_value_seq_lengths is not None:
         visible = within_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, key_length)
@@ -101,8 +101,22 @@ def run_numbers(
     return jnp.cumsum(jnp.pad(begins, [(0, 0)] * len(batch) + [(1, 0)]), axis=-1, dtype=jnp.int32)
 
 
-def _per_key(name: str, x: jax.Array | np.ndarray, target: tuple[int, ...]) -> jax.Array:
-    """Drops the query axis of an array that is the same for all queries."""
+def _as_array(x: ArrayLike) -> jax.Array | np.ndarray:
+    return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def per_key(name: str, x: ArrayLike, target: tuple[int, ...]) -> jax.Array:
+    """Drops the query axis of a mask or bias that is the same for all queries.
+
+    Args:
+      name: What to call it.
+      x: Broadcastable to the target; maybe with batch axes of size 1 before it.
+      target: ``[*batch, heads, query_length, key_length]``.
+
+    Returns:
+      ``[..., 1 or heads, key_length]``, with batch axes of size 1 where it had none.
+    """
+    x = _as_array(x)
     shape = (1,) * (len(target) - x.ndim) + x.shape
     if len(shape) != len(target) or any(
         have not in (1, want) for have, want in zip(shape, target, strict=True)
