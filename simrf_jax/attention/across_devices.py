@@ -45,23 +45,24 @@ def states_around(
 
     Args:
       inputs: This device's.
-      segment_ids: ``[B, T]`` of this device, or None. Of other devices only the keys of a segment
+      segment_ids: This device's, ``[..., T]``, or None. Of other devices only the keys of a segment
         that goes on here count.
       axes: What shards the length.
       is_causal: Whether the keys after do not matter; the second state is empty then.
     """
     nothing = empty_state(inputs)
-    if segment_ids is None:
+    runs = inputs.runs
+    if segment_ids is None or runs is None:
         return _flow(Passage(_state_of(inputs, None), None), axes, 1).state, nothing
+    segment_ids, several = jnp.reshape(segment_ids, runs.shape), runs[:, -1] > 0
     first, last = segment_ids[:, 0], segment_ids[:, -1]
-    runs, several = inputs.runs, inputs.runs[:, -1] > 0
     goes_on = (_shift(last, axes, 1) == first) & _has_source(axes, 1)
-    ends = _state_of(inputs, runs == runs[:, -1:])
+    ends = _state_of(inputs, jnp.equal(runs, runs[:, -1:]))
     before = keep(_flow(Passage(ends, several | ~goes_on), axes, 1).state, goes_on)
     if is_causal:
         return before, nothing
     goes_on = (_shift(first, axes, -1) == last) & _has_source(axes, -1)
-    begins = _state_of(inputs, runs == 0)
+    begins = _state_of(inputs, jnp.equal(runs, 0))
     after = keep(_flow(Passage(begins, several | ~goes_on), axes, -1).state, goes_on)
     return before, after
 
@@ -108,12 +109,11 @@ def _flow(passage: Passage, axes: Axes, step: int) -> Passage:
 
 def _shift(x: jax.Array, axes: Axes, by: int) -> jax.Array:
     size = jax.lax.axis_size(axes)
-    pairs = [(i, i + by) for i in range(size) if 0 <= i + by < size]
-    return jax.lax.ppermute(x, axes, pairs)
+    return jax.lax.ppermute(x, axes, [(i, (i + by) % size) for i in range(size)])
 
 
 def _has_source(axes: Axes, by: int) -> jax.Array:
-    """Whether a shift brings this device anything; it has zeros otherwise."""
+    """Whether what a shift brings is from a device that many before, not around the end."""
     source = jax.lax.axis_index(axes) - by
     return (source >= 0) & (source < jax.lax.axis_size(axes))
 

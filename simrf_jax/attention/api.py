@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from simrf_jax import checks
@@ -82,6 +81,13 @@ def random_feature_attention(
         attends to keys of its own segment only. A segment is a run of equal ids.
       chunk_size: Keys that causal or packed attention takes at a time, a power of two; None for a
         default.
+      sequence_axis: The mesh axis, or a tuple of them, that shards the lengths. Explicit axes are
+        seen in the types of query, key and value, and nothing need be said. Axes of type Auto are
+        named here, or causal and packed attention gather the keys; the mesh is that of the inputs
+        or of ``jax.set_mesh``. Inside a ``jax.shard_map`` over the axis all arrays are the
+        device's own part of the length, but key_value_seq_lengths and query_seq_lengths are of the
+        whole. Devices exchange states of keys and no keys: one maximum and one sum of them if
+        attention is bidirectional, a logarithmic number of permutations otherwise.
 
     Returns:
       ``[..., T, N, D]`` in the inputs' dtype. Logits and exponentials are float32 at least; the
@@ -91,7 +97,8 @@ def random_feature_attention(
     Raises:
       TypeError: If a dtype is wrong.
       ValueError: If shapes do not match, a name is unknown, scale is negative, or the mask, the
-        bias asks for what linear attention cannot do.
+        bias asks for what linear attention cannot do; if sequence_axis is no axis of a mesh, its
+        devices do not divide the lengths, or causal attention has other keys than queries there.
 
     Example:
       >>> import jax, simrf_jax
@@ -153,10 +160,7 @@ def _attend(
         return restore(bidirectional_attention(inputs, axes=axes))
     before = after = empty_state(inputs)
     if axes:
-        segment_ids = options.get("segment_ids")
-        if segment_ids is not None:
-            segment_ids = jnp.reshape(segment_ids, inputs.runs.shape)
-        before, after = states_around(inputs, segment_ids, axes, is_causal=is_causal)
+        before, after = states_around(inputs, options.get("segment_ids"), axes, is_causal=is_causal)
     if is_causal:
         return restore(causal_attention(inputs, before, chunk_size=chunk_size)[0])
     return restore(packed_attention(inputs, before, after, chunk_size=chunk_size))

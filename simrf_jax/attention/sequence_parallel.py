@@ -9,19 +9,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
 
 from simrf_jax.attention.across_devices import Axes
 from simrf_jax.attention.masks import per_key
 
 # Where the length is in the arguments that have it.
 LENGTH = {"query": -3, "key": -3, "value": -3, "mask": -1, "bias": -1, "segment_ids": -1}
+Attend = Callable[..., jax.Array]
 
 
 def attend_in_parts(
-    attend: Callable[..., jax.Array],
+    attend: Attend,
     sequence_axis: str | Axes | None,
     *,
     in_order: bool,
@@ -33,18 +32,20 @@ def attend_in_parts(
     """Calls ``attend(query=..., ...)`` with the part of the length that each device has.
 
     Args:
-      attend: Attention; given ``axes``, that of a part inside ``shard_map``, with the mesh axes
-        that shard the keys.
+      attend: Attention. Given ``axes``, it is that of a part inside ``shard_map``; these mesh axes
+        shard the keys.
       sequence_axis: As ``random_feature_attention``.
       in_order: Whether the positions of queries and keys belong together.
       query: As ``random_feature_attention``.
       key: Likewise.
       value: Likewise.
-      **options: Likewise, what of its arguments may be arrays.
+      **options: Likewise, those of its arguments that may be arrays.
     """
-    whole = {"query": query, "key": key, "value": value}
-    axes = _named(sequence_axis) or _of_types(whole if in_order else {"key": key, "value": value})
-    arguments = whole | {name: x for name, x in options.items() if x is not None}
+    shared = {"key": key, "value": value}
+    arguments = {"query": query, **shared, **{n: x for n, x in options.items() if x is not None}}
+    axes = _named(sequence_axis)
+    # Bidirectional queries are free to be anywhere.
+    axes = axes or _of_types(shared | {"query": query} if in_order else shared)
     if not axes:
         return attend(**arguments)
     _check(attend, arguments)
@@ -56,8 +57,7 @@ def attend_in_parts(
     if key.shape[-3] == 0:
         return attend(**arguments)
     if _are_bound(axes):
-        return _attend_here(attend, axes, axes, arguments)
-    # Few queries may be on all devices.
+        return _attend_to_part(attend, axes, axes, arguments)
     split = in_order or sequence_axis is not None or set(axes) & set(_of_types({"query": query}))
     return _in_shard_map(attend, axes, axes if split else (), arguments)
 
@@ -83,17 +83,6 @@ def _of_types(arrays: dict[str, jax.Array]) -> Axes:
     return ()
 
 
-def _check(attend: Callable[..., jax.Array], arguments: dict[str, Any]) -> None:
-    """Raises what attention says of the whole arrays, of which the devices see parts."""
-    known = {name: x for name, x in arguments.items() if not isinstance(x, jax.Array)}
-    shapes = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype)
-        for name, x in arguments.items()
-        if name not in known
-    }
-    jax.eval_shape(functools.partial(attend, **known), **shapes)
-
-
 def _are_bound(axes: Axes) -> bool:
     """Whether this is inside ``shard_map`` already."""
     try:
@@ -103,44 +92,48 @@ def _are_bound(axes: Axes) -> bool:
     return True
 
 
-def _attend_here(
-    attend: Callable[..., jax.Array], axes: Axes, query_axes: Axes, arguments: dict[str, Any]
-) -> jax.Array:
-    """Attention of this device's part, to which lengths are counted from its first position."""
-    offsets = {
-        "query_seq_lengths": _first_position(arguments["query"], query_axes),
-        "key_value_seq_lengths": _first_position(arguments["key"], axes),
+def _check(attend: Attend, arguments: dict[str, Any]) -> None:
+    """Raises what attention says of the whole arrays: of parts it would tell other shapes."""
+    # Known values count too: those of NumPy, and the sign of the scale.
+    shapes = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for name, x in arguments.items()
+        if isinstance(x, jax.Array) and name != "scale"
     }
-    counted = {name: jnp.asarray(arguments[name]) - offsets[name] for name in offsets if name in arguments}
-    return attend(**arguments | counted, axes=axes)
+    known = {name: x for name, x in arguments.items() if name not in shapes}
+    jax.eval_shape(functools.partial(attend, **known), **shapes)
 
 
-def _first_position(x: jax.Array, axes: Axes) -> ArrayLike:
-    return jax.lax.axis_index(axes) * x.shape[-3] if axes else 0
+def _attend_to_part(
+    attend: Attend, axes: Axes, query_axes: Axes, arguments: dict[str, Any]
+) -> jax.Array:
+    """Attention of one device, where lengths count from the first position that it has."""
+    arguments = dict(arguments)
+    for name, x, split in (
+        ("query_seq_lengths", arguments["query"], query_axes),
+        ("key_value_seq_lengths", arguments["key"], axes),
+    ):
+        if split and name in arguments:
+            first = jax.lax.axis_index(split) * x.shape[-3]
+            # Lengths that end before may be of an unsigned type.
+            arguments[name] = jnp.asarray(arguments[name]).astype(jnp.int32) - first
+    return attend(**arguments, axes=axes)
 
 
 def _in_shard_map(
-    attend: Callable[..., jax.Array], axes: Axes, query_axes: Axes, arguments: dict[str, Any]
+    attend: Attend, axes: Axes, query_axes: Axes, arguments: dict[str, Any]
 ) -> jax.Array:
+    """Attention of arrays that are whole to the caller."""
     mesh = _mesh(axes, arguments)
     query, key = arguments["query"], arguments["key"]
-    size = math.prod(mesh.shape[axis] for axis in axes)
-    lengths = {"queries": query.shape[-3] if query_axes else 0, "keys": key.shape[-3]}
-    for name, length in lengths.items():
-        if length % size:
-            raise ValueError(
-                f"The length must be a multiple of the {size} devices of {axes}, got {length} "
-                f"{name}."
-            )
-    target = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
-    for name in ("mask", "bias"):
-        if name in arguments:
-            # With the axis of keys, in which some have but one.
-            x = per_key(name, arguments[name], target)
-            arguments = arguments | {name: jnp.expand_dims(x, -2)}
-    arguments = {
-        name: x if name == "projection" else jnp.asarray(x) for name, x in arguments.items()
-    }
+    _check_divisible(mesh, query_axes, "queries", query.shape[-3])
+    _check_divisible(mesh, axes, "keys", key.shape[-3])
+    logits = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
+    for name in {"mask", "bias"} & set(arguments):
+        # As long as the keys; a square one of NumPy has but one row that counts.
+        row = per_key(name, arguments[name], logits)
+        arguments = arguments | {name: jnp.expand_dims(row, -2)}
+    arguments = jax.tree.map(jnp.asarray, arguments)
 
     def spec(name: str) -> PartitionSpec:
         if name not in LENGTH or (name == "query" and not query_axes):
@@ -149,7 +142,7 @@ def _in_shard_map(
 
     def over_devices(arguments: dict[str, Any]) -> jax.Array:
         return jax.shard_map(
-            functools.partial(_attend_here, attend, axes, query_axes),
+            functools.partial(_attend_to_part, attend, axes, query_axes),
             mesh=_mesh(axes, arguments),
             in_specs=({name: spec(name) for name in arguments},),
             out_specs=spec("query"),
@@ -157,10 +150,9 @@ def _in_shard_map(
         )(arguments)
 
     if AxisType.Explicit in mesh.axis_types:
-        # Explicit axes of batch and heads beside manual ones make XLA gather (jax 0.10.2).
+        # Beside manual axes, explicit ones of batch and heads make XLA gather (jax 0.10.2).
         of_output = list(jax.typeof(query).sharding.spec)
-        if query_axes:
-            of_output[-3] = query_axes
+        of_output[-3] = query_axes or of_output[-3]
         sharding = NamedSharding(mesh, PartitionSpec(*of_output))
         over_devices = jax.sharding.auto_axes(over_devices, out_sharding=sharding)
     return over_devices(arguments)
@@ -172,12 +164,25 @@ def _mesh(axes: Axes, arguments: dict[str, Any]) -> AbstractMesh:
     meshes = [mesh for mesh in (*given, jax.sharding.get_abstract_mesh()) if not mesh.empty]
     if not meshes:
         raise ValueError(
-            f"sequence_axis {axes} must name axes of a mesh: of that over which the inputs are "
-            "sharded, of the context (jax.set_mesh), or of an enclosing jax.shard_map; got none."
+            "sequence_axis must be an axis of a mesh: of the inputs', of that of jax.set_mesh, or "
+            f"of an enclosing jax.shard_map, got {_quoted(axes)} and no mesh."
         )
-    if unknown := set(axes) - set(meshes[0].axis_names):
+    if not set(axes) <= set(meshes[0].axis_names):
         raise ValueError(
             f"sequence_axis must be among the axes {meshes[0].axis_names} of the mesh, got "
-            f"{sorted(unknown)}."
+            f"{_quoted(axes)}."
         )
     return meshes[0]
+
+
+def _check_divisible(mesh: AbstractMesh, axes: Axes, name: str, length: int) -> None:
+    size = math.prod(mesh.shape[axis] for axis in axes)
+    if length % size:
+        raise ValueError(
+            f"The length must be a multiple of the {size} devices of {_quoted(axes)}, got "
+            f"{length} {name}."
+        )
+
+
+def _quoted(axes: Axes) -> str:
+    return " and ".join(map(repr, axes))
