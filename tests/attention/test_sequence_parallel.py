@@ -237,6 +237,29 @@ def test_bfloat16():
         assert relative_error(out, attention(q, k, v, w, visible=visible(MODES[mode]))) < 2e-2
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_whole_lengths_inside_shard_map_and_what_padding_holds(is_causal):
+    q, k, v = inputs(LENGTH)
+    real = np.uint8(13)  # The last device sees nothing of its own.
+    q[real:], k[real:], v[real:] = np.nan, np.nan, np.nan
+    w, mesh = projection(FEATURES), make_mesh("manual", length=2)
+    options = {"is_causal": is_causal, "chunk_size": 1 if is_causal else None}
+    seen = {"query_seq_lengths": real, "key_value_seq_lengths": real}
+    attend = sharded("manual", mesh, P("length"), w, **options, **seen)
+
+    def loss(*qkv):
+        out = attend(*qkv)
+        return jnp.sum(out**2), out
+
+    gradients, out = jax.jit(jax.grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+    few = [x[:real] for x in (q, k, v)]
+    triangle = np.tri(real, dtype=bool) if is_causal else None
+    assert relative_error(out[:real], attention(*few, w, visible=triangle)) < 1e-5
+    for x in (out, *gradients):
+        assert np.isfinite(x).all()
+        np.testing.assert_array_equal(x[real:], 0)
+
+
 @pytest.mark.parametrize("spec", [P(), P("length")])
 def test_cross_attention_of_queries_that_lie_elsewhere(spec):
     q, k, v = inputs(6, key_length=LENGTH)
