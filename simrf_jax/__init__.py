@@ -8,7 +8,8 @@ A kernel becomes an inner product: K(x, y) = E[phi(x) . phi(y)].
 - ``positive_features`` and its kin: phi. ``gaussian_kernel``, ``softmax_kernel``: the exact K.
 - ``random_feature_attention``: softmax attention in linear time, bidirectional, causal or packed;
   ``decoding``: the same token by token, from a state that does not grow.
-- ``banded_attention``: its near field, exact softmax attention to the keys nearby.
+- ``banded_attention``: its near field, exact softmax attention to the keys nearby;
+  ``fmm_attention``: near and far field together.
 - ``attention_matrix``, ``attention_report``: the weights that it implies, and how good they are.
 - ``theory``: the exact error of each coupling and feature map, in float64 NumPy.
 
@@ -24,6 +25,7 @@ from simrf_jax.attention import (
     attention_report,
     banded_attention,
     decoding,
+    fmm_attention,
     random_feature_attention,
 )
 from simrf_jax.features import (
@@ -73,6 +75,7 @@ __all__ = [
     "draw_fast_projection",
     "draw_projection",
     "elu_features",
+    "fmm_attention",
     "gaussian_hybrid_features",
     "gaussian_kernel",
     "hybrid_features",

@@ -31,21 +31,22 @@ def one_of(name: str, value: Any, known: Iterable[str | None]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, known))}, got {value!r}.")
 
 
-def integer(name: str, value: Any) -> int:
-    """Returns an integer as a Python one."""
+def integer(name: str, value: Any, *, least: int | None = None) -> int:
+    """Returns an integer, no less than the least, as a Python one."""
     if isinstance(value, bool):
         raise TypeError(f"{name} must be an integer, got {value!r}.")
     try:
-        return operator.index(value)
+        value = operator.index(value)
     except TypeError:
         raise TypeError(f"{name} must be an integer, got {value!r}.") from None
+    if least is not None and value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}.")
+    return value
 
 
 def positive_int(name: str, value: Any) -> int:
     """Returns an integer of at least 1."""
-    if integer(name, value) < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}.")
-    return operator.index(value)
+    return integer(name, value, least=1)
 
 
 def floating_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:

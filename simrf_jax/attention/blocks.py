@@ -20,25 +20,27 @@ class Blocks(NamedTuple):
     Attributes:
       num_blocks: How many.
       size: Queries in each.
-      before: Keys of the window before the first query.
+      padding: Places of the first window before the first key.
       width: Keys of the window.
       band: ``[size, width]``, True where a key is within the bandwidth of a query.
     """
 
     num_blocks: int
     size: int
-    before: int
+    padding: int
     width: int
     band: np.ndarray
 
     def of_queries(self, x: jax.Array, axis: int) -> jax.Array:
         """Cuts the axis ``T`` in two, ``[num_blocks, size]``."""
-        return self._split(x, axis, 0, self.num_blocks, 0)
+        return _split(x, axis, 0, self.num_blocks, self.size, 0)
 
     def of_keys(self, x: jax.Array, axis: int, fill: float = 0) -> jax.Array:
         """Turns the axis ``S`` into windows, ``[num_blocks, width]``, of fill beyond the ends."""
+        if self.num_blocks == 1:
+            return _split(x, axis, self.padding, 1, self.width, fill)
         pieces = -(-self.width // self.size)
-        x = self._split(x, axis, self.before, self.num_blocks + pieces - 1, fill)
+        x = _split(x, axis, self.padding, self.num_blocks + pieces - 1, self.size, fill)
         # A window is a few blocks in a row: slices, where a gather would scatter its gradients.
         shifted = [
             jax.lax.slice_in_dim(x, i, i + self.num_blocks, axis=axis) for i in range(pieces)
@@ -47,18 +49,24 @@ class Blocks(NamedTuple):
             jnp.concatenate(shifted, axis + 1), 0, self.width, axis=axis + 1
         )
 
-    def _split(self, x: jax.Array, axis: int, before: int, count: int, fill: float) -> jax.Array:
-        padding = [(0, 0, 0)] * x.ndim
-        # Negative where keys at the end are near no query.
-        padding[axis] = (before, count * self.size - before - x.shape[axis], 0)
-        x = jax.lax.pad(x, jnp.asarray(fill, x.dtype), padding)
-        return x.reshape(*x.shape[:axis], count, self.size, *x.shape[axis + 1 :])
-
 
 def cut(
-    query_length: int, key_length: int, bandwidth: int, is_causal: bool, block_size: int | None
+    query_length: int,
+    key_length: int,
+    bandwidth: int,
+    is_causal: bool,
+    block_size: int | None = None,
+    history: int = 0,
 ) -> Blocks:
     """Blocks for T queries and S keys; the narrowest windows that hold the band.
+
+    Args:
+      query_length: T.
+      key_length: S.
+      bandwidth: How far a query sees.
+      is_causal: Whether it sees back only.
+      block_size: Queries in a block; None for a default.
+      history: Keys before the position of the first query.
 
     Raises:
       TypeError: If block_size is not an integer.
@@ -69,9 +77,18 @@ def cut(
     size = max(1, min(checks.positive_int("block_size", block_size), query_length))
     num_blocks = max(1, -(-query_length // size))
     # No window needs to reach beyond the ends from everywhere.
-    before = min(bandwidth, (num_blocks - 1) * size)
-    after = 0 if is_causal else min(bandwidth, max(0, key_length - size))
+    before = min(bandwidth, history + (num_blocks - 1) * size)
+    after = 0 if is_causal else min(bandwidth, max(0, key_length - history - size))
     width = before + size + after
     offset = np.arange(width)[None, :] - before - np.arange(size)[:, None]
     band = (-bandwidth <= offset) & (offset <= (0 if is_causal else bandwidth))
-    return Blocks(num_blocks, size, before, width, band)
+    return Blocks(num_blocks, size, before - history, width, band)
+
+
+def _split(x: jax.Array, axis: int, before: int, count: int, size: int, fill: float) -> jax.Array:
+    """Pads an axis in front and cuts it in two, ``[count, size]``."""
+    padding = [(0, 0, 0)] * x.ndim
+    # Negative where keys at the end are near no query.
+    padding[axis] = (before, count * size - before - x.shape[axis], 0)
+    x = jax.lax.pad(x, jnp.asarray(fill, x.dtype), padding)
+    return x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])

@@ -76,9 +76,7 @@ def banded_attention(
     References:
       Nguyen et al., FMMformer (NeurIPS 2021), near-field attention.
     """
-    bandwidth = checks.integer("bandwidth", bandwidth)
-    if bandwidth < 0:
-        raise ValueError(f"bandwidth must be at least 0, got {bandwidth}.")
+    bandwidth = checks.integer("bandwidth", bandwidth, least=0)
     arrays, restore = lay_out(
         query,
         key,
@@ -91,10 +89,10 @@ def banded_attention(
         segment_ids=segment_ids,
     )
     lengths = (arrays.query.shape[1], arrays.key.shape[1])
-    return restore(_attend_in_blocks(arrays, cut(*lengths, bandwidth, is_causal, block_size)))
+    return restore(attend_in_blocks(arrays, cut(*lengths, bandwidth, is_causal, block_size)))
 
 
-def _attend_in_blocks(arrays: Arrays, blocks: Blocks) -> jax.Array:
+def attend_in_blocks(arrays: Arrays, blocks: Blocks) -> jax.Array:
     """Each query attends to the keys of its window that are in the band, ``[B, T, K, G, D]``."""
     compute, narrow = arrays.query.dtype, arrays.value.dtype
     key, value = visible_only(arrays.key, arrays.value, arrays.key_log_weights)

@@ -40,10 +40,9 @@ def redraw_key(key: jax.Array, step: int | jax.Array, *, interval: int) -> jax.A
       (True, False)
     """
     checks.typed_key(key)
-    if checks.integer("interval", interval) < 0:
-        raise ValueError(f"interval must be at least 0, got {interval}.")
-    if not isinstance(step, jax.Array) and checks.integer("step", step) < 0:
-        raise ValueError(f"step must be at least 0, got {step}.")
+    checks.integer("interval", interval, least=0)
+    if not isinstance(step, jax.Array):
+        checks.integer("step", step, least=0)
     return jax.random.fold_in(key, step // interval if interval else 0)
 
 

@@ -124,11 +124,11 @@ def test_gradients_flow_through_the_state():
     [
         (
             lambda q, k, v, w, s: decoding.step(s, q, k[:4], v[:4], w),
-            "step takes as many keys as queries, got 4 and 9",
+            "A step of decoding takes as many keys as queries, got 4 and 9",
         ),
         (
             lambda q, k, v, w, s: decoding.step(s, q, k, v[..., :3], w),
-            r"state must have sums \(2, 11, 4\).*got \(2, 11, 9\)",
+            r"state must have sums \(2, 11, 4\).*got sums \(2, 11, 9\)",
         ),
         (
             lambda q, k, v, w, s: decoding.append(s, k[None], v[None], w),

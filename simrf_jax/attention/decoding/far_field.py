@@ -1,4 +1,4 @@
-"""Causal attention token by token, or chunk by chunk, from a state that does not grow."""
+"""Causal random-feature attention token by token, from a state that does not grow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention.causal import causal_attention, check_chunk_size
-from simrf_jax.attention.layout import Inputs, lay_out_with_features
+from simrf_jax.attention.decoding.batch import (
+    check_as_many_keys_as_queries,
+    flatten,
+    unflatten,
+)
+from simrf_jax.attention.layout import lay_out_with_features
 from simrf_jax.attention.state import (
     AttentionState,
     empty_state,
@@ -20,8 +25,6 @@ from simrf_jax.attention.state import (
 )
 from simrf_jax.features import FeatureMap
 from simrf_jax.projections import Projection, as_projection
-
-__all__ = ["append", "init_state", "step"]
 
 
 def init_state(
@@ -70,7 +73,7 @@ def init_state(
     key = jnp.zeros((*batch, 0, heads, dim), dtype)
     value = jnp.zeros((*batch, 0, heads, width), dtype)
     inputs, _ = lay_out_with_features(key, key, value, projection, feature_map=feature_map)
-    return _unflatten(empty_state(inputs), tuple(batch))
+    return unflatten(empty_state(inputs), tuple(batch))
 
 
 def append(
@@ -124,10 +127,10 @@ def append(
         key_value_seq_lengths=key_value_seq_lengths,
     )
     batch = jnp.shape(key)[:-3]
-    before = _flatten(state, inputs, batch)
+    before = flatten(state, jax.eval_shape(lambda: empty_state(inputs)), batch)
     key, value = visible_only(inputs.key, inputs.value, inputs.key_log_weights)
     keys = log_key_features(inputs.key_map(key), inputs.key_log_weights)
-    return _unflatten(merge(before, summarise(keys, with_ones(value))), batch)
+    return unflatten(merge(before, summarise(keys, with_ones(value))), batch)
 
 
 def step(
@@ -193,29 +196,8 @@ def step(
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
     )
-    if inputs.query.shape[1] != inputs.key.shape[1]:
-        raise ValueError(
-            "step takes as many keys as queries, got "
-            f"{inputs.key.shape[1]} and {inputs.query.shape[1]}."
-        )
+    check_as_many_keys_as_queries(inputs.query, inputs.key)
     batch = jnp.shape(query)[:-3]
-    before = _flatten(state, inputs, batch)
+    before = flatten(state, jax.eval_shape(lambda: empty_state(inputs)), batch)
     out, after = causal_attention(inputs, before, chunk_size=check_chunk_size(chunk_size))
-    return restore(out), _unflatten(after, batch)
-
-
-def _flatten(state: AttentionState, inputs: Inputs, batch: tuple[int, ...]) -> AttentionState:
-    """The state with one leading axis, if it fits the inputs."""
-    empty = jax.eval_shape(lambda: empty_state(inputs))
-    expected = [(*batch, *x.shape[1:]) for x in empty]
-    given = [jnp.shape(x) for x in state]
-    if given != expected:
-        raise ValueError(
-            f"state must have sums {expected[0]} and maxima {expected[1]} for these keys and "
-            f"values, got {given[0]} and {given[1]}."
-        )
-    return AttentionState(*(x.reshape(e.shape) for x, e in zip(state, empty, strict=True)))
-
-
-def _unflatten(state: AttentionState, batch: tuple[int, ...]) -> AttentionState:
-    return AttentionState(*(x.reshape(*batch, *x.shape[1:]) for x in state))
+    return restore(out), unflatten(after, batch)

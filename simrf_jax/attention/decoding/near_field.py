@@ -1,0 +1,162 @@
+"""Causal attention to the keys nearby token by token, from a window of the last keys."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from simrf_jax import checks
+from simrf_jax.attention.blocks import cut
+from simrf_jax.attention.decoding.batch import check_as_many_keys_as_queries, flatten, unflatten
+from simrf_jax.attention.layout import Arrays, lay_out
+from simrf_jax.attention.near_field import attend_in_blocks
+from simrf_jax.attention.state import visible_only
+
+
+class Window(NamedTuple):
+    """The last keys and values, as many as the bandwidth k.
+
+    Attributes:
+      key: ``[..., k, K, H]``, scaled.
+      value: ``[..., k, K, D]``.
+      log_weights: ``[..., k, K]``, what masks and biases said of the keys; minus infinity where one
+        is hidden or has not come yet.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    log_weights: jax.Array
+
+
+def init_window(
+    *,
+    bandwidth: int,
+    batch: tuple[int, ...] = (),
+    num_key_heads: int,
+    head_dim: int,
+    value_dim: int,
+    dtype: DTypeLike = jnp.float32,
+) -> Window:
+    """The window before the first token.
+
+    Args:
+      bandwidth: How many of the last keys each query sees beside its own; at least 0.
+      batch: Leading shape.
+      num_key_heads: Number K of key heads.
+      head_dim: Width H of the keys.
+      value_dim: Width D of the values.
+      dtype: Of the queries, keys and values to come.
+
+    Returns:
+      A window for ``window_step``. A pytree: it goes through jit, scan and checkpoints.
+
+    Raises:
+      TypeError: If a number is not an integer or dtype is not floating.
+      ValueError: If a number is out of range.
+
+    Example:
+      >>> import simrf_jax
+      >>> window = simrf_jax.decoding.init_window(
+      ...     bandwidth=32, batch=(2,), num_key_heads=8, head_dim=64, value_dim=64
+      ... )
+      >>> window.key.shape
+      (2, 32, 8, 64)
+    """
+    bandwidth = checks.integer("bandwidth", bandwidth, least=0)
+    sizes = {"num_key_heads": num_key_heads, "head_dim": head_dim, "value_dim": value_dim}
+    heads, dim, width = (checks.positive_int(name, size) for name, size in sizes.items())
+    dtype = checks.floating_dtype("dtype", dtype)
+    key = jnp.zeros((*batch, 0, heads, dim), dtype)
+    value = jnp.zeros((*batch, 0, heads, width), dtype)
+    return unflatten(_empty(lay_out(key, key, value)[0], bandwidth), tuple(batch))
+
+
+def window_step(
+    window: Window,
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+) -> tuple[jax.Array, Window]:
+    """Attends to a window and, causally, to the tokens after it.
+
+    One token at a time or a whole prompt: both give the numbers of
+    ``banded_attention(..., is_causal=True)`` of all tokens.
+
+    Args:
+      window: Of ``init_window`` or ``window_step``.
+      query: ``[..., T, N, H]``.
+      key: ``[..., T, K, H]``.
+      value: ``[..., T, K, D]``.
+      mask: Of the new keys, ``[..., K, 1, T]`` or what broadcasts to it.
+      bias: Likewise.
+      scale: As ``banded_attention``; always the same for a window.
+      query_seq_lengths: As ``banded_attention``.
+      key_value_seq_lengths: Of the new keys.
+
+    Returns:
+      The output ``[..., T, N, D]`` and the new window, of the same shapes.
+
+    Raises:
+      TypeError: If a dtype is wrong.
+      ValueError: If shapes do not fit each other or the window.
+
+    Example:
+      >>> import jax, simrf_jax
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 8, 64))
+      >>> window = simrf_jax.decoding.init_window(
+      ...     bandwidth=32, num_key_heads=8, head_dim=64, value_dim=64
+      ... )
+      >>> out, window = simrf_jax.decoding.window_step(window, q, k, v)
+      >>> out.shape
+      (1, 8, 64)
+    """
+    arrays, restore = lay_out(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+    )
+    check_as_many_keys_as_queries(arrays.query, arrays.key)
+    batch = jnp.shape(query)[:-3]
+    bandwidth = jnp.shape(window[0])[len(batch)]
+    before = flatten(window, jax.eval_shape(lambda: _empty(arrays, bandwidth)), batch)
+    new = _as_window(arrays)
+    seen = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), before, new)
+    length = arrays.query.shape[1]
+    blocks = cut(length, bandwidth + length, bandwidth, True, None, history=bandwidth)
+    out = attend_in_blocks(
+        Arrays(arrays.query, seen.key, seen.value, seen.log_weights, None), blocks
+    )
+    after = jax.tree.map(lambda x: x[:, length:], seen)
+    return restore(out), unflatten(after, batch)
+
+
+def _as_window(arrays: Arrays) -> Window:
+    """The keys as the near field takes them, without what is hidden."""
+    log_weights = arrays.key_log_weights
+    if log_weights is None:
+        log_weights = jnp.zeros((1, 1, 1), arrays.key.dtype)
+    key, value = visible_only(arrays.key, arrays.value, arrays.key_log_weights)
+    log_weights = jnp.broadcast_to(log_weights, key.shape[:-1])
+    return Window(key.astype(value.dtype), value, log_weights)
+
+
+def _empty(arrays: Arrays, bandwidth: int) -> Window:
+    """Hidden zeros."""
+    (batch, _, *heads), width = arrays.key.shape, arrays.value.shape[-1]
+    key = jnp.zeros((batch, bandwidth, *heads), arrays.value.dtype)
+    value = jnp.zeros((*key.shape[:-1], width), arrays.value.dtype)
+    return Window(key, value, jnp.full(key.shape[:-1], -jnp.inf, arrays.key.dtype))

@@ -1,0 +1,167 @@
+"""Near and far field together: the attention of FMMformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from simrf_jax import checks
+from simrf_jax.attention.api import random_feature_attention
+from simrf_jax.attention.near_field import banded_attention
+from simrf_jax.features import FeatureMap
+from simrf_jax.projections import Projection
+
+
+def fmm_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    projections: Sequence[Projection | None],
+    *,
+    bandwidth: int,
+    near_weight: ArrayLike = 1.0,
+    far_weights: ArrayLike = 1.0,
+    feature_maps: Sequence[FeatureMap] = ("positive",),
+    mask: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    segment_ids: ArrayLike | None = None,
+    chunk_size: int | None = None,
+    block_size: int | None = None,
+) -> jax.Array:
+    r"""Exact attention to the keys nearby plus random-feature attention to all, in linear time.
+
+    .. math::
+        \hat V = w \operatorname{Near}(Q, K, V)
+            + \sum_{l=1}^L w_l \frac{\phi_l(Q) (\phi_l(K)^\top V)}{\phi_l(Q) \phi_l(K)^\top 1}
+
+    with :math:`\operatorname{Near}` the ``banded_attention`` of a bandwidth and each further term
+    the ``random_feature_attention`` of a feature map; each is normalised by itself. FMMformers
+    learn the weights and keep them positive by a sigmoid, as ``FMMAttention`` of
+    ``simrf_jax.integrations`` does; here they are what is given.
+
+    Args:
+      query: ``[..., T, N, H]``: T queries of N heads, with any leading batch shape.
+      key: ``[..., S, K, H]``, with N a multiple of K (grouped queries).
+      value: ``[..., S, K, D]``.
+      projections: One W for each feature map, as ``random_feature_attention`` takes it.
+      bandwidth: As ``banded_attention``.
+      near_weight: w, broadcastable to ``[N]``.
+      far_weights: :math:`w_l`, broadcastable to ``[L, N]``.
+      feature_maps: The L feature maps, as ``random_feature_attention`` takes them.
+      mask: As ``random_feature_attention``.
+      bias: Added to the logits of both fields; as ``random_feature_attention``.
+      scale: Multiplies the logits; by default :math:`1/\sqrt H`.
+      is_causal: Whether query t attends to keys s <= t only.
+      query_seq_lengths: As ``random_feature_attention``.
+      key_value_seq_lengths: As ``random_feature_attention``.
+      segment_ids: As ``random_feature_attention``.
+      chunk_size: As ``random_feature_attention``.
+      block_size: As ``banded_attention``.
+
+    Returns:
+      ``[..., T, N, D]`` in the inputs' dtype.
+
+    Raises:
+      TypeError: If a dtype is wrong.
+      ValueError: If there is not one projection for each feature map, a weight has the wrong shape,
+        or what ``random_feature_attention`` and ``banded_attention`` refuse.
+
+    Example:
+      >>> import jax, simrf_jax
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 1_000, 12, 64))
+      >>> w = simrf_jax.draw_projection(jax.random.key(1), 130, 64)
+      >>> out = simrf_jax.fmm_attention(
+      ...     q, k, v, (w, None), bandwidth=32, feature_maps=("positive", "elu"), near_weight=0.5,
+      ...     far_weights=((0.3,), (0.2,)),
+      ... )
+      >>> out.shape
+      (2, 1000, 12, 64)
+
+    References:
+      Nguyen et al., FMMformer: Efficient and Flexible Transformers via Decomposed Near-field and
+      Far-field Attention (NeurIPS 2021).
+    """
+    check_feature_maps(projections, feature_maps)
+    options: dict[str, Any] = {
+        "mask": mask,
+        "bias": bias,
+        "scale": scale,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+        "segment_ids": segment_ids,
+    }
+    near = banded_attention(
+        query,
+        key,
+        value,
+        bandwidth=bandwidth,
+        is_causal=is_causal,
+        block_size=block_size,
+        **options,
+    )
+    far = [
+        random_feature_attention(
+            query,
+            key,
+            value,
+            projection,
+            feature_map=feature_map,
+            is_causal=is_causal,
+            chunk_size=chunk_size,
+            **options,
+        )
+        for projection, feature_map in zip(projections, feature_maps, strict=True)
+    ]
+    return blend(near, far, near_weight, far_weights)
+
+
+def check_feature_maps(
+    projections: Sequence[Projection | None], feature_maps: Sequence[FeatureMap]
+) -> None:
+    """Accepts one projection for each of some feature maps."""
+    for name, given in (("projections", projections), ("feature_maps", feature_maps)):
+        if not isinstance(given, (tuple, list)):
+            raise TypeError(f"{name} must be a tuple or a list, got {type(given).__name__}.")
+    if len(projections) != len(feature_maps):
+        raise ValueError(
+            "projections must hold one for each feature map (None for a map that needs none), got "
+            f"{len(projections)} for {len(feature_maps)}."
+        )
+
+
+def blend(
+    near: jax.Array, far: Sequence[jax.Array], near_weight: ArrayLike, far_weights: ArrayLike
+) -> jax.Array:
+    """The weighted sum of outputs ``[..., N, D]``; weights broadcast to ``[N]`` and ``[L, N]``."""
+    *lead, heads, _ = near.shape
+    compute = jnp.promote_types(near.dtype, jnp.float32)
+
+    def weigh(out: jax.Array, weight: jax.Array) -> jax.Array:
+        return out.astype(compute) * weight.reshape((1,) * len(lead) + (heads, 1)).astype(compute)
+
+    out = weigh(near, _weights("near_weight", near_weight, (heads,)))
+    for each, weight in zip(
+        far, _weights("far_weights", far_weights, (len(far), heads)), strict=True
+    ):
+        out += weigh(each, weight)
+    return out.astype(near.dtype)
+
+
+def _weights(name: str, given: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
+    given = jnp.asarray(given)
+    given = checks.floating(name, given.astype(jnp.promote_types(given.dtype, jnp.float32)))
+    try:
+        return jnp.broadcast_to(given, shape)
+    except ValueError:
+        axes = "[heads]" if len(shape) == 1 else "[feature maps, heads]"
+        raise ValueError(
+            f"{name} must be broadcastable to {axes} = {shape}, got shape {given.shape}."
+        ) from None

@@ -1,0 +1,64 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from simrf_jax import decoding, fmm_attention
+from tests.attention.inputs import inputs, projection
+from tests.attention.reference import relative_error
+
+MAPS = ("positive", "elu")
+WEIGHTS = {"near_weight": np.array([0.7, 0.2]), "far_weights": np.array([[0.5, 1.0], [0.1, 0.4]])}
+
+
+def empty(k, v, projections, feature_maps=MAPS):
+    return decoding.init_fmm_state(
+        projections,
+        bandwidth=5,
+        batch=k.shape[:-3],
+        num_key_heads=k.shape[-2],
+        head_dim=k.shape[-1],
+        value_dim=v.shape[-1],
+        feature_maps=feature_maps,
+    )
+
+
+def test_prefill_and_steps_are_the_parallel_form():
+    q, k, v = inputs(30, width=3, batch=(2,))
+    mask = np.ones((2, 1, 1, 30), bool)
+    mask[1, ..., 3:10] = False
+    projections = (projection(heads=2), None)
+    options = {"feature_maps": MAPS, **WEIGHTS}
+
+    @jax.jit
+    def parallel(q, k, v):
+        return fmm_attention(
+            q, k, v, projections, bandwidth=5, is_causal=True, mask=mask, **options
+        )
+
+    @jax.jit
+    def step(state, q, k, v, mask):
+        return decoding.fmm_step(state, q, k, v, projections, mask=mask, **options)
+
+    state, outs = empty(k, v, projections), []
+    shapes = jax.tree.map(jnp.shape, state)
+    for some in (slice(0, 17), *(slice(t, t + 1) for t in range(17, 30))):
+        out, state = step(state, *(x[:, some] for x in (q, k, v)), mask[..., some])
+        outs.append(out)
+    assert relative_error(np.concatenate(outs, axis=1), parallel(q, k, v)) < 1e-5
+    assert jax.tree.map(jnp.shape, state) == shapes
+
+
+@pytest.mark.fast
+def test_refuses():
+    q, k, v = inputs()
+    projections = (projection(), None)
+    state = empty(k, v, projections)
+    with pytest.raises(ValueError, match="must be an FMMState of 1 feature maps, got one of 2"):
+        decoding.fmm_step(state, q, k, v, projections[:1])
+    with pytest.raises(ValueError, match="must be an FMMState of 2 feature maps, got a Window"):
+        decoding.fmm_step(state.near, q, k, v, projections, feature_maps=MAPS)
+    with pytest.raises(
+        ValueError, match=r"projections must hold one for each feature map.* 2 for 1"
+    ):
+        empty(k, v, projections, MAPS[:1])
