@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,12 +13,11 @@ from flax import serialization
 from flax.linen.dtypes import promote_dtype
 from jax.typing import ArrayLike, DTypeLike
 
-from simrf_jax.attention import decoding, random_feature_attention
+from simrf_jax.attention import decoding, fmm_attention, random_feature_attention
 from simrf_jax.features import (
     BipolarProjection,
     FeatureMap,
     draw_bipolar_projection,
-    log_feature_maps,
     projection_type,
 )
 from simrf_jax.integrations.flax_masks import factor
@@ -47,6 +46,42 @@ def random_feature_method(projection: Projection | None, feature_map: FeatureMap
         functools.partial(decoding.init_state, **held),
         functools.partial(decoding.step, **held),
     )
+
+
+def fmm_method(
+    projections: Sequence[Projection | None],
+    *,
+    feature_maps: Sequence[FeatureMap],
+    bandwidth: int,
+    near_logit: jax.Array,
+    far_logits: jax.Array,
+) -> Method:
+    """FMM attention; W gets no gradient, the weights of the fields do."""
+    held: dict[str, Any] = {
+        "projections": jax.lax.stop_gradient(tuple(projections)),
+        "feature_maps": tuple(feature_maps),
+    }
+
+    def with_weights(query: jax.Array) -> dict[str, Any]:
+        groups = query.shape[-2] // near_logit.shape[-1]
+        near, far = (
+            jnp.repeat(jax.nn.sigmoid(logits), groups, axis=-1)
+            for logits in (near_logit, far_logits)
+        )
+        return {**held, "near_weight": near, "far_weights": far}
+
+    def attention(query: jax.Array, *arrays: Any, **options: Any) -> jax.Array:
+        options |= with_weights(query)
+        return fmm_attention(query, *arrays, bandwidth=bandwidth, **options)
+
+    def step(
+        state: decoding.FMMState, query: jax.Array, *arrays: Any, **options: Any
+    ) -> tuple[jax.Array, decoding.FMMState]:
+        options |= with_weights(query)
+        return decoding.fmm_step(state, query, *arrays, **options)
+
+    init_state = functools.partial(decoding.init_fmm_state, bandwidth=bandwidth, **held)
+    return Method(attention, init_state, step)
 
 
 class Call(NamedTuple):
@@ -149,34 +184,38 @@ def step(method: Method, state: Any, call: Call) -> tuple[jax.Array, Any]:
     return call.finish(out), state
 
 
-def check_feature_map(feature_map: FeatureMap, *, num_weights: int | None) -> None:
-    """Accepts a feature map whose W the adapters can draw."""
-    log_feature_maps(feature_map)
-    kind = projection_type(feature_map)
-    if kind not in (jax.Array, BipolarProjection):
-        raise ValueError(
-            f"feature_map={feature_map!r} takes the centres of clusters of queries and keys, which "
-            "depend on the data, so the adapters cannot draw them; call "
-            "simrf_jax.random_feature_attention with it."
-        )
-    if num_weights is not None and kind is not BipolarProjection:
+def check_feature_maps(feature_maps: Sequence[FeatureMap], *, num_weights: int | None) -> None:
+    """Accepts feature maps whose W the adapters can draw."""
+    if not isinstance(feature_maps, (tuple, list)) or not feature_maps:
+        raise TypeError(f"feature_maps must be a tuple of feature maps, got {feature_maps!r}.")
+    kinds = [projection_type(feature_map) for feature_map in feature_maps]
+    for feature_map, kind in zip(feature_maps, kinds, strict=True):
+        if kind not in (jax.Array, BipolarProjection):
+            raise ValueError(
+                f"feature_map={feature_map!r} takes the centres of clusters of queries and keys, "
+                "which depend on the data, so the adapters cannot draw them; call "
+                "simrf_jax.random_feature_attention with it."
+            )
+    if num_weights is not None and BipolarProjection not in kinds:
         raise ValueError(
             "num_weights is for angular_hybrid and gaussian_hybrid, got "
-            f"{num_weights} for feature_map={feature_map!r}."
+            f"{num_weights} for {', '.join(map(repr, feature_maps))}."
         )
 
 
 def draw_heads(
     key: jax.Array,
     num_heads: int | None,
-    num_features: int,
+    num_features: int | None,
     dim: int,
     *,
     feature_map: FeatureMap,
     num_weights: int | None,
     **draw_options: Any,
-) -> Projection:
+) -> Projection | None:
     """Draws W of a feature map, a stack of ``num_heads`` of them, or one if num_heads is None."""
+    if num_features is None:
+        return None
 
     def draw(key: jax.Array) -> Projection:
         if projection_type(feature_map) is not BipolarProjection:
@@ -185,6 +224,31 @@ def draw_heads(
         return draw_bipolar_projection(key, num_features, weights, dim, **draw_options)
 
     return draw(key) if num_heads is None else jax.vmap(draw)(jax.random.split(key, num_heads))
+
+
+def draw_maps(
+    key: jax.Array,
+    num_heads: int | None,
+    num_features: int | Sequence[int | None] | None,
+    dim: int,
+    *,
+    feature_maps: Sequence[FeatureMap],
+    **options: Any,
+) -> tuple[Projection | None, ...]:
+    """Draws the projections of several feature maps."""
+    count = len(feature_maps)
+    each = num_features if isinstance(num_features, (tuple, list)) else (num_features,) * count
+    if len(each) != count:
+        raise ValueError(
+            "num_features must be one number, or one for each feature map, got "
+            f"{len(each)} for {count}."
+        )
+    return tuple(
+        draw_heads(one, num_heads, number, dim, feature_map=feature_map, **options)
+        for one, number, feature_map in zip(
+            jax.random.split(key, count), each, feature_maps, strict=True
+        )
+    )
 
 
 def _parts(projection: BipolarProjection) -> dict[str, Any]:

@@ -147,11 +147,11 @@ class RandomFeatureAttention(_Adapter):
     decode: bool = False
 
     def _method(self, num_heads: int, head_dim: int) -> Method:
-        flax_attention.check_feature_map(self.feature_map, num_weights=self.num_weights)
+        flax_attention.check_feature_maps((self.feature_map,), num_weights=self.num_weights)
         if self.num_features is None:
             return flax_attention.random_feature_method(None, self.feature_map)
 
-        def draw() -> Projection:
+        def draw() -> Projection | None:
             return flax_attention.draw_heads(
                 self._key(),
                 None if self.shared else num_heads,
@@ -166,3 +166,83 @@ class RandomFeatureAttention(_Adapter):
 
         w = self.variable("random_features", "projection", draw).value
         return flax_attention.random_feature_method(w, self.feature_map)
+
+
+class FMMAttention(_Adapter):
+    r"""The attention of FMMformers: a near field, a far field, and their learned weights.
+
+    .. math:: \hat V = \sigma(a) \operatorname{Near} + \sum_l \sigma(b_l) \operatorname{Far}_l
+
+    as ``simrf_jax.fmm_attention``. Each key head has a ``near_logit`` a and ``far_logits`` b of its
+    own, parameters that start at 0, and a W for each feature map, all in ``projections`` of the
+    collection ``random_features``. All else is as in ``RandomFeatureAttention``.
+
+    Attributes:
+      num_features: Number of random features, or a tuple of one number for each feature map; None
+        for a map that needs no W.
+      bandwidth: As ``simrf_jax.banded_attention``.
+      feature_maps: Of the far field.
+      coupling: As ``RandomFeatureAttention``, and so the others.
+      block: Likewise.
+      rotation: Likewise.
+      num_weights: Likewise.
+      shared: Likewise.
+      is_causal: Likewise.
+      factored_masks: Likewise.
+      decode: Likewise; the cache holds the last ``bandwidth`` keys and a state for each map.
+
+    Raises:
+      TypeError: When called, if feature_maps is no tuple.
+      ValueError: When called, as ``RandomFeatureAttention``; if there is not one number of features
+        for each feature map.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from simrf_jax.integrations.linen import FMMAttention
+      >>> adapter = FMMAttention((130, None), 32, feature_maps=("positive", "elu"))
+      >>> attention = nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=adapter)
+      >>> variables = attention.init(jax.random.key(0), jnp.ones((2, 10, 512)))
+      >>> variables["params"]["attention_fn"]["far_logits"].shape
+      (2, 8)
+
+    References:
+      Nguyen et al., FMMformer (NeurIPS 2021).
+    """
+
+    num_features: int | tuple[int | None, ...] | None
+    bandwidth: int
+    feature_maps: tuple[FeatureMap, ...] = ("positive",)
+    coupling: str = "simplex"
+    block: str = "regular"
+    rotation: str = "haar"
+    num_weights: int | None = None
+    shared: bool = False
+    is_causal: bool = False
+    factored_masks: bool = False
+    decode: bool = False
+
+    def _method(self, num_heads: int, head_dim: int) -> Method:
+        flax_attention.check_feature_maps(self.feature_maps, num_weights=self.num_weights)
+
+        def draw() -> tuple[Projection | None, ...]:
+            return flax_attention.draw_maps(
+                self._key(),
+                None if self.shared else num_heads,
+                self.num_features,
+                head_dim,
+                feature_maps=self.feature_maps,
+                num_weights=self.num_weights,
+                coupling=self.coupling,
+                block=self.block,
+                rotation=self.rotation,
+            )
+
+        zeros = nn.initializers.zeros_init()
+        return flax_attention.fmm_method(
+            self.variable("random_features", "projections", draw).value,
+            feature_maps=self.feature_maps,
+            bandwidth=self.bandwidth,
+            near_logit=self.param("near_logit", zeros, (num_heads,)),
+            far_logits=self.param("far_logits", zeros, (len(self.feature_maps), num_heads)),
+        )

@@ -201,7 +201,7 @@ class RandomFeatureAttention(_Adapter):
             factored_masks=factored_masks,
             decode=decode,
         )
-        flax_attention.check_feature_map(feature_map, num_weights=num_weights)
+        flax_attention.check_feature_maps((feature_map,), num_weights=num_weights)
         self.feature_map = feature_map
         self.projection = nnx.data(None)
         if num_features is not None:
@@ -222,3 +222,105 @@ class RandomFeatureAttention(_Adapter):
     def _method(self) -> Method:
         w = None if self.projection is None else self.projection.get_value()
         return flax_attention.random_feature_method(w, self.feature_map)
+
+
+class FMMAttention(_Adapter):
+    r"""The attention of FMMformers: a near field, a far field, and their learned weights.
+
+    .. math:: \hat V = \sigma(a) \operatorname{Near} + \sum_l \sigma(b_l) \operatorname{Far}_l
+
+    as ``simrf_jax.fmm_attention``. Each key head has a ``near_logit`` a and ``far_logits`` b of its
+    own, parameters that start at 0, and a W for each feature map. All else is as in
+    ``RandomFeatureAttention``.
+
+    Args:
+      num_heads: Number of key heads.
+      head_dim: Width of a head.
+      num_features: Number of random features, or a tuple of one number for each feature map; None
+        for a map that needs no W.
+      bandwidth: As ``simrf_jax.banded_attention``.
+      feature_maps: Of the far field.
+      coupling: As ``RandomFeatureAttention``, and so the others.
+      block: Likewise.
+      rotation: Likewise.
+      num_weights: Likewise.
+      shared: Likewise.
+      is_causal: Likewise.
+      factored_masks: Likewise.
+      decode: Likewise; the cache holds the last ``bandwidth`` keys and a state for each map.
+      rngs: Likewise.
+
+    Raises:
+      TypeError: If a size is no integer or feature_maps no tuple.
+      ValueError: As ``RandomFeatureAttention``; if there is not one number of features for each
+        feature map.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from simrf_jax.integrations.nnx import FMMAttention
+      >>> rngs = nnx.Rngs(0)
+      >>> maps = ("positive", "elu")
+      >>> adapter = FMMAttention(8, 64, (130, None), 32, feature_maps=maps, rngs=rngs)
+      >>> attention = nnx.MultiHeadAttention(8, 512, decode=False, attention_fn=adapter, rngs=rngs)
+      >>> attention(jnp.ones((2, 10, 512))).shape
+      (2, 10, 512)
+      >>> adapter.far_logits.shape
+      (2, 8)
+
+    References:
+      Nguyen et al., FMMformer (NeurIPS 2021).
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_features: int | tuple[int | None, ...] | None,
+        bandwidth: int,
+        *,
+        feature_maps: tuple[FeatureMap, ...] = ("positive",),
+        coupling: str = "simplex",
+        block: str = "regular",
+        rotation: str = "haar",
+        num_weights: int | None = None,
+        shared: bool = False,
+        is_causal: bool = False,
+        factored_masks: bool = False,
+        decode: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            num_heads,
+            head_dim,
+            is_causal=is_causal,
+            factored_masks=factored_masks,
+            decode=decode,
+        )
+        flax_attention.check_feature_maps(feature_maps, num_weights=num_weights)
+        self.feature_maps = tuple(feature_maps)
+        self.bandwidth = checks.integer("bandwidth", bandwidth, least=0)
+        self.near_logit = nnx.Param(jnp.zeros(num_heads))
+        self.far_logits = nnx.Param(jnp.zeros((len(feature_maps), num_heads)))
+        self.projections = RandomProjection(
+            flax_attention.draw_maps(
+                rngs.features(),
+                None if shared else num_heads,
+                num_features,
+                head_dim,
+                feature_maps=feature_maps,
+                num_weights=num_weights,
+                coupling=coupling,
+                block=block,
+                rotation=rotation,
+            )
+        )
+
+    def _method(self) -> Method:
+        return flax_attention.fmm_method(
+            self.projections.get_value(),
+            feature_maps=self.feature_maps,
+            bandwidth=self.bandwidth,
+            near_logit=self.near_logit[...],
+            far_logits=self.far_logits[...],
+        )
