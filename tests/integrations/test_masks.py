@@ -141,6 +141,6 @@ def test_masks_that_do_not_fit_are_left_to_attention():
             call(q, k, v, mask=np.ones((3, 1, LENGTH, LENGTH), bool))
     for call in adapters(factored_masks=False)[0]:
         with pytest.raises(
-            ValueError, match="may differ between queries, .* factored_masks in the Flax"
+            ValueError, match=r"may differ between queries, .* factored_masks in the Flax"
         ):
             call(q, k, v, mask=PADDING)

@@ -1,3 +1,4 @@
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -50,7 +51,7 @@ def test_hybrids_are_redrawn_part_by_part(abstract):
     if abstract:
         layers = jax.eval_shape(lambda: layers)
     drawn = redraw_projections(key, layers, coupling="simplex", block="square")
-    assert jax.tree.map(jnp.shape, drawn) == jax.tree.map(jnp.shape, layers)
+    chex.assert_trees_all_equal_shapes_and_dtypes(drawn, layers)
     head = jax.random.fold_in(jax.random.fold_in(key, 1), 4)
     expected = draw_bipolar_projection(head, 6, 5, 4, coupling="simplex", block="square")
     for name, part in vars(expected).items():
