@@ -1,6 +1,8 @@
 """Time and memory of causal attention against the length, and against its chunk size.
 
 4 heads, d = 64, m = 130, forward alone and with the backward pass, on whatever device JAX has.
+Each measurement is of 65,536 tokens, in as many calls as that takes: a single short call would pay
+for the memory that the long one before it gave back.
 
 Run: python -m benchmarks.causal [--chunks]
 """
@@ -35,14 +37,25 @@ def compiled(length, chunk_size=None):
     return [jax.jit(f).lower(*inputs(length)).compile() for f in (attend, gradient)]
 
 
+def repeated(program, arguments, times):
+    def call(_):
+        for _ in range(times):
+            jax.block_until_ready(program(*arguments))
+
+    return call
+
+
 def measure(cases, rounds):
-    """Milliseconds by (case, pass), alternating, and MiB of temporary buffers."""
+    """Milliseconds for 65,536 tokens by (case, pass), alternating, and MiB of temporary buffers."""
     programs = {
         (case, name): (program, inputs(case[0]))
         for case in cases
         for name, program in zip(("forward", "backward"), compiled(*case), strict=True)
     }
-    calls = {key: lambda _, p=p, x=x: p(*x) for key, (p, x) in programs.items()}
+    calls = {
+        (case, name): repeated(*called, LENGTHS[-1] // case[0])
+        for (case, name), called in programs.items()
+    }
     times = timing.alternate(calls, rounds)
     sizes = {
         key: program.memory_analysis().temp_size_in_bytes / 2**20
@@ -52,21 +65,28 @@ def measure(cases, rounds):
 
 
 def cells(case, times, sizes):
-    """Microseconds for each token (quartiles) and MiB of both passes."""
+    """Microseconds for each token, as a ratio to the last case round by round, and MiB."""
+    last, _ = list(times)[-1]
     for name in ("forward", "backward"):
-        low, median, high = np.percentile(times[case, name] * 1e3 / case[0], [25, 50, 75])
-        yield f"{median:.1f} ({low:.1f} to {high:.1f})"
+        ratio = times[case, name] / times[last, name]
+        yield quartiles(times[case, name] * 1e3 / LENGTHS[-1], digits=1)
+        yield quartiles(ratio, digits=2)
         yield f"{sizes[case, name]:.0f}"
 
 
+def quartiles(x, digits):
+    low, median, high = np.percentile(x, [25, 50, 75])
+    return f"{median:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+
+
 def main():
-    header = "us a token, forward | MiB | with backward | MiB |"
+    header = "us a token, forward | / last row | MiB | with backward | / last row | MiB |"
     if "--chunks" in sys.argv[1:]:
         cases, first = [(LENGTHS[0], chunk_size) for chunk_size in CHUNKS], "chunk"
     else:
         cases, first = [(length, None) for length in LENGTHS], "length"
-    times, sizes = measure(cases, rounds=7)
-    print(f"| {first} | {header}\n| --- | --- | --- | --- | --- |")
+    times, sizes = measure(cases, rounds=9)
+    print(f"| {first} | {header}\n|" + " --- |" * 7)
     for case in cases:
         label = case[0] if case[1] is None else case[1]
         print(f"| {label:,} | {' | '.join(cells(case, times, sizes))} |")

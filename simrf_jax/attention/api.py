@@ -44,6 +44,11 @@ def random_feature_attention(
     layout, defaults and mask meaning. It equals the estimator at any scale of the inputs: no
     epsilon, no overflow.
 
+    Positions: rotate queries and keys before the call (rotary embeddings). The kernel is then
+    :math:`e^{\text{scale} \, q_t^\top R_{s-t} k_s}`; one W sees absolute positions, but with Haar
+    rotations the mean and the variance of the estimate depend on relative ones alone. Rotated
+    features, as some linear attention has them, would lose their sign, and are not offered.
+
     Args:
       query: ``[..., T, N, H]``: T queries of N heads, with any leading batch shape.
       key: ``[..., S, K, H]``, with N a multiple of K (grouped queries).

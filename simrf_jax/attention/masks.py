@@ -98,7 +98,8 @@ def run_numbers(
             f"{segment_ids.shape}."
         )
     begins = segment_ids[..., 1:] != segment_ids[..., :-1]
-    return jnp.cumsum(jnp.pad(begins, [(0, 0)] * len(batch) + [(1, 0)]), axis=-1, dtype=jnp.int32)
+    begins = jnp.pad(begins, [(0, 0)] * len(batch) + [(min(1, query_length), 0)])
+    return jnp.cumsum(begins, axis=-1, dtype=jnp.int32)
 
 
 def _per_key(name: str, x: jax.Array | np.ndarray, target: tuple[int, ...]) -> jax.Array:

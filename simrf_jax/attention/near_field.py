@@ -83,17 +83,21 @@ def banded_attention(
         value,
         mask=mask,
         bias=bias,
-        scale=scale,
+        scale=1.0,  # The logits are scaled: bfloat16 queries and keys would be rounded again.
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids,
     )
     lengths = (arrays.query.shape[1], arrays.key.shape[1])
-    return restore(attend_in_blocks(arrays, cut(*lengths, bandwidth, is_causal, block_size)))
+    blocks = cut(*lengths, bandwidth, is_causal, block_size)
+    return restore(attend_in_blocks(arrays, blocks, scale))
 
 
-def attend_in_blocks(arrays: Arrays, blocks: Blocks) -> jax.Array:
+def attend_in_blocks(arrays: Arrays, blocks: Blocks, scale: ArrayLike | None) -> jax.Array:
     """Each query attends to the keys of its window that are in the band, ``[B, T, K, G, D]``."""
+    if scale is None:
+        scale = arrays.query.shape[-1] ** -0.5
+    checks.scalar("scale", scale)
     compute, narrow = arrays.query.dtype, arrays.value.dtype
     key, value = visible_only(arrays.key, arrays.value, arrays.key_log_weights)
     query = blocks.of_queries(arrays.query, 1)
@@ -108,7 +112,7 @@ def attend_in_blocks(arrays: Arrays, blocks: Blocks) -> jax.Array:
         of_queries, of_keys = blocks.of_queries(arrays.runs, 1), blocks.of_keys(arrays.runs, 1)
         same = of_queries[:, :, :, None] == of_keys[:, :, None, :]
         visible &= same[:, :, None, None]
-    logits = contract("bntkgh,bnskh->bnkgts", query, key)
+    logits = contract("bntkgh,bnskh->bnkgts", query, key) * jnp.asarray(scale, compute)
     probabilities = _softmax(jnp.where(visible, logits + weights, -jnp.inf))
     out = contract("bnkgts,bnskd->bntkgd", probabilities, value)
     out = out.reshape(out.shape[0], blocks.num_blocks * blocks.size, *out.shape[3:])

@@ -19,28 +19,11 @@ def hidden(visible):
         return np.log(np.asarray(visible, np.float64))
 
 
-@pytest.mark.fast
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(
-    ("scale", "tolerance"), [(0.5, 1e-5), (1, 1e-5), (2, 1e-5), (4, 1e-5), (8, 1e-5), (16, 5e-5)]
-)
-def test_float32_against_float64(scale, tolerance, is_causal):
-    q, k, v = inputs(length=100, dim=64, scale=scale)
-    actual = banded_jit(q, k, v, bandwidth=7, is_causal=is_causal)
-    assert actual.dtype == jnp.float32
-    assert relative_error(actual, banded(q, k, v, 7, is_causal=is_causal)) < tolerance
-
-
-@pytest.mark.parametrize(
-    ("scale", "near"),
-    [*((scale, banded_jit) for scale in (0.5, 1, 2, 4, 8, 16)), (1, banded_attention)],
-)
-def test_bfloat16_against_float32(scale, near):
-    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(length=100, dim=64, scale=scale))
-    near = functools.partial(near, bandwidth=7)
-    actual = near(q, k, v)
+def test_bfloat16_without_jit():
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(length=100, dim=64))
+    actual = banded_attention(q, k, v, bandwidth=7)
     assert actual.dtype == jnp.bfloat16
-    assert relative_error(actual, near(*(x.astype(jnp.float32) for x in (q, k, v)))) < 2e-2
+    assert relative_error(actual, banded(q, k, v, 7)) < 2e-2
 
 
 @pytest.mark.fast
@@ -250,16 +233,6 @@ def test_padding_does_not_matter_whatever_it_holds(key_heads):
     gradients = pullback(jnp.zeros_like(actual).at[:, :, rest].set(1))
     chex.assert_tree_all_finite(gradients if key_heads == 4 else gradients[0][:, :, rest])
     chex.assert_tree_all_finite([x[0, 33:] for x in gradients])
-
-
-@pytest.mark.fast
-def test_no_keys_and_no_queries():
-    q, k, v = inputs(length=40, width=3)
-    near = functools.partial(banded_jit, bandwidth=2)
-    out = near(q, k[:0], v[:0])
-    np.testing.assert_array_equal(out, np.zeros((40, 2, 3)))
-    assert near(q[:0], k, v).shape == (0, 2, 3)
-    assert near(q[:0], k[:0], v[:0], segment_ids=np.zeros(0, int)).shape == (0, 2, 3)
 
 
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f])

@@ -20,7 +20,7 @@ class Window(NamedTuple):
     """The last keys and values, as many as the bandwidth k.
 
     Attributes:
-      key: ``[..., k, K, H]``, scaled.
+      key: ``[..., k, K, H]``.
       value: ``[..., k, K, D]``.
       log_weights: ``[..., k, K]``, what masks and biases said of the keys; minus infinity where one
         is hidden or has not come yet.
@@ -98,7 +98,7 @@ def window_step(
       value: ``[..., T, K, D]``.
       mask: Of the new keys, ``[..., K, 1, T]`` or what broadcasts to it.
       bias: Likewise.
-      scale: As ``banded_attention``; always the same for a window.
+      scale: As ``banded_attention``.
       query_seq_lengths: As ``banded_attention``.
       key_value_seq_lengths: Of the new keys.
 
@@ -125,7 +125,7 @@ def window_step(
         value,
         mask=mask,
         bias=bias,
-        scale=scale,
+        scale=1.0,  # As banded_attention.
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
     )
@@ -138,7 +138,7 @@ def window_step(
     length = arrays.query.shape[1]
     blocks = cut(length, bandwidth + length, bandwidth, True, None, history=bandwidth)
     out = attend_in_blocks(
-        Arrays(arrays.query, seen.key, seen.value, seen.log_weights, None), blocks
+        Arrays(arrays.query, seen.key, seen.value, seen.log_weights, None), blocks, scale
     )
     after = jax.tree.map(lambda x: x[:, length:], seen)
     return restore(out), unflatten(after, batch)

@@ -1,0 +1,134 @@
+"""How the error of attention to softmax attention falls with the number of features.
+
+Relative Frobenius error of one head on 256 tokens, queries and keys normal with standard deviation
+s, values standard normal; each trial has inputs and a key of its own, which all couplings share.
+Prints errors, the slope of log error against log m, and paired comparisons, with standard errors
+over the trials; draws benchmarks/figures/convergence.png.
+
+Run: python -m benchmarks.convergence
+"""
+
+import functools
+import itertools
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import matplotlib.pyplot as plt
+import numpy as np
+
+import simrf_jax
+from experiments import style
+from simrf_jax import theory
+
+LENGTH, TRIALS = 256, 64
+SETTINGS = ((64, 0.25), (16, 0.5), (64, 0.5))  # d and s
+NUM_FEATURES = (16, 64, 256, 1024, 4096)
+FIRST = 256  # The slope is fitted from here on: whole blocks, and a small bias of the ratio.
+COUPLINGS = ("iid", "orthogonal", "simplex", "simplex_plus")
+FIGURE = pathlib.Path(__file__).parent / "figures" / "convergence.png"
+
+
+@functools.partial(jax.jit, static_argnames=("dim", "num_features", "coupling"))
+def relative_errors(keys, *, dim, scale, num_features, coupling):
+    """One for each key; from the same key all couplings have the same inputs and norms."""
+
+    def trial(key):
+        data_key, draw_key = jax.random.split(key)
+        q, k, v = jax.random.normal(data_key, (3, LENGTH, 1, dim))
+        q, k = scale * q, scale * k
+        w = simrf_jax.draw_projection(draw_key, num_features, dim, coupling=coupling)
+        exact = jax.nn.dot_product_attention(q, k, v)
+        error = simrf_jax.random_feature_attention(q, k, v, w) - exact
+        return jnp.linalg.norm(error) / jnp.linalg.norm(exact)
+
+    return jax.lax.map(trial, keys)
+
+
+def mean_and_error(samples):
+    return np.mean(samples), np.std(samples, ddof=1) / len(samples) ** 0.5
+
+
+def slopes(errors, num_features):
+    """Of log error against log m, one for each trial; errors are ``[sizes, trials]``."""
+    return np.polyfit(np.log(num_features), np.log(errors), 1)[0]
+
+
+def predicted_ratio(coupling, dim, scale):
+    """Root mean squared error of one kernel estimate, relative to iid, for typical vectors."""
+    distance = scale * (2 * dim**0.5) ** 0.5  # |x + y| of x = q / dim^(1/4), y likewise.
+    return theory.mse_ratio(distance, dim, NUM_FEATURES[-1], coupling=coupling) ** 0.5
+
+
+def measure(dim, scale):
+    """``{coupling: errors [sizes, trials]}``."""
+    keys = jax.random.split(jax.random.key(0), TRIALS)
+    run = functools.partial(relative_errors, keys, dim=dim, scale=scale)
+    return {
+        coupling: np.array([run(num_features=m, coupling=coupling) for m in NUM_FEATURES])
+        for coupling in COUPLINGS
+    }
+
+
+def print_setting(dim, scale, errors):
+    print(f"\nd = {dim}, s = {scale}\n\n| m | {' | '.join(COUPLINGS)} |")
+    print("| --- |" + " --- |" * len(COUPLINGS))
+    for row, m in enumerate(NUM_FEATURES):
+        cells = ["{:.3g} ({:.1g})".format(*mean_and_error(errors[name][row])) for name in COUPLINGS]
+        print(f"| {m:,} | {' | '.join(cells)} |")
+    asymptotic = NUM_FEATURES.index(FIRST)
+    cells = [
+        "{:.3f} ({:.3f})".format(
+            *mean_and_error(slopes(errors[name][asymptotic:], NUM_FEATURES[asymptotic:]))
+        )
+        for name in COUPLINGS
+    ]
+    print(f"| slope from {FIRST} on | {' | '.join(cells)} |")
+    pairs = list(itertools.pairwise(COUPLINGS))
+    print(f"\n| m | {' | '.join(f'{b} / {a}' for a, b in pairs)} |\n" + "| --- " * 4 + "|")
+    for row, m in enumerate(NUM_FEATURES):
+        cells = []
+        for a, b in pairs:
+            mean, error = mean_and_error(np.log(errors[b][row] / errors[a][row]))
+            cells.append(f"{np.exp(mean):.3f} (z = {mean / error:+.1f})")
+        print(f"| {m:,} | {' | '.join(cells)} |")
+    kernel = [predicted_ratio(name, dim, scale) for name in COUPLINGS[:3]]
+    ratios = [f"{b / a:.3f}" for a, b in itertools.pairwise(kernel)]
+    print(f"| one kernel estimate, theory | {' | '.join(ratios)} | - |", flush=True)
+
+
+def draw_figure(results):
+    figure, panels = plt.subplots(
+        1, len(results), figsize=(3.4 * len(results), 3.4), sharey=True, layout="constrained"
+    )
+    for axes, ((dim, scale), errors) in zip(panels, results.items(), strict=True):
+        for name in COUPLINGS:
+            mean, error = np.transpose([mean_and_error(row) for row in errors[name]])
+            look = style.STYLES[name]
+            axes.plot(NUM_FEATURES, mean, label=style.LABELS[name], **look)
+            style.band(axes, NUM_FEATURES, mean - error, mean + error, color=look["color"])
+        guide = errors["iid"][-1].mean() * (NUM_FEATURES[-1] / np.array(NUM_FEATURES)) ** 0.5
+        axes.plot(NUM_FEATURES, 1.6 * guide, color="0.6", linewidth=1)
+        axes.annotate("$m^{-1/2}$", (NUM_FEATURES[2], 1.8 * guide[2]), color="0.4")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_xticks(NUM_FEATURES, [f"{m:,}" for m in NUM_FEATURES])
+        axes.set_xlabel("number of features m")
+        axes.set_title(f"d = {dim}, s = {scale}", fontsize=10)
+        style.tidy(axes)
+    panels[0].set_ylabel("relative error")
+    panels[0].legend(frameon=False, fontsize=8)
+    FIGURE.parent.mkdir(exist_ok=True)
+    figure.savefig(FIGURE, dpi=160)
+
+
+def main():
+    results = {}
+    for dim, scale in SETTINGS:
+        results[dim, scale] = measure(dim, scale)
+        print_setting(dim, scale, results[dim, scale])
+    draw_figure(results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Every way to attend, beside what it must give; a new one joins by one line in MODES."""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from simrf_jax import banded_attention, decoding, fmm_attention, random_feature_attention
+from tests import formulas
+from tests.attention.reference import attention, banded
+
+# Runs of equal ids, one of a single token and one longer than a chunk; 3 chunks and 2 halvings.
+IDS = np.array([0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 0])
+RUNS = np.cumsum(np.diff(IDS, prepend=0) != 0)  # Ids that come again begin another segment.
+LENGTH, DIM, BANDWIDTH = len(IDS), 64, 3
+SHAPE = {"length": LENGTH, "heads": 4, "key_heads": 2, "dim": DIM, "width": 3}
+SCALES = (0.5, 1, 2, 4, 8, 16)
+# Of signed maps: there no denominator comes near zero, and the problem is well posed.
+SMALL_SCALES = (0.125, 0.25)
+
+
+def token_by_token(step, state, q, k, v, mask):
+    """A prompt of four tokens, and then one by one; ``step(state, q, k, v, mask=)``."""
+    prompt = (x[..., :4, :, :] for x in (q, k, v))
+    first, state = step(state, *prompt, mask=None if mask is None else mask[..., :4])
+
+    def body(state, token):
+        *new, shown = token
+        new = (jnp.expand_dims(x, -3) for x in new)
+        shown = None if shown is None else shown[..., None]
+        out, state = step(state, *new, mask=shown)
+        return state, jnp.squeeze(out, -3)
+
+    tokens = [jnp.moveaxis(x[..., 4:, :, :], -3, 0) for x in (q, k, v)]
+    tokens.append(None if mask is None else jnp.moveaxis(mask[..., 4:], -1, 0))
+    _, rest = jax.lax.scan(body, state, tokens)
+    return jnp.concatenate([first, jnp.moveaxis(rest, 0, -3)], axis=-3)
+
+
+def _sizes(q, k, v):
+    return {
+        "batch": q.shape[:-3],
+        "num_key_heads": k.shape[-2],
+        "head_dim": k.shape[-1],
+        "value_dim": v.shape[-1],
+        "dtype": q.dtype,
+    }
+
+
+def _visible(length, key_length, *, causal=False, packed=False):
+    seen = np.tri(length, key_length, dtype=bool) if causal else np.ones((length, key_length), bool)
+    if packed:
+        seen &= RUNS[:length, None] == RUNS[None, :key_length]
+    return seen
+
+
+class Mode(NamedTuple):
+    """``attend(q, k, v, w, mask=)``, and the same for one sequence in float64."""
+
+    attend: Callable
+    expected: Callable
+    shape: dict
+    num_features: int = 66
+    scales: tuple = SCALES
+    # Softmax saturates sooner: its gradients then vanish, and are what rounding leaves of them.
+    gradient_scales: tuple = (0.5, 8, 16)
+
+
+def _segments(q, packed):
+    ids = IDS[: q.shape[-3]]
+    return {"segment_ids": np.broadcast_to(ids, (*q.shape[:-3], len(ids)))} if packed else {}
+
+
+def far(name="positive", *, causal=False, packed=False, decode=False, **shape):
+    """Random-feature attention, with one feature map."""
+
+    def attend(q, k, v, w, mask=None):
+        w = None if name == "elu" else w
+        if decode:
+            state = decoding.init_state(w, feature_map=name, **_sizes(q, k, v))
+            step = functools.partial(decoding.step, projection=w, feature_map=name)
+            return token_by_token(step, state, q, k, v, mask)
+        options = {"is_causal": causal, **_segments(q, packed)}
+        if causal or packed:
+            options["chunk_size"] = 4
+        return random_feature_attention(q, k, v, w, feature_map=name, mask=mask, **options)
+
+    def expected(q, k, v, w, log_weights=None):
+        visible = _visible(len(q), len(k), causal=causal or decode, packed=packed)
+        return attention(
+            q,
+            k,
+            v,
+            None if name == "elu" else w,
+            visible=visible,
+            log_weights=log_weights,
+            formula=getattr(formulas, name),
+        )
+
+    signed = name == "trigonometric"
+    return Mode(
+        attend,
+        expected,
+        SHAPE | shape,
+        num_features=400 if signed else 66,
+        scales=SMALL_SCALES if signed else SCALES,
+    )
+
+
+def near(*, causal=False, packed=False, decode=False, **shape):
+    """Banded attention, exact."""
+
+    def attend(q, k, v, w, mask=None):
+        if decode:
+            window = decoding.init_window(bandwidth=BANDWIDTH, **_sizes(q, k, v))
+            return token_by_token(decoding.window_step, window, q, k, v, mask)
+        options = {"is_causal": causal, "block_size": 4, **_segments(q, packed)}
+        return banded_attention(q, k, v, bandwidth=BANDWIDTH, mask=mask, **options)
+
+    def expected(q, k, v, w, log_weights=None):
+        return banded(
+            q,
+            k,
+            v,
+            BANDWIDTH,
+            is_causal=causal or decode,
+            log_weights=log_weights,
+            segment_ids=RUNS if packed else None,
+        )
+
+    return Mode(attend, expected, SHAPE | shape, gradient_scales=(0.5, 4))
+
+
+def both(*, causal=False, packed=False, decode=False, **shape):
+    """Near and far field blended."""
+    options = {"causal": causal, "packed": packed, "decode": decode}
+    parts = near(**options), far(**options)
+    blend = {"near_weight": 0.7, "far_weights": (0.4,)}
+
+    def attend(q, k, v, w, mask=None):
+        if decode:
+            state = decoding.init_fmm_state((w,), bandwidth=BANDWIDTH, **_sizes(q, k, v))
+            step = functools.partial(decoding.fmm_step, projections=(w,), **blend)
+            return token_by_token(step, state, q, k, v, mask)
+        chunks = {"chunk_size": 4} if causal or packed else {}
+        return fmm_attention(
+            q,
+            k,
+            v,
+            (w,),
+            bandwidth=BANDWIDTH,
+            mask=mask,
+            is_causal=causal,
+            **_segments(q, packed),
+            **chunks,
+            **blend,
+        )
+
+    def expected(*arguments, log_weights=None):
+        near, far = (part.expected(*arguments, log_weights=log_weights) for part in parts)
+        return 0.7 * near + 0.4 * far
+
+    return Mode(attend, expected, SHAPE | shape, gradient_scales=(0.5, 4))
+
+
+MODES = {
+    "bidirectional": far(),
+    "cross": far(key_length=7, batch=(2,)),
+    "multi-query": far(key_heads=1, batch=(2, 1)),
+    "causal": far(causal=True),
+    "causal, cross": far(causal=True, key_length=7, batch=(2, 1)),
+    "packed": far(packed=True, batch=(2,)),
+    "packed, causal": far(packed=True, causal=True, batch=(2, 1)),
+    "decoding": far(decode=True, batch=(2,)),
+    "near": near(),
+    "near, cross, causal": near(causal=True, key_length=7, batch=(2,)),
+    "near, packed": near(packed=True, batch=(2, 1)),
+    "near, decoding": near(decode=True),
+    "near and far": both(batch=(2,)),
+    "near and far, packed, causal": both(packed=True, causal=True),
+    "near and far, decoding": both(decode=True, batch=(2, 1)),
+}
+OTHER_MAPS = ("hyperbolic", "relu", "elu", "trigonometric")
+WITH_OTHER_MAPS = {
+    f"{name}, {feature_map}": far(feature_map, **options)
+    for feature_map in OTHER_MAPS
+    for name, options in {
+        "causal": {"causal": True},  # test_feature_maps.py has the bidirectional ones.
+        "packed": {"packed": True},
+        "decoding": {"decode": True},
+    }.items()
+}

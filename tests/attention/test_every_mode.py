@@ -1,0 +1,154 @@
+"""What every way to attend must be: equal to a float64 loop, with its gradients, and finite."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.attention.inputs import inputs, projection
+from tests.attention.modes import DIM, MODES, SCALES, WITH_OTHER_MAPS
+from tests.attention.reference import relative_error
+
+
+def weights_of(mode):
+    key_heads = mode.shape["key_heads"]
+    return projection(mode.num_features, DIM, heads=key_heads, coupling="orthogonal")
+
+
+def arguments(mode, scale, dtype=jnp.float32, **shape):
+    q, k, v = inputs(**(mode.shape | {"scale": scale} | shape))
+    return (*(jnp.asarray(x, dtype) for x in (q, k, v)), weights_of(mode))
+
+
+@functools.cache  # One program for each mode, for its outputs and gradients.
+def program(name):
+    def with_gradients(q, k, v, w, cotangent, mask=None):
+        out, pullback = jax.vjp(lambda *x: MODES[name].attend(*x, w, mask=mask), q, k, v)
+        return out, pullback(cotangent)
+
+    return jax.jit(with_gradients)
+
+
+def run(name, q, k, v, w, mask=None):
+    shape = (*q.shape[:-1], v.shape[-1])
+    cotangent = np.random.default_rng(1).normal(size=shape)
+    out, gradients = program(name)(q, k, v, w, jnp.asarray(cotangent, q.dtype), mask)
+    assert (out.shape, out.dtype) == (shape, q.dtype)
+    return out, gradients, cotangent
+
+
+def expected(mode, q, k, v, w, log_weights=None):
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    out = np.zeros((*q.shape[:-1], v.shape[-1]))
+    for i in np.ndindex(q.shape[:-3]):
+        one = None if log_weights is None else log_weights[i]
+        out[i] = mode.expected(q[i], k[i], v[i], w, log_weights=one)
+    return out
+
+
+def gradient_error(mode, number, gradient, q, k, v, w, cotangent, num_directions=3, step=1e-6):
+    """Relative error of a gradient, estimated along random directions by central differences."""
+    rng, squares = np.random.default_rng(number), []
+    for _ in range(num_directions):
+        moved = [np.asarray(x, np.float64) for x in (q, k, v)]
+        direction = rng.normal(size=moved[number].shape)
+        moved[number] = moved[number] + step * direction
+        ahead = expected(mode, *moved, w)
+        moved[number] = moved[number] - 2 * step * direction
+        slope = np.sum(cotangent * (ahead - expected(mode, *moved, w))) / (2 * step)
+        squares.append((np.sum(gradient * direction) - slope) ** 2)
+    return np.sqrt(np.mean(squares)) / np.linalg.norm(gradient)
+
+
+def tolerance(scale, most):
+    # At 16 the exponents are about 1,000, and their last digit in float32 is 6e-5.
+    return most if scale < 16 else 5 * most
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_float32_against_float64(name):
+    mode = MODES[name]
+    for scale in mode.scales:
+        q, k, v, w = arguments(mode, scale)
+        out, gradients, cotangent = run(name, q, k, v, w)
+        assert relative_error(out, expected(mode, q, k, v, w)) < tolerance(scale, 1e-5), scale
+        if scale in mode.gradient_scales:
+            for number, gradient in enumerate(gradients):
+                gradient = np.asarray(gradient, np.float64)
+                error = gradient_error(mode, number, gradient, q, k, v, w, cotangent)
+                assert error < tolerance(scale, 1e-4), (scale, "qkv"[number])
+
+
+@pytest.mark.parametrize("name", WITH_OTHER_MAPS)
+def test_other_feature_maps_against_float64(name):
+    mode = WITH_OTHER_MAPS[name]
+    attend = jax.jit(mode.attend)
+    for scale in mode.scales:
+        q, k, v, w = arguments(mode, scale)
+        out = attend(q, k, v, w)
+        assert relative_error(out, expected(mode, q, k, v, w)) < tolerance(scale, 1e-5), scale
+    chex.assert_tree_all_finite(attend(*arguments(mode, 1e3)))
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_bfloat16_against_float64(name):
+    for scale in SCALES:
+        q, k, v, w = arguments(MODES[name], scale, jnp.bfloat16)
+        out, gradients, _ = run(name, q, k, v, w)
+        assert relative_error(out, expected(MODES[name], q, k, v, w)) < 2e-2, scale
+        chex.assert_tree_all_finite(gradients)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_entries_up_to_a_thousand_stay_finite(name):
+    rng = np.random.default_rng(2)
+    for dtype in (jnp.float32, jnp.bfloat16):
+        q, k, v, w = arguments(MODES[name], 1e3, dtype)
+        signs = [jnp.asarray(rng.choice([-1e3, 1e3], x.shape), dtype) for x in (q, k)]
+        for queries, keys in [(q, k), signs, (signs[0], k)]:
+            out, gradients, _ = run(name, queries, keys, v, w)
+            chex.assert_tree_all_finite((out, gradients))
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_hidden_keys_and_rows_that_see_none(name):
+    mode = MODES[name]
+    q, k, v, w = arguments(mode, 1.0)
+    key_length = k.shape[-3]
+    shown = np.ones((*k.shape[:-3], 1, 1, key_length), bool)
+    shown[..., [0, 1, 2, 5]] = False  # The first queries of causal modes see nothing.
+    if shown.ndim > 3:
+        shown[-1] = False  # Nor does anybody in the last sequence.
+    hidden = ~np.swapaxes(shown[..., 0, :], -1, -2)[..., None]
+    k, v = jnp.where(hidden, jnp.nan, k), jnp.where(hidden, jnp.inf, v)
+    out, gradients, _ = run(name, q, k, v, w, jnp.asarray(shown))
+    with np.errstate(divide="ignore"):
+        log_weights = np.log(np.broadcast_to(shown[..., 0, :], (*q.shape[:-3], 4, key_length)))
+    truth = expected(mode, q, *(jnp.where(hidden, 0, x) for x in (k, v)), w, log_weights)
+    np.testing.assert_allclose(out, truth, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(out[(truth == 0).all(axis=-1)], 0)
+    chex.assert_tree_all_finite(gradients)
+    for gradient in gradients[1:]:
+        np.testing.assert_array_equal(np.where(hidden, gradient, 0), 0)
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_one_token_and_empty_axes(name):
+    mode = MODES[name]
+    self_attention = any(word in name for word in ("packed", "decoding"))
+    q, k, v, w = arguments(mode, 1.0, length=1, key_length=1, batch=())
+    out, gradients, _ = run(name, q, k, v, w)
+    total = 1.1 if "near and far" in name else 1  # Of its weights.
+    np.testing.assert_allclose(out, total * jnp.repeat(v, 4 // v.shape[-2], -2), rtol=1e-5)
+    chex.assert_tree_all_finite(gradients)
+    whole = arguments(mode, 1.0, batch=())[:3]
+    for cut in [(0, 0, 0)] if self_attention else [(0, 0, 0), (None, 0, 0), (0, None, None)]:
+        q, k, v = (x[:end] for x, end in zip(whole, cut, strict=True))
+        out, gradients, _ = run(name, q, k, v, w)
+        np.testing.assert_array_equal(out, 0)
+        chex.assert_tree_all_finite(gradients)
+    run(name, *(x[None, :0] for x in whole), w)
+    run(name, *arguments(mode, 1.0, batch=(0,)))
