@@ -133,8 +133,8 @@ def per_key(name: str, x: ArrayLike, target: tuple[int, ...]) -> jax.Array:
             f"{name} of shape {x.shape} may differ between queries, which linear attention "
             "cannot honour: it sums over the keys once for all queries. What works: a key-padding "
             f"{name} with a query axis of size 1 ([batch..., 1, 1, key length], such as "
-            f"{name}[..., :1, :] if all queries share it), key_value_seq_lengths, "
-            "query_seq_lengths."
+            f"{name}[..., :1, :] if all queries share it), is_causal, key_value_seq_lengths, "
+            f"query_seq_lengths{', and factored_masks in the Flax adapters' * (name == 'mask')}."
         )
     if shape[-2] == 0:  # No queries: whatever the keys weigh.
         return jnp.ones((*shape[:-2], target[-1]), x.dtype)
