@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 from jax.typing import ArrayLike
 
 from simrf_jax import checks
+from simrf_jax.attention.across_devices import Axes, states_around
 from simrf_jax.attention.bidirectional import bidirectional_attention
 from simrf_jax.attention.causal import causal_attention, check_chunk_size, packed_attention
 from simrf_jax.attention.layout import lay_out_with_features
+from simrf_jax.attention.sequence_parallel import attend_in_parts
 from simrf_jax.attention.state import empty_state
 from simrf_jax.features import FeatureMap
 from simrf_jax.projections import Projection
@@ -32,6 +37,7 @@ def random_feature_attention(
     implementation: str | None = None,
     segment_ids: ArrayLike | None = None,
     chunk_size: int | None = None,
+    sequence_axis: str | tuple[str, ...] | None = None,
 ) -> jax.Array:
     r"""Softmax attention estimated by random features, in time linear in the length.
 
@@ -80,6 +86,13 @@ def random_feature_attention(
         attends to keys of its own segment only. A segment is a run of equal ids.
       chunk_size: Keys that causal or packed attention takes at a time, a power of two; None for a
         default.
+      sequence_axis: The mesh axis, or a tuple of them, that shards the lengths. Explicit axes are
+        seen in the types of query, key and value, and nothing need be said. Axes of type Auto are
+        named here, or causal and packed attention gather the keys; the mesh is that of the inputs
+        or of ``jax.set_mesh``. Inside a ``jax.shard_map`` over the axis all arrays are the
+        device's own part of the length, but key_value_seq_lengths and query_seq_lengths are of the
+        whole. Devices exchange states of keys and no keys: one maximum and one sum of them if
+        attention is bidirectional, a logarithmic number of permutations otherwise.
 
     Returns:
       ``[..., T, N, D]`` in the inputs' dtype. Logits and exponentials are float32 at least; the
@@ -89,7 +102,8 @@ def random_feature_attention(
     Raises:
       TypeError: If a dtype is wrong.
       ValueError: If shapes do not match, a name is unknown, scale is negative, or the mask, the
-        bias asks for what linear attention cannot do.
+        bias asks for what linear attention cannot do; if sequence_axis is no axis of a mesh, its
+        devices do not divide the lengths, or causal attention has other keys than queries there.
 
     Example:
       >>> import jax, simrf_jax
@@ -105,13 +119,23 @@ def random_feature_attention(
     checks.one_of("implementation", implementation, (*IMPLEMENTATIONS, None))
     if chunk_size is not None and not is_causal and segment_ids is None:
         raise ValueError(f"chunk_size is for causal or packed attention, got {chunk_size}.")
-    chunk_size = check_chunk_size(chunk_size)
-    inputs, restore = lay_out_with_features(
-        query,
-        key,
-        value,
-        projection,
+    query, key, value = (
+        checks.floating(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    attend = functools.partial(
+        _attend,
         feature_map=feature_map,
+        is_causal=is_causal,
+        chunk_size=check_chunk_size(chunk_size),
+    )
+    return attend_in_parts(
+        attend,
+        sequence_axis,
+        in_order=is_causal or segment_ids is not None,
+        query=query,
+        key=key,
+        value=value,
+        projection=projection,
         mask=mask,
         bias=bias,
         scale=scale,
@@ -119,8 +143,29 @@ def random_feature_attention(
         key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids,
     )
+
+
+def _attend(
+    *,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    projection: Projection | None = None,
+    feature_map: FeatureMap,
+    is_causal: bool,
+    chunk_size: int,
+    axes: Axes = (),
+    **options: Any,
+) -> jax.Array:
+    """Attention on one device, or inside ``shard_map`` that of its part of the length."""
+    inputs, restore = lay_out_with_features(
+        query, key, value, projection, feature_map=feature_map, **options
+    )
+    if not is_causal and inputs.runs is None:
+        return restore(bidirectional_attention(inputs, axes=axes))
+    before = after = empty_state(inputs)
+    if axes:
+        before, after = states_around(inputs, options.get("segment_ids"), axes, is_causal=is_causal)
     if is_causal:
-        return restore(causal_attention(inputs, empty_state(inputs), chunk_size=chunk_size)[0])
-    if inputs.runs is not None:
-        return restore(packed_attention(inputs, chunk_size=chunk_size))
-    return restore(bidirectional_attention(inputs))
+        return restore(causal_attention(inputs, before, chunk_size=chunk_size)[0])
+    return restore(packed_attention(inputs, before, after, chunk_size=chunk_size))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 
+from simrf_jax.attention.across_devices import Axes, merge_over
 from simrf_jax.attention.layout import Inputs
 from simrf_jax.attention.state import (
     log_key_features,
@@ -15,7 +16,7 @@ from simrf_jax.attention.state import (
 )
 
 
-def bidirectional_attention(inputs: Inputs) -> jax.Array:
+def bidirectional_attention(inputs: Inputs, *, axes: Axes = ()) -> jax.Array:
     r"""Every query attends to all keys.
 
     .. math::
@@ -30,6 +31,7 @@ def bidirectional_attention(inputs: Inputs) -> jax.Array:
 
     Args:
       inputs: As ``lay_out_with_features`` makes them; without segments.
+      axes: Mesh axes that shard the keys, inside ``shard_map``.
 
     Returns:
       ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
@@ -37,4 +39,6 @@ def bidirectional_attention(inputs: Inputs) -> jax.Array:
     key, value = visible_only(inputs.key, inputs.value, inputs.key_log_weights)
     keys = log_key_features(inputs.key_map(key), inputs.key_log_weights)
     state = summarise(keys, with_ones(value))
+    if axes:
+        state = merge_over(state, axes)
     return normalise(read(state, inputs.query_map(inputs.query), value.dtype))

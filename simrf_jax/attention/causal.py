@@ -16,9 +16,9 @@ from simrf_jax.attention.state import (
     Readout,
     add,
     contract,
-    empty_state,
     finite,
     hide,
+    keep,
     largest,
     log_key_features,
     merge,
@@ -72,13 +72,21 @@ def causal_attention(
     return normalise(readout), state
 
 
-def packed_attention(inputs: Inputs, *, chunk_size: int) -> jax.Array:
-    """Each query attends to the keys of its segment: those up to its position, and those beyond."""
-    scan = functools.partial(_scan_chunks, state=empty_state(inputs), chunk_size=chunk_size)
-    before, _ = scan(inputs, own=True)
-    after, _ = scan(_reversed(inputs), own=False)
-    after = jax.tree.map(functools.partial(jnp.flip, axis=1), after)
-    return normalise(add(before, after))
+def packed_attention(
+    inputs: Inputs, before: AttentionState, after: AttentionState, *, chunk_size: int
+) -> jax.Array:
+    """Each query attends to the keys of its segment: those up to its position, and those beyond.
+
+    Args:
+      inputs: As ``lay_out_with_features`` makes them, with segments.
+      before: State of earlier keys of the first segment.
+      after: State of later keys of the last segment.
+      chunk_size: A power of two.
+    """
+    up_to, _ = _scan_chunks(inputs, before, chunk_size=chunk_size, own=True)
+    beyond, _ = _scan_chunks(_reversed(inputs), after, chunk_size=chunk_size, own=False)
+    beyond = jax.tree.map(functools.partial(jnp.flip, axis=1), beyond)
+    return normalise(add(up_to, beyond))
 
 
 def _reversed(inputs: Inputs) -> Inputs:
@@ -109,6 +117,14 @@ def _pad(x: jax.Array, count: int, fill: float) -> jax.Array:
     return jnp.pad(x, padding, constant_values=fill)
 
 
+def split_length(x: jax.Array | None, size: int, fill: float) -> jax.Array | None:
+    """``[B, length, ...]`` to chunks ``[chunks, B, size, ...]``, filled up with what hides."""
+    if x is None:
+        return None
+    x = _pad(x, -x.shape[1] % size, fill)
+    return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)
+
+
 def _scan_chunks(
     inputs: Inputs, state: AttentionState, *, chunk_size: int, own: bool
 ) -> tuple[Readout, AttentionState]:
@@ -119,20 +135,15 @@ def _scan_chunks(
     if length % size and weights is None:
         weights = jnp.zeros((1, length, 1), inputs.query.dtype)
 
-    def split(x: jax.Array | None, fill: float) -> jax.Array | None:
-        if x is None:
-            return None
-        x = _pad(x, -length % size, fill)  # With what hides positions beyond the last.
-        return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)
-
     chunks = {
-        "query": split(inputs.query, 0),
-        "key": split(inputs.key, 0),
-        "value": split(with_ones(inputs.value), 0),
-        "log_weights": split(weights, -jnp.inf),
-        "runs": split(inputs.runs, -1),
+        "query": split_length(inputs.query, size, 0),
+        "key": split_length(inputs.key, size, 0),
+        "value": split_length(with_ones(inputs.value), size, 0),
+        "log_weights": split_length(weights, size, -jnp.inf),
+        "runs": split_length(inputs.runs, size, -1),
     }
-    run = None if inputs.runs is None else jnp.zeros(batch, inputs.runs.dtype)
+    # The first, for which the state is; 0 if there is none.
+    run = None if inputs.runs is None else jnp.sum(inputs.runs[:, :1], 1, inputs.runs.dtype)
     maps = (inputs.query_map, inputs.key_map)
     attend = jax.checkpoint(functools.partial(_attend_chunk, maps, own), prevent_cse=False)
     (state, _), readouts = jax.lax.scan(attend, (state, run), chunks)
@@ -163,7 +174,7 @@ def _attend_chunk(
         last = runs[:, -1]
         readout = read(state, hide(queries, runs == run[:, None]), value.dtype)
         here = summarise(hide(keys, runs == last[:, None]), value)
-        state, run = merge(_keep(state, run == last), here), last
+        state, run = merge(keep(state, run == last), here), last
     if own:
         readout = add(readout, _read_own_position(queries, keys, value))
     half = key.shape[1] // 2
@@ -171,14 +182,6 @@ def _attend_chunk(
         readout = add(readout, _read_left_halves(queries, keys, value, runs, half))
         half //= 2
     return (state, run), readout
-
-
-def _keep(state: AttentionState, where: jax.Array) -> AttentionState:
-    """The state where ``where``, ``[B]``, is True, and an empty one elsewhere."""
-    where = where[:, None, None]
-    return AttentionState(
-        jnp.where(where[..., None], state.sums, 0), jnp.where(where, state.maxima, -jnp.inf)
-    )
 
 
 def _read_own_position(queries: LogFeatures, keys: LogFeatures, value: jax.Array) -> Readout:

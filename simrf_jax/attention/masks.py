@@ -47,18 +47,18 @@ def key_log_weights(
     target = (*batch, num_heads, query_length, key_length)
     log_weights = None
     if bias is not None:
-        bias = bias if isinstance(bias, jax.Array) else np.asarray(bias)
+        bias = _as_array(bias)
         if not jnp.issubdtype(bias.dtype, jnp.floating):
             raise TypeError(f"bias must be floating, got {bias.dtype.name}.")
-        log_weights = _per_key("bias", bias, target).astype(dtype)
+        log_weights = per_key("bias", bias, target).astype(dtype)
     if mask is not None:
-        mask = mask if isinstance(mask, jax.Array) else np.asarray(mask)
+        mask = _as_array(mask)
         if mask.dtype != jnp.bool:
             raise TypeError(
                 f"mask must be boolean (True to attend), got {mask.dtype.name}; "
                 "pass an additive one as bias."
             )
-        visible = _per_key("mask", mask, target)
+        visible = per_key("mask", mask, target)
         log_weights = jnp.where(visible, 0.0 if log_weights is None else log_weights, -jnp.inf)
     if key_value_seq_lengths is not None:
         visible = within_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, key_length)
@@ -102,8 +102,22 @@ def run_numbers(
     return jnp.cumsum(begins, axis=-1, dtype=jnp.int32)
 
 
-def _per_key(name: str, x: jax.Array | np.ndarray, target: tuple[int, ...]) -> jax.Array:
-    """Drops the query axis of an array that is the same for all queries."""
+def _as_array(x: ArrayLike) -> jax.Array | np.ndarray:
+    return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def per_key(name: str, x: ArrayLike, target: tuple[int, ...]) -> jax.Array:
+    """Drops the query axis of a mask or bias that is the same for all queries.
+
+    Args:
+      name: What to call it.
+      x: Broadcastable to the target; maybe with batch axes of size 1 before it.
+      target: ``[*batch, heads, query_length, key_length]``.
+
+    Returns:
+      ``[..., 1 or heads, key_length]``, with batch axes of size 1 where it had none.
+    """
+    x = _as_array(x)
     shape = (1,) * (len(target) - x.ndim) + x.shape
     if len(shape) != len(target) or any(
         have not in (1, want) for have, want in zip(shape, target, strict=True)
@@ -119,8 +133,8 @@ def _per_key(name: str, x: jax.Array | np.ndarray, target: tuple[int, ...]) -> j
             f"{name} of shape {x.shape} may differ between queries, which linear attention "
             "cannot honour: it sums over the keys once for all queries. What works: a key-padding "
             f"{name} with a query axis of size 1 ([batch..., 1, 1, key length], such as "
-            f"{name}[..., :1, :] if all queries share it), key_value_seq_lengths, "
-            "query_seq_lengths."
+            f"{name}[..., :1, :] if all queries share it), is_causal, key_value_seq_lengths, "
+            f"query_seq_lengths{', and factored_masks in the Flax adapters' * (name == 'mask')}."
         )
     if shape[-2] == 0:  # No queries: whatever the keys weigh.
         return jnp.ones((*shape[:-2], target[-1]), x.dtype)

@@ -37,7 +37,8 @@ def banded_attention(
     with k the bandwidth and b the bias; positions count from 0 in queries and keys. It is the band
     of ``jax.nn.dot_product_attention``, whose layout, defaults and mask meaning it has, in time and
     memory :math:`O(T k)`: blocks of queries attend to the keys around them. FMMformers add it to a
-    far field, ``random_feature_attention``, each normalised by itself.
+    far field, ``random_feature_attention``, each normalised by itself. Devices that share the
+    length gather all keys (mesh axes of type Auto); with explicit axes JAX refuses.
 
     Args:
       query: ``[..., T, N, H]``: T queries of N heads, with any leading batch shape.

@@ -90,10 +90,20 @@ def summarise(keys: LogFeatures, value: jax.Array) -> AttentionState:
 def merge(first: AttentionState, second: AttentionState) -> AttentionState:
     """The state of the keys of both."""
     maxima = jnp.maximum(first.maxima, second.maxima)
-    sums = sum(
-        state.sums * jnp.exp(state.maxima - finite(maxima))[..., None] for state in (first, second)
+    return AttentionState(in_units_of(first, maxima) + in_units_of(second, maxima), maxima)
+
+
+def in_units_of(state: AttentionState, maxima: jax.Array) -> jax.Array:
+    """The sums relative to other maxima, at least as large."""
+    return state.sums * jnp.exp(state.maxima - finite(maxima))[..., None]
+
+
+def keep(state: AttentionState, where: jax.Array) -> AttentionState:
+    """The state where ``where``, ``[B]``, is True, and an empty one elsewhere."""
+    where = where[:, None, None]
+    return AttentionState(
+        jnp.where(where[..., None], state.sums, 0), jnp.where(where, state.maxima, -jnp.inf)
     )
-    return AttentionState(jnp.asarray(sums), maxima)
 
 
 def read(state: AttentionState, queries: LogFeatures, dtype: jnp.dtype) -> Readout:

@@ -17,8 +17,8 @@ from simrf_jax.features.maps import (
     FeatureMap,
     FeaturePair,
     LogFeatureMap,
-    is_structured,
     log_feature_maps,
+    projection_type,
 )
 from simrf_jax.features.trigonometric import phase_features, trigonometric_features
 
@@ -39,10 +39,10 @@ __all__ = [
     "gaussian_kernel",
     "hybrid_features",
     "hyperbolic_features",
-    "is_structured",
     "log_feature_maps",
     "phase_features",
     "positive_features",
+    "projection_type",
     "relu_features",
     "relu_kernel",
     "softmax_kernel",

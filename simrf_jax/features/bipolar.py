@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,15 @@ class BipolarProjection(StructuredProjection):
         """The floating type of one base's projection."""
         return as_projection(self.hyperbolic).dtype
 
+    def draw_like(self, key: jax.Array, **draw_options: Any) -> BipolarProjection:
+        """Draws another by ``draw_bipolar_projection``; its parts must be arrays."""
+        if any(isinstance(part, StructuredProjection) for part in vars(self).values()):
+            return super().draw_like(key, **draw_options)
+        base, weights = jax.typeof(self.hyperbolic), jax.typeof(self.weights)
+        return draw_bipolar_projection(
+            key, base.shape[0], weights.shape[0], base.shape[1], dtype=base.dtype, **draw_options
+        )
+
 
 def draw_bipolar_projection(
     key: jax.Array,
@@ -71,7 +81,11 @@ def draw_bipolar_projection(
     dim: int,
     *,
     coupling: str = "orthogonal",
+    block: str = "regular",
+    rotation: str = "haar",
+    norms: str = "chi",
     dtype: DTypeLike = jnp.float32,
+    num_sweeps: int | None = None,
 ) -> BipolarProjection:
     """Draws the random vectors of a bipolar hybrid estimator.
 
@@ -82,7 +96,11 @@ def draw_bipolar_projection(
       dim: Dimension d.
       coupling: Of the rows of each base, as ``draw_projection``. The bases are independent of each
         other and of the weights, whose vectors are iid, as Theorem 3.1 and Lemma 3.2 ask.
+      block: Of the bases, as ``draw_projection``, and so the others.
+      rotation: Likewise.
+      norms: Likewise.
       dtype: Floating type.
+      num_sweeps: Likewise.
 
     Returns:
       A ``BipolarProjection``, for ``angular_hybrid_features`` and ``gaussian_hybrid_features``.
@@ -103,11 +121,19 @@ def draw_bipolar_projection(
     checks.typed_key(key)
     num_weights = checks.positive_int("num_weights", num_weights)
     one, two, three = jax.random.split(key, 3)
-    return BipolarProjection(
-        draw_projection(one, num_features, dim, coupling=coupling, dtype=dtype),
-        draw_projection(two, num_features, dim, coupling=coupling, dtype=dtype),
-        draw_projection(three, num_weights, dim, coupling="iid", dtype=dtype),
+    draw_base = functools.partial(
+        draw_projection,
+        num_features=num_features,
+        dim=dim,
+        coupling=coupling,
+        block=block,
+        rotation=rotation,
+        norms=norms,
+        dtype=dtype,
+        num_sweeps=num_sweeps,
     )
+    weights = draw_projection(three, num_weights, dim, coupling="iid", dtype=dtype)
+    return BipolarProjection(draw_base(one), draw_base(two), weights)
 
 
 def angular_log_features(

@@ -51,13 +51,13 @@ class NamedMap(NamedTuple):
       log_features: The same with its scale apart.
       options: Keywords that attention has a say in: the kernel, which is softmax unless it is told
         otherwise, and the side, query or key.
-      structured: Whether it takes a projection of several parts.
+      projection: The type of W: an array, or a structure of several parts.
     """
 
     features: Callable[..., jax.Array]
     log_features: Callable[..., LogFeatures]
     options: tuple[str, ...] = ("kernel",)
-    structured: bool = False
+    projection: type = jax.Array
 
 
 _BOTH = ("kernel", "side")
@@ -71,16 +71,22 @@ FEATURE_MAPS = {
     "relu": NamedMap(generalised.relu_features, generalised.relu_log_features, ()),
     "elu": NamedMap(generalised.elu_features, generalised.elu_log_features, ()),
     "angular_hybrid": NamedMap(
-        bipolar.angular_hybrid_features, bipolar.angular_log_features, _BOTH, structured=True
+        bipolar.angular_hybrid_features,
+        bipolar.angular_log_features,
+        _BOTH,
+        bipolar.BipolarProjection,
     ),
     "gaussian_hybrid": NamedMap(
-        bipolar.gaussian_hybrid_features, bipolar.gaussian_log_features, _BOTH, structured=True
+        bipolar.gaussian_hybrid_features,
+        bipolar.gaussian_log_features,
+        _BOTH,
+        bipolar.BipolarProjection,
     ),
     "clustered_hybrid": NamedMap(
         clustered.clustered_hybrid_features,
         clustered.clustered_log_features,
         _BOTH,
-        structured=True,
+        clustered.ClusteredProjection,
     ),
 }
 
@@ -96,10 +102,11 @@ def log_feature_maps(feature_map: FeatureMap) -> tuple[LogFeatureMap, LogFeature
     return _log_features(query, "query"), _log_features(key, "key")
 
 
-def is_structured(feature_map: FeatureMap) -> bool:
-    """Whether it takes a projection of several parts, as the library's hybrids do."""
+def projection_type(feature_map: FeatureMap) -> type:
+    """The type of W that a name, a callable or a pair takes; an array, but for the hybrids."""
     named = [_named(one)[0] for one in _pair(feature_map)]
-    return any(one is not None and one.structured for one in named)
+    types = [jax.Array if one is None else one.projection for one in named]
+    return next((one for one in types if one is not jax.Array), jax.Array)
 
 
 def _pair(feature_map: FeatureMap) -> FeaturePair:

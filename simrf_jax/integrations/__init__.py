@@ -1,1 +1,1 @@
-"""Adapters that put random-feature attention into Flax models; import `nnx` or `linen`."""
+"""Adapters that put random-feature and FMM attention into Flax models; import `nnx` or `linen`."""

@@ -2,82 +2,40 @@
 
 from __future__ import annotations
 
+import abc
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.features import FeatureMap
-from simrf_jax.integrations.flax_attention import attend, check_feature_map, draw_heads
+from simrf_jax.integrations import flax_attention
+from simrf_jax.integrations.flax_attention import Method
 
 
 class RandomProjection(nnx.Variable):
     """W: part of the model's state, and of its checkpoints, but no parameter."""
 
 
-class RandomFeatureAttention(nnx.Module):
-    """Holds the projections of one layer and attends with them.
-
-    Each key head has a W of its own, drawn from ``rngs.features()``. To redraw a model, update it
-    with ``redraw_projections(key, nnx.state(model, RandomProjection), coupling=...)``.
-
-    Args:
-      num_heads: Number of key heads.
-      head_dim: Width of a head.
-      num_features: Number of random features.
-      coupling: As ``simrf_jax.draw_projection``.
-      block: As ``simrf_jax.draw_projection``.
-      rotation: As ``simrf_jax.draw_projection``.
-      feature_map: As ``simrf_jax.random_feature_attention``, but for the hybrids.
-      shared: One W for all heads.
-      rngs: Source of the key; a ``features`` stream if it has one, else its default.
-
-    Raises:
-      ValueError: If a name is unknown; when called, if the mask is not a key-padding mask or
-        dropout or sown attention weights are asked for.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from flax import nnx
-      >>> from simrf_jax.integrations.nnx import RandomFeatureAttention
-      >>> rngs = nnx.Rngs(0)
-      >>> attention = nnx.MultiHeadAttention(
-      ...     8, 512, decode=False, rngs=rngs,
-      ...     attention_fn=RandomFeatureAttention(8, 64, 130, rngs=rngs),
-      ... )
-      >>> attention(jnp.ones((2, 10, 512))).shape
-      (2, 10, 512)
-    """
+class _Adapter(nnx.Module):
+    """A method of attention, called as Flax calls an ``attention_fn``, and its cache."""
 
     def __init__(
-        self,
-        num_heads: int,
-        head_dim: int,
-        num_features: int,
-        *,
-        coupling: str = "simplex",
-        block: str = "regular",
-        rotation: str = "haar",
-        feature_map: FeatureMap = "positive",
-        shared: bool = False,
-        rngs: nnx.Rngs,
+        self, num_heads: int, head_dim: int, *, is_causal: bool, factored_masks: bool, decode: bool
     ):
-        check_feature_map(feature_map)
-        self.feature_map = feature_map
-        heads = None if shared else checks.positive_int("num_heads", num_heads)
-        self.projection = RandomProjection(
-            draw_heads(
-                rngs.features(),
-                heads,
-                num_features,
-                head_dim,
-                coupling=coupling,
-                block=block,
-                rotation=rotation,
-            )
-        )
+        self.num_heads = checks.positive_int("num_heads", num_heads)
+        self.head_dim = checks.positive_int("head_dim", head_dim)
+        self.is_causal = is_causal
+        self.factored_masks = factored_masks
+        self.decode = decode
+        self.cache: nnx.Cache | None = nnx.data(None)
+
+    @abc.abstractmethod
+    def _method(self) -> Method:
+        """The attention, with its arrays."""
 
     def __call__(
         self,
@@ -96,17 +54,273 @@ class RandomFeatureAttention(nnx.Module):
     ) -> jax.Array:
         """Attends; ``query`` ``[..., T, N, H]``, ``key`` and ``value`` ``[..., S, K, H]``."""
         del unused  # Dropout's key and layout, and a precision that the numbers here do not need.
-        return attend(
+        call = flax_attention.read(
             query,
             key,
             value,
-            self.projection[...],
-            feature_map=self.feature_map,
+            is_causal=self.is_causal or is_causal or self.decode,
+            factored_masks=self.factored_masks,
             mask=mask,
             bias=bias,
             dropout_rate=dropout_rate,
             deterministic=deterministic,
             dtype=dtype,
             module=module,
+        )
+        if not self.decode:
+            return flax_attention.attend(self._method(), call)
+        if self.cache is None:
+            raise ValueError(
+                "decode=True needs a cache: call init_cache(batch) first, or "
+                "nnx.view(model, only=type(adapter), decode=True, batch_size=batch)."
+            )
+        out, state = flax_attention.step(self._method(), self.cache.get_value(), call)
+        self.cache.set_value(state)
+        return out
+
+    def init_cache(
+        self,
+        batch: tuple[int, ...],
+        *,
+        value_dim: int | None = None,
+        dtype: DTypeLike = jnp.float32,
+    ) -> None:
+        """Makes the cache empty: the state before the first token.
+
+        Args:
+          batch: Leading shape of the tokens to come.
+          value_dim: Width of the values, by default ``head_dim``.
+          dtype: Of the queries, keys and values to come; the state is float32 at least.
+
+        Raises:
+          TypeError: If dtype is not floating.
+          ValueError: If value_dim is below 1.
+        """
+        state = self._method().init_state(
+            batch=tuple(batch),
+            num_key_heads=self.num_heads,
+            head_dim=self.head_dim,
+            value_dim=self.head_dim if value_dim is None else value_dim,
+            dtype=dtype,
+        )
+        self.cache = nnx.Cache(state)
+
+    def set_view(
+        self, decode: bool | None = None, batch_size: int | tuple[int, ...] | None = None
+    ) -> None:
+        """What ``nnx.view`` sets.
+
+        Args:
+          decode: Whether to decode.
+          batch_size: Leading shape of the tokens, for a new and empty cache.
+        """
+        if decode is not None:
+            self.decode = decode
+        if batch_size is not None:
+            self.init_cache((batch_size,) if isinstance(batch_size, int) else batch_size)
+
+
+class RandomFeatureAttention(_Adapter):
+    """Holds the projections of one layer and attends with them.
+
+    Each key head has a W of its own, drawn from ``rngs.features()``. To redraw a model, update it
+    with ``redraw_projections(key, nnx.state(model, RandomProjection), coupling=...)``.
+
+    To decode, in time and memory that do not depend on how many tokens there were, leave the
+    ``decode`` of the attention modules off and turn that of the adapters on,
+
+        decoder = nnx.view(model, only=RandomFeatureAttention, decode=True, batch_size=8)
+
+    and call it with the prompt, of any length, and then token by token. The state is in
+    ``nnx.Cache`` variables of the view. ``model.set_attributes(RandomFeatureAttention,
+    decode=True)`` and each adapter's ``init_cache`` do the same in place.
+
+    Args:
+      num_heads: Number of key heads.
+      head_dim: Width of a head.
+      num_features: Number of random features; None for a map that needs no W.
+      coupling: As ``simrf_jax.draw_projection``, also for both bases of a hybrid.
+      block: As ``simrf_jax.draw_projection``.
+      rotation: As ``simrf_jax.draw_projection``.
+      feature_map: As ``simrf_jax.random_feature_attention``, but for ``"clustered_hybrid"``.
+      num_weights: Random vectors that estimate the weight of a hybrid, by default 8; the time and
+        the state of hybrids grow with their product with num_features.
+      shared: One W for all heads.
+      is_causal: Whether each query attends only to keys up to its own position, also in calls that
+        do not say so.
+      factored_masks: Masks with a query axis are products of a mask of queries, a mask of keys and,
+        with is_causal, the causal mask, as ``nnx.make_attention_mask``, ``make_causal_mask`` and
+        ``combine_masks`` make them. A query that sees no key gets zeros. A mask that is no such
+        product raises where its values are known, and makes the output NaN under ``jit``.
+      decode: Whether calls bring the next tokens of sequences in the cache.
+      rngs: Source of the key; a ``features`` stream if it has one, else its default.
+
+    Raises:
+      TypeError: If a size is no integer.
+      ValueError: If a name is unknown; when called, if the mask is none that linear attention can
+        honour, dropout or sown attention weights are asked for, or decode has no cache.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from simrf_jax.integrations.nnx import RandomFeatureAttention
+      >>> rngs = nnx.Rngs(0)
+      >>> attention = nnx.MultiHeadAttention(
+      ...     8, 512, decode=False, rngs=rngs,
+      ...     attention_fn=RandomFeatureAttention(8, 64, 130, rngs=rngs),
+      ... )
+      >>> attention(jnp.ones((2, 10, 512))).shape
+      (2, 10, 512)
+      >>> decoder = nnx.view(attention, only=RandomFeatureAttention, decode=True, batch_size=2)
+      >>> prompt, token = decoder(jnp.ones((2, 10, 512))), decoder(jnp.ones((2, 1, 512)))
+      >>> prompt.shape, token.shape
+      ((2, 10, 512), (2, 1, 512))
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_features: int | None,
+        *,
+        coupling: str = "simplex",
+        block: str = "regular",
+        rotation: str = "haar",
+        feature_map: FeatureMap = "positive",
+        num_weights: int | None = None,
+        shared: bool = False,
+        is_causal: bool = False,
+        factored_masks: bool = False,
+        decode: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            num_heads,
+            head_dim,
             is_causal=is_causal,
+            factored_masks=factored_masks,
+            decode=decode,
+        )
+        flax_attention.check_feature_maps((feature_map,), num_weights=num_weights)
+        self.feature_map = feature_map
+        self.projection = nnx.data(None)
+        if num_features is not None:
+            self.projection = RandomProjection(
+                flax_attention.draw_heads(
+                    rngs.features(),
+                    None if shared else num_heads,
+                    num_features,
+                    head_dim,
+                    feature_map=feature_map,
+                    num_weights=num_weights,
+                    coupling=coupling,
+                    block=block,
+                    rotation=rotation,
+                )
+            )
+
+    def _method(self) -> Method:
+        w = None if self.projection is None else self.projection.get_value()
+        return flax_attention.random_feature_method(w, self.feature_map)
+
+
+class FMMAttention(_Adapter):
+    r"""The attention of FMMformers: a near field, a far field, and their learned weights.
+
+    .. math:: \hat V = \sigma(a) \operatorname{Near} + \sum_l \sigma(b_l) \operatorname{Far}_l
+
+    as ``simrf_jax.fmm_attention``. Each key head has a ``near_logit`` a and ``far_logits`` b of its
+    own, parameters that start at 0, and a W for each feature map. All else is as in
+    ``RandomFeatureAttention``.
+
+    Args:
+      num_heads: Number of key heads.
+      head_dim: Width of a head.
+      num_features: Number of random features, or a tuple of one number for each feature map; None
+        for a map that needs no W.
+      bandwidth: As ``simrf_jax.banded_attention``.
+      feature_maps: Of the far field.
+      coupling: As ``RandomFeatureAttention``, and so the others.
+      block: Likewise.
+      rotation: Likewise.
+      num_weights: Likewise.
+      shared: Likewise.
+      is_causal: Likewise.
+      factored_masks: Likewise.
+      decode: Likewise; the cache holds the last ``bandwidth`` keys and a state for each map.
+      rngs: Likewise.
+
+    Raises:
+      TypeError: If a size is no integer or feature_maps no tuple.
+      ValueError: As ``RandomFeatureAttention``; if there is not one number of features for each
+        feature map.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from simrf_jax.integrations.nnx import FMMAttention
+      >>> rngs = nnx.Rngs(0)
+      >>> maps = ("positive", "elu")
+      >>> adapter = FMMAttention(8, 64, (130, None), 32, feature_maps=maps, rngs=rngs)
+      >>> attention = nnx.MultiHeadAttention(8, 512, decode=False, attention_fn=adapter, rngs=rngs)
+      >>> attention(jnp.ones((2, 10, 512))).shape
+      (2, 10, 512)
+      >>> adapter.far_logits.shape
+      (2, 8)
+
+    References:
+      Nguyen et al., FMMformer (NeurIPS 2021).
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_features: int | tuple[int | None, ...] | None,
+        bandwidth: int,
+        *,
+        feature_maps: tuple[FeatureMap, ...] = ("positive",),
+        coupling: str = "simplex",
+        block: str = "regular",
+        rotation: str = "haar",
+        num_weights: int | None = None,
+        shared: bool = False,
+        is_causal: bool = False,
+        factored_masks: bool = False,
+        decode: bool = False,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            num_heads,
+            head_dim,
+            is_causal=is_causal,
+            factored_masks=factored_masks,
+            decode=decode,
+        )
+        flax_attention.check_feature_maps(feature_maps, num_weights=num_weights)
+        self.feature_maps = tuple(feature_maps)
+        self.bandwidth = checks.integer("bandwidth", bandwidth, least=0)
+        self.near_logit = nnx.Param(jnp.zeros(num_heads))
+        self.far_logits = nnx.Param(jnp.zeros((len(feature_maps), num_heads)))
+        self.projections = RandomProjection(
+            flax_attention.draw_maps(
+                rngs.features(),
+                None if shared else num_heads,
+                num_features,
+                head_dim,
+                feature_maps=feature_maps,
+                num_weights=num_weights,
+                coupling=coupling,
+                block=block,
+                rotation=rotation,
+            )
+        )
+
+    def _method(self) -> Method:
+        return flax_attention.fmm_method(
+            self.projections.get_value(),
+            feature_maps=self.feature_maps,
+            bandwidth=self.bandwidth,
+            near_logit=self.near_logit[...],
+            far_logits=self.far_logits[...],
         )

@@ -2,7 +2,7 @@
 
 from simrf_jax.projections.blocks import BLOCK_MODES
 from simrf_jax.projections.couplings import COUPLINGS
-from simrf_jax.projections.dense import NORMS, draw_projection, draw_stack
+from simrf_jax.projections.dense import NORMS, draw_projection
 from simrf_jax.projections.fast import FastProjection, draw_fast_projection
 from simrf_jax.projections.project import Projection, as_projection, project
 from simrf_jax.projections.redraw import redraw_key, redraw_projections
@@ -20,7 +20,6 @@ __all__ = [
     "as_projection",
     "draw_fast_projection",
     "draw_projection",
-    "draw_stack",
     "project",
     "redraw_key",
     "redraw_projections",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -154,12 +153,3 @@ def _draw_directions(
         rows.append(drawn.reshape(-1, dim))
         first_block, first_row = end_block, end_row
     return jnp.concatenate(rows)
-
-
-def draw_stack(keys: jax.Array, num_features: int, dim: int, **draw_options: Any) -> jax.Array:
-    """Draws one projection for each key of ``[n]``; ``[n, num_features, dim]``."""
-
-    def draw(key: jax.Array) -> jax.Array:
-        return draw_projection(key, num_features, dim, **draw_options)
-
-    return jax.vmap(draw)(keys)

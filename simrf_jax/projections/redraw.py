@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from simrf_jax import checks
-from simrf_jax.projections.dense import draw_stack
+from simrf_jax.projections.dense import draw_projection
 from simrf_jax.projections.structured import StructuredProjection
 
 
@@ -63,9 +63,9 @@ def redraw_projections(
 
     Args:
       key: A typed PRNG key; see ``redraw_key``.
-      projections: A pytree of arrays (or ``jax.ShapeDtypeStruct``) ``[..., num_features, dim]``:
-        the ``random_features`` collection of a Linen model, or
-        ``nnx.state(model, RandomProjection)`` of an NNX one.
+      projections: A pytree of arrays (or ``jax.ShapeDtypeStruct``) ``[..., num_features, dim]``,
+        and of ``BipolarProjection`` of such arrays: the ``random_features`` collection of a Linen
+        model, or ``nnx.state(model, RandomProjection)`` of an NNX one.
       coupling: As ``draw_projection``. The arrays do not tell how they were drawn, so say it.
       block: As ``draw_projection``.
       rotation: As ``draw_projection``.
@@ -76,7 +76,7 @@ def redraw_projections(
       A pytree of the same structure, shapes and dtypes.
 
     Raises:
-      TypeError: As ``draw_projection``; if a leaf is a ``FastProjection`` or a hybrid's.
+      TypeError: As ``draw_projection``; if a leaf is a ``FastProjection`` or has centres.
       ValueError: As ``draw_projection``; if a leaf is no array of at least two axes.
 
     Example:
@@ -87,38 +87,54 @@ def redraw_projections(
       ((12, 130, 64), (130, 64))
     """
     checks.typed_key(key)
-    options = {
+    options: dict[str, Any] = {
         "coupling": coupling,
         "block": block,
         "rotation": rotation,
         "norms": norms,
         "num_sweeps": num_sweeps,
     }
-    leaves, treedef = jax.tree.flatten(
-        projections, is_leaf=lambda node: isinstance(node, StructuredProjection)
-    )
-    groups = collections.defaultdict(list)  # (num_features, dim, dtype) -> leaf numbers
+    leaves, treedef = jax.tree.flatten(projections, is_leaf=_is_structured)
+    groups = collections.defaultdict(list)  # Leaf numbers of equal heads, which are drawn together
     for layer, leaf in enumerate(leaves):
-        if isinstance(leaf, StructuredProjection):
-            raise TypeError(
-                f"A {type(leaf).__name__} cannot be redrawn here; draw it again from "
-                "redraw_key(key, step, interval=...), by jax.vmap over keys for a stack."
-            )
-        if len(getattr(leaf, "shape", ())) < 2:
-            raise ValueError(f"A projection is an array [..., num_features, dim], got {leaf!r}.")
-        groups[(*leaf.shape[-2:], leaf.dtype)].append(layer)
+        groups[_head(leaf)].append(layer)
     drawn: list[Any] = [None] * len(leaves)
-    for (num_features, dim, dtype), layers in groups.items():
-        counts = [math.prod(leaves[layer].shape[:-2]) for layer in layers]
+    for (structure, parts), layers in groups.items():
+        stacks = [jax.tree.leaves(leaves[layer])[0].shape[:-2] for layer in layers]
+        counts = [math.prod(stack) for stack in stacks]
         layer_of_each = np.repeat(layers, counts)
         head_of_each = np.concatenate([np.arange(count) for count in counts])
         fold_in_both = functools.partial(_fold_in_both, key)
         keys = jax.vmap(fold_in_both)(jnp.asarray(layer_of_each), jnp.asarray(head_of_each))
-        stack = draw_stack(keys, num_features, dim, dtype=dtype, **options)
-        parts = jnp.split(stack, np.cumsum(counts)[:-1])
-        for layer, part in zip(layers, parts, strict=True):
-            drawn[layer] = part.reshape(leaves[layer].shape)
+        draw_one = functools.partial(_draw_like, jax.tree.unflatten(structure, parts), options)
+        heads = jax.vmap(draw_one)(keys)
+        ends = np.cumsum(counts)
+        for layer, stack, first, end in zip(layers, stacks, ends - counts, ends, strict=True):
+            unstack = functools.partial(_take, first=first, end=end, stack=stack)
+            drawn[layer] = jax.tree.map(unstack, heads)
     return jax.tree.unflatten(treedef, drawn)
+
+
+def _is_structured(node: Any) -> bool:
+    return isinstance(node, StructuredProjection)
+
+
+def _head(leaf: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
+    """The structure and the parts of one projection of a stack."""
+    if not _is_structured(leaf) and len(getattr(leaf, "shape", ())) < 2:
+        raise ValueError(f"A projection is an array [..., num_features, dim], got {leaf!r}.")
+    parts, structure = jax.tree.flatten(leaf)
+    return structure, tuple(jax.ShapeDtypeStruct(part.shape[-2:], part.dtype) for part in parts)
+
+
+def _draw_like(head: Any, options: dict[str, Any], key: jax.Array) -> Any:
+    if _is_structured(head):
+        return head.draw_like(key, **options)
+    return draw_projection(key, *head.shape, dtype=head.dtype, **options)
+
+
+def _take(x: jax.Array, *, first: int, end: int, stack: tuple[int, ...]) -> jax.Array:
+    return x[first:end].reshape(*stack, *x.shape[1:])
 
 
 def _fold_in_both(key: jax.Array, layer: jax.Array, head: jax.Array) -> jax.Array:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import abc
+from typing import Any, Self
 
+import jax
 import jax.numpy as jnp
 
 
@@ -28,3 +30,18 @@ class StructuredProjection(abc.ABC):
     def ndim(self) -> int:
         """The number of axes of the array it stands for."""
         return len(self.shape)
+
+    def draw_like(self, key: jax.Array, **draw_options: Any) -> Self:
+        """Another draw of the shapes and dtypes of this one, which has no leading axes.
+
+        Args:
+          key: A typed PRNG key.
+          **draw_options: Those of ``draw_projection``.
+
+        Raises:
+          TypeError: If it holds what no key can draw.
+        """
+        raise TypeError(
+            f"A {type(self).__name__} cannot be redrawn here; draw it again from "
+            "redraw_key(key, step, interval=...), by jax.vmap over keys for a stack."
+        )

@@ -11,38 +11,15 @@ from simrf_jax import draw_projection, project, random_feature_attention, redraw
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
 from simrf_jax.integrations.nnx import RandomProjection
-
-HEADS, WIDTH, FEATURES = 4, 32, 18
-
-
-def nnx_attention(*, seed=0, attention=None, **options):
-    rngs = nnx.Rngs(seed)
-    adapter = nnx_adapter.RandomFeatureAttention(
-        HEADS, WIDTH // HEADS, FEATURES, rngs=rngs, **options
-    )
-    return nnx.MultiHeadAttention(
-        HEADS, WIDTH, decode=False, attention_fn=adapter, rngs=rngs, **(attention or {})
-    )
-
-
-def linen_attention(*, attention=None, **options):
-    adapter = linen_adapter.RandomFeatureAttention(FEATURES, **options)
-    return nn.MultiHeadDotProductAttention(HEADS, attention_fn=adapter, **(attention or {}))
-
-
-def tokens(*shape, seed=1):
-    return jax.random.normal(jax.random.key(seed), (*shape, WIDTH))
-
-
-def copy_to_linen(module):
-    """The variables of the Linen attention that computes what the NNX one does."""
-    params = {
-        name: {"kernel": layer.kernel[...], "bias": layer.bias[...]}
-        for name in ("query", "key", "value", "out")
-        for layer in [getattr(module, name)]
-    }
-    projection = module.attention_fn.projection[...]
-    return {"params": params, "random_features": {"attention_fn": {"projection": projection}}}
+from tests.integrations.adapters import (
+    FEATURES,
+    HEADS,
+    WIDTH,
+    copy_to_linen,
+    linen_attention,
+    nnx_attention,
+    tokens,
+)
 
 
 @pytest.mark.parametrize("mask", [None, "padding"])
@@ -212,7 +189,8 @@ def call_linen(*, call=None, attention=None, **options):
         ({"block": "round"}, "block must be one of"),
         ({"rotation": "qr"}, "rotation must be one of"),
         ({"feature_map": "cosine"}, "feature_map must be one of"),
-        ({"feature_map": "angular_hybrid"}, "takes a projection of several parts"),
+        ({"feature_map": "clustered_hybrid"}, "takes the centres of clusters"),
+        ({"num_weights": 4}, "num_weights is for angular_hybrid and gaussian_hybrid, got 4"),
     ],
 )
 def test_refuses(call, arguments, match):
@@ -249,16 +227,6 @@ def test_linen_layers_under_remat_and_scan():
     assert np.isfinite(gradient).all()
 
 
-def test_decoding_with_nnxs_own_cache_sees_the_prefix():
-    module = nnx_attention()
-    x = tokens(2, 5)
-    module.init_cache(x.shape)
-    steps = [module(x[:, t : t + 1], decode=True) for t in range(5)]
-    for t, step in enumerate(steps):
-        prefix = module(x[:, : t + 1])
-        np.testing.assert_allclose(step[:, 0], prefix[:, t], rtol=1e-4, atol=1e-5)
-
-
 def test_both_apis_are_causal():
     x = tokens(2, 9)
     module = nnx_attention()
@@ -266,6 +234,7 @@ def test_both_apis_are_causal():
     linen = linen_attention(is_causal=True)
     out = linen.apply(variables, x)
     np.testing.assert_allclose(module(x, is_causal=True), out, rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(nnx_attention(is_causal=True)(x), module(x, is_causal=True))
     changed = linen.apply(variables, x.at[:, 6:].set(7.0))
     np.testing.assert_array_equal(changed[:, :6], out[:, :6])
     assert (changed[:, 6:] != out[:, 6:]).any()

@@ -1,9 +1,18 @@
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import draw_fast_projection, draw_projection, redraw_key, redraw_projections
+from simrf_jax import (
+    BipolarProjection,
+    ClusteredProjection,
+    draw_bipolar_projection,
+    draw_fast_projection,
+    draw_projection,
+    redraw_key,
+    redraw_projections,
+)
 
 pytestmark = pytest.mark.fast
 
@@ -32,6 +41,25 @@ def test_each_layer_and_head_is_drawn_from_its_own_key():
     np.testing.assert_allclose(drawn[1], expected(1, 0, (6, 2)), rtol=1e-5, atol=1e-6)
     third = expected(2, 1, (10, 4))
     np.testing.assert_allclose(drawn[2][1].astype(jnp.float32), third, rtol=1e-2)
+
+
+@pytest.mark.parametrize("abstract", [False, True])
+def test_hybrids_are_redrawn_part_by_part(abstract):
+    key = jax.random.key(0)
+    parts = [jnp.zeros((2, 3, rows, 4)) for rows in (6, 6, 5)]
+    layers = {"a": jnp.zeros((2, 6, 4)), "b": BipolarProjection(*parts), "c": None}
+    if abstract:
+        layers = jax.eval_shape(lambda: layers)
+    drawn = redraw_projections(key, layers, coupling="simplex", block="square")
+    chex.assert_trees_all_equal_shapes_and_dtypes(drawn, layers)
+    head = jax.random.fold_in(jax.random.fold_in(key, 1), 4)
+    expected = draw_bipolar_projection(head, 6, 5, 4, coupling="simplex", block="square")
+    for name, part in vars(expected).items():
+        found = getattr(drawn["b"], name)
+        np.testing.assert_allclose(found[1, 1], part, rtol=1e-5, atol=1e-6)
+    base = drawn["b"].trigonometric[0, 0]
+    s = base / jnp.linalg.norm(base, axis=1, keepdims=True)
+    np.testing.assert_allclose(jnp.dot(s[0], s[1]), -1 / 3, atol=1e-6)
 
 
 def test_values_do_not_depend_on_the_devices():
@@ -88,6 +116,22 @@ def test_empty_tree_stays_empty():
             lambda k: redraw_projections(k, [draw_fast_projection(k, 4, 4)], coupling="simplex"),
             TypeError,
             "A FastProjection cannot be redrawn here; draw it again",
+        ),
+        (
+            lambda k: redraw_projections(
+                k, ClusteredProjection(*[jnp.zeros((3, 4))] * 3), coupling="simplex"
+            ),
+            TypeError,
+            "A ClusteredProjection cannot be redrawn here",
+        ),
+        (
+            lambda k: redraw_projections(
+                k,
+                BipolarProjection(*[draw_fast_projection(k, 4, 4)] * 2, jnp.zeros((3, 4))),
+                coupling="simplex",
+            ),
+            TypeError,
+            "A BipolarProjection cannot be redrawn here",
         ),
         (
             lambda k: redraw_projections(k, [jnp.zeros((5, 4))], coupling="iid", num_sweeps=2),

@@ -1,0 +1,82 @@
+"""What devices that share a length send each other, compiled for a TPU that is not there.
+
+One sequence of 65,536 tokens over the 8 devices of a v5e, 8 heads of dimension 64, 130 features.
+Counts the collectives in the compiled program, and what they bring to each device; and the memory
+that XLA allocates beside inputs and outputs. "Not told" is an axis of type Auto without
+sequence_axis.
+
+Run: python -m benchmarks.sequence_parallel (with the libtpu wheel, and JAX_PLATFORMS empty)
+"""
+
+import collections
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, NamedSharding
+
+from benchmarks import tpu  # noqa: F401  No metadata server to ask.
+from simrf_jax import random_feature_attention
+
+LENGTH, HEADS, DIM, FEATURES = 65_536, 8, 64, 130
+MODES = ("bidirectional", "causal", "packed")
+AXES = {"explicit": AxisType.Explicit, "not told": AxisType.Auto}
+NAMES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+BYTES = {"pred": 1, "bf16": 2, "f32": 4, "s32": 4}
+
+
+def compiled(mode, axis_type, backward):
+    devices = topologies.get_topology_desc("v5e:2x4", platform="tpu").devices
+    mesh = jax.make_mesh((8,), ("length",), (axis_type,), devices=devices)
+
+    def array(shape, *spec, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, jax.P(*spec)))
+
+    def attend(q, k, v, w, segment_ids):
+        segment_ids = segment_ids if mode == "packed" else None
+        is_causal = mode == "causal"
+        return random_feature_attention(q, k, v, w, is_causal=is_causal, segment_ids=segment_ids)
+
+    def loss(*arguments):
+        return jnp.sum(jnp.square(attend(*arguments)))
+
+    x = array((1, LENGTH, HEADS, DIM), None, "length")
+    segment_ids = array((1, LENGTH), None, "length", dtype=jnp.int32)
+    function = jax.grad(loss, argnums=(0, 1, 2)) if backward else attend
+    return jax.jit(function).lower(x, x, x, array((FEATURES, DIM)), segment_ids).compile()
+
+
+def collectives(program):
+    """The count of each collective, and the bytes of their results on each device."""
+    counts, total = collections.Counter(), 0
+    pattern = rf"= (\S+|\(.*?\)) ({NAMES})(-start)?\("
+    for result, name, start in re.findall(pattern, program.as_text()):
+        counts[name] += 1
+        shapes = re.findall(r"(pred|bf16|f32|s32)\[([\d,]*)\]", result)
+        sizes = [
+            BYTES[dtype] * np.prod([int(n) for n in dims.split(",") if n]) for dtype, dims in shapes
+        ]
+        # An asynchronous one names what it reads, what it writes, and flags.
+        total += max(sizes) if start else sum(sizes)
+    return counts, total
+
+
+def main():
+    print("| axis, mode | pass | collectives | MiB that arrive | temporary MiB |")
+    print("| --- | --- | --- | --- | --- |")
+    for axis, mode, passes in itertools.product(AXES, MODES, ("forward", "with backward")):
+        program = compiled(mode, AXES[axis], passes == "with backward")
+        counts, total = collectives(program)
+        listed = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
+        memory = program.memory_analysis().temp_size_in_bytes / 2**20
+        print(
+            f"| {axis}, {mode} | {passes} | {listed} | {total / 2**20:,.1f} | {memory:,.0f} |",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Masks with a query axis that are products, as Flax's own functions make them, taken apart."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Mask = jax.Array | np.ndarray
+
+
+class Factors(NamedTuple):
+    """A mask taken apart; ``mask == queries & keys``, and the causal mask, where ``is_product``.
+
+    Attributes:
+      keys: ``[..., 1, S]``, True at keys that some query sees.
+      queries: ``[..., T, 1]``, True at queries that see some key.
+      is_product: ``[..., 1, 1]``.
+    """
+
+    keys: Mask
+    queries: Mask
+    is_product: Mask
+
+
+def factor(mask: Mask, target: tuple[int, ...], *, is_causal: bool) -> Factors | None:
+    """Takes a boolean mask apart, in O(T S) boolean operations.
+
+    Whatever factors q and k it was made of, those here serve: if q_t k_s [s <= t] is not zero for
+    some s, then q_t is 1, and likewise k_s, so that a product of them is zero where the mask is.
+
+    Args:
+      mask: Of a rank up to that of ``target``.
+      target: ``(*batch, heads, T, S)``.
+      is_causal: Whether the causal mask is a factor too, in the mask or beside it.
+
+    Returns:
+      The factors; None for a mask that has no query axis, or does not fit.
+
+    Raises:
+      ValueError: If the values are known and are not such a product.
+    """
+    shape = (1,) * (len(target) - mask.ndim) + mask.shape
+    fits = len(shape) == len(target) and all(
+        have in (1, want) for have, want in zip(shape, target, strict=True)
+    )
+    if not fits or shape[-2] == 1:
+        return None
+    xp: Any = np if isinstance(mask, np.ndarray) else jnp  # NumPy's values are known under jit.
+    mask = mask.reshape(shape)
+    causal = np.tri(*target[-2:], dtype=np.bool_) if is_causal else np.ones((1, 1), bool)
+    causal = causal.reshape((1,) * (len(target) - 2) + causal.shape)
+    mask = mask & causal
+    keys, queries = (xp.any(mask, axis=axis, keepdims=True) for axis in (-2, -1))
+    is_product = xp.all(mask == (queries & keys & causal), axis=(-2, -1), keepdims=True)
+    if not isinstance(is_product, jax.core.Tracer) and not is_product.all():
+        raise ValueError(
+            f"factored_masks=True: the mask of shape {shape} is not a product of a mask of queries "
+            f"and a mask of keys{', with the causal mask' if is_causal else ''}. "
+            f"{'' if is_causal else 'A causal mask needs is_causal=True beside it. '}"
+            "Linear attention can honour no other."
+        )
+    return Factors(keys, queries, is_product)

@@ -1,0 +1,244 @@
+"""The recurrent cache of the adapters, in NNX and in Linen."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import errors, nnx, serialization
+
+from simrf_jax.integrations import linen as linen_adapter
+from simrf_jax.integrations.nnx import RandomFeatureAttention
+from tests.attention.inputs import inputs
+from tests.attention.reference import relative_error
+from tests.integrations.adapters import (
+    FEATURES,
+    HEADS,
+    WIDTH,
+    copy_to_linen,
+    linen_attention,
+    nnx_attention,
+    tokens,
+)
+
+MODES = {
+    "positive": {},
+    "shared": {"shared": True},
+    "trigonometric": {"feature_map": "trigonometric"},
+    "elu": {"feature_map": "elu"},
+    "angular_hybrid": {"feature_map": "angular_hybrid", "num_weights": 3},
+}
+
+
+@functools.partial(nnx.jit, static_argnames="is_causal")
+def nnx_step(module, x, mask=None, is_causal=False):
+    return module(x, mask=mask, is_causal=is_causal)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def linen_step(module, variables, x):
+    return module.apply(variables, x, mutable=["cache"])
+
+
+def decode_nnx(module, x, *, prompt):
+    """The outputs of a prompt and of token after token, and the decoder."""
+    decoder = nnx.view(module, only=RandomFeatureAttention, decode=True, batch_size=len(x))
+    outs = [nnx_step(decoder, piece) for piece in pieces(x, prompt)]
+    return jnp.concatenate(outs, axis=1), decoder
+
+
+def decode_linen(module, variables, x, *, prompt):
+    cache = jax.jit(module.init)(jax.random.key(0), x[:, :1])["cache"]
+    outs = []
+    for piece in pieces(x, prompt):
+        out, updates = linen_step(module, {**variables, "cache": cache}, piece)
+        cache = updates["cache"]
+        outs.append(out)
+    return jnp.concatenate(outs, axis=1), cache
+
+
+def pieces(x, prompt):
+    """The prompt, and token after token."""
+    return [x[:, :prompt], *(x[:, t : t + 1] for t in range(prompt, x.shape[1]))]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_prompt_and_steps_are_the_parallel_form_in_both_apis(mode):
+    q, k, v = inputs(7, heads=2, dim=4, batch=(2,))
+    mask = np.ones((2, 1, 1, 7), bool)
+    mask[1, ..., 2:4] = False
+    options = {"coupling": "iid", **MODES[mode]}
+    one = RandomFeatureAttention(2, 4, 5, rngs=nnx.Rngs(0), **options)
+    expected = nnx.jit(lambda m, *x: m(*x, mask=mask, is_causal=True))(one, q, k, v)
+    one.set_view(decode=True, batch_size=2)
+    linen = linen_adapter.RandomFeatureAttention(5, decode=True, **options)
+    held = {"random_features": {"projection": one.projection.get_value()}}
+    held["cache"] = {"state": jax.tree.map(jnp.copy, one.cache.get_value())}
+    step = nnx.jit(lambda m, *x, mask: m(*x, mask=mask))
+    other_step = jax.jit(lambda held, *x, mask: linen.apply(held, *x, mask=mask, mutable=["cache"]))
+    for first, last in [(0, 5), (5, 6), (6, 7)]:
+        new, padding = [x[:, first:last] for x in (q, k, v)], mask[..., first:last]
+        out = step(one, *new, mask=padding)
+        assert relative_error(out, expected[:, first:last]) < 1e-5
+        out, updates = other_step(held, *new, mask=padding)
+        assert relative_error(out, expected[:, first:last]) < 1e-5
+        held |= updates
+
+
+def test_prompt_and_steps_inside_flaxs_attention():
+    x = tokens(2, 6)
+    module = nnx_attention()
+    expected = nnx_step(module, x, None, is_causal=True)
+    out, _ = decode_nnx(module, x, prompt=4)
+    assert relative_error(out, expected) < 1e-5
+    out, _ = decode_linen(linen_attention(decode=True), copy_to_linen(module), x, prompt=4)
+    assert relative_error(out, expected) < 1e-5
+
+
+def test_grouped_queries_in_bfloat16():
+    adapter = RandomFeatureAttention(2, 8, FEATURES, rngs=nnx.Rngs(0))
+    module = nnx.MultiHeadAttention(
+        HEADS,
+        WIDTH,
+        num_kv_heads=2,
+        dtype=jnp.bfloat16,
+        decode=False,
+        attention_fn=adapter,
+        rngs=nnx.Rngs(1),
+    )
+    x = tokens(2, 6)
+    out, decoder = decode_nnx(module, x, prompt=4)
+    assert out.dtype == jnp.bfloat16
+    assert relative_error(out, nnx_step(module, x, is_causal=True)) < 1e-2
+    state = decoder.attention_fn.cache.get_value()
+    assert state.sums.dtype == jnp.float32
+    assert state.sums.shape == (2, 2, FEATURES, 8 + 1)  # Whatever the number of tokens.
+
+
+def test_the_model_that_is_viewed_stays_as_it_is_and_views_start_anew():
+    module = nnx_attention()
+    x = tokens(2, 3)
+    first, _ = decode_nnx(module, x, prompt=3)
+    assert module.attention_fn.cache is None
+    assert not module.attention_fn.decode
+    again, decoder = decode_nnx(module, x, prompt=3)
+    np.testing.assert_array_equal(first, again)
+    assert (nnx_step(decoder, x) != first).any()  # It goes on.
+    decoder.attention_fn.init_cache((2,))
+    np.testing.assert_array_equal(nnx_step(decoder, x), first)
+
+
+def test_set_in_place_and_scanned_with_a_donated_cache():
+    module = nnx_attention()
+    x = tokens(2, 8)
+    expected = nnx_step(module, x, is_causal=True)
+    module.set_attributes(RandomFeatureAttention, decode=True)
+    for _, adapter in nnx.iter_modules(module):
+        if isinstance(adapter, RandomFeatureAttention):
+            adapter.init_cache((2,))
+    graphdef, cache, rest = nnx.split(module, nnx.Cache, ...)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def generate(cache, rest, x):
+        def step(cache, token):
+            module = nnx.merge(graphdef, cache, rest, copy=True)
+            out = module(token[:, None])
+            return nnx.state(module, nnx.Cache), out[:, 0]
+
+        cache, outs = jax.lax.scan(step, cache, jnp.moveaxis(x, 1, 0))
+        return cache, jnp.moveaxis(outs, 0, 1)
+
+    before = cache
+    cache, first = generate(cache, rest, x[:, :4])
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(before))
+    _, second = generate(cache, rest, x[:, 4:])
+    assert relative_error(jnp.concatenate([first, second], axis=1), expected) < 1e-5
+
+
+def test_linen_init_makes_an_empty_cache_and_counts_no_token():
+    module = linen_attention(decode=True)
+    x = tokens(2, 3)
+    variables = jax.jit(module.init)(jax.random.key(0), x)
+    state = variables["cache"]["attention_fn"]["state"]
+    assert state.sums.shape == (2, HEADS, FEATURES, WIDTH // HEADS + 1)
+    assert not state.sums.any()
+    assert (state.maxima == -jnp.inf).all()
+    held = {name: variables[name] for name in ("params", "random_features")}
+    out, updates = linen_step(module, held, x)  # The same again, as Flax's own.
+    assert not updates["cache"]["attention_fn"]["state"].sums.any()
+    expected = jax.jit(linen_attention(is_causal=True).apply)(held, x)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("feature_map", ["positive", "gaussian_hybrid"])
+def test_projections_and_cache_survive_a_checkpoint(feature_map):
+    x = jnp.asarray(inputs(5, heads=2, dim=4, batch=(2,)))
+    options = {"feature_map": feature_map, "coupling": "iid"}
+    module, other = (
+        RandomFeatureAttention(2, 4, 5, decode=True, rngs=nnx.Rngs(seed), **options)
+        for seed in (0, 1)
+    )
+    for one in (module, other):
+        one.init_cache((2,))
+    step = nnx.jit(lambda module, x: module(*x))
+    step(module, x[:, :, :4])
+    saved = serialization.to_bytes(nnx.to_pure_dict(nnx.state(module)))
+    state = nnx.state(other)
+    nnx.replace_by_pure_dict(state, serialization.from_bytes(nnx.to_pure_dict(state), saved))
+    nnx.update(other, state)
+    np.testing.assert_array_equal(step(other, x[:, :, 4:]), step(module, x[:, :, 4:]))
+
+    linen = linen_adapter.RandomFeatureAttention(5, decode=True, **options)
+    variables = jax.jit(linen.init)(jax.random.key(0), *x)
+    variables |= jax.jit(functools.partial(linen.apply, mutable=["cache"]))(variables, *x)[1]
+    blank = jax.tree.map(jnp.zeros_like, variables)
+    restored = serialization.from_bytes(blank, serialization.to_bytes(variables))
+    chex.assert_trees_all_equal(restored, variables)
+
+
+def test_flaxs_own_caches_see_the_prefix():
+    module = nnx_attention()
+    x = tokens(2, 5)
+    expected = nnx_step(module, x, is_causal=True)
+    module.init_cache(x.shape)
+    outs = [module(x[:, t : t + 1], decode=True) for t in range(5)]
+    assert relative_error(jnp.concatenate(outs, axis=1), expected) < 1e-5
+    linen = linen_attention(attention={"decode": True})
+    cache = linen.init(jax.random.key(0), x)["cache"]
+    for t in range(5):
+        variables = {**copy_to_linen(module), "cache": cache}
+        out, updates = linen.apply(variables, x[:, t : t + 1], mutable=["cache"])
+        cache = updates["cache"]
+        assert relative_error(out[:, 0], expected[:, t]) < 1e-5
+
+
+def test_refuses_both_caches_at_once():
+    x = tokens(2, 5)
+    match = "decode=True takes the keys of the new tokens, .* got 5 keys for 1 queries"
+    module = nnx_attention(decode=True)
+    module.init_cache(x.shape)
+    module.attention_fn.init_cache((2,))
+    with pytest.raises(ValueError, match=match):
+        module(x[:, :1], decode=True)
+    linen = linen_attention(decode=True, attention={"decode": True})
+    variables = linen.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match=match):
+        linen.apply(variables, x[:, :1], mutable=["cache"])
+
+
+@pytest.mark.fast
+def test_refuses_to_decode_without_a_cache():
+    adapter = RandomFeatureAttention(2, 4, 6, decode=True, coupling="iid", rngs=nnx.Rngs(0))
+    x = jnp.ones((1, 1, 2, 4))
+    with pytest.raises(ValueError, match=r"decode=True needs a cache: call init_cache\(batch\)"):
+        adapter(x, x, x)
+    with pytest.raises(ValueError, match="value_dim must be at least 1, got 0"):
+        adapter.init_cache((1,), value_dim=0)
+    adapter.init_cache((1,), value_dim=3)
+    assert adapter(x, x, x[..., :3]).shape == (1, 1, 2, 3)
+    linen = linen_adapter.RandomFeatureAttention(6, coupling="iid", decode=True)
+    variables = linen.init(jax.random.key(0), x, x, x)
+    with pytest.raises(errors.ModifyScopeVariableError, match="immutable"):
+        linen.apply(variables, x, x, x)

@@ -1,0 +1,128 @@
+"""Hybrid features, and every other map, through both adapters."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import simrf_jax
+from simrf_jax.integrations import linen as linen_adapter
+from simrf_jax.integrations import nnx as nnx_adapter
+from simrf_jax.integrations.nnx import RandomProjection
+from tests.attention.inputs import inputs
+from tests.attention.reference import relative_error
+
+HEADS, DIM, FEATURES, WEIGHTS = 2, 4, 5, 3
+GAUSSIAN = simrf_jax.gaussian_hybrid_features
+HYBRIDS = {
+    "angular_hybrid": "angular_hybrid",
+    "gaussian_hybrid": "gaussian_hybrid",
+    "partial": functools.partial(GAUSSIAN, bandwidth=2.0),
+    "pair": simrf_jax.FeaturePair(
+        functools.partial(GAUSSIAN, side="query"), functools.partial(GAUSSIAN, side="key")
+    ),
+}
+MAPS = {
+    **{name: name for name in ("positive", "hyperbolic", "trigonometric", "phase", "relu", "elu")},
+    **HYBRIDS,
+}
+
+
+def pair(feature_map, *, num_features=FEATURES, **options):
+    """The adapters, and the variables of the Linen one that hold the W of the NNX one."""
+    if feature_map in HYBRIDS.values():
+        options["num_weights"] = WEIGHTS
+    options = {"feature_map": feature_map, "coupling": "orthogonal", **options}
+    one = nnx_adapter.RandomFeatureAttention(HEADS, DIM, num_features, rngs=nnx.Rngs(0), **options)
+    other = linen_adapter.RandomFeatureAttention(num_features, **options)
+    w = None if one.projection is None else one.projection.get_value()
+    return one, other, {} if w is None else {"random_features": {"projection": w}}
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", MAPS)
+def test_both_apis_and_their_gradients_are_those_of_the_function(name, shared):
+    x = inputs(6, heads=HEADS, dim=DIM, batch=(2,))
+    one, other, variables = pair(MAPS[name], shared=shared)
+    graphdef, state = nnx.split(one)
+
+    @jax.jit
+    def differences(state, variables, x):
+        w = variables["random_features"]["projection"]
+
+        def value_and_gradients(attend):
+            def loss(x):
+                out = attend(*x)
+                return jnp.sum(jnp.sin(out)), out
+
+            return jax.grad(loss, has_aux=True)(x)
+
+        expected = value_and_gradients(
+            lambda *x: simrf_jax.random_feature_attention(*x, w, feature_map=MAPS[name])
+        )
+        calls = [nnx.merge(graphdef, state), functools.partial(other.apply, variables)]
+        return expected, [value_and_gradients(call) for call in calls]
+
+    expected, found = differences(state, variables, x)
+    for leaves in found:
+        for leaf, leaf_expected in zip(
+            jax.tree.leaves(leaves), jax.tree.leaves(expected), strict=True
+        ):
+            assert relative_error(leaf, leaf_expected) < 1e-5
+
+
+def test_a_map_that_needs_no_projection():
+    x = inputs(6, heads=HEADS, dim=DIM, batch=(2,))
+    one, other, variables = pair("elu", num_features=None)
+    expected = simrf_jax.random_feature_attention(*x, None, feature_map="elu")
+    np.testing.assert_allclose(one(*x), expected, atol=1e-6)
+    np.testing.assert_allclose(other.apply(variables, *x), expected, atol=1e-6)
+    assert other.init(jax.random.key(0), *x) == {}
+    assert not jax.tree.leaves(nnx.state(one))
+
+
+def test_each_head_draws_its_own_by_what_the_user_says():
+    one, other, _ = pair("angular_hybrid", coupling="simplex", block="square", rotation="givens")
+    x = inputs(3, heads=HEADS, dim=DIM)
+    drawn = other.init(jax.random.key(0), *x)["random_features"]["projection"]
+    for p in (drawn, one.projection.get_value()):
+        assert p.hyperbolic.shape == p.trigonometric.shape == (HEADS, FEATURES, DIM)
+        assert p.weights.shape == (HEADS, WEIGHTS, DIM)
+        assert float(jnp.abs(p.weights[0] - p.weights[1]).min()) > 0
+    # The keys of the heads are split from the one that Linen makes.
+    options = {"coupling": "simplex", "block": "square", "rotation": "givens"}
+    rngs = nnx.Rngs(0)
+    keys = jax.random.split(rngs.features(), HEADS)
+    expected = simrf_jax.draw_bipolar_projection(keys[1], FEATURES, WEIGHTS, DIM, **options)
+    for name, part in vars(expected).items():
+        found = getattr(one.projection.get_value(), name)[1]
+        np.testing.assert_allclose(found, part, rtol=1e-5, atol=1e-6)
+    default = nnx_adapter.RandomFeatureAttention(
+        HEADS, DIM, FEATURES, feature_map="gaussian_hybrid", coupling="iid", rngs=nnx.Rngs(0)
+    )
+    assert default.projection.get_value().weights.shape == (HEADS, 8, DIM)
+
+
+def test_a_redraw_is_the_same_in_both_apis_and_weights_stay_iid():
+    key = jax.random.key(9)
+    one, _, variables = pair("angular_hybrid")
+    state = nnx.state(one, RandomProjection)
+    redrawn = simrf_jax.redraw_projections(key, state, coupling="simplex")
+    nnx.update(one, redrawn)
+    found = one.projection.get_value()
+    collection = variables["random_features"]
+    other = simrf_jax.redraw_projections(key, collection, coupling="simplex")["projection"]
+    head = jax.random.fold_in(jax.random.fold_in(key, 0), 1)
+    expected = simrf_jax.draw_bipolar_projection(head, FEATURES, WEIGHTS, DIM, coupling="simplex")
+    for name, part in vars(expected).items():
+        np.testing.assert_array_equal(getattr(found, name), getattr(other, name))
+        np.testing.assert_allclose(getattr(found, name)[1], part, rtol=1e-5, atol=1e-6)
+
+
+def test_projections_are_no_parameters():
+    one, _, _ = pair("gaussian_hybrid")
+    assert not jax.tree.leaves(nnx.state(one, nnx.Param))
+    assert len(jax.tree.leaves(nnx.state(one, RandomProjection))) == 3

@@ -1,0 +1,146 @@
+"""Masks as Flax's functions make them, with a query axis."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from simrf_jax.integrations import linen as linen_adapter
+from simrf_jax.integrations import nnx as nnx_adapter
+from simrf_jax.integrations.flax_masks import factor
+from tests.attention import reference
+from tests.attention.inputs import inputs
+
+LENGTH, HEADS, DIM = 7, 2, 4
+TOKENS = np.array([[3, 1, 0, 5, 2, 0, 0], [0, 0, 4, 1, 0, 2, 6]])  # 0 is padding.
+PADDING = nnx.make_attention_mask(TOKENS > 0, TOKENS > 0)
+CAUSAL = nnx.make_causal_mask(TOKENS)
+PER_HEAD = np.stack([PADDING[:, 0], nnx.make_attention_mask(TOKENS > 2, TOKENS < 5)[:, 0]], axis=1)
+MASKS = {
+    "padding": (PADDING, False),
+    "padding of a causal call": (PADDING, True),
+    "causal": (CAUSAL, True),
+    "causal, of no batch": (CAUSAL[0, 0], True),
+    "padding and causal": (nnx.combine_masks(PADDING, CAUSAL), True),
+    "of queries": ((TOKENS > 0)[:, None, :, None], False),
+    "of queries, causal": ((TOKENS > 0)[:, None, :, None], True),
+    "for each head": (PER_HEAD, False),
+    "for each head, causal": (PER_HEAD, True),
+    "nothing": (jnp.zeros_like(CAUSAL), True),
+}
+
+
+def adapters(**options):
+    """Both, as functions of queries, keys, values and a mask; and W."""
+    options = {"coupling": "iid", "factored_masks": True, **options}
+    one = nnx_adapter.RandomFeatureAttention(HEADS, DIM, 6, rngs=nnx.Rngs(0), **options)
+    w = one.projection.get_value()
+    linen = linen_adapter.RandomFeatureAttention(6, **options)
+    variables = {"random_features": {"projection": w}}
+
+    def other(*arrays, mask):
+        return linen.apply(variables, *arrays, mask=mask)
+
+    return (one, other), w
+
+
+def expected(q, k, v, w, mask, is_causal):
+    """The estimator with each query's own mask; zeros where a query sees nothing."""
+    mask = np.broadcast_to(np.asarray(mask, bool), (len(q), HEADS, LENGTH, LENGTH))
+    mask = mask & np.tri(LENGTH, dtype=bool) if is_causal else mask
+    out = np.zeros(q.shape)
+    for b, n in np.ndindex(mask.shape[:2]):
+        rows = mask[b, n].any(axis=-1)
+        one = (x[b, :, n : n + 1] for x in (q, k, v))
+        with np.errstate(invalid="ignore", divide="ignore"):
+            head = reference.attention(*one, w[n], visible=mask[b, n] | ~rows[:, None])
+        out[b, rows, n] = head[rows, 0]
+    return out
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("jit", [True, False])
+def test_masks_that_are_products_are_honoured(name, jit):
+    mask, is_causal = MASKS[name]
+    q, k, v = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
+    calls, w = adapters(is_causal=is_causal)
+    for call in calls:
+        attend = jax.jit(lambda *x, mask, call=call: call(*x, mask=mask)) if jit else call
+        out = attend(q, k, v, mask=mask)
+        np.testing.assert_allclose(out, expected(q, k, v, w, mask, is_causal), atol=2e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_nan_in_padding_reaches_nothing(is_causal):
+    q, k, v = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
+    for x in (q, k, v):
+        x[TOKENS == 0] = np.nan
+    (call, _), _ = adapters(is_causal=is_causal)
+    loss = jax.jit(jax.grad(lambda *x: jnp.sum(call(*x, mask=PADDING) ** 2), argnums=(0, 1, 2)))
+    for gradient in loss(q, k, v):
+        assert np.isfinite(gradient).all()
+        np.testing.assert_array_equal(gradient[TOKENS == 0], 0)
+
+
+BAND = np.abs(np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))) < 2
+NOT_PRODUCTS = {"band": (BAND, True), "causal": (CAUSAL, False), "band, per head": (BAND, False)}
+
+
+@pytest.mark.parametrize("name", NOT_PRODUCTS)
+def test_other_masks_raise_or_give_nan(name):
+    mask, is_causal = NOT_PRODUCTS[name]
+    q, k, v = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
+    calls, _ = adapters(is_causal=is_causal)
+    for call in calls:
+        for known in (np.asarray(mask), jnp.asarray(mask)):
+            with pytest.raises(ValueError, match="is not a product of a mask of queries"):
+                call(q, k, v, mask=known)
+        with pytest.raises(ValueError, match="is not a product"):  # NumPy's, under jit too.
+            jax.jit(lambda *x, call=call: call(*x, mask=np.asarray(mask)))(q, k, v)
+        out = jax.jit(lambda *x, mask, call=call: call(*x, mask=mask))(q, k, v, mask=mask)
+        assert np.isnan(out).all()
+
+
+def test_one_bad_head_of_one_sequence_is_nan_and_no_other():
+    mask = np.array(np.broadcast_to(PADDING, (2, HEADS, LENGTH, LENGTH)), bool)
+    mask[1, 0] = BAND
+    q, k, v = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
+    (call, _), _ = adapters()
+    out = jax.jit(lambda *x, mask: call(*x, mask=mask))(q, k, v, mask=mask)
+    assert np.isnan(out[1, :, 0]).all()
+    assert np.isfinite(out[0]).all()
+    assert np.isfinite(out[1, :, 1]).all()
+
+
+def test_masks_of_a_prompt_in_the_cache():
+    mask, _ = MASKS["padding and causal"]
+    q, k, v = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
+    (call, _), w = adapters()
+    call.set_view(decode=True, batch_size=2)
+    out = [call(*(x[:, :5] for x in (q, k, v)), mask=mask[..., :5, :5])]
+    for t in (5, 6):  # One token, of which Flax makes masks of one query and one key.
+        new = TOKENS[:, t : t + 1]
+        one = nnx.combine_masks(
+            nnx.make_attention_mask(new > 0, new > 0), nnx.make_causal_mask(new)
+        )
+        out.append(call(*(x[:, t : t + 1] for x in (q, k, v)), mask=one))
+    out, real = np.concatenate(out, axis=1), TOKENS > 0
+    np.testing.assert_allclose(out[real], expected(q, k, v, w, mask, True)[real], atol=2e-5)
+
+
+@pytest.mark.fast
+def test_masks_that_do_not_fit_are_left_to_attention():
+    target = (2, HEADS, LENGTH, LENGTH)
+    assert factor(np.ones((2, 1, 1, LENGTH), bool), target, is_causal=True) is None
+    assert factor(np.ones((3, 1, LENGTH, LENGTH), bool), target, is_causal=True) is None
+    assert factor(np.ones((1, *target), bool), target, is_causal=True) is None
+    q, k, v = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
+    for call in adapters()[0]:
+        with pytest.raises(ValueError, match="mask must be broadcastable"):
+            call(q, k, v, mask=np.ones((3, 1, LENGTH, LENGTH), bool))
+    for call in adapters(factored_masks=False)[0]:
+        with pytest.raises(
+            ValueError, match=r"may differ between queries, .* factored_masks in the Flax"
+        ):
+            call(q, k, v, mask=PADDING)
