@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 import simrf_jax
-from simrf_jax.integrations.nnx import RandomFeatureAttention
+from simrf_jax.integrations.nnx import FMMAttention, RandomFeatureAttention
 
 ROTARY_BASE = 256
 ATTENTIONS = ("softmax", "far", "near", "near_far")
@@ -37,7 +37,7 @@ class CharLM(nnx.Module):
       >>> import jax.numpy as jnp
       >>> from flax import nnx
       >>> model = CharLM(
-      ...     94, attention="far", width=64, depth=2, num_heads=4, num_features=34,
+      ...     94, attention="near", width=64, depth=2, num_heads=4, num_features=34,
       ...     coupling="simplex", bandwidth=8, rngs=nnx.Rngs(0),
       ... )
       >>> model(jnp.zeros((2, 10), int)).shape
@@ -101,18 +101,24 @@ def make_attention(
     rngs: nnx.Rngs,
 ) -> Callable[..., jax.Array]:
     """The attention of one layer, as ``nnx.MultiHeadAttention`` calls it."""
-    far = functools.partial(
-        RandomFeatureAttention, num_heads, head_dim, num_features, coupling=coupling, rngs=rngs
-    )
     match attention:
         case "softmax":
             return nnx.dot_product_attention
         case "far":
-            return far()
+            return RandomFeatureAttention(
+                num_heads, head_dim, num_features, coupling=coupling, rngs=rngs
+            )
         case "near":
             return functools.partial(near_field, bandwidth=bandwidth)
         case _:
-            return NearFar(far(), num_heads, bandwidth=bandwidth)
+            return FMMAttention(
+                num_heads,
+                head_dim,
+                num_features,
+                bandwidth=bandwidth,
+                coupling=coupling,
+                rngs=rngs,
+            )
 
 
 def near_field(
@@ -127,32 +133,6 @@ def near_field(
     """Banded attention; there is no mask and no dropout here."""
     del unused
     return simrf_jax.banded_attention(query, key, value, bandwidth=bandwidth, is_causal=is_causal)
-
-
-class NearFar(nnx.Module):
-    """Near and far field, each times a weight of its head that is learned.
-
-    Args:
-      far: The far field.
-      num_heads: Number of heads.
-      bandwidth: Of the near field.
-    """
-
-    def __init__(self, far: RandomFeatureAttention, num_heads: int, *, bandwidth: int):
-        self.far = far
-        self.bandwidth = bandwidth
-        self.near_logit = nnx.Param(jnp.zeros((num_heads, 1)))
-        self.far_logit = nnx.Param(jnp.zeros((num_heads, 1)))
-
-    def __call__(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, **keywords: Any
-    ) -> jax.Array:
-        """Attends; ``[..., length, heads, head_dim]``."""
-        near = near_field(query, key, value, bandwidth=self.bandwidth, **keywords)
-        far = self.far(query, key, value, **keywords)
-        weights = [jax.nn.sigmoid(w[...]) for w in (self.near_logit, self.far_logit)]
-        near_weight, far_weight = (w.reshape((1,) * (near.ndim - 2) + w.shape) for w in weights)
-        return near_weight * near + far_weight * far
 
 
 class Rotary(nnx.Module):
