@@ -104,4 +104,4 @@ def ratio(samples: np.ndarray, baseline: np.ndarray) -> Estimate:
     """Ratio of the means of paired samples; its error to first order (the delta method)."""
     value = samples.mean(axis=0) / baseline.mean(axis=0)
     residual = mean(samples - np.broadcast_to(value, baseline.shape) * baseline)
-    return Estimate(value, residual.standard_error / baseline.mean(axis=0))
+    return Estimate(value, residual.standard_error / np.abs(baseline.mean(axis=0)))
