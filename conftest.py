@@ -5,8 +5,14 @@ import os
 os.environ["JAX_PLATFORMS"] = "cpu"
 # NumPy's threads wait for each other when several test processes share two cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+# Most of the time of the tests is compilation: without optimisation it takes half as long. To test
+# what users run: XLA_FLAGS=--xla_backend_optimization_level=3 pytest.
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        "--xla_backend_optimization_level=0",
+        os.environ.get("XLA_FLAGS", ""),  # Of the same flags the last one counts.
+        "--xla_force_host_platform_device_count=8",
+    )
 )
 
 import jax
