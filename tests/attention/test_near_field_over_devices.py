@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import NamedSharding
 
 from simrf_jax import banded_attention, fmm_attention
+from tests import formulas
 from tests.attention.devices import collectives, make_mesh, sharded
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import attention, banded, relative_error
@@ -184,6 +185,18 @@ def test_near_and_far_field_over_devices(near_and_far):
 def test_near_and_far_field_gather_nothing(near_and_far):
     found = collectives(near_and_far[0])
     assert {name for name, _, _ in found} <= {"collective-permute", "all-reduce"}
+
+
+@pytest.mark.slow
+def test_near_and_far_field_without_jit():
+    q, k, v = inputs(4)
+    placed = jax.device_put((q, k, v), NamedSharding(make_mesh(length=2), P("length")))
+    options = {"bandwidth": 2, "feature_maps": ("elu",), "is_causal": True, "chunk_size": 1}
+    out = fmm_attention(*placed, (None,), **options)
+    visible = np.tri(4, dtype=bool)
+    truth = attention(q, k, v, None, visible=visible, formula=formulas.elu)
+    truth += banded(q, k, v, 2, is_causal=True)
+    assert relative_error(out, truth) < 1e-5
 
 
 @pytest.mark.fast
