@@ -1,6 +1,7 @@
 """What devices that share a length send each other, compiled for a TPU that is not there.
 
-One sequence of 65,536 tokens over the 8 devices of a v5e, 8 heads of dimension 64, 130 features.
+One sequence of 65,536 tokens over the 8 devices of a v5e, 8 heads of dimension 64, 130 features;
+and the near field of bandwidth 32, "banded".
 Counts the collectives in the compiled program, and what they bring to each device; and the memory
 that XLA allocates beside inputs and outputs. "Not told" is an axis of type Auto without
 sequence_axis.
@@ -19,10 +20,10 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding
 
 from benchmarks import tpu  # noqa: F401  No metadata server to ask.
-from simrf_jax import random_feature_attention
+from simrf_jax import banded_attention, random_feature_attention
 
-LENGTH, HEADS, DIM, FEATURES = 65_536, 8, 64, 130
-MODES = ("bidirectional", "causal", "packed")
+LENGTH, HEADS, DIM, FEATURES, BANDWIDTH = 65_536, 8, 64, 130, 32
+MODES = ("bidirectional", "causal", "packed", "banded")
 AXES = {"explicit": AxisType.Explicit, "not told": AxisType.Auto}
 NAMES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 BYTES = {"pred": 1, "bf16": 2, "f32": 4, "s32": 4}
@@ -36,6 +37,8 @@ def compiled(mode, axis_type, backward):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, jax.P(*spec)))
 
     def attend(q, k, v, w, segment_ids):
+        if mode == "banded":
+            return banded_attention(q, k, v, bandwidth=BANDWIDTH)
         segment_ids = segment_ids if mode == "packed" else None
         is_causal = mode == "causal"
         return random_feature_attention(q, k, v, w, is_causal=is_causal, segment_ids=segment_ids)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from simrf_jax.attention.causal import split_length
-from simrf_jax.attention.layout import Inputs
+from simrf_jax.attention.layout import Inputs, log_weights_of
 from simrf_jax.attention.state import (
     AttentionState,
     empty_state,
@@ -56,12 +56,12 @@ def states_around(
         return _flow(Passage(_state_of(inputs, None), None), axes, 1).state, nothing
     segment_ids, several = jnp.reshape(segment_ids, runs.shape), runs[:, -1] > 0
     first, last = segment_ids[:, 0], segment_ids[:, -1]
-    goes_on = (_shift(last, axes, 1) == first) & _has_source(axes, 1)
+    goes_on = (shift(last, axes, 1) == first) & _has_source(axes, 1)
     ends = _state_of(inputs, jnp.equal(runs, runs[:, -1:]))
     before = keep(_flow(Passage(ends, several | ~goes_on), axes, 1).state, goes_on)
     if is_causal:
         return before, nothing
-    goes_on = (_shift(first, axes, -1) == last) & _has_source(axes, -1)
+    goes_on = (shift(first, axes, -1) == last) & _has_source(axes, -1)
     begins = _state_of(inputs, jnp.equal(runs, 0))
     after = keep(_flow(Passage(begins, several | ~goes_on), axes, -1).state, goes_on)
     return before, after
@@ -100,14 +100,15 @@ def _flow(passage: Passage, axes: Axes, step: int) -> Passage:
     distance = step
     while abs(distance) < jax.lax.axis_size(axes):
         # That of as many devices as the distance.
-        earlier = jax.tree.map(lambda x, by=distance: _shift(x, axes, by), through)
+        earlier = jax.tree.map(lambda x, by=distance: shift(x, axes, by), through)
         earlier = _nothing_unless(earlier, _has_source(axes, distance))
         incoming, through = _then(earlier, incoming), _then(earlier, through)
         distance *= 2
     return incoming
 
 
-def _shift(x: jax.Array, axes: Axes, by: int) -> jax.Array:
+def shift(x: jax.Array, axes: Axes, by: int) -> jax.Array:
+    """What the device that many before has, around the end."""
     size = jax.lax.axis_size(axes)
     return jax.lax.ppermute(x, axes, [(i, (i + by) % size) for i in range(size)])
 
@@ -129,10 +130,8 @@ def _state_of(inputs: Inputs, visible: jax.Array | None) -> AttentionState:
         return merge(state, summarise(keys, with_ones(value))), None
 
     length = inputs.key.shape[1]
-    weights = inputs.key_log_weights
     size = min(SUMMARY_CHUNK, max(length, 1))
-    if length % size and weights is None:
-        weights = jnp.zeros((1, length, 1), inputs.key.dtype)
+    weights = log_weights_of(inputs) if length % size else inputs.key_log_weights
     given = {
         "key": (inputs.key, 0),
         "value": (inputs.value, 0),

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from simrf_jax.attention.layout import Inputs, lay_out_with_features
+from simrf_jax.attention.layout import Inputs, lay_out_with_features, log_weights_of
 from simrf_jax.attention.state import (
     finite,
     largest,
@@ -70,10 +70,7 @@ def kernel_rows(
 def _log_weights(inputs: Inputs, is_causal: bool) -> jax.Array:
     """What to add to the logits, ``[1 or B, T, 1 or K, 1, S]``; minus infinity where hidden."""
     length, key_length = inputs.query.shape[1], inputs.key.shape[1]
-    weights = inputs.key_log_weights
-    if weights is None:
-        weights = jnp.zeros((1, key_length, 1), inputs.query.dtype)
-    weights = weights.mT[:, None, :, None]
+    weights = log_weights_of(inputs).mT[:, None, :, None]
     weights = jnp.broadcast_to(weights, (weights.shape[0], length, *weights.shape[2:]))
     if is_causal:
         past = jnp.tri(length, key_length, dtype=bool)[None, :, None, None]

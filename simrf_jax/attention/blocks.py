@@ -20,6 +20,7 @@ class Blocks(NamedTuple):
     Attributes:
       num_blocks: How many.
       size: Queries in each.
+      history: Keys before the position of the first query.
       padding: Places of the first window before the first key.
       width: Keys of the window.
       band: ``[size, width]``, True where a key is within the bandwidth of a query.
@@ -27,6 +28,7 @@ class Blocks(NamedTuple):
 
     num_blocks: int
     size: int
+    history: int
     padding: int
     width: int
     band: np.ndarray
@@ -82,7 +84,7 @@ def cut(
     width = before + size + after
     offset = np.arange(width)[None, :] - before - np.arange(size)[:, None]
     band = (-bandwidth <= offset) & (offset <= (0 if is_causal else bandwidth))
-    return Blocks(num_blocks, size, before - history, width, band)
+    return Blocks(num_blocks, size, history, before - history, width, band)
 
 
 def _split(x: jax.Array, axis: int, before: int, count: int, size: int, fill: float) -> jax.Array:

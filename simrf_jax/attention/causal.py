@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from simrf_jax import checks
-from simrf_jax.attention.layout import Inputs
+from simrf_jax.attention.layout import Inputs, log_weights_of
 from simrf_jax.attention.state import (
     AttentionState,
     Readout,
@@ -98,9 +98,7 @@ def _reversed(inputs: Inputs) -> Inputs:
 def _as_many_keys_as_queries(inputs: Inputs) -> Inputs:
     """Cuts keys that no query sees off, or adds hidden ones."""
     length, key_length = inputs.query.shape[1], inputs.key.shape[1]
-    weights = inputs.key_log_weights
-    if key_length < length and weights is None:
-        weights = jnp.zeros((1, key_length, 1), inputs.key.dtype)
+    weights = log_weights_of(inputs) if key_length < length else inputs.key_log_weights
 
     def fit(x: jax.Array, fill: float) -> jax.Array:
         return _pad(x[:, :length], max(0, length - key_length), fill)
@@ -112,12 +110,15 @@ def _as_many_keys_as_queries(inputs: Inputs) -> Inputs:
     )
 
 
-def _pad(x: jax.Array, count: int, fill: float) -> jax.Array:
+def _pad(x: jax.Array, count: int, fill: float | None) -> jax.Array:
+    """Adds positions of fill at the end, or of the last again."""
     padding = [(0, 0), (0, count)] + [(0, 0)] * (x.ndim - 2)
+    if fill is None:
+        return jnp.pad(x, padding, mode="edge")
     return jnp.pad(x, padding, constant_values=fill)
 
 
-def split_length(x: jax.Array | None, size: int, fill: float) -> jax.Array | None:
+def split_length(x: jax.Array | None, size: int, fill: float | None) -> jax.Array | None:
     """``[B, length, ...]`` to chunks ``[chunks, B, size, ...]``, filled up with what hides."""
     if x is None:
         return None
@@ -131,16 +132,15 @@ def _scan_chunks(
     """What each query reads of the state and the keys before it (and its own), ``[B, T, ...]``."""
     batch, length = inputs.query.shape[:2]
     size = min(chunk_size, 1 << max(length - 1, 0).bit_length())
-    weights = inputs.key_log_weights
-    if length % size and weights is None:
-        weights = jnp.zeros((1, length, 1), inputs.query.dtype)
+    weights = log_weights_of(inputs) if length % size else inputs.key_log_weights
 
     chunks = {
         "query": split_length(inputs.query, size, 0),
         "key": split_length(inputs.key, size, 0),
         "value": split_length(with_ones(inputs.value), size, 0),
         "log_weights": split_length(weights, size, -jnp.inf),
-        "runs": split_length(inputs.runs, size, -1),
+        # Whatever follows belongs to the last segment, for the state is that of its keys.
+        "runs": split_length(inputs.runs, size, None),
     }
     # The first, for which the state is; 0 if there is none.
     run = None if inputs.runs is None else jnp.sum(inputs.runs[:, :1], 1, inputs.runs.dtype)

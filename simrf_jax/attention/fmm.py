@@ -35,6 +35,7 @@ def fmm_attention(
     segment_ids: ArrayLike | None = None,
     chunk_size: int | None = None,
     block_size: int | None = None,
+    sequence_axis: str | tuple[str, ...] | None = None,
 ) -> jax.Array:
     r"""Exact attention to the keys nearby plus random-feature attention to all, in linear time.
 
@@ -65,6 +66,7 @@ def fmm_attention(
       segment_ids: As ``random_feature_attention``.
       chunk_size: As ``random_feature_attention``.
       block_size: As ``banded_attention``.
+      sequence_axis: As ``banded_attention``, for both fields.
 
     Returns:
       ``[..., T, N, D]`` in the inputs' dtype.
@@ -97,6 +99,7 @@ def fmm_attention(
         "query_seq_lengths": query_seq_lengths,
         "key_value_seq_lengths": key_value_seq_lengths,
         "segment_ids": segment_ids,
+        "sequence_axis": sequence_axis,
     }
     near = banded_attention(
         query,

@@ -25,7 +25,7 @@ class Arrays(NamedTuple):
       key: ``[B, S, K, H]``, likewise.
       value: ``[B, S, K, D]`` in the type to contract in.
       key_log_weights: ``[1 or B, S, 1 or K]`` to add to the logits, or None; minus infinity hides.
-      runs: ``[B, T]``, the number of the segment that each position belongs to, or None.
+      runs: ``[B, S]``, the number of the segment that each position belongs to, or None.
     """
 
     query: jax.Array
@@ -45,6 +45,13 @@ class Inputs(NamedTuple):
     runs: jax.Array | None
     query_map: Callable[[jax.Array], LogFeatures]
     key_map: Callable[[jax.Array], LogFeatures]
+
+
+def log_weights_of(inputs: Arrays | Inputs) -> jax.Array:
+    """The key_log_weights, ``[1 or B, S, 1 or K]``; zeros where there are none."""
+    if inputs.key_log_weights is None:
+        return jnp.zeros((1, inputs.key.shape[1], 1), inputs.query.dtype)
+    return inputs.key_log_weights
 
 
 # From [B, T, K, G, D] to [..., T, N, D], in the type of the inputs or another (dtype=...).

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from simrf_jax import checks
+from simrf_jax.attention.across_devices import Axes
 from simrf_jax.attention.blocks import Blocks, cut
-from simrf_jax.attention.layout import Arrays, lay_out
+from simrf_jax.attention.halo import with_halo
+from simrf_jax.attention.layout import Arrays, lay_out, log_weights_of
+from simrf_jax.attention.sequence_parallel import attend_in_parts
 from simrf_jax.attention.state import contract, visible_only
 
 
@@ -26,6 +32,7 @@ def banded_attention(
     key_value_seq_lengths: ArrayLike | None = None,
     segment_ids: ArrayLike | None = None,
     block_size: int | None = None,
+    sequence_axis: str | tuple[str, ...] | None = None,
 ) -> jax.Array:
     r"""Softmax attention to the keys at most ``bandwidth`` positions away, and to no others.
 
@@ -37,8 +44,7 @@ def banded_attention(
     with k the bandwidth and b the bias; positions count from 0 in queries and keys. It is the band
     of ``jax.nn.dot_product_attention``, whose layout, defaults and mask meaning it has, in time and
     memory :math:`O(T k)`: blocks of queries attend to the keys around them. FMMformers add it to a
-    far field, ``random_feature_attention``, each normalised by itself. Devices that share the
-    length gather all keys (mesh axes of type Auto); with explicit axes JAX refuses.
+    far field, ``random_feature_attention``, each normalised by itself.
 
     Args:
       query: ``[..., T, N, H]``: T queries of N heads, with any leading batch shape.
@@ -58,6 +64,9 @@ def banded_attention(
         in a mask or beyond the lengths.
       block_size: Queries in a block; by default the bandwidth, but at least 32. Each block copies
         ``block_size + 2 bandwidth`` keys: short blocks take memory, long ones time.
+      sequence_axis: The mesh axis, or a tuple of them, that shards the length, for as many keys as
+        queries; as ``random_feature_attention``. Devices send the keys within the bandwidth of
+        their borders to those beside them, and no others.
 
     Returns:
       ``[..., T, N, D]`` in the inputs' dtype. Logits and the softmax are float32 at least;
@@ -66,7 +75,8 @@ def banded_attention(
     Raises:
       TypeError: If a dtype is wrong.
       ValueError: If shapes do not match, bandwidth, scale or block_size is out of range, or the
-        mask or the bias may differ between queries.
+        mask or the bias may differ between queries; if sequence_axis is no axis of a mesh, its
+        devices do not divide the length, or there are other keys than queries there.
 
     Example:
       >>> import jax, simrf_jax
@@ -77,20 +87,54 @@ def banded_attention(
     References:
       Nguyen et al., FMMformer (NeurIPS 2021), near-field attention.
     """
-    bandwidth = checks.integer("bandwidth", bandwidth, least=0)
-    arrays, restore = lay_out(
-        query,
-        key,
-        value,
+    query, key, value = (
+        checks.floating(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    attend = functools.partial(
+        _attend,
+        bandwidth=checks.integer("bandwidth", bandwidth, least=0),
+        is_causal=is_causal,
+        block_size=block_size,
+    )
+    return attend_in_parts(
+        attend,
+        sequence_axis,
+        in_order=True,
+        query=query,
+        key=key,
+        value=value,
         mask=mask,
         bias=bias,
-        scale=1.0,  # The logits are scaled: bfloat16 queries and keys would be rounded again.
+        scale=scale,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids,
     )
+
+
+def _attend(
+    *,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bandwidth: int,
+    is_causal: bool,
+    block_size: int | None,
+    scale: ArrayLike | None = None,
+    axes: Axes = (),
+    **options: Any,
+) -> jax.Array:
+    """Attention on one device, or inside ``shard_map`` that of its part of the length."""
+    # The logits are scaled: bfloat16 queries and keys would be rounded again.
+    arrays, restore = lay_out(query, key, value, scale=1.0, **options)
+    history = 0
+    if axes:
+        segment_ids = options.get("segment_ids")
+        arrays, history = with_halo(
+            arrays, segment_ids, axes, bandwidth=bandwidth, is_causal=is_causal
+        )
     lengths = (arrays.query.shape[1], arrays.key.shape[1])
-    blocks = cut(*lengths, bandwidth, is_causal, block_size)
+    blocks = cut(*lengths, bandwidth, is_causal, block_size, history)
     return restore(attend_in_blocks(arrays, blocks, scale))
 
 
@@ -103,14 +147,12 @@ def attend_in_blocks(arrays: Arrays, blocks: Blocks, scale: ArrayLike | None) ->
     key, value = visible_only(arrays.key, arrays.value, arrays.key_log_weights)
     query = blocks.of_queries(arrays.query, 1)
     key, value = blocks.of_keys(key.astype(narrow), 1), blocks.of_keys(value, 1)
-    weights = arrays.key_log_weights
-    if weights is None:
-        weights = jnp.zeros((1, arrays.key.shape[1], 1), compute)
     # [1 or B, num_blocks, 1 or K, 1, 1, width]
-    weights = blocks.of_keys(weights, 1, -jnp.inf).mT[:, :, :, None, None]
+    weights = blocks.of_keys(log_weights_of(arrays), 1, -jnp.inf).mT[:, :, :, None, None]
     visible = (weights > -jnp.inf) & blocks.band[None, None, None, None]
     if arrays.runs is not None:
-        of_queries, of_keys = blocks.of_queries(arrays.runs, 1), blocks.of_keys(arrays.runs, 1)
+        here = arrays.runs[:, blocks.history :][:, : arrays.query.shape[1]]
+        of_queries, of_keys = blocks.of_queries(here, 1), blocks.of_keys(arrays.runs, 1)
         same = of_queries[:, :, :, None] == of_keys[:, :, None, :]
         visible &= same[:, :, None, None]
     logits = contract("bntkgh,bnskh->bnkgts", query, key) * jnp.asarray(scale, compute)

@@ -35,7 +35,7 @@ def attend_in_parts(
       attend: Attention. Given ``axes``, it is that of a part inside ``shard_map``; these mesh axes
         shard the keys.
       sequence_axis: As ``random_feature_attention``.
-      in_order: Whether the positions of queries and keys belong together.
+      in_order: Whether the positions of queries and keys belong together, as in causal attention.
       query: As ``random_feature_attention``.
       key: Likewise.
       value: Likewise.
@@ -51,8 +51,8 @@ def attend_in_parts(
     _check(attend, arguments)
     if in_order and query.shape[-3] != key.shape[-3]:
         raise ValueError(
-            "Causal attention over a sharded length takes as many keys as queries, got "
-            f"{query.shape[-3]} queries and {key.shape[-3]} keys."
+            "Causal, packed or banded attention over a sharded length takes as many keys as "
+            f"queries, got {query.shape[-3]} queries and {key.shape[-3]} keys."
         )
     if key.shape[-3] == 0:
         return attend(**arguments)

@@ -59,7 +59,10 @@ def visible_only(
 def empty_state(inputs: Inputs) -> AttentionState:
     """The state of no keys."""
     keys = log_key_features(inputs.key_map(inputs.key[:, :0]), None)
-    return summarise(keys, with_ones(inputs.value[:, :0]))
+    features = signed_exp(keys.exponent, keys.values)[..., None]
+    # As summarise, but an einsum of nothing fails in shard_map without jit (jax 0.10.2).
+    sums = jnp.sum(features * with_ones(inputs.value[:, :0])[:, :, :, None], axis=1)
+    return AttentionState(sums, jnp.squeeze(largest(keys.exponent, axis=1), 1))
 
 
 def log_key_features(keys: LogFeatures, log_weights: jax.Array | None) -> LogFeatures:

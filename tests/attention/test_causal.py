@@ -1,9 +1,13 @@
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from simrf_jax import random_feature_attention
+from simrf_jax.attention.causal import causal_attention
+from simrf_jax.attention.layout import lay_out_with_features
+from simrf_jax.attention.state import empty_state
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import attention, relative_error
 
@@ -89,6 +93,19 @@ def test_packed_sequences_attend_to_themselves(sizes, is_causal):
         visible = triangle(end - start) if is_causal else None
         expected = attention(q[part], k[part], v[part], w, visible=visible)
         assert relative_error(out[part], expected) < 1e-5
+
+
+def test_the_last_state_is_that_of_the_last_segment():
+    q, k, v = inputs(13)
+    ids = np.repeat([3, 0], [5, 8])
+
+    @jax.jit
+    def last_state(*qkv, **options):
+        given, _ = lay_out_with_features(*qkv, projection(), feature_map="positive", **options)
+        return causal_attention(given, empty_state(given), chunk_size=4)[1]
+
+    alone = last_state(*(x[5:] for x in (q, k, v)))
+    chex.assert_trees_all_close(last_state(q, k, v, segment_ids=ids), alone, rtol=1e-5, atol=1e-6)
 
 
 def test_memory_does_not_hold_the_features():

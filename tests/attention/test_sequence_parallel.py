@@ -1,15 +1,14 @@
-import collections
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 from simrf_jax import random_feature_attention, relu_features
 from tests import formulas
+from tests.attention.devices import KINDS, collectives, make_mesh, sharded
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import attention, relative_error
 
@@ -22,15 +21,11 @@ MODES = {
     "packed": {"segment_ids": SEGMENTS, "chunk_size": 1},
     "packed_causal": {"segment_ids": SEGMENTS, "chunk_size": 2, "is_causal": True},
 }
-KINDS = {"explicit": AxisType.Explicit, "auto": AxisType.Auto, "manual": AxisType.Auto}
 P = jax.P
 
 
-def make_mesh(kind="explicit", **shape):
-    devices = jax.devices()[: int(np.prod(list(shape.values())))]
-    return jax.make_mesh(
-        tuple(shape.values()), tuple(shape), (KINDS[kind],) * len(shape), devices=devices
-    )
+def estimator(w):
+    return functools.partial(random_feature_attention, projection=w)
 
 
 def visible(options):
@@ -42,33 +37,6 @@ def visible(options):
         run = np.cumsum(np.diff(ids, prepend=ids[0]) != 0)
         seen &= run[:, None] == run[None, :]
     return seen
-
-
-def sharded(kind, mesh, spec, w, **options):
-    """The call that users of each kind of axis make, for arrays of the spec on the mesh."""
-    if kind == "explicit":
-        return lambda *qkv: random_feature_attention(*qkv, w, **options)
-    if kind == "auto":
-        return lambda *qkv: random_feature_attention(*qkv, w, sequence_axis="length", **options)
-    length = {"segment_ids": P(*spec[:-1], "length"), "mask": P(None, None, "length")}
-    arrays = {name: jnp.asarray(x) for name, x in options.items() if name in length}
-    rest = {name: x for name, x in options.items() if name not in arrays}
-
-    def here(arrays, *qkv):
-        return random_feature_attention(*qkv, w, sequence_axis="length", **arrays, **rest)
-
-    specs = ({name: length[name] for name in arrays}, spec, spec, spec)
-    return functools.partial(jax.shard_map(here, mesh=mesh, in_specs=specs, out_specs=spec), arrays)
-
-
-def collectives(compiled):
-    """How often each collective comes with each shape; several of one shape at once count each."""
-    found = collections.Counter()
-    names = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-    for shapes, name in re.findall(rf"= (\S+|\(.*?\)) ({names})(?:-start)?\(", compiled.as_text()):
-        for dtype, shape in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
-            found[name, dtype, tuple(int(n) for n in shape.split(",") if n)] += 1
-    return found
 
 
 @pytest.mark.parametrize(
@@ -87,7 +55,7 @@ def test_one_length_over_devices(mode, kind, devices):
     mask = np.random.default_rng(2).random(LENGTH) < 0.8
     k[~mask], v[~mask] = np.nan, np.nan
     w, mesh = projection(FEATURES), make_mesh(kind, length=devices)
-    call = sharded(kind, mesh, P("length"), w, mask=mask[None, None], **options)
+    call = sharded(estimator(w), kind, mesh, P("length"), mask=mask[None, None], **options)
     qkv = jax.device_put((q, k, v), NamedSharding(mesh, P("length")))
     compiled = jax.jit(call).lower(*qkv).compile()
     out = compiled(*qkv)
@@ -155,7 +123,7 @@ def compiled_for_any_scale():
     mesh = make_mesh("manual", length=8)
     w = projection(FEATURES)
     return {
-        name: jax.jit(sharded("manual", mesh, P("length"), w, **MODES[name]))
+        name: jax.jit(sharded(estimator(w), "manual", mesh, P("length"), **MODES[name]))
         for name in ("bidirectional", "causal")
     }
 
@@ -197,7 +165,7 @@ def test_batch_heads_and_length_over_devices_with_lengths_and_biases(kind, is_ca
         "query_seq_lengths": lengths,
         "key_value_seq_lengths": lengths - 1,
     }
-    call = sharded(kind, mesh, spec, w, bias=bias, **options)
+    call = sharded(estimator(w), kind, mesh, spec, bias=bias, **options)
     out = jax.jit(call)(*placed)
     assert out.sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
     out = np.asarray(out)
@@ -221,7 +189,7 @@ def test_feature_maps(name, is_causal):
         return relu_features(x, w)
 
     options = {"is_causal": is_causal, "feature_map": holds_an_array if name == "relu" else name}
-    out = jax.jit(sharded("explicit", mesh, P("length"), w, **options))(*placed)
+    out = jax.jit(sharded(estimator(w), "explicit", mesh, P("length"), **options))(*placed)
     formula = getattr(formulas, name)
     expected = attention(q, k, v, w, formula=formula, visible=visible(options))
     assert relative_error(out, expected) < 1e-4
@@ -232,7 +200,7 @@ def test_bfloat16():
     w, mesh = projection(FEATURES), make_mesh(length=4)
     placed = jax.device_put((q, k, v), NamedSharding(mesh, P("length")))
     for mode in ("bidirectional", "causal"):
-        out = jax.jit(sharded("explicit", mesh, P("length"), w, **MODES[mode]))(*placed)
+        out = jax.jit(sharded(estimator(w), "explicit", mesh, P("length"), **MODES[mode]))(*placed)
         assert out.dtype == jnp.bfloat16
         assert relative_error(out, attention(q, k, v, w, visible=visible(MODES[mode]))) < 2e-2
 
@@ -245,7 +213,7 @@ def test_whole_lengths_inside_shard_map_and_what_padding_holds(is_causal):
     w, mesh = projection(FEATURES), make_mesh("manual", length=2)
     options = {"is_causal": is_causal, "chunk_size": 1 if is_causal else None}
     seen = {"query_seq_lengths": real, "key_value_seq_lengths": real}
-    attend = sharded("manual", mesh, P("length"), w, **options, **seen)
+    attend = sharded(estimator(w), "manual", mesh, P("length"), **options, **seen)
 
     def loss(*qkv):
         out = attend(*qkv)

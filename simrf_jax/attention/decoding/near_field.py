@@ -11,7 +11,7 @@ from jax.typing import ArrayLike, DTypeLike
 from simrf_jax import checks
 from simrf_jax.attention.blocks import cut
 from simrf_jax.attention.decoding.batch import check_as_many_keys_as_queries, flatten, unflatten
-from simrf_jax.attention.layout import Arrays, lay_out
+from simrf_jax.attention.layout import Arrays, lay_out, log_weights_of
 from simrf_jax.attention.near_field import attend_in_blocks
 from simrf_jax.attention.state import visible_only
 
@@ -146,12 +146,9 @@ def window_step(
 
 def _as_window(arrays: Arrays) -> Window:
     """The keys as the near field takes them, without what is hidden."""
-    log_weights = arrays.key_log_weights
-    if log_weights is None:
-        log_weights = jnp.zeros((1, 1, 1), arrays.key.dtype)
     key, value = visible_only(arrays.key, arrays.value, arrays.key_log_weights)
-    log_weights = jnp.broadcast_to(log_weights, key.shape[:-1])
-    return Window(key.astype(value.dtype), value, log_weights)
+    weights = jnp.broadcast_to(log_weights_of(arrays), key.shape[:-1])
+    return Window(key.astype(value.dtype), value, weights)
 
 
 def _empty(arrays: Arrays, bandwidth: int) -> Window:
