@@ -1,7 +1,8 @@
 """What a token costs when many came before it: from the state of linear attention, and by softmax.
 
 8 sequences, 8 heads, d = 64, m = 130, float32: one jitted step after 10 to 10,000 tokens, and exact
-attention of one query to a cache of as many keys, with the writing of its own. All alternate in one
+attention of one query to a cache of as many keys, with the writing of its own, kept as the products
+read it, ``[batch, heads, length, dim]``. All alternate in one
 process; ratios are taken round by round. States are donated, as in a decoding loop.
 
 Run: python -m benchmarks.decoding
@@ -10,6 +11,7 @@ Run: python -m benchmarks.decoding
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 import simrf_jax
@@ -33,12 +35,15 @@ def linear_step(state, query, key, value, projection):
 @functools.partial(jax.jit, donate_argnums=0)
 def softmax_step(cache, query, key, value):
     """Writes to the last place of a full cache and attends to all of it."""
-    last = cache[0].shape[1] - 1
+    last = cache[0].shape[2] - 1
+    query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     keys, values = (
-        jax.lax.dynamic_update_slice_in_dim(old, new, last, 1)
+        jax.lax.dynamic_update_slice_in_dim(old, new, last, 2)
         for old, new in zip(cache, (key, value), strict=True)
     )
-    return jax.nn.dot_product_attention(query, keys, values), (keys, values)
+    weights = jax.nn.softmax(DIM**-0.5 * jnp.einsum("bhtd,bhsd->bhts", query, keys))
+    out = jnp.einsum("bhts,bhsd->bhtd", weights, values)
+    return jnp.swapaxes(out, 1, 2), (keys, values)
 
 
 def repeated(step, memory, *inputs):
@@ -69,7 +74,8 @@ def candidates():
         state = append(empty, *cache, w)
         sizes["linear", length], sizes["softmax", length] = mib(state), mib(cache)
         calls["linear", length] = repeated(linear_step, state, *token, w)
-        calls["softmax", length] = repeated(softmax_step, cache, *token)
+        by_head = tuple(jnp.swapaxes(x, 1, 2) for x in cache)
+        calls["softmax", length] = repeated(softmax_step, by_head, *token)
     return calls, sizes
 
 

@@ -259,6 +259,6 @@ class Pieces:
             self.save(name, values)
         return values
 
-    def seconds(self, prefix: str) -> float:
-        """How long the pieces of such names took, in this run and in those it goes on with."""
-        return sum(float(np.load(path)) for path in self._folder.glob(f"{prefix}*seconds.npy"))
+    def seconds(self, names: str) -> float:
+        """How long the pieces took, in this run and in those it goes on with; a glob of names."""
+        return sum(float(np.load(path)) for path in self._folder.glob(f"{names}.seconds.npy"))

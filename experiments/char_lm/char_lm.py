@@ -137,7 +137,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         losses, sample = np.split(pieces.get(name, compute), [len(steps)])
         return {
             "losses": losses.tolist(),
-            "seconds": pieces.seconds(f"{name}."),
+            "seconds": pieces.seconds(name),
             "sample": text_lib.decode(sample.astype(int), text.alphabet),
         }
 

@@ -110,7 +110,7 @@ def make_attention(
             )
         case "near":
             return functools.partial(near_field, bandwidth=bandwidth)
-        case _:
+        case "near_far":
             return FMMAttention(
                 num_heads,
                 head_dim,
@@ -119,6 +119,7 @@ def make_attention(
                 coupling=coupling,
                 rngs=rngs,
             )
+    raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {attention!r}.")
 
 
 def near_field(

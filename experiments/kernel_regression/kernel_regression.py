@@ -82,7 +82,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
             results[part] = {
                 name: runs[part](name, split, config, pieces) for name, split in progress
             }
-        results["seconds"][part] = pieces.seconds(part)
+        results["seconds"][part] = pieces.seconds(f"{part}*")
     harness.write_json(workdir / "results.json", results)
     for name, figure in figures.draw(results).items():
         figure.savefig(workdir / f"{name}.png", dpi=160)

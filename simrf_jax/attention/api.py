@@ -91,8 +91,9 @@ def random_feature_attention(
         named here, or causal and packed attention gather the keys; the mesh is that of the inputs
         or of ``jax.set_mesh``. Inside a ``jax.shard_map`` over the axis all arrays are the
         device's own part of the length, but key_value_seq_lengths and query_seq_lengths are of the
-        whole. Devices exchange states of keys and no keys: one maximum and one sum of them if
-        attention is bidirectional, a logarithmic number of permutations otherwise.
+        whole. Nobody can check there that it is the length which the axis shards. Devices exchange
+        states of keys and no keys: one maximum and one sum of them if attention is bidirectional, a
+        logarithmic number of permutations otherwise.
 
     Returns:
       ``[..., T, N, D]`` in the inputs' dtype. Logits and exponentials are float32 at least; the

@@ -55,7 +55,7 @@ def fmm_attention(
       projections: One W for each feature map, as ``random_feature_attention`` takes it.
       bandwidth: As ``banded_attention``.
       near_weight: w, broadcastable to ``[N]``.
-      far_weights: :math:`w_l`, broadcastable to ``[L, N]``.
+      far_weights: :math:`w_l`, one number, ``[L]``, or broadcastable to ``[L, N]``.
       feature_maps: The L feature maps, as ``random_feature_attention`` takes them.
       mask: As ``random_feature_attention``.
       bias: Added to the logits of both fields; as ``random_feature_attention``.
@@ -82,7 +82,7 @@ def fmm_attention(
       >>> w = simrf_jax.draw_projection(jax.random.key(1), 130, 64)
       >>> out = simrf_jax.fmm_attention(
       ...     q, k, v, (w, None), bandwidth=32, feature_maps=("positive", "elu"), near_weight=0.5,
-      ...     far_weights=((0.3,), (0.2,)),
+      ...     far_weights=(0.3, 0.2),
       ... )
       >>> out.shape
       (2, 1000, 12, 64)
@@ -143,7 +143,7 @@ def check_feature_maps(
 def blend(
     near: jax.Array, far: Sequence[jax.Array], near_weight: ArrayLike, far_weights: ArrayLike
 ) -> jax.Array:
-    """The weighted sum of outputs ``[..., N, D]``; weights broadcast to ``[N]`` and ``[L, N]``."""
+    """The weighted sum of outputs ``[..., N, D]``, as ``fmm_attention`` says."""
     *lead, heads, _ = near.shape
     compute = jnp.promote_types(near.dtype, jnp.float32)
 
@@ -161,8 +161,10 @@ def blend(
 def _weights(name: str, given: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
     given = jnp.asarray(given)
     given = checks.floating(name, given.astype(jnp.promote_types(given.dtype, jnp.float32)))
+    # One axis of several is that of the feature maps, also where there are as many heads.
+    by_axis = given[:, None] if given.ndim == 1 < len(shape) else given
     try:
-        return jnp.broadcast_to(given, shape)
+        return jnp.broadcast_to(by_axis, shape)
     except ValueError:
         axes = "[heads]" if len(shape) == 1 else "[feature maps, heads]"
         raise ValueError(

@@ -45,7 +45,7 @@ def attend_in_parts(
     arguments = {"query": query, **shared, **{n: x for n, x in options.items() if x is not None}}
     axes = _named(sequence_axis)
     # Bidirectional queries are free to be anywhere.
-    axes = axes or _of_types(shared | {"query": query} if in_order else shared)
+    axes = axes or explicit_axes(shared | {"query": query} if in_order else shared)
     if not axes:
         return attend(**arguments)
     _check(attend, arguments)
@@ -58,7 +58,9 @@ def attend_in_parts(
         return attend(**arguments)
     if _are_bound(axes):
         return _attend_to_part(attend, axes, axes, arguments)
-    split = in_order or sequence_axis is not None or set(axes) & set(_of_types({"query": query}))
+    split = (
+        in_order or sequence_axis is not None or set(axes) & set(explicit_axes({"query": query}))
+    )
     return _in_shard_map(attend, axes, axes if split else (), arguments)
 
 
@@ -70,10 +72,12 @@ def _named(sequence_axis: str | Axes | None) -> Axes:
         raise TypeError(
             f"sequence_axis must be the name of a mesh axis, or a tuple of names, got {axes!r}."
         )
+    if len(set(axes or ())) != len(axes or ()):
+        raise ValueError(f"sequence_axis must name each axis once, got {axes!r}.")
     return axes or ()
 
 
-def _of_types(arrays: dict[str, jax.Array]) -> Axes:
+def explicit_axes(arrays: dict[str, jax.Array]) -> Axes:
     """The explicit mesh axes that shard the length of the first array for which any do."""
     for name, x in arrays.items():
         spec = tuple(jax.typeof(x).sharding.spec)
@@ -126,6 +130,14 @@ def _in_shard_map(
     """Attention of arrays that are whole to the caller."""
     mesh = _mesh(axes, arguments)
     query, key = arguments["query"], arguments["key"]
+    for name in ("query", "key", "value"):
+        elsewhere = list(jax.typeof(arguments[name]).sharding.spec)
+        elsewhere[LENGTH[name]] = None
+        if set(axes) & set(jax.tree.leaves(elsewhere)):
+            raise ValueError(
+                f"sequence_axis must shard the length, got {_quoted(axes)}, which shards another "
+                f"axis of {name}."
+            )
     _check_divisible(mesh, query_axes, "queries", query.shape[-3])
     _check_divisible(mesh, axes, "keys", key.shape[-3])
     logits = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])

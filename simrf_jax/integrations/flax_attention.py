@@ -28,23 +28,36 @@ NUM_WEIGHTS = 8
 
 
 class Method(NamedTuple):
-    """An attention of all tokens at once, and the same token by token, with all it holds bound."""
+    """An attention of all tokens at once, and the same token by token, with all it holds bound.
+
+    Attributes:
+      attention: Of queries, keys and values.
+      init_state: The state before the first token.
+      step: Of a state, queries, keys and values.
+      in_order: Whether positions matter, causal or not.
+    """
 
     attention: Callable[..., jax.Array]
     init_state: Callable[..., Any]
     step: Callable[..., tuple[jax.Array, Any]]
+    in_order: bool
 
 
-def random_feature_method(projection: Projection | None, feature_map: FeatureMap) -> Method:
+def random_feature_method(
+    projection: Projection | None,
+    feature_map: FeatureMap,
+    sequence_axis: str | tuple[str, ...] | None,
+) -> Method:
     """Random-feature attention; W gets no gradient."""
     held: dict[str, Any] = {
         "projection": jax.lax.stop_gradient(projection),
         "feature_map": feature_map,
     }
     return Method(
-        functools.partial(random_feature_attention, **held),
+        functools.partial(random_feature_attention, sequence_axis=sequence_axis, **held),
         functools.partial(decoding.init_state, **held),
         functools.partial(decoding.step, **held),
+        in_order=False,
     )
 
 
@@ -55,6 +68,7 @@ def fmm_method(
     bandwidth: int,
     near_logit: jax.Array,
     far_logits: jax.Array,
+    sequence_axis: str | tuple[str, ...] | None,
 ) -> Method:
     """FMM attention; W gets no gradient, the weights of the fields do."""
     held: dict[str, Any] = {
@@ -71,8 +85,8 @@ def fmm_method(
         return {**held, "near_weight": near, "far_weights": far}
 
     def attention(query: jax.Array, *arrays: Any, **options: Any) -> jax.Array:
-        options |= with_weights(query)
-        return fmm_attention(query, *arrays, bandwidth=bandwidth, **options)
+        options |= with_weights(query) | {"bandwidth": bandwidth, "sequence_axis": sequence_axis}
+        return fmm_attention(query, *arrays, **options)
 
     def step(
         state: decoding.FMMState, query: jax.Array, *arrays: Any, **options: Any
@@ -81,7 +95,7 @@ def fmm_method(
         return decoding.fmm_step(state, query, *arrays, **options)
 
     init_state = functools.partial(decoding.init_fmm_state, bandwidth=bandwidth, **held)
-    return Method(attention, init_state, step)
+    return Method(attention, init_state, step, in_order=True)
 
 
 class Call(NamedTuple):
@@ -156,6 +170,13 @@ def _finish(real: jax.Array, valid: jax.Array, out: jax.Array) -> jax.Array:
 
 def attend(method: Method, call: Call) -> jax.Array:
     """The attention of all tokens."""
+    length, key_length = call.query.shape[-3], call.key.shape[-3]
+    if (call.is_causal or method.in_order) and length != key_length:
+        raise ValueError(
+            "A causal adapter and one with a near field take as many keys as queries, since the "
+            f"positions of both count from 0, got {key_length} keys for {length} queries. If they "
+            "are in the cache of Flax's attention, turn its decode off and the adapter's on."
+        )
     out = method.attention(*call[:3], **call.per_key, is_causal=call.is_causal)
     return call.finish(out)
 
@@ -177,7 +198,7 @@ def step(method: Method, state: Any, call: Call) -> tuple[jax.Array, Any]:
     if length != key_length:
         raise ValueError(
             "decode=True takes the keys of the new tokens, as many as queries, got "
-            f"{key_length} keys for {length} queries. Leave the decode of Flax's attention off, "
+            f"{key_length} keys for {length} queries. Turn the decode of Flax's attention off, "
             "which hands its own cache of all keys over, and that of adapters in cross-attention."
         )
     out, state = method.step(state, *call[:3], **call.per_key)

@@ -20,7 +20,7 @@ from simrf_jax.projections import Projection
 class _Adapter(nn.Module):
     """A method of attention, called as Flax calls an ``attention_fn``, and its cache.
 
-    Subclasses have the fields ``is_causal``, ``factored_masks`` and ``decode``.
+    Subclasses have the fields ``is_causal``, ``factored_masks``, ``decode`` and ``sequence_axis``.
     """
 
     @abc.abstractmethod
@@ -93,7 +93,8 @@ class RandomFeatureAttention(_Adapter):
     ``redraw_projections(key, variables["random_features"], coupling=...)``.
 
     Made inside another module's ``@nn.compact`` method, give it ``parent=None``, or Flax files its
-    W next to the attention instead of below it. One instance given to several layers is one W.
+    W next to the attention instead of below it. One instance given to several layers is one W, and
+    one cache: it cannot decode.
 
     To decode, in time and memory that do not depend on how many tokens there were, set ``decode``
     here and leave that of Flax's attention off. Then ``init`` makes an empty state in the
@@ -113,8 +114,10 @@ class RandomFeatureAttention(_Adapter):
       factored_masks: Masks with a query axis are products of a mask of queries, a mask of keys and,
         with is_causal, the causal mask, as ``nn.make_attention_mask``, ``make_causal_mask`` and
         ``combine_masks`` make them. A query that sees no key gets zeros. A mask that is no such
-        product raises where its values are known, and makes the output NaN under ``jit``.
+        product raises where its values are known, and makes the output NaN under ``jit``. Reading
+        them takes O(T S) memory: for long sequences pass masks of the keys alone.
       decode: Whether calls bring the next tokens of sequences in the cache.
+      sequence_axis: As ``simrf_jax.random_feature_attention``.
 
     Raises:
       ValueError: When called, if a name is unknown, the mask is none that linear attention can
@@ -145,11 +148,12 @@ class RandomFeatureAttention(_Adapter):
     is_causal: bool = False
     factored_masks: bool = False
     decode: bool = False
+    sequence_axis: str | tuple[str, ...] | None = None
 
     def _method(self, num_heads: int, head_dim: int) -> Method:
         flax_attention.check_feature_maps((self.feature_map,), num_weights=self.num_weights)
         if self.num_features is None:
-            return flax_attention.random_feature_method(None, self.feature_map)
+            return flax_attention.random_feature_method(None, self.feature_map, self.sequence_axis)
 
         def draw() -> Projection | None:
             return flax_attention.draw_heads(
@@ -165,7 +169,7 @@ class RandomFeatureAttention(_Adapter):
             )
 
         w = self.variable("random_features", "projection", draw).value
-        return flax_attention.random_feature_method(w, self.feature_map)
+        return flax_attention.random_feature_method(w, self.feature_map, self.sequence_axis)
 
 
 class FMMAttention(_Adapter):
@@ -190,6 +194,7 @@ class FMMAttention(_Adapter):
       is_causal: Likewise.
       factored_masks: Likewise.
       decode: Likewise; the cache holds the last ``bandwidth`` keys and a state for each map.
+      sequence_axis: Likewise.
 
     Raises:
       TypeError: When called, if feature_maps is no tuple.
@@ -221,6 +226,7 @@ class FMMAttention(_Adapter):
     is_causal: bool = False
     factored_masks: bool = False
     decode: bool = False
+    sequence_axis: str | tuple[str, ...] | None = None
 
     def _method(self, num_heads: int, head_dim: int) -> Method:
         flax_attention.check_feature_maps(self.feature_maps, num_weights=self.num_weights)
@@ -245,4 +251,5 @@ class FMMAttention(_Adapter):
             bandwidth=self.bandwidth,
             near_logit=self.param("near_logit", zeros, (num_heads,)),
             far_logits=self.param("far_logits", zeros, (len(self.feature_maps), num_heads)),
+            sequence_axis=self.sequence_axis,
         )

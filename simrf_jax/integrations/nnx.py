@@ -24,13 +24,21 @@ class _Adapter(nnx.Module):
     """A method of attention, called as Flax calls an ``attention_fn``, and its cache."""
 
     def __init__(
-        self, num_heads: int, head_dim: int, *, is_causal: bool, factored_masks: bool, decode: bool
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        is_causal: bool,
+        factored_masks: bool,
+        decode: bool,
+        sequence_axis: str | tuple[str, ...] | None,
     ):
         self.num_heads = checks.positive_int("num_heads", num_heads)
         self.head_dim = checks.positive_int("head_dim", head_dim)
         self.is_causal = is_causal
         self.factored_masks = factored_masks
         self.decode = decode
+        self.sequence_axis = sequence_axis
         self.cache: nnx.Cache | None = nnx.data(None)
 
     @abc.abstractmethod
@@ -54,6 +62,11 @@ class _Adapter(nnx.Module):
     ) -> jax.Array:
         """Attends; ``query`` ``[..., T, N, H]``, ``key`` and ``value`` ``[..., S, K, H]``."""
         del unused  # Dropout's key and layout, and a precision that the numbers here do not need.
+        if key.shape[-2:] != (self.num_heads, self.head_dim):
+            raise ValueError(
+                f"This adapter is for keys of {self.num_heads} heads of {self.head_dim}, got "
+                f"{' heads of '.join(map(str, key.shape[-2:]))}."
+            )
         call = flax_attention.read(
             query,
             key,
@@ -71,7 +84,7 @@ class _Adapter(nnx.Module):
             return flax_attention.attend(self._method(), call)
         if self.cache is None:
             raise ValueError(
-                "decode=True needs a cache: call init_cache(batch) first, or "
+                "decode=True needs a cache: call init_cache(input_shape) first, or "
                 "nnx.view(model, only=type(adapter), decode=True, batch_size=batch)."
             )
         out, state = flax_attention.step(self._method(), self.cache.get_value(), call)
@@ -80,44 +93,55 @@ class _Adapter(nnx.Module):
 
     def init_cache(
         self,
-        batch: tuple[int, ...],
+        input_shape: tuple[int, ...],
+        dtype: DTypeLike = jnp.float32,
         *,
         value_dim: int | None = None,
-        dtype: DTypeLike = jnp.float32,
     ) -> None:
         """Makes the cache empty: the state before the first token.
 
         Args:
-          batch: Leading shape of the tokens to come.
+          input_shape: ``[..., length, features]`` of inputs to Flax's attention, as its own
+            ``init_cache`` takes it. Only what is before the length counts.
+          dtype: Of the queries, keys and values to come.
           value_dim: Width of the values, by default ``head_dim``.
-          dtype: Of the queries, keys and values to come; the state is float32 at least.
 
         Raises:
           TypeError: If dtype is not floating.
-          ValueError: If value_dim is below 1.
+          ValueError: If input_shape has less than two axes or value_dim is below 1.
         """
-        state = self._method().init_state(
-            batch=tuple(batch),
-            num_key_heads=self.num_heads,
-            head_dim=self.head_dim,
-            value_dim=self.head_dim if value_dim is None else value_dim,
-            dtype=dtype,
-        )
-        self.cache = nnx.Cache(state)
+        if len(input_shape) < 2:
+            raise ValueError(f"input_shape must be [..., length, features], got {input_shape}.")
+        self._start(tuple(input_shape[:-2]), dtype, value_dim)
 
     def set_view(
-        self, decode: bool | None = None, batch_size: int | tuple[int, ...] | None = None
+        self,
+        decode: bool | None = None,
+        batch_size: int | tuple[int, ...] | None = None,
+        cache_dtype: DTypeLike = jnp.float32,
     ) -> None:
         """What ``nnx.view`` sets.
 
         Args:
           decode: Whether to decode.
           batch_size: Leading shape of the tokens, for a new and empty cache.
+          cache_dtype: As the ``dtype`` of ``init_cache``.
         """
         if decode is not None:
             self.decode = decode
         if batch_size is not None:
-            self.init_cache((batch_size,) if isinstance(batch_size, int) else batch_size)
+            batch = (batch_size,) if isinstance(batch_size, int) else batch_size
+            self._start(batch, cache_dtype, None)
+
+    def _start(self, batch: tuple[int, ...], dtype: DTypeLike, value_dim: int | None) -> None:
+        state = self._method().init_state(
+            batch=batch,
+            num_key_heads=self.num_heads,
+            head_dim=self.head_dim,
+            value_dim=self.head_dim if value_dim is None else value_dim,
+            dtype=dtype,
+        )
+        self.cache = nnx.Cache(state)
 
 
 class RandomFeatureAttention(_Adapter):
@@ -133,7 +157,10 @@ class RandomFeatureAttention(_Adapter):
 
     and call it with the prompt, of any length, and then token by token. The state is in
     ``nnx.Cache`` variables of the view. ``model.set_attributes(RandomFeatureAttention,
-    decode=True)`` and each adapter's ``init_cache`` do the same in place.
+    decode=True)`` and each adapter's ``init_cache`` do the same in place. What decodes is causal
+    self-attention: where a model has an encoder or cross-attention too, leave them out,
+    ``only=nnx.All(nnx.PathContains("decoder"), RandomFeatureAttention)``. Each layer needs an
+    instance of its own then: one instance in several layers has one cache.
 
     Args:
       num_heads: Number of key heads.
@@ -151,8 +178,10 @@ class RandomFeatureAttention(_Adapter):
       factored_masks: Masks with a query axis are products of a mask of queries, a mask of keys and,
         with is_causal, the causal mask, as ``nnx.make_attention_mask``, ``make_causal_mask`` and
         ``combine_masks`` make them. A query that sees no key gets zeros. A mask that is no such
-        product raises where its values are known, and makes the output NaN under ``jit``.
+        product raises where its values are known, and makes the output NaN under ``jit``. Reading
+        them takes O(T S) memory: for long sequences pass masks of the keys alone.
       decode: Whether calls bring the next tokens of sequences in the cache.
+      sequence_axis: As ``simrf_jax.random_feature_attention``.
       rngs: Source of the key; a ``features`` stream if it has one, else its default.
 
     Raises:
@@ -192,6 +221,7 @@ class RandomFeatureAttention(_Adapter):
         is_causal: bool = False,
         factored_masks: bool = False,
         decode: bool = False,
+        sequence_axis: str | tuple[str, ...] | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(
@@ -200,6 +230,7 @@ class RandomFeatureAttention(_Adapter):
             is_causal=is_causal,
             factored_masks=factored_masks,
             decode=decode,
+            sequence_axis=sequence_axis,
         )
         flax_attention.check_feature_maps((feature_map,), num_weights=num_weights)
         self.feature_map = feature_map
@@ -221,7 +252,7 @@ class RandomFeatureAttention(_Adapter):
 
     def _method(self) -> Method:
         w = None if self.projection is None else self.projection.get_value()
-        return flax_attention.random_feature_method(w, self.feature_map)
+        return flax_attention.random_feature_method(w, self.feature_map, self.sequence_axis)
 
 
 class FMMAttention(_Adapter):
@@ -248,6 +279,7 @@ class FMMAttention(_Adapter):
       is_causal: Likewise.
       factored_masks: Likewise.
       decode: Likewise; the cache holds the last ``bandwidth`` keys and a state for each map.
+      sequence_axis: Likewise.
       rngs: Likewise.
 
     Raises:
@@ -288,6 +320,7 @@ class FMMAttention(_Adapter):
         is_causal: bool = False,
         factored_masks: bool = False,
         decode: bool = False,
+        sequence_axis: str | tuple[str, ...] | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(
@@ -296,6 +329,7 @@ class FMMAttention(_Adapter):
             is_causal=is_causal,
             factored_masks=factored_masks,
             decode=decode,
+            sequence_axis=sequence_axis,
         )
         flax_attention.check_feature_maps(feature_maps, num_weights=num_weights)
         self.feature_maps = tuple(feature_maps)
@@ -323,4 +357,5 @@ class FMMAttention(_Adapter):
             bandwidth=self.bandwidth,
             near_logit=self.near_logit[...],
             far_logits=self.far_logits[...],
+            sequence_axis=self.sequence_axis,
         )

@@ -56,6 +56,9 @@ def test_weights_that_are_numbers():
     near = fmm_jit(q, k, v, [w], bandwidth=2, far_weights=0)
     both = fmm_jit(q, k, v, [w], bandwidth=2, near_weight=2, far_weights=[3])
     np.testing.assert_allclose(both, 2 * near + 3 * far, rtol=1e-5)
+    # By feature map, though there are as many heads.
+    first = fmm_jit(q, k, v, [w, w], bandwidth=2, far_weights=[3, 0], feature_maps=MAPS)
+    np.testing.assert_allclose(first, near + 3 * far, rtol=1e-5)
     assert reference.relative_error(far, reference.attention(q, k, v, w)) < 1e-5
     assert reference.relative_error(near, reference.banded(q, k, v, 2)) < 1e-5
 

@@ -292,6 +292,7 @@ def test_the_mesh_of_the_context():
         ({"sequence_axis": "time"}, ValueError, r"among the axes \('length',\) .* got 'time'"),
         ({"sequence_axis": 0}, TypeError, "the name of a mesh axis, or a tuple of names, got 0"),
         ({"sequence_axis": ()}, TypeError, r"or a tuple of names, got \(\)"),
+        ({"sequence_axis": ("length",) * 2}, ValueError, "name each axis once, got"),
         ({"length": 30}, ValueError, "a multiple of the 4 devices of 'length', got 30 queries"),
         ({"key_length": 9}, ValueError, "a multiple of the 4 devices of 'length', got 9 keys"),
         ({"key_length": 16, "is_causal": True}, ValueError, "got 32 queries and 16 keys"),
@@ -305,6 +306,14 @@ def test_refuses(options, error, match):
     q, k, v = inputs(**{"length": LENGTH} | sizes)
     with jax.set_mesh(make_mesh("auto", length=4)), pytest.raises(error, match=match):
         random_feature_attention(q, k, v, projection(), **{"sequence_axis": "length"} | options)
+
+
+@pytest.mark.fast
+def test_refuses_an_explicit_axis_of_the_batch():
+    sharding = jax.NamedSharding(make_mesh(data=2), P("data"))
+    q, k, v = jax.device_put(inputs(batch=(2,)), sharding)
+    with pytest.raises(ValueError, match="got 'data', which shards another axis of query"):
+        random_feature_attention(q, k, v, projection(), sequence_axis="data")
 
 
 @pytest.mark.fast

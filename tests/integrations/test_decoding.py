@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import errors, nnx, serialization
+from flax import linen as nn
 
 from simrf_jax.integrations import linen as linen_adapter
+from simrf_jax.integrations import nnx as nnx_adapter
 from simrf_jax.integrations.nnx import RandomFeatureAttention
 from tests.attention.inputs import inputs
 from tests.attention.reference import relative_error
@@ -126,7 +128,7 @@ def test_the_model_that_is_viewed_stays_as_it_is_and_views_start_anew():
     again, decoder = decode_nnx(module, x, prompt=3)
     np.testing.assert_array_equal(first, again)
     assert (nnx_step(decoder, x) != first).any()  # It goes on.
-    decoder.attention_fn.init_cache((2,))
+    decoder.attention_fn.init_cache(x.shape)
     np.testing.assert_array_equal(nnx_step(decoder, x), first)
 
 
@@ -137,7 +139,7 @@ def test_set_in_place_and_scanned_with_a_donated_cache():
     module.set_attributes(RandomFeatureAttention, decode=True)
     for _, adapter in nnx.iter_modules(module):
         if isinstance(adapter, RandomFeatureAttention):
-            adapter.init_cache((2,))
+            adapter.init_cache(x.shape)
     graphdef, cache, rest = nnx.split(module, nnx.Cache, ...)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -181,7 +183,7 @@ def test_projections_and_cache_survive_a_checkpoint(feature_map):
         for seed in (0, 1)
     )
     for one in (module, other):
-        one.init_cache((2,))
+        one.init_cache((2, 5, 8))
     step = nnx.jit(lambda module, x: module(*x))
     step(module, x[:, :, :4])
     saved = serialization.to_bytes(nnx.to_pure_dict(nnx.state(module)))
@@ -214,12 +216,59 @@ def test_flaxs_own_caches_see_the_prefix():
         assert relative_error(out[:, 0], expected[:, t]) < 1e-5
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_positions_are_not_known_in_flaxs_own_caches(is_causal):
+    """There a query sees the first key alone, or the band around it."""
+    x = tokens(1, 3)
+    match = "as many keys as queries, .* got 3 keys for 1 queries. .* turn its decode off"
+    options = {"num_features": FEATURES, "coupling": "iid", "is_causal": is_causal}
+    if not is_causal:
+        options["bandwidth"] = 2
+    of_nnx, of_linen = (
+        getattr(module, "RandomFeatureAttention" if is_causal else "FMMAttention")
+        for module in (nnx_adapter, linen_adapter)
+    )
+    rngs = nnx.Rngs(0)
+    adapter = of_nnx(HEADS, WIDTH // HEADS, rngs=rngs, **options)
+    module = nnx.MultiHeadAttention(HEADS, WIDTH, attention_fn=adapter, decode=True, rngs=rngs)
+    module.init_cache(x.shape)
+    with pytest.raises(ValueError, match=match):
+        module(x[:, :1])
+    linen = nn.MultiHeadDotProductAttention(HEADS, attention_fn=of_linen(**options), decode=True)
+    variables = linen.init(jax.random.key(0), x)
+    with pytest.raises(ValueError, match=match):
+        linen.apply(variables, x[:, :1], mutable=["cache"])
+
+
+class EncoderDecoder(nnx.Module):
+    """Attention of each kind, as in a translator."""
+
+    def __init__(self, rngs):
+        self.encoder, self.decoder, self.cross = (nnx_attention(seed=seed) for seed in range(3))
+
+    def __call__(self, source, target):
+        memory = self.encoder(source)
+        target = self.decoder(target, is_causal=True)
+        return self.cross(target, memory)
+
+
+def test_only_the_self_attention_of_a_decoder_decodes():
+    model = EncoderDecoder(nnx.Rngs(0))
+    source, target = tokens(2, 5), tokens(2, 5, seed=2)
+    call = nnx.jit(lambda model, *x: model(*x))
+    expected = call(model, source, target)
+    only = nnx.All(nnx.PathContains("decoder"), RandomFeatureAttention)
+    decoder = nnx.view(model, only=only, decode=True, batch_size=2)
+    outs = [call(decoder, source, piece) for piece in pieces(target, 3)]
+    assert relative_error(jnp.concatenate(outs, axis=1), expected) < 1e-5
+
+
 def test_refuses_both_caches_at_once():
     x = tokens(2, 5)
     match = "decode=True takes the keys of the new tokens, .* got 5 keys for 1 queries"
     module = nnx_attention(decode=True)
     module.init_cache(x.shape)
-    module.attention_fn.init_cache((2,))
+    module.attention_fn.init_cache(x.shape)
     with pytest.raises(ValueError, match=match):
         module(x[:, :1], decode=True)
     linen = linen_attention(decode=True, attention={"decode": True})
@@ -232,11 +281,17 @@ def test_refuses_both_caches_at_once():
 def test_refuses_to_decode_without_a_cache():
     adapter = RandomFeatureAttention(2, 4, 6, decode=True, coupling="iid", rngs=nnx.Rngs(0))
     x = jnp.ones((1, 1, 2, 4))
-    with pytest.raises(ValueError, match=r"decode=True needs a cache: call init_cache\(batch\)"):
+    with pytest.raises(
+        ValueError, match=r"decode=True needs a cache: call init_cache\(input_shape\)"
+    ):
         adapter(x, x, x)
     with pytest.raises(ValueError, match="value_dim must be at least 1, got 0"):
-        adapter.init_cache((1,), value_dim=0)
-    adapter.init_cache((1,), value_dim=3)
+        adapter.init_cache((1, 1, 8), value_dim=0)
+    with pytest.raises(
+        ValueError, match=r"input_shape must be \[..., length, features\], got \(1,\)"
+    ):
+        adapter.init_cache((1,))
+    adapter.init_cache((1, 1, 8), value_dim=3)
     assert adapter(x, x, x[..., :3]).shape == (1, 1, 2, 3)
     linen = linen_adapter.RandomFeatureAttention(6, coupling="iid", decode=True)
     variables = linen.init(jax.random.key(0), x, x, x)

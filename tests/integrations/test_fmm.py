@@ -13,6 +13,7 @@ import simrf_jax
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
 from simrf_jax.integrations.nnx import RandomProjection
+from tests.attention.devices import collectives, make_mesh
 from tests.attention.inputs import inputs
 from tests.attention.reference import relative_error
 
@@ -97,7 +98,7 @@ def test_prompt_and_steps_are_the_parallel_form(dtype):
     expected = step(one, *x, mask=mask)
     assert expected.dtype == dtype
     np.testing.assert_array_equal(expected[1, 2:4], 0)
-    one.set_view(decode=True, batch_size=2)
+    one.set_view(decode=True, batch_size=2, cache_dtype=dtype)
     other = other.clone(decode=True)
     held = {**variables, "cache": {"state": jax.tree.map(jnp.copy, one.cache.get_value())}}
     other_step = jax.jit(functools.partial(other.apply, mutable=["cache"]))
@@ -132,11 +133,45 @@ def test_checkpoints_hold_projections_weights_and_cache():
     variables = jax.jit(other.init)(jax.random.key(0), *qkv(3))
     assert variables.keys() == {"params", "random_features", "cache"}
     assert variables["params"].keys() == {"near_logit", "far_logits"}
-    one.init_cache((2,))
+    one.init_cache((2, LENGTH, HEADS * DIM))
     for saved in (variables, nnx.to_pure_dict(nnx.state(one))):
         blank = jax.tree.map(jnp.zeros_like, saved)
         restored = serialization.from_bytes(blank, serialization.to_bytes(saved))
         chex.assert_trees_all_equal(restored, saved)
+
+
+def test_a_view_has_a_window_of_the_type_that_is_said():
+    one, _, _ = pair(feature_maps=MAPS[:1], num_weights=None)
+    x = [jnp.asarray(array, jnp.bfloat16) for array in qkv(3)]
+    decoder = nnx.view(one, decode=True, batch_size=2)
+    with pytest.raises(TypeError, match=r"key bfloat16, .* got key float32, .* with their dtype"):
+        decoder(*x)
+    decoder = nnx.view(one, decode=True, batch_size=2, cache_dtype=jnp.bfloat16)
+    assert decoder(*x).dtype == decoder.cache.get_value().near.key.dtype == jnp.bfloat16
+
+
+def test_over_an_axis_that_is_named_no_key_is_gathered():
+    one, _, _ = pair(feature_maps=MAPS[:1], num_weights=None, is_causal=True)
+    named, _, _ = pair(
+        feature_maps=MAPS[:1], num_weights=None, is_causal=True, sequence_axis="length"
+    )
+    x = jax.tree.map(jnp.asarray, qkv(8))
+    expected = nnx.jit(lambda m, *x: m(*x))(one, *x)
+    mesh = make_mesh("auto", length=4)
+    x = jax.device_put(x, jax.NamedSharding(mesh, jax.P(None, "length")))
+    graphdef, state = nnx.split(named)
+    with jax.set_mesh(mesh):
+        program = jax.jit(lambda state, *x: nnx.merge(graphdef, state)(*x)).lower(state, *x)
+        compiled = program.compile()
+        assert relative_error(compiled(state, *x), expected) < 1e-5
+    assert {name for name, _, _ in collectives(compiled)} == {"collective-permute"}
+
+
+def test_refuses_other_heads_than_it_was_made_for():
+    one, _, _ = pair()
+    q, _, v = qkv()
+    with pytest.raises(ValueError, match="keys of 2 heads of 4, got 4 heads of 4"):
+        one(q, q, jnp.repeat(v, 2, axis=2))
 
 
 @pytest.mark.fast

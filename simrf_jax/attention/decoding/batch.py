@@ -1,4 +1,4 @@
-"""States of any leading batch shape, and whether they fit what comes."""
+"""States of any leading batch shape, and whether they fit the tokens that come."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from simrf_jax.attention.sequence_parallel import explicit_axes
 
 
 def flatten(state: Any, expected: Any, batch: tuple[int, ...]) -> Any:
@@ -18,7 +21,7 @@ def flatten(state: Any, expected: Any, batch: tuple[int, ...]) -> Any:
       batch: Leading shape.
 
     Raises:
-      TypeError: If it is another kind of state.
+      TypeError: If it is another kind of state, or of other types.
       ValueError: If it has other shapes.
     """
     if type(state) is not type(expected):
@@ -32,6 +35,12 @@ def flatten(state: Any, expected: Any, batch: tuple[int, ...]) -> Any:
             f"state must have {_named(expected, shapes)} for these keys and values, got "
             f"{_named(expected, given)}."
         )
+    dtypes = [x.dtype for x in expected]
+    if (given := [x.dtype for x in state]) != dtypes:
+        raise TypeError(
+            f"state must have {_named(expected, dtypes)} for these keys and values, got "
+            f"{_named(expected, given)}; make it with their dtype."
+        )
     return jax.tree.map(lambda x: x.reshape(math.prod(batch), *x.shape[len(batch) :]), state)
 
 
@@ -40,14 +49,28 @@ def unflatten(state: Any, batch: tuple[int, ...]) -> Any:
     return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), state)
 
 
-def check_as_many_keys_as_queries(query: jax.Array, key: jax.Array) -> None:
-    """Refuses arrays ``[B, T, ...]`` and ``[B, S, ...]`` of different lengths."""
+def check_whole(**arrays: ArrayLike) -> None:
+    """Refuses queries, keys or values whose length devices share."""
+    if axes := explicit_axes({name: jnp.asarray(x) for name, x in arrays.items()}):
+        raise ValueError(
+            "Decoding takes tokens whose length is not sharded, got one sharded over the mesh axis "
+            f"{', '.join(map(repr, axes))}; jax.reshard them."
+        )
+
+
+def check_step(query: jax.Array, key: jax.Array, num_key_heads: int) -> None:
+    """Refuses what a step cannot attend to, by arrays ``[B, T, ...]`` as ``lay_out`` makes them."""
     if query.shape[1] != key.shape[1]:
         raise ValueError(
             "A step of decoding takes as many keys as queries, got "
             f"{key.shape[1]} and {query.shape[1]}."
         )
+    if key.shape[2] != num_key_heads:
+        raise ValueError(
+            "In decoding, mask and bias must be the same for the query heads that share a key "
+            f"head, got one for each of {key.shape[2]} query heads, and {num_key_heads} key heads."
+        )
 
 
-def _named(state: Any, shapes: list[tuple[int, ...]]) -> str:
-    return ", ".join(f"{name} {shape}" for name, shape in zip(state._fields, shapes, strict=True))
+def _named(state: Any, values: list[Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in zip(state._fields, values, strict=True))

@@ -8,11 +8,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention.causal import causal_attention, check_chunk_size
-from simrf_jax.attention.decoding.batch import (
-    check_as_many_keys_as_queries,
-    flatten,
-    unflatten,
-)
+from simrf_jax.attention.decoding.batch import check_step, check_whole, flatten, unflatten
 from simrf_jax.attention.layout import lay_out_with_features
 from simrf_jax.attention.state import (
     AttentionState,
@@ -96,7 +92,7 @@ def append(
       value: ``[..., S, K, D]``.
       projection: W; the same for all keys of a state.
       feature_map: As ``random_feature_attention``, and so the others; always the same for a state.
-      mask: Of the new keys, ``[..., K, 1, S]`` or what broadcasts to it.
+      mask: Of the new keys, broadcastable to ``[..., K, 1, S]``.
       bias: Likewise.
       scale: As ``random_feature_attention``.
       key_value_seq_lengths: Of the new keys.
@@ -106,7 +102,7 @@ def append(
 
     Raises:
       TypeError: If a dtype is wrong.
-      ValueError: If shapes do not fit each other or the state.
+      ValueError: If shapes do not fit each other or the state, or devices share the length.
 
     Example:
       >>> import jax, simrf_jax
@@ -115,6 +111,7 @@ def append(
       >>> state = simrf_jax.decoding.init_state(w, num_key_heads=8, value_dim=64)
       >>> state = simrf_jax.decoding.append(state, k, v, w)
     """
+    check_whole(key=key, value=value)
     inputs, _ = lay_out_with_features(
         jnp.asarray(key)[..., :0, :, :],
         key,
@@ -161,7 +158,8 @@ def step(
       value: ``[..., T, K, D]``.
       projection: W; the same for all keys of a state.
       feature_map: As ``random_feature_attention``, and so the others; always the same for a state.
-      mask: Of the new keys.
+      mask: Of the new keys, broadcastable to ``[..., N, 1, T]``; the same for query heads that
+        share a key head.
       bias: Likewise.
       scale: As ``random_feature_attention``.
       query_seq_lengths: As ``random_feature_attention``.
@@ -173,7 +171,8 @@ def step(
 
     Raises:
       TypeError: If a dtype is wrong.
-      ValueError: If shapes do not fit each other or the state.
+      ValueError: If shapes do not fit each other or the state, devices share the length, or the
+        mask or the bias differ between heads that share keys.
 
     Example:
       >>> import jax, simrf_jax
@@ -184,6 +183,7 @@ def step(
       >>> out.shape
       (1, 8, 64)
     """
+    check_whole(query=query, key=key, value=value)
     inputs, restore = lay_out_with_features(
         query,
         key,
@@ -196,7 +196,7 @@ def step(
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
     )
-    check_as_many_keys_as_queries(inputs.query, inputs.key)
+    check_step(inputs.query, inputs.key, jnp.shape(key)[-2])
     batch = jnp.shape(query)[:-3]
     before = flatten(state, jax.eval_shape(lambda: empty_state(inputs)), batch)
     out, after = causal_attention(inputs, before, chunk_size=check_chunk_size(chunk_size))

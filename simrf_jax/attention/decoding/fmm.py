@@ -116,7 +116,8 @@ def fmm_step(
       near_weight: As ``fmm_attention``.
       far_weights: As ``fmm_attention``.
       feature_maps: As ``fmm_attention``.
-      mask: Of the new keys, ``[..., K, 1, T]`` or what broadcasts to it.
+      mask: Of the new keys, broadcastable to ``[..., N, 1, T]``; the same for query heads that
+        share a key head.
       bias: Likewise.
       scale: As ``fmm_attention``.
       query_seq_lengths: As ``fmm_attention``.
@@ -142,9 +143,11 @@ def fmm_step(
       (1, 8, 64)
     """
     check_feature_maps(projections, feature_maps)
-    if not isinstance(state, FMMState) or len(state.far) != len(feature_maps):
+    if not isinstance(state, FMMState):
+        raise TypeError(f"state must be of type FMMState, got {type(state).__name__}.")
+    if len(state.far) != len(feature_maps):
         raise ValueError(
-            f"state must be an FMMState of {len(feature_maps)} feature maps, got {_what(state)}."
+            f"state must be of {len(feature_maps)} feature maps, got one of {len(state.far)}."
         )
     options = {
         "mask": mask,
@@ -172,9 +175,3 @@ def fmm_step(
     far = [out for out, _ in steps]
     out = blend(near, far, near_weight, far_weights)
     return out, FMMState(window, tuple(after for _, after in steps))
-
-
-def _what(state: object) -> str:
-    if isinstance(state, FMMState):
-        return f"one of {len(state.far)}"
-    return f"a {type(state).__name__}"

@@ -6,11 +6,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention.blocks import cut
-from simrf_jax.attention.decoding.batch import check_as_many_keys_as_queries, flatten, unflatten
+from simrf_jax.attention.decoding.batch import check_step, check_whole, flatten, unflatten
 from simrf_jax.attention.layout import Arrays, lay_out, log_weights_of
 from simrf_jax.attention.near_field import attend_in_blocks
 from simrf_jax.attention.state import visible_only
@@ -96,7 +97,8 @@ def window_step(
       query: ``[..., T, N, H]``.
       key: ``[..., T, K, H]``.
       value: ``[..., T, K, D]``.
-      mask: Of the new keys, ``[..., K, 1, T]`` or what broadcasts to it.
+      mask: Of the new keys, broadcastable to ``[..., N, 1, T]``; the same for query heads that
+        share a key head.
       bias: Likewise.
       scale: As ``banded_attention``.
       query_seq_lengths: As ``banded_attention``.
@@ -107,7 +109,8 @@ def window_step(
 
     Raises:
       TypeError: If a dtype is wrong.
-      ValueError: If shapes do not fit each other or the window.
+      ValueError: If shapes do not fit each other or the window, devices share the length, or the
+        mask or the bias differ between heads that share keys.
 
     Example:
       >>> import jax, simrf_jax
@@ -119,6 +122,7 @@ def window_step(
       >>> out.shape
       (1, 8, 64)
     """
+    check_whole(query=query, key=key, value=value)
     arrays, restore = lay_out(
         query,
         key,
@@ -129,12 +133,13 @@ def window_step(
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
     )
-    check_as_many_keys_as_queries(arrays.query, arrays.key)
+    check_step(arrays.query, arrays.key, jnp.shape(key)[-2])
     batch = jnp.shape(query)[:-3]
-    bandwidth = jnp.shape(window[0])[len(batch)]
+    if not isinstance(window, Window):
+        raise TypeError(f"window must be of type Window, got {type(window).__name__}.")
+    bandwidth = jnp.shape(window.key)[-3]
     before = flatten(window, jax.eval_shape(lambda: _empty(arrays, bandwidth)), batch)
-    new = _as_window(arrays)
-    seen = jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), before, new)
+    seen = jax.tree.map(_join, before, _as_window(arrays))
     length = arrays.query.shape[1]
     blocks = cut(length, bandwidth + length, bandwidth, True, None, history=bandwidth)
     out = attend_in_blocks(
@@ -149,6 +154,14 @@ def _as_window(arrays: Arrays) -> Window:
     key, value = visible_only(arrays.key, arrays.value, arrays.key_log_weights)
     weights = jnp.broadcast_to(log_weights_of(arrays), key.shape[:-1])
     return Window(key.astype(value.dtype), value, weights)
+
+
+def _join(before: jax.Array, new: jax.Array) -> jax.Array:
+    sharding = jax.typeof(new).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        # The first window is whole on every device.
+        before = jax.sharding.reshard(before, sharding)
+    return jnp.concatenate([before, new], axis=1)
 
 
 def _empty(arrays: Arrays, bandwidth: int) -> Window:

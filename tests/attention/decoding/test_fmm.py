@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from simrf_jax import decoding, fmm_attention
+from tests.attention.devices import make_mesh
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import relative_error
 
@@ -49,14 +50,49 @@ def test_prefill_and_steps_are_the_parallel_form():
     assert jax.tree.map(jnp.shape, state) == shapes
 
 
+def test_batches_over_an_explicit_axis():
+    q, k, v = inputs(6, heads=2, batch=(4,))
+    w = projection()
+    expected = fmm_attention(q, k, v, (w,), bandwidth=5, is_causal=True)
+    sharding = jax.NamedSharding(make_mesh(data=2), jax.P("data"))
+    state, outs = empty(k, v, (w,), MAPS[:1]), []
+    step = jax.jit(decoding.fmm_step)
+    for some in (slice(0, 4), slice(4, 6)):
+        tokens = jax.device_put([x[:, some] for x in (q, k, v)], sharding)
+        out, state = step(state, *tokens, (w,))
+        outs.append(np.asarray(out))
+    assert relative_error(np.concatenate(outs, axis=1), expected) < 1e-5
+
+
+@pytest.mark.fast
+def test_refuses_a_length_that_devices_share_and_masks_by_query_head():
+    q, k, v = inputs(4, heads=4, key_heads=2, batch=(1,))
+    w = projection()
+    state = empty(k, v, (w,), MAPS[:1])
+    mask = jnp.ones((1, 4, 1, 4), bool)
+    with pytest.raises(ValueError, match="one for each of 4 query heads, and 2 key heads"):
+        decoding.fmm_step(state, q, k, v, (w,), mask=mask)
+    with pytest.raises(ValueError, match="one for each of 4 query heads, and 2 key heads"):
+        decoding.step(state.far[0], q, k, v, w, mask=mask)
+    sharding = jax.NamedSharding(make_mesh(length=2), jax.P(None, "length"))
+    q, k, v = jax.device_put((q, k, v), sharding)
+    for call in (
+        lambda: decoding.step(state.far[0], q, k, v, w),
+        lambda: decoding.append(state.far[0], k, v, w),
+        lambda: decoding.window_step(state.near, q, k, v),
+    ):
+        with pytest.raises(ValueError, match=r"length is not sharded, got .* axis 'length'"):
+            call()
+
+
 @pytest.mark.fast
 def test_refuses():
     q, k, v = inputs()
     projections = (projection(), None)
     state = empty(k, v, projections)
-    with pytest.raises(ValueError, match="must be an FMMState of 1 feature maps, got one of 2"):
+    with pytest.raises(ValueError, match="state must be of 1 feature maps, got one of 2"):
         decoding.fmm_step(state, q, k, v, projections[:1])
-    with pytest.raises(ValueError, match="must be an FMMState of 2 feature maps, got a Window"):
+    with pytest.raises(TypeError, match="state must be of type FMMState, got Window"):
         decoding.fmm_step(state.near, q, k, v, projections, feature_maps=MAPS)
     with pytest.raises(
         ValueError, match=r"projections must hold one for each feature map.* 2 for 1"
