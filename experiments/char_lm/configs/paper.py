@@ -2,10 +2,12 @@
 
 Shows:     how much of what the far field loses against softmax attention the near field gives back
 Command:   python -m experiments.char_lm.main --workdir=runs/char_lm
-Hardware:  two CPU cores
+Hardware:  two CPU cores, with other work
+Time:      44 minutes
 Text:      that of Python 3.11.7, as text.SHA256 says; other versions have other texts, and the
            program says so
-Expected:  softmax < near + far < near field only < far field only in bits per character
+Expected:  1.909 (softmax), 1.924 (near + far), 1.944 (near field), 2.065 (far field) bits per
+           character
 """
 
 import ml_collections
