@@ -72,6 +72,18 @@ def test_the_nnx_performer_trains_and_generates():
     assert relative_error(jnp.concatenate(logits, axis=1), parallel) < 1e-5
 
 
+def test_a_thousand_tokens_have_the_logits_of_the_parallel_form():
+    length = 1_000
+    model = nnx_performer.Transformer(**SIZES | {"max_length": length}, rngs=nnx.Rngs(0))
+    model.eval()
+    tokens = jax.random.randint(jax.random.key(0), (1, length), 0, VOCABULARY)
+    decoder = nnx.view(model, only=RandomFeatureAttention, decode=True, batch_size=1)
+    step = nnx.jit(lambda m, tokens, start: m(tokens, start))
+    logits = [step(decoder, tokens[:, t : t + 1], jnp.asarray(t)) for t in range(length)]
+    parallel = nnx.jit(lambda m, tokens: m(tokens))(model, tokens)
+    assert relative_error(jnp.concatenate(logits, axis=1), parallel) < 1e-5
+
+
 def test_the_linen_performer_trains_and_generates():
     model = linen_performer.Transformer(**SIZES)
     variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
