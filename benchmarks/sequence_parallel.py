@@ -16,10 +16,9 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding
 
-from benchmarks import tpu  # noqa: F401  No metadata server to ask.
+from benchmarks import tpu
 from simrf_jax import banded_attention, random_feature_attention
 
 LENGTH, HEADS, DIM, FEATURES, BANDWIDTH = 65_536, 8, 64, 130, 32
@@ -30,8 +29,7 @@ BYTES = {"pred": 1, "bf16": 2, "f32": 4, "s32": 4}
 
 
 def compiled(mode, axis_type, backward):
-    devices = topologies.get_topology_desc("v5e:2x4", platform="tpu").devices
-    mesh = jax.make_mesh((8,), ("length",), (axis_type,), devices=devices)
+    mesh = jax.make_mesh((8,), ("length",), (axis_type,), devices=tpu.devices("v5e:2x4"))
 
     def array(shape, *spec, dtype=jnp.float32):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, jax.P(*spec)))

@@ -16,10 +16,14 @@ import jax
 from jax.experimental import topologies
 
 
+def devices(topology="v5e:2x4"):
+    """The devices of a TPU topology, to compile for."""
+    return topologies.get_topology_desc(topology, platform="tpu").devices
+
+
 def compile_for(function, *arguments, topology="v5e:2x4"):
     """Compiles a function of abstract arguments for one device of a TPU topology."""
-    devices = topologies.get_topology_desc(topology, platform="tpu").devices
-    sharding = jax.sharding.SingleDeviceSharding(devices[0])
+    sharding = jax.sharding.SingleDeviceSharding(devices(topology)[0])
 
     def on_device(x):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)

@@ -15,32 +15,13 @@ import optax
 import tqdm
 from flax import nnx
 
-import simrf_jax
+from experiments import training
 from experiments.char_lm.model import CharLM
 from experiments.char_lm.text import Text, encode, train_batch, windows
-from simrf_jax.integrations.nnx import RandomProjection
+from experiments.training import TrainState
 
-
-class TrainState(NamedTuple):
-    """All that training changes, and the key it never does.
-
-    Attributes:
-      step: Steps done.
-      key: Typed PRNG key of the run.
-      params: ``nnx.Param`` state of the model.
-      projections: ``RandomProjection`` state of the model; empty without a far field.
-      opt_state: The optimiser's.
-    """
-
-    step: jax.Array
-    key: jax.Array
-    params: nnx.State
-    projections: nnx.State
-    opt_state: optax.OptState
-
-
-# Which draw a key is for: fold_in(state.key, one of these).
-PARAMS, PROJECTIONS, SAMPLE = range(3)
+# Which draw a key is for, after those of training.
+SAMPLE = 2
 
 
 class Program(NamedTuple):
@@ -61,24 +42,6 @@ class Program(NamedTuple):
     sample: Callable[[TrainState, np.ndarray], jax.Array]
 
 
-def make_optimizer(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
-    """AdamW with clipped gradients, a linear warm-up and a cosine to 0."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, config.learning_rate, config.warmup_steps, config.num_steps
-    )
-
-    def kernels(params: nnx.State) -> nnx.State:
-        """Biases, norms, the embedding and the weights of the fields do not decay."""
-        return jax.tree.map_with_path(
-            lambda path, _: "kernel" in jax.tree_util.keystr(path), params
-        )
-
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(schedule, b2=config.b2, weight_decay=config.weight_decay, mask=kernels),
-    )
-
-
 def make_program(
     config: ml_collections.ConfigDict, attention: str, vocabulary_size: int
 ) -> Program:
@@ -87,28 +50,7 @@ def make_program(
         CharLM, vocabulary_size, attention=attention, **config.model.to_dict()
     )
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(rngs=nnx.Rngs(0))))
-    optimizer = make_optimizer(config)
-
-    def init(key: jax.Array) -> TrainState:
-        model = make_model(
-            rngs=nnx.Rngs(
-                params=jax.random.fold_in(key, PARAMS),
-                features=jax.random.fold_in(key, PROJECTIONS),
-            )
-        )
-        params, projections = nnx.state(model, nnx.Param), nnx.state(model, RandomProjection)
-        return TrainState(
-            jnp.zeros((), jnp.int32), key, params, projections, optimizer.init(params)
-        )
-
-    def redraw(state: TrainState) -> TrainState:
-        key = jax.random.fold_in(state.key, PROJECTIONS)
-        projections = simrf_jax.redraw_projections(
-            simrf_jax.redraw_key(key, state.step, interval=config.redraw_interval),
-            state.projections,
-            coupling=config.model.coupling,
-        )
-        return state._replace(projections=projections)
+    optimizer, _ = training.make_optimizer(config, b2=config.b2)
 
     def mean_loss(params: nnx.State, projections: nnx.State, batch: jax.Array) -> jax.Array:
         logits = nnx.merge(graphdef, params, projections)(batch[:, :-1])
@@ -140,6 +82,10 @@ def make_program(
         indices = jnp.pad(prompt, (0, config.context - len(prompt)))
         return jax.lax.fori_loop(len(prompt) - 1, config.context - 1, write_next, indices)
 
+    init = functools.partial(training.init_state, make_model=make_model, optimizer=optimizer)
+    redraw = functools.partial(
+        training.redraw, interval=config.redraw_interval, coupling=config.model.coupling
+    )
     return Program(
         jax.jit(init),
         jax.jit(redraw, donate_argnums=0),

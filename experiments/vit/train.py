@@ -7,7 +7,7 @@ import json
 import math
 import pathlib
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,33 +18,14 @@ import tqdm
 from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import simrf_jax
+from experiments import training
+from experiments.training import TrainState
 from experiments.vit import config as config_lib
 from experiments.vit import data, report
-from simrf_jax.integrations.nnx import RandomProjection
 from simrf_jax.models import ViT, ViTConfig
 
-
-class TrainState(NamedTuple):
-    """All that training changes, and the key it never does.
-
-    Attributes:
-      step: Steps done.
-      key: Typed PRNG key of the run; every draw is a function of it, the step and a name.
-      params: ``nnx.Param`` state of the model.
-      projections: ``RandomProjection`` state of the model; empty for exact attention.
-      opt_state: The optimiser's.
-    """
-
-    step: jax.Array
-    key: jax.Array
-    params: nnx.State
-    projections: nnx.State
-    opt_state: optax.OptState
-
-
-# Which draw a key is for: fold_in(state.key, one of these).
-PARAMS, PROJECTIONS, DROPOUT = range(3)
+# Which draw a key is for, after those of training.
+DROPOUT = 2
 
 
 def make_mesh(num_devices: int) -> Mesh:
@@ -61,58 +42,6 @@ def make_mesh(num_devices: int) -> Mesh:
             f"got {num_devices}."
         )
     return jax.make_mesh((wanted,), ("data",), (AxisType.Auto,), devices=devices[:wanted])
-
-
-def make_optimizer(
-    config: ml_collections.ConfigDict,
-) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW with clipped gradients, and its learning rate as a function of the step."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, config.learning_rate, config.warmup_steps, config.num_steps
-    )
-
-    def kernels(params: Any) -> Any:
-        """Biases, norms and the position embedding do not decay."""
-        return jax.tree.map_with_path(
-            lambda path, _: "kernel" in jax.tree_util.keystr(path), params
-        )
-
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            schedule,
-            config.b1,
-            config.b2,
-            config.eps,
-            weight_decay=config.weight_decay,
-            mask=kernels,
-        ),
-    )
-    return optimizer, schedule
-
-
-def init_state(
-    key: jax.Array, model_config: ViTConfig, optimizer: optax.GradientTransformation
-) -> TrainState:
-    """The state before the first step; projections are still to be drawn by ``redraw``."""
-    rngs = nnx.Rngs(
-        params=jax.random.fold_in(key, PARAMS), features=jax.random.fold_in(key, PROJECTIONS)
-    )
-    model = ViT(model_config, rngs=rngs)
-    params, projections = nnx.state(model, nnx.Param), nnx.state(model, RandomProjection)
-    return TrainState(jnp.zeros((), jnp.int32), key, params, projections, optimizer.init(params))
-
-
-def redraw(state: TrainState, *, model_config: ViTConfig, interval: int) -> TrainState:
-    """The state with the projections that belong to its step."""
-    key = jax.random.fold_in(state.key, PROJECTIONS)
-    projections = simrf_jax.redraw_projections(
-        simrf_jax.redraw_key(key, state.step, interval=interval),
-        state.projections,
-        coupling=model_config.attention,
-        block=model_config.block,
-    )
-    return state._replace(projections=projections)
 
 
 def train_step(
@@ -197,15 +126,26 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
         **config.model,
     )
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: ViT(model_config, rngs=nnx.Rngs(0))))
-    optimizer, schedule = make_optimizer(config)
+    optimizer, schedule = training.make_optimizer(
+        config, b1=config.b1, b2=config.b2, eps=config.eps
+    )
     replicated = NamedSharding(mesh, PartitionSpec())
     sharded = NamedSharding(mesh, PartitionSpec("data"))
     jit_init = jax.jit(
-        functools.partial(init_state, model_config=model_config, optimizer=optimizer),
+        functools.partial(
+            training.init_state,
+            make_model=functools.partial(ViT, model_config),
+            optimizer=optimizer,
+        ),
         out_shardings=replicated,
     )
     jit_redraw = jax.jit(
-        functools.partial(redraw, model_config=model_config, interval=config.redraw_interval),
+        functools.partial(
+            training.redraw,
+            interval=config.redraw_interval,
+            coupling=model_config.attention,
+            block=model_config.block,
+        ),
         in_shardings=replicated,
         out_shardings=replicated,
         donate_argnums=0,

@@ -21,13 +21,10 @@ def flatten(state: Any, expected: Any, batch: tuple[int, ...]) -> Any:
       batch: Leading shape.
 
     Raises:
-      TypeError: If it is another kind of state, or of other types.
+      TypeError: If it is another kind of state, or of other dtypes.
       ValueError: If it has other shapes.
     """
-    if type(state) is not type(expected):
-        raise TypeError(
-            f"state must be of type {type(expected).__name__}, got {type(state).__name__}."
-        )
+    check_kind(state, type(expected))
     shapes = [(*batch, *x.shape[1:]) for x in expected]
     given = [jnp.shape(x) for x in state]
     if given != shapes:
@@ -47,6 +44,12 @@ def flatten(state: Any, expected: Any, batch: tuple[int, ...]) -> Any:
 def unflatten(state: Any, batch: tuple[int, ...]) -> Any:
     """The state with the leading shape of the inputs."""
     return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), state)
+
+
+def check_kind(state: Any, kind: type) -> None:
+    """Refuses another kind of state."""
+    if not isinstance(state, kind):
+        raise TypeError(f"state must be of type {kind.__name__}, got {type(state).__name__}.")
 
 
 def check_whole(**arrays: ArrayLike) -> None:

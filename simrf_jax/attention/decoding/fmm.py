@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from simrf_jax.attention.decoding.batch import check_kind
 from simrf_jax.attention.decoding.far_field import init_state, step
 from simrf_jax.attention.decoding.near_field import Window, init_window, window_step
 from simrf_jax.attention.fmm import blend, check_feature_maps
@@ -143,8 +144,7 @@ def fmm_step(
       (1, 8, 64)
     """
     check_feature_maps(projections, feature_maps)
-    if not isinstance(state, FMMState):
-        raise TypeError(f"state must be of type FMMState, got {type(state).__name__}.")
+    check_kind(state, FMMState)
     if len(state.far) != len(feature_maps):
         raise ValueError(
             f"state must be of {len(feature_maps)} feature maps, got one of {len(state.far)}."

@@ -11,7 +11,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention.blocks import cut
-from simrf_jax.attention.decoding.batch import check_step, check_whole, flatten, unflatten
+from simrf_jax.attention.decoding.batch import (
+    check_kind,
+    check_step,
+    check_whole,
+    flatten,
+    unflatten,
+)
 from simrf_jax.attention.layout import Arrays, lay_out, log_weights_of
 from simrf_jax.attention.near_field import attend_in_blocks
 from simrf_jax.attention.state import visible_only
@@ -135,8 +141,7 @@ def window_step(
     )
     check_step(arrays.query, arrays.key, jnp.shape(key)[-2])
     batch = jnp.shape(query)[:-3]
-    if not isinstance(window, Window):
-        raise TypeError(f"window must be of type Window, got {type(window).__name__}.")
+    check_kind(window, Window)
     bandwidth = jnp.shape(window.key)[-3]
     before = flatten(window, jax.eval_shape(lambda: _empty(arrays, bandwidth)), batch)
     seen = jax.tree.map(_join, before, _as_window(arrays))

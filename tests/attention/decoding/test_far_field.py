@@ -94,6 +94,18 @@ def test_gradients_flow_through_the_state():
 
 
 @pytest.mark.fast
+def test_refuses_other_states():
+    q, k, v = inputs()
+    w = projection()
+    window = decoding.init_window(bandwidth=2, num_key_heads=2, head_dim=8, value_dim=8)
+    with pytest.raises(TypeError, match="state must be of type AttentionState, got Window"):
+        decoding.step(window, q, k, v, w)
+    state = jax.tree.map(lambda x: x.astype(jnp.bfloat16), empty(q, k, v, w))
+    with pytest.raises(TypeError, match=r"sums float32, .* got sums bfloat16, .* with their dtype"):
+        decoding.append(state, k, v, w)
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize(
     ("call", "match"),
     [

@@ -103,7 +103,7 @@ def test_gradients_flow_through_the_window():
         (
             TypeError,
             lambda q, k, v, window: decoding.window_step((k, v), q, k, v),
-            "window must be of type Window, got tuple",
+            "state must be of type Window, got tuple",
         ),
         (ValueError, lambda q, k, v, window: empty(k, v, -1), "bandwidth must be at least 0"),
         (TypeError, lambda q, k, v, window: empty(k, v, 2.5), "bandwidth must be an integer"),

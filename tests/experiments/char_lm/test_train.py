@@ -114,3 +114,9 @@ def test_a_loss_that_is_not_finite_stops_the_run():
     program = fake_program(evaluate=lambda state, batch: np.nan)
     with pytest.raises(FloatingPointError, match="validation loss of near-0 is nan at step 2"):
         train.train(program, TEXT, tiny.get_config(), seed=0, name="near-0")
+
+
+@pytest.mark.fast
+def test_an_unknown_attention_is_refused():
+    with pytest.raises(ValueError, match=r"attention must be one of softmax, .*, got 'sofmax'"):
+        train.make_program(tiny.get_config(), "sofmax", len(TEXT.alphabet))

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from PIL import Image
 
+from experiments import training
 from experiments.vit import compare, data, train
 from simrf_jax.models import ViT, ViTConfig
 from tests.experiments.vit import tiny
@@ -65,8 +66,8 @@ def test_a_run_is_a_function_of_its_seed(tmp_path):
 
 def make_state(config):
     model_config = ViTConfig(image_size=(8, 8), channels=1, num_classes=10, **config.model)
-    optimizer, _ = train.make_optimizer(config)
-    state = train.init_state(jax.random.key(0), model_config, optimizer)
+    optimizer, _ = training.make_optimizer(config)
+    state = training.init_state(jax.random.key(0), functools.partial(ViT, model_config), optimizer)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: ViT(model_config, rngs=nnx.Rngs(0))))
     return state, model_config, optimizer, graphdef
 
@@ -86,8 +87,10 @@ def test_a_run_traces_each_of_its_functions_once(tmp_path, monkeypatch):
 
         return count
 
-    for name in ("init_state", "redraw", "train_step", "eval_step"):
-        monkeypatch.setattr(train, name, counted(name, getattr(train, name)))
+    functions = {training: ("init_state", "redraw"), train: ("train_step", "eval_step")}
+    for module, names in functions.items():
+        for name in names:
+            monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
     config = tiny.get_config(num_steps=9, eval_interval=3, redraw_interval=4, mesh__data=8)
     train.train(config, tmp_path)
     assert traces == {"init_state": 1, "redraw": 1, "train_step": 1, "eval_step": 1}
@@ -111,7 +114,7 @@ def test_redraw_is_a_function_of_key_and_step_alone():
 
     def at(step, state=state):
         state = state._replace(step=jnp.int32(step))
-        return train.redraw(state, model_config=model_config, interval=10).projections
+        return training.redraw(state, interval=10, coupling=model_config.attention).projections
 
     chex.assert_trees_all_equal(at(0), at(9))
     chex.assert_trees_all_equal(at(10), at(19, state._replace(projections=at(30))))
