@@ -119,8 +119,9 @@ def test_causal_weights_are_those_of_each_prefix(length, key_length):
     for t in {0, 1, length - 1}:
         prefix = random_feature_attention(q[t : t + 1], k[: t + 1], v[: t + 1], w)
         np.testing.assert_allclose(attend(weights, v)[t], prefix[0], rtol=1e-4, atol=1e-5)
-    k[4:] = np.nan
-    future = causal(q, k)
+    future_k = k.copy()
+    future_k[4:] = np.nan
+    future = causal(q, future_k)
     np.testing.assert_array_equal(future[:, :4], weights[:, :4])
 
 
@@ -291,9 +292,11 @@ def test_report_of_masked_attention_without_values():
 def test_report_of_padding_that_is_nan_and_of_nan_that_is_seen():
     q, k, v = inputs(length=6)
     expected = attention_report(q[:, :], k[:4], projection(), value=v[:4])
+    k, v = k.copy(), v.copy()
     k[4:], v[4:] = np.nan, np.nan
     report = attention_report(q, k, projection(), value=v, key_value_seq_lengths=4)
     np.testing.assert_allclose(report, expected, rtol=1e-5)
+    k = k.copy()
     k[2, 0] = np.nan
     report = attention_report(q, k, projection(), value=v, key_value_seq_lengths=4)
     assert np.isnan(np.array(report)[[0, 1, 2, 3, 4, 5], 0]).all()

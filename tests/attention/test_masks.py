@@ -59,6 +59,7 @@ def test_hidden_keys_do_not_matter_whatever_they_hold():
     w = projection()
     visible = np.arange(9) < 6
     expected = random_feature_attention(q, k[:6], v[:6], w)
+    k, v = k.copy(), v.copy()
     k[6:], v[6:] = np.nan, np.inf
     actual, pullback = jax.vjp(
         lambda k, v: random_feature_attention(q, k, v, w, mask=visible), k, v
@@ -73,6 +74,7 @@ def test_padded_queries_do_not_matter_whatever_they_hold():
     q, k, v = inputs(batch=(2,))
     w, lengths = projection(), jnp.array([5, 9])
     expected = random_feature_attention(q, k, v, w, query_seq_lengths=lengths)
+    q = q.copy()
     q[0, 5:] = np.nan
     actual, pullback = jax.vjp(
         lambda *x: random_feature_attention(*x, w, query_seq_lengths=lengths), q, k, v
