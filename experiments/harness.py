@@ -111,6 +111,16 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """What two flat mappings do not share, one sentence an entry."""
+    absent = "absent"
+    return [
+        f"{name} is {theirs.get(name, absent)} there, {ours.get(name, absent)} here"
+        for name in {**theirs, **ours}
+        if name not in theirs or name not in ours or theirs[name] != ours[name]
+    ]
+
+
 def unknown_field_message(names: list[str], fields: Fields) -> str:
     """Says which fields there are."""
     plural = "s" if len(names) > 1 else ""

@@ -71,7 +71,7 @@ def compare(
 def _finish_run(
     config: ml_collections.ConfigDict, run: pathlib.Path, attention: str, seed: int
 ) -> None:
-    """Trains one run unless it is finished; starts one over that was stopped halfway."""
+    """Trains one run unless it is finished; one that was stopped goes on, or starts over."""
     config = copy.deepcopy(config)
     config.seed = seed
     config.model.attention = attention
@@ -81,7 +81,8 @@ def _finish_run(
             raise ValueError(f"{run} was run with another config; give another --workdir.")
         print(f"{run} is finished.")
         return
-    (run / "metrics.csv").unlink(missing_ok=True)
+    if not config.checkpoint.interval:
+        (run / "metrics.csv").unlink(missing_ok=True)
     print(f"{run}", flush=True)
     train.train(config, run)
 
