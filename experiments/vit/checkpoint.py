@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -69,9 +70,9 @@ class Checkpoints:
 
     def __init__(self, folder: epath.PathLike, config: ml_collections.ConfigDict, *, keep: int):
         self._config = json.loads(config.to_json_best_effort())
-        best = BestN(get_metric_fn=_accuracy, n=1, keep_checkpoints_without_metrics=False)
+        best = BestN(get_metric_fn=_accuracy, n=1)
         options = ocp.CheckpointManagerOptions(
-            best_fn=_accuracy,
+            best_fn=_accuracy,  # Without it the metrics would not be written.
             preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
             cleanup_tmp_directories=True,
         )
@@ -116,7 +117,7 @@ class Checkpoints:
         items = {"state": ocp.args.PyTreeSave(arrays), "run": ocp.args.JsonSave(run)}
         if iterator is not None:
             items["data"] = grain.checkpoint.CheckpointSave(iterator)
-        metrics = {k: v for k, v in progress.rows[-1].items() if k == "test_accuracy"} or None
+        metrics = {k: v for k, v in progress.rows[-1].items() if k == "test_accuracy"}
         try:
             self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
         except Exception as error:
@@ -239,13 +240,13 @@ def load(folder: epath.PathLike, state: State, *, best: bool) -> tuple[State, in
       The arrays, and the step.
 
     Raises:
-      FileNotFoundError: If there is no such checkpoint.
+      FileNotFoundError: If there is no checkpoint.
     """
     options = ocp.CheckpointManagerOptions(best_fn=_accuracy, read_only=True)
     with ocp.CheckpointManager(epath.Path(folder).resolve(), options=options) as manager:
         step = manager.best_step() if best else manager.latest_step()
         if step is None:
-            raise FileNotFoundError(f"There is no {'evaluated ' * best}checkpoint in {folder}.")
+            raise FileNotFoundError(f"There is no checkpoint in {folder}.")
         items = ocp.args.Composite(state=_restore_arrays(_by_name(state)))
         return _like(state, manager.restore(step, args=items)["state"]), step
 
@@ -260,7 +261,7 @@ def _like(state: State, arrays: Mapping[str, Any]) -> State:
 
 
 def _accuracy(metrics: Mapping[str, float]) -> float:
-    return metrics["test_accuracy"]
+    return metrics.get("test_accuracy", -math.inf)  # Of a step that was not evaluated.
 
 
 def _by_name(state: Any) -> dict[str, Any]:

@@ -27,7 +27,7 @@ def evaluate(workdir: str | pathlib.Path, *, best: bool) -> dict[str, float]:
       ``step``, ``test_loss`` and ``test_accuracy``.
 
     Raises:
-      FileNotFoundError: If workdir holds no run, or no such checkpoint.
+      FileNotFoundError: If workdir holds no run, or no checkpoint.
     """
     workdir = pathlib.Path(workdir)
     config = ml_collections.ConfigDict(json.loads((workdir / "config.json").read_text()))

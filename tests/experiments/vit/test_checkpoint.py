@@ -253,7 +253,7 @@ def test_arrays_of_other_shapes_are_refused_by_name(tmp_path):
         checkpoints.wait()
         other = checkpoint.abstract(make_state(width=24) | {"bias": make_state()["kernel"]})
         match = (
-            r"bias is absent there, float32\[16\] here; kernel is float32\[16\] there, float32\[24"
+            r"kernel is float32\[16\] there, float32\[24\] here; bias is absent there, float32\[16"
         )
         with pytest.raises(checkpoint.IncompatibleError, match=match):
             checkpoints.restore(other)
