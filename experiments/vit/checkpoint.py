@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import warnings
@@ -154,6 +155,7 @@ class Checkpoints:
           OSError: If there are checkpoints, and none can be read.
         """
         damaged: list[int] = []
+        failure: Exception | None = None
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
                 restored = self._restore(step, state, iterator)
@@ -166,8 +168,10 @@ class Checkpoints:
                 self._set_aside(later)
             self._manager.reload()
             return restored
-        if damaged:
-            raise OSError(f"No checkpoint in {self._folder} can be read: {failure}") from failure
+        if damaged or any(self._folder.glob("*.damaged")):
+            raise OSError(
+                f"No checkpoint in {self._folder} can be read. To start over, delete it."
+            ) from failure
         return None
 
     def _restore(
@@ -213,13 +217,16 @@ class Checkpoints:
         for path in self._folder.iterdir():
             if ocp.path.step.TMP_DIR_SUFFIX in path.name:
                 warnings.warn(f"{path} is half-written; it is passed over.", stacklevel=3)
-        for path in self._folder.glob("*/metrics/metrics"):
+        for step in ocp.path.step.checkpoint_steps(self._folder):
+            metrics = self._folder / str(step) / "metrics" / "metrics"
             try:
-                json.loads(path.read_text())
-            except ValueError:
-                self._set_aside(int(path.parent.parent.name))
+                json.loads(metrics.read_text())
+            except (FileNotFoundError, ValueError):
+                self._set_aside(step)
 
     def _not_saved(self, error: Exception) -> OSError:
+        with contextlib.suppress(Exception):
+            self._manager.reload()  # It has struck off what it would have deleted after the save.
         last = self._manager.latest_step()
         whole = "There is no earlier one" if last is None else f"That of step {last} is whole"
         return OSError(
