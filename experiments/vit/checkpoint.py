@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
+import absl.logging
 import grain
 import grain.checkpoint
 import jax
 import ml_collections
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from experiments import harness
@@ -44,6 +47,13 @@ def abstract(state: State) -> State:
     """Shapes, types and shardings of a state: where and how to restore one."""
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
+def quiet() -> None:
+    """Keeps a program's standard error free of Orbax's diary; its errors stay."""
+    absl.logging.get_absl_handler().addFilter(
+        lambda record: "orbax" not in record.pathname or record.levelno >= logging.ERROR
     )
 
 
@@ -78,10 +88,11 @@ class Checkpoints:
             cleanup_tmp_directories=True,
         )
         try:
-            self._folder = epath.Path(folder).expanduser().resolve()
+            self._folder = _absolute(folder)
             self._folder.mkdir(parents=True, exist_ok=True)
             self._check_access()
             self._pass_over_half_written()
+            multihost_utils.sync_global_devices("half-written checkpoints are passed over")
             self._manager = ocp.CheckpointManager(self._folder, options=options)
         except Exception as error:  # Each kind of storage has errors of its own.
             raise OSError(f"Checkpoints cannot be kept in {folder}: {error}") from error
@@ -166,6 +177,7 @@ class Checkpoints:
                 continue
             for later in damaged:
                 self._set_aside(later)
+            multihost_utils.sync_global_devices("damaged checkpoints are set aside")
             self._manager.reload()
             return restored
         if damaged or any(self._folder.glob("*.damaged")):
@@ -250,12 +262,18 @@ def load(folder: epath.PathLike, state: State, *, best: bool) -> tuple[State, in
       FileNotFoundError: If there is no checkpoint.
     """
     options = ocp.CheckpointManagerOptions(best_fn=_accuracy, read_only=True)
-    with ocp.CheckpointManager(epath.Path(folder).resolve(), options=options) as manager:
+    with ocp.CheckpointManager(_absolute(folder), options=options) as manager:
         step = manager.best_step() if best else manager.latest_step()
         if step is None:
             raise FileNotFoundError(f"There is no checkpoint in {folder}.")
         items = ocp.args.Composite(state=_restore_arrays(_by_name(state)))
         return _like(state, manager.restore(step, args=items)["state"]), step
+
+
+def _absolute(folder: epath.PathLike) -> epath.Path:
+    """As Orbax wants it; to resolve a bucket would make a folder of its name here."""
+    path = epath.Path(folder).expanduser()
+    return path if "://" in str(path) else path.resolve()
 
 
 def _restore_arrays(arrays: dict[str, Any]) -> ocp.args.PyTreeRestore:

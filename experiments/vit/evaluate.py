@@ -63,6 +63,7 @@ def main(argv: list[str]) -> None:
     """Prints the accuracy."""
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
+    checkpoint.quiet()
     result = evaluate(flags.FLAGS.workdir, best=flags.FLAGS.best)
     print(f"test accuracy {result['test_accuracy']:.4f} after step {result['step']}")
 

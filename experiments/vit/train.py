@@ -257,7 +257,8 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     log = report.Log(workdir, config, progress.rows)
     has_projections = model_config.attention != "exact"
     pending: list[dict[str, jax.Array]] = []
-    start = row_start = time.perf_counter()
+    row_start = time.perf_counter()
+    start = row_start - progress.seconds
     test: dict[str, float] = {}
     with (
         checkpoints or contextlib.nullcontext(),
@@ -301,11 +302,11 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
             if evaluating and not math.isfinite(test["test_loss"]):
                 raise _not_finite("test loss", test["test_loss"], done, config, workdir)
             if checkpoints and (saving or (evaluating and checkpoint.is_best(log.rows))):
-                seconds = progress.seconds + time.perf_counter() - start
+                seconds = time.perf_counter() - start
                 checkpoints.save(done, state, checkpoint.Progress(log.rows, seconds))
             if checkpoints and stopping and not last:
                 checkpoints.wait()
-                print(f"Stopped by SIGTERM after step {done}; the same command goes on from there.")
+                bar.write(f"Stopped by SIGTERM after step {done}; the same command goes on there.")
                 raise SystemExit(0)
             bar.set_postfix(
                 loss=f"{row['train_loss']:.3f}",
@@ -315,7 +316,7 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
             )
             bar.update(done - bar.n)
             pending, row_start = [], time.perf_counter()
-    seconds = progress.seconds + time.perf_counter() - start
+    seconds = time.perf_counter() - start
 
     # Results.
     speeds = [row["images_per_second"] for row in log.rows]

@@ -1,4 +1,5 @@
 import csv
+import importlib.util
 import json
 import os
 import pathlib
@@ -336,3 +337,12 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"Checkpoints cannot be kept in .*file/checkpoints: "):
         checkpoint.Checkpoints(tmp_path / "file" / "checkpoints", get_config(), keep=1)
+
+
+@pytest.mark.fast
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="would use the network")
+def test_a_bucket_is_no_folder_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match=r"Checkpoints cannot be kept in gs://bucket/run: .*gcsfs"):
+        checkpoint.Checkpoints("gs://bucket/run", get_config(), keep=1)
+    assert not list(tmp_path.iterdir())
