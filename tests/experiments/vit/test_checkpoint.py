@@ -1,5 +1,6 @@
 import csv
 import importlib.util
+import itertools
 import json
 import os
 import pathlib
@@ -7,6 +8,7 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import warnings
@@ -19,7 +21,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.vit import checkpoint, evaluate, report, train
+from experiments.vit import checkpoint, evaluate, preemption, report, train
 from tests.experiments.vit import tiny
 
 STEPS = 12
@@ -346,3 +348,58 @@ def test_a_bucket_is_no_folder_of_its_name(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"Checkpoints cannot be kept in gs://bucket/run: .*gcsfs"):
         checkpoint.Checkpoints("gs://bucket/run", get_config(), keep=1)
     assert not list(tmp_path.iterdir())
+
+
+def count_until_preempted(folder):
+    """One of two hosts: adds one a step, and saves when the notice is reached."""
+    sharded = NamedSharding(train.make_mesh(-1), PartitionSpec("data"))
+    state = {"kernel": jax.jit(lambda: jnp.zeros(8), out_shardings=sharded)()}
+    add = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    with (
+        checkpoint.Checkpoints(folder, get_config(), keep=1) as checkpoints,
+        preemption.Preemption() as notice,
+    ):
+        for step in itertools.count(1):
+            state = add(state)
+            if step == 5:
+                print("counting", flush=True)
+            if notice.reached(step):
+                checkpoints.save(step, state, checkpoint.Progress(make_rows(None), 0.0))
+                print(step, float(state["kernel"].addressable_shards[0].data[0]))
+                return
+
+
+@pytest.mark.slow
+def test_a_notice_to_one_host_stops_both_at_the_same_step(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    hosts = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                f"import jax; jax.distributed.initialize({address!r}, 2, {index}); "
+                f"from {__name__} import *; count_until_preempted({str(tmp_path)!r})",
+            ],
+            cwd=ROOT,
+            env=os.environ | flags,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        while hosts[1].stdout.readline().strip() != "counting":
+            assert hosts[1].poll() is None
+        hosts[1].send_signal(signal.SIGTERM)
+        last = [host.communicate(timeout=60)[0].splitlines()[-1].split() for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    assert [host.returncode for host in hosts] == [0, 0]
+    assert last[0] == last[1]
+    assert float(last[0][1]) == int(last[0][0])
+    assert [path.name for path in tmp_path.iterdir()] == [last[0][0]]
