@@ -113,9 +113,12 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """What two flat mappings do not share, one sentence an entry."""
-    absent = "absent"
+
+    def value(mapping: Mapping[str, Any], name: str) -> str:
+        return repr(mapping[name]) if name in mapping else "absent"
+
     return [
-        f"{name} is {theirs.get(name, absent)} there, {ours.get(name, absent)} here"
+        f"{name} is {value(theirs, name)} there, {value(ours, name)} here"
         for name in {**theirs, **ours}
         if name not in theirs or name not in ours or theirs[name] != ours[name]
     ]

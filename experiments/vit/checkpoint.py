@@ -81,6 +81,7 @@ class Checkpoints:
 
     def __init__(self, folder: epath.PathLike, config: ml_collections.ConfigDict, *, keep: int):
         self._config = json.loads(config.to_json_best_effort())
+        del self._config["checkpoint"]["folder"]  # A folder may be moved.
         best = BestN(get_metric_fn=_accuracy, n=1)
         options = ocp.CheckpointManagerOptions(
             best_fn=_accuracy,  # Without it the metrics would not be written.

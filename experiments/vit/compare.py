@@ -75,6 +75,8 @@ def _finish_run(
     config = copy.deepcopy(config)
     config.seed = seed
     config.model.attention = attention
+    if config.checkpoint.folder:
+        config.checkpoint.folder = f"{config.checkpoint.folder}/{run.name}"
     if (run / "results.json").exists():
         before = json.loads((run / "results.json").read_text())["config"]
         if before != json.loads(config.to_json_best_effort()):

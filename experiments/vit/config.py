@@ -49,8 +49,16 @@ FIELDS: dict[str, type] = {
     "model.dtype": str,
 }
 
-# A run that was stopped may go on with other values of these.
-MAY_CHANGE = ("data_dir", "eval_batch_size", "log_interval", "eval_interval", "checkpoint", "mesh")
+# Fields, and groups of fields, of which a run that was stopped may go on with other values.
+MAY_CHANGE = {
+    "data_dir",
+    "eval_batch_size",
+    "log_interval",
+    "eval_interval",
+    "checkpoint.interval",
+    "checkpoint.keep",
+    "mesh",
+}
 
 
 def check(config: ml_collections.ConfigDict) -> None:
@@ -96,6 +104,6 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]
 
     def what_matters(config: Mapping[str, Any]) -> dict[str, Any]:
         flat = harness.flatten(config)
-        return {name: flat[name] for name in flat if name.split(".")[0] not in MAY_CHANGE}
+        return {k: v for k, v in flat.items() if not MAY_CHANGE & {k, k.split(".")[0]}}
 
     return harness.differences(what_matters(theirs), what_matters(ours))

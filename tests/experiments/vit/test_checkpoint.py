@@ -21,7 +21,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.vit import checkpoint, evaluate, preemption, report, train
+from experiments.vit import checkpoint, compare, evaluate, preemption, report, train
 from tests.experiments.vit import tiny
 
 STEPS = 12
@@ -169,7 +169,6 @@ def test_evaluation_needs_a_run_and_a_checkpoint(whole, tmp_path):
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         evaluate.evaluate(tmp_path, best=False)
     shutil.copy(whole / "config.json", tmp_path)
-    (tmp_path / "checkpoints").mkdir()
     with pytest.raises(FileNotFoundError, match=r"There is no checkpoint in .*checkpoints"):
         evaluate.evaluate(tmp_path, best=False)
 
@@ -187,9 +186,14 @@ def test_eight_devices_go_on_as_four(whole, tmp_path):
 def test_a_stopped_run_of_another_config_is_refused_by_its_fields(whole, tmp_path):
     folder = reopened(whole, tmp_path)
     other = get_config(learning_rate=0.5, model__attention="iid", log_interval=2)
-    differ = "learning_rate is 0.001 there, 0.5 here; model.attention is simplex there, iid here"
+    differ = (
+        "learning_rate is 0.001 there, 0.5 here; model.attention is 'simplex' there, 'iid' here"
+    )
     with pytest.raises(FileExistsError, match=f"a run of another config: {differ}. Give"):
         train.train(other, tmp_path)
+    elsewhere = get_config(checkpoint__folder=str(tmp_path / "elsewhere"))
+    with pytest.raises(FileExistsError, match=r"checkpoint.folder is '' there, .*elsewhere' here"):
+        train.train(elsewhere, tmp_path)  # It would start over.
     other.checkpoint.folder = str(folder)
     with pytest.raises(checkpoint.IncompatibleError, match=f"of another run: {differ}. Give"):
         train.train(other, tmp_path / "other")
@@ -293,7 +297,7 @@ def test_arrays_of_other_shapes_are_refused_by_name(tmp_path):
         checkpoints.wait()
         other = checkpoint.abstract(make_state(width=24) | {"bias": make_state()["kernel"]})
         match = (
-            r"kernel is float32\[16\] there, float32\[24\] here; bias is absent there, float32\[16"
+            r"kernel is 'float32\[16\]' there, 'float32\[24\]' here; bias is absent there, 'float"
         )
         with pytest.raises(checkpoint.IncompatibleError, match=match):
             checkpoints.restore(other)
@@ -367,6 +371,13 @@ def count_until_preempted(folder):
                 checkpoints.save(step, state, checkpoint.Progress(make_rows(None), 0.0))
                 print(step, float(state["kernel"].addressable_shards[0].data[0]))
                 return
+
+
+def test_a_comparison_goes_on_with_a_run_that_was_stopped(whole, tmp_path, monkeypatch):
+    reopened(whole, tmp_path / "simplex-0")
+    monkeypatch.setattr(train, "train_step", pytest.fail)  # The only run has all of its steps.
+    compare.compare(get_config(), tmp_path, ["simplex"], [0])
+    assert_same_run(tmp_path / "simplex-0", whole)
 
 
 @pytest.mark.slow
