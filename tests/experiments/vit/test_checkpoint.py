@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.vit import checkpoint, compare, evaluate, preemption, report, train
@@ -79,8 +80,10 @@ def _compile_once(tmp_path_factory):
         seconds = jax.config.jax_persistent_cache_min_compile_time_secs
         jax.config.update("jax_compilation_cache_dir", folder)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        compilation_cache.reset_cache()  # JAX looks once whether there is one.
         yield
         jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
         jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
 
 
