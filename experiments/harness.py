@@ -111,6 +111,19 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """What two flat mappings do not share, one sentence an entry."""
+
+    def value(mapping: Mapping[str, Any], name: str) -> str:
+        return repr(mapping[name]) if name in mapping else "absent"
+
+    return [
+        f"{name} is {value(theirs, name)} there, {value(ours, name)} here"
+        for name in {**theirs, **ours}
+        if name not in theirs or name not in ours or theirs[name] != ours[name]
+    ]
+
+
 def unknown_field_message(names: list[str], fields: Fields) -> str:
     """Says which fields there are."""
     plural = "s" if len(names) > 1 else ""

@@ -71,17 +71,20 @@ def compare(
 def _finish_run(
     config: ml_collections.ConfigDict, run: pathlib.Path, attention: str, seed: int
 ) -> None:
-    """Trains one run unless it is finished; starts one over that was stopped halfway."""
+    """Trains one run unless it is finished; one that was stopped goes on, or starts over."""
     config = copy.deepcopy(config)
     config.seed = seed
     config.model.attention = attention
+    if config.checkpoint.folder:
+        config.checkpoint.folder = f"{config.checkpoint.folder}/{run.name}"
     if (run / "results.json").exists():
         before = json.loads((run / "results.json").read_text())["config"]
         if before != json.loads(config.to_json_best_effort()):
             raise ValueError(f"{run} was run with another config; give another --workdir.")
         print(f"{run} is finished.")
         return
-    (run / "metrics.csv").unlink(missing_ok=True)
+    if not config.checkpoint.interval:
+        (run / "metrics.csv").unlink(missing_ok=True)
     print(f"{run}", flush=True)
     train.train(config, run)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import ml_collections
 
 from experiments import harness
@@ -29,6 +32,9 @@ FIELDS: dict[str, type] = {
     "eval_interval": int,  # Steps between evaluations on the whole test set.
     "augment.shift": float,  # Largest random translation, in pixels.
     "augment.flip": bool,  # Random mirror images.
+    "checkpoint.interval": int,  # Steps between checkpoints; 0 for none at all.
+    "checkpoint.keep": int,  # The last ones to keep; the one of the best test accuracy is, too.
+    "checkpoint.folder": str,  # A path or gs://bucket/run; "" for a folder of the workdir.
     "mesh.data": int,  # Devices the batch is split over; -1 for all there are.
     "model.patch_size": int,  # The rest is ViTConfig's; the images' shape comes from the data.
     "model.width": int,
@@ -43,6 +49,17 @@ FIELDS: dict[str, type] = {
     "model.dtype": str,
 }
 
+# Fields, and groups of fields, of which a run that was stopped may go on with other values.
+MAY_CHANGE = {
+    "data_dir",
+    "eval_batch_size",
+    "log_interval",
+    "eval_interval",
+    "checkpoint.interval",
+    "checkpoint.keep",
+    "mesh",
+}
+
 
 def check(config: ml_collections.ConfigDict) -> None:
     """Refuses a config that is not whole, has an unknown field, or a value that cannot work.
@@ -55,9 +72,17 @@ def check(config: ml_collections.ConfigDict) -> None:
     checks.one_of("config.dataset", config.dataset, DATASETS)
     for name in ("batch_size", "eval_batch_size", "num_steps", "log_interval", "eval_interval"):
         checks.positive_int(f"config.{name}", config[name])
-    for name in ("seed", "warmup_steps", "redraw_interval", "weight_decay", "augment.shift"):
+    for name in (
+        "seed",
+        "warmup_steps",
+        "redraw_interval",
+        "weight_decay",
+        "augment.shift",
+        "checkpoint.interval",
+    ):
         if not given[name] >= 0:
             raise ValueError(f"config.{name} must be at least 0, got {given[name]}.")
+    checks.positive_int("config.checkpoint.keep", config.checkpoint.keep)
     for name in ("learning_rate", "clip_norm", "eps"):
         if not given[name] > 0:
             raise ValueError(f"config.{name} must be above 0, got {given[name]}.")
@@ -72,3 +97,13 @@ def check(config: ml_collections.ConfigDict) -> None:
             f"config.warmup_steps must be below num_steps={config.num_steps}, "
             f"got {config.warmup_steps}."
         )
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """What keeps one config from going on with the run of another, a sentence a field."""
+
+    def what_matters(config: Mapping[str, Any]) -> dict[str, Any]:
+        flat = harness.flatten(config)
+        return {k: v for k, v in flat.items() if not MAY_CHANGE & {k, k.split(".")[0]}}
+
+    return harness.differences(what_matters(theirs), what_matters(ours))

@@ -8,7 +8,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from experiments import harness, memory
-from experiments.vit import compare, config, train
+from experiments.vit import checkpoint, compare, config, train
 
 _DEFAULT_CONFIG = pathlib.Path(__file__).parent / "configs" / "digits.py"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to train; configs/digits.py.")
@@ -24,6 +24,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
     memory.keep_freed_memory()
+    checkpoint.quiet()
     if _COMPARE.value:
         seeds = [int(seed) for seed in _SEEDS.value] or [0, 1, 2, 3, 4]
         print(compare.compare(_CONFIG.value, _WORKDIR.value, _COMPARE.value, seeds))

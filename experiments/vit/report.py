@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import pathlib
 from typing import Any, TextIO
 
@@ -10,6 +11,7 @@ import matplotlib.figure
 import ml_collections
 
 from experiments import harness
+from experiments.vit import config as config_lib
 
 COLUMNS = (
     "step",
@@ -28,19 +30,30 @@ class Log:
     Args:
       workdir: Folder to make, with ``config.json`` and the file in it.
       config: The config of the run.
+      rows: Those before the step it goes on from.
+
+    Attributes:
+      rows: All of them.
     """
 
-    def __init__(self, workdir: pathlib.Path, config: ml_collections.ConfigDict):
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        config: ml_collections.ConfigDict,
+        rows: list[dict[str, float]],
+    ):
         workdir.mkdir(parents=True, exist_ok=True)
-        (workdir / "config.json").write_text(config.to_json_best_effort(indent=2) + "\n")
+        harness.write_json(workdir / "config.json", json.loads(config.to_json_best_effort()))
+        self.rows = list(rows)
         self._path = workdir / "metrics.csv"
         self._file: TextIO
 
     def __enter__(self) -> Log:
-        """Opens the file and writes the head."""
+        """Opens the file and writes the head and the rows there are."""
         self._file = self._path.open("w", newline="")
         self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
         self._writer.writeheader()
+        self._writer.writerows(self.rows)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -49,19 +62,29 @@ class Log:
 
     def write(self, row: dict[str, float]) -> None:
         """Adds a row; columns it lacks stay empty."""
+        self.rows.append(row)
         self._writer.writerow(row)
         self._file.flush()
 
 
-def refuse_used(workdir: pathlib.Path) -> None:
-    """Refuses a folder that holds a run, so that none is written over.
+def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
+    """Refuses a folder that holds a run, so that none is written over, unless it can go on.
 
     Raises:
-      FileExistsError: If it does.
+      FileExistsError: If the run is finished, kept no checkpoints, or is of another config; the
+        message names the fields that differ.
     """
-    if (workdir / "metrics.csv").exists():
+    if not (workdir / "metrics.csv").exists():
+        return
+    if (workdir / "results.json").exists() or not config.checkpoint.interval:
         raise FileExistsError(
             f"{workdir} already holds a run (metrics.csv). Give another --workdir or delete it."
+        )
+    theirs = json.loads((workdir / "config.json").read_text())
+    if differ := config_lib.differences(theirs, json.loads(config.to_json_best_effort())):
+        raise FileExistsError(
+            f"{workdir} holds a run of another config: {'; '.join(differ)}. Give another --workdir "
+            "or delete it."
         )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import pathlib
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -20,8 +22,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from experiments import training
 from experiments.training import TrainState
+from experiments.vit import checkpoint, data, report
 from experiments.vit import config as config_lib
-from experiments.vit import data, report
+from experiments.vit.preemption import Preemption
 from simrf_jax.models import ViT, ViTConfig
 
 # Which draw a key is for, after those of training.
@@ -82,27 +85,39 @@ def eval_step(
     }
 
 
+def test_means(sums: Iterable[dict[str, jax.Array]]) -> dict[str, float]:
+    """``test_loss`` and ``test_accuracy``, from what ``eval_step`` returns for each batch."""
+    batches = list(sums)
+    total = {name: sum(float(s[name]) for s in batches) for name in batches[0]}
+    return {f"test_{name}": total[name] / total["weight"] for name in ("loss", "accuracy")}
+
+
 def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dict[str, Any]:
     """Trains, evaluates, and leaves its results in ``workdir``.
 
     Args:
       config: All the fields of ``experiments.vit.config.FIELDS``.
-      workdir: A folder without a run in it; made if needed. It gets ``config.json``,
-        ``metrics.csv`` while training, and at the end ``results.json`` and ``curves.png``.
+      workdir: A folder without a run in it, or with one that was stopped, which goes on from its
+        last checkpoint; made if needed. It gets ``config.json``, ``metrics.csv`` and
+        ``checkpoints`` while training, and at the end ``results.json`` and ``curves.png``.
 
     Returns:
       What is in ``results.json``.
 
     Raises:
-      FileExistsError: If workdir holds a run.
+      FileExistsError: If workdir holds a run that is finished, kept no checkpoints, or is of
+        another config.
       FileNotFoundError: If the data is not there.
       FloatingPointError: If the loss is not finite; the message names the step.
+      IncompatibleError: If the checkpoints are of another config; the message names what differs.
+      OSError: If checkpoints cannot be kept.
+      SystemExit: With code 0, after a checkpoint was saved because of SIGTERM.
       TypeError, ValueError: If the config is not right.
     """
     # Check everything that can be checked before anything is written.
     config_lib.check(config)
     workdir = pathlib.Path(workdir)
-    report.refuse_used(workdir)
+    report.refuse_used(workdir, config)
     mesh = make_mesh(config.mesh.data)
     if config.batch_size % mesh.size:
         raise ValueError(
@@ -165,22 +180,35 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     num_parameters = sum(x.size for x in jax.tree.leaves(state.params))
 
     def evaluate() -> dict[str, float]:
-        sums = [
-            jit_eval_step(state, jax.device_put(batch, sharded))
-            for batch in data.eval_batches(dataset.test, eval_batch_size)
-        ]
-        total = {name: sum(float(s[name]) for s in sums) for name in sums[0]}
-        return {f"test_{name}": total[name] / total["weight"] for name in ("loss", "accuracy")}
+        batches = data.eval_batches(dataset.test, eval_batch_size)
+        return test_means(jit_eval_step(state, jax.device_put(b, sharded)) for b in batches)
+
+    # Checkpoints: go on from the newest, if there is one.
+    checkpoints, preemption = None, None
+    progress = checkpoint.Progress(rows=[], seconds=0.0)
+    if config.checkpoint.interval:
+        folder = config.checkpoint.folder or workdir / "checkpoints"
+        checkpoints = checkpoint.Checkpoints(folder, config, keep=config.checkpoint.keep)
+        preemption = Preemption()
+        state, progress = checkpoints.restore(checkpoint.abstract(state)) or (state, progress)
+    first_step = int(state.step)
 
     # Train.
-    log = report.Log(workdir, config)
+    log = report.Log(workdir, config, progress.rows)
     has_projections = model_config.attention != "exact"
     pending: list[dict[str, jax.Array]] = []
-    speeds: list[float] = []
-    start = row_start = time.perf_counter()
+    row_start = time.perf_counter()
+    start = row_start - progress.seconds
     test: dict[str, float] = {}
-    with log, tqdm.tqdm(total=config.num_steps, unit="step", dynamic_ncols=True) as bar:
-        for step in range(config.num_steps):
+    with (
+        checkpoints or contextlib.nullcontext(),
+        preemption or contextlib.nullcontext(),
+        log,
+        tqdm.tqdm(
+            total=config.num_steps, initial=first_step, unit="step", dynamic_ncols=True
+        ) as bar,
+    ):
+        for step in range(first_step, config.num_steps):
             due = step == 0 or (config.redraw_interval and step % config.redraw_interval == 0)
             if has_projections and due:
                 state = jit_redraw(state)
@@ -190,7 +218,9 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
             done = step + 1
             last = done == config.num_steps
             evaluating = last or done % config.eval_interval == 0
-            if not (evaluating or done % config.log_interval == 0):
+            stopping = preemption and preemption.reached(done)
+            saving = checkpoints and (last or stopping or done % config.checkpoint.interval == 0)
+            if not (evaluating or saving or done % config.log_interval == 0):
                 continue
 
             fetched = jax.device_get(pending)
@@ -211,7 +241,13 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
             log.write(row | (test if evaluating else {}))
             if evaluating and not math.isfinite(test["test_loss"]):
                 raise _not_finite("test loss", test["test_loss"], done, config, workdir)
-            speeds.append(row["images_per_second"])
+            if checkpoints and (saving or (evaluating and checkpoint.is_best(log.rows))):
+                seconds = time.perf_counter() - start
+                checkpoints.save(done, state, checkpoint.Progress(log.rows, seconds))
+            if checkpoints and stopping and not last:
+                checkpoints.wait()
+                bar.write(f"Stopped by SIGTERM after step {done}; the same command goes on there.")
+                raise SystemExit(0)
             bar.set_postfix(
                 loss=f"{row['train_loss']:.3f}",
                 accuracy=f"{row['train_accuracy']:.3f}",
@@ -223,8 +259,9 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     seconds = time.perf_counter() - start
 
     # Results.
+    speeds = [row["images_per_second"] for row in log.rows]
     results = {
-        **test,
+        **{name: log.rows[-1][name] for name in ("test_loss", "test_accuracy")},
         "steps": config.num_steps,
         "seconds": seconds,
         "images_per_second": float(np.median(speeds[1:] or speeds)),  # The first row compiles.

@@ -32,6 +32,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.eval_interval = 125
     config.augment = {"shift": 0.5, "flip": False}
 
+    config.checkpoint = {"interval": 500, "keep": 2, "folder": ""}
     config.mesh = {"data": -1}
     config.model = {
         "patch_size": 2,  # 16 tokens.

@@ -26,6 +26,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.log_interval = 50
     config.eval_interval = 469  # An epoch.
     config.augment = {"shift": 0.5, "flip": True}
+    config.checkpoint.interval = 469
 
     config.model.patch_size = 7  # 16 tokens.
     config.model.dropout_rate = 0.05

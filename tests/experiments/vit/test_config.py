@@ -31,6 +31,12 @@ def test_every_config_file_is_whole_and_says_what_it_is(name):
         ({"num_steps": 0}, ValueError, "config.num_steps must be at least 1"),
         ({"warmup_steps": 4}, ValueError, "warmup_steps must be below num_steps=4, got 4"),
         ({"redraw_interval": -1}, ValueError, "config.redraw_interval must be at least 0, got -1"),
+        (
+            {"checkpoint__interval": -1},
+            ValueError,
+            "checkpoint.interval must be at least 0, got -1",
+        ),
+        ({"checkpoint__keep": 0}, ValueError, "config.checkpoint.keep must be at least 1, got 0"),
         ({"seed": -1}, ValueError, "config.seed must be at least 0, got -1"),
         ({"weight_decay": float("nan")}, ValueError, "weight_decay must be at least 0, got nan"),
         ({"b2": 1.0}, ValueError, r"config.b2 must be in \[0, 1\), got 1.0"),

@@ -1,0 +1,302 @@
+"""Checkpoints by Orbax: asynchronous, sharded, whole or absent; the last ones and the best."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import absl.logging
+import grain
+import grain.checkpoint
+import jax
+import ml_collections
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.experimental import multihost_utils
+from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
+
+from experiments import harness
+from experiments.vit import config as config_lib
+
+State = TypeVar("State")  # A pytree of arrays, or of what jax.eval_shape makes of them.
+
+
+class Progress(NamedTuple):
+    """What a run has to show so far.
+
+    Attributes:
+      rows: Those of ``metrics.csv``. They are in the checkpoint, so that a run that goes on has
+        each of them once, also in another folder.
+      seconds: Time it took.
+    """
+
+    rows: list[dict[str, float]]
+    seconds: float
+
+
+class IncompatibleError(ValueError):
+    """A checkpoint is that of another run."""
+
+
+def abstract(state: State) -> State:
+    """Shapes, types and shardings of a state: where and how to restore one."""
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
+def quiet() -> None:
+    """Keeps a program's standard error free of Orbax's diary; its errors stay."""
+    absl.logging.get_absl_handler().addFilter(
+        lambda record: "orbax" not in record.pathname or record.levelno >= logging.ERROR
+    )
+
+
+def is_best(rows: list[dict[str, float]]) -> bool:
+    """Whether the last row has a higher test accuracy than any before."""
+    *before, last = (row.get("test_accuracy", -1.0) for row in rows)
+    return last > max(before, default=-1.0)
+
+
+class Checkpoints:
+    """The checkpoints in a folder.
+
+    A step is a subfolder that gets its name when it is whole (on a bucket: a mark). It holds
+    ``state``, the arrays by name; ``run``, the config, the names and shapes, and the progress; and
+    ``data``, the iterator of the data if there is one.
+
+    Args:
+      folder: Made if needed; a path, or a bucket as in ``gs://bucket/run``.
+      config: Of the run.
+      keep: How many of the last checkpoints to keep, beside the one of the best test accuracy.
+
+    Raises:
+      OSError: If the folder cannot be read and written.
+    """
+
+    def __init__(self, folder: epath.PathLike, config: ml_collections.ConfigDict, *, keep: int):
+        self._config = json.loads(config.to_json_best_effort())
+        del self._config["checkpoint"]["folder"]  # A folder may be moved.
+        best = BestN(get_metric_fn=_accuracy, n=1)
+        options = ocp.CheckpointManagerOptions(
+            best_fn=_accuracy,  # Without it the metrics would not be written.
+            preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
+            cleanup_tmp_directories=True,
+        )
+        try:
+            self._folder = _absolute(folder)
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._check_access()
+            self._pass_over_half_written()
+            multihost_utils.sync_global_devices("half-written checkpoints are passed over")
+            self._manager = ocp.CheckpointManager(self._folder, options=options)
+        except Exception as error:  # Each kind of storage has errors of its own.
+            raise OSError(f"Checkpoints cannot be kept in {folder}: {error}") from error
+
+    def __enter__(self) -> Checkpoints:
+        """Is closed at the end."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Waits until all is on disk."""
+        self.wait()
+        self._manager.close()
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        progress: Progress,
+        *,
+        iterator: grain.DatasetIterator | None = None,
+    ) -> None:
+        """Starts to save, after the last save is done; the state may be donated at once.
+
+        Raises:
+          OSError: If this or the last save failed. All checkpoints before them are whole.
+        """
+        arrays = _by_name(state)
+        run = {
+            "config": self._config,
+            "shapes": _shapes(arrays),
+            "rows": list(progress.rows),  # It is written while more come.
+            "seconds": progress.seconds,
+        }
+        items = {"state": ocp.args.PyTreeSave(arrays), "run": ocp.args.JsonSave(run)}
+        if iterator is not None:
+            items["data"] = grain.checkpoint.CheckpointSave(iterator)
+        metrics = {k: v for k, v in progress.rows[-1].items() if k == "test_accuracy"}
+        try:
+            self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
+        except Exception as error:
+            raise self._not_saved(error) from error
+
+    def wait(self) -> None:
+        """Returns when the last save is on disk.
+
+        Raises:
+          OSError: If it failed.
+        """
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise self._not_saved(error) from error
+
+    def restore(
+        self, state: State, *, iterator: grain.DatasetIterator | None = None
+    ) -> tuple[State, Progress] | None:
+        """Reads the newest checkpoint that is whole.
+
+        Those that are not are set aside with a warning.
+
+        Args:
+          state: What ``abstract`` returns; the arrays go to its shardings, whatever theirs were.
+          iterator: Is put to where it was.
+
+        Returns:
+          The state and the progress, or None if there is no checkpoint.
+
+        Raises:
+          IncompatibleError: If it is of another config, or of arrays of other shapes; the message
+            names what differs.
+          OSError: If there are checkpoints, and none can be read.
+        """
+        damaged: list[int] = []
+        failure: Exception | None = None
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            try:
+                restored = self._restore(step, state, iterator)
+            except (IncompatibleError, PermissionError):
+                raise
+            except Exception as error:  # Whatever a part that is missing or cut off leads to.
+                failure, damaged = error, [*damaged, step]
+                continue
+            for later in damaged:
+                self._set_aside(later)
+            multihost_utils.sync_global_devices("damaged checkpoints are set aside")
+            self._manager.reload()
+            return restored
+        if damaged or any(self._folder.glob("*.damaged")):
+            raise OSError(
+                f"No checkpoint in {self._folder} can be read. To start over, delete it."
+            ) from failure
+        return None
+
+    def _restore(
+        self, step: int, state: State, iterator: grain.DatasetIterator | None
+    ) -> tuple[State, Progress]:
+        read = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
+        arrays = _by_name(state)
+        self._check_compatible(step, read["run"], arrays)
+        items = {"state": _restore_arrays(arrays)}
+        if iterator is not None:
+            items["data"] = grain.checkpoint.CheckpointRestore(iterator)
+        found = self._manager.restore(step, args=ocp.args.Composite(**items))["state"]
+        progress = Progress(*(read["run"][name] for name in Progress._fields))
+        return _like(state, found), progress
+
+    def _check_compatible(self, step: int, run: dict[str, Any], arrays: dict[str, Any]) -> None:
+        differ = config_lib.differences(run["config"], self._config)
+        differ += harness.differences(run["shapes"], _shapes(arrays))
+        if differ:
+            more = f"; and {len(differ) - 8} more" if len(differ) > 8 else ""
+            raise IncompatibleError(
+                f"{self._folder / str(step)} is a checkpoint of another run: "
+                f"{'; '.join(differ[:8])}{more}. Give another --workdir, or the config of that run."
+            )
+
+    def _set_aside(self, step: int) -> None:
+        """Renames a checkpoint, so that it neither counts as one nor stands in the way."""
+        path = self._folder / str(step)
+        aside = self._folder / f"{step}.damaged"
+        warnings.warn(f"{path} is damaged; it is passed over, and now {aside}.", stacklevel=3)
+        if jax.process_index() == 0:
+            if aside.exists():
+                aside.rmtree()
+            path.rename(aside)
+
+    def _check_access(self) -> None:
+        probe = self._folder / f"access-{jax.process_index()}"
+        probe.write_text("Can this folder be written?")
+        probe.unlink()
+
+    def _pass_over_half_written(self) -> None:
+        """Warns of what a killed run left; Orbax would stumble over metrics that are cut off."""
+        for path in self._folder.iterdir():
+            if ocp.path.step.TMP_DIR_SUFFIX in path.name:
+                warnings.warn(f"{path} is half-written; it is passed over.", stacklevel=3)
+        for step in ocp.path.step.checkpoint_steps(self._folder):
+            metrics = self._folder / str(step) / "metrics" / "metrics"
+            try:
+                json.loads(metrics.read_text())
+            except (FileNotFoundError, ValueError):
+                self._set_aside(step)
+
+    def _not_saved(self, error: Exception) -> OSError:
+        with contextlib.suppress(Exception):
+            self._manager.reload()  # It has struck off what it would have deleted after the save.
+        last = self._manager.latest_step()
+        whole = "There is no earlier one" if last is None else f"That of step {last} is whole"
+        return OSError(
+            f"A checkpoint could not be saved in {self._folder}: {error}\n{whole}; when the cause "
+            "is mended, the same command goes on from there."
+        )
+
+
+def load(folder: epath.PathLike, state: State, *, best: bool) -> tuple[State, int]:
+    """Reads the best or the newest checkpoint, or a part of it, and changes nothing in the folder.
+
+    Args:
+      folder: Of the checkpoints.
+      state: Shapes, types and shardings of what to read.
+      best: Whether to read that of the best test accuracy.
+
+    Returns:
+      The arrays, and the step.
+
+    Raises:
+      FileNotFoundError: If there is no checkpoint.
+    """
+    options = ocp.CheckpointManagerOptions(best_fn=_accuracy, read_only=True)
+    with ocp.CheckpointManager(_absolute(folder), options=options) as manager:
+        step = manager.best_step() if best else manager.latest_step()
+        if step is None:
+            raise FileNotFoundError(f"There is no checkpoint in {folder}.")
+        items = ocp.args.Composite(state=_restore_arrays(_by_name(state)))
+        return _like(state, manager.restore(step, args=items)["state"]), step
+
+
+def _absolute(folder: epath.PathLike) -> epath.Path:
+    """As Orbax wants it; to resolve a bucket would make a folder of its name here."""
+    path = epath.Path(folder).expanduser()
+    return path if "://" in str(path) else path.resolve()
+
+
+def _restore_arrays(arrays: dict[str, Any]) -> ocp.args.PyTreeRestore:
+    restore_args = ocp.checkpoint_utils.construct_restore_args(arrays)
+    return ocp.args.PyTreeRestore(arrays, restore_args=restore_args, partial_restore=True)
+
+
+def _like(state: State, arrays: Mapping[str, Any]) -> State:
+    return jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in _by_name(state)])
+
+
+def _accuracy(metrics: Mapping[str, float]) -> float:
+    return metrics.get("test_accuracy", -math.inf)  # Of a step that was not evaluated.
+
+
+def _by_name(state: Any) -> dict[str, Any]:
+    """Returns ``{"params.head.kernel": array, ...}``."""
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf
+        for path, leaf in jax.tree.leaves_with_path(state)
+    }
+
+
+def _shapes(arrays: Mapping[str, Any]) -> dict[str, str]:
+    return {name: f"{x.dtype}{list(x.shape)}" for name, x in arrays.items()}

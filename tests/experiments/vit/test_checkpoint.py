@@ -1,0 +1,419 @@
+import csv
+import importlib.util
+import itertools
+import json
+import os
+import pathlib
+import random
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import warnings
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from jax.sharding import NamedSharding, PartitionSpec
+
+from experiments.vit import checkpoint, compare, evaluate, preemption, report, train
+from tests.experiments.vit import tiny
+
+STEPS = 12
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+def get_config(**changes):
+    """A run whose steps, redraws, evaluations and checkpoints are out of step with each other."""
+    return tiny.get_config(
+        **{
+            "num_steps": STEPS,
+            "eval_interval": 5,
+            "redraw_interval": 4,
+            "mesh__data": 8,
+            "checkpoint__interval": 3,
+        }
+        | changes
+    )
+
+
+def read_losses(workdir):
+    with (workdir / "metrics.csv").open(newline="") as file:
+        return [(int(row["step"]), float(row["train_loss"])) for row in csv.DictReader(file)]
+
+
+def read_state(workdir, step=STEPS):
+    with ocp.PyTreeCheckpointer() as checkpointer:
+        folder = (workdir / "checkpoints" / str(step) / "state").resolve()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Sharding info not provided")
+            state = checkpointer.restore(folder)
+    return state | {"key": jax.random.key_data(state["key"])}
+
+
+def steps_kept(workdir):
+    return sorted(int(path.name) for path in (workdir / "checkpoints").glob("*[0-9]"))
+
+
+def assert_same_run(workdir, whole):
+    assert read_losses(workdir) == read_losses(whole)
+    ours, theirs = read_state(workdir), read_state(whole)
+    assert ours.keys() == theirs.keys()
+    for name in theirs:
+        np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compile_once(tmp_path_factory):
+    """Every run, in this process or another, has the same programs."""
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAX_COMPILATION_CACHE_DIR", folder)
+        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+        before = jax.config.jax_compilation_cache_dir
+        seconds = jax.config.jax_persistent_cache_min_compile_time_secs
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        compilation_cache.reset_cache()  # JAX looks once whether there is one.
+        yield
+        jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing stopped."""
+    workdir = tmp_path_factory.mktemp("whole")
+    train.train(get_config(), workdir)
+    return workdir
+
+
+def signal_at(monkeypatch, step, number):
+    """Sends this process a signal when the row of a step is on disk."""
+    write = report.Log.write
+
+    def write_and_signal(log, row):
+        write(log, row)
+        if row["step"] == step:
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(report.Log, "write", write_and_signal)
+
+
+def test_sigterm_saves_and_exits_0_and_the_run_goes_on_bit_for_bit(whole, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        signal_at(patch, 6, signal.SIGTERM)
+        with pytest.raises(SystemExit) as stopped:
+            train.train(get_config(), tmp_path)
+    assert stopped.value.code == 0
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert steps_kept(tmp_path)[-1] == 7
+    train.train(get_config(), tmp_path)
+    assert_same_run(tmp_path, whole)
+
+
+def train_until_killed(workdir, step):
+    signal_at(pytest.MonkeyPatch(), step, signal.SIGKILL)
+    train.train(get_config(), workdir)
+
+
+def run_until_killed(workdir, step):
+    code = f"from {__name__} import *; train_until_killed({str(workdir)!r}, {step})"
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True)
+    assert process.returncode == -signal.SIGKILL, process.stderr.decode()
+
+
+@pytest.mark.filterwarnings("ignore:.* is half-written; it is passed over")
+@pytest.mark.parametrize("kills", [1, pytest.param(5, marks=pytest.mark.slow)])
+def test_killed_and_resumed_is_the_whole_run_bit_for_bit(kills, whole, tmp_path):
+    for step in sorted(random.Random(kills).sample(range(1, STEPS + 1), kills)):
+        run_until_killed(tmp_path, step)
+    train.train(get_config(), tmp_path)
+    assert_same_run(tmp_path, whole)
+
+
+def reopened(whole, workdir):
+    """A copy of a run as it was before its results were written."""
+    shutil.copytree(whole, workdir, dirs_exist_ok=True)
+    (workdir / "results.json").unlink()
+    return workdir / "checkpoints"
+
+
+def test_a_run_stopped_before_its_results_only_writes_them(whole, tmp_path):
+    reopened(whole, tmp_path)
+    results = train.train(get_config(), tmp_path)
+    before = json.loads((whole / "results.json").read_text())
+    assert {**results, "seconds": 0} == {**before, "seconds": 0}
+    assert results["seconds"] > 0
+    assert_same_run(tmp_path, whole)
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_a_checkpoint_has_the_accuracy_it_had_in_training(best, whole):
+    rows = report.read_metrics(whole)
+    accuracies = dict(rows["test_accuracy"])
+    result = evaluate.evaluate(whole, best=best)
+    if best:
+        assert result["test_accuracy"] == max(accuracies.values())
+    else:
+        assert result["step"] == STEPS
+    assert result["test_accuracy"] == accuracies[result["step"]]
+    np.testing.assert_allclose(result["test_loss"], dict(rows["test_loss"])[result["step"]], 1e-6)
+
+
+def test_evaluation_needs_a_run_and_a_checkpoint(whole, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+        evaluate.evaluate(tmp_path, best=False)
+    shutil.copy(whole / "config.json", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"There is no checkpoint in .*checkpoints"):
+        evaluate.evaluate(tmp_path, best=False)
+
+
+def test_eight_devices_go_on_as_four(whole, tmp_path):
+    folder = reopened(whole, tmp_path)
+    shutil.rmtree(folder / str(STEPS))
+    assert train.train(get_config(mesh__data=4), tmp_path)["device"].startswith("4 x ")
+    np.testing.assert_allclose(read_losses(tmp_path), read_losses(whole), atol=1e-5, rtol=0)
+    ours, theirs = read_state(tmp_path), read_state(whole)
+    for name in theirs:
+        np.testing.assert_allclose(ours[name], theirs[name], atol=1e-5, rtol=0, err_msg=name)
+
+
+def test_a_stopped_run_of_another_config_is_refused_by_its_fields(whole, tmp_path):
+    folder = reopened(whole, tmp_path)
+    other = get_config(learning_rate=0.5, model__attention="iid", log_interval=2)
+    differ = (
+        "learning_rate is 0.001 there, 0.5 here; model.attention is 'simplex' there, 'iid' here"
+    )
+    with pytest.raises(FileExistsError, match=f"a run of another config: {differ}. Give"):
+        train.train(other, tmp_path)
+    elsewhere = get_config(checkpoint__folder=str(tmp_path / "elsewhere"))
+    with pytest.raises(FileExistsError, match=r"checkpoint.folder is '' there, .*elsewhere' here"):
+        train.train(elsewhere, tmp_path)  # It would start over.
+    other.checkpoint.folder = str(folder)
+    with pytest.raises(checkpoint.IncompatibleError, match=f"of another run: {differ}. Give"):
+        train.train(other, tmp_path / "other")
+    with pytest.raises(FileExistsError, match="already holds a run"):
+        train.train(get_config(checkpoint__interval=0), tmp_path)
+
+
+def make_state(mesh_size=8, width=16, value=1.0):
+    mesh = train.make_mesh(mesh_size)
+    return {
+        "key": jax.device_put(jax.random.key(1), NamedSharding(mesh, PartitionSpec())),
+        "kernel": jax.device_put(
+            value * jnp.arange(width, dtype=jnp.float32), NamedSharding(mesh, PartitionSpec("data"))
+        ),
+    }
+
+
+def make_rows(*accuracies):
+    """A row a step; None where nothing was evaluated."""
+    return [
+        {"step": step, "train_loss": 0.1} | ({} if a is None else {"test_accuracy": a})
+        for step, a in enumerate(accuracies, start=1)
+    ]
+
+
+def test_what_was_sharded_over_eight_devices_is_restored_over_four(tmp_path):
+    state, target = make_state(8), checkpoint.abstract(make_state(4))
+    with checkpoint.Checkpoints(tmp_path, get_config(), keep=1) as checkpoints:
+        assert checkpoints.restore(target) is None
+        checkpoints.save(1, state, checkpoint.Progress(make_rows(0.5), 2.0))
+        checkpoints.wait()
+        restored, progress = checkpoints.restore(target)
+    assert restored["kernel"].sharding == target["kernel"].sharding
+    np.testing.assert_array_equal(restored["kernel"], state["kernel"])
+    assert jax.random.key_data(restored["key"]).tolist() == [0, 1]
+    assert progress == checkpoint.Progress(make_rows(0.5), 2.0)
+
+
+def test_the_last_ones_and_the_best_are_kept(tmp_path):
+    accuracies = [0.1, 0.9, None, 0.8, None, None, 0.9, 0.2, None, 0.3]
+    rows = make_rows(*accuracies)
+    best = [step for step in range(1, 11) if checkpoint.is_best(rows[:step])]
+    assert best == [1, 2]
+    for steps in (range(1, 7), range(7, 11)):  # Also when the run is opened again.
+        with checkpoint.Checkpoints(tmp_path, get_config(), keep=2) as checkpoints:
+            for step in steps:
+                checkpoints.save(step, make_state(), checkpoint.Progress(rows[:step], 0.0))
+        kept = sorted(int(path.name) for path in tmp_path.iterdir())
+        assert kept == ([2, 5, 6] if steps[-1] == 6 else [7, 9, 10])
+
+
+def test_a_checkpoint_that_is_not_whole_is_passed_over(tmp_path):
+    def opened():
+        return checkpoint.Checkpoints(tmp_path, get_config(), keep=2)
+
+    target, rows = checkpoint.abstract(make_state()), make_rows(0.1, 0.2)
+    with opened() as checkpoints:
+        for step in (1, 2):
+            state = make_state(value=step)
+            checkpoints.save(step, state, checkpoint.Progress(rows[:step], 0.0))
+    (tmp_path / "3.orbax-checkpoint-tmp").mkdir()
+    # Cut off in the arrays, then in the metrics too, which Orbax reads first.
+    for aside, folder in enumerate(("state", ".")):
+        for path in (tmp_path / "2" / folder).rglob("*"):
+            if path.is_file():
+                path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        with (
+            warnings.catch_warnings(record=True, action="always") as warned,
+            opened() as checkpoints,
+        ):
+            restored, progress = checkpoints.restore(target)
+            checkpoints.save(2, make_state(value=2), checkpoint.Progress(rows, 0.0))
+        messages = {str(warning.message).split(";")[0] for warning in warned}
+        half_written = (
+            {f"{tmp_path / '3.orbax-checkpoint-tmp'} is half-written"} if not aside else set()
+        )
+        assert messages == {f"{tmp_path / '2'} is damaged"} | half_written
+        np.testing.assert_array_equal(restored["kernel"], make_state(value=1)["kernel"])
+        assert progress.rows == rows[:1]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2", "2.damaged"]
+
+
+def test_the_iterator_of_the_data_goes_on_where_it_was(tmp_path):
+    def numbers():
+        return iter(grain.MapDataset.range(10).to_iter_dataset())
+
+    iterator = numbers()
+    assert [next(iterator) for _ in range(4)] == [0, 1, 2, 3]
+    state, again = make_state(), numbers()
+    with checkpoint.Checkpoints(tmp_path, get_config(), keep=1) as checkpoints:
+        progress = checkpoint.Progress(make_rows(None), 0.0)
+        checkpoints.save(1, state, progress, iterator=iterator)
+        checkpoints.wait()
+        checkpoints.restore(checkpoint.abstract(state), iterator=again)
+    assert next(again) == 4
+
+
+def test_arrays_of_other_shapes_are_refused_by_name(tmp_path):
+    with checkpoint.Checkpoints(tmp_path, get_config(), keep=1) as checkpoints:
+        checkpoints.save(1, make_state(), checkpoint.Progress(make_rows(None), 0.0))
+        checkpoints.wait()
+        other = checkpoint.abstract(make_state(width=24) | {"bias": make_state()["kernel"]})
+        match = (
+            r"kernel is 'float32\[16\]' there, 'float32\[24\]' here; bias is absent there, 'float"
+        )
+        with pytest.raises(checkpoint.IncompatibleError, match=match):
+            checkpoints.restore(other)
+
+
+def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # One array on one device: Orbax lets go of what else it was writing only when it is collected.
+    state = {"kernel": jax.random.normal(jax.random.key(0), (80_000,))}
+    target = checkpoint.abstract(state)
+    with checkpoint.Checkpoints(tmp_path, get_config(), keep=1) as checkpoints:
+        checkpoints.save(1, state, checkpoint.Progress(make_rows(None), 0.0))
+        checkpoints.wait()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        try:
+            checkpoints.save(2, state, checkpoint.Progress(make_rows(None, None), 0.0))
+            with pytest.raises(OSError, match=r"(?s)could not be saved.*That of step 1 is whole"):
+                checkpoints.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        restored, progress = checkpoints.restore(target)
+    assert len(progress.rows) == 1
+    np.testing.assert_array_equal(restored["kernel"], state["kernel"])
+
+
+def test_when_no_checkpoint_can_be_read_none_is_given_up(tmp_path):
+    with checkpoint.Checkpoints(tmp_path, get_config(), keep=1) as checkpoints:
+        checkpoints.save(1, make_state(), checkpoint.Progress(make_rows(None), 0.0))
+        checkpoints.wait()
+        shutil.rmtree(tmp_path / "1" / "run")
+        with pytest.raises(OSError, match=r"No checkpoint in .* can be read"):
+            checkpoints.restore(checkpoint.abstract(make_state()))
+    assert (tmp_path / "1").exists()
+    shutil.rmtree(tmp_path / "1" / "metrics")
+    with pytest.warns(UserWarning, match=r"1 is damaged; it is passed over, and now .*1\.damaged"):
+        checkpoints = checkpoint.Checkpoints(tmp_path, get_config(), keep=1)
+    with checkpoints, pytest.raises(OSError, match=r"can be read. To start over, delete it"):
+        checkpoints.restore(checkpoint.abstract(make_state()))
+
+
+@pytest.mark.fast
+def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match=r"Checkpoints cannot be kept in .*file/checkpoints: "):
+        checkpoint.Checkpoints(tmp_path / "file" / "checkpoints", get_config(), keep=1)
+
+
+@pytest.mark.fast
+@pytest.mark.skipif(importlib.util.find_spec("gcsfs") is not None, reason="would use the network")
+def test_a_bucket_is_no_folder_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OSError, match=r"Checkpoints cannot be kept in gs://bucket/run: .*gcsfs"):
+        checkpoint.Checkpoints("gs://bucket/run", get_config(), keep=1)
+    assert not list(tmp_path.iterdir())
+
+
+def count_until_preempted(folder):
+    """One of two hosts: adds one a step, and saves when the notice is reached."""
+    sharded = NamedSharding(train.make_mesh(-1), PartitionSpec("data"))
+    state = {"kernel": jax.jit(lambda: jnp.zeros(8), out_shardings=sharded)()}
+    add = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
+    with (
+        checkpoint.Checkpoints(folder, get_config(), keep=1) as checkpoints,
+        preemption.Preemption() as notice,
+    ):
+        for step in itertools.count(1):
+            state = add(state)
+            if step == 5:
+                print("counting", flush=True)
+            if notice.reached(step):
+                checkpoints.save(step, state, checkpoint.Progress(make_rows(None), 0.0))
+                print(step, float(state["kernel"].addressable_shards[0].data[0]))
+                return
+
+
+def test_a_comparison_goes_on_with_a_run_that_was_stopped(whole, tmp_path, monkeypatch):
+    reopened(whole, tmp_path / "simplex-0")
+    monkeypatch.setattr(train, "train_step", pytest.fail)  # The only run has all of its steps.
+    compare.compare(get_config(), tmp_path, ["simplex"], [0])
+    assert_same_run(tmp_path / "simplex-0", whole)
+
+
+@pytest.mark.slow
+def test_a_notice_to_one_host_stops_both_at_the_same_step(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    hosts = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                f"import jax; jax.distributed.initialize({address!r}, 2, {index}); "
+                f"from {__name__} import *; count_until_preempted({str(tmp_path)!r})",
+            ],
+            cwd=ROOT,
+            env=os.environ | flags,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    try:
+        while hosts[1].stdout.readline().strip() != "counting":
+            assert hosts[1].poll() is None
+        hosts[1].send_signal(signal.SIGTERM)
+        last = [host.communicate(timeout=60)[0].splitlines()[-1].split() for host in hosts]
+    finally:
+        for host in hosts:
+            host.kill()
+    assert [host.returncode for host in hosts] == [0, 0]
+    assert last[0] == last[1]
+    assert float(last[0][1]) == int(last[0][0])
+    assert [path.name for path in tmp_path.iterdir()] == [last[0][0]]
