@@ -1,4 +1,4 @@
-"""Trains a ViT: one linear loop, sharded by ``jax.jit``."""
+"""Trains a ViT: one linear loop, sharded by ``jax.jit``, on one host or many."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import numpy as np
 import optax
 import tqdm
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 import simrf_jax
 from experiments.vit import config as config_lib
-from experiments.vit import data, report
+from experiments.vit import data, report, sharding
 from simrf_jax.integrations.nnx import RandomProjection
 from simrf_jax.models import ViT, ViTConfig
 
@@ -45,22 +45,6 @@ class TrainState(NamedTuple):
 
 # Which draw a key is for: fold_in(state.key, one of these).
 PARAMS, PROJECTIONS, DROPOUT = range(3)
-
-
-def make_mesh(num_devices: int) -> Mesh:
-    """A mesh of one axis, ``data``; -1 takes every device.
-
-    Raises:
-      ValueError: If there are not that many devices.
-    """
-    devices = jax.devices()
-    wanted = len(devices) if num_devices == -1 else num_devices
-    if not 1 <= wanted <= len(devices):
-        raise ValueError(
-            f"config.mesh.data must be -1 or between 1 and the {len(devices)} devices there are, "
-            f"got {num_devices}."
-        )
-    return jax.make_mesh((wanted,), ("data",), (AxisType.Auto,), devices=devices[:wanted])
 
 
 def make_optimizer(
@@ -106,13 +90,18 @@ def init_state(
 def redraw(state: TrainState, *, model_config: ViTConfig, interval: int) -> TrainState:
     """The state with the projections that belong to its step."""
     key = jax.random.fold_in(state.key, PROJECTIONS)
-    projections = simrf_jax.redraw_projections(
+    leaves, structure = jax.tree.flatten(state.projections)
+    # Each layer has the number it has in a model that is not scanned, and so the same W.
+    layers = [list(w) for w in leaves] if model_config.scan else leaves
+    drawn = simrf_jax.redraw_projections(
         simrf_jax.redraw_key(key, state.step, interval=interval),
-        state.projections,
+        layers,
         coupling=model_config.attention,
         block=model_config.block,
     )
-    return state._replace(projections=projections)
+    if model_config.scan:
+        drawn = [jnp.stack(layers) for layers in drawn]
+    return state._replace(projections=jax.tree.unflatten(structure, drawn))
 
 
 def train_step(
@@ -121,17 +110,23 @@ def train_step(
     *,
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
+    num_microbatches: int,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One step of the optimiser on the mean loss of a batch."""
-    dropout_key = jax.random.fold_in(jax.random.fold_in(state.key, DROPOUT), state.step)
+    key = jax.random.fold_in(jax.random.fold_in(state.key, DROPOUT), state.step)
+    keys = jax.random.split(key, num_microbatches) if num_microbatches > 1 else key[None]
 
-    def loss_fn(params: nnx.State) -> tuple[jax.Array, jax.Array]:
+    def loss_fn(
+        params: nnx.State, batch: dict[str, jax.Array], dropout_key: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(graphdef, params, state.projections)
         logits = model(batch["image"], rngs=nnx.Rngs(dropout=dropout_key))
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         return losses.mean(), (logits.argmax(-1) == batch["label"]).mean()
 
-    (loss, accuracy), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    (loss, accuracy), grads = sharding.mean_over_microbatches(
+        functools.partial(jax.value_and_grad(loss_fn, has_aux=True), state.params), batch, keys
+    )
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     state = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
@@ -173,15 +168,9 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     # Check everything that can be checked before anything is written.
     config_lib.check(config)
     workdir = pathlib.Path(workdir)
-    report.refuse_used(workdir)
-    mesh = make_mesh(config.mesh.data)
-    if config.batch_size % mesh.size:
-        raise ValueError(
-            f"config.batch_size must be a multiple of the {mesh.size} devices, "
-            f"got {config.batch_size}."
-        )
-    # Evaluation pads its batches anyway.
-    eval_batch_size = -(-config.eval_batch_size // mesh.size) * mesh.size
+    if jax.process_index() == 0:
+        report.refuse_used(workdir)
+    mesh = sharding.make_mesh(config.mesh)
 
     # Data.
     dataset = data.DATASETS[config.dataset](config.data_dir)
@@ -189,63 +178,90 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
         dataset.train, batch_size=config.batch_size, seed=config.seed, **config.augment
     )
 
-    # Model, optimiser and their state, replicated over the mesh.
+    # Model, optimiser and their state, spread over the mesh.
     model_config = ViTConfig(
         image_size=dataset.train.images.shape[1:3],
         channels=dataset.train.images.shape[3],
         num_classes=dataset.num_classes,
+        sequence_axis="sequence" if config.mesh.sequence > 1 else None,
         **config.model,
+    )
+    sharding.check(
+        mesh,
+        model_config,
+        batch_size=config.batch_size,
+        num_microbatches=config.num_microbatches,
     )
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: ViT(model_config, rngs=nnx.Rngs(0))))
     optimizer, schedule = make_optimizer(config)
+
+    def make_state() -> TrainState:
+        return init_state(jax.random.key(config.seed), model_config, optimizer)
+
+    state_shardings = sharding.state_shardings(jax.eval_shape(make_state), mesh)
     replicated = NamedSharding(mesh, PartitionSpec())
-    sharded = NamedSharding(mesh, PartitionSpec("data"))
-    jit_init = jax.jit(
-        functools.partial(init_state, model_config=model_config, optimizer=optimizer),
-        out_shardings=replicated,
-    )
+    by_image = NamedSharding(mesh, sharding.BATCH)
+    jit_init = jax.jit(make_state, out_shardings=state_shardings)
     jit_redraw = jax.jit(
         functools.partial(redraw, model_config=model_config, interval=config.redraw_interval),
-        in_shardings=replicated,
-        out_shardings=replicated,
+        in_shardings=(state_shardings,),
+        out_shardings=state_shardings,
         donate_argnums=0,
     )
     jit_train_step = jax.jit(
-        functools.partial(train_step, graphdef=graphdef, optimizer=optimizer),
-        in_shardings=(replicated, sharded),
-        out_shardings=replicated,
+        functools.partial(
+            train_step,
+            graphdef=graphdef,
+            optimizer=optimizer,
+            num_microbatches=config.num_microbatches,
+        ),
+        in_shardings=(state_shardings, by_image),
+        out_shardings=(state_shardings, replicated),
         donate_argnums=0,
     )
     jit_eval_step = jax.jit(
         functools.partial(eval_step, graphdef=graphdef),
-        in_shardings=(replicated, sharded),
+        in_shardings=(state_shardings, by_image),
         out_shardings=replicated,
     )
-    state = jit_init(jax.device_put(jax.random.key(config.seed), replicated))
+    with jax.set_mesh(mesh):
+        state = jit_init()
     num_parameters = sum(x.size for x in jax.tree.leaves(state.params))
+
+    def put(batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """The batch on all devices, of the images that this host has to bring."""
+        size = len(batch["label"])
+        rows = sharding.local_rows(by_image, size)
+        part = {name: x[rows] for name, x in batch.items()}
+        return sharding.global_batch(part, by_image, size)
+
+    # Evaluation pads its batches anyway.
+    images = mesh.shape["data"] * mesh.shape["fsdp"]
+    eval_batch_size = -(-config.eval_batch_size // images) * images
 
     def evaluate() -> dict[str, float]:
         sums = [
-            jit_eval_step(state, jax.device_put(batch, sharded))
+            jit_eval_step(state, put(batch))
             for batch in data.eval_batches(dataset.test, eval_batch_size)
         ]
         total = {name: sum(float(s[name]) for s in sums) for name in sums[0]}
         return {f"test_{name}": total[name] / total["weight"] for name in ("loss", "accuracy")}
 
     # Train.
-    log = report.Log(workdir, config)
+    is_first = jax.process_index() == 0  # Of the hosts; it alone writes.
+    log = report.Log(workdir, config) if is_first else report.NoLog()
     has_projections = model_config.attention != "exact"
     pending: list[dict[str, jax.Array]] = []
     speeds: list[float] = []
     start = row_start = time.perf_counter()
     test: dict[str, float] = {}
-    with log, tqdm.tqdm(total=config.num_steps, unit="step", dynamic_ncols=True) as bar:
+    bar = tqdm.tqdm(total=config.num_steps, unit="step", dynamic_ncols=True, disable=not is_first)
+    with jax.set_mesh(mesh), log, bar:
         for step in range(config.num_steps):
             due = step == 0 or (config.redraw_interval and step % config.redraw_interval == 0)
             if has_projections and due:
                 state = jit_redraw(state)
-            batch = jax.device_put(batches[step], sharded)
-            state, metrics = jit_train_step(state, batch)
+            state, metrics = jit_train_step(state, put(batches[step]))
             pending.append(metrics)
             done = step + 1
             last = done == config.num_steps
@@ -295,7 +311,8 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
         "jax": jax.__version__,
         "config": json.loads(config.to_json_best_effort()),
     }
-    report.finish(workdir, results)
+    if is_first:
+        report.finish(workdir, results)
     return results
 
 

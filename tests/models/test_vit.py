@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +134,45 @@ def test_every_layer_and_head_has_its_own_projection():
     assert len(np.unique(rows.round(5), axis=0)) == 4
 
 
+def loss_and_grads(**changes):
+    """Of a model with dropout; the gradients of its blocks stacked."""
+    graphdef, params, rest = nnx.split(
+        with_random_head(build(dropout_rate=0.5, depth=3, **changes)), nnx.Param, ...
+    )
+
+    def loss(params):
+        logits = nnx.merge(graphdef, params, rest)(images(), rngs=nnx.Rngs(dropout=5))
+        return jnp.sum(logits**2)
+
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    num_products = str(jax.make_jaxpr(jax.grad(loss))(params)).count("dot_general")
+    grads = nnx.to_pure_dict(grads)
+    if not changes.get("scan"):
+        layers = [grads["blocks"][layer] for layer in range(3)]
+        grads["blocks"] = jax.tree.map(lambda *layers: jnp.stack(layers), *layers)
+    return value, grads, num_products
+
+
+def test_remat_and_scan_change_nothing_but_what_is_kept_and_compiled():
+    products = {}
+    expected, expected_grads, products["none", False] = loss_and_grads()
+    for remat, scan in [("none", True), ("dots", False), ("block", False), ("block", True)]:
+        value, grads, products[remat, scan] = loss_and_grads(remat=remat, scan=scan)
+        np.testing.assert_allclose(value, expected, rtol=1e-6)
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+        jax.tree.map(close, grads, expected_grads)
+    assert products["none", False] < products["dots", False] < products["block", False]
+    assert products["none", True] < products["block", True] < products["none", False]
+
+
+def test_a_scanned_model_has_the_arrays_of_the_unrolled_one_stacked():
+    for kind in (nnx.Param, RandomProjection):
+        stacked = nnx.to_pure_dict(nnx.state(build(scan=True), kind))["blocks"]
+        layers = nnx.to_pure_dict(nnx.state(build(), kind))["blocks"]
+        expected = jax.tree.map(lambda *layers: np.stack(layers), layers[0], layers[1])
+        jax.tree.map(np.testing.assert_array_equal, stacked, expected)
+
+
 def test_redraw_changes_the_output_and_not_the_parameters():
     model = with_random_head(build())
     before, params = model(images()), nnx.state(model, nnx.Param)
@@ -150,6 +190,7 @@ def test_redraw_changes_the_output_and_not_the_parameters():
         ({"pooling": "max"}, ValueError, "'average', 'token', got 'max'"),
         ({"block": "round"}, ValueError, "'regular', 'square', got 'round'"),
         ({"dtype": "int8"}, ValueError, "'float32', 'bfloat16', got 'int8'"),
+        ({"remat": "all"}, ValueError, "'none', 'block', 'dots', got 'all'"),
         ({"patch_size": 3}, ValueError, r"multiples of patch_size=3, got \(8, 8\)"),
         ({"num_heads": 3}, ValueError, "multiple of num_heads, got 16 and 3"),
         ({"num_features": 0}, ValueError, "num_features must be at least 1"),

@@ -32,7 +32,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.eval_interval = 125
     config.augment = {"shift": 0.5, "flip": False}
 
-    config.mesh = {"data": -1}
+    config.num_microbatches = 1
+    config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "sequence": 1}
     config.model = {
         "patch_size": 2,  # 16 tokens.
         "width": 96,
@@ -45,5 +46,7 @@ def get_config() -> ml_collections.ConfigDict:
         "num_features": 34,  # Two regular simplices of 17 points in the heads' 16 dimensions.
         "block": "regular",
         "dtype": "float32",
+        "remat": "none",
+        "scan": False,
     }
     return config
