@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -54,17 +54,18 @@ RULES = (
 )
 
 
-def make_mesh(sizes: Mapping[str, int]) -> Mesh:
+def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
     """A mesh of the axes ``data``, ``fsdp``, ``tensor`` and ``sequence``.
 
     Args:
       sizes: Of each axis; -1 for data takes what the others leave.
+      devices: To take them from, by default all there are.
 
     Raises:
       ValueError: If the devices do not suffice, or some would be left over that -1 or other
         processes count on.
     """
-    devices = jax.devices()
+    devices = jax.devices() if devices is None else devices
     rest = math.prod(sizes[name] for name in AXES[1:])
     data = len(devices) // rest if sizes["data"] == -1 else sizes["data"]
     shape = (data, *(sizes[name] for name in AXES[1:]))
@@ -193,7 +194,7 @@ def mean_over_microbatches(
         return jax.tree.map(jnp.add, total, function(*given)), None
 
     parts = (jax.tree.map(split, batch), keys)
-    first = jax.eval_shape(function, *jax.tree.map(lambda x: x[0], parts))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), first)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), parts)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(function, *one))
     total = jax.lax.scan(add, zeros, parts)[0]
     return jax.tree.map(lambda x: x / count, total)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from simrf_jax.models.vit import ViTConfig
 
 Policy = Callable[..., bool]
+Keys = tuple[jax.Array, ...]
 
 # What is kept of a block for its gradient beside its input; the rest is computed again.
 POLICIES: dict[str, Policy] = {
@@ -62,12 +63,12 @@ class Block(nnx.Module):
         self.mlp_out = nnx.Linear(c.mlp_dim, c.width, kernel_init=xavier, dtype=dtype, rngs=rngs)
         self.dropout = nnx.Dropout(c.dropout_rate)
 
-    def __call__(self, x: jax.Array, dropout_keys: jax.Array | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, dropout_keys: Keys | None = None) -> jax.Array:
         """Maps tokens ``[batch, length, width]`` to the same shape.
 
         Args:
           x: Tokens.
-          dropout_keys: ``[DROPOUTS]`` keys; without them nothing is dropped.
+          dropout_keys: As many as ``DROPOUTS``; without them nothing is dropped.
         """
 
         def drop(y: jax.Array, number: int) -> jax.Array:
@@ -99,30 +100,35 @@ def apply_blocks(
       config: Says whether to scan and what to keep for the gradient.
       rngs: Keys for dropout; without them nothing is dropped.
     """
-    keys = None
+    keys, impl = None, None
     if rngs is not None:
-        shape = (config.depth, DROPOUTS)
-        keys = jnp.stack([rngs.dropout() for _ in range(config.depth * DROPOUTS)]).reshape(shape)
+        drawn = jnp.stack([rngs.dropout() for _ in range(config.depth * DROPOUTS)])
+        # What is computed again uses a key again, which the checker of key reuse cannot know.
+        keys = jax.random.key_data(drawn.reshape(config.depth, DROPOUTS))
+        impl = jax.random.key_impl(drawn)
+
+    def apply_with(graphdef: nnx.GraphDef) -> Callable[..., jax.Array]:
+        def apply(x: jax.Array, state: Any, keys: jax.Array | None) -> jax.Array:
+            typed = (
+                None
+                if keys is None
+                else tuple(jax.random.wrap_key_data(k, impl=impl) for k in keys)
+            )
+            return nnx.merge(graphdef, state)(x, typed)
+
+        if config.remat == "none":
+            return apply
+        # XLA does not merge computations inside a loop with others outside.
+        return jax.checkpoint(apply, policy=POLICIES[config.remat], prevent_cse=not config.scan)
+
     if isinstance(blocks, Block):
         graphdef, stacked = nnx.split(blocks)
-        apply = _apply(graphdef, config)
+        apply = apply_with(graphdef)
         return jax.lax.scan(lambda x, layer: (apply(x, *layer), None), x, (stacked, keys))[0]
     for layer, block in enumerate(blocks):
         graphdef, state = nnx.split(block)
-        x = _apply(graphdef, config)(x, state, None if keys is None else keys[layer])
+        x = apply_with(graphdef)(x, state, None if keys is None else keys[layer])
     return x
-
-
-def _apply(graphdef: nnx.GraphDef, config: ViTConfig) -> Callable[..., jax.Array]:
-    """A block as a function of its input, state and keys."""
-
-    def apply(x: jax.Array, state: Any, dropout_keys: jax.Array | None) -> jax.Array:
-        return nnx.merge(graphdef, state)(x, dropout_keys)
-
-    if config.remat == "none":
-        return apply
-    # XLA does not merge computations inside a loop with others outside.
-    return jax.checkpoint(apply, policy=POLICIES[config.remat], prevent_cse=not config.scan)
 
 
 def _stack(*arrays: jax.Array) -> jax.Array:
