@@ -19,7 +19,15 @@ from simrf_jax.models import ViTConfig
 from tests.experiments.vit import tiny
 from tests.experiments.vit.test_train import make_batch, make_state, read_losses
 
-EIGHT_HEADS = {"model__num_heads": 8, "num_steps": 6, "eval_interval": 6, "redraw_interval": 4}
+EIGHT_HEADS = {
+    "model__num_heads": 8,
+    "num_steps": 6,
+    "eval_interval": 6,
+    "redraw_interval": 4,
+    # The head starts at zero and hides the rest of the model until it has learnt something.
+    "learning_rate": 0.01,
+    "warmup_steps": 0,
+}
 
 
 def mesh_of(data=1, fsdp=1, tensor=1, sequence=1):
