@@ -1,10 +1,12 @@
 """The whole training step of a ViT-B/16 at batch 4,096, compiled for TPU pods that are not there.
 
 The step of experiments/vit (12 layers, 12 heads, 130 features, class token, dropout 0.1, bfloat16,
-AdamW), data-parallel, layers scanned. "GiB" is what each device needs, arguments and temporary
-memory. FLOP and cycles are the compiler's estimates for one device, and not measured.
+AdamW), data-parallel. "GiB" is what each device needs, arguments and temporary memory. Cycles are
+the compiler's estimates for one device, loops as often as they run, and not measured; the
+collectives are those in the program's text, where what is in a loop stands once.
 
-Run: python -m benchmarks.pod_compile [v5e:16x16:none simplex,exact] (with the libtpu wheel)
+Run: python -m benchmarks.pod_compile [v5e:16x16:none:scanned simplex,exact] (with the libtpu wheel,
+and JAX_PLATFORMS empty)
 """
 
 import functools
@@ -21,16 +23,23 @@ from experiments.vit.configs import digits
 from simrf_jax.models import ViT, ViTConfig
 
 BATCH = 4096
-# Pods, and what is computed again so that the step fits.
-PODS = ("v3:4x4:block", "v4:2x2x4:block", "v5e:16x16:none", "v6e:16x16:none")
+# Pods, what is computed again so that the step fits, and how the layers are compiled.
+PODS = (
+    "v3:4x4:block:scanned",
+    "v4:2x2x4:block:scanned",
+    "v5e:16x16:none:scanned",
+    "v5e:16x16:none:unrolled",
+    "v6e:16x16:none:scanned",
+)
 # Couplings differ in how projections are drawn, which is not in the step.
 ATTENTIONS = ("simplex", "exact")
 
 
-def compiled(topology, remat, attention):
+def compiled(topology, remat, layers, attention):
     devices = tpu.topologies.get_topology_desc(topology, platform="tpu").devices
     mesh = sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1, "sequence": 1}, devices)
-    config = ViTConfig.named("B/16", attention=attention, remat=remat, scan=True)
+    scan = layers == "scanned"
+    config = ViTConfig.named("B/16", attention=attention, remat=remat, scan=scan)
     optimizer, _ = train.make_optimizer(digits.get_config())
     state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), config, optimizer))
     shardings = sharding.state_shardings(state, mesh)
@@ -58,22 +67,21 @@ def compiled(topology, remat, attention):
 def main():
     pods = sys.argv[1].split(",") if len(sys.argv) > 1 else PODS
     attentions = sys.argv[2].split(",") if len(sys.argv) > 2 else ATTENTIONS
-    print("| pod, remat | attention | GiB | TFLOP | million cycles | collectives | compiled in |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print("| pod, remat, layers | attention | GiB | million cycles | collectives | compiled in |")
+    print("| --- | --- | --- | --- | --- | --- |")
     for pod in pods:
-        topology, _, remat = pod.rpartition(":")
+        topology, remat, layers = pod.rsplit(":", 2)
         for attention in attentions:
             start = time.perf_counter()
-            program = compiled(topology, remat, attention)
+            program = compiled(topology, remat, layers, attention)
             seconds = time.perf_counter() - start
             memory = program.memory_analysis()
             size = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-            flops = program.cost_analysis()["flops"]
             cycles, _ = tpu.static_cycles(program)
             counts, received = sequence_parallel.collectives(program)
             listed = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
             print(
-                f"| {topology}, {remat} | {attention} | {size / 2**30:.2f} | {flops / 1e12:.3f} "
+                f"| {topology}, {remat}, {layers} | {attention} | {size / 2**30:.2f} "
                 f"| {cycles / 1e6:.2f} | {listed}: {received / 2**20:.0f} MiB | {seconds:.0f} s |",
                 flush=True,
             )

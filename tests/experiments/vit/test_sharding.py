@@ -71,6 +71,15 @@ def test_remat_and_scan_train_alike_on_a_mesh_of_all_axes(tmp_path, losses_on_on
     np.testing.assert_allclose(losses, losses_on_one_device, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
+def test_microbatches_train_alike_on_a_mesh(tmp_path):
+    changes = {"num_microbatches": 4}
+    expected = losses_on(tmp_path / "one", 1, 1, 1, **changes)
+    changes |= {"model__remat": "block", "model__scan": True}
+    losses = losses_on(tmp_path / "mesh", 2, 2, 2, **changes)
+    np.testing.assert_allclose(losses, expected, atol=1e-4, rtol=0)
+
+
 def test_arrays_lie_as_the_rules_say():
     config = tiny.get_config(model__num_heads=8, model__depth=2, model__scan=True)
     state, *_ = make_state(config)
