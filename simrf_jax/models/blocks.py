@@ -107,28 +107,29 @@ def apply_blocks(
         keys = jax.random.key_data(drawn.reshape(config.depth, DROPOUTS))
         impl = jax.random.key_impl(drawn)
 
-    def apply_with(graphdef: nnx.GraphDef) -> Callable[..., jax.Array]:
-        def apply(x: jax.Array, state: Any, keys: jax.Array | None) -> jax.Array:
-            typed = (
-                None
-                if keys is None
-                else tuple(jax.random.wrap_key_data(k, impl=impl) for k in keys)
-            )
-            return nnx.merge(graphdef, state)(x, typed)
-
-        if config.remat == "none":
-            return apply
-        # XLA does not merge computations inside a loop with others outside.
-        return jax.checkpoint(apply, policy=POLICIES[config.remat], prevent_cse=not config.scan)
-
     if isinstance(blocks, Block):
         graphdef, stacked = nnx.split(blocks)
-        apply = apply_with(graphdef)
+        apply = _function(graphdef, config, impl)
         return jax.lax.scan(lambda x, layer: (apply(x, *layer), None), x, (stacked, keys))[0]
     for layer, block in enumerate(blocks):
         graphdef, state = nnx.split(block)
-        x = apply_with(graphdef)(x, state, None if keys is None else keys[layer])
+        x = _function(graphdef, config, impl)(x, state, None if keys is None else keys[layer])
     return x
+
+
+def _function(graphdef: nnx.GraphDef, config: ViTConfig, impl: Any) -> Callable[..., jax.Array]:
+    """A block as a function of its input, its state and the data of its dropout keys."""
+
+    def apply(x: jax.Array, state: Any, keys: jax.Array | None) -> jax.Array:
+        block = nnx.merge(graphdef, state)
+        if keys is None:
+            return block(x)
+        return block(x, tuple(jax.random.wrap_key_data(key, impl=impl) for key in keys))
+
+    if config.remat == "none":
+        return apply
+    # XLA does not merge computations inside a loop with others outside.
+    return jax.checkpoint(apply, policy=POLICIES[config.remat], prevent_cse=not config.scan)
 
 
 def _stack(*arrays: jax.Array) -> jax.Array:
