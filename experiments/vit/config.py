@@ -18,7 +18,7 @@ FIELDS: dict[str, type] = {
     "dataset": str,  # A name of data.DATASETS.
     "data_dir": str,  # Where prepared TensorFlow Datasets lie; "" for their default folder.
     "batch_size": int,  # Images a step, over all devices.
-    "eval_batch_size": int,  # Rounded up to a multiple of the devices.
+    "eval_batch_size": int,  # Rounded up to a multiple of mesh.data * mesh.fsdp.
     "num_steps": int,
     "learning_rate": float,  # At its peak.
     "warmup_steps": int,  # Linear from 0, then a cosine to 0 at num_steps.
@@ -35,7 +35,11 @@ FIELDS: dict[str, type] = {
     "checkpoint.interval": int,  # Steps between checkpoints; 0 for none at all.
     "checkpoint.keep": int,  # The last ones to keep; the one of the best test accuracy is, too.
     "checkpoint.folder": str,  # A path or gs://bucket/run; "" for a folder of the workdir.
-    "mesh.data": int,  # Devices the batch is split over; -1 for all there are.
+    "num_microbatches": int,  # Parts of a batch whose gradients are computed one after the other.
+    "mesh.data": int,  # Devices the images are split over; -1 for all that the others leave.
+    "mesh.fsdp": int,  # Likewise, and the parameters and the optimiser's state too.
+    "mesh.tensor": int,  # Devices that heads and MLPs are split over.
+    "mesh.sequence": int,  # Devices that the tokens of an image are split over.
     "model.patch_size": int,  # The rest is ViTConfig's; the images' shape comes from the data.
     "model.width": int,
     "model.depth": int,
@@ -47,6 +51,8 @@ FIELDS: dict[str, type] = {
     "model.num_features": int,
     "model.block": str,
     "model.dtype": str,
+    "model.remat": str,
+    "model.scan": bool,
 }
 
 # Fields, and groups of fields, of which a run that was stopped may go on with other values.
@@ -70,19 +76,19 @@ def check(config: ml_collections.ConfigDict) -> None:
     """
     given = harness.check_fields(config, FIELDS)
     checks.one_of("config.dataset", config.dataset, DATASETS)
-    for name in ("batch_size", "eval_batch_size", "num_steps", "log_interval", "eval_interval"):
-        checks.positive_int(f"config.{name}", config[name])
     for name in (
-        "seed",
-        "warmup_steps",
-        "redraw_interval",
-        "weight_decay",
-        "augment.shift",
+        *("batch_size", "eval_batch_size", "num_steps", "log_interval", "eval_interval"),
+        *("num_microbatches", "mesh.fsdp", "mesh.tensor", "mesh.sequence", "checkpoint.keep"),
+    ):
+        checks.positive_int(f"config.{name}", given[name])
+    if given["mesh.data"] != -1:
+        checks.positive_int("config.mesh.data, unless it is -1,", given["mesh.data"])
+    for name in (
+        *("seed", "warmup_steps", "redraw_interval", "weight_decay", "augment.shift"),
         "checkpoint.interval",
     ):
         if not given[name] >= 0:
             raise ValueError(f"config.{name} must be at least 0, got {given[name]}.")
-    checks.positive_int("config.checkpoint.keep", config.checkpoint.keep)
     for name in ("learning_rate", "clip_norm", "eps"):
         if not given[name] > 0:
             raise ValueError(f"config.{name} must be above 0, got {given[name]}.")

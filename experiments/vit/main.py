@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pathlib
 
+import jax
 from absl import app, flags
 from ml_collections import config_flags
 
 from experiments import harness, memory
 from experiments.vit import checkpoint, compare, config, train
+
+HEARTBEAT_TIMEOUT = 30  # Seconds after which the others end when one process is gone.
 
 _DEFAULT_CONFIG = pathlib.Path(__file__).parent / "configs" / "digits.py"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to train; configs/digits.py.")
@@ -16,6 +19,14 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder for the results.", requi
 _COMPARE = flags.DEFINE_list(
     "compare", [], "Train each of these attentions (simplex,orthogonal,iid,exact) over --seeds."
 )
+_DISTRIBUTED = flags.DEFINE_bool(
+    "distributed", False, "Started on every host of a pod or a cluster: train on all their devices."
+)
+_COORDINATOR = flags.DEFINE_string(
+    "coordinator", None, "host:port of process 0, where JAX cannot find it out as on a TPU pod."
+)
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "With --coordinator.", lower_bound=1)
+_PROCESS_ID = flags.DEFINE_integer("process_id", None, "With --coordinator.", lower_bound=0)
 _SEEDS = flags.DEFINE_list("seeds", [], "Seeds for --compare; 0,1,2,3,4 unless given.")
 
 
@@ -25,12 +36,20 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
     memory.keep_freed_memory()
     checkpoint.quiet()
+    if _DISTRIBUTED.value:
+        jax.distributed.initialize(
+            _COORDINATOR.value,
+            _NUM_PROCESSES.value,
+            _PROCESS_ID.value,
+            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+        )
     if _COMPARE.value:
         seeds = [int(seed) for seed in _SEEDS.value] or [0, 1, 2, 3, 4]
         print(compare.compare(_CONFIG.value, _WORKDIR.value, _COMPARE.value, seeds))
         return
     results = train.train(_CONFIG.value, _WORKDIR.value)
-    print(f"test accuracy {results['test_accuracy']:.4f}")
+    if jax.process_index() == 0:
+        print(f"test accuracy {results['test_accuracy']:.4f}")
 
 
 def parse_flags(argv: list[str]) -> list[str]:
@@ -41,6 +60,13 @@ def parse_flags(argv: list[str]) -> list[str]:
         raise SystemExit(f"--seeds must be numbers, got {','.join(_SEEDS.value)}.")
     if _SEEDS.value and not _COMPARE.value:
         raise SystemExit("--seeds goes with --compare; a single run has --config.seed.")
+    given = [flag.value is not None for flag in (_COORDINATOR, _NUM_PROCESSES, _PROCESS_ID)]
+    if any(given) and not (all(given) and _DISTRIBUTED.value):
+        raise SystemExit(
+            "--coordinator, --num_processes and --process_id go together, with --distributed."
+        )
+    if _DISTRIBUTED.value and _COMPARE.value:
+        raise SystemExit("--compare trains on one host; start a --distributed run for each.")
     if clash := {"seed", "model.attention"}.intersection(overridden if _COMPARE.value else ()):
         raise SystemExit(f"--compare and --seeds choose {', '.join(sorted(clash))}; leave it out.")
     return rest

@@ -67,6 +67,20 @@ class Log:
         self._file.flush()
 
 
+class NoLog:
+    """In place of ``Log`` where another host writes."""
+
+    def __enter__(self) -> NoLog:
+        """Opens nothing."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes nothing."""
+
+    def write(self, row: dict[str, float]) -> None:
+        """Writes nothing."""
+
+
 def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
     """Refuses a folder that holds a run, so that none is written over, unless it can go on.
 

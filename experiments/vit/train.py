@@ -1,15 +1,13 @@
-"""Trains a ViT: one linear loop, sharded by ``jax.jit``."""
+"""Trains a ViT: one linear loop, sharded by ``jax.jit``, on one host or many."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
 import pathlib
 import time
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,33 +16,92 @@ import numpy as np
 import optax
 import tqdm
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments import training
-from experiments.training import TrainState
-from experiments.vit import checkpoint, data, report
+import simrf_jax
 from experiments.vit import config as config_lib
-from experiments.vit.preemption import Preemption
+from experiments.vit import data, report, sharding
+from simrf_jax.integrations.nnx import RandomProjection
 from simrf_jax.models import ViT, ViTConfig
 
-# Which draw a key is for, after those of training.
-DROPOUT = 2
 
+class TrainState(NamedTuple):
+    """All that training changes, and the key it never does.
 
-def make_mesh(num_devices: int) -> Mesh:
-    """A mesh of one axis, ``data``; -1 takes every device.
-
-    Raises:
-      ValueError: If there are not that many devices.
+    Attributes:
+      step: Steps done.
+      key: Typed PRNG key of the run; every draw is a function of it, the step and a name.
+      params: ``nnx.Param`` state of the model.
+      projections: ``RandomProjection`` state of the model; empty for exact attention.
+      opt_state: The optimiser's.
     """
-    devices = jax.devices()
-    wanted = len(devices) if num_devices == -1 else num_devices
-    if not 1 <= wanted <= len(devices):
-        raise ValueError(
-            f"config.mesh.data must be -1 or between 1 and the {len(devices)} devices there are, "
-            f"got {num_devices}."
+
+    step: jax.Array
+    key: jax.Array
+    params: nnx.State
+    projections: nnx.State
+    opt_state: optax.OptState
+
+
+# Which draw a key is for: fold_in(state.key, one of these).
+PARAMS, PROJECTIONS, DROPOUT = range(3)
+
+
+def make_optimizer(
+    config: ml_collections.ConfigDict,
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """AdamW with clipped gradients, and its learning rate as a function of the step."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, config.warmup_steps, config.num_steps
+    )
+
+    def kernels(params: Any) -> Any:
+        """Biases, norms and the position embedding do not decay."""
+        return jax.tree.map_with_path(
+            lambda path, _: "kernel" in jax.tree_util.keystr(path), params
         )
-    return jax.make_mesh((wanted,), ("data",), (AxisType.Auto,), devices=devices[:wanted])
+
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        optax.adamw(
+            schedule,
+            config.b1,
+            config.b2,
+            config.eps,
+            weight_decay=config.weight_decay,
+            mask=kernels,
+        ),
+    )
+    return optimizer, schedule
+
+
+def init_state(
+    key: jax.Array, model_config: ViTConfig, optimizer: optax.GradientTransformation
+) -> TrainState:
+    """The state before the first step; projections are still to be drawn by ``redraw``."""
+    rngs = nnx.Rngs(
+        params=jax.random.fold_in(key, PARAMS), features=jax.random.fold_in(key, PROJECTIONS)
+    )
+    model = ViT(model_config, rngs=rngs)
+    params, projections = nnx.state(model, nnx.Param), nnx.state(model, RandomProjection)
+    return TrainState(jnp.zeros((), jnp.int32), key, params, projections, optimizer.init(params))
+
+
+def redraw(state: TrainState, *, model_config: ViTConfig, interval: int) -> TrainState:
+    """The state with the projections that belong to its step."""
+    key = jax.random.fold_in(state.key, PROJECTIONS)
+    leaves, structure = jax.tree.flatten(state.projections)
+    # Each layer has the number it has in a model that is not scanned, and so the same W.
+    layers = [list(w) for w in leaves] if model_config.scan else leaves
+    drawn = simrf_jax.redraw_projections(
+        simrf_jax.redraw_key(key, state.step, interval=interval),
+        layers,
+        coupling=model_config.attention,
+        block=model_config.block,
+    )
+    if model_config.scan:
+        drawn = [jnp.stack(layers) for layers in drawn]
+    return state._replace(projections=jax.tree.unflatten(structure, drawn))
 
 
 def train_step(
@@ -53,17 +110,23 @@ def train_step(
     *,
     graphdef: nnx.GraphDef,
     optimizer: optax.GradientTransformation,
+    num_microbatches: int,
 ) -> tuple[TrainState, dict[str, jax.Array]]:
     """One step of the optimiser on the mean loss of a batch."""
-    dropout_key = jax.random.fold_in(jax.random.fold_in(state.key, DROPOUT), state.step)
+    key = jax.random.fold_in(jax.random.fold_in(state.key, DROPOUT), state.step)
+    keys = jax.random.split(key, num_microbatches) if num_microbatches > 1 else key[None]
 
-    def loss_fn(params: nnx.State) -> tuple[jax.Array, jax.Array]:
+    def loss_fn(
+        params: nnx.State, batch: dict[str, jax.Array], dropout_key: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(graphdef, params, state.projections)
         logits = model(batch["image"], rngs=nnx.Rngs(dropout=dropout_key))
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
         return losses.mean(), (logits.argmax(-1) == batch["label"]).mean()
 
-    (loss, accuracy), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    (loss, accuracy), grads = sharding.mean_over_microbatches(
+        functools.partial(jax.value_and_grad(loss_fn, has_aux=True), state.params), batch, keys
+    )
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     state = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
@@ -85,47 +148,29 @@ def eval_step(
     }
 
 
-def test_means(sums: Iterable[dict[str, jax.Array]]) -> dict[str, float]:
-    """``test_loss`` and ``test_accuracy``, from what ``eval_step`` returns for each batch."""
-    batches = list(sums)
-    total = {name: sum(float(s[name]) for s in batches) for name in batches[0]}
-    return {f"test_{name}": total[name] / total["weight"] for name in ("loss", "accuracy")}
-
-
 def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dict[str, Any]:
     """Trains, evaluates, and leaves its results in ``workdir``.
 
     Args:
       config: All the fields of ``experiments.vit.config.FIELDS``.
-      workdir: A folder without a run in it, or with one that was stopped, which goes on from its
-        last checkpoint; made if needed. It gets ``config.json``, ``metrics.csv`` and
-        ``checkpoints`` while training, and at the end ``results.json`` and ``curves.png``.
+      workdir: A folder without a run in it; made if needed. It gets ``config.json``,
+        ``metrics.csv`` while training, and at the end ``results.json`` and ``curves.png``.
 
     Returns:
       What is in ``results.json``.
 
     Raises:
-      FileExistsError: If workdir holds a run that is finished, kept no checkpoints, or is of
-        another config.
+      FileExistsError: If workdir holds a run.
       FileNotFoundError: If the data is not there.
       FloatingPointError: If the loss is not finite; the message names the step.
-      IncompatibleError: If the checkpoints are of another config; the message names what differs.
-      OSError: If checkpoints cannot be kept.
-      SystemExit: With code 0, after a checkpoint was saved because of SIGTERM.
       TypeError, ValueError: If the config is not right.
     """
     # Check everything that can be checked before anything is written.
     config_lib.check(config)
     workdir = pathlib.Path(workdir)
-    report.refuse_used(workdir, config)
-    mesh = make_mesh(config.mesh.data)
-    if config.batch_size % mesh.size:
-        raise ValueError(
-            f"config.batch_size must be a multiple of the {mesh.size} devices, "
-            f"got {config.batch_size}."
-        )
-    # Evaluation pads its batches anyway.
-    eval_batch_size = -(-config.eval_batch_size // mesh.size) * mesh.size
+    if jax.process_index() == 0:
+        report.refuse_used(workdir)
+    mesh = sharding.make_mesh(config.mesh)
 
     # Data.
     dataset = data.DATASETS[config.dataset](config.data_dir)
@@ -133,94 +178,95 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
         dataset.train, batch_size=config.batch_size, seed=config.seed, **config.augment
     )
 
-    # Model, optimiser and their state, replicated over the mesh.
+    # Model, optimiser and their state, spread over the mesh.
     model_config = ViTConfig(
         image_size=dataset.train.images.shape[1:3],
         channels=dataset.train.images.shape[3],
         num_classes=dataset.num_classes,
+        sequence_axis="sequence" if config.mesh.sequence > 1 else None,
         **config.model,
     )
+    sharding.check(
+        mesh,
+        model_config,
+        batch_size=config.batch_size,
+        num_microbatches=config.num_microbatches,
+    )
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: ViT(model_config, rngs=nnx.Rngs(0))))
-    optimizer, schedule = training.make_optimizer(
-        config, b1=config.b1, b2=config.b2, eps=config.eps
-    )
+    optimizer, schedule = make_optimizer(config)
+
+    def make_state() -> TrainState:
+        return init_state(jax.random.key(config.seed), model_config, optimizer)
+
+    state_shardings = sharding.state_shardings(jax.eval_shape(make_state), mesh)
     replicated = NamedSharding(mesh, PartitionSpec())
-    sharded = NamedSharding(mesh, PartitionSpec("data"))
-    jit_init = jax.jit(
-        functools.partial(
-            training.init_state,
-            make_model=functools.partial(ViT, model_config),
-            optimizer=optimizer,
-        ),
-        out_shardings=replicated,
-    )
+    by_image = NamedSharding(mesh, sharding.BATCH)
+    jit_init = jax.jit(make_state, out_shardings=state_shardings)
     jit_redraw = jax.jit(
-        functools.partial(
-            training.redraw,
-            interval=config.redraw_interval,
-            coupling=model_config.attention,
-            block=model_config.block,
-        ),
-        in_shardings=replicated,
-        out_shardings=replicated,
+        functools.partial(redraw, model_config=model_config, interval=config.redraw_interval),
+        in_shardings=(state_shardings,),
+        out_shardings=state_shardings,
         donate_argnums=0,
     )
     jit_train_step = jax.jit(
-        functools.partial(train_step, graphdef=graphdef, optimizer=optimizer),
-        in_shardings=(replicated, sharded),
-        out_shardings=replicated,
+        functools.partial(
+            train_step,
+            graphdef=graphdef,
+            optimizer=optimizer,
+            num_microbatches=config.num_microbatches,
+        ),
+        in_shardings=(state_shardings, by_image),
+        out_shardings=(state_shardings, replicated),
         donate_argnums=0,
     )
     jit_eval_step = jax.jit(
         functools.partial(eval_step, graphdef=graphdef),
-        in_shardings=(replicated, sharded),
+        in_shardings=(state_shardings, by_image),
         out_shardings=replicated,
     )
-    state = jit_init(jax.device_put(jax.random.key(config.seed), replicated))
+    with jax.set_mesh(mesh):
+        state = jit_init()
     num_parameters = sum(x.size for x in jax.tree.leaves(state.params))
 
-    def evaluate() -> dict[str, float]:
-        batches = data.eval_batches(dataset.test, eval_batch_size)
-        return test_means(jit_eval_step(state, jax.device_put(b, sharded)) for b in batches)
+    def put(batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        """The batch on all devices, of the images that this host has to bring."""
+        size = len(batch["label"])
+        rows = sharding.local_rows(by_image, size)
+        part = {name: x[rows] for name, x in batch.items()}
+        return sharding.global_batch(part, by_image, size)
 
-    # Checkpoints: go on from the newest, if there is one.
-    checkpoints, preemption = None, None
-    progress = checkpoint.Progress(rows=[], seconds=0.0)
-    if config.checkpoint.interval:
-        folder = config.checkpoint.folder or workdir / "checkpoints"
-        checkpoints = checkpoint.Checkpoints(folder, config, keep=config.checkpoint.keep)
-        preemption = Preemption()
-        state, progress = checkpoints.restore(checkpoint.abstract(state)) or (state, progress)
-    first_step = int(state.step)
+    # Evaluation pads its batches anyway.
+    images = mesh.shape["data"] * mesh.shape["fsdp"]
+    eval_batch_size = -(-config.eval_batch_size // images) * images
+
+    def evaluate() -> dict[str, float]:
+        sums = [
+            jit_eval_step(state, put(batch))
+            for batch in data.eval_batches(dataset.test, eval_batch_size)
+        ]
+        total = {name: sum(float(s[name]) for s in sums) for name in sums[0]}
+        return {f"test_{name}": total[name] / total["weight"] for name in ("loss", "accuracy")}
 
     # Train.
-    log = report.Log(workdir, config, progress.rows)
+    is_first = jax.process_index() == 0  # Of the hosts; it alone writes.
+    log = report.Log(workdir, config) if is_first else report.NoLog()
     has_projections = model_config.attention != "exact"
     pending: list[dict[str, jax.Array]] = []
-    row_start = time.perf_counter()
-    start = row_start - progress.seconds
+    speeds: list[float] = []
+    start = row_start = time.perf_counter()
     test: dict[str, float] = {}
-    with (
-        checkpoints or contextlib.nullcontext(),
-        preemption or contextlib.nullcontext(),
-        log,
-        tqdm.tqdm(
-            total=config.num_steps, initial=first_step, unit="step", dynamic_ncols=True
-        ) as bar,
-    ):
-        for step in range(first_step, config.num_steps):
+    bar = tqdm.tqdm(total=config.num_steps, unit="step", dynamic_ncols=True, disable=not is_first)
+    with jax.set_mesh(mesh), log, bar:
+        for step in range(config.num_steps):
             due = step == 0 or (config.redraw_interval and step % config.redraw_interval == 0)
             if has_projections and due:
                 state = jit_redraw(state)
-            batch = jax.device_put(batches[step], sharded)
-            state, metrics = jit_train_step(state, batch)
+            state, metrics = jit_train_step(state, put(batches[step]))
             pending.append(metrics)
             done = step + 1
             last = done == config.num_steps
             evaluating = last or done % config.eval_interval == 0
-            stopping = preemption and preemption.reached(done)
-            saving = checkpoints and (last or stopping or done % config.checkpoint.interval == 0)
-            if not (evaluating or saving or done % config.log_interval == 0):
+            if not (evaluating or done % config.log_interval == 0):
                 continue
 
             fetched = jax.device_get(pending)
@@ -241,13 +287,7 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
             log.write(row | (test if evaluating else {}))
             if evaluating and not math.isfinite(test["test_loss"]):
                 raise _not_finite("test loss", test["test_loss"], done, config, workdir)
-            if checkpoints and (saving or (evaluating and checkpoint.is_best(log.rows))):
-                seconds = time.perf_counter() - start
-                checkpoints.save(done, state, checkpoint.Progress(log.rows, seconds))
-            if checkpoints and stopping and not last:
-                checkpoints.wait()
-                bar.write(f"Stopped by SIGTERM after step {done}; the same command goes on there.")
-                raise SystemExit(0)
+            speeds.append(row["images_per_second"])
             bar.set_postfix(
                 loss=f"{row['train_loss']:.3f}",
                 accuracy=f"{row['train_accuracy']:.3f}",
@@ -259,9 +299,8 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     seconds = time.perf_counter() - start
 
     # Results.
-    speeds = [row["images_per_second"] for row in log.rows]
     results = {
-        **{name: log.rows[-1][name] for name in ("test_loss", "test_accuracy")},
+        **test,
         "steps": config.num_steps,
         "seconds": seconds,
         "images_per_second": float(np.median(speeds[1:] or speeds)),  # The first row compiles.
@@ -272,7 +311,8 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
         "jax": jax.__version__,
         "config": json.loads(config.to_json_best_effort()),
     }
-    report.finish(workdir, results)
+    if is_first:
+        report.finish(workdir, results)
     return results
 
 

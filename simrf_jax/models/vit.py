@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from simrf_jax import checks
-from simrf_jax.integrations.nnx import RandomFeatureAttention
+from simrf_jax.models.blocks import REMATS, apply_blocks, make_blocks
 from simrf_jax.projections import BLOCK_MODES, COUPLINGS
 
 ATTENTIONS = (*COUPLINGS, "exact")
@@ -47,6 +47,12 @@ class ViTConfig:
       num_features: Random features of each head.
       block: Block mode of the projections.
       dtype: ``"float32"`` or ``"bfloat16"``, to compute in; parameters are float32.
+      remat: What each block keeps for its gradient: ``"none"`` computes nothing again, ``"dots"``
+        keeps the products with parameters, ``"block"`` the block's input alone.
+      scan: Whether to scan over the blocks, which compiles one of them instead of all. Their arrays
+        are stacked, ``[depth, ...]``; the model is the same function of the same keys.
+      sequence_axis: Mesh axis that shards the tokens, as ``simrf_jax.random_feature_attention``;
+        the model is called inside ``jax.set_mesh`` then.
 
     Raises:
       TypeError: If a size is no integer.
@@ -67,12 +73,16 @@ class ViTConfig:
     num_features: int = 130
     block: str = "regular"
     dtype: str = "bfloat16"
+    remat: str = "none"
+    scan: bool = False
+    sequence_axis: str | None = None
 
     def __post_init__(self) -> None:
         checks.one_of("attention", self.attention, ATTENTIONS)
         checks.one_of("pooling", self.pooling, POOLINGS)
         checks.one_of("block", self.block, BLOCK_MODES)
         checks.one_of("dtype", self.dtype, DTYPES)
+        checks.one_of("remat", self.remat, REMATS)
         sizes = ("channels", "num_classes", "patch_size", "width", "depth", "num_heads", "mlp_dim")
         for name in (*sizes, "num_features"):
             checks.positive_int(name, getattr(self, name))
@@ -96,6 +106,12 @@ class ViTConfig:
             raise TypeError(f"dropout_rate must be a number, got {self.dropout_rate!r}.")
         if not 0 <= self.dropout_rate < 1:
             raise ValueError(f"dropout_rate must be in [0, 1), got {self.dropout_rate}.")
+
+    @property
+    def num_tokens(self) -> int:
+        """Patches, and the class token where there is one."""
+        height, width = (side // self.patch_size for side in self.image_size)
+        return height * width + (self.pooling == "token")
 
     @classmethod
     def named(cls, name: str, **overrides: Any) -> ViTConfig:
@@ -147,20 +163,18 @@ class ViT(nnx.Module):
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         self.config = config
         c = config
-        patches = (c.image_size[0] // c.patch_size) * (c.image_size[1] // c.patch_size)
         dtype = jnp.dtype(c.dtype)
         self.patch_embedding = nnx.Linear(
             c.patch_size**2 * c.channels, c.width, dtype=dtype, rngs=rngs
         )
-        num_tokens = patches + (c.pooling == "token")
         # As in big_vision. The 0.02 of the first ViTs drowns where the width is small.
         init = nnx.initializers.normal(c.width**-0.5)
-        shape = (1, num_tokens, c.width)
+        shape = (1, c.num_tokens, c.width)
         self.position_embedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
         if c.pooling == "token":
             self.class_token = nnx.Param(jnp.zeros((1, 1, c.width), jnp.float32))
         self.dropout = nnx.Dropout(c.dropout_rate)
-        self.blocks = nnx.List([Block(c, rngs=rngs) for _ in range(c.depth)])
+        self.blocks = make_blocks(c, rngs=rngs)
         self.norm = nnx.LayerNorm(c.width, epsilon=1e-6, dtype=dtype, rngs=rngs)
         zeros = nnx.initializers.zeros_init()
         self.head = nnx.Linear(c.width, c.num_classes, kernel_init=zeros, rngs=rngs)
@@ -190,56 +204,14 @@ class ViT(nnx.Module):
             x = jnp.concatenate([token.astype(x.dtype), x], axis=1)
         x = x + self.position_embedding[...].astype(x.dtype)
         x = self.dropout(x, deterministic=rngs is None, rngs=rngs)
-        for block in self.blocks:
-            x = block(x, rngs=rngs)
+        if self.config.sequence_axis is not None:
+            free = PartitionSpec.UNCONSTRAINED
+            spec = PartitionSpec(free, self.config.sequence_axis, free)
+            x = jax.lax.with_sharding_constraint(x, spec)
+        x = apply_blocks(self.blocks, x, config=self.config, rngs=rngs)
         x = self.norm(x)
         x = x[:, 0] if self.config.pooling == "token" else jnp.mean(x, axis=1)
         return self.head(x.astype(jnp.float32))
-
-
-class Block(nnx.Module):
-    """One transformer block: attention, then an MLP, each normalised before and added after."""
-
-    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
-        c = config
-        dtype = jnp.dtype(c.dtype)
-        xavier = nnx.initializers.xavier_uniform()
-        attention_fn: Callable[..., jax.Array]
-        if c.attention == "exact":
-            attention_fn = nnx.dot_product_attention  # Goes through jax.nn.dot_product_attention.
-        else:
-            attention_fn = RandomFeatureAttention(
-                c.num_heads,
-                c.width // c.num_heads,
-                c.num_features,
-                coupling=c.attention,
-                block=c.block,
-                rngs=rngs,
-            )
-        self.attention_norm = nnx.LayerNorm(c.width, epsilon=1e-6, dtype=dtype, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(
-            c.num_heads,
-            c.width,
-            dtype=dtype,
-            kernel_init=xavier,
-            attention_fn=attention_fn,
-            decode=False,
-            rngs=rngs,
-        )
-        self.mlp_norm = nnx.LayerNorm(c.width, epsilon=1e-6, dtype=dtype, rngs=rngs)
-        self.mlp_in = nnx.Linear(c.width, c.mlp_dim, kernel_init=xavier, dtype=dtype, rngs=rngs)
-        self.mlp_out = nnx.Linear(c.mlp_dim, c.width, kernel_init=xavier, dtype=dtype, rngs=rngs)
-        self.dropout = nnx.Dropout(c.dropout_rate)
-
-    def __call__(self, x: jax.Array, *, rngs: nnx.Rngs | None) -> jax.Array:
-        """Maps tokens ``[batch, length, width]`` to the same shape."""
-
-        def drop(y: jax.Array) -> jax.Array:
-            return self.dropout(y, deterministic=rngs is None, rngs=rngs)
-
-        x = x + drop(self.attention(self.attention_norm(x)))
-        hidden = drop(nnx.gelu(self.mlp_in(self.mlp_norm(x))))
-        return x + drop(self.mlp_out(hidden))
 
 
 def _patches(images: jax.Array, size: int) -> jax.Array:

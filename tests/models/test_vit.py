@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -133,6 +134,50 @@ def test_every_layer_and_head_has_its_own_projection():
     assert len(np.unique(rows.round(5), axis=0)) == 4
 
 
+def loss_and_grads(**changes):
+    """Of a model with dropout; the gradients of its blocks stacked."""
+    graphdef, params, rest = nnx.split(
+        with_random_head(build(dropout_rate=0.5, **changes)), nnx.Param, ...
+    )
+
+    def loss(params):
+        logits = nnx.merge(graphdef, params, rest)(images(), rngs=nnx.Rngs(dropout=5))
+        return jnp.sum(logits**2)
+
+    products = str(jax.make_jaxpr(jax.grad(loss))(params)).count("dot_general")
+    value, grads = jax.jit(jax.value_and_grad(loss))(params)
+    grads = nnx.to_pure_dict(grads)
+    if not changes.get("scan"):
+        layers = [grads["blocks"][layer] for layer in range(2)]
+        grads["blocks"] = jax.tree.map(lambda *layers: jnp.stack(layers), *layers)
+    return value, grads, products
+
+
+def test_remat_and_scan_change_nothing_but_what_is_kept_and_compiled():
+    expected, expected_grads, unrolled = loss_and_grads()
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    products = {"unrolled": unrolled}
+    for name, changes in {
+        "dots": {"remat": "dots"},
+        "block": {"remat": "block"},
+        "scan": {"scan": True},
+        "scan, block": {"scan": True, "remat": "block"},
+    }.items():
+        value, grads, products[name] = loss_and_grads(**changes)
+        np.testing.assert_allclose(value, expected, rtol=1e-6, err_msg=name)
+        jax.tree.map(close, grads, expected_grads)
+    assert products["unrolled"] < products["dots"] < products["block"]
+    assert products["scan"] < products["scan, block"] < products["unrolled"]
+
+
+def test_a_scanned_model_has_the_arrays_of_the_unrolled_one_stacked():
+    for kind in (nnx.Param, RandomProjection):
+        stacked = nnx.to_pure_dict(nnx.state(build(scan=True), kind))["blocks"]
+        layers = nnx.to_pure_dict(nnx.state(build(), kind))["blocks"]
+        expected = jax.tree.map(lambda *layers: np.stack(layers), layers[0], layers[1])
+        jax.tree.map(np.testing.assert_array_equal, stacked, expected)
+
+
 def test_redraw_changes_the_output_and_not_the_parameters():
     model = with_random_head(build())
     before, params = model(images()), nnx.state(model, nnx.Param)
@@ -150,6 +195,7 @@ def test_redraw_changes_the_output_and_not_the_parameters():
         ({"pooling": "max"}, ValueError, "'average', 'token', got 'max'"),
         ({"block": "round"}, ValueError, "'regular', 'square', got 'round'"),
         ({"dtype": "int8"}, ValueError, "'float32', 'bfloat16', got 'int8'"),
+        ({"remat": "all"}, ValueError, "'none', 'block', 'dots', got 'all'"),
         ({"patch_size": 3}, ValueError, r"multiples of patch_size=3, got \(8, 8\)"),
         ({"num_heads": 3}, ValueError, "multiple of num_heads, got 16 and 3"),
         ({"num_features": 0}, ValueError, "num_features must be at least 1"),

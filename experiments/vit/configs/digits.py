@@ -33,7 +33,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.augment = {"shift": 0.5, "flip": False}
 
     config.checkpoint = {"interval": 500, "keep": 2, "folder": ""}
-    config.mesh = {"data": -1}
+    config.num_microbatches = 1
+    config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "sequence": 1}
     config.model = {
         "patch_size": 2,  # 16 tokens.
         "width": 96,
@@ -46,5 +47,7 @@ def get_config() -> ml_collections.ConfigDict:
         "num_features": 34,  # Two regular simplices of 17 points in the heads' 16 dimensions.
         "block": "regular",
         "dtype": "float32",
+        "remat": "none",
+        "scan": False,
     }
     return config

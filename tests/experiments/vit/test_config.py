@@ -41,6 +41,10 @@ def test_every_config_file_is_whole_and_says_what_it_is(name):
         ({"weight_decay": float("nan")}, ValueError, "weight_decay must be at least 0, got nan"),
         ({"b2": 1.0}, ValueError, r"config.b2 must be in \[0, 1\), got 1.0"),
         ({"model__attention": "linear"}, ValueError, "'simplex_plus', 'exact', got 'linear'"),
+        ({"model__remat": "all"}, ValueError, "'none', 'block', 'dots', got 'all'"),
+        ({"mesh__data": 0}, ValueError, "config.mesh.data, unless it is -1, must be at least 1"),
+        ({"mesh__tensor": -1}, ValueError, "config.mesh.tensor must be at least 1, got -1"),
+        ({"num_microbatches": 0}, ValueError, "config.num_microbatches must be at least 1, got 0"),
         ({"learning_rate": 0.0}, ValueError, "config.learning_rate must be above 0, got 0.0"),
     ],
 )
@@ -74,6 +78,9 @@ def test_check_refuses_unknown_missing_and_mistyped_fields():
         ("--seeds=1,2", "--seeds goes with --compare"),
         ("--compare=exact --seeds=a", "--seeds must be numbers, got a"),
         ("--compare=exact --config.seed=3", "--compare and --seeds choose seed; leave it out"),
+        ("--process_id=1", "--process_id go together, with --distributed"),
+        ("--coordinator=a:1 --num_processes=2 --process_id=0", "go together, with --distributed"),
+        ("--distributed --compare=exact", "start a --distributed run for each"),
         ("--workdri=x", "Unknown command line flag 'workdri'. Did you mean: workdir"),
     ],
 )

@@ -93,12 +93,17 @@ def test_a_run_traces_each_of_its_functions_once(tmp_path, monkeypatch):
             monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
     config = tiny.get_config(num_steps=9, eval_interval=3, redraw_interval=4, mesh__data=8)
     train.train(config, tmp_path)
-    assert traces == {"init_state": 1, "redraw": 1, "train_step": 1, "eval_step": 1}
+    # The first time for the shapes, from which the shardings follow.
+    assert traces == {"init_state": 2, "redraw": 1, "train_step": 1, "eval_step": 1}
 
 
 def test_a_step_changes_the_parameters_and_no_projection():
     state, _, optimizer, graphdef = make_state(tiny.get_config())
-    step = jax.jit(functools.partial(train.train_step, graphdef=graphdef, optimizer=optimizer))
+    step = jax.jit(
+        functools.partial(
+            train.train_step, graphdef=graphdef, optimizer=optimizer, num_microbatches=1
+        )
+    )
     after = state
     for _ in range(3):
         after, metrics = step(after, make_batch())
@@ -182,9 +187,22 @@ def test_a_test_loss_that_is_not_finite_is_no_result(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"mesh__data": 9}, "between 1 and the 8 devices there are, got 9"),
-        ({"mesh__data": 0}, "between 1 and the 8 devices there are, got 0"),
-        ({"mesh__data": 8, "batch_size": 30}, "batch_size must be a multiple of the 8 devices"),
+        ({"mesh__data": 9}, "no more than the 8 devices there are, got 9 x 1 x 1 x 1"),
+        ({"mesh__data": 2, "mesh__fsdp": 5}, "than the 8 devices there are, got 2 x 5 x 1 x 1"),
+        ({"mesh__data": -1, "mesh__tensor": 9}, "than the 8 devices there are, got -1 x 1 x 9 x 1"),
+        ({"mesh__data": -1, "mesh__tensor": 3}, "take all 8 devices, with mesh.data=-1"),
+        (
+            {"mesh__data": 2, "mesh__fsdp": 4, "batch_size": 36},
+            "batch_size must be a multiple of 8, the 1 microbatches times the 8 devices",
+        ),
+        ({"num_microbatches": 3}, "multiple of 3, the 3 microbatches times the 1 devices"),
+        ({"mesh__tensor": 4}, r"num_heads must be a multiple of config.mesh.tensor=4, got 2"),
+        ({"mesh__tensor": 2, "model__mlp_dim": 33}, "mlp_dim must be a multiple of .*=2, got 33"),
+        ({"mesh__fsdp": 3, "batch_size": 33}, "width must be a multiple of .*fsdp=3, got 32"),
+        (
+            {"mesh__sequence": 2, "model__pooling": "token"},
+            "number of tokens must be a multiple of config.mesh.sequence=2, got 17",
+        ),
         ({"model__patch_size": 3}, "multiples of patch_size=3"),
     ],
 )

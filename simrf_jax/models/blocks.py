@@ -1,0 +1,136 @@
+"""Transformer blocks, and a stack of them: unrolled or scanned, with what to keep for gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from simrf_jax.integrations.nnx import RandomFeatureAttention
+
+if TYPE_CHECKING:
+    from simrf_jax.models.vit import ViTConfig
+
+Policy = Callable[..., bool]
+Keys = tuple[jax.Array, ...]
+
+# What is kept of a block for its gradient beside its input; the rest is computed again.
+POLICIES: dict[str, Policy] = {
+    "block": jax.checkpoint_policies.nothing_saveable,
+    # Products with parameters; those within attention have batch dimensions.
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
+REMATS = ("none", *POLICIES)
+
+DROPOUTS = 3  # In a block: after the attention and after both layers of the MLP.
+
+
+class Block(nnx.Module):
+    """One transformer block: attention, then an MLP, each normalised before and added after."""
+
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+        c = config
+        dtype = jnp.dtype(c.dtype)
+        xavier = nnx.initializers.xavier_uniform()
+        attention_fn: Callable[..., jax.Array]
+        if c.attention == "exact":
+            attention_fn = nnx.dot_product_attention  # Goes through jax.nn.dot_product_attention.
+        else:
+            attention_fn = RandomFeatureAttention(
+                c.num_heads,
+                c.width // c.num_heads,
+                c.num_features,
+                coupling=c.attention,
+                block=c.block,
+                sequence_axis=c.sequence_axis,
+                rngs=rngs,
+            )
+        self.attention_norm = nnx.LayerNorm(c.width, epsilon=1e-6, dtype=dtype, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(
+            c.num_heads,
+            c.width,
+            dtype=dtype,
+            kernel_init=xavier,
+            attention_fn=attention_fn,
+            decode=False,
+            rngs=rngs,
+        )
+        self.mlp_norm = nnx.LayerNorm(c.width, epsilon=1e-6, dtype=dtype, rngs=rngs)
+        self.mlp_in = nnx.Linear(c.width, c.mlp_dim, kernel_init=xavier, dtype=dtype, rngs=rngs)
+        self.mlp_out = nnx.Linear(c.mlp_dim, c.width, kernel_init=xavier, dtype=dtype, rngs=rngs)
+        self.dropout = nnx.Dropout(c.dropout_rate)
+
+    def __call__(self, x: jax.Array, dropout_keys: Keys | None = None) -> jax.Array:
+        """Maps tokens ``[batch, length, width]`` to the same shape.
+
+        Args:
+          x: Tokens.
+          dropout_keys: As many as ``DROPOUTS``; without them nothing is dropped.
+        """
+
+        def drop(y: jax.Array, number: int) -> jax.Array:
+            key = None if dropout_keys is None else dropout_keys[number]
+            return self.dropout(y, deterministic=key is None, rngs=key)
+
+        x = x + drop(self.attention(self.attention_norm(x)), 0)
+        hidden = drop(nnx.gelu(self.mlp_in(self.mlp_norm(x))), 1)
+        return x + drop(self.mlp_out(hidden), 2)
+
+
+def make_blocks(config: ViTConfig, *, rngs: nnx.Rngs) -> nnx.List | Block:
+    """The blocks of a model: a list of them, or one that holds the arrays of all, stacked."""
+    blocks = [Block(config, rngs=rngs) for _ in range(config.depth)]
+    if not config.scan:
+        return nnx.List(blocks)
+    states = [nnx.state(block) for block in blocks]
+    return nnx.merge(nnx.graphdef(blocks[0]), jax.tree.map(_stack, *states))
+
+
+def apply_blocks(
+    blocks: nnx.List | Block, x: jax.Array, *, config: ViTConfig, rngs: nnx.Rngs | None
+) -> jax.Array:
+    """Sends tokens through all blocks.
+
+    Args:
+      blocks: As ``make_blocks`` made them of the config.
+      x: ``[batch, length, width]``.
+      config: Says whether to scan and what to keep for the gradient.
+      rngs: Keys for dropout; without them nothing is dropped.
+    """
+    keys, impl = None, None
+    if rngs is not None:
+        drawn = jnp.stack([rngs.dropout() for _ in range(config.depth * DROPOUTS)])
+        # What is computed again uses a key again, which the checker of key reuse cannot know.
+        keys = jax.random.key_data(drawn.reshape(config.depth, DROPOUTS))
+        impl = jax.random.key_impl(drawn)
+
+    if isinstance(blocks, Block):
+        graphdef, stacked = nnx.split(blocks)
+        apply = _function(graphdef, config, impl)
+        return jax.lax.scan(lambda x, layer: (apply(x, *layer), None), x, (stacked, keys))[0]
+    for layer, block in enumerate(blocks):
+        graphdef, state = nnx.split(block)
+        x = _function(graphdef, config, impl)(x, state, None if keys is None else keys[layer])
+    return x
+
+
+def _function(graphdef: nnx.GraphDef, config: ViTConfig, impl: Any) -> Callable[..., jax.Array]:
+    """A block as a function of its input, its state and the data of its dropout keys."""
+
+    def apply(x: jax.Array, state: Any, keys: jax.Array | None) -> jax.Array:
+        block = nnx.merge(graphdef, state)
+        if keys is None:
+            return block(x)
+        return block(x, tuple(jax.random.wrap_key_data(key, impl=impl) for key in keys))
+
+    if config.remat == "none":
+        return apply
+    # XLA does not merge computations inside a loop with others outside.
+    return jax.checkpoint(apply, policy=POLICIES[config.remat], prevent_cse=not config.scan)
+
+
+def _stack(*arrays: jax.Array) -> jax.Array:
+    return jnp.stack(arrays)
