@@ -20,7 +20,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import simrf_jax
 from experiments.vit import config as config_lib
-from experiments.vit import data, report
+from experiments.vit import input as input_lib
+from experiments.vit import report
 from simrf_jax.integrations.nnx import RandomProjection
 from simrf_jax.models import ViT, ViTConfig
 
@@ -115,6 +116,19 @@ def redraw(state: TrainState, *, model_config: ViTConfig, interval: int) -> Trai
     return state._replace(projections=projections)
 
 
+def score(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Losses ``[batch]``, and whether the largest logit is that of the label.
+
+    Labels are classes ``[batch]``, or soft, ``[batch, classes]``, as mixup leaves them.
+    """
+    if labels.ndim == 1:
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    else:
+        losses = optax.softmax_cross_entropy(logits, labels)
+        labels = labels.argmax(-1)
+    return losses, logits.argmax(-1) == labels
+
+
 def train_step(
     state: TrainState,
     batch: dict[str, jax.Array],
@@ -128,8 +142,8 @@ def train_step(
     def loss_fn(params: nnx.State) -> tuple[jax.Array, jax.Array]:
         model = nnx.merge(graphdef, params, state.projections)
         logits = model(batch["image"], rngs=nnx.Rngs(dropout=dropout_key))
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-        return losses.mean(), (logits.argmax(-1) == batch["label"]).mean()
+        losses, right = score(logits, batch["label"])
+        return losses.mean(), right.mean()
 
     (loss, accuracy), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -143,8 +157,7 @@ def eval_step(
 ) -> dict[str, jax.Array]:
     """Sums over a batch of the loss, the right answers and the weights."""
     logits = nnx.merge(graphdef, state.params, state.projections)(batch["image"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    right = logits.argmax(-1) == batch["label"]
+    losses, right = score(logits, batch["label"])
     weight = batch["weight"]
     return {
         "loss": jnp.sum(losses * weight),
@@ -184,16 +197,17 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     eval_batch_size = -(-config.eval_batch_size // mesh.size) * mesh.size
 
     # Data.
-    dataset = data.DATASETS[config.dataset](config.data_dir)
-    batches = data.train_batches(
-        dataset.train, batch_size=config.batch_size, seed=config.seed, **config.augment
+    host = input_lib.Host(jax.process_index(), jax.process_count())
+    inputs = input_lib.load(config, eval_batch_size=eval_batch_size, host=host)
+    batches = input_lib.Batches(
+        inputs.train_batch, num_steps=config.num_steps, num_workers=config.num_workers
     )
 
     # Model, optimiser and their state, replicated over the mesh.
     model_config = ViTConfig(
-        image_size=dataset.train.images.shape[1:3],
-        channels=dataset.train.images.shape[3],
-        num_classes=dataset.num_classes,
+        image_size=(config.image_size, config.image_size),
+        channels=inputs.channels,
+        num_classes=inputs.num_classes,
         **config.model,
     )
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: ViT(model_config, rngs=nnx.Rngs(0))))
@@ -226,8 +240,7 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
 
     def evaluate() -> dict[str, float]:
         sums = [
-            jit_eval_step(state, jax.device_put(batch, sharded))
-            for batch in data.eval_batches(dataset.test, eval_batch_size)
+            jit_eval_step(state, jax.device_put(batch, sharded)) for batch in inputs.eval_batches()
         ]
         total = {name: sum(float(s[name]) for s in sums) for name in sums[0]}
         return {f"test_{name}": total[name] / total["weight"] for name in ("loss", "accuracy")}
@@ -239,12 +252,12 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     speeds: list[float] = []
     start = row_start = time.perf_counter()
     test: dict[str, float] = {}
-    with log, tqdm.tqdm(total=config.num_steps, unit="step", dynamic_ncols=True) as bar:
+    with log, batches, tqdm.tqdm(total=config.num_steps, unit="step", dynamic_ncols=True) as bar:
         for step in range(config.num_steps):
             due = step == 0 or (config.redraw_interval and step % config.redraw_interval == 0)
             if has_projections and due:
                 state = jit_redraw(state)
-            batch = jax.device_put(batches[step], sharded)
+            batch = jax.device_put(next(batches), sharded)
             state, metrics = jit_train_step(state, batch)
             pending.append(metrics)
             done = step + 1
@@ -289,8 +302,8 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
         "seconds": seconds,
         "images_per_second": float(np.median(speeds[1:] or speeds)),  # The first row compiles.
         "num_parameters": num_parameters,
-        "num_train": len(dataset.train.labels),
-        "num_test": len(dataset.test.labels),
+        "num_train": inputs.num_train,
+        "num_test": inputs.num_test,
         "device": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
         "jax": jax.__version__,
         "config": json.loads(config.to_json_best_effort()),

@@ -1,0 +1,292 @@
+"""What a run reads: batches that depend on (seed, step) alone, each host its own rows of them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple, Self
+
+import grain
+import ml_collections
+import numpy as np
+import PIL.Image
+import PIL.ImageOps
+
+from experiments.vit import augment, data, records
+from experiments.vit.randaugment import randaugment
+
+# {"image": [rows, height, width, channels] in [-1, 1], "label": [rows] or soft, [rows, classes]}.
+Batch = dict[str, np.ndarray]
+
+# Which draw of an example a generator is for.
+ORDER, AUGMENTATION, MIXUP = range(3)
+
+
+class Host(NamedTuple):
+    """One of the processes of a run: it reads as many neighbouring rows of a batch as any other.
+
+    Attributes:
+      index: ``jax.process_index()``.
+      count: ``jax.process_count()``.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def rows(self, batch_size: int) -> slice:
+        """Its rows of a batch."""
+        per_host = batch_size // self.count
+        return slice(self.index * per_host, (self.index + 1) * per_host)
+
+    def positions(self, number: int, batch_size: int) -> range:
+        """Its rows of a batch, counted from the first row of batch 0."""
+        rows = self.rows(batch_size)
+        return range(number * batch_size + rows.start, number * batch_size + rows.stop)
+
+
+class Input(NamedTuple):
+    """The images of a run.
+
+    Attributes:
+      channels: Of the images.
+      num_classes: Of the labels.
+      num_train: Examples to train on.
+      num_test: Examples to test on.
+      train_batch: From a step to this host's rows of its batch.
+      eval_batches: Iterates over this host's rows of the whole test split, once and in order, the
+        last batches filled up with images of ``weight`` 0.
+    """
+
+    channels: int
+    num_classes: int
+    num_train: int
+    num_test: int
+    train_batch: Callable[[int], Batch]
+    eval_batches: Callable[[], Iterator[Batch]]
+
+
+def load(config: ml_collections.ConfigDict, *, eval_batch_size: int, host: Host) -> Input:
+    """Opens the data set of a config.
+
+    Args:
+      config: All the fields of ``experiments.vit.config.FIELDS``.
+      eval_batch_size: Images an evaluation step, over all hosts.
+      host: Whose rows to read. The rows of all hosts, one after the other, are the batch that a
+        single host reads.
+
+    Returns:
+      Its batches.
+
+    Raises:
+      FileNotFoundError: If the data set is not there; the message says how to get it.
+      ValueError: If the hosts cannot share a batch evenly, with both images of a mixture on one
+        host, or the images have another size and are not resized.
+    """
+    smallest = host.count * (2 if config.augment.mixup else 1)
+    if config.batch_size % smallest:
+        pairs = ", and mixup takes images in pairs" if config.augment.mixup else ""
+        raise ValueError(
+            f"config.batch_size must be a multiple of {smallest}, as there are {host.count} hosts"
+            f"{pairs}, got {config.batch_size}."
+        )
+    if eval_batch_size % host.count:
+        raise ValueError(
+            f"eval_batch_size must be a multiple of the {host.count} hosts, got {eval_batch_size}."
+        )
+    open_input = _from_memory if config.in_memory else _from_records
+    return open_input(config, eval_batch_size, host)
+
+
+class Batches:
+    """Iterates over the batches of a run, made ahead of it.
+
+    Its state is how many were taken: a run may go on with another number of workers or hosts.
+
+    Args:
+      make: From a step to its batch.
+      num_steps: How many there are.
+      num_workers: Processes that make them; with 0 it is a thread of this one.
+    """
+
+    def __init__(self, make: Callable[[int], Batch], *, num_steps: int, num_workers: int):
+        self._make, self._num_steps, self._num_workers = make, num_steps, num_workers
+        self._iterator = self._start(0)
+        self._step = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._iterator)
+        self._step += 1
+        return batch
+
+    def get_state(self) -> dict[str, int]:
+        """What belongs in a checkpoint."""
+        return {"step": self._step}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Goes on after the batches that were taken when this state was.
+
+        Raises:
+          ValueError: If there are not that many.
+        """
+        if not 0 <= state["step"] <= self._num_steps:
+            raise ValueError(
+                f"The state must be of a step from 0 to {self._num_steps}, got {state['step']}."
+            )
+        self.close()
+        self._iterator = self._start(state["step"])
+        self._step = state["step"]
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._iterator.close()
+
+    def _start(self, step: int) -> grain.DatasetIterator:
+        steps = grain.MapDataset.range(step, self._num_steps).map(self._make)
+        # A worker makes whole batches, so how many there are changes none of them.
+        ahead = steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
+        workers = grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=1)
+        return iter(ahead.mp_prefetch(workers))
+
+
+def _from_memory(config: ml_collections.ConfigDict, eval_batch_size: int, host: Host) -> Input:
+    dataset = data.DATASETS[config.dataset](config.data_dir)
+    height, width, channels = dataset.train.images.shape[1:]
+    if (height, width) != (config.image_size, config.image_size):
+        raise ValueError(
+            f"config.image_size must be {height}, as the images of {config.dataset} are {height} x "
+            f"{width} and those in memory are not resized, got {config.image_size}."
+        )
+    batches = data.train_batches(
+        dataset.train,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        shift=config.augment.shift,
+        flip=config.augment.flip,
+    )
+
+    def take_rows(batch: Batch) -> Batch:
+        return {name: x[host.rows(len(x))] for name, x in batch.items()}
+
+    def train_batch(step: int) -> Batch:
+        positions = host.positions(step, config.batch_size)
+        return _mix(take_rows(batches[step]), positions, config, dataset.num_classes)
+
+    def eval_batches() -> Iterator[Batch]:
+        return map(take_rows, data.eval_batches(dataset.test, eval_batch_size))
+
+    sizes = len(dataset.train.labels), len(dataset.test.labels)
+    return Input(channels, dataset.num_classes, *sizes, train_batch, eval_batches)
+
+
+def _from_records(config: ml_collections.ConfigDict, eval_batch_size: int, host: Host) -> Input:
+    train, test = (
+        records.open_records(config.dataset, split, config.data_dir)
+        for split in ("train", records.DATASETS[config.dataset].test_split)
+    )
+
+    def train_batch(step: int) -> Batch:
+        positions = host.positions(step, config.batch_size)
+        return _mix(_read_train(train, positions, config), positions, config, train.num_classes)
+
+    def eval_batch(number: int) -> Batch:
+        return _read_eval(test, host.positions(number, eval_batch_size), config)
+
+    def eval_batches() -> Iterator[Batch]:
+        numbers = grain.MapDataset.range(math.ceil(len(test) / eval_batch_size))
+        threads = max(1, config.num_workers)
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
+        return iter(numbers.map(eval_batch).to_iter_dataset(options))
+
+    sizes = len(train), len(test)
+    return Input(train.channels, train.num_classes, *sizes, train_batch, eval_batches)
+
+
+def _read_train(
+    examples: records.Records, positions: range, config: ml_collections.ConfigDict
+) -> Batch:
+    """Shuffled, augmented examples; each comes once before any comes again."""
+    indices = []
+    for position in positions:
+        epoch, place = divmod(position, len(examples))
+        indices.append(int(_order(config.seed, epoch, len(examples))[place]))
+    images, labels = zip(*examples.read(indices), strict=True)
+    rngs = (np.random.default_rng((config.seed, AUGMENTATION, p)) for p in positions)
+    images = [_augmented(x, rng, config) for x, rng in zip(images, rngs, strict=True)]
+    return {"image": _to_array(images), "label": np.array(labels, np.int32)}
+
+
+def _read_eval(
+    examples: records.Records, positions: range, config: ml_collections.ConfigDict
+) -> Batch:
+    """Examples in order; beyond the last one black images of weight 0."""
+    indices = [p for p in positions if p < len(examples)]
+    missing = len(positions) - len(indices)
+    found = examples.read(indices)
+    side = config.image_size
+    crops = [
+        augment.resize(x, augment.center_box(x.size, config.eval_crop), side) for x, _ in found
+    ]
+    mode = {1: "L", 3: "RGB"}[examples.channels]
+    crops += [PIL.Image.new(mode, (side, side))] * missing
+    return {
+        "image": _to_array(crops),
+        "label": np.array([label for _, label in found] + [0] * missing, np.int32),
+        "weight": np.array([1] * len(found) + [0] * missing, np.float32),
+    }
+
+
+@functools.lru_cache(maxsize=2)  # A batch may begin in one epoch and end in the next.
+def _order(seed: int, epoch: int, size: int) -> np.ndarray:
+    return np.random.default_rng((seed, ORDER, epoch)).permutation(size)
+
+
+def _augmented(
+    image: PIL.Image.Image, rng: np.random.Generator, config: ml_collections.ConfigDict
+) -> PIL.Image.Image:
+    """Crop, flip and RandAugment, in this order, as configured."""
+    if config.augment.crop_area < 1:
+        box = augment.inception_box(image.size, config.augment.crop_area, rng)
+    else:
+        box = augment.center_box(image.size, config.eval_crop)
+    image = augment.resize(image, box, config.image_size)
+    if config.augment.flip and rng.random() < 0.5:
+        image = PIL.ImageOps.mirror(image)
+    return randaugment(
+        image,
+        rng,
+        num_layers=config.augment.randaugment_layers,
+        magnitude=config.augment.randaugment_magnitude,
+    )
+
+
+def _mix(
+    batch: Batch, positions: range, config: ml_collections.ConfigDict, num_classes: int
+) -> Batch:
+    """Mixup by Beta(alpha, alpha); without it the batch as it is."""
+    alpha = config.augment.mixup
+    if not alpha:
+        return batch
+    rngs = (np.random.default_rng((config.seed, MIXUP, p)) for p in positions)
+    drawn = np.array([rng.beta(alpha, alpha) for rng in rngs])
+    # The larger share is an image's own, or neighbours would often become two of the same mixture.
+    weights = np.maximum(drawn, 1 - drawn)
+    images, labels = augment.mixup(
+        batch["image"], batch["label"], weights=weights, num_classes=num_classes
+    )
+    return {"image": images, "label": labels}
+
+
+def _to_array(images: list[PIL.Image.Image]) -> np.ndarray:
+    """``[batch, height, width, channels]`` float32, in [-1, 1]."""
+    stacked = np.stack([np.asarray(image) for image in images]).astype(np.float32)
+    return (stacked if stacked.ndim == 4 else stacked[..., None]) / 127.5 - 1
