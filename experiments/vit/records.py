@@ -54,11 +54,18 @@ class Records(NamedTuple):
         return len(self.source)
 
     def read(self, indices: Sequence[int]) -> list[tuple[PIL.Image.Image, int]]:
-        """Images, in mode L or RGB, and labels; the records are read in parallel."""
-        return [
-            (decode(example["image"], self.channels), example["label"])
-            for example in self.source.__getitems__(indices)
-        ]
+        """Images, in mode L or RGB, and labels; the records are read in parallel.
+
+        Raises:
+          OSError: If an image cannot be decoded; the message names the example.
+        """
+        found = []
+        for index, example in zip(indices, self.source.__getitems__(indices), strict=True):
+            try:
+                found.append((decode(example["image"], self.channels), example["label"]))
+            except OSError as error:
+                raise OSError(f"Example {index} of {self.source} is damaged: {error}") from error
+        return found
 
 
 def find_data_dir(data_dir: str) -> str:

@@ -50,23 +50,18 @@ def write(data_dir, name="imagenet2012", *, image=None, **splits):
     image = image or encode(halves((28, 28) if grey else (24, 18), "L" if grey else "RGB"), "PNG")
     others = {key: value for key, value in OTHERS.items() if key in features}
 
-    with tfds.core.registered.skip_registering():
+    class Tiny(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        VERSION = tfds.core.Version("5.1.0")
 
-        class Tiny(tfds.core.GeneratorBasedBuilder):
-            VERSION = tfds.core.Version("5.1.0")
+        def _info(self):
+            return self.dataset_info_from_configs(features=tfds.features.FeaturesDict(features))
 
-            def _info(self):
-                return self.dataset_info_from_configs(features=tfds.features.FeaturesDict(features))
+        def _split_generators(self, dl_manager):
+            return {split: self._generate_examples(n) for split, n in splits.items()}
 
-            def _split_generators(self, dl_manager):
-                return {split: self._generate_examples(n) for split, n in splits.items()}
-
-            def _generate_examples(self, n):
-                for number in range(n):
-                    yield (
-                        number,
-                        {"image": io.BytesIO(image.getvalue()), "label": number, **others},
-                    )
+        def _generate_examples(self, n):
+            for i in range(n):
+                yield i, {"image": io.BytesIO(image.getvalue()), "label": i, **others}
 
     Tiny.name = name
     Tiny(data_dir=data_dir, file_format="array_record").download_and_prepare()

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from experiments.vit import data, records, train
 from experiments.vit import input as input_lib
-from experiments.vit import records, train
 from tests.experiments.vit import prepared, tiny
 from tests.standard_errors import assert_mean
 
@@ -107,6 +107,11 @@ def test_images_in_memory_are_shared_by_hosts_like_records():
     parts = concatenated([shard.train_batch(5) for shard in shards])
     assert_equal(parts, one.train_batch(5))
     assert parts["label"].shape == (32, 10)
+    config.augment.mixup = 0.0
+    plain = input_lib.load(config, eval_batch_size=100, host=input_lib.Host()).train_batch(5)
+    split = data.load_digits("").train
+    expected = data.train_batches(split, batch_size=32, seed=0, shift=0.5, flip=False)[5]
+    assert_equal(plain, expected)
     evaluated = concatenated([b for shard in shards for b in shard.eval_batches()])
     assert len(evaluated["label"]) == 400
     assert evaluated["weight"].sum() == one.num_test == 360
@@ -199,7 +204,9 @@ def test_images_in_memory_of_another_size_are_refused():
 
 
 def test_a_run_from_records_trains(folder, tmp_path):
-    config = prepared.get_config(folder, model__patch_size=8, mesh__data=2, **AUGMENTED)
+    config = prepared.get_config(
+        folder, model__patch_size=8, model__attention="exact", mesh__data=2, **AUGMENTED
+    )
     results = train.train(config, tmp_path / "run")
     assert (results["num_train"], results["num_test"]) == (NUM_TRAIN, NUM_TEST)
     assert np.isfinite(results["test_loss"])

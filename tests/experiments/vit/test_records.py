@@ -90,6 +90,9 @@ def test_prepare_writes_array_record(tmp_path, monkeypatch):
     assert line == f"places365_small in {tmp_path}: 100 classes, 4 in train, 2 in validation."
 
 
-def test_what_is_no_image_is_named():
-    with pytest.raises(PIL.UnidentifiedImageError, match="cannot identify image file"):
-        records.decode(io.BytesIO(b"no image").getvalue(), 3)
+def test_what_is_no_image_is_named(tmp_path):
+    prepared.write(tmp_path, image=io.BytesIO(b"no image"), train=5)
+    examples = records.open_records("imagenet2012", "train", str(tmp_path))
+    match = r"Example 3 of .*imagenet2012, split='train'.* is damaged: cannot identify image"
+    with pytest.raises(OSError, match=match):
+        examples.read([3, 4])
