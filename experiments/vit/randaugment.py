@@ -39,8 +39,9 @@ def randaugment(
       gives them, in which a larger magnitude always distorts more. Where the paper's own code
       solarises and posterises less at a larger one, this does not follow it.
     """
+    operations = tuple(OPERATIONS.values())
     for _ in range(num_layers):
-        operation = OPERATIONS[rng.integers(len(OPERATIONS))]
+        operation = operations[rng.integers(len(operations))]
         direction = rng.choice((-1.0, 1.0))
         image = operation(image, magnitude / 10, direction)
     return image
@@ -107,21 +108,19 @@ def _fill(image: PIL.Image.Image) -> int | tuple[int, ...]:
     return _GREY if image.mode == "L" else (_GREY,) * 3
 
 
-OPERATIONS: tuple[Operation, ...] = (
-    _identity,
-    _autocontrast,
-    _equalize,
-    _posterize,
-    _solarize,
-    _rotate,
-    *(
-        functools.partial(_enhance, enhancer=enhancer)
-        for enhancer in (
-            ImageEnhance.Color,
-            ImageEnhance.Contrast,
-            ImageEnhance.Brightness,
-            ImageEnhance.Sharpness,
-        )
-    ),
-    *(functools.partial(move, axis=axis) for move in (_shear, _translate) for axis in (0, 1)),
-)
+OPERATIONS: dict[str, Operation] = {
+    "identity": _identity,
+    "autocontrast": _autocontrast,
+    "equalize": _equalize,
+    "posterize": _posterize,
+    "solarize": _solarize,
+    "color": functools.partial(_enhance, enhancer=ImageEnhance.Color),
+    "contrast": functools.partial(_enhance, enhancer=ImageEnhance.Contrast),
+    "brightness": functools.partial(_enhance, enhancer=ImageEnhance.Brightness),
+    "sharpness": functools.partial(_enhance, enhancer=ImageEnhance.Sharpness),
+    "rotate": _rotate,
+    "shear_x": functools.partial(_shear, axis=0),
+    "shear_y": functools.partial(_shear, axis=1),
+    "translate_x": functools.partial(_translate, axis=0),
+    "translate_y": functools.partial(_translate, axis=1),
+}

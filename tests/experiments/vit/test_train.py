@@ -76,6 +76,19 @@ def make_batch(n=32):
     return {"image": jnp.asarray(split.images[:n]), "label": jnp.asarray(split.labels[:n])}
 
 
+def test_soft_labels_that_are_sure_are_scored_as_labels():
+    logits = jax.random.normal(jax.random.key(0), (32, 10))
+    labels = make_batch()["label"]
+    losses, right = train.score(logits, labels)
+    soft_losses, soft_right = train.score(logits, jax.nn.one_hot(labels, 10))
+    np.testing.assert_allclose(losses, soft_losses, rtol=1e-6)
+    np.testing.assert_array_equal(right, soft_right)
+    mixed = 0.7 * jax.nn.one_hot(labels, 10) + 0.3 * jax.nn.one_hot(labels[::-1], 10)
+    expected = 0.7 * losses + 0.3 * train.score(logits, labels[::-1])[0]
+    np.testing.assert_allclose(train.score(logits, mixed)[0], expected, rtol=1e-5)
+    np.testing.assert_array_equal(train.score(logits, mixed)[1], right)
+
+
 def test_a_run_traces_each_of_its_functions_once(tmp_path, monkeypatch):
     traces = collections.Counter()
 
