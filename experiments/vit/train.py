@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 import simrf_jax
 from experiments.vit import config as config_lib
 from experiments.vit import input as input_lib
-from experiments.vit import report
+from experiments.vit import report, stream
 from simrf_jax.integrations.nnx import RandomProjection
 from simrf_jax.models import ViT, ViTConfig
 
@@ -197,9 +197,9 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     eval_batch_size = -(-config.eval_batch_size // mesh.size) * mesh.size
 
     # Data.
-    host = input_lib.Host(jax.process_index(), jax.process_count())
+    host = stream.Host(jax.process_index(), jax.process_count())
     inputs = input_lib.load(config, eval_batch_size=eval_batch_size, host=host)
-    batches = input_lib.Batches(
+    batches = stream.Batches(
         inputs.train_batch, num_steps=config.num_steps, num_workers=config.num_workers
     )
 

@@ -7,6 +7,7 @@ import PIL.Image
 import tensorflow_datasets as tfds
 
 from experiments.vit import input as input_lib
+from experiments.vit import stream
 from tests.experiments.vit import tiny
 
 IMAGE = tfds.features.Image()
@@ -82,5 +83,5 @@ def get_config(data_dir, **changes):
 
 def load(data_dir, host=0, hosts=1, eval_batch_size=8, **changes):
     config = get_config(data_dir, **changes)
-    host = input_lib.Host(host, hosts)
+    host = stream.Host(host, hosts)
     return input_lib.load(config, eval_batch_size=eval_batch_size, host=host)

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from experiments.vit import data, records, train
+from experiments.vit import data, records, stream, train
 from experiments.vit import input as input_lib
 from tests.experiments.vit import prepared, tiny
 from tests.standard_errors import assert_mean
@@ -101,14 +101,14 @@ def test_evaluation_sees_every_image_once_on_all_hosts_together(folder, hosts, e
 def test_images_in_memory_are_shared_by_hosts_like_records():
     config = tiny.get_config(batch_size=32, augment__mixup=0.3)
     one, *shards = (
-        input_lib.load(config, eval_batch_size=100, host=input_lib.Host(*host))
+        input_lib.load(config, eval_batch_size=100, host=stream.Host(*host))
         for host in ((0, 1), (0, 2), (1, 2))
     )
     parts = concatenated([shard.train_batch(5) for shard in shards])
     assert_equal(parts, one.train_batch(5))
     assert parts["label"].shape == (32, 10)
     config.augment.mixup = 0.0
-    plain = input_lib.load(config, eval_batch_size=100, host=input_lib.Host()).train_batch(5)
+    plain = input_lib.load(config, eval_batch_size=100, host=stream.Host()).train_batch(5)
     split = data.load_digits("").train
     expected = data.train_batches(split, batch_size=32, seed=0, shift=0.5, flip=False)[5]
     assert_equal(plain, expected)
@@ -124,11 +124,11 @@ def take(batches, n):
 def test_workers_and_a_resume_in_the_middle_of_an_epoch_change_no_bit(folder):
     inputs = prepared.load(folder, **AUGMENTED)
     expected = [inputs.train_batch(step) for step in range(7)]
-    with input_lib.Batches(inputs.train_batch, num_steps=7, num_workers=2) as batches:
+    with stream.Batches(inputs.train_batch, num_steps=7, num_workers=2) as batches:
         before = take(batches, 3)
         state = batches.get_state()
         after = list(batches)
-    with input_lib.Batches(inputs.train_batch, num_steps=7, num_workers=0) as batches:
+    with stream.Batches(inputs.train_batch, num_steps=7, num_workers=0) as batches:
         take(batches, 1)
         batches.set_state(state)
         resumed = list(batches)
@@ -140,7 +140,7 @@ def test_workers_and_a_resume_in_the_middle_of_an_epoch_change_no_bit(folder):
 
 @pytest.mark.fast
 def test_a_run_that_is_done_has_no_more_batches_and_none_beyond_are_resumed():
-    with input_lib.Batches(lambda step: {"step": np.array(step)}, num_steps=4, num_workers=0) as b:
+    with stream.Batches(lambda step: {"step": np.array(step)}, num_steps=4, num_workers=0) as b:
         b.set_state({"step": 4})
         assert list(b) == []
         with pytest.raises(ValueError, match="a step from 0 to 4, got 5"):
@@ -165,7 +165,6 @@ def test_crops_are_resized_to_the_size_of_the_model(folder):
 
 @pytest.mark.fast
 def test_mixup_mixes_neighbours_and_keeps_the_mass_of_labels(folder):
-    # Ten images of a constant: what mixup does can be read from the labels.
     inputs = prepared.load(folder, augment__mixup=0.4, batch_size=200)
     plain = prepared.load(folder, batch_size=200).train_batch(0)
     mixed = inputs.train_batch(0)
@@ -200,7 +199,7 @@ def test_batches_that_hosts_cannot_share_are_refused(folder, changes, match):
 def test_images_in_memory_of_another_size_are_refused():
     config = tiny.get_config(image_size=16)
     with pytest.raises(ValueError, match=r"image_size must be 8, as the images of digits are 8 x"):
-        input_lib.load(config, eval_batch_size=8, host=input_lib.Host())
+        input_lib.load(config, eval_batch_size=8, host=stream.Host())
 
 
 def test_a_run_from_records_trains(folder, tmp_path):
