@@ -78,15 +78,23 @@ def init_state(
     return TrainState(jnp.zeros((), jnp.int32), key, params, projections, optimizer.init(params))
 
 
-def redraw(state: TrainState, *, interval: int, **draw_options: Any) -> TrainState:
+def redraw(
+    state: TrainState, *, interval: int, stacked: bool = False, **draw_options: Any
+) -> TrainState:
     """The state with the projections that belong to its step.
 
     Args:
       state: Of any step.
       interval: As ``simrf_jax.redraw_key``.
+      stacked: Whether the first axis of the projections is that of layers which are scanned. They
+        are drawn as those of layers that are not.
       **draw_options: As ``simrf_jax.redraw_projections``.
     """
     key = jax.random.fold_in(state.key, PROJECTIONS)
     key = simrf_jax.redraw_key(key, state.step, interval=interval)
-    projections = simrf_jax.redraw_projections(key, state.projections, **draw_options)
-    return state._replace(projections=projections)
+    leaves, structure = jax.tree.flatten(state.projections)
+    layers = [list(w) for w in leaves] if stacked else leaves
+    drawn = simrf_jax.redraw_projections(key, layers, **draw_options)
+    if stacked:
+        drawn = [jnp.stack(layers) for layers in drawn]
+    return state._replace(projections=jax.tree.unflatten(structure, drawn))

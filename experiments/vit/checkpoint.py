@@ -11,8 +11,6 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import absl.logging
-import grain
-import grain.checkpoint
 import jax
 import ml_collections
 import orbax.checkpoint as ocp
@@ -33,21 +31,16 @@ class Progress(NamedTuple):
       rows: Those of ``metrics.csv``. They are in the checkpoint, so that a run that goes on has
         each of them once, also in another folder.
       seconds: Time it took.
+      data: State of the iterator of the data, of ``stream.Batches``.
     """
 
     rows: list[dict[str, float]]
     seconds: float
+    data: dict[str, int]
 
 
 class IncompatibleError(ValueError):
     """A checkpoint is that of another run."""
-
-
-def abstract(state: State) -> State:
-    """Shapes, types and shardings of a state: where and how to restore one."""
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-    )
 
 
 def quiet() -> None:
@@ -67,8 +60,7 @@ class Checkpoints:
     """The checkpoints in a folder.
 
     A step is a subfolder that gets its name when it is whole (on a bucket: a mark). It holds
-    ``state``, the arrays by name; ``run``, the config, the names and shapes, and the progress; and
-    ``data``, the iterator of the data if there is one.
+    ``state``, the arrays by name, and ``run``, the config, the names and shapes, and the progress.
 
     Args:
       folder: Made if needed; a path, or a bucket as in ``gs://bucket/run``.
@@ -107,14 +99,7 @@ class Checkpoints:
         self.wait()
         self._manager.close()
 
-    def save(
-        self,
-        step: int,
-        state: Any,
-        progress: Progress,
-        *,
-        iterator: grain.DatasetIterator | None = None,
-    ) -> None:
+    def save(self, step: int, state: Any, progress: Progress) -> None:
         """Starts to save, after the last save is done; the state may be donated at once.
 
         Raises:
@@ -124,12 +109,10 @@ class Checkpoints:
         run = {
             "config": self._config,
             "shapes": _shapes(arrays),
+            **progress._asdict(),
             "rows": list(progress.rows),  # It is written while more come.
-            "seconds": progress.seconds,
         }
         items = {"state": ocp.args.PyTreeSave(arrays), "run": ocp.args.JsonSave(run)}
-        if iterator is not None:
-            items["data"] = grain.checkpoint.CheckpointSave(iterator)
         metrics = {k: v for k, v in progress.rows[-1].items() if k == "test_accuracy"}
         try:
             self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
@@ -147,16 +130,13 @@ class Checkpoints:
         except Exception as error:
             raise self._not_saved(error) from error
 
-    def restore(
-        self, state: State, *, iterator: grain.DatasetIterator | None = None
-    ) -> tuple[State, Progress] | None:
+    def restore(self, state: State) -> tuple[State, Progress] | None:
         """Reads the newest checkpoint that is whole.
 
         Those that are not are set aside with a warning.
 
         Args:
-          state: What ``abstract`` returns; the arrays go to its shardings, whatever theirs were.
-          iterator: Is put to where it was.
+          state: Shapes, types and shardings; the arrays go to these, whatever theirs were.
 
         Returns:
           The state and the progress, or None if there is no checkpoint.
@@ -170,7 +150,7 @@ class Checkpoints:
         failure: Exception | None = None
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
-                restored = self._restore(step, state, iterator)
+                restored = self._restore(step, state)
             except (IncompatibleError, PermissionError):
                 raise
             except Exception as error:  # Whatever a part that is missing or cut off leads to.
@@ -187,16 +167,12 @@ class Checkpoints:
             ) from failure
         return None
 
-    def _restore(
-        self, step: int, state: State, iterator: grain.DatasetIterator | None
-    ) -> tuple[State, Progress]:
+    def _restore(self, step: int, state: State) -> tuple[State, Progress]:
         read = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
         arrays = _by_name(state)
         self._check_compatible(step, read["run"], arrays)
-        items = {"state": _restore_arrays(arrays)}
-        if iterator is not None:
-            items["data"] = grain.checkpoint.CheckpointRestore(iterator)
-        found = self._manager.restore(step, args=ocp.args.Composite(**items))["state"]
+        items = ocp.args.Composite(state=_restore_arrays(arrays))
+        found = self._manager.restore(step, args=items)["state"]
         progress = Progress(*(read["run"][name] for name in Progress._fields))
         return _like(state, found), progress
 

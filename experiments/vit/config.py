@@ -8,15 +8,18 @@ from typing import Any
 import ml_collections
 
 from experiments import harness
-from experiments.vit.data import DATASETS
+from experiments.vit import data, records
 from simrf_jax import checks
 from simrf_jax.models import ViTConfig
 
 # Every field of every config of this experiment. A config file sets all of them.
 FIELDS: dict[str, type] = {
     "seed": int,  # Of everything random: parameters, projections, dropout, data order.
-    "dataset": str,  # A name of data.DATASETS.
+    "dataset": str,  # A name of data.DATASETS if in_memory, else of records.DATASETS.
     "data_dir": str,  # Where prepared TensorFlow Datasets lie; "" for their default folder.
+    "in_memory": bool,  # Decode small data sets once and keep them, as they are; else read records.
+    "image_size": int,  # Side of the square images that the model sees.
+    "num_workers": int,  # Processes that read and augment records; 0 for a thread of the trainer.
     "batch_size": int,  # Images a step, over all devices.
     "eval_batch_size": int,  # Rounded up to a multiple of mesh.data * mesh.fsdp.
     "num_steps": int,
@@ -30,8 +33,13 @@ FIELDS: dict[str, type] = {
     "redraw_interval": int,  # Steps between redraws of all projections; 0 for never.
     "log_interval": int,  # Steps a row of metrics.csv is the mean of.
     "eval_interval": int,  # Steps between evaluations on the whole test set.
-    "augment.shift": float,  # Largest random translation, in pixels.
+    "eval_crop": float,  # Side of the middle square that is evaluated, over the shorter side.
+    "augment.shift": float,  # Largest random translation, in pixels; in memory.
     "augment.flip": bool,  # Random mirror images.
+    "augment.crop_area": float,  # Least area of a random crop; 1.0 for the middle; of records.
+    "augment.randaugment_layers": int,  # Random operations an image; of records.
+    "augment.randaugment_magnitude": float,  # From 0 to 10.
+    "augment.mixup": float,  # Weights of images in pairs are Beta(mixup, mixup); 0 for none.
     "checkpoint.interval": int,  # Steps between checkpoints; 0 for none at all.
     "checkpoint.keep": int,  # The last ones to keep; the one of the best test accuracy is, too.
     "checkpoint.folder": str,  # A path or gs://bucket/run; "" for a folder of the workdir.
@@ -40,7 +48,7 @@ FIELDS: dict[str, type] = {
     "mesh.fsdp": int,  # Likewise, and the parameters and the optimiser's state too.
     "mesh.tensor": int,  # Devices that heads and MLPs are split over.
     "mesh.sequence": int,  # Devices that the tokens of an image are split over.
-    "model.patch_size": int,  # The rest is ViTConfig's; the images' shape comes from the data.
+    "model.patch_size": int,  # The rest is ViTConfig's; channels and classes come from the data.
     "model.width": int,
     "model.depth": int,
     "model.num_heads": int,
@@ -58,6 +66,7 @@ FIELDS: dict[str, type] = {
 # Fields, and groups of fields, of which a run that was stopped may go on with other values.
 MAY_CHANGE = {
     "data_dir",
+    "num_workers",
     "eval_batch_size",
     "log_interval",
     "eval_interval",
@@ -65,6 +74,39 @@ MAY_CHANGE = {
     "checkpoint.keep",
     "mesh",
 }
+
+_POSITIVE = (
+    "batch_size",
+    "eval_batch_size",
+    "num_steps",
+    "log_interval",
+    "eval_interval",
+    "image_size",
+    "checkpoint.keep",
+    "num_microbatches",
+    "mesh.fsdp",
+    "mesh.tensor",
+    "mesh.sequence",
+)
+_NOT_NEGATIVE = (
+    "seed",
+    "warmup_steps",
+    "redraw_interval",
+    "weight_decay",
+    "num_workers",
+    "augment.shift",
+    "augment.randaugment_layers",
+    "augment.mixup",
+    "checkpoint.interval",
+)
+# What has no effect on images in memory, and on records, with the value that says so.
+_OF_RECORDS = {
+    "num_workers": 0,
+    "eval_crop": 1.0,
+    "augment.crop_area": 1.0,
+    "augment.randaugment_layers": 0,
+}
+_OF_MEMORY = {"augment.shift": 0.0}
 
 
 def check(config: ml_collections.ConfigDict) -> None:
@@ -75,18 +117,11 @@ def check(config: ml_collections.ConfigDict) -> None:
       ValueError: If fields are missing or unknown, or a value is out of range.
     """
     given = harness.check_fields(config, FIELDS)
-    checks.one_of("config.dataset", config.dataset, DATASETS)
-    for name in (
-        *("batch_size", "eval_batch_size", "num_steps", "log_interval", "eval_interval"),
-        *("num_microbatches", "mesh.fsdp", "mesh.tensor", "mesh.sequence", "checkpoint.keep"),
-    ):
+    for name in _POSITIVE:
         checks.positive_int(f"config.{name}", given[name])
     if given["mesh.data"] != -1:
         checks.positive_int("config.mesh.data, unless it is -1,", given["mesh.data"])
-    for name in (
-        *("seed", "warmup_steps", "redraw_interval", "weight_decay", "augment.shift"),
-        "checkpoint.interval",
-    ):
+    for name in _NOT_NEGATIVE:
         if not given[name] >= 0:
             raise ValueError(f"config.{name} must be at least 0, got {given[name]}.")
     for name in ("learning_rate", "clip_norm", "eps"):
@@ -95,9 +130,9 @@ def check(config: ml_collections.ConfigDict) -> None:
     for name in ("b1", "b2"):
         if not 0 <= given[name] < 1:
             raise ValueError(f"config.{name} must be in [0, 1), got {given[name]}.")
+    _check_input(given)
     # What does not depend on the data is checked without it.
-    side = config.model.patch_size
-    ViTConfig(image_size=(side, side), **config.model)
+    ViTConfig(image_size=(config.image_size, config.image_size), **config.model)
     if config.warmup_steps >= config.num_steps:
         raise ValueError(
             f"config.warmup_steps must be below num_steps={config.num_steps}, "
@@ -113,3 +148,23 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]
         return {k: v for k, v in flat.items() if not MAY_CHANGE & {k, k.split(".")[0]}}
 
     return harness.differences(what_matters(theirs), what_matters(ours))
+
+
+def _check_input(given: dict[str, Any]) -> None:
+    """Refuses data sets that are not known, and what has no effect on how they are read."""
+    known = data.DATASETS if given["in_memory"] else records.DATASETS
+    checks.one_of("config.dataset", given["dataset"], known)
+    for name in ("augment.crop_area", "eval_crop"):
+        if not 0 < given[name] <= 1:
+            raise ValueError(f"config.{name} must be in (0, 1], got {given[name]}.")
+    if not 0 <= given["augment.randaugment_magnitude"] <= 10:
+        raise ValueError(
+            "config.augment.randaugment_magnitude must be from 0 to 10, got "
+            f"{given['augment.randaugment_magnitude']}."
+        )
+    for name, none in (_OF_RECORDS if given["in_memory"] else _OF_MEMORY).items():
+        if given[name] != none:
+            raise ValueError(
+                f"config.{name} must be {none} where in_memory is {given['in_memory']}, got "
+                f"{given[name]}."
+            )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import grain
 import numpy as np
+
+from experiments.vit import records
 
 
 class Split(NamedTuple):
@@ -63,26 +64,12 @@ def load_fashion_mnist(data_dir: str) -> Dataset:
     References:
       Xiao et al., Fashion-MNIST (2017).
     """
-    import tensorflow_datasets as tfds
-
-    data_dir = os.path.expanduser(
-        data_dir or os.environ.get("TFDS_DATA_DIR") or tfds.core.constants.DATA_DIR
-    )
-    builder = tfds.builder("fashion_mnist", data_dir=data_dir, file_format="array_record")
-    if not builder.is_prepared():
-        raise FileNotFoundError(
-            f"There is no Fashion-MNIST in {data_dir!r} in ArrayRecord format. Say where it is by "
-            "--config.data_dir=DIR or TFDS_DATA_DIR, or download it (30 MB, needs TensorFlow once: "
-            'pip install tensorflow): python -c "import tensorflow_datasets as tfds; '
-            f"tfds.builder('fashion_mnist', data_dir='{data_dir}', file_format='array_record')"
-            '.download_and_prepare()"'
-        )
 
     def read(split: str) -> Split:
-        source = builder.as_data_source(split)
-        examples = [source[i] for i in range(len(source))]
-        images = np.stack([e["image"] for e in examples]).astype(np.float32) / 255
-        return Split(images, np.array([e["label"] for e in examples], np.int32))
+        found = records.open_records("fashion_mnist", split, data_dir)
+        images, labels = zip(*found.read(range(len(found))), strict=True)
+        pixels = np.stack([np.asarray(image) for image in images])[..., None]
+        return Split(pixels.astype(np.float32) / 255, np.array(labels, np.int32))
 
     return Dataset(read("train"), read("test"), num_classes=10)
 

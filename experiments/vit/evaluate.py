@@ -9,11 +9,10 @@ import pathlib
 import jax
 import ml_collections
 from absl import app, flags
-from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.vit import checkpoint, data, train
-from simrf_jax.models import ViT, ViTConfig
+from experiments.vit import checkpoint, sharding, steps
+from experiments.vit import input as input_lib
+from experiments.vit import program as program_lib
 
 
 def evaluate(workdir: str | pathlib.Path, *, best: bool) -> dict[str, float]:
@@ -31,31 +30,21 @@ def evaluate(workdir: str | pathlib.Path, *, best: bool) -> dict[str, float]:
     """
     workdir = pathlib.Path(workdir)
     config = ml_collections.ConfigDict(json.loads((workdir / "config.json").read_text()))
-    dataset = data.DATASETS[config.dataset](config.data_dir)
-    mesh = train.make_mesh(-1)
-    batch_size = -(-config.eval_batch_size // mesh.size) * mesh.size
-    model_config = ViTConfig(
-        image_size=dataset.test.images.shape[1:3],
-        channels=dataset.test.images.shape[3],
-        num_classes=dataset.num_classes,
-        **config.model,
+    mesh = sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1, "sequence": 1})
+    config.augment.mixup = 0.0  # Of training, on other devices.
+    batch_size = sharding.round_up(config.eval_batch_size, mesh)
+    rows = functools.partial(sharding.local_rows, mesh)
+    inputs = input_lib.load(config, eval_batch_size=batch_size, rows=rows)
+    program = program_lib.build(
+        config, mesh, channels=inputs.channels, num_classes=inputs.num_classes
     )
-    optimizer, _ = train.make_optimizer(config)
-    init = functools.partial(train.init_state, model_config=model_config, optimizer=optimizer)
-    # Of the state only what the forward pass needs is read.
-    state = jax.eval_shape(init, jax.random.key(0))._replace(step=None, key=None, opt_state=None)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    state = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), state
-    )
+    # Only what the forward pass needs.
+    wanted = {"params": program.state.params, "projections": program.state.projections}
     folder = config.checkpoint.folder or workdir / "checkpoints"
-    state, step = checkpoint.load(folder, state, best=best)
-
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: ViT(model_config, rngs=nnx.Rngs(0))))
-    eval_step = jax.jit(functools.partial(train.eval_step, graphdef=graphdef))
-    sharded = NamedSharding(mesh, PartitionSpec("data"))
-    batches = data.eval_batches(dataset.test, batch_size)
-    means = train.test_means(eval_step(state, jax.device_put(b, sharded)) for b in batches)
+    found, step = checkpoint.load(folder, wanted, best=best)
+    batches = (sharding.global_batch(b, mesh, batch_size) for b in inputs.eval_batches())
+    with jax.set_mesh(mesh):
+        means = steps.test_means(program.eval_step(**found, batch=batch) for batch in batches)
     return {"step": step, **means}
 
 

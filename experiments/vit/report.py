@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import pathlib
 from typing import Any, TextIO
 
@@ -18,6 +19,7 @@ COLUMNS = (
     "learning_rate",
     "train_loss",
     "train_accuracy",
+    "gradient_norm",
     "images_per_second",
     "test_loss",
     "test_accuracy",
@@ -31,6 +33,7 @@ class Log:
       workdir: Folder to make, with ``config.json`` and the file in it.
       config: The config of the run.
       rows: Those before the step it goes on from.
+      writes: Whether to write at all; of the hosts of a pod one does.
 
     Attributes:
       rows: All of them.
@@ -41,12 +44,15 @@ class Log:
         workdir: pathlib.Path,
         config: ml_collections.ConfigDict,
         rows: list[dict[str, float]],
+        *,
+        writes: bool,
     ):
-        workdir.mkdir(parents=True, exist_ok=True)
-        harness.write_json(workdir / "config.json", json.loads(config.to_json_best_effort()))
         self.rows = list(rows)
-        self._path = workdir / "metrics.csv"
+        self._path = workdir / "metrics.csv" if writes else pathlib.Path(os.devnull)
         self._file: TextIO
+        if writes:
+            workdir.mkdir(parents=True, exist_ok=True)
+            harness.write_json(workdir / "config.json", json.loads(config.to_json_best_effort()))
 
     def __enter__(self) -> Log:
         """Opens the file and writes the head and the rows there are."""
@@ -65,20 +71,6 @@ class Log:
         self.rows.append(row)
         self._writer.writerow(row)
         self._file.flush()
-
-
-class NoLog:
-    """In place of ``Log`` where another host writes."""
-
-    def __enter__(self) -> NoLog:
-        """Opens nothing."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Closes nothing."""
-
-    def write(self, row: dict[str, float]) -> None:
-        """Writes nothing."""
 
 
 def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:

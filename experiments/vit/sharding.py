@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -84,30 +85,37 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     return jax.make_mesh(shape, AXES, types, devices=devices[:size])
 
 
-def check(mesh: Mesh, model: ViTConfig, *, batch_size: int, num_microbatches: int) -> None:
-    """Refuses what cannot be split.
+def check_batch(mesh: Mesh, *, batch_size: int, num_microbatches: int) -> None:
+    """Refuses a batch that cannot be split.
 
     Raises:
-      ValueError: If the images of a microbatch, the heads, the MLP, the width or the tokens are no
-        multiple of the mesh axes they are split over.
+      ValueError: If a microbatch is no multiple of the devices that share its images.
     """
-    parts = mesh.shape
-    images = parts["data"] * parts["fsdp"]
+    images = round_up(1, mesh)
     if batch_size % (num_microbatches * images):
         raise ValueError(
             f"config.batch_size must be a multiple of {num_microbatches * images}, the "
             f"{num_microbatches} microbatches times the {images} devices that share the images of "
             f"each, got {batch_size}."
         )
+
+
+def check_model(mesh: Mesh, model: ViTConfig) -> None:
+    """Refuses a model that cannot be split.
+
+    Raises:
+      ValueError: If the heads, the MLP, the width or the tokens are no multiple of the mesh axes
+        they are split over.
+    """
     for name, number, axis in (
         ("config.model.width", model.width, "fsdp"),
         ("config.model.num_heads", model.num_heads, "tensor"),
         ("config.model.mlp_dim", model.mlp_dim, "tensor"),
         ("The number of tokens", model.num_tokens, "sequence"),
     ):
-        if number % parts[axis]:
+        if number % mesh.shape[axis]:
             raise ValueError(
-                f"{name} must be a multiple of config.mesh.{axis}={parts[axis]}, got {number}."
+                f"{name} must be a multiple of config.mesh.{axis}={mesh.shape[axis]}, got {number}."
             )
 
 
@@ -152,21 +160,35 @@ def _spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: tuple[Rule, ...]
     return PartitionSpec(*spec)
 
 
-def local_rows(sharding: NamedSharding, batch_size: int) -> slice:
-    """The images of a batch that the devices of this process need."""
-    indices = sharding.addressable_devices_indices_map((batch_size,)).values()
-    rows = [index[0].indices(batch_size) for index in indices if index]
-    return slice(min(row[0] for row in rows), max(row[1] for row in rows))
+def round_up(batch_size: int, mesh: Mesh) -> int:
+    """The next multiple of the devices that share the images of a batch."""
+    images = mesh.shape["data"] * mesh.shape["fsdp"]
+    return -(-batch_size // images) * images
+
+
+@functools.lru_cache
+def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
+    """The numbers of the images of a batch that the devices of this process need, ascending."""
+    indices = NamedSharding(mesh, BATCH).addressable_devices_indices_map((batch_size,)).values()
+    return np.unique([np.arange(batch_size)[index] for index in indices])
 
 
 def global_batch(
-    part: Mapping[str, np.ndarray], sharding: NamedSharding, batch_size: int
+    part: Mapping[str, np.ndarray], mesh: Mesh, batch_size: int
 ) -> dict[str, jax.Array]:
-    """A batch of all processes, of the ``local_rows`` that each one brings."""
-    return {
-        name: jax.make_array_from_process_local_data(sharding, x, (batch_size, *x.shape[1:]))
-        for name, x in part.items()
-    }
+    """A batch on all devices, of the ``local_rows`` that each process brings."""
+    rows = local_rows(mesh, batch_size)
+
+    def put(x: np.ndarray) -> jax.Array:
+        def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+            assert index is not None  # The sharding has an axis to split.
+            start, stop, _ = index[0].indices(batch_size)
+            return x[slice(*np.searchsorted(rows, (start, stop)))]
+
+        shape = (batch_size, *x.shape[1:])
+        return jax.make_array_from_callback(shape, NamedSharding(mesh, BATCH), shard)
+
+    return {name: put(x) for name, x in part.items()}
 
 
 def mean_over_microbatches(

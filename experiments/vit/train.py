@@ -2,150 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
 import pathlib
 import time
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 import numpy as np
-import optax
 import tqdm
-from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
 
-import simrf_jax
+from experiments.training import TrainState
+from experiments.vit import checkpoint, report, sharding, steps, stream
 from experiments.vit import config as config_lib
-from experiments.vit import data, report, sharding
-from simrf_jax.integrations.nnx import RandomProjection
-from simrf_jax.models import ViT, ViTConfig
-
-
-class TrainState(NamedTuple):
-    """All that training changes, and the key it never does.
-
-    Attributes:
-      step: Steps done.
-      key: Typed PRNG key of the run; every draw is a function of it, the step and a name.
-      params: ``nnx.Param`` state of the model.
-      projections: ``RandomProjection`` state of the model; empty for exact attention.
-      opt_state: The optimiser's.
-    """
-
-    step: jax.Array
-    key: jax.Array
-    params: nnx.State
-    projections: nnx.State
-    opt_state: optax.OptState
-
-
-# Which draw a key is for: fold_in(state.key, one of these).
-PARAMS, PROJECTIONS, DROPOUT = range(3)
-
-
-def make_optimizer(
-    config: ml_collections.ConfigDict,
-) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW with clipped gradients, and its learning rate as a function of the step."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, config.learning_rate, config.warmup_steps, config.num_steps
-    )
-
-    def kernels(params: Any) -> Any:
-        """Biases, norms and the position embedding do not decay."""
-        return jax.tree.map_with_path(
-            lambda path, _: "kernel" in jax.tree_util.keystr(path), params
-        )
-
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        optax.adamw(
-            schedule,
-            config.b1,
-            config.b2,
-            config.eps,
-            weight_decay=config.weight_decay,
-            mask=kernels,
-        ),
-    )
-    return optimizer, schedule
-
-
-def init_state(
-    key: jax.Array, model_config: ViTConfig, optimizer: optax.GradientTransformation
-) -> TrainState:
-    """The state before the first step; projections are still to be drawn by ``redraw``."""
-    rngs = nnx.Rngs(
-        params=jax.random.fold_in(key, PARAMS), features=jax.random.fold_in(key, PROJECTIONS)
-    )
-    model = ViT(model_config, rngs=rngs)
-    params, projections = nnx.state(model, nnx.Param), nnx.state(model, RandomProjection)
-    return TrainState(jnp.zeros((), jnp.int32), key, params, projections, optimizer.init(params))
-
-
-def redraw(state: TrainState, *, model_config: ViTConfig, interval: int) -> TrainState:
-    """The state with the projections that belong to its step."""
-    key = jax.random.fold_in(state.key, PROJECTIONS)
-    leaves, structure = jax.tree.flatten(state.projections)
-    # Each layer has the number it has in a model that is not scanned, and so the same W.
-    layers = [list(w) for w in leaves] if model_config.scan else leaves
-    drawn = simrf_jax.redraw_projections(
-        simrf_jax.redraw_key(key, state.step, interval=interval),
-        layers,
-        coupling=model_config.attention,
-        block=model_config.block,
-    )
-    if model_config.scan:
-        drawn = [jnp.stack(layers) for layers in drawn]
-    return state._replace(projections=jax.tree.unflatten(structure, drawn))
-
-
-def train_step(
-    state: TrainState,
-    batch: dict[str, jax.Array],
-    *,
-    graphdef: nnx.GraphDef,
-    optimizer: optax.GradientTransformation,
-    num_microbatches: int,
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One step of the optimiser on the mean loss of a batch."""
-    key = jax.random.fold_in(jax.random.fold_in(state.key, DROPOUT), state.step)
-    keys = jax.random.split(key, num_microbatches) if num_microbatches > 1 else key[None]
-
-    def loss_fn(
-        params: nnx.State, batch: dict[str, jax.Array], dropout_key: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        model = nnx.merge(graphdef, params, state.projections)
-        logits = model(batch["image"], rngs=nnx.Rngs(dropout=dropout_key))
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-        return losses.mean(), (logits.argmax(-1) == batch["label"]).mean()
-
-    (loss, accuracy), grads = sharding.mean_over_microbatches(
-        functools.partial(jax.value_and_grad(loss_fn, has_aux=True), state.params), batch, keys
-    )
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-    state = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
-    return state, {"loss": loss, "accuracy": accuracy}
-
-
-def eval_step(
-    state: TrainState, batch: dict[str, jax.Array], *, graphdef: nnx.GraphDef
-) -> dict[str, jax.Array]:
-    """Sums over a batch of the loss, the right answers and the weights."""
-    logits = nnx.merge(graphdef, state.params, state.projections)(batch["image"])
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    right = logits.argmax(-1) == batch["label"]
-    weight = batch["weight"]
-    return {
-        "loss": jnp.sum(losses * weight),
-        "accuracy": jnp.sum(right * weight),
-        "weight": jnp.sum(weight),
-    }
+from experiments.vit import input as input_lib
+from experiments.vit import program as program_lib
+from experiments.vit.preemption import Preemption
 
 
 def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dict[str, Any]:
@@ -153,129 +28,109 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
 
     Args:
       config: All the fields of ``experiments.vit.config.FIELDS``.
-      workdir: A folder without a run in it; made if needed. It gets ``config.json``,
-        ``metrics.csv`` while training, and at the end ``results.json`` and ``curves.png``.
+      workdir: A folder without a run in it, or with one that was stopped, which goes on from its
+        last checkpoint; made if needed. It gets ``config.json``, ``metrics.csv`` and
+        ``checkpoints`` while training, and at the end ``results.json`` and ``curves.png``.
 
     Returns:
       What is in ``results.json``.
 
     Raises:
-      FileExistsError: If workdir holds a run.
+      FileExistsError: If workdir holds a run that is finished, kept no checkpoints, or is of
+        another config.
       FileNotFoundError: If the data is not there.
       FloatingPointError: If the loss is not finite; the message names the step.
+      IncompatibleError: If the checkpoints are of another config; the message names what differs.
+      OSError: If checkpoints cannot be kept.
+      SystemExit: With code 0, after a checkpoint was saved because of SIGTERM.
       TypeError, ValueError: If the config is not right.
     """
     # Check everything that can be checked before anything is written.
     config_lib.check(config)
     workdir = pathlib.Path(workdir)
-    if jax.process_index() == 0:
-        report.refuse_used(workdir)
-    mesh = sharding.make_mesh(config.mesh)
-
-    # Data.
-    dataset = data.DATASETS[config.dataset](config.data_dir)
-    batches = data.train_batches(
-        dataset.train, batch_size=config.batch_size, seed=config.seed, **config.augment
-    )
-
-    # Model, optimiser and their state, spread over the mesh.
-    model_config = ViTConfig(
-        image_size=dataset.train.images.shape[1:3],
-        channels=dataset.train.images.shape[3],
-        num_classes=dataset.num_classes,
-        sequence_axis="sequence" if config.mesh.sequence > 1 else None,
-        **config.model,
-    )
-    sharding.check(
-        mesh,
-        model_config,
-        batch_size=config.batch_size,
-        num_microbatches=config.num_microbatches,
-    )
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: ViT(model_config, rngs=nnx.Rngs(0))))
-    optimizer, schedule = make_optimizer(config)
-
-    def make_state() -> TrainState:
-        return init_state(jax.random.key(config.seed), model_config, optimizer)
-
-    state_shardings = sharding.state_shardings(jax.eval_shape(make_state), mesh)
-    replicated = NamedSharding(mesh, PartitionSpec())
-    by_image = NamedSharding(mesh, sharding.BATCH)
-    jit_init = jax.jit(make_state, out_shardings=state_shardings)
-    jit_redraw = jax.jit(
-        functools.partial(redraw, model_config=model_config, interval=config.redraw_interval),
-        in_shardings=(state_shardings,),
-        out_shardings=state_shardings,
-        donate_argnums=0,
-    )
-    jit_train_step = jax.jit(
-        functools.partial(
-            train_step,
-            graphdef=graphdef,
-            optimizer=optimizer,
-            num_microbatches=config.num_microbatches,
-        ),
-        in_shardings=(state_shardings, by_image),
-        out_shardings=(state_shardings, replicated),
-        donate_argnums=0,
-    )
-    jit_eval_step = jax.jit(
-        functools.partial(eval_step, graphdef=graphdef),
-        in_shardings=(state_shardings, by_image),
-        out_shardings=replicated,
-    )
-    with jax.set_mesh(mesh):
-        state = jit_init()
-    num_parameters = sum(x.size for x in jax.tree.leaves(state.params))
-
-    def put(batch: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        """The batch on all devices, of the images that this host has to bring."""
-        size = len(batch["label"])
-        rows = sharding.local_rows(by_image, size)
-        part = {name: x[rows] for name, x in batch.items()}
-        return sharding.global_batch(part, by_image, size)
-
-    # Evaluation pads its batches anyway.
-    images = mesh.shape["data"] * mesh.shape["fsdp"]
-    eval_batch_size = -(-config.eval_batch_size // images) * images
-
-    def evaluate() -> dict[str, float]:
-        sums = [
-            jit_eval_step(state, put(batch))
-            for batch in data.eval_batches(dataset.test, eval_batch_size)
-        ]
-        total = {name: sum(float(s[name]) for s in sums) for name in sums[0]}
-        return {f"test_{name}": total[name] / total["weight"] for name in ("loss", "accuracy")}
-
-    # Train.
     is_first = jax.process_index() == 0  # Of the hosts; it alone writes.
-    log = report.Log(workdir, config) if is_first else report.NoLog()
-    has_projections = model_config.attention != "exact"
-    pending: list[dict[str, jax.Array]] = []
-    speeds: list[float] = []
-    start = row_start = time.perf_counter()
-    test: dict[str, float] = {}
-    bar = tqdm.tqdm(total=config.num_steps, unit="step", dynamic_ncols=True, disable=not is_first)
-    with jax.set_mesh(mesh), log, bar:
-        for step in range(config.num_steps):
+    if is_first:
+        report.refuse_used(workdir, config)
+    mesh = sharding.make_mesh(config.mesh)
+    sharding.check_batch(
+        mesh, batch_size=config.batch_size, num_microbatches=config.num_microbatches
+    )
+    eval_batch_size = sharding.round_up(config.eval_batch_size, mesh)
+
+    # Data, model and optimiser.
+    inputs = input_lib.load(
+        config,
+        eval_batch_size=eval_batch_size,
+        rows=functools.partial(sharding.local_rows, mesh),
+    )
+    program = program_lib.build(
+        config, mesh, channels=inputs.channels, num_classes=inputs.num_classes
+    )
+
+    def evaluate(state: TrainState) -> dict[str, float]:
+        batches = (sharding.global_batch(b, mesh, eval_batch_size) for b in inputs.eval_batches())
+        return steps.test_means(
+            program.eval_step(state.params, state.projections, b) for b in batches
+        )
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.set_mesh(mesh))
+
+        # Go on from the newest checkpoint, if there is one.
+        checkpoints, preemption, found = None, None, None
+        if config.checkpoint.interval:
+            folder = config.checkpoint.folder or workdir / "checkpoints"
+            checkpoints = checkpoint.Checkpoints(folder, config, keep=config.checkpoint.keep)
+            stack.enter_context(checkpoints)
+            preemption = stack.enter_context(Preemption())
+            found = checkpoints.restore(program.state)
+        state, progress = found or (program.init(), checkpoint.Progress([], 0.0, {"step": 0}))
+        first_step = int(state.step)
+        batches = stack.enter_context(
+            stream.Batches(
+                inputs.train_batch, num_steps=config.num_steps, num_workers=config.num_workers
+            )
+        )
+        batches.set_state(progress.data)
+        log = stack.enter_context(report.Log(workdir, config, progress.rows, writes=is_first))
+        bar = stack.enter_context(
+            tqdm.tqdm(
+                total=config.num_steps,
+                initial=first_step,
+                unit="step",
+                dynamic_ncols=True,
+                disable=not is_first,
+            )
+        )
+
+        # Train.
+        pending: list[steps.Metrics] = []
+        row_start = time.perf_counter()
+        start = row_start - progress.seconds
+        test: dict[str, float] = {}
+        for step in range(first_step, config.num_steps):
             due = step == 0 or (config.redraw_interval and step % config.redraw_interval == 0)
-            if has_projections and due:
-                state = jit_redraw(state)
-            state, metrics = jit_train_step(state, put(batches[step]))
+            if program.has_projections and due:
+                state = program.redraw(state)
+            batch = sharding.global_batch(next(batches), mesh, config.batch_size)
+            state, metrics = program.train_step(state, batch)
             pending.append(metrics)
             done = step + 1
             last = done == config.num_steps
             evaluating = last or done % config.eval_interval == 0
-            if not (evaluating or done % config.log_interval == 0):
+            stopping = preemption and preemption.reached(done)
+            saving = checkpoints and (last or stopping or done % config.checkpoint.interval == 0)
+            if not (evaluating or saving or done % config.log_interval == 0):
                 continue
 
             fetched = jax.device_get(pending)
             seconds = time.perf_counter() - row_start
             row = {
                 "step": done,
-                "learning_rate": float(schedule(step)),
+                "learning_rate": float(program.schedule(step)),
                 "train_loss": float(np.mean([m["loss"] for m in fetched])),
                 "train_accuracy": float(np.mean([m["accuracy"] for m in fetched])),
+                "gradient_norm": float(np.mean([m["gradient_norm"] for m in fetched])),
                 "images_per_second": len(fetched) * config.batch_size / seconds,
             }
             for number, m in enumerate(fetched, start=done - len(fetched) + 1):
@@ -283,11 +138,18 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
                     log.write(row)
                     raise _not_finite("loss", m["loss"], number, config, workdir)
             if evaluating:
-                test = evaluate()
+                test = evaluate(state)
             log.write(row | (test if evaluating else {}))
             if evaluating and not math.isfinite(test["test_loss"]):
                 raise _not_finite("test loss", test["test_loss"], done, config, workdir)
-            speeds.append(row["images_per_second"])
+            if checkpoints and (saving or (evaluating and checkpoint.is_best(log.rows))):
+                seconds = time.perf_counter() - start
+                progress = checkpoint.Progress(log.rows, seconds, batches.get_state())
+                checkpoints.save(done, state, progress)
+            if checkpoints and stopping and not last:
+                checkpoints.wait()
+                bar.write(f"Stopped by SIGTERM after step {done}; the same command goes on there.")
+                raise SystemExit(0)
             bar.set_postfix(
                 loss=f"{row['train_loss']:.3f}",
                 accuracy=f"{row['train_accuracy']:.3f}",
@@ -296,17 +158,18 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
             )
             bar.update(done - bar.n)
             pending, row_start = [], time.perf_counter()
-    seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start
 
     # Results.
+    speeds = [row["images_per_second"] for row in log.rows]
     results = {
-        **test,
+        **{name: log.rows[-1][name] for name in ("test_loss", "test_accuracy")},
         "steps": config.num_steps,
         "seconds": seconds,
         "images_per_second": float(np.median(speeds[1:] or speeds)),  # The first row compiles.
-        "num_parameters": num_parameters,
-        "num_train": len(dataset.train.labels),
-        "num_test": len(dataset.test.labels),
+        "num_parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(program.state.params)),
+        "num_train": inputs.num_train,
+        "num_test": inputs.num_test,
         "device": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
         "jax": jax.__version__,
         "config": json.loads(config.to_json_best_effort()),

@@ -16,6 +16,10 @@ def get_config() -> ml_collections.ConfigDict:
     config.seed = 0
     config.dataset = "digits"
     config.data_dir = ""
+    config.in_memory = True
+    config.image_size = 8
+    config.num_workers = 0
+    config.eval_crop = 1.0
 
     config.batch_size = 64
     config.eval_batch_size = 120
@@ -30,7 +34,14 @@ def get_config() -> ml_collections.ConfigDict:
     config.redraw_interval = 0
     config.log_interval = 25
     config.eval_interval = 125
-    config.augment = {"shift": 0.5, "flip": False}
+    config.augment = {
+        "shift": 0.5,
+        "flip": False,
+        "crop_area": 1.0,
+        "randaugment_layers": 0,
+        "randaugment_magnitude": 0.0,
+        "mixup": 0.0,
+    }
 
     config.checkpoint = {"interval": 500, "keep": 2, "folder": ""}
     config.num_microbatches = 1

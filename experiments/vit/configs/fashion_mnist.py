@@ -17,6 +17,7 @@ from experiments.vit.configs import digits
 def get_config() -> ml_collections.ConfigDict:
     config = digits.get_config()
     config.dataset = "fashion_mnist"
+    config.image_size = 28
 
     config.batch_size = 128
     config.eval_batch_size = 512
@@ -25,7 +26,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.warmup_steps = 300
     config.log_interval = 50
     config.eval_interval = 469  # An epoch.
-    config.augment = {"shift": 0.5, "flip": True}
+    config.augment.flip = True
     config.checkpoint.interval = 469
 
     config.model.patch_size = 7  # 16 tokens.

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import warnings
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +21,17 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.vit import checkpoint, compare, evaluate, preemption, report, train
+from experiments.vit import (
+    checkpoint,
+    compare,
+    evaluate,
+    preemption,
+    report,
+    sharding,
+    steps,
+    stream,
+    train,
+)
 from tests.experiments.vit import tiny
 
 STEPS = 12
@@ -204,8 +213,18 @@ def test_a_stopped_run_of_another_config_is_refused_by_its_fields(whole, tmp_pat
         train.train(get_config(checkpoint__interval=0), tmp_path)
 
 
+def make_mesh(size):
+    return sharding.make_mesh({"data": size, "fsdp": 1, "tensor": 1, "sequence": 1})
+
+
+def abstract(state):
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+
+
 def make_state(mesh_size=8, width=16, value=1.0):
-    mesh = train.make_mesh(mesh_size)
+    mesh = make_mesh(mesh_size)
     return {
         "key": jax.device_put(jax.random.key(1), NamedSharding(mesh, PartitionSpec())),
         "kernel": jax.device_put(
@@ -222,17 +241,21 @@ def make_rows(*accuracies):
     ]
 
 
+def progress_of(rows):
+    return checkpoint.Progress(rows, 2.0, {"step": len(rows)})
+
+
 def test_what_was_sharded_over_eight_devices_is_restored_over_four(tmp_path):
-    state, target = make_state(8), checkpoint.abstract(make_state(4))
+    state, target = make_state(8), abstract(make_state(4))
     with checkpoint.Checkpoints(tmp_path, get_config(), keep=1) as checkpoints:
         assert checkpoints.restore(target) is None
-        checkpoints.save(1, state, checkpoint.Progress(make_rows(0.5), 2.0))
+        checkpoints.save(1, state, progress_of(make_rows(0.5)))
         checkpoints.wait()
         restored, progress = checkpoints.restore(target)
     assert restored["kernel"].sharding == target["kernel"].sharding
     np.testing.assert_array_equal(restored["kernel"], state["kernel"])
     assert jax.random.key_data(restored["key"]).tolist() == [0, 1]
-    assert progress == checkpoint.Progress(make_rows(0.5), 2.0)
+    assert progress == progress_of(make_rows(0.5))
 
 
 def test_the_last_ones_and_the_best_are_kept(tmp_path):
@@ -240,23 +263,23 @@ def test_the_last_ones_and_the_best_are_kept(tmp_path):
     rows = make_rows(*accuracies)
     best = [step for step in range(1, 11) if checkpoint.is_best(rows[:step])]
     assert best == [1, 2]
-    for steps in (range(1, 7), range(7, 11)):  # Also when the run is opened again.
+    for some in (range(1, 7), range(7, 11)):  # Also when the run is opened again.
         with checkpoint.Checkpoints(tmp_path, get_config(), keep=2) as checkpoints:
-            for step in steps:
-                checkpoints.save(step, make_state(), checkpoint.Progress(rows[:step], 0.0))
+            for step in some:
+                checkpoints.save(step, make_state(), progress_of(rows[:step]))
         kept = sorted(int(path.name) for path in tmp_path.iterdir())
-        assert kept == ([2, 5, 6] if steps[-1] == 6 else [7, 9, 10])
+        assert kept == ([2, 5, 6] if some[-1] == 6 else [7, 9, 10])
 
 
 def test_a_checkpoint_that_is_not_whole_is_passed_over(tmp_path):
     def opened():
         return checkpoint.Checkpoints(tmp_path, get_config(), keep=2)
 
-    target, rows = checkpoint.abstract(make_state()), make_rows(0.1, 0.2)
+    target, rows = abstract(make_state()), make_rows(0.1, 0.2)
     with opened() as checkpoints:
         for step in (1, 2):
             state = make_state(value=step)
-            checkpoints.save(step, state, checkpoint.Progress(rows[:step], 0.0))
+            checkpoints.save(step, state, progress_of(rows[:step]))
     (tmp_path / "3.orbax-checkpoint-tmp").mkdir()
     # Cut off in the arrays, then in the metrics too, which Orbax reads first.
     for aside, folder in enumerate(("state", ".")):
@@ -268,7 +291,7 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(tmp_path):
             opened() as checkpoints,
         ):
             restored, progress = checkpoints.restore(target)
-            checkpoints.save(2, make_state(value=2), checkpoint.Progress(rows, 0.0))
+            checkpoints.save(2, make_state(value=2), progress_of(rows))
         messages = {str(warning.message).split(";")[0] for warning in warned}
         half_written = (
             {f"{tmp_path / '3.orbax-checkpoint-tmp'} is half-written"} if not aside else set()
@@ -281,24 +304,25 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(tmp_path):
 
 def test_the_iterator_of_the_data_goes_on_where_it_was(tmp_path):
     def numbers():
-        return iter(grain.MapDataset.range(10).to_iter_dataset())
+        return stream.Batches(lambda step: {"step": np.array(step)}, num_steps=10, num_workers=0)
 
-    iterator = numbers()
-    assert [next(iterator) for _ in range(4)] == [0, 1, 2, 3]
-    state, again = make_state(), numbers()
     with checkpoint.Checkpoints(tmp_path, get_config(), keep=1) as checkpoints:
-        progress = checkpoint.Progress(make_rows(None), 0.0)
-        checkpoints.save(1, state, progress, iterator=iterator)
+        with numbers() as batches:
+            assert [int(next(batches)["step"]) for _ in range(4)] == [0, 1, 2, 3]
+            progress = checkpoint.Progress(make_rows(None), 0.0, batches.get_state())
+        checkpoints.save(1, make_state(), progress)
         checkpoints.wait()
-        checkpoints.restore(checkpoint.abstract(state), iterator=again)
-    assert next(again) == 4
+        _, restored = checkpoints.restore(abstract(make_state()))
+    with numbers() as batches:
+        batches.set_state(restored.data)
+        assert int(next(batches)["step"]) == 4
 
 
 def test_arrays_of_other_shapes_are_refused_by_name(tmp_path):
     with checkpoint.Checkpoints(tmp_path, get_config(), keep=1) as checkpoints:
-        checkpoints.save(1, make_state(), checkpoint.Progress(make_rows(None), 0.0))
+        checkpoints.save(1, make_state(), progress_of(make_rows(None)))
         checkpoints.wait()
-        other = checkpoint.abstract(make_state(width=24) | {"bias": make_state()["kernel"]})
+        other = abstract(make_state(width=24) | {"bias": make_state()["kernel"]})
         match = (
             r"kernel is 'float32\[16\]' there, 'float32\[24\]' here; bias is absent there, 'float"
         )
@@ -310,13 +334,13 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     # One array on one device: Orbax lets go of what else it was writing only when it is collected.
     state = {"kernel": jax.random.normal(jax.random.key(0), (80_000,))}
-    target = checkpoint.abstract(state)
+    target = abstract(state)
     with checkpoint.Checkpoints(tmp_path, get_config(), keep=1) as checkpoints:
-        checkpoints.save(1, state, checkpoint.Progress(make_rows(None), 0.0))
+        checkpoints.save(1, state, progress_of(make_rows(None)))
         checkpoints.wait()
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
         try:
-            checkpoints.save(2, state, checkpoint.Progress(make_rows(None, None), 0.0))
+            checkpoints.save(2, state, progress_of(make_rows(None, None)))
             with pytest.raises(OSError, match=r"(?s)could not be saved.*That of step 1 is whole"):
                 checkpoints.wait()
         finally:
@@ -328,17 +352,17 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path):
 
 def test_when_no_checkpoint_can_be_read_none_is_given_up(tmp_path):
     with checkpoint.Checkpoints(tmp_path, get_config(), keep=1) as checkpoints:
-        checkpoints.save(1, make_state(), checkpoint.Progress(make_rows(None), 0.0))
+        checkpoints.save(1, make_state(), progress_of(make_rows(None)))
         checkpoints.wait()
         shutil.rmtree(tmp_path / "1" / "run")
         with pytest.raises(OSError, match=r"No checkpoint in .* can be read"):
-            checkpoints.restore(checkpoint.abstract(make_state()))
+            checkpoints.restore(abstract(make_state()))
     assert (tmp_path / "1").exists()
     shutil.rmtree(tmp_path / "1" / "metrics")
     with pytest.warns(UserWarning, match=r"1 is damaged; it is passed over, and now .*1\.damaged"):
         checkpoints = checkpoint.Checkpoints(tmp_path, get_config(), keep=1)
     with checkpoints, pytest.raises(OSError, match=r"can be read. To start over, delete it"):
-        checkpoints.restore(checkpoint.abstract(make_state()))
+        checkpoints.restore(abstract(make_state()))
 
 
 @pytest.mark.fast
@@ -359,7 +383,7 @@ def test_a_bucket_is_no_folder_of_its_name(tmp_path, monkeypatch):
 
 def count_until_preempted(folder):
     """One of two hosts: adds one a step, and saves when the notice is reached."""
-    sharded = NamedSharding(train.make_mesh(-1), PartitionSpec("data"))
+    sharded = NamedSharding(make_mesh(-1), PartitionSpec("data"))
     state = {"kernel": jax.jit(lambda: jnp.zeros(8), out_shardings=sharded)()}
     add = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
     with (
@@ -371,14 +395,14 @@ def count_until_preempted(folder):
             if step == 5:
                 print("counting", flush=True)
             if notice.reached(step):
-                checkpoints.save(step, state, checkpoint.Progress(make_rows(None), 0.0))
+                checkpoints.save(step, state, progress_of(make_rows(None)))
                 print(step, float(state["kernel"].addressable_shards[0].data[0]))
                 return
 
 
 def test_a_comparison_goes_on_with_a_run_that_was_stopped(whole, tmp_path, monkeypatch):
     reopened(whole, tmp_path / "simplex-0")
-    monkeypatch.setattr(train, "train_step", pytest.fail)  # The only run has all of its steps.
+    monkeypatch.setattr(steps, "train_step", pytest.fail)  # The only run has all of its steps.
     compare.compare(get_config(), tmp_path, ["simplex"], [0])
     assert_same_run(tmp_path / "simplex-0", whole)
 

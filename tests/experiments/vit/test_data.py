@@ -103,7 +103,9 @@ def test_evaluation_sees_every_image_once(batch_size):
 
 
 def test_fashion_mnist_that_is_not_there_says_how_to_get_it(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"--config.data_dir=DIR .*download_and_prepare"):
+    with pytest.raises(
+        FileNotFoundError, match=r"--config.data_dir=DIR .*experiments.vit.prepare fashion_mnist"
+    ):
         data.load_fashion_mnist(str(tmp_path))
 
 

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
+from experiments import training
 from experiments.vit import sharding, train
-from simrf_jax.models import ViTConfig
 from tests.experiments.vit import tiny
-from tests.experiments.vit.test_train import make_batch, make_state, read_losses
+from tests.experiments.vit.test_train import build, make_batch, read_losses
 
 EIGHT_HEADS = {
     "model__num_heads": 8,
@@ -82,9 +82,7 @@ def test_microbatches_train_alike_on_a_mesh(tmp_path):
 
 def test_arrays_lie_as_the_rules_say():
     config = tiny.get_config(model__num_heads=8, model__depth=2, model__scan=True)
-    state, *_ = make_state(config)
-    shardings = sharding.state_shardings(state, mesh_of(2, 2, 2))
-    state = jax.device_put(state, shardings)
+    state = build(config, mesh_of(2, 2, 2)).init()
 
     def shards(x):
         return {shard.data.shape for shard in x.addressable_shards}
@@ -135,17 +133,16 @@ def test_the_first_rule_counts_and_is_for_the_last_dimensions():
 
 
 def test_microbatches_add_up_to_the_batch():
-    config = tiny.get_config(model__dropout_rate=0.0, clip_norm=1e9)
-    state, _, optimizer, graphdef = make_state(config)
-    state.params["head"]["kernel"][...] = jax.random.normal(jax.random.key(1), (32, 10))
-
     def step(count, mesh):
-        function = functools.partial(
-            train.train_step, graphdef=graphdef, optimizer=optimizer, num_microbatches=count
-        )
-        by_image = NamedSharding(mesh, sharding.BATCH)
+        config = tiny.get_config(model__dropout_rate=0.0, clip_norm=1e9, num_microbatches=count)
+        program = build(config, mesh)
         with jax.set_mesh(mesh):
-            return jax.jit(function)(state, jax.device_put(make_batch(), by_image))
+            state = program.init()
+            head = state.params["head"]["kernel"]
+            kernel = jax.random.normal(jax.random.key(1), (32, 10))
+            head[...] = jax.device_put(kernel, head.sharding)
+            batch = sharding.global_batch(make_batch(), mesh, 32)
+            return program.train_step(state, batch)
 
     whole, metrics = step(1, mesh_of())
     parts, metrics_of_parts = step(4, mesh_of(2, 4))
@@ -171,13 +168,10 @@ def test_microbatches_have_dropout_of_their_own():
 
 def redrawn(scan):
     """The projections of eleven layers."""
-    config = tiny.get_config(model__depth=11, model__scan=scan, model__width=8)
-    model_config = ViTConfig(image_size=(8, 8), channels=1, **config.model)
-    optimizer, _ = train.make_optimizer(config)
-    state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), model_config, optimizer))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), state.projections)
-    state = state._replace(projections=zeros, step=0, key=jax.random.key(0))
-    state = train.redraw(state, model_config=model_config, interval=0)
+    program = build(tiny.get_config(model__depth=11, model__scan=scan, model__width=8))
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape), program.state.projections)
+    state = program.state._replace(projections=zeros, step=0, key=jax.random.key(0))
+    state = training.redraw(state, interval=0, stacked=scan, coupling="simplex")
     return jax.tree.leaves(state.projections)
 
 

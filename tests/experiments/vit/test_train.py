@@ -1,6 +1,5 @@
 import collections
 import csv
-import functools
 import json
 
 import chex
@@ -9,12 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from PIL import Image
 
 from experiments import training
-from experiments.vit import compare, data, train
-from simrf_jax.models import ViT, ViTConfig
+from experiments.vit import compare, data, sharding, steps, train
+from experiments.vit import program as program_lib
 from tests.experiments.vit import tiny
 
 
@@ -64,17 +62,28 @@ def test_a_run_is_a_function_of_its_seed(tmp_path):
     assert runs[0][1] != runs[2][1]
 
 
-def make_state(config):
-    model_config = ViTConfig(image_size=(8, 8), channels=1, num_classes=10, **config.model)
-    optimizer, _ = training.make_optimizer(config)
-    state = training.init_state(jax.random.key(0), functools.partial(ViT, model_config), optimizer)
-    graphdef = nnx.graphdef(nnx.eval_shape(lambda: ViT(model_config, rngs=nnx.Rngs(0))))
-    return state, model_config, optimizer, graphdef
+def build(config, mesh=None):
+    """The program of digits, on one device unless a mesh is given."""
+    mesh = mesh or sharding.make_mesh(dict.fromkeys(sharding.AXES, 1))
+    return program_lib.build(config, mesh, channels=1, num_classes=10)
 
 
 def make_batch(n=32):
     split = data.load_digits("").train
     return {"image": jnp.asarray(split.images[:n]), "label": jnp.asarray(split.labels[:n])}
+
+
+def test_soft_labels_that_are_sure_are_scored_as_labels():
+    logits = jax.random.normal(jax.random.key(0), (32, 10))
+    labels = make_batch()["label"]
+    losses, right = steps.score(logits, labels)
+    soft_losses, soft_right = steps.score(logits, jax.nn.one_hot(labels, 10))
+    np.testing.assert_allclose(losses, soft_losses, rtol=1e-6)
+    np.testing.assert_array_equal(right, soft_right)
+    mixed = 0.7 * jax.nn.one_hot(labels, 10) + 0.3 * jax.nn.one_hot(labels[::-1], 10)
+    expected = 0.7 * losses + 0.3 * steps.score(logits, labels[::-1])[0]
+    np.testing.assert_allclose(steps.score(logits, mixed)[0], expected, rtol=1e-5)
+    np.testing.assert_array_equal(steps.score(logits, mixed)[1], right)
 
 
 def test_a_run_traces_each_of_its_functions_once(tmp_path, monkeypatch):
@@ -87,7 +96,7 @@ def test_a_run_traces_each_of_its_functions_once(tmp_path, monkeypatch):
 
         return count
 
-    functions = {training: ("init_state", "redraw"), train: ("train_step", "eval_step")}
+    functions = {training: ("init_state", "redraw"), steps: ("train_step", "eval_step")}
     for module, names in functions.items():
         for name in names:
             monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
@@ -98,28 +107,24 @@ def test_a_run_traces_each_of_its_functions_once(tmp_path, monkeypatch):
 
 
 def test_a_step_changes_the_parameters_and_no_projection():
-    state, _, optimizer, graphdef = make_state(tiny.get_config())
-    step = jax.jit(
-        functools.partial(
-            train.train_step, graphdef=graphdef, optimizer=optimizer, num_microbatches=1
-        )
-    )
-    after = state
+    program = build(tiny.get_config())
+    state = program.init()
+    before = jax.device_get((state.params, state.projections))
     for _ in range(3):
-        after, metrics = step(after, make_batch())
-    assert int(after.step) == 3
+        state, metrics = program.train_step(state, make_batch())
+    assert int(state.step) == 3
     assert np.isfinite(metrics["loss"])
-    chex.assert_trees_all_equal(after.projections, state.projections)
-    assert not np.allclose(after.params["head"]["kernel"][...], state.params["head"]["kernel"][...])
+    assert metrics["gradient_norm"] > 0
+    chex.assert_trees_all_equal(state.projections, before[1])
+    assert not np.allclose(state.params["head"]["kernel"][...], before[0]["head"]["kernel"][...])
 
 
 def test_redraw_is_a_function_of_key_and_step_alone():
-    config = tiny.get_config()
-    state, model_config, *_ = make_state(config)
+    state = build(tiny.get_config()).init()
 
     def at(step, state=state):
         state = state._replace(step=jnp.int32(step))
-        return training.redraw(state, interval=10, coupling=model_config.attention).projections
+        return training.redraw(state, interval=10, coupling="simplex").projections
 
     chex.assert_trees_all_equal(at(0), at(9))
     chex.assert_trees_all_equal(at(10), at(19, state._replace(projections=at(30))))
@@ -129,9 +134,9 @@ def test_redraw_is_a_function_of_key_and_step_alone():
 
 def test_only_kernels_decay():
     config = tiny.get_config(model__pooling="token", weight_decay=0.5, learning_rate=0.1)
-    state, _, optimizer, _ = make_state(config)
-    zero = jax.tree.map(jnp.zeros_like, state.params)
-    ones = jax.tree.map(jnp.ones_like, state.params)
+    state, (optimizer, _) = build(config).state, training.make_optimizer(config)
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape), state.params)
+    ones = jax.tree.map(lambda x: jnp.ones(x.shape), state.params)
     opt_state = optimizer.init(ones)
     for _ in range(2):  # The first step of the warm-up has a learning rate of zero.
         updates, opt_state = optimizer.update(zero, opt_state, ones)
@@ -143,13 +148,16 @@ def test_only_kernels_decay():
 
 
 def test_evaluation_counts_every_image_once():
-    state, _, _, graphdef = make_state(tiny.get_config())
+    program = build(tiny.get_config())
+    state = program.init()
     state.params["head"]["kernel"][...] = jax.random.normal(jax.random.key(1), (32, 10))
     split = data.load_digits("").test
-    step = jax.jit(functools.partial(train.eval_step, graphdef=graphdef))
 
     def total(batch_size):
-        sums = [step(state, batch) for batch in data.eval_batches(split, batch_size)]
+        sums = [
+            program.eval_step(state.params, state.projections, batch)
+            for batch in data.eval_batches(split, batch_size)
+        ]
         return {name: sum(float(s[name]) for s in sums) for name in sums[0]}
 
     whole, parts = total(360), total(77)

@@ -1,0 +1,87 @@
+"""Prepares a data set for training: ``python -m experiments.vit.prepare NAME --data_dir=DIR``.
+
+Once, on one machine; the files it leaves are read without TensorFlow, also from a bucket.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+import tensorflow_datasets as tfds
+from etils import epath
+
+from experiments.vit import records
+
+
+def prepare(name: str, data_dir: str, manual_dir: str = "") -> str:
+    """Downloads a data set and writes it as ArrayRecord; one that is prepared stays as it is.
+
+    Args:
+      name: Of ``records.DATASETS``.
+      data_dir: The folder for ``name/``; "" as for ``records.open_records``.
+      manual_dir: Where files lie that were downloaded by hand; "" for ``downloads/manual`` in
+        ``data_dir``.
+
+    Returns:
+      What was prepared, in a line.
+
+    Raises:
+      FileNotFoundError: If files are not there that must be downloaded by hand.
+      ModuleNotFoundError: If TensorFlow is needed and not installed.
+    """
+    data_dir = records.find_data_dir(data_dir)
+    try:
+        return describe(name, data_dir)
+    except FileNotFoundError:
+        pass
+    manual_dir = manual_dir or os.path.join(data_dir, "downloads", "manual")
+    known = records.DATASETS[name]
+    folder = epath.Path(manual_dir)  # Which may be in a bucket.
+    if missing := [file for file in known.manual_files if not (folder / file).exists()]:
+        raise FileNotFoundError(
+            f"{name} must be downloaded by hand, from {known.manual_source}, which asks for an "
+            f"account. In {manual_dir!r} there is no {' and no '.join(missing)}; "
+            "--manual_dir=DIR says where else to look."
+        )
+    options = tfds.download.DownloadConfig(manual_dir=manual_dir)
+    try:
+        builder = tfds.builder(name, data_dir=data_dir, file_format="array_record")
+        builder.download_and_prepare(download_config=options)
+    except ImportError as error:
+        raise ModuleNotFoundError(
+            f"Preparing {name} needs TensorFlow, once (pip install tensorflow): {error}"
+        ) from error
+    return describe(name, data_dir)
+
+
+def describe(name: str, data_dir: str) -> str:
+    """Says how many examples of how many classes there are.
+
+    Raises:
+      FileNotFoundError: If the data set is not prepared.
+    """
+    splits = [
+        (split, records.open_records(name, split, data_dir))
+        for split in ("train", records.DATASETS[name].test_split)
+    ]
+    counts = ", ".join(f"{len(examples)} in {split}" for split, examples in splits)
+    return f"{name} in {data_dir}: {splits[0][1].num_classes} classes, {counts}."
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prepares what the command line names; mistakes end it with one line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=records.DATASETS)
+    parser.add_argument("--data_dir", default="", help="Folder for it; else TFDS_DATA_DIR.")
+    parser.add_argument("--manual_dir", default="", help="Where files downloaded by hand lie.")
+    arguments = parser.parse_args(argv)
+    try:
+        print(prepare(arguments.name, arguments.data_dir, arguments.manual_dir))
+    except (ImportError, OSError) as error:
+        raise SystemExit(str(error)) from None
+
+
+if __name__ == "__main__":
+    main()

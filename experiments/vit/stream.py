@@ -1,0 +1,75 @@
+"""The batches of a run, made ahead of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Self
+
+import grain
+import numpy as np
+from absl import flags
+
+# {"image": [rows, height, width, channels] in [-1, 1], "label": [rows] or soft, [rows, classes]}.
+Batch = dict[str, np.ndarray]
+
+
+class Batches:
+    """Iterates over the batches of a run, made ahead of it.
+
+    Its state is how many were taken: a run may go on with another number of workers or hosts.
+
+    Args:
+      make: From a step to its batch.
+      num_steps: How many there are.
+      num_workers: Processes that make them; with 0 it is a thread of this one.
+    """
+
+    def __init__(self, make: Callable[[int], Batch], *, num_steps: int, num_workers: int):
+        self._make, self._num_steps, self._num_workers = make, num_steps, num_workers
+        self._iterator = self._start(0)
+        self._step = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        batch = next(self._iterator)
+        self._step += 1
+        return batch
+
+    def get_state(self) -> dict[str, int]:
+        """What belongs in a checkpoint."""
+        return {"step": self._step}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Goes on after the batches that were taken when this state was.
+
+        Raises:
+          ValueError: If there are not that many.
+        """
+        if not 0 <= state["step"] <= self._num_steps:
+            raise ValueError(
+                f"The state must be of a step from 0 to {self._num_steps}, got {state['step']}."
+            )
+        self.close()
+        self._iterator = self._start(state["step"])
+        self._step = state["step"]
+
+    def close(self) -> None:
+        """Ends the workers."""
+        self._iterator.close()
+
+    def _start(self, step: int) -> grain.DatasetIterator:
+        steps = grain.MapDataset.range(step, self._num_steps).map(self._make)
+        # A worker makes whole batches, so how many there are changes none of them.
+        ahead = steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
+        if not flags.FLAGS.is_parsed():  # By a notebook, or a test; Grain asks flags of its own.
+            flags.FLAGS.mark_as_parsed()
+        workers = grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=1)
+        return iter(ahead.mp_prefetch(workers))

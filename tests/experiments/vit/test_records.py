@@ -1,0 +1,98 @@
+import io
+
+import numpy as np
+import PIL.Image
+import pytest
+import tensorflow_datasets as tfds
+
+from experiments.vit import prepare, records
+from tests.experiments.vit import prepared
+
+pytestmark = pytest.mark.fast
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_of_any_mode_have_the_channels_of_the_data_set(mode, channels):
+    image = PIL.Image.new("RGB", (5, 4), (90, 90, 90)).convert(mode)
+    found = np.asarray(records.decode(prepared.encode(image).getvalue(), channels))
+    assert found.shape == ((4, 5) if channels == 1 else (4, 5, 3))
+    np.testing.assert_allclose(found, 90, atol=2)
+
+
+def test_png_is_decoded_to_the_bit():
+    pixels = np.random.default_rng(0).integers(0, 256, (6, 5, 3), np.uint8)
+    encoded = prepared.encode(PIL.Image.fromarray(pixels), "PNG").getvalue()
+    np.testing.assert_array_equal(records.decode(encoded, 3), pixels)
+
+
+def test_a_data_set_that_is_not_there_says_how_to_get_it(tmp_path):
+    command = rf"python -m experiments.vit.prepare imagenet2012 --data_dir={tmp_path}$"
+    with pytest.raises(FileNotFoundError, match=command):
+        records.open_records("imagenet2012", "train", str(tmp_path))
+
+
+def test_a_split_that_is_not_there_is_named(tmp_path):
+    prepared.write(tmp_path, train=3)
+    with pytest.raises(FileNotFoundError, match="no split 'validation', only train; delete it"):
+        records.open_records("imagenet2012", "validation", str(tmp_path))
+
+
+def test_the_folder_is_the_given_one_that_of_the_environment_or_the_default(monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", "/environment")
+    assert records.find_data_dir("/given") == "/given"
+    assert records.find_data_dir("") == "/environment"
+    monkeypatch.delenv("TFDS_DATA_DIR")
+    assert records.find_data_dir("") == tfds.core.constants.DATA_DIR
+
+
+def test_prepare_leaves_what_is_prepared(tmp_path, capsys):
+    prepared.write(tmp_path, train=3, validation=2)
+    prepare.main(["imagenet2012", f"--data_dir={tmp_path}"])
+    assert "100 classes, 3 in train, 2 in validation." in capsys.readouterr().out
+
+
+def test_prepare_asks_for_files_that_must_be_downloaded_by_hand(tmp_path):
+    (tmp_path / "ILSVRC2012_img_val.tar").touch()
+    match = rf"by hand, from https.* In '{tmp_path}' there is no ILSVRC2012_img_train.tar;"
+    with pytest.raises(SystemExit, match=match):
+        prepare.main(["imagenet2012", f"--data_dir={tmp_path}", f"--manual_dir={tmp_path}"])
+
+
+def test_prepare_names_the_data_sets_it_knows(capsys):
+    with pytest.raises(SystemExit):
+        prepare.main(["imagenet"])
+    assert "invalid choice: 'imagenet' (choose from 'fashion_mnist'," in capsys.readouterr().err
+
+
+def test_prepare_says_when_tensorflow_is_missing(tmp_path, monkeypatch):
+    def builder(*_, **__):
+        raise ImportError("No module named 'tensorflow'")
+
+    monkeypatch.setattr(tfds, "builder", builder)
+    with pytest.raises(SystemExit, match=r"needs TensorFlow, once \(pip install tensorflow\): No"):
+        prepare.main(["places365_small", f"--data_dir={tmp_path}"])
+
+
+def test_prepare_writes_array_record(tmp_path, monkeypatch):
+    def builder(name, *, data_dir, file_format):
+        assert file_format == "array_record"
+
+        class Builder:
+            def download_and_prepare(self, *, download_config):
+                assert download_config.manual_dir == f"{tmp_path}/downloads/manual"
+                prepared.write(data_dir, name, train=4, validation=2)
+
+        return Builder()
+
+    monkeypatch.setattr(tfds, "builder", builder)
+    line = prepare.prepare("places365_small", str(tmp_path))
+    assert line == f"places365_small in {tmp_path}: 100 classes, 4 in train, 2 in validation."
+
+
+def test_what_is_no_image_is_named(tmp_path):
+    prepared.write(tmp_path, image=io.BytesIO(b"no image"), train=5)
+    examples = records.open_records("imagenet2012", "train", str(tmp_path))
+    match = r"Example 3 of .*imagenet2012, split='train'.* is damaged: cannot identify image"
+    with pytest.raises(OSError, match=match):
+        examples.read([3, 4])
