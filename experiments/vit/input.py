@@ -113,8 +113,11 @@ def _from_records(config: ml_collections.ConfigDict, eval_batch_size: int, rows:
         for split in ("train", records.DATASETS[config.dataset].test_split)
     )
 
+    # Numbers go to the workers; the devices that they come from could not.
+    train_rows = rows(config.batch_size)
+
     def train_batch(step: int) -> Batch:
-        positions = step * config.batch_size + rows(config.batch_size)
+        positions = step * config.batch_size + train_rows
         return _mix(_read_train(train, positions, config), positions, config, train.num_classes)
 
     def eval_batch(number: int) -> Batch:

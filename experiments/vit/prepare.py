@@ -1,6 +1,7 @@
 """Prepares a data set for training: ``python -m experiments.vit.prepare NAME --data_dir=DIR``.
 
-Once, on one machine; the files it leaves are read without TensorFlow, also from a bucket.
+Once, on one machine and on its disk; the files it leaves are read without TensorFlow, also from a
+bucket that they are copied to.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ def prepare(name: str, data_dir: str, manual_dir: str = "") -> str:
 
     Args:
       name: Of ``records.DATASETS``.
-      data_dir: The folder for ``name/``; "" as for ``records.open_records``.
+      data_dir: The folder for ``name/``, on a disk; "" as for ``records.open_records``. In a bucket
+        a data set can only be described.
       manual_dir: Where files lie that were downloaded by hand; "" for ``downloads/manual`` in
         ``data_dir``.
 
@@ -28,14 +30,16 @@ def prepare(name: str, data_dir: str, manual_dir: str = "") -> str:
       What was prepared, in a line.
 
     Raises:
-      FileNotFoundError: If files are not there that must be downloaded by hand.
+      FileNotFoundError: If files are not there that must be downloaded by hand, or the folder is
+        that of a bucket where the data set is not.
       ModuleNotFoundError: If TensorFlow is needed and not installed.
     """
     data_dir = records.find_data_dir(data_dir)
     try:
         return describe(name, data_dir)
     except FileNotFoundError:
-        pass
+        if "://" in data_dir:  # Where ArrayRecord does not write.
+            raise
     manual_dir = manual_dir or os.path.join(data_dir, "downloads", "manual")
     known = records.DATASETS[name]
     folder = epath.Path(manual_dir)  # Which may be in a bucket.

@@ -83,39 +83,61 @@ def open_records(name: str, split: str, data_dir: str) -> Records:
     Args:
       name: Of ``DATASETS``.
       split: As TensorFlow Datasets calls it.
-      data_dir: The folder that holds ``name/``; "" for ``TFDS_DATA_DIR`` or, without it, the
-        default of TensorFlow Datasets.
+      data_dir: The folder that holds ``name/``, or ``gs://bucket/folder``, which needs ``gcsfs``; ""
+        for ``TFDS_DATA_DIR`` or, without it, the default of TensorFlow Datasets.
 
     Returns:
       Its records.
 
     Raises:
       FileNotFoundError: If it is not there in ArrayRecord format; the message says how to get it.
+      OSError: If it cannot be read, or not the whole of it.
     """
     import tensorflow_datasets as tfds
 
     data_dir = find_data_dir(data_dir)
+    decoders = {"image": tfds.decode.SkipDecoding()}
     try:
         builder = tfds.core.read_only_builder.builder_from_files(name, data_dir=data_dir)
-        splits = list(builder.info.splits)
-        decoders = {"image": tfds.decode.SkipDecoding()}
-        source = builder.as_data_source(split, decoders=decoders) if split in splits else None
-    except (tfds.core.DatasetNotFoundError, NotImplementedError):
+        splits = builder.info.splits
+        if split not in splits:
+            raise FileNotFoundError(
+                f"The {name} in {data_dir!r} has no split {split!r}, only {', '.join(splits)}; "
+                f"delete it and {how_to_prepare(name, data_dir)}"
+            )
+        source = builder.as_data_source(split, decoders=decoders)
+        _check_whole(splits[split])
+    except tfds.core.DatasetNotFoundError:
         raise FileNotFoundError(
-            f"There is no {name} in {data_dir!r} in ArrayRecord format. Say where it is by "
-            f"--config.data_dir=DIR or TFDS_DATA_DIR, or {how_to_prepare(name, data_dir)}"
+            f"There is no {name} in {data_dir!r}. Say where it is by --config.data_dir=DIR or "
+            f"TFDS_DATA_DIR, or {how_to_prepare(name, data_dir)}"
         ) from None
-    if source is None:
+    except NotImplementedError:
         raise FileNotFoundError(
-            f"The {name} in {data_dir!r} has no split {split!r}, only {', '.join(splits)}; delete "
-            f"it and {how_to_prepare(name, data_dir)}"
-        )
+            f"The {name} in {data_dir!r} is in {builder.info.file_format.value} format, not in "
+            f"array_record; delete it and {how_to_prepare(name, data_dir)}"
+        ) from None
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # Each kind of storage, and of damage, has errors of its own.
+        raise OSError(f"The {name} in {data_dir!r} cannot be read: {error}") from error
     features = builder.info.features
     return Records(source, features["label"].num_classes, features["image"].shape[-1])
 
 
+def _check_whole(split: Any) -> None:
+    """Opens every file, as one that is missing or cut off would else end a run in its midst."""
+    from array_record.python import array_record_data_source
+
+    paths = [os.fspath(path) for path in split.filepaths]
+    if (found := len(array_record_data_source.ArrayRecordDataSource(paths))) != split.num_examples:
+        raise OSError(f"its files hold {found} examples instead of {split.num_examples}")
+
+
 def how_to_prepare(name: str, data_dir: str) -> str:
     """The end of a sentence, with the command."""
+    if "://" in data_dir:
+        return f"{how_to_prepare(name, 'DIR')}, and copy DIR/{name} there."
     return (
         "prepare it, which needs TensorFlow once (pip install tensorflow): "
         f"python -m experiments.vit.prepare {name} --data_dir={data_dir}"
