@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Sequence
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import PIL.Image
@@ -83,8 +84,9 @@ def open_records(name: str, split: str, data_dir: str) -> Records:
     Args:
       name: Of ``DATASETS``.
       split: As TensorFlow Datasets calls it.
-      data_dir: The folder that holds ``name/``, or ``gs://bucket/folder``, which needs ``gcsfs``; ""
-        for ``TFDS_DATA_DIR`` or, without it, the default of TensorFlow Datasets.
+      data_dir: The folder that holds ``name/``, or one in a bucket, ``gs://bucket/folder``, which
+        needs ``gcsfs``; "" for ``TFDS_DATA_DIR`` or, without it, the default of TensorFlow
+        Datasets.
 
     Returns:
       Its records.
@@ -96,42 +98,47 @@ def open_records(name: str, split: str, data_dir: str) -> Records:
     import tensorflow_datasets as tfds
 
     data_dir = find_data_dir(data_dir)
-    decoders = {"image": tfds.decode.SkipDecoding()}
     try:
         builder = tfds.core.read_only_builder.builder_from_files(name, data_dir=data_dir)
-        splits = builder.info.splits
-        if split not in splits:
-            raise FileNotFoundError(
-                f"The {name} in {data_dir!r} has no split {split!r}, only {', '.join(splits)}; "
-                f"delete it and {how_to_prepare(name, data_dir)}"
-            )
-        source = builder.as_data_source(split, decoders=decoders)
-        _check_whole(splits[split])
     except tfds.core.DatasetNotFoundError:
         raise FileNotFoundError(
             f"There is no {name} in {data_dir!r}. Say where it is by --config.data_dir=DIR or "
             f"TFDS_DATA_DIR, or {how_to_prepare(name, data_dir)}"
         ) from None
-    except NotImplementedError:
-        raise FileNotFoundError(
-            f"The {name} in {data_dir!r} is in {builder.info.file_format.value} format, not in "
-            f"array_record; delete it and {how_to_prepare(name, data_dir)}"
-        ) from None
-    except FileNotFoundError:
-        raise
     except Exception as error:  # Each kind of storage, and of damage, has errors of its own.
         raise OSError(f"The {name} in {data_dir!r} cannot be read: {error}") from error
+    splits, file_format = builder.info.splits, builder.info.file_format.value
+    if file_format != "array_record":
+        raise FileNotFoundError(
+            f"The {name} in {data_dir!r} is in {file_format} format, not in array_record; delete "
+            f"it and {how_to_prepare(name, data_dir)}"
+        )
+    if split not in splits:
+        raise FileNotFoundError(
+            f"The {name} in {data_dir!r} has no split {split!r}, only {', '.join(splits)}; delete "
+            f"it and {how_to_prepare(name, data_dir)}"
+        )
+    _check_whole(splits[split])
+    source = builder.as_data_source(split, decoders={"image": tfds.decode.SkipDecoding()})
     features = builder.info.features
     return Records(source, features["label"].num_classes, features["image"].shape[-1])
 
 
 def _check_whole(split: Any) -> None:
-    """Opens every file, as one that is missing or cut off would else end a run in its midst."""
+    """Opens every file; one that is missing or cut off would else end a run in its midst."""
     from array_record.python import array_record_data_source
 
-    paths = [os.fspath(path) for path in split.filepaths]
-    if (found := len(array_record_data_source.ArrayRecordDataSource(paths))) != split.num_examples:
-        raise OSError(f"its files hold {found} examples instead of {split.num_examples}")
+    def check(path: os.PathLike[str], length: int) -> None:
+        try:
+            found = len(array_record_data_source.ArrayRecordDataSource(os.fspath(path)))
+        except Exception as error:
+            raise OSError(f"{path} cannot be read: {error}") from error
+        if found != length:
+            raise OSError(f"{path} should hold {length} examples, and holds {found}.")
+
+    # Of a bucket many files at once; each takes a request.
+    with futures.ThreadPoolExecutor(32) as pool:
+        list(pool.map(check, split.filepaths, split.shard_lengths))
 
 
 def how_to_prepare(name: str, data_dir: str) -> str:

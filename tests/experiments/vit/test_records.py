@@ -38,6 +38,60 @@ def test_a_split_that_is_not_there_is_named(tmp_path):
         records.open_records("imagenet2012", "validation", str(tmp_path))
 
 
+def rewrite(folder, file, change):
+    (path,) = folder.glob(f"imagenet2012/5.1.0/{file}")
+    path.write_bytes(change(path.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "match"),
+    [
+        ("*train*", lambda b: b[:1000], "00000-of-00001 cannot be read: .* at least 64KB"),
+        ("*train*", lambda b: b[:-1], "00000-of-00001 cannot be read: Invalid"),
+        ("*train*", lambda b: b"", "00000-of-00001 cannot be read: "),
+        ("dataset_info.json", lambda b: b"{", "cannot be read: Failed to load JSON"),
+        ("dataset_info.json", lambda b: b.replace(b'"3"', b'"4"'), "hold 4 examples, and holds 3"),
+        (
+            "dataset_info.json",
+            lambda b: b.replace(b'"array_record"', b'"tfrecord"'),
+            "is in tfrecord format, not in array_record; delete it and prepare it",
+        ),
+    ],
+)
+def test_what_is_damaged_or_half_copied_is_refused(tmp_path, file, change, match):
+    prepared.write(tmp_path, train=3)
+    rewrite(tmp_path, file, change)
+    with pytest.raises(OSError, match=f"{tmp_path}.*{match}"):
+        records.open_records("imagenet2012", "train", str(tmp_path))
+
+
+def test_a_shard_or_the_metadata_that_are_missing_are_named(tmp_path):
+    prepared.write(tmp_path, train=3)
+    (info,) = tmp_path.glob("*/*/dataset_info.json")
+    info.rename(tmp_path / "info")
+    with pytest.raises(OSError, match=r"cannot be read: .*dataset_info.json"):
+        records.open_records("imagenet2012", "train", str(tmp_path))
+    (tmp_path / "info").rename(info)
+    (shard,) = tmp_path.glob("*/*/*train*")
+    shard.unlink()
+    with pytest.raises(OSError, match=rf"{shard} cannot be read: .*No such file"):
+        records.open_records("imagenet2012", "train", str(tmp_path))
+
+
+def test_a_preparation_that_was_stopped_is_as_good_as_none(tmp_path):
+    prepared.write(tmp_path, train=3)
+    folder = tmp_path / "imagenet2012"
+    (folder / "5.1.0").rename(folder / "5.1.0.incompleteAB")
+    with pytest.raises(FileNotFoundError, match="There is no imagenet2012 in"):
+        records.open_records("imagenet2012", "train", str(tmp_path))
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path):
+    (tmp_path / "imagenet2012").write_text("a file")
+    with pytest.raises(OSError, match=r"cannot be read: .*Not a directory"):
+        records.open_records("imagenet2012", "train", str(tmp_path))
+
+
 def test_the_folder_is_the_given_one_that_of_the_environment_or_the_default(monkeypatch):
     monkeypatch.setenv("TFDS_DATA_DIR", "/environment")
     assert records.find_data_dir("/given") == "/given"
