@@ -30,8 +30,8 @@ def prepare(name: str, data_dir: str, manual_dir: str = "") -> str:
       What was prepared, in a line.
 
     Raises:
-      FileNotFoundError: If files are not there that must be downloaded by hand, or the folder is
-        that of a bucket where the data set is not.
+      FileNotFoundError: If files are not there that must be downloaded by hand or that TensorFlow
+        Datasets should have brought, or the folder is that of a bucket where the data set is not.
       ModuleNotFoundError: If TensorFlow is needed and not installed.
     """
     data_dir = records.find_data_dir(data_dir)
@@ -56,6 +56,11 @@ def prepare(name: str, data_dir: str, manual_dir: str = "") -> str:
     except ImportError as error:
         raise ModuleNotFoundError(
             f"Preparing {name} needs TensorFlow, once (pip install tensorflow): {error}"
+        ) from error
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"TensorFlow Datasets cannot prepare {name}: {error}\nIts wheels lack some files; a "
+            "clone of https://github.com/tensorflow/datasets has them (pip install -e CLONE)."
         ) from error
     return describe(name, data_dir)
 

@@ -10,10 +10,10 @@ Time:      not run: needs a pod
 Expected:  not run; in the paper simplex ends 0.5% above orthogonal (Sec. 5.4), and accuracies are
            only drawn
 
-What is marked "paper" is from Sec. 5.4 of Simplex Random Features, where it says nothing the choice
-is ours: Steiner et al., How to train your ViT? (2022), whose ViT-B/16 has the paper's batch and
-epochs and, as a share of the learning rate, its weight decay; in the strength of augmentation Beyer
-et al., Better plain ViT baselines for ImageNet-1k (2022). Neither smooths labels.
+What is marked "paper" is from Sec. 5.4 of Simplex Random Features. Where it says nothing the choice
+is ours, after Steiner et al., How to train your ViT? (2022), whose ViT-B/16 has the paper's batch
+and epochs and, as a share of the learning rate, its weight decay; the strength of augmentation is
+that of Beyer et al., Better plain ViT baselines for ImageNet-1k (2022). Neither smooths labels.
 """
 
 import ml_collections

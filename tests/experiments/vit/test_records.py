@@ -119,12 +119,22 @@ def test_prepare_names_the_data_sets_it_knows(capsys):
     assert "invalid choice: 'imagenet' (choose from 'fashion_mnist'," in capsys.readouterr().err
 
 
-def test_prepare_says_when_tensorflow_is_missing(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "match"),
+    [
+        (
+            ImportError("No module named 'tensorflow'"),
+            r"needs TensorFlow, once \(pip install tensorflow\): No module",
+        ),
+        (FileNotFoundError("no labels.txt"), r"no labels.txt\n.*a clone of .*pip install -e"),
+    ],
+)
+def test_prepare_says_what_is_missing(tmp_path, monkeypatch, error, match):
     def builder(*_, **__):
-        raise ImportError("No module named 'tensorflow'")
+        raise error
 
     monkeypatch.setattr(tfds, "builder", builder)
-    with pytest.raises(SystemExit, match=r"needs TensorFlow, once \(pip install tensorflow\): No"):
+    with pytest.raises(SystemExit, match=match):
         prepare.main(["places365_small", f"--data_dir={tmp_path}"])
 
 
