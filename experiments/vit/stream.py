@@ -26,8 +26,8 @@ class Batches:
 
     def __init__(self, make: Callable[[int], Batch], *, num_steps: int, num_workers: int):
         self._make, self._num_steps, self._num_workers = make, num_steps, num_workers
-        self._iterator = self._start(0)
         self._step = 0
+        self._iterator: grain.DatasetIterator | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -39,6 +39,8 @@ class Batches:
         return self
 
     def __next__(self) -> Batch:
+        if self._iterator is None:
+            self._iterator = self._start()
         batch = next(self._iterator)
         self._step += 1
         return batch
@@ -58,15 +60,16 @@ class Batches:
                 f"The state must be of a step from 0 to {self._num_steps}, got {state['step']}."
             )
         self.close()
-        self._iterator = self._start(state["step"])
         self._step = state["step"]
 
     def close(self) -> None:
         """Ends the workers."""
-        self._iterator.close()
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
 
-    def _start(self, step: int) -> grain.DatasetIterator:
-        steps = grain.MapDataset.range(step, self._num_steps).map(self._make)
+    def _start(self) -> grain.DatasetIterator:
+        steps = grain.MapDataset.range(self._step, self._num_steps).map(self._make)
         # A worker makes whole batches, so how many there are changes none of them.
         ahead = steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
         if not flags.FLAGS.is_parsed():  # By a notebook, or a test; Grain asks flags of its own.
