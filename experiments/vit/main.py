@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import sys
 
 import jax
 from absl import app, flags
@@ -46,6 +48,12 @@ def main(argv: list[str]) -> None:
         raise SystemExit(
             "Stopped; the same command goes on from the last checkpoint, if any are kept."
         ) from None
+    except SystemExit as end:
+        if end.code and jax.distributed.is_initialized():
+            # An orderly exit would wait for the others, which wait for this process.
+            print(end.code, file=sys.stderr, flush=True)
+            os._exit(1)
+        raise
 
 
 def run() -> None:

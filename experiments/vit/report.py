@@ -123,8 +123,8 @@ def _naming(path: pathlib.Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(
-            f"{path} cannot be written: {error}\nWhen the cause is mended, the same command goes on "
-            "from the last checkpoint, if any are kept."
+            f"{path} cannot be written: {error}\nWhen the cause is mended, the same command goes "
+            "on from the last checkpoint, if any are kept."
         ) from error
 
 

@@ -106,7 +106,7 @@ def test_a_comparison_is_refused_before_any_run_trains(command, tmp_path, monkey
 
 def test_a_folder_that_cannot_be_written_ends_the_program_with_a_line(command, tmp_path):
     (tmp_path / "run").touch()
-    with pytest.raises(SystemExit, match="run cannot be written: .*File exists.*\nWhen the cause"):
+    with pytest.raises(SystemExit, match=r"run cannot be written: .*File exists.*\nWhen the"):
         command(EXACT)
 
 
