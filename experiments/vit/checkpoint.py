@@ -218,8 +218,9 @@ class Checkpoints:
             self._manager.reload()  # It has struck off what it would have deleted after the save.
         last = self._manager.latest_step()
         whole = "There is no earlier one" if last is None else f"That of step {last} is whole"
+        cause = str(error).split(" [tensorstore_spec")[0]  # Pages of it.
         return OSError(
-            f"A checkpoint could not be saved in {self._folder}: {error}\n{whole}; when the cause "
+            f"A checkpoint could not be saved in {self._folder}: {cause}\n{whole}; when the cause "
             "is mended, the same command goes on from there."
         )
 
