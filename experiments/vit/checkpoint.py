@@ -44,9 +44,15 @@ class IncompatibleError(ValueError):
 
 
 def quiet() -> None:
-    """Keeps a program's standard error free of Orbax's diary; its errors stay."""
+    """Keeps a program's standard error free of Orbax's diary; its errors stay.
+
+    Those of its futures do not: ``Checkpoints`` raises them.
+    """
     absl.logging.get_absl_handler().addFilter(
-        lambda record: "orbax" not in record.pathname or record.levelno >= logging.ERROR
+        lambda record: (
+            "orbax" not in record.pathname
+            or (record.levelno >= logging.ERROR and not record.pathname.endswith("future.py"))
+        )
     )
 
 
@@ -217,12 +223,15 @@ class Checkpoints:
         with contextlib.suppress(Exception):
             self._manager.reload()  # It has struck off what it would have deleted after the save.
         last = self._manager.latest_step()
-        whole = "There is no earlier one" if last is None else f"That of step {last} is whole"
+        if last is None:
+            rest = "There is no earlier one; the same command starts anew."
+        else:
+            rest = (
+                f"That of step {last} is whole; when the cause is mended, the same command goes on "
+                "from there."
+            )
         cause = str(error).split(" [tensorstore_spec")[0]  # Pages of it.
-        return OSError(
-            f"A checkpoint could not be saved in {self._folder}: {cause}\n{whole}; when the cause "
-            "is mended, the same command goes on from there."
-        )
+        return OSError(f"A checkpoint could not be saved in {self._folder}: {cause}\n{rest}")
 
 
 class Found(NamedTuple):

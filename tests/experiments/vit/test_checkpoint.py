@@ -386,7 +386,7 @@ def test_a_disk_that_fills_up_loses_nothing(module, name, call, whole, tmp_path,
             return original(*args, **kwargs)
 
         patch.setattr(module, name, full)
-        with pytest.raises(OSError, match="(cannot be written|could not be saved).*\n.*goes on"):
+        with pytest.raises(OSError, match=r"(cannot be written|could not be saved).*\n.*goes on"):
             train.train(get_config(), tmp_path)
     assert not (tmp_path / "results.json").exists()
     train.train(get_config(), tmp_path)
