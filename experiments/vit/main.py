@@ -45,15 +45,18 @@ def main(argv: list[str]) -> None:
         with harness.mistakes_in_one_line(*MISTAKES):
             run()
     except KeyboardInterrupt:
-        raise SystemExit(
-            "Stopped; the same command goes on from the last checkpoint, if any are kept."
-        ) from None
+        leave("Stopped; the same command goes on from the last checkpoint, if any are kept.")
     except SystemExit as end:
-        if end.code and jax.distributed.is_initialized():
-            # An orderly exit would wait for the others, which wait for this process.
-            print(end.code, file=sys.stderr, flush=True)
-            os._exit(1)
-        raise
+        leave(end.code)
+
+
+def leave(code: int | str | None) -> None:
+    """Ends the program; with an error, one of several processes does so at once."""
+    if code and jax.distributed.is_initialized():
+        # An orderly exit would wait for the others, which wait for this process.
+        print(code, file=sys.stderr, flush=True)
+        os._exit(1)
+    raise SystemExit(code)
 
 
 def run() -> None:

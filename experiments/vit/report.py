@@ -86,8 +86,8 @@ def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> Non
     """Refuses a folder that holds a run, so that none is written over, unless it can go on.
 
     Raises:
-      FileExistsError: If the run is finished, kept no checkpoints, or is of another config; the
-        message names the fields that differ.
+      FileExistsError: If the run is finished, kept no checkpoints, or is of a config that cannot be
+        read or is another; the message names the fields that differ.
       ValueError: If it is in a bucket.
     """
     if re.match(r"\w+:/\w", str(workdir)):  # A path keeps but one of the slashes.
@@ -101,7 +101,13 @@ def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> Non
         raise FileExistsError(
             f"{workdir} already holds a run (metrics.csv). Give another --workdir or delete it."
         )
-    theirs = json.loads((workdir / "config.json").read_text())
+    try:
+        theirs = json.loads((workdir / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise FileExistsError(
+            f"{workdir} holds a run whose config.json cannot be read ({error}). Give another "
+            "--workdir or delete it."
+        ) from error
     if differ := config_lib.differences(theirs, json.loads(config.to_json_best_effort())):
         raise FileExistsError(
             f"{workdir} holds a run of another config: {'; '.join(differ)}. Give another --workdir "

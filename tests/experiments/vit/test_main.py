@@ -7,7 +7,7 @@ import pytest
 from absl.testing import flagsaver
 
 from experiments import memory
-from experiments.vit import main, steps
+from experiments.vit import main, steps, train
 from tests.experiments.vit import tiny
 
 RECORDS = "--config.in_memory=False --config.augment.shift=0.0 --config.dataset=imagenet2012"
@@ -104,10 +104,31 @@ def test_a_comparison_is_refused_before_any_run_trains(command, tmp_path, monkey
         command("--compare=simplex,exact --seeds=0,1 --config.checkpoint.interval=2")
 
 
+@pytest.mark.fast
+def test_an_interrupt_says_how_to_go_on(command, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "train", interrupt)
+    with pytest.raises(SystemExit, match=r"^Stopped; the same command goes on from the last"):
+        command("")
+
+
 def test_a_folder_that_cannot_be_written_ends_the_program_with_a_line(command, tmp_path):
     (tmp_path / "run").touch()
     with pytest.raises(SystemExit, match=r"run cannot be written: .*File exists.*\nWhen the"):
         command(EXACT)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("config", [None, "{"])
+def test_a_run_whose_config_is_lost_is_refused(command, tmp_path, config):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.csv").touch()
+    if config:
+        (tmp_path / "run" / "config.json").write_text(config)
+    with pytest.raises(SystemExit, match=r"run holds a run whose config.json cannot be read \("):
+        command("--config.checkpoint.interval=2")
 
 
 def test_a_step_that_fails_is_no_mistake_of_the_user(command, monkeypatch):
