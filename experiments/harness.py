@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import ml_collections
@@ -31,9 +33,11 @@ def check_fields(config: ml_collections.ConfigDict, fields: Fields) -> dict[str,
       The values by dotted name.
 
     Raises:
-      TypeError: If a field has the wrong type.
+      TypeError: If it is no config, or a field has the wrong type.
       ValueError: If fields are missing or unknown.
     """
+    if not isinstance(config, ml_collections.ConfigDict):
+        raise TypeError(f"The config must be an ml_collections.ConfigDict, got {config!r}.")
     given = flatten(config)
     if unknown := sorted(given.keys() - fields.keys()):
         raise ValueError(unknown_field_message(unknown, fields))
@@ -147,12 +151,49 @@ def parse_flags(argv: list[str], fields: Fields, default_config: pathlib.Path) -
     of the command line, while the program is still being imported.
     """
     overridden(argv, fields)
-    if not any(re.match(r"--?config(=|$)", a) for a in argv):
-        argv = [argv[0], f"--config={default_config}", *argv[1:]]
+    config = _config_file(argv)
+    if config is None:
+        config = default_config
+        argv = [argv[0], f"--config={config}", *argv[1:]]
+    if not config.is_file():
+        raise SystemExit(f"--config={config}: there is no such file.")
     try:
         return flags.FLAGS(argv)
-    except flags.Error as error:
-        raise SystemExit(f"{error}\nPass --help to see the flags.") from None
+    except Exception as error:  # Flags run the config file, which may raise anything.
+        if isinstance(error, flags.Error) and "parsing config file" not in str(error):
+            raise SystemExit(f"{error}\nPass --help to see the flags.") from None
+        raise SystemExit(_config_file_message(config, error)) from None
+
+
+def _config_file(argv: list[str]) -> pathlib.Path | None:
+    """What ``--config=FILE``, ``--config=FILE:ARGUMENT`` or ``--config FILE`` names."""
+    for number, argument in enumerate(argv):
+        if m := re.match(r"--?config(?:=(.*))?$", argument):
+            given = m[1] if m[1] is not None else "".join(argv[number + 1 : number + 2])
+            return pathlib.Path(given.split(":")[0])
+    return None
+
+
+def _config_file_message(config: pathlib.Path, error: BaseException) -> str:
+    """What went wrong in a config file, and where."""
+    while error.__context__:  # What ml_collections made of it.
+        error = error.__context__
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if pathlib.Path(frame.filename).resolve() == config.resolve()
+    ]
+    where = f" (line {lines[-1]})" if lines else ""
+    return f"--config={config} cannot be read: {type(error).__name__}: {error}{where}"
+
+
+@contextlib.contextmanager
+def mistakes_in_one_line(*mistakes: type[Exception]) -> Iterator[None]:
+    """Ends the program with the message alone where its user can mend the cause."""
+    try:
+        yield
+    except mistakes as error:
+        raise SystemExit(str(error)) from None
 
 
 class Experiment(Protocol):
@@ -180,14 +221,11 @@ def launch(experiment: Experiment, fields: Fields, default_config: pathlib.Path)
         if len(argv) > 1:
             raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
         start = time.monotonic()
-        try:
+        with mistakes_in_one_line(OSError, TypeError, ValueError):
             experiment.check(config.value)
-        except (OSError, TypeError, ValueError) as error:
-            raise SystemExit(str(error)) from None
         try:
-            results = experiment.run(config.value, pathlib.Path(workdir.value))
-        except OSError as error:
-            raise SystemExit(str(error)) from None
+            with mistakes_in_one_line(OSError):
+                results = experiment.run(config.value, pathlib.Path(workdir.value))
         except KeyboardInterrupt:
             raise SystemExit("Stopped; the same command goes on where it was.") from None
         print(experiment.report(results))

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import absl.logging
@@ -44,9 +44,15 @@ class IncompatibleError(ValueError):
 
 
 def quiet() -> None:
-    """Keeps a program's standard error free of Orbax's diary; its errors stay."""
+    """Keeps a program's standard error free of Orbax's diary; its errors stay.
+
+    Those of its futures do not: ``Checkpoints`` raises them.
+    """
     absl.logging.get_absl_handler().addFilter(
-        lambda record: "orbax" not in record.pathname or record.levelno >= logging.ERROR
+        lambda record: (
+            "orbax" not in record.pathname
+            or (record.levelno >= logging.ERROR and not record.pathname.endswith("future.py"))
+        )
     )
 
 
@@ -217,34 +223,85 @@ class Checkpoints:
         with contextlib.suppress(Exception):
             self._manager.reload()  # It has struck off what it would have deleted after the save.
         last = self._manager.latest_step()
-        whole = "There is no earlier one" if last is None else f"That of step {last} is whole"
-        return OSError(
-            f"A checkpoint could not be saved in {self._folder}: {error}\n{whole}; when the cause "
-            "is mended, the same command goes on from there."
-        )
+        if last is None:
+            rest = "There is no earlier one; the same command starts anew."
+        else:
+            rest = (
+                f"That of step {last} is whole; when the cause is mended, the same command goes on "
+                "from there."
+            )
+        cause = str(error).split(" [tensorstore_spec")[0]  # Pages of it.
+        return OSError(f"A checkpoint could not be saved in {self._folder}: {cause}\n{rest}")
 
 
-def load(folder: epath.PathLike, state: State, *, best: bool) -> tuple[State, int]:
-    """Reads the best or the newest checkpoint, or a part of it, and changes nothing in the folder.
+class Found(NamedTuple):
+    """A checkpoint of a run that may be still training, and what it says of itself.
+
+    Attributes:
+      step: After which it was saved.
+      config: Of its run.
+      shapes: ``{"params.head.bias.value": (10,), ...}``.
+      test_accuracy: At its step, or None if it was not evaluated.
+    """
+
+    step: int
+    config: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]]
+    test_accuracy: float | None
+
+
+def find(folder: epath.PathLike, *, best: bool) -> Found:
+    """Opens the best or the newest checkpoint, and changes nothing in the folder.
 
     Args:
       folder: Of the checkpoints.
-      state: Shapes, types and shardings of what to read.
-      best: Whether to read that of the best test accuracy.
-
-    Returns:
-      The arrays, and the step.
+      best: Whether to take that of the best test accuracy.
 
     Raises:
-      FileNotFoundError: If there is no checkpoint.
+      FileNotFoundError: If there is no checkpoint, or best is wanted and none was evaluated.
+      OSError: If it cannot be read.
     """
-    options = ocp.CheckpointManagerOptions(best_fn=_accuracy, read_only=True)
-    with ocp.CheckpointManager(_absolute(folder), options=options) as manager:
+    with _opened(folder) as manager:
         step = manager.best_step() if best else manager.latest_step()
         if step is None:
             raise FileNotFoundError(f"There is no checkpoint in {folder}.")
-        items = ocp.args.Composite(state=_restore_arrays(_by_name(state)))
-        return _like(state, manager.restore(step, args=items)["state"]), step
+        items = ocp.args.Composite(run=ocp.args.JsonRestore())
+        run = manager.restore(step, args=items)["run"]
+        accuracy = manager.metrics(step).get("test_accuracy")
+    if best and accuracy is None:
+        raise FileNotFoundError(f"No checkpoint in {folder} was evaluated; leave out --best.")
+    # As in "float32[32, 10]".
+    shapes = {k: tuple(json.loads(v[v.index("[") :])) for k, v in run["shapes"].items()}
+    return Found(step, run["config"], shapes, accuracy)
+
+
+def load(folder: epath.PathLike, step: int, state: State) -> State:
+    """Reads a checkpoint, or a part of it.
+
+    Args:
+      folder: Of the checkpoints.
+      step: Of the checkpoint.
+      state: Shapes, types and shardings of what to read.
+
+    Raises:
+      OSError: If it cannot be read.
+    """
+    items = ocp.args.Composite(state=_restore_arrays(_by_name(state)))
+    with _opened(folder) as manager:
+        return _like(state, manager.restore(step, args=items)["state"])
+
+
+@contextlib.contextmanager
+def _opened(folder: epath.PathLike) -> Iterator[ocp.CheckpointManager]:
+    """To read only."""
+    options = ocp.CheckpointManagerOptions(best_fn=_accuracy, read_only=True)
+    try:
+        with ocp.CheckpointManager(_absolute(folder), options=options) as manager:
+            yield manager
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # Each kind of storage and of damage has errors of its own.
+        raise OSError(f"The checkpoints in {folder} cannot be read: {error}") from error
 
 
 def _absolute(folder: epath.PathLike) -> epath.Path:

@@ -13,6 +13,7 @@ import ml_collections
 import numpy as np
 
 from experiments import harness, style
+from experiments.vit import config as config_lib
 from experiments.vit import report, train
 from simrf_jax import checks
 from simrf_jax.models import ATTENTIONS
@@ -45,18 +46,22 @@ def compare(
     """
     for attention in attentions:
         checks.one_of("--compare", attention, ATTENTIONS)
+    for seed in seeds:
+        harness.check_seed({"seed": seed})
     if len({*attentions}) < len(attentions) or len({*seeds}) < len(seeds) or not seeds:
         raise ValueError(
             "--compare and --seeds must each name something, and nothing twice, got "
             f"{list(attentions)} and {list(seeds)}."
         )
     workdir = pathlib.Path(workdir)
-    runs: dict[str, list[pathlib.Path]] = {attention: [] for attention in attentions}
-    for seed in seeds:
-        for attention in attentions:
-            run = workdir / f"{attention}-{seed}"
-            _finish_run(config, run, attention, seed)
-            runs[attention].append(run)
+    runs = {a: [workdir / f"{a}-{seed}" for seed in seeds] for a in attentions}
+    configs = {
+        workdir / f"{a}-{seed}": _config_of(config, a, seed) for seed in seeds for a in attentions
+    }
+    for run, ours in configs.items():
+        _check_run(ours, run)
+    for run, ours in configs.items():
+        _finish_run(ours, run)
     results = {
         attention: [json.loads((run / "results.json").read_text()) for run in folders]
         for attention, folders in runs.items()
@@ -68,19 +73,32 @@ def compare(
     return table
 
 
-def _finish_run(
-    config: ml_collections.ConfigDict, run: pathlib.Path, attention: str, seed: int
-) -> None:
-    """Trains one run unless it is finished; one that was stopped goes on, or starts over."""
+def _config_of(
+    config: ml_collections.ConfigDict, attention: str, seed: int
+) -> ml_collections.ConfigDict:
+    """The config of one run."""
     config = copy.deepcopy(config)
     config.seed = seed
     config.model.attention = attention
     if config.checkpoint.folder:
-        config.checkpoint.folder = f"{config.checkpoint.folder}/{run.name}"
+        config.checkpoint.folder = f"{config.checkpoint.folder}/{attention}-{seed}"
+    return config
+
+
+def _check_run(config: ml_collections.ConfigDict, run: pathlib.Path) -> None:
+    """Refuses, before any run trains, what one of them could not go on with."""
+    config_lib.check(config)
     if (run / "results.json").exists():
         before = json.loads((run / "results.json").read_text())["config"]
         if before != json.loads(config.to_json_best_effort()):
             raise ValueError(f"{run} was run with another config; give another --workdir.")
+    elif config.checkpoint.interval:
+        report.refuse_used(run, config)
+
+
+def _finish_run(config: ml_collections.ConfigDict, run: pathlib.Path) -> None:
+    """Trains one run unless it is finished; one that was stopped goes on, or starts over."""
+    if (run / "results.json").exists():
         print(f"{run} is finished.")
         return
     if not config.checkpoint.interval:

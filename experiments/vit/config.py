@@ -89,7 +89,6 @@ _POSITIVE = (
     "mesh.sequence",
 )
 _NOT_NEGATIVE = (
-    "seed",
     "warmup_steps",
     "redraw_interval",
     "weight_decay",
@@ -117,6 +116,7 @@ def check(config: ml_collections.ConfigDict) -> None:
       ValueError: If fields are missing or unknown, or a value is out of range.
     """
     given = harness.check_fields(config, FIELDS)
+    harness.check_seed(given)
     for name in _POSITIVE:
         checks.positive_int(f"config.{name}", given[name])
     if given["mesh.data"] != -1:

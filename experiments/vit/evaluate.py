@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
 import pathlib
 
 import jax
-import ml_collections
 from absl import app, flags
 
-from experiments.vit import checkpoint, sharding, steps
+from experiments import harness
+from experiments.vit import checkpoint, sharding, steps, trained
 from experiments.vit import input as input_lib
-from experiments.vit import program as program_lib
 
 
 def evaluate(workdir: str | pathlib.Path, *, best: bool) -> dict[str, float]:
@@ -26,26 +24,30 @@ def evaluate(workdir: str | pathlib.Path, *, best: bool) -> dict[str, float]:
       ``step``, ``test_loss`` and ``test_accuracy``.
 
     Raises:
-      FileNotFoundError: If workdir holds no run, or no checkpoint.
+      FileNotFoundError: If workdir holds no run, or no checkpoint, or the data is not there.
+      IncompatibleError: If the checkpoints are of another run; the message names what differs.
+      OSError: If the checkpoint cannot be read.
+      ValueError: If the data is not what the model was trained on.
     """
-    workdir = pathlib.Path(workdir)
-    config = ml_collections.ConfigDict(json.loads((workdir / "config.json").read_text()))
     mesh = sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1, "sequence": 1})
+    model = trained.load(workdir, mesh, best=best)
+    config, program = model.config, model.program
     config.augment.mixup = 0.0  # Of training, on other devices.
     batch_size = sharding.round_up(config.eval_batch_size, mesh)
     rows = functools.partial(sharding.local_rows, mesh)
     inputs = input_lib.load(config, eval_batch_size=batch_size, rows=rows)
-    program = program_lib.build(
-        config, mesh, channels=inputs.channels, num_classes=inputs.num_classes
-    )
-    # Only what the forward pass needs.
-    wanted = {"params": program.state.params, "projections": program.state.projections}
-    folder = config.checkpoint.folder or workdir / "checkpoints"
-    found, step = checkpoint.load(folder, wanted, best=best)
+    if (inputs.channels, inputs.num_classes) != (program.model.channels, program.model.num_classes):
+        raise ValueError(
+            f"The model must be evaluated on images of {program.model.channels} channels and "
+            f"{program.model.num_classes} classes, got {inputs.channels} and {inputs.num_classes} "
+            f"in {config.dataset}."
+        )
     batches = (sharding.global_batch(b, mesh, batch_size) for b in inputs.eval_batches())
     with jax.set_mesh(mesh):
-        means = steps.test_means(program.eval_step(**found, batch=batch) for batch in batches)
-    return {"step": step, **means}
+        means = steps.test_means(
+            program.eval_step(model.params, model.projections, batch) for batch in batches
+        )
+    return {"step": model.step, **means}
 
 
 def main(argv: list[str]) -> None:
@@ -53,7 +55,8 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
     checkpoint.quiet()
-    result = evaluate(flags.FLAGS.workdir, best=flags.FLAGS.best)
+    with harness.mistakes_in_one_line(ImportError, OSError, TypeError, ValueError):
+        result = evaluate(flags.FLAGS.workdir, best=flags.FLAGS.best)
     print(f"test accuracy {result['test_accuracy']:.4f} after step {result['step']}")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
+import sys
 
 import jax
 from absl import app, flags
@@ -10,8 +12,11 @@ from ml_collections import config_flags
 
 from experiments import harness, memory
 from experiments.vit import checkpoint, compare, config, train
+from simrf_jax.models import ATTENTIONS
 
 HEARTBEAT_TIMEOUT = 30  # Seconds after which the others end when one process is gone.
+# What a user can mend, and the message says how; a bucket may need a package.
+MISTAKES = (FloatingPointError, ImportError, OSError, TypeError, ValueError)
 
 _DEFAULT_CONFIG = pathlib.Path(__file__).parent / "configs" / "digits.py"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to train; configs/digits.py.")
@@ -36,6 +41,26 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
     memory.keep_freed_memory()
     checkpoint.quiet()
+    try:
+        with harness.mistakes_in_one_line(*MISTAKES):
+            run()
+    except KeyboardInterrupt:
+        leave("Stopped; the same command goes on from the last checkpoint, if any are kept.")
+    except SystemExit as end:
+        leave(end.code)
+
+
+def leave(code: int | str | None) -> None:
+    """Ends the program; with an error, one of several processes does so at once."""
+    if code and jax.distributed.is_initialized():
+        # An orderly exit would wait for the others, which wait for this process.
+        print(code, file=sys.stderr, flush=True)
+        os._exit(1)
+    raise SystemExit(code)
+
+
+def run() -> None:
+    """Trains what the flags say."""
     if _DISTRIBUTED.value:
         jax.distributed.initialize(
             _COORDINATOR.value,
@@ -56,6 +81,8 @@ def parse_flags(argv: list[str]) -> list[str]:
     """Parses flags; an override of a field that no config has is a usage error like any other."""
     overridden = harness.overridden(argv, config.FIELDS)
     rest = harness.parse_flags(argv, config.FIELDS, _DEFAULT_CONFIG)
+    if _COMPARE.present and not _COMPARE.value:
+        raise SystemExit(f"--compare must name attentions, of {', '.join(ATTENTIONS)}.")
     if not all(seed.isdecimal() for seed in _SEEDS.value):
         raise SystemExit(f"--seeds must be numbers, got {','.join(_SEEDS.value)}.")
     if _SEEDS.value and not _COMPARE.value:

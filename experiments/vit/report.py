@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
 import pathlib
+import re
+from collections.abc import Iterator
 from typing import Any, TextIO
 
 import matplotlib.figure
@@ -51,42 +54,60 @@ class Log:
         self._path = workdir / "metrics.csv" if writes else pathlib.Path(os.devnull)
         self._file: TextIO
         if writes:
-            workdir.mkdir(parents=True, exist_ok=True)
-            harness.write_json(workdir / "config.json", json.loads(config.to_json_best_effort()))
+            with _naming(workdir):
+                workdir.mkdir(parents=True, exist_ok=True)
+                ours = json.loads(config.to_json_best_effort())
+                harness.write_json(workdir / "config.json", ours)
 
     def __enter__(self) -> Log:
         """Opens the file and writes the head and the rows there are."""
-        self._file = self._path.open("w", newline="")
-        self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
-        self._writer.writeheader()
-        self._writer.writerows(self.rows)
+        with _naming(self._path):
+            self._file = self._path.open("w", newline="")
+            self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
+            self._writer.writeheader()
+            self._writer.writerows(self.rows)
+            self._file.flush()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Closes the file."""
-        self._file.close()
+        with contextlib.suppress(OSError):  # Of what could not be flushed, which is known.
+            self._file.close()
 
     def write(self, row: dict[str, float]) -> None:
         """Adds a row; columns it lacks stay empty."""
         self.rows.append(row)
-        self._writer.writerow(row)
-        self._file.flush()
+        with _naming(self._path):
+            self._writer.writerow(row)
+            self._file.flush()
 
 
 def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
     """Refuses a folder that holds a run, so that none is written over, unless it can go on.
 
     Raises:
-      FileExistsError: If the run is finished, kept no checkpoints, or is of another config; the
-        message names the fields that differ.
+      FileExistsError: If the run is finished, kept no checkpoints, or is of a config that cannot be
+        read or is another; the message names the fields that differ.
+      ValueError: If it is in a bucket.
     """
+    if re.match(r"\w+:/\w", str(workdir)):  # A path keeps but one of the slashes.
+        raise ValueError(
+            f"--workdir must be a folder of this machine, got {workdir}; config.checkpoint.folder "
+            "may be in a bucket."
+        )
     if not (workdir / "metrics.csv").exists():
         return
     if (workdir / "results.json").exists() or not config.checkpoint.interval:
         raise FileExistsError(
             f"{workdir} already holds a run (metrics.csv). Give another --workdir or delete it."
         )
-    theirs = json.loads((workdir / "config.json").read_text())
+    try:
+        theirs = json.loads((workdir / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise FileExistsError(
+            f"{workdir} holds a run whose config.json cannot be read ({error}). Give another "
+            "--workdir or delete it."
+        ) from error
     if differ := config_lib.differences(theirs, json.loads(config.to_json_best_effort())):
         raise FileExistsError(
             f"{workdir} holds a run of another config: {'; '.join(differ)}. Give another --workdir "
@@ -96,8 +117,21 @@ def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> Non
 
 def finish(workdir: pathlib.Path, results: dict[str, Any]) -> None:
     """Draws the curves and writes the results, which mark the run as finished."""
-    draw_curves(read_metrics(workdir)).savefig(workdir / "curves.png", dpi=150)
-    harness.write_json(workdir / "results.json", results)
+    with _naming(workdir):
+        draw_curves(read_metrics(workdir)).savefig(workdir / "curves.png", dpi=150)
+        harness.write_json(workdir / "results.json", results)
+
+
+@contextlib.contextmanager
+def _naming(path: pathlib.Path) -> Iterator[None]:
+    """Says what cannot be written, which the error of a full disk does not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(
+            f"{path} cannot be written: {error}\nWhen the cause is mended, the same command goes "
+            "on from the last checkpoint, if any are kept."
+        ) from error
 
 
 def read_metrics(workdir: pathlib.Path) -> dict[str, list[tuple[int, float]]]:

@@ -8,6 +8,7 @@ import json
 import math
 import pathlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -41,7 +42,8 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
       FileNotFoundError: If the data is not there.
       FloatingPointError: If the loss is not finite; the message names the step.
       IncompatibleError: If the checkpoints are of another config; the message names what differs.
-      OSError: If checkpoints cannot be kept.
+      OSError: If checkpoints or results cannot be kept.
+      RuntimeError: If a step fails.
       SystemExit: With code 0, after a checkpoint was saved because of SIGTERM.
       TypeError, ValueError: If the config is not right.
     """
@@ -104,6 +106,7 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
         )
 
         # Train.
+        stack.enter_context(_beyond_the_checks())
         pending: list[steps.Metrics] = []
         row_start = time.perf_counter()
         start = row_start - progress.seconds
@@ -177,6 +180,15 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     if is_first:
         report.finish(workdir, results)
     return results
+
+
+@contextlib.contextmanager
+def _beyond_the_checks() -> Iterator[None]:
+    """Lets no failure of a step pass for a mistake in the config, whatever its type is."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise RuntimeError("Training failed after it had started.") from error
 
 
 def _not_finite(

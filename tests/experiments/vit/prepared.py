@@ -67,17 +67,19 @@ def write(data_dir, name="imagenet2012", *, image=None, **splits):
     Tiny(data_dir=data_dir, file_format="array_record").download_and_prepare()
 
 
+# Reads it in 16 x 16 pixels, eight images a batch.
+OPTIONS = {
+    "dataset": "imagenet2012",
+    "in_memory": False,
+    "image_size": 16,
+    "batch_size": 8,
+    "augment__shift": 0.0,
+}
+
+
 def get_config(data_dir, **changes):
-    """Reads it in 16 x 16 pixels, eight images a batch."""
-    options = {
-        "dataset": "imagenet2012",
-        "data_dir": str(data_dir),
-        "in_memory": False,
-        "image_size": 16,
-        "batch_size": 8,
-        "augment.shift": 0.0,
-    }
-    return tiny.get_config(**(options | changes))
+    """A run that reads it from this folder."""
+    return tiny.get_config(**(OPTIONS | {"data_dir": str(data_dir)} | changes))
 
 
 def rows(host, hosts):

@@ -1,3 +1,4 @@
+import contextlib
 import csv
 import importlib.util
 import itertools
@@ -348,6 +349,48 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path):
         restored, progress = checkpoints.restore(target)
     assert len(progress.rows) == 1
     np.testing.assert_array_equal(restored["kernel"], state["kernel"])
+
+
+@contextlib.contextmanager
+def full_disk():
+    """No file may grow beyond 200 bytes, until it ends; but for what pytest catches."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def fill():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
+
+    try:
+        with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
+            yield fill
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.filterwarnings("ignore:.* is half-written; it is passed over")
+@pytest.mark.parametrize(
+    ("module", "name", "call"),
+    [
+        pytest.param(report.Log, "write", 7, marks=pytest.mark.slow),
+        (checkpoint.Checkpoints, "save", 3),
+        (report, "finish", 1),
+    ],
+)
+def test_a_disk_that_fills_up_loses_nothing(module, name, call, whole, tmp_path, monkeypatch):
+    calls = itertools.count(1)
+    with full_disk() as fill, monkeypatch.context() as patch:
+        original = getattr(module, name)
+
+        def full(*args, **kwargs):
+            if next(calls) == call:
+                fill()
+            return original(*args, **kwargs)
+
+        patch.setattr(module, name, full)
+        with pytest.raises(OSError, match=r"(cannot be written|could not be saved).*\n.*goes on"):
+            train.train(get_config(), tmp_path)
+    assert not (tmp_path / "results.json").exists()
+    train.train(get_config(), tmp_path)
+    assert_same_run(tmp_path, whole)
 
 
 def test_when_no_checkpoint_can_be_read_none_is_given_up(tmp_path):

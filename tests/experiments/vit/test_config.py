@@ -37,7 +37,7 @@ def test_every_config_file_is_whole_and_says_what_it_is(name):
             "checkpoint.interval must be at least 0, got -1",
         ),
         ({"checkpoint__keep": 0}, ValueError, "config.checkpoint.keep must be at least 1, got 0"),
-        ({"seed": -1}, ValueError, "config.seed must be at least 0, got -1"),
+        ({"seed": -1}, ValueError, r"config.seed must be from 0 to 2\^32 - 1, got -1"),
         ({"weight_decay": float("nan")}, ValueError, "weight_decay must be at least 0, got nan"),
         ({"b2": 1.0}, ValueError, r"config.b2 must be in \[0, 1\), got 1.0"),
         ({"model__attention": "linear"}, ValueError, "'simplex_plus', 'exact', got 'linear'"),

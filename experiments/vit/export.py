@@ -1,0 +1,141 @@
+"""From a checkpoint to a file that JAX alone runs.
+
+``python -m experiments.vit.export --workdir=DIR --output=FILE``
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+from absl import app, flags
+from flax import nnx
+
+import simrf_jax
+from experiments import harness
+from experiments.vit import checkpoint, sharding, trained
+from simrf_jax import checks
+
+PLATFORMS = ("cpu", "tpu", "cuda", "rocm")
+
+
+def export(
+    workdir: str | pathlib.Path,
+    output: str | pathlib.Path,
+    *,
+    best: bool = False,
+    platforms: Sequence[str] = PLATFORMS[:3],
+) -> dict[str, Any]:
+    """Writes a model as StableHLO: images in, logits out, for any number of images.
+
+    The parameters and the projections are constants of it, and it runs on one device.
+    ``jax.export.deserialize`` reads it.
+
+    Args:
+      workdir: Of the run.
+      output: The file to make, and beside it ``output.json``, which says what goes in and comes
+        out.
+      best: Whether to take the checkpoint of the best test accuracy instead of the newest.
+      platforms: What it shall run on, of ``PLATFORMS``.
+
+    Returns:
+      What is in the second file.
+
+    Raises:
+      FileExistsError: If one of the files is there.
+      FileNotFoundError: If workdir holds no run, or no checkpoint.
+      IncompatibleError: If the checkpoints are of another run; the message names what differs.
+      OSError: If a checkpoint cannot be read, or a file not be written.
+      ValueError: If a platform is unknown, or named twice.
+    """
+    path, description_path = pathlib.Path(output), pathlib.Path(f"{output}.json")
+    _check(platforms, path, description_path)
+    mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
+    model = trained.load(workdir, mesh, best=best)
+    exported = _export(model, platforms)
+    description = describe(model, exported)
+    part = pathlib.Path(f"{output}.part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        part.write_bytes(exported.serialize())
+        harness.write_json(description_path, description)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written: {error}") from error
+    part.replace(path)  # Where it is, both are whole.
+    return description
+
+
+def _check(platforms: Sequence[str], *files: pathlib.Path) -> None:
+    """Refuses what cannot be before anything is read."""
+    for platform in platforms:
+        checks.one_of("Each of --platforms", platform, PLATFORMS)
+    if not platforms or len({*platforms}) < len(platforms):
+        raise ValueError(f"--platforms must name some, and none twice, got {list(platforms)}.")
+    for path in files:
+        if path.exists():
+            raise FileExistsError(f"{path} is there; give another --output or delete it.")
+
+
+def _export(model: trained.Trained, platforms: Sequence[str]) -> jax.export.Exported:
+    def classify(images: jax.Array) -> jax.Array:
+        return nnx.merge(model.program.graphdef, model.params, model.projections)(images)
+
+    (batch,) = jax.export.symbolic_shape("batch")
+    shape = (batch, *model.program.model.image_size, model.program.model.channels)
+    images = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return jax.export.export(jax.jit(classify), platforms=platforms)(images)
+
+
+def describe(model: trained.Trained, exported: jax.export.Exported) -> dict[str, Any]:
+    """What a user of the file must know, and where it is from."""
+    config = model.config
+    return {
+        "input": {
+            "shape": ["batch", *model.program.model.image_size, model.program.model.channels],
+            "dtype": "float32",
+            "range": [-1, 1],
+            "channels": {1: "grey", 3: "RGB"}.get(model.program.model.channels),
+            "preprocessing": (
+                f"The square in the middle whose side is {config.eval_crop} of the shorter one, "
+                f"resized (bilinear, smoothed where it shrinks) to {config.image_size} x "
+                f"{config.image_size}; its darkest value made -1 and its brightest 1, as p / 127.5 "
+                "- 1 does with bytes."
+            ),
+        },
+        "output": {
+            "shape": ["batch", model.program.model.num_classes],
+            "dtype": "float32",
+            "meaning": f"logits of the classes of {config.dataset}, in its order",
+        },
+        "platforms": [*exported.platforms],
+        "step": model.step,
+        "test_accuracy": model.test_accuracy,
+        "versions": {"jax": jax.__version__, "simrf_jax": simrf_jax.__version__},
+        "config": json.loads(config.to_json_best_effort()),
+    }
+
+
+def main(argv: list[str]) -> None:
+    """Prints what was written."""
+    if len(argv) > 1:
+        raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
+    checkpoint.quiet()
+    given = flags.FLAGS
+    with harness.mistakes_in_one_line(ImportError, OSError, TypeError, ValueError):
+        written = export(given.workdir, given.output, best=given.best, platforms=given.platforms)
+    size = pathlib.Path(given.output).stat().st_size / 1e6
+    print(f"{given.output}: {size:.1f} MB, the model after step {written['step']}")
+
+
+if __name__ == "__main__":
+    flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
+    flags.DEFINE_string("output", None, "File to make.", required=True)
+    flags.DEFINE_bool("best", False, "Take the best checkpoint instead of the newest.")
+    flags.DEFINE_list("platforms", [*PLATFORMS[:3]], f"To run on: {', '.join(PLATFORMS)}.")
+    app.run(main)

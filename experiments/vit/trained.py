@@ -1,0 +1,90 @@
+"""A trained model: from the folder of a run to its parameters and projections."""
+
+from __future__ import annotations
+
+import json
+import math
+import pathlib
+from typing import NamedTuple
+
+import ml_collections
+from flax import nnx
+from jax.sharding import Mesh
+
+from experiments.vit import checkpoint
+from experiments.vit import config as config_lib
+from experiments.vit import program as program_lib
+
+
+class Trained(NamedTuple):
+    """What a checkpoint holds, but for the state of the optimiser.
+
+    Attributes:
+      config: Of the run.
+      program: Its model and functions, on the mesh.
+      params: ``nnx.Param`` state of the model.
+      projections: Its projections at that step.
+      step: After which it was saved.
+      test_accuracy: At that step, or None if it was not evaluated.
+    """
+
+    config: ml_collections.ConfigDict
+    program: program_lib.Program
+    params: nnx.State
+    projections: nnx.State
+    step: int
+    test_accuracy: float | None
+
+
+def load(workdir: str | pathlib.Path, mesh: Mesh, *, best: bool) -> Trained:
+    """Loads a checkpoint of a run, which may be still training; the data set is not needed.
+
+    Args:
+      workdir: Of the run.
+      mesh: Where the arrays go, whatever mesh they were on.
+      best: Whether to take the checkpoint of the best test accuracy instead of the newest.
+
+    Raises:
+      FileNotFoundError: If workdir holds no run, or no checkpoint.
+      IncompatibleError: If the checkpoints are of another run; the message names what differs.
+      OSError: If the checkpoint cannot be read.
+      TypeError, ValueError: If the config is not right.
+    """
+    workdir = pathlib.Path(workdir)
+    config = _read_config(workdir)
+    folder = config.checkpoint.folder or workdir / "checkpoints"
+    found = checkpoint.find(folder, best=best)
+    if differ := config_lib.differences(found.config, _without_folder(config)):
+        raise checkpoint.IncompatibleError(
+            f"The checkpoints in {folder} are of another run than {workdir / 'config.json'}: "
+            f"{'; '.join(differ)}."
+        )
+    program = program_lib.build(
+        config,
+        mesh,
+        channels=found.shapes["params.patch_embedding.kernel.value"][0]
+        // config.model.patch_size**2,
+        num_classes=math.prod(found.shapes["params.head.bias.value"]),
+    )
+    wanted = {"params": program.state.params, "projections": program.state.projections}
+    arrays = checkpoint.load(folder, found.step, wanted)
+    return Trained(config, program, **arrays, step=found.step, test_accuracy=found.test_accuracy)
+
+
+def _read_config(workdir: pathlib.Path) -> ml_collections.ConfigDict:
+    path = workdir / "config.json"
+    try:
+        config = ml_collections.ConfigDict(json.loads(path.read_text()))
+    except OSError as error:
+        raise FileNotFoundError(f"{workdir} holds no run: {error}.") from error
+    except ValueError as error:
+        raise OSError(f"{path} is damaged: {error}.") from error
+    config_lib.check(config)
+    return config
+
+
+def _without_folder(config: ml_collections.ConfigDict) -> dict[str, object]:
+    """As checkpoints hold it, as a folder may be moved."""
+    flat = config.to_dict()
+    del flat["checkpoint"]["folder"]
+    return flat

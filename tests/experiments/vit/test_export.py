@@ -1,0 +1,213 @@
+import json
+import resource
+import shutil
+import subprocess
+import sys
+
+import jax
+import jax.export
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.vit import checkpoint, evaluate, export, report, trained
+from experiments.vit import input as input_lib
+from tests.experiments.vit import tiny
+from tests.experiments.vit.test_sharding import mesh_of
+from tests.experiments.vit.test_train import build
+
+# The models differ in all that changes how they are written and read.
+MODELS = {
+    "simplex": {"mesh__data": 1},
+    "scanned": {
+        "mesh__fsdp": 2,
+        "mesh__tensor": 2,
+        "mesh__sequence": 2,
+        "model__scan": True,
+        "model__depth": 2,
+        "model__attention": "orthogonal",
+    },
+    "exact": {"model__pooling": "token", "model__attention": "exact", "mesh__data": 8},
+}
+BATCHES = (1, 20)
+
+
+def make_run(workdir, rows=({"step": 1, "test_accuracy": 0.25},), **changes):
+    """A run of one step with random parameters; returns its model, whole on one device."""
+    config = tiny.get_config(checkpoint__interval=1, **changes)
+    state = build(config, mesh_of(**config.mesh)).state
+    wanted = {"params": state.params, "projections": state.projections}
+    rng = np.random.default_rng(0)
+    random = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), wanted)
+    sharded = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), random, wanted)
+    report.Log(workdir, config, [], writes=True)  # Writes the config.
+    progress = checkpoint.Progress(list(rows), 1.0, {"step": 1})
+    with checkpoint.Checkpoints(workdir / "checkpoints", config, keep=1) as checkpoints:
+        checkpoints.save(1, sharded, progress)
+    return nnx.merge(build(config).graphdef, *random.values())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder of each run, and its model."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    return {name: (folder, make_run(folder, **MODELS[name])) for name, folder in folders.items()}
+
+
+# Run by a Python that has but JAX: neither this package nor Flax.
+LOAD = """
+import pathlib, sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("simrf_jax", "experiments", "flax"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Blocked())
+import jax, jax.export, numpy as np
+
+folder = pathlib.Path(sys.argv[1])
+for path in folder.glob("*.stablehlo"):
+    exported = jax.export.deserialize(bytearray(path.read_bytes()))
+    images = np.load(folder / "images.npy")
+    for size in map(int, sys.argv[2:]):
+        logits = jax.jit(exported.call)(images[:size])
+        np.save(folder / f"{path.stem}-{size}.npy", logits)
+assert not {"simrf_jax", "experiments", "flax"} & sys.modules.keys()
+"""
+
+
+def test_another_process_runs_it_with_jax_alone(runs, tmp_path):
+    images = np.random.default_rng(1).uniform(-1, 1, (max(BATCHES), 8, 8, 1)).astype(np.float32)
+    np.save(tmp_path / "images.npy", images)
+    for name, (workdir, _) in runs.items():
+        export.export(workdir, tmp_path / f"{name}.stablehlo")
+    command = [sys.executable, "-I", "-c", LOAD, str(tmp_path), *map(str, BATCHES)]
+    subprocess.run(command, check=True, cwd=tmp_path)
+    for name, (_, model) in runs.items():
+        expected = model(images)
+        assert np.std(expected) > 1
+        for size in BATCHES:
+            logits = np.load(tmp_path / f"{name}-{size}.npy")
+            scale = np.abs(expected).max()
+            np.testing.assert_allclose(logits / scale, expected[:size] / scale, atol=1e-5)
+
+
+def test_the_description_says_what_goes_in_and_comes_out(runs, tmp_path):
+    workdir, _ = runs["scanned"]
+    written = export.export(workdir, tmp_path / "new" / "model", platforms=["tpu", "cpu"])
+    assert json.loads((tmp_path / "new" / "model.json").read_text()) == written
+    assert written["input"]["shape"] == ["batch", 8, 8, 1]
+    assert written["input"]["range"] == [-1, 1]
+    assert "resized (bilinear, smoothed where it shrinks) to 8 x 8;" in str(written["input"])
+    assert written["output"]["shape"] == ["batch", 10]
+    assert (written["step"], written["test_accuracy"]) == (1, 0.25)
+    assert written["config"] == json.loads((workdir / "config.json").read_text())
+    assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["model", "model.json"]
+
+
+def read(path):
+    return jax.export.deserialize(bytearray(path.read_bytes()))
+
+
+def test_each_platform_has_its_own_arithmetic(tmp_path):
+    workdir = tmp_path / "run"
+    make_run(workdir, model__dtype="bfloat16")
+    dots = {}
+    for platforms in (["cpu"], ["tpu"], ["cpu", "tpu"]):
+        path = tmp_path / "-".join(platforms)
+        export.export(workdir, path, platforms=platforms)
+        exported = read(path)
+        assert exported.platforms == tuple(platforms)
+        lines = exported.mlir_module().splitlines()
+        dots[path.name] = [line for line in lines if "dot_general" in line]
+    mixed = "xbf16>) -> tensor<", "xf32>"  # What the CPU cannot multiply.
+
+    def sums_in_float32(lines):
+        return any(mixed[0] in line and line.split(mixed[0])[1].count(mixed[1]) for line in lines)
+
+    assert not sums_in_float32(dots["cpu"])
+    assert sums_in_float32(dots["tpu"])
+    assert len(dots["cpu-tpu"]) > max(len(dots["cpu"]), len(dots["tpu"]))
+    images = np.zeros((2, 8, 8, 1), np.float32)
+    with pytest.raises(ValueError, match="exported for platforms '\\('tpu',\\)' but it is used"):
+        read(tmp_path / "tpu").call(images)
+    assert read(tmp_path / "cpu-tpu").call(images).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("platforms", "match"),
+    [
+        (["gpu"], "must be one of 'cpu', 'tpu', 'cuda', 'rocm', got 'gpu'"),
+        (["cpu", "cpu"], "must name some, and none twice, got .'cpu', 'cpu'."),
+        ([], "must name some, and none twice, got"),
+    ],
+)
+@pytest.mark.fast
+def test_platforms_are_refused(tmp_path, platforms, match):
+    with pytest.raises(ValueError, match=match):
+        export.export(tmp_path, tmp_path / "model", platforms=platforms)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", ["model", "model.json"])
+def test_no_file_is_written_over(tmp_path, name):
+    (tmp_path / name).write_text("Precious.")
+    with pytest.raises(FileExistsError, match=f"{name} is there; give another --output"):
+        export.export(tmp_path, tmp_path / "model")
+    assert (tmp_path / name).read_text() == "Precious."
+
+
+def test_a_full_disk_leaves_no_part_of_a_file(runs, tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="model cannot be written: "):
+            export.export(runs["simplex"][0], tmp_path / "model")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
+
+
+def refused(workdir, error, match, *, best=False):
+    """By all that load a trained model."""
+    with pytest.raises(error, match=match):
+        evaluate.evaluate(workdir, best=best)
+    with pytest.raises(error, match=match):
+        export.export(workdir, workdir.parent / "model", best=best)
+
+
+def test_what_holds_no_trained_model_is_refused(runs, tmp_path):
+    refused(tmp_path / "none", FileNotFoundError, "none holds no run: .*config.json")
+    copy = tmp_path / "copy"
+    shutil.copytree(runs["simplex"][0], copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"learning_rate": 0.5}))
+    differ = "another run than .*config.json: learning_rate is 0.001 there, 0.5 here"
+    refused(copy, checkpoint.IncompatibleError, differ)
+    (copy / "config.json").write_text(json.dumps(config)[:100])
+    refused(copy, OSError, "config.json is damaged: ")
+    del config["seed"]
+    (copy / "config.json").write_text(json.dumps(config))
+    refused(copy, ValueError, "The config lacks seed")
+    shutil.copy(runs["simplex"][0] / "config.json", copy)
+    for path in (copy / "checkpoints" / "1" / "state").rglob("*"):
+        if path.is_file():
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    refused(copy, OSError, "The checkpoints in .*copy/checkpoints cannot be read: ")
+    shutil.rmtree(copy / "checkpoints")
+    refused(copy, FileNotFoundError, "There is no checkpoint in .*copy/checkpoints")
+
+
+def test_the_best_of_none_is_refused(tmp_path):
+    make_run(tmp_path / "run", rows=({"step": 1},), **MODELS["exact"])
+    refused(tmp_path / "run", FileNotFoundError, "was evaluated; leave out --best", best=True)
+    model = trained.load(tmp_path / "run", mesh_of(), best=False)
+    assert model.test_accuracy is None
+
+
+def test_images_of_another_kind_are_refused(runs, monkeypatch):
+    load = input_lib.load
+    monkeypatch.setattr(input_lib, "load", lambda *a, **k: load(*a, **k)._replace(num_classes=7))
+    with pytest.raises(ValueError, match="of 1 channels and 10 classes, got 1 and 7 in digits"):
+        evaluate.evaluate(runs["exact"][0], best=False)

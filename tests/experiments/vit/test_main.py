@@ -1,0 +1,141 @@
+"""What the command line says of input that cannot work: one line, and nothing is written."""
+
+import importlib.util
+import sys
+
+import pytest
+from absl.testing import flagsaver
+
+from experiments import memory
+from experiments.vit import main, steps, train
+from tests.experiments.vit import tiny
+
+RECORDS = "--config.in_memory=False --config.augment.shift=0.0 --config.dataset=imagenet2012"
+EXACT = "--config.model.attention=exact"  # Compiles fastest.
+without_gcsfs = pytest.mark.skipif(
+    importlib.util.find_spec("gcsfs") is not None, reason="would use the network"
+)
+
+
+@pytest.fixture
+def command(tmp_path, monkeypatch):
+    """Runs the program with a tiny config in this process, all of it but the allocator."""
+    monkeypatch.setattr(memory, "keep_freed_memory", lambda: None)
+
+    def run(flags, config=tiny.__file__):
+        argv = ["main", f"--workdir={tmp_path / 'run'}", f"--config={config}", *flags.split()]
+        monkeypatch.setattr(sys, "argv", argv)
+        monkeypatch.delitem(sys.modules, "config_config", raising=False)  # The last config file.
+        with flagsaver.flagsaver():
+            main.main(main.parse_flags(argv))
+
+    return run
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("flags", "match"),
+    [
+        ("--config.dataset=cifar", "config.dataset must be one of 'digits', .* got 'cifar'"),
+        ("--config.image_size=9", "image_size must be multiples of patch_size=2, got"),
+        ("--config.image_size=16", "config.image_size must be 8, as the images of digits are 8"),
+        ("--config.mesh.data=9", "no more than the 8 devices there are, got 9 x 1 x 1 x 1"),
+        ("--config.mesh.data=8 --config.batch_size=36", "batch_size must be a multiple of 8"),
+        ("--config.seed=4294967296", r"config.seed must be from 0 to 2\^32 - 1, got 4294967296"),
+        ("--compare=linear", "--compare must be one of .* got 'linear'"),
+        ("--compare=", "--compare must name attentions, of iid, orthogonal, simplex,"),
+        ("--compare=exact,exact", "--compare and --seeds must each name something, and nothing"),
+        ("--compare=exact --seeds=4294967296", r"from 0 to 2\^32 - 1, got 4294967296"),
+        (f"{RECORDS} --config.data_dir=/nowhere", "There is no imagenet2012 in '/nowhere' in Arr"),
+        ("--workdir=gs://bucket/run", "--workdir must be a folder of this machine, got gs:"),
+        (
+            "--config.checkpoint.interval=2 --config.checkpoint.folder=/proc/run",
+            "Checkpoints cannot be kept in /proc/run: ",
+        ),
+        pytest.param(
+            "--config.checkpoint.interval=2 --config.checkpoint.folder=gs://bucket/run",
+            "Checkpoints cannot be kept in gs://bucket/run: .*gcsfs",
+            marks=without_gcsfs,
+        ),
+        pytest.param(
+            f"{RECORDS} --config.data_dir=gs://bucket/data", "install gcsfs", marks=without_gcsfs
+        ),
+    ],
+)
+def test_what_cannot_work_ends_the_program_with_a_line(command, tmp_path, flags, match):
+    with pytest.raises(SystemExit, match=match):
+        command(flags)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("source", "match"),
+    [
+        ("def get_config(:", r"config.py cannot be read: SyntaxError: .*config.py, line 2"),
+        ("x = 1", "config.py cannot be read: AttributeError: .* no attribute 'get_config'"),
+        ("def get_config(): return x", r"NameError: name 'x' is not defined \(line 2\)$"),
+        ("def get_config(a): raise ValueError(a)", r"ValueError: argument \(line 2\)$"),
+        ("def get_config(a): return a", "must be an ml_collections.ConfigDict, got 'argument'"),
+        ("def get_config(a): return dict()", "must be an ml_collections.ConfigDict, got {}"),
+    ],
+)
+def test_a_config_file_that_cannot_be_used_is_named_with_the_line(command, tmp_path, source, match):
+    path = tmp_path / "config.py"
+    path.write_text(f"# A comment.\n{source}\n")
+    with pytest.raises(SystemExit, match=match):
+        command("", f"{path}:argument" if "(a)" in source else path)
+
+
+@pytest.mark.fast
+def test_a_config_file_that_is_not_there_is_named(command, tmp_path):
+    with pytest.raises(SystemExit, match=r"--config=nowhere.py: there is no such file\.$"):
+        command("", "nowhere.py:argument")
+
+
+@pytest.mark.fast
+def test_a_comparison_is_refused_before_any_run_trains(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(steps, "train_step", pytest.fail)
+    stopped = tmp_path / "run" / "exact-1"
+    stopped.mkdir(parents=True)
+    (stopped / "metrics.csv").touch()
+    (stopped / "config.json").write_text('{"seed": 1}')
+    with pytest.raises(SystemExit, match="exact-1 holds a run of another config: dataset is abs"):
+        command("--compare=simplex,exact --seeds=0,1 --config.checkpoint.interval=2")
+
+
+@pytest.mark.fast
+def test_an_interrupt_says_how_to_go_on(command, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train, "train", interrupt)
+    with pytest.raises(SystemExit, match=r"^Stopped; the same command goes on from the last"):
+        command("")
+
+
+def test_a_folder_that_cannot_be_written_ends_the_program_with_a_line(command, tmp_path):
+    (tmp_path / "run").touch()
+    with pytest.raises(SystemExit, match=r"run cannot be written: .*File exists.*\nWhen the"):
+        command(EXACT)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("config", [None, "{"])
+def test_a_run_whose_config_is_lost_is_refused(command, tmp_path, config):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.csv").touch()
+    if config:
+        (tmp_path / "run" / "config.json").write_text(config)
+    with pytest.raises(SystemExit, match=r"run holds a run whose config.json cannot be read \("):
+        command("--config.checkpoint.interval=2")
+
+
+def test_a_step_that_fails_is_no_mistake_of_the_user(command, monkeypatch):
+    def fail(*_, **__):
+        raise ValueError("A mistake of ours.")
+
+    monkeypatch.setattr(steps, "train_step", fail)
+    with pytest.raises(RuntimeError, match="failed after it had started") as failed:
+        command(EXACT)
+    assert isinstance(failed.value.__cause__, ValueError)
