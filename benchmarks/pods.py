@@ -8,7 +8,7 @@ from experiments import harness
 from simrf_jax.models.blocks import REMATS
 
 # Shares of the peak between which a training may be expected to run.
-UTILISATIONS = (0.1, 0.2, 0.4)
+UTILISATIONS = (0.1, 0.2)
 
 
 class Chip(NamedTuple):
@@ -123,7 +123,7 @@ def step_table(rows):
     header = ("pod, remat, layers", "attention", "GiB, of the device's", "fits", "TFLOP")
     header += ("million cycles", "share of peak", "collectives", "MiB", "compiled in")
     cells = []
-    for row in _of(rows, "step"):
+    for row in _steps(rows):
         pod = Pod.parse(row["pod"])
         size, memory = row["bytes"] / 2**30, pod.chip.memory / pod.chip.devices
         collectives = ", ".join(f"{n} {name}" for name, n in sorted(row["collectives"].items()))
@@ -171,9 +171,9 @@ def hours_table(rows, steps):
     """What a training of so many steps takes, at shares of the peak and by the estimated cycles."""
     shares = [f"{share:.0%}" for share in UTILISATIONS]
     header = ("pod, remat, layers", "attention", "chips", "PFLOP a step")
-    header += (f"hours at {', '.join(shares)}", "chip-hours", "least hours by cycles", "chip-hours")
+    header += (f"hours at {', '.join(shares)}", "chip-hours", "hours by the cycles", "chip-hours")
     cells = []
-    for row in _of(rows, "step"):
+    for row in _steps(rows):
         pod = Pod.parse(row["pod"])
         at = [
             hours(
@@ -190,6 +190,15 @@ def hours_table(rows, steps):
         model = f"{row['model_flops'] / 1e15:.3f}"
         cells.append((", ".join(pod), row["attention"], pod.num_chips, model, *listed, *least))
     return harness.markdown_table(header, cells)
+
+
+def _steps(rows):
+    """The rows of steps; attentions that have one program share a row."""
+    shared = {}
+    for row in _of(rows, "step"):
+        first = shared.setdefault(row["sha256"], row | {"attention": []})
+        first["attention"].append(row["attention"])
+    return [row | {"attention": ", ".join(row["attention"])} for row in shared.values()]
 
 
 def _of(rows, program, attention=None, pod=None):
