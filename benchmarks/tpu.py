@@ -9,20 +9,23 @@ import math
 import os
 import re
 
-# No metadata server to ask.
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-
 import jax
 from jax.experimental import topologies
 
+# What libtpu would ask a metadata server for, which is not there.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+}
 COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
 BYTES = {"pred": 1, "bf16": 2, "f32": 4, "s32": 4, "u32": 4}
 
 
 def devices(topology="v5e:2x4"):
     """The devices of a TPU topology, to compile for."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     # On a v4 JAX takes the two cores of a chip for one device.
     options = {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
     return topologies.get_topology_desc(topology, platform="tpu", **options).devices
