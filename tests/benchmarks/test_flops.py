@@ -55,15 +55,19 @@ def test_what_cannot_be_counted_is_refused():
         count(lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"), image, kernel)
 
 
-def step_flops(attention, *, depth, scan):
-    """Of the paper's training step, for each image."""
+def traced_step(attention, *, depth, scan):
+    """The paper's training step, of two images."""
     config = pod_compile.paper_config()
     config.batch_size, config.model.depth = 2, depth
     config.model.attention, config.model.scan, config.model.remat = attention, scan, "none"
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
     built = program.build(config, mesh, channels=3, num_classes=1000)
-    traced = pod_compile.trace_step(config, built)
-    return flops.matmul_flops(traced.jaxpr) / config.batch_size
+    return pod_compile.trace_step(config, built)
+
+
+def step_flops(attention, *, depth, scan):
+    """Of one image."""
+    return flops.matmul_flops(traced_step(attention, depth=depth, scan=scan).jaxpr) / 2
 
 
 # Tokens, width, hidden width, layers, heads, their width, features.
@@ -89,3 +93,11 @@ def test_the_paper_s_step_by_hand(attention, of_a_head):
 def test_unrolled_layers_are_as_many_operations_as_scanned_ones():
     unrolled, scanned = (step_flops("simplex", depth=2, scan=scan) for scan in (False, True))
     assert unrolled == scanned
+
+
+def test_couplings_share_the_step():
+    programs = {
+        traced_step(coupling, depth=1, scan=False).lower().as_text()
+        for coupling in ("simplex", "orthogonal", "iid")
+    }
+    assert len(programs) == 1
