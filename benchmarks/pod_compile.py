@@ -1,90 +1,167 @@
-"""The whole training step of a ViT-B/16 at batch 4,096, compiled for TPU pods that are not there.
+"""The whole training step of the paper's ViT-B/16, compiled for TPU pods that are not there.
 
-The step of experiments/vit (12 layers, 12 heads, 130 features, class token, dropout 0.1, bfloat16,
-AdamW), data-parallel. "GiB" is what each device needs, arguments and temporary memory. Cycles are
-the compiler's estimates for one device, loops as often as they run, and not measured; the
-collectives are those in the program's text, where what is in a loop stands once.
+The step of experiments/vit at batch 4,096, data-parallel, with random features and exact
+attention; the redraw of all projections, which is a program of its own; and a product of two large
+matrices, for what the compiler takes to be the chip's peak. Each program that is compiled adds a
+line to a file, and none that has one is compiled again; then come the tables.
 
-Run: python -m benchmarks.pod_compile [v5e:16x16:none:scanned simplex,exact] (with the libtpu wheel,
-and JAX_PLATFORMS empty)
+Run: python -m benchmarks.pod_compile pods.jsonl [v5e:16x16:none:scanned ...] (with the libtpu
+wheel, and JAX_PLATFORMS empty)
 """
 
-import functools
+import hashlib
+import json
+import pathlib
 import sys
 import time
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
-from benchmarks import sequence_parallel, tpu
-from experiments.vit import sharding, train
+from benchmarks import flops, pods, tpu
+from experiments.vit import program, sharding
 from experiments.vit.configs import digits
-from simrf_jax.models import ViT, ViTConfig
 
-BATCH = 4096
-# Pods, what is computed again so that the step fits, and how the layers are compiled.
 PODS = (
-    "v3:4x4:block:scanned",
-    "v4:2x2x4:block:scanned",
+    "v3:4x4:dots:scanned",
+    "v4:2x2x4:dots:scanned",
     "v5e:16x16:none:scanned",
-    "v5e:16x16:none:unrolled",
     "v6e:16x16:none:scanned",
+    "v5e:16x16:none:unrolled",
 )
-# Couplings differ in how projections are drawn, which is not in the step.
-ATTENTIONS = ("simplex", "exact")
+CHANNELS, CLASSES = 3, 1000
+SIDE = 8192  # Of the matrices whose product should reach the peak.
 
 
-def compiled(topology, remat, layers, attention):
-    devices = tpu.topologies.get_topology_desc(topology, platform="tpu").devices
-    mesh = sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1, "sequence": 1}, devices)
-    scan = layers == "scanned"
-    config = ViTConfig.named("B/16", attention=attention, remat=remat, scan=scan)
-    optimizer, _ = train.make_optimizer(digits.get_config())
-    state = jax.eval_shape(lambda: train.init_state(jax.random.key(0), config, optimizer))
-    shardings = sharding.state_shardings(state, mesh)
-    by_image = jax.NamedSharding(mesh, sharding.BATCH)
-    batch = {
-        "image": jax.ShapeDtypeStruct((BATCH, *config.image_size, config.channels), jnp.float32),
-        "label": jax.ShapeDtypeStruct((BATCH,), jnp.int32),
+def paper_config():
+    """The paper's ViT-B/16 on ImageNet2012."""
+    config = digits.get_config()
+    config.update_from_flattened_dict(
+        {
+            "image_size": 224,
+            "batch_size": 4096,
+            "num_steps": round(300 * 1_281_167 / 4096),
+            "warmup_steps": 10_000,
+            "augment.mixup": 0.2,
+            "model.patch_size": 16,
+            "model.width": 768,
+            "model.num_heads": 12,
+            "model.depth": 12,
+            "model.mlp_dim": 3072,
+            "model.pooling": "token",
+            "model.num_features": 130,
+            "model.dtype": "bfloat16",
+        }
+    )
+    return config
+
+
+def build(pod, attention, *, remat=None):
+    """The config of a pod, and its program for all the devices."""
+    config = paper_config()
+    config.model.attention = attention
+    config.model.remat = pod.remat if remat is None else remat
+    config.model.scan = pod.layers == "scanned"
+    mesh = sharding.make_mesh(config.mesh, tpu.devices(pod.topology))
+    return config, program.build(config, mesh, channels=CHANNELS, num_classes=CLASSES)
+
+
+def trace_step(config, built):
+    """The training step, traced with a batch that is not there."""
+    sharded = jax.NamedSharding(built.mesh, sharding.BATCH)
+
+    def array(dtype, *shape):
+        return jax.ShapeDtypeStruct((config.batch_size, *shape), dtype, sharding=sharded)
+
+    side = config.image_size
+    # Mixtures of images have soft labels.
+    label = array(jnp.float32, CLASSES) if config.augment.mixup else array(jnp.int32)
+    batch = {"image": array(jnp.float32, side, side, CHANNELS), "label": label}
+    with jax.set_mesh(built.mesh):
+        return built.train_step.trace(built.state, batch)
+
+
+def step(pod, attention):
+    """The training step lowered, and its FLOPs on all devices, with and without recomputation."""
+    traced = trace_step(*build(pod, attention))
+    plain = trace_step(*build(pod, attention, remat="none"))
+    counts = {
+        "flops": flops.matmul_flops(traced.jaxpr),
+        "model_flops": flops.matmul_flops(plain.jaxpr),
     }
-    step = functools.partial(
-        train.train_step,
-        graphdef=nnx.graphdef(nnx.eval_shape(lambda: ViT(config, rngs=nnx.Rngs(0)))),
-        optimizer=optimizer,
-        num_microbatches=1,
-    )
-    replicated = jax.NamedSharding(mesh, jax.P())
-    jitted = jax.jit(
-        step,
-        in_shardings=(shardings, by_image),
-        out_shardings=(shardings, replicated),
-        donate_argnums=0,
-    )
-    return jitted.lower(state, batch).compile()
+    return traced.lower(), counts
+
+
+def redraw(pod, attention):
+    """The redraw of all projections, lowered."""
+    _, built = build(pod, attention)
+    with jax.set_mesh(built.mesh):
+        return built.redraw.lower(built.state), {}
+
+
+def product(pod, _):
+    """A product that should reach the peak of one device, lowered, and its FLOPs."""
+    one = jax.sharding.SingleDeviceSharding(tpu.devices(pod.topology)[0])
+    matrix = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.bfloat16, sharding=one)
+    traced = jax.jit(jnp.matmul).trace(matrix, matrix)
+    return traced.lower(), {"flops": flops.matmul_flops(traced.jaxpr)}
+
+
+# What is compiled for a pod, with the attentions that it is compiled for.
+PROGRAMS = {
+    product: ("",),
+    step: ("simplex", "orthogonal", "exact"),
+    redraw: ("simplex", "orthogonal"),
+}
+
+
+def compile_and_read(lowered):
+    """What the compiler says of a program."""
+    start = time.perf_counter()
+    compiled = lowered.compile()
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    size = memory.argument_size_in_bytes + memory.output_size_in_bytes
+    size += memory.temp_size_in_bytes - memory.alias_size_in_bytes
+    cycles, custom_calls = tpu.static_cycles(compiled)
+    collectives, received = tpu.collectives(compiled)
+    return {
+        "bytes": size,
+        "cycles": cycles,
+        "custom_calls": custom_calls,
+        "collectives": collectives,
+        "received": received,
+        "seconds": seconds,
+    }
+
+
+def rows_of(path, names):
+    """The rows of a file, and those that it lacks, which are added to it one by one."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for name in names:
+        pod = pods.Pod.parse(name)
+        for make, attentions in PROGRAMS.items():
+            for attention in attentions:
+                key = {"pod": name, "program": make.__name__, "attention": attention}
+                if any(key.items() <= row.items() for row in rows):
+                    continue
+                lowered, counts = make(pod, attention)
+                text = f"{pod.topology}\n{lowered.as_text()}"
+                key["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+                # Couplings differ in how projections are drawn, which is not in the step.
+                same = next((row for row in rows if row["sha256"] == key["sha256"]), None)
+                rows.append((same or compile_and_read(lowered)) | counts | key)
+                with path.open("a") as file:
+                    file.write(json.dumps(rows[-1]) + "\n")
+    return rows
 
 
 def main():
-    pods = sys.argv[1].split(",") if len(sys.argv) > 1 else PODS
-    attentions = sys.argv[2].split(",") if len(sys.argv) > 2 else ATTENTIONS
-    print("| pod, remat, layers | attention | GiB | million cycles | collectives | compiled in |")
-    print("| --- | --- | --- | --- | --- | --- |")
-    for pod in pods:
-        topology, remat, layers = pod.rsplit(":", 2)
-        for attention in attentions:
-            start = time.perf_counter()
-            program = compiled(topology, remat, layers, attention)
-            seconds = time.perf_counter() - start
-            memory = program.memory_analysis()
-            size = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-            cycles, _ = tpu.static_cycles(program)
-            counts, received = sequence_parallel.collectives(program)
-            listed = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
-            print(
-                f"| {topology}, {remat}, {layers} | {attention} | {size / 2**30:.2f} "
-                f"| {cycles / 1e6:.2f} | {listed}: {received / 2**20:.0f} MiB | {seconds:.0f} s |",
-                flush=True,
-            )
+    path, names = pathlib.Path(sys.argv[1]), sys.argv[2:] or PODS
+    rows = rows_of(path, names)
+    steps = paper_config().num_steps
+    for table in (pods.step_table(rows), pods.redraw_table(rows), pods.hours_table(rows, steps)):
+        print(table, end="\n\n")
 
 
 if __name__ == "__main__":

@@ -9,13 +9,10 @@ sequence_axis.
 Run: python -m benchmarks.sequence_parallel (with the libtpu wheel, and JAX_PLATFORMS empty)
 """
 
-import collections
 import itertools
-import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
 from benchmarks import tpu
@@ -24,8 +21,6 @@ from simrf_jax import banded_attention, random_feature_attention
 LENGTH, HEADS, DIM, FEATURES, BANDWIDTH = 65_536, 8, 64, 130, 32
 MODES = ("bidirectional", "causal", "packed", "banded")
 AXES = {"explicit": AxisType.Explicit, "not told": AxisType.Auto}
-NAMES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-BYTES = {"pred": 1, "bf16": 2, "f32": 4, "s32": 4}
 
 
 def compiled(mode, axis_type, backward):
@@ -50,27 +45,12 @@ def compiled(mode, axis_type, backward):
     return jax.jit(function).lower(x, x, x, array((FEATURES, DIM)), segment_ids).compile()
 
 
-def collectives(program):
-    """The count of each collective, and the bytes of their results on each device."""
-    counts, total = collections.Counter(), 0
-    pattern = rf"= (\S+|\(.*?\)) ({NAMES})(-start)?\("
-    for result, name, start in re.findall(pattern, program.as_text()):
-        counts[name] += 1
-        shapes = re.findall(r"(pred|bf16|f32|s32)\[([\d,]*)\]", result)
-        sizes = [
-            BYTES[dtype] * np.prod([int(n) for n in dims.split(",") if n]) for dtype, dims in shapes
-        ]
-        # An asynchronous one names what it reads, what it writes, and flags.
-        total += max(sizes) if start else sum(sizes)
-    return counts, total
-
-
 def main():
     print("| axis, mode | pass | collectives | MiB that arrive | temporary MiB |")
     print("| --- | --- | --- | --- | --- |")
     for axis, mode, passes in itertools.product(AXES, MODES, ("forward", "with backward")):
         program = compiled(mode, AXES[axis], passes == "with backward")
-        counts, total = collectives(program)
+        counts, total = tpu.collectives(program)
         listed = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
         memory = program.memory_analysis().temp_size_in_bytes / 2**20
         print(

@@ -4,21 +4,31 @@ Static cycles are the compiler's own model of its schedule, for one device, with
 in it. They compare ways to do the same thing; they are not measured times.
 """
 
+import collections
+import math
 import os
 import re
-
-# No metadata server to ask.
-os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-8")
 
 import jax
 from jax.experimental import topologies
 
+# What libtpu would ask a metadata server for, which is not there.
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+}
+COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
+BYTES = {"pred": 1, "bf16": 2, "f32": 4, "s32": 4, "u32": 4}
+
 
 def devices(topology="v5e:2x4"):
     """The devices of a TPU topology, to compile for."""
-    return topologies.get_topology_desc(topology, platform="tpu").devices
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    # On a v4 JAX takes the two cores of a chip for one device.
+    options = {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
+    return topologies.get_topology_desc(topology, platform="tpu", **options).devices
 
 
 def compile_for(function, *arguments, topology="v5e:2x4"):
@@ -31,15 +41,17 @@ def compile_for(function, *arguments, topology="v5e:2x4"):
     return jax.jit(function).lower(*jax.tree.map(on_device, arguments)).compile()
 
 
-def static_cycles(compiled):
-    """Estimated cycles of a compiled program, bodies of counted loops times their trips.
+def executed(program):
+    """The lines of a compiled program, each with how often it runs.
 
-    Returns:
-      The cycles, and the sorted names of the custom calls, which have no estimate.
+    Those of counted loops run as often as the loops go round. What is inside a fusion belongs to
+    the line of the fusion.
+
+    Args:
+      program: The text of a scheduled HLO module.
     """
-    text = compiled.as_text()
     computations, name, entry = {}, None, None
-    for line in text.splitlines():
+    for line in program.splitlines():
         header = re.match(r"(ENTRY )?%?([\w.\-]+) .*\{$", line)
         if header:
             name = header[2]
@@ -48,21 +60,53 @@ def static_cycles(compiled):
         elif name:
             computations[name].append(line)
 
-    def cycles(name):
-        total = 0
+    def lines(name, times):
         for line in computations[name]:
-            estimate = re.search(r'"estimated_cycles":"(\d+)"', line)
-            total += int(estimate[1]) if estimate else 0
+            yield line, times
             if " while(" in line:
                 body = re.search(r"body=%?([\w.\-]+)", line)[1]
                 condition = re.search(r"condition=%?([\w.\-]+)", line)[1]
-                total += _trips(line, computations[condition]) * cycles(body)
+                yield from lines(body, times * _trips(line, computations[condition]))
             elif called := re.search(r" call\(.*to_apply=%?([\w.\-]+)", line):
-                total += cycles(called[1])
-        return total
+                yield from lines(called[1], times)
 
-    custom_calls = set(re.findall(r'custom_call_target="(\w+)"', text))
-    return cycles(entry), sorted(custom_calls)
+    return lines(entry, 1)
+
+
+def static_cycles(compiled):
+    """Estimated cycles of a compiled program, bodies of counted loops times their trips.
+
+    Returns:
+      The cycles, and the sorted names of the custom calls, which have no estimate.
+    """
+    text = compiled.as_text()
+    cycles = 0
+    for line, times in executed(text):
+        estimate = re.search(r'"estimated_cycles":"(\d+)"', line)
+        cycles += times * int(estimate[1]) if estimate else 0
+    return cycles, sorted(set(re.findall(r'custom_call_target="(\w+)"', text)))
+
+
+def collectives(compiled):
+    """What the devices of a compiled program send each other; that in loops as often as it runs.
+
+    Returns:
+      The count of each collective, and the bytes of their results on each device.
+    """
+    counts, total = collections.Counter(), 0
+    for line, times in executed(compiled.as_text()):
+        found = re.search(rf"= (\S+|\(.*?\)) ({COLLECTIVES})(-start)?\(", line)
+        if not found:
+            continue
+        result, name, start = found.groups()
+        counts[name] += times
+        shapes = re.findall(rf"({'|'.join(BYTES)})\[([\d,]*)\]", result)
+        sizes = [
+            BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in shapes
+        ]
+        # An asynchronous one names what it reads, what it writes, and flags.
+        total += times * (max(sizes) if start else sum(sizes))
+    return counts, total
 
 
 def _trips(line, condition):

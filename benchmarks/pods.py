@@ -1,0 +1,211 @@
+"""TPU pods: what fits into their memory, and what training takes on them."""
+
+import math
+import re
+from typing import NamedTuple
+
+from experiments import harness
+from simrf_jax.models.blocks import REMATS
+
+# Shares of the peak between which a training may be expected to run.
+UTILISATIONS = (0.1, 0.2)
+
+
+class Chip(NamedTuple):
+    """A TPU chip.
+
+    Attributes:
+      memory: GiB of HBM.
+      peak: bfloat16 operations a second.
+      devices: What JAX sees of it.
+    """
+
+    memory: int
+    peak: float
+    devices: int = 1
+
+
+# cloud.google.com/tpu/docs/v3 and the like, "Key specifications". On v3 a core is a device, with
+# half of the memory and of the peak; the two cores of a v4 chip are one.
+CHIPS = {
+    "v3": Chip(32, 123e12, devices=2),
+    "v4": Chip(32, 275e12),
+    "v5e": Chip(16, 197e12),
+    "v6e": Chip(32, 918e12),
+}
+
+
+class Pod(NamedTuple):
+    """A slice of a pod, and how a ViT is compiled for it.
+
+    Attributes:
+      topology: As the TPU's compiler calls it.
+      remat: What is computed again so that the step fits, of ``ViTConfig``.
+      layers: ``"scanned"`` or ``"unrolled"``.
+    """
+
+    topology: str
+    remat: str
+    layers: str
+
+    @classmethod
+    def parse(cls, name):
+        """From a name such as ``"v5e:16x16:none:scanned"``.
+
+        Raises:
+          ValueError: If it is no such name.
+        """
+        pattern = rf"((?:{'|'.join(CHIPS)}):\d+(?:x\d+)+):({'|'.join(REMATS)}):(scanned|unrolled)"
+        found = re.fullmatch(pattern, name)
+        if not found:
+            raise ValueError(
+                "A pod must be a topology, remat and layers, as in v5e:16x16:none:scanned, got "
+                f"{name!r}."
+            )
+        return cls(*found.groups())
+
+    @property
+    def chip(self):
+        """Of which it is made."""
+        return CHIPS[self.topology.partition(":")[0]]
+
+    @property
+    def num_chips(self):
+        """As many as the topology says, ``"v4:2x2x4"`` 16.
+
+        Example:
+          >>> Pod.parse("v4:2x2x4:dots:scanned").num_chips
+          16
+        """
+        return math.prod(int(n) for n in self.topology.partition(":")[2].split("x"))
+
+    @property
+    def num_devices(self):
+        """As JAX counts them."""
+        return self.num_chips * self.chip.devices
+
+
+def hours(flops, *, chips, peak, utilisation, steps):
+    """How long a training takes.
+
+    Args:
+      flops: Of the model in a step, over all chips; what is computed again does not count.
+      chips: How many.
+      peak: Operations a second of each.
+      utilisation: Share of the peak that the model's own operations reach (MFU).
+      steps: How many.
+
+    Example:
+      >>> hours(36e15, chips=10, peak=1e15, utilisation=0.5, steps=1000)
+      2.0
+    """
+    return steps * flops / (chips * peak * utilisation) / 3600
+
+
+def utilisation(row, rows):
+    """The most of the peak that a step can reach, by the compiler's estimate of its cycles.
+
+    The peak is what the compiler expects of a product of two large matrices, so that no clock
+    rate comes in.
+
+    Args:
+      row: Of a step.
+      rows: With the product for the same pod.
+    """
+    pod = Pod.parse(row["pod"])
+    [product] = _of(rows, "product", pod=row["pod"])
+    flops_a_cycle = product["flops"] / product["cycles"]
+    return row["model_flops"] / pod.num_devices / row["cycles"] / flops_a_cycle
+
+
+def step_table(rows):
+    """What each device needs and does in a step."""
+    header = ("pod, remat, layers", "attention", "GiB, of the device's", "fits", "TFLOP")
+    header += ("million cycles", "share of peak", "collectives", "MiB", "compiled in")
+    cells = []
+    for row in _steps(rows):
+        pod = Pod.parse(row["pod"])
+        size, memory = row["bytes"] / 2**30, pod.chip.memory / pod.chip.devices
+        collectives = ", ".join(f"{n} {name}" for name, n in sorted(row["collectives"].items()))
+        cells.append(
+            (
+                ", ".join(pod),
+                row["attention"],
+                f"{size:.2f} of {memory:.0f}",
+                "yes" if size < memory else "no",
+                f"{row['flops'] / pod.num_devices / 1e12:.2f}",
+                f"{row['cycles'] / 1e6:.2f}",
+                f"{utilisation(row, rows):.0%}",
+                collectives,
+                f"{row['received'] / 2**20:.0f}",
+                f"{row['seconds']:.0f} s",
+            )
+        )
+    return harness.markdown_table(header, cells)
+
+
+def redraw_table(rows):
+    """What a redraw of all projections takes, and a step with one, simplex against orthogonal."""
+    header = ("pod, remat, layers", "simplex", "orthogonal", "simplex / orthogonal")
+    header += ("of a step with a redraw", "compiled in")
+    cells = []
+    for simplex in _of(rows, "redraw", "simplex"):
+        [orthogonal] = _of(rows, "redraw", "orthogonal", simplex["pod"])
+        [step] = _of(rows, "step", "simplex", simplex["pod"])
+        drawn, drawn_orthogonal = simplex["cycles"], orthogonal["cycles"]
+        with_step = (step["cycles"] + drawn) / (step["cycles"] + drawn_orthogonal)
+        cells.append(
+            (
+                ", ".join(Pod.parse(simplex["pod"])),
+                f"{drawn / 1e6:.3f}",
+                f"{drawn_orthogonal / 1e6:.3f}",
+                f"{drawn / drawn_orthogonal:.4f}",
+                f"{with_step:.5f}",
+                f"{simplex['seconds']:.0f} s, {orthogonal['seconds']:.0f} s",
+            )
+        )
+    return harness.markdown_table(header, cells)
+
+
+def hours_table(rows, steps):
+    """What a training of so many steps takes, at shares of the peak and by the estimated cycles."""
+    shares = [f"{share:.0%}" for share in UTILISATIONS]
+    header = ("pod, remat, layers", "attention", "chips", "PFLOP a step")
+    header += (f"hours at {', '.join(shares)}", "chip-hours", "hours by the cycles", "chip-hours")
+    cells = []
+    for row in _steps(rows):
+        pod = Pod.parse(row["pod"])
+        at = [
+            hours(
+                row["model_flops"],
+                chips=pod.num_chips,
+                peak=pod.chip.peak,
+                utilisation=share,
+                steps=steps,
+            )
+            for share in (*UTILISATIONS, utilisation(row, rows))
+        ]
+        *assumed, least = [(f"{h:,.1f}", f"{h * pod.num_chips:,.0f}") for h in at]
+        listed = [", ".join(column) for column in zip(*assumed, strict=True)]
+        model = f"{row['model_flops'] / 1e15:.3f}"
+        cells.append((", ".join(pod), row["attention"], pod.num_chips, model, *listed, *least))
+    return harness.markdown_table(header, cells)
+
+
+def _steps(rows):
+    """The rows of steps; attentions that have one program share a row."""
+    shared = {}
+    for row in _of(rows, "step"):
+        first = shared.setdefault(row["sha256"], row | {"attention": []})
+        first["attention"].append(row["attention"])
+    return [row | {"attention": ", ".join(row["attention"])} for row in shared.values()]
+
+
+def _of(rows, program, attention=None, pod=None):
+    return [
+        row
+        for row in rows
+        if row["program"] == program
+        and attention in (None, row["attention"])
+        and pod in (None, row["pod"])
+    ]

@@ -1,0 +1,103 @@
+"""FLOPs are as counted by hand, and as XLA counts them where there is no loop."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import flops, pod_compile
+from experiments.vit import program, sharding
+
+ONE = jax.ShapeDtypeStruct((16, 16), jnp.float32)
+
+
+def count(function, *arguments):
+    return flops.matmul_flops(jax.jit(function).trace(*arguments).jaxpr)
+
+
+@pytest.mark.fast
+def test_as_xla_without_loops():
+    def function(x, y):
+        return jnp.einsum("bij,bjk->bik", x, y) @ y[0].T
+
+    x, y = (
+        jax.ShapeDtypeStruct((5, 3, 4), jnp.float32),
+        jax.ShapeDtypeStruct((5, 4, 7), jnp.float32),
+    )
+    compiled = jax.jit(function).lower(x, y).compile()
+    assert count(function, x, y) == compiled.cost_analysis()["flops"]
+
+
+@pytest.mark.fast
+def test_scans_count_as_often_as_they_run():
+    def scanned(x):
+        return jax.lax.scan(lambda carry, _: (carry @ x, None), x, length=7)[0]
+
+    assert count(scanned, ONE) == 7 * count(jnp.matmul, ONE, ONE) == 7 * 2 * 16**3
+
+
+@pytest.mark.fast
+def test_of_branches_the_dearest_counts():
+    def branches(x):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: x @ x, lambda x: x @ x @ x, x)
+
+    assert count(branches, ONE) == 2 * count(jnp.matmul, ONE, ONE)
+
+
+@pytest.mark.fast
+def test_what_cannot_be_counted_is_refused():
+    def unbounded(x):
+        return jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: x @ x, x)
+
+    with pytest.raises(ValueError, match="Operations of while are not counted"):
+        count(unbounded, ONE)
+    image, kernel = (jax.ShapeDtypeStruct((1, 1, n, n), jnp.float32) for n in (8, 3))
+    with pytest.raises(ValueError, match="Operations of conv_general_dilated are not counted"):
+        count(lambda x, k: jax.lax.conv(x, k, (1, 1), "SAME"), image, kernel)
+
+
+def traced_step(attention, *, depth, scan):
+    """The paper's training step, of two images."""
+    config = pod_compile.paper_config()
+    config.batch_size, config.model.depth = 2, depth
+    config.model.attention, config.model.scan, config.model.remat = attention, scan, "none"
+    mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
+    built = program.build(config, mesh, channels=3, num_classes=1000)
+    return pod_compile.trace_step(config, built)
+
+
+def step_flops(attention, *, depth, scan):
+    """Of one image."""
+    return flops.matmul_flops(traced_step(attention, depth=depth, scan=scan).jaxpr) / 2
+
+
+# Tokens, width, hidden width, layers, heads, their width, features.
+T, D, HIDDEN, L, H, DIM, M = 197, 768, 3072, 12, 12, 64, 130
+
+
+@pytest.mark.parametrize(
+    ("attention", "of_a_head"),
+    [
+        # Logits and averages, and both factors' gradients of each.
+        ("exact", 3 * 2 * (2 * T * T * DIM)),
+        # Features of queries and keys, with gradients of these and not of the projection; and the
+        # sums of values and of ones, weighted by the keys' features and then by the queries'.
+        ("simplex", 2 * 2 * (2 * T * DIM * M) + 3 * 2 * (2 * T * M * (DIM + 1))),
+    ],
+)
+def test_the_paper_s_step_by_hand(attention, of_a_head):
+    products = 3 * 2 * T * (4 * D * D + 2 * D * HIDDEN) * L + 3 * 2 * D * 1000
+    patches = 2 * 2 * (T - 1) * (16 * 16 * 3) * D  # Images have no gradient.
+    assert step_flops(attention, depth=L, scan=True) == products + patches + L * H * of_a_head
+
+
+def test_unrolled_layers_are_as_many_operations_as_scanned_ones():
+    unrolled, scanned = (step_flops("simplex", depth=2, scan=scan) for scan in (False, True))
+    assert unrolled == scanned
+
+
+def test_couplings_share_the_step():
+    programs = {
+        traced_step(coupling, depth=1, scan=False).lower().as_text()
+        for coupling in ("simplex", "orthogonal", "iid")
+    }
+    assert len(programs) == 1
