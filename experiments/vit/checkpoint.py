@@ -263,11 +263,12 @@ def find(folder: epath.PathLike, *, best: bool) -> Found:
     """
     with _opened(folder) as manager:
         step = manager.best_step() if best else manager.latest_step()
-        if step is None:
-            raise FileNotFoundError(f"There is no checkpoint in {folder}.")
-        items = ocp.args.Composite(run=ocp.args.JsonRestore())
-        run = manager.restore(step, args=items)["run"]
-        accuracy = manager.metrics(step).get("test_accuracy")
+        if step is not None:
+            items = ocp.args.Composite(run=ocp.args.JsonRestore())
+            run = manager.restore(step, args=items)["run"]
+            accuracy = manager.metrics(step).get("test_accuracy")
+    if step is None:
+        raise FileNotFoundError(f"There is no checkpoint in {folder}.")
     if best and accuracy is None:
         raise FileNotFoundError(f"No checkpoint in {folder} was evaluated; leave out --best.")
     # As in "float32[32, 10]".
@@ -298,8 +299,6 @@ def _opened(folder: epath.PathLike) -> Iterator[ocp.CheckpointManager]:
     try:
         with ocp.CheckpointManager(_absolute(folder), options=options) as manager:
             yield manager
-    except FileNotFoundError:
-        raise
     except Exception as error:  # Each kind of storage and of damage has errors of its own.
         raise OSError(f"The checkpoints in {folder} cannot be read: {error}") from error
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 
 import jax
@@ -34,7 +33,7 @@ def evaluate(workdir: str | pathlib.Path, *, best: bool) -> dict[str, float]:
     config, program = model.config, model.program
     config.augment.mixup = 0.0  # Of training, on other devices.
     batch_size = sharding.round_up(config.eval_batch_size, mesh)
-    rows = functools.partial(sharding.local_rows, mesh)
+    rows = sharding.rows_of_host(mesh, batch_size)
     inputs = input_lib.load(config, eval_batch_size=batch_size, rows=rows)
     if (inputs.channels, inputs.num_classes) != (program.model.channels, program.model.num_classes):
         raise ValueError(

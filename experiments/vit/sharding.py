@@ -173,6 +173,11 @@ def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
     return np.unique([np.arange(batch_size)[index] for index in indices])
 
 
+def rows_of_host(mesh: Mesh, *batch_sizes: int) -> Callable[[int], np.ndarray]:
+    """``local_rows`` of batches of these sizes, for workers that know no mesh and no devices."""
+    return {size: local_rows(mesh, size) for size in batch_sizes}.__getitem__
+
+
 def global_batch(
     part: Mapping[str, np.ndarray], mesh: Mesh, batch_size: int
 ) -> dict[str, jax.Array]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import math
 import pathlib
@@ -63,7 +62,7 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     inputs = input_lib.load(
         config,
         eval_batch_size=eval_batch_size,
-        rows=functools.partial(sharding.local_rows, mesh),
+        rows=sharding.rows_of_host(mesh, config.batch_size, eval_batch_size),
     )
     program = program_lib.build(
         config, mesh, channels=inputs.channels, num_classes=inputs.num_classes

@@ -194,7 +194,10 @@ def test_what_holds_no_trained_model_is_refused(runs, tmp_path):
     for path in (copy / "checkpoints" / "1" / "state").rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-    refused(copy, OSError, "The checkpoints in .*copy/checkpoints cannot be read: ")
+    unreadable = "The checkpoints in .*copy/checkpoints cannot be read: "
+    refused(copy, OSError, unreadable)
+    shutil.rmtree(copy / "checkpoints" / "1" / "run")
+    refused(copy, OSError, unreadable)
     shutil.rmtree(copy / "checkpoints")
     refused(copy, FileNotFoundError, "There is no checkpoint in .*copy/checkpoints")
 

@@ -203,7 +203,12 @@ def test_images_in_memory_of_another_size_are_refused():
 
 def test_a_run_from_records_trains(folder, tmp_path):
     config = prepared.get_config(
-        folder, model__patch_size=8, model__attention="exact", mesh__data=2, **AUGMENTED
+        folder,
+        model__patch_size=8,
+        model__attention="exact",
+        mesh__data=2,
+        num_workers=1,
+        **AUGMENTED,
     )
     results = train.train(config, tmp_path / "run")
     assert (results["num_train"], results["num_test"]) == (NUM_TRAIN, NUM_TEST)
