@@ -120,7 +120,7 @@ def utilisation(row, rows):
 
 def step_table(rows):
     """What each device needs and does in a step."""
-    header = ("pod, remat, layers", "attention", "GiB, of the device's", "fits", "TFLOP")
+    header = ("pod, remat, layers", "attention", "GiB of a device", "fits", "TFLOP")
     header += ("million cycles", "share of peak", "collectives", "MiB", "compiled in")
     cells = []
     for row in _steps(rows):
