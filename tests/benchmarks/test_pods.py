@@ -48,7 +48,7 @@ def test_cycles_of_a_loop_count_as_often_as_it_goes_round():
 
 @pytest.mark.fast
 def test_collectives_of_a_loop_count_as_often_as_it_goes_round():
-    counts, received = tpu.collectives(Compiled())
+    counts, received = tpu.collectives(tpu.executed(HLO))
     assert counts == {"all-reduce": 7, "all-gather": 1}
     assert received == 7 * (2 * 3 * 2 + 4 * 4) + 16 * 4
 
@@ -69,7 +69,7 @@ def test_collectives_of_a_program_that_xla_compiled():
     compiled = function.lower(
         jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=sharding)
     ).compile()
-    assert tpu.collectives(compiled) == ({"all-reduce": 5}, 5 * 3 * 4)
+    assert tpu.collectives(tpu.executed(compiled.as_text())) == ({"all-reduce": 5}, 5 * 3 * 4)
 
 
 @pytest.mark.fast
