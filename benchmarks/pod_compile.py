@@ -124,7 +124,7 @@ def compile_and_read(lowered):
     size = memory.argument_size_in_bytes + memory.output_size_in_bytes
     size += memory.temp_size_in_bytes - memory.alias_size_in_bytes
     cycles, custom_calls = tpu.static_cycles(compiled)
-    collectives, received = tpu.collectives(compiled)
+    collectives, received = tpu.collectives(tpu.executed(compiled.as_text()))
     return {
         "bytes": size,
         "cycles": cycles,

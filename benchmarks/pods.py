@@ -120,7 +120,7 @@ def utilisation(row, rows):
 
 def step_table(rows):
     """What each device needs and does in a step."""
-    header = ("pod, remat, layers", "attention", "GiB, of the device's", "fits", "TFLOP")
+    header = ("pod, remat, layers", "attention", "GiB of a device", "fits", "TFLOP")
     header += ("million cycles", "share of peak", "collectives", "MiB", "compiled in")
     cells = []
     for row in _steps(rows):
@@ -146,8 +146,8 @@ def step_table(rows):
 
 def redraw_table(rows):
     """What a redraw of all projections takes, and a step with one, simplex against orthogonal."""
-    header = ("pod, remat, layers", "simplex", "orthogonal", "simplex / orthogonal")
-    header += ("of a step with a redraw", "compiled in")
+    header = ("pod, remat, layers", "simplex, million cycles", "orthogonal", "ratio")
+    header += ("ratio of a step with a redraw", "compiled in")
     cells = []
     for simplex in _of(rows, "redraw", "simplex"):
         [orthogonal] = _of(rows, "redraw", "orthogonal", simplex["pod"])

@@ -50,7 +50,7 @@ def main():
     print("| --- | --- | --- | --- | --- |")
     for axis, mode, passes in itertools.product(AXES, MODES, ("forward", "with backward")):
         program = compiled(mode, AXES[axis], passes == "with backward")
-        counts, total = tpu.collectives(program)
+        counts, total = tpu.collectives((line, 1) for line in program.as_text().splitlines())
         listed = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
         memory = program.memory_analysis().temp_size_in_bytes / 2**20
         print(

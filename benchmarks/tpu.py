@@ -87,14 +87,18 @@ def static_cycles(compiled):
     return cycles, sorted(set(re.findall(r'custom_call_target="(\w+)"', text)))
 
 
-def collectives(compiled):
-    """What the devices of a compiled program send each other; that in loops as often as it runs.
+def collectives(lines):
+    """What the devices of a compiled program send each other.
+
+    Args:
+      lines: As ``executed`` returns them; with a 1 beside each line of the text, what is in a loop
+        counts once.
 
     Returns:
       The count of each collective, and the bytes of their results on each device.
     """
     counts, total = collections.Counter(), 0
-    for line, times in executed(compiled.as_text()):
+    for line, times in lines:
         found = re.search(rf"= (\S+|\(.*?\)) ({COLLECTIVES})(-start)?\(", line)
         if not found:
             continue

@@ -1,5 +1,6 @@
 """What is read from compiled programs, and what follows for a pod, on programs known by heart."""
 
+import doctest
 import functools
 from typing import NamedTuple
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import pod_compile, pods, tpu
+from benchmarks import flops, pod_compile, pods, tpu
 
 # As the TPU's compiler writes it: a fusion, and a loop of seven turns around another.
 HLO = """
@@ -48,7 +49,7 @@ def test_cycles_of_a_loop_count_as_often_as_it_goes_round():
 
 @pytest.mark.fast
 def test_collectives_of_a_loop_count_as_often_as_it_goes_round():
-    counts, received = tpu.collectives(Compiled())
+    counts, received = tpu.collectives(tpu.executed(HLO))
     assert counts == {"all-reduce": 7, "all-gather": 1}
     assert received == 7 * (2 * 3 * 2 + 4 * 4) + 16 * 4
 
@@ -69,7 +70,7 @@ def test_collectives_of_a_program_that_xla_compiled():
     compiled = function.lower(
         jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=sharding)
     ).compile()
-    assert tpu.collectives(compiled) == ({"all-reduce": 5}, 5 * 3 * 4)
+    assert tpu.collectives(tpu.executed(compiled.as_text())) == ({"all-reduce": 5}, 5 * 3 * 4)
 
 
 @pytest.mark.fast
@@ -162,3 +163,9 @@ def test_hours_of_a_training():
     [line] = lines(pods.hours_table(rows(), steps=100_000))
     # 3.2e13 operations on 16 chips of 123e12 a second at a tenth of it take 0.1626 seconds.
     assert line.endswith("| 16 | 0.032 | 4.5, 2.3 | 72, 36 | 4.5 | 72 |")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("module", [flops, pods])
+def test_examples(module):
+    assert doctest.testmod(module).failed == 0
