@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
-import matplotlib.figure
 import ml_collections
-import numpy as np
 
-from experiments import harness, style
+from experiments import harness
 from experiments.vit import report, train
 from simrf_jax import checks
 from simrf_jax.models import ATTENTIONS
@@ -51,20 +49,16 @@ def compare(
             f"{list(attentions)} and {list(seeds)}."
         )
     workdir = pathlib.Path(workdir)
-    runs: dict[str, list[pathlib.Path]] = {attention: [] for attention in attentions}
-    for seed in seeds:
-        for attention in attentions:
-            run = workdir / f"{attention}-{seed}"
-            _finish_run(config, run, attention, seed)
-            runs[attention].append(run)
-    results = {
-        attention: [json.loads((run / "results.json").read_text()) for run in folders]
-        for attention, folders in runs.items()
-    }
-    table = make_table(results)
+    folders = []
+    for seed, attention in itertools.product(seeds, attentions):
+        folders.append(workdir / f"{attention}-{seed}")
+        _finish_run(config, folders[-1], attention, seed)
+    runs = report.find_runs(folders)
+    table = report.make_table(runs)
     (workdir / "table.md").write_text(table)
+    results = {attention: [run.results for run in some] for attention, some in runs.items()}
     harness.write_json(workdir / "results.json", results)
-    draw_comparison(runs).savefig(workdir / "compare.png", dpi=150)
+    report.draw(runs).savefig(workdir / "compare.png", dpi=150)
     return table
 
 
@@ -87,48 +81,3 @@ def _finish_run(
         (run / "metrics.csv").unlink(missing_ok=True)
     print(f"{run}", flush=True)
     train.train(config, run)
-
-
-def make_table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """One row an attention: mean and standard deviation over the seeds, median speed."""
-    head = "attention | test accuracy | s.d. | test loss | s.d. | seeds | images/s | seconds a run"
-    lines = [f"| {head} |", "| --- " * (head.count("|") + 1) + "|"]
-    for attention, runs in results.items():
-
-        def column(name: str, runs: list[dict[str, Any]] = runs) -> np.ndarray:
-            return np.array([run[name] for run in runs])
-
-        cells = [attention]
-        for name in ("test_accuracy", "test_loss"):
-            spread = f"{column(name).std(ddof=1):.4f}" if len(runs) > 1 else "-"
-            cells += [f"{column(name).mean():.4f}", spread]
-        cells += [str(len(runs))]
-        cells += [f"{np.median(column(name)):.0f}" for name in ("images_per_second", "seconds")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def draw_comparison(runs: dict[str, list[pathlib.Path]]) -> matplotlib.figure.Figure:
-    """Test accuracy against the step, and each run's last one; bands are one standard deviation."""
-    figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
-    curves, ends = figure.subplots(1, 2, width_ratios=(3, 2))
-    for row, (attention, folders) in enumerate(runs.items()):
-        tests = [np.array(report.read_metrics(folder)["test_accuracy"]) for folder in folders]
-        steps, accuracies = tests[0][:, 0], np.stack([test[:, 1] for test in tests])
-        mean = accuracies.mean(axis=0)
-        curves.plot(steps, mean, **style.STYLES[attention], label=attention)
-        last = accuracies[:, -1]
-        color = style.STYLES[attention]["color"]
-        if len(folders) > 1:
-            spread = accuracies.std(axis=0, ddof=1)
-            curves.fill_between(steps, mean - spread, mean + spread, color=color, alpha=0.15, lw=0)
-            ends.errorbar(last.mean(), row, xerr=spread[-1], color=color, fmt="D", capsize=4)
-        below = 0.2 if len(folders) > 1 else 0.0  # Not on the mean.
-        ends.plot(last, np.full(len(last), row + below), "o", color=color, ms=5, alpha=0.6)
-    curves.set(xlabel="step", ylabel="test accuracy")
-    curves.grid(alpha=0.3)
-    curves.legend()
-    ends.set(xlabel="test accuracy at the end", yticks=range(len(runs)), yticklabels=list(runs))
-    ends.set_ylim(len(runs) - 0.5, -0.5)
-    ends.grid(alpha=0.3, axis="x")
-    return figure

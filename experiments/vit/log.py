@@ -1,37 +1,41 @@
-"""What a run leaves in its folder: ``config.json``, ``metrics.csv``, ``results.json``, figures."""
+"""What a run leaves in its folder: config, metrics as CSV and for TensorBoard, results, curves."""
 
 from __future__ import annotations
 
 import csv
 import json
-import os
 import pathlib
-from typing import Any, TextIO
+from collections.abc import Sequence
+from typing import Any, Self, TextIO
 
-import matplotlib.figure
 import ml_collections
 
 from experiments import harness
 from experiments.vit import config as config_lib
+from experiments.vit import curves
+from experiments.vit.events import Events
 
-COLUMNS = (
+COLUMNS: tuple[str, ...] = (
     "step",
     "learning_rate",
     "train_loss",
     "train_accuracy",
     "gradient_norm",
     "images_per_second",
+    "flops_per_second",  # Of all devices together.
+    "mfu",  # As a share of their peak; empty where that is not known.
     "test_loss",
     "test_accuracy",
 )
 
 
 class Log:
-    """``metrics.csv``, a row at a time, each on disk before the next step runs.
+    """``metrics.csv`` and the same for TensorBoard, each row on disk before the next step runs.
 
     Args:
-      workdir: Folder to make, with ``config.json`` and the file in it.
+      workdir: Folder to make, with ``config.json`` and the files in it.
       config: The config of the run.
+      columns: Those of the rows to come.
       rows: Those before the step it goes on from.
       writes: Whether to write at all; of the hosts of a pod one does.
 
@@ -43,34 +47,43 @@ class Log:
         self,
         workdir: pathlib.Path,
         config: ml_collections.ConfigDict,
-        rows: list[dict[str, float]],
+        columns: Sequence[str],
+        rows: Sequence[dict[str, float]],
         *,
         writes: bool,
     ):
         self.rows = list(rows)
-        self._path = workdir / "metrics.csv" if writes else pathlib.Path(os.devnull)
+        self._workdir, self._writes = workdir, writes
+        # A run may go on without what it measured before.
+        self._columns = tuple(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
         self._file: TextIO
         if writes:
             workdir.mkdir(parents=True, exist_ok=True)
             harness.write_json(workdir / "config.json", json.loads(config.to_json_best_effort()))
 
-    def __enter__(self) -> Log:
-        """Opens the file and writes the head and the rows there are."""
-        self._file = self._path.open("w", newline="")
-        self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
-        self._writer.writeheader()
-        self._writer.writerows(self.rows)
+    def __enter__(self) -> Self:
+        """Opens the files and writes the rows there are."""
+        if self._writes:
+            self._file = (self._workdir / "metrics.csv").open("w", newline="")
+            self._table = csv.DictWriter(self._file, self._columns, restval="")
+            self._table.writeheader()
+            self._table.writerows(self.rows)
+            self._events = Events(self._workdir / "tensorboard", self.rows)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes the file."""
-        self._file.close()
+        """Closes the files."""
+        if self._writes:
+            self._file.close()
+            self._events.close()
 
     def write(self, row: dict[str, float]) -> None:
         """Adds a row; columns it lacks stay empty."""
         self.rows.append(row)
-        self._writer.writerow(row)
-        self._file.flush()
+        if self._writes:
+            self._table.writerow(row)
+            self._file.flush()
+            self._events.write(row)
 
 
 def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
@@ -96,31 +109,16 @@ def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> Non
 
 def finish(workdir: pathlib.Path, results: dict[str, Any]) -> None:
     """Draws the curves and writes the results, which mark the run as finished."""
-    draw_curves(read_metrics(workdir)).savefig(workdir / "curves.png", dpi=150)
+    curves.draw_curves(read_metrics(workdir)).savefig(workdir / "curves.png", dpi=150)
     harness.write_json(workdir / "results.json", results)
 
 
-def read_metrics(workdir: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
-    """Reads ``metrics.csv``: for each column, (step, value) where there is a value."""
+def read_metrics(workdir: pathlib.Path) -> curves.Metrics:
+    """Reads ``metrics.csv``: for each of its columns, (step, value) where there is a value."""
     with (workdir / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
+        reader = csv.DictReader(file)
+        rows = list(reader)
     return {
         name: [(int(row["step"]), float(row[name])) for row in rows if row[name]]
-        for name in COLUMNS
+        for name in reader.fieldnames or ()
     }
-
-
-def draw_curves(metrics: dict[str, list[tuple[int, float]]]) -> matplotlib.figure.Figure:
-    """Loss and accuracy against the step, of training and test."""
-    figure = matplotlib.figure.Figure(figsize=(9, 3.5), layout="constrained")
-    axes = figure.subplots(1, 2)
-    for axis, name, unit in zip(axes, ("loss", "accuracy"), (" (nats)", ""), strict=True):
-        axis.plot(*zip(*metrics[f"train_{name}"], strict=True), color="C0", lw=1, label="train")
-        axis.plot(*zip(*metrics[f"test_{name}"], strict=True), "C1o-", ms=3, label="test")
-        axis.set(xlabel="step", ylabel=name + unit)
-        axis.grid(alpha=0.3)
-        axis.legend()
-    axes[0].set_yscale("log")
-    final = metrics["test_accuracy"][-1][1]
-    axes[1].set_title(f"test accuracy at the end: {final:.4f}")
-    return figure

@@ -25,8 +25,8 @@ from experiments.vit import (
     checkpoint,
     compare,
     evaluate,
+    log,
     preemption,
-    report,
     sharding,
     steps,
     stream,
@@ -106,14 +106,14 @@ def whole(tmp_path_factory):
 
 def signal_at(monkeypatch, step, number):
     """Sends this process a signal when the row of a step is on disk."""
-    write = report.Log.write
+    write = log.Log.write
 
-    def write_and_signal(log, row):
-        write(log, row)
+    def write_and_signal(self, row):
+        write(self, row)
         if row["step"] == step:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(report.Log, "write", write_and_signal)
+    monkeypatch.setattr(log.Log, "write", write_and_signal)
 
 
 def test_sigterm_saves_and_exits_0_and_the_run_goes_on_bit_for_bit(whole, tmp_path, monkeypatch):
@@ -166,7 +166,7 @@ def test_a_run_stopped_before_its_results_only_writes_them(whole, tmp_path):
 
 @pytest.mark.parametrize("best", [False, True])
 def test_a_checkpoint_has_the_accuracy_it_had_in_training(best, whole):
-    rows = report.read_metrics(whole)
+    rows = log.read_metrics(whole)
     accuracies = dict(rows["test_accuracy"])
     result = evaluate.evaluate(whole, best=best)
     if best:

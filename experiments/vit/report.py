@@ -1,0 +1,205 @@
+"""Accuracy of finished runs, by attention: ``python -m experiments.vit.report DIR...``."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import matplotlib.axes
+import matplotlib.figure
+import numpy as np
+
+from experiments import harness, style
+from experiments.vit import config as config_lib
+from experiments.vit import log
+from simrf_jax.models import ATTENTIONS
+
+# What may differ between the runs of a comparison; a run's folder of checkpoints is its own.
+_COMPARED = {"seed", "model.attention", "checkpoint.folder"}
+
+
+class Run(NamedTuple):
+    """A finished run.
+
+    Attributes:
+      folder: Where it is.
+      results: What is in its ``results.json``.
+      tests: Step and test accuracy of each evaluation, ``[evaluations, 2]``.
+    """
+
+    folder: pathlib.Path
+    results: dict[str, Any]
+    tests: np.ndarray
+
+    @property
+    def attention(self) -> str:
+        """Of its config."""
+        return self.results["config"]["model"]["attention"]
+
+    @property
+    def seed(self) -> int:
+        """Of its config."""
+        return self.results["config"]["seed"]
+
+    @property
+    def epochs(self) -> np.ndarray:
+        """Of each evaluation."""
+        batch_size = self.results["config"]["batch_size"]
+        return self.tests[:, 0] * batch_size / self.results["num_train"]
+
+
+# By attention.
+Runs = Mapping[str, Sequence[Run]]
+
+
+def find_runs(folders: Iterable[str | pathlib.Path]) -> dict[str, list[Run]]:
+    """Reads finished runs that are to be compared.
+
+    Args:
+      folders: Of runs, or of folders of runs.
+
+    Returns:
+      The runs of each attention, by seed.
+
+    Raises:
+      FileNotFoundError: If there is no run in a folder, or one that is not finished.
+      ValueError: If they differ in more than the attention and the seed, do not, or were not
+        evaluated after the same steps. Fields that one of two configs has not, as it is of an
+        older version, are not compared.
+    """
+    found = [run for folder in folders for run in _runs_in(pathlib.Path(folder))]
+    if unfinished := [str(run) for run in found if not (run / "results.json").exists()]:
+        raise FileNotFoundError(
+            f"Not finished, without results.json: {', '.join(unfinished)}. The command that "
+            "started a run goes on with it; or name the finished ones."
+        )
+    runs = [_read(run) for run in found]
+    for run in runs[1:]:
+        _check_alike(runs[0], run)
+    by_attention: dict[str, list[Run]] = {}
+    for attention in ATTENTIONS:
+        some = sorted((run for run in runs if run.attention == attention), key=lambda run: run.seed)
+        _check_seeds(some)
+        if some:
+            by_attention[attention] = some
+    return by_attention
+
+
+def _runs_in(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The folder itself if it is one of a run, else those in it that are."""
+    if (folder / "config.json").exists():
+        return [folder]
+    inside = sorted(path.parent for path in folder.glob("*/config.json"))
+    if not inside:
+        raise FileNotFoundError(f"There is no run in {folder}, and none in the folders in it.")
+    return inside
+
+
+def _read(folder: pathlib.Path) -> Run:
+    results = json.loads((folder / "results.json").read_text())
+    return Run(folder, results, np.array(log.read_metrics(folder)["test_accuracy"]))
+
+
+def _check_alike(first: Run, other: Run) -> None:
+    configs = [harness.flatten(run.results["config"]) for run in (first, other)]
+    shared = configs[0].keys() & configs[1].keys() - _COMPARED
+    theirs, ours = ({k: v for k, v in config.items() if k in shared} for config in configs)
+    if differ := config_lib.differences(theirs, ours):
+        raise ValueError(
+            f"{other.folder} differs from {first.folder} in more than the seed and the attention: "
+            f"{'; '.join(differ)}."
+        )
+    if not np.array_equal(first.tests[:, 0], other.tests[:, 0]):
+        raise ValueError(f"{first.folder} and {other.folder} were evaluated after other steps.")
+
+
+def _check_seeds(runs: Sequence[Run]) -> None:
+    for before, run in itertools.pairwise(runs):
+        if before.seed == run.seed:
+            raise ValueError(
+                f"{before.folder} and {run.folder} both are of {run.attention} with seed "
+                f"{run.seed}; name each run once."
+            )
+
+
+def make_table(runs: Runs) -> str:
+    """One row an attention: mean and standard deviation over the seeds, median speed."""
+    head = "attention | test accuracy | s.d. | test loss | s.d. | seeds | images/s | seconds a run"
+    lines = [f"| {head} |", "| --- " * (head.count("|") + 1) + "|"]
+    for attention, some in runs.items():
+        column = {
+            name: np.array([run.results[name] for run in some])
+            for name in ("test_accuracy", "test_loss", "images_per_second", "seconds")
+        }
+        cells = [attention]
+        for name in ("test_accuracy", "test_loss"):
+            spread = f"{column[name].std(ddof=1):.4f}" if len(some) > 1 else "-"
+            cells += [f"{column[name].mean():.4f}", spread]
+        cells += [str(len(some))]
+        cells += [f"{np.median(column[name]):.0f}" for name in ("images_per_second", "seconds")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(runs: Runs) -> matplotlib.figure.Figure:
+    """Test accuracy against the epoch as in Fig. 9 of the paper, and each run's last one.
+
+    Lines are means over seeds, bands one standard deviation of a run to either side.
+
+    References:
+      Reid et al., Simplex Random Features (ICML 2023), Fig. 9.
+    """
+    figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
+    curves, ends = figure.subplots(1, 2, width_ratios=(3, 2))
+    for row, (attention, some) in enumerate(runs.items()):
+        _draw_attention(curves, ends, row, attention, some)
+    curves.set(xlabel="epoch", ylabel="test accuracy")
+    curves.legend()
+    style.tidy(curves)
+    names = [style.LABELS.get(attention, attention) for attention in runs]
+    ends.set(xlabel="test accuracy at the end", yticks=range(len(runs)), yticklabels=names)
+    ends.set_ylim(len(runs) - 0.5, -0.5)
+    style.tidy(ends)
+    ends.grid(visible=False, axis="y")
+    return figure
+
+
+def _draw_attention(
+    curves: matplotlib.axes.Axes,
+    ends: matplotlib.axes.Axes,
+    row: int,
+    attention: str,
+    runs: Sequence[Run],
+) -> None:
+    accuracies = np.stack([run.tests[:, 1] for run in runs])
+    epochs, mean, last = runs[0].epochs, accuracies.mean(axis=0), accuracies[:, -1]
+    look = style.STYLES[attention]
+    curves.plot(epochs, mean, **look, label=style.LABELS.get(attention, attention))
+    if len(runs) > 1:
+        spread = accuracies.std(axis=0, ddof=1)
+        style.band(curves, epochs, mean - spread, mean + spread, color=look["color"])
+        ends.errorbar(mean[-1], row, xerr=spread[-1], color=look["color"], fmt="D", capsize=4)
+    below = 0.2 if len(runs) > 1 else 0.0  # Not on the mean.
+    ends.plot(last, np.full(len(last), row + below), "o", color=look["color"], ms=5, alpha=0.6)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the table and draws the figure of the runs that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="A run, or a folder of runs.")
+    parser.add_argument("--figure", default="report.png", help="File to draw into: report.png.")
+    arguments = parser.parse_args(argv)
+    try:
+        runs = find_runs(arguments.folders)
+        draw(runs).savefig(arguments.figure, dpi=150)
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from None
+    print(make_table(runs) + f"\nThe curves are in {arguments.figure}.")
+
+
+if __name__ == "__main__":
+    main()
