@@ -41,7 +41,7 @@ FIELDS: dict[str, type] = {
     "augment.randaugment_magnitude": float,  # From 0 to 10.
     "augment.mixup": float,  # Weights of images in pairs are Beta(mixup, mixup); 0 for none.
     "diagnostics.images": int,  # Test images to compare attention with softmax on; 0 for none.
-    "diagnostics.redraws": int,  # Of the projections, for the variance of kernel estimates.
+    "diagnostics.redraws": int,  # Of the projections, for the variance of attention.
     "profile.start": int,  # The first step to profile, counted from 0.
     "profile.steps": int,  # How many; 0 for no profile.
     "checkpoint.interval": int,  # Steps between checkpoints; 0 for none at all.

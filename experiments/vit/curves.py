@@ -70,7 +70,7 @@ def _attention_error(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
 
 def _feature_variance(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
     _layers(axes, metrics, "feature_variance")
-    axes.set(ylabel="variance of kernel estimates, relative", yscale="log")
+    axes.set(ylabel="relative variance of attention's weights", ylim=(0, None))
 
 
 def _layers(axes: matplotlib.axes.Axes, metrics: Metrics, name: str) -> None:

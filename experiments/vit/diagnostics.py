@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,6 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import simrf_jax
-from simrf_jax.features.exponential import positive_log_features
 from simrf_jax.models import ViT
 from simrf_jax.models.blocks import Block
 
@@ -18,6 +17,22 @@ from simrf_jax.models.blocks import Block
 DIAGNOSTICS = 3
 
 NAMES = ("attention_error", "feature_variance")
+
+
+class Seen(NamedTuple):
+    """What the attention of a layer gets and returns.
+
+    Attributes:
+      query: ``[batch, T, heads, H]``, not scaled yet.
+      key: ``[batch, S, heads, H]``.
+      value: ``[batch, S, heads, D]``.
+      output: ``[batch, T, heads, D]``.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    output: jax.Array
 
 
 def check_images(num_images: int, num_test: int) -> None:
@@ -68,15 +83,15 @@ def measure(
 
     .. math:: \|\hat A V - A V\|_F / \|A V\|_F
 
-    in the mean over images and heads. ``feature_variance`` is the relative variance of the kernel
-    estimates over a few redraws of W,
+    in the mean over images and heads. ``feature_variance`` is the variance of the attention
+    weights when W is redrawn, in the same mean,
 
-    .. math:: \operatorname{Var}[\phi(q) \cdot \phi(k)] / e^{2 q \cdot k}
+    .. math:: \sum_{ts} \operatorname{Var}[\hat A_{ts}] / \|A\|_F^2
 
-    in the median over images, heads and pairs of tokens. A mean would be that of a few pairs: the
-    variance grows like :math:`e^{|q + k|^2}`. Where :math:`|q + k|` is above about 2, nearly all of
-    it is in draws so rare that a few redraws have none, and what is measured is the spread of the
-    others.
+    estimated from a few redraws, without bias. Weights are kernel estimates over the sum of their
+    row. Of the estimates as they are, a few redraws say nothing once training has made queries and
+    keys long: their relative variance grows like :math:`e^{|q + k|^2}`, and nearly all of it is in
+    draws too rare to be among a few.
 
     Args:
       params: Parameters of a ViT with random features.
@@ -91,89 +106,57 @@ def measure(
       The two, ``[depth]`` each.
 
     References:
-      Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 4.2; Reid et al.,
-      Simplex Random Features (ICML 2023), Eq. 10, for the variance.
+      Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 4.2.
     """
     model = nnx.merge(graphdef, params, projections)
     draws = _draw(key, model, num_redraws)
+
+    def compare(seen: Seen) -> dict[str, jax.Array]:
+        variance = weight_variance(seen.query, seen.key, draws)
+        return {"attention_error": output_error(seen), "feature_variance": variance}
+
     # They are too few to be split over devices.
     images = jax.lax.with_sharding_constraint(images[:num_images], PartitionSpec())
-
-    def look(block: Block, x: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-        query, key, value, output, x = _record(block, x)
-        error = output_error(query, key, value, output)
-        variance = jnp.median(kernel_variances(query, key, draws))
-        return x, {"attention_error": error, "feature_variance": variance}
-
-    x = model.embed(images)
-    if model.config.scan:
-        layer, stacked = nnx.split(model.blocks)
-        return jax.lax.scan(lambda x, state: look(nnx.merge(layer, state), x), x, stacked)[1]
-    layers = []
-    for block in model.blocks:
-        x, measured = look(block, x)
-        layers.append(measured)
-    return jax.tree.map(lambda *x: jnp.stack(x), *layers)
+    return jax.lax.map(compare, _record_layers(model, images))
 
 
-def output_error(
-    query: jax.Array, key: jax.Array, value: jax.Array, output: jax.Array
-) -> jax.Array:
-    """Relative error of an output to that of softmax attention, in the mean over all heads.
+def output_error(seen: Seen) -> jax.Array:
+    """Relative error of an output to that of softmax attention, in the mean over all heads."""
+    exact = jnp.einsum(
+        "btns,bsnd->btnd",
+        _softmax_weights(seen.query, seen.key),
+        seen.value.astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    error, norm = (jnp.linalg.norm(x, axis=(1, 3)) for x in (seen.output - exact, exact))
+    return jnp.mean(error / norm)
+
+
+def weight_variance(query: jax.Array, key: jax.Array, draws: jax.Array) -> jax.Array:
+    """Variance of attention weights over draws of W, relative, in the mean over all heads.
 
     Args:
       query: ``[batch, T, heads, H]``.
       key: ``[batch, S, heads, H]``.
-      value: ``[batch, S, heads, D]``.
-      output: ``[batch, T, heads, D]``.
-    """
-    query, key, value, output = (x.astype(jnp.float32) for x in (query, key, value, output))
-    with jax.default_matmul_precision("highest"):
-        exact = jax.nn.dot_product_attention(query, key, value)
-    error, norm = (jnp.linalg.norm(x, axis=(1, 3)) for x in (output - exact, exact))
-    return jnp.mean(error / norm)
-
-
-def kernel_variances(query: jax.Array, key: jax.Array, draws: jax.Array) -> jax.Array:
-    """Relative variances of kernel estimates over draws of W, without bias.
-
-    Args:
-      query: ``[batch, T, heads, H]``; not scaled yet, as attention gets it.
-      key: ``[batch, S, heads, H]``.
       draws: ``[draws, heads, num_features, H]``.
-
-    Returns:
-      ``[heads, batch, T, S]``.
     """
-    ratios = jax.lax.map(lambda w: _kernel_ratio(query, key, w), draws)
-    return jnp.var(ratios, axis=0, ddof=1)
-
-
-def _kernel_ratio(query: jax.Array, key: jax.Array, projection: jax.Array) -> jax.Array:
-    """The estimated softmax kernel over the exact one, ``[heads, batch, T, S]``."""
-    q, k = (_heads_first(x) for x in (query, key))
-    # [heads, batch, length, num_features]
-    of_queries, of_keys = (jax.vmap(_log_features)(x, projection) for x in (q, k))
-    shifts = [x.max(axis=-1, keepdims=True) for x in (of_queries, of_keys)]
-    highest = jax.lax.Precision.HIGHEST
-    logits = jnp.einsum("nbth,nbsh->nbts", q, k, precision=highest)
-    product = jnp.einsum(
-        "nbtm,nbsm->nbts",
-        jnp.exp(of_queries - shifts[0]),
-        jnp.exp(of_keys - shifts[1]),
-        precision=highest,
+    query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    exact = _softmax_weights(query, key)
+    batch, length, heads, _ = key.shape
+    # With these values the output is the weights.
+    one_hot = jnp.broadcast_to(jnp.eye(length)[:, None], (batch, length, heads, length))
+    estimated = jax.lax.map(
+        lambda w: simrf_jax.random_feature_attention(query, key, one_hot, w), draws
     )
-    return product * jnp.exp(shifts[0] + shifts[1].mT - logits)
+    variances = jnp.var(estimated, axis=0, ddof=1)
+    return jnp.mean(variances.sum(axis=(1, 3)) / jnp.square(exact).sum(axis=(1, 3)))
 
 
-def _heads_first(x: jax.Array) -> jax.Array:
-    """``[heads, batch, length, H]``, times the root of attention's scale."""
-    return jnp.moveaxis(x.astype(jnp.float32), -2, 0) * x.shape[-1] ** -0.25
-
-
-def _log_features(x: jax.Array, projection: jax.Array) -> jax.Array:
-    features = positive_log_features(x, projection, kernel="softmax")
-    return features.exponent + features.log_scale
+def _softmax_weights(query: jax.Array, key: jax.Array) -> jax.Array:
+    """float32 ``[batch, T, heads, S]``."""
+    query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    logits = jnp.einsum("btnh,bsnh->btns", query, key, precision=jax.lax.Precision.HIGHEST)
+    return jax.nn.softmax(logits * query.shape[-1] ** -0.5)
 
 
 def _draw(key: jax.Array, model: ViT, num_redraws: int) -> jax.Array:
@@ -188,16 +171,28 @@ def _draw(key: jax.Array, model: ViT, num_redraws: int) -> jax.Array:
     )
 
 
-def _record(block: Block, x: jax.Array) -> tuple[jax.Array, ...]:
-    """Queries, keys, values and output of a block's attention, and the output of the block."""
+def _record_layers(model: ViT, images: jax.Array) -> Seen:
+    """What the attention of all layers sees, stacked."""
+    x = model.embed(images)
+    if isinstance(model.blocks, Block):
+        layer, stacked = nnx.split(model.blocks)
+        return jax.lax.scan(lambda x, state: _record(nnx.merge(layer, state), x), x, stacked)[1]
+    layers = []
+    for block in model.blocks:
+        x, seen = _record(block, x)
+        layers.append(seen)
+    return jax.tree.map(lambda *x: jnp.stack(x), *layers)
+
+
+def _record(block: Block, x: jax.Array) -> tuple[jax.Array, Seen]:
+    """The output of a block, and what its attention sees."""
     attend = block.attention.attention_fn
-    seen: list[jax.Array] = []
+    seen: list[Seen] = []
 
     def record(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
         output = attend(query, key, value, **options)
-        seen.extend((query, key, value, output))
+        seen.append(Seen(query, key, value, output))
         return output
 
     block.attention.attention_fn = record
-    x = block(x)
-    return *seen, x
+    return block(x), seen[0]

@@ -33,6 +33,7 @@ from experiments.vit import (
     train,
 )
 from tests.experiments.vit import tiny
+from tests.experiments.vit.test_log import assert_same_rows, read_events, read_rows
 
 STEPS = 12
 ROOT = pathlib.Path(__file__).parents[3]
@@ -146,6 +147,7 @@ def test_killed_and_resumed_is_the_whole_run_bit_for_bit(kills, whole, tmp_path)
         run_until_killed(tmp_path, step)
     train.train(get_config(), tmp_path)
     assert_same_run(tmp_path, whole)
+    assert_same_rows(read_events(tmp_path), read_rows(tmp_path))
 
 
 def reopened(whole, workdir):
