@@ -56,6 +56,9 @@ def _learning_rate(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
     norm.plot(*zip(*metrics["gradient_norm"], strict=True), color="C3", lw=1)
     norm.set_ylabel("gradient norm", color="C3")
     norm.set_yscale("log")
+    norm.yaxis.set_major_formatter("{x:g}")
+    norm.yaxis.set_minor_formatter("{x:g}")
+    norm.spines["top"].set_visible(False)
 
 
 def _speed(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
@@ -65,12 +68,12 @@ def _speed(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
 
 def _attention_error(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
     _layers(axes, metrics, "attention_error")
-    axes.set(ylabel="relative error of attention's output", ylim=(0, None))
+    axes.set(ylabel="error of attention, relative", ylim=(0, None))
 
 
 def _feature_variance(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
     _layers(axes, metrics, "feature_variance")
-    axes.set(ylabel="relative variance of attention's weights", ylim=(0, None))
+    axes.set(ylabel="variance of attention, relative", ylim=(0, None))
 
 
 def _layers(axes: matplotlib.axes.Axes, metrics: Metrics, name: str) -> None:
@@ -81,4 +84,4 @@ def _layers(axes: matplotlib.axes.Axes, metrics: Metrics, name: str) -> None:
         label = f"layer {layer}" if layer in (0, len(layers) - 1) else None
         axes.plot(*zip(*metrics[column], strict=True), color=colors(layer), lw=1, label=label)
     axes.plot(*zip(*metrics[name], strict=True), "ko-", ms=3, label="mean")
-    axes.legend()
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)

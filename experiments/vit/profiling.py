@@ -11,6 +11,8 @@ import jax
 class Profile:
     """Traces some steps of a run with ``jax.profiler``, into a folder that XProf reads.
 
+    Of several hosts the first one does.
+
     Args:
       folder: Made when the first of the steps comes.
       start: The first step, counted from 0.
@@ -18,7 +20,8 @@ class Profile:
     """
 
     def __init__(self, folder: pathlib.Path, *, start: int, steps: int):
-        self._folder, self._steps = folder, range(start, start + steps)
+        self._folder = folder
+        self._steps = range(start, start + steps if jax.process_index() == 0 else start)
         self._running = False
 
     def __enter__(self) -> Self:

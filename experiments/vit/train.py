@@ -75,13 +75,8 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
         stack.enter_context(jax.set_mesh(mesh))
 
         # Go on from the newest checkpoint, if there is one.
-        checkpoints, preemption, found = None, None, None
-        if config.checkpoint.interval:
-            folder = config.checkpoint.folder or workdir / "checkpoints"
-            checkpoints = checkpoint.Checkpoints(folder, config, keep=config.checkpoint.keep)
-            stack.enter_context(checkpoints)
-            preemption = stack.enter_context(Preemption())
-            found = checkpoints.restore(program.state)
+        checkpoints, preemption = _open_checkpoints(stack, config, workdir)
+        found = checkpoints.restore(program.state) if checkpoints else None
         state, progress = found or (program.init(), checkpoint.Progress([], 0.0, {"step": 0}))
         first_step = int(state.step)
         batches = stack.enter_context(
@@ -91,20 +86,12 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
         )
         batches.set_state(progress.data)
 
-        # What there is to see of it.
-        columns = log.COLUMNS
-        if program.diagnose is not None:
-            columns += diagnostics.columns(program.model.depth)
+        # Train.
         metrics_log = stack.enter_context(
-            log.Log(workdir, config, columns, progress.rows, writes=is_first)
+            log.Log(workdir, config, _columns(program), progress.rows, writes=is_first)
         )
         bar = stack.enter_context(Bar(config.num_steps, first_step, shows=is_first))
-        profiled = config.profile.steps if is_first else 0
-        profile = stack.enter_context(
-            Profile(workdir / "profile", start=config.profile.start, steps=profiled)
-        )
-
-        # Train.
+        profile = stack.enter_context(Profile(workdir / "profile", **config.profile))
         window = meter.Meter(_speed(config, program))
         start = time.perf_counter() - progress.seconds
         for step in range(first_step, config.num_steps):
@@ -147,6 +134,17 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     return results
 
 
+def _open_checkpoints(
+    stack: contextlib.ExitStack, config: ml_collections.ConfigDict, workdir: pathlib.Path
+) -> tuple[checkpoint.Checkpoints | None, Preemption | None]:
+    """The checkpoints of a run and the notice to save one, until the stack is left; or neither."""
+    if not config.checkpoint.interval:
+        return None, None
+    folder = config.checkpoint.folder or workdir / "checkpoints"
+    checkpoints = checkpoint.Checkpoints(folder, config, keep=config.checkpoint.keep)
+    return stack.enter_context(checkpoints), stack.enter_context(Preemption())
+
+
 class Due(NamedTuple):
     """What is to be done after a step.
 
@@ -176,6 +174,12 @@ def _redraws(config: ml_collections.ConfigDict, program: program_lib.Program, st
     """Whether this step has projections that the last one had not."""
     interval = config.redraw_interval
     return program.has_projections and (step == 0 or bool(interval and step % interval == 0))
+
+
+def _columns(program: program_lib.Program) -> tuple[str, ...]:
+    if program.diagnose is None:
+        return log.COLUMNS
+    return log.COLUMNS + diagnostics.columns(program.model.depth)
 
 
 def _speed(config: ml_collections.ConfigDict, program: program_lib.Program) -> meter.Speed:

@@ -15,7 +15,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from experiments import training
-from experiments.vit import sharding, train
+from experiments.vit import log, sharding, train
 from tests.experiments.vit import tiny
 from tests.experiments.vit.test_train import build, make_batch, read_losses
 
@@ -221,9 +221,10 @@ def free_port():
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_two_processes_train_as_one(tmp_path):
-    expected = losses_on(tmp_path / "one", 2, 2, 2)
+    changes = {"diagnostics__images": 4}
+    expected = losses_on(tmp_path / "one", 2, 2, 2, **changes)
     port = free_port()
-    processes = [start(number, port, tmp_path / "two") for number in range(PROCESSES)]
+    processes = [start(number, port, tmp_path / "two", **changes) for number in range(PROCESSES)]
     try:
         outputs = [process.communicate(timeout=200)[0] for process in processes]
     finally:
@@ -234,6 +235,8 @@ def test_two_processes_train_as_one(tmp_path):
     losses = [*read_losses(tmp_path / "two"), results["test_loss"]]
     np.testing.assert_allclose(losses, expected, atol=1e-5, rtol=0)
     assert ["test accuracy" in output for output in outputs] == [True, False]
+    errors = [dict(log.read_metrics(tmp_path / run)["attention_error"]) for run in ("one", "two")]
+    assert errors[1] == pytest.approx(errors[0], rel=1e-4)
 
 
 @pytest.mark.slow
