@@ -36,8 +36,7 @@ def train_flops(model: ViTConfig) -> int:
     the images, and the projections W. What is elementwise, the optimiser, redraws, and what
     ``remat`` computes again do not count, so that the rate is that of the model's own work.
 
-    XLA's cost analysis is no replacement: it counts the body of a scan once, and leaves out what is
-    in custom calls.
+    XLA's cost analysis is no replacement: it counts the body of a scan once.
 
     Args:
       model: Shape of the ViT.
