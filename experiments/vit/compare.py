@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
-import matplotlib.figure
 import ml_collections
-import numpy as np
 
-from experiments import harness, style
+from experiments import harness
 from experiments.vit import config as config_lib
-from experiments.vit import report, train
+from experiments.vit import log, report, train
 from simrf_jax import checks
 from simrf_jax.models import ATTENTIONS
 
@@ -54,22 +52,20 @@ def compare(
             f"{list(attentions)} and {list(seeds)}."
         )
     workdir = pathlib.Path(workdir)
-    runs = {a: [workdir / f"{a}-{seed}" for seed in seeds] for a in attentions}
     configs = {
-        workdir / f"{a}-{seed}": _config_of(config, a, seed) for seed in seeds for a in attentions
+        workdir / f"{attention}-{seed}": _config_of(config, attention, seed)
+        for seed, attention in itertools.product(seeds, attentions)
     }
     for run, ours in configs.items():
         _check_run(ours, run)
     for run, ours in configs.items():
         _finish_run(ours, run)
-    results = {
-        attention: [json.loads((run / "results.json").read_text()) for run in folders]
-        for attention, folders in runs.items()
-    }
-    table = make_table(results)
+    runs = report.find_runs(configs)
+    table = report.make_table(runs)
     (workdir / "table.md").write_text(table)
+    results = {attention: [run.results for run in some] for attention, some in runs.items()}
     harness.write_json(workdir / "results.json", results)
-    draw_comparison(runs).savefig(workdir / "compare.png", dpi=150)
+    report.draw(runs).savefig(workdir / "compare.png", dpi=150)
     return table
 
 
@@ -93,7 +89,7 @@ def _check_run(config: ml_collections.ConfigDict, run: pathlib.Path) -> None:
         if before != json.loads(config.to_json_best_effort()):
             raise ValueError(f"{run} was run with another config; give another --workdir.")
     elif config.checkpoint.interval:
-        report.refuse_used(run, config)
+        log.refuse_used(run, config)
 
 
 def _finish_run(config: ml_collections.ConfigDict, run: pathlib.Path) -> None:
@@ -105,48 +101,3 @@ def _finish_run(config: ml_collections.ConfigDict, run: pathlib.Path) -> None:
         (run / "metrics.csv").unlink(missing_ok=True)
     print(f"{run}", flush=True)
     train.train(config, run)
-
-
-def make_table(results: dict[str, list[dict[str, Any]]]) -> str:
-    """One row an attention: mean and standard deviation over the seeds, median speed."""
-    head = "attention | test accuracy | s.d. | test loss | s.d. | seeds | images/s | seconds a run"
-    lines = [f"| {head} |", "| --- " * (head.count("|") + 1) + "|"]
-    for attention, runs in results.items():
-
-        def column(name: str, runs: list[dict[str, Any]] = runs) -> np.ndarray:
-            return np.array([run[name] for run in runs])
-
-        cells = [attention]
-        for name in ("test_accuracy", "test_loss"):
-            spread = f"{column(name).std(ddof=1):.4f}" if len(runs) > 1 else "-"
-            cells += [f"{column(name).mean():.4f}", spread]
-        cells += [str(len(runs))]
-        cells += [f"{np.median(column(name)):.0f}" for name in ("images_per_second", "seconds")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
-
-
-def draw_comparison(runs: dict[str, list[pathlib.Path]]) -> matplotlib.figure.Figure:
-    """Test accuracy against the step, and each run's last one; bands are one standard deviation."""
-    figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
-    curves, ends = figure.subplots(1, 2, width_ratios=(3, 2))
-    for row, (attention, folders) in enumerate(runs.items()):
-        tests = [np.array(report.read_metrics(folder)["test_accuracy"]) for folder in folders]
-        steps, accuracies = tests[0][:, 0], np.stack([test[:, 1] for test in tests])
-        mean = accuracies.mean(axis=0)
-        curves.plot(steps, mean, **style.STYLES[attention], label=attention)
-        last = accuracies[:, -1]
-        color = style.STYLES[attention]["color"]
-        if len(folders) > 1:
-            spread = accuracies.std(axis=0, ddof=1)
-            curves.fill_between(steps, mean - spread, mean + spread, color=color, alpha=0.15, lw=0)
-            ends.errorbar(last.mean(), row, xerr=spread[-1], color=color, fmt="D", capsize=4)
-        below = 0.2 if len(folders) > 1 else 0.0  # Not on the mean.
-        ends.plot(last, np.full(len(last), row + below), "o", color=color, ms=5, alpha=0.6)
-    curves.set(xlabel="step", ylabel="test accuracy")
-    curves.grid(alpha=0.3)
-    curves.legend()
-    ends.set(xlabel="test accuracy at the end", yticks=range(len(runs)), yticklabels=list(runs))
-    ends.set_ylim(len(runs) - 0.5, -0.5)
-    ends.grid(alpha=0.3, axis="x")
-    return figure

@@ -40,6 +40,10 @@ FIELDS: dict[str, type] = {
     "augment.randaugment_layers": int,  # Random operations an image; of records.
     "augment.randaugment_magnitude": float,  # From 0 to 10.
     "augment.mixup": float,  # Weights of images in pairs are Beta(mixup, mixup); 0 for none.
+    "diagnostics.images": int,  # Test images to compare attention with softmax on; 0 for none.
+    "diagnostics.redraws": int,  # Of the projections, for the variance of attention.
+    "profile.start": int,  # The first step to profile, counted from 0.
+    "profile.steps": int,  # How many; 0 for no profile.
     "checkpoint.interval": int,  # Steps between checkpoints; 0 for none at all.
     "checkpoint.keep": int,  # The last ones to keep; the one of the best test accuracy is, too.
     "checkpoint.folder": str,  # A path or gs://bucket/run; "" for a folder of the workdir.
@@ -70,6 +74,8 @@ MAY_CHANGE = {
     "eval_batch_size",
     "log_interval",
     "eval_interval",
+    "diagnostics",
+    "profile",
     "checkpoint.interval",
     "checkpoint.keep",
     "mesh",
@@ -96,6 +102,9 @@ _NOT_NEGATIVE = (
     "augment.shift",
     "augment.randaugment_layers",
     "augment.mixup",
+    "diagnostics.images",
+    "profile.start",
+    "profile.steps",
     "checkpoint.interval",
 )
 # What has no effect on images in memory, and on records, with the value that says so.
@@ -131,6 +140,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         if not 0 <= given[name] < 1:
             raise ValueError(f"config.{name} must be in [0, 1), got {given[name]}.")
     _check_input(given)
+    _check_seeing(given)
     # What does not depend on the data is checked without it.
     ViTConfig(image_size=(config.image_size, config.image_size), **config.model)
     if config.warmup_steps >= config.num_steps:
@@ -168,3 +178,22 @@ def _check_input(given: dict[str, Any]) -> None:
                 f"config.{name} must be {none} where in_memory is {given['in_memory']}, got "
                 f"{given[name]}."
             )
+
+
+def _check_seeing(given: dict[str, Any]) -> None:
+    """Refuses diagnostics and profiles that there is too little for."""
+    images, batch_size = given["diagnostics.images"], given["eval_batch_size"]
+    if images > batch_size:
+        raise ValueError(
+            f"config.diagnostics.images must be at most eval_batch_size={batch_size}, got {images}."
+        )
+    if given["diagnostics.redraws"] < 2:
+        raise ValueError(
+            "config.diagnostics.redraws must be at least 2, as a variance is estimated from them, "
+            f"got {given['diagnostics.redraws']}."
+        )
+    end = given["profile.start"] + given["profile.steps"]
+    if given["profile.steps"] and end > given["num_steps"]:
+        raise ValueError(
+            f"config.profile must end by num_steps={given['num_steps']}, got start + steps = {end}."
+        )

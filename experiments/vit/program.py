@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments import training
 from experiments.training import TrainState
-from experiments.vit import sharding, steps
+from experiments.vit import diagnostics, sharding, steps
 from simrf_jax.models import ViT, ViTConfig
 
 
@@ -30,6 +30,8 @@ class Program(NamedTuple):
       redraw: From a state, which is donated, to the same with the projections of its step.
       train_step: From a state, which is donated, and a batch to the next and the metrics.
       eval_step: From parameters, projections and a batch to sums over the batch.
+      diagnose: From parameters, projections, the key of the run and images to ``diagnostics``; None
+        where there are none.
     """
 
     mesh: Mesh
@@ -41,6 +43,7 @@ class Program(NamedTuple):
     redraw: jax.stages.Wrapped
     train_step: jax.stages.Wrapped
     eval_step: jax.stages.Wrapped
+    diagnose: jax.stages.Wrapped | None
 
     @property
     def has_projections(self) -> bool:
@@ -97,6 +100,13 @@ def build(
         num_microbatches=config.num_microbatches,
     )
     replicated = NamedSharding(mesh, PartitionSpec())
+    diagnose = functools.partial(
+        diagnostics.measure,
+        graphdef=graphdef,
+        num_images=config.diagnostics.images,
+        num_redraws=config.diagnostics.redraws,
+    )
+    diagnosed = config.diagnostics.images and model.attention != "exact"
     return Program(
         mesh=mesh,
         model=model,
@@ -109,6 +119,7 @@ def build(
         eval_step=jax.jit(
             functools.partial(steps.eval_step, graphdef=graphdef), out_shardings=replicated
         ),
+        diagnose=jax.jit(diagnose, out_shardings=replicated) if diagnosed else None,
     )
 
 

@@ -1,160 +1,205 @@
-"""What a run leaves in its folder: ``config.json``, ``metrics.csv``, ``results.json``, figures."""
+"""Accuracy of finished runs, by attention: ``python -m experiments.vit.report DIR...``."""
 
 from __future__ import annotations
 
-import contextlib
-import csv
+import argparse
+import itertools
 import json
-import os
 import pathlib
-import re
-from collections.abc import Iterator
-from typing import Any, TextIO
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import matplotlib.axes
 import matplotlib.figure
-import ml_collections
+import numpy as np
 
-from experiments import harness
+from experiments import harness, style
 from experiments.vit import config as config_lib
+from experiments.vit import log
+from simrf_jax.models import ATTENTIONS
 
-COLUMNS = (
-    "step",
-    "learning_rate",
-    "train_loss",
-    "train_accuracy",
-    "gradient_norm",
-    "images_per_second",
-    "test_loss",
-    "test_accuracy",
-)
+# What may differ between the runs of a comparison; a run's folder of checkpoints is its own.
+_COMPARED = {"seed", "model.attention", "checkpoint.folder"}
 
 
-class Log:
-    """``metrics.csv``, a row at a time, each on disk before the next step runs.
-
-    Args:
-      workdir: Folder to make, with ``config.json`` and the file in it.
-      config: The config of the run.
-      rows: Those before the step it goes on from.
-      writes: Whether to write at all; of the hosts of a pod one does.
+class Run(NamedTuple):
+    """A finished run.
 
     Attributes:
-      rows: All of them.
+      folder: Where it is.
+      results: What is in its ``results.json``.
+      tests: Step and test accuracy of each evaluation, ``[evaluations, 2]``.
     """
 
-    def __init__(
-        self,
-        workdir: pathlib.Path,
-        config: ml_collections.ConfigDict,
-        rows: list[dict[str, float]],
-        *,
-        writes: bool,
-    ):
-        self.rows = list(rows)
-        self._path = workdir / "metrics.csv" if writes else pathlib.Path(os.devnull)
-        self._file: TextIO
-        if writes:
-            with _naming(workdir):
-                workdir.mkdir(parents=True, exist_ok=True)
-                ours = json.loads(config.to_json_best_effort())
-                harness.write_json(workdir / "config.json", ours)
+    folder: pathlib.Path
+    results: dict[str, Any]
+    tests: np.ndarray
 
-    def __enter__(self) -> Log:
-        """Opens the file and writes the head and the rows there are."""
-        with _naming(self._path):
-            self._file = self._path.open("w", newline="")
-            self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
-            self._writer.writeheader()
-            self._writer.writerows(self.rows)
-            self._file.flush()
-        return self
+    @property
+    def attention(self) -> str:
+        """Of its config."""
+        return self.results["config"]["model"]["attention"]
 
-    def __exit__(self, *_: object) -> None:
-        """Closes the file."""
-        with contextlib.suppress(OSError):  # Of what could not be flushed, which is known.
-            self._file.close()
+    @property
+    def seed(self) -> int:
+        """Of its config."""
+        return self.results["config"]["seed"]
 
-    def write(self, row: dict[str, float]) -> None:
-        """Adds a row; columns it lacks stay empty."""
-        self.rows.append(row)
-        with _naming(self._path):
-            self._writer.writerow(row)
-            self._file.flush()
+    @property
+    def epochs(self) -> np.ndarray:
+        """Of each evaluation."""
+        batch_size = self.results["config"]["batch_size"]
+        return self.tests[:, 0] * batch_size / self.results["num_train"]
 
 
-def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
-    """Refuses a folder that holds a run, so that none is written over, unless it can go on.
+# By attention.
+Runs = Mapping[str, Sequence[Run]]
+
+
+def find_runs(folders: Iterable[str | pathlib.Path]) -> dict[str, list[Run]]:
+    """Reads finished runs that are to be compared.
+
+    Args:
+      folders: Of runs, or of folders of runs.
+
+    Returns:
+      The runs of each attention, by seed.
 
     Raises:
-      FileExistsError: If the run is finished, kept no checkpoints, or is of a config that cannot be
-        read or is another; the message names the fields that differ.
-      ValueError: If it is in a bucket.
+      FileNotFoundError: If there is no run in a folder, or one that is not finished.
+      ValueError: If they differ in more than the attention and the seed, do not, or were not
+        evaluated after the same steps. Fields that one of two configs has not, as it is of an
+        older version, are not compared.
     """
-    if re.match(r"\w+:/\w", str(workdir)):  # A path keeps but one of the slashes.
+    found = [run for folder in folders for run in _runs_in(pathlib.Path(folder))]
+    if unfinished := [str(run) for run in found if not (run / "results.json").exists()]:
+        raise FileNotFoundError(
+            f"Not finished, without results.json: {', '.join(unfinished)}. The command that "
+            "started a run goes on with it; or name the finished ones."
+        )
+    runs = [_read(run) for run in found]
+    for run in runs[1:]:
+        _check_alike(runs[0], run)
+    by_attention: dict[str, list[Run]] = {}
+    for attention in ATTENTIONS:
+        some = sorted((run for run in runs if run.attention == attention), key=lambda run: run.seed)
+        _check_seeds(some)
+        if some:
+            by_attention[attention] = some
+    return by_attention
+
+
+def _runs_in(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The folder itself if it is one of a run, else those in it that are."""
+    if (folder / "config.json").exists():
+        return [folder]
+    inside = sorted(path.parent for path in folder.glob("*/config.json"))
+    if not inside:
+        raise FileNotFoundError(f"There is no run in {folder}, and none in the folders in it.")
+    return inside
+
+
+def _read(folder: pathlib.Path) -> Run:
+    results = json.loads((folder / "results.json").read_text())
+    return Run(folder, results, np.array(log.read_metrics(folder)["test_accuracy"]))
+
+
+def _check_alike(first: Run, other: Run) -> None:
+    configs = [harness.flatten(run.results["config"]) for run in (first, other)]
+    shared = configs[0].keys() & configs[1].keys() - _COMPARED
+    theirs, ours = ({k: v for k, v in config.items() if k in shared} for config in configs)
+    if differ := config_lib.differences(theirs, ours):
         raise ValueError(
-            f"--workdir must be a folder of this machine, got {workdir}; config.checkpoint.folder "
-            "may be in a bucket."
+            f"{other.folder} differs from {first.folder} in more than the seed and the attention: "
+            f"{'; '.join(differ)}."
         )
-    if not (workdir / "metrics.csv").exists():
-        return
-    if (workdir / "results.json").exists() or not config.checkpoint.interval:
-        raise FileExistsError(
-            f"{workdir} already holds a run (metrics.csv). Give another --workdir or delete it."
-        )
-    try:
-        theirs = json.loads((workdir / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise FileExistsError(
-            f"{workdir} holds a run whose config.json cannot be read ({error}). Give another "
-            "--workdir or delete it."
-        ) from error
-    if differ := config_lib.differences(theirs, json.loads(config.to_json_best_effort())):
-        raise FileExistsError(
-            f"{workdir} holds a run of another config: {'; '.join(differ)}. Give another --workdir "
-            "or delete it."
-        )
+    if not np.array_equal(first.tests[:, 0], other.tests[:, 0]):
+        raise ValueError(f"{first.folder} and {other.folder} were evaluated after other steps.")
 
 
-def finish(workdir: pathlib.Path, results: dict[str, Any]) -> None:
-    """Draws the curves and writes the results, which mark the run as finished."""
-    with _naming(workdir):
-        draw_curves(read_metrics(workdir)).savefig(workdir / "curves.png", dpi=150)
-        harness.write_json(workdir / "results.json", results)
+def _check_seeds(runs: Sequence[Run]) -> None:
+    for before, run in itertools.pairwise(runs):
+        if before.seed == run.seed:
+            raise ValueError(
+                f"{before.folder} and {run.folder} both are of {run.attention} with seed "
+                f"{run.seed}; name each run once."
+            )
 
 
-@contextlib.contextmanager
-def _naming(path: pathlib.Path) -> Iterator[None]:
-    """Says what cannot be written, which the error of a full disk does not."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(
-            f"{path} cannot be written: {error}\nWhen the cause is mended, the same command goes "
-            "on from the last checkpoint, if any are kept."
-        ) from error
+def make_table(runs: Runs) -> str:
+    """One row an attention: mean and standard deviation over the seeds, median speed."""
+    head = "attention | test accuracy | s.d. | test loss | s.d. | seeds | images/s | seconds a run"
+    lines = [f"| {head} |", "| --- " * (head.count("|") + 1) + "|"]
+    for attention, some in runs.items():
+        column = {
+            name: np.array([run.results[name] for run in some])
+            for name in ("test_accuracy", "test_loss", "images_per_second", "seconds")
+        }
+        cells = [attention]
+        for name in ("test_accuracy", "test_loss"):
+            spread = f"{column[name].std(ddof=1):.4f}" if len(some) > 1 else "-"
+            cells += [f"{column[name].mean():.4f}", spread]
+        cells += [str(len(some))]
+        cells += [f"{np.median(column[name]):.0f}" for name in ("images_per_second", "seconds")]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
 
 
-def read_metrics(workdir: pathlib.Path) -> dict[str, list[tuple[int, float]]]:
-    """Reads ``metrics.csv``: for each column, (step, value) where there is a value."""
-    with (workdir / "metrics.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {
-        name: [(int(row["step"]), float(row[name])) for row in rows if row[name]]
-        for name in COLUMNS
-    }
+def draw(runs: Runs) -> matplotlib.figure.Figure:
+    """Test accuracy against the epoch as in Fig. 9 of the paper, and each run's last one.
 
+    Lines are means over seeds, bands one standard deviation of a run to either side.
 
-def draw_curves(metrics: dict[str, list[tuple[int, float]]]) -> matplotlib.figure.Figure:
-    """Loss and accuracy against the step, of training and test."""
-    figure = matplotlib.figure.Figure(figsize=(9, 3.5), layout="constrained")
-    axes = figure.subplots(1, 2)
-    for axis, name, unit in zip(axes, ("loss", "accuracy"), (" (nats)", ""), strict=True):
-        axis.plot(*zip(*metrics[f"train_{name}"], strict=True), color="C0", lw=1, label="train")
-        axis.plot(*zip(*metrics[f"test_{name}"], strict=True), "C1o-", ms=3, label="test")
-        axis.set(xlabel="step", ylabel=name + unit)
-        axis.grid(alpha=0.3)
-        axis.legend()
-    axes[0].set_yscale("log")
-    final = metrics["test_accuracy"][-1][1]
-    axes[1].set_title(f"test accuracy at the end: {final:.4f}")
+    References:
+      Reid et al., Simplex Random Features (ICML 2023), Fig. 9.
+    """
+    figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
+    curves, ends = figure.subplots(1, 2, width_ratios=(3, 2))
+    for row, (attention, some) in enumerate(runs.items()):
+        _draw_attention(curves, ends, row, attention, some)
+    curves.set(xlabel="epoch", ylabel="test accuracy")
+    curves.legend()
+    style.tidy(curves)
+    names = [style.LABELS.get(attention, attention) for attention in runs]
+    ends.set(xlabel="test accuracy at the end", yticks=range(len(runs)), yticklabels=names)
+    ends.set_ylim(len(runs) - 0.5, -0.5)
+    style.tidy(ends)
+    ends.grid(visible=False, axis="y")
     return figure
+
+
+def _draw_attention(
+    curves: matplotlib.axes.Axes,
+    ends: matplotlib.axes.Axes,
+    row: int,
+    attention: str,
+    runs: Sequence[Run],
+) -> None:
+    accuracies = np.stack([run.tests[:, 1] for run in runs])
+    epochs, mean, last = runs[0].epochs, accuracies.mean(axis=0), accuracies[:, -1]
+    look = style.STYLES[attention]
+    curves.plot(epochs, mean, **look, label=style.LABELS.get(attention, attention))
+    if len(runs) > 1:
+        spread = accuracies.std(axis=0, ddof=1)
+        style.band(curves, epochs, mean - spread, mean + spread, color=look["color"])
+        ends.errorbar(mean[-1], row, xerr=spread[-1], color=look["color"], fmt="D", capsize=4)
+    below = 0.2 if len(runs) > 1 else 0.0  # Not on the mean.
+    ends.plot(last, np.full(len(last), row + below), "o", color=look["color"], ms=5, alpha=0.6)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the table and draws the figure of the runs that the command line names."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folders", nargs="+", metavar="DIR", help="A run, or a folder of runs.")
+    parser.add_argument("--figure", default="report.png", help="File to draw into: report.png.")
+    arguments = parser.parse_args(argv)
+    try:
+        runs = find_runs(arguments.folders)
+        draw(runs).savefig(arguments.figure, dpi=150)
+    except (OSError, ValueError) as error:
+        raise SystemExit(str(error)) from None
+    print(make_table(runs) + f"\nThe curves are in {arguments.figure}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -7,20 +7,21 @@ import json
 import math
 import pathlib
 import time
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import ml_collections
 import numpy as np
-import tqdm
 
 from experiments.training import TrainState
-from experiments.vit import checkpoint, report, sharding, steps, stream
+from experiments.vit import checkpoint, diagnostics, flops, log, meter, sharding, steps, stream
 from experiments.vit import config as config_lib
 from experiments.vit import input as input_lib
 from experiments.vit import program as program_lib
+from experiments.vit.bar import Bar
 from experiments.vit.preemption import Preemption
+from experiments.vit.profiling import Profile
 
 
 def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dict[str, Any]:
@@ -29,8 +30,9 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     Args:
       config: All the fields of ``experiments.vit.config.FIELDS``.
       workdir: A folder without a run in it, or with one that was stopped, which goes on from its
-        last checkpoint; made if needed. It gets ``config.json``, ``metrics.csv`` and
-        ``checkpoints`` while training, and at the end ``results.json`` and ``curves.png``.
+        last checkpoint; made if needed. It gets ``config.json``, ``metrics.csv``, ``tensorboard``,
+        ``checkpoints`` and ``profile`` while training, and at the end ``results.json`` and
+        ``curves.png``.
 
     Returns:
       What is in ``results.json``.
@@ -51,7 +53,7 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     workdir = pathlib.Path(workdir)
     is_first = jax.process_index() == 0  # Of the hosts; it alone writes.
     if is_first:
-        report.refuse_used(workdir, config)
+        log.refuse_used(workdir, config)
     mesh = sharding.make_mesh(config.mesh)
     sharding.check_batch(
         mesh, batch_size=config.batch_size, num_microbatches=config.num_microbatches
@@ -64,27 +66,17 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
         eval_batch_size=eval_batch_size,
         rows=sharding.rows_of_host(mesh, config.batch_size, eval_batch_size),
     )
+    diagnostics.check_images(config.diagnostics.images, inputs.num_test)
     program = program_lib.build(
         config, mesh, channels=inputs.channels, num_classes=inputs.num_classes
     )
-
-    def evaluate(state: TrainState) -> dict[str, float]:
-        batches = (sharding.global_batch(b, mesh, eval_batch_size) for b in inputs.eval_batches())
-        return steps.test_means(
-            program.eval_step(state.params, state.projections, b) for b in batches
-        )
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
 
         # Go on from the newest checkpoint, if there is one.
-        checkpoints, preemption, found = None, None, None
-        if config.checkpoint.interval:
-            folder = config.checkpoint.folder or workdir / "checkpoints"
-            checkpoints = checkpoint.Checkpoints(folder, config, keep=config.checkpoint.keep)
-            stack.enter_context(checkpoints)
-            preemption = stack.enter_context(Preemption())
-            found = checkpoints.restore(program.state)
+        checkpoints, preemption = _open_checkpoints(stack, config, workdir)
+        found = checkpoints.restore(program.state) if checkpoints else None
         state, progress = found or (program.init(), checkpoint.Progress([], 0.0, {"step": 0}))
         first_step = int(state.step)
         batches = stack.enter_context(
@@ -93,82 +85,154 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
             )
         )
         batches.set_state(progress.data)
-        log = stack.enter_context(report.Log(workdir, config, progress.rows, writes=is_first))
-        bar = stack.enter_context(
-            tqdm.tqdm(
-                total=config.num_steps,
-                initial=first_step,
-                unit="step",
-                dynamic_ncols=True,
-                disable=not is_first,
-            )
-        )
 
         # Train.
+        metrics_log = stack.enter_context(
+            log.Log(workdir, config, _columns(program), progress.rows, writes=is_first)
+        )
+        bar = stack.enter_context(Bar(config.num_steps, first_step, shows=is_first))
+        profile = stack.enter_context(Profile(workdir / "profile", **config.profile))
         stack.enter_context(_beyond_the_checks())
-        pending: list[steps.Metrics] = []
-        row_start = time.perf_counter()
-        start = row_start - progress.seconds
-        test: dict[str, float] = {}
+        window = meter.Meter(_speed(config, program))
+        start = time.perf_counter() - progress.seconds
         for step in range(first_step, config.num_steps):
-            due = step == 0 or (config.redraw_interval and step % config.redraw_interval == 0)
-            if program.has_projections and due:
+            profile.before(step)
+            if _redraws(config, program, step):
                 state = program.redraw(state)
             batch = sharding.global_batch(next(batches), mesh, config.batch_size)
             state, metrics = program.train_step(state, batch)
-            pending.append(metrics)
+            window.add(metrics)
+            profile.after(step, metrics)
             done = step + 1
-            last = done == config.num_steps
-            evaluating = last or done % config.eval_interval == 0
-            stopping = preemption and preemption.reached(done)
-            saving = checkpoints and (last or stopping or done % config.checkpoint.interval == 0)
-            if not (evaluating or saving or done % config.log_interval == 0):
+            due = _due(config, done, stopping=bool(preemption and preemption.reached(done)))
+            if not due.row:
                 continue
 
-            fetched = jax.device_get(pending)
-            seconds = time.perf_counter() - row_start
-            row = {
-                "step": done,
-                "learning_rate": float(program.schedule(step)),
-                "train_loss": float(np.mean([m["loss"] for m in fetched])),
-                "train_accuracy": float(np.mean([m["accuracy"] for m in fetched])),
-                "gradient_norm": float(np.mean([m["gradient_norm"] for m in fetched])),
-                "images_per_second": len(fetched) * config.batch_size / seconds,
-            }
-            for number, m in enumerate(fetched, start=done - len(fetched) + 1):
-                if not math.isfinite(m["loss"]):
-                    log.write(row)
-                    raise _not_finite("loss", m["loss"], number, config, workdir)
-            if evaluating:
-                test = evaluate(state)
-            log.write(row | (test if evaluating else {}))
-            if evaluating and not math.isfinite(test["test_loss"]):
-                raise _not_finite("test loss", test["test_loss"], done, config, workdir)
-            if checkpoints and (saving or (evaluating and checkpoint.is_best(log.rows))):
+            row, losses = window.read(done, float(program.schedule(step)))
+            finite = all(math.isfinite(loss) for loss in losses.values())
+            if due.evaluation and finite:
+                row |= _evaluate(program, inputs, state, eval_batch_size)
+            metrics_log.write(row)
+            _check_finite("loss", losses, config, workdir)
+            if due.evaluation:
+                _check_finite("test loss", {done: row["test_loss"]}, config, workdir)
+            best = due.evaluation and checkpoint.is_best(metrics_log.rows)
+            if checkpoints and (due.checkpoint or best):
                 seconds = time.perf_counter() - start
-                progress = checkpoint.Progress(log.rows, seconds, batches.get_state())
+                progress = checkpoint.Progress(metrics_log.rows, seconds, batches.get_state())
                 checkpoints.save(done, state, progress)
-            if checkpoints and stopping and not last:
+            if checkpoints and due.stop:
                 checkpoints.wait()
                 bar.write(f"Stopped by SIGTERM after step {done}; the same command goes on there.")
                 raise SystemExit(0)
-            bar.set_postfix(
-                loss=f"{row['train_loss']:.3f}",
-                accuracy=f"{row['train_accuracy']:.3f}",
-                images_s=f"{row['images_per_second']:.0f}",
-                **{name: f"{value:.3f}" for name, value in test.items()},
-            )
-            bar.update(done - bar.n)
-            pending, row_start = [], time.perf_counter()
+            bar.update(row)
+            window.restart()
         seconds = time.perf_counter() - start
 
-    # Results.
-    speeds = [row["images_per_second"] for row in log.rows]
-    results = {
-        **{name: log.rows[-1][name] for name in ("test_loss", "test_accuracy")},
+    results = _results(config, program, inputs, metrics_log.rows, seconds)
+    if is_first:
+        log.finish(workdir, results)
+    return results
+
+
+def _open_checkpoints(
+    stack: contextlib.ExitStack, config: ml_collections.ConfigDict, workdir: pathlib.Path
+) -> tuple[checkpoint.Checkpoints | None, Preemption | None]:
+    """The checkpoints of a run and the notice to save one, until the stack is left; or neither."""
+    if not config.checkpoint.interval:
+        return None, None
+    folder = config.checkpoint.folder or workdir / "checkpoints"
+    checkpoints = checkpoint.Checkpoints(folder, config, keep=config.checkpoint.keep)
+    return stack.enter_context(checkpoints), stack.enter_context(Preemption())
+
+
+class Due(NamedTuple):
+    """What is to be done after a step.
+
+    Attributes:
+      row: Whether a row of the log is.
+      evaluation: Whether one on the test set is.
+      checkpoint: Whether one is, whatever the accuracy.
+      stop: Whether the run is to stop, before its last step.
+    """
+
+    row: bool
+    evaluation: bool
+    checkpoint: bool
+    stop: bool
+
+
+def _due(config: ml_collections.ConfigDict, done: int, *, stopping: bool) -> Due:
+    last = done == config.num_steps
+    evaluation = last or done % config.eval_interval == 0
+    interval = config.checkpoint.interval
+    saves = bool(interval) and (last or stopping or done % interval == 0)
+    row = evaluation or saves or done % config.log_interval == 0
+    return Due(row, evaluation, saves, stopping and not last)
+
+
+def _redraws(config: ml_collections.ConfigDict, program: program_lib.Program, step: int) -> bool:
+    """Whether this step has projections that the last one had not."""
+    interval = config.redraw_interval
+    return program.has_projections and (step == 0 or bool(interval and step % interval == 0))
+
+
+def _columns(program: program_lib.Program) -> tuple[str, ...]:
+    if program.diagnose is None:
+        return log.COLUMNS
+    return log.COLUMNS + diagnostics.columns(program.model.depth)
+
+
+def _speed(config: ml_collections.ConfigDict, program: program_lib.Program) -> meter.Speed:
+    operations = config.batch_size * flops.train_flops(program.model)
+    return meter.Speed(config.batch_size, operations, flops.peak(program.mesh))
+
+
+def _evaluate(
+    program: program_lib.Program, inputs: input_lib.Input, state: TrainState, batch_size: int
+) -> dict[str, float]:
+    """Loss and accuracy on the test set, and the diagnostics on the first of its images."""
+    measured: dict[str, float] = {}
+    sums: list[steps.Metrics] = []
+    for part in inputs.eval_batches():
+        batch = sharding.global_batch(part, program.mesh, batch_size)
+        if program.diagnose is not None and not sums:
+            arrays = program.diagnose(state.params, state.projections, state.key, batch["image"])
+            measured = diagnostics.row(arrays)
+        sums.append(program.eval_step(state.params, state.projections, batch))
+    return steps.test_means(sums) | measured
+
+
+def _check_finite(
+    what: str,
+    losses: Mapping[int, float],
+    config: ml_collections.ConfigDict,
+    workdir: pathlib.Path,
+) -> None:
+    """Refuses to go on from a loss that is not finite; ``losses`` are those of steps."""
+    for step, loss in losses.items():
+        if not math.isfinite(loss):
+            raise FloatingPointError(
+                f"The {what} is {loss} at step {step} of {config.num_steps}; the metrics up to "
+                f"there are in {workdir / 'metrics.csv'}."
+            )
+
+
+def _results(
+    config: ml_collections.ConfigDict,
+    program: program_lib.Program,
+    inputs: input_lib.Input,
+    rows: list[dict[str, float]],
+    seconds: float,
+) -> dict[str, Any]:
+    speeds = [row["images_per_second"] for row in rows]
+    mesh = program.mesh
+    return {
+        **{name: rows[-1][name] for name in ("test_loss", "test_accuracy")},
         "steps": config.num_steps,
         "seconds": seconds,
         "images_per_second": float(np.median(speeds[1:] or speeds)),  # The first row compiles.
+        "train_flops_per_image": flops.train_flops(program.model),
         "num_parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(program.state.params)),
         "num_train": inputs.num_train,
         "num_test": inputs.num_test,
@@ -176,9 +240,6 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
         "jax": jax.__version__,
         "config": json.loads(config.to_json_best_effort()),
     }
-    if is_first:
-        report.finish(workdir, results)
-    return results
 
 
 @contextlib.contextmanager
@@ -188,12 +249,3 @@ def _beyond_the_checks() -> Iterator[None]:
         yield
     except (TypeError, ValueError) as error:
         raise RuntimeError("Training failed after it had started.") from error
-
-
-def _not_finite(
-    what: str, value: float, step: int, config: ml_collections.ConfigDict, workdir: pathlib.Path
-) -> FloatingPointError:
-    return FloatingPointError(
-        f"The {what} is {value} at step {step} of {config.num_steps}; the metrics up to there are "
-        f"in {workdir / 'metrics.csv'}."
-    )

@@ -192,6 +192,14 @@ class ViT(nnx.Module):
         Raises:
           ValueError: If the images have another shape than the config says.
         """
+        x = self.embed(images, rngs=rngs)
+        x = apply_blocks(self.blocks, x, config=self.config, rngs=rngs)
+        x = self.norm(x)
+        x = x[:, 0] if self.config.pooling == "token" else jnp.mean(x, axis=1)
+        return self.head(x.astype(jnp.float32))
+
+    def embed(self, images: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:
+        """The tokens ``[batch, length, width]`` that the first block sees; as for the call."""
         expected = (*self.config.image_size, self.config.channels)
         if images.ndim != 4 or images.shape[1:] != expected:
             raise ValueError(
@@ -208,10 +216,7 @@ class ViT(nnx.Module):
             free = PartitionSpec.UNCONSTRAINED
             spec = PartitionSpec(free, self.config.sequence_axis, free)
             x = jax.lax.with_sharding_constraint(x, spec)
-        x = apply_blocks(self.blocks, x, config=self.config, rngs=rngs)
-        x = self.norm(x)
-        x = x[:, 0] if self.config.pooling == "token" else jnp.mean(x, axis=1)
-        return self.head(x.astype(jnp.float32))
+        return x
 
 
 def _patches(images: jax.Array, size: int) -> jax.Array:

@@ -43,6 +43,8 @@ def get_config() -> ml_collections.ConfigDict:
         "mixup": 0.0,
     }
 
+    config.diagnostics = {"images": 16, "redraws": 8}
+    config.profile = {"start": 0, "steps": 0}
     config.checkpoint = {"interval": 500, "keep": 2, "folder": ""}
     config.num_microbatches = 1
     config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "sequence": 1}

@@ -26,14 +26,15 @@ from experiments.vit import (
     checkpoint,
     compare,
     evaluate,
+    log,
     preemption,
-    report,
     sharding,
     steps,
     stream,
     train,
 )
 from tests.experiments.vit import tiny
+from tests.experiments.vit.test_log import assert_same_rows, read_events, read_rows
 
 STEPS = 12
 ROOT = pathlib.Path(__file__).parents[3]
@@ -107,14 +108,14 @@ def whole(tmp_path_factory):
 
 def signal_at(monkeypatch, step, number):
     """Sends this process a signal when the row of a step is on disk."""
-    write = report.Log.write
+    write = log.Log.write
 
-    def write_and_signal(log, row):
-        write(log, row)
+    def write_and_signal(self, row):
+        write(self, row)
         if row["step"] == step:
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(report.Log, "write", write_and_signal)
+    monkeypatch.setattr(log.Log, "write", write_and_signal)
 
 
 def test_sigterm_saves_and_exits_0_and_the_run_goes_on_bit_for_bit(whole, tmp_path, monkeypatch):
@@ -147,6 +148,7 @@ def test_killed_and_resumed_is_the_whole_run_bit_for_bit(kills, whole, tmp_path)
         run_until_killed(tmp_path, step)
     train.train(get_config(), tmp_path)
     assert_same_run(tmp_path, whole)
+    assert_same_rows(read_events(tmp_path), read_rows(tmp_path))
 
 
 def reopened(whole, workdir):
@@ -167,7 +169,7 @@ def test_a_run_stopped_before_its_results_only_writes_them(whole, tmp_path):
 
 @pytest.mark.parametrize("best", [False, True])
 def test_a_checkpoint_has_the_accuracy_it_had_in_training(best, whole):
-    rows = report.read_metrics(whole)
+    rows = log.read_metrics(whole)
     accuracies = dict(rows["test_accuracy"])
     result = evaluate.evaluate(whole, best=best)
     if best:
@@ -370,9 +372,9 @@ def full_disk():
 @pytest.mark.parametrize(
     ("module", "name", "call"),
     [
-        pytest.param(report.Log, "write", 7, marks=pytest.mark.slow),
+        pytest.param(log.Log, "write", 7, marks=pytest.mark.slow),
         (checkpoint.Checkpoints, "save", 3),
-        (report, "finish", 1),
+        (log, "finish", 1),
     ],
 )
 def test_a_disk_that_fills_up_loses_nothing(module, name, call, whole, tmp_path, monkeypatch):

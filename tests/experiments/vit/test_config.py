@@ -60,6 +60,16 @@ def test_every_config_file_is_whole_and_says_what_it_is(name):
             "config.augment.shift must be 0.0 where in_memory is False, got 0.5",
         ),
         ({"learning_rate": 0.0}, ValueError, "config.learning_rate must be above 0, got 0.0"),
+        ({"diagnostics__images": -1}, ValueError, "diagnostics.images must be at least 0, got -1"),
+        ({"diagnostics__images": 121}, ValueError, "at most eval_batch_size=120, got 121"),
+        ({"diagnostics__redraws": 1}, ValueError, "redraws must be at least 2, .* got 1"),
+        ({"profile__start": -1}, ValueError, "config.profile.start must be at least 0, got -1"),
+        ({"profile__steps": -1}, ValueError, "config.profile.steps must be at least 0, got -1"),
+        (
+            {"profile__start": 3, "profile__steps": 2},
+            ValueError,
+            r"profile must end by num_steps=4, got start \+ steps = 5",
+        ),
     ],
 )
 def test_check_refuses_values(changes, error, match):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.vit import checkpoint, evaluate, export, report, trained
+from experiments.vit import checkpoint, evaluate, export, log, trained
 from experiments.vit import input as input_lib
 from tests.experiments.vit import tiny
 from tests.experiments.vit.test_sharding import mesh_of
@@ -40,7 +40,7 @@ def make_run(workdir, rows=({"step": 1, "test_accuracy": 0.25},), **changes):
     rng = np.random.default_rng(0)
     random = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), wanted)
     sharded = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), random, wanted)
-    report.Log(workdir, config, [], writes=True)  # Writes the config.
+    log.Log(workdir, config, log.COLUMNS, [], writes=True)  # Writes the config.
     progress = checkpoint.Progress(list(rows), 1.0, {"step": 1})
     with checkpoint.Checkpoints(workdir / "checkpoints", config, keep=1) as checkpoints:
         checkpoints.save(1, sharded, progress)

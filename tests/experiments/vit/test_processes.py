@@ -12,7 +12,7 @@ import time
 import numpy as np
 import pytest
 
-from experiments.vit import train
+from experiments.vit import log, train
 from tests.experiments.vit import prepared, tiny
 from tests.experiments.vit.test_sharding import EIGHT_HEADS, losses_on
 from tests.experiments.vit.test_train import read_losses
@@ -87,13 +87,16 @@ def run(folder, *, of_second=None, **changes):
 
 
 def test_two_processes_train_as_one(tmp_path):
-    expected = losses_on(tmp_path / "one", 2, 2, 2)
-    codes, outputs = run(tmp_path / "two")
+    changes = {"diagnostics__images": 4}
+    expected = losses_on(tmp_path / "one", 2, 2, 2, **changes)
+    codes, outputs = run(tmp_path / "two", **changes)
     assert codes == [0, 0], outputs
     results = json.loads((tmp_path / "two" / "results.json").read_text())
     losses = [*read_losses(tmp_path / "two"), results["test_loss"]]
     np.testing.assert_allclose(losses, expected, atol=1e-5, rtol=0)
     assert ["test accuracy" in output for output in outputs] == [True, False]
+    errors = [dict(log.read_metrics(tmp_path / run)["attention_error"]) for run in ("one", "two")]
+    assert errors[1] == pytest.approx(errors[0], rel=1e-4)
 
 
 def test_each_reads_its_records_alone_and_one_process_goes_on_with_their_run(tmp_path):

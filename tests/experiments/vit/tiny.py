@@ -15,6 +15,7 @@ def get_config(**changes) -> ml_collections.ConfigDict:
             "warmup_steps": 2,
             "log_interval": 1,
             "eval_interval": 4,
+            "diagnostics.images": 0,
             "checkpoint.interval": 0,
             "mesh.data": 1,
             "model.width": 32,

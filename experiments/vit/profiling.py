@@ -1,0 +1,49 @@
+"""A profile of chosen steps."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any, Self
+
+import jax
+
+
+class Profile:
+    """Traces some steps of a run with ``jax.profiler``, into a folder that XProf reads.
+
+    Of several hosts the first one does.
+
+    Args:
+      folder: Made when the first of the steps comes.
+      start: The first step, counted from 0.
+      steps: How many; 0 for none.
+    """
+
+    def __init__(self, folder: pathlib.Path, *, start: int, steps: int):
+        self._folder = folder
+        self._steps = range(start, start + steps if jax.process_index() == 0 else start)
+        self._running = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Writes what it has if a step raised."""
+        self._stop()
+
+    def before(self, step: int) -> None:
+        """Starts at the first of the steps, or in the middle of them where a run goes on."""
+        if step in self._steps and not self._running:
+            jax.profiler.start_trace(self._folder)
+            self._running = True
+
+    def after(self, step: int, done: Any) -> None:
+        """Stops after the last of the steps, when ``done``, what it computes, is there."""
+        if self._running and step + 1 not in self._steps:
+            jax.block_until_ready(done)
+            self._stop()
+
+    def _stop(self) -> None:
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()

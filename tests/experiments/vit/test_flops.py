@@ -1,0 +1,64 @@
+import math
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.extend import core
+
+from experiments.vit import flops
+from tests.experiments.vit import tiny
+from tests.experiments.vit.test_sharding import mesh_of
+from tests.experiments.vit.test_train import build
+
+
+def trace(**changes):
+    """A training step of 32 images, and the shape of its model."""
+    program = build(tiny.get_config(**changes))
+    image = jax.ShapeDtypeStruct((32, 8, 8, 1), jnp.float32)
+    label = jax.ShapeDtypeStruct((32,), jnp.int32)
+    with jax.set_mesh(program.mesh):
+        traced = program.train_step.trace(program.state, {"image": image, "label": label})
+        return traced, program.model
+
+
+def count_products(jaxpr):
+    """Two for each multiplication and addition in the matrix products of a computation."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            result = math.prod(equation.outvars[0].aval.shape)
+            total += 2 * result * math.prod(shape[axis] for axis in contracted)
+        times = equation.params["length"] if equation.primitive.name == "scan" else 1
+        inside = core.jaxprs_in_params(equation.params)
+        total += times * sum(map(count_products, inside))
+    return total
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model__depth": 3, "model__scan": True, "model__pooling": "token"},
+        {"model__attention": "exact"},
+        {"num_microbatches": 2},
+    ],
+)
+def test_the_count_is_that_of_the_products_of_a_step(changes):
+    traced, model = trace(**changes)
+    assert count_products(traced.jaxpr.jaxpr) == 32 * flops.train_flops(model)
+
+
+@pytest.mark.parametrize(("scan", "least"), [(False, 1.0), (True, 0.5)])
+def test_xla_counts_these_and_what_is_elementwise_but_a_scanned_layer_once(scan, least):
+    changes = {"model__depth": 2, "model__width": 128, "model__mlp_dim": 512}
+    traced, model = trace(model__scan=scan, **changes)
+    ratio = traced.lower().cost_analysis()["flops"] / (32 * flops.train_flops(model))
+    assert least < ratio < least + 0.1
+
+
+@pytest.mark.fast
+def test_the_peak_is_that_of_all_devices(monkeypatch):
+    assert flops.peak(mesh_of(8)) is None
+    monkeypatch.setitem(flops.PEAK_FLOPS, "cpu", 2e12)
+    assert flops.peak(mesh_of(2, 4)) == 16e12
