@@ -1,4 +1,3 @@
-import contextlib
 import csv
 import importlib.util
 import itertools
@@ -6,6 +5,7 @@ import json
 import os
 import pathlib
 import random
+import re
 import resource
 import shutil
 import signal
@@ -353,43 +353,36 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path):
     np.testing.assert_array_equal(restored["kernel"], state["kernel"])
 
 
-@contextlib.contextmanager
-def full_disk():
-    """No file may grow beyond 200 bytes, until it ends; but for what pytest catches."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def fill():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
-
-    try:
-        with open(os.devnull, "w") as nothing, contextlib.redirect_stderr(nothing):
-            yield fill
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+# What is being written when the disk is full: by whom, and at which call.
+FILES = {
+    "metrics": (log.Log, "write", 7),
+    "checkpoint": (checkpoint.Checkpoints, "save", 3),
+    "results": (log, "finish", 1),
+}
 
 
+def train_until_the_disk_is_full(workdir, file):
+    """From some call on no file may grow beyond 200 bytes."""
+    owner, name, number = FILES[file]
+    write, calls = getattr(owner, name), itertools.count(1)
+
+    def write_and_fill(*args, **kwargs):
+        if next(calls) == number:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (200, 200))
+        return write(*args, **kwargs)
+
+    pytest.MonkeyPatch().setattr(owner, name, write_and_fill)
+    train.train(get_config(), workdir)
+
+
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* is half-written; it is passed over")
-@pytest.mark.parametrize(
-    ("module", "name", "call"),
-    [
-        pytest.param(log.Log, "write", 7, marks=pytest.mark.slow),
-        (checkpoint.Checkpoints, "save", 3),
-        (log, "finish", 1),
-    ],
-)
-def test_a_disk_that_fills_up_loses_nothing(module, name, call, whole, tmp_path, monkeypatch):
-    calls = itertools.count(1)
-    with full_disk() as fill, monkeypatch.context() as patch:
-        original = getattr(module, name)
-
-        def full(*args, **kwargs):
-            if next(calls) == call:
-                fill()
-            return original(*args, **kwargs)
-
-        patch.setattr(module, name, full)
-        with pytest.raises(OSError, match=r"(cannot be written|could not be saved).*\n.*goes on"):
-            train.train(get_config(), tmp_path)
+@pytest.mark.parametrize("file", FILES)
+def test_a_disk_that_fills_up_loses_nothing(file, whole, tmp_path):
+    code = f"from {__name__} import *; train_until_the_disk_is_full({str(tmp_path)!r}, {file!r})"
+    process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    message = r"OSError: .*(cannot be written|could not be saved in).*\n.*same command goes on"
+    assert re.search(message, process.stderr), process.stderr
     assert not (tmp_path / "results.json").exists()
     train.train(get_config(), tmp_path)
     assert_same_run(tmp_path, whole)
