@@ -20,7 +20,8 @@ import jax.numpy as jnp
 
 from benchmarks import flops, pods, tpu
 from experiments.vit import program, sharding
-from experiments.vit.configs import digits
+from experiments.vit.configs import imagenet2012
+from experiments.vit.flops import train_flops
 
 PODS = (
     "v3:4x4:dots:scanned",
@@ -33,34 +34,11 @@ CHANNELS, CLASSES = 3, 1000
 SIDE = 8192  # Of the matrices whose product should reach the peak.
 
 
-def paper_config():
-    """The paper's ViT-B/16 on ImageNet2012."""
-    config = digits.get_config()
-    config.update_from_flattened_dict(
-        {
-            "image_size": 224,
-            "batch_size": 4096,
-            "num_steps": round(300 * 1_281_167 / 4096),
-            "warmup_steps": 10_000,
-            "augment.mixup": 0.2,
-            "model.patch_size": 16,
-            "model.width": 768,
-            "model.num_heads": 12,
-            "model.depth": 12,
-            "model.mlp_dim": 3072,
-            "model.pooling": "token",
-            "model.num_features": 130,
-            "model.dtype": "bfloat16",
-        }
-    )
-    return config
-
-
-def build(pod, attention, *, remat=None):
-    """The config of a pod, and its program for all the devices."""
-    config = paper_config()
+def build(pod, attention):
+    """The paper's config for a pod, and its program for all the devices."""
+    config = imagenet2012.get_config()
     config.model.attention = attention
-    config.model.remat = pod.remat if remat is None else remat
+    config.model.remat = pod.remat
     config.model.scan = pod.layers == "scanned"
     mesh = sharding.make_mesh(config.mesh, tpu.devices(pod.topology))
     return config, program.build(config, mesh, channels=CHANNELS, num_classes=CLASSES)
@@ -83,11 +61,11 @@ def trace_step(config, built):
 
 def step(pod, attention):
     """The training step lowered, and its FLOPs on all devices, with and without recomputation."""
-    traced = trace_step(*build(pod, attention))
-    plain = trace_step(*build(pod, attention, remat="none"))
+    config, built = build(pod, attention)
+    traced = trace_step(config, built)
     counts = {
         "flops": flops.matmul_flops(traced.jaxpr),
-        "model_flops": flops.matmul_flops(plain.jaxpr),
+        "model_flops": config.batch_size * train_flops(built.model),
     }
     return traced.lower(), counts
 
@@ -159,7 +137,7 @@ def rows_of(path, names):
 def main():
     path, names = pathlib.Path(sys.argv[1]), sys.argv[2:] or PODS
     rows = rows_of(path, names)
-    steps = paper_config().num_steps
+    steps = imagenet2012.get_config().num_steps
     for table in (pods.step_table(rows), pods.redraw_table(rows), pods.hours_table(rows, steps)):
         print(table, end="\n\n")
 

@@ -5,6 +5,7 @@ import re
 from typing import NamedTuple
 
 from experiments import harness
+from experiments.vit.flops import PEAK_FLOPS
 from simrf_jax.models.blocks import REMATS
 
 # Shares of the peak between which a training may be expected to run.
@@ -16,22 +17,27 @@ class Chip(NamedTuple):
 
     Attributes:
       memory: GiB of HBM.
-      peak: bfloat16 operations a second.
+      kind: ``jax.Device.device_kind`` of its devices.
       devices: What JAX sees of it.
     """
 
     memory: int
-    peak: float
+    kind: str
     devices: int = 1
+
+    @property
+    def peak(self):
+        """bfloat16 operations a second."""
+        return self.devices * PEAK_FLOPS[self.kind]
 
 
 # cloud.google.com/tpu/docs/v3 and the like, "Key specifications". On v3 a core is a device, with
 # half of the memory and of the peak; the two cores of a v4 chip are one.
 CHIPS = {
-    "v3": Chip(32, 123e12, devices=2),
-    "v4": Chip(32, 275e12),
-    "v5e": Chip(16, 197e12),
-    "v6e": Chip(32, 918e12),
+    "v3": Chip(32, "TPU v3", devices=2),
+    "v4": Chip(32, "TPU v4"),
+    "v5e": Chip(16, "TPU v5e"),
+    "v6e": Chip(32, "TPU v6e"),
 }
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import flops, pod_compile
 from experiments.vit import program, sharding
+from experiments.vit.configs import imagenet2012
 
 ONE = jax.ShapeDtypeStruct((16, 16), jnp.float32)
 
@@ -57,7 +58,7 @@ def test_what_cannot_be_counted_is_refused():
 
 def traced_step(attention, *, depth, scan):
     """The paper's training step, of two images."""
-    config = pod_compile.paper_config()
+    config = imagenet2012.get_config()
     config.batch_size, config.model.depth = 2, depth
     config.model.attention, config.model.scan, config.model.remat = attention, scan, "none"
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])

@@ -5,7 +5,7 @@ Command:   python -m experiments.vit.main --config=experiments/vit/configs/image
            --distributed --workdir=DIR --config.data_dir=DIR --config.checkpoint.folder=gs://DIR
            on every host, and once more with --config.model.attention=orthogonal; on a laptop
            --config=experiments/vit/configs/imagenet2012.py:runlocal --workdir=DIR, not distributed
-Hardware:  a TPU pod; with 32 devices add --config.model.remat=block
+Hardware:  a TPU pod; on 16 chips of v3 or v4 add --config.model.remat=dots --config.model.scan
 Time:      not run: needs a pod
 Expected:  not run; in the paper simplex ends 0.5% above orthogonal (Sec. 5.4), and accuracies are
            only drawn
