@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.vit import (
@@ -78,24 +77,6 @@ def assert_same_run(workdir, whole):
     assert ours.keys() == theirs.keys()
     for name in theirs:
         np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _compile_once(tmp_path_factory):
-    """Every run, in this process or another, has the same programs."""
-    folder = str(tmp_path_factory.mktemp("compiled"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("JAX_COMPILATION_CACHE_DIR", folder)
-        patch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
-        before = jax.config.jax_compilation_cache_dir
-        seconds = jax.config.jax_persistent_cache_min_compile_time_secs
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-        compilation_cache.reset_cache()  # JAX looks once whether there is one.
-        yield
-        jax.config.update("jax_compilation_cache_dir", before)
-        compilation_cache.reset_cache()
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", seconds)
 
 
 @pytest.fixture(scope="module")

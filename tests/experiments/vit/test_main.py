@@ -46,7 +46,7 @@ def command(tmp_path, monkeypatch):
         ("--compare=", "--compare must name attentions, of iid, orthogonal, simplex,"),
         ("--compare=exact,exact", "--compare and --seeds must each name something, and nothing"),
         ("--compare=exact --seeds=4294967296", r"from 0 to 2\^32 - 1, got 4294967296"),
-        (f"{RECORDS} --config.data_dir=/nowhere", "There is no imagenet2012 in '/nowhere' in Arr"),
+        (f"{RECORDS} --config.data_dir=/nowhere", "There is no imagenet2012 in '/nowhere'. Say"),
         ("--workdir=gs://bucket/run", "--workdir must be a folder of this machine, got gs:"),
         (
             "--config.checkpoint.interval=2 --config.checkpoint.folder=/proc/run",

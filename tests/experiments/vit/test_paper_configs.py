@@ -82,6 +82,7 @@ def prepare(data_dir, name):
     prepared.write(data_dir, config.dataset, **splits)
     config.data_dir = str(data_dir)
     config.batch_size = config.eval_batch_size = 8
+    config.diagnostics.images = 2
     return config
 
 
@@ -96,10 +97,8 @@ def test_runlocal_reads_its_data_set(tmp_path, name):
     assert np.abs(image).max() <= 1
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in NUM_TRAIN if name != "imagenet2012"]
-
-
-@pytest.mark.parametrize("name", ["imagenet2012", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NUM_TRAIN)
 def test_runlocal_trains(tmp_path, name):
     config = prepare(tmp_path / "data", name)
     config.num_steps, config.warmup_steps, config.mesh.data = 2, 1, 1

@@ -138,8 +138,9 @@ def test_only_kernels_decay():
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape), state.params)
     ones = jax.tree.map(lambda x: jnp.ones(x.shape), state.params)
     opt_state = optimizer.init(ones)
+    update = jax.jit(optimizer.update)
     for _ in range(2):  # The first step of the warm-up has a learning rate of zero.
-        updates, opt_state = optimizer.update(zero, opt_state, ones)
+        updates, opt_state = update(zero, opt_state, ones)
     params = optax.apply_updates(ones, updates)
     for path, x in jax.tree.leaves_with_path(params):
         name = jax.tree_util.keystr(path)
