@@ -163,6 +163,7 @@ def draw(runs: Runs) -> matplotlib.figure.Figure:
     names = [style.LABELS.get(attention, attention) for attention in runs]
     ends.set(xlabel="test accuracy at the end", yticks=range(len(runs)), yticklabels=names)
     ends.set_ylim(len(runs) - 0.5, -0.5)
+    ends.locator_params(axis="x", nbins=5)
     style.tidy(ends)
     ends.grid(visible=False, axis="y")
     return figure
