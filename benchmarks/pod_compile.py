@@ -116,8 +116,7 @@ def compile_and_read(lowered):
 def rows_of(path, names):
     """The rows of a file, and those that it lacks, which are added to it one by one."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    for name in names:
-        pod = pods.Pod.parse(name)
+    for name, pod in {name: pods.Pod.parse(name) for name in names}.items():
         for make, attentions in PROGRAMS.items():
             for attention in attentions:
                 key = {"pod": name, "program": make.__name__, "attention": attention}
@@ -135,6 +134,9 @@ def rows_of(path, names):
 
 
 def main():
+    """Compiles what the file lacks, and prints the tables."""
+    if len(sys.argv) < 2:
+        raise SystemExit(__doc__)
     path, names = pathlib.Path(sys.argv[1]), sys.argv[2:] or PODS
     rows = rows_of(path, names)
     steps = imagenet2012.get_config().num_steps

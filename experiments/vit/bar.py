@@ -48,8 +48,9 @@ class Bar:
         self._bar.update(int(row["step"]) - self._bar.n)
 
     def write(self, text: str) -> None:
-        """Writes a line above the bar."""
-        self._bar.write(text)
+        """Writes a line above the bar, where it shows."""
+        if not self._bar.disable:
+            self._bar.write(text)
 
 
 def describe(row: Mapping[str, float]) -> str:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 import absl.logging
 import jax
 import ml_collections
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
@@ -100,9 +101,10 @@ class Checkpoints:
         """Is closed at the end."""
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Waits until all is on disk."""
-        self.wait()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Waits until all is on disk; if that fails too, the first error is the one to see."""
+        with contextlib.suppress(*([] if kind is None else [OSError])):
+            self.wait()
         self._manager.close()
 
     def save(self, step: int, state: Any, progress: Progress) -> None:
@@ -155,12 +157,16 @@ class Checkpoints:
         damaged: list[int] = []
         failure: Exception | None = None
         for step in sorted(self._manager.all_steps(), reverse=True):
+            restored = None
             try:
                 restored = self._restore(step, state)
-            except (IncompatibleError, PermissionError):
+            except (IncompatibleError, PermissionError, MemoryError, jax.errors.JaxRuntimeError):
                 raise
             except Exception as error:  # Whatever a part that is missing or cut off leads to.
-                failure, damaged = error, [*damaged, step]
+                failure = error
+            readable = _everywhere(restored is not None)
+            if restored is None or not readable:
+                damaged.append(step)
                 continue
             for later in damaged:
                 self._set_aside(later)
@@ -205,6 +211,10 @@ class Checkpoints:
     def _check_access(self) -> None:
         probe = self._folder / f"access-{jax.process_index()}"
         probe.write_text("Can this folder be written?")
+        multihost_utils.sync_global_devices("each host has written to the folder")
+        seen = all((self._folder / f"access-{i}").exists() for i in range(jax.process_count()))
+        if not _everywhere(seen):
+            raise OSError("the hosts do not share it; config.checkpoint.folder says which they do.")
         probe.unlink()
 
     def _pass_over_half_written(self) -> None:
@@ -301,6 +311,11 @@ def _opened(folder: epath.PathLike) -> Iterator[ocp.CheckpointManager]:
             yield manager
     except Exception as error:  # Each kind of storage and of damage has errors of its own.
         raise OSError(f"The checkpoints in {folder} cannot be read: {error}") from error
+
+
+def _everywhere(here: bool) -> bool:
+    """Whether it is so on all hosts; each must ask."""
+    return bool(multihost_utils.process_allgather(np.array(here)).all())
 
 
 def _absolute(folder: epath.PathLike) -> epath.Path:

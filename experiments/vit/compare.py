@@ -86,8 +86,11 @@ def _check_run(config: ml_collections.ConfigDict, run: pathlib.Path) -> None:
     config_lib.check(config)
     if (run / "results.json").exists():
         before = json.loads((run / "results.json").read_text())["config"]
-        if before != json.loads(config.to_json_best_effort()):
-            raise ValueError(f"{run} was run with another config; give another --workdir.")
+        ours = json.loads(config.to_json_best_effort())
+        if differ := config_lib.differences(before, ours):
+            raise ValueError(
+                f"{run} was run with another config: {'; '.join(differ)}. Give another --workdir."
+            )
     elif config.checkpoint.interval:
         log.refuse_used(run, config)
 

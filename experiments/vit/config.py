@@ -113,6 +113,7 @@ _OF_RECORDS = {
     "eval_crop": 1.0,
     "augment.crop_area": 1.0,
     "augment.randaugment_layers": 0,
+    "augment.randaugment_magnitude": 0.0,
 }
 _OF_MEMORY = {"augment.shift": 0.0}
 

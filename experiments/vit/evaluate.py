@@ -10,14 +10,23 @@ from absl import app, flags
 from experiments import harness
 from experiments.vit import checkpoint, sharding, steps, trained
 from experiments.vit import input as input_lib
+from simrf_jax import checks
 
 
-def evaluate(workdir: str | pathlib.Path, *, best: bool) -> dict[str, float]:
+def evaluate(
+    workdir: str | pathlib.Path,
+    *,
+    best: bool,
+    data_dir: str | None = None,
+    batch_size: int | None = None,
+) -> dict[str, float]:
     """Evaluates a checkpoint of a run, which may be still training, with its own projections.
 
     Args:
       workdir: Of the run.
       best: Whether to take the checkpoint of the best test accuracy instead of the newest.
+      data_dir: Where the data is, unless it is where the run had it.
+      batch_size: Images at a time, rounded up to a multiple of the devices; the run's unless given.
 
     Returns:
       ``step``, ``test_loss`` and ``test_accuracy``.
@@ -26,13 +35,16 @@ def evaluate(workdir: str | pathlib.Path, *, best: bool) -> dict[str, float]:
       FileNotFoundError: If workdir holds no run, or no checkpoint, or the data is not there.
       IncompatibleError: If the checkpoints are of another run; the message names what differs.
       OSError: If the checkpoint cannot be read.
-      ValueError: If the data is not what the model was trained on.
+      ValueError: If the data is not what the model was trained on, or batch_size is not positive.
     """
     mesh = sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1, "sequence": 1})
     model = trained.load(workdir, mesh, best=best)
     config, program = model.config, model.program
     config.augment.mixup = 0.0  # Of training, on other devices.
-    batch_size = sharding.round_up(config.eval_batch_size, mesh)
+    config.data_dir = config.data_dir if data_dir is None else data_dir
+    wanted = config.eval_batch_size if batch_size is None else batch_size
+    checks.positive_int("batch_size", wanted)
+    batch_size = sharding.round_up(wanted, mesh)
     rows = sharding.rows_of_host(mesh, batch_size)
     inputs = input_lib.load(config, eval_batch_size=batch_size, rows=rows)
     if (inputs.channels, inputs.num_classes) != (program.model.channels, program.model.num_classes):
@@ -55,11 +67,16 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
     checkpoint.quiet()
     with harness.mistakes_in_one_line(ImportError, OSError, TypeError, ValueError):
-        result = evaluate(flags.FLAGS.workdir, best=flags.FLAGS.best)
+        given = flags.FLAGS
+        result = evaluate(
+            given.workdir, best=given.best, data_dir=given.data_dir, batch_size=given.batch_size
+        )
     print(f"test accuracy {result['test_accuracy']:.4f} after step {result['step']}")
 
 
 if __name__ == "__main__":
     flags.DEFINE_string("workdir", None, "Folder of the run.", required=True)
     flags.DEFINE_bool("best", False, "Take the best checkpoint instead of the newest.")
+    flags.DEFINE_string("data_dir", None, "Where the data is, unless it is where the run had it.")
+    flags.DEFINE_integer("batch_size", None, "Images at a time; as in the run unless given.")
     app.run(main)

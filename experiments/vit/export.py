@@ -55,12 +55,12 @@ def export(
     """
     path, description_path = pathlib.Path(output), pathlib.Path(f"{output}.json")
     _check(platforms, path, description_path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
     model = trained.load(workdir, mesh, best=best)
     exported = _export(model, platforms)
     description = describe(model, exported)
     part = pathlib.Path(f"{output}.part")
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
         part.write_bytes(exported.serialize())
         harness.write_json(description_path, description)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -120,15 +119,14 @@ def _from_records(config: ml_collections.ConfigDict, eval_batch_size: int, rows:
         positions = step * config.batch_size + train_rows
         return _mix(_read_train(train, positions, config), positions, config, train.num_classes)
 
-    def eval_batch(number: int) -> Batch:
-        positions = number * eval_batch_size + rows(eval_batch_size)
-        return _read_eval(test, positions, config)
-
     def eval_batches() -> Iterator[Batch]:
-        numbers = grain.MapDataset.range(math.ceil(len(test) / eval_batch_size))
+        mine = rows(eval_batch_size)
+        starts = np.arange(0, len(test), eval_batch_size)
+        images = grain.MapDataset.source((starts[:, None] + mine).ravel())
         threads = max(1, config.num_workers)
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=threads)
-        return iter(numbers.map(eval_batch).to_iter_dataset(options))
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
+        read = functools.partial(_read_eval, test, config=config)
+        return iter(images.map(read).to_iter_dataset(options).batch(len(mine)))
 
     sizes = len(train), len(test)
     return Input(train.channels, train.num_classes, *sizes, train_batch, eval_batches)
@@ -149,22 +147,21 @@ def _read_train(
 
 
 def _read_eval(
-    examples: records.Records, positions: np.ndarray, config: ml_collections.ConfigDict
+    examples: records.Records, position: int, config: ml_collections.ConfigDict
 ) -> Batch:
-    """Examples in order; beyond the last one black images of weight 0."""
-    indices = [p for p in positions if p < len(examples)]
-    missing = len(positions) - len(indices)
-    found = examples.read(indices)
+    """One example; beyond the last a black image of weight 0."""
     side = config.image_size
-    crops = [
-        augment.resize(x, augment.center_box(x.size, config.eval_crop), side) for x, _ in found
-    ]
-    mode = {1: "L", 3: "RGB"}[examples.channels]
-    crops += [PIL.Image.new(mode, (side, side))] * missing
+    if position < len(examples):
+        [(image, label)] = examples.read([int(position)])
+        crop = augment.resize(image, augment.center_box(image.size, config.eval_crop), side)
+        weight = 1
+    else:
+        crop = PIL.Image.new({1: "L", 3: "RGB"}[examples.channels], (side, side))
+        label, weight = 0, 0
     return {
-        "image": _to_array(crops),
-        "label": np.array([label for _, label in found] + [0] * missing, np.int32),
-        "weight": np.array([1] * len(found) + [0] * missing, np.float32),
+        "image": _to_array([crop])[0],
+        "label": np.array(label, np.int32),
+        "weight": np.array(weight, np.float32),
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import sys
+import traceback
 
 import jax
 from absl import app, flags
@@ -48,6 +49,10 @@ def main(argv: list[str]) -> None:
         leave("Stopped; the same command goes on from the last checkpoint, if any are kept.")
     except SystemExit as end:
         leave(end.code)
+    except Exception:
+        if jax.distributed.is_initialized():
+            leave(traceback.format_exc())
+        raise
 
 
 def leave(code: int | str | None) -> None:

@@ -47,10 +47,16 @@ class Meter:
         self._start = time.perf_counter()
 
     def add(self, metrics: steps.Metrics) -> None:
-        """Takes what ``train_step`` returns, without waiting for it."""
+        """Takes what ``train_step`` returns.
+
+        Waits for the step before the last, so that no more batches than two are on the devices.
+        """
+        jax.block_until_ready(self._pending[-2:-1])
         self._pending.append(metrics)
 
-    def read(self, done: int, learning_rate: float) -> tuple[dict[str, float], dict[int, float]]:
+    def read(
+        self, done: int, learning_rate: float
+    ) -> tuple[dict[str, float], dict[str, dict[int, float]]]:
         """Waits for the steps since the start.
 
         Args:
@@ -58,7 +64,8 @@ class Meter:
           learning_rate: Of the last of them.
 
         Returns:
-          Their means as a row, and the loss of each by how many steps were done with it.
+          Their means as a row; and the loss and the norm of the gradient, by name, of each of them
+          by how many steps were done with it.
         """
         fetched: list[Mapping[str, np.ndarray]] = jax.device_get(self._pending)
         seconds = (time.perf_counter() - self._start) / len(fetched)
@@ -74,5 +81,9 @@ class Meter:
             "gradient_norm": mean("gradient_norm"),
             **self._speed.row(seconds),
         }
-        first = done - len(fetched) + 1
-        return row, {step: float(m["loss"]) for step, m in enumerate(fetched, start=first)}
+        numbers = range(done - len(fetched) + 1, done + 1)
+        each = {
+            what: {n: float(m[name]) for n, m in zip(numbers, fetched, strict=True)}
+            for what, name in (("loss", "loss"), ("gradient's norm", "gradient_norm"))
+        }
+        return row, each

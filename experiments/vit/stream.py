@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Mapping
 from typing import Self
 
@@ -75,4 +76,11 @@ class Batches:
         if not flags.FLAGS.is_parsed():  # By a notebook, or a test; Grain asks flags of its own.
             flags.FLAGS.mark_as_parsed()
         workers = grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=1)
-        return iter(ahead.mp_prefetch(workers))
+        init = _ignore_sigterm if self._num_workers else None
+        return iter(ahead.mp_prefetch(workers, worker_init_fn=init))
+
+
+def _ignore_sigterm(worker: int, num_workers: int) -> None:
+    """Lets a worker live on after a notice to a whole group of processes: the trainer decides."""
+    del worker, num_workers
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -8,7 +8,7 @@ import math
 import pathlib
 import time
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import ml_collections
@@ -41,11 +41,12 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
       FileExistsError: If workdir holds a run that is finished, kept no checkpoints, or is of
         another config.
       FileNotFoundError: If the data is not there.
-      FloatingPointError: If the loss is not finite; the message names the step.
+      FloatingPointError: If a loss or a gradient is not finite; the message names the step.
       IncompatibleError: If the checkpoints are of another config; the message names what differs.
       OSError: If checkpoints or results cannot be kept.
       RuntimeError: If a step fails.
-      SystemExit: With code 0, after a checkpoint was saved because of SIGTERM.
+      SystemExit: After SIGTERM: with code 0 when a checkpoint is saved, with a message if the run
+        keeps none.
       TypeError, ValueError: If the config is not right.
     """
     # Check everything that can be checked before anything is written.
@@ -73,77 +74,100 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
-
-        # Go on from the newest checkpoint, if there is one.
-        checkpoints, preemption = _open_checkpoints(stack, config, workdir)
-        found = checkpoints.restore(program.state) if checkpoints else None
-        state, progress = found or (program.init(), checkpoint.Progress([], 0.0, {"step": 0}))
-        first_step = int(state.step)
-        batches = stack.enter_context(
-            stream.Batches(
-                inputs.train_batch, num_steps=config.num_steps, num_workers=config.num_workers
-            )
-        )
-        batches.set_state(progress.data)
-
-        # Train.
-        metrics_log = stack.enter_context(
-            log.Log(workdir, config, _columns(program), progress.rows, writes=is_first)
-        )
-        bar = stack.enter_context(Bar(config.num_steps, first_step, shows=is_first))
-        profile = stack.enter_context(Profile(workdir / "profile", **config.profile))
-        stack.enter_context(_beyond_the_checks())
-        window = meter.Meter(_speed(config, program))
-        start = time.perf_counter() - progress.seconds
-        for step in range(first_step, config.num_steps):
-            profile.before(step)
-            if _redraws(config, program, step):
-                state = program.redraw(state)
-            batch = sharding.global_batch(next(batches), mesh, config.batch_size)
-            state, metrics = program.train_step(state, batch)
-            window.add(metrics)
-            profile.after(step, metrics)
-            done = step + 1
-            due = _due(config, done, stopping=bool(preemption and preemption.reached(done)))
-            if not due.row:
-                continue
-
-            row, losses = window.read(done, float(program.schedule(step)))
-            finite = all(math.isfinite(loss) for loss in losses.values())
-            if due.evaluation and finite:
-                row |= _evaluate(program, inputs, state, eval_batch_size)
-            metrics_log.write(row)
-            _check_finite("loss", losses, config, workdir)
-            if due.evaluation:
-                _check_finite("test loss", {done: row["test_loss"]}, config, workdir)
-            best = due.evaluation and checkpoint.is_best(metrics_log.rows)
-            if checkpoints and (due.checkpoint or best):
-                seconds = time.perf_counter() - start
-                progress = checkpoint.Progress(metrics_log.rows, seconds, batches.get_state())
-                checkpoints.save(done, state, progress)
-            if checkpoints and due.stop:
-                checkpoints.wait()
-                bar.write(f"Stopped by SIGTERM after step {done}; the same command goes on there.")
-                raise SystemExit(0)
-            bar.update(row)
-            window.restart()
-        seconds = time.perf_counter() - start
-
-    results = _results(config, program, inputs, metrics_log.rows, seconds)
+        rows, seconds = _loop(stack, config, workdir, program, inputs, eval_batch_size)
+    results = _results(config, program, inputs, rows, seconds)
     if is_first:
         log.finish(workdir, results)
     return results
 
 
+def _loop(
+    stack: contextlib.ExitStack,
+    config: ml_collections.ConfigDict,
+    workdir: pathlib.Path,
+    program: program_lib.Program,
+    inputs: input_lib.Input,
+    eval_batch_size: int,
+) -> tuple[list[dict[str, float]], float]:
+    """Trains from the newest checkpoint, or from the start, to the last step.
+
+    Returns:
+      The rows of the log, and the seconds that all the steps took.
+    """
+    is_first = jax.process_index() == 0
+    checkpoints = _open_checkpoints(stack, config, workdir)
+    found = checkpoints.restore(program.state) if checkpoints else None
+    state, progress = found or (program.init(), checkpoint.Progress([], 0.0, {"step": 0}))
+    first_step = int(state.step)
+    batches = stack.enter_context(
+        stream.Batches(
+            inputs.train_batch, num_steps=config.num_steps, num_workers=config.num_workers
+        )
+    )
+    batches.set_state(progress.data)
+    stopped_before = (workdir / "metrics.csv").exists()
+    metrics_log = stack.enter_context(
+        log.Log(workdir, config, _columns(program), progress.rows, writes=is_first)
+    )
+    bar = stack.enter_context(Bar(config.num_steps, first_step, shows=is_first))
+    if found or stopped_before:
+        bar.write(f"Goes on after step {first_step}." if found else "No checkpoint: starts over.")
+    profile = stack.enter_context(Profile(workdir / "profile", **config.profile))
+    preemption = stack.enter_context(Preemption())
+    stack.enter_context(_beyond_the_checks())
+    window = meter.Meter(_speed(config, program))
+    start = time.perf_counter() - progress.seconds
+    for step in range(first_step, config.num_steps):
+        profile.before(step)
+        if _redraws(config, program, step):
+            state = program.redraw(state)
+        batch = sharding.global_batch(next(batches), program.mesh, config.batch_size)
+        state, metrics = program.train_step(state, batch)
+        window.add(metrics)
+        profile.after(step, metrics)
+        done = step + 1
+        due = _due(config, done, stopping=preemption.reached(done))
+        if not due.row:
+            continue
+
+        row, each = window.read(done, float(program.schedule(step)))
+        finite = all(math.isfinite(x) for values in each.values() for x in values.values())
+        if due.evaluation and finite:
+            row |= _evaluate(program, inputs, state, eval_batch_size)
+            each["test loss"] = {done: row["test_loss"]}
+        metrics_log.write(row)
+        for what, values in each.items():
+            _check_finite(what, values, config, workdir)
+        best = due.evaluation and checkpoint.is_best(metrics_log.rows)
+        if checkpoints and (due.checkpoint or best):
+            seconds = time.perf_counter() - start
+            progress = checkpoint.Progress(metrics_log.rows, seconds, batches.get_state())
+            checkpoints.save(done, state, progress)
+        if due.stop:
+            _stop(bar, done, checkpoints)
+        bar.update(row)
+        window.restart()
+    return metrics_log.rows, time.perf_counter() - start
+
+
 def _open_checkpoints(
     stack: contextlib.ExitStack, config: ml_collections.ConfigDict, workdir: pathlib.Path
-) -> tuple[checkpoint.Checkpoints | None, Preemption | None]:
-    """The checkpoints of a run and the notice to save one, until the stack is left; or neither."""
+) -> checkpoint.Checkpoints | None:
+    """The checkpoints of a run, until the stack is left, or None if it is to keep none."""
     if not config.checkpoint.interval:
-        return None, None
+        return None
     folder = config.checkpoint.folder or workdir / "checkpoints"
     checkpoints = checkpoint.Checkpoints(folder, config, keep=config.checkpoint.keep)
-    return stack.enter_context(checkpoints), stack.enter_context(Preemption())
+    return stack.enter_context(checkpoints)
+
+
+def _stop(bar: Bar, done: int, checkpoints: checkpoint.Checkpoints | None) -> NoReturn:
+    """Ends the program after SIGTERM, with code 0 if nothing is lost."""
+    if checkpoints is None:
+        raise SystemExit(f"Stopped by SIGTERM after step {done}; the run kept no checkpoints.")
+    checkpoints.wait()
+    bar.write(f"Stopped by SIGTERM after step {done}; the same command goes on there.")
+    raise SystemExit(0)
 
 
 class Due(NamedTuple):
@@ -167,7 +191,7 @@ def _due(config: ml_collections.ConfigDict, done: int, *, stopping: bool) -> Due
     evaluation = last or done % config.eval_interval == 0
     interval = config.checkpoint.interval
     saves = bool(interval) and (last or stopping or done % interval == 0)
-    row = evaluation or saves or done % config.log_interval == 0
+    row = evaluation or saves or stopping or done % config.log_interval == 0
     return Due(row, evaluation, saves, stopping and not last)
 
 
@@ -205,15 +229,15 @@ def _evaluate(
 
 def _check_finite(
     what: str,
-    losses: Mapping[int, float],
+    values: Mapping[int, float],
     config: ml_collections.ConfigDict,
     workdir: pathlib.Path,
 ) -> None:
-    """Refuses to go on from a loss that is not finite; ``losses`` are those of steps."""
-    for step, loss in losses.items():
-        if not math.isfinite(loss):
+    """Refuses to go on from what is not finite; ``values`` are those of steps."""
+    for step, value in values.items():
+        if not math.isfinite(value):
             raise FloatingPointError(
-                f"The {what} is {loss} at step {step} of {config.num_steps}; the metrics up to "
+                f"The {what} is {value} at step {step} of {config.num_steps}; the metrics up to "
                 f"there are in {workdir / 'metrics.csv'}."
             )
 

@@ -4,7 +4,8 @@ Shows:     Fig. 9b, simplex against orthogonal random features
 Command:   python -m experiments.vit.main --config=experiments/vit/configs/fashion_mnist_b.py
            --distributed --workdir=DIR --config.data_dir=DIR --config.checkpoint.folder=gs://DIR
            on every host; see imagenet2012.py
-Hardware:  a TPU pod; on 16 chips of v3 or v4 add --config.model.remat=dots --config.model.scan
+Hardware:  a TPU pod; on 16 chips of v3 or v4 add --config.model.remat=dots --config.model.scan;
+           a thread of each host moves all 4096 images of a batch, which a large pod may wait for
 Time:      not run: needs a pod
 Expected:  not run; the paper draws accuracies and gives no number
 """

@@ -53,6 +53,11 @@ def test_every_config_file_is_whole_and_says_what_it_is(name):
         ({"augment__crop_area": 0.0}, ValueError, r"crop_area must be in \(0, 1\], got 0.0"),
         ({"augment__crop_area": 0.05}, ValueError, "crop_area must be 1.0 where in_memory is True"),
         ({"augment__randaugment_magnitude": 15.0}, ValueError, "must be from 0 to 10, got 15.0"),
+        (
+            {"augment__randaugment_magnitude": 5.0},
+            ValueError,
+            "must be 0.0 where in_memory is True",
+        ),
         ({"augment__mixup": -0.1}, ValueError, "config.augment.mixup must be at least 0"),
         (
             {"dataset": "imagenet2012", "in_memory": False},

@@ -1,3 +1,7 @@
+import multiprocessing
+import os
+import signal
+
 import numpy as np
 import pytest
 
@@ -136,6 +140,20 @@ def test_workers_and_a_resume_in_the_middle_of_an_epoch_change_no_bit(folder):
     assert len(after) == len(resumed) == 4
     for found, wanted in zip(before + after + resumed, expected + expected[3:], strict=True):
         assert_equal(found, wanted)
+
+
+def test_workers_outlive_a_notice_to_them_and_end_with_the_run():
+    def make(step):
+        return {"step": np.array(step)}
+
+    before = set(multiprocessing.active_children())
+    with stream.Batches(make, num_steps=9, num_workers=1) as batches:
+        next(batches)
+        [worker] = set(multiprocessing.active_children()) - before
+        os.kill(worker.pid, signal.SIGTERM)
+        assert [int(batch["step"]) for batch in batches] == list(range(1, 9))
+    worker.join(timeout=10)
+    assert not worker.is_alive()
 
 
 @pytest.mark.fast

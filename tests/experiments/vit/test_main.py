@@ -1,8 +1,10 @@
 """What the command line says of input that cannot work: one line, and nothing is written."""
 
 import importlib.util
+import os
 import sys
 
+import jax
 import pytest
 from absl.testing import flagsaver
 
@@ -112,6 +114,23 @@ def test_an_interrupt_says_how_to_go_on(command, monkeypatch):
     monkeypatch.setattr(train, "train", interrupt)
     with pytest.raises(SystemExit, match=r"^Stopped; the same command goes on from the last"):
         command("")
+
+
+@pytest.mark.fast
+def test_a_failure_on_one_of_several_hosts_ends_it_at_once(command, monkeypatch, capsys):
+    def fail(*_):
+        raise RuntimeError("a step")
+
+    codes = []
+    monkeypatch.setattr(train, "train", fail)
+    with pytest.raises(RuntimeError, match="a step"):
+        command("")
+    monkeypatch.setattr(jax.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(os, "_exit", codes.append)
+    with pytest.raises(SystemExit):  # Where the process would be gone.
+        command("")
+    assert codes == [1]
+    assert "RuntimeError: a step" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_ends_the_program_with_a_line(command, tmp_path):
