@@ -99,19 +99,15 @@ def _loop(
     found = checkpoints.restore(program.state) if checkpoints else None
     state, progress = found or (program.init(), checkpoint.Progress([], 0.0, {"step": 0}))
     first_step = int(state.step)
-    batches = stack.enter_context(
-        stream.Batches(
-            inputs.train_batch, num_steps=config.num_steps, num_workers=config.num_workers
-        )
-    )
-    batches.set_state(progress.data)
-    stopped_before = (workdir / "metrics.csv").exists()
+    batches = _open_batches(stack, config, inputs, progress)
+    bar = stack.enter_context(Bar(config.num_steps, first_step, shows=is_first))
+    if found:
+        bar.write(f"Goes on after step {first_step}.")
+    elif (workdir / "metrics.csv").exists():
+        bar.write("There is no checkpoint to go on from; the run starts over.")
     metrics_log = stack.enter_context(
         log.Log(workdir, config, _columns(program), progress.rows, writes=is_first)
     )
-    bar = stack.enter_context(Bar(config.num_steps, first_step, shows=is_first))
-    if found or stopped_before:
-        bar.write(f"Goes on after step {first_step}." if found else "No checkpoint: starts over.")
     profile = stack.enter_context(Profile(workdir / "profile", **config.profile))
     preemption = stack.enter_context(Preemption())
     stack.enter_context(_beyond_the_checks())
@@ -159,6 +155,20 @@ def _open_checkpoints(
     folder = config.checkpoint.folder or workdir / "checkpoints"
     checkpoints = checkpoint.Checkpoints(folder, config, keep=config.checkpoint.keep)
     return stack.enter_context(checkpoints)
+
+
+def _open_batches(
+    stack: contextlib.ExitStack,
+    config: ml_collections.ConfigDict,
+    inputs: input_lib.Input,
+    progress: checkpoint.Progress,
+) -> stream.Batches:
+    """The batches that are still to come, until the stack is left."""
+    batches = stream.Batches(
+        inputs.train_batch, num_steps=config.num_steps, num_workers=config.num_workers
+    )
+    batches.set_state(progress.data)
+    return stack.enter_context(batches)
 
 
 def _stop(bar: Bar, done: int, checkpoints: checkpoint.Checkpoints | None) -> NoReturn:
