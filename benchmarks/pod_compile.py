@@ -29,6 +29,7 @@ PODS = (
     "v5e:16x16:none:scanned",
     "v6e:16x16:none:scanned",
     "v5e:16x16:none:unrolled",
+    "v6e:16x16:none:unrolled",
 )
 CHANNELS, CLASSES = 3, 1000
 SIDE = 8192  # Of the matrices whose product should reach the peak.
