@@ -37,14 +37,14 @@ def evaluate(
       OSError: If the checkpoint cannot be read.
       ValueError: If the data is not what the model was trained on, or batch_size is not positive.
     """
+    if batch_size is not None:
+        checks.positive_int("batch_size", batch_size)
     mesh = sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1, "sequence": 1})
     model = trained.load(workdir, mesh, best=best)
     config, program = model.config, model.program
     config.augment.mixup = 0.0  # Of training, on other devices.
     config.data_dir = config.data_dir if data_dir is None else data_dir
-    wanted = config.eval_batch_size if batch_size is None else batch_size
-    checks.positive_int("batch_size", wanted)
-    batch_size = sharding.round_up(wanted, mesh)
+    batch_size = sharding.round_up(batch_size or config.eval_batch_size, mesh)
     rows = sharding.rows_of_host(mesh, batch_size)
     inputs = input_lib.load(config, eval_batch_size=batch_size, rows=rows)
     if (inputs.channels, inputs.num_classes) != (program.model.channels, program.model.num_classes):

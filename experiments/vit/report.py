@@ -128,8 +128,9 @@ def _check_seeds(runs: Sequence[Run]) -> None:
 
 def make_table(runs: Runs) -> str:
     """One row an attention: mean and standard deviation over the seeds, median speed."""
-    head = "attention | test accuracy | s.d. | test loss | s.d. | seeds | images/s | seconds a run"
-    lines = [f"| {head} |", "| --- " * (head.count("|") + 1) + "|"]
+    header = ["attention", "test accuracy", "s.d.", "test loss", "s.d.", "seeds"]
+    header += ["images/s", "seconds a run"]
+    rows = []
     for attention, some in runs.items():
         column = {
             name: np.array([run.results[name] for run in some])
@@ -141,8 +142,8 @@ def make_table(runs: Runs) -> str:
             cells += [f"{column[name].mean():.4f}", spread]
         cells += [str(len(some))]
         cells += [f"{np.median(column[name]):.0f}" for name in ("images_per_second", "seconds")]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append(cells)
+    return harness.markdown_table(header, rows) + "\n"
 
 
 def draw(runs: Runs) -> matplotlib.figure.Figure:

@@ -154,7 +154,9 @@ def test_a_checkpoint_has_the_accuracy_it_had_in_training(best, whole):
     np.testing.assert_allclose(result["test_loss"], dict(rows["test_loss"])[result["step"]], 1e-6)
 
 
-def test_evaluation_needs_a_run_and_a_checkpoint(whole, tmp_path):
+def test_evaluation_needs_a_run_a_checkpoint_and_images(whole, tmp_path):
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        evaluate.evaluate(whole, best=False, batch_size=0)
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         evaluate.evaluate(tmp_path, best=False)
     shutil.copy(whole / "config.json", tmp_path)
