@@ -52,7 +52,8 @@ def load(
     Args:
       config: All the fields of ``experiments.vit.config.FIELDS``.
       eval_batch_size: Images an evaluation step, over all hosts.
-      rows: Which images of a batch this host reads; all of them, unless others share it.
+      rows: Which images of a batch this host reads; all of them, unless others share it. It goes
+        to the workers, so it can be pickled.
 
     Returns:
       Its batches.
@@ -112,11 +113,8 @@ def _from_records(config: ml_collections.ConfigDict, eval_batch_size: int, rows:
         for split in ("train", records.DATASETS[config.dataset].test_split)
     )
 
-    # Numbers go to the workers; the devices that they come from could not.
-    train_rows = rows(config.batch_size)
-
     def train_batch(step: int) -> Batch:
-        positions = step * config.batch_size + train_rows
+        positions = step * config.batch_size + rows(config.batch_size)
         return _mix(_read_train(train, positions, config), positions, config, train.num_classes)
 
     def eval_batches() -> Iterator[Batch]:

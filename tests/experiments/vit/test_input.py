@@ -5,7 +5,7 @@ import signal
 import numpy as np
 import pytest
 
-from experiments.vit import data, records, stream, train
+from experiments.vit import data, evaluate, records, stream, train
 from experiments.vit import input as input_lib
 from tests.experiments.vit import prepared, tiny
 from tests.standard_errors import assert_mean
@@ -219,15 +219,17 @@ def test_images_in_memory_of_another_size_are_refused():
         input_lib.load(config, eval_batch_size=8)
 
 
-def test_a_run_from_records_trains(folder, tmp_path):
+def test_a_run_from_records_trains_and_is_evaluated_on_other_devices(folder, tmp_path):
     config = prepared.get_config(
         folder,
         model__patch_size=8,
         model__attention="exact",
         mesh__data=2,
         num_workers=1,
+        checkpoint__interval=4,
         **AUGMENTED,
     )
     results = train.train(config, tmp_path / "run")
     assert (results["num_train"], results["num_test"]) == (NUM_TRAIN, NUM_TEST)
-    assert np.isfinite(results["test_loss"])
+    found = evaluate.evaluate(tmp_path / "run", best=False, data_dir=str(folder), batch_size=16)
+    assert found["test_loss"] == pytest.approx(results["test_loss"], rel=1e-5)
