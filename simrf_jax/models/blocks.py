@@ -86,7 +86,7 @@ def make_blocks(config: ViTConfig, *, rngs: nnx.Rngs) -> nnx.List | Block:
     if not config.scan:
         return nnx.List(blocks)
     states = [nnx.state(block) for block in blocks]
-    return nnx.merge(nnx.graphdef(blocks[0]), jax.tree.map(_stack, *states))
+    return nnx.merge(nnx.graphdef(blocks[0]), jax.tree.map(lambda *x: jnp.stack(x), *states))
 
 
 def apply_blocks(
@@ -130,7 +130,3 @@ def _function(graphdef: nnx.GraphDef, config: ViTConfig, impl: Any) -> Callable[
         return apply
     # XLA does not merge computations inside a loop with others outside.
     return jax.checkpoint(apply, policy=POLICIES[config.remat], prevent_cse=not config.scan)
-
-
-def _stack(*arrays: jax.Array) -> jax.Array:
-    return jnp.stack(arrays)
