@@ -6,23 +6,24 @@ the sum of all states if attention is bidirectional, the states before its own i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+import functools
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 
 from simrf_jax.attention.causal import split_length
-from simrf_jax.attention.layout import Inputs, log_weights_of
+from simrf_jax.attention.layout import HeadMaps, Inputs
 from simrf_jax.attention.state import (
     AttentionState,
     empty_state,
     hide,
     in_units_of,
     keep,
-    log_key_features,
+    key_features,
     merge,
+    spoil,
     summarise,
-    visible_only,
     with_ones,
 )
 
@@ -39,30 +40,36 @@ def merge_over(state: AttentionState, axes: Axes) -> AttentionState:
 
 
 def states_around(
-    inputs: Inputs, segment_ids: jax.Array | None, axes: Axes, *, is_causal: bool
+    inputs: Inputs,
+    maps: HeadMaps,
+    segment_ids: jax.Array | None,
+    axes: Axes,
+    *,
+    is_causal: bool,
 ) -> tuple[AttentionState, AttentionState]:
     """States of the keys before this device's and, unless causal, of those after them.
 
     Args:
       inputs: This device's.
+      maps: Feature maps.
       segment_ids: This device's, ``[..., T]``, or None. Of other devices only the keys of a segment
         that goes on here count.
       axes: What shards the length.
       is_causal: Whether the keys after do not matter; the second state is empty then.
     """
-    nothing = empty_state(inputs)
+    nothing = empty_state(inputs, maps)
     runs = inputs.runs
     if segment_ids is None or runs is None:
-        return _flow(Passage(_state_of(inputs, None), None), axes, 1).state, nothing
+        return _flow(Passage(_state_of(inputs, maps, None), None), axes, 1).state, nothing
     segment_ids, several = jnp.reshape(segment_ids, runs.shape), runs[:, -1] > 0
     first, last = segment_ids[:, 0], segment_ids[:, -1]
     goes_on = (shift(last, axes, 1) == first) & _has_source(axes, 1)
-    ends = _state_of(inputs, jnp.equal(runs, runs[:, -1:]))
+    ends = _state_of(inputs, maps, jnp.equal(runs, runs[:, -1:]))
     before = keep(_flow(Passage(ends, several | ~goes_on), axes, 1).state, goes_on)
     if is_causal:
         return before, nothing
     goes_on = (shift(first, axes, -1) == last) & _has_source(axes, -1)
-    begins = _state_of(inputs, jnp.equal(runs, 0))
+    begins = _state_of(inputs, maps, jnp.equal(runs, 0))
     after = keep(_flow(Passage(begins, several | ~goes_on), axes, -1).state, goes_on)
     return before, after
 
@@ -119,25 +126,32 @@ def _has_source(axes: Axes, by: int) -> jax.Array:
     return (source >= 0) & (source < jax.lax.axis_size(axes))
 
 
-def _state_of(inputs: Inputs, visible: jax.Array | None) -> AttentionState:
+class Keys(NamedTuple):
+    """Keys as ``Inputs`` has them, and which of them count, ``[B, S]``; None for all."""
+
+    key: jax.Array
+    value: jax.Array
+    log_weights: jax.Array
+    visible: jax.Array | None
+
+
+def _state_of(inputs: Inputs, maps: HeadMaps, visible: jax.Array | None) -> AttentionState:
     """The state of this device's keys, those where ``visible``, ``[B, S]``, is True."""
 
-    def more(state: AttentionState, chunk: dict[str, Any]) -> tuple[AttentionState, None]:
-        key, value = visible_only(chunk["key"], chunk["value"], chunk["log_weights"])
-        keys = log_key_features(inputs.key_map(key), chunk["log_weights"])
-        if chunk["visible"] is not None:
-            keys = hide(keys, chunk["visible"])
-        return merge(state, summarise(keys, with_ones(value))), None
+    def more(state: AttentionState, chunk: Keys) -> tuple[AttentionState, None]:
+        keys, spoils = key_features(maps, chunk.key, chunk.log_weights)
+        if chunk.visible is not None:
+            keys, spoils = hide(keys, chunk.visible), spoils & chunk.visible[..., None]
+        here = spoil(summarise(keys, with_ones(chunk.value)), jnp.any(spoils, axis=1))
+        return merge(state, here), None
 
     length = inputs.key.shape[1]
-    size = min(SUMMARY_CHUNK, max(length, 1))
-    weights = log_weights_of(inputs) if length % size else inputs.key_log_weights
-    given = {
-        "key": (inputs.key, 0),
-        "value": (inputs.value, 0),
-        "log_weights": (weights, -jnp.inf),
-        "visible": (visible, False),
-    }
-    chunks = {name: split_length(x, size, fill) for name, (x, fill) in given.items()}
+    split = functools.partial(split_length, size=min(SUMMARY_CHUNK, max(length, 1)))
+    chunks = Keys(
+        split(inputs.key, fill=None),
+        split(inputs.value, fill=0),
+        split(inputs.key_log_weights, fill=-jnp.inf),
+        None if visible is None else split(visible, fill=False),
+    )
     body = jax.checkpoint(more, prevent_cse=False)
-    return jax.lax.scan(body, empty_state(inputs), chunks)[0]
+    return jax.lax.scan(body, empty_state(inputs, maps), chunks)[0]

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from simrf_jax.attention.layout import Inputs, lay_out_with_features, log_weights_of
+from simrf_jax.attention.layout import HeadMaps, Inputs, lay_out_with_features
 from simrf_jax.attention.state import (
     finite,
+    key_features,
     largest,
-    log_key_features,
+    query_features,
     signed_exp,
-    visible_only,
 )
 from simrf_jax.features import FeatureMap, LogFeatures
 from simrf_jax.projections import Projection
@@ -53,13 +53,14 @@ def kernel_rows(
     **options: ArrayLike | None,
 ) -> tuple[KernelRows, KernelRows]:
     """What ``random_feature_attention`` estimates for all pairs, and the exact softmax kernel."""
-    inputs, restore = lay_out_with_features(
+    inputs, maps, restore = lay_out_with_features(
         query, key, value, projection, feature_map=feature_map, **options
     )
-    key, _ = visible_only(inputs.key, inputs.value, inputs.key_log_weights)
-    inputs = inputs._replace(key=key)
     log_weights = _log_weights(inputs, is_causal)
-    estimated, exact = _estimated_rows(inputs, log_weights), _softmax_rows(inputs, log_weights)
+    estimated, exact = (
+        _estimated_rows(inputs, maps, log_weights),
+        _softmax_rows(inputs, log_weights),
+    )
 
     def heads_first(x: jax.Array) -> jax.Array:
         return jnp.swapaxes(restore(x, dtype=x.dtype), -3, -2)
@@ -68,9 +69,12 @@ def kernel_rows(
 
 
 def _log_weights(inputs: Inputs, is_causal: bool) -> jax.Array:
-    """What to add to the logits, ``[1 or B, T, 1 or K, 1, S]``; minus infinity where hidden."""
+    """Returns what to add to the logits, ``[B, T, K, 1, S]``.
+
+    Minus infinity hides a key from a query; NaN marks one that is seen and not finite.
+    """
     length, key_length = inputs.query.shape[1], inputs.key.shape[1]
-    weights = log_weights_of(inputs).mT[:, None, :, None]
+    weights = inputs.key_log_weights.mT[:, None, :, None]
     weights = jnp.broadcast_to(weights, (weights.shape[0], length, *weights.shape[2:]))
     if is_causal:
         past = jnp.tri(length, key_length, dtype=bool)[None, :, None, None]
@@ -88,7 +92,7 @@ def _feature_products(
 
     @jax.checkpoint  # Gradients, too, hold the features of all pairs for one query at a time.
     def row(one: tuple[LogFeatures, jax.Array]) -> KernelRows:
-        query, log_weights = one  # [B, K, G, num_features] and [1 or B, 1 or K, 1, S]
+        query, log_weights = one  # [B, K, G, num_features] and [B, K, 1, S]
         log_weights = log_weights[..., None]
         exponent = query.exponent[..., None, :] + keys.exponent
         visible = log_weights > -jnp.inf
@@ -97,16 +101,21 @@ def _feature_products(
         phi = signed_exp(exponent - shift, keys.values)
         if query.values is not None:
             phi = phi * query.values[..., None, :]
-        return KernelRows(jnp.sum(phi, axis=-1), shift[..., 0])
+        kernel = jnp.where(jnp.isnan(log_weights[..., 0]), jnp.nan, jnp.sum(phi, axis=-1))
+        return KernelRows(kernel, shift[..., 0])
 
     by_query = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (queries, log_weights))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), jax.lax.map(row, by_query))
 
 
-def _estimated_rows(inputs: Inputs, log_weights: jax.Array) -> KernelRows:
-    queries, keys = inputs.query_map(inputs.query), inputs.key_map(inputs.key)
-    rows = _feature_products(queries, log_key_features(keys, None), log_weights)
-    return KernelRows(rows.kernel, rows.log_scale + queries.log_scale)
+def _estimated_rows(inputs: Inputs, maps: HeadMaps, log_weights: jax.Array) -> KernelRows:
+    queries, spoiled = query_features(maps, inputs.query)
+    # The log weights of a key differ between queries here, and are added for each.
+    keys, spoils = key_features(maps, inputs.key, jnp.zeros_like(inputs.key_log_weights))
+    seen = spoils.mT[:, None, :, None] & (log_weights > -jnp.inf)
+    rows = _feature_products(queries, keys, jnp.where(seen, jnp.nan, log_weights))
+    kernel = jnp.where(spoiled[..., None], jnp.nan, rows.kernel)
+    return KernelRows(kernel, rows.log_scale + queries.log_scale)
 
 
 def _softmax_rows(inputs: Inputs, log_weights: jax.Array) -> KernelRows:
@@ -114,4 +123,5 @@ def _softmax_rows(inputs: Inputs, log_weights: jax.Array) -> KernelRows:
     logits = jnp.einsum("btkgh,bskh->btkgs", inputs.query, inputs.key, precision=highest)
     logits = jnp.where(log_weights > -jnp.inf, logits + log_weights, -jnp.inf)
     shift = finite(largest(logits, axis=-1))
-    return KernelRows(jnp.exp(logits - shift), shift)
+    kernel = jnp.where(jnp.isnan(log_weights), jnp.nan, jnp.exp(logits - shift))
+    return KernelRows(kernel, shift)

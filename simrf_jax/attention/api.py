@@ -159,14 +159,16 @@ def _attend(
     **options: Any,
 ) -> jax.Array:
     """Attention on one device, or inside ``shard_map`` that of its part of the length."""
-    inputs, restore = lay_out_with_features(
+    inputs, maps, restore = lay_out_with_features(
         query, key, value, projection, feature_map=feature_map, **options
     )
     if not is_causal and inputs.runs is None:
-        return restore(bidirectional_attention(inputs, axes=axes))
-    before = after = empty_state(inputs)
+        return restore(bidirectional_attention(inputs, maps, axes=axes))
+    before = after = empty_state(inputs, maps)
     if axes:
-        before, after = states_around(inputs, options.get("segment_ids"), axes, is_causal=is_causal)
+        before, after = states_around(
+            inputs, maps, options.get("segment_ids"), axes, is_causal=is_causal
+        )
     if is_causal:
-        return restore(causal_attention(inputs, before, chunk_size=chunk_size)[0])
-    return restore(packed_attention(inputs, before, after, chunk_size=chunk_size))
+        return restore(causal_attention(inputs, maps, before, chunk_size=chunk_size)[0])
+    return restore(packed_attention(inputs, maps, before, after, chunk_size=chunk_size))

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from simrf_jax.attention.across_devices import Axes, merge_over
-from simrf_jax.attention.layout import Inputs
+from simrf_jax.attention.layout import HeadMaps, Inputs
 from simrf_jax.attention.state import (
-    log_key_features,
+    key_features,
     normalise,
+    query_features,
     read,
+    spoil,
     summarise,
-    visible_only,
     with_ones,
 )
 
 
-def bidirectional_attention(inputs: Inputs, *, axes: Axes = ()) -> jax.Array:
+def bidirectional_attention(inputs: Inputs, maps: HeadMaps, *, axes: Axes = ()) -> jax.Array:
     r"""Every query attends to all keys.
 
     .. math::
@@ -30,15 +32,17 @@ def bidirectional_attention(inputs: Inputs, *, axes: Axes = ()) -> jax.Array:
     least 1 wherever a query and a visible key have a feature in common: no epsilon.
 
     Args:
-      inputs: As ``lay_out_with_features`` makes them; without segments.
+      inputs: Queries, keys and values without segments.
+      maps: Their feature maps.
       axes: Mesh axes that shard the keys, inside ``shard_map``.
 
     Returns:
       ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
     """
-    key, value = visible_only(inputs.key, inputs.value, inputs.key_log_weights)
-    keys = log_key_features(inputs.key_map(key), inputs.key_log_weights)
-    state = summarise(keys, with_ones(value))
+    keys, spoils = key_features(maps, inputs.key, inputs.key_log_weights)
+    state = spoil(summarise(keys, with_ones(inputs.value)), jnp.any(spoils, axis=1))
     if axes:
         state = merge_over(state, axes)
-    return normalise(read(state, inputs.query_map(inputs.query), value.dtype))
+    queries, spoiled = query_features(maps, inputs.query)
+    out = normalise(read(state, queries, inputs.value.dtype))
+    return jnp.where(spoiled[..., None], jnp.nan, out)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from simrf_jax import checks
-from simrf_jax.attention.layout import Inputs, log_weights_of
+from simrf_jax.attention.layout import HeadMaps, Inputs, Vectors
 from simrf_jax.attention.state import (
     AttentionState,
     Readout,
@@ -19,20 +19,61 @@ from simrf_jax.attention.state import (
     finite,
     hide,
     keep,
+    key_features,
     largest,
-    log_key_features,
     merge,
     normalise,
+    query_features,
     read,
     signed_exp,
+    split_spoiled,
+    spoil,
     summarise,
-    visible_only,
     with_ones,
 )
-from simrf_jax.features import LogFeatures
+from simrf_jax.features import LibraryMap, LogFeatures
 
-FeatureMap = Callable[[jax.Array], LogFeatures]
 CHUNK_SIZE = 64
+
+
+class Scanned(NamedTuple):
+    """What queries read of the keys that they see.
+
+    Attributes:
+      readout: Sums of ``[B, T, K, G]`` queries.
+      spoiled: ``[B, T, K, G]``, True where a query, or a key that it sees, is not finite.
+    """
+
+    readout: Readout
+    spoiled: jax.Array
+
+    def outputs(self) -> jax.Array:
+        """Returns ``[B, T, K, G, D]``; zeros where no key is visible."""
+        return jnp.where(self.spoiled[..., None], jnp.nan, normalise(self.readout))
+
+
+class Tokens(NamedTuple):
+    """Queries and keys of the same positions, as ``Inputs`` has them; of all, or of one chunk."""
+
+    query: Vectors
+    key: Vectors
+    value: jax.Array
+    log_weights: jax.Array
+    runs: jax.Array | None
+
+
+class Carry(NamedTuple):
+    """The keys before a chunk.
+
+    Attributes:
+      state: Sums over those of the last segment, all finite.
+      spoiled: ``[B, K]``, True where one of them is not finite.
+      run: ``[B]``, the number of the last segment, or None without segments.
+    """
+
+    state: AttentionState
+    spoiled: jax.Array
+    run: jax.Array | None
 
 
 def check_chunk_size(chunk_size: int | None) -> int:
@@ -46,7 +87,7 @@ def check_chunk_size(chunk_size: int | None) -> int:
 
 
 def causal_attention(
-    inputs: Inputs, state: AttentionState, *, chunk_size: int
+    inputs: Inputs, maps: HeadMaps, state: AttentionState, *, chunk_size: int
 ) -> tuple[jax.Array, AttentionState]:
     r"""Each query attends to a state and to the keys up to its own position.
 
@@ -59,7 +100,8 @@ def causal_attention(
     chunk, O(T num_features D / chunk_size), and not the features, O(T num_features).
 
     Args:
-      inputs: As ``lay_out_with_features`` makes them.
+      inputs: Queries, keys and values.
+      maps: Their feature maps.
       state: Of the keys before the first.
       chunk_size: A power of two. Time O(T (num_features D + log(chunk_size) num_features)).
 
@@ -67,107 +109,140 @@ def causal_attention(
       ``[B, T, K, G, D]`` in the logits' type, and the state of all keys (of those of the last
       segment, if there are segments). Zeros where no key is visible.
     """
-    inputs = _as_many_keys_as_queries(inputs)
-    readout, state = _scan_chunks(inputs, state, chunk_size=chunk_size, own=True)
-    return normalise(readout), state
+    tokens = _tokens(_as_many_keys_as_queries(inputs))
+    scanned, state = _scan(tokens, maps, state, chunk_size=chunk_size, own=True)
+    return scanned.outputs(), state
 
 
 def packed_attention(
-    inputs: Inputs, before: AttentionState, after: AttentionState, *, chunk_size: int
+    inputs: Inputs,
+    maps: HeadMaps,
+    before: AttentionState,
+    after: AttentionState,
+    *,
+    chunk_size: int,
 ) -> jax.Array:
     """Each query attends to the keys of its segment: those up to its position, and those beyond.
 
     Args:
-      inputs: As ``lay_out_with_features`` makes them, with segments.
+      inputs: Queries, keys and values with segments.
+      maps: Their feature maps.
       before: State of earlier keys of the first segment.
       after: State of later keys of the last segment.
       chunk_size: A power of two.
     """
-    up_to, _ = _scan_chunks(inputs, before, chunk_size=chunk_size, own=True)
-    beyond, _ = _scan_chunks(_reversed(inputs), after, chunk_size=chunk_size, own=False)
-    beyond = jax.tree.map(functools.partial(jnp.flip, axis=1), beyond)
-    return normalise(add(up_to, beyond))
+    flip = functools.partial(jnp.flip, axis=1)
+    tokens = _tokens(inputs)
+    up_to, _ = _scan(tokens, maps, before, chunk_size=chunk_size, own=True)
+    tokens = jax.tree.map(flip, tokens)
+    beyond, _ = _scan(tokens, maps, after, chunk_size=chunk_size, own=False)
+    beyond = jax.tree.map(flip, beyond)
+    return Scanned(add(up_to.readout, beyond.readout), up_to.spoiled | beyond.spoiled).outputs()
 
 
-def _reversed(inputs: Inputs) -> Inputs:
-    names = ("query", "key", "value", "key_log_weights", "runs")
-    arrays = {name: getattr(inputs, name) for name in names}
-    return inputs._replace(**jax.tree.map(functools.partial(jnp.flip, axis=1), arrays))
+def _tokens(inputs: Inputs) -> Tokens:
+    """Returns what is scanned; values get the column that sums the denominator."""
+    value = with_ones(inputs.value)
+    return Tokens(inputs.query, inputs.key, value, inputs.key_log_weights, inputs.runs)
 
 
 def _as_many_keys_as_queries(inputs: Inputs) -> Inputs:
     """Cuts keys that no query sees off, or adds hidden ones."""
     length, key_length = inputs.query.shape[1], inputs.key.shape[1]
-    weights = log_weights_of(inputs) if key_length < length else inputs.key_log_weights
 
-    def fit(x: jax.Array, fill: float) -> jax.Array:
+    def fit(x: jax.Array, fill: float | None) -> jax.Array:
         return _pad(x[:, :length], max(0, length - key_length), fill)
 
-    return inputs._replace(
-        key=fit(inputs.key, 0),
+    return dataclasses.replace(
+        inputs,
+        key=fit(inputs.key, None if key_length else 1),  # As _pad says: no zeros.
         value=fit(inputs.value, 0),
-        key_log_weights=None if weights is None else fit(weights, -jnp.inf),
+        key_log_weights=fit(inputs.key_log_weights, -jnp.inf),
     )
 
 
 def _pad(x: jax.Array, count: int, fill: float | None) -> jax.Array:
-    """Adds positions of fill at the end, or of the last again."""
+    """Adds ``count`` positions of ``fill`` at the end, or copies of the last position if None.
+
+    A user's feature map takes padding too: what it makes of a real key is as finite as that of the
+    key itself, which cannot be said of zeros.
+    """
+    if not count:
+        return x
     padding = [(0, 0), (0, count)] + [(0, 0)] * (x.ndim - 2)
     if fill is None:
         return jnp.pad(x, padding, mode="edge")
     return jnp.pad(x, padding, constant_values=fill)
 
 
-def split_length(x: jax.Array | None, size: int, fill: float | None) -> jax.Array | None:
-    """``[B, length, ...]`` to chunks ``[chunks, B, size, ...]``, filled up with what hides."""
-    if x is None:
-        return None
+def split_length(x: jax.Array, size: int, fill: float | None) -> jax.Array:
+    """Returns chunks ``[chunks, B, size, ...]`` of ``[B, length, ...]``, padded by ``_pad``."""
     x = _pad(x, -x.shape[1] % size, fill)
     return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)
 
 
-def _scan_chunks(
-    inputs: Inputs, state: AttentionState, *, chunk_size: int, own: bool
-) -> tuple[Readout, AttentionState]:
-    """What each query reads of the state and the keys before it (and its own), ``[B, T, ...]``."""
-    batch, length = inputs.query.shape[:2]
-    size = min(chunk_size, 1 << max(length - 1, 0).bit_length())
-    weights = log_weights_of(inputs) if length % size else inputs.key_log_weights
+def _scan(
+    tokens: Tokens, maps: HeadMaps, state: AttentionState, *, chunk_size: int, own: bool
+) -> tuple[Scanned, AttentionState]:
+    """Scans the chunks; calls without jit compile the library's feature maps but once, too."""
+    if maps.are_the_librarys():
+        return _compiled_scan(tokens, maps, state, chunk_size=chunk_size, own=own)
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tokens, maps, state))):
+        return _scan_chunks(tokens, maps, state, chunk_size=chunk_size, own=own)
+    # Nothing compiled may outlive a user's function, which may do something else next time.
+    tokens = tokens._replace(query=maps.query(tokens.query), key=maps.key(tokens.key))
+    as_given = LibraryMap(_as_given)
+    maps = HeadMaps(None, as_given, as_given)
+    return _compiled_scan(tokens, maps, state, chunk_size=chunk_size, own=own)
 
-    chunks = {
-        "query": split_length(inputs.query, size, 0),
-        "key": split_length(inputs.key, size, 0),
-        "value": split_length(with_ones(inputs.value), size, 0),
-        "log_weights": split_length(weights, size, -jnp.inf),
+
+def _as_given(features: LogFeatures, projection: None) -> LogFeatures:
+    """Returns features that were computed before, as the feature map of themselves."""
+    del projection
+    return features
+
+
+def _scan_chunks(
+    tokens: Tokens, maps: HeadMaps, state: AttentionState, *, chunk_size: int, own: bool
+) -> tuple[Scanned, AttentionState]:
+    """Returns what each query reads of the state and the keys before it (and its own key)."""
+    batch, length = tokens.value.shape[:2]
+    size = min(chunk_size, 1 << max(length - 1, 0).bit_length())
+
+    def split(x: Any, fill: float | None) -> Any:
+        return jax.tree.map(functools.partial(split_length, size=size, fill=fill), x)
+
+    chunks = Tokens(
+        split(tokens.query, None),
+        split(tokens.key, None),
+        split(tokens.value, 0),
+        split(tokens.log_weights, -jnp.inf),
         # Whatever follows belongs to the last segment, for the state is that of its keys.
-        "runs": split_length(inputs.runs, size, None),
-    }
-    # The first, for which the state is; 0 if there is none.
-    run = None if inputs.runs is None else jnp.sum(inputs.runs[:, :1], 1, inputs.runs.dtype)
-    maps = (inputs.query_map, inputs.key_map)
+        split(tokens.runs, None),
+    )
+    # The state is that of the first segment, whose number is 0 if there are no tokens.
+    run = None if tokens.runs is None else jnp.sum(tokens.runs[:, :1], 1, tokens.runs.dtype)
     attend = jax.checkpoint(functools.partial(_attend_chunk, maps, own), prevent_cse=False)
-    (state, _), readouts = jax.lax.scan(attend, (state, run), chunks)
+    carry, scanned = jax.lax.scan(attend, Carry(*split_spoiled(state), run), chunks)
 
     def join(x: jax.Array) -> jax.Array:
         x = jnp.moveaxis(x, 0, 1)
         return x.reshape(batch, x.shape[1] * size, *x.shape[3:])[:, :length]
 
-    return jax.tree.map(join, readouts), state
+    return jax.tree.map(join, scanned), spoil(carry.state, carry.spoiled)
 
 
-def _attend_chunk(
-    maps: tuple[FeatureMap, FeatureMap],
-    own: bool,
-    carry: tuple[AttentionState, jax.Array | None],
-    chunk: dict[str, Any],
-) -> tuple[tuple[AttentionState, jax.Array | None], Readout]:
-    """One step of the scan; the carry's second part is the number of the last segment."""
-    state, run = carry
-    query_map, key_map = maps
-    runs, log_weights = chunk["runs"], chunk["log_weights"]
-    key, value = visible_only(chunk["key"], chunk["value"], log_weights)
-    queries, keys = query_map(chunk["query"]), log_key_features(key_map(key), log_weights)
-    if run is None:
+_compiled_scan = jax.jit(_scan_chunks, static_argnames=("chunk_size", "own"))
+
+
+def _attend_chunk(maps: HeadMaps, own: bool, carry: Carry, chunk: Tokens) -> tuple[Carry, Scanned]:
+    """Takes one step of the scan."""
+    state, _, run = carry
+    runs, value = chunk.runs, chunk.value
+    queries, no_features = query_features(maps, chunk.query)
+    keys, spoils = key_features(maps, chunk.key, chunk.log_weights)
+    spoiled = _sees(spoils, carry, runs)
+    if run is None or runs is None:
         readout = read(state, queries, value.dtype)
         state = merge(state, summarise(keys, value))
     else:
@@ -177,11 +252,29 @@ def _attend_chunk(
         state, run = merge(keep(state, run == last), here), last
     if own:
         readout = add(readout, _read_own_position(queries, keys, value))
-    half = key.shape[1] // 2
+    half = value.shape[1] // 2
     while half:
         readout = add(readout, _read_left_halves(queries, keys, value, runs, half))
         half //= 2
-    return (state, run), readout
+    scanned = Scanned(readout, no_features | spoiled[..., None])
+    return Carry(state, spoiled[:, -1], run), scanned
+
+
+def _sees(spoils: jax.Array, carry: Carry, runs: jax.Array | None) -> jax.Array:
+    """Returns ``[B, C, K]``, True at queries that see a key of the chunk, or before, that spoils.
+
+    Args:
+      spoils: ``[B, C, K]``, True at keys that are not finite.
+      carry: The keys before the chunk.
+      runs: ``[B, C]``, or None.
+    """
+    size = spoils.shape[1]
+    visible = jnp.tri(size, dtype=bool)[None]
+    before = carry.spoiled[:, None]
+    if carry.run is not None and runs is not None:
+        visible = visible & (runs[:, :, None] == runs[:, None])
+        before = before & (runs == carry.run[:, None])[..., None]
+    return before | jnp.any(visible[..., None] & spoils[:, None], axis=2)
 
 
 def _read_own_position(queries: LogFeatures, keys: LogFeatures, value: jax.Array) -> Readout:

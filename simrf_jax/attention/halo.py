@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from simrf_jax.attention.across_devices import Axes, shift
-from simrf_jax.attention.layout import Arrays, log_weights_of
+from simrf_jax.attention.layout import Inputs
 from simrf_jax.attention.masks import run_numbers
 
 
 def with_halo(
-    arrays: Arrays, segment_ids: jax.Array | None, axes: Axes, *, bandwidth: int, is_causal: bool
-) -> tuple[Arrays, int]:
+    inputs: Inputs, segment_ids: jax.Array | None, axes: Axes, *, bandwidth: int, is_causal: bool
+) -> tuple[Inputs, int]:
     """Adds the keys of other devices that are within the bandwidth of a query here.
 
     Args:
-      arrays: This device's.
+      inputs: This device's.
       segment_ids: This device's, ``[..., T]``, or None.
       axes: What shards the length.
       bandwidth: How far a query sees.
       is_causal: Whether it sees back only.
 
     Returns:
-      The arrays with more keys, and how many of them are before this device's.
+      The inputs with more keys, and how many of them are before this device's.
     """
-    length, size = arrays.key.shape[1], jax.lax.axis_size(axes)
+    length, size = inputs.key.shape[1], jax.lax.axis_size(axes)
     before = min(bandwidth, (size - 1) * length)
     after = 0 if is_causal else before
 
@@ -36,21 +38,19 @@ def with_halo(
     runs = None
     if segment_ids is not None:
         # All that lies between two positions of the stretch is in it: it tells their segments.
-        ids = widen(jnp.reshape(segment_ids, arrays.key.shape[:2]))
+        ids = widen(jnp.reshape(segment_ids, inputs.key.shape[:2]))
         runs = run_numbers(ids, ids.shape[:1], ids.shape[1], ids.shape[1])
-    weights = arrays.key_log_weights
-    wide = Arrays(
-        arrays.query,
-        widen(arrays.key.astype(arrays.value.dtype)),  # Products are in this type anyway.
-        widen(arrays.value),
-        None if weights is None else widen(weights),
-        runs,
-    )
     position = jnp.arange(-before, length + after) + jax.lax.axis_index(axes) * length
     # The rest came around the end.
     exists = ((position >= 0) & (position < size * length))[None, :, None]
-    weights = jnp.where(exists, log_weights_of(wide), -jnp.inf)
-    return wide._replace(key_log_weights=weights), before
+    wide = dataclasses.replace(
+        inputs,
+        key=widen(inputs.key.astype(inputs.value.dtype)),  # Products are in this type anyway.
+        value=widen(inputs.value),
+        key_log_weights=jnp.where(exists, widen(inputs.key_log_weights), -jnp.inf),
+        runs=runs,
+    )
+    return wide, before
 
 
 def _beyond(x: jax.Array, axes: Axes, reach: int, step: int) -> list[jax.Array]:

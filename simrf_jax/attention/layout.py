@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,46 +14,83 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention.masks import key_log_weights, run_numbers, within_lengths
-from simrf_jax.features import FeatureMap, LogFeatureMap, LogFeatures, log_feature_maps
+from simrf_jax.features import (
+    FeatureMap,
+    LibraryMap,
+    LogFeatureMap,
+    LogFeatures,
+    log_feature_maps,
+)
 from simrf_jax.projections import Projection, StructuredProjection, as_projection
 
 
-class Arrays(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["projection"],
+    meta_fields=["of_queries", "of_keys"],
+)
+@dataclasses.dataclass(frozen=True)
+class HeadMaps:
+    """The feature maps of all heads, and their W.
+
+    Attributes:
+      projection: W of all heads, or ``[K, num_features, H]``, one for each; None if none is needed.
+      of_queries: Feature map of queries.
+      of_keys: Feature map of keys.
+    """
+
+    projection: jax.Array | StructuredProjection | None
+    of_queries: LogFeatureMap
+    of_keys: LogFeatureMap
+
+    def query(self, x: Vectors) -> LogFeatures:
+        """Returns the log features of queries ``[B, T, K, G, H]``."""
+        return self._each_head(self.of_queries, x)
+
+    def key(self, x: Vectors) -> LogFeatures:
+        """Returns the log features of keys ``[B, S, K, H]``."""
+        return self._each_head(self.of_keys, x)
+
+    def are_the_librarys(self) -> bool:
+        """Returns whether both maps do the same whenever they are called."""
+        return isinstance(self.of_queries, LibraryMap) and isinstance(self.of_keys, LibraryMap)
+
+    def _each_head(self, log_features: LogFeatureMap, x: Vectors) -> LogFeatures:
+        if self.projection is None or self.projection.ndim == 2:
+            return log_features(x, self.projection)
+        return jax.vmap(log_features, in_axes=(2, 0), out_axes=2)(x, self.projection)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["query", "key", "value", "key_log_weights", "runs"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True)
+class Inputs:
     """Queries, keys and values by key heads; K is their number, G that of query heads for each.
+
+    All queries, keys and values are finite, and so are the squares of their norms: those that were
+    not, and hidden ones, hold something harmless, for 0 * NaN is not 0, also in gradients.
 
     Attributes:
       query: ``[B, T, K, G, H]``, scaled, in the type to compute logits in.
-      key: ``[B, S, K, H]``, likewise.
+      key: ``[B, S, K, H]``, scaled, in the same type.
       value: ``[B, S, K, D]`` in the type to contract in.
-      key_log_weights: ``[1 or B, S, 1 or K]`` to add to the logits, or None; minus infinity hides.
+      key_log_weights: ``[B, S, K]`` to add to the logits; minus infinity hides a key, and NaN marks
+        one that was not finite: whoever sees it gets NaN.
       runs: ``[B, S]``, the number of the segment that each position belongs to, or None.
     """
 
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    key_log_weights: jax.Array | None
+    key_log_weights: jax.Array
     runs: jax.Array | None
 
 
-class Inputs(NamedTuple):
-    """``Arrays``, and the feature maps of queries ``[B, T, K, G, H]`` and keys ``[B, S, K, H]``."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    key_log_weights: jax.Array | None
-    runs: jax.Array | None
-    query_map: Callable[[jax.Array], LogFeatures]
-    key_map: Callable[[jax.Array], LogFeatures]
-
-
-def log_weights_of(inputs: Arrays | Inputs) -> jax.Array:
-    """The key_log_weights, ``[1 or B, S, 1 or K]``; zeros where there are none."""
-    if inputs.key_log_weights is None:
-        return jnp.zeros((1, inputs.key.shape[1], 1), inputs.query.dtype)
-    return inputs.key_log_weights
-
+# Vectors, or what stands for them if they have been mapped to features before.
+Vectors: TypeAlias = jax.Array | LogFeatures
 
 # From [B, T, K, G, D] to [..., T, N, D], in the type of the inputs or another (dtype=...).
 Restore = Callable[..., jax.Array]
@@ -66,18 +104,25 @@ def lay_out_with_features(
     *,
     feature_map: FeatureMap,
     **options: ArrayLike | None,
-) -> tuple[Inputs, Restore]:
-    """``lay_out`` of what ``random_feature_attention`` takes."""
-    maps = log_feature_maps(feature_map)
+) -> tuple[Inputs, HeadMaps, Restore]:
+    """Lays out what ``random_feature_attention`` takes."""
     w = None if projection is None else as_projection(projection)
-    dtype = None if w is None else w.dtype
-    arrays, restore = lay_out(query, key, value, dtype=dtype, **options)
+    maps = HeadMaps(w, *log_feature_maps(feature_map))
+    inputs, restore = lay_out(
+        query,
+        key,
+        value,
+        dtype=None if w is None else w.dtype,
+        # A user's map may have no finite features at zero.
+        fill_with_tokens=not maps.are_the_librarys(),
+        **options,
+    )
     if w is not None:
         num_key_heads, dim = jnp.shape(key)[-2:]
         _check_projection(w, num_key_heads=num_key_heads, dim=dim)
-        if w.ndim == 3 and (groups := arrays.key.shape[2] // num_key_heads) > 1:
+        if w.ndim == 3 and (groups := inputs.key.shape[2] // num_key_heads) > 1:
             w = jax.tree.map(functools.partial(jnp.repeat, repeats=groups, axis=0), w)
-    return Inputs(*arrays, *(_per_head(log_features, w) for log_features in maps)), restore
+    return inputs, dataclasses.replace(maps, projection=w), restore
 
 
 def lay_out(
@@ -86,13 +131,14 @@ def lay_out(
     value: ArrayLike,
     *,
     dtype: DTypeLike | None = None,
+    fill_with_tokens: bool = False,
     mask: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     scale: ArrayLike | None = None,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     segment_ids: ArrayLike | None = None,
-) -> tuple[Arrays, Restore]:
+) -> tuple[Inputs, Restore]:
     """Checks and arranges what has the layout of ``jax.nn.dot_product_attention``.
 
     Args:
@@ -100,6 +146,8 @@ def lay_out(
       key: ``[..., S, K, H]``.
       value: ``[..., S, K, D]``.
       dtype: Logits are computed in this type, that of the inputs or float32, whichever is widest.
+      fill_with_tokens: Whether a query or key that is hidden or not finite is replaced by another
+        of its head; by zeros otherwise.
       mask: As ``random_feature_attention``, and so the others.
       bias: Likewise.
       scale: Likewise.
@@ -127,12 +175,20 @@ def lay_out(
         segment_ids = None if segment_ids is None else jnp.array(segment_ids, ndmin=2)
     compute = jnp.promote_types(query.dtype, jnp.float32 if dtype is None else dtype)
     compute = jnp.promote_types(compute, jnp.float32)
-    arrays, restore = _by_key_heads(
-        query, key, value, compute, mask=mask, bias=bias, segment_ids=segment_ids, **lengths
-    )
     root = jnp.sqrt(jnp.asarray(scale, compute))
-    arrays = arrays._replace(query=arrays.query * root, key=arrays.key * root)
-    return arrays, (lambda out, **options: restore(out, **options)[0]) if unbatched else restore
+    inputs, restore = _by_key_heads(
+        query,
+        key,
+        value,
+        compute,
+        root,
+        fill_with_tokens=fill_with_tokens,
+        mask=mask,
+        bias=bias,
+        segment_ids=segment_ids,
+        **lengths,
+    )
+    return inputs, (lambda out, **options: restore(out, **options)[0]) if unbatched else restore
 
 
 def _by_key_heads(
@@ -140,14 +196,16 @@ def _by_key_heads(
     key: jax.Array,
     value: jax.Array,
     compute: jnp.dtype,
+    root: jax.Array,
     *,
+    fill_with_tokens: bool,
     mask: ArrayLike | None,
     bias: ArrayLike | None,
     query_seq_lengths: ArrayLike | None,
     key_value_seq_lengths: ArrayLike | None,
     segment_ids: ArrayLike | None,
-) -> tuple[Arrays, Restore]:
-    """Lays ``[*batch, length, heads, dim]`` out."""
+) -> tuple[Inputs, Restore]:
+    """Lays ``[*batch, length, heads, dim]`` out; queries and keys are multiplied by ``root``."""
     *batch, query_length, num_heads, dim = query.shape
     key_length, num_key_heads = key.shape[-3:-1]
     groups = num_heads // num_key_heads
@@ -162,7 +220,7 @@ def _by_key_heads(
         key_length=key_length,
         dtype=compute,
     )
-    if log_weights is not None and log_weights.shape[-2] not in (1, num_key_heads):
+    if log_weights.shape[-2] not in (1, num_key_heads):
         # Heads that share their keys but not their mask no longer share a state.
         key, value = (jnp.repeat(x, groups, axis=-2) for x in (key, value))
         groups = 1
@@ -170,30 +228,79 @@ def _by_key_heads(
     def flat(x: jax.Array) -> jax.Array:
         return x.reshape(math.prod(batch), *x.shape[len(batch) :])
 
-    grouped = query.reshape(*query.shape[:-2], num_heads // groups, groups, dim)
-    real = None
+    query = flat(query.reshape(*query.shape[:-2], num_heads // groups, groups, dim))
+    query, key = query.astype(compute) * root, flat(key).astype(compute) * root
+    value = flat(value).astype(jnp.bfloat16 if dtype == jnp.bfloat16 else compute)
+    real = jnp.ones((1, query_length), bool)
     if query_seq_lengths is not None:
         real = within_lengths("query_seq_lengths", query_seq_lengths, tuple(batch), query_length)
-        # Padding may hold anything, NaN too: it must not reach the gradients.
-        grouped = jnp.where(real[..., None, None, None], grouped, 0)
+        real = flat(real)
+    real = real[:, :, None, None]
+    finite = _is_finite(query)
+    fill = _first if fill_with_tokens else _zeros
+    log_weights = _mark(flat(log_weights).mT, _is_finite(key) & _is_finite(value, compute))
+    visible = log_weights > -jnp.inf
     runs = None
     if segment_ids is not None:
         runs = flat(run_numbers(segment_ids, tuple(batch), query_length, key_length))
-    arrays = Arrays(
-        flat(grouped).astype(compute),
-        flat(key).astype(compute),
-        flat(value).astype(jnp.bfloat16 if dtype == jnp.bfloat16 else compute),
-        None if log_weights is None else flat(log_weights).mT,
+    inputs = Inputs(
+        _replace(query, real & finite, fill),
+        _replace(key, visible, fill),
+        _replace(value, visible, _zeros),
+        log_weights,
         runs,
     )
 
-    def restore(out: jax.Array, *, dtype: DTypeLike = query.dtype) -> jax.Array:
+    def restore(out: jax.Array, *, dtype: DTypeLike = dtype) -> jax.Array:
+        out = jnp.where(finite[..., None], out, jnp.nan)
+        out = jnp.where(real[..., None], out, 0)
         out = out.reshape(*batch, query_length, num_heads, out.shape[-1])
-        if real is not None:
-            out = jnp.where(real[..., None, None], out, 0)
         return out.astype(dtype)
 
-    return arrays, restore
+    return inputs, restore
+
+
+def _is_finite(x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+    """Returns ``[...]``, True where the squared norm of ``[..., dim]`` is finite.
+
+    Then every product of two such vectors is, and no sum over them overflows.
+    """
+    x = jax.lax.stop_gradient(x).astype(dtype or x.dtype)
+    return jnp.isfinite(jnp.sum(jnp.square(x), axis=-1))
+
+
+def _mark(log_weights: jax.Array, finite: jax.Array) -> jax.Array:
+    """Returns log weights ``[B, S, K]`` that are NaN where a visible key is not finite.
+
+    Args:
+      log_weights: ``[1 or B, S, 1 or K]``; minus infinity hides a key.
+      finite: ``[B, S, K]``, True at keys and values that are finite.
+    """
+    # Beyond the bound an exponent would overflow.
+    finite &= log_weights <= float(jnp.finfo(log_weights.dtype).max) / 4
+    return jnp.where(finite | (log_weights == -jnp.inf), log_weights, jnp.nan)
+
+
+def _replace(
+    x: jax.Array, where: jax.Array, fill: Callable[[jax.Array, jax.Array], jax.Array]
+) -> jax.Array:
+    """Returns vectors ``[B, length, ..., dim]`` as they are where ``where`` is True."""
+    where = jnp.broadcast_to(where, x.shape[:-1])[..., None]
+    return jnp.where(where, x, fill(x, where))
+
+
+def _zeros(x: jax.Array, where: jax.Array) -> jax.Array:
+    """Returns a vector that is harmless but for feature maps without a value at zero."""
+    del where
+    return jnp.zeros((), x.dtype)
+
+
+def _first(x: jax.Array, where: jax.Array) -> jax.Array:
+    """Returns the first vector ``[B, 1, ..., dim]`` where ``where`` is True; or ones."""
+    is_first = where & (jnp.cumsum(where, axis=1) == 1)
+    first = jnp.sum(jnp.where(is_first, x, 0), axis=1, keepdims=True)
+    some = jnp.any(where, axis=1, keepdims=True)
+    return jax.lax.stop_gradient(jnp.where(some, first, 1))
 
 
 def _check_shapes(query: jax.Array, key: jax.Array, value: jax.Array) -> None:
@@ -232,14 +339,3 @@ def _check_projection(
             f"projection must have one W for each of the {num_key_heads} key heads, "
             f"got shape {projection.shape}."
         )
-
-
-def _per_head(
-    log_features: LogFeatureMap,
-    projection: jax.Array | StructuredProjection | None,
-) -> Callable[[jax.Array], LogFeatures]:
-    """The feature map for ``[B, length, K, ..., H]``, each of the K heads with its own W."""
-    if projection is None or projection.ndim == 2:
-        return lambda x: log_features(x, projection)
-    each_head = jax.vmap(log_features, in_axes=(2, 0), out_axes=2)
-    return lambda x: each_head(x, projection)

@@ -23,7 +23,7 @@ def key_log_weights(
     query_length: int,
     key_length: int,
     dtype: jnp.dtype,
-) -> jax.Array | None:
+) -> jax.Array:
     """Combines all that bears on the keys into log weights; hidden keys have minus infinity.
 
     Args:
@@ -38,14 +38,14 @@ def key_log_weights(
       dtype: Type of the result.
 
     Returns:
-      Array ``[*batch, 1 or num_heads, key_length]``, or None if all keys weigh the same.
+      Array ``[*batch, 1 or num_heads, key_length]``; zeros if all keys weigh the same.
 
     Raises:
       TypeError: If a dtype is wrong.
       ValueError: If a shape is wrong or an array differs between the queries.
     """
     target = (*batch, num_heads, query_length, key_length)
-    log_weights = None
+    log_weights = jnp.zeros((*(1 for _ in batch), 1, key_length), dtype)
     if bias is not None:
         bias = _as_array(bias)
         if not jnp.issubdtype(bias.dtype, jnp.floating):
@@ -59,14 +59,12 @@ def key_log_weights(
                 "pass an additive one as bias."
             )
         visible = per_key("mask", mask, target)
-        log_weights = jnp.where(visible, 0.0 if log_weights is None else log_weights, -jnp.inf)
+        log_weights = jnp.where(visible, log_weights, -jnp.inf)
     if key_value_seq_lengths is not None:
         visible = within_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, key_length)
         visible = visible[..., None, :]
-        log_weights = jnp.where(visible, 0.0 if log_weights is None else log_weights, -jnp.inf)
-    if log_weights is None:
-        return None
-    return jnp.broadcast_to(log_weights.astype(dtype), (*batch, *log_weights.shape[-2:]))
+        log_weights = jnp.where(visible, log_weights, -jnp.inf)
+    return jnp.broadcast_to(log_weights, (*batch, *log_weights.shape[-2:]))
 
 
 def within_lengths(name: str, lengths: ArrayLike, batch: tuple[int, ...], length: int) -> jax.Array:

@@ -13,9 +13,9 @@ from simrf_jax import checks
 from simrf_jax.attention.across_devices import Axes
 from simrf_jax.attention.blocks import Blocks, cut
 from simrf_jax.attention.halo import with_halo
-from simrf_jax.attention.layout import Arrays, lay_out, log_weights_of
+from simrf_jax.attention.layout import Inputs, lay_out
 from simrf_jax.attention.sequence_parallel import attend_in_parts
-from simrf_jax.attention.state import contract, visible_only
+from simrf_jax.attention.state import contract
 
 
 def banded_attention(
@@ -126,40 +126,54 @@ def _attend(
 ) -> jax.Array:
     """Attention on one device, or inside ``shard_map`` that of its part of the length."""
     # The logits are scaled: bfloat16 queries and keys would be rounded again.
-    arrays, restore = lay_out(query, key, value, scale=1.0, **options)
+    inputs, restore = lay_out(query, key, value, scale=1.0, **options)
     history = 0
     if axes:
         segment_ids = options.get("segment_ids")
-        arrays, history = with_halo(
-            arrays, segment_ids, axes, bandwidth=bandwidth, is_causal=is_causal
+        inputs, history = with_halo(
+            inputs, segment_ids, axes, bandwidth=bandwidth, is_causal=is_causal
         )
-    lengths = (arrays.query.shape[1], arrays.key.shape[1])
+    lengths = (inputs.query.shape[1], inputs.key.shape[1])
     blocks = cut(*lengths, bandwidth, is_causal, block_size, history)
-    return restore(attend_in_blocks(arrays, blocks, scale))
+    return restore(attend_in_blocks(inputs, blocks, scale))
 
 
-def attend_in_blocks(arrays: Arrays, blocks: Blocks, scale: ArrayLike | None) -> jax.Array:
+def attend_in_blocks(inputs: Inputs, blocks: Blocks, scale: ArrayLike | None) -> jax.Array:
     """Each query attends to the keys of its window that are in the band, ``[B, T, K, G, D]``."""
     if scale is None:
-        scale = arrays.query.shape[-1] ** -0.5
+        scale = inputs.query.shape[-1] ** -0.5
     checks.scalar("scale", scale)
-    compute, narrow = arrays.query.dtype, arrays.value.dtype
-    key, value = visible_only(arrays.key, arrays.value, arrays.key_log_weights)
-    query = blocks.of_queries(arrays.query, 1)
-    key, value = blocks.of_keys(key.astype(narrow), 1), blocks.of_keys(value, 1)
-    # [1 or B, num_blocks, 1 or K, 1, 1, width]
-    weights = blocks.of_keys(log_weights_of(arrays), 1, -jnp.inf).mT[:, :, :, None, None]
-    visible = (weights > -jnp.inf) & blocks.band[None, None, None, None]
-    if arrays.runs is not None:
-        here = arrays.runs[:, blocks.history :][:, : arrays.query.shape[1]]
-        of_queries, of_keys = blocks.of_queries(here, 1), blocks.of_keys(arrays.runs, 1)
-        same = of_queries[:, :, :, None] == of_keys[:, :, None, :]
-        visible &= same[:, :, None, None]
+    compute, narrow = inputs.query.dtype, inputs.value.dtype
+    query = blocks.of_queries(inputs.query, 1)
+    key, value = blocks.of_keys(inputs.key.astype(narrow), 1), blocks.of_keys(inputs.value, 1)
+    # [B, num_blocks, K, 1, 1, width]
+    weights = blocks.of_keys(inputs.key_log_weights, 1, -jnp.inf).mT[:, :, :, None, None]
+    seen = _in_band(blocks, inputs.runs, inputs.query.shape[1])
+    visible = seen & (weights > -jnp.inf)
     logits = contract("bntkgh,bnskh->bnkgts", query, key) * jnp.asarray(scale, compute)
     probabilities = _softmax(jnp.where(visible, logits + weights, -jnp.inf))
     out = contract("bnkgts,bnskd->bntkgd", probabilities, value)
+    spoiled = jnp.any(seen & jnp.isnan(weights), axis=-1)  # [B, num_blocks, K, 1, size]
+    out = jnp.where(jnp.moveaxis(spoiled, -1, 2)[..., None], jnp.nan, out)
     out = out.reshape(out.shape[0], blocks.num_blocks * blocks.size, *out.shape[3:])
-    return out[:, : arrays.query.shape[1]]
+    return out[:, : inputs.query.shape[1]]
+
+
+def _in_band(blocks: Blocks, runs: jax.Array | None, length: int) -> jax.Array:
+    """Returns ``[1 or B, num_blocks or 1, 1, 1, size, width]``, True where a query sees a key.
+
+    Args:
+      blocks: Queries and their windows of keys.
+      runs: Segments of the keys, ``[B, S]``, or None.
+      length: Number of queries.
+    """
+    band = jnp.asarray(blocks.band)[None, None, None, None]
+    if runs is None:
+        return band
+    here = runs[:, blocks.history :][:, :length]
+    of_queries, of_keys = blocks.of_queries(here, 1), blocks.of_keys(runs, 1)
+    same = of_queries[:, :, :, None] == of_keys[:, :, None, :]
+    return band & same[:, :, None, None]
 
 
 def _softmax(logits: jax.Array) -> jax.Array:

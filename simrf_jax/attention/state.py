@@ -12,7 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from simrf_jax.attention.layout import Inputs
+from simrf_jax.attention.layout import HeadMaps, Inputs, Vectors
 from simrf_jax.features import LogFeatures
 
 
@@ -46,36 +46,69 @@ class Readout(NamedTuple):
     shift: jax.Array
 
 
-def visible_only(
-    key: jax.Array, value: jax.Array, log_weights: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """Zeros in place of hidden keys and values: padding may hold NaN, and 0 * NaN is not 0."""
-    if log_weights is None:
-        return key, value
-    visible = log_weights[..., None] > -jnp.inf
-    return jnp.where(visible, key, 0), jnp.where(visible, value, 0)
+class KeyFeatures(NamedTuple):
+    """Features of keys, with all that scales them in the exponent.
+
+    Attributes:
+      features: Exponents are minus infinity where a key is hidden or has no finite features.
+      spoils: ``[B, S, K]``, True where a visible key or its features are not finite: whoever sees
+        it gets NaN.
+    """
+
+    features: LogFeatures
+    spoils: jax.Array
 
 
-def empty_state(inputs: Inputs) -> AttentionState:
-    """The state of no keys."""
-    keys = log_key_features(inputs.key_map(inputs.key[:, :0]), None)
-    features = signed_exp(keys.exponent, keys.values)[..., None]
+class QueryFeatures(NamedTuple):
+    """Features of queries.
+
+    Attributes:
+      features: Zeros where a query has no finite features.
+      spoiled: ``[B, T, K, G]``, True at these; they get NaN.
+    """
+
+    features: LogFeatures
+    spoiled: jax.Array
+
+
+def key_features(maps: HeadMaps, key: Vectors, log_weights: jax.Array) -> KeyFeatures:
+    """Returns the features of keys ``[B, S, K, H]``, weighed by ``log_weights``, ``[B, S, K]``."""
+    keys = maps.key(key)
+    # A user's map marks what is not finite by exponents that are all NaN.
+    finite = ~jnp.isnan(keys.exponent[..., 0])
+    visible = ((log_weights > -jnp.inf) & finite)[..., None]  # NaN is not above minus infinity.
+    exponent = jnp.where(visible, keys.exponent + keys.log_scale + log_weights[..., None], -jnp.inf)
+    spoils = (log_weights != -jnp.inf) & ~visible[..., 0]
+    return KeyFeatures(LogFeatures(exponent, jnp.zeros_like(keys.log_scale), keys.values), spoils)
+
+
+def query_features(maps: HeadMaps, query: Vectors) -> QueryFeatures:
+    """Returns the features of queries ``[B, T, K, G, H]``."""
+    queries = maps.query(query)
+    spoiled = jnp.isnan(queries.exponent[..., 0])
+    exponent = jnp.where(spoiled[..., None], -jnp.inf, queries.exponent)
+    return QueryFeatures(queries._replace(exponent=exponent), spoiled)
+
+
+def empty_state(inputs: Inputs, maps: HeadMaps) -> AttentionState:
+    """Returns the state of no keys."""
+    keys = maps.key(inputs.key[:, :0])
+    features = signed_exp(keys.exponent + keys.log_scale, keys.values)[..., None]
     # As summarise, but an einsum of nothing fails in shard_map without jit (jax 0.10.2).
     sums = jnp.sum(features * with_ones(inputs.value[:, :0])[:, :, :, None], axis=1)
     return AttentionState(sums, jnp.squeeze(largest(keys.exponent, axis=1), 1))
 
 
-def log_key_features(keys: LogFeatures, log_weights: jax.Array | None) -> LogFeatures:
-    """Keys with all that scales them in the exponent; hidden ones at minus infinity.
+def spoil(state: AttentionState, where: jax.Array) -> AttentionState:
+    """Returns the state with NaN sums where ``where``, ``[B, K]``, is True."""
+    return state._replace(sums=jnp.where(where[:, :, None, None], jnp.nan, state.sums))
 
-    Args:
-      keys: Features of ``[B, S, K, H]``.
-      log_weights: ``[1 or B, S, 1 or K]`` to add, or None.
-    """
-    exponent = keys.exponent + keys.log_scale
-    if log_weights is not None:
-        exponent += log_weights[..., None]
-    return LogFeatures(exponent, jnp.zeros_like(keys.log_scale), keys.values)
+
+def split_spoiled(state: AttentionState) -> tuple[AttentionState, jax.Array]:
+    """Returns a state of finite sums, and where ``spoil`` made them NaN, ``[B, K]``."""
+    spoiled = jnp.any(jnp.isnan(state.sums), axis=(-2, -1))
+    sums = jnp.where(spoiled[:, :, None, None], 0, state.sums)
+    return state._replace(sums=sums), spoiled
 
 
 def with_ones(value: jax.Array) -> jax.Array:

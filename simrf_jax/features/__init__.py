@@ -14,8 +14,10 @@ from simrf_jax.features.kernels import gaussian_kernel, relu_kernel, softmax_ker
 from simrf_jax.features.log_space import KERNELS, LogFeatures
 from simrf_jax.features.maps import (
     FEATURE_MAPS,
+    CustomMap,
     FeatureMap,
     FeaturePair,
+    LibraryMap,
     LogFeatureMap,
     log_feature_maps,
     projection_type,
@@ -27,8 +29,10 @@ __all__ = [
     "KERNELS",
     "BipolarProjection",
     "ClusteredProjection",
+    "CustomMap",
     "FeatureMap",
     "FeaturePair",
+    "LibraryMap",
     "LogFeatureMap",
     "LogFeatures",
     "angular_hybrid_features",

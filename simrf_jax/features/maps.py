@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -13,7 +14,56 @@ from simrf_jax import checks
 from simrf_jax.features import bipolar, clustered, exponential, generalised, trigonometric
 from simrf_jax.features.log_space import LogFeatures
 
-LogFeatureMap: TypeAlias = Callable[[jax.Array, Any], LogFeatures]
+
+@dataclasses.dataclass(frozen=True)
+class LibraryMap:
+    """A map of this library to log features; equal ones are equal by value, so JAX compiles once.
+
+    Attributes:
+      function: Returns the log features of x and a projection.
+      keywords: Its keyword arguments, ordered by name.
+    """
+
+    function: Callable[..., LogFeatures]
+    keywords: tuple[tuple[str, Any], ...] = ()
+
+    def __call__(self, x: Any, projection: Any) -> LogFeatures:
+        """Returns the log features of what the function takes, ``[..., dim]``."""
+        return self.function(x, projection, **dict(self.keywords))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CustomMap:
+    """A user's function from (x, projection) to features, which may depend on what it closes over.
+
+    Two of them are never equal, so nothing that was traced from one is used for another.
+
+    Attributes:
+      function: Returns the features, or their ``LogFeatures``.
+    """
+
+    function: Callable[..., Any]
+
+    def __call__(self, x: Any, projection: Any) -> LogFeatures:
+        """Returns log features of ``[..., dim]``; NaN exponents mark vectors without finite ones.
+
+        The values there are zeros, so that nothing reaches the gradients of other vectors.
+
+        Raises:
+          TypeError: If the features are not floating.
+          ValueError: If the features have the wrong shape.
+        """
+        phi = self.function(x, projection)
+        if not isinstance(phi, LogFeatures):
+            phi = _as_log_features(phi, x)
+        finite = _is_finite(phi)
+        values = None if phi.values is None else jnp.where(finite, phi.values, 0)
+        return LogFeatures(
+            jnp.where(finite, phi.exponent, jnp.nan), jnp.where(finite, phi.log_scale, 0), values
+        )
+
+
+LogFeatureMap: TypeAlias = LibraryMap | CustomMap
 
 
 class FeaturePair(NamedTuple):
@@ -137,17 +187,17 @@ def _named(function: Callable[..., Any]) -> tuple[NamedMap | None, dict[str, Any
 def _log_features(function: Callable[..., Any], side: str) -> LogFeatureMap:
     named, keywords = _named(function)
     if named is None:
-        return functools.partial(_from_callable, function)
+        return CustomMap(function)
     defaults = {"kernel": "softmax", "side": side}
-    return functools.partial(
-        named.log_features, **({name: defaults[name] for name in named.options} | keywords)
-    )
+    keywords = {name: defaults[name] for name in named.options} | keywords
+    library_map = LibraryMap(named.log_features, tuple(sorted(keywords.items())))
+    if all(isinstance(value, (str, int, float)) for value in keywords.values()):
+        return library_map
+    return CustomMap(library_map)  # Arrays cannot be compared by value while JAX traces them.
 
 
-def _from_callable(feature_map: Callable[..., Any], x: jax.Array, projection: Any) -> LogFeatures:
-    phi = feature_map(x, projection)
-    if isinstance(phi, LogFeatures):
-        return phi
+def _as_log_features(phi: Any, x: jax.Array) -> LogFeatures:
+    """Checks the features of ``x`` and returns them as values with exponents of zero."""
     phi = checks.floating("The features of a feature_map", phi)
     if phi.shape[:-1] != x.shape[:-1] or phi.shape[-1] == 0:
         raise ValueError(
@@ -156,3 +206,12 @@ def _from_callable(feature_map: Callable[..., Any], x: jax.Array, projection: An
         )
     zero = jnp.zeros_like(x[..., :1])
     return LogFeatures(zero, zero, phi.astype(x.dtype))
+
+
+def _is_finite(phi: LogFeatures) -> jax.Array:
+    """Returns ``[..., 1]``, True where all features of a vector are finite; some may be zero."""
+    finite = (phi.exponent < jnp.inf) & jnp.isfinite(phi.log_scale)  # NaN is not below infinity.
+    finite = jnp.all(finite, axis=-1, keepdims=True)
+    if phi.values is None:
+        return finite
+    return finite & jnp.all(jnp.isfinite(phi.values), axis=-1, keepdims=True)

@@ -13,10 +13,10 @@ from simrf_jax.attention.layout import lay_out_with_features
 from simrf_jax.attention.state import (
     AttentionState,
     empty_state,
-    log_key_features,
+    key_features,
     merge,
+    spoil,
     summarise,
-    visible_only,
     with_ones,
 )
 from simrf_jax.features import FeatureMap
@@ -68,8 +68,8 @@ def init_state(
     dtype = checks.floating_dtype("dtype", dtype)
     key = jnp.zeros((*batch, 0, heads, dim), dtype)
     value = jnp.zeros((*batch, 0, heads, width), dtype)
-    inputs, _ = lay_out_with_features(key, key, value, projection, feature_map=feature_map)
-    return unflatten(empty_state(inputs), tuple(batch))
+    inputs, maps, _ = lay_out_with_features(key, key, value, projection, feature_map=feature_map)
+    return unflatten(empty_state(inputs, maps), tuple(batch))
 
 
 def append(
@@ -112,7 +112,7 @@ def append(
       >>> state = simrf_jax.decoding.append(state, k, v, w)
     """
     check_whole(key=key, value=value)
-    inputs, _ = lay_out_with_features(
+    inputs, maps, _ = lay_out_with_features(
         jnp.asarray(key)[..., :0, :, :],
         key,
         value,
@@ -124,10 +124,10 @@ def append(
         key_value_seq_lengths=key_value_seq_lengths,
     )
     batch = jnp.shape(key)[:-3]
-    before = flatten(state, jax.eval_shape(lambda: empty_state(inputs)), batch)
-    key, value = visible_only(inputs.key, inputs.value, inputs.key_log_weights)
-    keys = log_key_features(inputs.key_map(key), inputs.key_log_weights)
-    return unflatten(merge(before, summarise(keys, with_ones(value))), batch)
+    before = flatten(state, jax.eval_shape(lambda: empty_state(inputs, maps)), batch)
+    keys, spoils = key_features(maps, inputs.key, inputs.key_log_weights)
+    new = spoil(summarise(keys, with_ones(inputs.value)), jnp.any(spoils, axis=1))
+    return unflatten(merge(before, new), batch)
 
 
 def step(
@@ -184,7 +184,7 @@ def step(
       (1, 8, 64)
     """
     check_whole(query=query, key=key, value=value)
-    inputs, restore = lay_out_with_features(
+    inputs, maps, restore = lay_out_with_features(
         query,
         key,
         value,
@@ -198,6 +198,6 @@ def step(
     )
     check_step(inputs.query, inputs.key, jnp.shape(key)[-2])
     batch = jnp.shape(query)[:-3]
-    before = flatten(state, jax.eval_shape(lambda: empty_state(inputs)), batch)
-    out, after = causal_attention(inputs, before, chunk_size=check_chunk_size(chunk_size))
+    before = flatten(state, jax.eval_shape(lambda: empty_state(inputs, maps)), batch)
+    out, after = causal_attention(inputs, maps, before, chunk_size=check_chunk_size(chunk_size))
     return restore(out), unflatten(after, batch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -18,9 +19,8 @@ from simrf_jax.attention.decoding.batch import (
     flatten,
     unflatten,
 )
-from simrf_jax.attention.layout import Arrays, lay_out, log_weights_of
+from simrf_jax.attention.layout import Inputs, lay_out
 from simrf_jax.attention.near_field import attend_in_blocks
-from simrf_jax.attention.state import visible_only
 
 
 class Window(NamedTuple):
@@ -30,7 +30,7 @@ class Window(NamedTuple):
       key: ``[..., k, K, H]``.
       value: ``[..., k, K, D]``.
       log_weights: ``[..., k, K]``, what masks and biases said of the keys; minus infinity where one
-        is hidden or has not come yet.
+        is hidden or has not come yet, NaN where one was not finite.
     """
 
     key: jax.Array
@@ -129,7 +129,7 @@ def window_step(
       (1, 8, 64)
     """
     check_whole(query=query, key=key, value=value)
-    arrays, restore = lay_out(
+    inputs, restore = lay_out(
         query,
         key,
         value,
@@ -139,26 +139,25 @@ def window_step(
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
     )
-    check_step(arrays.query, arrays.key, jnp.shape(key)[-2])
+    check_step(inputs.query, inputs.key, jnp.shape(key)[-2])
     batch = jnp.shape(query)[:-3]
     check_kind(window, Window)
     bandwidth = jnp.shape(window.key)[-3]
-    before = flatten(window, jax.eval_shape(lambda: _empty(arrays, bandwidth)), batch)
-    seen = jax.tree.map(_join, before, _as_window(arrays))
-    length = arrays.query.shape[1]
+    before = flatten(window, jax.eval_shape(lambda: _empty(inputs, bandwidth)), batch)
+    seen = jax.tree.map(_join, before, _as_window(inputs))
+    length = inputs.query.shape[1]
     blocks = cut(length, bandwidth + length, bandwidth, True, None, history=bandwidth)
-    out = attend_in_blocks(
-        Arrays(arrays.query, seen.key, seen.value, seen.log_weights, None), blocks, scale
+    inputs = dataclasses.replace(
+        inputs, key=seen.key, value=seen.value, key_log_weights=seen.log_weights
     )
+    out = attend_in_blocks(inputs, blocks, scale)
     after = jax.tree.map(lambda x: x[:, length:], seen)
     return restore(out), unflatten(after, batch)
 
 
-def _as_window(arrays: Arrays) -> Window:
-    """The keys as the near field takes them, without what is hidden."""
-    key, value = visible_only(arrays.key, arrays.value, arrays.key_log_weights)
-    weights = jnp.broadcast_to(log_weights_of(arrays), key.shape[:-1])
-    return Window(key.astype(value.dtype), value, weights)
+def _as_window(inputs: Inputs) -> Window:
+    """Returns the keys as the near field takes them."""
+    return Window(inputs.key.astype(inputs.value.dtype), inputs.value, inputs.key_log_weights)
 
 
 def _join(before: jax.Array, new: jax.Array) -> jax.Array:
@@ -169,9 +168,9 @@ def _join(before: jax.Array, new: jax.Array) -> jax.Array:
     return jnp.concatenate([before, new], axis=1)
 
 
-def _empty(arrays: Arrays, bandwidth: int) -> Window:
+def _empty(inputs: Inputs, bandwidth: int) -> Window:
     """Hidden zeros."""
-    (batch, _, *heads), width = arrays.key.shape, arrays.value.shape[-1]
-    key = jnp.zeros((batch, bandwidth, *heads), arrays.value.dtype)
-    value = jnp.zeros((*key.shape[:-1], width), arrays.value.dtype)
-    return Window(key, value, jnp.full(key.shape[:-1], -jnp.inf, arrays.key.dtype))
+    (batch, _, *heads), width = inputs.key.shape, inputs.value.shape[-1]
+    key = jnp.zeros((batch, bandwidth, *heads), inputs.value.dtype)
+    value = jnp.zeros((*key.shape[:-1], width), inputs.value.dtype)
+    return Window(key, value, jnp.full(key.shape[:-1], -jnp.inf, inputs.key.dtype))
