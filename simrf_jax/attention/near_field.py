@@ -60,8 +60,7 @@ def banded_attention(
         there on are zero.
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
       segment_ids: Integers ``[..., T]``, for self-attention (T = S): of several sequences packed
-        into one, each attends to itself. A segment is a run of equal ids. What may hold NaN belongs
-        in a mask or beyond the lengths.
+        into one, each attends to itself. A segment is a run of equal ids.
       block_size: Queries in a block; by default the bandwidth, but at least 32. Each block copies
         ``block_size + 2 bandwidth`` keys: short blocks take memory, long ones time.
       sequence_axis: The mesh axis, or a tuple of them, that shards the length, for as many keys as
@@ -70,7 +69,8 @@ def banded_attention(
 
     Returns:
       ``[..., T, N, D]`` in the inputs' dtype. Logits and the softmax are float32 at least;
-      products of bfloat16 inputs accumulate in float32. Queries that see no key get zeros.
+      products of bfloat16 inputs accumulate in float32. Queries that see no key get zeros; those
+      that see a key or value which is not finite get NaN, as in ``random_feature_attention``.
 
     Raises:
       TypeError: If a dtype is wrong.

@@ -101,7 +101,9 @@ def test_the_last_state_is_that_of_the_last_segment():
 
     @jax.jit
     def last_state(*qkv, **options):
-        given, maps, _ = lay_out_with_features(*qkv, projection(), feature_map="positive", **options)
+        given, maps, _ = lay_out_with_features(
+            *qkv, projection(), feature_map="positive", **options
+        )
         return causal_attention(given, maps, empty_state(given, maps), chunk_size=4)[1]
 
     alone = last_state(*(x[5:] for x in (q, k, v)))

@@ -1,0 +1,284 @@
+"""NaN, infinity and what overflows reach those that see them, and nothing else, bit for bit."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from simrf_jax import (
+    attention_matrix,
+    banded_attention,
+    decoding,
+    fmm_attention,
+    random_feature_attention,
+)
+from tests.attention.inputs import inputs, projection
+
+LENGTH, WHERE, DIM, BANDWIDTH = 21, 12, 8, 3
+IDS = np.repeat([0, 1, 0], [7, 6, 8])  # WHERE is the last position of the second segment.
+INPUTS = inputs(LENGTH, heads=4, key_heads=2, dim=DIM)
+POSITIONS = np.arange(LENGTH)
+
+
+def on_the_unit_sphere(x, w):
+    """A feature map of a user, NaN at zero."""
+    return jnp.exp((x / jnp.linalg.norm(x, axis=-1, keepdims=True)) @ w.T)
+
+
+def far(q, k, v, *, is_causal=False, segment_ids=None, **options):
+    in_chunks = is_causal or segment_ids is not None
+    options |= {"is_causal": is_causal, "segment_ids": segment_ids}
+    return random_feature_attention(
+        q, k, v, projection(), chunk_size=4 if in_chunks else None, **options
+    )
+
+
+def far_by_a_map_of_the_user(q, k, v, **options):
+    return far(q, k, v, feature_map=on_the_unit_sphere, **options)
+
+
+def near(q, k, v, **options):
+    return banded_attention(q, k, v, bandwidth=BANDWIDTH, **options)
+
+
+def near_in_short_blocks(q, k, v, **options):
+    return near(q, k, v, block_size=2, **options)
+
+
+def both(q, k, v, **options):
+    return fmm_attention(
+        q, k, v, (projection(),), bandwidth=BANDWIDTH, chunk_size=4, near_weight=0.5, **options
+    )
+
+
+def prompt_and_tokens(q, k, v, *, is_causal):
+    """Decodes a prompt of five tokens, whose length is no power of two, and then one by one."""
+    assert is_causal
+    state = decoding.init_fmm_state(
+        (projection(),), bandwidth=BANDWIDTH, num_key_heads=2, head_dim=DIM, value_dim=DIM
+    )
+    step = functools.partial(decoding.fmm_step, projections=(projection(),))
+    out, state = step(state, q[:5], k[:5], v[:5])
+
+    def token(state, token):
+        out, state = step(state, *(x[None] for x in token))
+        return state, out[0]
+
+    _, rest = jax.lax.scan(token, state, tuple(x[5:] for x in (q, k, v)))
+    return jnp.concatenate([out, rest])
+
+
+SEES_THE_PAST = POSITIONS >= WHERE
+IN_THE_BAND = abs(POSITIONS - WHERE) <= BANDWIDTH
+IN_THE_SEGMENT = IDS == 1
+CAUSAL, PACKED = {"is_causal": True}, {"segment_ids": IDS}
+# Attention, its options, and the queries that see the key at WHERE.
+MODES = {
+    "causal": (far, CAUSAL, SEES_THE_PAST),
+    "packed": (far, PACKED, IN_THE_SEGMENT),
+    "causal and packed": (far, CAUSAL | PACKED, IN_THE_SEGMENT & SEES_THE_PAST),
+    "causal, a map of the user": (far_by_a_map_of_the_user, CAUSAL, SEES_THE_PAST),
+    "packed, a map of the user": (far_by_a_map_of_the_user, PACKED, IN_THE_SEGMENT),
+    "band": (near, {}, IN_THE_BAND),
+    "causal band": (near, CAUSAL, IN_THE_BAND & SEES_THE_PAST),
+    "causal band in short blocks": (near_in_short_blocks, CAUSAL, IN_THE_BAND & SEES_THE_PAST),
+    "packed band": (near, PACKED, IN_THE_BAND & IN_THE_SEGMENT),
+    "both, causal": (both, CAUSAL, SEES_THE_PAST),
+    "both, packed": (both, PACKED, IN_THE_SEGMENT),
+    "decoding": (prompt_and_tokens, CAUSAL, SEES_THE_PAST),
+}
+# By array: the key heads that are changed, and what to.
+ALL = slice(None)
+PLANTS = {
+    "NaN in a key": {"k": (ALL, np.nan)},
+    "infinity in a key": {"k": (ALL, -np.inf)},
+    "NaN in a value": {"v": (ALL, np.nan)},
+    "infinity in a value": {"v": (ALL, np.inf)},
+    "numbers whose squares overflow": {"k": (ALL, 1e30), "v": (ALL, 3e38)},
+    "NaN in the key of one head": {"k": (0, np.nan)},
+}
+
+
+def plant(qkv, what, where=WHERE):
+    """Returns copies with something else at a position, of the first key head or of all."""
+    planted = dict(zip("qkv", map(np.copy, qkv), strict=True))
+    for name, (heads, value) in what.items():
+        planted[name][where, heads] = value
+    return tuple(planted.values())
+
+
+@functools.cache
+def outputs_and_gradients(mode):
+    """The outputs, and the gradients of those of the queries that do not see the key."""
+    attend, options, sees = MODES[mode]
+
+    @jax.jit
+    def call(*qkv):
+        out, pull_back = jax.vjp(functools.partial(attend, **options), *qkv)
+        waves = jnp.cos(jnp.arange(out.size, dtype=out.dtype)).reshape(out.shape)
+        return out, pull_back(jnp.where(sees[:, None, None], 0, waves))
+
+    return call
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("what", PLANTS)
+@pytest.mark.parametrize("mode", MODES)
+def test_reaches_those_that_see_it_alone(mode, what):
+    _, _, sees = MODES[mode]
+    call = outputs_and_gradients(mode)
+    out, gradients = call(*INPUTS)
+    planted_out, planted_gradients = call(*plant(INPUTS, PLANTS[what]))
+    assert np.isfinite(out).all()
+    # Queries of two heads share a key.
+    reached = sees[:, None] & np.isin(np.arange(4) // 2, 0 if "head" in what else [0, 1])
+    assert np.isnan(planted_out[reached]).all()
+    np.testing.assert_array_equal(planted_out[~reached], out[~reached])
+    for gradient, planted in zip(gradients, planted_gradients, strict=True):
+        np.testing.assert_array_equal(planted, gradient)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("mode", MODES)
+def test_a_query_reaches_its_own_output_alone(mode):
+    attend, options, _ = MODES[mode]
+    others = POSITIONS != WHERE
+
+    @jax.jit
+    def call(*qkv):
+        out, pull_back = jax.vjp(functools.partial(attend, **options), *qkv)
+        return out, pull_back(jnp.where(others[:, None, None], out, 0))
+
+    out, gradients = call(*INPUTS)
+    planted_out, planted_gradients = call(*plant(INPUTS, {"q": (slice(None), np.nan)}))
+    assert np.isnan(planted_out[WHERE]).all()
+    np.testing.assert_array_equal(planted_out[others], out[others])
+    for gradient, planted in zip(gradients, planted_gradients, strict=True):
+        np.testing.assert_array_equal(planted, gradient)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("bias", [np.nan, np.inf, 3e38])
+@pytest.mark.parametrize("attend", [far, near, both])
+def test_a_bias_that_is_not_finite(attend, bias):
+    def loss(biases):
+        out = attend(*INPUTS, is_causal=True, bias=biases[None, None])
+        return jnp.sum(out[:WHERE] ** 2), out
+
+    usual = np.zeros(LENGTH, np.float32)
+    planted = usual.copy()
+    planted[WHERE] = bias
+    grad = jax.jit(jax.grad(loss, has_aux=True))
+    (gradient, out), (planted_gradient, planted_out) = grad(usual), grad(planted)
+    assert np.isnan(planted_out[WHERE]).all()
+    np.testing.assert_array_equal(planted_out[:WHERE], out[:WHERE])
+    np.testing.assert_array_equal(planted_gradient, gradient)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("what", PLANTS)
+def test_all_who_see_it_get_nan(what):
+    q, k, v = plant(INPUTS, PLANTS[what])
+    out = random_feature_attention(q, k, v, projection())
+    assert np.isnan(out[:, :2]).all()
+    matrix = attention_matrix(q, k, projection())  # It takes no values.
+    assert np.isnan(matrix[:2]).all() == ("k" in PLANTS[what])
+
+
+@pytest.mark.fast
+def test_a_state_remembers_what_is_not_finite():
+    _, k, v = plant(INPUTS, PLANTS["NaN in a value"])
+    state = decoding.init_state(projection(), num_key_heads=2, value_dim=DIM)
+    state = decoding.append(state, k, v, projection())
+    out, state = decoding.step(state, *(x[:1] for x in INPUTS), projection())
+    assert np.isnan(out).all()
+    out, _ = decoding.step(state, *(x[:1] for x in INPUTS), projection())
+    assert np.isnan(out).all()
+
+
+@pytest.mark.fast
+def test_a_window_forgets_what_is_out_of_the_band():
+    q, k, v = plant(INPUTS, PLANTS["infinity in a value"])
+    window = decoding.init_window(bandwidth=BANDWIDTH, num_key_heads=2, head_dim=DIM, value_dim=DIM)
+    outs = []
+    for tokens in np.split(POSITIONS, [5, WHERE, WHERE + 1, WHERE + 2]):
+        out, window = decoding.window_step(window, q[tokens], k[tokens], v[tokens])
+        outs.append(out)
+    sees = IN_THE_BAND & SEES_THE_PAST
+    np.testing.assert_array_equal(np.isnan(np.concatenate(outs)).any((1, 2)), sees)
+
+
+class TestMapsWithoutAValueAtZero:
+    """Hidden keys and padding do not pass through a user's map as zeros."""
+
+    HIDDEN = POSITIONS % 3 == 0
+
+    def reference(self, visible):
+        """The same by softmax over the logarithm of the estimated kernel, all pairs at once."""
+        q, k, v = (jnp.asarray(x) for x in INPUTS)
+        k, v = (jnp.repeat(x, 2, axis=1) for x in (k, v))
+        phi_q, phi_k = (on_the_unit_sphere(x, projection()) for x in (q, k))
+        kernel = jnp.where(visible, jnp.einsum("tnm,snm->nts", phi_q, phi_k), 0)
+        total = kernel.sum(-1, keepdims=True)
+        return jnp.einsum("nts,snd->tnd", kernel / jnp.where(total == 0, 1, total), v)
+
+    @pytest.mark.fast
+    @pytest.mark.parametrize("is_causal", [False, True])
+    @pytest.mark.parametrize(
+        ("options", "visible"),
+        [
+            ({}, np.ones(LENGTH, bool)),
+            ({"mask": ~HIDDEN[None, None]}, ~HIDDEN),
+            ({"key_value_seq_lengths": [10]}, POSITIONS < 10),
+            ({"query_seq_lengths": [LENGTH]}, np.ones(LENGTH, bool)),
+            ({"mask": np.zeros((1, 1, LENGTH), bool)}, np.zeros(LENGTH, bool)),
+        ],
+        ids=["all", "mask", "lengths", "query lengths", "nothing visible"],
+    )
+    def test_values_and_gradients(self, options, visible, is_causal):
+        def loss(*qkv):
+            out = far_by_a_map_of_the_user(*qkv, is_causal=is_causal, **options)
+            return jnp.sum(out**2), out
+
+        gradients, out = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*INPUTS)
+        pairs = visible[None] & (np.tri(LENGTH, dtype=bool) if is_causal else True)
+        np.testing.assert_allclose(out, self.reference(pairs), rtol=1e-4, atol=1e-5)
+        for gradient in gradients:
+            assert np.isfinite(gradient).all()
+
+    @pytest.mark.fast
+    @pytest.mark.parametrize("length", [1, 3, 5, 8])
+    def test_a_state_after_a_prompt_of_any_length(self, length):
+        options = {"projection": projection(), "feature_map": on_the_unit_sphere}
+        state = decoding.init_state(num_key_heads=2, value_dim=DIM, **options)
+        first, state = decoding.step(state, *(x[:length] for x in INPUTS), **options)
+        rest, _ = decoding.step(state, *(x[length:] for x in INPUTS), **options)
+        expected = self.reference(np.tri(LENGTH, dtype=bool))
+        np.testing.assert_allclose(np.concatenate([first, rest]), expected, rtol=1e-4, atol=1e-5)
+
+    @pytest.mark.fast
+    @pytest.mark.parametrize("options", [CAUSAL, PACKED, CAUSAL | PACKED], ids=str)
+    def test_a_real_zero_is_seen_by_those_that_see_it(self, options):
+        """The features of a later token are not finite, though the token is."""
+        sees = (
+            SEES_THE_PAST
+            if options == CAUSAL
+            else IN_THE_SEGMENT & (SEES_THE_PAST | ("is_causal" not in options))
+        )
+
+        @jax.jit
+        def call(*qkv):
+            out, pull_back = jax.vjp(functools.partial(far_by_a_map_of_the_user, **options), *qkv)
+            _, d_key, d_value = pull_back(jnp.where(sees[:, None, None], 0, out))
+            return out, d_key, d_value
+
+        out, d_key, d_value = call(*INPUTS)
+        zeros = plant(INPUTS, {"k": (slice(None), 0)})
+        planted_out, planted_d_key, planted_d_value = call(*zeros)
+        assert np.isnan(planted_out[sees]).all()
+        np.testing.assert_array_equal(planted_out[~sees], out[~sees])
+        others = POSITIONS != WHERE
+        np.testing.assert_array_equal(planted_d_key[others], d_key[others])
+        np.testing.assert_array_equal(planted_d_value, d_value)
