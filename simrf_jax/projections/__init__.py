@@ -1,4 +1,4 @@
-"""Projections W: how the random vectors are drawn, applied and redrawn."""
+"""Random projections W: functions that draw, apply and redraw them."""
 
 from simrf_jax.projections.blocks import BLOCK_MODES
 from simrf_jax.projections.couplings import COUPLINGS

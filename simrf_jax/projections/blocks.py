@@ -1,8 +1,8 @@
-"""Blocks: which rows of W are drawn together, and where they point before rotation.
+"""Row blocks: the rows of W that are drawn together, and their directions before rotation.
 
-A block is a set of unit vectors, every two of which have the same angle, turned by one random
-rotation: an orthonormal basis, or the vertices of a regular simplex, or the first few of either.
-Blocks are independent of each other.
+A row block is a set of unit vectors, every two of which have the same angle, turned by one random
+rotation. The set is an orthonormal basis, or the vertices of a regular simplex, or the first few of
+either. Row blocks are independent of each other.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ BLOCK_MODES = ("regular", "square")
 
 
 class Block(NamedTuple):
-    """The first ``num_rows`` vertices of a regular simplex, or of an orthonormal basis.
+    """Row block: the first vectors of an orthonormal basis or vertices of a regular simplex.
 
     Attributes:
-      num_rows: Rows of W in the block.
-      num_vertices: Vertices of the simplex they are cut from; None for an orthonormal basis.
+      num_rows: Number of rows of W in the row block.
+      num_vertices: Number of vertices of the simplex from which the rows are taken, or None for an
+        orthonormal basis.
 
     Example:
       >>> Block(3, 4).cosine, Block(3, None).cosine
@@ -31,28 +32,29 @@ class Block(NamedTuple):
 
     @property
     def cosine(self) -> float:
-        """The cosine of the angle between any two rows."""
+        """Cosine of the angle between any two rows, and 0 for a single row."""
         if self.num_vertices is None or self.num_rows == 1:
             return 0.0
         return -1 / (self.num_vertices - 1)
 
     def directions(self) -> np.ndarray:
-        """The rows before rotation, float64 unit vectors ``[num_rows, coordinates]``."""
+        """Returns the rows before rotation, float64 unit vectors ``[num_rows, coordinates]``."""
         if self.num_vertices is None:
             return np.eye(self.num_rows)
         return simplex_vertices(self.num_vertices)[: self.num_rows]
 
 
 def simplex_vertices(num_vertices: int) -> np.ndarray:
-    r"""Unit vectors from the centre of a regular simplex to its vertices.
+    r"""Returns the unit vectors from the centre of a regular simplex to its vertices.
 
-    For :math:`r` vertices (the paper has :math:`r = d`, and a last coordinate that is always 0),
+    For r vertices the unit vectors are
 
     .. math::
         s_i = \sqrt{\tfrac{r}{r-1}}\, e_i - \tfrac{\sqrt r + 1}{(r-1)^{3/2}}\, (1, \dots, 1)
         \quad (i < r), \qquad s_r = \tfrac{1}{\sqrt{r-1}}\, (1, \dots, 1).
 
-    All pairs subtend :math:`\cos\theta = -1/(r-1)`, and the rows add up to zero.
+    The cosine of the angle between any two of them is :math:`-1/(r-1)`, and they add up to zero.
+    The paper has :math:`r = d` and a last coordinate that is always 0.
 
     Args:
       num_vertices: Number of vertices r, at least 1.
@@ -70,8 +72,9 @@ def simplex_vertices(num_vertices: int) -> np.ndarray:
              [-0.333333, -0.333333, -0.333333,  1.      ]])
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Eq. 9. The constant there reads
-      :math:`\sqrt{d+1}` in some extractions; :math:`\sqrt d + 1` is what makes the rows unit.
+      Reid et al., Simplex Random Features (ICML 2023), Eq. 9, https://arxiv.org/abs/2301.13856
+      The constant there reads :math:`\sqrt{d+1}` in some text extractions, but only
+      :math:`\sqrt d + 1` gives unit vectors.
     """
     if num_vertices == 1:
         return np.ones((1, 1))
@@ -81,17 +84,21 @@ def simplex_vertices(num_vertices: int) -> np.ndarray:
 
 
 def simplex_constants(num_vertices: int) -> tuple[float, float]:
-    r"""The constants of Eq. 9: :math:`s_i = \text{scale}\, e_i - \text{shift}\, s_r` for i < r."""
+    r"""Returns scale and shift in :math:`s_i = \text{scale}\, e_i - \text{shift}\, s_r` for i < r.
+
+    This is Eq. 9 of Reid et al., Simplex Random Features (ICML 2023), in another form; see
+    ``simplex_vertices``.
+    """
     n = num_vertices - 1
     return (num_vertices / n) ** 0.5, (num_vertices**0.5 + 1) / n
 
 
 class Run(NamedTuple):
-    """Equal blocks, one after the other.
+    """Equal row blocks, one after the other.
 
     Attributes:
-      block: What each of them is.
-      repeats: How many there are.
+      block: The row block that is repeated.
+      repeats: Number of these row blocks.
     """
 
     block: Block
@@ -99,19 +106,31 @@ class Run(NamedTuple):
 
 
 def orthogonal_blocks(num_features: int, dim: int, block: str) -> list[Run]:
-    """Orthonormal rows, ``dim`` a block and a remainder, in either block mode."""
+    """Returns row blocks of ``dim`` orthonormal rows and a remainder, in either row-block mode.
+
+    Args:
+      num_features: Number of rows of W.
+      dim: Dimension d.
+      block: Row-block mode, which makes no difference here.
+    """
     del block  # A smaller orthonormal set is the same as the first rows of a full one.
     full, remainder = divmod(num_features, dim)
     return _runs((Block(dim, None), full), (Block(remainder, None), 1))
 
 
 def simplex_blocks(num_features: int, dim: int, block: str) -> list[Run]:
-    """Simplex rows, in blocks that are whole simplices or the paper's to the letter.
+    """Returns simplex row blocks, either whole simplices or the paper's row blocks to the letter.
 
-    ``regular`` makes every block a whole simplex of its own size, as full as the space allows,
-    d + 1 rows, because more pairs in a block lower the variance at every distance. A row alone is
-    coupled to nothing, so it is never left over. ``square`` has d rows at arccos(-1/(d-1)) a block,
-    and as a remainder the first rows of one more.
+    The mode ``regular`` makes every row block a whole simplex. Row blocks are as full as the space
+    allows, with d + 1 rows, because more pairs in a row block lower the variance at every distance.
+    A single row would be coupled to no other, so none is left over after a full row block. The mode
+    ``square`` puts d rows at the angle arccos(-1/(d-1)) into each row block, and the remainder is
+    the first rows of one more.
+
+    Args:
+      num_features: Number of rows of W.
+      dim: Dimension d, at least 2.
+      block: Row-block mode, ``"regular"`` or ``"square"``.
 
     Example:
       >>> for m in (130, 8, 66):

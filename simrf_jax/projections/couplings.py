@@ -1,4 +1,4 @@
-"""Couplings: how the rows of a block depend on each other."""
+"""Couplings: the joint laws of the rows of one row block."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ NUM_SWEEPS = 3
 
 
 class Coupling(NamedTuple):
-    """How the directions of the rows come about, before a random rotation turns them.
+    """Rule for the directions of the rows before a random rotation turns them.
 
     Attributes:
-      blocks: From (num_features, dim, block mode) to the runs of equal blocks, whose directions are
-        fixed.
-      least_dim: The least dimension that has room for it.
-      weight_dependent: Whether the directions are then arranged to suit the norms of the rows, by
-        ``minimise_resultant``.
+      blocks: Function of (num_features, dim, row-block mode) that returns the row blocks as a list
+        of ``Run``. Their directions are fixed.
+      least_dim: Least dimension in which the coupling exists.
+      weight_dependent: True if ``minimise_resultant`` then arranges the directions to suit the
+        norms of the rows.
     """
 
     blocks: Callable[[int, int, str], list[Run]]
@@ -29,19 +29,25 @@ class Coupling(NamedTuple):
     weight_dependent: bool = False
 
 
-# Beside these there is "iid", which has no blocks.
+# "iid" is not among them because it has no row blocks.
 COUPLED = {
     "orthogonal": Coupling(orthogonal_blocks, least_dim=1),
     "simplex": Coupling(simplex_blocks, least_dim=2),
     "simplex_plus": Coupling(simplex_blocks, least_dim=2, weight_dependent=True),
 }
 COUPLINGS = ("iid", *COUPLED)
-# Those whose directions do not look at the norms: only they have closed forms and fast transforms.
+# Only couplings whose directions do not depend on the norms have closed forms and fast transforms.
 FIXED = tuple(name for name, coupling in COUPLED.items() if not coupling.weight_dependent)
 
 
 def has_room(coupling: str, dim: int, name: str = "coupling") -> None:
-    """Accepts a dimension that has room for the coupling."""
+    """Raises ``ValueError`` if the dimension is too small for the coupling.
+
+    Args:
+      coupling: One of ``COUPLINGS``.
+      dim: Dimension d.
+      name: Name of the argument that holds the coupling, for the error message.
+    """
     least_dim = 1 if coupling == "iid" else COUPLED[coupling].least_dim
     if dim < least_dim:
         raise ValueError(f"{name}={coupling!r} needs dim of at least {least_dim}, got dim={dim}.")
@@ -50,19 +56,19 @@ def has_room(coupling: str, dim: int, name: str = "coupling") -> None:
 def minimise_resultant(
     directions: jax.Array, norms: jax.Array, *, num_sweeps: int = NUM_SWEEPS
 ) -> jax.Array:
-    r"""Turns the rows of a block, one after the other, against the sum of the others (SimRF+).
+    r"""Turns each row of a row block against the sum of the other rows (SimRF+).
 
     .. math:: s_i \leftarrow -\frac{\sum_{j \ne i} a_j s_j}{|\sum_{j \ne i} a_j s_j|}
 
-    for all i in turn, ``num_sweeps`` times over. Each step lowers the resultant :math:`|\sum_i a_i
-    s_i|`, and with it :math:`\sum_{i \ne j} |w_i + w_j|^2`: the leading term of the variance of
-    positive features. Two or three sweeps close the loop (resultant zero) unless one norm exceeds
-    the sum of the others: then the others end up antialigned with it.
+    for all i in turn, ``num_sweeps`` times. Each step lowers the resultant
+    :math:`|\sum_i a_i s_i|`, and with it :math:`\sum_{i \ne j} |w_i + w_j|^2`, the leading term of
+    the variance of positive features. Two or three sweeps make the resultant zero unless one norm
+    exceeds the sum of the others. In that case the other rows end up antialigned with that row.
 
     Args:
-      directions: Unit vectors s, ``[rows, coordinates]``; a step takes time O(coordinates).
-      norms: Their lengths a, ``[rows]``.
-      num_sweeps: How often every row is turned.
+      directions: Unit vectors s, ``[rows, coordinates]``. A step takes time O(coordinates).
+      norms: Norms a of the rows, ``[rows]``.
+      num_sweeps: Number of sweeps; each turns every row once.
 
     Returns:
       Unit vectors ``[rows, coordinates]``.
@@ -76,22 +82,24 @@ def minimise_resultant(
       (True, True)
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Eqs. 16 and 17; a :math:`= \sqrt{\ }` of
-      the diagonal of D there.
+      Reid et al., Simplex Random Features (ICML 2023), Eqs. 16 and 17,
+      https://arxiv.org/abs/2301.13856
+      The norms a are the diagonal of D in Eq. 8.
     """
 
     def turn(resultant: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         s, norm = row
         rest = resultant - norm * s
         length = jnp.linalg.norm(rest)
-        # With nothing to turn against, all directions are as good.
+        # If the other rows cancel, all directions are as good, and the row stays as it is.
         turned = jnp.where(length > 0, -rest / jnp.where(length > 0, length, 1), s)
         return rest + norm * turned, turned
 
     def sweep(_: jax.Array, s: jax.Array) -> jax.Array:
-        # The resultant runs along within a sweep and starts each one free of its rounding errors.
+        # The steps of a sweep update the resultant. A new sum for each sweep drops their rounding
+        # errors.
         resultant = jnp.sum(norms[:, None] * s, axis=0)
-        # Not s.at[i].set in a fori_loop, for which XLA on a CPU copies s at every step: O(d^3).
+        # In a fori_loop with s.at[i].set, XLA on a CPU would copy s at every step, in time O(d^3).
         return jax.lax.scan(turn, resultant, (s, norms))[1]
 
     return jax.lax.fori_loop(0, num_sweeps, sweep, directions)

@@ -1,4 +1,4 @@
-"""Dense projections: W as one array, its rows coupled block by block."""
+"""Dense projections: W as one array, whose rows are coupled within each row block."""
 
 from __future__ import annotations
 
@@ -38,39 +38,44 @@ def draw_projection(
 
     .. math:: W = D S R
 
-    block by block, with :math:`D` the row norms, :math:`S` the directions of the coupling and
-    :math:`R` a random rotation. Drawn from one key, all couplings share their row norms, and both
-    simplices their rotations, so that they can be compared as paired draws.
+    for each row block, where D holds the row norms, S the directions of the coupling, and R is a
+    random rotation. Row blocks are independent of each other. If they are drawn from one key, all
+    couplings share their row norms, and ``simplex`` and ``simplex_plus`` also share their
+    rotations, so that they can be compared as paired draws.
 
     Args:
       key: A typed PRNG key (``jax.random.key``). ``jax.vmap`` over keys draws many projections.
       num_features: Number of rows m, any positive number.
       dim: Dimension d of the vectors to project; at least 2 for ``simplex`` and ``simplex_plus``.
-      coupling: ``"iid"``, independent rows; ``"orthogonal"``, for trigonometric and hyperbolic
-        features; ``"simplex"``, which of all couplings that do not look at the norms gives
-        positive features the least variance (Theorem 3.4, for m = d); or ``"simplex_plus"``, a
-        simplex arranged to suit the norms (Eqs. 16 and 17), better still and dearer to draw.
-      block: How many rows a simplex block has. ``"regular"`` fills whole regular simplices of up
-        to d + 1 rows; ``"square"`` is the paper to the letter, d rows and a cut-off remainder.
-        Orthogonal blocks have d rows in both modes.
-      rotation: ``"haar"``, uniform over the orthogonal group; ``"hadamard"``, three random-sign
-        Hadamard factors, nearly unbiased; or ``"givens"``, a butterfly of Givens rotations,
-        unbiased for ``orthogonal``, nearly so for the simplices. The last two work in the next
-        power of two of dim, whose blocks and norms they have. ``iid`` rows are isotropic by
-        themselves: any rotation leaves them as they are.
-      norms: ``"chi"`` (:math:`\chi_d`, the norm of a Gaussian vector: kernel estimates are
-        unbiased) or ``"sqrt_dim"`` (all norms :math:`\sqrt d`: biased).
+      coupling: Joint law of the rows of one row block. ``"iid"`` rows are independent.
+        ``"orthogonal"`` suits trigonometric and hyperbolic features. ``"simplex"`` gives positive
+        features the least variance of all couplings that do not depend on the norms (Theorem 3.4,
+        for m = d). ``"simplex_plus"`` arranges the simplex to suit the norms (Eqs. 16 and 17),
+        which is better still but takes longer to draw.
+      block: Row-block mode, which sets the number of rows in a simplex row block. ``"regular"``
+        fills whole regular simplices of up to d + 1 rows. ``"square"`` follows the paper to the
+        letter, with row blocks of d rows and a cut-off remainder. Orthogonal row blocks have d rows
+        in both modes.
+      rotation: Distribution of R. ``"haar"`` is uniform over the orthogonal group. ``"hadamard"``
+        is a product of three random-sign Hadamard factors, with which kernel estimates are nearly
+        unbiased. ``"givens"`` is a butterfly of Givens rotations, with which they are unbiased for
+        ``orthogonal`` and nearly unbiased for the simplices. The last two work in the next power
+        of two of ``dim``, and the row blocks and norms are those of that dimension. Any rotation
+        leaves ``iid`` rows as they are, because they are isotropic by themselves.
+      norms: Law of the row norms. ``"chi"`` is :math:`\chi_d`, the law of the norm of a Gaussian
+        vector, with which kernel estimates are unbiased. ``"sqrt_dim"`` sets all norms to
+        :math:`\sqrt d`, with which they are biased.
       dtype: Floating type of the result. The draw itself is made in float32 at least.
-      num_sweeps: How often ``simplex_plus`` arranges every row, by default 3; for no other
-        coupling.
+      num_sweeps: Number of times that ``simplex_plus`` arranges every row, by default 3. No other
+        coupling accepts it.
 
     Returns:
       Array ``[num_features, dim]``.
 
     Raises:
-      TypeError: If the key is not a typed one, a size is no integer or dtype is not floating.
-      ValueError: If a name is unknown, a size is below 1, a simplex has ``dim < 2``, or num_sweeps
-        is given to another coupling than ``simplex_plus``.
+      TypeError: If the key is not typed, a size is not an integer, or ``dtype`` is not floating.
+      ValueError: If a name is unknown, a size is below 1, a simplex has ``dim < 2``, or
+        ``num_sweeps`` is given to a coupling other than ``simplex_plus``.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
@@ -82,8 +87,9 @@ def draw_projection(
       -0.015625, -0.015625
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Eq. 8, Sec. 3 and Eqs. 16 and 17. Yu et
-      al., Orthogonal Random Features (NeurIPS 2016).
+      Reid et al., Simplex Random Features (ICML 2023), Sec. 3, Eqs. 8, 16 and 17, and Theorem 3.4,
+      https://arxiv.org/abs/2301.13856
+      Yu et al., Orthogonal Random Features (NeurIPS 2016), https://arxiv.org/abs/1610.09072
     """
     checks.typed_key(key)
     checks.one_of("coupling", coupling, COUPLINGS)
@@ -133,7 +139,7 @@ def _draw(
 def _draw_directions(
     key: jax.Array, runs: list[Run], lengths: jax.Array, dim: int, rotation: str, sweeps: int
 ) -> jax.Array:
-    """Unit vectors ``[num_features, dim]``: each block under a random rotation of its own."""
+    """Draws unit vectors ``[num_features, dim]``, each row block under a rotation of its own."""
 
     def draw_block(directions: jax.Array, lengths: jax.Array, key: jax.Array) -> jax.Array:
         if sweeps:
@@ -142,7 +148,7 @@ def _draw_directions(
 
     keys = jax.random.split(key, sum(run.repeats for run in runs))
     rows, first_block, first_row = [], 0, 0
-    for block, count in runs:  # Equal blocks are drawn together.
+    for block, count in runs:
         end_block, end_row = first_block + count, first_row + count * block.num_rows
         directions = jnp.asarray(block.directions(), lengths.dtype)
         drawn = jax.vmap(draw_block, in_axes=(None, 0, 0))(

@@ -1,4 +1,4 @@
-"""Fast projections: W applied in O(d log d) by Hadamard transforms, never written down."""
+"""Fast projections: W applied in O(d log d) by Hadamard transforms, without forming a matrix."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ from simrf_jax.projections.structured import StructuredProjection
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class FastProjection(StructuredProjection):
-    """The projection D S HD HD HD, kept as its random signs and norms; see draw_fast_projection.
+    """Projection W = D S HD HD HD, kept as its random signs and norms.
 
-    A pytree. Under ``jax.vmap`` over keys its arrays get leading axes, and it stands for a stack
-    of projections, as an array ``[..., num_features, dim]`` does.
+    ``draw_fast_projection`` draws it and explains the symbols. The projection is a pytree. Under
+    ``jax.vmap`` over keys its arrays get leading axes, and it stands for a stack of projections, as
+    an array ``[..., num_features, dim]`` does.
 
     Attributes:
-      signs: Diagonals of the HD factors, int8 ``[..., num_blocks, 3, padded dim]``.
-      row_norms: Norms of the rows before padding is cut off, ``[..., num_features]``.
-      dim: Dimension of the vectors to project.
-      coupling: ``"orthogonal"`` or ``"simplex"``.
-      block: Block mode.
+      signs: Diagonals of the HD factors, int8 ``[..., num_blocks, 3, padded dim]``, where
+        num_blocks is the number of row blocks.
+      row_norms: Norms of the rows before the padding is cut off, ``[..., num_features]``.
+      dim: Dimension d of the vectors to project.
+      coupling: Coupling of the rows, ``"orthogonal"`` or ``"simplex"``.
+      block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
     """
 
     signs: jax.Array
@@ -45,12 +47,12 @@ class FastProjection(StructuredProjection):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the dense projection, ``[..., num_features, dim]``."""
+        """Shape of the dense projection, ``[..., num_features, dim]``."""
         return (*self.row_norms.shape, self.dim)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The floating type of the norms."""
+        """Floating type of the norms."""
         return self.row_norms.dtype
 
 
@@ -68,32 +70,34 @@ def draw_fast_projection(
 
     .. math:: W = D S \, H D_3 \, H D_2 \, H D_1
 
-    block by block: :math:`H` is the Hadamard matrix, applied by fast transforms, :math:`D_k` are
-    random signs, :math:`S` the directions of the coupling, applied in O(d) by Algorithm 1, and
-    :math:`D` the row norms. No d x d matrix is ever formed. Dimensions that are no power of two
-    are padded with zeros to the next one, whose blocks and norms are used throughout.
+    for each row block. H is the Hadamard matrix, applied by fast transforms. The :math:`D_k` hold
+    random signs. S holds the directions of the coupling, applied in O(d) by Algorithm 1, and D the
+    row norms. No d x d matrix is ever formed. If d is not a power of two, vectors are padded with
+    zeros to the next one, and the row blocks and norms are those of the padded dimension.
 
-    The product of Hadamard factors is nearly, not exactly, Haar-distributed, so kernel estimates
-    are nearly unbiased: at :math:`|x + y| = 1` they are off by one per cent for d = 4 and by less
-    for larger d (benchmarks/rotation_bias.py).
+    The product of Hadamard factors is nearly, not exactly, Haar-distributed, so that kernel
+    estimates are nearly unbiased: at :math:`|x + y| = 1` they are off by one per cent for d = 4 and
+    by less for larger d (benchmarks/rotation_bias.py).
 
     Args:
-      key: A typed PRNG key. ``jax.vmap`` over keys draws a stack.
+      key: A typed PRNG key. ``jax.vmap`` over keys draws a stack of projections.
       num_features: Number of rows m, any positive number.
       dim: Dimension d of the vectors to project; at least 2 for ``simplex``.
-      coupling: ``"orthogonal"`` or ``"simplex"``. ``"iid"`` rows and the directions of
-        ``"simplex_plus"`` have no structure to apply fast.
-      block: As ``draw_projection``, in the padded dimension.
-      norms: ``"chi"`` or ``"sqrt_dim"``, as ``draw_projection``, in the padded dimension.
+      coupling: Coupling of the rows, ``"orthogonal"`` or ``"simplex"``. ``"iid"`` rows and the
+        directions of ``"simplex_plus"`` have no structure that can be applied fast.
+      block: Row-block mode, ``"regular"`` or ``"square"``, in the padded dimension; see
+        ``draw_projection``.
+      norms: Law of the row norms, ``"chi"`` or ``"sqrt_dim"``, in the padded dimension; see
+        ``draw_projection``.
       dtype: Floating type of the norms.
 
     Returns:
-      A ``FastProjection``, for ``project``, every feature map and attention.
+      A ``FastProjection``, which ``project``, every feature map and attention accept.
 
     Raises:
-      TypeError: If the key is not a typed one, a size is no integer or dtype is not floating.
-      ValueError: If a name is unknown, a size is below 1, simplex has ``dim < 2``, or the coupling
-        has no fast form.
+      TypeError: If the key is not typed, a size is not an integer, or ``dtype`` is not floating.
+      ValueError: If a name is unknown, a size is below 1, ``simplex`` has ``dim < 2``, or the
+        coupling has no fast form.
 
     Example:
       >>> import jax, simrf_jax
@@ -104,13 +108,15 @@ def draw_fast_projection(
       (2, 4096)
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Sec. 4.2, App. B and Algorithm 1.
+      Reid et al., Simplex Random Features (ICML 2023), Sec. 4.2, App. B.2 and Algorithm 1,
+      https://arxiv.org/abs/2301.13856
     """
     checks.typed_key(key)
     if coupling in COUPLINGS and coupling not in FIXED:
         raise ValueError(
-            f"coupling={coupling!r} has no fast form: its directions have no structure, so W has "
-            f"to be a matrix (draw_projection). Fast are {' and '.join(map(repr, FIXED))}."
+            f"coupling={coupling!r} has no fast form because its directions have no structure; "
+            "draw_projection draws it as a dense matrix. The couplings with a fast form are "
+            f"{', '.join(map(repr, FIXED))}."
         )
     checks.one_of("coupling", coupling, FIXED)
     checks.one_of("block", block, BLOCK_MODES)
@@ -133,7 +139,7 @@ def draw_fast_projection(
 
 @jax.jit
 def apply_fast(x: jax.Array, projection: FastProjection) -> jax.Array:
-    """Projects ``[..., dim]`` to ``[..., num_features]``, in x's type."""
+    """Projects ``[..., dim]`` to ``[..., num_features]`` in the dtype of ``x``."""
     num_features = projection.row_norms.shape[-1]
     num_blocks, _, ambient = projection.signs.shape
     runs = COUPLED[projection.coupling].blocks(num_features, ambient, projection.block)
@@ -150,7 +156,9 @@ def apply_fast(x: jax.Array, projection: FastProjection) -> jax.Array:
 
 
 def _directions_product(x: jax.Array, block: Block) -> jax.Array:
-    r"""Multiplies by ``block.directions()`` in O(d): Algorithm 1 of the paper for a simplex.
+    r"""Multiplies vectors by ``block.directions()`` in time O(d).
+
+    For a simplex the method is Algorithm 1 of Reid et al., Simplex Random Features (ICML 2023):
 
     .. math::
         y_r = \tfrac{1}{\sqrt{r-1}} \sum_{i<r} x_i, \qquad

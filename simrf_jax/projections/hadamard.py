@@ -1,4 +1,4 @@
-"""The Walsh-Hadamard transform, and random rotations made of it."""
+"""The Walsh-Hadamard transform and the random rotations that are built from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ NUM_FACTORS = 3
 
 
 def padded_dim(dim: int) -> int:
-    """The power of two to which vectors are padded with zeros.
+    """Returns the power of two to which vectors are padded with zeros.
 
     Example:
       >>> padded_dim(1), padded_dim(64), padded_dim(65)
@@ -23,7 +23,7 @@ def padded_dim(dim: int) -> int:
 
 
 def hadamard_transform(x: jax.Array, *, radix: int = 128) -> jax.Array:
-    r"""Multiplies vectors by the Hadamard matrix, in time O(n log n).
+    r"""Multiplies vectors by the Hadamard matrix in time O(n log n).
 
     .. math:: H_{2n} = \begin{pmatrix} H_n & H_n \\ H_n & -H_n \end{pmatrix}, \qquad H_1 = 1.
 
@@ -31,20 +31,21 @@ def hadamard_transform(x: jax.Array, *, radix: int = 128) -> jax.Array:
     axis of ``x`` reshaped to a box. Radix 2 is the textbook butterfly.
 
     Args:
-      x: Vectors ``[..., n]``, n a power of two.
-      radix: Largest side of the box, a power of two. As few and as equal sides as it allows are
-        taken: small products suit matrix units, and memory is passed over seldom.
+      x: Vectors ``[..., n]``, where n is a power of two.
+      radix: Largest side of the box, a power of two. The box has as few sides as the radix allows,
+        and they are as equal as possible: small products suit matrix units, and few sides mean few
+        passes over the memory.
 
     Returns:
-      Array ``[..., n]``; the transform twice is n times the vector.
+      Array ``[..., n]``. Applying the transform twice multiplies the vector by n.
 
     Example:
       >>> import jax.numpy as jnp
       >>> hadamard_transform(jnp.array([1.0, 2.0, 3.0, 4.0]))
       Array([10., -2., -4.,  0.], dtype=float32)
     """
-    # Of 4,096 dimensions, for 1,024 vectors: butterflies take twice the time of two 64 x 64
-    # products on a CPU, and by the compiler's model for a TPU v5e 12 times (benchmarks).
+    # For 1,024 vectors of 4,096 dimensions, butterflies take twice the time of two 64 x 64 products
+    # on a CPU, and 12 times as long by the compiler's cost model for a TPU v5e (benchmarks).
     *batch, n = x.shape
     inner = 1  # The transform over the last log2(inner) bits of the index is done.
     for side in _sides(n, radix):
@@ -61,6 +62,7 @@ def hadamard_transform(x: jax.Array, *, radix: int = 128) -> jax.Array:
 
 
 def _sides(n: int, radix: int) -> list[int]:
+    """Returns the sides of the box, powers of two whose product is n."""
     bits, most = n.bit_length() - 1, radix.bit_length() - 1
     stages = -(-bits // most)
     return [1 << ((bits + stage) // stages) for stage in range(stages)]
@@ -72,7 +74,13 @@ def _hadamard_matrix(n: int) -> np.ndarray:
 
 
 def random_signs(key: jax.Array, num_blocks: int, dim: int) -> jax.Array:
-    """Rademacher signs of the HD factors, int8 ``[num_blocks, NUM_FACTORS, dim]``."""
+    """Draws the Rademacher signs of the HD factors, int8 ``[num_blocks, NUM_FACTORS, dim]``.
+
+    Args:
+      key: A typed PRNG key.
+      num_blocks: Number of row blocks, each of which has a rotation of its own.
+      dim: Dimension of the rotations, a power of two.
+    """
     return jax.random.rademacher(key, (num_blocks, NUM_FACTORS, dim), jnp.int8)
 
 
@@ -81,20 +89,29 @@ def rotate(x: jax.Array, signs: jax.Array) -> jax.Array:
 
     Args:
       x: Vectors ``[..., n]``.
-      signs: The diagonals of D, ``[..., NUM_FACTORS, n]``; the leading axes broadcast.
+      signs: Diagonals of the matrices :math:`D_k`, ``[..., NUM_FACTORS, n]``. The leading axes of
+        ``x`` and ``signs`` broadcast.
 
     Returns:
       R x, ``[..., n]``.
     """
     for factor in range(NUM_FACTORS):
-        # Scaled here, so that nothing grows on the way.
+        # Scaling every factor keeps the numbers from growing on the way.
         flips = signs[..., factor, :].astype(x.dtype) * x.shape[-1] ** -0.5
         x = hadamard_transform(x * jnp.broadcast_to(flips, x.shape))
     return x
 
 
 def rotate_back(x: jax.Array, signs: jax.Array) -> jax.Array:
-    """Undoes ``rotate``: rows ``[..., n]`` times R, for signs ``[NUM_FACTORS, n]``."""
+    """Undoes ``rotate`` by multiplying rows by R from the right.
+
+    Args:
+      x: Rows ``[..., n]``.
+      signs: Diagonals as in ``rotate``, ``[NUM_FACTORS, n]``.
+
+    Returns:
+      x R, ``[..., n]``.
+    """
     for factor in reversed(range(NUM_FACTORS)):
         flips = signs[..., factor, :].astype(x.dtype) * x.shape[-1] ** -0.5
         x = hadamard_transform(x) * jnp.broadcast_to(flips, x.shape)

@@ -1,4 +1,4 @@
-"""The projection of vectors, by whatever form W has."""
+"""Projection of vectors by W, which may be an array or a structured projection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ Projection: TypeAlias = ArrayLike | StructuredProjection
 
 
 def as_projection(projection: Projection) -> jax.Array | StructuredProjection:
-    """Returns a projection as an array of a floating type, or as the structure it is."""
+    """Returns a projection as an array of a floating type, or unchanged if it is structured.
+
+    Args:
+      projection: Array-like of a floating type, or a ``StructuredProjection``.
+
+    Raises:
+      TypeError: If the projection is None or is not floating.
+    """
     if isinstance(projection, StructuredProjection):
         return projection
     if projection is None:
@@ -29,16 +36,17 @@ def project(x: ArrayLike, projection: Projection) -> jax.Array:
     r"""Projects vectors onto the rows of a projection, :math:`y_i = w_i \cdot x`.
 
     Args:
-      x: Vectors ``[..., dim]``.
-      projection: W, ``[num_features, dim]``, as an array or a ``FastProjection``.
+      x: Vectors ``[..., dim]``, floating.
+      projection: W, ``[num_features, dim]``, as a floating array or a ``FastProjection``.
 
     Returns:
-      Array ``[..., num_features]``, in float32 at least: the logits of every feature map, which
-      bfloat16 would round to a few per cent.
+      Array ``[..., num_features]``, in float32 at least. Every feature map uses these numbers as
+      logits, which bfloat16 would round to a few per cent.
 
     Raises:
-      TypeError: If either is not floating.
-      ValueError: If the shapes do not match.
+      TypeError: If ``x`` or ``projection`` is not floating, or ``projection`` is a structured
+        projection other than a ``FastProjection``.
+      ValueError: If the shapes do not match, or ``projection`` has no rows.
 
     Example:
       >>> import jax.numpy as jnp, simrf_jax
@@ -54,7 +62,7 @@ def project(x: ArrayLike, projection: Projection) -> jax.Array:
     if projection.ndim != 2:
         raise ValueError(
             f"projection must be [num_features, dim], got shape {projection.shape}; "
-            "use jax.vmap for a stack of them."
+            "use jax.vmap for a stack of projections."
         )
     if projection.shape[0] == 0:
         raise ValueError(f"projection must have at least one feature, got {projection.shape}.")

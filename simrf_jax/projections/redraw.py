@@ -1,4 +1,4 @@
-"""The redraw schedule: which W every layer and head has at every training step."""
+"""The redraw schedule, which fixes the W of every layer and head at every training step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from simrf_jax.projections.structured import StructuredProjection
 
 
 def redraw_key(key: jax.Array, step: int | jax.Array, *, interval: int) -> jax.Array:
-    """The key in force at a training step: ``fold_in(key, step // interval)``.
+    """Returns the key in force at a training step, ``fold_in(key, step // interval)``.
 
     Args:
       key: A typed PRNG key, the same for the whole run.
@@ -56,28 +56,33 @@ def redraw_projections(
     norms: str = "chi",
     num_sweeps: int | None = None,
 ) -> Any:
-    """Draws new values for all the projections of a model, in one batched call.
+    """Draws new values for all projections of a model in one batched call.
 
-    Leaf number ``l``, in the order of ``jax.tree.leaves`` (a layer, in most models), and the
-    projection number ``h`` inside it (a head) are drawn from ``fold_in(fold_in(key, l), h)``.
+    Projection number ``h`` of leaf number ``l`` is drawn from ``fold_in(fold_in(key, l), h)``. The
+    leaves are numbered in the order of ``jax.tree.leaves``. In most models a leaf is a layer, and
+    the projections in it are its heads.
 
     Args:
       key: A typed PRNG key; see ``redraw_key``.
       projections: A pytree of arrays (or ``jax.ShapeDtypeStruct``) ``[..., num_features, dim]``,
-        and of ``BipolarProjection`` of such arrays: the ``random_features`` collection of a Linen
-        model, or ``nnx.state(model, RandomProjection)`` of an NNX one.
-      coupling: As ``draw_projection``. The arrays do not tell how they were drawn, so say it.
-      block: As ``draw_projection``.
-      rotation: As ``draw_projection``.
-      norms: As ``draw_projection``.
-      num_sweeps: As ``draw_projection``.
+        and of ``BipolarProjection`` of such arrays. This can be the ``random_features`` collection
+        of a Linen model, or ``nnx.state(model, RandomProjection)`` of an NNX model.
+      coupling: Coupling of the rows; see ``draw_projection``. It must be given, because the arrays
+        do not tell how they were drawn.
+      block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
+      rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
+        ``draw_projection``.
+      norms: Law of the row norms, ``"chi"`` or ``"sqrt_dim"``; see ``draw_projection``.
+      num_sweeps: Number of times that ``simplex_plus`` arranges every row; see ``draw_projection``.
 
     Returns:
       A pytree of the same structure, shapes and dtypes.
 
     Raises:
-      TypeError: As ``draw_projection``; if a leaf is a ``FastProjection`` or has centres.
-      ValueError: As ``draw_projection``; if a leaf is no array of at least two axes.
+      TypeError: If ``draw_projection`` raises it for these arguments, or if a leaf is or holds a
+        ``FastProjection``, or is a ``ClusteredProjection``, whose centres no key can draw.
+      ValueError: If ``draw_projection`` raises it for these arguments, or if a leaf is not an array
+        of at least two axes.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
@@ -120,7 +125,7 @@ def _is_structured(node: Any) -> bool:
 
 
 def _head(leaf: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
-    """The structure and the parts of one projection of a stack."""
+    """Returns the structure and the parts of one projection of a stack."""
     if not _is_structured(leaf) and len(getattr(leaf, "shape", ())) < 2:
         raise ValueError(f"A projection is an array [..., num_features, dim], got {leaf!r}.")
     parts, structure = jax.tree.flatten(leaf)

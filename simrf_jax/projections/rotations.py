@@ -1,4 +1,4 @@
-"""Random rotations: the part of a projection that makes it isotropic."""
+"""Random rotations, the part of a projection that makes it isotropic."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from simrf_jax.projections.hadamard import padded_dim, random_signs, rotate_back
 def haar_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array:
     r"""Multiplies vectors by the first rows of a Haar-distributed orthogonal matrix.
 
-    Stewart's method: with :math:`x_k` standard normal in the last :math:`d - k + 1` coordinates and
-    :math:`H_k` the Householder reflection that maps :math:`x_k` to :math:`-\operatorname{sign}
-    (x_{kk})\, |x_k|\, e_k`,
+    The method is Stewart's. Let :math:`x_k` be standard normal in the last :math:`d - k + 1`
+    coordinates and zero in the others, and let :math:`H_k` be the Householder reflection that maps
+    :math:`x_k` to :math:`-\operatorname{sign}(x_{kk})\, |x_k|\, e_k`. Then
 
     .. math:: Q = H_1 H_2 \cdots H_n \operatorname{diag}(-\operatorname{sign} x_{kk})
 
-    has the law of the first n columns of a Haar matrix. It is the Q of a Gaussian matrix, sign fix
-    included, without forming or factorising that matrix.
+    has the law of the first n columns of a Haar matrix. Q is the factor Q of a Gaussian matrix's QR
+    decomposition, including the sign correction, but that matrix is neither formed nor factorised.
 
     Args:
       key: A typed PRNG key.
-      vectors: Rows S to rotate, floating ``[num_rows, n]``, n at most dim.
+      vectors: Rows S to rotate, floating ``[num_rows, n]`` with n at most ``dim``.
       dim: Dimension d.
 
     Returns:
-      :math:`S Q^\top`, ``[num_rows, dim]``; an identity S gives an orthonormal frame.
+      :math:`S Q^\top`, ``[num_rows, dim]``. If S is the identity, its rows are orthonormal.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -40,11 +40,12 @@ def haar_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array:
     References:
       Stewart, The efficient generation of random orthogonal matrices (SIAM J. Numer. Anal., 1980).
     """
-    # Not jax.random.orthogonal: XLA on a CPU with two cores can deadlock when several LAPACK calls
-    # of one jitted computation run side by side, as the layers of a model's init would. This needs
-    # no LAPACK and is the fastest on the CPU: 15 ms for 288 rotations in 64 dimensions, against 21
-    # by QR, 18 by Cholesky-QR twice and 51 by the polar factor; and by the compiler's model for a
-    # TPU v5e on a par with Cholesky-QR (benchmarks/haar.py).
+    # jax.random.orthogonal is ruled out: XLA on a CPU with two cores can deadlock when several
+    # LAPACK calls of one jitted computation run side by side, as the init of a model with several
+    # layers would make them. Stewart's method needs no LAPACK and is the fastest on the CPU: 288
+    # rotations in 64 dimensions take 15 ms, against 21 ms by QR, 18 ms by Cholesky-QR twice and
+    # 51 ms by the polar factor. The compiler's cost model for a TPU v5e puts it on a par with
+    # Cholesky-QR (benchmarks/haar.py).
     n = vectors.shape[1]
     x = jnp.triu(jax.random.normal(key, (n, dim), vectors.dtype))
     sign = jnp.where(jnp.diagonal(x) < 0, -1, 1).astype(x.dtype)
@@ -56,25 +57,29 @@ def haar_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array:
         v = reflectors[n - 1 - i]
         return rows - 2 * jnp.outer(jnp.dot(rows, v, precision=jax.lax.Precision.HIGHEST), v)
 
-    # From the vectors on rather than from the identity, which spares the product of the two.
+    # Starting from the vectors saves the product that starting from the identity would need.
     start = jnp.pad(-sign[None] * vectors, ((0, 0), (0, dim - n)))
     return jax.lax.fori_loop(0, n, reflect, start)
 
 
 def hadamard_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array:
-    r"""Multiplies by the first rows of :math:`H D_3 H D_2 H D_1`, H Hadamard and D random signs.
+    r"""Multiplies vectors by the first rows of a product of Hadamard matrices and random signs.
 
-    Nearly Haar: the second moments are exact, the fourth are off by :math:`(-2/d)^3 (1 - 3/(d+2))`.
-    Kernel estimates are biased by one per cent at :math:`|x + y| = 1` for d = 4 and by less for
-    larger d, at 2 by several per cent for d up to 8 (benchmarks/rotation_bias.py).
+    .. math:: R = H D_3 \, H D_2 \, H D_1
+
+    where H is the orthogonal Hadamard matrix and each :math:`D_k` holds random signs. R is nearly
+    Haar-distributed: its second moments are exact, and its fourth moments are off by
+    :math:`(-2/d)^3 (1 - 3/(d+2))`. Kernel estimates are biased by one per cent at
+    :math:`|x + y| = 1` for d = 4 and by less for larger d. At :math:`|x + y| = 2` they are biased
+    by several per cent for d up to 8 (benchmarks/rotation_bias.py).
 
     Args:
       key: A typed PRNG key.
-      vectors: Rows to rotate, floating ``[num_rows, n]``, n at most dim.
+      vectors: Rows to rotate, floating ``[num_rows, n]`` with n at most ``dim``.
       dim: Dimension d, a power of two.
 
     Returns:
-      Array ``[num_rows, dim]``, in time O(num_rows d log d).
+      Array ``[num_rows, dim]``, computed in time O(num_rows d log d).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -83,30 +88,32 @@ def hadamard_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array
       ((3, 4), True)
 
     References:
-      Yu et al., Orthogonal Random Features (NeurIPS 2016), Sec. 4; Reid et al., Simplex Random
-      Features (ICML 2023), Sec. 4.2 and App. B.
+      Yu et al., Orthogonal Random Features (NeurIPS 2016), Sec. 4, https://arxiv.org/abs/1610.09072
+      Reid et al., Simplex Random Features (ICML 2023), Sec. 4.2 and App. B.2.2, Eq. 89,
+      https://arxiv.org/abs/2301.13856
     """
     [signs] = random_signs(key, 1, dim)
     return rotate_back(jnp.pad(vectors, ((0, 0), (0, dim - vectors.shape[1]))), signs)
 
 
 def givens_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array:
-    r"""Multiplies by the first rows of a butterfly product of random Givens rotations.
+    r"""Multiplies vectors by the first rows of a butterfly product of random Givens rotations.
 
     .. math:: Q = G_1 G_2 \cdots G_{\log_2 d}
 
-    where :math:`G_l` rotates the d/2 disjoint pairs of coordinates that lie :math:`d / 2^l` apart,
-    each by an angle of its own with :math:`\cos^2` of law Beta(k/2, k/2), k = :math:`d / 2^l`.
-    That law makes every row of Q exactly uniform on the sphere, so orthogonal features are
-    unbiased; their joint law is not Haar's, so simplex features are only nearly so.
+    where :math:`G_l` rotates the d/2 disjoint pairs of coordinates that lie :math:`d / 2^l` apart.
+    Each pair has an angle of its own, whose :math:`\cos^2` has the law Beta(k/2, k/2) with
+    k = :math:`d / 2^l`. This law makes every row of Q exactly uniform on the sphere, so that
+    kernel estimates with orthogonal rows are unbiased. The joint law of the rows is not Haar's, so
+    that kernel estimates with simplex rows are only nearly unbiased.
 
     Args:
       key: A typed PRNG key.
-      vectors: Rows to rotate, floating ``[num_rows, n]``, n at most dim.
+      vectors: Rows to rotate, floating ``[num_rows, n]`` with n at most ``dim``.
       dim: Dimension d, a power of two.
 
     Returns:
-      Array ``[num_rows, dim]``, in time O(num_rows d log d), after d (d - 1) normal draws.
+      Array ``[num_rows, dim]``, computed in time O(num_rows d log d) after d (d - 1) normal draws.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -115,22 +122,22 @@ def givens_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array:
       ((3, 4), True)
 
     References:
-      Genz, Methods for generating random orthogonal matrices (1998), for butterflies; Choromanski
-      et al., Unifying Orthogonal Monte Carlo Methods (ICML 2019), for Givens rotations.
+      Genz, Methods for generating random orthogonal matrices (1998), for butterflies.
+      Choromanski et al., Unifying Orthogonal Monte Carlo Methods (ICML 2019), for Givens rotations.
     """
     num_rows, n = vectors.shape
     dtype = vectors.dtype
     if dim == 1:
         return vectors * jax.random.rademacher(key, (1, 1), dtype)
     q = jnp.pad(vectors, ((0, 0), (0, dim - n)))
-    # One draw for all levels, and norms of Gaussian vectors for chi variables: every further draw,
-    # and a gamma sampler above all, would take seconds to compile.
+    # All levels share one draw, and norms of Gaussian vectors serve as chi variables, because every
+    # further draw, and above all a gamma sampler, would take seconds to compile.
     gaussian = jax.random.normal(key, (dim * (dim - 1),), dtype)
     stride = dim // 2
     while stride:
         here, gaussian = jnp.split(gaussian, [dim * stride])
         vectors = here.reshape(2, 1, dim // (2 * stride), stride, stride)
-        # The two legs of a random right triangle: cos and sin up to the hypotenuse.
+        # The legs of a random right triangle, divided by its hypotenuse, are cos and sin.
         legs = jnp.linalg.norm(vectors, axis=-1) * jnp.where(vectors[..., 0] < 0, -1, 1)
         cos, sin = legs / jnp.linalg.norm(legs, axis=0, keepdims=True)
         first, second = jnp.moveaxis(q.reshape(num_rows, -1, 2, stride), 2, 0)
@@ -141,12 +148,14 @@ def givens_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array:
 
 
 class Rotation(NamedTuple):
-    """How a block's rotation is drawn.
+    """Distribution of the random rotation of a row block.
 
     Attributes:
-      rotate: From (key, vectors ``[num_rows, n]``, dim) to ``[num_rows, dim]``: the vectors, in the
-        first n of dim coordinates, multiplied by a random orthogonal matrix from the right.
-      ambient_dim: The dimension in which it works, to which vectors are padded with zeros.
+      rotate: Function of (key, vectors ``[num_rows, n]``, dim) that returns ``[num_rows, dim]``:
+        the vectors, placed in the first n of dim coordinates and multiplied by a random orthogonal
+        matrix from the right.
+      ambient_dim: Function of the dimension of the data that returns the dimension in which the
+        rotation works. Vectors are padded with zeros to it.
     """
 
     rotate: Callable[[jax.Array, jax.Array, int], jax.Array]

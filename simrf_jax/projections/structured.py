@@ -1,4 +1,4 @@
-"""What stands for a projection without being one array."""
+"""Interface of projections that are not one array."""
 
 from __future__ import annotations
 
@@ -10,38 +10,43 @@ import jax.numpy as jnp
 
 
 class StructuredProjection(abc.ABC):
-    """A pytree in the place of an array ``[..., num_features, dim]``.
+    """Pytree that takes the place of an array ``[..., num_features, dim]``.
 
-    Feature maps and attention read its shape as they read an array's; leading axes of all its
-    leaves are a stack of projections, as under ``jax.vmap``.
+    Feature maps and attention read its shape as they read an array's. Leading axes that all its
+    leaves share make it a stack of projections, as under ``jax.vmap``.
     """
 
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array it stands for, ``[..., num_features, dim]``."""
+        """Shape of the array whose place it takes, ``[..., num_features, dim]``."""
 
     @property
     @abc.abstractmethod
     def dtype(self) -> jnp.dtype:
-        """The floating type of what it holds."""
+        """Floating type of its leaves."""
 
     @property
     def ndim(self) -> int:
-        """The number of axes of the array it stands for."""
+        """Number of axes of the array whose place it takes."""
         return len(self.shape)
 
     def draw_like(self, key: jax.Array, **draw_options: Any) -> Self:
-        """Another draw of the shapes and dtypes of this one, which has no leading axes.
+        """Draws another projection with the shapes and dtypes of this one.
+
+        This projection must not have leading axes.
 
         Args:
           key: A typed PRNG key.
-          **draw_options: Those of ``draw_projection``.
+          **draw_options: Keyword arguments of ``draw_projection``.
+
+        Returns:
+          A projection of the same class, shapes and dtypes.
 
         Raises:
-          TypeError: If it holds what no key can draw.
+          TypeError: If the projection holds parts that cannot be drawn from a key.
         """
         raise TypeError(
-            f"A {type(self).__name__} cannot be redrawn here; draw it again from "
-            "redraw_key(key, step, interval=...), by jax.vmap over keys for a stack."
+            f"A {type(self).__name__} cannot be redrawn here; draw it again with the key "
+            "redraw_key(key, step, interval=...), and use jax.vmap over keys for a stack."
         )

@@ -1,8 +1,9 @@
-"""Closed forms: conformity, mean squared errors and densities, in float64 NumPy.
+"""Closed forms of conformities, mean squared errors and densities, in float64 NumPy.
 
-They are what experiments are compared with, and say without a draw which coupling to use: simplex
-rows for positive features, orthogonal ones for hyperbolic and trigonometric features. For rows that
-are given, their conformity and the least that their norms allow are numerical.
+Tests and experiments compare their results with these values. The closed forms also tell, without a
+draw, which coupling to use: simplex rows for positive features, and orthogonal rows for hyperbolic
+and trigonometric features. Two functions are numerical instead: ``log_conformity_of_rows`` takes
+given rows, and ``optimal_directions`` finds the least conformity that given norms allow.
 """
 
 from simrf_jax.theory.conformity import log_conformity

@@ -1,4 +1,4 @@
-"""Checks of what the closed forms are given."""
+"""Checks of the arguments of the closed forms."""
 
 from __future__ import annotations
 
@@ -16,28 +16,47 @@ COUPLINGS = ("iid", *FIXED)
 
 
 def coupling(name: str, value: Any, dim: int) -> None:
-    """Accepts a coupling with a closed form in ``dim`` dimensions."""
+    """Raises ``ValueError`` unless the coupling has a closed form in ``dim`` dimensions.
+
+    Args:
+      name: Name of the argument, for the error message.
+      value: The coupling to check.
+      dim: Dimension d.
+    """
     if value in couplings.COUPLINGS and value not in COUPLINGS:
         raise ValueError(
-            f"{name} {value!r} has no closed form: its angles depend on the norms drawn. "
-            f"Estimate it by Monte Carlo; the closed forms know {', '.join(map(repr, COUPLINGS))}."
+            f"{name} {value!r} has no closed form because its angles depend on the norms drawn. "
+            "Estimate its errors by Monte Carlo. The couplings with closed forms are "
+            f"{', '.join(map(repr, COUPLINGS))}."
         )
     checks.one_of(name, value, COUPLINGS)
     couplings.has_room(value, dim, name)
 
 
 def pair_coupling(value: Any, dim: int) -> None:
-    """Accepts a coupling that has a pair of coupled rows in ``dim`` dimensions."""
+    """Raises ``ValueError`` unless the coupling has a pair of rows in ``dim`` dimensions.
+
+    Args:
+      value: The coupling to check, which also needs a closed form.
+      dim: Dimension d.
+    """
     coupling("coupling", value, dim)
     if value == "orthogonal" and dim < 2:
         raise ValueError(f"A pair of orthogonal rows needs dim of at least 2, got {dim}.")
 
 
 def pair_cosine(coupling: Any, cosine: Any, dim: int) -> float | None:
-    """Returns the cosine of a pair of rows, named or given; None for iid rows."""
+    """Returns the cosine of the angle between a pair of rows, or None for iid rows.
+
+    Args:
+      coupling: A coupling that determines the cosine, or None.
+      cosine: The cosine itself, one number in [-1, 1], or None. Exactly one of the two is given.
+      dim: Dimension d.
+    """
     if (coupling is None) == (cosine is None):
         raise ValueError(
-            f"Give one of coupling and cosine, got coupling={coupling!r} and cosine={cosine!r}."
+            "Give exactly one of coupling and cosine, "
+            f"got coupling={coupling!r} and cosine={cosine!r}."
         )
     if coupling is not None:
         pair_coupling(coupling, dim)
@@ -49,12 +68,12 @@ def pair_cosine(coupling: Any, cosine: Any, dim: int) -> float | None:
     if value.shape or not -1 <= value <= 1:
         raise ValueError(f"cosine must be one number in [-1, 1], got {cosine!r}.")
     if dim < 2:
-        raise ValueError(f"A pair at an angle needs dim of at least 2, got {dim}.")
+        raise ValueError(f"A pair of rows at an angle needs dim of at least 2, got {dim}.")
     return float(value)
 
 
 def norms(name: str, value: ArrayLike) -> np.ndarray:
-    """Returns lengths, at least 0 or NaN, in float64."""
+    """Returns norms in float64 after checking that each is at least 0 or NaN."""
     array = real(name, value)
     if np.any(array < 0):
         raise ValueError(f"{name} is a norm and must be at least 0, got {np.nanmin(array)}.")
@@ -62,7 +81,11 @@ def norms(name: str, value: ArrayLike) -> np.ndarray:
 
 
 def vectors(x: ArrayLike, y: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
-    """Returns vectors of one dimension and leading shapes that broadcast, in float64."""
+    """Returns x and y in float64 after checking their shapes.
+
+    Both must be ``[..., dim]`` with the same ``dim`` of at least 1, and their leading shapes must
+    broadcast.
+    """
     x, y = real("x", x), real("y", y)
     expected = "x and y must be [..., dim] with the same dim of at least 1"
     if x.ndim < 1 or y.ndim < 1 or x.shape[-1] != y.shape[-1] or x.shape[-1] < 1:
@@ -77,7 +100,7 @@ def vectors(x: ArrayLike, y: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
 
 
 def real(name: str, value: ArrayLike) -> np.ndarray:
-    """Returns integers or floating numbers of any width, bfloat16 included, in float64."""
+    """Returns integers or floating numbers of any width, including bfloat16, in float64."""
     array = np.asarray(value)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise TypeError(f"{name} must hold real numbers, got {array.dtype.name}.")

@@ -1,18 +1,26 @@
-"""The conformity of two rows whose resultant has a given length."""
+"""The conformity of two rows whose resultant (their sum) has a given length."""
 
 from __future__ import annotations
 
 import numpy as np
 from scipy import special
 
-_MAX_LOG = 600.0  # e^600 is finite.
+_MAX_LOG = 600.0  # The power series is used below this logarithm, because e^600 is finite.
 
 
 def log_hyp0f1(b: float, x: np.ndarray) -> np.ndarray:
-    r"""Logarithm of :math:`{}_0F_1(; b; x)` for b of at least 1/2 and x >= 0.
+    r"""Returns the logarithm of :math:`{}_0F_1(; b; x)`.
 
-    With :math:`b = d/2` and :math:`x = v^2 w^2 / 4` it is the average of :math:`e^{w \cdot u}` over
-    the directions of w, :math:`|w| = w` and :math:`|u| = v`, in d dimensions.
+    With :math:`b = d/2` and :math:`x = v^2 r^2 / 4`, :math:`{}_0F_1` is the average of
+    :math:`e^{w \cdot u}` over all directions of w in d dimensions, where :math:`|w| = r` and
+    :math:`|u| = v`.
+
+    Args:
+      b: A number of at least 1/2.
+      x: Numbers of at least 0, any shape. Infinite and NaN values are returned unchanged.
+
+    Returns:
+      float64 array of the shape of ``x``.
 
     Example:
       >>> import numpy as np
@@ -20,8 +28,8 @@ def log_hyp0f1(b: float, x: np.ndarray) -> np.ndarray:
       >>> np.round(log_hyp0f1(0.5, x**2 / 4), 6)
       array([4.33781000e-01, 9.99306853e+02, 9.99999999e+08])
     """
-    bound = np.minimum(2 * np.sqrt(x), x / b)  # Of the logarithm.
-    result = np.array(x, dtype=np.float64)  # What is infinite or NaN stays so.
+    bound = np.minimum(2 * np.sqrt(x), x / b)  # The logarithm is at most this large.
+    result = np.array(x, dtype=np.float64)
     small, large = bound < _MAX_LOG, (bound >= _MAX_LOG) & np.isfinite(x)
     result[small] = np.log1p(_series(b, x[small], np.max(bound[small], initial=0.0)))
     result[large] = _uniform_expansion(b - 1, 2 * np.sqrt(x[large])) + special.gammaln(b)
@@ -29,10 +37,10 @@ def log_hyp0f1(b: float, x: np.ndarray) -> np.ndarray:
 
 
 def _series(b: float, x: np.ndarray, bound: float) -> np.ndarray:
-    """The power series without its 1."""
+    """Returns the power series without its leading 1, for logarithms of at most ``bound``."""
     term = np.ones_like(x)
     total = np.zeros_like(x)
-    # The terms peak where k (k + b) = x, before k = bound.
+    # The terms are largest where k (k + b) = x, which is before k = bound.
     for k in range(int(bound + 12 * np.sqrt(bound) + 30)):
         term *= x / ((k + 1) * (b + k))
         total += term
@@ -40,7 +48,15 @@ def _series(b: float, x: np.ndarray, bound: float) -> np.ndarray:
 
 
 def _uniform_expansion(order: float, z: np.ndarray) -> np.ndarray:
-    r"""Log of :math:`(2/z)^\nu I_\nu(z)` by Debye's expansion (DLMF 10.41.3), in 1/q."""
+    r"""Returns the logarithm of :math:`(2/z)^\nu I_\nu(z)`.
+
+    The function uses Debye's expansion (DLMF 10.41.3) in powers of :math:`1/q`, with
+    :math:`q = \sqrt{\nu^2 + z^2}`.
+
+    Args:
+      order: Order :math:`\nu`.
+      z: Arguments z, any shape.
+    """
     q = np.hypot(order, z)
     p2 = (order / q) ** 2
     u1 = (3 - 5 * p2) / 24

@@ -1,4 +1,4 @@
-"""Conformity: how alike the two features of a coupled pair are expected to be."""
+"""Conformity: the expected product of the two exponentials of a coupled pair of rows."""
 
 from __future__ import annotations
 
@@ -11,36 +11,39 @@ from simrf_jax.theory import arguments
 from simrf_jax.theory.moments import log_relative_moments
 from simrf_jax.theory.numerics import over_chunks
 
-_MAX_V = 1000.0  # The series has v^2 terms, a few seconds here.
+_MAX_V = 1000.0  # The series has v^2 terms, which take a few seconds at this v.
 
 
 def log_conformity(
     v: ArrayLike, dim: int, *, coupling: str | None = None, cosine: float | None = None
 ) -> np.ndarray | np.float64:
-    r"""Logarithm of the conformity of a pair of rows at a fixed angle.
+    r"""Returns the logarithm of the conformity of a pair of rows at a fixed angle.
 
     .. math::
         \rho(x, y) = E\, e^{(w_i + w_j) \cdot u}
         = E_\phi\, {}_1F_1\!\left(d; \tfrac d2; \tfrac{v^2}{2} (1 + c \sin\phi)\right)
         = \sum_k \frac{v^{2k}}{k!} r_k I_k(c), \qquad |u| = v = |x + y|,
 
-    with :math:`c` the cosine of the angle, 0 for orthogonal rows and :math:`-1/(d-1)` for the rows
-    of a simplex block of d rows, and :math:`\rho = e^{v^2}` for iid ones. The less the conformity,
-    the less the variance of positive random features.
+    where the density of :math:`\phi` is proportional to :math:`\sin^{d-1}\phi` on :math:`[0, \pi]`,
+    :math:`r_k = \prod_{j<k} \frac{d+j}{d+2j}` and :math:`I_k(c) = E_\phi (1 + c \sin\phi)^k`. The
+    cosine c of the angle is 0 for orthogonal rows and :math:`-1/(d-1)` for the rows of a simplex
+    row block of d rows. Iid rows have :math:`\rho = e^{v^2}`. The lower the conformity, the lower
+    the variance of positive random features.
 
     Args:
       v: Norms :math:`|x + y|`, any shape, at least 0 and at most 1000.
       dim: Dimension d of the rows.
-      coupling: How the rows are coupled: ``"iid"``, ``"orthogonal"`` or ``"simplex"``.
-      cosine: Instead of ``coupling``, the cosine of their angle, in [-1, 1].
+      coupling: Coupling of the rows: ``"iid"``, ``"orthogonal"`` or ``"simplex"``. Exactly one of
+        ``coupling`` and ``cosine`` must be given.
+      cosine: Cosine of the angle between the rows, one number in [-1, 1].
 
     Returns:
       float64 array of the shape of ``v``, :math:`\log \rho` to 12 digits or more.
 
     Raises:
-      TypeError: If ``dim`` is not an integer, or ``v`` or ``cosine`` not real.
-      ValueError: If the coupling is unknown or has no closed form or no pair of rows in ``dim``
-        dimensions (all but iid need 2), a number is out of range, or not exactly one of
+      TypeError: If ``dim`` is not an integer, or ``v`` or ``cosine`` is not real.
+      ValueError: If the coupling is unknown, has no closed form, or has no pair of rows in ``dim``
+        dimensions (all but iid need 2), if a number is out of range, or if not exactly one of
         ``coupling`` and ``cosine`` is given.
 
     Example:
@@ -54,7 +57,8 @@ def log_conformity(
       0.780162
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Eqs. 10, 19, 21, 23 and 24.
+      Reid et al., Simplex Random Features (ICML 2023), Eqs. 10, 19, 21, 23 and 24,
+      https://arxiv.org/abs/2301.13856
     """
     dim = checks.positive_int("dim", dim)
     cosine = arguments.pair_cosine(coupling, cosine, dim)
@@ -71,8 +75,9 @@ def log_conformity(
 
 
 def _log_series(t: np.ndarray, dim: int, cosine: float) -> np.ndarray:
-    """Log rho_c(t), from as many terms as count."""
-    # r_k falls with k and I_k grows by 1 + c a step at most: the terms peak at or before k = peak.
+    """Returns the logarithm of rho_c(t), from as many terms of the series as count."""
+    # r_k falls with k, and I_k grows by a factor of at most 1 + max(c, 0) per step, so that the
+    # largest term is at or before k = peak.
     peak = np.max(t, initial=0.0) * (1 + max(cosine, 0.0))
     log_moments = log_relative_moments(dim, cosine, int(peak + 12 * np.sqrt(peak) + 60))
     k = np.arange(1.0, log_moments.size)
@@ -81,7 +86,7 @@ def _log_series(t: np.ndarray, dim: int, cosine: float) -> np.ndarray:
     def log_rho(t: np.ndarray) -> np.ndarray:
         with np.errstate(divide="ignore"):
             log_terms = k * np.log(t)[:, None] + log_coefficients
-        # The sum without its 1, which would swallow the digits of a small log rho.
+        # The sum leaves out its leading 1, which would swallow the digits of a small log rho.
         return np.logaddexp(0, special.logsumexp(log_terms, axis=1))
 
     return over_chunks(log_rho, t, k.size)

@@ -1,4 +1,4 @@
-"""The orthogonality gap: by how much orthogonal rows beat iid ones."""
+"""The orthogonality gap: the mean squared error of iid rows minus that of orthogonal rows."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from simrf_jax.theory.numerics import over_chunks
 from simrf_jax.theory.oscillation import SERIES_BELOW, kummer
 from simrf_jax.theory.pairs import coupled_pairs
 
-_INFINITE_FROM = 1000.0  # t = v^2, where e^t has long overflowed.
+_INFINITE_FROM = 1000.0  # The gap is infinite from this t = v^2 on; e^t overflows well below it.
 
 
 def orthogonality_gap(
     distance: ArrayLike, dim: int, num_features: int, *, features: str = "positive"
 ) -> np.ndarray | np.float64:
-    r"""Mean squared error of iid features less that of orthogonal ones, without the prefactor.
+    r"""Returns the mean squared error of iid minus that of orthogonal rows, without the prefactor.
 
     .. math::
         \Delta = \frac{P}{m} \left(e^{t} - {}_1F_1\!\left(d; \tfrac d2; \tfrac t2\right)\right)
@@ -28,30 +28,33 @@ def orthogonality_gap(
         t = \begin{cases} v^2 & \text{positive, hyperbolic} \\
         -z^2 & \text{trigonometric} \end{cases}
 
-    where :math:`v = |x + y|`, :math:`z = |x - y|`, and :math:`P = \sum_b r_b (r_b - 1) / m` over
-    the blocks of :math:`r_b \le d` rows, which is the paper's m - 1 for :math:`m \le d`, and d - 1
-    for multiples of d. To be multiplied by the prefactor of the features and the kernel, which the
-    paper's Eqs. 25 and 26 write out for the Gaussian kernel: :math:`e^{-2x^2-2y^2}` for positive
-    and hyperbolic features and 1 for trigonometric ones (softmax kernel: :math:`e^{-x^2-y^2}` and
-    :math:`e^{x^2+y^2}`).
+    Here :math:`v = |x + y|`, :math:`z = |x - y|`, and :math:`P = \sum_b r_b (r_b - 1) / m` over the
+    row blocks b of :math:`r_b \le d` rows. P is the paper's m - 1 for :math:`m \le d`, and it is
+    d - 1 if m is a multiple of d.
 
-    The gap is positive for positive and hyperbolic features, which share it, but at distance 0.
-    That of trigonometric features is positive up to a first root (:math:`z \approx 3` in 3 to 12
-    dimensions), where its sign changes, and in more than 4 dimensions changes again; in 2
-    dimensions it has no root.
+    To obtain the difference of the errors, multiply the gap by the prefactor of the features and
+    the kernel. The paper's Eqs. 25 and 26 include the prefactor of the Gaussian kernel, which is
+    :math:`e^{-2x^2-2y^2}` for positive and hyperbolic features and 1 for trigonometric ones. The
+    prefactors of the softmax kernel are :math:`e^{-x^2-y^2}` and :math:`e^{x^2+y^2}`.
+
+    Positive and hyperbolic features have the same gap, which is positive except at distance 0. The
+    gap of trigonometric features is positive up to a first root (:math:`z \approx 3` in 3 to 12
+    dimensions), where its sign changes. In more than 4 dimensions the sign changes again, and in 2
+    dimensions there is no root. If m = 1 or d = 1, no two rows are coupled and the gap is 0.
 
     Args:
-      distance: v, or z for trigonometric features; any shape, at least 0.
+      distance: The norm v, or the distance z for trigonometric features; any shape, at least 0.
       dim: Dimension d.
-      num_features: Rows m of the projection.
-      features: The feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
+      num_features: Number of rows m of the projection.
+      features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
 
     Returns:
-      float64 array of the shape of ``distance``: to 12 digits, for trigonometric features beyond
-      z = 1.5 to an error of 1e-15; infinite for positive ones where e^(v^2) overflows, v > 26.6.
+      float64 array of the shape of ``distance``. It is accurate to 12 digits, or to an error of
+      1e-15 for trigonometric features beyond z = 1.5. The gap of positive and hyperbolic features
+      is infinite where e^(v^2) overflows, that is for v > 26.6.
 
     Raises:
-      TypeError: If ``dim`` or ``num_features`` is not an integer, or ``distance`` not real.
+      TypeError: If ``dim`` or ``num_features`` is not an integer, or ``distance`` is not real.
       ValueError: If the feature map is unknown or a number is out of range.
 
     Example:
@@ -62,8 +65,8 @@ def orthogonality_gap(
       array([ 0.029507,  0.001134, -0.000922])
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Corollary 4.4 and Theorem 4.5, Eqs. 25 (with
-      the :math:`2^k k!` of Eq. 69) and 26.
+      Reid et al., Simplex Random Features (ICML 2023), Corollary 4.4, Eq. 25 (with the
+      :math:`2^k k!` of Eq. 69), and Theorem 4.5, Eq. 26, https://arxiv.org/abs/2301.13856
     """
     dim = checks.positive_int("dim", dim)
     num_features = checks.positive_int("num_features", num_features)
@@ -79,7 +82,7 @@ def orthogonality_gap(
 
 
 def _growing_gap(t: np.ndarray, dim: int) -> np.ndarray:
-    """The sum for t >= 0, all of whose terms are positive."""
+    """Returns the sum over k for t >= 0, in which all terms are positive."""
     inside = t < _INFINITE_FROM
     result = np.full(t.shape, np.inf)
     peak = np.max(t[inside], initial=0.0)
@@ -97,7 +100,7 @@ def _growing_gap(t: np.ndarray, dim: int) -> np.ndarray:
 
 
 def _oscillating_gap(t: np.ndarray, dim: int) -> np.ndarray:
-    """The sum at -t, for t >= 0: directly, where the signs would cost its digits."""
+    """Returns the sum over k at -t for t >= 0, or its closed form where the sum loses digits."""
     small = t < SERIES_BELOW
     k = np.arange(2.0, 42.0)
     deficits = -np.expm1(log_relative_moments(dim, 0.0, k.size + 1)[2:])

@@ -20,32 +20,36 @@ def hybrid_mse(
     kernel: str = "softmax",
     log: bool = False,
 ) -> np.ndarray | np.float64:
-    r"""Mean squared error :math:`E(\hat K(x, y) - K(x, y))^2` of the angular hybrid estimate.
+    r"""Returns the mean squared error of the angular hybrid estimate of a kernel.
 
     .. math::
-        \mathrm{MSE} = E\hat\lambda^2\, \mathrm{MSE}_\text{hyperbolic}
+        \mathrm{MSE} = E(\hat K(x, y) - K(x, y))^2
+        = E\hat\lambda^2\, \mathrm{MSE}_\text{hyperbolic}
         + E(1 - \hat\lambda)^2\, \mathrm{MSE}_\text{trigonometric}, \qquad
         E\hat\lambda^2 = a^2 + \frac{a (1 - a)}{n}, \qquad a = \frac{\theta_{x,y}}{\pi},
 
-    and :math:`E(1 - \hat\lambda)^2` the same of 1 - a. Both bases and the weight are independent of
-    each other, as ``draw_bipolar_projection`` draws them; then this holds for any coupling of the
-    rows of each base. Where x or y is 0, the angle counts as a right one.
+    Here :math:`\hat\lambda` is the estimate of the weight from n random vectors, and
+    :math:`\theta_{x,y}` is the angle between x and y, which counts as a right angle if x or y is 0.
+    :math:`E(1 - \hat\lambda)^2` is the same expression with 1 - a in place of a. Both base
+    estimators and the weight are independent of each other, as ``draw_bipolar_projection`` draws
+    them. The formula then holds for any coupling of the rows of each base estimator.
 
     Args:
       x: Vectors ``[..., dim]``.
-      y: Vectors ``[..., dim]``; the leading shapes broadcast.
-      num_features: Rows m of either base estimator.
+      y: Vectors ``[..., dim]``. The leading shapes of x and y broadcast.
+      num_features: Number of rows m of either base estimator.
       num_weights: Number n of random vectors that estimate the weight.
-      coupling: How the rows of each base are coupled: ``"iid"``, ``"orthogonal"`` or ``"simplex"``.
-      kernel: ``"softmax"`` or ``"gaussian"``.
-      log: Whether to return the logarithm, which does not overflow.
+      coupling: Coupling of the rows of each base estimator: ``"iid"``, ``"orthogonal"`` or
+        ``"simplex"``.
+      kernel: Kernel that is estimated: ``"softmax"`` or ``"gaussian"``.
+      log: If true, return the logarithm, which does not overflow.
 
     Returns:
-      float64 array of the broadcast leading shape. At x = y and x = -y the estimate is exact: 0, or
-      -inf.
+      float64 array of the broadcast leading shape. At x = y and x = -y the estimate is exact, and
+      the result is 0, or -inf if ``log``.
 
     Raises:
-      TypeError: If ``num_features`` or ``num_weights`` is not an integer, or x or y not real.
+      TypeError: If ``num_features`` or ``num_weights`` is not an integer, or x or y is not real.
       ValueError: If a name is unknown, the coupling has no closed form or needs a larger dimension,
         a number is less than 1, or the shapes do not match.
 
@@ -60,7 +64,8 @@ def hybrid_mse(
       0.00112
 
     References:
-      Choromanski et al., Hybrid Random Features (ICLR 2022), Theorem 3.1 and Lemma 3.2.
+      Choromanski et al., Hybrid Random Features (ICLR 2022), Theorem 3.1 and Lemma 3.2,
+      https://arxiv.org/abs/2110.04367
     """
     num_weights = checks.positive_int("num_weights", num_weights)
     x, y = arguments.vectors(x, y)
@@ -78,7 +83,7 @@ def hybrid_mse(
 
 
 def _angular_weights(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The angle over pi, and 1 less that, each to full relative accuracy."""
+    """Returns a, the angle divided by pi, and 1 - a, each to full relative accuracy."""
     x, y = _unit(x), _unit(y)
     apart, together = np.linalg.norm(x - y, axis=-1), np.linalg.norm(x + y, axis=-1)
     return 2 / np.pi * np.arctan2(apart, together), 2 / np.pi * np.arctan2(together, apart)

@@ -14,7 +14,7 @@ from simrf_jax.theory import arguments
 from simrf_jax.theory.mse import FEATURES
 from simrf_jax.theory.pairs import coupled_pairs
 
-_FAR = 1e4  # t = z^2, where e^-t is 0.
+_FAR = 1e4  # From this t = z^2 on, e^-t is 0 in float64.
 
 
 def small_distance_prefactor(
@@ -25,28 +25,31 @@ def small_distance_prefactor(
     features: str = "positive",
     block: str = "regular",
 ) -> np.float64:
-    r"""Ratio to the iid mean squared error in the limit of small distances.
+    r"""Returns the mean squared error relative to iid rows in the limit of small distances.
 
     .. math::
         \lim_{v \to 0} \frac{\mathrm{MSE}_c}{\mathrm{MSE}_\text{iid}} =
         \begin{cases} 1 + \sum_b P_b\, c_b\, \mu^2 / d & \text{positive} \\
         1 - \sum_b P_b (1 - c_b^2 d) / (d + 2) & \text{hyperbolic, trigonometric} \end{cases}
-        \qquad \mu = E \chi_d = \frac{\sqrt 2\, \Gamma(\frac{d+1}{2})}{\Gamma(\frac d2)},
+        \qquad \mu = E \chi_d = \frac{\sqrt 2\, \Gamma(\frac{d+1}{2})}{\Gamma(\frac d2)}.
 
-    over the blocks of :math:`r_b` rows at cosine :math:`c_b`, :math:`P_b = r_b (r_b - 1) / m`. The
-    paper's prefactor of :math:`v^2`; in blocks that are whole simplices it is :math:`1 - \mu^2/d`,
-    about 1 / (2d), whatever their sizes, and it is 1 for orthogonal positive features. What
-    ``mse_ratio`` is at 0.
+    The sums run over the row blocks b. Row block b has :math:`r_b` rows, whose pairs have cosine
+    :math:`c_b`, and :math:`P_b = r_b (r_b - 1) / m`. For trigonometric features the distance is
+    :math:`|x - y|` instead of :math:`v = |x + y|`. ``mse_ratio`` returns this limit at distance 0.
+
+    The paper calls the limit the prefactor of :math:`v^2`. For positive features it is
+    :math:`1 - \mu^2/d`, about 1 / (2d), if the row blocks are whole simplices of any sizes, and it
+    is 1 for orthogonal rows.
 
     Args:
       dim: Dimension d.
-      num_features: Rows m of the projection, by default d, as in the paper.
-      coupling: How rows are coupled: ``"iid"``, ``"orthogonal"`` or ``"simplex"``.
-      features: The feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
-      block: Sizes of the blocks, ``"regular"`` or ``"square"``, as in ``draw_projection``.
+      num_features: Number of rows m of the projection. The default is d, as in the paper.
+      coupling: Coupling of the rows: ``"iid"``, ``"orthogonal"`` or ``"simplex"``.
+      features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
+      block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
 
     Returns:
-      The limit, to an error of 2e-16.
+      The limit as a float64 number, to an error of 2e-16.
 
     Raises:
       TypeError: If ``dim`` or ``num_features`` is not an integer.
@@ -60,7 +63,7 @@ def small_distance_prefactor(
       0.0454545
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Sec. 5.1.
+      Reid et al., Simplex Random Features (ICML 2023), Sec. 5.1, https://arxiv.org/abs/2301.13856
     """
     dim = checks.positive_int("dim", dim)
     num_features = dim if num_features is None else num_features
@@ -70,15 +73,20 @@ def small_distance_prefactor(
     checks.one_of("block", block, BLOCK_MODES)
     pairs = coupled_pairs(num_features, dim, coupling, block)
     if features == "positive":
-        slope = sum(p * c for p, c in pairs)  # -1 for regular blocks: nothing of the 1 is left.
+        # The slope is -1 if all row blocks are whole simplices, so that 1 + slope is exactly 0.
+        slope = sum(p * c for p, c in pairs)
         return np.float64((1 + slope) - slope * mean_norm_deficit(dim))
     return np.float64(1 - sum(p * (1 - c**2 * dim) for p, c in pairs) / (dim + 2))
 
 
 def mean_norm_deficit(dim: int) -> float:
-    r""":math:`1 - \mu^2 / d`, the variance of a row's norm over d, to full relative accuracy.
+    r"""Returns :math:`1 - \mu^2 / d`, the variance of a row's norm divided by d.
 
-    By :math:`\mu_d\, \mu_{d+1} = d`, and the logarithm's series in 1/d once that is small enough.
+    The result has full relative accuracy. The recurrence :math:`\mu_d\, \mu_{d+1} = d` raises d
+    until 1/d is small enough for a series of the logarithm in 1/d.
+
+    Args:
+      dim: Dimension d.
 
     Example:
       >>> import math
@@ -96,27 +104,27 @@ def mean_norm_deficit(dim: int) -> float:
 
 
 def asymptotic_ratio(z: ArrayLike, dim: int, num_features: int) -> np.ndarray | np.float64:
-    r"""Ratio of the errors of orthogonal and iid trigonometric features, in high dimensions.
+    r"""Returns the ratio of orthogonal to iid errors of trigonometric features in high dimensions.
 
     .. math::
         \frac{\mathrm{MSE}_\text{orthogonal}}{\mathrm{MSE}_\text{iid}} \approx
         1 - \frac Pd \frac{z^4 e^{-z^2}}{(1 - e^{-z^2})^2}
-        = 1 - \frac Pd \left(\frac{z^2/2}{\sinh(z^2/2)}\right)^2, \qquad z = |x - y|,
+        = 1 - \frac Pd \left(\frac{z^2/2}{\sinh(z^2/2)}\right)^2, \qquad z = |x - y|.
 
-    to the leading order in 1/d, with P = m - 1 for one block, :math:`m \le d`, and
-    :math:`\sum_b r_b (r_b - 1) / m` over the blocks of :math:`r_b` rows for more. ``mse_ratio`` is
-    exact.
+    The approximation holds to the leading order in 1/d; ``mse_ratio`` is exact. P = m - 1 for one
+    row block, that is for :math:`m \le d`. For more row blocks,
+    :math:`P = \sum_b r_b (r_b - 1) / m` over the row blocks b of :math:`r_b` rows.
 
     Args:
       z: Distances :math:`|x - y|`, any shape, at least 0.
       dim: Dimension d.
-      num_features: Rows m of the projection.
+      num_features: Number of rows m of the projection.
 
     Returns:
       float64 array of the shape of ``z``.
 
     Raises:
-      TypeError: If ``dim`` or ``num_features`` is not an integer, or ``z`` not real.
+      TypeError: If ``dim`` or ``num_features`` is not an integer, or ``z`` is not real.
       ValueError: If a number is out of range.
 
     Example:
@@ -126,8 +134,9 @@ def asymptotic_ratio(z: ArrayLike, dim: int, num_features: int) -> np.ndarray | 
       0.8867 0.8868
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Corollary 4.6, Eq. 27; Yu et al., Orthogonal
-      Random Features (NeurIPS 2016).
+      Reid et al., Simplex Random Features (ICML 2023), Corollary 4.6, Eq. 27,
+      https://arxiv.org/abs/2301.13856
+      Yu et al., Orthogonal Random Features (NeurIPS 2016), https://arxiv.org/abs/1610.09072
     """
     dim = checks.positive_int("dim", dim)
     num_features = checks.positive_int("num_features", num_features)

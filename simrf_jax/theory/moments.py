@@ -8,8 +8,8 @@ For rows at a fixed cosine :math:`c`, :math:`|w_i + w_j|^2 = r^2 (1 + c \sin\phi
     \frac{E |w_i + w_j|^{2k}}{E |w_i + w_j|^{2k}_\text{iid}} = r_k I_k(c), \qquad
     r_k = \prod_{j<k} \frac{d+j}{d+2j}, \qquad I_k(c) = E_\phi (1 + c \sin\phi)^k.
 
-Conformity and mean squared errors are power series with these coefficients; the paper's Eqs. 23
-and 24 in a form without cancellation.
+Conformities and mean squared errors are power series with these coefficients. They are Eqs. 23 and
+24 of Reid et al., Simplex Random Features (ICML 2023), in a form without cancellation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from simrf_jax.theory.numerics import over_chunks, phi_rule
 
 
 def log_relative_moments(dim: int, cosine: float, degrees: int) -> np.ndarray:
-    """Logarithm of r_k I_k(c) for k = 0, ..., ``degrees``."""
+    """Returns the logarithm of r_k I_k(c) for k = 0, ..., ``degrees``."""
     if not cosine:
         return _log_r(dim, degrees)
     sines, log_weights = phi_rule(dim)
@@ -35,9 +35,10 @@ def log_relative_moments(dim: int, cosine: float, degrees: int) -> np.ndarray:
 
 
 def scaled_deficits(dim: int, cosine: float, degrees: int) -> np.ndarray:
-    """2^-k (1 - r_k I_k(c)) for k = 0, ..., ``degrees``, to full relative accuracy for c <= 0.
+    """Returns 2^-k (1 - r_k I_k(c)) for k = 0, ..., ``degrees``.
 
-    Neither 2^k nor I_k, which grows like (1 + c)^k for c > 0, is formed.
+    The result has full relative accuracy for c <= 0. The function forms neither 2^k nor I_k, which
+    grows like (1 + c)^k for c > 0.
     """
     log_r = _log_r(dim, degrees)
     k = np.arange(degrees + 1.0)
@@ -57,5 +58,6 @@ def scaled_deficits(dim: int, cosine: float, degrees: int) -> np.ndarray:
 
 
 def _log_r(dim: int, degrees: int) -> np.ndarray:
+    """Returns the logarithm of r_k for k = 0, ..., ``degrees``."""
     j = np.arange(float(degrees))
     return np.concatenate([[0.0], np.cumsum(np.log1p(-j / (dim + 2 * j)))])

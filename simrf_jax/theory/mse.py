@@ -1,4 +1,4 @@
-"""Mean squared errors of the kernel estimates of random features."""
+"""Mean squared errors of kernel estimates by random features."""
 
 from __future__ import annotations
 
@@ -27,42 +27,48 @@ def kernel_mse(
     block: str = "regular",
     log: bool = False,
 ) -> np.ndarray | np.float64:
-    r"""Mean squared error :math:`E(\hat K(x, y) - K(x, y))^2` of a random-feature estimate.
+    r"""Returns the mean squared error of a random-feature kernel estimate.
 
     .. math::
-        \mathrm{MSE} = \frac{A}{m} \Big[ V_1 + \sum_b \frac{r_b (r_b - 1)}{m}
-        (C_{c_b} - C_\text{iid}) \Big]
+        \mathrm{MSE} = E(\hat K(x, y) - K(x, y))^2 = \frac{A}{m} \Big[ V_1 + \sum_b
+        \frac{r_b (r_b - 1)}{m} (C_{c_b} - C_\text{iid}) \Big]
 
-    over the blocks b of :math:`r_b` rows whose pairs have cosine :math:`c_b`, with
+    The sum runs over the row blocks b. Row block b has :math:`r_b` rows, whose pairs have cosine
+    :math:`c_b`. The table gives the other terms, where :math:`v = |x + y|`, :math:`z = |x - y|`,
+    and :math:`\rho_c` is the conformity of a pair of rows (see ``log_conformity``).
 
-    =============  ========================  ============================  =======================
-    features       :math:`V_1`               :math:`C_c`                   A, Gaussian and softmax
-    =============  ========================  ============================  =======================
-    positive       e^(2v^2) - e^(v^2)        rho_c(v^2)                    e^(-2x^2-2y^2), its root
-    hyperbolic     (e^(v^2) - 1)^2 / 2       even part of rho_c(v^2)       e^(-2x^2-2y^2), its root
-    trigonometric  (1 - e^(-z^2))^2 / 2      even part of rho_c(-z^2)      1, e^(x^2+y^2)
-    =============  ========================  ============================  =======================
+    =============  ====================  ========================  ==============  ============
+    features       :math:`V_1`           :math:`C_c`               A, Gaussian     A, softmax
+    =============  ====================  ========================  ==============  ============
+    positive       e^(2v^2) - e^(v^2)    rho_c(v^2)                e^(-2x^2-2y^2)  e^(-x^2-y^2)
+    hyperbolic     (e^(v^2) - 1)^2 / 2   even part of rho_c(v^2)   e^(-2x^2-2y^2)  e^(-x^2-y^2)
+    trigonometric  (1 - e^(-z^2))^2 / 2  even part of rho_c(-z^2)  1               e^(x^2+y^2)
+    =============  ====================  ========================  ==============  ============
 
-    where :math:`v = |x + y|`, :math:`z = |x - y|`, and :math:`\rho_c` is the conformity of a pair.
-    Exact for Haar rotations. Hadamard and Givens ones, and fast projections, work in the next power
-    of two: pad x and y with zeros to it, for nearly their error.
+    The even part is even in c. :math:`C_\text{iid}` is :math:`e^{v^2}`, or :math:`e^{-z^2}` for
+    trigonometric features.
+
+    The formula is exact for Haar rotations. Hadamard rotations, Givens rotations and fast
+    projections work in the next power of two of dim. To obtain nearly their error, pad x and y with
+    zeros to that dimension.
 
     Args:
       x: Vectors ``[..., dim]``.
-      y: Vectors ``[..., dim]``; the leading shapes broadcast.
-      num_features: Rows m of the projection. Hyperbolic and trigonometric features have 2m entries.
-      coupling: How rows are coupled: ``"iid"``, ``"orthogonal"`` or ``"simplex"``.
-      features: The feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
-      kernel: ``"gaussian"`` or ``"softmax"``.
-      block: Sizes of the blocks, ``"regular"`` or ``"square"``, as in ``draw_projection``.
-      log: Whether to return the logarithm, which does not overflow.
+      y: Vectors ``[..., dim]``. The leading shapes of x and y broadcast.
+      num_features: Number of rows m of the projection. Hyperbolic and trigonometric features have
+        2m entries.
+      coupling: Coupling of the rows: ``"iid"``, ``"orthogonal"`` or ``"simplex"``.
+      features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
+      kernel: Kernel that is estimated: ``"gaussian"`` or ``"softmax"``.
+      block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
+      log: If true, return the logarithm, which does not overflow.
 
     Returns:
-      float64 array of the broadcast leading shape. Where x = -y (x = y for trigonometric features)
-      the estimate is exact: 0, or -inf.
+      float64 array of the broadcast leading shape. At x = -y (x = y for trigonometric features) the
+      estimate is exact, and the result is 0, or -inf if ``log``.
 
     Raises:
-      TypeError: If ``num_features`` is not an integer, or x or y not real.
+      TypeError: If ``num_features`` is not an integer, or x or y is not real.
       ValueError: If a name is unknown, the coupling has no closed form or needs a larger dimension,
         ``num_features`` is less than 1, or the shapes do not match.
 
@@ -76,8 +82,12 @@ def kernel_mse(
       simplex 0.017573
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Eqs. 10 and 11; Likhosherstov et al., Chefs'
-      Random Tables, and Choromanski et al., Hybrid Random Features, for the other two maps.
+      Reid et al., Simplex Random Features (ICML 2023), Eqs. 10 and 11 for positive features and
+      Eq. 74 for trigonometric features, https://arxiv.org/abs/2301.13856
+      Choromanski et al., Hybrid Random Features (ICLR 2022), Lemma 2.2 for hyperbolic and
+      trigonometric features with iid rows, https://arxiv.org/abs/2110.04367
+      Likhosherstov et al., Chefs' Random Tables (NeurIPS 2022), for hyperbolic and trigonometric
+      features, https://arxiv.org/abs/2205.15317
     """
     num_features = checks.positive_int("num_features", num_features)
     checks.one_of("kernel", kernel, KERNELS)
@@ -101,28 +111,30 @@ def mse_ratio(
     baseline: str = "iid",
     block: str = "regular",
 ) -> np.ndarray | np.float64:
-    r"""Ratio of two couplings' mean squared errors, which depends on one distance only.
+    r"""Returns the ratio of two couplings' mean squared errors, which depends on one distance only.
 
     .. math::
         \frac{\mathrm{MSE}_\text{coupling}}{\mathrm{MSE}_\text{baseline}}, \qquad
         \frac{\mathrm{MSE}_c}{\mathrm{MSE}_\text{iid}} = 1 + \sum_b \frac{r_b (r_b - 1)}{m}
         \frac{C_{c_b} - C_\text{iid}}{V_1}
 
+    ``kernel_mse`` defines the symbols.
+
     Args:
       v: Distances :math:`|x + y|`, or :math:`|x - y|` for trigonometric features; any shape, at
-        least 0. The ratio at 0, where both errors vanish, is the limit.
+        least 0. At 0, where both errors vanish, the result is the limit of the ratio.
       dim: Dimension d.
-      num_features: Rows m of the projection.
-      coupling: The coupling in question: ``"iid"``, ``"orthogonal"`` or ``"simplex"``.
-      features: The feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
-      baseline: The coupling to compare with, one of the same.
-      block: Sizes of the blocks, ``"regular"`` or ``"square"``, as in ``draw_projection``.
+      num_features: Number of rows m of the projection.
+      coupling: Coupling in the numerator: ``"iid"``, ``"orthogonal"`` or ``"simplex"``.
+      features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
+      baseline: Coupling in the denominator: ``"iid"``, ``"orthogonal"`` or ``"simplex"``.
+      block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
 
     Returns:
-      float64 array of the shape of ``v``, the same for both kernels.
+      float64 array of the shape of ``v``. It is the same for the Gaussian and the softmax kernel.
 
     Raises:
-      TypeError: If ``dim`` or ``num_features`` is not an integer, or ``v`` not real.
+      TypeError: If ``dim`` or ``num_features`` is not an integer, or ``v`` is not real.
       ValueError: If a name is unknown, a coupling has no closed form or needs a larger dimension,
         or a number is out of range.
 
@@ -135,7 +147,8 @@ def mse_ratio(
       array([0.00821, 0.1705 , 0.81761])
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Fig. 6 and Sec. 5.1.
+      Reid et al., Simplex Random Features (ICML 2023), Fig. 6 and Sec. 5.1,
+      https://arxiv.org/abs/2301.13856
     """
     dim = checks.positive_int("dim", dim)
     num_features = checks.positive_int("num_features", num_features)
@@ -174,12 +187,12 @@ def _ratio_to_iid(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...], features: s
 def _log_variance(
     x: np.ndarray, y: np.ndarray, t: np.ndarray, features: str, kernel: str
 ) -> np.ndarray:
-    """Logarithm of the variance of one iid feature, A V_1."""
+    """Returns the logarithm of A V_1, the variance of one iid feature."""
     log_gap = np.log(-np.expm1(-t))
     if features == "trigonometric":
         log_prefactor = np.sum(x**2, axis=-1) + np.sum(y**2, axis=-1) if kernel == "softmax" else 0
         return log_prefactor + 2 * log_gap - np.log(2)
-    # The prefactor and the e^{2t} of V_1 in one: e^{2t - 2x^2 - 2y^2} = e^{4 x.y}.
+    # The scale unites the prefactor A and the e^{2t} of V_1: e^{2t - 2x^2 - 2y^2} = e^{4 x.y}.
     dots = np.sum(x * y, axis=-1)
     log_scale = 4 * dots if kernel == "gaussian" else t + 2 * dots
     return log_scale + (log_gap if features == "positive" else 2 * log_gap - np.log(2))

@@ -1,4 +1,4 @@
-"""The quadrature over the angle of a pair, and vectorisation in bounded memory."""
+"""Quadrature over the angle phi of a pair of rows, and vectorisation in bounded memory."""
 
 from __future__ import annotations
 
@@ -9,30 +9,47 @@ import numpy as np
 from scipy import special
 
 _NODES = 256
-_CHUNK = 2**18  # Numbers in one temporary array: 2 MiB.
+_CHUNK = 2**18  # Largest size of a temporary array, which then takes 2 MiB.
 
 
 @functools.lru_cache(maxsize=64)
 def phi_rule(dim: int) -> tuple[np.ndarray, np.ndarray]:
-    r"""Averages over :math:`\phi` with density proportional to :math:`\sin^{d-1}\phi`.
+    r"""Returns a quadrature rule for averages over :math:`\phi` of functions of :math:`\sin\phi`.
+
+    The density of :math:`\phi` is proportional to :math:`\sin^{d-1}\phi` on :math:`[0, \pi]`. By
+    symmetry the nodes cover only half of that range.
+
+    Args:
+      dim: Dimension d.
 
     Returns:
-      :math:`\sin\phi` at the nodes and the logarithm of their weights, which add up to 1.
+      Two arrays ``[nodes]``: :math:`\sin\phi` at the nodes, and the logarithms of the weights. The
+      weights add up to 1.
     """
     roots, weights = np.polynomial.legendre.leggauss(_NODES)
-    # phi = (pi / 2) u^2 on half the range puts nodes where (1 + c sin(phi))^k peaks: towards 0
-    # for c < 0, where the width is 1/k, and towards pi/2 for c > 0.
+    # The substitution phi = (pi / 2) u^2 on half of the range puts nodes where (1 + c sin(phi))^k
+    # peaks: towards 0 for c < 0, where the peak has width 1/k, and towards pi/2 for c > 0.
     u = (roots + 1) / 2
     sines = np.sin(np.pi / 2 * u**2)
     log_weights = np.log(weights * u) + (dim - 1) * np.log(sines)
-    # Normalised by their own sum: gamma functions would cost 1e-13, times 2 dim in small ratios.
+    # The weights are normalised by their own sum, because gamma functions would add an error of
+    # 1e-13, and small ratios would multiply it by 2 dim.
     return sines, log_weights - special.logsumexp(log_weights)
 
 
 def over_chunks(
     function: Callable[[np.ndarray], np.ndarray], values: np.ndarray, width: int
 ) -> np.ndarray:
-    """Applies a function that needs ``width`` numbers for each value of a one-dimensional array."""
+    """Applies a vectorised function to an array in chunks, so that its memory is bounded.
+
+    Args:
+      function: Vectorised function of an array ``[n]`` that returns an array ``[n]``.
+      values: Array ``[size]``.
+      width: Size of the function's temporary arrays per value.
+
+    Returns:
+      The function's results for all values, ``[size]``.
+    """
     rows = max(1, _CHUNK // width)
     starts = range(0, values.size, rows)
     return np.concatenate([values[:0], *(function(values[i : i + rows]) for i in starts)])

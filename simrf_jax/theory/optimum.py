@@ -1,4 +1,4 @@
-"""The least conformity that rows of given norms can have, by numerical optimisation."""
+"""Numerical minimisation of the conformity of rows with given norms."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from simrf_jax.theory.rows import log_conformity_of_rows, log_mean_exp, squared_
 
 
 class OptimalDirections(NamedTuple):
-    """Where rows of given norms conform least.
+    """Directions that give rows of given norms the least conformity.
 
     Attributes:
       directions: Unit vectors ``[m, dim]``, before the random rotation.
@@ -29,28 +29,32 @@ class OptimalDirections(NamedTuple):
 
 
 def optimal_directions(norms: ArrayLike, v: float, dim: int) -> OptimalDirections:
-    r"""Directions of rows of given norms with the least conformity, at one distance.
+    r"""Finds the directions :math:`s_i` of rows of given norms with the least conformity.
 
     .. math::
         \min_{|s_i| = 1} \sum_{i \ne j}
         {}_0F_1\!\left(; \tfrac d2; \tfrac{v^2 |a_i s_i + a_j s_j|^2}{4}\right)
 
-    is the benchmark for couplings that may depend on the norms: no coupling does better at this v.
-    It is too slow for use and its solution depends on v, hence on the pair x, y. The problem is
-    convex in the cosines; in the directions it is solved by L-BFGS from both the simplex and
-    simplex_plus, so that the result is never worse than either.
+    This minimum is the benchmark for couplings that may depend on the norms: no coupling does
+    better at this v. The method is too slow for use, and its solution depends on v, hence on the
+    pair x, y.
+
+    The problem is convex in the cosines of the angles between the rows. The function solves it in
+    the directions, by L-BFGS from both the ``simplex`` and the ``simplex_plus`` directions, so that
+    the result is never worse than either.
 
     Args:
       norms: Norms a of the rows, ``[m]``, with m from 2 to d + 1.
-      v: The distance :math:`|x + y|`, at least 0.
+      v: The norm :math:`|x + y|`, one number of at least 0.
       dim: Dimension d.
 
     Returns:
-      ``OptimalDirections``: unit vectors ``[m, dim]`` and the logarithm of their conformity.
+      ``OptimalDirections``: unit vectors ``[m, dim]`` and the logarithm of the conformity.
 
     Raises:
-      TypeError: If ``dim`` is not an integer, or ``norms`` or ``v`` not real.
-      ValueError: If a norm or ``v`` is negative or not finite, or a shape is not as above.
+      TypeError: If ``dim`` is not an integer, or ``norms`` or ``v`` is not real.
+      ValueError: If a norm or ``v`` is negative or not finite, ``norms`` is not ``[m]`` with m from
+        2 to d + 1, or ``v`` is not one number.
 
     Example:
       >>> import numpy as np
@@ -59,7 +63,8 @@ def optimal_directions(norms: ArrayLike, v: float, dim: int) -> OptimalDirection
       2.0512
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Eq. 12 and Fig. 4, "numerically optimised".
+      Reid et al., Simplex Random Features (ICML 2023), Eq. 12 and "numerically optimised" in
+      Fig. 4, https://arxiv.org/abs/2301.13856
     """
     dim = checks.positive_int("dim", dim)
     norms, distance = arguments.norms("norms", norms), arguments.norms("v", v)
@@ -67,7 +72,7 @@ def optimal_directions(norms: ArrayLike, v: float, dim: int) -> OptimalDirection
         raise ValueError(f"v must be one finite number, got {v}.")
     if norms.ndim != 1 or not 2 <= norms.size <= dim + 1 or not np.all(np.isfinite(norms)):
         raise ValueError(
-            f"norms must be [m], finite, m from 2 to dim + 1 = {dim + 1}, got {norms}."
+            f"norms must be [m] and finite, with m from 2 to dim + 1 = {dim + 1}, got {norms}."
         )
     simplex = simplex_vertices(norms.size)
     starts = [against_the_rest(simplex, norms), simplex]
@@ -83,7 +88,18 @@ def optimal_directions(norms: ArrayLike, v: float, dim: int) -> OptimalDirection
 def against_the_rest(
     directions: np.ndarray, norms: np.ndarray, num_sweeps: int = NUM_SWEEPS
 ) -> np.ndarray:
-    """``projections.couplings.minimise_resultant`` in float64 NumPy: SimRF+ from the simplex."""
+    """Computes ``projections.couplings.minimise_resultant`` in float64 NumPy.
+
+    From the simplex it leads to the directions of ``simplex_plus``.
+
+    Args:
+      directions: Unit vectors ``[m, coordinates]`` to start from.
+      norms: Norms of the rows, ``[m]``.
+      num_sweeps: Number of sweeps; each turns every row once.
+
+    Returns:
+      Unit vectors ``[m, coordinates]``.
+    """
     directions = directions.copy()
     for _ in range(num_sweeps):
         resultant = norms @ directions
@@ -97,10 +113,18 @@ def against_the_rest(
 
 
 def descent(start: np.ndarray, norms: np.ndarray, v: float, dim: int) -> np.ndarray:
-    """The way down from unit vectors ``[m, coordinates]`` to the local optimum below them.
+    """Minimises the conformity by L-BFGS and returns the path to the local minimum.
+
+    Args:
+      start: Unit vectors ``[m, coordinates]`` to start from.
+      norms: Norms of the rows, ``[m]``.
+      v: The norm :math:`|x + y|`.
+      dim: Dimension d.
 
     Returns:
-      Unit vectors ``[1 + iterations, m, coordinates]`` from the start on; the last are the optimum.
+      Unit vectors ``[1 + iterations, m, coordinates]``. The first are ``start``, and the last are
+      the local minimum. The path is ``start`` alone if its log conformity is not positive and
+      finite.
     """
     scale = float(log_conformity_of_rows(v, norms[:, None] * start, dim=dim))
     if not 0 < scale < np.inf:
@@ -108,13 +132,13 @@ def descent(start: np.ndarray, norms: np.ndarray, v: float, dim: int) -> np.ndar
 
     def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
         points = flat.reshape(start.shape)
-        # Lengths do not matter.
+        # L-BFGS may change the lengths of the points; only their directions matter.
         lengths = np.linalg.norm(points, axis=1, keepdims=True)
         s = points / lengths
         value, gradient = _log_conformity_and_gradient(norms[:, None] * s, v, dim)
         gradient = norms[:, None] * gradient
         tangent = gradient - s * np.sum(gradient * s, axis=1, keepdims=True)
-        # In units of the start: tolerances then mean the same at every v.
+        # Dividing by the value at the start gives the tolerances the same meaning at every v.
         return value / scale, (tangent / lengths).ravel() / scale
 
     way = [start.ravel()]
@@ -127,10 +151,12 @@ def descent(start: np.ndarray, norms: np.ndarray, v: float, dim: int) -> np.ndar
 
 
 def _log_conformity_and_gradient(rows: np.ndarray, v: float, dim: int) -> tuple[float, np.ndarray]:
+    """Returns the log conformity of rows ``[m, coordinates]`` and its gradient by the rows."""
     x = v**2 * squared_resultants(rows) / 4
     log_terms = log_hyp0f1(dim / 2, x)
     value = log_mean_exp(log_terms)
-    # d/dx 0F1(; b; x) = 0F1(; b + 1; x) / b, and each pair's share of the sum beside it.
+    # The derivative of 0F1(; b; x) is 0F1(; b + 1; x) / b. The gradient of the log of the mean
+    # divides it by the mean, whose logarithm is ``value``.
     log_slopes = log_hyp0f1(dim / 2 + 1, x) - value
     pull = np.zeros((len(rows), len(rows)))
     i, j = np.triu_indices(len(rows), 1)

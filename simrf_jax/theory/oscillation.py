@@ -1,7 +1,8 @@
 r"""Mean squared errors of trigonometric features at large distances.
 
-The conformity is then a characteristic function, of size at most 1, and the direct difference of
-conformities keeps its digits where the series in :math:`-z^2` loses them.
+The conformity of trigonometric features is a characteristic function, whose absolute value is at
+most 1. At large distances the direct difference of conformities therefore keeps its digits, where
+the series in :math:`-z^2` loses them.
 """
 
 from __future__ import annotations
@@ -13,12 +14,23 @@ from simrf_jax.theory.numerics import over_chunks, phi_rule
 from simrf_jax.theory.pairs import Pairs
 from simrf_jax.theory.series import alternating_series
 
-SERIES_BELOW = 2.25  # t = z^2. Both ways keep 13 digits for several units around it.
-_TAIL_FROM = 90.0
+# The series is used below this t = z^2, and the direct difference above it. Both keep 13 digits for
+# several units around it.
+SERIES_BELOW = 2.25
+_TAIL_FROM = 90.0  # The asymptotic series is used from this y on.
 
 
 def trigonometric_ratio(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...]) -> np.ndarray:
-    """Ratio to iid of trigonometric features, t = z^2 >= 0."""
+    """Returns the mean squared error of trigonometric features relative to iid rows.
+
+    Args:
+      t: Squared distances z^2, ``[n]``, at least 0.
+      dim: Dimension d.
+      pairs: Coupled pairs of the projection.
+
+    Returns:
+      float64 array ``[n]``.
+    """
     small = t < SERIES_BELOW
     result = np.empty_like(t)
     result[small] = alternating_series(t[small], dim, pairs)
@@ -34,7 +46,7 @@ def _direct_ratio(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...]) -> np.ndarr
 
 
 def _even_conformity(t: np.ndarray, dim: int, cosine: float) -> np.ndarray:
-    r"""The part of :math:`\rho_c(-t)` that is even in c, at -t = -z^2."""
+    r"""Returns the part of :math:`\rho_c(-t)` that is even in c, for t = z^2."""
     if not cosine:
         return over_chunks(lambda t: kummer(t / 2, dim), t, 1)
     sines, log_weights = phi_rule(dim)
@@ -44,16 +56,23 @@ def _even_conformity(t: np.ndarray, dim: int, cosine: float) -> np.ndarray:
 
 
 def kummer(y: np.ndarray, dim: int) -> np.ndarray:
-    r""":math:`{}_1F_1(d; d/2; -y)` for y >= 0, to an absolute error of 1e-15 or less.
+    r"""Returns :math:`{}_1F_1(d; d/2; -y)` to an absolute error of 1e-15 or less.
 
-    Kummer's transformation makes it a Poisson average of numbers of size at most 1, alternating up
-    to k = d/2,
+    Kummer's transformation turns the function into a Poisson average of numbers :math:`g_k` of
+    absolute value at most 1, whose signs alternate up to k = d/2,
 
     .. math::
         {}_1F_1(d; \tfrac d2; -y) = e^{-y} \sum_k \frac{y^k}{k!} g_k, \qquad
         g_k = \prod_{j<k} \frac{j - d/2}{j + d/2}.
 
-    scipy.special.hyp1f1 is wrong at isolated points for these arguments.
+    ``scipy.special.hyp1f1`` is wrong at isolated points for these arguments.
+
+    Args:
+      y: Numbers of at least 0, ``[n]``.
+      dim: Dimension d.
+
+    Returns:
+      float64 array ``[n]``.
     """
     n = dim / 2
     result = np.zeros_like(y)
@@ -61,7 +80,7 @@ def kummer(y: np.ndarray, dim: int) -> np.ndarray:
     result[central] = _poisson_average(y[central], n)
     if dim % 2 and dim < 11:
         result[tail] = _algebraic_tail(y[tail], dim)
-    # Otherwise the tail is below 1e-17: it is e^{-y/2} at most for even d, and y^-d for odd.
+    # For all other d the tail is below 1e-17: it is at most e^{-y/2} for even d, and y^-d for odd.
     return result
 
 
@@ -76,7 +95,7 @@ def _poisson_average(y: np.ndarray, n: float) -> np.ndarray:
 
 
 def _algebraic_tail(y: np.ndarray, dim: int) -> np.ndarray:
-    """The asymptotic series, whose terms still fall at k = 30 for d <= 9 and y >= 90."""
+    """Returns the asymptotic series, whose terms still decrease at k = 30 for d <= 9, y >= 90."""
     n = dim / 2
     term = special.gamma(n) * special.rgamma(-n) * y ** -float(dim)
     total = term.copy()

@@ -1,4 +1,4 @@
-"""How many coupled pairs a projection has, and at which angle."""
+"""Number and angle of the coupled pairs of rows in a projection."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from simrf_jax.projections.couplings import COUPLED
 
 
 class Pairs(NamedTuple):
-    """Coupled pairs of rows that share an angle.
+    """Coupled pairs of rows that share one angle.
 
     Attributes:
-      weight: Ordered pairs for each feature, the sum of r (r - 1) / m over the blocks of r rows.
-      cosine: Cosine of the angle, 0 or less.
+      weight: Number of ordered pairs divided by the number m of features: the sum of r (r - 1) / m
+        over the row blocks of r rows.
+      cosine: Cosine of the angle, at most 0.
     """
 
     weight: float
@@ -20,7 +21,16 @@ class Pairs(NamedTuple):
 
 
 def coupled_pairs(num_features: int, dim: int, coupling: str, block: str) -> tuple[Pairs, ...]:
-    """All coupled pairs of a projection, one entry for each angle; none for iid rows.
+    """Returns all coupled pairs of a projection, one entry for each angle.
+
+    Args:
+      num_features: Number of rows m of the projection.
+      dim: Dimension d.
+      coupling: Coupling of the rows; ``"iid"`` has no coupled pairs.
+      block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
+
+    Returns:
+      One ``Pairs`` for each angle, and an empty tuple for iid rows.
 
     Example:
       >>> coupled_pairs(130, 64, "simplex", "regular")

@@ -1,16 +1,20 @@
 r"""Ratios of mean squared errors as power series in :math:`t = v^2`.
 
-Before the prefactor that all couplings share, the mean squared error is
+Without the prefactor that all couplings share, the mean squared error is
 
 .. math::
     V_1 + \sum_b P_b (C_{c_b} - C_\text{iid}) = \sum_k \frac{t^k}{k!} V_k q_k, \qquad
     q_k = 1 - \sum_b \frac{P_b}{V_k} (1 - r_k E_k(c_b))
 
-with :math:`V_k = 2^k - 1` and :math:`E_k = I_k(c)` for positive features, and their even parts
-:math:`V_k = 2^{k-1} - 1` and :math:`E_k = (I_k(c) + I_k(-c)) / 2` for hyperbolic ones. The ratio to
-iid is thus a mean of the ratios :math:`q_k` of single degrees, with positive weights: nothing is
-subtracted beyond the :math:`q_k`, neither at small :math:`t`, where both errors vanish, nor at
-large :math:`t`, where both overflow. Trigonometric features are hyperbolic ones at :math:`-t`.
+where :math:`P_b = r_b (r_b - 1) / m` for row block b of :math:`r_b` rows at cosine :math:`c_b`, and
+``theory.moments`` defines :math:`r_k` and :math:`I_k`. For positive features
+:math:`V_k = 2^k - 1` and :math:`E_k = I_k(c)`. Hyperbolic features have the even parts of these,
+:math:`V_k = 2^{k-1} - 1` and :math:`E_k = (I_k(c) + I_k(-c)) / 2`. Trigonometric features have the
+series of hyperbolic features at :math:`-t`, with :math:`t = z^2`.
+
+The ratio to iid is thus a mean of the ratios :math:`q_k` of single degrees, with positive weights.
+Nothing is subtracted beyond the :math:`q_k`, neither at small :math:`t`, where both errors vanish,
+nor at large :math:`t`, where both overflow.
 """
 
 from __future__ import annotations
@@ -27,7 +31,17 @@ from simrf_jax.theory.pairs import Pairs
 
 @functools.lru_cache(maxsize=64)
 def degree_ratios(dim: int, pairs: tuple[Pairs, ...], even: bool) -> np.ndarray:
-    """Ratios q_k from the first degree with variance (1, or 2 if even) until they equal 1."""
+    """Returns the ratios q_k from the first degree with variance until they equal 1.
+
+    Args:
+      dim: Dimension d.
+      pairs: Coupled pairs of the projection.
+      even: If true, the series is that of hyperbolic features, whose first degree with variance is
+        2; otherwise that of positive features, whose first degree with variance is 1.
+
+    Returns:
+      float64 array ``[degrees]``.
+    """
     degrees = 64
     while True:
         degrees *= 2
@@ -44,14 +58,25 @@ def degree_ratios(dim: int, pairs: tuple[Pairs, ...], even: bool) -> np.ndarray:
 
 
 def scaled_variances(k: np.ndarray, even: bool) -> np.ndarray:
-    """2^-k V_k."""
+    """Returns 2^-k V_k, for the even parts if ``even``."""
     return (1 - 2 ** (1 - k)) / 2 if even else 1 - 2**-k
 
 
 def positive_series(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...], *, even: bool) -> np.ndarray:
-    """Ratio to iid of positive features, or hyperbolic ones if ``even``, for t >= 0."""
+    """Returns the mean squared error of positive or hyperbolic features relative to iid rows.
+
+    Args:
+      t: Squared norms v^2, ``[n]``, at least 0.
+      dim: Dimension d.
+      pairs: Coupled pairs of the projection.
+      even: If true, the features are hyperbolic; otherwise they are positive.
+
+    Returns:
+      float64 array ``[n]``.
+    """
     ratios = degree_ratios(dim, pairs, even)
-    # The weights are almost Poisson(2t). At t_max they have left the degrees that differ from 1.
+    # The weights are almost those of Poisson(2t). At t_max they are negligible at all degrees whose
+    # ratio differs from 1.
     t_max = ratios.size
     degrees = int(2 * t_max + 14 * np.sqrt(2 * t_max) + 60)
     first = 2 if even else 1
@@ -72,7 +97,16 @@ def positive_series(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...], *, even: 
 
 
 def alternating_series(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...]) -> np.ndarray:
-    """Ratio to iid of trigonometric features for small t = z^2 >= 0, below 3 or so."""
+    """Returns the mean squared error of trigonometric features relative to iid rows.
+
+    Args:
+      t: Squared distances z^2, ``[n]``, from 0 to 3 or so.
+      dim: Dimension d.
+      pairs: Coupled pairs of the projection.
+
+    Returns:
+      float64 array ``[n]``.
+    """
     degrees = 48
     k = np.arange(2.0, 2 + degrees)
     coefficients = 2**k * scaled_variances(k, even=True) / special.factorial(k)
