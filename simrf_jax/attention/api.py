@@ -70,9 +70,9 @@ def random_feature_attention(
         kernel unless told otherwise, and are exact at any scale, which the features of other
         callables are as far as their range allows. A callable of your own need not have a value at
         zero: hidden keys and padding come to it as copies of other tokens. Outside ``jit``, causal
-        and packed attention call it on the whole length at once. Maps that may be negative (trigonometric,
-        phase, the hybrids) estimate the denominator with noise of either sign: where it comes near
-        zero, so does the sense of the output.
+        and packed attention call it on the whole length at once. Maps that may be negative
+        (trigonometric, phase, the hybrids) estimate the denominator with noise of either sign:
+        where it comes near zero, so does the sense of the output.
       mask: Boolean, broadcastable to ``[..., N, T, S]``, True to attend. It must be the same for
         all queries: have a query axis of size 1, or be a NumPy array that is constant along it.
       bias: Added to the logits; of the same shapes, with the same condition.
@@ -100,10 +100,10 @@ def random_feature_attention(
     Returns:
       ``[..., T, N, D]`` in the inputs' dtype. Logits and exponentials are float32 at least; the
       two sums over the length and the features are in bfloat16 with float32 accumulation if the
-      inputs are bfloat16. Queries that see no key get zeros. A query, key or value that holds NaN
-      or infinity, or whose squared norm overflows the type of the logits, turns the outputs of the
-      queries that see it into NaN. It reaches no other output and no gradient of one: neither the
-      past in causal attention, nor other segments, nor anything where it is hidden.
+      inputs are bfloat16. Queries that see no key get zeros. A query, key or value with a
+      component that is NaN, infinite or above 1e31 turns the outputs of the queries that see it
+      into NaN. It reaches no other output and no gradient of one: neither the past in causal
+      attention, nor other segments, nor anything where it is hidden.
 
     Raises:
       TypeError: If a dtype is wrong.

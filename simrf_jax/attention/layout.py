@@ -70,8 +70,8 @@ class HeadMaps:
 class Inputs:
     """Queries, keys and values by key heads; K is their number, G that of query heads for each.
 
-    All queries, keys and values are finite, and so are the squares of their norms: those that were
-    not, and hidden ones, hold something harmless, for 0 * NaN is not 0, also in gradients.
+    All queries, keys and values are finite: those that were not, and hidden ones, hold something
+    harmless, for 0 * NaN is not 0, also in gradients.
 
     Attributes:
       query: ``[B, T, K, G, H]``, scaled, in the type to compute logits in.
@@ -88,6 +88,9 @@ class Inputs:
     key_log_weights: jax.Array
     runs: jax.Array | None
 
+
+# So many numbers of moderate weight can be added: larger ones count as not finite.
+MOST_TERMS = 2**24
 
 # Vectors, or what stands for them if they have been mapped to features before.
 Vectors: TypeAlias = jax.Array | LogFeatures
@@ -238,7 +241,7 @@ def _by_key_heads(
     real = real[:, :, None, None]
     finite = _is_finite(query)
     fill = _first if fill_with_tokens else _zeros
-    log_weights = _mark(flat(log_weights).mT, _is_finite(key) & _is_finite(value, compute))
+    log_weights = _mark(flat(log_weights).mT, _is_finite(key) & _is_finite(value))
     visible = log_weights > -jnp.inf
     runs = None
     if segment_ids is not None:
@@ -260,13 +263,10 @@ def _by_key_heads(
     return inputs, restore
 
 
-def _is_finite(x: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
-    """Returns ``[...]``, True where the squared norm of ``[..., dim]`` is finite.
-
-    Then every product of two such vectors is, and no sum over them overflows.
-    """
-    x = jax.lax.stop_gradient(x).astype(dtype or x.dtype)
-    return jnp.isfinite(jnp.sum(jnp.square(x), axis=-1))
+def _is_finite(x: jax.Array) -> jax.Array:
+    """Returns ``[...]``, True where ``[..., dim]`` is finite and sums over it cannot overflow."""
+    largest = float(jnp.finfo(x.dtype).max) / MOST_TERMS
+    return jnp.all(jnp.abs(jax.lax.stop_gradient(x)) <= largest, axis=-1)
 
 
 def _mark(log_weights: jax.Array, finite: jax.Array) -> jax.Array:

@@ -149,11 +149,13 @@ def attend_in_blocks(inputs: Inputs, blocks: Blocks, scale: ArrayLike | None) ->
     # [B, num_blocks, K, 1, 1, width]
     weights = blocks.of_keys(inputs.key_log_weights, 1, -jnp.inf).mT[:, :, :, None, None]
     seen = _in_band(blocks, inputs.runs, inputs.query.shape[1])
-    visible = seen & (weights > -jnp.inf)
     logits = contract("bntkgh,bnskh->bnkgts", query, key) * jnp.asarray(scale, compute)
+    finite = jnp.isfinite(logits)
+    visible = seen & (weights > -jnp.inf) & finite
     probabilities = _softmax(jnp.where(visible, logits + weights, -jnp.inf))
     out = contract("bnkgts,bnskd->bntkgd", probabilities, value)
-    spoiled = jnp.any(seen & jnp.isnan(weights), axis=-1)  # [B, num_blocks, K, 1, size]
+    spoils = jnp.isnan(weights) | (~finite & (weights > -jnp.inf))
+    spoiled = jnp.any(seen & spoils, axis=-1)  # [B, num_blocks, K, G, size]
     out = jnp.where(jnp.moveaxis(spoiled, -1, 2)[..., None], jnp.nan, out)
     out = out.reshape(out.shape[0], blocks.num_blocks * blocks.size, *out.shape[3:])
     return out[:, : inputs.query.shape[1]]

@@ -74,8 +74,8 @@ class QueryFeatures(NamedTuple):
 def key_features(maps: HeadMaps, key: Vectors, log_weights: jax.Array) -> KeyFeatures:
     """Returns the features of keys ``[B, S, K, H]``, weighed by ``log_weights``, ``[B, S, K]``."""
     keys = maps.key(key)
-    # A user's map marks what is not finite by exponents that are all NaN.
-    finite = ~jnp.isnan(keys.exponent[..., 0])
+    # A user's map marks what is not finite by exponents that are all NaN. Scales may overflow.
+    finite = ~jnp.isnan(keys.exponent[..., 0]) & (keys.log_scale[..., 0] < jnp.inf)
     visible = ((log_weights > -jnp.inf) & finite)[..., None]  # NaN is not above minus infinity.
     exponent = jnp.where(visible, keys.exponent + keys.log_scale + log_weights[..., None], -jnp.inf)
     spoils = (log_weights != -jnp.inf) & ~visible[..., 0]

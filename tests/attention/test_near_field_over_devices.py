@@ -71,9 +71,10 @@ def test_one_length_over_devices(bandwidth, kind, devices, options):
             sent = {by % devices for by in sent}
         keys_and_values = found.pop(("collective-permute", "f32", (1, count, KEY_HEADS, DIM)))
         assert keys_and_values == 2 * len(sent)
-    # Masks and segments.
+    # Log weights of each key head, and segments.
     assert {name for name, _, _ in found} <= {"collective-permute"}
-    assert {shape for _, _, shape in found} <= {(1, n, *one) for n in pieces for one in ((), (1,))}
+    rest = {(1, n, *heads) for n in pieces for heads in ((), (KEY_HEADS,))}
+    assert {shape for _, _, shape in found} <= rest
 
 
 @pytest.mark.parametrize(("bandwidth", "options"), [(5, {}), (11, CAUSAL), (9, PACKED)])
