@@ -135,7 +135,7 @@ def draw_bipolar_projection(
 
     References:
       Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3,
-      https://arxiv.org/abs/2110.04367.
+      https://arxiv.org/abs/2110.04367
     """
     checks.typed_key(key)
     num_weights = checks.positive_int("num_weights", num_weights)
@@ -252,7 +252,7 @@ def angular_hybrid_features(
 
     References:
       Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3, Theorem 3.1 and Lemma 3.2,
-      https://arxiv.org/abs/2110.04367.
+      https://arxiv.org/abs/2110.04367
     """
     features = angular_log_features(x, projection, side=side, kernel=kernel)
     return features.evaluate(jnp.asarray(x).dtype)
@@ -306,7 +306,7 @@ def gaussian_hybrid_features(
 
     References:
       Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3, Gaussian lambda coefficients,
-      https://arxiv.org/abs/2110.04367.
+      https://arxiv.org/abs/2110.04367
     """
     features = gaussian_log_features(x, projection, side=side, bandwidth=bandwidth, kernel=kernel)
     return features.evaluate(jnp.asarray(x).dtype)

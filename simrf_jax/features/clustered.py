@@ -183,7 +183,7 @@ def clustered_hybrid_features(
 
     References:
       Choromanski et al., Hybrid Random Features (ICLR 2022), clustering-based HRFs (HRF-C),
-      https://arxiv.org/abs/2110.04367.
+      https://arxiv.org/abs/2110.04367
     """
     features = clustered_log_features(x, projection, side=side, kernel=kernel)
     return features.evaluate(jnp.asarray(x).dtype)

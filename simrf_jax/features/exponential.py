@@ -69,9 +69,9 @@ def positive_features(
       True
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Eq. 7, https://arxiv.org/abs/2301.13856;
+      Reid et al., Simplex Random Features (ICML 2023), Eq. 7, https://arxiv.org/abs/2301.13856
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Lemma 1,
-      https://arxiv.org/abs/2009.14794.
+      https://arxiv.org/abs/2009.14794
     """
     features = positive_log_features(x, projection, kernel=kernel)
     return features.evaluate(jnp.asarray(x).dtype)
@@ -116,8 +116,9 @@ def hyperbolic_features(
 
     References:
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Lemma 1,
-      https://arxiv.org/abs/2009.14794; Choromanski et al., Hybrid Random Features (ICLR 2022), the
-      estimator :math:`\text{SM}^{++}`, https://arxiv.org/abs/2110.04367.
+      https://arxiv.org/abs/2009.14794
+      Choromanski et al., Hybrid Random Features (ICLR 2022), the estimator :math:`\text{SM}^{++}`,
+      https://arxiv.org/abs/2110.04367
     """
     features = hyperbolic_log_features(x, projection, kernel=kernel)
     return features.evaluate(jnp.asarray(x).dtype)

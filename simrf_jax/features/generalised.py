@@ -64,9 +64,9 @@ def relu_features(x: ArrayLike, projection: Projection) -> jax.Array:
       Array([1.5, 5. , 0. , 1.5], dtype=float32)
 
     References:
-      Cho and Saul, Kernel Methods for Deep Learning (NeurIPS 2009); Choromanski et al., Rethinking
-      Attention with Performers (ICLR 2021), Performer-ReLU,
-      https://arxiv.org/abs/2009.14794.
+      Cho and Saul, Kernel Methods for Deep Learning (NeurIPS 2009).
+      Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Performer-ReLU,
+      https://arxiv.org/abs/2009.14794
     """
     features = relu_log_features(x, projection)
     return features.evaluate(jnp.asarray(x).dtype)
@@ -97,7 +97,7 @@ def elu_features(x: ArrayLike, projection: Projection | None = None) -> jax.Arra
 
     References:
       Katharopoulos et al., Transformers are RNNs (ICML 2020), Eq. 7,
-      https://arxiv.org/abs/2006.16236.
+      https://arxiv.org/abs/2006.16236
     """
     features = elu_log_features(x, projection)
     return features.evaluate(jnp.asarray(x).dtype)

@@ -64,7 +64,7 @@ def hybrid_features(
 
     References:
       Choromanski et al., Hybrid Random Features (ICLR 2022), Eq. 8 and Lemma 2.3,
-      https://arxiv.org/abs/2110.04367.
+      https://arxiv.org/abs/2110.04367
     """
     arrays = [checks.vectors("each of bases", base) for base in bases]
     rhos = [checks.vectors("each of weights", rho) for rho in weights]

@@ -30,7 +30,7 @@ def gaussian_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
       Array([[1.        , 0.36787945]], dtype=float32)
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Eq. 4, https://arxiv.org/abs/2301.13856.
+      Reid et al., Simplex Random Features (ICML 2023), Eq. 4, https://arxiv.org/abs/2301.13856
     """
     x, y, dtype = _pair(x, y)
     return _gaussian(x, y).astype(dtype)
@@ -56,7 +56,7 @@ def softmax_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
       Array([[1.       , 2.7182817]], dtype=float32)
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Eq. 5, https://arxiv.org/abs/2301.13856.
+      Reid et al., Simplex Random Features (ICML 2023), Eq. 5, https://arxiv.org/abs/2301.13856
     """
     x, y, dtype = _pair(x, y)
     dots = jnp.einsum("...nd,...pd->...np", x, y, precision=jax.lax.Precision.HIGHEST)

@@ -97,9 +97,10 @@ def trigonometric_features(
       (128,) 1.00000
 
     References:
-      Rahimi and Recht, Random Features for Large-Scale Kernel Machines (NeurIPS 2007); Yu et al.,
-      Orthogonal Random Features (NeurIPS 2016), https://arxiv.org/abs/1610.09072; Reid et al.,
-      Simplex Random Features (ICML 2023), Eq. 3 and Sec. 4.1, https://arxiv.org/abs/2301.13856.
+      Rahimi and Recht, Random Features for Large-Scale Kernel Machines (NeurIPS 2007).
+      Yu et al., Orthogonal Random Features (NeurIPS 2016), https://arxiv.org/abs/1610.09072
+      Reid et al., Simplex Random Features (ICML 2023), Eq. 3 and Sec. 4.1,
+      https://arxiv.org/abs/2301.13856
     """
     features = trigonometric_log_features(x, projection, kernel=kernel)
     return features.evaluate(jnp.asarray(x).dtype)

@@ -18,8 +18,8 @@ ATTENTIONS = (*COUPLINGS, "exact")
 POOLINGS = ("average", "token")
 DTYPES = ("float32", "bfloat16")
 
-# B and L: Dosovitskiy et al. (2021), Table 1, https://arxiv.org/abs/2010.11929.
-# Ti and S: Touvron et al. (2021), Table 1, https://arxiv.org/abs/2012.12877.
+# B and L: Dosovitskiy et al. (2021), Table 1, https://arxiv.org/abs/2010.11929
+# Ti and S: Touvron et al. (2021), Table 1, https://arxiv.org/abs/2012.12877
 SIZES = {
     "Ti": {"width": 192, "depth": 12, "num_heads": 3, "mlp_dim": 768},
     "S": {"width": 384, "depth": 12, "num_heads": 6, "mlp_dim": 1536},
@@ -168,7 +168,7 @@ class ViT(nnx.Module):
 
     References:
       Dosovitskiy et al., An Image is Worth 16x16 Words (ICLR 2021),
-      https://arxiv.org/abs/2010.11929.
+      https://arxiv.org/abs/2010.11929
     """
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
