@@ -1,1 +1,1 @@
-"""What is fast and exact, and how we know; run as ``python -m benchmarks.NAME``."""
+"""Measurements of speed, memory and accuracy; run one as ``python -m benchmarks.NAME``."""

@@ -1,4 +1,7 @@
-"""How far attention in float32 and bfloat16 is from the same estimator in float64.
+"""Error of attention in float32 and bfloat16 against the same estimator in float64.
+
+The error is the relative Frobenius error of one head on 256 tokens, bidirectional and causal, with
+d = 64 and m = 130. Queries and keys are normal with standard deviation s.
 
 Run: python -m benchmarks.attention_accuracy
 """
@@ -13,7 +16,7 @@ import simrf_jax
 
 
 def estimator(query, key, value, projection, is_causal):
-    """The estimator in float64, every pair of tokens, for one head."""
+    """Returns the attention output of one head in float64, evaluating every pair of tokens."""
     query, key, value, w = (np.asarray(x, np.float64) for x in (query, key, value, projection))
     query, key = query * query.shape[-1] ** -0.25, key * key.shape[-1] ** -0.25
     log_a = (query @ w.T)[:, None] + (key @ w.T - np.sum(key**2, axis=-1, keepdims=True) / 2)[None]

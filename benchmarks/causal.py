@@ -1,8 +1,8 @@
-"""Time and memory of causal attention against the length, and against its chunk size.
+"""Time and memory of causal attention by sequence length, or by chunk size with ``--chunks``.
 
-4 heads, d = 64, m = 130, forward alone and with the backward pass, on whatever device JAX has.
-Each measurement is of 65,536 tokens, in as many calls as that takes: a single short call would pay
-for the memory that the long one before it gave back.
+The setting is 4 heads, d = 64 and m = 130, for the forward pass alone and with the backward pass,
+on JAX's default device. Each measurement takes 65,536 tokens, in as many calls as that needs: a
+single short call would pay for memory that the long call before it had released.
 
 Run: python -m benchmarks.causal [--chunks]
 """
@@ -29,7 +29,7 @@ def inputs(length):
 
 
 def compiled(length, chunk_size=None):
-    """The forward pass, and the gradient by queries, keys and values."""
+    """Compiles the forward pass, and the gradient with respect to queries, keys and values."""
     attend = functools.partial(
         simrf_jax.random_feature_attention, is_causal=True, chunk_size=chunk_size
     )
@@ -46,7 +46,10 @@ def repeated(program, arguments, times):
 
 
 def measure(cases, rounds):
-    """Milliseconds for 65,536 tokens by (case, pass), alternating, and MiB of temporary buffers."""
+    """Returns milliseconds for 65,536 tokens, and MiB of temporary buffers, by (case, pass).
+
+    All cases alternate; the milliseconds of a case are one array over the rounds.
+    """
     programs = {
         (case, name): (program, inputs(case[0]))
         for case in cases
@@ -65,7 +68,10 @@ def measure(cases, rounds):
 
 
 def cells(case, times, sizes):
-    """Microseconds for each token, as a ratio to the last case round by round, and MiB."""
+    """Yields the cells of one row: for each pass microseconds per token, their ratio, and MiB.
+
+    The ratio to the last case is taken round by round.
+    """
     last, _ = list(times)[-1]
     for name in ("forward", "backward"):
         ratio = times[case, name] / times[last, name]
@@ -80,7 +86,7 @@ def quartiles(x, digits):
 
 
 def main():
-    header = "us a token, forward | / last row | MiB | with backward | / last row | MiB |"
+    header = "us per token, forward | / last row | MiB | with backward | / last row | MiB |"
     if "--chunks" in sys.argv[1:]:
         cases, first = [(LENGTHS[0], chunk_size) for chunk_size in CHUNKS], "chunk"
     else:

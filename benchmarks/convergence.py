@@ -1,9 +1,10 @@
-"""How the error of attention to softmax attention falls with the number of features.
+"""Convergence of random-feature attention to softmax attention in the number of features.
 
-Relative Frobenius error of one head on 256 tokens, queries and keys normal with standard deviation
-s, values standard normal; each trial has inputs and a key of its own, which all couplings share.
-Prints errors, the slope of log error against log m, and paired comparisons, with standard errors
-over the trials; draws benchmarks/figures/convergence.png.
+The error is the relative Frobenius error of one head on 256 tokens. Queries and keys are normal
+with standard deviation s, and values are standard normal. Each trial has its own inputs and its own
+PRNG key, which all couplings share. The program prints the errors, the slope of log error against
+log m, and paired comparisons, all with standard errors over the trials. It draws
+benchmarks/figures/convergence.png.
 
 Run: python -m benchmarks.convergence
 """
@@ -22,16 +23,20 @@ from experiments import style
 from simrf_jax import theory
 
 LENGTH, TRIALS = 256, 64
-SETTINGS = ((64, 0.25), (16, 0.5), (64, 0.5))  # d and s
+SETTINGS = ((64, 0.25), (16, 0.5), (64, 0.5))  # (d, s).
 NUM_FEATURES = (16, 64, 256, 1024, 4096)
-FIRST = 256  # The slope is fitted from here on: whole blocks, and a small bias of the ratio.
+# The slope is fitted from here on, where row blocks are whole and the bias of the ratio is small.
+FIRST = 256
 COUPLINGS = ("iid", "orthogonal", "simplex", "simplex_plus")
 FIGURE = pathlib.Path(__file__).parent / "figures" / "convergence.png"
 
 
 @functools.partial(jax.jit, static_argnames=("dim", "num_features", "coupling"))
 def relative_errors(keys, *, dim, scale, num_features, coupling):
-    """One for each key; from the same key all couplings have the same inputs and norms."""
+    """Returns one relative error for each PRNG key.
+
+    From the same key, all couplings have the same inputs and the same row norms.
+    """
 
     def trial(key):
         data_key, draw_key = jax.random.split(key)
@@ -50,18 +55,21 @@ def mean_and_error(samples):
 
 
 def slopes(errors, num_features):
-    """Of log error against log m, one for each trial; errors are ``[sizes, trials]``."""
+    """Returns the slope of log error against log m, ``[trials]``, of errors ``[sizes, trials]``."""
     return np.polyfit(np.log(num_features), np.log(errors), 1)[0]
 
 
 def predicted_ratio(coupling, dim, scale):
-    """Root mean squared error of one kernel estimate, relative to iid, for typical vectors."""
-    distance = scale * (2 * dim**0.5) ** 0.5  # |x + y| of x = q / dim^(1/4), y likewise.
+    """Returns the root mean squared error of one kernel estimate relative to iid rows.
+
+    It is that of vectors with the typical |x + y| of queries and keys of this scale.
+    """
+    distance = scale * (2 * dim**0.5) ** 0.5  # |x + y|, x = q / dim^(1/4), y = k / dim^(1/4).
     return theory.mse_ratio(distance, dim, NUM_FEATURES[-1], coupling=coupling) ** 0.5
 
 
 def measure(dim, scale):
-    """``{coupling: errors [sizes, trials]}``."""
+    """Returns ``{coupling: errors [sizes, trials]}``."""
     keys = jax.random.split(jax.random.key(0), TRIALS)
     run = functools.partial(relative_errors, keys, dim=dim, scale=scale)
     return {

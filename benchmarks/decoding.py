@@ -1,9 +1,10 @@
-"""What a token costs when many came before it: from the state of linear attention, and by softmax.
+"""Time and memory of one decoding step after 10 to 10,000 tokens, linear and softmax attention.
 
-8 sequences, 8 heads, d = 64, m = 130, float32: one jitted step after 10 to 10,000 tokens, and exact
-attention of one query to a cache of as many keys, with the writing of its own, kept as the products
-read it, ``[batch, heads, length, dim]``. All alternate in one
-process; ratios are taken round by round. States are donated, as in a decoding loop.
+The setting is 8 sequences, 8 heads, d = 64, m = 130 and float32. Linear attention takes one jitted
+step from its state. Softmax attention attends from one query to a cache of as many keys as there
+were tokens before, after writing its own key and value to the cache. The cache has the layout that
+the matrix products read, ``[batch, heads, length, dim]``. All cases alternate in one process, and
+ratios are taken round by round. States and caches are donated, as in a decoding loop.
 
 Run: python -m benchmarks.decoding
 """
@@ -20,7 +21,7 @@ from simrf_jax import decoding
 
 BATCH, HEADS, DIM, NUM_FEATURES = 8, 8, 64, 130
 LENGTHS = (10, 100, 1000, 10_000)
-ROUNDS, STEPS = 20, 10  # Steps in one call, so that it takes milliseconds.
+ROUNDS, STEPS = 20, 10  # Ten steps make one call, so that a call takes milliseconds.
 
 
 def normal(seed, *shape):
@@ -34,7 +35,7 @@ def linear_step(state, query, key, value, projection):
 
 @functools.partial(jax.jit, donate_argnums=0)
 def softmax_step(cache, query, key, value):
-    """Writes to the last place of a full cache and attends to all of it."""
+    """Writes to the last position of a full cache and attends to all of it."""
     last = cache[0].shape[2] - 1
     query, key, value = (jnp.swapaxes(x, 1, 2) for x in (query, key, value))
     keys, values = (
@@ -47,7 +48,7 @@ def softmax_step(cache, query, key, value):
 
 
 def repeated(step, memory, *inputs):
-    """Some steps, each of which replaces what is remembered."""
+    """Returns a call that takes ``STEPS`` steps, each of which replaces the state or cache."""
 
     def call(_):
         nonlocal memory
@@ -63,7 +64,7 @@ def mib(memory):
 
 
 def candidates():
-    """What to time, and the MiB that it remembers."""
+    """Returns the calls to time and the MiB of their states or caches, by (kind, tokens before)."""
     w = simrf_jax.draw_projection(jax.random.key(0), NUM_FEATURES, DIM)
     token = [normal(seed, 1) for seed in (1, 2, 3)]
     append = jax.jit(decoding.append)

@@ -1,7 +1,7 @@
-"""What it costs to draw the projections of a whole ViT-B/16: 12 layers x 12 heads, 130 x 64.
+"""Time to draw all projections of a ViT-B/16: 12 layers x 12 heads, 130 x 64 each.
 
-Alternates the couplings and rotations in one process. Beside them, the rotations alone by the
-library's LAPACK-based sampler, two of 64 x 64 for each head.
+The couplings and rotations alternate in one process. For comparison, the last row is the time of
+the rotations alone, two of 64 x 64 for each head, by JAX's LAPACK-based sampler.
 
 Run: python -m benchmarks.draw
 """
@@ -41,7 +41,7 @@ def main():
     times = timing.alternate(candidates, ROUNDS)
     timing.print_table(times)
     ratio = times["simplex"] / times["orthogonal"]
-    print(f"simplex / orthogonal, run by run: median {np.median(ratio):.2f}")
+    print(f"simplex / orthogonal, round by round: median {np.median(ratio):.2f}")
 
 
 if __name__ == "__main__":

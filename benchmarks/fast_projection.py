@@ -1,9 +1,10 @@
-"""From which dimension on a fast projection beats the dense one, and what it keeps in memory.
+"""Time and memory of fast projections against dense ones, by dimension.
 
-Projects 1,024 vectors to as many features as they have dimensions, by the dense matrix and by
-draw_fast_projection, alternating in one process; draws benchmarks/figures/fast_projection.png.
-With --tpu, compiles both for a TPU v5e instead (pip install libtpu) and prints static cycles; with
---radix, times the Hadamard transform alone, by the radix of its stages.
+The program projects 1,024 vectors to as many features as they have dimensions, by a dense matrix
+and by ``draw_fast_projection``. The two alternate in one process. It draws
+benchmarks/figures/fast_projection.png. With --tpu it compiles both for a TPU v5e instead (pip
+install libtpu) and prints static cycles. With --radix it times the Hadamard transform alone, by the
+radix of its stages.
 
 Run: python -m benchmarks.fast_projection [--tpu | --radix]
 """

@@ -1,8 +1,8 @@
 """Floating-point operations of the matrix products of a traced function.
 
-XLA's own count (`cost_analysis`) takes what is in a loop once, as if the loop went round once.
-This one reads the trace, where a scan says how long it is, and counts matrix products alone, two
-operations for each multiplication, as is the custom for a model's FLOPs.
+XLA's own count (`cost_analysis`) counts the body of a loop once, however often it runs. This module
+reads the trace, where a scan has a known length. It counts matrix products only, two operations for
+each multiplication, as is usual for the FLOPs of a model.
 """
 
 import math
@@ -11,14 +11,14 @@ from jax.extend import core
 
 
 def matmul_flops(jaxpr):
-    """Operations of the matrix products, over all devices.
+    """Returns the number of operations of all matrix products, over all devices.
 
     Args:
-      jaxpr: Of `jax.jit(f).trace(...).jaxpr`. Where a function has several forms, one for each
-        platform, the dearest counts.
+      jaxpr: A jaxpr, such as `jax.jit(f).trace(...).jaxpr`. Where a function has several branches,
+        such as one for each platform, the most expensive branch counts.
 
     Raises:
-      ValueError: If there are products in a loop without a known end, or convolutions.
+      ValueError: If a loop of unknown length contains matrix products, or there is a convolution.
 
     Example:
       >>> import jax, jax.numpy as jnp

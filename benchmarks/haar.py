@@ -1,7 +1,9 @@
-"""Ways to a Haar rotation: Householder reflections (ours), LAPACK's QR, Cholesky-QR, polar factor.
+"""Four ways to draw a Haar rotation, timed on a CPU and compiled for a TPU.
 
-Alternates them on the CPU for the rotations of a ViT-B/16 (288 of 64 x 64) and others. With --tpu,
-compiles each for a TPU v5e instead (pip install libtpu) and prints static cycles.
+They are Householder reflections (the library's choice), LAPACK's QR, Cholesky-QR and the polar
+factor. They alternate on the CPU, for the rotations of a ViT-B/16 (288 of 64 x 64) and for other
+sizes. With --tpu the program compiles each for a TPU v5e instead (pip install libtpu) and prints
+static cycles.
 
 Run: python -m benchmarks.haar [--tpu]
 """
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 from experiments import timing
 from simrf_jax.projections.rotations import haar_rotation
 
-SIZES = [(16, 288), (64, 288), (512, 8)]  # dim, number of rotations
+SIZES = [(16, 288), (64, 288), (512, 8)]  # (dim, number of rotations).
 POLAR_STEPS = 30
 HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -29,14 +31,14 @@ def lapack_qr(key, dim):
 
 def cholesky_qr_twice(key, dim):
     x = jax.random.normal(key, (dim, dim))
-    for _ in range(2):  # The second repairs the orthogonality that the first loses.
+    for _ in range(2):  # The second pass repairs the orthogonality that the first one loses.
         factor = jnp.linalg.cholesky(jnp.matmul(x, x.mT, precision=HIGHEST))
         x = jax.lax.linalg.triangular_solve(factor, x, left_side=True, lower=True)
     return x
 
 
 def polar(key, dim):
-    """The polar factor by Newton-Schulz steps: matrix products alone."""
+    """Returns the polar factor, by Newton-Schulz steps, which are matrix products only."""
     x = jax.random.normal(key, (dim, dim)) / (2 * dim**0.5 + 1)
 
     def step(_, x):

@@ -1,8 +1,9 @@
-"""How many images one process reads, decodes and augments: 500 x 375 JPEGs to 224 x 224 pixels.
+"""Images per second that one process reads, decodes and augments, 500 x 375 to 224 x 224 pixels.
 
-The path of a worker of the ViT's training on ImageNet, from ArrayRecord files on a local disk to a
-batch, with one augmentation after the other. The images are noise of all scales, as large on disk
-as ImageNet's. Times are those of the processor, so that other programs count little.
+The benchmark follows a worker process of the ViT's ImageNet training, from ArrayRecord files on a
+local disk to a batch. It adds the augmentations one after the other. The images are JPEGs of noise
+at all scales, with files as large as those of ImageNet. Times are CPU times, so that other programs
+on the machine have little effect.
 
 Run: python -m benchmarks.input_pipeline
 """
@@ -21,7 +22,7 @@ from experiments.vit import input as input_lib
 from experiments.vit.configs import imagenet2012
 
 NUM_IMAGES, BATCH_SIZE, ROUNDS = 256, 64, 8
-QUALITY = 95  # A file is then about as large as the mean of ImageNet, 113 KiB.
+QUALITY = 95  # Gives files of about the mean size of ImageNet, 113 KiB.
 NONE = {
     "augment.crop_area": 1.0,
     "augment.flip": False,
@@ -30,7 +31,7 @@ NONE = {
 }
 CROP = NONE | {"augment.crop_area": 0.05, "augment.flip": True}
 STAGES = {
-    "the middle, resized": NONE,
+    "center crop, resized": NONE,
     "inception crop, flip": CROP,
     "and RandAugment(2, 10)": CROP | {"augment.randaugment_layers": 2},
     "and mixup: the config": {},
@@ -38,7 +39,7 @@ STAGES = {
 
 
 def jpeg(rng: np.random.Generator) -> bytes:
-    """Noise at every scale, the coarse the stronger, as in photographs."""
+    """Returns a JPEG file of noise at every scale, stronger at coarse scales, as in photographs."""
     pixels = np.zeros((375, 500, 3), np.float32)
     for scale in (1, 4, 16, 64):
         size = 500 // scale + 1, 375 // scale + 1
@@ -52,10 +53,10 @@ def jpeg(rng: np.random.Generator) -> bytes:
 
 
 class Imagenet2012(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """As many made-up images under the name of the real ones."""
+    """A data set of ``NUM_IMAGES`` generated images under the name of the real data set."""
 
     VERSION = tfds.core.Version("5.1.0")
-    pkg_dir_path = pathlib.Path(__file__).parent  # A program is in no package.
+    pkg_dir_path = pathlib.Path(__file__).parent  # A module that runs as __main__ has no package.
 
     def _info(self):
         features = {
@@ -74,7 +75,7 @@ class Imagenet2012(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
 
 def images_per_second(data_dir: pathlib.Path, changes: dict) -> np.ndarray:
-    """Of processor time, in each round."""
+    """Returns the images per second of CPU time, one number for each round."""
     config = imagenet2012.get_config()
     config.data_dir, config.batch_size = str(data_dir), BATCH_SIZE
     config.update_from_flattened_dict(changes)

@@ -1,9 +1,9 @@
-"""What the near field costs against exact attention, by the length.
+"""Time and memory of banded attention (the near field) against exact attention, by length.
 
-One sequence, 4 heads of dimension 64, bandwidth 32; banded_attention and
-jax.nn.dot_product_attention (to all keys) alternate in one process. Memory is what XLA
-allocates beside inputs and outputs. With --blocks, times the forward and backward pass at T = 4,096
-by the size of the blocks.
+The setting is one sequence, 4 heads of dimension 64 and bandwidth 32. ``banded_attention`` and
+``jax.nn.dot_product_attention`` over all keys alternate in one process. Memory is the memory that
+XLA allocates in addition to inputs and outputs. With --blocks the program times the forward and
+backward pass at T = 4,096 by the size of the query blocks instead.
 
 Run: python -m benchmarks.near_field [--blocks]
 """
@@ -18,7 +18,7 @@ import simrf_jax
 from experiments import timing
 
 LENGTHS = [256, 512, 1024, 2048, 4096, 16384, 65536]
-LONGEST_EXACT = 4096  # Beyond, gigabytes of logits.
+LONGEST_EXACT = 4096  # Longer sequences would need gigabytes of logits.
 HEADS, DIM, BANDWIDTH = 4, 64, 32
 BANDWIDTHS, BLOCKS = (8, 32, 128), (16, 32, 64, 128, 256)
 ROUNDS, SECONDS = 15, 20
@@ -60,7 +60,7 @@ def by_length():
 
 def by_block():
     qkv = jax.random.normal(jax.random.key(0), (3, 4096, HEADS, DIM))
-    print("| bandwidth | " + " | ".join(f"blocks of {size}" for size in BLOCKS) + " |")
+    print("| bandwidth | " + " | ".join(f"query blocks of {size}" for size in BLOCKS) + " |")
     print("| --- |" + " --- |" * len(BLOCKS))
     for bandwidth in BANDWIDTHS:
         calls = {}

@@ -1,9 +1,10 @@
-"""The whole training step of the paper's ViT-B/16, compiled for TPU pods that are not there.
+"""The training step of the paper's ViT-B/16, compiled for TPU pods but not run.
 
-The step of experiments/vit at batch 4,096, data-parallel, with random features and exact
-attention; the redraw of all projections, which is a program of its own; and a product of two large
-matrices, for what the compiler takes to be the chip's peak. Each program that is compiled adds a
-line to a file, and none that has one is compiled again; then come the tables.
+Three programs are compiled for each pod. The first is the whole training step of experiments/vit at
+batch 4,096, data-parallel, with random features and with exact attention. The second is the redraw
+of all projections, which is a separate program. The third is a product of two large matrices, which
+shows what the compiler takes to be the peak of the chip. Each compiled program adds a line to a
+file, and a program that has a line is not compiled again. At the end the tables are printed.
 
 Run: python -m benchmarks.pod_compile pods.jsonl [v5e:16x16:none:scanned ...] (with the libtpu
 wheel, and JAX_PLATFORMS empty)
@@ -32,11 +33,11 @@ PODS = (
     "v6e:16x16:none:unrolled",
 )
 CHANNELS, CLASSES = 3, 1000
-SIDE = 8192  # Of the matrices whose product should reach the peak.
+SIDE = 8192  # Rows and columns of the matrices whose product should reach the peak.
 
 
 def build(pod, attention):
-    """The paper's config for a pod, and its program for all the devices."""
+    """Returns the paper's config for a pod, and the training program for all its devices."""
     config = imagenet2012.get_config()
     config.model.attention = attention
     config.model.remat = pod.remat
@@ -46,14 +47,14 @@ def build(pod, attention):
 
 
 def trace_step(config, built):
-    """The training step, traced with a batch that is not there."""
+    """Returns the training step, traced with an abstract batch."""
     sharded = jax.NamedSharding(built.mesh, sharding.BATCH)
 
     def array(dtype, *shape):
         return jax.ShapeDtypeStruct((config.batch_size, *shape), dtype, sharding=sharded)
 
     side = config.image_size
-    # Mixtures of images have soft labels.
+    # Mixup makes labels soft.
     label = array(jnp.float32, CLASSES) if config.augment.mixup else array(jnp.int32)
     batch = {"image": array(jnp.float32, side, side, CHANNELS), "label": label}
     with jax.set_mesh(built.mesh):
@@ -61,7 +62,10 @@ def trace_step(config, built):
 
 
 def step(pod, attention):
-    """The training step lowered, and its FLOPs on all devices, with and without recomputation."""
+    """Returns the lowered training step and its FLOPs on all devices.
+
+    ``flops`` includes what rematerialisation computes again, ``model_flops`` does not.
+    """
     config, built = build(pod, attention)
     traced = trace_step(config, built)
     counts = {
@@ -72,21 +76,21 @@ def step(pod, attention):
 
 
 def redraw(pod, attention):
-    """The redraw of all projections, lowered."""
+    """Returns the lowered redraw of all projections."""
     _, built = build(pod, attention)
     with jax.set_mesh(built.mesh):
         return built.redraw.lower(built.state), {}
 
 
 def product(pod, _):
-    """A product that should reach the peak of one device, lowered, and its FLOPs."""
+    """Returns a lowered matrix product that should reach the peak of one device, and its FLOPs."""
     one = jax.sharding.SingleDeviceSharding(tpu.devices(pod.topology)[0])
     matrix = jax.ShapeDtypeStruct((SIDE, SIDE), jnp.bfloat16, sharding=one)
     traced = jax.jit(jnp.matmul).trace(matrix, matrix)
     return traced.lower(), {"flops": flops.matmul_flops(traced.jaxpr)}
 
 
-# What is compiled for a pod, with the attentions that it is compiled for.
+# The programs that are compiled for each pod, and the attentions that each is compiled for.
 PROGRAMS = {
     product: ("",),
     step: ("simplex", "orthogonal", "exact"),
@@ -95,7 +99,7 @@ PROGRAMS = {
 
 
 def compile_and_read(lowered):
-    """What the compiler says of a program."""
+    """Compiles a program and returns its memory, estimated cycles and collectives."""
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
@@ -115,7 +119,7 @@ def compile_and_read(lowered):
 
 
 def rows_of(path, names):
-    """The rows of a file, and those that it lacks, which are added to it one by one."""
+    """Returns the rows of a file, after adding the rows that it lacks one by one."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     for name, pod in {name: pods.Pod.parse(name) for name in names}.items():
         for make, attentions in PROGRAMS.items():
@@ -126,7 +130,8 @@ def rows_of(path, names):
                 lowered, counts = make(pod, attention)
                 text = f"{pod.topology}\n{lowered.as_text()}"
                 key["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-                # Couplings differ in how projections are drawn, which is not in the step.
+                # Couplings differ only in how projections are drawn, which is not part of the step,
+                # so their steps are the same program.
                 same = next((row for row in rows if row["sha256"] == key["sha256"]), None)
                 rows.append((same or compile_and_read(lowered)) | counts | key)
                 with path.open("a") as file:
@@ -135,7 +140,7 @@ def rows_of(path, names):
 
 
 def main():
-    """Compiles what the file lacks, and prints the tables."""
+    """Compiles the programs that the file lacks, and prints the tables."""
     if len(sys.argv) < 2:
         raise SystemExit(__doc__)
     path, names = pathlib.Path(sys.argv[1]), sys.argv[2:] or PODS

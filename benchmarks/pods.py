@@ -1,4 +1,4 @@
-"""TPU pods: what fits into their memory, and what training takes on them."""
+"""TPU pods: their memory and peak, and estimates of training time on them."""
 
 import math
 import re
@@ -8,7 +8,7 @@ from experiments import harness
 from experiments.vit.flops import PEAK_FLOPS
 from simrf_jax.models.blocks import REMATS
 
-# Shares of the peak between which a training may be expected to run.
+# A training run can be expected to reach a share of the peak between these two.
 UTILISATIONS = (0.1, 0.2)
 
 
@@ -18,7 +18,7 @@ class Chip(NamedTuple):
     Attributes:
       memory: GiB of HBM.
       kind: ``jax.Device.device_kind`` of its devices.
-      devices: What JAX sees of it.
+      devices: Number of devices that JAX sees on the chip.
     """
 
     memory: int
@@ -27,12 +27,13 @@ class Chip(NamedTuple):
 
     @property
     def peak(self):
-        """bfloat16 operations a second."""
+        """Returns the peak number of bfloat16 operations per second."""
         return self.devices * PEAK_FLOPS[self.kind]
 
 
-# cloud.google.com/tpu/docs/v3 and the like, "Key specifications". On v3 a core is a device, with
-# half of the memory and of the peak; the two cores of a v4 chip are one.
+# "Key specifications" on cloud.google.com/tpu/docs/v3 and on the pages of the other chips. On v3
+# each core is a device, with half of the memory and of the peak. The two cores of a v4 chip are one
+# device.
 CHIPS = {
     "v3": Chip(32, "TPU v3", devices=2),
     "v4": Chip(32, "TPU v4"),
@@ -45,8 +46,8 @@ class Pod(NamedTuple):
     """A slice of a pod, and how a ViT is compiled for it.
 
     Attributes:
-      topology: As the TPU's compiler calls it.
-      remat: What is computed again so that the step fits, of ``ViTConfig``.
+      topology: Name of the slice in the TPU compiler, such as ``"v5e:16x16"``.
+      remat: ``ViTConfig.remat``, which decides what is computed again so that the step fits.
       layers: ``"scanned"`` or ``"unrolled"``.
     """
 
@@ -56,28 +57,27 @@ class Pod(NamedTuple):
 
     @classmethod
     def parse(cls, name):
-        """From a name such as ``"v5e:16x16:none:scanned"``.
+        """Returns the pod that a name such as ``"v5e:16x16:none:scanned"`` describes.
 
         Raises:
-          ValueError: If it is no such name.
+          ValueError: If the name has another form.
         """
         pattern = rf"((?:{'|'.join(CHIPS)}):\d+(?:x\d+)+):({'|'.join(REMATS)}):(scanned|unrolled)"
         found = re.fullmatch(pattern, name)
         if not found:
             raise ValueError(
-                "A pod must be a topology, remat and layers, as in v5e:16x16:none:scanned, got "
-                f"{name!r}."
+                f"A pod must be TOPOLOGY:REMAT:LAYERS, as in v5e:16x16:none:scanned, got {name!r}."
             )
         return cls(*found.groups())
 
     @property
     def chip(self):
-        """Of which it is made."""
+        """Returns the chip that the pod is made of."""
         return CHIPS[self.topology.partition(":")[0]]
 
     @property
     def num_chips(self):
-        """As many as the topology says, ``"v4:2x2x4"`` 16.
+        """Returns the number of chips in the topology.
 
         Example:
           >>> Pod.parse("v4:2x2x4:dots:scanned").num_chips
@@ -87,19 +87,19 @@ class Pod(NamedTuple):
 
     @property
     def num_devices(self):
-        """As JAX counts them."""
+        """Returns the number of devices that JAX sees."""
         return self.num_chips * self.chip.devices
 
 
 def hours(flops, *, chips, peak, utilisation, steps):
-    """How long a training takes.
+    """Returns the hours that a training run takes.
 
     Args:
-      flops: Of the model in a step, over all chips; what is computed again does not count.
-      chips: How many.
-      peak: Operations a second of each.
+      flops: Operations of the model in one step, over all chips, without recomputation.
+      chips: Number of chips.
+      peak: Peak operations per second of one chip.
       utilisation: Share of the peak that the model's own operations reach (MFU).
-      steps: How many.
+      steps: Number of training steps.
 
     Example:
       >>> hours(36e15, chips=10, peak=1e15, utilisation=0.5, steps=1000)
@@ -109,14 +109,14 @@ def hours(flops, *, chips, peak, utilisation, steps):
 
 
 def utilisation(row, rows):
-    """The most of the peak that a step can reach, by the compiler's estimate of its cycles.
+    """Returns the largest share of the peak that a step can reach, by its estimated cycles.
 
-    The peak is what the compiler expects of a product of two large matrices, so that no clock
-    rate comes in.
+    The peak is the rate that the compiler expects for a product of two large matrices, so that no
+    clock rate is needed.
 
     Args:
-      row: Of a step.
-      rows: With the product for the same pod.
+      row: Row of a training step.
+      rows: All rows, including the matrix product for the same pod.
     """
     pod = Pod.parse(row["pod"])
     [product] = _of(rows, "product", pod=row["pod"])
@@ -125,8 +125,8 @@ def utilisation(row, rows):
 
 
 def step_table(rows):
-    """What each device needs and does in a step."""
-    header = ("pod, remat, layers", "attention", "GiB of a device", "fits", "TFLOP")
+    """Returns the table of memory, operations, cycles and collectives of a step on each device."""
+    header = ("pod, remat, layers", "attention", "GiB per device", "fits", "TFLOP")
     header += ("million cycles", "share of peak", "collectives", "MiB", "compiled in")
     cells = []
     for row in _steps(rows):
@@ -151,7 +151,7 @@ def step_table(rows):
 
 
 def redraw_table(rows):
-    """What a redraw of all projections takes, and a step with one, simplex against orthogonal."""
+    """Returns the table of redraws, alone and within a step, simplex against orthogonal."""
     header = ("pod, remat, layers", "simplex, million cycles", "orthogonal", "ratio")
     header += ("ratio of a step with a redraw", "compiled in")
     cells = []
@@ -174,7 +174,14 @@ def redraw_table(rows):
 
 
 def hours_table(rows, steps):
-    """What a training of so many steps takes, at shares of the peak and by the estimated cycles."""
+    """Returns the table of hours that a training run takes.
+
+    Hours are given at the shares of the peak in ``UTILISATIONS``, and by the estimated cycles.
+
+    Args:
+      rows: All rows.
+      steps: Number of training steps.
+    """
     shares = [f"{share:.0%}" for share in UTILISATIONS]
     header = ("pod, remat, layers", "attention", "chips", "PFLOP a step")
     header += (f"hours at {', '.join(shares)}", "chip-hours", "hours by the cycles", "chip-hours")
@@ -199,7 +206,7 @@ def hours_table(rows, steps):
 
 
 def _steps(rows):
-    """The rows of steps; attentions that have one program share a row."""
+    """Returns the rows of training steps, one row for all attentions with the same program."""
     shared = {}
     for row in _of(rows, "step"):
         first = shared.setdefault(row["sha256"], row | {"attention": []})

@@ -1,8 +1,8 @@
-"""How biased kernel estimates are with rotations that are not quite Haar: Hadamard and Givens.
+"""Bias of kernel estimates with rotations that are not exactly Haar: Hadamard and Givens.
 
-Relative bias of positive features' estimates for |x + y| = v along an axis, m = d, with its
-standard error. The norms are averaged exactly: only directions are drawn. All axes are alike, so
-each draw counts for all of them.
+The tables show the relative bias of estimates by positive features, with its standard error, for
+|x + y| = v along an axis and m = d. The average over norms is exact, so only directions are drawn.
+All axes are equivalent, so each draw counts for all of them.
 
 Run: python -m benchmarks.rotation_bias
 """
@@ -16,7 +16,7 @@ import scipy.stats
 
 import simrf_jax
 
-DIMS = {4: 800_000, 8: 400_000, 16: 200_000, 64: 40_000}  # and the number of draws
+DIMS = {4: 800_000, 8: 400_000, 16: 200_000, 64: 40_000}  # {d: number of draws}.
 DISTANCES = (0.5, 1.0, 2.0, 3.0)
 CASES = [
     ("hadamard", "orthogonal"),
@@ -29,7 +29,7 @@ BATCH = 1_000
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def cosines_with_axes(key, dim, coupling, rotation):
-    """Cosines between the rows and the axes, ``[BATCH, dim * dim]``."""
+    """Returns the cosines between the rows and the axes, ``[BATCH, dim * dim]``."""
 
     def draw(key):
         w = simrf_jax.draw_projection(
@@ -41,7 +41,10 @@ def cosines_with_axes(key, dim, coupling, rotation):
 
 
 def mean_over_norms(v, dim):
-    """E[e^{a v c}] over chi_d norms a, by quadrature, over its mean for uniform directions."""
+    """Returns cosines c, and E[e^{a v c}] over chi_d norms a, by quadrature.
+
+    The expectation is divided by its mean over uniform directions, e^{v^2 / 2}.
+    """
     norms = np.linspace(0, dim**0.5 + v + 12, 2_001)
     density = scipy.stats.chi.pdf(norms, dim)
     cosines = np.linspace(-1, 1, 4_001)

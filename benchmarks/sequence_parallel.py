@@ -1,10 +1,10 @@
-"""What devices that share a length send each other, compiled for a TPU that is not there.
+"""Communication of attention over a sharded sequence axis, compiled for a TPU but not run.
 
-One sequence of 65,536 tokens over the 8 devices of a v5e, 8 heads of dimension 64, 130 features;
-and the near field of bandwidth 32, "banded".
-Counts the collectives in the compiled program, and what they bring to each device; and the memory
-that XLA allocates beside inputs and outputs. "Not told" is an axis of type Auto without
-sequence_axis.
+The setting is one sequence of 65,536 tokens over the 8 devices of a v5e, with 8 heads of dimension
+64 and 130 features. "banded" is the near field with bandwidth 32. The table shows the collectives
+in the compiled program, the MiB that they bring to each device, and the memory that XLA allocates
+in addition to inputs and outputs. The mesh axis is of type Explicit ("explicit"), or of type Auto
+without ``sequence_axis`` ("auto").
 
 Run: python -m benchmarks.sequence_parallel (with the libtpu wheel, and JAX_PLATFORMS empty)
 """
@@ -20,7 +20,7 @@ from simrf_jax import banded_attention, random_feature_attention
 
 LENGTH, HEADS, DIM, FEATURES, BANDWIDTH = 65_536, 8, 64, 130, 32
 MODES = ("bidirectional", "causal", "packed", "banded")
-AXES = {"explicit": AxisType.Explicit, "not told": AxisType.Auto}
+AXES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 
 
 def compiled(mode, axis_type, backward):

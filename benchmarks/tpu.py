@@ -1,7 +1,8 @@
-"""Compiling for a TPU that is not there, with the compiler in the `libtpu` wheel.
+"""Compilation for a TPU that this machine need not have, by the compiler in the `libtpu` wheel.
 
-Static cycles are the compiler's own model of its schedule, for one device, with no wait for memory
-in it. They compare ways to do the same thing; they are not measured times.
+Static cycles are the length of the compiler's schedule for one device, by its own estimate and
+without waits for memory. They serve to compare programs that do the same thing. They are not
+measured times.
 """
 
 import collections
@@ -12,7 +13,7 @@ import re
 import jax
 from jax.experimental import topologies
 
-# What libtpu would ask a metadata server for, which is not there.
+# libtpu would ask a metadata server for these, and outside a TPU VM there is none.
 ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -23,10 +24,10 @@ BYTES = {"pred": 1, "bf16": 2, "f32": 4, "s32": 4, "u32": 4}
 
 
 def devices(topology="v5e:2x4"):
-    """The devices of a TPU topology, to compile for."""
+    """Returns the devices of a TPU topology, to compile for."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    # On a v4 JAX takes the two cores of a chip for one device.
+    # On v4, JAX sees the two cores of a chip as one device.
     options = {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
     return topologies.get_topology_desc(topology, platform="tpu", **options).devices
 
@@ -42,9 +43,9 @@ def compile_for(function, *arguments, topology="v5e:2x4"):
 
 
 def executed(program):
-    """The lines of a compiled program, each with how often it runs.
+    """Returns the lines of a compiled program, each with the number of times that it runs.
 
-    Those of counted loops run as often as the loops go round. What is inside a fusion belongs to
+    The body of a counted loop runs as often as the loop iterates. The inside of a fusion belongs to
     the line of the fusion.
 
     Args:
@@ -74,7 +75,7 @@ def executed(program):
 
 
 def static_cycles(compiled):
-    """Estimated cycles of a compiled program, bodies of counted loops times their trips.
+    """Returns the estimated cycles of a compiled program, counting every iteration of its loops.
 
     Returns:
       The cycles, and the sorted names of the custom calls, which have no estimate.
@@ -88,11 +89,11 @@ def static_cycles(compiled):
 
 
 def collectives(lines):
-    """What the devices of a compiled program send each other.
+    """Counts the collectives of a compiled program, and the bytes that they bring.
 
     Args:
-      lines: As ``executed`` returns them; with a 1 beside each line of the text, what is in a loop
-        counts once.
+      lines: Pairs of a line and the number of times that it runs, as ``executed`` returns them.
+        Pair each line of the text with 1 to count the body of a loop once.
 
     Returns:
       The count of each collective, and the bytes of their results on each device.
@@ -108,13 +109,16 @@ def collectives(lines):
         sizes = [
             BYTES[dtype] * math.prod(int(n) for n in dims.split(",") if n) for dtype, dims in shapes
         ]
-        # An asynchronous one names what it reads, what it writes, and flags.
+        # The result of an asynchronous collective is a tuple of its input, its output and flags.
         total += times * (max(sizes) if start else sum(sizes))
     return counts, total
 
 
 def _trips(line, condition):
-    """How often a loop runs: annotated, or the only number that its condition compares with."""
+    """Returns how often a loop iterates.
+
+    The number is annotated, or the only one that the condition of the loop compares with.
+    """
     known = re.search(r'known_trip_count":\{"n":"(\d+)"', line)
     if known:
         return int(known[1])

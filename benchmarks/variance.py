@@ -1,8 +1,8 @@
-"""Which coupling belongs to which feature map: mean squared errors relative to iid rows.
+"""Mean squared error of each coupling with each feature map, relative to iid rows.
 
-Prints three tables for d = 64: couplings by maps with m = 64, block modes for other m, and the
-coupling by the ReLU map. From the closed forms; where there is none (simplex_plus, ReLU), by Monte
-Carlo with standard errors.
+The program prints three tables for d = 64: couplings by feature maps with m = 64, row-block modes
+for other m, and couplings with the ReLU map. The numbers come from the closed forms. Where there is
+no closed form (simplex_plus, ReLU), they come from Monte Carlo, with standard errors.
 
 Run: python -m benchmarks.variance
 """
@@ -16,7 +16,7 @@ import numpy as np
 import simrf_jax
 from simrf_jax import theory
 
-DIM, DISTANCES = 64, (0.1, 0.3, 1.0)  # Beyond, the samples' tails are too heavy.
+DIM, DISTANCES = 64, (0.1, 0.3, 1.0)  # Samples at larger distances have too heavy tails.
 MAPS = ("positive", "hyperbolic", "trigonometric")
 NUM_DRAWS = 2_000
 
@@ -37,7 +37,10 @@ def phi(x, w, name):
 
 @functools.partial(jax.jit, static_argnums=(3,))
 def squared_errors(projections, x, y, name):
-    """Of K_hat / K, for each draw the mean over the pairs of rows of x and y."""
+    """Returns the mean squared error of K_hat / K for each draw.
+
+    The mean is over the pairs of corresponding rows of x and y.
+    """
     kernel = simrf_jax.relu_kernel if name == "relu" else simrf_jax.gaussian_kernel
     exact = jax.vmap(lambda a, b: kernel(a[None], b[None])[0, 0])(x, y)
 
@@ -49,7 +52,7 @@ def squared_errors(projections, x, y, name):
 
 
 def monte_carlo(v, coupling, name):
-    """Ratio to the closed form of iid rows (to Monte Carlo for ReLU), and its standard error."""
+    """Returns the ratio of the error to the closed form for iid rows, and its standard error."""
     x, y = 0.7 * v * jnp.eye(DIM), 0.3 * v * jnp.eye(DIM)
     if name == "trigonometric":
         y = -y

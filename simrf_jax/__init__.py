@@ -1,20 +1,22 @@
 """Random-feature maps and random-feature attention in JAX.
 
-A kernel becomes an inner product: K(x, y) = E[phi(x) . phi(y)].
+A feature map phi turns a kernel into an inner product: K(x, y) = E[phi(x) . phi(y)].
 
 - ``draw_projection``, ``draw_fast_projection``, ``project``: the random vectors W, with iid,
   orthogonal or simplex coupling, as a matrix or as fast transforms.
-- ``redraw_key``, ``redraw_projections``: new W for all layers and heads, on a schedule.
-- ``positive_features`` and its kin: phi. ``gaussian_kernel``, ``softmax_kernel``: the exact K.
-- ``random_feature_attention``: softmax attention in linear time, bidirectional, causal or packed;
+- ``redraw_key``, ``redraw_projections``: a new W for all layers and heads, on a schedule.
+- ``positive_features`` and the other ``*_features``: feature maps. ``gaussian_kernel``,
+  ``softmax_kernel`` and ``relu_kernel``: the exact kernels that they estimate.
+- ``random_feature_attention``: softmax attention in linear time, bidirectional, causal or packed.
   ``decoding``: the same token by token, from a state that does not grow.
-- ``banded_attention``: its near field, exact softmax attention to the keys nearby;
-  ``fmm_attention``: near and far field together.
-- ``attention_matrix``, ``attention_report``: the weights that it implies, and how good they are.
+- ``banded_attention``: exact softmax attention to nearby keys, the near field.
+  ``fmm_attention``: near field and far field together.
+- ``attention_matrix``, ``attention_report``: the attention weights that random features imply, and
+  their error.
 - ``theory``: the exact error of each coupling and feature map, in float64 NumPy.
 
-What depends on Flax is imported by name: ``simrf_jax.integrations.nnx``,
-``simrf_jax.integrations.linen``, ``simrf_jax.models``.
+Modules that depend on Flax are not imported here. Import them by name:
+``simrf_jax.integrations.nnx``, ``simrf_jax.integrations.linen``, ``simrf_jax.models``.
 """
 
 from simrf_jax import theory

@@ -1,4 +1,4 @@
-"""Feature maps phi, and the exact kernels beside them."""
+"""Feature maps phi, and the exact kernels that they estimate."""
 
 from simrf_jax.features.bipolar import (
     BipolarProjection,

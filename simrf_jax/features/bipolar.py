@@ -1,7 +1,8 @@
-"""Bipolar hybrid features: a hyperbolic and a trigonometric estimator, and the weight between them.
+"""Bipolar hybrid features, a weighted blend of a hyperbolic and a trigonometric estimator.
 
-The first is exact where y = -x, the second where y = x. Angular weights leave each alone at its
-end, for vectors of equal length.
+The hyperbolic estimator is exact at y = -x and the trigonometric one at y = x. The weight between
+them depends on x and y and is estimated too. Angular weights leave the exact estimator alone at
+either end if x and y have equal length.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ from simrf_jax.projections import (
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class BipolarProjection(StructuredProjection):
-    """The random vectors of a bipolar hybrid; see draw_bipolar_projection.
+    """The random vectors of a bipolar hybrid estimator; see ``draw_bipolar_projection``.
 
     Attributes:
       hyperbolic: W of the hyperbolic base estimator, ``[..., num_features, dim]``.
-      trigonometric: W of the trigonometric one, of the same shape.
-      weights: The vectors tau of the weights, ``[..., num_weights, dim]``.
+      trigonometric: W of the trigonometric base estimator, of the same shape.
+      weights: The random vectors tau that estimate the weight, ``[..., num_weights, dim]``.
     """
 
     hyperbolic: Projection
@@ -49,23 +50,32 @@ class BipolarProjection(StructuredProjection):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one base's projection, ``[..., num_features, dim]``."""
+        """Returns the shape of one base estimator's projection, ``[..., num_features, dim]``."""
         parts = (self.hyperbolic, self.trigonometric, self.weights)
         one, other, tau = (as_projection(part).shape for part in parts)
         if one != other or len(tau) < 2 or (*one[:-2], one[-1]) != (*tau[:-2], tau[-1]):
             raise ValueError(
                 "hyperbolic and trigonometric must be [..., num_features, dim] of one shape, and "
-                f"weights [..., num_weights, dim], got {one}, {other} and {tau}."
+                "weights must be [..., num_weights, dim] with the same leading axes and dim, "
+                f"got {one}, {other} and {tau}."
             )
         return one
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The floating type of one base's projection."""
+        """Returns the floating type of one base estimator's projection."""
         return as_projection(self.hyperbolic).dtype
 
     def draw_like(self, key: jax.Array, **draw_options: Any) -> BipolarProjection:
-        """Draws another by ``draw_bipolar_projection``; its parts must be arrays."""
+        """Draws another ``BipolarProjection`` of the same shapes and dtype.
+
+        Args:
+          key: A typed PRNG key.
+          **draw_options: Keyword arguments of ``draw_bipolar_projection``, such as ``coupling``.
+
+        Raises:
+          TypeError: If a part is a structured projection instead of an array.
+        """
         if any(isinstance(part, StructuredProjection) for part in vars(self).values()):
             return super().draw_like(key, **draw_options)
         base, weights = jax.typeof(self.hyperbolic), jax.typeof(self.weights)
@@ -90,24 +100,32 @@ def draw_bipolar_projection(
     """Draws the random vectors of a bipolar hybrid estimator.
 
     Args:
-      key: A typed PRNG key. ``jax.vmap`` over keys draws a stack.
-      num_features: Rows m of either base estimator.
+      key: A typed PRNG key (``jax.random.key``). ``jax.vmap`` over keys draws a stack.
+      num_features: Number of rows m of each base estimator's projection.
       num_weights: Number n of random vectors that estimate the weight.
-      dim: Dimension d.
-      coupling: Of the rows of each base, as ``draw_projection``. The bases are independent of each
-        other and of the weights, whose vectors are iid, as Theorem 3.1 and Lemma 3.2 ask.
-      block: Of the bases, as ``draw_projection``, and so the others.
-      rotation: Likewise.
-      norms: Likewise.
-      dtype: Floating type.
-      num_sweeps: Likewise.
+      dim: Dimension d of the vectors to project.
+      coupling: Joint law of the rows of each base estimator: ``"iid"``, ``"orthogonal"``,
+        ``"simplex"`` or ``"simplex_plus"``; see ``draw_projection``. The two base estimators are
+        independent of each other and of the weight. The random vectors of the weight are iid, as
+        Theorem 3.1 and Lemma 3.2 require.
+      block: Row-block mode of the base estimators, ``"regular"`` or ``"square"``; see
+        ``draw_projection``.
+      rotation: Random rotation of the base estimators, ``"haar"``, ``"hadamard"`` or ``"givens"``;
+        see ``draw_projection``.
+      norms: Row norms of the base estimators, ``"chi"`` (unbiased) or ``"sqrt_dim"`` (biased); see
+        ``draw_projection``.
+      dtype: Floating type of all arrays.
+      num_sweeps: Number of sweeps of the coupling ``simplex_plus`` over its rows; see
+        ``draw_projection``.
 
     Returns:
       A ``BipolarProjection``, for ``angular_hybrid_features`` and ``gaussian_hybrid_features``.
 
     Raises:
-      TypeError: As ``draw_projection``.
-      ValueError: As ``draw_projection``.
+      TypeError: If the key is not a typed PRNG key, a size is not an integer, or dtype is not
+        floating.
+      ValueError: If a name is unknown, a size is below 1, a simplex has ``dim < 2``, or num_sweeps
+        is given to another coupling than ``simplex_plus``.
 
     Example:
       >>> import jax, simrf_jax
@@ -116,7 +134,8 @@ def draw_bipolar_projection(
       ((16, 64), (16, 64), (8, 64))
 
     References:
-      Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3.
+      Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3,
+      https://arxiv.org/abs/2110.04367
     """
     checks.typed_key(key)
     num_weights = checks.positive_int("num_weights", num_weights)
@@ -139,7 +158,7 @@ def draw_bipolar_projection(
 def angular_log_features(
     x: ArrayLike, projection: BipolarProjection, *, side: str, kernel: str
 ) -> LogFeatures:
-    """``angular_hybrid_features`` with the scales apart."""
+    """Returns ``angular_hybrid_features`` in log space; see there for the arguments."""
     tau = _bipolar(projection).weights
     signs = jnp.where(project(x, tau) < 0, -1.0, 1.0)
     sign = -1 if side == "query" else 1
@@ -155,7 +174,7 @@ def gaussian_log_features(
     bandwidth: ArrayLike = 1.0,
     kernel: str,
 ) -> LogFeatures:
-    """``gaussian_hybrid_features`` with the scales apart."""
+    """Returns ``gaussian_hybrid_features`` in log space; see there for the arguments."""
     checks.scalar("bandwidth", bandwidth, positive=True)
     tau = _bipolar(projection).weights
     x = checks.vectors("x", x)
@@ -172,7 +191,7 @@ def _bipolar(projection: BipolarProjection) -> BipolarProjection:
             "projection must be a BipolarProjection, made by draw_bipolar_projection, "
             f"got {type(projection).__name__}."
         )
-    _ = projection.shape  # Which its parts must agree on.
+    _ = projection.shape  # Raises if the shapes of the parts do not match.
     return projection
 
 
@@ -194,29 +213,30 @@ def _bipolar_log_features(
 def angular_hybrid_features(
     x: ArrayLike, projection: BipolarProjection, *, side: str, kernel: str = "softmax"
 ) -> jax.Array:
-    r"""Bipolar hybrid features with angular weights.
+    r"""Returns bipolar hybrid features with angular weights.
 
-    The hyperbolic estimator, exact at y = -x, has the weight
+    The hyperbolic estimator, which is exact at y = -x, has the weight
 
     .. math::
         \lambda = \frac{\theta_{x,y}}{\pi}, \qquad \hat\lambda = \tfrac12 - \tfrac{1}{2n} \sum_i
             \operatorname{sgn}(\tau_i \cdot x) \operatorname{sgn}(\tau_i \cdot y)
 
-    and the trigonometric one, exact at y = x, the rest. For vectors of equal length the estimate
-    has no variance at either end, :math:`\theta = 0` and :math:`\theta = \pi`.
+    and the trigonometric estimator, which is exact at y = x, has the weight
+    :math:`1 - \hat\lambda`. Here :math:`\theta_{x,y}` is the angle between x and y. For vectors of
+    equal length the estimate has no variance at :math:`\theta = 0` and :math:`\theta = \pi`.
 
     Args:
-      x: Vectors ``[..., dim]``.
-      projection: A ``BipolarProjection``.
-      side: ``"query"`` for one argument of the kernel, ``"key"`` for the other.
-      kernel: ``"softmax"`` or ``"gaussian"``.
+      x: Vectors ``[..., dim]`` in units of the kernel's length scale.
+      projection: A ``BipolarProjection``, the same for both sides of the product.
+      side: ``"query"`` for the first argument x of :math:`K(x, y)`, ``"key"`` for the second, y.
+      kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, or ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`.
 
     Returns:
-      Array ``[..., 4 num_features (num_weights + 1)]`` of x's dtype, in time
-      O(nd + md + mn), computed in float32 at least.
+      Array ``[..., 4 num_features (num_weights + 1)]`` of x's dtype, computed in float32 or wider
+      in time O(nd + md + mn), with m = num_features, n = num_weights and d = dim.
 
     Raises:
-      TypeError: If x is not floating or the projection is no ``BipolarProjection``.
+      TypeError: If x is not floating or the projection is not a ``BipolarProjection``.
       ValueError: If a name is unknown or the shapes do not match.
 
     Example:
@@ -231,7 +251,8 @@ def angular_hybrid_features(
       0.49659 0.49659
 
     References:
-      Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3, Theorem 3.1 and Lemma 3.2.
+      Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3, Theorem 3.1 and Lemma 3.2,
+      https://arxiv.org/abs/2110.04367
     """
     features = angular_log_features(x, projection, side=side, kernel=kernel)
     return features.evaluate(jnp.asarray(x).dtype)
@@ -245,30 +266,33 @@ def gaussian_hybrid_features(
     bandwidth: ArrayLike = 1.0,
     kernel: str = "softmax",
 ) -> jax.Array:
-    r"""Bipolar hybrid features with Gaussian weights.
+    r"""Returns bipolar hybrid features with Gaussian weights.
 
-    The hyperbolic estimator, exact at y = -x, has the weight
+    The hyperbolic estimator, which is exact at y = -x, has the weight
 
     .. math:: \lambda = \exp\bigl(-|x + y|^2 / (2 \sigma^2)\bigr)
 
-    estimated by trigonometric features of :math:`x/\sigma` and :math:`-y/\sigma`, which are exact
-    there too; the trigonometric estimator has the rest. At y = x the weight of the hyperbolic one
-    is not quite zero, nor then the variance.
+    which trigonometric features of :math:`x/\sigma` and :math:`-y/\sigma` estimate, exactly at
+    y = -x. The trigonometric estimator, which is exact at y = x, has the weight
+    :math:`1 - \hat\lambda`. At y = x the weight of the hyperbolic estimator is not quite zero, and
+    so the variance is not quite zero either.
 
     Args:
-      x: Vectors ``[..., dim]``.
-      projection: A ``BipolarProjection``.
-      side: ``"query"`` for one argument of the kernel, ``"key"`` for the other.
-      bandwidth: :math:`\sigma`, the distance from y = -x at which the weight passes over; a number,
-        which may be traced.
-      kernel: ``"softmax"`` or ``"gaussian"``.
+      x: Vectors ``[..., dim]`` in units of the kernel's length scale.
+      projection: A ``BipolarProjection``, the same for both sides of the product.
+      side: ``"query"`` for the first argument x of :math:`K(x, y)`, ``"key"`` for the second, y.
+      bandwidth: :math:`\sigma`, the distance :math:`|x + y|` at which the weight passes from the
+        hyperbolic to the trigonometric estimator, in the unit of x; a positive number, which may be
+        traced. It must be the same for both sides.
+      kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, or ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`.
 
     Returns:
-      Array ``[..., 2 num_features (4 num_weights + 1)]`` of x's dtype, in time
-      O(nd + md + mn), computed in float32 at least.
+      Array ``[..., 2 num_features (4 num_weights + 1)]`` of x's dtype, computed in float32 or wider
+      in time O(nd + md + mn), with m = num_features, n = num_weights and d = dim.
 
     Raises:
-      TypeError: If x is not floating or the projection is no ``BipolarProjection``.
+      TypeError: If x is not floating, the projection is not a ``BipolarProjection`` or the
+        bandwidth is not one real number.
       ValueError: If a name is unknown, the shapes do not match or the bandwidth is not positive.
 
     Example:
@@ -281,7 +305,8 @@ def gaussian_hybrid_features(
       0.49659 0.49659
 
     References:
-      Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3, Gaussian lambda coefficients.
+      Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3, Gaussian lambda coefficients,
+      https://arxiv.org/abs/2110.04367
     """
     features = gaussian_log_features(x, projection, side=side, bandwidth=bandwidth, kernel=kernel)
     return features.evaluate(jnp.asarray(x).dtype)

@@ -1,4 +1,7 @@
-"""Clustering-based hybrid features: for each pair of clusters an estimator exact at its centres."""
+"""Clustering-based hybrid features, with one base estimator for each pair of clusters.
+
+The estimator of a pair is tuned to its two centres. With a spread of 0 it is exact there.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,15 @@ from simrf_jax.projections import Projection, StructuredProjection, as_projectio
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClusteredProjection(StructuredProjection):
-    """A projection and the centres of the clusters of queries and of keys.
+    """A projection together with the centres of the clusters of queries and of keys.
 
     Attributes:
       projection: W, ``[..., num_features, dim]``.
-      query_centres: ``[..., num_query_clusters, dim]``.
-      key_centres: ``[..., num_key_clusters, dim]``.
-      spread: Standard deviation of a coordinate inside a cluster, for which the base estimators
-        are tuned. 0 makes them exact at the centres, and poor around them if a centre has a
-        coordinate near zero.
+      query_centres: Centres of the clusters of queries, ``[..., num_query_clusters, dim]``.
+      key_centres: Centres of the clusters of keys, ``[..., num_key_clusters, dim]``.
+      spread: Standard deviation of a coordinate inside a cluster, in the unit of the vectors. The
+        base estimators are tuned to it. With 0 they are exact at the centres, but poor around a
+        centre that has a coordinate near zero.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
@@ -47,7 +50,7 @@ class ClusteredProjection(StructuredProjection):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of W, ``[..., num_features, dim]``."""
+        """Returns the shape of W, ``[..., num_features, dim]``."""
         parts = (self.projection, self.query_centres, self.key_centres)
         w, *centres = (as_projection(part).shape for part in parts)
         if any(len(c) < 2 or (*c[:-2], c[-1]) != (*w[:-2], w[-1]) for c in centres):
@@ -59,14 +62,14 @@ class ClusteredProjection(StructuredProjection):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """The floating type of W."""
+        """Returns the floating type of W."""
         return as_projection(self.projection).dtype
 
 
 def clustered_log_features(
     x: ArrayLike, projection: ClusteredProjection, *, side: str, kernel: str
 ) -> LogFeatures:
-    """``clustered_hybrid_features`` with the scales apart."""
+    """Returns ``clustered_hybrid_features`` in log space; see there for the arguments."""
     checks.one_of("side", side, SIDES)
     checks.one_of("kernel", kernel, KERNELS)
     if not isinstance(projection, ClusteredProjection):
@@ -92,7 +95,8 @@ def clustered_log_features(
         for j in range(keys.shape[0]):
             base = _centred(x, projection, queries[i], keys[j], side, kernel)
             member = nearest == (i if side == "query" else j)
-            # A weight of zero, in log space: other estimators may be out of range here.
+            # The zero weight is applied in log space, because the features of an estimator that is
+            # tuned to other clusters may overflow here.
             bases.append(base._replace(exponent=jnp.where(member, base.exponent, -jnp.inf)))
             log_scale = jnp.where(member, base.log_scale, log_scale)
     return weighted_sum(bases, [jnp.ones_like(log_scale) for _ in bases], log_scale)
@@ -106,14 +110,15 @@ def _centred(
     side: str,
     kernel: str,
 ) -> LogFeatures:
-    r"""Features of :math:`\mathbb E\, e^{w \cdot (Ax + A^{-1} y)}`, tuned to a pair of centres.
+    r"""Returns features of :math:`\mathbb E\, e^{w \cdot (Ax + A^{-1} y)}`, tuned to two centres.
 
-    A is diagonal, real where the centres differ in sign (positive features) and imaginary where
-    they agree (trigonometric ones). Its moduli minimise the mean of :math:`|Ax + A^{-1}y|^2`.
+    A is diagonal. An entry is real where the two centres differ in sign, which gives positive
+    features, and imaginary where they agree, which gives trigonometric ones. The moduli of the
+    entries minimise the mean of :math:`|Ax + A^{-1}y|^2` over the two clusters.
     """
     q, r = query_centre.astype(x.dtype), key_centre.astype(x.dtype)
     longest = jnp.maximum(jnp.max(jnp.abs(q)), jnp.max(jnp.abs(r)))
-    least = jnp.finfo(x.dtype).eps * (1 + longest)  # Where a centre has a coordinate zero.
+    least = jnp.finfo(x.dtype).eps * (1 + longest)  # Keeps the ratio finite at a coordinate of 0.
     variance = projection.spread**2 + least**2
     ratio = (jnp.square(r) + variance) / (jnp.square(q) + variance)
     modulus = ratio ** (0.25 if side == "query" else -0.25)
@@ -137,7 +142,7 @@ def _centred(
 def clustered_hybrid_features(
     x: ArrayLike, projection: ClusteredProjection, *, side: str, kernel: str = "softmax"
 ) -> jax.Array:
-    r"""Clustering-based hybrid features.
+    r"""Returns clustering-based hybrid features.
 
     Each pair of a query cluster with centre q and a key cluster with centre r has a base estimator
 
@@ -146,22 +151,24 @@ def clustered_hybrid_features(
             - \tfrac12 (Ax)^2 - \tfrac12 (A^{-1} y)^2\bigr), \qquad
         A_{jj}^2 = -\operatorname{sgn}(q_j r_j) \sqrt{\frac{r_j^2 + s^2}{q_j^2 + s^2}},
 
-    with s the spread of the clusters; for s = 0 it has no variance at (q, r). The weight of a pair
-    is one for queries and keys nearest to its centres and zero for others, so that every query and
-    key meet in one estimator, unbiased.
+    where s is the spread of the clusters. With s = 0 the estimator has no variance at (q, r). The
+    weight of a pair of clusters is one for the queries and keys that are nearest to its centres and
+    zero for all others. So exactly one base estimator serves each pair of a query and a key, and
+    the estimate is unbiased.
 
     Args:
-      x: Vectors ``[..., dim]``.
-      projection: A ``ClusteredProjection``.
-      side: ``"query"`` for one argument of the kernel, ``"key"`` for the other.
-      kernel: ``"softmax"`` or ``"gaussian"``.
+      x: Vectors ``[..., dim]`` in units of the kernel's length scale.
+      projection: A ``ClusteredProjection`` without leading axes, the same for both sides of the
+        product.
+      side: ``"query"`` for the first argument x of :math:`K(x, y)`, ``"key"`` for the second, y.
+      kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, or ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`.
 
     Returns:
       Array ``[..., 2 num_features num_query_clusters num_key_clusters]`` of x's dtype, computed in
-      float32 at least.
+      float32 or wider.
 
     Raises:
-      TypeError: If an argument is not floating or the projection is no ``ClusteredProjection``.
+      TypeError: If an argument is not floating or the projection is not a ``ClusteredProjection``.
       ValueError: If a name is unknown or the shapes do not match.
 
     Example:
@@ -175,7 +182,8 @@ def clustered_hybrid_features(
       True
 
     References:
-      Choromanski et al., Hybrid Random Features (ICLR 2022), clustering-based HRFs (HRF-C).
+      Choromanski et al., Hybrid Random Features (ICLR 2022), clustering-based HRFs (HRF-C),
+      https://arxiv.org/abs/2110.04367
     """
     features = clustered_log_features(x, projection, side=side, kernel=kernel)
     return features.evaluate(jnp.asarray(x).dtype)

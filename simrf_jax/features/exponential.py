@@ -1,4 +1,4 @@
-"""Exponential feature maps, which are positive: one exponential of a projection, or a pair."""
+"""Positive feature maps: one exponential for each row of W, or a pair of exponentials."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from simrf_jax.projections import Projection, project
 
 
 def positive_log_features(x: ArrayLike, projection: Projection, *, kernel: str) -> LogFeatures:
-    """Positive features in log space; arguments as ``positive_features``."""
+    """Returns ``positive_features`` in log space; see there for the arguments."""
     exponent = project(x, projection)
     return LogFeatures(exponent, _log_scale(x, exponent, kernel))
 
 
 def hyperbolic_log_features(x: ArrayLike, projection: Projection, *, kernel: str) -> LogFeatures:
-    """Hyperbolic features in log space; arguments as ``hyperbolic_features``."""
+    """Returns ``hyperbolic_features`` in log space; see there for the arguments."""
     logits = project(x, projection)
     exponent = jnp.concatenate([logits, -logits], axis=-1)
     return LogFeatures(exponent, _log_scale(x, exponent, kernel))
@@ -35,14 +35,14 @@ def _log_scale(x: ArrayLike, exponent: jax.Array, kernel: str) -> jax.Array:
 def positive_features(
     x: ArrayLike, projection: Projection, *, kernel: str = "gaussian"
 ) -> jax.Array:
-    r"""Positive random features of the Gaussian or the softmax kernel.
+    r"""Returns positive random features of the Gaussian or the softmax kernel.
 
     .. math::
         \phi(x)_i = \tfrac{1}{\sqrt m} \exp(w_i \cdot x - |x|^2) \;\text{(gaussian)}, \qquad
         \phi(x)_i = \tfrac{1}{\sqrt m} \exp(w_i \cdot x - \tfrac12 |x|^2) \;\text{(softmax)}.
 
-    Then :math:`\phi(x) \cdot \phi(y)` is an unbiased estimate of the kernel, and never negative.
-    Of the couplings, simplex serves this map best, and simplex_plus better still.
+    The product :math:`\phi(x) \cdot \phi(y)` is an unbiased estimate of the kernel and is never
+    negative. The coupling **simplex** suits this map; ``simplex_plus`` is better still.
 
     Args:
       x: Vectors ``[..., dim]`` in units of the kernel's length scale.
@@ -50,9 +50,9 @@ def positive_features(
       kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
 
     Returns:
-      Array ``[..., num_features]`` of x's dtype, computed in float32 at least. Features of long
-      vectors leave the range of floats; attention, which can cancel their scale, does not need
-      them and works in log space.
+      Array ``[..., num_features]`` of x's dtype, computed in float32 or wider. The features of long
+      vectors overflow or underflow. Attention is not affected: it works in log space, where the
+      scale of the features cancels.
 
     Raises:
       TypeError: If an argument is not floating.
@@ -69,8 +69,9 @@ def positive_features(
       True
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Eq. 7; Choromanski et al., Rethinking
-      Attention with Performers (ICLR 2021).
+      Reid et al., Simplex Random Features (ICML 2023), Eq. 7, https://arxiv.org/abs/2301.13856
+      Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Lemma 1,
+      https://arxiv.org/abs/2009.14794
     """
     features = positive_log_features(x, projection, kernel=kernel)
     return features.evaluate(jnp.asarray(x).dtype)
@@ -79,16 +80,17 @@ def positive_features(
 def hyperbolic_features(
     x: ArrayLike, projection: Projection, *, kernel: str = "gaussian"
 ) -> jax.Array:
-    r"""Hyperbolic random features (FAVOR+ with pairs): positive features of W and -W together.
+    r"""Returns hyperbolic random features (FAVOR+ with pairs): positive features of W and of -W.
 
     .. math::
         \phi(x) = \tfrac{1}{\sqrt{2m}}\, e^{-c|x|^2} \bigl(e^{w_1 \cdot x}, \dots,
             e^{w_m \cdot x}, e^{-w_1 \cdot x}, \dots, e^{-w_m \cdot x}\bigr)
 
     with :math:`c = 1` for the Gaussian kernel and :math:`\tfrac12` for the softmax kernel. The
-    product :math:`\phi(x) \cdot \phi(y)` is the mean of :math:`\cosh(w_i \cdot (x + y))` times its
-    prefactors. Of the couplings, **orthogonal** serves this map best: a simplex pushes rows towards
-    each other's negatives, which the pairs hold already.
+    product :math:`\phi(x) \cdot \phi(y)` is the mean of :math:`\cosh(w_i \cdot (x + y))` times the
+    prefactors of x and y. It is an unbiased estimate of the kernel, never negative, and exact at
+    y = -x. The coupling **orthogonal** suits this map best: a simplex moves rows towards each
+    other's negatives, and the pairs contain these negatives already.
 
     Args:
       x: Vectors ``[..., dim]`` in units of the kernel's length scale.
@@ -96,7 +98,7 @@ def hyperbolic_features(
       kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
 
     Returns:
-      Array ``[..., 2 num_features]`` of x's dtype, computed in float32 at least.
+      Array ``[..., 2 num_features]`` of x's dtype, computed in float32 or wider.
 
     Raises:
       TypeError: If an argument is not floating.
@@ -113,8 +115,10 @@ def hyperbolic_features(
       True
 
     References:
-      Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Lemma 1; Choromanski et
-      al., Hybrid Random Features (ICLR 2022), the estimator :math:`\text{SM}^{++}`.
+      Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Lemma 1,
+      https://arxiv.org/abs/2009.14794
+      Choromanski et al., Hybrid Random Features (ICLR 2022), the estimator :math:`\text{SM}^{++}`,
+      https://arxiv.org/abs/2110.04367
     """
     features = hyperbolic_log_features(x, projection, kernel=kernel)
     return features.evaluate(jnp.asarray(x).dtype)

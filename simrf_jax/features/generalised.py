@@ -1,4 +1,4 @@
-"""Feature maps of generalised kernels: any nonlinearity makes linear attention."""
+"""Feature maps of generalised kernels: nonlinearities other than the exponential."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from simrf_jax.projections import Projection, project
 
 
 def relu_log_features(x: ArrayLike, projection: Projection) -> LogFeatures:
-    """ReLU features in log space; arguments as ``relu_features``."""
+    """Returns ``relu_features`` in log space; see there for the arguments."""
     y = project(x, projection)
-    # The inner where keeps the logarithm's gradient finite where its value is not used.
+    # The inner where keeps the gradient of the logarithm finite where its value is not used.
     exponent = jnp.where(y <= 0, -jnp.inf, jnp.log(jnp.where(y <= 0, 1, y)))
     return LogFeatures(exponent, _log_mean(exponent))
 
 
 def elu_log_features(x: ArrayLike, projection: Projection | None = None) -> LogFeatures:
-    """ELU features in log space; arguments as ``elu_features``."""
+    """Returns ``elu_features`` in log space; see there for the arguments."""
     if projection is None:
         y = checks.vectors("x", x)
         y = y.astype(jnp.promote_types(y.dtype, jnp.float32))
@@ -39,18 +39,19 @@ def _log_mean(exponent: jax.Array) -> jax.Array:
 
 
 def relu_features(x: ArrayLike, projection: Projection) -> jax.Array:
-    r"""ReLU random features, :math:`\phi(x)_i = \max(w_i \cdot x, 0) / \sqrt m`.
+    r"""Returns ReLU random features, :math:`\phi(x)_i = \max(w_i \cdot x, 0) / \sqrt m`.
 
-    Then :math:`\phi(x) \cdot \phi(y)` is an unbiased estimate of ``relu_kernel``, and never
-    negative. Of the couplings, simplex serves this map best: at m = d = 64 and random vectors it
-    had 0.30 of the squared error of iid rows, orthogonal 0.64 (benchmarks/variance.py).
+    The product :math:`\phi(x) \cdot \phi(y)` is an unbiased estimate of ``relu_kernel``, never
+    negative. The coupling **simplex** suits this map best: at m = d = 64 and on random vectors its
+    squared error is 0.30 times that of iid rows, and that of orthogonal rows 0.64 times
+    (``python -m benchmarks.variance``).
 
     Args:
-      x: Vectors ``[..., dim]``.
+      x: Vectors ``[..., dim]``; the kernel has no length scale.
       projection: W, ``[num_features, dim]``, the same for both sides of the product.
 
     Returns:
-      Array ``[..., num_features]`` of x's dtype, computed in float32 at least.
+      Array ``[..., num_features]`` of x's dtype, computed in float32 or wider.
 
     Raises:
       TypeError: If an argument is not floating.
@@ -63,26 +64,27 @@ def relu_features(x: ArrayLike, projection: Projection) -> jax.Array:
       Array([1.5, 5. , 0. , 1.5], dtype=float32)
 
     References:
-      Cho and Saul, Kernel Methods for Deep Learning (NeurIPS 2009); Choromanski et al., Rethinking
-      Attention with Performers (ICLR 2021), Performer-ReLU.
+      Cho and Saul, Kernel Methods for Deep Learning (NeurIPS 2009).
+      Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Performer-ReLU,
+      https://arxiv.org/abs/2009.14794
     """
     features = relu_log_features(x, projection)
     return features.evaluate(jnp.asarray(x).dtype)
 
 
 def elu_features(x: ArrayLike, projection: Projection | None = None) -> jax.Array:
-    r"""The features of linear transformers, :math:`\phi(x) = \operatorname{elu}(x) + 1`.
+    r"""Returns the features of linear transformers, :math:`\phi(x) = \operatorname{elu}(x) + 1`.
 
-    Positive, and of no kernel in particular.
+    The features are positive and estimate no particular kernel.
 
     Args:
       x: Vectors ``[..., dim]``.
-      projection: W, ``[num_features, dim]``, to project x onto first, and divide the features by
-        :math:`\sqrt m`; None for the features of x itself.
+      projection: W, ``[num_features, dim]``, or None. With W, x is projected first and the features
+        are divided by :math:`\sqrt m`. With None, the features are those of x itself.
 
     Returns:
       Array ``[..., dim]``, or ``[..., num_features]`` with a projection, of x's dtype, computed in
-      float32 at least.
+      float32 or wider.
 
     Raises:
       TypeError: If an argument is not floating.
@@ -94,7 +96,8 @@ def elu_features(x: ArrayLike, projection: Projection | None = None) -> jax.Arra
       Array([0.36787945, 1.        , 3.        ], dtype=float32)
 
     References:
-      Katharopoulos et al., Transformers are RNNs (ICML 2020), Eq. 7.
+      Katharopoulos et al., Transformers are RNNs (ICML 2020), Eq. 7,
+      https://arxiv.org/abs/2006.16236
     """
     features = elu_log_features(x, projection)
     return features.evaluate(jnp.asarray(x).dtype)

@@ -1,7 +1,7 @@
 """Hybrid random features: base estimators of a kernel, combined by weights that are estimated too.
 
-Where the weights leave one base estimator alone, the hybrid is as good as that one. Queries and
-keys have feature maps of their own, psi_1 and psi_2; all are real.
+Where one base estimator has all the weight, the hybrid is as good as that estimator. Queries and
+keys have different feature maps, psi_1 and psi_2. Both are real.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def hybrid_features(
     *,
     side: str,
 ) -> jax.Array:
-    r"""Features of a hybrid estimator, from those of its base estimators and of its weights.
+    r"""Returns the features of a hybrid estimator, given those of its base estimators and weights.
 
     .. math::
         \hat K = \sum_{k=1}^p \hat\lambda^k \hat K^k
@@ -34,22 +34,24 @@ def hybrid_features(
         \quad \hat K^k = \phi_1^k(x) \cdot \phi_2^k(y),
         \quad \hat\lambda^k = a_k + \rho_1^k(x) \cdot \rho_2^k(y)
 
-    equals :math:`\Psi_1(x) \cdot \Psi_2(y)`. The paper's features are complex; here the signs are
-    all on the side of the query, and both sides are real. Unbiased if every base estimator is and
-    the weights are independent of all of them.
+    equals :math:`\Psi_1(x) \cdot \Psi_2(y)`. The paper's features are complex. Here the query side
+    carries all negative signs, and both sides are real. The hybrid is unbiased if every base
+    estimator is unbiased and the weights are independent of all base estimators.
 
     Args:
-      bases: The p + 1 base feature maps of this side, ``[..., m_k]``.
-      weights: The p weight feature maps of this side, ``[..., n_k]``.
-      offsets: The p constants :math:`a_k`.
+      bases: Features of the p + 1 base estimators on this side, :math:`\phi^k`, each
+        ``[..., m_k]``.
+      weights: Features of the p weights on this side, :math:`\rho^k`, each ``[..., n_k]``.
+      offsets: The p constants :math:`a_k`, numbers; the same on both sides.
       side: ``"query"`` for :math:`\Psi_1`, ``"key"`` for :math:`\Psi_2`.
 
     Returns:
       Array ``[..., num_features]``, in time and memory O(sum of m_k n_k).
 
     Raises:
-      TypeError: If an array is not floating.
-      ValueError: If the numbers of maps do not match or the side is unknown.
+      TypeError: If an array is not floating or an offset is not a number.
+      ValueError: If the numbers of bases, weights and offsets or the leading shapes of the arrays
+        do not match, or the side is unknown.
 
     Example:
       >>> import jax.numpy as jnp, simrf_jax
@@ -61,7 +63,8 @@ def hybrid_features(
       14.7000, 14.7000
 
     References:
-      Choromanski et al., Hybrid Random Features (ICLR 2022), Eq. 8 and Lemma 2.3.
+      Choromanski et al., Hybrid Random Features (ICLR 2022), Eq. 8 and Lemma 2.3,
+      https://arxiv.org/abs/2110.04367
     """
     arrays = [checks.vectors("each of bases", base) for base in bases]
     rhos = [checks.vectors("each of weights", rho) for rho in weights]
@@ -82,11 +85,11 @@ def hybrid_log_features(
     *,
     side: str,
 ) -> LogFeatures:
-    """``hybrid_features`` with the scales apart."""
+    """Returns ``hybrid_features`` in log space; see there for the arguments."""
     checks.one_of("side", side, SIDES)
     if not len(bases) - 1 == len(weights) == len(offsets) > 0:
         raise ValueError(
-            "A hybrid has p weights, p offsets and p + 1 bases, p at least 1; "
+            "A hybrid must have p weights, p offsets and p + 1 bases, with p at least 1; "
             f"got {len(weights)}, {len(offsets)} and {len(bases)}."
         )
     if not all(isinstance(offset, numbers.Real) for offset in offsets):
@@ -110,15 +113,15 @@ def weighted_sum(
     coefficients: Sequence[jax.Array],
     log_scale: jax.Array | None = None,
 ) -> LogFeatures:
-    r"""Features of :math:`\sum_k (\omega_1^k(x) \cdot \omega_2^k(y)) \hat K^k(x, y)`.
+    r"""Returns the features of :math:`\sum_k (\omega_1^k(x) \cdot \omega_2^k(y)) \hat K^k(x, y)`.
 
     Args:
-      bases: Feature maps ``[..., m_k]`` of one side.
-      coefficients: :math:`\omega^k` of the same side, ``[..., n_k]``.
-      log_scale: The scale ``[..., 1]`` to take all of them to, by default that of the first base.
+      bases: Features :math:`\phi^k` of one side, each ``[..., m_k]``.
+      coefficients: Features :math:`\omega^k` of the weights on the same side, each ``[..., n_k]``.
+      log_scale: Common scale ``[..., 1]`` of the result; by default the scale of the first base.
 
     Returns:
-      All :math:`\omega^k \otimes \phi^k`, one after the other.
+      The concatenation of all :math:`\omega^k \otimes \phi^k`, ``[..., sum of m_k n_k]``.
     """
     log_scale = bases[0].log_scale if log_scale is None else log_scale
     exponents, values = [], []

@@ -10,15 +10,15 @@ from simrf_jax import checks
 
 
 def gaussian_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
-    r"""The Gaussian kernel of all pairs, :math:`K(x, y) = \exp(-|x - y|^2 / 2)`.
+    r"""Returns the Gaussian kernel of all pairs, :math:`K(x, y) = \exp(-|x - y|^2 / 2)`.
 
     Args:
       x: Vectors ``[..., n, dim]`` in units of the kernel's length scale.
-      y: Vectors ``[..., p, dim]`` with the same leading shape.
+      y: Vectors ``[..., p, dim]`` with the same leading shape and dim.
 
     Returns:
-      Array ``[..., n, p]``, computed in float32 at least from the differences themselves, so that
-      close pairs keep their digits.
+      Array ``[..., n, p]``, computed in float32 or wider. It is computed from the differences
+      x - y, so that close pairs lose no digits.
 
     Raises:
       TypeError: If an argument is not floating.
@@ -30,21 +30,21 @@ def gaussian_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
       Array([[1.        , 0.36787945]], dtype=float32)
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Eq. 4.
+      Reid et al., Simplex Random Features (ICML 2023), Eq. 4, https://arxiv.org/abs/2301.13856
     """
     x, y, dtype = _pair(x, y)
     return _gaussian(x, y).astype(dtype)
 
 
 def softmax_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
-    r"""The softmax kernel of all pairs, :math:`K(x, y) = \exp(x \cdot y)`.
+    r"""Returns the softmax kernel of all pairs, :math:`K(x, y) = \exp(x \cdot y)`.
 
     Args:
       x: Vectors ``[..., n, dim]``.
-      y: Vectors ``[..., p, dim]`` with the same leading shape.
+      y: Vectors ``[..., p, dim]`` with the same leading shape and dim.
 
     Returns:
-      Array ``[..., n, p]``, computed in float32 at least.
+      Array ``[..., n, p]``, computed in float32 or wider.
 
     Raises:
       TypeError: If an argument is not floating.
@@ -56,7 +56,7 @@ def softmax_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
       Array([[1.       , 2.7182817]], dtype=float32)
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Eq. 5.
+      Reid et al., Simplex Random Features (ICML 2023), Eq. 5, https://arxiv.org/abs/2301.13856
     """
     x, y, dtype = _pair(x, y)
     dots = jnp.einsum("...nd,...pd->...np", x, y, precision=jax.lax.Precision.HIGHEST)
@@ -64,18 +64,21 @@ def softmax_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
 
 
 def relu_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
-    r"""The kernel of ReLU features of all pairs, half the arc-cosine kernel of order one.
+    r"""Returns the ReLU kernel of all pairs, half the arc-cosine kernel of order one.
 
     .. math::
         K(x, y) = \mathbb E[\max(w \cdot x, 0) \max(w \cdot y, 0)]
             = \tfrac{|x| |y|}{2 \pi} \bigl(\sin\theta + (\pi - \theta) \cos\theta\bigr)
 
+    with w standard normal and :math:`\theta` the angle between x and y. ``relu_features`` estimates
+    it.
+
     Args:
       x: Vectors ``[..., n, dim]``.
-      y: Vectors ``[..., p, dim]`` with the same leading shape.
+      y: Vectors ``[..., p, dim]`` with the same leading shape and dim.
 
     Returns:
-      Array ``[..., n, p]``, computed in float32 at least.
+      Array ``[..., n, p]``, computed in float32 or wider.
 
     Raises:
       TypeError: If an argument is not floating.
@@ -96,7 +99,10 @@ def relu_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
 
 
 def _length_and_direction(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Lengths ``[..., n, 1]`` and unit vectors, with no overflow and with gradients at zero."""
+    """Returns lengths ``[..., n, 1]`` and unit vectors ``[..., n, dim]``.
+
+    Large vectors do not overflow, and the gradients at zero are finite.
+    """
     largest = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=-1, keepdims=True, initial=0))
     largest = jnp.where(largest == 0, 1, largest)
     x /= largest
@@ -109,7 +115,7 @@ def _length_and_direction(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 @jax.custom_jvp
 def _arc_cosine(cosine: jax.Array) -> jax.Array:
     angle = jnp.arccos(cosine)
-    # Rounding may leave antiparallel vectors just below zero.
+    # Rounding may make the result for antiparallel vectors slightly negative.
     return jnp.maximum(jnp.sin(angle) + (jnp.pi - angle) * cosine, 0) / (2 * jnp.pi)
 
 
@@ -117,19 +123,19 @@ def _arc_cosine(cosine: jax.Array) -> jax.Array:
 def _arc_cosine_jvp(
     primals: tuple[jax.Array], tangents: tuple[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    # Of the angle itself, the derivative is infinite for parallel vectors.
+    # Differentiating arccos itself would give an infinite derivative for parallel vectors.
     [cosine], [tangent] = primals, tangents
     return _arc_cosine(cosine), (jnp.pi - jnp.arccos(cosine)) / (2 * jnp.pi) * tangent
 
 
-@jax.jit  # Eagerly, the differences of all pairs would be an array.
+@jax.jit  # Without jit, the differences of all pairs would be stored as an array.
 def _gaussian(x: jax.Array, y: jax.Array) -> jax.Array:
     squared_distance = jnp.sum(jnp.square(x[..., :, None, :] - y[..., None, :, :]), axis=-1)
     return jnp.exp(-0.5 * squared_distance)
 
 
 def _pair(x: ArrayLike, y: ArrayLike) -> tuple[jax.Array, jax.Array, jnp.dtype]:
-    """Returns both in the type to compute in, and the type of the result."""
+    """Returns x and y in the dtype of the computation, and the dtype of the result."""
     x, y = checks.floating("x", x), checks.floating("y", y)
     if x.ndim < 2 or y.ndim < 2 or x.shape[:-2] != y.shape[:-2] or x.shape[-1] != y.shape[-1]:
         raise ValueError(

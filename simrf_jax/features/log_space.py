@@ -1,4 +1,4 @@
-"""What all feature maps share: the kernels they estimate, and their form in log space."""
+"""Features in log space, and the names of the kernels that feature maps estimate."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ KERNELS = ("gaussian", "softmax")
 
 
 class LogFeatures(NamedTuple):
-    """A feature map with its scale in log space: phi = values * exp(exponent + log_scale).
+    """Features with their scale in log space: phi = values * exp(exponent + log_scale).
 
-    The parts stay apart because attention drops what all the features of a query share: adding a
-    large ``log_scale`` to ``exponent`` only to subtract it again would cost digits.
+    Attention drops the factor that all features of a query share. Adding a large ``log_scale`` to
+    ``exponent`` and then subtracting it again would lose digits, so the two are kept apart.
 
     Attributes:
-      exponent: Array ``[..., num_features]``, or ``[..., 1]`` for one that all features share;
-        minus infinity where a feature is zero.
-      log_scale: Array ``[..., 1]``.
-      values: Array ``[..., num_features]`` of either sign and moderate size; None for all ones.
+      exponent: Array ``[..., num_features]``, or ``[..., 1]`` if all features share one exponent.
+        It is minus infinity where a feature is zero.
+      log_scale: Array ``[..., 1]``, the logarithm of a factor that all features of a vector share.
+      values: Array ``[..., num_features]`` of either sign and moderate size; None means all ones.
     """
 
     exponent: jax.Array
@@ -29,11 +29,11 @@ class LogFeatures(NamedTuple):
     values: jax.Array | None = None
 
     def evaluate(self, dtype: DTypeLike) -> jax.Array:
-        """The features themselves, ``[..., num_features]``."""
+        """Returns the features phi themselves, ``[..., num_features]``, in the given dtype."""
         phi = jnp.exp(self.exponent + self.log_scale)
         return (phi if self.values is None else phi * self.values).astype(dtype)
 
 
 def half_squared_norm(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
-    """Half the squared length of ``[..., dim]``, ``[..., 1]`` in a type to compute in."""
+    """Returns half the squared length of each vector of x, ``[..., 1]`` in the given dtype."""
     return 0.5 * jnp.sum(jnp.square(jnp.asarray(x, dtype)), axis=-1, keepdims=True)

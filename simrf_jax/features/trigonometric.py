@@ -15,7 +15,7 @@ from simrf_jax.projections import Projection, project
 
 
 def trigonometric_log_features(x: ArrayLike, projection: Projection, *, kernel: str) -> LogFeatures:
-    """Trigonometric features with their scale apart; arguments as ``trigonometric_features``."""
+    """Returns ``trigonometric_features`` in log space; see there for the arguments."""
     angles = project(x, projection)
     values = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return _mean_over_rows(x, values, angles.shape[-1], kernel)
@@ -24,7 +24,10 @@ def trigonometric_log_features(x: ArrayLike, projection: Projection, *, kernel: 
 def phase_log_features(
     x: ArrayLike, projection: Projection, phases: ArrayLike | None = None, *, kernel: str
 ) -> LogFeatures:
-    """Phase features with their scale apart; ``even_phases`` if none are given."""
+    """Returns ``phase_features`` in log space; see there for the arguments.
+
+    Without ``phases`` it uses ``even_phases``.
+    """
     angles = project(x, projection)
     num_features = angles.shape[-1]
     phases = even_phases(num_features) if phases is None else checks.floating("phases", phases)
@@ -37,7 +40,7 @@ def phase_log_features(
 
 
 def _mean_over_rows(x: ArrayLike, values: jax.Array, num_rows: int, kernel: str) -> LogFeatures:
-    """Bounded values and the scale that all of them share."""
+    """Returns the features with the given bounded values and the scale that all of them share."""
     checks.one_of("kernel", kernel, KERNELS)
     log_scale = half_squared_norm(x, values.dtype)
     if kernel == "gaussian":
@@ -46,9 +49,10 @@ def _mean_over_rows(x: ArrayLike, values: jax.Array, num_rows: int, kernel: str)
 
 
 def even_phases(num_features: int) -> np.ndarray:
-    r"""Phases that need no randomness, :math:`b_i = \pi (\tfrac14 + i / m)`.
+    r"""Returns phases that need no randomness, :math:`b_i = \pi (\tfrac14 + i / m)`.
 
-    What phases are for is that :math:`\sum_i \cos(2 b_i)` has mean zero; here it is zero.
+    Random phases make the mean of :math:`\sum_i \cos(2 b_i)` zero, which removes the bias. For
+    these phases the sum itself is zero.
 
     Example:
       >>> bool(abs(sum(np.cos(2 * even_phases(7)))) < 1e-12)
@@ -60,16 +64,17 @@ def even_phases(num_features: int) -> np.ndarray:
 def trigonometric_features(
     x: ArrayLike, projection: Projection, *, kernel: str = "gaussian"
 ) -> jax.Array:
-    r"""Trigonometric random features (random Fourier features) of either kernel.
+    r"""Returns trigonometric random features (random Fourier features) of either kernel.
 
     .. math::
         \phi(x) = \tfrac{1}{\sqrt m}\, e^{c|x|^2} \bigl(\sin(w_1 \cdot x), \dots,
             \sin(w_m \cdot x), \cos(w_1 \cdot x), \dots, \cos(w_m \cdot x)\bigr)
 
     with :math:`c = 0` for the Gaussian kernel and :math:`\tfrac12` for the softmax kernel. The
-    product :math:`\phi(x) \cdot \phi(y)` is the mean of :math:`\cos(w_i \cdot (x - y))` times its
-    prefactors: exact at x = y, and of either sign. Of the couplings, **orthogonal** serves this
-    map best: cosines do not tell w from -w, which is what a simplex is good for.
+    product :math:`\phi(x) \cdot \phi(y)` is the mean of :math:`\cos(w_i \cdot (x - y))` times the
+    prefactors of x and y. It is an unbiased estimate of the kernel, exact at x = y, and may be
+    negative. The coupling **orthogonal** suits this map best: a simplex helps feature maps that
+    distinguish w from -w, and cosines do not.
 
     Args:
       x: Vectors ``[..., dim]`` in units of the kernel's length scale.
@@ -77,7 +82,7 @@ def trigonometric_features(
       kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
 
     Returns:
-      Array ``[..., 2 num_features]`` of x's dtype, computed in float32 at least.
+      Array ``[..., 2 num_features]`` of x's dtype, computed in float32 or wider.
 
     Raises:
       TypeError: If an argument is not floating.
@@ -92,9 +97,10 @@ def trigonometric_features(
       (128,) 1.00000
 
     References:
-      Rahimi and Recht, Random Features for Large-Scale Kernel Machines (NeurIPS 2007); Yu et al.,
-      Orthogonal Random Features (NeurIPS 2016); Reid et al., Simplex Random Features (ICML 2023),
-      Sec. 4.1.
+      Rahimi and Recht, Random Features for Large-Scale Kernel Machines (NeurIPS 2007).
+      Yu et al., Orthogonal Random Features (NeurIPS 2016), https://arxiv.org/abs/1610.09072
+      Reid et al., Simplex Random Features (ICML 2023), Eq. 3 and Sec. 4.1,
+      https://arxiv.org/abs/2301.13856
     """
     features = trigonometric_log_features(x, projection, kernel=kernel)
     return features.evaluate(jnp.asarray(x).dtype)
@@ -103,23 +109,24 @@ def trigonometric_features(
 def phase_features(
     x: ArrayLike, projection: Projection, phases: ArrayLike, *, kernel: str = "gaussian"
 ) -> jax.Array:
-    r"""Random Fourier features with one shifted cosine for each row.
+    r"""Returns random Fourier features with one shifted cosine for each row of W.
 
     .. math:: \phi(x)_i = \sqrt{\tfrac{2}{m}}\, e^{c|x|^2} \cos(w_i \cdot x + b_i)
 
-    with :math:`c = 0` for the Gaussian kernel and :math:`\tfrac12` for the softmax kernel. Half as
-    many features as ``trigonometric_features`` for the same W, of more variance: they are not
-    exact even at x = y.
+    with :math:`c = 0` for the Gaussian kernel and :math:`\tfrac12` for the softmax kernel. For the
+    same W these are half as many features as ``trigonometric_features``, and the estimate has more
+    variance: it is not exact even at x = y.
 
     Args:
       x: Vectors ``[..., dim]`` in units of the kernel's length scale.
       projection: W, ``[num_features, dim]``, the same for both sides of the product.
-      phases: b, ``[num_features]``, uniform on the circle:
+      phases: Shifts b, ``[num_features]``, in radians, the same for both sides of the product.
+        Draw them uniformly on the circle:
         ``jax.random.uniform(key, (num_features,), maxval=2 * jnp.pi)``.
       kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
 
     Returns:
-      Array ``[..., num_features]`` of x's dtype, computed in float32 at least.
+      Array ``[..., num_features]`` of x's dtype, computed in float32 or wider.
 
     Raises:
       TypeError: If an argument is not floating.

@@ -1,4 +1,7 @@
-"""Transformer blocks, and a stack of them: unrolled or scanned, with what to keep for gradients."""
+"""Transformer layers and their stack, unrolled or scanned, with or without rematerialisation.
+
+A ``Block`` is one transformer layer.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,24 @@ if TYPE_CHECKING:
 Policy = Callable[..., bool]
 Keys = tuple[jax.Array, ...]
 
-# What is kept of a block for its gradient beside its input; the rest is computed again.
+# What a layer keeps for its gradient in addition to its input; the rest is computed again.
 POLICIES: dict[str, Policy] = {
     "block": jax.checkpoint_policies.nothing_saveable,
-    # Products with parameters; those within attention have batch dimensions.
+    # Keeps products with parameters. The products inside attention have batch dimensions.
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 REMATS = ("none", *POLICIES)
 
-DROPOUTS = 3  # In a block: after the attention and after both layers of the MLP.
+DROPOUTS = 3  # In a layer: after the attention and after both dense layers of the MLP.
 
 
 class Block(nnx.Module):
-    """One transformer block: attention, then an MLP, each normalised before and added after."""
+    """One pre-norm transformer layer: attention, then an MLP, each with a residual connection.
+
+    Args:
+      config: Shape and arithmetic of the model.
+      rngs: PRNG streams ``params`` (parameters) and ``features`` (projections), or a default one.
+    """
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         c = config
@@ -37,7 +45,7 @@ class Block(nnx.Module):
         xavier = nnx.initializers.xavier_uniform()
         attention_fn: Callable[..., jax.Array]
         if c.attention == "exact":
-            attention_fn = nnx.dot_product_attention  # Goes through jax.nn.dot_product_attention.
+            attention_fn = nnx.dot_product_attention  # Calls jax.nn.dot_product_attention.
         else:
             attention_fn = RandomFeatureAttention(
                 c.num_heads,
@@ -64,11 +72,11 @@ class Block(nnx.Module):
         self.dropout = nnx.Dropout(c.dropout_rate)
 
     def __call__(self, x: jax.Array, dropout_keys: Keys | None = None) -> jax.Array:
-        """Maps tokens ``[batch, length, width]`` to the same shape.
+        """Returns the layer's output, ``[batch, length, width]``.
 
         Args:
-          x: Tokens.
-          dropout_keys: As many as ``DROPOUTS``; without them nothing is dropped.
+          x: Tokens ``[batch, length, width]``.
+          dropout_keys: ``DROPOUTS`` PRNG keys; with None nothing is dropped.
         """
 
         def drop(y: jax.Array, number: int) -> jax.Array:
@@ -81,7 +89,16 @@ class Block(nnx.Module):
 
 
 def make_blocks(config: ViTConfig, *, rngs: nnx.Rngs) -> nnx.List | Block:
-    """The blocks of a model: a list of them, or one that holds the arrays of all, stacked."""
+    """Returns the transformer layers of a model.
+
+    Args:
+      config: Shape of the model.
+      rngs: PRNG streams ``params`` and ``features``, or a default one.
+
+    Returns:
+      A list of ``config.depth`` layers; with ``config.scan`` one ``Block`` that holds the arrays of
+      all layers, stacked along a new first axis.
+    """
     blocks = [Block(config, rngs=rngs) for _ in range(config.depth)]
     if not config.scan:
         return nnx.List(blocks)
@@ -92,18 +109,22 @@ def make_blocks(config: ViTConfig, *, rngs: nnx.Rngs) -> nnx.List | Block:
 def apply_blocks(
     blocks: nnx.List | Block, x: jax.Array, *, config: ViTConfig, rngs: nnx.Rngs | None
 ) -> jax.Array:
-    """Sends tokens through all blocks.
+    """Applies all transformer layers to tokens, one after the other.
 
     Args:
-      blocks: As ``make_blocks`` made them of the config.
-      x: ``[batch, length, width]``.
-      config: Says whether to scan and what to keep for the gradient.
-      rngs: Keys for dropout; without them nothing is dropped.
+      blocks: The layers that ``make_blocks`` returned for the same config.
+      x: Tokens ``[batch, length, width]``.
+      config: Config of the model, which says what to keep for the gradient.
+      rngs: PRNG stream ``dropout``; with None nothing is dropped.
+
+    Returns:
+      Tokens ``[batch, length, width]``.
     """
     keys, impl = None, None
     if rngs is not None:
         drawn = jnp.stack([rngs.dropout() for _ in range(config.depth * DROPOUTS)])
-        # What is computed again uses a key again, which the checker of key reuse cannot know.
+        # A layer that is computed again uses its keys again. JAX's key-reuse checker would report
+        # that for typed keys, so the layers get raw key data.
         keys = jax.random.key_data(drawn.reshape(config.depth, DROPOUTS))
         impl = jax.random.key_impl(drawn)
 
@@ -118,7 +139,7 @@ def apply_blocks(
 
 
 def _function(graphdef: nnx.GraphDef, config: ViTConfig, impl: Any) -> Callable[..., jax.Array]:
-    """A block as a function of its input, its state and the data of its dropout keys."""
+    """Returns a layer as a function of its input, its state and the data of its dropout keys."""
 
     def apply(x: jax.Array, state: Any, keys: jax.Array | None) -> jax.Array:
         block = nnx.merge(graphdef, state)
@@ -128,5 +149,6 @@ def _function(graphdef: nnx.GraphDef, config: ViTConfig, impl: Any) -> Callable[
 
     if config.remat == "none":
         return apply
-    # XLA does not merge computations inside a loop with others outside.
+    # XLA does not merge computations inside a loop with others outside, so a scan can do without
+    # prevent_cse.
     return jax.checkpoint(apply, policy=POLICIES[config.remat], prevent_cse=not config.scan)

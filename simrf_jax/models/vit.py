@@ -18,7 +18,8 @@ ATTENTIONS = (*COUPLINGS, "exact")
 POOLINGS = ("average", "token")
 DTYPES = ("float32", "bfloat16")
 
-# Dosovitskiy et al. (2021), Table 1; Ti and S from Touvron et al. (2021), Table 1.
+# B and L: Dosovitskiy et al. (2021), Table 1, https://arxiv.org/abs/2010.11929
+# Ti and S: Touvron et al. (2021), Table 1, https://arxiv.org/abs/2012.12877
 SIZES = {
     "Ti": {"width": 192, "depth": 12, "num_heads": 3, "mlp_dim": 768},
     "S": {"width": 384, "depth": 12, "num_heads": 6, "mlp_dim": 1536},
@@ -29,34 +30,42 @@ SIZES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ViTConfig:
-    """Shape and arithmetic of a ViT; the defaults are ViT-B/16 as in Reid et al., Sec. 5.4.
+    """Shape and arithmetic of a ViT.
+
+    The defaults are the ViT-B/16 of Reid et al., Simplex Random Features, Sec. 5.4
+    (https://arxiv.org/abs/2301.13856).
 
     Attributes:
       image_size: Height and width in pixels, multiples of the patch size.
       channels: Channels of the images.
-      num_classes: Width of the output.
+      num_classes: Number of classes, the width of the output.
       patch_size: Side of a square patch in pixels.
       width: Width of the tokens.
-      depth: Number of blocks.
-      num_heads: Attention heads, a divisor of the width.
+      depth: Number of transformer layers.
+      num_heads: Number of attention heads, a divisor of the width.
       mlp_dim: Hidden width of the MLPs.
-      dropout_rate: Dropout after the embedding, the attention and both MLP layers; the attention
-        weights have none.
-      pooling: ``"average"`` of the tokens or a class ``"token"``.
-      attention: ``"simplex"``, ``"orthogonal"`` or ``"iid"`` random features, or ``"exact"``.
-      num_features: Random features of each head.
-      block: Block mode of the projections.
-      dtype: ``"float32"`` or ``"bfloat16"``, to compute in; parameters are float32.
-      remat: What each block keeps for its gradient: ``"none"`` computes nothing again, ``"dots"``
-        keeps the products with parameters, ``"block"`` the block's input alone.
-      scan: Whether to scan over the blocks, which compiles one of them instead of all. Their arrays
-        are stacked, ``[depth, ...]``; the model is the same function of the same keys.
-      sequence_axis: Mesh axis that shards the tokens, as ``simrf_jax.random_feature_attention``;
-        the model is called inside ``jax.set_mesh`` then.
+      dropout_rate: Dropout rate, at least 0 and below 1, after the embedding, the attention and
+        both dense layers of each MLP. Attention weights are never dropped.
+      pooling: ``"average"`` classifies the mean of the tokens, ``"token"`` a class token.
+      attention: Coupling of random-feature attention, ``"iid"``, ``"orthogonal"``, ``"simplex"`` or
+        ``"simplex_plus"``, or ``"exact"`` for softmax attention.
+      num_features: Number of random features of each head.
+      block: Row-block mode of the projections, ``"regular"`` or ``"square"``; see
+        ``simrf_jax.draw_projection``.
+      dtype: ``"float32"`` or ``"bfloat16"`` for the computation; parameters are float32.
+      remat: Values that each transformer layer keeps for its gradient. ``"none"`` keeps all and
+        computes nothing again, ``"dots"`` keeps the products with parameters, ``"block"`` keeps
+        only the layer's input.
+      scan: True scans over the transformer layers, which compiles one layer instead of all. The
+        arrays of the layers are then stacked, ``[depth, ...]``; the model is the same function of
+        the same keys.
+      sequence_axis: Mesh axis that shards the tokens; see ``simrf_jax.random_feature_attention``.
+        The model must then be called inside ``jax.set_mesh``. None names no axis.
 
     Raises:
-      TypeError: If a size is no integer.
-      ValueError: If a name is unknown or the sizes do not fit together.
+      TypeError: If a size is not an integer, the image size is not a pair or the dropout rate is
+        not a number.
+      ValueError: If a name is unknown, a number is out of range or the sizes do not fit together.
     """
 
     image_size: tuple[int, int] = (224, 224)
@@ -109,21 +118,22 @@ class ViTConfig:
 
     @property
     def num_tokens(self) -> int:
-        """Patches, and the class token where there is one."""
+        """Returns the number of tokens: the patches, and the class token if there is one."""
         height, width = (side // self.patch_size for side in self.image_size)
         return height * width + (self.pooling == "token")
 
     @classmethod
     def named(cls, name: str, **overrides: Any) -> ViTConfig:
-        """A published size at any patch.
+        """Returns the config of a published model size with any patch size.
 
         Args:
-          name: ``"Ti"``, ``"S"``, ``"B"`` or ``"L"``, a slash, and the patch size.
-          **overrides: Other fields.
+          name: ``"Ti"``, ``"S"``, ``"B"`` or ``"L"``, a slash, and the patch size in pixels, as in
+            ``"B/16"``.
+          **overrides: Values of other fields.
 
         Raises:
           TypeError: If the patch size is given twice.
-          ValueError: If the size is unknown or the patch is no number.
+          ValueError: If the model size is unknown or the patch size is not a number.
 
         Example:
           >>> ViTConfig.named("B/16") == ViTConfig()
@@ -144,8 +154,8 @@ class ViT(nnx.Module):
     """A pre-norm vision transformer with random-feature or exact attention.
 
     Args:
-      config: Its shape.
-      rngs: Keys for parameters (``params``) and projections (``features``), or a default stream.
+      config: Shape and arithmetic of the model.
+      rngs: PRNG streams ``params`` (parameters) and ``features`` (projections), or a default one.
 
     Example:
       >>> import jax.numpy as jnp
@@ -157,7 +167,8 @@ class ViT(nnx.Module):
       (2, 10)
 
     References:
-      Dosovitskiy et al., An Image is Worth 16x16 Words (ICLR 2021).
+      Dosovitskiy et al., An Image is Worth 16x16 Words (ICLR 2021),
+      https://arxiv.org/abs/2010.11929
     """
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
@@ -167,7 +178,7 @@ class ViT(nnx.Module):
         self.patch_embedding = nnx.Linear(
             c.patch_size**2 * c.channels, c.width, dtype=dtype, rngs=rngs
         )
-        # As in big_vision. The 0.02 of the first ViTs drowns where the width is small.
+        # This is the scale of big_vision. The first ViTs had 0.02, too little at small widths.
         init = nnx.initializers.normal(c.width**-0.5)
         shape = (1, c.num_tokens, c.width)
         self.position_embedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
@@ -180,17 +191,17 @@ class ViT(nnx.Module):
         self.head = nnx.Linear(c.width, c.num_classes, kernel_init=zeros, rngs=rngs)
 
     def __call__(self, images: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:
-        """Classifies images.
+        """Returns the class logits of images.
 
         Args:
-          images: ``[batch, height, width, channels]``.
-          rngs: Keys for dropout (``dropout``); without them nothing is dropped.
+          images: Floating array ``[batch, height, width, channels]``.
+          rngs: PRNG stream ``dropout``; with None nothing is dropped.
 
         Returns:
           float32 logits ``[batch, num_classes]``.
 
         Raises:
-          ValueError: If the images have another shape than the config says.
+          ValueError: If the shape of the images is not that of the config.
         """
         x = self.embed(images, rngs=rngs)
         x = apply_blocks(self.blocks, x, config=self.config, rngs=rngs)
@@ -199,7 +210,15 @@ class ViT(nnx.Module):
         return self.head(x.astype(jnp.float32))
 
     def embed(self, images: jax.Array, *, rngs: nnx.Rngs | None = None) -> jax.Array:
-        """The tokens ``[batch, length, width]`` that the first block sees; as for the call."""
+        """Returns the tokens ``[batch, length, width]`` that enter the first transformer layer.
+
+        Args:
+          images: Floating array ``[batch, height, width, channels]``.
+          rngs: PRNG stream ``dropout``; with None nothing is dropped.
+
+        Raises:
+          ValueError: If the shape of the images is not that of the config.
+        """
         expected = (*self.config.image_size, self.config.channels)
         if images.ndim != 4 or images.shape[1:] != expected:
             raise ValueError(
