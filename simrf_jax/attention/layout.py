@@ -130,8 +130,10 @@ def lay_out(
     arrays, restore = _by_key_heads(
         query, key, value, compute, mask=mask, bias=bias, segment_ids=segment_ids, **lengths
     )
-    root = jnp.sqrt(jnp.asarray(scale, compute))
-    arrays = arrays._replace(query=arrays.query * root, key=arrays.key * root)
+    scale = jnp.asarray(scale, compute)
+    # The sign goes with the queries: features estimate exp(x . y) for any x and y.
+    root = jnp.sqrt(jnp.abs(scale))
+    arrays = arrays._replace(query=arrays.query * (jnp.sign(scale) * root), key=arrays.key * root)
     return arrays, (lambda out, **options: restore(out, **options)[0]) if unbatched else restore
 
 

@@ -156,7 +156,7 @@ def gaussian_log_features(
     kernel: str,
 ) -> LogFeatures:
     """``gaussian_hybrid_features`` with the scales apart."""
-    checks.scalar("bandwidth", bandwidth, positive=True)
+    checks.scalar("bandwidth", bandwidth, sign="positive")
     tau = _bipolar(projection).weights
     x = checks.vectors("x", x)
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
