@@ -55,7 +55,7 @@ class ViTConfig:
         the model is called inside ``jax.set_mesh`` then.
 
     Raises:
-      TypeError: If a size is no integer.
+      TypeError: If a size is no integer or scan neither True nor False.
       ValueError: If a name is unknown or the sizes do not fit together.
     """
 
@@ -83,6 +83,7 @@ class ViTConfig:
         checks.one_of("block", self.block, BLOCK_MODES)
         checks.one_of("dtype", self.dtype, DTYPES)
         checks.one_of("remat", self.remat, REMATS)
+        checks.boolean("scan", self.scan)
         sizes = ("channels", "num_classes", "patch_size", "width", "depth", "num_heads", "mlp_dim")
         for name in (*sizes, "num_features"):
             checks.positive_int(name, getattr(self, name))

@@ -45,7 +45,8 @@ def hybrid_mse(
       -inf.
 
     Raises:
-      TypeError: If ``num_features`` or ``num_weights`` is not an integer, or x or y not real.
+      TypeError: If ``num_features`` or ``num_weights`` is not an integer, x or y not real, or
+        ``log`` not boolean.
       ValueError: If a name is unknown, the coupling has no closed form or needs a larger dimension,
         a number is less than 1, or the shapes do not match.
 
@@ -63,6 +64,7 @@ def hybrid_mse(
       Choromanski et al., Hybrid Random Features (ICLR 2022), Theorem 3.1 and Lemma 3.2.
     """
     num_weights = checks.positive_int("num_weights", num_weights)
+    log = checks.boolean("log", log)
     x, y = arguments.vectors(x, y)
     total: np.ndarray | np.float64 = np.float64(-np.inf)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):

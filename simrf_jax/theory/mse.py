@@ -62,7 +62,7 @@ def kernel_mse(
       the estimate is exact: 0, or -inf.
 
     Raises:
-      TypeError: If ``num_features`` is not an integer, or x or y not real.
+      TypeError: If ``num_features`` is not an integer, x or y not real, or ``log`` not boolean.
       ValueError: If a name is unknown, the coupling has no closed form or needs a larger dimension,
         ``num_features`` is less than 1, or the shapes do not match.
 
@@ -80,6 +80,7 @@ def kernel_mse(
       Random Tables, and Choromanski et al., Hybrid Random Features, for the other two maps.
     """
     num_features = checks.positive_int("num_features", num_features)
+    log = checks.boolean("log", log)
     checks.one_of("kernel", kernel, KERNELS)
     x, y = arguments.vectors(x, y)
     pairs = _pairs(x.shape[-1], num_features, coupling, features, block)
