@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
+
+Sign: TypeAlias = Literal["any", "at least 0", "positive"]
 
 
 def typed_key(key: Any) -> None:
@@ -44,6 +46,39 @@ def integer(name: str, value: Any, *, least: int | None = None) -> int:
     return value
 
 
+def boolean(name: str, value: Any) -> bool:
+    """Returns True or False, given as Python's or NumPy's, as Python's."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{name} must be True or False when the program is traced, got a traced value; "
+            "jax.jit takes it in static_argnames."
+        )
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be True or False, got {value!r}.")
+    return bool(value)
+
+
+def lead_shape(name: str, value: Any) -> tuple[int, ...]:
+    """Returns a leading shape, a tuple of integers of at least 0, in Python ones."""
+    if not isinstance(value, tuple | list):
+        raise TypeError(f"{name} must be a tuple of integers, got {value!r}.")
+    return tuple(integer(f"{name}[{i}]", size, least=0) for i, size in enumerate(value))
+
+
+def axis_names(name: str, value: Any) -> tuple[str, ...]:
+    """Returns the names of mesh axes, given as None, one name or a tuple of them, as a tuple."""
+    axes = (value,) if isinstance(value, str) else value
+    if axes is None:
+        return ()
+    if not (isinstance(axes, tuple) and axes and all(isinstance(axis, str) for axis in axes)):
+        raise TypeError(
+            f"{name} must be the name of a mesh axis, or a tuple of names, got {value!r}."
+        )
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"{name} must name each axis once, got {value!r}.")
+    return axes
+
+
 def positive_int(name: str, value: Any) -> int:
     """Returns an integer of at least 1."""
     return integer(name, value, least=1)
@@ -76,8 +111,8 @@ def vectors(name: str, x: ArrayLike) -> jax.Array:
     return x
 
 
-def scalar(name: str, value: ArrayLike, *, positive: bool = False) -> None:
-    """Accepts one real number that is at least 0, or positive; may be traced."""
+def scalar(name: str, value: ArrayLike, *, sign: Sign = "any") -> None:
+    """Accepts one finite real number of a sign; the values of traced ones are not known."""
     try:
         dtype, shape = jnp.result_type(value), jnp.shape(value)
     except (TypeError, ValueError):
@@ -87,5 +122,8 @@ def scalar(name: str, value: ArrayLike, *, positive: bool = False) -> None:
         raise TypeError(f"{name} must be one real number, got {value!r}.")
     if isinstance(value, jax.core.Tracer):
         return
-    if not (np.asarray(value) > 0 if positive else np.asarray(value) >= 0):
-        raise ValueError(f"{name} must be {'positive' if positive else 'at least 0'}, got {value}.")
+    number = np.asarray(value)
+    if not np.isfinite(number):
+        raise ValueError(f"{name} must be finite, got {value}.")
+    if not {"any": True, "at least 0": number >= 0, "positive": number > 0}[sign]:
+        raise ValueError(f"{name} must be {sign}, got {value}.")

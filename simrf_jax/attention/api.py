@@ -46,9 +46,9 @@ def random_feature_attention(
                                              {\phi(q_t)^\top \sum_s \phi(k_s)}
 
     with :math:`\phi` the features of the softmax kernel of queries and keys scaled by
-    :math:`\sqrt{\text{scale}}`. It stands in for ``jax.nn.dot_product_attention`` and has its
-    layout, defaults and mask meaning. It equals the estimator at any scale of the inputs: no
-    epsilon, no overflow.
+    :math:`\sqrt{|\text{scale}|}`, and the queries by the sign of the scale. It stands in for
+    ``jax.nn.dot_product_attention`` and has its layout, defaults and mask meaning. It equals the
+    estimator at any scale of the inputs: no epsilon, no overflow.
 
     Positions: rotate queries and keys before the call (rotary embeddings). The kernel is then
     :math:`e^{\text{scale} \, q_t^\top R_{s-t} k_s}`; one W sees absolute positions, but with Haar
@@ -76,7 +76,8 @@ def random_feature_attention(
       mask: Boolean, broadcastable to ``[..., N, T, S]``, True to attend. It must be the same for
         all queries: have a query axis of size 1, or be a NumPy array that is constant along it.
       bias: Added to the logits; of the same shapes, with the same condition.
-      scale: Multiplies the logits; by default :math:`1/\sqrt H`.
+      scale: Multiplies the logits, one finite number of either sign; by default
+        :math:`1/\sqrt H`.
       is_causal: Whether query t attends to keys s <= t only. Nothing of later keys reaches it, not
         even their rounding; time stays linear in the length, and the backward pass computes the
         features again instead of keeping them.
@@ -106,8 +107,8 @@ def random_feature_attention(
       attention, nor other segments, nor anything where it is hidden.
 
     Raises:
-      TypeError: If a dtype is wrong.
-      ValueError: If shapes do not match, a name is unknown, scale is negative, or the mask, the
+      TypeError: If a dtype is wrong, or is_causal neither True nor False.
+      ValueError: If shapes do not match, a name is unknown, scale is not finite, or the mask or the
         bias asks for what linear attention cannot do; if sequence_axis is no axis of a mesh, its
         devices do not divide the lengths, or causal attention has other keys than queries there.
 
@@ -123,6 +124,7 @@ def random_feature_attention(
       Random Features (ICML 2023), Sec. 5.4.
     """
     checks.one_of("implementation", implementation, (*IMPLEMENTATIONS, None))
+    is_causal = checks.boolean("is_causal", is_causal)
     if chunk_size is not None and not is_causal and segment_ids is None:
         raise ValueError(f"chunk_size is for causal or packed attention, got {chunk_size}.")
     query, key, value = (

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
+from simrf_jax import checks
 from simrf_jax.attention.all_pairs import KernelRows, kernel_rows
 from simrf_jax.features import FeatureMap
 from simrf_jax.projections import Projection
@@ -104,7 +105,7 @@ def attention_matrix(
         key,
         projection,
         feature_map=feature_map,
-        is_causal=is_causal,
+        is_causal=checks.boolean("is_causal", is_causal),
         mask=mask,
         bias=bias,
         scale=scale,
@@ -134,8 +135,8 @@ def attention_report(
         \hat Z_t = \sum_s \phi(q_t)^\top \phi(k_s), \quad \hat A_{ts} = \phi(q_t)^\top \phi(k_s) /
         \hat Z_t, \qquad Z_t = \sum_s e^{q_t \cdot k_s}, \quad A_{ts} = e^{q_t \cdot k_s} / Z_t
 
-    with queries and keys scaled by :math:`\sqrt{\text{scale}}` and sums over the visible keys. Row
-    sums compare what should be equal for maps of the softmax kernel; ReLU and ELU features
+    with queries and keys scaled as by ``random_feature_attention`` and sums over the visible keys.
+    Row sums compare what should be equal for maps of the softmax kernel; ReLU and ELU features
     estimate another one. It is for looking at short sequences, like ``attention_matrix``.
 
     Args:
@@ -179,7 +180,7 @@ def attention_report(
         key if value is None else value,
         projection,
         feature_map=feature_map,
-        is_causal=is_causal,
+        is_causal=checks.boolean("is_causal", is_causal),
         mask=mask,
         bias=bias,
         scale=scale,

@@ -178,13 +178,12 @@ def lay_out(
         segment_ids = None if segment_ids is None else jnp.array(segment_ids, ndmin=2)
     compute = jnp.promote_types(query.dtype, jnp.float32 if dtype is None else dtype)
     compute = jnp.promote_types(compute, jnp.float32)
-    root = jnp.sqrt(jnp.asarray(scale, compute))
     inputs, restore = _by_key_heads(
         query,
         key,
         value,
         compute,
-        root,
+        jnp.asarray(scale, compute),
         fill_with_tokens=fill_with_tokens,
         mask=mask,
         bias=bias,
@@ -199,7 +198,7 @@ def _by_key_heads(
     key: jax.Array,
     value: jax.Array,
     compute: jnp.dtype,
-    root: jax.Array,
+    scale: jax.Array,
     *,
     fill_with_tokens: bool,
     mask: ArrayLike | None,
@@ -208,7 +207,7 @@ def _by_key_heads(
     key_value_seq_lengths: ArrayLike | None,
     segment_ids: ArrayLike | None,
 ) -> tuple[Inputs, Restore]:
-    """Lays ``[*batch, length, heads, dim]`` out; queries and keys are multiplied by ``root``."""
+    """Lays ``[*batch, length, heads, dim]`` out; queries times keys are multiplied by ``scale``."""
     *batch, query_length, num_heads, dim = query.shape
     key_length, num_key_heads = key.shape[-3:-1]
     groups = num_heads // num_key_heads
@@ -232,7 +231,9 @@ def _by_key_heads(
         return x.reshape(math.prod(batch), *x.shape[len(batch) :])
 
     query = flat(query.reshape(*query.shape[:-2], num_heads // groups, groups, dim))
-    query, key = query.astype(compute) * root, flat(key).astype(compute) * root
+    # The sign goes with the queries: features estimate exp(x . y) for any x and y.
+    root = jnp.sqrt(jnp.abs(scale))
+    query, key = query.astype(compute) * (jnp.sign(scale) * root), flat(key).astype(compute) * root
     value = flat(value).astype(jnp.bfloat16 if dtype == jnp.bfloat16 else compute)
     real = jnp.ones((1, query_length), bool)
     if query_seq_lengths is not None:

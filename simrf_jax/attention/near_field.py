@@ -54,7 +54,8 @@ def banded_attention(
       mask: Boolean, broadcastable to ``[..., N, T, S]``, True to attend. It must be the same for
         all queries: have a query axis of size 1, or be a NumPy array that is constant along it.
       bias: Added to the logits; of the same shapes, with the same condition.
-      scale: Multiplies the logits; by default :math:`1/\sqrt H`.
+      scale: Multiplies the logits, one finite number of either sign; by default
+        :math:`1/\sqrt H`.
       is_causal: Query t attends to the keys from t - k to t.
       query_seq_lengths: Integers of the batch shape (``(1,)`` if there is no batch); outputs from
         there on are zero.
@@ -73,10 +74,10 @@ def banded_attention(
       that see a key or value which is not finite get NaN, as in ``random_feature_attention``.
 
     Raises:
-      TypeError: If a dtype is wrong.
-      ValueError: If shapes do not match, bandwidth, scale or block_size is out of range, or the
-        mask or the bias may differ between queries; if sequence_axis is no axis of a mesh, its
-        devices do not divide the length, or there are other keys than queries there.
+      TypeError: If a dtype is wrong, or is_causal neither True nor False.
+      ValueError: If shapes do not match, bandwidth or block_size is out of range, scale is not
+        finite, or the mask or the bias may differ between queries; if sequence_axis is no axis of a
+        mesh, its devices do not divide the length, or there are other keys than queries there.
 
     Example:
       >>> import jax, simrf_jax
@@ -93,7 +94,7 @@ def banded_attention(
     attend = functools.partial(
         _attend,
         bandwidth=checks.integer("bandwidth", bandwidth, least=0),
-        is_causal=is_causal,
+        is_causal=checks.boolean("is_causal", is_causal),
         block_size=block_size,
     )
     return attend_in_parts(

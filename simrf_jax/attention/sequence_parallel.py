@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from simrf_jax import checks
 from simrf_jax.attention.across_devices import Axes
 from simrf_jax.attention.masks import per_key
 
@@ -43,7 +44,7 @@ def attend_in_parts(
     """
     shared = {"key": key, "value": value}
     arguments = {"query": query, **shared, **{n: x for n, x in options.items() if x is not None}}
-    axes = _named(sequence_axis)
+    axes = checks.axis_names("sequence_axis", sequence_axis)
     # Bidirectional queries are free to be anywhere.
     axes = axes or explicit_axes(shared | {"query": query} if in_order else shared)
     if not axes:
@@ -62,19 +63,6 @@ def attend_in_parts(
         in_order or sequence_axis is not None or set(axes) & set(explicit_axes({"query": query}))
     )
     return _in_shard_map(attend, axes, axes if split else (), arguments)
-
-
-def _named(sequence_axis: str | Axes | None) -> Axes:
-    axes = (sequence_axis,) if isinstance(sequence_axis, str) else sequence_axis
-    if axes is not None and not (
-        isinstance(axes, tuple) and axes and all(isinstance(axis, str) for axis in axes)
-    ):
-        raise TypeError(
-            f"sequence_axis must be the name of a mesh axis, or a tuple of names, got {axes!r}."
-        )
-    if len(set(axes or ())) != len(axes or ()):
-        raise ValueError(f"sequence_axis must name each axis once, got {axes!r}.")
-    return axes or ()
 
 
 def explicit_axes(arrays: dict[str, jax.Array]) -> Axes:
@@ -98,7 +86,7 @@ def _are_bound(axes: Axes) -> bool:
 
 def _check(attend: Attend, arguments: dict[str, Any]) -> None:
     """Raises what attention says of the whole arrays: of parts it would tell other shapes."""
-    # Known values count too: those of NumPy, and the sign of the scale.
+    # Known values count too: those of NumPy, and that of the scale.
     shapes = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype)
         for name, x in arguments.items()

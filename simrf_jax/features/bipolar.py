@@ -175,7 +175,7 @@ def gaussian_log_features(
     kernel: str,
 ) -> LogFeatures:
     """Returns ``gaussian_hybrid_features`` in log space; see there for the arguments."""
-    checks.scalar("bandwidth", bandwidth, positive=True)
+    checks.scalar("bandwidth", bandwidth, sign="positive")
     tau = _bipolar(projection).weights
     x = checks.vectors("x", x)
     wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))

@@ -76,7 +76,7 @@ def clustered_log_features(
         raise TypeError(
             f"projection must be a ClusteredProjection, got {type(projection).__name__}."
         )
-    checks.scalar("spread", projection.spread)
+    checks.scalar("spread", projection.spread, sign="at least 0")
     x = checks.vectors("x", x)
     x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     queries = checks.floating("query_centres", projection.query_centres)

@@ -8,11 +8,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import serialization
 from flax.linen.dtypes import promote_dtype
+from flax.typing import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
+from simrf_jax import checks
 from simrf_jax.attention import decoding, fmm_attention, random_feature_attention
 from simrf_jax.features import (
     BipolarProjection,
@@ -20,7 +21,8 @@ from simrf_jax.features import (
     draw_bipolar_projection,
     projection_type,
 )
-from simrf_jax.integrations.flax_masks import factor
+from simrf_jax.integrations import flax_masks
+from simrf_jax.integrations.flax_masks import Mask
 from simrf_jax.projections import Projection, draw_projection
 
 # A bipolar hybrid has 4 num_features (num_weights + 1) features, or as good as that.
@@ -91,6 +93,11 @@ def fmm_method(
     def step(
         state: decoding.FMMState, query: jax.Array, *arrays: Any, **options: Any
     ) -> tuple[jax.Array, decoding.FMMState]:
+        if isinstance(state, decoding.FMMState) and state.near.key.shape[-3] != bandwidth:
+            raise ValueError(
+                f"The cache is for bandwidth={state.near.key.shape[-3]}, the adapter has "
+                f"bandwidth={bandwidth}; make a new cache with it."
+            )
         options |= with_weights(query)
         return decoding.fmm_step(state, query, *arrays, **options)
 
@@ -102,20 +109,34 @@ class Call(NamedTuple):
     """What Flax asks for.
 
     Attributes:
-      query: ``[..., T, N, H]`` in the type to answer in, and so the others.
+      query: ``[..., T, N, H]`` in the type to answer in, like the key and the value.
       key: ``[..., S, K, H]``.
       value: ``[..., S, K, D]``.
-      per_key: The mask and the bias, the same for all queries.
+      options: The mask, bias, scale and lengths, as ``random_feature_attention`` takes them.
+      segment_ids: ``[..., T]``, or None.
       is_causal: Whether attention is causal.
-      finish: What is left to do with an output.
+      real: ``[..., T, N, 1]``, False where a factored mask hides all keys from a query; or None.
+      valid: Booleans, False for each sequence and head whose traced mask has a value or a form that
+        was refused had it been known; they broadcast with the output.
     """
 
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    per_key: dict[str, ArrayLike | None]
+    options: dict[str, ArrayLike | None]
+    segment_ids: ArrayLike | None
     is_causal: bool
-    finish: Callable[[jax.Array], jax.Array]
+    real: Mask | None
+    valid: tuple[Mask, ...]
+
+    def finish(self, out: jax.Array) -> jax.Array:
+        """Returns the output with zeros for queries that see no key, and NaN where not valid."""
+        if self.real is not None:
+            out = jnp.where(self.real, out, 0)
+        for valid in self.valid:
+            # Attention has accepted the mask: axes beyond those of the output have size 1.
+            out = jnp.where(jnp.reshape(valid, valid.shape[-out.ndim :]), out, jnp.nan)
+        return out
 
 
 def read(
@@ -125,15 +146,22 @@ def read(
     *,
     is_causal: bool,
     factored_masks: bool,
-    mask: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    dropout_rate: float = 0.0,
-    deterministic: bool = False,
-    dtype: DTypeLike | None = None,
-    module: Any = None,
+    mask: ArrayLike | None,
+    bias: ArrayLike | None,
+    scale: ArrayLike | None,
+    query_seq_lengths: ArrayLike | None,
+    key_value_seq_lengths: ArrayLike | None,
+    segment_ids: ArrayLike | None,
+    dropout_rate: float,
+    deterministic: bool,
+    dtype: DTypeLike | None,
+    precision: PrecisionLike,
+    module: Any,
 ) -> Call:
     """Reads a call of an ``attention_fn``, and refuses what linear attention cannot do."""
-    if dropout_rate > 0 and not deterministic:
+    _check_precision(precision)
+    deterministic = checks.boolean("deterministic", deterministic)
+    if dropout_rate != 0 and not deterministic:
         raise ValueError(
             f"dropout_rate={dropout_rate}: random-feature attention never forms the attention "
             "weights, so it cannot drop them out. Set the attention's dropout_rate to 0."
@@ -144,32 +172,48 @@ def read(
             "there are none to sow."
         )
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
-    finish: Callable[[jax.Array], jax.Array] = _unchanged
-    if mask is not None:  # Flax makes float masks by default.
-        mask = mask.astype(bool) if isinstance(mask, np.ndarray) else jnp.asarray(mask, bool)
+    real, valid = None, []
+    if mask is not None:
+        mask, is_mask = flax_masks.as_boolean(mask)
         target = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
-        factors = factor(mask, target, is_causal=is_causal) if factored_masks else None
+        factors = flax_masks.factor(mask, target, is_causal=is_causal) if factored_masks else None
+        if is_mask is not None:
+            valid.append(_heads_last(is_mask))
         if factors is not None:
-            mask = factors.keys
-            # From [..., heads, T, 1] to [..., T, heads, 1].
-            real, valid = (jnp.swapaxes(x, -3, -2) for x in factors[1:])
+            mask, real = factors.keys, _heads_last(factors.queries)
+            valid.append(_heads_last(factors.is_product))
             # Padding may hold anything, NaN too: it must not reach the gradients.
             query = jnp.where(real, query, 0)
-            finish = functools.partial(_finish, real, valid)
-    return Call(query, key, value, {"mask": mask, "bias": bias}, is_causal, finish)
+    options = {
+        "mask": mask,
+        "bias": bias,
+        "scale": scale,
+        "query_seq_lengths": query_seq_lengths,
+        "key_value_seq_lengths": key_value_seq_lengths,
+    }
+    return Call(query, key, value, options, segment_ids, is_causal, real, tuple(valid))
 
 
-def _unchanged(out: jax.Array) -> jax.Array:
-    return out
+def _heads_last(x: Mask) -> Mask:
+    """Turns ``[..., heads, T, 1]`` into ``[..., T, heads, 1]``."""
+    return x.swapaxes(-3, -2)
 
 
-def _finish(real: jax.Array, valid: jax.Array, out: jax.Array) -> jax.Array:
-    """Zeros for queries that see no key, NaN for all if the mask was no product."""
-    return jnp.where(valid, jnp.where(real, out, 0), jnp.nan)
+def _check_precision(precision: PrecisionLike) -> None:
+    """Accepts each ``jax.lax.Precision``: the products of attention are at least as precise."""
+    for each in precision if isinstance(precision, tuple | list) else (precision,):
+        try:
+            jax.lax.Precision(each)
+        except ValueError:
+            raise ValueError(
+                "precision must be None or one of jax.lax.Precision, got "
+                f"{precision!r}: random-feature attention takes no other algorithm for its "
+                "products. It has float32 products at the highest precision in any case."
+            ) from None
 
 
 def attend(method: Method, call: Call) -> jax.Array:
-    """The attention of all tokens."""
+    """Returns the attention of all tokens."""
     length, key_length = call.query.shape[-3], call.key.shape[-3]
     if (call.is_causal or method.in_order) and length != key_length:
         raise ValueError(
@@ -177,12 +221,19 @@ def attend(method: Method, call: Call) -> jax.Array:
             f"positions of both count from 0, got {key_length} keys for {length} queries. If they "
             "are in the cache of Flax's attention, turn its decode off and the adapter's on."
         )
-    out = method.attention(*call[:3], **call.per_key, is_causal=call.is_causal)
+    out = method.attention(
+        call.query,
+        call.key,
+        call.value,
+        is_causal=call.is_causal,
+        segment_ids=call.segment_ids,
+        **call.options,
+    )
     return call.finish(out)
 
 
 def init_state(method: Method, call: Call) -> Any:
-    """The state before the first token of sequences like those of a call."""
+    """Returns the state before the first token of sequences like those of a call."""
     return method.init_state(
         batch=call.key.shape[:-3],
         num_key_heads=call.key.shape[-2],
@@ -193,7 +244,7 @@ def init_state(method: Method, call: Call) -> Any:
 
 
 def step(method: Method, state: Any, call: Call) -> tuple[jax.Array, Any]:
-    """The attention of the tokens after those of a state, and the state with them."""
+    """Returns the attention of the tokens after those of a state, and the state with them."""
     length, key_length = call.query.shape[-3], call.key.shape[-3]
     if length != key_length:
         raise ValueError(
@@ -201,8 +252,27 @@ def step(method: Method, state: Any, call: Call) -> tuple[jax.Array, Any]:
             f"{key_length} keys for {length} queries. Turn the decode of Flax's attention off, "
             "which hands its own cache of all keys over, and that of adapters in cross-attention."
         )
-    out, state = method.step(state, *call[:3], **call.per_key)
+    if call.segment_ids is not None:
+        raise ValueError(
+            "segment_ids are for whole sequences: with decode=True the cache holds one sequence "
+            "in each row of the batch."
+        )
+    out, state = method.step(state, call.query, call.key, call.value, **call.options)
     return call.finish(out), state
+
+
+def check_fields(
+    *,
+    is_causal: bool,
+    factored_masks: bool,
+    decode: bool,
+    sequence_axis: str | tuple[str, ...] | None,
+) -> None:
+    """Accepts the fields that adapters of all methods have."""
+    switches = {"is_causal": is_causal, "factored_masks": factored_masks, "decode": decode}
+    for name, switch in switches.items():
+        checks.boolean(name, switch)
+    checks.axis_names("sequence_axis", sequence_axis)
 
 
 def check_feature_maps(feature_maps: Sequence[FeatureMap], *, num_weights: int | None) -> None:

@@ -1,4 +1,4 @@
-"""Masks with a query axis that are products, as Flax's own functions make them, taken apart."""
+"""Flax's masks, read as booleans, and taken apart where they are products with a query axis."""
 
 from __future__ import annotations
 
@@ -7,8 +7,43 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 Mask = jax.Array | np.ndarray
+
+
+def as_boolean(mask: ArrayLike) -> tuple[Mask, Mask | None]:
+    """Reads a mask of booleans, or of zeros and ones, which Flax's functions make by default.
+
+    Args:
+      mask: Booleans or numbers of any shape.
+
+    Returns:
+      The mask in booleans; and None, or where the values are traced ``[..., 1, 1]``, True for each
+      sequence and head that has zeros and ones only.
+
+    Raises:
+      TypeError: If the type is neither boolean nor that of real numbers.
+      ValueError: If the values are known, and others than zeros and ones are among them.
+    """
+    mask = mask if isinstance(mask, jax.Array) else np.asarray(mask)
+    if mask.dtype == bool:
+        return mask, None
+    if not any(jnp.issubdtype(mask.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+        raise TypeError(f"mask must hold booleans, or zeros and ones, got {mask.dtype.name}.")
+    xp: Any = np if isinstance(mask, np.ndarray) else jnp  # NumPy's values are known under jit.
+    binary = xp.logical_or(mask == 0, mask == 1)
+    binary = binary.reshape((1,) * (3 - mask.ndim) + mask.shape)
+    is_mask = xp.all(binary, axis=(-2, -1), keepdims=True)
+    if isinstance(is_mask, jax.core.Tracer):
+        return mask.astype(bool), is_mask
+    if not is_mask.all():
+        raise ValueError(
+            f"mask must hold booleans, or zeros and ones, got {mask.dtype.name} numbers from "
+            f"{mask.min()} to {mask.max()}. Pass what is added to the logits as bias, or compare "
+            "it with 0 to make a mask of it."
+        )
+    return mask.astype(bool), None
 
 
 class Factors(NamedTuple):

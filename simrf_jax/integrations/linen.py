@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import abc
-import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax.typing import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
+from simrf_jax import checks
 from simrf_jax.features import FeatureMap
 from simrf_jax.integrations import flax_attention
-from simrf_jax.integrations.flax_attention import Method
+from simrf_jax.integrations.flax_attention import Call, Method
 from simrf_jax.projections import Projection
 
 
 class _Adapter(nn.Module):
     """A method of attention, called as Flax calls an ``attention_fn``, and its cache.
 
-    Subclasses have the fields ``is_causal``, ``factored_masks``, ``decode`` and ``sequence_axis``.
+    Subclasses have the fields ``is_causal``, ``factored_masks``, ``decode``, ``shared`` and
+    ``sequence_axis``.
     """
 
     @abc.abstractmethod
     def _method(self, num_heads: int, head_dim: int) -> Method:
-        """The attention, with its arrays."""
+        """Returns the attention, with its arrays."""
 
+    # Flax's attention passes those of its keywords that stand in this signature, and drops others.
     @nn.compact
     def __call__(
         self,
@@ -36,45 +40,114 @@ class _Adapter(nn.Module):
         *,
         mask: ArrayLike | None = None,
         bias: ArrayLike | None = None,
+        scale: ArrayLike | None = None,
+        is_causal: bool = False,
+        query_seq_lengths: ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
+        segment_ids: ArrayLike | None = None,
+        dropout_rng: jax.Array | None = None,
         dropout_rate: float = 0.0,
+        broadcast_dropout: bool = True,
         deterministic: bool = False,
         dtype: DTypeLike | None = None,
-        module: Any = None,
-        qk_attn_weights_einsum: Any = None,
-        attn_weights_value_einsum: Any = None,
-        **unused: Any,
+        precision: PrecisionLike = None,
+        module: nn.Module | None = None,
+        force_fp32_for_softmax: bool = False,
+        qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
+        attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     ) -> jax.Array:
-        """Attends; ``query`` ``[..., T, N, H]``, ``key`` and ``value`` ``[..., S, K, H]``."""
-        del unused  # Flax passes only the keywords named above.
+        r"""Attends as ``nn.dot_product_attention`` does, of whose keywords some are refused.
+
+        Args:
+          query: ``[..., T, N, H]``.
+          key: ``[..., S, K, H]``.
+          value: ``[..., S, K, D]``.
+          mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; the same for all
+            queries, or with ``factored_masks`` a product. Other values raise where they are known.
+            Under ``jit`` they make the output of their sequence and head NaN.
+          bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
+          scale: Multiplies the logits; by default :math:`1/\sqrt H`.
+          is_causal: Whether query t attends to keys s <= t only, also if the field says no.
+          query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
+          key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
+          segment_ids: Integers ``[..., T]`` of packed sequences; not with ``decode``.
+          dropout_rng: Not used: there is no dropout.
+          dropout_rate: Refused unless it is 0 or the call is deterministic.
+          broadcast_dropout: Not used: there is no dropout.
+          deterministic: Whether dropout is off.
+          dtype: Type to compute in; by default that of the query, key and value together.
+          precision: Any ``jax.lax.Precision``; all give the same result, since float32 products
+            have the highest in any case. An algorithm for the products is refused.
+          module: Refused unless it is None: there are no attention weights to sow.
+          force_fp32_for_softmax: Not used: exponentials are float32 at least.
+          qk_attn_weights_einsum: Refused unless it is None: there are no attention weights.
+          attn_weights_value_einsum: Refused unless it is None: there are no attention weights.
+
+        Returns:
+          ``[..., T, N, D]``.
+        """
+        del dropout_rng, broadcast_dropout, force_fp32_for_softmax
+        self._check_fields()
         if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
             raise ValueError(
                 "qk_attn_weights_einsum_cls and attn_weights_value_einsum_cls replace contractions "
                 "that random-feature attention does not make."
             )
+        is_causal = checks.boolean("is_causal", is_causal)
         call = flax_attention.read(
             query,
             key,
             value,
-            is_causal=self.is_causal or self.decode,
+            is_causal=is_causal or self.is_causal or self.decode,
             factored_masks=self.factored_masks,
             mask=mask,
             bias=bias,
+            scale=scale,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            segment_ids=segment_ids,
             dropout_rate=dropout_rate,
             deterministic=deterministic,
             dtype=dtype,
+            precision=precision,
             module=module,
         )
         method = self._method(*key.shape[-2:])
         if not self.decode:
             return flax_attention.attend(method, call)
-        # As in Flax's own cache, the call that makes it does not count.
-        started = self.has_variable("cache", "state")
-        cache = self.variable(
-            "cache", "state", functools.partial(flax_attention.init_state, method, call)
+        return self._step(method, call)
+
+    def _check_fields(self) -> None:
+        checks.boolean("shared", self.shared)
+        flax_attention.check_fields(
+            is_causal=self.is_causal,
+            factored_masks=self.factored_masks,
+            decode=self.decode,
+            sequence_axis=self.sequence_axis,
         )
-        out, state = flax_attention.step(method, cache.value, call)
-        if started:
-            cache.value = state
+
+    def _step(self, method: Method, call: Call) -> jax.Array:
+        """Attends to the tokens in the cache and to those of a call, and adds these to it."""
+        if self.is_initializing():
+            # As in Flax's own attention, the call that makes the cache does not count.
+            empty = flax_attention.init_state(method, call)
+            self.variable("cache", "state", lambda: empty)
+            return flax_attention.step(method, empty, call)[0]
+        if not self.has_variable("cache", "state"):
+            raise ValueError(
+                "decode=True needs a cache: make an empty one, "
+                'cache = jax.jit(model.init)(jax.random.key(0), tokens)["cache"], and call '
+                'model.apply({**variables, "cache": cache}, tokens, mutable=["cache"]). Where the '
+                "layer is in a lifted transformation, it must know the collection too, as nn.scan "
+                'by variable_axes={"cache": 0}.'
+            )
+        if not self.is_mutable_collection("cache"):
+            raise ValueError(
+                'decode=True adds the tokens to the cache: pass mutable=["cache"] to apply, and '
+                "the cache that it returns to the next call."
+            )
+        cache: nn.Variable[Any] = self.variable("cache", "state")
+        out, cache.value = flax_attention.step(method, cache.value, call)
         return out
 
     def _key(self) -> jax.Array:
@@ -97,9 +170,16 @@ class RandomFeatureAttention(_Adapter):
     one cache: it cannot decode.
 
     To decode, in time and memory that do not depend on how many tokens there were, set ``decode``
-    here and leave that of Flax's attention off. Then ``init`` makes an empty state in the
-    collection ``cache``, and ``model.apply(variables, tokens, mutable=["cache"])`` takes first the
-    prompt, of any length, and then token by token.
+    here and leave that of Flax's attention off. The variables may come from training without it.
+    ``init`` makes the empty state, in the collection ``cache``, and does not count its tokens. Then
+    give the prompt, of any length, and token after token, each with the cache of the call before:
+
+        cache = jax.jit(model.init)(jax.random.key(0), tokens)["cache"]
+        out, updates = model.apply({**variables, "cache": cache}, tokens, mutable=["cache"])
+
+    Without a cache, or without ``mutable``, ``apply`` raises. Take the values that ``init`` gives:
+    an empty state is not all zeros. ``nn.scan`` over layers and ``nn.vmap`` over the batch need
+    ``"cache": 0`` in their ``variable_axes``.
 
     Attributes:
       num_features: Number of random features; None for a map that needs no W.
@@ -117,11 +197,13 @@ class RandomFeatureAttention(_Adapter):
         product raises where its values are known, and makes the output NaN under ``jit``. Reading
         them takes O(T S) memory: for long sequences pass masks of the keys alone.
       decode: Whether calls bring the next tokens of sequences in the cache.
-      sequence_axis: As ``simrf_jax.random_feature_attention``.
+      sequence_axis: As ``simrf_jax.random_feature_attention``; decode does not use it.
 
     Raises:
+      TypeError: When called, if a switch is neither True nor False or a keyword is unknown.
       ValueError: When called, if a name is unknown, the mask is none that linear attention can
-        honour, or dropout, sown attention weights or einsums of one's own are asked for.
+        honour, dropout, sown attention weights, an algorithm for products or einsums of one's own
+        are asked for, or decode has no cache or may not change it.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -197,9 +279,9 @@ class FMMAttention(_Adapter):
       sequence_axis: Likewise.
 
     Raises:
-      TypeError: When called, if feature_maps is no tuple.
+      TypeError: When called, as ``RandomFeatureAttention``; if feature_maps is no tuple.
       ValueError: When called, as ``RandomFeatureAttention``; if there is not one number of features
-        for each feature map.
+        for each feature map, or the cache was made for another bandwidth.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.typing import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
@@ -40,10 +40,19 @@ class _Adapter(nnx.Module):
         self.decode = decode
         self.sequence_axis = sequence_axis
         self.cache: nnx.Cache | None = nnx.data(None)
+        self._check_fields()
+
+    def _check_fields(self) -> None:
+        flax_attention.check_fields(
+            is_causal=self.is_causal,
+            factored_masks=self.factored_masks,
+            decode=self.decode,
+            sequence_axis=self.sequence_axis,
+        )
 
     @abc.abstractmethod
     def _method(self) -> Method:
-        """The attention, with its arrays."""
+        """Returns the attention, with its arrays."""
 
     def __call__(
         self,
@@ -53,31 +62,70 @@ class _Adapter(nnx.Module):
         *,
         mask: ArrayLike | None = None,
         bias: ArrayLike | None = None,
+        scale: ArrayLike | None = None,
+        is_causal: bool = False,
+        query_seq_lengths: ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
+        segment_ids: ArrayLike | None = None,
+        dropout_rng: jax.Array | None = None,
         dropout_rate: float = 0.0,
+        broadcast_dropout: bool = True,
         deterministic: bool = False,
         dtype: DTypeLike | None = None,
-        module: Any = None,
-        is_causal: bool = False,
-        **unused: Any,
+        precision: PrecisionLike = None,
+        module: nnx.Module | None = None,
     ) -> jax.Array:
-        """Attends; ``query`` ``[..., T, N, H]``, ``key`` and ``value`` ``[..., S, K, H]``."""
-        del unused  # Dropout's key and layout, and a precision that the numbers here do not need.
+        r"""Attends as ``nnx.dot_product_attention`` does, of whose keywords some are refused.
+
+        Args:
+          query: ``[..., T, N, H]``.
+          key: ``[..., S, K, H]``.
+          value: ``[..., S, K, D]``.
+          mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; the same for all
+            queries, or with ``factored_masks`` a product. Other values raise where they are known.
+            Under ``jit`` they make the output of their sequence and head NaN.
+          bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
+          scale: Multiplies the logits; by default :math:`1/\sqrt H`.
+          is_causal: Whether query t attends to keys s <= t only, also if the field says no.
+          query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
+          key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
+          segment_ids: Integers ``[..., T]`` of packed sequences; not with ``decode``.
+          dropout_rng: Not used: there is no dropout.
+          dropout_rate: Refused unless it is 0 or the call is deterministic.
+          broadcast_dropout: Not used: there is no dropout.
+          deterministic: Whether dropout is off.
+          dtype: Type to compute in; by default that of the query, key and value together.
+          precision: Any ``jax.lax.Precision``; all give the same result, since float32 products
+            have the highest in any case. An algorithm for the products is refused.
+          module: Refused unless it is None: there are no attention weights to sow.
+
+        Returns:
+          ``[..., T, N, D]``.
+        """
+        del dropout_rng, broadcast_dropout
+        self._check_fields()  # They may have been set since.
         if key.shape[-2:] != (self.num_heads, self.head_dim):
             raise ValueError(
                 f"This adapter is for keys of {self.num_heads} heads of {self.head_dim}, got "
                 f"{' heads of '.join(map(str, key.shape[-2:]))}."
             )
+        is_causal = checks.boolean("is_causal", is_causal)
         call = flax_attention.read(
             query,
             key,
             value,
-            is_causal=self.is_causal or is_causal or self.decode,
+            is_causal=is_causal or self.is_causal or self.decode,
             factored_masks=self.factored_masks,
             mask=mask,
             bias=bias,
+            scale=scale,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            segment_ids=segment_ids,
             dropout_rate=dropout_rate,
             deterministic=deterministic,
             dtype=dtype,
+            precision=precision,
             module=module,
         )
         if not self.decode:
@@ -103,16 +151,18 @@ class _Adapter(nnx.Module):
         Args:
           input_shape: ``[..., length, features]`` of inputs to Flax's attention, as its own
             ``init_cache`` takes it. Only what is before the length counts.
-          dtype: Of the queries, keys and values to come.
+          dtype: Type of the queries, keys and values to come.
           value_dim: Width of the values, by default ``head_dim``.
 
         Raises:
-          TypeError: If dtype is not floating.
-          ValueError: If input_shape has less than two axes or value_dim is below 1.
+          TypeError: If dtype is not floating or input_shape no tuple of integers.
+          ValueError: If input_shape has less than two axes, a size is negative or value_dim is
+            below 1.
         """
-        if len(input_shape) < 2:
+        shape = checks.lead_shape("input_shape", input_shape)
+        if len(shape) < 2:
             raise ValueError(f"input_shape must be [..., length, features], got {input_shape}.")
-        self._start(tuple(input_shape[:-2]), dtype, value_dim)
+        self._start(shape[:-2], dtype, value_dim)
 
     def set_view(
         self,
@@ -120,18 +170,24 @@ class _Adapter(nnx.Module):
         batch_size: int | tuple[int, ...] | None = None,
         cache_dtype: DTypeLike = jnp.float32,
     ) -> None:
-        """What ``nnx.view`` sets.
+        """Sets what ``nnx.view`` is asked for.
 
         Args:
           decode: Whether to decode.
-          batch_size: Leading shape of the tokens, for a new and empty cache.
-          cache_dtype: As the ``dtype`` of ``init_cache``.
+          batch_size: Leading shape of the tokens, one integer or a tuple of them, for a new and
+            empty cache; without it a view shares the cache of what it views.
+          cache_dtype: Type of the queries, keys and values to come.
+
+        Raises:
+          TypeError: If decode is not boolean, a size is no integer or cache_dtype is not floating.
+          ValueError: If a size is negative.
         """
         if decode is not None:
-            self.decode = decode
+            self.decode = checks.boolean("decode", decode)
         if batch_size is not None:
-            batch = (batch_size,) if isinstance(batch_size, int) else batch_size
-            self._start(batch, cache_dtype, None)
+            if not isinstance(batch_size, tuple | list):
+                batch_size = (checks.integer("batch_size", batch_size, least=0),)
+            self._start(checks.lead_shape("batch_size", batch_size), cache_dtype, None)
 
     def _start(self, batch: tuple[int, ...], dtype: DTypeLike, value_dim: int | None) -> None:
         state = self._method().init_state(
@@ -160,7 +216,9 @@ class RandomFeatureAttention(_Adapter):
     decode=True)`` and each adapter's ``init_cache`` do the same in place. What decodes is causal
     self-attention: where a model has an encoder or cross-attention too, leave them out,
     ``only=nnx.All(nnx.PathContains("decoder"), RandomFeatureAttention)``. Each layer needs an
-    instance of its own then: one instance in several layers has one cache.
+    instance of its own then: one instance in several layers has one cache. Call the view in
+    ``nnx.jit``, or split and merge it: ``jax.jit`` hands no changed cache back. Put ``nnx.vmap``
+    around ``nnx.view`` where ``nnx.vmap`` has stacked the layers.
 
     Args:
       num_heads: Number of key heads.
@@ -181,13 +239,14 @@ class RandomFeatureAttention(_Adapter):
         product raises where its values are known, and makes the output NaN under ``jit``. Reading
         them takes O(T S) memory: for long sequences pass masks of the keys alone.
       decode: Whether calls bring the next tokens of sequences in the cache.
-      sequence_axis: As ``simrf_jax.random_feature_attention``.
+      sequence_axis: As ``simrf_jax.random_feature_attention``; decode does not use it.
       rngs: Source of the key; a ``features`` stream if it has one, else its default.
 
     Raises:
-      TypeError: If a size is no integer.
+      TypeError: If a size is no integer, a switch neither True nor False or a keyword unknown.
       ValueError: If a name is unknown; when called, if the mask is none that linear attention can
-        honour, dropout or sown attention weights are asked for, or decode has no cache.
+        honour, dropout, sown attention weights or an algorithm for products are asked for, or
+        decode has no cache.
 
     Example:
       >>> import jax.numpy as jnp
@@ -232,6 +291,7 @@ class RandomFeatureAttention(_Adapter):
             decode=decode,
             sequence_axis=sequence_axis,
         )
+        shared = checks.boolean("shared", shared)
         flax_attention.check_feature_maps((feature_map,), num_weights=num_weights)
         self.feature_map = feature_map
         self.projection = nnx.data(None)
@@ -239,7 +299,7 @@ class RandomFeatureAttention(_Adapter):
             self.projection = RandomProjection(
                 flax_attention.draw_heads(
                     rngs.features(),
-                    None if shared else num_heads,
+                    None if shared else self.num_heads,
                     num_features,
                     head_dim,
                     feature_map=feature_map,
@@ -283,9 +343,9 @@ class FMMAttention(_Adapter):
       rngs: Likewise.
 
     Raises:
-      TypeError: If a size is no integer or feature_maps no tuple.
+      TypeError: As ``RandomFeatureAttention``; if feature_maps is no tuple.
       ValueError: As ``RandomFeatureAttention``; if there is not one number of features for each
-        feature map.
+        feature map; when called, if the cache was made for another bandwidth.
 
     Example:
       >>> import jax.numpy as jnp
@@ -331,15 +391,16 @@ class FMMAttention(_Adapter):
             decode=decode,
             sequence_axis=sequence_axis,
         )
+        shared = checks.boolean("shared", shared)
         flax_attention.check_feature_maps(feature_maps, num_weights=num_weights)
         self.feature_maps = tuple(feature_maps)
         self.bandwidth = checks.integer("bandwidth", bandwidth, least=0)
-        self.near_logit = nnx.Param(jnp.zeros(num_heads))
-        self.far_logits = nnx.Param(jnp.zeros((len(feature_maps), num_heads)))
+        self.near_logit = nnx.Param(jnp.zeros(self.num_heads))
+        self.far_logits = nnx.Param(jnp.zeros((len(feature_maps), self.num_heads)))
         self.projections = RandomProjection(
             flax_attention.draw_maps(
                 rngs.features(),
-                None if shared else num_heads,
+                None if shared else self.num_heads,
                 num_features,
                 head_dim,
                 feature_maps=feature_maps,

@@ -63,8 +63,8 @@ class ViTConfig:
         The model must then be called inside ``jax.set_mesh``. None names no axis.
 
     Raises:
-      TypeError: If a size is not an integer, the image size is not a pair or the dropout rate is
-        not a number.
+      TypeError: If a size is not an integer, the image size is not a pair, the dropout rate is not
+        a number or scan is neither True nor False.
       ValueError: If a name is unknown, a number is out of range or the sizes do not fit together.
     """
 
@@ -92,6 +92,7 @@ class ViTConfig:
         checks.one_of("block", self.block, BLOCK_MODES)
         checks.one_of("dtype", self.dtype, DTYPES)
         checks.one_of("remat", self.remat, REMATS)
+        checks.boolean("scan", self.scan)
         sizes = ("channels", "num_classes", "patch_size", "width", "depth", "num_heads", "mlp_dim")
         for name in (*sizes, "num_features"):
             checks.positive_int(name, getattr(self, name))

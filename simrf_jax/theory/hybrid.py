@@ -49,7 +49,8 @@ def hybrid_mse(
       the result is 0, or -inf if ``log``.
 
     Raises:
-      TypeError: If ``num_features`` or ``num_weights`` is not an integer, or x or y is not real.
+      TypeError: If ``num_features`` or ``num_weights`` is not an integer, x or y is not real, or
+        ``log`` is not Boolean.
       ValueError: If a name is unknown, the coupling has no closed form or needs a larger dimension,
         a number is less than 1, or the shapes do not match.
 
@@ -68,6 +69,7 @@ def hybrid_mse(
       https://arxiv.org/abs/2110.04367
     """
     num_weights = checks.positive_int("num_weights", num_weights)
+    log = checks.boolean("log", log)
     x, y = arguments.vectors(x, y)
     total: np.ndarray | np.float64 = np.float64(-np.inf)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):

@@ -68,7 +68,8 @@ def kernel_mse(
       estimate is exact, and the result is 0, or -inf if ``log``.
 
     Raises:
-      TypeError: If ``num_features`` is not an integer, or x or y is not real.
+      TypeError: If ``num_features`` is not an integer, x or y is not real, or ``log`` is not
+        Boolean.
       ValueError: If a name is unknown, the coupling has no closed form or needs a larger dimension,
         ``num_features`` is less than 1, or the shapes do not match.
 
@@ -90,6 +91,7 @@ def kernel_mse(
       features, https://arxiv.org/abs/2205.15317
     """
     num_features = checks.positive_int("num_features", num_features)
+    log = checks.boolean("log", log)
     checks.one_of("kernel", kernel, KERNELS)
     x, y = arguments.vectors(x, y)
     pairs = _pairs(x.shape[-1], num_features, coupling, features, block)

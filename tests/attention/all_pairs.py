@@ -11,8 +11,10 @@ def log_features(q, k, w, *, scale=None, formula=formulas.positive):
     k = k.repeat(len(q) // len(k), axis=0)
     w = np.asarray(w, np.float64).reshape(-1, *w.shape[-2:])
     w = w.repeat(len(q) // len(w), axis=0)
-    root = np.sqrt(q.shape[-1] ** -0.5 if scale is None else scale)
-    both = [[formula(one[n] * root, w[n], "softmax") for n in range(len(q))] for one in (q, k)]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    root = np.sqrt(abs(scale))
+    scaled = (q * np.sign(scale) * root, k * root)
+    both = [[formula(one[n], w[n], "softmax") for n in range(len(q))] for one in scaled]
     (log_q, sign_q), (log_k, sign_k) = (map(np.stack, zip(*one, strict=True)) for one in both)
     return log_q[:, :, None] + log_k[:, None], sign_q[:, :, None] * sign_k[:, None]
 

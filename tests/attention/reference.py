@@ -26,12 +26,13 @@ def attention(
         None if x is None else np.asarray(x, np.float64) for x in (query, key, value, projection)
     )
     num_heads, num_key_heads, dim = query.shape[1], key.shape[1], query.shape[2]
-    root = np.sqrt(dim**-0.5 if scale is None else scale)
+    scale = dim**-0.5 if scale is None else scale
+    root = np.sqrt(abs(scale))
     out = np.zeros((*query.shape[:2], value.shape[-1]))
     for n in range(num_heads):
         k = n // (num_heads // num_key_heads)
         w = projection if projection is None or projection.ndim == 2 else projection[k]
-        log_q, sign_q = formula(query[:, n] * root, w, "softmax")
+        log_q, sign_q = formula(query[:, n] * np.sign(scale) * root, w, "softmax")
         log_k, sign_k = formula(key[:, k] * root, w, "softmax")
         if log_weights is not None:
             log_k = log_k + log_weights[n][:, None]

@@ -341,7 +341,7 @@ BAD = [
     ({"projection": np.zeros((3, 11, 8))}, ValueError, "one W for each of the 2 key heads"),
     ({"projection": None}, TypeError, "projection must be an array .* got None"),
     ({"feature_map": "cosine"}, ValueError, "'positive', 'hyperbolic', .* got 'cosine'"),
-    ({"scale": jnp.float32(-1)}, ValueError, "scale must be at least 0, got -1.0"),
+    ({"scale": jnp.float32(jnp.inf)}, ValueError, "scale must be finite, got inf"),
     ({"mask": jnp.ones((9, 9), bool)}, ValueError, "may differ between queries"),
     ({"bias": jnp.zeros((9, 9))}, ValueError, "bias .* may differ between queries"),
     ({"query_seq_lengths": np.ones(2, int)}, ValueError, r"the batch shape \(1,\), got \(2,\)"),

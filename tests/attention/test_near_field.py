@@ -304,7 +304,7 @@ BAD = [
     ({"block_size": 8.0}, TypeError, "block_size must be an integer, got 8.0"),
     ({"query": np.zeros((9, 2, 8), int)}, TypeError, "query must be a floating type, .* got int"),
     ({"query": np.zeros((9, 3, 8), np.float32)}, ValueError, "multiple of that of key heads"),
-    ({"scale": -1.0}, ValueError, "scale must be at least 0, got -1.0"),
+    ({"scale": np.inf}, ValueError, "scale must be finite, got inf"),
     ({"mask": jnp.ones((9, 9), bool)}, ValueError, "may differ between queries"),
     ({"mask": np.ones(9)}, TypeError, "mask must be boolean .* got float"),
     ({"bias": jnp.zeros((9, 9))}, ValueError, "bias .* may differ between queries"),

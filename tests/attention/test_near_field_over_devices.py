@@ -215,7 +215,7 @@ def test_refuses_other_keys_than_queries(attend):
     [
         ({"sequence_axis": "time"}, ValueError, r"among the axes \('length',\) .* got 'time'"),
         ({"sequence_axis": 0}, TypeError, "the name of a mesh axis, or a tuple of names, got 0"),
-        ({"scale": -1.0}, ValueError, "scale must be at least 0, got -1.0"),
+        ({"scale": np.inf}, ValueError, "scale must be finite, got inf"),
         ({"block_size": 0}, ValueError, "block_size must be at least 1, got 0"),
         ({"mask": np.tri(30, dtype=bool)}, ValueError, "may differ between queries"),
         ({}, ValueError, "a multiple of the 4 devices of 'length', got 30 queries"),

@@ -297,7 +297,7 @@ def test_the_mesh_of_the_context():
         ({"key_length": 9}, ValueError, "a multiple of the 4 devices of 'length', got 9 keys"),
         ({"key_length": 16, "is_causal": True}, ValueError, "got 32 queries and 16 keys"),
         ({"mask": np.tri(LENGTH, dtype=bool)}, ValueError, "may differ between queries"),
-        ({"scale": jnp.float32(-1)}, ValueError, "scale must be at least 0, got -1.0"),
+        ({"scale": jnp.float32(jnp.inf)}, ValueError, "scale must be finite, got inf"),
         ({"mask": np.ones(LENGTH + 1, bool)}, ValueError, r"2, 32, 32\), got shape \(33,\)"),
     ],
 )

@@ -1,9 +1,13 @@
 """The same attention in both Flax APIs."""
 
+from typing import NamedTuple
+
 import jax
+import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
+from simrf_jax import fmm_attention, random_feature_attention
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
 
@@ -38,3 +42,58 @@ def copy_to_linen(module):
     }
     projection = module.attention_fn.projection.get_value()
     return {"params": params, "random_features": {"attention_fn": {"projection": projection}}}
+
+
+BANDWIDTH = 2
+
+
+class Both(NamedTuple):
+    """An adapter of each API with the same W, and the function that both of them call.
+
+    Attributes:
+      nnx: The NNX adapter.
+      linen: The Linen one.
+      variables: What the Linen one holds.
+      function: Of queries, keys and values.
+    """
+
+    nnx: nnx_adapter.RandomFeatureAttention | nnx_adapter.FMMAttention
+    linen: linen_adapter.RandomFeatureAttention | linen_adapter.FMMAttention
+    variables: dict
+    function: object
+
+    def calls(self):
+        """Returns both, to be called with queries, keys and values."""
+        return {"nnx": self.nnx, "linen": lambda *x, **o: self.linen.apply(self.variables, *x, **o)}
+
+    def step(self, api, state, *x, **options):
+        """Returns the output of the tokens after those of a state."""
+        if api == "nnx":
+            self.nnx.cache = nnx.Cache(state)
+            return self.nnx(*x, **options)
+        variables = {**self.variables, "cache": {"state": state}}
+        return self.linen.apply(variables, *x, **options, mutable=["cache"])[0]
+
+
+def random_features(heads, dim, **options):
+    options = {"coupling": "iid", **options}
+    one = nnx_adapter.RandomFeatureAttention(heads, dim, FEATURES, rngs=nnx.Rngs(0), **options)
+    w = one.projection.get_value()
+    other = linen_adapter.RandomFeatureAttention(FEATURES, **options)
+    variables = {"random_features": {"projection": w}}
+    return Both(one, other, variables, lambda *x, **o: random_feature_attention(*x, w, **o))
+
+
+def fmm(heads, dim, **options):
+    """Returns adapters whose weights are a half each."""
+    options = {"coupling": "iid", **options}
+    one = nnx_adapter.FMMAttention(heads, dim, FEATURES, BANDWIDTH, rngs=nnx.Rngs(0), **options)
+    w = one.projections.get_value()
+    other = linen_adapter.FMMAttention(FEATURES, BANDWIDTH, **options)
+    weights = {"near_logit": jnp.zeros(heads), "far_logits": jnp.zeros((1, heads))}
+    variables = {"random_features": {"projections": w}, "params": weights}
+    halves = {"bandwidth": BANDWIDTH, "near_weight": 0.5, "far_weights": 0.5}
+    return Both(one, other, variables, lambda *x, **o: fmm_attention(*x, w, **halves, **o))
+
+
+KINDS = {"random features": random_features, "near and far": fmm}

@@ -10,6 +10,7 @@ import pytest
 from flax import errors, nnx, serialization
 from flax import linen as nn
 
+from simrf_jax import decoding
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
 from simrf_jax.integrations.nnx import RandomFeatureAttention
@@ -18,13 +19,16 @@ from tests.attention.reference import relative_error
 from tests.integrations.adapters import (
     FEATURES,
     HEADS,
+    KINDS,
     WIDTH,
     copy_to_linen,
+    fmm,
     linen_attention,
     nnx_attention,
     tokens,
 )
 
+TRAINED = ("params", "random_features")
 MODES = {
     "positive": {},
     "shared": {"shared": True},
@@ -40,8 +44,8 @@ def nnx_step(module, x, mask=None, is_causal=False):
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def linen_step(module, variables, x):
-    return module.apply(variables, x, mutable=["cache"])
+def linen_step(module, variables, *x):
+    return module.apply(variables, *x, mutable=["cache"])
 
 
 def decode_nnx(module, x, *, prompt):
@@ -167,11 +171,151 @@ def test_linen_init_makes_an_empty_cache_and_counts_no_token():
     assert state.sums.shape == (2, HEADS, FEATURES, WIDTH // HEADS + 1)
     assert not state.sums.any()
     assert (state.maxima == -jnp.inf).all()
-    held = {name: variables[name] for name in ("params", "random_features")}
-    out, updates = linen_step(module, held, x)  # The same again, as Flax's own.
-    assert not updates["cache"]["attention_fn"]["state"].sums.any()
-    expected = jax.jit(linen_attention(is_causal=True).apply)(held, x)
-    np.testing.assert_allclose(out, expected, atol=1e-6)
+    again, _ = jax.jit(module.init_with_output)(jax.random.key(0), x)
+    out, updates = linen_step(module, variables, x)
+    np.testing.assert_allclose(out, again, atol=1e-6)
+    assert updates["cache"]["attention_fn"]["state"].sums.all()
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("mutable", [["cache"], True, ["intermediates"], False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_linen_refuses_to_decode_without_a_cache(kind, mutable):
+    """Flax's own attention makes one, answers, and forgets the tokens."""
+    both = KINDS[kind](2, 4, decode=True)
+    x = inputs(3, heads=2, dim=4, batch=(2,))
+    with pytest.raises(ValueError, match=r"decode=True needs a cache: make .*\(model.init\)"):
+        both.linen.apply(both.variables, *x, mutable=mutable)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"mutable": ["intermediates"], "capture_intermediates": True}],
+    ids=["immutable", "capturing"],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_linen_refuses_to_decode_where_the_cache_may_not_change(kind, options):
+    both = KINDS[kind](2, 4, decode=True)
+    x = inputs(3, heads=2, dim=4, batch=(2,))
+    variables = {**both.variables, "cache": both.linen.init(jax.random.key(0), *x)["cache"]}
+    with pytest.raises(ValueError, match=r'pass mutable=\["cache"\] to apply'):
+        both.linen.apply(variables, *x, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_linen_variables_trained_without_decode_decode_with_the_cache_of_init(kind):
+    both = KINDS[kind](2, 4, decode=True)
+    x = inputs(5, heads=2, dim=4, batch=(2,))
+    variables = {**both.variables, "cache": both.linen.init(jax.random.key(9), *x)["cache"]}
+    apply = functools.partial(
+        both.linen.apply, mutable=["cache", "intermediates"], capture_intermediates=True
+    )
+    outs = []
+    for piece in zip(*(pieces(array, 3) for array in x), strict=True):
+        out, updates = apply(variables, *piece)
+        np.testing.assert_array_equal(updates["intermediates"]["__call__"][0], out)
+        variables["cache"] = updates["cache"]
+        outs.append(out)
+    expected = both.function(*x, is_causal=True)
+    assert relative_error(jnp.concatenate(outs, axis=1), expected) < 1e-5
+
+
+class LinenLayer(nn.Module):
+    decode: bool = False
+
+    @nn.compact
+    def __call__(self, x, _):
+        adapter = linen_adapter.RandomFeatureAttention(
+            FEATURES, is_causal=True, decode=self.decode, parent=None
+        )
+        return x + nn.MultiHeadDotProductAttention(HEADS, attention_fn=adapter)(x), None
+
+
+def linen_stack(*, decode, collections=("params", "random_features", "cache")):
+    return nn.scan(
+        nn.remat(LinenLayer),
+        variable_axes=dict.fromkeys(collections, 0),
+        split_rngs={"params": True, "features": True},
+        length=3,
+    )(decode)
+
+
+def test_linen_layers_under_remat_and_scan_decode():
+    x = tokens(2, 5)
+    rngs = {"params": jax.random.key(0), "features": jax.random.key(1)}
+    trained = jax.jit(linen_stack(decode=False).init)(rngs, x, None)
+    assert trained.keys() == {"params", "random_features"}
+    expected, _ = jax.jit(linen_stack(decode=False).apply)(trained, x, None)
+    decoder = linen_stack(decode=True)
+    cache = jax.jit(decoder.init)(rngs, x[:, :1], None)["cache"]
+    outs = []
+    for piece in pieces(x, 3):
+        (out, _), updates = linen_step(decoder, {**trained, "cache": cache}, piece, None)
+        cache = updates["cache"]
+        outs.append(out)
+    assert relative_error(jnp.concatenate(outs, axis=1), expected) < 1e-5
+    ignorant = linen_stack(decode=True, collections=("params", "random_features"))
+    with pytest.raises(ValueError, match=r'nn.scan by variable_axes=\{"cache": 0\}'):
+        ignorant.apply({**trained, "cache": cache}, x, None, mutable=["cache"])
+    with pytest.raises(errors.ScopeCollectionNotFound, match='"state" from collection "cache"'):
+        ignorant.init(rngs, x, None)
+
+
+class LinenToken(nn.Module):
+    @nn.compact
+    def __call__(self, carry, token):
+        adapter = linen_adapter.RandomFeatureAttention(FEATURES, decode=True, parent=None)
+        attention = nn.MultiHeadDotProductAttention(HEADS, attention_fn=adapter)
+        return carry, attention(token[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("over", ["tokens", "sequences"])
+def test_linen_scans_tokens_and_maps_sequences(over):
+    x = tokens(2, 5)
+    variables = jax.jit(LinenToken().init)(jax.random.key(0), None, x[:, 0])
+    if over == "tokens":
+        lifted = nn.scan(
+            LinenToken,
+            variable_broadcast=["params", "random_features"],
+            variable_carry="cache",
+            split_rngs={"params": False},
+            in_axes=1,
+            out_axes=1,
+        )()
+        (_, out), _ = jax.jit(functools.partial(lifted.apply, mutable=["cache"]))(
+            variables, None, x
+        )
+    else:
+        lifted = nn.vmap(
+            LinenLayer,
+            variable_axes={"params": None, "random_features": None, "cache": 0},
+            split_rngs={"params": False, "features": False},
+            in_axes=(0, None),
+        )(decode=True)
+        cache = jax.jit(lifted.init)(jax.random.key(0), x, None)["cache"]
+        (out, _), _ = linen_step(lifted, {**variables, "cache": cache}, x, None)
+        out = out - x
+    inner = {name: variables[name]["MultiHeadDotProductAttention_0"] for name in TRAINED}
+    expected = jax.jit(linen_attention(is_causal=True).apply)(inner, x)
+    assert relative_error(out, expected) < 1e-5
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_refuses_the_cache_of_another_bandwidth(api):
+    both = fmm(2, 4, decode=True)
+    x = inputs(3, heads=2, dim=4, batch=(2,))
+    state = decoding.init_fmm_state(
+        both.variables["random_features"]["projections"],
+        bandwidth=3,
+        batch=(2,),
+        num_key_heads=2,
+        head_dim=4,
+        value_dim=4,
+    )
+    with pytest.raises(ValueError, match="cache is for bandwidth=3, the adapter has bandwidth=2"):
+        both.step(api, state, *x)
 
 
 @pytest.mark.parametrize("feature_map", ["positive", "gaussian_hybrid"])
@@ -291,9 +435,95 @@ def test_refuses_to_decode_without_a_cache():
         ValueError, match=r"input_shape must be \[..., length, features\], got \(1,\)"
     ):
         adapter.init_cache((1,))
+    with pytest.raises(TypeError, match="input_shape must be a tuple of integers, got 8"):
+        adapter.init_cache(8)
+    with pytest.raises(ValueError, match=r"input_shape\[0\] must be at least 0, got -1"):
+        adapter.init_cache((-1, 1, 8))
     adapter.init_cache((1, 1, 8), value_dim=3)
     assert adapter(x, x, x[..., :3]).shape == (1, 1, 2, 3)
-    linen = linen_adapter.RandomFeatureAttention(6, coupling="iid", decode=True)
-    variables = linen.init(jax.random.key(0), x, x, x)
-    with pytest.raises(errors.ModifyScopeVariableError, match="immutable"):
-        linen.apply(variables, x, x, x)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "lead"),
+    [
+        (2, (2,)),
+        (np.int64(2), (2,)),
+        (np.array(2), (2,)),
+        ((2, np.int32(1)), (2, 1)),
+        ([2], (2,)),
+        ((), ()),
+        (0, (0,)),
+    ],
+)
+def test_a_view_has_the_batch_that_is_said(batch_size, lead):
+    module = nnx_attention()
+    decoder = nnx.view(module, only=RandomFeatureAttention, decode=True, batch_size=batch_size)
+    out = nnx_step(decoder, tokens(*lead, 3))
+    assert out.shape == (*lead, 3, WIDTH)
+    np.testing.assert_allclose(out, nnx_step(module, tokens(*lead, 3), None, True), atol=1e-6)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("batch_size", "error", "match"),
+    [
+        (True, TypeError, "batch_size must be an integer, got True"),
+        (np.bool_(True), TypeError, "batch_size must be an integer, got"),
+        (2.5, TypeError, "batch_size must be an integer, got 2.5"),
+        ("2", TypeError, "batch_size must be an integer, got '2'"),
+        (np.array([2, 1]), TypeError, "batch_size must be an integer, got array"),
+        (-1, ValueError, "batch_size must be at least 0, got -1"),
+        ((2, -1), ValueError, r"batch_size\[1\] must be at least 0, got -1"),
+        ((True,), TypeError, r"batch_size\[0\] must be an integer, got True"),
+    ],
+)
+def test_refuses_views_of_other_batches(batch_size, error, match):
+    with pytest.raises(error, match=match):
+        nnx.view(nnx_attention(), only=RandomFeatureAttention, decode=True, batch_size=batch_size)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("decode", ["yes", 1, np.ones(1, bool)])
+def test_refuses_views_that_half_decode(decode):
+    with pytest.raises(TypeError, match="decode must be True or False, got"):
+        nnx.view(nnx_attention(), only=RandomFeatureAttention, decode=decode)
+
+
+def test_clones_go_on_by_themselves_and_views_of_a_decoder_with_it():
+    module = nnx_attention()
+    x = tokens(2, 4)
+    expected = nnx_step(module, x, is_causal=True)
+    decoder = nnx.view(module, only=RandomFeatureAttention, decode=True, batch_size=2)
+    nnx_step(decoder, x[:, :2])
+    clone = nnx.clone(decoder)
+    view = nnx.view(decoder, only=RandomFeatureAttention, decode=True)
+    for one, token in [(clone, 2), (clone, 3), (decoder, 2), (view, 3)]:
+        out = nnx_step(one, x[:, token : token + 1])
+        assert relative_error(out[:, 0], expected[:, token]) < 1e-5
+
+
+class NNXLayer(nnx.Module):
+    def __init__(self, rngs):
+        adapter = RandomFeatureAttention(
+            HEADS, WIDTH // HEADS, FEATURES, coupling="iid", is_causal=True, rngs=rngs
+        )
+        self.attention = nnx.MultiHeadAttention(
+            HEADS, WIDTH, decode=False, attention_fn=adapter, rngs=rngs
+        )
+
+    def __call__(self, x):
+        return x + self.attention(x)
+
+
+def test_stacked_nnx_layers_decode_in_a_view_of_each():
+    make = nnx.split_rngs(splits=3)(nnx.vmap(NNXLayer, in_axes=0, out_axes=0))
+    layers = make(nnx.Rngs(0))
+    call = nnx.jit(nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry))
+    x = tokens(2, 5)
+    expected = call(layers, x)
+    view = functools.partial(nnx.view, only=RandomFeatureAttention, decode=True, batch_size=2)
+    decoder = nnx.vmap(view, in_axes=0, out_axes=0)(layers)
+    outs = [call(decoder, piece) for piece in pieces(x, 3)]
+    assert relative_error(jnp.concatenate(outs, axis=1), expected) < 1e-5
+    with pytest.raises(ValueError, match=r"projection must be .* got shape \(3, 4, 18, 8\)"):
+        view(layers)

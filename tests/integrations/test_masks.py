@@ -83,6 +83,72 @@ def test_nan_in_padding_reaches_nothing(is_causal):
         np.testing.assert_array_equal(gradient[TOKENS == 0], 0)
 
 
+ADDITIVE = np.where(TOKENS > 0, 0.0, -1e9).astype(np.float32)[:, None, None]
+NO_MASKS = {
+    "additive": ADDITIVE,
+    "minus infinity": np.where(ADDITIVE < 0, -np.inf, 0),
+    "a half": np.where(ADDITIVE < 0, 0.5, 1),
+    "nan": np.where(ADDITIVE < 0, np.nan, 1),
+    "integers": TOKENS[:, None, None],
+    "minus one": np.where(ADDITIVE < 0, -1, 1).astype(np.int8),
+    "bfloat16": jnp.asarray(ADDITIVE, jnp.bfloat16),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("factored_masks", [False, True])
+@pytest.mark.parametrize("name", NO_MASKS)
+def test_refuses_masks_of_other_numbers_than_zeros_and_ones(name, factored_masks):
+    qkv = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
+    match = "mask must hold booleans, or zeros and ones, got .* numbers from .* to .* as bias"
+    for call in adapters(factored_masks=factored_masks)[0]:
+        for known in (np.asarray(NO_MASKS[name]), jnp.asarray(NO_MASKS[name])):
+            with pytest.raises(ValueError, match=match):
+                call(*qkv, mask=known)
+        with pytest.raises(ValueError, match=match):  # NumPy's, under jit too.
+            jax.jit(lambda *x, call=call: call(*x, mask=np.asarray(NO_MASKS[name])))(*qkv)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("mask", ["causal", np.ones(LENGTH, complex)])
+def test_refuses_masks_that_are_no_numbers(mask):
+    qkv = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
+    for call in adapters()[0]:
+        with pytest.raises(TypeError, match="mask must hold booleans, or zeros and ones, got"):
+            call(*qkv, mask=mask)
+
+
+@pytest.mark.parametrize("factored_masks", [False, True])
+def test_traced_masks_of_other_numbers_make_their_sequence_nan(factored_masks):
+    mask = np.where(ADDITIVE < 0, 0, 1).astype(np.float32)
+    mask[1, ..., 2] = -1e9
+    qkv = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
+    for call in adapters(factored_masks=factored_masks)[0]:
+        out = jax.jit(lambda *x, mask, call=call: call(*x, mask=mask))(*qkv, mask=mask)
+        assert np.isnan(out[1]).all()
+        expected = call(*(x[:1] for x in qkv), mask=TOKENS[:1, None, None] > 0)
+        np.testing.assert_allclose(out[:1], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8])
+@pytest.mark.parametrize("shape", [(7,), (1, 7), (2, 1, 7), (1, 2, 1, 7)])
+def test_zeros_and_ones_of_any_type_and_rank_are_booleans(dtype, shape):
+    """Without a batch, where a mask may have the axis of one."""
+    qkv = inputs(LENGTH, heads=HEADS, dim=DIM)
+    mask = np.broadcast_to(TOKENS[0] > 0, shape)
+    number = jnp.asarray(mask, dtype)
+    for call in adapters(factored_masks=False)[0]:
+        expected = call(*qkv, mask=mask)
+        assert expected.shape == (LENGTH, HEADS, DIM)
+        np.testing.assert_array_equal(call(*qkv, mask=number), expected)
+        traced = jax.jit(lambda *x, mask, call=call: call(*x, mask=mask))(*qkv, mask=number)
+        np.testing.assert_allclose(traced, expected, rtol=1e-5, atol=1e-6)
+        bad = jnp.asarray(2 * mask, dtype)
+        out = jax.jit(lambda *x, mask, call=call: call(*x, mask=mask))(*qkv, mask=bad)
+        assert out.shape == expected.shape
+        assert np.isnan(out).all()
+
+
 BAND = np.abs(np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))) < 2
 NOT_PRODUCTS = {"band": (BAND, True), "causal": (CAUSAL, False), "band, per head": (BAND, False)}
 

@@ -196,6 +196,7 @@ def test_redraw_changes_the_output_and_not_the_parameters():
         ({"block": "round"}, ValueError, "'regular', 'square', got 'round'"),
         ({"dtype": "int8"}, ValueError, "'float32', 'bfloat16', got 'int8'"),
         ({"remat": "all"}, ValueError, "'none', 'block', 'dots', got 'all'"),
+        ({"scan": "no"}, TypeError, "scan must be True or False, got 'no'"),
         ({"patch_size": 3}, ValueError, r"multiples of patch_size=3, got \(8, 8\)"),
         ({"num_heads": 3}, ValueError, "multiple of num_heads, got 16 and 3"),
         ({"num_features": 0}, ValueError, "num_features must be at least 1"),

@@ -120,6 +120,7 @@ def test_kernels_logarithm_shapes_and_nan():
     [
         ((3,), 0, {}, ValueError, "num_weights must be at least 1, got 0"),
         ((3,), 2.0, {}, TypeError, "num_weights must be an integer, got 2.0"),
+        ((3,), 2, {"log": 1}, TypeError, "log must be True or False, got 1"),
         ((2,), 2, {}, ValueError, "x and y must be"),
         ((3,), 2, {"coupling": "simplex_plus"}, ValueError, "no closed form"),
         ((3,), 2, {"kernel": "laplace"}, ValueError, "kernel must be one of"),

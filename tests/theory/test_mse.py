@@ -267,6 +267,7 @@ X = np.zeros(3)
         (X, ["a", "b", "c"], 4, {}, TypeError, "y must hold real numbers, got str"),
         (X, X, 0, {}, ValueError, "num_features must be at least 1, got 0"),
         (X, X, 4.0, {}, TypeError, "num_features must be an integer, got 4.0"),
+        (X, X, 4, {"log": "no"}, TypeError, "log must be True or False, got 'no'"),
         (X, X, 4, {"kernel": "laplace"}, ValueError, "kernel must be one of 'gaussian', 'softmax'"),
         (X, X, 4, {"features": "relu"}, ValueError, "features must be one of 'positive', 'hyperb"),
         (X, X, 4, {"block": "full"}, ValueError, "block must be one of 'regular', 'square'"),

@@ -65,11 +65,12 @@ def init_state(
         head_dim = as_projection(projection).shape[-1]
     sizes = {"num_key_heads": num_key_heads, "value_dim": value_dim, "head_dim": head_dim}
     heads, width, dim = (checks.positive_int(name, size) for name, size in sizes.items())
+    batch = checks.lead_shape("batch", batch)
     dtype = checks.floating_dtype("dtype", dtype)
     key = jnp.zeros((*batch, 0, heads, dim), dtype)
     value = jnp.zeros((*batch, 0, heads, width), dtype)
     inputs, maps, _ = lay_out_with_features(key, key, value, projection, feature_map=feature_map)
-    return unflatten(empty_state(inputs, maps), tuple(batch))
+    return unflatten(empty_state(inputs, maps), batch)
 
 
 def append(

@@ -75,10 +75,11 @@ def init_window(
     bandwidth = checks.integer("bandwidth", bandwidth, least=0)
     sizes = {"num_key_heads": num_key_heads, "head_dim": head_dim, "value_dim": value_dim}
     heads, dim, width = (checks.positive_int(name, size) for name, size in sizes.items())
+    batch = checks.lead_shape("batch", batch)
     dtype = checks.floating_dtype("dtype", dtype)
     key = jnp.zeros((*batch, 0, heads, dim), dtype)
     value = jnp.zeros((*batch, 0, heads, width), dtype)
-    return unflatten(_empty(lay_out(key, key, value)[0], bandwidth), tuple(batch))
+    return unflatten(_empty(lay_out(key, key, value)[0], bandwidth), batch)
 
 
 def window_step(
