@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import math
+import os
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -141,7 +142,7 @@ def finish(workdir: pathlib.Path, results: dict[str, Any]) -> None:
 def draw_missing_curves(workdir: pathlib.Path) -> None:
     """Draws ``curves.png`` of a finished run that has none, as drawing it failed."""
     path = workdir / "curves.png"
-    if path.exists() or not (workdir / "results.json").exists():
+    if os.path.exists(path) or not os.path.exists(workdir / "results.json"):
         return
     with harness.drawing(workdir):
         harness.save_figure(path, curves.draw_curves(read_metrics(workdir)), dpi=150)

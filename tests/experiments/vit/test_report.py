@@ -23,7 +23,10 @@ def write_run(folder, accuracies, steps=(4, 8), lacks=(), **changes):
     config = tiny.get_config(**changes)
     for name in lacks:
         del config[name]
-    rows = [{"step": s, "test_accuracy": a} for s, a in zip(steps, accuracies, strict=True)]
+    rows = [
+        {"step": step, "test_loss": 1 - accuracy, "test_accuracy": accuracy}
+        for step, accuracy in zip(steps, accuracies, strict=True)
+    ]
     with log.Log(folder, config, log.COLUMNS, rows, writes=True):
         pass
     results = {
