@@ -94,8 +94,8 @@ DATASETS: dict[str, Callable[[str], Dataset]] = {
 def load(name: str, data_dir: str) -> Dataset:
     """Loads a data set, and refuses labels that are no class and images of two sizes.
 
-    JAX reads no error from a label: one below 0 counts from the end, and one beyond the last class
-    makes the loss NaN.
+    JAX raises no error for such a label: one below 0 counts from the end, and one beyond the last
+    class makes the loss NaN.
 
     Args:
       name: Of ``DATASETS``.
