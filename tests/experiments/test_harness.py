@@ -257,3 +257,18 @@ def test_a_bug_of_a_program_keeps_its_traceback(tmp_path, seed, where, error):
     run = run_program(tmp_path, "--workdir=out", f"--config.seed={seed}")
     assert run.returncode == 1
     assert re.search(rf'(?s)Traceback.*program.py", line \d+, in {where}\n.*\n{error}', run.stderr)
+
+
+ROOT = pathlib.Path(harness.__file__).parents[1]
+EXPERIMENTS = sorted(path.parent.name for path in ROOT.glob("experiments/*/main.py"))
+
+
+@pytest.mark.parametrize("name", [*EXPERIMENTS, "the main README"])
+def test_readmes_say_that_a_config_is_executed(name):
+    path = ROOT / "experiments" / name / "README.md"
+    if not path.parent.exists():
+        path = ROOT / "README.md"
+    elif not path.exists():
+        path = ROOT / f"{name.upper()}.md"
+    text = " ".join(path.read_text().split())
+    assert re.search("executes FILE as Python: run only configs that you trust", text)
