@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from experiments import harness
+from experiments.mistakes import UserError
 from experiments.vit import config as config_lib
 
 State = TypeVar("State")  # A pytree of arrays, or of what jax.eval_shape makes of them.
@@ -40,7 +41,7 @@ class Progress(NamedTuple):
     data: dict[str, int]
 
 
-class IncompatibleError(ValueError):
+class IncompatibleError(UserError):
     """A checkpoint is that of another run."""
 
 
@@ -75,7 +76,7 @@ class Checkpoints:
       keep: How many of the last checkpoints to keep, beside the one of the best test accuracy.
 
     Raises:
-      OSError: If the folder cannot be read and written.
+      UserError: If the folder cannot be read and written.
     """
 
     def __init__(self, folder: epath.PathLike, config: ml_collections.ConfigDict, *, keep: int):
@@ -95,7 +96,7 @@ class Checkpoints:
             multihost_utils.sync_global_devices("half-written checkpoints are passed over")
             self._manager = ocp.CheckpointManager(self._folder, options=options)
         except Exception as error:  # Each kind of storage has errors of its own.
-            raise OSError(f"Checkpoints cannot be kept in {folder}: {error}") from error
+            raise UserError(f"Checkpoints cannot be kept in {folder}: {error}") from error
 
     def __enter__(self) -> Checkpoints:
         """Is closed at the end."""
@@ -103,7 +104,7 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Waits until all is on disk; if that fails too, the first error is the one to see."""
-        with contextlib.suppress(*([] if kind is None else [OSError])):
+        with contextlib.suppress(*([] if kind is None else [UserError])):
             self.wait()
         self._manager.close()
 
@@ -111,7 +112,7 @@ class Checkpoints:
         """Starts to save, after the last save is done; the state may be donated at once.
 
         Raises:
-          OSError: If this or the last save failed. All checkpoints before them are whole.
+          UserError: If this or the last save failed. All checkpoints before them are whole.
         """
         arrays = _by_name(state)
         run = {
@@ -131,7 +132,7 @@ class Checkpoints:
         """Returns when the last save is on disk.
 
         Raises:
-          OSError: If it failed.
+          UserError: If it failed.
         """
         try:
             self._manager.wait_until_finished()
@@ -152,7 +153,7 @@ class Checkpoints:
         Raises:
           IncompatibleError: If it is of another config, or of arrays of other shapes; the message
             names what differs.
-          OSError: If there are checkpoints, and none can be read.
+          UserError: If there are checkpoints, and none can be read.
         """
         damaged: list[int] = []
         failure: Exception | None = None
@@ -160,7 +161,9 @@ class Checkpoints:
             restored = None
             try:
                 restored = self._restore(step, state)
-            except (IncompatibleError, PermissionError, MemoryError, jax.errors.JaxRuntimeError):
+            except PermissionError as error:
+                raise UserError(f"{self._folder / str(step)} cannot be read: {error}") from error
+            except (IncompatibleError, MemoryError, jax.errors.JaxRuntimeError):
                 raise
             except Exception as error:  # Whatever a part that is missing or cut off leads to.
                 failure = error
@@ -174,7 +177,7 @@ class Checkpoints:
             self._manager.reload()
             return restored
         if damaged or any(self._folder.glob("*.damaged")):
-            raise OSError(
+            raise UserError(
                 f"No checkpoint in {self._folder} can be read. To start over, delete it."
             ) from failure
         return None
@@ -229,7 +232,7 @@ class Checkpoints:
             except (FileNotFoundError, ValueError):
                 self._set_aside(step)
 
-    def _not_saved(self, error: Exception) -> OSError:
+    def _not_saved(self, error: Exception) -> UserError:
         with contextlib.suppress(Exception):
             self._manager.reload()  # It has struck off what it would have deleted after the save.
         last = self._manager.latest_step()
@@ -241,7 +244,7 @@ class Checkpoints:
                 "from there."
             )
         cause = str(error).split(" [tensorstore_spec")[0]  # Pages of it.
-        return OSError(f"A checkpoint could not be saved in {self._folder}: {cause}\n{rest}")
+        return UserError(f"A checkpoint could not be saved in {self._folder}: {cause}\n{rest}")
 
 
 class Found(NamedTuple):
@@ -268,8 +271,8 @@ def find(folder: epath.PathLike, *, best: bool) -> Found:
       best: Whether to take that of the best test accuracy.
 
     Raises:
-      FileNotFoundError: If there is no checkpoint, or best is wanted and none was evaluated.
-      OSError: If it cannot be read.
+      UserError: If there is no checkpoint, it cannot be read, or best is wanted and none was
+        evaluated.
     """
     with _opened(folder) as manager:
         step = manager.best_step() if best else manager.latest_step()
@@ -278,9 +281,9 @@ def find(folder: epath.PathLike, *, best: bool) -> Found:
             run = manager.restore(step, args=items)["run"]
             accuracy = manager.metrics(step).get("test_accuracy")
     if step is None:
-        raise FileNotFoundError(f"There is no checkpoint in {folder}.")
+        raise UserError(f"There is no checkpoint in {folder}.")
     if best and accuracy is None:
-        raise FileNotFoundError(f"No checkpoint in {folder} was evaluated; leave out --best.")
+        raise UserError(f"No checkpoint in {folder} was evaluated; leave out --best.")
     # As in "float32[32, 10]".
     shapes = {k: tuple(json.loads(v[v.index("[") :])) for k, v in run["shapes"].items()}
     return Found(step, run["config"], shapes, accuracy)
@@ -295,7 +298,7 @@ def load(folder: epath.PathLike, step: int, state: State) -> State:
       state: Shapes, types and shardings of what to read.
 
     Raises:
-      OSError: If it cannot be read.
+      UserError: If it cannot be read.
     """
     items = ocp.args.Composite(state=_restore_arrays(_by_name(state)))
     with _opened(folder) as manager:
@@ -310,7 +313,7 @@ def _opened(folder: epath.PathLike) -> Iterator[ocp.CheckpointManager]:
         with ocp.CheckpointManager(_absolute(folder), options=options) as manager:
             yield manager
     except Exception as error:  # Each kind of storage and of damage has errors of its own.
-        raise OSError(f"The checkpoints in {folder} cannot be read: {error}") from error
+        raise UserError(f"The checkpoints in {folder} cannot be read: {error}") from error
 
 
 def _everywhere(here: bool) -> bool:

@@ -11,13 +11,11 @@ import jax
 from absl import app, flags
 from ml_collections import config_flags
 
-from experiments import harness, memory
+from experiments import harness, memory, mistakes
 from experiments.vit import checkpoint, compare, config, train
 from simrf_jax.models import ATTENTIONS
 
 HEARTBEAT_TIMEOUT = 30  # Seconds after which the others end when one process is gone.
-# What a user can mend, and the message says how; a bucket may need a package.
-MISTAKES = (FloatingPointError, ImportError, OSError, TypeError, ValueError)
 
 _DEFAULT_CONFIG = pathlib.Path(__file__).parent / "configs" / "digits.py"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to train; configs/digits.py.")
@@ -43,10 +41,11 @@ def main(argv: list[str]) -> None:
     memory.keep_freed_memory()
     checkpoint.quiet()
     try:
-        with harness.mistakes_in_one_line(*MISTAKES):
-            run()
+        run()
     except KeyboardInterrupt:
         leave("Stopped; the same command goes on from the last checkpoint, if any are kept.")
+    except mistakes.UserError as error:
+        leave(mistakes.message(error))
     except SystemExit as end:
         leave(end.code)
     except Exception:
@@ -67,12 +66,13 @@ def leave(code: int | str | None) -> None:
 def run() -> None:
     """Trains what the flags say."""
     if _DISTRIBUTED.value:
-        jax.distributed.initialize(
-            _COORDINATOR.value,
-            _NUM_PROCESSES.value,
-            _PROCESS_ID.value,
-            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
-        )
+        with mistakes.user_mistakes(ValueError, prefix="--distributed: "):
+            jax.distributed.initialize(
+                _COORDINATOR.value,
+                _NUM_PROCESSES.value,
+                _PROCESS_ID.value,
+                heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+            )
     if _COMPARE.value:
         seeds = [int(seed) for seed in _SEEDS.value] or [0, 1, 2, 3, 4]
         print(compare.compare(_CONFIG.value, _WORKDIR.value, _COMPARE.value, seeds))

@@ -7,13 +7,14 @@ import json
 import math
 import pathlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jax
 import ml_collections
 import numpy as np
 
+from experiments.mistakes import UserError
 from experiments.training import TrainState
 from experiments.vit import checkpoint, diagnostics, flops, log, meter, sharding, steps, stream
 from experiments.vit import config as config_lib
@@ -38,22 +39,20 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
       What is in ``results.json``.
 
     Raises:
-      FileExistsError: If workdir holds a run that is finished, kept no checkpoints, or is of
-        another config.
-      FileNotFoundError: If the data is not there.
-      FloatingPointError: If a loss or a gradient is not finite; the message names the step.
       IncompatibleError: If the checkpoints are of another config; the message names what differs.
-      OSError: If checkpoints or results cannot be kept.
-      RuntimeError: If a step fails.
       SystemExit: After SIGTERM: with code 0 when a checkpoint is saved, with a message if the run
         keeps none.
-      TypeError, ValueError: If the config is not right.
+      UserError: If the config is not right; workdir holds a run that is finished, kept no
+        checkpoints, or is of another config; the data is not there or damaged; checkpoints or
+        results cannot be kept; or a loss or a gradient is not finite, and the message names the
+        step. Any other error is a bug.
     """
     # Check everything that can be checked before anything is written.
     config_lib.check(config)
     workdir = pathlib.Path(workdir)
     is_first = jax.process_index() == 0  # Of the hosts; it alone writes.
     if is_first:
+        log.draw_missing_curves(workdir)
         log.refuse_used(workdir, config)
     mesh = sharding.make_mesh(config.mesh)
     sharding.check_batch(
@@ -110,7 +109,6 @@ def _loop(
     )
     profile = stack.enter_context(Profile(workdir / "profile", **config.profile))
     preemption = stack.enter_context(Preemption())
-    stack.enter_context(_beyond_the_checks())
     window = meter.Meter(_speed(config, program))
     start = time.perf_counter() - progress.seconds
     for step in range(first_step, config.num_steps):
@@ -246,7 +244,7 @@ def _check_finite(
     """Refuses to go on from what is not finite; ``values`` are those of steps."""
     for step, value in values.items():
         if not math.isfinite(value):
-            raise FloatingPointError(
+            raise UserError(
                 f"The {what} is {value} at step {step} of {config.num_steps}; the metrics up to "
                 f"there are in {workdir / 'metrics.csv'}."
             )
@@ -274,12 +272,3 @@ def _results(
         "jax": jax.__version__,
         "config": json.loads(config.to_json_best_effort()),
     }
-
-
-@contextlib.contextmanager
-def _beyond_the_checks() -> Iterator[None]:
-    """Lets no failure of a step pass for a mistake in the config, whatever its type is."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        raise RuntimeError("Training failed after it had started.") from error

@@ -8,6 +8,8 @@ import pytest
 from experiments import trials
 from experiments.kernel_mse import blog, kernel_mse, mse_ratio, trigonometric_gap
 from experiments.kernel_mse.configs import paper
+from experiments.mistakes import UserError
+from tests.experiments.drawing import assert_no_figure_costs_results
 
 TINY = {
     "ratio.dim": 8,
@@ -79,6 +81,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     assert not (tmp_path / "stopped" / "results.json").exists()
     assert kernel_mse.run(tiny(), tmp_path / "stopped") == whole
     assert len(computed) == 4 + 5  # Three were kept.
+    assert_no_figure_costs_results(kernel_mse.run, tiny(), tmp_path / "stopped")
     assert json.loads((tmp_path / "stopped" / "results.json").read_text()) == whole
     for name in ("mse_ratio", "trigonometric_gap", *blog.FIGURES):
         assert (tmp_path / "stopped" / f"{name}.png").stat().st_size > 10_000
@@ -126,13 +129,13 @@ def test_main_prints_the_tables(tmp_path):
     ],
 )
 def test_refuses(changes, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(UserError, match=match):
         kernel_mse.check(tiny(**changes))
 
 
 @pytest.mark.fast
 def test_refuses_other_types():
-    with pytest.raises(TypeError, match=r"Each of config.gap.dims must be an integer, got 2.5"):
+    with pytest.raises(UserError, match=r"Each of config.gap.dims must be an integer, got 2.5"):
         kernel_mse.check(tiny(gap__dims=(2.5,)))
-    with pytest.raises(ValueError, match=r"config.ratio.distances must be floats above 0"):
+    with pytest.raises(UserError, match=r"config.ratio.distances must be floats above 0"):
         kernel_mse.check(tiny(ratio__distances=(1.0, float("inf"))))

@@ -1,4 +1,8 @@
+import dataclasses
+import hashlib
 import json
+import pathlib
+import re
 import resource
 import shutil
 import subprocess
@@ -10,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.mistakes import UserError
 from experiments.vit import checkpoint, evaluate, export, log, trained
 from experiments.vit import input as input_lib
 from tests.experiments.vit import tiny
@@ -93,6 +98,91 @@ def test_another_process_runs_it_with_jax_alone(runs, tmp_path):
             np.testing.assert_allclose(logits / scale, expected[:size] / scale, atol=1e-5)
 
 
+README = pathlib.Path(export.__file__).with_name("README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+[SNIPPET] = [code for code in BLOCKS if "jax.export" in code]  # What runs an export.
+
+
+@pytest.fixture(scope="module")
+def exports(runs, tmp_path_factory):
+    """A folder with the exports of two runs."""
+    folder = tmp_path_factory.mktemp("exports")
+    for name in ("simplex", "exact"):
+        export.export(runs[name][0], folder / name, platforms=["cpu"])
+    return folder
+
+
+@pytest.fixture
+def exported(exports, tmp_path, monkeypatch):
+    """An export in the working directory, under the name that the README gives it."""
+    monkeypatch.chdir(tmp_path)
+    for suffix in ("", ".json"):
+        shutil.copy(exports / f"simplex{suffix}", f"digits.stablehlo{suffix}")
+    return tmp_path / "digits.stablehlo"
+
+
+def flip(bit):
+    """Flips a bit, counted from the start or the end."""
+
+    def change(content):
+        content = bytearray(content)
+        content[bit // 8] ^= 1 << bit % 8
+        return bytes(content)
+
+    return change
+
+
+def test_the_readme_runs_a_whole_export(exported, capsys):
+    exec(SNIPPET, {})
+    assert 0 <= float(capsys.readouterr().out) <= 1
+
+
+FLIPS = [flip(bit) for bit in (0, 12_345, 100_000, 200_001, -9)]
+
+
+@pytest.mark.parametrize("change", [*FLIPS, lambda b: b"", lambda b: b[:-1], lambda b: b + b"\0"])
+def test_the_readme_refuses_a_damaged_export(exported, change):
+    exported.write_bytes(change(exported.read_bytes()))
+    with pytest.raises(SystemExit, match=r"digits\.stablehlo is damaged, or not the model of"):
+        exec(SNIPPET, {})
+
+
+def test_the_readme_refuses_the_export_of_another_run(exports, exported):
+    shutil.copy(exports / "exact", exported)
+    with pytest.raises(SystemExit, match=r"digits\.stablehlo is damaged, or not the model of"):
+        exec(SNIPPET, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("digits.stablehlo", None, FileNotFoundError),
+        ("digits.stablehlo.json", None, FileNotFoundError),
+        ("digits.stablehlo.json", "", json.JSONDecodeError),
+        ("digits.stablehlo.json", "{}", KeyError),
+    ],
+)
+def test_the_readme_needs_both_files(exported, name, content, error):
+    path = exported.with_name(name)
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(error):
+        exec(SNIPPET, {})
+
+
+def test_the_readme_refuses_the_export_of_a_jax_that_calls_otherwise(exported):
+    model = dataclasses.replace(read(exported), calling_convention_version=99).serialize()
+    exported.write_bytes(model)
+    path = exported.with_name("digits.stablehlo.json")
+    description = json.loads(path.read_text()) | {"sha256": hashlib.sha256(model).hexdigest()}
+    path.write_text(json.dumps(description))
+    with pytest.raises(
+        SystemExit, match=rf"is of JAX {jax.__version__}, which this JAX cannot run"
+    ):
+        exec(SNIPPET, {})
+
+
 def test_the_description_says_what_goes_in_and_comes_out(runs, tmp_path):
     workdir, _ = runs["scanned"]
     written = export.export(workdir, tmp_path / "new" / "model", platforms=["tpu", "cpu"])
@@ -103,6 +193,8 @@ def test_the_description_says_what_goes_in_and_comes_out(runs, tmp_path):
     assert written["output"]["shape"] == ["batch", 10]
     assert (written["step"], written["test_accuracy"]) == (1, 0.25)
     assert written["config"] == json.loads((workdir / "config.json").read_text())
+    model = (tmp_path / "new" / "model").read_bytes()
+    assert written["sha256"] == hashlib.sha256(model).hexdigest()
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["model", "model.json"]
 
 
@@ -145,7 +237,7 @@ def test_each_platform_has_its_own_arithmetic(tmp_path):
 )
 @pytest.mark.fast
 def test_platforms_are_refused(tmp_path, platforms, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(UserError, match=match):
         export.export(tmp_path, tmp_path / "model", platforms=platforms)
 
 
@@ -153,7 +245,7 @@ def test_platforms_are_refused(tmp_path, platforms, match):
 @pytest.mark.parametrize("name", ["model", "model.json"])
 def test_no_file_is_written_over(tmp_path, name):
     (tmp_path / name).write_text("Precious.")
-    with pytest.raises(FileExistsError, match=f"{name} is there; give another --output"):
+    with pytest.raises(UserError, match=f"{name} is there; give another --output"):
         export.export(tmp_path, tmp_path / "model")
     assert (tmp_path / name).read_text() == "Precious."
 
@@ -162,14 +254,14 @@ def test_a_full_disk_leaves_no_part_of_a_file(runs, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
     try:
-        with pytest.raises(OSError, match="model cannot be written: "):
+        with pytest.raises(UserError, match="model cannot be written: "):
             export.export(runs["simplex"][0], tmp_path / "model")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
 
 
-def refused(workdir, error, match, *, best=False):
+def refused(workdir, match, *, best=False, error=UserError):
     """By all that load a trained model."""
     with pytest.raises(error, match=match):
         evaluate.evaluate(workdir, best=best)
@@ -178,33 +270,33 @@ def refused(workdir, error, match, *, best=False):
 
 
 def test_what_holds_no_trained_model_is_refused(runs, tmp_path):
-    refused(tmp_path / "none", FileNotFoundError, "none holds no run: .*config.json")
+    refused(tmp_path / "none", "none holds no run: .*config.json")
     copy = tmp_path / "copy"
     shutil.copytree(runs["simplex"][0], copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"learning_rate": 0.5}))
     differ = "another run than .*config.json: learning_rate is 0.001 there, 0.5 here"
-    refused(copy, checkpoint.IncompatibleError, differ)
+    refused(copy, differ, error=checkpoint.IncompatibleError)
     (copy / "config.json").write_text(json.dumps(config)[:100])
-    refused(copy, OSError, "config.json is damaged: ")
+    refused(copy, "config.json is damaged: ")
     del config["seed"]
     (copy / "config.json").write_text(json.dumps(config))
-    refused(copy, ValueError, "The config lacks seed")
+    refused(copy, r"config\.json is not right: The config lacks seed")
     shutil.copy(runs["simplex"][0] / "config.json", copy)
     for path in (copy / "checkpoints" / "1" / "state").rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     unreadable = "The checkpoints in .*copy/checkpoints cannot be read: "
-    refused(copy, OSError, unreadable)
+    refused(copy, unreadable)
     shutil.rmtree(copy / "checkpoints" / "1" / "run")
-    refused(copy, OSError, unreadable)
+    refused(copy, unreadable)
     shutil.rmtree(copy / "checkpoints")
-    refused(copy, FileNotFoundError, "There is no checkpoint in .*copy/checkpoints")
+    refused(copy, "There is no checkpoint in .*copy/checkpoints")
 
 
 def test_the_best_of_none_is_refused(tmp_path):
     make_run(tmp_path / "run", rows=({"step": 1},), **MODELS["exact"])
-    refused(tmp_path / "run", FileNotFoundError, "was evaluated; leave out --best", best=True)
+    refused(tmp_path / "run", "was evaluated; leave out --best", best=True)
     model = trained.load(tmp_path / "run", mesh_of(), best=False)
     assert model.test_accuracy is None
 
@@ -212,5 +304,5 @@ def test_the_best_of_none_is_refused(tmp_path):
 def test_images_of_another_kind_are_refused(runs, monkeypatch):
     load = input_lib.load
     monkeypatch.setattr(input_lib, "load", lambda *a, **k: load(*a, **k)._replace(num_classes=7))
-    with pytest.raises(ValueError, match="of 1 channels and 10 classes, got 1 and 7 in digits"):
+    with pytest.raises(UserError, match="of 1 channels and 10 classes, got 1 and 7 in digits"):
         evaluate.evaluate(runs["exact"][0], best=False)

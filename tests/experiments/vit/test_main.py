@@ -1,6 +1,10 @@
 """What the command line says of input that cannot work: one line, and nothing is written."""
 
+import json
 import os
+import pathlib
+import re
+import subprocess
 import sys
 
 import jax
@@ -8,11 +12,14 @@ import pytest
 from absl.testing import flagsaver
 
 from experiments import memory
-from experiments.vit import main, steps, train
-from tests.experiments.vit import tiny
+from experiments.vit import config as config_lib
+from experiments.vit import curves, data, main, steps, train
+from simrf_jax.models import ViT
+from tests.experiments.vit import prepared, tiny
 
 RECORDS = "--config.in_memory=False --config.augment.shift=0.0 --config.dataset=imagenet2012"
 EXACT = "--config.model.attention=exact"  # Compiles fastest.
+CONFIG_DICT = "from ml_collections.config_dict import *\ndef get_config(): return ConfigDict"
 
 
 @pytest.fixture
@@ -47,6 +54,7 @@ def command(tmp_path, monkeypatch):
         ("--compare=exact --seeds=4294967296", r"from 0 to 2\^32 - 1, got 4294967296"),
         (f"{RECORDS} --config.data_dir=/nowhere", "There is no imagenet2012 in '/nowhere'. Say"),
         ("--workdir=gs://bucket/run", "--workdir must be a folder of this machine, got gs:"),
+        (f"--workdir=/{'x' * 300}", "xxx cannot be read: .*File name too long"),
         (
             "--config.checkpoint.interval=2 --config.checkpoint.folder=/proc/run",
             "Checkpoints cannot be kept in /proc/run: ",
@@ -74,6 +82,20 @@ def test_what_cannot_work_ends_the_program_with_a_line(command, tmp_path, flags,
         ("def get_config(a): raise ValueError(a)", r"ValueError: argument \(line 2\)$"),
         ("def get_config(a): return a", "must be an ml_collections.ConfigDict, got 'argument'"),
         ("def get_config(a): return dict()", "must be an ml_collections.ConfigDict, got {}"),
+        ("def get_config(): return None", "must be an ml_collections.ConfigDict, got None"),
+        ("def get_config(a, b): return a", "TypeError: .* missing 2 required .*. A config is a"),
+        ("import no_such_module", r"ModuleNotFoundError: No module .*'no_such_module' \(line 2\)$"),
+        ("def get_config(): open('/nowhere')", r"FileNotFoundError: .*'/nowhere' \(line 2\)$"),
+        ("import sys; sys.exit(0)", r"SystemExit: 0 \(line 2\)$"),
+        ("def get_config(): raise SystemExit", r"SystemExit:  \(line 2\)$"),
+        ("def get_config(): return get_config()", r"RecursionError: maximum .* \(line 2\)$"),
+        ("def get_config(): return {}[0]\nwrong = 3", r"KeyError: 0 \(line 2\)$"),
+        (f"{CONFIG_DICT}({{3: 4}})", "Unknown config field 3; the known ones are seed"),
+        (
+            f"{CONFIG_DICT}({{'seed': required_placeholder(int)}})",
+            "RequiredValueError: None value found",
+        ),
+        (f"{CONFIG_DICT}({{'model': 3}})", "Unknown config field model; the known ones are seed"),
     ],
 )
 def test_a_config_file_that_cannot_be_used_is_named_with_the_line(command, tmp_path, source, match):
@@ -81,6 +103,39 @@ def test_a_config_file_that_cannot_be_used_is_named_with_the_line(command, tmp_p
     path.write_text(f"# A comment.\n{source}\n")
     with pytest.raises(SystemExit, match=match):
         command("", f"{path}:argument" if "(a)" in source else path)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags", ["", "--config.seed=3"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.png", prepared.encode(prepared.halves((8, 8)), "PNG").getvalue()),
+        ("config.json", b'{"seed": 3, "model": {"width": 8}}'),
+        ("config.yaml", b"seed: 3\nmodel:\n  width: 8\n"),
+        ("empty.py", b""),
+        ("nul.py", b"x = 1\0\n"),
+        ("latin.py", "# é\n".encode("latin-1")),
+        ("nested.py", b"(" * 500),
+    ],
+)
+def test_a_config_file_that_is_no_python_is_refused(command, tmp_path, flags, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(SystemExit) as end:
+        command(flags, path)
+    told = str(end.value)
+    assert told.startswith(f"--config={path} cannot be read: ")
+    assert "A config is a Python file with a function get_config" in told
+    assert "\n" not in told
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to(path)])
+def test_a_config_that_is_no_file_is_refused(command, tmp_path, make):
+    make(tmp_path / "config.py")
+    with pytest.raises(SystemExit, match=r"config.py: (that is no file|there is no such file)\.$"):
+        command("", tmp_path / "config.py")
 
 
 @pytest.mark.fast
@@ -108,6 +163,16 @@ def test_an_interrupt_says_how_to_go_on(command, monkeypatch):
     monkeypatch.setattr(train, "train", interrupt)
     with pytest.raises(SystemExit, match=r"^Stopped; the same command goes on from the last"):
         command("")
+
+
+@pytest.mark.fast
+def test_a_host_that_finds_no_others_says_so(command, monkeypatch):
+    def initialize(*_, **__):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(SystemExit, match=r"^--distributed: coordinator_address should be defined"):
+        command("--distributed")
 
 
 @pytest.mark.fast
@@ -140,15 +205,82 @@ def test_a_run_whose_config_is_lost_is_refused(command, tmp_path, config):
     (tmp_path / "run" / "metrics.csv").touch()
     if config:
         (tmp_path / "run" / "config.json").write_text(config)
-    with pytest.raises(SystemExit, match=r"run holds a run whose config.json cannot be read \("):
+    with pytest.raises(SystemExit, match=r"run holds a run whose config is lost \(.*config.json"):
         command("--config.checkpoint.interval=2")
 
 
-def test_a_step_that_fails_is_no_mistake_of_the_user(command, monkeypatch):
+# Where a bug may be, and of which type: those of a user's mistakes, before there was UserError.
+BUGS = {
+    "check": (config_lib, "_check_seeing", ValueError),
+    "field": (config_lib, "_check_input", KeyError),
+    "data": (data, "load_digits", OSError),
+    "model": (ViT, "__init__", TypeError),
+    "step": (steps, "train_step", ValueError),
+    "evaluation": (steps, "test_means", FloatingPointError),
+    "curves": (curves, "draw_curves", ValueError),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_is_no_mistake_of_the_user(command, monkeypatch, name):
+    owner, function, error = BUGS[name]
+
     def fail(*_, **__):
+        raise error("A mistake of ours.")
+
+    monkeypatch.setattr(owner, function, fail)
+    if owner is data:
+        monkeypatch.setitem(data.DATASETS, "digits", fail)
+    with pytest.raises(error, match=r"A mistake of ours\.") as bug:
+        command(EXACT)
+    assert bug.traceback[-1].path == pathlib.Path(__file__)
+
+
+def test_a_drawing_that_fails_loses_no_result_and_is_made_up_for(command, tmp_path, monkeypatch):
+    def fail(_):
         raise ValueError("A mistake of ours.")
 
-    monkeypatch.setattr(steps, "train_step", fail)
-    with pytest.raises(RuntimeError, match="failed after it had started") as failed:
+    with monkeypatch.context() as patch:
+        patch.setattr(curves, "draw_curves", fail)
+        with pytest.raises(
+            ValueError, match=r"(?s)ours\..*results.json is whole; the same command"
+        ):
+            command(EXACT)
+    results = (tmp_path / "run" / "results.json").read_text()
+    assert json.loads(results)["steps"] == 4
+    assert not (tmp_path / "run" / "curves.png").exists()
+    with pytest.raises(SystemExit, match=r"already holds a run \(results.json\)"):
         command(EXACT)
-    assert isinstance(failed.value.__cause__, ValueError)
+    assert (tmp_path / "run" / "results.json").read_text() == results
+    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
+
+
+MODIFIED = """
+from absl import app
+from experiments.vit import main, program
+from simrf_jax.models import ViT
+
+class Modified(ViT):
+    def __init__(self, config, *, rngs):
+        super().__init__(config, rngs=rngs, widht=3)
+
+program.ViT = Modified
+app.run(main.main, flags_parser=main.parse_flags)
+"""
+
+
+def test_the_traceback_of_a_modified_model_is_printed(tmp_path):
+    (tmp_path / "modified.py").write_text(MODIFIED)
+    root = pathlib.Path(main.__file__).parents[2]
+    run = subprocess.run(
+        [sys.executable, "modified.py", f"--config={tiny.__file__}", "--workdir=run"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert re.search(
+        r'modified.py", line 8, in __init__\n(?s:.*)TypeError: .*argument \'widht\'', run.stderr
+    ), run.stderr
