@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import math
+import sys
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -13,15 +14,18 @@ from typing import Any, NamedTuple, TypeVar
 import absl.logging
 import jax
 import ml_collections
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
 
 from experiments import harness
+from experiments.hosts import everywhere as _everywhere
 from experiments.mistakes import UserError
 from experiments.vit import config as config_lib
+
+# Orbax's files that log the errors they raise.
+_RAISING = ("async_checkpointer.py", "checkpoint_manager.py", "future.py", "metadata/checkpoint.py")
 
 State = TypeVar("State")  # A pytree of arrays, or of what jax.eval_shape makes of them.
 
@@ -46,16 +50,29 @@ class IncompatibleError(UserError):
 
 
 def quiet() -> None:
-    """Keeps a program's standard error free of Orbax's diary; its errors stay.
+    """Keeps a program's standard error free of what Orbax, TensorStore and asyncio say of a save.
 
-    Those of its futures do not: ``Checkpoints`` raises them.
+    Of a save that fails each of them prints pages, some of them when the program ends;
+    ``Checkpoints`` raises the error. Orbax's other errors stay.
     """
-    absl.logging.get_absl_handler().addFilter(
-        lambda record: (
-            "orbax" not in record.pathname
-            or (record.levelno >= logging.ERROR and not record.pathname.endswith("future.py"))
-        )
-    )
+    absl.logging.get_absl_handler().addFilter(_is_news)
+    hook = sys.unraisablehook
+
+    def pass_on(unraisable: sys.UnraisableHookArgs) -> None:
+        # TensorStore reports each write to asyncio's loop, which the first failure has ended.
+        if str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    sys.unraisablehook = pass_on
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Returns whether nobody else tells what a record of the log says."""
+    if record.name == "asyncio":
+        return "exception was never retrieved" not in record.getMessage()
+    if "orbax" not in record.pathname:
+        return True
+    return record.levelno >= logging.ERROR and not record.pathname.endswith(_RAISING)
 
 
 def is_best(rows: list[dict[str, float]]) -> bool:
@@ -104,9 +121,12 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Waits until all is on disk; if that fails too, the first error is the one to see."""
-        with contextlib.suppress(*([] if kind is None else [UserError])):
-            self.wait()
-        self._manager.close()
+        try:
+            with contextlib.suppress(*([] if kind is None else [UserError])):
+                self.wait()
+        finally:
+            with contextlib.suppress(Exception):  # What a save failed with is raised once more.
+                self._manager.close()
 
     def save(self, step: int, state: Any, progress: Progress) -> None:
         """Starts to save, after the last save is done; the state may be donated at once.
@@ -314,11 +334,6 @@ def _opened(folder: epath.PathLike) -> Iterator[ocp.CheckpointManager]:
             yield manager
     except Exception as error:  # Each kind of storage and of damage has errors of its own.
         raise UserError(f"The checkpoints in {folder} cannot be read: {error}") from error
-
-
-def _everywhere(here: bool) -> bool:
-    """Whether it is so on all hosts; each must ask."""
-    return bool(multihost_utils.process_allgather(np.array(here)).all())
 
 
 def _absolute(folder: epath.PathLike) -> epath.Path:

@@ -1,6 +1,8 @@
 import json
 import os
 import pathlib
+import re
+import signal
 import subprocess
 import sys
 
@@ -8,7 +10,7 @@ import ml_collections
 import numpy as np
 import pytest
 
-from experiments import harness
+from experiments import harness, locking
 from experiments.mistakes import UserError
 
 pytestmark = pytest.mark.fast
@@ -135,7 +137,7 @@ def test_pieces_are_computed_once_and_timed(tmp_path):
 PROGRAM = """
 import pathlib, sys
 from absl import flags
-from experiments import harness
+from experiments import harness, locking
 from experiments.mistakes import UserError
 FIELDS = {"seed": int}
 def check(config):
@@ -153,6 +155,20 @@ if __name__ == "__main__": harness.launch(sys.modules["__main__"], FIELDS, pathl
 CONFIG = "import ml_collections\ndef get_config(): return ml_collections.ConfigDict({'seed': 0})\n"
 
 
+def run_program(folder, arguments):
+    (folder / "program.py").write_text(PROGRAM)
+    (folder / "paper.py").write_text(CONFIG)
+    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(harness.__file__).parents[1])}
+    return subprocess.run(
+        [sys.executable, "program.py", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
@@ -160,23 +176,22 @@ CONFIG = "import ml_collections\ndef get_config(): return ml_collections.ConfigD
         (["--workdir=out", "--config.seed=3"], 0, "seed 3"),
         (["--help"], 1, "--workdir: Folder for the results."),
         (["--config=nofile.py", "--workdir=out"], 1, "nofile.py"),
-        (["--workdir=out", "--config.seed=7"], 1, "Stopped; the same command goes on"),
+        (["--workdir=out", "--config.seed=7"], -signal.SIGINT, "Stopped; the same command goes on"),
         (["--workdir=out", "--config.seed=8"], 1, "No space left"),
         ([], 1, "--workdir must have a value"),
     ],
 )
 def test_program(tmp_path, arguments, code, text):
-    (tmp_path / "program.py").write_text(PROGRAM)
-    (tmp_path / "paper.py").write_text(CONFIG)
-    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(harness.__file__).parents[1])}
-    run = subprocess.run(
-        [sys.executable, "program.py", *arguments],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run = run_program(tmp_path, arguments)
     assert run.returncode == code, run.stderr
     assert text in run.stdout + run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_a_second_program_in_one_workdir_is_refused(tmp_path):
+    with locking.locked(tmp_path / "out"):
+        run = run_program(tmp_path, ["--workdir=out"])
+    assert run.returncode == 1
+    line = f"out is in use by another run: process {os.getpid()} on .* Stop it, or give [^\n]*\n"
+    assert re.fullmatch(line, run.stderr), run.stderr
+    assert not (tmp_path / "out").exists()
