@@ -39,8 +39,7 @@ def check(config: ml_collections.ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
-      TypeError: If a field has the wrong type.
-      ValueError: If fields are missing or unknown, or a value is out of range.
+      UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
     values = harness.check_fields(config, FIELDS)
     harness.check_seed(values)
@@ -61,9 +60,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       What it writes to ``results.json``, ratios of mean squared errors to those of iid rows.
 
     Raises:
-      TypeError: As ``check``.
-      ValueError: As ``check``.
-      FileExistsError: If the folder holds a run of another config.
+      UserError: As ``check``, or if the folder cannot be written or holds a run of another config.
     """
     check(config)
     pieces = harness.Pieces(workdir, config)
@@ -73,8 +70,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "maps": {str(dim): _maps(dim) for dim in config.maps.dims},
     }
     harness.write_json(workdir / "results.json", results)
-    for name, figure in figures.draw(results).items():
-        figure.savefig(workdir / f"{name}.png", dpi=160)
+    with harness.drawing(workdir):
+        for name, figure in figures.draw(results).items():
+            harness.save_figure(workdir / f"{name}.png", figure)
     return results
 
 

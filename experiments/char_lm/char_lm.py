@@ -14,7 +14,7 @@ from experiments import harness
 from experiments.char_lm import summary, train
 from experiments.char_lm import text as text_lib
 from experiments.char_lm.model import ATTENTIONS
-from simrf_jax import checks
+from experiments.mistakes import UserError, user_mistakes
 from simrf_jax.projections import COUPLINGS
 
 FIELDS: dict[str, type] = {
@@ -58,47 +58,49 @@ def check(config: ml_collections.ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
-      TypeError: If a field has the wrong type.
-      ValueError: If fields are missing or unknown, or a value is out of range.
+      UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
     values = harness.check_fields(config, FIELDS)
     harness.check_least(values, LEAST)
+    for seed in config.seeds:
+        harness.check_seed({"seed": seed})
     if len(set(config.seeds)) != len(config.seeds) or len(config.seeds) < 2:
-        raise ValueError(f"config.seeds must be two or more, none twice, got {config.seeds}.")
-    checks.one_of("config.model.coupling", config.model.coupling, COUPLINGS)
+        raise UserError(f"config.seeds must be two or more, none twice, got {config.seeds}.")
+    harness.check_one_of("config.model.coupling", config.model.coupling, COUPLINGS)
     if config.model.width % (2 * config.model.num_heads):
-        raise ValueError(
+        raise UserError(
             "config.model.width must be a multiple of 2 num_heads, got "
             f"{config.model.width} and num_heads={config.model.num_heads}."
         )
     for name in ("learning_rate", "clip_norm", "temperature"):
         if not config[name] > 0:
-            raise ValueError(f"config.{name} must be above 0, got {config[name]}.")
+            raise UserError(f"config.{name} must be above 0, got {config[name]}.")
     if not config.weight_decay >= 0:
-        raise ValueError(f"config.weight_decay must be at least 0, got {config.weight_decay}.")
+        raise UserError(f"config.weight_decay must be at least 0, got {config.weight_decay}.")
     if not 0 <= config.b2 < 1:
-        raise ValueError(f"config.b2 must be in [0, 1), got {config.b2}.")
+        raise UserError(f"config.b2 must be in [0, 1), got {config.b2}.")
     if config.warmup_steps >= config.num_steps:
-        raise ValueError(
+        raise UserError(
             f"config.warmup_steps must be below num_steps={config.num_steps}, "
             f"got {config.warmup_steps}."
         )
     if config.num_steps % config.eval_interval:
-        raise ValueError(
+        raise UserError(
             f"config.num_steps must be a multiple of eval_interval={config.eval_interval}, "
             f"got {config.num_steps}."
         )
     text = text_lib.load()
     if config.context >= len(text.validation):
-        raise ValueError(
+        raise UserError(
             f"config.context must be below the {len(text.validation)} characters of the "
             f"validation text, got {config.context}."
         )
     if not 1 <= len(config.prompt) <= config.context:
-        raise ValueError(
+        raise UserError(
             f"config.prompt must have 1 to {config.context} characters, got {config.prompt!r}."
         )
-    text_lib.encode(config.prompt, text.alphabet)
+    with user_mistakes(ValueError):
+        text_lib.encode(config.prompt, text.alphabet)
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
@@ -113,10 +115,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       nats, seconds and a sample.
 
     Raises:
-      TypeError: As ``check``.
-      ValueError: As ``check``.
-      FileExistsError: If the folder holds a run of another config.
-      FloatingPointError: If a validation loss is not finite.
+      UserError: As ``check``, or if the folder cannot be written or holds a run of another config.
+        A validation loss that is not finite is one too.
     """
     check(config)
     pieces = harness.Pieces(workdir, config, selection=["seeds"])
@@ -161,7 +161,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         },
     }
     harness.write_json(workdir / "results.json", results)
-    summary.draw_figure(results).savefig(workdir / "char_lm.png", dpi=160)
+    with harness.drawing(workdir):
+        harness.save_figure(workdir / "char_lm.png", summary.draw_figure(results))
     return results
 
 

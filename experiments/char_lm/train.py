@@ -18,6 +18,7 @@ from flax import nnx
 from experiments import training
 from experiments.char_lm.model import CharLM
 from experiments.char_lm.text import Text, encode, train_batch, windows
+from experiments.mistakes import UserError
 from experiments.training import TrainState
 
 # Which draw a key is for, after those of training.
@@ -112,7 +113,7 @@ def train(
       ``[context]``.
 
     Raises:
-      FloatingPointError: If a validation loss is not finite.
+      UserError: If a validation loss is not finite.
     """
     state = program.init(jax.random.key(seed))
     validation = windows(text.validation, config.context)
@@ -131,7 +132,7 @@ def train(
         if (step + 1) % config.eval_interval == 0:
             losses.append(float(program.evaluate(state, validation)))
             if not math.isfinite(losses[-1]):
-                raise FloatingPointError(
+                raise UserError(
                     f"The validation loss of {name} is {losses[-1]} at step {step + 1}."
                 )
     sample = program.sample(state, encode(config.prompt, text.alphabet))

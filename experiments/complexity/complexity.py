@@ -16,6 +16,7 @@ import tqdm
 from experiments import harness
 from experiments.complexity import figures, tables
 from experiments.complexity.measure import FAST, MATRICES, MEMORIES, TIMES, measure
+from experiments.mistakes import UserError, user_mistakes
 from simrf_jax import checks
 from simrf_jax.projections.hadamard import padded_dim
 
@@ -41,31 +42,31 @@ def check(config: ml_collections.ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
-      TypeError: If a field has the wrong type.
-      ValueError: If fields are missing or unknown, or a value is out of range.
+      UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
     values = harness.check_fields(config, FIELDS)
     harness.check_least(values, {"num_vectors": 1, "rounds": 1})
     if not 0 <= config.seconds < math.inf:
-        raise ValueError(f"config.seconds must be at least 0 and finite, got {config.seconds}.")
+        raise UserError(f"config.seconds must be at least 0 and finite, got {config.seconds}.")
     if config.fit_points < 3:
-        raise ValueError(
+        raise UserError(
             "config.fit_points must be at least 3, or a slope has no standard error, "
             f"got {config.fit_points}."
         )
     if len(config.dims) < config.fit_points:
-        raise ValueError(
+        raise UserError(
             f"config.dims must name at least fit_points={config.fit_points} dimensions, "
             f"got {config.dims}."
         )
     dims = (*config.dims, *config.fast_dims)
+    with user_mistakes(TypeError, ValueError):
+        for dim in dims:
+            checks.integer("Each of config.dims and config.fast_dims", dim, least=2)
     for dim in dims:
-        if checks.integer("Each of config.dims and config.fast_dims", dim) < 2:
-            raise ValueError(f"config.dims and config.fast_dims must be at least 2, got {dim}.")
         if padded_dim(dim) != dim:
-            raise ValueError(f"config.dims and config.fast_dims must be powers of two, got {dim}.")
+            raise UserError(f"config.dims and config.fast_dims must be powers of two, got {dim}.")
     if any(low >= high for low, high in itertools.pairwise(dims)):
-        raise ValueError(f"config.dims and then config.fast_dims must increase, got {dims}.")
+        raise UserError(f"config.dims and then config.fast_dims must increase, got {dims}.")
 
 
 def fit_exponent(dims: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
@@ -93,9 +94,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       run; and ``exponents``.
 
     Raises:
-      TypeError: As ``check``.
-      ValueError: As ``check``.
-      FileExistsError: If the folder holds a run of another config.
+      UserError: As ``check``, or if the folder cannot be written or holds a run of another config.
     """
     check(config)
     pieces = harness.Pieces(workdir, config)
@@ -123,8 +122,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "exponents": exponents,
     }
     harness.write_json(workdir / "results.json", results)
-    figures.draw_times(results).savefig(workdir / "time.png", dpi=160)
-    figures.draw_memory(results).savefig(workdir / "memory.png", dpi=160)
+    with harness.drawing(workdir):
+        harness.save_figure(workdir / "time.png", figures.draw_times(results))
+        harness.save_figure(workdir / "memory.png", figures.draw_memory(results))
     return results
 
 

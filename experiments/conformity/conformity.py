@@ -13,6 +13,7 @@ import tqdm
 
 from experiments import harness
 from experiments.conformity import couplings, densities, optimisation
+from experiments.mistakes import UserError
 
 FIELDS: dict[str, type] = {
     "seed": int,
@@ -33,25 +34,24 @@ def check(config: ml_collections.ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
-      TypeError: If a field has the wrong type.
-      ValueError: If fields are missing or unknown, or a value is out of range.
+      UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
     values = harness.check_fields(config, FIELDS)
     harness.check_least(values, {"num_iterations": 1, "num_couplings": 2})
     harness.check_least(values, {"num_projections": 2, "num_optimised": 2})
     harness.check_seed(values)
     if config.dim < 3:
-        raise ValueError(
+        raise UserError(
             f"config.dim must be at least 3, got {config.dim}: in 2 dimensions the simplex is the "
             "optimum for any norms."
         )
     if config.num_draws < config.num_optimised:
-        raise ValueError(
+        raise UserError(
             f"config.num_draws must be at least config.num_optimised, {config.num_optimised}, "
             f"got {config.num_draws}."
         )
     if not LEAST_V <= config.v <= MOST_V:
-        raise ValueError(
+        raise UserError(
             f"config.v must be at least {LEAST_V:g}, for gains that rounding does not hide, and at "
             f"most {MOST_V:g}, for tails that means over draws can bear, got {config.v}."
         )
@@ -70,9 +70,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       coupling.
 
     Raises:
-      TypeError: As ``check``.
-      ValueError: As ``check``.
-      FileExistsError: If the folder holds a run of another config.
+      UserError: As ``check``, or if the folder cannot be written or holds a run of another config.
     """
     check(config)
     pieces = harness.Pieces(workdir, config)
@@ -95,13 +93,14 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         lengths = densities.draw_lengths(key(PROJECTIONS), config.num_projections, dim, coupling)
         results["densities"][coupling] = densities.summary(lengths, v, dim, coupling)
     harness.write_json(workdir / "results.json", results)
-    figures = {
-        "couplings": couplings.draw_figure(key(PICTURES)),
-        "optimisation": optimisation.draw_figure(results["single_draw"], v, dim),
-        "densities": densities.draw_figure(results["densities"], v, dim),
-    }
-    for name, figure in figures.items():
-        figure.savefig(workdir / f"{name}.png", dpi=160)
+    with harness.drawing(workdir):
+        figures = {
+            "couplings": couplings.draw_figure(key(PICTURES)),
+            "optimisation": optimisation.draw_figure(results["single_draw"], v, dim),
+            "densities": densities.draw_figure(results["densities"], v, dim),
+        }
+        for name, figure in figures.items():
+            harness.save_figure(workdir / f"{name}.png", figure)
     return results
 
 

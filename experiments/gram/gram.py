@@ -16,6 +16,7 @@ import tqdm
 
 import simrf_jax
 from experiments import harness, style, trials
+from experiments.mistakes import UserError
 from simrf_jax import theory
 
 FIELDS: dict[str, type] = {
@@ -35,15 +36,14 @@ def check(config: ml_collections.ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
-      TypeError: If a field has the wrong type.
-      ValueError: If fields are missing or unknown, or a value is out of range.
+      UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
     values = harness.check_fields(config, FIELDS)
     harness.check_least(values, {"dim": 2, "num_points": 1, "multiples": 1})
     harness.check_seed(values)
     harness.check_least(values, {"num_trials": 2, "batch_size": 1})
     if not 0 < config.scale < math.inf:
-        raise ValueError(f"config.scale must be above 0 and finite, got {config.scale}.")
+        raise UserError(f"config.scale must be above 0 and finite, got {config.scale}.")
 
 
 def draw_points(config: ml_collections.ConfigDict) -> jax.Array:
@@ -84,9 +84,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       its standard error and, where there is one, its closed form.
 
     Raises:
-      TypeError: As ``check``.
-      ValueError: As ``check``.
-      FileExistsError: If the folder holds a run of another config.
+      UserError: As ``check``, or if the folder cannot be written or holds a run of another config.
     """
     check(config)
     pieces = harness.Pieces(workdir, config)
@@ -106,7 +104,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
                 progress.update()
             results[coupling] = rows
     harness.write_json(workdir / "results.json", results)
-    draw_figure(results, config.dim).savefig(workdir / "gram.png", dpi=160)
+    with harness.drawing(workdir):
+        harness.save_figure(workdir / "gram.png", draw_figure(results, config.dim))
     return results
 
 

@@ -35,8 +35,7 @@ def check(config: ml_collections.ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
-      TypeError: If a field has the wrong type.
-      ValueError: If fields are missing or unknown, or a value is out of range.
+      UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
     values = harness.check_fields(config, FIELDS)
     harness.check_seed(values)
@@ -60,9 +59,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       summaries of the three parts.
 
     Raises:
-      TypeError: As ``check``.
-      ValueError: As ``check``.
-      FileExistsError: If the folder holds a run of another config.
+      UserError: As ``check``, or if the folder cannot be written or holds a run of another config.
     """
     check(config)
     kept = harness.Pieces(workdir, config)
@@ -71,9 +68,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     pieces = {name: kept.get(name, task) for name, task in progress}
     results = {name: part.summary(config, pieces) for name, part in PARTS.items()}
     harness.write_json(workdir / "results.json", results)
-    for part, of_part in zip(PARTS.values(), results.values(), strict=True):
-        for name, figure in part.draw_figures(of_part).items():
-            figure.savefig(workdir / f"{name}.png", dpi=160)
+    with harness.drawing(workdir):
+        for part, of_part in zip(PARTS.values(), results.values(), strict=True):
+            for name, figure in part.draw_figures(of_part).items():
+                harness.save_figure(workdir / f"{name}.png", figure)
     return results
 
 

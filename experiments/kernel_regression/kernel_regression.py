@@ -13,8 +13,8 @@ import tqdm
 
 from experiments import harness
 from experiments.kernel_regression import classify, figures, tables, uci
+from experiments.mistakes import UserError
 from experiments.trials import summary
-from simrf_jax import checks
 from simrf_jax.projections.hadamard import padded_dim
 
 FIELDS: dict[str, type] = {
@@ -40,8 +40,7 @@ def check(config: ml_collections.ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
-      TypeError: If a field has the wrong type.
-      ValueError: If fields are missing or unknown, or a value is out of range.
+      UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
     values = harness.check_fields(config, FIELDS)
     harness.check_seed(values)
@@ -50,9 +49,9 @@ def check(config: ml_collections.ConfigDict) -> None:
     harness.check_least(values, {"search_trials": 2, "search_multiple": 1, "num_sigmas": 2})
     for name, known in (("datasets", tuple(uci.SOURCES)), ("parts", PARTS)):
         if not config[name]:
-            raise ValueError(f"config.{name} must name at least one of {', '.join(known)}, got ().")
+            raise UserError(f"config.{name} must name at least one of {', '.join(known)}, got ().")
         for value in config[name]:
-            checks.one_of(f"Each of config.{name}", value, known)
+            harness.check_one_of(f"Each of config.{name}", value, known)
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
@@ -67,10 +66,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       standard errors; for each part the seconds that it took.
 
     Raises:
-      TypeError: As ``check``.
-      ValueError: As ``check``.
-      FileExistsError: If the folder holds a run of another config.
-      FileNotFoundError: If a data set is neither there nor can be downloaded.
+      UserError: As ``check``, or if the folder cannot be written or holds a run of another config.
+        A data set that is neither there nor can be downloaded is one too.
     """
     check(config)
     splits = {name: uci.load(name, config.data_dir) for name in config.datasets}
@@ -84,8 +81,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
             }
         results["seconds"][part] = pieces.seconds(f"{part}*")
     harness.write_json(workdir / "results.json", results)
-    for name, figure in figures.draw(results).items():
-        figure.savefig(workdir / f"{name}.png", dpi=160)
+    with harness.drawing(workdir):
+        for name, figure in figures.draw(results).items():
+            harness.save_figure(workdir / f"{name}.png", figure)
     return results
 
 

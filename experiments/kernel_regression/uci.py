@@ -9,6 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import pooch
 
+from experiments.mistakes import UserError, user_mistakes
+
 ARCHIVE = "https://archive.ics.uci.edu/ml/machine-learning-databases/"
 TEST_SHARE = 0.05
 
@@ -105,8 +107,8 @@ def find(name: str, data_dir: str = "") -> pathlib.Path:
         it, a cache to which the file is downloaded.
 
     Raises:
-      FileNotFoundError: If the folder lacks it, or it cannot be downloaded.
-      OSError: If it is not the file that the UCI repository publishes.
+      UserError: If the folder lacks it, it cannot be downloaded, or it is not the file that the UCI
+        repository publishes.
     """
     source = SOURCES[name]
     uci_name = pathlib.PurePosixPath(source.path).name
@@ -127,19 +129,21 @@ def find(name: str, data_dir: str = "") -> pathlib.Path:
                 )
             )
         except OSError as error:
-            raise FileNotFoundError(f"Cannot download {name}: {error}. {ways}") from error
+            raise UserError(f"Cannot download {name}: {error}. {ways}") from error
         except ValueError as error:  # Another checksum; pooch keeps nothing then.
-            raise OSError(f"{name} is not what it was: {error}") from error
-    paths = [pathlib.Path(folder).expanduser() / file for file in (uci_name, short_name)]
+            raise UserError(f"{name} is not what it was: {error}") from error
+    paths = [pathlib.Path(os.path.expanduser(folder), file) for file in (uci_name, short_name)]
     for path in paths:
-        if path.exists():
-            if (found := pooch.file_hash(str(path))) == source.sha256:
-                return path
-            raise OSError(
+        with user_mistakes(OSError, prefix=f"{path} cannot be read: "):
+            found = pooch.file_hash(str(path)) if path.exists() else None
+        if found == source.sha256:
+            return path
+        if found:
+            raise UserError(
                 f"{path} is not the file of the UCI repository: its SHA-256 is {found}, expected "
                 f"{source.sha256}."
             )
-    raise FileNotFoundError(f"There is no {' or '.join(p.name for p in paths)} in {folder}. {ways}")
+    raise UserError(f"There is no {' or '.join(p.name for p in paths)} in {folder}. {ways}")
 
 
 def read(name: str, data_dir: str = "") -> tuple[np.ndarray, np.ndarray]:
@@ -149,8 +153,7 @@ def read(name: str, data_dir: str = "") -> tuple[np.ndarray, np.ndarray]:
     empty; of the others it is a row like any other.)
 
     Raises:
-      FileNotFoundError: As ``find``.
-      OSError: As ``find``.
+      UserError: As ``find``.
     """
     source = SOURCES[name]
     lines = find(name, data_dir).read_text().splitlines()[:-1]
@@ -179,8 +182,7 @@ def load(name: str, data_dir: str = "", *, validation: bool = False) -> Split:
         set instead, as many.
 
     Raises:
-      FileNotFoundError: As ``find``.
-      OSError: As ``find``.
+      UserError: As ``find``.
     """
     rows, labels = read(name, data_dir)
     order = np.random.default_rng(42).permutation(len(rows))

@@ -29,15 +29,19 @@ from typing import Any, NamedTuple, TypeVar
 import absl.logging
 import jax
 import ml_collections
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
 from experiments import harness
+from experiments.hosts import everywhere as _everywhere
+from experiments.mistakes import UserError
 from experiments.vit import config as config_lib
 from experiments.vit import digest
+
+# Orbax's files that log the errors they raise.
+_RAISING = ("async_checkpointer.py", "checkpoint_manager.py", "future.py", "metadata/checkpoint.py")
 
 State = TypeVar("State")  # A pytree of arrays, or of what jax.eval_shape makes of them.
 
@@ -57,11 +61,11 @@ class Progress(NamedTuple):
     data: dict[str, int]
 
 
-class IncompatibleError(ValueError):
+class IncompatibleError(UserError):
     """A checkpoint is that of another run, or of a version of this package that kept no digests."""
 
 
-class DamagedError(OSError):
+class DamagedError(UserError):
     """A checkpoint is not what was saved."""
 
 
@@ -94,28 +98,30 @@ class Found(NamedTuple):
 
 
 def quiet() -> None:
-    """Keeps a program's standard error free of Orbax's diary; its errors stay.
+    """Keeps a program's standard error free of what Orbax, TensorStore and asyncio say.
 
-    Those of its futures do not: ``Checkpoints`` raises them. Nor do those of the reads that Orbax
-    abandons when one of them fails, which is raised.
+    Of a save or a read that fails each of them prints pages, some of them when the program ends;
+    ``Checkpoints`` and ``load`` raise the error. Orbax's other errors stay.
     """
-    absl.logging.get_absl_handler().addFilter(
-        lambda record: (
-            "orbax" not in record.pathname
-            or (record.levelno >= logging.ERROR and not record.pathname.endswith("future.py"))
-        )
-    )
-    logging.getLogger("asyncio").addFilter(
-        lambda record: not re.search("orbax|tensorstore", record.getMessage())
-    )
-    report = sys.unraisablehook
+    absl.logging.get_absl_handler().addFilter(_is_news)
+    hook = sys.unraisablehook
 
-    def report_others(unraisable: sys.UnraisableHookArgs) -> None:
-        abandoned = "Encountered error while reading array index|Event loop is closed"
+    def pass_on(unraisable: sys.UnraisableHookArgs) -> None:
+        # Reads and writes go on after the first failure, which has ended asyncio's loop.
+        abandoned = "Event loop is closed|Encountered error while reading array index"
         if not re.match(abandoned, str(unraisable.exc_value)):
-            report(unraisable)
+            hook(unraisable)
 
-    sys.unraisablehook = report_others
+    sys.unraisablehook = pass_on
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Returns whether nobody else tells what a record of the log says."""
+    if record.name == "asyncio":
+        return "exception was never retrieved" not in record.getMessage()
+    if "orbax" not in record.pathname:
+        return True
+    return record.levelno >= logging.ERROR and not record.pathname.endswith(_RAISING)
 
 
 def is_best(rows: list[dict[str, float]]) -> bool:
@@ -137,7 +143,7 @@ class Checkpoints:
       keep: How many of the last checkpoints to keep, beside the one of the best test accuracy.
 
     Raises:
-      OSError: If the folder cannot be read and written.
+      UserError: If the folder cannot be read and written.
     """
 
     def __init__(self, folder: epath.PathLike, config: ml_collections.ConfigDict, *, keep: int):
@@ -156,7 +162,7 @@ class Checkpoints:
             multihost_utils.sync_global_devices("half-written checkpoints are deleted")
             self._manager = ocp.CheckpointManager(self._folder, options=options)
         except Exception as error:  # Each kind of storage has errors of its own.
-            raise OSError(f"Checkpoints cannot be kept in {folder}: {error}") from error
+            raise UserError(f"Checkpoints cannot be kept in {folder}: {error}") from error
 
     def __enter__(self) -> Checkpoints:
         """Is closed at the end."""
@@ -164,15 +170,18 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Waits until all is on disk; if that fails too, the first error is the one to see."""
-        with contextlib.suppress(*([] if kind is None else [OSError])):
-            self.wait()
-        self._manager.close()
+        try:
+            with contextlib.suppress(*([] if kind is None else [UserError])):
+                self.wait()
+        finally:
+            with contextlib.suppress(Exception):  # What a save failed with is raised once more.
+                self._manager.close()
 
     def save(self, step: int, state: Any, progress: Progress) -> None:
         """Starts to save, after the last save is done; the state may be donated at once.
 
         Raises:
-          OSError: If this or the last save failed. All checkpoints before them are whole.
+          UserError: If this or the last save failed. All checkpoints before them are whole.
         """
         arrays = _by_name(state)
         run = {
@@ -195,7 +204,7 @@ class Checkpoints:
         """Returns when the last save is on disk.
 
         Raises:
-          OSError: If it failed.
+          UserError: If it failed.
         """
         try:
             self._manager.wait_until_finished()
@@ -217,7 +226,7 @@ class Checkpoints:
         Raises:
           IncompatibleError: If it is of another config, or of arrays of other shapes, and the
             message names what differs; or if it has no digests.
-          OSError: If there are checkpoints, and none can be read.
+          UserError: If there are checkpoints, and none can be read.
         """
         damaged: dict[int, str] = {}  # Not the errors, which would keep what was read in memory.
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -235,7 +244,7 @@ class Checkpoints:
             return restored, found.progress
         if damaged or any(self._folder.glob("*.damaged")):
             each = "; ".join(damaged.values()) or "each of them is damaged"
-            raise OSError(
+            raise UserError(
                 f"No checkpoint in {self._folder} can be read: {each}. To start over, delete it."
             )
         return None
@@ -291,8 +300,10 @@ class Checkpoints:
                 warnings.warn(f"{path} is half-written; it is passed over.", stacklevel=3)
                 path.rmtree()
 
-    def _not_saved(self, error: Exception) -> OSError:
-        last = max(_steps(self._folder), default=None)
+    def _not_saved(self, error: Exception) -> UserError:
+        last = None
+        with contextlib.suppress(Exception):  # The folder may be gone.
+            last = max(_steps(self._folder), default=None)
         if last is None:
             rest = "There is no earlier one; the same command starts anew."
         else:
@@ -300,7 +311,7 @@ class Checkpoints:
                 f"That of step {last} is whole; when the cause is mended, the same command goes on "
                 "from there."
             )
-        return OSError(
+        return UserError(
             f"A checkpoint could not be saved in {self._folder}: {_in_a_line(error)}\n{rest}"
         )
 
@@ -350,17 +361,17 @@ def find(folder: epath.PathLike, *, best: bool) -> Iterator[Found]:
         leave out those that were not evaluated.
 
     Raises:
-      FileNotFoundError: If there is no checkpoint, or best is wanted and none was evaluated.
       IncompatibleError: If a checkpoint has no digests.
-      OSError: If the folder cannot be read.
+      UserError: If there is no checkpoint, the folder cannot be read, or best is wanted and none
+        was evaluated.
     """
     folder = _absolute(folder)
     try:
         steps = sorted(_steps(folder), reverse=True)
     except Exception as error:  # Each kind of storage has errors of its own.
-        raise OSError(f"The checkpoints in {folder} cannot be read: {error}") from error
+        raise UserError(f"The checkpoints in {folder} cannot be read: {error}") from error
     if not steps:
-        raise FileNotFoundError(f"There is no checkpoint in {folder}.")
+        raise UserError(f"There is no checkpoint in {folder}.")
     found = _whole(folder, steps)
     yield from _best_first(folder, found) if best else found
 
@@ -379,7 +390,7 @@ def _best_first(folder: epath.Path, found: Iterator[Found]) -> list[Found]:
     some = list(found)
     evaluated = [one for one in some if one.test_accuracy is not None]
     if some and not evaluated:
-        raise FileNotFoundError(f"No checkpoint in {folder} was evaluated; leave out --best.")
+        raise UserError(f"No checkpoint in {folder} was evaluated; leave out --best.")
     return sorted(evaluated, key=lambda one: (one.test_accuracy, one.step), reverse=True)
 
 
@@ -447,7 +458,9 @@ def _agreeing_on_damage(path: epath.Path) -> Iterator[None]:
     failure: Exception | None = None
     try:
         yield
-    except (IncompatibleError, PermissionError, MemoryError, jax.errors.JaxRuntimeError):
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    except (IncompatibleError, MemoryError, jax.errors.JaxRuntimeError):
         raise
     except Exception as error:  # Whatever a part that is missing, cut off or altered leads to.
         failure = error
@@ -469,11 +482,6 @@ def _sha256(run: Mapping[str, Any]) -> str:
 def _steps(folder: epath.Path) -> list[int]:
     """Returns the steps in a folder, damaged ones too."""
     return [found.step for found in ocp.path.step.standard_name_format().find_all(folder)]
-
-
-def _everywhere(here: bool) -> bool:
-    """Whether it is so on all hosts; each must ask."""
-    return bool(multihost_utils.process_allgather(np.array(here)).all())
 
 
 def _absolute(folder: epath.PathLike) -> epath.Path:

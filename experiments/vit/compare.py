@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 import ml_collections
 
-from experiments import harness
+from experiments import harness, locking
+from experiments.mistakes import UserError
 from experiments.vit import config as config_lib
 from experiments.vit import log, report, train
-from simrf_jax import checks
 from simrf_jax.models import ATTENTIONS
 
 
@@ -39,33 +39,42 @@ def compare(
       The table, in Markdown.
 
     Raises:
-      ValueError: If an attention is unknown, a name or seed comes twice, or a finished run in
-        workdir had another config.
+      UserError: If an attention is unknown, a name or seed comes twice, another run or comparison
+        is in workdir, or a finished run in it had another config or is damaged; and as ``train``.
     """
     for attention in attentions:
-        checks.one_of("--compare", attention, ATTENTIONS)
+        harness.check_one_of("--compare", attention, ATTENTIONS)
     for seed in seeds:
         harness.check_seed({"seed": seed})
     if len({*attentions}) < len(attentions) or len({*seeds}) < len(seeds) or not seeds:
-        raise ValueError(
+        raise UserError(
             "--compare and --seeds must each name something, and nothing twice, got "
             f"{list(attentions)} and {list(seeds)}."
         )
     workdir = pathlib.Path(workdir)
+    log.refuse_bucket(workdir)
     configs = {
         workdir / f"{attention}-{seed}": _config_of(config, attention, seed)
         for seed, attention in itertools.product(seeds, attentions)
     }
+    with locking.locked(workdir):
+        return _compare(configs, workdir)
+
+
+def _compare(configs: dict[pathlib.Path, ml_collections.ConfigDict], workdir: pathlib.Path) -> str:
+    """Compares in a folder that is locked; each of its runs locks its own."""
     for run, ours in configs.items():
         _check_run(ours, run)
     for run, ours in configs.items():
         _finish_run(ours, run)
     runs = report.find_runs(configs)
     table = report.make_table(runs)
-    (workdir / "table.md").write_text(table)
+    with harness.whole_file(workdir / "table.md") as partial:
+        partial.write_text(table)
     results = {attention: [run.results for run in some] for attention, some in runs.items()}
     harness.write_json(workdir / "results.json", results)
-    report.draw(runs).savefig(workdir / "compare.png", dpi=150)
+    with harness.drawing(workdir):
+        harness.save_figure(workdir / "compare.png", report.draw(runs), dpi=150)
     return table
 
 
@@ -85,10 +94,10 @@ def _check_run(config: ml_collections.ConfigDict, run: pathlib.Path) -> None:
     """Refuses, before any run trains, what one of them could not go on with."""
     config_lib.check(config)
     if (run / "results.json").exists():
-        before = json.loads((run / "results.json").read_text())["config"]
+        before = report.read_results(run)["config"]
         ours = json.loads(config.to_json_best_effort())
         if differ := config_lib.differences(before, ours):
-            raise ValueError(
+            raise UserError(
                 f"{run} was run with another config: {'; '.join(differ)}. Give another --workdir."
             )
     elif config.checkpoint.interval:
@@ -98,9 +107,11 @@ def _check_run(config: ml_collections.ConfigDict, run: pathlib.Path) -> None:
 def _finish_run(config: ml_collections.ConfigDict, run: pathlib.Path) -> None:
     """Trains one run unless it is finished; one that was stopped goes on, or starts over."""
     if (run / "results.json").exists():
+        log.draw_missing_curves(run)
         print(f"{run} is finished.")
         return
     if not config.checkpoint.interval:
-        (run / "metrics.csv").unlink(missing_ok=True)
+        with locking.locked(run):
+            (run / "metrics.csv").unlink(missing_ok=True)
     print(f"{run}", flush=True)
     train.train(config, run)

@@ -8,8 +8,8 @@ from typing import Any
 import ml_collections
 
 from experiments import harness
+from experiments.mistakes import UserError, user_mistakes
 from experiments.vit import data, records
-from simrf_jax import checks
 from simrf_jax.models import ViTConfig
 
 # Every field of every config of this experiment. A config file sets all of them.
@@ -122,30 +122,31 @@ def check(config: ml_collections.ConfigDict) -> None:
     """Refuses a config that is not whole, has an unknown field, or a value that cannot work.
 
     Raises:
-      TypeError: If a field has the wrong type.
-      ValueError: If fields are missing or unknown, or a value is out of range.
+      UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
     given = harness.check_fields(config, FIELDS)
     harness.check_seed(given)
-    for name in _POSITIVE:
-        checks.positive_int(f"config.{name}", given[name])
-    if given["mesh.data"] != -1:
-        checks.positive_int("config.mesh.data, unless it is -1,", given["mesh.data"])
+    harness.check_least(given, dict.fromkeys(_POSITIVE, 1))
+    if given["mesh.data"] != -1 and given["mesh.data"] < 1:
+        raise UserError(
+            f"config.mesh.data, unless it is -1, must be at least 1, got {given['mesh.data']}."
+        )
     for name in _NOT_NEGATIVE:
         if not given[name] >= 0:
-            raise ValueError(f"config.{name} must be at least 0, got {given[name]}.")
+            raise UserError(f"config.{name} must be at least 0, got {given[name]}.")
     for name in ("learning_rate", "clip_norm", "eps"):
         if not given[name] > 0:
-            raise ValueError(f"config.{name} must be above 0, got {given[name]}.")
+            raise UserError(f"config.{name} must be above 0, got {given[name]}.")
     for name in ("b1", "b2"):
         if not 0 <= given[name] < 1:
-            raise ValueError(f"config.{name} must be in [0, 1), got {given[name]}.")
+            raise UserError(f"config.{name} must be in [0, 1), got {given[name]}.")
     _check_input(given)
     _check_seeing(given)
     # What does not depend on the data is checked without it.
-    ViTConfig(image_size=(config.image_size, config.image_size), **config.model)
+    with user_mistakes(ValueError):
+        ViTConfig(image_size=(config.image_size, config.image_size), **config.model)
     if config.warmup_steps >= config.num_steps:
-        raise ValueError(
+        raise UserError(
             f"config.warmup_steps must be below num_steps={config.num_steps}, "
             f"got {config.warmup_steps}."
         )
@@ -164,18 +165,18 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]
 def _check_input(given: dict[str, Any]) -> None:
     """Refuses data sets that are not known, and what has no effect on how they are read."""
     known = data.DATASETS if given["in_memory"] else records.DATASETS
-    checks.one_of("config.dataset", given["dataset"], known)
+    harness.check_one_of("config.dataset", given["dataset"], known)
     for name in ("augment.crop_area", "eval_crop"):
         if not 0 < given[name] <= 1:
-            raise ValueError(f"config.{name} must be in (0, 1], got {given[name]}.")
+            raise UserError(f"config.{name} must be in (0, 1], got {given[name]}.")
     if not 0 <= given["augment.randaugment_magnitude"] <= 10:
-        raise ValueError(
+        raise UserError(
             "config.augment.randaugment_magnitude must be from 0 to 10, got "
             f"{given['augment.randaugment_magnitude']}."
         )
     for name, none in (_OF_RECORDS if given["in_memory"] else _OF_MEMORY).items():
         if given[name] != none:
-            raise ValueError(
+            raise UserError(
                 f"config.{name} must be {none} where in_memory is {given['in_memory']}, got "
                 f"{given[name]}."
             )
@@ -185,16 +186,16 @@ def _check_seeing(given: dict[str, Any]) -> None:
     """Refuses diagnostics and profiles that there is too little for."""
     images, batch_size = given["diagnostics.images"], given["eval_batch_size"]
     if images > batch_size:
-        raise ValueError(
+        raise UserError(
             f"config.diagnostics.images must be at most eval_batch_size={batch_size}, got {images}."
         )
     if given["diagnostics.redraws"] < 2:
-        raise ValueError(
+        raise UserError(
             "config.diagnostics.redraws must be at least 2, as a variance is estimated from them, "
             f"got {given['diagnostics.redraws']}."
         )
     end = given["profile.start"] + given["profile.steps"]
     if given["profile.steps"] and end > given["num_steps"]:
-        raise ValueError(
+        raise UserError(
             f"config.profile must end by num_steps={given['num_steps']}, got start + steps = {end}."
         )

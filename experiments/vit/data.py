@@ -10,6 +10,7 @@ from typing import NamedTuple
 import grain
 import numpy as np
 
+from experiments.mistakes import UserError, user_mistakes
 from experiments.vit import records
 
 
@@ -38,8 +39,9 @@ def load_digits(data_dir: str) -> Dataset:
       Alpaydin and Kaynak, Optical Recognition of Handwritten Digits (UCI, 1998).
     """
     del data_dir
-    import sklearn.datasets
-    import sklearn.model_selection
+    with user_mistakes(ImportError, prefix="The digits come with scikit-learn: "):
+        import sklearn.datasets
+        import sklearn.model_selection
 
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
     images = (images / 16).astype(np.float32).reshape(-1, 8, 8, 1)
@@ -59,25 +61,64 @@ def load_fashion_mnist(data_dir: str) -> Dataset:
         the default of TensorFlow Datasets.
 
     Raises:
-      FileNotFoundError: If it is not there; the message says how to get it.
+      UserError: If it is not there, and the message says how to get it, or it is damaged.
 
     References:
       Xiao et al., Fashion-MNIST (2017).
     """
+    train, test = (
+        records.open_records("fashion_mnist", split, data_dir) for split in ("train", "test")
+    )
+    return Dataset(_decode_all(train), _decode_all(test), num_classes=train.num_classes)
 
-    def read(split: str) -> Split:
-        found = records.open_records("fashion_mnist", split, data_dir)
-        images, labels = zip(*found.read(range(len(found))), strict=True)
-        pixels = np.stack([np.asarray(image) for image in images])[..., None]
-        return Split(pixels.astype(np.float32) / 255, np.array(labels, np.int32))
 
-    return Dataset(read("train"), read("test"), num_classes=10)
+def _decode_all(examples: records.Records) -> Split:
+    images, labels = zip(*examples.read(range(len(examples))), strict=True)
+    if len(sizes := {image.size for image in images}) > 1:
+        (width, height), (other_width, other_height) = sorted(sizes)[:2]
+        raise UserError(
+            f"The images of {examples.name} must be of one size, got {height} x {width} and "
+            f"{other_height} x {other_width}."
+        )
+    pixels = np.stack([np.asarray(image) for image in images]).astype(np.float32) / 255
+    pixels = pixels.reshape(*pixels.shape[:3], examples.channels)
+    return Split(pixels, np.array(labels, np.int32))
 
 
 DATASETS: dict[str, Callable[[str], Dataset]] = {
     "digits": load_digits,
     "fashion_mnist": load_fashion_mnist,
 }
+
+
+def load(name: str, data_dir: str) -> Dataset:
+    """Loads a data set, and refuses labels that are no class and images of two sizes.
+
+    JAX reads no error from a label: one below 0 counts from the end, and one beyond the last class
+    makes the loss NaN.
+
+    Args:
+      name: Of ``DATASETS``.
+      data_dir: Where it lies, unless it comes with a package.
+
+    Raises:
+      UserError: If it is not there, is damaged, or has such labels or images.
+    """
+    dataset = DATASETS[name](data_dir)
+    for kind, split in (("train", dataset.train), ("test", dataset.test)):
+        wrong = np.flatnonzero((split.labels < 0) | (split.labels >= dataset.num_classes))
+        if wrong.size:
+            raise UserError(
+                f"Image {wrong[0]} of the {kind} split of {name} has the label "
+                f"{split.labels[wrong[0]]}, and must have one from 0 to {dataset.num_classes - 1}."
+            )
+    sizes = [split.images.shape[1:] for split in (dataset.train, dataset.test)]
+    if sizes[0] != sizes[1]:
+        raise UserError(
+            f"The images of {name} must be of one size, got {sizes[0]} to train on and {sizes[1]} "
+            "to test on."
+        )
+    return dataset
 
 
 def train_batches(

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import simrf_jax
+from experiments.mistakes import UserError
 from simrf_jax.models import ViT
 from simrf_jax.models.blocks import Block
 
@@ -39,10 +40,10 @@ def check_images(num_images: int, num_test: int) -> None:
     """Refuses to look at more images than there are.
 
     Raises:
-      ValueError: If the test set has fewer.
+      UserError: If the test set has fewer.
     """
     if num_images > num_test:
-        raise ValueError(
+        raise UserError(
             f"config.diagnostics.images must be at most {num_test}, all the images to test on, got "
             f"{num_images}."
         )

@@ -7,7 +7,7 @@ import pathlib
 import jax
 from absl import app, flags
 
-from experiments import harness
+from experiments.mistakes import UserError, told_in_one_line, user_mistakes
 from experiments.vit import checkpoint, sharding, steps, trained
 from experiments.vit import input as input_lib
 from simrf_jax import checks
@@ -32,13 +32,13 @@ def evaluate(
       ``step``, ``test_loss`` and ``test_accuracy``.
 
     Raises:
-      FileNotFoundError: If workdir holds no run, or no checkpoint, or the data is not there.
       IncompatibleError: If the checkpoints are of another run; the message names what differs.
-      OSError: If the checkpoint cannot be read.
-      ValueError: If the data is not what the model was trained on, or batch_size is not positive.
+      UserError: If workdir holds no run, or no checkpoint; the checkpoint or the data cannot be
+        read, or the data is not what the model was trained on; or batch_size is not positive.
     """
     if batch_size is not None:
-        checks.positive_int("batch_size", batch_size)
+        with user_mistakes(TypeError, ValueError):
+            checks.positive_int("batch_size", batch_size)
     mesh = sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1, "sequence": 1})
     model = trained.load(workdir, mesh, best=best)
     config, program = model.config, model.program
@@ -48,7 +48,7 @@ def evaluate(
     rows = sharding.rows_of_host(mesh, batch_size)
     inputs = input_lib.load(config, eval_batch_size=batch_size, rows=rows)
     if (inputs.channels, inputs.num_classes) != (program.model.channels, program.model.num_classes):
-        raise ValueError(
+        raise UserError(
             f"The model must be evaluated on images of {program.model.channels} channels and "
             f"{program.model.num_classes} classes, got {inputs.channels} and {inputs.num_classes} "
             f"in {config.dataset}."
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
     checkpoint.quiet()
-    with harness.mistakes_in_one_line(ImportError, OSError, TypeError, ValueError):
+    with told_in_one_line():
         given = flags.FLAGS
         result = evaluate(
             given.workdir, best=given.best, data_dir=given.data_dir, batch_size=given.batch_size

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import pathlib
 from collections.abc import Sequence
@@ -17,9 +18,9 @@ from absl import app, flags
 from flax import nnx
 
 import simrf_jax
-from experiments import harness
+from experiments import harness, mistakes
+from experiments.mistakes import UserError
 from experiments.vit import checkpoint, sharding, trained
-from simrf_jax import checks
 
 PLATFORMS = ("cpu", "tpu", "cuda", "rocm")
 
@@ -39,7 +40,7 @@ def export(
     Args:
       workdir: Of the run.
       output: The file to make, and beside it ``output.json``, which says what goes in and comes
-        out.
+        out, and has the SHA-256 of the file: JAX reads a damaged one without an error.
       best: Whether to take the checkpoint of the best test accuracy instead of the newest.
       platforms: What it shall run on, of ``PLATFORMS``.
 
@@ -47,39 +48,37 @@ def export(
       What is in the second file.
 
     Raises:
-      FileExistsError: If one of the files is there.
-      FileNotFoundError: If workdir holds no run, or no checkpoint.
       IncompatibleError: If the checkpoints are of another run; the message names what differs.
-      OSError: If a checkpoint cannot be read, or a file not be written.
-      ValueError: If a platform is unknown, or named twice.
+      UserError: If one of the files is there or cannot be written; workdir holds no run, or no
+        checkpoint that can be read; or a platform is unknown, or named twice.
     """
     path, description_path = pathlib.Path(output), pathlib.Path(f"{output}.json")
     _check(platforms, path, description_path)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with mistakes.writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
     model = trained.load(workdir, mesh, best=best)
     exported = _export(model, platforms)
-    description = describe(model, exported)
-    part = pathlib.Path(f"{output}.part")
-    try:
-        part.write_bytes(exported.serialize())
+    with mistakes.user_mistakes(ImportError):  # JAX does not ask for flatbuffers itself.
+        content = exported.serialize()
+    description = describe(model, exported) | {"sha256": hashlib.sha256(content).hexdigest()}
+    with harness.whole_file(path) as partial:  # Where it is, both files are whole.
+        partial.write_bytes(content)
         harness.write_json(description_path, description)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise OSError(f"{path} cannot be written: {error}") from error
-    part.replace(path)  # Where it is, both are whole.
     return description
 
 
 def _check(platforms: Sequence[str], *files: pathlib.Path) -> None:
     """Refuses what cannot be before anything is read."""
     for platform in platforms:
-        checks.one_of("Each of --platforms", platform, PLATFORMS)
+        harness.check_one_of("Each of --platforms", platform, PLATFORMS)
     if not platforms or len({*platforms}) < len(platforms):
-        raise ValueError(f"--platforms must name some, and none twice, got {list(platforms)}.")
+        raise UserError(f"--platforms must name some, and none twice, got {list(platforms)}.")
     for path in files:
-        if path.exists():
-            raise FileExistsError(f"{path} is there; give another --output or delete it.")
+        with mistakes.writing(path):
+            found = path.exists()
+        if found:
+            raise UserError(f"{path} is there; give another --output or delete it.")
 
 
 def _export(model: trained.Trained, platforms: Sequence[str]) -> jax.export.Exported:
@@ -127,7 +126,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
     checkpoint.quiet()
     given = flags.FLAGS
-    with harness.mistakes_in_one_line(ImportError, OSError, TypeError, ValueError):
+    with mistakes.told_in_one_line():
         written = export(given.workdir, given.output, best=given.best, platforms=given.platforms)
     size = pathlib.Path(given.output).stat().st_size / 1e6
     print(f"{given.output}: {size:.1f} MB, the model after step {written['step']}")

@@ -12,6 +12,7 @@ import numpy as np
 import PIL.Image
 import PIL.ImageOps
 
+from experiments.mistakes import UserError
 from experiments.vit import augment, data, records
 from experiments.vit.randaugment import randaugment
 from experiments.vit.stream import Batch
@@ -59,12 +60,12 @@ def load(
       Its batches.
 
     Raises:
-      FileNotFoundError: If the data set is not there; the message says how to get it.
-      ValueError: If the two images of a mixture are not on one host, or the images have another
-        size and are not resized.
+      UserError: If the data set is not there, and the message says how to get it; it is damaged;
+        the two images of a mixture are not on one host; or the images have another size and are
+        not resized.
     """
     if config.augment.mixup and not _has_pairs(rows(config.batch_size)):
-        raise ValueError(
+        raise UserError(
             "config.batch_size must be a multiple of twice the devices that share the images of a "
             f"batch, as mixup takes images in pairs, got {config.batch_size}."
         )
@@ -78,10 +79,10 @@ def _has_pairs(rows: np.ndarray) -> bool:
 
 
 def _from_memory(config: ml_collections.ConfigDict, eval_batch_size: int, rows: Rows) -> Input:
-    dataset = data.DATASETS[config.dataset](config.data_dir)
+    dataset = data.load(config.dataset, config.data_dir)
     height, width, channels = dataset.train.images.shape[1:]
     if (height, width) != (config.image_size, config.image_size):
-        raise ValueError(
+        raise UserError(
             f"config.image_size must be {height}, as the images of {config.dataset} are {height} x "
             f"{width} and those in memory are not resized, got {config.image_size}."
         )
@@ -154,7 +155,7 @@ def _read_eval(
         crop = augment.resize(image, augment.center_box(image.size, config.eval_crop), side)
         weight = 1
     else:
-        crop = PIL.Image.new({1: "L", 3: "RGB"}[examples.channels], (side, side))
+        crop = PIL.Image.new(records.MODES[examples.channels], (side, side))
         label, weight = 0, 0
     return {
         "image": _to_array([crop])[0],

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import io
 import json
+import math
 import pathlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self, TextIO
 
 import ml_collections
 
-from experiments import harness
+from experiments import harness, mistakes
+from experiments.mistakes import UserError, user_mistakes
 from experiments.vit import config as config_lib
 from experiments.vit import curves
 from experiments.vit.events import Events
@@ -60,7 +63,7 @@ class Log:
         self._columns = tuple(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
         self._file: TextIO
         if writes:
-            with _naming(workdir):
+            with _writing(workdir):
                 workdir.mkdir(parents=True, exist_ok=True)
                 ours = json.loads(config.to_json_best_effort())
                 harness.write_json(workdir / "config.json", ours)
@@ -68,7 +71,7 @@ class Log:
     def __enter__(self) -> Self:
         """Opens the files and writes the rows there are."""
         if self._writes:
-            with _naming(self._workdir):
+            with _writing(self._workdir):
                 self._file = (self._workdir / "metrics.csv").open("w", newline="")
                 self._table = csv.DictWriter(self._file, self._columns, restval="")
                 self._table.writeheader()
@@ -80,78 +83,120 @@ class Log:
     def __exit__(self, *_: object) -> None:
         """Closes the files."""
         if self._writes:
-            with contextlib.suppress(OSError):  # Of what could not be flushed, which is known.
-                self._file.close()
-                self._events.close()
+            for opened in (self._file, self._events):
+                with contextlib.suppress(OSError):  # Of what could not be flushed, which is known.
+                    opened.close()
 
     def write(self, row: dict[str, float]) -> None:
         """Adds a row; columns it lacks stay empty."""
         self.rows.append(row)
         if self._writes:
-            with _naming(self._workdir):
+            with _writing(self._workdir):
                 self._table.writerow(row)
                 self._file.flush()
                 self._events.write(row)
+
+
+def refuse_bucket(workdir: pathlib.Path) -> None:
+    """Refuses a workdir in a bucket, which would be a folder of its name here.
+
+    Raises:
+      UserError: If it is one.
+    """
+    if re.match(r"\w+:/\w", str(workdir)):  # A path keeps but one of the slashes.
+        raise UserError(
+            f"--workdir must be a folder of this machine, got {workdir}; config.checkpoint.folder "
+            "may be in a bucket."
+        )
 
 
 def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
     """Refuses a folder that holds a run, so that none is written over, unless it can go on.
 
     Raises:
-      FileExistsError: If the run is finished, kept no checkpoints, or is of a config that cannot be
-        read or is another; the message names the fields that differ.
-      ValueError: If it is in a bucket.
+      UserError: If the run is finished, kept no checkpoints, or is of another config or of one that
+        cannot be read; the message names the fields that differ.
     """
-    if re.match(r"\w+:/\w", str(workdir)):  # A path keeps but one of the slashes.
-        raise ValueError(
-            f"--workdir must be a folder of this machine, got {workdir}; config.checkpoint.folder "
-            "may be in a bucket."
-        )
-    if not (workdir / "metrics.csv").exists():
+    with user_mistakes(OSError, prefix=f"{workdir} cannot be read: "):
+        found = [name for name in ("results.json", "metrics.csv") if (workdir / name).exists()]
+    if not found:
         return
-    if (workdir / "results.json").exists() or not config.checkpoint.interval:
-        raise FileExistsError(
-            f"{workdir} already holds a run (metrics.csv). Give another --workdir or delete it."
+    if found[0] == "results.json" or not config.checkpoint.interval:
+        raise UserError(
+            f"{workdir} already holds a run ({found[0]}). Give another --workdir or delete it."
         )
     try:
-        theirs = json.loads((workdir / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise FileExistsError(
-            f"{workdir} holds a run whose config.json cannot be read ({error}). Give another "
-            "--workdir or delete it."
+        theirs = harness.read_json(workdir / "config.json")
+    except UserError as error:
+        raise UserError(
+            f"{workdir} holds a run whose config is lost ({error}). Give another --workdir or "
+            "delete it."
         ) from error
     if differ := config_lib.differences(theirs, json.loads(config.to_json_best_effort())):
-        raise FileExistsError(
+        raise UserError(
             f"{workdir} holds a run of another config: {'; '.join(differ)}. Give another --workdir "
             "or delete it."
         )
 
 
 def finish(workdir: pathlib.Path, results: dict[str, Any]) -> None:
-    """Draws the curves and writes the results, which mark the run as finished."""
-    with _naming(workdir):
-        curves.draw_curves(read_metrics(workdir)).savefig(workdir / "curves.png", dpi=150)
+    """Writes the results, which mark the run as finished, and only then draws the curves."""
+    with _writing(workdir):
         harness.write_json(workdir / "results.json", results)
+    draw_missing_curves(workdir)
+
+
+def draw_missing_curves(workdir: pathlib.Path) -> None:
+    """Draws ``curves.png`` of a finished run that has none, as drawing it failed."""
+    path = workdir / "curves.png"
+    if path.exists() or not (workdir / "results.json").exists():
+        return
+    with harness.drawing(workdir):
+        harness.save_figure(path, curves.draw_curves(read_metrics(workdir)), dpi=150)
 
 
 @contextlib.contextmanager
-def _naming(path: pathlib.Path) -> Iterator[None]:
-    """Says what cannot be written, which the error of a full disk does not."""
+def _writing(workdir: pathlib.Path) -> Iterator[None]:
+    """Says where nothing can be written, and how to go on when the cause is mended."""
     try:
-        yield
-    except OSError as error:
-        raise OSError(
-            f"{path} cannot be written: {error}\nWhen the cause is mended, the same command goes "
-            "on from the last checkpoint, if any are kept."
-        ) from error
+        with mistakes.writing(workdir):
+            yield
+    except UserError as error:
+        error.add_note(
+            "When the cause is mended, the same command goes on from the last checkpoint, if any "
+            "are kept."
+        )
+        raise
 
 
 def read_metrics(workdir: pathlib.Path) -> curves.Metrics:
-    """Reads ``metrics.csv``: for each of its columns, (step, value) where there is a value."""
-    with (workdir / "metrics.csv").open(newline="") as file:
-        reader = csv.DictReader(file)
-        rows = list(reader)
+    """Reads ``metrics.csv``: for each of its columns, (step, value) where there is a value.
+
+    Raises:
+      UserError: If it cannot be read or is damaged; the message says in which line.
+    """
+    path = workdir / "metrics.csv"
+    with user_mistakes(OSError, prefix=f"{path} cannot be read: "):
+        content = path.read_bytes()
+    with user_mistakes(csv.Error, ValueError, prefix=f"{path} is damaged: "):
+        reader = csv.DictReader(io.StringIO(content.decode(), newline=""))
+        rows = [_read_row(reader.line_num, row) for row in reader]
+        if not content.endswith(b"\n"):
+            raise ValueError("its last line is not whole.")
     return {
-        name: [(int(row["step"]), float(row[name])) for row in rows if row[name]]
+        name: [(int(row["step"]), row[name]) for row in rows if name in row]
         for name in reader.fieldnames or ()
     }
+
+
+def _read_row(line: int, row: Mapping[Any, Any]) -> dict[str, float]:
+    """Returns the values of a line of ``metrics.csv``, without the columns that are empty."""
+    if None in row or None in row.values():
+        raise ValueError(f"line {line} has more or fewer columns than the header.")
+    try:
+        values = {name: float(text) for name, text in row.items() if text}
+    except ValueError as error:
+        raise ValueError(f"line {line}: {error}.") from error
+    if not values.get("step", math.nan).is_integer():
+        raise ValueError(f"line {line} has no step.")
+    return values

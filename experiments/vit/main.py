@@ -7,17 +7,21 @@ import pathlib
 import sys
 import traceback
 
+from experiments import interrupts
+
+if __name__ == "__main__":  # The imports below take seconds.
+    interrupts.end_at_once("Stopped before it started.")
+
 import jax
 from absl import app, flags
 from ml_collections import config_flags
 
-from experiments import harness, memory
+from experiments import harness, memory, mistakes
 from experiments.vit import checkpoint, compare, config, train
 from simrf_jax.models import ATTENTIONS
 
+STOPPED = "Stopped; the same command goes on from the last checkpoint, if any are kept."
 HEARTBEAT_TIMEOUT = 30  # Seconds after which the others end when one process is gone.
-# What a user can mend, and the message says how; a bucket may need a package.
-MISTAKES = (FloatingPointError, ImportError, OSError, TypeError, ValueError)
 
 _DEFAULT_CONFIG = pathlib.Path(__file__).parent / "configs" / "digits.py"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to train; configs/digits.py.")
@@ -42,17 +46,17 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
     memory.keep_freed_memory()
     checkpoint.quiet()
-    try:
-        with harness.mistakes_in_one_line(*MISTAKES):
+    with interrupts.told_in_one_line(STOPPED):
+        try:
             run()
-    except KeyboardInterrupt:
-        leave("Stopped; the same command goes on from the last checkpoint, if any are kept.")
-    except SystemExit as end:
-        leave(end.code)
-    except Exception:
-        if jax.distributed.is_initialized():
-            leave(traceback.format_exc())
-        raise
+        except mistakes.UserError as error:
+            leave(mistakes.message(error))
+        except SystemExit as end:
+            leave(end.code)
+        except Exception:
+            if not jax.distributed.is_initialized():
+                raise
+            leave(f"{traceback.format_exc()}\n{_of_several()}")
 
 
 def leave(code: int | str | None) -> None:
@@ -64,15 +68,25 @@ def leave(code: int | str | None) -> None:
     raise SystemExit(code)
 
 
+def _of_several() -> str:
+    """Says what an error of one of several processes may come from."""
+    return (
+        f"Process {jax.process_index()} of {jax.process_count()} ends with this error. If it is "
+        "that of a connection, another process is gone, and its output says why. When all have "
+        "ended, the same command goes on from the last checkpoint, if any are kept."
+    )
+
+
 def run() -> None:
     """Trains what the flags say."""
     if _DISTRIBUTED.value:
-        jax.distributed.initialize(
-            _COORDINATOR.value,
-            _NUM_PROCESSES.value,
-            _PROCESS_ID.value,
-            heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
-        )
+        with mistakes.user_mistakes(ValueError, prefix="--distributed: "):
+            jax.distributed.initialize(
+                _COORDINATOR.value,
+                _NUM_PROCESSES.value,
+                _PROCESS_ID.value,
+                heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
+            )
     if _COMPARE.value:
         seeds = [int(seed) for seed in _SEEDS.value] or [0, 1, 2, 3, 4]
         print(compare.compare(_CONFIG.value, _WORKDIR.value, _COMPARE.value, seeds))

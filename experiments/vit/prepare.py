@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import tensorflow_datasets as tfds
 from etils import epath
 
+from experiments.mistakes import UserError, told_in_one_line, user_mistakes
 from experiments.vit import records
 
 
@@ -30,21 +31,23 @@ def prepare(name: str, data_dir: str, manual_dir: str = "") -> str:
       What was prepared, in a line.
 
     Raises:
-      FileNotFoundError: If files are not there that must be downloaded by hand or that TensorFlow
-        Datasets should have brought, or the folder is that of a bucket where the data set is not.
-      ModuleNotFoundError: If TensorFlow is needed and not installed.
+      UserError: If files are not there that must be downloaded by hand or that TensorFlow Datasets
+        should have brought; the folder is that of a bucket where the data set is not; TensorFlow
+        is needed and not installed; or files cannot be read or written.
     """
     data_dir = records.find_data_dir(data_dir)
     try:
         return describe(name, data_dir)
-    except FileNotFoundError:
+    except records.NotPreparedError:
         if "://" in data_dir:  # Where ArrayRecord does not write.
             raise
     manual_dir = manual_dir or os.path.join(data_dir, "downloads", "manual")
     known = records.DATASETS[name]
     folder = epath.Path(manual_dir)  # Which may be in a bucket.
-    if missing := [file for file in known.manual_files if not (folder / file).exists()]:
-        raise FileNotFoundError(
+    with user_mistakes(ImportError, OSError, prefix=f"{manual_dir} cannot be read: "):
+        missing = [file for file in known.manual_files if not (folder / file).exists()]
+    if missing:
+        raise UserError(
             f"{name} must be downloaded by hand, from {known.manual_source}, which asks for an "
             f"account. In {manual_dir!r} there is no {' and no '.join(missing)}; "
             "--manual_dir=DIR says where else to look."
@@ -54,14 +57,16 @@ def prepare(name: str, data_dir: str, manual_dir: str = "") -> str:
         builder = tfds.builder(name, data_dir=data_dir, file_format="array_record")
         builder.download_and_prepare(download_config=options)
     except ImportError as error:
-        raise ModuleNotFoundError(
+        raise UserError(
             f"Preparing {name} needs TensorFlow, once (pip install tensorflow): {error}"
         ) from error
     except FileNotFoundError as error:
-        raise FileNotFoundError(
+        raise UserError(
             f"TensorFlow Datasets cannot prepare {name}: {error}\nIts wheels lack some files; a "
             "clone of https://github.com/tensorflow/datasets has them (pip install -e CLONE)."
         ) from error
+    except OSError as error:  # A full disk, or no network.
+        raise UserError(f"TensorFlow Datasets cannot prepare {name}: {error}") from error
     return describe(name, data_dir)
 
 
@@ -69,7 +74,8 @@ def describe(name: str, data_dir: str) -> str:
     """Says how many examples of how many classes there are.
 
     Raises:
-      FileNotFoundError: If the data set is not prepared.
+      NotPreparedError: If the data set is not prepared.
+      UserError: If it cannot be read.
     """
     splits = [
         (split, records.open_records(name, split, data_dir))
@@ -86,10 +92,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data_dir", default="", help="Folder for it; else TFDS_DATA_DIR.")
     parser.add_argument("--manual_dir", default="", help="Where files downloaded by hand lie.")
     arguments = parser.parse_args(argv)
-    try:
+    with told_in_one_line():
         print(prepare(arguments.name, arguments.data_dir, arguments.manual_dir))
-    except (ImportError, OSError) as error:
-        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

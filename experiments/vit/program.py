@@ -63,7 +63,7 @@ def build(
       num_classes: Of the labels.
 
     Raises:
-      ValueError: If the mesh does not divide the heads, the MLPs, the width or the tokens.
+      UserError: If the mesh does not divide the heads, the MLPs, the width or the tokens.
     """
     model = ViTConfig(
         image_size=(config.image_size, config.image_size),

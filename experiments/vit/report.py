@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
+import math
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,12 +12,24 @@ from typing import Any, NamedTuple
 import matplotlib.axes
 import matplotlib.figure
 import numpy as np
+from matplotlib.backend_bases import FigureCanvasBase
 
 from experiments import harness, style
+from experiments.mistakes import UserError, told_in_one_line
 from experiments.vit import config as config_lib
 from experiments.vit import log
 from simrf_jax.models import ATTENTIONS
 
+# The numbers of ``results.json`` that are read, and the least that each may be.
+_LEAST = {
+    "test_accuracy": 0,
+    "test_loss": 0,
+    "images_per_second": 0,
+    "seconds": 0,
+    "num_train": 1,
+    "config.seed": 0,
+    "config.batch_size": 1,
+}
 # What may differ between the runs of a comparison; a run's folder of checkpoints is its own.
 _COMPARED = {"seed", "model.attention", "checkpoint.folder"}
 
@@ -66,14 +78,14 @@ def find_runs(folders: Iterable[str | pathlib.Path]) -> dict[str, list[Run]]:
       The runs of each attention, by seed.
 
     Raises:
-      FileNotFoundError: If there is no run in a folder, or one that is not finished.
-      ValueError: If they differ in more than the attention and the seed, do not, or were not
-        evaluated after the same steps. Fields that one of two configs has not, as it is of an
-        older version, are not compared.
+      UserError: If there is no run in a folder, or one that is not finished or whose files are
+        damaged or contradict each other; or if the runs differ in more than the attention and the
+        seed, do not, or were not evaluated after the same steps. Fields that one of two configs has
+        not, as it is of an older version, are not compared.
     """
     found = [run for folder in folders for run in _runs_in(pathlib.Path(folder))]
     if unfinished := [str(run) for run in found if not (run / "results.json").exists()]:
-        raise FileNotFoundError(
+        raise UserError(
             f"Not finished, without results.json: {', '.join(unfinished)}. The command that "
             "started a run goes on with it; or name the finished ones."
         )
@@ -95,13 +107,43 @@ def _runs_in(folder: pathlib.Path) -> list[pathlib.Path]:
         return [folder]
     inside = sorted(path.parent for path in folder.glob("*/config.json"))
     if not inside:
-        raise FileNotFoundError(f"There is no run in {folder}, and none in the folders in it.")
+        raise UserError(f"There is no run in {folder}, and none in the folders in it.")
     return inside
 
 
 def _read(folder: pathlib.Path) -> Run:
-    results = json.loads((folder / "results.json").read_text())
-    return Run(folder, results, np.array(log.read_metrics(folder)["test_accuracy"]))
+    results = read_results(folder)
+    metrics = log.read_metrics(folder)
+    for name in ("test_loss", "test_accuracy"):
+        if not metrics.get(name):
+            raise UserError(f"{folder / 'metrics.csv'} is damaged: it has no {name}.")
+        (step, last), result = metrics[name][-1], results[name]
+        if not math.isclose(last, result):
+            raise UserError(
+                f"{folder} contradicts itself: {name} is {result} in results.json, and {last} at "
+                f"the end of metrics.csv, after step {step}."
+            )
+    return Run(folder, results, np.array(metrics["test_accuracy"]))
+
+
+def read_results(folder: pathlib.Path) -> dict[str, Any]:
+    """Reads ``results.json`` of a finished run.
+
+    Raises:
+      UserError: If it cannot be read, is damaged, or lacks what is needed of it.
+    """
+    path = folder / "results.json"
+    results = harness.read_json(path)
+    given = harness.flatten(results)
+    for name, least in _LEAST.items():
+        number = given.get(name, "nothing")
+        if type(number) not in (int, float) or not least <= number < math.inf:
+            raise UserError(
+                f"{path} is damaged: {name} must be a number of at least {least}, got {number!r}."
+            )
+    name = "config.model.attention"
+    harness.check_one_of(f"{path} is damaged: {name}", given.get(name), ATTENTIONS)
+    return results
 
 
 def _check_alike(first: Run, other: Run) -> None:
@@ -109,18 +151,18 @@ def _check_alike(first: Run, other: Run) -> None:
     shared = configs[0].keys() & configs[1].keys() - _COMPARED
     theirs, ours = ({k: v for k, v in config.items() if k in shared} for config in configs)
     if differ := config_lib.differences(theirs, ours):
-        raise ValueError(
+        raise UserError(
             f"{other.folder} differs from {first.folder} in more than the seed and the attention: "
             f"{'; '.join(differ)}."
         )
     if not np.array_equal(first.tests[:, 0], other.tests[:, 0]):
-        raise ValueError(f"{first.folder} and {other.folder} were evaluated after other steps.")
+        raise UserError(f"{first.folder} and {other.folder} were evaluated after other steps.")
 
 
 def _check_seeds(runs: Sequence[Run]) -> None:
     for before, run in itertools.pairwise(runs):
         if before.seed == run.seed:
-            raise ValueError(
+            raise UserError(
                 f"{before.folder} and {run.folder} both are of {run.attention} with seed "
                 f"{run.seed}; name each run once."
             )
@@ -195,12 +237,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("folders", nargs="+", metavar="DIR", help="A run, or a folder of runs.")
     parser.add_argument("--figure", default="report.png", help="File to draw into: report.png.")
     arguments = parser.parse_args(argv)
-    try:
+    figure = pathlib.Path(arguments.figure)
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if figure.suffix.removeprefix(".") not in formats:
+        parser.error(f"--figure must end in one of .{', .'.join(formats)}, got {figure}.")
+    with told_in_one_line():
         runs = find_runs(arguments.folders)
-        draw(runs).savefig(arguments.figure, dpi=150)
-    except (OSError, ValueError) as error:
-        raise SystemExit(str(error)) from None
-    print(make_table(runs) + f"\nThe curves are in {arguments.figure}.")
+        print(make_table(runs))
+        harness.save_figure(figure, draw(runs), dpi=150)
+    print(f"The curves are in {figure}.")
 
 
 if __name__ == "__main__":

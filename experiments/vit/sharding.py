@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from experiments.mistakes import UserError
 from simrf_jax.models import ViTConfig
 
 # Images are split over data and fsdp, parameters over fsdp and tensor, tokens over sequence. The
@@ -63,7 +64,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
       devices: To take them from, by default all there are.
 
     Raises:
-      ValueError: If the devices do not suffice, or some would be left over that -1 or other
+      UserError: If the devices do not suffice, or some would be left over that -1 or other
         processes count on.
     """
     devices = jax.devices() if devices is None else devices
@@ -73,11 +74,11 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = N
     size = data * rest
     given = " x ".join(str(sizes[name]) for name in AXES)
     if size > len(devices) or data == 0:
-        raise ValueError(
+        raise UserError(
             f"config.mesh must take no more than the {len(devices)} devices there are, got {given}."
         )
     if size < len(devices) and (sizes["data"] == -1 or jax.process_count() > 1):
-        raise ValueError(
+        raise UserError(
             f"config.mesh must take all {len(devices)} devices, with mesh.data=-1 and with several "
             f"processes, got {given}."
         )
@@ -89,11 +90,11 @@ def check_batch(mesh: Mesh, *, batch_size: int, num_microbatches: int) -> None:
     """Refuses a batch that cannot be split.
 
     Raises:
-      ValueError: If a microbatch is no multiple of the devices that share its images.
+      UserError: If a microbatch is no multiple of the devices that share its images.
     """
     images = round_up(1, mesh)
     if batch_size % (num_microbatches * images):
-        raise ValueError(
+        raise UserError(
             f"config.batch_size must be a multiple of {num_microbatches * images}, the "
             f"{num_microbatches} microbatches times the {images} devices that share the images of "
             f"each, got {batch_size}."
@@ -104,7 +105,7 @@ def check_model(mesh: Mesh, model: ViTConfig) -> None:
     """Refuses a model that cannot be split.
 
     Raises:
-      ValueError: If the heads, the MLP, the width or the tokens are no multiple of the mesh axes
+      UserError: If the heads, the MLP, the width or the tokens are no multiple of the mesh axes
         they are split over.
     """
     for name, number, axis in (
@@ -114,7 +115,7 @@ def check_model(mesh: Mesh, model: ViTConfig) -> None:
         ("The number of tokens", model.num_tokens, "sequence"),
     ):
         if number % mesh.shape[axis]:
-            raise ValueError(
+            raise UserError(
                 f"{name} must be a multiple of config.mesh.{axis}={mesh.shape[axis]}, got {number}."
             )
 
@@ -131,8 +132,8 @@ def state_shardings(state: Any, mesh: Mesh, rules: tuple[Rule, ...] = RULES) -> 
       A pytree of ``NamedSharding``.
 
     Raises:
-      ValueError: If no rule matches an array, it has fewer dimensions than the rule says, or one
-        is not a multiple of the devices to split it over.
+      UserError: If a dimension of an array is not a multiple of the devices to split it over.
+      ValueError: If no rule matches an array, or it has fewer dimensions than the rule says.
     """
 
     def sharding(path: tuple[Any, ...], x: Any) -> NamedSharding:
@@ -153,7 +154,7 @@ def _spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: tuple[Rule, ...]
     spec = (None,) * missing + tuple(rule.spec)
     for size, axis in zip(shape, spec, strict=True):
         if axis is not None and size % mesh.shape[axis]:
-            raise ValueError(
+            raise UserError(
                 f"{name} of shape {shape} is split as {spec}: {size} must be a multiple of "
                 f"config.mesh.{axis}={mesh.shape[axis]}."
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pathlib
 import warnings
@@ -12,6 +11,8 @@ import ml_collections
 from flax import nnx
 from jax.sharding import Mesh
 
+from experiments import harness
+from experiments.mistakes import UserError, user_mistakes
 from experiments.vit import checkpoint
 from experiments.vit import config as config_lib
 from experiments.vit import program as program_lib
@@ -48,11 +49,10 @@ def load(workdir: str | pathlib.Path, mesh: Mesh, *, best: bool) -> Trained:
       best: Whether to take the checkpoint of the best test accuracy instead of the newest.
 
     Raises:
-      FileNotFoundError: If workdir holds no run, or no checkpoint.
       IncompatibleError: If the checkpoints are of another run, and the message names what differs;
         or if they have no digests.
-      OSError: If no checkpoint can be read.
-      TypeError, ValueError: If the config is not right.
+      UserError: If workdir holds no run, or no checkpoint that can be read; or the config is not
+        right.
     """
     workdir = pathlib.Path(workdir)
     config = _read_config(workdir)
@@ -73,7 +73,7 @@ def load(workdir: str | pathlib.Path, mesh: Mesh, *, best: bool) -> Trained:
         accuracy = found.test_accuracy
         return Trained(config, program, **arrays, step=found.step, test_accuracy=accuracy)
     which = "each that was evaluated is damaged; leave out --best" if best else "each is damaged"
-    raise OSError(f"The checkpoints in {folder} cannot be read: {which}.")
+    raise UserError(f"The checkpoints in {folder} cannot be read: {which}.")
 
 
 def _build(
@@ -91,13 +91,14 @@ def _build(
 
 def _read_config(workdir: pathlib.Path) -> ml_collections.ConfigDict:
     path = workdir / "config.json"
-    try:
-        config = ml_collections.ConfigDict(json.loads(path.read_text()))
-    except OSError as error:
-        raise FileNotFoundError(f"{workdir} holds no run: {error}.") from error
-    except ValueError as error:
-        raise OSError(f"{path} is damaged: {error}.") from error
-    config_lib.check(config)
+    if not path.exists():
+        raise UserError(f"{workdir} holds no run: there is no {path}.")
+    given = harness.read_json(path)
+    prefix = f"{path} is not right: "
+    with user_mistakes(AttributeError, ValueError, prefix=prefix):  # Of names that no field has.
+        config = ml_collections.ConfigDict(given)
+    with user_mistakes(UserError, prefix=prefix):
+        config_lib.check(config)
     return config
 
 

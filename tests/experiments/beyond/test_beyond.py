@@ -7,6 +7,7 @@ import pytest
 from experiments import trials
 from experiments.beyond import beyond
 from experiments.beyond.configs import paper
+from experiments.mistakes import UserError
 from simrf_jax import theory
 
 
@@ -94,7 +95,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     ],
 )
 def test_refuses(changes, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(UserError, match=match):
         beyond.check(tiny(**changes))
 
 

@@ -8,6 +8,7 @@ import pytest
 from experiments.char_lm import char_lm, text, train
 from experiments.char_lm.configs import paper
 from experiments.char_lm.model import ATTENTIONS
+from experiments.mistakes import UserError
 from tests.experiments.char_lm import tiny
 
 
@@ -106,32 +107,32 @@ def test_the_paper_config_is_right():
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("changes", "error", "match"),
+    ("changes", "match"),
     [
-        ({"seeds": (0,)}, ValueError, "config.seeds must be two or more, none twice"),
-        ({"seeds": (1, 1)}, ValueError, "config.seeds must be two or more, none twice"),
-        ({"seeds": (-1, 0)}, ValueError, "Each of config.seeds must be at least 0, got -1"),
-        ({"seeds": ("a", "b")}, TypeError, "Each of config.seeds must be an integer"),
-        ({"context": 1}, ValueError, "config.context must be at least 2"),
-        ({"context": 10**6}, ValueError, "config.context must be below the .* characters"),
-        ({"batch_size": 0}, ValueError, "config.batch_size must be at least 1"),
-        ({"warmup_steps": 4}, ValueError, "config.warmup_steps must be below num_steps=4"),
-        ({"eval_interval": 3}, ValueError, "num_steps must be a multiple of eval_interval=3"),
-        ({"learning_rate": 0.0}, ValueError, "config.learning_rate must be above 0"),
-        ({"clip_norm": 0.0}, ValueError, "config.clip_norm must be above 0"),
-        ({"temperature": 0.0}, ValueError, "config.temperature must be above 0"),
-        ({"weight_decay": -0.1}, ValueError, "config.weight_decay must be at least 0"),
-        ({"b2": 1.0}, ValueError, r"config.b2 must be in \[0, 1\)"),
-        ({"prompt": ""}, ValueError, "config.prompt must have 1 to 16 characters"),
-        ({"prompt": "a" * 17}, ValueError, "config.prompt must have 1 to 16 characters"),
-        ({"prompt": "é"}, ValueError, "The text has no 'é'"),
-        ({"model__coupling": "none"}, ValueError, "config.model.coupling must be one of"),
-        ({"model__width": 10}, ValueError, "config.model.width must be a multiple of 2 num_heads"),
-        ({"model__bandwidth": -1}, ValueError, "config.model.bandwidth must be at least 0"),
-        ({"model__num_features": 0}, ValueError, "config.model.num_features must be at least 1"),
-        ({"redraw_interval": -1}, ValueError, "config.redraw_interval must be at least 0"),
+        ({"seeds": (0,)}, "config.seeds must be two or more, none twice"),
+        ({"seeds": (1, 1)}, "config.seeds must be two or more, none twice"),
+        ({"seeds": (-1, 0)}, "Each of config.seeds must be at least 0, got -1"),
+        ({"seeds": ("a", "b")}, "Each of config.seeds must be an integer"),
+        ({"context": 1}, "config.context must be at least 2"),
+        ({"context": 10**6}, "config.context must be below the .* characters"),
+        ({"batch_size": 0}, "config.batch_size must be at least 1"),
+        ({"warmup_steps": 4}, "config.warmup_steps must be below num_steps=4"),
+        ({"eval_interval": 3}, "num_steps must be a multiple of eval_interval=3"),
+        ({"learning_rate": 0.0}, "config.learning_rate must be above 0"),
+        ({"clip_norm": 0.0}, "config.clip_norm must be above 0"),
+        ({"temperature": 0.0}, "config.temperature must be above 0"),
+        ({"weight_decay": -0.1}, "config.weight_decay must be at least 0"),
+        ({"b2": 1.0}, r"config.b2 must be in \[0, 1\)"),
+        ({"prompt": ""}, "config.prompt must have 1 to 16 characters"),
+        ({"prompt": "a" * 17}, "config.prompt must have 1 to 16 characters"),
+        ({"prompt": "é"}, "The text has no 'é'"),
+        ({"model__coupling": "none"}, "config.model.coupling must be one of"),
+        ({"model__width": 10}, "config.model.width must be a multiple of 2 num_heads"),
+        ({"model__bandwidth": -1}, "config.model.bandwidth must be at least 0"),
+        ({"model__num_features": 0}, "config.model.num_features must be at least 1"),
+        ({"redraw_interval": -1}, "config.redraw_interval must be at least 0"),
     ],
 )
-def test_refuses(changes, error, match):
-    with pytest.raises(error, match=match):
+def test_refuses(changes, match):
+    with pytest.raises(UserError, match=match):
         char_lm.check(tiny.get_config(**changes))

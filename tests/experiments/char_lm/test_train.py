@@ -7,6 +7,7 @@ from flax import nnx
 
 from experiments.char_lm import text, train
 from experiments.char_lm.model import ATTENTIONS, CharLM, rotate
+from experiments.mistakes import UserError
 from tests.experiments.char_lm import tiny
 
 TEXT = text.split("The question: to be, or not to be, that is the question: " * 20)
@@ -112,7 +113,7 @@ def test_projections_are_drawn_again_before_the_steps_of_the_interval():
 @pytest.mark.fast
 def test_a_loss_that_is_not_finite_stops_the_run():
     program = fake_program(evaluate=lambda state, batch: np.nan)
-    with pytest.raises(FloatingPointError, match="validation loss of near-0 is nan at step 2"):
+    with pytest.raises(UserError, match="validation loss of near-0 is nan at step 2"):
         train.train(program, TEXT, tiny.get_config(), seed=0, name="near-0")
 
 

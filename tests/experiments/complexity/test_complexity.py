@@ -10,6 +10,7 @@ import pytest
 import simrf_jax
 from experiments.complexity import complexity, measure, tables
 from experiments.complexity.configs import paper
+from experiments.mistakes import UserError
 
 NAMES = (*measure.MATRICES, *measure.FAST)
 
@@ -182,25 +183,24 @@ def test_main_goes_on_with_a_run_and_prints_the_tables(tmp_path, faked):
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("changes", "error", "match"),
+    ("changes", "match"),
     [
-        ({"dims": (2, 4)}, ValueError, r"at least fit_points=3 dimensions, got \(2, 4\)"),
-        ({"dims": (1, 2, 4)}, ValueError, "must be at least 2, got 1"),
-        ({"fast_dims": (24,)}, ValueError, "must be powers of two, got 24"),
-        ({"dims": (2, 4, 8.0)}, TypeError, "must be an integer, got 8.0"),
-        ({"dims": (2, 8, 4)}, ValueError, "must increase"),
-        ({"fast_dims": (8,)}, ValueError, "must increase"),
-        ({"fit_points": 2}, ValueError, "config.fit_points must be at least 3.*got 2"),
-        ({"num_vectors": 0}, ValueError, "config.num_vectors must be at least 1"),
-        ({"rounds": 0}, ValueError, "config.rounds must be at least 1"),
-        ({"seconds": -1.0}, ValueError, "config.seconds must be at least 0 and finite, got -1.0"),
+        ({"dims": (2, 4)}, r"at least fit_points=3 dimensions, got \(2, 4\)"),
+        ({"dims": (1, 2, 4)}, "must be at least 2, got 1"),
+        ({"fast_dims": (24,)}, "must be powers of two, got 24"),
+        ({"dims": (2, 4, 8.0)}, "must be an integer, got 8.0"),
+        ({"dims": (2, 8, 4)}, "must increase"),
+        ({"fast_dims": (8,)}, "must increase"),
+        ({"fit_points": 2}, "config.fit_points must be at least 3.*got 2"),
+        ({"num_vectors": 0}, "config.num_vectors must be at least 1"),
+        ({"rounds": 0}, "config.rounds must be at least 1"),
+        ({"seconds": -1.0}, "config.seconds must be at least 0 and finite, got -1.0"),
         (
             {"seconds": float("nan")},
-            ValueError,
             "config.seconds must be at least 0 and finite",
         ),
     ],
 )
-def test_refuses(changes, error, match):
-    with pytest.raises(error, match=match):
+def test_refuses(changes, match):
+    with pytest.raises(UserError, match=match):
         complexity.check(tiny(**changes))

@@ -7,6 +7,7 @@ import pytest
 
 from experiments.gram import gram
 from experiments.gram.configs import paper
+from experiments.mistakes import UserError
 from simrf_jax import theory
 from tests.standard_errors import assert_mean
 
@@ -88,17 +89,17 @@ def test_main_prints_the_table(tmp_path):
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("changes", "error", "match"),
+    ("changes", "match"),
     [
-        ({"dim": 1}, ValueError, "config.dim must be at least 2, got 1"),
-        ({"num_points": 0}, ValueError, "config.num_points must be at least 1"),
-        ({"num_trials": 1}, ValueError, "config.num_trials must be at least 2"),
-        ({"scale": 0.0}, ValueError, "config.scale must be above 0"),
-        ({"seed": -1}, ValueError, r"config.seed must be from 0 to 2\^32"),
-        ({"multiples": ()}, ValueError, "config.multiples must have at least one entry"),
-        ({"multiples": (0,)}, ValueError, "Each of config.multiples must be at least 1"),
+        ({"dim": 1}, "config.dim must be at least 2, got 1"),
+        ({"num_points": 0}, "config.num_points must be at least 1"),
+        ({"num_trials": 1}, "config.num_trials must be at least 2"),
+        ({"scale": 0.0}, "config.scale must be above 0"),
+        ({"seed": -1}, r"config.seed must be from 0 to 2\^32"),
+        ({"multiples": ()}, "config.multiples must have at least one entry"),
+        ({"multiples": (0,)}, "Each of config.multiples must be at least 1"),
     ],
 )
-def test_refuses(changes, error, match):
-    with pytest.raises(error, match=match):
+def test_refuses(changes, match):
+    with pytest.raises(UserError, match=match):
         gram.check(tiny(**changes))

@@ -8,6 +8,7 @@ import pytest
 from experiments import trials
 from experiments.kernel_mse import blog, kernel_mse, mse_ratio, trigonometric_gap
 from experiments.kernel_mse.configs import paper
+from experiments.mistakes import UserError
 
 TINY = {
     "ratio.dim": 8,
@@ -126,13 +127,13 @@ def test_main_prints_the_tables(tmp_path):
     ],
 )
 def test_refuses(changes, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(UserError, match=match):
         kernel_mse.check(tiny(**changes))
 
 
 @pytest.mark.fast
 def test_refuses_other_types():
-    with pytest.raises(TypeError, match=r"Each of config.gap.dims must be an integer, got 2.5"):
+    with pytest.raises(UserError, match=r"Each of config.gap.dims must be an integer, got 2.5"):
         kernel_mse.check(tiny(gap__dims=(2.5,)))
-    with pytest.raises(ValueError, match=r"config.ratio.distances must be floats above 0"):
+    with pytest.raises(UserError, match=r"config.ratio.distances must be floats above 0"):
         kernel_mse.check(tiny(ratio__distances=(1.0, float("inf"))))

@@ -8,6 +8,7 @@ import pytest
 from experiments.kernel_regression import classify, kernel_regression, tables
 from experiments.kernel_regression import paper as paper_values
 from experiments.kernel_regression.configs import paper
+from experiments.mistakes import UserError
 from tests.experiments.kernel_regression import toy
 
 
@@ -106,7 +107,7 @@ def test_a_stopped_run_goes_on_where_it_was(config, tmp_path, monkeypatch):
     ],
 )
 def test_refuses(changes, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(UserError, match=match):
         kernel_regression.check(tiny(**changes))
 
 

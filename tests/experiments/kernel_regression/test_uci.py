@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.kernel_regression import uci
+from experiments.mistakes import UserError
 from tests.experiments.kernel_regression import toy
 
 pytestmark = pytest.mark.fast
@@ -52,7 +53,7 @@ def test_folder_of_the_environment_and_both_names(monkeypatch, tmp_path):
 
 def test_missing_file_says_both_ways(tmp_path):
     message = r"no krkopt.data or chess.data in .*--config.data_dir=DIR or SIMRF_DATA_DIR.*https://"
-    with pytest.raises(FileNotFoundError, match=message):
+    with pytest.raises(UserError, match=message):
         uci.find("chess", str(tmp_path))
 
 
@@ -63,7 +64,7 @@ def test_no_network_says_both_ways(monkeypatch):
     monkeypatch.delenv("SIMRF_DATA_DIR", raising=False)
     monkeypatch.setattr(uci.pooch, "retrieve", offline)
     message = "Cannot download wifi: no route to host.*--config.data_dir=DIR.*downloaded once"
-    with pytest.raises(FileNotFoundError, match=message):
+    with pytest.raises(UserError, match=message):
         uci.find("wifi")
 
 
@@ -92,7 +93,7 @@ def test_download_is_kept_in_the_cache(monkeypatch, tmp_path):
 
     path.unlink()
     (tmp_path / "files" / "toy" / "toy.data").write_text("another file\n")
-    with pytest.raises(OSError, match=r"car is not what it was.*hash of downloaded file"):
+    with pytest.raises(UserError, match=r"car is not what it was.*hash of downloaded file"):
         uci.find("car")
     assert not path.exists()
 

@@ -13,6 +13,7 @@ import pytest
 from etils.epath import backend
 from fsspec.implementations.local import LocalFileSystem
 
+from experiments.mistakes import UserError
 from experiments.vit import prepare, records
 from tests.experiments.vit import prepared
 
@@ -91,7 +92,7 @@ def test_a_shard_that_was_not_copied_to_the_bucket_is_named(folder):
     prepared.write(folder, train=9)
     (shard,) = folder.glob("*/*/*train*")
     shard.unlink()
-    with pytest.raises(OSError, match=f"gs://bucket/.*{shard.name} cannot be read: "):
+    with pytest.raises(UserError, match=f"gs://bucket/.*{shard.name} cannot be read: "):
         records.open_records("imagenet2012", "train", BUCKET)
 
 
@@ -110,5 +111,5 @@ def test_a_bucket_that_cannot_be_read_says_why(storage, error):
         info = ls = open = isdir = exists
 
     storage(Refusing)
-    with pytest.raises(OSError, match=f"imagenet2012 in 'gs://bucket' cannot be read: {error}"):
+    with pytest.raises(UserError, match=f"imagenet2012 in 'gs://bucket' cannot be read: {error}"):
         records.open_records("imagenet2012", "train", BUCKET)

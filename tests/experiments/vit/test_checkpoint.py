@@ -13,6 +13,7 @@ import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from experiments.mistakes import UserError
 from experiments.vit import (
     checkpoint,
     sharding,
@@ -165,7 +166,7 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
         try:
             checkpoints.save(2, state, progress_of(make_rows(None, None)))
-            with pytest.raises(OSError, match=r"(?s)could not be saved.*That of step 1 is whole"):
+            with pytest.raises(UserError, match=r"(?s)could not be saved.*That of step 1 is whole"):
                 checkpoints.wait()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -183,13 +184,13 @@ def test_when_no_checkpoint_can_be_read_none_is_given_up(tmp_path):
         checkpoints.wait()
         shutil.rmtree(tmp_path / "1" / "run")
         match = r"No checkpoint in .* can be read: .*1 is damaged \(.*\). To start over, delete it"
-        with pytest.raises(OSError, match=match):
+        with pytest.raises(UserError, match=match):
             checkpoints.restore(abstract(make_state()))
     assert (tmp_path / "1").exists()
     (tmp_path / "1").rename(tmp_path / "1.damaged")
     with (
         checkpoint.Checkpoints(tmp_path, get_config(), keep=1) as checkpoints,
-        pytest.raises(OSError, match=r"can be read: each of them is damaged. To start over"),
+        pytest.raises(UserError, match=r"can be read: each of them is damaged. To start over"),
     ):
         checkpoints.restore(abstract(make_state()))
 
@@ -213,14 +214,16 @@ def test_a_folder_that_the_hosts_do_not_share_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(multihost_utils, "sync_global_devices", lambda name: None)
     monkeypatch.setattr(multihost_utils, "process_allgather", lambda x: x)
-    with pytest.raises(OSError, match=r"the hosts do not share it; config.checkpoint.folder says"):
+    with pytest.raises(
+        UserError, match=r"the hosts do not share it; config.checkpoint.folder says"
+    ):
         checkpoint.Checkpoints(tmp_path, get_config(), keep=1)
 
 
 @pytest.mark.fast
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(OSError, match=r"Checkpoints cannot be kept in .*file/checkpoints: "):
+    with pytest.raises(UserError, match=r"Checkpoints cannot be kept in .*file/checkpoints: "):
         checkpoint.Checkpoints(tmp_path / "file" / "checkpoints", get_config(), keep=1)
 
 
@@ -228,7 +231,7 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path):
 def test_a_bucket_is_no_folder_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # As if it were not installed.
-    with pytest.raises(OSError, match=r"Checkpoints cannot be kept in gs://bucket/run: .*gcsfs"):
+    with pytest.raises(UserError, match=r"Checkpoints cannot be kept in gs://bucket/run: .*gcsfs"):
         checkpoint.Checkpoints("gs://bucket/run", get_config(), keep=1)
     assert not list(tmp_path.iterdir())
 

@@ -17,6 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from experiments.mistakes import UserError
 from experiments.vit import checkpoint
 from tests.experiments.vit.test_checkpoint import (
     abstract,
@@ -334,7 +335,7 @@ def test_a_deletion_that_fails_is_made_up_for(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(ocp.path.deleter.PathDeleter, "delete", delete_in_part)
-        with pytest.raises(OSError, match=r"Interrupted.\nThat of step 2 is whole"):
+        with pytest.raises(UserError, match=r"Interrupted.\nThat of step 2 is whole"):
             save(tmp_path, (1, 2), [0.1, 0.2], keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "2"]
     with checkpoint.Checkpoints(tmp_path, get_config(), keep=1) as checkpoints:

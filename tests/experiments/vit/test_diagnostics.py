@@ -5,6 +5,7 @@ import pytest
 from flax import nnx
 
 import simrf_jax
+from experiments.mistakes import UserError
 from experiments.vit import diagnostics
 from tests.experiments.vit import tiny
 from tests.experiments.vit.test_sharding import mesh_of
@@ -116,5 +117,5 @@ def test_long_queries_and_keys_leave_the_variance_finite():
 
 @pytest.mark.fast
 def test_more_images_than_there_are_are_refused():
-    with pytest.raises(ValueError, match=r"images must be at most 360, all the .*, got 361"):
+    with pytest.raises(UserError, match=r"images must be at most 360, all the .*, got 361"):
         diagnostics.check_images(361, 360)

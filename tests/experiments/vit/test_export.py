@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.mistakes import UserError
 from experiments.vit import checkpoint, evaluate, export, log, trained
 from experiments.vit import input as input_lib
 from tests.experiments.vit import tiny
@@ -145,7 +146,7 @@ def test_each_platform_has_its_own_arithmetic(tmp_path):
 )
 @pytest.mark.fast
 def test_platforms_are_refused(tmp_path, platforms, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(UserError, match=match):
         export.export(tmp_path, tmp_path / "model", platforms=platforms)
 
 
@@ -153,7 +154,7 @@ def test_platforms_are_refused(tmp_path, platforms, match):
 @pytest.mark.parametrize("name", ["model", "model.json"])
 def test_no_file_is_written_over(tmp_path, name):
     (tmp_path / name).write_text("Precious.")
-    with pytest.raises(FileExistsError, match=f"{name} is there; give another --output"):
+    with pytest.raises(UserError, match=f"{name} is there; give another --output"):
         export.export(tmp_path, tmp_path / "model")
     assert (tmp_path / name).read_text() == "Precious."
 
@@ -162,14 +163,14 @@ def test_a_full_disk_leaves_no_part_of_a_file(runs, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
     try:
-        with pytest.raises(OSError, match="model cannot be written: "):
+        with pytest.raises(UserError, match="model cannot be written: "):
             export.export(runs["simplex"][0], tmp_path / "model")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert not list(tmp_path.iterdir())
 
 
-def refused(workdir, error, match, *, best=False):
+def refused(workdir, match, *, best=False, error=UserError):
     """By all that load a trained model."""
     with pytest.raises(error, match=match):
         evaluate.evaluate(workdir, best=best)
@@ -179,33 +180,33 @@ def refused(workdir, error, match, *, best=False):
 
 @pytest.mark.filterwarnings("ignore:.*1 is damaged .* it is passed over")
 def test_what_holds_no_trained_model_is_refused(runs, tmp_path):
-    refused(tmp_path / "none", FileNotFoundError, "none holds no run: .*config.json")
+    refused(tmp_path / "none", "none holds no run: .*config.json")
     copy = tmp_path / "copy"
     shutil.copytree(runs["simplex"][0], copy)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"learning_rate": 0.5}))
     differ = "another run than .*config.json: learning_rate is 0.001 there, 0.5 here"
-    refused(copy, checkpoint.IncompatibleError, differ)
+    refused(copy, differ, error=checkpoint.IncompatibleError)
     (copy / "config.json").write_text(json.dumps(config)[:100])
-    refused(copy, OSError, "config.json is damaged: ")
+    refused(copy, "config.json is damaged: ")
     del config["seed"]
     (copy / "config.json").write_text(json.dumps(config))
-    refused(copy, ValueError, "The config lacks seed")
+    refused(copy, r"config\.json is not right: The config lacks seed")
     shutil.copy(runs["simplex"][0] / "config.json", copy)
     for path in (copy / "checkpoints" / "1" / "state").rglob("*"):
         if path.is_file():
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     unreadable = "The checkpoints in .*copy/checkpoints cannot be read: "
-    refused(copy, OSError, unreadable)
+    refused(copy, unreadable)
     shutil.rmtree(copy / "checkpoints" / "1" / "run")
-    refused(copy, OSError, unreadable)
+    refused(copy, unreadable)
     shutil.rmtree(copy / "checkpoints")
-    refused(copy, FileNotFoundError, "There is no checkpoint in .*copy/checkpoints")
+    refused(copy, "There is no checkpoint in .*copy/checkpoints")
 
 
 def test_the_best_of_none_is_refused(tmp_path):
     make_run(tmp_path / "run", rows=({"step": 1},), **MODELS["exact"])
-    refused(tmp_path / "run", FileNotFoundError, "was evaluated; leave out --best", best=True)
+    refused(tmp_path / "run", "was evaluated; leave out --best", best=True)
     model = trained.load(tmp_path / "run", mesh_of(), best=False)
     assert model.test_accuracy is None
 
@@ -213,5 +214,5 @@ def test_the_best_of_none_is_refused(tmp_path):
 def test_images_of_another_kind_are_refused(runs, monkeypatch):
     load = input_lib.load
     monkeypatch.setattr(input_lib, "load", lambda *a, **k: load(*a, **k)._replace(num_classes=7))
-    with pytest.raises(ValueError, match="of 1 channels and 10 classes, got 1 and 7 in digits"):
+    with pytest.raises(UserError, match="of 1 channels and 10 classes, got 1 and 7 in digits"):
         evaluate.evaluate(runs["exact"][0], best=False)

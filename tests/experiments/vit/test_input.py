@@ -5,6 +5,7 @@ import signal
 import numpy as np
 import pytest
 
+from experiments.mistakes import UserError
 from experiments.vit import data, evaluate, records, stream, train
 from experiments.vit import input as input_lib
 from tests.experiments.vit import prepared, tiny
@@ -208,14 +209,14 @@ def test_mixup_mixes_neighbours_and_keeps_the_mass_of_labels(folder):
     ],
 )
 def test_mixtures_that_hosts_would_have_to_share_are_refused(folder, changes, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(UserError, match=match):
         prepared.load(folder, augment__mixup=0.1, **changes)
 
 
 @pytest.mark.fast
 def test_images_in_memory_of_another_size_are_refused():
     config = tiny.get_config(image_size=16)
-    with pytest.raises(ValueError, match=r"image_size must be 8, as the images of digits are 8 x"):
+    with pytest.raises(UserError, match=r"image_size must be 8, as the images of digits are 8 x"):
         input_lib.load(config, eval_batch_size=8)
 
 

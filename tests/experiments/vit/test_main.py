@@ -1,14 +1,20 @@
 """What the command line says of input that cannot work: one line, and nothing is written."""
 
+import json
 import os
+import pathlib
+import re
+import subprocess
 import sys
 
 import jax
 import pytest
 from absl.testing import flagsaver
 
-from experiments import memory
-from experiments.vit import main, steps, train
+from experiments import interrupts, memory
+from experiments.vit import config as config_lib
+from experiments.vit import curves, data, main, steps, train
+from simrf_jax.models import ViT
 from tests.experiments.vit import tiny
 
 RECORDS = "--config.in_memory=False --config.augment.shift=0.0 --config.dataset=imagenet2012"
@@ -49,11 +55,11 @@ def command(tmp_path, monkeypatch):
         ("--workdir=gs://bucket/run", "--workdir must be a folder of this machine, got gs:"),
         (
             "--config.checkpoint.interval=2 --config.checkpoint.folder=/proc/run",
-            "Checkpoints cannot be kept in /proc/run: ",
+            "^/proc/run cannot be written: ",
         ),
         (
             "--config.checkpoint.interval=2 --config.checkpoint.folder=gs://bucket/run",
-            "Checkpoints cannot be kept in gs://bucket/run: .*gcsfs",
+            "^gs://bucket/run cannot be read and written: .*gcsfs",
         ),
         (f"{RECORDS} --config.data_dir=gs://bucket/data", "install gcsfs"),
     ],
@@ -105,9 +111,12 @@ def test_an_interrupt_says_how_to_go_on(command, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
+    lines = []
     monkeypatch.setattr(train, "train", interrupt)
-    with pytest.raises(SystemExit, match=r"^Stopped; the same command goes on from the last"):
+    monkeypatch.setattr(interrupts, "end", lines.append)
+    with pytest.raises(KeyboardInterrupt):  # Where the process would be gone.
         command("")
+    assert lines == ["Stopped; the same command goes on from the last checkpoint, if any are kept."]
 
 
 @pytest.mark.fast
@@ -129,7 +138,7 @@ def test_a_failure_on_one_of_several_hosts_ends_it_at_once(command, monkeypatch,
 
 def test_a_folder_that_cannot_be_written_ends_the_program_with_a_line(command, tmp_path):
     (tmp_path / "run").touch()
-    with pytest.raises(SystemExit, match=r"run cannot be written: .*File exists.*\nWhen the"):
+    with pytest.raises(SystemExit, match=r"run cannot be written: .*File exists"):
         command(EXACT)
 
 
@@ -140,15 +149,82 @@ def test_a_run_whose_config_is_lost_is_refused(command, tmp_path, config):
     (tmp_path / "run" / "metrics.csv").touch()
     if config:
         (tmp_path / "run" / "config.json").write_text(config)
-    with pytest.raises(SystemExit, match=r"run holds a run whose config.json cannot be read \("):
+    with pytest.raises(SystemExit, match=r"run holds a run whose config is lost \(.*config.json"):
         command("--config.checkpoint.interval=2")
 
 
-def test_a_step_that_fails_is_no_mistake_of_the_user(command, monkeypatch):
+# Where a bug may be, and of which type: those of a user's mistakes, before there was UserError.
+BUGS = {
+    "check": (config_lib, "_check_seeing", ValueError),
+    "field": (config_lib, "_check_input", KeyError),
+    "data": (data, "load_digits", OSError),
+    "model": (ViT, "__init__", TypeError),
+    "step": (steps, "train_step", ValueError),
+    "evaluation": (steps, "test_means", FloatingPointError),
+    "curves": (curves, "draw_curves", ValueError),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_a_bug_is_no_mistake_of_the_user(command, monkeypatch, name):
+    owner, function, error = BUGS[name]
+
     def fail(*_, **__):
+        raise error("A mistake of ours.")
+
+    monkeypatch.setattr(owner, function, fail)
+    if owner is data:
+        monkeypatch.setitem(data.DATASETS, "digits", fail)
+    with pytest.raises(error, match=r"A mistake of ours\.") as bug:
+        command(EXACT)
+    assert bug.traceback[-1].path == pathlib.Path(__file__)
+
+
+def test_a_drawing_that_fails_loses_no_result_and_is_made_up_for(command, tmp_path, monkeypatch):
+    def fail(_):
         raise ValueError("A mistake of ours.")
 
-    monkeypatch.setattr(steps, "train_step", fail)
-    with pytest.raises(RuntimeError, match="failed after it had started") as failed:
+    with monkeypatch.context() as patch:
+        patch.setattr(curves, "draw_curves", fail)
+        with pytest.raises(
+            ValueError, match=r"(?s)ours\..*results.json is whole; the same command"
+        ):
+            command(EXACT)
+    results = (tmp_path / "run" / "results.json").read_text()
+    assert json.loads(results)["steps"] == 4
+    assert not (tmp_path / "run" / "curves.png").exists()
+    with pytest.raises(SystemExit, match=r"already holds a run \(results.json\)"):
         command(EXACT)
-    assert isinstance(failed.value.__cause__, ValueError)
+    assert (tmp_path / "run" / "results.json").read_text() == results
+    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
+
+
+MODIFIED = """
+from absl import app
+from experiments.vit import main, program
+from simrf_jax.models import ViT
+
+class Modified(ViT):
+    def __init__(self, config, *, rngs):
+        super().__init__(config, rngs=rngs, widht=3)
+
+program.ViT = Modified
+app.run(main.main, flags_parser=main.parse_flags)
+"""
+
+
+def test_the_traceback_of_a_modified_model_is_printed(tmp_path):
+    (tmp_path / "modified.py").write_text(MODIFIED)
+    root = pathlib.Path(main.__file__).parents[2]
+    run = subprocess.run(
+        [sys.executable, "modified.py", f"--config={tiny.__file__}", "--workdir=run"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert re.search(
+        r'modified.py", line 8, in __init__\n(?s:.*)TypeError: .*argument \'widht\'', run.stderr
+    ), run.stderr

@@ -3,6 +3,7 @@ import time
 import jax.numpy as jnp
 import pytest
 
+from experiments.mistakes import UserError
 from experiments.vit import meter, train
 from experiments.vit.bar import Bar
 from tests.experiments.vit import tiny
@@ -37,7 +38,7 @@ def test_a_row_is_of_the_means_since_the_row_before_and_each_step_can_be_checked
 
 @pytest.mark.fast
 def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path):
-    with pytest.raises(FloatingPointError, match="The gradient's norm is inf at step 3 of 4"):
+    with pytest.raises(UserError, match="The gradient's norm is inf at step 3 of 4"):
         train._check_finite(
             "gradient's norm", {2: 1.0, 3: float("inf")}, tiny.get_config(), tmp_path
         )

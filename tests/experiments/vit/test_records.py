@@ -5,6 +5,7 @@ import PIL.Image
 import pytest
 import tensorflow_datasets as tfds
 
+from experiments.mistakes import UserError
 from experiments.vit import prepare, records
 from tests.experiments.vit import prepared
 
@@ -28,13 +29,13 @@ def test_png_is_decoded_to_the_bit():
 
 def test_a_data_set_that_is_not_there_says_how_to_get_it(tmp_path):
     command = rf"python -m experiments.vit.prepare imagenet2012 --data_dir={tmp_path}$"
-    with pytest.raises(FileNotFoundError, match=command):
+    with pytest.raises(UserError, match=command):
         records.open_records("imagenet2012", "train", str(tmp_path))
 
 
 def test_a_split_that_is_not_there_is_named(tmp_path):
     prepared.write(tmp_path, train=3)
-    with pytest.raises(FileNotFoundError, match="no split 'validation', only train; delete it"):
+    with pytest.raises(UserError, match="no split 'validation', only train; delete it"):
         records.open_records("imagenet2012", "validation", str(tmp_path))
 
 
@@ -61,7 +62,7 @@ def rewrite(folder, file, change):
 def test_what_is_damaged_or_half_copied_is_refused(tmp_path, file, change, match):
     prepared.write(tmp_path, train=3)
     rewrite(tmp_path, file, change)
-    with pytest.raises(OSError, match=f"{tmp_path}.*{match}"):
+    with pytest.raises(UserError, match=f"{tmp_path}.*{match}"):
         records.open_records("imagenet2012", "train", str(tmp_path))
 
 
@@ -69,12 +70,12 @@ def test_a_shard_or_the_metadata_that_are_missing_are_named(tmp_path):
     prepared.write(tmp_path, train=3)
     (info,) = tmp_path.glob("*/*/dataset_info.json")
     info.rename(tmp_path / "info")
-    with pytest.raises(OSError, match=r"cannot be read: .*dataset_info.json"):
+    with pytest.raises(UserError, match=r"cannot be read: .*dataset_info.json"):
         records.open_records("imagenet2012", "train", str(tmp_path))
     (tmp_path / "info").rename(info)
     (shard,) = tmp_path.glob("*/*/*train*")
     shard.unlink()
-    with pytest.raises(OSError, match=rf"{shard} cannot be read: .*No such file"):
+    with pytest.raises(UserError, match=rf"{shard} cannot be read: .*No such file"):
         records.open_records("imagenet2012", "train", str(tmp_path))
 
 
@@ -82,13 +83,13 @@ def test_a_preparation_that_was_stopped_is_as_good_as_none(tmp_path):
     prepared.write(tmp_path, train=3)
     folder = tmp_path / "imagenet2012"
     (folder / "5.1.0").rename(folder / "5.1.0.incompleteAB")
-    with pytest.raises(FileNotFoundError, match="There is no imagenet2012 in"):
+    with pytest.raises(UserError, match="There is no imagenet2012 in"):
         records.open_records("imagenet2012", "train", str(tmp_path))
 
 
 def test_a_folder_that_is_none_is_refused(tmp_path):
     (tmp_path / "imagenet2012").write_text("a file")
-    with pytest.raises(OSError, match=r"cannot be read: .*Not a directory"):
+    with pytest.raises(UserError, match=r"cannot be read: .*Not a directory"):
         records.open_records("imagenet2012", "train", str(tmp_path))
 
 
@@ -157,6 +158,6 @@ def test_prepare_writes_array_record(tmp_path, monkeypatch):
 def test_what_is_no_image_is_named(tmp_path):
     prepared.write(tmp_path, image=io.BytesIO(b"no image"), train=5)
     examples = records.open_records("imagenet2012", "train", str(tmp_path))
-    match = r"Example 3 of .*imagenet2012, split='train'.* is damaged: cannot identify image"
-    with pytest.raises(OSError, match=match):
+    match = r"Example 3 of the train split of imagenet2012 in .* is damaged: cannot identify image"
+    with pytest.raises(UserError, match=match):
         examples.read([3, 4])

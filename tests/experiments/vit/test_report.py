@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 
+from experiments.mistakes import UserError
 from experiments.vit import log, report
 from tests.experiments.vit import tiny
 
@@ -101,15 +102,15 @@ def test_how_a_run_was_watched_may_differ(runs, tmp_path):
 )
 def test_runs_that_cannot_be_compared_are_refused(runs, tmp_path, changes, match):
     other = write_run(tmp_path / "other", [0.5, 0.5], **changes)
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(UserError, match=match):
         report.find_runs([runs, other])
 
 
 def test_unfinished_and_missing_runs_are_refused(runs, tmp_path):
     (runs / "simplex-1" / "results.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"Not finished, .*results.json: .*simplex-1\. The"):
+    with pytest.raises(UserError, match=r"Not finished, .*results.json: .*simplex-1\. The"):
         report.find_runs([runs])
-    with pytest.raises(FileNotFoundError, match=r"There is no run in .*nowhere"):
+    with pytest.raises(UserError, match=r"There is no run in .*nowhere"):
         report.find_runs([tmp_path / "nowhere"])
 
 

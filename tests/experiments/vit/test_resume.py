@@ -23,6 +23,7 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from experiments.mistakes import UserError
 from experiments.vit import (
     checkpoint,
     compare,
@@ -150,7 +151,7 @@ def test_a_damaged_checkpoint_is_neither_trained_on_nor_evaluated_nor_exported(
     # No other was evaluated.
     with (
         pytest.warns(UserWarning, match=damaged),
-        pytest.raises(OSError, match=r"evaluated.*; leave out --best"),
+        pytest.raises(UserError, match=r"evaluated.*; leave out --best"),
     ):
         evaluate.evaluate(tmp_path, best=True)
     with pytest.warns(UserWarning, match=damaged):
@@ -182,12 +183,12 @@ def test_a_checkpoint_has_the_accuracy_it_had_in_training(best, whole):
 
 
 def test_evaluation_needs_a_run_a_checkpoint_and_images(whole, tmp_path):
-    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+    with pytest.raises(UserError, match="batch_size must be at least 1, got 0"):
         evaluate.evaluate(whole, best=False, batch_size=0)
-    with pytest.raises(FileNotFoundError, match=r"config\.json"):
+    with pytest.raises(UserError, match=r"config\.json"):
         evaluate.evaluate(tmp_path, best=False)
     shutil.copy(whole / "config.json", tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"There is no checkpoint in .*checkpoints"):
+    with pytest.raises(UserError, match=r"There is no checkpoint in .*checkpoints"):
         evaluate.evaluate(tmp_path, best=False)
 
 
@@ -207,15 +208,15 @@ def test_a_stopped_run_of_another_config_is_refused_by_its_fields(whole, tmp_pat
     differ = (
         "learning_rate is 0.001 there, 0.5 here; model.attention is 'simplex' there, 'iid' here"
     )
-    with pytest.raises(FileExistsError, match=f"a run of another config: {differ}. Give"):
+    with pytest.raises(UserError, match=f"a run of another config: {differ}. Give"):
         train.train(other, tmp_path)
     elsewhere = get_config(checkpoint__folder=str(tmp_path / "elsewhere"))
-    with pytest.raises(FileExistsError, match=r"checkpoint.folder is '' there, .*elsewhere' here"):
+    with pytest.raises(UserError, match=r"checkpoint.folder is '' there, .*elsewhere' here"):
         train.train(elsewhere, tmp_path)  # It would start over.
     other.checkpoint.folder = str(folder)
     with pytest.raises(checkpoint.IncompatibleError, match=f"of another run: {differ}. Give"):
         train.train(other, tmp_path / "other")
-    with pytest.raises(FileExistsError, match="already holds a run"):
+    with pytest.raises(UserError, match="already holds a run"):
         train.train(get_config(checkpoint__interval=0), tmp_path)
 
 

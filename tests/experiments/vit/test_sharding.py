@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from experiments import training
+from experiments.mistakes import UserError
 from experiments.vit import sharding, train
 from tests.experiments.vit import tiny
 from tests.experiments.vit.test_train import build, make_batch, read_losses
@@ -91,16 +92,26 @@ def test_arrays_lie_as_the_rules_say():
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("rules", "shape", "match"),
+    ("rules", "shape", "error", "match"),
     [
-        ((), (8,), r"No sharding rule matches params/kernel of shape \(8,\)"),
-        ((sharding.Rule("kernel", PartitionSpec("fsdp")),), (9,), "9 must be a multiple of .*fsdp"),
-        ((sharding.Rule("k", PartitionSpec(None, None)),), (9,), r"does not fit params/kernel"),
+        ((), (8,), ValueError, r"No sharding rule matches params/kernel of shape \(8,\)"),
+        (
+            (sharding.Rule("kernel", PartitionSpec("fsdp")),),
+            (9,),
+            UserError,
+            "9 must be a multiple of .*fsdp",
+        ),
+        (
+            (sharding.Rule("k", PartitionSpec(None, None)),),
+            (9,),
+            ValueError,
+            r"does not fit params/kernel",
+        ),
     ],
 )
-def test_arrays_without_a_place_are_refused(rules, shape, match):
+def test_arrays_without_a_place_are_refused(rules, shape, error, match):
     state = {"params": {"kernel": jax.ShapeDtypeStruct(shape, jnp.float32)}}
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(error, match=match):
         sharding.state_shardings(state, mesh_of(2, 4), rules)
 
 

@@ -11,6 +11,7 @@ import pytest
 from PIL import Image
 
 from experiments import training
+from experiments.mistakes import UserError
 from experiments.vit import compare, data, sharding, steps, train
 from experiments.vit import program as program_lib
 from tests.experiments.vit import tiny
@@ -32,7 +33,7 @@ def test_a_run_leaves_its_results_metrics_curves_and_config(tmp_path):
     assert len(read_losses(tmp_path / "run")) == 4
     image = np.asarray(Image.open(tmp_path / "run" / "curves.png").convert("RGB"))
     assert len(np.unique(image.reshape(-1, 3), axis=0)) > 50  # Something is drawn.
-    with pytest.raises(FileExistsError, match="already holds a run"):
+    with pytest.raises(UserError, match="already holds a run"):
         train.train(config, tmp_path / "run")
 
 
@@ -180,7 +181,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, mo
 
     monkeypatch.setattr(data, "train_batches", lambda *a, **k: Poisoned(batches(*a, **k)))
     config = tiny.get_config(num_steps=20, log_interval=4, eval_interval=20)
-    with pytest.raises(FloatingPointError, match="The loss is nan at step 6 of 20"):
+    with pytest.raises(UserError, match="The loss is nan at step 6 of 20"):
         train.train(config, tmp_path)
     assert len(read_losses(tmp_path)) == 2
     assert not (tmp_path / "results.json").exists()
@@ -188,7 +189,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, mo
 
 def test_a_test_loss_that_is_not_finite_is_no_result(tmp_path):
     config = tiny.get_config(num_steps=1, warmup_steps=0, learning_rate=1e30)
-    with pytest.raises(FloatingPointError, match="The test loss is nan at step 1 of 1"):
+    with pytest.raises(UserError, match="The test loss is nan at step 1 of 1"):
         train.train(config, tmp_path)
     assert not (tmp_path / "results.json").exists()
 
@@ -216,7 +217,7 @@ def test_a_test_loss_that_is_not_finite_is_no_result(tmp_path):
     ],
 )
 def test_what_cannot_run_is_refused_before_anything_is_written(tmp_path, changes, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(UserError, match=match):
         train.train(tiny.get_config(**changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -244,7 +245,7 @@ def test_comparison_tabulates_draws_and_goes_on_where_it_was(tmp_path, monkeypat
     assert "| exact |" in compare.compare(config, tmp_path, ["simplex", "exact"], [0, 1])
     assert trained == ["exact-1"]
 
-    with pytest.raises(ValueError, match="was run with another config"):
+    with pytest.raises(UserError, match="was run with another config"):
         compare.compare(tiny.get_config(num_steps=5), tmp_path, ["simplex"], [0])
 
 
@@ -258,5 +259,5 @@ def test_comparison_tabulates_draws_and_goes_on_where_it_was(tmp_path, monkeypat
     ],
 )
 def test_comparison_refuses(tmp_path, attentions, seeds, match):
-    with pytest.raises(ValueError, match=match):
+    with pytest.raises(UserError, match=match):
         compare.compare(tiny.get_config(), tmp_path, attentions, seeds)
