@@ -19,12 +19,14 @@ from absl import app, flags
 from ml_collections import config_flags
 
 import simrf_jax
-from experiments import mistakes
+from experiments import interrupts, locking, mistakes
 from experiments.mistakes import UserError, user_mistakes
 from simrf_jax import checks
 
 # Flags that launch defines are its caller's, and so in its --help.
 flags.disclaim_key_flags()
+
+STOPPED = "Stopped; the same command goes on where it was."
 
 # Type of each field of a config by its dotted name: {"model.width": int, ...}.
 Fields = Mapping[str, type]
@@ -233,7 +235,8 @@ class Experiment(Protocol):
 def launch(experiment: Experiment, fields: Fields, default_config: pathlib.Path) -> None:
     """Runs an experiment as a program, with ``--config`` and ``--workdir``.
 
-    A ``UserError`` ends it with one line; every other error keeps its traceback.
+    A ``UserError`` ends it with one line; every other error keeps its traceback. Of two runs in one
+    folder the second is refused.
     """
     config = config_flags.DEFINE_config_file("config", None, f"What to run; {default_config}.")
     workdir = flags.DEFINE_string("workdir", None, "Folder for the results.", required=True)
@@ -241,13 +244,11 @@ def launch(experiment: Experiment, fields: Fields, default_config: pathlib.Path)
     def main(argv: list[str]) -> None:
         if len(argv) > 1:
             raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
-        start = time.monotonic()
-        try:
-            with mistakes.told_in_one_line():
-                experiment.check(config.value)
-                results = experiment.run(config.value, pathlib.Path(workdir.value))
-        except KeyboardInterrupt:
-            raise SystemExit("Stopped; the same command goes on where it was.") from None
+        start, folder = time.monotonic(), pathlib.Path(workdir.value)
+        with interrupts.told_in_one_line(STOPPED), mistakes.told_in_one_line():
+            experiment.check(config.value)
+            with locking.locked(folder):
+                results = experiment.run(config.value, folder)
         print(experiment.report(results))
         print(f"{time.monotonic() - start:.0f} seconds")
 

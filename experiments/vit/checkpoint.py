@@ -1,27 +1,47 @@
-"""Checkpoints by Orbax: asynchronous, sharded, whole or absent; the last ones and the best."""
+"""Checkpoints by Orbax: asynchronous, sharded, whole or absent; the last ones and the best.
+
+A checkpoint that is read is the one that was saved, bit for bit, or it is damaged: digests of the
+arrays and of the JSON are saved with it and compared with what is read. OCDBT, in which Orbax keeps
+arrays, checks its index alone; without digests a flipped bit in an array would be another weight.
+
+The digests are those of the arrays in the devices' memory (``digest.py``), not those of the files:
+
+- They are computed before the arrays are written, and again from the very arrays that the caller
+  gets. So they cover every file and every program between the two, and nothing is read twice.
+- They do not depend on the sharding, so that a run may go on with other devices or processes.
+- They are in the checkpoint before it is committed, in a bucket as on a disk.
+- A part of the arrays, as evaluation reads it, is checked by the digests of this part.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
+import re
+import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import absl.logging
 import jax
 import ml_collections
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
-from orbax.checkpoint.checkpoint_managers import AnyPreservationPolicy, BestN, LatestN
+from orbax.checkpoint import checkpoint_managers
 
 from experiments import harness
+from experiments.hosts import everywhere as _everywhere
 from experiments.mistakes import UserError
 from experiments.vit import config as config_lib
+from experiments.vit import digest
+
+# Orbax's files that log the errors they raise.
+_RAISING = ("async_checkpointer.py", "checkpoint_manager.py", "future.py", "metadata/checkpoint.py")
 
 State = TypeVar("State")  # A pytree of arrays, or of what jax.eval_shape makes of them.
 
@@ -42,20 +62,66 @@ class Progress(NamedTuple):
 
 
 class IncompatibleError(UserError):
-    """A checkpoint is that of another run."""
+    """A checkpoint is that of another run, or of a version of this package that kept no digests."""
+
+
+class DamagedError(UserError):
+    """A checkpoint is not what was saved."""
+
+
+class Found(NamedTuple):
+    """What a checkpoint says of itself, which is what was saved.
+
+    Attributes:
+      step: The step after which it was saved.
+      config: The config of its run.
+      types: The type and shape of each array, ``{"params.head.bias.value": "float32[10]", ...}``.
+      digests: The digest of each array.
+      progress: The progress of the run.
+    """
+
+    step: int
+    config: dict[str, Any]
+    types: dict[str, str]
+    digests: dict[str, str]
+    progress: Progress
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Returns ``{"params.head.bias.value": (10,), ...}``."""
+        return {name: tuple(json.loads(x[x.index("[") :])) for name, x in self.types.items()}
+
+    @property
+    def test_accuracy(self) -> float | None:
+        """Returns the test accuracy at its step, or None if it was not evaluated."""
+        return self.progress.rows[-1].get("test_accuracy")
 
 
 def quiet() -> None:
-    """Keeps a program's standard error free of Orbax's diary; its errors stay.
+    """Keeps a program's standard error free of what Orbax, TensorStore and asyncio say.
 
-    Those of its futures do not: ``Checkpoints`` raises them.
+    Of a save or a read that fails each of them prints pages, some of them when the program ends;
+    ``Checkpoints`` and ``load`` raise the error. Orbax's other errors stay.
     """
-    absl.logging.get_absl_handler().addFilter(
-        lambda record: (
-            "orbax" not in record.pathname
-            or (record.levelno >= logging.ERROR and not record.pathname.endswith("future.py"))
-        )
-    )
+    absl.logging.get_absl_handler().addFilter(_is_news)
+    hook = sys.unraisablehook
+
+    def pass_on(unraisable: sys.UnraisableHookArgs) -> None:
+        # Reads and writes go on after the first failure, which has ended asyncio's loop.
+        abandoned = "Event loop is closed|Encountered error while reading array index"
+        if not re.match(abandoned, str(unraisable.exc_value)):
+            hook(unraisable)
+
+    sys.unraisablehook = pass_on
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Returns whether nobody else tells what a record of the log says."""
+    if record.name == "asyncio":
+        return "exception was never retrieved" not in record.getMessage()
+    if "orbax" not in record.pathname:
+        return True
+    return record.levelno >= logging.ERROR and not record.pathname.endswith(_RAISING)
 
 
 def is_best(rows: list[dict[str, float]]) -> bool:
@@ -68,7 +134,8 @@ class Checkpoints:
     """The checkpoints in a folder.
 
     A step is a subfolder that gets its name when it is whole (on a bucket: a mark). It holds
-    ``state``, the arrays by name, and ``run``, the config, the names and shapes, and the progress.
+    ``state``, the arrays by name, and ``run``, the config, the progress, and the names, types and
+    digests of the arrays.
 
     Args:
       folder: Made if needed; a path, or a bucket as in ``gs://bucket/run``.
@@ -82,18 +149,17 @@ class Checkpoints:
     def __init__(self, folder: epath.PathLike, config: ml_collections.ConfigDict, *, keep: int):
         self._config = json.loads(config.to_json_best_effort())
         del self._config["checkpoint"]["folder"]  # A folder may be moved.
-        best = BestN(get_metric_fn=_accuracy, n=1)
+        self._policy = _LatestAndBest(keep)
         options = ocp.CheckpointManagerOptions(
-            best_fn=_accuracy,  # Without it the metrics would not be written.
-            preservation_policy=AnyPreservationPolicy([LatestN(keep), best]),
-            cleanup_tmp_directories=True,
+            preservation_policy=self._policy,
+            lightweight_initialize=True,  # It would fail on metadata that is damaged.
         )
         try:
             self._folder = _absolute(folder)
             self._folder.mkdir(parents=True, exist_ok=True)
             self._check_access()
-            self._pass_over_half_written()
-            multihost_utils.sync_global_devices("half-written checkpoints are passed over")
+            self._delete_half_written()
+            multihost_utils.sync_global_devices("half-written checkpoints are deleted")
             self._manager = ocp.CheckpointManager(self._folder, options=options)
         except Exception as error:  # Each kind of storage has errors of its own.
             raise UserError(f"Checkpoints cannot be kept in {folder}: {error}") from error
@@ -104,9 +170,12 @@ class Checkpoints:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Waits until all is on disk; if that fails too, the first error is the one to see."""
-        with contextlib.suppress(*([] if kind is None else [UserError])):
-            self.wait()
-        self._manager.close()
+        try:
+            with contextlib.suppress(*([] if kind is None else [UserError])):
+                self.wait()
+        finally:
+            with contextlib.suppress(Exception):  # What a save failed with is raised once more.
+                self._manager.close()
 
     def save(self, step: int, state: Any, progress: Progress) -> None:
         """Starts to save, after the last save is done; the state may be donated at once.
@@ -116,15 +185,18 @@ class Checkpoints:
         """
         arrays = _by_name(state)
         run = {
+            "step": step,
             "config": self._config,
-            "shapes": _shapes(arrays),
+            "types": _types(arrays),
+            "digests": digest.digests(arrays),
             **progress._asdict(),
             "rows": list(progress.rows),  # It is written while more come.
         }
+        run["sha256"] = _sha256(run)
         items = {"state": ocp.args.PyTreeSave(arrays), "run": ocp.args.JsonSave(run)}
-        metrics = {k: v for k, v in progress.rows[-1].items() if k == "test_accuracy"}
+        self._policy.rows = run["rows"]
         try:
-            self._manager.save(step, args=ocp.args.Composite(**items), metrics=metrics, force=True)
+            self._manager.save(step, args=ocp.args.Composite(**items), force=True)
         except Exception as error:
             raise self._not_saved(error) from error
 
@@ -142,7 +214,8 @@ class Checkpoints:
     def restore(self, state: State) -> tuple[State, Progress] | None:
         """Reads the newest checkpoint that is whole.
 
-        Those that are not are set aside with a warning.
+        Newer ones, which are damaged, are set aside with a warning. Of the older ones, those that
+        are not to be kept are deleted: a run that is killed while it deletes leaves parts of them.
 
         Args:
           state: Shapes, types and shardings; the arrays go to these, whatever theirs were.
@@ -151,65 +224,61 @@ class Checkpoints:
           The state and the progress, or None if there is no checkpoint.
 
         Raises:
-          IncompatibleError: If it is of another config, or of arrays of other shapes; the message
-            names what differs.
+          IncompatibleError: If it is of another config, or of arrays of other shapes, and the
+            message names what differs; or if it has no digests.
           UserError: If there are checkpoints, and none can be read.
         """
-        damaged: list[int] = []
-        failure: Exception | None = None
+        damaged: dict[int, str] = {}  # Not the errors, which would keep what was read in memory.
         for step in sorted(self._manager.all_steps(), reverse=True):
-            restored = None
             try:
-                restored = self._restore(step, state)
-            except PermissionError as error:
-                raise UserError(f"{self._folder / str(step)} cannot be read: {error}") from error
-            except (IncompatibleError, MemoryError, jax.errors.JaxRuntimeError):
-                raise
-            except Exception as error:  # Whatever a part that is missing or cut off leads to.
-                failure = error
-            readable = _everywhere(restored is not None)
-            if restored is None or not readable:
-                damaged.append(step)
+                found = _find(self._folder, step)
+                self._check_compatible(found, _types(_by_name(state)))
+                restored = load(self._folder, found, state)
+            except DamagedError as error:
+                damaged[step] = str(error)
                 continue
-            for later in damaged:
-                self._set_aside(later)
-            multihost_utils.sync_global_devices("damaged checkpoints are set aside")
-            self._manager.reload()
-            return restored
+            for later, damage in damaged.items():
+                self._set_aside(later, damage)
+            self._policy.rows = found.progress.rows
+            self._delete_older(step)
+            return restored, found.progress
         if damaged or any(self._folder.glob("*.damaged")):
+            each = "; ".join(damaged.values()) or "each of them is damaged"
             raise UserError(
-                f"No checkpoint in {self._folder} can be read. To start over, delete it."
-            ) from failure
+                f"No checkpoint in {self._folder} can be read: {each}. To start over, delete it."
+            )
         return None
 
-    def _restore(self, step: int, state: State) -> tuple[State, Progress]:
-        read = self._manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
-        arrays = _by_name(state)
-        self._check_compatible(step, read["run"], arrays)
-        items = ocp.args.Composite(state=_restore_arrays(arrays))
-        found = self._manager.restore(step, args=items)["state"]
-        progress = Progress(*(read["run"][name] for name in Progress._fields))
-        return _like(state, found), progress
-
-    def _check_compatible(self, step: int, run: dict[str, Any], arrays: dict[str, Any]) -> None:
-        differ = config_lib.differences(run["config"], self._config)
-        differ += harness.differences(run["shapes"], _shapes(arrays))
+    def _check_compatible(self, found: Found, types: dict[str, str]) -> None:
+        differ = config_lib.differences(found.config, self._config)
+        differ += harness.differences(found.types, types)
         if differ:
             more = f"; and {len(differ) - 8} more" if len(differ) > 8 else ""
             raise IncompatibleError(
-                f"{self._folder / str(step)} is a checkpoint of another run: "
+                f"{self._folder / str(found.step)} is a checkpoint of another run: "
                 f"{'; '.join(differ[:8])}{more}. Give another --workdir, or the config of that run."
             )
 
-    def _set_aside(self, step: int) -> None:
+    def _set_aside(self, step: int, damage: str) -> None:
         """Renames a checkpoint, so that it neither counts as one nor stands in the way."""
         path = self._folder / str(step)
         aside = self._folder / f"{step}.damaged"
-        warnings.warn(f"{path} is damaged; it is passed over, and now {aside}.", stacklevel=3)
+        warnings.warn(f"{damage}; it is passed over, and now {aside}.", stacklevel=3)
         if jax.process_index() == 0:
             if aside.exists():
                 aside.rmtree()
             path.rename(aside)
+        self._manager.delete(step)  # It finds nothing to delete, and forgets the step.
+
+    def _delete_older(self, newest: int) -> None:
+        """Deletes what is older than the newest whole checkpoint and is not to be kept."""
+        steps = sorted(self._manager.all_steps())
+        for step in {*steps} - self._policy.kept(steps):
+            self._manager.delete(step)
+        if jax.process_index() == 0:
+            for path in self._folder.glob("*.damaged"):
+                if path.stem.isdecimal() and int(path.stem) <= newest:
+                    path.rmtree()
 
     def _check_access(self) -> None:
         probe = self._folder / f"access-{jax.process_index()}"
@@ -220,22 +289,21 @@ class Checkpoints:
             raise OSError("the hosts do not share it; config.checkpoint.folder says which they do.")
         probe.unlink()
 
-    def _pass_over_half_written(self) -> None:
-        """Warns of what a killed run left; Orbax would stumble over metrics that are cut off."""
+    def _delete_half_written(self) -> None:
+        """Deletes, with a warning, what a run that was killed while it saved has left."""
+        if jax.process_index() != 0:
+            return
         for path in self._folder.iterdir():
-            if ocp.path.step.TMP_DIR_SUFFIX in path.name:
+            # In a bucket, Orbax takes every folder without its mark for half-written.
+            is_step = re.fullmatch(r"\d+(\..*)?", path.name)
+            if is_step and ocp.path.step.is_path_temporary(path):
                 warnings.warn(f"{path} is half-written; it is passed over.", stacklevel=3)
-        for step in ocp.path.step.checkpoint_steps(self._folder):
-            metrics = self._folder / str(step) / "metrics" / "metrics"
-            try:
-                json.loads(metrics.read_text())
-            except (FileNotFoundError, ValueError):
-                self._set_aside(step)
+                path.rmtree()
 
     def _not_saved(self, error: Exception) -> UserError:
-        with contextlib.suppress(Exception):
-            self._manager.reload()  # It has struck off what it would have deleted after the save.
-        last = self._manager.latest_step()
+        last = None
+        with contextlib.suppress(Exception):  # The folder may be gone.
+            last = max(_steps(self._folder), default=None)
         if last is None:
             rest = "There is no earlier one; the same command starts anew."
         else:
@@ -243,82 +311,177 @@ class Checkpoints:
                 f"That of step {last} is whole; when the cause is mended, the same command goes on "
                 "from there."
             )
-        cause = str(error).split(" [tensorstore_spec")[0]  # Pages of it.
-        return UserError(f"A checkpoint could not be saved in {self._folder}: {cause}\n{rest}")
+        return UserError(
+            f"A checkpoint could not be saved in {self._folder}: {_in_a_line(error)}\n{rest}"
+        )
 
 
-class Found(NamedTuple):
-    """A checkpoint of a run that may be still training, and what it says of itself.
+class _LatestAndBest:
+    """Says which checkpoints to keep: the latest ones and the one of the best test accuracy.
+
+    Args:
+      latest: How many of the latest ones to keep.
 
     Attributes:
-      step: After which it was saved.
-      config: Of its run.
-      shapes: ``{"params.head.bias.value": (10,), ...}``.
-      test_accuracy: At its step, or None if it was not evaluated.
+      rows: Those of ``metrics.csv``, which have the accuracies.
     """
 
-    step: int
-    config: dict[str, Any]
-    shapes: dict[str, tuple[int, ...]]
-    test_accuracy: float | None
+    def __init__(self, latest: int):
+        self._latest = latest
+        self.rows: list[dict[str, float]] = []
+
+    def kept(self, steps: Sequence[int]) -> set[int]:
+        """Returns the steps to keep, of some in ascending order."""
+        accuracies = {row["step"]: row.get("test_accuracy", -math.inf) for row in self.rows}
+        best = max(steps, key=lambda step: (accuracies.get(step, -math.inf), step))
+        return {best, *steps[-self._latest :]}
+
+    def should_preserve(
+        self,
+        checkpoints: Sequence[checkpoint_managers.PolicyCheckpointInfo],
+        *,
+        context: checkpoint_managers.PreservationContext,
+    ) -> list[bool]:
+        """Answers Orbax, which asks after each save."""
+        del context
+        steps = [info.step for info in checkpoints]
+        kept = self.kept(steps)
+        return [step in kept for step in steps]
 
 
-def find(folder: epath.PathLike, *, best: bool) -> Found:
-    """Opens the best or the newest checkpoint, and changes nothing in the folder.
+def find(folder: epath.PathLike, *, best: bool) -> Iterator[Found]:
+    """Yields the checkpoints of a run, which may be still training, in the order to try them in.
+
+    Nothing in the folder is changed. A checkpoint that cannot say what it holds is passed over with
+    a warning; whether its arrays are whole turns out when they are loaded.
 
     Args:
-      folder: Of the checkpoints.
-      best: Whether to take that of the best test accuracy.
+      folder: Where the checkpoints are.
+      best: Whether to begin with the one of the best test accuracy, instead of the newest, and to
+        leave out those that were not evaluated.
 
     Raises:
-      UserError: If there is no checkpoint, it cannot be read, or best is wanted and none was
-        evaluated.
+      IncompatibleError: If a checkpoint has no digests.
+      UserError: If there is no checkpoint, the folder cannot be read, or best is wanted and none
+        was evaluated.
     """
-    with _opened(folder) as manager:
-        step = manager.best_step() if best else manager.latest_step()
-        if step is not None:
-            items = ocp.args.Composite(run=ocp.args.JsonRestore())
-            run = manager.restore(step, args=items)["run"]
-            accuracy = manager.metrics(step).get("test_accuracy")
-    if step is None:
+    folder = _absolute(folder)
+    try:
+        steps = sorted(_steps(folder), reverse=True)
+    except Exception as error:  # Each kind of storage has errors of its own.
+        raise UserError(f"The checkpoints in {folder} cannot be read: {error}") from error
+    if not steps:
         raise UserError(f"There is no checkpoint in {folder}.")
-    if best and accuracy is None:
+    found = _whole(folder, steps)
+    yield from _best_first(folder, found) if best else found
+
+
+def _whole(folder: epath.Path, steps: Sequence[int]) -> Iterator[Found]:
+    """Yields what can be found, and warns of the rest."""
+    for step in steps:
+        try:
+            yield _find(folder, step)
+        except DamagedError as error:
+            warnings.warn(f"{error}; it is passed over.", stacklevel=4)
+
+
+def _best_first(folder: epath.Path, found: Iterator[Found]) -> list[Found]:
+    """Returns those that were evaluated, the most accurate first; of equal ones, the newest."""
+    some = list(found)
+    evaluated = [one for one in some if one.test_accuracy is not None]
+    if some and not evaluated:
         raise UserError(f"No checkpoint in {folder} was evaluated; leave out --best.")
-    # As in "float32[32, 10]".
-    shapes = {k: tuple(json.loads(v[v.index("[") :])) for k, v in run["shapes"].items()}
-    return Found(step, run["config"], shapes, accuracy)
+    return sorted(evaluated, key=lambda one: (one.test_accuracy, one.step), reverse=True)
 
 
-def load(folder: epath.PathLike, step: int, state: State) -> State:
-    """Reads a checkpoint, or a part of it.
+def load(folder: epath.PathLike, found: Found, state: State) -> State:
+    """Reads the arrays of a checkpoint, or a part of them, and compares their digests.
 
     Args:
-      folder: Of the checkpoints.
-      step: Of the checkpoint.
+      folder: Where the checkpoints are.
+      found: The checkpoint.
       state: Shapes, types and shardings of what to read.
 
     Raises:
-      UserError: If it cannot be read.
+      DamagedError: If an array cannot be read, or is not the one that was saved.
     """
-    items = ocp.args.Composite(state=_restore_arrays(_by_name(state)))
-    with _opened(folder) as manager:
-        return _like(state, manager.restore(step, args=items)["state"])
+    path = _absolute(folder) / str(found.step)
+    wanted = _by_name(state)
+    with _agreeing_on_damage(path):
+        handler = ocp.PyTreeCheckpointHandler()
+        arrays = handler.restore(path / "state", args=_restore_arrays(wanted))
+        for name, like in wanted.items():
+            _check_alike(name, arrays[name], like)
+    # Each host adds up its part of the digests, and each gets the same sum.
+    digests = digest.digests({name: arrays[name] for name in wanted})
+    if differ := [name for name in wanted if digests[name] != found.digests.get(name)]:
+        raise DamagedError(f"{path} is damaged ({differ[0]} is not what was saved)")
+    return _like(state, arrays)
+
+
+def _find(folder: epath.Path, step: int) -> Found:
+    """Reads what a checkpoint says of itself.
+
+    Raises:
+      DamagedError: If it is not what was saved, or is that of another step.
+      IncompatibleError: If it has no digests.
+    """
+    path = folder / str(step)
+    with _agreeing_on_damage(path):
+        run = ocp.JsonCheckpointHandler().restore(path / "run")
+        if run.keys().isdisjoint({"step", "types", "digests", "sha256"}):
+            raise IncompatibleError(
+                f"{path} has no digests to check it by: it was saved by an earlier version of this "
+                "package, which can go on with it. Give another --workdir to start over."
+            )
+        if run.pop("sha256") != _sha256(run):
+            raise ValueError("run is not what was saved")
+        if run["step"] != step:
+            raise ValueError(f"it was saved as that of step {run['step']}")
+        progress = Progress(*(run[name] for name in Progress._fields))
+    return Found(step, run["config"], run["types"], run["digests"], progress)
+
+
+def _check_alike(name: str, array: Any, like: Any) -> None:
+    """Refuses an array that is none or is of another type, shape or sharding."""
+    if not isinstance(array, jax.Array):  # Orbax leaves what it does not find as it was.
+        raise ValueError(f"{name} is not there")
+    if (array.dtype, array.shape) != (like.dtype, like.shape):
+        raise ValueError(f"{name} is {array.dtype}{list(array.shape)}")
+    if like.sharding and not array.sharding.is_equivalent_to(like.sharding, array.ndim):
+        raise ValueError(f"{name} is sharded as {array.sharding}")
 
 
 @contextlib.contextmanager
-def _opened(folder: epath.PathLike) -> Iterator[ocp.CheckpointManager]:
-    """To read only."""
-    options = ocp.CheckpointManagerOptions(best_fn=_accuracy, read_only=True)
+def _agreeing_on_damage(path: epath.Path) -> Iterator[None]:
+    """Turns whatever reading a checkpoint fails with into a DamagedError, on all hosts or none."""
+    failure: Exception | None = None
     try:
-        with ocp.CheckpointManager(_absolute(folder), options=options) as manager:
-            yield manager
-    except Exception as error:  # Each kind of storage and of damage has errors of its own.
-        raise UserError(f"The checkpoints in {folder} cannot be read: {error}") from error
+        yield
+    except PermissionError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    except (IncompatibleError, MemoryError, jax.errors.JaxRuntimeError):
+        raise
+    except Exception as error:  # Whatever a part that is missing, cut off or altered leads to.
+        failure = error
+    if not _everywhere(failure is None):
+        cause = _in_a_line(failure) if failure else "another host cannot read it"
+        raise DamagedError(f"{path} is damaged ({cause})") from failure
 
 
-def _everywhere(here: bool) -> bool:
-    """Whether it is so on all hosts; each must ask."""
-    return bool(multihost_utils.process_allgather(np.array(here)).all())
+def _in_a_line(error: Exception) -> str:
+    """Returns the message of an error without the pages that TensorStore adds to it."""
+    line = re.split(r" \[tensorstore_spec| See full TensorStore|\n", str(error))[0]
+    return line if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {line}"
+
+
+def _sha256(run: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
+
+
+def _steps(folder: epath.Path) -> list[int]:
+    """Returns the steps in a folder, damaged ones too."""
+    return [found.step for found in ocp.path.step.standard_name_format().find_all(folder)]
 
 
 def _absolute(folder: epath.PathLike) -> epath.Path:
@@ -336,10 +499,6 @@ def _like(state: State, arrays: Mapping[str, Any]) -> State:
     return jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in _by_name(state)])
 
 
-def _accuracy(metrics: Mapping[str, float]) -> float:
-    return metrics.get("test_accuracy", -math.inf)  # Of a step that was not evaluated.
-
-
 def _by_name(state: Any) -> dict[str, Any]:
     """Returns ``{"params.head.kernel": array, ...}``."""
     return {
@@ -348,5 +507,5 @@ def _by_name(state: Any) -> dict[str, Any]:
     }
 
 
-def _shapes(arrays: Mapping[str, Any]) -> dict[str, str]:
+def _types(arrays: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"{x.dtype}{list(x.shape)}" for name, x in arrays.items()}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import ml_collections
 
-from experiments import harness
+from experiments import harness, locking
 from experiments.mistakes import UserError
 from experiments.vit import config as config_lib
 from experiments.vit import log, report, train
@@ -39,8 +39,8 @@ def compare(
       The table, in Markdown.
 
     Raises:
-      UserError: If an attention is unknown, a name or seed comes twice, or a finished run in
-        workdir had another config or is damaged; and as ``train``.
+      UserError: If an attention is unknown, a name or seed comes twice, another run or comparison
+        is in workdir, or a finished run in it had another config or is damaged; and as ``train``.
     """
     for attention in attentions:
         harness.check_one_of("--compare", attention, ATTENTIONS)
@@ -52,10 +52,17 @@ def compare(
             f"{list(attentions)} and {list(seeds)}."
         )
     workdir = pathlib.Path(workdir)
+    log.refuse_bucket(workdir)
     configs = {
         workdir / f"{attention}-{seed}": _config_of(config, attention, seed)
         for seed, attention in itertools.product(seeds, attentions)
     }
+    with locking.locked(workdir):
+        return _compare(configs, workdir)
+
+
+def _compare(configs: dict[pathlib.Path, ml_collections.ConfigDict], workdir: pathlib.Path) -> str:
+    """Compares in a folder that is locked; each of its runs locks its own."""
     for run, ours in configs.items():
         _check_run(ours, run)
     for run, ours in configs.items():
@@ -104,6 +111,7 @@ def _finish_run(config: ml_collections.ConfigDict, run: pathlib.Path) -> None:
         print(f"{run} is finished.")
         return
     if not config.checkpoint.interval:
-        (run / "metrics.csv").unlink(missing_ok=True)
+        with locking.locked(run):
+            (run / "metrics.csv").unlink(missing_ok=True)
     print(f"{run}", flush=True)
     train.train(config, run)

@@ -84,9 +84,9 @@ class Log:
     def __exit__(self, *_: object) -> None:
         """Closes the files."""
         if self._writes:
-            with contextlib.suppress(OSError):  # Of what could not be flushed, which is known.
-                self._file.close()
-                self._events.close()
+            for opened in (self._file, self._events):
+                with contextlib.suppress(OSError):  # Of what could not be flushed, which is known.
+                    opened.close()
 
     def write(self, row: dict[str, float]) -> None:
         """Adds a row; columns it lacks stay empty."""
@@ -98,18 +98,26 @@ class Log:
                 self._events.write(row)
 
 
-def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
-    """Refuses a folder that holds a run, so that none is written over, unless it can go on.
+def refuse_bucket(workdir: pathlib.Path) -> None:
+    """Refuses a workdir in a bucket, which would be a folder of its name here.
 
     Raises:
-      UserError: If the run is finished, kept no checkpoints, or is of another config or of one that
-        cannot be read; the message names the fields that differ. Or if the folder is in a bucket.
+      UserError: If it is one.
     """
     if re.match(r"\w+:/\w", str(workdir)):  # A path keeps but one of the slashes.
         raise UserError(
             f"--workdir must be a folder of this machine, got {workdir}; config.checkpoint.folder "
             "may be in a bucket."
         )
+
+
+def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
+    """Refuses a folder that holds a run, so that none is written over, unless it can go on.
+
+    Raises:
+      UserError: If the run is finished, kept no checkpoints, or is of another config or of one that
+        cannot be read; the message names the fields that differ.
+    """
     with user_mistakes(OSError, prefix=f"{workdir} cannot be read: "):
         found = [name for name in ("results.json", "metrics.csv") if (workdir / name).exists()]
     if not found:

@@ -7,6 +7,11 @@ import pathlib
 import sys
 import traceback
 
+from experiments import interrupts
+
+if __name__ == "__main__":  # The imports below take seconds.
+    interrupts.end_at_once("Stopped before it started.")
+
 import jax
 from absl import app, flags
 from ml_collections import config_flags
@@ -15,6 +20,7 @@ from experiments import harness, memory, mistakes
 from experiments.vit import checkpoint, compare, config, train
 from simrf_jax.models import ATTENTIONS
 
+STOPPED = "Stopped; the same command goes on from the last checkpoint, if any are kept."
 HEARTBEAT_TIMEOUT = 30  # Seconds after which the others end when one process is gone.
 
 _DEFAULT_CONFIG = pathlib.Path(__file__).parent / "configs" / "digits.py"
@@ -40,18 +46,17 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
     memory.keep_freed_memory()
     checkpoint.quiet()
-    try:
-        run()
-    except KeyboardInterrupt:
-        leave("Stopped; the same command goes on from the last checkpoint, if any are kept.")
-    except mistakes.UserError as error:
-        leave(mistakes.message(error))
-    except SystemExit as end:
-        leave(end.code)
-    except Exception:
-        if jax.distributed.is_initialized():
-            leave(traceback.format_exc())
-        raise
+    with interrupts.told_in_one_line(STOPPED):
+        try:
+            run()
+        except mistakes.UserError as error:
+            leave(mistakes.message(error))
+        except SystemExit as end:
+            leave(end.code)
+        except Exception:
+            if not jax.distributed.is_initialized():
+                raise
+            leave(f"{traceback.format_exc()}\n{_of_several()}")
 
 
 def leave(code: int | str | None) -> None:
@@ -61,6 +66,15 @@ def leave(code: int | str | None) -> None:
         print(code, file=sys.stderr, flush=True)
         os._exit(1)
     raise SystemExit(code)
+
+
+def _of_several() -> str:
+    """Says what an error of one of several processes may come from."""
+    return (
+        f"Process {jax.process_index()} of {jax.process_count()} ends with this error. If it is "
+        "that of a connection, another process is gone, and its output says why. When all have "
+        "ended, the same command goes on from the last checkpoint, if any are kept."
+    )
 
 
 def run() -> None:

@@ -14,6 +14,7 @@ import jax
 import ml_collections
 import numpy as np
 
+from experiments import harness, hosts
 from experiments.mistakes import UserError
 from experiments.training import TrainState
 from experiments.vit import checkpoint, diagnostics, flops, log, meter, sharding, steps, stream
@@ -21,6 +22,7 @@ from experiments.vit import config as config_lib
 from experiments.vit import input as input_lib
 from experiments.vit import program as program_lib
 from experiments.vit.bar import Bar
+from experiments.vit.folders import Folders
 from experiments.vit.preemption import Preemption
 from experiments.vit.profiling import Profile
 
@@ -42,18 +44,44 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
       IncompatibleError: If the checkpoints are of another config; the message names what differs.
       SystemExit: After SIGTERM: with code 0 when a checkpoint is saved, with a message if the run
         keeps none.
-      UserError: If the config is not right; workdir holds a run that is finished, kept no
-        checkpoints, or is of another config; the data is not there or damaged; checkpoints or
+      UserError: If the config is not right, or not the same on all hosts; another run is training
+        in workdir or into the folder of the checkpoints; workdir holds a run that is finished, kept
+        no checkpoints, or is of another config; the data is not there or damaged; checkpoints or
         results cannot be kept; or a loss or a gradient is not finite, and the message names the
         step. Any other error is a bug.
     """
-    # Check everything that can be checked before anything is written.
     config_lib.check(config)
     workdir = pathlib.Path(workdir)
-    is_first = jax.process_index() == 0  # Of the hosts; it alone writes.
-    if is_first:
-        log.draw_missing_curves(workdir)
-        log.refuse_used(workdir, config)
+    log.refuse_bucket(workdir)
+    hosts.check_same("config", _of_all_hosts(config))
+    with Folders(workdir, _checkpoint_folder(config, workdir)) as folders:
+        hosts.on_first(lambda: _refuse_used(workdir, config))
+        return _train(config, folders)
+
+
+def _of_all_hosts(config: ml_collections.ConfigDict) -> dict[str, Any]:
+    """Returns the fields that must be the same on all hosts: all but where and how they read."""
+    fields = harness.flatten(json.loads(config.to_json_best_effort()))
+    return {k: v for k, v in fields.items() if k not in ("data_dir", "num_workers")}
+
+
+def _checkpoint_folder(
+    config: ml_collections.ConfigDict, workdir: pathlib.Path
+) -> str | pathlib.Path | None:
+    """Returns where the run keeps its checkpoints, or None if it is to keep none."""
+    if not config.checkpoint.interval:
+        return None
+    return config.checkpoint.folder or workdir / "checkpoints"
+
+
+def _refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
+    log.draw_missing_curves(workdir)
+    log.refuse_used(workdir, config)
+
+
+def _train(config: ml_collections.ConfigDict, folders: Folders) -> dict[str, Any]:
+    """Trains in folders that are locked."""
+    # Check everything that can be checked before anything is written.
     mesh = sharding.make_mesh(config.mesh)
     sharding.check_batch(
         mesh, batch_size=config.batch_size, num_microbatches=config.num_microbatches
@@ -73,17 +101,18 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
-        rows, seconds = _loop(stack, config, workdir, program, inputs, eval_batch_size)
+        rows, seconds = _loop(stack, config, folders, program, inputs, eval_batch_size)
     results = _results(config, program, inputs, rows, seconds)
-    if is_first:
-        log.finish(workdir, results)
+    if jax.process_index() == 0:  # Of the hosts it alone writes.
+        folders.check_workdir()
+        log.finish(folders.workdir, results)
     return results
 
 
 def _loop(
     stack: contextlib.ExitStack,
     config: ml_collections.ConfigDict,
-    workdir: pathlib.Path,
+    folders: Folders,
     program: program_lib.Program,
     inputs: input_lib.Input,
     eval_batch_size: int,
@@ -93,8 +122,8 @@ def _loop(
     Returns:
       The rows of the log, and the seconds that all the steps took.
     """
-    is_first = jax.process_index() == 0
-    checkpoints = _open_checkpoints(stack, config, workdir)
+    is_first, workdir = jax.process_index() == 0, folders.workdir
+    checkpoints = _open_checkpoints(stack, config, folders.checkpoints)
     found = checkpoints.restore(program.state) if checkpoints else None
     state, progress = found or (program.init(), checkpoint.Progress([], 0.0, {"step": 0}))
     first_step = int(state.step)
@@ -129,6 +158,7 @@ def _loop(
         if due.evaluation and finite:
             row |= _evaluate(program, inputs, state, eval_batch_size)
             each["test loss"] = {done: row["test_loss"]}
+        folders.check_workdir()
         metrics_log.write(row)
         for what, values in each.items():
             _check_finite(what, values, config, workdir)
@@ -136,6 +166,7 @@ def _loop(
         if checkpoints and (due.checkpoint or best):
             seconds = time.perf_counter() - start
             progress = checkpoint.Progress(metrics_log.rows, seconds, batches.get_state())
+            folders.check_checkpoints()
             checkpoints.save(done, state, progress)
         if due.stop:
             _stop(bar, done, checkpoints)
@@ -145,12 +176,13 @@ def _loop(
 
 
 def _open_checkpoints(
-    stack: contextlib.ExitStack, config: ml_collections.ConfigDict, workdir: pathlib.Path
+    stack: contextlib.ExitStack,
+    config: ml_collections.ConfigDict,
+    folder: str | pathlib.Path | None,
 ) -> checkpoint.Checkpoints | None:
-    """The checkpoints of a run, until the stack is left, or None if it is to keep none."""
-    if not config.checkpoint.interval:
+    """Opens the checkpoints of a run, until the stack is left, or none if it is to keep none."""
+    if folder is None:
         return None
-    folder = config.checkpoint.folder or workdir / "checkpoints"
     checkpoints = checkpoint.Checkpoints(folder, config, keep=config.checkpoint.keep)
     return stack.enter_context(checkpoints)
 

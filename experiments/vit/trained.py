@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pathlib
+import warnings
 from typing import NamedTuple
 
 import ml_collections
@@ -40,35 +41,52 @@ class Trained(NamedTuple):
 def load(workdir: str | pathlib.Path, mesh: Mesh, *, best: bool) -> Trained:
     """Loads a checkpoint of a run, which may be still training; the data set is not needed.
 
+    A damaged checkpoint is passed over with a warning, for the newest or the best of the others.
+
     Args:
-      workdir: Of the run.
+      workdir: The folder of the run.
       mesh: Where the arrays go, whatever mesh they were on.
       best: Whether to take the checkpoint of the best test accuracy instead of the newest.
 
     Raises:
-      IncompatibleError: If the checkpoints are of another run; the message names what differs.
-      UserError: If workdir holds no run, or no checkpoint; the checkpoint cannot be read; or the
-        config is not right.
+      IncompatibleError: If the checkpoints are of another run, and the message names what differs;
+        or if they have no digests.
+      UserError: If workdir holds no run, or no checkpoint that can be read; or the config is not
+        right.
     """
     workdir = pathlib.Path(workdir)
     config = _read_config(workdir)
     folder = config.checkpoint.folder or workdir / "checkpoints"
-    found = checkpoint.find(folder, best=best)
-    if differ := config_lib.differences(found.config, _without_folder(config)):
-        raise checkpoint.IncompatibleError(
-            f"The checkpoints in {folder} are of another run than {workdir / 'config.json'}: "
-            f"{'; '.join(differ)}."
-        )
-    program = program_lib.build(
+    for found in checkpoint.find(folder, best=best):
+        if differ := config_lib.differences(found.config, _without_folder(config)):
+            raise checkpoint.IncompatibleError(
+                f"The checkpoints in {folder} are of another run than {workdir / 'config.json'}: "
+                f"{'; '.join(differ)}."
+            )
+        program = _build(config, mesh, found)
+        wanted = {"params": program.state.params, "projections": program.state.projections}
+        try:
+            arrays = checkpoint.load(folder, found, wanted)
+        except checkpoint.DamagedError as error:
+            warnings.warn(f"{error}; it is passed over.", stacklevel=2)
+            continue
+        accuracy = found.test_accuracy
+        return Trained(config, program, **arrays, step=found.step, test_accuracy=accuracy)
+    which = "each that was evaluated is damaged; leave out --best" if best else "each is damaged"
+    raise UserError(f"The checkpoints in {folder} cannot be read: {which}.")
+
+
+def _build(
+    config: ml_collections.ConfigDict, mesh: Mesh, found: checkpoint.Found
+) -> program_lib.Program:
+    """Builds the program of a run for images like those it was trained on."""
+    patch = found.shapes["params.patch_embedding.kernel.value"][0]
+    return program_lib.build(
         config,
         mesh,
-        channels=found.shapes["params.patch_embedding.kernel.value"][0]
-        // config.model.patch_size**2,
+        channels=patch // config.model.patch_size**2,
         num_classes=math.prod(found.shapes["params.head.bias.value"]),
     )
-    wanted = {"params": program.state.params, "projections": program.state.projections}
-    arrays = checkpoint.load(folder, found.step, wanted)
-    return Trained(config, program, **arrays, step=found.step, test_accuracy=found.test_accuracy)
 
 
 def _read_config(workdir: pathlib.Path) -> ml_collections.ConfigDict:

@@ -3,6 +3,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import ml_collections
 import numpy as np
 import pytest
 
-from experiments import harness
+from experiments import harness, locking
 from experiments.mistakes import UserError
 
 pytestmark = pytest.mark.fast
@@ -194,7 +195,7 @@ def test_pieces_are_computed_once_and_timed(tmp_path):
 PROGRAM = """
 import pathlib, sys
 from absl import flags
-from experiments import harness
+from experiments import harness, locking
 from experiments.mistakes import UserError
 FIELDS = {"seed": int}
 def check(config):
@@ -233,7 +234,7 @@ def run_program(folder, *arguments):
         (["--workdir=out", "--config.seed=3"], 0, "seed 3"),
         (["--help"], 1, "--workdir: Folder for the results."),
         (["--config=nofile.py", "--workdir=out"], 1, "nofile.py"),
-        (["--workdir=out", "--config.seed=7"], 1, "Stopped; the same command goes on"),
+        (["--workdir=out", "--config.seed=7"], -signal.SIGINT, "Stopped; the same command goes on"),
         (["--workdir=out", "--config.seed=8"], 1, "No space left"),
         ([], 1, "--workdir must have a value"),
     ],
@@ -272,3 +273,12 @@ def test_readmes_say_that_a_config_is_executed(name):
         path = ROOT / f"{name.upper()}.md"
     text = " ".join(path.read_text().split())
     assert re.search("executes FILE as Python: run only configs that you trust", text)
+
+
+def test_a_second_program_in_one_workdir_is_refused(tmp_path):
+    with locking.locked(tmp_path / "out"):
+        run = run_program(tmp_path, "--workdir=out")
+    assert run.returncode == 1
+    line = f"out is in use by another run: process {os.getpid()} on .* Stop it, or give [^\n]*\n"
+    assert re.fullmatch(line, run.stderr), run.stderr
+    assert not (tmp_path / "out").exists()

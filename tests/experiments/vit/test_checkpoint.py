@@ -8,6 +8,7 @@ import warnings
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
@@ -105,7 +106,7 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(tmp_path):
             state = make_state(value=step)
             checkpoints.save(step, state, progress_of(rows[:step]))
     (tmp_path / "3.orbax-checkpoint-tmp").mkdir()
-    # Cut off in the arrays, then in the metrics too, which Orbax reads first.
+    # Cut off in the arrays, then in the progress too, which is read first.
     for aside, folder in enumerate(("state", ".")):
         for path in (tmp_path / "2" / folder).rglob("*"):
             if path.is_file():
@@ -116,7 +117,7 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over(tmp_path):
         ):
             restored, progress = checkpoints.restore(target)
             checkpoints.save(2, make_state(value=2), progress_of(rows))
-        messages = {str(warning.message).split(";")[0] for warning in warned}
+        messages = {str(warning.message).split(";")[0].split(" (")[0] for warning in warned}
         half_written = (
             {f"{tmp_path / '3.orbax-checkpoint-tmp'} is half-written"} if not aside else set()
         )
@@ -169,6 +170,9 @@ def test_a_full_disk_is_an_error_that_loses_nothing(tmp_path):
                 checkpoints.wait()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with pytest.warns(UserWarning, match=r"2.orbax-checkpoint-tmp is half-written"):
+        checkpoints = checkpoint.Checkpoints(tmp_path, get_config(), keep=1)
+    with checkpoints:
         restored, progress = checkpoints.restore(target)
     assert len(progress.rows) == 1
     np.testing.assert_array_equal(restored["kernel"], state["kernel"])
@@ -179,24 +183,28 @@ def test_when_no_checkpoint_can_be_read_none_is_given_up(tmp_path):
         checkpoints.save(1, make_state(), progress_of(make_rows(None)))
         checkpoints.wait()
         shutil.rmtree(tmp_path / "1" / "run")
-        with pytest.raises(UserError, match=r"No checkpoint in .* can be read"):
+        match = r"No checkpoint in .* can be read: .*1 is damaged \(.*\). To start over, delete it"
+        with pytest.raises(UserError, match=match):
             checkpoints.restore(abstract(make_state()))
     assert (tmp_path / "1").exists()
-    shutil.rmtree(tmp_path / "1" / "metrics")
-    with pytest.warns(UserWarning, match=r"1 is damaged; it is passed over, and now .*1\.damaged"):
-        checkpoints = checkpoint.Checkpoints(tmp_path, get_config(), keep=1)
-    with checkpoints, pytest.raises(UserError, match=r"can be read. To start over, delete it"):
+    (tmp_path / "1").rename(tmp_path / "1.damaged")
+    with (
+        checkpoint.Checkpoints(tmp_path, get_config(), keep=1) as checkpoints,
+        pytest.raises(UserError, match=r"can be read: each of them is damaged. To start over"),
+    ):
         checkpoints.restore(abstract(make_state()))
 
 
 def test_what_another_host_cannot_read_is_passed_over_here_too(tmp_path, monkeypatch):
-    rows, answers = make_rows(0.1, 0.2), iter([False, True])
+    rows, answers = make_rows(0.1, 0.2), iter([True, False, True, True])  # Of two reads each.
     with checkpoint.Checkpoints(tmp_path, get_config(), keep=2) as checkpoints:
         for step in (1, 2):
             checkpoints.save(step, make_state(value=step), progress_of(rows[:step]))
         checkpoints.wait()
         monkeypatch.setattr(checkpoint, "_everywhere", lambda here: here and next(answers))
-        with pytest.warns(UserWarning, match=r"2 is damaged; it is passed over"):
+        with pytest.warns(
+            UserWarning, match=r"2 is damaged \(another host cannot read it\); it is"
+        ):
             restored, _ = checkpoints.restore(abstract(make_state()))
     np.testing.assert_array_equal(restored["kernel"], make_state(value=1)["kernel"])
 
@@ -226,3 +234,18 @@ def test_a_bucket_is_no_folder_of_its_name(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"Checkpoints cannot be kept in gs://bucket/run: .*gcsfs"):
         checkpoint.Checkpoints("gs://bucket/run", get_config(), keep=1)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_in_a_bucket_that_is_no_checkpoint_is_not_deleted(tmp_path, monkeypatch):
+    def lacks_the_mark(path):
+        return path.is_dir() and not (path / "commit_success.txt").exists()
+
+    for name in ("tfds/imagenet2012", "3/state", "4.damaged"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.setattr(ocp.path.step, "is_path_temporary", lacks_the_mark)  # As in a bucket.
+    with (
+        pytest.warns(UserWarning, match=r"/(3|4\.damaged) is half-written; it is passed over"),
+        checkpoint.Checkpoints(tmp_path, get_config(), keep=1),
+    ):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["tfds"]

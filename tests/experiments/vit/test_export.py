@@ -269,6 +269,7 @@ def refused(workdir, match, *, best=False, error=UserError):
         export.export(workdir, workdir.parent / "model", best=best)
 
 
+@pytest.mark.filterwarnings("ignore:.*1 is damaged .* it is passed over")
 def test_what_holds_no_trained_model_is_refused(runs, tmp_path):
     refused(tmp_path / "none", "none holds no run: .*config.json")
     copy = tmp_path / "copy"

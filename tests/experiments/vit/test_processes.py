@@ -14,6 +14,7 @@ import pytest
 
 from experiments.vit import log, train
 from tests.experiments.vit import prepared, tiny
+from tests.experiments.vit.test_damage import flip, largest
 from tests.experiments.vit.test_sharding import EIGHT_HEADS, losses_on
 from tests.experiments.vit.test_train import read_losses
 
@@ -122,6 +123,22 @@ def test_each_reads_its_records_alone_and_one_process_goes_on_with_their_run(tmp
     train.train(tiny.get_config(**(EIGHT_HEADS | changes | mesh)), tmp_path / "run")
     np.testing.assert_allclose(read_losses(tmp_path / "run"), expected, atol=1e-5, rtol=0)
     assert len({*expected}) == 6
+
+
+@pytest.mark.parametrize("part", ["state", "run"])
+def test_two_processes_agree_that_a_checkpoint_is_damaged(part, tmp_path):
+    changes = {"checkpoint__interval": 3, "num_steps": 6}
+    codes, outputs = run(tmp_path / "run", **changes)
+    assert codes == [0, 0], outputs
+    expected = read_losses(tmp_path / "run")
+    (tmp_path / "run" / "results.json").unlink()
+    path = largest(tmp_path / "run" / "checkpoints" / "6", part)
+    flip(path, 4 * path.stat().st_size)
+    codes, outputs = run(tmp_path / "run", **changes)
+    assert codes == [0, 0], outputs
+    assert all("6 is damaged (" in output for output in outputs)
+    assert "Goes on after step 3." in outputs[0]
+    assert read_losses(tmp_path / "run") == expected
 
 
 def test_a_process_without_the_other_ends_with_an_error(tmp_path):

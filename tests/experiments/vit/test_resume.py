@@ -1,6 +1,7 @@
 """Runs that are stopped, and go on."""
 
 import csv
+import gc
 import itertools
 import json
 import os
@@ -27,6 +28,7 @@ from experiments.vit import (
     checkpoint,
     compare,
     evaluate,
+    export,
     log,
     preemption,
     steps,
@@ -39,6 +41,7 @@ from tests.experiments.vit.test_checkpoint import (
     make_rows,
     progress_of,
 )
+from tests.experiments.vit.test_damage import flip, ignore_abandoned_reads, largest
 from tests.experiments.vit.test_log import assert_same_rows, read_events, read_rows
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -131,6 +134,30 @@ def reopened(whole, workdir):
     shutil.copytree(whole, workdir, dirs_exist_ok=True)
     (workdir / "results.json").unlink()
     return workdir / "checkpoints"
+
+
+@ignore_abandoned_reads
+@pytest.mark.parametrize("part", ["state", "run"])
+def test_a_damaged_checkpoint_is_neither_trained_on_nor_evaluated_nor_exported(
+    part, whole, tmp_path
+):
+    path = largest(reopened(whole, tmp_path) / str(STEPS), part)
+    flip(path, 4 * path.stat().st_size)
+    damaged = rf"/{STEPS} is damaged \(.*\); it is passed over"
+    with pytest.warns(UserWarning, match=damaged):
+        assert evaluate.evaluate(tmp_path, best=False)["step"] < STEPS
+    with pytest.warns(UserWarning, match=damaged):
+        assert export.export(tmp_path, tmp_path / "model", platforms=["cpu"])["step"] < STEPS
+    # No other was evaluated.
+    with (
+        pytest.warns(UserWarning, match=damaged),
+        pytest.raises(UserError, match=r"evaluated.*; leave out --best"),
+    ):
+        evaluate.evaluate(tmp_path, best=True)
+    with pytest.warns(UserWarning, match=damaged):
+        train.train(get_config(), tmp_path)
+    assert_same_run(tmp_path, whole)
+    gc.collect()
 
 
 def test_a_run_stopped_before_its_results_only_writes_them(whole, tmp_path):

@@ -1,0 +1,77 @@
+"""The folders of a run, kept from other runs."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+from typing import Self
+
+from etils import epath
+
+from experiments import hosts, locking
+
+
+class Folders:
+    """The workdir of a run and the folder of its checkpoints, locked while it is entered.
+
+    Of several hosts the first one locks them for all. Programs that only read a run do not enter
+    this, so they work while it trains.
+
+    Args:
+      workdir: A folder of this machine; made if needed.
+      checkpoints: A folder that all hosts see, or one in a bucket as in ``gs://bucket/run``; None
+        if the run keeps no checkpoints.
+    """
+
+    def __init__(self, workdir: pathlib.Path, checkpoints: epath.PathLike | None):
+        self.workdir, self.checkpoints = workdir, checkpoints
+        self._stack = contextlib.ExitStack()
+        self._workdir_lock: locking.Lock | None = None
+        self._checkpoint_lock: locking.Lock | locking.Lease | None = None
+
+    def __enter__(self) -> Self:
+        """Locks both folders.
+
+        Raises:
+          UserError: If another run holds one of them, or one cannot be written.
+        """
+        with contextlib.ExitStack() as stack:
+            self._stack = stack
+            hosts.on_first(self._lock)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Unlocks them."""
+        self._stack.close()
+
+    def check_workdir(self) -> None:
+        """Refuses to go on if the workdir was removed, renamed or replaced.
+
+        Raises:
+          UserError: If it was.
+        """
+        if self._workdir_lock:
+            self._workdir_lock.check()
+
+    def check_checkpoints(self) -> None:
+        """Refuses to save where the folder was removed, or another run has taken it over.
+
+        Raises:
+          UserError: If it was.
+        """
+        if self._checkpoint_lock:
+            self._checkpoint_lock.check()
+
+    def _lock(self) -> None:
+        holder = locking.Holder.here(self.workdir)
+        lock = self._stack.enter_context(locking.locked(self.workdir, holder))
+        self._workdir_lock = lock
+        if self.checkpoints is None:
+            return
+        if "://" in str(self.checkpoints):
+            lease = locking.leased(epath.Path(self.checkpoints), holder, lock.left_by)
+            self._checkpoint_lock = self._stack.enter_context(lease)
+        else:
+            folder = pathlib.Path(self.checkpoints).expanduser()
+            self._checkpoint_lock = self._stack.enter_context(locking.locked(folder, holder))
