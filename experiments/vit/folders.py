@@ -93,4 +93,7 @@ class Folders:
             self._checkpoint_lock = self._stack.enter_context(lease)
         else:
             folder = pathlib.Path(self.checkpoints).expanduser()
-            self._checkpoint_lock = self._stack.enter_context(locking.locked(folder, holder))
+            if folder.resolve() == self.workdir.resolve():
+                self._checkpoint_lock = lock
+            else:
+                self._checkpoint_lock = self._stack.enter_context(locking.locked(folder, holder))

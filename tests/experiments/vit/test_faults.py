@@ -1,5 +1,6 @@
 """Runs that are killed, interrupted or robbed of their disk: one line says why, nothing is lost."""
 
+import json
 import os
 import random
 import re
@@ -9,8 +10,9 @@ import time
 
 import pytest
 
+from experiments import locking
 from experiments.mistakes import UserError
-from experiments.vit import evaluate, train
+from experiments.vit import compare, evaluate, train
 from tests.experiments.vit import commands, tiny
 from tests.experiments.vit.test_checkpoint import STEPS
 from tests.experiments.vit.test_resume import assert_same_run
@@ -258,3 +260,64 @@ def test_a_workdir_that_cannot_be_written_is_refused(below, whole, read_only):
         train.train(get_config(), path / below)
     mend()
     assert_goes_on(path / below, whole)
+
+
+# Comparisons.
+
+COMPARED = {"num_steps": 6, "eval_interval": 3, "checkpoint__interval": 2}
+
+
+def start_comparison(workdir, interval):
+    changes = COMPARED | {"checkpoint__interval": interval}
+    return commands.start(workdir, "--compare=exact,iid", "--seeds=0,1", **changes)
+
+
+def read_comparison(workdir):
+    """What a comparison found, without its times."""
+    results = json.loads((workdir / "results.json").read_text())
+    return {
+        attention: [{name: run[name] for name in ("test_loss", "test_accuracy")} for run in some]
+        for attention, some in results.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """A comparison that nothing disturbed, without checkpoints."""
+    workdir = tmp_path_factory.mktemp("compared") / "runs"
+    code, lines = commands.finish(start_comparison(workdir, 0))
+    assert code == 0, lines
+    return workdir
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interval", [0, 2])
+@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_a_comparison_that_is_stopped_goes_on(number, between, interval, compared, tmp_path):
+    workdir = tmp_path / "runs"
+    process = start_comparison(workdir, interval)
+    inside, after = workdir / "iid-0", workdir / "exact-0" / "results.json"
+    commands.wait_until(lambda: after.exists() and (between or rows(inside) > 2), process)
+    process.send_signal(number)
+    code, lines = commands.finish(process)
+    assert not (workdir / "results.json").exists()
+    if number == signal.SIGINT:
+        assert lines == [f"{workdir / 'exact-0'}", f"{inside}", STOPPED][-len(lines) :]
+    code, lines = commands.finish(start_comparison(workdir, interval))
+    assert code == 0, lines
+    assert f"{workdir / 'exact-0'} is finished." in lines
+    assert read_comparison(workdir) == read_comparison(compared)
+    assert not list(workdir.rglob("run.lock"))
+
+
+@pytest.mark.parametrize("folder", ["runs", "runs/exact-0"])
+def test_a_comparison_whose_folders_are_in_use_is_refused(folder, tmp_path):
+    metrics = tmp_path / "runs" / "exact-0" / "metrics.csv"
+    metrics.parent.mkdir(parents=True)
+    metrics.touch()  # Without checkpoints, a comparison starts its runs over.
+    config = tiny.get_config(checkpoint__interval=0)
+    match = f"{folder} is in use by another run"
+    with locking.locked(tmp_path / folder), pytest.raises(UserError, match=match):
+        compare.compare(config, tmp_path / "runs", ["exact"], [0])
+    assert metrics.exists()
