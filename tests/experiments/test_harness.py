@@ -260,15 +260,10 @@ def test_a_bug_of_a_program_keeps_its_traceback(tmp_path, seed, where, error):
 
 
 ROOT = pathlib.Path(harness.__file__).parents[1]
-EXPERIMENTS = sorted(path.parent.name for path in ROOT.glob("experiments/*/main.py"))
+READMES = [ROOT / "README.md", ROOT / "BEYOND.md", *ROOT.glob("experiments/*/README.md")]
 
 
-@pytest.mark.parametrize("name", [*EXPERIMENTS, "the main README"])
-def test_readmes_say_that_a_config_is_executed(name):
-    path = ROOT / "experiments" / name / "README.md"
-    if not path.parent.exists():
-        path = ROOT / "README.md"
-    elif not path.exists():
-        path = ROOT / f"{name.upper()}.md"
+@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_readmes_say_that_a_config_is_executed(path):
     text = " ".join(path.read_text().split())
-    assert re.search("executes FILE as Python: run only configs that you trust", text)
+    assert "executes FILE as Python: run only configs that you trust" in text

@@ -43,6 +43,10 @@ def command(tmp_path, monkeypatch):
     ("flags", "match"),
     [
         ("--config.dataset=cifar", "config.dataset must be one of 'digits', .* got 'cifar'"),
+        (
+            "--config.model.attention=simplex_plus --config.model.num_heads=32",
+            "attention='simplex_plus' needs heads of at least 2 dimensions",
+        ),
         ("--config.image_size=9", "image_size must be multiples of patch_size=2, got"),
         ("--config.image_size=16", "config.image_size must be 8, as the images of digits are 8"),
         ("--config.mesh.data=9", "no more than the 8 devices there are, got 9 x 1 x 1 x 1"),
@@ -142,6 +146,15 @@ def test_a_config_that_is_no_file_is_refused(command, tmp_path, make):
 def test_a_config_file_that_is_not_there_is_named(command, tmp_path):
     with pytest.raises(SystemExit, match=r"--config=nowhere.py: there is no such file\.$"):
         command("", "nowhere.py:argument")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags", ["", "--compare=simplex"])
+def test_a_config_without_its_fields_is_refused(command, tmp_path, flags):
+    path = tmp_path / "config.py"
+    path.write_text(f"{CONFIG_DICT}({{'seed': 3}})")
+    with pytest.raises(SystemExit, match=r"^The config lacks dataset, data_dir"):
+        command(flags, path)
 
 
 @pytest.mark.fast
