@@ -169,6 +169,15 @@ def test_a_comparison_is_refused_before_any_run_trains(command, tmp_path, monkey
 
 
 @pytest.mark.fast
+def test_the_results_of_a_comparison_are_not_written_over(command, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "results.json").write_text('{"simplex": []}')
+    with pytest.raises(SystemExit, match=r"run already holds a run \(results.json\)"):
+        command(EXACT)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["results.json"]
+
+
+@pytest.mark.fast
 def test_an_interrupt_says_how_to_go_on(command, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
