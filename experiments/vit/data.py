@@ -94,12 +94,12 @@ DATASETS: dict[str, Callable[[str], Dataset]] = {
 def load(name: str, data_dir: str) -> Dataset:
     """Loads a data set, and refuses labels that are no class and images of two sizes.
 
-    JAX reads no error from a label: one below 0 counts from the end, and one beyond the last class
-    makes the loss NaN.
+    JAX raises no error for such a label: one below 0 counts from the end, and one beyond the last
+    class makes the loss NaN.
 
     Args:
-      name: Of ``DATASETS``.
-      data_dir: Where it lies, unless it comes with a package.
+      name: A name of ``DATASETS``.
+      data_dir: The folder that holds it, unless it comes with a package.
 
     Raises:
       UserError: If it is not there, is damaged, or has such labels or images.

@@ -53,7 +53,7 @@ class Records(NamedTuple):
     """The examples of one split, their images still encoded.
 
     Attributes:
-      name: What errors call it, such as ``"the train split of imagenet2012 in '/data'"``.
+      name: The name in errors, such as ``"the train split of imagenet2012 in '/data'"``.
       source: Random access to them; may be pickled, and then opens its files anew.
       num_classes: Of the labels.
       channels: Of the images, 1 or 3.
@@ -165,11 +165,12 @@ def open_records(name: str, split: str, data_dir: str) -> Records:
     )
 
 
-def _check_features(what: str, features: Mapping[str, Any]) -> None:
+def _check_features(what: str, features: Any) -> None:
     """Refuses examples that are not images of bytes, each of one class."""
     from tensorflow_datasets.core import features as kinds
 
-    image, label = features.get("image"), features.get("label")
+    given = dict(features.items()) if isinstance(features, kinds.FeaturesDict) else {}
+    image, label = given.get("image"), given.get("label")
     if not (
         isinstance(image, kinds.Image)
         and image.np_dtype == np.uint8
@@ -177,10 +178,9 @@ def _check_features(what: str, features: Mapping[str, Any]) -> None:
         and isinstance(label, kinds.ClassLabel)
         and label.num_classes
     ):
-        found = ", ".join(f"{key}: {feature!r}" for key, feature in features.items())
         raise UserError(
             f"{what} must have the features image, of 1 or 3 channels in uint8, and label, of "
-            f"classes, got {found}."
+            f"classes, got {', '.join(f'{name}: {kind!r}' for name, kind in given.items())}."
         )
 
 

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import pathlib
@@ -126,6 +127,63 @@ def test_pieces_of_another_version_or_of_a_damaged_config_are_refused(tmp_path, 
         harness.Pieces(tmp_path, config())
 
 
+@pytest.mark.parametrize(
+    ("content", "match"),
+    [
+        (b"", "is damaged: Expecting value: line 1"),
+        (b'{"seed": 3, "mod', "is damaged: Unterminated string"),
+        (b"\xff\xfe\xfd", "is damaged: .* can't decode"),
+        (b"[" * 10**5, "is damaged: maximum recursion depth"),
+        (b"[1, 2]", r"is damaged: it must hold a JSON object, got \[1, 2\]"),
+        (None, "cannot be read: .*Is a directory"),
+    ],
+)
+def test_damaged_json_is_named(tmp_path, content, match):
+    path = tmp_path / "results.json"
+    path.mkdir() if content is None else path.write_bytes(content)
+    with pytest.raises(UserError, match=f"results.json {match}"):
+        harness.read_json(path)
+
+
+@pytest.mark.parametrize("change", [lambda b: b"", lambda b: b[:-1], lambda b: b"x" + b[1:]])
+def test_a_damaged_piece_is_named(tmp_path, change):
+    pieces = harness.Pieces(tmp_path, config())
+    pieces.save("a", np.arange(3))
+    path = tmp_path / "pieces" / "a.npy"
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(UserError, match=r"a.npy is damaged \(.*\). Delete it; the same command"):
+        pieces.get("a", pytest.fail)
+
+
+@pytest.mark.parametrize("name", ["pieces", "config.json"])
+def test_a_folder_that_cannot_be_written_is_named(tmp_path, name):
+    (tmp_path / name).write_text("{}") if name == "pieces" else (tmp_path / name).mkdir()
+    with pytest.raises(UserError, match=rf"{tmp_path}.* cannot be (written|read): "):
+        harness.Pieces(tmp_path, config())
+
+
+def test_a_file_is_written_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "table.md"
+    with harness.whole_file(path) as partial:
+        partial.write_text("whole")
+
+    def write_half():
+        with harness.whole_file(path) as partial:
+            partial.write_text("half")
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(UserError, match=r"table.md cannot be written: .*No space left"):
+        write_half()
+    assert path.read_text() == "whole"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_in_drawing_says_that_the_results_are_whole(tmp_path):
+    match = r"results\.json is whole; the same command draws what is missing"
+    with pytest.raises(ZeroDivisionError, match=match), harness.drawing(tmp_path):
+        raise ZeroDivisionError
+
+
 def test_pieces_are_computed_once_and_timed(tmp_path):
     pieces = harness.Pieces(tmp_path, config())
     first = pieces.get("part-a", lambda: np.arange(3))
@@ -155,7 +213,7 @@ if __name__ == "__main__": harness.launch(sys.modules["__main__"], FIELDS, pathl
 CONFIG = "import ml_collections\ndef get_config(): return ml_collections.ConfigDict({'seed': 0})\n"
 
 
-def run_program(folder, arguments):
+def run_program(folder, *arguments):
     (folder / "program.py").write_text(PROGRAM)
     (folder / "paper.py").write_text(CONFIG)
     environment = os.environ | {"PYTHONPATH": str(pathlib.Path(harness.__file__).parents[1])}
@@ -182,7 +240,7 @@ def run_program(folder, arguments):
     ],
 )
 def test_program(tmp_path, arguments, code, text):
-    run = run_program(tmp_path, arguments)
+    run = run_program(tmp_path, *arguments)
     assert run.returncode == code, run.stderr
     assert text in run.stdout + run.stderr
     assert "Traceback" not in run.stderr
@@ -190,8 +248,32 @@ def test_program(tmp_path, arguments, code, text):
 
 def test_a_second_program_in_one_workdir_is_refused(tmp_path):
     with locking.locked(tmp_path / "out"):
-        run = run_program(tmp_path, ["--workdir=out"])
+        run = run_program(tmp_path, "--workdir=out")
     assert run.returncode == 1
     line = f"out is in use by another run: process {os.getpid()} on .* Stop it, or give [^\n]*\n"
     assert re.fullmatch(line, run.stderr), run.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("seed", "where", "error"),
+    [
+        (5, "check", "ValueError: a bug"),
+        (6, "check", "KeyError: 'a bug'"),
+        (9, "run", "OSError: a bug"),
+    ],
+)
+def test_a_bug_of_a_program_keeps_its_traceback(tmp_path, seed, where, error):
+    run = run_program(tmp_path, "--workdir=out", f"--config.seed={seed}")
+    assert run.returncode == 1
+    assert re.search(rf'(?s)Traceback.*program.py", line \d+, in {where}\n.*\n{error}', run.stderr)
+
+
+ROOT = pathlib.Path(harness.__file__).parents[1]
+READMES = [ROOT / "README.md", ROOT / "BEYOND.md", *ROOT.glob("experiments/*/README.md")]
+
+
+@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_readmes_say_that_a_config_is_executed(path):
+    text = " ".join(path.read_text().split())
+    assert "executes FILE as Python: run only configs that you trust" in text

@@ -9,6 +9,7 @@ from experiments.beyond import beyond
 from experiments.beyond.configs import paper
 from experiments.mistakes import UserError
 from simrf_jax import theory
+from tests.experiments.drawing import assert_no_figure_costs_results
 
 
 def tiny(**changes):
@@ -70,6 +71,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
         beyond.run(tiny(), tmp_path / "stopped")
     assert beyond.run(tiny(), tmp_path / "stopped") == whole
     assert calls == ["simplex", "simplex_plus", "simplex_plus"]
+    assert_no_figure_costs_results(beyond.run, tiny(), tmp_path / "stopped")
 
 
 @pytest.mark.fast

@@ -10,6 +10,7 @@ from experiments.char_lm.configs import paper
 from experiments.char_lm.model import ATTENTIONS
 from experiments.mistakes import UserError
 from tests.experiments.char_lm import tiny
+from tests.experiments.drawing import assert_no_figure_costs_results
 
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
@@ -36,6 +37,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     assert results["runs"]["near_far"]["1"]["losses"] == [4.0, 2.0 + len("near_far-1")]
     assert results["runs"]["far"]["0"]["sample"] == "The far-0"
     assert results["runs"]["far"]["0"]["seconds"] >= 0
+    assert_no_figure_costs_results(char_lm.run, config, tmp_path)
     # More seeds are more runs, not another config.
     assert list(char_lm.run(tiny.get_config(seeds=(0, 2)), tmp_path)["runs"]["far"]) == ["0", "2"]
     assert names[9:] == [f"{attention}-2" for attention in ATTENTIONS]

@@ -11,6 +11,7 @@ import simrf_jax
 from experiments.complexity import complexity, measure, tables
 from experiments.complexity.configs import paper
 from experiments.mistakes import UserError
+from tests.experiments.drawing import assert_no_figure_costs_results
 
 NAMES = (*measure.MATRICES, *measure.FAST)
 
@@ -150,7 +151,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch, faked):
     assert not (tmp_path / "stopped" / "results.json").exists()
     assert complexity.run(config, tmp_path / "stopped") == whole
     assert calls == [2, 4, 8, 8, 2, 4, 8, 16]
-    complexity.run(config, tmp_path / "stopped")
+    assert_no_figure_costs_results(complexity.run, config, tmp_path / "stopped")
     assert len(calls) == 8
 
 

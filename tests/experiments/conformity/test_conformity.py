@@ -14,6 +14,7 @@ from experiments.mistakes import UserError
 from simrf_jax import draw_projection, theory
 from simrf_jax.projections.blocks import simplex_vertices
 from simrf_jax.theory.optimum import against_the_rest
+from tests.experiments.drawing import assert_no_figure_costs_results
 from tests.standard_errors import assert_less, assert_mean
 
 SMALL = {
@@ -53,6 +54,7 @@ def test_program_prints_the_table_and_leaves_figures(program):
     assert "Of what the optimum gains over the simplex, simplex_plus has 0.6" in printed
     for name in ("couplings", "optimisation", "densities"):
         assert (workdir / f"{name}.png").stat().st_size > 20_000
+    assert_no_figure_costs_results(conformity.run, tiny(), workdir)
 
 
 @pytest.mark.slow

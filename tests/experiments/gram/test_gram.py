@@ -9,6 +9,7 @@ from experiments.gram import gram
 from experiments.gram.configs import paper
 from experiments.mistakes import UserError
 from simrf_jax import theory
+from tests.experiments.drawing import assert_no_figure_costs_results
 from tests.standard_errors import assert_mean
 
 
@@ -71,6 +72,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     assert not (tmp_path / "stopped" / "results.json").exists()
     assert gram.run(config, tmp_path / "stopped") == whole
     assert len(calls) == 3 + 2
+    assert_no_figure_costs_results(gram.run, config, tmp_path / "stopped")
 
 
 def test_main_prints_the_table(tmp_path):

@@ -9,6 +9,7 @@ from experiments import trials
 from experiments.kernel_mse import blog, kernel_mse, mse_ratio, trigonometric_gap
 from experiments.kernel_mse.configs import paper
 from experiments.mistakes import UserError
+from tests.experiments.drawing import assert_no_figure_costs_results
 
 TINY = {
     "ratio.dim": 8,
@@ -80,6 +81,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     assert not (tmp_path / "stopped" / "results.json").exists()
     assert kernel_mse.run(tiny(), tmp_path / "stopped") == whole
     assert len(computed) == 4 + 5  # Three were kept.
+    assert_no_figure_costs_results(kernel_mse.run, tiny(), tmp_path / "stopped")
     assert json.loads((tmp_path / "stopped" / "results.json").read_text()) == whole
     for name in ("mse_ratio", "trigonometric_gap", *blog.FIGURES):
         assert (tmp_path / "stopped" / f"{name}.png").stat().st_size > 10_000

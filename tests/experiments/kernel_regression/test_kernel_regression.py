@@ -9,6 +9,7 @@ from experiments.kernel_regression import classify, kernel_regression, tables
 from experiments.kernel_regression import paper as paper_values
 from experiments.kernel_regression.configs import paper
 from experiments.mistakes import UserError
+from tests.experiments.drawing import assert_no_figure_costs_results
 from tests.experiments.kernel_regression import toy
 
 
@@ -66,6 +67,7 @@ def test_run_leaves_tables_and_figures(config, tmp_path):
     assert "tables: " in report
     gain = curves["simplex - orthogonal"][0]["mean"]
     assert f"| car | {gain:+.4f} / " in report
+    assert_no_figure_costs_results(kernel_regression.run, config, tmp_path / "run")
 
 
 def test_a_stopped_run_goes_on_where_it_was(config, tmp_path, monkeypatch):

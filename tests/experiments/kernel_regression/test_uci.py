@@ -103,7 +103,7 @@ def test_another_file_is_refused(monkeypatch, tmp_path):
     with (tmp_path / "toy.data").open("a") as file:
         file.write("one more line\n")
     with pytest.raises(
-        OSError, match=r"toy.data is not the file of the UCI repository: its SHA-256"
+        UserError, match=r"toy.data is not the file of the UCI repository: its SHA-256"
     ):
         uci.find("car", str(tmp_path))
 

@@ -43,8 +43,8 @@ def halves(size, mode="RGB"):
     return PIL.Image.fromarray(pixels).convert(mode)
 
 
-def write(data_dir, name="imagenet2012", *, image=None, **splits):
-    """Prepares a data set of so many examples a split, each labelled by its number."""
+def write(data_dir, name="imagenet2012", *, image=None, first_label=0, **splits):
+    """Prepares a data set of so many examples a split, labelled in order from the first label."""
     features = FEATURES[name] | {"label": tfds.features.ClassLabel(num_classes=100)}
     grey = features["image"].shape[-1] == 1
     image = image or encode(halves((28, 28) if grey else (24, 18), "L" if grey else "RGB"), "PNG")
@@ -61,7 +61,8 @@ def write(data_dir, name="imagenet2012", *, image=None, **splits):
 
         def _generate_examples(self, n):
             for i in range(n):
-                yield i, {"image": io.BytesIO(image.getvalue()), "label": i, **others}
+                label = first_label + i
+                yield i, {"image": io.BytesIO(image.getvalue()), "label": label, **others}
 
     Tiny.name = name
     Tiny(data_dir=data_dir, file_format="array_record").download_and_prepare()

@@ -1,10 +1,14 @@
 import os
 import pathlib
+import sys
 
 import numpy as np
+import PIL.Image
 import pytest
 
-from experiments.vit import data
+from experiments.mistakes import UserError
+from experiments.vit import data, records
+from tests.experiments.vit import prepared
 from tests.standard_errors import assert_mean
 
 pytestmark = pytest.mark.fast
@@ -102,9 +106,58 @@ def test_evaluation_sees_every_image_once(batch_size):
     assert sum(b["weight"].sum() for b in found) == 100
 
 
+def make_dataset(**changes):
+    split = numbered()
+    return data.Dataset(split, split, num_classes=100)._replace(**changes)
+
+
+@pytest.mark.parametrize("split", ["train", "test"])
+@pytest.mark.parametrize("label", [-1, 100])
+def test_a_label_in_memory_that_is_no_class_is_named(monkeypatch, split, label):
+    labels = numbered().labels
+    labels[7] = label
+    dataset = make_dataset(**{split: numbered()._replace(labels=labels)})
+    monkeypatch.setitem(data.DATASETS, "digits", lambda _: dataset)
+    match = f"Image 7 of the {split} split of digits has the label {label}, .* from 0 to 99"
+    with pytest.raises(UserError, match=match):
+        data.load("digits", "")
+
+
+def test_images_in_memory_of_two_sizes_are_refused(monkeypatch):
+    dataset = make_dataset(test=numbered()._replace(images=np.zeros((100, 5, 4, 1), np.float32)))
+    monkeypatch.setitem(data.DATASETS, "digits", lambda _: dataset)
+    match = r"of digits must be of one size, got \(4, 4, 1\) to train on and \(5, 4, 1\) to test"
+    with pytest.raises(UserError, match=match):
+        data.load("digits", "")
+
+
+def test_digits_without_scikit_learn_say_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    with pytest.raises(UserError, match=r"digits come with scikit-learn: .*sklearn\.datasets"):
+        data.load("digits", "")
+
+
+def test_fashion_mnist_is_decoded_by_its_own_features(tmp_path):
+    prepared.write(tmp_path, "fashion_mnist", train=5, test=3)
+    fashion = data.load("fashion_mnist", str(tmp_path))
+    assert fashion.train.images.shape == (5, 28, 28, 1)
+    assert sorted(fashion.test.labels) == [0, 1, 2]
+    assert fashion.num_classes == 100
+    np.testing.assert_allclose(fashion.train.images[:, :, 0], 40 / 255, rtol=1e-6)
+
+
+def test_fashion_mnist_of_two_sizes_is_refused(tmp_path, monkeypatch):
+    prepared.write(tmp_path, "fashion_mnist", train=5, test=3)
+    sizes = iter([(28, 28), (28, 27), *[(28, 28)] * 9])
+    monkeypatch.setattr(records, "decode", lambda *_: PIL.Image.new("L", next(sizes)))
+    match = r"the train split of fashion_mnist in .* of one size, got 27 x 28 and 28 x 28"
+    with pytest.raises(UserError, match=match):
+        data.load("fashion_mnist", str(tmp_path))
+
+
 def test_fashion_mnist_that_is_not_there_says_how_to_get_it(tmp_path):
     with pytest.raises(
-        FileNotFoundError, match=r"--config.data_dir=DIR .*experiments.vit.prepare fashion_mnist"
+        UserError, match=r"--config.data_dir=DIR .*experiments.vit.prepare fashion_mnist"
     ):
         data.load_fashion_mnist(str(tmp_path))
 

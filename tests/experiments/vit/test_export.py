@@ -1,4 +1,8 @@
+import dataclasses
+import hashlib
 import json
+import pathlib
+import re
 import resource
 import shutil
 import subprocess
@@ -94,6 +98,91 @@ def test_another_process_runs_it_with_jax_alone(runs, tmp_path):
             np.testing.assert_allclose(logits / scale, expected[:size] / scale, atol=1e-5)
 
 
+README = pathlib.Path(export.__file__).with_name("README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+[SNIPPET] = [code for code in BLOCKS if "jax.export" in code]  # What runs an export.
+
+
+@pytest.fixture(scope="module")
+def exports(runs, tmp_path_factory):
+    """A folder with the exports of two runs."""
+    folder = tmp_path_factory.mktemp("exports")
+    for name in ("simplex", "exact"):
+        export.export(runs[name][0], folder / name, platforms=["cpu"])
+    return folder
+
+
+@pytest.fixture
+def exported(exports, tmp_path, monkeypatch):
+    """An export in the working directory, under the name that the README gives it."""
+    monkeypatch.chdir(tmp_path)
+    for suffix in ("", ".json"):
+        shutil.copy(exports / f"simplex{suffix}", f"digits.stablehlo{suffix}")
+    return tmp_path / "digits.stablehlo"
+
+
+def flip(bit):
+    """Flips a bit, counted from the start or the end."""
+
+    def change(content):
+        content = bytearray(content)
+        content[bit // 8] ^= 1 << bit % 8
+        return bytes(content)
+
+    return change
+
+
+def test_the_readme_runs_a_whole_export(exported, capsys):
+    exec(SNIPPET, {})
+    assert 0 <= float(capsys.readouterr().out) <= 1
+
+
+FLIPS = [flip(bit) for bit in (0, 12_345, 100_000, 200_001, -9)]
+
+
+@pytest.mark.parametrize("change", [*FLIPS, lambda b: b"", lambda b: b[:-1], lambda b: b + b"\0"])
+def test_the_readme_refuses_a_damaged_export(exported, change):
+    exported.write_bytes(change(exported.read_bytes()))
+    with pytest.raises(SystemExit, match=r"digits\.stablehlo is damaged, or not the model of"):
+        exec(SNIPPET, {})
+
+
+def test_the_readme_refuses_the_export_of_another_run(exports, exported):
+    shutil.copy(exports / "exact", exported)
+    with pytest.raises(SystemExit, match=r"digits\.stablehlo is damaged, or not the model of"):
+        exec(SNIPPET, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error"),
+    [
+        ("digits.stablehlo", None, FileNotFoundError),
+        ("digits.stablehlo.json", None, FileNotFoundError),
+        ("digits.stablehlo.json", "", json.JSONDecodeError),
+        ("digits.stablehlo.json", "{}", KeyError),
+    ],
+)
+def test_the_readme_needs_both_files(exported, name, content, error):
+    path = exported.with_name(name)
+    path.unlink()
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(error):
+        exec(SNIPPET, {})
+
+
+def test_the_readme_refuses_the_export_of_a_jax_that_calls_otherwise(exported):
+    model = dataclasses.replace(read(exported), calling_convention_version=99).serialize()
+    exported.write_bytes(model)
+    path = exported.with_name("digits.stablehlo.json")
+    description = json.loads(path.read_text()) | {"sha256": hashlib.sha256(model).hexdigest()}
+    path.write_text(json.dumps(description))
+    with pytest.raises(
+        SystemExit, match=rf"is of JAX {jax.__version__}, which this JAX cannot run"
+    ):
+        exec(SNIPPET, {})
+
+
 def test_the_description_says_what_goes_in_and_comes_out(runs, tmp_path):
     workdir, _ = runs["scanned"]
     written = export.export(workdir, tmp_path / "new" / "model", platforms=["tpu", "cpu"])
@@ -104,6 +193,8 @@ def test_the_description_says_what_goes_in_and_comes_out(runs, tmp_path):
     assert written["output"]["shape"] == ["batch", 10]
     assert (written["step"], written["test_accuracy"]) == (1, 0.25)
     assert written["config"] == json.loads((workdir / "config.json").read_text())
+    model = (tmp_path / "new" / "model").read_bytes()
+    assert written["sha256"] == hashlib.sha256(model).hexdigest()
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["model", "model.json"]
 
 

@@ -166,6 +166,18 @@ def test_a_run_that_is_done_has_no_more_batches_and_none_beyond_are_resumed():
             b.set_state({"step": 5})
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_label_that_is_no_class_comes_out_of_the_workers(tmp_path, num_workers):
+    prepared.write(tmp_path, first_label=-1, train=9, validation=3)
+    inputs = prepared.load(tmp_path)
+    batches = stream.Batches(inputs.train_batch, num_steps=4, num_workers=num_workers)
+    match = r"Example \d of the train split of imagenet2012 in .* has the label -1"
+    with batches, pytest.raises(UserError, match=match):
+        list(batches)
+    with pytest.raises(UserError, match=r"the validation split of .* has the label -1"):
+        list(inputs.eval_batches())
+
+
 @pytest.mark.fast
 def test_half_of_the_images_are_mirrored(folder):
     inputs = prepared.load(folder, augment__flip=True, batch_size=400)

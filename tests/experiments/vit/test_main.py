@@ -15,10 +15,11 @@ from experiments import interrupts, memory
 from experiments.vit import config as config_lib
 from experiments.vit import curves, data, main, steps, train
 from simrf_jax.models import ViT
-from tests.experiments.vit import tiny
+from tests.experiments.vit import prepared, tiny
 
 RECORDS = "--config.in_memory=False --config.augment.shift=0.0 --config.dataset=imagenet2012"
 EXACT = "--config.model.attention=exact"  # Compiles fastest.
+CONFIG_DICT = "from ml_collections.config_dict import *\ndef get_config(): return ConfigDict"
 
 
 @pytest.fixture
@@ -43,6 +44,10 @@ def command(tmp_path, monkeypatch):
     ("flags", "match"),
     [
         ("--config.dataset=cifar", "config.dataset must be one of 'digits', .* got 'cifar'"),
+        (
+            "--config.model.attention=simplex_plus --config.model.num_heads=32",
+            "attention='simplex_plus' needs heads of at least 2 dimensions",
+        ),
         ("--config.image_size=9", "image_size must be multiples of patch_size=2, got"),
         ("--config.image_size=16", "config.image_size must be 8, as the images of digits are 8"),
         ("--config.mesh.data=9", "no more than the 8 devices there are, got 9 x 1 x 1 x 1"),
@@ -54,6 +59,7 @@ def command(tmp_path, monkeypatch):
         ("--compare=exact --seeds=4294967296", r"from 0 to 2\^32 - 1, got 4294967296"),
         (f"{RECORDS} --config.data_dir=/nowhere", "There is no imagenet2012 in '/nowhere'. Say"),
         ("--workdir=gs://bucket/run", "--workdir must be a folder of this machine, got gs:"),
+        (f"--workdir=/{'x' * 300}", "xxx cannot be read: .*File name too long"),
         (
             "--config.checkpoint.interval=2 --config.checkpoint.folder=/proc/run",
             "^/proc/run cannot be written: ",
@@ -81,6 +87,20 @@ def test_what_cannot_work_ends_the_program_with_a_line(command, tmp_path, flags,
         ("def get_config(a): raise ValueError(a)", r"ValueError: argument \(line 2\)$"),
         ("def get_config(a): return a", "must be an ml_collections.ConfigDict, got 'argument'"),
         ("def get_config(a): return dict()", "must be an ml_collections.ConfigDict, got {}"),
+        ("def get_config(): return None", "must be an ml_collections.ConfigDict, got None"),
+        ("def get_config(a, b): return a", "TypeError: .* missing 2 required .*. A config is a"),
+        ("import no_such_module", r"ModuleNotFoundError: No module .*'no_such_module' \(line 2\)$"),
+        ("def get_config(): open('/nowhere')", r"FileNotFoundError: .*'/nowhere' \(line 2\)$"),
+        ("import sys; sys.exit(0)", r"SystemExit: 0 \(line 2\)$"),
+        ("def get_config(): raise SystemExit", r"SystemExit:  \(line 2\)$"),
+        ("def get_config(): return get_config()", r"RecursionError: maximum .* \(line 2\)$"),
+        ("def get_config(): return {}[0]\nwrong = 3", r"KeyError: 0 \(line 2\)$"),
+        (f"{CONFIG_DICT}({{3: 4}})", "Unknown config field 3; the known ones are seed"),
+        (
+            f"{CONFIG_DICT}({{'seed': required_placeholder(int)}})",
+            "RequiredValueError: None value found",
+        ),
+        (f"{CONFIG_DICT}({{'model': 3}})", "Unknown config field model; the known ones are seed"),
     ],
 )
 def test_a_config_file_that_cannot_be_used_is_named_with_the_line(command, tmp_path, source, match):
@@ -91,9 +111,51 @@ def test_a_config_file_that_cannot_be_used_is_named_with_the_line(command, tmp_p
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("flags", ["", "--config.seed=3"])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.png", prepared.encode(prepared.halves((8, 8)), "PNG").getvalue()),
+        ("config.json", b'{"seed": 3, "model": {"width": 8}}'),
+        ("config.yaml", b"seed: 3\nmodel:\n  width: 8\n"),
+        ("empty.py", b""),
+        ("nul.py", b"x = 1\0\n"),
+        ("latin.py", "# é\n".encode("latin-1")),
+        ("nested.py", b"(" * 500),
+    ],
+)
+def test_a_config_file_that_is_no_python_is_refused(command, tmp_path, flags, name, content):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(SystemExit) as end:
+        command(flags, path)
+    told = str(end.value)
+    assert told.startswith(f"--config={path} cannot be read: ")
+    assert "A config is a Python file with a function get_config" in told
+    assert "\n" not in told
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo, lambda path: path.symlink_to(path)])
+def test_a_config_that_is_no_file_is_refused(command, tmp_path, make):
+    make(tmp_path / "config.py")
+    with pytest.raises(SystemExit, match=r"config.py: (that is no file|there is no such file)\.$"):
+        command("", tmp_path / "config.py")
+
+
+@pytest.mark.fast
 def test_a_config_file_that_is_not_there_is_named(command, tmp_path):
     with pytest.raises(SystemExit, match=r"--config=nowhere.py: there is no such file\.$"):
         command("", "nowhere.py:argument")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flags", ["", "--compare=simplex"])
+def test_a_config_without_its_fields_is_refused(command, tmp_path, flags):
+    path = tmp_path / "config.py"
+    path.write_text(f"{CONFIG_DICT}({{'seed': 3}})")
+    with pytest.raises(SystemExit, match=r"^The config lacks dataset, data_dir"):
+        command(flags, path)
 
 
 @pytest.mark.fast
@@ -108,6 +170,15 @@ def test_a_comparison_is_refused_before_any_run_trains(command, tmp_path, monkey
 
 
 @pytest.mark.fast
+def test_the_results_of_a_comparison_are_not_written_over(command, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "results.json").write_text('{"simplex": []}')
+    with pytest.raises(SystemExit, match=r"run already holds a run \(results.json\)"):
+        command(EXACT)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["results.json"]
+
+
+@pytest.mark.fast
 def test_an_interrupt_says_how_to_go_on(command, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -118,6 +189,16 @@ def test_an_interrupt_says_how_to_go_on(command, monkeypatch):
     with pytest.raises(KeyboardInterrupt):  # Where the process would be gone.
         command("")
     assert lines == ["Stopped; the same command goes on from the last checkpoint, if any are kept."]
+
+
+@pytest.mark.fast
+def test_a_host_that_finds_no_others_says_so(command, monkeypatch):
+    def initialize(*_, **__):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    with pytest.raises(SystemExit, match=r"^--distributed: coordinator_address should be defined"):
+        command("--distributed")
 
 
 @pytest.mark.fast

@@ -1,4 +1,7 @@
 import io
+import struct
+import sys
+from zlib import crc32
 
 import numpy as np
 import PIL.Image
@@ -155,9 +158,130 @@ def test_prepare_writes_array_record(tmp_path, monkeypatch):
     assert line == f"places365_small in {tmp_path}: 100 classes, 4 in train, 2 in validation."
 
 
-def test_what_is_no_image_is_named(tmp_path):
-    prepared.write(tmp_path, image=io.BytesIO(b"no image"), train=5)
+def bomb():
+    """A bitmap that says that it is of 65,535 x 65,535 pixels."""
+    content = prepared.encode(prepared.halves((4, 4)), "BMP").getvalue()
+    return content[:18] + struct.pack("<ii", 65535, 65535) + content[26:]
+
+
+def short_header():
+    """A PNG whose header is too short, and has the right checksum."""
+    chunk = b"IHDR" + bytes(5)
+    return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 5) + chunk + struct.pack(">I", crc32(chunk))
+
+
+@pytest.mark.parametrize(
+    ("image", "match"),
+    [
+        (b"no image", "cannot identify image"),
+        (prepared.encode(prepared.halves((9, 9))).getvalue()[:-20], "image file is truncated"),
+        (bomb(), "could be decompression bomb"),
+        (short_header(), "Truncated IHDR chunk"),
+    ],
+)
+def test_what_is_no_image_is_named(tmp_path, image, match):
+    prepared.write(tmp_path, image=io.BytesIO(image), train=5)
     examples = records.open_records("imagenet2012", "train", str(tmp_path))
-    match = r"Example 3 of the train split of imagenet2012 in .* is damaged: cannot identify image"
+    match = f"Example 3 of the train split of imagenet2012 in '{tmp_path}' is damaged: .*{match}"
     with pytest.raises(UserError, match=match):
         examples.read([3, 4])
+
+
+def test_a_record_that_is_damaged_is_refused_when_it_is_read(tmp_path):
+    prepared.write(tmp_path, train=3)
+    rewrite(tmp_path, "*train*", lambda b: b[:600] + bytes([b[600] ^ 1]) + b[601:])
+    examples = records.open_records("imagenet2012", "train", str(tmp_path))
+    match = (
+        r"Of the examples \[0, 1, 2\] of the train split of imagenet2012 .* cannot be read: .*hash"
+    )
+    with pytest.raises(UserError, match=match):
+        examples.read([0, 1, 2])
+
+
+# TensorFlow Datasets writes -1 as it is, and refuses what is beyond its 100 classes.
+@pytest.mark.parametrize(("first_label", "num_classes", "wrong"), [(-1, 100, -1), (97, 99, 99)])
+def test_a_label_that_is_no_class_is_named(tmp_path, first_label, num_classes, wrong):
+    prepared.write(tmp_path, first_label=first_label, train=3)
+    rewrite(tmp_path, "features.json", lambda b: b.replace(b'"100"', b'"%d"' % num_classes))
+    examples = records.open_records("imagenet2012", "train", str(tmp_path))
+    [index] = [i for i, example in enumerate(examples.source) if example["label"] == wrong]
+    match = (
+        f"Example {index} of the train split of imagenet2012 in '{tmp_path}' has the label {wrong},"
+        f" and must have one from 0 to {num_classes - 1}"
+    )
+    with pytest.raises(UserError, match=match):
+        examples.read(range(3))
+
+
+CLASSES = tfds.features.ClassLabel(num_classes=9)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        {"label": CLASSES},
+        {"image": prepared.IMAGE},
+        {"image": prepared.IMAGE, "label": tfds.features.Text()},
+        {"image": prepared.IMAGE, "label": tfds.features.Sequence(CLASSES)},
+        {"image": prepared.IMAGE, "label": tfds.features.ClassLabel()},
+        {"image": tfds.features.Tensor(shape=(4, 4, 3), dtype=np.uint8), "label": CLASSES},
+        {"image": tfds.features.Image(shape=(4, 4, 4), encoding_format="png"), "label": CLASSES},
+        {"image": tfds.features.Image(dtype=np.uint16, encoding_format="png"), "label": CLASSES},
+    ],
+)
+def test_a_data_set_of_other_features_is_refused(tmp_path, features):
+    prepared.write(tmp_path, train=3)
+    tfds.features.FeaturesDict(features).save_config(tmp_path / "imagenet2012" / "5.1.0")
+    match = (
+        f"imagenet2012 in '{tmp_path}' must have the features image, .*, got {next(iter(features))}"
+    )
+    with pytest.raises(UserError, match=match):
+        records.open_records("imagenet2012", "train", str(tmp_path))
+
+
+def test_another_data_set_in_the_folder_of_one_is_refused(tmp_path):
+    prepared.write(tmp_path, "fashion_mnist", train=3)
+    (tmp_path / "fashion_mnist").rename(tmp_path / "imagenet2012")
+    match = f"The imagenet2012 in '{tmp_path}' is not what its folder says: it is fashion_mnist"
+    with pytest.raises(UserError, match=match):
+        records.open_records("imagenet2012", "train", str(tmp_path))
+
+
+def test_a_data_set_without_examples_is_refused(tmp_path):
+    prepared.write(tmp_path, train=3)
+    rewrite(tmp_path, "dataset_info.json", lambda b: b.replace(b'"3"', b'"0"'))
+    with pytest.raises(UserError, match="has no examples in its split 'train'"):
+        records.open_records("imagenet2012", "train", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "data_dir", ["file", "loop", "~no-such-user", "/" + "x" * 300, "far://away"]
+)
+def test_what_is_no_folder_of_data_sets_is_refused(tmp_path, monkeypatch, data_dir):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("a file")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(UserError, match=f"imagenet2012 in '{data_dir}'"):
+        records.open_records("imagenet2012", "train", data_dir)
+
+
+def test_data_sets_and_shards_may_be_linked(tmp_path):
+    prepared.write(tmp_path / "disk", train=3)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "imagenet2012").symlink_to(tmp_path / "disk" / "imagenet2012")
+    (shard,) = tmp_path.glob("disk/*/*/*train*")
+    shard.rename(tmp_path / "shard")
+    shard.symlink_to(tmp_path / "shard")
+    examples = records.open_records("imagenet2012", "train", str(tmp_path / "data"))
+    assert sorted(label for _, label in examples.read(range(3))) == [0, 1, 2]
+    (tmp_path / "shard").unlink()
+    with pytest.raises(UserError, match=f"{shard.name} cannot be read: .*No such file"):
+        records.open_records("imagenet2012", "train", str(tmp_path / "data"))
+
+
+@pytest.mark.parametrize("package", ["tensorflow_datasets", "array_record.python"])
+def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, package):
+    prepared.write(tmp_path, train=3)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=rf"need the packages of the extra train .*: .*{package}"):
+        records.open_records("imagenet2012", "train", str(tmp_path))

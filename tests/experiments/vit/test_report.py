@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.mistakes import UserError
-from experiments.vit import log, report
+from experiments.vit import compare, log, report
 from tests.experiments.vit import tiny
 
 pytestmark = pytest.mark.fast
@@ -23,7 +23,10 @@ def write_run(folder, accuracies, steps=(4, 8), lacks=(), **changes):
     config = tiny.get_config(**changes)
     for name in lacks:
         del config[name]
-    rows = [{"step": s, "test_accuracy": a} for s, a in zip(steps, accuracies, strict=True)]
+    rows = [
+        {"step": step, "test_loss": 1 - accuracy, "test_accuracy": accuracy}
+        for step, accuracy in zip(steps, accuracies, strict=True)
+    ]
     with log.Log(folder, config, log.COLUMNS, rows, writes=True):
         pass
     results = {
@@ -121,3 +124,93 @@ def test_the_command_prints_the_table_and_draws_the_figure(runs, tmp_path, capsy
     assert figure.stat().st_size > 10_000
     with pytest.raises(SystemExit, match="There is no run in"):
         report.main([str(tmp_path / "nowhere")])
+
+
+def damage(path, change):
+    path.write_bytes(change(path.read_bytes()))
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda b: b"", "is damaged: Expecting value"),
+        (lambda b: b[: len(b) // 2], "is damaged: "),
+        (lambda b: b"test_accuracy: 0.5", "is damaged: Expecting value"),
+        (lambda b: b"\xff" + b, "is damaged: .*can't decode"),
+        (lambda b: b"[]", r"is damaged: it must hold a JSON object, got \[\]"),
+        (lambda b: b"{}", "test_accuracy must be a number of at least 0, got 'nothing'"),
+        (lambda b: b.replace(b"0.625", b'"0.625"'), "test_accuracy must be .* got '0.625'"),
+        (lambda b: b.replace(b"0.625", b"NaN"), "test_accuracy must be .* got nan"),
+        (lambda b: b.replace(b"0.625", b"true"), "test_accuracy must be .* got True"),
+        (lambda b: b.replace(b"10.0", b"null"), "seconds must be a number .* got None"),
+        (lambda b: b.replace(b"1000.0", b"Infinity"), "images_per_second must be .* got inf"),
+        (lambda b: b.replace(b"128", b"0"), "num_train must be .* at least 1, got 0"),
+        (lambda b: b.replace(b'"config"', b'"confog"'), "config.seed must be .* got 'nothing'"),
+        (lambda b: b.replace(b'"simplex"', b'"linear"'), "attention must be .* got 'linear'"),
+    ],
+)
+def test_damaged_results_are_named_and_refused(runs, change, match):
+    path = runs / "simplex-2" / "results.json"
+    damage(path, change)
+    with pytest.raises(UserError, match=f"{path} .*{match}"):
+        report.find_runs([runs])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda b: b"", "its last line is not whole"),
+        (lambda b: b[:-9], "line 3 has more or fewer columns than the header"),
+        (lambda b: b[:-1], "its last line is not whole"),
+        (lambda b: b[:-2] + b",7\n", "line 3 has more or fewer columns than the header"),
+        (lambda b: b.replace(b"0.625", b"0.6.5"), "line 3: could not convert .*'0.6.5'"),
+        (lambda b: b.replace(b"\n8,", b"\n,"), "line 3 has no step"),
+        (lambda b: b.replace(b"\n8,", b"\n7.5,"), "line 3 has no step"),
+        (lambda b: b.replace(b"test_accuracy", b"accuracy"), "it has no test_accuracy"),
+        (lambda b: b"\xff" + b, "can't decode"),
+        (lambda b: b"\0" * 99, "is not whole"),
+        (None, "cannot be read: .*No such file"),
+    ],
+)
+def test_damaged_metrics_are_named_and_refused(runs, change, match):
+    path = runs / "simplex-2" / "metrics.csv"
+    damage(path, change) if change else path.unlink()
+    with pytest.raises(UserError, match=f"{path} .*{match}"):
+        report.find_runs([runs])
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (
+            lambda b: b.replace(b"0.625", b"0.875"),
+            "test_accuracy is 0.625 in results.json, and 0.875 at the end of metrics.csv, after",
+        ),
+        (lambda b: b.replace(b"0.375", b"3.75"), "test_loss is 0.375 .* and 3.75 at the end"),
+        (lambda b: b[: b.index(b"\n8,") + 1], "test_loss is 0.375 .* 0.25 at the end .* step 4"),
+    ],
+)
+def test_results_that_contradict_the_metrics_are_refused_with_both_numbers(runs, change, match):
+    damage(runs / "simplex-2" / "metrics.csv", change)
+    with pytest.raises(UserError, match=f"simplex-2 contradicts itself: {match}"):
+        report.find_runs([runs])
+
+
+def test_a_comparison_names_a_damaged_run(runs):
+    damage(runs / "simplex-1" / "results.json", lambda b: b[:-9])
+    config = tiny.get_config()
+    with pytest.raises(UserError, match=r"simplex-1/results\.json is damaged: "):
+        compare.compare(config, runs, ["simplex"], [1])
+
+
+def test_the_table_is_printed_though_the_figure_cannot_be_written(runs, tmp_path, capsys):
+    with pytest.raises(SystemExit, match=r"nowhere/figure.png cannot be written: .*No such file"):
+        report.main([str(runs), f"--figure={tmp_path / 'nowhere' / 'figure.png'}"])
+    assert "| simplex | 0.6250 |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["figure", "figure.xyz"])
+def test_a_figure_of_no_known_format_is_refused(runs, name, capsys):
+    with pytest.raises(SystemExit):
+        report.main([str(runs), f"--figure={name}"])
+    assert "--figure must end in one of .eps, " in capsys.readouterr().err
