@@ -69,12 +69,16 @@ class Lock:
       file: The same, open and locked.
 
     Attributes:
+      folder: The folder.
       left_by: The process that held the folder before and was killed, or None.
+      is_lost: Whether the folder was gone or another one when it was released.
     """
 
     def __init__(self, path: pathlib.Path, file: TextIO):
         self._path, self._file = path, file
+        self.folder = path.parent
         self.left_by = _holder(file.read())
+        self.is_lost = False
 
     def write(self, holder: Holder) -> None:
         """Says who holds the folder."""
@@ -91,14 +95,15 @@ class Lock:
         """
         if not _is_at(self._path, self._file):
             raise UserError(
-                f"{self._path.parent} was removed, renamed or replaced while the run wrote to it. "
+                f"{self.folder} was removed, renamed or replaced while the run wrote to it. "
                 "When it is back, the same command goes on from the last checkpoint, if any are "
                 "kept."
             )
 
     def release(self) -> None:
         """Removes the lock file and unlocks the folder."""
-        if _is_at(self._path, self._file):
+        self.is_lost = not _is_at(self._path, self._file)
+        if not self.is_lost:
             with contextlib.suppress(OSError):  # A folder may have become read-only.
                 self._path.unlink()
         with contextlib.suppress(OSError):  # On a full disk the text was never written.

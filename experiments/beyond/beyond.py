@@ -60,7 +60,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       What it writes to ``results.json``, ratios of mean squared errors to those of iid rows.
 
     Raises:
-      UserError: As ``check``, or if the folder cannot be written or holds a run of another config.
+      UserError: If ``check`` refuses the config, or the folder cannot be written or holds a run of
+        another config.
     """
     check(config)
     pieces = harness.Pieces(workdir, config)

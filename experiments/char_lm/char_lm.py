@@ -115,8 +115,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       nats, seconds and a sample.
 
     Raises:
-      UserError: As ``check``, or if the folder cannot be written or holds a run of another config.
-        A validation loss that is not finite is one too.
+      UserError: If ``check`` refuses the config, or the folder cannot be written or holds a run of
+        another config; or if a validation loss is not finite.
     """
     check(config)
     pieces = harness.Pieces(workdir, config, selection=["seeds"])

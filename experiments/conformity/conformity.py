@@ -70,7 +70,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       coupling.
 
     Raises:
-      UserError: As ``check``, or if the folder cannot be written or holds a run of another config.
+      UserError: If ``check`` refuses the config, or the folder cannot be written or holds a run of
+        another config.
     """
     check(config)
     pieces = harness.Pieces(workdir, config)

@@ -84,7 +84,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       its standard error and, where there is one, its closed form.
 
     Raises:
-      UserError: As ``check``, or if the folder cannot be written or holds a run of another config.
+      UserError: If ``check`` refuses the config, or the folder cannot be written or holds a run of
+        another config.
     """
     check(config)
     pieces = harness.Pieces(workdir, config)

@@ -59,7 +59,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       summaries of the three parts.
 
     Raises:
-      UserError: As ``check``, or if the folder cannot be written or holds a run of another config.
+      UserError: If ``check`` refuses the config, or the folder cannot be written or holds a run of
+        another config.
     """
     check(config)
     kept = harness.Pieces(workdir, config)

@@ -66,8 +66,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       standard errors; for each part the seconds that it took.
 
     Raises:
-      UserError: As ``check``, or if the folder cannot be written or holds a run of another config.
-        A data set that is neither there nor can be downloaded is one too.
+      UserError: If ``check`` refuses the config, or the folder cannot be written or holds a run of
+        another config; or if a data set is neither there nor can be downloaded.
     """
     check(config)
     splits = {name: uci.load(name, config.data_dir) for name in config.datasets}

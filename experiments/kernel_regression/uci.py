@@ -153,7 +153,7 @@ def read(name: str, data_dir: str = "") -> tuple[np.ndarray, np.ndarray]:
     empty; of the others it is a row like any other.)
 
     Raises:
-      UserError: As ``find``.
+      UserError: If ``find`` cannot find the file.
     """
     source = SOURCES[name]
     lines = find(name, data_dir).read_text().splitlines()[:-1]
@@ -182,7 +182,7 @@ def load(name: str, data_dir: str = "", *, validation: bool = False) -> Split:
         set instead, as many.
 
     Raises:
-      UserError: As ``find``.
+      UserError: If ``find`` cannot find the file.
     """
     rows, labels = read(name, data_dir)
     order = np.random.default_rng(42).permutation(len(rows))

@@ -42,6 +42,7 @@ def compare(
       UserError: If an attention is unknown, a name or seed comes twice, another run or comparison
         is in workdir, or a finished run in it had another config or is damaged; and as ``train``.
     """
+    config_lib.check(config)
     for attention in attentions:
         harness.check_one_of("--compare", attention, ATTENTIONS)
     for seed in seeds:

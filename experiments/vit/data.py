@@ -98,8 +98,8 @@ def load(name: str, data_dir: str) -> Dataset:
     class makes the loss NaN.
 
     Args:
-      name: Of ``DATASETS``.
-      data_dir: Where it lies, unless it comes with a package.
+      name: A name of ``DATASETS``.
+      data_dir: The folder that holds it, unless it comes with a package.
 
     Raises:
       UserError: If it is not there, is damaged, or has such labels or images.

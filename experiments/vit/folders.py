@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
+import shutil
 from typing import Self
 
 from etils import epath
@@ -26,6 +27,7 @@ class Folders:
     def __init__(self, workdir: pathlib.Path, checkpoints: epath.PathLike | None):
         self.workdir, self.checkpoints = workdir, checkpoints
         self._stack = contextlib.ExitStack()
+        self._saving: int | None = None  # The step of the last save.
         self._workdir_lock: locking.Lock | None = None
         self._checkpoint_lock: locking.Lock | locking.Lease | None = None
 
@@ -44,6 +46,9 @@ class Folders:
     def __exit__(self, *_: object) -> None:
         """Unlocks them."""
         self._stack.close()
+        lock = self._checkpoint_lock
+        if isinstance(lock, locking.Lock) and lock.is_lost:
+            self._remove_remains(lock.folder)
 
     def check_workdir(self) -> None:
         """Refuses to go on if the workdir was removed, renamed or replaced.
@@ -54,14 +59,28 @@ class Folders:
         if self._workdir_lock:
             self._workdir_lock.check()
 
-    def check_checkpoints(self) -> None:
-        """Refuses to save where the folder was removed, or another run has taken it over.
+    def check_checkpoints(self, step: int) -> None:
+        """Refuses to save a step if the folder was removed or another run has taken it over.
 
         Raises:
           UserError: If it was.
         """
         if self._checkpoint_lock:
             self._checkpoint_lock.check()
+        self._saving = step
+
+    def _remove_remains(self, folder: pathlib.Path) -> None:
+        """Removes what a save went on to write after its folder was removed or renamed.
+
+        Orbax makes the folders anew, and they would be in the way of those that are put back.
+        """
+        if any((path / locking.FILE).exists() for path in (folder, self.workdir)):
+            return  # Those are another run's.
+        for path in (folder / f"{self._saving}", *folder.glob(f"{self._saving}.orbax*")):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in (folder, self.workdir):
+            with contextlib.suppress(OSError):  # It is not empty, or not there.
+                path.rmdir()
 
     def _lock(self) -> None:
         holder = locking.Holder.here(self.workdir)
@@ -74,4 +93,7 @@ class Folders:
             self._checkpoint_lock = self._stack.enter_context(lease)
         else:
             folder = pathlib.Path(self.checkpoints).expanduser()
-            self._checkpoint_lock = self._stack.enter_context(locking.locked(folder, holder))
+            if folder.resolve() == self.workdir.resolve():
+                self._checkpoint_lock = lock
+            else:
+                self._checkpoint_lock = self._stack.enter_context(locking.locked(folder, holder))

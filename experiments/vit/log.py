@@ -144,16 +144,20 @@ def finish(workdir: pathlib.Path, results: dict[str, Any]) -> None:
     """Writes the results, which mark the run as finished, and only then draws the curves."""
     with _writing(workdir):
         harness.write_json(workdir / "results.json", results)
-    draw_missing_curves(workdir)
+    _draw(workdir)
 
 
 def draw_missing_curves(workdir: pathlib.Path) -> None:
     """Draws ``curves.png`` of a finished run that has none, as drawing it failed."""
-    path = workdir / "curves.png"
-    if os.path.exists(path) or not os.path.exists(workdir / "results.json"):
-        return
+    finished = all(os.path.exists(workdir / name) for name in ("results.json", "metrics.csv"))
+    if finished and not os.path.exists(workdir / "curves.png"):
+        _draw(workdir)
+
+
+def _draw(workdir: pathlib.Path) -> None:
     with harness.drawing(workdir):
-        harness.save_figure(path, curves.draw_curves(read_metrics(workdir)), dpi=150)
+        figure = curves.draw_curves(read_metrics(workdir))
+        harness.save_figure(workdir / "curves.png", figure, dpi=150)
 
 
 @contextlib.contextmanager

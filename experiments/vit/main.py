@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+import signal
 import sys
 import traceback
 
@@ -21,6 +22,7 @@ from experiments.vit import checkpoint, compare, config, train
 from simrf_jax.models import ATTENTIONS
 
 STOPPED = "Stopped; the same command goes on from the last checkpoint, if any are kept."
+START_TIMEOUT = 120  # Seconds in which all processes have to be started.
 HEARTBEAT_TIMEOUT = 30  # Seconds after which the others end when one process is gone.
 
 _DEFAULT_CONFIG = pathlib.Path(__file__).parent / "configs" / "digits.py"
@@ -80,11 +82,15 @@ def _of_several() -> str:
 def run() -> None:
     """Trains what the flags say."""
     if _DISTRIBUTED.value:
+        # JAX aborts a process that has lost the others: its message counts, not where Python was.
+        signal.signal(signal.SIGABRT, signal.SIG_DFL)
+        print(f"Waits up to {START_TIMEOUT} s for the other processes.", file=sys.stderr)
         with mistakes.user_mistakes(ValueError, prefix="--distributed: "):
             jax.distributed.initialize(
                 _COORDINATOR.value,
                 _NUM_PROCESSES.value,
                 _PROCESS_ID.value,
+                initialization_timeout=START_TIMEOUT,
                 heartbeat_timeout_seconds=HEARTBEAT_TIMEOUT,
             )
     if _COMPARE.value:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 from typing import Any, Self
 
 import jax
+
+from experiments.mistakes import UserError, user_mistakes
 
 
 class Profile:
@@ -17,6 +20,9 @@ class Profile:
       folder: Made when the first of the steps comes.
       start: The first step, counted from 0.
       steps: How many; 0 for none.
+
+    Raises:
+      UserError: In ``after`` or at the end, if the folder cannot be written.
     """
 
     def __init__(self, folder: pathlib.Path, *, start: int, steps: int):
@@ -27,9 +33,10 @@ class Profile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Writes what it has if a step raised."""
-        self._stop()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Writes what it has if a step raised; if that fails too, the first error is shown."""
+        with contextlib.suppress(*([] if kind is None else [UserError])):
+            self._stop()
 
     def before(self, step: int) -> None:
         """Starts at the first of the steps, or in the middle of them where a run goes on."""
@@ -46,4 +53,6 @@ class Profile:
     def _stop(self) -> None:
         if self._running:
             self._running = False
-            jax.profiler.stop_trace()
+            prefix = f"{self._folder} cannot be written: "
+            with user_mistakes(OSError, jax.errors.JaxRuntimeError, prefix=prefix):
+                jax.profiler.stop_trace()

@@ -53,7 +53,7 @@ class Records(NamedTuple):
     """The examples of one split, their images still encoded.
 
     Attributes:
-      name: What errors call it, such as ``"the train split of imagenet2012 in '/data'"``.
+      name: The name in errors, such as ``"the train split of imagenet2012 in '/data'"``.
       source: Random access to them; may be pickled, and then opens its files anew.
       num_classes: Of the labels.
       channels: Of the images, 1 or 3.

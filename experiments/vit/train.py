@@ -166,7 +166,7 @@ def _loop(
         if checkpoints and (due.checkpoint or best):
             seconds = time.perf_counter() - start
             progress = checkpoint.Progress(metrics_log.rows, seconds, batches.get_state())
-            folders.check_checkpoints()
+            folders.check_checkpoints(done)
             checkpoints.save(done, state, progress)
         if due.stop:
             _stop(bar, done, checkpoints)

@@ -107,9 +107,9 @@ class ViTConfig:
             raise ValueError(
                 f"width must be a multiple of num_heads, got {self.width} and {self.num_heads}."
             )
-        if self.attention == "simplex" and self.width == self.num_heads:
+        if self.attention in ("simplex", "simplex_plus") and self.width == self.num_heads:
             raise ValueError(
-                "attention='simplex' needs heads of at least 2 dimensions, got "
+                f"attention={self.attention!r} needs heads of at least 2 dimensions, got "
                 f"width={self.width} and num_heads={self.num_heads}."
             )
         if not isinstance(self.dropout_rate, (int, float)):

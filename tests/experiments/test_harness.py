@@ -246,6 +246,15 @@ def test_program(tmp_path, arguments, code, text):
     assert "Traceback" not in run.stderr
 
 
+def test_a_second_program_in_one_workdir_is_refused(tmp_path):
+    with locking.locked(tmp_path / "out"):
+        run = run_program(tmp_path, "--workdir=out")
+    assert run.returncode == 1
+    line = f"out is in use by another run: process {os.getpid()} on .* Stop it, or give [^\n]*\n"
+    assert re.fullmatch(line, run.stderr), run.stderr
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize(
     ("seed", "where", "error"),
     [
@@ -261,24 +270,10 @@ def test_a_bug_of_a_program_keeps_its_traceback(tmp_path, seed, where, error):
 
 
 ROOT = pathlib.Path(harness.__file__).parents[1]
-EXPERIMENTS = sorted(path.parent.name for path in ROOT.glob("experiments/*/main.py"))
+READMES = [ROOT / "README.md", ROOT / "BEYOND.md", *ROOT.glob("experiments/*/README.md")]
 
 
-@pytest.mark.parametrize("name", [*EXPERIMENTS, "the main README"])
-def test_readmes_say_that_a_config_is_executed(name):
-    path = ROOT / "experiments" / name / "README.md"
-    if not path.parent.exists():
-        path = ROOT / "README.md"
-    elif not path.exists():
-        path = ROOT / f"{name.upper()}.md"
+@pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_readmes_say_that_a_config_is_executed(path):
     text = " ".join(path.read_text().split())
-    assert re.search("executes FILE as Python: run only configs that you trust", text)
-
-
-def test_a_second_program_in_one_workdir_is_refused(tmp_path):
-    with locking.locked(tmp_path / "out"):
-        run = run_program(tmp_path, "--workdir=out")
-    assert run.returncode == 1
-    line = f"out is in use by another run: process {os.getpid()} on .* Stop it, or give [^\n]*\n"
-    assert re.fullmatch(line, run.stderr), run.stderr
-    assert not (tmp_path / "out").exists()
+    assert "executes FILE as Python: run only configs that you trust" in text

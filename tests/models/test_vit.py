@@ -205,6 +205,11 @@ def test_redraw_changes_the_output_and_not_the_parameters():
         ({"image_size": (8,)}, TypeError, r"image_size must be \(height, width\), got \(8,\)"),
         ({"dropout_rate": "0.1"}, TypeError, "dropout_rate must be a number, got '0.1'"),
         ({"num_heads": 16}, ValueError, "simplex' needs heads of at least 2 dimensions"),
+        (
+            {"num_heads": 16, "attention": "simplex_plus"},
+            ValueError,
+            "simplex_plus' needs heads of at least 2 dimensions",
+        ),
         ({"dropout_rate": 1.0}, ValueError, r"dropout_rate must be in \[0, 1\)"),
     ],
 )

@@ -26,6 +26,7 @@ CONFIG_DICT = "from ml_collections.config_dict import *\ndef get_config(): retur
 def command(tmp_path, monkeypatch):
     """Runs the program with a tiny config in this process, all of it but the allocator."""
     monkeypatch.setattr(memory, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # It puts its own there.
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # Not installed: nothing uses the network.
 
     def run(flags, config=tiny.__file__):
@@ -43,6 +44,10 @@ def command(tmp_path, monkeypatch):
     ("flags", "match"),
     [
         ("--config.dataset=cifar", "config.dataset must be one of 'digits', .* got 'cifar'"),
+        (
+            "--config.model.attention=simplex_plus --config.model.num_heads=32",
+            "attention='simplex_plus' needs heads of at least 2 dimensions",
+        ),
         ("--config.image_size=9", "image_size must be multiples of patch_size=2, got"),
         ("--config.image_size=16", "config.image_size must be 8, as the images of digits are 8"),
         ("--config.mesh.data=9", "no more than the 8 devices there are, got 9 x 1 x 1 x 1"),
@@ -145,6 +150,15 @@ def test_a_config_file_that_is_not_there_is_named(command, tmp_path):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("flags", ["", "--compare=simplex"])
+def test_a_config_without_its_fields_is_refused(command, tmp_path, flags):
+    path = tmp_path / "config.py"
+    path.write_text(f"{CONFIG_DICT}({{'seed': 3}})")
+    with pytest.raises(SystemExit, match=r"^The config lacks dataset, data_dir"):
+        command(flags, path)
+
+
+@pytest.mark.fast
 def test_a_comparison_is_refused_before_any_run_trains(command, tmp_path, monkeypatch):
     monkeypatch.setattr(steps, "train_step", pytest.fail)
     stopped = tmp_path / "run" / "exact-1"
@@ -153,6 +167,15 @@ def test_a_comparison_is_refused_before_any_run_trains(command, tmp_path, monkey
     (stopped / "config.json").write_text('{"seed": 1}')
     with pytest.raises(SystemExit, match="exact-1 holds a run of another config: dataset is abs"):
         command("--compare=simplex,exact --seeds=0,1 --config.checkpoint.interval=2")
+
+
+@pytest.mark.fast
+def test_the_results_of_a_comparison_are_not_written_over(command, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "results.json").write_text('{"simplex": []}')
+    with pytest.raises(SystemExit, match=r"run already holds a run \(results.json\)"):
+        command(EXACT)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["results.json"]
 
 
 @pytest.mark.fast

@@ -3,7 +3,9 @@
 import json
 import os
 import pathlib
+import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -12,8 +14,10 @@ import time
 import numpy as np
 import pytest
 
+from experiments import locking
 from experiments.vit import log, train
 from tests.experiments.vit import prepared, tiny
+from tests.experiments.vit.commands import wait_until
 from tests.experiments.vit.test_damage import flip, largest
 from tests.experiments.vit.test_sharding import EIGHT_HEADS, losses_on
 from tests.experiments.vit.test_train import read_losses
@@ -78,13 +82,17 @@ def free_port():
 def run(folder, *, of_second=None, **changes):
     """Runs both to their end; returns their codes and what they print."""
     port, others = free_port(), [{}, of_second or {}]
-    both = [start(i, port, folder, **(changes | others[i])) for i in range(PROCESSES)]
+    return end([start(i, port, folder, **(changes | others[i])) for i in range(PROCESSES)])
+
+
+def end(processes):
+    """Waits for the end of all; returns their codes and what they print."""
     try:
-        outputs = [process.communicate(timeout=200)[0] for process in both]
+        outputs = [process.communicate(timeout=200)[0] for process in processes]
     finally:
-        for process in both:
+        for process in processes:
             process.kill()
-    return [process.returncode for process in both], outputs
+    return [process.returncode for process in processes], outputs
 
 
 def test_two_processes_train_as_one(tmp_path):
@@ -141,28 +149,95 @@ def test_two_processes_agree_that_a_checkpoint_is_damaged(part, tmp_path):
     assert read_losses(tmp_path / "run") == expected
 
 
-def test_a_process_without_the_other_ends_with_an_error(tmp_path):
-    port = free_port()
-    changes = {"num_steps": 10**6, "eval_interval": 10**6}
-    first, second = (start(number, port, tmp_path / "run", **changes) for number in (0, 1))
-    with first, second:
+FOREVER = {"num_steps": 10**6, "eval_interval": 10**6, "checkpoint__interval": 3}
+
+
+@pytest.mark.parametrize("number", range(PROCESSES))
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_without_the_other_ends_with_a_line(number, end, tmp_path):
+    port, folder = free_port(), tmp_path / "run"
+    both = [start(i, port, folder, **FOREVER) for i in range(PROCESSES)]
+    gone, other = both[number], both[1 - number]
+    with both[0], both[1]:
         try:
-            while not (tmp_path / "run" / "metrics.csv").exists():
-                assert first.poll() is None, first.communicate()[0]
-                time.sleep(1)
-            second.kill()
-            first.communicate(timeout=60)
-            assert first.returncode != 0
+            wait_until((folder / "checkpoints" / "3").exists, other)
+            gone.send_signal(end)
+            output = other.communicate(timeout=60)[0]
+            assert other.returncode != 0
+            assert re.search("another (process is gone|task died)", output), output
+            assert "Fatal Python error" not in output  # No stacks of all threads.
+            gone.send_signal(signal.SIGCONT)  # One that was stopped notices that it is alone.
+            gone.wait(timeout=60)
         finally:
-            first.kill()
-            second.kill()
+            for process in both:
+                process.kill()
+    with locking.locked(folder), locking.locked(folder / "checkpoints"):
+        pass
 
 
 def test_one_that_cannot_start_says_why_and_the_other_ends(tmp_path):
+    prepared.write(tmp_path / "data", train=16, validation=8)
     before = time.monotonic()
-    absent = {"in_memory": False, "dataset": "imagenet2012", "augment__shift": 0.0}
-    codes, outputs = run(tmp_path / "run", of_second=absent | {"data_dir": "/nowhere"})
+    records = prepared.OPTIONS | {"data_dir": str(tmp_path / "data")}
+    codes, outputs = run(tmp_path / "run", of_second={"data_dir": "/nowhere"}, **records)
     assert time.monotonic() - before < 60
     assert codes[1] == 1
     assert outputs[1].splitlines()[-1].startswith("There is no imagenet2012 in '/nowhere'")
     assert codes[0] != 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "differ"),
+    [
+        ({"seed": 1}, "seed is 0 there, 1 here"),
+        ({"learning_rate": 0.5}, "learning_rate is 0.001 there, 0.5 here"),
+        ({"model__width": 64}, "model.width is 32 there, 64 here"),
+        ({"checkpoint__interval": 0}, "checkpoint.interval is 3 there, 0 here"),
+    ],
+)
+def test_processes_that_differ_in_their_config_end(changes, differ, tmp_path):
+    codes, outputs = run(tmp_path / "run", of_second=changes, **FOREVER)
+    assert codes == [1, 1]
+    first, second = (output.splitlines()[-1] for output in outputs)
+    assert first.endswith("must have one config; the output of another says what differs.")
+    assert second.endswith(f"in process 1 (here): {differ}.")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_refused_run_ends_in_all_processes(tmp_path):
+    with locking.locked(tmp_path / "run"):
+        codes, outputs = run(tmp_path / "run", **FOREVER)
+    assert codes == [1, 1]
+    assert "run is in use by another run: process" in outputs[0].splitlines()[-1]
+    assert outputs[1].splitlines()[-1] == "The first process cannot train; its output says why."
+
+
+def test_only_the_first_process_writes_the_workdir(tmp_path):
+    shared = {"checkpoint__interval": 3, "checkpoint__folder": str(tmp_path / "checkpoints")}
+    port = free_port()
+    folders = [tmp_path / "run", pathlib.Path("/proc/run")]  # Nobody can write there.
+    both = [start(i, port, folder, **shared) for i, folder in enumerate(folders)]
+    codes, outputs = end(both)
+    assert codes == [0, 0], outputs
+    assert (tmp_path / "run" / "results.json").exists()
+
+
+def test_checkpoints_that_a_process_cannot_write_end_all(tmp_path):
+    port = free_port()
+    folders = [tmp_path / "run", pathlib.Path("/proc/run")]
+    both = [start(i, port, folder, **FOREVER) for i, folder in enumerate(folders)]
+    codes, outputs = end(both)
+    assert codes[1] == 1
+    line = outputs[1].splitlines()[-1]
+    assert line.startswith("Checkpoints cannot be kept in /proc/run/checkpoints: "), outputs
+    assert codes[0] != 0
+
+
+def test_a_process_that_is_started_twice_ends_all(tmp_path):
+    port = free_port()
+    three = [start(i, port, tmp_path / "run", **FOREVER) for i in (0, 1, 1)]
+    codes, outputs = end(three)
+    assert 0 not in codes
+    for output in outputs:
+        assert "Fatal Python error" not in output
+    assert not (tmp_path / "run" / "metrics.csv").exists()

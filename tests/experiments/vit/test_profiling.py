@@ -3,6 +3,7 @@ import contextlib
 import jax
 import pytest
 
+from experiments.mistakes import UserError
 from experiments.vit.profiling import Profile
 
 pytestmark = pytest.mark.fast
@@ -41,3 +42,32 @@ def test_a_run_that_fails_leaves_what_it_traced(traced, tmp_path):
         profile.before(0)
         raise ZeroDivisionError
     assert traced == ["start", "stop"]
+
+
+@pytest.fixture
+def unwritable(traced, monkeypatch):
+    """Makes the end of a trace fail as JAX does where the folder is a file."""
+
+    def fail():
+        raise jax.errors.JaxRuntimeError("FAILED_PRECONDITION: it is not a directory")
+
+    monkeypatch.setattr(jax.profiler, "stop_trace", fail)
+
+
+@pytest.mark.usefixtures("unwritable")
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    profile = Profile(tmp_path / "profile", start=0, steps=1)
+    profile.before(0)
+    with pytest.raises(UserError, match=r"profile cannot be written: .*it is not a directory"):
+        profile.after(0, None)
+
+
+@pytest.mark.usefixtures("unwritable")
+def test_the_error_of_a_step_is_shown_before_that_of_the_folder(tmp_path):
+    def fail():
+        with Profile(tmp_path / "profile", start=0, steps=5) as profile:
+            profile.before(0)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()

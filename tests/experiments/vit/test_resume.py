@@ -65,9 +65,9 @@ def steps_kept(workdir):
     return sorted(int(path.name) for path in (workdir / "checkpoints").glob("*[0-9]"))
 
 
-def assert_same_run(workdir, whole):
+def assert_same_run(workdir, whole, step=STEPS):
     assert read_losses(workdir) == read_losses(whole)
-    ours, theirs = read_state(workdir), read_state(whole)
+    ours, theirs = read_state(workdir, step), read_state(whole, step)
     assert ours.keys() == theirs.keys()
     for name in theirs:
         np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name)
