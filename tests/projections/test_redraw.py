@@ -1,4 +1,5 @@
 import functools
+import itertools
 
 import chex
 import jax
@@ -15,6 +16,7 @@ from simrf_jax import (
     redraw_key,
     redraw_projections,
 )
+from tests.memory import assert_flat
 
 pytestmark = pytest.mark.fast
 
@@ -138,6 +140,27 @@ def test_the_coupling_asked_for_is_drawn(options, cosine):
     [w] = redraw_projections(jax.random.key(0), [jnp.zeros((5, 4))], **options)
     s = w / jnp.linalg.norm(w, axis=1, keepdims=True)
     np.testing.assert_allclose(jnp.dot(s[0], s[1]), cosine, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("jitted", "count"),
+    [
+        (True, 200),
+        (False, 20),
+        pytest.param(True, 5_000, marks=pytest.mark.slow),
+        pytest.param(False, 500, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_is_flat_over_redraws(jitted, count):
+    layers = {"a": jnp.zeros((2, 6, 4)), "b": jnp.zeros((5, 4))}
+
+    def redraw(key, step):
+        key = redraw_key(key, step, interval=1)
+        return redraw_projections(key, layers, coupling="simplex")
+
+    redraw = jax.jit(redraw) if jitted else redraw
+    key, steps = jax.random.key(0), itertools.count()
+    assert_flat(lambda: redraw(key, next(steps)), count=count, warm_up=5)
 
 
 def test_empty_tree_stays_empty():
