@@ -21,7 +21,9 @@ def redraw_key(key: jax.Array, step: int | jax.Array, *, interval: int) -> jax.A
 
     Args:
       key: A typed PRNG key, the same for the whole run.
-      step: Training step, counted from 0; may be traced.
+      step: Training step, counted from 0: an integer, or an integer array without axes, which may
+        be traced. The value of a traced step cannot be checked: if it is negative, or 2**32
+        redraws or more have been made before it, the key is one of another step.
       interval: Steps between redraws; 0 never redraws.
 
     Returns:
@@ -30,7 +32,8 @@ def redraw_key(key: jax.Array, step: int | jax.Array, *, interval: int) -> jax.A
 
     Raises:
       TypeError: If the key is not typed or a number is no integer.
-      ValueError: If a number is negative.
+      ValueError: If a number is negative, or step // interval is 2**32 or more, which is more than
+        ``jax.random.fold_in`` can tell apart.
 
     Example:
       >>> import jax, simrf_jax
@@ -40,10 +43,27 @@ def redraw_key(key: jax.Array, step: int | jax.Array, *, interval: int) -> jax.A
       (True, False)
     """
     checks.typed_key(key)
-    checks.integer("interval", interval, least=0)
-    if not isinstance(step, jax.Array):
-        checks.integer("step", step, least=0)
-    return jax.random.fold_in(key, step // interval if interval else 0)
+    interval = checks.integer("interval", interval, least=0)
+    if isinstance(step, jax.core.Tracer):
+        return jax.random.fold_in(key, _traced_redraws(step, interval))
+    step = checks.integer("step", step, least=0)
+    redraws = step // interval if interval else 0
+    if redraws >= 2**32:
+        raise ValueError(
+            "step // interval must be less than 2**32, which is what jax.random.fold_in tells "
+            f"apart, got {step} // {interval}."
+        )
+    return jax.random.fold_in(key, redraws)
+
+
+def _traced_redraws(step: jax.Array, interval: int) -> jax.Array | int:
+    """Returns step // interval, 0 for an interval of 0."""
+    if step.shape or not jnp.issubdtype(step.dtype, jnp.integer):
+        raise TypeError(f"step must be one integer, got {step.dtype.name} of shape {step.shape}.")
+    # JAX would wrap an interval that the step's type cannot hold.
+    if not 0 < interval <= jnp.iinfo(step.dtype).max:
+        return 0
+    return step // jnp.asarray(interval, step.dtype)
 
 
 def redraw_projections(

@@ -1,3 +1,6 @@
+import functools
+import itertools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,7 @@ from simrf_jax import (
     redraw_key,
     redraw_projections,
 )
+from tests.memory import assert_flat
 
 pytestmark = pytest.mark.fast
 
@@ -25,6 +29,56 @@ def test_key_changes_every_interval_and_never_with_zero():
     assert never[0] == never[1] == never[2]
     traced = jax.jit(lambda step: redraw_key(key, step, interval=4))(jnp.int32(6))
     assert jax.random.key_data(traced).tolist() == keys[6]
+
+
+BORDERS = (2**31 - 1, 2**31, 2**32 - 1, 2**32)
+KINDS = {
+    "python": int,
+    "numpy": np.int64,
+    "jax": jnp.int64,
+    "unsigned": jnp.uint64,
+}
+
+
+def _same_key(one, other):
+    return bool((jax.random.key_data(one) == jax.random.key_data(other)).all())
+
+
+@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("step", BORDERS)
+def test_steps_of_all_kinds_about_32_bits(step, kind, traced):
+    key = jax.random.key(3)
+    find = functools.partial(redraw_key, key, interval=2**10)
+    with jax.enable_x64(True):
+        found = (jax.jit(find) if traced else find)(KINDS[kind](step))
+    assert _same_key(found, jax.random.fold_in(key, step // 2**10))
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int32, jnp.uint32])
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+@pytest.mark.parametrize("traced", [False, True])
+def test_intervals_about_as_large_as_the_type_of_the_step_holds(dtype, beyond, traced):
+    """JAX wraps Python numbers to small types, and refuses those beyond int32."""
+    key, most = jax.random.key(3), int(jnp.iinfo(dtype).max)
+    find = functools.partial(redraw_key, key, interval=most + beyond)
+    found = (jax.jit(find) if traced else find)(jnp.asarray(most, dtype))
+    assert _same_key(found, jax.random.fold_in(key, 1 if beyond <= 0 else 0))
+
+
+def test_the_last_key_there_is():
+    key = jax.random.key(3)
+    last = redraw_key(key, 2**32 - 1, interval=1)
+    assert _same_key(last, redraw_key(key, jnp.uint32(2**32 - 1), interval=1))
+    assert _same_key(last, redraw_key(key, 2**34 - 1, interval=4))
+    assert not _same_key(last, redraw_key(key, 2**32 - 2, interval=1))
+
+
+def test_steps_under_vmap():
+    key = jax.random.key(3)
+    found = jax.vmap(functools.partial(redraw_key, key, interval=3))(jnp.arange(7))
+    for step in range(7):
+        assert _same_key(found[step], redraw_key(key, step, interval=3))
 
 
 def test_each_layer_and_head_is_drawn_from_its_own_key():
@@ -88,6 +142,27 @@ def test_the_coupling_asked_for_is_drawn(options, cosine):
     np.testing.assert_allclose(jnp.dot(s[0], s[1]), cosine, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("jitted", "count"),
+    [
+        (True, 200),
+        (False, 20),
+        pytest.param(True, 5_000, marks=pytest.mark.slow),
+        pytest.param(False, 500, marks=pytest.mark.slow),
+    ],
+)
+def test_memory_is_flat_over_redraws(jitted, count):
+    layers = {"a": jnp.zeros((2, 6, 4)), "b": jnp.zeros((5, 4))}
+
+    def redraw(key, step):
+        key = redraw_key(key, step, interval=1)
+        return redraw_projections(key, layers, coupling="simplex")
+
+    redraw = jax.jit(redraw) if jitted else redraw
+    key, steps = jax.random.key(0), itertools.count()
+    assert_flat(lambda: redraw(key, next(steps)), count=count, warm_up=5)
+
+
 def test_empty_tree_stays_empty():
     assert redraw_projections(jax.random.key(0), {}, coupling="simplex") == {}
 
@@ -102,7 +177,29 @@ def test_empty_tree_stays_empty():
         ),
         (lambda k: redraw_key(k, 0, interval=0.5), TypeError, "interval must be an integer"),
         (lambda k: redraw_key(k, -1, interval=1), ValueError, "step must be at least 0, got -1"),
+        (lambda k: redraw_key(k, np.int64(-1), interval=1), ValueError, "at least 0, got -1"),
+        (lambda k: redraw_key(k, jnp.int32(-1), interval=4), ValueError, "at least 0, got -1"),
+        (lambda k: redraw_key(k, jnp.int32(-1), interval=0), ValueError, "at least 0, got -1"),
+        (
+            lambda k: redraw_key(k, 2**32, interval=1),
+            ValueError,
+            r"must be less than 2\*\*32, .* got 4294967296 // 1",
+        ),
+        (lambda k: redraw_key(k, 2**70, interval=3), ValueError, r"less than 2\*\*32"),
         (lambda k: redraw_key(k, 3.0, interval=1), TypeError, "step must be an integer, got 3.0"),
+        (lambda k: redraw_key(k, jnp.float32(3), interval=1), TypeError, "must be an integer, got"),
+        (lambda k: redraw_key(k, jnp.array(True), interval=1), TypeError, "must be an integer"),
+        (lambda k: redraw_key(k, jnp.arange(2), interval=0), TypeError, "must be an integer"),
+        (
+            lambda k: jax.jit(lambda s: redraw_key(k, s, interval=1))(3.0),
+            TypeError,
+            r"step must be one integer, got float32 of shape \(\)",
+        ),
+        (
+            lambda k: jax.jit(lambda s: redraw_key(k, s, interval=0))(jnp.arange(2)),
+            TypeError,
+            r"step must be one integer, got int32 of shape \(2,\)",
+        ),
         (lambda k: redraw_projections(k, [1.0], coupling="iid"), ValueError, "got 1.0"),
         (lambda k: redraw_projections(k, [], coupling="iid", norm="chi"), TypeError, "norm"),
         (lambda _: redraw_key(7, 0, interval=1), TypeError, "typed PRNG key"),

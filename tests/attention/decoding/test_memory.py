@@ -1,0 +1,56 @@
+"""Jitted decoding goes on for thousands of tokens in the memory of the first."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from simrf_jax import decoding
+from tests.attention.inputs import projection
+from tests.memory import assert_flat
+
+SIZES = {"batch": (2,), "num_key_heads": 2, "head_dim": 8, "value_dim": 8}
+
+
+def append(state, query, key, value, w):
+    return None, decoding.append(state, key, value, w)
+
+
+def window_step(window, query, key, value, w):
+    return decoding.window_step(window, query, key, value)
+
+
+def fmm_step(state, query, key, value, w):
+    return decoding.fmm_step(state, query, key, value, (w,))
+
+
+# name -> what makes the first state from W, and the output and the next state of a token
+MODES = {
+    "far": (lambda w: decoding.init_state(w, **SIZES), decoding.step),
+    "append": (lambda w: decoding.init_state(w, **SIZES), append),
+    "near": (lambda w: decoding.init_window(bandwidth=3, **SIZES), window_step),
+    "near and far": (lambda w: decoding.init_fmm_state((w,), bandwidth=3, **SIZES), fmm_step),
+}
+
+
+class Decoder:
+    """A state and the program that takes it from token to token."""
+
+    def __init__(self, name, **options):
+        init, step = MODES[name]
+        self.w, self.tokens = projection(), jnp.ones((3, 2, 1, 2, 8))
+        # Parts of a new state may share a buffer, which cannot be donated twice.
+        self.state = jax.tree.map(jnp.copy, init(self.w))
+        self.step = jax.jit(step, **options)
+
+    def __call__(self):
+        out, self.state = self.step(self.state, *self.tokens, self.w)
+        return out
+
+
+@pytest.mark.parametrize("options", [{}, {"donate_argnums": 0}], ids=["kept", "donated"])
+@pytest.mark.parametrize("count", [200, pytest.param(5_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", MODES)
+def test_memory_is_flat(name, count, options):
+    decoder = Decoder(name, **options)
+    assert_flat(decoder, count=count)
+    assert decoder.step._cache_size() == 1

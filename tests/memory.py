@@ -1,0 +1,74 @@
+"""What a call that is made thousands of times leaves behind."""
+
+import gc
+import pathlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+
+class Growth(NamedTuple):
+    """What many calls left behind.
+
+    Attributes:
+      private: Bytes of memory of the process.
+      arrays: JAX arrays that are alive.
+      objects: Python objects that the garbage collector tracks.
+      compilations: How often XLA compiled a program.
+    """
+
+    private: int
+    arrays: int
+    objects: int
+    compilations: int
+
+
+def private_bytes() -> int:
+    """Returns how much memory this process has of its own, in use or swapped out, on Linux."""
+    # Not the resident set: pages of libraries come and go as other processes need memory.
+    status = pathlib.Path("/proc/self/status").read_text()
+    fields = dict(line.split(":", 1) for line in status.splitlines())
+    return sum(1024 * int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap"))
+
+
+def growth(call: Callable[[], object], *, count: int, warm_up: int) -> Growth:
+    """Calls a function many times and returns what the calls left behind, after a warm-up.
+
+    Args:
+      call: The function. What it returns is waited for and dropped.
+      count: How often to call it beyond the warm-up.
+      warm_up: How often to call it first, until caches are full.
+    """
+    compilations = []
+
+    def listen(event: str, duration: float, **_: object) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compilations.append(duration)
+
+    def measure() -> tuple[int, int, int]:
+        gc.collect()
+        return private_bytes(), len(jax.live_arrays()), len(gc.get_objects())
+
+    for _ in range(warm_up):
+        jax.block_until_ready(call())
+    measure()  # Which takes memory the first time.
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        before = measure()
+        for _ in range(count):
+            jax.block_until_ready(call())
+        after = measure()
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    private, arrays, objects = (b - a for a, b in zip(before, after, strict=True))
+    return Growth(private, arrays, objects, len(compilations))
+
+
+def assert_flat(call: Callable[[], object], *, count: int, warm_up: int = 20) -> None:
+    """Fails if many calls compile anything or leave anything behind."""
+    found = growth(call, count=count, warm_up=warm_up)
+    assert (found.arrays, found.compilations) == (0, 0), found
+    # glibc keeps a few MiB more, or less, whatever is called.
+    assert found.objects < 100 + count // 50, found
+    assert found.private < 2**22 + 2**9 * count, found

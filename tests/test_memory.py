@@ -1,0 +1,34 @@
+import jax
+import jax.numpy as jnp
+import pytest
+
+from tests.memory import assert_flat
+
+pytestmark = pytest.mark.fast
+
+
+class _Cycle:
+    """An object that refers to itself and is freed by the garbage collector alone."""
+
+    def __init__(self):
+        self.me = self
+
+
+def test_what_is_freed_is_flat():
+    assert_flat(_Cycle, count=200)
+
+
+@pytest.mark.parametrize(
+    ("leak", "count"),
+    [
+        (lambda held: held.append(jnp.zeros(3)), 1),
+        (lambda held: held.append([_Cycle()]), 200),
+        (lambda held: held.append(b"1" * 2**16), 100),
+        (lambda held: jax.jit(lambda x: x + 1)(jnp.zeros(3)), 1),
+    ],
+    ids=["arrays", "objects", "bytes", "programs"],
+)
+def test_what_is_left_behind_is_seen(leak, count):
+    held = []
+    with pytest.raises(AssertionError, match="Growth"):
+        assert_flat(lambda: leak(held), count=count, warm_up=2)
