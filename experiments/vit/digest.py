@@ -41,7 +41,9 @@ def digests(arrays: Mapping[str, jax.Array]) -> dict[str, str]:
       arrays: Arrays of numbers, booleans or keys. Where several processes share them, each process
         must call this function, with the arrays in the same order.
     """
-    sums = jax.device_get({name: _digest(x) for name, x in arrays.items()})
+    # One after the other: on CPUs, several programs that all wait for other processes may leave no
+    # thread to the one that those wait for.
+    sums = {name: jax.device_get(_digest(x)) for name, x in arrays.items()}
     return {name: "".join(f"{lane:08x}" for lane in lanes) for name, lanes in sums.items()}
 
 

@@ -22,6 +22,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Evaluates a checkpoint of a run, which may be still training, with its own projections.
 
+    A damaged checkpoint is passed over with a warning, for the newest or the best of the others.
+
     Args:
       workdir: Of the run.
       best: Whether to take the checkpoint of the best test accuracy instead of the newest.

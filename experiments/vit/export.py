@@ -35,7 +35,8 @@ def export(
     """Writes a model as StableHLO: images in, logits out, for any number of images.
 
     The parameters and the projections are constants of it, and it runs on one device.
-    ``jax.export.deserialize`` reads it.
+    ``jax.export.deserialize`` reads it. A damaged checkpoint is passed over with a warning, for the
+    newest or the best of the others.
 
     Args:
       workdir: Of the run.

@@ -231,25 +231,27 @@ def _by_key_heads(
         return x.reshape(math.prod(batch), *x.shape[len(batch) :])
 
     query = flat(query.reshape(*query.shape[:-2], num_heads // groups, groups, dim))
+    query, key = query.astype(compute), flat(key).astype(compute)
     # The sign goes with the queries: features estimate exp(x . y) for any x and y.
     root = jnp.sqrt(jnp.abs(scale))
-    query, key = query.astype(compute) * (jnp.sign(scale) * root), flat(key).astype(compute) * root
+    of_queries, of_keys = jnp.sign(scale) * root, root
     value = flat(value).astype(jnp.bfloat16 if dtype == jnp.bfloat16 else compute)
     real = jnp.ones((1, query_length), bool)
     if query_seq_lengths is not None:
         real = within_lengths("query_seq_lengths", query_seq_lengths, tuple(batch), query_length)
         real = flat(real)
     real = real[:, :, None, None]
-    finite = _is_finite(query)
+    finite = _is_finite(query * of_queries)
     fill = _first if fill_with_tokens else _zeros
-    log_weights = _mark(flat(log_weights).mT, _is_finite(key) & _is_finite(value))
+    log_weights = _mark(flat(log_weights).mT, _is_finite(key * of_keys) & _is_finite(value))
     visible = log_weights > -jnp.inf
     runs = None
     if segment_ids is not None:
         runs = flat(run_numbers(segment_ids, tuple(batch), query_length, key_length))
     inputs = Inputs(
-        _replace(query, real & finite, fill),
-        _replace(key, visible, fill),
+        # Scaled last: 0 * NaN would reach the gradient of the scale.
+        _replace(query, real & finite, fill) * of_queries,
+        _replace(key, visible, fill) * of_keys,
         _replace(value, visible, _zeros),
         log_weights,
         runs,

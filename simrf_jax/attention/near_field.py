@@ -150,8 +150,9 @@ def attend_in_blocks(inputs: Inputs, blocks: Blocks, scale: ArrayLike | None) ->
     # [B, num_blocks, K, 1, 1, width]
     weights = blocks.of_keys(inputs.key_log_weights, 1, -jnp.inf).mT[:, :, :, None, None]
     seen = _in_band(blocks, inputs.runs, inputs.query.shape[1])
-    logits = contract("bntkgh,bnskh->bnkgts", query, key) * jnp.asarray(scale, compute)
-    finite = jnp.isfinite(logits)
+    products, scale = contract("bntkgh,bnskh->bnkgts", query, key), jnp.asarray(scale, compute)
+    finite = jnp.isfinite(products * scale)
+    logits = jnp.where(finite, products, 0) * scale  # 0 * inf would reach the scale's gradient.
     visible = seen & (weights > -jnp.inf) & finite
     probabilities = _softmax(jnp.where(visible, logits + weights, -jnp.inf))
     out = contract("bnkgts,bnskd->bntkgd", probabilities, value)

@@ -172,6 +172,18 @@ def test_a_bias_that_is_not_finite(attend, bias):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("attend", [far, near])
+@pytest.mark.parametrize("planted", [{"k": (ALL, np.nan)}, {"q": (ALL, 1e25), "k": (ALL, 1e25)}])
+def test_the_gradient_of_the_scale(attend, planted):
+    @jax.jit
+    @jax.grad
+    def gradient(scale, *qkv):
+        return jnp.sum(attend(*qkv, is_causal=True, scale=scale)[:WHERE] ** 2)
+
+    np.testing.assert_array_equal(gradient(0.3, *plant(INPUTS, planted)), gradient(0.3, *INPUTS))
+
+
+@pytest.mark.fast
 @pytest.mark.parametrize("what", PLANTS)
 def test_all_who_see_it_get_nan(what):
     q, k, v = plant(INPUTS, PLANTS[what])
