@@ -44,7 +44,7 @@ def told_in_one_line(line: str) -> Iterator[None]:
 
     def end_if_interrupted(unraisable: sys.UnraisableHookArgs) -> None:
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            end(line)
+            end(f"\n{line}")
         hook(unraisable)
 
     handler, hook = signal.signal(signal.SIGINT, raise_once), sys.unraisablehook

@@ -48,6 +48,10 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
     memory.keep_freed_memory()
     checkpoint.quiet()
+    # A program of multiprocessing frees the memory of one that ended at once. It need not say so.
+    os.environ["PYTHONWARNINGS"] = (
+        f"{os.environ.get('PYTHONWARNINGS', '')},ignore:resource_tracker:UserWarning"
+    )
     with interrupts.told_in_one_line(STOPPED):
         try:
             run()

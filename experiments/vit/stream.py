@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing
+import os
 import signal
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import resource_tracker
 from typing import Self
 
 import grain
@@ -41,8 +46,11 @@ class Batches:
 
     def __next__(self) -> Batch:
         if self._iterator is None:
-            self._iterator = self._start()
-        batch = next(self._iterator)
+            with _signals_to_this_process_alone():
+                self._iterator = self._start()
+                batch = next(self._iterator)  # It starts the workers.
+        else:
+            batch = next(self._iterator)
         self._step += 1
         return batch
 
@@ -76,11 +84,33 @@ class Batches:
         if not flags.FLAGS.is_parsed():  # By a notebook, or a test; Grain asks flags of its own.
             flags.FLAGS.mark_as_parsed()
         workers = grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=1)
-        init = _ignore_sigterm if self._num_workers else None
+        init = _end_with_the_trainer if self._num_workers else None
         return iter(ahead.mp_prefetch(workers, worker_init_fn=init))
 
 
-def _ignore_sigterm(worker: int, num_workers: int) -> None:
-    """Lets a worker live on after a notice to a whole group of processes: the trainer decides."""
+@contextlib.contextmanager
+def _signals_to_this_process_alone() -> Iterator[None]:
+    """Lets processes that are started live on after Ctrl-C or a notice to the whole group.
+
+    The trainer decides when they end. They inherit which signals are blocked in this thread; those
+    that come meanwhile are handled here afterwards.
+    """
+    resource_tracker.ensure_running()  # When it starts it unblocks the signals.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _end_with_the_trainer(worker: int, num_workers: int) -> None:
+    """Ends a worker when the trainer is gone, which cannot end it if it was killed."""
     del worker, num_workers
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+
+    def wait() -> None:
+        trainer.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

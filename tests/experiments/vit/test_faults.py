@@ -1,5 +1,6 @@
 """Runs that are killed, interrupted or robbed of their disk: one line says why, nothing is lost."""
 
+import contextlib
 import json
 import os
 import random
@@ -13,7 +14,7 @@ import pytest
 from experiments import locking
 from experiments.mistakes import UserError
 from experiments.vit import compare, evaluate, train
-from tests.experiments.vit import commands, tiny
+from tests.experiments.vit import commands, prepared, tiny
 from tests.experiments.vit.test_checkpoint import STEPS
 from tests.experiments.vit.test_resume import assert_same_run
 
@@ -30,6 +31,31 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* is half-written; it is passed
 
 def get_config(**changes):
     return tiny.get_config(**(CHANGES | changes))
+
+
+@pytest.fixture
+def start():
+    """Starts trainers, and sees to it that none is left with its workers."""
+    processes = []
+
+    def start_one(*args, **changes):
+        processes.append(commands.start(*args, **changes))
+        return processes[-1]
+
+    yield start_one
+    for process in processes:
+        for number in processes_of(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+
+
+def processes_of(session):
+    """The processes that a terminal's session has."""
+    command = ["ps", "-s", str(session), "-o", "pid="]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    return [int(number) for number in listed.stdout.split()]
 
 
 @pytest.fixture(scope="module")
@@ -59,33 +85,30 @@ def rows(workdir):
 # Two runs in one workdir.
 
 
-def test_a_second_run_is_refused_while_readers_work_and_a_killed_one_holds_nothing(whole, tmp_path):
+def test_a_second_run_is_refused_while_readers_work_and_a_killed_one_holds_nothing(
+    start, whole, tmp_path
+):
     workdir = tmp_path / "run"
-    first = commands.start(workdir, call="at_row(7, wait)", **CHANGES)
-    with first:
-        try:
-            commands.wait_until((workdir / "checkpoints" / "6").exists, first)
-            with pytest.raises(UserError, match=f"^{workdir} is in use .*: process {first.pid} on"):
-                train.train(get_config(), workdir)
-            elsewhere = get_config(checkpoint__folder=str(workdir / "checkpoints"))
-            with pytest.raises(
-                UserError, match=f"checkpoints is in use .*: process {first.pid} on"
-            ):
-                train.train(elsewhere, tmp_path / "other")
-            assert not (tmp_path / "other").exists()
-            result = evaluate.evaluate(workdir, best=False)
-            assert result["step"] == 6
-        finally:
-            first.kill()
+    first = start(workdir, call="at_row(7, wait)", **CHANGES)
+    commands.wait_until((workdir / "checkpoints" / "6").exists, first)
+    with pytest.raises(UserError, match=f"^{workdir} is in use .*: process {first.pid} on"):
+        train.train(get_config(), workdir)
+    elsewhere = get_config(checkpoint__folder=str(workdir / "checkpoints"))
+    with pytest.raises(UserError, match=f"checkpoints is in use .*: process {first.pid} on"):
+        train.train(elsewhere, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    assert evaluate.evaluate(workdir, best=False)["step"] == 6
+    first.kill()
+    first.wait()
     assert_goes_on(workdir, whole)
 
 
 # SIGKILL.
 
 
-def kill_at_random(rng, workdir, **changes):
+def kill_at_random(start, rng, workdir, **changes):
     """Starts the run and kills it: while it starts, some steps later, or while it saves."""
-    process = commands.start(workdir, **(CHANGES | changes))
+    process = start(workdir, **(CHANGES | changes))
     commands.wait_until((workdir / "run.lock").exists, process)
     wanted = rows(workdir) + rng.randint(0, 3)
     if wanted:
@@ -97,20 +120,20 @@ def kill_at_random(rng, workdir, **changes):
     assert not any("in use" in line for line in lines)
 
 
-def test_kills_at_random_moments_lose_nothing_and_leave_nothing(whole, tmp_path):
+def test_kills_at_random_moments_lose_nothing_and_leave_nothing(start, whole, tmp_path):
     rng = random.Random(0)
     for _ in range(2):
-        kill_at_random(rng, tmp_path / "run")
+        kill_at_random(start, rng, tmp_path / "run")
     assert_goes_on(tmp_path / "run", whole)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_fifteen_kills_in_one_run_lose_nothing_and_leave_nothing(tmp_path):
+def test_fifteen_kills_in_one_run_lose_nothing_and_leave_nothing(start, tmp_path):
     train.train(get_config(num_steps=60), tmp_path / "whole")
     rng = random.Random(1)
     for _ in range(15):
-        kill_at_random(rng, tmp_path / "run", num_steps=60)
+        kill_at_random(start, rng, tmp_path / "run", num_steps=60)
     assert_goes_on(tmp_path / "run", tmp_path / "whole", num_steps=60)
 
 
@@ -142,8 +165,8 @@ MOMENTS = {
         *(pytest.param(m, n, marks=pytest.mark.slow) for m in MOMENTS for n in (1, 2, 3)),
     ],
 )
-def test_interrupts_print_one_line_and_lose_nothing(moment, times, whole, tmp_path):
-    process = commands.start(tmp_path / "run", **CHANGES)
+def test_interrupts_print_one_line_and_lose_nothing(start, moment, times, whole, tmp_path):
+    process = start(tmp_path / "run", **CHANGES)
     commands.wait_until((tmp_path / "run" / MOMENTS[moment]).exists, process)
     interrupt(process, times)
     code, lines = commands.finish(process)
@@ -154,13 +177,44 @@ def test_interrupts_print_one_line_and_lose_nothing(moment, times, whole, tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.3, 0.6, 1.0, 1.5, 2.0, 3.0])
-def test_an_interrupt_of_the_imports_prints_one_line(seconds, tmp_path):
-    process = commands.start(tmp_path / "run", **CHANGES)
+def test_an_interrupt_of_the_imports_prints_one_line(start, seconds, tmp_path):
+    process = start(tmp_path / "run", **CHANGES)
     time.sleep(seconds)
     interrupt(process, 2)
     code, lines = commands.finish(process)
     assert lines in (["Stopped before it started."], [STOPPED])
     assert code == -signal.SIGINT
+
+
+# Processes that read and augment records.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["start of the workers", "training"])
+@pytest.mark.parametrize(
+    ("number", "times"), [(signal.SIGINT, 1), (signal.SIGINT, 2), (signal.SIGKILL, 1)]
+)
+def test_workers_end_with_the_run_and_say_nothing(start, number, times, moment, tmp_path):
+    prepared.write(tmp_path / "data", train=48, validation=16)
+    records = prepared.OPTIONS | {"data_dir": tmp_path / "data", "eval_batch_size": 8}
+    changes = CHANGES | records | {"num_steps": 10_000, "num_workers": 2}
+    process = start(tmp_path / "run", **changes)
+    if moment == "training":
+        commands.wait_until((tmp_path / "run" / MOMENTS[moment]).exists, process)
+    else:  # The trainer, two workers, and the process that multiprocessing tracks memory by.
+        commands.wait_until(lambda: len(processes_of(process.pid)) == 4, process)
+    if number == signal.SIGKILL:
+        process.kill()
+    else:
+        interrupt(process, times)
+    code, lines = commands.finish(process)
+    assert code == -number
+    told = [line for line in lines if "Load dataset info" not in line]
+    assert told == ([] if number == signal.SIGKILL else [STOPPED])
+    end = time.monotonic() + 30
+    while processes_of(process.pid):
+        assert time.monotonic() < end
+        time.sleep(0.1)
 
 
 # A disk that fills up.
@@ -174,8 +228,10 @@ def assert_says_that_the_disk_is_full(code, lines, why):
 
 
 @pytest.mark.parametrize("size", [8000, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_file_that_cannot_grow_is_told_in_two_lines_without_a_traceback(size, whole, tmp_path):
-    process = commands.start(tmp_path / "run", call=f"at_row(6, stop_growth, {size})", **CHANGES)
+def test_a_file_that_cannot_grow_is_told_in_two_lines_without_a_traceback(
+    start, size, whole, tmp_path
+):
+    process = start(tmp_path / "run", call=f"at_row(6, stop_growth, {size})", **CHANGES)
     assert_says_that_the_disk_is_full(*commands.finish(process), why="File too large")
     assert_goes_on(tmp_path / "run", whole)
 
@@ -194,10 +250,10 @@ def disk(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kilobytes", [12, 24, 60, 200, 500, 900])
-def test_a_disk_that_fills_up_loses_nothing(kilobytes, disk, whole):
+def test_a_disk_that_fills_up_loses_nothing(start, kilobytes, disk, whole):
     ballast = disk / "ballast"
     ballast.write_bytes(bytes(4 * 2**20 - kilobytes * 2**10))
-    process = commands.start(disk / "run", **CHANGES)
+    process = start(disk / "run", **CHANGES)
     assert_says_that_the_disk_is_full(*commands.finish(process), why="No space left on device")
     ballast.unlink()
     assert_goes_on(disk / "run", whole)
@@ -214,10 +270,10 @@ def assert_says_that_it_vanished(folder, code, lines):
 
 # The row of step 6 is written while a checkpoint of step 5 is saved, and is followed by one.
 @pytest.mark.parametrize("step", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 12))])
-def test_a_workdir_that_is_renamed_ends_the_run(step, whole, tmp_path):
+def test_a_workdir_that_is_renamed_ends_the_run(start, step, whole, tmp_path):
     workdir, away = tmp_path / "run", tmp_path / "away"
     call = f"at_row({step}, os.rename, {str(workdir)!r}, {str(away)!r})"
-    process = commands.start(workdir, call=call, **CHANGES)
+    process = start(workdir, call=call, **CHANGES)
     code, lines = commands.finish(process)
     assert_says_that_it_vanished(
         workdir / "checkpoints" if step in (6, 12) else workdir, code, lines
@@ -229,9 +285,9 @@ def test_a_workdir_that_is_renamed_ends_the_run(step, whole, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["run", "run/checkpoints"])
-def test_a_folder_that_is_deleted_ends_the_run(name, whole, tmp_path):
+def test_a_folder_that_is_deleted_ends_the_run(start, name, whole, tmp_path):
     call = f"at_row(6, delete, {str(tmp_path / name)!r})"
-    process = commands.start(tmp_path / "run", call=call, **CHANGES)
+    process = start(tmp_path / "run", call=call, **CHANGES)
     assert_says_that_it_vanished(tmp_path / "run" / "checkpoints", *commands.finish(process))
     assert_goes_on(tmp_path / "run", whole)
 
@@ -267,9 +323,9 @@ def test_a_workdir_that_cannot_be_written_is_refused(below, whole, read_only):
 COMPARED = {"num_steps": 6, "eval_interval": 3, "checkpoint__interval": 2}
 
 
-def start_comparison(workdir, interval):
+def start_comparison(start, workdir, interval):
     changes = COMPARED | {"checkpoint__interval": interval}
-    return commands.start(workdir, "--compare=exact,iid", "--seeds=0,1", **changes)
+    return start(workdir, "--compare=exact,iid", "--seeds=0,1", **changes)
 
 
 def read_comparison(workdir):
@@ -285,8 +341,8 @@ def read_comparison(workdir):
 def compared(tmp_path_factory):
     """A comparison that nothing disturbed, without checkpoints."""
     workdir = tmp_path_factory.mktemp("compared") / "runs"
-    code, lines = commands.finish(start_comparison(workdir, 0))
-    assert code == 0, lines
+    config = tiny.get_config(**(COMPARED | {"checkpoint__interval": 0}))
+    compare.compare(config, workdir, ["exact", "iid"], [0, 1])
     return workdir
 
 
@@ -294,9 +350,9 @@ def compared(tmp_path_factory):
 @pytest.mark.parametrize("interval", [0, 2])
 @pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_a_comparison_that_is_stopped_goes_on(number, between, interval, compared, tmp_path):
+def test_a_comparison_that_is_stopped_goes_on(start, number, between, interval, compared, tmp_path):
     workdir = tmp_path / "runs"
-    process = start_comparison(workdir, interval)
+    process = start_comparison(start, workdir, interval)
     inside, after = workdir / "iid-0", workdir / "exact-0" / "results.json"
     commands.wait_until(lambda: after.exists() and (between or rows(inside) > 2), process)
     process.send_signal(number)
@@ -304,7 +360,7 @@ def test_a_comparison_that_is_stopped_goes_on(number, between, interval, compare
     assert not (workdir / "results.json").exists()
     if number == signal.SIGINT:
         assert lines == [f"{workdir / 'exact-0'}", f"{inside}", STOPPED][-len(lines) :]
-    code, lines = commands.finish(start_comparison(workdir, interval))
+    code, lines = commands.finish(start_comparison(start, workdir, interval))
     assert code == 0, lines
     assert f"{workdir / 'exact-0'} is finished." in lines
     assert read_comparison(workdir) == read_comparison(compared)

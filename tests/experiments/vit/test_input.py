@@ -143,7 +143,8 @@ def test_workers_and_a_resume_in_the_middle_of_an_epoch_change_no_bit(folder):
         assert_equal(found, wanted)
 
 
-def test_workers_outlive_a_notice_to_them_and_end_with_the_run():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_workers_outlive_a_notice_to_them_and_end_with_the_run(number):
     def make(step):
         return {"step": np.array(step)}
 
@@ -151,7 +152,7 @@ def test_workers_outlive_a_notice_to_them_and_end_with_the_run():
     with stream.Batches(make, num_steps=9, num_workers=1) as batches:
         next(batches)
         [worker] = set(multiprocessing.active_children()) - before
-        os.kill(worker.pid, signal.SIGTERM)
+        os.kill(worker.pid, number)
         assert [int(batch["step"]) for batch in batches] == list(range(1, 9))
     worker.join(timeout=10)
     assert not worker.is_alive()

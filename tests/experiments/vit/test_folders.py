@@ -1,0 +1,71 @@
+"""The folders of a run."""
+
+import pytest
+
+from experiments import locking
+from experiments.mistakes import UserError
+from experiments.vit.folders import Folders
+
+pytestmark = pytest.mark.fast
+
+
+def names_in(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_both_folders_are_locked_and_left_as_they_were(tmp_path):
+    with Folders(tmp_path / "run", tmp_path / "run" / "checkpoints") as folders:
+        assert names_in(tmp_path / "run") == ["checkpoints", "checkpoints/run.lock", "run.lock"]
+        folders.check_workdir()
+        folders.check_checkpoints(1)
+    assert names_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("checkpoints", [None, "run"])
+def test_a_run_may_have_one_folder_alone(checkpoints, tmp_path):
+    checkpoints = checkpoints and tmp_path / checkpoints
+    with Folders(tmp_path / "run", checkpoints) as folders:
+        assert names_in(tmp_path / "run") == ["run.lock"]
+        folders.check_workdir()
+        folders.check_checkpoints(1)
+
+
+def test_a_refused_folder_of_checkpoints_leaves_no_workdir(tmp_path):
+    with locking.locked(tmp_path / "checkpoints"):
+        folders = Folders(tmp_path / "run", tmp_path / "checkpoints")
+        with pytest.raises(UserError, match="checkpoints is in use by another run"):
+            folders.__enter__()
+        assert not (tmp_path / "run").exists()
+
+
+def test_what_a_save_went_on_to_write_where_its_folder_was_is_removed(tmp_path):
+    run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    with Folders(run, checkpoints) as folders:
+        folders.check_checkpoints(5)
+        run.rename(tmp_path / "away")
+        for name in ("5", "5.orbax-checkpoint-tmp"):
+            (checkpoints / name / "state").mkdir(parents=True)
+        with pytest.raises(UserError, match="checkpoints was removed, renamed or replaced"):
+            folders.check_checkpoints(6)
+    assert not run.exists()
+
+
+@pytest.mark.parametrize("theirs", ["checkpoints/4/state", "checkpoints/50/state", "metrics.csv"])
+def test_what_is_not_of_that_save_is_not_removed(theirs, tmp_path):
+    run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    with Folders(run, checkpoints) as folders:
+        folders.check_checkpoints(5)
+        run.rename(tmp_path / "away")
+        (run / theirs).mkdir(parents=True)
+    assert (run / theirs).exists()
+
+
+@pytest.mark.parametrize("folder", ["run", "run/checkpoints"])
+def test_nothing_of_another_run_is_removed(folder, tmp_path):
+    run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    with Folders(run, checkpoints) as folders:
+        folders.check_checkpoints(5)
+        run.rename(tmp_path / "away")
+        (checkpoints / "5").mkdir(parents=True)
+        (tmp_path / folder / "run.lock").touch()
+    assert (checkpoints / "5").exists()
