@@ -71,14 +71,16 @@ class Lock:
     Attributes:
       folder: The folder.
       left_by: The process that held the folder before and was killed, or None.
-      is_lost: Whether the folder was gone or another one when it was released.
+      is_replaced: Whether another folder stood at its path when it was released.
     """
 
     def __init__(self, path: pathlib.Path, file: TextIO):
         self._path, self._file = path, file
         self.folder = path.parent
         self.left_by = _holder(file.read())
-        self.is_lost = False
+        self.is_replaced = False
+        # Kept open, so that no new folder gets its inode.
+        self._directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
 
     def write(self, holder: Holder) -> None:
         """Says who holds the folder."""
@@ -102,8 +104,11 @@ class Lock:
 
     def release(self) -> None:
         """Removes the lock file and unlocks the folder."""
-        self.is_lost = not _is_at(self._path, self._file)
-        if not self.is_lost:
+        with contextlib.suppress(OSError):  # Without the folder there is no other one.
+            here, locked = self.folder.stat(), os.fstat(self._directory)
+            self.is_replaced = not os.path.samestat(here, locked)
+        os.close(self._directory)
+        if _is_at(self._path, self._file):
             with contextlib.suppress(OSError):  # A folder may have become read-only.
                 self._path.unlink()
         with contextlib.suppress(OSError):  # On a full disk the text was never written.

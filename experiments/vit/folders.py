@@ -47,7 +47,7 @@ class Folders:
         """Unlocks them."""
         self._stack.close()
         lock = self._checkpoint_lock
-        if isinstance(lock, locking.Lock) and lock.is_lost:
+        if isinstance(lock, locking.Lock) and lock.is_replaced:
             self._remove_remains(lock.folder)
 
     def check_workdir(self) -> None:

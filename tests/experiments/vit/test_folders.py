@@ -50,6 +50,17 @@ def test_what_a_save_went_on_to_write_where_its_folder_was_is_removed(tmp_path):
     assert not run.exists()
 
 
+def test_a_lock_file_that_is_removed_takes_no_checkpoint_along(tmp_path):
+    checkpoints = tmp_path / "run" / "checkpoints"
+    with Folders(tmp_path / "run", checkpoints) as folders:
+        folders.check_checkpoints(5)
+        (checkpoints / "5" / "state").mkdir(parents=True)
+        (checkpoints / "run.lock").unlink()
+        with pytest.raises(UserError, match="checkpoints was removed, renamed or replaced"):
+            folders.check_checkpoints(6)
+    assert (checkpoints / "5" / "state").exists()
+
+
 @pytest.mark.parametrize("theirs", ["checkpoints/4/state", "checkpoints/50/state", "metrics.csv"])
 def test_what_is_not_of_that_save_is_not_removed(theirs, tmp_path):
     run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
