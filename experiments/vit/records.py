@@ -178,9 +178,10 @@ def _check_features(what: str, features: Any) -> None:
         and isinstance(label, kinds.ClassLabel)
         and label.num_classes
     ):
+        listed = ", ".join(f"{name}: {given[name]!r}" for name in sorted(given))
         raise UserError(
             f"{what} must have the features image, of 1 or 3 channels in uint8, and label, of "
-            f"classes, got {', '.join(f'{name}: {kind!r}' for name, kind in given.items())}."
+            f"classes, got {listed}."
         )
 
 

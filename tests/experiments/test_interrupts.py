@@ -79,8 +79,8 @@ def test_interrupts_print_one_line_and_end_as_the_signal_would(where, times, lin
 
 
 def test_what_is_no_interrupt_passes_and_the_handlers_are_put_back():
-    hook = sys.unraisablehook
+    hook, handler = sys.unraisablehook, signal.getsignal(signal.SIGINT)
     with pytest.raises(ValueError, match="of ours"), interrupts.told_in_one_line("Stopped."):
         raise ValueError("A mistake of ours.")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is handler
     assert sys.unraisablehook is hook

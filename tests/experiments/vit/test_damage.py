@@ -29,7 +29,8 @@ from tests.experiments.vit.test_checkpoint import (
 
 # When a read fails, Orbax abandons the others, which say so when they are collected.
 ignore_abandoned_reads = pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
+    "ignore::pytest.PytestUnraisableExceptionWarning",
+    "ignore:coroutine .* was never awaited:RuntimeWarning",
 )
 pytestmark = ignore_abandoned_reads
 ROOT = pathlib.Path(__file__).parents[3]

@@ -59,7 +59,7 @@ def command(tmp_path, monkeypatch):
         ("--compare=exact --seeds=4294967296", r"from 0 to 2\^32 - 1, got 4294967296"),
         (f"{RECORDS} --config.data_dir=/nowhere", "There is no imagenet2012 in '/nowhere'. Say"),
         ("--workdir=gs://bucket/run", "--workdir must be a folder of this machine, got gs:"),
-        (f"--workdir=/{'x' * 300}", "xxx cannot be read: .*File name too long"),
+        (f"--workdir=/{'x' * 300}", "xxx cannot be written: .*File name too long"),
         (
             "--config.checkpoint.interval=2 --config.checkpoint.folder=/proc/run",
             "^/proc/run cannot be written: ",
