@@ -1,0 +1,272 @@
+"""Random cases: a program, whose compilation takes most of the time, and data that it runs on."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+from tests.property.feature_maps import MAPS
+
+MODES = {
+    "features": (
+        "bidirectional",
+        "causal",
+        "packed",
+        "packed causal",
+        "decoding",
+        "matrix",
+        "causal matrix",
+    ),
+    "band": ("bidirectional", "causal", "packed", "packed causal", "decoding"),
+    "blend": ("bidirectional", "causal", "packed", "packed causal", "decoding"),
+}
+BLENDS = (
+    ("positive",),
+    ("relu",),
+    ("direction",),
+    ("hyperbolic",),
+    ("elu",),
+    ("trigonometric",),
+    ("positive", "elu"),
+)
+
+
+class _Brief:
+    """A dataclass whose repr leaves out what has its default."""
+
+    def __repr__(self) -> str:
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        told = (f"{k}={v!r}" for k, v in given.items() if v != defaults[k])
+        return f"{type(self).__name__}({', '.join(told)})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        """Tells hypothesis to print it like this, too."""
+        del cycle
+        printer.text(repr(self))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Program(_Brief):
+    """All that is known when attention is compiled.
+
+    Attributes:
+      mechanism: "features", "band", or "blend" of both.
+      mode: One of ``MODES``.
+      batch: Leading shape.
+      length: Number T of queries.
+      key_length: Number S of keys.
+      heads: Number N of query heads.
+      key_heads: Number K of key heads.
+      dim: Width H of queries and keys.
+      width: Width D of values.
+      maps: Names of the feature maps, one but for a blend.
+      num_features: Rows of W.
+      per_head: Whether each key head has its own W.
+      dtype: Of queries, keys and values.
+      mask: Axes of the mask, some of "bns" for batch, heads and keys; "" for no mask.
+      bias: Axes of the bias.
+      query_lengths: Whether query_seq_lengths are given.
+      key_lengths: Whether key_value_seq_lengths are given.
+      scale: Whether the scale is given.
+      chunk_size: As the library takes it.
+      block_size: As the library takes it.
+      bandwidth: As the library takes it.
+      pieces: Lengths of what decoding takes at a time.
+      append: Whether decoding makes its states by ``append`` where it can.
+    """
+
+    mechanism: str
+    mode: str
+    batch: tuple[int, ...] = ()
+    length: int = 5
+    key_length: int = 5
+    heads: int = 2
+    key_heads: int = 2
+    dim: int = 3
+    width: int = 2
+    maps: tuple[str, ...] = ("positive",)
+    num_features: int = 5
+    per_head: bool = False
+    dtype: str = "float32"
+    mask: str = ""
+    bias: str = ""
+    query_lengths: bool = False
+    key_lengths: bool = False
+    scale: bool = False
+    chunk_size: int | None = None
+    block_size: int | None = None
+    bandwidth: int = 1
+    pieces: tuple[int, ...] = ()
+    append: bool = False
+
+    @property
+    def is_causal(self) -> bool:
+        return "causal" in self.mode or self.mode == "decoding"
+
+    @property
+    def is_packed(self) -> bool:
+        return "packed" in self.mode
+
+    @property
+    def is_matrix(self) -> bool:
+        return "matrix" in self.mode
+
+    @property
+    def is_signed(self) -> bool:
+        return self.mechanism != "band" and any(MAPS[name].signed for name in self.maps)
+
+    @property
+    def groups(self) -> int:
+        """Query heads for each key head."""
+        return self.heads // self.key_heads
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Data(_Brief):
+    """All that is not known when attention is compiled.
+
+    Attributes:
+      seed: Of all that is drawn by ``arrays``.
+      spread: Standard deviation of queries and keys.
+      shown: Share of the keys that the mask and the bias show.
+      plants: What queries, keys and values hold where something is planted; None for nothing.
+      everywhere: Whether it is planted in all places of a kind, or in about half of them.
+      whole: Whether it is planted in whole vectors, or in their last entry.
+    """
+
+    seed: int = 0
+    spread: float = 1.0
+    shown: float = 1.0
+    plants: tuple[str | None, str | None, str | None] = ("nan", "nan", "nan")
+    everywhere: bool = True
+    whole: bool = True
+
+
+@st.composite
+def programs(draw: st.DrawFn, mechanism: str, mode: str) -> Program:
+    """Draws from few values each, so that operations meet again in the caches of XLA."""
+
+    def pick(*options: Any) -> Any:
+        return draw(st.sampled_from(options))
+
+    packed, decoding = "packed" in mode, mode == "decoding"
+    in_chunks = mechanism != "band" and (packed or decoding or mode == "causal")
+    length = pick(5, 1, 2, 8, 13, 20)
+    heads, key_heads = pick((2, 2), (1, 1), (4, 2), (3, 1))
+    # Decoding keeps one state for the query heads that share a key head.
+    by_head = () if decoding and heads > key_heads else ("ns", "bns")
+    maps = {"features": tuple((name,) for name in MAPS), "band": (("positive",),), "blend": BLENDS}
+    return Program(
+        mechanism,
+        mode,
+        batch=pick((), (2,), (1, 2)),
+        length=length,
+        key_length=length if packed or decoding else pick(length, length, 7, 1),
+        heads=heads,
+        key_heads=key_heads,
+        dim=pick(3, 8),
+        width=pick(2, 1),
+        maps=pick(*maps[mechanism]),
+        num_features=pick(5, 16),
+        per_head=pick(False, True),
+        dtype=pick("float32", "float32", "bfloat16", "float64"),
+        mask=pick("", "s", "bs", *by_head),
+        bias=pick("", "", "s", "bs", *by_head),
+        query_lengths=pick(False, False, True),
+        key_lengths=pick(False, False, True),
+        scale=pick(False, True),
+        chunk_size=pick(4, None, 1, 2, 8) if in_chunks else None,
+        block_size=None if mechanism == "features" or decoding else pick(None, 1, 4),
+        bandwidth=1 if mechanism == "features" else pick(1, 0, 3, 30),
+        pieces=draw(cuts(length)) if decoding else (),
+        append=decoding and mechanism == "features" and pick(False, True),
+    )
+
+
+@st.composite
+def cuts(draw: st.DrawFn, length: int) -> tuple[int, ...]:
+    """How decoding takes its tokens: one by one, a prompt and then one by one, or in some pieces."""
+    prompt = draw(st.sampled_from((0, length // 2, length, 3)))
+    prompt = min(prompt, length)
+    middle = min(draw(st.sampled_from((0, 4))), length - prompt)
+    pieces = [prompt, *[1] * (length - prompt - middle), middle]
+    return tuple(size for size in pieces if size)
+
+
+@st.composite
+def datas(draw: st.DrawFn, program: Program) -> Data:
+    """Draws what a program runs on."""
+    # Where denominators of signed maps come near zero there is nothing to compare.
+    spreads = (0.5, 0.125, 0.25, 1.0) if program.is_signed else (1.0, 0.5, 2.0, 4.0, 8.0, 16.0)
+    plants = st.sampled_from(("nan", None, "inf", "-inf", "1e30", "3e38", "-3e38", "0", "2"))
+    return Data(
+        seed=draw(st.integers(0, 99)),
+        spread=draw(st.sampled_from(spreads)),
+        shown=draw(st.sampled_from((0.7, 1.0, 0.8, 0.4, 0.0))),
+        plants=draw(st.tuples(plants, plants, plants).filter(any)),
+        everywhere=draw(st.booleans()),
+        whole=draw(st.booleans()),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, mechanism: str, mode: str, count: int) -> tuple[Program, list[Data]]:
+    """Draws a program, and several data to run it on."""
+    program = draw(programs(mechanism, mode))
+    return program, draw(st.lists(datas(program), min_size=count, max_size=count, unique=True))
+
+
+def arrays(program: Program, data: Data) -> dict[str, np.ndarray]:
+    """Makes what attention is called with; the keys are the library's names of arguments."""
+    rng = np.random.default_rng(data.seed)
+    p, dtype = program, np.dtype(jnp.dtype(program.dtype))
+    wide = np.dtype(np.float64 if p.dtype == "float64" else np.float32)
+
+    def normal(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape)
+
+    axes = {"b": p.batch, "n": (p.heads,), "s": (p.key_length,)}
+
+    def of_keys(kind: str) -> tuple[int, ...]:
+        """The shape of a mask or a bias, with a query axis of size 1."""
+        if kind == "s":
+            return axes["s"]
+        batch = p.batch if "b" in kind else ()
+        return (*batch, p.heads if "n" in kind else 1, 1, p.key_length)
+
+    x = {
+        "query": (data.spread * normal(*p.batch, p.length, p.heads, p.dim)).astype(dtype),
+        "key": (data.spread * normal(*p.batch, p.key_length, p.key_heads, p.dim)).astype(dtype),
+    }
+    if not p.is_matrix:
+        x["value"] = normal(*p.batch, p.key_length, p.key_heads, p.width).astype(dtype)
+    if p.mechanism != "band" and any(MAPS[name].projected for name in p.maps):
+        lead = (p.key_heads,) if p.per_head else ()
+        x["projection"] = normal(*lead, p.num_features, p.dim).astype(wide)
+    if p.mechanism == "blend":
+        x["near_weight"] = normal(p.heads).astype(wide)
+        x["far_weights"] = normal(len(p.maps), p.heads).astype(wide)
+    if p.mask:
+        x["mask"] = rng.random(of_keys(p.mask)) < data.shown
+    if p.bias:
+        x["bias"] = normal(*of_keys(p.bias)).astype(wide)
+        x["bias"][rng.random(x["bias"].shape) > data.shown] = -np.inf
+    if p.scale:
+        x["scale"] = rng.choice([0.05, 0.3, 1.7]).astype(wide)
+    lengths = p.batch or (1,)
+    if p.query_lengths:
+        x["query_seq_lengths"] = rng.integers(0, p.length + 1, size=lengths).astype(np.int32)
+    if p.key_lengths:
+        x["key_value_seq_lengths"] = rng.integers(0, p.key_length + 1, size=lengths).astype(np.int32)
+    if p.is_packed:
+        # Ids that come again begin another segment.
+        begins = rng.random((*p.batch, p.length)) < rng.choice([0.1, 0.3, 0.8])
+        x["segment_ids"] = (np.cumsum(begins, axis=-1) % 3 - 1).astype(np.int32)
+    return x
