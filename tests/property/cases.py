@@ -135,6 +135,7 @@ class Data(_Brief):
     Attributes:
       seed: Of all that is drawn by ``arrays``.
       spread: Standard deviation of queries and keys.
+      size: Standard deviation of values.
       shown: Share of the keys that the mask and the bias show.
       plants: What queries, keys and values hold where something is planted; None for nothing.
       everywhere: Whether it is planted in all places of a kind, or in about half of them.
@@ -143,6 +144,7 @@ class Data(_Brief):
 
     seed: int = 0
     spread: float = 1.0
+    size: float = 1.0
     shown: float = 1.0
     plants: tuple[str | None, str | None, str | None] = ("nan", "nan", "nan")
     everywhere: bool = True
@@ -209,6 +211,7 @@ def datas(draw: st.DrawFn, program: Program) -> Data:
     return Data(
         seed=draw(st.integers(0, 99)),
         spread=draw(st.sampled_from(spreads)),
+        size=draw(st.sampled_from((1.0, 1.0, 1.0, 1e25, 1e-25))),
         shown=draw(st.sampled_from((0.7, 1.0, 0.8, 0.4, 0.0))),
         plants=draw(st.tuples(plants, plants, plants).filter(any)),
         everywhere=draw(st.booleans()),
@@ -246,7 +249,9 @@ def arrays(program: Program, data: Data) -> dict[str, np.ndarray]:
         "key": (data.spread * normal(*p.batch, p.key_length, p.key_heads, p.dim)).astype(dtype),
     }
     if not p.is_matrix:
-        x["value"] = normal(*p.batch, p.key_length, p.key_heads, p.width).astype(dtype)
+        x["value"] = (
+            data.size * normal(*p.batch, p.key_length, p.key_heads, p.width)
+        ).astype(dtype)
     if p.mechanism != "band" and any(MAPS[name].projected for name in p.maps):
         lead = (p.key_heads,) if p.per_head else ()
         x["projection"] = normal(*lead, p.num_features, p.dim).astype(wide)

@@ -82,11 +82,11 @@ def rounding_errors(
     longest = np.sqrt(scale) * max(one.max() for one in lengths.values())
     rows_of_w = np.linalg.norm(x.get("projection", np.zeros((1, 1))), axis=-1).max()
     exponent = 1 + longest**2 + longest * rows_of_w
-    value = 1 if program.is_matrix else max(1, abs(x["value"].astype(np.float64)).max())
+    value = 1 if program.is_matrix else abs(x["value"].astype(np.float64)).max()
     once = 10 * ROUNDING[program.dtype] * np.linalg.norm(cotangent.astype(np.float64)) * value
     # An exponent is off by its rounding, and how fast it moves goes by its size, too.
     units = {"query": exponent / data.spread, "projection": exponent, "scale": exponent / scale}
-    units |= {"key": units["query"]}
+    units |= {"key": units["query"], "value": 1 / value}
     return {name: once * exponent * units.get(name, 1) for name in x}
 
 

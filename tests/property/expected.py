@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,7 @@ class Rows(NamedTuple):
 
 
 def visible(program: Program, x: Arrays, *, near: bool | None = None) -> np.ndarray:
-    """Which keys each query sees, ``[..., N, T, S]``.
+    """Returns which keys each query sees, ``[..., N, T, S]``.
 
     Args:
       program: What is called.
@@ -37,7 +37,8 @@ def visible(program: Program, x: Arrays, *, near: bool | None = None) -> np.ndar
     """
     p = program
     position, of_key = np.arange(p.length)[:, None], np.arange(p.key_length)
-    seen = np.broadcast_to(log_weights(p, x)[..., None, :].real > -np.inf, _rows(p))
+    seen = log_weights(p, x)[..., None, :].real > -np.inf
+    seen = np.broadcast_to(seen, (*p.batch, p.heads, p.length, p.key_length))
     if p.is_causal:
         seen = seen & (of_key <= position)
     if p.mechanism == "band" if near is None else near:
@@ -51,18 +52,14 @@ def visible(program: Program, x: Arrays, *, near: bool | None = None) -> np.ndar
     return seen
 
 
-def _rows(program: Program) -> tuple[int, ...]:
-    return (*program.batch, program.heads, program.length, program.key_length)
-
-
 def segments(x: Arrays) -> np.ndarray:
-    """Numbers the runs of equal ids."""
+    """Returns the numbers of the runs of equal ids."""
     ids = x["segment_ids"]
     return np.cumsum(np.diff(ids, axis=-1, prepend=ids[..., :1]) != 0, axis=-1)
 
 
 def log_weights(program: Program, x: Arrays) -> np.ndarray:
-    """What is added to the logits of each key, ``[..., N, S]``; minus infinity hides it."""
+    """Returns what is added to the logits of each key, ``[..., N, S]``; minus infinity hides it."""
     p = program
     shape = (*p.batch, p.heads, 1, p.key_length)
     weights = np.zeros(shape) + x.get("bias", 0.0)
@@ -74,12 +71,12 @@ def log_weights(program: Program, x: Arrays) -> np.ndarray:
 
 
 def attend(program: Program, x: Arrays) -> Rows:
-    """The outputs of a program; analytic in all arrays, which may be complex."""
+    """Returns the outputs of a program, which are analytic in all arrays: these may be complex."""
     x = {name: _widened(array) for name, array in x.items()}
     if program.is_matrix:
-        # The weights are what attention makes of unit vectors.
-        eye = np.broadcast_to(np.eye(program.key_length)[:, None], (*x["key"].shape[:-1], program.key_length))
-        x["value"] = eye
+        # Attention weights are what attention makes of unit vectors.
+        size = program.key_length
+        x["value"] = np.broadcast_to(np.eye(size)[:, None], (*x["key"].shape[:-1], size))
     fields = list(_fields(program, x))
     return Rows(
         sum(weight * rows.out for weight, rows in fields),
@@ -88,84 +85,81 @@ def attend(program: Program, x: Arrays) -> Rows:
     )
 
 
+def slope(program: Program, x: Arrays, name: str, direction: np.ndarray) -> np.ndarray:
+    """Returns the derivative of the outputs along a direction of one array, to the last digit."""
+    step = 1e-100  # In the imaginary part, where it takes no digits from anything.
+    moved = x | {name: x[name].astype(np.float64) + 1j * step * direction}
+    return attend(program, moved).out.imag / step
+
+
 def _widened(array: np.ndarray) -> np.ndarray:
-    known = array.dtype.kind in "biuc"
-    return array if known else array.astype(np.float64)
+    return array if array.dtype.kind in "biuc" else array.astype(np.float64)
 
 
-def _fields(program: Program, x: Arrays) -> Iterator[tuple[Any, Rows]]:
-    """The near field and the far ones with their weights, ``[N, 1]``."""
+def _fields(program: Program, x: Arrays) -> Iterator[tuple[np.ndarray, Rows]]:
+    """Yields the near field and each far one, and their weights, ``[N, 1]``."""
+    ones = np.ones(program.heads)
     if program.mechanism != "features":
-        seen = visible(program, x, near=True)
-        yield x.get("near_weight", np.ones(program.heads))[:, None], _each_head(program, x, seen, None)
+        yield x.get("near_weight", ones)[:, None], _field(program, x, None)
     if program.mechanism != "band":
-        seen = visible(program, x, near=False)
-        weights = x.get("far_weights", np.ones((1, program.heads)))
+        weights = x.get("far_weights", ones[None])
         for name, weight in zip(program.maps, weights, strict=True):
-            yield weight[:, None], _each_head(program, x, seen, name)
+            yield weight[:, None], _field(program, x, name)
 
 
-def _each_head(program: Program, x: Arrays, seen: np.ndarray, name: str | None) -> Rows:
-    """Attends by one feature map, or by the exact kernel for None."""
+def _field(program: Program, x: Arrays, name: str | None) -> Rows:
+    """Attends by one feature map, or inside the band by the exact kernel."""
     p = program
-    query, key, value = x["query"], x["key"], x["value"]
+    seen = visible(p, x, near=name is None)
     weights = log_weights(p, x)
-    scale = x.get("scale", p.dim**-0.5)
-    shape = (*query.shape[:-1], value.shape[-1])
-    complex_ = np.result_type(*x.values())
-    rows = Rows(np.zeros(shape, complex_), np.zeros(shape), np.ones(shape[:-1]))
-    for i in np.ndindex(p.batch):
-        for n in range(p.heads):
-            k = n // p.groups
-            pair = query[i][:, n], key[i][:, k]
-            if name is None:
-                log = scale * (pair[0] @ pair[1].T)[..., None]
-                sign = np.ones(log.shape)
-            else:
-                log, sign = _terms(name, *(np.sqrt(scale) * one for one in pair), _of_head(x, k))
-            for t in range(p.length):
-                _attend_row(
-                    Rows(*(one[i][t, n] for one in rows[:2]), rows.condition[i][t, n : n + 1]),
-                    log[t] + weights[i][n, :, None],
-                    sign[t],
-                    seen[i][n, t],
-                    value[i][:, k],
-                )
+    shape = (*x["query"].shape[:-1], x["value"].shape[-1])
+    rows = Rows(
+        np.zeros(shape, np.result_type(*x.values())), np.zeros(shape), np.ones(shape[:-1])
+    )
+    for *i, n in np.ndindex(*p.batch, p.heads):
+        k = n // p.groups
+        query, key, value = (
+            x[which][*i, :, head] for which, head in (("query", n), ("key", k), ("value", k))
+        )
+        log, sign = _terms(p, x, name, k, query, key)
+        for t in range(p.length):
+            row = _row(log[t] + weights[*i, n, :, None], sign[t], value, seen[*i, n, t])
+            rows.out[*i, t, n], rows.size[*i, t, n], rows.condition[*i, t, n] = row
     return rows
 
 
-def _of_head(x: Arrays, k: int) -> np.ndarray | None:
-    w = x.get("projection")
-    return w[k] if w is not None and w.ndim == 3 else w
-
-
 def _terms(
-    name: str, query: np.ndarray, key: np.ndarray, w: np.ndarray | None
+    program: Program,
+    x: Arrays,
+    name: str | None,
+    key_head: int,
+    query: np.ndarray,
+    key: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The products of all features in logs, and their signs, ``[T, S, num_features]``."""
-    w = w if MAPS[name].projected else None
-    log_q, sign_q = MAPS[name].of_queries(query, w, "softmax")
-    log_k, sign_k = MAPS[name].of_keys(key, w, "softmax")
+    """Returns the terms of the kernel of ``[T, H]`` and ``[S, H]`` in logs, and their signs.
+
+    They are ``[T, S, num_features]``; the exact kernel has one.
+    """
+    scale = x.get("scale", program.dim**-0.5)
+    if name is None:
+        log = scale * (query @ key.T)[..., None]
+        return log, np.ones(log.shape)
+    feature_map, w = MAPS[name], None
+    if feature_map.projected:
+        w = x["projection"][key_head] if program.per_head else x["projection"]
+    log_q, sign_q = feature_map.of_queries(np.sqrt(scale) * query, w, "softmax")
+    log_k, sign_k = feature_map.of_keys(np.sqrt(scale) * key, w, "softmax")
     return log_q[:, None] + log_k, sign_q[:, None] * sign_k
 
 
-def _attend_row(
-    row: Rows, log: np.ndarray, sign: np.ndarray, seen: np.ndarray, value: np.ndarray
-) -> None:
-    """Writes one row, of ``[S, num_features]`` and ``[S, D]``; zeros where nothing is seen."""
+def _row(log: np.ndarray, sign: np.ndarray, value: np.ndarray, seen: np.ndarray) -> Rows:
+    """Attends to ``[S, num_features]`` terms and ``[S, D]`` values; zeros if none is seen."""
     log, sign, value = log[seen], sign[seen], value[seen]
     shift = log.real.max(initial=-np.inf)
     if shift == -np.inf:
-        return
+        nothing = np.zeros(value.shape[-1])
+        return Rows(nothing, nothing, np.ones(()))
     terms = sign * np.exp(log - shift)
-    sizes, total = abs(terms).sum(axis=-1), terms.sum()
-    row.out[:] = terms.sum(axis=-1) @ value / total
-    row.condition[:] = sizes.sum() / abs(total)
-    row.size[:] = sizes @ abs(value) / abs(total) + abs(row.out) * row.condition
-
-
-def slope(program: Program, x: Arrays, name: str, direction: np.ndarray) -> np.ndarray:
-    """The derivative of the outputs along a direction of one array, to the last digit."""
-    step = 1e-100
-    moved = x | {name: x[name].astype(np.float64) + 1j * step * direction}
-    return attend(program, moved).out.imag / step
+    total, sizes = terms.sum(), abs(terms).sum(axis=-1)
+    out, condition = terms.sum(axis=-1) @ value / total, sizes.sum() / abs(total)
+    return Rows(out, sizes @ abs(value) / abs(total) + abs(out) * condition, condition)

@@ -8,11 +8,12 @@ A failure ends with a call of the check that failed, which can be pasted after
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given, note, settings
-from hypothesis import strategies as st
+import zlib
 
-from tests.property.cases import MODES, cases
+import pytest
+from hypothesis import given, note, seed, settings
+
+from tests.property.cases import MODES, Data, Program, cases
 from tests.property.checks import CHECKS
 
 
@@ -24,7 +25,6 @@ def applies(check: str, mechanism: str, mode: str) -> bool:
     return check != "out of band" or mechanism == "band"
 
 
-# The checks of a mode draw the same cases, and one after another they find them compiled.
 every_check = pytest.mark.parametrize(
     ("mechanism", "mode", "check"),
     [
@@ -38,22 +38,30 @@ every_check = pytest.mark.parametrize(
 
 
 @every_check
-@given(draw=st.data())
-def test_a_few_cases(mechanism, mode, check, draw):
-    _check_cases(mechanism, mode, check, draw, count=3)
+def test_a_few_cases(mechanism, mode, check):
+    run_check(mechanism, mode, check, profile="fast", count=3)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @every_check
-@settings(settings.get_profile("slow"))
-@given(draw=st.data())
-def test_many_cases(mechanism, mode, check, draw):
-    _check_cases(mechanism, mode, check, draw, count=4)
+def test_many_cases(mechanism, mode, check):
+    run_check(mechanism, mode, check, profile="slow", count=4)
 
 
-def _check_cases(mechanism: str, mode: str, check: str, draw: st.DataObject, *, count: int) -> None:
-    program, datas = draw.draw(cases(mechanism, mode, count))
-    for data in datas:
-        note(f"CHECKS[{check!r}]({program!r}, {data!r})")
-        CHECKS[check](program, data)
+def run_check(mechanism: str, mode: str, check: str, *, profile: str, count: int) -> None:
+    """Runs a check on random programs, and each program on several data.
+
+    All checks of a mode draw the same cases: the first has them compiled, the others find them so.
+    """
+
+    @settings(settings.get_profile(profile))
+    @seed(zlib.crc32(f"{mechanism}, {mode}".encode()))
+    @given(cases(mechanism, mode, count))
+    def holds(case: tuple[Program, list[Data]]) -> None:
+        program, datas = case
+        for data in datas:
+            note(f"CHECKS[{check!r}]({program!r}, {data!r})")
+            CHECKS[check](program, data)
+
+    holds()
