@@ -1,6 +1,6 @@
 """Feature maps written out in float64 NumPy: log |phi| and its sign, at any scale of the inputs.
 
-They are analytic wherever phi is smooth: a complex x or w moves them, for derivatives by a complex step.
+Each is analytic wherever phi is smooth, so that a complex step in x or w gives its derivative.
 """
 
 import numpy as np

@@ -1,10 +1,8 @@
-"""Random cases: a program, whose compilation takes most of the time, and data that it runs on."""
+"""Random cases: a program, whose compilation takes most of the time, and data to run it on."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 from typing import Any
 
 import jax.numpy as jnp
@@ -54,7 +52,7 @@ class _Brief:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Program(_Brief):
-    """All that is known when attention is compiled.
+    """A choice of all that is known when attention is compiled.
 
     Attributes:
       mechanism: "features", "band", or "blend" of both.
@@ -124,13 +122,13 @@ class Program(_Brief):
 
     @property
     def groups(self) -> int:
-        """Query heads for each key head."""
+        """Returns the number of query heads for each key head."""
         return self.heads // self.key_heads
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Data(_Brief):
-    """All that is not known when attention is compiled.
+    """A choice of all that is not known when attention is compiled.
 
     Attributes:
       seed: Of all that is drawn by ``arrays``.
@@ -153,7 +151,7 @@ class Data(_Brief):
 
 @st.composite
 def programs(draw: st.DrawFn, mechanism: str, mode: str) -> Program:
-    """Draws from few values each, so that operations meet again in the caches of XLA."""
+    """Draws a program; hypothesis shrinks each choice to its first option."""
 
     def pick(*options: Any) -> Any:
         return draw(st.sampled_from(options))
@@ -194,7 +192,7 @@ def programs(draw: st.DrawFn, mechanism: str, mode: str) -> Program:
 
 @st.composite
 def cuts(draw: st.DrawFn, length: int) -> tuple[int, ...]:
-    """How decoding takes its tokens: one by one, a prompt and then one by one, or in some pieces."""
+    """Draws the lengths of a prompt, of tokens one by one, and of a last piece of several."""
     prompt = draw(st.sampled_from((0, length // 2, length, 3)))
     prompt = min(prompt, length)
     middle = min(draw(st.sampled_from((0, 4))), length - prompt)
@@ -204,7 +202,7 @@ def cuts(draw: st.DrawFn, length: int) -> tuple[int, ...]:
 
 @st.composite
 def datas(draw: st.DrawFn, program: Program) -> Data:
-    """Draws what a program runs on."""
+    """Draws the data of one run."""
     # Where denominators of signed maps come near zero there is nothing to compare.
     spreads = (0.5, 0.125, 0.25, 1.0) if program.is_signed else (1.0, 0.5, 2.0, 4.0, 8.0, 16.0)
     plants = st.sampled_from(("nan", None, "inf", "-inf", "1e30", "3e38", "-3e38", "0", "2"))
@@ -221,13 +219,13 @@ def datas(draw: st.DrawFn, program: Program) -> Data:
 
 @st.composite
 def cases(draw: st.DrawFn, mechanism: str, mode: str, count: int) -> tuple[Program, list[Data]]:
-    """Draws a program, and several data to run it on."""
+    """Draws a program and several data to run it on."""
     program = draw(programs(mechanism, mode))
     return program, draw(st.lists(datas(program), min_size=count, max_size=count, unique=True))
 
 
 def arrays(program: Program, data: Data) -> dict[str, np.ndarray]:
-    """Makes what attention is called with; the keys are the library's names of arguments."""
+    """Returns the arrays to call attention with, by the names of the library's arguments."""
     rng = np.random.default_rng(data.seed)
     p, dtype = program, np.dtype(jnp.dtype(program.dtype))
     wide = np.dtype(np.float64 if p.dtype == "float64" else np.float32)
@@ -238,7 +236,7 @@ def arrays(program: Program, data: Data) -> dict[str, np.ndarray]:
     axes = {"b": p.batch, "n": (p.heads,), "s": (p.key_length,)}
 
     def of_keys(kind: str) -> tuple[int, ...]:
-        """The shape of a mask or a bias, with a query axis of size 1."""
+        """Returns the shape of a mask or a bias, with a query axis of size 1."""
         if kind == "s":
             return axes["s"]
         batch = p.batch if "b" in kind else ()
@@ -249,9 +247,9 @@ def arrays(program: Program, data: Data) -> dict[str, np.ndarray]:
         "key": (data.spread * normal(*p.batch, p.key_length, p.key_heads, p.dim)).astype(dtype),
     }
     if not p.is_matrix:
-        x["value"] = (
-            data.size * normal(*p.batch, p.key_length, p.key_heads, p.width)
-        ).astype(dtype)
+        x["value"] = (data.size * normal(*p.batch, p.key_length, p.key_heads, p.width)).astype(
+            dtype
+        )
     if p.mechanism != "band" and any(MAPS[name].projected for name in p.maps):
         lead = (p.key_heads,) if p.per_head else ()
         x["projection"] = normal(*lead, p.num_features, p.dim).astype(wide)
@@ -264,12 +262,14 @@ def arrays(program: Program, data: Data) -> dict[str, np.ndarray]:
         x["bias"] = normal(*of_keys(p.bias)).astype(wide)
         x["bias"][rng.random(x["bias"].shape) > data.shown] = -np.inf
     if p.scale:
-        x["scale"] = rng.choice([0.05, 0.3, 1.7]).astype(wide)
+        x["scale"] = rng.choice([0.05, 0.3, 1.7, -0.4]).astype(wide)
     lengths = p.batch or (1,)
     if p.query_lengths:
         x["query_seq_lengths"] = rng.integers(0, p.length + 1, size=lengths).astype(np.int32)
     if p.key_lengths:
-        x["key_value_seq_lengths"] = rng.integers(0, p.key_length + 1, size=lengths).astype(np.int32)
+        x["key_value_seq_lengths"] = rng.integers(0, p.key_length + 1, size=lengths).astype(
+            np.int32
+        )
     if p.is_packed:
         # Ids that come again begin another segment.
         begins = rng.random((*p.batch, p.length)) < rng.choice([0.1, 0.3, 0.8])

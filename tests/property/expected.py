@@ -1,4 +1,4 @@
-"""What attention must give: every query and head by itself, in float64, by no code of the library."""
+"""Attention in float64, each query and head by itself, by no code of the library."""
 
 from __future__ import annotations
 
@@ -113,9 +113,7 @@ def _field(program: Program, x: Arrays, name: str | None) -> Rows:
     seen = visible(p, x, near=name is None)
     weights = log_weights(p, x)
     shape = (*x["query"].shape[:-1], x["value"].shape[-1])
-    rows = Rows(
-        np.zeros(shape, np.result_type(*x.values())), np.zeros(shape), np.ones(shape[:-1])
-    )
+    rows = Rows(np.zeros(shape, np.result_type(*x.values())), np.zeros(shape), np.ones(shape[:-1]))
     for *i, n in np.ndindex(*p.batch, p.heads):
         k = n // p.groups
         query, key, value = (
@@ -140,15 +138,17 @@ def _terms(
 
     They are ``[T, S, num_features]``; the exact kernel has one.
     """
-    scale = x.get("scale", program.dim**-0.5)
+    scale = x.get("scale", np.float64(program.dim**-0.5))
     if name is None:
         log = scale * (query @ key.T)[..., None]
         return log, np.ones(log.shape)
     feature_map, w = MAPS[name], None
     if feature_map.projected:
         w = x["projection"][key_head] if program.per_head else x["projection"]
-    log_q, sign_q = feature_map.of_queries(np.sqrt(scale) * query, w, "softmax")
-    log_k, sign_k = feature_map.of_keys(np.sqrt(scale) * key, w, "softmax")
+    sign = np.sign(scale.real)
+    root = np.sqrt(sign * scale)
+    log_q, sign_q = feature_map.of_queries(sign * root * query, w, "softmax")
+    log_k, sign_k = feature_map.of_keys(root * key, w, "softmax")
     return log_q[:, None] + log_k, sign_q[:, None] * sign_k
 
 

@@ -29,6 +29,7 @@ class Map(NamedTuple):
 
 
 def named(name: str, **options: Any) -> Map:
+    """Returns one of the library's feature maps."""
     formula = getattr(formulas, name)
     return Map(name, formula, formula, **options)
 
@@ -43,7 +44,7 @@ def polynomial_formula(x, w, kernel):
 
 
 def direction(x, w):
-    """NaN at the zero vector, and so is its derivative."""
+    """Returns features that are NaN at the zero vector."""
     return jnp.exp((x / jnp.linalg.norm(x, axis=-1, keepdims=True)) @ w.T)
 
 
@@ -54,7 +55,7 @@ def direction_formula(x, w, kernel):
 
 
 def inverse(x, w):
-    """Infinite at the zero vector."""
+    """Returns features that are infinite at the zero vector."""
     return jnp.exp(jnp.cos(x @ w.T)) / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
@@ -76,5 +77,3 @@ MAPS = {
     "direction": Map(direction, direction_formula, direction_formula),
     "pair": Map(FeaturePair(direction, inverse), direction_formula, inverse_formula),
 }
-# The argument is the name in the library.
-MAPS["elu of a projection"] = MAPS["elu of a projection"]._replace(argument="elu")

@@ -32,12 +32,12 @@ DIFFERENTIABLE = (
     "scale",
 )
 OF_KEYS = ("mask", "bias", "scale", "query_seq_lengths", "key_value_seq_lengths", "segment_ids")
-# Compilation takes most of the time: this takes a third of it.
+# Compilation takes most of the time, and a third as long without these.
 COMPILER_OPTIONS = {"xla_cpu_use_fusion_emitters": False}
 
 
 def run(program: Program, x: Arrays, cotangent: np.ndarray) -> tuple[np.ndarray, Arrays]:
-    """Runs attention and its backward pass, in float64 or what is narrower.
+    """Runs attention and its backward pass under jit.
 
     Args:
       program: What to call.
@@ -54,6 +54,12 @@ def run(program: Program, x: Arrays, cotangent: np.ndarray) -> tuple[np.ndarray,
         return jax.tree.map(np.asarray, out)
 
 
+def run_without_jit(program: Program, x: Arrays) -> np.ndarray:
+    """Runs attention operation by operation."""
+    with jax.enable_x64(program.dtype == "float64"):
+        return np.asarray(attend(program, jax.tree.map(jnp.array, x)))
+
+
 @functools.lru_cache(maxsize=40)
 def _compiled(program: Program) -> Any:
     def with_gradients(moving: Arrays, fixed: Arrays, cotangent: jax.Array) -> Any:
@@ -64,7 +70,7 @@ def _compiled(program: Program) -> Any:
 
 
 def attend(program: Program, x: Arrays) -> jax.Array:
-    """Attends by the mechanism and in the mode of a program."""
+    """Calls the mechanism of a program in its mode."""
     if program.mode == "decoding":
         return _decode(program, x)
     p, options = program, {name: x[name] for name in OF_KEYS if name in x}
@@ -75,9 +81,7 @@ def attend(program: Program, x: Arrays) -> jax.Array:
         return jnp.moveaxis(matrix, -3, -2)
     inputs = (x["query"], x["key"], x["value"])
     if p.mechanism == "band":
-        return banded_attention(
-            *inputs, bandwidth=p.bandwidth, block_size=p.block_size, **options
-        )
+        return banded_attention(*inputs, bandwidth=p.bandwidth, block_size=p.block_size, **options)
     options["chunk_size"] = p.chunk_size
     if p.mechanism == "features":
         (feature_map,), (projection,) = _maps(p), _projections(p, x)
@@ -103,19 +107,25 @@ def _projections(program: Program, x: Arrays) -> tuple[Any, ...]:
 
 
 def _decode(program: Program, x: Arrays) -> jax.Array:
-    """Attends piece by piece; pieces of one length are the steps of one scan."""
+    """Attends piece by piece; under jit, pieces of one length are the steps of one scan."""
     state, start, outs = _init(program, x), 0, []
+    step = functools.partial(_step, program, x)
     for size, group in itertools.groupby(program.pieces):
         pieces = [_cut(x, start + i * size, size) for i, _ in enumerate(group)]
         start += len(pieces) * size
-        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *pieces)
-        state, out = jax.lax.scan(functools.partial(_step, program, x), state, stacked)
-        outs += list(out)
+        if isinstance(x["query"], jax.core.Tracer):
+            stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *pieces)
+            state, out = jax.lax.scan(step, state, stacked)
+            outs += list(out)
+        else:
+            for piece in pieces:
+                state, out = step(state, piece)
+                outs.append(out)
     return jnp.concatenate(outs, axis=-3)
 
 
 def _cut(x: Arrays, start: int, size: int) -> Arrays:
-    """The tokens of one piece, and what is said about their keys."""
+    """Returns the tokens of one piece, and the mask, the bias and the lengths of their keys."""
     piece = {name: x[name][..., start : start + size, :, :] for name in ("query", "key", "value")}
     for name in ("mask", "bias"):
         if name in x:
@@ -155,9 +165,7 @@ def _step(program: Program, x: Arrays, state: Any, piece: Arrays) -> tuple[Any, 
     elif p.mechanism == "features":
         (feature_map,), (projection,) = _maps(p), _projections(p, x)
         tokens |= {"feature_map": feature_map}
-        out, after = decoding.step(
-            state, *inputs, projection, chunk_size=p.chunk_size, **tokens
-        )
+        out, after = decoding.step(state, *inputs, projection, chunk_size=p.chunk_size, **tokens)
         if p.append:
             tokens.pop("query_seq_lengths", None)
             after = decoding.append(state, *inputs[1:], projection, **tokens)

@@ -1,4 +1,4 @@
-"""Where something is planted that some queries do not see."""
+"""Places where something is planted, and the queries that do not see them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Finder = Callable[[Program, Arrays, np.random.Generator], "Places"]
 
 
 class Places(NamedTuple):
-    """Places of tokens.
+    """A choice of queries and of keys.
 
     Attributes:
       queries: ``[..., T, N]``, True where a query is replaced.
@@ -27,13 +27,15 @@ class Places(NamedTuple):
 
 
 def hidden(program: Program, x: Arrays, rng: np.random.Generator) -> Places:
-    """Keys that no query sees, and queries beyond the lengths."""
+    """Returns the keys that no query sees, and the queries beyond the lengths."""
     del rng
-    return Places(_beyond(program, x), ~_by_key_head(program, expected.visible(program, x)).any((-4, -3)))
+    return Places(
+        _beyond(program, x), ~_by_key_head(program, expected.visible(program, x)).any((-4, -3))
+    )
 
 
 def future(program: Program, x: Arrays, rng: np.random.Generator) -> Places:
-    """All tokens from some position on."""
+    """Returns all tokens from some position on."""
     start = rng.integers(0, program.length + 1)
     queries, keys = _nowhere(program)
     queries[..., start:, :] = keys[..., start:, :] = True
@@ -41,7 +43,7 @@ def future(program: Program, x: Arrays, rng: np.random.Generator) -> Places:
 
 
 def segment(program: Program, x: Arrays, rng: np.random.Generator) -> Places:
-    """All tokens of one segment."""
+    """Returns all tokens of one segment."""
     runs = expected.segments(x)
     planted = (runs == rng.integers(0, runs.max() + 1))[..., None]
     queries, keys = _nowhere(program)
@@ -49,7 +51,7 @@ def segment(program: Program, x: Arrays, rng: np.random.Generator) -> Places:
 
 
 def out_of_band(program: Program, x: Arrays, rng: np.random.Generator) -> Places:
-    """One token, which those beyond the bandwidth do not see."""
+    """Returns one token, which those beyond the bandwidth do not see."""
     position = rng.integers(0, program.key_length)
     queries, keys = _nowhere(program)
     queries[..., position : position + 1, :] = keys[..., position, :] = True
@@ -57,14 +59,14 @@ def out_of_band(program: Program, x: Arrays, rng: np.random.Generator) -> Places
 
 
 def one_key(program: Program, rng: np.random.Generator) -> Places:
-    """One key of one head of one sequence."""
+    """Returns one key of one head of one sequence."""
     places = _nowhere(program)
     places.keys[tuple(rng.integers(0, size) for size in places.keys.shape)] = True
     return places
 
 
 def another_head(program: Program, x: Arrays, rng: np.random.Generator) -> Places:
-    """All tokens of one key head and its query heads."""
+    """Returns all tokens of one key head and of its query heads."""
     head = rng.integers(0, program.key_heads)
     queries, keys = _nowhere(program)
     keys[..., head] = True
@@ -73,7 +75,7 @@ def another_head(program: Program, x: Arrays, rng: np.random.Generator) -> Place
 
 
 def another_sequence(program: Program, x: Arrays, rng: np.random.Generator) -> Places:
-    """All tokens of one sequence of the batch."""
+    """Returns all tokens of one sequence of the batch."""
     index = tuple(rng.integers(0, size) for size in program.batch)
     queries, keys = _nowhere(program)
     queries[index] = keys[index] = True
@@ -89,7 +91,7 @@ def _nowhere(program: Program) -> Places:
 
 
 def _beyond(program: Program, x: Arrays) -> np.ndarray:
-    """Queries beyond the lengths, ``[..., T, N]``."""
+    """Returns which queries are beyond the lengths, ``[..., T, N]``."""
     beyond = _nowhere(program).queries
     if "query_seq_lengths" in x:
         lengths = x["query_seq_lengths"].reshape(*program.batch, 1, 1)
@@ -98,21 +100,21 @@ def _beyond(program: Program, x: Arrays) -> np.ndarray:
 
 
 def _by_key_head(program: Program, seen: np.ndarray) -> np.ndarray:
-    """Which keys each query sees, ``[..., T, G, S, K]``."""
+    """Returns which keys each query sees, ``[..., T, G, S, K]``, from ``[..., N, T, S]``."""
     p = program
     split = seen.reshape(*p.batch, p.key_heads, p.groups, p.length, p.key_length)
     return np.moveaxis(split, (-4, -3, -2, -1), (-1, -3, -4, -2))
 
 
 def some_of(places: Places, data: Data, rng: np.random.Generator) -> Places:
-    """All of the places, or about half."""
+    """Returns all of the places, or about half."""
     if data.everywhere:
         return places
     return Places(*(place & (rng.random(place.shape) < 0.5) for place in places))
 
 
 def touched(program: Program, x: Arrays, places: Places) -> np.ndarray:
-    """Queries ``[..., T, N]`` that are replaced or see something that is."""
+    """Returns which queries, ``[..., T, N]``, are replaced or see something that is."""
     seen = _by_key_head(program, expected.visible(program, x))
     touched = (seen & places.keys[..., None, None, :, :]).any(-2)  # [..., T, G, K]
     touched = np.swapaxes(touched, -1, -2).reshape(places.queries.shape)
@@ -120,7 +122,7 @@ def touched(program: Program, x: Arrays, places: Places) -> np.ndarray:
 
 
 def apart(program: Program, x: Arrays, places: Places, rows: np.ndarray) -> np.ndarray:
-    """Keys ``[..., S, K]`` whose gradients have nothing to do with the rows that are touched.
+    """Returns which keys, ``[..., S, K]``, owe nothing of their gradients to touched rows.
 
     Touched rows do not see them; or they come before, if attention is causal. Of all other keys a
     touched row, not finite and with a cotangent of zero, may make the gradient NaN.
@@ -136,7 +138,7 @@ def apart(program: Program, x: Arrays, places: Places, rows: np.ndarray) -> np.n
 
 
 def plant(x: Arrays, places: Places, data: Data) -> Arrays:
-    """The arrays with something else in these places."""
+    """Returns the arrays with something else in these places."""
     x = dict(x)
     planted = {"query": places.queries, "key": places.keys, "value": places.keys}
     for (name, where), content in zip(planted.items(), data.plants, strict=True):
