@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -121,6 +122,10 @@ class Program(_Brief):
         return self.mechanism != "band" and any(MAPS[name].signed for name in self.maps)
 
     @property
+    def is_projected(self) -> bool:
+        return self.mechanism != "band" and any(MAPS[name].projected for name in self.maps)
+
+    @property
     def groups(self) -> int:
         """Returns the number of query heads for each key head."""
         return self.heads // self.key_heads
@@ -156,8 +161,9 @@ def programs(draw: st.DrawFn, mechanism: str, mode: str) -> Program:
     def pick(*options: Any) -> Any:
         return draw(st.sampled_from(options))
 
-    packed, decoding = "packed" in mode, mode == "decoding"
-    in_chunks = mechanism != "band" and (packed or decoding or mode == "causal")
+    decoding, banded = mode == "decoding", mechanism == "band"
+    self_attention = decoding or "packed" in mode
+    in_chunks = not banded and (self_attention or mode == "causal")
     length = pick(5, 1, 2, 8, 13, 20)
     heads, key_heads = pick((2, 2), (1, 1), (4, 2), (3, 1))
     # Decoding keeps one state for the query heads that share a key head.
@@ -168,14 +174,14 @@ def programs(draw: st.DrawFn, mechanism: str, mode: str) -> Program:
         mode,
         batch=pick((), (2,), (1, 2)),
         length=length,
-        key_length=length if packed or decoding else pick(length, length, 7, 1),
+        key_length=length if self_attention else pick(length, length, 7, 1),
         heads=heads,
         key_heads=key_heads,
         dim=pick(3, 8),
         width=pick(2, 1),
         maps=pick(*maps[mechanism]),
-        num_features=pick(5, 16),
-        per_head=pick(False, True),
+        num_features=5 if banded else pick(5, 16),
+        per_head=not banded and pick(False, True),
         dtype=pick("float32", "float32", "bfloat16", "float64"),
         mask=pick("", "s", "bs", *by_head),
         bias=pick("", "", "s", "bs", *by_head),
@@ -193,10 +199,9 @@ def programs(draw: st.DrawFn, mechanism: str, mode: str) -> Program:
 @st.composite
 def cuts(draw: st.DrawFn, length: int) -> tuple[int, ...]:
     """Draws the lengths of a prompt, of tokens one by one, and of a last piece of several."""
-    prompt = draw(st.sampled_from((0, length // 2, length, 3)))
-    prompt = min(prompt, length)
-    middle = min(draw(st.sampled_from((0, 4))), length - prompt)
-    pieces = [prompt, *[1] * (length - prompt - middle), middle]
+    prompt = min(draw(st.sampled_from((0, length // 2, length, 3))), length)
+    last = min(draw(st.sampled_from((0, 4))), length - prompt)
+    pieces = [prompt, *[1] * (length - prompt - last), last]
     return tuple(size for size in pieces if size)
 
 
@@ -226,52 +231,48 @@ def cases(draw: st.DrawFn, mechanism: str, mode: str, count: int) -> tuple[Progr
 
 def arrays(program: Program, data: Data) -> dict[str, np.ndarray]:
     """Returns the arrays to call attention with, by the names of the library's arguments."""
-    rng = np.random.default_rng(data.seed)
-    p, dtype = program, np.dtype(jnp.dtype(program.dtype))
-    wide = np.dtype(np.float64 if p.dtype == "float64" else np.float32)
-
-    def normal(*shape: int) -> np.ndarray:
-        return rng.normal(size=shape)
-
-    axes = {"b": p.batch, "n": (p.heads,), "s": (p.key_length,)}
-
-    def of_keys(kind: str) -> tuple[int, ...]:
-        """Returns the shape of a mask or a bias, with a query axis of size 1."""
-        if kind == "s":
-            return axes["s"]
-        batch = p.batch if "b" in kind else ()
-        return (*batch, p.heads if "n" in kind else 1, 1, p.key_length)
-
+    p, rng = program, np.random.default_rng(data.seed)
+    dtype = np.dtype(jnp.dtype(p.dtype))
+    wide = np.promote_types(dtype, np.float32)
+    of_tokens = functools.partial(_normal, rng, dtype)
+    of_all = functools.partial(_normal, rng, wide, 1.0)
     x = {
-        "query": (data.spread * normal(*p.batch, p.length, p.heads, p.dim)).astype(dtype),
-        "key": (data.spread * normal(*p.batch, p.key_length, p.key_heads, p.dim)).astype(dtype),
+        "query": of_tokens(data.spread, *p.batch, p.length, p.heads, p.dim),
+        "key": of_tokens(data.spread, *p.batch, p.key_length, p.key_heads, p.dim),
     }
     if not p.is_matrix:
-        x["value"] = (data.size * normal(*p.batch, p.key_length, p.key_heads, p.width)).astype(
-            dtype
-        )
-    if p.mechanism != "band" and any(MAPS[name].projected for name in p.maps):
-        lead = (p.key_heads,) if p.per_head else ()
-        x["projection"] = normal(*lead, p.num_features, p.dim).astype(wide)
+        x["value"] = of_tokens(data.size, *p.batch, p.key_length, p.key_heads, p.width)
+    if p.is_projected:
+        x["projection"] = of_all(*(p.key_heads,) * p.per_head, p.num_features, p.dim)
     if p.mechanism == "blend":
-        x["near_weight"] = normal(p.heads).astype(wide)
-        x["far_weights"] = normal(len(p.maps), p.heads).astype(wide)
+        x["near_weight"], x["far_weights"] = of_all(p.heads), of_all(len(p.maps), p.heads)
     if p.mask:
-        x["mask"] = rng.random(of_keys(p.mask)) < data.shown
+        x["mask"] = rng.random(_shape_over_keys(p, p.mask)) < data.shown
     if p.bias:
-        x["bias"] = normal(*of_keys(p.bias)).astype(wide)
+        x["bias"] = of_all(*_shape_over_keys(p, p.bias))
         x["bias"][rng.random(x["bias"].shape) > data.shown] = -np.inf
     if p.scale:
         x["scale"] = rng.choice([0.05, 0.3, 1.7, -0.4]).astype(wide)
-    lengths = p.batch or (1,)
+    # Those of one sequence without a batch have an axis, too.
+    lengths = functools.partial(rng.integers, low=0, size=p.batch or (1,), dtype=np.int32)
     if p.query_lengths:
-        x["query_seq_lengths"] = rng.integers(0, p.length + 1, size=lengths).astype(np.int32)
+        x["query_seq_lengths"] = lengths(high=p.length + 1)
     if p.key_lengths:
-        x["key_value_seq_lengths"] = rng.integers(0, p.key_length + 1, size=lengths).astype(
-            np.int32
-        )
+        x["key_value_seq_lengths"] = lengths(high=p.key_length + 1)
     if p.is_packed:
         # Ids that come again begin another segment.
         begins = rng.random((*p.batch, p.length)) < rng.choice([0.1, 0.3, 0.8])
         x["segment_ids"] = (np.cumsum(begins, axis=-1) % 3 - 1).astype(np.int32)
     return x
+
+
+def _normal(rng: np.random.Generator, dtype: np.dtype, deviation: float, *shape: int) -> np.ndarray:
+    return (deviation * rng.normal(size=shape)).astype(dtype)
+
+
+def _shape_over_keys(program: Program, axes: str) -> tuple[int, ...]:
+    """Returns the shape of a mask or a bias, with a query axis of size 1 unless keys are alone."""
+    if axes == "s":
+        return (program.key_length,)
+    batch = program.batch if "b" in axes else ()
+    return (*batch, program.heads if "n" in axes else 1, 1, program.key_length)
