@@ -1,4 +1,7 @@
-"""Feature maps written out in float64 NumPy: log |phi| and its sign, at any scale of the inputs."""
+"""Feature maps written out in float64 NumPy: log |phi| and its sign, at any scale of the inputs.
+
+Each is analytic wherever phi is smooth, so that a complex step in x or w gives its derivative.
+"""
 
 import numpy as np
 
@@ -12,9 +15,11 @@ def _log_prefactor(x, kernel, base):
     return (base - (kernel == "gaussian")) * _half_squared_norm(x)
 
 
-def _split(values):
+def split(values):
+    """Returns the logarithm of the size of features, and their signs."""
+    sign = np.sign(values.real)
     with np.errstate(divide="ignore"):
-        return np.log(np.abs(values)), np.sign(values)
+        return np.log(sign * values), sign
 
 
 def positive(x, w, kernel):
@@ -29,27 +34,28 @@ def hyperbolic(x, w, kernel):
 
 
 def trigonometric(x, w, kernel):
-    log, sign = _split(np.concatenate([np.sin(x @ w.T), np.cos(x @ w.T)], axis=-1))
+    log, sign = split(np.concatenate([np.sin(x @ w.T), np.cos(x @ w.T)], axis=-1))
     return log + _log_prefactor(x, kernel, 1) - np.log(len(w)) / 2, sign
 
 
 def phase(x, w, kernel, phases=None):
     if phases is None:
         phases = np.pi * (1 / 4 + np.arange(len(w)) / len(w))
-    log, sign = _split(np.sqrt(2) * np.cos(x @ w.T + phases))
+    log, sign = split(np.sqrt(2) * np.cos(x @ w.T + phases))
     return log + _log_prefactor(x, kernel, 1) - np.log(len(w)) / 2, sign
 
 
 def relu(x, w, kernel):
     del kernel
-    log, sign = _split(np.maximum(x @ w.T, 0))
+    y = x @ w.T
+    log, sign = split(np.where(y.real > 0, y, 0))
     return log - np.log(len(w)) / 2, sign
 
 
 def elu(x, w, kernel):
     del kernel
     y = x if w is None else x @ w.T
-    log, sign = _split(np.where(y > 0, 1 + y, np.exp(np.minimum(y, 0))))
+    log, sign = split(np.where(y.real > 0, 1 + y, np.exp(np.where(y.real > 0, 0, y))))
     return log - (0 if w is None else np.log(len(w)) / 2), sign
 
 

@@ -1,0 +1,165 @@
+"""Attention in float64, each query and head by itself, by no code of the library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from tests.property.cases import Program
+from tests.property.feature_maps import MAPS
+
+Arrays = dict[str, np.ndarray]
+
+
+class Rows(NamedTuple):
+    """Outputs ``[..., T, N, D]``.
+
+    Attributes:
+      out: The outputs.
+      size: How large they are before anything cancels, which is what rounding errors scale with.
+      condition: ``[..., T, N]``, the sizes of the terms of a denominator over its own.
+    """
+
+    out: np.ndarray
+    size: np.ndarray
+    condition: np.ndarray
+
+
+def visible(program: Program, x: Arrays, *, near: bool | None = None) -> np.ndarray:
+    """Returns which keys each query sees, ``[..., N, T, S]``.
+
+    Args:
+      program: What is called.
+      x: The arrays.
+      near: Whether no key outside the band is seen; by default whether attention is banded alone.
+    """
+    p = program
+    position, of_key = np.arange(p.length)[:, None], np.arange(p.key_length)
+    seen = log_weights(p, x)[..., None, :].real > -np.inf
+    seen = np.broadcast_to(seen, (*p.batch, p.heads, p.length, p.key_length))
+    if p.is_causal:
+        seen = seen & (of_key <= position)
+    if p.mechanism == "band" if near is None else near:
+        seen = seen & (abs(of_key - position) <= p.bandwidth)
+    if p.is_packed:
+        runs = segments(x)
+        seen = seen & (runs[..., :, None] == runs[..., None, :])[..., None, :, :]
+    if "query_seq_lengths" in x:
+        lengths = x["query_seq_lengths"].reshape(*p.batch, 1, 1, 1)
+        seen = seen & (position < lengths)
+    return seen
+
+
+def segments(x: Arrays) -> np.ndarray:
+    """Returns the numbers of the runs of equal ids."""
+    ids = x["segment_ids"]
+    return np.cumsum(np.diff(ids, axis=-1, prepend=ids[..., :1]) != 0, axis=-1)
+
+
+def log_weights(program: Program, x: Arrays) -> np.ndarray:
+    """Returns what is added to the logits of each key, ``[..., N, S]``; minus infinity hides it."""
+    p = program
+    shape = (*p.batch, p.heads, 1, p.key_length)
+    weights = np.zeros(shape) + x.get("bias", 0.0)
+    weights = np.where(np.broadcast_to(x.get("mask", True), shape), weights, -np.inf)
+    if "key_value_seq_lengths" in x:
+        lengths = x["key_value_seq_lengths"].reshape(*p.batch, 1, 1, 1)
+        weights = np.where(np.arange(p.key_length) < lengths, weights, -np.inf)
+    return weights[..., 0, :]
+
+
+def attend(program: Program, x: Arrays) -> Rows:
+    """Returns the outputs of a program, which are analytic in all arrays: these may be complex."""
+    x = {name: _widened(array) for name, array in x.items()}
+    if program.is_matrix:
+        # Attention weights are what attention makes of unit vectors.
+        size = program.key_length
+        x["value"] = np.broadcast_to(np.eye(size)[:, None], (*x["key"].shape[:-1], size))
+    fields = list(_fields(program, x))
+    return Rows(
+        sum(weight * rows.out for weight, rows in fields),
+        sum(abs(weight) * rows.size for weight, rows in fields),
+        np.max([rows.condition for _, rows in fields], axis=0),
+    )
+
+
+def slope(program: Program, x: Arrays, name: str, direction: np.ndarray) -> np.ndarray:
+    """Returns the derivative of the outputs along a direction of one array, to the last digit."""
+    step = 1e-100  # In the imaginary part, where it takes no digits from anything.
+    moved = x | {name: x[name].astype(np.float64) + 1j * step * direction}
+    return attend(program, moved).out.imag / step
+
+
+def _widened(array: np.ndarray) -> np.ndarray:
+    return array if array.dtype.kind in "biuc" else array.astype(np.float64)
+
+
+def _fields(program: Program, x: Arrays) -> Iterator[tuple[np.ndarray, Rows]]:
+    """Yields the near field and each far one, and their weights, ``[N, 1]``."""
+    ones = np.ones(program.heads)
+    if program.mechanism != "features":
+        yield x.get("near_weight", ones)[:, None], _field(program, x, None)
+    if program.mechanism != "band":
+        weights = x.get("far_weights", ones[None])
+        for name, weight in zip(program.maps, weights, strict=True):
+            yield weight[:, None], _field(program, x, name)
+
+
+def _field(program: Program, x: Arrays, name: str | None) -> Rows:
+    """Attends by one feature map, or inside the band by the exact kernel."""
+    p = program
+    seen = visible(p, x, near=name is None)
+    weights = log_weights(p, x)
+    shape = (*x["query"].shape[:-1], x["value"].shape[-1])
+    rows = Rows(np.zeros(shape, np.result_type(*x.values())), np.zeros(shape), np.ones(shape[:-1]))
+    for *i, n in np.ndindex(*p.batch, p.heads):
+        k = n // p.groups
+        query, key, value = (
+            x[which][*i, :, head] for which, head in (("query", n), ("key", k), ("value", k))
+        )
+        log, sign = _terms(p, x, name, k, query, key)
+        for t in range(p.length):
+            row = _row(log[t] + weights[*i, n, :, None], sign[t], value, seen[*i, n, t])
+            rows.out[*i, t, n], rows.size[*i, t, n], rows.condition[*i, t, n] = row
+    return rows
+
+
+def _terms(
+    program: Program,
+    x: Arrays,
+    name: str | None,
+    key_head: int,
+    query: np.ndarray,
+    key: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the terms of the kernel of ``[T, H]`` and ``[S, H]`` in logs, and their signs.
+
+    They are ``[T, S, num_features]``; the exact kernel has one.
+    """
+    scale = x.get("scale", np.float64(program.dim**-0.5))
+    if name is None:
+        log = scale * (query @ key.T)[..., None]
+        return log, np.ones(log.shape)
+    feature_map, w = MAPS[name], None
+    if feature_map.projected:
+        w = x["projection"][key_head] if program.per_head else x["projection"]
+    sign = np.sign(scale.real)
+    root = np.sqrt(sign * scale)
+    log_q, sign_q = feature_map.of_queries(sign * root * query, w, "softmax")
+    log_k, sign_k = feature_map.of_keys(root * key, w, "softmax")
+    return log_q[:, None] + log_k, sign_q[:, None] * sign_k
+
+
+def _row(log: np.ndarray, sign: np.ndarray, value: np.ndarray, seen: np.ndarray) -> Rows:
+    """Attends to ``[S, num_features]`` terms and ``[S, D]`` values; zeros if none is seen."""
+    log, sign, value = log[seen], sign[seen], value[seen]
+    shift = log.real.max(initial=-np.inf)
+    if shift == -np.inf:
+        nothing = np.zeros(value.shape[-1])
+        return Rows(nothing, nothing, np.ones(()))
+    terms = sign * np.exp(log - shift)
+    total, sizes = terms.sum(), abs(terms).sum(axis=-1)
+    out, condition = terms.sum(axis=-1) @ value / total, sizes.sum() / abs(total)
+    return Rows(out, sizes @ abs(value) / abs(total) + abs(out) * condition, condition)

@@ -1,0 +1,79 @@
+"""Feature maps as a user passes them, beside their formulas in float64."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from simrf_jax import FeaturePair
+from tests import formulas
+
+
+class Map(NamedTuple):
+    """A feature map and its formulas.
+
+    Attributes:
+      argument: What the library gets as its ``feature_map``.
+      of_queries: The formula of queries, ``f(x, w, kernel)`` to log features and signs.
+      of_keys: The formula of keys.
+      projected: Whether it takes a projection.
+      signed: Whether features may be negative, so that a denominator may come near zero.
+    """
+
+    argument: Any
+    of_queries: Callable
+    of_keys: Callable
+    projected: bool = True
+    signed: bool = False
+
+
+def named(name: str, **options: Any) -> Map:
+    """Returns one of the library's feature maps."""
+    formula = getattr(formulas, name)
+    return Map(name, formula, formula, **options)
+
+
+def polynomial(x, w):
+    return jnp.square(x @ w.T) + 0.1
+
+
+def polynomial_formula(x, w, kernel):
+    del kernel
+    return formulas.split(np.square(x @ w.T) + 0.1)
+
+
+def direction(x, w):
+    """Returns features that are NaN at the zero vector."""
+    return jnp.exp((x / jnp.linalg.norm(x, axis=-1, keepdims=True)) @ w.T)
+
+
+def direction_formula(x, w, kernel):
+    del kernel
+    log = (x / np.sqrt(np.sum(np.square(x), axis=-1, keepdims=True))) @ w.T
+    return log, np.ones_like(log)
+
+
+def inverse(x, w):
+    """Returns features that are infinite at the zero vector."""
+    return jnp.exp(jnp.cos(x @ w.T)) / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def inverse_formula(x, w, kernel):
+    del kernel
+    log = np.cos(x @ w.T) - np.log(np.sum(np.square(x), axis=-1, keepdims=True)) / 2
+    return log, np.ones_like(log)
+
+
+MAPS = {
+    "positive": named("positive"),
+    "hyperbolic": named("hyperbolic"),
+    "trigonometric": named("trigonometric", signed=True),
+    "phase": named("phase", signed=True),
+    "relu": named("relu"),
+    "elu": named("elu", projected=False),
+    "elu of a projection": named("elu"),
+    "polynomial": Map(polynomial, polynomial_formula, polynomial_formula),
+    "direction": Map(direction, direction_formula, direction_formula),
+    "pair": Map(FeaturePair(direction, inverse), direction_formula, inverse_formula),
+}
