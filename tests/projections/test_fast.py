@@ -1,32 +1,22 @@
+import copy
+import dataclasses
+import functools
+import pickle
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scipy.linalg
 
+import simrf_jax
 from simrf_jax import draw_fast_projection, draw_projection, positive_features, project
-from simrf_jax.projections.couplings import COUPLED
+from tests import conformance
+from tests.attention.reference import relative_error
+from tests.projections.matrices import dense, dense_stack
 from tests.standard_errors import assert_mean
 
-
-def dense(projection):
-    """D S HD HD HD multiplied out from the state, in float64."""
-    num_features, ambient = projection.row_norms.shape[0], projection.signs.shape[-1]
-    runs = COUPLED[projection.coupling].blocks(num_features, ambient, projection.block)
-    blocks = [block for block, count in runs for _ in range(count)]
-    hadamard = scipy.linalg.hadamard(ambient) / np.sqrt(ambient)
-    directions = []
-    for block, signs in zip(blocks, np.asarray(projection.signs, np.float64), strict=True):
-        rotation = np.eye(ambient)
-        for flips in signs:
-            rotation = hadamard @ np.diag(flips) @ rotation
-        s = block.directions()
-        directions.append(s @ rotation[: s.shape[1]])
-    w = np.concatenate(directions) * np.asarray(projection.row_norms, np.float64)[:, None]
-    return w[:, : projection.dim]
-
-
+maps_and_kernels = pytest.mark.parametrize(("name", "kernel"), conformance.MAPS_AND_KERNELS)
 SIZES = [(1, 2), (64, 64), (65, 64), (130, 64), (8, 64), (66, 64), (9, 2), (300, 100), (5, 3)]
 
 
@@ -41,6 +31,132 @@ def test_equals_its_own_dense_matrix(num_features, dim, coupling, block):
     actual = project(jnp.asarray(x, jnp.float32), projection)
     assert projection.shape == (num_features, dim)
     assert np.linalg.norm(actual - expected) < 1e-5 * np.linalg.norm(expected)
+
+
+TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-6, "float64": 1e-14}
+FIXED = [("orthogonal", "regular"), ("simplex", "regular"), ("simplex", "square")]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64])
+@pytest.mark.parametrize(("coupling", "block"), FIXED)
+@pytest.mark.parametrize(("num_features", "dim"), [(3, 5), (8, 8), (20, 6)])
+def test_values_and_gradients_in_every_type(num_features, dim, coupling, block, dtype):
+    rng = np.random.default_rng(1)
+    with jax.enable_x64(True):
+        options = {"coupling": coupling, "block": block, "dtype": dtype}
+        projection = draw_fast_projection(jax.random.key(0), num_features, dim, **options)
+        x = jnp.asarray(rng.normal(size=(2, 3, dim)), dtype)
+        y, pullback = jax.vjp(lambda x: project(x, projection), x)
+        cotangent = jnp.asarray(rng.normal(size=y.shape), y.dtype)
+        [gradient] = pullback(cotangent)
+    assert y.dtype == jnp.promote_types(dtype, jnp.float32)
+    assert gradient.dtype == dtype
+    w = dense(projection)
+    # The logits are wide whatever x is; its gradient is rounded to its own type.
+    assert relative_error(y, np.asarray(x, np.float64) @ w.T) < TOLERANCE[y.dtype.name]
+    expected = np.asarray(cotangent, np.float64) @ w
+    assert relative_error(gradient, expected) < TOLERANCE[gradient.dtype.name]
+
+
+def test_a_stack_under_nested_vmap_and_in_a_scan():
+    keys = jax.random.split(jax.random.key(0), (2, 3))
+    draw = jax.vmap(jax.vmap(lambda key: draw_fast_projection(key, 10, 6)))
+    stack = jax.jit(draw)(keys)
+    assert stack.shape == (2, 3, 10, 6)
+    x = jax.random.normal(jax.random.key(1), (4, 6))
+    of_one = functools.partial(project, x)
+    mapped = jax.jit(jax.vmap(jax.vmap(of_one)))(stack)
+    flat = jax.tree.map(lambda leaf: leaf.reshape(6, *leaf.shape[2:]), stack)
+    _, scanned = jax.lax.scan(lambda _, projection: (None, of_one(projection)), None, flat)
+    expected = np.einsum("nd,pmd->pnm", x, dense_stack(flat))
+    np.testing.assert_allclose(mapped.reshape(scanned.shape), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(scanned, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("coupling", "block"), FIXED)
+@pytest.mark.parametrize("norms", ["chi", "sqrt_dim"])
+def test_a_draw_is_the_same_traced_mapped_or_neither(coupling, block, norms):
+    draw = functools.partial(
+        draw_fast_projection, num_features=11, dim=5, coupling=coupling, block=block, norms=norms
+    )
+
+    def keys():
+        return jax.random.split(jax.random.key(0), 3)
+
+    stack = jax.vmap(draw)(keys())
+    _, scanned = jax.lax.scan(lambda _, key: (None, draw(key)), None, keys())
+    for i, key in enumerate(keys()):
+        one = draw(key)
+        for several in (stack, scanned):
+            chosen = jax.tree.map(lambda leaf, i=i: leaf[i], several)
+            chex.assert_trees_all_equal(chosen.signs, one.signs)
+            chex.assert_trees_all_close(chosen.row_norms, one.row_norms, rtol=1e-6)
+
+
+@pytest.mark.fast
+def test_goes_through_what_pytrees_go_through():
+    projection = draw_fast_projection(jax.random.key(0), 10, 6)
+    leaves, structure = jax.tree.flatten(projection)
+    for again in (
+        jax.tree.unflatten(structure, leaves),
+        copy.deepcopy(projection),
+        pickle.loads(pickle.dumps(projection)),
+        jax.jit(lambda p: p)(projection),
+        jax.tree.map(np.asarray, projection),
+    ):
+        chex.assert_trees_all_equal(again, projection)
+        assert (again.shape, again.dtype) == ((10, 6), jnp.float32)
+    assert structure == jax.tree.structure(draw_fast_projection(jax.random.key(1), 9, 6))
+    assert structure != jax.tree.structure(draw_fast_projection(jax.random.key(1), 10, 7))
+    abstract = jax.eval_shape(lambda: projection)
+    assert (abstract.shape, abstract.dtype) == ((10, 6), jnp.float32)
+
+
+@pytest.mark.fast
+def test_donated_arrays_are_reused_and_the_copy_is_not():
+    projection = draw_fast_projection(jax.random.key(0), 10, 6)
+    kept = jax.tree.map(jnp.copy, projection)
+
+    def flip(projection):
+        return dataclasses.replace(projection, signs=-projection.signs)
+
+    flipped = jax.jit(flip, donate_argnums=0)(projection)
+    assert projection.signs.is_deleted()
+    x = jnp.linspace(0, 1, 6)
+    # Three factors, each with its sign turned.
+    np.testing.assert_allclose(project(x, flipped), -project(x, kept), rtol=1e-6)
+
+
+@maps_and_kernels
+@pytest.mark.parametrize("coupling", ["orthogonal", "simplex"])
+def test_features_are_those_of_the_matrix(name, kernel, coupling):
+    projection = draw_fast_projection(jax.random.key(0), 10, 6, coupling=coupling)
+    w = jnp.asarray(dense(projection), jnp.float32)
+    x = 0.3 * jax.random.normal(jax.random.key(1), (4, 6))
+    phi = conformance.feature_map(name, kernel)
+
+    def with_gradients(w):
+        def loss(x):
+            features = phi(x, w)
+            return jnp.sum(jnp.sin(features)), features
+
+        return jax.jit(jax.grad(loss, has_aux=True))(x)
+
+    chex.assert_trees_all_close(with_gradients(projection), with_gradients(w), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "features", [simrf_jax.angular_hybrid_features, simrf_jax.gaussian_hybrid_features]
+)
+@pytest.mark.parametrize("side", ["query", "key"])
+def test_hybrids_of_fast_projections(features, side):
+    keys = jax.random.split(jax.random.key(0), 3)
+    parts = [draw_fast_projection(key, 10, 6) for key in keys]
+    matrices = [jnp.asarray(dense(part), jnp.float32) for part in parts]
+    x = 0.3 * jax.random.normal(jax.random.key(1), (4, 6))
+    phi = jax.jit(functools.partial(features, side=side))
+    fast, slow = (phi(x, simrf_jax.BipolarProjection(*those)) for those in (parts, matrices))
+    np.testing.assert_allclose(fast, slow, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.fast

@@ -1,0 +1,31 @@
+"""The matrices that fast projections stand for, multiplied out."""
+
+import jax
+import numpy as np
+import scipy.linalg
+
+from simrf_jax.projections.couplings import COUPLED
+
+
+def dense(projection):
+    """Multiplies D S HD HD HD out from the state, in float64."""
+    num_features, ambient = projection.row_norms.shape[0], projection.signs.shape[-1]
+    runs = COUPLED[projection.coupling].blocks(num_features, ambient, projection.block)
+    blocks = [block for block, count in runs for _ in range(count)]
+    hadamard = scipy.linalg.hadamard(ambient) / np.sqrt(ambient)
+    directions = []
+    for block, signs in zip(blocks, np.asarray(projection.signs, np.float64), strict=True):
+        rotation = np.eye(ambient)
+        for flips in signs:
+            rotation = hadamard @ np.diag(flips) @ rotation
+        s = block.directions()
+        directions.append(s @ rotation[: s.shape[1]])
+    w = np.concatenate(directions) * np.asarray(projection.row_norms, np.float64)[:, None]
+    return w[:, : projection.dim]
+
+
+def dense_stack(projections):
+    """Multiplies out each of a stack of projections with one leading axis."""
+    count = len(projections.row_norms)
+    each = [jax.tree.map(lambda leaf, i=i: leaf[i], projections) for i in range(count)]
+    return np.stack([dense(one) for one in each])
