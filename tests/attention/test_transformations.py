@@ -23,6 +23,9 @@ from simrf_jax.features import FeaturePair
 from tests.attention.inputs import inputs, projection
 from tests.attention.modes import MODES
 
+# Each case compiles a program of its own.
+pytestmark = pytest.mark.slow
+
 SEQUENCES, LENGTH, HEADS, DIM, FEATURES = 2, 5, 4, 4, 6
 # Each of the others is one of these with another shape or a second bracket of the same states.
 DEFAULT = ("packed, causal", "decoding", "near, packed", "near and far")
