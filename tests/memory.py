@@ -69,6 +69,10 @@ def assert_flat(call: Callable[[], object], *, count: int, warm_up: int = 20) ->
     """Fails if many calls compile anything or leave anything behind."""
     found = growth(call, count=count, warm_up=warm_up)
     assert (found.arrays, found.compilations) == (0, 0), found
-    # glibc keeps a few MiB more, or less, whatever is called.
     assert found.objects < 100 + count // 50, found
-    assert found.private < 2**22 + 2**9 * count, found
+    # glibc keeps a few MiB more, or less, whatever is called; a leak grows with each repetition.
+    private = [found.private]
+    allowed = 2**22 + 2**9 * count
+    while min(private) >= allowed and len(private) < 4:
+        private.append(growth(call, count=count, warm_up=0).private)
+    assert min(private) < allowed, private

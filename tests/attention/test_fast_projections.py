@@ -23,11 +23,13 @@ def arguments(name):
     return tuple(jnp.asarray(x) for x in inputs(**shape))
 
 
-def draw(*keys):
-    one = functools.partial(draw_fast_projection, num_features=FEATURES, dim=DIM)
-    if not keys:
-        return one(jax.random.key(0))
-    return jax.vmap(one)(jax.random.split(jax.random.key(0), *keys))
+def draw(*stack):
+    """One projection, or a stack of them with leading axes of the sizes given."""
+    draw_one = functools.partial(draw_fast_projection, num_features=FEATURES, dim=DIM)
+    for _ in stack:
+        draw_one = jax.vmap(draw_one)
+    key = jax.random.key(0)
+    return draw_one(jax.random.split(key, stack) if stack else key)
 
 
 def assert_close(actual, expected):
@@ -72,7 +74,7 @@ def test_another_draw_is_no_other_program():
 
 def test_vmap_over_layers_of_heads():
     q, k, v = inputs(LENGTH, dim=DIM)
-    layers = draw((3, 2))
+    layers = draw(3, 2)
     attend = functools.partial(random_feature_attention, q, k, v)
     mapped = jax.jit(jax.vmap(attend))(layers)
     for i in range(3):

@@ -199,6 +199,8 @@ def step(
     )
     check_step(inputs.query, inputs.key, jnp.shape(key)[-2])
     batch = jnp.shape(query)[:-3]
-    before = flatten(state, jax.eval_shape(lambda: empty_state(inputs, maps)), batch)
+    # Merged with the state of no keys, it varies over the devices of shard_map as the tokens do.
+    empty = empty_state(inputs, maps)
+    before = merge(empty, flatten(state, empty, batch))
     out, after = causal_attention(inputs, maps, before, chunk_size=check_chunk_size(chunk_size))
     return restore(out), unflatten(after, batch)
