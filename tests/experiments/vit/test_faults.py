@@ -70,11 +70,14 @@ def assert_goes_on(workdir, whole, **changes):
     """The same command gives what it gives undisturbed, and leaves no other files."""
     train.train(get_config(**changes), workdir)
     assert_same_run(workdir, whole, step=changes.get("num_steps", STEPS))
-    for folder in (".", "checkpoints"):
-        left, expected = (
-            {path.name for path in (run / folder).iterdir()} for run in (workdir, whole)
-        )
-        assert left == expected
+    assert names_in(workdir) == names_in(whole)
+
+
+def names_in(workdir):
+    """The files of a run, and its checkpoints."""
+    return {
+        path.relative_to(workdir) for path in (*workdir.glob("*"), *workdir.glob("checkpoints/*"))
+    }
 
 
 def rows(workdir):
@@ -101,6 +104,31 @@ def test_a_second_run_is_refused_while_readers_work_and_a_killed_one_holds_nothi
     first.kill()
     first.wait()
     assert_goes_on(workdir, whole)
+
+
+@pytest.mark.slow
+def test_a_run_that_stood_still_finds_its_folder_taken_over(start, whole, tmp_path):
+    workdir = tmp_path / "b"
+    folder = {"checkpoint__folder": str(workdir / "checkpoints")}
+    call = "hold_by_lease(5); at_row(8, stand_still)"
+    first = start(tmp_path / "a", call=call, **(CHANGES | folder))
+    commands.wait_until(lambda: rows(tmp_path / "a") == 8, first)
+    code, lines = commands.finish(start(workdir, call="hold_by_lease(5)", **CHANGES))
+    if code:
+        assert re.search(f"use by another run: process {first.pid} .* again in . seconds", lines[0])
+        time.sleep(5)
+        code, lines = commands.finish(start(workdir, call="hold_by_lease(5)", **CHANGES))
+    assert code == 0, lines
+    before = names_in(workdir)
+    first.send_signal(signal.SIGCONT)
+    code, lines = commands.finish(first)
+    assert code == 1
+    assert lines == [
+        f"{workdir / 'checkpoints'} has lost its run.lock. This run ends, so that it writes over "
+        "nothing."
+    ]
+    assert_same_run(workdir, whole)
+    assert names_in(workdir) == before == names_in(whole)
 
 
 # SIGKILL.
