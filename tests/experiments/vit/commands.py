@@ -63,8 +63,10 @@ def hold_by_lease(seconds):
     locking.locked, locking.EXPIRY, locking.RENEWAL = held, seconds, seconds / 10
 
 
-def stand_still():
-    """Stops this process, until it gets SIGCONT."""
+def stand_still(path):
+    """Stops this process, until it gets SIGCONT, when a file or folder is there."""
+    while not os.path.exists(path):
+        time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
