@@ -214,8 +214,7 @@ class Lease:
         if found != self._holder:
             taken = f"was taken over by {found}" if found else f"has lost its {FILE}"
             raise UserError(
-                f"{self._path.parent} {taken}, while this run did not answer for {EXPIRY:.0f} "
-                "seconds. This run ends, so that it writes over nothing."
+                f"{self._path.parent} {taken}. This run ends, so that it writes over nothing."
             )
 
     def keep_renewing(self, stop: threading.Event) -> None:

@@ -22,6 +22,11 @@ from experiments.vit import checkpoint, compare, config, train
 from simrf_jax.models import ATTENTIONS
 
 STOPPED = "Stopped; the same command goes on from the last checkpoint, if any are kept."
+ONE_OF_SEVERAL = (
+    "This process ends with this error. If it is that of a connection, another process is gone, "
+    "and its output says why. When all have ended, the same command goes on from the last "
+    "checkpoint, if any are kept."
+)
 START_TIMEOUT = 120  # Seconds in which all processes have to be started.
 HEARTBEAT_TIMEOUT = 30  # Seconds after which the others end when one process is gone.
 
@@ -62,7 +67,7 @@ def main(argv: list[str]) -> None:
         except Exception:
             if not jax.distributed.is_initialized():
                 raise
-            leave(f"{traceback.format_exc()}\n{_of_several()}")
+            leave(f"{traceback.format_exc()}\n{ONE_OF_SEVERAL}")
 
 
 def leave(code: int | str | None) -> None:
@@ -72,15 +77,6 @@ def leave(code: int | str | None) -> None:
         print(code, file=sys.stderr, flush=True)
         os._exit(1)
     raise SystemExit(code)
-
-
-def _of_several() -> str:
-    """Says what an error of one of several processes may come from."""
-    return (
-        f"Process {jax.process_index()} of {jax.process_count()} ends with this error. If it is "
-        "that of a connection, another process is gone, and its output says why. When all have "
-        "ended, the same command goes on from the last checkpoint, if any are kept."
-    )
 
 
 def run() -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from multiprocessing import resource_tracker
 from typing import Self
 
@@ -46,7 +46,8 @@ class Batches:
 
     def __next__(self) -> Batch:
         if self._iterator is None:
-            with _signals_to_this_process_alone():
+            alone = _signals_to_this_process_alone() if self._num_workers else nullcontext()
+            with alone:
                 self._iterator = self._start()
                 batch = next(self._iterator)  # It starts the workers.
         else:
@@ -88,7 +89,7 @@ class Batches:
         return iter(ahead.mp_prefetch(workers, worker_init_fn=init))
 
 
-@contextlib.contextmanager
+@contextmanager
 def _signals_to_this_process_alone() -> Iterator[None]:
     """Lets processes that are started live on after Ctrl-C or a notice to the whole group.
 

@@ -1,6 +1,5 @@
 """Runs that are killed, interrupted or robbed of their disk: one line says why, nothing is lost."""
 
-import contextlib
 import json
 import os
 import random
@@ -35,7 +34,7 @@ def get_config(**changes):
 
 @pytest.fixture
 def start():
-    """Starts trainers, and sees to it that none is left with its workers."""
+    """Starts trainers, and sees to it that none is left."""
     processes = []
 
     def start_one(*args, **changes):
@@ -44,9 +43,7 @@ def start():
 
     yield start_one
     for process in processes:
-        for number in processes_of(process.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
+        process.kill()
         process.wait()
         process.stdout.close()
 
@@ -70,11 +67,14 @@ def assert_goes_on(workdir, whole, **changes):
     """The same command gives what it gives undisturbed, and leaves no other files."""
     train.train(get_config(**changes), workdir)
     assert_same_run(workdir, whole, step=changes.get("num_steps", STEPS))
-    for folder in (".", "checkpoints"):
-        left, expected = (
-            {path.name for path in (run / folder).iterdir()} for run in (workdir, whole)
-        )
-        assert left == expected
+    assert names_in(workdir) == names_in(whole)
+
+
+def names_in(workdir):
+    """The files of a run, and its checkpoints."""
+    return {
+        path.relative_to(workdir) for path in (*workdir.glob("*"), *workdir.glob("checkpoints/*"))
+    }
 
 
 def rows(workdir):
@@ -101,6 +101,32 @@ def test_a_second_run_is_refused_while_readers_work_and_a_killed_one_holds_nothi
     first.kill()
     first.wait()
     assert_goes_on(workdir, whole)
+
+
+@pytest.mark.slow
+def test_a_run_that_stood_still_finds_its_folder_taken_over(start, whole, tmp_path):
+    workdir = tmp_path / "b"
+    folder = {"checkpoint__folder": str(workdir / "checkpoints")}
+    saved = workdir / "checkpoints" / "6"
+    call = f"hold_by_lease(5); at_row(8, stand_still, {str(saved)!r})"
+    first = start(tmp_path / "a", call=call, **(CHANGES | folder))
+    commands.wait_until(lambda: rows(tmp_path / "a") == 8 and saved.exists(), first)
+    code, lines = commands.finish(start(workdir, call="hold_by_lease(5)", **CHANGES))
+    if code:
+        assert re.search(f"use by another run: process {first.pid} .* again in . seconds", lines[0])
+        time.sleep(5)
+        code, lines = commands.finish(start(workdir, call="hold_by_lease(5)", **CHANGES))
+    assert code == 0, lines
+    before = names_in(workdir)
+    first.send_signal(signal.SIGCONT)
+    code, lines = commands.finish(first)
+    assert code == 1
+    assert lines == [
+        f"{workdir / 'checkpoints'} has lost its run.lock. This run ends, so that it writes over "
+        "nothing."
+    ]
+    assert_same_run(workdir, whole)
+    assert names_in(workdir) == before == names_in(whole)
 
 
 # SIGKILL.
@@ -194,7 +220,7 @@ def test_an_interrupt_of_the_imports_prints_one_line(start, seconds, tmp_path):
 @pytest.mark.parametrize(
     ("number", "times"), [(signal.SIGINT, 1), (signal.SIGINT, 2), (signal.SIGKILL, 1)]
 )
-def test_workers_end_with_the_run_and_say_nothing(start, number, times, moment, tmp_path):
+def test_workers_end_with_the_run(start, number, times, moment, tmp_path):
     prepared.write(tmp_path / "data", train=48, validation=16)
     records = prepared.OPTIONS | {"data_dir": tmp_path / "data", "eval_batch_size": 8}
     changes = CHANGES | records | {"num_steps": 10_000, "num_workers": 2}
@@ -209,8 +235,8 @@ def test_workers_end_with_the_run_and_say_nothing(start, number, times, moment, 
         interrupt(process, times)
     code, lines = commands.finish(process)
     assert code == -number
-    told = [line for line in lines if "Load dataset info" not in line]
-    assert told == ([] if number == signal.SIGKILL else [STOPPED])
+    if number == signal.SIGINT:
+        assert [line for line in lines if "Load dataset info" not in line] == [STOPPED]
     end = time.monotonic() + 30
     while processes_of(process.pid):
         assert time.monotonic() < end

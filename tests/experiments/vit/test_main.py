@@ -27,6 +27,7 @@ def command(tmp_path, monkeypatch):
     """Runs the program with a tiny config in this process, all of it but the allocator."""
     monkeypatch.setattr(memory, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # It puts its own there.
+    monkeypatch.setenv("PYTHONWARNINGS", "")  # Likewise.
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # Not installed: nothing uses the network.
 
     def run(flags, config=tiny.__file__):
