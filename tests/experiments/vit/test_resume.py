@@ -248,7 +248,7 @@ def train_until_the_disk_is_full(workdir, file):
 def test_a_disk_that_fills_up_loses_nothing(file, whole, tmp_path):
     code = f"from {__name__} import *; train_until_the_disk_is_full({str(tmp_path)!r}, {file!r})"
     process = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    message = r"OSError: .*(cannot be written|could not be saved in).*\n.*same command goes on"
+    message = r"UserError: .*(cannot be written|could not be saved in).*\n.*same command goes on"
     assert re.search(message, process.stderr), process.stderr
     assert not (tmp_path / "results.json").exists()
     train.train(get_config(), tmp_path)
