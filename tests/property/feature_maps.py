@@ -19,6 +19,7 @@ class Map(NamedTuple):
       of_keys: The formula of keys.
       projected: Whether it takes a projection.
       signed: Whether features may be negative, so that a denominator may come near zero.
+      smooth_at_zero: Whether the zero vector has features, and these a gradient.
     """
 
     argument: Any
@@ -26,6 +27,7 @@ class Map(NamedTuple):
     of_keys: Callable
     projected: bool = True
     signed: bool = False
+    smooth_at_zero: bool = True
 
 
 def named(name: str, **options: Any) -> Map:
@@ -74,6 +76,8 @@ MAPS = {
     "elu": named("elu", projected=False),
     "elu of a projection": named("elu"),
     "polynomial": Map(polynomial, polynomial_formula, polynomial_formula),
-    "direction": Map(direction, direction_formula, direction_formula),
-    "pair": Map(FeaturePair(direction, inverse), direction_formula, inverse_formula),
+    "direction": Map(direction, direction_formula, direction_formula, smooth_at_zero=False),
+    "pair": Map(
+        FeaturePair(direction, inverse), direction_formula, inverse_formula, smooth_at_zero=False
+    ),
 }
