@@ -69,8 +69,11 @@ def random_feature_attention(
         inside a pair or a ``functools.partial``, stand for their names: they take the softmax
         kernel unless told otherwise, and are exact at any scale, which the features of other
         callables are as far as their range allows. A callable of your own need not have a value at
-        zero: hidden keys and padding come to it as copies of other tokens. Outside ``jit``, causal
-        and packed attention call it on the whole length at once. Maps that may be negative
+        zero: hidden keys and padding come to it as copies of other tokens. If its features of a
+        visible token overflow, the gradients of W and of whatever arrays it holds are NaN, even of
+        outputs that do not see the token, as for any JAX function there: clip what you
+        exponentiate. Outside ``jit``, causal and packed attention call it on the whole length at
+        once. Maps that may be negative
         (trigonometric, phase, the hybrids) estimate the denominator with noise of either sign:
         where it comes near zero, so does the sense of the output.
       mask: Boolean, broadcastable to ``[..., N, T, S]``, True to attend. It must be the same for

@@ -268,12 +268,11 @@ def _sees(spoils: jax.Array, carry: Carry, runs: jax.Array | None) -> jax.Array:
       carry: The keys before the chunk.
       runs: ``[B, C]``, or None.
     """
-    size = spoils.shape[1]
-    visible = jnp.tri(size, dtype=bool)[None]
     before = carry.spoiled[:, None]
-    if carry.run is not None and runs is not None:
-        visible = visible & (runs[:, :, None] == runs[:, None])
-        before = before & (runs == carry.run[:, None])[..., None]
+    if carry.run is None or runs is None:
+        return before | (jnp.cumsum(spoils, axis=1) > 0)
+    before = before & (runs == carry.run[:, None])[..., None]
+    visible = jnp.tri(spoils.shape[1], dtype=bool)[None] & (runs[:, :, None] == runs[:, None])
     return before | jnp.any(visible[..., None] & spoils[:, None], axis=2)
 
 

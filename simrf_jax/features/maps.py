@@ -197,15 +197,20 @@ def _log_features(function: Callable[..., Any], side: str) -> LogFeatureMap:
 
 
 def _as_log_features(phi: Any, x: jax.Array) -> LogFeatures:
-    """Checks the features of ``x`` and returns them as values with exponents of zero."""
+    """Checks the features of ``x`` and returns them in units of the largest of each vector.
+
+    Products with values of any size, and their sums, stay finite in these units.
+    """
     phi = checks.floating("The features of a feature_map", phi)
     if phi.shape[:-1] != x.shape[:-1] or phi.shape[-1] == 0:
         raise ValueError(
             f"feature_map must map {(*x.shape[:-1], 'dim')} to {(*x.shape[:-1], 'num_features')}, "
             f"got {phi.shape} for x of shape {x.shape}."
         )
-    zero = jnp.zeros_like(x[..., :1])
-    return LogFeatures(zero, zero, phi.astype(x.dtype))
+    phi = phi.astype(x.dtype)
+    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(phi), axis=-1, keepdims=True))
+    largest = jnp.where(largest > 0, largest, 1)
+    return LogFeatures(jnp.zeros_like(largest), jnp.log(largest), phi / largest)
 
 
 def _is_finite(phi: LogFeatures) -> jax.Array:

@@ -182,8 +182,9 @@ def read(
         if factors is not None:
             mask, real = factors.keys, _heads_last(factors.queries)
             valid.append(_heads_last(factors.is_product))
-            # Padding may hold anything, NaN too: it must not reach the gradients.
-            query = jnp.where(real, query, 0)
+            # Attention puts a real query in the place of one that is not finite, and so keeps
+            # whatever padding holds out of feature maps and gradients.
+            query = jnp.where(real, query, jnp.nan)
     options = {
         "mask": mask,
         "bias": bias,

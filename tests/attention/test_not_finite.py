@@ -301,3 +301,23 @@ class TestMapsWithoutAValueAtZero:
         others = POSITIONS != WHERE
         np.testing.assert_array_equal(planted_d_key[others], d_key[others])
         np.testing.assert_array_equal(planted_d_value, d_value)
+
+
+@pytest.mark.fast
+def test_large_features_and_values_of_one_segment_reach_no_other():
+    """A user's features times values, each finite, would overflow the sums of keys."""
+
+    def large(x, w):
+        return 1e10 * jnp.exp(x @ w.T - jnp.sum(x**2, axis=-1, keepdims=True) / 2)
+
+    q, k, v = INPUTS
+    v = plant(INPUTS, {"v": (ALL, 1e30)})[2]
+    attend = functools.partial(far, segment_ids=IDS, is_causal=True)
+    out, expected = attend(q, k, v, feature_map=large), attend(q, k, v)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+    others = IDS != 1
+    gradients = jax.grad(
+        lambda *qkv: jnp.sum(attend(*qkv, feature_map=large)[others] ** 2), argnums=(0, 1, 2)
+    )(q, k, v)
+    for gradient in gradients:
+        assert np.isfinite(gradient).all()

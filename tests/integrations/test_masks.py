@@ -83,6 +83,28 @@ def test_nan_in_padding_reaches_nothing(is_causal):
         np.testing.assert_array_equal(gradient[TOKENS == 0], 0)
 
 
+def test_padding_does_not_pass_through_a_users_map_as_zeros():
+    def on_the_unit_sphere(x, w):
+        return jnp.exp((x / jnp.linalg.norm(x, axis=-1, keepdims=True)) @ w.T)
+
+    q, k, v = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
+    (call, _), _ = adapters(feature_map=on_the_unit_sphere)
+
+    def loss(call, *x):
+        out = call(*x, mask=PADDING)
+        return jnp.sum(out**2), out
+
+    @nnx.jit
+    def run(call, *x):
+        return nnx.grad(loss, argnums=(1, 2, 3), has_aux=True)(call, *x)
+
+    gradients, out = run(call, q, k, v)
+    np.testing.assert_array_equal(out[TOKENS == 0], 0)
+    for gradient in gradients:
+        assert np.isfinite(gradient).all()
+        np.testing.assert_array_equal(gradient[TOKENS == 0], 0)
+
+
 ADDITIVE = np.where(TOKENS > 0, 0.0, -1e9).astype(np.float32)[:, None, None]
 NO_MASKS = {
     "additive": ADDITIVE,
