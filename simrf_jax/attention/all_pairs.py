@@ -71,7 +71,8 @@ def kernel_rows(
 def _log_weights(inputs: Inputs, is_causal: bool) -> jax.Array:
     """Returns what to add to the logits, ``[B, T, K, 1, S]``.
 
-    Minus infinity hides a key from a query; NaN marks one that is seen and not finite.
+    Minus infinity hides a key from a query; NaN marks one that is seen and not finite, which
+    turns the query's row into NaN.
     """
     length, key_length = inputs.query.shape[1], inputs.key.shape[1]
     weights = inputs.key_log_weights.mT[:, None, :, None]
@@ -101,8 +102,7 @@ def _feature_products(
         phi = signed_exp(exponent - shift, keys.values)
         if query.values is not None:
             phi = phi * query.values[..., None, :]
-        kernel = jnp.where(jnp.isnan(log_weights[..., 0]), jnp.nan, jnp.sum(phi, axis=-1))
-        return KernelRows(kernel, shift[..., 0])
+        return KernelRows(jnp.sum(phi, axis=-1), shift[..., 0])
 
     by_query = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (queries, log_weights))
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), jax.lax.map(row, by_query))
@@ -113,8 +113,10 @@ def _estimated_rows(inputs: Inputs, maps: HeadMaps, log_weights: jax.Array) -> K
     # The log weights of a key differ between queries here, and are added for each.
     keys, spoils = key_features(maps, inputs.key, jnp.zeros_like(inputs.key_log_weights))
     seen = spoils.mT[:, None, :, None] & (log_weights > -jnp.inf)
-    rows = _feature_products(queries, keys, jnp.where(seen, jnp.nan, log_weights))
-    kernel = jnp.where(spoiled[..., None], jnp.nan, rows.kernel)
+    rows = _feature_products(queries, keys, log_weights)
+    spoiled = spoiled[..., None] | jnp.any(seen | jnp.isnan(log_weights), axis=-1, keepdims=True)
+    # Whole rows, for the rest of a row would have NaN gradients, which reach other tokens.
+    kernel = jnp.where(spoiled, jnp.nan, rows.kernel)
     return KernelRows(kernel, rows.log_scale + queries.log_scale)
 
 
@@ -123,5 +125,5 @@ def _softmax_rows(inputs: Inputs, log_weights: jax.Array) -> KernelRows:
     logits = jnp.einsum("btkgh,bskh->btkgs", inputs.query, inputs.key, precision=highest)
     logits = jnp.where(log_weights > -jnp.inf, logits + log_weights, -jnp.inf)
     shift = finite(largest(logits, axis=-1))
-    kernel = jnp.where(jnp.isnan(log_weights), jnp.nan, jnp.exp(logits - shift))
-    return KernelRows(kernel, shift)
+    spoiled = jnp.any(jnp.isnan(log_weights), axis=-1, keepdims=True)
+    return KernelRows(jnp.where(spoiled, jnp.nan, jnp.exp(logits - shift)), shift)

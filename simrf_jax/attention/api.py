@@ -70,12 +70,12 @@ def random_feature_attention(
         kernel unless told otherwise, and are exact at any scale, which the features of other
         callables are as far as their range allows. A callable of your own need not have a value at
         zero: hidden keys and padding come to it as copies of other tokens. If its features of a
-        visible token overflow, the gradients of W and of whatever arrays it holds are NaN, even of
-        outputs that do not see the token, as for any JAX function there: clip what you
-        exponentiate. Outside ``jit``, causal and packed attention call it on the whole length at
-        once. Maps that may be negative
-        (trigonometric, phase, the hybrids) estimate the denominator with noise of either sign:
-        where it comes near zero, so does the sense of the output.
+        visible token are not finite, the gradients of that token, of W, of the scale and of arrays
+        that the callable holds are NaN, even those of outputs that do not see the token, for 0
+        times infinity is NaN in the callable's own derivative: clip what you exponentiate. Outside
+        ``jit``, causal and packed attention call it on the whole length at once. Maps that may be
+        negative (trigonometric, phase, the hybrids) estimate the denominator with noise of either
+        sign: where it comes near zero, so does the sense of the output.
       mask: Boolean, broadcastable to ``[..., N, T, S]``, True to attend. It must be the same for
         all queries: have a query axis of size 1, or be a NumPy array that is constant along it.
       bias: Added to the logits; of the same shapes, with the same condition.

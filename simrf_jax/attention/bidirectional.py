@@ -12,6 +12,7 @@ from simrf_jax.attention.state import (
     normalise,
     query_features,
     read,
+    split_spoiled,
     spoil,
     summarise,
     with_ones,
@@ -40,9 +41,10 @@ def bidirectional_attention(inputs: Inputs, maps: HeadMaps, *, axes: Axes = ()) 
       ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
     """
     keys, spoils = key_features(maps, inputs.key, inputs.key_log_weights)
-    state = spoil(summarise(keys, with_ones(inputs.value)), jnp.any(spoils, axis=1))
+    state, spoiled = summarise(keys, with_ones(inputs.value)), jnp.any(spoils, axis=1)
     if axes:
-        state = merge_over(state, axes)
-    queries, spoiled = query_features(maps, inputs.query)
+        state, spoiled = split_spoiled(merge_over(spoil(state, spoiled), axes))
+    queries, no_features = query_features(maps, inputs.query)
     out = normalise(read(state, queries, inputs.value.dtype))
-    return jnp.where(spoiled[..., None], jnp.nan, out)
+    # Last, for NaN before it would reach the gradients of W: 0 * NaN is not 0.
+    return jnp.where((no_features | spoiled[:, None, :, None])[..., None], jnp.nan, out)

@@ -321,3 +321,25 @@ def test_large_features_and_values_of_one_segment_reach_no_other():
     )(q, k, v)
     for gradient in gradients:
         assert np.isfinite(gradient).all()
+
+
+@pytest.mark.fast
+def test_a_key_that_only_padding_sees_reaches_no_gradient():
+    q, k, v = plant(INPUTS, {"k": (ALL, np.nan)})
+
+    def loss(*arrays):
+        return jnp.sum(random_feature_attention(*arrays, query_seq_lengths=[0]) ** 2)
+
+    for gradient in jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(q, k, v, projection()):
+        np.testing.assert_array_equal(gradient, 0)
+
+
+@pytest.mark.fast
+def test_rows_of_the_matrix_that_see_it_reach_no_gradient_of_others():
+    q, k, _ = plant(INPUTS, {"k": (ALL, np.nan)})
+
+    def loss(q, k, w):
+        return jnp.sum(attention_matrix(q, k, w, is_causal=True)[:, :WHERE] ** 2)
+
+    for gradient in jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, projection()):
+        assert np.isfinite(gradient).all()

@@ -47,6 +47,7 @@ FIXED_PROGRAMS = (
         per_head=True,
         mask="bs",
         bias="ns",
+        query_lengths=True,
         scale=True,
     ),
     Program(
