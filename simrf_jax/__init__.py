@@ -8,7 +8,8 @@ A feature map phi turns a kernel into an inner product: K(x, y) = E[phi(x) . phi
 - ``positive_features`` and the other ``*_features``: feature maps. ``gaussian_kernel``,
   ``softmax_kernel`` and ``relu_kernel``: the exact kernels that they estimate.
 - ``random_feature_attention``: softmax attention in linear time, bidirectional, causal or packed.
-  ``decoding``: the same token by token, from a state that does not grow.
+  ``RandomFeatures``, ``Band`` and ``Blend`` are the mechanisms as objects, which also decode
+  token by token, from a state that does not grow. ``feature_maps``: feature maps as objects.
 - ``banded_attention``: exact softmax attention to nearby keys, the near field.
   ``fmm_attention``: near field and far field together.
 - ``attention_matrix``, ``attention_report``: the attention weights that random features imply, and
@@ -23,17 +24,20 @@ from simrf_jax import theory
 from simrf_jax.attention import (
     AttentionReport,
     AttentionState,
+    Band,
+    Blend,
+    Mechanism,
+    RandomFeatures,
     attention_matrix,
     attention_report,
     banded_attention,
-    decoding,
     fmm_attention,
     random_feature_attention,
 )
 from simrf_jax.features import (
     BipolarProjection,
     ClusteredProjection,
-    FeaturePair,
+    FeatureMap,
     angular_hybrid_features,
     clustered_hybrid_features,
     draw_bipolar_projection,
@@ -49,6 +53,7 @@ from simrf_jax.features import (
     softmax_kernel,
     trigonometric_features,
 )
+from simrf_jax.features import maps as feature_maps
 from simrf_jax.projections import (
     FastProjection,
     draw_fast_projection,
@@ -63,20 +68,24 @@ __version__ = "0.1.0"
 __all__ = [
     "AttentionReport",
     "AttentionState",
+    "Band",
     "BipolarProjection",
+    "Blend",
     "ClusteredProjection",
     "FastProjection",
-    "FeaturePair",
+    "FeatureMap",
+    "Mechanism",
+    "RandomFeatures",
     "angular_hybrid_features",
     "attention_matrix",
     "attention_report",
     "banded_attention",
     "clustered_hybrid_features",
-    "decoding",
     "draw_bipolar_projection",
     "draw_fast_projection",
     "draw_projection",
     "elu_features",
+    "feature_maps",
     "fmm_attention",
     "gaussian_hybrid_features",
     "gaussian_kernel",

@@ -1,19 +1,31 @@
-"""Random-feature attention, phi(Q) (phi(K)^T V), and the exact attention of its near field."""
+"""Attention mechanisms: random features, phi(Q) (phi(K)^T V), an exact band, and both together."""
 
-from simrf_jax.attention import decoding
-from simrf_jax.attention.api import random_feature_attention
-from simrf_jax.attention.fmm import fmm_attention
-from simrf_jax.attention.inspection import AttentionReport, attention_matrix, attention_report
-from simrf_jax.attention.near_field import banded_attention
-from simrf_jax.attention.state import AttentionState
+from simrf_jax.attention.banded.attention import banded_attention
+from simrf_jax.attention.banded.mechanism import Band, Window
+from simrf_jax.attention.fmm.attention import fmm_attention
+from simrf_jax.attention.fmm.mechanism import Blend, BlendState
+from simrf_jax.attention.inspection.report import (
+    AttentionReport,
+    attention_matrix,
+    attention_report,
+)
+from simrf_jax.attention.mechanism import Mechanism
+from simrf_jax.attention.random_features.attention import random_feature_attention
+from simrf_jax.attention.random_features.mechanism import RandomFeatures
+from simrf_jax.attention.random_features.state import AttentionState
 
 __all__ = [
     "AttentionReport",
     "AttentionState",
+    "Band",
+    "Blend",
+    "BlendState",
+    "Mechanism",
+    "RandomFeatures",
+    "Window",
     "attention_matrix",
     "attention_report",
     "banded_attention",
-    "decoding",
     "fmm_attention",
     "random_feature_attention",
 ]

@@ -8,20 +8,12 @@ from simrf_jax.features.bipolar import (
 )
 from simrf_jax.features.clustered import ClusteredProjection, clustered_hybrid_features
 from simrf_jax.features.exponential import hyperbolic_features, positive_features
+from simrf_jax.features.feature_map import FeatureMap, Side
 from simrf_jax.features.generalised import elu_features, relu_features
 from simrf_jax.features.hybrid import hybrid_features
 from simrf_jax.features.kernels import gaussian_kernel, relu_kernel, softmax_kernel
 from simrf_jax.features.log_space import KERNELS, LogFeatures
-from simrf_jax.features.maps import (
-    FEATURE_MAPS,
-    CustomMap,
-    FeatureMap,
-    FeaturePair,
-    LibraryMap,
-    LogFeatureMap,
-    log_feature_maps,
-    projection_type,
-)
+from simrf_jax.features.maps import FEATURE_MAPS, Custom, as_feature_map
 from simrf_jax.features.trigonometric import phase_features, trigonometric_features
 
 __all__ = [
@@ -29,13 +21,12 @@ __all__ = [
     "KERNELS",
     "BipolarProjection",
     "ClusteredProjection",
-    "CustomMap",
+    "Custom",
     "FeatureMap",
-    "FeaturePair",
-    "LibraryMap",
-    "LogFeatureMap",
     "LogFeatures",
+    "Side",
     "angular_hybrid_features",
+    "as_feature_map",
     "clustered_hybrid_features",
     "draw_bipolar_projection",
     "elu_features",
@@ -43,10 +34,8 @@ __all__ = [
     "gaussian_kernel",
     "hybrid_features",
     "hyperbolic_features",
-    "log_feature_maps",
     "phase_features",
     "positive_features",
-    "projection_type",
     "relu_features",
     "relu_kernel",
     "softmax_kernel",

@@ -1,222 +1,332 @@
-"""Feature maps by name, as attention asks for them."""
+"""Feature maps as attention takes them, by name or as objects."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from simrf_jax import checks
-from simrf_jax.features import bipolar, clustered, exponential, generalised, trigonometric
+from simrf_jax.features.bipolar import (
+    BipolarProjection,
+    angular_hybrid_features,
+    angular_log_features,
+    gaussian_hybrid_features,
+    gaussian_log_features,
+)
+from simrf_jax.features.clustered import (
+    ClusteredProjection,
+    clustered_hybrid_features,
+    clustered_log_features,
+)
+from simrf_jax.features.exponential import (
+    hyperbolic_features,
+    hyperbolic_log_features,
+    positive_features,
+    positive_log_features,
+)
+from simrf_jax.features.feature_map import FeatureMap, Side
+from simrf_jax.features.generalised import (
+    elu_features,
+    elu_log_features,
+    relu_features,
+    relu_log_features,
+)
 from simrf_jax.features.log_space import LogFeatures
+from simrf_jax.features.trigonometric import (
+    phase_features,
+    phase_log_features,
+    trigonometric_features,
+    trigonometric_log_features,
+)
+from simrf_jax.projections import Projection
+
+_static = functools.partial(jax.tree_util.register_dataclass, data_fields=[])
 
 
+@functools.partial(_static, meta_fields=["kernel"])
 @dataclasses.dataclass(frozen=True)
-class LibraryMap:
-    """A map of this library to log features; equal ones are equal by value, so JAX compiles once.
+class Positive(FeatureMap):
+    """``positive_features``.
 
     Attributes:
-      function: Returns the log features of x and a projection.
-      keywords: Its keyword arguments, ordered by name.
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
     """
 
-    function: Callable[..., LogFeatures]
-    keywords: tuple[tuple[str, Any], ...] = ()
+    is_finite = True
+    kernel: str = "softmax"
 
-    def __call__(self, x: Any, projection: Any) -> LogFeatures:
-        """Returns the log features of what the function takes, ``[..., dim]``."""
-        return self.function(x, projection, **dict(self.keywords))
+    def log_features(self, x: jax.Array, projection: Projection, *, side: Side) -> LogFeatures:
+        """Returns the same for queries and keys."""
+        del side
+        return positive_log_features(x, projection, kernel=self.kernel)
 
 
+@functools.partial(_static, meta_fields=["kernel"])
+@dataclasses.dataclass(frozen=True)
+class Hyperbolic(FeatureMap):
+    """``hyperbolic_features``.
+
+    Attributes:
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+    """
+
+    is_finite = True
+    kernel: str = "softmax"
+
+    def log_features(self, x: jax.Array, projection: Projection, *, side: Side) -> LogFeatures:
+        """Returns the same for queries and keys."""
+        del side
+        return hyperbolic_log_features(x, projection, kernel=self.kernel)
+
+
+@functools.partial(_static, meta_fields=["kernel"])
+@dataclasses.dataclass(frozen=True)
+class Trigonometric(FeatureMap):
+    """``trigonometric_features``.
+
+    Attributes:
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+    """
+
+    is_finite = True
+    kernel: str = "softmax"
+
+    def log_features(self, x: jax.Array, projection: Projection, *, side: Side) -> LogFeatures:
+        """Returns the same for queries and keys."""
+        del side
+        return trigonometric_log_features(x, projection, kernel=self.kernel)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["phases"], meta_fields=["kernel"])
 @dataclasses.dataclass(frozen=True, eq=False)
-class CustomMap:
-    """A user's function from (x, projection) to features, which may depend on what it closes over.
-
-    Two of them are never equal, so nothing that was traced from one is used for another.
+class Phase(FeatureMap):
+    """``phase_features``.
 
     Attributes:
-      function: Returns the features, or their ``LogFeatures``.
+      phases: Shifts ``[num_features]`` in radians; None for evenly spaced ones.
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
     """
 
-    function: Callable[..., Any]
+    is_finite = True
+    phases: ArrayLike | None = None
+    kernel: str = "softmax"
 
-    def __call__(self, x: Any, projection: Any) -> LogFeatures:
-        """Returns log features of ``[..., dim]``; NaN exponents mark vectors without finite ones.
+    def log_features(self, x: jax.Array, projection: Projection, *, side: Side) -> LogFeatures:
+        """Returns the same for queries and keys."""
+        del side
+        return phase_log_features(x, projection, self.phases, kernel=self.kernel)
 
-        The values there are zeros, so that nothing reaches the gradients of other vectors.
+
+@functools.partial(_static, meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Relu(FeatureMap):
+    """``relu_features``."""
+
+    is_finite = True
+
+    def log_features(self, x: jax.Array, projection: Projection, *, side: Side) -> LogFeatures:
+        """Returns the same for queries and keys."""
+        del side
+        return relu_log_features(x, projection)
+
+
+@functools.partial(_static, meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Elu(FeatureMap):
+    """``elu_features``; without a projection the features of linear transformers."""
+
+    is_finite = True
+
+    def log_features(
+        self, x: jax.Array, projection: Projection | None, *, side: Side
+    ) -> LogFeatures:
+        """Returns the same for queries and keys."""
+        del side
+        return elu_log_features(x, projection)
+
+
+@functools.partial(_static, meta_fields=["kernel"])
+@dataclasses.dataclass(frozen=True)
+class AngularHybrid(FeatureMap):
+    """``angular_hybrid_features``.
+
+    Attributes:
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+    """
+
+    projection_type = BipolarProjection
+    is_finite = True
+    kernel: str = "softmax"
+
+    def log_features(
+        self, x: jax.Array, projection: BipolarProjection, *, side: Side
+    ) -> LogFeatures:
+        """Returns psi_1 of queries and psi_2 of keys."""
+        return angular_log_features(x, projection, side=side, kernel=self.kernel)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["bandwidth"], meta_fields=["kernel"]
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class GaussianHybrid(FeatureMap):
+    """``gaussian_hybrid_features``.
+
+    Attributes:
+      bandwidth: The distance at which the weight passes from one base estimator to the other.
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+    """
+
+    projection_type = BipolarProjection
+    is_finite = True
+    bandwidth: ArrayLike = 1.0
+    kernel: str = "softmax"
+
+    def log_features(
+        self, x: jax.Array, projection: BipolarProjection, *, side: Side
+    ) -> LogFeatures:
+        """Returns psi_1 of queries and psi_2 of keys."""
+        return gaussian_log_features(
+            x, projection, side=side, bandwidth=self.bandwidth, kernel=self.kernel
+        )
+
+
+@functools.partial(_static, meta_fields=["kernel"])
+@dataclasses.dataclass(frozen=True)
+class ClusteredHybrid(FeatureMap):
+    """``clustered_hybrid_features``.
+
+    Attributes:
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+    """
+
+    projection_type = ClusteredProjection
+    is_finite = True
+    kernel: str = "softmax"
+
+    def log_features(
+        self, x: jax.Array, projection: ClusteredProjection, *, side: Side
+    ) -> LogFeatures:
+        """Returns psi_1 of queries and psi_2 of keys."""
+        return clustered_log_features(x, projection, side=side, kernel=self.kernel)
+
+
+@functools.partial(_static, meta_fields=["query", "key"])
+@dataclasses.dataclass(frozen=True)
+class Custom(FeatureMap):
+    """A feature map of one's own: a function from (x, projection) to features.
+
+    It returns features ``[..., num_features]`` of vectors ``[..., dim]`` that are already scaled.
+    It is exact as far as the range of its numbers allows, and need not have a value at zero: hidden
+    keys and padding come to it as copies of other tokens. If its features of a visible token are
+    not finite, the gradients of that token, of W, of the scale and of arrays that the function holds
+    are NaN, even those of outputs that do not see the token, for 0 times infinity is NaN in the
+    function's own derivative: clip what you exponentiate. Outside ``jit``, causal and packed
+    attention call it on the whole length at once.
+
+    Attributes:
+      query: Function of queries.
+      key: Function of keys; None for that of queries.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, simrf_jax
+      >>> def squares(x, w):
+      ...     return jnp.square(simrf_jax.project(x, w))
+      >>> w = simrf_jax.draw_projection(jax.random.key(0), 32, 16)
+      >>> q, k, v = jax.random.normal(jax.random.key(1), (3, 1, 10, 2, 16))
+      >>> custom = simrf_jax.feature_maps.Custom(squares)
+      >>> simrf_jax.random_feature_attention(q, k, v, w, feature_map=custom).shape
+      (1, 10, 2, 16)
+    """
+
+    query: Callable[..., jax.Array]
+    key: Callable[..., jax.Array] | None = None
+
+    def log_features(self, x: jax.Array, projection: Any, *, side: Side) -> LogFeatures:
+        """Returns features in units of the largest of each vector.
+
+        Products with values of any size, and their sums, stay finite in these units.
 
         Raises:
           TypeError: If the features are not floating.
           ValueError: If the features have the wrong shape.
         """
-        phi = self.function(x, projection)
-        if not isinstance(phi, LogFeatures):
-            phi = _as_log_features(phi, x)
-        finite = _is_finite(phi)
-        values = None if phi.values is None else jnp.where(finite, phi.values, 0)
-        return LogFeatures(
-            jnp.where(finite, phi.exponent, jnp.nan), jnp.where(finite, phi.log_scale, 0), values
-        )
+        function = self.query if side == "query" or self.key is None else self.key
+        phi = checks.floating("The features of a feature_map", function(x, projection))
+        if phi.shape[:-1] != x.shape[:-1] or phi.shape[-1] == 0:
+            raise ValueError(
+                f"feature_map must map {(*x.shape[:-1], 'dim')} to "
+                f"{(*x.shape[:-1], 'num_features')}, got {phi.shape} for x of shape {x.shape}."
+            )
+        phi = phi.astype(x.dtype)
+        largest = jax.lax.stop_gradient(jnp.max(jnp.abs(phi), axis=-1, keepdims=True))
+        largest = jnp.where(largest > 0, largest, 1)
+        return LogFeatures(jnp.zeros_like(largest), jnp.log(largest), phi / largest)
 
 
-LogFeatureMap: TypeAlias = LibraryMap | CustomMap
-
-
-class FeaturePair(NamedTuple):
-    """Two feature maps, called as ``f(x, projection)``: one for queries and one for keys.
-
-    Attributes:
-      query: psi_1, from ``[..., dim]`` to ``[..., num_features]``.
-      key: psi_2, likewise.
-
-    Example:
-      >>> import jax, functools, simrf_jax
-      >>> hybrid = simrf_jax.gaussian_hybrid_features
-      >>> pair = simrf_jax.FeaturePair(
-      ...     query=functools.partial(hybrid, side="query", bandwidth=2.0),
-      ...     key=functools.partial(hybrid, side="key", bandwidth=2.0),
-      ... )
-      >>> p = simrf_jax.draw_bipolar_projection(jax.random.key(0), 32, 8, 16)
-      >>> q, k, v = 0.3 * jax.random.normal(jax.random.key(1), (3, 1, 10, 2, 16))
-      >>> simrf_jax.random_feature_attention(q, k, v, p, feature_map=pair).shape
-      (1, 10, 2, 16)
-    """
-
-    query: Callable[..., Any]
-    key: Callable[..., Any]
-
-
-FeatureMap: TypeAlias = str | Callable[..., Any] | FeaturePair
-
-
-class NamedMap(NamedTuple):
-    """What attention knows about one of the library's feature maps.
-
-    Attributes:
-      features: The public function.
-      log_features: The same with its scale apart.
-      options: Keywords that attention has a say in: the kernel, which is softmax unless it is told
-        otherwise, and the side, query or key.
-      projection: The type of W: an array, or a structure of several parts.
-    """
-
-    features: Callable[..., jax.Array]
-    log_features: Callable[..., LogFeatures]
-    options: tuple[str, ...] = ("kernel",)
-    projection: type = jax.Array
-
-
-_BOTH = ("kernel", "side")
-FEATURE_MAPS = {
-    "positive": NamedMap(exponential.positive_features, exponential.positive_log_features),
-    "hyperbolic": NamedMap(exponential.hyperbolic_features, exponential.hyperbolic_log_features),
-    "trigonometric": NamedMap(
-        trigonometric.trigonometric_features, trigonometric.trigonometric_log_features
-    ),
-    "phase": NamedMap(trigonometric.phase_features, trigonometric.phase_log_features),
-    "relu": NamedMap(generalised.relu_features, generalised.relu_log_features, ()),
-    "elu": NamedMap(generalised.elu_features, generalised.elu_log_features, ()),
-    "angular_hybrid": NamedMap(
-        bipolar.angular_hybrid_features,
-        bipolar.angular_log_features,
-        _BOTH,
-        bipolar.BipolarProjection,
-    ),
-    "gaussian_hybrid": NamedMap(
-        bipolar.gaussian_hybrid_features,
-        bipolar.gaussian_log_features,
-        _BOTH,
-        bipolar.BipolarProjection,
-    ),
-    "clustered_hybrid": NamedMap(
-        clustered.clustered_hybrid_features,
-        clustered.clustered_log_features,
-        _BOTH,
-        clustered.ClusteredProjection,
-    ),
+FEATURE_MAPS: dict[str, FeatureMap] = {
+    "positive": Positive(),
+    "hyperbolic": Hyperbolic(),
+    "trigonometric": Trigonometric(),
+    "phase": Phase(),
+    "relu": Relu(),
+    "elu": Elu(),
+    "angular_hybrid": AngularHybrid(),
+    "gaussian_hybrid": GaussianHybrid(),
+    "clustered_hybrid": ClusteredHybrid(),
+}
+_FUNCTIONS = {
+    positive_features: "Positive",
+    hyperbolic_features: "Hyperbolic",
+    trigonometric_features: "Trigonometric",
+    phase_features: "Phase",
+    relu_features: "Relu",
+    elu_features: "Elu",
+    angular_hybrid_features: "AngularHybrid",
+    gaussian_hybrid_features: "GaussianHybrid",
+    clustered_hybrid_features: "ClusteredHybrid",
 }
 
 
-def log_feature_maps(feature_map: FeatureMap) -> tuple[LogFeatureMap, LogFeatureMap]:
-    """Returns the maps of queries and of keys to log features, for a name, a callable or a pair.
+def as_feature_map(feature_map: str | FeatureMap | Callable[..., jax.Array]) -> FeatureMap:
+    """Returns a feature map, given by name, as an object or as a function (x, projection).
 
     Raises:
-      TypeError: If it is none of these.
+      TypeError: If it is none of these, or one of the library's functions, whose kernel is another
+        by default and whose features overflow: its feature map is meant.
       ValueError: If the name is unknown.
     """
-    query, key = _pair(feature_map)
-    return _log_features(query, "query"), _log_features(key, "key")
-
-
-def projection_type(feature_map: FeatureMap) -> type:
-    """The type of W that a name, a callable or a pair takes; an array, but for the hybrids."""
-    named = [_named(one)[0] for one in _pair(feature_map)]
-    types = [jax.Array if one is None else one.projection for one in named]
-    return next((one for one in types if one is not jax.Array), jax.Array)
-
-
-def _pair(feature_map: FeatureMap) -> FeaturePair:
     if isinstance(feature_map, str):
         checks.one_of("feature_map", feature_map, FEATURE_MAPS)
-        feature_map = FEATURE_MAPS[feature_map].features
-    pair = feature_map if isinstance(feature_map, FeaturePair) else (feature_map, feature_map)
-    if not all(callable(one) for one in pair):
+        return FEATURE_MAPS[feature_map]
+    if isinstance(feature_map, FeatureMap):
+        return _registered(feature_map)
+    if not callable(feature_map):
         raise TypeError(
-            f"feature_map must be one of {', '.join(map(repr, FEATURE_MAPS))}, a callable "
-            f"(x, projection) -> features, or a FeaturePair of two, got {feature_map!r}."
+            f"feature_map must be one of {', '.join(map(repr, FEATURE_MAPS))}, a FeatureMap, or a "
+            f"function (x, projection) -> features, got {feature_map!r}."
         )
-    return FeaturePair(*pair)
-
-
-def _named(function: Callable[..., Any]) -> tuple[NamedMap | None, dict[str, Any]]:
-    """The library's map that a function is, bare or in a functools.partial with keywords."""
-    keywords: dict[str, Any] = {}
-    while isinstance(function, functools.partial) and not function.args:
-        keywords = function.keywords | keywords
-        function = function.func
-    for named in FEATURE_MAPS.values():
-        if function is named.features:
-            return named, keywords
-    return None, {}
-
-
-def _log_features(function: Callable[..., Any], side: str) -> LogFeatureMap:
-    named, keywords = _named(function)
-    if named is None:
-        return CustomMap(function)
-    defaults = {"kernel": "softmax", "side": side}
-    keywords = {name: defaults[name] for name in named.options} | keywords
-    library_map = LibraryMap(named.log_features, tuple(sorted(keywords.items())))
-    if all(isinstance(value, (str, int, float)) for value in keywords.values()):
-        return library_map
-    return CustomMap(library_map)  # Arrays cannot be compared by value while JAX traces them.
-
-
-def _as_log_features(phi: Any, x: jax.Array) -> LogFeatures:
-    """Checks the features of ``x`` and returns them in units of the largest of each vector.
-
-    Products with values of any size, and their sums, stay finite in these units.
-    """
-    phi = checks.floating("The features of a feature_map", phi)
-    if phi.shape[:-1] != x.shape[:-1] or phi.shape[-1] == 0:
-        raise ValueError(
-            f"feature_map must map {(*x.shape[:-1], 'dim')} to {(*x.shape[:-1], 'num_features')}, "
-            f"got {phi.shape} for x of shape {x.shape}."
+    inner: Any = feature_map
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    if inner in _FUNCTIONS:
+        raise TypeError(
+            f"feature_map must be simrf_jax.feature_maps.{_FUNCTIONS[inner]}(...) or its name, got "
+            f"the function {inner.__name__}, whose features overflow where those of the map do not."
         )
-    phi = phi.astype(x.dtype)
-    largest = jax.lax.stop_gradient(jnp.max(jnp.abs(phi), axis=-1, keepdims=True))
-    largest = jnp.where(largest > 0, largest, 1)
-    return LogFeatures(jnp.zeros_like(largest), jnp.log(largest), phi / largest)
+    return Custom(feature_map)
 
 
-def _is_finite(phi: LogFeatures) -> jax.Array:
-    """Returns ``[..., 1]``, True where all features of a vector are finite; some may be zero."""
-    finite = (phi.exponent < jnp.inf) & jnp.isfinite(phi.log_scale)  # NaN is not below infinity.
-    finite = jnp.all(finite, axis=-1, keepdims=True)
-    if phi.values is None:
-        return finite
-    return finite & jnp.all(jnp.isfinite(phi.values), axis=-1, keepdims=True)
+def _registered(feature_map: FeatureMap) -> FeatureMap:
+    if jax.tree.structure(feature_map) == jax.tree.structure(0):
+        raise TypeError(
+            f"{type(feature_map).__name__} is no pytree: register the feature map by "
+            "jax.tree_util.register_dataclass."
+        )
+    return feature_map

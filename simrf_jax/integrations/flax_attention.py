@@ -1,9 +1,9 @@
-"""What both Flax APIs share: how a call of an ``attention_fn`` is read, and the answer to it."""
+"""Attention for both Flax APIs: reads a call of an ``attention_fn`` and answers it."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,12 +14,12 @@ from flax.typing import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
-from simrf_jax.attention import decoding, fmm_attention, random_feature_attention
+from simrf_jax.attention import Band, Blend, Mechanism, RandomFeatures
 from simrf_jax.features import (
     BipolarProjection,
     FeatureMap,
+    as_feature_map,
     draw_bipolar_projection,
-    projection_type,
 )
 from simrf_jax.integrations import flax_masks
 from simrf_jax.integrations.flax_masks import Mask
@@ -29,90 +29,60 @@ from simrf_jax.projections import Projection, draw_projection
 NUM_WEIGHTS = 8
 
 
-class Method(NamedTuple):
-    """An attention of all tokens at once, and the same token by token, with all it holds bound.
-
-    Attributes:
-      attention: Of queries, keys and values.
-      init_state: The state before the first token.
-      step: Of a state, queries, keys and values.
-      in_order: Whether positions matter, causal or not.
-    """
-
-    attention: Callable[..., jax.Array]
-    init_state: Callable[..., Any]
-    step: Callable[..., tuple[jax.Array, Any]]
-    in_order: bool
-
-
-def random_feature_method(
+def random_features(
     projection: Projection | None,
-    feature_map: FeatureMap,
+    feature_map: str | FeatureMap,
     sequence_axis: str | tuple[str, ...] | None,
-) -> Method:
-    """Random-feature attention; W gets no gradient."""
-    held: dict[str, Any] = {
-        "projection": jax.lax.stop_gradient(projection),
-        "feature_map": feature_map,
-    }
-    return Method(
-        functools.partial(random_feature_attention, sequence_axis=sequence_axis, **held),
-        functools.partial(decoding.init_state, **held),
-        functools.partial(decoding.step, **held),
-        in_order=False,
-    )
+) -> RandomFeatures:
+    """Returns random-feature attention whose W gets no gradient."""
+    w = jax.lax.stop_gradient(projection)
+    return RandomFeatures(w, feature_map, sequence_axis=sequence_axis)
 
 
-def fmm_method(
+def blend(
     projections: Sequence[Projection | None],
     *,
-    feature_maps: Sequence[FeatureMap],
+    feature_maps: Sequence[str | FeatureMap],
     bandwidth: int,
     near_logit: jax.Array,
     far_logits: jax.Array,
+    num_heads: int,
     sequence_axis: str | tuple[str, ...] | None,
-) -> Method:
-    """FMM attention; W gets no gradient, the weights of the fields do."""
-    held: dict[str, Any] = {
-        "projections": jax.lax.stop_gradient(tuple(projections)),
-        "feature_maps": tuple(feature_maps),
-    }
+) -> Blend:
+    """Returns FMM attention whose W gets no gradient, and whose weights do.
 
-    def with_weights(query: jax.Array) -> dict[str, Any]:
-        groups = query.shape[-2] // near_logit.shape[-1]
-        near, far = (
-            jnp.repeat(jax.nn.sigmoid(logits), groups, axis=-1)
-            for logits in (near_logit, far_logits)
-        )
-        return {**held, "near_weight": near, "far_weights": far}
-
-    def attention(query: jax.Array, *arrays: Any, **options: Any) -> jax.Array:
-        options |= with_weights(query) | {"bandwidth": bandwidth, "sequence_axis": sequence_axis}
-        return fmm_attention(query, *arrays, **options)
-
-    def step(
-        state: decoding.FMMState, query: jax.Array, *arrays: Any, **options: Any
-    ) -> tuple[jax.Array, decoding.FMMState]:
-        if isinstance(state, decoding.FMMState) and state.near.key.shape[-3] != bandwidth:
-            raise ValueError(
-                f"The cache is for bandwidth={state.near.key.shape[-3]}, the adapter has "
-                f"bandwidth={bandwidth}; make a new cache with it."
-            )
-        options |= with_weights(query)
-        return decoding.fmm_step(state, query, *arrays, **options)
-
-    init_state = functools.partial(decoding.init_fmm_state, bandwidth=bandwidth, **held)
-    return Method(attention, init_state, step, in_order=True)
+    Args:
+      projections: One W for each feature map.
+      feature_maps: Feature maps of the far field.
+      bandwidth: Bandwidth of the near field.
+      near_logit: ``[K]``, the weight of the near field before the sigmoid.
+      far_logits: ``[L, K]``, the weights of the feature maps before the sigmoid.
+      num_heads: Number N of query heads.
+      sequence_axis: Mesh axes that shard the length.
+    """
+    groups = num_heads // near_logit.shape[-1]
+    near, far = (
+        jnp.repeat(jax.nn.sigmoid(logits), groups, axis=-1) for logits in (near_logit, far_logits)
+    )
+    fields = tuple(
+        random_features(w, feature_map, sequence_axis)
+        for w, feature_map in zip(projections, feature_maps, strict=True)
+    )
+    return Blend(Band(bandwidth, sequence_axis=sequence_axis), fields, near, far)
 
 
 class Call(NamedTuple):
-    """What Flax asks for.
+    """The arguments of a call by Flax, as attention takes them.
 
     Attributes:
       query: ``[..., T, N, H]`` in the type to answer in, like the key and the value.
       key: ``[..., S, K, H]``.
       value: ``[..., S, K, D]``.
-      options: The mask, bias, scale and lengths, as ``random_feature_attention`` takes them.
+      mask: Boolean mask of the keys, or None.
+      bias: Added to the logits, or None.
+      scale: Multiplies the logits, or None.
+      query_seq_lengths: Integers of the batch shape, or None.
+      key_value_seq_lengths: Integers of the batch shape, or None.
       segment_ids: ``[..., T]``, or None.
       is_causal: Whether attention is causal.
       real: ``[..., T, N, 1]``, False where a factored mask hides all keys from a query; or None.
@@ -123,7 +93,11 @@ class Call(NamedTuple):
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    options: dict[str, ArrayLike | None]
+    mask: ArrayLike | None
+    bias: ArrayLike | None
+    scale: ArrayLike | None
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
     segment_ids: ArrayLike | None
     is_causal: bool
     real: Mask | None
@@ -185,14 +159,20 @@ def read(
             # Attention puts a real query in the place of one that is not finite, and so keeps
             # whatever padding holds out of feature maps and gradients.
             query = jnp.where(real, query, jnp.nan)
-    options = {
-        "mask": mask,
-        "bias": bias,
-        "scale": scale,
-        "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths,
-    }
-    return Call(query, key, value, options, segment_ids, is_causal, real, tuple(valid))
+    return Call(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
+        is_causal=is_causal,
+        real=real,
+        valid=tuple(valid),
+    )
 
 
 def _heads_last(x: Mask) -> Mask:
@@ -213,29 +193,33 @@ def _check_precision(precision: PrecisionLike) -> None:
             ) from None
 
 
-def attend(method: Method, call: Call) -> jax.Array:
+def attend(mechanism: Mechanism, call: Call) -> jax.Array:
     """Returns the attention of all tokens."""
     length, key_length = call.query.shape[-3], call.key.shape[-3]
-    if (call.is_causal or method.in_order) and length != key_length:
+    if (call.is_causal or isinstance(mechanism, Blend)) and length != key_length:
         raise ValueError(
             "A causal adapter and one with a near field take as many keys as queries, since the "
             f"positions of both count from 0, got {key_length} keys for {length} queries. If they "
             "are in the cache of Flax's attention, turn its decode off and the adapter's on."
         )
-    out = method.attention(
+    out = mechanism.attend(
         call.query,
         call.key,
         call.value,
+        mask=call.mask,
+        bias=call.bias,
+        scale=call.scale,
         is_causal=call.is_causal,
+        query_seq_lengths=call.query_seq_lengths,
+        key_value_seq_lengths=call.key_value_seq_lengths,
         segment_ids=call.segment_ids,
-        **call.options,
     )
     return call.finish(out)
 
 
-def init_state(method: Method, call: Call) -> Any:
+def init(mechanism: Mechanism, call: Call) -> Any:
     """Returns the state before the first token of sequences like those of a call."""
-    return method.init_state(
+    return mechanism.init(
         batch=call.key.shape[:-3],
         num_key_heads=call.key.shape[-2],
         head_dim=call.key.shape[-1],
@@ -244,7 +228,7 @@ def init_state(method: Method, call: Call) -> Any:
     )
 
 
-def step(method: Method, state: Any, call: Call) -> tuple[jax.Array, Any]:
+def step(mechanism: Mechanism, state: Any, call: Call) -> tuple[jax.Array, Any]:
     """Returns the attention of the tokens after those of a state, and the state with them."""
     length, key_length = call.query.shape[-3], call.key.shape[-3]
     if length != key_length:
@@ -258,7 +242,17 @@ def step(method: Method, state: Any, call: Call) -> tuple[jax.Array, Any]:
             "segment_ids are for whole sequences: with decode=True the cache holds one sequence "
             "in each row of the batch."
         )
-    out, state = method.step(state, call.query, call.key, call.value, **call.options)
+    out, state = mechanism.step(
+        state,
+        call.query,
+        call.key,
+        call.value,
+        mask=call.mask,
+        bias=call.bias,
+        scale=call.scale,
+        query_seq_lengths=call.query_seq_lengths,
+        key_value_seq_lengths=call.key_value_seq_lengths,
+    )
     return call.finish(out), state
 
 
@@ -280,7 +274,7 @@ def check_feature_maps(feature_maps: Sequence[FeatureMap], *, num_weights: int |
     """Accepts feature maps whose W the adapters can draw."""
     if not isinstance(feature_maps, (tuple, list)) or not feature_maps:
         raise TypeError(f"feature_maps must be a tuple of feature maps, got {feature_maps!r}.")
-    kinds = [projection_type(feature_map) for feature_map in feature_maps]
+    kinds = [as_feature_map(feature_map).projection_type for feature_map in feature_maps]
     for feature_map, kind in zip(feature_maps, kinds, strict=True):
         if kind not in (jax.Array, BipolarProjection):
             raise ValueError(
@@ -310,7 +304,7 @@ def draw_heads(
         return None
 
     def draw(key: jax.Array) -> Projection:
-        if projection_type(feature_map) is not BipolarProjection:
+        if as_feature_map(feature_map).projection_type is not BipolarProjection:
             return draw_projection(key, num_features, dim, **draw_options)
         weights = NUM_WEIGHTS if num_weights is None else num_weights
         return draw_bipolar_projection(key, num_features, weights, dim, **draw_options)

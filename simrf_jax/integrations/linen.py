@@ -13,9 +13,10 @@ from flax.typing import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
+from simrf_jax.attention import Blend, Mechanism, RandomFeatures
 from simrf_jax.features import FeatureMap
 from simrf_jax.integrations import flax_attention
-from simrf_jax.integrations.flax_attention import Call, Method
+from simrf_jax.integrations.flax_attention import Call
 from simrf_jax.projections import Projection
 
 
@@ -27,7 +28,7 @@ class _Adapter(nn.Module):
     """
 
     @abc.abstractmethod
-    def _method(self, num_heads: int, head_dim: int) -> Method:
+    def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> Mechanism:
         """Returns the attention, with its arrays."""
 
     # Flax's attention passes those of its keywords that stand in this signature, and drops others.
@@ -112,10 +113,10 @@ class _Adapter(nn.Module):
             precision=precision,
             module=module,
         )
-        method = self._method(*key.shape[-2:])
+        mechanism = self._mechanism(query.shape[-2], *key.shape[-2:])
         if not self.decode:
-            return flax_attention.attend(method, call)
-        return self._step(method, call)
+            return flax_attention.attend(mechanism, call)
+        return self._step(mechanism, call)
 
     def _check_fields(self) -> None:
         checks.boolean("shared", self.shared)
@@ -126,13 +127,13 @@ class _Adapter(nn.Module):
             sequence_axis=self.sequence_axis,
         )
 
-    def _step(self, method: Method, call: Call) -> jax.Array:
+    def _step(self, mechanism: Mechanism, call: Call) -> jax.Array:
         """Attends to the tokens in the cache and to those of a call, and adds these to it."""
         if self.is_initializing():
             # As in Flax's own attention, the call that makes the cache does not count.
-            empty = flax_attention.init_state(method, call)
+            empty = flax_attention.init(mechanism, call)
             self.variable("cache", "state", lambda: empty)
-            return flax_attention.step(method, empty, call)[0]
+            return flax_attention.step(mechanism, empty, call)[0]
         if not self.has_variable("cache", "state"):
             raise ValueError(
                 "decode=True needs a cache: make an empty one, "
@@ -147,7 +148,7 @@ class _Adapter(nn.Module):
                 "the cache that it returns to the next call."
             )
         cache: nn.Variable[Any] = self.variable("cache", "state")
-        out, cache.value = flax_attention.step(method, cache.value, call)
+        out, cache.value = flax_attention.step(mechanism, cache.value, call)
         return out
 
     def _key(self) -> jax.Array:
@@ -232,15 +233,16 @@ class RandomFeatureAttention(_Adapter):
     decode: bool = False
     sequence_axis: str | tuple[str, ...] | None = None
 
-    def _method(self, num_heads: int, head_dim: int) -> Method:
+    def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> RandomFeatures:
+        del num_heads
         flax_attention.check_feature_maps((self.feature_map,), num_weights=self.num_weights)
         if self.num_features is None:
-            return flax_attention.random_feature_method(None, self.feature_map, self.sequence_axis)
+            return flax_attention.random_features(None, self.feature_map, self.sequence_axis)
 
         def draw() -> Projection | None:
             return flax_attention.draw_heads(
                 self._key(),
-                None if self.shared else num_heads,
+                None if self.shared else num_key_heads,
                 self.num_features,
                 head_dim,
                 feature_map=self.feature_map,
@@ -251,7 +253,7 @@ class RandomFeatureAttention(_Adapter):
             )
 
         w = self.variable("random_features", "projection", draw).value
-        return flax_attention.random_feature_method(w, self.feature_map, self.sequence_axis)
+        return flax_attention.random_features(w, self.feature_map, self.sequence_axis)
 
 
 class FMMAttention(_Adapter):
@@ -310,13 +312,13 @@ class FMMAttention(_Adapter):
     decode: bool = False
     sequence_axis: str | tuple[str, ...] | None = None
 
-    def _method(self, num_heads: int, head_dim: int) -> Method:
+    def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> Blend:
         flax_attention.check_feature_maps(self.feature_maps, num_weights=self.num_weights)
 
         def draw() -> tuple[Projection | None, ...]:
             return flax_attention.draw_maps(
                 self._key(),
-                None if self.shared else num_heads,
+                None if self.shared else num_key_heads,
                 self.num_features,
                 head_dim,
                 feature_maps=self.feature_maps,
@@ -327,11 +329,12 @@ class FMMAttention(_Adapter):
             )
 
         zeros = nn.initializers.zeros_init()
-        return flax_attention.fmm_method(
+        return flax_attention.blend(
             self.variable("random_features", "projections", draw).value,
             feature_maps=self.feature_maps,
             bandwidth=self.bandwidth,
-            near_logit=self.param("near_logit", zeros, (num_heads,)),
-            far_logits=self.param("far_logits", zeros, (len(self.feature_maps), num_heads)),
+            near_logit=self.param("near_logit", zeros, (num_key_heads,)),
+            far_logits=self.param("far_logits", zeros, (len(self.feature_maps), num_key_heads)),
+            num_heads=num_heads,
             sequence_axis=self.sequence_axis,
         )

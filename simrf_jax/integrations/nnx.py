@@ -11,9 +11,9 @@ from flax.typing import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
+from simrf_jax.attention import Blend, Mechanism, RandomFeatures
 from simrf_jax.features import FeatureMap
 from simrf_jax.integrations import flax_attention
-from simrf_jax.integrations.flax_attention import Method
 
 
 class RandomProjection(nnx.Variable):
@@ -51,8 +51,8 @@ class _Adapter(nnx.Module):
         )
 
     @abc.abstractmethod
-    def _method(self) -> Method:
-        """Returns the attention, with its arrays."""
+    def _mechanism(self, num_heads: int) -> Mechanism:
+        """Returns the attention of as many query heads, with its arrays."""
 
     def __call__(
         self,
@@ -128,14 +128,15 @@ class _Adapter(nnx.Module):
             precision=precision,
             module=module,
         )
+        mechanism = self._mechanism(query.shape[-2])
         if not self.decode:
-            return flax_attention.attend(self._method(), call)
+            return flax_attention.attend(mechanism, call)
         if self.cache is None:
             raise ValueError(
                 "decode=True needs a cache: call init_cache(input_shape) first, or "
                 "nnx.view(model, only=type(adapter), decode=True, batch_size=batch)."
             )
-        out, state = flax_attention.step(self._method(), self.cache.get_value(), call)
+        out, state = flax_attention.step(mechanism, self.cache.get_value(), call)
         self.cache.set_value(state)
         return out
 
@@ -190,7 +191,7 @@ class _Adapter(nnx.Module):
             self._start(checks.lead_shape("batch_size", batch_size), cache_dtype, None)
 
     def _start(self, batch: tuple[int, ...], dtype: DTypeLike, value_dim: int | None) -> None:
-        state = self._method().init_state(
+        state = self._mechanism(self.num_heads).init(
             batch=batch,
             num_key_heads=self.num_heads,
             head_dim=self.head_dim,
@@ -310,9 +311,10 @@ class RandomFeatureAttention(_Adapter):
                 )
             )
 
-    def _method(self) -> Method:
+    def _mechanism(self, num_heads: int) -> RandomFeatures:
+        del num_heads
         w = None if self.projection is None else self.projection.get_value()
-        return flax_attention.random_feature_method(w, self.feature_map, self.sequence_axis)
+        return flax_attention.random_features(w, self.feature_map, self.sequence_axis)
 
 
 class FMMAttention(_Adapter):
@@ -411,12 +413,13 @@ class FMMAttention(_Adapter):
             )
         )
 
-    def _method(self) -> Method:
-        return flax_attention.fmm_method(
+    def _mechanism(self, num_heads: int) -> Blend:
+        return flax_attention.blend(
             self.projections.get_value(),
             feature_maps=self.feature_maps,
             bandwidth=self.bandwidth,
             near_logit=self.near_logit[...],
             far_logits=self.far_logits[...],
+            num_heads=num_heads,
             sequence_axis=self.sequence_axis,
         )

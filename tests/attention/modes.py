@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from simrf_jax import banded_attention, decoding, fmm_attention, random_feature_attention
+from simrf_jax import banded_attention, fmm_attention, random_feature_attention
 from tests import formulas
+from tests.attention import steps
 from tests.attention.reference import attention, banded
 
 # Runs of equal ids, one of a single token and one longer than a chunk; 3 chunks and 2 halvings.
@@ -80,8 +81,8 @@ def far(name="positive", *, causal=False, packed=False, decode=False, **shape):
     def attend(q, k, v, w, mask=None):
         w = None if name == "elu" else w
         if decode:
-            state = decoding.init_state(w, feature_map=name, **_sizes(q, k, v))
-            step = functools.partial(decoding.step, projection=w, feature_map=name)
+            state = steps.init_state(w, feature_map=name, **_sizes(q, k, v))
+            step = functools.partial(steps.step, projection=w, feature_map=name)
             return token_by_token(step, state, q, k, v, mask)
         options = {"is_causal": causal, **_segments(q, packed)}
         if causal or packed:
@@ -115,8 +116,8 @@ def near(*, causal=False, packed=False, decode=False, **shape):
 
     def attend(q, k, v, w, mask=None):
         if decode:
-            window = decoding.init_window(bandwidth=BANDWIDTH, **_sizes(q, k, v))
-            return token_by_token(decoding.window_step, window, q, k, v, mask)
+            window = steps.init_window(bandwidth=BANDWIDTH, **_sizes(q, k, v))
+            return token_by_token(steps.window_step, window, q, k, v, mask)
         options = {"is_causal": causal, "block_size": 4, **_segments(q, packed)}
         return banded_attention(q, k, v, bandwidth=BANDWIDTH, mask=mask, **options)
 
@@ -142,8 +143,8 @@ def both(*, causal=False, packed=False, decode=False, **shape):
 
     def attend(q, k, v, w, mask=None):
         if decode:
-            state = decoding.init_fmm_state((w,), bandwidth=BANDWIDTH, **_sizes(q, k, v))
-            step = functools.partial(decoding.fmm_step, projections=(w,), **blend)
+            state = steps.init_fmm_state((w,), bandwidth=BANDWIDTH, **_sizes(q, k, v))
+            step = functools.partial(steps.fmm_step, projections=(w,), **blend)
             return token_by_token(step, state, q, k, v, mask)
         chunks = {"chunk_size": 4} if causal or packed else {}
         return fmm_attention(

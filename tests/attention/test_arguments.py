@@ -9,14 +9,13 @@ from simrf_jax import (
     attention_matrix,
     attention_report,
     banded_attention,
-    decoding,
     draw_fast_projection,
     draw_projection,
     fmm_attention,
     random_feature_attention,
 )
 from tests import formulas
-from tests.attention import all_pairs
+from tests.attention import all_pairs, steps
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import attention, banded, relative_error
 
@@ -25,25 +24,25 @@ SIZES = {"num_key_heads": 2, "value_dim": DIM}
 
 
 def append(q, k, v, **options):
-    state = decoding.init_state(projection(), **SIZES)
-    state = decoding.append(state, k, v, projection(), **options)
-    return decoding.step(state, q, k, v, projection(), **options)[0]
+    state = steps.init_state(projection(), **SIZES)
+    state = steps.append(state, k, v, projection(), **options)
+    return steps.step(state, q, k, v, projection(), **options)[0]
 
 
 def step(q, k, v, **options):
-    state = decoding.init_state(projection(), **SIZES)
-    return decoding.step(state, q, k, v, projection(), **options)[0]
+    state = steps.init_state(projection(), **SIZES)
+    return steps.step(state, q, k, v, projection(), **options)[0]
 
 
 def window_step(q, k, v, **options):
-    window = decoding.init_window(bandwidth=BANDWIDTH, head_dim=DIM, **SIZES)
-    return decoding.window_step(window, q, k, v, **options)[0]
+    window = steps.init_window(bandwidth=BANDWIDTH, head_dim=DIM, **SIZES)
+    return steps.window_step(window, q, k, v, **options)[0]
 
 
 def fmm_step(q, k, v, **options):
     w = (projection(),)
-    state = decoding.init_fmm_state(w, bandwidth=BANDWIDTH, head_dim=DIM, **SIZES)
-    return decoding.fmm_step(state, q, k, v, w, **options)[0]
+    state = steps.init_fmm_state(w, bandwidth=BANDWIDTH, head_dim=DIM, **SIZES)
+    return steps.fmm_step(state, q, k, v, w, **options)[0]
 
 
 # name -> what it computes of queries, keys and values
@@ -163,7 +162,7 @@ SIZED = {
     "chunk_size": lambda q, k, v, size: WHOLE["far"](q, k, v, chunk_size=size, is_causal=True),
     "num_features": lambda q, k, v, size: draw_projection(jax.random.key(0), size, DIM),
     "dim": lambda q, k, v, size: draw_fast_projection(jax.random.key(0), 4, size),
-    "head_dim": lambda q, k, v, size: decoding.init_state(projection(), head_dim=size, **SIZES),
+    "head_dim": lambda q, k, v, size: steps.init_state(projection(), head_dim=size, **SIZES),
 }
 
 
@@ -176,9 +175,9 @@ def test_sizes_are_integers(name, size):
 
 
 MADE = {
-    "state": lambda batch: decoding.init_state(projection(), batch=batch, **SIZES),
-    "window": lambda batch: decoding.init_window(bandwidth=2, batch=batch, head_dim=DIM, **SIZES),
-    "fmm": lambda batch: decoding.init_fmm_state(
+    "state": lambda batch: steps.init_state(projection(), batch=batch, **SIZES),
+    "window": lambda batch: steps.init_window(bandwidth=2, batch=batch, head_dim=DIM, **SIZES),
+    "fmm": lambda batch: steps.init_fmm_state(
         (projection(),), bandwidth=2, batch=batch, head_dim=DIM, **SIZES
     ),
 }

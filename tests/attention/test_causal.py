@@ -3,11 +3,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-from simrf_jax import random_feature_attention
 from simrf_jax.attention.causal import causal_attention
 from simrf_jax.attention.layout import lay_out_with_features
 from simrf_jax.attention.state import empty_state
+
+from simrf_jax import random_feature_attention
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import attention, relative_error
 

@@ -150,12 +150,12 @@ def test_a_callable_is_called_with_scaled_vectors_and_the_projection():
 
     by_callable = random_feature_attention(q, k, v, w, feature_map=softmax_features)
     np.testing.assert_allclose(by_callable, by_name, rtol=1e-5, atol=1e-6)
-    pair = simrf_jax.FeaturePair(softmax_features, softmax_features)
+    pair = simrf_jax.feature_maps.Custom(softmax_features, softmax_features)
     by_pair = random_feature_attention(q, k, v, w, feature_map=pair)
     np.testing.assert_allclose(by_pair, by_callable, rtol=1e-6)
     # The library's own functions mean their names, not their default kernel.
     own = simrf_jax.positive_features
-    for same in (own, functools.partial(own), simrf_jax.FeaturePair(own, own)):
+    for same in (own, functools.partial(own), simrf_jax.feature_maps.Custom(own, own)):
         by_function = random_feature_attention(q, k, v, w, feature_map=same)
         np.testing.assert_array_equal(by_function, by_name)
     gaussian = functools.partial(own, kernel="gaussian")
@@ -230,7 +230,12 @@ def test_fast_projections(heads, name):
             TypeError,
             "feature_map must be one of .* or a FeaturePair of two, got 3",
         ),
-        (simrf_jax.FeaturePair("relu", "relu"), projection(), TypeError, "a FeaturePair of two"),
+        (
+            simrf_jax.feature_maps.Custom("relu", "relu"),
+            projection(),
+            TypeError,
+            "a FeaturePair of two",
+        ),
         ("positive", None, TypeError, "projection must be an array .* got None"),
         (simrf_jax.positive_features, None, TypeError, "projection must be an array .* got None"),
         (lambda x, w: x[..., 0], projection(), ValueError, "feature_map must map"),

@@ -9,11 +9,11 @@ import pytest
 
 from simrf_jax import (
     banded_attention,
-    decoding,
     draw_fast_projection,
     fmm_attention,
     random_feature_attention,
 )
+from tests.attention import steps
 from tests.attention.devices import make_mesh
 from tests.attention.inputs import inputs, projection
 
@@ -236,16 +236,16 @@ def test_cross_attention(whole):
 
 DECODERS = {
     "far": (
-        lambda w, sizes: decoding.init_state(w, **sizes),
-        lambda state, q, k, v, w: decoding.step(state, q, k, v, w),
+        lambda w, sizes: steps.init_state(w, **sizes),
+        lambda state, q, k, v, w: steps.step(state, q, k, v, w),
     ),
     "near": (
-        lambda w, sizes: decoding.init_window(bandwidth=3, **sizes),
-        lambda state, q, k, v, w: decoding.window_step(state, q, k, v),
+        lambda w, sizes: steps.init_window(bandwidth=3, **sizes),
+        lambda state, q, k, v, w: steps.window_step(state, q, k, v),
     ),
     "near and far": (
-        lambda w, sizes: decoding.init_fmm_state((w,), bandwidth=3, **sizes),
-        lambda state, q, k, v, w: decoding.fmm_step(state, q, k, v, (w,)),
+        lambda w, sizes: steps.init_fmm_state((w,), bandwidth=3, **sizes),
+        lambda state, q, k, v, w: steps.fmm_step(state, q, k, v, (w,)),
     ),
 }
 

@@ -70,7 +70,7 @@ def test_times_the_values_it_is_the_attention(name):
         w = simrf_jax.draw_bipolar_projection(jax.random.key(0), 100, 100, 8)
     own = {
         "features": lambda x, w: jnp.square(simrf_jax.project(x, w)),
-        "pair": simrf_jax.FeaturePair(
+        "pair": simrf_jax.feature_maps.Custom(
             simrf_jax.relu_features, lambda x, w: jnp.abs(simrf_jax.project(x, w))
         ),
     }

@@ -7,13 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import (
-    attention_matrix,
-    banded_attention,
-    decoding,
-    fmm_attention,
-    random_feature_attention,
-)
+from simrf_jax import attention_matrix, banded_attention, fmm_attention, random_feature_attention
+from tests.attention import steps
 from tests.attention.inputs import inputs, projection
 
 LENGTH, WHERE, DIM, BANDWIDTH = 21, 12, 8, 3
@@ -56,10 +51,10 @@ def both(q, k, v, **options):
 def prompt_and_tokens(q, k, v, *, is_causal):
     """Decodes a prompt of five tokens, whose length is no power of two, and then one by one."""
     assert is_causal
-    state = decoding.init_fmm_state(
+    state = steps.init_fmm_state(
         (projection(),), bandwidth=BANDWIDTH, num_key_heads=2, head_dim=DIM, value_dim=DIM
     )
-    step = functools.partial(decoding.fmm_step, projections=(projection(),))
+    step = functools.partial(steps.fmm_step, projections=(projection(),))
     out, state = step(state, q[:5], k[:5], v[:5])
 
     def token(state, token):
@@ -210,21 +205,21 @@ def test_large_queries_and_keys_reach_no_others(mode):
 @pytest.mark.fast
 def test_a_state_remembers_what_is_not_finite():
     _, k, v = plant(INPUTS, PLANTS["NaN in a value"])
-    state = decoding.init_state(projection(), num_key_heads=2, value_dim=DIM)
-    state = decoding.append(state, k, v, projection())
-    out, state = decoding.step(state, *(x[:1] for x in INPUTS), projection())
+    state = steps.init_state(projection(), num_key_heads=2, value_dim=DIM)
+    state = steps.append(state, k, v, projection())
+    out, state = steps.step(state, *(x[:1] for x in INPUTS), projection())
     assert np.isnan(out).all()
-    out, _ = decoding.step(state, *(x[:1] for x in INPUTS), projection())
+    out, _ = steps.step(state, *(x[:1] for x in INPUTS), projection())
     assert np.isnan(out).all()
 
 
 @pytest.mark.fast
 def test_a_window_forgets_what_is_out_of_the_band():
     q, k, v = plant(INPUTS, PLANTS["infinity in a value"])
-    window = decoding.init_window(bandwidth=BANDWIDTH, num_key_heads=2, head_dim=DIM, value_dim=DIM)
+    window = steps.init_window(bandwidth=BANDWIDTH, num_key_heads=2, head_dim=DIM, value_dim=DIM)
     outs = []
     for tokens in np.split(POSITIONS, [5, WHERE, WHERE + 1, WHERE + 2]):
-        out, window = decoding.window_step(window, q[tokens], k[tokens], v[tokens])
+        out, window = steps.window_step(window, q[tokens], k[tokens], v[tokens])
         outs.append(out)
     sees = IN_THE_BAND & SEES_THE_PAST
     np.testing.assert_array_equal(np.isnan(np.concatenate(outs)).any((1, 2)), sees)
@@ -271,9 +266,9 @@ class TestMapsWithoutAValueAtZero:
     @pytest.mark.parametrize("length", [3, pytest.param(8, marks=pytest.mark.slow)])
     def test_a_state_after_a_prompt_of_any_length(self, length):
         options = {"projection": projection(), "feature_map": on_the_unit_sphere}
-        state = decoding.init_state(num_key_heads=2, value_dim=DIM, **options)
-        first, state = decoding.step(state, *(x[:length] for x in INPUTS), **options)
-        rest, _ = decoding.step(state, *(x[length:] for x in INPUTS), **options)
+        state = steps.init_state(num_key_heads=2, value_dim=DIM, **options)
+        first, state = steps.step(state, *(x[:length] for x in INPUTS), **options)
+        rest, _ = steps.step(state, *(x[length:] for x in INPUTS), **options)
         expected = self.reference(np.tri(LENGTH, dtype=bool))
         np.testing.assert_allclose(np.concatenate([first, rest]), expected, rtol=1e-4, atol=1e-5)
 

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import decoding, draw_projection, positive_features, random_feature_attention, theory
+from simrf_jax import draw_projection, positive_features, random_feature_attention, theory
+from tests.attention import steps
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import attention, relative_error
 from tests.standard_errors import assert_mean
@@ -80,8 +81,8 @@ def test_causal_attention_and_decoding_with_rotary_positions():
     expected = attention(*turned, v, w, visible=np.tri(20, dtype=bool))
     out = random_feature_attention(*turned, v, w, is_causal=True, chunk_size=8)
     assert relative_error(out, expected) < 1e-5
-    state = decoding.init_state(w, num_key_heads=2, value_dim=DIM)
-    step, outs = jax.jit(decoding.step), []
+    state = steps.init_state(w, num_key_heads=2, value_dim=DIM)
+    step, outs = jax.jit(steps.step), []
     for t in positions:
         token = [apply_rotary(x[t : t + 1], [t]) for x in (q, k)]
         out, state = step(state, *token, v[t : t + 1], w)

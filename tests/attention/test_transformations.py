@@ -11,7 +11,6 @@ import pytest
 from simrf_jax import (
     attention_matrix,
     banded_attention,
-    decoding,
     draw_bipolar_projection,
     draw_fast_projection,
     draw_projection,
@@ -19,7 +18,8 @@ from simrf_jax import (
     gaussian_hybrid_features,
     random_feature_attention,
 )
-from simrf_jax.features import FeaturePair
+from simrf_jax.features import Custom
+from tests.attention import steps
 from tests.attention.inputs import inputs, projection
 from tests.attention.modes import MODES
 
@@ -215,14 +215,14 @@ def test_both_orders_of_the_second_derivative(name):
 SIZES = {"num_key_heads": 2, "head_dim": DIM, "value_dim": DIM}
 # name -> what makes the first state from W, and one step
 DECODERS = {
-    "far": (lambda w: decoding.init_state(w, **SIZES), decoding.step),
+    "far": (lambda w: steps.init_state(w, **SIZES), steps.step),
     "near": (
-        lambda w: decoding.init_window(bandwidth=2, **SIZES),
-        lambda state, q, k, v, w: decoding.window_step(state, q, k, v),
+        lambda w: steps.init_window(bandwidth=2, **SIZES),
+        lambda state, q, k, v, w: steps.window_step(state, q, k, v),
     ),
     "near and far": (
-        lambda w: decoding.init_fmm_state((w,), bandwidth=2, **SIZES),
-        lambda state, q, k, v, w: decoding.fmm_step(state, q, k, v, (w,)),
+        lambda w: steps.init_fmm_state((w,), bandwidth=2, **SIZES),
+        lambda state, q, k, v, w: steps.fmm_step(state, q, k, v, (w,)),
     ),
 }
 
@@ -415,7 +415,7 @@ def test_vmap_over_what_a_feature_map_holds():
             functools.partial(gaussian_hybrid_features, side=side, bandwidth=bandwidth)
             for side in ("query", "key")
         )
-        return random_feature_attention(q, k, v, w, feature_map=FeaturePair(*sides))
+        return random_feature_attention(q, k, v, w, feature_map=Custom(*sides))
 
     bandwidths = jnp.array([0.5, 1.0, 3.0])
     expected = stack(attend(bandwidth) for bandwidth in bandwidths)

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from simrf_jax import banded_attention, decoding, fmm_attention, random_feature_attention
+from simrf_jax import banded_attention, fmm_attention, random_feature_attention
 from simrf_jax.integrations.nnx import RandomFeatureAttention
+from tests.attention import steps as decoding_steps
 from tests.attention.inputs import inputs, projection
 
 LENGTH, DIM = 11, 8
@@ -85,10 +86,10 @@ def test_the_listener_hears_compilations():
 def steps(count):
     """Decodes tokens one by one without jit."""
     w = projection()
-    state = decoding.init_state(w, num_key_heads=2, value_dim=DIM)
+    state = decoding_steps.init_state(w, num_key_heads=2, value_dim=DIM)
     tokens = tuple(x[:1] for x in qkv())
     for _ in range(count):
-        _, state = decoding.step(state, *tokens, w)
+        _, state = decoding_steps.step(state, *tokens, w)
     return state
 
 

@@ -10,10 +10,10 @@ import pytest
 from flax import errors, nnx, serialization
 from flax import linen as nn
 
-from simrf_jax import decoding
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
 from simrf_jax.integrations.nnx import RandomFeatureAttention
+from tests.attention import steps
 from tests.attention.inputs import inputs
 from tests.attention.reference import relative_error
 from tests.integrations.adapters import (
@@ -306,7 +306,7 @@ def test_linen_scans_tokens_and_maps_sequences(over):
 def test_refuses_the_cache_of_another_bandwidth(api):
     both = fmm(2, 4, decode=True)
     x = inputs(3, heads=2, dim=4, batch=(2,))
-    state = decoding.init_fmm_state(
+    state = steps.init_fmm_state(
         both.variables["random_features"]["projections"],
         bandwidth=3,
         batch=(2,),

@@ -21,7 +21,7 @@ HYBRIDS = {
     "angular_hybrid": "angular_hybrid",
     "gaussian_hybrid": "gaussian_hybrid",
     "partial": functools.partial(GAUSSIAN, bandwidth=2.0),
-    "pair": simrf_jax.FeaturePair(
+    "pair": simrf_jax.feature_maps.Custom(
         functools.partial(GAUSSIAN, side="query"), functools.partial(GAUSSIAN, side="key")
     ),
 }

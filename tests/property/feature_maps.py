@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from simrf_jax.features import Custom
 
-from simrf_jax import FeaturePair
 from tests import formulas
 
 
@@ -78,6 +78,6 @@ MAPS = {
     "polynomial": Map(polynomial, polynomial_formula, polynomial_formula),
     "direction": Map(direction, direction_formula, direction_formula, smooth_at_zero=False),
     "pair": Map(
-        FeaturePair(direction, inverse), direction_formula, inverse_formula, smooth_at_zero=False
+        Custom(direction, inverse), direction_formula, inverse_formula, smooth_at_zero=False
     ),
 }

@@ -10,13 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from simrf_jax import (
-    attention_matrix,
-    banded_attention,
-    decoding,
-    fmm_attention,
-    random_feature_attention,
-)
+from simrf_jax import attention_matrix, banded_attention, fmm_attention, random_feature_attention
+from tests.attention import steps
 from tests.property.cases import Program
 from tests.property.feature_maps import MAPS
 
@@ -146,11 +141,11 @@ def _init(program: Program, x: Arrays) -> Any:
         "dtype": p.dtype,
     }
     if p.mechanism == "band":
-        return decoding.init_window(bandwidth=p.bandwidth, **sizes)
+        return steps.init_window(bandwidth=p.bandwidth, **sizes)
     if p.mechanism == "features":
         (feature_map,), (projection,) = _maps(p), _projections(p, x)
-        return decoding.init_state(projection, feature_map=feature_map, **sizes)
-    return decoding.init_fmm_state(
+        return steps.init_state(projection, feature_map=feature_map, **sizes)
+    return steps.init_fmm_state(
         _projections(p, x), bandwidth=p.bandwidth, feature_maps=_maps(p), **sizes
     )
 
@@ -161,17 +156,17 @@ def _step(program: Program, x: Arrays, state: Any, piece: Arrays) -> tuple[Any, 
         tokens["scale"] = x["scale"]
     inputs = [tokens.pop(name) for name in ("query", "key", "value")]
     if p.mechanism == "band":
-        out, state = decoding.window_step(state, *inputs, **tokens)
+        out, state = steps.window_step(state, *inputs, **tokens)
     elif p.mechanism == "features":
         (feature_map,), (projection,) = _maps(p), _projections(p, x)
         tokens |= {"feature_map": feature_map}
-        out, after = decoding.step(state, *inputs, projection, chunk_size=p.chunk_size, **tokens)
+        out, after = steps.step(state, *inputs, projection, chunk_size=p.chunk_size, **tokens)
         if p.append:
             tokens.pop("query_seq_lengths", None)
-            after = decoding.append(state, *inputs[1:], projection, **tokens)
+            after = steps.append(state, *inputs[1:], projection, **tokens)
         state = after
     else:
-        out, state = decoding.fmm_step(
+        out, state = steps.fmm_step(
             state,
             *inputs,
             _projections(p, x),

@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import decoding, random_feature_attention
+from simrf_jax import random_feature_attention
+from tests.attention import steps
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import relative_error
 
@@ -13,7 +14,7 @@ def parallel(q, k, v, w, **options):
 
 
 def empty(q, k, v, w):
-    return decoding.init_state(
+    return steps.init_state(
         w,
         batch=q.shape[:-3],
         num_key_heads=k.shape[-2],
@@ -27,7 +28,7 @@ def test_a_thousand_tokens_in_a_scan(scale):
     w = projection(32, 16)
 
     def body(state, token):
-        out, state = decoding.step(state, *(x[None] for x in token), w)
+        out, state = steps.step(state, *(x[None] for x in token), w)
         return state, out[0]
 
     state, outs = jax.jit(lambda s, x: jax.lax.scan(body, s, x))(empty(q, k, v, w), (q, k, v))
@@ -39,14 +40,14 @@ def test_prefill_and_append():
     q, k, v = inputs(25, batch=(2,))
     w = projection()
     expected = parallel(q, k, v, w)
-    out, state = decoding.step(empty(q, k, v, w), q[:, :17], k[:, :17], v[:, :17], w, chunk_size=4)
+    out, state = steps.step(empty(q, k, v, w), q[:, :17], k[:, :17], v[:, :17], w, chunk_size=4)
     assert relative_error(out, expected[:, :17]) < 1e-5
-    appended = decoding.append(empty(q, k, v, w), k[:, :10], v[:, :10], w)
-    appended = decoding.append(appended, k[:, 10:17], v[:, 10:17], w)
+    appended = steps.append(empty(q, k, v, w), k[:, :10], v[:, :10], w)
+    appended = steps.append(appended, k[:, 10:17], v[:, 10:17], w)
     for one, other in zip(state, appended, strict=True):
         assert relative_error(one, other) < 1e-5
     for before in (state, appended):
-        out, _ = decoding.step(before, q[:, 17:], k[:, 17:], v[:, 17:], w)
+        out, _ = steps.step(before, q[:, 17:], k[:, 17:], v[:, 17:], w)
         assert relative_error(out, expected[:, 17:]) < 1e-5
 
 
@@ -59,20 +60,20 @@ def test_masks_lengths_and_biases_of_the_new_keys():
     bias = np.random.default_rng(1).normal(size=(2, 1, 1, 12)).astype(np.float32)
     expected = parallel(q, k, v, w, mask=mask, bias=bias)
     first = {"mask": mask[..., :7], "bias": bias[..., :7]}
-    state = decoding.append(empty(q, k, v, w), k[:, :7], v[:, :7], w, **first)
+    state = steps.append(empty(q, k, v, w), k[:, :7], v[:, :7], w, **first)
     rest = {"mask": mask[..., 7:], "bias": bias[..., 7:]}
-    out, _ = decoding.step(state, *(x[:, 7:] for x in (q, k, v)), w, **rest)
+    out, _ = steps.step(state, *(x[:, 7:] for x in (q, k, v)), w, **rest)
     np.testing.assert_allclose(out, expected[:, 7:], atol=1e-5)
-    shorter = decoding.append(empty(q, k, v, w), k, v, w, key_value_seq_lengths=np.array([3, 5]))
+    shorter = steps.append(empty(q, k, v, w), k, v, w, key_value_seq_lengths=np.array([3, 5]))
     for b, length in enumerate((3, 5)):
-        one = decoding.append(empty(q[b], k, v, w), k[b, :length], v[b, :length], w)
+        one = steps.append(empty(q[b], k, v, w), k[b, :length], v[b, :length], w)
         assert relative_error(shorter.sums[b], one.sums) < 1e-5
 
 
 def test_bfloat16_keeps_a_wide_state():
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(6))
-    state = decoding.init_state(projection(), num_key_heads=2, value_dim=8, dtype=jnp.bfloat16)
-    out, state = decoding.step(state, q, k, v, projection())
+    state = steps.init_state(projection(), num_key_heads=2, value_dim=8, dtype=jnp.bfloat16)
+    out, state = steps.step(state, q, k, v, projection())
     assert (out.dtype, state.sums.dtype) == (jnp.bfloat16, jnp.float32)
 
 
@@ -81,8 +82,8 @@ def test_gradients_flow_through_the_state():
     w = projection()
 
     def loss(k, v):
-        state = decoding.append(empty(q, k, v, w), k[:5], v[:5], w)
-        return jnp.sum(decoding.step(state, q[5:], k[5:], v[5:], w)[0] ** 2)
+        state = steps.append(empty(q, k, v, w), k[:5], v[:5], w)
+        return jnp.sum(steps.step(state, q[5:], k[5:], v[5:], w)[0] ** 2)
 
     def expected(k, v):
         return jnp.sum(parallel(q, k, v, w)[5:] ** 2)
@@ -97,12 +98,12 @@ def test_gradients_flow_through_the_state():
 def test_refuses_other_states():
     q, k, v = inputs()
     w = projection()
-    window = decoding.init_window(bandwidth=2, num_key_heads=2, head_dim=8, value_dim=8)
+    window = steps.init_window(bandwidth=2, num_key_heads=2, head_dim=8, value_dim=8)
     with pytest.raises(TypeError, match="state must be of type AttentionState, got Window"):
-        decoding.step(window, q, k, v, w)
+        steps.step(window, q, k, v, w)
     state = jax.tree.map(lambda x: x.astype(jnp.bfloat16), empty(q, k, v, w))
     with pytest.raises(TypeError, match=r"sums float32, .* got sums bfloat16, .* with their dtype"):
-        decoding.append(state, k, v, w)
+        steps.append(state, k, v, w)
 
 
 @pytest.mark.fast
@@ -110,27 +111,27 @@ def test_refuses_other_states():
     ("call", "match"),
     [
         (
-            lambda q, k, v, w, s: decoding.step(s, q, k[:4], v[:4], w),
+            lambda q, k, v, w, s: steps.step(s, q, k[:4], v[:4], w),
             "A step of decoding takes as many keys as queries, got 4 and 9",
         ),
         (
-            lambda q, k, v, w, s: decoding.step(s, q, k, v[..., :3], w),
+            lambda q, k, v, w, s: steps.step(s, q, k, v[..., :3], w),
             r"state must have sums \(2, 11, 4\).*got sums \(2, 11, 9\)",
         ),
         (
-            lambda q, k, v, w, s: decoding.append(s, k[None], v[None], w),
+            lambda q, k, v, w, s: steps.append(s, k[None], v[None], w),
             r"state must have sums \(1, 2, 11, 9\)",
         ),
         (
-            lambda q, k, v, w, s: decoding.init_state(None, num_key_heads=2, value_dim=3),
+            lambda q, k, v, w, s: steps.init_state(None, num_key_heads=2, value_dim=3),
             "head_dim must be given",
         ),
         (
-            lambda q, k, v, w, s: decoding.init_state(w, num_key_heads=0, value_dim=3),
+            lambda q, k, v, w, s: steps.init_state(w, num_key_heads=0, value_dim=3),
             "num_key_heads must be at least 1, got 0",
         ),
         (
-            lambda q, k, v, w, s: decoding.init_state(w, num_key_heads=2, value_dim=3, head_dim=5),
+            lambda q, k, v, w, s: steps.init_state(w, num_key_heads=2, value_dim=3, head_dim=5),
             "for heads of dim 5, got shape",
         ),
     ],

@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import decoding, fmm_attention
+from simrf_jax import fmm_attention
+from tests.attention import steps
 from tests.attention.devices import make_mesh
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import relative_error
@@ -13,7 +14,7 @@ WEIGHTS = {"near_weight": np.array([0.7, 0.2]), "far_weights": np.array([[0.5, 1
 
 
 def empty(k, v, projections, feature_maps=MAPS):
-    return decoding.init_fmm_state(
+    return steps.init_fmm_state(
         projections,
         bandwidth=5,
         batch=k.shape[:-3],
@@ -39,7 +40,7 @@ def test_prefill_and_steps_are_the_parallel_form():
 
     @jax.jit
     def step(state, q, k, v, mask):
-        return decoding.fmm_step(state, q, k, v, projections, mask=mask, **options)
+        return steps.fmm_step(state, q, k, v, projections, mask=mask, **options)
 
     state, outs = empty(k, v, projections), []
     shapes = jax.tree.map(jnp.shape, state)
@@ -56,7 +57,7 @@ def test_batches_over_an_explicit_axis():
     expected = fmm_attention(q, k, v, (w,), bandwidth=5, is_causal=True)
     sharding = jax.NamedSharding(make_mesh(data=2), jax.P("data"))
     state, outs = empty(k, v, (w,), MAPS[:1]), []
-    step = jax.jit(decoding.fmm_step)
+    step = jax.jit(steps.fmm_step)
     for some in (slice(0, 4), slice(4, 6)):
         tokens = jax.device_put([x[:, some] for x in (q, k, v)], sharding)
         out, state = step(state, *tokens, (w,))
@@ -71,15 +72,15 @@ def test_refuses_a_length_that_devices_share_and_masks_by_query_head():
     state = empty(k, v, (w,), MAPS[:1])
     mask = jnp.ones((1, 4, 1, 4), bool)
     with pytest.raises(ValueError, match="one for each of 4 query heads, and 2 key heads"):
-        decoding.fmm_step(state, q, k, v, (w,), mask=mask)
+        steps.fmm_step(state, q, k, v, (w,), mask=mask)
     with pytest.raises(ValueError, match="one for each of 4 query heads, and 2 key heads"):
-        decoding.step(state.far[0], q, k, v, w, mask=mask)
+        steps.step(state.far[0], q, k, v, w, mask=mask)
     sharding = jax.NamedSharding(make_mesh(length=2), jax.P(None, "length"))
     q, k, v = jax.device_put((q, k, v), sharding)
     for call in (
-        lambda: decoding.step(state.far[0], q, k, v, w),
-        lambda: decoding.append(state.far[0], k, v, w),
-        lambda: decoding.window_step(state.near, q, k, v),
+        lambda: steps.step(state.far[0], q, k, v, w),
+        lambda: steps.append(state.far[0], k, v, w),
+        lambda: steps.window_step(state.near, q, k, v),
     ):
         with pytest.raises(ValueError, match=r"length is not sharded, got .* axis 'length'"):
             call()
@@ -91,9 +92,9 @@ def test_refuses():
     projections = (projection(), None)
     state = empty(k, v, projections)
     with pytest.raises(ValueError, match="state must be of 1 feature maps, got one of 2"):
-        decoding.fmm_step(state, q, k, v, projections[:1])
+        steps.fmm_step(state, q, k, v, projections[:1])
     with pytest.raises(TypeError, match="state must be of type FMMState, got Window"):
-        decoding.fmm_step(state.near, q, k, v, projections, feature_maps=MAPS)
+        steps.fmm_step(state.near, q, k, v, projections, feature_maps=MAPS)
     with pytest.raises(
         ValueError, match=r"projections must hold one for each feature map.* 2 for 1"
     ):

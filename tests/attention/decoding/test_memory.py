@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from simrf_jax import decoding
+from tests.attention import steps
 from tests.attention.inputs import projection
 from tests.memory import assert_flat
 
@@ -12,23 +12,23 @@ SIZES = {"batch": (2,), "num_key_heads": 2, "head_dim": 8, "value_dim": 8}
 
 
 def append(state, query, key, value, w):
-    return None, decoding.append(state, key, value, w)
+    return None, steps.append(state, key, value, w)
 
 
 def window_step(window, query, key, value, w):
-    return decoding.window_step(window, query, key, value)
+    return steps.window_step(window, query, key, value)
 
 
 def fmm_step(state, query, key, value, w):
-    return decoding.fmm_step(state, query, key, value, (w,))
+    return steps.fmm_step(state, query, key, value, (w,))
 
 
 # name -> what makes the first state from W, and the output and the next state of a token
 MODES = {
-    "far": (lambda w: decoding.init_state(w, **SIZES), decoding.step),
-    "append": (lambda w: decoding.init_state(w, **SIZES), append),
-    "near": (lambda w: decoding.init_window(bandwidth=3, **SIZES), window_step),
-    "near and far": (lambda w: decoding.init_fmm_state((w,), bandwidth=3, **SIZES), fmm_step),
+    "far": (lambda w: steps.init_state(w, **SIZES), steps.step),
+    "append": (lambda w: steps.init_state(w, **SIZES), append),
+    "near": (lambda w: steps.init_window(bandwidth=3, **SIZES), window_step),
+    "near and far": (lambda w: steps.init_fmm_state((w,), bandwidth=3, **SIZES), fmm_step),
 }
 
 

@@ -3,16 +3,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import banded_attention, decoding
+from simrf_jax import banded_attention
+from tests.attention import steps
 from tests.attention.inputs import inputs
 from tests.attention.reference import relative_error
 
 # One computation, which compiles faster than its operations one by one.
-window_step = jax.jit(decoding.window_step)
+window_step = jax.jit(steps.window_step)
 
 
 def empty(k, v, bandwidth, dtype=jnp.float32):
-    return decoding.init_window(
+    return steps.init_window(
         bandwidth=bandwidth,
         batch=k.shape[:-3],
         num_key_heads=k.shape[-2],
@@ -74,8 +75,8 @@ def test_gradients_flow_through_the_window():
     q, k, v = inputs(8)
 
     def loss(k, v):
-        _, window = decoding.window_step(empty(k, v, 3), q[:5], k[:5], v[:5])
-        return jnp.sum(decoding.window_step(window, q[5:], k[5:], v[5:])[0] ** 2)
+        _, window = steps.window_step(empty(k, v, 3), q[:5], k[:5], v[:5])
+        return jnp.sum(steps.window_step(window, q[5:], k[5:], v[5:])[0] ** 2)
 
     def expected(k, v):
         return jnp.sum(banded_attention(q, k, v, bandwidth=3, is_causal=True)[5:] ** 2)
@@ -92,17 +93,17 @@ def test_gradients_flow_through_the_window():
     [
         (
             ValueError,
-            lambda q, k, v, window: decoding.window_step(window, q, k[:4], v[:4]),
+            lambda q, k, v, window: steps.window_step(window, q, k[:4], v[:4]),
             "A step of decoding takes as many keys as queries, got 4 and 9",
         ),
         (
             ValueError,
-            lambda q, k, v, window: decoding.window_step(window, q, k, v[..., :3]),
+            lambda q, k, v, window: steps.window_step(window, q, k, v[..., :3]),
             r"state must have key \(3, 2, 8\), value \(3, 2, 3\).* got .*value \(3, 2, 8\)",
         ),
         (
             TypeError,
-            lambda q, k, v, window: decoding.window_step((k, v), q, k, v),
+            lambda q, k, v, window: steps.window_step((k, v), q, k, v),
             "state must be of type Window, got tuple",
         ),
         (ValueError, lambda q, k, v, window: empty(k, v, -1), "bandwidth must be at least 0"),

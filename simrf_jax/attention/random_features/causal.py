@@ -10,28 +10,18 @@ import jax
 import jax.numpy as jnp
 
 from simrf_jax import checks
-from simrf_jax.attention.layout import HeadMaps, Inputs, Vectors
-from simrf_jax.attention.state import (
+from simrf_jax.attention.inputs.arguments import Inputs, contract
+from simrf_jax.attention.random_features.state import (
     AttentionState,
+    HeadFeatures,
     Readout,
-    add,
-    contract,
     finite,
     hide,
-    keep,
-    key_features,
     largest,
-    merge,
-    normalise,
-    query_features,
-    read,
     signed_exp,
-    split_spoiled,
-    spoil,
-    summarise,
     with_ones,
 )
-from simrf_jax.features import LibraryMap, LogFeatures
+from simrf_jax.features import Custom, FeatureMap, LogFeatures, Side
 
 CHUNK_SIZE = 64
 
@@ -49,17 +39,25 @@ class Scanned(NamedTuple):
 
     def outputs(self) -> jax.Array:
         """Returns ``[B, T, K, G, D]``; zeros where no key is visible."""
-        return jnp.where(self.spoiled[..., None], jnp.nan, normalise(self.readout))
+        return jnp.where(self.spoiled[..., None], jnp.nan, self.readout.outputs())
 
 
 class Tokens(NamedTuple):
-    """Queries and keys of the same positions, as ``Inputs`` has them; of all, or of one chunk."""
+    """Queries and keys of the same positions, as in ``Inputs``; all of them, or one chunk.
 
-    query: Vectors
-    key: Vectors
+    Attributes:
+      query: ``[B, T, K, G, H]``, or features that were computed before.
+      key: ``[B, T, K, H]``, or features that were computed before.
+      value: ``[B, T, K, D + 1]``, with the column that sums the denominator.
+      log_weights: ``[B, T, K]``.
+      segments: ``[B, T]``, or None.
+    """
+
+    query: jax.Array | LogFeatures
+    key: jax.Array | LogFeatures
     value: jax.Array
     log_weights: jax.Array
-    runs: jax.Array | None
+    segments: jax.Array | None
 
 
 class Carry(NamedTuple):
@@ -68,12 +66,12 @@ class Carry(NamedTuple):
     Attributes:
       state: Sums over those of the last segment, all finite.
       spoiled: ``[B, K]``, True where one of them is not finite.
-      run: ``[B]``, the number of the last segment, or None without segments.
+      segment: ``[B]``, the number of the last segment, or None without segments.
     """
 
     state: AttentionState
     spoiled: jax.Array
-    run: jax.Array | None
+    segment: jax.Array | None
 
 
 def check_chunk_size(chunk_size: int | None) -> int:
@@ -87,9 +85,9 @@ def check_chunk_size(chunk_size: int | None) -> int:
 
 
 def causal_attention(
-    inputs: Inputs, maps: HeadMaps, state: AttentionState, *, chunk_size: int
+    inputs: Inputs, features: HeadFeatures, state: AttentionState, *, chunk_size: int
 ) -> tuple[jax.Array, AttentionState]:
-    r"""Each query attends to a state and to the keys up to its own position.
+    r"""Lets each query attend to a state and to the keys up to its own position.
 
     Between chunks a scan carries the state of all earlier keys. Inside a chunk halving brackets
     them: the right half of the chunk reads the left half, the right half of each half its left one,
@@ -101,8 +99,8 @@ def causal_attention(
 
     Args:
       inputs: Queries, keys and values.
-      maps: Their feature maps.
-      state: Of the keys before the first.
+      features: Their feature maps.
+      state: State of the keys before the first.
       chunk_size: A power of two. Time O(T (num_features D + log(chunk_size) num_features)).
 
     Returns:
@@ -110,40 +108,42 @@ def causal_attention(
       segment, if there are segments). Zeros where no key is visible.
     """
     tokens = _tokens(_as_many_keys_as_queries(inputs))
-    scanned, state = _scan(tokens, maps, state, chunk_size=chunk_size, own=True)
+    tokens, features = _map_custom(tokens, features)
+    scan = _scan_chunks if isinstance(features.feature_map, Custom) else _compiled_scan
+    scanned, state = scan(tokens, features, state, chunk_size=chunk_size, own=True)
     return scanned.outputs(), state
 
 
 def packed_attention(
     inputs: Inputs,
-    maps: HeadMaps,
+    features: HeadFeatures,
     before: AttentionState,
     after: AttentionState,
     *,
     chunk_size: int,
 ) -> jax.Array:
-    """Each query attends to the keys of its segment: those up to its position, and those beyond.
+    """Lets each query attend to the keys of its segment: those up to its position, and the rest.
 
     Args:
       inputs: Queries, keys and values with segments.
-      maps: Their feature maps.
+      features: Their feature maps.
       before: State of earlier keys of the first segment.
       after: State of later keys of the last segment.
       chunk_size: A power of two.
     """
-    flip = functools.partial(jnp.flip, axis=1)
-    tokens = _tokens(inputs)
-    up_to, _ = _scan(tokens, maps, before, chunk_size=chunk_size, own=True)
-    tokens = jax.tree.map(flip, tokens)
-    beyond, _ = _scan(tokens, maps, after, chunk_size=chunk_size, own=False)
-    beyond = jax.tree.map(flip, beyond)
-    return Scanned(add(up_to.readout, beyond.readout), up_to.spoiled | beyond.spoiled).outputs()
+    tokens, features = _map_custom(_tokens(inputs), features)
+    scan = _scan_chunks if isinstance(features.feature_map, Custom) else _compiled_scan
+    up_to, _ = scan(tokens, features, before, chunk_size=chunk_size, own=True)
+    flip = functools.partial(jax.tree.map, functools.partial(jnp.flip, axis=1))
+    beyond, _ = scan(flip(tokens), features, after, chunk_size=chunk_size, own=False)
+    beyond = flip(beyond)
+    return Scanned(up_to.readout.add(beyond.readout), up_to.spoiled | beyond.spoiled).outputs()
 
 
 def _tokens(inputs: Inputs) -> Tokens:
-    """Returns what is scanned; values get the column that sums the denominator."""
+    """Returns what is scanned."""
     value = with_ones(inputs.value)
-    return Tokens(inputs.query, inputs.key, value, inputs.key_log_weights, inputs.runs)
+    return Tokens(inputs.query, inputs.key, value, inputs.key_log_weights, inputs.segments)
 
 
 def _as_many_keys_as_queries(inputs: Inputs) -> Inputs:
@@ -181,29 +181,36 @@ def split_length(x: jax.Array, size: int, fill: float | None) -> jax.Array:
     return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)
 
 
-def _scan(
-    tokens: Tokens, maps: HeadMaps, state: AttentionState, *, chunk_size: int, own: bool
-) -> tuple[Scanned, AttentionState]:
-    """Scans the chunks; calls without jit compile the library's feature maps but once, too."""
-    if maps.are_the_librarys():
-        return _compiled_scan(tokens, maps, state, chunk_size=chunk_size, own=own)
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tokens, maps, state))):
-        return _scan_chunks(tokens, maps, state, chunk_size=chunk_size, own=own)
-    # Nothing compiled may outlive a user's function, which may do something else next time.
-    tokens = tokens._replace(query=maps.query(tokens.query), key=maps.key(tokens.key))
-    as_given = LibraryMap(_as_given)
-    maps = HeadMaps(None, as_given, as_given)
-    return _compiled_scan(tokens, maps, state, chunk_size=chunk_size, own=own)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Given(FeatureMap):
+    """Features that were computed before, as the feature map of themselves."""
+
+    is_finite = True
+
+    def log_features(self, x: Any, projection: None, *, side: Side) -> LogFeatures:
+        del projection, side
+        return x
 
 
-def _as_given(features: LogFeatures, projection: None) -> LogFeatures:
-    """Returns features that were computed before, as the feature map of themselves."""
-    del projection
-    return features
+def _map_custom(tokens: Tokens, features: HeadFeatures) -> tuple[Tokens, HeadFeatures]:
+    """Outside jit, replaces tokens by the features that a user's function gives them.
+
+    The scan is compiled once for feature maps that are pytrees. What is compiled must not outlive a
+    user's function, which may do something else the next time.
+    """
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tokens, features)))
+    if traced or not isinstance(features.feature_map, Custom):
+        return tokens, features
+    tokens = tokens._replace(
+        query=features.log_features(tokens.query, "query"),
+        key=features.log_features(tokens.key, "key"),
+    )
+    return tokens, HeadFeatures(None, _Given())
 
 
 def _scan_chunks(
-    tokens: Tokens, maps: HeadMaps, state: AttentionState, *, chunk_size: int, own: bool
+    tokens: Tokens, features: HeadFeatures, state: AttentionState, *, chunk_size: int, own: bool
 ) -> tuple[Scanned, AttentionState]:
     """Returns what each query reads of the state and the keys before it (and its own key)."""
     batch, length = tokens.value.shape[:2]
@@ -218,66 +225,71 @@ def _scan_chunks(
         split(tokens.value, 0),
         split(tokens.log_weights, -jnp.inf),
         # Whatever follows belongs to the last segment, for the state is that of its keys.
-        split(tokens.runs, None),
+        split(tokens.segments, None),
     )
-    # The state is that of the first segment, whose number is 0 if there are no tokens.
-    run = None if tokens.runs is None else jnp.sum(tokens.runs[:, :1], 1, tokens.runs.dtype)
-    attend = jax.checkpoint(functools.partial(_attend_chunk, maps, own), prevent_cse=False)
-    carry, scanned = jax.lax.scan(attend, Carry(*split_spoiled(state), run), chunks)
+    segment = None
+    if tokens.segments is not None:
+        # The state is that of the first segment, whose number is 0 if there are no tokens.
+        segment = jnp.sum(tokens.segments[:, :1], 1, tokens.segments.dtype)
+    attend = jax.checkpoint(functools.partial(_attend_chunk, features, own), prevent_cse=False)
+    carry, scanned = jax.lax.scan(attend, Carry(*state.split_spoiled(), segment), chunks)
 
     def join(x: jax.Array) -> jax.Array:
         x = jnp.moveaxis(x, 0, 1)
         return x.reshape(batch, x.shape[1] * size, *x.shape[3:])[:, :length]
 
-    return jax.tree.map(join, scanned), spoil(carry.state, carry.spoiled)
+    return jax.tree.map(join, scanned), carry.state.spoil(carry.spoiled)
 
 
 _compiled_scan = jax.jit(_scan_chunks, static_argnames=("chunk_size", "own"))
 
 
-def _attend_chunk(maps: HeadMaps, own: bool, carry: Carry, chunk: Tokens) -> tuple[Carry, Scanned]:
+def _attend_chunk(
+    features: HeadFeatures, own: bool, carry: Carry, chunk: Tokens
+) -> tuple[Carry, Scanned]:
     """Takes one step of the scan."""
-    state, _, run = carry
-    runs, value = chunk.runs, chunk.value
-    queries, no_features = query_features(maps, chunk.query)
-    keys, spoils = key_features(maps, chunk.key, chunk.log_weights)
-    spoiled = _sees(spoils, carry, runs)
-    if run is None or runs is None:
-        readout = read(state, queries, value.dtype)
-        state = merge(state, summarise(keys, value))
+    state, _, segment = carry
+    segments, value = chunk.segments, chunk.value
+    queries, no_features = features.queries(chunk.query)
+    keys, spoils = features.keys(chunk.key, chunk.log_weights)
+    spoiled = _sees(spoils, carry, segments)
+    if segment is None or segments is None:
+        readout = state.read(queries, value.dtype)
+        state = state.merge(AttentionState.of(keys, value))
     else:
-        last = runs[:, -1]
-        readout = read(state, hide(queries, runs == run[:, None]), value.dtype)
-        here = summarise(hide(keys, runs == last[:, None]), value)
-        state, run = merge(keep(state, run == last), here), last
+        last = segments[:, -1]
+        readout = state.read(hide(queries, segments == segment[:, None]), value.dtype)
+        here = AttentionState.of(hide(keys, segments == last[:, None]), value)
+        state, segment = state.where(segment == last).merge(here), last
     if own:
-        readout = add(readout, _read_own_position(queries, keys, value))
+        readout = readout.add(_read_own_position(queries, keys, value))
     half = value.shape[1] // 2
     while half:
-        readout = add(readout, _read_left_halves(queries, keys, value, runs, half))
+        readout = readout.add(_read_left_halves(queries, keys, value, segments, half))
         half //= 2
     scanned = Scanned(readout, no_features | spoiled[..., None])
-    return Carry(state, spoiled[:, -1], run), scanned
+    return Carry(state, spoiled[:, -1], segment), scanned
 
 
-def _sees(spoils: jax.Array, carry: Carry, runs: jax.Array | None) -> jax.Array:
+def _sees(spoils: jax.Array, carry: Carry, segments: jax.Array | None) -> jax.Array:
     """Returns ``[B, C, K]``, True at queries that see a key of the chunk, or before, that spoils.
 
     Args:
       spoils: ``[B, C, K]``, True at keys that are not finite.
       carry: The keys before the chunk.
-      runs: ``[B, C]``, or None.
+      segments: ``[B, C]``, or None.
     """
     before = carry.spoiled[:, None]
-    if carry.run is None or runs is None:
+    if carry.segment is None or segments is None:
         return before | (jnp.cumsum(spoils, axis=1) > 0)
-    before = before & (runs == carry.run[:, None])[..., None]
-    visible = jnp.tri(spoils.shape[1], dtype=bool)[None] & (runs[:, :, None] == runs[:, None])
+    before = before & (segments == carry.segment[:, None])[..., None]
+    visible = jnp.tri(spoils.shape[1], dtype=bool)[None]
+    visible &= segments[:, :, None] == segments[:, None]
     return before | jnp.any(visible[..., None] & spoils[:, None], axis=2)
 
 
 def _read_own_position(queries: LogFeatures, keys: LogFeatures, value: jax.Array) -> Readout:
-    """Each query and the key of its own position, ``[B, C, K, G, D + 1]``."""
+    """Lets each query read the key of its own position, ``[B, C, K, G, D + 1]``."""
     logits = queries.exponent + keys.exponent[:, :, :, None]
     shift = largest(logits, axis=-1)
     products = signed_exp(logits - finite(shift), queries.values)
@@ -288,21 +300,26 @@ def _read_own_position(queries: LogFeatures, keys: LogFeatures, value: jax.Array
 
 
 def _read_left_halves(
-    queries: LogFeatures, keys: LogFeatures, value: jax.Array, runs: jax.Array | None, half: int
+    queries: LogFeatures,
+    keys: LogFeatures,
+    value: jax.Array,
+    segments: jax.Array | None,
+    half: int,
 ) -> Readout:
-    """In every stretch of 2 * half positions, the right half reads the left half."""
+    """Lets the right half of every stretch of 2 * half positions read the left half."""
 
     def split(x: jax.Array, side: int) -> jax.Array:
-        """``[B, C, ...]`` to one half of every stretch, ``[B, stretches, half, ...]``."""
+        """Returns one half of every stretch of ``[B, C, ...]``, ``[B, stretches, half, ...]``."""
         stretches = x.shape[1] // (2 * half)
         return x.reshape(x.shape[0], stretches, 2, half, *x.shape[2:])[:, :, side]
 
     left = jax.tree.map(functools.partial(split, side=0), keys)
     right = jax.tree.map(functools.partial(split, side=1), queries)
-    if runs is not None:
-        # Segments are runs: those that both halves have part in hold the last of the left half.
-        last = split(runs, 0)[:, :, -1:]
-        left, right = hide(left, split(runs, 0) == last), hide(right, split(runs, 1) == last)
+    if segments is not None:
+        # A segment that spans both halves must contain the left half's last token.
+        last = split(segments, 0)[:, :, -1:]
+        left = hide(left, split(segments, 0) == last)
+        right = hide(right, split(segments, 1) == last)
     maxima = largest(left.exponent, axis=2)
     logits = right.exponent + maxima[:, :, :, :, None]
     shift = largest(logits, axis=-1)
@@ -312,7 +329,7 @@ def _read_left_halves(
     sums = contract("bnkgqs,bnskd->bnqkgd", weights, split(value, side=0))
 
     def back(x: jax.Array, left: float) -> jax.Array:
-        """Beside the left halves, which read nothing."""
+        """Puts the right halves beside the left halves, which read nothing."""
         both = jnp.stack([jnp.full_like(x, left), x], axis=2)
         return both.reshape(x.shape[0], x.shape[1] * 2 * half, *x.shape[3:])
 

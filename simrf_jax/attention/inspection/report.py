@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -9,8 +10,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from simrf_jax import checks
-from simrf_jax.attention.all_pairs import KernelRows, kernel_rows
-from simrf_jax.features import FeatureMap
+from simrf_jax.attention.inputs.arguments import Arguments, as_tokens
+from simrf_jax.attention.inspection.all_pairs import KernelRows, kernel_rows
+from simrf_jax.features import FeatureMap, as_feature_map
 from simrf_jax.projections import Projection
 
 
@@ -47,7 +49,7 @@ def attention_matrix(
     key: ArrayLike,
     projection: Projection | None,
     *,
-    feature_map: FeatureMap = "positive",
+    feature_map: str | FeatureMap | Callable[..., jax.Array] = "positive",
     mask: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     scale: ArrayLike | None = None,
@@ -68,7 +70,7 @@ def attention_matrix(
       key: ``[..., S, K, H]``, with N a multiple of K (grouped queries).
       projection: W, ``[num_features, H]`` or ``[K, num_features, H]``, as in
         ``random_feature_attention``; so are the following.
-      feature_map: A name, a callable or a ``FeaturePair``.
+      feature_map: A name, an object of ``simrf_jax.feature_maps``, or a function.
       mask: Boolean, broadcastable to ``[..., N, T, S]``, the same for all queries.
       bias: Added to the logits; of the same shapes, with the same condition.
       scale: Multiplies the logits; by default :math:`1/\sqrt H`.
@@ -99,19 +101,17 @@ def attention_matrix(
     References:
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 2.2.
     """
-    estimated, _ = kernel_rows(
-        query,
-        key,
-        key,
-        projection,
-        feature_map=feature_map,
-        is_causal=checks.boolean("is_causal", is_causal),
+    is_causal = checks.boolean("is_causal", is_causal)
+    arguments = Arguments(
+        *as_tokens(query, key, key),
         mask=mask,
         bias=bias,
         scale=scale,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
     )
+    feature_map = as_feature_map(feature_map)
+    estimated, _ = kernel_rows(arguments, projection, feature_map, is_causal=is_causal)
     return estimated.weights()
 
 
@@ -121,7 +121,7 @@ def attention_report(
     projection: Projection | None,
     *,
     value: ArrayLike | None = None,
-    feature_map: FeatureMap = "positive",
+    feature_map: str | FeatureMap | Callable[..., jax.Array] = "positive",
     mask: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     scale: ArrayLike | None = None,
@@ -174,19 +174,17 @@ def attention_report(
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 4.2; Roy and
       Vetterli, The Effective Rank: A Measure of Effective Dimensionality (EUSIPCO 2007).
     """
-    estimated, exact = kernel_rows(
-        query,
-        key,
-        key if value is None else value,
-        projection,
-        feature_map=feature_map,
-        is_causal=checks.boolean("is_causal", is_causal),
+    is_causal = checks.boolean("is_causal", is_causal)
+    arguments = Arguments(
+        *as_tokens(query, key, key if value is None else value),
         mask=mask,
         bias=bias,
         scale=scale,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
     )
+    feature_map = as_feature_map(feature_map)
+    estimated, exact = kernel_rows(arguments, projection, feature_map, is_causal=is_causal)
     implied, softmax = (np.asarray(rows.weights(), np.float64) for rows in (estimated, exact))
     row_sum_mean, row_sum_error = _compare_row_sums(estimated, exact)
     return AttentionReport(

@@ -10,15 +10,16 @@ import numpy as np
 
 from simrf_jax import checks
 
-# Of queries. Smaller blocks take longer, also for narrower bands: benchmarks.near_field --blocks.
+# Queries in a block. Smaller blocks take longer, also for narrower bands; see
+# benchmarks.near_field --blocks.
 LEAST_BLOCK = 32
 
 
-class Blocks(NamedTuple):
+class QueryBlocks(NamedTuple):
     """Blocks of queries and the windows of keys around them.
 
     Attributes:
-      num_blocks: How many.
+      num_blocks: Number of blocks.
       size: Queries in each.
       history: Keys before the position of the first query.
       padding: Places of the first window before the first key.
@@ -59,14 +60,14 @@ def cut(
     is_causal: bool,
     block_size: int | None = None,
     history: int = 0,
-) -> Blocks:
-    """Blocks for T queries and S keys; the narrowest windows that hold the band.
+) -> QueryBlocks:
+    """Cuts T queries into blocks, with the narrowest windows of S keys that hold the band.
 
     Args:
-      query_length: T.
-      key_length: S.
-      bandwidth: How far a query sees.
-      is_causal: Whether it sees back only.
+      query_length: Number T of queries.
+      key_length: Number S of keys.
+      bandwidth: Distance over which a query sees keys.
+      is_causal: Whether it sees no later keys.
       block_size: Queries in a block; None for a default.
       history: Keys before the position of the first query.
 
@@ -84,7 +85,7 @@ def cut(
     width = before + size + after
     offset = np.arange(width)[None, :] - before - np.arange(size)[:, None]
     band = (-bandwidth <= offset) & (offset <= (0 if is_causal else bandwidth))
-    return Blocks(num_blocks, size, history, before - history, width, band)
+    return QueryBlocks(num_blocks, size, history, before - history, width, band)
 
 
 def _split(x: jax.Array, axis: int, before: int, count: int, size: int, fill: float) -> jax.Array:

@@ -1,21 +1,29 @@
-"""The public attention function: what it accepts, what it refuses, and how it lays things out."""
+"""Random-feature attention: the public function, and its bidirectional form."""
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from simrf_jax import checks
-from simrf_jax.attention.across_devices import Axes, states_around
-from simrf_jax.attention.bidirectional import bidirectional_attention
-from simrf_jax.attention.causal import causal_attention, check_chunk_size, packed_attention
-from simrf_jax.attention.layout import lay_out_with_features
-from simrf_jax.attention.sequence_parallel import attend_in_parts
-from simrf_jax.attention.state import empty_state
-from simrf_jax.features import FeatureMap
+from simrf_jax.attention.inputs.arguments import Arguments, Inputs, as_tokens
+from simrf_jax.attention.random_features.causal import (
+    causal_attention,
+    check_chunk_size,
+    packed_attention,
+)
+from simrf_jax.attention.random_features.exchange import attend_over_devices
+from simrf_jax.attention.random_features.state import (
+    AttentionState,
+    HeadFeatures,
+    lay_out,
+    read_all,
+    with_ones,
+)
+from simrf_jax.features import FeatureMap, as_feature_map
 from simrf_jax.projections import Projection
 
 IMPLEMENTATIONS = ("xla",)
@@ -27,7 +35,7 @@ def random_feature_attention(
     value: ArrayLike,
     projection: Projection | None,
     *,
-    feature_map: FeatureMap = "positive",
+    feature_map: str | FeatureMap | Callable[..., jax.Array] = "positive",
     mask: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     scale: ArrayLike | None = None,
@@ -62,20 +70,13 @@ def random_feature_attention(
       projection: W, ``[num_features, H]`` shared by all heads, or ``[K, num_features, H]``, one
         for each key head and the queries that belong to it. An array, a ``FastProjection``, or
         what a hybrid map takes; None for a map that needs none.
-      feature_map: By name, ``"positive"``, ``"hyperbolic"``, ``"trigonometric"``, ``"phase"`` (with
+      feature_map: A name, ``"positive"``, ``"hyperbolic"``, ``"trigonometric"``, ``"phase"`` (with
         evenly spaced phases), ``"relu"``, ``"elu"``, ``"angular_hybrid"``, ``"gaussian_hybrid"`` or
-        ``"clustered_hybrid"``; or a callable from (x, projection) to features, with x
-        ``[..., H]`` already scaled; or a ``FeaturePair`` of two. The library's own functions, also
-        inside a pair or a ``functools.partial``, stand for their names: they take the softmax
-        kernel unless told otherwise, and are exact at any scale, which the features of other
-        callables are as far as their range allows. A callable of your own need not have a value at
-        zero: hidden keys and padding come to it as copies of other tokens. If its features of a
-        visible token are not finite, the gradients of that token, of W, of the scale and of arrays
-        that the callable holds are NaN, even those of outputs that do not see the token, for 0
-        times infinity is NaN in the callable's own derivative: clip what you exponentiate. Outside
-        ``jit``, causal and packed attention call it on the whole length at once. Maps that may be
-        negative (trigonometric, phase, the hybrids) estimate the denominator with noise of either
-        sign: where it comes near zero, so does the sense of the output.
+        ``"clustered_hybrid"``; an object of ``simrf_jax.feature_maps``, such as
+        ``feature_maps.Phase(phases)``; or a function from (x, projection) to features, which stands
+        for ``feature_maps.Custom`` of it. Maps that may be negative (trigonometric, phase, the
+        hybrids) estimate the denominator with noise of either sign: where it comes near zero, the
+        output means nothing.
       mask: Boolean, broadcastable to ``[..., N, T, S]``, True to attend. It must be the same for
         all queries: have a query axis of size 1, or be a NumPy array that is constant along it.
       bias: Added to the logits; of the same shapes, with the same condition.
@@ -128,25 +129,12 @@ def random_feature_attention(
     """
     checks.one_of("implementation", implementation, (*IMPLEMENTATIONS, None))
     is_causal = checks.boolean("is_causal", is_causal)
-    if chunk_size is not None and not is_causal and segment_ids is None:
+    in_order = is_causal or segment_ids is not None
+    if chunk_size is not None and not in_order:
         raise ValueError(f"chunk_size is for causal or packed attention, got {chunk_size}.")
-    query, key, value = (
-        checks.floating(name, x) for name, x in (("query", query), ("key", key), ("value", value))
-    )
-    attend = functools.partial(
-        _attend,
-        feature_map=feature_map,
-        is_causal=is_causal,
-        chunk_size=check_chunk_size(chunk_size),
-    )
-    return attend_in_parts(
-        attend,
-        sequence_axis,
-        in_order=is_causal or segment_ids is not None,
-        query=query,
-        key=key,
-        value=value,
-        projection=projection,
+    chunk_size = check_chunk_size(chunk_size)
+    arguments = Arguments(
+        *as_tokens(query, key, value),
         mask=mask,
         bias=bias,
         scale=scale,
@@ -154,31 +142,42 @@ def random_feature_attention(
         key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids,
     )
-
-
-def _attend(
-    *,
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    projection: Projection | None = None,
-    feature_map: FeatureMap,
-    is_causal: bool,
-    chunk_size: int,
-    axes: Axes = (),
-    **options: Any,
-) -> jax.Array:
-    """Attention on one device, or inside ``shard_map`` that of its part of the length."""
-    inputs, maps, restore = lay_out_with_features(
-        query, key, value, projection, feature_map=feature_map, **options
-    )
-    if not is_causal and inputs.runs is None:
-        return restore(bidirectional_attention(inputs, maps, axes=axes))
-    before = after = empty_state(inputs, maps)
-    if axes:
-        before, after = states_around(
-            inputs, maps, options.get("segment_ids"), axes, is_causal=is_causal
+    feature_map = as_feature_map(feature_map)
+    axes = checks.axis_names("sequence_axis", sequence_axis)
+    is_sharded = bool(axes or arguments.explicit_axes(in_order=in_order))
+    if is_sharded and arguments.key.shape[-3] > 0:
+        return attend_over_devices(
+            arguments, projection, feature_map, axes, is_causal=is_causal, chunk_size=chunk_size
         )
+    inputs, features = lay_out(arguments, projection, feature_map)
+    if not in_order:
+        return inputs.outputs(bidirectional_attention(inputs, features))
+    empty = AttentionState.empty(inputs, features)
     if is_causal:
-        return restore(causal_attention(inputs, maps, before, chunk_size=chunk_size)[0])
-    return restore(packed_attention(inputs, maps, before, after, chunk_size=chunk_size))
+        return inputs.outputs(causal_attention(inputs, features, empty, chunk_size=chunk_size)[0])
+    return inputs.outputs(packed_attention(inputs, features, empty, empty, chunk_size=chunk_size))
+
+
+def bidirectional_attention(inputs: Inputs, features: HeadFeatures) -> jax.Array:
+    r"""Lets each query attend to all keys.
+
+    .. math::
+        o_t = \frac{\sum_i e^{a_{ti} + c_i - b_t} \sum_s e^{\kappa_{si} - c_i} v_s}
+                   {\sum_i e^{a_{ti} + c_i - b_t} \sum_s e^{\kappa_{si} - c_i}}
+
+    with :math:`a_{ti}` the exponents of the queries, :math:`\kappa_{si}` those of the keys (scale
+    and log weights included), :math:`c_i = \max_s \kappa_{si}` and :math:`b_t = \max_i (a_{ti} +
+    c_i)`; values of signed maps stand as factors before the exponentials. Both shifts cancel, so
+    this is the estimator itself. Nothing overflows, and for a positive map the denominator is at
+    least 1 wherever a query and a visible key have a feature in common: no epsilon.
+
+    Args:
+      inputs: Queries, keys and values without segments.
+      features: Their feature maps.
+
+    Returns:
+      ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
+    """
+    keys, spoils = features.keys(inputs.key, inputs.key_log_weights)
+    state = AttentionState.of(keys, with_ones(inputs.value))
+    return read_all(state, jnp.any(spoils, axis=1), inputs, features)

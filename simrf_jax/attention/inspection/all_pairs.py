@@ -6,14 +6,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
-from simrf_jax.attention.layout import HeadMaps, Inputs, lay_out_with_features
-from simrf_jax.attention.state import (
+from simrf_jax.attention.inputs.arguments import Arguments, Inputs
+from simrf_jax.attention.random_features.state import (
+    HeadFeatures,
     finite,
-    key_features,
     largest,
-    query_features,
+    lay_out,
     signed_exp,
 )
 from simrf_jax.features import FeatureMap, LogFeatures
@@ -32,38 +31,31 @@ class KernelRows(NamedTuple):
     log_scale: jax.Array
 
     def row_sums(self) -> jax.Array:
-        """Of the kernel alone, ``[*batch, N, T, 1]``; zero, exactly, where nothing is visible."""
+        """Returns sums of the kernel, ``[*batch, N, T, 1]``; exactly zero where nothing is visible."""
         return jnp.sum(self.kernel, axis=-1, keepdims=True)
 
     def weights(self) -> jax.Array:
-        """Attention weights ``[*batch, N, T, S]``: rows sum to one, or are zeros."""
+        """Returns attention weights ``[*batch, N, T, S]``, whose rows sum to one or are zeros."""
         total = self.row_sums()
         nothing = total == 0
         return jnp.where(nothing, 0, self.kernel / jnp.where(nothing, 1, total))
 
 
 def kernel_rows(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    arguments: Arguments,
     projection: Projection | None,
-    *,
     feature_map: FeatureMap,
+    *,
     is_causal: bool,
-    **options: ArrayLike | None,
 ) -> tuple[KernelRows, KernelRows]:
-    """What ``random_feature_attention`` estimates for all pairs, and the exact softmax kernel."""
-    inputs, maps, restore = lay_out_with_features(
-        query, key, value, projection, feature_map=feature_map, **options
-    )
+    """Returns the kernel that random features estimate for all pairs, and the softmax kernel."""
+    inputs, features = lay_out(arguments, projection, feature_map)
     log_weights = _log_weights(inputs, is_causal)
-    estimated, exact = (
-        _estimated_rows(inputs, maps, log_weights),
-        _softmax_rows(inputs, log_weights),
-    )
+    estimated = _estimated_rows(inputs, features, log_weights)
+    exact = _softmax_rows(inputs, log_weights)
 
     def heads_first(x: jax.Array) -> jax.Array:
-        return jnp.swapaxes(restore(x, dtype=x.dtype), -3, -2)
+        return jnp.swapaxes(inputs.outputs(x, dtype=x.dtype), -3, -2)
 
     return jax.tree.map(heads_first, (estimated, exact))
 
@@ -87,7 +79,7 @@ def _log_weights(inputs: Inputs, is_causal: bool) -> jax.Array:
 def _feature_products(
     queries: LogFeatures, keys: LogFeatures, log_weights: jax.Array
 ) -> KernelRows:
-    """phi(q) . phi(k) for all pairs, ``[B, T, K, G, S]``."""
+    """Returns phi(q) . phi(k) for all pairs, ``[B, T, K, G, S]``."""
     # [B, K, 1, S, num_features], for all queries of a key head.
     keys = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 2)[:, :, None], keys)
 
@@ -108,10 +100,10 @@ def _feature_products(
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), jax.lax.map(row, by_query))
 
 
-def _estimated_rows(inputs: Inputs, maps: HeadMaps, log_weights: jax.Array) -> KernelRows:
-    queries, spoiled = query_features(maps, inputs.query)
+def _estimated_rows(inputs: Inputs, features: HeadFeatures, log_weights: jax.Array) -> KernelRows:
+    queries, spoiled = features.queries(inputs.query)
     # The log weights of a key differ between queries here, and are added for each.
-    keys, spoils = key_features(maps, inputs.key, jnp.zeros_like(inputs.key_log_weights))
+    keys, spoils = features.keys(inputs.key, jnp.zeros_like(inputs.key_log_weights))
     seen = spoils.mT[:, None, :, None] & (log_weights > -jnp.inf)
     rows = _feature_products(queries, keys, log_weights)
     spoiled = spoiled[..., None] | jnp.any(seen | jnp.isnan(log_weights), axis=-1, keepdims=True)

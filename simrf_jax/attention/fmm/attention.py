@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from simrf_jax import checks
-from simrf_jax.attention.api import random_feature_attention
-from simrf_jax.attention.near_field import banded_attention
+from simrf_jax.attention.banded.attention import banded_attention
+from simrf_jax.attention.random_features.attention import random_feature_attention
 from simrf_jax.features import FeatureMap
 from simrf_jax.projections import Projection
+
+FeatureMaps: TypeAlias = Sequence[str | FeatureMap | Callable[..., jax.Array]]
 
 
 def fmm_attention(
@@ -25,7 +27,7 @@ def fmm_attention(
     bandwidth: int,
     near_weight: ArrayLike = 1.0,
     far_weights: ArrayLike = 1.0,
-    feature_maps: Sequence[FeatureMap] = ("positive",),
+    feature_maps: FeatureMaps = ("positive",),
     mask: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     scale: ArrayLike | None = None,
@@ -92,23 +94,20 @@ def fmm_attention(
       Far-field Attention (NeurIPS 2021).
     """
     check_feature_maps(projections, feature_maps)
-    options: dict[str, Any] = {
-        "mask": mask,
-        "bias": bias,
-        "scale": scale,
-        "query_seq_lengths": query_seq_lengths,
-        "key_value_seq_lengths": key_value_seq_lengths,
-        "segment_ids": segment_ids,
-        "sequence_axis": sequence_axis,
-    }
     near = banded_attention(
         query,
         key,
         value,
         bandwidth=bandwidth,
+        mask=mask,
+        bias=bias,
+        scale=scale,
         is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
         block_size=block_size,
-        **options,
+        sequence_axis=sequence_axis,
     )
     far = [
         random_feature_attention(
@@ -117,19 +116,23 @@ def fmm_attention(
             value,
             projection,
             feature_map=feature_map,
+            mask=mask,
+            bias=bias,
+            scale=scale,
             is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            segment_ids=segment_ids,
             chunk_size=chunk_size,
-            **options,
+            sequence_axis=sequence_axis,
         )
         for projection, feature_map in zip(projections, feature_maps, strict=True)
     ]
     return blend(near, far, near_weight, far_weights)
 
 
-def check_feature_maps(
-    projections: Sequence[Projection | None], feature_maps: Sequence[FeatureMap]
-) -> None:
-    """Accepts one projection for each of some feature maps."""
+def check_feature_maps(projections: Sequence[Projection | None], feature_maps: FeatureMaps) -> None:
+    """Raises unless there is one projection for each feature map."""
     for name, given in (("projections", projections), ("feature_maps", feature_maps)):
         if not isinstance(given, (tuple, list)):
             raise TypeError(f"{name} must be a tuple or a list, got {type(given).__name__}.")
@@ -143,7 +146,7 @@ def check_feature_maps(
 def blend(
     near: jax.Array, far: Sequence[jax.Array], near_weight: ArrayLike, far_weights: ArrayLike
 ) -> jax.Array:
-    """The weighted sum of outputs ``[..., N, D]``, as ``fmm_attention`` says."""
+    """Returns the weighted sum of the outputs ``[..., N, D]`` of both fields."""
     *lead, heads, _ = near.shape
     compute = jnp.promote_types(near.dtype, jnp.float32)
 

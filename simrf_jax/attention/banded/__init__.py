@@ -1,0 +1,1 @@
+"""Exact attention to the keys nearby, in time linear in the length."""

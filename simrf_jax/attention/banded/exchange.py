@@ -1,0 +1,103 @@
+"""Banded attention over a sharded sequence: devices exchange the keys next to their borders."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from simrf_jax.attention.banded.softmax import attend_in_windows
+from simrf_jax.attention.banded.windows import cut
+from simrf_jax.attention.inputs.arguments import Arguments, Axes, Inputs, segment_numbers
+from simrf_jax.attention.inputs.sharding import check_whole, find_shards, over_devices, shift
+
+
+def attend_over_devices(
+    arguments: Arguments, axes: Axes, *, bandwidth: int, is_causal: bool, block_size: int | None
+) -> jax.Array:
+    """Attends over lengths that mesh axes shard.
+
+    Args:
+      arguments: Arguments that are whole to the caller, or those of the device inside ``shard_map``.
+      axes: Axes that the caller named; none for the explicit axes of the arrays.
+      bandwidth: Distance over which a query sees keys.
+      is_causal: Whether it sees no later keys.
+      block_size: Queries in a block; None for a default.
+    """
+
+    def check(arguments: Arguments, projection: None) -> Inputs:
+        del projection
+        inputs = arguments.lay_out(scaled=False)
+        cut(inputs.query.shape[1], inputs.key.shape[1], bandwidth, is_causal, block_size)
+        return inputs
+
+    check_whole(check, arguments, None)
+    shards = find_shards(arguments, axes, in_order=True)
+
+    def attend(arguments: Arguments, projection: None) -> jax.Array:
+        del projection
+        part = shards.part(arguments)
+        inputs, history = with_halo(
+            part.lay_out(scaled=False),
+            part.segment_ids,
+            shards.axes,
+            bandwidth=bandwidth,
+            is_causal=is_causal,
+        )
+        lengths = (inputs.query.shape[1], inputs.key.shape[1])
+        blocks = cut(*lengths, bandwidth, is_causal, block_size, history)
+        return inputs.outputs(attend_in_windows(inputs, blocks))
+
+    return over_devices(attend, shards, arguments, None)
+
+
+def with_halo(
+    inputs: Inputs, segment_ids: jax.Array | None, axes: Axes, *, bandwidth: int, is_causal: bool
+) -> tuple[Inputs, int]:
+    """Adds the keys of other devices that are within the bandwidth of a query here.
+
+    Args:
+      inputs: Inputs of this device.
+      segment_ids: Segment ids of this device, ``[..., T]``, or None.
+      axes: Mesh axes that shard the length.
+      bandwidth: Distance over which a query sees keys.
+      is_causal: Whether it sees no later keys.
+
+    Returns:
+      The inputs with more keys, and how many of them are before this device's.
+    """
+    length, size = inputs.key.shape[1], jax.lax.axis_size(axes)
+    before = min(bandwidth, (size - 1) * length)
+    after = 0 if is_causal else before
+
+    def widen(x: jax.Array) -> jax.Array:
+        earlier, later = _beyond(x, axes, before, 1), _beyond(x, axes, after, -1)
+        return jnp.concatenate([*reversed(earlier), x, *later], axis=1)
+
+    segments = None
+    if segment_ids is not None:
+        # The halo is contiguous, so it tells whether two of its positions share a segment.
+        ids = widen(jnp.reshape(segment_ids, inputs.key.shape[:2]))
+        segments = segment_numbers(ids, ids.shape[:1], ids.shape[1], ids.shape[1])
+    position = jnp.arange(-before, length + after) + jax.lax.axis_index(axes) * length
+    # What lies beyond the ends has wrapped around.
+    exists = ((position >= 0) & (position < size * length))[None, :, None]
+    wide = dataclasses.replace(
+        inputs,
+        key=widen(inputs.key.astype(inputs.value.dtype)),  # Products are in this type anyway.
+        value=widen(inputs.value),
+        key_log_weights=jnp.where(exists, widen(inputs.key_log_weights), -jnp.inf),
+        segments=segments,
+    )
+    return wide, before
+
+
+def _beyond(x: jax.Array, axes: Axes, reach: int, step: int) -> list[jax.Array]:
+    """Returns ``reach`` positions before this device's (step 1) or after them (-1), by device."""
+    length, pieces = x.shape[1], []
+    for start in range(0, reach, length):
+        count = min(length, reach - start)
+        nearest = x[:, length - count :] if step == 1 else x[:, :count]
+        pieces.append(shift(nearest, axes, step * (start // length + 1)))
+    return pieces

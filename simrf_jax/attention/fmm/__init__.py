@@ -1,0 +1,1 @@
+"""Near and far field blended."""

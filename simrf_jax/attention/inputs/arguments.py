@@ -1,0 +1,427 @@
+"""The arrays of an attention call: as a caller gives them, and as the mechanisms take them.
+
+Linear attention sums over the keys once for all queries, so it can weigh or hide a key for all
+queries of a head, but not for one query alone. Everything it can honour of a mask, a bias and
+lengths is one array: a log weight for each key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from simrf_jax import checks
+
+# Names of mesh axes.
+Axes: TypeAlias = tuple[str, ...]
+
+# So many numbers of moderate weight can be added: larger ones count as not finite.
+MOST_TERMS = 2**24
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["query", "key", "value", "key_log_weights", "scale", "segments", "real", "finite"],
+    meta_fields=["batch", "is_batched", "dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Queries, keys and values by key heads; K is their number, G that of query heads for each.
+
+    All queries, keys and values are finite. Those that were not, and hidden ones, are replaced by
+    something harmless, because 0 * NaN is not 0, also in gradients.
+
+    Attributes:
+      query: ``[B, T, K, G, H]``, in the type to compute logits in.
+      key: ``[B, S, K, H]``, in the same type.
+      value: ``[B, S, K, D]`` in the type to contract in.
+      key_log_weights: ``[B, S, K]`` to add to the logits. Minus infinity hides a key, and NaN marks
+        one that was not finite: whoever sees it gets NaN.
+      scale: One number that multiplies the products of queries and keys; None if they are scaled.
+      segments: ``[B, S]``, the number of the segment that each position belongs to, or None.
+      real: ``[1 or B, T, 1, 1]``, False at queries beyond ``query_seq_lengths``.
+      finite: ``[B, T, K, G]``, False at queries that were not finite.
+      batch: Leading shape of the output.
+      is_batched: Whether the output has a leading shape; without one, ``batch`` is ``(1,)``.
+      dtype: Type of the output.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    key_log_weights: jax.Array
+    scale: jax.Array | None
+    segments: jax.Array | None
+    real: jax.Array
+    finite: jax.Array
+    batch: tuple[int, ...]
+    is_batched: bool
+    dtype: jnp.dtype
+
+    def outputs(self, out: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+        """Returns ``[..., T, N, D]`` of ``[B, T, K, G, D]``: the inverse of the layout.
+
+        Args:
+          out: What the mechanism computed for each query.
+          dtype: Type of the result, that of the caller's query by default.
+        """
+        out = jnp.where(self.finite[..., None], out, jnp.nan)
+        out = jnp.where(self.real[..., None], out, 0)
+        out = out.reshape(*self.batch, out.shape[1], out.shape[2] * out.shape[3], out.shape[4])
+        out = out.astype(self.dtype if dtype is None else dtype)
+        return out if self.is_batched else out[0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Arguments:
+    """What a caller gives: the arrays of ``jax.nn.dot_product_attention``, and segments.
+
+    A mask or a bias in NumPy keeps its values, which are known under ``jit`` too.
+
+    Attributes:
+      query: ``[..., T, N, H]``.
+      key: ``[..., S, K, H]``.
+      value: ``[..., S, K, D]``.
+      mask: Boolean, broadcastable to ``[..., N, T, S]``, the same for all queries; or None.
+      bias: Floating, of the same shapes, added to the logits; or None.
+      scale: Multiplies the logits; None for :math:`1/\\sqrt H`.
+      query_seq_lengths: Integers of the batch shape, or None.
+      key_value_seq_lengths: Integers of the batch shape, or None.
+      segment_ids: Integers ``[..., T]``, or None.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    mask: ArrayLike | None = None
+    bias: ArrayLike | None = None
+    scale: ArrayLike | None = None
+    query_seq_lengths: ArrayLike | None = None
+    key_value_seq_lengths: ArrayLike | None = None
+    segment_ids: ArrayLike | None = None
+
+    def lay_out(
+        self,
+        *,
+        dtype: DTypeLike | None = None,
+        scaled: bool = True,
+        fill_with_tokens: bool = False,
+    ) -> Inputs:
+        """Checks the arrays and arranges them by key heads.
+
+        Args:
+          dtype: Logits are computed in this type, that of the query or float32, whichever is
+            widest.
+          scaled: Whether to multiply queries and keys by the square root of the scale each.
+          fill_with_tokens: Whether a query or key that is hidden or not finite is replaced by
+            another one of its head; by zeros otherwise.
+
+        Raises:
+          TypeError: If a dtype is wrong.
+          ValueError: If shapes do not match, the scale is not finite, or the mask or the bias
+            differs between queries.
+        """
+        scale = self.key.shape[-1] ** -0.5 if self.scale is None else self.scale
+        checks.scalar("scale", scale)
+        compute = jnp.promote_types(self.query.dtype, jnp.float32 if dtype is None else dtype)
+        compute = jnp.promote_types(compute, jnp.float32)
+        return self._with_batch_axis()._by_key_heads(
+            compute,
+            jnp.asarray(scale, compute),
+            scaled=scaled,
+            fill_with_tokens=fill_with_tokens,
+            is_batched=self.query.ndim > 3,
+        )
+
+    def _with_batch_axis(self) -> Arguments:
+        """Returns one sequence as a batch of one, as ``jax.nn`` does.
+
+        Its masks and lengths may have an axis of size 1 for the batch.
+        """
+        if self.query.ndim > 3:
+            return self
+
+        def at_least(ndim: int, x: ArrayLike | None) -> jax.Array | None:
+            return None if x is None else jnp.array(x, ndmin=ndim)
+
+        return dataclasses.replace(
+            self,
+            query=self.query[None],
+            key=self.key[None],
+            value=self.value[None],
+            query_seq_lengths=at_least(1, self.query_seq_lengths),
+            key_value_seq_lengths=at_least(1, self.key_value_seq_lengths),
+            segment_ids=at_least(2, self.segment_ids),
+        )
+
+    def _by_key_heads(
+        self,
+        compute: jnp.dtype,
+        scale: jax.Array,
+        *,
+        scaled: bool,
+        fill_with_tokens: bool,
+        is_batched: bool,
+    ) -> Inputs:
+        key, value, log_weights = self.key, self.value, self._key_log_weights(compute)
+        *batch, query_length, num_heads, dim = self.query.shape
+        groups = num_heads // key.shape[-2]
+        if log_weights.shape[-2] not in (1, key.shape[-2]):
+            # Heads that share their keys but not their mask no longer share a state.
+            key, value = (jnp.repeat(x, groups, axis=-2) for x in (key, value))
+            groups = 1
+
+        def flat(x: jax.Array) -> jax.Array:
+            return x.reshape(math.prod(batch), *x.shape[len(batch) :])
+
+        query = flat(self.query.reshape(*batch, query_length, num_heads // groups, groups, dim))
+        query, key = query.astype(compute), flat(key).astype(compute)
+        narrow = jnp.bfloat16 if self.query.dtype == jnp.bfloat16 else compute
+        value = flat(value).astype(narrow)
+        # The sign goes with the queries, for features estimate exp(x . y) for any x and y.
+        root = jnp.sqrt(jnp.abs(scale))
+        of_queries, of_keys = (jnp.sign(scale) * root, root) if scaled else (1, 1)
+        real = self._real_queries(tuple(batch))
+        finite = _is_finite(query * of_queries)
+        finite_keys = _is_finite(key * of_keys) & _is_finite(value)
+        log_weights = _mark(flat(log_weights).mT, finite_keys)
+        visible = log_weights > -jnp.inf
+        return Inputs(
+            # Scaled last, because 0 * NaN would reach the gradient of the scale.
+            _replace(query, real & finite, fill_with_tokens) * of_queries,
+            _replace(key, visible, fill_with_tokens) * of_keys,
+            _replace(value, visible, False),
+            log_weights,
+            None if scaled else scale,
+            self._segments(tuple(batch)),
+            real,
+            finite,
+            batch=tuple(batch),
+            is_batched=is_batched,
+            dtype=self.query.dtype,
+        )
+
+    def _key_log_weights(self, dtype: jnp.dtype) -> jax.Array:
+        """Returns ``[*batch, 1 or N, S]`` to add to the logits; hidden keys have minus infinity."""
+        *batch, query_length, num_heads, _ = self.query.shape
+        key_length = self.key.shape[-3]
+        target = (*batch, num_heads, query_length, key_length)
+        log_weights = jnp.zeros((*(1 for _ in batch), 1, key_length), dtype)
+        if self.bias is not None:
+            bias = _as_array(self.bias)
+            if not jnp.issubdtype(bias.dtype, jnp.floating):
+                raise TypeError(f"bias must be floating, got {bias.dtype.name}.")
+            log_weights = per_key("bias", bias, target).astype(dtype)
+        if self.mask is not None:
+            mask = _as_array(self.mask)
+            if mask.dtype != jnp.bool:
+                raise TypeError(
+                    f"mask must be boolean (True to attend), got {mask.dtype.name}; "
+                    "pass an additive one as bias."
+                )
+            log_weights = jnp.where(per_key("mask", mask, target), log_weights, -jnp.inf)
+        if self.key_value_seq_lengths is not None:
+            visible = within_lengths(
+                "key_value_seq_lengths", self.key_value_seq_lengths, tuple(batch), key_length
+            )
+            log_weights = jnp.where(visible[..., None, :], log_weights, -jnp.inf)
+        return jnp.broadcast_to(log_weights, (*batch, *log_weights.shape[-2:]))
+
+    def _real_queries(self, batch: tuple[int, ...]) -> jax.Array:
+        """Returns ``[1 or B, T, 1, 1]``, False beyond the sequences' lengths."""
+        length = self.query.shape[-3]
+        if self.query_seq_lengths is None:
+            return jnp.ones((1, length, 1, 1), bool)
+        real = within_lengths("query_seq_lengths", self.query_seq_lengths, batch, length)
+        return real.reshape(math.prod(batch), length, 1, 1)
+
+    def _segments(self, batch: tuple[int, ...]) -> jax.Array | None:
+        """Returns ``[B, S]``, the number of each position's segment; None without segments."""
+        if self.segment_ids is None:
+            return None
+        query_length, length = self.query.shape[-3], self.key.shape[-3]
+        numbers = segment_numbers(self.segment_ids, batch, query_length, length)
+        return numbers.reshape(math.prod(batch), length)
+
+    def explicit_axes(self, *, in_order: bool) -> Axes:
+        """Returns the explicit mesh axes that shard the length.
+
+        Args:
+          in_order: Whether the positions of queries matter, too; bidirectional queries do not care.
+        """
+        first = (self.key, self.value, self.query) if in_order else (self.key, self.value)
+        return next(filter(None, map(axes_of_length, first)), ())
+
+
+def axes_of_length(x: jax.Array) -> Axes:
+    """Returns the explicit mesh axes that shard the length of ``[..., length, heads, dim]``."""
+    spec = tuple(jax.typeof(x).sharding.spec)
+    axes = spec[-3] if len(spec) >= 3 else None
+    return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+
+
+def within_lengths(name: str, lengths: ArrayLike, batch: tuple[int, ...], length: int) -> jax.Array:
+    """Returns ``[*batch, length]``, True at the positions before each sequence's length."""
+    lengths = jnp.asarray(lengths)
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {lengths.dtype.name}.")
+    if lengths.shape != batch:
+        raise ValueError(f"{name} must have the batch shape {batch}, got {lengths.shape}.")
+    positions = jnp.arange(length).reshape((1,) * len(batch) + (length,))
+    return positions < lengths[..., None]
+
+
+def segment_numbers(
+    segment_ids: ArrayLike, batch: tuple[int, ...], query_length: int, key_length: int
+) -> jax.Array:
+    """Returns ``[*batch, length]``, the segments numbered from 0 on.
+
+    An id that comes again after another one begins a new segment.
+    """
+    segment_ids = jnp.asarray(segment_ids)
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise TypeError(f"segment_ids must be integers, got {segment_ids.dtype.name}.")
+    if query_length != key_length:
+        raise ValueError(
+            "segment_ids are for self-attention, with as many keys as queries, got "
+            f"{query_length} queries and {key_length} keys."
+        )
+    if segment_ids.shape != (*batch, query_length):
+        raise ValueError(
+            f"segment_ids must be [batch..., length] = {(*batch, query_length)}, got shape "
+            f"{segment_ids.shape}."
+        )
+    begins = segment_ids[..., 1:] != segment_ids[..., :-1]
+    begins = jnp.pad(begins, [(0, 0)] * len(batch) + [(min(1, query_length), 0)])
+    return jnp.cumsum(begins, axis=-1, dtype=jnp.int32)
+
+
+def per_key(name: str, x: ArrayLike, target: tuple[int, ...]) -> jax.Array:
+    """Drops the query axis of a mask or bias that is the same for all queries.
+
+    Args:
+      name: Argument name for error messages.
+      x: Array that broadcasts to the target, maybe after batch axes of size 1.
+      target: ``[*batch, heads, query_length, key_length]``.
+
+    Returns:
+      ``[..., 1 or heads, key_length]``, with batch axes of size 1 where it had none.
+    """
+    x = _as_array(x)
+    shape = (1,) * (len(target) - x.ndim) + x.shape
+    fits = (have in (1, want) for have, want in zip(shape, target, strict=False))
+    if len(shape) != len(target) or not all(fits):
+        raise ValueError(
+            f"{name} must be broadcastable to [batch..., heads, query length, key length] = "
+            f"{target}, got shape {x.shape}."
+        )
+    # The values of a NumPy array are known, under jit too.
+    constant = isinstance(x, np.ndarray) and (x.ndim < 2 or bool((x == x[..., :1, :]).all()))
+    if shape[-2] > 1 and not constant:
+        raise ValueError(
+            f"{name} of shape {x.shape} may differ between queries, which linear attention "
+            "cannot honour: it sums over the keys once for all queries. What works: a key-padding "
+            f"{name} with a query axis of size 1 ([batch..., 1, 1, key length], such as "
+            f"{name}[..., :1, :] if all queries share it), is_causal, key_value_seq_lengths, "
+            f"query_seq_lengths{', and factored_masks in the Flax adapters' * (name == 'mask')}."
+        )
+    if shape[-2] == 0:  # There are no queries, so nobody sees the keys.
+        return jnp.ones((*shape[:-2], target[-1]), x.dtype)
+    x = jnp.reshape(x, shape)[..., 0, :]
+    return jnp.broadcast_to(x, (*x.shape[:-1], target[-1]))
+
+
+def contract(spec: str, features: jax.Array, values: jax.Array) -> jax.Array:
+    """Contracts in the type of ``values`` and accumulates in the type of ``features``."""
+    wide, narrow = features.dtype, values.dtype
+    if wide == narrow:
+        return jnp.einsum(spec, features, values, precision=jax.lax.Precision.HIGHEST)
+    features = features.astype(narrow)
+
+    def mixed(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(spec, a, b, preferred_element_type=wide)
+
+    def widened(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.einsum(spec, a.astype(wide), b.astype(wide))
+
+    # Inside jit, XLA's CPU backend (jaxlib 0.10.2) has no bfloat16 x bfloat16 = float32 product.
+    return jax.lax.platform_dependent(features, values, cpu=widened, default=mixed)
+
+
+def _as_array(x: ArrayLike) -> jax.Array | np.ndarray:
+    return x if isinstance(x, jax.Array) else np.asarray(x)
+
+
+def _is_finite(x: jax.Array) -> jax.Array:
+    """Returns ``[...]``, True where ``[..., dim]`` is finite and sums over it cannot overflow."""
+    largest = float(jnp.finfo(x.dtype).max) / MOST_TERMS
+    return jnp.all(jnp.abs(jax.lax.stop_gradient(x)) <= largest, axis=-1)
+
+
+def _mark(log_weights: jax.Array, finite: jax.Array) -> jax.Array:
+    """Returns log weights ``[B, S, K]`` that are NaN where a visible key is not finite.
+
+    Args:
+      log_weights: ``[1 or B, S, 1 or K]``; minus infinity hides a key.
+      finite: ``[B, S, K]``, True at keys and values that are finite.
+    """
+    # Beyond the bound an exponent would overflow.
+    finite &= log_weights <= float(jnp.finfo(log_weights.dtype).max) / 4
+    return jnp.where(finite | (log_weights == -jnp.inf), log_weights, jnp.nan)
+
+
+def _replace(x: jax.Array, where: jax.Array, fill_with_tokens: bool) -> jax.Array:
+    """Returns vectors ``[B, length, ..., dim]`` as they are where ``where`` is True.
+
+    Elsewhere there are zeros, or copies of the first vector that stays (ones if none does).
+    """
+    where = jnp.broadcast_to(where, x.shape[:-1])[..., None]
+    if not fill_with_tokens:
+        return jnp.where(where, x, 0)
+    is_first = where & (jnp.cumsum(where, axis=1) == 1)
+    first = jnp.sum(jnp.where(is_first, x, 0), axis=1, keepdims=True)
+    some = jnp.any(where, axis=1, keepdims=True)
+    return jnp.where(where, x, jax.lax.stop_gradient(jnp.where(some, first, 1)))
+
+
+def as_tokens(
+    query: ArrayLike, key: ArrayLike, value: ArrayLike
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns queries, keys and values as arrays whose dtypes and shapes fit each other.
+
+    Raises:
+      TypeError: If a dtype is not floating, or they differ.
+      ValueError: If the shapes do not match.
+    """
+    query, key, value = (
+        checks.floating(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    if min(query.ndim, key.ndim, value.ndim) < 3:
+        raise ValueError(f"query, key and value must be [..., length, heads, dim], got {shapes}.")
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(
+            "query, key and value must have one dtype, got "
+            f"{query.dtype.name}, {key.dtype.name} and {value.dtype.name}."
+        )
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"query, key and value must have the same batch shape, got {shapes}.")
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(f"key and value must have the same length and heads, got {shapes}.")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must have the same head_dim, got {shapes}.")
+    num_heads, num_key_heads = query.shape[-2], key.shape[-2]
+    if num_key_heads == 0 or num_heads % num_key_heads:
+        raise ValueError(
+            f"The number of query heads must be a multiple of that of key heads, got {num_heads} "
+            f"and {num_key_heads}."
+        )
+    return query, key, value

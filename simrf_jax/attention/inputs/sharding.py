@@ -1,0 +1,213 @@
+"""Sequence lengths that mesh axes shard: which axes, and the part of the arguments on a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+
+from simrf_jax.attention.inputs.arguments import Arguments, Axes, axes_of_length, per_key
+from simrf_jax.projections import Projection
+
+# The position of the length among the axes of each argument that has it.
+LENGTH = {"query": -3, "key": -3, "value": -3, "mask": -1, "bias": -1, "segment_ids": -1}
+
+
+class Shards(NamedTuple):
+    """The mesh axes that shard the lengths of one call.
+
+    Attributes:
+      axes: Axes that shard the keys.
+      query_axes: Axes that shard the queries; none if each device has all of them.
+      is_inside: Whether the call is inside ``shard_map`` over these axes already.
+    """
+
+    axes: Axes
+    query_axes: Axes
+    is_inside: bool
+
+    def part(self, arguments: Arguments) -> Arguments:
+        """Returns a device's arguments with lengths that count from its first position."""
+        return dataclasses.replace(
+            arguments,
+            query_seq_lengths=_from_first(
+                arguments.query_seq_lengths, arguments.query, self.query_axes
+            ),
+            key_value_seq_lengths=_from_first(
+                arguments.key_value_seq_lengths, arguments.key, self.axes
+            ),
+        )
+
+
+def find_shards(arguments: Arguments, axes: Axes, *, in_order: bool) -> Shards:
+    """Returns the mesh axes that shard the lengths.
+
+    Args:
+      arguments: Arguments of the call.
+      axes: Axes that the caller named; none for the explicit axes of the arrays.
+      in_order: Whether the positions of queries and keys belong together, as in causal attention.
+
+    Raises:
+      ValueError: If they do, and there are not as many keys as queries.
+    """
+    named = bool(axes)
+    axes = axes or arguments.explicit_axes(in_order=in_order)
+    query_length, key_length = arguments.query.shape[-3], arguments.key.shape[-3]
+    if in_order and query_length != key_length:
+        raise ValueError(
+            "Causal, packed or banded attention over a sharded length takes as many keys as "
+            f"queries, got {query_length} queries and {key_length} keys."
+        )
+    is_inside = _are_bound(axes)
+    split = is_inside or in_order or named or set(axes) & set(axes_of_length(arguments.query))
+    return Shards(axes, axes if split else (), is_inside)
+
+
+def check_whole(
+    attend: Callable[[Arguments, Projection | None], Any],
+    arguments: Arguments,
+    projection: Projection | None,
+) -> None:
+    """Traces ``attend`` with the shapes of whole arrays: errors of parts would tell other shapes."""
+    shapes = {
+        field.name: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for field in dataclasses.fields(arguments)
+        # The values of NumPy arrays count, and so does that of the scale.
+        if isinstance(x := getattr(arguments, field.name), jax.Array) and field.name != "scale"
+    }
+
+    def with_shapes(shapes: dict[str, jax.Array], projection: Projection | None) -> Any:
+        return attend(dataclasses.replace(arguments, **shapes), projection)
+
+    w = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), projection)
+    jax.eval_shape(with_shapes, shapes, w)
+
+
+def over_devices(
+    attend: Callable[[Arguments, Projection | None], jax.Array],
+    shards: Shards,
+    arguments: Arguments,
+    projection: Projection | None,
+) -> jax.Array:
+    """Calls ``attend`` with the part of the length that each device has.
+
+    Args:
+      attend: Attention of one part.
+      shards: Mesh axes that shard the lengths.
+      arguments: Arguments that are whole to the caller, or those of the device inside ``shard_map``.
+      projection: W, the same on all devices.
+    """
+    if shards.is_inside:
+        return attend(arguments, projection)
+    mesh = _mesh(shards.axes, arguments)
+    for name in ("query", "key", "value"):
+        elsewhere = list(jax.typeof(getattr(arguments, name)).sharding.spec)
+        elsewhere[LENGTH[name]] = None
+        if set(shards.axes) & set(jax.tree.leaves(elsewhere)):
+            raise ValueError(
+                f"sequence_axis must shard the length, got {_quoted(shards.axes)}, which shards "
+                f"another axis of {name}."
+            )
+    query, key = arguments.query, arguments.key
+    _check_divisible(mesh, shards.query_axes, "queries", query.shape[-3])
+    _check_divisible(mesh, shards.axes, "keys", key.shape[-3])
+    logits = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
+    # Masks as long as the keys; a square one of NumPy has but one row that counts.
+    rows = {
+        name: jnp.expand_dims(per_key(name, x, logits), -2)
+        for name, x in (("mask", arguments.mask), ("bias", arguments.bias))
+        if x is not None
+    }
+    arguments = jax.tree.map(jnp.asarray, dataclasses.replace(arguments, **rows))
+    specs = _specs(arguments, shards)
+
+    def mapped(arguments: Arguments, projection: Projection | None) -> jax.Array:
+        return jax.shard_map(
+            attend,
+            mesh=_mesh(shards.axes, arguments),
+            in_specs=(specs, PartitionSpec()),
+            out_specs=specs.query,
+            axis_names=set(shards.axes),
+        )(arguments, projection)
+
+    if AxisType.Explicit in mesh.axis_types:
+        # Beside manual axes, explicit ones of batch and heads make XLA gather (jax 0.10.2).
+        of_output = list(jax.typeof(query).sharding.spec)
+        of_output[-3] = shards.query_axes or of_output[-3]
+        sharding = NamedSharding(mesh, PartitionSpec(*of_output))
+        mapped = jax.sharding.auto_axes(mapped, out_sharding=sharding)
+    return mapped(arguments, jax.tree.map(jnp.asarray, projection))
+
+
+def shift(x: jax.Array, axes: Axes, by: int) -> jax.Array:
+    """Returns the value held ``by`` devices earlier, wrapping around."""
+    size = jax.lax.axis_size(axes)
+    return jax.lax.ppermute(x, axes, [(i, (i + by) % size) for i in range(size)])
+
+
+def _from_first(lengths: jax.Array | None, x: jax.Array, axes: Axes) -> jax.Array | None:
+    if lengths is None or not axes:
+        return lengths
+    first = jax.lax.axis_index(axes) * x.shape[-3]
+    # Lengths that end before may be of an unsigned type.
+    return jnp.asarray(lengths).astype(jnp.int32) - first
+
+
+def _are_bound(axes: Axes) -> bool:
+    """Returns whether this is inside ``shard_map`` over the axes already."""
+    try:
+        jax.lax.axis_size(axes)
+    except NameError:
+        return False
+    return True
+
+
+def _specs(arguments: Arguments, shards: Shards) -> Arguments:
+    """Returns the sharding of each argument, in the place of the argument."""
+
+    def spec(name: str) -> PartitionSpec | None:
+        x = getattr(arguments, name)
+        if x is None:
+            return None
+        axes = shards.query_axes if name == "query" else shards.axes
+        if name not in LENGTH or not axes:
+            return PartitionSpec()
+        return PartitionSpec(*(None,) * (x.ndim + LENGTH[name]), axes)
+
+    names = (field.name for field in dataclasses.fields(arguments))
+    return Arguments(**{name: spec(name) for name in names})
+
+
+def _mesh(axes: Axes, arguments: Arguments) -> AbstractMesh:
+    """Returns the mesh of the arrays, or of the context."""
+    given = [jax.typeof(x).sharding.mesh for x in (arguments.query, arguments.key, arguments.value)]
+    meshes = [mesh for mesh in (*given, jax.sharding.get_abstract_mesh()) if not mesh.empty]
+    if not meshes:
+        raise ValueError(
+            "sequence_axis must be an axis of a mesh: of the inputs', of that of jax.set_mesh, or "
+            f"of an enclosing jax.shard_map, got {_quoted(axes)} and no mesh."
+        )
+    if not set(axes) <= set(meshes[0].axis_names):
+        raise ValueError(
+            f"sequence_axis must be among the axes {meshes[0].axis_names} of the mesh, got "
+            f"{_quoted(axes)}."
+        )
+    return meshes[0]
+
+
+def _check_divisible(mesh: AbstractMesh, axes: Axes, name: str, length: int) -> None:
+    size = math.prod(mesh.shape[axis] for axis in axes)
+    if length % size:
+        raise ValueError(
+            f"The length must be a multiple of the {size} devices of {_quoted(axes)}, got "
+            f"{length} {name}."
+        )
+
+
+def _quoted(axes: Axes) -> str:
+    return " and ".join(map(repr, axes))

@@ -1,0 +1,1 @@
+"""Attention matrices that random features imply, and their error."""

@@ -1,0 +1,1 @@
+"""Softmax attention estimated by random features."""

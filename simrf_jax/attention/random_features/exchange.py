@@ -1,0 +1,198 @@
+"""Random-feature attention over a sharded sequence: devices exchange running sums, never keys.
+
+States are a monoid, so a device needs of the others only the state that their keys add up to: that
+of all devices if attention is bidirectional, that of the devices before its own if it is causal.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from simrf_jax.attention.inputs.arguments import Arguments, Axes, Inputs
+from simrf_jax.attention.inputs.sharding import check_whole, find_shards, over_devices, shift
+from simrf_jax.attention.random_features.causal import (
+    causal_attention,
+    packed_attention,
+    split_length,
+)
+from simrf_jax.attention.random_features.state import (
+    AttentionState,
+    HeadFeatures,
+    lay_out,
+    read_all,
+    with_ones,
+)
+from simrf_jax.features import FeatureMap
+from simrf_jax.projections import Projection
+
+SUMMARY_CHUNK = 1024  # Keys whose features are in memory at a time, on each device.
+
+
+def attend_over_devices(
+    arguments: Arguments,
+    projection: Projection | None,
+    feature_map: FeatureMap,
+    axes: Axes,
+    *,
+    is_causal: bool,
+    chunk_size: int,
+) -> jax.Array:
+    """Attends over lengths that mesh axes shard.
+
+    Args:
+      arguments: Arguments that are whole to the caller, or those of the device inside ``shard_map``.
+      projection: W.
+      feature_map: The feature map.
+      axes: Axes that the caller named; none for the explicit axes of the arrays.
+      is_causal: Whether attention is causal.
+      chunk_size: Keys that causal and packed attention take at a time.
+    """
+    in_order = is_causal or arguments.segment_ids is not None
+
+    def check(arguments: Arguments, projection: Projection | None) -> AttentionState:
+        return AttentionState.empty(*lay_out(arguments, projection, feature_map))
+
+    check_whole(check, arguments, projection)
+    shards = find_shards(arguments, axes, in_order=in_order)
+
+    def attend(arguments: Arguments, projection: Projection | None) -> jax.Array:
+        part = shards.part(arguments)
+        inputs, features = lay_out(part, projection, feature_map)
+        if not in_order:
+            return inputs.outputs(_bidirectional(inputs, features, shards.axes))
+        ids = part.segment_ids
+        before, after = states_around(inputs, features, ids, shards.axes, is_causal=is_causal)
+        if is_causal:
+            out, _ = causal_attention(inputs, features, before, chunk_size=chunk_size)
+        else:
+            out = packed_attention(inputs, features, before, after, chunk_size=chunk_size)
+        return inputs.outputs(out)
+
+    return over_devices(attend, shards, arguments, projection)
+
+
+def _bidirectional(inputs: Inputs, features: HeadFeatures, axes: Axes) -> jax.Array:
+    """Lets each query of this device attend to the keys of all devices."""
+    keys, spoils = features.keys(inputs.key, inputs.key_log_weights)
+    state = AttentionState.of(keys, with_ones(inputs.value)).spoil(jnp.any(spoils, axis=1))
+    return read_all(*merge_over(state, axes).split_spoiled(), inputs, features)
+
+
+def merge_over(state: AttentionState, axes: Axes) -> AttentionState:
+    """Returns the state of the keys of all devices, by a maximum and one sum in its units."""
+    maxima = jax.lax.pmax(jax.lax.stop_gradient(state.maxima), axes)
+    return AttentionState(jax.lax.psum(state.in_units_of(maxima), axes), maxima)
+
+
+def states_around(
+    inputs: Inputs,
+    features: HeadFeatures,
+    segment_ids: jax.Array | None,
+    axes: Axes,
+    *,
+    is_causal: bool,
+) -> tuple[AttentionState, AttentionState]:
+    """Returns states of the keys before this device's and, unless causal, of those after them.
+
+    Args:
+      inputs: Inputs of this device.
+      features: Feature maps.
+      segment_ids: Segment ids of this device, ``[..., T]``, or None. Of other devices only the keys
+        of a segment that continues here count.
+      axes: Mesh axes that shard the length.
+      is_causal: Whether the keys after do not matter; the second state is empty then.
+    """
+    nothing = AttentionState.empty(inputs, features)
+    segments = inputs.segments
+    if segment_ids is None or segments is None:
+        passage = Passage(_state_of(inputs, features, None), None)
+        return _flow(passage, axes, 1).state, nothing
+    segment_ids, several = jnp.reshape(segment_ids, segments.shape), segments[:, -1] > 0
+    first, last = segment_ids[:, 0], segment_ids[:, -1]
+    continues = (shift(last, axes, 1) == first) & _has_source(axes, 1)
+    ends = _state_of(inputs, features, jnp.equal(segments, segments[:, -1:]))
+    before = _flow(Passage(ends, several | ~continues), axes, 1).state.where(continues)
+    if is_causal:
+        return before, nothing
+    continues = (shift(first, axes, -1) == last) & _has_source(axes, -1)
+    begins = _state_of(inputs, features, jnp.equal(segments, 0))
+    after = _flow(Passage(begins, several | ~continues), axes, -1).state.where(continues)
+    return before, after
+
+
+class Passage(NamedTuple):
+    """The effect of some neighbouring devices on the state that flows through them.
+
+    Attributes:
+      state: State of their keys that are seen beyond them.
+      stops: ``[B]``, True where a segment begins in them and nothing from before goes through; None
+        without segments.
+    """
+
+    state: AttentionState
+    stops: jax.Array | None
+
+    def then(self, following: Passage) -> Passage:
+        """Returns the passage through these devices and the following ones; associative."""
+        if self.stops is None or following.stops is None:
+            return Passage(self.state.merge(following.state), None)
+        state = self.state.where(~following.stops).merge(following.state)
+        return Passage(state, self.stops | following.stops)
+
+    def where(self, condition: jax.Array) -> Passage:
+        """Returns a passage that adds nothing unless ``condition``, one Boolean, is True."""
+        every = jnp.broadcast_to(condition, self.state.maxima.shape[:1])
+        return Passage(self.state.where(every), None if self.stops is None else self.stops & every)
+
+
+def _flow(passage: Passage, axes: Axes, step: int) -> Passage:
+    """Scans over devices exclusively, in as many rounds as the logarithm of their number."""
+    incoming, through = passage.where(jnp.array(False)), passage
+    distance = step
+    while abs(distance) < jax.lax.axis_size(axes):
+        earlier = jax.tree.map(functools.partial(shift, axes=axes, by=distance), through)
+        earlier = earlier.where(_has_source(axes, distance))
+        incoming, through = earlier.then(incoming), earlier.then(through)
+        distance *= 2
+    return incoming
+
+
+def _has_source(axes: Axes, by: int) -> jax.Array:
+    """Returns whether a shift brings a value from a device ``by`` earlier, not around the end."""
+    source = jax.lax.axis_index(axes) - by
+    return (source >= 0) & (source < jax.lax.axis_size(axes))
+
+
+class Keys(NamedTuple):
+    """Keys of ``Inputs``, and which of them count, ``[B, S]``; None for all."""
+
+    key: jax.Array
+    value: jax.Array
+    log_weights: jax.Array
+    visible: jax.Array | None
+
+
+def _state_of(inputs: Inputs, features: HeadFeatures, visible: jax.Array | None) -> AttentionState:
+    """Returns the state of this device's keys, those where ``visible``, ``[B, S]``, is True."""
+
+    def more(state: AttentionState, chunk: Keys) -> tuple[AttentionState, None]:
+        keys = features.keys(chunk.key, chunk.log_weights)
+        if chunk.visible is not None:
+            keys = keys.only(chunk.visible)
+        here = AttentionState.of(keys.features, with_ones(chunk.value))
+        return state.merge(here.spoil(jnp.any(keys.spoils, axis=1))), None
+
+    length = inputs.key.shape[1]
+    split = functools.partial(split_length, size=min(SUMMARY_CHUNK, max(length, 1)))
+    chunks = Keys(
+        split(inputs.key, fill=None),
+        split(inputs.value, fill=0),
+        split(inputs.key_log_weights, fill=-jnp.inf),
+        None if visible is None else split(visible, fill=False),
+    )
+    body = jax.checkpoint(more, prevent_cse=False)
+    return jax.lax.scan(body, AttentionState.empty(inputs, features), chunks)[0]

@@ -1,0 +1,251 @@
+"""Random-feature attention as a mechanism: with its projection, and token by token."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+
+from simrf_jax.attention.inputs.arguments import Arguments, Inputs
+from simrf_jax.attention.mechanism import check_step, flatten, new_tokens, no_tokens, unflatten
+from simrf_jax.attention.random_features.attention import random_feature_attention
+from simrf_jax.attention.random_features.causal import causal_attention, check_chunk_size
+from simrf_jax.attention.random_features.state import (
+    AttentionState,
+    HeadFeatures,
+    lay_out,
+    with_ones,
+)
+from simrf_jax.features import FeatureMap, as_feature_map
+from simrf_jax.projections import Projection
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["projection", "feature_map"],
+    meta_fields=["chunk_size", "sequence_axis", "implementation"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class RandomFeatures:
+    """Random-feature attention with a projection and a feature map.
+
+    Attributes:
+      projection: W, ``[num_features, H]`` for all heads, or ``[K, num_features, H]``, one for each
+        key head; None for a map that needs none.
+      feature_map: A name, an object of ``simrf_jax.feature_maps``, or a function.
+      chunk_size: Keys that causal or packed attention takes at a time, a power of two; None for a
+        default.
+      sequence_axis: Mesh axis, or a tuple of them, that shards the length in ``attend``; see
+        ``random_feature_attention``.
+      implementation: ``"xla"``, or None for the default.
+
+    Example:
+      >>> import jax, simrf_jax
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 10, 8, 64))
+      >>> w = simrf_jax.draw_projection(jax.random.key(1), 130, 64)
+      >>> mechanism = simrf_jax.RandomFeatures(w)
+      >>> whole = mechanism.attend(q, k, v, is_causal=True)
+      >>> state = mechanism.init(num_key_heads=8, head_dim=64, value_dim=64)
+      >>> state.sums.shape, state.maxima.shape
+      ((8, 130, 65), (8, 130))
+      >>> prompt, state = mechanism.step(state, q[:9], k[:9], v[:9])
+      >>> token, state = mechanism.step(state, q[9:], k[9:], v[9:])
+      >>> bool(abs(token - whole[9:]).max() < 1e-5)
+      True
+    """
+
+    projection: Projection | None
+    feature_map: str | FeatureMap | Callable[..., jax.Array] = "positive"
+    chunk_size: int | None = None
+    sequence_axis: str | tuple[str, ...] | None = None
+    implementation: str | None = None
+
+    def __post_init__(self) -> None:
+        """Replaces a name or a function by its feature map, which is a pytree."""
+        if isinstance(self.feature_map, str) or callable(self.feature_map):
+            object.__setattr__(self, "feature_map", as_feature_map(self.feature_map))
+
+    def attend(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        *,
+        mask: ArrayLike | None = None,
+        bias: ArrayLike | None = None,
+        scale: ArrayLike | None = None,
+        is_causal: bool = False,
+        query_seq_lengths: ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
+        segment_ids: ArrayLike | None = None,
+    ) -> jax.Array:
+        """Returns ``random_feature_attention`` of all tokens; see there for the arguments."""
+        in_order = is_causal or segment_ids is not None
+        return random_feature_attention(
+            query,
+            key,
+            value,
+            self.projection,
+            feature_map=self.feature_map,
+            mask=mask,
+            bias=bias,
+            scale=scale,
+            is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            implementation=self.implementation,
+            segment_ids=segment_ids,
+            chunk_size=self.chunk_size if in_order else None,
+            sequence_axis=self.sequence_axis,
+        )
+
+    def init(
+        self,
+        *,
+        batch: tuple[int, ...] = (),
+        num_key_heads: int,
+        head_dim: int,
+        value_dim: int,
+        dtype: DTypeLike = jnp.float32,
+    ) -> AttentionState:
+        """Returns the state before the first token.
+
+        Args:
+          batch: Leading shape.
+          num_key_heads: Number K of key heads.
+          head_dim: Width H of the keys.
+          value_dim: Width D of the values.
+          dtype: Type of the queries, keys and values to come. The state is float32 at least.
+
+        Returns:
+          A state of ``[*batch, K, num_features, D + 1]`` sums and as many maxima.
+
+        Raises:
+          TypeError: If a number is not an integer or dtype is not floating.
+          ValueError: If a number is below 1, or head_dim does not fit the projection.
+        """
+        tokens = no_tokens(
+            batch=batch,
+            num_key_heads=num_key_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            dtype=dtype,
+        )
+        empty = AttentionState.empty(*self._lay_out(tokens))
+        return unflatten(empty, tokens.key.shape[:-3])
+
+    def step(
+        self,
+        state: AttentionState,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        *,
+        mask: ArrayLike | None = None,
+        bias: ArrayLike | None = None,
+        scale: ArrayLike | None = None,
+        query_seq_lengths: ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
+    ) -> tuple[jax.Array, AttentionState]:
+        """Attends to a state and, causally, to new tokens.
+
+        One token at a time this is decoding, in time and memory that do not depend on how many there
+        were; with a whole prompt it is the prefill, by the parallel form.
+
+        Args:
+          state: State of the tokens before.
+          query: ``[..., T, N, H]``.
+          key: ``[..., T, K, H]``.
+          value: ``[..., T, K, D]``.
+          mask: Boolean mask of the new keys, broadcastable to ``[..., N, 1, T]``; the same for query
+            heads that share a key head.
+          bias: Added to the logits; of the same shapes, with the same condition.
+          scale: Multiplies the logits; by default ``H ** -0.5``.
+          query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
+          key_value_seq_lengths: Integers of the batch shape; new keys from there on are hidden.
+
+        Returns:
+          The output ``[..., T, N, D]`` and the new state, of the same shapes.
+
+        Raises:
+          TypeError: If a dtype is wrong.
+          ValueError: If shapes do not fit each other or the state, devices share the length, or the
+            mask or the bias differ between heads that share keys.
+        """
+        arguments = new_tokens(
+            query,
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            scale=scale,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+        )
+        inputs, features = self._lay_out(arguments)
+        check_step(arguments, inputs)
+        batch = arguments.query.shape[:-3]
+        # Merged with the state of no keys, it varies over the devices of shard_map as the tokens do.
+        empty = AttentionState.empty(inputs, features)
+        before = empty.merge(flatten(state, empty, batch))
+        chunk_size = check_chunk_size(self.chunk_size)
+        out, after = causal_attention(inputs, features, before, chunk_size=chunk_size)
+        return inputs.outputs(out), unflatten(after, batch)
+
+    def append(
+        self,
+        state: AttentionState,
+        key: ArrayLike,
+        value: ArrayLike,
+        *,
+        mask: ArrayLike | None = None,
+        bias: ArrayLike | None = None,
+        scale: ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
+    ) -> AttentionState:
+        """Returns the state with more keys, of any number.
+
+        Args:
+          state: State of the keys before.
+          key: ``[..., S, K, H]``.
+          value: ``[..., S, K, D]``.
+          mask: Boolean mask of the new keys, broadcastable to ``[..., K, 1, S]``.
+          bias: Added to the logits; of the same shapes.
+          scale: Multiplies the logits; by default ``H ** -0.5``.
+          key_value_seq_lengths: Integers of the batch shape; new keys from there on are hidden.
+
+        Raises:
+          TypeError: If a dtype is wrong.
+          ValueError: If shapes do not fit each other or the state, or devices share the length.
+
+        Example:
+          >>> import jax, simrf_jax
+          >>> k, v = jax.random.normal(jax.random.key(0), (2, 10, 8, 64))
+          >>> w = simrf_jax.draw_projection(jax.random.key(1), 130, 64)
+          >>> mechanism = simrf_jax.RandomFeatures(w)
+          >>> state = mechanism.init(num_key_heads=8, head_dim=64, value_dim=64)
+          >>> state = mechanism.append(state, k, v)
+        """
+        arguments = new_tokens(
+            jnp.asarray(key)[..., :0, :, :],
+            key,
+            value,
+            mask=mask,
+            bias=bias,
+            scale=scale,
+            query_seq_lengths=None,
+            key_value_seq_lengths=key_value_seq_lengths,
+        )
+        inputs, features = self._lay_out(arguments)
+        batch = arguments.key.shape[:-3]
+        before = flatten(state, AttentionState.empty(inputs, features), batch)
+        keys, spoils = features.keys(inputs.key, inputs.key_log_weights)
+        new = AttentionState.of(keys, with_ones(inputs.value)).spoil(jnp.any(spoils, axis=1))
+        return unflatten(before.merge(new), batch)
+
+    def _lay_out(self, arguments: Arguments) -> tuple[Inputs, HeadFeatures]:
+        return lay_out(arguments, self.projection, as_feature_map(self.feature_map))

@@ -1,0 +1,293 @@
+"""Features of queries and keys, and the running sums over keys, which nothing can overflow.
+
+Attention is a monoid: the states of two sets of keys merge into the state of both, and what a query
+reads from two states adds up to what it reads from their merger. Bidirectional, causal and
+step-by-step attention, and attention over many devices, are ways to bracket one product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+
+from simrf_jax.attention.inputs.arguments import Arguments, Inputs, contract
+from simrf_jax.features import FeatureMap, LogFeatures, Side
+from simrf_jax.projections import Projection, StructuredProjection, as_projection
+
+
+class KeyFeatures(NamedTuple):
+    """Features of keys, with all that scales them in the exponent.
+
+    Attributes:
+      features: Of ``[B, S, K]`` keys. Exponents are minus infinity where a key is hidden or has no
+        finite features.
+      spoils: ``[B, S, K]``, True where a visible key or its features are not finite: whoever sees
+        it gets NaN.
+    """
+
+    features: LogFeatures
+    spoils: jax.Array
+
+    def only(self, visible: jax.Array) -> KeyFeatures:
+        """Hides the keys where ``visible``, ``[B, S]``, is False."""
+        return KeyFeatures(hide(self.features, visible), self.spoils & visible[..., None])
+
+
+class QueryFeatures(NamedTuple):
+    """Features of queries.
+
+    Attributes:
+      features: Of ``[B, T, K, G]`` queries; zeros where a query has no finite features.
+      spoiled: ``[B, T, K, G]``, True at these; they get NaN.
+    """
+
+    features: LogFeatures
+    spoiled: jax.Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["projection", "feature_map"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class HeadFeatures:
+    """The feature map of all heads, with their W.
+
+    Attributes:
+      projection: W of all heads, or ``[K, num_features, H]``, one for each key head; None for a map
+        that needs none.
+      feature_map: The feature map.
+    """
+
+    projection: jax.Array | StructuredProjection | None
+    feature_map: FeatureMap
+
+    def keys(self, key: jax.Array, log_weights: jax.Array) -> KeyFeatures:
+        """Returns the features of keys ``[B, S, K, H]``, weighed by ``log_weights``, ``[B, S, K]``."""
+        keys = self.log_features(key, "key")
+        # A map of the user marks what is not finite by NaN exponents. Scales may overflow.
+        finite = ~jnp.isnan(keys.exponent[..., 0]) & (keys.log_scale[..., 0] < jnp.inf)
+        visible = ((log_weights > -jnp.inf) & finite)[..., None]  # NaN is not above -inf.
+        exponent = keys.exponent + keys.log_scale + log_weights[..., None]
+        exponent = jnp.where(visible, exponent, -jnp.inf)
+        features = LogFeatures(exponent, jnp.zeros_like(keys.log_scale), keys.values)
+        return KeyFeatures(features, (log_weights != -jnp.inf) & ~visible[..., 0])
+
+    def queries(self, query: jax.Array) -> QueryFeatures:
+        """Returns the features of queries ``[B, T, K, G, H]``."""
+        queries = self.log_features(query, "query")
+        spoiled = jnp.isnan(queries.exponent[..., 0])
+        exponent = jnp.where(spoiled[..., None], -jnp.inf, queries.exponent)
+        return QueryFeatures(queries._replace(exponent=exponent), spoiled)
+
+    def log_features(self, x: jax.Array, side: Side) -> LogFeatures:
+        """Returns the log features of ``[B, length, K, ...]``, with NaN exponents where not finite."""
+        log_features = functools.partial(self.feature_map.log_features, side=side)
+        if self.projection is None or self.projection.ndim == 2:
+            phi = log_features(x, self.projection)
+        else:
+            phi = jax.vmap(log_features, in_axes=(2, 0), out_axes=2)(x, self.projection)
+        return phi if self.feature_map.is_finite else _mark_not_finite(phi)
+
+
+def _mark_not_finite(phi: LogFeatures) -> LogFeatures:
+    """Makes the exponents of vectors without finite features NaN, and their values zeros."""
+    finite = (phi.exponent < jnp.inf) & jnp.isfinite(phi.log_scale)  # NaN is not below infinity.
+    if phi.values is not None:
+        finite &= jnp.all(jnp.isfinite(phi.values), axis=-1, keepdims=True)
+    finite = jnp.all(finite, axis=-1, keepdims=True)
+    values = None if phi.values is None else jnp.where(finite, phi.values, 0)
+    return LogFeatures(
+        jnp.where(finite, phi.exponent, jnp.nan), jnp.where(finite, phi.log_scale, 0), values
+    )
+
+
+class Readout(NamedTuple):
+    """What queries read from a state, in units of e^shift.
+
+    Attributes:
+      sums: ``[..., D + 1]``, numerator and denominator.
+      shift: ``[..., 1]``; minus infinity where nothing was read.
+    """
+
+    sums: jax.Array
+    shift: jax.Array
+
+    def add(self, other: Readout) -> Readout:
+        """Returns what is read from two states together."""
+        shift = jnp.maximum(self.shift, other.shift)
+        sums = self._in_units_of(shift) + other._in_units_of(shift)
+        return Readout(sums, shift)
+
+    def _in_units_of(self, shift: jax.Array) -> jax.Array:
+        return self.sums * jnp.exp(self.shift - finite(shift))
+
+    def outputs(self) -> jax.Array:
+        """Returns numerator over denominator, ``[..., D]``; zeros where no key is visible."""
+        numerator, denominator = self.sums[..., :-1], self.sums[..., -1:]
+        nothing = denominator == 0  # Exactly: no key is visible, or no feature is active.
+        return jnp.where(nothing, 0, numerator / jnp.where(nothing, 1, denominator))
+
+
+class AttentionState(NamedTuple):
+    r"""Running sums over keys, for each feature in units of its largest key.
+
+    .. math:: c_i = \max_s \kappa_{si}, \qquad S_i = \sum_s e^{\kappa_{si} - c_i} (v_s, 1)
+
+    with :math:`\kappa` the log features of the keys; values of signed maps stand as factors before
+    the exponentials. Its size does not depend on the number of keys. The sums of a head are NaN once
+    it has seen a key that was not finite.
+
+    Attributes:
+      sums: ``[B, K, num_features, D + 1]``; the last column sums the denominator.
+      maxima: ``[B, K, num_features]``, or ``[B, K, 1]`` of a map whose features share an exponent;
+        minus infinity where no key was seen.
+    """
+
+    sums: jax.Array
+    maxima: jax.Array
+
+    @classmethod
+    def of(cls, keys: LogFeatures, value: jax.Array) -> Self:
+        """Returns the state of keys ``[B, S, K, ...]`` with values ``[B, S, K, D + 1]``."""
+        maxima = largest(keys.exponent, axis=1)
+        features = signed_exp(keys.exponent - finite(maxima), keys.values)
+        return cls(contract("bskm,bskd->bkmd", features, value), jnp.squeeze(maxima, 1))
+
+    @classmethod
+    def empty(cls, inputs: Inputs, features: HeadFeatures) -> Self:
+        """Returns the state of no keys, for keys like those of the inputs."""
+        keys = features.keys(inputs.key[:, :0], inputs.key_log_weights[:, :0]).features
+        phi = signed_exp(keys.exponent, keys.values)[..., None]
+        # Unlike AttentionState.of, because an einsum of nothing fails in shard_map without jit
+        # (jax 0.10.2).
+        sums = jnp.sum(phi * with_ones(inputs.value[:, :0])[:, :, :, None], axis=1)
+        return cls(sums, jnp.squeeze(largest(keys.exponent, axis=1), 1))
+
+    def merge(self, other: AttentionState) -> AttentionState:
+        """Returns the state of the keys of both."""
+        maxima = jnp.maximum(self.maxima, other.maxima)
+        return AttentionState(self.in_units_of(maxima) + other.in_units_of(maxima), maxima)
+
+    def in_units_of(self, maxima: jax.Array) -> jax.Array:
+        """Returns the sums relative to other maxima, at least as large."""
+        return self.sums * jnp.exp(self.maxima - finite(maxima))[..., None]
+
+    def where(self, condition: jax.Array) -> AttentionState:
+        """Returns the state where ``condition``, ``[B]``, is True, and an empty one elsewhere."""
+        condition = condition[:, None, None]
+        return AttentionState(
+            jnp.where(condition[..., None], self.sums, 0),
+            jnp.where(condition, self.maxima, -jnp.inf),
+        )
+
+    def spoil(self, condition: jax.Array) -> AttentionState:
+        """Returns the state with NaN sums where ``condition``, ``[B, K]``, is True."""
+        return self._replace(sums=jnp.where(condition[:, :, None, None], jnp.nan, self.sums))
+
+    def split_spoiled(self) -> tuple[AttentionState, jax.Array]:
+        """Returns a state of finite sums, and where ``spoil`` made them NaN, ``[B, K]``."""
+        spoiled = jnp.any(jnp.isnan(self.sums), axis=(-2, -1))
+        return self._replace(sums=jnp.where(spoiled[:, :, None, None], 0, self.sums)), spoiled
+
+    def read(self, queries: LogFeatures, dtype: jnp.dtype) -> Readout:
+        """Returns what queries find, ``[B, T, K, G, D + 1]``.
+
+        A query's log_scale cancels in the ratio and is left out. A feature that is zero for all
+        keys is left out too, or it could set the shift of those that matter.
+
+        Args:
+          queries: Features of ``[B, T, K, G]`` queries.
+          dtype: Type to contract in.
+        """
+        logits = queries.exponent + self.maxima[:, None, :, None, :]
+        shift = largest(logits, axis=-1)
+        features = signed_exp(logits - finite(shift), queries.values)
+        sums = contract("btkgm,bkmd->btkgd", features, self.sums.astype(dtype))
+        return Readout(sums, shift)
+
+
+def read_all(
+    state: AttentionState, spoiled: jax.Array, inputs: Inputs, features: HeadFeatures
+) -> jax.Array:
+    """Returns the outputs ``[B, T, K, G, D]`` of queries that all see the keys of one state.
+
+    Args:
+      state: Sums over the keys.
+      spoiled: ``[B, K]``, True where one of the keys is not finite.
+      inputs: Queries.
+      features: Their feature map.
+    """
+    queries, no_features = features.queries(inputs.query)
+    out = state.read(queries, inputs.value.dtype).outputs()
+    # Last, for NaN before it would reach the gradients of W: 0 * NaN is not 0.
+    return jnp.where((no_features | spoiled[:, None, :, None])[..., None], jnp.nan, out)
+
+
+def lay_out(
+    arguments: Arguments, projection: Projection | None, feature_map: FeatureMap
+) -> tuple[Inputs, HeadFeatures]:
+    """Lays the arguments out for random features, and gives each head its W.
+
+    Raises:
+      TypeError: If a dtype is wrong.
+      ValueError: If shapes do not match, or the arguments ask for what cannot be done.
+    """
+    w = None if projection is None else as_projection(projection)
+    inputs = arguments.lay_out(
+        dtype=None if w is None else w.dtype, fill_with_tokens=not feature_map.is_finite
+    )
+    if w is None:
+        return inputs, HeadFeatures(None, feature_map)
+    num_key_heads, dim = arguments.key.shape[-2:]
+    _check_projection(w, num_key_heads=num_key_heads, dim=dim)
+    groups = inputs.key.shape[2] // num_key_heads
+    if w.ndim == 3 and groups > 1:
+        w = jax.tree.map(functools.partial(jnp.repeat, repeats=groups, axis=0), w)
+    return inputs, HeadFeatures(w, feature_map)
+
+
+def _check_projection(
+    projection: jax.Array | StructuredProjection, *, num_key_heads: int, dim: int
+) -> None:
+    if projection.ndim not in (2, 3) or projection.shape[-1] != dim:
+        raise ValueError(
+            f"projection must be [num_features, {dim}] or [{num_key_heads}, num_features, {dim}] "
+            f"for heads of dim {dim}, got shape {projection.shape}."
+        )
+    if projection.ndim == 3 and projection.shape[0] != num_key_heads:
+        raise ValueError(
+            f"projection must have one W for each of the {num_key_heads} key heads, "
+            f"got shape {projection.shape}."
+        )
+
+
+def with_ones(value: jax.Array) -> jax.Array:
+    """Appends a column of ones to values, which sums the denominator along with the numerator."""
+    return jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
+
+
+def hide(features: LogFeatures, visible: jax.Array) -> LogFeatures:
+    """Returns features that are zero where ``visible``, ``[B, length]``, is False."""
+    shape = visible.shape + (1,) * (features.exponent.ndim - visible.ndim)
+    exponent = jnp.where(visible.reshape(shape), features.exponent, -jnp.inf)
+    return features._replace(exponent=exponent)
+
+
+def largest(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
+    """Returns a maximum as a shift, through which no gradient has to flow; -inf of nothing."""
+    return jax.lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True, initial=-jnp.inf))
+
+
+def finite(shift: jax.Array) -> jax.Array:
+    """Returns a shift that is 0 where there is nothing above minus infinity."""
+    return jnp.where(shift == -jnp.inf, 0, shift)
+
+
+def signed_exp(exponent: jax.Array, values: jax.Array | None) -> jax.Array:
+    """Returns features of their shifted exponents and their values."""
+    phi = jnp.exp(exponent)
+    return phi if values is None else phi * values

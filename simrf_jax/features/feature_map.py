@@ -1,0 +1,45 @@
+"""What attention asks of a feature map."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import jax
+
+from simrf_jax.features.log_space import LogFeatures
+
+Side: TypeAlias = Literal["query", "key"]
+
+
+class FeatureMap(abc.ABC):
+    """A feature map phi: log features of queries and of keys.
+
+    A feature map is a small pytree. Its arrays, such as phases or a bandwidth, are leaves: they go
+    through ``jit`` and ``grad``. All else, such as the kernel, is part of its structure, and two maps
+    of equal structure share their compiled programs. A map of one's own is a subclass that is
+    registered as a pytree (``jax.tree_util.register_dataclass``), or a function in
+    ``feature_maps.Custom``.
+
+    Attributes:
+      projection_type: Type of W: an array, or a structure of several parts.
+      is_finite: Whether every finite vector has finite features, the zero vector too. Where that is
+        not so, attention looks at the features, and gives copies of other tokens to the map in the
+        place of hidden ones.
+    """
+
+    projection_type: ClassVar[type] = jax.Array
+    is_finite: ClassVar[bool] = False
+
+    @abc.abstractmethod
+    def log_features(self, x: jax.Array, projection: Any, *, side: Side) -> LogFeatures:
+        """Returns the features of vectors in log space.
+
+        Args:
+          x: Vectors ``[..., dim]``, scaled, in float32 at least.
+          projection: W, ``[num_features, dim]``, or whatever takes its place.
+          side: Whether these are queries or keys.
+
+        Returns:
+          Features with the leading shape of x.
+        """
