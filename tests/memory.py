@@ -75,4 +75,4 @@ def assert_flat(call: Callable[[], object], *, count: int, warm_up: int = 20) ->
     allowed = 2**22 + 2**9 * count
     while min(private) >= allowed and len(private) < 4:
         private.append(growth(call, count=count, warm_up=0).private)
-    assert min(private) < allowed, private
+    assert min(private) < allowed, f"{found} and in repetitions {private}"

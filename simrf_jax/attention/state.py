@@ -92,8 +92,8 @@ def query_features(maps: HeadMaps, query: Vectors) -> QueryFeatures:
 
 def empty_state(inputs: Inputs, maps: HeadMaps) -> AttentionState:
     """Returns the state of no keys."""
-    keys = maps.key(inputs.key[:, :0])
-    features = signed_exp(keys.exponent + keys.log_scale, keys.values)[..., None]
+    keys, _ = key_features(maps, inputs.key[:, :0], inputs.key_log_weights[:, :0])
+    features = signed_exp(keys.exponent, keys.values)[..., None]
     # As summarise, but an einsum of nothing fails in shard_map without jit (jax 0.10.2).
     sums = jnp.sum(features * with_ones(inputs.value[:, :0])[:, :, :, None], axis=1)
     return AttentionState(sums, jnp.squeeze(largest(keys.exponent, axis=1), 1))
