@@ -95,3 +95,11 @@ def test_everything_imported_is_required(folder, distributions):
 def test_the_library_requires_only_what_it_imports(distributions):
     needed = set().union(*(distributions[module] for module in imported("simrf_jax")))
     assert required(None) - needed == NOT_IMPORTED
+
+
+def test_ci_runs_every_python_that_is_supported():
+    versions = re.findall(r"Python :: (3\.\d+)", setup_cfg()["metadata"]["classifiers"])
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    [matrix] = re.findall(r"^ +python: (\[.*\])$", workflow, flags=re.MULTILINE)
+    assert json.loads(matrix) == versions
+    assert setup_cfg()["options"]["python_requires"] == f">={versions[0]}"
