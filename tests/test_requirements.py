@@ -73,7 +73,7 @@ def imported(folder):
                 found |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 found.add(node.module.split(".")[0])
-    return found - sys.stdlib_module_names - EXTRAS.keys()
+    return found - sys.stdlib_module_names - {*EXTRAS, "conftest"}
 
 
 @pytest.fixture(scope="module")
