@@ -2,23 +2,38 @@
 
 import os
 
-os.environ["JAX_PLATFORMS"] = "cpu"
+# An accelerator is used only if it is asked for, as in JAX_PLATFORMS=cuda,cpu pytest.
+PLATFORMS = os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # NumPy's threads wait for each other when several test processes share two cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# Most of the time of the tests is compilation: without optimisation it takes half as long. To test
-# what users run: XLA_FLAGS=--xla_backend_optimization_level=3 pytest.
-os.environ["XLA_FLAGS"] = " ".join(
-    (
-        "--xla_backend_optimization_level=0",
-        os.environ.get("XLA_FLAGS", ""),  # Of the same flags the last one counts.
-        "--xla_force_host_platform_device_count=8",
+if PLATFORMS.split(",")[0] == "cpu":
+    # Most of the time of the tests is compilation: without optimisation it takes half as long. To
+    # test what users run: XLA_FLAGS=--xla_backend_optimization_level=3 pytest.
+    os.environ["XLA_FLAGS"] = " ".join(
+        (
+            "--xla_backend_optimization_level=0",
+            os.environ.get("XLA_FLAGS", ""),  # Of the same flags the last one counts.
+            "--xla_force_host_platform_device_count=8",
+        )
     )
-)
+else:
+    # Otherwise the first test process would take most of a GPU's memory from the others.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
+
+from tests import platforms
 
 jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Its flags are global, and are defined once in a process. No doctests there.
 collect_ignore_glob = ["experiments/vit/main.py"]
+
+
+def pytest_runtest_setup(item):
+    """Skips a test that the platform under test cannot run."""
+    if item.get_closest_marker("cpu"):
+        platforms.require_cpu()
+    for marker in item.iter_markers("devices"):
+        platforms.require_devices(*marker.args)

@@ -181,7 +181,7 @@ def parse_flags(argv: list[str], fields: Fields, default_config: pathlib.Path) -
         if _line_in(config, end) is None:  # It is from --help.
             raise
         raise SystemExit(_config_file_message(config, end)) from None
-    except Exception as error:  # Flags run the config file, which may raise anything.
+    except Exception as error:  # noqa: BLE001 - Flags run the config file, which may raise anything.
         if isinstance(error, flags.Error) and "parsing config file" not in str(error):
             raise SystemExit(f"{error}\nPass --help to see the flags.") from None
         raise SystemExit(_config_file_message(config, error)) from None

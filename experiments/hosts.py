@@ -29,7 +29,7 @@ def on_first(call: Callable[[], None]) -> None:
     if jax.process_index() == 0:
         try:
             call()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - It is raised again once all processes know.
             failure = error
     went_well = everywhere(failure is None)
     if failure is not None:

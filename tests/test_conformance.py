@@ -285,6 +285,7 @@ def test_features_under_transformations(name, kernel):
 
 @pytest.mark.fast
 @maps_and_kernels
+@pytest.mark.devices(8)
 def test_features_keep_the_sharding_of_their_input(name, kernel):
     mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 import simrf_jax
 from experiments.mistakes import UserError
 from simrf_jax.models import ViT
-from simrf_jax.models.blocks import Block
+from simrf_jax.models.transformer import TransformerLayer
 
 # Which draw a key is for, after those of training.
 DIAGNOSTICS = 3
@@ -175,7 +175,7 @@ def _draw(key: jax.Array, model: ViT, num_redraws: int) -> jax.Array:
 def _record_layers(model: ViT, images: jax.Array) -> Seen:
     """What the attention of all layers sees, stacked."""
     x = model.embed(images)
-    if isinstance(model.blocks, Block):
+    if isinstance(model.blocks, TransformerLayer):
         layer, stacked = nnx.split(model.blocks)
         return jax.lax.scan(lambda x, state: _record(nnx.merge(layer, state), x), x, stacked)[1]
     layers = []
@@ -185,7 +185,7 @@ def _record_layers(model: ViT, images: jax.Array) -> Seen:
     return jax.tree.map(lambda *x: jnp.stack(x), *layers)
 
 
-def _record(block: Block, x: jax.Array) -> tuple[jax.Array, Seen]:
+def _record(block: TransformerLayer, x: jax.Array) -> tuple[jax.Array, Seen]:
     """The output of a block, and what its attention sees."""
     attend = block.attention.attention_fn
     seen: list[Seen] = []

@@ -9,12 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
+from tests import platforms
+
 KINDS = {"explicit": AxisType.Explicit, "auto": AxisType.Auto, "manual": AxisType.Auto}
 P = jax.P
 
 
 def make_mesh(kind="explicit", **shape):
-    devices = jax.devices()[: int(np.prod(list(shape.values())))]
+    number = int(np.prod(list(shape.values())))
+    platforms.require_devices(number)
+    devices = jax.devices()[:number]
     return jax.make_mesh(
         tuple(shape.values()), tuple(shape), (KINDS[kind],) * len(shape), devices=devices
     )

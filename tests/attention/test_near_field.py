@@ -273,6 +273,7 @@ def test_jit_vmap_one_trace_and_abstract_evaluation():
 
 
 @pytest.mark.fast
+@pytest.mark.devices(8)
 def test_sharding_of_the_batch_is_kept():
     mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))

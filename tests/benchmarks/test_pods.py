@@ -55,6 +55,7 @@ def test_collectives_of_a_loop_count_as_often_as_it_goes_round():
 
 
 @pytest.mark.fast
+@pytest.mark.devices(8)
 def test_collectives_of_a_program_that_xla_compiled():
     mesh = jax.make_mesh((8,), ("data",))
 

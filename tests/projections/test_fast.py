@@ -207,6 +207,7 @@ def test_under_jit_vmap_and_grad():
     traced(x, jax.tree.map(lambda leaf: leaf[2], stack))
 
 
+@pytest.mark.devices(8)
 def test_keeps_the_sharding_of_its_input_and_can_be_sharded_itself():
     mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))

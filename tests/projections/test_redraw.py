@@ -116,6 +116,7 @@ def test_hybrids_are_redrawn_part_by_part(abstract):
     np.testing.assert_allclose(jnp.dot(s[0], s[1]), -1 / 3, atol=1e-6)
 
 
+@pytest.mark.devices(8)
 def test_values_do_not_depend_on_the_devices():
     mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))

@@ -21,6 +21,7 @@ from experiments.vit import (
 )
 from tests.experiments.vit import tiny
 
+pytestmark = pytest.mark.devices(8)
 STEPS = 12
 
 

@@ -32,7 +32,7 @@ ignore_abandoned_reads = pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning",
     "ignore:coroutine .* was never awaited:RuntimeWarning",
 )
-pytestmark = ignore_abandoned_reads
+pytestmark = [ignore_abandoned_reads, pytest.mark.devices(8)]
 ROOT = pathlib.Path(__file__).parents[3]
 STEPS = (1, 2, 3)
 ROWS = make_rows(0.1, 0.3, 0.2)

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.vit import digest, sharding
+from tests import platforms
 
 pytestmark = pytest.mark.fast
 DTYPES = ["bool", "int8", "uint8", "bfloat16", "float16", "int32", "uint32", "float32"]
@@ -97,11 +98,13 @@ def test_each_lane_of_random_arrays_collides_as_random_numbers_do():
 def test_it_does_not_depend_on_the_sharding(devices, spec):
     x = random_array(4, (16, 8, 3), "bfloat16")
     size = {"data": devices // min(devices, 2), "fsdp": min(devices, 2), "tensor": 1, "sequence": 1}
+    platforms.require_devices(devices)
     mesh = sharding.make_mesh(size, jax.devices()[:devices])
     sharded = jax.device_put(x, NamedSharding(mesh, spec))
     assert digest.digests({"x": sharded})["x"] == python_digest(x)
 
 
+@pytest.mark.devices(8)
 def test_no_device_gathers_the_array():
     mesh = sharding.make_mesh({"data": 8, "fsdp": 1, "tensor": 1, "sequence": 1})
     sharded = jax.device_put(np.zeros((64, 128)), NamedSharding(mesh, PartitionSpec("data")))

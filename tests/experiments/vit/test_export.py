@@ -21,6 +21,8 @@ from tests.experiments.vit import tiny
 from tests.experiments.vit.test_sharding import mesh_of
 from tests.experiments.vit.test_train import build
 
+pytestmark = pytest.mark.cpu
+
 # The models differ in all that changes how they are written and read.
 MODELS = {
     "simplex": {"mesh__data": 1},

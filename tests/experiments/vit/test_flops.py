@@ -41,6 +41,7 @@ def test_xla_counts_these_and_what_is_elementwise_but_a_scanned_layer_once(scan,
 
 
 @pytest.mark.fast
+@pytest.mark.cpu
 def test_the_peak_is_that_of_all_devices(monkeypatch):
     assert flops.peak(mesh_of(8)) is None
     monkeypatch.setitem(flops.PEAK_FLOPS, "cpu", 2e12)

@@ -233,6 +233,7 @@ def test_images_in_memory_of_another_size_are_refused():
         input_lib.load(config, eval_batch_size=8)
 
 
+@pytest.mark.devices(2)
 def test_a_run_from_records_trains_and_is_evaluated_on_other_devices(folder, tmp_path):
     config = prepared.get_config(
         folder,

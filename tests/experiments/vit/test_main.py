@@ -51,8 +51,16 @@ def command(tmp_path, monkeypatch):
         ),
         ("--config.image_size=9", "image_size must be multiples of patch_size=2, got"),
         ("--config.image_size=16", "config.image_size must be 8, as the images of digits are 8"),
-        ("--config.mesh.data=9", "no more than the 8 devices there are, got 9 x 1 x 1 x 1"),
-        ("--config.mesh.data=8 --config.batch_size=36", "batch_size must be a multiple of 8"),
+        pytest.param(
+            "--config.mesh.data=9",
+            "no more than the 8 devices there are, got 9 x 1 x 1 x 1",
+            marks=pytest.mark.cpu,
+        ),
+        pytest.param(
+            "--config.mesh.data=8 --config.batch_size=36",
+            "batch_size must be a multiple of 8",
+            marks=pytest.mark.devices(8),
+        ),
         ("--config.seed=4294967296", r"config.seed must be from 0 to 2\^32 - 1, got 4294967296"),
         ("--compare=linear", "--compare must be one of .* got 'linear'"),
         ("--compare=", "--compare must name attentions, of iid, orthogonal, simplex,"),

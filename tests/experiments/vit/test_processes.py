@@ -22,7 +22,7 @@ from tests.experiments.vit.test_damage import flip, largest
 from tests.experiments.vit.test_sharding import EIGHT_HEADS, losses_on
 from tests.experiments.vit.test_train import read_losses
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.cpu]
 PROCESSES = 2
 
 # Runs the trainer, and notes in a file which records this process reads.

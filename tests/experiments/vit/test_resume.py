@@ -44,6 +44,7 @@ from tests.experiments.vit.test_checkpoint import (
 from tests.experiments.vit.test_damage import flip, ignore_abandoned_reads, largest
 from tests.experiments.vit.test_log import assert_same_rows, read_events, read_rows
 
+pytestmark = pytest.mark.devices(8)
 ROOT = pathlib.Path(__file__).parents[3]
 
 
@@ -282,6 +283,7 @@ def test_a_comparison_goes_on_with_a_run_that_was_stopped(whole, tmp_path, monke
 
 
 @pytest.mark.slow
+@pytest.mark.cpu
 def test_a_notice_to_one_host_stops_both_at_the_same_step(tmp_path):
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -1,4 +1,5 @@
 import functools
+import math
 
 import chex
 import jax
@@ -10,6 +11,7 @@ from jax.sharding import PartitionSpec
 from experiments import training
 from experiments.mistakes import UserError
 from experiments.vit import sharding, train
+from tests import platforms
 from tests.experiments.vit import tiny
 from tests.experiments.vit.test_train import build, make_batch, read_losses
 
@@ -24,11 +26,18 @@ EIGHT_HEADS = {
 }
 
 
+def require_mesh(*sizes):
+    """Skips the test if JAX has fewer devices than a mesh takes, of which -1 takes the rest."""
+    platforms.require_devices(abs(math.prod(sizes)))
+
+
 def mesh_of(data=1, fsdp=1, tensor=1, sequence=1):
+    require_mesh(data, fsdp, tensor, sequence)
     return sharding.make_mesh(dict(zip(sharding.AXES, (data, fsdp, tensor, sequence), strict=True)))
 
 
 def losses_on(folder, data, fsdp, tensor, sequence=1, **changes):
+    require_mesh(data, fsdp, tensor, sequence)
     mesh = {
         "mesh__data": data,
         "mesh__fsdp": fsdp,

@@ -37,6 +37,7 @@ def test_a_run_leaves_its_results_metrics_curves_and_config(tmp_path):
         train.train(config, tmp_path / "run")
 
 
+@pytest.mark.devices(8)
 def test_one_and_eight_devices_train_alike(tmp_path):
     losses = {}
     for devices in (1, 8):
@@ -87,6 +88,7 @@ def test_soft_labels_that_are_sure_are_scored_as_labels():
     np.testing.assert_array_equal(steps.score(logits, mixed)[1], right)
 
 
+@pytest.mark.devices(8)
 def test_a_run_traces_each_of_its_functions_once(tmp_path, monkeypatch):
     traces = collections.Counter()
 
@@ -194,6 +196,7 @@ def test_a_test_loss_that_is_not_finite_is_no_result(tmp_path):
     assert not (tmp_path / "results.json").exists()
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize(
     ("changes", "match"),
     [

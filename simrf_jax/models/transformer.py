@@ -1,37 +1,32 @@
-"""Transformer layers and their stack, unrolled or scanned, with or without rematerialisation.
-
-A ``Block`` is one transformer layer.
-"""
+"""Transformer layers and their stack, unrolled or scanned, with or without rematerialisation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from simrf_jax.integrations.nnx import RandomFeatureAttention
-
-if TYPE_CHECKING:
-    from simrf_jax.models.vit import ViTConfig
+from simrf_jax.models.config import ViTConfig
 
 Policy = Callable[..., bool]
 Keys = tuple[jax.Array, ...]
 
-# What a layer keeps for its gradient in addition to its input; the rest is computed again.
+# Values of each ``ViTConfig.remat`` but "none" that a layer keeps for its gradient in addition to
+# its input. The layer computes the rest again.
 POLICIES: dict[str, Policy] = {
     "block": jax.checkpoint_policies.nothing_saveable,
     # Keeps products with parameters. The products inside attention have batch dimensions.
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
-REMATS = ("none", *POLICIES)
 
 DROPOUTS = 3  # In a layer: after the attention and after both dense layers of the MLP.
 
 
-class Block(nnx.Module):
+class TransformerLayer(nnx.Module):
     """One pre-norm transformer layer: attention, then an MLP, each with a residual connection.
 
     Args:
@@ -88,7 +83,7 @@ class Block(nnx.Module):
         return x + drop(self.mlp_out(hidden), 2)
 
 
-def make_blocks(config: ViTConfig, *, rngs: nnx.Rngs) -> nnx.List | Block:
+def make_layers(config: ViTConfig, *, rngs: nnx.Rngs) -> nnx.List | TransformerLayer:
     """Returns the transformer layers of a model.
 
     Args:
@@ -96,23 +91,23 @@ def make_blocks(config: ViTConfig, *, rngs: nnx.Rngs) -> nnx.List | Block:
       rngs: PRNG streams ``params`` and ``features``, or a default one.
 
     Returns:
-      A list of ``config.depth`` layers; with ``config.scan`` one ``Block`` that holds the arrays of
-      all layers, stacked along a new first axis.
+      A list of ``config.depth`` layers; with ``config.scan`` one ``TransformerLayer`` that holds
+      the arrays of all layers, stacked along a new first axis.
     """
-    blocks = [Block(config, rngs=rngs) for _ in range(config.depth)]
+    layers = [TransformerLayer(config, rngs=rngs) for _ in range(config.depth)]
     if not config.scan:
-        return nnx.List(blocks)
-    states = [nnx.state(block) for block in blocks]
-    return nnx.merge(nnx.graphdef(blocks[0]), jax.tree.map(lambda *x: jnp.stack(x), *states))
+        return nnx.List(layers)
+    states = [nnx.state(layer) for layer in layers]
+    return nnx.merge(nnx.graphdef(layers[0]), jax.tree.map(lambda *x: jnp.stack(x), *states))
 
 
-def apply_blocks(
-    blocks: nnx.List | Block, x: jax.Array, *, config: ViTConfig, rngs: nnx.Rngs | None
+def apply_layers(
+    layers: nnx.List | TransformerLayer, x: jax.Array, *, config: ViTConfig, rngs: nnx.Rngs | None
 ) -> jax.Array:
     """Applies all transformer layers to tokens, one after the other.
 
     Args:
-      blocks: The layers that ``make_blocks`` returned for the same config.
+      layers: The layers that ``make_layers`` returned for the same config.
       x: Tokens ``[batch, length, width]``.
       config: Config of the model, which says what to keep for the gradient.
       rngs: PRNG stream ``dropout``; with None nothing is dropped.
@@ -128,13 +123,13 @@ def apply_blocks(
         keys = jax.random.key_data(drawn.reshape(config.depth, DROPOUTS))
         impl = jax.random.key_impl(drawn)
 
-    if isinstance(blocks, Block):
-        graphdef, stacked = nnx.split(blocks)
+    if isinstance(layers, TransformerLayer):
+        graphdef, stacked = nnx.split(layers)
         apply = _function(graphdef, config, impl)
         return jax.lax.scan(lambda x, layer: (apply(x, *layer), None), x, (stacked, keys))[0]
-    for layer, block in enumerate(blocks):
-        graphdef, state = nnx.split(block)
-        x = _function(graphdef, config, impl)(x, state, None if keys is None else keys[layer])
+    for number, layer in enumerate(layers):
+        graphdef, state = nnx.split(layer)
+        x = _function(graphdef, config, impl)(x, state, None if keys is None else keys[number])
     return x
 
 
@@ -142,10 +137,10 @@ def _function(graphdef: nnx.GraphDef, config: ViTConfig, impl: Any) -> Callable[
     """Returns a layer as a function of its input, its state and the data of its dropout keys."""
 
     def apply(x: jax.Array, state: Any, keys: jax.Array | None) -> jax.Array:
-        block = nnx.merge(graphdef, state)
+        layer = nnx.merge(graphdef, state)
         if keys is None:
-            return block(x)
-        return block(x, tuple(jax.random.wrap_key_data(key, impl=impl) for key in keys))
+            return layer(x)
+        return layer(x, tuple(jax.random.wrap_key_data(key, impl=impl) for key in keys))
 
     if config.remat == "none":
         return apply

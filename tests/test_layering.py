@@ -1,0 +1,105 @@
+"""Checks that imports inside the repository run one way, from each module to those below it."""
+
+import ast
+import graphlib
+import pathlib
+
+import pytest
+
+pytestmark = pytest.mark.fast
+ROOT = pathlib.Path(__file__).parents[1]
+TOP_FOLDERS = ("simrf_jax", "experiments", "benchmarks", "examples", "tests")
+
+# Modules of a package from the lowest to the highest. Each may import only those before it.
+ORDERED = {"simrf_jax.models": ("config", "transformer", "vit")}
+
+
+def module_files(root, folders):
+    """Returns the file of every module in some top folders, by the module's dotted name."""
+    files = {}
+    for folder in folders:
+        for path in sorted((root / folder).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return files
+
+
+def imported_modules(path, known):
+    """Returns those of the known modules that a file imports anywhere in its code.
+
+    Imports inside functions count, because they hide a circle and do not break it. Imports under
+    ``TYPE_CHECKING`` count as well, because a reader has to follow them like any other import.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} imports by a relative path"
+            # "from package import name" imports the module package.name, if there is one.
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in known else node.module for name in names}
+    return found & known
+
+
+def import_graph(root, folders):
+    """Returns the set of modules that each module imports."""
+    files = module_files(root, folders)
+    return {name: imported_modules(path, files.keys()) for name, path in files.items()}
+
+
+def circle(graph):
+    """Returns modules of which each is imported by the next, the first one again last, or []."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+@pytest.fixture(scope="module")
+def graph():
+    return import_graph(ROOT, TOP_FOLDERS)
+
+
+def test_no_imports_form_a_circle(graph):
+    assert len(graph) > 200
+    assert circle(graph) == []
+
+
+@pytest.mark.parametrize("package", ORDERED)
+def test_modules_import_only_what_stands_below_them(graph, package):
+    ordered = [f"{package}.{name}" for name in ORDERED[package]]
+    assert {*ordered} == {name for name in graph if name.startswith(f"{package}.")}
+    for number, name in enumerate(ordered):
+        above = graph[name] & {package, *ordered[number:]}
+        assert not above, f"{name} imports {above}"
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import package.low",
+        "from package import low",
+        "from package.low import NAME",
+        "def f():\n    from package import low",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from package import low",
+    ],
+)
+def test_circles_are_found_wherever_a_module_imports(tmp_path, statement):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from package import low, high\n")
+    (package / "low.py").write_text("from package import high\n\nNAME = 1\n")
+    (package / "high.py").write_text("import os\n")
+    assert circle(import_graph(tmp_path, ["package"])) == []
+    (package / "high.py").write_text(statement)
+    assert {*circle(import_graph(tmp_path, ["package"]))} == {"package.low", "package.high"}
+
+
+def test_a_module_that_imports_its_own_package_is_a_circle(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("from package.part import NAME\n")
+    (package / "part.py").write_text("from package import OTHER\n")
+    assert {*circle(import_graph(tmp_path, ["package"]))} == {"package", "package.part"}
