@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 
 import chex
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from simrf_jax import random_feature_attention
+from simrf_jax import feature_maps, random_feature_attention
+from simrf_jax.features import LogFeatures
 from tests import conformance, formulas
 from tests.attention.reference import attention, relative_error
 
@@ -150,25 +152,67 @@ def test_a_callable_is_called_with_scaled_vectors_and_the_projection():
 
     by_callable = random_feature_attention(q, k, v, w, feature_map=softmax_features)
     np.testing.assert_allclose(by_callable, by_name, rtol=1e-5, atol=1e-6)
-    pair = simrf_jax.feature_maps.Custom(softmax_features, softmax_features)
+    pair = feature_maps.Custom(softmax_features, softmax_features)
     by_pair = random_feature_attention(q, k, v, w, feature_map=pair)
     np.testing.assert_allclose(by_pair, by_callable, rtol=1e-6)
-    # The library's own functions mean their names, not their default kernel.
-    own = simrf_jax.positive_features
-    for same in (own, functools.partial(own), simrf_jax.feature_maps.Custom(own, own)):
-        by_function = random_feature_attention(q, k, v, w, feature_map=same)
-        np.testing.assert_array_equal(by_function, by_name)
-    gaussian = functools.partial(own, kernel="gaussian")
+    by_object = random_feature_attention(q, k, v, w, feature_map=feature_maps.Positive())
+    np.testing.assert_array_equal(by_object, by_name)
+    gaussian = feature_maps.Positive(kernel="gaussian")
     assert (
         relative_error(random_feature_attention(q, k, v, w, feature_map=gaussian), by_name) > 0.01
     )
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("name", feature_maps.FEATURE_MAPS)
+def test_feature_maps_are_pytrees_that_share_their_programs(name):
+    leaves, structure = jax.tree.flatten(feature_maps.FEATURE_MAPS[name])
+    another = type(feature_maps.FEATURE_MAPS[name])()
+    assert jax.tree.structure(another) == structure
+    assert jax.tree.unflatten(structure, leaves).projection_type is another.projection_type
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Powers(simrf_jax.FeatureMap):
+    """A user's feature map with an array of its own; not finite at zero."""
+
+    exponents: jax.Array
+
+    def log_features(self, x, projection, *, side):
+        logits = self.exponents * jnp.log(jnp.abs(simrf_jax.project(x, projection)))
+        return LogFeatures(logits, jnp.zeros_like(logits[..., :1]))
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
+def test_a_feature_map_of_ones_own_has_gradients_and_is_compiled_once(options):
+    q, k, v = inputs(scale=0.5)
+    w, exponents = projection(), jnp.linspace(0.5, 1.5, 40)
+
+    @jax.jit
+    def attend(feature_map):
+        out = random_feature_attention(q, k, v, w, feature_map=feature_map, **options)
+        return jnp.sum(jnp.sin(out)), out
+
+    (_, out), gradient = jax.value_and_grad(attend, has_aux=True)(Powers(exponents))
+
+    def formula(x, w, kernel):
+        return np.asarray(exponents) * np.log(np.abs(x @ w.T)), np.ones((*x.shape[:-1], len(w)))
+
+    visible = np.tri(len(q), dtype=bool) if options else None
+    expected = attention(q, k, v, w, formula=formula, visible=visible)
+    assert relative_error(out, expected) < 1e-5
+    chex.assert_tree_all_finite(gradient.exponents)
+    assert float(jnp.abs(gradient.exponents).max()) > 0
+    attend(Powers(2 * exponents))
+    assert attend._cache_size() == 1
+
+
+@pytest.mark.fast
 def test_phases_of_ones_own():
     q, k, v = inputs(scale=0.5)
     w, phases = projection(400), np.linspace(0, 6, 400, dtype=np.float32)
-    own = functools.partial(simrf_jax.phase_features, phases=phases)
+    own = feature_maps.Phase(phases)
     actual = random_feature_attention(q, k, v, w, feature_map=own)
     formula = functools.partial(formulas.phase, phases=phases)
     assert relative_error(actual, attention(q, k, v, w, formula=formula)) < 1e-4
@@ -219,6 +263,11 @@ def test_fast_projections(heads, name):
     np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-5)
 
 
+class Unregistered(simrf_jax.FeatureMap):
+    def log_features(self, x, projection, *, side):
+        raise AssertionError
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("feature_map", "w", "error", "match"),
@@ -228,16 +277,23 @@ def test_fast_projections(heads, name):
             3,
             projection(),
             TypeError,
-            "feature_map must be one of .* or a FeaturePair of two, got 3",
+            "feature_map must be one of .* or a function .*, got 3",
         ),
         (
-            simrf_jax.feature_maps.Custom("relu", "relu"),
+            simrf_jax.positive_features,
             projection(),
             TypeError,
-            "a FeaturePair of two",
+            r"must be simrf_jax.feature_maps.Positive\(...\) .* got the function positive_features",
         ),
+        (
+            functools.partial(simrf_jax.relu_features),
+            projection(),
+            TypeError,
+            r"must be simrf_jax.feature_maps.Relu\(...\)",
+        ),
+        (Unregistered(), projection(), TypeError, "Unregistered is no pytree: register"),
         ("positive", None, TypeError, "projection must be an array .* got None"),
-        (simrf_jax.positive_features, None, TypeError, "projection must be an array .* got None"),
+        (feature_maps.Positive(), None, TypeError, "projection must be an array .* got None"),
         (lambda x, w: x[..., 0], projection(), ValueError, "feature_map must map"),
         (lambda x, w: x.sum(), projection(), ValueError, "feature_map must map"),
         (lambda x, w: x > 0, projection(), TypeError, "must be a floating type, .* got bool"),

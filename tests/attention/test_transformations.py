@@ -18,7 +18,7 @@ from simrf_jax import (
     gaussian_hybrid_features,
     random_feature_attention,
 )
-from simrf_jax.features import Custom
+from simrf_jax.features.maps import GaussianHybrid
 from tests.attention import steps
 from tests.attention.inputs import inputs, projection
 from tests.attention.modes import MODES
@@ -411,11 +411,8 @@ def test_vmap_over_what_a_feature_map_holds():
 
     @jax.jit
     def attend(bandwidth):
-        sides = (
-            functools.partial(gaussian_hybrid_features, side=side, bandwidth=bandwidth)
-            for side in ("query", "key")
-        )
-        return random_feature_attention(q, k, v, w, feature_map=Custom(*sides))
+        feature_map = GaussianHybrid(bandwidth)
+        return random_feature_attention(q, k, v, w, feature_map=feature_map)
 
     bandwidths = jnp.array([0.5, 1.0, 3.0])
     expected = stack(attend(bandwidth) for bandwidth in bandwidths)

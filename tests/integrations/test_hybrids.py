@@ -16,14 +16,10 @@ from tests.attention.inputs import inputs
 from tests.attention.reference import relative_error
 
 HEADS, DIM, FEATURES, WEIGHTS = 2, 4, 5, 3
-GAUSSIAN = simrf_jax.gaussian_hybrid_features
 HYBRIDS = {
     "angular_hybrid": "angular_hybrid",
     "gaussian_hybrid": "gaussian_hybrid",
-    "partial": functools.partial(GAUSSIAN, bandwidth=2.0),
-    "pair": simrf_jax.feature_maps.Custom(
-        functools.partial(GAUSSIAN, side="query"), functools.partial(GAUSSIAN, side="key")
-    ),
+    "object": feature_maps.GaussianHybrid(bandwidth=2.0),
 }
 MAPS = {
     **{name: name for name in ("positive", "hyperbolic", "trigonometric", "phase", "relu", "elu")},
