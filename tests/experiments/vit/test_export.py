@@ -11,6 +11,7 @@ import sys
 import jax
 import jax.export
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
@@ -293,6 +294,41 @@ def test_what_holds_no_trained_model_is_refused(runs, tmp_path):
     refused(copy, unreadable)
     shutil.rmtree(copy / "checkpoints")
     refused(copy, "There is no checkpoint in .*copy/checkpoints")
+
+
+PATCHES, LOGITS = "params.patch_embedding.kernel.value", "params.head.bias.value"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "match"),
+    [
+        ({"kernel": (16, 32)}, f"step 1 is none of a ViT: .* {PATCHES} and {LOGITS}, got kernel"),
+        ({PATCHES: (), LOGITS: (10,)}, "step 1 is none of a ViT: "),
+        ({PATCHES: (4, 32), LOGITS: (10,)}, "1 holds other arrays: .* is absent there"),
+        (
+            {PATCHES: (4, 48), LOGITS: (10,)},
+            r"is 'float32\[4, 48\]' there, 'float32\[4, 32\]' here",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(runs, tmp_path, arrays, match):
+    workdir = tmp_path / "run"
+    shutil.copytree(runs["simplex"][0], workdir, ignore=shutil.ignore_patterns("checkpoints"))
+    config = tiny.get_config(checkpoint__interval=1, **MODELS["simplex"])
+    state = {name: jax.numpy.zeros(shape) for name, shape in arrays.items()}
+    progress = checkpoint.Progress([{"step": 1, "test_accuracy": 0.5}], 1.0, {"step": 1})
+    with checkpoint.Checkpoints(workdir / "checkpoints", config, keep=1) as checkpoints:
+        checkpoints.save(1, state, progress)
+    refused(workdir, match, error=checkpoint.IncompatibleError)
+
+
+def test_a_checkpoint_of_another_program_is_refused(runs, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(runs["simplex"][0], workdir, ignore=shutil.ignore_patterns("checkpoints"))
+    with ocp.CheckpointManager(workdir / "checkpoints") as manager:
+        manager.save(1, args=ocp.args.Composite(run=ocp.args.JsonSave({"step": 1, "lr": 0.1})))
+    match = "1 is not a checkpoint of this trainer: .* got one with step, lr"
+    refused(workdir, match, error=checkpoint.IncompatibleError)
 
 
 def test_the_best_of_none_is_refused(tmp_path):
