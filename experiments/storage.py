@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import traceback
 from collections.abc import Callable, Iterator
 
 from experiments.mistakes import UserError
@@ -41,6 +42,12 @@ def is_absence(error: BaseException) -> bool:
         or (isinstance(one, ValueError) and str(one).startswith("NOT_FOUND: "))
         for one in _causes(error)
     )
+
+
+def is_raised_in(package: str, error: BaseException) -> bool:
+    """Returns whether code of a package was running when an error was raised."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals["__name__"].partition(".")[0] == package for frame, _ in frames)
 
 
 @contextlib.contextmanager

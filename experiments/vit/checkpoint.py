@@ -22,7 +22,6 @@ import logging
 import math
 import re
 import sys
-import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -179,7 +178,7 @@ class Checkpoints:
         except BaseException as error:
             with contextlib.suppress(Exception):  # What a save failed with is raised once more.
                 self._manager.close()
-            if kind is None or not isinstance(error, UserError):
+            if kind is None or not isinstance(error, Exception):
                 raise
         else:
             self._manager.close()
@@ -528,9 +527,7 @@ def _is_damage(error: Exception) -> bool:
         return True
     # No content of a file leads to one of these.
     others = (UserError, ImportError, NameError, MemoryError, jax.errors.JaxRuntimeError)
-    frames = traceback.walk_tb(error.__traceback__)
-    raisers = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in frames]
-    return "orbax" in raisers and not isinstance(error, others)
+    return storage.is_raised_in("orbax", error) and not isinstance(error, others)
 
 
 def _sha256(run: Mapping[str, Any]) -> str:

@@ -204,10 +204,9 @@ def test_a_bug_in_listing_keeps_its_place(folder, monkeypatch):
         next(checkpoint.find(folder, best=False))
 
 
-def test_the_first_error_is_the_one_to_see(folder, monkeypatch):
-    monkeypatch.setattr(
-        ocp.CheckpointManager, "wait_until_finished", raising(os_error(errno.ENOSPC))
-    )
+@pytest.mark.parametrize("second", [os_error(errno.ENOSPC), ValueError("No ArrayMetadata found")])
+def test_the_first_error_is_the_one_to_see(second, folder, monkeypatch):
+    monkeypatch.setattr(ocp.CheckpointManager, "wait_until_finished", raising(second))
     with (
         pytest.raises(UserError, match=r"^The loss is nan\.$"),
         checkpoint.Checkpoints(folder, get_config(), keep=9),
