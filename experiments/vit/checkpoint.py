@@ -227,8 +227,9 @@ class Checkpoints:
 
         Raises:
           IncompatibleError: If it is of another config, or of arrays of other shapes, and the
-            message names what differs; or if it has no digests.
-          UserError: If there are checkpoints, and none can be read.
+            message names what differs; if it has no digests; or if another program wrote it.
+          UserError: If there are checkpoints, and all are damaged; or if the storage fails, before
+            anything is renamed.
         """
         damaged: dict[int, str] = {}  # Not the errors, which would keep what was read in memory.
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -366,7 +367,7 @@ def find(folder: epath.PathLike, *, best: bool) -> Iterator[Found]:
         leave out those that were not evaluated.
 
     Raises:
-      IncompatibleError: If a checkpoint has no digests.
+      IncompatibleError: If a checkpoint has no digests, or another program wrote it.
       UserError: If there is no checkpoint, the folder cannot be read, or best is wanted and none
         was evaluated.
     """
@@ -408,7 +409,9 @@ def load(folder: epath.PathLike, found: Found, state: State) -> State:
       state: Shapes, types and shardings of what to read.
 
     Raises:
-      DamagedError: If an array cannot be read, or is not the one that was saved.
+      DamagedError: If an array is lost, or is not the one that was saved.
+      IncompatibleError: If the checkpoint holds no such arrays; the message names them.
+      UserError: If the storage fails.
     """
     path = _absolute(folder) / str(found.step)
     wanted = _by_name(state)
@@ -433,6 +436,7 @@ def _find(folder: epath.Path, step: int) -> Found:
     Raises:
       DamagedError: If it is not what was saved, or is that of another step.
       IncompatibleError: If it has no digests, or another program wrote it.
+      UserError: If the storage fails.
     """
     path = folder / str(step)
     handler = ocp.JsonCheckpointHandler()

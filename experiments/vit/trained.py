@@ -52,8 +52,8 @@ def load(workdir: str | pathlib.Path, mesh: Mesh, *, best: bool) -> Trained:
       best: Whether to take the checkpoint of the best test accuracy instead of the newest.
 
     Raises:
-      IncompatibleError: If the checkpoints are of another run, and the message names what differs;
-        or if they have no digests.
+      IncompatibleError: If the checkpoints are of another run or another program, and the message
+        names what differs; or if they have no digests.
       UserError: If workdir holds no run, or no checkpoint that can be read; or the config is not
         right.
     """
