@@ -18,7 +18,7 @@ _INFINITE_FROM = 1000.0  # The gap is infinite from this t = v^2 on; e^t overflo
 
 
 def orthogonality_gap(
-    distance: ArrayLike, dim: int, num_features: int, *, features: str = "positive"
+    distance: ArrayLike, num_features: int, dim: int, *, features: str = "positive"
 ) -> np.ndarray | np.float64:
     r"""Returns the mean squared error of iid minus that of orthogonal rows, without the prefactor.
 
@@ -44,8 +44,8 @@ def orthogonality_gap(
 
     Args:
       distance: The norm v, or the distance z for trigonometric features; any shape, at least 0.
-      dim: Dimension d.
       num_features: Number of rows m of the projection.
+      dim: Dimension d.
       features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
 
     Returns:
@@ -54,7 +54,7 @@ def orthogonality_gap(
       is infinite where e^(v^2) overflows, that is for v > 26.6.
 
     Raises:
-      TypeError: If ``dim`` or ``num_features`` is not an integer, or ``distance`` is not real.
+      TypeError: If ``num_features`` or ``dim`` is not an integer, or ``distance`` is not real.
       ValueError: If the feature map is unknown or a number is out of range.
 
     Example:
@@ -68,8 +68,8 @@ def orthogonality_gap(
       Reid et al., Simplex Random Features (ICML 2023), Corollary 4.4, Eq. 25 (with the
       :math:`2^k k!` of Eq. 69), and Theorem 4.5, Eq. 26, https://arxiv.org/abs/2301.13856
     """
-    dim = checks.positive_int("dim", dim)
     num_features = checks.positive_int("num_features", num_features)
+    dim = checks.positive_int("dim", dim)
     checks.one_of("features", features, FEATURES)
     with np.errstate(over="ignore"):
         t = arguments.norms("distance", distance) ** 2

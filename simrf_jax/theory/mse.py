@@ -94,7 +94,7 @@ def kernel_mse(
     log = checks.boolean("log", log)
     checks.one_of("kernel", kernel, KERNELS)
     x, y = arguments.vectors(x, y)
-    pairs = _pairs(x.shape[-1], num_features, coupling, features, block)
+    pairs = _pairs(num_features, x.shape[-1], coupling, features, block)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         sign = -1 if features == "trigonometric" else 1
         t = np.sum((x + sign * y) ** 2, axis=-1)
@@ -105,8 +105,8 @@ def kernel_mse(
 
 def mse_ratio(
     v: ArrayLike,
-    dim: int,
     num_features: int,
+    dim: int,
     *,
     coupling: str,
     features: str = "positive",
@@ -125,8 +125,8 @@ def mse_ratio(
     Args:
       v: Distances :math:`|x + y|`, or :math:`|x - y|` for trigonometric features; any shape, at
         least 0. At 0, where both errors vanish, the result is the limit of the ratio.
-      dim: Dimension d.
       num_features: Number of rows m of the projection.
+      dim: Dimension d.
       coupling: Coupling in the numerator: ``"iid"``, ``"orthogonal"`` or ``"simplex"``.
       features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
       baseline: Coupling in the denominator: ``"iid"``, ``"orthogonal"`` or ``"simplex"``.
@@ -136,7 +136,7 @@ def mse_ratio(
       float64 array of the shape of ``v``. It is the same for the Gaussian and the softmax kernel.
 
     Raises:
-      TypeError: If ``dim`` or ``num_features`` is not an integer, or ``v`` is not real.
+      TypeError: If ``num_features`` or ``dim`` is not an integer, or ``v`` is not real.
       ValueError: If a name is unknown, a coupling has no closed form or needs a larger dimension,
         or a number is out of range.
 
@@ -152,10 +152,10 @@ def mse_ratio(
       Reid et al., Simplex Random Features (ICML 2023), Fig. 6 and Sec. 5.1,
       https://arxiv.org/abs/2301.13856
     """
-    dim = checks.positive_int("dim", dim)
     num_features = checks.positive_int("num_features", num_features)
+    dim = checks.positive_int("dim", dim)
     arguments.coupling("baseline", baseline, dim)
-    pairs = _pairs(dim, num_features, coupling, features, block)
+    pairs = _pairs(num_features, dim, coupling, features, block)
     with np.errstate(over="ignore"):
         t = arguments.norms("v", v) ** 2
     ratio = _ratio_to_iid(t, dim, pairs, features)
@@ -166,7 +166,7 @@ def mse_ratio(
 
 
 def _pairs(
-    dim: int, num_features: int, coupling: str, features: str, block: str
+    num_features: int, dim: int, coupling: str, features: str, block: str
 ) -> tuple[Pairs, ...]:
     arguments.coupling("coupling", coupling, dim)
     checks.one_of("features", features, FEATURES)
