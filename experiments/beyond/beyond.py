@@ -25,7 +25,7 @@ FIELDS: dict[str, type] = {
     "plus.num_entries": int,
     "maps.dims": tuple,
 }
-BLOCKS = {
+BLOCKS: dict[str, dict[str, Any]] = {
     "orthogonal": {"coupling": "orthogonal"},
     "square": {"coupling": "simplex", "block": "square"},
     "regular": {"coupling": "simplex", "block": "regular"},

@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from jax.typing import ArrayLike
+from jaxtyping import Float64
+from numpy.typing import ArrayLike
 from scipy import special
 
 from simrf_jax import checks
-from simrf_jax.projections.blocks import BLOCK_MODES
+from simrf_jax.projections.blocks import BLOCK_MODES, BlockMode
 from simrf_jax.theory import arguments
-from simrf_jax.theory.mse import FEATURES
+from simrf_jax.theory.arguments import ClosedFormCoupling
+from simrf_jax.theory.mse import FEATURES, Features
 from simrf_jax.theory.pairs import coupled_pairs
 
 _FAR = 1e4  # From this t = z^2 on, e^-t is 0 in float64.
@@ -21,9 +23,9 @@ def small_distance_prefactor(
     num_features: int,
     dim: int | None = None,
     *,
-    coupling: str = "simplex",
-    features: str = "positive",
-    block: str = "regular",
+    coupling: ClosedFormCoupling = "simplex",
+    features: Features = "positive",
+    block: BlockMode = "regular",
 ) -> np.float64:
     r"""Returns the mean squared error relative to iid rows in the limit of small distances.
 
@@ -102,7 +104,9 @@ def mean_norm_deficit(dim: int) -> float:
     return -math.expm1(log_ratio)
 
 
-def asymptotic_ratio(z: ArrayLike, num_features: int, dim: int) -> np.ndarray | np.float64:
+def asymptotic_ratio(
+    z: ArrayLike, num_features: int, dim: int
+) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the ratio of orthogonal to iid errors of trigonometric features in high dimensions.
 
     .. math::
