@@ -60,7 +60,7 @@ def minimise_resultant(
     directions: Float[Array, "rows coordinates"],
     norms: Float[Array, " rows"],
     *,
-    num_sweeps: int = NUM_SWEEPS,
+    num_sweeps: int | Int[Array, ""] = NUM_SWEEPS,
 ) -> Float[Array, "rows coordinates"]:
     r"""Turns each row of a row block against the sum of the other rows (SimRF+).
 
@@ -74,7 +74,7 @@ def minimise_resultant(
     Args:
       directions: Unit vectors s. A step takes time O(coordinates).
       norms: Norms a of the rows.
-      num_sweeps: Number of sweeps; each turns every row once.
+      num_sweeps: Number of sweeps, which may be traced; each turns every row once.
 
     Returns:
       Unit vectors.
