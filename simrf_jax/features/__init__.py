@@ -9,9 +9,9 @@ from simrf_jax.features.bipolar import (
 from simrf_jax.features.clustered import ClusteredProjection, clustered_hybrid_features
 from simrf_jax.features.exponential import hyperbolic_features, positive_features
 from simrf_jax.features.generalised import elu_features, relu_features
-from simrf_jax.features.hybrid import hybrid_features
+from simrf_jax.features.hybrid import Side, hybrid_features
 from simrf_jax.features.kernels import gaussian_kernel, relu_kernel, softmax_kernel
-from simrf_jax.features.log_space import KERNELS, LogFeatures
+from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures
 from simrf_jax.features.maps import (
     FEATURE_MAPS,
     CustomMap,
@@ -32,9 +32,11 @@ __all__ = [
     "CustomMap",
     "FeatureMap",
     "FeaturePair",
+    "Kernel",
     "LibraryMap",
     "LogFeatureMap",
     "LogFeatures",
+    "Side",
     "angular_hybrid_features",
     "clustered_hybrid_features",
     "draw_bipolar_projection",
