@@ -21,11 +21,20 @@ else:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import jax
+import jaxtyping
 
+import tests.run_time_types  # noqa: F401
 from tests import platforms
 
 jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The annotations of these packages, shapes included, are checked in every call. The hook must be
+# there before anything imports them.
+jaxtyping.install_import_hook(
+    ["simrf_jax.projections", "simrf_jax.features", "simrf_jax.theory"],
+    "tests.run_time_types.checked",
+)
 
 # Its flags are global, and are defined once in a process. No doctests there.
 collect_ignore_glob = ["experiments/vit/main.py"]

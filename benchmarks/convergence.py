@@ -65,7 +65,7 @@ def predicted_ratio(coupling, dim, scale):
     It is that of vectors with the typical |x + y| of queries and keys of this scale.
     """
     distance = scale * (2 * dim**0.5) ** 0.5  # |x + y|, x = q / dim^(1/4), y = k / dim^(1/4).
-    return theory.mse_ratio(distance, dim, NUM_FEATURES[-1], coupling=coupling) ** 0.5
+    return theory.mse_ratio(distance, NUM_FEATURES[-1], dim, coupling=coupling) ** 0.5
 
 
 def measure(dim, scale):

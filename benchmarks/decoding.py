@@ -17,7 +17,7 @@ import numpy as np
 
 import simrf_jax
 from experiments import timing
-from simrf_jax import decoding
+from simrf_jax import RandomFeatures
 
 BATCH, HEADS, DIM, NUM_FEATURES = 8, 8, 64, 130
 LENGTHS = (10, 100, 1000, 10_000)
@@ -30,7 +30,7 @@ def normal(seed, *shape):
 
 @functools.partial(jax.jit, donate_argnums=0)
 def linear_step(state, query, key, value, projection):
-    return decoding.step(state, query, key, value, projection)
+    return RandomFeatures(projection).step(state, query, key, value)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -67,12 +67,13 @@ def candidates():
     """Returns the calls to time and the MiB of their states or caches, by (kind, tokens before)."""
     w = simrf_jax.draw_projection(jax.random.key(0), NUM_FEATURES, DIM)
     token = [normal(seed, 1) for seed in (1, 2, 3)]
-    append = jax.jit(decoding.append)
+    mechanism = RandomFeatures(w)
+    append = jax.jit(RandomFeatures.append)
     calls, sizes = {}, {}
     for length in LENGTHS:
         cache = normal(4, length), normal(5, length)
-        empty = decoding.init_state(w, batch=(BATCH,), num_key_heads=HEADS, value_dim=DIM)
-        state = append(empty, *cache, w)
+        empty = mechanism.init(batch=(BATCH,), num_key_heads=HEADS, head_dim=DIM, value_dim=DIM)
+        state = append(mechanism, empty, *cache)
         sizes["linear", length], sizes["softmax", length] = mib(state), mib(cache)
         calls["linear", length] = repeated(linear_step, state, *token, w)
         by_head = tuple(jnp.swapaxes(x, 1, 2) for x in cache)

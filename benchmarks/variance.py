@@ -79,7 +79,7 @@ def maps():
 def blocks():
     print("| m | v | regular | square |\n| --- | --- | --- | --- |")
     for num_features, v in ((130, 0.1), (130, 0.5), (130, 1.0), (8, 0.5), (256, 0.5)):
-        ratio = functools.partial(theory.mse_ratio, v, DIM, num_features, coupling="simplex")
+        ratio = functools.partial(theory.mse_ratio, v, num_features, DIM, coupling="simplex")
         print(
             f"| {num_features} | {v} | {ratio(block='regular'):.4f} | {ratio(block='square'):.4f} |"
         )

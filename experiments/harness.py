@@ -282,9 +282,14 @@ def whole_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
     """Writes a whole file or none; see ``whole_file``."""
-    text = json.dumps(content, indent=2, allow_nan=False)
+    text = json_text(content)
     with whole_file(path) as partial:
-        partial.write_text(f"{text}\n")
+        partial.write_text(text)
+
+
+def json_text(content: dict[str, Any]) -> str:
+    """Returns the text that ``write_json`` writes."""
+    return f"{json.dumps(content, indent=2, allow_nan=False)}\n"
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

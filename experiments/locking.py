@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, TextIO
 
 from etils import epath
 
-from experiments import mistakes
+from experiments import mistakes, storage
 from experiments.mistakes import UserError
 
 FILE = "run.lock"
@@ -308,9 +308,5 @@ def _refusal(folder: os.PathLike[str], holder: Holder | None) -> str:
     return f"{folder} is in use by another run: {who}. Stop it, or give this one another folder."
 
 
-@contextlib.contextmanager
-def _storage(folder: epath.Path) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # Each kind of storage has errors of its own.
-        raise UserError(f"{folder} cannot be read and written: {error}") from error
+def _storage(folder: epath.Path) -> contextlib.AbstractContextManager[None]:
+    return storage.faults(lambda cause: UserError(f"{folder} cannot be read and written: {cause}"))

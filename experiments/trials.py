@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import simrf_jax
+from simrf_jax.projections import Coupling
 
 # What one feature adds to the error, from w.u of a unit vector u.
 FEATURE_ERRORS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
@@ -22,7 +23,7 @@ ENTRIES = 2**20  # Of all W that are drawn at a time.
 
 @functools.partial(jax.jit, static_argnames=("dim", "coupling", "features"))
 def squared_errors(
-    keys: jax.Array, distances: jax.Array, *, dim: int, coupling: str, features: str
+    keys: jax.Array, distances: jax.Array, *, dim: int, coupling: Coupling, features: str
 ) -> jax.Array:
     r"""Squared errors of the Gaussian kernel with as many features as dimensions.
 

@@ -196,7 +196,7 @@ def test_regular_blocks_against_square_ones(num_features, regular, square):
     assert_less(errors["regular"], errors["square"])
     iid = np.expm1(0.5**2) / num_features
     for block, published in (("regular", regular), ("square", square)):
-        ratio = theory.mse_ratio(0.5, 64, num_features, coupling="simplex", block=block)
+        ratio = theory.mse_ratio(0.5, num_features, 64, coupling="simplex", block=block)
         assert ratio == pytest.approx(published, rel=0.04)
         assert_mean(errors[block] / iid, ratio)
 

@@ -105,7 +105,7 @@ SIGNATURES = {
     "theory.log_conformity": "(v, dim, *, coupling)",
     "theory.kernel_mse": "(x, y, num_features, *, coupling, features='positive', "
     "kernel='gaussian', block='regular', log=False)",
-    "theory.mse_ratio": "(v, dim, num_features, *, coupling, features='positive', "
+    "theory.mse_ratio": "(v, num_features, dim, *, coupling, features='positive', "
     "baseline='iid', block='regular')",
     "theory.resultant_norm_pdf": "(w, dim, *, coupling)",
 }

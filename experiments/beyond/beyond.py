@@ -25,7 +25,7 @@ FIELDS: dict[str, type] = {
     "plus.num_entries": int,
     "maps.dims": tuple,
 }
-BLOCKS = {
+BLOCKS: dict[str, dict[str, Any]] = {
     "orthogonal": {"coupling": "orthogonal"},
     "square": {"coupling": "simplex", "block": "square"},
     "regular": {"coupling": "simplex", "block": "regular"},
@@ -81,11 +81,11 @@ def _blocks(dim: int, distance: float, num_features: int) -> dict[str, Any]:
     """Ratios against the number of features at one distance, and against the distance."""
     sizes = list(range(2, 4 * dim + 1))
     against_size = {
-        name: [float(theory.mse_ratio(distance, dim, m, **options)) for m in sizes]
+        name: [float(theory.mse_ratio(distance, m, dim, **options)) for m in sizes]
         for name, options in BLOCKS.items()
     }
     against_distance = {
-        name: np.asarray(theory.mse_ratio(DISTANCES, dim, num_features, **options)).tolist()
+        name: np.asarray(theory.mse_ratio(DISTANCES, num_features, dim, **options)).tolist()
         for name, options in BLOCKS.items()
     }
     return {

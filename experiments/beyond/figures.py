@@ -69,7 +69,7 @@ def draw_plus(plus: dict[str, Any]) -> matplotlib.figure.Figure:
             look = style.STYLES[coupling]
             mean, spread = (np.array(row[coupling + s]) for s in ("", "_standard_error"))
             if coupling == "simplex":
-                closed = theory.mse_ratio(grid, int(dim), int(dim), coupling=coupling)
+                closed = theory.mse_ratio(grid, int(dim), int(dim), coupling="simplex")
                 axes.plot(grid, closed, **look, linewidth=1.3, label=style.LABELS[coupling])
             else:
                 axes.plot(v, mean, **look, linewidth=1.3, label=style.LABELS[coupling])

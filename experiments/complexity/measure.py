@@ -11,6 +11,7 @@ import numpy as np
 
 import simrf_jax
 from experiments import timing
+from simrf_jax.projections import FixedCoupling
 
 # Mechanisms of which W is a matrix. With a Hadamard rotation SimRFs+ are the paper's fast SimRFs+.
 MATRICES: dict[str, dict[str, Any]] = {
@@ -22,7 +23,7 @@ MATRICES: dict[str, dict[str, Any]] = {
 }
 # Mechanisms that form no matrix. They are timed apart: a call of microseconds that follows one of
 # seconds finds cold caches and sleeping threads.
-FAST = {"fast_orthogonal": "orthogonal", "fast_simplex": "simplex"}
+FAST: dict[str, FixedCoupling] = {"fast_orthogonal": "orthogonal", "fast_simplex": "simplex"}
 TIMES = ("draw", "apply", "apply_batch")
 MEMORIES = ("held", "draw", "apply")
 PROJECT = jax.jit(simrf_jax.project)

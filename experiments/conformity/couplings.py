@@ -15,8 +15,9 @@ from scipy import stats
 
 import simrf_jax
 from experiments import style
+from simrf_jax.projections import Coupling
 
-COUPLINGS = ("iid", "orthogonal", "simplex")
+COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex")
 NUM_DRAWS = 500  # Of which Fig. 3 shows that with the most typical norms.
 NUM_CHOICES = 300  # The first draws, the clearest of which is drawn bold.
 NUM_FAINT = 12  # Draws behind it.
@@ -24,7 +25,7 @@ LIMIT = 2.5  # Of both axes.
 ARC = 0.8  # Radius of the arcs of angles.
 
 
-def draw(key: jax.Array, dim: int, coupling: str) -> np.ndarray:
+def draw(key: jax.Array, dim: int, coupling: Coupling) -> np.ndarray:
     """Draws of d rows in 3 coordinates, ``[NUM_DRAWS, dim, 3]``; the third is 0 for d = 2."""
     keys = jax.random.split(jax.random.fold_in(key, dim), NUM_DRAWS)
     one = functools.partial(simrf_jax.draw_projection, num_features=dim, dim=dim, coupling=coupling)

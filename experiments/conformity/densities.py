@@ -13,10 +13,12 @@ from scipy import integrate
 import simrf_jax
 from experiments import style, trials
 from simrf_jax import theory
+from simrf_jax.projections import Coupling
+from simrf_jax.theory.arguments import ClosedFormCoupling
 from simrf_jax.theory.bessel import log_hyp0f1
 from simrf_jax.theory.rows import squared_resultants
 
-COUPLINGS = ("iid", "orthogonal", "simplex", "simplex_plus")
+COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex", "simplex_plus")
 
 
 def weight(w: np.ndarray, v: float, dim: int) -> np.ndarray:
@@ -41,7 +43,7 @@ def weight(w: np.ndarray, v: float, dim: int) -> np.ndarray:
     return np.exp(log_hyp0f1(dim / 2, (v * w / 2) ** 2))
 
 
-def draw_lengths(key: jax.Array, num_projections: int, dim: int, coupling: str) -> np.ndarray:
+def draw_lengths(key: jax.Array, num_projections: int, dim: int, coupling: Coupling) -> np.ndarray:
     """Lengths of all w_i + w_j of projections of d rows, ``[num_projections, d (d - 1) / 2]``."""
     draw = functools.partial(
         simrf_jax.draw_projection, num_features=dim, dim=dim, coupling=coupling
@@ -50,7 +52,7 @@ def draw_lengths(key: jax.Array, num_projections: int, dim: int, coupling: str) 
     return np.sqrt(squared_resultants(np.asarray(w, np.float64)))
 
 
-def integral(coupling: str, v: float, dim: int) -> float:
+def integral(coupling: ClosedFormCoupling, v: float, dim: int) -> float:
     """The mean of f over the density of theory, by quadrature."""
 
     def integrand(w: float) -> float:
@@ -67,7 +69,7 @@ def longest(dim: int) -> int:
     return int(np.ceil(np.sqrt(2 * dim) + 6))
 
 
-def summary(lengths: np.ndarray, v: float, dim: int, coupling: str) -> dict[str, Any]:
+def summary(lengths: np.ndarray, v: float, dim: int, coupling: Coupling) -> dict[str, Any]:
     """Conformity by draws and, where there is a density, by quadrature and as a closed form."""
     conformity = weight(lengths, v, dim).mean(axis=1)
     density, edges = np.histogram(lengths, 10 * longest(dim), (0, longest(dim)), density=True)
@@ -93,7 +95,7 @@ def draw_figure(results: dict[str, Any], v: float, dim: int) -> matplotlib.figur
         row, look = results[coupling], style.STYLES[coupling]
         steps = {"color": look["color"], "linewidth": 0.8, "alpha": 0.5}
         label = f"{style.LABELS[coupling]}, mean of f: {row['closed_form'] or row['mean']:.3f}"
-        if row["closed_form"] is None:
+        if coupling == "simplex_plus":
             steps |= {"alpha": 1, "label": label}
         else:
             density = theory.resultant_norm_pdf(w, dim, coupling=coupling)

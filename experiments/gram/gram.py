@@ -18,6 +18,8 @@ import simrf_jax
 from experiments import harness, style, trials
 from experiments.mistakes import UserError
 from simrf_jax import theory
+from simrf_jax.projections import Coupling
+from simrf_jax.theory.arguments import ClosedFormCoupling
 
 FIELDS: dict[str, type] = {
     "seed": int,  # Of the points and of all projections.
@@ -28,7 +30,7 @@ FIELDS: dict[str, type] = {
     "num_trials": int,  # Projections of dim features; of m times as many, an m-th of that.
     "batch_size": int,  # Trials at a time.
 }
-COUPLINGS = ("iid", "orthogonal", "simplex", "simplex_plus")
+COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex", "simplex_plus")
 POINTS, TRIALS = range(2)  # What a key is for.
 
 
@@ -53,7 +55,9 @@ def draw_points(config: ml_collections.ConfigDict) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def squared_errors(keys: jax.Array, x: jax.Array, num_features: int, coupling: str) -> jax.Array:
+def squared_errors(
+    keys: jax.Array, x: jax.Array, num_features: int, coupling: Coupling
+) -> jax.Array:
     """Squared Frobenius error over the number of entries, for each key."""
     exact = simrf_jax.gaussian_kernel(x, x)
 
@@ -66,7 +70,7 @@ def squared_errors(keys: jax.Array, x: jax.Array, num_features: int, coupling: s
     return jax.vmap(one)(keys)
 
 
-def expected_error(x: np.ndarray, num_features: int, coupling: str) -> float:
+def expected_error(x: np.ndarray, num_features: int, coupling: ClosedFormCoupling) -> float:
     """The closed form of the same mean, of which the diagonal is a part."""
     mse = theory.kernel_mse(x[:, None], x[None], num_features, coupling=coupling)
     return float(mse.mean())
@@ -111,7 +115,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def _all_trials(
-    x: jax.Array, size: int, coupling: str, num_trials: int, config: ml_collections.ConfigDict
+    x: jax.Array, size: int, coupling: Coupling, num_trials: int, config: ml_collections.ConfigDict
 ) -> np.ndarray:
     # The same keys for all couplings: paired draws.
     key = jax.random.fold_in(jax.random.key(config.seed), TRIALS)
@@ -124,7 +128,7 @@ def _all_trials(
     return np.concatenate([np.asarray(e, np.float64) for e in errors])
 
 
-def _summary(errors: np.ndarray, x: np.ndarray, size: int, coupling: str) -> dict[str, Any]:
+def _summary(errors: np.ndarray, x: np.ndarray, size: int, coupling: Coupling) -> dict[str, Any]:
     return {
         **trials.summary(errors),
         "closed_form": None if coupling == "simplex_plus" else expected_error(x, size, coupling),

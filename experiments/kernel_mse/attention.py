@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 import simrf_jax
+from simrf_jax.projections import Coupling
 
 INPUTS, PROJECTION = range(2)  # What a key is for.
 
@@ -21,7 +22,7 @@ INPUTS, PROJECTION = range(2)  # What a key is for.
 class Curve(NamedTuple):
     """One estimate of attention."""
 
-    coupling: str
+    coupling: Coupling
     feature_map: str
 
 

@@ -13,8 +13,9 @@ from scipy import special
 
 from experiments import harness, style, trials
 from simrf_jax import theory
+from simrf_jax.projections import Coupling
 
-COUPLINGS = ("iid", "orthogonal", "simplex", "simplex_plus")
+COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex", "simplex_plus")
 CURVE = np.geomspace(1e-3, 1e2, 501)  # The axis of the paper.
 ENOUGH = 0.9  # Share of the mean that the draws must be able to see for a filled marker.
 
@@ -76,7 +77,7 @@ def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) ->
 
 
 def _compare(
-    errors: np.ndarray, iid_errors: np.ndarray, v: np.ndarray, dim: int, coupling: str
+    errors: np.ndarray, iid_errors: np.ndarray, v: np.ndarray, dim: int, coupling: Coupling
 ) -> dict[str, list[float]]:
     mse, ratio = trials.mean(errors), trials.ratio(errors, iid_errors)
     results = {

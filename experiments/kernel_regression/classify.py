@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 
 import simrf_jax
 from experiments.kernel_regression.uci import Split
+from simrf_jax.projections import Coupling, FixedCoupling
 
 _FLOATS_AT_A_TIME = 2**22  # Of training features: 16 MB stay near the cores.
 
@@ -23,11 +25,12 @@ def draw(keys: jax.Array, num_features: int, dim: int, method: str) -> jax.Array
     """
 
     def one(key: jax.Array) -> jax.Array:
-        coupling = method.removeprefix("fast_")
         sizes = (num_features, dim)
-        if coupling == method:
-            return simrf_jax.draw_projection(key, *sizes, coupling=coupling, block="square")
-        w = simrf_jax.draw_fast_projection(key, *sizes, coupling=coupling, block="square")
+        if not method.startswith("fast_"):
+            dense = cast(Coupling, method)
+            return simrf_jax.draw_projection(key, *sizes, coupling=dense, block="square")
+        fast = cast(FixedCoupling, method.removeprefix("fast_"))
+        w = simrf_jax.draw_fast_projection(key, *sizes, coupling=fast, block="square")
         return simrf_jax.project(jnp.eye(dim), w).T
 
     return jax.vmap(one)(keys)

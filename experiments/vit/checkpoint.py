@@ -34,7 +34,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
-from experiments import harness
+from experiments import harness, storage
 from experiments.hosts import everywhere as _everywhere
 from experiments.mistakes import UserError
 from experiments.vit import config as config_lib
@@ -61,8 +61,12 @@ class Progress(NamedTuple):
     data: dict[str, int]
 
 
+# The fields of the item run.
+_FIELDS = ("step", "config", "types", "digests", *Progress._fields, "sha256")
+
+
 class IncompatibleError(UserError):
-    """A checkpoint is that of another run, or of a version of this package that kept no digests."""
+    """A checkpoint is that of another run, of another program, or of a version without digests."""
 
 
 class DamagedError(UserError):
@@ -94,7 +98,8 @@ class Found(NamedTuple):
     @property
     def test_accuracy(self) -> float | None:
         """Returns the test accuracy at its step, or None if it was not evaluated."""
-        return self.progress.rows[-1].get("test_accuracy")
+        rows = self.progress.rows
+        return rows[-1].get("test_accuracy") if rows else None
 
 
 def quiet() -> None:
@@ -154,15 +159,13 @@ class Checkpoints:
             preservation_policy=self._policy,
             lightweight_initialize=True,  # It would fail on metadata that is damaged.
         )
-        try:
-            self._folder = _absolute(folder)
+        self._folder = _absolute(folder)
+        with storage.faults(self._not_kept):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._check_access()
             self._delete_half_written()
             multihost_utils.sync_global_devices("half-written checkpoints are deleted")
             self._manager = ocp.CheckpointManager(self._folder, options=options)
-        except Exception as error:  # Each kind of storage has errors of its own.
-            raise UserError(f"Checkpoints cannot be kept in {folder}: {error}") from error
 
     def __enter__(self) -> Checkpoints:
         """Is closed at the end."""
@@ -171,11 +174,14 @@ class Checkpoints:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Waits until all is on disk; if that fails too, the first error is the one to see."""
         try:
-            with contextlib.suppress(*([] if kind is None else [UserError])):
-                self.wait()
-        finally:
+            self.wait()
+        except BaseException as error:
             with contextlib.suppress(Exception):  # What a save failed with is raised once more.
                 self._manager.close()
+            if kind is None or not isinstance(error, Exception):
+                raise
+        else:
+            self._manager.close()
 
     def save(self, step: int, state: Any, progress: Progress) -> None:
         """Starts to save, after the last save is done; the state may be donated at once.
@@ -195,10 +201,8 @@ class Checkpoints:
         run["sha256"] = _sha256(run)
         items = {"state": ocp.args.PyTreeSave(arrays), "run": ocp.args.JsonSave(run)}
         self._policy.rows = run["rows"]
-        try:
+        with storage.faults(self._not_saved):
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
-        except Exception as error:
-            raise self._not_saved(error) from error
 
     def wait(self) -> None:
         """Returns when the last save is on disk.
@@ -206,10 +210,8 @@ class Checkpoints:
         Raises:
           UserError: If it failed.
         """
-        try:
+        with storage.faults(self._not_saved):
             self._manager.wait_until_finished()
-        except Exception as error:
-            raise self._not_saved(error) from error
 
     def restore(self, state: State) -> tuple[State, Progress] | None:
         """Reads the newest checkpoint that is whole.
@@ -225,8 +227,9 @@ class Checkpoints:
 
         Raises:
           IncompatibleError: If it is of another config, or of arrays of other shapes, and the
-            message names what differs; or if it has no digests.
-          UserError: If there are checkpoints, and none can be read.
+            message names what differs; if it has no digests; or if another program wrote it.
+          UserError: If there are checkpoints, and all are damaged; or if the storage fails, before
+            anything is renamed.
         """
         damaged: dict[int, str] = {}  # Not the errors, which would keep what was read in memory.
         for step in sorted(self._manager.all_steps(), reverse=True):
@@ -237,10 +240,11 @@ class Checkpoints:
             except DamagedError as error:
                 damaged[step] = str(error)
                 continue
-            for later, damage in damaged.items():
-                self._set_aside(later, damage)
             self._policy.rows = found.progress.rows
-            self._delete_older(step)
+            with storage.faults(self._not_kept):
+                for later, damage in damaged.items():
+                    self._set_aside(later, damage)
+                self._delete_older(step)
             return restored, found.progress
         if damaged or any(self._folder.glob("*.damaged")):
             each = "; ".join(damaged.values()) or "each of them is damaged"
@@ -253,10 +257,9 @@ class Checkpoints:
         differ = config_lib.differences(found.config, self._config)
         differ += harness.differences(found.types, types)
         if differ:
-            more = f"; and {len(differ) - 8} more" if len(differ) > 8 else ""
             raise IncompatibleError(
                 f"{self._folder / str(found.step)} is a checkpoint of another run: "
-                f"{'; '.join(differ[:8])}{more}. Give another --workdir, or the config of that run."
+                f"{_some_of(differ)}. Give another --workdir, or the config of that run."
             )
 
     def _set_aside(self, step: int, damage: str) -> None:
@@ -286,7 +289,9 @@ class Checkpoints:
         multihost_utils.sync_global_devices("each host has written to the folder")
         seen = all((self._folder / f"access-{i}").exists() for i in range(jax.process_count()))
         if not _everywhere(seen):
-            raise OSError("the hosts do not share it; config.checkpoint.folder says which they do.")
+            raise self._not_kept(
+                "the hosts do not share it; config.checkpoint.folder says which they do."
+            )
         probe.unlink()
 
     def _delete_half_written(self) -> None:
@@ -300,7 +305,10 @@ class Checkpoints:
                 warnings.warn(f"{path} is half-written; it is passed over.", stacklevel=3)
                 path.rmtree()
 
-    def _not_saved(self, error: Exception) -> UserError:
+    def _not_kept(self, cause: str) -> UserError:
+        return UserError(f"Checkpoints cannot be kept in {self._folder}: {cause}")
+
+    def _not_saved(self, cause: str) -> UserError:
         last = None
         with contextlib.suppress(Exception):  # The folder may be gone.
             last = max(_steps(self._folder), default=None)
@@ -311,9 +319,7 @@ class Checkpoints:
                 f"That of step {last} is whole; when the cause is mended, the same command goes on "
                 "from there."
             )
-        return UserError(
-            f"A checkpoint could not be saved in {self._folder}: {_in_a_line(error)}\n{rest}"
-        )
+        return UserError(f"A checkpoint could not be saved in {self._folder}: {cause}\n{rest}")
 
 
 class _LatestAndBest:
@@ -361,15 +367,15 @@ def find(folder: epath.PathLike, *, best: bool) -> Iterator[Found]:
         leave out those that were not evaluated.
 
     Raises:
-      IncompatibleError: If a checkpoint has no digests.
+      IncompatibleError: If a checkpoint has no digests, or another program wrote it.
       UserError: If there is no checkpoint, the folder cannot be read, or best is wanted and none
         was evaluated.
     """
     folder = _absolute(folder)
-    try:
+    with storage.faults(
+        lambda cause: UserError(f"The checkpoints in {folder} cannot be read: {cause}")
+    ):
         steps = sorted(_steps(folder), reverse=True)
-    except Exception as error:  # Each kind of storage has errors of its own.
-        raise UserError(f"The checkpoints in {folder} cannot be read: {error}") from error
     if not steps:
         raise UserError(f"There is no checkpoint in {folder}.")
     found = _whole(folder, steps)
@@ -403,18 +409,23 @@ def load(folder: epath.PathLike, found: Found, state: State) -> State:
       state: Shapes, types and shardings of what to read.
 
     Raises:
-      DamagedError: If an array cannot be read, or is not the one that was saved.
+      DamagedError: If an array is lost, or is not the one that was saved.
+      IncompatibleError: If the checkpoint holds no such arrays; the message names them.
+      UserError: If the storage fails.
     """
     path = _absolute(folder) / str(found.step)
     wanted = _by_name(state)
+    theirs = {name: x for name, x in found.types.items() if name in wanted}
+    if differ := harness.differences(theirs, _types(wanted)):
+        raise IncompatibleError(f"{path} holds other arrays: {_some_of(differ)}.")
+    handler, args = ocp.PyTreeCheckpointHandler(), _restore_arrays(wanted)
     with _agreeing_on_damage(path):
-        handler = ocp.PyTreeCheckpointHandler()
-        arrays = handler.restore(path / "state", args=_restore_arrays(wanted))
+        arrays = handler.restore(path / "state", args=args)
         for name, like in wanted.items():
-            _check_alike(name, arrays[name], like)
+            _check_alike(name, arrays.get(name), like)
     # Each host adds up its part of the digests, and each gets the same sum.
     digests = digest.digests({name: arrays[name] for name in wanted})
-    if differ := [name for name in wanted if digests[name] != found.digests.get(name)]:
+    if differ := [name for name in wanted if digests[name] != found.digests[name]]:
         raise DamagedError(f"{path} is damaged ({differ[0]} is not what was saved)")
     return _like(state, arrays)
 
@@ -424,59 +435,114 @@ def _find(folder: epath.Path, step: int) -> Found:
 
     Raises:
       DamagedError: If it is not what was saved, or is that of another step.
-      IncompatibleError: If it has no digests.
+      IncompatibleError: If it has no digests, or another program wrote it.
+      UserError: If the storage fails.
     """
     path = folder / str(step)
+    handler = ocp.JsonCheckpointHandler()
     with _agreeing_on_damage(path):
-        run = ocp.JsonCheckpointHandler().restore(path / "run")
-        if run.keys().isdisjoint({"step", "types", "digests", "sha256"}):
-            raise IncompatibleError(
-                f"{path} has no digests to check it by: it was saved by an earlier version of this "
-                "package, which can go on with it. Give another --workdir to start over."
-            )
-        if run.pop("sha256") != _sha256(run):
-            raise ValueError("run is not what was saved")
+        _check_items(path)
+        run = handler.restore(path / "run")
+        is_whole = isinstance(run, dict) and run.get("sha256") == _sha256(run)
+        _check_fields(path, run, is_whole=is_whole)
+        if not is_whole:
+            raise DamagedError("run is not what was saved")
         if run["step"] != step:
-            raise ValueError(f"it was saved as that of step {run['step']}")
-        progress = Progress(*(run[name] for name in Progress._fields))
+            raise DamagedError(f"it was saved as that of step {run['step']}")
+    progress = Progress(*(run[name] for name in Progress._fields))
     return Found(step, run["config"], run["types"], run["digests"], progress)
+
+
+def _check_items(path: epath.Path) -> None:
+    """Refuses a checkpoint that has other items than those of this trainer, and none of them."""
+    items = sorted(item.name for item in path.iterdir() if item.is_dir())
+    if items and {"run", "state"}.isdisjoint(items):
+        raise IncompatibleError(
+            f"{path} is not a checkpoint of this trainer: it must hold the items run and state, "
+            f"got {', '.join(items)}. Give another --workdir."
+        )
+
+
+def _check_fields(path: epath.Path, run: Any, *, is_whole: bool) -> None:
+    """Refuses what another program, or another version of this one, wrote as the item run.
+
+    Of what this trainer wrote, a flipped bit changes the name of one field, and the digest tells.
+    """
+    names = list(run) if isinstance(run, dict) else []
+    missing = [name for name in _FIELDS if name not in names]
+    if len(missing) <= (0 if is_whole else 1):
+        return
+    if missing == ["step", "types", "digests", "sha256"]:
+        raise IncompatibleError(
+            f"{path} has no digests to check it by: it was saved by an earlier version of this "
+            "package, which can go on with it. Give another --workdir to start over."
+        )
+    got = f"one with {', '.join(names) or 'no fields'}" if isinstance(run, dict) else f"{run!r:.80}"
+    raise IncompatibleError(
+        f"{path} is not a checkpoint of this trainer: its item run must be a JSON object with the "
+        f"fields {', '.join(_FIELDS)}, got {got:.400}. Give another --workdir."
+    )
 
 
 def _check_alike(name: str, array: Any, like: Any) -> None:
     """Refuses an array that is none or is of another type, shape or sharding."""
     if not isinstance(array, jax.Array):  # Orbax leaves what it does not find as it was.
-        raise ValueError(f"{name} is not there")
+        raise DamagedError(f"{name} is not there")
     if (array.dtype, array.shape) != (like.dtype, like.shape):
-        raise ValueError(f"{name} is {array.dtype}{list(array.shape)}")
+        raise DamagedError(f"{name} is {array.dtype}{list(array.shape)}")
     if like.sharding and not array.sharding.is_equivalent_to(like.sharding, array.ndim):
-        raise ValueError(f"{name} is sharded as {array.sharding}")
+        raise DamagedError(f"{name} is sharded as {array.sharding}")
 
 
 @contextlib.contextmanager
 def _agreeing_on_damage(path: epath.Path) -> Iterator[None]:
-    """Turns whatever reading a checkpoint fails with into a DamagedError, on all hosts or none."""
+    """Raises a DamagedError, on all hosts or none, if reading a checkpoint finds it damaged.
+
+    Raises:
+      UserError: If the storage fails. That may be over at the next start, so it is no damage. Not
+        even an I/O error is: a network file system that was away for a moment raises the same one
+        as a failing disk.
+    """
     failure: Exception | None = None
     try:
         yield
-    except PermissionError as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
-    except (IncompatibleError, MemoryError, jax.errors.JaxRuntimeError):
-        raise
-    except Exception as error:  # Whatever a part that is missing, cut off or altered leads to.
+    except Exception as error:
+        is_lost = storage.is_absence(error) and path.parent.exists()
+        if storage.is_fault(error) and not is_lost:
+            raise UserError(
+                f"{path} cannot be read: {storage.in_a_line(error)}. It may be whole; when the "
+                "cause is mended, the same command works. To do without it, move it away."
+            ) from error
+        if not is_lost and not _is_damage(error):
+            raise
         failure = error
     if not _everywhere(failure is None):
-        cause = _in_a_line(failure) if failure else "another host cannot read it"
+        cause = storage.in_a_line(failure) if failure else "another host cannot read it"
         raise DamagedError(f"{path} is damaged ({cause})") from failure
 
 
-def _in_a_line(error: Exception) -> str:
-    """Returns the message of an error without the pages that TensorStore adds to it."""
-    line = re.split(r" \[tensorstore_spec| See full TensorStore|\n", str(error))[0]
-    return line if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {line}"
+def _is_damage(error: Exception) -> bool:
+    """Returns whether an error in reading tells of altered files, and not of a bug.
+
+    Altered files make Orbax, and the packages it reads by, raise errors of any type: one flipped
+    bit may lead to an AttributeError. So what counts is not the type but whether Orbax was reading.
+    """
+    if isinstance(error, DamagedError):
+        return True
+    # No content of a file leads to one of these.
+    others = (UserError, ImportError, NameError, MemoryError, jax.errors.JaxRuntimeError)
+    return storage.is_raised_in("orbax", error) and not isinstance(error, others)
 
 
 def _sha256(run: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(run, sort_keys=True).encode()).hexdigest()
+    """Returns the digest of all fields but that of the digest itself."""
+    others = {name: value for name, value in run.items() if name != "sha256"}
+    return hashlib.sha256(json.dumps(others, sort_keys=True).encode()).hexdigest()
+
+
+def _some_of(differences: Sequence[str]) -> str:
+    more = f"; and {len(differences) - 8} more" if len(differences) > 8 else ""
+    return f"{'; '.join(differences[:8])}{more}"
 
 
 def _steps(folder: epath.Path) -> list[int]:

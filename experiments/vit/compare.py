@@ -14,6 +14,7 @@ from experiments import harness, locking
 from experiments.mistakes import UserError
 from experiments.vit import config as config_lib
 from experiments.vit import log, report, train
+from experiments.vit.folders import Folders
 from simrf_jax.models import ATTENTIONS
 
 
@@ -108,7 +109,9 @@ def _check_run(config: ml_collections.ConfigDict, run: pathlib.Path) -> None:
 def _finish_run(config: ml_collections.ConfigDict, run: pathlib.Path) -> None:
     """Trains one run unless it is finished; one that was stopped goes on, or starts over."""
     if (run / "results.json").exists():
-        log.draw_missing_curves(run)
+        # One that was killed while it drew its curves has left its locks, which this removes.
+        with Folders(run, train.checkpoint_folder(config, run)):
+            log.draw_missing_curves(run)
         print(f"{run} is finished.")
         return
     if not config.checkpoint.interval:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import simrf_jax
 from experiments.mistakes import UserError
 from simrf_jax.models import ViT
 from simrf_jax.models.transformer import TransformerLayer
+from simrf_jax.projections import BlockMode, Coupling
 
 # Which draw a key is for, after those of training.
 DIAGNOSTICS = 3
@@ -167,8 +168,8 @@ def _draw(key: jax.Array, model: ViT, num_redraws: int) -> jax.Array:
     return simrf_jax.redraw_projections(
         jax.random.fold_in(key, DIAGNOSTICS),
         jax.ShapeDtypeStruct(shape, jnp.float32),
-        coupling=c.attention,
-        block=c.block,
+        coupling=cast(Coupling, c.attention),
+        block=cast(BlockMode, c.block),
     )
 
 

@@ -41,7 +41,8 @@ def export(
     Args:
       workdir: Of the run.
       output: The file to make, and beside it ``output.json``, which says what goes in and comes
-        out, and has the SHA-256 of the file: JAX reads a damaged one without an error.
+        out, and has a SHA-256 of each of the two: JAX reads a damaged file without an error. It is
+        written last, so a file without it is that of an export which was stopped.
       best: Whether to take the checkpoint of the best test accuracy instead of the newest.
       platforms: What it shall run on, of ``PLATFORMS``.
 
@@ -62,11 +63,23 @@ def export(
     exported = _export(model, platforms)
     with mistakes.user_mistakes(ImportError):  # JAX does not ask for flatbuffers itself.
         content = exported.serialize()
-    description = describe(model, exported) | {"sha256": hashlib.sha256(content).hexdigest()}
-    with harness.whole_file(path) as partial:  # Where it is, both files are whole.
+    description = _with_digests(describe(model, exported), content)
+    with harness.whole_file(path) as partial:
         partial.write_bytes(content)
+    try:
         harness.write_json(description_path, description)
+    except BaseException:
+        path.unlink()
+        raise
     return description
+
+
+def _with_digests(description: dict[str, Any], content: bytes | bytearray) -> dict[str, Any]:
+    """Adds the SHA-256 of the file, and that of the description's own text without this one."""
+    digests = {"model": hashlib.sha256(content).hexdigest(), "description": ""}
+    text = harness.json_text(description | {"sha256": digests})
+    digests["description"] = hashlib.sha256(text.encode()).hexdigest()
+    return description | {"sha256": digests}
 
 
 def _check(platforms: Sequence[str], *files: pathlib.Path) -> None:

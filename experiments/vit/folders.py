@@ -9,7 +9,7 @@ from typing import Self
 
 from etils import epath
 
-from experiments import hosts, locking
+from experiments import hosts, locking, storage
 
 
 class Folders:
@@ -43,12 +43,21 @@ class Folders:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Unlocks them."""
-        self._stack.close()
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        """Unlocks them.
+
+        Raises:
+          UserError: If Orbax failed because the folder of the checkpoints was removed, renamed or
+            replaced. The type of its error does not say so: it may be of a file that it misses.
+        """
         lock = self._checkpoint_lock
-        if isinstance(lock, locking.Lock) and lock.is_replaced:
-            self._remove_remains(lock.folder)
+        try:
+            if isinstance(lock, locking.Lock) and error and storage.is_raised_in("orbax", error):
+                lock.check()
+        finally:
+            self._stack.close()
+            if isinstance(lock, locking.Lock) and lock.is_replaced:
+                self._remove_remains(lock.folder)
 
     def check_workdir(self) -> None:
         """Refuses to go on if the workdir was removed, renamed or replaced.

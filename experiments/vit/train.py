@@ -54,7 +54,7 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     workdir = pathlib.Path(workdir)
     log.refuse_bucket(workdir)
     hosts.check_same("config", _of_all_hosts(config))
-    with Folders(workdir, _checkpoint_folder(config, workdir)) as folders:
+    with Folders(workdir, checkpoint_folder(config, workdir)) as folders:
         hosts.on_first(lambda: _refuse_used(workdir, config))
         return _train(config, folders)
 
@@ -65,7 +65,7 @@ def _of_all_hosts(config: ml_collections.ConfigDict) -> dict[str, Any]:
     return {k: v for k, v in fields.items() if k not in ("data_dir", "num_workers")}
 
 
-def _checkpoint_folder(
+def checkpoint_folder(
     config: ml_collections.ConfigDict, workdir: pathlib.Path
 ) -> str | pathlib.Path | None:
     """Returns where the run keeps its checkpoints, or None if it is to keep none."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import pathlib
 import warnings
 from typing import NamedTuple
@@ -16,6 +15,10 @@ from experiments.mistakes import UserError, user_mistakes
 from experiments.vit import checkpoint
 from experiments.vit import config as config_lib
 from experiments.vit import program as program_lib
+
+# The arrays whose first axes tell the numbers of channels and classes.
+_PATCHES = "params.patch_embedding.kernel.value"
+_LOGITS = "params.head.bias.value"
 
 
 class Trained(NamedTuple):
@@ -49,8 +52,8 @@ def load(workdir: str | pathlib.Path, mesh: Mesh, *, best: bool) -> Trained:
       best: Whether to take the checkpoint of the best test accuracy instead of the newest.
 
     Raises:
-      IncompatibleError: If the checkpoints are of another run, and the message names what differs;
-        or if they have no digests.
+      IncompatibleError: If the checkpoints are of another run or another program, and the message
+        names what differs; or if they have no digests.
       UserError: If workdir holds no run, or no checkpoint that can be read; or the config is not
         right.
     """
@@ -80,12 +83,17 @@ def _build(
     config: ml_collections.ConfigDict, mesh: Mesh, found: checkpoint.Found
 ) -> program_lib.Program:
     """Builds the program of a run for images like those it was trained on."""
-    patch = found.shapes["params.patch_embedding.kernel.value"][0]
+    lengths = {name: shape[0] for name, shape in found.shapes.items() if shape}
+    if not {_PATCHES, _LOGITS} <= lengths.keys():
+        raise checkpoint.IncompatibleError(
+            f"The checkpoint of step {found.step} is none of a ViT: it must hold the arrays "
+            f"{_PATCHES} and {_LOGITS}, got {', '.join(found.shapes):.400}."
+        )
     return program_lib.build(
         config,
         mesh,
-        channels=patch // config.model.patch_size**2,
-        num_classes=math.prod(found.shapes["params.head.bias.value"]),
+        channels=lengths[_PATCHES] // config.model.patch_size**2,
+        num_classes=lengths[_LOGITS],
     )
 
 

@@ -8,11 +8,11 @@ from simrf_jax.features.bipolar import (
 )
 from simrf_jax.features.clustered import ClusteredProjection, clustered_hybrid_features
 from simrf_jax.features.exponential import hyperbolic_features, positive_features
-from simrf_jax.features.feature_map import FeatureMap, Side
+from simrf_jax.features.feature_map import FeatureMap
 from simrf_jax.features.generalised import elu_features, relu_features
-from simrf_jax.features.hybrid import hybrid_features
+from simrf_jax.features.hybrid import Side, hybrid_features
 from simrf_jax.features.kernels import gaussian_kernel, relu_kernel, softmax_kernel
-from simrf_jax.features.log_space import KERNELS, LogFeatures
+from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures
 from simrf_jax.features.maps import FEATURE_MAPS, Custom, as_feature_map
 from simrf_jax.features.trigonometric import phase_features, trigonometric_features
 
@@ -23,6 +23,7 @@ __all__ = [
     "ClusteredProjection",
     "Custom",
     "FeatureMap",
+    "Kernel",
     "LogFeatures",
     "Side",
     "angular_hybrid_features",

@@ -13,15 +13,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
+from jaxtyping import Array, ArrayLike, Float, Key, Real
 
 from simrf_jax import checks
 from simrf_jax.features.exponential import hyperbolic_log_features
-from simrf_jax.features.hybrid import hybrid_log_features
-from simrf_jax.features.log_space import LogFeatures
+from simrf_jax.features.hybrid import Side, hybrid_log_features
+from simrf_jax.features.log_space import Kernel, LogFeatures
 from simrf_jax.features.trigonometric import trigonometric_log_features
 from simrf_jax.projections import (
+    BlockMode,
+    Coupling,
+    Norms,
     Projection,
+    Rotation,
     StructuredProjection,
     as_projection,
     draw_projection,
@@ -66,7 +71,7 @@ class BipolarProjection(StructuredProjection):
         """Returns the floating type of one base estimator's projection."""
         return as_projection(self.hyperbolic).dtype
 
-    def draw_like(self, key: jax.Array, **draw_options: Any) -> BipolarProjection:
+    def draw_like(self, key: Key[Array, ""], **draw_options: Any) -> StructuredProjection:
         """Draws another ``BipolarProjection`` of the same shapes and dtype.
 
         Args:
@@ -85,15 +90,15 @@ class BipolarProjection(StructuredProjection):
 
 
 def draw_bipolar_projection(
-    key: jax.Array,
+    key: Key[Array, ""],
     num_features: int,
     num_weights: int,
     dim: int,
     *,
-    coupling: str = "orthogonal",
-    block: str = "regular",
-    rotation: str = "haar",
-    norms: str = "chi",
+    coupling: Coupling = "orthogonal",
+    block: BlockMode = "regular",
+    rotation: Rotation = "haar",
+    norms: Norms = "chi",
     dtype: DTypeLike = jnp.float32,
     num_sweeps: int | None = None,
 ) -> BipolarProjection:
@@ -156,7 +161,7 @@ def draw_bipolar_projection(
 
 
 def angular_log_features(
-    x: ArrayLike, projection: BipolarProjection, *, side: str, kernel: str
+    x: Float[ArrayLike, "*batch dim"], projection: BipolarProjection, *, side: Side, kernel: Kernel
 ) -> LogFeatures:
     """Returns ``angular_hybrid_features`` in log space; see there for the arguments."""
     tau = _bipolar(projection).weights
@@ -167,12 +172,12 @@ def angular_log_features(
 
 
 def gaussian_log_features(
-    x: ArrayLike,
+    x: Float[ArrayLike, "*batch dim"],
     projection: BipolarProjection,
     *,
-    side: str,
-    bandwidth: ArrayLike = 1.0,
-    kernel: str,
+    side: Side,
+    bandwidth: Real[ArrayLike, ""] = 1.0,
+    kernel: Kernel,
 ) -> LogFeatures:
     """Returns ``gaussian_hybrid_features`` in log space; see there for the arguments."""
     checks.scalar("bandwidth", bandwidth, sign="positive")
@@ -196,12 +201,12 @@ def _bipolar(projection: BipolarProjection) -> BipolarProjection:
 
 
 def _bipolar_log_features(
-    x: ArrayLike,
+    x: Float[ArrayLike, "*batch dim"],
     projection: BipolarProjection,
-    rho: jax.Array,
+    rho: Float[Array, "*batch weights"],
     offset: float,
-    side: str,
-    kernel: str,
+    side: Side,
+    kernel: Kernel,
 ) -> LogFeatures:
     bases = [
         hyperbolic_log_features(x, projection.hyperbolic, kernel=kernel),
@@ -211,8 +216,12 @@ def _bipolar_log_features(
 
 
 def angular_hybrid_features(
-    x: ArrayLike, projection: BipolarProjection, *, side: str, kernel: str = "softmax"
-) -> jax.Array:
+    x: Float[ArrayLike, "*batch dim"],
+    projection: BipolarProjection,
+    *,
+    side: Side,
+    kernel: Kernel = "softmax",
+) -> Float[Array, "*batch features"]:
     r"""Returns bipolar hybrid features with angular weights.
 
     The hyperbolic estimator, which is exact at y = -x, has the weight
@@ -226,13 +235,13 @@ def angular_hybrid_features(
     equal length the estimate has no variance at :math:`\theta = 0` and :math:`\theta = \pi`.
 
     Args:
-      x: Vectors ``[..., dim]`` in units of the kernel's length scale.
+      x: Vectors in units of the kernel's length scale.
       projection: A ``BipolarProjection``, the same for both sides of the product.
       side: ``"query"`` for the first argument x of :math:`K(x, y)`, ``"key"`` for the second, y.
       kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, or ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`.
 
     Returns:
-      Array ``[..., 4 num_features (num_weights + 1)]`` of x's dtype, computed in float32 or wider
+      ``4 num_features (num_weights + 1)`` features of x's dtype, computed in float32 or wider
       in time O(nd + md + mn), with m = num_features, n = num_weights and d = dim.
 
     Raises:
@@ -259,13 +268,13 @@ def angular_hybrid_features(
 
 
 def gaussian_hybrid_features(
-    x: ArrayLike,
+    x: Float[ArrayLike, "*batch dim"],
     projection: BipolarProjection,
     *,
-    side: str,
-    bandwidth: ArrayLike = 1.0,
-    kernel: str = "softmax",
-) -> jax.Array:
+    side: Side,
+    bandwidth: Real[ArrayLike, ""] = 1.0,
+    kernel: Kernel = "softmax",
+) -> Float[Array, "*batch features"]:
     r"""Returns bipolar hybrid features with Gaussian weights.
 
     The hyperbolic estimator, which is exact at y = -x, has the weight
@@ -278,7 +287,7 @@ def gaussian_hybrid_features(
     so the variance is not quite zero either.
 
     Args:
-      x: Vectors ``[..., dim]`` in units of the kernel's length scale.
+      x: Vectors in units of the kernel's length scale.
       projection: A ``BipolarProjection``, the same for both sides of the product.
       side: ``"query"`` for the first argument x of :math:`K(x, y)`, ``"key"`` for the second, y.
       bandwidth: :math:`\sigma`, the distance :math:`|x + y|` at which the weight passes from the
@@ -287,7 +296,7 @@ def gaussian_hybrid_features(
       kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, or ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`.
 
     Returns:
-      Array ``[..., 2 num_features (4 num_weights + 1)]`` of x's dtype, computed in float32 or wider
+      ``2 num_features (4 num_weights + 1)`` features of x's dtype, computed in float32 or wider
       in time O(nd + md + mn), with m = num_features, n = num_weights and d = dim.
 
     Raises:

@@ -11,11 +11,11 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Float, Shaped
 
 from simrf_jax import checks
-from simrf_jax.features.hybrid import SIDES, weighted_sum
-from simrf_jax.features.log_space import KERNELS, LogFeatures, half_squared_norm
+from simrf_jax.features.hybrid import SIDES, Side, weighted_sum
+from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, half_squared_norm
 from simrf_jax.projections import Projection, StructuredProjection, as_projection, project
 
 
@@ -30,8 +30,8 @@ class ClusteredProjection(StructuredProjection):
 
     Attributes:
       projection: W, ``[..., num_features, dim]``.
-      query_centres: Centres of the clusters of queries, ``[..., num_query_clusters, dim]``.
-      key_centres: Centres of the clusters of keys, ``[..., num_key_clusters, dim]``.
+      query_centres: Centres of the clusters of queries.
+      key_centres: Centres of the clusters of keys.
       spread: Standard deviation of a coordinate inside a cluster, in the unit of the vectors. The
         base estimators are tuned to it. With 0 they are exact at the centres, but poor around a
         centre that has a coordinate near zero.
@@ -44,8 +44,8 @@ class ClusteredProjection(StructuredProjection):
     """
 
     projection: Projection
-    query_centres: jax.Array
-    key_centres: jax.Array
+    query_centres: Float[Array, "*stack num_query_clusters dim"]
+    key_centres: Float[Array, "*stack num_key_clusters dim"]
     spread: float = 0.0
 
     @property
@@ -67,7 +67,11 @@ class ClusteredProjection(StructuredProjection):
 
 
 def clustered_log_features(
-    x: ArrayLike, projection: ClusteredProjection, *, side: str, kernel: str
+    x: Float[ArrayLike, "*batch dim"],
+    projection: ClusteredProjection,
+    *,
+    side: Side,
+    kernel: Kernel,
 ) -> LogFeatures:
     """Returns ``clustered_hybrid_features`` in log space; see there for the arguments."""
     checks.one_of("side", side, SIDES)
@@ -103,12 +107,12 @@ def clustered_log_features(
 
 
 def _centred(
-    x: jax.Array,
+    x: Float[Array, "*batch dim"],
     projection: ClusteredProjection,
-    query_centre: jax.Array,
-    key_centre: jax.Array,
-    side: str,
-    kernel: str,
+    query_centre: Float[Array, " dim"],
+    key_centre: Float[Array, " dim"],
+    side: Side,
+    kernel: Kernel,
 ) -> LogFeatures:
     r"""Returns features of :math:`\mathbb E\, e^{w \cdot (Ax + A^{-1} y)}`, tuned to two centres.
 
@@ -124,7 +128,7 @@ def _centred(
     modulus = ratio ** (0.25 if side == "query" else -0.25)
     real = q * r < 0
 
-    def along(v: jax.Array) -> jax.Array:
+    def along(v: Shaped[Array, " dim"]) -> Shaped[Array, "*batch dim"]:
         return jnp.broadcast_to(v, x.shape)
 
     scaled = x * along(modulus)
@@ -140,8 +144,12 @@ def _centred(
 
 
 def clustered_hybrid_features(
-    x: ArrayLike, projection: ClusteredProjection, *, side: str, kernel: str = "softmax"
-) -> jax.Array:
+    x: Float[ArrayLike, "*batch dim"],
+    projection: ClusteredProjection,
+    *,
+    side: Side,
+    kernel: Kernel = "softmax",
+) -> Float[Array, "*batch features"]:
     r"""Returns clustering-based hybrid features.
 
     Each pair of a query cluster with centre q and a key cluster with centre r has a base estimator
@@ -157,14 +165,14 @@ def clustered_hybrid_features(
     the estimate is unbiased.
 
     Args:
-      x: Vectors ``[..., dim]`` in units of the kernel's length scale.
+      x: Vectors in units of the kernel's length scale.
       projection: A ``ClusteredProjection`` without leading axes, the same for both sides of the
         product.
       side: ``"query"`` for the first argument x of :math:`K(x, y)`, ``"key"`` for the second, y.
       kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, or ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`.
 
     Returns:
-      Array ``[..., 2 num_features num_query_clusters num_key_clusters]`` of x's dtype, computed in
+      ``2 num_features num_query_clusters num_key_clusters`` features of x's dtype, computed in
       float32 or wider.
 
     Raises:

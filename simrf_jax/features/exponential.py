@@ -4,37 +4,42 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks
-from simrf_jax.features.log_space import KERNELS, LogFeatures, half_squared_norm
+from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, half_squared_norm
 from simrf_jax.projections import Projection, project
 
 
-def positive_log_features(x: ArrayLike, projection: Projection, *, kernel: str) -> LogFeatures:
+def positive_log_features(
+    x: Float[ArrayLike, "*batch dim"], projection: Projection, *, kernel: Kernel
+) -> LogFeatures:
     """Returns ``positive_features`` in log space; see there for the arguments."""
     exponent = project(x, projection)
     return LogFeatures(exponent, _log_scale(x, exponent, kernel))
 
 
-def hyperbolic_log_features(x: ArrayLike, projection: Projection, *, kernel: str) -> LogFeatures:
+def hyperbolic_log_features(
+    x: Float[ArrayLike, "*batch dim"], projection: Projection, *, kernel: Kernel
+) -> LogFeatures:
     """Returns ``hyperbolic_features`` in log space; see there for the arguments."""
     logits = project(x, projection)
     exponent = jnp.concatenate([logits, -logits], axis=-1)
     return LogFeatures(exponent, _log_scale(x, exponent, kernel))
 
 
-def _log_scale(x: ArrayLike, exponent: jax.Array, kernel: str) -> jax.Array:
+def _log_scale(
+    x: Float[ArrayLike, "*batch dim"], exponent: Float[Array, "*batch features"], kernel: Kernel
+) -> Float[Array, "*batch 1"]:
     checks.one_of("kernel", kernel, KERNELS)
     shrink = 2 if kernel == "gaussian" else 1
     return -shrink * half_squared_norm(x, exponent.dtype) - 0.5 * math.log(exponent.shape[-1])
 
 
 def positive_features(
-    x: ArrayLike, projection: Projection, *, kernel: str = "gaussian"
-) -> jax.Array:
+    x: Float[ArrayLike, "*batch dim"], projection: Projection, *, kernel: Kernel = "gaussian"
+) -> Float[Array, "*batch num_features"]:
     r"""Returns positive random features of the Gaussian or the softmax kernel.
 
     .. math::
@@ -45,12 +50,12 @@ def positive_features(
     negative. The coupling **simplex** suits this map; ``simplex_plus`` is better still.
 
     Args:
-      x: Vectors ``[..., dim]`` in units of the kernel's length scale.
+      x: Vectors in units of the kernel's length scale.
       projection: W, ``[num_features, dim]``, the same for both sides of the product.
       kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
 
     Returns:
-      Array ``[..., num_features]`` of x's dtype, computed in float32 or wider. The features of long
+      The features in x's dtype, computed in float32 or wider. The features of long
       vectors overflow or underflow. Attention is not affected: it works in log space, where the
       scale of the features cancels.
 
@@ -78,8 +83,8 @@ def positive_features(
 
 
 def hyperbolic_features(
-    x: ArrayLike, projection: Projection, *, kernel: str = "gaussian"
-) -> jax.Array:
+    x: Float[ArrayLike, "*batch dim"], projection: Projection, *, kernel: Kernel = "gaussian"
+) -> Float[Array, "*batch features"]:
     r"""Returns hyperbolic random features (FAVOR+ with pairs): positive features of W and of -W.
 
     .. math::
@@ -93,12 +98,12 @@ def hyperbolic_features(
     other's negatives, and the pairs contain these negatives already.
 
     Args:
-      x: Vectors ``[..., dim]`` in units of the kernel's length scale.
+      x: Vectors in units of the kernel's length scale.
       projection: W, ``[num_features, dim]``, the same for both sides of the product.
       kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
 
     Returns:
-      Array ``[..., 2 num_features]`` of x's dtype, computed in float32 or wider.
+      ``2 num_features`` features of x's dtype, computed in float32 or wider.
 
     Raises:
       TypeError: If an argument is not floating.

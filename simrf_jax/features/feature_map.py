@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar
 
 import jax
 
+from simrf_jax.features.hybrid import Side
 from simrf_jax.features.log_space import LogFeatures
-
-Side: TypeAlias = Literal["query", "key"]
-
 
 class FeatureMap(abc.ABC):
     """A feature map phi: log features of queries and of keys.

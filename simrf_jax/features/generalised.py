@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks
 from simrf_jax.features.log_space import LogFeatures
 from simrf_jax.projections import Projection, project
 
 
-def relu_log_features(x: ArrayLike, projection: Projection) -> LogFeatures:
+def relu_log_features(x: Float[ArrayLike, "*batch dim"], projection: Projection) -> LogFeatures:
     """Returns ``relu_features`` in log space; see there for the arguments."""
     y = project(x, projection)
     # The inner where keeps the gradient of the logarithm finite where its value is not used.
@@ -21,7 +20,9 @@ def relu_log_features(x: ArrayLike, projection: Projection) -> LogFeatures:
     return LogFeatures(exponent, _log_mean(exponent))
 
 
-def elu_log_features(x: ArrayLike, projection: Projection | None = None) -> LogFeatures:
+def elu_log_features(
+    x: Float[ArrayLike, "*batch dim"], projection: Projection | None = None
+) -> LogFeatures:
     """Returns ``elu_features`` in log space; see there for the arguments."""
     if projection is None:
         y = checks.vectors("x", x)
@@ -34,11 +35,13 @@ def elu_log_features(x: ArrayLike, projection: Projection | None = None) -> LogF
     return LogFeatures(jnp.minimum(y, 0) + jnp.log1p(jnp.maximum(y, 0)), log_scale)
 
 
-def _log_mean(exponent: jax.Array) -> jax.Array:
+def _log_mean(exponent: Float[Array, "*batch num_features"]) -> Float[Array, "*batch 1"]:
     return jnp.full_like(exponent[..., :1], -0.5 * math.log(exponent.shape[-1]))
 
 
-def relu_features(x: ArrayLike, projection: Projection) -> jax.Array:
+def relu_features(
+    x: Float[ArrayLike, "*batch dim"], projection: Projection
+) -> Float[Array, "*batch num_features"]:
     r"""Returns ReLU random features, :math:`\phi(x)_i = \max(w_i \cdot x, 0) / \sqrt m`.
 
     The product :math:`\phi(x) \cdot \phi(y)` is an unbiased estimate of ``relu_kernel``, never
@@ -47,11 +50,11 @@ def relu_features(x: ArrayLike, projection: Projection) -> jax.Array:
     (``python -m benchmarks.variance``).
 
     Args:
-      x: Vectors ``[..., dim]``; the kernel has no length scale.
+      x: Vectors; the kernel has no length scale.
       projection: W, ``[num_features, dim]``, the same for both sides of the product.
 
     Returns:
-      Array ``[..., num_features]`` of x's dtype, computed in float32 or wider.
+      The features in x's dtype, computed in float32 or wider.
 
     Raises:
       TypeError: If an argument is not floating.
@@ -72,19 +75,21 @@ def relu_features(x: ArrayLike, projection: Projection) -> jax.Array:
     return features.evaluate(jnp.asarray(x).dtype)
 
 
-def elu_features(x: ArrayLike, projection: Projection | None = None) -> jax.Array:
+def elu_features(
+    x: Float[ArrayLike, "*batch dim"], projection: Projection | None = None
+) -> Float[Array, "*batch num_features"]:
     r"""Returns the features of linear transformers, :math:`\phi(x) = \operatorname{elu}(x) + 1`.
 
     The features are positive and estimate no particular kernel.
 
     Args:
-      x: Vectors ``[..., dim]``.
+      x: Vectors.
       projection: W, ``[num_features, dim]``, or None. With W, x is projected first and the features
         are divided by :math:`\sqrt m`. With None, the features are those of x itself.
 
     Returns:
-      Array ``[..., dim]``, or ``[..., num_features]`` with a projection, of x's dtype, computed in
-      float32 or wider.
+      The features in x's dtype, computed in float32 or wider; as many as dimensions if there is no
+      projection.
 
     Raises:
       TypeError: If an argument is not floating.

@@ -8,24 +8,25 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
+from typing import Literal, TypeAlias, get_args
 
-import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks
 from simrf_jax.features.log_space import LogFeatures
 
-SIDES = ("query", "key")
+Side: TypeAlias = Literal["query", "key"]
+SIDES = get_args(Side)
 
 
 def hybrid_features(
-    bases: Sequence[ArrayLike],
-    weights: Sequence[ArrayLike],
+    bases: Sequence[Float[ArrayLike, "*batch _"]],
+    weights: Sequence[Float[ArrayLike, "*batch _"]],
     offsets: Sequence[float],
     *,
-    side: str,
-) -> jax.Array:
+    side: Side,
+) -> Float[Array, "*batch num_features"]:
     r"""Returns the features of a hybrid estimator, given those of its base estimators and weights.
 
     .. math::
@@ -80,10 +81,10 @@ def hybrid_features(
 
 def hybrid_log_features(
     bases: Sequence[LogFeatures],
-    weights: Sequence[jax.Array],
+    weights: Sequence[Float[Array, "*batch _"]],
     offsets: Sequence[float],
     *,
-    side: str,
+    side: Side,
 ) -> LogFeatures:
     """Returns ``hybrid_features`` in log space; see there for the arguments."""
     checks.one_of("side", side, SIDES)
@@ -98,7 +99,7 @@ def hybrid_log_features(
     if len(set(leading)) > 1:
         raise ValueError(f"bases and weights must have one leading shape, got {leading}.")
 
-    def with_offset(offset: float, *rhos: jax.Array) -> jax.Array:
+    def with_offset(offset: float, *rhos: Float[Array, "*batch _"]) -> Float[Array, "*batch _"]:
         constant = jnp.full_like(rhos[0][..., :1], offset if side == "query" else 1.0)
         return jnp.concatenate([constant, *rhos] if offset else rhos, axis=-1)
 
@@ -110,15 +111,15 @@ def hybrid_log_features(
 
 def weighted_sum(
     bases: Sequence[LogFeatures],
-    coefficients: Sequence[jax.Array],
-    log_scale: jax.Array | None = None,
+    coefficients: Sequence[Float[Array, "*batch _"]],
+    log_scale: Float[Array, "*batch 1"] | None = None,
 ) -> LogFeatures:
     r"""Returns the features of :math:`\sum_k (\omega_1^k(x) \cdot \omega_2^k(y)) \hat K^k(x, y)`.
 
     Args:
       bases: Features :math:`\phi^k` of one side, each ``[..., m_k]``.
       coefficients: Features :math:`\omega^k` of the weights on the same side, each ``[..., n_k]``.
-      log_scale: Common scale ``[..., 1]`` of the result; by default the scale of the first base.
+      log_scale: Common scale of the result; by default the scale of the first base.
 
     Returns:
       The concatenation of all :math:`\omega^k \otimes \phi^k`, ``[..., sum of m_k n_k]``.
@@ -134,6 +135,6 @@ def weighted_sum(
     return LogFeatures(_flat(exponents), log_scale, _flat(values))
 
 
-def _flat(products: list[jax.Array]) -> jax.Array:
+def _flat(products: list[Float[Array, "*batch _ _"]]) -> Float[Array, "*batch _"]:
     flat = [p.reshape(*p.shape[:-2], p.shape[-2] * p.shape[-1]) for p in products]
     return jnp.concatenate(flat, axis=-1)

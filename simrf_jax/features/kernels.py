@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks
 
 
-def gaussian_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
+def gaussian_kernel(
+    x: Float[ArrayLike, "*batch n dim"], y: Float[ArrayLike, "*batch p dim"]
+) -> Float[Array, "*batch n p"]:
     r"""Returns the Gaussian kernel of all pairs, :math:`K(x, y) = \exp(-|x - y|^2 / 2)`.
 
     Args:
-      x: Vectors ``[..., n, dim]`` in units of the kernel's length scale.
-      y: Vectors ``[..., p, dim]`` with the same leading shape and dim.
+      x: Vectors in units of the kernel's length scale.
+      y: Vectors with the same leading shape and dim.
 
     Returns:
-      Array ``[..., n, p]``, computed in float32 or wider. It is computed from the differences
+      The kernel of each pair, computed in float32 or wider. It is computed from the differences
       x - y, so that close pairs lose no digits.
 
     Raises:
@@ -36,15 +38,17 @@ def gaussian_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
     return _gaussian(x, y).astype(dtype)
 
 
-def softmax_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
+def softmax_kernel(
+    x: Float[ArrayLike, "*batch n dim"], y: Float[ArrayLike, "*batch p dim"]
+) -> Float[Array, "*batch n p"]:
     r"""Returns the softmax kernel of all pairs, :math:`K(x, y) = \exp(x \cdot y)`.
 
     Args:
-      x: Vectors ``[..., n, dim]``.
-      y: Vectors ``[..., p, dim]`` with the same leading shape and dim.
+      x: Vectors.
+      y: Vectors with the same leading shape and dim.
 
     Returns:
-      Array ``[..., n, p]``, computed in float32 or wider.
+      The kernel of each pair, computed in float32 or wider.
 
     Raises:
       TypeError: If an argument is not floating.
@@ -63,7 +67,9 @@ def softmax_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
     return jnp.exp(dots).astype(dtype)
 
 
-def relu_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
+def relu_kernel(
+    x: Float[ArrayLike, "*batch n dim"], y: Float[ArrayLike, "*batch p dim"]
+) -> Float[Array, "*batch n p"]:
     r"""Returns the ReLU kernel of all pairs, half the arc-cosine kernel of order one.
 
     .. math::
@@ -74,11 +80,11 @@ def relu_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
     it.
 
     Args:
-      x: Vectors ``[..., n, dim]``.
-      y: Vectors ``[..., p, dim]`` with the same leading shape and dim.
+      x: Vectors.
+      y: Vectors with the same leading shape and dim.
 
     Returns:
-      Array ``[..., n, p]``, computed in float32 or wider.
+      The kernel of each pair, computed in float32 or wider.
 
     Raises:
       TypeError: If an argument is not floating.
@@ -98,8 +104,10 @@ def relu_kernel(x: ArrayLike, y: ArrayLike) -> jax.Array:
     return (x_length * y_length.mT * _arc_cosine(jnp.clip(cosine, -1, 1))).astype(dtype)
 
 
-def _length_and_direction(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns lengths ``[..., n, 1]`` and unit vectors ``[..., n, dim]``.
+def _length_and_direction(
+    x: Float[Array, "*batch n dim"],
+) -> tuple[Float[Array, "*batch n 1"], Float[Array, "*batch n dim"]]:
+    """Returns lengths and unit vectors.
 
     Large vectors do not overflow, and the gradients at zero are finite.
     """
@@ -113,7 +121,7 @@ def _length_and_direction(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @jax.custom_jvp
-def _arc_cosine(cosine: jax.Array) -> jax.Array:
+def _arc_cosine(cosine: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     angle = jnp.arccos(cosine)
     # Rounding may make the result for antiparallel vectors slightly negative.
     return jnp.maximum(jnp.sin(angle) + (jnp.pi - angle) * cosine, 0) / (2 * jnp.pi)
@@ -121,20 +129,24 @@ def _arc_cosine(cosine: jax.Array) -> jax.Array:
 
 @_arc_cosine.defjvp
 def _arc_cosine_jvp(
-    primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
+    primals: tuple[Float[Array, "*shape"]], tangents: tuple[Float[Array, "*shape"]]
+) -> tuple[Float[Array, "*shape"], Float[Array, "*shape"]]:
     # Differentiating arccos itself would give an infinite derivative for parallel vectors.
     [cosine], [tangent] = primals, tangents
     return _arc_cosine(cosine), (jnp.pi - jnp.arccos(cosine)) / (2 * jnp.pi) * tangent
 
 
 @jax.jit  # Without jit, the differences of all pairs would be stored as an array.
-def _gaussian(x: jax.Array, y: jax.Array) -> jax.Array:
+def _gaussian(
+    x: Float[Array, "*batch n dim"], y: Float[Array, "*batch p dim"]
+) -> Float[Array, "*batch n p"]:
     squared_distance = jnp.sum(jnp.square(x[..., :, None, :] - y[..., None, :, :]), axis=-1)
     return jnp.exp(-0.5 * squared_distance)
 
 
-def _pair(x: ArrayLike, y: ArrayLike) -> tuple[jax.Array, jax.Array, jnp.dtype]:
+def _pair(
+    x: Float[ArrayLike, "*batch n dim"], y: Float[ArrayLike, "*batch p dim"]
+) -> tuple[Float[Array, "*batch n dim"], Float[Array, "*batch p dim"], jnp.dtype]:
     """Returns x and y in the dtype of the computation, and the dtype of the result."""
     x, y = checks.floating("x", x), checks.floating("y", y)
     if x.ndim < 2 or y.ndim < 2 or x.shape[:-2] != y.shape[:-2] or x.shape[-1] != y.shape[-1]:

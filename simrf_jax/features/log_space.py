@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
-import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
+from jaxtyping import Array, ArrayLike, Float
 
-KERNELS = ("gaussian", "softmax")
+Kernel: TypeAlias = Literal["gaussian", "softmax"]
+KERNELS = get_args(Kernel)
 
 
 class LogFeatures(NamedTuple):
@@ -18,22 +19,24 @@ class LogFeatures(NamedTuple):
     ``exponent`` and then subtracting it again would lose digits, so the two are kept apart.
 
     Attributes:
-      exponent: Array ``[..., num_features]``, or ``[..., 1]`` if all features share one exponent.
-        It is minus infinity where a feature is zero.
-      log_scale: Array ``[..., 1]``, the logarithm of a factor that all features of a vector share.
-      values: Array ``[..., num_features]`` of either sign and moderate size; None means all ones.
+      exponent: Exponent of each feature, or one exponent that all features share. It is minus
+        infinity where a feature is zero.
+      log_scale: Logarithm of a factor that all features of a vector share.
+      values: Numbers of either sign and moderate size; None means all ones.
     """
 
-    exponent: jax.Array
-    log_scale: jax.Array
-    values: jax.Array | None = None
+    exponent: Float[Array, "*batch #num_features"]
+    log_scale: Float[Array, "*batch 1"]
+    values: Float[Array, "*batch num_features"] | None = None
 
-    def evaluate(self, dtype: DTypeLike) -> jax.Array:
-        """Returns the features phi themselves, ``[..., num_features]``, in the given dtype."""
+    def evaluate(self, dtype: DTypeLike) -> Float[Array, "*batch num_features"]:
+        """Returns the features phi themselves in the given dtype."""
         phi = jnp.exp(self.exponent + self.log_scale)
         return (phi if self.values is None else phi * self.values).astype(dtype)
 
 
-def half_squared_norm(x: ArrayLike, dtype: DTypeLike) -> jax.Array:
-    """Returns half the squared length of each vector of x, ``[..., 1]`` in the given dtype."""
+def half_squared_norm(
+    x: Float[ArrayLike, "*batch dim"], dtype: DTypeLike
+) -> Float[Array, "*batch 1"]:
+    """Returns half the squared length of each vector of x in the given dtype."""
     return 0.5 * jnp.sum(jnp.square(jnp.asarray(x, dtype)), axis=-1, keepdims=True)

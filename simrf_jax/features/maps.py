@@ -30,14 +30,15 @@ from simrf_jax.features.exponential import (
     positive_features,
     positive_log_features,
 )
-from simrf_jax.features.feature_map import FeatureMap, Side
+from simrf_jax.features.feature_map import FeatureMap
 from simrf_jax.features.generalised import (
     elu_features,
     elu_log_features,
     relu_features,
     relu_log_features,
 )
-from simrf_jax.features.log_space import LogFeatures
+from simrf_jax.features.hybrid import Side
+from simrf_jax.features.log_space import Kernel, LogFeatures
 from simrf_jax.features.trigonometric import (
     phase_features,
     phase_log_features,
@@ -59,7 +60,7 @@ class Positive(FeatureMap):
     """
 
     is_finite = True
-    kernel: str = "softmax"
+    kernel: Kernel = "softmax"
 
     def log_features(self, x: jax.Array, projection: Projection, *, side: Side) -> LogFeatures:
         """Returns the same for queries and keys."""
@@ -77,7 +78,7 @@ class Hyperbolic(FeatureMap):
     """
 
     is_finite = True
-    kernel: str = "softmax"
+    kernel: Kernel = "softmax"
 
     def log_features(self, x: jax.Array, projection: Projection, *, side: Side) -> LogFeatures:
         """Returns the same for queries and keys."""
@@ -95,7 +96,7 @@ class Trigonometric(FeatureMap):
     """
 
     is_finite = True
-    kernel: str = "softmax"
+    kernel: Kernel = "softmax"
 
     def log_features(self, x: jax.Array, projection: Projection, *, side: Side) -> LogFeatures:
         """Returns the same for queries and keys."""
@@ -115,7 +116,7 @@ class Phase(FeatureMap):
 
     is_finite = True
     phases: ArrayLike | None = None
-    kernel: str = "softmax"
+    kernel: Kernel = "softmax"
 
     def log_features(self, x: jax.Array, projection: Projection, *, side: Side) -> LogFeatures:
         """Returns the same for queries and keys."""
@@ -162,7 +163,7 @@ class AngularHybrid(FeatureMap):
 
     projection_type = BipolarProjection
     is_finite = True
-    kernel: str = "softmax"
+    kernel: Kernel = "softmax"
 
     def log_features(
         self, x: jax.Array, projection: BipolarProjection, *, side: Side
@@ -186,7 +187,7 @@ class GaussianHybrid(FeatureMap):
     projection_type = BipolarProjection
     is_finite = True
     bandwidth: ArrayLike = 1.0
-    kernel: str = "softmax"
+    kernel: Kernel = "softmax"
 
     def log_features(
         self, x: jax.Array, projection: BipolarProjection, *, side: Side
@@ -208,7 +209,7 @@ class ClusteredHybrid(FeatureMap):
 
     projection_type = ClusteredProjection
     is_finite = True
-    kernel: str = "softmax"
+    kernel: Kernel = "softmax"
 
     def log_features(
         self, x: jax.Array, projection: ClusteredProjection, *, side: Side

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Float, Float64
 
 from simrf_jax import checks
-from simrf_jax.features.log_space import KERNELS, LogFeatures, half_squared_norm
+from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, half_squared_norm
 from simrf_jax.projections import Projection, project
 
 
-def trigonometric_log_features(x: ArrayLike, projection: Projection, *, kernel: str) -> LogFeatures:
+def trigonometric_log_features(
+    x: Float[ArrayLike, "*batch dim"], projection: Projection, *, kernel: Kernel
+) -> LogFeatures:
     """Returns ``trigonometric_features`` in log space; see there for the arguments."""
     angles = project(x, projection)
     values = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
@@ -22,7 +23,11 @@ def trigonometric_log_features(x: ArrayLike, projection: Projection, *, kernel: 
 
 
 def phase_log_features(
-    x: ArrayLike, projection: Projection, phases: ArrayLike | None = None, *, kernel: str
+    x: Float[ArrayLike, "*batch dim"],
+    projection: Projection,
+    phases: Float[ArrayLike, " num_features"] | None = None,
+    *,
+    kernel: Kernel,
 ) -> LogFeatures:
     """Returns ``phase_features`` in log space; see there for the arguments.
 
@@ -39,7 +44,12 @@ def phase_log_features(
     return _mean_over_rows(x, 2**0.5 * jnp.cos(shifted), num_features, kernel)
 
 
-def _mean_over_rows(x: ArrayLike, values: jax.Array, num_rows: int, kernel: str) -> LogFeatures:
+def _mean_over_rows(
+    x: Float[ArrayLike, "*batch dim"],
+    values: Float[Array, "*batch features"],
+    num_rows: int,
+    kernel: Kernel,
+) -> LogFeatures:
     """Returns the features with the given bounded values and the scale that all of them share."""
     checks.one_of("kernel", kernel, KERNELS)
     log_scale = half_squared_norm(x, values.dtype)
@@ -48,7 +58,7 @@ def _mean_over_rows(x: ArrayLike, values: jax.Array, num_rows: int, kernel: str)
     return LogFeatures(jnp.zeros_like(log_scale), log_scale - 0.5 * math.log(num_rows), values)
 
 
-def even_phases(num_features: int) -> np.ndarray:
+def even_phases(num_features: int) -> Float64[np.ndarray, " {num_features}"]:
     r"""Returns phases that need no randomness, :math:`b_i = \pi (\tfrac14 + i / m)`.
 
     Random phases make the mean of :math:`\sum_i \cos(2 b_i)` zero, which removes the bias. For
@@ -62,8 +72,8 @@ def even_phases(num_features: int) -> np.ndarray:
 
 
 def trigonometric_features(
-    x: ArrayLike, projection: Projection, *, kernel: str = "gaussian"
-) -> jax.Array:
+    x: Float[ArrayLike, "*batch dim"], projection: Projection, *, kernel: Kernel = "gaussian"
+) -> Float[Array, "*batch features"]:
     r"""Returns trigonometric random features (random Fourier features) of either kernel.
 
     .. math::
@@ -77,12 +87,12 @@ def trigonometric_features(
     distinguish w from -w, and cosines do not.
 
     Args:
-      x: Vectors ``[..., dim]`` in units of the kernel's length scale.
+      x: Vectors in units of the kernel's length scale.
       projection: W, ``[num_features, dim]``, the same for both sides of the product.
       kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
 
     Returns:
-      Array ``[..., 2 num_features]`` of x's dtype, computed in float32 or wider.
+      ``2 num_features`` features of x's dtype, computed in float32 or wider.
 
     Raises:
       TypeError: If an argument is not floating.
@@ -107,8 +117,12 @@ def trigonometric_features(
 
 
 def phase_features(
-    x: ArrayLike, projection: Projection, phases: ArrayLike, *, kernel: str = "gaussian"
-) -> jax.Array:
+    x: Float[ArrayLike, "*batch dim"],
+    projection: Projection,
+    phases: Float[ArrayLike, " num_features"],
+    *,
+    kernel: Kernel = "gaussian",
+) -> Float[Array, "*batch num_features"]:
     r"""Returns random Fourier features with one shifted cosine for each row of W.
 
     .. math:: \phi(x)_i = \sqrt{\tfrac{2}{m}}\, e^{c|x|^2} \cos(w_i \cdot x + b_i)
@@ -118,15 +132,15 @@ def phase_features(
     variance: it is not exact even at x = y.
 
     Args:
-      x: Vectors ``[..., dim]`` in units of the kernel's length scale.
+      x: Vectors in units of the kernel's length scale.
       projection: W, ``[num_features, dim]``, the same for both sides of the product.
-      phases: Shifts b, ``[num_features]``, in radians, the same for both sides of the product.
+      phases: Shifts b in radians, the same for both sides of the product.
         Draw them uniformly on the circle:
         ``jax.random.uniform(key, (num_features,), maxval=2 * jnp.pi)``.
       kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
 
     Returns:
-      Array ``[..., num_features]`` of x's dtype, computed in float32 or wider.
+      The features in x's dtype, computed in float32 or wider.
 
     Raises:
       TypeError: If an argument is not floating.

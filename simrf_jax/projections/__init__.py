@@ -1,12 +1,12 @@
 """Random projections W: functions that draw, apply and redraw them."""
 
-from simrf_jax.projections.blocks import BLOCK_MODES
-from simrf_jax.projections.couplings import COUPLINGS
-from simrf_jax.projections.dense import NORMS, draw_projection
+from simrf_jax.projections.blocks import BLOCK_MODES, BlockMode
+from simrf_jax.projections.couplings import COUPLINGS, Coupling, FixedCoupling
+from simrf_jax.projections.dense import NORMS, Norms, draw_projection
 from simrf_jax.projections.fast import FastProjection, draw_fast_projection
 from simrf_jax.projections.project import Projection, as_projection, project
 from simrf_jax.projections.redraw import redraw_key, redraw_projections
-from simrf_jax.projections.rotations import ROTATIONS
+from simrf_jax.projections.rotations import ROTATIONS, Rotation
 from simrf_jax.projections.structured import StructuredProjection
 
 __all__ = [
@@ -14,8 +14,13 @@ __all__ = [
     "COUPLINGS",
     "NORMS",
     "ROTATIONS",
+    "BlockMode",
+    "Coupling",
     "FastProjection",
+    "FixedCoupling",
+    "Norms",
     "Projection",
+    "Rotation",
     "StructuredProjection",
     "as_projection",
     "draw_fast_projection",

@@ -7,11 +7,13 @@ either. Row blocks are independent of each other.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
+from jaxtyping import Float64
 
-BLOCK_MODES = ("regular", "square")
+BlockMode: TypeAlias = Literal["regular", "square"]
+BLOCK_MODES = get_args(BlockMode)
 
 
 class Block(NamedTuple):
@@ -37,14 +39,14 @@ class Block(NamedTuple):
             return 0.0
         return -1 / (self.num_vertices - 1)
 
-    def directions(self) -> np.ndarray:
-        """Returns the rows before rotation, float64 unit vectors ``[num_rows, coordinates]``."""
+    def directions(self) -> Float64[np.ndarray, "{self.num_rows} coordinates"]:
+        """Returns the rows before rotation, unit vectors."""
         if self.num_vertices is None:
             return np.eye(self.num_rows)
         return simplex_vertices(self.num_vertices)[: self.num_rows]
 
 
-def simplex_vertices(num_vertices: int) -> np.ndarray:
+def simplex_vertices(num_vertices: int) -> Float64[np.ndarray, "{num_vertices} coordinates"]:
     r"""Returns the unit vectors from the centre of a regular simplex to its vertices.
 
     For r vertices the unit vectors are
@@ -105,7 +107,7 @@ class Run(NamedTuple):
     repeats: int
 
 
-def orthogonal_blocks(num_features: int, dim: int, block: str) -> list[Run]:
+def orthogonal_blocks(num_features: int, dim: int, block: BlockMode) -> list[Run]:
     """Returns row blocks of ``dim`` orthonormal rows and a remainder, in either row-block mode.
 
     Args:
@@ -118,7 +120,7 @@ def orthogonal_blocks(num_features: int, dim: int, block: str) -> list[Run]:
     return _runs((Block(dim, None), full), (Block(remainder, None), 1))
 
 
-def simplex_blocks(num_features: int, dim: int, block: str) -> list[Run]:
+def simplex_blocks(num_features: int, dim: int, block: BlockMode) -> list[Run]:
     """Returns simplex row blocks, either whole simplices or the paper's row blocks to the letter.
 
     The mode ``regular`` makes every row block a whole simplex. Row blocks are as full as the space

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
 
-from simrf_jax.projections.blocks import Run, orthogonal_blocks, simplex_blocks
+from simrf_jax.projections.blocks import BlockMode, Run, orthogonal_blocks, simplex_blocks
 
+Coupling: TypeAlias = Literal["iid", "orthogonal", "simplex", "simplex_plus"]
+COUPLINGS = get_args(Coupling)
+# Only couplings whose directions do not depend on the norms have closed forms and fast transforms.
+FixedCoupling: TypeAlias = Literal["orthogonal", "simplex"]
+FIXED = get_args(FixedCoupling)
 NUM_SWEEPS = 3
 
 
-class Coupling(NamedTuple):
+class CouplingRule(NamedTuple):
     """Rule for the directions of the rows before a random rotation turns them.
 
     Attributes:
@@ -24,23 +30,20 @@ class Coupling(NamedTuple):
         norms of the rows.
     """
 
-    blocks: Callable[[int, int, str], list[Run]]
+    blocks: Callable[[int, int, BlockMode], list[Run]]
     least_dim: int
     weight_dependent: bool = False
 
 
 # "iid" is not among them because it has no row blocks.
-COUPLED = {
-    "orthogonal": Coupling(orthogonal_blocks, least_dim=1),
-    "simplex": Coupling(simplex_blocks, least_dim=2),
-    "simplex_plus": Coupling(simplex_blocks, least_dim=2, weight_dependent=True),
+COUPLED: dict[Coupling, CouplingRule] = {
+    "orthogonal": CouplingRule(orthogonal_blocks, least_dim=1),
+    "simplex": CouplingRule(simplex_blocks, least_dim=2),
+    "simplex_plus": CouplingRule(simplex_blocks, least_dim=2, weight_dependent=True),
 }
-COUPLINGS = ("iid", *COUPLED)
-# Only couplings whose directions do not depend on the norms have closed forms and fast transforms.
-FIXED = tuple(name for name, coupling in COUPLED.items() if not coupling.weight_dependent)
 
 
-def has_room(coupling: str, dim: int, name: str = "coupling") -> None:
+def has_room(coupling: Coupling, dim: int, name: str = "coupling") -> None:
     """Raises ``ValueError`` if the dimension is too small for the coupling.
 
     Args:
@@ -54,8 +57,11 @@ def has_room(coupling: str, dim: int, name: str = "coupling") -> None:
 
 
 def minimise_resultant(
-    directions: jax.Array, norms: jax.Array, *, num_sweeps: int = NUM_SWEEPS
-) -> jax.Array:
+    directions: Float[Array, "rows coordinates"],
+    norms: Float[Array, " rows"],
+    *,
+    num_sweeps: int | Int[Array, ""] = NUM_SWEEPS,
+) -> Float[Array, "rows coordinates"]:
     r"""Turns each row of a row block against the sum of the other rows (SimRF+).
 
     .. math:: s_i \leftarrow -\frac{\sum_{j \ne i} a_j s_j}{|\sum_{j \ne i} a_j s_j|}
@@ -66,12 +72,12 @@ def minimise_resultant(
     exceeds the sum of the others. In that case the other rows end up antialigned with that row.
 
     Args:
-      directions: Unit vectors s, ``[rows, coordinates]``. A step takes time O(coordinates).
-      norms: Norms a of the rows, ``[rows]``.
-      num_sweeps: Number of sweeps; each turns every row once.
+      directions: Unit vectors s. A step takes time O(coordinates).
+      norms: Norms a of the rows.
+      num_sweeps: Number of sweeps, which may be traced; each turns every row once.
 
     Returns:
-      Unit vectors ``[rows, coordinates]``.
+      Unit vectors.
 
     Example:
       >>> import jax.numpy as jnp
@@ -87,7 +93,10 @@ def minimise_resultant(
       The norms a are the diagonal of D in Eq. 8.
     """
 
-    def turn(resultant: jax.Array, row: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def turn(
+        resultant: Float[Array, " coordinates"],
+        row: tuple[Float[Array, " coordinates"], Float[Array, ""]],
+    ) -> tuple[Float[Array, " coordinates"], Float[Array, " coordinates"]]:
         s, norm = row
         rest = resultant - norm * s
         length = jnp.linalg.norm(rest)
@@ -95,7 +104,9 @@ def minimise_resultant(
         turned = jnp.where(length > 0, -rest / jnp.where(length > 0, length, 1), s)
         return rest + norm * turned, turned
 
-    def sweep(_: jax.Array, s: jax.Array) -> jax.Array:
+    def sweep(
+        _: Int[Array, ""], s: Float[Array, "rows coordinates"]
+    ) -> Float[Array, "rows coordinates"]:
         # The steps of a sweep update the resultant. A new sum for each sweep drops their rounding
         # errors.
         resultant = jnp.sum(norms[:, None] * s, axis=0)

@@ -3,37 +3,41 @@
 from __future__ import annotations
 
 import functools
+from typing import Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Key
 
 from simrf_jax import checks
-from simrf_jax.projections.blocks import BLOCK_MODES, Run
+from simrf_jax.projections.blocks import BLOCK_MODES, BlockMode, Run
 from simrf_jax.projections.couplings import (
     COUPLED,
     COUPLINGS,
     NUM_SWEEPS,
+    Coupling,
     has_room,
     minimise_resultant,
 )
-from simrf_jax.projections.rotations import ROTATIONS
+from simrf_jax.projections.rotations import ROTATIONS, Rotation
 
-NORMS = ("chi", "sqrt_dim")
+Norms: TypeAlias = Literal["chi", "sqrt_dim"]
+NORMS = get_args(Norms)
 
 
 def draw_projection(
-    key: jax.Array,
+    key: Key[Array, ""],
     num_features: int,
     dim: int,
     *,
-    coupling: str = "simplex",
-    block: str = "regular",
-    rotation: str = "haar",
-    norms: str = "chi",
+    coupling: Coupling = "simplex",
+    block: BlockMode = "regular",
+    rotation: Rotation = "haar",
+    norms: Norms = "chi",
     dtype: DTypeLike = jnp.float32,
     num_sweeps: int | None = None,
-) -> jax.Array:
+) -> Float[Array, "{num_features} {dim}"]:
     r"""Draws a random projection W whose rows are marginally standard normal.
 
     .. math:: W = D S R
@@ -70,7 +74,7 @@ def draw_projection(
         coupling accepts it.
 
     Returns:
-      Array ``[num_features, dim]``.
+      W, of type ``dtype``.
 
     Raises:
       TypeError: If the key is not typed, a size is not an integer, or ``dtype`` is not floating.
@@ -110,16 +114,16 @@ def draw_projection(
 
 @functools.partial(jax.jit, static_argnums=range(1, 9))
 def _draw(
-    key: jax.Array,
+    key: Key[Array, ""],
     num_features: int,
     dim: int,
-    coupling: str,
-    block: str,
-    rotation: str,
-    norms: str,
+    coupling: Coupling,
+    block: BlockMode,
+    rotation: Rotation,
+    norms: Norms,
     dtype: jnp.dtype,
     num_sweeps: int,
-) -> jax.Array:
+) -> Float[Array, "{num_features} {dim}"]:
     compute = jnp.promote_types(dtype, jnp.float32)
     ambient = dim if coupling == "iid" else ROTATIONS[rotation].ambient_dim(dim)
     norm_key, rotation_key = jax.random.split(key)
@@ -137,11 +141,20 @@ def _draw(
 
 
 def _draw_directions(
-    key: jax.Array, runs: list[Run], lengths: jax.Array, dim: int, rotation: str, sweeps: int
-) -> jax.Array:
-    """Draws unit vectors ``[num_features, dim]``, each row block under a rotation of its own."""
+    key: Key[Array, ""],
+    runs: list[Run],
+    lengths: Float[Array, " num_features"],
+    dim: int,
+    rotation: Rotation,
+    sweeps: int,
+) -> Float[Array, "num_features {dim}"]:
+    """Draws unit vectors, each row block under a rotation of its own."""
 
-    def draw_block(directions: jax.Array, lengths: jax.Array, key: jax.Array) -> jax.Array:
+    def draw_block(
+        directions: Float[Array, "rows coordinates"],
+        lengths: Float[Array, " rows"],
+        key: Key[Array, ""],
+    ) -> Float[Array, "rows dim"]:
         if sweeps:
             directions = minimise_resultant(directions, lengths, num_sweeps=sweeps)
         return ROTATIONS[rotation].rotate(key, directions, dim)

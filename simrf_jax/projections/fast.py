@@ -8,11 +8,12 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int8, Key
 
 from simrf_jax import checks
-from simrf_jax.projections.blocks import BLOCK_MODES, Block, simplex_constants
-from simrf_jax.projections.couplings import COUPLED, COUPLINGS, FIXED, has_room
-from simrf_jax.projections.dense import NORMS
+from simrf_jax.projections.blocks import BLOCK_MODES, Block, BlockMode, simplex_constants
+from simrf_jax.projections.couplings import COUPLED, COUPLINGS, FIXED, FixedCoupling, has_room
+from simrf_jax.projections.dense import NORMS, Norms
 from simrf_jax.projections.hadamard import padded_dim, random_signs, rotate
 from simrf_jax.projections.structured import StructuredProjection
 
@@ -31,19 +32,18 @@ class FastProjection(StructuredProjection):
     an array ``[..., num_features, dim]`` does.
 
     Attributes:
-      signs: Diagonals of the HD factors, int8 ``[..., num_blocks, 3, padded dim]``, where
-        num_blocks is the number of row blocks.
-      row_norms: Norms of the rows before the padding is cut off, ``[..., num_features]``.
+      signs: Diagonals of the three HD factors of each row block.
+      row_norms: Norms of the rows before the padding is cut off.
       dim: Dimension d of the vectors to project.
       coupling: Coupling of the rows, ``"orthogonal"`` or ``"simplex"``.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
     """
 
-    signs: jax.Array
-    row_norms: jax.Array
+    signs: Int8[Array, "*stack num_blocks 3 padded_dim"]
+    row_norms: Float[Array, "*stack num_features"]
     dim: int
-    coupling: str
-    block: str
+    coupling: FixedCoupling
+    block: BlockMode
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,13 +57,13 @@ class FastProjection(StructuredProjection):
 
 
 def draw_fast_projection(
-    key: jax.Array,
+    key: Key[Array, ""],
     num_features: int,
     dim: int,
     *,
-    coupling: str = "simplex",
-    block: str = "regular",
-    norms: str = "chi",
+    coupling: FixedCoupling = "simplex",
+    block: BlockMode = "regular",
+    norms: Norms = "chi",
     dtype: DTypeLike = jnp.float32,
 ) -> FastProjection:
     r"""Draws a projection that is applied in time O(d log d) and kept in O(d) memory.
@@ -138,8 +138,10 @@ def draw_fast_projection(
 
 
 @jax.jit
-def apply_fast(x: jax.Array, projection: FastProjection) -> jax.Array:
-    """Projects ``[..., dim]`` to ``[..., num_features]`` in the dtype of ``x``."""
+def apply_fast(
+    x: Float[Array, "*batch {projection.dim}"], projection: FastProjection
+) -> Float[Array, "*batch {projection.row_norms.shape[-1]}"]:
+    """Projects vectors in the dtype of ``x``."""
     num_features = projection.row_norms.shape[-1]
     num_blocks, _, ambient = projection.signs.shape
     runs = COUPLED[projection.coupling].blocks(num_features, ambient, projection.block)
@@ -155,7 +157,9 @@ def apply_fast(x: jax.Array, projection: FastProjection) -> jax.Array:
     return y * jnp.broadcast_to(projection.row_norms.astype(x.dtype), y.shape)
 
 
-def _directions_product(x: jax.Array, block: Block) -> jax.Array:
+def _directions_product(
+    x: Float[Array, "*batch padded_dim"], block: Block
+) -> Float[Array, "*batch {block.num_rows}"]:
     r"""Multiplies vectors by ``block.directions()`` in time O(d).
 
     For a simplex the method is Algorithm 1 of Reid et al., Simplex Random Features (ICML 2023):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.linalg
+from jaxtyping import Array, Float, Int8, Key
 
 NUM_FACTORS = 3
 
@@ -22,7 +23,9 @@ def padded_dim(dim: int) -> int:
     return 1 << (dim - 1).bit_length()
 
 
-def hadamard_transform(x: jax.Array, *, radix: int = 128) -> jax.Array:
+def hadamard_transform(
+    x: Float[Array, "*batch n"], *, radix: int = 128
+) -> Float[Array, "*batch n"]:
     r"""Multiplies vectors by the Hadamard matrix in time O(n log n).
 
     .. math:: H_{2n} = \begin{pmatrix} H_n & H_n \\ H_n & -H_n \end{pmatrix}, \qquad H_1 = 1.
@@ -31,13 +34,13 @@ def hadamard_transform(x: jax.Array, *, radix: int = 128) -> jax.Array:
     axis of ``x`` reshaped to a box. Radix 2 is the textbook butterfly.
 
     Args:
-      x: Vectors ``[..., n]``, where n is a power of two.
+      x: Vectors, where n is a power of two.
       radix: Largest side of the box, a power of two. The box has as few sides as the radix allows,
         and they are as equal as possible: small products suit matrix units, and few sides mean few
         passes over the memory.
 
     Returns:
-      Array ``[..., n]``. Applying the transform twice multiplies the vector by n.
+      The products with the matrix. Applying the transform twice multiplies the vector by n.
 
     Example:
       >>> import jax.numpy as jnp
@@ -69,12 +72,14 @@ def _sides(n: int, radix: int) -> list[int]:
 
 
 @functools.cache
-def _hadamard_matrix(n: int) -> np.ndarray:
+def _hadamard_matrix(n: int) -> Int8[np.ndarray, "{n} {n}"]:
     return scipy.linalg.hadamard(n, dtype=np.int8)
 
 
-def random_signs(key: jax.Array, num_blocks: int, dim: int) -> jax.Array:
-    """Draws the Rademacher signs of the HD factors, int8 ``[num_blocks, NUM_FACTORS, dim]``.
+def random_signs(
+    key: Key[Array, ""], num_blocks: int, dim: int
+) -> Int8[Array, "{num_blocks} 3 {dim}"]:
+    """Draws the Rademacher signs of the HD factors.
 
     Args:
       key: A typed PRNG key.
@@ -84,16 +89,18 @@ def random_signs(key: jax.Array, num_blocks: int, dim: int) -> jax.Array:
     return jax.random.rademacher(key, (num_blocks, NUM_FACTORS, dim), jnp.int8)
 
 
-def rotate(x: jax.Array, signs: jax.Array) -> jax.Array:
+def rotate(
+    x: Float[Array, "*#batch n"], signs: Int8[Array, "*#batch 3 n"]
+) -> Float[Array, "*#batch n"]:
     r"""Applies the rotation :math:`R = H D_3 H D_2 H D_1`, with H scaled to be orthogonal.
 
     Args:
-      x: Vectors ``[..., n]``.
-      signs: Diagonals of the matrices :math:`D_k`, ``[..., NUM_FACTORS, n]``. The leading axes of
-        ``x`` and ``signs`` broadcast.
+      x: Vectors.
+      signs: Diagonals of the matrices :math:`D_k`. Their leading axes broadcast with those of
+        ``x``.
 
     Returns:
-      R x, ``[..., n]``.
+      R x.
     """
     for factor in range(NUM_FACTORS):
         # Scaling every factor keeps the numbers from growing on the way.
@@ -102,15 +109,15 @@ def rotate(x: jax.Array, signs: jax.Array) -> jax.Array:
     return x
 
 
-def rotate_back(x: jax.Array, signs: jax.Array) -> jax.Array:
+def rotate_back(x: Float[Array, "*batch n"], signs: Int8[Array, "3 n"]) -> Float[Array, "*batch n"]:
     """Undoes ``rotate`` by multiplying rows by R from the right.
 
     Args:
-      x: Rows ``[..., n]``.
-      signs: Diagonals as in ``rotate``, ``[NUM_FACTORS, n]``.
+      x: Rows.
+      signs: Diagonals as in ``rotate``.
 
     Returns:
-      x R, ``[..., n]``.
+      x R.
     """
     for factor in reversed(range(NUM_FACTORS)):
         flips = signs[..., factor, :].astype(x.dtype) * x.shape[-1] ** -0.5

@@ -7,16 +7,18 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks
 from simrf_jax.projections.fast import FastProjection, apply_fast
 from simrf_jax.projections.structured import StructuredProjection
 
-Projection: TypeAlias = ArrayLike | StructuredProjection
+Projection: TypeAlias = Float[ArrayLike, "*stack num_features dim"] | StructuredProjection
 
 
-def as_projection(projection: Projection) -> jax.Array | StructuredProjection:
+def as_projection(
+    projection: Float[ArrayLike, "*shape"] | StructuredProjection,
+) -> Float[Array, "*shape"] | StructuredProjection:
     """Returns a projection as an array of a floating type, or unchanged if it is structured.
 
     Args:
@@ -32,15 +34,17 @@ def as_projection(projection: Projection) -> jax.Array | StructuredProjection:
     return checks.floating("projection", projection)
 
 
-def project(x: ArrayLike, projection: Projection) -> jax.Array:
+def project(
+    x: Float[ArrayLike, "*batch dim"], projection: Projection
+) -> Float[Array, "*batch num_features"]:
     r"""Projects vectors onto the rows of a projection, :math:`y_i = w_i \cdot x`.
 
     Args:
-      x: Vectors ``[..., dim]``, floating.
-      projection: W, ``[num_features, dim]``, as a floating array or a ``FastProjection``.
+      x: Vectors.
+      projection: W, ``[num_features, dim]``, as an array or a ``FastProjection``.
 
     Returns:
-      Array ``[..., num_features]``, in float32 at least. Every feature map uses these numbers as
+      The projected vectors, in float32 at least. Every feature map uses these numbers as
       logits, which bfloat16 would round to a few per cent.
 
     Raises:

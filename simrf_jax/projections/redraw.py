@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, ArrayLike, Integer, Key, Shaped
 
 from simrf_jax import checks
-from simrf_jax.projections.dense import draw_projection
+from simrf_jax.projections.blocks import BlockMode
+from simrf_jax.projections.couplings import Coupling
+from simrf_jax.projections.dense import Norms, draw_projection
+from simrf_jax.projections.rotations import Rotation
 from simrf_jax.projections.structured import StructuredProjection
 
 
-def redraw_key(key: jax.Array, step: int | jax.Array, *, interval: int) -> jax.Array:
+def redraw_key(
+    key: Key[Array, ""], step: int | Integer[ArrayLike, ""], *, interval: int
+) -> Key[Array, ""]:
     """Returns the key in force at a training step, ``fold_in(key, step // interval)``.
 
     Args:
@@ -56,7 +63,7 @@ def redraw_key(key: jax.Array, step: int | jax.Array, *, interval: int) -> jax.A
     return jax.random.fold_in(key, redraws)
 
 
-def _traced_redraws(step: jax.Array, interval: int) -> jax.Array | int:
+def _traced_redraws(step: Integer[Array, ""], interval: int) -> Integer[Array, ""] | int:
     """Returns step // interval, 0 for an interval of 0."""
     if step.shape or not jnp.issubdtype(step.dtype, jnp.integer):
         raise TypeError(f"step must be one integer, got {step.dtype.name} of shape {step.shape}.")
@@ -67,13 +74,13 @@ def _traced_redraws(step: jax.Array, interval: int) -> jax.Array | int:
 
 
 def redraw_projections(
-    key: jax.Array,
+    key: Key[Array, ""],
     projections: Any,
     *,
-    coupling: str,
-    block: str = "regular",
-    rotation: str = "haar",
-    norms: str = "chi",
+    coupling: Coupling,
+    block: BlockMode = "regular",
+    rotation: Rotation = "haar",
+    norms: Norms = "chi",
     num_sweeps: int | None = None,
 ) -> Any:
     """Draws new values for all projections of a model in one batched call.
@@ -133,9 +140,9 @@ def redraw_projections(
         keys = jax.vmap(fold_in_both)(jnp.asarray(layer_of_each), jnp.asarray(head_of_each))
         draw_one = functools.partial(_draw_like, jax.tree.unflatten(structure, parts), options)
         heads = jax.vmap(draw_one)(keys)
-        ends = np.cumsum(counts)
-        for layer, stack, first, end in zip(layers, stacks, ends - counts, ends, strict=True):
-            unstack = functools.partial(_take, first=first, end=end, stack=stack)
+        ends = itertools.accumulate(counts)
+        for layer, stack, count, end in zip(layers, stacks, counts, ends, strict=True):
+            unstack = functools.partial(_take, first=end - count, end=end, stack=stack)
             drawn[layer] = jax.tree.map(unstack, heads)
     return jax.tree.unflatten(treedef, drawn)
 
@@ -152,15 +159,19 @@ def _head(leaf: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
     return structure, tuple(jax.ShapeDtypeStruct(part.shape[-2:], part.dtype) for part in parts)
 
 
-def _draw_like(head: Any, options: dict[str, Any], key: jax.Array) -> Any:
+def _draw_like(head: Any, options: dict[str, Any], key: Key[Array, ""]) -> Any:
     if _is_structured(head):
         return head.draw_like(key, **options)
     return draw_projection(key, *head.shape, dtype=head.dtype, **options)
 
 
-def _take(x: jax.Array, *, first: int, end: int, stack: tuple[int, ...]) -> jax.Array:
+def _take(
+    x: Shaped[Array, " heads *shape"], *, first: int, end: int, stack: tuple[int, ...]
+) -> Shaped[Array, "*stack_and_shape"]:
     return x[first:end].reshape(*stack, *x.shape[1:])
 
 
-def _fold_in_both(key: jax.Array, layer: jax.Array, head: jax.Array) -> jax.Array:
+def _fold_in_both(
+    key: Key[Array, ""], layer: Integer[Array, ""], head: Integer[Array, ""]
+) -> Key[Array, ""]:
     return jax.random.fold_in(jax.random.fold_in(key, layer), head)

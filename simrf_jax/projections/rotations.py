@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Key
 
 from simrf_jax.projections.hadamard import padded_dim, random_signs, rotate_back
 
 
-def haar_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array:
+def haar_rotation(
+    key: Key[Array, ""], vectors: Float[Array, "num_rows n"], dim: int
+) -> Float[Array, "num_rows {dim}"]:
     r"""Multiplies vectors by the first rows of a Haar-distributed orthogonal matrix.
 
     The method is Stewart's. Let :math:`x_k` be standard normal in the last :math:`d - k + 1`
@@ -25,11 +28,11 @@ def haar_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array:
 
     Args:
       key: A typed PRNG key.
-      vectors: Rows S to rotate, floating ``[num_rows, n]`` with n at most ``dim``.
+      vectors: Rows S to rotate, with n at most ``dim``.
       dim: Dimension d.
 
     Returns:
-      :math:`S Q^\top`, ``[num_rows, dim]``. If S is the identity, its rows are orthonormal.
+      :math:`S Q^\top`. If S is the identity, its rows are orthonormal.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -53,7 +56,9 @@ def haar_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array:
     reflectors = x + sign[:, None] * jnp.linalg.norm(x, axis=-1, keepdims=True) * eye
     reflectors /= jnp.linalg.norm(reflectors, axis=-1, keepdims=True)
 
-    def reflect(i: jax.Array, rows: jax.Array) -> jax.Array:
+    def reflect(
+        i: Int[Array, ""], rows: Float[Array, "num_rows dim"]
+    ) -> Float[Array, "num_rows dim"]:
         v = reflectors[n - 1 - i]
         return rows - 2 * jnp.outer(jnp.dot(rows, v, precision=jax.lax.Precision.HIGHEST), v)
 
@@ -62,7 +67,9 @@ def haar_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array:
     return jax.lax.fori_loop(0, n, reflect, start)
 
 
-def hadamard_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array:
+def hadamard_rotation(
+    key: Key[Array, ""], vectors: Float[Array, "num_rows n"], dim: int
+) -> Float[Array, "num_rows {dim}"]:
     r"""Multiplies vectors by the first rows of a product of Hadamard matrices and random signs.
 
     .. math:: R = H D_3 \, H D_2 \, H D_1
@@ -75,11 +82,11 @@ def hadamard_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array
 
     Args:
       key: A typed PRNG key.
-      vectors: Rows to rotate, floating ``[num_rows, n]`` with n at most ``dim``.
+      vectors: Rows to rotate, with n at most ``dim``.
       dim: Dimension d, a power of two.
 
     Returns:
-      Array ``[num_rows, dim]``, computed in time O(num_rows d log d).
+      The rotated rows, computed in time O(num_rows d log d).
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -96,7 +103,9 @@ def hadamard_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array
     return rotate_back(jnp.pad(vectors, ((0, 0), (0, dim - vectors.shape[1]))), signs)
 
 
-def givens_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array:
+def givens_rotation(
+    key: Key[Array, ""], vectors: Float[Array, "num_rows n"], dim: int
+) -> Float[Array, "num_rows {dim}"]:
     r"""Multiplies vectors by the first rows of a butterfly product of random Givens rotations.
 
     .. math:: Q = G_1 G_2 \cdots G_{\log_2 d}
@@ -109,11 +118,11 @@ def givens_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array:
 
     Args:
       key: A typed PRNG key.
-      vectors: Rows to rotate, floating ``[num_rows, n]`` with n at most ``dim``.
+      vectors: Rows to rotate, with n at most ``dim``.
       dim: Dimension d, a power of two.
 
     Returns:
-      Array ``[num_rows, dim]``, computed in time O(num_rows d log d) after d (d - 1) normal draws.
+      The rotated rows, computed in time O(num_rows d log d) after d (d - 1) normal draws.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -147,7 +156,7 @@ def givens_rotation(key: jax.Array, vectors: jax.Array, dim: int) -> jax.Array:
     return q
 
 
-class Rotation(NamedTuple):
+class RotationRule(NamedTuple):
     """Distribution of the random rotation of a row block.
 
     Attributes:
@@ -158,12 +167,15 @@ class Rotation(NamedTuple):
         rotation works. Vectors are padded with zeros to it.
     """
 
-    rotate: Callable[[jax.Array, jax.Array, int], jax.Array]
+    rotate: Callable[
+        [Key[Array, ""], Float[Array, "num_rows n"], int], Float[Array, "num_rows dim"]
+    ]
     ambient_dim: Callable[[int], int]
 
 
-ROTATIONS = {
-    "haar": Rotation(haar_rotation, lambda dim: dim),
-    "hadamard": Rotation(hadamard_rotation, padded_dim),
-    "givens": Rotation(givens_rotation, padded_dim),
+Rotation: TypeAlias = Literal["haar", "hadamard", "givens"]
+ROTATIONS: dict[Rotation, RotationRule] = {
+    "haar": RotationRule(haar_rotation, lambda dim: dim),
+    "hadamard": RotationRule(hadamard_rotation, padded_dim),
+    "givens": RotationRule(givens_rotation, padded_dim),
 }

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import abc
-from typing import Any, Self
+from typing import Any
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Key
 
 
 class StructuredProjection(abc.ABC):
@@ -31,7 +31,7 @@ class StructuredProjection(abc.ABC):
         """Number of axes of the array whose place it takes."""
         return len(self.shape)
 
-    def draw_like(self, key: jax.Array, **draw_options: Any) -> Self:
+    def draw_like(self, key: Key[Array, ""], **draw_options: Any) -> StructuredProjection:
         """Draws another projection with the shapes and dtypes of this one.
 
         This projection must not have leading axes.

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jaxtyping import Float64
+from numpy.typing import ArrayLike
 
 from simrf_jax import checks
 from simrf_jax.projections import couplings
-from simrf_jax.projections.couplings import FIXED
 
-COUPLINGS = ("iid", *FIXED)
+ClosedFormCoupling: TypeAlias = Literal["iid", "orthogonal", "simplex"]
+COUPLINGS = get_args(ClosedFormCoupling)
 
 
 def coupling(name: str, value: Any, dim: int) -> None:
@@ -72,7 +73,7 @@ def pair_cosine(coupling: Any, cosine: Any, dim: int) -> float | None:
     return float(value)
 
 
-def norms(name: str, value: ArrayLike) -> np.ndarray:
+def norms(name: str, value: ArrayLike) -> Float64[np.ndarray, "*shape"]:
     """Returns norms in float64 after checking that each is at least 0 or NaN."""
     array = real(name, value)
     if np.any(array < 0):
@@ -80,7 +81,9 @@ def norms(name: str, value: ArrayLike) -> np.ndarray:
     return array
 
 
-def vectors(x: ArrayLike, y: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+def vectors(
+    x: ArrayLike, y: ArrayLike
+) -> tuple[Float64[np.ndarray, "*#batch dim"], Float64[np.ndarray, "*#batch dim"]]:
     """Returns x and y in float64 after checking their shapes.
 
     Both must be ``[..., dim]`` with the same ``dim`` of at least 1, and their leading shapes must
@@ -99,7 +102,7 @@ def vectors(x: ArrayLike, y: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     return x, y
 
 
-def real(name: str, value: ArrayLike) -> np.ndarray:
+def real(name: str, value: ArrayLike) -> Float64[np.ndarray, "*shape"]:
     """Returns integers or floating numbers of any width, including bfloat16, in float64."""
     array = np.asarray(value)
     if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):

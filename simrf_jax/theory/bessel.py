@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
+from jaxtyping import Float64
 from scipy import special
 
 _MAX_LOG = 600.0  # The power series is used below this logarithm, because e^600 is finite.
 
 
-def log_hyp0f1(b: float, x: np.ndarray) -> np.ndarray:
+def log_hyp0f1(
+    b: float, x: Float64[np.ndarray, "*shape"] | np.float64
+) -> Float64[np.ndarray, "*shape"]:
     r"""Returns the logarithm of :math:`{}_0F_1(; b; x)`.
 
     With :math:`b = d/2` and :math:`x = v^2 r^2 / 4`, :math:`{}_0F_1` is the average of
@@ -17,10 +20,10 @@ def log_hyp0f1(b: float, x: np.ndarray) -> np.ndarray:
 
     Args:
       b: A number of at least 1/2.
-      x: Numbers of at least 0, any shape. Infinite and NaN values are returned unchanged.
+      x: Numbers of at least 0. Infinite and NaN values are returned unchanged.
 
     Returns:
-      float64 array of the shape of ``x``.
+      The logarithms.
 
     Example:
       >>> import numpy as np
@@ -28,6 +31,7 @@ def log_hyp0f1(b: float, x: np.ndarray) -> np.ndarray:
       >>> np.round(log_hyp0f1(0.5, x**2 / 4), 6)
       array([4.33781000e-01, 9.99306853e+02, 9.99999999e+08])
     """
+    x = np.asarray(x)
     bound = np.minimum(2 * np.sqrt(x), x / b)  # The logarithm is at most this large.
     result = np.array(x, dtype=np.float64)
     small, large = bound < _MAX_LOG, (bound >= _MAX_LOG) & np.isfinite(x)
@@ -36,7 +40,7 @@ def log_hyp0f1(b: float, x: np.ndarray) -> np.ndarray:
     return result
 
 
-def _series(b: float, x: np.ndarray, bound: float) -> np.ndarray:
+def _series(b: float, x: Float64[np.ndarray, " n"], bound: float) -> Float64[np.ndarray, " n"]:
     """Returns the power series without its leading 1, for logarithms of at most ``bound``."""
     term = np.ones_like(x)
     total = np.zeros_like(x)
@@ -47,7 +51,7 @@ def _series(b: float, x: np.ndarray, bound: float) -> np.ndarray:
     return total
 
 
-def _uniform_expansion(order: float, z: np.ndarray) -> np.ndarray:
+def _uniform_expansion(order: float, z: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
     r"""Returns the logarithm of :math:`(2/z)^\nu I_\nu(z)`.
 
     The function uses Debye's expansion (DLMF 10.41.3) in powers of :math:`1/q`, with
@@ -55,7 +59,7 @@ def _uniform_expansion(order: float, z: np.ndarray) -> np.ndarray:
 
     Args:
       order: Order :math:`\nu`.
-      z: Arguments z, any shape.
+      z: Arguments z.
     """
     q = np.hypot(order, z)
     p2 = (order / q) ** 2

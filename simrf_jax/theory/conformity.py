@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from jax.typing import ArrayLike
+from jaxtyping import Float64
+from numpy.typing import ArrayLike
 from scipy import special
 
 from simrf_jax import checks
 from simrf_jax.theory import arguments
+from simrf_jax.theory.arguments import ClosedFormCoupling
 from simrf_jax.theory.moments import log_relative_moments
 from simrf_jax.theory.numerics import over_chunks
 
@@ -15,8 +17,12 @@ _MAX_V = 1000.0  # The series has v^2 terms, which take a few seconds at this v.
 
 
 def log_conformity(
-    v: ArrayLike, dim: int, *, coupling: str | None = None, cosine: float | None = None
-) -> np.ndarray | np.float64:
+    v: ArrayLike,
+    dim: int,
+    *,
+    coupling: ClosedFormCoupling | None = None,
+    cosine: float | None = None,
+) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the logarithm of the conformity of a pair of rows at a fixed angle.
 
     .. math::
@@ -74,7 +80,7 @@ def log_conformity(
     return result[()]
 
 
-def _log_series(t: np.ndarray, dim: int, cosine: float) -> np.ndarray:
+def _log_series(t: Float64[np.ndarray, " n"], dim: int, cosine: float) -> Float64[np.ndarray, " n"]:
     """Returns the logarithm of rho_c(t), from as many terms of the series as count."""
     # r_k falls with k, and I_k grows by a factor of at most 1 + max(c, 0) per step, so that the
     # largest term is at or before k = peak.
@@ -83,7 +89,7 @@ def _log_series(t: np.ndarray, dim: int, cosine: float) -> np.ndarray:
     k = np.arange(1.0, log_moments.size)
     log_coefficients = log_moments[1:] - special.gammaln(k + 1)
 
-    def log_rho(t: np.ndarray) -> np.ndarray:
+    def log_rho(t: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
         with np.errstate(divide="ignore"):
             log_terms = k * np.log(t)[:, None] + log_coefficients
         # The sum leaves out its leading 1, which would swallow the digits of a small log rho.

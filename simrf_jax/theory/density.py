@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
-from jax.typing import ArrayLike
+from jaxtyping import Float64
+from numpy.typing import ArrayLike
 from scipy import special
 
 from simrf_jax import checks
 from simrf_jax.theory import arguments
+from simrf_jax.theory.arguments import ClosedFormCoupling
 from simrf_jax.theory.numerics import over_chunks, phi_rule
 
 _FAR = 1e100  # Lengths are clipped here, where the square is finite and the density is 0.
@@ -17,8 +19,12 @@ _OBTUSE = -0.5
 
 
 def resultant_norm_pdf(
-    w: ArrayLike, dim: int, *, coupling: str | None = None, cosine: float | None = None
-) -> np.ndarray | np.float64:
+    w: ArrayLike,
+    dim: int,
+    *,
+    coupling: ClosedFormCoupling | None = None,
+    cosine: float | None = None,
+) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the density of the resultant's length :math:`w = |w_i + w_j|` of a pair of rows.
 
     .. math::
@@ -63,25 +69,27 @@ def resultant_norm_pdf(
     """
     dim = checks.positive_int("dim", dim)
     cosine = arguments.pair_cosine(coupling, cosine, dim)
-    length: np.ndarray = np.minimum(arguments.norms("w", w), _FAR)
+    length = np.minimum(arguments.norms("w", w), _FAR)
     if cosine is None:
         log_pdf = _log_chi_pdf(length / np.sqrt(2), dim) - np.log(2) / 2
     elif cosine == 0:
         log_pdf = _log_chi_pdf(length, 2 * dim)
     elif cosine == -1 and dim == 2:
-        return _antiparallel_pdf(length)[()]
+        return _antiparallel_pdf(length)
     else:
         log_pdf = _log_pdf(length.ravel(), dim, cosine).reshape(length.shape)
     return np.exp(log_pdf)[()]
 
 
-def _log_chi_pdf(w: np.ndarray, freedom: int) -> np.ndarray:
+def _log_chi_pdf(
+    w: Float64[np.ndarray, "*shape"] | np.float64, freedom: int
+) -> Float64[np.ndarray, "*shape"] | np.float64:
     """Returns the logarithm of the density of the chi distribution."""
     norm = (freedom / 2 - 1) * np.log(2) + special.gammaln(freedom / 2)
     return special.xlogy(freedom - 1, w) - w**2 / 2 - norm
 
 
-def _log_pdf(w: np.ndarray, dim: int, cosine: float) -> np.ndarray:
+def _log_pdf(w: Float64[np.ndarray, " n"], dim: int, cosine: float) -> Float64[np.ndarray, " n"]:
     if cosine >= _OBTUSE:
         sines, log_weights = phi_rule(dim)
         log_a = np.log1p(cosine * sines) / 2
@@ -89,14 +97,16 @@ def _log_pdf(w: np.ndarray, dim: int, cosine: float) -> np.ndarray:
         log_a, log_weights = _obtuse_rule(dim, cosine)
         w = np.maximum(w, _NEAR) if cosine == -1 else w
 
-    def log_pdf(w: np.ndarray) -> np.ndarray:
+    def log_pdf(w: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
         scaled = _log_chi_pdf(w[:, None] * np.exp(-log_a), 2 * dim)
         return special.logsumexp(scaled - log_a + log_weights, axis=1)
 
     return over_chunks(log_pdf, w, log_a.size)
 
 
-def _obtuse_rule(dim: int, cosine: float) -> tuple[np.ndarray, np.ndarray]:
+def _obtuse_rule(
+    dim: int, cosine: float
+) -> tuple[Float64[np.ndarray, " nodes"], Float64[np.ndarray, " nodes"]]:
     """Returns log a and the log weights at angles that are dense at both ends, for c near -1."""
     # This is the trapezoidal rule in x, the logit of (pi/2 - phi) / (pi/2). The peaks of the
     # integrand are as narrow as 0.5 / sqrt(dim) in x, wherever they are, and the error of the rule
@@ -110,7 +120,9 @@ def _obtuse_rule(dim: int, cosine: float) -> tuple[np.ndarray, np.ndarray]:
     return log_a, log_weights - special.logsumexp(log_weights)
 
 
-def _antiparallel_pdf(w: np.ndarray) -> np.ndarray:
+def _antiparallel_pdf(
+    w: Float64[np.ndarray, "*shape"] | np.float64,
+) -> Float64[np.ndarray, "*shape"] | np.float64:
     """Returns the density for antiparallel rows in two dimensions.
 
     The length of their resultant is the absolute difference of two Rayleigh norms. The scale a of

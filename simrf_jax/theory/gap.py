@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from jax.typing import ArrayLike
+from jaxtyping import Float64
+from numpy.typing import ArrayLike
 from scipy import special
 
 from simrf_jax import checks
 from simrf_jax.theory import arguments
 from simrf_jax.theory.moments import log_relative_moments
-from simrf_jax.theory.mse import FEATURES
+from simrf_jax.theory.mse import FEATURES, Features
 from simrf_jax.theory.numerics import over_chunks
 from simrf_jax.theory.oscillation import SERIES_BELOW, kummer
 from simrf_jax.theory.pairs import coupled_pairs
@@ -18,8 +19,8 @@ _INFINITE_FROM = 1000.0  # The gap is infinite from this t = v^2 on; e^t overflo
 
 
 def orthogonality_gap(
-    distance: ArrayLike, dim: int, num_features: int, *, features: str = "positive"
-) -> np.ndarray | np.float64:
+    distance: ArrayLike, num_features: int, dim: int, *, features: Features = "positive"
+) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the mean squared error of iid minus that of orthogonal rows, without the prefactor.
 
     .. math::
@@ -44,8 +45,8 @@ def orthogonality_gap(
 
     Args:
       distance: The norm v, or the distance z for trigonometric features; any shape, at least 0.
-      dim: Dimension d.
       num_features: Number of rows m of the projection.
+      dim: Dimension d.
       features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
 
     Returns:
@@ -54,7 +55,7 @@ def orthogonality_gap(
       is infinite where e^(v^2) overflows, that is for v > 26.6.
 
     Raises:
-      TypeError: If ``dim`` or ``num_features`` is not an integer, or ``distance`` is not real.
+      TypeError: If ``num_features`` or ``dim`` is not an integer, or ``distance`` is not real.
       ValueError: If the feature map is unknown or a number is out of range.
 
     Example:
@@ -68,8 +69,8 @@ def orthogonality_gap(
       Reid et al., Simplex Random Features (ICML 2023), Corollary 4.4, Eq. 25 (with the
       :math:`2^k k!` of Eq. 69), and Theorem 4.5, Eq. 26, https://arxiv.org/abs/2301.13856
     """
-    dim = checks.positive_int("dim", dim)
     num_features = checks.positive_int("num_features", num_features)
+    dim = checks.positive_int("dim", dim)
     checks.one_of("features", features, FEATURES)
     with np.errstate(over="ignore"):
         t = arguments.norms("distance", distance) ** 2
@@ -81,7 +82,7 @@ def orthogonality_gap(
     return result[()]
 
 
-def _growing_gap(t: np.ndarray, dim: int) -> np.ndarray:
+def _growing_gap(t: Float64[np.ndarray, " n"], dim: int) -> Float64[np.ndarray, " n"]:
     """Returns the sum over k for t >= 0, in which all terms are positive."""
     inside = t < _INFINITE_FROM
     result = np.full(t.shape, np.inf)
@@ -90,7 +91,7 @@ def _growing_gap(t: np.ndarray, dim: int) -> np.ndarray:
     log_r = log_relative_moments(dim, 0.0, k.size + 1)[2:]
     log_coefficients = np.log(-np.expm1(log_r)) - special.gammaln(k + 1)
 
-    def gap(t: np.ndarray) -> np.ndarray:
+    def gap(t: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
         with np.errstate(divide="ignore", over="ignore"):
             log_terms = k * np.log(t)[:, None] + log_coefficients
             return np.exp(special.logsumexp(log_terms, axis=1))
@@ -99,7 +100,7 @@ def _growing_gap(t: np.ndarray, dim: int) -> np.ndarray:
     return result
 
 
-def _oscillating_gap(t: np.ndarray, dim: int) -> np.ndarray:
+def _oscillating_gap(t: Float64[np.ndarray, " n"], dim: int) -> Float64[np.ndarray, " n"]:
     """Returns the sum over k at -t for t >= 0, or its closed form where the sum loses digits."""
     small = t < SERIES_BELOW
     k = np.arange(2.0, 42.0)

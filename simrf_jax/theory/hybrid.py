@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
-from jax.typing import ArrayLike
+from jaxtyping import Float64
+from numpy.typing import ArrayLike
 
 from simrf_jax import checks
+from simrf_jax.features import Kernel
 from simrf_jax.theory import arguments
-from simrf_jax.theory.mse import kernel_mse
+from simrf_jax.theory.arguments import ClosedFormCoupling
+from simrf_jax.theory.mse import Features, kernel_mse
 
 
 def hybrid_mse(
@@ -16,10 +19,10 @@ def hybrid_mse(
     num_features: int,
     num_weights: int,
     *,
-    coupling: str,
-    kernel: str = "softmax",
+    coupling: ClosedFormCoupling,
+    kernel: Kernel = "softmax",
     log: bool = False,
-) -> np.ndarray | np.float64:
+) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the mean squared error of the angular hybrid estimate of a kernel.
 
     .. math::
@@ -72,10 +75,9 @@ def hybrid_mse(
     log = checks.boolean("log", log)
     x, y = arguments.vectors(x, y)
     total: np.ndarray | np.float64 = np.float64(-np.inf)
+    bases: tuple[Features, ...] = ("hyperbolic", "trigonometric")
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        for share, features in zip(
-            _angular_weights(x, y), ("hyperbolic", "trigonometric"), strict=True
-        ):
+        for share, features in zip(_angular_weights(x, y), bases, strict=True):
             second_moment = share * (share + (1 - share) / num_weights)
             log_mse = kernel_mse(
                 x, y, num_features, coupling=coupling, features=features, kernel=kernel, log=True
@@ -84,13 +86,17 @@ def hybrid_mse(
         return total if log else np.exp(total)
 
 
-def _angular_weights(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _angular_weights(
+    x: Float64[np.ndarray, "*#batch dim"], y: Float64[np.ndarray, "*#batch dim"]
+) -> tuple[
+    Float64[np.ndarray, "*#batch"] | np.float64, Float64[np.ndarray, "*#batch"] | np.float64
+]:
     """Returns a, the angle divided by pi, and 1 - a, each to full relative accuracy."""
     x, y = _unit(x), _unit(y)
     apart, together = np.linalg.norm(x - y, axis=-1), np.linalg.norm(x + y, axis=-1)
     return 2 / np.pi * np.arctan2(apart, together), 2 / np.pi * np.arctan2(together, apart)
 
 
-def _unit(x: np.ndarray) -> np.ndarray:
+def _unit(x: Float64[np.ndarray, "*batch dim"]) -> Float64[np.ndarray, "*batch dim"]:
     norm = np.linalg.norm(x, axis=-1, keepdims=True)
     return x / np.where(norm == 0, 1, norm)

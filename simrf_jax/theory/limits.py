@@ -5,25 +5,27 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from jax.typing import ArrayLike
+from jaxtyping import Float64
+from numpy.typing import ArrayLike
 from scipy import special
 
 from simrf_jax import checks
-from simrf_jax.projections.blocks import BLOCK_MODES
+from simrf_jax.projections.blocks import BLOCK_MODES, BlockMode
 from simrf_jax.theory import arguments
-from simrf_jax.theory.mse import FEATURES
+from simrf_jax.theory.arguments import ClosedFormCoupling
+from simrf_jax.theory.mse import FEATURES, Features
 from simrf_jax.theory.pairs import coupled_pairs
 
 _FAR = 1e4  # From this t = z^2 on, e^-t is 0 in float64.
 
 
 def small_distance_prefactor(
-    dim: int,
-    num_features: int | None = None,
+    num_features: int,
+    dim: int | None = None,
     *,
-    coupling: str = "simplex",
-    features: str = "positive",
-    block: str = "regular",
+    coupling: ClosedFormCoupling = "simplex",
+    features: Features = "positive",
+    block: BlockMode = "regular",
 ) -> np.float64:
     r"""Returns the mean squared error relative to iid rows in the limit of small distances.
 
@@ -42,8 +44,8 @@ def small_distance_prefactor(
     is 1 for orthogonal rows.
 
     Args:
-      dim: Dimension d.
-      num_features: Number of rows m of the projection. The default is d, as in the paper.
+      num_features: Number of rows m of the projection.
+      dim: Dimension d. The default is m, as in the paper.
       coupling: Coupling of the rows: ``"iid"``, ``"orthogonal"`` or ``"simplex"``.
       features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
@@ -52,7 +54,7 @@ def small_distance_prefactor(
       The limit as a float64 number, to an error of 2e-16.
 
     Raises:
-      TypeError: If ``dim`` or ``num_features`` is not an integer.
+      TypeError: If ``num_features`` or ``dim`` is not an integer.
       ValueError: If a name is unknown, the coupling has no closed form or needs a larger dimension,
         or a number is out of range.
 
@@ -65,9 +67,8 @@ def small_distance_prefactor(
     References:
       Reid et al., Simplex Random Features (ICML 2023), Sec. 5.1, https://arxiv.org/abs/2301.13856
     """
-    dim = checks.positive_int("dim", dim)
-    num_features = dim if num_features is None else num_features
     num_features = checks.positive_int("num_features", num_features)
+    dim = num_features if dim is None else checks.positive_int("dim", dim)
     arguments.coupling("coupling", coupling, dim)
     checks.one_of("features", features, FEATURES)
     checks.one_of("block", block, BLOCK_MODES)
@@ -103,7 +104,9 @@ def mean_norm_deficit(dim: int) -> float:
     return -math.expm1(log_ratio)
 
 
-def asymptotic_ratio(z: ArrayLike, dim: int, num_features: int) -> np.ndarray | np.float64:
+def asymptotic_ratio(
+    z: ArrayLike, num_features: int, dim: int
+) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the ratio of orthogonal to iid errors of trigonometric features in high dimensions.
 
     .. math::
@@ -117,20 +120,20 @@ def asymptotic_ratio(z: ArrayLike, dim: int, num_features: int) -> np.ndarray | 
 
     Args:
       z: Distances :math:`|x - y|`, any shape, at least 0.
-      dim: Dimension d.
       num_features: Number of rows m of the projection.
+      dim: Dimension d.
 
     Returns:
       float64 array of the shape of ``z``.
 
     Raises:
-      TypeError: If ``dim`` or ``num_features`` is not an integer, or ``z`` is not real.
+      TypeError: If ``num_features`` or ``dim`` is not an integer, or ``z`` is not real.
       ValueError: If a number is out of range.
 
     Example:
       >>> from simrf_jax.theory import mse_ratio
-      >>> exact = mse_ratio(1.0, 512, 64, coupling="orthogonal", features="trigonometric")
-      >>> print(f"{asymptotic_ratio(1.0, 512, 64):.4f} {exact:.4f}")
+      >>> exact = mse_ratio(1.0, 64, 512, coupling="orthogonal", features="trigonometric")
+      >>> print(f"{asymptotic_ratio(1.0, 64, 512):.4f} {exact:.4f}")
       0.8867 0.8868
 
     References:
@@ -138,8 +141,8 @@ def asymptotic_ratio(z: ArrayLike, dim: int, num_features: int) -> np.ndarray | 
       https://arxiv.org/abs/2301.13856
       Yu et al., Orthogonal Random Features (NeurIPS 2016), https://arxiv.org/abs/1610.09072
     """
-    dim = checks.positive_int("dim", dim)
     num_features = checks.positive_int("num_features", num_features)
+    dim = checks.positive_int("dim", dim)
     with np.errstate(over="ignore"):
         t = np.minimum(arguments.norms("z", z) ** 2, _FAR)
     weight = sum(p for p, _ in coupled_pairs(num_features, dim, "orthogonal", "regular"))

@@ -15,26 +15,29 @@ Conformities and mean squared errors are power series with these coefficients. T
 from __future__ import annotations
 
 import numpy as np
+from jaxtyping import Float64
 from scipy import special
 
 from simrf_jax.theory.numerics import over_chunks, phi_rule
 
 
-def log_relative_moments(dim: int, cosine: float, degrees: int) -> np.ndarray:
+def log_relative_moments(
+    dim: int, cosine: float, degrees: int
+) -> Float64[np.ndarray, " {degrees}+1"]:
     """Returns the logarithm of r_k I_k(c) for k = 0, ..., ``degrees``."""
     if not cosine:
         return _log_r(dim, degrees)
     sines, log_weights = phi_rule(dim)
     log_bases = np.log1p(cosine * sines)
 
-    def log_i(k: np.ndarray) -> np.ndarray:
+    def log_i(k: Float64[np.ndarray, " k"]) -> Float64[np.ndarray, " k"]:
         return special.logsumexp(k[:, None] * log_bases + log_weights, axis=1)
 
     k = np.arange(degrees + 1.0)
     return _log_r(dim, degrees) + over_chunks(log_i, k, sines.size)
 
 
-def scaled_deficits(dim: int, cosine: float, degrees: int) -> np.ndarray:
+def scaled_deficits(dim: int, cosine: float, degrees: int) -> Float64[np.ndarray, " {degrees}+1"]:
     """Returns 2^-k (1 - r_k I_k(c)) for k = 0, ..., ``degrees``.
 
     The result has full relative accuracy for c <= 0. The function forms neither 2^k nor I_k, which
@@ -49,7 +52,7 @@ def scaled_deficits(dim: int, cosine: float, degrees: int) -> np.ndarray:
     sines, log_weights = phi_rule(dim)
     log_bases, weights = np.log1p(cosine * sines), np.exp(log_weights)
 
-    def scaled_i_minus_1(k: np.ndarray) -> np.ndarray:
+    def scaled_i_minus_1(k: Float64[np.ndarray, " k"]) -> Float64[np.ndarray, " k"]:
         growth = k[:, None] * log_bases
         scale = np.exp((-k * np.log(2))[:, None] + np.maximum(growth, 0))
         return (scale * np.sign(growth) * -np.expm1(-np.abs(growth))) @ weights
@@ -57,7 +60,7 @@ def scaled_deficits(dim: int, cosine: float, degrees: int) -> np.ndarray:
     return deficits - np.exp(log_r) * over_chunks(scaled_i_minus_1, k, sines.size)
 
 
-def _log_r(dim: int, degrees: int) -> np.ndarray:
+def _log_r(dim: int, degrees: int) -> Float64[np.ndarray, " {degrees}+1"]:
     """Returns the logarithm of r_k for k = 0, ..., ``degrees``."""
     j = np.arange(float(degrees))
     return np.concatenate([[0.0], np.cumsum(np.log1p(-j / (dim + 2 * j)))])

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias, get_args
+
 import numpy as np
-from jax.typing import ArrayLike
+from jaxtyping import Float64
+from numpy.typing import ArrayLike
 
 from simrf_jax import checks
-from simrf_jax.features import KERNELS
-from simrf_jax.projections.blocks import BLOCK_MODES
+from simrf_jax.features import KERNELS, Kernel
+from simrf_jax.projections.blocks import BLOCK_MODES, BlockMode
 from simrf_jax.theory import arguments
+from simrf_jax.theory.arguments import ClosedFormCoupling
 from simrf_jax.theory.oscillation import trigonometric_ratio
 from simrf_jax.theory.pairs import Pairs, coupled_pairs
 from simrf_jax.theory.series import positive_series
 
-FEATURES = ("positive", "hyperbolic", "trigonometric")
+# The feature maps that have closed forms.
+Features: TypeAlias = Literal["positive", "hyperbolic", "trigonometric"]
+FEATURES = get_args(Features)
 
 
 def kernel_mse(
@@ -21,12 +27,12 @@ def kernel_mse(
     y: ArrayLike,
     num_features: int,
     *,
-    coupling: str,
-    features: str = "positive",
-    kernel: str = "gaussian",
-    block: str = "regular",
+    coupling: ClosedFormCoupling,
+    features: Features = "positive",
+    kernel: Kernel = "gaussian",
+    block: BlockMode = "regular",
     log: bool = False,
-) -> np.ndarray | np.float64:
+) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the mean squared error of a random-feature kernel estimate.
 
     .. math::
@@ -94,25 +100,25 @@ def kernel_mse(
     log = checks.boolean("log", log)
     checks.one_of("kernel", kernel, KERNELS)
     x, y = arguments.vectors(x, y)
-    pairs = _pairs(x.shape[-1], num_features, coupling, features, block)
+    pairs = _pairs(num_features, x.shape[-1], coupling, features, block)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         sign = -1 if features == "trigonometric" else 1
         t = np.sum((x + sign * y) ** 2, axis=-1)
         log_mse = _log_variance(x, y, t, features, kernel) - np.log(num_features)
-        log_mse += np.log(_ratio_to_iid(t, x.shape[-1], pairs, features))
+        log_mse += np.log(_ratio_to_iid(np.asarray(t), x.shape[-1], pairs, features))
         return log_mse[()] if log else np.exp(log_mse)[()]
 
 
 def mse_ratio(
     v: ArrayLike,
-    dim: int,
     num_features: int,
+    dim: int,
     *,
-    coupling: str,
-    features: str = "positive",
-    baseline: str = "iid",
-    block: str = "regular",
-) -> np.ndarray | np.float64:
+    coupling: ClosedFormCoupling,
+    features: Features = "positive",
+    baseline: ClosedFormCoupling = "iid",
+    block: BlockMode = "regular",
+) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the ratio of two couplings' mean squared errors, which depends on one distance only.
 
     .. math::
@@ -125,8 +131,8 @@ def mse_ratio(
     Args:
       v: Distances :math:`|x + y|`, or :math:`|x - y|` for trigonometric features; any shape, at
         least 0. At 0, where both errors vanish, the result is the limit of the ratio.
-      dim: Dimension d.
       num_features: Number of rows m of the projection.
+      dim: Dimension d.
       coupling: Coupling in the numerator: ``"iid"``, ``"orthogonal"`` or ``"simplex"``.
       features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
       baseline: Coupling in the denominator: ``"iid"``, ``"orthogonal"`` or ``"simplex"``.
@@ -136,7 +142,7 @@ def mse_ratio(
       float64 array of the shape of ``v``. It is the same for the Gaussian and the softmax kernel.
 
     Raises:
-      TypeError: If ``dim`` or ``num_features`` is not an integer, or ``v`` is not real.
+      TypeError: If ``num_features`` or ``dim`` is not an integer, or ``v`` is not real.
       ValueError: If a name is unknown, a coupling has no closed form or needs a larger dimension,
         or a number is out of range.
 
@@ -152,12 +158,12 @@ def mse_ratio(
       Reid et al., Simplex Random Features (ICML 2023), Fig. 6 and Sec. 5.1,
       https://arxiv.org/abs/2301.13856
     """
-    dim = checks.positive_int("dim", dim)
     num_features = checks.positive_int("num_features", num_features)
+    dim = checks.positive_int("dim", dim)
     arguments.coupling("baseline", baseline, dim)
-    pairs = _pairs(dim, num_features, coupling, features, block)
+    pairs = _pairs(num_features, dim, coupling, features, block)
     with np.errstate(over="ignore"):
-        t = arguments.norms("v", v) ** 2
+        t = np.asarray(arguments.norms("v", v) ** 2)
     ratio = _ratio_to_iid(t, dim, pairs, features)
     if baseline == "iid":
         return ratio[()]
@@ -166,7 +172,7 @@ def mse_ratio(
 
 
 def _pairs(
-    dim: int, num_features: int, coupling: str, features: str, block: str
+    num_features: int, dim: int, coupling: ClosedFormCoupling, features: Features, block: BlockMode
 ) -> tuple[Pairs, ...]:
     arguments.coupling("coupling", coupling, dim)
     checks.one_of("features", features, FEATURES)
@@ -174,7 +180,12 @@ def _pairs(
     return coupled_pairs(num_features, dim, coupling, block)
 
 
-def _ratio_to_iid(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...], features: str) -> np.ndarray:
+def _ratio_to_iid(
+    t: Float64[np.ndarray, "*shape"],
+    dim: int,
+    pairs: tuple[Pairs, ...],
+    features: Features,
+) -> Float64[np.ndarray, "*shape"]:
     result = np.where(np.isnan(t), np.nan, 1.0)
     if pairs:
         known = ~np.isnan(t)
@@ -187,8 +198,12 @@ def _ratio_to_iid(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...], features: s
 
 
 def _log_variance(
-    x: np.ndarray, y: np.ndarray, t: np.ndarray, features: str, kernel: str
-) -> np.ndarray:
+    x: Float64[np.ndarray, "*#batch dim"],
+    y: Float64[np.ndarray, "*#batch dim"],
+    t: Float64[np.ndarray, "*#batch"] | np.float64,
+    features: Features,
+    kernel: Kernel,
+) -> Float64[np.ndarray, "*#batch"] | np.float64:
     """Returns the logarithm of A V_1, the variance of one iid feature."""
     log_gap = np.log(-np.expm1(-t))
     if features == "trigonometric":

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 
 import numpy as np
+from jaxtyping import Float64
 from scipy import special
 
 _NODES = 256
@@ -13,7 +14,9 @@ _CHUNK = 2**18  # Largest size of a temporary array, which then takes 2 MiB.
 
 
 @functools.lru_cache(maxsize=64)
-def phi_rule(dim: int) -> tuple[np.ndarray, np.ndarray]:
+def phi_rule(
+    dim: int,
+) -> tuple[Float64[np.ndarray, " nodes"], Float64[np.ndarray, " nodes"]]:
     r"""Returns a quadrature rule for averages over :math:`\phi` of functions of :math:`\sin\phi`.
 
     The density of :math:`\phi` is proportional to :math:`\sin^{d-1}\phi` on :math:`[0, \pi]`. By
@@ -23,7 +26,7 @@ def phi_rule(dim: int) -> tuple[np.ndarray, np.ndarray]:
       dim: Dimension d.
 
     Returns:
-      Two arrays ``[nodes]``: :math:`\sin\phi` at the nodes, and the logarithms of the weights. The
+      Two arrays: :math:`\sin\phi` at the nodes, and the logarithms of the weights. The
       weights add up to 1.
     """
     roots, weights = np.polynomial.legendre.leggauss(_NODES)
@@ -38,17 +41,19 @@ def phi_rule(dim: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def over_chunks(
-    function: Callable[[np.ndarray], np.ndarray], values: np.ndarray, width: int
-) -> np.ndarray:
+    function: Callable[[Float64[np.ndarray, " n"]], Float64[np.ndarray, " n"]],
+    values: Float64[np.ndarray, " size"],
+    width: int,
+) -> Float64[np.ndarray, " size"]:
     """Applies a vectorised function to an array in chunks, so that its memory is bounded.
 
     Args:
       function: Vectorised function of an array ``[n]`` that returns an array ``[n]``.
-      values: Array ``[size]``.
+      values: Arguments of the function.
       width: Size of the function's temporary arrays per value.
 
     Returns:
-      The function's results for all values, ``[size]``.
+      The function's results for all values.
     """
     rows = max(1, _CHUNK // width)
     starts = range(0, values.size, rows)

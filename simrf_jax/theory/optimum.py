@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from jax.typing import ArrayLike
+from jaxtyping import Float64
+from numpy.typing import ArrayLike
 from scipy import optimize
 
 from simrf_jax import checks
@@ -20,11 +21,11 @@ class OptimalDirections(NamedTuple):
     """Directions that give rows of given norms the least conformity.
 
     Attributes:
-      directions: Unit vectors ``[m, dim]``, before the random rotation.
+      directions: Unit vectors, before the random rotation.
       log_conformity: Logarithm of the conformity of the rows.
     """
 
-    directions: np.ndarray
+    directions: Float64[np.ndarray, "m dim"]
     log_conformity: np.float64
 
 
@@ -86,19 +87,21 @@ def optimal_directions(norms: ArrayLike, v: float, dim: int) -> OptimalDirection
 
 
 def against_the_rest(
-    directions: np.ndarray, norms: np.ndarray, num_sweeps: int = NUM_SWEEPS
-) -> np.ndarray:
+    directions: Float64[np.ndarray, "m coordinates"],
+    norms: Float64[np.ndarray, " m"],
+    num_sweeps: int = NUM_SWEEPS,
+) -> Float64[np.ndarray, "m coordinates"]:
     """Computes ``projections.couplings.minimise_resultant`` in float64 NumPy.
 
     From the simplex it leads to the directions of ``simplex_plus``.
 
     Args:
-      directions: Unit vectors ``[m, coordinates]`` to start from.
-      norms: Norms of the rows, ``[m]``.
+      directions: Unit vectors to start from.
+      norms: Norms of the rows.
       num_sweeps: Number of sweeps; each turns every row once.
 
     Returns:
-      Unit vectors ``[m, coordinates]``.
+      Unit vectors.
     """
     directions = directions.copy()
     for _ in range(num_sweeps):
@@ -112,25 +115,32 @@ def against_the_rest(
     return directions
 
 
-def descent(start: np.ndarray, norms: np.ndarray, v: float, dim: int) -> np.ndarray:
+def descent(
+    start: Float64[np.ndarray, "m coordinates"],
+    norms: Float64[np.ndarray, " m"],
+    v: float,
+    dim: int,
+) -> Float64[np.ndarray, "iterations m coordinates"]:
     """Minimises the conformity by L-BFGS and returns the path to the local minimum.
 
     Args:
-      start: Unit vectors ``[m, coordinates]`` to start from.
-      norms: Norms of the rows, ``[m]``.
+      start: Unit vectors to start from.
+      norms: Norms of the rows.
       v: The norm :math:`|x + y|`.
       dim: Dimension d.
 
     Returns:
-      Unit vectors ``[1 + iterations, m, coordinates]``. The first are ``start``, and the last are
-      the local minimum. The path is ``start`` alone if its log conformity is not positive and
+      Unit vectors before the first iteration and after each. The first are ``start``, and the last
+      are the local minimum. The path is ``start`` alone if its log conformity is not positive and
       finite.
     """
     scale = float(log_conformity_of_rows(v, norms[:, None] * start, dim=dim))
     if not 0 < scale < np.inf:
         return start[None]
 
-    def objective(flat: np.ndarray) -> tuple[float, np.ndarray]:
+    def objective(
+        flat: Float64[np.ndarray, " size"],
+    ) -> tuple[float, Float64[np.ndarray, " size"]]:
         points = flat.reshape(start.shape)
         # L-BFGS may change the lengths of the points; only their directions matter.
         lengths = np.linalg.norm(points, axis=1, keepdims=True)
@@ -150,8 +160,10 @@ def descent(start: np.ndarray, norms: np.ndarray, v: float, dim: int) -> np.ndar
     return points / np.linalg.norm(points, axis=-1, keepdims=True)
 
 
-def _log_conformity_and_gradient(rows: np.ndarray, v: float, dim: int) -> tuple[float, np.ndarray]:
-    """Returns the log conformity of rows ``[m, coordinates]`` and its gradient by the rows."""
+def _log_conformity_and_gradient(
+    rows: Float64[np.ndarray, "m coordinates"], v: float, dim: int
+) -> tuple[float, Float64[np.ndarray, "m coordinates"]]:
+    """Returns the log conformity of rows and its gradient by the rows."""
     x = v**2 * squared_resultants(rows) / 4
     log_terms = log_hyp0f1(dim / 2, x)
     value = log_mean_exp(log_terms)

@@ -8,6 +8,7 @@ the series in :math:`-z^2` loses them.
 from __future__ import annotations
 
 import numpy as np
+from jaxtyping import Float64
 from scipy import special
 
 from simrf_jax.theory.numerics import over_chunks, phi_rule
@@ -20,16 +21,18 @@ SERIES_BELOW = 2.25
 _TAIL_FROM = 90.0  # The asymptotic series is used from this y on.
 
 
-def trigonometric_ratio(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...]) -> np.ndarray:
+def trigonometric_ratio(
+    t: Float64[np.ndarray, " n"], dim: int, pairs: tuple[Pairs, ...]
+) -> Float64[np.ndarray, " n"]:
     """Returns the mean squared error of trigonometric features relative to iid rows.
 
     Args:
-      t: Squared distances z^2, ``[n]``, at least 0.
+      t: Squared distances z^2, at least 0.
       dim: Dimension d.
       pairs: Coupled pairs of the projection.
 
     Returns:
-      float64 array ``[n]``.
+      The ratio at each distance.
     """
     small = t < SERIES_BELOW
     result = np.empty_like(t)
@@ -38,14 +41,18 @@ def trigonometric_ratio(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...]) -> np
     return result
 
 
-def _direct_ratio(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...]) -> np.ndarray:
+def _direct_ratio(
+    t: Float64[np.ndarray, " n"], dim: int, pairs: tuple[Pairs, ...]
+) -> Float64[np.ndarray, " n"]:
     gap = np.zeros_like(t)
     for weight, cosine in pairs:
         gap += weight * (np.exp(-t) - _even_conformity(t, dim, cosine))
     return 1 - gap / (np.expm1(-t) ** 2 / 2)
 
 
-def _even_conformity(t: np.ndarray, dim: int, cosine: float) -> np.ndarray:
+def _even_conformity(
+    t: Float64[np.ndarray, " n"], dim: int, cosine: float
+) -> Float64[np.ndarray, " n"]:
     r"""Returns the part of :math:`\rho_c(-t)` that is even in c, for t = z^2."""
     if not cosine:
         return over_chunks(lambda t: kummer(t / 2, dim), t, 1)
@@ -55,7 +62,7 @@ def _even_conformity(t: np.ndarray, dim: int, cosine: float) -> np.ndarray:
     return over_chunks(lambda t: kummer(t[:, None] * bases, dim) @ weights, t, bases.size)
 
 
-def kummer(y: np.ndarray, dim: int) -> np.ndarray:
+def kummer(y: Float64[np.ndarray, "*shape"], dim: int) -> Float64[np.ndarray, "*shape"]:
     r"""Returns :math:`{}_1F_1(d; d/2; -y)` to an absolute error of 1e-15 or less.
 
     Kummer's transformation turns the function into a Poisson average of numbers :math:`g_k` of
@@ -68,11 +75,11 @@ def kummer(y: np.ndarray, dim: int) -> np.ndarray:
     ``scipy.special.hyp1f1`` is wrong at isolated points for these arguments.
 
     Args:
-      y: Numbers of at least 0, ``[n]``.
+      y: Numbers of at least 0.
       dim: Dimension d.
 
     Returns:
-      float64 array ``[n]``.
+      The values of the function.
     """
     n = dim / 2
     result = np.zeros_like(y)
@@ -84,7 +91,7 @@ def kummer(y: np.ndarray, dim: int) -> np.ndarray:
     return result
 
 
-def _poisson_average(y: np.ndarray, n: float) -> np.ndarray:
+def _poisson_average(y: Float64[np.ndarray, " size"], n: float) -> Float64[np.ndarray, " size"]:
     largest = np.max(y, initial=0.0)
     term = np.exp(-y)
     total = term.copy()
@@ -94,7 +101,7 @@ def _poisson_average(y: np.ndarray, n: float) -> np.ndarray:
     return total
 
 
-def _algebraic_tail(y: np.ndarray, dim: int) -> np.ndarray:
+def _algebraic_tail(y: Float64[np.ndarray, " size"], dim: int) -> Float64[np.ndarray, " size"]:
     """Returns the asymptotic series, whose terms still decrease at k = 30 for d <= 9, y >= 90."""
     n = dim / 2
     term = special.gamma(n) * special.rgamma(-n) * y ** -float(dim)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from simrf_jax.projections.blocks import BlockMode
 from simrf_jax.projections.couplings import COUPLED
+from simrf_jax.theory.arguments import ClosedFormCoupling
 
 
 class Pairs(NamedTuple):
@@ -20,7 +22,9 @@ class Pairs(NamedTuple):
     cosine: float
 
 
-def coupled_pairs(num_features: int, dim: int, coupling: str, block: str) -> tuple[Pairs, ...]:
+def coupled_pairs(
+    num_features: int, dim: int, coupling: ClosedFormCoupling, block: BlockMode
+) -> tuple[Pairs, ...]:
     """Returns all coupled pairs of a projection, one entry for each angle.
 
     Args:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from jax.typing import ArrayLike
+from jaxtyping import Float64
+from numpy.typing import ArrayLike
 
 from simrf_jax import checks
 from simrf_jax.theory import arguments
@@ -12,7 +13,7 @@ from simrf_jax.theory.bessel import log_hyp0f1
 
 def log_conformity_of_rows(
     v: ArrayLike, rows: ArrayLike, *, dim: int | None = None
-) -> np.ndarray | np.float64:
+) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the logarithm of the conformity of given rows under a common random rotation R.
 
     .. math::
@@ -70,11 +71,13 @@ def log_conformity_of_rows(
         ) from None
     with np.errstate(over="ignore", invalid="ignore"):
         log_terms = log_hyp0f1(dim / 2, (v[..., None] / 2) ** 2 * squared_resultants(rows))
-        return log_mean_exp(log_terms)[()]
+        return log_mean_exp(log_terms)
 
 
-def squared_resultants(rows: np.ndarray) -> np.ndarray:
-    """Returns the squared lengths of w_i + w_j for i < j, ``[..., m (m - 1) / 2]``."""
+def squared_resultants(
+    rows: Float64[np.ndarray, "*batch m coordinates"],
+) -> Float64[np.ndarray, "*batch m*(m-1)//2"]:
+    """Returns the squared lengths of w_i + w_j for i < j."""
     i, j = np.triu_indices(rows.shape[-2], 1)
     gram = rows @ np.swapaxes(rows, -1, -2)
     squares = np.diagonal(gram, axis1=-2, axis2=-1)
@@ -82,7 +85,7 @@ def squared_resultants(rows: np.ndarray) -> np.ndarray:
     return np.maximum(squares[..., i] + squares[..., j] + 2 * gram[..., i, j], 0)
 
 
-def log_mean_exp(x: np.ndarray) -> np.ndarray:
+def log_mean_exp(x: Float64[np.ndarray, "*batch n"]) -> Float64[np.ndarray, "*batch"] | np.float64:
     """Returns the log of the mean of e^x over the last axis, with relative accuracy for small x."""
     largest = np.max(x, axis=-1)
     largest = np.where(np.isposinf(largest), 0, largest)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 
 import numpy as np
+from jaxtyping import Float64
 from scipy import special
 
 from simrf_jax.theory.moments import scaled_deficits
@@ -30,7 +31,9 @@ from simrf_jax.theory.pairs import Pairs
 
 
 @functools.lru_cache(maxsize=64)
-def degree_ratios(dim: int, pairs: tuple[Pairs, ...], even: bool) -> np.ndarray:
+def degree_ratios(
+    dim: int, pairs: tuple[Pairs, ...], even: bool
+) -> Float64[np.ndarray, " degrees"]:
     """Returns the ratios q_k from the first degree with variance until they equal 1.
 
     Args:
@@ -40,7 +43,7 @@ def degree_ratios(dim: int, pairs: tuple[Pairs, ...], even: bool) -> np.ndarray:
         2; otherwise that of positive features, whose first degree with variance is 1.
 
     Returns:
-      float64 array ``[degrees]``.
+      The ratios, one for each degree.
     """
     degrees = 64
     while True:
@@ -57,22 +60,24 @@ def degree_ratios(dim: int, pairs: tuple[Pairs, ...], even: bool) -> np.ndarray:
             return 1 - differences
 
 
-def scaled_variances(k: np.ndarray, even: bool) -> np.ndarray:
+def scaled_variances(k: Float64[np.ndarray, " k"], even: bool) -> Float64[np.ndarray, " k"]:
     """Returns 2^-k V_k, for the even parts if ``even``."""
     return (1 - 2 ** (1 - k)) / 2 if even else 1 - 2**-k
 
 
-def positive_series(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...], *, even: bool) -> np.ndarray:
+def positive_series(
+    t: Float64[np.ndarray, " n"], dim: int, pairs: tuple[Pairs, ...], *, even: bool
+) -> Float64[np.ndarray, " n"]:
     """Returns the mean squared error of positive or hyperbolic features relative to iid rows.
 
     Args:
-      t: Squared norms v^2, ``[n]``, at least 0.
+      t: Squared norms v^2, at least 0.
       dim: Dimension d.
       pairs: Coupled pairs of the projection.
       even: If true, the features are hyperbolic; otherwise they are positive.
 
     Returns:
-      float64 array ``[n]``.
+      The ratio at each t.
     """
     ratios = degree_ratios(dim, pairs, even)
     # The weights are almost those of Poisson(2t). At t_max they are negligible at all degrees whose
@@ -84,7 +89,7 @@ def positive_series(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...], *, even: 
     q = np.concatenate([ratios, np.ones(degrees - ratios.size)])
     log_coefficients = np.log(scaled_variances(k, even)) - special.gammaln(k + 1)
 
-    def mean_ratio(t: np.ndarray) -> np.ndarray:
+    def mean_ratio(t: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
         log_weights = k * np.log(2 * t)[:, None] + log_coefficients
         weights = np.exp(log_weights - log_weights.max(axis=1, keepdims=True))
         return weights @ q / weights.sum(axis=1)
@@ -96,23 +101,25 @@ def positive_series(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...], *, even: 
     return result
 
 
-def alternating_series(t: np.ndarray, dim: int, pairs: tuple[Pairs, ...]) -> np.ndarray:
+def alternating_series(
+    t: Float64[np.ndarray, " n"], dim: int, pairs: tuple[Pairs, ...]
+) -> Float64[np.ndarray, " n"]:
     """Returns the mean squared error of trigonometric features relative to iid rows.
 
     Args:
-      t: Squared distances z^2, ``[n]``, from 0 to 3 or so.
+      t: Squared distances z^2, from 0 to 3 or so.
       dim: Dimension d.
       pairs: Coupled pairs of the projection.
 
     Returns:
-      float64 array ``[n]``.
+      The ratio at each t.
     """
     degrees = 48
     k = np.arange(2.0, 2 + degrees)
     coefficients = 2**k * scaled_variances(k, even=True) / special.factorial(k)
     coefficients *= degree_ratios(dim, pairs, even=True)[:degrees]
 
-    def ratio(t: np.ndarray) -> np.ndarray:
+    def ratio(t: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
         return (-t[:, None]) ** (k - 2) @ coefficients / (special.exprel(-t) ** 2 / 2)
 
     return over_chunks(ratio, t, degrees)

@@ -102,10 +102,10 @@ def test_the_last_state_is_that_of_the_last_segment():
 
     @jax.jit
     def last_state(*qkv, **options):
-        given, maps, _ = lay_out_with_features(
-            *qkv, projection(), feature_map="positive", **options
-        )
-        return causal_attention(given, maps, empty_state(given, maps), chunk_size=4)[1]
+        arguments = Arguments(*map(jnp.asarray, qkv), **options)
+        given, features = lay_out(arguments, projection(), as_feature_map("positive"))
+        empty = AttentionState.empty(given, features)
+        return causal_attention(given, features, empty, chunk_size=4)[1]
 
     alone = last_state(*(x[5:] for x in (q, k, v)))
     chex.assert_trees_all_close(last_state(q, k, v, segment_ids=ids), alone, rtol=1e-5, atol=1e-6)

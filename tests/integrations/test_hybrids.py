@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 
 import simrf_jax
+from simrf_jax import feature_maps
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
 from simrf_jax.integrations.nnx import RandomProjection

@@ -102,7 +102,7 @@ def blocks(num_features, dim, coupling, block):
     return [(r, (-1, r - 1) if r > 1 else None) for r in regular_blocks(num_features, dim)]
 
 
-def error(t, dim, num_features, coupling, features, block):
+def error(t, num_features, dim, coupling, features, block):
     """V1 + sum_b r (r - 1) / m (C_c - C_iid) at t = v^2 or z^2, without the prefactor over m."""
     with mp.workdps(2 * DIGITS):
         sign = -1 if features == "trigonometric" else 1
@@ -117,10 +117,10 @@ def error(t, dim, num_features, coupling, features, block):
         return variance
 
 
-def ratio(distance, dim, num_features, coupling, features, block):
+def ratio(distance, num_features, dim, coupling, features, block):
     t = mpf(float(distance)) ** 2
-    iid = error(t, dim, num_features, "iid", features, block)
-    return error(t, dim, num_features, coupling, features, block) / iid
+    iid = error(t, num_features, dim, "iid", features, block)
+    return error(t, num_features, dim, coupling, features, block) / iid
 
 
 def mse(x, y, num_features, coupling, features, kernel, block):
@@ -136,5 +136,5 @@ def mse(x, y, num_features, coupling, features, kernel, block):
             ("trigonometric", "gaussian"): 0,
             ("trigonometric", "softmax"): norms,
         }["trigonometric" if features == "trigonometric" else "positive", kernel]
-        value = error(t, len(x), num_features, coupling, features, block)
+        value = error(t, num_features, len(x), coupling, features, block)
         return mp.exp(prefactor) * value / num_features

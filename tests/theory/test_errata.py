@@ -122,7 +122,7 @@ def test_prefactor_of_section_5_1():
     assert prefactor(g * mpf(2) ** (2 * d)) < -1e15
     np.testing.assert_allclose(small_distance_prefactor(d), 0.00778175, atol=5e-9)
     # It holds for m = d, and multiplies v^2 e^{-2x^2-2y^2} / m.
-    np.testing.assert_allclose(small_distance_prefactor(d, 32, block="square"), 0.5118, atol=5.1e-5)
+    np.testing.assert_allclose(small_distance_prefactor(32, d, block="square"), 0.5118, atol=5.1e-5)
     x = np.eye(d)[0] * 0.5
     y = -x + 1e-6 * np.eye(d)[1]
     mse = kernel_mse(x, y, d, coupling="simplex") / 1e-12
@@ -198,17 +198,17 @@ def test_equation_90():
 
 def test_corollaries_3_3_and_4_4_need_two_rows_and_a_distance():
     assert orthogonality_gap(0.0, 8, 8) == 0
-    assert orthogonality_gap(1.0, 8, 1) == 0
-    assert orthogonality_gap(1e-3, 8, 2) > 0
-    assert mse_ratio(1.0, 8, 1, coupling="simplex", baseline="orthogonal") == 1
+    assert orthogonality_gap(1.0, 1, 8) == 0
+    assert orthogonality_gap(1e-3, 2, 8) > 0
+    assert mse_ratio(1.0, 1, 8, coupling="simplex", baseline="orthogonal") == 1
     x = np.ones(8)
     for coupling in ["orthogonal", "simplex"]:
         assert kernel_mse(x, -x, 8, coupling=coupling) == 0
 
 
 def test_theorem_3_4_is_about_d_rows():
-    printed = mse_ratio(0.5, 64, 8, coupling="simplex", block="square")
-    better = mse_ratio(0.5, 64, 8, coupling="simplex", block="regular")
+    printed = mse_ratio(0.5, 8, 64, coupling="simplex", block="square")
+    better = mse_ratio(0.5, 8, 64, coupling="simplex", block="regular")
     np.testing.assert_allclose([printed, better], [0.892, 0.134], atol=5.1e-4)
     # By Monte Carlo: the first 8 rows of Eq. 9 against 8 rows at arccos(-1/7).
     rng, v = np.random.default_rng(0), 0.5

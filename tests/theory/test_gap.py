@@ -15,12 +15,12 @@ DISTANCES = np.array([1e-3, 0.1, 0.7, 1.49, 1.51, 2.5, 5.0, 9.0])
 @pytest.mark.parametrize("dim", [2, 3, 8, 64])
 def test_against_arbitrary_precision(dim, features):
     for m in [2, dim, dim + 1, 2 * dim + 1]:
-        got = orthogonality_gap(DISTANCES, dim, m, features=features)
+        got = orthogonality_gap(DISTANCES, m, dim, features=features)
         expected = []
         for distance in DISTANCES:
             t = mpf(float(distance)) ** 2
             iid, orthogonal = (
-                oracle.error(t, dim, m, coupling, features, "regular")
+                oracle.error(t, m, dim, coupling, features, "regular")
                 for coupling in ("iid", "orthogonal")
             )
             expected.append(float((iid - orthogonal) / m))
@@ -38,7 +38,7 @@ def test_is_the_gap_of_drawn_rows():
     u *= v / np.linalg.norm(u, axis=0)
     orthogonal = np.exp(norms[0] * u[0] + norms[1] * u[1])
     independent = np.exp(rng.normal(size=(4, 2, 200_000)).sum(axis=1)[0] * v)
-    gap = orthogonality_gap(v, 4, 2)
+    gap = orthogonality_gap(v, 2, 4)
     assert_mean(np.exp(v**2) - orthogonal, 2 * gap)
     assert_mean(independent, np.exp(v**2))
 
@@ -57,7 +57,7 @@ def test_is_the_difference_of_errors_but_for_the_prefactor(features):
         if features == "trigonometric":
             power += 2
         prefactor = np.exp(power * norms)
-        gap = orthogonality_gap(np.linalg.norm(x + sign * y, axis=-1), 6, 9, features=features)
+        gap = orthogonality_gap(np.linalg.norm(x + sign * y, axis=-1), 9, 6, features=features)
         np.testing.assert_allclose(iid - orthogonal, prefactor * gap, rtol=1e-9)
 
 
@@ -80,8 +80,8 @@ def test_limits_shapes_and_nan():
     assert isinstance(orthogonality_gap(1, 4, 4), np.float64)
     np.testing.assert_allclose(orthogonality_gap(1, 4, 4), got[2, 1], rtol=1e-14)
     for features in FEATURES:
-        assert orthogonality_gap(1.0, 4, 1, features=features) == 0
-        assert orthogonality_gap(1.0, 1, 8, features=features) == 0
+        assert orthogonality_gap(1.0, 1, 4, features=features) == 0
+        assert orthogonality_gap(1.0, 8, 1, features=features) == 0
 
 
 @pytest.mark.parametrize(
@@ -96,4 +96,4 @@ def test_limits_shapes_and_nan():
 )
 def test_refuses(distance, dim, m, features, error, match):
     with pytest.raises(error, match=match):
-        orthogonality_gap(distance, dim, m, features=features)
+        orthogonality_gap(distance, m, dim, features=features)

@@ -25,17 +25,17 @@ def test_is_the_ratio_at_zero(dim, features):
         for block in ["regular", "square"]:
             for m in [1, 2, dim, dim + 2, 130]:
                 options = {"coupling": coupling, "features": features, "block": block}
-                got = small_distance_prefactor(dim, m, **options)
+                got = small_distance_prefactor(m, dim, **options)
                 assert isinstance(got, np.float64)
-                np.testing.assert_allclose(got, mse_ratio(0, dim, m, **options), atol=2e-15)
+                np.testing.assert_allclose(got, mse_ratio(0, m, dim, **options), atol=2e-15)
 
 
 @pytest.mark.parametrize("features", FEATURES)
 def test_is_the_ratio_at_small_distances(features):
     # Independent of mse_ratio: arbitrary precision at v = 1e-9.
     for block in ["regular", "square"]:
-        got = small_distance_prefactor(5, 13, features=features, block=block)
-        expected = oracle.ratio(1e-9, 5, 13, "simplex", features, block)
+        got = small_distance_prefactor(13, 5, features=features, block=block)
+        expected = oracle.ratio(1e-9, 13, 5, "simplex", features, block)
         np.testing.assert_allclose(got, float(expected), rtol=1e-14)
 
 
@@ -48,10 +48,10 @@ def test_prefactor_of_section_5():
 @pytest.mark.parametrize(
     ("dim", "m", "options", "error", "match"),
     [
-        (0, None, {}, ValueError, "dim must be at least 1, got 0"),
+        (0, 4, {}, ValueError, "dim must be at least 1, got 0"),
         (4, 0, {}, ValueError, "num_features must be at least 1, got 0"),
         (4, 4.0, {}, TypeError, "num_features must be an integer, got 4.0"),
-        (1, None, {}, ValueError, "'simplex' needs dim of at least 2, got dim=1"),
+        (None, 1, {}, ValueError, "'simplex' needs dim of at least 2, got dim=1"),
         (4, 4, {"coupling": "simplex_plus"}, ValueError, "no closed form"),
         (4, 4, {"features": "relu"}, ValueError, "features must be one of"),
         (4, 4, {"block": "full"}, ValueError, "block must be one of"),
@@ -59,7 +59,7 @@ def test_prefactor_of_section_5():
 )
 def test_prefactor_refuses(dim, m, options, error, match):
     with pytest.raises(error, match=match):
-        small_distance_prefactor(dim, m, **options)
+        small_distance_prefactor(m, dim, **options)
 
 
 @pytest.mark.parametrize("z", [0.0, 0.3, 1.0, 2.0])
@@ -67,8 +67,8 @@ def test_error_of_the_asymptotic_ratio_falls_as_one_over_d(z):
     # With m = d / 2 rows both ratios have a limit; what is left is O(1/d).
     gaps = []
     for dim in [64, 256, 1024]:
-        exact = mse_ratio(z, dim, dim // 2, coupling="orthogonal", features="trigonometric")
-        gaps.append(exact - asymptotic_ratio(z, dim, dim // 2))
+        exact = mse_ratio(z, dim // 2, dim, coupling="orthogonal", features="trigonometric")
+        gaps.append(exact - asymptotic_ratio(z, dim // 2, dim))
     assert abs(gaps[0]) < 0.03
     np.testing.assert_allclose(np.divide(gaps[1:], gaps[:-1]), 0.25, rtol=0.15)
 
@@ -77,19 +77,19 @@ def test_asymptotic_ratio_is_equation_27():
     z, dim, m = np.array([0.2, 1.1, 3.0]), 10, 5
     e = np.exp(-(z**2))
     printed = 1 - (m - 1) * e * z**4 / (dim * (1 - e) ** 2)
-    np.testing.assert_allclose(asymptotic_ratio(z, dim, m), printed, rtol=1e-13)
+    np.testing.assert_allclose(asymptotic_ratio(z, m, dim), printed, rtol=1e-13)
     # Blocks beyond m = d: 2 of 10 rows and one of 5.
     weight = (2 * 90 + 20) / 25
     np.testing.assert_allclose(
-        1 - asymptotic_ratio(z, dim, 25), (1 - printed) * weight / 4, rtol=1e-12
+        1 - asymptotic_ratio(z, 25, dim), (1 - printed) * weight / 4, rtol=1e-12
     )
 
 
 def test_asymptotic_ratio_at_the_ends():
-    got = asymptotic_ratio([[0.0, np.nan], [1e200, np.inf]], 8, 5)
+    got = asymptotic_ratio([[0.0, np.nan], [1e200, np.inf]], 5, 8)
     np.testing.assert_array_equal(got, [[0.5, np.nan], [1, 1]])
-    assert isinstance(asymptotic_ratio(1, 8, 1), np.float64)
-    assert asymptotic_ratio(1, 8, 1) == 1
+    assert isinstance(asymptotic_ratio(1, 1, 8), np.float64)
+    assert asymptotic_ratio(1, 1, 8) == 1
 
 
 @pytest.mark.parametrize(
@@ -103,4 +103,4 @@ def test_asymptotic_ratio_at_the_ends():
 )
 def test_asymptotic_ratio_refuses(z, dim, m, error, match):
     with pytest.raises(error, match=match):
-        asymptotic_ratio(z, dim, m)
+        asymptotic_ratio(z, m, dim)

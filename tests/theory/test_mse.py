@@ -28,8 +28,8 @@ def sizes(dim):
 def test_ratio_against_arbitrary_precision(dim, features):
     for coupling, block in COUPLED:
         for m in sizes(dim):
-            got = mse_ratio(DISTANCES, dim, m, coupling=coupling, features=features, block=block)
-            expected = [oracle.ratio(v, dim, m, coupling, features, block) for v in DISTANCES]
+            got = mse_ratio(DISTANCES, m, dim, coupling=coupling, features=features, block=block)
+            expected = [oracle.ratio(v, m, dim, coupling, features, block) for v in DISTANCES]
             np.testing.assert_allclose(
                 got, np.array(expected, float), rtol=3e-13, err_msg=f"{coupling} {block} {m}"
             )
@@ -39,8 +39,8 @@ def test_ratio_against_arbitrary_precision(dim, features):
 @pytest.mark.parametrize("features", FEATURES)
 def test_ratio_at_large_distances(dim, distance, features):
     # The antiparallel pair: trigonometric and hyperbolic features feel it at any distance.
-    got = mse_ratio(distance, dim, 2, coupling="simplex", features=features)
-    expected = oracle.ratio(distance, dim, 2, "simplex", features, "regular")
+    got = mse_ratio(distance, 2, dim, coupling="simplex", features=features)
+    expected = oracle.ratio(distance, 2, dim, "simplex", features, "regular")
     np.testing.assert_allclose(got, float(expected), rtol=1e-12)
 
 
@@ -149,7 +149,7 @@ def test_limits_at_zero(dim, coupling, block):
     limit["trigonometric"] = limit["hyperbolic"]
     for features in FEATURES:
         got = mse_ratio(
-            [0, 1e-200, 1e-160, 1e-9], dim, 130, coupling=coupling, features=features, block=block
+            [0, 1e-200, 1e-160, 1e-9], 130, dim, coupling=coupling, features=features, block=block
         )
         np.testing.assert_allclose(got, limit[features], rtol=1e-12)
 
@@ -169,11 +169,11 @@ def test_an_exact_estimate_has_no_error(features, coupling):
 def test_where_couplings_are_the_same(features):
     v = np.array([0.0, 0.1, 1.0, 4.0])
     for coupling in COUPLINGS:
-        one_row = mse_ratio(v, 4, 1, coupling=coupling, features=features)
+        one_row = mse_ratio(v, 1, 4, coupling=coupling, features=features)
         np.testing.assert_array_equal(one_row, 1)
-    one_dimension = mse_ratio(v, 1, 8, coupling="orthogonal", features=features)
+    one_dimension = mse_ratio(v, 8, 1, coupling="orthogonal", features=features)
     np.testing.assert_array_equal(one_dimension, 1)
-    far = mse_ratio([60.0, 1e3, 1e200, np.inf], 4, 8, coupling="simplex", features=features)
+    far = mse_ratio([60.0, 1e3, 1e200, np.inf], 8, 4, coupling="simplex", features=features)
     np.testing.assert_array_equal(far, 1)
 
 
@@ -201,8 +201,8 @@ def test_orthogonal_rows_are_best_for_even_features_at_small_distances(features)
         for m in sizes(dim):
             for block in ["regular", "square"]:
                 options = {"features": features, "block": block}
-                orthogonal = mse_ratio(v, dim, m, coupling="orthogonal", **options)
-                simplex = mse_ratio(v, dim, m, coupling="simplex", **options)
+                orthogonal = mse_ratio(v, m, dim, coupling="orthogonal", **options)
+                simplex = mse_ratio(v, m, dim, coupling="simplex", **options)
                 # With d + 1 rows or more in a block the simplex has more pairs.
                 if block == "square" or m <= dim:
                     assert np.all(orthogonal <= simplex)
@@ -217,7 +217,7 @@ def test_mse_is_the_ratio_times_the_iid_mse():
         sign = -1 if features == "trigonometric" else 1
         v = np.linalg.norm(x + sign * y, axis=-1)
         expected = kernel_mse(x, y, 8, coupling="iid", **options)
-        expected *= mse_ratio(v, 5, 8, coupling="simplex", features=features)
+        expected *= mse_ratio(v, 8, 5, coupling="simplex", features=features)
         got = kernel_mse(x, y, 8, coupling="simplex", **options)
         np.testing.assert_allclose(got, expected, rtol=1e-13)
 
@@ -237,10 +237,10 @@ def test_shapes_and_nan(features, coupling):
     assert isinstance(one, np.float64)
     np.testing.assert_allclose(one, got[1, 3], rtol=1e-14)
     v = np.array([[0.0, np.nan], [1.0, 30.0]])
-    ratio = mse_ratio(v, 3, 5, coupling=coupling, features=features)
+    ratio = mse_ratio(v, 5, 3, coupling=coupling, features=features)
     np.testing.assert_array_equal(np.isnan(ratio), np.isnan(v))
-    assert isinstance(mse_ratio(1, 3, 5, coupling=coupling, features=features), np.float64)
-    assert mse_ratio([], 3, 5, coupling=coupling, features=features).shape == (0,)
+    assert isinstance(mse_ratio(1, 5, 3, coupling=coupling, features=features), np.float64)
+    assert mse_ratio([], 5, 3, coupling=coupling, features=features).shape == (0,)
 
 
 @pytest.mark.fast
@@ -303,4 +303,4 @@ def test_mse_refuses(x, y, m, options, error, match):
 )
 def test_ratio_refuses(v, dim, m, options, error, match):
     with pytest.raises(error, match=match):
-        mse_ratio(v, dim, m, **{"coupling": "iid", **options})
+        mse_ratio(v, m, dim, **{"coupling": "iid", **options})

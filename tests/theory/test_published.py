@@ -34,7 +34,7 @@ def test_minimum_of_figure_6():
 def test_simplex_at_small_distances(dim, expected):
     np.testing.assert_allclose(mse_ratio(0, dim, dim, coupling="simplex"), expected, atol=5.1e-5)
     # Whatever the number of features, when each block is a regular simplex.
-    more = mse_ratio(0, dim, 5 * dim + 1, coupling="simplex")
+    more = mse_ratio(0, 5 * dim + 1, dim, coupling="simplex")
     np.testing.assert_allclose(more, mse_ratio(0, dim, dim, coupling="simplex"), rtol=1e-12)
 
 
@@ -83,9 +83,9 @@ def test_conformity_in_six_dimensions():
 )
 def test_fewer_features_than_dimensions(num_features, orthogonal, first_rows, regular):
     ratios = [
-        mse_ratio(0.5, 64, num_features, coupling="orthogonal"),
-        mse_ratio(0.5, 64, num_features, coupling="simplex", block="square"),
-        mse_ratio(0.5, 64, num_features, coupling="simplex"),
+        mse_ratio(0.5, num_features, 64, coupling="orthogonal"),
+        mse_ratio(0.5, num_features, 64, coupling="simplex", block="square"),
+        mse_ratio(0.5, num_features, 64, coupling="simplex"),
     ]
     np.testing.assert_allclose(ratios, [orthogonal, first_rows, regular], atol=5.1e-4)
 
@@ -101,9 +101,9 @@ def test_fewer_features_than_dimensions(num_features, orthogonal, first_rows, re
     ],
 )
 def test_blocks_in_64_dimensions(num_features, block, v, expected, atol):
-    ratio = mse_ratio(v, 64, num_features, coupling="simplex", block=block)
+    ratio = mse_ratio(v, num_features, 64, coupling="simplex", block=block)
     np.testing.assert_allclose(ratio, expected, atol=atol)
 
 
 def test_no_row_is_left_alone():
-    np.testing.assert_allclose(mse_ratio(0.1, 8, 10, coupling="simplex"), 0.064, atol=5.1e-4)
+    np.testing.assert_allclose(mse_ratio(0.1, 10, 8, coupling="simplex"), 0.064, atol=5.1e-4)

@@ -44,7 +44,7 @@ def test_blocks_are_those_of_the_theory():
     blocks = beyond._blocks(4, 0.5, 10)
     number = blocks["sizes"].index(7)
     for name, options in (("square", {"block": "square"}), ("regular", {})):
-        expected = theory.mse_ratio(0.5, 4, 7, coupling="simplex", **options)
+        expected = theory.mse_ratio(0.5, 7, 4, coupling="simplex", **options)
         assert blocks["against_size"][name][number] == expected
     assert len(blocks["against_distance"]["orthogonal"]) == len(blocks["distances"])
     # Whole blocks of Eq. 9 are regular ones; else they are worse, and orthogonal rows worse still.

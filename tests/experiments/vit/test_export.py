@@ -1,19 +1,24 @@
 import dataclasses
 import hashlib
 import json
+import os
 import pathlib
+import random
 import re
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 
 import jax
 import jax.export
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
 
+from experiments import harness, mistakes
 from experiments.mistakes import UserError
 from experiments.vit import checkpoint, evaluate, export, log, trained
 from experiments.vit import input as input_lib
@@ -100,6 +105,7 @@ def test_another_process_runs_it_with_jax_alone(runs, tmp_path):
             np.testing.assert_allclose(logits / scale, expected[:size] / scale, atol=1e-5)
 
 
+ROOT = pathlib.Path(__file__).parents[3]
 README = pathlib.Path(export.__file__).with_name("README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 [SNIPPET] = [code for code in BLOCKS if "jax.export" in code]  # What runs an export.
@@ -121,6 +127,9 @@ def exported(exports, tmp_path, monkeypatch):
     for suffix in ("", ".json"):
         shutil.copy(exports / f"simplex{suffix}", f"digits.stablehlo{suffix}")
     return tmp_path / "digits.stablehlo"
+
+
+DAMAGED = r"digits\.stablehlo or digits\.stablehlo\.json is damaged, or of another export"
 
 
 def flip(bit):
@@ -145,31 +154,66 @@ FLIPS = [flip(bit) for bit in (0, 12_345, 100_000, 200_001, -9)]
 @pytest.mark.parametrize("change", [*FLIPS, lambda b: b"", lambda b: b[:-1], lambda b: b + b"\0"])
 def test_the_readme_refuses_a_damaged_export(exported, change):
     exported.write_bytes(change(exported.read_bytes()))
-    with pytest.raises(SystemExit, match=r"digits\.stablehlo is damaged, or not the model of"):
+    with pytest.raises(SystemExit, match=DAMAGED):
         exec(SNIPPET, {})
 
 
-def test_the_readme_refuses_the_export_of_another_run(exports, exported):
-    shutil.copy(exports / "exact", exported)
-    with pytest.raises(SystemExit, match=r"digits\.stablehlo is damaged, or not the model of"):
+def replaced(old, new):
+    def change(content):
+        assert old in content
+        return content.replace(old, new, 1)
+
+    return change
+
+
+TEXTS = {
+    "range": replaced(b"-1,", b"-2,"),
+    "accuracy": replaced(b"0.25", b"0.75"),
+    "field": replaced(b'"step": 1', b'"stop": 1'),
+    "space": replaced(b"\n", b"\n "),
+    "line end": replaced(b"\n", b"\r\n"),
+    "digest": replaced(b'"description": "', b'"description": "0'),
+    "no digest": replaced(b'"sha256"', b'"sha257"'),
+    "no digests": replaced(b'"model": "', b'"modem": "'),
+    "no text": flip(7),
+    "empty": lambda b: b"",
+    "cut off": lambda b: b[:-3],
+    "no mapping": lambda b: b"[]",
+    "other digests": lambda b: b'{"sha256": {"description": 1}}',
+    "empty mapping": lambda b: b"{}",
+}
+
+
+@pytest.mark.parametrize("change", TEXTS.values(), ids=TEXTS)
+def test_the_readme_refuses_a_damaged_description(exported, change):
+    path = exported.with_name("digits.stablehlo.json")
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(SystemExit, match=DAMAGED):
         exec(SNIPPET, {})
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "error"),
-    [
-        ("digits.stablehlo", None, FileNotFoundError),
-        ("digits.stablehlo.json", None, FileNotFoundError),
-        ("digits.stablehlo.json", "", json.JSONDecodeError),
-        ("digits.stablehlo.json", "{}", KeyError),
-    ],
-)
-def test_the_readme_needs_both_files(exported, name, content, error):
-    path = exported.with_name(name)
-    path.unlink()
-    if content is not None:
-        path.write_text(content)
-    with pytest.raises(error):
+def test_no_flipped_bit_of_a_description_passes(exported):
+    path = exported.with_name("digits.stablehlo.json")
+    check = SNIPPET.split("exported = ")[0]  # What comes before the model is used.
+    content = path.read_bytes()
+    exec(check, {})
+    for bit in random.Random(0).sample(range(8 * len(content)), 500):
+        path.write_bytes(flip(bit)(content))
+        with pytest.raises(SystemExit, match=DAMAGED):
+            exec(check, {})
+
+
+@pytest.mark.parametrize("suffix", ["", ".json"])
+def test_the_readme_refuses_the_export_of_another_run(exports, exported, suffix):
+    shutil.copy(exports / f"exact{suffix}", f"{exported}{suffix}")
+    with pytest.raises(SystemExit, match=DAMAGED):
+        exec(SNIPPET, {})
+
+
+@pytest.mark.parametrize("name", ["digits.stablehlo", "digits.stablehlo.json"])
+def test_the_readme_needs_both_files(exported, name):
+    exported.with_name(name).unlink()
+    with pytest.raises(FileNotFoundError, match=f"{name}'$"):
         exec(SNIPPET, {})
 
 
@@ -177,8 +221,7 @@ def test_the_readme_refuses_the_export_of_a_jax_that_calls_otherwise(exported):
     model = dataclasses.replace(read(exported), calling_convention_version=99).serialize()
     exported.write_bytes(model)
     path = exported.with_name("digits.stablehlo.json")
-    description = json.loads(path.read_text()) | {"sha256": hashlib.sha256(model).hexdigest()}
-    path.write_text(json.dumps(description))
+    harness.write_json(path, export._with_digests(json.loads(path.read_text()), model))
     with pytest.raises(
         SystemExit, match=rf"is of JAX {jax.__version__}, which this JAX cannot run"
     ):
@@ -196,7 +239,7 @@ def test_the_description_says_what_goes_in_and_comes_out(runs, tmp_path):
     assert (written["step"], written["test_accuracy"]) == (1, 0.25)
     assert written["config"] == json.loads((workdir / "config.json").read_text())
     model = (tmp_path / "new" / "model").read_bytes()
-    assert written["sha256"] == hashlib.sha256(model).hexdigest()
+    assert written["sha256"]["model"] == hashlib.sha256(model).hexdigest()
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["model", "model.json"]
 
 
@@ -263,6 +306,47 @@ def test_a_full_disk_leaves_no_part_of_a_file(runs, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+EXPORT = """
+import os, pathlib, signal, sys
+from experiments.vit import export
+
+rename, renamed = pathlib.Path.replace, []
+
+def rename_or_die(path, target):
+    if len(renamed) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    renamed.append(target)
+    return rename(path, target)
+
+pathlib.Path.replace = rename_or_die
+export.export(sys.argv[1], sys.argv[2], platforms=["cpu"])
+"""
+
+
+@pytest.mark.parametrize("renamed", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_an_export_that_is_killed_is_refused(runs, tmp_path, monkeypatch, renamed):
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-c", EXPORT, runs["simplex"][0], "digits.stablehlo", str(renamed)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
+    assert (tmp_path / "digits.stablehlo").exists() == bool(renamed)
+    assert not (tmp_path / "digits.stablehlo.json").exists()
+    with pytest.raises(FileNotFoundError, match=r"digits\.stablehlo"):
+        exec(SNIPPET, {})
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_model_whose_description_cannot_be_written_is_removed(runs, tmp_path, monkeypatch, error):
+    def fail(path, content):
+        with mistakes.writing(path):
+            raise error
+
+    monkeypatch.setattr(harness, "write_json", fail)
+    with pytest.raises((UserError, KeyboardInterrupt)):
+        export.export(runs["simplex"][0], tmp_path / "model", platforms=["cpu"])
+    assert not list(tmp_path.iterdir())
+
+
 def refused(workdir, match, *, best=False, error=UserError):
     """By all that load a trained model."""
     with pytest.raises(error, match=match):
@@ -295,6 +379,41 @@ def test_what_holds_no_trained_model_is_refused(runs, tmp_path):
     refused(copy, unreadable)
     shutil.rmtree(copy / "checkpoints")
     refused(copy, "There is no checkpoint in .*copy/checkpoints")
+
+
+PATCHES, LOGITS = "params.patch_embedding.kernel.value", "params.head.bias.value"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "match"),
+    [
+        ({"kernel": (16, 32)}, f"step 1 is none of a ViT: .* {PATCHES} and {LOGITS}, got kernel"),
+        ({PATCHES: (), LOGITS: (10,)}, "step 1 is none of a ViT: "),
+        ({PATCHES: (4, 32), LOGITS: (10,)}, "1 holds other arrays: .* is absent there"),
+        (
+            {PATCHES: (4, 48), LOGITS: (10,)},
+            r"is 'float32\[4, 48\]' there, 'float32\[4, 32\]' here",
+        ),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(runs, tmp_path, arrays, match):
+    workdir = tmp_path / "run"
+    shutil.copytree(runs["simplex"][0], workdir, ignore=shutil.ignore_patterns("checkpoints"))
+    config = tiny.get_config(checkpoint__interval=1, **MODELS["simplex"])
+    state = {name: jax.numpy.zeros(shape) for name, shape in arrays.items()}
+    progress = checkpoint.Progress([{"step": 1, "test_accuracy": 0.5}], 1.0, {"step": 1})
+    with checkpoint.Checkpoints(workdir / "checkpoints", config, keep=1) as checkpoints:
+        checkpoints.save(1, state, progress)
+    refused(workdir, match, error=checkpoint.IncompatibleError)
+
+
+def test_a_checkpoint_of_another_program_is_refused(runs, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(runs["simplex"][0], workdir, ignore=shutil.ignore_patterns("checkpoints"))
+    with ocp.CheckpointManager(workdir / "checkpoints") as manager:
+        manager.save(1, args=ocp.args.Composite(run=ocp.args.JsonSave({"step": 1, "lr": 0.1})))
+    match = "1 is not a checkpoint of this trainer: .* got one with step, lr"
+    refused(workdir, match, error=checkpoint.IncompatibleError)
 
 
 def test_the_best_of_none_is_refused(tmp_path):

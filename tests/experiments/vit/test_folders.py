@@ -1,5 +1,6 @@
 """The folders of a run."""
 
+import orbax.checkpoint as ocp
 import pytest
 
 from experiments import locking
@@ -80,3 +81,34 @@ def test_nothing_of_another_run_is_removed(folder, tmp_path):
         (checkpoints / "5").mkdir(parents=True)
         (tmp_path / folder / "run.lock").touch()
     assert (checkpoints / "5").exists()
+
+
+def fail_in_orbax():
+    ocp.path.step.step_from_checkpoint_name("no step")
+
+
+def fail_here():
+    raise ValueError("a bug")
+
+
+@pytest.mark.parametrize(
+    ("fail", "vanishes", "error", "match"),
+    [
+        (fail_in_orbax, True, UserError, "checkpoints was removed, renamed or replaced"),
+        (fail_in_orbax, False, ValueError, "no step"),
+        (fail_here, True, ValueError, "a bug"),
+    ],
+)
+def test_what_orbax_fails_with_in_a_folder_that_vanished_is_told_as_such(
+    fail, vanishes, error, match, tmp_path
+):
+    run = tmp_path / "run"
+
+    def train():
+        if vanishes:
+            run.rename(tmp_path / "away")
+        fail()
+
+    with pytest.raises(error, match=match), Folders(run, run / "checkpoints"):
+        train()
+    assert not run.exists()

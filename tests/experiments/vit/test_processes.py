@@ -190,7 +190,7 @@ def test_one_that_cannot_start_says_why_and_the_other_ends(tmp_path):
     ("changes", "differ"),
     [
         ({"seed": 1}, "seed is 0 there, 1 here"),
-        ({"learning_rate": 0.5}, "learning_rate is 0.001 there, 0.5 here"),
+        ({"learning_rate": 0.5}, "learning_rate is 0.01 there, 0.5 here"),
         ({"model__width": 64}, "model.width is 32 there, 64 here"),
         ({"checkpoint__interval": 0}, "checkpoint.interval is 3 there, 0 here"),
     ],

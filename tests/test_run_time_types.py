@@ -1,0 +1,74 @@
+import functools
+import typing
+
+import jax
+import jax.numpy as jnp
+import jaxtyping
+import numpy as np
+import pytest
+
+from simrf_jax import checks, theory
+from simrf_jax.features.log_space import half_squared_norm
+from simrf_jax.projections import blocks, couplings, hadamard, rotations
+from simrf_jax.theory import arguments
+from simrf_jax.theory.bessel import log_hyp0f1
+from tests import run_time_types
+
+pytestmark = pytest.mark.fast
+
+
+def test_a_wrong_type_is_found():
+    with pytest.raises(jaxtyping.TypeCheckError, match=r"bessel(.|\n)*Float64"):
+        log_hyp0f1(0.5, np.ones(3, np.float32))
+
+
+def test_a_wrong_shape_is_found():
+    signs = jnp.ones((4, 8), jnp.int8)  # One factor more than three, which rotate_back ignores.
+    with pytest.raises(jaxtyping.TypeCheckError, match=r"rotate_back(.|\n)*3 n"):
+        hadamard.rotate_back(jnp.ones((2, 8)), signs)
+
+
+def test_a_wrong_name_is_found():
+    with pytest.raises(
+        jaxtyping.TypeCheckError, match=r"orthogonal_blocks(.|\n)*'regular', 'square'"
+    ):
+        blocks.orthogonal_blocks(8, 4, "triangular")
+
+
+def test_shapes_are_checked_under_transformations():
+    norms = jax.jit(jax.vmap(functools.partial(half_squared_norm, dtype=jnp.float32)))
+    assert norms(jnp.ones((3, 4))).shape == (3, 1)
+    with pytest.raises(jaxtyping.TypeCheckError, match=r"half_squared_norm(.|\n)*\*batch dim"):
+        norms(jnp.ones((3, 4), int))
+
+
+@jaxtyping.jaxtyped(typechecker=run_time_types.checked)
+def doubled(x: jaxtyping.Float[np.ndarray, " n"], refuse: bool) -> jaxtyping.Float[np.ndarray, "2"]:
+    if refuse:
+        checks.positive_int("x", x)
+    return 2 * x
+
+
+def test_what_the_library_refuses_keeps_its_message():
+    with pytest.raises(TypeError, match="x must be an integer") as raised:
+        doubled(np.ones((2, 2)), refuse=True)
+    assert not isinstance(raised.value, jaxtyping.TypeCheckError)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (3,)])
+def test_what_the_library_does_not_refuse_is_found(shape):
+    with pytest.raises(jaxtyping.TypeCheckError, match="doubled"):
+        doubled(np.ones(shape), refuse=False)
+
+
+def test_lists_of_names_and_tables_of_rules_agree():
+    rules = couplings.COUPLED
+    assert ("iid", *rules) == typing.get_args(couplings.Coupling)
+    fixed = tuple(name for name, rule in rules.items() if not rule.weight_dependent)
+    assert fixed == typing.get_args(couplings.FixedCoupling)
+    assert ("iid", *fixed) == typing.get_args(arguments.ClosedFormCoupling)
+    assert tuple(rotations.ROTATIONS) == typing.get_args(rotations.Rotation)
+
+
+def test_numbers_are_floats_of_any_kind():
+    assert theory.log_conformity(1, 4, coupling="iid") == 1
