@@ -13,7 +13,7 @@ from simrf_jax.features.generalised import elu_features, relu_features
 from simrf_jax.features.hybrid import Side, hybrid_features
 from simrf_jax.features.kernels import gaussian_kernel, relu_kernel, softmax_kernel
 from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures
-from simrf_jax.features.maps import FEATURE_MAPS, Custom, as_feature_map
+from simrf_jax.features.maps import FEATURE_MAPS, Custom, FeatureMapLike, as_feature_map
 from simrf_jax.features.trigonometric import phase_features, trigonometric_features
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "ClusteredProjection",
     "Custom",
     "FeatureMap",
+    "FeatureMapLike",
     "Kernel",
     "LogFeatures",
     "Side",

@@ -10,12 +10,13 @@ import jax
 from simrf_jax.features.hybrid import Side
 from simrf_jax.features.log_space import LogFeatures
 
+
 class FeatureMap(abc.ABC):
     """A feature map phi: log features of queries and of keys.
 
     A feature map is a small pytree. Its arrays, such as phases or a bandwidth, are leaves: they go
-    through ``jit`` and ``grad``. All else, such as the kernel, is part of its structure, and two maps
-    of equal structure share their compiled programs. A map of one's own is a subclass that is
+    through ``jit`` and ``grad``. All else, such as the kernel, is part of its structure, and two
+    maps of equal structure share their compiled programs. A map of one's own is a subclass that is
     registered as a pytree (``jax.tree_util.register_dataclass``), or a function in
     ``feature_maps.Custom``.
 
@@ -30,7 +31,7 @@ class FeatureMap(abc.ABC):
     is_finite: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def log_features(self, x: jax.Array, projection: Any, *, side: Side) -> LogFeatures:
+    def log_features(self, x: Any, projection: Any, *, side: Side) -> LogFeatures:
         """Returns the features of vectors in log space.
 
         Args:

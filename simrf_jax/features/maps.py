@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +46,9 @@ from simrf_jax.features.trigonometric import (
     trigonometric_log_features,
 )
 from simrf_jax.projections import Projection
+
+# A feature map as users give it: a name, an object, or a function (x, projection).
+FeatureMapLike: TypeAlias = str | FeatureMap | Callable[..., jax.Array]
 
 _static = functools.partial(jax.tree_util.register_dataclass, data_fields=[])
 
@@ -226,9 +229,9 @@ class Custom(FeatureMap):
     It returns features ``[..., num_features]`` of vectors ``[..., dim]`` that are already scaled.
     It is exact as far as the range of its numbers allows, and need not have a value at zero: hidden
     keys and padding come to it as copies of other tokens. If its features of a visible token are
-    not finite, the gradients of that token, of W, of the scale and of arrays that the function holds
-    are NaN, even those of outputs that do not see the token, for 0 times infinity is NaN in the
-    function's own derivative: clip what you exponentiate. Outside ``jit``, causal and packed
+    not finite, the gradients of that token, of W, of the scale and of arrays that the function
+    holds are NaN, even those of outputs that do not see the token, for 0 times infinity is NaN in
+    the function's own derivative: clip what you exponentiate. Outside ``jit``, causal and packed
     attention call it on the whole length at once.
 
     Attributes:
@@ -295,7 +298,7 @@ _FUNCTIONS = {
 }
 
 
-def as_feature_map(feature_map: str | FeatureMap | Callable[..., jax.Array]) -> FeatureMap:
+def as_feature_map(feature_map: FeatureMapLike) -> FeatureMap:
     """Returns a feature map, given by name, as an object or as a function (x, projection).
 
     Raises:
@@ -325,7 +328,7 @@ def as_feature_map(feature_map: str | FeatureMap | Callable[..., jax.Array]) -> 
 
 
 def _registered(feature_map: FeatureMap) -> FeatureMap:
-    if jax.tree.structure(feature_map) == jax.tree.structure(0):
+    if jax.tree.leaves(feature_map) == [feature_map]:
         raise TypeError(
             f"{type(feature_map).__name__} is no pytree: register the feature map by "
             "jax.tree_util.register_dataclass."

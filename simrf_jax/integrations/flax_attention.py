@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,7 @@ from simrf_jax import checks
 from simrf_jax.attention import Band, Blend, Mechanism, RandomFeatures
 from simrf_jax.features import (
     BipolarProjection,
-    FeatureMap,
+    FeatureMapLike,
     as_feature_map,
     draw_bipolar_projection,
 )
@@ -31,7 +30,7 @@ NUM_WEIGHTS = 8
 
 def random_features(
     projection: Projection | None,
-    feature_map: str | FeatureMap,
+    feature_map: FeatureMapLike,
     sequence_axis: str | tuple[str, ...] | None,
 ) -> RandomFeatures:
     """Returns random-feature attention whose W gets no gradient."""
@@ -42,7 +41,7 @@ def random_features(
 def blend(
     projections: Sequence[Projection | None],
     *,
-    feature_maps: Sequence[str | FeatureMap],
+    feature_maps: Sequence[FeatureMapLike],
     bandwidth: int,
     near_logit: jax.Array,
     far_logits: jax.Array,
@@ -270,7 +269,7 @@ def check_fields(
     checks.axis_names("sequence_axis", sequence_axis)
 
 
-def check_feature_maps(feature_maps: Sequence[FeatureMap], *, num_weights: int | None) -> None:
+def check_feature_maps(feature_maps: Sequence[FeatureMapLike], *, num_weights: int | None) -> None:
     """Accepts feature maps whose W the adapters can draw."""
     if not isinstance(feature_maps, (tuple, list)) or not feature_maps:
         raise TypeError(f"feature_maps must be a tuple of feature maps, got {feature_maps!r}.")
@@ -295,7 +294,7 @@ def draw_heads(
     num_features: int | None,
     dim: int,
     *,
-    feature_map: FeatureMap,
+    feature_map: FeatureMapLike,
     num_weights: int | None,
     **draw_options: Any,
 ) -> Projection | None:
@@ -318,7 +317,7 @@ def draw_maps(
     num_features: int | Sequence[int | None] | None,
     dim: int,
     *,
-    feature_maps: Sequence[FeatureMap],
+    feature_maps: Sequence[FeatureMapLike],
     **options: Any,
 ) -> tuple[Projection | None, ...]:
     """Draws the projections of several feature maps."""

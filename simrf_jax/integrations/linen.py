@@ -14,7 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention import Blend, Mechanism, RandomFeatures
-from simrf_jax.features import FeatureMap
+from simrf_jax.features import FeatureMapLike
 from simrf_jax.integrations import flax_attention
 from simrf_jax.integrations.flax_attention import Call
 from simrf_jax.projections import Projection
@@ -225,7 +225,7 @@ class RandomFeatureAttention(_Adapter):
     coupling: str = "simplex"
     block: str = "regular"
     rotation: str = "haar"
-    feature_map: FeatureMap = "positive"
+    feature_map: FeatureMapLike = "positive"
     num_weights: int | None = None
     shared: bool = False
     is_causal: bool = False
@@ -301,7 +301,7 @@ class FMMAttention(_Adapter):
 
     num_features: int | tuple[int | None, ...] | None
     bandwidth: int
-    feature_maps: tuple[FeatureMap, ...] = ("positive",)
+    feature_maps: tuple[FeatureMapLike, ...] = ("positive",)
     coupling: str = "simplex"
     block: str = "regular"
     rotation: str = "haar"

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention import Blend, Mechanism, RandomFeatures
-from simrf_jax.features import FeatureMap
+from simrf_jax.features import FeatureMapLike
 from simrf_jax.integrations import flax_attention
 
 
@@ -275,7 +275,7 @@ class RandomFeatureAttention(_Adapter):
         coupling: str = "simplex",
         block: str = "regular",
         rotation: str = "haar",
-        feature_map: FeatureMap = "positive",
+        feature_map: FeatureMapLike = "positive",
         num_weights: int | None = None,
         shared: bool = False,
         is_causal: bool = False,
@@ -373,7 +373,7 @@ class FMMAttention(_Adapter):
         num_features: int | tuple[int | None, ...] | None,
         bandwidth: int,
         *,
-        feature_maps: tuple[FeatureMap, ...] = ("positive",),
+        feature_maps: tuple[FeatureMapLike, ...] = ("positive",),
         coupling: str = "simplex",
         block: str = "regular",
         rotation: str = "haar",

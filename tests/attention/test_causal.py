@@ -3,12 +3,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from simrf_jax import random_feature_attention
 from simrf_jax.attention.inputs.arguments import Arguments
 from simrf_jax.attention.random_features.causal import causal_attention
 from simrf_jax.attention.random_features.state import AttentionState, lay_out
 from simrf_jax.features import as_feature_map
-
-from simrf_jax import random_feature_attention
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import attention, relative_error
 

@@ -71,7 +71,8 @@ def test_times_the_values_it_is_the_attention(name):
     own = {
         "features": lambda x, w: jnp.square(simrf_jax.project(x, w)),
         "pair": simrf_jax.feature_maps.Custom(
-            lambda x, w: simrf_jax.relu_features(x, w), lambda x, w: jnp.abs(simrf_jax.project(x, w))
+            lambda x, w: simrf_jax.relu_features(x, w),
+            lambda x, w: jnp.abs(simrf_jax.project(x, w)),
         ),
     }
     feature_map = own.get(name, name)

@@ -15,7 +15,6 @@ from simrf_jax import (
     draw_fast_projection,
     draw_projection,
     fmm_attention,
-    gaussian_hybrid_features,
     random_feature_attention,
 )
 from simrf_jax.features.maps import GaussianHybrid

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from simrf_jax.features import Custom
 
+from simrf_jax.features import Custom
 from tests import formulas
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from simrf_jax import checks
@@ -91,7 +92,7 @@ def banded_attention(
         scale=scale,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
+        segment_ids=None if segment_ids is None else jnp.asarray(segment_ids),
     )
     axes = checks.axis_names("sequence_axis", sequence_axis)
     is_sharded = bool(axes or arguments.explicit_axes(in_order=True))

@@ -11,6 +11,7 @@ from simrf_jax.attention.banded.softmax import attend_in_windows
 from simrf_jax.attention.banded.windows import cut
 from simrf_jax.attention.inputs.arguments import Arguments, Axes, Inputs, segment_numbers
 from simrf_jax.attention.inputs.sharding import check_whole, find_shards, over_devices, shift
+from simrf_jax.projections import Projection
 
 
 def attend_over_devices(
@@ -19,14 +20,14 @@ def attend_over_devices(
     """Attends over lengths that mesh axes shard.
 
     Args:
-      arguments: Arguments that are whole to the caller, or those of the device inside ``shard_map``.
+      arguments: Whole arguments, or those of the device inside ``shard_map``.
       axes: Axes that the caller named; none for the explicit axes of the arrays.
       bandwidth: Distance over which a query sees keys.
       is_causal: Whether it sees no later keys.
       block_size: Queries in a block; None for a default.
     """
 
-    def check(arguments: Arguments, projection: None) -> Inputs:
+    def check(arguments: Arguments, projection: Projection | None) -> Inputs:
         del projection
         inputs = arguments.lay_out(scaled=False)
         cut(inputs.query.shape[1], inputs.key.shape[1], bandwidth, is_causal, block_size)
@@ -35,7 +36,7 @@ def attend_over_devices(
     check_whole(check, arguments, None)
     shards = find_shards(arguments, axes, in_order=True)
 
-    def attend(arguments: Arguments, projection: None) -> jax.Array:
+    def attend(arguments: Arguments, projection: Projection | None) -> jax.Array:
         del projection
         part = shards.part(arguments)
         inputs, history = with_halo(

@@ -157,8 +157,8 @@ class Band:
           query: ``[..., T, N, H]``.
           key: ``[..., T, K, H]``.
           value: ``[..., T, K, D]``.
-          mask: Boolean mask of the new keys, broadcastable to ``[..., N, 1, T]``; the same for query
-            heads that share a key head.
+          mask: Boolean mask of the new keys, broadcastable to ``[..., N, 1, T]``; the same for
+            query heads that share a key head.
           bias: Added to the logits; of the same shapes, with the same condition.
           scale: Multiplies the logits; by default ``H ** -0.5``.
           query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
@@ -169,8 +169,8 @@ class Band:
 
         Raises:
           TypeError: If a dtype is wrong.
-          ValueError: If shapes do not fit each other, the window or the bandwidth, devices share the
-            length, or the mask or the bias differ between heads that share keys.
+          ValueError: If shapes do not fit each other, the window or the bandwidth, devices share
+            the length, or the mask or the bias differ between heads that share keys.
         """
         bandwidth = checks.integer("bandwidth", self.bandwidth, least=0)
         arguments = new_tokens(

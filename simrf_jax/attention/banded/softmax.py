@@ -13,8 +13,8 @@ def attend_in_windows(inputs: Inputs, blocks: QueryBlocks) -> jax.Array:
     """Lets each query attend to the keys of its window that are in the band.
 
     Args:
-      inputs: Queries and keys that are not scaled: the logits are, because bfloat16 queries and keys
-        would be rounded again.
+      inputs: Queries and keys that are not scaled. The logits are, because bfloat16 queries and
+        keys would be rounded again.
       blocks: Blocks of queries and their windows of keys.
 
     Returns:

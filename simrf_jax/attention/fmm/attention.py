@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +11,8 @@ from jax.typing import ArrayLike
 from simrf_jax import checks
 from simrf_jax.attention.banded.attention import banded_attention
 from simrf_jax.attention.random_features.attention import random_feature_attention
-from simrf_jax.features import FeatureMap
+from simrf_jax.features import FeatureMapLike
 from simrf_jax.projections import Projection
-
-FeatureMaps: TypeAlias = Sequence[str | FeatureMap | Callable[..., jax.Array]]
 
 
 def fmm_attention(
@@ -27,7 +24,7 @@ def fmm_attention(
     bandwidth: int,
     near_weight: ArrayLike = 1.0,
     far_weights: ArrayLike = 1.0,
-    feature_maps: FeatureMaps = ("positive",),
+    feature_maps: Sequence[FeatureMapLike] = ("positive",),
     mask: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     scale: ArrayLike | None = None,
@@ -131,7 +128,9 @@ def fmm_attention(
     return blend(near, far, near_weight, far_weights)
 
 
-def check_feature_maps(projections: Sequence[Projection | None], feature_maps: FeatureMaps) -> None:
+def check_feature_maps(
+    projections: Sequence[Projection | None], feature_maps: Sequence[FeatureMapLike]
+) -> None:
     """Raises unless there is one projection for each feature map."""
     for name, given in (("projections", projections), ("feature_maps", feature_maps)):
         if not isinstance(given, (tuple, list)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax.attention.banded.mechanism import Band, Window
 from simrf_jax.attention.fmm.attention import blend
-from simrf_jax.attention.mechanism import check_kind
+from simrf_jax.attention.mechanism import Mechanism, check_kind
 from simrf_jax.attention.random_features.mechanism import RandomFeatures
 from simrf_jax.attention.random_features.state import AttentionState
 
@@ -95,7 +95,7 @@ class Blend:
                 key_value_seq_lengths=key_value_seq_lengths,
                 segment_ids=segment_ids,
             )
-            for field in (self.near, *self.far)
+            for field in self._fields()
         )
         return blend(near, far, self.near_weight, self.far_weights)
 
@@ -108,7 +108,7 @@ class Blend:
         value_dim: int,
         dtype: DTypeLike = jnp.float32,
     ) -> BlendState:
-        """Returns the state before the first token; see ``RandomFeatures.init`` and ``Band.init``."""
+        """Returns the state before the first token; see ``RandomFeatures.init``."""
         near, *far = (
             field.init(
                 batch=batch,
@@ -117,7 +117,7 @@ class Blend:
                 value_dim=value_dim,
                 dtype=dtype,
             )
-            for field in (self.near, *self.far)
+            for field in self._fields()
         )
         return BlendState(near, tuple(far))
 
@@ -157,9 +157,12 @@ class Blend:
                 query_seq_lengths=query_seq_lengths,
                 key_value_seq_lengths=key_value_seq_lengths,
             )
-            for field, before in zip((self.near, *self.far), (state.near, *state.far), strict=True)
+            for field, before in zip(self._fields(), (state.near, *state.far), strict=True)
         ]
         (near, *far), (window, *after) = zip(*steps, strict=True)
         return blend(near, far, self.near_weight, self.far_weights), BlendState(
             window, tuple(after)
         )
+
+    def _fields(self) -> tuple[Mechanism[Any], ...]:
+        return (self.near, *self.far)

@@ -44,7 +44,7 @@ class Inputs:
       value: ``[B, S, K, D]`` in the type to contract in.
       key_log_weights: ``[B, S, K]`` to add to the logits. Minus infinity hides a key, and NaN marks
         one that was not finite: whoever sees it gets NaN.
-      scale: One number that multiplies the products of queries and keys; None if they are scaled.
+      scale: One number that multiplies the products of queries and keys; 1 if they are scaled.
       segments: ``[B, S]``, the number of the segment that each position belongs to, or None.
       real: ``[1 or B, T, 1, 1]``, False at queries beyond ``query_seq_lengths``.
       finite: ``[B, T, K, G]``, False at queries that were not finite.
@@ -57,7 +57,7 @@ class Inputs:
     key: jax.Array
     value: jax.Array
     key_log_weights: jax.Array
-    scale: jax.Array | None
+    scale: jax.Array
     segments: jax.Array | None
     real: jax.Array
     finite: jax.Array
@@ -82,7 +82,7 @@ class Inputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    """What a caller gives: the arrays of ``jax.nn.dot_product_attention``, and segments.
+    r"""What a caller gives: the arrays of ``jax.nn.dot_product_attention``, and segments.
 
     A mask or a bias in NumPy keeps its values, which are known under ``jit`` too.
 
@@ -92,7 +92,7 @@ class Arguments:
       value: ``[..., S, K, D]``.
       mask: Boolean, broadcastable to ``[..., N, T, S]``, the same for all queries; or None.
       bias: Floating, of the same shapes, added to the logits; or None.
-      scale: Multiplies the logits; None for :math:`1/\\sqrt H`.
+      scale: Multiplies the logits; None for :math:`1/\sqrt H`.
       query_seq_lengths: Integers of the batch shape, or None.
       key_value_seq_lengths: Integers of the batch shape, or None.
       segment_ids: Integers ``[..., T]``, or None.
@@ -106,7 +106,7 @@ class Arguments:
     scale: ArrayLike | None = None
     query_seq_lengths: ArrayLike | None = None
     key_value_seq_lengths: ArrayLike | None = None
-    segment_ids: ArrayLike | None = None
+    segment_ids: jax.Array | None = None
 
     def lay_out(
         self,
@@ -200,7 +200,7 @@ class Arguments:
             _replace(key, visible, fill_with_tokens) * of_keys,
             _replace(value, visible, False),
             log_weights,
-            None if scaled else scale,
+            jnp.ones_like(scale) if scaled else scale,
             self._segments(tuple(batch)),
             real,
             finite,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from simrf_jax.attention.inputs.arguments import Arguments, Axes, axes_of_length, per_key
 from simrf_jax.projections import Projection
@@ -73,7 +74,7 @@ def check_whole(
     arguments: Arguments,
     projection: Projection | None,
 ) -> None:
-    """Traces ``attend`` with the shapes of whole arrays: errors of parts would tell other shapes."""
+    """Traces ``attend`` with whole shapes, because errors of parts would tell other shapes."""
     shapes = {
         field.name: jax.ShapeDtypeStruct(x.shape, x.dtype)
         for field in dataclasses.fields(arguments)
@@ -99,7 +100,7 @@ def over_devices(
     Args:
       attend: Attention of one part.
       shards: Mesh axes that shard the lengths.
-      arguments: Arguments that are whole to the caller, or those of the device inside ``shard_map``.
+      arguments: Whole arguments, or those of the device inside ``shard_map``.
       projection: W, the same on all devices.
     """
     if shards.is_inside:
@@ -150,7 +151,8 @@ def shift(x: jax.Array, axes: Axes, by: int) -> jax.Array:
     return jax.lax.ppermute(x, axes, [(i, (i + by) % size) for i in range(size)])
 
 
-def _from_first(lengths: jax.Array | None, x: jax.Array, axes: Axes) -> jax.Array | None:
+def _from_first(lengths: ArrayLike | None, x: jax.Array, axes: Axes) -> ArrayLike | None:
+    """Returns sequence lengths that count from the first position of a device's part."""
     if lengths is None or not axes:
         return lengths
     first = jax.lax.axis_index(axes) * x.shape[-3]
@@ -180,7 +182,9 @@ def _specs(arguments: Arguments, shards: Shards) -> Arguments:
         return PartitionSpec(*(None,) * (x.ndim + LENGTH[name]), axes)
 
     names = (field.name for field in dataclasses.fields(arguments))
-    return Arguments(**{name: spec(name) for name in names})
+    # A record of specs stands where shard_map expects one for each array.
+    specs: dict[str, Any] = {name: spec(name) for name in names}
+    return Arguments(**specs)
 
 
 def _mesh(axes: Axes, arguments: Arguments) -> AbstractMesh:

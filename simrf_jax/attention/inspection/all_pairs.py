@@ -31,7 +31,7 @@ class KernelRows(NamedTuple):
     log_scale: jax.Array
 
     def row_sums(self) -> jax.Array:
-        """Returns sums of the kernel, ``[*batch, N, T, 1]``; exactly zero where nothing is visible."""
+        """Returns sums of the kernel, ``[*batch, N, T, 1]``; exactly zero if nothing is visible."""
         return jnp.sum(self.kernel, axis=-1, keepdims=True)
 
     def weights(self) -> jax.Array:

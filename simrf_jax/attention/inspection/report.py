@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -12,7 +11,7 @@ from jax.typing import ArrayLike
 from simrf_jax import checks
 from simrf_jax.attention.inputs.arguments import Arguments, as_tokens
 from simrf_jax.attention.inspection.all_pairs import KernelRows, kernel_rows
-from simrf_jax.features import FeatureMap, as_feature_map
+from simrf_jax.features import FeatureMapLike, as_feature_map
 from simrf_jax.projections import Projection
 
 
@@ -49,7 +48,7 @@ def attention_matrix(
     key: ArrayLike,
     projection: Projection | None,
     *,
-    feature_map: str | FeatureMap | Callable[..., jax.Array] = "positive",
+    feature_map: FeatureMapLike = "positive",
     mask: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     scale: ArrayLike | None = None,
@@ -121,7 +120,7 @@ def attention_report(
     projection: Projection | None,
     *,
     value: ArrayLike | None = None,
-    feature_map: str | FeatureMap | Callable[..., jax.Array] = "positive",
+    feature_map: FeatureMapLike = "positive",
     mask: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     scale: ArrayLike | None = None,

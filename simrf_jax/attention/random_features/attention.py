@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -23,7 +21,7 @@ from simrf_jax.attention.random_features.state import (
     read_all,
     with_ones,
 )
-from simrf_jax.features import FeatureMap, as_feature_map
+from simrf_jax.features import FeatureMapLike, as_feature_map
 from simrf_jax.projections import Projection
 
 IMPLEMENTATIONS = ("xla",)
@@ -35,7 +33,7 @@ def random_feature_attention(
     value: ArrayLike,
     projection: Projection | None,
     *,
-    feature_map: str | FeatureMap | Callable[..., jax.Array] = "positive",
+    feature_map: FeatureMapLike = "positive",
     mask: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     scale: ArrayLike | None = None,
@@ -140,7 +138,7 @@ def random_feature_attention(
         scale=scale,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
+        segment_ids=None if segment_ids is None else jnp.asarray(segment_ids),
     )
     feature_map = as_feature_map(feature_map)
     axes = checks.axis_names("sequence_axis", sequence_axis)

@@ -15,6 +15,7 @@ from simrf_jax.attention.random_features.state import (
     AttentionState,
     HeadFeatures,
     Readout,
+    Vectors,
     finite,
     hide,
     largest,
@@ -53,8 +54,8 @@ class Tokens(NamedTuple):
       segments: ``[B, T]``, or None.
     """
 
-    query: jax.Array | LogFeatures
-    key: jax.Array | LogFeatures
+    query: Vectors
+    key: Vectors
     value: jax.Array
     log_weights: jax.Array
     segments: jax.Array | None

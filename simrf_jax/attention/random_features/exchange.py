@@ -44,7 +44,7 @@ def attend_over_devices(
     """Attends over lengths that mesh axes shard.
 
     Args:
-      arguments: Arguments that are whole to the caller, or those of the device inside ``shard_map``.
+      arguments: Whole arguments, or those of the device inside ``shard_map``.
       projection: W.
       feature_map: The feature map.
       axes: Axes that the caller named; none for the explicit axes of the arrays.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,7 @@ from simrf_jax.attention.random_features.state import (
     lay_out,
     with_ones,
 )
-from simrf_jax.features import FeatureMap, as_feature_map
+from simrf_jax.features import FeatureMapLike, as_feature_map
 from simrf_jax.projections import Projection
 
 
@@ -59,7 +58,7 @@ class RandomFeatures:
     """
 
     projection: Projection | None
-    feature_map: str | FeatureMap | Callable[..., jax.Array] = "positive"
+    feature_map: FeatureMapLike = "positive"
     chunk_size: int | None = None
     sequence_axis: str | tuple[str, ...] | None = None
     implementation: str | None = None
@@ -153,16 +152,16 @@ class RandomFeatures:
     ) -> tuple[jax.Array, AttentionState]:
         """Attends to a state and, causally, to new tokens.
 
-        One token at a time this is decoding, in time and memory that do not depend on how many there
-        were; with a whole prompt it is the prefill, by the parallel form.
+        One token at a time this is decoding, in time and memory that do not depend on how many
+        there were; with a whole prompt it is the prefill, by the parallel form.
 
         Args:
           state: State of the tokens before.
           query: ``[..., T, N, H]``.
           key: ``[..., T, K, H]``.
           value: ``[..., T, K, D]``.
-          mask: Boolean mask of the new keys, broadcastable to ``[..., N, 1, T]``; the same for query
-            heads that share a key head.
+          mask: Boolean mask of the new keys, broadcastable to ``[..., N, 1, T]``; the same for
+            query heads that share a key head.
           bias: Added to the logits; of the same shapes, with the same condition.
           scale: Multiplies the logits; by default ``H ** -0.5``.
           query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
@@ -189,7 +188,7 @@ class RandomFeatures:
         inputs, features = self._lay_out(arguments)
         check_step(arguments, inputs)
         batch = arguments.query.shape[:-3]
-        # Merged with the state of no keys, it varies over the devices of shard_map as the tokens do.
+        # Merged with the state of no keys, it varies over devices of shard_map as tokens do.
         empty = AttentionState.empty(inputs, features)
         before = empty.merge(flatten(state, empty, batch))
         chunk_size = check_chunk_size(self.chunk_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,9 @@ import jax.numpy as jnp
 from simrf_jax.attention.inputs.arguments import Arguments, Inputs, contract
 from simrf_jax.features import FeatureMap, LogFeatures, Side
 from simrf_jax.projections import Projection, StructuredProjection, as_projection
+
+# Vectors, or what stands for them if their features were computed before.
+Vectors: TypeAlias = jax.Array | LogFeatures
 
 
 class KeyFeatures(NamedTuple):
@@ -65,8 +68,8 @@ class HeadFeatures:
     projection: jax.Array | StructuredProjection | None
     feature_map: FeatureMap
 
-    def keys(self, key: jax.Array, log_weights: jax.Array) -> KeyFeatures:
-        """Returns the features of keys ``[B, S, K, H]``, weighed by ``log_weights``, ``[B, S, K]``."""
+    def keys(self, key: Vectors, log_weights: jax.Array) -> KeyFeatures:
+        """Returns the features of keys ``[B, S, K, H]`` with log weights ``[B, S, K]``."""
         keys = self.log_features(key, "key")
         # A map of the user marks what is not finite by NaN exponents. Scales may overflow.
         finite = ~jnp.isnan(keys.exponent[..., 0]) & (keys.log_scale[..., 0] < jnp.inf)
@@ -76,15 +79,15 @@ class HeadFeatures:
         features = LogFeatures(exponent, jnp.zeros_like(keys.log_scale), keys.values)
         return KeyFeatures(features, (log_weights != -jnp.inf) & ~visible[..., 0])
 
-    def queries(self, query: jax.Array) -> QueryFeatures:
+    def queries(self, query: Vectors) -> QueryFeatures:
         """Returns the features of queries ``[B, T, K, G, H]``."""
         queries = self.log_features(query, "query")
         spoiled = jnp.isnan(queries.exponent[..., 0])
         exponent = jnp.where(spoiled[..., None], -jnp.inf, queries.exponent)
         return QueryFeatures(queries._replace(exponent=exponent), spoiled)
 
-    def log_features(self, x: jax.Array, side: Side) -> LogFeatures:
-        """Returns the log features of ``[B, length, K, ...]``, with NaN exponents where not finite."""
+    def log_features(self, x: Vectors, side: Side) -> LogFeatures:
+        """Returns log features of ``[B, length, K, ...]``, with NaN exponents where not finite."""
         log_features = functools.partial(self.feature_map.log_features, side=side)
         if self.projection is None or self.projection.ndim == 2:
             phi = log_features(x, self.projection)
@@ -138,8 +141,8 @@ class AttentionState(NamedTuple):
     .. math:: c_i = \max_s \kappa_{si}, \qquad S_i = \sum_s e^{\kappa_{si} - c_i} (v_s, 1)
 
     with :math:`\kappa` the log features of the keys; values of signed maps stand as factors before
-    the exponentials. Its size does not depend on the number of keys. The sums of a head are NaN once
-    it has seen a key that was not finite.
+    the exponentials. Its size does not depend on the number of keys. The sums of a head are NaN
+    once it has seen a key that was not finite.
 
     Attributes:
       sums: ``[B, K, num_features, D + 1]``; the last column sums the denominator.
