@@ -314,7 +314,7 @@ def test_refuses_the_cache_of_another_bandwidth(api):
         head_dim=4,
         value_dim=4,
     )
-    with pytest.raises(ValueError, match="cache is for bandwidth=3, the adapter has bandwidth=2"):
+    with pytest.raises(ValueError, match="state must be of bandwidth=2, got one of bandwidth=3"):
         both.step(api, state, *x)
 
 

@@ -1,0 +1,96 @@
+"""A reader can follow a call: it passes through few files, not deeply, and never back and forth."""
+
+import functools
+import pathlib
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import simrf_jax
+from simrf_jax import fmm_attention, random_feature_attention
+
+LIBRARY = str(pathlib.Path(simrf_jax.__file__).parent)
+X = jax.ShapeDtypeStruct((2, 128, 4, 8), jnp.float32)
+W = jax.ShapeDtypeStruct((4, 16, 8), jnp.float32)
+
+
+class Flow(NamedTuple):
+    """The path of a call through the library.
+
+    Attributes:
+      files: Files of the library whose functions were called.
+      depth: Most functions of the library on the stack.
+      calls: Pairs of files of which the first called the second.
+    """
+
+    files: set[str]
+    depth: int
+    calls: set[tuple[str, str]]
+
+
+def follow(function, *arguments):
+    """Traces a function of abstract arrays and returns its flow."""
+    stack, files, calls, depth = [], set(), set(), 0
+
+    def profile(frame, event, _):
+        nonlocal depth
+        file = frame.f_code.co_filename
+        if not file.startswith(LIBRARY):
+            return
+        if event == "call":
+            if stack and stack[-1] != file:
+                calls.add((stack[-1], file))
+            stack.append(file)
+            files.add(file)
+            depth = max(depth, len(stack))
+        elif event == "return":
+            stack.pop()
+
+    jax.clear_caches()  # What was traced before would not be called again.
+    sys.setprofile(profile)
+    try:
+        jax.eval_shape(function, *arguments)
+    finally:
+        sys.setprofile(None)
+    return Flow({file.removeprefix(LIBRARY) for file in files}, depth, calls)
+
+
+def has_circle(calls):
+    """Returns whether files call each other in a circle."""
+    below = {}
+    for caller, called in calls:
+        below.setdefault(caller, set()).add(called)
+    while below:
+        leaves = {file for file, called in below.items() if not called & below.keys()}
+        if not leaves:
+            return True
+        below = {file: called for file, called in below.items() if file not in leaves}
+    return False
+
+
+FLOWS = {
+    "bidirectional": (random_feature_attention, 8, 8),
+    "causal": (functools.partial(random_feature_attention, is_causal=True), 8, 9),
+    "near and far": (
+        lambda q, k, v, w: fmm_attention(q, k, v, (w,), bandwidth=4),
+        11,
+        10,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FLOWS)
+def test_a_call_can_be_followed(name):
+    attend, most_files, most_depth = FLOWS[name]
+    flow = follow(attend, X, X, X, W)
+    assert len(flow.files) <= most_files, sorted(flow.files)
+    assert flow.depth <= most_depth
+    assert not has_circle(flow.calls), sorted(flow.calls)
+
+
+def test_circles_are_found():
+    assert has_circle({("a", "b"), ("b", "c"), ("c", "a"), ("d", "a")})
+    assert not has_circle({("a", "b"), ("b", "c"), ("a", "c")})
