@@ -308,6 +308,7 @@ def draw_heads(
     """Draws W of a feature map, a stack of ``num_heads`` of them, or one if num_heads is None."""
     if num_features is None:
         return None
+    dim = checks.positive_int("head_dim", dim)
 
     def draw(key: jax.Array) -> Projection:
         if projection_type(feature_map) is not BipolarProjection:
