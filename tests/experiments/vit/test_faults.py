@@ -2,9 +2,9 @@
 
 import json
 import os
-import shutil
 import random
 import re
+import shutil
 import signal
 import subprocess
 import time
