@@ -1,4 +1,4 @@
-"""What the digests of a checkpoint cost, for the digits ViT and for ViT-B/16 with Adam's moments.
+"""Measures what the digests of a checkpoint cost, for the digits ViT and for ViT-B/16 with Adam.
 
 Saves and restores states of random numbers on a local disk, with digests and without, in turn and
 in one process.
@@ -24,7 +24,7 @@ DIGESTS = {"with": digest.digests, "without": lambda arrays: dict.fromkeys(array
 
 
 def random_state(state):
-    """Arrays of the shapes and types of a state; random numbers do not get smaller when zipped."""
+    """Returns random arrays like those of a state, because random numbers cannot be compressed."""
     rng = np.random.default_rng(0)
 
     def random(x):
@@ -37,7 +37,7 @@ def random_state(state):
 
 
 def save_and_restore(config, state, folder):
-    """Seconds for which training waits, until all is on disk, and to restore."""
+    """Returns the seconds that training waits, until all is on disk, and to restore."""
     progress = checkpoint.Progress([{"step": 1}], 0.0, {"step": 1})
     with checkpoint.Checkpoints(folder, config, keep=1) as checkpoints:
         start = time.perf_counter()

@@ -1,3 +1,5 @@
+import mmap
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -14,6 +16,13 @@ class _Cycle:
         self.me = self
 
 
+def _fresh_memory():
+    """Takes pages from the system; other memory may be some that the process has freed before."""
+    memory = mmap.mmap(-1, 2**18, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.write(b"x" * 2**18)
+    return memory
+
+
 def test_what_is_freed_is_flat():
     assert_flat(_Cycle, count=200)
 
@@ -23,7 +32,7 @@ def test_what_is_freed_is_flat():
     [
         (lambda held: held.append(jnp.zeros(3)), 1),
         (lambda held: held.append([_Cycle()]), 200),
-        (lambda held: held.append(b"x" * 2**18), 100),
+        (lambda held: held.append(_fresh_memory()), 100),
         (lambda held: jax.jit(lambda x: x + 1)(jnp.zeros(3)), 1),
     ],
     ids=["arrays", "objects", "bytes", "programs"],

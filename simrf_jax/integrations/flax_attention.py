@@ -301,6 +301,7 @@ def draw_heads(
     """Draws W of a feature map, a stack of ``num_heads`` of them, or one if num_heads is None."""
     if num_features is None:
         return None
+    dim = checks.positive_int("head_dim", dim)
 
     def draw(key: jax.Array) -> Projection:
         if as_feature_map(feature_map).projection_type is not BipolarProjection:
