@@ -71,14 +71,15 @@ class Lock:
     Attributes:
       folder: The folder.
       left_by: The process that held the folder before and was killed, or None.
-      is_replaced: Whether another folder stood at its path when it was released.
+      is_lost: True if the folder was no longer at its path when it was released, because it was
+        removed, renamed or replaced.
     """
 
     def __init__(self, path: pathlib.Path, file: TextIO):
         self._path, self._file = path, file
         self.folder = path.parent
         self.left_by = _holder(file.read())
-        self.is_replaced = False
+        self.is_lost = False
         # Kept open, so that no new folder gets its inode.
         self._directory = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
 
@@ -104,9 +105,11 @@ class Lock:
 
     def release(self) -> None:
         """Removes the lock file and unlocks the folder."""
-        with contextlib.suppress(OSError):  # Without the folder there is no other one.
+        try:
             here, locked = self.folder.stat(), os.fstat(self._directory)
-            self.is_replaced = not os.path.samestat(here, locked)
+            self.is_lost = not os.path.samestat(here, locked)
+        except OSError:
+            self.is_lost = True
         os.close(self._directory)
         if _is_at(self._path, self._file):
             with contextlib.suppress(OSError):  # A folder may have become read-only.

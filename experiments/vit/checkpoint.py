@@ -109,6 +109,8 @@ def quiet() -> None:
     ``Checkpoints`` and ``load`` raise the error. Orbax's other errors stay.
     """
     absl.logging.get_absl_handler().addFilter(_is_news)
+    # After a failed write, the writes that have not begun.
+    warnings.filterwarnings("ignore", r"coroutine '.*write_fragment' was never awaited")
     hook = sys.unraisablehook
 
     def pass_on(unraisable: sys.UnraisableHookArgs) -> None:

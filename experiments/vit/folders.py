@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import shutil
+import time
 from typing import Self
 
 from etils import epath
 
 from experiments import hosts, locking, storage
+
+_QUIET_SECONDS = 0.5  # Orbax writes its next piece sooner than that after the last one.
+_LONGEST_SECONDS = 10.0
 
 
 class Folders:
@@ -56,7 +60,7 @@ class Folders:
                 lock.check()
         finally:
             self._stack.close()
-            if isinstance(lock, locking.Lock) and lock.is_replaced:
+            if isinstance(lock, locking.Lock) and lock.is_lost:
                 self._remove_remains(lock.folder)
 
     def check_workdir(self) -> None:
@@ -81,15 +85,23 @@ class Folders:
     def _remove_remains(self, folder: pathlib.Path) -> None:
         """Removes what a save went on to write after its folder was removed or renamed.
 
-        Orbax makes the folders anew, and they would be in the way of those that are put back.
+        Orbax makes the folders anew, and they would be in the way of those that are put back. When
+        a write fails Orbax does not wait for the others, so this goes on until they have ended.
         """
-        if any((path / locking.FILE).exists() for path in (folder, self.workdir)):
-            return  # Those are another run's.
-        for path in (folder / f"{self._saving}", *folder.glob(f"{self._saving}.orbax*")):
-            shutil.rmtree(path, ignore_errors=True)
-        for path in (folder, self.workdir):
-            with contextlib.suppress(OSError):  # It is not empty, or not there.
-                path.rmdir()
+        last_seen = time.monotonic()
+        deadline = last_seen + _LONGEST_SECONDS
+        while (now := time.monotonic()) < min(last_seen + _QUIET_SECONDS, deadline):
+            if any((path / locking.FILE).exists() for path in (folder, self.workdir)):
+                return  # Those are another run's.
+            remains = [folder / f"{self._saving}", *folder.glob(f"{self._saving}.orbax*")]
+            if any(path.exists() for path in remains):
+                last_seen = now
+            for path in remains:
+                shutil.rmtree(path, ignore_errors=True)
+            for path in (folder, self.workdir):
+                with contextlib.suppress(OSError):  # It is not empty, or not there.
+                    path.rmdir()
+            time.sleep(0.05)
 
     def _lock(self) -> None:
         holder = locking.Holder.here(self.workdir)

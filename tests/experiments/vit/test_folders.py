@@ -1,5 +1,7 @@
 """The folders of a run."""
 
+import threading
+
 import orbax.checkpoint as ocp
 import pytest
 
@@ -70,6 +72,17 @@ def test_what_is_not_of_that_save_is_not_removed(theirs, tmp_path):
         run.rename(tmp_path / "away")
         (run / theirs).mkdir(parents=True)
     assert (run / theirs).exists()
+
+
+def test_what_a_save_writes_late_is_removed(tmp_path):
+    run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    write = threading.Timer(0.2, (checkpoints / "5" / "state").mkdir, kwargs={"parents": True})
+    with Folders(run, checkpoints) as folders:
+        folders.check_checkpoints(5)
+        run.rename(tmp_path / "away")
+        write.start()
+    write.join()
+    assert not run.exists()
 
 
 @pytest.mark.parametrize("folder", ["run", "run/checkpoints"])
