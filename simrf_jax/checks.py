@@ -84,6 +84,14 @@ def positive_int(name: str, value: Any) -> int:
     return integer(name, value, least=1)
 
 
+def power_of_two(name: str, value: Any) -> int:
+    """Returns an integer that is a power of two."""
+    value = positive_int(name, value)
+    if value & (value - 1):
+        raise ValueError(f"{name} must be a power of two, got {value}.")
+    return value
+
+
 def floating_dtype(name: str, dtype: DTypeLike) -> jnp.dtype:
     """Returns a real floating dtype of at least 16 bits that arrays can have."""
     if dtype is None:

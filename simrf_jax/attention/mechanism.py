@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
-from simrf_jax.attention.inputs.arguments import Arguments, Inputs, as_tokens, axes_of_length
+from simrf_jax.attention.inputs.arguments import Arguments, Inputs, axes_of_length
 
 State = TypeVar("State")
 
@@ -107,14 +107,7 @@ def new_tokens(
       TypeError: If a dtype is wrong.
       ValueError: If shapes do not fit each other, or devices share the length.
     """
-    query, key, value = as_tokens(query, key, value)
-    for x in (query, key, value):
-        if axes := axes_of_length(x):
-            raise ValueError(
-                "Decoding takes tokens whose length is not sharded, got one sharded over the mesh "
-                f"axis {', '.join(map(repr, axes))}; jax.reshard them."
-            )
-    return Arguments(
+    arguments = Arguments.of(
         query,
         key,
         value,
@@ -124,6 +117,13 @@ def new_tokens(
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
     )
+    for x in (arguments.query, arguments.key, arguments.value):
+        if axes := axes_of_length(x):
+            raise ValueError(
+                "Decoding takes tokens whose length is not sharded, got one sharded over the mesh "
+                f"axis {', '.join(map(repr, axes))}; jax.reshard them."
+            )
+    return arguments
 
 
 def check_step(arguments: Arguments, inputs: Inputs) -> None:

@@ -17,10 +17,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Key, Real
 
 from simrf_jax import checks
-from simrf_jax.features.exponential import hyperbolic_log_features
-from simrf_jax.features.hybrid import Side, hybrid_log_features
-from simrf_jax.features.log_space import Kernel, LogFeatures
-from simrf_jax.features.trigonometric import trigonometric_log_features
+from simrf_jax.features.exponential import Hyperbolic
+from simrf_jax.features.feature_map import FeatureMap
+from simrf_jax.features.hybrid import hybrid_log_features
+from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side
+from simrf_jax.features.trigonometric import Trigonometric
 from simrf_jax.projections import (
     BlockMode,
     Coupling,
@@ -160,34 +161,76 @@ def draw_bipolar_projection(
     return BipolarProjection(draw_base(one), draw_base(two), weights)
 
 
-def angular_log_features(
-    x: Float[ArrayLike, "*batch dim"], projection: BipolarProjection, *, side: Side, kernel: Kernel
-) -> LogFeatures:
-    """Returns ``angular_hybrid_features`` in log space; see there for the arguments."""
-    tau = _bipolar(projection).weights
-    signs = jnp.where(project(x, tau) < 0, -1.0, 1.0)
-    sign = -1 if side == "query" else 1
-    rho = sign * signs * (2 * signs.shape[-1]) ** -0.5
-    return _bipolar_log_features(x, projection, rho, 0.5, side, kernel)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["kernel"])
+@dataclasses.dataclass(frozen=True)
+class AngularHybrid(FeatureMap):
+    """The feature map of ``angular_hybrid_features``.
+
+    Attributes:
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+    """
+
+    projection_type = BipolarProjection
+    is_finite = True
+    kernel: Kernel = "softmax"
+
+    def __post_init__(self) -> None:
+        """Checks the kernel."""
+        checks.one_of("kernel", self.kernel, KERNELS)
+
+    def log_features(
+        self, x: Float[Array, "*batch dim"], projection: BipolarProjection, *, side: Side
+    ) -> LogFeatures:
+        """Returns psi_1 of queries and psi_2 of keys.
+
+        Raises:
+          TypeError: If the projection is not a ``BipolarProjection``.
+          ValueError: If the shapes do not match.
+        """
+        signs = jnp.where(project(x, _bipolar(projection).weights) < 0, -1.0, 1.0)
+        sign = -1 if side == "query" else 1
+        rho = sign * signs * (2 * signs.shape[-1]) ** -0.5
+        return _combine(x, projection, rho, 0.5, side, self.kernel)
 
 
-def gaussian_log_features(
-    x: Float[ArrayLike, "*batch dim"],
-    projection: BipolarProjection,
-    *,
-    side: Side,
-    bandwidth: Real[ArrayLike, ""] = 1.0,
-    kernel: Kernel,
-) -> LogFeatures:
-    """Returns ``gaussian_hybrid_features`` in log space; see there for the arguments."""
-    checks.scalar("bandwidth", bandwidth, sign="positive")
-    tau = _bipolar(projection).weights
-    x = checks.vectors("x", x)
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    u = (wide if side == "query" else -wide) / bandwidth
-    rho = trigonometric_log_features(u, tau, kernel="gaussian")
-    weight = rho.evaluate(rho.exponent.dtype)
-    return _bipolar_log_features(x, projection, weight, 0.0, side, kernel)
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["bandwidth"], meta_fields=["kernel"]
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class GaussianHybrid(FeatureMap):
+    """The feature map of ``gaussian_hybrid_features``.
+
+    Attributes:
+      bandwidth: The distance at which the weight passes from one base estimator to the other.
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+    """
+
+    projection_type = BipolarProjection
+    is_finite = True
+    bandwidth: Real[ArrayLike, ""] = 1.0
+    kernel: Kernel = "softmax"
+
+    def __post_init__(self) -> None:
+        """Checks the kernel."""
+        checks.one_of("kernel", self.kernel, KERNELS)
+
+    def log_features(
+        self, x: Float[Array, "*batch dim"], projection: BipolarProjection, *, side: Side
+    ) -> LogFeatures:
+        """Returns psi_1 of queries and psi_2 of keys.
+
+        Raises:
+          TypeError: If the projection is not a ``BipolarProjection`` or the bandwidth is not one
+            real number.
+          ValueError: If the shapes do not match or the bandwidth is not positive.
+        """
+        checks.scalar("bandwidth", self.bandwidth, sign="positive")
+        tau = as_projection(_bipolar(projection).weights)
+        wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        u = (wide if side == "query" else -wide) / self.bandwidth
+        rho = Trigonometric("gaussian").log_features(u, tau, side=side)
+        weight = rho.evaluate(rho.exponent.dtype)
+        return _combine(x, projection, weight, 0.0, side, self.kernel)
 
 
 def _bipolar(projection: BipolarProjection) -> BipolarProjection:
@@ -200,17 +243,21 @@ def _bipolar(projection: BipolarProjection) -> BipolarProjection:
     return projection
 
 
-def _bipolar_log_features(
-    x: Float[ArrayLike, "*batch dim"],
+def _combine(
+    x: Float[Array, "*batch dim"],
     projection: BipolarProjection,
     rho: Float[Array, "*batch weights"],
     offset: float,
     side: Side,
     kernel: Kernel,
 ) -> LogFeatures:
+    """Returns the features of the hybrid of both base estimators."""
+    hyperbolic, trigonometric = map(
+        as_projection, (projection.hyperbolic, projection.trigonometric)
+    )
     bases = [
-        hyperbolic_log_features(x, projection.hyperbolic, kernel=kernel),
-        trigonometric_log_features(x, projection.trigonometric, kernel=kernel),
+        Hyperbolic(kernel).log_features(x, hyperbolic, side=side),
+        Trigonometric(kernel).log_features(x, trigonometric, side=side),
     ]
     return hybrid_log_features(bases, [rho.astype(bases[0].exponent.dtype)], [offset], side=side)
 
@@ -263,8 +310,7 @@ def angular_hybrid_features(
       Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3, Theorem 3.1 and Lemma 3.2,
       https://arxiv.org/abs/2110.04367
     """
-    features = angular_log_features(x, projection, side=side, kernel=kernel)
-    return features.evaluate(jnp.asarray(x).dtype)
+    return AngularHybrid(kernel).features(x, projection, side=side)
 
 
 def gaussian_hybrid_features(
@@ -317,5 +363,4 @@ def gaussian_hybrid_features(
       Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3, Gaussian lambda coefficients,
       https://arxiv.org/abs/2110.04367
     """
-    features = gaussian_log_features(x, projection, side=side, bandwidth=bandwidth, kernel=kernel)
-    return features.evaluate(jnp.asarray(x).dtype)
+    return GaussianHybrid(bandwidth, kernel).features(x, projection, side=side)

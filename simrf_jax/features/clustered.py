@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Shaped
 
 from simrf_jax import checks
-from simrf_jax.features.hybrid import SIDES, Side, weighted_sum
-from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, half_squared_norm
+from simrf_jax.features.feature_map import FeatureMap
+from simrf_jax.features.hybrid import weighted_sum
+from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side, half_squared_norm
 from simrf_jax.projections import Projection, StructuredProjection, as_projection, project
 
 
@@ -66,44 +67,59 @@ class ClusteredProjection(StructuredProjection):
         return as_projection(self.projection).dtype
 
 
-def clustered_log_features(
-    x: Float[ArrayLike, "*batch dim"],
-    projection: ClusteredProjection,
-    *,
-    side: Side,
-    kernel: Kernel,
-) -> LogFeatures:
-    """Returns ``clustered_hybrid_features`` in log space; see there for the arguments."""
-    checks.one_of("side", side, SIDES)
-    checks.one_of("kernel", kernel, KERNELS)
-    if not isinstance(projection, ClusteredProjection):
-        raise TypeError(
-            f"projection must be a ClusteredProjection, got {type(projection).__name__}."
-        )
-    checks.scalar("spread", projection.spread, sign="at least 0")
-    x = checks.vectors("x", x)
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    queries = checks.floating("query_centres", projection.query_centres)
-    keys = checks.floating("key_centres", projection.key_centres)
-    for name, centres in (("query_centres", queries), ("key_centres", keys)):
-        if centres.ndim != 2 or centres.shape[0] < 1 or centres.shape[1] != x.shape[-1]:
-            raise ValueError(
-                f"{name} must be [clusters, {x.shape[-1]}], at least one, got {centres.shape}."
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["kernel"])
+@dataclasses.dataclass(frozen=True)
+class ClusteredHybrid(FeatureMap):
+    """The feature map of ``clustered_hybrid_features``.
+
+    Attributes:
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+    """
+
+    projection_type = ClusteredProjection
+    is_finite = True
+    kernel: Kernel = "softmax"
+
+    def __post_init__(self) -> None:
+        """Checks the kernel."""
+        checks.one_of("kernel", self.kernel, KERNELS)
+
+    def log_features(
+        self, x: Float[Array, "*batch dim"], projection: ClusteredProjection, *, side: Side
+    ) -> LogFeatures:
+        """Returns psi_1 of queries and psi_2 of keys.
+
+        Raises:
+          TypeError: If the projection is not a ``ClusteredProjection``.
+          ValueError: If the shapes do not match.
+        """
+        if not isinstance(projection, ClusteredProjection):
+            raise TypeError(
+                f"projection must be a ClusteredProjection, got {type(projection).__name__}."
             )
-    mine = queries if side == "query" else keys
-    offsets = x[..., None, :] - jnp.broadcast_to(mine, (*x.shape[:-1], *mine.shape))
-    nearest = jnp.argmin(jnp.sum(jnp.square(offsets), axis=-1), axis=-1)[..., None]
-    bases = []
-    log_scale = jnp.zeros_like(x[..., :1])
-    for i in range(queries.shape[0]):
-        for j in range(keys.shape[0]):
-            base = _centred(x, projection, queries[i], keys[j], side, kernel)
-            member = nearest == (i if side == "query" else j)
-            # The zero weight is applied in log space, because the features of an estimator that is
-            # tuned to other clusters may overflow here.
-            bases.append(base._replace(exponent=jnp.where(member, base.exponent, -jnp.inf)))
-            log_scale = jnp.where(member, base.log_scale, log_scale)
-    return weighted_sum(bases, [jnp.ones_like(log_scale) for _ in bases], log_scale)
+        checks.scalar("spread", projection.spread, sign="at least 0")
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        queries = checks.floating("query_centres", projection.query_centres)
+        keys = checks.floating("key_centres", projection.key_centres)
+        for name, centres in (("query_centres", queries), ("key_centres", keys)):
+            if centres.ndim != 2 or centres.shape[0] < 1 or centres.shape[1] != x.shape[-1]:
+                raise ValueError(
+                    f"{name} must be [clusters, {x.shape[-1]}], at least one, got {centres.shape}."
+                )
+        mine = queries if side == "query" else keys
+        offsets = x[..., None, :] - jnp.broadcast_to(mine, (*x.shape[:-1], *mine.shape))
+        nearest = jnp.argmin(jnp.sum(jnp.square(offsets), axis=-1), axis=-1)[..., None]
+        bases = []
+        log_scale = jnp.zeros_like(x[..., :1])
+        for i in range(queries.shape[0]):
+            for j in range(keys.shape[0]):
+                base = _centred(x, projection, queries[i], keys[j], side, self.kernel)
+                member = nearest == (i if side == "query" else j)
+                # The zero weight is applied in log space, because the features of an estimator that
+                # is tuned to other clusters may overflow here.
+                bases.append(base._replace(exponent=jnp.where(member, base.exponent, -jnp.inf)))
+                log_scale = jnp.where(member, base.log_scale, log_scale)
+        return weighted_sum(bases, [jnp.ones_like(log_scale) for _ in bases], log_scale)
 
 
 def _centred(
@@ -193,5 +209,4 @@ def clustered_hybrid_features(
       Choromanski et al., Hybrid Random Features (ICLR 2022), clustering-based HRFs (HRF-C),
       https://arxiv.org/abs/2110.04367
     """
-    features = clustered_log_features(x, projection, side=side, kernel=kernel)
-    return features.evaluate(jnp.asarray(x).dtype)
+    return ClusteredHybrid(kernel).features(x, projection, side=side)

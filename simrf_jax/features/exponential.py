@@ -2,39 +2,77 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks
-from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, half_squared_norm
-from simrf_jax.projections import Projection, project
+from simrf_jax.features.feature_map import FeatureMap
+from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side
+from simrf_jax.projections import Projection, product
 
 
-def positive_log_features(
-    x: Float[ArrayLike, "*batch dim"], projection: Projection, *, kernel: Kernel
-) -> LogFeatures:
-    """Returns ``positive_features`` in log space; see there for the arguments."""
-    exponent = project(x, projection)
-    return LogFeatures(exponent, _log_scale(x, exponent, kernel))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["kernel"])
+@dataclasses.dataclass(frozen=True)
+class Positive(FeatureMap):
+    """The feature map of ``positive_features``.
+
+    Attributes:
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+    """
+
+    is_finite = True
+    kernel: Kernel = "softmax"
+
+    def __post_init__(self) -> None:
+        """Checks the kernel."""
+        checks.one_of("kernel", self.kernel, KERNELS)
+
+    def log_features(
+        self, x: Float[Array, "*batch dim"], projection: Projection, *, side: Side
+    ) -> LogFeatures:
+        """Returns the same features for queries and keys."""
+        del side
+        exponent = product(x, projection)
+        return LogFeatures(exponent, _log_scale(x, exponent, self.kernel))
 
 
-def hyperbolic_log_features(
-    x: Float[ArrayLike, "*batch dim"], projection: Projection, *, kernel: Kernel
-) -> LogFeatures:
-    """Returns ``hyperbolic_features`` in log space; see there for the arguments."""
-    logits = project(x, projection)
-    exponent = jnp.concatenate([logits, -logits], axis=-1)
-    return LogFeatures(exponent, _log_scale(x, exponent, kernel))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["kernel"])
+@dataclasses.dataclass(frozen=True)
+class Hyperbolic(FeatureMap):
+    """The feature map of ``hyperbolic_features``.
+
+    Attributes:
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+    """
+
+    is_finite = True
+    kernel: Kernel = "softmax"
+
+    def __post_init__(self) -> None:
+        """Checks the kernel."""
+        checks.one_of("kernel", self.kernel, KERNELS)
+
+    def log_features(
+        self, x: Float[Array, "*batch dim"], projection: Projection, *, side: Side
+    ) -> LogFeatures:
+        """Returns the same features for queries and keys."""
+        del side
+        logits = product(x, projection)
+        exponent = jnp.concatenate([logits, -logits], axis=-1)
+        return LogFeatures(exponent, _log_scale(x, exponent, self.kernel))
 
 
 def _log_scale(
-    x: Float[ArrayLike, "*batch dim"], exponent: Float[Array, "*batch features"], kernel: Kernel
+    x: Float[Array, "*batch dim"], exponent: Float[Array, "*batch features"], kernel: Kernel
 ) -> Float[Array, "*batch 1"]:
-    checks.one_of("kernel", kernel, KERNELS)
-    shrink = 2 if kernel == "gaussian" else 1
-    return -shrink * half_squared_norm(x, exponent.dtype) - 0.5 * math.log(exponent.shape[-1])
+    squared_norm = jnp.sum(jnp.square(x.astype(exponent.dtype)), axis=-1, keepdims=True)
+    shrink = 1 if kernel == "gaussian" else 0.5
+    return -shrink * squared_norm - 0.5 * math.log(exponent.shape[-1])
 
 
 def positive_features(
@@ -78,8 +116,7 @@ def positive_features(
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Lemma 1,
       https://arxiv.org/abs/2009.14794
     """
-    features = positive_log_features(x, projection, kernel=kernel)
-    return features.evaluate(jnp.asarray(x).dtype)
+    return Positive(kernel).features(x, projection)
 
 
 def hyperbolic_features(
@@ -125,5 +162,4 @@ def hyperbolic_features(
       Choromanski et al., Hybrid Random Features (ICLR 2022), the estimator :math:`\text{SM}^{++}`,
       https://arxiv.org/abs/2110.04367
     """
-    features = hyperbolic_log_features(x, projection, kernel=kernel)
-    return features.evaluate(jnp.asarray(x).dtype)
+    return Hyperbolic(kernel).features(x, projection)

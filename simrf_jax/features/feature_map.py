@@ -6,9 +6,11 @@ import abc
 from typing import Any, ClassVar
 
 import jax
+from jaxtyping import Array, ArrayLike, Float
 
-from simrf_jax.features.hybrid import Side
-from simrf_jax.features.log_space import LogFeatures
+from simrf_jax import checks
+from simrf_jax.features.log_space import SIDES, LogFeatures, Side
+from simrf_jax.projections import as_projection
 
 
 class FeatureMap(abc.ABC):
@@ -42,3 +44,24 @@ class FeatureMap(abc.ABC):
         Returns:
           Features with the leading shape of x.
         """
+
+    def features(
+        self, x: Float[ArrayLike, "*batch dim"], projection: Any, *, side: Side = "key"
+    ) -> Float[Array, "*batch features"]:
+        """Returns the features phi(x) themselves.
+
+        Args:
+          x: Vectors.
+          projection: W, ``[num_features, dim]``, or whatever takes its place.
+          side: Whether these are queries or keys.
+
+        Returns:
+          The features in the type of x. Those of long vectors overflow or underflow.
+
+        Raises:
+          TypeError: If an argument is not floating.
+          ValueError: If the side is unknown or the shapes do not match.
+        """
+        checks.one_of("side", side, SIDES)
+        x, projection = checks.vectors("x", x), as_projection(projection)
+        return self.log_features(x, projection, side=side).evaluate(x.dtype)

@@ -2,37 +2,58 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks
-from simrf_jax.features.log_space import LogFeatures
-from simrf_jax.projections import Projection, project
+from simrf_jax.features.feature_map import FeatureMap
+from simrf_jax.features.log_space import LogFeatures, Side
+from simrf_jax.projections import Projection, as_projection, product
 
 
-def relu_log_features(x: Float[ArrayLike, "*batch dim"], projection: Projection) -> LogFeatures:
-    """Returns ``relu_features`` in log space; see there for the arguments."""
-    y = project(x, projection)
-    # The inner where keeps the gradient of the logarithm finite where its value is not used.
-    exponent = jnp.where(y <= 0, -jnp.inf, jnp.log(jnp.where(y <= 0, 1, y)))
-    return LogFeatures(exponent, _log_mean(exponent))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Relu(FeatureMap):
+    """The feature map of ``relu_features``."""
+
+    is_finite = True
+
+    def log_features(
+        self, x: Float[Array, "*batch dim"], projection: Projection, *, side: Side
+    ) -> LogFeatures:
+        """Returns the same features for queries and keys."""
+        del side
+        y = product(x, projection)
+        # The inner where keeps the gradient of the logarithm finite where its value is not used.
+        exponent = jnp.where(y <= 0, -jnp.inf, jnp.log(jnp.where(y <= 0, 1, y)))
+        return LogFeatures(exponent, _log_mean(exponent))
 
 
-def elu_log_features(
-    x: Float[ArrayLike, "*batch dim"], projection: Projection | None = None
-) -> LogFeatures:
-    """Returns ``elu_features`` in log space; see there for the arguments."""
-    if projection is None:
-        y = checks.vectors("x", x)
-        y = y.astype(jnp.promote_types(y.dtype, jnp.float32))
-        log_scale = jnp.zeros_like(y[..., :1])
-    else:
-        y = project(x, projection)
-        log_scale = _log_mean(y)
-    # elu(y) + 1 is exp(y) below zero and 1 + y above.
-    return LogFeatures(jnp.minimum(y, 0) + jnp.log1p(jnp.maximum(y, 0)), log_scale)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Elu(FeatureMap):
+    """The feature map of ``elu_features``, which needs no projection."""
+
+    is_finite = True
+
+    def log_features(
+        self, x: Float[Array, "*batch dim"], projection: Projection | None, *, side: Side
+    ) -> LogFeatures:
+        """Returns the same features for queries and keys."""
+        del side
+        if projection is None:
+            y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+            log_scale = jnp.zeros_like(y[..., :1])
+        else:
+            y = product(x, projection)
+            log_scale = _log_mean(y)
+        # elu(y) + 1 is exp(y) below zero and 1 + y above.
+        return LogFeatures(jnp.minimum(y, 0) + jnp.log1p(jnp.maximum(y, 0)), log_scale)
 
 
 def _log_mean(exponent: Float[Array, "*batch num_features"]) -> Float[Array, "*batch 1"]:
@@ -71,8 +92,7 @@ def relu_features(
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Performer-ReLU,
       https://arxiv.org/abs/2009.14794
     """
-    features = relu_log_features(x, projection)
-    return features.evaluate(jnp.asarray(x).dtype)
+    return Relu().features(x, projection)
 
 
 def elu_features(
@@ -104,5 +124,6 @@ def elu_features(
       Katharopoulos et al., Transformers are RNNs (ICML 2020), Eq. 7,
       https://arxiv.org/abs/2006.16236
     """
-    features = elu_log_features(x, projection)
-    return features.evaluate(jnp.asarray(x).dtype)
+    x = checks.vectors("x", x)
+    w = None if projection is None else as_projection(projection)
+    return Elu().log_features(x, w, side="key").evaluate(x.dtype)

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, get_args
 
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks
-from simrf_jax.features.log_space import LogFeatures
-
-Side: TypeAlias = Literal["query", "key"]
-SIDES = get_args(Side)
+from simrf_jax.features.log_space import SIDES, LogFeatures, Side
 
 
 def hybrid_features(

@@ -1,4 +1,4 @@
-"""Features in log space, and the names of the kernels that feature maps estimate."""
+"""Features in log space, and the names of kernels and sides."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, Float
 
 Kernel: TypeAlias = Literal["gaussian", "softmax"]
 KERNELS = get_args(Kernel)
+Side: TypeAlias = Literal["query", "key"]
+SIDES = get_args(Side)
 
 
 class LogFeatures(NamedTuple):
@@ -35,8 +37,6 @@ class LogFeatures(NamedTuple):
         return (phi if self.values is None else phi * self.values).astype(dtype)
 
 
-def half_squared_norm(
-    x: Float[ArrayLike, "*batch dim"], dtype: DTypeLike
-) -> Float[Array, "*batch 1"]:
+def half_squared_norm(x: Float[Array, "*batch dim"], dtype: DTypeLike) -> Float[Array, "*batch 1"]:
     """Returns half the squared length of each vector of x in the given dtype."""
     return 0.5 * jnp.sum(jnp.square(jnp.asarray(x, dtype)), axis=-1, keepdims=True)

@@ -9,219 +9,36 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
 from simrf_jax import checks
 from simrf_jax.features.bipolar import (
-    BipolarProjection,
+    AngularHybrid,
+    GaussianHybrid,
     angular_hybrid_features,
-    angular_log_features,
     gaussian_hybrid_features,
-    gaussian_log_features,
 )
-from simrf_jax.features.clustered import (
-    ClusteredProjection,
-    clustered_hybrid_features,
-    clustered_log_features,
-)
+from simrf_jax.features.clustered import ClusteredHybrid, clustered_hybrid_features
 from simrf_jax.features.exponential import (
+    Hyperbolic,
+    Positive,
     hyperbolic_features,
-    hyperbolic_log_features,
     positive_features,
-    positive_log_features,
 )
 from simrf_jax.features.feature_map import FeatureMap
-from simrf_jax.features.generalised import (
-    elu_features,
-    elu_log_features,
-    relu_features,
-    relu_log_features,
-)
-from simrf_jax.features.hybrid import Side
-from simrf_jax.features.log_space import Kernel, LogFeatures
+from simrf_jax.features.generalised import Elu, Relu, elu_features, relu_features
+from simrf_jax.features.log_space import LogFeatures, Side
 from simrf_jax.features.trigonometric import (
+    Phase,
+    Trigonometric,
     phase_features,
-    phase_log_features,
     trigonometric_features,
-    trigonometric_log_features,
 )
-from simrf_jax.projections import Projection
 
 # A feature map as users give it: a name, an object, or a function (x, projection).
 FeatureMapLike: TypeAlias = str | FeatureMap | Callable[..., jax.Array]
 
-_static = functools.partial(jax.tree_util.register_dataclass, data_fields=[])
 
-
-@functools.partial(_static, meta_fields=["kernel"])
-@dataclasses.dataclass(frozen=True)
-class Positive(FeatureMap):
-    """``positive_features``.
-
-    Attributes:
-      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
-    """
-
-    is_finite = True
-    kernel: Kernel = "softmax"
-
-    def log_features(self, x: jax.Array, projection: Projection, *, side: Side) -> LogFeatures:
-        """Returns the same for queries and keys."""
-        del side
-        return positive_log_features(x, projection, kernel=self.kernel)
-
-
-@functools.partial(_static, meta_fields=["kernel"])
-@dataclasses.dataclass(frozen=True)
-class Hyperbolic(FeatureMap):
-    """``hyperbolic_features``.
-
-    Attributes:
-      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
-    """
-
-    is_finite = True
-    kernel: Kernel = "softmax"
-
-    def log_features(self, x: jax.Array, projection: Projection, *, side: Side) -> LogFeatures:
-        """Returns the same for queries and keys."""
-        del side
-        return hyperbolic_log_features(x, projection, kernel=self.kernel)
-
-
-@functools.partial(_static, meta_fields=["kernel"])
-@dataclasses.dataclass(frozen=True)
-class Trigonometric(FeatureMap):
-    """``trigonometric_features``.
-
-    Attributes:
-      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
-    """
-
-    is_finite = True
-    kernel: Kernel = "softmax"
-
-    def log_features(self, x: jax.Array, projection: Projection, *, side: Side) -> LogFeatures:
-        """Returns the same for queries and keys."""
-        del side
-        return trigonometric_log_features(x, projection, kernel=self.kernel)
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["phases"], meta_fields=["kernel"])
-@dataclasses.dataclass(frozen=True, eq=False)
-class Phase(FeatureMap):
-    """``phase_features``.
-
-    Attributes:
-      phases: Shifts ``[num_features]`` in radians; None for evenly spaced ones.
-      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
-    """
-
-    is_finite = True
-    phases: ArrayLike | None = None
-    kernel: Kernel = "softmax"
-
-    def log_features(self, x: jax.Array, projection: Projection, *, side: Side) -> LogFeatures:
-        """Returns the same for queries and keys."""
-        del side
-        return phase_log_features(x, projection, self.phases, kernel=self.kernel)
-
-
-@functools.partial(_static, meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class Relu(FeatureMap):
-    """``relu_features``."""
-
-    is_finite = True
-
-    def log_features(self, x: jax.Array, projection: Projection, *, side: Side) -> LogFeatures:
-        """Returns the same for queries and keys."""
-        del side
-        return relu_log_features(x, projection)
-
-
-@functools.partial(_static, meta_fields=[])
-@dataclasses.dataclass(frozen=True)
-class Elu(FeatureMap):
-    """``elu_features``; without a projection the features of linear transformers."""
-
-    is_finite = True
-
-    def log_features(
-        self, x: jax.Array, projection: Projection | None, *, side: Side
-    ) -> LogFeatures:
-        """Returns the same for queries and keys."""
-        del side
-        return elu_log_features(x, projection)
-
-
-@functools.partial(_static, meta_fields=["kernel"])
-@dataclasses.dataclass(frozen=True)
-class AngularHybrid(FeatureMap):
-    """``angular_hybrid_features``.
-
-    Attributes:
-      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
-    """
-
-    projection_type = BipolarProjection
-    is_finite = True
-    kernel: Kernel = "softmax"
-
-    def log_features(
-        self, x: jax.Array, projection: BipolarProjection, *, side: Side
-    ) -> LogFeatures:
-        """Returns psi_1 of queries and psi_2 of keys."""
-        return angular_log_features(x, projection, side=side, kernel=self.kernel)
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["bandwidth"], meta_fields=["kernel"]
-)
-@dataclasses.dataclass(frozen=True, eq=False)
-class GaussianHybrid(FeatureMap):
-    """``gaussian_hybrid_features``.
-
-    Attributes:
-      bandwidth: The distance at which the weight passes from one base estimator to the other.
-      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
-    """
-
-    projection_type = BipolarProjection
-    is_finite = True
-    bandwidth: ArrayLike = 1.0
-    kernel: Kernel = "softmax"
-
-    def log_features(
-        self, x: jax.Array, projection: BipolarProjection, *, side: Side
-    ) -> LogFeatures:
-        """Returns psi_1 of queries and psi_2 of keys."""
-        return gaussian_log_features(
-            x, projection, side=side, bandwidth=self.bandwidth, kernel=self.kernel
-        )
-
-
-@functools.partial(_static, meta_fields=["kernel"])
-@dataclasses.dataclass(frozen=True)
-class ClusteredHybrid(FeatureMap):
-    """``clustered_hybrid_features``.
-
-    Attributes:
-      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
-    """
-
-    projection_type = ClusteredProjection
-    is_finite = True
-    kernel: Kernel = "softmax"
-
-    def log_features(
-        self, x: jax.Array, projection: ClusteredProjection, *, side: Side
-    ) -> LogFeatures:
-        """Returns psi_1 of queries and psi_2 of keys."""
-        return clustered_log_features(x, projection, side=side, kernel=self.kernel)
-
-
-@functools.partial(_static, meta_fields=["query", "key"])
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["query", "key"])
 @dataclasses.dataclass(frozen=True)
 class Custom(FeatureMap):
     """A feature map of one's own: a function from (x, projection) to features.

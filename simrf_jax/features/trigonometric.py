@@ -2,56 +2,94 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Float64
 
 from simrf_jax import checks
-from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, half_squared_norm
-from simrf_jax.projections import Projection, project
+from simrf_jax.features.feature_map import FeatureMap
+from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side, half_squared_norm
+from simrf_jax.projections import Projection, product
 
 
-def trigonometric_log_features(
-    x: Float[ArrayLike, "*batch dim"], projection: Projection, *, kernel: Kernel
-) -> LogFeatures:
-    """Returns ``trigonometric_features`` in log space; see there for the arguments."""
-    angles = project(x, projection)
-    values = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
-    return _mean_over_rows(x, values, angles.shape[-1], kernel)
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["kernel"])
+@dataclasses.dataclass(frozen=True)
+class Trigonometric(FeatureMap):
+    """The feature map of ``trigonometric_features``.
 
-
-def phase_log_features(
-    x: Float[ArrayLike, "*batch dim"],
-    projection: Projection,
-    phases: Float[ArrayLike, " num_features"] | None = None,
-    *,
-    kernel: Kernel,
-) -> LogFeatures:
-    """Returns ``phase_features`` in log space; see there for the arguments.
-
-    Without ``phases`` it uses ``even_phases``.
+    Attributes:
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
     """
-    angles = project(x, projection)
-    num_features = angles.shape[-1]
-    phases = even_phases(num_features) if phases is None else checks.floating("phases", phases)
-    if phases.shape != (num_features,):
-        raise ValueError(
-            f"phases must be [num_features] = ({num_features},), got shape {phases.shape}."
-        )
-    shifted = angles + jnp.broadcast_to(jnp.asarray(phases, angles.dtype), angles.shape)
-    return _mean_over_rows(x, 2**0.5 * jnp.cos(shifted), num_features, kernel)
+
+    is_finite = True
+    kernel: Kernel = "softmax"
+
+    def __post_init__(self) -> None:
+        """Checks the kernel."""
+        checks.one_of("kernel", self.kernel, KERNELS)
+
+    def log_features(
+        self, x: Float[Array, "*batch dim"], projection: Projection, *, side: Side
+    ) -> LogFeatures:
+        """Returns the same features for queries and keys."""
+        del side
+        angles = product(x, projection)
+        values = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+        return _mean_over_rows(x, values, angles.shape[-1], self.kernel)
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["phases"], meta_fields=["kernel"])
+@dataclasses.dataclass(frozen=True, eq=False)
+class Phase(FeatureMap):
+    """The feature map of ``phase_features``.
+
+    Attributes:
+      phases: Shifts ``[num_features]`` in radians; None for ``even_phases``.
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+    """
+
+    is_finite = True
+    phases: Float[ArrayLike, " num_features"] | None = None
+    kernel: Kernel = "softmax"
+
+    def __post_init__(self) -> None:
+        """Checks the kernel."""
+        checks.one_of("kernel", self.kernel, KERNELS)
+
+    def log_features(
+        self, x: Float[Array, "*batch dim"], projection: Projection, *, side: Side
+    ) -> LogFeatures:
+        """Returns the same features for queries and keys.
+
+        Raises:
+          TypeError: If the phases are not floating.
+          ValueError: If there are not as many as features.
+        """
+        del side
+        angles = product(x, projection)
+        num_features = angles.shape[-1]
+        phases = self.phases
+        phases = even_phases(num_features) if phases is None else checks.floating("phases", phases)
+        if phases.shape != (num_features,):
+            raise ValueError(
+                f"phases must be [num_features] = ({num_features},), got shape {phases.shape}."
+            )
+        shifted = angles + jnp.broadcast_to(jnp.asarray(phases, angles.dtype), angles.shape)
+        return _mean_over_rows(x, 2**0.5 * jnp.cos(shifted), num_features, self.kernel)
 
 
 def _mean_over_rows(
-    x: Float[ArrayLike, "*batch dim"],
+    x: Float[Array, "*batch dim"],
     values: Float[Array, "*batch features"],
     num_rows: int,
     kernel: Kernel,
 ) -> LogFeatures:
     """Returns the features with the given bounded values and the scale that all of them share."""
-    checks.one_of("kernel", kernel, KERNELS)
     log_scale = half_squared_norm(x, values.dtype)
     if kernel == "gaussian":
         log_scale = jnp.zeros_like(log_scale)
@@ -112,8 +150,7 @@ def trigonometric_features(
       Reid et al., Simplex Random Features (ICML 2023), Eq. 3 and Sec. 4.1,
       https://arxiv.org/abs/2301.13856
     """
-    features = trigonometric_log_features(x, projection, kernel=kernel)
-    return features.evaluate(jnp.asarray(x).dtype)
+    return Trigonometric(kernel).features(x, projection)
 
 
 def phase_features(
@@ -156,5 +193,4 @@ def phase_features(
     References:
       Rahimi and Recht, Random Features for Large-Scale Kernel Machines (NeurIPS 2007), Algorithm 1.
     """
-    features = phase_log_features(x, projection, phases, kernel=kernel)
-    return features.evaluate(jnp.asarray(x).dtype)
+    return Phase(checks.floating("phases", phases), kernel).features(x, projection)

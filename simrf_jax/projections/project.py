@@ -57,7 +57,18 @@ def project(
       >>> simrf_jax.project(jnp.array([1.0, 2.0]), jnp.array([[3.0, 0.0], [0.0, 5.0], [1.0, 1.0]]))
       Array([ 3., 10.,  3.], dtype=float32)
     """
-    x, projection = checks.floating("x", x), as_projection(projection)
+    return product(checks.floating("x", x), as_projection(projection))
+
+
+def product(
+    x: Float[Array, "*batch dim"], projection: Projection
+) -> Float[Array, "*batch num_features"]:
+    """Returns ``project`` of arrays of floating types; see there.
+
+    Args:
+      x: Vectors.
+      projection: W, as ``as_projection`` returns it.
+    """
     if not isinstance(projection, jax.Array | FastProjection):
         raise TypeError(
             "projection must be an array [num_features, dim] or a FastProjection, "

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from simrf_jax import checks
 from simrf_jax.attention.banded.exchange import attend_over_devices
 from simrf_jax.attention.banded.softmax import attend_in_windows
 from simrf_jax.attention.banded.windows import cut
-from simrf_jax.attention.inputs.arguments import Arguments, as_tokens
+from simrf_jax.attention.inputs.arguments import Arguments
 
 
 def banded_attention(
@@ -85,14 +86,18 @@ def banded_attention(
     """
     bandwidth = checks.integer("bandwidth", bandwidth, least=0)
     is_causal = checks.boolean("is_causal", is_causal)
-    arguments = Arguments(
-        *as_tokens(query, key, value),
+    if block_size is not None:
+        block_size = checks.positive_int("block_size", block_size)
+    arguments = Arguments.of(
+        query,
+        key,
+        value,
         mask=mask,
         bias=bias,
         scale=scale,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=None if segment_ids is None else jnp.asarray(segment_ids),
+        segment_ids=segment_ids,
     )
     axes = checks.axis_names("sequence_axis", sequence_axis)
     is_sharded = bool(axes or arguments.explicit_axes(in_order=True))
@@ -100,7 +105,15 @@ def banded_attention(
         return attend_over_devices(
             arguments, axes, bandwidth=bandwidth, is_causal=is_causal, block_size=block_size
         )
+    return _attend(arguments, bandwidth=bandwidth, is_causal=is_causal, block_size=block_size)
+
+
+@functools.partial(jax.jit, static_argnames=("bandwidth", "is_causal", "block_size"), inline=True)
+def _attend(
+    arguments: Arguments, *, bandwidth: int, is_causal: bool, block_size: int | None
+) -> jax.Array:
+    """Attends to tokens that are all on one device."""
     inputs = arguments.lay_out(scaled=False)
     lengths = (inputs.query.shape[1], inputs.key.shape[1])
-    windows = cut(*lengths, bandwidth, is_causal, block_size)
-    return inputs.outputs(attend_in_windows(inputs, windows))
+    blocks = cut(*lengths, bandwidth, is_causal, block_size)
+    return inputs.outputs(attend_in_windows(inputs, blocks))

@@ -15,7 +15,7 @@ from simrf_jax import checks
 from simrf_jax.attention.banded.attention import banded_attention
 from simrf_jax.attention.banded.softmax import attend_in_windows
 from simrf_jax.attention.banded.windows import cut
-from simrf_jax.attention.inputs.arguments import Inputs
+from simrf_jax.attention.inputs.arguments import Arguments, Inputs
 from simrf_jax.attention.mechanism import (
     check_kind,
     check_step,
@@ -183,23 +183,29 @@ class Band:
             query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths,
         )
-        inputs = arguments.lay_out(scaled=False)
-        check_step(arguments, inputs)
         check_kind(state, Window)
         if (given := jnp.shape(state.key)[-3]) != bandwidth:
             raise ValueError(
                 f"state must be of bandwidth={bandwidth}, got one of bandwidth={given}; make a new "
                 "one with init."
             )
-        batch, length = arguments.query.shape[:-3], inputs.query.shape[1]
-        before = flatten(state, jax.eval_shape(lambda: _empty(inputs, bandwidth)), batch)
-        seen = jax.tree.map(_join, before, _as_window(inputs))
-        blocks = cut(length, bandwidth + length, bandwidth, True, None, history=bandwidth)
-        inputs = dataclasses.replace(
-            inputs, key=seen.key, value=seen.value, key_log_weights=seen.log_weights
-        )
-        out = inputs.outputs(attend_in_windows(inputs, blocks))
-        return out, unflatten(jax.tree.map(lambda x: x[:, length:], seen), batch)
+        return _step(state, arguments, bandwidth=bandwidth)
+
+
+@functools.partial(jax.jit, static_argnames=("bandwidth",), inline=True)
+def _step(state: Window, arguments: Arguments, *, bandwidth: int) -> tuple[jax.Array, Window]:
+    """Attends to a window and, causally, to new tokens."""
+    inputs = arguments.lay_out(scaled=False)
+    check_step(arguments, inputs)
+    batch, length = arguments.query.shape[:-3], inputs.query.shape[1]
+    before = flatten(state, jax.eval_shape(lambda: _empty(inputs, bandwidth)), batch)
+    seen = jax.tree.map(_join, before, _as_window(inputs))
+    blocks = cut(length, bandwidth + length, bandwidth, True, None, history=bandwidth)
+    inputs = dataclasses.replace(
+        inputs, key=seen.key, value=seen.value, key_log_weights=seen.log_weights
+    )
+    out = inputs.outputs(attend_in_windows(inputs, blocks))
+    return out, unflatten(jax.tree.map(lambda x: x[:, length:], seen), batch)
 
 
 def _as_window(inputs: Inputs) -> Window:

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from simrf_jax import checks
-
 # Queries in a block. Smaller blocks take longer, also for narrower bands; see
 # benchmarks.near_field --blocks.
 LEAST_BLOCK = 32
@@ -70,14 +68,10 @@ def cut(
       is_causal: Whether it sees no later keys.
       block_size: Queries in a block; None for a default.
       history: Keys before the position of the first query.
-
-    Raises:
-      TypeError: If block_size is not an integer.
-      ValueError: If block_size is less than 1.
     """
     if block_size is None:
         block_size = max(bandwidth, LEAST_BLOCK)
-    size = max(1, min(checks.positive_int("block_size", block_size), query_length))
+    size = max(1, min(block_size, query_length))
     num_blocks = max(1, -(-query_length // size))
     # No window needs to reach beyond the ends from everywhere.
     before = min(bandwidth, history + (num_blocks - 1) * size)

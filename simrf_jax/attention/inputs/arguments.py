@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -82,9 +82,7 @@ class Inputs:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Arguments:
-    r"""What a caller gives: the arrays of ``jax.nn.dot_product_attention``, and segments.
-
-    A mask or a bias in NumPy keeps its values, which are known under ``jit`` too.
+    r"""The arrays that a caller gives: those of ``jax.nn.dot_product_attention``, and segments.
 
     Attributes:
       query: ``[..., T, N, H]``.
@@ -108,6 +106,51 @@ class Arguments:
     key_value_seq_lengths: ArrayLike | None = None
     segment_ids: jax.Array | None = None
 
+    @classmethod
+    def of(
+        cls,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        *,
+        mask: ArrayLike | None,
+        bias: ArrayLike | None,
+        scale: ArrayLike | None,
+        query_seq_lengths: ArrayLike | None,
+        key_value_seq_lengths: ArrayLike | None,
+        segment_ids: ArrayLike | None = None,
+    ) -> Self:
+        """Returns the arguments as arrays, after the checks that need their values.
+
+        Raises:
+          TypeError: If the dtype of query, key or value is wrong, or scale is no number.
+          ValueError: If their shapes do not match, the scale is not finite, or the mask or the bias
+            may differ between queries.
+        """
+        query, key, value = as_tokens(query, key, value)
+        if scale is not None:
+            checks.scalar("scale", scale)
+        logits = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
+        mask, bias = (
+            None if x is None else _one_row(name, x, logits)
+            for name, x in (("mask", mask), ("bias", bias))
+        )
+        query_seq_lengths, key_value_seq_lengths, segment_ids = (
+            None if x is None else jnp.asarray(x)
+            for x in (query_seq_lengths, key_value_seq_lengths, segment_ids)
+        )
+        return cls(
+            query,
+            key,
+            value,
+            mask,
+            bias,
+            scale,
+            query_seq_lengths,
+            key_value_seq_lengths,
+            segment_ids,
+        )
+
     def lay_out(
         self,
         *,
@@ -126,11 +169,9 @@ class Arguments:
 
         Raises:
           TypeError: If a dtype is wrong.
-          ValueError: If shapes do not match, the scale is not finite, or the mask or the bias
-            differs between queries.
+          ValueError: If shapes do not match.
         """
         scale = self.key.shape[-1] ** -0.5 if self.scale is None else self.scale
-        checks.scalar("scale", scale)
         compute = jnp.promote_types(self.query.dtype, jnp.float32 if dtype is None else dtype)
         compute = jnp.promote_types(compute, jnp.float32)
         return self._with_batch_axis()._by_key_heads(
@@ -216,18 +257,18 @@ class Arguments:
         target = (*batch, num_heads, query_length, key_length)
         log_weights = jnp.zeros((*(1 for _ in batch), 1, key_length), dtype)
         if self.bias is not None:
-            bias = _as_array(self.bias)
+            bias = jnp.asarray(self.bias)
             if not jnp.issubdtype(bias.dtype, jnp.floating):
                 raise TypeError(f"bias must be floating, got {bias.dtype.name}.")
-            log_weights = per_key("bias", bias, target).astype(dtype)
+            log_weights = per_key(bias, target).astype(dtype)
         if self.mask is not None:
-            mask = _as_array(self.mask)
+            mask = jnp.asarray(self.mask)
             if mask.dtype != jnp.bool:
                 raise TypeError(
                     f"mask must be boolean (True to attend), got {mask.dtype.name}; "
                     "pass an additive one as bias."
                 )
-            log_weights = jnp.where(per_key("mask", mask, target), log_weights, -jnp.inf)
+            log_weights = jnp.where(per_key(mask, target), log_weights, -jnp.inf)
         if self.key_value_seq_lengths is not None:
             visible = within_lengths(
                 "key_value_seq_lengths", self.key_value_seq_lengths, tuple(batch), key_length
@@ -304,18 +345,19 @@ def segment_numbers(
     return jnp.cumsum(begins, axis=-1, dtype=jnp.int32)
 
 
-def per_key(name: str, x: ArrayLike, target: tuple[int, ...]) -> jax.Array:
-    """Drops the query axis of a mask or bias that is the same for all queries.
+def _one_row(name: str, x: ArrayLike, target: tuple[int, ...]) -> jax.Array | np.ndarray:
+    """Returns a mask or bias that has one row for all queries.
 
     Args:
       name: Argument name for error messages.
       x: Array that broadcasts to the target, maybe after batch axes of size 1.
       target: ``[*batch, heads, query_length, key_length]``.
 
-    Returns:
-      ``[..., 1 or heads, key_length]``, with batch axes of size 1 where it had none.
+    Raises:
+      ValueError: If it may differ between queries: it has several rows, and they do, or it is no
+        NumPy array, whose values are known under ``jit`` too. Or if it does not broadcast.
     """
-    x = _as_array(x)
+    x = x if isinstance(x, jax.Array) else np.asarray(x)
     shape = (1,) * (len(target) - x.ndim) + x.shape
     fits = (have in (1, want) for have, want in zip(shape, target, strict=False))
     if len(shape) != len(target) or not all(fits):
@@ -333,6 +375,20 @@ def per_key(name: str, x: ArrayLike, target: tuple[int, ...]) -> jax.Array:
             f"{name}[..., :1, :] if all queries share it), is_causal, key_value_seq_lengths, "
             f"query_seq_lengths{', and factored_masks in the Flax adapters' * (name == 'mask')}."
         )
+    return x[..., :1, :] if shape[-2] > 1 else x
+
+
+def per_key(x: jax.Array, target: tuple[int, ...]) -> jax.Array:
+    """Drops the query axis of a mask or bias that has one row for all queries.
+
+    Args:
+      x: Array that broadcasts to the target, maybe after batch axes of size 1.
+      target: ``[*batch, heads, query_length, key_length]``.
+
+    Returns:
+      ``[..., 1 or heads, key_length]``, with batch axes of size 1 where it had none.
+    """
+    shape = (1,) * (len(target) - x.ndim) + x.shape
     if shape[-2] == 0:  # There are no queries, so nobody sees the keys.
         return jnp.ones((*shape[:-2], target[-1]), x.dtype)
     x = jnp.reshape(x, shape)[..., 0, :]
@@ -354,10 +410,6 @@ def contract(spec: str, features: jax.Array, values: jax.Array) -> jax.Array:
 
     # Inside jit, XLA's CPU backend (jaxlib 0.10.2) has no bfloat16 x bfloat16 = float32 product.
     return jax.lax.platform_dependent(features, values, cpu=widened, default=mixed)
-
-
-def _as_array(x: ArrayLike) -> jax.Array | np.ndarray:
-    return x if isinstance(x, jax.Array) else np.asarray(x)
 
 
 def _is_finite(x: jax.Array) -> jax.Array:

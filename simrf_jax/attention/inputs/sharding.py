@@ -78,7 +78,7 @@ def check_whole(
     shapes = {
         field.name: jax.ShapeDtypeStruct(x.shape, x.dtype)
         for field in dataclasses.fields(arguments)
-        # The values of NumPy arrays count, and so does that of the scale.
+        # The others have shapes that count for nothing, or whose values are checked.
         if isinstance(x := getattr(arguments, field.name), jax.Array) and field.name != "scale"
     }
 
@@ -118,9 +118,9 @@ def over_devices(
     _check_divisible(mesh, shards.query_axes, "queries", query.shape[-3])
     _check_divisible(mesh, shards.axes, "keys", key.shape[-3])
     logits = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
-    # Masks as long as the keys; a square one of NumPy has but one row that counts.
+    # Masks as long as the keys, also where they have an axis of size 1 for these.
     rows = {
-        name: jnp.expand_dims(per_key(name, x, logits), -2)
+        name: jnp.expand_dims(per_key(jnp.asarray(x), logits), -2)
         for name, x in (("mask", arguments.mask), ("bias", arguments.bias))
         if x is not None
     }

@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from simrf_jax import checks
-from simrf_jax.attention.inputs.arguments import Arguments, as_tokens
+from simrf_jax.attention.inputs.arguments import Arguments
 from simrf_jax.attention.inspection.all_pairs import KernelRows, kernel_rows
 from simrf_jax.features import FeatureMapLike, as_feature_map
 from simrf_jax.projections import Projection
@@ -101,8 +101,10 @@ def attention_matrix(
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 2.2.
     """
     is_causal = checks.boolean("is_causal", is_causal)
-    arguments = Arguments(
-        *as_tokens(query, key, key),
+    arguments = Arguments.of(
+        query,
+        key,
+        key,
         mask=mask,
         bias=bias,
         scale=scale,
@@ -174,8 +176,10 @@ def attention_report(
       Vetterli, The Effective Rank: A Measure of Effective Dimensionality (EUSIPCO 2007).
     """
     is_causal = checks.boolean("is_causal", is_causal)
-    arguments = Arguments(
-        *as_tokens(query, key, key if value is None else value),
+    arguments = Arguments.of(
+        query,
+        key,
+        key if value is None else value,
         mask=mask,
         bias=bias,
         scale=scale,

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from simrf_jax import checks
-from simrf_jax.attention.inputs.arguments import Arguments, Inputs, as_tokens
+from simrf_jax.attention.inputs.arguments import Arguments, Inputs
 from simrf_jax.attention.random_features.causal import (
+    CHUNK_SIZE,
     causal_attention,
-    check_chunk_size,
     packed_attention,
 )
 from simrf_jax.attention.random_features.exchange import attend_over_devices
@@ -21,8 +21,8 @@ from simrf_jax.attention.random_features.state import (
     read_all,
     with_ones,
 )
-from simrf_jax.features import FeatureMapLike, as_feature_map
-from simrf_jax.projections import Projection
+from simrf_jax.features import Custom, FeatureMap, FeatureMapLike, as_feature_map
+from simrf_jax.projections import Projection, as_projection
 
 IMPLEMENTATIONS = ("xla",)
 
@@ -130,15 +130,17 @@ def random_feature_attention(
     in_order = is_causal or segment_ids is not None
     if chunk_size is not None and not in_order:
         raise ValueError(f"chunk_size is for causal or packed attention, got {chunk_size}.")
-    chunk_size = check_chunk_size(chunk_size)
-    arguments = Arguments(
-        *as_tokens(query, key, value),
+    chunk_size = checks.power_of_two("chunk_size", CHUNK_SIZE if chunk_size is None else chunk_size)
+    arguments = Arguments.of(
+        query,
+        key,
+        value,
         mask=mask,
         bias=bias,
         scale=scale,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=None if segment_ids is None else jnp.asarray(segment_ids),
+        segment_ids=segment_ids,
     )
     feature_map = as_feature_map(feature_map)
     axes = checks.axis_names("sequence_axis", sequence_axis)
@@ -147,13 +149,32 @@ def random_feature_attention(
         return attend_over_devices(
             arguments, projection, feature_map, axes, is_causal=is_causal, chunk_size=chunk_size
         )
+    w = None if projection is None else as_projection(projection)
+    attend = _attend if isinstance(feature_map, Custom) else _compiled_attend
+    return attend(arguments, w, feature_map, is_causal=is_causal, chunk_size=chunk_size)
+
+
+def _attend(
+    arguments: Arguments,
+    projection: Projection | None,
+    feature_map: FeatureMap,
+    *,
+    is_causal: bool,
+    chunk_size: int,
+) -> jax.Array:
+    """Attends to tokens that are all on one device."""
     inputs, features = lay_out(arguments, projection, feature_map)
-    if not in_order:
+    if inputs.segments is None and not is_causal:
         return inputs.outputs(bidirectional_attention(inputs, features))
     empty = AttentionState.empty(inputs, features)
     if is_causal:
         return inputs.outputs(causal_attention(inputs, features, empty, chunk_size=chunk_size)[0])
     return inputs.outputs(packed_attention(inputs, features, empty, empty, chunk_size=chunk_size))
+
+
+# One program for each shape and feature map, also without jit around the call. A user's function is
+# left out: it may do something else the next time.
+_compiled_attend = jax.jit(_attend, static_argnames=("is_causal", "chunk_size"), inline=True)
 
 
 def bidirectional_attention(inputs: Inputs, features: HeadFeatures) -> jax.Array:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from simrf_jax import checks
 from simrf_jax.attention.inputs.arguments import Inputs, contract
 from simrf_jax.attention.random_features.state import (
     AttentionState,
@@ -24,7 +23,7 @@ from simrf_jax.attention.random_features.state import (
 )
 from simrf_jax.features import Custom, FeatureMap, LogFeatures, Side
 
-CHUNK_SIZE = 64
+CHUNK_SIZE = 64  # Keys taken at a time unless the caller says.
 
 
 class Scanned(NamedTuple):
@@ -73,16 +72,6 @@ class Carry(NamedTuple):
     state: AttentionState
     spoiled: jax.Array
     segment: jax.Array | None
-
-
-def check_chunk_size(chunk_size: int | None) -> int:
-    """Returns the chunk size to use."""
-    if chunk_size is None:
-        return CHUNK_SIZE
-    chunk_size = checks.positive_int("chunk_size", chunk_size)
-    if chunk_size & (chunk_size - 1):
-        raise ValueError(f"chunk_size must be a power of two, got {chunk_size}.")
-    return chunk_size
 
 
 def causal_attention(

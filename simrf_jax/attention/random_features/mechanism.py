@@ -9,18 +9,26 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
+from simrf_jax import checks
 from simrf_jax.attention.inputs.arguments import Arguments, Inputs
-from simrf_jax.attention.mechanism import check_step, flatten, new_tokens, no_tokens, unflatten
+from simrf_jax.attention.mechanism import (
+    check_kind,
+    check_step,
+    flatten,
+    new_tokens,
+    no_tokens,
+    unflatten,
+)
 from simrf_jax.attention.random_features.attention import random_feature_attention
-from simrf_jax.attention.random_features.causal import causal_attention, check_chunk_size
+from simrf_jax.attention.random_features.causal import CHUNK_SIZE, causal_attention
 from simrf_jax.attention.random_features.state import (
     AttentionState,
     HeadFeatures,
     lay_out,
     with_ones,
 )
-from simrf_jax.features import FeatureMapLike, as_feature_map
-from simrf_jax.projections import Projection
+from simrf_jax.features import Custom, FeatureMap, FeatureMapLike, as_feature_map
+from simrf_jax.projections import Projection, as_projection
 
 
 @functools.partial(
@@ -185,15 +193,13 @@ class RandomFeatures:
             query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths,
         )
-        inputs, features = self._lay_out(arguments)
-        check_step(arguments, inputs)
-        batch = arguments.query.shape[:-3]
-        # Merged with the state of no keys, it varies over devices of shard_map as tokens do.
-        empty = AttentionState.empty(inputs, features)
-        before = empty.merge(flatten(state, empty, batch))
-        chunk_size = check_chunk_size(self.chunk_size)
-        out, after = causal_attention(inputs, features, before, chunk_size=chunk_size)
-        return inputs.outputs(out), unflatten(after, batch)
+        check_kind(state, AttentionState)
+        chunk_size = CHUNK_SIZE if self.chunk_size is None else self.chunk_size
+        chunk_size = checks.power_of_two("chunk_size", chunk_size)
+        w = None if self.projection is None else as_projection(self.projection)
+        feature_map = as_feature_map(self.feature_map)
+        step = _step if isinstance(feature_map, Custom) else _compiled_step
+        return step(state, arguments, w, feature_map, chunk_size=chunk_size)
 
     def append(
         self,
@@ -248,3 +254,26 @@ class RandomFeatures:
 
     def _lay_out(self, arguments: Arguments) -> tuple[Inputs, HeadFeatures]:
         return lay_out(arguments, self.projection, as_feature_map(self.feature_map))
+
+
+def _step(
+    state: AttentionState,
+    arguments: Arguments,
+    projection: Projection | None,
+    feature_map: FeatureMap,
+    *,
+    chunk_size: int,
+) -> tuple[jax.Array, AttentionState]:
+    """Attends to a state and, causally, to new tokens."""
+    inputs, features = lay_out(arguments, projection, feature_map)
+    check_step(arguments, inputs)
+    batch = arguments.query.shape[:-3]
+    # Merged with the state of no keys, it varies over devices of shard_map as tokens do.
+    empty = AttentionState.empty(inputs, features)
+    before = empty.merge(flatten(state, empty, batch))
+    out, after = causal_attention(inputs, features, before, chunk_size=chunk_size)
+    return inputs.outputs(out), unflatten(after, batch)
+
+
+# As in random_feature_attention, a user's function is not compiled.
+_compiled_step = jax.jit(_step, static_argnames=("chunk_size",), inline=True)
