@@ -130,9 +130,9 @@ class Arguments:
         query, key, value = as_tokens(query, key, value)
         if scale is not None:
             checks.scalar("scale", scale)
-        logits = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
+        target = shape_of_logits(query, key)
         mask, bias = (
-            None if x is None else _one_row(name, x, logits)
+            None if x is None else _one_row(name, x, target)
             for name, x in (("mask", mask), ("bias", bias))
         )
         query_seq_lengths, key_value_seq_lengths, segment_ids = (
@@ -183,10 +183,7 @@ class Arguments:
         )
 
     def _with_batch_axis(self) -> Arguments:
-        """Returns one sequence as a batch of one, as ``jax.nn`` does.
-
-        Its masks and lengths may have an axis of size 1 for the batch.
-        """
+        """Returns one sequence as a batch of one; its masks and lengths may have that axis."""
         if self.query.ndim > 3:
             return self
 
@@ -252,9 +249,8 @@ class Arguments:
 
     def _key_log_weights(self, dtype: jnp.dtype) -> jax.Array:
         """Returns ``[*batch, 1 or N, S]`` to add to the logits; hidden keys have minus infinity."""
-        *batch, query_length, num_heads, _ = self.query.shape
-        key_length = self.key.shape[-3]
-        target = (*batch, num_heads, query_length, key_length)
+        batch, key_length = self.query.shape[:-3], self.key.shape[-3]
+        target = shape_of_logits(self.query, self.key)
         log_weights = jnp.zeros((*(1 for _ in batch), 1, key_length), dtype)
         if self.bias is not None:
             bias = jnp.asarray(self.bias)
@@ -271,7 +267,7 @@ class Arguments:
             log_weights = jnp.where(per_key(mask, target), log_weights, -jnp.inf)
         if self.key_value_seq_lengths is not None:
             visible = within_lengths(
-                "key_value_seq_lengths", self.key_value_seq_lengths, tuple(batch), key_length
+                "key_value_seq_lengths", self.key_value_seq_lengths, batch, key_length
             )
             log_weights = jnp.where(visible[..., None, :], log_weights, -jnp.inf)
         return jnp.broadcast_to(log_weights, (*batch, *log_weights.shape[-2:]))
@@ -343,6 +339,11 @@ def segment_numbers(
     begins = segment_ids[..., 1:] != segment_ids[..., :-1]
     begins = jnp.pad(begins, [(0, 0)] * len(batch) + [(min(1, query_length), 0)])
     return jnp.cumsum(begins, axis=-1, dtype=jnp.int32)
+
+
+def shape_of_logits(query: jax.Array, key: jax.Array) -> tuple[int, ...]:
+    """Returns ``[*batch, N, T, S]``; one sequence is a batch of one, as ``jax.nn`` has it."""
+    return (*(query.shape[:-3] or (1,)), query.shape[-2], query.shape[-3], key.shape[-3])
 
 
 def _one_row(name: str, x: ArrayLike, target: tuple[int, ...]) -> jax.Array | np.ndarray:

@@ -12,7 +12,13 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from simrf_jax.attention.inputs.arguments import Arguments, Axes, axes_of_length, per_key
+from simrf_jax.attention.inputs.arguments import (
+    Arguments,
+    Axes,
+    axes_of_length,
+    per_key,
+    shape_of_logits,
+)
 from simrf_jax.projections import Projection
 
 # The position of the length among the axes of each argument that has it.
@@ -117,7 +123,7 @@ def over_devices(
     query, key = arguments.query, arguments.key
     _check_divisible(mesh, shards.query_axes, "queries", query.shape[-3])
     _check_divisible(mesh, shards.axes, "keys", key.shape[-3])
-    logits = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
+    logits = shape_of_logits(query, key)
     # Masks as long as the keys, also where they have an axis of size 1 for these.
     rows = {
         name: jnp.expand_dims(per_key(jnp.asarray(x), logits), -2)
