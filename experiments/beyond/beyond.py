@@ -50,14 +50,14 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Computes what ``workdir`` lacks, and leaves results and figures there.
+    """Computes what ``workdir`` lacks, and writes results and figures there.
 
     Args:
-      config: See ``FIELDS``.
-      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+      config: Config with the fields of ``FIELDS``.
+      workdir: Folder for all output. A stopped run of the same config in it is continued.
 
     Returns:
-      What it writes to ``results.json``, ratios of mean squared errors to those of iid rows.
+      The content of ``results.json``: ratios of mean squared errors to those of iid rows.
 
     Raises:
       UserError: If ``check`` refuses the config, or the folder cannot be written or holds a run of

@@ -104,14 +104,14 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Trains all models that ``workdir`` lacks, and leaves results and figure there.
+    """Trains all models that ``workdir`` lacks, and writes results and the figure there.
 
     Args:
-      config: See ``FIELDS``.
-      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+      config: Config with the fields of ``FIELDS``.
+      workdir: Folder for all output. A stopped run of the same config in it is continued.
 
     Returns:
-      What it writes to ``results.json``: the text, and for each attention the validation losses in
+      The content of ``results.json``: the text, and for each attention the validation losses in
       nats, seconds and a sample.
 
     Raises:

@@ -82,14 +82,14 @@ def fit_exponent(dims: Sequence[int], values: Sequence[float]) -> tuple[float, f
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Measures at all dimensions that ``workdir`` lacks, and leaves results and figures there.
+    """Measures at all dimensions that ``workdir`` lacks, and writes results and figures there.
 
     Args:
-      config: See ``FIELDS``.
-      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+      config: Config with the fields of ``FIELDS``.
+      workdir: Folder for all output. A stopped run of the same config in it is continued.
 
     Returns:
-      What it writes to ``results.json``: ``curves``, for each mechanism a list over dimensions of
+      The content of ``results.json``: ``curves``, for each mechanism a list over dimensions of
       the quartiles of times in milliseconds and of bytes; ``ratios`` of the times to draw, run by
       run; and ``exponents``.
 

@@ -58,14 +58,14 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Makes what ``workdir`` lacks, and leaves results and figures there.
+    """Makes what ``workdir`` lacks, and writes results and figures there.
 
     Args:
-      config: See ``FIELDS``.
-      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+      config: Config with the fields of ``FIELDS``.
+      workdir: Folder for all output. A stopped run of the same config in it is continued.
 
     Returns:
-      What it writes to ``results.json``: ``single_draw`` of norms as ``optimisation.curves``,
+      The content of ``results.json``: ``single_draw`` of norms as ``optimisation.curves``,
       ``many_draws`` as ``optimisation.summary``, ``densities`` as ``densities.summary`` for each
       coupling.
 

@@ -77,14 +77,14 @@ def expected_error(x: np.ndarray, num_features: int, coupling: ClosedFormCouplin
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Runs all trials that ``workdir`` lacks, and leaves results and figure there.
+    """Runs all trials that ``workdir`` lacks, and writes results and the figure there.
 
     Args:
-      config: See ``FIELDS``.
-      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+      config: Config with the fields of ``FIELDS``.
+      workdir: Folder for all output. A stopped run of the same config in it is continued.
 
     Returns:
-      What it writes to ``results.json``: for each coupling a list over the sizes of the mean error,
+      The content of ``results.json``: for each coupling a list over the sizes of the mean error,
       its standard error and, where there is one, its closed form.
 
     Raises:

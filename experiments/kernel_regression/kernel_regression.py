@@ -55,14 +55,14 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Runs all trials that ``workdir`` lacks, and leaves results and figures there.
+    """Runs all trials that ``workdir`` lacks, and writes results and figures there.
 
     Args:
-      config: See ``FIELDS``.
-      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+      config: Config with the fields of ``FIELDS``.
+      workdir: Folder for all output. A stopped run of the same config in it is continued.
 
     Returns:
-      What it writes to ``results.json``: for each part and data set the mean accuracies with their
+      The content of ``results.json``: for each part and data set the mean accuracies with their
       standard errors; for each part the seconds that it took.
 
     Raises:
