@@ -1,1 +1,1 @@
-"""What the closed forms show that the paper does not: blocks, small distances, other maps."""
+"""Results beyond the paper: row blocks, small distances, and couplings for each feature map."""
