@@ -22,9 +22,9 @@ def imported(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-# Arrows run one way: a room may import those before it.
+# Packages from the lowest to the highest. Each may import those before it.
 ROOMS = ["projections", "features", "attention", "integrations", "models"]
-# What only tests and experiments use, and what it may import.
+# A package that only tests and experiments use, and the packages that it may import.
 ASIDE = {"theory": ["projections", "features"]}
 
 
@@ -32,7 +32,7 @@ ASIDE = {"theory": ["projections", "features"]}
 def test_rooms_import_only_what_comes_before_them(room):
     allowed = ASIDE[room] if room in ASIDE else ROOMS[: ROOMS.index(room)]
     forbidden = {f"simrf_jax.{name}" for name in {*ROOMS, *ASIDE} - {*allowed, room}}
-    # What the package re-exports is for its users; it comes from later rooms.
+    # Names that simrf_jax re-exports are for its users, and would make an import circle.
     forbidden |= {f"simrf_jax.{name}" for name in simrf_jax.__all__ if name != room}
     forbidden |= {"experiments", "tests", "optax", "ml_collections"}
     if room in ("projections", "features", "attention", "theory"):
@@ -82,7 +82,7 @@ def signature(function):
     return str(bare.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 
 
-# As the users of other people's code know them; each may end in more keywords.
+# Signatures that users rely on. Each may have more keywords at its end.
 SIGNATURES = {
     "draw_projection": "(key, num_features, dim, *, coupling='simplex', block='regular', "
     "rotation='haar', norms='chi', dtype=<class 'jax.numpy.float32'>",

@@ -11,7 +11,34 @@ pytestmark = pytest.mark.fast
 ROOT = pathlib.Path(__file__).parents[1]
 
 # Folders whose docstrings are checked. The list grows until it names the whole project.
-PACKAGES = ("simrf_jax/projections", "simrf_jax/theory")
+PACKAGES = (
+    "simrf_jax/projections",
+    "simrf_jax/theory",
+    "benchmarks",
+    "examples",
+    "experiments/beyond",
+    "experiments/char_lm",
+    "experiments/complexity",
+    "experiments/conformity",
+    "experiments/gram",
+    "experiments/kernel_mse",
+    "experiments/kernel_regression",
+    "tests/benchmarks",
+    "tests/examples",
+    "tests/experiments/beyond",
+    "tests/experiments/char_lm",
+    "tests/experiments/complexity",
+    "tests/experiments/conformity",
+    "tests/experiments/gram",
+    "tests/experiments/kernel_mse",
+    "tests/experiments/kernel_regression",
+    "tests/features",
+    "tests/integrations",
+    "tests/models",
+    "tests/projections",
+    "tests/property",
+    "tests/theory",
+)
 
 # Words that open a fragment of a sentence.
 FRAGMENT_OPENINGS = """
