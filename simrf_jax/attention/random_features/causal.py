@@ -171,7 +171,6 @@ def split_length(x: jax.Array, size: int, fill: float | None) -> jax.Array:
     return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Given(FeatureMap):
     """Features that were computed before, as the feature map of themselves."""
