@@ -254,6 +254,7 @@ class RandomFeatures:
         return w, as_feature_map(self.feature_map)
 
 
+@jax.named_scope("random_feature_attention_step")
 def _step(
     state: AttentionState,
     arguments: Arguments,
@@ -273,6 +274,7 @@ def _step(
     return inputs.outputs(out), unflatten(after, batch)
 
 
+@jax.named_scope("random_feature_attention_append")
 def _append(
     state: AttentionState,
     arguments: Arguments,
