@@ -13,8 +13,8 @@ import threadpoolctl
 from experiments import style
 from experiments.conformity.densities import weight
 from simrf_jax import theory
-from simrf_jax.projections.blocks import simplex_vertices
 from simrf_jax.projections.couplings import NUM_SWEEPS, minimise_resultant
+from simrf_jax.projections.row_blocks import simplex_vertices
 from simrf_jax.theory.optimum import descent
 
 NORMS, DIRECTIONS = range(2)  # What a key is for.

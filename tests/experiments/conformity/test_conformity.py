@@ -12,7 +12,7 @@ from experiments.conformity import conformity, couplings, densities, optimisatio
 from experiments.conformity.configs import paper
 from experiments.mistakes import UserError
 from simrf_jax import draw_projection, theory
-from simrf_jax.projections.blocks import simplex_vertices
+from simrf_jax.projections.row_blocks import simplex_vertices
 from simrf_jax.theory.optimum import against_the_rest
 from tests.experiments.drawing import assert_no_figure_costs_results
 from tests.standard_errors import assert_less, assert_mean

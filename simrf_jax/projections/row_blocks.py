@@ -16,7 +16,7 @@ BlockMode: TypeAlias = Literal["regular", "square"]
 BLOCK_MODES = get_args(BlockMode)
 
 
-class Block(NamedTuple):
+class RowBlock(NamedTuple):
     """Row block: the first vectors of an orthonormal basis or vertices of a regular simplex.
 
     Attributes:
@@ -25,7 +25,7 @@ class Block(NamedTuple):
         orthonormal basis.
 
     Example:
-      >>> Block(3, 4).cosine, Block(3, None).cosine
+      >>> RowBlock(3, 4).cosine, RowBlock(3, None).cosine
       (-0.3333333333333333, 0.0)
     """
 
@@ -95,7 +95,7 @@ def simplex_constants(num_vertices: int) -> tuple[float, float]:
     return (num_vertices / n) ** 0.5, (num_vertices**0.5 + 1) / n
 
 
-class Run(NamedTuple):
+class EqualRowBlocks(NamedTuple):
     """Equal row blocks, one after the other.
 
     Attributes:
@@ -103,11 +103,11 @@ class Run(NamedTuple):
       repeats: Number of these row blocks.
     """
 
-    block: Block
+    block: RowBlock
     repeats: int
 
 
-def orthogonal_blocks(num_features: int, dim: int, block: BlockMode) -> list[Run]:
+def orthogonal_blocks(num_features: int, dim: int, block: BlockMode) -> list[EqualRowBlocks]:
     """Returns row blocks of ``dim`` orthonormal rows and a remainder, in either row-block mode.
 
     Args:
@@ -117,10 +117,12 @@ def orthogonal_blocks(num_features: int, dim: int, block: BlockMode) -> list[Run
     """
     del block  # A smaller orthonormal set is the same as the first rows of a full one.
     full, remainder = divmod(num_features, dim)
-    return _runs((Block(dim, None), full), (Block(remainder, None), 1))
+    return _without_empty(
+        EqualRowBlocks(RowBlock(dim, None), full), EqualRowBlocks(RowBlock(remainder, None), 1)
+    )
 
 
-def simplex_blocks(num_features: int, dim: int, block: BlockMode) -> list[Run]:
+def simplex_blocks(num_features: int, dim: int, block: BlockMode) -> list[EqualRowBlocks]:
     """Returns simplex row blocks, either whole simplices or the paper's row blocks to the letter.
 
     The mode ``regular`` makes every row block a whole simplex. Row blocks are as full as the space
@@ -136,19 +138,27 @@ def simplex_blocks(num_features: int, dim: int, block: BlockMode) -> list[Run]:
 
     Example:
       >>> for m in (130, 8, 66):
-      ...     [(run.block.num_rows, run.repeats) for run in simplex_blocks(m, 64, "regular")]
+      ...     [(each.block.num_rows, each.repeats) for each in simplex_blocks(m, 64, "regular")]
       [(65, 2)]
       [(8, 1)]
       [(64, 1), (2, 1)]
     """
     if block == "square":
         full, remainder = divmod(num_features, dim)
-        return _runs((Block(dim, dim), full), (Block(remainder, dim), 1))
+        return _without_empty(
+            EqualRowBlocks(RowBlock(dim, dim), full), EqualRowBlocks(RowBlock(remainder, dim), 1)
+        )
     full, remainder = divmod(num_features, dim + 1)
     if full and remainder == 1:
-        return _runs((Block(dim + 1, dim + 1), full - 1), (Block(dim, dim), 1), (Block(2, 2), 1))
-    return _runs((Block(dim + 1, dim + 1), full), (Block(remainder, remainder), 1))
+        return _without_empty(
+            (RowBlock(dim + 1, dim + 1), full - 1), (RowBlock(dim, dim), 1), (RowBlock(2, 2), 1)
+        )
+    return _without_empty((RowBlock(dim + 1, dim + 1), full), (RowBlock(remainder, remainder), 1))
 
 
-def _runs(*runs: tuple[Block, int]) -> list[Run]:
-    return [Run(block, repeats) for block, repeats in runs if block.num_rows and repeats]
+def _without_empty(*row_blocks: tuple[RowBlock, int]) -> list[EqualRowBlocks]:
+    return [
+        EqualRowBlocks(block, repeats)
+        for block, repeats in row_blocks
+        if block.num_rows and repeats
+    ]

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from simrf_jax.projections.blocks import (
-    Block,
+from simrf_jax.projections.row_blocks import (
+    RowBlock,
     orthogonal_blocks,
     simplex_blocks,
     simplex_vertices,
@@ -32,8 +32,8 @@ def test_vertices_are_the_rows_of_equation_9():
     np.testing.assert_array_equal(np.array(rows)[:, -1], 0)
 
 
-def sizes(runs):
-    return [block.num_rows for block, count in runs for _ in range(count)]
+def sizes(row_blocks):
+    return [block.num_rows for block, count in row_blocks for _ in range(count)]
 
 
 @pytest.mark.parametrize("dim", [2, 3, 8, 64])
@@ -56,13 +56,16 @@ def test_square_and_orthogonal_blocks_are_full_but_for_the_last(blocks):
 
 
 def test_blocks_of_the_papers_performer():
-    assert simplex_blocks(130, 64, "regular") == [(Block(65, 65), 2)]
-    assert simplex_blocks(130, 64, "square") == [(Block(64, 64), 2), (Block(2, 64), 1)]
-    assert orthogonal_blocks(130, 64, "regular") == [(Block(64, None), 2), (Block(2, None), 1)]
+    assert simplex_blocks(130, 64, "regular") == [(RowBlock(65, 65), 2)]
+    assert simplex_blocks(130, 64, "square") == [(RowBlock(64, 64), 2), (RowBlock(2, 64), 1)]
+    assert orthogonal_blocks(130, 64, "regular") == [
+        (RowBlock(64, None), 2),
+        (RowBlock(2, None), 1),
+    ]
 
 
 @pytest.mark.parametrize(
-    "block", [Block(5, 5), Block(3, 8), Block(1, 1), Block(1, 4), Block(4, None)]
+    "block", [RowBlock(5, 5), RowBlock(3, 8), RowBlock(1, 1), RowBlock(1, 4), RowBlock(4, None)]
 )
 def test_directions_have_the_cosine_they_say(block):
     s = block.directions()
