@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import simrf_jax
-from experiments import timing
+from experiments.harness import timing
 from simrf_jax.projections import FixedCoupling
 
 # Mechanisms of which W is a matrix. With a Hadamard rotation SimRFs+ are the paper's fast SimRFs+.

@@ -10,8 +10,8 @@ import matplotlib.figure
 import numpy as np
 import threadpoolctl
 
-from experiments import style
 from experiments.conformity.densities import weight
+from experiments.harness import style
 from simrf_jax import theory
 from simrf_jax.projections.blocks import simplex_vertices
 from simrf_jax.projections.couplings import NUM_SWEEPS, minimise_resultant

@@ -7,15 +7,15 @@ from typing import Any
 
 import ml_collections
 
-from experiments import harness
-from experiments.mistakes import UserError, user_mistakes
-from experiments.vit import data, records
+from experiments.harness import config_fields
+from experiments.harness.mistakes import UserError, user_mistakes
+from experiments.vit.data import in_memory, records
 from simrf_jax.models import ViTConfig
 
 # Every field of every config of this experiment. A config file sets all of them.
 FIELDS: dict[str, type] = {
     "seed": int,  # Of everything random: parameters, projections, dropout, data order.
-    "dataset": str,  # A name of data.DATASETS if in_memory, else of records.DATASETS.
+    "dataset": str,  # A name of in_memory.DATASETS if in_memory, else of records.DATASETS.
     "data_dir": str,  # Where prepared TensorFlow Datasets lie; "" for their default folder.
     "in_memory": bool,  # Decode small data sets once and keep them, as they are; else read records.
     "image_size": int,  # Side of the square images that the model sees.
@@ -118,15 +118,15 @@ _OF_RECORDS = {
 _OF_MEMORY = {"augment.shift": 0.0}
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check_config(config: ml_collections.ConfigDict) -> None:
     """Refuses a config that is not whole, has an unknown field, or a value that cannot work.
 
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    given = harness.check_fields(config, FIELDS)
-    harness.check_seed(given)
-    harness.check_least(given, dict.fromkeys(_POSITIVE, 1))
+    given = config_fields.check_fields(config, FIELDS)
+    config_fields.check_seed(given)
+    config_fields.check_least(given, dict.fromkeys(_POSITIVE, 1))
     if given["mesh.data"] != -1 and given["mesh.data"] < 1:
         raise UserError(
             f"config.mesh.data, unless it is -1, must be at least 1, got {given['mesh.data']}."
@@ -152,20 +152,20 @@ def check(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+def config_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     """What keeps one config from going on with the run of another, a sentence a field."""
 
     def what_matters(config: Mapping[str, Any]) -> dict[str, Any]:
-        flat = harness.flatten(config)
+        flat = config_fields.flatten(config)
         return {k: v for k, v in flat.items() if not MAY_CHANGE & {k, k.split(".")[0]}}
 
-    return harness.differences(what_matters(theirs), what_matters(ours))
+    return config_fields.differences(what_matters(theirs), what_matters(ours))
 
 
 def _check_input(given: dict[str, Any]) -> None:
     """Refuses data sets that are not known, and what has no effect on how they are read."""
-    known = data.DATASETS if given["in_memory"] else records.DATASETS
-    harness.check_one_of("config.dataset", given["dataset"], known)
+    known = in_memory.DATASETS if given["in_memory"] else records.DATASETS
+    config_fields.check_one_of("config.dataset", given["dataset"], known)
     for name in ("augment.crop_area", "eval_crop"):
         if not 0 < given[name] <= 1:
             raise UserError(f"config.{name} must be in (0, 1], got {given[name]}.")

@@ -18,8 +18,8 @@ that of Beyer et al., Better plain ViT baselines for ImageNet-1k (2022). Neither
 
 import ml_collections
 
-from experiments.vit import runlocal
 from experiments.vit.configs import digits
+from experiments.vit.tools import runlocal
 
 
 def num_steps(num_train: int) -> int:

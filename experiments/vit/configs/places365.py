@@ -12,8 +12,8 @@ Expected:  not run; the paper draws accuracies and gives no number. We test on t
 
 import ml_collections
 
-from experiments.vit import runlocal
 from experiments.vit.configs import imagenet2012
+from experiments.vit.tools import runlocal
 
 
 def get_config(argument: str = "") -> ml_collections.ConfigDict:

@@ -6,9 +6,9 @@ import pytest
 from absl import app
 from absl.testing import flagsaver
 
-from experiments.mistakes import UserError
-from experiments.vit import config as config_lib
+from experiments.harness.mistakes import UserError
 from experiments.vit import configs, main
+from experiments.vit.config import check_config
 from tests.experiments.vit import tiny
 
 pytestmark = pytest.mark.fast
@@ -20,7 +20,7 @@ CONFIGS = sorted(
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_file_is_whole_and_says_what_it_is(name):
     module = importlib.import_module(f"experiments.vit.configs.{name}")
-    config_lib.check(module.get_config())
+    check_config(module.get_config())
     for word in ("Shows:", "Hardware:", "Time:", "Expected:", "python -m experiments.vit.main"):
         assert word in module.__doc__
 
@@ -76,23 +76,23 @@ def test_every_config_file_is_whole_and_says_what_it_is(name):
 )
 def test_check_refuses_values(changes, match):
     with pytest.raises(UserError, match=match):
-        config_lib.check(tiny.get_config(**changes))
+        check_config(tiny.get_config(**changes))
 
 
 def test_check_refuses_unknown_missing_and_mistyped_fields():
     config = tiny.get_config()
     config.model.widht = 3
     with pytest.raises(UserError, match=r"field model.widht; the known .* model.width"):
-        config_lib.check(config)
+        check_config(config)
     config = tiny.get_config()
     del config.clip_norm
     with pytest.raises(UserError, match="The config lacks clip_norm"):
-        config_lib.check(config)
+        check_config(config)
     config = tiny.get_config()
     with config.ignore_type():
         config.seed = "0"
     with pytest.raises(UserError, match=r"config\.seed must be int, got '0'"):
-        config_lib.check(config)
+        check_config(config)
 
 
 @pytest.mark.parametrize(

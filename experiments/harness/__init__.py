@@ -1,0 +1,1 @@
+"""What all experiments share. Import the modules; the package itself imports nothing."""
