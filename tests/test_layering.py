@@ -15,7 +15,16 @@ TOP_FOLDERS = ("simrf_jax", "experiments", "benchmarks", "examples", "tests")
 # a part may import only that part and those before it.
 ORDERED = {
     "simrf_jax.models": ("config", "transformer", "vit"),
-    "experiments.vit": tuple("data config metrics training train tools main configs".split()),
+    "experiments.vit": (
+        "data",
+        "config",
+        "metrics",
+        "training",
+        "train",
+        "tools",
+        "main",
+        "configs",
+    ),
 }
 MOST_ENTRIES = 9  # Entries of experiments/vit beside its README and its figures.
 
