@@ -144,7 +144,12 @@ def _loop(
         if _redraws(config, program, step):
             state = program.redraw(state)
         batch = sharding.global_batch(next(batches), program.mesh, config.batch_size)
-        state, metrics = program.train_step(state, batch)
+        # A batch or a state that is still on the host raises here, where it would cost every step.
+        with (
+            jax.profiler.StepTraceAnnotation("train", step_num=step),
+            jax.transfer_guard("disallow"),
+        ):
+            state, metrics = program.train_step(state, batch)
         window.add(metrics)
         profile.after(step, metrics)
         done = step + 1

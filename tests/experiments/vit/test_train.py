@@ -1,4 +1,5 @@
 import collections
+import contextlib
 import csv
 import json
 
@@ -110,6 +111,25 @@ def test_a_run_traces_each_of_its_functions_once(tmp_path, monkeypatch):
     train.train(config, tmp_path)
     # The first time for the shapes, from which the shardings follow.
     assert traces == {"init_state": 2, "redraw": 1, "train_step": 1, "eval_step": 1}
+
+
+def test_a_batch_that_is_still_on_the_host_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sharding, "global_batch", lambda part, *_: part)
+    config = tiny.get_config()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
+        train.train(config, tmp_path)
+
+
+def test_each_step_has_its_number_in_a_profile(tmp_path, monkeypatch):
+    noted = []
+
+    def note(name, *, step_num):
+        noted.append((name, step_num))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(jax.profiler, "StepTraceAnnotation", note)
+    train.train(tiny.get_config(num_steps=3), tmp_path)
+    assert noted == [("train", 0), ("train", 1), ("train", 2)]
 
 
 def test_a_step_changes_the_parameters_and_no_projection():
