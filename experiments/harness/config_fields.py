@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import ml_collections
 
@@ -12,6 +12,67 @@ from simrf_jax import checks
 
 # Type of each field of a config by its dotted name: {"model.width": int, ...}.
 Fields = Mapping[str, type]
+
+
+class Range(NamedTuple):
+    """The values that a field may have.
+
+    Attributes:
+      text: The condition in words that follow "must be".
+      contains: Returns whether a value meets the condition.
+      also: One further value that is allowed, or None.
+    """
+
+    text: str
+    contains: Callable[[Any], bool]
+    also: int | None = None
+
+    def __str__(self) -> str:
+        """Returns the condition and the further value."""
+        return self.text if self.also is None else f"{self.also}, or {self.text}"
+
+
+def at_least(bound: float, *, also: int | None = None) -> Range:
+    """Returns the range of numbers that are not below a bound."""
+    return Range(f"at least {bound}", lambda number: number >= bound, also)
+
+
+def above(bound: float) -> Range:
+    """Returns the range of numbers above a bound."""
+    return Range(f"above {bound}", lambda number: number > bound)
+
+
+def one_of(names: Iterable[str]) -> Range:
+    """Returns the range of some names."""
+    known = tuple(names)
+    return Range(f"one of {', '.join(map(repr, known))}", lambda name: name in known)
+
+
+# jax.random.key gives every other seed the key of one of these.
+SEEDS = Range("from 0 to 2^32 - 1", lambda seed: 0 <= seed < 2**32)
+
+
+def check_range(name: str, value: Any, allowed: Range) -> None:
+    """Refuses a value that is out of the range of its field.
+
+    Args:
+      name: Dotted name of the field.
+      value: Value to check, of the type of the field.
+      allowed: Range of the field.
+
+    Raises:
+      UserError: If the value is out of the range.
+
+    Example:
+      >>> check_range("mesh.data", 0, at_least(1, also=-1))
+      Traceback (most recent call last):
+        ...
+      experiments.harness.mistakes.UserError: config.mesh.data, unless it is -1, must ...
+    """
+    if allowed.contains(value) or (allowed.also is not None and value == allowed.also):
+        return
+    unless = "" if allowed.also is None else f", unless it is {allowed.also},"
+    raise UserError(f"config.{name}{unless} must be {allowed.text}, got {value!r}.")
 
 
 def check_fields(config: ml_collections.ConfigDict, fields: Fields) -> dict[str, Any]:
@@ -68,9 +129,12 @@ def check_one_of(name: str, value: object, known: Iterable[str]) -> None:
 
 
 def check_seed(values: Mapping[str, Any]) -> None:
-    """Accepts what ``jax.random.key`` tells apart."""
-    if not 0 <= values["seed"] < 2**32:
-        raise UserError(f"config.seed must be from 0 to 2^32 - 1, got {values['seed']}.")
+    """Refuses a seed that ``jax.random.key`` does not tell apart from every other seed.
+
+    Raises:
+      UserError: If the seed is negative or too large.
+    """
+    check_range("seed", values["seed"], SEEDS)
 
 
 def check_distances(values: Mapping[str, Any], names: Iterable[str], *, most: float) -> None:

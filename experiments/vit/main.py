@@ -19,7 +19,7 @@ from ml_collections import config_flags
 
 from experiments.harness import command_line, memory, mistakes
 from experiments.vit import train
-from experiments.vit.config import FIELDS
+from experiments.vit.config import TYPES
 from experiments.vit.tools import compare
 from experiments.vit.training import orbax_output
 from simrf_jax.models import ATTENTIONS
@@ -107,8 +107,8 @@ def run() -> None:
 
 def parse_flags(argv: list[str]) -> list[str]:
     """Parses flags; an override of a field that no config has is a usage error like any other."""
-    overridden = command_line.overridden(argv, FIELDS)
-    rest = command_line.parse_flags(argv, FIELDS, _DEFAULT_CONFIG)
+    overridden = command_line.overridden(argv, TYPES)
+    rest = command_line.parse_flags(argv, TYPES, _DEFAULT_CONFIG)
     if _COMPARE.present and not _COMPARE.value:
         raise SystemExit(f"--compare must name attentions, of {', '.join(ATTENTIONS)}.")
     if not all(seed.isdecimal() for seed in _SEEDS.value):

@@ -8,7 +8,13 @@ from absl.testing import flagsaver
 
 from experiments.harness.mistakes import UserError
 from experiments.vit import configs, main
-from experiments.vit.config import check_config
+from experiments.vit.config import (
+    FIELDS,
+    check_config,
+    config_differences,
+    describe_fields,
+    may_change,
+)
 from tests.experiments.vit import tiny
 
 pytestmark = pytest.mark.fast
@@ -120,3 +126,39 @@ def test_flags_refuse(flag, match, monkeypatch):
 def test_main_refuses_arguments_that_are_no_flags():
     with pytest.raises(app.UsageError, match="Unknown arguments: digits"):
         main.main(["main", "digits"])
+
+
+def test_the_readme_has_the_table_of_all_fields():
+    readme = pathlib.Path(main.__file__).with_name("README.md").read_text()
+    assert describe_fields() in readme
+    assert all(f"| `{name}` | " in describe_fields() for name in FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("data_dir", True),
+        ("mesh.fsdp", True),
+        ("checkpoint.keep", True),
+        ("checkpoint.folder", False),
+        ("seed", False),
+        # Fields of no version of today.
+        ("mesh.expert", True),
+        ("checkpoint.every", False),
+        ("model.experts", False),
+        ("epochs", False),
+    ],
+)
+def test_a_run_may_go_on_with_other_values_of_some_fields(name, expected):
+    assert may_change(name) is expected
+
+
+def test_differences_name_the_fields_that_may_not_change():
+    theirs, ours = ({"seed": seed, "mesh": {"data": seed}} for seed in (1, 2))
+    assert config_differences(theirs, ours) == ["seed is 1 there, 2 here"]
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if FIELDS[name].type in (int, float)])
+def test_a_number_out_of_its_range_is_refused(name):
+    with pytest.raises(UserError, match=rf"config\.{name}.* must be .*, got -7"):
+        check_config(tiny.get_config(**{name: FIELDS[name].type(-7)}))

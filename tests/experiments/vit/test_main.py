@@ -248,8 +248,8 @@ def test_a_run_whose_config_is_lost_is_refused(command, tmp_path, config):
 
 # Where a bug may be, and of which type: those of a user's mistakes, before there was UserError.
 BUGS = {
-    "check": (config, "_check_seeing", ValueError),
-    "field": (config, "_check_input", KeyError),
+    "check": (config, "_check_diagnostics", ValueError),
+    "field": (config, "_check_data", KeyError),
     "data": (in_memory, "load_digits", OSError),
     "model": (ViT, "__init__", TypeError),
     "step": (train_step, "train_step", ValueError),
