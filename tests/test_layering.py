@@ -108,6 +108,13 @@ def test_experiments_import_nothing_of_each_other(graph):
             assert not foreign, f"{name} imports {foreign}"
 
 
+def test_every_config_stands_alone(graph):
+    configs = {name for name in graph if ".configs." in name}
+    assert len(configs) > 10
+    for name in configs:
+        assert not graph[name] & configs, f"{name} starts from {graph[name] & configs}"
+
+
 def test_the_folder_of_the_trainer_is_short():
     names = {path.name for path in (ROOT / "experiments" / "vit").iterdir()}
     entries = names - {"README.md", "figures", "__pycache__"}
