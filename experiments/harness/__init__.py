@@ -1,1 +1,1 @@
-"""What all experiments share. Import the modules; the package itself imports nothing."""
+"""Modules that all experiments share; the package itself imports none of them."""

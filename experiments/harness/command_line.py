@@ -23,7 +23,7 @@ STOPPED = "Stopped; the same command goes on where it was."
 
 
 def overridden(argv: list[str], fields: Fields) -> list[str]:
-    """The fields that the command line overrides; one that no config has is a usage error."""
+    """Returns the fields that the command line overrides; an unknown one is a usage error."""
     names = [m[1] for a in argv if (m := re.match(r"--?config\.([\w.]+)", a))]
     if unknown := [name for name in names if name not in fields]:
         raise SystemExit(unknown_field_message(unknown, fields))
@@ -60,7 +60,7 @@ def parse_flags(argv: list[str], fields: Fields, default_config: pathlib.Path) -
 
 
 def _config_file(argv: list[str]) -> pathlib.Path | None:
-    """What ``--config=FILE``, ``--config=FILE:ARGUMENT`` or ``--config FILE`` names."""
+    """Returns the file of ``--config=FILE``, ``--config=FILE:ARGUMENT`` or ``--config FILE``."""
     for number, argument in enumerate(argv):
         if m := re.match(r"--?config(?:=(.*))?$", argument):
             given = m[1] if m[1] is not None else "".join(argv[number + 1 : number + 2])
@@ -101,7 +101,7 @@ class Experiment(Protocol):
         """Leaves ``results.json`` and figures in the folder, and returns the results."""
 
     def report(self, results: dict[str, Any], /) -> str:
-        """What to print of the results."""
+        """Returns the text to print of the results."""
 
 
 def launch(experiment: Experiment, fields: Fields, default_config: pathlib.Path) -> None:

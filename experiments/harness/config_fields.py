@@ -101,8 +101,8 @@ def check_least(values: Mapping[str, Any], least: Mapping[str, int]) -> None:
     """Refuses integers, and entries of tuples of integers, below the least that makes sense.
 
     Args:
-      values: As ``check_fields`` returns them.
-      least: The bounds, by dotted name.
+      values: Values of the fields, by dotted name.
+      least: Smallest allowed numbers, by dotted name.
 
     Raises:
       UserError: If a number is too small, a tuple is empty, or an entry of it is not an integer.
@@ -176,7 +176,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """What two flat mappings do not share, one sentence an entry."""
+    """Describes each difference between two flat configs."""
 
     def value(mapping: Mapping[str, Any], name: str) -> str:
         return repr(mapping[name]) if name in mapping else "absent"

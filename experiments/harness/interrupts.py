@@ -19,7 +19,7 @@ def end_at_once(line: str) -> None:
     """Lets Ctrl-C end the program at once from now on, as long as there is nothing to clean up.
 
     Args:
-      line: What to print.
+      line: Line to print.
     """
     signal.signal(signal.SIGINT, lambda *_: end(f"\n{line}"))
 
@@ -31,7 +31,7 @@ def told_in_one_line(line: str) -> Iterator[None]:
     The first one raises ``KeyboardInterrupt``, so that what is entered inside is left in order.
 
     Args:
-      line: What to print in either case.
+      line: Line to print in either case.
     """
     interrupted = False
 

@@ -1,4 +1,4 @@
-"""How the memory of a process is kept between the steps of a training run."""
+"""Memory that a process keeps between the steps of a training run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import ctypes
 
 
 def keep_freed_memory() -> None:
-    """Lets glibc keep the memory that it is given back.
+    """Lets glibc keep the memory that is freed.
 
     On a CPU, XLA allocates the temporary buffers of every step anew; by default large ones come
     from the kernel each time, page by page, which took a third of the time of a step on digits.

@@ -23,7 +23,7 @@ class Pieces:
 
     Args:
       workdir: Folder to make; it keeps ``config.json`` and one file for each piece.
-      config: What the pieces belong to.
+      config: Config that the pieces belong to.
       selection: Fields that say which pieces to make, or where data are, but change none of them.
 
     Raises:
@@ -75,7 +75,7 @@ class Pieces:
             np.save(partial, values)
 
     def get(self, name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
-        """A piece, computed and kept unless it is finished."""
+        """Returns a piece; unless it is finished, this computes it and keeps it."""
         values = self.load(name)
         if values is None:
             start = time.monotonic()
@@ -85,6 +85,6 @@ class Pieces:
         return values
 
     def seconds(self, names: str) -> float:
-        """How long the pieces took, in this run and in those it goes on with; a glob of names."""
+        """Returns the seconds that the pieces took whose names match a glob, in all runs so far."""
         kept = (self.load(path.stem) for path in self._folder.glob(f"{names}.seconds.npy"))
         return sum(float(seconds) for seconds in kept if seconds is not None)

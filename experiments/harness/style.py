@@ -1,4 +1,4 @@
-"""How the estimators look in every figure; colour-blind safe (Okabe and Ito), a line style each."""
+"""Colors (colorblind-safe, Okabe and Ito) and line styles of the estimators in every figure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LABELS = {
 
 
 def tidy(axes: matplotlib.axes.Axes) -> None:
-    """A faint grid, and no frame where there is no scale."""
+    """Draws a faint grid, and removes the frame where there is no scale."""
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 

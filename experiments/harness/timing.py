@@ -16,14 +16,14 @@ LEAST_ROUNDS = 5
 def alternate(
     candidates: Mapping[str, Callable[[int], Any]], rounds: int, *, seconds: float = math.inf
 ) -> dict[str, np.ndarray]:
-    """Milliseconds of each call, after one that compiles: ``{name: array [rounds]}``.
+    """Times each call, after one that compiles, in milliseconds: ``{name: array [rounds]}``.
 
     Each round begins with the next candidate, so that none always follows the same one.
 
     Args:
       candidates: ``{name: call}``; a call takes the round's number and returns arrays.
-      rounds: How often each is timed.
-      seconds: After which no round is begun, once there have been ``LEAST_ROUNDS``.
+      rounds: Number of times that each candidate is timed.
+      seconds: Time after which no round begins, once there were ``LEAST_ROUNDS``.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
@@ -41,7 +41,7 @@ def alternate(
 
 
 def print_table(times: Mapping[str, np.ndarray]) -> None:
-    """Median and quartiles of each as a Markdown table."""
+    """Prints the median and quartiles of each candidate as a Markdown table."""
     print("| | median ms | quartiles |\n| --- | --- | --- |")
     for name, ms in times.items():
         low, median, high = np.percentile(ms, [25, 50, 75])

@@ -1,4 +1,4 @@
-"""What trainers share: the state that training changes, its optimiser and its redraws."""
+"""The state of a training run, its optimizer and its redraws; all trainers share them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from simrf_jax.integrations.nnx import RandomProjection
 
 
 class TrainState(NamedTuple):
-    """All that training changes, and the key it never does.
+    """The arrays that training changes, and the PRNG key that it never changes.
 
     Attributes:
-      step: Steps done.
+      step: Number of steps done.
       key: Typed PRNG key of the run; every draw is a function of it, the step and a name.
       params: ``nnx.Param`` state of the model.
       projections: ``RandomProjection`` state of the model; empty without random features.
-      opt_state: The optimiser's.
+      opt_state: State of the optimizer.
     """
 
     step: jax.Array
@@ -33,17 +33,17 @@ class TrainState(NamedTuple):
     opt_state: optax.OptState
 
 
-# Which draw a key is for: fold_in(state.key, one of these). A trainer's own go on from 2.
+# The numbers of the draws: fold_in(state.key, one of these). A trainer's own go on from 2.
 PARAMS, PROJECTIONS = range(2)
 
 
 def make_optimizer(
     config: ml_collections.ConfigDict, **adam: float
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW with clipped gradients, and its learning rate as a function of the step.
+    """Makes AdamW with clipped gradients, and its learning rate as a function of the step.
 
     Args:
-      config: Has ``learning_rate``, ``warmup_steps``, ``num_steps``, ``clip_norm`` and
+      config: Config with ``learning_rate``, ``warmup_steps``, ``num_steps``, ``clip_norm`` and
         ``weight_decay``.
       **adam: Further options of ``optax.adamw``.
     """
@@ -52,7 +52,7 @@ def make_optimizer(
     )
 
     def kernels(params: Any) -> Any:
-        """Biases, norms, embeddings and weights of fields do not decay."""
+        """Returns the mask of decay: biases, norms, embeddings and weights of fields have none."""
         return jax.tree.map_with_path(
             lambda path, _: "kernel" in jax.tree_util.keystr(path), params
         )
@@ -66,7 +66,7 @@ def init_state(
     make_model: Callable[..., nnx.Module],
     optimizer: optax.GradientTransformation,
 ) -> TrainState:
-    """The state of ``make_model(rngs=...)`` before the first step.
+    """Returns the state of ``make_model(rngs=...)`` before the first step.
 
     Its projections are the model's own, until ``redraw`` draws those of the schedule.
     """
@@ -81,14 +81,14 @@ def init_state(
 def redraw(
     state: TrainState, *, interval: int, stacked: bool = False, **draw_options: Any
 ) -> TrainState:
-    """The state with the projections that belong to its step.
+    """Returns the state with the projections that belong to its step.
 
     Args:
-      state: Of any step.
-      interval: As ``simrf_jax.redraw_key``.
-      stacked: Whether the first axis of the projections is that of layers which are scanned. They
-        are drawn as those of layers that are not.
-      **draw_options: As ``simrf_jax.redraw_projections``.
+      state: State of any step.
+      interval: Steps between redraws; see ``simrf_jax.redraw_key``.
+      stacked: True if the projections have a leading axis of scanned layers. They are drawn like
+        those of layers that are not scanned.
+      **draw_options: Keyword arguments of ``simrf_jax.redraw_projections``.
     """
     key = jax.random.fold_in(state.key, PROJECTIONS)
     key = simrf_jax.redraw_key(key, state.step, interval=interval)

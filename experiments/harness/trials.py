@@ -25,7 +25,7 @@ ENTRIES = 2**20  # Of all W that are drawn at a time.
 def squared_errors(
     keys: jax.Array, distances: jax.Array, *, dim: int, coupling: Coupling, features: str
 ) -> jax.Array:
-    r"""Squared errors of the Gaussian kernel with as many features as dimensions.
+    r"""Computes squared errors of the Gaussian kernel with as many features as dimensions.
 
     The error depends on x and y by way of one vector only,
 
@@ -42,7 +42,7 @@ def squared_errors(
       keys: ``[trials]``.
       distances: ``[n]``, v = abs(x + y), or z = abs(x - y) for trigonometric features.
       dim: Dimension d, and number of features m.
-      coupling: As in ``draw_projection``.
+      coupling: Coupling of the rows of W; see ``draw_projection``.
       features: ``"positive"`` or ``"trigonometric"``.
 
     Returns:
@@ -65,9 +65,9 @@ def squared_errors(
 def draw_errors(
     seed: int, num_trials: int, distances: tuple[float, ...], *, dim: int, **options: str
 ) -> np.ndarray:
-    """``squared_errors`` in float64, ``[num_trials, distances]``; one seed has paired draws.
+    """Computes ``squared_errors`` in float64, ``[num_trials, distances]``.
 
-    Float32 would do for the draws, but not for a difference of 1e-8 of numbers near 1.
+    Draws of one seed are paired. Float32 would do for the draws, but not for a difference of 1e-8 of numbers near 1.
     """
     with jax.enable_x64(True):
         keys = jax.random.split(jax.random.key(seed), num_trials)
@@ -86,23 +86,23 @@ class Estimate(NamedTuple):
     standard_error: np.ndarray
 
     def z_score(self, expected: np.ndarray) -> np.ndarray:
-        """How many standard errors it is off."""
+        """Returns the distance from the expected value in standard errors."""
         return (self.value - expected) / self.standard_error
 
 
 def summary(samples: np.ndarray) -> dict[str, float]:
-    """``mean`` of one number's samples, for a results file."""
+    """Returns the ``mean`` of one number's samples, for a results file."""
     estimate = mean(samples)
     return {"mean": float(estimate.value), "standard_error": float(estimate.standard_error)}
 
 
 def mean(samples: np.ndarray) -> Estimate:
-    """Mean over the first axis."""
+    """Returns the mean over the first axis."""
     return Estimate(samples.mean(axis=0), samples.std(axis=0, ddof=1) / len(samples) ** 0.5)
 
 
 def ratio(samples: np.ndarray, baseline: np.ndarray) -> Estimate:
-    """Ratio of the means of paired samples; its error to first order (the delta method)."""
+    """Returns the ratio of the means of paired samples, with its delta-method error."""
     value = samples.mean(axis=0) / baseline.mean(axis=0)
     residual = mean(samples - np.broadcast_to(value, baseline.shape) * baseline)
     return Estimate(value, residual.standard_error / np.abs(baseline.mean(axis=0)))

@@ -32,14 +32,14 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
     """Trains, evaluates, and leaves its results in ``workdir``.
 
     Args:
-      config: All the fields of ``experiments.vit.config.FIELDS``.
+      config: Config with all the fields of ``experiments.vit.config.FIELDS``.
       workdir: A folder without a run in it, or with one that was stopped, which goes on from its
         last checkpoint; made if needed. It gets ``config.json``, ``metrics.csv``, ``tensorboard``,
         ``checkpoints`` and ``profile`` while training, and at the end ``results.json`` and
         ``curves.png``.
 
     Returns:
-      What is in ``results.json``.
+      Content of ``results.json``.
 
     Raises:
       IncompatibleError: If the checkpoints are of another config; the message names what differs.
@@ -197,7 +197,7 @@ def _open_batches(
     inputs: pipeline.Input,
     progress: checkpoint_contents.Progress,
 ) -> stream.Batches:
-    """The batches that are still to come, until the stack is left."""
+    """Opens the batches that are still to come, until the stack is left."""
     batches = stream.Batches(
         inputs.train_batch, num_steps=config.num_steps, num_workers=config.num_workers
     )
@@ -215,13 +215,13 @@ def _stop(bar: Bar, done: int, checkpoints: checkpoint_manager.Checkpoints | Non
 
 
 class Due(NamedTuple):
-    """What is to be done after a step.
+    """The work that is due after a step.
 
     Attributes:
-      row: Whether a row of the log is.
-      evaluation: Whether one on the test set is.
-      checkpoint: Whether one is, whatever the accuracy.
-      stop: Whether the run is to stop, before its last step.
+      row: True if a row of the log is due.
+      evaluation: True if an evaluation on the test set is due.
+      checkpoint: True if a checkpoint is due, whatever the accuracy.
+      stop: True if the run must stop before its last step.
     """
 
     row: bool
@@ -240,7 +240,7 @@ def _due(config: ml_collections.ConfigDict, done: int, *, stopping: bool) -> Due
 
 
 def _redraws(config: ml_collections.ConfigDict, program: Program, step: int) -> bool:
-    """Whether this step has projections that the last one had not."""
+    """Returns whether this step has other projections than the last one."""
     interval = config.redraw_interval
     return program.has_projections and (step == 0 or bool(interval and step % interval == 0))
 
@@ -259,7 +259,7 @@ def _speed(config: ml_collections.ConfigDict, program: Program) -> meter.Speed:
 def _evaluate(
     program: Program, inputs: pipeline.Input, state: TrainState, batch_size: int
 ) -> dict[str, float]:
-    """Loss and accuracy on the test set, and the diagnostics on the first of its images."""
+    """Measures loss and accuracy on the test set, and the diagnostics on its first images."""
     measured: dict[str, float] = {}
     sums: list[Metrics] = []
     for part in inputs.eval_batches():

@@ -12,15 +12,15 @@ Box = tuple[float, float, float, float]
 
 
 def inception_box(size: tuple[int, int], least_area: float, rng: np.random.Generator) -> Box:
-    """A random box: its share of the area uniform, its aspect ratio log-uniform in [3/4, 4/3].
+    """Draws a box: a uniform share of the area, a log-uniform aspect ratio in [3/4, 4/3].
 
     Args:
       size: Width and height of the image.
-      least_area: The least share of the image's area; the most is 1.
-      rng: Draws up to ten boxes, the first of which that fits is taken.
+      least_area: Smallest share of the image's area; the largest is 1.
+      rng: Generator of up to ten boxes, of which the first that fits is taken.
 
     Returns:
-      The box; the whole image if none fits.
+      Box, or the whole image if none of ten fits.
 
     Example:
       >>> box = inception_box((640, 480), 0.05, np.random.default_rng(0))
@@ -43,10 +43,10 @@ def inception_box(size: tuple[int, int], least_area: float, rng: np.random.Gener
 
 
 def center_box(size: tuple[int, int], share: float) -> Box:
-    """The square in the middle whose side is this share of the image's shorter one.
+    """Returns the centered square whose side is a share of the image's shorter side.
 
-    Cutting it out and resizing it to N is resizing the shorter side to N / share and cutting out
-    the N x N pixels in the middle.
+    Cutting it out and resizing it to N x N equals resizing the shorter side to N / share and then
+    cutting out the N x N pixels in the center.
 
     Example:
       >>> center_box((640, 480), 0.875)
@@ -58,7 +58,7 @@ def center_box(size: tuple[int, int], share: float) -> Box:
 
 
 def resize(image: PIL.Image.Image, box: Box, side: int) -> PIL.Image.Image:
-    """The part of an image in a box, as a square; linear, and smoothed where it shrinks."""
+    """Resizes the part of an image in a box to a square, linearly and with antialiasing."""
     return image.resize((side, side), PIL.Image.Resampling.BILINEAR, box=box)
 
 
@@ -74,7 +74,7 @@ def mixup(
       images: ``[batch, height, width, channels]``; batch is even.
       labels: ``[batch]``.
       weights: ``[batch]`` in [0, 1]; Beta(alpha, alpha) in the paper.
-      num_classes: Of the labels.
+      num_classes: Number of classes of the labels.
 
     Returns:
       Images, and float32 soft labels ``[batch, num_classes]`` that sum to 1.

@@ -30,7 +30,7 @@ class Dataset(NamedTuple):
 
 
 def load_digits(data_dir: str) -> Dataset:
-    """scikit-learn's handwritten digits: 1,797 real 8 x 8 images, 1,437 to train and 360 to test.
+    """Loads scikit-learn's handwritten digits, 8 x 8 images, 1,437 to train and 360 to test.
 
     They come with scikit-learn; ``data_dir`` is not used. They have no official split: this one is
     stratified and fixed.
@@ -52,7 +52,7 @@ def load_digits(data_dir: str) -> Dataset:
 
 
 def load_fashion_mnist(data_dir: str) -> Dataset:
-    """Fashion-MNIST: 28 x 28 images of clothes, as TensorFlow Datasets prepared them.
+    """Loads Fashion-MNIST, 28 x 28 images of clothes, as TensorFlow Datasets prepared them.
 
     The split is that of the prepared files, which is the official one only if they are.
 
@@ -124,15 +124,15 @@ def load(name: str, data_dir: str) -> Dataset:
 def train_batches(
     split: Split, *, batch_size: int, seed: int, shift: float, flip: bool
 ) -> grain.MapDataset:
-    """Shuffled, augmented batches without end.
+    """Returns shuffled, augmented batches without end.
 
     Args:
-      split: What to draw from; every image once before any comes again.
-      batch_size: Images a batch.
-      seed: Of the order and the augmentation.
+      split: Images and labels; each comes once before any comes again.
+      batch_size: Number of images in a batch.
+      seed: Seed of the order and the augmentation.
       shift: Largest random translation in pixels, each way, interpolated linearly; the border is
         padded with zeros.
-      flip: Whether to mirror each image with probability one half.
+      flip: If true, mirror each image with probability one half.
 
     Returns:
       A data set whose element ``[step]`` is ``{"image": [batch, h, w, c], "label": [batch]}``,
@@ -157,7 +157,7 @@ def train_batches(
 
 
 def eval_batches(split: Split, batch_size: int) -> Iterator[dict[str, np.ndarray]]:
-    """All of a split once, in order, the last batch filled up with images of weight 0."""
+    """Yields all of a split once, in order, the last batch filled up with images of weight 0."""
     for start in range(0, len(split.labels), batch_size):
         part = slice(start, start + batch_size)
         images, labels = _scale(split.images[part]), split.labels[part]
@@ -189,7 +189,7 @@ def _translate(images: np.ndarray, shift: float, rng: np.random.Generator) -> np
     index = np.arange(n)
 
     def row(top: np.ndarray) -> np.ndarray:
-        """Between the two columns; ``[n, channels, height, width]``."""
+        """Interpolates between two columns, ``[n, channels, height, width]``."""
         return (1 - right) * windows[index, top, left] + right * windows[index, top, left + 1]
 
     moved = (1 - down) * row(top) + down * row(top + 1)

@@ -1,4 +1,4 @@
-"""What a run reads: batches that depend on (seed, step) alone, each host its own rows of them."""
+"""Batches of a run, which depend on (seed, step) alone; each host reads its own rows of them."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from experiments.vit.data import augment, in_memory, records
 from experiments.vit.data.randaugment import randaugment
 from experiments.vit.data.stream import Batch
 
-# From the size of a batch to the numbers of the images that this host reads, ascending.
+# Returns the ascending numbers of the images that this host reads, given the size of a batch.
 Rows = Callable[[int], np.ndarray]
 
-# Which draw of an example a generator is for.
+# Numbers of the draws that are made for each example.
 ORDER, AUGMENTATION, MIXUP = range(3)
 
 
@@ -28,11 +28,11 @@ class Input(NamedTuple):
     """The images of a run.
 
     Attributes:
-      channels: Of the images.
-      num_classes: Of the labels.
+      channels: Number of channels of the images.
+      num_classes: Number of classes of the labels.
       num_train: Examples to train on.
       num_test: Examples to test on.
-      train_batch: From a step to this host's rows of its batch.
+      train_batch: Returns this host's rows of the batch of a step.
       eval_batches: Iterates over this host's rows of the whole test split, once and in order, the
         last batches filled up with images of ``weight`` 0.
     """
@@ -51,13 +51,13 @@ def load(
     """Opens the data set of a config.
 
     Args:
-      config: All the fields of ``experiments.vit.config.FIELDS``.
-      eval_batch_size: Images an evaluation step, over all hosts.
-      rows: Which images of a batch this host reads; all of them, unless others share it. It goes
-        to the workers, so it can be pickled.
+      config: Config with all the fields of ``experiments.vit.config.FIELDS``.
+      eval_batch_size: Images of an evaluation batch, over all hosts.
+      rows: Picklable function that returns the images of a batch that this host reads, given the
+        size of the batch; by default all images.
 
     Returns:
-      Its batches.
+      Batches of the data set, and its sizes.
 
     Raises:
       UserError: If the data set is not there, and the message says how to get it; it is damaged;
@@ -74,7 +74,7 @@ def load(
 
 
 def _has_pairs(rows: np.ndarray) -> bool:
-    """Whether with each of them there is its neighbour: 0 and 1, 2 and 3, and so on."""
+    """Returns whether each row comes with its neighbour: 0 and 1, 2 and 3, and so on."""
     return set(rows.tolist()) == set((rows ^ 1).tolist())
 
 
@@ -134,7 +134,7 @@ def _from_records(config: ml_collections.ConfigDict, eval_batch_size: int, rows:
 def _read_train(
     examples: records.Records, positions: np.ndarray, config: ml_collections.ConfigDict
 ) -> Batch:
-    """Shuffled, augmented examples; each comes once before any comes again."""
+    """Reads shuffled, augmented examples; each comes once before any comes again."""
     indices = []
     for position in positions:
         epoch, place = divmod(position, len(examples))
@@ -148,7 +148,7 @@ def _read_train(
 def _read_eval(
     examples: records.Records, position: int, config: ml_collections.ConfigDict
 ) -> Batch:
-    """One example; beyond the last a black image of weight 0."""
+    """Reads one example; beyond the last it returns a black image of weight 0."""
     side = config.image_size
     if position < len(examples):
         [(image, label)] = examples.read([int(position)])
@@ -172,7 +172,7 @@ def _order(seed: int, epoch: int, size: int) -> np.ndarray:
 def _augmented(
     image: PIL.Image.Image, rng: np.random.Generator, config: ml_collections.ConfigDict
 ) -> PIL.Image.Image:
-    """Crop, flip and RandAugment, in this order, as configured."""
+    """Applies crop, flip and RandAugment, in this order, as configured."""
     if config.augment.crop_area < 1:
         box = augment.inception_box(image.size, config.augment.crop_area, rng)
     else:
@@ -191,7 +191,7 @@ def _augmented(
 def _mix(
     batch: Batch, positions: np.ndarray, config: ml_collections.ConfigDict, num_classes: int
 ) -> Batch:
-    """Mixup by Beta(alpha, alpha); without it the batch as it is."""
+    """Mixes images with weights from Beta(alpha, alpha); with alpha 0 it returns the batch."""
     alpha = config.augment.mixup
     if not alpha:
         return batch
@@ -206,7 +206,7 @@ def _mix(
 
 
 def _to_array(images: list[PIL.Image.Image]) -> np.ndarray:
-    """``[batch, height, width, channels]`` float32, in [-1, 1]."""
+    """Returns float32 images ``[batch, height, width, channels]`` in [-1, 1]."""
     pixels = np.stack([np.asarray(image) for image in images]).astype(np.float32)
     pixels /= 127.5  # In place: fresh memory takes longer than the arithmetic.
     pixels -= 1

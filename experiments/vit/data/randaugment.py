@@ -47,7 +47,7 @@ def randaugment(
     return image
 
 
-# From an image, a strength in [0, 1], and a direction of -1 or 1.
+# Distorts an image with a strength in [0, 1] in a direction of -1 or 1.
 Operation = Callable[[PIL.Image.Image, float, float], PIL.Image.Image]
 
 

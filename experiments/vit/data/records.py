@@ -20,12 +20,12 @@ _NEEDED = "Prepared data sets need the packages of the extra train (pip install 
 
 
 class Prepared(NamedTuple):
-    """What is known of a data set of TensorFlow Datasets with the features image and label.
+    """A data set of TensorFlow Datasets with the features image and label.
 
     Attributes:
       test_split: The labelled split that is not trained on.
-      manual_files: What nobody may download without an account.
-      manual_source: Where they are.
+      manual_files: Files that nobody may download without an account.
+      manual_source: Address of these files.
     """
 
     test_split: str
@@ -55,8 +55,8 @@ class Records(NamedTuple):
     Attributes:
       name: The name in errors, such as ``"the train split of imagenet2012 in '/data'"``.
       source: Random access to them; may be pickled, and then opens its files anew.
-      num_classes: Of the labels.
-      channels: Of the images, 1 or 3.
+      num_classes: Number of classes of the labels.
+      channels: Number of channels of the images, 1 or 3.
     """
 
     name: str
@@ -65,11 +65,11 @@ class Records(NamedTuple):
     channels: int
 
     def __len__(self) -> int:
-        """How many examples there are."""
+        """Returns the number of examples."""
         return len(self.source)
 
     def read(self, indices: Sequence[int]) -> list[tuple[PIL.Image.Image, int]]:
-        """Images, in mode L or RGB, and labels; the records are read in parallel.
+        """Reads records in parallel and returns images, in mode L or RGB, and labels.
 
         Raises:
           UserError: If an example cannot be read or decoded, or has a label that is no class; the
@@ -99,7 +99,7 @@ class Records(NamedTuple):
 
 
 def find_data_dir(data_dir: str) -> str:
-    """The folder itself, or for "" ``TFDS_DATA_DIR`` or the default of TensorFlow Datasets."""
+    """Returns the folder, or for "" ``TFDS_DATA_DIR`` or the default of TensorFlow Datasets."""
     with user_mistakes(ImportError, prefix=_NEEDED):
         import tensorflow_datasets as tfds
 
@@ -112,8 +112,8 @@ def open_records(name: str, split: str, data_dir: str) -> Records:
     """Opens a split of a prepared data set, whichever version of it there is.
 
     Args:
-      name: Of ``DATASETS``.
-      split: As TensorFlow Datasets calls it.
+      name: Name in ``DATASETS``.
+      split: Name that TensorFlow Datasets gives the split.
       data_dir: The folder that holds ``name/``, or one in a bucket, ``gs://bucket/folder``, which
         needs ``gcsfs``; "" for ``TFDS_DATA_DIR`` or, without it, the default of TensorFlow
         Datasets.
@@ -204,7 +204,7 @@ def _check_whole(split: Any) -> None:
 
 
 def how_to_prepare(name: str, data_dir: str) -> str:
-    """The end of a sentence, with the command."""
+    """Returns the end of a sentence that says how to prepare a data set."""
     if "://" in data_dir:
         return f"{how_to_prepare(name, 'DIR')}, and copy DIR/{name} there."
     return (
@@ -214,6 +214,6 @@ def how_to_prepare(name: str, data_dir: str) -> str:
 
 
 def decode(encoded: bytes, channels: int) -> PIL.Image.Image:
-    """An image of 1 or 3 channels; ImageNet has some in CMYK, and some in grey."""
+    """Decodes an image to 1 or 3 channels; ImageNet has some in CMYK and some in gray."""
     with PIL.Image.open(io.BytesIO(encoded)) as image:
         return image.convert(MODES[channels])

@@ -25,9 +25,9 @@ class Batches:
     Its state is how many were taken: a run may go on with another number of workers or hosts.
 
     Args:
-      make: From a step to its batch.
-      num_steps: How many there are.
-      num_workers: Processes that make them; with 0 it is a thread of this one.
+      make: Function that returns the batch of a step.
+      num_steps: Number of batches.
+      num_workers: Number of processes that make batches; 0 uses a thread of this process.
     """
 
     def __init__(self, make: Callable[[int], Batch], *, num_steps: int, num_workers: int):
@@ -56,7 +56,7 @@ class Batches:
         return batch
 
     def get_state(self) -> dict[str, int]:
-        """What belongs in a checkpoint."""
+        """Returns the state that belongs in a checkpoint."""
         return {"step": self._step}
 
     def set_state(self, state: Mapping[str, int]) -> None:

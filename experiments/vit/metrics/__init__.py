@@ -1,1 +1,1 @@
-"""What a run measures, writes and shows."""
+"""Measurements of a run, its log, and its figures."""

@@ -7,7 +7,7 @@ from typing import Self
 
 import tqdm
 
-# What to call a column, and how to write it.
+# The name and the format of each column.
 _FORMATS = {
     "train_loss": ("loss", "{:.3f}".format),
     "train_accuracy": ("accuracy", "{:.3f}".format),
@@ -24,9 +24,9 @@ class Bar:
     """A bar with the time left, and the last value of what was measured.
 
     Args:
-      num_steps: Of the run.
-      first_step: How many were done before.
-      shows: Whether to show it; of the hosts of a pod one does.
+      num_steps: Number of steps of the run.
+      first_step: Number of steps that were done before.
+      shows: If true, show the bar; one host of a pod does.
     """
 
     def __init__(self, num_steps: int, first_step: int, *, shows: bool):
@@ -54,7 +54,7 @@ class Bar:
 
 
 def describe(row: Mapping[str, float]) -> str:
-    """A row in a line: operations a second only where no MFU is known.
+    """Describes a row in a line, with FLOP/s only where no MFU is known.
 
     Example:
       >>> describe({"train_loss": 0.5, "images_per_second": 99.6, "flops_per_second": 3.1e9})

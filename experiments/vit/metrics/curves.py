@@ -16,7 +16,7 @@ Metrics = dict[str, list[tuple[int, float]]]
 
 
 def draw_curves(metrics: Metrics) -> matplotlib.figure.Figure:
-    """A panel for each of what a run measured, against the step."""
+    """Draws each measurement of a run against the step, in a panel of its own."""
     panels: list[Callable[[matplotlib.axes.Axes, Metrics], None]] = [_loss, _accuracy]
     panels += [_learning_rate, _speed]
     if "attention_error" in metrics:
@@ -49,7 +49,7 @@ def _train_and_test(axes: matplotlib.axes.Axes, metrics: Metrics, name: str) -> 
 
 
 def _learning_rate(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
-    """And the norm of the gradient, on an axis of its own."""
+    """Draws the learning rate, and the norm of the gradient on an axis of its own."""
     axes.plot(*zip(*metrics["learning_rate"], strict=True), color="C0", lw=1.5)
     axes.set_ylabel("learning rate", color="C0")
     norm = axes.twinx()
@@ -77,7 +77,7 @@ def _feature_variance(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
 
 
 def _layers(axes: matplotlib.axes.Axes, metrics: Metrics, name: str) -> None:
-    """A faint line a layer, from dark to bright, and their mean."""
+    """Draws a faint line for each layer, from dark to bright, and their mean."""
     layers = [column for column in metrics if re.fullmatch(rf"{name}/layer_\d+", column)]
     colors = matplotlib.colormaps["viridis"].resampled(len(layers))
     for layer, column in enumerate(layers):

@@ -1,4 +1,4 @@
-"""How well random features stand in for softmax in a model, on its own queries and keys."""
+"""Error of a model's random features against softmax, on its own queries and keys."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from simrf_jax.models import ViT
 from simrf_jax.models.transformer import TransformerLayer
 from simrf_jax.projections import BlockMode, Coupling
 
-# Which draw a key is for, after those of training.
+# The number of the draw of the redraws, after those of training.
 DIAGNOSTICS = 3
 
 NAMES = ("attention_error", "feature_variance")
 
 
 class Seen(NamedTuple):
-    """What the attention of a layer gets and returns.
+    """The arguments and the output of a layer's attention.
 
     Attributes:
       query: ``[batch, T, heads, H]``, not scaled yet.
@@ -51,12 +51,12 @@ def check_images(num_images: int, num_test: int) -> None:
 
 
 def columns(depth: int) -> tuple[str, ...]:
-    """The columns of ``row``."""
+    """Returns the columns of ``row``."""
     return tuple(x for name in NAMES for x in (name, *(_of_layer(name, i) for i in range(depth))))
 
 
 def row(measured: dict[str, jax.Array]) -> dict[str, float]:
-    """The mean over layers, and each layer, of what ``measure`` returns."""
+    """Returns the mean over layers, and each layer, of the arrays of ``measure``."""
     values: dict[str, float] = {}
     for name in NAMES:
         layers = jax.device_get(measured[name])
@@ -98,14 +98,14 @@ def measure(
     Args:
       params: Parameters of a ViT with random features.
       projections: Its projections.
-      key: Of the redraws, which are the same for all layers.
+      key: PRNG key of the redraws, which are the same for all layers.
       images: ``[batch, height, width, channels]``.
       graphdef: The ViT without its arrays; scanned or not, and on any mesh.
-      num_images: How many of the images to look at, the first ones.
-      num_redraws: At least 2.
+      num_images: Number of images to measure, from the first one on.
+      num_redraws: Number of redraws, at least 2.
 
     Returns:
-      The two, ``[depth]`` each.
+      Dictionary of ``attention_error`` and ``feature_variance``, ``[depth]`` each.
 
     References:
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 4.2.
@@ -123,7 +123,7 @@ def measure(
 
 
 def output_error(seen: Seen) -> jax.Array:
-    """Relative error of an output to that of softmax attention, in the mean over all heads."""
+    """Returns the relative error of an output to softmax attention, averaged over all heads."""
     exact = jnp.einsum(
         "btns,bsnd->btnd",
         _softmax_weights(seen.query, seen.key),
@@ -135,7 +135,7 @@ def output_error(seen: Seen) -> jax.Array:
 
 
 def weight_variance(query: jax.Array, key: jax.Array, draws: jax.Array) -> jax.Array:
-    """Variance of attention weights over draws of W, relative, in the mean over all heads.
+    """Returns the relative variance of attention weights over draws of W, averaged over heads.
 
     Args:
       query: ``[batch, T, heads, H]``.
@@ -155,14 +155,14 @@ def weight_variance(query: jax.Array, key: jax.Array, draws: jax.Array) -> jax.A
 
 
 def _softmax_weights(query: jax.Array, key: jax.Array) -> jax.Array:
-    """float32 ``[batch, T, heads, S]``."""
+    """Returns the weights of softmax attention, float32 ``[batch, T, heads, S]``."""
     query, key = query.astype(jnp.float32), key.astype(jnp.float32)
     logits = jnp.einsum("btnh,bsnh->btns", query, key, precision=jax.lax.Precision.HIGHEST)
     return jax.nn.softmax(logits * query.shape[-1] ** -0.5)
 
 
 def _draw(key: jax.Array, model: ViT, num_redraws: int) -> jax.Array:
-    """Projections of one layer, drawn as the model's: ``[draws, heads, num_features, H]``."""
+    """Draws W as the model draws that of a layer, ``[draws, heads, num_features, H]``."""
     c = model.config
     shape = (num_redraws, c.num_heads, c.num_features, c.width // c.num_heads)
     return simrf_jax.redraw_projections(
@@ -174,7 +174,7 @@ def _draw(key: jax.Array, model: ViT, num_redraws: int) -> jax.Array:
 
 
 def _record_layers(model: ViT, images: jax.Array) -> Seen:
-    """What the attention of all layers sees, stacked."""
+    """Returns what ``_record`` sees in each layer, stacked."""
     x = model.embed(images)
     if isinstance(model.blocks, TransformerLayer):
         layer, stacked = nnx.split(model.blocks)
@@ -187,7 +187,7 @@ def _record_layers(model: ViT, images: jax.Array) -> Seen:
 
 
 def _record(block: TransformerLayer, x: jax.Array) -> tuple[jax.Array, Seen]:
-    """The output of a block, and what its attention sees."""
+    """Returns the output of a layer, and the arguments and output of its attention."""
     attend = block.attention.attention_fn
     seen: list[Seen] = []
 

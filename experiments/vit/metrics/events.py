@@ -21,8 +21,8 @@ class Events:
     thread, unlike in TensorBoard's own class: it would print a traceback when the disk is full.
 
     Args:
-      folder: Made if needed.
-      rows: Those before the step it goes on from; see ``write``.
+      folder: Folder of the event files, made if needed.
+      rows: Rows before the step that the run goes on from; see ``write``.
     """
 
     def __init__(self, folder: pathlib.Path, rows: Iterable[Mapping[str, float]]):

@@ -1,4 +1,4 @@
-"""What a step costs in floating-point operations, and what share of a device's peak that is."""
+"""Floating-point operations of a training step, and the peak of the devices."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PEAK_FLOPS = {
 
 
 def peak(mesh: Mesh) -> float | None:
-    """Peak bfloat16 operations a second of all devices of a mesh; None if it is not known."""
+    """Returns the peak bfloat16 FLOP/s of all devices of a mesh, or None if it is not known."""
     one = PEAK_FLOPS.get(mesh.devices.flat[0].device_kind)
     return None if one is None else one * mesh.size
 
 
 def train_flops(model: ViTConfig) -> int:
-    """Operations in the matrix products of a forward and a backward pass for one image.
+    """Counts operations in the matrix products of a forward and a backward pass for one image.
 
     The gradient of a product takes two more of its size, one where an operand needs no gradient:
     the images, and the projections W. What is elementwise, the optimiser, redraws, and what
@@ -42,7 +42,7 @@ def train_flops(model: ViTConfig) -> int:
       model: Shape of the ViT.
 
     Returns:
-      Two for each multiplication and addition.
+      Number of operations, two for each multiplication and addition.
 
     Example:
       >>> f"{train_flops(ViTConfig.named('B/16', attention='exact')):.3g}"
@@ -62,7 +62,7 @@ def train_flops(model: ViTConfig) -> int:
 
 
 def _attention_products(c: ViTConfig) -> tuple[int, int]:
-    """Multiplications of one layer's attention but for W x, and those of W x."""
+    """Counts multiplications of a layer's attention without W x, and those of W x."""
     if c.attention == "exact":
         return 2 * c.num_tokens**2 * c.width, 0
     # The sums over keys have a column more, for the denominator.

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder: config, metrics as CSV and for TensorBoard, results, curves."""
+"""Files of a run in its folder: config, metrics as CSV and for TensorBoard, results, curves."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class Log:
     Args:
       workdir: Folder to make, with ``config.json`` and the files in it.
       config: The config of the run.
-      columns: Those of the rows to come.
-      rows: Those before the step it goes on from.
-      writes: Whether to write at all; of the hosts of a pod one does.
+      columns: Columns of the rows to come.
+      rows: Rows before the step that the run goes on from.
+      writes: If false, write nothing; one host of a pod writes.
 
     Attributes:
-      rows: All of them.
+      rows: Rows of the run so far.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a run measures between two rows of its log."""
+"""Means and speeds of the steps between two rows of a log."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 
 
 class Speed(NamedTuple):
-    """What turns seconds into speeds.
+    """The work of a step, which turns seconds into speeds.
 
     Attributes:
-      batch_size: Images a step.
-      flops: Floating-point operations a step, ``flops.train_flops`` of each image.
-      peak: Operations a second that the devices can do; None if it is not known.
+      batch_size: Images of a step.
+      flops: Floating-point operations of a step, ``flops.train_flops`` for each image.
+      peak: Peak operations a second of the devices; None if it is not known.
     """
 
     batch_size: int
@@ -24,7 +24,7 @@ class Speed(NamedTuple):
     peak: float | None
 
     def row(self, seconds: float) -> dict[str, float]:
-        """The columns of speed; ``seconds`` are those of one step."""
+        """Returns the columns of speed, given the seconds of one step."""
         row = {
             "images_per_second": self.batch_size / seconds,
             "flops_per_second": self.flops / seconds,
@@ -45,7 +45,7 @@ class Meter:
         self._start = time.perf_counter()
 
     def add(self, metrics: Mapping[str, jax.Array]) -> None:
-        """Takes what ``train_step`` returns.
+        """Adds the metrics of a step.
 
         Waits for the step before the last, so that no more batches than two are on the devices.
         """
@@ -59,11 +59,11 @@ class Meter:
 
         Args:
           done: Steps of the run so far.
-          learning_rate: Of the last of them.
+          learning_rate: Learning rate of the last step.
 
         Returns:
-          Their means as a row; and the loss and the norm of the gradient, by name, of each of them
-          by how many steps were done with it.
+          Row of the means, and the loss and the norm of the gradient of each step: by name, then by
+          the number of steps done.
         """
         fetched: list[Mapping[str, np.ndarray]] = jax.device_get(self._pending)
         seconds = (time.perf_counter() - self._start) / len(fetched)

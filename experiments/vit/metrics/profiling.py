@@ -14,12 +14,12 @@ from experiments.harness.mistakes import UserError, user_mistakes
 class Profile:
     """Traces some steps of a run with ``jax.profiler``, into a folder that XProf reads.
 
-    Of several hosts the first one does.
+    Of several hosts only the first one traces.
 
     Args:
-      folder: Made when the first of the steps comes.
-      start: The first step, counted from 0.
-      steps: How many; 0 for none.
+      folder: Folder of the trace, made when the first of the steps comes.
+      start: First step, counted from 0.
+      steps: Number of steps; 0 for none.
 
     Raises:
       UserError: In ``after`` or at the end, if the folder cannot be written.

@@ -33,17 +33,18 @@ def compare(
     where it was.
 
     Args:
-      config: What to train; its ``seed`` and ``model.attention`` are replaced.
-      workdir: Folder for one run a folder, ``results.json``, ``table.md`` and ``compare.png``.
+      config: Config of the runs; its ``seed`` and ``model.attention`` are replaced.
+      workdir: Folder for ``results.json``, ``table.md``, ``compare.png`` and a folder for each run.
       attentions: Names of ``simrf_jax.models.ATTENTIONS``.
-      seeds: Seeds.
+      seeds: Seeds of the runs of each attention.
 
     Returns:
       The table, in Markdown.
 
     Raises:
       UserError: If an attention is unknown, a name or seed comes twice, another run or comparison
-        is in workdir, or a finished run in it had another config or is damaged; and as ``train``.
+        is in workdir, or a finished run in it had another config or is damaged; and for the
+        reasons of ``train``.
     """
     check_config(config)
     for attention in attentions:
@@ -85,7 +86,7 @@ def _compare(configs: dict[pathlib.Path, ml_collections.ConfigDict], workdir: pa
 def _config_of(
     config: ml_collections.ConfigDict, attention: str, seed: int
 ) -> ml_collections.ConfigDict:
-    """The config of one run."""
+    """Returns the config of one run."""
     config = copy.deepcopy(config)
     config.seed = seed
     config.model.attention = attention

@@ -1,4 +1,4 @@
-"""From a checkpoint to its accuracy: ``python -m experiments.vit.tools.evaluate --workdir=DIR``."""
+"""Evaluates a checkpoint: ``python -m experiments.vit.tools.evaluate --workdir=DIR``."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def evaluate(
     A damaged checkpoint is passed over with a warning, for the newest or the best of the others.
 
     Args:
-      workdir: Of the run.
-      best: Whether to take the checkpoint of the best test accuracy instead of the newest.
-      data_dir: Where the data is, unless it is where the run had it.
-      batch_size: Images at a time, rounded up to a multiple of the devices; the run's unless given.
+      workdir: Folder of the run.
+      best: If true, take the checkpoint of the best test accuracy instead of the newest.
+      data_dir: Folder of the data; None for the folder that the run read.
+      batch_size: Images of a batch, rounded up to a multiple of the devices; None for the run's.
 
     Returns:
       ``step``, ``test_loss`` and ``test_accuracy``.
@@ -45,7 +45,7 @@ def evaluate(
     mesh = sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1, "sequence": 1})
     model = trained.load(workdir, mesh, best=best)
     config, program = model.config, model.program
-    config.augment.mixup = 0.0  # Of training, on other devices.
+    config.augment.mixup = 0.0  # It would ask these devices for pairs of training images.
     config.data_dir = config.data_dir if data_dir is None else data_dir
     batch_size = sharding.round_up(batch_size or config.eval_batch_size, mesh)
     rows = sharding.rows_of_host(mesh, batch_size)

@@ -1,4 +1,4 @@
-"""From a checkpoint to a file that JAX alone runs.
+"""Exports a checkpoint to a file that JAX alone runs.
 
 ``python -m experiments.vit.tools.export --workdir=DIR --output=FILE``
 """
@@ -39,15 +39,15 @@ def export(
     newest or the best of the others.
 
     Args:
-      workdir: Of the run.
+      workdir: Folder of the run.
       output: The file to make, and beside it ``output.json``, which says what goes in and comes
         out, and has a SHA-256 of each of the two: JAX reads a damaged file without an error. It is
         written last, so a file without it is that of an export which was stopped.
-      best: Whether to take the checkpoint of the best test accuracy instead of the newest.
-      platforms: What it shall run on, of ``PLATFORMS``.
+      best: If true, take the checkpoint of the best test accuracy instead of the newest.
+      platforms: Platforms that the file shall run on, from ``PLATFORMS``.
 
     Returns:
-      What is in the second file.
+      Content of the second file.
 
     Raises:
       IncompatibleError: If the checkpoints are of another run; the message names what differs.
@@ -82,13 +82,13 @@ def _with_digests(description: dict[str, Any], content: bytes | bytearray) -> di
     return description | {"sha256": digests}
 
 
-def _check(platforms: Sequence[str], *files: pathlib.Path) -> None:
+def _check(platforms: Sequence[str], *paths: pathlib.Path) -> None:
     """Refuses what cannot be before anything is read."""
     for platform in platforms:
         config_fields.check_one_of("Each of --platforms", platform, PLATFORMS)
     if not platforms or len({*platforms}) < len(platforms):
         raise UserError(f"--platforms must name some, and none twice, got {list(platforms)}.")
-    for path in files:
+    for path in paths:
         with mistakes.writing(path):
             found = path.exists()
         if found:
@@ -106,7 +106,7 @@ def _export(model: trained.Trained, platforms: Sequence[str]) -> jax.export.Expo
 
 
 def describe(model: trained.Trained, exported: jax.export.Exported) -> dict[str, Any]:
-    """What a user of the file must know, and where it is from."""
+    """Describes what goes in and comes out of the file, and the run it is from."""
     config = model.config
     return {
         "input": {

@@ -21,14 +21,14 @@ def prepare(name: str, data_dir: str, manual_dir: str = "") -> str:
     """Downloads a data set and writes it as ArrayRecord; one that is prepared stays as it is.
 
     Args:
-      name: Of ``records.DATASETS``.
+      name: Name in ``records.DATASETS``.
       data_dir: The folder for ``name/``, on a disk; "" as for ``records.open_records``. In a bucket
         a data set can only be described.
-      manual_dir: Where files lie that were downloaded by hand; "" for ``downloads/manual`` in
+      manual_dir: Folder of the files that were downloaded by hand; "" for ``downloads/manual`` in
         ``data_dir``.
 
     Returns:
-      What was prepared, in a line.
+      One line that says what is prepared.
 
     Raises:
       UserError: If files are not there that must be downloaded by hand or that TensorFlow Datasets

@@ -38,8 +38,8 @@ class Run(NamedTuple):
     """A finished run.
 
     Attributes:
-      folder: Where it is.
-      results: What is in its ``results.json``.
+      folder: Folder of the run.
+      results: Content of its ``results.json``.
       tests: Step and test accuracy of each evaluation, ``[evaluations, 2]``.
     """
 
@@ -49,17 +49,17 @@ class Run(NamedTuple):
 
     @property
     def attention(self) -> str:
-        """Of its config."""
+        """Attention of its config."""
         return self.results["config"]["model"]["attention"]
 
     @property
     def seed(self) -> int:
-        """Of its config."""
+        """Seed of its config."""
         return self.results["config"]["seed"]
 
     @property
     def epochs(self) -> np.ndarray:
-        """Of each evaluation."""
+        """Epoch of each evaluation, a fraction if it was in the middle of one."""
         batch_size = self.results["config"]["batch_size"]
         return self.tests[:, 0] * batch_size / self.results["num_train"]
 
@@ -72,7 +72,7 @@ def find_runs(folders: Iterable[str | pathlib.Path]) -> dict[str, list[Run]]:
     """Reads finished runs that are to be compared.
 
     Args:
-      folders: Of runs, or of folders of runs.
+      folders: Folders of runs, or folders that hold some.
 
     Returns:
       The runs of each attention, by seed.
@@ -102,7 +102,7 @@ def find_runs(folders: Iterable[str | pathlib.Path]) -> dict[str, list[Run]]:
 
 
 def _runs_in(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The folder itself if it is one of a run, else those in it that are."""
+    """Returns the folder if it is that of a run, or else the folders of runs in it."""
     if (folder / "config.json").exists():
         return [folder]
     inside = sorted(path.parent for path in folder.glob("*/config.json"))
@@ -169,7 +169,7 @@ def _check_seeds(runs: Sequence[Run]) -> None:
 
 
 def make_table(runs: Runs) -> str:
-    """One row an attention: mean and standard deviation over the seeds, median speed."""
+    """Makes a table with a row for each attention: means and spread over seeds, median speed."""
     header = ["attention", "test accuracy", "s.d.", "test loss", "s.d.", "seeds"]
     header += ["images/s", "seconds a run"]
     rows = []
@@ -189,7 +189,7 @@ def make_table(runs: Runs) -> str:
 
 
 def draw(runs: Runs) -> matplotlib.figure.Figure:
-    """Test accuracy against the epoch as in Fig. 9 of the paper, and each run's last one.
+    """Draws test accuracy against the epoch, as in Fig. 9 of the paper, and each run's last one.
 
     Lines are means over seeds, bands one standard deviation of a run to either side.
 

@@ -24,12 +24,12 @@ _SMALL = {
 
 
 def apply(argument: str, config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
-    """The config that is asked for behind the name of its file.
+    """Shrinks a config if the argument behind the name of its file asks for it.
 
     Args:
       argument: ``"runlocal"`` for a hundred steps of a small model on small images, with all else
         as it is; ``""`` for the config itself.
-      config: Of a pod; it is changed.
+      config: Config of a run on a pod; it is changed.
 
     Returns:
       The same config.

@@ -38,12 +38,12 @@ State = TypeVar("State")  # A pytree of arrays, or of what jax.eval_shape makes 
 
 
 class Progress(NamedTuple):
-    """What a run has to show so far.
+    """The progress of a run.
 
     Attributes:
-      rows: Those of ``metrics.csv``. They are in the checkpoint, so that a run that goes on has
+      rows: Rows of ``metrics.csv``. They are in the checkpoint, so that a run that goes on has
         each of them once, also in another folder.
-      seconds: Time it took.
+      seconds: Seconds that the run took.
       data: State of the iterator of the data, of ``stream.Batches``.
     """
 
@@ -57,7 +57,7 @@ _FIELDS = ("step", "config", "types", "digests", *Progress._fields, "sha256")
 
 
 class Found(NamedTuple):
-    """What a checkpoint says of itself, which is what was saved.
+    """The description that a checkpoint holds of itself, checked against its digest.
 
     Attributes:
       step: The step after which it was saved.
@@ -114,9 +114,9 @@ def find(folder: epath.PathLike, *, best: bool) -> Iterator[Found]:
     a warning; whether its arrays are whole turns out when they are loaded.
 
     Args:
-      folder: Where the checkpoints are.
-      best: Whether to begin with the one of the best test accuracy, instead of the newest, and to
-        leave out those that were not evaluated.
+      folder: Folder of the checkpoints.
+      best: If true, begin with the one of the best test accuracy instead of the newest, and leave
+        out those that were not evaluated.
 
     Raises:
       IncompatibleError: If a checkpoint has no digests, or another program wrote it.
@@ -156,7 +156,7 @@ def load(folder: epath.PathLike, found: Found, state: State) -> State:
     """Reads the arrays of a checkpoint, or a part of them, and compares their digests.
 
     Args:
-      folder: Where the checkpoints are.
+      folder: Folder of the checkpoints.
       found: The checkpoint.
       state: Shapes, types and shardings of what to read.
 
@@ -264,7 +264,7 @@ def steps_in(folder: epath.Path) -> list[int]:
 
 
 def absolute(folder: epath.PathLike) -> epath.Path:
-    """As Orbax wants it; to resolve a bucket would make a folder of its name here."""
+    """Returns the absolute path that Orbax needs; a bucket must not be resolved like a path."""
     path = epath.Path(folder).expanduser()
     return path if "://" in str(path) else path.resolve()
 

@@ -26,7 +26,7 @@ from experiments.vit.training.checkpoint_damage import DamagedError, Incompatibl
 
 
 def is_best(rows: list[dict[str, float]]) -> bool:
-    """Whether the last row has a higher test accuracy than any before."""
+    """Returns whether the last row has a higher test accuracy than any before."""
     *before, last = (row.get("test_accuracy", -1.0) for row in rows)
     return last > max(before, default=-1.0)
 
@@ -39,9 +39,9 @@ class Checkpoints:
     digests of the arrays.
 
     Args:
-      folder: Made if needed; a path, or a bucket as in ``gs://bucket/run``.
-      config: Of the run.
-      keep: How many of the last checkpoints to keep, beside the one of the best test accuracy.
+      folder: Folder of the checkpoints, made if needed: a path or ``gs://bucket/run``.
+      config: Config of the run.
+      keep: Number of latest checkpoints to keep, beside the one of the best test accuracy.
 
     Raises:
       UserError: If the folder cannot be read and written.
@@ -64,7 +64,7 @@ class Checkpoints:
             self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def __enter__(self) -> Checkpoints:
-        """Is closed at the end."""
+        """Returns the checkpoints, which are closed at the end."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -217,10 +217,10 @@ class _LatestAndBest:
     """Says which checkpoints to keep: the latest ones and the one of the best test accuracy.
 
     Args:
-      latest: How many of the latest ones to keep.
+      latest: Number of latest checkpoints to keep.
 
     Attributes:
-      rows: Those of ``metrics.csv``, which have the accuracies.
+      rows: Rows of ``metrics.csv``, which have the accuracies.
     """
 
     def __init__(self, latest: int):

@@ -1,4 +1,4 @@
-"""What the processes of one run, on one host or on many, have to agree on."""
+"""Agreement between the processes of one run, on one host or on many."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from experiments.harness.mistakes import UserError
 
 
 def everywhere(here: bool) -> bool:
-    """Returns whether it is so in all processes; each must ask."""
+    """Returns whether ``here`` is true in all processes; each process must call this."""
     return bool(multihost_utils.process_allgather(np.array(here)).all())
 
 

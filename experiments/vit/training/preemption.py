@@ -28,7 +28,7 @@ class Preemption:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leaves the signal to whom it was left before."""
+        """Restores the previous handler of the signal."""
         if self._alone:
             signal.signal(signal.SIGTERM, self._previous)
 
@@ -37,5 +37,5 @@ class Preemption:
         self._noticed = True
 
     def reached(self, step: int) -> bool:
-        """Whether to save at this step and stop; every host must ask at every step."""
+        """Returns whether to save at this step and stop; every host must ask at every step."""
         return self._noticed if self._alone else multihost_utils.reached_preemption_sync_point(step)

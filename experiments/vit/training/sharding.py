@@ -1,4 +1,4 @@
-"""How training is spread over devices: the mesh, rules for the state, the batch and its parts."""
+"""Sharding of a training run: the mesh, rules for the state, the batch and its microbatches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """Where the arrays go whose path has a pattern in it.
+    """The sharding of the arrays whose path has a pattern in it.
 
     Attributes:
       pattern: Regular expression, searched for in a path such as
@@ -57,11 +57,11 @@ RULES = (
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of the axes ``data``, ``fsdp``, ``tensor`` and ``sequence``.
+    """Makes a mesh of the axes ``data``, ``fsdp``, ``tensor`` and ``sequence``.
 
     Args:
-      sizes: Of each axis; -1 for data takes what the others leave.
-      devices: To take them from, by default all there are.
+      sizes: Size of each axis; -1 for data takes the devices that the others leave.
+      devices: Devices of the mesh, by default all there are.
 
     Raises:
       UserError: If the devices do not suffice, or some would be left over that -1 or other
@@ -121,12 +121,12 @@ def check_model(mesh: Mesh, model: ViTConfig) -> None:
 
 
 def state_shardings(state: Any, mesh: Mesh, rules: tuple[Rule, ...] = RULES) -> Any:
-    """The sharding of each array of a state.
+    """Returns the sharding of each array of a state.
 
     Args:
       state: A pytree of arrays or of ``jax.ShapeDtypeStruct``.
-      mesh: What to shard over.
-      rules: The first that matches counts. Scalars need none and are replicated.
+      mesh: Mesh to shard over.
+      rules: Rules, of which the first that matches counts. Scalars are replicated.
 
     Returns:
       A pytree of ``NamedSharding``.
@@ -162,27 +162,27 @@ def _spec(name: str, shape: tuple[int, ...], mesh: Mesh, rules: tuple[Rule, ...]
 
 
 def round_up(batch_size: int, mesh: Mesh) -> int:
-    """The next multiple of the devices that share the images of a batch."""
+    """Returns the next multiple of the devices that share the images of a batch."""
     images = mesh.shape["data"] * mesh.shape["fsdp"]
     return -(-batch_size // images) * images
 
 
 @functools.lru_cache
 def local_rows(mesh: Mesh, batch_size: int) -> np.ndarray:
-    """The numbers of the images of a batch that the devices of this process need, ascending."""
+    """Returns the ascending numbers of the images that the devices of this process need."""
     indices = NamedSharding(mesh, BATCH).addressable_devices_indices_map((batch_size,)).values()
     return np.unique([np.arange(batch_size)[index] for index in indices])
 
 
 def rows_of_host(mesh: Mesh, *batch_sizes: int) -> Callable[[int], np.ndarray]:
-    """``local_rows`` of batches of these sizes, for workers that know no mesh and no devices."""
+    """Returns ``local_rows`` for some batch sizes, which workers call without mesh and devices."""
     return {size: local_rows(mesh, size) for size in batch_sizes}.__getitem__
 
 
 def global_batch(
     part: Mapping[str, np.ndarray], mesh: Mesh, batch_size: int
 ) -> dict[str, jax.Array]:
-    """A batch on all devices, of the ``local_rows`` that each process brings."""
+    """Puts a batch on all devices; each process brings its ``local_rows``."""
     rows = local_rows(mesh, batch_size)
 
     def put(x: np.ndarray) -> jax.Array:
@@ -202,12 +202,12 @@ def mean_over_microbatches(
     batch: dict[str, jax.Array],
     keys: jax.Array,
 ) -> Tree:
-    """The mean of ``function(microbatch, key)`` over equal parts of a batch, one after the other.
+    """Averages ``function(microbatch, key)`` over equal parts of a batch, one after the other.
 
     Args:
-      function: Of a microbatch and a key to arrays.
+      function: Function of a microbatch and a PRNG key that returns arrays.
       batch: Arrays ``[batch, ...]``.
-      keys: One for each microbatch.
+      keys: PRNG keys, one for each microbatch.
     """
     count = len(keys)
     if count == 1:

@@ -1,4 +1,4 @@
-"""A trained model: from the folder of a run to its parameters and projections."""
+"""Loads a trained model from the folder of its run."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _LOGITS = "params.head.bias.value"
 
 
 class Trained(NamedTuple):
-    """What a checkpoint holds, but for the state of the optimiser.
+    """The content of a checkpoint without the state of the optimizer.
 
     Attributes:
-      config: Of the run.
-      program: Its model and functions, on the mesh.
+      config: Config of the run.
+      program: Model and functions of the run, on the mesh.
       params: ``nnx.Param`` state of the model.
-      projections: Its projections at that step.
-      step: After which it was saved.
-      test_accuracy: At that step, or None if it was not evaluated.
+      projections: Projections of the model at that step.
+      step: Steps that were done when it was saved.
+      test_accuracy: Test accuracy at that step, or None if it was not evaluated.
     """
 
     config: ml_collections.ConfigDict
@@ -48,8 +48,8 @@ def load(workdir: str | pathlib.Path, mesh: Mesh, *, best: bool) -> Trained:
 
     Args:
       workdir: The folder of the run.
-      mesh: Where the arrays go, whatever mesh they were on.
-      best: Whether to take the checkpoint of the best test accuracy instead of the newest.
+      mesh: Mesh that the arrays go to, whatever mesh they were on.
+      best: If true, take the checkpoint of the best test accuracy instead of the newest.
 
     Raises:
       IncompatibleError: If the checkpoints are of another run or another program, and the message
@@ -111,7 +111,7 @@ def _read_config(workdir: pathlib.Path) -> ml_collections.ConfigDict:
 
 
 def _without_folder(config: ml_collections.ConfigDict) -> dict[str, object]:
-    """As checkpoints hold it, as a folder may be moved."""
+    """Returns the config as checkpoints hold it; a folder of checkpoints may be moved."""
     flat = config.to_dict()
     del flat["checkpoint"]["folder"]
     return flat

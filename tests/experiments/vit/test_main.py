@@ -295,13 +295,13 @@ def test_a_drawing_that_fails_loses_no_result_and_is_made_up_for(command, tmp_pa
 MODIFIED = """
 from absl import app
 from experiments.vit import main
-from simrf_jax.models import ViT
+from experiments.vit.training import train_step
 
-class Modified(ViT):
+class Modified(train_step.ViT):
     def __init__(self, config, *, rngs):
         super().__init__(config, rngs=rngs, widht=3)
 
-program.ViT = Modified
+train_step.ViT = Modified
 app.run(main.main, flags_parser=main.parse_flags)
 """
 
