@@ -67,7 +67,8 @@ def draw_errors(
 ) -> np.ndarray:
     """Computes ``squared_errors`` in float64, ``[num_trials, distances]``.
 
-    Draws of one seed are paired. Float32 would do for the draws, but not for a difference of 1e-8 of numbers near 1.
+    Draws of one seed are paired. Float32 would do for the draws, but not for a difference of 1e-8
+    of numbers near 1.
     """
     with jax.enable_x64(True):
         keys = jax.random.split(jax.random.key(seed), num_trials)
