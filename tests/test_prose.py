@@ -14,8 +14,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = (
     "simrf_jax/projections",
     "simrf_jax/theory",
-    "experiments/harness",
-    "experiments/vit",
+    "experiments",
 )
 
 # Words that open a fragment of a sentence.

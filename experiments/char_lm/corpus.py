@@ -21,7 +21,7 @@ class Text(NamedTuple):
       train: ``[length]``, indices of characters.
       validation: ``[length]``, what follows it.
       alphabet: The characters, in order.
-      sha256: Of both.
+      sha256: Digest of both parts.
     """
 
     train: np.ndarray
@@ -31,7 +31,7 @@ class Text(NamedTuple):
 
 
 def load() -> Text:
-    """The topics of ``help()`` in alphabetical order: most of the language reference.
+    """Loads the topics of ``help()`` in alphabetical order: most of the language reference.
 
     Only printable ASCII is kept. Topics share paragraphs, of which the first is kept, so that none
     is in both parts.
@@ -44,7 +44,7 @@ def load() -> Text:
 
 
 def split(text: str) -> Text:
-    """A text as numbers, its last tenth for validation."""
+    """Returns a text as numbers, its last tenth for validation."""
     alphabet = "".join(sorted(set(text)))
     indices = encode(text, alphabet)
     train, validation = np.split(indices, [len(indices) - int(len(indices) * VALIDATION)])
@@ -52,7 +52,7 @@ def split(text: str) -> Text:
 
 
 def encode(text: str, alphabet: str) -> np.ndarray:
-    """Indices of characters in their alphabet.
+    """Returns the indices of characters in their alphabet.
 
     Raises:
       ValueError: If a character is not in it.
@@ -64,21 +64,21 @@ def encode(text: str, alphabet: str) -> np.ndarray:
 
 
 def decode(indices: np.ndarray, alphabet: str) -> str:
-    """Characters of indices."""
+    """Returns the characters of indices."""
     return "".join(alphabet[index] for index in indices)
 
 
 def train_batch(
     indices: np.ndarray, *, batch_size: int, context: int, seed: int, step: int
 ) -> np.ndarray:
-    """Windows from anywhere, ``[batch_size, context + 1]``: a function of (seed, step)."""
+    """Draws windows from anywhere, ``[batch_size, context + 1]``, given (seed, step)."""
     rng = np.random.default_rng((seed, step))
     starts = rng.integers(0, len(indices) - context, batch_size)
     return indices[starts[:, None] + np.arange(context + 1)]
 
 
 def windows(indices: np.ndarray, context: int) -> np.ndarray:
-    """Windows side by side, ``[count, context + 1]``; each target is in one of them only.
+    """Cuts windows side by side, ``[count, context + 1]``; each target is in one of them only.
 
     Too few characters for a window at the end are left out.
     """
