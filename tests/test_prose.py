@@ -11,7 +11,11 @@ pytestmark = pytest.mark.fast
 ROOT = pathlib.Path(__file__).parents[1]
 
 # Folders whose docstrings are checked. The list grows until it names the whole project.
-PACKAGES = ("simrf_jax/projections", "simrf_jax/theory")
+PACKAGES = (
+    "simrf_jax/projections",
+    "simrf_jax/theory",
+    "experiments",
+)
 
 # Words that open a fragment of a sentence.
 FRAGMENT_OPENINGS = """
