@@ -9,7 +9,7 @@ import matplotlib.figure
 import numpy as np
 from matplotlib import ticker
 
-from experiments import style
+from experiments.harness import style
 from simrf_jax import theory
 from simrf_jax.theory.mse import FEATURES
 

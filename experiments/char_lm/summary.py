@@ -8,9 +8,9 @@ from typing import Any
 import matplotlib.figure
 import numpy as np
 
-from experiments import harness, style, trials
-from experiments.char_lm import text
+from experiments.char_lm import corpus
 from experiments.char_lm.model import ATTENTIONS
+from experiments.harness import markdown, style, trials
 
 LABELS = {
     "softmax": "softmax",
@@ -58,7 +58,7 @@ def table(results: dict[str, Any]) -> str:
             ]
         )
     header = ("attention", "bits per character", "gap to softmax closed", "seeds", "time a run")
-    return harness.markdown_table(header, rows)
+    return markdown.table(header, rows)
 
 
 def comparison(results: dict[str, Any]) -> str:
@@ -78,9 +78,9 @@ def describe_text(results: dict[str, Any]) -> str:
         f"{ours['validation']} to validate, of {len(ours['alphabet'])} kinds; SHA-256 "
         f"{ours['sha256']}"
     )
-    if ours["sha256"] == text.SHA256:
+    if ours["sha256"] == corpus.SHA256:
         return f"{line}, the text of the README."
-    return f"{line}. It is not the text of the README ({text.SHA256}): expect other numbers."
+    return f"{line}. It is not the text of the README ({corpus.SHA256}): expect other numbers."
 
 
 def draw_figure(results: dict[str, Any]) -> matplotlib.figure.Figure:

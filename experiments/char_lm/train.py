@@ -15,13 +15,13 @@ import optax
 import tqdm
 from flax import nnx
 
-from experiments import training
+from experiments.char_lm.corpus import Text, encode, train_batch, windows
 from experiments.char_lm.model import CharLM
-from experiments.char_lm.text import Text, encode, train_batch, windows
-from experiments.mistakes import UserError
-from experiments.training import TrainState
+from experiments.harness import train_state
+from experiments.harness.mistakes import UserError
+from experiments.harness.train_state import TrainState
 
-# Purpose of a PRNG key, after those of experiments.training.
+# Purpose of a PRNG key, after those of train_state.
 SAMPLE = 2
 
 
@@ -54,7 +54,7 @@ def make_program(
         CharLM, vocabulary_size, attention=attention, **config.model.to_dict()
     )
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(rngs=nnx.Rngs(0))))
-    optimizer, _ = training.make_optimizer(config, b2=config.b2)
+    optimizer, _ = train_state.make_optimizer(config, b2=config.b2)
 
     def mean_loss(params: nnx.State, projections: nnx.State, batch: jax.Array) -> jax.Array:
         logits = nnx.merge(graphdef, params, projections)(batch[:, :-1])
@@ -86,9 +86,9 @@ def make_program(
         indices = jnp.pad(prompt, (0, config.context - len(prompt)))
         return jax.lax.fori_loop(len(prompt) - 1, config.context - 1, write_next, indices)
 
-    init = functools.partial(training.init_state, make_model=make_model, optimizer=optimizer)
+    init = functools.partial(train_state.init_state, make_model=make_model, optimizer=optimizer)
     redraw = functools.partial(
-        training.redraw, interval=config.redraw_interval, coupling=config.model.coupling
+        train_state.redraw, interval=config.redraw_interval, coupling=config.model.coupling
     )
     return Program(
         jax.jit(init),
@@ -106,7 +106,7 @@ def train(
 
     Args:
       program: Functions that ``make_program`` returned.
-      text: Text that ``text.load`` returned.
+      text: Text that ``corpus.load`` returned.
       config: Config with the fields of ``char_lm.FIELDS``.
       seed: Seed of parameters, projections, batches and the sampled text.
       name: Name of the run in the progress bar and in errors.

@@ -13,10 +13,10 @@ import numpy as np
 import scipy.stats
 import tqdm
 
-from experiments import harness
 from experiments.complexity import figures, tables
 from experiments.complexity.measure import FAST, MATRICES, MEMORIES, TIMES, measure
-from experiments.mistakes import UserError, user_mistakes
+from experiments.harness import config_fields, files, resumable
+from experiments.harness.mistakes import UserError, user_mistakes
 from simrf_jax import checks
 from simrf_jax.projections.hadamard import padded_dim
 
@@ -45,8 +45,8 @@ def check(config: ml_collections.ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = harness.check_fields(config, FIELDS)
-    harness.check_least(values, {"num_vectors": 1, "rounds": 1})
+    values = config_fields.check_fields(config, FIELDS)
+    config_fields.check_least(values, {"num_vectors": 1, "rounds": 1})
     if not 0 <= config.seconds < math.inf:
         raise UserError(f"config.seconds must be at least 0 and finite, got {config.seconds}.")
     if config.fit_points < 3:
@@ -106,7 +106,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         another config.
     """
     check(config)
-    pieces = harness.Pieces(workdir, config)
+    pieces = resumable.Pieces(workdir, config)
     curves: dict[str, Any] = {name: [] for name in NAMES}
     ratios: dict[str, Any] = {" / ".join(pair): [] for pair in RATIOS}
     sizes = [("matrices", tuple(MATRICES), dim) for dim in config.dims]
@@ -130,10 +130,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "ratios": ratios,
         "exponents": exponents,
     }
-    harness.write_json(workdir / "results.json", results)
-    with harness.drawing(workdir):
-        harness.save_figure(workdir / "time.png", figures.draw_times(results))
-        harness.save_figure(workdir / "memory.png", figures.draw_memory(results))
+    files.write_json(workdir / "results.json", results)
+    with files.drawing(workdir):
+        files.save_figure(workdir / "time.png", figures.draw_times(results))
+        files.save_figure(workdir / "memory.png", figures.draw_memory(results))
     return results
 
 
@@ -142,7 +142,7 @@ def _measured(
     names: Sequence[str],
     dim: int,
     config: ml_collections.ConfigDict,
-    pieces: harness.Pieces,
+    pieces: resumable.Pieces,
 ) -> dict[str, np.ndarray]:
     kept = {quantity: pieces.load(f"{kind}-{dim}-{quantity}") for quantity in (*TIMES, "memory")}
     found = {quantity: values for quantity, values in kept.items() if values is not None}

@@ -8,9 +8,9 @@ import matplotlib.axes
 import matplotlib.figure
 import numpy as np
 
-from experiments import style
 from experiments.complexity.measure import FAST
 from experiments.complexity.tables import label
+from experiments.harness import style
 
 MATRIX = {"color": "#000000", "linestyle": "-"}  # Look of curves that all couplings share.
 # Expected orders of growth, of regular and of fast forms.

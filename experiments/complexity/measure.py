@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import simrf_jax
-from experiments import timing
+from experiments.harness import timing
 from simrf_jax.projections import FixedCoupling
 
 # Methods that form W as a matrix. SimRFs+ with a Hadamard rotation are the paper's fast SimRFs+.

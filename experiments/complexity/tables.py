@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from experiments import harness
 from experiments.complexity.measure import FAST, MATRICES
-from experiments.style import LABELS
+from experiments.harness import markdown
+from experiments.harness.style import LABELS
 
 NAMES = (*MATRICES, *FAST)
 COUPLINGS = ("orthogonal", "simplex", "simplex_plus")
@@ -46,7 +46,7 @@ def table_1(results: dict[str, Any]) -> str:
             [f"space, {form}", "paper", *PAPER_SPACE[prefix]],
             ["", "ours", *(_power(fit["bytes"]["held"]) for fit in fits)],
         ]
-    return harness.markdown_table(["", "", *(LABELS[coupling] for coupling in COUPLINGS)], rows)
+    return markdown.table(["", "", *(LABELS[coupling] for coupling in COUPLINGS)], rows)
 
 
 def exponents(results: dict[str, Any]) -> str:
@@ -61,7 +61,7 @@ def exponents(results: dict[str, Any]) -> str:
             [label(name), f"{fit['first_dim']:,} to {fit['last_dim']:,}", *times, *memories]
         )
     header = ["", "d", "draw", "apply to one", f"to {results['num_vectors']:,}"]
-    return harness.markdown_table([*header, "buffers of draw", "of apply"], rows)
+    return markdown.table([*header, "buffers of draw", "of apply"], rows)
 
 
 def draws(results: dict[str, Any]) -> str:
@@ -71,7 +71,7 @@ def draws(results: dict[str, Any]) -> str:
         medians = (_number(here[n]["ms"]["draw"][1]) if n in here else "" for n in NAMES)
         rounds = (here[n]["rounds"] for n in ("simplex", "fast_simplex") if n in here)
         rows.append([f"{dim:,}", *medians, " and ".join(map(str, rounds))])
-    return harness.markdown_table(["draw, ms: d", *map(label, NAMES), "rounds"], rows)
+    return markdown.table(["draw, ms: d", *map(label, NAMES), "rounds"], rows)
 
 
 def ratios(results: dict[str, Any]) -> str:
@@ -84,7 +84,7 @@ def ratios(results: dict[str, Any]) -> str:
             cells.append("".join(f"{median} ({low} to {high})" for low, median, high in here))
         rows.append([f"{dim:,}", *cells])
     pairs = [" / ".join(map(label, ratio.split(" / "))) for ratio in results["ratios"]]
-    return harness.markdown_table(["draw, ratio: d", *pairs], rows)
+    return markdown.table(["draw, ratio: d", *pairs], rows)
 
 
 def applies(results: dict[str, Any]) -> str:
@@ -99,7 +99,7 @@ def applies(results: dict[str, Any]) -> str:
         ]
         rows.append([f"{dim:,}", *cells])
     batch = [f"{label(name)}, {results['num_vectors']:,} vectors" for name in names]
-    return harness.markdown_table(["apply, ms: d", *map(label, names), *batch], rows)
+    return markdown.table(["apply, ms: d", *map(label, names), *batch], rows)
 
 
 def memory(results: dict[str, Any]) -> str:
@@ -114,7 +114,7 @@ def memory(results: dict[str, Any]) -> str:
         ]
         rows.append([f"{dim:,}", *sizes])
     header = ["held / draw / apply, KiB: d", *map(label, names)]
-    return harness.markdown_table(header, rows)
+    return markdown.table(header, rows)
 
 
 def crossings(results: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 from scipy import stats
 
 import simrf_jax
-from experiments import style
+from experiments.harness import style
 from simrf_jax.projections import Coupling
 
 COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex")

@@ -11,7 +11,7 @@ import numpy as np
 from scipy import integrate
 
 import simrf_jax
-from experiments import style, trials
+from experiments.harness import style, trials
 from simrf_jax import theory
 from simrf_jax.projections import Coupling
 from simrf_jax.theory.arguments import ClosedFormCoupling

@@ -10,11 +10,11 @@ import matplotlib.figure
 import numpy as np
 import threadpoolctl
 
-from experiments import style
 from experiments.conformity.densities import weight
+from experiments.harness import style
 from simrf_jax import theory
-from simrf_jax.projections.blocks import simplex_vertices
 from simrf_jax.projections.couplings import NUM_SWEEPS, minimise_resultant
+from simrf_jax.projections.row_blocks import simplex_vertices
 from simrf_jax.theory.optimum import descent
 
 NORMS, DIRECTIONS = range(2)  # Purposes of PRNG keys, which are folded in.

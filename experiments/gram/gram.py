@@ -15,8 +15,8 @@ import numpy as np
 import tqdm
 
 import simrf_jax
-from experiments import harness, style, trials
-from experiments.mistakes import UserError
+from experiments.harness import config_fields, files, markdown, resumable, style, trials
+from experiments.harness.mistakes import UserError
 from simrf_jax import theory
 from simrf_jax.projections import Coupling
 from simrf_jax.theory.arguments import ClosedFormCoupling
@@ -40,10 +40,10 @@ def check(config: ml_collections.ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = harness.check_fields(config, FIELDS)
-    harness.check_least(values, {"dim": 2, "num_points": 1, "multiples": 1})
-    harness.check_seed(values)
-    harness.check_least(values, {"num_trials": 2, "batch_size": 1})
+    values = config_fields.check_fields(config, FIELDS)
+    config_fields.check_least(values, {"dim": 2, "num_points": 1, "multiples": 1})
+    config_fields.check_seed(values)
+    config_fields.check_least(values, {"num_trials": 2, "batch_size": 1})
     if not 0 < config.scale < math.inf:
         raise UserError(f"config.scale must be above 0 and finite, got {config.scale}.")
 
@@ -92,7 +92,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         another config.
     """
     check(config)
-    pieces = harness.Pieces(workdir, config)
+    pieces = resumable.Pieces(workdir, config)
     x = draw_points(config)
     sizes = [multiple * config.dim for multiple in config.multiples]
     results: dict[str, Any] = {"num_features": sizes}
@@ -108,9 +108,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
                 rows.append(_summary(errors, np.asarray(x), size, coupling))
                 progress.update()
             results[coupling] = rows
-    harness.write_json(workdir / "results.json", results)
-    with harness.drawing(workdir):
-        harness.save_figure(workdir / "gram.png", draw_figure(results, config.dim))
+    files.write_json(workdir / "results.json", results)
+    with files.drawing(workdir):
+        files.save_figure(workdir / "gram.png", draw_figure(results, config.dim))
     return results
 
 
@@ -141,7 +141,7 @@ def report(results: dict[str, Any]) -> str:
     for number, size in enumerate(results["num_features"]):
         curve = [results[coupling][number] for coupling in COUPLINGS]
         rows.append([size, *(f"{row['mean']:.3e} ({row['standard_error']:.0e})" for row in curve)])
-    return harness.markdown_table(["features", *COUPLINGS], rows)
+    return markdown.table(["features", *COUPLINGS], rows)
 
 
 def draw_figure(results: dict[str, Any], dim: int) -> matplotlib.figure.Figure:

@@ -11,7 +11,7 @@ import matplotlib.figure
 import ml_collections
 import numpy as np
 
-from experiments import harness, style
+from experiments.harness import markdown, resumable, style
 from experiments.kernel_mse import attention
 from experiments.kernel_mse.attention import Curve, Panel
 
@@ -45,10 +45,10 @@ SCALES = tuple({panel.scale: None for _, panel in CASES})
 POST_UP_TO = 192  # The post's axis ends at this number of features.
 
 
-def tasks(config: ml_collections.ConfigDict) -> harness.Tasks:
+def tasks(config: ml_collections.ConfigDict) -> resumable.Tasks:
     """Returns a task with all cases for each number of features, and one for uniform attention."""
     seed, options = config.seed, config.attention
-    sizes: harness.Tasks = {
+    sizes: resumable.Tasks = {
         f"attention-{size}": functools.partial(_errors_at, seed, options, size)
         for size in options.num_features
     }
@@ -128,7 +128,7 @@ def table(results: dict[str, Any]) -> str:
             ]
             rows.append([panel["title"], panel["scale"], label, *cells, f"{panel['uniform']:.2g}"])
     columns = [f"m = {sizes[i]}: mean (sd), median" for i in shown]
-    return harness.markdown_table(["", "scale", "features", *columns, "mean of the values"], rows)
+    return markdown.table(["", "scale", "features", *columns, "mean of the values"], rows)
 
 
 def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:

@@ -11,7 +11,7 @@ import ml_collections
 import numpy as np
 from scipy import special
 
-from experiments import harness, style, trials
+from experiments.harness import markdown, resumable, style, trials
 from simrf_jax import theory
 from simrf_jax.projections import Coupling
 
@@ -20,7 +20,7 @@ CURVE = np.geomspace(1e-3, 1e2, 501)  # Distances on the paper's axis.
 ENOUGH = 0.9  # A marker is filled if the draws can see at least this share of the mean.
 
 
-def tasks(config: ml_collections.ConfigDict) -> harness.Tasks:
+def tasks(config: ml_collections.ConfigDict) -> resumable.Tasks:
     """Returns one set of trials for each coupling, from the same keys."""
     options = config.ratio
     return {
@@ -115,7 +115,7 @@ def table(results: dict[str, Any]) -> str:
         row.append(f"{results['visible_share_of_spread'][number]:.0%}")
         rows.append(row)
     labels = [style.LABELS[coupling] for coupling in COUPLINGS[1:]]
-    return harness.markdown_table(["v", *labels, "z-score", "mean seen", "spread seen"], rows)
+    return markdown.table(["v", *labels, "z-score", "mean seen", "spread seen"], rows)
 
 
 def _largest_z_score(results: dict[str, Any], number: int) -> str:

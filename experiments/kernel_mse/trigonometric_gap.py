@@ -13,7 +13,7 @@ import ml_collections
 import numpy as np
 from scipy import optimize
 
-from experiments import harness, style, trials
+from experiments.harness import markdown, resumable, style, trials
 from simrf_jax import theory
 
 GRID = np.linspace(0.002, 12, 6000)
@@ -24,7 +24,7 @@ DRAWN = (2, 3, 4, 6, 8, 16, 64)  # Dimensions in the figure; more would make it 
 LINE_STYLES = ("-", "--", "-.", ":")
 
 
-def tasks(config: ml_collections.ConfigDict) -> harness.Tasks:
+def tasks(config: ml_collections.ConfigDict) -> resumable.Tasks:
     """Returns trials for each dimension and coupling, from the same keys."""
     options = config.gap
     return {
@@ -119,7 +119,7 @@ def table(results: dict[str, Any]) -> str:
             closed_form = f"{row['closed_form'][i]:.5f}"
             spots.append([row["dim"], f"{z:g}", found, closed_form, f"{row['z_score'][i]:+.1f}"])
     spots_header = ["d", "z", "gap / MSE of IIDRFs, trials", "closed form", "z-score"]
-    tables = harness.markdown_table(header, signs), harness.markdown_table(spots_header, spots)
+    tables = markdown.table(header, signs), markdown.table(spots_header, spots)
     return "\n\n".join(tables)
 
 

@@ -8,7 +8,7 @@ import matplotlib.axes
 import matplotlib.figure
 import numpy as np
 
-from experiments import style
+from experiments.harness import style
 
 CURVES = ("iid", "orthogonal", "simplex")
 

@@ -11,10 +11,10 @@ import ml_collections
 import numpy as np
 import tqdm
 
-from experiments import harness
+from experiments.harness import config_fields, files, resumable
+from experiments.harness.mistakes import UserError
+from experiments.harness.trials import summary
 from experiments.kernel_regression import classify, figures, tables, uci
-from experiments.mistakes import UserError
-from experiments.trials import summary
 from simrf_jax.projections.hadamard import padded_dim
 
 FIELDS: dict[str, type] = {
@@ -42,16 +42,16 @@ def check(config: ml_collections.ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = harness.check_fields(config, FIELDS)
-    harness.check_seed(values)
-    harness.check_least(values, {"num_trials": 2, "curve_trials": 2, "multiples": 1})
-    harness.check_ascending(values, ["multiples"])
-    harness.check_least(values, {"search_trials": 2, "search_multiple": 1, "num_sigmas": 2})
+    values = config_fields.check_fields(config, FIELDS)
+    config_fields.check_seed(values)
+    config_fields.check_least(values, {"num_trials": 2, "curve_trials": 2, "multiples": 1})
+    config_fields.check_ascending(values, ["multiples"])
+    config_fields.check_least(values, {"search_trials": 2, "search_multiple": 1, "num_sigmas": 2})
     for name, known in (("datasets", tuple(uci.SOURCES)), ("parts", PARTS)):
         if not config[name]:
             raise UserError(f"config.{name} must name at least one of {', '.join(known)}, got ().")
         for value in config[name]:
-            harness.check_one_of(f"Each of config.{name}", value, known)
+            config_fields.check_one_of(f"Each of config.{name}", value, known)
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
@@ -71,7 +71,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """
     check(config)
     splits = {name: uci.load(name, config.data_dir) for name in config.datasets}
-    pieces = harness.Pieces(workdir, config, selection=("data_dir", "datasets", "parts"))
+    pieces = resumable.Pieces(workdir, config, selection=("data_dir", "datasets", "parts"))
     runs = {"tables": _tables, "curves": _curves, "search": _search}
     results: dict[str, Any] = {"seconds": {}}
     for part in config.parts:
@@ -80,10 +80,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
                 name: runs[part](name, split, config, pieces) for name, split in progress
             }
         results["seconds"][part] = pieces.seconds(f"{part}*")
-    harness.write_json(workdir / "results.json", results)
-    with harness.drawing(workdir):
+    files.write_json(workdir / "results.json", results)
+    with files.drawing(workdir):
         for name, figure in figures.draw(results).items():
-            harness.save_figure(workdir / f"{name}.png", figure)
+            files.save_figure(workdir / f"{name}.png", figure)
     return results
 
 
@@ -100,7 +100,7 @@ def report(results: dict[str, Any]) -> str:
 
 
 def _tables(
-    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: harness.Pieces
+    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, Any]:
     dim, sigma = split.train.shape[1], uci.SOURCES[name].sigma
     result: dict[str, Any] = {
@@ -130,7 +130,7 @@ def _tables(
 
 
 def _curves(
-    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: harness.Pieces
+    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, Any]:
     dim, sigma = split.train.shape[1], uci.SOURCES[name].sigma
 
@@ -157,7 +157,7 @@ def _curves(
 
 
 def _search(
-    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: harness.Pieces
+    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, Any]:
     """Returns accuracies by sigma, on held-out training rows and, as published, on the test set."""
     sigmas = np.geomspace(0.1, 2, config.num_sigmas)

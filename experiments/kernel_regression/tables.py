@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from experiments import harness, style
+from experiments.harness import markdown, style
 from experiments.kernel_regression import paper
 
 # Pairs (better, worse) according to theory, tested on paired draws. The last two compare fast with
@@ -47,7 +47,7 @@ def sizes(results: dict[str, Any]) -> str:
         ]
         for name, row in results.items()
     ]
-    return harness.markdown_table(header, rows)
+    return markdown.table(header, rows)
 
 
 def sigmas(results: dict[str, Any]) -> str:
@@ -63,7 +63,7 @@ def sigmas(results: dict[str, Any]) -> str:
         ]
         for name, row in results.items()
     ]
-    return harness.markdown_table(header, rows)
+    return markdown.table(header, rows)
 
 
 def gains(results: dict[str, Any]) -> str:
@@ -73,7 +73,7 @@ def gains(results: dict[str, Any]) -> str:
     for name, row in results.items():
         entries = [paper.Entry(**gain) for gain in row["simplex - orthogonal"]]
         rows.append([name, *map(_score, entries)])
-    return harness.markdown_table(["SimRFs - ORFs", *(f"{m}d features" for m in multiples)], rows)
+    return markdown.table(["SimRFs - ORFs", *(f"{m}d features" for m in multiples)], rows)
 
 
 def _accuracies(results: dict[str, Any], table: str, published: dict[str, Any]) -> str:
@@ -90,7 +90,7 @@ def _accuracies(results: dict[str, Any], table: str, published: dict[str, Any]) 
                 cell = f"{_entry(theirs)} / {cell} / {(ours.mean - theirs.mean) / error:+.1f}"
             cells.append(cell)
         rows.append([name, *cells])
-    return harness.markdown_table(["data set", *(LABELS[m] for m in methods)], rows)
+    return markdown.table(["data set", *(LABELS[m] for m in methods)], rows)
 
 
 def _paired(results: dict[str, Any], table: str) -> str:
@@ -100,7 +100,7 @@ def _paired(results: dict[str, Any], table: str) -> str:
     for name, row in results.items():
         gains = [paper.Entry(**gain) for gain in row[f"{table}_paired"].values()]
         rows.append([name, *map(_score, gains)])
-    return harness.markdown_table(["data set", *header], rows)
+    return markdown.table(["data set", *header], rows)
 
 
 def _score(gain: paper.Entry) -> str:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import pooch
 
-from experiments.mistakes import UserError, user_mistakes
+from experiments.harness.mistakes import UserError, user_mistakes
 
 ARCHIVE = "https://archive.ics.uci.edu/ml/machine-learning-databases/"
 TEST_SHARE = 0.05

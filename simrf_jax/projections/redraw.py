@@ -14,10 +14,10 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Integer, Key, Shaped
 
 from simrf_jax import checks
-from simrf_jax.projections.blocks import BlockMode
 from simrf_jax.projections.couplings import Coupling
 from simrf_jax.projections.dense import Norms, draw_projection
 from simrf_jax.projections.rotations import Rotation
+from simrf_jax.projections.row_blocks import BlockMode
 from simrf_jax.projections.structured import StructuredProjection
 
 

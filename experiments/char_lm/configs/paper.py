@@ -6,7 +6,7 @@ Shows:     how much of the gap between the far field and softmax attention the n
 Command:   python -m experiments.char_lm.main --workdir=runs/char_lm
 Hardware:  two CPU cores, which other programs used too
 Time:      44 minutes
-Text:      help pages of Python 3.11.7 (text.SHA256); other versions have other texts, and the
+Text:      help pages of Python 3.11.7 (corpus.SHA256); other versions have other texts, and the
            program says so
 Expected:  1.909 (softmax), 1.924 (near + far), 1.944 (near field), 2.065 (far field) bits per
            character
