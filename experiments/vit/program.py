@@ -83,13 +83,7 @@ def build(
         return training.init_state(jax.random.key(config.seed), make_model, optimizer)
 
     def redraw(state: TrainState) -> TrainState:
-        return training.redraw(
-            state,
-            interval=config.redraw_interval,
-            stacked=model.scan,
-            coupling=model.attention,
-            block=model.block,
-        )
+        return training.redraw(state, interval=config.redraw_interval, stacked=model.scan)
 
     abstract = _with_shardings(jax.eval_shape(init), mesh)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)

@@ -51,6 +51,7 @@ class Hyperbolic(FeatureMap):
     """
 
     is_finite = True
+    coupling = "orthogonal"
     kernel: Kernel = "softmax"
 
     def __post_init__(self) -> None:

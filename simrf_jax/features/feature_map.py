@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks
 from simrf_jax.features.log_space import SIDES, LogFeatures, Side
-from simrf_jax.projections import as_projection
+from simrf_jax.projections import Coupling, as_projection
 
 
 class FeatureMap(abc.ABC):
@@ -24,13 +24,15 @@ class FeatureMap(abc.ABC):
 
     Attributes:
       projection_type: Type of W: an array, or a structure of several parts.
-      is_finite: Whether every finite vector has finite features, the zero vector too. Where that is
-        not so, attention looks at the features, and gives copies of other tokens to the map in the
-        place of hidden ones.
+      is_finite: True if every finite vector has finite features, the zero vector too. Otherwise
+        attention looks at the features, and replaces hidden tokens by copies of others before it
+        calls the map.
+      coupling: Coupling of the rows of W that suits the map best, the default of the adapters.
     """
 
     projection_type: ClassVar[type] = jax.Array
     is_finite: ClassVar[bool] = False
+    coupling: ClassVar[Coupling] = "simplex"
 
     @abc.abstractmethod
     def log_features(self, x: Any, projection: Any, *, side: Side) -> LogFeatures:
@@ -39,7 +41,7 @@ class FeatureMap(abc.ABC):
         Args:
           x: Vectors ``[..., dim]``, scaled, in float32 at least.
           projection: W, ``[num_features, dim]``, or whatever takes its place.
-          side: Whether these are queries or keys.
+          side: ``"query"`` if the vectors are queries, ``"key"`` if they are keys.
 
         Returns:
           Features with the leading shape of x.
@@ -53,7 +55,7 @@ class FeatureMap(abc.ABC):
         Args:
           x: Vectors.
           projection: W, ``[num_features, dim]``, or whatever takes its place.
-          side: Whether these are queries or keys.
+          side: ``"query"`` if the vectors are queries, ``"key"`` if they are keys.
 
         Returns:
           The features in the type of x. Those of long vectors overflow or underflow.

@@ -27,6 +27,7 @@ class Trigonometric(FeatureMap):
     """
 
     is_finite = True
+    coupling = "orthogonal"
     kernel: Kernel = "softmax"
 
     def __post_init__(self) -> None:
@@ -54,6 +55,7 @@ class Phase(FeatureMap):
     """
 
     is_finite = True
+    coupling = "orthogonal"
     phases: Float[ArrayLike, " num_features"] | None = None
     kernel: Kernel = "softmax"
 

@@ -14,10 +14,15 @@ from simrf_jax import checks
 from simrf_jax.attention import Blend, Mechanism, RandomFeatures
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.integrations import flax_attention
+from simrf_jax.projections import BlockMode, Coupling, Rotation
 
 
 class RandomProjection(nnx.Variable):
-    """W: part of the model's state, and of its checkpoints, but no parameter."""
+    """The random projection W: part of the model's state and checkpoints, but no parameter.
+
+    Its metadata ``draw_options`` says how W was drawn: a ``simrf_jax.DrawOptions``, or for a tuple
+    of projections a tuple of as many, None where there is no W. ``redraw_projections`` reads it.
+    """
 
 
 class _Adapter(nnx.Module):
@@ -205,7 +210,8 @@ class RandomFeatureAttention(_Adapter):
     """Holds the projections of one layer and attends with them.
 
     Each key head has a W of its own, drawn from ``rngs.features()``. To redraw a model, update it
-    with ``redraw_projections(key, nnx.state(model, RandomProjection), coupling=...)``.
+    with ``redraw_projections(key, nnx.state(model, RandomProjection))``. It draws each W as before,
+    because the variable keeps the options.
 
     To decode, in time and memory that do not depend on how many tokens there were, leave the
     ``decode`` of the attention modules off and turn that of the adapters on,
@@ -225,22 +231,28 @@ class RandomFeatureAttention(_Adapter):
       num_heads: Number of key heads.
       head_dim: Width of a head.
       num_features: Number of random features; None for a map that needs no W.
-      coupling: As ``simrf_jax.draw_projection``, also for both bases of a hybrid.
-      block: As ``simrf_jax.draw_projection``.
-      rotation: As ``simrf_jax.draw_projection``.
-      feature_map: As ``simrf_jax.random_feature_attention``, but for ``"clustered_hybrid"``.
-      num_weights: Random vectors that estimate the weight of a hybrid, by default 8; the time and
-        the state of hybrids grow with their product with num_features.
-      shared: One W for all heads.
-      is_causal: Whether each query attends only to keys up to its own position, also in calls that
-        do not say so.
-      factored_masks: Masks with a query axis are products of a mask of queries, a mask of keys and,
-        with is_causal, the causal mask, as ``nnx.make_attention_mask``, ``make_causal_mask`` and
-        ``combine_masks`` make them. A query that sees no key gets zeros. A mask that is no such
-        product raises where its values are known, and makes the output NaN under ``jit``. Reading
-        them takes O(T S) memory: for long sequences pass masks of the keys alone.
-      decode: Whether calls bring the next tokens of sequences in the cache.
-      sequence_axis: As ``simrf_jax.random_feature_attention``; decode does not use it.
+      feature_map: Feature map other than ``"clustered_hybrid"``, by name or as an object; see
+        ``simrf_jax.random_feature_attention``.
+      coupling: Coupling of the rows of W, and of both base estimators of a hybrid; see
+        ``simrf_jax.draw_projection``. None stands for the feature map's: simplex for positive,
+        relu, elu and maps of one's own, orthogonal for the others.
+      block: Row-block mode, ``"regular"`` or ``"square"``; see ``simrf_jax.draw_projection``.
+      rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
+        ``simrf_jax.draw_projection``.
+      num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
+        time and the state of hybrids grow with its product with ``num_features``.
+      shared: True draws one W for all heads.
+      is_causal: True lets each query attend only to keys up to its own position, also in calls that
+        do not ask for it.
+      factored_masks: True accepts masks with a query axis if they are products of a mask of
+        queries, a mask of keys and, with ``is_causal``, the causal mask, as Flax's
+        ``make_attention_mask``, ``make_causal_mask`` and ``combine_masks`` make them. A query that
+        sees no key gets zeros. A mask that is no such product raises if its values are known, and
+        makes the output NaN under ``jit``. Reading these masks takes O(T S) memory: for long
+        sequences pass masks of the keys alone.
+      decode: True takes each call for the next tokens of the sequences in the cache.
+      sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
+        Decoding does not use it.
       rngs: Source of the key; a ``features`` stream if it has one, else its default.
 
     Raises:
@@ -272,10 +284,10 @@ class RandomFeatureAttention(_Adapter):
         head_dim: int,
         num_features: int | None,
         *,
-        coupling: str = "simplex",
-        block: str = "regular",
-        rotation: str = "haar",
         feature_map: FeatureMapLike = "positive",
+        coupling: Coupling | None = None,
+        block: BlockMode = "regular",
+        rotation: Rotation = "haar",
         num_weights: int | None = None,
         shared: bool = False,
         is_causal: bool = False,
@@ -296,20 +308,21 @@ class RandomFeatureAttention(_Adapter):
         flax_attention.check_feature_maps((feature_map,), num_weights=num_weights)
         self.feature_map = feature_map
         self.projection = nnx.data(None)
-        if num_features is not None:
-            self.projection = RandomProjection(
-                flax_attention.draw_heads(
-                    rngs.features(),
-                    None if shared else self.num_heads,
-                    num_features,
-                    head_dim,
-                    feature_map=feature_map,
-                    num_weights=num_weights,
-                    coupling=coupling,
-                    block=block,
-                    rotation=rotation,
-                )
-            )
+        if num_features is None:
+            return
+        options = flax_attention.draw_options(
+            feature_map, coupling=coupling, block=block, rotation=rotation
+        )
+        w = flax_attention.draw_heads(
+            rngs.features(),
+            None if shared else self.num_heads,
+            num_features,
+            head_dim,
+            feature_map=feature_map,
+            num_weights=num_weights,
+            options=options,
+        )
+        self.projection = RandomProjection(w, draw_options=options)
 
     def _mechanism(self, num_heads: int) -> RandomFeatures:
         del num_heads
@@ -331,17 +344,30 @@ class FMMAttention(_Adapter):
       head_dim: Width of a head.
       num_features: Number of random features, or a tuple of one number for each feature map; None
         for a map that needs no W.
-      bandwidth: As ``simrf_jax.banded_attention``.
-      feature_maps: Of the far field.
-      coupling: As ``RandomFeatureAttention``, and so the others.
-      block: Likewise.
-      rotation: Likewise.
-      num_weights: Likewise.
-      shared: Likewise.
-      is_causal: Likewise.
-      factored_masks: Likewise.
-      decode: Likewise; the cache holds the last ``bandwidth`` keys and a state for each map.
-      sequence_axis: Likewise.
+      bandwidth: Bandwidth of the near field; see ``simrf_jax.banded_attention``.
+      feature_maps: Feature maps of the far field, other than ``"clustered_hybrid"``, by name or as
+        objects.
+      coupling: Coupling of the rows of W, and of both base estimators of a hybrid; see
+        ``simrf_jax.draw_projection``. None stands for the feature map's: simplex for positive,
+        relu, elu and maps of one's own, orthogonal for the others.
+      block: Row-block mode, ``"regular"`` or ``"square"``; see ``simrf_jax.draw_projection``.
+      rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
+        ``simrf_jax.draw_projection``.
+      num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
+        time and the state of hybrids grow with its product with ``num_features``.
+      shared: True draws one W for all heads.
+      is_causal: True lets each query attend only to keys up to its own position, also in calls that
+        do not ask for it.
+      factored_masks: True accepts masks with a query axis if they are products of a mask of
+        queries, a mask of keys and, with ``is_causal``, the causal mask, as Flax's
+        ``make_attention_mask``, ``make_causal_mask`` and ``combine_masks`` make them. A query that
+        sees no key gets zeros. A mask that is no such product raises if its values are known, and
+        makes the output NaN under ``jit``. Reading these masks takes O(T S) memory: for long
+        sequences pass masks of the keys alone.
+      decode: True takes each call for the next tokens of the sequences in the cache, which holds
+        the last ``bandwidth`` keys and a state for each feature map.
+      sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
+        Decoding does not use it.
       rngs: Likewise.
 
     Raises:
@@ -363,7 +389,7 @@ class FMMAttention(_Adapter):
       (2, 8)
 
     References:
-      Nguyen et al., FMMformer (NeurIPS 2021).
+      Nguyen et al., FMMformer (NeurIPS 2021), https://arxiv.org/abs/2108.02347
     """
 
     def __init__(
@@ -374,9 +400,9 @@ class FMMAttention(_Adapter):
         bandwidth: int,
         *,
         feature_maps: tuple[FeatureMapLike, ...] = ("positive",),
-        coupling: str = "simplex",
-        block: str = "regular",
-        rotation: str = "haar",
+        coupling: Coupling | None = None,
+        block: BlockMode = "regular",
+        rotation: Rotation = "haar",
         num_weights: int | None = None,
         shared: bool = False,
         is_causal: bool = False,
@@ -399,19 +425,23 @@ class FMMAttention(_Adapter):
         self.bandwidth = checks.integer("bandwidth", bandwidth, least=0)
         self.near_logit = nnx.Param(jnp.zeros(self.num_heads))
         self.far_logits = nnx.Param(jnp.zeros((len(feature_maps), self.num_heads)))
-        self.projections = RandomProjection(
-            flax_attention.draw_maps(
-                rngs.features(),
-                None if shared else self.num_heads,
-                num_features,
-                head_dim,
-                feature_maps=feature_maps,
-                num_weights=num_weights,
-                coupling=coupling,
-                block=block,
-                rotation=rotation,
-            )
+        options = tuple(
+            flax_attention.draw_options(one, coupling=coupling, block=block, rotation=rotation)
+            for one in feature_maps
         )
+        w = flax_attention.draw_maps(
+            rngs.features(),
+            None if shared else self.num_heads,
+            num_features,
+            head_dim,
+            feature_maps=feature_maps,
+            num_weights=num_weights,
+            options=options,
+        )
+        drawn_by = tuple(
+            None if part is None else one for part, one in zip(w, options, strict=True)
+        )
+        self.projections = RandomProjection(w, draw_options=drawn_by)
 
     def _mechanism(self, num_heads: int) -> Blend:
         return flax_attention.blend(
