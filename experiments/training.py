@@ -1,4 +1,4 @@
-"""What trainers share: the state that training changes, its optimiser and its redraws."""
+"""The parts that trainers share: the state of training, its optimiser and its redraws."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simrf_jax.integrations.nnx import RandomProjection
 
 
 class TrainState(NamedTuple):
-    """All that training changes, and the key it never does.
+    """State that training changes, with the key of the run, which stays the same.
 
     Attributes:
       step: Steps done.
@@ -40,7 +40,7 @@ PARAMS, PROJECTIONS = range(2)
 def make_optimizer(
     config: ml_collections.ConfigDict, **adam: float
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
-    """AdamW with clipped gradients, and its learning rate as a function of the step.
+    """Returns AdamW with clipped gradients, and its learning rate as a function of the step.
 
     Args:
       config: Has ``learning_rate``, ``warmup_steps``, ``num_steps``, ``clip_norm`` and
@@ -52,7 +52,7 @@ def make_optimizer(
     )
 
     def kernels(params: Any) -> Any:
-        """Biases, norms, embeddings and weights of fields do not decay."""
+        """Returns True for kernels, since biases, norms, embeddings and field weights do not decay."""
         return jax.tree.map_with_path(
             lambda path, _: "kernel" in jax.tree_util.keystr(path), params
         )
@@ -66,7 +66,7 @@ def init_state(
     make_model: Callable[..., nnx.Module],
     optimizer: optax.GradientTransformation,
 ) -> TrainState:
-    """The state of ``make_model(rngs=...)`` before the first step.
+    """Returns the state of ``make_model(rngs=...)`` before the first step.
 
     Its projections are the model's own, until ``redraw`` draws those of the schedule.
     """

@@ -11,7 +11,13 @@ pytestmark = pytest.mark.fast
 ROOT = pathlib.Path(__file__).parents[1]
 
 # Folders whose docstrings are checked. The list grows until it names the whole project.
-PACKAGES = ("simrf_jax/projections", "simrf_jax/theory")
+PACKAGES = (
+    "simrf_jax/projections",
+    "simrf_jax/theory",
+    "simrf_jax/features",
+    "simrf_jax/integrations",
+    "simrf_jax/models",
+)
 
 # Words that open a fragment of a sentence.
 FRAGMENT_OPENINGS = """

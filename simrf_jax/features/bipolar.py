@@ -79,7 +79,7 @@ class BipolarProjection(StructuredProjection):
 
         Args:
           key: A typed PRNG key.
-          options: How to draw the base estimators.
+          options: Options to draw the base estimators by.
 
         Raises:
           TypeError: If a part is a structured projection instead of an array.

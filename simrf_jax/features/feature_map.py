@@ -1,4 +1,4 @@
-"""What attention asks of a feature map."""
+"""The interface between feature maps and attention."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Call(NamedTuple):
       query_seq_lengths: Integers of the batch shape, or None.
       key_value_seq_lengths: Integers of the batch shape, or None.
       segment_ids: ``[..., T]``, or None.
-      is_causal: Whether attention is causal.
+      is_causal: True if attention is causal.
       real: ``[..., T, N, 1]``, False where a factored mask hides all keys from a query; or None.
       valid: Booleans, False for each sequence and head whose traced mask has a value or a form that
         was refused had it been known; they broadcast with the output.
@@ -328,7 +328,7 @@ def draw_heads(
       dim: Width of a head.
       feature_map: Feature map, by name or as an object.
       num_weights: Number of random vectors that estimate the weight of a hybrid; None for 8.
-      options: How to draw.
+      options: Options to draw by.
     """
     if num_features is None:
         return None
@@ -371,7 +371,7 @@ def draw_maps(
       dim: Width of a head.
       feature_maps: Feature maps, by name or as objects.
       num_weights: Number of random vectors that estimate the weight of a hybrid; None for 8.
-      options: How to draw, for each feature map.
+      options: Options to draw by, one record for each feature map.
 
     Raises:
       ValueError: If there is not one number of features for each feature map.

@@ -37,12 +37,12 @@ from simrf_jax.projections import (
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class RandomProjection(meta.AxisMetadata[Any]):
-    """The random projection W as the collection ``random_features`` holds it, with its options.
+    """A box in the collection ``random_features`` that holds W and the options of its draw.
 
-    Flax takes it out of this box by itself when a module reads the variable, as it does for
-    ``nn.Partitioned``, and ``nn.meta.unbox(variables)`` takes all arrays out of theirs. The box
-    has the array's shape, dtype and items, and JAX and NumPy functions take it for the array.
-    Bytes and state dicts of ``flax.serialization`` hold the array alone.
+    Flax unboxes W when a module reads the variable, as it does for ``nn.Partitioned``;
+    ``nn.meta.unbox(variables)`` unboxes all arrays. The box has the shape, dtype and items of W,
+    and JAX and NumPy functions accept it as an array. Bytes and state dicts of
+    ``flax.serialization`` hold the array alone.
 
     Attributes:
       value: W, ``[..., num_features, dim]``.
@@ -114,7 +114,7 @@ def _box(projection: Projection | None, options: DrawOptions) -> Any:
 
 
 class _Adapter(nn.Module):
-    """A method of attention, called as Flax calls an ``attention_fn``, and its cache.
+    """A mechanism of attention with its cache, which Flax calls as an ``attention_fn``.
 
     Subclasses have the fields ``is_causal``, ``factored_masks``, ``decode``, ``shared`` and
     ``sequence_axis``.
@@ -150,7 +150,9 @@ class _Adapter(nn.Module):
         qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
         attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     ) -> jax.Array:
-        r"""Attends as ``nn.dot_product_attention`` does, of whose keywords some are refused.
+        r"""Returns the attention of queries to keys, as ``nn.dot_product_attention`` does.
+
+        Keywords that linear attention cannot honour are refused.
 
         Args:
           query: ``[..., T, N, H]``.
@@ -161,14 +163,14 @@ class _Adapter(nn.Module):
             Under ``jit`` they make the output of their sequence and head NaN.
           bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
           scale: Multiplies the logits; by default :math:`1/\sqrt H`.
-          is_causal: Whether query t attends to keys s <= t only, also if the field says no.
+          is_causal: True lets query t attend only to keys s <= t, also if the field is False.
           query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
           key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
           segment_ids: Integers ``[..., T]`` of packed sequences; not with ``decode``.
           dropout_rng: Not used: there is no dropout.
           dropout_rate: Refused unless it is 0 or the call is deterministic.
           broadcast_dropout: Not used: there is no dropout.
-          deterministic: Whether dropout is off.
+          deterministic: True turns dropout off.
           dtype: Type to compute in; by default that of the query, key and value together.
           precision: Any ``jax.lax.Precision``; all give the same result, since float32 products
             have the highest in any case. An algorithm for the products is refused.
@@ -245,7 +247,7 @@ class _Adapter(nn.Module):
         return out
 
     def _key(self) -> jax.Array:
-        """A typed key to draw W from."""
+        """Returns a typed key to draw W from."""
         key = self.make_rng("features")
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             return key
@@ -253,7 +255,7 @@ class _Adapter(nn.Module):
 
 
 class RandomFeatureAttention(_Adapter):
-    """Holds the projections of one layer and attends with them.
+    """Random-feature attention of one layer, with the projections that it draws.
 
     Each key head has a W of its own, in the collection ``random_features``, drawn at ``init`` from
     the stream ``features`` (or ``params`` if there is none). To redraw, replace the collection by
@@ -303,9 +305,9 @@ class RandomFeatureAttention(_Adapter):
 
     Raises:
       TypeError: When called, if a switch is neither True nor False or a keyword is unknown.
-      ValueError: When called, if a name is unknown, the mask is none that linear attention can
-        honour, dropout, sown attention weights, an algorithm for products or einsums of one's own
-        are asked for, or decode has no cache or may not change it.
+      ValueError: When called, if a name is unknown, if linear attention cannot honour the mask, if
+        dropout, sown attention weights, an algorithm for products or einsums of one's own are asked
+        for, or if ``decode`` has no cache or may not change it.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -397,9 +399,10 @@ class FMMAttention(_Adapter):
         Decoding does not use it.
 
     Raises:
-      TypeError: When called, as ``RandomFeatureAttention``; if feature_maps is no tuple.
-      ValueError: When called, as ``RandomFeatureAttention``; if there is not one number of features
-        for each feature map, or the cache was made for another bandwidth.
+      TypeError: When called, if ``RandomFeatureAttention`` would raise it, or ``feature_maps`` is
+        not a tuple.
+      ValueError: When called, if ``RandomFeatureAttention`` would raise it, if there is not one
+        number of features for each feature map, or if the cache is for another bandwidth.
 
     Example:
       >>> import jax, jax.numpy as jnp

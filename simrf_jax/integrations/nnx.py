@@ -26,7 +26,7 @@ class RandomProjection(nnx.Variable):
 
 
 class _Adapter(nnx.Module):
-    """A method of attention, called as Flax calls an ``attention_fn``, and its cache."""
+    """A mechanism of attention with its cache, which Flax calls as an ``attention_fn``."""
 
     def __init__(
         self,
@@ -80,7 +80,9 @@ class _Adapter(nnx.Module):
         precision: PrecisionLike = None,
         module: nnx.Module | None = None,
     ) -> jax.Array:
-        r"""Attends as ``nnx.dot_product_attention`` does, of whose keywords some are refused.
+        r"""Returns the attention of queries to keys, as ``nnx.dot_product_attention`` does.
+
+        Keywords that linear attention cannot honour are refused.
 
         Args:
           query: ``[..., T, N, H]``.
@@ -91,14 +93,14 @@ class _Adapter(nnx.Module):
             Under ``jit`` they make the output of their sequence and head NaN.
           bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
           scale: Multiplies the logits; by default :math:`1/\sqrt H`.
-          is_causal: Whether query t attends to keys s <= t only, also if the field says no.
+          is_causal: True lets query t attend only to keys s <= t, also if the field is False.
           query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
           key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
           segment_ids: Integers ``[..., T]`` of packed sequences; not with ``decode``.
           dropout_rng: Not used: there is no dropout.
           dropout_rate: Refused unless it is 0 or the call is deterministic.
           broadcast_dropout: Not used: there is no dropout.
-          deterministic: Whether dropout is off.
+          deterministic: True turns dropout off.
           dtype: Type to compute in; by default that of the query, key and value together.
           precision: Any ``jax.lax.Precision``; all give the same result, since float32 products
             have the highest in any case. An algorithm for the products is refused.
@@ -176,10 +178,10 @@ class _Adapter(nnx.Module):
         batch_size: int | tuple[int, ...] | None = None,
         cache_dtype: DTypeLike = jnp.float32,
     ) -> None:
-        """Sets what ``nnx.view`` is asked for.
+        """Sets the attributes of a view that ``nnx.view`` makes.
 
         Args:
-          decode: Whether to decode.
+          decode: True to decode, False to attend to whole sequences; None leaves it as it is.
           batch_size: Leading shape of the tokens, one integer or a tuple of them, for a new and
             empty cache; without it a view shares the cache of what it views.
           cache_dtype: Type of the queries, keys and values to come.
@@ -207,7 +209,7 @@ class _Adapter(nnx.Module):
 
 
 class RandomFeatureAttention(_Adapter):
-    """Holds the projections of one layer and attends with them.
+    """Random-feature attention of one layer, with the projections that it draws.
 
     Each key head has a W of its own, drawn from ``rngs.features()``. To redraw a model, update it
     with ``redraw_projections(key, nnx.state(model, RandomProjection))``. It draws each W as before,
@@ -253,13 +255,14 @@ class RandomFeatureAttention(_Adapter):
       decode: True takes each call for the next tokens of the sequences in the cache.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
         Decoding does not use it.
-      rngs: Source of the key; a ``features`` stream if it has one, else its default.
+      rngs: Source of the key: its stream ``features``, or its default stream if there is none.
 
     Raises:
-      TypeError: If a size is no integer, a switch neither True nor False or a keyword unknown.
-      ValueError: If a name is unknown; when called, if the mask is none that linear attention can
-        honour, dropout, sown attention weights or an algorithm for products are asked for, or
-        decode has no cache.
+      TypeError: If a size is not an integer, a switch is neither True nor False, or a keyword is
+        unknown.
+      ValueError: If a name is unknown; when called, if linear attention cannot honour the mask, if
+        dropout, sown attention weights or an algorithm for products are asked for, or if ``decode``
+        has no cache.
 
     Example:
       >>> import jax.numpy as jnp
@@ -368,12 +371,12 @@ class FMMAttention(_Adapter):
         the last ``bandwidth`` keys and a state for each feature map.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
         Decoding does not use it.
-      rngs: Likewise.
+      rngs: Source of the key: its stream ``features``, or its default stream if there is none.
 
     Raises:
-      TypeError: As ``RandomFeatureAttention``; if feature_maps is no tuple.
-      ValueError: As ``RandomFeatureAttention``; if there is not one number of features for each
-        feature map; when called, if the cache was made for another bandwidth.
+      TypeError: If ``RandomFeatureAttention`` would raise it, or ``feature_maps`` is not a tuple.
+      ValueError: If ``RandomFeatureAttention`` would raise it, if there is not one number of
+        features for each feature map, or when called with a cache for another bandwidth.
 
     Example:
       >>> import jax.numpy as jnp

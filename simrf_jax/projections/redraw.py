@@ -92,8 +92,8 @@ def redraw_projections(
       projections: A pytree of arrays (or ``jax.ShapeDtypeStruct``) ``[..., num_features, dim]``,
         and of ``BipolarProjection`` of such arrays. This can be the ``random_features`` collection
         of a Linen model, or ``nnx.state(model, RandomProjection)`` of an NNX model.
-      options: How to draw the projections that do not say how they were drawn, such as bare arrays.
-        The others may not contradict it.
+      options: Options for the projections that do not say how they were drawn, such as bare arrays.
+        The others must have been drawn by the same options.
 
     Returns:
       A pytree of the same structure, shapes and dtypes.

@@ -39,7 +39,7 @@ class StructuredProjection(abc.ABC):
 
         Args:
           key: A typed PRNG key.
-          options: How to draw its rows.
+          options: Options to draw its rows by.
 
         Returns:
           A projection of the same class, shapes and dtypes.
