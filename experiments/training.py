@@ -52,7 +52,7 @@ def make_optimizer(
     )
 
     def kernels(params: Any) -> Any:
-        """Returns True for kernels, since biases, norms, embeddings and field weights do not decay."""
+        """Selects the kernels; biases, norms, embeddings and weights of fields do not decay."""
         return jax.tree.map_with_path(
             lambda path, _: "kernel" in jax.tree_util.keystr(path), params
         )
