@@ -42,7 +42,8 @@ class RandomProjection(meta.AxisMetadata[Any]):
     Flax unboxes W when a module reads the variable, as it does for ``nn.Partitioned``;
     ``nn.meta.unbox(variables)`` unboxes all arrays. The box has the shape, dtype and items of W,
     and JAX and NumPy functions accept it as an array. Bytes and state dicts of
-    ``flax.serialization`` hold the array alone.
+    ``flax.serialization`` hold the array alone. Orbax names the array ``projection.value``:
+    restore a checkpoint into variables that ``init`` made.
 
     Attributes:
       value: W, ``[..., num_features, dim]``.
