@@ -5,6 +5,7 @@ A feature map phi turns a kernel into an inner product: K(x, y) = E[phi(x) . phi
 - ``draw_projection``, ``draw_fast_projection``, ``project``: the random vectors W, with iid,
   orthogonal or simplex coupling, as a matrix or as fast transforms.
 - ``redraw_key``, ``redraw_projections``: a new W for all layers and heads, on a schedule.
+  ``DrawOptions``: how W was drawn, which travels with it, so that a redraw repeats it.
 - ``positive_features`` and the other ``*_features``: feature maps. ``gaussian_kernel``,
   ``softmax_kernel`` and ``relu_kernel``: the exact kernels that they estimate.
 - ``random_feature_attention``: softmax attention in linear time, bidirectional, causal or packed.
@@ -55,6 +56,7 @@ from simrf_jax.features import (
 )
 from simrf_jax.features import maps as feature_maps
 from simrf_jax.projections import (
+    DrawOptions,
     FastProjection,
     draw_fast_projection,
     draw_projection,
@@ -72,6 +74,7 @@ __all__ = [
     "BipolarProjection",
     "Blend",
     "ClusteredProjection",
+    "DrawOptions",
     "FastProjection",
     "FeatureMap",
     "Mechanism",

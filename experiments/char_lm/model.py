@@ -13,6 +13,7 @@ from flax import nnx
 
 import simrf_jax
 from simrf_jax.integrations.nnx import FMMAttention, RandomFeatureAttention
+from simrf_jax.projections import Coupling
 
 ROTARY_BASE = 256
 ATTENTIONS = ("softmax", "far", "near", "near_far")
@@ -96,7 +97,7 @@ def make_attention(
     num_heads: int,
     head_dim: int,
     num_features: int,
-    coupling: str,
+    coupling: Coupling,
     bandwidth: int,
     rngs: nnx.Rngs,
 ) -> Callable[..., jax.Array]:

@@ -87,9 +87,7 @@ def make_program(
         return jax.lax.fori_loop(len(prompt) - 1, config.context - 1, write_next, indices)
 
     init = functools.partial(train_state.init_state, make_model=make_model, optimizer=optimizer)
-    redraw = functools.partial(
-        train_state.redraw, interval=config.redraw_interval, coupling=config.model.coupling
-    )
+    redraw = functools.partial(train_state.redraw, interval=config.redraw_interval)
     return Program(
         jax.jit(init),
         jax.jit(redraw, donate_argnums=0),

@@ -78,23 +78,19 @@ def init_state(
     return TrainState(jnp.zeros((), jnp.int32), key, params, projections, optimizer.init(params))
 
 
-def redraw(
-    state: TrainState, *, interval: int, stacked: bool = False, **draw_options: Any
-) -> TrainState:
-    """Returns the state with the projections that belong to its step.
+def redraw(state: TrainState, *, interval: int, stacked: bool = False) -> TrainState:
+    """Returns the state with the projections that belong to its step, drawn as the model drew them.
 
     Args:
       state: State of any step.
       interval: Steps between redraws; see ``simrf_jax.redraw_key``.
       stacked: True if the projections have a leading axis of scanned layers. They are drawn like
         those of layers that are not scanned.
-      **draw_options: Keyword arguments of ``simrf_jax.redraw_projections``.
     """
     key = jax.random.fold_in(state.key, PROJECTIONS)
     key = simrf_jax.redraw_key(key, state.step, interval=interval)
-    leaves, structure = jax.tree.flatten(state.projections)
-    layers = [list(w) for w in leaves] if stacked else leaves
-    drawn = simrf_jax.redraw_projections(key, layers, **draw_options)
+    layers = jax.tree.map(list, state.projections) if stacked else state.projections
+    drawn = simrf_jax.redraw_projections(key, layers)
     if stacked:
-        drawn = [jnp.stack(layers) for layers in drawn]
-    return state._replace(projections=jax.tree.unflatten(structure, drawn))
+        drawn = jax.tree.map(jnp.stack, drawn, is_leaf=lambda node: isinstance(node, list))
+    return state._replace(projections=drawn)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from simrf_jax.features.trigonometric import Trigonometric
 from simrf_jax.projections import (
     BlockMode,
     Coupling,
+    DrawOptions,
     Norms,
     Projection,
     Rotation,
@@ -38,7 +38,7 @@ from simrf_jax.projections import (
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["hyperbolic", "trigonometric", "weights"],
-    meta_fields=[],
+    meta_fields=["draw_options"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class BipolarProjection(StructuredProjection):
@@ -48,11 +48,13 @@ class BipolarProjection(StructuredProjection):
       hyperbolic: W of the hyperbolic base estimator, ``[..., num_features, dim]``.
       trigonometric: W of the trigonometric base estimator, of the same shape.
       weights: The random vectors tau that estimate the weight, ``[..., num_weights, dim]``.
+      draw_options: Options that both base estimators were drawn by, or None if they are not known.
     """
 
     hyperbolic: Projection
     trigonometric: Projection
     weights: Projection
+    draw_options: DrawOptions | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -72,22 +74,22 @@ class BipolarProjection(StructuredProjection):
         """Returns the floating type of one base estimator's projection."""
         return as_projection(self.hyperbolic).dtype
 
-    def draw_like(self, key: Key[Array, ""], **draw_options: Any) -> StructuredProjection:
-        """Draws another ``BipolarProjection`` of the same shapes and dtype.
+    def draw_like(self, key: Key[Array, ""], options: DrawOptions) -> BipolarProjection:
+        """Draws another ``BipolarProjection`` of the same structure, shapes and dtype.
 
         Args:
           key: A typed PRNG key.
-          **draw_options: Keyword arguments of ``draw_bipolar_projection``, such as ``coupling``.
+          options: Options to draw the base estimators by.
 
         Raises:
           TypeError: If a part is a structured projection instead of an array.
         """
-        if any(isinstance(part, StructuredProjection) for part in vars(self).values()):
-            return super().draw_like(key, **draw_options)
+        parts = (self.hyperbolic, self.trigonometric, self.weights)
+        if any(isinstance(part, StructuredProjection) for part in parts):
+            raise self.no_redraw()
         base, weights = jax.typeof(self.hyperbolic), jax.typeof(self.weights)
-        return draw_bipolar_projection(
-            key, base.shape[0], weights.shape[0], base.shape[1], dtype=base.dtype, **draw_options
-        )
+        drawn = _draw(key, base.shape[0], weights.shape[0], base.shape[1], options, base.dtype)
+        return dataclasses.replace(drawn, draw_options=self.draw_options)
 
 
 def draw_bipolar_projection(
@@ -145,20 +147,23 @@ def draw_bipolar_projection(
     """
     checks.typed_key(key)
     num_weights = checks.positive_int("num_weights", num_weights)
+    options = DrawOptions(coupling, block, rotation, norms, num_sweeps)
+    return _draw(key, num_features, num_weights, dim, options, dtype)
+
+
+def _draw(
+    key: Key[Array, ""],
+    num_features: int,
+    num_weights: int,
+    dim: int,
+    options: DrawOptions,
+    dtype: DTypeLike,
+) -> BipolarProjection:
     one, two, three = jax.random.split(key, 3)
-    draw_base = functools.partial(
-        draw_projection,
-        num_features=num_features,
-        dim=dim,
-        coupling=coupling,
-        block=block,
-        rotation=rotation,
-        norms=norms,
-        dtype=dtype,
-        num_sweeps=num_sweeps,
-    )
+    hyperbolic = options.draw(one, num_features, dim, dtype=dtype)
+    trigonometric = options.draw(two, num_features, dim, dtype=dtype)
     weights = draw_projection(three, num_weights, dim, coupling="iid", dtype=dtype)
-    return BipolarProjection(draw_base(one), draw_base(two), weights)
+    return BipolarProjection(hyperbolic, trigonometric, weights, options)
 
 
 @named("angular_hybrid")
@@ -172,6 +177,7 @@ class AngularHybrid(FeatureMap, static=("kernel",)):
 
     projection_type = BipolarProjection
     is_finite = True
+    coupling = "orthogonal"
     kernel: Kernel = "softmax"
 
     def __post_init__(self) -> None:
@@ -205,6 +211,7 @@ class GaussianHybrid(FeatureMap, static=("kernel",)):
 
     projection_type = BipolarProjection
     is_finite = True
+    coupling = "orthogonal"
     bandwidth: Real[ArrayLike, ""] = 1.0
     kernel: Kernel = "softmax"
 
@@ -264,7 +271,7 @@ def angular_hybrid_features(
     projection: BipolarProjection,
     *,
     side: Side,
-    kernel: Kernel = "softmax",
+    kernel: Kernel = "gaussian",
 ) -> Float[Array, "*batch features"]:
     r"""Returns bipolar hybrid features with angular weights.
 
@@ -282,7 +289,7 @@ def angular_hybrid_features(
       x: Vectors in units of the kernel's length scale.
       projection: A ``BipolarProjection``, the same for both sides of the product.
       side: ``"query"`` for the first argument x of :math:`K(x, y)`, ``"key"`` for the second, y.
-      kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, or ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`.
+      kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
 
     Returns:
       ``4 num_features (num_weights + 1)`` features of x's dtype, computed in float32 or wider
@@ -296,9 +303,9 @@ def angular_hybrid_features(
       >>> import jax, jax.numpy as jnp, simrf_jax
       >>> p = simrf_jax.draw_bipolar_projection(jax.random.key(0), 16, 8, 4)
       >>> x = jnp.array([0.1, -0.7, 0.4, 0.2])
-      >>> psi_1 = simrf_jax.angular_hybrid_features(x, p, side="query")
+      >>> psi_1 = simrf_jax.angular_hybrid_features(x, p, side="query", kernel="softmax")
       >>> for y in (x, -x):  # exact at both ends
-      ...     psi_2 = simrf_jax.angular_hybrid_features(y, p, side="key")
+      ...     psi_2 = simrf_jax.angular_hybrid_features(y, p, side="key", kernel="softmax")
       ...     print(f"{psi_1 @ psi_2:.5f} {jnp.exp(x @ y):.5f}")
       2.01375 2.01375
       0.49659 0.49659
@@ -316,7 +323,7 @@ def gaussian_hybrid_features(
     *,
     side: Side,
     bandwidth: Real[ArrayLike, ""] = 1.0,
-    kernel: Kernel = "softmax",
+    kernel: Kernel = "gaussian",
 ) -> Float[Array, "*batch features"]:
     r"""Returns bipolar hybrid features with Gaussian weights.
 
@@ -336,7 +343,7 @@ def gaussian_hybrid_features(
       bandwidth: :math:`\sigma`, the distance :math:`|x + y|` at which the weight passes from the
         hyperbolic to the trigonometric estimator, in the unit of x; a positive number, which may be
         traced. It must be the same for both sides.
-      kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, or ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`.
+      kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
 
     Returns:
       ``2 num_features (4 num_weights + 1)`` features of x's dtype, computed in float32 or wider
@@ -351,8 +358,8 @@ def gaussian_hybrid_features(
       >>> import jax, jax.numpy as jnp, simrf_jax
       >>> p = simrf_jax.draw_bipolar_projection(jax.random.key(0), 16, 8, 4)
       >>> x = jnp.array([0.1, -0.7, 0.4, 0.2])
-      >>> psi_1 = simrf_jax.gaussian_hybrid_features(x, p, side="query")
-      >>> psi_2 = simrf_jax.gaussian_hybrid_features(-x, p, side="key")
+      >>> psi_1 = simrf_jax.gaussian_hybrid_features(x, p, side="query", kernel="softmax")
+      >>> psi_2 = simrf_jax.gaussian_hybrid_features(-x, p, side="key", kernel="softmax")
       >>> print(f"{psi_1 @ psi_2:.5f} {jnp.exp(-x @ x):.5f}")
       0.49659 0.49659
 

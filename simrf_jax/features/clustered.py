@@ -78,6 +78,7 @@ class ClusteredHybrid(FeatureMap, static=("kernel",)):
 
     projection_type = ClusteredProjection
     is_finite = True
+    coupling = "orthogonal"
     kernel: Kernel = "softmax"
 
     def __post_init__(self) -> None:
@@ -164,7 +165,7 @@ def clustered_hybrid_features(
     projection: ClusteredProjection,
     *,
     side: Side,
-    kernel: Kernel = "softmax",
+    kernel: Kernel = "gaussian",
 ) -> Float[Array, "*batch features"]:
     r"""Returns clustering-based hybrid features.
 
@@ -185,7 +186,7 @@ def clustered_hybrid_features(
       projection: A ``ClusteredProjection`` without leading axes, the same for both sides of the
         product.
       side: ``"query"`` for the first argument x of :math:`K(x, y)`, ``"key"`` for the second, y.
-      kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, or ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`.
+      kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
 
     Returns:
       ``2 num_features num_query_clusters num_key_clusters`` features of x's dtype, computed in
@@ -202,7 +203,7 @@ def clustered_hybrid_features(
       >>> p = simrf_jax.ClusteredProjection(w, q, r)
       >>> psi_1 = simrf_jax.clustered_hybrid_features(q, p, side="query")
       >>> psi_2 = simrf_jax.clustered_hybrid_features(r, p, side="key")
-      >>> bool(jnp.allclose(psi_1 @ psi_2.T, simrf_jax.softmax_kernel(q, r), rtol=1e-5))
+      >>> bool(jnp.allclose(psi_1 @ psi_2.T, simrf_jax.gaussian_kernel(q, r), rtol=1e-5))
       True
 
     References:

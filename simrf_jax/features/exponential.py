@@ -49,6 +49,7 @@ class Hyperbolic(FeatureMap, static=("kernel",)):
     """
 
     is_finite = True
+    coupling = "orthogonal"
     kernel: Kernel = "softmax"
 
     def __post_init__(self) -> None:

@@ -15,7 +15,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks
 from simrf_jax.features.log_space import SIDES, LogFeatures, Side
-from simrf_jax.projections import as_projection
+from simrf_jax.projections import Coupling, as_projection
 
 Map = TypeVar("Map", bound="FeatureMap")
 
@@ -31,9 +31,10 @@ class FeatureMap(abc.ABC):
 
     Attributes:
       projection_type: Type of W: an array, or a structure of several parts.
-      is_finite: True if every finite vector has finite features, the zero vector too. Where that is
-        not so, attention looks at the features, and gives copies of other tokens to the map in the
-        place of hidden ones.
+      is_finite: True if every finite vector has finite features, the zero vector too. Otherwise
+        attention looks at the features, and replaces hidden tokens by copies of others before it
+        calls the map.
+      coupling: Coupling of the rows of W that suits the map best, the default of the adapters.
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp, simrf_jax
@@ -52,6 +53,7 @@ class FeatureMap(abc.ABC):
 
     projection_type: ClassVar[type] = jax.Array
     is_finite: ClassVar[bool] = False
+    coupling: ClassVar[Coupling] = "simplex"
 
     def __init_subclass__(cls, *, static: Sequence[str] = (), **options: Any) -> None:
         """Makes the subclass, which must be a dataclass, a pytree.
@@ -70,7 +72,7 @@ class FeatureMap(abc.ABC):
         Args:
           x: Vectors ``[..., dim]``, scaled, in float32 at least.
           projection: W, ``[num_features, dim]``, or whatever takes its place.
-          side: Whether these are queries or keys.
+          side: ``"query"`` if the vectors are queries, ``"key"`` if they are keys.
 
         Returns:
           Features with the leading shape of x.
@@ -84,7 +86,7 @@ class FeatureMap(abc.ABC):
         Args:
           x: Vectors.
           projection: W, ``[num_features, dim]``, or whatever takes its place.
-          side: Whether these are queries or keys.
+          side: ``"query"`` if the vectors are queries, ``"key"`` if they are keys.
 
         Returns:
           The features in the type of x. Those of long vectors overflow or underflow.

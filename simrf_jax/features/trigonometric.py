@@ -25,6 +25,7 @@ class Trigonometric(FeatureMap, static=("kernel",)):
     """
 
     is_finite = True
+    coupling = "orthogonal"
     kernel: Kernel = "softmax"
 
     def __post_init__(self) -> None:
@@ -52,6 +53,7 @@ class Phase(FeatureMap, static=("kernel",)):
     """
 
     is_finite = True
+    coupling = "orthogonal"
     phases: Float[ArrayLike, " num_features"] | None = None
     kernel: Kernel = "softmax"
 

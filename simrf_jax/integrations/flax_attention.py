@@ -1,7 +1,8 @@
-"""Attention for both Flax APIs: reads a call of an ``attention_fn`` and answers it."""
+"""Attention for both Flax APIs: functions that read a call of an ``attention_fn`` and answer it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,9 +23,9 @@ from simrf_jax.features import (
 )
 from simrf_jax.integrations import flax_masks
 from simrf_jax.integrations.flax_masks import Mask
-from simrf_jax.projections import Projection, draw_projection
+from simrf_jax.projections import BlockMode, Coupling, DrawOptions, Projection, Rotation
 
-# A bipolar hybrid has 4 num_features (num_weights + 1) features, or as good as that.
+# A bipolar hybrid has about 4 num_features (num_weights + 1) features.
 NUM_WEIGHTS = 8
 
 
@@ -83,7 +84,7 @@ class Call(NamedTuple):
       query_seq_lengths: Integers of the batch shape, or None.
       key_value_seq_lengths: Integers of the batch shape, or None.
       segment_ids: ``[..., T]``, or None.
-      is_causal: Whether attention is causal.
+      is_causal: True if attention is causal.
       real: ``[..., T, N, 1]``, False where a factored mask hides all keys from a query; or None.
       valid: Booleans, False for each sequence and head whose traced mask has a value or a form that
         was refused had it been known; they broadcast with the output.
@@ -288,6 +289,26 @@ def check_feature_maps(feature_maps: Sequence[FeatureMapLike], *, num_weights: i
         )
 
 
+def draw_options(
+    feature_map: FeatureMapLike,
+    *,
+    coupling: Coupling | None,
+    block: BlockMode,
+    rotation: Rotation,
+) -> DrawOptions:
+    """Returns the options that the W of a feature map is drawn by.
+
+    Args:
+      feature_map: Feature map, by name or as an object.
+      coupling: Coupling of the rows; None for the feature map's.
+      block: Row-block mode.
+      rotation: Distribution of the rotations.
+    """
+    if coupling is None:
+        coupling = as_feature_map(feature_map).coupling
+    return DrawOptions(coupling, block, rotation)
+
+
 def draw_heads(
     key: jax.Array,
     num_heads: int | None,
@@ -296,18 +317,37 @@ def draw_heads(
     *,
     feature_map: FeatureMapLike,
     num_weights: int | None,
-    **draw_options: Any,
+    options: DrawOptions,
 ) -> Projection | None:
-    """Draws W of a feature map, a stack of ``num_heads`` of them, or one if num_heads is None."""
+    """Draws the W of a feature map, one for each head.
+
+    Args:
+      key: A typed PRNG key.
+      num_heads: Number of heads, the leading axis of the result; None draws one W without it.
+      num_features: Number of random features; None draws nothing.
+      dim: Width of a head.
+      feature_map: Feature map, by name or as an object.
+      num_weights: Number of random vectors that estimate the weight of a hybrid; None for 8.
+      options: Options to draw by.
+    """
     if num_features is None:
         return None
     dim = checks.positive_int("head_dim", dim)
 
     def draw(key: jax.Array) -> Projection:
         if as_feature_map(feature_map).projection_type is not BipolarProjection:
-            return draw_projection(key, num_features, dim, **draw_options)
-        weights = NUM_WEIGHTS if num_weights is None else num_weights
-        return draw_bipolar_projection(key, num_features, weights, dim, **draw_options)
+            return options.draw(key, num_features, dim)
+        return draw_bipolar_projection(
+            key,
+            num_features,
+            NUM_WEIGHTS if num_weights is None else num_weights,
+            dim,
+            coupling=options.coupling,
+            block=options.block,
+            rotation=options.rotation,
+            norms=options.norms,
+            num_sweeps=options.num_sweeps,
+        )
 
     return draw(key) if num_heads is None else jax.vmap(draw)(jax.random.split(key, num_heads))
 
@@ -319,9 +359,23 @@ def draw_maps(
     dim: int,
     *,
     feature_maps: Sequence[FeatureMapLike],
-    **options: Any,
+    num_weights: int | None,
+    options: Sequence[DrawOptions],
 ) -> tuple[Projection | None, ...]:
-    """Draws the projections of several feature maps."""
+    """Draws the projections of several feature maps.
+
+    Args:
+      key: A typed PRNG key.
+      num_heads: Number of heads, the leading axis of each W; None draws them without it.
+      num_features: Number of random features, or one number for each feature map.
+      dim: Width of a head.
+      feature_maps: Feature maps, by name or as objects.
+      num_weights: Number of random vectors that estimate the weight of a hybrid; None for 8.
+      options: Options to draw by, one record for each feature map.
+
+    Raises:
+      ValueError: If there is not one number of features for each feature map.
+    """
     count = len(feature_maps)
     each = num_features if isinstance(num_features, (tuple, list)) else (num_features,) * count
     if len(each) != count:
@@ -330,23 +384,34 @@ def draw_maps(
             f"{len(each)} for {count}."
         )
     return tuple(
-        draw_heads(one, num_heads, number, dim, feature_map=feature_map, **options)
-        for one, number, feature_map in zip(
-            jax.random.split(key, count), each, feature_maps, strict=True
+        draw_heads(
+            one,
+            num_heads,
+            number,
+            dim,
+            feature_map=feature_map,
+            num_weights=num_weights,
+            options=its_options,
+        )
+        for one, number, feature_map, its_options in zip(
+            jax.random.split(key, count), each, feature_maps, options, strict=True
         )
     )
 
 
+_PARTS = ("hyperbolic", "trigonometric", "weights")
+
+
 def _parts(projection: BipolarProjection) -> dict[str, Any]:
-    return {name: serialization.to_state_dict(part) for name, part in vars(projection).items()}
+    return {name: serialization.to_state_dict(getattr(projection, name)) for name in _PARTS}
 
 
 def _from_parts(projection: BipolarProjection, state: dict[str, Any]) -> BipolarProjection:
     parts = {
-        name: serialization.from_state_dict(part, state[name], name=name)
-        for name, part in vars(projection).items()
+        name: serialization.from_state_dict(getattr(projection, name), state[name], name=name)
+        for name in _PARTS
     }
-    return BipolarProjection(**parts)
+    return dataclasses.replace(projection, **parts)
 
 
 serialization.register_serialization_state(BipolarProjection, _parts, _from_parts)

@@ -67,9 +67,9 @@ def factor(mask: Mask, target: tuple[int, ...], *, is_causal: bool) -> Factors |
     some s, then q_t is 1, and likewise k_s, so that a product of them is zero where the mask is.
 
     Args:
-      mask: Of a rank up to that of ``target``.
+      mask: Mask of a rank up to that of ``target``.
       target: ``(*batch, heads, T, S)``.
-      is_causal: Whether the causal mask is a factor too, in the mask or beside it.
+      is_causal: True if the causal mask is a factor too, in the mask or beside it.
 
     Returns:
       The factors; None for a mask that has no query axis, or does not fit.

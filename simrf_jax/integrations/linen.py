@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
+from flax import serialization
+from flax.core import meta
 from flax.typing import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
@@ -17,11 +22,100 @@ from simrf_jax.attention import Blend, Mechanism, RandomFeatures
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.integrations import flax_attention
 from simrf_jax.integrations.flax_attention import Call
-from simrf_jax.projections import Projection
+from simrf_jax.projections import (
+    BlockMode,
+    Coupling,
+    DrawOptions,
+    Projection,
+    Rotation,
+    StructuredProjection,
+)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=["draw_options"]
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class RandomProjection(meta.AxisMetadata[Any]):
+    """A box in the collection ``random_features`` that holds W and the options of its draw.
+
+    Flax unboxes W when a module reads the variable, as it does for ``nn.Partitioned``;
+    ``nn.meta.unbox(variables)`` unboxes all arrays. The box has the shape, dtype and items of W,
+    and JAX and NumPy functions accept it as an array. Bytes and state dicts of
+    ``flax.serialization`` hold the array alone. Orbax names the array ``projection.value``:
+    restore a checkpoint into variables that ``init`` made.
+
+    Attributes:
+      value: W, ``[..., num_features, dim]``.
+      draw_options: Options that W was drawn by, which ``redraw_projections`` reads.
+    """
+
+    value: jax.Array
+    draw_options: DrawOptions
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of W."""
+        return self.value.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Floating type of W."""
+        return self.value.dtype
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes of W."""
+        return len(self.shape)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return self.value[index]
+
+    def __jax_array__(self) -> jax.Array:
+        return self.value
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.value, dtype=dtype, copy=copy)
+
+    def unbox(self) -> jax.Array:
+        """Returns W."""
+        return self.value
+
+    def replace_boxed(self, val: Any) -> RandomProjection:
+        """Returns a box with another W in it."""
+        return dataclasses.replace(self, value=val)
+
+    def add_axis(self, index: int, params: dict[Any, Any]) -> RandomProjection:
+        """Returns the same box: the options are those of every W in a stack."""
+        del index, params
+        return self
+
+    def remove_axis(self, index: int, params: dict[Any, Any]) -> RandomProjection:
+        """Returns the same box: the options are those of every W in a stack."""
+        del index, params
+        return self
+
+
+def _state_dict(box: RandomProjection) -> Any:
+    return serialization.to_state_dict(box.value)
+
+
+def _from_state_dict(box: RandomProjection, state: Any) -> RandomProjection:
+    return box.replace_boxed(serialization.from_state_dict(box.value, state))
+
+
+serialization.register_serialization_state(RandomProjection, _state_dict, _from_state_dict)
+
+
+def _box(projection: Projection | None, options: DrawOptions) -> Any:
+    """Returns an array in a box. A ``BipolarProjection`` says by itself how it was drawn."""
+    if projection is None or isinstance(projection, StructuredProjection):
+        return projection
+    return RandomProjection(jnp.asarray(projection), options)
 
 
 class _Adapter(nn.Module):
-    """A method of attention, called as Flax calls an ``attention_fn``, and its cache.
+    """A mechanism of attention with its cache, which Flax calls as an ``attention_fn``.
 
     Subclasses have the fields ``is_causal``, ``factored_masks``, ``decode``, ``shared`` and
     ``sequence_axis``.
@@ -57,7 +151,9 @@ class _Adapter(nn.Module):
         qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
         attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
     ) -> jax.Array:
-        r"""Attends as ``nn.dot_product_attention`` does, of whose keywords some are refused.
+        r"""Returns the attention of queries to keys, as ``nn.dot_product_attention`` does.
+
+        Keywords that linear attention cannot honour are refused.
 
         Args:
           query: ``[..., T, N, H]``.
@@ -68,14 +164,14 @@ class _Adapter(nn.Module):
             Under ``jit`` they make the output of their sequence and head NaN.
           bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
           scale: Multiplies the logits; by default :math:`1/\sqrt H`.
-          is_causal: Whether query t attends to keys s <= t only, also if the field says no.
+          is_causal: True lets query t attend only to keys s <= t, also if the field is False.
           query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
           key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
           segment_ids: Integers ``[..., T]`` of packed sequences; not with ``decode``.
           dropout_rng: Not used: there is no dropout.
           dropout_rate: Refused unless it is 0 or the call is deterministic.
           broadcast_dropout: Not used: there is no dropout.
-          deterministic: Whether dropout is off.
+          deterministic: True turns dropout off.
           dtype: Type to compute in; by default that of the query, key and value together.
           precision: Any ``jax.lax.Precision``; all give the same result, since float32 products
             have the highest in any case. An algorithm for the products is refused.
@@ -152,7 +248,7 @@ class _Adapter(nn.Module):
         return out
 
     def _key(self) -> jax.Array:
-        """A typed key to draw W from."""
+        """Returns a typed key to draw W from."""
         key = self.make_rng("features")
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             return key
@@ -160,11 +256,12 @@ class _Adapter(nn.Module):
 
 
 class RandomFeatureAttention(_Adapter):
-    """Holds the projections of one layer and attends with them.
+    """Random-feature attention of one layer, with the projections that it draws.
 
     Each key head has a W of its own, in the collection ``random_features``, drawn at ``init`` from
     the stream ``features`` (or ``params`` if there is none). To redraw, replace the collection by
-    ``redraw_projections(key, variables["random_features"], coupling=...)``.
+    ``redraw_projections(key, variables["random_features"])``. It draws each W as before, because
+    the collection keeps the options.
 
     Made inside another module's ``@nn.compact`` method, give it ``parent=None``, or Flax files its
     W next to the attention instead of below it. One instance given to several layers is one W, and
@@ -184,27 +281,34 @@ class RandomFeatureAttention(_Adapter):
 
     Attributes:
       num_features: Number of random features; None for a map that needs no W.
-      coupling: As ``simrf_jax.draw_projection``, also for both bases of a hybrid.
-      block: As ``simrf_jax.draw_projection``.
-      rotation: As ``simrf_jax.draw_projection``.
-      feature_map: As ``simrf_jax.random_feature_attention``, but for ``"clustered_hybrid"``.
-      num_weights: Random vectors that estimate the weight of a hybrid, by default 8; the time and
-        the state of hybrids grow with their product with num_features.
-      shared: One W for all heads.
-      is_causal: Whether each query attends only to keys up to its own position.
-      factored_masks: Masks with a query axis are products of a mask of queries, a mask of keys and,
-        with is_causal, the causal mask, as ``nn.make_attention_mask``, ``make_causal_mask`` and
-        ``combine_masks`` make them. A query that sees no key gets zeros. A mask that is no such
-        product raises where its values are known, and makes the output NaN under ``jit``. Reading
-        them takes O(T S) memory: for long sequences pass masks of the keys alone.
-      decode: Whether calls bring the next tokens of sequences in the cache.
-      sequence_axis: As ``simrf_jax.random_feature_attention``; decode does not use it.
+      feature_map: Feature map other than ``"clustered_hybrid"``, by name or as an object; see
+        ``simrf_jax.random_feature_attention``.
+      coupling: Coupling of the rows of W, and of both base estimators of a hybrid; see
+        ``simrf_jax.draw_projection``. None stands for the feature map's: simplex for positive,
+        relu, elu and maps of one's own, orthogonal for the others.
+      block: Row-block mode, ``"regular"`` or ``"square"``; see ``simrf_jax.draw_projection``.
+      rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
+        ``simrf_jax.draw_projection``.
+      num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
+        time and the state of hybrids grow with its product with ``num_features``.
+      shared: True draws one W for all heads.
+      is_causal: True lets each query attend only to keys up to its own position, also in calls that
+        do not ask for it.
+      factored_masks: True accepts masks with a query axis if they are products of a mask of
+        queries, a mask of keys and, with ``is_causal``, the causal mask, as Flax's
+        ``make_attention_mask``, ``make_causal_mask`` and ``combine_masks`` make them. A query that
+        sees no key gets zeros. A mask that is no such product raises if its values are known, and
+        makes the output NaN under ``jit``. Reading these masks takes O(T S) memory: for long
+        sequences pass masks of the keys alone.
+      decode: True takes each call for the next tokens of the sequences in the cache.
+      sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
+        Decoding does not use it.
 
     Raises:
       TypeError: When called, if a switch is neither True nor False or a keyword is unknown.
-      ValueError: When called, if a name is unknown, the mask is none that linear attention can
-        honour, dropout, sown attention weights, an algorithm for products or einsums of one's own
-        are asked for, or decode has no cache or may not change it.
+      ValueError: When called, if a name is unknown, if linear attention cannot honour the mask, if
+        dropout, sown attention weights, an algorithm for products or einsums of one's own are asked
+        for, or if ``decode`` has no cache or may not change it.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -222,10 +326,10 @@ class RandomFeatureAttention(_Adapter):
     """
 
     num_features: int | None
-    coupling: str = "simplex"
-    block: str = "regular"
-    rotation: str = "haar"
     feature_map: FeatureMapLike = "positive"
+    coupling: Coupling | None = None
+    block: BlockMode = "regular"
+    rotation: Rotation = "haar"
     num_weights: int | None = None
     shared: bool = False
     is_causal: bool = False
@@ -239,18 +343,20 @@ class RandomFeatureAttention(_Adapter):
         if self.num_features is None:
             return flax_attention.random_features(None, self.feature_map, self.sequence_axis)
 
-        def draw() -> Projection | None:
-            return flax_attention.draw_heads(
+        def draw() -> Any:
+            options = flax_attention.draw_options(
+                self.feature_map, coupling=self.coupling, block=self.block, rotation=self.rotation
+            )
+            w = flax_attention.draw_heads(
                 self._key(),
                 None if self.shared else num_key_heads,
                 self.num_features,
                 head_dim,
                 feature_map=self.feature_map,
                 num_weights=self.num_weights,
-                coupling=self.coupling,
-                block=self.block,
-                rotation=self.rotation,
+                options=options,
             )
+            return _box(w, options)
 
         w = self.variable("random_features", "projection", draw).value
         return flax_attention.random_features(w, self.feature_map, self.sequence_axis)
@@ -268,22 +374,36 @@ class FMMAttention(_Adapter):
     Attributes:
       num_features: Number of random features, or a tuple of one number for each feature map; None
         for a map that needs no W.
-      bandwidth: As ``simrf_jax.banded_attention``.
-      feature_maps: Of the far field.
-      coupling: As ``RandomFeatureAttention``, and so the others.
-      block: Likewise.
-      rotation: Likewise.
-      num_weights: Likewise.
-      shared: Likewise.
-      is_causal: Likewise.
-      factored_masks: Likewise.
-      decode: Likewise; the cache holds the last ``bandwidth`` keys and a state for each map.
-      sequence_axis: Likewise.
+      bandwidth: Bandwidth of the near field; see ``simrf_jax.banded_attention``.
+      feature_maps: Feature maps of the far field, other than ``"clustered_hybrid"``, by name or as
+        objects.
+      coupling: Coupling of the rows of W, and of both base estimators of a hybrid; see
+        ``simrf_jax.draw_projection``. None stands for the feature map's: simplex for positive,
+        relu, elu and maps of one's own, orthogonal for the others.
+      block: Row-block mode, ``"regular"`` or ``"square"``; see ``simrf_jax.draw_projection``.
+      rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
+        ``simrf_jax.draw_projection``.
+      num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
+        time and the state of hybrids grow with its product with ``num_features``.
+      shared: True draws one W for all heads.
+      is_causal: True lets each query attend only to keys up to its own position, also in calls that
+        do not ask for it.
+      factored_masks: True accepts masks with a query axis if they are products of a mask of
+        queries, a mask of keys and, with ``is_causal``, the causal mask, as Flax's
+        ``make_attention_mask``, ``make_causal_mask`` and ``combine_masks`` make them. A query that
+        sees no key gets zeros. A mask that is no such product raises if its values are known, and
+        makes the output NaN under ``jit``. Reading these masks takes O(T S) memory: for long
+        sequences pass masks of the keys alone.
+      decode: True takes each call for the next tokens of the sequences in the cache, which holds
+        the last ``bandwidth`` keys and a state for each feature map.
+      sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
+        Decoding does not use it.
 
     Raises:
-      TypeError: When called, as ``RandomFeatureAttention``; if feature_maps is no tuple.
-      ValueError: When called, as ``RandomFeatureAttention``; if there is not one number of features
-        for each feature map, or the cache was made for another bandwidth.
+      TypeError: When called, if ``RandomFeatureAttention`` would raise it, or ``feature_maps`` is
+        not a tuple.
+      ValueError: When called, if ``RandomFeatureAttention`` would raise it, if there is not one
+        number of features for each feature map, or if the cache is for another bandwidth.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -296,15 +416,15 @@ class FMMAttention(_Adapter):
       (2, 8)
 
     References:
-      Nguyen et al., FMMformer (NeurIPS 2021).
+      Nguyen et al., FMMformer (NeurIPS 2021), https://arxiv.org/abs/2108.02347
     """
 
     num_features: int | tuple[int | None, ...] | None
     bandwidth: int
     feature_maps: tuple[FeatureMapLike, ...] = ("positive",)
-    coupling: str = "simplex"
-    block: str = "regular"
-    rotation: str = "haar"
+    coupling: Coupling | None = None
+    block: BlockMode = "regular"
+    rotation: Rotation = "haar"
     num_weights: int | None = None
     shared: bool = False
     is_causal: bool = False
@@ -315,18 +435,23 @@ class FMMAttention(_Adapter):
     def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> Blend:
         flax_attention.check_feature_maps(self.feature_maps, num_weights=self.num_weights)
 
-        def draw() -> tuple[Projection | None, ...]:
-            return flax_attention.draw_maps(
+        def draw() -> tuple[Any, ...]:
+            options = [
+                flax_attention.draw_options(
+                    one, coupling=self.coupling, block=self.block, rotation=self.rotation
+                )
+                for one in self.feature_maps
+            ]
+            w = flax_attention.draw_maps(
                 self._key(),
                 None if self.shared else num_key_heads,
                 self.num_features,
                 head_dim,
                 feature_maps=self.feature_maps,
                 num_weights=self.num_weights,
-                coupling=self.coupling,
-                block=self.block,
-                rotation=self.rotation,
+                options=options,
             )
+            return tuple(_box(part, one) for part, one in zip(w, options, strict=True))
 
         zeros = nn.initializers.zeros_init()
         return flax_attention.blend(

@@ -14,14 +14,19 @@ from simrf_jax import checks
 from simrf_jax.attention import Blend, Mechanism, RandomFeatures
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.integrations import flax_attention
+from simrf_jax.projections import BlockMode, Coupling, Rotation
 
 
 class RandomProjection(nnx.Variable):
-    """W: part of the model's state, and of its checkpoints, but no parameter."""
+    """The random projection W: part of the model's state and checkpoints, but no parameter.
+
+    Its metadata ``draw_options`` says how W was drawn: a ``simrf_jax.DrawOptions``, or for a tuple
+    of projections a tuple of as many, None where there is no W. ``redraw_projections`` reads it.
+    """
 
 
 class _Adapter(nnx.Module):
-    """A method of attention, called as Flax calls an ``attention_fn``, and its cache."""
+    """A mechanism of attention with its cache, which Flax calls as an ``attention_fn``."""
 
     def __init__(
         self,
@@ -75,7 +80,9 @@ class _Adapter(nnx.Module):
         precision: PrecisionLike = None,
         module: nnx.Module | None = None,
     ) -> jax.Array:
-        r"""Attends as ``nnx.dot_product_attention`` does, of whose keywords some are refused.
+        r"""Returns the attention of queries to keys, as ``nnx.dot_product_attention`` does.
+
+        Keywords that linear attention cannot honour are refused.
 
         Args:
           query: ``[..., T, N, H]``.
@@ -86,14 +93,14 @@ class _Adapter(nnx.Module):
             Under ``jit`` they make the output of their sequence and head NaN.
           bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
           scale: Multiplies the logits; by default :math:`1/\sqrt H`.
-          is_causal: Whether query t attends to keys s <= t only, also if the field says no.
+          is_causal: True lets query t attend only to keys s <= t, also if the field is False.
           query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
           key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
           segment_ids: Integers ``[..., T]`` of packed sequences; not with ``decode``.
           dropout_rng: Not used: there is no dropout.
           dropout_rate: Refused unless it is 0 or the call is deterministic.
           broadcast_dropout: Not used: there is no dropout.
-          deterministic: Whether dropout is off.
+          deterministic: True turns dropout off.
           dtype: Type to compute in; by default that of the query, key and value together.
           precision: Any ``jax.lax.Precision``; all give the same result, since float32 products
             have the highest in any case. An algorithm for the products is refused.
@@ -171,10 +178,10 @@ class _Adapter(nnx.Module):
         batch_size: int | tuple[int, ...] | None = None,
         cache_dtype: DTypeLike = jnp.float32,
     ) -> None:
-        """Sets what ``nnx.view`` is asked for.
+        """Sets the attributes of a view that ``nnx.view`` makes.
 
         Args:
-          decode: Whether to decode.
+          decode: True to decode, False to attend to whole sequences; None leaves it as it is.
           batch_size: Leading shape of the tokens, one integer or a tuple of them, for a new and
             empty cache; without it a view shares the cache of what it views.
           cache_dtype: Type of the queries, keys and values to come.
@@ -202,10 +209,11 @@ class _Adapter(nnx.Module):
 
 
 class RandomFeatureAttention(_Adapter):
-    """Holds the projections of one layer and attends with them.
+    """Random-feature attention of one layer, with the projections that it draws.
 
     Each key head has a W of its own, drawn from ``rngs.features()``. To redraw a model, update it
-    with ``redraw_projections(key, nnx.state(model, RandomProjection), coupling=...)``.
+    with ``redraw_projections(key, nnx.state(model, RandomProjection))``. It draws each W as before,
+    because the variable keeps the options.
 
     To decode, in time and memory that do not depend on how many tokens there were, leave the
     ``decode`` of the attention modules off and turn that of the adapters on,
@@ -225,29 +233,36 @@ class RandomFeatureAttention(_Adapter):
       num_heads: Number of key heads.
       head_dim: Width of a head.
       num_features: Number of random features; None for a map that needs no W.
-      coupling: As ``simrf_jax.draw_projection``, also for both bases of a hybrid.
-      block: As ``simrf_jax.draw_projection``.
-      rotation: As ``simrf_jax.draw_projection``.
-      feature_map: As ``simrf_jax.random_feature_attention``, but for ``"clustered_hybrid"``.
-      num_weights: Random vectors that estimate the weight of a hybrid, by default 8; the time and
-        the state of hybrids grow with their product with num_features.
-      shared: One W for all heads.
-      is_causal: Whether each query attends only to keys up to its own position, also in calls that
-        do not say so.
-      factored_masks: Masks with a query axis are products of a mask of queries, a mask of keys and,
-        with is_causal, the causal mask, as ``nnx.make_attention_mask``, ``make_causal_mask`` and
-        ``combine_masks`` make them. A query that sees no key gets zeros. A mask that is no such
-        product raises where its values are known, and makes the output NaN under ``jit``. Reading
-        them takes O(T S) memory: for long sequences pass masks of the keys alone.
-      decode: Whether calls bring the next tokens of sequences in the cache.
-      sequence_axis: As ``simrf_jax.random_feature_attention``; decode does not use it.
-      rngs: Source of the key; a ``features`` stream if it has one, else its default.
+      feature_map: Feature map other than ``"clustered_hybrid"``, by name or as an object; see
+        ``simrf_jax.random_feature_attention``.
+      coupling: Coupling of the rows of W, and of both base estimators of a hybrid; see
+        ``simrf_jax.draw_projection``. None stands for the feature map's: simplex for positive,
+        relu, elu and maps of one's own, orthogonal for the others.
+      block: Row-block mode, ``"regular"`` or ``"square"``; see ``simrf_jax.draw_projection``.
+      rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
+        ``simrf_jax.draw_projection``.
+      num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
+        time and the state of hybrids grow with its product with ``num_features``.
+      shared: True draws one W for all heads.
+      is_causal: True lets each query attend only to keys up to its own position, also in calls that
+        do not ask for it.
+      factored_masks: True accepts masks with a query axis if they are products of a mask of
+        queries, a mask of keys and, with ``is_causal``, the causal mask, as Flax's
+        ``make_attention_mask``, ``make_causal_mask`` and ``combine_masks`` make them. A query that
+        sees no key gets zeros. A mask that is no such product raises if its values are known, and
+        makes the output NaN under ``jit``. Reading these masks takes O(T S) memory: for long
+        sequences pass masks of the keys alone.
+      decode: True takes each call for the next tokens of the sequences in the cache.
+      sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
+        Decoding does not use it.
+      rngs: Source of the key: its stream ``features``, or its default stream if there is none.
 
     Raises:
-      TypeError: If a size is no integer, a switch neither True nor False or a keyword unknown.
-      ValueError: If a name is unknown; when called, if the mask is none that linear attention can
-        honour, dropout, sown attention weights or an algorithm for products are asked for, or
-        decode has no cache.
+      TypeError: If a size is not an integer, a switch is neither True nor False, or a keyword is
+        unknown.
+      ValueError: If a name is unknown; when called, if linear attention cannot honour the mask, if
+        dropout, sown attention weights or an algorithm for products are asked for, or if ``decode``
+        has no cache.
 
     Example:
       >>> import jax.numpy as jnp
@@ -272,10 +287,10 @@ class RandomFeatureAttention(_Adapter):
         head_dim: int,
         num_features: int | None,
         *,
-        coupling: str = "simplex",
-        block: str = "regular",
-        rotation: str = "haar",
         feature_map: FeatureMapLike = "positive",
+        coupling: Coupling | None = None,
+        block: BlockMode = "regular",
+        rotation: Rotation = "haar",
         num_weights: int | None = None,
         shared: bool = False,
         is_causal: bool = False,
@@ -296,20 +311,21 @@ class RandomFeatureAttention(_Adapter):
         flax_attention.check_feature_maps((feature_map,), num_weights=num_weights)
         self.feature_map = feature_map
         self.projection = nnx.data(None)
-        if num_features is not None:
-            self.projection = RandomProjection(
-                flax_attention.draw_heads(
-                    rngs.features(),
-                    None if shared else self.num_heads,
-                    num_features,
-                    head_dim,
-                    feature_map=feature_map,
-                    num_weights=num_weights,
-                    coupling=coupling,
-                    block=block,
-                    rotation=rotation,
-                )
-            )
+        if num_features is None:
+            return
+        options = flax_attention.draw_options(
+            feature_map, coupling=coupling, block=block, rotation=rotation
+        )
+        w = flax_attention.draw_heads(
+            rngs.features(),
+            None if shared else self.num_heads,
+            num_features,
+            head_dim,
+            feature_map=feature_map,
+            num_weights=num_weights,
+            options=options,
+        )
+        self.projection = RandomProjection(w, draw_options=options)
 
     def _mechanism(self, num_heads: int) -> RandomFeatures:
         del num_heads
@@ -331,23 +347,36 @@ class FMMAttention(_Adapter):
       head_dim: Width of a head.
       num_features: Number of random features, or a tuple of one number for each feature map; None
         for a map that needs no W.
-      bandwidth: As ``simrf_jax.banded_attention``.
-      feature_maps: Of the far field.
-      coupling: As ``RandomFeatureAttention``, and so the others.
-      block: Likewise.
-      rotation: Likewise.
-      num_weights: Likewise.
-      shared: Likewise.
-      is_causal: Likewise.
-      factored_masks: Likewise.
-      decode: Likewise; the cache holds the last ``bandwidth`` keys and a state for each map.
-      sequence_axis: Likewise.
-      rngs: Likewise.
+      bandwidth: Bandwidth of the near field; see ``simrf_jax.banded_attention``.
+      feature_maps: Feature maps of the far field, other than ``"clustered_hybrid"``, by name or as
+        objects.
+      coupling: Coupling of the rows of W, and of both base estimators of a hybrid; see
+        ``simrf_jax.draw_projection``. None stands for the feature map's: simplex for positive,
+        relu, elu and maps of one's own, orthogonal for the others.
+      block: Row-block mode, ``"regular"`` or ``"square"``; see ``simrf_jax.draw_projection``.
+      rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
+        ``simrf_jax.draw_projection``.
+      num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
+        time and the state of hybrids grow with its product with ``num_features``.
+      shared: True draws one W for all heads.
+      is_causal: True lets each query attend only to keys up to its own position, also in calls that
+        do not ask for it.
+      factored_masks: True accepts masks with a query axis if they are products of a mask of
+        queries, a mask of keys and, with ``is_causal``, the causal mask, as Flax's
+        ``make_attention_mask``, ``make_causal_mask`` and ``combine_masks`` make them. A query that
+        sees no key gets zeros. A mask that is no such product raises if its values are known, and
+        makes the output NaN under ``jit``. Reading these masks takes O(T S) memory: for long
+        sequences pass masks of the keys alone.
+      decode: True takes each call for the next tokens of the sequences in the cache, which holds
+        the last ``bandwidth`` keys and a state for each feature map.
+      sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
+        Decoding does not use it.
+      rngs: Source of the key: its stream ``features``, or its default stream if there is none.
 
     Raises:
-      TypeError: As ``RandomFeatureAttention``; if feature_maps is no tuple.
-      ValueError: As ``RandomFeatureAttention``; if there is not one number of features for each
-        feature map; when called, if the cache was made for another bandwidth.
+      TypeError: If ``RandomFeatureAttention`` would raise it, or ``feature_maps`` is not a tuple.
+      ValueError: If ``RandomFeatureAttention`` would raise it, if there is not one number of
+        features for each feature map, or when called with a cache for another bandwidth.
 
     Example:
       >>> import jax.numpy as jnp
@@ -363,7 +392,7 @@ class FMMAttention(_Adapter):
       (2, 8)
 
     References:
-      Nguyen et al., FMMformer (NeurIPS 2021).
+      Nguyen et al., FMMformer (NeurIPS 2021), https://arxiv.org/abs/2108.02347
     """
 
     def __init__(
@@ -374,9 +403,9 @@ class FMMAttention(_Adapter):
         bandwidth: int,
         *,
         feature_maps: tuple[FeatureMapLike, ...] = ("positive",),
-        coupling: str = "simplex",
-        block: str = "regular",
-        rotation: str = "haar",
+        coupling: Coupling | None = None,
+        block: BlockMode = "regular",
+        rotation: Rotation = "haar",
         num_weights: int | None = None,
         shared: bool = False,
         is_causal: bool = False,
@@ -399,19 +428,23 @@ class FMMAttention(_Adapter):
         self.bandwidth = checks.integer("bandwidth", bandwidth, least=0)
         self.near_logit = nnx.Param(jnp.zeros(self.num_heads))
         self.far_logits = nnx.Param(jnp.zeros((len(feature_maps), self.num_heads)))
-        self.projections = RandomProjection(
-            flax_attention.draw_maps(
-                rngs.features(),
-                None if shared else self.num_heads,
-                num_features,
-                head_dim,
-                feature_maps=feature_maps,
-                num_weights=num_weights,
-                coupling=coupling,
-                block=block,
-                rotation=rotation,
-            )
+        options = tuple(
+            flax_attention.draw_options(one, coupling=coupling, block=block, rotation=rotation)
+            for one in feature_maps
         )
+        w = flax_attention.draw_maps(
+            rngs.features(),
+            None if shared else self.num_heads,
+            num_features,
+            head_dim,
+            feature_maps=feature_maps,
+            num_weights=num_weights,
+            options=options,
+        )
+        drawn_by = tuple(
+            None if part is None else one for part, one in zip(w, options, strict=True)
+        )
+        self.projections = RandomProjection(w, draw_options=drawn_by)
 
     def _mechanism(self, num_heads: int) -> Blend:
         return flax_attention.blend(

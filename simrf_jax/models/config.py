@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from simrf_jax import checks
-from simrf_jax.projections import BLOCK_MODES, COUPLINGS
+from simrf_jax.projections import BLOCK_MODES, COUPLINGS, BlockMode, Coupling
 
+Attention: TypeAlias = Coupling | Literal["exact"]
 ATTENTIONS = (*COUPLINGS, "exact")
 POOLINGS = ("average", "token")
 DTYPES = ("float32", "bfloat16")
@@ -73,9 +74,9 @@ class ViTConfig:
     mlp_dim: int = 3072
     dropout_rate: float = 0.1
     pooling: str = "token"
-    attention: str = "simplex"
+    attention: Attention = "simplex"
     num_features: int = 130
-    block: str = "regular"
+    block: BlockMode = "regular"
     dtype: str = "bfloat16"
     remat: str = "none"
     scan: bool = False

@@ -3,6 +3,7 @@
 from simrf_jax.projections.couplings import COUPLINGS, Coupling, FixedCoupling
 from simrf_jax.projections.dense import NORMS, Norms, draw_projection
 from simrf_jax.projections.fast import FastProjection, draw_fast_projection
+from simrf_jax.projections.options import DrawOptions
 from simrf_jax.projections.project import Projection, as_projection, product, project
 from simrf_jax.projections.redraw import redraw_key, redraw_projections
 from simrf_jax.projections.rotations import ROTATIONS, Rotation
@@ -16,6 +17,7 @@ __all__ = [
     "ROTATIONS",
     "BlockMode",
     "Coupling",
+    "DrawOptions",
     "FastProjection",
     "FixedCoupling",
     "Norms",

@@ -96,20 +96,50 @@ def draw_projection(
       Yu et al., Orthogonal Random Features (NeurIPS 2016), https://arxiv.org/abs/1610.09072
     """
     checks.typed_key(key)
-    checks.one_of("coupling", coupling, COUPLINGS)
-    checks.one_of("block", block, BLOCK_MODES)
-    checks.one_of("rotation", rotation, ROTATIONS)
-    checks.one_of("norms", norms, NORMS)
+    num_sweeps = check_options(
+        coupling=coupling, block=block, rotation=rotation, norms=norms, num_sweeps=num_sweeps
+    )
     num_features = checks.positive_int("num_features", num_features)
     dim = checks.positive_int("dim", dim)
     has_room(coupling, dim)
     dtype = checks.floating_dtype("dtype", dtype)
-    if num_sweeps is None:
-        num_sweeps = NUM_SWEEPS
-    elif coupling == "iid" or not COUPLED[coupling].weight_dependent:
-        raise ValueError(f"num_sweeps is for coupling='simplex_plus', got {coupling!r}.")
-    num_sweeps = checks.positive_int("num_sweeps", num_sweeps)
     return _draw(key, num_features, dim, coupling, block, rotation, norms, dtype, num_sweeps)
+
+
+def check_options(
+    *,
+    coupling: Coupling,
+    block: BlockMode,
+    rotation: Rotation,
+    norms: Norms,
+    num_sweeps: int | None,
+) -> int | None:
+    """Checks the options of ``draw_projection``, and returns the number of sweeps.
+
+    Args:
+      coupling: Joint law of the rows of one row block.
+      block: Row-block mode.
+      rotation: Distribution of the rotations.
+      norms: Law of the row norms.
+      num_sweeps: Number of sweeps of ``simplex_plus``, or None for the default.
+
+    Returns:
+      The number of sweeps of ``simplex_plus``, and None for the other couplings.
+
+    Raises:
+      TypeError: If ``num_sweeps`` is not an integer.
+      ValueError: If a name is unknown, or ``num_sweeps`` is below 1 or is given to a coupling other
+        than ``simplex_plus``.
+    """
+    checks.one_of("coupling", coupling, COUPLINGS)
+    checks.one_of("block", block, BLOCK_MODES)
+    checks.one_of("rotation", rotation, ROTATIONS)
+    checks.one_of("norms", norms, NORMS)
+    if coupling != "iid" and COUPLED[coupling].weight_dependent:
+        return checks.positive_int("num_sweeps", NUM_SWEEPS if num_sweeps is None else num_sweeps)
+    if num_sweeps is not None:
+        raise ValueError(f"num_sweeps is for coupling='simplex_plus', got {coupling!r}.")
+    return None
 
 
 @functools.partial(jax.jit, static_argnums=range(1, 9))
@@ -122,7 +152,7 @@ def _draw(
     rotation: Rotation,
     norms: Norms,
     dtype: jnp.dtype,
-    num_sweeps: int,
+    num_sweeps: int | None,
 ) -> Float[Array, "{num_features} {dim}"]:
     compute = jnp.promote_types(dtype, jnp.float32)
     ambient = dim if coupling == "iid" else ROTATIONS[rotation].ambient_dim(dim)
@@ -134,8 +164,9 @@ def _draw(
         w = gaussian if norms == "chi" else gaussian * (lengths / chi)[:, None]
     else:
         row_blocks = COUPLED[coupling].blocks(num_features, ambient, block)
-        sweeps = num_sweeps if COUPLED[coupling].weight_dependent else 0
-        directions = _draw_directions(rotation_key, row_blocks, lengths, ambient, rotation, sweeps)
+        directions = _draw_directions(
+            rotation_key, row_blocks, lengths, ambient, rotation, num_sweeps
+        )
         w = directions[:, :dim] * lengths[:, None]
     return w.astype(dtype)
 
@@ -146,7 +177,7 @@ def _draw_directions(
     lengths: Float[Array, " num_features"],
     dim: int,
     rotation: Rotation,
-    sweeps: int,
+    num_sweeps: int | None,
 ) -> Float[Array, "num_features {dim}"]:
     """Draws unit vectors, each row block under a rotation of its own."""
 
@@ -155,8 +186,8 @@ def _draw_directions(
         lengths: Float[Array, " rows"],
         key: Key[Array, ""],
     ) -> Float[Array, "rows dim"]:
-        if sweeps:
-            directions = minimise_resultant(directions, lengths, num_sweeps=sweeps)
+        if num_sweeps is not None:
+            directions = minimise_resultant(directions, lengths, num_sweeps=num_sweeps)
         return ROTATIONS[rotation].rotate(key, directions, dim)
 
     keys = jax.random.split(key, sum(each.repeats for each in row_blocks))

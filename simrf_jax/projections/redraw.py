@@ -14,10 +14,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Integer, Key, Shaped
 
 from simrf_jax import checks
-from simrf_jax.projections.couplings import Coupling
-from simrf_jax.projections.dense import Norms, draw_projection
-from simrf_jax.projections.rotations import Rotation
-from simrf_jax.projections.row_blocks import BlockMode
+from simrf_jax.projections.options import DrawOptions
 from simrf_jax.projections.structured import StructuredProjection
 
 
@@ -77,13 +74,14 @@ def redraw_projections(
     key: Key[Array, ""],
     projections: Any,
     *,
-    coupling: Coupling,
-    block: BlockMode = "regular",
-    rotation: Rotation = "haar",
-    norms: Norms = "chi",
-    num_sweeps: int | None = None,
+    options: DrawOptions | None = None,
 ) -> Any:
     """Draws new values for all projections of a model in one batched call.
+
+    A projection that says how it was drawn is drawn in the same way. It says so if it lies below a
+    node of the pytree with an attribute ``draw_options``: a ``DrawOptions``, or for a node that
+    holds a tuple of projections a tuple of as many. The variables of both Flax adapters are such
+    nodes, and ``draw_bipolar_projection`` returns one.
 
     Projection number ``h`` of leaf number ``l`` is drawn from ``fold_in(fold_in(key, l), h)``. The
     leaves are numbered in the order of ``jax.tree.leaves``. In most models a leaf is a layer, and
@@ -94,51 +92,43 @@ def redraw_projections(
       projections: A pytree of arrays (or ``jax.ShapeDtypeStruct``) ``[..., num_features, dim]``,
         and of ``BipolarProjection`` of such arrays. This can be the ``random_features`` collection
         of a Linen model, or ``nnx.state(model, RandomProjection)`` of an NNX model.
-      coupling: Coupling of the rows; see ``draw_projection``. It must be given, because the arrays
-        do not tell how they were drawn.
-      block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
-      rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
-        ``draw_projection``.
-      norms: Law of the row norms, ``"chi"`` or ``"sqrt_dim"``; see ``draw_projection``.
-      num_sweeps: Number of times that ``simplex_plus`` arranges every row; see ``draw_projection``.
+      options: Options for the projections that do not say how they were drawn, such as bare arrays.
+        The others must have been drawn by the same options.
 
     Returns:
       A pytree of the same structure, shapes and dtypes.
 
     Raises:
-      TypeError: If ``draw_projection`` raises it for these arguments, or if a leaf is or holds a
-        ``FastProjection``, or is a ``ClusteredProjection``, whose centres no key can draw.
-      ValueError: If ``draw_projection`` raises it for these arguments, or if a leaf is not an array
-        of at least two axes.
+      TypeError: If the key is not typed or ``options`` is not a ``DrawOptions``, or if a leaf is or
+        holds a ``FastProjection``, or is a ``ClusteredProjection``, whose centres no key can draw.
+      ValueError: If a projection was drawn by other options than those given, if none are given
+        and a projection does not say how it was drawn, if a leaf is not an array of at least two
+        axes, or if ``draw_projection`` raises it for these sizes and options.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
       >>> layers = {"a": jnp.zeros((12, 130, 64)), "b": jnp.zeros((130, 64))}
-      >>> layers = simrf_jax.redraw_projections(jax.random.key(0), layers, coupling="orthogonal")
+      >>> options = simrf_jax.DrawOptions(coupling="orthogonal")
+      >>> layers = simrf_jax.redraw_projections(jax.random.key(0), layers, options=options)
       >>> layers["a"].shape, layers["b"].shape
       ((12, 130, 64), (130, 64))
     """
     checks.typed_key(key)
-    options: dict[str, Any] = {
-        "coupling": coupling,
-        "block": block,
-        "rotation": rotation,
-        "norms": norms,
-        "num_sweeps": num_sweeps,
-    }
+    if not isinstance(options, DrawOptions | None):
+        raise TypeError(f"options must be a simrf_jax.DrawOptions, got {options!r}.")
     leaves, treedef = jax.tree.flatten(projections, is_leaf=_is_structured)
     groups = collections.defaultdict(list)  # Leaf numbers of equal heads, which are drawn together
-    for layer, leaf in enumerate(leaves):
-        groups[_head(leaf)].append(layer)
+    for layer, (leaf, carried) in enumerate(zip(leaves, _carried(projections), strict=True)):
+        groups[_head(leaf), _agreed(carried, options)].append(layer)
     drawn: list[Any] = [None] * len(leaves)
-    for (structure, parts), layers in groups.items():
+    for ((structure, parts), agreed), layers in groups.items():
         stacks = [jax.tree.leaves(leaves[layer])[0].shape[:-2] for layer in layers]
         counts = [math.prod(stack) for stack in stacks]
         layer_of_each = np.repeat(layers, counts)
         head_of_each = np.concatenate([np.arange(count) for count in counts])
         fold_in_both = functools.partial(_fold_in_both, key)
         keys = jax.vmap(fold_in_both)(jnp.asarray(layer_of_each), jnp.asarray(head_of_each))
-        draw_one = functools.partial(_draw_like, jax.tree.unflatten(structure, parts), options)
+        draw_one = functools.partial(_draw_like, jax.tree.unflatten(structure, parts), agreed)
         heads = jax.vmap(draw_one)(keys)
         ends = itertools.accumulate(counts)
         for layer, stack, count, end in zip(layers, stacks, counts, ends, strict=True):
@@ -151,6 +141,46 @@ def _is_structured(node: Any) -> bool:
     return isinstance(node, StructuredProjection)
 
 
+def _carries(node: Any) -> bool:
+    return _is_structured(node) or getattr(node, "draw_options", None) is not None
+
+
+def _carried(projections: Any) -> list[DrawOptions | None]:
+    """Returns the options that each leaf was drawn by, None for a leaf that does not say."""
+    nodes = jax.tree.leaves(projections, is_leaf=_carries)
+    return [options for node in nodes for options in _options_of_leaves(node)]
+
+
+def _options_of_leaves(node: Any) -> list[DrawOptions | None]:
+    """Returns the options of each leaf of a carrier; of a bare array, None."""
+    options = getattr(node, "draw_options", None)
+    if options is None or _is_structured(node):
+        return [options]
+
+    def repeat(one: DrawOptions, part: Any) -> list[DrawOptions]:
+        return [one] * len(jax.tree.leaves(part, is_leaf=_is_structured))
+
+    # A carrier has one child, its value. Its options are one record or a prefix of the value.
+    [value] = jax.tree.leaves(node, is_leaf=lambda child: child is not node)
+    return jax.tree.leaves(jax.tree.map(repeat, options, value))
+
+
+def _agreed(carried: DrawOptions | None, asked: DrawOptions | None) -> DrawOptions:
+    """Returns the options of a redraw, which both sides accept."""
+    options = asked if carried is None else carried
+    if options is None:
+        raise ValueError(
+            "A projection does not say how it was drawn; pass options=simrf_jax.DrawOptions(...), "
+            "as it was drawn."
+        )
+    if asked is not None and asked != options:
+        raise ValueError(
+            f"A redraw repeats the draw: a projection was drawn by {carried}, got options={asked}. "
+            "Leave options out, or make the model anew with those."
+        )
+    return options
+
+
 def _head(leaf: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
     """Returns the structure and the parts of one projection of a stack."""
     if not _is_structured(leaf) and len(getattr(leaf, "shape", ())) < 2:
@@ -159,10 +189,10 @@ def _head(leaf: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
     return structure, tuple(jax.ShapeDtypeStruct(part.shape[-2:], part.dtype) for part in parts)
 
 
-def _draw_like(head: Any, options: dict[str, Any], key: Key[Array, ""]) -> Any:
+def _draw_like(head: Any, options: DrawOptions, key: Key[Array, ""]) -> Any:
     if _is_structured(head):
-        return head.draw_like(key, **options)
-    return draw_projection(key, *head.shape, dtype=head.dtype, **options)
+        return head.draw_like(key, options)
+    return options.draw(key, *head.shape, dtype=head.dtype)
 
 
 def _take(

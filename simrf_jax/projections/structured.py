@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import abc
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Key
+
+from simrf_jax.projections.options import DrawOptions
 
 
 class StructuredProjection(abc.ABC):
@@ -31,14 +32,14 @@ class StructuredProjection(abc.ABC):
         """Number of axes of the array whose place it takes."""
         return len(self.shape)
 
-    def draw_like(self, key: Key[Array, ""], **draw_options: Any) -> StructuredProjection:
+    def draw_like(self, key: Key[Array, ""], options: DrawOptions) -> StructuredProjection:
         """Draws another projection with the shapes and dtypes of this one.
 
         This projection must not have leading axes.
 
         Args:
           key: A typed PRNG key.
-          **draw_options: Keyword arguments of ``draw_projection``.
+          options: Options to draw its rows by.
 
         Returns:
           A projection of the same class, shapes and dtypes.
@@ -46,7 +47,11 @@ class StructuredProjection(abc.ABC):
         Raises:
           TypeError: If the projection holds parts that cannot be drawn from a key.
         """
-        raise TypeError(
+        raise self.no_redraw()
+
+    def no_redraw(self) -> TypeError:
+        """Returns the error for a projection that ``draw_like`` cannot draw."""
+        return TypeError(
             f"A {type(self).__name__} cannot be redrawn here; draw it again with the key "
             "redraw_key(key, step, interval=...), and use jax.vmap over keys for a stack."
         )

@@ -129,7 +129,9 @@ def test_gradients_far_from_all_centres_are_no_nan():
     # Features of other clusters overflow at this size.
     far = 8 * vectors()
     gradient = jax.grad(
-        lambda x: simrf_jax.clustered_hybrid_features(x, clustered(0.5), side="query").sum()
+        lambda x: simrf_jax.clustered_hybrid_features(
+            x, clustered(0.5), side="query", kernel="softmax"
+        ).sum()
     )(far)
     assert not jnp.isnan(gradient).any()
 

@@ -102,7 +102,7 @@ def test_nnx_projection_survives_split_and_merge_and_is_no_constant():
     apply = jax.jit(lambda p, r, x: nnx.merge(graphdef, p, r)(x))
     before = apply(params, projections, x)
     np.testing.assert_allclose(before, module(x), rtol=1e-5, atol=1e-6)
-    after = apply(params, redraw_projections(jax.random.key(9), projections, coupling="simplex"), x)
+    after = apply(params, redraw_projections(jax.random.key(9), projections), x)
     assert not np.allclose(before, after, rtol=1e-3)
 
 
@@ -110,7 +110,7 @@ def test_nnx_model_is_redrawn_in_place():
     module = nnx_attention()
     before = module.attention_fn.projection[...]
     state = nnx.state(module, RandomProjection)
-    nnx.update(module, redraw_projections(jax.random.key(9), state, coupling="simplex"))
+    nnx.update(module, redraw_projections(jax.random.key(9), state))
     after = module.attention_fn.projection[...]
     assert after.shape == before.shape
     assert float(jnp.abs(after - before).min()) > 0
@@ -150,7 +150,7 @@ def test_linen_layers_have_projections_of_their_own(parentless):
     assert float(jnp.abs(first - second).min()) > 0
     assert float(jnp.abs(first[0] - first[1]).min()) > 0
     before = model.apply(variables, x)
-    redrawn = redraw_projections(jax.random.key(5), collection, coupling="iid")
+    redrawn = redraw_projections(jax.random.key(5), collection)
     assert not np.allclose(before, model.apply({**variables, "random_features": redrawn}, x))
 
 

@@ -122,9 +122,10 @@ def test_inside_flaxs_attention_weights_train_and_projections_do_not():
     assert gradient["attention_fn"].keys() == {"near_logit", "far_logits"}
     assert all(np.abs(leaf).min() > 0 for leaf in jax.tree.leaves(gradient["attention_fn"]))
     state = nnx.state(module, RandomProjection)
-    nnx.update(module, simrf_jax.redraw_projections(jax.random.key(1), state, coupling="iid"))
+    nnx.update(module, simrf_jax.redraw_projections(jax.random.key(1), state))
     collection = {"projections": jax.tree.leaves(state)[0][None]}
-    redrawn = simrf_jax.redraw_projections(jax.random.key(1), collection, coupling="iid")
+    options = simrf_jax.DrawOptions("iid")
+    redrawn = simrf_jax.redraw_projections(jax.random.key(1), collection, options=options)
     np.testing.assert_array_equal(adapter.projections.get_value()[0], redrawn["projections"][0])
 
 

@@ -182,7 +182,7 @@ def test_redraw_changes_the_output_and_not_the_parameters():
     model = with_random_head(build())
     before, params = model(images()), nnx.state(model, nnx.Param)
     projections = nnx.state(model, RandomProjection)
-    nnx.update(model, redraw_projections(jax.random.key(3), projections, coupling="simplex"))
+    nnx.update(model, redraw_projections(jax.random.key(3), projections))
     assert not np.allclose(model(images()), before)
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model, nnx.Param), params)
 

@@ -154,7 +154,7 @@ def test_hybrids_of_fast_projections(features, side):
     parts = [draw_fast_projection(key, 10, 6) for key in keys]
     matrices = [jnp.asarray(dense(part), jnp.float32) for part in parts]
     x = 0.3 * jax.random.normal(jax.random.key(1), (4, 6))
-    phi = jax.jit(functools.partial(features, side=side))
+    phi = jax.jit(functools.partial(features, side=side, kernel="softmax"))
     fast, slow = (phi(x, simrf_jax.BipolarProjection(*those)) for those in (parts, matrices))
     np.testing.assert_allclose(fast, slow, rtol=1e-4, atol=1e-5)
 

@@ -10,6 +10,7 @@ import pytest
 from simrf_jax import (
     BipolarProjection,
     ClusteredProjection,
+    DrawOptions,
     draw_bipolar_projection,
     draw_fast_projection,
     draw_projection,
@@ -84,7 +85,7 @@ def test_steps_under_vmap():
 def test_each_layer_and_head_is_drawn_from_its_own_key():
     key = jax.random.key(0)
     layers = [jnp.zeros((3, 10, 4)), jnp.zeros((6, 2)), jnp.zeros((3, 10, 4), jnp.bfloat16)]
-    drawn = redraw_projections(key, layers, coupling="orthogonal")
+    drawn = redraw_projections(key, layers, options=DrawOptions("orthogonal"))
     assert [(w.shape, w.dtype) for w in drawn] == [(w.shape, w.dtype) for w in layers]
 
     def expected(layer, head, shape):
@@ -104,12 +105,11 @@ def test_hybrids_are_redrawn_part_by_part(abstract):
     layers = {"a": jnp.zeros((2, 6, 4)), "b": BipolarProjection(*parts), "c": None}
     if abstract:
         layers = jax.eval_shape(lambda: layers)
-    drawn = redraw_projections(key, layers, coupling="simplex", block="square")
+    drawn = redraw_projections(key, layers, options=DrawOptions("simplex", "square"))
     chex.assert_trees_all_equal_shapes_and_dtypes(drawn, layers)
     head = jax.random.fold_in(jax.random.fold_in(key, 1), 4)
     expected = draw_bipolar_projection(head, 6, 5, 4, coupling="simplex", block="square")
-    for name, part in vars(expected).items():
-        found = getattr(drawn["b"], name)
+    for found, part in zip(jax.tree.leaves(drawn["b"]), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(found[1, 1], part, rtol=1e-5, atol=1e-6)
     base = drawn["b"].trigonometric[0, 0]
     s = base / jnp.linalg.norm(base, axis=1, keepdims=True)
@@ -121,10 +121,12 @@ def test_values_do_not_depend_on_the_devices():
     mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
     sharding = jax.sharding.NamedSharding(mesh, jax.P("data"))
     layers = {"a": jax.ShapeDtypeStruct((8, 10, 4), jnp.float32)}
-    one = redraw_projections(jax.random.key(0), layers, coupling="simplex")["a"]
-    eight = jax.jit(
-        lambda key: redraw_projections(key, layers, coupling="simplex")["a"], out_shardings=sharding
-    )(jax.random.key(0))
+
+    def redraw(key):
+        return redraw_projections(key, layers, options=DrawOptions())["a"]
+
+    one = redraw(jax.random.key(0))
+    eight = jax.jit(redraw, out_shardings=sharding)(jax.random.key(0))
     assert eight.sharding.is_equivalent_to(sharding, 3)
     np.testing.assert_allclose(eight, one, rtol=1e-5, atol=1e-6)
 
@@ -138,7 +140,8 @@ def test_values_do_not_depend_on_the_devices():
     ],
 )
 def test_the_coupling_asked_for_is_drawn(options, cosine):
-    [w] = redraw_projections(jax.random.key(0), [jnp.zeros((5, 4))], **options)
+    options = DrawOptions(**options)
+    [w] = redraw_projections(jax.random.key(0), [jnp.zeros((5, 4))], options=options)
     s = w / jnp.linalg.norm(w, axis=1, keepdims=True)
     np.testing.assert_allclose(jnp.dot(s[0], s[1]), cosine, atol=1e-6)
 
@@ -157,7 +160,7 @@ def test_memory_is_flat_over_redraws(jitted, count):
 
     def redraw(key, step):
         key = redraw_key(key, step, interval=1)
-        return redraw_projections(key, layers, coupling="simplex")
+        return redraw_projections(key, layers, options=DrawOptions())
 
     redraw = jax.jit(redraw) if jitted else redraw
     key, steps = jax.random.key(0), itertools.count()
@@ -165,7 +168,7 @@ def test_memory_is_flat_over_redraws(jitted, count):
 
 
 def test_empty_tree_stays_empty():
-    assert redraw_projections(jax.random.key(0), {}, coupling="simplex") == {}
+    assert redraw_projections(jax.random.key(0), {}) == {}
 
 
 @pytest.mark.parametrize(
@@ -201,23 +204,33 @@ def test_empty_tree_stays_empty():
             TypeError,
             r"step must be one integer, got int32 of shape \(2,\)",
         ),
-        (lambda k: redraw_projections(k, [1.0], coupling="iid"), ValueError, "got 1.0"),
-        (lambda k: redraw_projections(k, [], coupling="iid", norm="chi"), TypeError, "norm"),
+        (lambda k: redraw_projections(k, [1.0], options=DrawOptions()), ValueError, "got 1.0"),
+        (lambda k: redraw_projections(k, [], coupling="iid"), TypeError, "'coupling'"),
+        (
+            lambda k: redraw_projections(k, [], options="iid"),
+            TypeError,
+            "options must be a simrf_jax.DrawOptions, got 'iid'",
+        ),
+        (
+            lambda k: redraw_projections(k, {"a": jnp.zeros((5, 4))}),
+            ValueError,
+            r"does not say how it was drawn; pass options=simrf_jax.DrawOptions\(",
+        ),
         (lambda _: redraw_key(7, 0, interval=1), TypeError, "typed PRNG key"),
         (
-            lambda k: redraw_projections(k, [jnp.zeros(3)], coupling="iid"),
+            lambda k: redraw_projections(k, [jnp.zeros(3)], options=DrawOptions()),
             ValueError,
             r"array \[\.\.\., num_features, dim\], got",
         ),
-        (lambda _: redraw_projections(7, [], coupling="iid"), TypeError, "typed PRNG key"),
+        (lambda _: redraw_projections(7, []), TypeError, "typed PRNG key"),
         (
-            lambda k: redraw_projections(k, [draw_fast_projection(k, 4, 4)], coupling="simplex"),
+            lambda k: redraw_projections(k, [draw_fast_projection(k, 4, 4)], options=DrawOptions()),
             TypeError,
             "A FastProjection cannot be redrawn here; draw it again",
         ),
         (
             lambda k: redraw_projections(
-                k, ClusteredProjection(*[jnp.zeros((3, 4))] * 3), coupling="simplex"
+                k, ClusteredProjection(*[jnp.zeros((3, 4))] * 3), options=DrawOptions()
             ),
             TypeError,
             "A ClusteredProjection cannot be redrawn here",
@@ -226,15 +239,15 @@ def test_empty_tree_stays_empty():
             lambda k: redraw_projections(
                 k,
                 BipolarProjection(*[draw_fast_projection(k, 4, 4)] * 2, jnp.zeros((3, 4))),
-                coupling="simplex",
+                options=DrawOptions(),
             ),
             TypeError,
             "A BipolarProjection cannot be redrawn here",
         ),
         (
-            lambda k: redraw_projections(k, [jnp.zeros((5, 4))], coupling="iid", num_sweeps=2),
+            lambda k: redraw_projections(k, [jnp.zeros((5, 1))], options=DrawOptions()),
             ValueError,
-            "num_sweeps is for coupling='simplex_plus'",
+            "coupling='simplex' needs dim of at least 2, got dim=1",
         ),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec
 
 import simrf_jax
 from experiments.harness.mistakes import UserError
+from simrf_jax.integrations.nnx import RandomProjection
 from simrf_jax.models import ViT
 from simrf_jax.models.transformer import TransformerLayer
-from simrf_jax.projections import BlockMode, Coupling
 
 # The number of the draw of the redraws, after those of training.
 DIAGNOSTICS = 3
@@ -111,7 +111,7 @@ def measure(
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 4.2.
     """
     model = nnx.merge(graphdef, params, projections)
-    draws = _draw(key, model, num_redraws)
+    draws = _draw(key, model, projections, num_redraws)
 
     def compare(seen: Seen) -> dict[str, jax.Array]:
         variance = weight_variance(seen.query, seen.key, draws)
@@ -161,15 +161,15 @@ def _softmax_weights(query: jax.Array, key: jax.Array) -> jax.Array:
     return jax.nn.softmax(logits * query.shape[-1] ** -0.5)
 
 
-def _draw(key: jax.Array, model: ViT, num_redraws: int) -> jax.Array:
+def _draw(key: jax.Array, model: ViT, projections: nnx.State, num_redraws: int) -> jax.Array:
     """Draws W as the model draws that of a layer, ``[draws, heads, num_features, H]``."""
+    first, *_ = jax.tree.leaves(projections, is_leaf=lambda x: isinstance(x, RandomProjection))
     c = model.config
     shape = (num_redraws, c.num_heads, c.num_features, c.width // c.num_heads)
     return simrf_jax.redraw_projections(
         jax.random.fold_in(key, DIAGNOSTICS),
         jax.ShapeDtypeStruct(shape, jnp.float32),
-        coupling=cast(Coupling, c.attention),
-        block=cast(BlockMode, c.block),
+        options=first.draw_options,
     )
 
 

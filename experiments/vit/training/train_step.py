@@ -176,13 +176,7 @@ def build_program(
         return train_state.init_state(jax.random.key(config.seed), make_model, optimizer)
 
     def redraw(state: TrainState) -> TrainState:
-        return train_state.redraw(
-            state,
-            interval=config.redraw_interval,
-            stacked=model.scan,
-            coupling=model.attention,
-            block=model.block,
-        )
+        return train_state.redraw(state, interval=config.redraw_interval, stacked=model.scan)
 
     abstract = _with_shardings(jax.eval_shape(init), mesh)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, TypeAlias, get_args
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -24,7 +26,8 @@ from simrf_jax.attention.random_features.state import (
 from simrf_jax.features import Custom, FeatureMap, FeatureMapLike, as_feature_map
 from simrf_jax.projections import Projection, as_projection
 
-IMPLEMENTATIONS = ("xla",)
+Implementation: TypeAlias = Literal["xla"]
+IMPLEMENTATIONS = get_args(Implementation)
 
 
 def random_feature_attention(
@@ -40,7 +43,7 @@ def random_feature_attention(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     segment_ids: ArrayLike | None = None,
     chunk_size: int | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,

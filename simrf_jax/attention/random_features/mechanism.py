@@ -19,7 +19,7 @@ from simrf_jax.attention.mechanism import (
     no_tokens,
     unflatten,
 )
-from simrf_jax.attention.random_features.attention import random_feature_attention
+from simrf_jax.attention.random_features.attention import Implementation, random_feature_attention
 from simrf_jax.attention.random_features.causal import CHUNK_SIZE, causal_attention
 from simrf_jax.attention.random_features.state import (
     AttentionState,
@@ -68,7 +68,7 @@ class RandomFeatures:
     feature_map: FeatureMapLike = "positive"
     chunk_size: int | None = None
     sequence_axis: str | tuple[str, ...] | None = None
-    implementation: str | None = None
+    implementation: Implementation | None = None
 
     def __post_init__(self) -> None:
         """Replaces a name or a function by its feature map, which is a pytree."""

@@ -150,7 +150,7 @@ def test_redraw_is_a_function_of_key_and_step_alone():
 
     def at(step, state=state):
         state = state._replace(step=jnp.int32(step))
-        return train_state.redraw(state, interval=10, coupling="simplex").projections
+        return train_state.redraw(state, interval=10).projections
 
     chex.assert_trees_all_equal(at(0), at(9))
     chex.assert_trees_all_equal(at(10), at(19, state._replace(projections=at(30))))

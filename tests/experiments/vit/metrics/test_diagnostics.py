@@ -73,7 +73,7 @@ def test_the_measures_are_those_of_a_loop(on_one_device):
     program, state, result = on_one_device
     key = jax.random.fold_in(state.key, diagnostics.DIAGNOSTICS)
     shape = jax.ShapeDtypeStruct((REDRAWS, 4, 34, 8), jnp.float32)
-    draws = simrf_jax.redraw_projections(key, shape, coupling="simplex")
+    draws = simrf_jax.redraw_projections(key, shape, options=simrf_jax.DrawOptions("simplex"))
     model = nnx.merge(program.graphdef, state.params, state.projections)
     for layer, arrays in enumerate(attended(model, make_batch(5)["image"])):
         error, variance = numpy_loop(*arrays, draws)
@@ -103,7 +103,8 @@ def test_the_variance_falls_as_the_features_grow():
 
     def variance(num_features):
         shape = jax.ShapeDtypeStruct((64, 2, num_features, 8), jnp.float32)
-        draws = simrf_jax.redraw_projections(jax.random.key(1), shape, coupling="iid")
+        options = simrf_jax.DrawOptions("iid")
+        draws = simrf_jax.redraw_projections(jax.random.key(1), shape, options=options)
         return float(jax.jit(diagnostics.weight_variance)(query, key, draws))
 
     assert variance(800) == pytest.approx(variance(200) / 4, rel=0.1)

@@ -180,7 +180,7 @@ def redrawn(scan):
     @jax.jit
     def draw(key):
         state = program.state._replace(projections=zeros, step=0, key=key)
-        state = train_state.redraw(state, interval=0, stacked=scan, coupling="simplex")
+        state = train_state.redraw(state, interval=0, stacked=scan)
         return jax.tree.leaves(state.projections)
 
     return draw(jax.random.key(0))
