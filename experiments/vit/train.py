@@ -91,7 +91,7 @@ def _train(config: ml_collections.ConfigDict, folders: Folders) -> dict[str, Any
     )
     eval_batch_size = sharding.round_up(config.eval_batch_size, mesh)
 
-    # Data, model and optimiser.
+    # Open the data, and build the model and the optimizer.
     inputs = pipeline.load(
         config,
         eval_batch_size=eval_batch_size,
@@ -104,7 +104,7 @@ def _train(config: ml_collections.ConfigDict, folders: Folders) -> dict[str, Any
         stack.enter_context(jax.set_mesh(mesh))
         rows, seconds = _loop(stack, config, folders, program, inputs, eval_batch_size)
     results = _results(config, program, inputs, rows, seconds)
-    if jax.process_index() == 0:  # Of the hosts it alone writes.
+    if jax.process_index() == 0:  # Only the first host writes.
         folders.check_workdir()
         log.finish(folders.workdir, results)
     return results
