@@ -14,7 +14,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 PACKAGES = (
     "simrf_jax/projections",
     "simrf_jax/theory",
-    "experiments",
+    "experiments/harness",
+    "experiments/vit",
 )
 
 # Words that open a fragment of a sentence.

@@ -57,7 +57,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       workdir: Folder; one that holds a stopped run of the same config is gone on with.
 
     Returns:
-      Content of ``results.json``, ratios of mean squared errors to those of iid rows.
+      What it writes to ``results.json``, ratios of mean squared errors to those of iid rows.
 
     Raises:
       UserError: If ``check`` refuses the config, or the folder cannot be written or holds a run of
@@ -78,7 +78,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def _blocks(dim: int, distance: float, num_features: int) -> dict[str, Any]:
-    """Computes ratios against the number of features at one distance, and against the distance."""
+    """Ratios against the number of features at one distance, and against the distance."""
     sizes = list(range(2, 4 * dim + 1))
     against_size = {
         name: [float(theory.mse_ratio(distance, m, dim, **options)) for m in sizes]
@@ -100,7 +100,7 @@ def _blocks(dim: int, distance: float, num_features: int) -> dict[str, Any]:
 
 
 def _plus(dim: int, config: ml_collections.ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
-    """Draws trials of SimRFs+ with as many features as dimensions, beside SimRFs in closed form."""
+    """Trials of SimRFs+ with as many features as dimensions, beside the closed form of SimRFs."""
     distances = config.plus.distances
     draw = functools.partial(
         trials.draw_errors,
@@ -126,7 +126,7 @@ def _plus(dim: int, config: ml_collections.ConfigDict, pieces: resumable.Pieces)
 
 
 def _maps(dim: int) -> dict[str, Any]:
-    """Computes ratios of each feature map with as many features as dimensions, by distance."""
+    """Ratios of each feature map with as many features as dimensions, against its distance."""
     results: dict[str, Any] = {"distances": DISTANCES.tolist()}
     for features in FEATURES:
         results[features] = {
@@ -147,7 +147,7 @@ def _maps(dim: int) -> dict[str, Any]:
 
 
 def report(results: dict[str, Any]) -> str:
-    """Makes the tables of BEYOND.md."""
+    """The tables of BEYOND.md."""
     return "\n\n".join(
         [
             _blocks_table(results["blocks"]),

@@ -110,7 +110,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       workdir: Folder; one that holds a stopped run of the same config is gone on with.
 
     Returns:
-      Content of ``results.json``: the text, and for each attention the validation losses in
+      What it writes to ``results.json``: the text, and for each attention the validation losses in
       nats, seconds and a sample.
 
     Raises:
@@ -166,6 +166,6 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def report(results: dict[str, Any]) -> str:
-    """Makes the table, and says what the far field adds to the near one, and for which text."""
+    """The table, what the far field adds to the near one, and the text that it is about."""
     lines = [summary.table(results), summary.comparison(results), summary.describe_text(results)]
     return "\n\n".join(lines)

@@ -21,7 +21,7 @@ class Text(NamedTuple):
       train: ``[length]``, indices of characters.
       validation: ``[length]``, what follows it.
       alphabet: The characters, in order.
-      sha256: Digest of both parts.
+      sha256: Of both.
     """
 
     train: np.ndarray
@@ -31,7 +31,7 @@ class Text(NamedTuple):
 
 
 def load() -> Text:
-    """Loads the topics of ``help()`` in alphabetical order: most of the language reference.
+    """The topics of ``help()`` in alphabetical order: most of the language reference.
 
     Only printable ASCII is kept. Topics share paragraphs, of which the first is kept, so that none
     is in both parts.
@@ -44,7 +44,7 @@ def load() -> Text:
 
 
 def split(text: str) -> Text:
-    """Returns a text as numbers, its last tenth for validation."""
+    """A text as numbers, its last tenth for validation."""
     alphabet = "".join(sorted(set(text)))
     indices = encode(text, alphabet)
     train, validation = np.split(indices, [len(indices) - int(len(indices) * VALIDATION)])
@@ -52,7 +52,7 @@ def split(text: str) -> Text:
 
 
 def encode(text: str, alphabet: str) -> np.ndarray:
-    """Returns the indices of characters in their alphabet.
+    """Indices of characters in their alphabet.
 
     Raises:
       ValueError: If a character is not in it.
@@ -64,21 +64,21 @@ def encode(text: str, alphabet: str) -> np.ndarray:
 
 
 def decode(indices: np.ndarray, alphabet: str) -> str:
-    """Returns the characters of indices."""
+    """Characters of indices."""
     return "".join(alphabet[index] for index in indices)
 
 
 def train_batch(
     indices: np.ndarray, *, batch_size: int, context: int, seed: int, step: int
 ) -> np.ndarray:
-    """Draws windows from anywhere, ``[batch_size, context + 1]``, given (seed, step)."""
+    """Windows from anywhere, ``[batch_size, context + 1]``: a function of (seed, step)."""
     rng = np.random.default_rng((seed, step))
     starts = rng.integers(0, len(indices) - context, batch_size)
     return indices[starts[:, None] + np.arange(context + 1)]
 
 
 def windows(indices: np.ndarray, context: int) -> np.ndarray:
-    """Cuts windows side by side, ``[count, context + 1]``; each target is in one of them only.
+    """Windows side by side, ``[count, context + 1]``; each target is in one of them only.
 
     Too few characters for a window at the end are left out.
     """

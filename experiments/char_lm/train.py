@@ -102,11 +102,11 @@ def train(
     """Trains, and samples from what came of it.
 
     Args:
-      program: Program of ``make_program``.
-      text: Text of ``corpus.load``.
+      program: As ``make_program`` makes it.
+      text: As ``text.load`` makes it.
       config: See ``char_lm.FIELDS``.
-      seed: Seed of parameters, projections, batches and the sample.
-      name: Name of the run in the progress bar and in errors.
+      seed: Of everything random: parameters, projections, batches and the sample.
+      name: What the progress bar and errors call the run.
 
     Returns:
       Validation losses in nats, ``[num_steps // eval_interval]``, and the sampled characters,

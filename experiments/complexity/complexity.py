@@ -70,7 +70,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def fit_exponent(dims: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
-    """Fits p of values = c d^p by least squares of logarithms, with its standard error.
+    """The exponent p of values = c d^p by least squares of logarithms, and its standard error.
 
     Example:
       >>> slope, error = fit_exponent([2, 4, 8], [12.0, 48.0, 192.0])
@@ -89,7 +89,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       workdir: Folder; one that holds a stopped run of the same config is gone on with.
 
     Returns:
-      Content of ``results.json``: ``curves``, for each mechanism a list over dimensions of
+      What it writes to ``results.json``: ``curves``, for each mechanism a list over dimensions of
       the quartiles of times in milliseconds and of bytes; ``ratios`` of the times to draw, run by
       run; and ``exponents``.
 
@@ -152,7 +152,7 @@ def _quartiles(values: np.ndarray) -> list[float]:
 
 
 def _summary(dim: int, measured: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Measures one point of a mechanism's curves."""
+    """One point of a mechanism's curves."""
     medians = {quantity: _quartiles(measured[quantity]) for quantity in TIMES}
     memory = zip(MEMORIES, measured["memory"], strict=True)
     return {
@@ -164,7 +164,7 @@ def _summary(dim: int, measured: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _exponents(name: str, points: list[dict[str, Any]]) -> dict[str, Any]:
-    """Fits medians of times and of bytes; times of fast forms are first divided by log d."""
+    """Of the medians of times and of bytes; times of fast forms are first divided by log d."""
     dims = [point["dim"] for point in points]
     logs = np.log(dims) if name in FAST else np.ones(len(dims))
     fits: dict[str, Any] = {"first_dim": dims[0], "last_dim": dims[-1], "ms": {}, "bytes": {}}

@@ -42,9 +42,9 @@ def measure(
     """Compiles, then measures the mechanisms in turn, each quantity by itself.
 
     Args:
-      names: Names from ``MATRICES`` and ``FAST``.
+      names: Of ``MATRICES`` and ``FAST``.
       dim: d, for as many features.
-      num_vectors: Vectors in the batch.
+      num_vectors: Of the batch.
       rounds: Calls of each, if ``seconds`` suffice.
       seconds: For each of ``TIMES``; see ``timing.alternate``.
 
@@ -76,7 +76,7 @@ def measure(
 
 
 def held_bytes(projection: simrf_jax.projections.Projection) -> int:
-    """Counts the bytes of a projection."""
+    """Bytes of a projection."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(projection))
 
 

@@ -17,7 +17,7 @@ PAPER_SPACE = {"": ["O(d^2)"] * 3, "fast_": ["O(d)", "O(d)", "O(d^2)"]}
 
 
 def label(name: str) -> str:
-    """Returns the paper's name of a mechanism.
+    """The paper's name of a mechanism.
 
     Example:
       >>> label("simplex"), label("fast_orthogonal")
@@ -28,13 +28,13 @@ def label(name: str) -> str:
 
 
 def report(results: dict[str, Any]) -> str:
-    """Makes all tables, as they stand in the README."""
+    """All tables, as they stand in the README."""
     tables = (table_1, exponents, draws, ratios, applies, memory, crossings)
     return "\n\n".join(table(results) for table in tables)
 
 
 def table_1(results: dict[str, Any]) -> str:
-    """Makes a table of the paper's orders beside the exponents of drawing and applying."""
+    """The paper's orders beside the exponents of drawing and applying to one vector."""
     rows = []
     for prefix, form in (("", "regular"), ("fast_", "fast")):
         fits = [results["exponents"][prefix + coupling] for coupling in COUPLINGS]
@@ -50,7 +50,7 @@ def table_1(results: dict[str, Any]) -> str:
 
 
 def exponents(results: dict[str, Any]) -> str:
-    """Makes a table of all exponents, with the dimensions to which they are fitted."""
+    """All exponents, with the dimensions to which they are fitted."""
     rows = []
     for name in NAMES:
         fit = results["exponents"][name]
@@ -65,7 +65,7 @@ def exponents(results: dict[str, Any]) -> str:
 
 
 def draws(results: dict[str, Any]) -> str:
-    """Makes a table of milliseconds to draw, and of how often each was timed."""
+    """Milliseconds to draw, and how often each was timed."""
     rows = []
     for dim, here in _by_dim(results):
         medians = (_number(here[n]["ms"]["draw"][1]) if n in here else "" for n in NAMES)
@@ -75,7 +75,7 @@ def draws(results: dict[str, Any]) -> str:
 
 
 def ratios(results: dict[str, Any]) -> str:
-    """Makes a table of ratios of the times to draw: median and quartiles over the runs."""
+    """Ratios of the times to draw: median and quartiles over the runs."""
     rows = []
     for dim, _ in _by_dim(results):
         cells = []
@@ -88,7 +88,7 @@ def ratios(results: dict[str, Any]) -> str:
 
 
 def applies(results: dict[str, Any]) -> str:
-    """Makes a table of milliseconds to project one vector and the batch."""
+    """Milliseconds to project one vector and the batch."""
     names = ("simplex", *FAST)
     rows = []
     for dim, here in _by_dim(results):
@@ -103,7 +103,7 @@ def applies(results: dict[str, Any]) -> str:
 
 
 def memory(results: dict[str, Any]) -> str:
-    """Makes a table of the KiB that projections hold, and that drawing and applying takes."""
+    """KiB that projections hold, and that drawing and applying them takes."""
     names = ("orthogonal", "simplex", "simplex_plus", "fast_simplex")
     rows = []
     for dim, here in _by_dim(results):
@@ -118,7 +118,7 @@ def memory(results: dict[str, Any]) -> str:
 
 
 def crossings(results: dict[str, Any]) -> str:
-    """Says from which dimension on the fast form of SimRFs takes less time, quartiles apart."""
+    """From which dimension on the fast form of SimRFs takes less time, quartiles apart."""
     dense, fast = (results["curves"][name] for name in ("simplex", "fast_simplex"))
     whats = {
         "draw": "to draw",
@@ -138,7 +138,7 @@ def crossings(results: dict[str, Any]) -> str:
 
 
 def _by_dim(results: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields each dimension with the points of the mechanisms that are measured there."""
+    """Each dimension with the points of the mechanisms that are measured there."""
     for dim in [point["dim"] for point in results["curves"]["fast_simplex"]]:
         curves = results["curves"].items()
         yield dim, {name: p for name, points in curves for p in points if p["dim"] == dim}
@@ -149,5 +149,5 @@ def _power(fit: tuple[float, float]) -> str:
 
 
 def _number(value: float) -> str:
-    """Formats three digits, without an exponent."""
+    """Three digits, without an exponent."""
     return f"{float(f'{value:.3g}'):,.4g}" if value < 1000 else f"{value:,.0f}"

@@ -65,7 +65,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       workdir: Folder; one that holds a stopped run of the same config is gone on with.
 
     Returns:
-      Content of ``results.json``: ``single_draw`` of norms as ``optimisation.curves``,
+      What it writes to ``results.json``: ``single_draw`` of norms as ``optimisation.curves``,
       ``many_draws`` as ``optimisation.summary``, ``densities`` as ``densities.summary`` for each
       coupling.
 
@@ -106,7 +106,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def optima(norms: np.ndarray, v: float, pieces: resumable.Pieces) -> np.ndarray:
-    """Computes the least conformity of each draw of norms, by far the longest part of a run."""
+    """The least conformity of each draw of norms; by far the longest part of a run."""
     parts = []
     for start in tqdm.trange(0, len(norms), BATCH, unit=f" x {BATCH} optima"):
         batch = functools.partial(optimisation.optimum, norms[start : start + BATCH], v)
@@ -115,7 +115,7 @@ def optima(norms: np.ndarray, v: float, pieces: resumable.Pieces) -> np.ndarray:
 
 
 def report(results: dict[str, Any]) -> str:
-    """Makes the table of conformities, and of the part of the possible gain that SimRF+ has."""
+    """The table of conformities, and the part of the possible gain that SimRF+ has."""
     single, many, drawn = (results[k] for k in ("single_draw", "many_draws", "densities"))
     rows: list[list[object]] = []
     for name in (*densities.COUPLINGS, "simplex_plus_from_iid", "optimised"):

@@ -49,7 +49,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def draw_points(config: ml_collections.ConfigDict) -> jax.Array:
-    """Draws the data, ``[num_points, dim]``."""
+    """The data, ``[num_points, dim]``."""
     key = jax.random.fold_in(jax.random.key(config.seed), POINTS)
     return config.scale * jax.random.normal(key, (config.num_points, config.dim))
 
@@ -58,7 +58,7 @@ def draw_points(config: ml_collections.ConfigDict) -> jax.Array:
 def squared_errors(
     keys: jax.Array, x: jax.Array, num_features: int, coupling: Coupling
 ) -> jax.Array:
-    """Computes the squared Frobenius error over the number of entries, for each key."""
+    """Squared Frobenius error over the number of entries, for each key."""
     exact = simrf_jax.gaussian_kernel(x, x)
 
     def one(key: jax.Array) -> jax.Array:
@@ -71,7 +71,7 @@ def squared_errors(
 
 
 def expected_error(x: np.ndarray, num_features: int, coupling: ClosedFormCoupling) -> float:
-    """Computes the same mean in closed form; the diagonal is a part of it."""
+    """The closed form of the same mean, of which the diagonal is a part."""
     mse = theory.kernel_mse(x[:, None], x[None], num_features, coupling=coupling)
     return float(mse.mean())
 
@@ -84,7 +84,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       workdir: Folder; one that holds a stopped run of the same config is gone on with.
 
     Returns:
-      Content of ``results.json``: for each coupling a list over the sizes of the mean error,
+      What it writes to ``results.json``: for each coupling a list over the sizes of the mean error,
       its standard error and, where there is one, its closed form.
 
     Raises:
@@ -136,7 +136,7 @@ def _summary(errors: np.ndarray, x: np.ndarray, size: int, coupling: Coupling) -
 
 
 def report(results: dict[str, Any]) -> str:
-    """Makes the table of mean errors and their standard errors."""
+    """The table of mean errors and their standard errors."""
     rows: list[list[object]] = []
     for number, size in enumerate(results["num_features"]):
         curve = [results[coupling][number] for coupling in COUPLINGS]
@@ -145,7 +145,7 @@ def report(results: dict[str, Any]) -> str:
 
 
 def draw_figure(results: dict[str, Any], dim: int) -> matplotlib.figure.Figure:
-    """Draws Fig. 7: error against features, both logarithmic; closed forms as lines."""
+    """Fig. 7: error against features, both logarithmic; closed forms as lines."""
     figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
     axes = figure.subplots()
     multiples = np.array(results["num_features"]) / dim

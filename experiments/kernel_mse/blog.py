@@ -46,7 +46,7 @@ POST_UP_TO = 192  # Features.
 
 
 def tasks(config: ml_collections.ConfigDict) -> resumable.Tasks:
-    """Lists all cases at one number of features each, and attention that looks at no key."""
+    """All cases at one number of features each, and attention that looks at no key."""
     seed, options = config.seed, config.attention
     sizes: resumable.Tasks = {
         f"attention-{size}": functools.partial(_errors_at, seed, options, size)
@@ -61,7 +61,7 @@ def _sample_keys(seed: int, options: ml_collections.ConfigDict) -> list[jax.Arra
 
 
 def _errors_at(seed: int, options: ml_collections.ConfigDict, size: int) -> np.ndarray:
-    """Computes errors ``[cases, samples]``; a sample has the same inputs everywhere, scaled."""
+    """``[cases, samples]``; a sample has the same inputs, but for their scale, everywhere."""
 
     def error(key: jax.Array, curve: Curve, panel: Panel) -> float:
         inputs = attention.draw_inputs(key, options.length, options.dim, panel.scale)
@@ -75,7 +75,7 @@ def _errors_at(seed: int, options: ml_collections.ConfigDict, size: int) -> np.n
 
 
 def _uniform_errors(seed: int, options: ml_collections.ConfigDict) -> np.ndarray:
-    """Computes errors ``[scales, samples]`` of attention that looks at no key."""
+    """``[scales, samples]``."""
 
     def error(key: jax.Array, scale: float) -> float:
         inputs = attention.draw_inputs(key, options.length, options.dim, scale)
@@ -87,7 +87,7 @@ def _uniform_errors(seed: int, options: ml_collections.ConfigDict) -> np.ndarray
 
 
 def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Returns for each figure a list of panels, for each panel one of curves over the sizes."""
+    """For each figure a list of panels, for each panel one of curves over the sizes."""
     sizes = list(config.attention.num_features)
     errors = np.stack([pieces[f"attention-{size}"] for size in sizes], axis=1)
     of_case = {case: _spread(e) for case, e in zip(CASES, errors, strict=True)}
@@ -104,7 +104,7 @@ def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) ->
 
 
 def _spread(errors: np.ndarray) -> dict[str, list[float]]:
-    """Summarizes errors ``[sizes, samples]``; the standard deviation is the sample's, as there."""
+    """Of errors ``[sizes, samples]``; the standard deviation is the post's, of the sample."""
     return {
         "mean": errors.mean(axis=1).tolist(),
         "standard_deviation": errors.std(axis=1).tolist(),
@@ -114,7 +114,7 @@ def _spread(errors: np.ndarray) -> dict[str, list[float]]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Makes a table of mean (standard deviation) and median at the post's last size and at ours."""
+    """Mean (standard deviation), median at the end of the post's axis and at the end of ours."""
     sizes = results["num_features"]
     shown = [i for i, size in enumerate(sizes) if size in (POST_UP_TO, sizes[-1])]
     rows: list[list[object]] = []
@@ -132,7 +132,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
-    """Draws the post's figures, mean and standard deviation, with the medians as dots."""
+    """As the post draws them, mean and standard deviation; with the medians as dots."""
     return {name: _draw_figure(results, name) for name in FIGURES}
 
 

@@ -55,7 +55,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       workdir: Folder; one that holds a stopped run of the same config is gone on with.
 
     Returns:
-      Content of ``results.json``: ``{"ratio": ..., "gap": ..., "attention": ...}``, the
+      What it writes to ``results.json``: ``{"ratio": ..., "gap": ..., "attention": ...}``, the
       summaries of the three parts.
 
     Raises:
@@ -77,5 +77,5 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def report(results: dict[str, Any]) -> str:
-    """Makes the tables of the three parts."""
+    """The tables of the three parts."""
     return "\n\n".join(part.table(results[name]) for name, part in PARTS.items())

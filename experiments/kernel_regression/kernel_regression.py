@@ -62,7 +62,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       workdir: Folder; one that holds a stopped run of the same config is gone on with.
 
     Returns:
-      Content of ``results.json``: for each part and data set the mean accuracies with their
+      What it writes to ``results.json``: for each part and data set the mean accuracies with their
       standard errors; for each part the seconds that it took.
 
     Raises:
@@ -88,7 +88,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def report(results: dict[str, Any]) -> str:
-    """Makes the paper's tables with ours beside them, the paired tests, and the times."""
+    """The paper's tables with ours beside them, the paired tests, and the time of each part."""
     lines = [f"{part}: {seconds:.0f} seconds" for part, seconds in results["seconds"].items()]
     if "tables" in results:
         lines = [*tables.all_tables(results["tables"]), *lines]
@@ -159,7 +159,7 @@ def _curves(
 def _search(
     name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, Any]:
-    """Computes accuracy against sigma, on held-out training rows and on the test set."""
+    """Accuracy against sigma, on held-out training rows and, as published, on the test set."""
     sigmas = np.geomspace(0.1, 2, config.num_sigmas)
     dim = split.train.shape[1]
 
@@ -186,5 +186,5 @@ def _search(
 
 
 def _keys(config: ml_collections.ConfigDict, trials: int) -> jax.Array:
-    """Returns the PRNG keys of the trials, the same for all methods, which pairs their trials."""
+    """The same for all methods, whose trials are paired so."""
     return jax.random.split(jax.random.key(config.seed), trials)

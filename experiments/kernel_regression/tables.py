@@ -23,7 +23,7 @@ LABELS = style.LABELS | {"fast_orthogonal": "fast ORFs", "fast_simplex": "fast S
 
 
 def all_tables(results: dict[str, Any]) -> list[str]:
-    """Makes Tables 2 and 3, and the paired tests of each."""
+    """Tables 2 and 3, and the paired tests of each."""
     printed = {"table_2": paper.TABLE_2, "table_3": paper.TABLE_3}
     texts = [sizes(results)]
     for name, published in printed.items():
@@ -32,7 +32,7 @@ def all_tables(results: dict[str, Any]) -> list[str]:
 
 
 def sizes(results: dict[str, Any]) -> str:
-    """Makes a table of the data sets, with the accuracy of the exact kernel."""
+    """What the data sets are, and the accuracy of the exact kernel."""
     header = ["data set", "rows to train", "to test", "d", "v, paper", "v, ours", "exact kernel"]
     rows = [
         [
@@ -50,7 +50,7 @@ def sizes(results: dict[str, Any]) -> str:
 
 
 def sigmas(results: dict[str, Any]) -> str:
-    """Says at which sigma each curve of Fig. 10 has its maximum."""
+    """Where the curves of Fig. 10 have their maxima."""
     header = ["data set", "published", "validation, IIDRFs", "test, IIDRFs", "validation, exact"]
     rows = [
         [
@@ -66,7 +66,7 @@ def sigmas(results: dict[str, Any]) -> str:
 
 
 def gains(results: dict[str, Any]) -> str:
-    """Makes a table of the gains of SimRFs over ORFs in Fig. 8, by paired trials."""
+    """What SimRFs gain over ORFs in Fig. 8, by paired trials, with z-scores."""
     multiples = next(iter(results.values()))["multiples"]
     rows = []
     for name, row in results.items():
@@ -76,7 +76,7 @@ def gains(results: dict[str, Any]) -> str:
 
 
 def _accuracies(results: dict[str, Any], table: str, published: dict[str, Any]) -> str:
-    """Makes a table of the paper's entries: paper / ours / distance in standard errors."""
+    """Where the paper has an entry: paper / ours / how many standard errors apart."""
     methods = list(next(iter(results.values()))[table])
     rows: list[list[object]] = []
     for name, row in results.items():
@@ -93,7 +93,7 @@ def _accuracies(results: dict[str, Any], table: str, published: dict[str, Any]) 
 
 
 def _paired(results: dict[str, Any], table: str) -> str:
-    """Makes a table of mean differences of paired trials, with their z-scores."""
+    """Mean differences of paired trials, with their z-scores."""
     header = [f"{LABELS[better]} - {LABELS[worse]}" for better, worse in PAIRS[table]]
     rows: list[list[object]] = []
     for name, row in results.items():
@@ -109,5 +109,5 @@ def _score(gain: paper.Entry) -> str:
 
 
 def _entry(entry: paper.Entry) -> str:
-    """Formats a number as 0.1421(2), with the standard error in units of the last digit."""
+    """0.1421(2): the standard error in units of the last digit."""
     return f"{entry.mean:.4f}({1e4 * entry.standard_error:.0f})"
