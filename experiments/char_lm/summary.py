@@ -33,7 +33,7 @@ def bits(results: dict[str, Any], attention: str) -> np.ndarray:
 
 
 def gap_closed(results: dict[str, Any], attention: str) -> trials.Estimate:
-    """(far - this) / (far - softmax) at the end of training, over paired seeds."""
+    """Returns (far - this) / (far - softmax) at the end of training, over paired seeds."""
     far, ours, softmax = (bits(results, name)[:, -1] for name in ("far", attention, "softmax"))
     return trials.ratio(far - ours, far - softmax)
 

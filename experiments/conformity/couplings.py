@@ -34,7 +34,7 @@ def draw(key: jax.Array, dim: int, coupling: Coupling) -> np.ndarray:
 
 
 def angles(rows: np.ndarray) -> list[float]:
-    """Angles between all pairs of rows, in degrees."""
+    """Returns the angles between all pairs of rows, in degrees."""
     s = rows / np.linalg.norm(rows, axis=-1, keepdims=True)
     cosines = [a @ b for a, b in itertools.combinations(s, 2)]
     return np.degrees(np.arccos(np.clip(cosines, -1, 1))).tolist()

@@ -28,7 +28,7 @@ def draw_norms(key: jax.Array, num_draws: int, dim: int) -> np.ndarray:
 
 
 def draw_directions(key: jax.Array, num_draws: int, dim: int) -> np.ndarray:
-    """Iid directions, ``[num_draws, dim, dim]``."""
+    """Draws iid directions, ``[num_draws, dim, dim]``."""
     key = jax.random.fold_in(key, DIRECTIONS)
     gaussian = jax.random.normal(key, (num_draws, dim, dim))
     return np.asarray(gaussian / jnp.linalg.norm(gaussian, axis=-1, keepdims=True), np.float64)

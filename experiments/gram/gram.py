@@ -49,7 +49,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def draw_points(config: ml_collections.ConfigDict) -> jax.Array:
-    """The data, ``[num_points, dim]``."""
+    """Draws the data, ``[num_points, dim]``."""
     key = jax.random.fold_in(jax.random.key(config.seed), POINTS)
     return config.scale * jax.random.normal(key, (config.num_points, config.dim))
 

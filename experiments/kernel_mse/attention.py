@@ -36,7 +36,7 @@ class Panel(NamedTuple):
 
 
 def draw_inputs(key: jax.Array, length: int, dim: int, scale: float) -> jax.Array:
-    """Queries, keys and values, ``[3, length, dim]`` in float64."""
+    """Draws queries, keys and values, ``[3, length, dim]`` in float64."""
     key = jax.random.fold_in(key, INPUTS)
     return scale * jax.random.normal(key, (3, length, dim), jnp.float64)
 

@@ -14,7 +14,7 @@ CURVES = ("iid", "orthogonal", "simplex")
 
 
 def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
-    """The figures of those parts that ran, by file name."""
+    """Draws the figures of those parts that ran, by file name."""
     figures = {}
     if "curves" in results:
         figures["accuracy"] = draw_curves(results["curves"])
