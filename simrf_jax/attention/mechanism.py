@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Protocol, SupportsIndex, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real, Shaped
 
@@ -51,20 +52,20 @@ class Mechanism(Protocol[State]):
         mask: Bool[ArrayLike, " ..."] | None = None,
         bias: Float[ArrayLike, " ..."] | None = None,
         scale: Real[ArrayLike, ""] | None = None,
-        is_causal: bool = False,
+        is_causal: bool | np.bool_ = False,
         query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
         key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-        segment_ids: Integer[ArrayLike, "*batch T"] | None = None,
+        segment_ids: Integer[ArrayLike, "... T"] | None = None,
     ) -> Float[Array, "*batch T N D"]:
         """Attends to all tokens at once; returns ``[..., T, N, D]``."""
 
     def init(
         self,
         *,
-        batch: tuple[int, ...] = (),
-        num_key_heads: int,
-        head_dim: int,
-        value_dim: int,
+        batch: Sequence[SupportsIndex] = (),
+        num_key_heads: SupportsIndex,
+        head_dim: SupportsIndex,
+        value_dim: SupportsIndex,
         dtype: DTypeLike = jnp.float32,
     ) -> State:
         """Returns the state before the first token."""
@@ -87,10 +88,10 @@ class Mechanism(Protocol[State]):
 
 def no_tokens(
     *,
-    batch: tuple[int, ...],
-    num_key_heads: int,
-    head_dim: int,
-    value_dim: int,
+    batch: Sequence[SupportsIndex],
+    num_key_heads: SupportsIndex,
+    head_dim: SupportsIndex,
+    value_dim: SupportsIndex,
     dtype: DTypeLike,
 ) -> Arguments:
     """Returns tokens of length 0, from which a mechanism makes its first state.
@@ -101,10 +102,10 @@ def no_tokens(
     """
     sizes = {"num_key_heads": num_key_heads, "head_dim": head_dim, "value_dim": value_dim}
     heads, dim, width = (checks.positive_int(name, size) for name, size in sizes.items())
-    batch = checks.lead_shape("batch", batch)
+    lead = checks.lead_shape("batch", batch)
     dtype = checks.floating_dtype("dtype", dtype)
-    key = jnp.zeros((*batch, 0, heads, dim), dtype)
-    return Arguments(key, key, jnp.zeros((*batch, 0, heads, width), dtype))
+    key = jnp.zeros((*lead, 0, heads, dim), dtype)
+    return Arguments(key, key, jnp.zeros((*lead, 0, heads, width), dtype))
 
 
 def new_tokens(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+from typing import SupportsIndex
 
 import jax
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from simrf_jax import checks
@@ -19,15 +21,15 @@ def banded_attention(
     key: Float[ArrayLike, "*batch S K H"],
     value: Float[ArrayLike, "*batch S K D"],
     *,
-    bandwidth: int,
+    bandwidth: SupportsIndex,
     mask: Bool[ArrayLike, " ..."] | None = None,
     bias: Float[ArrayLike, " ..."] | None = None,
     scale: Real[ArrayLike, ""] | None = None,
-    is_causal: bool = False,
+    is_causal: bool | np.bool_ = False,
     query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
     key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-    segment_ids: Integer[ArrayLike, "*batch T"] | None = None,
-    block_size: int | None = None,
+    segment_ids: Integer[ArrayLike, "... T"] | None = None,
+    block_size: SupportsIndex | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
 ) -> Float[Array, "*batch T N D"]:
     r"""Returns softmax attention to the keys at most ``bandwidth`` positions away.

@@ -57,7 +57,7 @@ def attend_over_devices(
 @jax.named_scope("exchange_halo")
 def with_halo(
     inputs: Inputs,
-    segment_ids: Integer[Array, "*batch T"] | None,
+    segment_ids: Integer[Array, "... T"] | None,
     axes: Axes,
     *,
     bandwidth: int,

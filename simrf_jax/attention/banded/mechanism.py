@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
@@ -71,8 +73,8 @@ class Band:
       True
     """
 
-    bandwidth: int
-    block_size: int | None = None
+    bandwidth: SupportsIndex
+    block_size: SupportsIndex | None = None
     sequence_axis: str | tuple[str, ...] | None = None
 
     def attend(
@@ -84,10 +86,10 @@ class Band:
         mask: Bool[ArrayLike, " ..."] | None = None,
         bias: Float[ArrayLike, " ..."] | None = None,
         scale: Real[ArrayLike, ""] | None = None,
-        is_causal: bool = False,
+        is_causal: bool | np.bool_ = False,
         query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
         key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-        segment_ids: Integer[ArrayLike, "*batch T"] | None = None,
+        segment_ids: Integer[ArrayLike, "... T"] | None = None,
     ) -> Float[Array, "*batch T N D"]:
         """Returns ``banded_attention`` of all tokens; see there for the arguments."""
         return banded_attention(
@@ -109,10 +111,10 @@ class Band:
     def init(
         self,
         *,
-        batch: tuple[int, ...] = (),
-        num_key_heads: int,
-        head_dim: int,
-        value_dim: int,
+        batch: Sequence[SupportsIndex] = (),
+        num_key_heads: SupportsIndex,
+        head_dim: SupportsIndex,
+        value_dim: SupportsIndex,
         dtype: DTypeLike = jnp.float32,
     ) -> Window:
         """Returns the window before the first token.

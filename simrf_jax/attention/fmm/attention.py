@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import SupportsIndex, TypeAlias
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from simrf_jax import checks
@@ -15,7 +16,11 @@ from simrf_jax.features import FeatureMapLike
 from simrf_jax.projections import Projection
 
 # Weights of fields and heads, which may be nested tuples or lists of numbers.
-Weights: TypeAlias = Real[ArrayLike, "..."] | Sequence[float] | Sequence[Sequence[float]]
+Weights: TypeAlias = (
+    Real[ArrayLike, "..."]
+    | Sequence[Real[ArrayLike, "..."]]
+    | Sequence[Sequence[Real[ArrayLike, ""]]]
+)
 
 
 def fmm_attention(
@@ -24,19 +29,19 @@ def fmm_attention(
     value: Float[ArrayLike, "*batch S K D"],
     projections: Sequence[Projection | None],
     *,
-    bandwidth: int,
+    bandwidth: SupportsIndex,
     near_weight: Weights = 1.0,
     far_weights: Weights = 1.0,
     feature_maps: Sequence[FeatureMapLike] = ("positive",),
     mask: Bool[ArrayLike, " ..."] | None = None,
     bias: Float[ArrayLike, " ..."] | None = None,
     scale: Real[ArrayLike, ""] | None = None,
-    is_causal: bool = False,
+    is_causal: bool | np.bool_ = False,
     query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
     key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-    segment_ids: Integer[ArrayLike, "*batch T"] | None = None,
-    chunk_size: int | None = None,
-    block_size: int | None = None,
+    segment_ids: Integer[ArrayLike, "... T"] | None = None,
+    chunk_size: SupportsIndex | None = None,
+    block_size: SupportsIndex | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
 ) -> Float[Array, "*batch T N D"]:
     r"""Returns exact attention to nearby keys plus random-feature attention to all keys.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
@@ -77,10 +79,10 @@ class Blend:
         mask: Bool[ArrayLike, " ..."] | None = None,
         bias: Float[ArrayLike, " ..."] | None = None,
         scale: Real[ArrayLike, ""] | None = None,
-        is_causal: bool = False,
+        is_causal: bool | np.bool_ = False,
         query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
         key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-        segment_ids: Integer[ArrayLike, "*batch T"] | None = None,
+        segment_ids: Integer[ArrayLike, "... T"] | None = None,
     ) -> Float[Array, "*batch T N D"]:
         """Returns ``fmm_attention`` of all tokens; see there for the arguments."""
         near, *far = (
@@ -103,10 +105,10 @@ class Blend:
     def init(
         self,
         *,
-        batch: tuple[int, ...] = (),
-        num_key_heads: int,
-        head_dim: int,
-        value_dim: int,
+        batch: Sequence[SupportsIndex] = (),
+        num_key_heads: SupportsIndex,
+        head_dim: SupportsIndex,
+        value_dim: SupportsIndex,
         dtype: DTypeLike = jnp.float32,
     ) -> BlendState:
         """Returns the state before the first token; see ``RandomFeatures.init``."""

@@ -52,7 +52,7 @@ def attention_matrix(
     mask: Bool[ArrayLike, " ..."] | None = None,
     bias: Float[ArrayLike, " ..."] | None = None,
     scale: Real[ArrayLike, ""] | None = None,
-    is_causal: bool = False,
+    is_causal: bool | np.bool_ = False,
     query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
     key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
 ) -> Float[Array, "*batch N T S"]:
@@ -125,7 +125,7 @@ def attention_report(
     mask: Bool[ArrayLike, " ..."] | None = None,
     bias: Float[ArrayLike, " ..."] | None = None,
     scale: Real[ArrayLike, ""] | None = None,
-    is_causal: bool = False,
+    is_causal: bool | np.bool_ = False,
     query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
     key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
 ) -> AttentionReport:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, SupportsIndex, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from simrf_jax import checks
@@ -40,12 +41,12 @@ def random_feature_attention(
     mask: Bool[ArrayLike, " ..."] | None = None,
     bias: Float[ArrayLike, " ..."] | None = None,
     scale: Real[ArrayLike, ""] | None = None,
-    is_causal: bool = False,
+    is_causal: bool | np.bool_ = False,
     query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
     key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
     implementation: Implementation | None = None,
-    segment_ids: Integer[ArrayLike, "*batch T"] | None = None,
-    chunk_size: int | None = None,
+    segment_ids: Integer[ArrayLike, "... T"] | None = None,
+    chunk_size: SupportsIndex | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
 ) -> Float[Array, "*batch T N D"]:
     r"""Returns softmax attention estimated by random features, in time linear in the length.

@@ -94,7 +94,7 @@ def merge_over(state: AttentionState, axes: Axes) -> AttentionState:
 def states_around(
     inputs: Inputs,
     features: HeadFeatures,
-    segment_ids: Integer[Array, "*batch T"] | None,
+    segment_ids: Integer[Array, "... T"] | None,
     axes: Axes,
     *,
     is_causal: bool,

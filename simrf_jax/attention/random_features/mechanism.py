@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
@@ -70,7 +73,7 @@ class RandomFeatures:
 
     projection: Projection | None
     feature_map: FeatureMapLike = "positive"
-    chunk_size: int | None = None
+    chunk_size: SupportsIndex | None = None
     sequence_axis: str | tuple[str, ...] | None = None
     implementation: Implementation | None = None
 
@@ -88,10 +91,10 @@ class RandomFeatures:
         mask: Bool[ArrayLike, " ..."] | None = None,
         bias: Float[ArrayLike, " ..."] | None = None,
         scale: Real[ArrayLike, ""] | None = None,
-        is_causal: bool = False,
+        is_causal: bool | np.bool_ = False,
         query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
         key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-        segment_ids: Integer[ArrayLike, "*batch T"] | None = None,
+        segment_ids: Integer[ArrayLike, "... T"] | None = None,
     ) -> Float[Array, "*batch T N D"]:
         """Returns ``random_feature_attention`` of all tokens; see there for the arguments."""
         in_order = is_causal or segment_ids is not None
@@ -116,10 +119,10 @@ class RandomFeatures:
     def init(
         self,
         *,
-        batch: tuple[int, ...] = (),
-        num_key_heads: int,
-        head_dim: int,
-        value_dim: int,
+        batch: Sequence[SupportsIndex] = (),
+        num_key_heads: SupportsIndex,
+        head_dim: SupportsIndex,
+        value_dim: SupportsIndex,
         dtype: DTypeLike = jnp.float32,
     ) -> AttentionState:
         """Returns the state before the first token.
