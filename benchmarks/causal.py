@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import simrf_jax
-from experiments import timing
+from experiments.harness import timing
 
 HEADS, DIM, NUM_FEATURES = 4, 64, 130
 LENGTHS = (4096, 16_384, 65_536)

@@ -14,9 +14,16 @@ from unittest import mock
 import jax
 import numpy as np
 
-from experiments import harness
-from experiments.vit import checkpoint, digest, program, sharding
+from experiments.harness import markdown
 from experiments.vit.configs import digits, imagenet2012
+from experiments.vit.training import (
+    checkpoint_contents,
+    checkpoint_manager,
+    digest,
+    orbax_output,
+    sharding,
+)
+from experiments.vit.training.train_step import build_program
 
 # Config, channels, classes and how often each is saved.
 STATES = {"digits": (digits, 1, 10, 20), "ViT-B/16": (imagenet2012, 3, 1000, 7)}
@@ -38,8 +45,8 @@ def random_state(state):
 
 def save_and_restore(config, state, folder):
     """Returns the seconds that training waits, until all is on disk, and to restore."""
-    progress = checkpoint.Progress([{"step": 1}], 0.0, {"step": 1})
-    with checkpoint.Checkpoints(folder, config, keep=1) as checkpoints:
+    progress = checkpoint_contents.Progress([{"step": 1}], 0.0, {"step": 1})
+    with checkpoint_manager.Checkpoints(folder, config, keep=1) as checkpoints:
         start = time.perf_counter()
         checkpoints.save(1, state, progress)
         waited = time.perf_counter() - start
@@ -48,7 +55,7 @@ def save_and_restore(config, state, folder):
     shapes = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
-    with checkpoint.Checkpoints(folder, config, keep=1) as checkpoints:
+    with checkpoint_manager.Checkpoints(folder, config, keep=1) as checkpoints:
         start = time.perf_counter()
         jax.block_until_ready(checkpoints.restore(shapes)[0])
         return waited, saved, time.perf_counter() - start
@@ -70,14 +77,14 @@ def measure(config, state, rounds):
 
 
 def main():
-    checkpoint.quiet()
+    orbax_output.quiet()
     mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
     rows, notes = [], []
     for name, (module, channels, classes, rounds) in STATES.items():
         config = module.get_config()
-        built = program.build(config, mesh, channels=channels, num_classes=classes)
+        built = build_program(config, mesh, channels=channels, num_classes=classes)
         state = random_state(built.state)
-        arrays = checkpoint._by_name(state)
+        arrays = checkpoint_contents.by_name(state)
         start = time.perf_counter()
         digests = digest.digests(arrays)
         first = time.perf_counter() - start
@@ -89,7 +96,7 @@ def main():
             cells = [f"{median:.3f} ({low:.3f} to {high:.3f})" for low, median, high in quartiles]
             rows.append([f"{name}, {len(arrays)} arrays, {size:.1f} MB", digested, *cells])
     header = ["state", "digests", "training waits, s", "all on disk, s", "restored, s"]
-    print(harness.markdown_table(header, rows))
+    print(markdown.table(header, rows))
     print("\n".join(notes))
 
 

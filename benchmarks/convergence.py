@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import simrf_jax
-from experiments import style
+from experiments.harness import style
 from simrf_jax import theory
 
 LENGTH, TRIALS = 256, 64

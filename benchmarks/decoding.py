@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import simrf_jax
-from experiments import timing
+from experiments.harness import timing
 from simrf_jax import RandomFeatures
 
 BATCH, HEADS, DIM, NUM_FEATURES = 8, 8, 64, 130

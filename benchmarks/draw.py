@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 import simrf_jax
-from experiments import timing
+from experiments.harness import timing
 
 HEADS, NUM_FEATURES, DIM, ROUNDS = 144, 130, 64, 30
 DRAWS = {

@@ -18,7 +18,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import simrf_jax
-from experiments import timing
+from experiments.harness import timing
 from simrf_jax.projections.hadamard import hadamard_transform
 
 DIMS = [64, 128, 256, 512, 1024, 2048, 4096, 8192]

@@ -13,7 +13,7 @@ import sys
 import jax
 import jax.numpy as jnp
 
-from experiments import timing
+from experiments.harness import timing
 from simrf_jax.projections.rotations import haar_rotation
 
 SIZES = [(16, 288), (64, 288), (512, 8)]  # (dim, number of rotations).

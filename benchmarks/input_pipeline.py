@@ -17,9 +17,9 @@ import numpy as np
 import PIL.Image
 import tensorflow_datasets as tfds
 
-from experiments import harness
-from experiments.vit import input as input_lib
+from experiments.harness import markdown
 from experiments.vit.configs import imagenet2012
+from experiments.vit.data import pipeline
 
 NUM_IMAGES, BATCH_SIZE, ROUNDS = 256, 64, 8
 QUALITY = 95  # Gives files of about the mean size of ImageNet, 113 KiB.
@@ -79,7 +79,7 @@ def images_per_second(data_dir: pathlib.Path, changes: dict) -> np.ndarray:
     config = imagenet2012.get_config()
     config.data_dir, config.batch_size = str(data_dir), BATCH_SIZE
     config.update_from_flattened_dict(changes)
-    inputs = input_lib.load(config, eval_batch_size=BATCH_SIZE)
+    inputs = pipeline.load(config, eval_batch_size=BATCH_SIZE)
     inputs.train_batch(0)
     speeds = []
     for step in range(ROUNDS):
@@ -99,7 +99,7 @@ def main():
             low, median, high = np.percentile(images_per_second(data_dir, changes), (25, 50, 75))
             rows.append((name, f"{median:.0f}", f"{low:.0f} to {high:.0f}"))
     print(f"{size / NUM_IMAGES / 1024:.0f} KiB an image")
-    print(harness.markdown_table(("augmentation", "images/s of one core", "quartiles"), rows))
+    print(markdown.table(("augmentation", "images/s of one core", "quartiles"), rows))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 import simrf_jax
-from experiments import timing
+from experiments.harness import timing
 
 LENGTHS = [256, 512, 1024, 2048, 4096, 16384, 65536]
 LONGEST_EXACT = 4096  # Longer sequences would need gigabytes of logits.

@@ -20,9 +20,10 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import flops, pods, tpu
-from experiments.vit import program, sharding
 from experiments.vit.configs import imagenet2012
-from experiments.vit.flops import train_flops
+from experiments.vit.metrics.flops import train_flops
+from experiments.vit.training import sharding
+from experiments.vit.training.train_step import build_program
 
 PODS = (
     "v3:4x4:dots:scanned",
@@ -43,7 +44,7 @@ def build(pod, attention):
     config.model.remat = pod.remat
     config.model.scan = pod.layers == "scanned"
     mesh = sharding.make_mesh(config.mesh, tpu.devices(pod.topology))
-    return config, program.build(config, mesh, channels=CHANNELS, num_classes=CLASSES)
+    return config, build_program(config, mesh, channels=CHANNELS, num_classes=CLASSES)
 
 
 def trace_step(config, built):

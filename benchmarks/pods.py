@@ -4,8 +4,8 @@ import math
 import re
 from typing import NamedTuple
 
-from experiments import harness
-from experiments.vit.flops import PEAK_FLOPS
+from experiments.harness import markdown
+from experiments.vit.metrics.flops import PEAK_FLOPS
 from simrf_jax.models.config import REMATS
 
 # A training run can be expected to reach a share of the peak between these two.
@@ -147,7 +147,7 @@ def step_table(rows):
                 f"{row['seconds']:.0f} s",
             )
         )
-    return harness.markdown_table(header, cells)
+    return markdown.table(header, cells)
 
 
 def redraw_table(rows):
@@ -170,7 +170,7 @@ def redraw_table(rows):
                 f"{simplex['seconds']:.0f} s, {orthogonal['seconds']:.0f} s",
             )
         )
-    return harness.markdown_table(header, cells)
+    return markdown.table(header, cells)
 
 
 def hours_table(rows, steps):
@@ -202,7 +202,7 @@ def hours_table(rows, steps):
         listed = [", ".join(column) for column in zip(*assumed, strict=True)]
         model = f"{row['model_flops'] / 1e15:.3f}"
         cells.append((", ".join(pod), row["attention"], pod.num_chips, model, *listed, *least))
-    return harness.markdown_table(header, cells)
+    return markdown.table(header, cells)
 
 
 def _steps(rows):

@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import pathlib
+import re
 
 import pytest
 
@@ -10,8 +11,22 @@ pytestmark = pytest.mark.fast
 ROOT = pathlib.Path(__file__).parents[1]
 TOP_FOLDERS = ("simrf_jax", "experiments", "benchmarks", "examples", "tests")
 
-# Modules of a package from the lowest to the highest. Each may import only those before it.
-ORDERED = {"simrf_jax.models": ("config", "transformer", "vit")}
+# Parts of a package, modules or packages themselves, from the lowest to the highest. The modules of
+# a part may import only that part and those before it.
+ORDERED = {
+    "simrf_jax.models": ("config", "transformer", "vit"),
+    "experiments.vit": (
+        "data",
+        "config",
+        "metrics",
+        "training",
+        "train",
+        "tools",
+        "main",
+        "configs",
+    ),
+}
+MOST_ENTRIES = 9  # Entries of experiments/vit beside its README and its figures.
 
 
 def module_files(root, folders):
@@ -69,11 +84,48 @@ def test_no_imports_form_a_circle(graph):
 
 @pytest.mark.parametrize("package", ORDERED)
 def test_modules_import_only_what_stands_below_them(graph, package):
-    ordered = [f"{package}.{name}" for name in ORDERED[package]]
-    assert {*ordered} == {name for name in graph if name.startswith(f"{package}.")}
-    for number, name in enumerate(ordered):
-        above = graph[name] & {package, *ordered[number:]}
+    order = ORDERED[package]
+    part_of = {
+        name: name.removeprefix(f"{package}.").partition(".")[0]
+        for name in graph
+        if name.startswith(f"{package}.")
+    }
+    assert {*part_of.values()} == {*order}
+    for name, part in part_of.items():
+        below = order[: order.index(part) + 1]
+        inside = graph[name] & {package, *part_of}
+        above = {other for other in inside if part_of.get(other) not in below}
         assert not above, f"{name} imports {above}"
+
+
+def test_experiments_import_nothing_of_each_other(graph):
+    for name in graph:
+        package, _, rest = name.partition(".")
+        if package == "experiments" and rest:
+            own = {"harness", rest.partition(".")[0]}
+            others = {other for other in graph[name] if other.startswith("experiments.")}
+            foreign = {other for other in others if other.split(".")[1] not in own}
+            assert not foreign, f"{name} imports {foreign}"
+
+
+def test_every_config_stands_alone(graph):
+    configs = {name for name in graph if ".configs." in name}
+    assert len(configs) > 10
+    for name in configs:
+        assert not graph[name] & configs, f"{name} starts from {graph[name] & configs}"
+
+
+def test_the_folder_of_the_trainer_is_short():
+    names = {path.name for path in (ROOT / "experiments" / "vit").iterdir()}
+    entries = names - {"README.md", "figures", "__pycache__"}
+    assert len(entries) <= MOST_ENTRIES, sorted(entries)
+
+
+@pytest.mark.parametrize("folder", TOP_FOLDERS)
+def test_no_module_has_to_be_imported_under_another_name(folder):
+    pattern = re.compile(r"^\s*(?:from \S+ )?import .*\bas \w+_lib\b", re.MULTILINE)
+    for path in module_files(ROOT, [folder]).values():
+        assert not pattern.search(path.read_text()), path
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ PACKAGES = (
     "simrf_jax/features",
     "simrf_jax/integrations",
     "simrf_jax/models",
+    "experiments",
 )
 
 # Words that open a fragment of a sentence.

@@ -9,7 +9,7 @@ import pytest
 
 from simrf_jax import checks, theory
 from simrf_jax.features.log_space import half_squared_norm
-from simrf_jax.projections import blocks, couplings, hadamard, rotations
+from simrf_jax.projections import couplings, hadamard, rotations, row_blocks
 from simrf_jax.theory import arguments
 from simrf_jax.theory.bessel import log_hyp0f1
 from tests import run_time_types
@@ -32,7 +32,7 @@ def test_a_wrong_name_is_found():
     with pytest.raises(
         jaxtyping.TypeCheckError, match=r"orthogonal_blocks(.|\n)*'regular', 'square'"
     ):
-        blocks.orthogonal_blocks(8, 4, "triangular")
+        row_blocks.orthogonal_blocks(8, 4, "triangular")
 
 
 def test_shapes_are_checked_under_transformations():

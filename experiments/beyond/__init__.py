@@ -1,1 +1,1 @@
-"""What the closed forms show that the paper does not: blocks, small distances, other maps."""
+"""Closed forms beyond the paper: row blocks, small distances, other feature maps."""

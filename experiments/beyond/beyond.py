@@ -10,8 +10,8 @@ import ml_collections
 import numpy as np
 import tqdm
 
-from experiments import harness, style, trials
 from experiments.beyond import figures
+from experiments.harness import config_fields, files, markdown, resumable, style, trials
 from simrf_jax import theory
 from simrf_jax.theory.mse import FEATURES
 
@@ -41,12 +41,12 @@ def check(config: ml_collections.ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = harness.check_fields(config, FIELDS)
-    harness.check_seed(values)
-    harness.check_least(values, {"blocks.dim": 2, "blocks.num_features": 2})
-    harness.check_least(values, {"plus.dims": 2, "plus.num_entries": 1, "maps.dims": 2})
-    harness.check_ascending(values, ["plus.dims", "plus.distances", "maps.dims"])
-    harness.check_distances(values, ["blocks.distance", "plus.distances"], most=MOST_DISTANCE)
+    values = config_fields.check_fields(config, FIELDS)
+    config_fields.check_seed(values)
+    config_fields.check_least(values, {"blocks.dim": 2, "blocks.num_features": 2})
+    config_fields.check_least(values, {"plus.dims": 2, "plus.num_entries": 1, "maps.dims": 2})
+    config_fields.check_ascending(values, ["plus.dims", "plus.distances", "maps.dims"])
+    config_fields.check_distances(values, ["blocks.distance", "plus.distances"], most=MOST_DISTANCE)
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
@@ -57,28 +57,28 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       workdir: Folder; one that holds a stopped run of the same config is gone on with.
 
     Returns:
-      What it writes to ``results.json``, ratios of mean squared errors to those of iid rows.
+      Content of ``results.json``, ratios of mean squared errors to those of iid rows.
 
     Raises:
       UserError: If ``check`` refuses the config, or the folder cannot be written or holds a run of
         another config.
     """
     check(config)
-    pieces = harness.Pieces(workdir, config)
+    pieces = resumable.Pieces(workdir, config)
     results = {
         "blocks": _blocks(**config.blocks),
         "plus": {str(dim): _plus(dim, config, pieces) for dim in tqdm.tqdm(config.plus.dims)},
         "maps": {str(dim): _maps(dim) for dim in config.maps.dims},
     }
-    harness.write_json(workdir / "results.json", results)
-    with harness.drawing(workdir):
+    files.write_json(workdir / "results.json", results)
+    with files.drawing(workdir):
         for name, figure in figures.draw(results).items():
-            harness.save_figure(workdir / f"{name}.png", figure)
+            files.save_figure(workdir / f"{name}.png", figure)
     return results
 
 
 def _blocks(dim: int, distance: float, num_features: int) -> dict[str, Any]:
-    """Ratios against the number of features at one distance, and against the distance."""
+    """Computes ratios against the number of features at one distance, and against the distance."""
     sizes = list(range(2, 4 * dim + 1))
     against_size = {
         name: [float(theory.mse_ratio(distance, m, dim, **options)) for m in sizes]
@@ -99,8 +99,8 @@ def _blocks(dim: int, distance: float, num_features: int) -> dict[str, Any]:
     }
 
 
-def _plus(dim: int, config: ml_collections.ConfigDict, pieces: harness.Pieces) -> dict[str, Any]:
-    """Trials of SimRFs+ with as many features as dimensions, beside the closed form of SimRFs."""
+def _plus(dim: int, config: ml_collections.ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
+    """Draws trials of SimRFs+ with as many features as dimensions, beside SimRFs in closed form."""
     distances = config.plus.distances
     draw = functools.partial(
         trials.draw_errors,
@@ -126,7 +126,7 @@ def _plus(dim: int, config: ml_collections.ConfigDict, pieces: harness.Pieces) -
 
 
 def _maps(dim: int) -> dict[str, Any]:
-    """Ratios of each feature map with as many features as dimensions, against its distance."""
+    """Computes ratios of each feature map with as many features as dimensions, by distance."""
     results: dict[str, Any] = {"distances": DISTANCES.tolist()}
     for features in FEATURES:
         results[features] = {
@@ -147,7 +147,7 @@ def _maps(dim: int) -> dict[str, Any]:
 
 
 def report(results: dict[str, Any]) -> str:
-    """The tables of BEYOND.md."""
+    """Makes the tables of BEYOND.md."""
     return "\n\n".join(
         [
             _blocks_table(results["blocks"]),
@@ -163,7 +163,7 @@ def _blocks_table(blocks: dict[str, Any]) -> str:
         [m, *(f"{blocks['against_size'][name][blocks['sizes'].index(m)]:.4f}" for name in BLOCKS)]
         for m in shown
     ]
-    return harness.markdown_table(["features", *(figures.BLOCK_LABELS[n] for n in BLOCKS)], rows)
+    return markdown.table(["features", *(figures.BLOCK_LABELS[n] for n in BLOCKS)], rows)
 
 
 def _plus_table(plus: dict[str, Any]) -> str:
@@ -176,7 +176,7 @@ def _plus_table(plus: dict[str, Any]) -> str:
             )
             rows.append([dim, v, f"{row['simplex_closed_form'][number]:.3g}", *found])
     header = ["d = m", "v", "SimRFs, closed form", "SimRFs, trials", "SimRFs+, trials"]
-    return harness.markdown_table(header, rows)
+    return markdown.table(header, rows)
 
 
 def _maps_table(maps: dict[str, Any]) -> str:
@@ -187,4 +187,4 @@ def _maps_table(maps: dict[str, Any]) -> str:
                 cells = (f"{value:.4f}" for value in (curve["limit"], *curve["samples"]))
                 rows.append([dim, features, style.LABELS[coupling], *cells])
     header = ["d = m", "features", "coupling", "limit at 0", *map("{:g}".format, SAMPLES)]
-    return harness.markdown_table(header, rows)
+    return markdown.table(header, rows)

@@ -2,9 +2,9 @@
 
 import pathlib
 
-from experiments import harness
 from experiments.beyond import beyond
+from experiments.harness import command_line
 
 if __name__ == "__main__":
     paper = pathlib.Path(__file__).parent / "configs" / "paper.py"
-    harness.launch(beyond, beyond.FIELDS, paper)
+    command_line.launch(beyond, beyond.FIELDS, paper)

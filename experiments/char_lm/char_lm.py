@@ -10,11 +10,10 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from experiments import harness
-from experiments.char_lm import summary, train
-from experiments.char_lm import text as text_lib
+from experiments.char_lm import corpus, summary, train
 from experiments.char_lm.model import ATTENTIONS
-from experiments.mistakes import UserError, user_mistakes
+from experiments.harness import config_fields, files, resumable
+from experiments.harness.mistakes import UserError, user_mistakes
 from simrf_jax.projections import COUPLINGS
 
 FIELDS: dict[str, type] = {
@@ -60,13 +59,13 @@ def check(config: ml_collections.ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = harness.check_fields(config, FIELDS)
-    harness.check_least(values, LEAST)
+    values = config_fields.check_fields(config, FIELDS)
+    config_fields.check_least(values, LEAST)
     for seed in config.seeds:
-        harness.check_seed({"seed": seed})
+        config_fields.check_seed({"seed": seed})
     if len(set(config.seeds)) != len(config.seeds) or len(config.seeds) < 2:
         raise UserError(f"config.seeds must be two or more, none twice, got {config.seeds}.")
-    harness.check_one_of("config.model.coupling", config.model.coupling, COUPLINGS)
+    config_fields.check_one_of("config.model.coupling", config.model.coupling, COUPLINGS)
     if config.model.width % (2 * config.model.num_heads):
         raise UserError(
             "config.model.width must be a multiple of 2 num_heads, got "
@@ -89,7 +88,7 @@ def check(config: ml_collections.ConfigDict) -> None:
             f"config.num_steps must be a multiple of eval_interval={config.eval_interval}, "
             f"got {config.num_steps}."
         )
-    text = text_lib.load()
+    text = corpus.load()
     if config.context >= len(text.validation):
         raise UserError(
             f"config.context must be below the {len(text.validation)} characters of the "
@@ -100,7 +99,7 @@ def check(config: ml_collections.ConfigDict) -> None:
             f"config.prompt must have 1 to {config.context} characters, got {config.prompt!r}."
         )
     with user_mistakes(ValueError):
-        text_lib.encode(config.prompt, text.alphabet)
+        corpus.encode(config.prompt, text.alphabet)
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
@@ -111,7 +110,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       workdir: Folder; one that holds a stopped run of the same config is gone on with.
 
     Returns:
-      What it writes to ``results.json``: the text, and for each attention the validation losses in
+      Content of ``results.json``: the text, and for each attention the validation losses in
       nats, seconds and a sample.
 
     Raises:
@@ -119,8 +118,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         another config; or if a validation loss is not finite.
     """
     check(config)
-    pieces = harness.Pieces(workdir, config, selection=["seeds"])
-    text = text_lib.load()
+    pieces = resumable.Pieces(workdir, config, selection=["seeds"])
+    text = corpus.load()
     steps = list(range(config.eval_interval, config.num_steps + 1, config.eval_interval))
     program = functools.cache(
         functools.partial(train.make_program, config, vocabulary_size=len(text.alphabet))
@@ -138,7 +137,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         return {
             "losses": losses.tolist(),
             "seconds": pieces.seconds(name),
-            "sample": text_lib.decode(sample.astype(int), text.alphabet),
+            "sample": corpus.decode(sample.astype(int), text.alphabet),
         }
 
     runs = {
@@ -160,13 +159,13 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
             for attention in ATTENTIONS
         },
     }
-    harness.write_json(workdir / "results.json", results)
-    with harness.drawing(workdir):
-        harness.save_figure(workdir / "char_lm.png", summary.draw_figure(results))
+    files.write_json(workdir / "results.json", results)
+    with files.drawing(workdir):
+        files.save_figure(workdir / "char_lm.png", summary.draw_figure(results))
     return results
 
 
 def report(results: dict[str, Any]) -> str:
-    """The table, what the far field adds to the near one, and the text that it is about."""
+    """Makes the table, and says what the far field adds to the near one, and for which text."""
     lines = [summary.table(results), summary.comparison(results), summary.describe_text(results)]
     return "\n\n".join(lines)

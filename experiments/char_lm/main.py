@@ -2,9 +2,11 @@
 
 import pathlib
 
-from experiments import harness, memory
 from experiments.char_lm import char_lm
+from experiments.harness import command_line, memory
 
 if __name__ == "__main__":
     memory.keep_freed_memory()
-    harness.launch(char_lm, char_lm.FIELDS, pathlib.Path(__file__).parent / "configs" / "paper.py")
+    command_line.launch(
+        char_lm, char_lm.FIELDS, pathlib.Path(__file__).parent / "configs" / "paper.py"
+    )

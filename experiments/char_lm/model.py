@@ -29,8 +29,8 @@ class CharLM(nnx.Module):
       depth: Number of blocks.
       num_heads: Attention heads; each has an even number of dimensions.
       num_features: Random features of a head of the far field.
-      coupling: Of its projections.
-      bandwidth: Of the near field: how many characters back it reaches.
+      coupling: Coupling of the far field's projections.
+      bandwidth: Number of characters that the near field reaches back.
       rngs: Keys for parameters (``params``) and projections (``features``). The parameters that two
         attentions share are the same for the same keys.
 
@@ -57,7 +57,7 @@ class CharLM(nnx.Module):
         self.head = nnx.Linear(width, vocabulary_size, kernel_init=zeros, rngs=rngs)
 
     def __call__(self, indices: jax.Array) -> jax.Array:
-        """Logits ``[batch, length, vocabulary]`` of what follows each of ``[batch, length]``."""
+        """Returns logits ``[batch, length, vocabulary]`` of the character after each one."""
         x = self.embedding(indices)
         for block in self.blocks:
             x = block(x)
@@ -101,7 +101,7 @@ def make_attention(
     bandwidth: int,
     rngs: nnx.Rngs,
 ) -> Callable[..., jax.Array]:
-    """The attention of one layer, as ``nnx.MultiHeadAttention`` calls it."""
+    """Makes the attention function of one layer, which ``nnx.MultiHeadAttention`` calls."""
     match attention:
         case "softmax":
             return nnx.dot_product_attention
@@ -132,7 +132,7 @@ def near_field(
     is_causal: bool,
     **unused: Any,
 ) -> jax.Array:
-    """Banded attention; there is no mask and no dropout here."""
+    """Computes banded attention; there is no mask and no dropout here."""
     del unused
     return simrf_jax.banded_attention(query, key, value, bandwidth=bandwidth, is_causal=is_causal)
 
@@ -141,7 +141,7 @@ class Rotary(nnx.Module):
     """Attention to queries and keys that are turned by their positions.
 
     Args:
-      attend: What attends to them.
+      attend: Attention function that gets the turned queries and keys.
     """
 
     def __init__(self, attend: Callable[..., jax.Array]):

@@ -8,9 +8,9 @@ from typing import Any
 import matplotlib.figure
 import numpy as np
 
-from experiments import harness, style, trials
-from experiments.char_lm import text
+from experiments.char_lm import corpus
 from experiments.char_lm.model import ATTENTIONS
+from experiments.harness import markdown, style, trials
 
 LABELS = {
     "softmax": "softmax",
@@ -27,19 +27,19 @@ LOOKS: dict[str, dict[str, Any]] = {
 
 
 def bits(results: dict[str, Any], attention: str) -> np.ndarray:
-    """Validation curves in bits per character, ``[seeds, evaluations]``."""
+    """Returns validation curves in bits per character, ``[seeds, evaluations]``."""
     runs = results["runs"][attention].values()
     return np.array([run["losses"] for run in runs]) / math.log(2)
 
 
 def gap_closed(results: dict[str, Any], attention: str) -> trials.Estimate:
-    """(far - this) / (far - softmax) at the end of training, over paired seeds."""
+    """Returns (far - this) / (far - softmax) at the end of training, over paired seeds."""
     far, ours, softmax = (bits(results, name)[:, -1] for name in ("far", attention, "softmax"))
     return trials.ratio(far - ours, far - softmax)
 
 
 def table(results: dict[str, Any]) -> str:
-    """One row an attention."""
+    """Makes a table with a row for each attention."""
     rows = []
     for attention in ATTENTIONS:
         last = bits(results, attention)[:, -1]
@@ -58,11 +58,11 @@ def table(results: dict[str, Any]) -> str:
             ]
         )
     header = ("attention", "bits per character", "gap to softmax closed", "seeds", "time a run")
-    return harness.markdown_table(header, rows)
+    return markdown.table(header, rows)
 
 
 def comparison(results: dict[str, Any]) -> str:
-    """What the far field adds to the near field, over paired seeds."""
+    """Says what the far field adds to the near field, over paired seeds."""
     gain = trials.mean(bits(results, "near")[:, -1] - bits(results, "near_far")[:, -1])
     return (
         f"The far field takes {gain.value:.4f} (standard error {gain.standard_error:.4f}) bits per "
@@ -71,20 +71,20 @@ def comparison(results: dict[str, Any]) -> str:
 
 
 def describe_text(results: dict[str, Any]) -> str:
-    """Which text it was, and whether the README's numbers are of the same."""
+    """Says which text it was, and if the README's numbers are of the same."""
     ours = results["text"]
     line = (
         f"Text of Python {results['python']}: {ours['train']} characters to train on and "
         f"{ours['validation']} to validate, of {len(ours['alphabet'])} kinds; SHA-256 "
         f"{ours['sha256']}"
     )
-    if ours["sha256"] == text.SHA256:
+    if ours["sha256"] == corpus.SHA256:
         return f"{line}, the text of the README."
-    return f"{line}. It is not the text of the README ({text.SHA256}): expect other numbers."
+    return f"{line}. It is not the text of the README ({corpus.SHA256}): expect other numbers."
 
 
 def draw_figure(results: dict[str, Any]) -> matplotlib.figure.Figure:
-    """Validation loss against the step: the median over the seeds, and their range."""
+    """Draws validation loss against the step: the median over the seeds, and their range."""
     figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
     axes = figure.subplots()
     steps = results["steps"]

@@ -15,11 +15,11 @@ import optax
 import tqdm
 from flax import nnx
 
-from experiments import training
+from experiments.char_lm.corpus import Text, encode, train_batch, windows
 from experiments.char_lm.model import CharLM
-from experiments.char_lm.text import Text, encode, train_batch, windows
-from experiments.mistakes import UserError
-from experiments.training import TrainState
+from experiments.harness import train_state
+from experiments.harness.mistakes import UserError
+from experiments.harness.train_state import TrainState
 
 # Which draw a key is for, after those of training.
 SAMPLE = 2
@@ -51,7 +51,7 @@ def make_program(
         CharLM, vocabulary_size, attention=attention, **config.model.to_dict()
     )
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(rngs=nnx.Rngs(0))))
-    optimizer, _ = training.make_optimizer(config, b2=config.b2)
+    optimizer, _ = train_state.make_optimizer(config, b2=config.b2)
 
     def mean_loss(params: nnx.State, projections: nnx.State, batch: jax.Array) -> jax.Array:
         logits = nnx.merge(graphdef, params, projections)(batch[:, :-1])
@@ -83,8 +83,8 @@ def make_program(
         indices = jnp.pad(prompt, (0, config.context - len(prompt)))
         return jax.lax.fori_loop(len(prompt) - 1, config.context - 1, write_next, indices)
 
-    init = functools.partial(training.init_state, make_model=make_model, optimizer=optimizer)
-    redraw = functools.partial(training.redraw, interval=config.redraw_interval)
+    init = functools.partial(train_state.init_state, make_model=make_model, optimizer=optimizer)
+    redraw = functools.partial(train_state.redraw, interval=config.redraw_interval)
     return Program(
         jax.jit(init),
         jax.jit(redraw, donate_argnums=0),
@@ -100,11 +100,11 @@ def train(
     """Trains, and samples from what came of it.
 
     Args:
-      program: As ``make_program`` makes it.
-      text: As ``text.load`` makes it.
+      program: Program of ``make_program``.
+      text: Text of ``corpus.load``.
       config: See ``char_lm.FIELDS``.
-      seed: Of everything random: parameters, projections, batches and the sample.
-      name: What the progress bar and errors call the run.
+      seed: Seed of parameters, projections, batches and the sample.
+      name: Name of the run in the progress bar and in errors.
 
     Returns:
       Validation losses in nats, ``[num_steps // eval_interval]``, and the sampled characters,

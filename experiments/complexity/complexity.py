@@ -13,10 +13,10 @@ import numpy as np
 import scipy.stats
 import tqdm
 
-from experiments import harness
 from experiments.complexity import figures, tables
 from experiments.complexity.measure import FAST, MATRICES, MEMORIES, TIMES, measure
-from experiments.mistakes import UserError, user_mistakes
+from experiments.harness import config_fields, files, resumable
+from experiments.harness.mistakes import UserError, user_mistakes
 from simrf_jax import checks
 from simrf_jax.projections.hadamard import padded_dim
 
@@ -44,8 +44,8 @@ def check(config: ml_collections.ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = harness.check_fields(config, FIELDS)
-    harness.check_least(values, {"num_vectors": 1, "rounds": 1})
+    values = config_fields.check_fields(config, FIELDS)
+    config_fields.check_least(values, {"num_vectors": 1, "rounds": 1})
     if not 0 <= config.seconds < math.inf:
         raise UserError(f"config.seconds must be at least 0 and finite, got {config.seconds}.")
     if config.fit_points < 3:
@@ -70,7 +70,7 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def fit_exponent(dims: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
-    """The exponent p of values = c d^p by least squares of logarithms, and its standard error.
+    """Fits p of values = c d^p by least squares of logarithms, with its standard error.
 
     Example:
       >>> slope, error = fit_exponent([2, 4, 8], [12.0, 48.0, 192.0])
@@ -89,7 +89,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       workdir: Folder; one that holds a stopped run of the same config is gone on with.
 
     Returns:
-      What it writes to ``results.json``: ``curves``, for each mechanism a list over dimensions of
+      Content of ``results.json``: ``curves``, for each mechanism a list over dimensions of
       the quartiles of times in milliseconds and of bytes; ``ratios`` of the times to draw, run by
       run; and ``exponents``.
 
@@ -98,7 +98,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         another config.
     """
     check(config)
-    pieces = harness.Pieces(workdir, config)
+    pieces = resumable.Pieces(workdir, config)
     curves: dict[str, Any] = {name: [] for name in NAMES}
     ratios: dict[str, Any] = {" / ".join(pair): [] for pair in RATIOS}
     sizes = [("matrices", tuple(MATRICES), dim) for dim in config.dims]
@@ -122,10 +122,10 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "ratios": ratios,
         "exponents": exponents,
     }
-    harness.write_json(workdir / "results.json", results)
-    with harness.drawing(workdir):
-        harness.save_figure(workdir / "time.png", figures.draw_times(results))
-        harness.save_figure(workdir / "memory.png", figures.draw_memory(results))
+    files.write_json(workdir / "results.json", results)
+    with files.drawing(workdir):
+        files.save_figure(workdir / "time.png", figures.draw_times(results))
+        files.save_figure(workdir / "memory.png", figures.draw_memory(results))
     return results
 
 
@@ -134,7 +134,7 @@ def _measured(
     names: Sequence[str],
     dim: int,
     config: ml_collections.ConfigDict,
-    pieces: harness.Pieces,
+    pieces: resumable.Pieces,
 ) -> dict[str, np.ndarray]:
     kept = {quantity: pieces.load(f"{kind}-{dim}-{quantity}") for quantity in (*TIMES, "memory")}
     found = {quantity: values for quantity, values in kept.items() if values is not None}
@@ -152,7 +152,7 @@ def _quartiles(values: np.ndarray) -> list[float]:
 
 
 def _summary(dim: int, measured: dict[str, np.ndarray]) -> dict[str, Any]:
-    """One point of a mechanism's curves."""
+    """Measures one point of a mechanism's curves."""
     medians = {quantity: _quartiles(measured[quantity]) for quantity in TIMES}
     memory = zip(MEMORIES, measured["memory"], strict=True)
     return {
@@ -164,7 +164,7 @@ def _summary(dim: int, measured: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _exponents(name: str, points: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of the medians of times and of bytes; times of fast forms are first divided by log d."""
+    """Fits medians of times and of bytes; times of fast forms are first divided by log d."""
     dims = [point["dim"] for point in points]
     logs = np.log(dims) if name in FAST else np.ones(len(dims))
     fits: dict[str, Any] = {"first_dim": dims[0], "last_dim": dims[-1], "ms": {}, "bytes": {}}

@@ -8,9 +8,9 @@ import matplotlib.axes
 import matplotlib.figure
 import numpy as np
 
-from experiments import style
 from experiments.complexity.measure import FAST
 from experiments.complexity.tables import label
+from experiments.harness import style
 
 MATRIX = {"color": "#000000", "linestyle": "-"}  # For what does not depend on the coupling.
 # Of regular and of fast forms.
@@ -23,7 +23,7 @@ TICKS = (64, 1024, 16384, 262144)
 
 
 def draw_times(results: dict[str, Any]) -> matplotlib.figure.Figure:
-    """Milliseconds to draw, to apply to one vector and to apply to the batch."""
+    """Draws milliseconds to draw, to apply to one vector and to apply to the batch."""
     titles = {
         "draw": "draw W",
         "apply": "apply W to one vector",
@@ -35,7 +35,7 @@ def draw_times(results: dict[str, Any]) -> matplotlib.figure.Figure:
 
 
 def draw_memory(results: dict[str, Any]) -> matplotlib.figure.Figure:
-    """KiB that drawing a projection takes, and that it holds."""
+    """Draws KiB that drawing a projection takes, and that it holds."""
     titles = {"draw": "buffers to draw W", "held": "held by W"}
     figure = _figure(results["curves"], "bytes", titles)
     figure.axes[0].set_ylabel("KiB")
@@ -45,7 +45,7 @@ def draw_memory(results: dict[str, Any]) -> matplotlib.figure.Figure:
 def _figure(
     curves: dict[str, Any], measure: str, titles: dict[str, str]
 ) -> matplotlib.figure.Figure:
-    """A panel for each quantity; matrices that are applied are all one line."""
+    """Draws a panel for each quantity; matrices that are applied are all one line."""
     figure = matplotlib.figure.Figure(figsize=(2 + 3 * len(titles), 3.8), layout="constrained")
     panels = figure.subplots(1, len(titles), sharex=True, sharey=True)
     lines: dict[str, Any] = {}
@@ -81,13 +81,13 @@ def _curve(
 
 
 def _values(points: list[Any], measure: str, quantity: str) -> np.ndarray:
-    """Quartiles ``[3, dims]``, which for memory are all the same."""
+    """Returns quartiles ``[3, dims]``, which for memory are all the same."""
     values = np.array([point[measure][quantity] for point in points], float)
     return values.T if measure == "ms" else np.broadcast_to(values / 1024, (3, len(values)))
 
 
 def _orders(axes: matplotlib.axes.Axes, curves: dict[str, Any], measure: str, what: str) -> None:
-    """Grey lines of the expected slopes, above the regular and beneath the fast curves."""
+    """Draws gray lines of the expected slopes, above the regular and beneath the fast curves."""
     orders = ORDERS["bytes" if measure == "bytes" else what.removesuffix("_batch")]
     places: Any = (
         ("simplex_plus", 3, -1, (-3, 1), "right"),
@@ -103,7 +103,7 @@ def _orders(axes: matplotlib.axes.Axes, curves: dict[str, Any], measure: str, wh
 
 
 def _look(name: str) -> dict[str, Any]:
-    """The coupling's line; fast forms have hollow squares."""
+    """Returns the coupling's line; fast forms have hollow squares."""
     fast = name.startswith("fast_")
     marker = {"marker": "s", "markerfacecolor": "white"} if fast else {"marker": "o"}
     return {**style.STYLES[name.removeprefix("fast_")], **marker, "markersize": 4}

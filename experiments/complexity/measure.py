@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 import simrf_jax
-from experiments import timing
+from experiments.harness import timing
 from simrf_jax.projections import FixedCoupling
 
 # Mechanisms of which W is a matrix. With a Hadamard rotation SimRFs+ are the paper's fast SimRFs+.
@@ -42,9 +42,9 @@ def measure(
     """Compiles, then measures the mechanisms in turn, each quantity by itself.
 
     Args:
-      names: Of ``MATRICES`` and ``FAST``.
+      names: Names from ``MATRICES`` and ``FAST``.
       dim: d, for as many features.
-      num_vectors: Of the batch.
+      num_vectors: Vectors in the batch.
       rounds: Calls of each, if ``seconds`` suffice.
       seconds: For each of ``TIMES``; see ``timing.alternate``.
 
@@ -76,7 +76,7 @@ def measure(
 
 
 def held_bytes(projection: simrf_jax.projections.Projection) -> int:
-    """Bytes of a projection."""
+    """Counts the bytes of a projection."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(projection))
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from experiments import harness
 from experiments.complexity.measure import FAST, MATRICES
-from experiments.style import LABELS
+from experiments.harness import markdown
+from experiments.harness.style import LABELS
 
 NAMES = (*MATRICES, *FAST)
 COUPLINGS = ("orthogonal", "simplex", "simplex_plus")
@@ -17,7 +17,7 @@ PAPER_SPACE = {"": ["O(d^2)"] * 3, "fast_": ["O(d)", "O(d)", "O(d^2)"]}
 
 
 def label(name: str) -> str:
-    """The paper's name of a mechanism.
+    """Returns the paper's name of a mechanism.
 
     Example:
       >>> label("simplex"), label("fast_orthogonal")
@@ -28,13 +28,13 @@ def label(name: str) -> str:
 
 
 def report(results: dict[str, Any]) -> str:
-    """All tables, as they stand in the README."""
+    """Makes all tables, as they stand in the README."""
     tables = (table_1, exponents, draws, ratios, applies, memory, crossings)
     return "\n\n".join(table(results) for table in tables)
 
 
 def table_1(results: dict[str, Any]) -> str:
-    """The paper's orders beside the exponents of drawing and applying to one vector."""
+    """Makes a table of the paper's orders beside the exponents of drawing and applying."""
     rows = []
     for prefix, form in (("", "regular"), ("fast_", "fast")):
         fits = [results["exponents"][prefix + coupling] for coupling in COUPLINGS]
@@ -46,11 +46,11 @@ def table_1(results: dict[str, Any]) -> str:
             [f"space, {form}", "paper", *PAPER_SPACE[prefix]],
             ["", "ours", *(_power(fit["bytes"]["held"]) for fit in fits)],
         ]
-    return harness.markdown_table(["", "", *(LABELS[coupling] for coupling in COUPLINGS)], rows)
+    return markdown.table(["", "", *(LABELS[coupling] for coupling in COUPLINGS)], rows)
 
 
 def exponents(results: dict[str, Any]) -> str:
-    """All exponents, with the dimensions to which they are fitted."""
+    """Makes a table of all exponents, with the dimensions to which they are fitted."""
     rows = []
     for name in NAMES:
         fit = results["exponents"][name]
@@ -61,21 +61,21 @@ def exponents(results: dict[str, Any]) -> str:
             [label(name), f"{fit['first_dim']:,} to {fit['last_dim']:,}", *times, *memories]
         )
     header = ["", "d", "draw", "apply to one", f"to {results['num_vectors']:,}"]
-    return harness.markdown_table([*header, "buffers of draw", "of apply"], rows)
+    return markdown.table([*header, "buffers of draw", "of apply"], rows)
 
 
 def draws(results: dict[str, Any]) -> str:
-    """Milliseconds to draw, and how often each was timed."""
+    """Makes a table of milliseconds to draw, and of how often each was timed."""
     rows = []
     for dim, here in _by_dim(results):
         medians = (_number(here[n]["ms"]["draw"][1]) if n in here else "" for n in NAMES)
         rounds = (here[n]["rounds"] for n in ("simplex", "fast_simplex") if n in here)
         rows.append([f"{dim:,}", *medians, " and ".join(map(str, rounds))])
-    return harness.markdown_table(["draw, ms: d", *map(label, NAMES), "rounds"], rows)
+    return markdown.table(["draw, ms: d", *map(label, NAMES), "rounds"], rows)
 
 
 def ratios(results: dict[str, Any]) -> str:
-    """Ratios of the times to draw: median and quartiles over the runs."""
+    """Makes a table of ratios of the times to draw: median and quartiles over the runs."""
     rows = []
     for dim, _ in _by_dim(results):
         cells = []
@@ -84,11 +84,11 @@ def ratios(results: dict[str, Any]) -> str:
             cells.append("".join(f"{median} ({low} to {high})" for low, median, high in here))
         rows.append([f"{dim:,}", *cells])
     pairs = [" / ".join(map(label, ratio.split(" / "))) for ratio in results["ratios"]]
-    return harness.markdown_table(["draw, ratio: d", *pairs], rows)
+    return markdown.table(["draw, ratio: d", *pairs], rows)
 
 
 def applies(results: dict[str, Any]) -> str:
-    """Milliseconds to project one vector and the batch."""
+    """Makes a table of milliseconds to project one vector and the batch."""
     names = ("simplex", *FAST)
     rows = []
     for dim, here in _by_dim(results):
@@ -99,11 +99,11 @@ def applies(results: dict[str, Any]) -> str:
         ]
         rows.append([f"{dim:,}", *cells])
     batch = [f"{label(name)}, {results['num_vectors']:,} vectors" for name in names]
-    return harness.markdown_table(["apply, ms: d", *map(label, names), *batch], rows)
+    return markdown.table(["apply, ms: d", *map(label, names), *batch], rows)
 
 
 def memory(results: dict[str, Any]) -> str:
-    """KiB that projections hold, and that drawing and applying them takes."""
+    """Makes a table of the KiB that projections hold, and that drawing and applying takes."""
     names = ("orthogonal", "simplex", "simplex_plus", "fast_simplex")
     rows = []
     for dim, here in _by_dim(results):
@@ -114,11 +114,11 @@ def memory(results: dict[str, Any]) -> str:
         ]
         rows.append([f"{dim:,}", *sizes])
     header = ["held / draw / apply, KiB: d", *map(label, names)]
-    return harness.markdown_table(header, rows)
+    return markdown.table(header, rows)
 
 
 def crossings(results: dict[str, Any]) -> str:
-    """From which dimension on the fast form of SimRFs takes less time, quartiles apart."""
+    """Says from which dimension on the fast form of SimRFs takes less time, quartiles apart."""
     dense, fast = (results["curves"][name] for name in ("simplex", "fast_simplex"))
     whats = {
         "draw": "to draw",
@@ -138,7 +138,7 @@ def crossings(results: dict[str, Any]) -> str:
 
 
 def _by_dim(results: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each dimension with the points of the mechanisms that are measured there."""
+    """Yields each dimension with the points of the mechanisms that are measured there."""
     for dim in [point["dim"] for point in results["curves"]["fast_simplex"]]:
         curves = results["curves"].items()
         yield dim, {name: p for name, points in curves for p in points if p["dim"] == dim}
@@ -149,5 +149,5 @@ def _power(fit: tuple[float, float]) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits, without an exponent."""
+    """Formats three digits, without an exponent."""
     return f"{float(f'{value:.3g}'):,.4g}" if value < 1000 else f"{value:,.0f}"

@@ -11,9 +11,9 @@ import ml_collections
 import numpy as np
 import tqdm
 
-from experiments import harness
 from experiments.conformity import couplings, densities, optimisation
-from experiments.mistakes import UserError
+from experiments.harness import config_fields, files, markdown, resumable
+from experiments.harness.mistakes import UserError
 
 FIELDS: dict[str, type] = {
     "seed": int,
@@ -36,10 +36,10 @@ def check(config: ml_collections.ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = harness.check_fields(config, FIELDS)
-    harness.check_least(values, {"num_iterations": 1, "num_couplings": 2})
-    harness.check_least(values, {"num_projections": 2, "num_optimised": 2})
-    harness.check_seed(values)
+    values = config_fields.check_fields(config, FIELDS)
+    config_fields.check_least(values, {"num_iterations": 1, "num_couplings": 2})
+    config_fields.check_least(values, {"num_projections": 2, "num_optimised": 2})
+    config_fields.check_seed(values)
     if config.dim < 3:
         raise UserError(
             f"config.dim must be at least 3, got {config.dim}: in 2 dimensions the simplex is the "
@@ -65,7 +65,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       workdir: Folder; one that holds a stopped run of the same config is gone on with.
 
     Returns:
-      What it writes to ``results.json``: ``single_draw`` of norms as ``optimisation.curves``,
+      Content of ``results.json``: ``single_draw`` of norms as ``optimisation.curves``,
       ``many_draws`` as ``optimisation.summary``, ``densities`` as ``densities.summary`` for each
       coupling.
 
@@ -74,7 +74,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         another config.
     """
     check(config)
-    pieces = harness.Pieces(workdir, config)
+    pieces = resumable.Pieces(workdir, config)
     dim, v = config.dim, config.v
 
     def key(purpose: int) -> jax.Array:
@@ -93,20 +93,20 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         # The same key: paired draws.
         lengths = densities.draw_lengths(key(PROJECTIONS), config.num_projections, dim, coupling)
         results["densities"][coupling] = densities.summary(lengths, v, dim, coupling)
-    harness.write_json(workdir / "results.json", results)
-    with harness.drawing(workdir):
+    files.write_json(workdir / "results.json", results)
+    with files.drawing(workdir):
         figures = {
             "couplings": couplings.draw_figure(key(PICTURES)),
             "optimisation": optimisation.draw_figure(results["single_draw"], v, dim),
             "densities": densities.draw_figure(results["densities"], v, dim),
         }
         for name, figure in figures.items():
-            harness.save_figure(workdir / f"{name}.png", figure)
+            files.save_figure(workdir / f"{name}.png", figure)
     return results
 
 
-def optima(norms: np.ndarray, v: float, pieces: harness.Pieces) -> np.ndarray:
-    """The least conformity of each draw of norms; by far the longest part of a run."""
+def optima(norms: np.ndarray, v: float, pieces: resumable.Pieces) -> np.ndarray:
+    """Computes the least conformity of each draw of norms, by far the longest part of a run."""
     parts = []
     for start in tqdm.trange(0, len(norms), BATCH, unit=f" x {BATCH} optima"):
         batch = functools.partial(optimisation.optimum, norms[start : start + BATCH], v)
@@ -115,7 +115,7 @@ def optima(norms: np.ndarray, v: float, pieces: harness.Pieces) -> np.ndarray:
 
 
 def report(results: dict[str, Any]) -> str:
-    """The table of conformities, and the part of the possible gain that SimRF+ has."""
+    """Makes the table of conformities, and of the part of the possible gain that SimRF+ has."""
     single, many, drawn = (results[k] for k in ("single_draw", "many_draws", "densities"))
     rows: list[list[object]] = []
     for name in (*densities.COUPLINGS, "simplex_plus_from_iid", "optimised"):
@@ -129,7 +129,7 @@ def report(results: dict[str, Any]) -> str:
         row += [_with_error(gain, error), f"{drawn['simplex']['closed_form'] - gain:.4f}"]
         rows.append(row)
     header = ["conformity", "one draw of norms", "closed form", "mean of f over projections"]
-    table = harness.markdown_table([*header, "below simplex, paired over norms", "hence"], rows)
+    table = markdown.table([*header, "below simplex, paired over norms", "hence"], rows)
     share = many["share"]
     return (
         f"{table}\nOf what the optimum gains over the simplex, simplex_plus has "

@@ -14,7 +14,7 @@ import numpy as np
 from scipy import stats
 
 import simrf_jax
-from experiments import style
+from experiments.harness import style
 from simrf_jax.projections import Coupling
 
 COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex")
@@ -34,7 +34,7 @@ def draw(key: jax.Array, dim: int, coupling: Coupling) -> np.ndarray:
 
 
 def angles(rows: np.ndarray) -> list[float]:
-    """Angles between all pairs of rows, in degrees."""
+    """Returns the angles between all pairs of rows, in degrees."""
     s = rows / np.linalg.norm(rows, axis=-1, keepdims=True)
     cosines = [a @ b for a, b in itertools.combinations(s, 2)]
     return np.degrees(np.arccos(np.clip(cosines, -1, 1))).tolist()
@@ -51,13 +51,13 @@ def arc(a: np.ndarray, b: np.ndarray, num_points: int = 41) -> np.ndarray:
 
 
 def label_place(points: np.ndarray) -> np.ndarray:
-    """Where on the page the angle of an arc is written: outside of its middle."""
+    """Returns the place on the page of the angle of an arc, outside of the arc's middle."""
     middle = points[len(points) // 2, :2]
     return middle * (1 + 0.45 / np.linalg.norm(middle))
 
 
 def clearest(draws: np.ndarray) -> int:
-    """The draw whose tips and angles lie farthest apart on the page, the first two coordinates.
+    """Finds the draw whose tips and angles lie farthest apart on the page.
 
     Of those that fit on it, and of the half that comes out of it most.
     """
@@ -74,14 +74,14 @@ def clearest(draws: np.ndarray) -> int:
 
 
 def typical(norms: np.ndarray) -> int:
-    """The draw of norms ``[num_draws, d]`` that lies nearest to the quantiles of chi."""
+    """Finds the draw of norms ``[num_draws, d]`` that lies nearest to the quantiles of chi."""
     num_rows = norms.shape[1]
     quantiles = stats.chi(num_rows).ppf((np.arange(num_rows) + 1) / (num_rows + 1))
     return int(np.argmin(np.abs(np.sort(norms) - quantiles).max(axis=1)))
 
 
 def in_their_plane(rows: np.ndarray) -> np.ndarray:
-    """Coplanar rows ``[m, 3]`` in coordinates of their plane, the longest upwards."""
+    """Returns coplanar rows ``[m, 3]`` in coordinates of their plane, the longest upwards."""
     plane = np.linalg.svd(rows)[2][:2]
     page = rows @ plane.T
     x, y = page[np.argmax(np.linalg.norm(page, axis=1))]
@@ -90,7 +90,7 @@ def in_their_plane(rows: np.ndarray) -> np.ndarray:
 
 
 def draw_arrow(axes: matplotlib.axes.Axes, row: np.ndarray, color: str) -> None:
-    """An arrow from the origin: thick out of the page, dotted into it."""
+    """Draws an arrow from the origin: thick out of the page, dotted into it."""
     into = row[2] < -1e-6
     width = 1.6 if into else 2 + 0.5 * row[2]
     order = 3 + row[2] / 10
@@ -128,7 +128,7 @@ def draw_rows(axes: matplotlib.axes.Axes, rows: np.ndarray, color: str) -> None:
 
 
 def draw_figure(key: jax.Array) -> matplotlib.figure.Figure:
-    """Figs. 2 and 3: rows for d = 2 and 3, and below them SimRFs beside SimRFs+."""
+    """Draws Figs. 2 and 3: rows for d = 2 and 3, and below them SimRFs beside SimRFs+."""
     figure = matplotlib.figure.Figure(figsize=(7, 7.6), layout="constrained")
     above, below = figure.subfigures(2, squeeze=False, height_ratios=[2, 1.15])[:, 0]
     above.suptitle("Geometrical couplings for small d", fontsize=11)
@@ -154,7 +154,7 @@ def draw_figure(key: jax.Array) -> matplotlib.figure.Figure:
 
 
 def draw_weights(figure: matplotlib.figure.SubFigure, key: jax.Array) -> None:
-    """Fig. 3: the same norms coupled by SimRFs and by SimRFs+, in the plane of the rows."""
+    """Draws Fig. 3: the same norms coupled by SimRFs and by SimRFs+, in the plane of the rows."""
     figure.suptitle("Random vectors with bigger norms subtend bigger angles (d = 3)", fontsize=11)
     draws = {coupling: draw(key, 3, coupling) for coupling in ("simplex", "simplex_plus")}
     number = typical(np.linalg.norm(draws["simplex"], axis=-1))

@@ -11,7 +11,7 @@ import numpy as np
 from scipy import integrate
 
 import simrf_jax
-from experiments import style, trials
+from experiments.harness import style, trials
 from simrf_jax import theory
 from simrf_jax.projections import Coupling
 from simrf_jax.theory.arguments import ClosedFormCoupling
@@ -22,7 +22,7 @@ COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex", "simplex_plus
 
 
 def weight(w: np.ndarray, v: float, dim: int) -> np.ndarray:
-    r"""The function :math:`f(w, v) = {}_0F_1(; d/2; v^2 w^2 / 4)`, whose mean is the conformity.
+    r"""Computes :math:`f(w, v) = {}_0F_1(; d/2; v^2 w^2 / 4)`, whose mean is the conformity.
 
     Args:
       w: Lengths of :math:`w_i + w_j`, any shape.
@@ -44,7 +44,7 @@ def weight(w: np.ndarray, v: float, dim: int) -> np.ndarray:
 
 
 def draw_lengths(key: jax.Array, num_projections: int, dim: int, coupling: Coupling) -> np.ndarray:
-    """Lengths of all w_i + w_j of projections of d rows, ``[num_projections, d (d - 1) / 2]``."""
+    """Draws lengths of all w_i + w_j of d rows, ``[num_projections, d (d - 1) / 2]``."""
     draw = functools.partial(
         simrf_jax.draw_projection, num_features=dim, dim=dim, coupling=coupling
     )
@@ -53,7 +53,7 @@ def draw_lengths(key: jax.Array, num_projections: int, dim: int, coupling: Coupl
 
 
 def integral(coupling: ClosedFormCoupling, v: float, dim: int) -> float:
-    """The mean of f over the density of theory, by quadrature."""
+    """Computes the mean of f over the density of theory, by quadrature."""
 
     def integrand(w: float) -> float:
         return float(theory.resultant_norm_pdf(w, dim, coupling=coupling)) * float(
@@ -65,12 +65,12 @@ def integral(coupling: ClosedFormCoupling, v: float, dim: int) -> float:
 
 
 def longest(dim: int) -> int:
-    """Beyond this length no coupling has mass that could be seen."""
+    """Returns the length beyond which no coupling has mass that could be seen."""
     return int(np.ceil(np.sqrt(2 * dim) + 6))
 
 
 def summary(lengths: np.ndarray, v: float, dim: int, coupling: Coupling) -> dict[str, Any]:
-    """Conformity by draws and, where there is a density, by quadrature and as a closed form."""
+    """Computes conformity by draws and, where there is a density, by quadrature and closed form."""
     conformity = weight(lengths, v, dim).mean(axis=1)
     density, edges = np.histogram(lengths, 10 * longest(dim), (0, longest(dim)), density=True)
     result = {
@@ -87,7 +87,7 @@ def summary(lengths: np.ndarray, v: float, dim: int, coupling: Coupling) -> dict
 
 
 def draw_figure(results: dict[str, Any], v: float, dim: int) -> matplotlib.figure.Figure:
-    """Fig. 5: densities as lines over the histograms of draws, and f on a scale of its own."""
+    """Draws Fig. 5: densities over the histograms of draws, and f on a scale of its own."""
     figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
     axes = figure.subplots()
     w = np.linspace(0, longest(dim), 400)

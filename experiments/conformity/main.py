@@ -2,10 +2,10 @@
 
 import pathlib
 
-from experiments import harness
 from experiments.conformity import conformity
+from experiments.harness import command_line
 
 if __name__ == "__main__":
-    harness.launch(
+    command_line.launch(
         conformity, conformity.FIELDS, pathlib.Path(__file__).parent / "configs" / "paper.py"
     )

@@ -10,38 +10,38 @@ import matplotlib.figure
 import numpy as np
 import threadpoolctl
 
-from experiments import style
 from experiments.conformity.densities import weight
+from experiments.harness import style
 from simrf_jax import theory
-from simrf_jax.projections.blocks import simplex_vertices
 from simrf_jax.projections.couplings import NUM_SWEEPS, minimise_resultant
+from simrf_jax.projections.row_blocks import simplex_vertices
 from simrf_jax.theory.optimum import descent
 
 NORMS, DIRECTIONS = range(2)  # What a key is for.
 
 
 def draw_norms(key: jax.Array, num_draws: int, dim: int) -> np.ndarray:
-    """Norms of the rows of projections, ``[num_draws, dim]``, each chi of dim degrees."""
+    """Draws norms of the rows of projections, ``[num_draws, dim]``, each chi of dim degrees."""
     key = jax.random.fold_in(key, NORMS)
     gaussian = jax.random.normal(key, (num_draws, dim, dim))
     return np.asarray(jnp.linalg.norm(gaussian, axis=-1), np.float64)
 
 
 def draw_directions(key: jax.Array, num_draws: int, dim: int) -> np.ndarray:
-    """Iid directions, ``[num_draws, dim, dim]``."""
+    """Draws iid directions, ``[num_draws, dim, dim]``."""
     key = jax.random.fold_in(key, DIRECTIONS)
     gaussian = jax.random.normal(key, (num_draws, dim, dim))
     return np.asarray(gaussian / jnp.linalg.norm(gaussian, axis=-1, keepdims=True), np.float64)
 
 
 def conformity(norms: np.ndarray, directions: np.ndarray, v: float) -> np.ndarray:
-    """Conformity of rows of ``[..., d]`` norms and ``[..., d, coordinates]`` directions."""
+    """Computes conformity, given ``[..., d]`` norms and ``[..., d, coordinates]`` directions."""
     rows = norms[..., None] * directions
     return np.exp(theory.log_conformity_of_rows(v, rows, dim=norms.shape[-1]))
 
 
 def iid_conformity(norms: np.ndarray, v: float) -> np.ndarray:
-    """The mean over iid directions: a pair's f is then the product of f(a_i) and f(a_j)."""
+    """Averages over iid directions: a pair's f is then the product of f(a_i) and f(a_j)."""
     f = weight(norms, v, norms.shape[-1])
     pairs = f.sum(axis=-1) ** 2 - (f**2).sum(axis=-1)
     return pairs / (f.shape[-1] * (f.shape[-1] - 1))
@@ -49,7 +49,7 @@ def iid_conformity(norms: np.ndarray, v: float) -> np.ndarray:
 
 @jax.jit
 def arrange(norms: jax.Array, starts: jax.Array, num_sweeps: jax.Array) -> jax.Array:
-    """SimRF+ ``[n, d, coordinates]`` of norms ``[n, d]``, from starts, after ``[n]`` sweeps."""
+    """Arranges SimRF+ ``[n, d, coordinates]`` of norms ``[n, d]``, after ``[n]`` sweeps."""
     sweep = jax.vmap(lambda a, s, number: minimise_resultant(s, a, num_sweeps=number))
     return sweep(norms, starts, num_sweeps)
 
@@ -57,7 +57,7 @@ def arrange(norms: jax.Array, starts: jax.Array, num_sweeps: jax.Array) -> jax.A
 def swept_conformity(
     norms: np.ndarray, starts: np.ndarray, num_sweeps: np.ndarray, v: float
 ) -> np.ndarray:
-    """Conformity of SimRF+, ``[n]``; of norms, starts and numbers of sweeps there are n or one."""
+    """Computes conformity of SimRF+, ``[n]``; norms, starts and sweep counts are n or one."""
     num_draws = max(len(norms), len(num_sweeps))
     norms = np.broadcast_to(norms, (num_draws, norms.shape[1]))
     starts = np.broadcast_to(starts, (num_draws, *starts.shape[-2:]))
@@ -67,14 +67,14 @@ def swept_conformity(
 
 
 def curves(key: jax.Array, v: float, dim: int, iterations: int, couplings: int) -> dict[str, Any]:
-    """Conformity of one draw of norms, constant or after 0, 1, ... iterations.
+    """Computes conformity of one draw of norms, constant or after 0, 1, ... iterations.
 
     Args:
       key: Draws the norms, and iid directions for them.
       v: The distance :math:`|x + y|`.
       dim: Dimension d, and number of rows.
-      iterations: Of the optimisers: sweeps over all rows for SimRF+.
-      couplings: How often to draw iid directions; the optimisers start from those whose conformity
+      iterations: Iterations of the optimisers: sweeps over all rows for SimRF+.
+      couplings: Draws of iid directions; the optimisers start from those whose conformity
         is nearest to the mean.
 
     Returns:
@@ -103,7 +103,7 @@ def curves(key: jax.Array, v: float, dim: int, iterations: int, couplings: int) 
 
 
 def of_draws(key: jax.Array, norms: np.ndarray, v: float) -> dict[str, np.ndarray]:
-    """Conformities of draws of norms ``[n, d]``: ``[n]`` for each coupling.
+    """Computes conformities of draws of norms ``[n, d]``: ``[n]`` for each coupling.
 
     ``simplex_plus_from_iid`` starts from iid directions, drawn for each from the key.
     """
@@ -120,7 +120,7 @@ def of_draws(key: jax.Array, norms: np.ndarray, v: float) -> dict[str, np.ndarra
 
 
 def optimum(norms: np.ndarray, v: float) -> np.ndarray:
-    """The least conformity of each draw of norms ``[n, d]``, found numerically, ``[n]``."""
+    """Finds the least conformity of each draw of norms ``[n, d]`` numerically, ``[n]``."""
     dim = norms.shape[1]
     # Its matrices are tiny: threads, where others are at work, take twenty times as long.
     with threadpoolctl.threadpool_limits(1):
@@ -131,7 +131,7 @@ def summary(draws: dict[str, np.ndarray], best: np.ndarray) -> dict[str, Any]:
     """Means over draws of norms, and what is gained over the simplex of the same norms.
 
     Args:
-      draws: As ``of_draws`` returns them.
+      draws: Conformities from ``of_draws``.
       best: The optima of the first few.
 
     Returns:
@@ -161,7 +161,7 @@ def _standard_error(values: np.ndarray) -> float:
 
 
 def draw_figure(results: dict[str, Any], v: float, dim: int) -> matplotlib.figure.Figure:
-    """Fig. 4: conformity against iterations; level lines are what does not iterate."""
+    """Draws Fig. 4: conformity against iterations; level lines are what does not iterate."""
     figure = matplotlib.figure.Figure(figsize=(5, 4.2), layout="constrained")
     axes = figure.subplots()
     iterations = np.arange(len(results["simplex_plus"]))

@@ -15,8 +15,8 @@ import numpy as np
 import tqdm
 
 import simrf_jax
-from experiments import harness, style, trials
-from experiments.mistakes import UserError
+from experiments.harness import config_fields, files, markdown, resumable, style, trials
+from experiments.harness.mistakes import UserError
 from simrf_jax import theory
 from simrf_jax.projections import Coupling
 from simrf_jax.theory.arguments import ClosedFormCoupling
@@ -40,16 +40,16 @@ def check(config: ml_collections.ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = harness.check_fields(config, FIELDS)
-    harness.check_least(values, {"dim": 2, "num_points": 1, "multiples": 1})
-    harness.check_seed(values)
-    harness.check_least(values, {"num_trials": 2, "batch_size": 1})
+    values = config_fields.check_fields(config, FIELDS)
+    config_fields.check_least(values, {"dim": 2, "num_points": 1, "multiples": 1})
+    config_fields.check_seed(values)
+    config_fields.check_least(values, {"num_trials": 2, "batch_size": 1})
     if not 0 < config.scale < math.inf:
         raise UserError(f"config.scale must be above 0 and finite, got {config.scale}.")
 
 
 def draw_points(config: ml_collections.ConfigDict) -> jax.Array:
-    """The data, ``[num_points, dim]``."""
+    """Draws the data, ``[num_points, dim]``."""
     key = jax.random.fold_in(jax.random.key(config.seed), POINTS)
     return config.scale * jax.random.normal(key, (config.num_points, config.dim))
 
@@ -58,7 +58,7 @@ def draw_points(config: ml_collections.ConfigDict) -> jax.Array:
 def squared_errors(
     keys: jax.Array, x: jax.Array, num_features: int, coupling: Coupling
 ) -> jax.Array:
-    """Squared Frobenius error over the number of entries, for each key."""
+    """Computes the squared Frobenius error over the number of entries, for each key."""
     exact = simrf_jax.gaussian_kernel(x, x)
 
     def one(key: jax.Array) -> jax.Array:
@@ -71,7 +71,7 @@ def squared_errors(
 
 
 def expected_error(x: np.ndarray, num_features: int, coupling: ClosedFormCoupling) -> float:
-    """The closed form of the same mean, of which the diagonal is a part."""
+    """Computes the same mean in closed form; the diagonal is a part of it."""
     mse = theory.kernel_mse(x[:, None], x[None], num_features, coupling=coupling)
     return float(mse.mean())
 
@@ -84,7 +84,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       workdir: Folder; one that holds a stopped run of the same config is gone on with.
 
     Returns:
-      What it writes to ``results.json``: for each coupling a list over the sizes of the mean error,
+      Content of ``results.json``: for each coupling a list over the sizes of the mean error,
       its standard error and, where there is one, its closed form.
 
     Raises:
@@ -92,7 +92,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         another config.
     """
     check(config)
-    pieces = harness.Pieces(workdir, config)
+    pieces = resumable.Pieces(workdir, config)
     x = draw_points(config)
     sizes = [multiple * config.dim for multiple in config.multiples]
     results: dict[str, Any] = {"num_features": sizes}
@@ -108,9 +108,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
                 rows.append(_summary(errors, np.asarray(x), size, coupling))
                 progress.update()
             results[coupling] = rows
-    harness.write_json(workdir / "results.json", results)
-    with harness.drawing(workdir):
-        harness.save_figure(workdir / "gram.png", draw_figure(results, config.dim))
+    files.write_json(workdir / "results.json", results)
+    with files.drawing(workdir):
+        files.save_figure(workdir / "gram.png", draw_figure(results, config.dim))
     return results
 
 
@@ -136,16 +136,16 @@ def _summary(errors: np.ndarray, x: np.ndarray, size: int, coupling: Coupling) -
 
 
 def report(results: dict[str, Any]) -> str:
-    """The table of mean errors and their standard errors."""
+    """Makes the table of mean errors and their standard errors."""
     rows: list[list[object]] = []
     for number, size in enumerate(results["num_features"]):
         curve = [results[coupling][number] for coupling in COUPLINGS]
         rows.append([size, *(f"{row['mean']:.3e} ({row['standard_error']:.0e})" for row in curve)])
-    return harness.markdown_table(["features", *COUPLINGS], rows)
+    return markdown.table(["features", *COUPLINGS], rows)
 
 
 def draw_figure(results: dict[str, Any], dim: int) -> matplotlib.figure.Figure:
-    """Fig. 7: error against features, both logarithmic; closed forms as lines."""
+    """Draws Fig. 7: error against features, both logarithmic; closed forms as lines."""
     figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
     axes = figure.subplots()
     multiples = np.array(results["num_features"]) / dim

@@ -2,9 +2,9 @@
 
 import pathlib
 
-from experiments import harness
 from experiments.gram import gram
+from experiments.harness import command_line
 
 if __name__ == "__main__":
     paper = pathlib.Path(__file__).parent / "configs" / "paper.py"
-    harness.launch(gram, gram.FIELDS, paper)
+    command_line.launch(gram, gram.FIELDS, paper)

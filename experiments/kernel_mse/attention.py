@@ -27,7 +27,7 @@ class Curve(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """What the curves of a panel have in common."""
+    """The settings that the curves of a panel share."""
 
     title: str
     scale: float  # Standard deviation of the queries, keys and values.
@@ -35,7 +35,7 @@ class Panel(NamedTuple):
 
 
 def draw_inputs(key: jax.Array, length: int, dim: int, scale: float) -> jax.Array:
-    """Queries, keys and values, ``[3, length, dim]`` in float64."""
+    """Draws queries, keys and values, ``[3, length, dim]`` in float64."""
     key = jax.random.fold_in(key, INPUTS)
     return scale * jax.random.normal(key, (3, length, dim), jnp.float64)
 
@@ -43,7 +43,7 @@ def draw_inputs(key: jax.Array, length: int, dim: int, scale: float) -> jax.Arra
 def draw_projection(
     key: jax.Array, num_features: int, dim: int, curve: Curve, *, as_written: bool
 ) -> jax.Array:
-    r"""W, by which either estimate of attention is the library's.
+    r"""Draws a W with which the library computes either estimate of attention.
 
     As written in the post, sines and cosines are of :math:`2 \pi w \cdot x`; and in its code, the
     norm of every orthogonal row is :math:`\sqrt{d / m}`, where :math:`\chi_d` is right.
@@ -53,7 +53,7 @@ def draw_projection(
       num_features: Rows m.
       dim: Dimension d.
       curve: The coupling, and the feature map that W is for.
-      as_written: Whether to draw the post's W or the right one.
+      as_written: True draws the post's W, false the right one.
 
     Returns:
       ``[num_features, dim]`` in float64.
@@ -76,12 +76,12 @@ def draw_projection(
 
 @functools.partial(jax.jit, static_argnames="feature_map")
 def squared_error(inputs: jax.Array, projection: jax.Array, *, feature_map: str) -> jax.Array:
-    """Mean squared error of the entries of attention's output.
+    """Computes the mean squared error of the entries of attention's output.
 
     Args:
       inputs: Queries, keys and values, ``[3, length, dim]``.
       projection: W, ``[num_features, dim]``.
-      feature_map: As in ``random_feature_attention``.
+      feature_map: Feature map; see ``random_feature_attention``.
 
     Returns:
       A scalar.
@@ -93,13 +93,13 @@ def squared_error(inputs: jax.Array, projection: jax.Array, *, feature_map: str)
 
 @jax.jit
 def uniform_error(inputs: jax.Array) -> jax.Array:
-    """The same of attention that looks at no key: the mean of the values."""
+    """Computes the error of attention that looks at no key and returns the mean of the values."""
     exact = exact_attention(inputs)
     uniform = jnp.mean(inputs[2], axis=0, keepdims=True)
     return jnp.mean(jnp.square(jnp.broadcast_to(uniform, exact.shape) - exact))
 
 
 def exact_attention(inputs: jax.Array) -> jax.Array:
-    """In the type of the inputs; jax.nn.dot_product_attention takes its softmax in float32."""
+    """Computes attention in the inputs' type; jax.nn.dot_product_attention uses float32."""
     q, k, v = inputs
     return jax.nn.softmax(q @ k.T / math.sqrt(q.shape[1])) @ v

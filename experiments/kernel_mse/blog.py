@@ -11,7 +11,7 @@ import matplotlib.figure
 import ml_collections
 import numpy as np
 
-from experiments import harness, style
+from experiments.harness import markdown, resumable, style
 from experiments.kernel_mse import attention
 from experiments.kernel_mse.attention import Curve, Panel
 
@@ -45,10 +45,10 @@ SCALES = tuple({panel.scale: None for _, panel in CASES})
 POST_UP_TO = 192  # Features.
 
 
-def tasks(config: ml_collections.ConfigDict) -> harness.Tasks:
-    """All cases at one number of features each, and attention that looks at no key."""
+def tasks(config: ml_collections.ConfigDict) -> resumable.Tasks:
+    """Lists all cases at one number of features each, and attention that looks at no key."""
     seed, options = config.seed, config.attention
-    sizes: harness.Tasks = {
+    sizes: resumable.Tasks = {
         f"attention-{size}": functools.partial(_errors_at, seed, options, size)
         for size in options.num_features
     }
@@ -61,7 +61,7 @@ def _sample_keys(seed: int, options: ml_collections.ConfigDict) -> list[jax.Arra
 
 
 def _errors_at(seed: int, options: ml_collections.ConfigDict, size: int) -> np.ndarray:
-    """``[cases, samples]``; a sample has the same inputs, but for their scale, everywhere."""
+    """Computes errors ``[cases, samples]``; a sample has the same inputs everywhere, scaled."""
 
     def error(key: jax.Array, curve: Curve, panel: Panel) -> float:
         inputs = attention.draw_inputs(key, options.length, options.dim, panel.scale)
@@ -75,7 +75,7 @@ def _errors_at(seed: int, options: ml_collections.ConfigDict, size: int) -> np.n
 
 
 def _uniform_errors(seed: int, options: ml_collections.ConfigDict) -> np.ndarray:
-    """``[scales, samples]``."""
+    """Computes errors ``[scales, samples]`` of attention that looks at no key."""
 
     def error(key: jax.Array, scale: float) -> float:
         inputs = attention.draw_inputs(key, options.length, options.dim, scale)
@@ -87,7 +87,7 @@ def _uniform_errors(seed: int, options: ml_collections.ConfigDict) -> np.ndarray
 
 
 def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
-    """For each figure a list of panels, for each panel one of curves over the sizes."""
+    """Returns for each figure a list of panels, for each panel one of curves over the sizes."""
     sizes = list(config.attention.num_features)
     errors = np.stack([pieces[f"attention-{size}"] for size in sizes], axis=1)
     of_case = {case: _spread(e) for case, e in zip(CASES, errors, strict=True)}
@@ -104,7 +104,7 @@ def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) ->
 
 
 def _spread(errors: np.ndarray) -> dict[str, list[float]]:
-    """Of errors ``[sizes, samples]``; the standard deviation is the post's, of the sample."""
+    """Summarizes errors ``[sizes, samples]``; the standard deviation is the sample's, as there."""
     return {
         "mean": errors.mean(axis=1).tolist(),
         "standard_deviation": errors.std(axis=1).tolist(),
@@ -114,7 +114,7 @@ def _spread(errors: np.ndarray) -> dict[str, list[float]]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Mean (standard deviation), median at the end of the post's axis and at the end of ours."""
+    """Makes a table of mean (standard deviation) and median at the post's last size and at ours."""
     sizes = results["num_features"]
     shown = [i for i, size in enumerate(sizes) if size in (POST_UP_TO, sizes[-1])]
     rows: list[list[object]] = []
@@ -128,11 +128,11 @@ def table(results: dict[str, Any]) -> str:
             ]
             rows.append([panel["title"], panel["scale"], label, *cells, f"{panel['uniform']:.2g}"])
     columns = [f"m = {sizes[i]}: mean (sd), median" for i in shown]
-    return harness.markdown_table(["", "scale", "features", *columns, "mean of the values"], rows)
+    return markdown.table(["", "scale", "features", *columns, "mean of the values"], rows)
 
 
 def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
-    """As the post draws them, mean and standard deviation; with the medians as dots."""
+    """Draws the post's figures, mean and standard deviation, with the medians as dots."""
     return {name: _draw_figure(results, name) for name in FIGURES}
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import ml_collections
 import tqdm
 
-from experiments import harness
+from experiments.harness import config_fields, files, resumable
 from experiments.kernel_mse import blog, mse_ratio, trigonometric_gap
 
 FIELDS: dict[str, type] = {
@@ -37,14 +37,14 @@ def check(config: ml_collections.ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = harness.check_fields(config, FIELDS)
-    harness.check_seed(values)
-    harness.check_least(values, {"ratio.dim": 2, "ratio.num_trials": 2})
-    harness.check_least(values, {"gap.num_trials": 2, "gap.dims": 2, "gap.trial_dims": 2})
-    harness.check_least(values, {"attention.length": 1, "attention.dim": 1})
-    harness.check_least(values, {"attention.num_features": 1, "attention.num_samples": 1})
-    harness.check_ascending(values, [name for name, kind in FIELDS.items() if kind is tuple])
-    harness.check_distances(values, ["ratio.distances", "gap.trial_distances"], most=10.0)
+    values = config_fields.check_fields(config, FIELDS)
+    config_fields.check_seed(values)
+    config_fields.check_least(values, {"ratio.dim": 2, "ratio.num_trials": 2})
+    config_fields.check_least(values, {"gap.num_trials": 2, "gap.dims": 2, "gap.trial_dims": 2})
+    config_fields.check_least(values, {"attention.length": 1, "attention.dim": 1})
+    config_fields.check_least(values, {"attention.num_features": 1, "attention.num_samples": 1})
+    config_fields.check_ascending(values, [name for name, kind in FIELDS.items() if kind is tuple])
+    config_fields.check_distances(values, ["ratio.distances", "gap.trial_distances"], most=10.0)
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       workdir: Folder; one that holds a stopped run of the same config is gone on with.
 
     Returns:
-      What it writes to ``results.json``: ``{"ratio": ..., "gap": ..., "attention": ...}``, the
+      Content of ``results.json``: ``{"ratio": ..., "gap": ..., "attention": ...}``, the
       summaries of the three parts.
 
     Raises:
@@ -63,19 +63,19 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         another config.
     """
     check(config)
-    kept = harness.Pieces(workdir, config)
+    kept = resumable.Pieces(workdir, config)
     tasks = {name: task for part in PARTS.values() for name, task in part.tasks(config).items()}
     progress = tqdm.tqdm(tasks.items(), unit="piece")
     pieces = {name: kept.get(name, task) for name, task in progress}
     results = {name: part.summary(config, pieces) for name, part in PARTS.items()}
-    harness.write_json(workdir / "results.json", results)
-    with harness.drawing(workdir):
+    files.write_json(workdir / "results.json", results)
+    with files.drawing(workdir):
         for part, of_part in zip(PARTS.values(), results.values(), strict=True):
             for name, figure in part.draw_figures(of_part).items():
-                harness.save_figure(workdir / f"{name}.png", figure)
+                files.save_figure(workdir / f"{name}.png", figure)
     return results
 
 
 def report(results: dict[str, Any]) -> str:
-    """The tables of the three parts."""
+    """Makes the tables of the three parts."""
     return "\n\n".join(part.table(results[name]) for name, part in PARTS.items())

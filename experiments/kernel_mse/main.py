@@ -2,10 +2,10 @@
 
 import pathlib
 
-from experiments import harness
+from experiments.harness import command_line
 from experiments.kernel_mse import kernel_mse
 
 if __name__ == "__main__":
-    harness.launch(
+    command_line.launch(
         kernel_mse, kernel_mse.FIELDS, pathlib.Path(__file__).parent / "configs" / "paper.py"
     )

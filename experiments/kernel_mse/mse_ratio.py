@@ -11,7 +11,7 @@ import ml_collections
 import numpy as np
 from scipy import special
 
-from experiments import harness, style, trials
+from experiments.harness import markdown, resumable, style, trials
 from simrf_jax import theory
 from simrf_jax.projections import Coupling
 
@@ -20,8 +20,8 @@ CURVE = np.geomspace(1e-3, 1e2, 501)  # The axis of the paper.
 ENOUGH = 0.9  # Share of the mean that the draws must be able to see for a filled marker.
 
 
-def tasks(config: ml_collections.ConfigDict) -> harness.Tasks:
-    """One set of trials for each coupling, from the same keys."""
+def tasks(config: ml_collections.ConfigDict) -> resumable.Tasks:
+    """Lists one set of trials for each coupling, from the same keys."""
     options = config.ratio
     return {
         f"ratio-{coupling}": functools.partial(
@@ -38,7 +38,7 @@ def tasks(config: ml_collections.ConfigDict) -> harness.Tasks:
 
 
 def visible_share(v: np.ndarray, num_draws: int, power: int) -> np.ndarray:
-    r"""Share of :math:`E\, e^{p g v}` that lies below the largest of so many normal draws g.
+    r"""Returns the share of :math:`E\, e^{p g v}` that lies below the largest of many normal g.
 
     Weighted by :math:`e^{p g v}` a standard normal number has mean p v, so that most of the
     expectation may come from numbers that are never drawn.
@@ -60,7 +60,7 @@ def visible_share(v: np.ndarray, num_draws: int, power: int) -> np.ndarray:
 
 
 def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
-    """For each coupling the errors and ratios at all distances, with closed forms."""
+    """Returns errors and ratios of each coupling at all distances, with closed forms."""
     dim, v = config.ratio.dim, np.array(config.ratio.distances)
     errors = {coupling: pieces[f"ratio-{coupling}"] for coupling in COUPLINGS}
     num_draws = config.ratio.num_trials * dim**2
@@ -100,7 +100,7 @@ def _compare(
 
 
 def table(results: dict[str, Any]) -> str:
-    """Ratios: trials (standard error) / closed form."""
+    """Makes a table of ratios: trials (standard error) / closed form."""
     rows: list[list[object]] = []
     for number, v in enumerate(results["distances"]):
         row: list[object] = [f"{v:g}"]
@@ -115,7 +115,7 @@ def table(results: dict[str, Any]) -> str:
         row.append(f"{results['visible_share_of_spread'][number]:.0%}")
         rows.append(row)
     labels = [style.LABELS[coupling] for coupling in COUPLINGS[1:]]
-    return harness.markdown_table(["v", *labels, "z-score", "mean seen", "spread seen"], rows)
+    return markdown.table(["v", *labels, "z-score", "mean seen", "spread seen"], rows)
 
 
 def _largest_z_score(results: dict[str, Any], number: int) -> str:
@@ -129,7 +129,7 @@ def _largest_z_score(results: dict[str, Any], number: int) -> str:
 
 
 def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
-    """Closed forms as lines; trials as markers, open where the draws miss too much of the mean."""
+    """Draws closed forms as lines, trials as markers, open where draws miss much of the mean."""
     figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
     axes = figure.subplots()
     dim, v = results["dim"], np.array(results["distances"])

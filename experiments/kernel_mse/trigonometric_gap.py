@@ -13,7 +13,7 @@ import ml_collections
 import numpy as np
 from scipy import optimize
 
-from experiments import harness, style, trials
+from experiments.harness import markdown, resumable, style, trials
 from simrf_jax import theory
 
 GRID = np.linspace(0.002, 12, 6000)
@@ -24,8 +24,8 @@ DRAWN = (2, 3, 4, 6, 8, 16, 64)  # Of the dimensions; more would be a thicket.
 LINE_STYLES = ("-", "--", "-.", ":")
 
 
-def tasks(config: ml_collections.ConfigDict) -> harness.Tasks:
-    """Trials for each dimension and coupling, from the same keys."""
+def tasks(config: ml_collections.ConfigDict) -> resumable.Tasks:
+    """Lists trials for each dimension and coupling, from the same keys."""
     options = config.gap
     return {
         f"gap-{dim}-{coupling}": functools.partial(
@@ -43,19 +43,19 @@ def tasks(config: ml_collections.ConfigDict) -> harness.Tasks:
 
 
 def gap(z: np.ndarray, dim: int) -> np.ndarray:
-    """The orthogonality gap with as many features as dimensions; of the shape of z."""
+    """Computes the orthogonality gap with as many features as dimensions; of the shape of z."""
     return np.asarray(theory.orthogonality_gap(z, dim, dim, features="trigonometric"))
 
 
 def relative_gap(z: np.ndarray, dim: int) -> np.ndarray:
-    """The gap relative to the mean squared error of iid features, of the shape of z."""
+    """Computes the gap relative to the mean squared error of iid features, in z's shape."""
     x = z[..., None] * np.eye(1, dim)[0]
     iid = theory.kernel_mse(x, 0 * x, dim, coupling="iid", features="trigonometric")
     return gap(z, dim) / iid
 
 
 def sign_changes(dim: int) -> list[float]:
-    """Where the gap changes its sign, in ascending order, as far as float64 can tell.
+    """Finds the sign changes of the gap in ascending order, as far as float64 can tell.
 
     Example:
       >>> [round(z, 2) for z in sign_changes(6)]
@@ -69,7 +69,7 @@ def sign_changes(dim: int) -> list[float]:
 
 
 def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Sign changes and the largest loss in each dimension, and the trials of a few."""
+    """Returns sign changes and the largest loss in each dimension, and the trials of a few."""
     z = np.array(config.gap.trial_distances)
     return {
         "theory": [_signs(dim) for dim in config.gap.dims],
@@ -105,7 +105,7 @@ def _compare(dim: int, z: np.ndarray, pieces: dict[str, np.ndarray]) -> dict[str
 
 
 def table(results: dict[str, Any]) -> str:
-    """The sign changes of every dimension, and the trials."""
+    """Makes tables of the sign changes of every dimension, and of the trials."""
     signs: list[list[object]] = []
     for row in results["theory"]:
         changes = ", ".join(f"{z:.3f}" for z in row["sign_changes"])
@@ -119,12 +119,12 @@ def table(results: dict[str, Any]) -> str:
             closed_form = f"{row['closed_form'][i]:.5f}"
             spots.append([row["dim"], f"{z:g}", found, closed_form, f"{row['z_score'][i]:+.1f}"])
     spots_header = ["d", "z", "gap / MSE of IIDRFs, trials", "closed form", "z-score"]
-    tables = harness.markdown_table(header, signs), harness.markdown_table(spots_header, spots)
+    tables = markdown.table(header, signs), markdown.table(spots_header, spots)
     return "\n\n".join(tables)
 
 
 def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
-    """The relative gap whole, and enlarged about zero."""
+    """Draws the relative gap whole, and enlarged about zero."""
     figure = matplotlib.figure.Figure(figsize=(9, 3.8), layout="constrained")
     whole, close = figure.subplots(1, 2)
     for axes in (whole, close):

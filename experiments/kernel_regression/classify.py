@@ -37,14 +37,14 @@ def draw(keys: jax.Array, num_features: int, dim: int, method: str) -> jax.Array
 
 
 def accuracies(projections: jax.Array, split: Split, sigma: float) -> np.ndarray:
-    r"""Accuracy with random features, for each projection.
+    r"""Computes accuracy with random features, for each projection.
 
     .. math:: \hat y(x') = \sum_i \phi(\sigma x') \cdot \phi(\sigma x_i)\, y_i
 
     Args:
       projections: ``[trials, num_features, dim]``; rows of fewer coordinates are padded with zeros.
       split: Rows and classes.
-      sigma: What the rows are multiplied by.
+      sigma: Factor that multiplies the rows.
 
     Returns:
       Shares of the test rows that are given their class, ``[trials]``.
@@ -82,7 +82,7 @@ def _accuracies(
 
 
 def exact_accuracies(split: Split, sigmas: np.ndarray) -> np.ndarray:
-    """Accuracy with the exact Gaussian kernel, in float64, for each sigma."""
+    """Computes accuracy with the exact Gaussian kernel, in float64, for each sigma."""
     votes = np.eye(split.num_classes)[split.train_labels]
     squares = [np.square(x).sum(axis=-1) for x in (split.test, split.train)]
     distances = np.add.outer(*squares) - 2 * split.test @ split.train.T
@@ -95,7 +95,7 @@ def exact_accuracies(split: Split, sigmas: np.ndarray) -> np.ndarray:
 
 
 def mean_distance(split: Split, sigma: float) -> float:
-    """Mean of v = sigma |x + y| over test rows x and training rows y, as in Table 2."""
+    """Averages v = sigma |x + y| over test rows x and training rows y, as in Table 2."""
     squares = [np.square(x).sum(axis=-1) for x in (split.test, split.train)]
     squared = np.add.outer(*squares) + 2 * split.test @ split.train.T
     return float(sigma * np.sqrt(squared.clip(0)).mean())

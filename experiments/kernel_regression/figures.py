@@ -8,13 +8,13 @@ import matplotlib.axes
 import matplotlib.figure
 import numpy as np
 
-from experiments import style
+from experiments.harness import style
 
 CURVES = ("iid", "orthogonal", "simplex")
 
 
 def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
-    """The figures of those parts that ran, by file name."""
+    """Draws the figures of those parts that ran, by file name."""
     figures = {}
     if "curves" in results:
         figures["accuracy"] = draw_curves(results["curves"])
@@ -24,7 +24,7 @@ def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
 
 
 def draw_curves(results: dict[str, Any]) -> matplotlib.figure.Figure:
-    """Fig. 8: accuracy against the number of features, a panel for each data set and their mean."""
+    """Draws Fig. 8: accuracy by number of features, a panel for each data set and their mean."""
     panels = dict(results)
     if len(results) > 1:
         panels["average"] = _average(list(results.values()))
@@ -44,7 +44,7 @@ def draw_curves(results: dict[str, Any]) -> matplotlib.figure.Figure:
 
 
 def draw_search(results: dict[str, Any]) -> matplotlib.figure.Figure:
-    """Fig. 10: validation accuracy against sigma."""
+    """Draws Fig. 10: validation accuracy against sigma."""
     figure, axes = _grid(len(results))
     for axis, (name, row) in zip(axes, results.items(), strict=False):
         sigmas = np.array(row["sigmas"])
@@ -71,7 +71,7 @@ def draw_search(results: dict[str, Any]) -> matplotlib.figure.Figure:
 
 
 def _average(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The mean over data sets; its standard error is that of independent trials."""
+    """Averages over data sets; the standard error is that of independent trials."""
     mean: dict[str, Any] = {
         "multiples": rows[0]["multiples"],
         "exact": float(np.mean([row["exact"] for row in rows])),

@@ -11,10 +11,10 @@ import ml_collections
 import numpy as np
 import tqdm
 
-from experiments import harness
+from experiments.harness import config_fields, files, resumable
+from experiments.harness.mistakes import UserError
+from experiments.harness.trials import summary
 from experiments.kernel_regression import classify, figures, tables, uci
-from experiments.mistakes import UserError
-from experiments.trials import summary
 from simrf_jax.projections.hadamard import padded_dim
 
 FIELDS: dict[str, type] = {
@@ -42,16 +42,16 @@ def check(config: ml_collections.ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = harness.check_fields(config, FIELDS)
-    harness.check_seed(values)
-    harness.check_least(values, {"num_trials": 2, "curve_trials": 2, "multiples": 1})
-    harness.check_ascending(values, ["multiples"])
-    harness.check_least(values, {"search_trials": 2, "search_multiple": 1, "num_sigmas": 2})
+    values = config_fields.check_fields(config, FIELDS)
+    config_fields.check_seed(values)
+    config_fields.check_least(values, {"num_trials": 2, "curve_trials": 2, "multiples": 1})
+    config_fields.check_ascending(values, ["multiples"])
+    config_fields.check_least(values, {"search_trials": 2, "search_multiple": 1, "num_sigmas": 2})
     for name, known in (("datasets", tuple(uci.SOURCES)), ("parts", PARTS)):
         if not config[name]:
             raise UserError(f"config.{name} must name at least one of {', '.join(known)}, got ().")
         for value in config[name]:
-            harness.check_one_of(f"Each of config.{name}", value, known)
+            config_fields.check_one_of(f"Each of config.{name}", value, known)
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
       workdir: Folder; one that holds a stopped run of the same config is gone on with.
 
     Returns:
-      What it writes to ``results.json``: for each part and data set the mean accuracies with their
+      Content of ``results.json``: for each part and data set the mean accuracies with their
       standard errors; for each part the seconds that it took.
 
     Raises:
@@ -71,7 +71,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     """
     check(config)
     splits = {name: uci.load(name, config.data_dir) for name in config.datasets}
-    pieces = harness.Pieces(workdir, config, selection=("data_dir", "datasets", "parts"))
+    pieces = resumable.Pieces(workdir, config, selection=("data_dir", "datasets", "parts"))
     runs = {"tables": _tables, "curves": _curves, "search": _search}
     results: dict[str, Any] = {"seconds": {}}
     for part in config.parts:
@@ -80,15 +80,15 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
                 name: runs[part](name, split, config, pieces) for name, split in progress
             }
         results["seconds"][part] = pieces.seconds(f"{part}*")
-    harness.write_json(workdir / "results.json", results)
-    with harness.drawing(workdir):
+    files.write_json(workdir / "results.json", results)
+    with files.drawing(workdir):
         for name, figure in figures.draw(results).items():
-            harness.save_figure(workdir / f"{name}.png", figure)
+            files.save_figure(workdir / f"{name}.png", figure)
     return results
 
 
 def report(results: dict[str, Any]) -> str:
-    """The paper's tables with ours beside them, the paired tests, and the time of each part."""
+    """Makes the paper's tables with ours beside them, the paired tests, and the times."""
     lines = [f"{part}: {seconds:.0f} seconds" for part, seconds in results["seconds"].items()]
     if "tables" in results:
         lines = [*tables.all_tables(results["tables"]), *lines]
@@ -100,7 +100,7 @@ def report(results: dict[str, Any]) -> str:
 
 
 def _tables(
-    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: harness.Pieces
+    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, Any]:
     dim, sigma = split.train.shape[1], uci.SOURCES[name].sigma
     result: dict[str, Any] = {
@@ -130,7 +130,7 @@ def _tables(
 
 
 def _curves(
-    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: harness.Pieces
+    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, Any]:
     dim, sigma = split.train.shape[1], uci.SOURCES[name].sigma
 
@@ -157,9 +157,9 @@ def _curves(
 
 
 def _search(
-    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: harness.Pieces
+    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, Any]:
-    """Accuracy against sigma, on held-out training rows and, as published, on the test set."""
+    """Computes accuracy against sigma, on held-out training rows and on the test set."""
     sigmas = np.geomspace(0.1, 2, config.num_sigmas)
     dim = split.train.shape[1]
 
@@ -186,5 +186,5 @@ def _search(
 
 
 def _keys(config: ml_collections.ConfigDict, trials: int) -> jax.Array:
-    """The same for all methods, whose trials are paired so."""
+    """Returns the PRNG keys of the trials, the same for all methods, which pairs their trials."""
     return jax.random.split(jax.random.key(config.seed), trials)

@@ -2,11 +2,11 @@
 
 import pathlib
 
-from experiments import harness
+from experiments.harness import command_line
 from experiments.kernel_regression import kernel_regression
 
 if __name__ == "__main__":
-    harness.launch(
+    command_line.launch(
         kernel_regression,
         kernel_regression.FIELDS,
         pathlib.Path(__file__).parent / "configs" / "paper.py",

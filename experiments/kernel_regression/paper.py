@@ -1,4 +1,4 @@
-"""What the paper reports: accuracies and their standard errors, in units of 1e-4."""
+"""Results of the paper: accuracies and their standard errors, in units of 1e-4."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ class Entry(NamedTuple):
 
 
 def _table(columns: str, rows: dict[str, str]) -> dict[str, dict[str, Entry]]:
-    """Entries by data set and column, from "mean error mean error ..." in units of 1e-4."""
+    """Reads entries by data set and column, from "mean error mean error ..." in units of 1e-4."""
     table = {}
     for name, row in rows.items():
         numbers = [int(number) / 1e4 for number in row.split()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from experiments import harness, style
+from experiments.harness import markdown, style
 from experiments.kernel_regression import paper
 
 # (better, worse) by the theory, tested on paired draws; then fast against regular.
@@ -23,7 +23,7 @@ LABELS = style.LABELS | {"fast_orthogonal": "fast ORFs", "fast_simplex": "fast S
 
 
 def all_tables(results: dict[str, Any]) -> list[str]:
-    """Tables 2 and 3, and the paired tests of each."""
+    """Makes Tables 2 and 3, and the paired tests of each."""
     printed = {"table_2": paper.TABLE_2, "table_3": paper.TABLE_3}
     texts = [sizes(results)]
     for name, published in printed.items():
@@ -32,7 +32,7 @@ def all_tables(results: dict[str, Any]) -> list[str]:
 
 
 def sizes(results: dict[str, Any]) -> str:
-    """What the data sets are, and the accuracy of the exact kernel."""
+    """Makes a table of the data sets, with the accuracy of the exact kernel."""
     header = ["data set", "rows to train", "to test", "d", "v, paper", "v, ours", "exact kernel"]
     rows = [
         [
@@ -46,11 +46,11 @@ def sizes(results: dict[str, Any]) -> str:
         ]
         for name, row in results.items()
     ]
-    return harness.markdown_table(header, rows)
+    return markdown.table(header, rows)
 
 
 def sigmas(results: dict[str, Any]) -> str:
-    """Where the curves of Fig. 10 have their maxima."""
+    """Says at which sigma each curve of Fig. 10 has its maximum."""
     header = ["data set", "published", "validation, IIDRFs", "test, IIDRFs", "validation, exact"]
     rows = [
         [
@@ -62,21 +62,21 @@ def sigmas(results: dict[str, Any]) -> str:
         ]
         for name, row in results.items()
     ]
-    return harness.markdown_table(header, rows)
+    return markdown.table(header, rows)
 
 
 def gains(results: dict[str, Any]) -> str:
-    """What SimRFs gain over ORFs in Fig. 8, by paired trials, with z-scores."""
+    """Makes a table of the gains of SimRFs over ORFs in Fig. 8, by paired trials."""
     multiples = next(iter(results.values()))["multiples"]
     rows = []
     for name, row in results.items():
         entries = [paper.Entry(**gain) for gain in row["simplex - orthogonal"]]
         rows.append([name, *map(_score, entries)])
-    return harness.markdown_table(["SimRFs - ORFs", *(f"{m}d features" for m in multiples)], rows)
+    return markdown.table(["SimRFs - ORFs", *(f"{m}d features" for m in multiples)], rows)
 
 
 def _accuracies(results: dict[str, Any], table: str, published: dict[str, Any]) -> str:
-    """Where the paper has an entry: paper / ours / how many standard errors apart."""
+    """Makes a table of the paper's entries: paper / ours / distance in standard errors."""
     methods = list(next(iter(results.values()))[table])
     rows: list[list[object]] = []
     for name, row in results.items():
@@ -89,17 +89,17 @@ def _accuracies(results: dict[str, Any], table: str, published: dict[str, Any]) 
                 cell = f"{_entry(theirs)} / {cell} / {(ours.mean - theirs.mean) / error:+.1f}"
             cells.append(cell)
         rows.append([name, *cells])
-    return harness.markdown_table(["data set", *(LABELS[m] for m in methods)], rows)
+    return markdown.table(["data set", *(LABELS[m] for m in methods)], rows)
 
 
 def _paired(results: dict[str, Any], table: str) -> str:
-    """Mean differences of paired trials, with their z-scores."""
+    """Makes a table of mean differences of paired trials, with their z-scores."""
     header = [f"{LABELS[better]} - {LABELS[worse]}" for better, worse in PAIRS[table]]
     rows: list[list[object]] = []
     for name, row in results.items():
         gains = [paper.Entry(**gain) for gain in row[f"{table}_paired"].values()]
         rows.append([name, *map(_score, gains)])
-    return harness.markdown_table(["data set", *header], rows)
+    return markdown.table(["data set", *header], rows)
 
 
 def _score(gain: paper.Entry) -> str:
@@ -109,5 +109,5 @@ def _score(gain: paper.Entry) -> str:
 
 
 def _entry(entry: paper.Entry) -> str:
-    """0.1421(2): the standard error in units of the last digit."""
+    """Formats a number as 0.1421(2), with the standard error in units of the last digit."""
     return f"{entry.mean:.4f}({1e4 * entry.standard_error:.0f})"

@@ -9,19 +9,19 @@ from typing import NamedTuple
 import numpy as np
 import pooch
 
-from experiments.mistakes import UserError, user_mistakes
+from experiments.harness.mistakes import UserError, user_mistakes
 
 ARCHIVE = "https://archive.ics.uci.edu/ml/machine-learning-databases/"
 TEST_SHARE = 0.05
 
 
 class Source(NamedTuple):
-    """Where a data set is and what its columns hold; the last one is the label.
+    """The file and the columns of a data set; the last column is the label.
 
     Attributes:
       path: Below ``ARCHIVE``.
-      sha256: Of the file.
-      sigma: What the published experiments multiply its rows by.
+      sha256: Digest of the file.
+      sigma: Factor by which the published experiments multiply its rows.
       separator: Between columns; None for white space.
       categorical: Columns to encode as one-hot vectors.
       dropped: Columns that say nothing.
@@ -98,7 +98,7 @@ class Split(NamedTuple):
 
 
 def find(name: str, data_dir: str = "") -> pathlib.Path:
-    """The file of a data set, downloaded where it is not there.
+    """Finds the file of a data set, and downloads it where it is not there.
 
     Args:
       name: One of ``SOURCES``.
@@ -147,7 +147,7 @@ def find(name: str, data_dir: str = "") -> pathlib.Path:
 
 
 def read(name: str, data_dir: str = "") -> tuple[np.ndarray, np.ndarray]:
-    """Rows ``[n, dim]``, numbers first and one-hot vectors after them, and classes ``[n]``.
+    """Reads rows ``[n, dim]``, numbers first and one-hot vectors after them, and classes ``[n]``.
 
     The last line of the file is left out, as in the published experiments. (Of nursery it is
     empty; of the others it is a row like any other.)
@@ -173,12 +173,12 @@ def read(name: str, data_dir: str = "") -> tuple[np.ndarray, np.ndarray]:
 
 
 def load(name: str, data_dir: str = "", *, validation: bool = False) -> Split:
-    """The published split: 95 per cent to train, 5 to test, after a fixed permutation.
+    """Loads the published split: 95 per cent to train, 5 to test, after a fixed permutation.
 
     Args:
       name: One of ``SOURCES``.
-      data_dir: As in ``find``.
-      validation: Whether to leave the test set alone, and to test on rows held out of the training
+      data_dir: Folder of the data; see ``find``.
+      validation: If true, leave the test set alone and test on rows held out of the training
         set instead, as many.
 
     Raises:

@@ -1,147 +1,203 @@
-"""The fields of a training config, and the check that a config has them all and no other."""
+"""The fields of a training config in one table, and the checks that follow from it.
+
+``python -m experiments.vit.config`` prints the table of the README.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_collections
 
-from experiments import harness
-from experiments.mistakes import UserError, user_mistakes
-from experiments.vit import data, records
-from simrf_jax.models import ViTConfig
+from experiments.harness import config_fields, markdown
+from experiments.harness.config_fields import SEEDS, Range, above, at_least, one_of
+from experiments.harness.mistakes import UserError, user_mistakes
+from experiments.vit.data import in_memory, records
+from simrf_jax.models import ATTENTIONS, ViTConfig
+from simrf_jax.models.config import DTYPES, POOLINGS, REMATS
+from simrf_jax.projections import BLOCK_MODES
+
+
+class Field(NamedTuple):
+    """A field of the config.
+
+    Attributes:
+      type: Type of the value.
+      meaning: Meaning of the value, in one sentence.
+      allowed: Range of the value; None allows every value of the type, or leaves it to
+        ``check_config``, where the range depends on other fields.
+      may_change: True if a run that was stopped may go on with another value.
+      in_memory: Value that the field must have where ``in_memory`` is true, because it has no
+        effect there; None if it has one.
+      from_records: Value that the field must have where ``in_memory`` is false; None as above.
+    """
+
+    type: type
+    meaning: str
+    allowed: Range | None = None
+    may_change: bool = False
+    in_memory: float | None = None
+    from_records: float | None = None
+
+
+_BELOW_ONE = Range("in [0, 1)", lambda x: 0 <= x < 1)
+_SHARE = Range("in (0, 1]", lambda x: 0 < x <= 1)
+_MAGNITUDE = Range("from 0 to 10", lambda x: 0 <= x <= 10)
+_REDRAWS = Range("at least 2, as a variance is estimated from them", lambda x: x >= 2)
 
 # Every field of every config of this experiment. A config file sets all of them.
-FIELDS: dict[str, type] = {
-    "seed": int,  # Of everything random: parameters, projections, dropout, data order.
-    "dataset": str,  # A name of data.DATASETS if in_memory, else of records.DATASETS.
-    "data_dir": str,  # Where prepared TensorFlow Datasets lie; "" for their default folder.
-    "in_memory": bool,  # Decode small data sets once and keep them, as they are; else read records.
-    "image_size": int,  # Side of the square images that the model sees.
-    "num_workers": int,  # Processes that read and augment records; 0 for a thread of the trainer.
-    "batch_size": int,  # Images a step, over all devices.
-    "eval_batch_size": int,  # Rounded up to a multiple of mesh.data * mesh.fsdp.
-    "num_steps": int,
-    "learning_rate": float,  # At its peak.
-    "warmup_steps": int,  # Linear from 0, then a cosine to 0 at num_steps.
-    "weight_decay": float,  # Decoupled, on the kernels only.
-    "b1": float,  # Adam's.
-    "b2": float,
-    "eps": float,
-    "clip_norm": float,  # Of the gradient of all parameters together.
-    "redraw_interval": int,  # Steps between redraws of all projections; 0 for never.
-    "log_interval": int,  # Steps a row of metrics.csv is the mean of.
-    "eval_interval": int,  # Steps between evaluations on the whole test set.
-    "eval_crop": float,  # Side of the middle square that is evaluated, over the shorter side.
-    "augment.shift": float,  # Largest random translation, in pixels; in memory.
-    "augment.flip": bool,  # Random mirror images.
-    "augment.crop_area": float,  # Least area of a random crop; 1.0 for the middle; of records.
-    "augment.randaugment_layers": int,  # Random operations an image; of records.
-    "augment.randaugment_magnitude": float,  # From 0 to 10.
-    "augment.mixup": float,  # Weights of images in pairs are Beta(mixup, mixup); 0 for none.
-    "diagnostics.images": int,  # Test images to compare attention with softmax on; 0 for none.
-    "diagnostics.redraws": int,  # Of the projections, for the variance of attention.
-    "profile.start": int,  # The first step to profile, counted from 0.
-    "profile.steps": int,  # How many; 0 for no profile.
-    "checkpoint.interval": int,  # Steps between checkpoints; 0 for none at all.
-    "checkpoint.keep": int,  # The last ones to keep; the one of the best test accuracy is, too.
-    "checkpoint.folder": str,  # A path or gs://bucket/run; "" for a folder of the workdir.
-    "num_microbatches": int,  # Parts of a batch whose gradients are computed one after the other.
-    "mesh.data": int,  # Devices the images are split over; -1 for all that the others leave.
-    "mesh.fsdp": int,  # Likewise, and the parameters and the optimiser's state too.
-    "mesh.tensor": int,  # Devices that heads and MLPs are split over.
-    "mesh.sequence": int,  # Devices that the tokens of an image are split over.
-    "model.patch_size": int,  # The rest is ViTConfig's; channels and classes come from the data.
-    "model.width": int,
-    "model.depth": int,
-    "model.num_heads": int,
-    "model.mlp_dim": int,
-    "model.dropout_rate": float,
-    "model.pooling": str,
-    "model.attention": str,
-    "model.num_features": int,
-    "model.block": str,
-    "model.dtype": str,
-    "model.remat": str,
-    "model.scan": bool,
+FIELDS: dict[str, Field] = {
+    "seed": Field(int, "Seed of parameters, projections, dropout and the data order.", SEEDS),
+    "dataset": Field(str, "Name of the data set."),
+    "data_dir": Field(
+        str, "Folder of the prepared data sets; empty for the default folder.", may_change=True
+    ),
+    "in_memory": Field(bool, "True decodes a small data set once; false reads records."),
+    "image_size": Field(int, "Side in pixels of the square images.", at_least(1)),
+    "num_workers": Field(
+        int,
+        "Processes that read and augment records; 0 uses a thread of the trainer.",
+        at_least(0),
+        may_change=True,
+        in_memory=0,
+    ),
+    "batch_size": Field(int, "Images in the batch of a step, over all devices.", at_least(1)),
+    "eval_batch_size": Field(
+        int,
+        "Images in an evaluation batch, rounded up to a multiple of mesh.data * mesh.fsdp.",
+        at_least(1),
+        may_change=True,
+    ),
+    "num_steps": Field(int, "Training steps.", at_least(1)),
+    "learning_rate": Field(float, "Peak learning rate.", above(0)),
+    "warmup_steps": Field(
+        int,
+        "Steps of linear warm-up, below num_steps; a cosine to 0 follows.",
+        at_least(0),
+    ),
+    "weight_decay": Field(float, "Decoupled weight decay of the kernels.", at_least(0)),
+    "b1": Field(float, "Decay rate of Adam's first moment.", _BELOW_ONE),
+    "b2": Field(float, "Decay rate of Adam's second moment.", _BELOW_ONE),
+    "eps": Field(float, "Epsilon of Adam.", above(0)),
+    "clip_norm": Field(float, "Largest norm of the whole gradient.", above(0)),
+    "redraw_interval": Field(
+        int, "Steps between redraws of all projections; 0 never redraws.", at_least(0)
+    ),
+    "log_interval": Field(
+        int, "Steps that a row of metrics.csv averages.", at_least(1), may_change=True
+    ),
+    "eval_interval": Field(
+        int, "Steps between evaluations on the whole test set.", at_least(1), may_change=True
+    ),
+    "eval_crop": Field(
+        float,
+        "Evaluation center crop: crop side divided by the shorter image side.",
+        _SHARE,
+        in_memory=1.0,
+    ),
+    "augment.shift": Field(
+        float, "Largest random translation in pixels.", at_least(0), from_records=0.0
+    ),
+    "augment.flip": Field(bool, "True mirrors images at random."),
+    "augment.crop_area": Field(
+        float,
+        "Smallest area of a random crop, relative to the image; 1.0 crops the center.",
+        _SHARE,
+        in_memory=1.0,
+    ),
+    "augment.randaugment_layers": Field(
+        int, "RandAugment operations for each image.", at_least(0), in_memory=0
+    ),
+    "augment.randaugment_magnitude": Field(
+        float, "RandAugment magnitude.", _MAGNITUDE, in_memory=0.0
+    ),
+    "augment.mixup": Field(
+        float, "Both parameters of mixup's Beta distribution; 0 switches it off.", at_least(0)
+    ),
+    "diagnostics.images": Field(
+        int,
+        "Test images on which attention is compared with softmax; 0 for none.",
+        at_least(0),
+        may_change=True,
+    ),
+    "diagnostics.redraws": Field(
+        int, "Redraws from which the variance is estimated.", _REDRAWS, may_change=True
+    ),
+    "profile.start": Field(
+        int, "First step to profile, counted from 0.", at_least(0), may_change=True
+    ),
+    "profile.steps": Field(
+        int, "Number of steps to profile; 0 for none.", at_least(0), may_change=True
+    ),
+    "checkpoint.interval": Field(
+        int, "Steps between checkpoints; 0 keeps none.", at_least(0), may_change=True
+    ),
+    "checkpoint.keep": Field(
+        int,
+        "Number of latest checkpoints to keep, beside the one of the best test accuracy.",
+        at_least(1),
+        may_change=True,
+    ),
+    "checkpoint.folder": Field(
+        str, "Path or gs://bucket/run of the checkpoints; empty for a folder of the workdir."
+    ),
+    "num_microbatches": Field(
+        int, "Parts of a batch whose gradients are computed one after the other.", at_least(1)
+    ),
+    "mesh.data": Field(
+        int,
+        "Devices that share the images; -1 takes all that the other axes leave.",
+        at_least(1, also=-1),
+        may_change=True,
+    ),
+    "mesh.fsdp": Field(
+        int,
+        "Devices that share the images, the parameters and the optimizer's state.",
+        at_least(1),
+        may_change=True,
+    ),
+    "mesh.tensor": Field(
+        int, "Devices that share the heads and the MLPs.", at_least(1), may_change=True
+    ),
+    "mesh.sequence": Field(
+        int, "Devices that share the tokens of an image.", at_least(1), may_change=True
+    ),
+    "model.patch_size": Field(int, "Side of a square patch in pixels.", at_least(1)),
+    "model.width": Field(int, "Width of the tokens.", at_least(1)),
+    "model.depth": Field(int, "Number of transformer layers.", at_least(1)),
+    "model.num_heads": Field(int, "Number of heads, a divisor of the width.", at_least(1)),
+    "model.mlp_dim": Field(int, "Hidden width of the MLPs.", at_least(1)),
+    "model.dropout_rate": Field(float, "Dropout rate.", _BELOW_ONE),
+    "model.pooling": Field(
+        str, "Input of the classifier: the mean of the tokens or a class token.", one_of(POOLINGS)
+    ),
+    "model.attention": Field(
+        str, "Coupling of the random features, or softmax attention.", one_of(ATTENTIONS)
+    ),
+    "model.num_features": Field(int, "Random features of each head.", at_least(1)),
+    "model.block": Field(str, "Row-block mode of the projections.", one_of(BLOCK_MODES)),
+    "model.dtype": Field(str, "Type of the computation.", one_of(DTYPES)),
+    "model.remat": Field(
+        str, "Values that a layer computes again for the gradient.", one_of(REMATS)
+    ),
+    "model.scan": Field(bool, "True scans over the layers, which compiles one layer only."),
 }
-
-# Fields, and groups of fields, of which a run that was stopped may go on with other values.
-MAY_CHANGE = {
-    "data_dir",
-    "num_workers",
-    "eval_batch_size",
-    "log_interval",
-    "eval_interval",
-    "diagnostics",
-    "profile",
-    "checkpoint.interval",
-    "checkpoint.keep",
-    "mesh",
-}
-
-_POSITIVE = (
-    "batch_size",
-    "eval_batch_size",
-    "num_steps",
-    "log_interval",
-    "eval_interval",
-    "image_size",
-    "checkpoint.keep",
-    "num_microbatches",
-    "mesh.fsdp",
-    "mesh.tensor",
-    "mesh.sequence",
-)
-_NOT_NEGATIVE = (
-    "warmup_steps",
-    "redraw_interval",
-    "weight_decay",
-    "num_workers",
-    "augment.shift",
-    "augment.randaugment_layers",
-    "augment.mixup",
-    "diagnostics.images",
-    "profile.start",
-    "profile.steps",
-    "checkpoint.interval",
-)
-# What has no effect on images in memory, and on records, with the value that says so.
-_OF_RECORDS = {
-    "num_workers": 0,
-    "eval_crop": 1.0,
-    "augment.crop_area": 1.0,
-    "augment.randaugment_layers": 0,
-    "augment.randaugment_magnitude": 0.0,
-}
-_OF_MEMORY = {"augment.shift": 0.0}
+TYPES = {name: field.type for name, field in FIELDS.items()}
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check_config(config: ml_collections.ConfigDict) -> None:
     """Refuses a config that is not whole, has an unknown field, or a value that cannot work.
 
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    given = harness.check_fields(config, FIELDS)
-    harness.check_seed(given)
-    harness.check_least(given, dict.fromkeys(_POSITIVE, 1))
-    if given["mesh.data"] != -1 and given["mesh.data"] < 1:
-        raise UserError(
-            f"config.mesh.data, unless it is -1, must be at least 1, got {given['mesh.data']}."
-        )
-    for name in _NOT_NEGATIVE:
-        if not given[name] >= 0:
-            raise UserError(f"config.{name} must be at least 0, got {given[name]}.")
-    for name in ("learning_rate", "clip_norm", "eps"):
-        if not given[name] > 0:
-            raise UserError(f"config.{name} must be above 0, got {given[name]}.")
-    for name in ("b1", "b2"):
-        if not 0 <= given[name] < 1:
-            raise UserError(f"config.{name} must be in [0, 1), got {given[name]}.")
-    _check_input(given)
-    _check_seeing(given)
+    given = config_fields.check_fields(config, TYPES)
+    for name, field in FIELDS.items():
+        if field.allowed is not None:
+            config_fields.check_range(name, given[name], field.allowed)
+    _check_data(given)
+    _check_diagnostics(given)
     # What does not depend on the data is checked without it.
     with user_mistakes(ValueError):
         ViTConfig(image_size=(config.image_size, config.image_size), **config.model)
@@ -152,50 +208,71 @@ def check(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """What keeps one config from going on with the run of another, a sentence a field."""
+def config_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Describes each difference that keeps one config from going on with the run of another."""
 
-    def what_matters(config: Mapping[str, Any]) -> dict[str, Any]:
-        flat = harness.flatten(config)
-        return {k: v for k, v in flat.items() if not MAY_CHANGE & {k, k.split(".")[0]}}
+    def fixed(config: Mapping[str, Any]) -> dict[str, Any]:
+        flat = config_fields.flatten(config)
+        return {name: value for name, value in flat.items() if not may_change(name)}
 
-    return harness.differences(what_matters(theirs), what_matters(ours))
+    return config_fields.differences(fixed(theirs), fixed(ours))
 
 
-def _check_input(given: dict[str, Any]) -> None:
+def may_change(name: str) -> bool:
+    """Returns whether a run that was stopped may go on with another value of a field.
+
+    A field that only an earlier version had may change if all fields of its group may.
+    """
+    if name in FIELDS:
+        return FIELDS[name].may_change
+    group, dot, _ = name.partition(".")
+    known = [field.may_change for other, field in FIELDS.items() if other.startswith(group + dot)]
+    return bool(dot and known) and all(known)
+
+
+def describe_fields() -> str:
+    """Returns the table of all fields in Markdown."""
+    header = ("field", "type", "allowed", "may change on resume", "meaning")
+    return markdown.table(header, (_row(name, field) for name, field in FIELDS.items()))
+
+
+def _row(name: str, field: Field) -> tuple[str, ...]:
+    """Returns the row of a field in the table."""
+    allowed = "" if field.allowed is None else str(field.allowed).replace("'", "`")
+    meaning = field.meaning
+    if field.in_memory is not None:
+        meaning += f" Must be {field.in_memory} for images in memory."
+    if field.from_records is not None:
+        meaning += f" Must be {field.from_records} for records."
+    return f"`{name}`", field.type.__name__, allowed, "yes" if field.may_change else "", meaning
+
+
+def _check_data(given: dict[str, Any]) -> None:
     """Refuses data sets that are not known, and what has no effect on how they are read."""
-    known = data.DATASETS if given["in_memory"] else records.DATASETS
-    harness.check_one_of("config.dataset", given["dataset"], known)
-    for name in ("augment.crop_area", "eval_crop"):
-        if not 0 < given[name] <= 1:
-            raise UserError(f"config.{name} must be in (0, 1], got {given[name]}.")
-    if not 0 <= given["augment.randaugment_magnitude"] <= 10:
-        raise UserError(
-            "config.augment.randaugment_magnitude must be from 0 to 10, got "
-            f"{given['augment.randaugment_magnitude']}."
-        )
-    for name, none in (_OF_RECORDS if given["in_memory"] else _OF_MEMORY).items():
-        if given[name] != none:
+    known = in_memory.DATASETS if given["in_memory"] else records.DATASETS
+    config_fields.check_one_of("config.dataset", given["dataset"], known)
+    for name, field in FIELDS.items():
+        only = field.in_memory if given["in_memory"] else field.from_records
+        if only is not None and given[name] != only:
             raise UserError(
-                f"config.{name} must be {none} where in_memory is {given['in_memory']}, got "
+                f"config.{name} must be {only} where in_memory is {given['in_memory']}, got "
                 f"{given[name]}."
             )
 
 
-def _check_seeing(given: dict[str, Any]) -> None:
-    """Refuses diagnostics and profiles that there is too little for."""
+def _check_diagnostics(given: dict[str, Any]) -> None:
+    """Refuses diagnostics of more images, and profiles of more steps, than there are."""
     images, batch_size = given["diagnostics.images"], given["eval_batch_size"]
     if images > batch_size:
         raise UserError(
             f"config.diagnostics.images must be at most eval_batch_size={batch_size}, got {images}."
-        )
-    if given["diagnostics.redraws"] < 2:
-        raise UserError(
-            "config.diagnostics.redraws must be at least 2, as a variance is estimated from them, "
-            f"got {given['diagnostics.redraws']}."
         )
     end = given["profile.start"] + given["profile.steps"]
     if given["profile.steps"] and end > given["num_steps"]:
         raise UserError(
             f"config.profile must end by num_steps={given['num_steps']}, got start + steps = {end}."
         )
+
+
+if __name__ == "__main__":
+    print(describe_fields())

@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 
-from experiments import interrupts
+from experiments.harness import interrupts
 
 if __name__ == "__main__":  # The imports below take seconds.
     interrupts.end_at_once("Stopped before it started.")
@@ -17,8 +17,11 @@ import jax
 from absl import app, flags
 from ml_collections import config_flags
 
-from experiments import harness, memory, mistakes
-from experiments.vit import checkpoint, compare, config, train
+from experiments.harness import command_line, memory, mistakes
+from experiments.vit import train
+from experiments.vit.config import TYPES
+from experiments.vit.tools import compare
+from experiments.vit.training import orbax_output
 from simrf_jax.models import ATTENTIONS
 
 STOPPED = "Stopped; the same command goes on from the last checkpoint, if any are kept."
@@ -52,7 +55,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
     memory.keep_freed_memory()
-    checkpoint.quiet()
+    orbax_output.quiet()
     # A program of multiprocessing frees the memory of one that ended at once. It need not say so.
     os.environ["PYTHONWARNINGS"] = (
         f"{os.environ.get('PYTHONWARNINGS', '')},ignore:resource_tracker:UserWarning"
@@ -104,8 +107,8 @@ def run() -> None:
 
 def parse_flags(argv: list[str]) -> list[str]:
     """Parses flags; an override of a field that no config has is a usage error like any other."""
-    overridden = harness.overridden(argv, config.FIELDS)
-    rest = harness.parse_flags(argv, config.FIELDS, _DEFAULT_CONFIG)
+    overridden = command_line.overridden(argv, TYPES)
+    rest = command_line.parse_flags(argv, TYPES, _DEFAULT_CONFIG)
     if _COMPARE.present and not _COMPARE.value:
         raise SystemExit(f"--compare must name attentions, of {', '.join(ATTENTIONS)}.")
     if not all(seed.isdecimal() for seed in _SEEDS.value):

@@ -14,31 +14,32 @@ import jax
 import ml_collections
 import numpy as np
 
-from experiments import harness, hosts
-from experiments.mistakes import UserError
-from experiments.training import TrainState
-from experiments.vit import checkpoint, diagnostics, flops, log, meter, sharding, steps, stream
-from experiments.vit import config as config_lib
-from experiments.vit import input as input_lib
-from experiments.vit import program as program_lib
-from experiments.vit.bar import Bar
-from experiments.vit.folders import Folders
-from experiments.vit.preemption import Preemption
-from experiments.vit.profiling import Profile
+from experiments.harness import config_fields
+from experiments.harness.mistakes import UserError
+from experiments.harness.train_state import TrainState
+from experiments.vit.config import check_config
+from experiments.vit.data import pipeline, stream
+from experiments.vit.metrics import diagnostics, flops, log, meter
+from experiments.vit.metrics.bar import Bar
+from experiments.vit.metrics.profiling import Profile
+from experiments.vit.training import checkpoint_contents, checkpoint_manager, hosts, sharding
+from experiments.vit.training.folders import Folders
+from experiments.vit.training.preemption import Preemption
+from experiments.vit.training.train_step import Metrics, Program, build_program, test_means
 
 
 def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dict[str, Any]:
     """Trains, evaluates, and leaves its results in ``workdir``.
 
     Args:
-      config: All the fields of ``experiments.vit.config.FIELDS``.
+      config: Config with all the fields of ``experiments.vit.config.FIELDS``.
       workdir: A folder without a run in it, or with one that was stopped, which goes on from its
         last checkpoint; made if needed. It gets ``config.json``, ``metrics.csv``, ``tensorboard``,
         ``checkpoints`` and ``profile`` while training, and at the end ``results.json`` and
         ``curves.png``.
 
     Returns:
-      What is in ``results.json``.
+      Content of ``results.json``.
 
     Raises:
       IncompatibleError: If the checkpoints are of another config; the message names what differs.
@@ -50,7 +51,7 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
         results cannot be kept; or a loss or a gradient is not finite, and the message names the
         step. Any other error is a bug.
     """
-    config_lib.check(config)
+    check_config(config)
     workdir = pathlib.Path(workdir)
     log.refuse_bucket(workdir)
     hosts.check_same("config", _of_all_hosts(config))
@@ -61,7 +62,7 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
 
 def _of_all_hosts(config: ml_collections.ConfigDict) -> dict[str, Any]:
     """Returns the fields that must be the same on all hosts: all but where and how they read."""
-    fields = harness.flatten(json.loads(config.to_json_best_effort()))
+    fields = config_fields.flatten(json.loads(config.to_json_best_effort()))
     return {k: v for k, v in fields.items() if k not in ("data_dir", "num_workers")}
 
 
@@ -89,15 +90,13 @@ def _train(config: ml_collections.ConfigDict, folders: Folders) -> dict[str, Any
     eval_batch_size = sharding.round_up(config.eval_batch_size, mesh)
 
     # Data, model and optimiser.
-    inputs = input_lib.load(
+    inputs = pipeline.load(
         config,
         eval_batch_size=eval_batch_size,
         rows=sharding.rows_of_host(mesh, config.batch_size, eval_batch_size),
     )
     diagnostics.check_images(config.diagnostics.images, inputs.num_test)
-    program = program_lib.build(
-        config, mesh, channels=inputs.channels, num_classes=inputs.num_classes
-    )
+    program = build_program(config, mesh, channels=inputs.channels, num_classes=inputs.num_classes)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
@@ -113,8 +112,8 @@ def _loop(
     stack: contextlib.ExitStack,
     config: ml_collections.ConfigDict,
     folders: Folders,
-    program: program_lib.Program,
-    inputs: input_lib.Input,
+    program: Program,
+    inputs: pipeline.Input,
     eval_batch_size: int,
 ) -> tuple[list[dict[str, float]], float]:
     """Trains from the newest checkpoint, or from the start, to the last step.
@@ -125,7 +124,7 @@ def _loop(
     is_first, workdir = jax.process_index() == 0, folders.workdir
     checkpoints = _open_checkpoints(stack, config, folders.checkpoints)
     found = checkpoints.restore(program.state) if checkpoints else None
-    state, progress = found or (program.init(), checkpoint.Progress([], 0.0, {"step": 0}))
+    state, progress = found or (program.init(), checkpoint_contents.Progress([], 0.0, {"step": 0}))
     first_step = int(state.step)
     batches = _open_batches(stack, config, inputs, progress)
     bar = stack.enter_context(Bar(config.num_steps, first_step, shows=is_first))
@@ -145,7 +144,12 @@ def _loop(
         if _redraws(config, program, step):
             state = program.redraw(state)
         batch = sharding.global_batch(next(batches), program.mesh, config.batch_size)
-        state, metrics = program.train_step(state, batch)
+        # A batch or a state that is still on the host raises here, where it would cost every step.
+        with (
+            jax.profiler.StepTraceAnnotation("train", step_num=step),
+            jax.transfer_guard("disallow"),
+        ):
+            state, metrics = program.train_step(state, batch)
         window.add(metrics)
         profile.after(step, metrics)
         done = step + 1
@@ -162,10 +166,10 @@ def _loop(
         metrics_log.write(row)
         for what, values in each.items():
             _check_finite(what, values, config, workdir)
-        best = due.evaluation and checkpoint.is_best(metrics_log.rows)
+        best = due.evaluation and checkpoint_manager.is_best(metrics_log.rows)
         if checkpoints and (due.checkpoint or best):
             seconds = time.perf_counter() - start
-            progress = checkpoint.Progress(metrics_log.rows, seconds, batches.get_state())
+            progress = checkpoint_contents.Progress(metrics_log.rows, seconds, batches.get_state())
             folders.check_checkpoints(done)
             checkpoints.save(done, state, progress)
         if due.stop:
@@ -179,21 +183,21 @@ def _open_checkpoints(
     stack: contextlib.ExitStack,
     config: ml_collections.ConfigDict,
     folder: str | pathlib.Path | None,
-) -> checkpoint.Checkpoints | None:
+) -> checkpoint_manager.Checkpoints | None:
     """Opens the checkpoints of a run, until the stack is left, or none if it is to keep none."""
     if folder is None:
         return None
-    checkpoints = checkpoint.Checkpoints(folder, config, keep=config.checkpoint.keep)
+    checkpoints = checkpoint_manager.Checkpoints(folder, config, keep=config.checkpoint.keep)
     return stack.enter_context(checkpoints)
 
 
 def _open_batches(
     stack: contextlib.ExitStack,
     config: ml_collections.ConfigDict,
-    inputs: input_lib.Input,
-    progress: checkpoint.Progress,
+    inputs: pipeline.Input,
+    progress: checkpoint_contents.Progress,
 ) -> stream.Batches:
-    """The batches that are still to come, until the stack is left."""
+    """Opens the batches that are still to come, until the stack is left."""
     batches = stream.Batches(
         inputs.train_batch, num_steps=config.num_steps, num_workers=config.num_workers
     )
@@ -201,7 +205,7 @@ def _open_batches(
     return stack.enter_context(batches)
 
 
-def _stop(bar: Bar, done: int, checkpoints: checkpoint.Checkpoints | None) -> NoReturn:
+def _stop(bar: Bar, done: int, checkpoints: checkpoint_manager.Checkpoints | None) -> NoReturn:
     """Ends the program after SIGTERM, with code 0 if nothing is lost."""
     if checkpoints is None:
         raise SystemExit(f"Stopped by SIGTERM after step {done}; the run kept no checkpoints.")
@@ -211,13 +215,13 @@ def _stop(bar: Bar, done: int, checkpoints: checkpoint.Checkpoints | None) -> No
 
 
 class Due(NamedTuple):
-    """What is to be done after a step.
+    """The work that is due after a step.
 
     Attributes:
-      row: Whether a row of the log is.
-      evaluation: Whether one on the test set is.
-      checkpoint: Whether one is, whatever the accuracy.
-      stop: Whether the run is to stop, before its last step.
+      row: True if a row of the log is due.
+      evaluation: True if an evaluation on the test set is due.
+      checkpoint: True if a checkpoint is due, whatever the accuracy.
+      stop: True if the run must stop before its last step.
     """
 
     row: bool
@@ -235,36 +239,36 @@ def _due(config: ml_collections.ConfigDict, done: int, *, stopping: bool) -> Due
     return Due(row, evaluation, saves, stopping and not last)
 
 
-def _redraws(config: ml_collections.ConfigDict, program: program_lib.Program, step: int) -> bool:
-    """Whether this step has projections that the last one had not."""
+def _redraws(config: ml_collections.ConfigDict, program: Program, step: int) -> bool:
+    """Returns whether this step has other projections than the last one."""
     interval = config.redraw_interval
     return program.has_projections and (step == 0 or bool(interval and step % interval == 0))
 
 
-def _columns(program: program_lib.Program) -> tuple[str, ...]:
+def _columns(program: Program) -> tuple[str, ...]:
     if program.diagnose is None:
         return log.COLUMNS
     return log.COLUMNS + diagnostics.columns(program.model.depth)
 
 
-def _speed(config: ml_collections.ConfigDict, program: program_lib.Program) -> meter.Speed:
+def _speed(config: ml_collections.ConfigDict, program: Program) -> meter.Speed:
     operations = config.batch_size * flops.train_flops(program.model)
     return meter.Speed(config.batch_size, operations, flops.peak(program.mesh))
 
 
 def _evaluate(
-    program: program_lib.Program, inputs: input_lib.Input, state: TrainState, batch_size: int
+    program: Program, inputs: pipeline.Input, state: TrainState, batch_size: int
 ) -> dict[str, float]:
-    """Loss and accuracy on the test set, and the diagnostics on the first of its images."""
+    """Measures loss and accuracy on the test set, and the diagnostics on its first images."""
     measured: dict[str, float] = {}
-    sums: list[steps.Metrics] = []
+    sums: list[Metrics] = []
     for part in inputs.eval_batches():
         batch = sharding.global_batch(part, program.mesh, batch_size)
         if program.diagnose is not None and not sums:
             arrays = program.diagnose(state.params, state.projections, state.key, batch["image"])
             measured = diagnostics.row(arrays)
         sums.append(program.eval_step(state.params, state.projections, batch))
-    return steps.test_means(sums) | measured
+    return test_means(sums) | measured
 
 
 def _check_finite(
@@ -284,8 +288,8 @@ def _check_finite(
 
 def _results(
     config: ml_collections.ConfigDict,
-    program: program_lib.Program,
-    inputs: input_lib.Input,
+    program: Program,
+    inputs: pipeline.Input,
     rows: list[dict[str, float]],
     seconds: float,
 ) -> dict[str, Any]:

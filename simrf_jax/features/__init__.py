@@ -8,12 +8,17 @@ from simrf_jax.features.bipolar import (
 )
 from simrf_jax.features.clustered import ClusteredProjection, clustered_hybrid_features
 from simrf_jax.features.exponential import hyperbolic_features, positive_features
-from simrf_jax.features.feature_map import FeatureMap
+from simrf_jax.features.feature_map import (
+    FEATURE_MAPS,
+    Custom,
+    FeatureMap,
+    FeatureMapLike,
+    as_feature_map,
+)
 from simrf_jax.features.generalised import elu_features, relu_features
 from simrf_jax.features.hybrid import hybrid_features
 from simrf_jax.features.kernels import gaussian_kernel, relu_kernel, softmax_kernel
 from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side
-from simrf_jax.features.maps import FEATURE_MAPS, Custom, FeatureMapLike, as_feature_map
 from simrf_jax.features.trigonometric import phase_features, trigonometric_features
 
 __all__ = [

@@ -17,7 +17,7 @@ from jaxtyping import Array, ArrayLike, Float, Key, Real
 
 from simrf_jax import checks
 from simrf_jax.features.exponential import Hyperbolic
-from simrf_jax.features.feature_map import FeatureMap
+from simrf_jax.features.feature_map import FeatureMap, named
 from simrf_jax.features.hybrid import hybrid_log_features
 from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side
 from simrf_jax.features.trigonometric import Trigonometric
@@ -166,9 +166,9 @@ def _draw(
     return BipolarProjection(hyperbolic, trigonometric, weights, options)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["kernel"])
+@named("angular_hybrid")
 @dataclasses.dataclass(frozen=True)
-class AngularHybrid(FeatureMap):
+class AngularHybrid(FeatureMap, static=("kernel",)):
     """The feature map of ``angular_hybrid_features``.
 
     Attributes:
@@ -199,11 +199,9 @@ class AngularHybrid(FeatureMap):
         return _combine(x, projection, rho, 0.5, side, self.kernel)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["bandwidth"], meta_fields=["kernel"]
-)
+@named("gaussian_hybrid")
 @dataclasses.dataclass(frozen=True, eq=False)
-class GaussianHybrid(FeatureMap):
+class GaussianHybrid(FeatureMap, static=("kernel",)):
     """The feature map of ``gaussian_hybrid_features``.
 
     Attributes:
@@ -218,7 +216,8 @@ class GaussianHybrid(FeatureMap):
     kernel: Kernel = "softmax"
 
     def __post_init__(self) -> None:
-        """Checks the kernel."""
+        """Checks the bandwidth, unless it is traced, and the kernel."""
+        checks.scalar("bandwidth", self.bandwidth, sign="positive")
         checks.one_of("kernel", self.kernel, KERNELS)
 
     def log_features(
@@ -227,11 +226,9 @@ class GaussianHybrid(FeatureMap):
         """Returns psi_1 of queries and psi_2 of keys.
 
         Raises:
-          TypeError: If the projection is not a ``BipolarProjection`` or the bandwidth is not one
-            real number.
-          ValueError: If the shapes do not match or the bandwidth is not positive.
+          TypeError: If the projection is not a ``BipolarProjection``.
+          ValueError: If the shapes do not match.
         """
-        checks.scalar("bandwidth", self.bandwidth, sign="positive")
         tau = as_projection(_bipolar(projection).weights)
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         u = (wide if side == "query" else -wide) / self.bandwidth

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Shaped
 
 from simrf_jax import checks
-from simrf_jax.features.feature_map import FeatureMap
+from simrf_jax.features.feature_map import FeatureMap, named
 from simrf_jax.features.hybrid import weighted_sum
 from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side, half_squared_norm
 from simrf_jax.projections import Projection, StructuredProjection, as_projection, project
@@ -67,9 +67,9 @@ class ClusteredProjection(StructuredProjection):
         return as_projection(self.projection).dtype
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["kernel"])
+@named("clustered_hybrid")
 @dataclasses.dataclass(frozen=True)
-class ClusteredHybrid(FeatureMap):
+class ClusteredHybrid(FeatureMap, static=("kernel",)):
     """The feature map of ``clustered_hybrid_features``.
 
     Attributes:

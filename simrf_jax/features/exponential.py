@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks
-from simrf_jax.features.feature_map import FeatureMap
+from simrf_jax.features.feature_map import FeatureMap, named
 from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side
 from simrf_jax.projections import Projection, product
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["kernel"])
+@named("positive")
 @dataclasses.dataclass(frozen=True)
-class Positive(FeatureMap):
+class Positive(FeatureMap, static=("kernel",)):
     """The feature map of ``positive_features``.
 
     Attributes:
@@ -41,9 +39,9 @@ class Positive(FeatureMap):
         return LogFeatures(exponent, _log_scale(x, exponent, self.kernel))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["kernel"])
+@named("hyperbolic")
 @dataclasses.dataclass(frozen=True)
-class Hyperbolic(FeatureMap):
+class Hyperbolic(FeatureMap, static=("kernel",)):
     """The feature map of ``hyperbolic_features``.
 
     Attributes:

@@ -1,26 +1,33 @@
-"""The interface between feature maps and attention."""
+"""The base class of feature maps, those of users, and how attention finds one by its name."""
 
 from __future__ import annotations
 
 import abc
-from typing import Any, ClassVar
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
+from jax.tree_util import GetAttrKey
 from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks
 from simrf_jax.features.log_space import SIDES, LogFeatures, Side
 from simrf_jax.projections import Coupling, as_projection
 
+Map = TypeVar("Map", bound="FeatureMap")
+
 
 class FeatureMap(abc.ABC):
     """A feature map phi: log features of queries and of keys.
 
     A feature map is a small pytree. Its arrays, such as phases or a bandwidth, are leaves: they go
-    through ``jit`` and ``grad``. All else, such as the kernel, is part of its structure, and two
-    maps of equal structure share their compiled programs. A map of one's own is a subclass that is
-    registered as a pytree (``jax.tree_util.register_dataclass``), or a function in
-    ``feature_maps.Custom``.
+    through ``jit`` and ``grad``. What it names as static, such as the kernel, is part of its
+    structure. Two maps of one class and of equal structure share their compiled programs. Frozen
+    dataclasses that derive from this class are pytrees without further ado, and a function becomes
+    a feature map by ``feature_maps.Custom``.
 
     Attributes:
       projection_type: Type of W: an array, or a structure of several parts.
@@ -28,11 +35,35 @@ class FeatureMap(abc.ABC):
         attention looks at the features, and replaces hidden tokens by copies of others before it
         calls the map.
       coupling: Coupling of the rows of W that suits the map best, the default of the adapters.
+
+    Example:
+      >>> import dataclasses, jax, jax.numpy as jnp, simrf_jax
+      >>> @dataclasses.dataclass(frozen=True)
+      ... class Scaled(simrf_jax.FeatureMap):  # Positive features of vectors times a factor.
+      ...     factor: float
+      ...     is_finite = True
+      ...     def log_features(self, x, projection, *, side):
+      ...         positive = simrf_jax.feature_maps.Positive()
+      ...         return positive.log_features(self.factor * x, projection, side=side)
+      >>> w = simrf_jax.draw_projection(jax.random.key(0), 32, 16)
+      >>> q, k, v = jax.random.normal(jax.random.key(1), (3, 1, 10, 2, 16))
+      >>> simrf_jax.random_feature_attention(q, k, v, w, feature_map=Scaled(0.5)).shape
+      (1, 10, 2, 16)
     """
 
     projection_type: ClassVar[type] = jax.Array
     is_finite: ClassVar[bool] = False
     coupling: ClassVar[Coupling] = "simplex"
+
+    def __init_subclass__(cls, *, static: Sequence[str] = (), **options: Any) -> None:
+        """Makes the subclass, which must be a dataclass, a pytree.
+
+        Args:
+          static: Names of the fields that are part of the structure.
+          **options: Passed on to other base classes.
+        """
+        super().__init_subclass__(**options)
+        _register(cls, static)
 
     @abc.abstractmethod
     def log_features(self, x: Any, projection: Any, *, side: Side) -> LogFeatures:
@@ -67,3 +98,143 @@ class FeatureMap(abc.ABC):
         checks.one_of("side", side, SIDES)
         x, projection = checks.vectors("x", x), as_projection(projection)
         return self.log_features(x, projection, side=side).evaluate(x.dtype)
+
+
+def _register(cls: type[FeatureMap], static: Sequence[str]) -> None:
+    """Makes a feature map a pytree.
+
+    ``jax.tree_util.register_dataclass`` would make structures that are equal for any two classes
+    whose fields are alike (jaxlib 0.10.2), so ``jax.jit`` might take the program of one feature map
+    for that of another. This one also fills maps with JAX's placeholders without a constructor
+    that would refuse them.
+    """
+
+    # The fields are not known yet: the class becomes a dataclass after it has been made.
+    def names_of_leaves() -> list[str]:
+        if not dataclasses.is_dataclass(cls):
+            raise TypeError(f"The feature map {cls.__name__} must be a dataclass.")
+        return [field.name for field in dataclasses.fields(cls) if field.name not in static]
+
+    def flatten(feature_map: FeatureMap) -> tuple[list[Any], tuple[Any, ...]]:
+        leaves = [getattr(feature_map, name) for name in names_of_leaves()]
+        return leaves, tuple(getattr(feature_map, name) for name in static)
+
+    def flatten_with_keys(feature_map: FeatureMap) -> tuple[list[Any], tuple[Any, ...]]:
+        leaves, structure = flatten(feature_map)
+        keys = [GetAttrKey(name) for name in names_of_leaves()]
+        return list(zip(keys, leaves, strict=True)), structure
+
+    def unflatten(structure: tuple[Any, ...], leaves: Iterable[Any]) -> FeatureMap:
+        feature_map = object.__new__(cls)
+        names = (*names_of_leaves(), *static)
+        for name, value in zip(names, (*leaves, *structure), strict=True):
+            object.__setattr__(feature_map, name, value)
+        return feature_map
+
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+
+
+FEATURE_MAPS: dict[str, FeatureMap] = {}
+
+
+def named(name: str) -> Callable[[type[Map]], type[Map]]:
+    """Returns a decorator that lets attention find a feature map by a name."""
+
+    def decorate(cls: type[Map]) -> type[Map]:
+        FEATURE_MAPS[name] = cls()
+        return cls
+
+    return decorate
+
+
+@dataclasses.dataclass(frozen=True)
+class Custom(
+    FeatureMap,
+    static=(
+        "query",
+        "key",
+    ),
+):
+    """A feature map of one's own: a function from (x, projection) to features.
+
+    It returns features ``[..., num_features]`` of vectors ``[..., dim]`` that are already scaled.
+    It is exact as far as the range of its numbers allows, and need not have a value at zero: hidden
+    keys and padding come to it as copies of other tokens. If its features of a visible token are
+    not finite, the gradients of that token, of W, of the scale and of arrays that the function
+    holds are NaN, even those of outputs that do not see the token, for 0 times infinity is NaN in
+    the function's own derivative: clip what you exponentiate. Outside ``jit``, causal and packed
+    attention call it on the whole length at once.
+
+    Attributes:
+      query: Function of queries.
+      key: Function of keys; None for that of queries.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, simrf_jax
+      >>> def squares(x, w):
+      ...     return jnp.square(simrf_jax.project(x, w))
+      >>> w = simrf_jax.draw_projection(jax.random.key(0), 32, 16)
+      >>> q, k, v = jax.random.normal(jax.random.key(1), (3, 1, 10, 2, 16))
+      >>> custom = simrf_jax.feature_maps.Custom(squares)
+      >>> simrf_jax.random_feature_attention(q, k, v, w, feature_map=custom).shape
+      (1, 10, 2, 16)
+    """
+
+    query: Callable[..., jax.Array]
+    key: Callable[..., jax.Array] | None = None
+
+    def log_features(self, x: jax.Array, projection: Any, *, side: Side) -> LogFeatures:
+        """Returns features in units of the largest of each vector.
+
+        Products with values of any size, and their sums, stay finite in these units.
+
+        Raises:
+          TypeError: If the features are not floating.
+          ValueError: If the features have the wrong shape.
+        """
+        function = self.query if side == "query" or self.key is None else self.key
+        phi = checks.floating("The features of a feature_map", function(x, projection))
+        if phi.shape[:-1] != x.shape[:-1] or phi.shape[-1] == 0:
+            raise ValueError(
+                f"feature_map must map {(*x.shape[:-1], 'dim')} to "
+                f"{(*x.shape[:-1], 'num_features')}, got {phi.shape} for x of shape {x.shape}."
+            )
+        phi = phi.astype(x.dtype)
+        largest = jax.lax.stop_gradient(jnp.max(jnp.abs(phi), axis=-1, keepdims=True))
+        largest = jnp.where(largest > 0, largest, 1)
+        return LogFeatures(jnp.zeros_like(largest), jnp.log(largest), phi / largest)
+
+
+# A feature map as users give it: a name, an object, or a function (x, projection).
+FeatureMapLike: TypeAlias = str | FeatureMap | Callable[..., jax.Array]
+
+
+def as_feature_map(feature_map: FeatureMapLike) -> FeatureMap:
+    """Returns a feature map, given by name, as an object or as a function (x, projection).
+
+    Raises:
+      TypeError: If it is none of these, or one of the library's functions, whose kernel is another
+        by default and whose features overflow: its feature map is meant.
+      ValueError: If the name is unknown.
+    """
+    if isinstance(feature_map, str):
+        checks.one_of("feature_map", feature_map, FEATURE_MAPS)
+        return FEATURE_MAPS[feature_map]
+    if isinstance(feature_map, FeatureMap):
+        return feature_map
+    if not callable(feature_map) or isinstance(feature_map, type):
+        raise TypeError(
+            f"feature_map must be one of {', '.join(map(repr, FEATURE_MAPS))}, a FeatureMap, or a "
+            f"function (x, projection) -> features, got {feature_map!r}."
+        )
+    inner: Any = feature_map
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    name = getattr(inner, "__name__", "").removesuffix("_features")
+    if name in FEATURE_MAPS and inner.__module__.startswith("simrf_jax."):
+        raise TypeError(
+            f"feature_map must be simrf_jax.feature_maps.{type(FEATURE_MAPS[name]).__name__}(...) "
+            f"or {name!r}, got the function {inner.__name__}, whose features overflow where those "
+            "of the map do not."
+        )
+    return Custom(feature_map)

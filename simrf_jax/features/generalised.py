@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks
-from simrf_jax.features.feature_map import FeatureMap
+from simrf_jax.features.feature_map import FeatureMap, named
 from simrf_jax.features.log_space import LogFeatures, Side
 from simrf_jax.projections import Projection, as_projection, product
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=[])
+@named("relu")
 @dataclasses.dataclass(frozen=True)
 class Relu(FeatureMap):
     """The feature map of ``relu_features``."""
@@ -34,7 +32,7 @@ class Relu(FeatureMap):
         return LogFeatures(exponent, _log_mean(exponent))
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=[])
+@named("elu")
 @dataclasses.dataclass(frozen=True)
 class Elu(FeatureMap):
     """The feature map of ``elu_features``, which needs no projection."""

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Float64
 
 from simrf_jax import checks
-from simrf_jax.features.feature_map import FeatureMap
+from simrf_jax.features.feature_map import FeatureMap, named
 from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side, half_squared_norm
 from simrf_jax.projections import Projection, product
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["kernel"])
+@named("trigonometric")
 @dataclasses.dataclass(frozen=True)
-class Trigonometric(FeatureMap):
+class Trigonometric(FeatureMap, static=("kernel",)):
     """The feature map of ``trigonometric_features``.
 
     Attributes:
@@ -44,9 +42,9 @@ class Trigonometric(FeatureMap):
         return _mean_over_rows(x, values, angles.shape[-1], self.kernel)
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["phases"], meta_fields=["kernel"])
+@named("phase")
 @dataclasses.dataclass(frozen=True, eq=False)
-class Phase(FeatureMap):
+class Phase(FeatureMap, static=("kernel",)):
     """The feature map of ``phase_features``.
 
     Attributes:

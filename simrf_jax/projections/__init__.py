@@ -1,6 +1,5 @@
 """Random projections W: functions that draw, apply and redraw them."""
 
-from simrf_jax.projections.blocks import BLOCK_MODES, BlockMode
 from simrf_jax.projections.couplings import COUPLINGS, Coupling, FixedCoupling
 from simrf_jax.projections.dense import NORMS, Norms, draw_projection
 from simrf_jax.projections.fast import FastProjection, draw_fast_projection
@@ -8,6 +7,7 @@ from simrf_jax.projections.options import DrawOptions
 from simrf_jax.projections.project import Projection, as_projection, product, project
 from simrf_jax.projections.redraw import redraw_key, redraw_projections
 from simrf_jax.projections.rotations import ROTATIONS, Rotation
+from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode
 from simrf_jax.projections.structured import StructuredProjection
 
 __all__ = [

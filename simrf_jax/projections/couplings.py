@@ -9,7 +9,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from simrf_jax.projections.blocks import BlockMode, Run, orthogonal_blocks, simplex_blocks
+from simrf_jax.projections.row_blocks import (
+    BlockMode,
+    EqualRowBlocks,
+    orthogonal_blocks,
+    simplex_blocks,
+)
 
 Coupling: TypeAlias = Literal["iid", "orthogonal", "simplex", "simplex_plus"]
 COUPLINGS = get_args(Coupling)
@@ -24,13 +29,13 @@ class CouplingRule(NamedTuple):
 
     Attributes:
       blocks: Function of (num_features, dim, row-block mode) that returns the row blocks as a list
-        of ``Run``. Their directions are fixed.
+        of ``EqualRowBlocks``. Their directions are fixed.
       least_dim: Least dimension in which the coupling exists.
       weight_dependent: True if ``minimise_resultant`` then arranges the directions to suit the
         norms of the rows.
     """
 
-    blocks: Callable[[int, int, BlockMode], list[Run]]
+    blocks: Callable[[int, int, BlockMode], list[EqualRowBlocks]]
     least_dim: int
     weight_dependent: bool = False
 

@@ -11,7 +11,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from simrf_jax import checks
-from simrf_jax.projections.blocks import BLOCK_MODES, BlockMode, Run
 from simrf_jax.projections.couplings import (
     COUPLED,
     COUPLINGS,
@@ -21,6 +20,7 @@ from simrf_jax.projections.couplings import (
     minimise_resultant,
 )
 from simrf_jax.projections.rotations import ROTATIONS, Rotation
+from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode, EqualRowBlocks
 
 Norms: TypeAlias = Literal["chi", "sqrt_dim"]
 NORMS = get_args(Norms)
@@ -163,15 +163,17 @@ def _draw(
     if coupling == "iid":
         w = gaussian if norms == "chi" else gaussian * (lengths / chi)[:, None]
     else:
-        runs = COUPLED[coupling].blocks(num_features, ambient, block)
-        directions = _draw_directions(rotation_key, runs, lengths, ambient, rotation, num_sweeps)
+        row_blocks = COUPLED[coupling].blocks(num_features, ambient, block)
+        directions = _draw_directions(
+            rotation_key, row_blocks, lengths, ambient, rotation, num_sweeps
+        )
         w = directions[:, :dim] * lengths[:, None]
     return w.astype(dtype)
 
 
 def _draw_directions(
     key: Key[Array, ""],
-    runs: list[Run],
+    row_blocks: list[EqualRowBlocks],
     lengths: Float[Array, " num_features"],
     dim: int,
     rotation: Rotation,
@@ -188,9 +190,9 @@ def _draw_directions(
             directions = minimise_resultant(directions, lengths, num_sweeps=num_sweeps)
         return ROTATIONS[rotation].rotate(key, directions, dim)
 
-    keys = jax.random.split(key, sum(run.repeats for run in runs))
+    keys = jax.random.split(key, sum(each.repeats for each in row_blocks))
     rows, first_block, first_row = [], 0, 0
-    for block, count in runs:
+    for block, count in row_blocks:
         end_block, end_row = first_block + count, first_row + count * block.num_rows
         directions = jnp.asarray(block.directions(), lengths.dtype)
         drawn = jax.vmap(draw_block, in_axes=(None, 0, 0))(

@@ -11,10 +11,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, Key
 
 from simrf_jax import checks
-from simrf_jax.projections.blocks import BLOCK_MODES, Block, BlockMode, simplex_constants
 from simrf_jax.projections.couplings import COUPLED, COUPLINGS, FIXED, FixedCoupling, has_room
 from simrf_jax.projections.dense import NORMS, Norms
 from simrf_jax.projections.hadamard import padded_dim, random_signs, rotate
+from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode, RowBlock, simplex_constants
 from simrf_jax.projections.structured import StructuredProjection
 
 
@@ -126,7 +126,9 @@ def draw_fast_projection(
     has_room(coupling, dim)
     dtype = checks.floating_dtype("dtype", dtype)
     ambient = padded_dim(dim)
-    num_blocks = sum(run.repeats for run in COUPLED[coupling].blocks(num_features, ambient, block))
+    num_blocks = sum(
+        each.repeats for each in COUPLED[coupling].blocks(num_features, ambient, block)
+    )
     norm_key, sign_key = jax.random.split(key)
     if norms == "chi":
         compute = jnp.promote_types(dtype, jnp.float32)
@@ -144,12 +146,12 @@ def apply_fast(
     """Projects vectors in the dtype of ``x``."""
     num_features = projection.row_norms.shape[-1]
     num_blocks, _, ambient = projection.signs.shape
-    runs = COUPLED[projection.coupling].blocks(num_features, ambient, projection.block)
+    row_blocks = COUPLED[projection.coupling].blocks(num_features, ambient, projection.block)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, ambient - projection.dim)]
     padded = jnp.pad(x, padding)[..., None, :]
     rotated = rotate(jnp.repeat(padded, num_blocks, axis=-2), projection.signs)
     rows, start = [], 0
-    for block, count in runs:
+    for block, count in row_blocks:
         y = _directions_product(rotated[..., start : start + count, :], block)
         rows.append(y.reshape(*x.shape[:-1], count * block.num_rows))
         start += count
@@ -158,7 +160,7 @@ def apply_fast(
 
 
 def _directions_product(
-    x: Float[Array, "*batch padded_dim"], block: Block
+    x: Float[Array, "*batch padded_dim"], block: RowBlock
 ) -> Float[Array, "*batch {block.num_rows}"]:
     r"""Multiplies vectors by ``block.directions()`` in time O(d).
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
-from simrf_jax.projections.blocks import BlockMode
 from simrf_jax.projections.couplings import Coupling
 from simrf_jax.projections.dense import Norms, check_options, draw_projection
 from simrf_jax.projections.rotations import Rotation
+from simrf_jax.projections.row_blocks import BlockMode
 
 
 @dataclasses.dataclass(frozen=True)

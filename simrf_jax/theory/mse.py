@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 
 from simrf_jax import checks
 from simrf_jax.features import KERNELS, Kernel
-from simrf_jax.projections.blocks import BLOCK_MODES, BlockMode
+from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode
 from simrf_jax.theory import arguments
 from simrf_jax.theory.arguments import ClosedFormCoupling
 from simrf_jax.theory.oscillation import trigonometric_ratio

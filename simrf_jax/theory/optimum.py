@@ -10,8 +10,8 @@ from numpy.typing import ArrayLike
 from scipy import optimize
 
 from simrf_jax import checks
-from simrf_jax.projections.blocks import simplex_vertices
 from simrf_jax.projections.couplings import NUM_SWEEPS
+from simrf_jax.projections.row_blocks import simplex_vertices
 from simrf_jax.theory import arguments
 from simrf_jax.theory.bessel import log_hyp0f1
 from simrf_jax.theory.rows import log_conformity_of_rows, log_mean_exp, squared_resultants

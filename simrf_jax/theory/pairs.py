@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from simrf_jax.projections.blocks import BlockMode
 from simrf_jax.projections.couplings import COUPLED
+from simrf_jax.projections.row_blocks import BlockMode
 from simrf_jax.theory.arguments import ClosedFormCoupling
 
 

@@ -165,14 +165,15 @@ def test_a_callable_is_called_with_scaled_vectors_and_the_projection():
 
 @pytest.mark.fast
 @pytest.mark.parametrize("name", feature_maps.FEATURE_MAPS)
-def test_feature_maps_are_pytrees_that_share_their_programs(name):
+def test_feature_maps_are_pytrees_that_share_their_programs_with_no_other(name):
     leaves, structure = jax.tree.flatten(feature_maps.FEATURE_MAPS[name])
     another = type(feature_maps.FEATURE_MAPS[name])()
+    equal = [n for n, m in feature_maps.FEATURE_MAPS.items() if jax.tree.structure(m) == structure]
+    assert equal == [name]
     assert jax.tree.structure(another) == structure
     assert jax.tree.unflatten(structure, leaves).projection_type is another.projection_type
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Powers(simrf_jax.FeatureMap):
     """A user's feature map with an array of its own; not finite at zero."""
@@ -180,7 +181,8 @@ class Powers(simrf_jax.FeatureMap):
     exponents: jax.Array
 
     def log_features(self, x, projection, *, side):
-        logits = self.exponents * jnp.log(jnp.abs(simrf_jax.project(x, projection)))
+        logs = jnp.log(jnp.abs(simrf_jax.project(x, projection)))
+        logits = jnp.broadcast_to(self.exponents, logs.shape) * logs
         return LogFeatures(logits, jnp.zeros_like(logits[..., :1]))
 
 
@@ -263,7 +265,7 @@ def test_fast_projections(heads, name):
     np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-5)
 
 
-class Unregistered(simrf_jax.FeatureMap):
+class NoDataclass(simrf_jax.FeatureMap):
     def log_features(self, x, projection, *, side):
         raise AssertionError
 
@@ -279,6 +281,7 @@ class Unregistered(simrf_jax.FeatureMap):
             TypeError,
             "feature_map must be one of .* or a function .*, got 3",
         ),
+        (feature_maps.Positive, projection(), TypeError, "must be one of .* a FeatureMap"),
         (
             simrf_jax.positive_features,
             projection(),
@@ -291,7 +294,7 @@ class Unregistered(simrf_jax.FeatureMap):
             TypeError,
             r"must be simrf_jax.feature_maps.Relu\(...\)",
         ),
-        (Unregistered(), projection(), TypeError, "Unregistered is no pytree: register"),
+        (NoDataclass(), projection(), TypeError, "The feature map NoDataclass must be a dataclass"),
         ("positive", None, TypeError, "projection must be an array .* got None"),
         (feature_maps.Positive(), None, TypeError, "projection must be an array .* got None"),
         (lambda x, w: x[..., 0], projection(), ValueError, "feature_map must map"),

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import flops, pod_compile
-from experiments.vit import program, sharding
 from experiments.vit.configs import imagenet2012
+from experiments.vit.training import sharding
+from experiments.vit.training.train_step import build_program
 
 ONE = jax.ShapeDtypeStruct((16, 16), jnp.float32)
 
@@ -62,7 +63,7 @@ def traced_step(attention, *, depth, scan):
     config.batch_size, config.model.depth = 2, depth
     config.model.attention, config.model.scan, config.model.remat = attention, scan, "none"
     mesh = sharding.make_mesh(config.mesh, jax.devices()[:1])
-    built = program.build(config, mesh, channels=3, num_classes=1000)
+    built = build_program(config, mesh, channels=3, num_classes=1000)
     return pod_compile.trace_step(config, built)
 
 

@@ -10,8 +10,8 @@ from simrf_jax.projections.couplings import COUPLED
 def dense(projection):
     """Multiplies D S HD HD HD out from the state, in float64."""
     num_features, ambient = projection.row_norms.shape[0], projection.signs.shape[-1]
-    runs = COUPLED[projection.coupling].blocks(num_features, ambient, projection.block)
-    blocks = [block for block, count in runs for _ in range(count)]
+    row_blocks = COUPLED[projection.coupling].blocks(num_features, ambient, projection.block)
+    blocks = [block for block, count in row_blocks for _ in range(count)]
     hadamard = scipy.linalg.hadamard(ambient) / np.sqrt(ambient)
     directions = []
     for block, signs in zip(blocks, np.asarray(projection.signs, np.float64), strict=True):

@@ -7,8 +7,8 @@ import scipy.special
 import scipy.stats
 
 from simrf_jax import draw_projection
-from simrf_jax.projections.blocks import simplex_vertices
 from simrf_jax.projections.couplings import minimise_resultant
+from simrf_jax.projections.row_blocks import simplex_vertices
 from tests.standard_errors import assert_less
 
 

@@ -4,8 +4,8 @@ import pytest
 import scipy.optimize
 from mpmath import mp, mpf
 
-from simrf_jax.projections.blocks import simplex_vertices
 from simrf_jax.projections.couplings import minimise_resultant
+from simrf_jax.projections.row_blocks import simplex_vertices
 from simrf_jax.theory import log_conformity_of_rows, optimal_directions
 from simrf_jax.theory.bessel import log_hyp0f1
 from simrf_jax.theory.optimum import (

@@ -1,4 +1,4 @@
-"""The paper's Performer ViT on ImageNet, at its scale; the base of the other three data sets.
+"""The paper's Performer ViT on ImageNet, at its scale.
 
 Shows:     Fig. 9a, simplex against orthogonal random features
 Command:   python -m experiments.vit.main --config=experiments/vit/configs/imagenet2012.py
@@ -18,18 +18,14 @@ that of Beyer et al., Better plain ViT baselines for ImageNet-1k (2022). Neither
 
 import ml_collections
 
-from experiments.vit import runlocal
-from experiments.vit.configs import digits
-
-
-def num_steps(num_train: int) -> int:
-    """The paper's 300 epochs at its batch of 4096."""
-    return round(300 * num_train / 4096)
+from experiments.vit.tools import runlocal
 
 
 def get_config(argument: str = "") -> ml_collections.ConfigDict:
-    config = digits.get_config()
+    config = ml_collections.ConfigDict()
+    config.seed = 0
     config.dataset = "imagenet2012"
+    config.data_dir = ""
     config.in_memory = False
     config.image_size = 224  # Paper: a ViT as in Dosovitskiy et al. (2021), who train at 224.
     config.num_workers = 16  # README.md, Data.
@@ -37,7 +33,7 @@ def get_config(argument: str = "") -> ml_collections.ConfigDict:
 
     config.batch_size = 4096  # Paper.
     config.eval_batch_size = 4096
-    config.num_steps = num_steps(1_281_167)  # Paper.
+    config.num_steps = round(300 * 1_281_167 / 4096)  # Paper: 300 epochs.
     config.learning_rate = 1e-3  # Ours (Steiner, Beyer).
     config.warmup_steps = 10_000  # Ours (Dosovitskiy, Steiner, Beyer).
     config.weight_decay = 0.1  # Paper; ours: decoupled (Steiner, Beyer).
@@ -58,6 +54,8 @@ def get_config(argument: str = "") -> ml_collections.ConfigDict:
         "mixup": 0.2,
     }
 
+    config.diagnostics = {"images": 16, "redraws": 8}
+    config.profile = {"start": 0, "steps": 0}
     config.checkpoint = {"interval": 1000, "keep": 2, "folder": ""}
     config.num_microbatches = 1
     config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "sequence": 1}

@@ -3,22 +3,70 @@
 Shows:     Fig. 9c, simplex against orthogonal random features
 Command:   python -m experiments.vit.main --config=experiments/vit/configs/inaturalist2021.py
            --distributed --workdir=DIR --config.data_dir=DIR --config.checkpoint.folder=gs://DIR
-           on every host; see imagenet2012.py
+           on every host
 Hardware:  a TPU pod; on 16 chips of v3 or v4 add --config.model.remat=dots --config.model.scan
 Time:      not run: needs a pod
 Expected:  not run; the paper draws accuracies and gives no number. We test on the 100,000 images of
            val, as the labels of the 500,000 that it tests on are not public
+
+The comments in imagenet2012.py explain the choices. Only the data set and the steps differ.
 """
 
 import ml_collections
 
-from experiments.vit import runlocal
-from experiments.vit.configs import imagenet2012
+from experiments.vit.tools import runlocal
 
 
 def get_config(argument: str = "") -> ml_collections.ConfigDict:
-    config = imagenet2012.get_config()
+    config = ml_collections.ConfigDict()
+    config.seed = 0
     config.dataset = "i_naturalist2021"
-    config.num_steps = imagenet2012.num_steps(2_686_843)
+    config.data_dir = ""
+    config.in_memory = False
+    config.image_size = 224
+    config.num_workers = 16
+    config.eval_crop = 0.875
+
+    config.batch_size = 4096
+    config.eval_batch_size = 4096
+    config.num_steps = round(300 * 2_686_843 / 4096)  # 300 epochs.
+    config.learning_rate = 1e-3
+    config.warmup_steps = 10_000
+    config.weight_decay = 0.1
+    config.b1 = 0.9
+    config.b2 = 0.999
+    config.eps = 1e-8
+    config.clip_norm = 1.0
+    config.redraw_interval = 0
+    config.log_interval = 50
     config.eval_interval = config.num_steps // 100  # 3 epochs.
+    config.augment = {
+        "shift": 0.0,
+        "flip": True,
+        "crop_area": 0.05,
+        "randaugment_layers": 2,
+        "randaugment_magnitude": 10.0,
+        "mixup": 0.2,
+    }
+
+    config.diagnostics = {"images": 16, "redraws": 8}
+    config.profile = {"start": 0, "steps": 0}
+    config.checkpoint = {"interval": 1000, "keep": 2, "folder": ""}
+    config.num_microbatches = 1
+    config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "sequence": 1}
+    config.model = {
+        "patch_size": 16,
+        "width": 768,
+        "depth": 12,
+        "num_heads": 12,
+        "mlp_dim": 3072,
+        "dropout_rate": 0.1,
+        "pooling": "token",
+        "attention": "simplex",
+        "num_features": 130,
+        "block": "regular",
+        "dtype": "bfloat16",
+        "remat": "none",
+        "scan": False,
+    }
     return runlocal.apply(argument, config)

@@ -30,7 +30,7 @@ def banded_attention(
     block_size: int | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
 ) -> jax.Array:
-    r"""Softmax attention to the keys at most ``bandwidth`` positions away, and to no others.
+    r"""Returns softmax attention to the keys at most ``bandwidth`` positions away.
 
     .. math::
         \operatorname{Near}(Q, K, V)_t =
@@ -39,8 +39,8 @@ def banded_attention(
 
     with k the bandwidth and b the bias; positions count from 0 in queries and keys. It is the band
     of ``jax.nn.dot_product_attention``, whose layout, defaults and mask meaning it has, in time and
-    memory :math:`O(T k)`: blocks of queries attend to the keys around them. FMMformers add it to a
-    far field, ``random_feature_attention``, each normalised by itself.
+    memory :math:`O(T k)`: blocks of queries attend to the keys around them. FMMformers add a far
+    field to it, ``random_feature_attention``, and normalise each field by itself.
 
     Args:
       query: ``[..., T, N, H]``: T queries of N heads, with any leading batch shape.
@@ -52,17 +52,17 @@ def banded_attention(
       bias: Added to the logits; of the same shapes, with the same condition.
       scale: Multiplies the logits, one finite number of either sign; by default
         :math:`1/\sqrt H`.
-      is_causal: Query t attends to the keys from t - k to t.
+      is_causal: True if query t attends only to the keys from t - k to t.
       query_seq_lengths: Integers of the batch shape (``(1,)`` if there is no batch); outputs from
         there on are zero.
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
       segment_ids: Integers ``[..., T]``, for self-attention (T = S): of several sequences packed
-        into one, each attends to itself. A segment is a run of equal ids.
+        into one, each attends to itself. Neighbours with equal ids belong to one segment.
       block_size: Queries in a block; by default the bandwidth, but at least 32. Each block copies
-        ``block_size + 2 bandwidth`` keys: short blocks take memory, long ones time.
+        ``block_size + 2 bandwidth`` keys. Short blocks need more memory, long ones more time.
       sequence_axis: The mesh axis, or a tuple of them, that shards the length, for as many keys as
-        queries; as ``random_feature_attention``. Devices send the keys within the bandwidth of
-        their borders to those beside them, and no others.
+        queries; see ``random_feature_attention``. Each device sends its neighbours the keys within
+        the bandwidth of the border between them, and no others.
 
     Returns:
       ``[..., T, N, D]`` in the inputs' dtype. Logits and the softmax are float32 at least;
@@ -82,7 +82,8 @@ def banded_attention(
       (2, 1000, 12, 64)
 
     References:
-      Nguyen et al., FMMformer (NeurIPS 2021), near-field attention.
+      Nguyen et al., FMMformer: Efficient and Flexible Transformers via Decomposed Near-field and
+      Far-field Attention (NeurIPS 2021), https://arxiv.org/abs/2108.02347
     """
     bandwidth = checks.integer("bandwidth", bandwidth, least=0)
     is_causal = checks.boolean("is_causal", is_causal)

@@ -23,7 +23,7 @@ def attend_over_devices(
       arguments: Whole arguments, or those of the device inside ``shard_map``.
       axes: Axes that the caller named; none for the explicit axes of the arrays.
       bandwidth: Distance over which a query sees keys.
-      is_causal: Whether it sees no later keys.
+      is_causal: True if it sees no later keys.
       block_size: Queries in a block; None for a default.
     """
 
@@ -53,6 +53,7 @@ def attend_over_devices(
     return over_devices(attend, shards, arguments, None)
 
 
+@jax.named_scope("exchange_halo")
 def with_halo(
     inputs: Inputs, segment_ids: jax.Array | None, axes: Axes, *, bandwidth: int, is_causal: bool
 ) -> tuple[Inputs, int]:
@@ -63,7 +64,7 @@ def with_halo(
       segment_ids: Segment ids of this device, ``[..., T]``, or None.
       axes: Mesh axes that shard the length.
       bandwidth: Distance over which a query sees keys.
-      is_causal: Whether it sees no later keys.
+      is_causal: True if it sees no later keys.
 
     Returns:
       The inputs with more keys, and how many of them are before this device's.

@@ -9,6 +9,7 @@ from simrf_jax.attention.banded.windows import QueryBlocks
 from simrf_jax.attention.inputs.arguments import Inputs, contract
 
 
+@jax.named_scope("banded_attention")
 def attend_in_windows(inputs: Inputs, blocks: QueryBlocks) -> jax.Array:
     """Lets each query attend to the keys of its window that are in the band.
 

@@ -65,7 +65,7 @@ def cut(
       query_length: Number T of queries.
       key_length: Number S of keys.
       bandwidth: Distance over which a query sees keys.
-      is_causal: Whether it sees no later keys.
+      is_causal: True if it sees no later keys.
       block_size: Queries in a block; None for a default.
       history: Keys before the position of the first query.
     """

@@ -36,36 +36,42 @@ def fmm_attention(
     block_size: int | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
 ) -> jax.Array:
-    r"""Exact attention to the keys nearby plus random-feature attention to all, in linear time.
+    r"""Returns exact attention to nearby keys plus random-feature attention to all keys.
 
     .. math::
         \hat V = w \operatorname{Near}(Q, K, V)
             + \sum_{l=1}^L w_l \frac{\phi_l(Q) (\phi_l(K)^\top V)}{\phi_l(Q) \phi_l(K)^\top 1}
 
     with :math:`\operatorname{Near}` the ``banded_attention`` of a bandwidth and each further term
-    the ``random_feature_attention`` of a feature map; each is normalised by itself. FMMformers
-    learn the weights and keep them positive by a sigmoid, as ``FMMAttention`` of
-    ``simrf_jax.integrations`` does; here they are what is given.
+    the ``random_feature_attention`` of a feature map. Each term is normalised by itself, and all
+    take time linear in the length. FMMformers learn the weights and keep them positive by a
+    sigmoid, as ``FMMAttention`` of ``simrf_jax.integrations`` does; this function takes them as
+    they are.
 
     Args:
       query: ``[..., T, N, H]``: T queries of N heads, with any leading batch shape.
       key: ``[..., S, K, H]``, with N a multiple of K (grouped queries).
       value: ``[..., S, K, D]``.
-      projections: One W for each feature map, as ``random_feature_attention`` takes it.
-      bandwidth: As ``banded_attention``.
+      projections: One W for each feature map, ``[num_features, H]`` or ``[K, num_features, H]``;
+        None for a map that needs none.
+      bandwidth: Distance over which the near field reaches, at least 0.
       near_weight: w, broadcastable to ``[N]``.
       far_weights: :math:`w_l`, one number, ``[L]``, or broadcastable to ``[L, N]``.
-      feature_maps: The L feature maps, as ``random_feature_attention`` takes them.
-      mask: As ``random_feature_attention``.
-      bias: Added to the logits of both fields; as ``random_feature_attention``.
+      feature_maps: The L feature maps, as names, objects or functions; see
+        ``random_feature_attention``.
+      mask: Boolean mask of the keys, broadcastable to ``[..., N, T, S]``, the same for all queries;
+        see ``random_feature_attention``.
+      bias: Added to the logits of both fields; of the same shapes, with the same condition.
       scale: Multiplies the logits; by default :math:`1/\sqrt H`.
-      is_causal: Whether query t attends to keys s <= t only.
-      query_seq_lengths: As ``random_feature_attention``.
-      key_value_seq_lengths: As ``random_feature_attention``.
-      segment_ids: As ``random_feature_attention``.
-      chunk_size: As ``random_feature_attention``.
-      block_size: As ``banded_attention``.
-      sequence_axis: As ``banded_attention``, for both fields.
+      is_causal: True if query t attends only to keys s <= t.
+      query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
+      key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
+      segment_ids: Integers ``[..., T]`` of packed sequences, each of which attends to itself.
+      chunk_size: Keys that causal or packed far fields take at a time, a power of two; None for a
+        default.
+      block_size: Queries that the near field handles together; None for a default.
+      sequence_axis: The mesh axis, or a tuple of them, that shards the length, for as many keys as
+        queries; see ``random_feature_attention``.
 
     Returns:
       ``[..., T, N, D]`` in the inputs' dtype.
@@ -88,7 +94,7 @@ def fmm_attention(
 
     References:
       Nguyen et al., FMMformer: Efficient and Flexible Transformers via Decomposed Near-field and
-      Far-field Attention (NeurIPS 2021).
+      Far-field Attention (NeurIPS 2021), https://arxiv.org/abs/2108.02347
     """
     check_feature_maps(projections, feature_maps)
     near = banded_attention(

@@ -36,7 +36,7 @@ class Inputs:
     """Queries, keys and values by key heads; K is their number, G that of query heads for each.
 
     All queries, keys and values are finite. Those that were not, and hidden ones, are replaced by
-    something harmless, because 0 * NaN is not 0, also in gradients.
+    zeros or by other tokens, because 0 * NaN is not 0, also in gradients.
 
     Attributes:
       query: ``[B, T, K, G, H]``, in the type to compute logits in.
@@ -49,7 +49,7 @@ class Inputs:
       real: ``[1 or B, T, 1, 1]``, False at queries beyond ``query_seq_lengths``.
       finite: ``[B, T, K, G]``, False at queries that were not finite.
       batch: Leading shape of the output.
-      is_batched: Whether the output has a leading shape; without one, ``batch`` is ``(1,)``.
+      is_batched: True if the output has a leading shape; without one, ``batch`` is ``(1,)``.
       dtype: Type of the output.
     """
 
@@ -69,7 +69,7 @@ class Inputs:
         """Returns ``[..., T, N, D]`` of ``[B, T, K, G, D]``: the inverse of the layout.
 
         Args:
-          out: What the mechanism computed for each query.
+          out: The output of the mechanism for each query.
           dtype: Type of the result, that of the caller's query by default.
         """
         out = jnp.where(self.finite[..., None], out, jnp.nan)
@@ -163,9 +163,9 @@ class Arguments:
         Args:
           dtype: Logits are computed in this type, that of the query or float32, whichever is
             widest.
-          scaled: Whether to multiply queries and keys by the square root of the scale each.
-          fill_with_tokens: Whether a query or key that is hidden or not finite is replaced by
-            another one of its head; by zeros otherwise.
+          scaled: True to multiply queries and keys by the square root of the scale each.
+          fill_with_tokens: True to replace a query or key that is hidden or not finite by another
+            one of its head; False to replace it by zeros.
 
         Raises:
           TypeError: If a dtype is wrong.
@@ -292,7 +292,8 @@ class Arguments:
         """Returns the explicit mesh axes that shard the length.
 
         Args:
-          in_order: Whether the positions of queries matter, too; bidirectional queries do not care.
+          in_order: True if the positions of queries matter, as they do unless attention is
+            bidirectional.
         """
         first = (self.key, self.value, self.query) if in_order else (self.key, self.value)
         return next(filter(None, map(axes_of_length, first)), ())

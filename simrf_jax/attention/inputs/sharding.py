@@ -31,7 +31,7 @@ class Shards(NamedTuple):
     Attributes:
       axes: Axes that shard the keys.
       query_axes: Axes that shard the queries; none if each device has all of them.
-      is_inside: Whether the call is inside ``shard_map`` over these axes already.
+      is_inside: True if the call is inside ``shard_map`` over these axes already.
     """
 
     axes: Axes
@@ -57,7 +57,7 @@ def find_shards(arguments: Arguments, axes: Axes, *, in_order: bool) -> Shards:
     Args:
       arguments: Arguments of the call.
       axes: Axes that the caller named; none for the explicit axes of the arrays.
-      in_order: Whether the positions of queries and keys belong together, as in causal attention.
+      in_order: True if the positions of queries and keys belong together, as in causal attention.
 
     Raises:
       ValueError: If they do, and there are not as many keys as queries.

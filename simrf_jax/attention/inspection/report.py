@@ -16,23 +16,24 @@ from simrf_jax.projections import Projection
 
 
 class AttentionReport(NamedTuple):
-    r"""How well random features approximate softmax attention; float64 NumPy, one for each head.
+    r"""The error of random-feature attention, in float64 NumPy, one number for each head.
 
     With A the softmax weights, :math:`\hat A` those that the features imply, and :math:`Z_t` and
     :math:`\hat Z_t` the sums of their rows before normalisation (after it they are one by
     construction). A head in which no query sees a key has no error.
 
     Attributes:
-      relative_error: Of the weights, :math:`\|\hat A - A\|_F / \|A\|_F`.
+      relative_error: Relative error of the weights, :math:`\|\hat A - A\|_F / \|A\|_F`.
       row_sum_mean: Mean of :math:`\hat Z_t / Z_t` over the queries that see a key. An unbiased
         estimate of the softmax kernel has 1 on average over projections; less is typical where the
         variance is large, and balanced by a rare projection with much more.
       row_sum_error: Worst :math:`|\hat Z_t / Z_t - 1|`.
-      effective_rank: Of :math:`\hat A`, :math:`\exp(-\sum_i p_i \log p_i)` with p the singular
+      effective_rank: :math:`\exp(-\sum_i p_i \log p_i)` of :math:`\hat A`, with p the singular
         values divided by their sum (Roy and Vetterli, 2007). No more than the number of features
         if attention is not causal.
-      softmax_effective_rank: Of A.
-      output_error: Of the outputs, :math:`\|\hat A V - A V\|_F / \|A V\|_F`; None without values.
+      softmax_effective_rank: The same for A.
+      output_error: Relative error of the outputs, :math:`\|\hat A V - A V\|_F / \|A V\|_F`; None
+        without values.
     """
 
     relative_error: np.ndarray
@@ -56,24 +57,23 @@ def attention_matrix(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
 ) -> jax.Array:
-    r"""The attention weights that ``random_feature_attention`` implies and never forms.
+    r"""Returns the attention weights that ``random_feature_attention`` implies and never forms.
 
     .. math:: \hat A_{ts} = \frac{\phi(q_t)^\top \phi(k_s)}{\sum_r \phi(q_t)^\top \phi(k_r)}
 
-    Times the values, they are its output. For looking at short sequences: the time is quadratic,
-    proportional to T S num_features. Exact at any scale of the inputs, in memory proportional to
-    S (T + num_features).
+    Multiplied by the values, they are its output. They are exact at any scale of the inputs. Use
+    this on short sequences: it takes time O(T S num_features) and memory O(S (T + num_features)).
 
     Args:
       query: ``[..., T, N, H]``.
       key: ``[..., S, K, H]``, with N a multiple of K (grouped queries).
-      projection: W, ``[num_features, H]`` or ``[K, num_features, H]``, as in
-        ``random_feature_attention``; so are the following.
+      projection: W, ``[num_features, H]`` or ``[K, num_features, H]``; None for a map that needs
+        none.
       feature_map: A name, an object of ``simrf_jax.feature_maps``, or a function.
       mask: Boolean, broadcastable to ``[..., N, T, S]``, the same for all queries.
       bias: Added to the logits; of the same shapes, with the same condition.
       scale: Multiplies the logits; by default :math:`1/\sqrt H`.
-      is_causal: Whether query t sees only keys up to t, as in ``jax.nn.dot_product_attention``.
+      is_causal: True if query t sees only keys up to t, as in ``jax.nn.dot_product_attention``.
       query_seq_lengths: Integers of the batch shape; rows from there on are zeros.
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
 
@@ -83,8 +83,8 @@ def attention_matrix(
 
     Raises:
       TypeError: If a dtype is wrong.
-      ValueError: If shapes do not match, a name is unknown, or the mask or the bias is none that
-        ``random_feature_attention`` honours.
+      ValueError: If shapes do not match, a name is unknown, the scale is not finite, or the mask or
+        the bias may differ between queries.
 
     Example:
       >>> import jax, simrf_jax
@@ -137,8 +137,9 @@ def attention_report(
         \hat Z_t, \qquad Z_t = \sum_s e^{q_t \cdot k_s}, \quad A_{ts} = e^{q_t \cdot k_s} / Z_t
 
     with queries and keys scaled as by ``random_feature_attention`` and sums over the visible keys.
-    Row sums compare what should be equal for maps of the softmax kernel; ReLU and ELU features
-    estimate another one. It is for looking at short sequences, like ``attention_matrix``.
+    The row sums should agree for feature maps of the softmax kernel; ReLU and ELU features
+    estimate another kernel. Use it on short sequences: like ``attention_matrix``, it takes time and
+    memory quadratic in the length.
 
     Args:
       query: ``[..., T, N, H]``.
@@ -146,11 +147,11 @@ def attention_report(
       projection: W, ``[num_features, H]`` or ``[K, num_features, H]``. With one for each head, the
         heads can be as many draws for the same queries and keys.
       value: ``[..., S, K, D]``, for the error of the output.
-      feature_map: As in ``attention_matrix``; so are the following.
+      feature_map: A name, an object or a function; see ``random_feature_attention``.
       mask: Boolean, broadcastable to ``[..., N, T, S]``, the same for all queries.
       bias: Added to the logits; of the same shapes, with the same condition.
       scale: Multiplies the logits; by default :math:`1/\sqrt H`.
-      is_causal: Whether query t sees only keys up to t.
+      is_causal: True if query t sees only keys up to t.
       query_seq_lengths: Integers of the batch shape; queries from there on do not count.
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
 
@@ -158,8 +159,10 @@ def attention_report(
       An ``AttentionReport`` of arrays ``[..., N]``.
 
     Raises:
-      TypeError: If a dtype is wrong, or under ``jit`` or ``vmap``: NumPy takes the singular values.
-      ValueError: As ``attention_matrix``.
+      TypeError: If a dtype is wrong, or under ``jit`` or ``vmap``: NumPy computes the singular
+        values.
+      ValueError: If shapes do not match, a name is unknown, the scale is not finite, or the mask or
+        the bias may differ between queries.
 
     Example:
       >>> import jax, simrf_jax
@@ -201,13 +204,13 @@ def attention_report(
 
 
 def _relative_error(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """In Frobenius norm; zero where both are zeros."""
+    """Returns the relative error in Frobenius norm; zero where both matrices are zeros."""
     error, norm = (np.linalg.norm(x, axis=(-2, -1)) for x in (actual - expected, expected))
     return error / np.where(norm == 0, 1, norm)
 
 
 def _compare_row_sums(estimated: KernelRows, exact: KernelRows) -> tuple[np.ndarray, np.ndarray]:
-    """The mean of their ratios, and the worst deviation from one."""
+    """Returns the mean ratio of the row sums, and its worst deviation from one."""
     total, exact_total = (np.asarray(x.row_sums(), np.float64) for x in (estimated, exact))
     seen = exact_total != 0
     log_ratio = np.asarray(estimated.log_scale - exact.log_scale, np.float64)
@@ -220,7 +223,7 @@ def _compare_row_sums(estimated: KernelRows, exact: KernelRows) -> tuple[np.ndar
 
 
 def _effective_rank(matrix: np.ndarray) -> np.ndarray:
-    """The exponential of the entropy of the normalised singular values; 0 for zeros."""
+    """Returns the exponential of the entropy of the normalised singular values; 0 for zeros."""
     finite = np.isfinite(matrix).all(axis=(-2, -1))
     # LAPACK raises on NaN.
     singular = np.linalg.svd(np.where(finite[..., None, None], matrix, 0), compute_uv=False)

@@ -48,21 +48,21 @@ def random_feature_attention(
     chunk_size: int | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
 ) -> jax.Array:
-    r"""Softmax attention estimated by random features, in time linear in the length.
+    r"""Returns softmax attention estimated by random features, in time linear in the length.
 
     .. math::
         \operatorname{Att}(Q, K, V)_t = \frac{\phi(q_t)^\top \sum_s \phi(k_s) v_s^\top}
                                              {\phi(q_t)^\top \sum_s \phi(k_s)}
 
     with :math:`\phi` the features of the softmax kernel of queries and keys scaled by
-    :math:`\sqrt{|\text{scale}|}`, and the queries by the sign of the scale. It stands in for
-    ``jax.nn.dot_product_attention`` and has its layout, defaults and mask meaning. It equals the
-    estimator at any scale of the inputs: no epsilon, no overflow.
+    :math:`\sqrt{|\text{scale}|}`, and the queries by the sign of the scale. It replaces
+    ``jax.nn.dot_product_attention`` and has the same layout, defaults and meaning of masks. It
+    equals the estimator at any scale of the inputs: it needs no epsilon and never overflows.
 
-    Positions: rotate queries and keys before the call (rotary embeddings). The kernel is then
-    :math:`e^{\text{scale} \, q_t^\top R_{s-t} k_s}`; one W sees absolute positions, but with Haar
-    rotations the mean and the variance of the estimate depend on relative ones alone. Rotated
-    features, as some linear attention has them, would lose their sign, and are not offered.
+    For rotary embeddings, rotate queries and keys before the call. The kernel is then
+    :math:`e^{\text{scale} \, q_t^\top R_{s-t} k_s}`. With Haar rotations the mean and the variance
+    of its estimate depend on relative positions alone, although each W sees absolute positions.
+    Rotated features, which some linear attention uses, are not offered: they are not positive.
 
     Args:
       query: ``[..., T, N, H]``: T queries of N heads, with any leading batch shape.
@@ -74,42 +74,42 @@ def random_feature_attention(
       feature_map: A name, ``"positive"``, ``"hyperbolic"``, ``"trigonometric"``, ``"phase"`` (with
         evenly spaced phases), ``"relu"``, ``"elu"``, ``"angular_hybrid"``, ``"gaussian_hybrid"`` or
         ``"clustered_hybrid"``; an object of ``simrf_jax.feature_maps``, such as
-        ``feature_maps.Phase(phases)``; or a function from (x, projection) to features, which stands
-        for ``feature_maps.Custom`` of it. Maps that may be negative (trigonometric, phase, the
-        hybrids) estimate the denominator with noise of either sign: where it comes near zero, the
-        output means nothing.
+        ``feature_maps.Phase(phases)``; or a function from (x, projection) to features, which
+        becomes a ``feature_maps.Custom``. Features that may be negative (trigonometric, phase and
+        hybrid ones) estimate the denominator with noise of either sign. Where that comes near zero,
+        the output means nothing.
       mask: Boolean, broadcastable to ``[..., N, T, S]``, True to attend. It must be the same for
         all queries: have a query axis of size 1, or be a NumPy array that is constant along it.
       bias: Added to the logits; of the same shapes, with the same condition.
       scale: Multiplies the logits, one finite number of either sign; by default
         :math:`1/\sqrt H`.
-      is_causal: Whether query t attends to keys s <= t only. Nothing of later keys reaches it, not
-        even their rounding; time stays linear in the length, and the backward pass computes the
+      is_causal: True if query t attends only to keys s <= t. Nothing of later keys reaches it, not
+        even through rounding. Time stays linear in the length, and the backward pass computes the
         features again instead of keeping them.
       query_seq_lengths: Integers of the batch shape (``(1,)`` if there is no batch); outputs from
         there on are zero.
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
       implementation: ``"xla"`` or None for the default.
       segment_ids: Integers ``[..., T]`` of packed sequences, for as many keys as queries: a query
-        attends to keys of its own segment only. A segment is a run of equal ids.
+        attends to keys of its own segment only. Neighbours with equal ids belong to one segment.
       chunk_size: Keys that causal or packed attention takes at a time, a power of two; None for a
         default.
-      sequence_axis: The mesh axis, or a tuple of them, that shards the lengths. Explicit axes are
-        seen in the types of query, key and value, and nothing need be said. Axes of type Auto are
-        named here, or causal and packed attention gather the keys; the mesh is that of the inputs
-        or of ``jax.set_mesh``. Inside a ``jax.shard_map`` over the axis all arrays are the
-        device's own part of the length, but key_value_seq_lengths and query_seq_lengths are of the
-        whole. Nobody can check there that it is the length which the axis shards. Devices exchange
-        states of keys and no keys: one maximum and one sum of them if attention is bidirectional, a
-        logarithmic number of permutations otherwise.
+      sequence_axis: The mesh axis, or a tuple of them, that shards the sequence. Leave it out for
+        axes of type Explicit, which are part of the types of query, key and value. Name axes of
+        type Auto here; otherwise XLA all-gathers the keys of causal and packed attention. The mesh
+        is that of the inputs or of ``jax.set_mesh``. Inside a ``jax.shard_map`` over the axis, pass
+        the device's own part of each array, but whole sequence lengths in query_seq_lengths and
+        key_value_seq_lengths; that the axis shards the length cannot be checked there. Devices
+        exchange only running sums, never keys or values: in bidirectional attention one maximum and
+        one sum, otherwise as many permutations as the logarithm of the number of devices.
 
     Returns:
       ``[..., T, N, D]`` in the inputs' dtype. Logits and exponentials are float32 at least; the
-      two sums over the length and the features are in bfloat16 with float32 accumulation if the
-      inputs are bfloat16. Queries that see no key get zeros. A query, key or value with a
-      component that is NaN, infinite or above 1e31 turns the outputs of the queries that see it
-      into NaN. It reaches no other output and no gradient of one: neither the past in causal
-      attention, nor other segments, nor anything where it is hidden.
+      contractions over the length and over the features are in bfloat16 with float32 accumulation
+      if the inputs are bfloat16. Queries that see no key get zeros. A query, key or value with a
+      component that is NaN, infinite or above 1e31 turns the outputs of all queries that see it
+      into NaN. It reaches no other output, and no gradient of another output: neither the past in
+      causal attention, nor other segments, nor a query from which it is hidden.
 
     Raises:
       TypeError: If a dtype is wrong, or is_causal neither True nor False.
@@ -125,8 +125,9 @@ def random_feature_attention(
       (2, 197, 12, 64)
 
     References:
-      Choromanski et al., Rethinking Attention with Performers (ICLR 2021); Reid et al., Simplex
-      Random Features (ICML 2023), Sec. 5.4.
+      Choromanski et al., Rethinking Attention with Performers (ICLR 2021),
+      https://arxiv.org/abs/2009.14794
+      Reid et al., Simplex Random Features (ICML 2023), Sec. 5.4, https://arxiv.org/abs/2301.13856
     """
     checks.one_of("implementation", implementation, (*IMPLEMENTATIONS, None))
     is_causal = checks.boolean("is_causal", is_causal)
@@ -157,6 +158,7 @@ def random_feature_attention(
     return attend(arguments, w, feature_map, is_causal=is_causal, chunk_size=chunk_size)
 
 
+@jax.named_scope("random_feature_attention")
 def _attend(
     arguments: Arguments,
     projection: Projection | None,

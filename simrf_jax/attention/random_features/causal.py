@@ -27,7 +27,7 @@ CHUNK_SIZE = 64  # Keys taken at a time unless the caller says.
 
 
 class Scanned(NamedTuple):
-    """What queries read of the keys that they see.
+    """The result of a scan: the sums that queries read of the keys that they see.
 
     Attributes:
       readout: Sums of ``[B, T, K, G]`` queries.
@@ -171,7 +171,6 @@ def split_length(x: jax.Array, size: int, fill: float | None) -> jax.Array:
     return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)
 
 
-@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Given(FeatureMap):
     """Features that were computed before, as the feature map of themselves."""
@@ -184,7 +183,7 @@ class _Given(FeatureMap):
 
 
 def _map_custom(tokens: Tokens, features: HeadFeatures) -> tuple[Tokens, HeadFeatures]:
-    """Outside jit, replaces tokens by the features that a user's function gives them.
+    """Replaces tokens, outside jit, by the features that a user's function gives them.
 
     The scan is compiled once for feature maps that are pytrees. What is compiled must not outlive a
     user's function, which may do something else the next time.

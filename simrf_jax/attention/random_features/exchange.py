@@ -48,7 +48,7 @@ def attend_over_devices(
       projection: W.
       feature_map: The feature map.
       axes: Axes that the caller named; none for the explicit axes of the arrays.
-      is_causal: Whether attention is causal.
+      is_causal: True if attention is causal.
       chunk_size: Keys that causal and packed attention take at a time.
     """
     in_order = is_causal or arguments.segment_ids is not None
@@ -82,12 +82,14 @@ def _bidirectional(inputs: Inputs, features: HeadFeatures, axes: Axes) -> jax.Ar
     return read_all(*merge_over(state, axes).split_spoiled(), inputs, features)
 
 
+@jax.named_scope("merge_states_over_devices")
 def merge_over(state: AttentionState, axes: Axes) -> AttentionState:
     """Returns the state of the keys of all devices, by a maximum and one sum in its units."""
     maxima = jax.lax.pmax(jax.lax.stop_gradient(state.maxima), axes)
     return AttentionState(jax.lax.psum(state.in_units_of(maxima), axes), maxima)
 
 
+@jax.named_scope("pass_states_between_devices")
 def states_around(
     inputs: Inputs,
     features: HeadFeatures,
@@ -104,7 +106,7 @@ def states_around(
       segment_ids: Segment ids of this device, ``[..., T]``, or None. Of other devices only the keys
         of a segment that continues here count.
       axes: Mesh axes that shard the length.
-      is_causal: Whether the keys after do not matter; the second state is empty then.
+      is_causal: True if the keys after do not matter; the second state is empty then.
     """
     nothing = AttentionState.empty(inputs, features)
     segments = inputs.segments

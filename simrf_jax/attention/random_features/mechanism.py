@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
-from simrf_jax.attention.inputs.arguments import Arguments, Inputs
+from simrf_jax.attention.inputs.arguments import Arguments
 from simrf_jax.attention.mechanism import (
     check_kind,
     check_step,
@@ -23,12 +23,11 @@ from simrf_jax.attention.random_features.attention import Implementation, random
 from simrf_jax.attention.random_features.causal import CHUNK_SIZE, causal_attention
 from simrf_jax.attention.random_features.state import (
     AttentionState,
-    HeadFeatures,
     lay_out,
     with_ones,
 )
 from simrf_jax.features import Custom, FeatureMap, FeatureMapLike, as_feature_map
-from simrf_jax.projections import Projection, as_projection
+from simrf_jax.projections import Projection, StructuredProjection, as_projection
 
 
 @functools.partial(
@@ -142,7 +141,7 @@ class RandomFeatures:
             value_dim=value_dim,
             dtype=dtype,
         )
-        empty = AttentionState.empty(*self._lay_out(tokens))
+        empty = AttentionState.empty(*lay_out(tokens, *self._checked()))
         return unflatten(empty, tokens.key.shape[:-3])
 
     def step(
@@ -196,8 +195,7 @@ class RandomFeatures:
         check_kind(state, AttentionState)
         chunk_size = CHUNK_SIZE if self.chunk_size is None else self.chunk_size
         chunk_size = checks.power_of_two("chunk_size", chunk_size)
-        w = None if self.projection is None else as_projection(self.projection)
-        feature_map = as_feature_map(self.feature_map)
+        w, feature_map = self._checked()
         step = _step if isinstance(feature_map, Custom) else _compiled_step
         return step(state, arguments, w, feature_map, chunk_size=chunk_size)
 
@@ -236,7 +234,7 @@ class RandomFeatures:
           >>> state = mechanism.append(state, k, v)
         """
         arguments = new_tokens(
-            jnp.asarray(key)[..., :0, :, :],
+            key,  # In the place of queries, of which there are none.
             key,
             value,
             mask=mask,
@@ -245,17 +243,18 @@ class RandomFeatures:
             query_seq_lengths=None,
             key_value_seq_lengths=key_value_seq_lengths,
         )
-        inputs, features = self._lay_out(arguments)
-        batch = arguments.key.shape[:-3]
-        before = flatten(state, AttentionState.empty(inputs, features), batch)
-        keys, spoils = features.keys(inputs.key, inputs.key_log_weights)
-        new = AttentionState.of(keys, with_ones(inputs.value)).spoil(jnp.any(spoils, axis=1))
-        return unflatten(before.merge(new), batch)
+        check_kind(state, AttentionState)
+        w, feature_map = self._checked()
+        append = _append if isinstance(feature_map, Custom) else _compiled_append
+        return append(state, arguments, w, feature_map)
 
-    def _lay_out(self, arguments: Arguments) -> tuple[Inputs, HeadFeatures]:
-        return lay_out(arguments, self.projection, as_feature_map(self.feature_map))
+    def _checked(self) -> tuple[jax.Array | StructuredProjection | None, FeatureMap]:
+        """Returns W as an array, and the feature map as an object."""
+        w = None if self.projection is None else as_projection(self.projection)
+        return w, as_feature_map(self.feature_map)
 
 
+@jax.named_scope("random_feature_attention_step")
 def _step(
     state: AttentionState,
     arguments: Arguments,
@@ -275,5 +274,22 @@ def _step(
     return inputs.outputs(out), unflatten(after, batch)
 
 
+@jax.named_scope("random_feature_attention_append")
+def _append(
+    state: AttentionState,
+    arguments: Arguments,
+    projection: Projection | None,
+    feature_map: FeatureMap,
+) -> AttentionState:
+    """Returns the state with more keys."""
+    inputs, features = lay_out(arguments, projection, feature_map)
+    batch = arguments.key.shape[:-3]
+    before = flatten(state, AttentionState.empty(inputs, features), batch)
+    keys, spoils = features.keys(inputs.key, inputs.key_log_weights)
+    new = AttentionState.of(keys, with_ones(inputs.value)).spoil(jnp.any(spoils, axis=1))
+    return unflatten(before.merge(new), batch)
+
+
 # As in random_feature_attention, a user's function is not compiled.
 _compiled_step = jax.jit(_step, static_argnames=("chunk_size",), inline=True)
+_compiled_append = jax.jit(_append, inline=True)

@@ -26,8 +26,8 @@ class KeyFeatures(NamedTuple):
     """Features of keys, with all that scales them in the exponent.
 
     Attributes:
-      features: Of ``[B, S, K]`` keys. Exponents are minus infinity where a key is hidden or has no
-        finite features.
+      features: Log features of ``[B, S, K]`` keys. Exponents are minus infinity where a key is
+        hidden or has no finite features.
       spoils: ``[B, S, K]``, True where a visible key or its features are not finite: whoever sees
         it gets NaN.
     """
@@ -44,7 +44,8 @@ class QueryFeatures(NamedTuple):
     """Features of queries.
 
     Attributes:
-      features: Of ``[B, T, K, G]`` queries; zeros where a query has no finite features.
+      features: Log features of ``[B, T, K, G]`` queries; zeros where a query has none that are
+        finite.
       spoiled: ``[B, T, K, G]``, True at these; they get NaN.
     """
 
@@ -68,6 +69,7 @@ class HeadFeatures:
     projection: jax.Array | StructuredProjection | None
     feature_map: FeatureMap
 
+    @jax.named_scope("key_features")
     def keys(self, key: Vectors, log_weights: jax.Array) -> KeyFeatures:
         """Returns the features of keys ``[B, S, K, H]`` with log weights ``[B, S, K]``."""
         keys = self.log_features(key, "key")
@@ -79,6 +81,7 @@ class HeadFeatures:
         features = LogFeatures(exponent, jnp.zeros_like(keys.log_scale), keys.values)
         return KeyFeatures(features, (log_weights != -jnp.inf) & ~visible[..., 0])
 
+    @jax.named_scope("query_features")
     def queries(self, query: Vectors) -> QueryFeatures:
         """Returns the features of queries ``[B, T, K, G, H]``."""
         queries = self.log_features(query, "query")
@@ -109,7 +112,7 @@ def _mark_not_finite(phi: LogFeatures) -> LogFeatures:
 
 
 class Readout(NamedTuple):
-    """What queries read from a state, in units of e^shift.
+    """The sums that queries read from a state, in units of e^shift.
 
     Attributes:
       sums: ``[..., D + 1]``, numerator and denominator.

@@ -123,8 +123,8 @@ def test_refuses_other_states():
             r"state must have sums \(1, 2, 11, 9\)",
         ),
         (
-            lambda q, k, v, w, s: steps.init_state(None, num_key_heads=2, value_dim=3),
-            "head_dim must be given",
+            lambda q, k, v, w, s: steps.init_state(w, num_key_heads=2, value_dim=3, head_dim=0),
+            "head_dim must be at least 1, got 0",
         ),
         (
             lambda q, k, v, w, s: steps.init_state(w, num_key_heads=0, value_dim=3),

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import fmm_attention
+from simrf_jax import Band, Blend, RandomFeatures, fmm_attention
 from tests.attention import steps
 from tests.attention.devices import make_mesh
 from tests.attention.inputs import inputs, projection
@@ -93,9 +93,6 @@ def test_refuses():
     state = empty(k, v, projections)
     with pytest.raises(ValueError, match="state must be of 1 feature maps, got one of 2"):
         steps.fmm_step(state, q, k, v, projections[:1])
-    with pytest.raises(TypeError, match="state must be of type FMMState, got Window"):
-        steps.fmm_step(state.near, q, k, v, projections, feature_maps=MAPS)
-    with pytest.raises(
-        ValueError, match=r"projections must hold one for each feature map.* 2 for 1"
-    ):
-        empty(k, v, projections, MAPS[:1])
+    mechanism = Blend(Band(3), (RandomFeatures(projections[0]),))
+    with pytest.raises(TypeError, match="state must be of type BlendState, got Window"):
+        mechanism.step(state.near, q, k, v)

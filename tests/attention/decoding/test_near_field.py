@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import banded_attention
+from simrf_jax import Band, banded_attention
 from tests.attention import steps
 from tests.attention.inputs import inputs
 from tests.attention.reference import relative_error
@@ -103,7 +103,7 @@ def test_gradients_flow_through_the_window():
         ),
         (
             TypeError,
-            lambda q, k, v, window: steps.window_step((k, v), q, k, v),
+            lambda q, k, v, window: Band(3).step((k, v), q, k, v),
             "state must be of type Window, got tuple",
         ),
         (ValueError, lambda q, k, v, window: empty(k, v, -1), "bandwidth must be at least 0"),

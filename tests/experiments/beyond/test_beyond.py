@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-from experiments import trials
 from experiments.beyond import beyond
 from experiments.beyond.configs import paper
-from experiments.mistakes import UserError
+from experiments.harness import trials
+from experiments.harness.mistakes import UserError
 from simrf_jax import theory
 from tests.experiments.drawing import assert_no_figure_costs_results
 

@@ -5,10 +5,10 @@ import sys
 import numpy as np
 import pytest
 
-from experiments.char_lm import char_lm, text, train
+from experiments.char_lm import char_lm, corpus, train
 from experiments.char_lm.configs import paper
 from experiments.char_lm.model import ATTENTIONS
-from experiments.mistakes import UserError
+from experiments.harness.mistakes import UserError
 from tests.experiments.char_lm import tiny
 from tests.experiments.drawing import assert_no_figure_costs_results
 
@@ -21,7 +21,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
         if len(names) == 6:
             raise KeyboardInterrupt
         losses = np.array([3.0 + seed, 2.0 + len(name)])
-        return losses, text.encode(f"The {name}", pages.alphabet)
+        return losses, corpus.encode(f"The {name}", pages.alphabet)
 
     monkeypatch.setattr(train, "make_program", lambda config, attention, vocabulary_size: None)
     monkeypatch.setattr(train, "train", stop_at_the_sixth)
@@ -48,7 +48,7 @@ def test_another_text_is_said_to_be_another():
     results = made_up_results()
     results["text"]["sha256"] = "0" * 64
     report = char_lm.report(results)
-    assert f"It is not the text of the README ({text.SHA256}): expect other numbers." in report
+    assert f"It is not the text of the README ({corpus.SHA256}): expect other numbers." in report
 
 
 @pytest.mark.slow
@@ -79,7 +79,7 @@ def made_up_results():
     }
     return {
         "python": "3.11.7",
-        "text": {"sha256": text.SHA256, "alphabet": "abc", "train": 90, "validation": 10},
+        "text": {"sha256": corpus.SHA256, "alphabet": "abc", "train": 90, "validation": 10},
         "steps": [10, 20],
         "runs": runs,
     }

@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.char_lm import text, train
+from experiments.char_lm import corpus, train
 from experiments.char_lm.model import ATTENTIONS, CharLM, rotate
-from experiments.mistakes import UserError
+from experiments.harness.mistakes import UserError
 from tests.experiments.char_lm import tiny
 
-TEXT = text.split("The question: to be, or not to be, that is the question: " * 20)
+TEXT = corpus.split("The question: to be, or not to be, that is the question: " * 20)
 
 
 def make_model(attention, **changes):
@@ -68,7 +68,7 @@ def test_loss_falls_and_a_run_is_a_function_of_its_seed():
         np.testing.assert_array_equal(ours, theirs)
     assert (runs[2][0] != losses).all()
     assert sample.shape == (config.context,)
-    assert text.decode(sample, TEXT.alphabet).startswith("The ")
+    assert corpus.decode(sample, TEXT.alphabet).startswith("The ")
 
 
 def test_near_and_far_learn_their_weights_and_redraws_change_only_projections():
@@ -76,7 +76,7 @@ def test_near_and_far_learn_their_weights_and_redraws_change_only_projections():
     program = train.make_program(config, "near_far", len(TEXT.alphabet))
     before = program.init(jax.random.key(0))
     after = program.init(jax.random.key(0))
-    batch = text.train_batch(TEXT.train, batch_size=4, context=16, seed=0, step=0)
+    batch = corpus.train_batch(TEXT.train, batch_size=4, context=16, seed=0, step=0)
     for _ in range(3):  # The head's kernel is 0 at first, and with it all other gradients.
         after, loss = program.train_step(after, batch)
     assert 0 < loss < np.log(len(TEXT.alphabet))

@@ -10,7 +10,7 @@ import pytest
 import simrf_jax
 from experiments.complexity import complexity, measure, tables
 from experiments.complexity.configs import paper
-from experiments.mistakes import UserError
+from experiments.harness.mistakes import UserError
 from tests.experiments.drawing import assert_no_figure_costs_results
 
 NAMES = (*measure.MATRICES, *measure.FAST)

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from scipy import integrate
 
-from experiments import harness
 from experiments.conformity import conformity, couplings, densities, optimisation
 from experiments.conformity.configs import paper
-from experiments.mistakes import UserError
+from experiments.harness import resumable
+from experiments.harness.mistakes import UserError
 from simrf_jax import draw_projection, theory
-from simrf_jax.projections.blocks import simplex_vertices
+from simrf_jax.projections.row_blocks import simplex_vertices
 from simrf_jax.theory.optimum import against_the_rest
 from tests.experiments.drawing import assert_no_figure_costs_results
 from tests.standard_errors import assert_less, assert_mean
@@ -198,8 +198,8 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr(conformity, "BATCH", 4)
     norms = optimisation.draw_norms(key(), 10, 6)
     with pytest.raises(KeyboardInterrupt):
-        conformity.optima(norms, 1.0, harness.Pieces(tmp_path, tiny()))
-    best = conformity.optima(norms, 1.0, harness.Pieces(tmp_path, tiny()))
+        conformity.optima(norms, 1.0, resumable.Pieces(tmp_path, tiny()))
+    best = conformity.optima(norms, 1.0, resumable.Pieces(tmp_path, tiny()))
     assert calls == [4, 4, 2, 2]
     np.testing.assert_array_equal(best, optimum(norms, 1.0))
     with pytest.raises(UserError, match="holds a run of another config"):

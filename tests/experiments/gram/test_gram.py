@@ -7,7 +7,7 @@ import pytest
 
 from experiments.gram import gram
 from experiments.gram.configs import paper
-from experiments.mistakes import UserError
+from experiments.harness.mistakes import UserError
 from simrf_jax import theory
 from tests.experiments.drawing import assert_no_figure_costs_results
 from tests.standard_errors import assert_mean

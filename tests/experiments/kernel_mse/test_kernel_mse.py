@@ -5,10 +5,10 @@ import sys
 import numpy as np
 import pytest
 
-from experiments import trials
+from experiments.harness import trials
+from experiments.harness.mistakes import UserError
 from experiments.kernel_mse import blog, kernel_mse, mse_ratio, trigonometric_gap
 from experiments.kernel_mse.configs import paper
-from experiments.mistakes import UserError
 from tests.experiments.drawing import assert_no_figure_costs_results
 
 TINY = {

@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
+from experiments.harness.mistakes import UserError
 from experiments.kernel_regression import classify, kernel_regression, tables
 from experiments.kernel_regression import paper as paper_values
 from experiments.kernel_regression.configs import paper
-from experiments.mistakes import UserError
 from tests.experiments.drawing import assert_no_figure_costs_results
 from tests.experiments.kernel_regression import toy
 

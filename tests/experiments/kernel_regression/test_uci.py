@@ -3,8 +3,8 @@ import os
 import numpy as np
 import pytest
 
+from experiments.harness.mistakes import UserError
 from experiments.kernel_regression import uci
-from experiments.mistakes import UserError
 from tests.experiments.kernel_regression import toy
 
 pytestmark = pytest.mark.fast

@@ -12,8 +12,8 @@ import time
 
 from etils import epath
 
-from experiments import locking
-from experiments.vit import log
+from experiments.harness import locking
+from experiments.vit.metrics import log
 from tests.experiments.vit import tiny
 
 ROOT = pathlib.Path(__file__).parents[3]

@@ -6,7 +6,7 @@ import numpy as np
 import PIL.Image
 import tensorflow_datasets as tfds
 
-from experiments.vit import input as input_lib
+from experiments.vit.data import pipeline
 from tests.experiments.vit import tiny
 
 IMAGE = tfds.features.Image()
@@ -90,4 +90,4 @@ def rows(host, hosts):
 
 def load(data_dir, host=0, hosts=1, eval_batch_size=8, **changes):
     config = get_config(data_dir, **changes)
-    return input_lib.load(config, eval_batch_size=eval_batch_size, rows=rows(host, hosts))
+    return pipeline.load(config, eval_batch_size=eval_batch_size, rows=rows(host, hosts))

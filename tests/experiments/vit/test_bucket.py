@@ -13,9 +13,10 @@ import pytest
 from etils.epath import backend
 from fsspec.implementations.local import LocalFileSystem
 
-from experiments.mistakes import UserError
-from experiments.vit import prepare, records
-from experiments.vit.folders import Folders
+from experiments.harness.mistakes import UserError
+from experiments.vit.data import records
+from experiments.vit.tools import prepare
+from experiments.vit.training.folders import Folders
 from tests.experiments.vit import prepared
 
 has_tensorflow = importlib.util.find_spec("tensorflow") is not None

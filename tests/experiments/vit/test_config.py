@@ -6,9 +6,15 @@ import pytest
 from absl import app
 from absl.testing import flagsaver
 
-from experiments.mistakes import UserError
-from experiments.vit import config as config_lib
+from experiments.harness.mistakes import UserError
 from experiments.vit import configs, main
+from experiments.vit.config import (
+    FIELDS,
+    check_config,
+    config_differences,
+    describe_fields,
+    may_change,
+)
 from tests.experiments.vit import tiny
 
 pytestmark = pytest.mark.fast
@@ -20,7 +26,7 @@ CONFIGS = sorted(
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_config_file_is_whole_and_says_what_it_is(name):
     module = importlib.import_module(f"experiments.vit.configs.{name}")
-    config_lib.check(module.get_config())
+    check_config(module.get_config())
     for word in ("Shows:", "Hardware:", "Time:", "Expected:", "python -m experiments.vit.main"):
         assert word in module.__doc__
 
@@ -76,23 +82,23 @@ def test_every_config_file_is_whole_and_says_what_it_is(name):
 )
 def test_check_refuses_values(changes, match):
     with pytest.raises(UserError, match=match):
-        config_lib.check(tiny.get_config(**changes))
+        check_config(tiny.get_config(**changes))
 
 
 def test_check_refuses_unknown_missing_and_mistyped_fields():
     config = tiny.get_config()
     config.model.widht = 3
     with pytest.raises(UserError, match=r"field model.widht; the known .* model.width"):
-        config_lib.check(config)
+        check_config(config)
     config = tiny.get_config()
     del config.clip_norm
     with pytest.raises(UserError, match="The config lacks clip_norm"):
-        config_lib.check(config)
+        check_config(config)
     config = tiny.get_config()
     with config.ignore_type():
         config.seed = "0"
     with pytest.raises(UserError, match=r"config\.seed must be int, got '0'"):
-        config_lib.check(config)
+        check_config(config)
 
 
 @pytest.mark.parametrize(
@@ -120,3 +126,39 @@ def test_flags_refuse(flag, match, monkeypatch):
 def test_main_refuses_arguments_that_are_no_flags():
     with pytest.raises(app.UsageError, match="Unknown arguments: digits"):
         main.main(["main", "digits"])
+
+
+def test_the_readme_has_the_table_of_all_fields():
+    readme = pathlib.Path(main.__file__).with_name("README.md").read_text()
+    assert describe_fields() in readme
+    assert all(f"| `{name}` | " in describe_fields() for name in FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("data_dir", True),
+        ("mesh.fsdp", True),
+        ("checkpoint.keep", True),
+        ("checkpoint.folder", False),
+        ("seed", False),
+        # Fields of no version of today.
+        ("mesh.expert", True),
+        ("checkpoint.every", False),
+        ("model.experts", False),
+        ("epochs", False),
+    ],
+)
+def test_a_run_may_go_on_with_other_values_of_some_fields(name, expected):
+    assert may_change(name) is expected
+
+
+def test_differences_name_the_fields_that_may_not_change():
+    theirs, ours = ({"seed": seed, "mesh": {"data": seed}} for seed in (1, 2))
+    assert config_differences(theirs, ours) == ["seed is 1 there, 2 here"]
+
+
+@pytest.mark.parametrize("name", [name for name in FIELDS if FIELDS[name].type in (int, float)])
+def test_a_number_out_of_its_range_is_refused(name):
+    with pytest.raises(UserError, match=rf"config\.{name}.* must be .*, got -7"):
+        check_config(tiny.get_config(**{name: FIELDS[name].type(-7)}))

@@ -10,12 +10,13 @@ import time
 
 import pytest
 
-from experiments import locking
-from experiments.mistakes import UserError
-from experiments.vit import compare, evaluate, train
+from experiments.harness import locking
+from experiments.harness.mistakes import UserError
+from experiments.vit import train
+from experiments.vit.tools import compare, evaluate
 from tests.experiments.vit import commands, prepared, tiny
-from tests.experiments.vit.test_checkpoint import STEPS
 from tests.experiments.vit.test_resume import assert_same_run
+from tests.experiments.vit.training.test_checkpoint_manager import STEPS
 
 # A run whose steps, redraws, evaluations and checkpoints are out of step with each other.
 CHANGES = {

@@ -11,9 +11,11 @@ import jax
 import pytest
 from absl.testing import flagsaver
 
-from experiments import interrupts, memory
-from experiments.vit import config as config_lib
-from experiments.vit import curves, data, main, steps, train
+from experiments.harness import interrupts, memory
+from experiments.vit import config, main, train
+from experiments.vit.data import in_memory
+from experiments.vit.metrics import curves
+from experiments.vit.training import train_step
 from simrf_jax.models import ViT
 from tests.experiments.vit import prepared, tiny
 
@@ -169,7 +171,7 @@ def test_a_config_without_its_fields_is_refused(command, tmp_path, flags):
 
 @pytest.mark.fast
 def test_a_comparison_is_refused_before_any_run_trains(command, tmp_path, monkeypatch):
-    monkeypatch.setattr(steps, "train_step", pytest.fail)
+    monkeypatch.setattr(train_step, "train_step", pytest.fail)
     stopped = tmp_path / "run" / "exact-1"
     stopped.mkdir(parents=True)
     (stopped / "metrics.csv").touch()
@@ -246,12 +248,12 @@ def test_a_run_whose_config_is_lost_is_refused(command, tmp_path, config):
 
 # Where a bug may be, and of which type: those of a user's mistakes, before there was UserError.
 BUGS = {
-    "check": (config_lib, "_check_seeing", ValueError),
-    "field": (config_lib, "_check_input", KeyError),
-    "data": (data, "load_digits", OSError),
+    "check": (config, "_check_diagnostics", ValueError),
+    "field": (config, "_check_data", KeyError),
+    "data": (in_memory, "load_digits", OSError),
     "model": (ViT, "__init__", TypeError),
-    "step": (steps, "train_step", ValueError),
-    "evaluation": (steps, "test_means", FloatingPointError),
+    "step": (train_step, "train_step", ValueError),
+    "evaluation": (train, "test_means", FloatingPointError),
     "curves": (curves, "draw_curves", ValueError),
 }
 
@@ -264,8 +266,8 @@ def test_a_bug_is_no_mistake_of_the_user(command, monkeypatch, name):
         raise error("A mistake of ours.")
 
     monkeypatch.setattr(owner, function, fail)
-    if owner is data:
-        monkeypatch.setitem(data.DATASETS, "digits", fail)
+    if owner is in_memory:
+        monkeypatch.setitem(in_memory.DATASETS, "digits", fail)
     with pytest.raises(error, match=r"A mistake of ours\.") as bug:
         command(EXACT)
     assert bug.traceback[-1].path == pathlib.Path(__file__)
@@ -292,14 +294,14 @@ def test_a_drawing_that_fails_loses_no_result_and_is_made_up_for(command, tmp_pa
 
 MODIFIED = """
 from absl import app
-from experiments.vit import main, program
-from simrf_jax.models import ViT
+from experiments.vit import main
+from experiments.vit.training import train_step
 
-class Modified(ViT):
+class Modified(train_step.ViT):
     def __init__(self, config, *, rngs):
         super().__init__(config, rngs=rngs, widht=3)
 
-program.ViT = Modified
+train_step.ViT = Modified
 app.run(main.main, flags_parser=main.parse_flags)
 """
 

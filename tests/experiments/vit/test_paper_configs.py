@@ -8,10 +8,10 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 
-from experiments.vit import config as config_lib
-from experiments.vit import input as input_lib
-from experiments.vit import main, records, train
+from experiments.vit import main, train
+from experiments.vit.config import check_config
 from experiments.vit.configs import imagenet2012
+from experiments.vit.data import pipeline, records
 from tests.experiments.vit import prepared
 
 # As the catalogue of TensorFlow Datasets has them.
@@ -50,7 +50,7 @@ def test_numbers_are_those_of_the_paper(name):
 @pytest.mark.fast
 @pytest.mark.parametrize("name", NUM_TRAIN)
 def test_runlocal_is_whole_and_another_suffix_is_refused(name):
-    config_lib.check(get_config(name, "runlocal"))
+    check_config(get_config(name, "runlocal"))
     with pytest.raises(ValueError, match="must be one of '', 'runlocal', got 'local'"):
         get_config(name, "local")
 
@@ -90,7 +90,7 @@ def prepare(data_dir, name):
 @pytest.mark.parametrize("name", NUM_TRAIN)
 def test_runlocal_reads_its_data_set(tmp_path, name):
     config = prepare(tmp_path, name)
-    inputs = input_lib.load(config, eval_batch_size=8)
+    inputs = pipeline.load(config, eval_batch_size=8)
     image = inputs.train_batch(0)["image"]
     side = 28 if name == "fashion_mnist_b" else 32
     assert image.shape == (8, side, side, inputs.channels)

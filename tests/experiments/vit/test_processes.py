@@ -14,13 +14,14 @@ import time
 import numpy as np
 import pytest
 
-from experiments import locking
-from experiments.vit import log, train
+from experiments.harness import locking
+from experiments.vit import train
+from experiments.vit.metrics import log
 from tests.experiments.vit import prepared, tiny
 from tests.experiments.vit.commands import wait_until
-from tests.experiments.vit.test_damage import flip, largest
-from tests.experiments.vit.test_sharding import EIGHT_HEADS, losses_on
 from tests.experiments.vit.test_train import read_losses
+from tests.experiments.vit.training.test_checkpoint_damage import flip, largest
+from tests.experiments.vit.training.test_sharding import EIGHT_HEADS, losses_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.cpu]
 PROCESSES = 2
@@ -29,7 +30,8 @@ PROCESSES = 2
 MAIN = """
 import sys
 from absl import app
-from experiments.vit import main, records
+from experiments.vit import main
+from experiments.vit.data import records
 
 read = records.Records.read
 

@@ -23,26 +23,24 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from experiments.mistakes import UserError
-from experiments.vit import (
-    checkpoint,
-    compare,
-    evaluate,
-    export,
-    log,
-    preemption,
-    steps,
-    train,
+from experiments.harness.mistakes import UserError
+from experiments.vit import train
+from experiments.vit.metrics import log
+from experiments.vit.tools import compare, evaluate, export
+from experiments.vit.training import checkpoint_damage, checkpoint_manager, preemption, train_step
+from tests.experiments.vit.metrics.test_log import assert_same_rows, read_events, read_rows
+from tests.experiments.vit.training.test_checkpoint_damage import (
+    flip,
+    ignore_abandoned_reads,
+    largest,
 )
-from tests.experiments.vit.test_checkpoint import (
+from tests.experiments.vit.training.test_checkpoint_manager import (
     STEPS,
     get_config,
     make_mesh,
     make_rows,
     progress_of,
 )
-from tests.experiments.vit.test_damage import flip, ignore_abandoned_reads, largest
-from tests.experiments.vit.test_log import assert_same_rows, read_events, read_rows
 
 pytestmark = pytest.mark.devices(8)
 ROOT = pathlib.Path(__file__).parents[3]
@@ -215,7 +213,9 @@ def test_a_stopped_run_of_another_config_is_refused_by_its_fields(whole, tmp_pat
     with pytest.raises(UserError, match=r"checkpoint.folder is '' there, .*elsewhere' here"):
         train.train(elsewhere, tmp_path)  # It would start over.
     other.checkpoint.folder = str(folder)
-    with pytest.raises(checkpoint.IncompatibleError, match=f"of another run: {differ}. Give"):
+    with pytest.raises(
+        checkpoint_damage.IncompatibleError, match=f"of another run: {differ}. Give"
+    ):
         train.train(other, tmp_path / "other")
     with pytest.raises(UserError, match="already holds a run"):
         train.train(get_config(checkpoint__interval=0), tmp_path)
@@ -224,7 +224,7 @@ def test_a_stopped_run_of_another_config_is_refused_by_its_fields(whole, tmp_pat
 # What is being written when the disk is full: by whom, and at which call.
 FILES = {
     "metrics": (log.Log, "write", 7),
-    "checkpoint": (checkpoint.Checkpoints, "save", 3),
+    "checkpoint": (checkpoint_manager.Checkpoints, "save", 3),
     "results": (log, "finish", 1),
 }
 
@@ -262,7 +262,7 @@ def count_until_preempted(folder):
     state = {"kernel": jax.jit(lambda: jnp.zeros(8), out_shardings=sharded)()}
     add = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
     with (
-        checkpoint.Checkpoints(folder, get_config(), keep=1) as checkpoints,
+        checkpoint_manager.Checkpoints(folder, get_config(), keep=1) as checkpoints,
         preemption.Preemption() as notice,
     ):
         for step in itertools.count(1):
@@ -277,7 +277,7 @@ def count_until_preempted(folder):
 
 def test_a_comparison_goes_on_with_a_run_that_was_stopped(whole, tmp_path, monkeypatch):
     reopened(whole, tmp_path / "simplex-0")
-    monkeypatch.setattr(steps, "train_step", pytest.fail)  # The only run has all of its steps.
+    monkeypatch.setattr(train_step, "train_step", pytest.fail)  # The only run has all of its steps.
     compare.compare(get_config(), tmp_path, ["simplex"], [0])
     assert_same_run(tmp_path / "simplex-0", whole)
 

@@ -1,4 +1,5 @@
 import collections
+import contextlib
 import csv
 import json
 
@@ -10,10 +11,13 @@ import optax
 import pytest
 from PIL import Image
 
-from experiments import training
-from experiments.mistakes import UserError
-from experiments.vit import compare, data, sharding, steps, train
-from experiments.vit import program as program_lib
+from experiments.harness import train_state
+from experiments.harness.mistakes import UserError
+from experiments.vit import train
+from experiments.vit.data import in_memory
+from experiments.vit.tools import compare
+from experiments.vit.training import sharding, train_step
+from experiments.vit.training.train_step import build_program, score
 from tests.experiments.vit import tiny
 
 
@@ -67,25 +71,25 @@ def test_a_run_is_a_function_of_its_seed(tmp_path):
 def build(config, mesh=None):
     """The program of digits, on one device unless a mesh is given."""
     mesh = mesh or sharding.make_mesh(dict.fromkeys(sharding.AXES, 1))
-    return program_lib.build(config, mesh, channels=1, num_classes=10)
+    return build_program(config, mesh, channels=1, num_classes=10)
 
 
 def make_batch(n=32):
-    split = data.load_digits("").train
+    split = in_memory.load_digits("").train
     return {"image": jnp.asarray(split.images[:n]), "label": jnp.asarray(split.labels[:n])}
 
 
 def test_soft_labels_that_are_sure_are_scored_as_labels():
     logits = jax.random.normal(jax.random.key(0), (32, 10))
     labels = make_batch()["label"]
-    losses, right = steps.score(logits, labels)
-    soft_losses, soft_right = steps.score(logits, jax.nn.one_hot(labels, 10))
+    losses, right = score(logits, labels)
+    soft_losses, soft_right = score(logits, jax.nn.one_hot(labels, 10))
     np.testing.assert_allclose(losses, soft_losses, rtol=1e-6)
     np.testing.assert_array_equal(right, soft_right)
     mixed = 0.7 * jax.nn.one_hot(labels, 10) + 0.3 * jax.nn.one_hot(labels[::-1], 10)
-    expected = 0.7 * losses + 0.3 * steps.score(logits, labels[::-1])[0]
-    np.testing.assert_allclose(steps.score(logits, mixed)[0], expected, rtol=1e-5)
-    np.testing.assert_array_equal(steps.score(logits, mixed)[1], right)
+    expected = 0.7 * losses + 0.3 * score(logits, labels[::-1])[0]
+    np.testing.assert_allclose(score(logits, mixed)[0], expected, rtol=1e-5)
+    np.testing.assert_array_equal(score(logits, mixed)[1], right)
 
 
 @pytest.mark.devices(8)
@@ -99,7 +103,7 @@ def test_a_run_traces_each_of_its_functions_once(tmp_path, monkeypatch):
 
         return count
 
-    functions = {training: ("init_state", "redraw"), steps: ("train_step", "eval_step")}
+    functions = {train_state: ("init_state", "redraw"), train_step: ("train_step", "eval_step")}
     for module, names in functions.items():
         for name in names:
             monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
@@ -107,6 +111,25 @@ def test_a_run_traces_each_of_its_functions_once(tmp_path, monkeypatch):
     train.train(config, tmp_path)
     # The first time for the shapes, from which the shardings follow.
     assert traces == {"init_state": 2, "redraw": 1, "train_step": 1, "eval_step": 1}
+
+
+def test_a_batch_that_is_still_on_the_host_ends_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sharding, "global_batch", lambda part, *_: part)
+    config = tiny.get_config()
+    with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
+        train.train(config, tmp_path)
+
+
+def test_each_step_has_its_number_in_a_profile(tmp_path, monkeypatch):
+    noted = []
+
+    def note(name, *, step_num):
+        noted.append((name, step_num))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(jax.profiler, "StepTraceAnnotation", note)
+    train.train(tiny.get_config(num_steps=3), tmp_path)
+    assert noted == [("train", 0), ("train", 1), ("train", 2)]
 
 
 def test_a_step_changes_the_parameters_and_no_projection():
@@ -127,7 +150,7 @@ def test_redraw_is_a_function_of_key_and_step_alone():
 
     def at(step, state=state):
         state = state._replace(step=jnp.int32(step))
-        return training.redraw(state, interval=10).projections
+        return train_state.redraw(state, interval=10).projections
 
     chex.assert_trees_all_equal(at(0), at(9))
     chex.assert_trees_all_equal(at(10), at(19, state._replace(projections=at(30))))
@@ -137,7 +160,7 @@ def test_redraw_is_a_function_of_key_and_step_alone():
 
 def test_only_kernels_decay():
     config = tiny.get_config(model__pooling="token", weight_decay=0.5, learning_rate=0.1)
-    state, (optimizer, _) = build(config).state, training.make_optimizer(config)
+    state, (optimizer, _) = build(config).state, train_state.make_optimizer(config)
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape), state.params)
     ones = jax.tree.map(lambda x: jnp.ones(x.shape), state.params)
     opt_state = optimizer.init(ones)
@@ -155,12 +178,12 @@ def test_evaluation_counts_every_image_once():
     program = build(tiny.get_config())
     state = program.init()
     state.params["head"]["kernel"][...] = jax.random.normal(jax.random.key(1), (32, 10))
-    split = data.load_digits("").test
+    split = in_memory.load_digits("").test
 
     def total(batch_size):
         sums = [
             program.eval_step(state.params, state.projections, batch)
-            for batch in data.eval_batches(split, batch_size)
+            for batch in in_memory.eval_batches(split, batch_size)
         ]
         return {name: sum(float(s[name]) for s in sums) for name in sums[0]}
 
@@ -171,7 +194,7 @@ def test_evaluation_counts_every_image_once():
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, monkeypatch):
-    batches = data.train_batches
+    batches = in_memory.train_batches
 
     class Poisoned:
         def __init__(self, source):
@@ -181,7 +204,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, mo
             batch = self.source[step]
             return batch if step != 5 else batch | {"image": batch["image"] * np.nan}
 
-    monkeypatch.setattr(data, "train_batches", lambda *a, **k: Poisoned(batches(*a, **k)))
+    monkeypatch.setattr(in_memory, "train_batches", lambda *a, **k: Poisoned(batches(*a, **k)))
     config = tiny.get_config(num_steps=20, log_interval=4, eval_interval=20)
     with pytest.raises(UserError, match="The loss is nan at step 6 of 20"):
         train.train(config, tmp_path)

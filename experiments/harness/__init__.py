@@ -1,0 +1,1 @@
+"""Modules that all experiments share; the package itself imports none of them."""

@@ -1,0 +1,196 @@
+"""Checks of the fields of a config, by their dotted names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import ml_collections
+
+from experiments.harness.mistakes import UserError, user_mistakes
+from simrf_jax import checks
+
+# Type of each field of a config by its dotted name: {"model.width": int, ...}.
+Fields = Mapping[str, type]
+
+
+class Range(NamedTuple):
+    """The values that a field may have.
+
+    Attributes:
+      text: The condition in words that follow "must be".
+      contains: Returns whether a value meets the condition.
+      also: One further value that is allowed, or None.
+    """
+
+    text: str
+    contains: Callable[[Any], bool]
+    also: int | None = None
+
+    def __str__(self) -> str:
+        """Returns the condition and the further value."""
+        return self.text if self.also is None else f"{self.also}, or {self.text}"
+
+
+def at_least(bound: float, *, also: int | None = None) -> Range:
+    """Returns the range of numbers that are not below a bound."""
+    return Range(f"at least {bound}", lambda number: number >= bound, also)
+
+
+def above(bound: float) -> Range:
+    """Returns the range of numbers above a bound."""
+    return Range(f"above {bound}", lambda number: number > bound)
+
+
+def one_of(names: Iterable[str]) -> Range:
+    """Returns the range of some names."""
+    known = tuple(names)
+    return Range(f"one of {', '.join(map(repr, known))}", lambda name: name in known)
+
+
+# jax.random.key gives every other seed the key of one of these.
+SEEDS = Range("from 0 to 2^32 - 1", lambda seed: 0 <= seed < 2**32)
+
+
+def check_range(name: str, value: Any, allowed: Range) -> None:
+    """Refuses a value that is out of the range of its field.
+
+    Args:
+      name: Dotted name of the field.
+      value: Value to check, of the type of the field.
+      allowed: Range of the field.
+
+    Raises:
+      UserError: If the value is out of the range.
+
+    Example:
+      >>> check_range("mesh.data", 0, at_least(1, also=-1))
+      Traceback (most recent call last):
+        ...
+      experiments.harness.mistakes.UserError: config.mesh.data, unless it is -1, must ...
+    """
+    if allowed.contains(value) or (allowed.also is not None and value == allowed.also):
+        return
+    unless = "" if allowed.also is None else f", unless it is {allowed.also},"
+    raise UserError(f"config.{name}{unless} must be {allowed.text}, got {value!r}.")
+
+
+def check_fields(config: ml_collections.ConfigDict, fields: Fields) -> dict[str, Any]:
+    """Refuses a config that has not these fields and no other, each of its type.
+
+    Returns:
+      The values by dotted name.
+
+    Raises:
+      UserError: If it is no config, fields are missing or unknown, or one has the wrong type.
+    """
+    if not isinstance(config, ml_collections.ConfigDict):
+        raise UserError(f"The config must be an ml_collections.ConfigDict, got {config!r}.")
+    given = flatten(config)
+    if unknown := sorted(given.keys() - fields.keys()):
+        raise UserError(unknown_field_message(unknown, fields))
+    if missing := [name for name in fields if name not in given]:
+        raise UserError(f"The config lacks {', '.join(missing)}.")
+    for name, value in given.items():
+        if type(value) is not fields[name]:
+            raise UserError(f"config.{name} must be {fields[name].__name__}, got {value!r}.")
+    return given
+
+
+def check_least(values: Mapping[str, Any], least: Mapping[str, int]) -> None:
+    """Refuses integers, and entries of tuples of integers, below the least that makes sense.
+
+    Args:
+      values: Values of the fields, by dotted name.
+      least: Smallest allowed numbers, by dotted name.
+
+    Raises:
+      UserError: If a number is too small, a tuple is empty, or an entry of it is not an integer.
+    """
+    for name, bound in least.items():
+        value, what = values[name], f"config.{name}"
+        if value == ():
+            raise UserError(f"{what} must have at least one entry, got ().")
+        if isinstance(value, tuple):
+            what = f"Each of {what}"
+        for number in value if isinstance(value, tuple) else (value,):
+            with user_mistakes(TypeError, ValueError):
+                checks.integer(what, number, least=bound)
+
+
+def check_one_of(name: str, value: object, known: Iterable[str]) -> None:
+    """Refuses what is not one of the known names.
+
+    Raises:
+      UserError: If it is another.
+    """
+    with user_mistakes(ValueError):
+        checks.one_of(name, value, known)
+
+
+def check_seed(values: Mapping[str, Any]) -> None:
+    """Refuses a seed that ``jax.random.key`` does not tell apart from every other seed.
+
+    Raises:
+      UserError: If the seed is negative or too large.
+    """
+    check_range("seed", values["seed"], SEEDS)
+
+
+def check_distances(values: Mapping[str, Any], names: Iterable[str], *, most: float) -> None:
+    """Refuses distances that are not floats above 0 and up to ``most``.
+
+    At larger ones squared errors leave the range of their type, or their means have tails that no
+    number of trials finds.
+    """
+    for name in names:
+        value = values[name]
+        for distance in value if isinstance(value, tuple) else (value,):
+            if not isinstance(distance, float) or not 0 < distance <= most:
+                raise UserError(
+                    f"config.{name} must be floats above 0 and at most {most:g}, got {value}."
+                )
+
+
+def check_ascending(values: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Refuses lists of numbers that are empty or do not ascend."""
+    for name in names:
+        value = values[name]
+        if not value:
+            raise UserError(f"config.{name} must have at least one entry, got ().")
+        if not all(isinstance(number, (int, float)) for number in value):
+            raise UserError(f"config.{name} must be numbers, got {value}.")
+        if list(value) != sorted(set(value)):
+            raise UserError(f"config.{name} must ascend and have nothing twice, got {value}.")
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Returns ``{"model.width": 64, ...}``."""
+    flat: dict[str, Any] = {}
+    for name, value in config.items():
+        if isinstance(value, (Mapping, ml_collections.ConfigDict)):
+            flat |= flatten(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Describes each difference between two flat configs."""
+
+    def value(mapping: Mapping[str, Any], name: str) -> str:
+        return repr(mapping[name]) if name in mapping else "absent"
+
+    return [
+        f"{name} is {value(theirs, name)} there, {value(ours, name)} here"
+        for name in {**theirs, **ours}
+        if name not in theirs or name not in ours or theirs[name] != ours[name]
+    ]
+
+
+def unknown_field_message(names: list[str], fields: Fields) -> str:
+    """Says which fields there are."""
+    plural = "s" if len(names) > 1 else ""
+    return (
+        f"Unknown config field{plural} {', '.join(names)}; the known ones are {', '.join(fields)}."
+    )

@@ -1,0 +1,81 @@
+"""Files that are whole or absent."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import matplotlib.figure
+
+from experiments.harness import mistakes
+from experiments.harness.mistakes import UserError
+
+
+@contextlib.contextmanager
+def whole_file(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Gives the path of a file to write, which becomes ``path`` if no error comes up.
+
+    Raises:
+      UserError: If it cannot be written.
+    """
+    # NumPy and Matplotlib look at the suffix.
+    partial = path.with_name(f"{path.stem}.partial{path.suffix}")
+    try:
+        with mistakes.writing(path):
+            yield partial
+            partial.replace(path)
+    finally:
+        with contextlib.suppress(OSError):  # It became the file, or could not be made.
+            partial.unlink()
+
+
+def write_json(path: pathlib.Path, content: dict[str, Any]) -> None:
+    """Writes a whole file or none; see ``whole_file``."""
+    text = json_text(content)
+    with whole_file(path) as partial:
+        partial.write_text(text)
+
+
+def json_text(content: dict[str, Any]) -> str:
+    """Returns the text that ``write_json`` writes."""
+    return f"{json.dumps(content, indent=2, allow_nan=False)}\n"
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """Reads a file that ``write_json`` wrote.
+
+    Raises:
+      UserError: If it cannot be read, or is not a whole JSON object.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    except (RecursionError, ValueError) as error:
+        raise UserError(f"{path} is damaged: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} is damaged: it must hold a JSON object, got {content!r:.80}.")
+    return content
+
+
+def save_figure(path: pathlib.Path, figure: matplotlib.figure.Figure, *, dpi: int = 160) -> None:
+    """Draws a figure into a whole file or none; see ``whole_file``."""
+    with whole_file(path) as partial:
+        figure.savefig(partial, dpi=dpi)
+
+
+@contextlib.contextmanager
+def drawing(workdir: pathlib.Path) -> Iterator[None]:
+    """Adds to an error that comes up in drawing that no result is lost with it.
+
+    Enter it after ``results.json`` is written.
+    """
+    try:
+        yield
+    except Exception as error:
+        results = workdir / "results.json"
+        error.add_note(f"{results} is whole; the same command draws what is missing.")
+        raise

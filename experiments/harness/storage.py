@@ -1,0 +1,97 @@
+"""Faults of storage, told apart from damaged files and from bugs.
+
+Python raises an ``OSError`` for them. TensorStore, in which Orbax keeps arrays, raises a
+``ValueError`` for all that it meets, and its message begins with a status or ends with the number
+of the operating system's error. The clients of buckets have types of their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import traceback
+from collections.abc import Callable, Iterator
+
+from experiments.harness.mistakes import UserError
+
+# TensorStore's status of a file that is not there, and those that a request may have but a file's
+# content cannot lead to. It reads an altered file with DATA_LOSS, OUT_OF_RANGE or no status.
+_STATUS = re.compile(
+    r"(NOT_FOUND|ABORTED|CANCELLED|DEADLINE_EXCEEDED|PERMISSION_DENIED|RESOURCE_EXHAUSTED"
+    r"|UNAUTHENTICATED|UNAVAILABLE): "
+)
+_OS_ERROR = re.compile(r"\[os_error_code='\d+'")
+
+# Packages that read buckets, and those by which they do.
+_CLIENTS = frozenset({"aiohttp", "fsspec", "gcsfs", "google", "requests"})
+
+
+def is_fault(error: BaseException) -> bool:
+    """Returns whether an error tells of storage: it fails, is full, or has no such file or folder.
+
+    A damaged file is no fault of the storage, as far as a program can tell.
+    """
+    return any(_is_fault(one) for one in _causes(error))
+
+
+def is_absence(error: BaseException) -> bool:
+    """Returns whether a fault is only that something is not there, or no file where one must be."""
+    absences = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+    return any(
+        isinstance(one, absences)
+        or (isinstance(one, ValueError) and str(one).startswith("NOT_FOUND: "))
+        for one in _causes(error)
+    )
+
+
+def is_raised_in(package: str, error: BaseException) -> bool:
+    """Returns whether code of a package was running when an error was raised."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(frame.f_globals["__name__"].partition(".")[0] == package for frame, _ in frames)
+
+
+@contextlib.contextmanager
+def faults(told: Callable[[str], UserError]) -> Iterator[None]:
+    """Raises a ``UserError`` in place of a fault of the storage; other errors pass.
+
+    Args:
+      told: Makes the error, given one line that says what the fault is.
+
+    Example:
+      >>> with faults(lambda cause: UserError(f"No report can be written: {cause}")):
+      ...     open("/nowhere/report.txt", "w")
+      Traceback (most recent call last):
+        ...
+      experiments.harness.mistakes.UserError: No report can be written: [Errno 2] No such file ...
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_fault(error):
+            raise
+        raise told(in_a_line(error)) from error
+
+
+def in_a_line(error: BaseException) -> str:
+    """Returns the message of an error without the pages that TensorStore adds to it."""
+    faults = [one for one in _causes(error) if _is_fault(one)]
+    first = faults[-1] if faults else error
+    line = re.split(r" \[tensorstore_spec| See full TensorStore|\n", str(first))[0]
+    tells_enough = line and isinstance(first, (OSError, UserError, ValueError))
+    return line if tells_enough else f"{type(first).__name__}: {line}"
+
+
+def _is_fault(error: BaseException) -> bool:
+    if isinstance(error, ImportError):
+        return error.name in _CLIENTS  # A bucket needs one that is not installed.
+    if isinstance(error, ValueError):
+        message = str(error)
+        return bool(_STATUS.match(message) or _OS_ERROR.search(message))
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """Yields an error and those that it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__

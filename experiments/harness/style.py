@@ -1,0 +1,36 @@
+"""Colors (colorblind-safe, Okabe and Ito) and line styles of the estimators in every figure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matplotlib.axes
+from numpy.typing import ArrayLike
+
+STYLES: dict[str, dict[str, Any]] = {
+    "iid": {"color": "#009E73", "linestyle": ":"},
+    "orthogonal": {"color": "#D55E00", "linestyle": "--"},
+    "simplex": {"color": "#0072B2", "linestyle": "-"},
+    "simplex_plus": {"color": "#CC79A7", "linestyle": (0, (3, 1, 1, 1))},
+    "exact": {"color": "#000000", "linestyle": "-."},
+}
+# The names of the paper.
+LABELS = {
+    "iid": "IIDRFs",
+    "orthogonal": "ORFs",
+    "simplex": "SimRFs",
+    "simplex_plus": "SimRFs+",
+}
+
+
+def tidy(axes: matplotlib.axes.Axes) -> None:
+    """Draws a faint grid, and removes the frame where there is no scale."""
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def band(
+    axes: matplotlib.axes.Axes, x: ArrayLike, low: ArrayLike, high: ArrayLike, *, color: str
+) -> None:
+    """Shades what lies between two curves."""
+    axes.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0)

@@ -1,0 +1,96 @@
+"""The state of a training run, its optimizer and its redraws; all trainers share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import optax
+from flax import nnx
+
+import simrf_jax
+from simrf_jax.integrations.nnx import RandomProjection
+
+
+class TrainState(NamedTuple):
+    """The arrays that training changes, and the PRNG key that it never changes.
+
+    Attributes:
+      step: Number of steps done.
+      key: Typed PRNG key of the run; every draw is a function of it, the step and a name.
+      params: ``nnx.Param`` state of the model.
+      projections: ``RandomProjection`` state of the model; empty without random features.
+      opt_state: State of the optimizer.
+    """
+
+    step: jax.Array
+    key: jax.Array
+    params: nnx.State
+    projections: nnx.State
+    opt_state: optax.OptState
+
+
+# The numbers of the draws: fold_in(state.key, one of these). A trainer's own go on from 2.
+PARAMS, PROJECTIONS = range(2)
+
+
+def make_optimizer(
+    config: ml_collections.ConfigDict, **adam: float
+) -> tuple[optax.GradientTransformation, optax.Schedule]:
+    """Makes AdamW with clipped gradients, and its learning rate as a function of the step.
+
+    Args:
+      config: Config with ``learning_rate``, ``warmup_steps``, ``num_steps``, ``clip_norm`` and
+        ``weight_decay``.
+      **adam: Further options of ``optax.adamw``.
+    """
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, config.learning_rate, config.warmup_steps, config.num_steps
+    )
+
+    def kernels(params: Any) -> Any:
+        """Returns the mask of decay: biases, norms, embeddings and weights of fields have none."""
+        return jax.tree.map_with_path(
+            lambda path, _: "kernel" in jax.tree_util.keystr(path), params
+        )
+
+    adamw = optax.adamw(schedule, weight_decay=config.weight_decay, mask=kernels, **adam)
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), adamw), schedule
+
+
+def init_state(
+    key: jax.Array,
+    make_model: Callable[..., nnx.Module],
+    optimizer: optax.GradientTransformation,
+) -> TrainState:
+    """Returns the state of ``make_model(rngs=...)`` before the first step.
+
+    Its projections are the model's own, until ``redraw`` draws those of the schedule.
+    """
+    rngs = nnx.Rngs(
+        params=jax.random.fold_in(key, PARAMS), features=jax.random.fold_in(key, PROJECTIONS)
+    )
+    model = make_model(rngs=rngs)
+    params, projections = nnx.state(model, nnx.Param), nnx.state(model, RandomProjection)
+    return TrainState(jnp.zeros((), jnp.int32), key, params, projections, optimizer.init(params))
+
+
+def redraw(state: TrainState, *, interval: int, stacked: bool = False) -> TrainState:
+    """Returns the state with the projections that belong to its step, drawn as the model drew them.
+
+    Args:
+      state: State of any step.
+      interval: Steps between redraws; see ``simrf_jax.redraw_key``.
+      stacked: True if the projections have a leading axis of scanned layers. They are drawn like
+        those of layers that are not scanned.
+    """
+    key = jax.random.fold_in(state.key, PROJECTIONS)
+    key = simrf_jax.redraw_key(key, state.step, interval=interval)
+    layers = jax.tree.map(list, state.projections) if stacked else state.projections
+    drawn = simrf_jax.redraw_projections(key, layers)
+    if stacked:
+        drawn = jax.tree.map(jnp.stack, drawn, is_leaf=lambda node: isinstance(node, list))
+    return state._replace(projections=drawn)

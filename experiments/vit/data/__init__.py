@@ -1,0 +1,1 @@
+"""Data sets, their images, and the batches that a run reads."""

@@ -1,0 +1,219 @@
+"""Data sets that TensorFlow Datasets prepared, read record by record and without TensorFlow."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping, Sequence
+from concurrent import futures
+from typing import Any, NamedTuple
+
+import numpy as np
+import PIL.Image
+
+from experiments.harness.mistakes import UserError, user_mistakes
+
+# The modes of Pillow, by the number of channels.
+MODES = {1: "L", 3: "RGB"}
+
+_NEEDED = "Prepared data sets need the packages of the extra train (pip install -e '.[train]'): "
+
+
+class Prepared(NamedTuple):
+    """A data set of TensorFlow Datasets with the features image and label.
+
+    Attributes:
+      test_split: The labelled split that is not trained on.
+      manual_files: Files that nobody may download without an account.
+      manual_source: Address of these files.
+    """
+
+    test_split: str
+    manual_files: tuple[str, ...] = ()
+    manual_source: str = ""
+
+
+DATASETS: dict[str, Prepared] = {
+    "fashion_mnist": Prepared("test"),
+    "imagenet2012": Prepared(
+        "validation",
+        ("ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"),
+        "https://image-net.org/download-images",
+    ),
+    "i_naturalist2021": Prepared("val"),
+    "places365_small": Prepared("validation"),
+}
+
+
+class NotPreparedError(UserError):
+    """A data set is not there in the format that is read; preparing it helps."""
+
+
+class Records(NamedTuple):
+    """The examples of one split, their images still encoded.
+
+    Attributes:
+      name: The name in errors, such as ``"the train split of imagenet2012 in '/data'"``.
+      source: Random access to them; may be pickled, and then opens its files anew.
+      num_classes: Number of classes of the labels.
+      channels: Number of channels of the images, 1 or 3.
+    """
+
+    name: str
+    source: Any
+    num_classes: int
+    channels: int
+
+    def __len__(self) -> int:
+        """Returns the number of examples."""
+        return len(self.source)
+
+    def read(self, indices: Sequence[int]) -> list[tuple[PIL.Image.Image, int]]:
+        """Reads records in parallel and returns images, in mode L or RGB, and labels.
+
+        Raises:
+          UserError: If an example cannot be read or decoded, or has a label that is no class; the
+            message names the example.
+        """
+        try:
+            examples = self.source.__getitems__(indices)
+        except Exception as error:  # Each kind of storage, and of damage, has errors of its own.
+            raise UserError(
+                f"Of the examples {indices} of {self.name} some cannot be read: {error}"
+            ) from error
+        return [
+            self._decode(index, example) for index, example in zip(indices, examples, strict=True)
+        ]
+
+    def _decode(self, index: int, example: Mapping[str, Any]) -> tuple[PIL.Image.Image, int]:
+        label = example["label"]
+        if not 0 <= label < self.num_classes:
+            raise UserError(
+                f"Example {index} of {self.name} has the label {label}, and must have one from 0 "
+                f"to {self.num_classes - 1}."
+            )
+        try:
+            return decode(example["image"], self.channels), label
+        except Exception as error:  # Each kind of damage has errors of its own, of many types.
+            raise UserError(f"Example {index} of {self.name} is damaged: {error}") from error
+
+
+def find_data_dir(data_dir: str) -> str:
+    """Returns the folder, or for "" ``TFDS_DATA_DIR`` or the default of TensorFlow Datasets."""
+    with user_mistakes(ImportError, prefix=_NEEDED):
+        import tensorflow_datasets as tfds
+
+    return os.path.expanduser(
+        data_dir or os.environ.get("TFDS_DATA_DIR") or tfds.core.constants.DATA_DIR
+    )
+
+
+def open_records(name: str, split: str, data_dir: str) -> Records:
+    """Opens a split of a prepared data set, whichever version of it there is.
+
+    Args:
+      name: Name in ``DATASETS``.
+      split: Name that TensorFlow Datasets gives the split.
+      data_dir: The folder that holds ``name/``, or one in a bucket, ``gs://bucket/folder``, which
+        needs ``gcsfs``; "" for ``TFDS_DATA_DIR`` or, without it, the default of TensorFlow
+        Datasets.
+
+    Returns:
+      Its records.
+
+    Raises:
+      NotPreparedError: If it is not there in ArrayRecord format; the message says how to get it.
+      UserError: If it cannot be read, or not the whole of it, or is not the data set of this name.
+    """
+    data_dir = find_data_dir(data_dir)
+    import tensorflow_datasets as tfds
+
+    what = f"The {name} in {data_dir!r}"
+    try:
+        builder = tfds.core.read_only_builder.builder_from_files(name, data_dir=data_dir)
+    except tfds.core.DatasetNotFoundError:
+        raise NotPreparedError(
+            f"There is no {name} in {data_dir!r}. Say where it is by --config.data_dir=DIR or "
+            f"TFDS_DATA_DIR, or {how_to_prepare(name, data_dir)}"
+        ) from None
+    except Exception as error:  # Each kind of storage, and of damage, has errors of its own.
+        raise UserError(f"{what} cannot be read: {error}") from error
+    info = builder.info
+    if info.name != name:
+        raise UserError(f"{what} is not what its folder says: it is {info.name}.")
+    file_format = info.file_format.value
+    if file_format != "array_record":
+        raise NotPreparedError(
+            f"{what} is in {file_format} format, not in array_record; delete it and "
+            f"{how_to_prepare(name, data_dir)}"
+        )
+    if split not in info.splits:
+        raise NotPreparedError(
+            f"{what} has no split {split!r}, only {', '.join(info.splits)}; delete it and "
+            f"{how_to_prepare(name, data_dir)}"
+        )
+    _check_features(what, info.features)
+    if not info.splits[split].num_examples:
+        raise UserError(f"{what} has no examples in its split {split!r}.")
+    _check_whole(info.splits[split])
+    source = builder.as_data_source(split, decoders={"image": tfds.decode.SkipDecoding()})
+    return Records(
+        f"the {split} split of {name} in {data_dir!r}",
+        source,
+        info.features["label"].num_classes,
+        info.features["image"].shape[-1],
+    )
+
+
+def _check_features(what: str, features: Any) -> None:
+    """Refuses examples that are not images of bytes, each of one class."""
+    from tensorflow_datasets.core import features as kinds
+
+    given = dict(features.items()) if isinstance(features, kinds.FeaturesDict) else {}
+    image, label = given.get("image"), given.get("label")
+    if not (
+        isinstance(image, kinds.Image)
+        and image.np_dtype == np.uint8
+        and image.shape[-1] in MODES
+        and isinstance(label, kinds.ClassLabel)
+        and label.num_classes
+    ):
+        listed = ", ".join(f"{name}: {given[name]!r}" for name in sorted(given))
+        raise UserError(
+            f"{what} must have the features image, of 1 or 3 channels in uint8, and label, of "
+            f"classes, got {listed}."
+        )
+
+
+def _check_whole(split: Any) -> None:
+    """Opens every file; one that is missing or cut off would else end a run in its midst."""
+    with user_mistakes(ImportError, prefix=_NEEDED):
+        from array_record.python import array_record_data_source
+
+    def check(path: os.PathLike[str], length: int) -> None:
+        try:
+            found = len(array_record_data_source.ArrayRecordDataSource(os.fspath(path)))
+        except Exception as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
+        if found != length:
+            raise UserError(f"{path} should hold {length} examples, and holds {found}.")
+
+    # Of a bucket many files at once; each takes a request.
+    with futures.ThreadPoolExecutor(32) as pool:
+        list(pool.map(check, split.filepaths, split.shard_lengths))
+
+
+def how_to_prepare(name: str, data_dir: str) -> str:
+    """Returns the end of a sentence that says how to prepare a data set."""
+    if "://" in data_dir:
+        return f"{how_to_prepare(name, 'DIR')}, and copy DIR/{name} there."
+    return (
+        "prepare it, which needs TensorFlow once (pip install tensorflow): "
+        f"python -m experiments.vit.tools.prepare {name} --data_dir={data_dir}"
+    )
+
+
+def decode(encoded: bytes, channels: int) -> PIL.Image.Image:
+    """Decodes an image to 1 or 3 channels; ImageNet has some in CMYK and some in gray."""
+    with PIL.Image.open(io.BytesIO(encoded)) as image:
+        return image.convert(MODES[channels])

@@ -1,0 +1,117 @@
+"""The batches of a run, made ahead of it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from multiprocessing import resource_tracker
+from typing import Self
+
+import grain
+import numpy as np
+from absl import flags
+
+# {"image": [rows, height, width, channels] in [-1, 1], "label": [rows] or soft, [rows, classes]}.
+Batch = dict[str, np.ndarray]
+
+
+class Batches:
+    """Iterates over the batches of a run, made ahead of it.
+
+    Its state is how many were taken: a run may go on with another number of workers or hosts.
+
+    Args:
+      make: Function that returns the batch of a step.
+      num_steps: Number of batches.
+      num_workers: Number of processes that make batches; 0 uses a thread of this process.
+    """
+
+    def __init__(self, make: Callable[[int], Batch], *, num_steps: int, num_workers: int):
+        self._make, self._num_steps, self._num_workers = make, num_steps, num_workers
+        self._step = 0
+        self._iterator: grain.DatasetIterator | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._iterator is None:
+            alone = _signals_to_this_process_alone() if self._num_workers else nullcontext()
+            with alone:
+                self._iterator = self._start()
+                batch = next(self._iterator)  # It starts the workers.
+        else:
+            batch = next(self._iterator)
+        self._step += 1
+        return batch
+
+    def get_state(self) -> dict[str, int]:
+        """Returns the state that belongs in a checkpoint."""
+        return {"step": self._step}
+
+    def set_state(self, state: Mapping[str, int]) -> None:
+        """Goes on after the batches that were taken when this state was.
+
+        Raises:
+          ValueError: If there are not that many.
+        """
+        if not 0 <= state["step"] <= self._num_steps:
+            raise ValueError(
+                f"The state must be of a step from 0 to {self._num_steps}, got {state['step']}."
+            )
+        self.close()
+        self._step = state["step"]
+
+    def close(self) -> None:
+        """Ends the workers."""
+        if self._iterator is not None:
+            self._iterator.close()
+            self._iterator = None
+
+    def _start(self) -> grain.DatasetIterator:
+        steps = grain.MapDataset.range(self._step, self._num_steps).map(self._make)
+        # A worker makes whole batches, so how many there are changes none of them.
+        ahead = steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
+        if not flags.FLAGS.is_parsed():  # By a notebook, or a test; Grain asks flags of its own.
+            flags.FLAGS.mark_as_parsed()
+        workers = grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=1)
+        init = _end_with_the_trainer if self._num_workers else None
+        return iter(ahead.mp_prefetch(workers, worker_init_fn=init))
+
+
+@contextmanager
+def _signals_to_this_process_alone() -> Iterator[None]:
+    """Lets processes that are started live on after Ctrl-C or a notice to the whole group.
+
+    The trainer decides when they end. They inherit which signals are blocked in this thread; those
+    that come meanwhile are handled here afterwards.
+    """
+    resource_tracker.ensure_running()  # When it starts it unblocks the signals.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _end_with_the_trainer(worker: int, num_workers: int) -> None:
+    """Ends a worker when the trainer is gone, which cannot end it if it was killed."""
+    del worker, num_workers
+    trainer = multiprocessing.parent_process()
+    assert trainer is not None
+
+    def wait() -> None:
+        trainer.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()

@@ -1,0 +1,1 @@
+"""Measurements of a run, its log, and its figures."""

@@ -1,0 +1,87 @@
+"""Curves of one run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import matplotlib
+import matplotlib.axes
+import matplotlib.figure
+
+from experiments.harness import style
+
+# For each column (step, value) where there is a value.
+Metrics = dict[str, list[tuple[int, float]]]
+
+
+def draw_curves(metrics: Metrics) -> matplotlib.figure.Figure:
+    """Draws each measurement of a run against the step, in a panel of its own."""
+    panels: list[Callable[[matplotlib.axes.Axes, Metrics], None]] = [_loss, _accuracy]
+    panels += [_learning_rate, _speed]
+    if "attention_error" in metrics:
+        panels += [_attention_error, _feature_variance]
+    columns = len(panels) // 2
+    figure = matplotlib.figure.Figure(figsize=(4.5 * columns, 6.5), layout="constrained")
+    # Filled column by column: what belongs together lies one above the other.
+    for axes, panel in zip(figure.subplots(2, columns).T.flat, panels, strict=True):
+        panel(axes, metrics)
+        axes.set_xlabel("step")
+        style.tidy(axes)
+    return figure
+
+
+def _loss(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
+    _train_and_test(axes, metrics, "loss")
+    axes.set(ylabel="loss (nats)", yscale="log")
+
+
+def _accuracy(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
+    _train_and_test(axes, metrics, "accuracy")
+    final = metrics["test_accuracy"][-1][1]
+    axes.set(ylabel="accuracy", title=f"test accuracy at the end: {final:.4f}")
+
+
+def _train_and_test(axes: matplotlib.axes.Axes, metrics: Metrics, name: str) -> None:
+    axes.plot(*zip(*metrics[f"train_{name}"], strict=True), color="C0", lw=1, label="train")
+    axes.plot(*zip(*metrics[f"test_{name}"], strict=True), "C1o-", ms=3, label="test")
+    axes.legend()
+
+
+def _learning_rate(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
+    """Draws the learning rate, and the norm of the gradient on an axis of its own."""
+    axes.plot(*zip(*metrics["learning_rate"], strict=True), color="C0", lw=1.5)
+    axes.set_ylabel("learning rate", color="C0")
+    norm = axes.twinx()
+    norm.plot(*zip(*metrics["gradient_norm"], strict=True), color="C3", lw=1)
+    norm.set_ylabel("gradient norm", color="C3")
+    norm.set_yscale("log")
+    norm.yaxis.set_major_formatter("{x:g}")
+    norm.yaxis.set_minor_formatter("{x:g}")
+    norm.spines["top"].set_visible(False)
+
+
+def _speed(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
+    axes.plot(*zip(*metrics["images_per_second"], strict=True), color="C2", lw=1)
+    axes.set(ylabel="images per second", ylim=(0, None))
+
+
+def _attention_error(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
+    _layers(axes, metrics, "attention_error")
+    axes.set(ylabel="error of attention, relative", ylim=(0, None))
+
+
+def _feature_variance(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
+    _layers(axes, metrics, "feature_variance")
+    axes.set(ylabel="variance of attention, relative", ylim=(0, None))
+
+
+def _layers(axes: matplotlib.axes.Axes, metrics: Metrics, name: str) -> None:
+    """Draws a faint line for each layer, from dark to bright, and their mean."""
+    layers = [column for column in metrics if re.fullmatch(rf"{name}/layer_\d+", column)]
+    colors = matplotlib.colormaps["viridis"].resampled(len(layers))
+    for layer, column in enumerate(layers):
+        label = f"layer {layer}" if layer in (0, len(layers) - 1) else None
+        axes.plot(*zip(*metrics[column], strict=True), color=colors(layer), lw=1, label=label)
+    axes.plot(*zip(*metrics[name], strict=True), "ko-", ms=3, label="mean")
+    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)

@@ -1,0 +1,207 @@
+"""Files of a run in its folder: config, metrics as CSV and for TensorBoard, results, curves."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import math
+import os
+import pathlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self, TextIO
+
+import ml_collections
+
+from experiments.harness import files, mistakes
+from experiments.harness.mistakes import UserError, user_mistakes
+from experiments.vit.config import config_differences
+from experiments.vit.metrics import curves
+from experiments.vit.metrics.events import Events
+
+COLUMNS: tuple[str, ...] = (
+    "step",
+    "learning_rate",
+    "train_loss",
+    "train_accuracy",
+    "gradient_norm",
+    "images_per_second",
+    "flops_per_second",  # Of all devices together.
+    "mfu",  # As a share of their peak; empty where that is not known.
+    "test_loss",
+    "test_accuracy",
+)
+
+
+class Log:
+    """``metrics.csv`` and the same for TensorBoard, each row on disk before the next step runs.
+
+    Args:
+      workdir: Folder to make, with ``config.json`` and the files in it.
+      config: The config of the run.
+      columns: Columns of the rows to come.
+      rows: Rows before the step that the run goes on from.
+      writes: If false, write nothing; one host of a pod writes.
+
+    Attributes:
+      rows: Rows of the run so far.
+    """
+
+    def __init__(
+        self,
+        workdir: pathlib.Path,
+        config: ml_collections.ConfigDict,
+        columns: Sequence[str],
+        rows: Sequence[dict[str, float]],
+        *,
+        writes: bool,
+    ):
+        self.rows = list(rows)
+        self._workdir, self._writes = workdir, writes
+        # A run may go on without what it measured before.
+        self._columns = tuple(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
+        self._file: TextIO
+        if writes:
+            with _writing(workdir):
+                workdir.mkdir(parents=True, exist_ok=True)
+                ours = json.loads(config.to_json_best_effort())
+                files.write_json(workdir / "config.json", ours)
+
+    def __enter__(self) -> Self:
+        """Opens the files and writes the rows there are."""
+        if self._writes:
+            with _writing(self._workdir):
+                self._file = (self._workdir / "metrics.csv").open("w", newline="")
+                self._table = csv.DictWriter(self._file, self._columns, restval="")
+                self._table.writeheader()
+                self._table.writerows(self.rows)
+                self._file.flush()
+                self._events = Events(self._workdir / "tensorboard", self.rows)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the files."""
+        if self._writes:
+            for opened in (self._file, self._events):
+                with contextlib.suppress(OSError):  # Of what could not be flushed, which is known.
+                    opened.close()
+
+    def write(self, row: dict[str, float]) -> None:
+        """Adds a row; columns it lacks stay empty."""
+        self.rows.append(row)
+        if self._writes:
+            with _writing(self._workdir):
+                self._table.writerow(row)
+                self._file.flush()
+                self._events.write(row)
+
+
+def refuse_bucket(workdir: pathlib.Path) -> None:
+    """Refuses a workdir in a bucket, which would be a folder of its name here.
+
+    Raises:
+      UserError: If it is one.
+    """
+    if re.match(r"\w+:/\w", str(workdir)):  # A path keeps but one of the slashes.
+        raise UserError(
+            f"--workdir must be a folder of this machine, got {workdir}; config.checkpoint.folder "
+            "may be in a bucket."
+        )
+
+
+def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
+    """Refuses a folder that holds a run, so that none is written over, unless it can go on.
+
+    Raises:
+      UserError: If the run is finished, kept no checkpoints, or is of another config or of one that
+        cannot be read; the message names the fields that differ.
+    """
+    with user_mistakes(OSError, prefix=f"{workdir} cannot be read: "):
+        found = [name for name in ("results.json", "metrics.csv") if (workdir / name).exists()]
+    if not found:
+        return
+    if found[0] == "results.json" or not config.checkpoint.interval:
+        raise UserError(
+            f"{workdir} already holds a run ({found[0]}). Give another --workdir or delete it."
+        )
+    try:
+        theirs = files.read_json(workdir / "config.json")
+    except UserError as error:
+        raise UserError(
+            f"{workdir} holds a run whose config is lost ({error}). Give another --workdir or "
+            "delete it."
+        ) from error
+    if differ := config_differences(theirs, json.loads(config.to_json_best_effort())):
+        raise UserError(
+            f"{workdir} holds a run of another config: {'; '.join(differ)}. Give another --workdir "
+            "or delete it."
+        )
+
+
+def finish(workdir: pathlib.Path, results: dict[str, Any]) -> None:
+    """Writes the results, which mark the run as finished, and only then draws the curves."""
+    with _writing(workdir):
+        files.write_json(workdir / "results.json", results)
+    _draw(workdir)
+
+
+def draw_missing_curves(workdir: pathlib.Path) -> None:
+    """Draws ``curves.png`` of a finished run that has none, as drawing it failed."""
+    finished = all(os.path.exists(workdir / name) for name in ("results.json", "metrics.csv"))
+    if finished and not os.path.exists(workdir / "curves.png"):
+        _draw(workdir)
+
+
+def _draw(workdir: pathlib.Path) -> None:
+    with files.drawing(workdir):
+        figure = curves.draw_curves(read_metrics(workdir))
+        files.save_figure(workdir / "curves.png", figure, dpi=150)
+
+
+@contextlib.contextmanager
+def _writing(workdir: pathlib.Path) -> Iterator[None]:
+    """Says where nothing can be written, and how to go on when the cause is mended."""
+    try:
+        with mistakes.writing(workdir):
+            yield
+    except UserError as error:
+        error.add_note(
+            "When the cause is mended, the same command goes on from the last checkpoint, if any "
+            "are kept."
+        )
+        raise
+
+
+def read_metrics(workdir: pathlib.Path) -> curves.Metrics:
+    """Reads ``metrics.csv``: for each of its columns, (step, value) where there is a value.
+
+    Raises:
+      UserError: If it cannot be read or is damaged; the message says in which line.
+    """
+    path = workdir / "metrics.csv"
+    with user_mistakes(OSError, prefix=f"{path} cannot be read: "):
+        content = path.read_bytes()
+    with user_mistakes(csv.Error, ValueError, prefix=f"{path} is damaged: "):
+        reader = csv.DictReader(io.StringIO(content.decode(), newline=""))
+        rows = [_read_row(reader.line_num, row) for row in reader]
+        if not content.endswith(b"\n"):
+            raise ValueError("its last line is not whole.")
+    return {
+        name: [(int(row["step"]), row[name]) for row in rows if name in row]
+        for name in reader.fieldnames or ()
+    }
+
+
+def _read_row(line: int, row: Mapping[Any, Any]) -> dict[str, float]:
+    """Returns the values of a line of ``metrics.csv``, without the columns that are empty."""
+    if None in row or None in row.values():
+        raise ValueError(f"line {line} has more or fewer columns than the header.")
+    try:
+        values = {name: float(text) for name, text in row.items() if text}
+    except ValueError as error:
+        raise ValueError(f"line {line}: {error}.") from error
+    if not values.get("step", math.nan).is_integer():
+        raise ValueError(f"line {line} has no step.")
+    return values

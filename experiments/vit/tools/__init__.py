@@ -1,0 +1,1 @@
+"""Programs before and after a run: prepare, compare, report, evaluate and export."""

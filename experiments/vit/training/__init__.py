@@ -1,0 +1,1 @@
+"""The training step, where its arrays lie, and the checkpoints of a run."""
