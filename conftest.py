@@ -1,4 +1,4 @@
-"""Strict settings for every test and doctest; JAX reads them when it is first imported."""
+"""Strict settings for every test and doctest, which JAX reads when it is first imported."""
 
 import os
 
@@ -7,12 +7,12 @@ PLATFORMS = os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # NumPy's threads wait for each other when several test processes share two cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if PLATFORMS.split(",")[0] == "cpu":
-    # Most of the time of the tests is compilation: without optimisation it takes half as long. To
-    # test what users run: XLA_FLAGS=--xla_backend_optimization_level=3 pytest.
+    # Compilation takes most of the tests' time, and half as long without optimisation. Run
+    # XLA_FLAGS=--xla_backend_optimization_level=3 pytest to test the programs that users get.
     os.environ["XLA_FLAGS"] = " ".join(
         (
             "--xla_backend_optimization_level=0",
-            os.environ.get("XLA_FLAGS", ""),  # Of the same flags the last one counts.
+            os.environ.get("XLA_FLAGS", ""),  # XLA takes the last of several equal flags.
             "--xla_force_host_platform_device_count=8",
         )
     )
@@ -29,14 +29,14 @@ from tests import platforms
 jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# The annotations of these packages, shapes included, are checked in every call. The hook must be
-# there before anything imports them.
+# The annotations of these packages, including shapes, are checked in every call. The hook must be
+# installed before anything imports them.
 jaxtyping.install_import_hook(
     ["simrf_jax.projections", "simrf_jax.features", "simrf_jax.theory"],
     "tests.run_time_types.checked",
 )
 
-# Its flags are global, and are defined once in a process. No doctests there.
+# This module has no doctests, and its global flags can be defined only once in a process.
 collect_ignore_glob = ["experiments/vit/main.py"]
 
 

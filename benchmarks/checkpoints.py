@@ -1,7 +1,7 @@
-"""Measures what the digests of a checkpoint cost, for the digits ViT and for ViT-B/16 with Adam.
+"""Time that the digests of a checkpoint take, for the digits ViT and for ViT-B/16 with Adam.
 
-Saves and restores states of random numbers on a local disk, with digests and without, in turn and
-in one process.
+The program saves and restores states of random numbers on a local disk. Saving with digests and
+without them alternates in one process.
 
 Run: python -m benchmarks.checkpoints
 """
@@ -25,7 +25,7 @@ from experiments.vit.training import (
 )
 from experiments.vit.training.train_step import build_program
 
-# Config, channels, classes and how often each is saved.
+# Config, channels, classes and number of rounds of each model.
 STATES = {"digits": (digits, 1, 10, 20), "ViT-B/16": (imagenet2012, 3, 1000, 7)}
 DIGESTS = {"with": digest.digests, "without": lambda arrays: dict.fromkeys(arrays, "")}
 
@@ -62,7 +62,7 @@ def save_and_restore(config, state, folder):
 
 
 def measure(config, state, rounds):
-    """Returns seconds, ``{"with": [rounds, 3], "without": ...}``, after a round that compiles."""
+    """Returns seconds ``{"with": [rounds, 3], "without": ...}``, after a round that compiles."""
     times = {name: [] for name in DIGESTS}
     for round_ in range(rounds + 1):
         for name in list(DIGESTS)[:: 1 if round_ % 2 else -1]:

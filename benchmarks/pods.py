@@ -116,7 +116,7 @@ def utilisation(row, rows):
 
     Args:
       row: Row of a training step.
-      rows: All rows, including the matrix product for the same pod.
+      rows: Rows of all programs, including the matrix product for the same pod.
     """
     pod = Pod.parse(row["pod"])
     [product] = _of(rows, "product", pod=row["pod"])
@@ -179,7 +179,7 @@ def hours_table(rows, steps):
     Hours are given at the shares of the peak in ``UTILISATIONS``, and by the estimated cycles.
 
     Args:
-      rows: All rows.
+      rows: Rows of all programs.
       steps: Number of training steps.
     """
     shares = [f"{share:.0%}" for share in UTILISATIONS]

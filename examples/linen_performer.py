@@ -1,4 +1,4 @@
-"""A decoder-only transformer in Flax Linen, as Flax's documentation writes one."""
+"""Decoder-only transformer in Flax Linen, in the style of Flax's documentation."""
 
 import jax
 import jax.numpy as jnp
@@ -38,7 +38,7 @@ class Transformer(nn.Module):
     def __call__(
         self, tokens: jax.Array, start: int | jax.Array = 0, *, train: bool = False
     ) -> jax.Array:
-        """Logits of the tokens that follow each of ``tokens``, the first at position ``start``."""
+        """Returns logits of the token after each token; the first is at position ``start``."""
         positions = start + jnp.arange(tokens.shape[1])
         x = nn.Embed(self.vocabulary, self.width)(tokens)
         x = x + nn.Embed(self.max_length, self.width)(positions)[None]

@@ -1,4 +1,4 @@
-"""A decoder-only transformer in Flax NNX, as Flax's documentation writes one."""
+"""Decoder-only transformer in Flax NNX, in the style of Flax's documentation."""
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ class Transformer(nnx.Module):
         self.logits = nnx.Linear(width, vocabulary, rngs=rngs)
 
     def __call__(self, tokens: jax.Array, start: int | jax.Array = 0) -> jax.Array:
-        """Logits of the tokens that follow each of ``tokens``, the first at position ``start``."""
+        """Returns logits of the token after each token; the first is at position ``start``."""
         positions = start + jnp.arange(tokens.shape[1])
         x = self.tokens(tokens) + self.positions(positions)[None]
         mask = nnx.make_causal_mask(tokens)

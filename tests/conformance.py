@@ -1,4 +1,4 @@
-"""What every coupling and every feature map must pass; a new one joins by one line here."""
+"""Couplings and feature maps that the conformance suite tests; a new one is one line here."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,7 +10,7 @@ import numpy as np
 import simrf_jax
 from tests import formulas
 
-# name -> options of draw_projection
+# Options of draw_projection, by name.
 COUPLINGS = {
     "iid": {"coupling": "iid"},
     "orthogonal": {"coupling": "orthogonal"},
@@ -19,14 +19,14 @@ COUPLINGS = {
     "simplex_plus": {"coupling": "simplex_plus"},
     "simplex_plus-square": {"coupling": "simplex_plus", "block": "square"},
 }
-# name -> the couplings whose rows it leaves exactly standard normal, so that nothing is biased
+# Couplings whose rows a rotation leaves exactly standard normal, so that nothing is biased.
 ROTATIONS = {
     "haar": tuple(COUPLINGS),
-    # Its own rows are uniform on the sphere, sums of them are not.
+    # The rows of a Givens rotation are uniform on the sphere, but sums of them are not.
     "givens": ("iid", "orthogonal"),
     "hadamard": ("iid",),
 }
-# name -> what theory calls it; simplex_plus has no closed form, it depends on the norms
+# Options of theory for each coupling. simplex_plus depends on the norms and has no closed form.
 ORACLES = {
     "iid": {"coupling": "iid"},
     "orthogonal": {"coupling": "orthogonal"},
@@ -36,13 +36,13 @@ ORACLES = {
 
 
 class Map(NamedTuple):
-    """A feature map: ``phi(x, w, kernel, phases)``, the phases for the map that takes some."""
+    """A feature map ``phi(x, w, kernel, phases)``; only the phase map uses the phases."""
 
     phi: Callable
-    formula: Callable  # The same in float64; see formulas.py.
+    formula: Callable  # The same map in float64; see formulas.py.
     width: Callable = lambda m: m
     kernels: tuple = ("gaussian", "softmax")
-    oracle: bool = False  # Whether theory.kernel_mse knows it, by its name.
+    oracle: bool = False  # True if theory.kernel_mse knows its name.
 
 
 def draw_phases(key, shape):
@@ -85,10 +85,10 @@ FEATURE_MAPS = {
         lambda x, w, kernel: formulas.phase(x, w, kernel, fixed_phases(w)),
     ),
     "relu": Map(_one_kernel(simrf_jax.relu_features), formulas.relu, kernels=("relu",)),
-    # elu + 1 is a feature map of no kernel in particular.
+    # elu + 1 is not the feature map of any particular kernel.
     "elu": Map(_one_kernel(simrf_jax.elu_features), formulas.elu, kernels=(None,)),
 }
-# name -> exact kernel of [..., n, dim] and [..., p, dim]
+# Exact kernels of [..., n, dim] and [..., p, dim], by name.
 KERNELS = {
     "gaussian": simrf_jax.gaussian_kernel,
     "softmax": simrf_jax.softmax_kernel,
@@ -100,5 +100,5 @@ MAPS_AND_KERNELS = [
 
 
 def feature_map(name, kernel):
-    """``phi(x, w)``, or ``phi(x, w, phases)``."""
+    """Returns the function ``phi(x, w, phases=None)`` of a feature map for a kernel."""
     return lambda x, w, phases=None: FEATURE_MAPS[name].phi(x, w, kernel, phases)

@@ -11,7 +11,10 @@ def _half_squared_norm(x):
 
 
 def _log_prefactor(x, kernel, base):
-    """``base`` of the softmax kernel; the Gaussian one is exp(-|x|^2/2) exp(x.y) exp(-|y|^2/2)."""
+    """Returns ``base * |x|^2 / 2`` for the softmax kernel.
+
+    The Gaussian kernel is exp(-|x|^2/2) exp(x.y) exp(-|y|^2/2), so it has ``base - 1``.
+    """
     return (base - (kernel == "gaussian")) * _half_squared_norm(x)
 
 

@@ -1,4 +1,4 @@
-"""What a call that is made thousands of times leaves behind."""
+"""Growth of memory, objects and compilations over many calls of a function."""
 
 import gc
 import pathlib
@@ -11,13 +11,13 @@ from tests import platforms
 
 
 class Growth(NamedTuple):
-    """What many calls left behind.
+    """Growth over many calls.
 
     Attributes:
-      private: Bytes of memory of the process.
-      arrays: JAX arrays that are alive.
-      objects: Python objects that the garbage collector tracks.
-      compilations: How often XLA compiled a program.
+      private: Bytes of private memory of the process.
+      arrays: Number of live JAX arrays.
+      objects: Number of Python objects that the garbage collector tracks.
+      compilations: Number of programs that XLA compiled.
     """
 
     private: int
@@ -27,20 +27,20 @@ class Growth(NamedTuple):
 
 
 def private_bytes() -> int:
-    """Returns how much memory this process has of its own, in use or swapped out, on Linux."""
-    # Not the resident set: pages of libraries come and go as other processes need memory.
+    """Returns the private memory of this process, in use or swapped out, on Linux."""
+    # The resident set would not do, because other processes evict pages of libraries from it.
     status = pathlib.Path("/proc/self/status").read_text()
     fields = dict(line.split(":", 1) for line in status.splitlines())
     return sum(1024 * int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap"))
 
 
 def growth(call: Callable[[], object], *, count: int, warm_up: int) -> Growth:
-    """Calls a function many times and returns what the calls left behind, after a warm-up.
+    """Calls a function many times and returns the growth after a warm-up.
 
     Args:
-      call: The function. What it returns is waited for and dropped.
-      count: How often to call it beyond the warm-up.
-      warm_up: How often to call it first, until caches are full.
+      call: Function whose result is waited for and dropped.
+      count: Number of calls after the warm-up.
+      warm_up: Number of calls before, which fill caches.
     """
     compilations = []
 
@@ -54,7 +54,7 @@ def growth(call: Callable[[], object], *, count: int, warm_up: int) -> Growth:
 
     for _ in range(warm_up):
         jax.block_until_ready(call())
-    measure()  # Which takes memory the first time.
+    measure()  # The first measurement itself takes memory.
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         before = measure()
@@ -68,7 +68,7 @@ def growth(call: Callable[[], object], *, count: int, warm_up: int) -> Growth:
 
 
 def assert_flat(call: Callable[[], object], *, count: int, warm_up: int = 20) -> None:
-    """Fails if many calls compile anything or leave anything behind, on the CPU."""
+    """Fails if many calls on the CPU compile anything or leave anything in memory."""
     platforms.require_cpu()
     found = growth(call, count=count, warm_up=warm_up)
     assert (found.arrays, found.compilations) == (0, 0), found

@@ -1,4 +1,4 @@
-"""Skips tests where JAX runs on a platform that they are not made for."""
+"""Skipping of tests that the platform under test cannot run."""
 
 import jax
 import pytest

@@ -1,4 +1,4 @@
-"""The checker of annotations that conftest.py installs for the time of the tests."""
+"""Checker of annotations that conftest.py installs while the tests run."""
 
 import inspect
 import re

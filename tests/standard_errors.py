@@ -1,4 +1,4 @@
-"""How the tests decide about random things: five standard errors, from one fixed seed."""
+"""Assertions about random samples, which allow five standard errors from one fixed seed."""
 
 import numpy as np
 

@@ -20,7 +20,7 @@ def test_notebook_is_stored_without_outputs(path):
 
 
 @pytest.mark.parametrize("path", COLABS, ids=lambda path: path.stem)
-@pytest.mark.filterwarnings("ignore")  # Jupyter's own.
+@pytest.mark.filterwarnings("ignore")  # Jupyter itself warns.
 def test_notebook_runs(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(notebook, timeout=240, kernel_name="python3").execute()

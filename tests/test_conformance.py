@@ -31,7 +31,7 @@ def draw(coupling, num_features, dim, *, seed=0, dtype=jnp.float32):
 
 
 def pair(dim, v, direction):
-    """Two vectors with |x + y| = v, neither parallel nor of the same length."""
+    """Returns two vectors with |x + y| = v that are not parallel and differ in length."""
     u = np.eye(dim)[0]
     if direction == "random":
         u = np.random.default_rng(dim).normal(size=dim)
@@ -65,25 +65,26 @@ def _estimates(projections, phases, x, y):
 
 
 def estimates(projections, x, y):
-    """K_hat / K for many independent projections: ``{(map, kernel): [num_draws]}``."""
+    """Returns K_hat / K for many independent projections, ``{(map, kernel): [num_draws]}``."""
     phases = conformance.draw_phases(jax.random.key(6), projections.shape[:2])
     samples = np.asarray(_estimates(projections, phases, x, y), np.float64)
     return dict(zip(ESTIMATED, samples.T, strict=True))
 
 
 EXACT_DRAWS = [
-    # Square blocks are the simplices of regular ones, cut: what holds for these holds for them.
+    # Square row blocks are cut from the simplices of regular ones, so they are tested less often.
     pytest.param(coupling, rotation, marks=[pytest.mark.slow] if "square" in coupling else [])
     for rotation, exact in conformance.ROTATIONS.items()
     for coupling in exact
-    if (coupling, rotation) not in [("iid", "givens"), ("iid", "hadamard")]  # The same draws.
+    # Rotations do not change iid draws.
+    if (coupling, rotation) not in [("iid", "givens"), ("iid", "hadamard")]
 ]
 
 
 @pytest.mark.parametrize(("coupling", "rotation"), EXACT_DRAWS)
 @pytest.mark.parametrize("dim", [2, 4, 8, 16])
 def test_unbiased(coupling, rotation, dim):
-    # 2 d + 3 features: whole blocks and a remainder.
+    # 2 d + 3 features make whole row blocks and a remainder.
     projections = draw_many(coupling, 2 * dim + 3, dim, 20_000, rotation)
     for direction in ("axis", "random"):
         for samples in estimates(projections, *pair(dim, 1.0, direction)).values():
@@ -100,8 +101,8 @@ def test_rows_have_unit_covariance_whatever_the_rotation(coupling, rotation, dim
     assert_mean(np.einsum("nmi,nmj->nmij", w, w), expected)
 
 
-# Relative bias of positive features with a Hadamard rotation, for |x + y| = 1 along an axis: exact
-# for d = 4 and 8, from larger samples for 16 and 64. What the README rounds.
+# Relative bias of positive features with a Hadamard rotation, for |x + y| = 1 along an axis. The
+# numbers are exact for d = 4 and 8, and from larger samples for 16 and 64. The README rounds them.
 HADAMARD_BIAS = {
     ("orthogonal", 4): -9.7e-3,
     ("orthogonal", 8): -3.6e-3,
@@ -120,13 +121,13 @@ def test_the_bias_of_a_hadamard_rotation(coupling, dim):
 
     @jax.jit
     @jax.vmap
-    def cosines(key):  # With all axes, which are alike.
+    def cosines(key):  # All axes are equivalent, so each draw counts for all of them.
         w = simrf_jax.draw_projection(key, dim, dim, **options)
         return w.ravel() / dim**0.5
 
     num_draws = 40_000 if dim < 64 else 2_000
     samples = cosines(jax.random.split(jax.random.key(5), num_draws))
-    # The norms are averaged exactly: E[e^{a c}] over chi_d norms a, tabled by the cosine c.
+    # The average over norms is exact: E[e^{a c}] over chi_d norms a, in a table by the cosine c.
     table = np.linspace(-1, 1, 4_001)
     norms = np.linspace(0, dim**0.5 + 13, 2_001)
     density = scipy.stats.chi.pdf(norms, dim)
@@ -143,14 +144,14 @@ def test_variance_is_that_of_theory(coupling, dim, num_features):
     options = conformance.ORACLES[coupling]
     for (name, kernel), samples in estimates(projections, x, y).items():
         if not conformance.FEATURE_MAPS[name].oracle:
-            continue  # No closed form.
+            continue  # There is no closed form.
         exact = float(conformance.KERNELS[kernel](x[None], y[None])[0, 0])
         mse = theory.kernel_mse(x, y, num_features, features=name, kernel=kernel, **options)
         assert_mean((samples - 1) ** 2, mse / exact**2)
 
 
 def squared_errors(coupling, num_features, dim, v, num_draws, *, name="positive"):
-    """Of K_hat / K with |x + y| = v (or |x - y|), for each draw the mean over all the axes."""
+    """Returns squared errors of K_hat / K at |x + y| = v (or |x - y|), averaged over all axes."""
     x, y = 0.7 * v * np.eye(dim, dtype=np.float32), 0.3 * v * np.eye(dim, dtype=np.float32)
     if name == "trigonometric":
         y = -y
@@ -206,7 +207,7 @@ def test_simplex_plus_removes_the_leading_term_at_small_v():
     iid = np.expm1(v**2) / dim
     assert_mean(squared_errors("simplex", dim, dim, v, 1_000) / iid, 8.2139e-3)
     plus = squared_errors("simplex_plus", dim, dim, v, 1_000) / iid
-    # 3.8e-4 in benchmarks/README.md and 3.9e-4 in another sample: there is no closed form.
+    # There is no closed form; benchmarks/README.md has 3.8e-4, and another sample gave 3.9e-4.
     assert_mean(plus - np.clip(plus.mean(), 3.7e-4, 4.0e-4), 0)
 
 
@@ -236,7 +237,7 @@ def test_float64(name, kernel):
         np.testing.assert_allclose(features, expected, rtol=1e-14, atol=1e-15)
 
 
-# Each takes seconds to compile, and a rotation does not know which blocks it turns.
+# Each case takes seconds to compile, and a rotation does not depend on the row blocks.
 @pytest.mark.parametrize(
     ("coupling", "rotation"),
     [
@@ -300,7 +301,7 @@ def test_gradients_are_finite_at_large_inputs(name, kernel):
     phi = conformance.feature_map(name, kernel)
     w = draw("simplex", 10, 4)
     gradient = jax.grad(lambda x: phi(x, w).sum())
-    # Squared norm 64, so that the trigonometric maps of the softmax kernel stay in range.
+    # The squared norm is 64, so that the trigonometric maps of the softmax kernel stay in range.
     assert jnp.isfinite(gradient(jnp.full((3, 4), 4.0))).all()
     if name not in ("trigonometric", "phase") or kernel == "gaussian":
         assert jnp.isfinite(gradient(jnp.full((3, 4), 30.0))).all()

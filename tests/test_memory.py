@@ -10,14 +10,14 @@ pytestmark = pytest.mark.fast
 
 
 class _Cycle:
-    """An object that refers to itself and is freed by the garbage collector alone."""
+    """An object that refers to itself, so that only the garbage collector frees it."""
 
     def __init__(self):
         self.me = self
 
 
 def _fresh_memory():
-    """Takes pages from the system; other memory may be some that the process has freed before."""
+    """Maps new pages, because other allocations may reuse memory that the process has freed."""
     memory = mmap.mmap(-1, 2**18, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(b"x" * 2**18)
     return memory

@@ -22,22 +22,22 @@ def imported(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-# Arrows run one way: a room may import those before it.
-ROOMS = ["projections", "features", "attention", "integrations", "models"]
-# What only tests and experiments use, and what it may import.
-ASIDE = {"theory": ["projections", "features"]}
+# Packages from the lowest to the highest. Each may import those before it.
+ORDERED = ["projections", "features", "attention", "integrations", "models"]
+# A package that only tests and experiments use, and the packages that it may import.
+SIDE = {"theory": ["projections", "features"]}
 
 
-@pytest.mark.parametrize("room", [*ROOMS, *ASIDE])
-def test_rooms_import_only_what_comes_before_them(room):
-    allowed = ASIDE[room] if room in ASIDE else ROOMS[: ROOMS.index(room)]
-    forbidden = {f"simrf_jax.{name}" for name in {*ROOMS, *ASIDE} - {*allowed, room}}
-    # What the package re-exports is for its users; it comes from later rooms.
-    forbidden |= {f"simrf_jax.{name}" for name in simrf_jax.__all__ if name != room}
+@pytest.mark.parametrize("package", [*ORDERED, *SIDE])
+def test_packages_import_only_those_before_them(package):
+    allowed = SIDE[package] if package in SIDE else ORDERED[: ORDERED.index(package)]
+    forbidden = {f"simrf_jax.{name}" for name in {*ORDERED, *SIDE} - {*allowed, package}}
+    # Names that simrf_jax re-exports are for its users, and would make an import circle.
+    forbidden |= {f"simrf_jax.{name}" for name in simrf_jax.__all__ if name != package}
     forbidden |= {"experiments", "tests", "optax", "ml_collections"}
-    if room in ("projections", "features", "attention", "theory"):
+    if package in ("projections", "features", "attention", "theory"):
         forbidden.add("flax")
-    for path in (ROOT / room).rglob("*.py"):
+    for path in (ROOT / package).rglob("*.py"):
         for name in imported(path):
             parts = name.split(".")
             prefixes = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
@@ -82,7 +82,7 @@ def signature(function):
     return str(bare.replace(parameters=parameters, return_annotation=inspect.Signature.empty))
 
 
-# As the users of other people's code know them; each may end in more keywords.
+# Signatures that users rely on. Each may have more keywords at its end.
 SIGNATURES = {
     "draw_projection": "(key, num_features, dim, *, coupling='simplex', block='regular', "
     "rotation='haar', norms='chi', dtype=<class 'jax.numpy.float32'>",

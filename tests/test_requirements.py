@@ -23,7 +23,7 @@ EXTRAS = {
     "benchmarks": "train",
     "tests": "test",
 }
-# jax accepts several versions of jaxlib, of which the library asks for the newest.
+# jaxlib is not imported. It is required because jax would accept older versions of it.
 NOT_IMPORTED = {"jaxlib"}
 
 

@@ -23,7 +23,7 @@ def test_a_wrong_type_is_found():
 
 
 def test_a_wrong_shape_is_found():
-    signs = jnp.ones((4, 8), jnp.int8)  # One factor more than three, which rotate_back ignores.
+    signs = jnp.ones((4, 8), jnp.int8)  # rotate_back ignores the fourth factor.
     with pytest.raises(jaxtyping.TypeCheckError, match=r"rotate_back(.|\n)*3 n"):
         hadamard.rotate_back(jnp.ones((2, 8)), signs)
 

@@ -1,1 +1,1 @@
-"""Closed forms beyond the paper: row blocks, small distances, other feature maps."""
+"""Results beyond the paper: row blocks, small distances, and couplings for each feature map."""

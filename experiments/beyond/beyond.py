@@ -1,4 +1,4 @@
-"""Closed forms, and trials where there is none, behind BEYOND.md."""
+"""Numbers of BEYOND.md, from closed forms and, where there is none, from trials."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "square": {"coupling": "simplex", "block": "square"},
     "regular": {"coupling": "simplex", "block": "regular"},
 }
-MOST_DISTANCE = 3.0  # Beyond it, means over draws cannot bear the tails.
-SAMPLES = np.array([0.3, 1.0, 3.0])  # For the table.
+MOST_DISTANCE = 3.0  # Beyond it, errors have tails too heavy for means over draws.
+SAMPLES = np.array([0.3, 1.0, 3.0])  # Distances in the table of feature maps.
 DISTANCES = np.geomspace(0.03, 6, 121)
 
 
@@ -50,14 +50,14 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Computes what ``workdir`` lacks, and leaves results and figures there.
+    """Computes what ``workdir`` lacks, and writes results and figures there.
 
     Args:
-      config: See ``FIELDS``.
-      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+      config: Config with the fields of ``FIELDS``.
+      workdir: Folder for all output. A stopped run of the same config in it is continued.
 
     Returns:
-      Content of ``results.json``, ratios of mean squared errors to those of iid rows.
+      The content of ``results.json``: mean squared errors divided by those of iid rows.
 
     Raises:
       UserError: If ``check`` refuses the config, or the folder cannot be written or holds a run of
@@ -78,7 +78,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def _blocks(dim: int, distance: float, num_features: int) -> dict[str, Any]:
-    """Computes ratios against the number of features at one distance, and against the distance."""
+    """Returns ratios by number of features at one distance, and by distance."""
     sizes = list(range(2, 4 * dim + 1))
     against_size = {
         name: [float(theory.mse_ratio(distance, m, dim, **options)) for m in sizes]
@@ -100,7 +100,7 @@ def _blocks(dim: int, distance: float, num_features: int) -> dict[str, Any]:
 
 
 def _plus(dim: int, config: ml_collections.ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
-    """Draws trials of SimRFs+ with as many features as dimensions, beside SimRFs in closed form."""
+    """Returns trials of SimRFs+ and SimRFs for m = d, and the closed form of SimRFs."""
     distances = config.plus.distances
     draw = functools.partial(
         trials.draw_errors,
@@ -114,7 +114,7 @@ def _plus(dim: int, config: ml_collections.ConfigDict, pieces: resumable.Pieces)
         coupling: pieces.get(f"plus-{dim}-{coupling}", functools.partial(draw, coupling=coupling))
         for coupling in ("simplex", "simplex_plus")
     }
-    x = np.array(distances)[:, None] / 2 * np.eye(1, dim)  # And y = x, where the kernel is 1.
+    x = np.array(distances)[:, None] / 2 * np.eye(1, dim)  # With y = x the kernel is 1.
     iid = np.asarray(theory.kernel_mse(x, x, dim, coupling="iid"))
     results: dict[str, Any] = {"distances": list(distances)}
     for coupling, samples in errors.items():
@@ -126,7 +126,7 @@ def _plus(dim: int, config: ml_collections.ConfigDict, pieces: resumable.Pieces)
 
 
 def _maps(dim: int) -> dict[str, Any]:
-    """Computes ratios of each feature map with as many features as dimensions, by distance."""
+    """Returns the ratios of each feature map for m = d, by its distance."""
     results: dict[str, Any] = {"distances": DISTANCES.tolist()}
     for features in FEATURES:
         results[features] = {
@@ -147,7 +147,7 @@ def _maps(dim: int) -> dict[str, Any]:
 
 
 def report(results: dict[str, Any]) -> str:
-    """Makes the tables of BEYOND.md."""
+    """Returns the tables of BEYOND.md."""
     return "\n\n".join(
         [
             _blocks_table(results["blocks"]),

@@ -1,4 +1,4 @@
-"""The figures of BEYOND.md."""
+"""Figures of BEYOND.md."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ RATIO = "mean squared error / that of IIDRFs"
 
 
 def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
-    """Draws all figures, by file name."""
+    """Returns all figures by file name."""
     return {
         "blocks": draw_blocks(results["blocks"]),
         "simplex_plus": draw_plus(results["plus"]),
@@ -36,7 +36,7 @@ def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
 
 
 def draw_blocks(blocks: dict[str, Any]) -> matplotlib.figure.Figure:
-    """Draws regular row blocks and those of Eq. 9, by number of features and by distance."""
+    """Draws the errors of the row-block modes by number of features and by distance."""
     figure = matplotlib.figure.Figure(figsize=(9, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name, look in BLOCK_STYLES.items():
@@ -59,7 +59,7 @@ def draw_blocks(blocks: dict[str, Any]) -> matplotlib.figure.Figure:
 
 
 def draw_plus(plus: dict[str, Any]) -> matplotlib.figure.Figure:
-    """Draws SimRFs+ at small distances, a panel for each dimension."""
+    """Draws the errors of SimRFs+ at small distances, with one panel for each dimension."""
     figure = matplotlib.figure.Figure(figsize=(3.1 * len(plus) + 0.5, 3.4), layout="constrained")
     panels = figure.subplots(1, len(plus), sharey=True, squeeze=False).flat
     for axes, (dim, row) in zip(panels, plus.items(), strict=True):
@@ -84,7 +84,7 @@ def draw_plus(plus: dict[str, Any]) -> matplotlib.figure.Figure:
 
 
 def draw_maps(maps: dict[str, Any]) -> matplotlib.figure.Figure:
-    """Draws a row of panels for each dimension, a column for each feature map."""
+    """Draws one row of panels for each dimension and one column for each feature map."""
     size = (3.1 * len(FEATURES) + 0.5, 2.6 * len(maps) + 0.4)
     figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
     rows = figure.subplots(len(maps), len(FEATURES), sharex=True, sharey="row", squeeze=False)
@@ -110,7 +110,7 @@ def _draw_map(axes: matplotlib.axes.Axes, row: dict[str, Any], features: str) ->
 
 
 def _plain_ticks(axes: matplotlib.axes.Axes) -> None:
-    """Labels ticks as 0.1, 0.2, 0.5 rather than as powers."""
+    """Labels the y axis with numbers such as 0.1, 0.2 and 0.5 instead of powers of ten."""
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
     axes.yaxis.minorticks_off()

@@ -1,1 +1,1 @@
-"""A character-level language model: softmax attention, the far field, the near field, and both."""
+"""Character-level language models with softmax attention, far field, near field, or both."""

@@ -1,4 +1,4 @@
-"""The runs of all attentions and seeds, and what is left of them in the folder."""
+"""Config and run of the language-model experiment: all kinds of attention, all seeds."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from experiments.harness.mistakes import UserError, user_mistakes
 from simrf_jax.projections import COUPLINGS
 
 FIELDS: dict[str, type] = {
-    "seeds": tuple,  # Each of parameters, projections, batches and the sample of a run.
+    "seeds": tuple,  # One run each; a seed decides everything random in its run.
     "context": int,  # Characters that a model sees.
     "batch_size": int,
     "num_steps": int,
-    "learning_rate": float,  # At its peak.
-    "warmup_steps": int,  # Linear from 0, then a cosine to 0 at num_steps.
-    "weight_decay": float,  # Decoupled, on the kernels only.
-    "b2": float,  # Adam's.
-    "clip_norm": float,  # Of the gradient of all parameters together.
-    "redraw_interval": int,  # Steps between redraws of all projections; 0 for never.
+    "learning_rate": float,  # Peak learning rate.
+    "warmup_steps": int,  # Steps of a linear warm-up, before a cosine decay to 0 at num_steps.
+    "weight_decay": float,  # Decoupled weight decay of the kernels only.
+    "b2": float,  # Decay of Adam's second moment.
+    "clip_norm": float,  # Largest global norm of the gradient.
+    "redraw_interval": int,  # Steps between redraws of all projections; 0 never redraws.
     "eval_interval": int,  # Steps between evaluations on the whole validation text.
-    "prompt": str,  # What the sample begins with.
-    "temperature": float,  # Of the sample.
+    "prompt": str,  # First characters of the sampled text.
+    "temperature": float,  # Temperature of the sampled text.
     "model.width": int,
     "model.depth": int,
     "model.num_heads": int,
-    "model.num_features": int,  # Of a head of the far field.
+    "model.num_features": int,  # Random features of each head in the far field.
     "model.coupling": str,
-    "model.bandwidth": int,  # Of the near field: how many characters back it reaches.
+    "model.bandwidth": int,  # How many characters back the near field reaches.
 }
 LEAST = {
     "seeds": 0,
@@ -103,14 +103,14 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Trains all models that ``workdir`` lacks, and leaves results and figure there.
+    """Trains all models that ``workdir`` lacks, and writes results and the figure there.
 
     Args:
-      config: See ``FIELDS``.
-      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+      config: Config with the fields of ``FIELDS``.
+      workdir: Folder for all output. A stopped run of the same config in it is continued.
 
     Returns:
-      Content of ``results.json``: the text, and for each attention the validation losses in
+      The content of ``results.json``: the text, and for each attention the validation losses in
       nats, seconds and a sample.
 
     Raises:
@@ -166,6 +166,6 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def report(results: dict[str, Any]) -> str:
-    """Makes the table, and says what the far field adds to the near one, and for which text."""
+    """Returns the table, the gain of the far field over the near field, and facts of the text."""
     lines = [summary.table(results), summary.comparison(results), summary.describe_text(results)]
     return "\n\n".join(lines)

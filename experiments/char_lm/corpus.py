@@ -1,4 +1,4 @@
-"""The text, the help pages that Python ships, and batches of it."""
+"""Training and validation text, which are the help pages that Python ships, and batches of it."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-VALIDATION = 0.1  # Of the text, at its end.
-# Of Python 3.11.7, on which the README's numbers were measured; each version has its own text.
+VALIDATION = 0.1  # Share of the text, taken from its end.
+# Hash of the text of Python 3.11.7, which the README's numbers are for. Other versions of Python
+# have other texts.
 SHA256 = "155856fec668bf99a996824ce822c597a33aa7bffeb8d245f584e0d068887563"
 
 
 class Text(NamedTuple):
-    """A text as numbers.
+    """A text as indices of characters.
 
     Attributes:
-      train: ``[length]``, indices of characters.
-      validation: ``[length]``, what follows it.
-      alphabet: The characters, in order.
-      sha256: Digest of both parts.
+      train: Indices of the training text, ``[length]``.
+      validation: Indices of the validation text, ``[length]``.
+      alphabet: Sorted characters of the text; an index is a position in it.
+      sha256: Hash of the whole text.
     """
 
     train: np.ndarray
@@ -31,10 +32,10 @@ class Text(NamedTuple):
 
 
 def load() -> Text:
-    """Loads the topics of ``help()`` in alphabetical order: most of the language reference.
+    """Returns the topics of ``help()`` in alphabetical order: most of the language reference.
 
-    Only printable ASCII is kept. Topics share paragraphs, of which the first is kept, so that none
-    is in both parts.
+    Only printable ASCII is kept. Some topics share paragraphs. Each paragraph is kept once, so that
+    none is in both the training and the validation text.
     """
     topics = pydoc_data.topics.topics
     pages = "\n\n".join(topics[name] for name in sorted(topics))
@@ -44,7 +45,7 @@ def load() -> Text:
 
 
 def split(text: str) -> Text:
-    """Returns a text as numbers, its last tenth for validation."""
+    """Splits a text into training and validation text, which is its last tenth."""
     alphabet = "".join(sorted(set(text)))
     indices = encode(text, alphabet)
     train, validation = np.split(indices, [len(indices) - int(len(indices) * VALIDATION)])
@@ -52,10 +53,10 @@ def split(text: str) -> Text:
 
 
 def encode(text: str, alphabet: str) -> np.ndarray:
-    """Returns the indices of characters in their alphabet.
+    """Returns the indices of characters in an alphabet.
 
     Raises:
-      ValueError: If a character is not in it.
+      ValueError: If a character is not in the alphabet.
     """
     index = {character: number for number, character in enumerate(alphabet)}
     if unknown := [repr(character) for character in text if character not in index]:
@@ -64,23 +65,23 @@ def encode(text: str, alphabet: str) -> np.ndarray:
 
 
 def decode(indices: np.ndarray, alphabet: str) -> str:
-    """Returns the characters of indices."""
+    """Returns the characters that indices stand for."""
     return "".join(alphabet[index] for index in indices)
 
 
 def train_batch(
     indices: np.ndarray, *, batch_size: int, context: int, seed: int, step: int
 ) -> np.ndarray:
-    """Draws windows from anywhere, ``[batch_size, context + 1]``, given (seed, step)."""
+    """Draws windows, ``[batch_size, context + 1]``, as a function of (seed, step)."""
     rng = np.random.default_rng((seed, step))
     starts = rng.integers(0, len(indices) - context, batch_size)
     return indices[starts[:, None] + np.arange(context + 1)]
 
 
 def windows(indices: np.ndarray, context: int) -> np.ndarray:
-    """Cuts windows side by side, ``[count, context + 1]``; each target is in one of them only.
+    """Returns adjacent windows, ``[count, context + 1]``, in which each target occurs once.
 
-    Too few characters for a window at the end are left out.
+    Characters at the end that do not fill a window are left out.
     """
     starts = context * np.arange((len(indices) - 1) // context)
     return indices[starts[:, None] + np.arange(context + 1)]

@@ -1,4 +1,4 @@
-"""A decoder-only transformer whose attention is exact, the far field, the near field, or both."""
+"""Decoder-only transformer whose attention is softmax, the far field, the near field, or both."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class CharLM(nnx.Module):
     """A pre-norm transformer that predicts the next character.
 
     Args:
-      vocabulary_size: Number of characters.
-      attention: A name of ``ATTENTIONS``.
+      vocabulary_size: Number of different characters.
+      attention: One of ``ATTENTIONS``.
       width: Width of the tokens.
-      depth: Number of blocks.
-      num_heads: Attention heads; each has an even number of dimensions.
-      num_features: Random features of a head of the far field.
+      depth: Number of transformer layers.
+      num_heads: Number of attention heads; each has an even number of dimensions.
+      num_features: Number of random features of each head in the far field.
       coupling: Coupling of the far field's projections.
-      bandwidth: Number of characters that the near field reaches back.
-      rngs: Keys for parameters (``params``) and projections (``features``). The parameters that two
-        attentions share are the same for the same keys.
+      bandwidth: Number of characters that the near field looks back.
+      rngs: Keys for parameters (``params``) and projections (``features``). Models with different
+        attention but the same keys start with the same parameters.
 
     Example:
       >>> import jax.numpy as jnp
@@ -57,7 +57,7 @@ class CharLM(nnx.Module):
         self.head = nnx.Linear(width, vocabulary_size, kernel_init=zeros, rngs=rngs)
 
     def __call__(self, indices: jax.Array) -> jax.Array:
-        """Returns logits ``[batch, length, vocabulary]`` of the character after each one."""
+        """Returns logits ``[batch, length, vocabulary]`` of the character after each index."""
         x = self.embedding(indices)
         for block in self.blocks:
             x = block(x)
@@ -65,7 +65,7 @@ class CharLM(nnx.Module):
 
 
 class Block(nnx.Module):
-    """One transformer block: attention, then an MLP, each normalised before and added after."""
+    """Transformer layer: attention, then an MLP, both pre-norm and residual."""
 
     def __init__(self, width: int, *, num_heads: int, rngs: nnx.Rngs, **attention: Any):
         xavier = nnx.initializers.xavier_uniform()
@@ -101,7 +101,7 @@ def make_attention(
     bandwidth: int,
     rngs: nnx.Rngs,
 ) -> Callable[..., jax.Array]:
-    """Makes the attention function of one layer, which ``nnx.MultiHeadAttention`` calls."""
+    """Returns the ``attention_fn`` of one layer for ``nnx.MultiHeadAttention``."""
     match attention:
         case "softmax":
             return nnx.dot_product_attention
@@ -132,16 +132,16 @@ def near_field(
     is_causal: bool,
     **unused: Any,
 ) -> jax.Array:
-    """Computes banded attention; there is no mask and no dropout here."""
+    """Computes banded attention; the model has no masks and no dropout."""
     del unused
     return simrf_jax.banded_attention(query, key, value, bandwidth=bandwidth, is_causal=is_causal)
 
 
 class Rotary(nnx.Module):
-    """Attention to queries and keys that are turned by their positions.
+    """Attention with rotary position embeddings.
 
     Args:
-      attend: Attention function that gets the turned queries and keys.
+      attend: Function that attends to rotated queries and keys.
     """
 
     def __init__(self, attend: Callable[..., jax.Array]):
@@ -150,24 +150,25 @@ class Rotary(nnx.Module):
     def __call__(
         self, query: jax.Array, key: jax.Array, value: jax.Array, **keywords: Any
     ) -> jax.Array:
-        """Attends; ``[..., length, heads, head_dim]``."""
+        """Rotates queries and keys and attends; all arrays are ``[..., length, heads, dim]``."""
         return self.attend(rotate(query), rotate(key), value, **keywords)
 
 
 def rotate(x: jax.Array) -> jax.Array:
-    r"""Turns pairs of coordinates by angles proportional to the position.
+    r"""Rotates pairs of coordinates by angles proportional to the position.
 
-    Coordinates i and i + H/2 at position t are turned by :math:`t / 256^{2i/H}`, so that dot
-    products depend on how far apart two positions are. Lengths stay.
+    Coordinates i and i + H/2 at position t are rotated by :math:`t / 256^{2i/H}`. Dot products then
+    depend on the difference of two positions only, and the lengths of vectors do not change.
 
     Args:
-      x: ``[..., T, N, H]``.
+      x: Queries or keys ``[..., T, N, H]``.
 
     Returns:
-      The same shape.
+      Array of the same shape.
 
     References:
-      Su et al., RoFormer (2021), Sec. 3.2, with 10,000 for 256, which suits longer contexts.
+      Su et al., RoFormer (2021), Sec. 3.2, https://arxiv.org/abs/2104.09864
+      They have 10,000 instead of 256, which suits longer contexts.
     """
     length, dim = x.shape[-3], x.shape[-1]
     angles = np.arange(length)[:, None] / ROTARY_BASE ** (np.arange(0, dim, 2) / dim)

@@ -1,4 +1,4 @@
-"""Bits per character, the gap that is closed, and the curves."""
+"""Summary of the runs: bits per character, the share of the gap that is closed, and curves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOOKS: dict[str, dict[str, Any]] = {
 
 
 def bits(results: dict[str, Any], attention: str) -> np.ndarray:
-    """Returns validation curves in bits per character, ``[seeds, evaluations]``."""
+    """Returns validation losses in bits per character, ``[seeds, evaluations]``."""
     runs = results["runs"][attention].values()
     return np.array([run["losses"] for run in runs]) / math.log(2)
 
@@ -39,7 +39,7 @@ def gap_closed(results: dict[str, Any], attention: str) -> trials.Estimate:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Makes a table with a row for each attention."""
+    """Returns a table with one row for each kind of attention."""
     rows = []
     for attention in ATTENTIONS:
         last = bits(results, attention)[:, -1]
@@ -62,7 +62,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def comparison(results: dict[str, Any]) -> str:
-    """Says what the far field adds to the near field, over paired seeds."""
+    """Says how much the far field improves on the near field alone, over paired seeds."""
     gain = trials.mean(bits(results, "near")[:, -1] - bits(results, "near_far")[:, -1])
     return (
         f"The far field takes {gain.value:.4f} (standard error {gain.standard_error:.4f}) bits per "
@@ -71,7 +71,7 @@ def comparison(results: dict[str, Any]) -> str:
 
 
 def describe_text(results: dict[str, Any]) -> str:
-    """Says which text it was, and if the README's numbers are of the same."""
+    """Says which text the models read, and whether it is the one of the README."""
     ours = results["text"]
     line = (
         f"Text of Python {results['python']}: {ours['train']} characters to train on and "
@@ -84,7 +84,7 @@ def describe_text(results: dict[str, Any]) -> str:
 
 
 def draw_figure(results: dict[str, Any]) -> matplotlib.figure.Figure:
-    """Draws validation loss against the step: the median over the seeds, and their range."""
+    """Draws the validation loss by step: the median over the seeds, and their range."""
     figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
     axes = figure.subplots()
     steps = results["steps"]

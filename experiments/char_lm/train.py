@@ -1,4 +1,4 @@
-"""Trains one model: compiled functions that all seeds share, and one linear loop."""
+"""Training of one model: compiled functions that all seeds share, and the training loop."""
 
 from __future__ import annotations
 
@@ -21,19 +21,22 @@ from experiments.harness import train_state
 from experiments.harness.mistakes import UserError
 from experiments.harness.train_state import TrainState
 
-# Which draw a key is for, after those of training.
+# Purpose of a PRNG key, after those of train_state.
 SAMPLE = 2
 
 
 class Program(NamedTuple):
-    """The compiled functions of one attention.
+    """Compiled functions of one kind of attention.
 
     Attributes:
-      init: The state before the first step, of a key.
-      redraw: The state with the projections that belong to its step.
-      train_step: The next state, and the loss in nats, of ``[batch, context + 1]`` characters.
-      evaluate: Mean loss of ``[windows, context + 1]`` characters.
-      sample: ``[context]`` characters that go on with a prompt.
+      init: Function of a key that returns the state before the first step.
+      redraw: Function of a state that returns it with the projections that belong to its step.
+      train_step: Function of a state and characters ``[batch, context + 1]`` that returns the next
+        state and the loss in nats.
+      evaluate: Function of a state and characters ``[windows, context + 1]`` that returns the mean
+        loss.
+      sample: Function of a state and a prompt that returns the prompt and its continuation,
+        ``[context]`` characters.
     """
 
     init: Callable[[jax.Array], TrainState]
@@ -46,7 +49,7 @@ class Program(NamedTuple):
 def make_program(
     config: ml_collections.ConfigDict, attention: str, vocabulary_size: int
 ) -> Program:
-    """Compiles, when they are first called, what trains a model with this attention."""
+    """Returns the functions for one kind of attention; each compiles when first called."""
     make_model = functools.partial(
         CharLM, vocabulary_size, attention=attention, **config.model.to_dict()
     )
@@ -79,7 +82,7 @@ def make_program(
             drawn = jax.random.categorical(jax.random.fold_in(key, position), logits)
             return indices.at[position + 1].set(drawn)
 
-        # What is not written yet is of no consequence: the model is causal.
+        # The model is causal, so characters that are not written yet do not matter.
         indices = jnp.pad(prompt, (0, config.context - len(prompt)))
         return jax.lax.fori_loop(len(prompt) - 1, config.context - 1, write_next, indices)
 
@@ -97,13 +100,13 @@ def make_program(
 def train(
     program: Program, text: Text, config: ml_collections.ConfigDict, *, seed: int, name: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Trains, and samples from what came of it.
+    """Trains a model and samples text from it.
 
     Args:
-      program: Program of ``make_program``.
-      text: Text of ``corpus.load``.
-      config: See ``char_lm.FIELDS``.
-      seed: Seed of parameters, projections, batches and the sample.
+      program: Functions that ``make_program`` returned.
+      text: Text that ``corpus.load`` returned.
+      config: Config with the fields of ``char_lm.FIELDS``.
+      seed: Seed of parameters, projections, batches and the sampled text.
       name: Name of the run in the progress bar and in errors.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Config, run and exponents of the complexity experiment."""
+"""Complexity experiment: config, run and fitted exponents."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from simrf_jax import checks
 from simrf_jax.projections.hadamard import padded_dim
 
 FIELDS: dict[str, type] = {
-    "dims": tuple,  # Where all mechanisms are measured.
-    "fast_dims": tuple,  # Where only those are that form no matrix.
-    "fit_points": int,  # Largest dimensions of each curve to which exponents are fitted.
-    "num_vectors": int,  # Of a batch.
-    "rounds": int,  # Calls of each mechanism, if the seconds suffice.
-    "seconds": float,  # For each of TIMES at one dimension.
+    "dims": tuple,  # Dimensions in which all methods are measured.
+    "fast_dims": tuple,  # Further dimensions for the methods that form no matrix.
+    "fit_points": int,  # Exponents are fitted to this number of the largest dimensions.
+    "num_vectors": int,  # Vectors in a batch.
+    "rounds": int,  # Calls of each method, if the seconds suffice.
+    "seconds": float,  # Time budget for each of TIMES in one dimension.
 }
 NAMES = (*MATRICES, *FAST)
-# Of times to draw, run by run; the two are of one kind, and so alternate.
+# Pairs whose times to draw are compared round by round. Both methods of a pair are of one kind, so
+# their calls alternate.
 RATIOS = (
     ("simplex", "orthogonal"),
     ("simplex_plus", "simplex"),
@@ -70,7 +71,14 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def fit_exponent(dims: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
-    """Fits p of values = c d^p by least squares of logarithms, with its standard error.
+    """Fits the exponent p of values = c d^p by least squares of logarithms.
+
+    Args:
+      dims: Dimensions d.
+      values: Positive values, one for each dimension.
+
+    Returns:
+      The exponent and its standard error.
 
     Example:
       >>> slope, error = fit_exponent([2, 4, 8], [12.0, 48.0, 192.0])
@@ -82,16 +90,16 @@ def fit_exponent(dims: Sequence[int], values: Sequence[float]) -> tuple[float, f
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Measures at all dimensions that ``workdir`` lacks, and leaves results and figures there.
+    """Measures at all dimensions that ``workdir`` lacks, and writes results and figures there.
 
     Args:
-      config: See ``FIELDS``.
-      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+      config: Config with the fields of ``FIELDS``.
+      workdir: Folder for all output. A stopped run of the same config in it is continued.
 
     Returns:
-      Content of ``results.json``: ``curves``, for each mechanism a list over dimensions of
-      the quartiles of times in milliseconds and of bytes; ``ratios`` of the times to draw, run by
-      run; and ``exponents``.
+      The content of ``results.json``: ``curves``, for each method a list over dimensions of the
+      quartiles of times in milliseconds and of bytes; ``ratios`` of the times to draw, round by
+      round; and ``exponents``.
 
     Raises:
       UserError: If ``check`` refuses the config, or the folder cannot be written or holds a run of
@@ -152,7 +160,7 @@ def _quartiles(values: np.ndarray) -> list[float]:
 
 
 def _summary(dim: int, measured: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Measures one point of a mechanism's curves."""
+    """Returns one point of a method's curves."""
     medians = {quantity: _quartiles(measured[quantity]) for quantity in TIMES}
     memory = zip(MEMORIES, measured["memory"], strict=True)
     return {
@@ -164,7 +172,7 @@ def _summary(dim: int, measured: dict[str, np.ndarray]) -> dict[str, Any]:
 
 
 def _exponents(name: str, points: list[dict[str, Any]]) -> dict[str, Any]:
-    """Fits medians of times and of bytes; times of fast forms are first divided by log d."""
+    """Fits exponents to median times and to bytes; divides times of fast forms by log d first."""
     dims = [point["dim"] for point in points]
     logs = np.log(dims) if name in FAST else np.ones(len(dims))
     fits: dict[str, Any] = {"first_dim": dims[0], "last_dim": dims[-1], "ms": {}, "bytes": {}}

@@ -1,4 +1,4 @@
-"""The figures: time and memory against the dimension, beside the paper's orders."""
+"""Figures of time and memory by dimension, with the paper's orders of growth."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from experiments.complexity.measure import FAST
 from experiments.complexity.tables import label
 from experiments.harness import style
 
-MATRIX = {"color": "#000000", "linestyle": "-"}  # For what does not depend on the coupling.
-# Of regular and of fast forms.
+MATRIX = {"color": "#000000", "linestyle": "-"}  # Look of curves that all couplings share.
+# Expected orders of growth, of regular and of fast forms.
 ORDERS: dict[str, Any] = {
     "draw": (("$d^3$", lambda d: d**3), ("$d\\,\\log d$", lambda d: d * np.log(d))),
     "apply": (("$d^2$", lambda d: d**2), ("$d\\,\\log d$", lambda d: d * np.log(d))),
@@ -23,7 +23,7 @@ TICKS = (64, 1024, 16384, 262144)
 
 
 def draw_times(results: dict[str, Any]) -> matplotlib.figure.Figure:
-    """Draws milliseconds to draw, to apply to one vector and to apply to the batch."""
+    """Draws the milliseconds to draw W, to apply it to one vector and to apply it to a batch."""
     titles = {
         "draw": "draw W",
         "apply": "apply W to one vector",
@@ -35,7 +35,7 @@ def draw_times(results: dict[str, Any]) -> matplotlib.figure.Figure:
 
 
 def draw_memory(results: dict[str, Any]) -> matplotlib.figure.Figure:
-    """Draws KiB that drawing a projection takes, and that it holds."""
+    """Draws the KiB that drawing a projection takes and that the projection holds."""
     titles = {"draw": "buffers to draw W", "held": "held by W"}
     figure = _figure(results["curves"], "bytes", titles)
     figure.axes[0].set_ylabel("KiB")
@@ -45,7 +45,7 @@ def draw_memory(results: dict[str, Any]) -> matplotlib.figure.Figure:
 def _figure(
     curves: dict[str, Any], measure: str, titles: dict[str, str]
 ) -> matplotlib.figure.Figure:
-    """Draws a panel for each quantity; matrices that are applied are all one line."""
+    """Draws one panel for each quantity; all matrices share one curve where they are applied."""
     figure = matplotlib.figure.Figure(figsize=(2 + 3 * len(titles), 3.8), layout="constrained")
     panels = figure.subplots(1, len(titles), sharex=True, sharey=True)
     lines: dict[str, Any] = {}
@@ -81,13 +81,13 @@ def _curve(
 
 
 def _values(points: list[Any], measure: str, quantity: str) -> np.ndarray:
-    """Returns quartiles ``[3, dims]``, which for memory are all the same."""
+    """Returns quartiles ``[3, dims]``; the three are equal for memory."""
     values = np.array([point[measure][quantity] for point in points], float)
     return values.T if measure == "ms" else np.broadcast_to(values / 1024, (3, len(values)))
 
 
 def _orders(axes: matplotlib.axes.Axes, curves: dict[str, Any], measure: str, what: str) -> None:
-    """Draws gray lines of the expected slopes, above the regular and beneath the fast curves."""
+    """Draws grey lines of the expected slopes, above the regular and below the fast curves."""
     orders = ORDERS["bytes" if measure == "bytes" else what.removesuffix("_batch")]
     places: Any = (
         ("simplex_plus", 3, -1, (-3, 1), "right"),
@@ -103,7 +103,7 @@ def _orders(axes: matplotlib.axes.Axes, curves: dict[str, Any], measure: str, wh
 
 
 def _look(name: str) -> dict[str, Any]:
-    """Returns the coupling's line; fast forms have hollow squares."""
+    """Returns the look of a method: the coupling's line, with hollow squares for fast forms."""
     fast = name.startswith("fast_")
     marker = {"marker": "s", "markerfacecolor": "white"} if fast else {"marker": "o"}
     return {**style.STYLES[name.removeprefix("fast_")], **marker, "markersize": 4}

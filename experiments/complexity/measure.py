@@ -1,4 +1,4 @@
-"""Time and memory of drawing a projection of d features in d dimensions, and of applying it."""
+"""Measurement of the time and memory to draw a projection for m = d and to apply it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import simrf_jax
 from experiments.harness import timing
 from simrf_jax.projections import FixedCoupling
 
-# Mechanisms of which W is a matrix. With a Hadamard rotation SimRFs+ are the paper's fast SimRFs+.
+# Methods that form W as a matrix. SimRFs+ with a Hadamard rotation are the paper's fast SimRFs+.
 MATRICES: dict[str, dict[str, Any]] = {
     "iid": {"coupling": "iid"},
     "orthogonal": {"coupling": "orthogonal"},
@@ -21,8 +21,8 @@ MATRICES: dict[str, dict[str, Any]] = {
     "simplex_plus": {"coupling": "simplex_plus"},
     "fast_simplex_plus": {"coupling": "simplex_plus", "rotation": "hadamard"},
 }
-# Mechanisms that form no matrix. They are timed apart: a call of microseconds that follows one of
-# seconds finds cold caches and sleeping threads.
+# Methods that form no matrix. They are timed separately, because a call of microseconds right after
+# a call of seconds would find cold caches and sleeping threads.
 FAST: dict[str, FixedCoupling] = {"fast_orthogonal": "orthogonal", "fast_simplex": "simplex"}
 TIMES = ("draw", "apply", "apply_batch")
 MEMORIES = ("held", "draw", "apply")
@@ -30,7 +30,7 @@ PROJECT = jax.jit(simrf_jax.project)
 
 
 def draw(name: str, dim: int, key: jax.Array) -> simrf_jax.projections.Projection:
-    """Draws one square block, d features in d dimensions."""
+    """Draws one row block of d features in d dimensions."""
     if name in FAST:
         return simrf_jax.draw_fast_projection(key, dim, dim, coupling=FAST[name], block="square")
     return simrf_jax.draw_projection(key, dim, dim, block="square", **MATRICES[name])
@@ -39,19 +39,19 @@ def draw(name: str, dim: int, key: jax.Array) -> simrf_jax.projections.Projectio
 def measure(
     names: Iterable[str], dim: int, *, num_vectors: int, rounds: int, seconds: float
 ) -> dict[str, np.ndarray]:
-    """Compiles, then measures the mechanisms in turn, each quantity by itself.
+    """Compiles the methods, then measures one quantity after the other.
 
     Args:
-      names: Names from ``MATRICES`` and ``FAST``.
-      dim: d, for as many features.
-      num_vectors: Vectors in the batch.
-      rounds: Calls of each, if ``seconds`` suffice.
-      seconds: For each of ``TIMES``; see ``timing.alternate``.
+      names: Names of methods in ``MATRICES`` and ``FAST``, whose calls alternate.
+      dim: Dimension d, and number of features.
+      num_vectors: Number of vectors in the batch.
+      rounds: Calls of each method, if ``seconds`` suffice.
+      seconds: Time budget for each of ``TIMES``; see ``timing.alternate``.
 
     Returns:
-      For each of ``TIMES`` the milliseconds of every call, ``[names, rounds]``, and as ``"memory"``
-      the bytes of ``MEMORIES``, ``[names, 3]``: what a projection holds, and the buffers that the
-      compiled draw, and its application to one vector, have beside their arguments.
+      For each of ``TIMES``, the milliseconds of every call, ``[names, rounds]``. The entry
+      ``"memory"`` has the bytes of ``MEMORIES``, ``[names, 3]``: those that a projection holds, and
+      the outputs and temporary buffers of the compiled draw and of its application to one vector.
     """
     names = list(names)
     keys = [jax.random.key(round_) for round_ in range(rounds + 1)]
@@ -76,7 +76,7 @@ def measure(
 
 
 def held_bytes(projection: simrf_jax.projections.Projection) -> int:
-    """Counts the bytes of a projection."""
+    """Returns the bytes that a projection holds."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(projection))
 
 

@@ -1,4 +1,4 @@
-"""The tables of the README."""
+"""Tables of the README."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from experiments.harness.style import LABELS
 
 NAMES = (*MATRICES, *FAST)
 COUPLINGS = ("orthogonal", "simplex", "simplex_plus")
-# Table 1 and Sec. 4.2 of the paper, by coupling.
+# Orders of growth from Table 1 and Sec. 4.2 of the paper, by coupling.
 PAPER_TIME = {"": ["O(d^3)"] * 3, "fast_": ["O(d log d)", "O(d log d)", "O(d^3)"]}
 PAPER_SPACE = {"": ["O(d^2)"] * 3, "fast_": ["O(d)", "O(d)", "O(d^2)"]}
 
 
 def label(name: str) -> str:
-    """Returns the paper's name of a mechanism.
+    """Returns the paper's name of a method.
 
     Example:
       >>> label("simplex"), label("fast_orthogonal")
@@ -28,13 +28,13 @@ def label(name: str) -> str:
 
 
 def report(results: dict[str, Any]) -> str:
-    """Makes all tables, as they stand in the README."""
+    """Returns all tables of the README."""
     tables = (table_1, exponents, draws, ratios, applies, memory, crossings)
     return "\n\n".join(table(results) for table in tables)
 
 
 def table_1(results: dict[str, Any]) -> str:
-    """Makes a table of the paper's orders beside the exponents of drawing and applying."""
+    """Returns the paper's orders with the exponents of drawing W and applying it to one vector."""
     rows = []
     for prefix, form in (("", "regular"), ("fast_", "fast")):
         fits = [results["exponents"][prefix + coupling] for coupling in COUPLINGS]
@@ -50,7 +50,7 @@ def table_1(results: dict[str, Any]) -> str:
 
 
 def exponents(results: dict[str, Any]) -> str:
-    """Makes a table of all exponents, with the dimensions to which they are fitted."""
+    """Returns all exponents, with the dimensions to which they are fitted."""
     rows = []
     for name in NAMES:
         fit = results["exponents"][name]
@@ -65,7 +65,7 @@ def exponents(results: dict[str, Any]) -> str:
 
 
 def draws(results: dict[str, Any]) -> str:
-    """Makes a table of milliseconds to draw, and of how often each was timed."""
+    """Returns the milliseconds to draw, and the number of rounds."""
     rows = []
     for dim, here in _by_dim(results):
         medians = (_number(here[n]["ms"]["draw"][1]) if n in here else "" for n in NAMES)
@@ -75,7 +75,7 @@ def draws(results: dict[str, Any]) -> str:
 
 
 def ratios(results: dict[str, Any]) -> str:
-    """Makes a table of ratios of the times to draw: median and quartiles over the runs."""
+    """Returns the ratios of the times to draw: median and quartiles over the rounds."""
     rows = []
     for dim, _ in _by_dim(results):
         cells = []
@@ -88,7 +88,7 @@ def ratios(results: dict[str, Any]) -> str:
 
 
 def applies(results: dict[str, Any]) -> str:
-    """Makes a table of milliseconds to project one vector and the batch."""
+    """Returns the milliseconds to project one vector and a batch."""
     names = ("simplex", *FAST)
     rows = []
     for dim, here in _by_dim(results):
@@ -103,7 +103,7 @@ def applies(results: dict[str, Any]) -> str:
 
 
 def memory(results: dict[str, Any]) -> str:
-    """Makes a table of the KiB that projections hold, and that drawing and applying takes."""
+    """Returns the KiB that projections hold, and that drawing and applying them takes."""
     names = ("orthogonal", "simplex", "simplex_plus", "fast_simplex")
     rows = []
     for dim, here in _by_dim(results):
@@ -118,7 +118,7 @@ def memory(results: dict[str, Any]) -> str:
 
 
 def crossings(results: dict[str, Any]) -> str:
-    """Says from which dimension on the fast form of SimRFs takes less time, quartiles apart."""
+    """Says from which dimension on fast SimRFs take less time by more than the quartiles."""
     dense, fast = (results["curves"][name] for name in ("simplex", "fast_simplex"))
     whats = {
         "draw": "to draw",
@@ -127,7 +127,7 @@ def crossings(results: dict[str, Any]) -> str:
     }
     lines = []
     for quantity, what in whats.items():
-        won = [  # By more than the quartiles of either.
+        won = [
             (d["dim"], d["ms"][quantity][0] > f["ms"][quantity][2])
             for d, f in zip(dense, fast, strict=False)
         ]
@@ -138,7 +138,7 @@ def crossings(results: dict[str, Any]) -> str:
 
 
 def _by_dim(results: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yields each dimension with the points of the mechanisms that are measured there."""
+    """Yields each dimension with the points of the methods that are measured in it."""
     for dim in [point["dim"] for point in results["curves"]["fast_simplex"]]:
         curves = results["curves"].items()
         yield dim, {name: p for name, points in curves for p in points if p["dim"] == dim}
@@ -149,5 +149,5 @@ def _power(fit: tuple[float, float]) -> str:
 
 
 def _number(value: float) -> str:
-    """Formats three digits, without an exponent."""
+    """Formats a number with three digits and without an exponent."""
     return f"{float(f'{value:.3g}'):,.4g}" if value < 1000 else f"{value:,.0f}"

@@ -1,1 +1,1 @@
-"""Figs. 2 to 5 of Simplex Random Features: couplings, and how alike they make random features."""
+"""Figs. 2 to 5 of Simplex Random Features: the couplings and their RF-conformity."""

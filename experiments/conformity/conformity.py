@@ -1,4 +1,4 @@
-"""The run behind Figs. 2 to 5: what is drawn, what is kept, and the table of it."""
+"""Conformity experiment (Figs. 2 to 5): config, run and table."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from experiments.harness.mistakes import UserError
 
 FIELDS: dict[str, type] = {
     "seed": int,
-    "dim": int,  # Of Figs. 4 and 5; blocks have as many rows.
+    "dim": int,  # Dimension of Figs. 4 and 5; row blocks have as many rows.
     "v": float,  # The distance |x + y|.
-    "num_iterations": int,  # Of Fig. 4.
-    "num_couplings": int,  # Iid directions for the norms of Fig. 4.
-    "num_projections": int,  # Of each coupling, for Fig. 5.
-    "num_draws": int,  # Of norms, for the means beside Fig. 4.
-    "num_optimised": int,  # The first of these, optimised numerically too.
+    "num_iterations": int,  # Iterations in Fig. 4.
+    "num_couplings": int,  # Draws of iid directions for the norms of Fig. 4.
+    "num_projections": int,  # Draws of each coupling for Fig. 5.
+    "num_draws": int,  # Draws of norms for the table of means.
+    "num_optimised": int,  # The first draws of norms, which are also optimised numerically.
 }
-PICTURES, SINGLE, NORMS, PROJECTIONS = range(4)  # What a key is for.
-BATCH = 100  # Draws of norms that are optimised, and kept, together.
+PICTURES, SINGLE, NORMS, PROJECTIONS = range(4)  # Purposes of PRNG keys, which are folded in.
+BATCH = 100  # Draws of norms that are optimised and saved together.
 LEAST_V, MOST_V = 0.01, 3.0
 
 
@@ -58,16 +58,16 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Makes what ``workdir`` lacks, and leaves results and figures there.
+    """Computes what ``workdir`` lacks, and writes results and figures there.
 
     Args:
-      config: See ``FIELDS``.
-      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+      config: Config with the fields of ``FIELDS``.
+      workdir: Folder for all output. A stopped run of the same config in it is continued.
 
     Returns:
-      Content of ``results.json``: ``single_draw`` of norms as ``optimisation.curves``,
-      ``many_draws`` as ``optimisation.summary``, ``densities`` as ``densities.summary`` for each
-      coupling.
+      The content of ``results.json``. ``single_draw`` is the result of ``optimisation.curves``,
+      ``many_draws`` that of ``optimisation.summary``, and ``densities`` that of
+      ``densities.summary`` for each coupling.
 
     Raises:
       UserError: If ``check`` refuses the config, or the folder cannot be written or holds a run of
@@ -90,7 +90,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "densities": {},
     }
     for coupling in densities.COUPLINGS:
-        # The same key: paired draws.
+        # All couplings get the same key, so that their draws are paired.
         lengths = densities.draw_lengths(key(PROJECTIONS), config.num_projections, dim, coupling)
         results["densities"][coupling] = densities.summary(lengths, v, dim, coupling)
     files.write_json(workdir / "results.json", results)
@@ -106,7 +106,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def optima(norms: np.ndarray, v: float, pieces: resumable.Pieces) -> np.ndarray:
-    """Computes the least conformity of each draw of norms, by far the longest part of a run."""
+    """Finds the least conformity of each draw of norms, which takes most of a run's time."""
     parts = []
     for start in tqdm.trange(0, len(norms), BATCH, unit=f" x {BATCH} optima"):
         batch = functools.partial(optimisation.optimum, norms[start : start + BATCH], v)
@@ -115,7 +115,7 @@ def optima(norms: np.ndarray, v: float, pieces: resumable.Pieces) -> np.ndarray:
 
 
 def report(results: dict[str, Any]) -> str:
-    """Makes the table of conformities, and of the part of the possible gain that SimRF+ has."""
+    """Returns the table of conformities, and SimRFs+' share of the possible gain."""
     single, many, drawn = (results[k] for k in ("single_draw", "many_draws", "densities"))
     rows: list[list[object]] = []
     for name in (*densities.COUPLINGS, "simplex_plus_from_iid", "optimised"):

@@ -1,4 +1,4 @@
-"""Figs. 2 and 3: real draws of the couplings in two and three dimensions."""
+"""Figs. 2 and 3: draws of the couplings in two and three dimensions."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from experiments.harness import style
 from simrf_jax.projections import Coupling
 
 COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex")
-NUM_DRAWS = 500  # Of which Fig. 3 shows that with the most typical norms.
-NUM_CHOICES = 300  # The first draws, the clearest of which is drawn bold.
-NUM_FAINT = 12  # Draws behind it.
-LIMIT = 2.5  # Of both axes.
-ARC = 0.8  # Radius of the arcs of angles.
+NUM_DRAWS = 500  # Draws from which Fig. 3 takes the one with the most typical norms.
+NUM_CHOICES = 300  # Draws from which Fig. 2 takes the clearest one, which is bold.
+NUM_FAINT = 12  # Faint draws behind the bold one.
+LIMIT = 2.5  # Both axes go from -LIMIT to LIMIT.
+ARC = 0.8  # Radius of the arcs that show angles.
 
 
 def draw(key: jax.Array, dim: int, coupling: Coupling) -> np.ndarray:
-    """Draws of d rows in 3 coordinates, ``[NUM_DRAWS, dim, 3]``; the third is 0 for d = 2."""
+    """Draws d rows in 3 coordinates, ``[NUM_DRAWS, dim, 3]``; the third is 0 for d = 2."""
     keys = jax.random.split(jax.random.fold_in(key, dim), NUM_DRAWS)
     one = functools.partial(simrf_jax.draw_projection, num_features=dim, dim=dim, coupling=coupling)
     w = np.asarray(jax.vmap(one)(keys), np.float64)
@@ -41,9 +41,9 @@ def angles(rows: np.ndarray) -> list[float]:
 
 
 def arc(a: np.ndarray, b: np.ndarray, num_points: int = 41) -> np.ndarray:
-    """Points ``[num_points, 3]`` of the unit circle from the direction of a to that of b."""
+    """Returns points ``[num_points, 3]`` of the unit circle, from a's direction to b's."""
     a = a / np.linalg.norm(a)
-    # QR has a perpendicular for antiparallel vectors too.
+    # QR finds a perpendicular direction even for antiparallel vectors.
     side = np.linalg.qr(np.stack([a, b], axis=1))[0][:, 1]
     side *= np.copysign(1, side @ b)
     t = np.linspace(0, np.arctan2(side @ b, a @ b), num_points)[:, None]
@@ -51,15 +51,16 @@ def arc(a: np.ndarray, b: np.ndarray, num_points: int = 41) -> np.ndarray:
 
 
 def label_place(points: np.ndarray) -> np.ndarray:
-    """Returns the place on the page of the angle of an arc, outside of the arc's middle."""
+    """Returns the place of an arc's label on the page, just outside the middle of the arc."""
     middle = points[len(points) // 2, :2]
     return middle * (1 + 0.45 / np.linalg.norm(middle))
 
 
 def clearest(draws: np.ndarray) -> int:
-    """Finds the draw whose tips and angles lie farthest apart on the page.
+    """Returns the index of the draw whose tips and labels lie farthest apart on the page.
 
-    Of those that fit on it, and of the half that comes out of it most.
+    The page is the plane of the first two coordinates. Only draws that fit on it count, and only
+    the half of the draws that points out of it most.
     """
     height = draws[..., 2].max(axis=1)
     fits = np.linalg.norm(draws[..., :2], axis=-1).max(axis=1) < LIMIT
@@ -74,14 +75,14 @@ def clearest(draws: np.ndarray) -> int:
 
 
 def typical(norms: np.ndarray) -> int:
-    """Finds the draw of norms ``[num_draws, d]`` that lies nearest to the quantiles of chi."""
+    """Returns the index of the draw of norms ``[num_draws, d]`` nearest to the quantiles of chi."""
     num_rows = norms.shape[1]
     quantiles = stats.chi(num_rows).ppf((np.arange(num_rows) + 1) / (num_rows + 1))
     return int(np.argmin(np.abs(np.sort(norms) - quantiles).max(axis=1)))
 
 
 def in_their_plane(rows: np.ndarray) -> np.ndarray:
-    """Returns coplanar rows ``[m, 3]`` in coordinates of their plane, the longest upwards."""
+    """Returns coplanar rows ``[m, 3]`` in coordinates of their plane, with the longest upwards."""
     plane = np.linalg.svd(rows)[2][:2]
     page = rows @ plane.T
     x, y = page[np.argmax(np.linalg.norm(page, axis=1))]
@@ -90,7 +91,7 @@ def in_their_plane(rows: np.ndarray) -> np.ndarray:
 
 
 def draw_arrow(axes: matplotlib.axes.Axes, row: np.ndarray, color: str) -> None:
-    """Draws an arrow from the origin: thick out of the page, dotted into it."""
+    """Draws an arrow from the origin: thick if it leaves the page, dotted if it goes into it."""
     into = row[2] < -1e-6
     width = 1.6 if into else 2 + 0.5 * row[2]
     order = 3 + row[2] / 10
@@ -114,7 +115,7 @@ def draw_arrow(axes: matplotlib.axes.Axes, row: np.ndarray, color: str) -> None:
 
 
 def draw_rows(axes: matplotlib.axes.Axes, rows: np.ndarray, color: str) -> None:
-    """Arrows, and an arc with its angle between any two."""
+    """Draws an arrow for each row, and an arc with the angle for each pair."""
     axes.add_patch(matplotlib.patches.Circle((0, 0), ARC, color="0.94", zorder=0.5))
     for row in rows:
         draw_arrow(axes, row, color)
@@ -128,7 +129,7 @@ def draw_rows(axes: matplotlib.axes.Axes, rows: np.ndarray, color: str) -> None:
 
 
 def draw_figure(key: jax.Array) -> matplotlib.figure.Figure:
-    """Draws Figs. 2 and 3: rows for d = 2 and 3, and below them SimRFs beside SimRFs+."""
+    """Draws Figs. 2 and 3: rows for d = 2 and 3, and below them SimRFs and SimRFs+."""
     figure = matplotlib.figure.Figure(figsize=(7, 7.6), layout="constrained")
     above, below = figure.subfigures(2, squeeze=False, height_ratios=[2, 1.15])[:, 0]
     above.suptitle("Geometrical couplings for small d", fontsize=11)
@@ -137,7 +138,7 @@ def draw_figure(key: jax.Array) -> matplotlib.figure.Figure:
         draws, color = draw(key, dim, coupling), style.STYLES[coupling]["color"]
         choices, others = draws[:NUM_CHOICES], draws[NUM_CHOICES:]
         if coupling == "iid":
-            # An acute angle is what the other couplings never have.
+            # Show an acute angle, which the other couplings never have.
             choices = choices[[min(angles(rows)) < 65 for rows in choices]]
         for x, y, _ in others[:NUM_FAINT].reshape(-1, 3):
             panel.plot([0, x], [0, y], color=color, alpha=0.2, linewidth=0.8, zorder=1)
@@ -154,7 +155,7 @@ def draw_figure(key: jax.Array) -> matplotlib.figure.Figure:
 
 
 def draw_weights(figure: matplotlib.figure.SubFigure, key: jax.Array) -> None:
-    """Draws Fig. 3: the same norms coupled by SimRFs and by SimRFs+, in the plane of the rows."""
+    """Draws Fig. 3: SimRFs and SimRFs+ with the same norms, in the plane of the rows."""
     figure.suptitle("Random vectors with bigger norms subtend bigger angles (d = 3)", fontsize=11)
     draws = {coupling: draw(key, 3, coupling) for coupling in ("simplex", "simplex_plus")}
     number = typical(np.linalg.norm(draws["simplex"], axis=-1))

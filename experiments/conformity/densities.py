@@ -1,4 +1,4 @@
-"""Fig. 5: the density of the resultant's length of a pair, and the function it is weighed by."""
+"""Fig. 5: the density of |w_i + w_j|, and the function f whose mean is the conformity."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex", "simplex_plus
 
 
 def weight(w: np.ndarray, v: float, dim: int) -> np.ndarray:
-    r"""Computes :math:`f(w, v) = {}_0F_1(; d/2; v^2 w^2 / 4)`, whose mean is the conformity.
+    r"""Returns :math:`f(w, v) = {}_0F_1(; d/2; v^2 w^2 / 4)`, whose mean is the conformity.
 
     Args:
-      w: Lengths of :math:`w_i + w_j`, any shape.
+      w: Lengths of :math:`w_i + w_j`, of any shape.
       v: The distance :math:`|x + y|`.
       dim: Dimension d.
 
@@ -38,13 +38,14 @@ def weight(w: np.ndarray, v: float, dim: int) -> np.ndarray:
       [  1.  182.5]
 
     References:
-      Reid et al., Simplex Random Features (ICML 2023), Eq. 10, and the scale of Fig. 5.
+      Reid et al., Simplex Random Features (ICML 2023), Eq. 10 and the scale of Fig. 5,
+      https://arxiv.org/abs/2301.13856
     """
     return np.exp(log_hyp0f1(dim / 2, (v * w / 2) ** 2))
 
 
 def draw_lengths(key: jax.Array, num_projections: int, dim: int, coupling: Coupling) -> np.ndarray:
-    """Draws lengths of all w_i + w_j of d rows, ``[num_projections, d (d - 1) / 2]``."""
+    """Returns all |w_i + w_j| of projections of d rows, ``[num_projections, d (d - 1) / 2]``."""
     draw = functools.partial(
         simrf_jax.draw_projection, num_features=dim, dim=dim, coupling=coupling
     )
@@ -53,24 +54,25 @@ def draw_lengths(key: jax.Array, num_projections: int, dim: int, coupling: Coupl
 
 
 def integral(coupling: ClosedFormCoupling, v: float, dim: int) -> float:
-    """Computes the mean of f over the density of theory, by quadrature."""
+    """Returns the mean of f over theory's density, by quadrature."""
 
     def integrand(w: float) -> float:
         return float(theory.resultant_norm_pdf(w, dim, coupling=coupling)) * float(
             weight(np.array(w), v, dim)
         )
 
-    # Of the longest resultants, those of iid rows, f has the mass near sqrt(2 d) + 2 v.
+    # The longest resultants are those of iid rows. Their part of the mean of f lies near
+    # sqrt(2 d) + 2 v.
     return float(integrate.quad(integrand, 0, longest(dim) + 2 * v + 10, limit=200)[0])
 
 
 def longest(dim: int) -> int:
-    """Returns the length beyond which no coupling has mass that could be seen."""
+    """Returns a length beyond which no coupling has visible mass."""
     return int(np.ceil(np.sqrt(2 * dim) + 6))
 
 
 def summary(lengths: np.ndarray, v: float, dim: int, coupling: Coupling) -> dict[str, Any]:
-    """Computes conformity by draws and, where there is a density, by quadrature and closed form."""
+    """Returns the conformity by draws and, if theory has it, by quadrature and in closed form."""
     conformity = weight(lengths, v, dim).mean(axis=1)
     density, edges = np.histogram(lengths, 10 * longest(dim), (0, longest(dim)), density=True)
     result = {
@@ -87,7 +89,7 @@ def summary(lengths: np.ndarray, v: float, dim: int, coupling: Coupling) -> dict
 
 
 def draw_figure(results: dict[str, Any], v: float, dim: int) -> matplotlib.figure.Figure:
-    """Draws Fig. 5: densities over the histograms of draws, and f on a scale of its own."""
+    """Draws Fig. 5: densities as lines over histograms of draws, and f with its own axis."""
     figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
     axes = figure.subplots()
     w = np.linspace(0, longest(dim), 400)

@@ -1,4 +1,4 @@
-"""Weighs couplings: ``python -m experiments.conformity.main --workdir=runs/conformity``."""
+"""Compares couplings: ``python -m experiments.conformity.main --workdir=runs/conformity``."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""Fig. 4: the conformity of rows whose norms are given, while their directions are optimised."""
+"""Fig. 4: the conformity of rows with given norms while their directions are optimised."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from simrf_jax.projections.couplings import NUM_SWEEPS, minimise_resultant
 from simrf_jax.projections.row_blocks import simplex_vertices
 from simrf_jax.theory.optimum import descent
 
-NORMS, DIRECTIONS = range(2)  # What a key is for.
+NORMS, DIRECTIONS = range(2)  # Purposes of PRNG keys, which are folded in.
 
 
 def draw_norms(key: jax.Array, num_draws: int, dim: int) -> np.ndarray:
-    """Draws norms of the rows of projections, ``[num_draws, dim]``, each chi of dim degrees."""
+    """Draws norms of rows, ``[num_draws, dim]``, from chi with dim degrees of freedom."""
     key = jax.random.fold_in(key, NORMS)
     gaussian = jax.random.normal(key, (num_draws, dim, dim))
     return np.asarray(jnp.linalg.norm(gaussian, axis=-1), np.float64)
@@ -35,13 +35,13 @@ def draw_directions(key: jax.Array, num_draws: int, dim: int) -> np.ndarray:
 
 
 def conformity(norms: np.ndarray, directions: np.ndarray, v: float) -> np.ndarray:
-    """Computes conformity, given ``[..., d]`` norms and ``[..., d, coordinates]`` directions."""
+    """Returns the conformity of rows with norms ``[..., d]`` and directions ``[..., d, n]``."""
     rows = norms[..., None] * directions
     return np.exp(theory.log_conformity_of_rows(v, rows, dim=norms.shape[-1]))
 
 
 def iid_conformity(norms: np.ndarray, v: float) -> np.ndarray:
-    """Averages over iid directions: a pair's f is then the product of f(a_i) and f(a_j)."""
+    """Returns the mean conformity over iid directions, where a pair has f(a_i) f(a_j)."""
     f = weight(norms, v, norms.shape[-1])
     pairs = f.sum(axis=-1) ** 2 - (f**2).sum(axis=-1)
     return pairs / (f.shape[-1] * (f.shape[-1] - 1))
@@ -49,7 +49,13 @@ def iid_conformity(norms: np.ndarray, v: float) -> np.ndarray:
 
 @jax.jit
 def arrange(norms: jax.Array, starts: jax.Array, num_sweeps: jax.Array) -> jax.Array:
-    """Arranges SimRF+ ``[n, d, coordinates]`` of norms ``[n, d]``, after ``[n]`` sweeps."""
+    """Returns SimRF+ directions for n draws of norms ``[n, d]``, each after its own sweeps.
+
+    Args:
+      norms: Norms ``[n, d]``.
+      starts: Directions before the first sweep, ``[n, d, coordinates]``.
+      num_sweeps: Number of sweeps of each draw, ``[n]``.
+    """
     sweep = jax.vmap(lambda a, s, number: minimise_resultant(s, a, num_sweeps=number))
     return sweep(norms, starts, num_sweeps)
 
@@ -57,7 +63,7 @@ def arrange(norms: jax.Array, starts: jax.Array, num_sweeps: jax.Array) -> jax.A
 def swept_conformity(
     norms: np.ndarray, starts: np.ndarray, num_sweeps: np.ndarray, v: float
 ) -> np.ndarray:
-    """Computes conformity of SimRF+, ``[n]``; norms, starts and sweep counts are n or one."""
+    """Returns the conformity of SimRF+, ``[n]``; each argument but v has n entries or one."""
     num_draws = max(len(norms), len(num_sweeps))
     norms = np.broadcast_to(norms, (num_draws, norms.shape[1]))
     starts = np.broadcast_to(starts, (num_draws, *starts.shape[-2:]))
@@ -67,18 +73,18 @@ def swept_conformity(
 
 
 def curves(key: jax.Array, v: float, dim: int, iterations: int, couplings: int) -> dict[str, Any]:
-    """Computes conformity of one draw of norms, constant or after 0, 1, ... iterations.
+    """Returns the conformity of one draw of norms, also after 0, 1, ... iterations.
 
     Args:
-      key: Draws the norms, and iid directions for them.
-      v: The distance :math:`|x + y|`.
+      key: PRNG key of the norms and of iid directions for them.
+      v: Distance :math:`|x + y|`.
       dim: Dimension d, and number of rows.
-      iterations: Iterations of the optimisers: sweeps over all rows for SimRF+.
-      couplings: Draws of iid directions; the optimisers start from those whose conformity
-        is nearest to the mean.
+      iterations: Number of iterations. One iteration of SimRF+ is a sweep over all rows.
+      couplings: Number of draws of iid directions. The optimisers start from the draw whose
+        conformity is nearest to the mean.
 
     Returns:
-      For each coupling a number or a list over the iterations, and the norms.
+      The norms and, for each coupling, a number or a list over the iterations.
     """
     norms = draw_norms(key, 1, dim)
     simplex, random = simplex_vertices(dim), draw_directions(key, couplings, dim)
@@ -86,7 +92,7 @@ def curves(key: jax.Array, v: float, dim: int, iterations: int, couplings: int) 
     start = random[np.argmin(np.abs(single - single.mean()))]
     steps = np.arange(iterations + 1)
     way = descent(start, norms[0], v, dim)
-    # An optimiser that has arrived stays there.
+    # The optimiser may converge early; its last point then stands for all later iterations.
     way = way[np.minimum(steps, len(way) - 1)]
     return {
         "norms": norms[0].tolist(),
@@ -103,9 +109,9 @@ def curves(key: jax.Array, v: float, dim: int, iterations: int, couplings: int) 
 
 
 def of_draws(key: jax.Array, norms: np.ndarray, v: float) -> dict[str, np.ndarray]:
-    """Computes conformities of draws of norms ``[n, d]``: ``[n]`` for each coupling.
+    """Returns the conformities ``[n]`` of each coupling for draws of norms ``[n, d]``.
 
-    ``simplex_plus_from_iid`` starts from iid directions, drawn for each from the key.
+    ``simplex_plus_from_iid`` starts from iid directions, which the key draws for each of them.
     """
     num_draws, dim = norms.shape
     simplex, random = simplex_vertices(dim), draw_directions(key, num_draws, dim)
@@ -120,23 +126,23 @@ def of_draws(key: jax.Array, norms: np.ndarray, v: float) -> dict[str, np.ndarra
 
 
 def optimum(norms: np.ndarray, v: float) -> np.ndarray:
-    """Finds the least conformity of each draw of norms ``[n, d]`` numerically, ``[n]``."""
+    """Finds the least conformity ``[n]`` of each draw of norms ``[n, d]`` numerically."""
     dim = norms.shape[1]
-    # Its matrices are tiny: threads, where others are at work, take twenty times as long.
+    # The matrices are tiny. On a busy machine, several threads would take twenty times as long.
     with threadpoolctl.threadpool_limits(1):
         return np.exp([theory.optimal_directions(a, v, dim).log_conformity for a in norms])
 
 
 def summary(draws: dict[str, np.ndarray], best: np.ndarray) -> dict[str, Any]:
-    """Means over draws of norms, and what is gained over the simplex of the same norms.
+    """Returns means over draws of norms, and the gain over the simplex with the same norms.
 
     Args:
-      draws: Conformities from ``of_draws``.
-      best: The optima of the first few.
+      draws: Conformities that ``of_draws`` returned.
+      best: Least conformities of the first few draws.
 
     Returns:
-      For each coupling the means of conformity and gain, and as ``share`` the part of the possible
-      gain that SimRF+ has; with standard errors.
+      For each coupling, the means of conformity and gain. ``share`` is SimRFs+' share of the
+      possible gain. All have standard errors.
     """
     results: dict[str, Any] = {}
     for name, values in (draws | {"optimised": best}).items():
@@ -151,7 +157,7 @@ def summary(draws: dict[str, np.ndarray], best: np.ndarray) -> dict[str, Any]:
     possible = draws["simplex"][: len(best)] - best
     gain = (draws["simplex"] - draws["simplex_plus"])[: len(best)]
     share = gain.mean() / possible.mean()
-    # To first order in its errors, the ratio of two means is a mean.
+    # To first order in the errors, a ratio of two means is itself a mean.
     error = _standard_error((gain - share * possible) / possible.mean())
     return results | {"share": {"mean": float(share), "standard_error": error}}
 
@@ -161,7 +167,7 @@ def _standard_error(values: np.ndarray) -> float:
 
 
 def draw_figure(results: dict[str, Any], v: float, dim: int) -> matplotlib.figure.Figure:
-    """Draws Fig. 4: conformity against iterations; level lines are what does not iterate."""
+    """Draws Fig. 4: conformity by iteration, with level lines for couplings without iterations."""
     figure = matplotlib.figure.Figure(figsize=(5, 4.2), layout="constrained")
     axes = figure.subplots()
     iterations = np.arange(len(results["simplex_plus"]))

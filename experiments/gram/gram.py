@@ -1,4 +1,4 @@
-"""Trials, closed form and figure of the Gram-matrix experiment."""
+"""Gram-matrix experiment: config, trials, closed form, table and figure."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from simrf_jax.projections import Coupling
 from simrf_jax.theory.arguments import ClosedFormCoupling
 
 FIELDS: dict[str, type] = {
-    "seed": int,  # Of the points and of all projections.
+    "seed": int,  # Seed of the points and of all projections.
     "dim": int,
     "num_points": int,
     "scale": float,  # Standard deviation of the points' coordinates.
     "multiples": tuple,  # Numbers of features, in multiples of dim.
-    "num_trials": int,  # Projections of dim features; of m times as many, an m-th of that.
-    "batch_size": int,  # Trials at a time.
+    "num_trials": int,  # Trials with dim features; n * dim features have 1 / n as many trials.
+    "batch_size": int,  # Trials in one call.
 }
 COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex", "simplex_plus")
-POINTS, TRIALS = range(2)  # What a key is for.
+POINTS, TRIALS = range(2)  # Purposes of PRNG keys, which are folded in.
 
 
 def check(config: ml_collections.ConfigDict) -> None:
@@ -58,7 +58,7 @@ def draw_points(config: ml_collections.ConfigDict) -> jax.Array:
 def squared_errors(
     keys: jax.Array, x: jax.Array, num_features: int, coupling: Coupling
 ) -> jax.Array:
-    """Computes the squared Frobenius error over the number of entries, for each key."""
+    """Returns the mean squared error of the entries of the Gram matrix, for each key."""
     exact = simrf_jax.gaussian_kernel(x, x)
 
     def one(key: jax.Array) -> jax.Array:
@@ -71,20 +71,20 @@ def squared_errors(
 
 
 def expected_error(x: np.ndarray, num_features: int, coupling: ClosedFormCoupling) -> float:
-    """Computes the same mean in closed form; the diagonal is a part of it."""
+    """Returns the closed form of the mean squared error, which includes the diagonal."""
     mse = theory.kernel_mse(x[:, None], x[None], num_features, coupling=coupling)
     return float(mse.mean())
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Runs all trials that ``workdir`` lacks, and leaves results and figure there.
+    """Runs all trials that ``workdir`` lacks, and writes results and the figure there.
 
     Args:
-      config: See ``FIELDS``.
-      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+      config: Config with the fields of ``FIELDS``.
+      workdir: Folder for all output. A stopped run of the same config in it is continued.
 
     Returns:
-      Content of ``results.json``: for each coupling a list over the sizes of the mean error,
+      The content of ``results.json``: for each coupling a list over the sizes of the mean error,
       its standard error and, where there is one, its closed form.
 
     Raises:
@@ -117,7 +117,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 def _all_trials(
     x: jax.Array, size: int, coupling: Coupling, num_trials: int, config: ml_collections.ConfigDict
 ) -> np.ndarray:
-    # The same keys for all couplings: paired draws.
+    # All couplings get the same keys, so that their draws are paired.
     key = jax.random.fold_in(jax.random.key(config.seed), TRIALS)
     keys = jax.random.split(key, num_trials)
     batches = range(0, num_trials, config.batch_size)
@@ -136,7 +136,7 @@ def _summary(errors: np.ndarray, x: np.ndarray, size: int, coupling: Coupling) -
 
 
 def report(results: dict[str, Any]) -> str:
-    """Makes the table of mean errors and their standard errors."""
+    """Returns the table of mean errors and their standard errors."""
     rows: list[list[object]] = []
     for number, size in enumerate(results["num_features"]):
         curve = [results[coupling][number] for coupling in COUPLINGS]
@@ -145,7 +145,7 @@ def report(results: dict[str, Any]) -> str:
 
 
 def draw_figure(results: dict[str, Any], dim: int) -> matplotlib.figure.Figure:
-    """Draws Fig. 7: error against features, both logarithmic; closed forms as lines."""
+    """Draws Fig. 7: the error by number of features, with closed forms as lines."""
     figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
     axes = figure.subplots()
     multiples = np.array(results["num_features"]) / dim

@@ -1,7 +1,8 @@
-"""Errors of attention by random features, with the projections of a blog post and with ours.
+"""Errors of random-feature attention with the projections of a blog post and with ours.
 
-Teddy Koker, "Performers: The Kernel Trick, Random Fourier Features, and Attention" (2020), with
-the code at github.com/teddykoker/performer.
+The post is Teddy Koker, "Performers: The Kernel Trick, Random Fourier Features, and Attention"
+(2020), https://teddykoker.com/2020/11/performers/
+Its code is at https://github.com/teddykoker/performer
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import simrf_jax
 from simrf_jax.projections import Coupling
 
-INPUTS, PROJECTION = range(2)  # What a key is for.
+INPUTS, PROJECTION = range(2)  # Purposes of PRNG keys, which are folded in.
 
 
 class Curve(NamedTuple):
@@ -27,7 +28,7 @@ class Curve(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """The settings that the curves of a panel share."""
+    """Setting that all curves of a panel share."""
 
     title: str
     scale: float  # Standard deviation of the queries, keys and values.
@@ -43,20 +44,20 @@ def draw_inputs(key: jax.Array, length: int, dim: int, scale: float) -> jax.Arra
 def draw_projection(
     key: jax.Array, num_features: int, dim: int, curve: Curve, *, as_written: bool
 ) -> jax.Array:
-    r"""Draws a W with which the library computes either estimate of attention.
+    r"""Draws W as the post has it, or corrected; the library's attention then takes either.
 
-    As written in the post, sines and cosines are of :math:`2 \pi w \cdot x`; and in its code, the
-    norm of every orthogonal row is :math:`\sqrt{d / m}`, where :math:`\chi_d` is right.
+    The post takes sines and cosines of :math:`2 \pi w \cdot x` instead of :math:`w \cdot x`. In its
+    code every orthogonal row has the norm :math:`\sqrt{d / m}`, where :math:`\chi_d` is right.
 
     Args:
       key: A typed PRNG key.
-      num_features: Rows m.
+      num_features: Number of rows m.
       dim: Dimension d.
-      curve: The coupling, and the feature map that W is for.
-      as_written: True draws the post's W, false the right one.
+      curve: Coupling, and the feature map that W is for.
+      as_written: If true, draw the post's W; otherwise draw the corrected one.
 
     Returns:
-      ``[num_features, dim]`` in float64.
+      Projection ``[num_features, dim]`` in float64.
     """
     orthogonal_as_written = as_written and curve.coupling == "orthogonal"
     w = simrf_jax.draw_projection(
@@ -76,12 +77,12 @@ def draw_projection(
 
 @functools.partial(jax.jit, static_argnames="feature_map")
 def squared_error(inputs: jax.Array, projection: jax.Array, *, feature_map: str) -> jax.Array:
-    """Computes the mean squared error of the entries of attention's output.
+    """Returns the mean squared error of the entries of attention's output.
 
     Args:
       inputs: Queries, keys and values, ``[3, length, dim]``.
       projection: W, ``[num_features, dim]``.
-      feature_map: Feature map; see ``random_feature_attention``.
+      feature_map: Name of a feature map; see ``random_feature_attention``.
 
     Returns:
       A scalar.
@@ -93,13 +94,16 @@ def squared_error(inputs: jax.Array, projection: jax.Array, *, feature_map: str)
 
 @jax.jit
 def uniform_error(inputs: jax.Array) -> jax.Array:
-    """Computes the error of attention that looks at no key and returns the mean of the values."""
+    """Returns the mean squared error of uniform attention, whose output is the mean value."""
     exact = exact_attention(inputs)
     uniform = jnp.mean(inputs[2], axis=0, keepdims=True)
     return jnp.mean(jnp.square(jnp.broadcast_to(uniform, exact.shape) - exact))
 
 
 def exact_attention(inputs: jax.Array) -> jax.Array:
-    """Computes attention in the inputs' type; jax.nn.dot_product_attention uses float32."""
+    """Computes softmax attention in the inputs' type.
+
+    ``jax.nn.dot_product_attention`` would compute the softmax in float32.
+    """
     q, k, v = inputs
     return jax.nn.softmax(q @ k.T / math.sqrt(q.shape[1])) @ v

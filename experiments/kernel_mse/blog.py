@@ -1,4 +1,4 @@
-"""The two figures of the blog post, as written and corrected; see ``attention`` for the post."""
+"""Two figures of the blog post, as written and corrected; ``attention`` names the post."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ def _panels(scale: float) -> tuple[Panel, ...]:
     return (
         Panel("as written", scale, as_written=True),
         Panel("corrected", scale, as_written=False),
-        Panel("corrected", 0.5, as_written=False),  # Where random features have a chance.
+        Panel("corrected", 0.5, as_written=False),  # Random features work at this scale.
     )
 
 
-# The scales as written are the `temperature` in the post's code, which its text does not mention.
+# The scales of the post are the `temperature` in its code, which its text does not mention.
 FIGURES = {
     "iid_and_orthogonal": (tuple(CURVES)[:2], _panels(1.0)),
     "trigonometric_and_positive": (tuple(CURVES)[1:], _panels(1.5)),
 }
-# Every case once; both figures share some.
+# Both figures share some cases; each case is computed once.
 CASES = tuple(
     dict.fromkeys((c, p) for curves, panels in FIGURES.values() for p in panels for c in curves)
 )
 SCALES = tuple({panel.scale: None for _, panel in CASES})
-POST_UP_TO = 192  # Features.
+POST_UP_TO = 192  # The post's axis ends at this number of features.
 
 
 def tasks(config: ml_collections.ConfigDict) -> resumable.Tasks:
-    """Lists all cases at one number of features each, and attention that looks at no key."""
+    """Returns a task with all cases for each number of features, and one for uniform attention."""
     seed, options = config.seed, config.attention
     sizes: resumable.Tasks = {
         f"attention-{size}": functools.partial(_errors_at, seed, options, size)
@@ -61,21 +61,21 @@ def _sample_keys(seed: int, options: ml_collections.ConfigDict) -> list[jax.Arra
 
 
 def _errors_at(seed: int, options: ml_collections.ConfigDict, size: int) -> np.ndarray:
-    """Computes errors ``[cases, samples]``; a sample has the same inputs everywhere, scaled."""
+    """Returns errors ``[cases, samples]``; all cases share a sample's inputs up to their scale."""
 
     def error(key: jax.Array, curve: Curve, panel: Panel) -> float:
         inputs = attention.draw_inputs(key, options.length, options.dim, panel.scale)
         w = attention.draw_projection(key, size, options.dim, curve, as_written=panel.as_written)
         return float(attention.squared_error(inputs, w, feature_map=curve.feature_map))
 
-    # In float64, so that a denominator near zero is the estimator's own.
+    # In float64, a denominator near zero comes from the estimator and not from rounding.
     with jax.enable_x64(True):
         keys = _sample_keys(seed, options)
         return np.array([[error(key, *case) for key in keys] for case in CASES])
 
 
 def _uniform_errors(seed: int, options: ml_collections.ConfigDict) -> np.ndarray:
-    """Computes errors ``[scales, samples]`` of attention that looks at no key."""
+    """Returns the errors of uniform attention, ``[scales, samples]``."""
 
     def error(key: jax.Array, scale: float) -> float:
         inputs = attention.draw_inputs(key, options.length, options.dim, scale)
@@ -87,7 +87,7 @@ def _uniform_errors(seed: int, options: ml_collections.ConfigDict) -> np.ndarray
 
 
 def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Returns for each figure a list of panels, for each panel one of curves over the sizes."""
+    """Returns the panels of each figure, whose curves are lists over the numbers of features."""
     sizes = list(config.attention.num_features)
     errors = np.stack([pieces[f"attention-{size}"] for size in sizes], axis=1)
     of_case = {case: _spread(e) for case, e in zip(CASES, errors, strict=True)}
@@ -104,7 +104,7 @@ def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) ->
 
 
 def _spread(errors: np.ndarray) -> dict[str, list[float]]:
-    """Summarizes errors ``[sizes, samples]``; the standard deviation is the sample's, as there."""
+    """Summarises errors ``[sizes, samples]``; like the post, divides variances by the count."""
     return {
         "mean": errors.mean(axis=1).tolist(),
         "standard_deviation": errors.std(axis=1).tolist(),
@@ -114,7 +114,7 @@ def _spread(errors: np.ndarray) -> dict[str, list[float]]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """Makes a table of mean (standard deviation) and median at the post's last size and at ours."""
+    """Returns the table of errors at the end of the post's axis and at the end of ours."""
     sizes = results["num_features"]
     shown = [i for i, size in enumerate(sizes) if size in (POST_UP_TO, sizes[-1])]
     rows: list[list[object]] = []
@@ -132,7 +132,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
-    """Draws the post's figures, mean and standard deviation, with the medians as dots."""
+    """Draws mean and standard deviation, as the post does, and medians as dots."""
     return {name: _draw_figure(results, name) for name in FIGURES}
 
 
@@ -153,7 +153,7 @@ def _draw_panel(axes: matplotlib.axes.Axes, sizes: np.ndarray, panel: dict[str, 
     for curve in panel["curves"]:
         look = CURVES[Curve(curve["coupling"], curve["feature_map"])]
         mean, deviation = np.array(curve["mean"]), np.array(curve["standard_deviation"])
-        # Where the deviation exceeds the mean, the band ends at the least of the samples.
+        # Where the deviation exceeds the mean, the band ends at the smallest sample.
         low = np.maximum(mean - deviation, curve["least"])
         style.band(axes, sizes, low, mean + deviation, color=look["color"])
         axes.plot(sizes, mean, **look, linewidth=1.3)

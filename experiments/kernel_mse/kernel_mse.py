@@ -1,4 +1,4 @@
-"""The three parts of the experiment as one: config, run and report."""
+"""Config, run and report of the three parts of the experiment."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from experiments.kernel_mse import blog, mse_ratio, trigonometric_gap
 
 FIELDS: dict[str, type] = {
     "seed": int,
-    # Fig. 6. As many features as dimensions, here and in the gap.
+    # Fig. 6. There are as many features as dimensions, here and in the gap.
     "ratio.dim": int,
-    "ratio.distances": tuple,  # v = |x + y| of the trials.
+    "ratio.distances": tuple,  # Distances v = |x + y| of the trials.
     "ratio.num_trials": int,
     # Eq. 26.
-    "gap.dims": tuple,  # Of the curves and the table of sign changes.
+    "gap.dims": tuple,  # Dimensions of the curves and of the table of sign changes.
     "gap.trial_dims": tuple,
-    "gap.trial_distances": tuple,  # z = |x - y|.
+    "gap.trial_distances": tuple,  # Distances z = |x - y| of the trials.
     "gap.num_trials": int,
-    # The blog's attention.
+    # Attention in the blog post.
     "attention.length": int,
     "attention.dim": int,
     "attention.num_features": tuple,
@@ -48,14 +48,14 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Computes what ``workdir`` lacks, and leaves results and figures there.
+    """Computes what ``workdir`` lacks, and writes results and figures there.
 
     Args:
-      config: See ``FIELDS``.
-      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+      config: Config with the fields of ``FIELDS``.
+      workdir: Folder for all output. A stopped run of the same config in it is continued.
 
     Returns:
-      Content of ``results.json``: ``{"ratio": ..., "gap": ..., "attention": ...}``, the
+      The content of ``results.json``: ``{"ratio": ..., "gap": ..., "attention": ...}``, the
       summaries of the three parts.
 
     Raises:
@@ -77,5 +77,5 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def report(results: dict[str, Any]) -> str:
-    """Makes the tables of the three parts."""
+    """Returns the tables of the three parts."""
     return "\n\n".join(part.table(results[name]) for name, part in PARTS.items())

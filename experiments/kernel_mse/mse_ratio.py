@@ -1,4 +1,4 @@
-"""Fig. 6: mean squared errors of positive features relative to iid ones, theory and trials."""
+"""Fig. 6: mean squared errors of positive features relative to iid ones, in theory and trials."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from simrf_jax import theory
 from simrf_jax.projections import Coupling
 
 COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex", "simplex_plus")
-CURVE = np.geomspace(1e-3, 1e2, 501)  # The axis of the paper.
-ENOUGH = 0.9  # Share of the mean that the draws must be able to see for a filled marker.
+CURVE = np.geomspace(1e-3, 1e2, 501)  # Distances on the paper's axis.
+ENOUGH = 0.9  # A marker is filled if the draws can see at least this share of the mean.
 
 
 def tasks(config: ml_collections.ConfigDict) -> resumable.Tasks:
-    """Lists one set of trials for each coupling, from the same keys."""
+    """Returns one set of trials for each coupling, from the same keys."""
     options = config.ratio
     return {
         f"ratio-{coupling}": functools.partial(
@@ -38,15 +38,15 @@ def tasks(config: ml_collections.ConfigDict) -> resumable.Tasks:
 
 
 def visible_share(v: np.ndarray, num_draws: int, power: int) -> np.ndarray:
-    r"""Returns the share of :math:`E\, e^{p g v}` that lies below the largest of many normal g.
+    r"""Returns the share of :math:`E\, e^{p g v}` from g below the largest of n normal draws.
 
-    Weighted by :math:`e^{p g v}` a standard normal number has mean p v, so that most of the
+    Weighted by :math:`e^{p g v}`, a standard normal number g has mean p v. So most of the
     expectation may come from numbers that are never drawn.
 
     Args:
-      v: Distances, any shape.
-      num_draws: n.
-      power: p; 2 for a mean squared error, 4 for its standard error.
+      v: Distances, of any shape.
+      num_draws: Number n of draws.
+      power: Power p, which is 2 for a mean squared error and 4 for its standard error.
 
     Returns:
       :math:`\Phi(\Phi^{-1}(1 - 1/n) - p v)`, of the shape of v.
@@ -60,7 +60,7 @@ def visible_share(v: np.ndarray, num_draws: int, power: int) -> np.ndarray:
 
 
 def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Returns errors and ratios of each coupling at all distances, with closed forms."""
+    """Returns the errors and ratios of each coupling at all distances, with closed forms."""
     dim, v = config.ratio.dim, np.array(config.ratio.distances)
     errors = {coupling: pieces[f"ratio-{coupling}"] for coupling in COUPLINGS}
     num_draws = config.ratio.num_trials * dim**2
@@ -86,9 +86,9 @@ def _compare(
         "ratio": list(ratio.value),
         "ratio_standard_error": list(ratio.standard_error),
     }
-    if coupling == "simplex_plus":  # Which has no closed form.
+    if coupling == "simplex_plus":  # It has no closed form.
         return results
-    x = v[:, None] / 2 * np.eye(1, dim)  # And y = x, where the kernel is 1.
+    x = v[:, None] / 2 * np.eye(1, dim)  # With y = x the kernel is 1.
     closed_mse = np.asarray(theory.kernel_mse(x, x, dim, coupling=coupling))
     closed_ratio = np.asarray(theory.mse_ratio(v, dim, dim, coupling=coupling))
     results["mse_closed_form"] = list(closed_mse)
@@ -100,7 +100,7 @@ def _compare(
 
 
 def table(results: dict[str, Any]) -> str:
-    """Makes a table of ratios: trials (standard error) / closed form."""
+    """Returns the table of ratios: trials (standard error) / closed form."""
     rows: list[list[object]] = []
     for number, v in enumerate(results["distances"]):
         row: list[object] = [f"{v:g}"]
@@ -129,7 +129,7 @@ def _largest_z_score(results: dict[str, Any], number: int) -> str:
 
 
 def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
-    """Draws closed forms as lines, trials as markers, open where draws miss much of the mean."""
+    """Draws closed forms as lines and trials as markers, open where draws miss part of the mean."""
     figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
     axes = figure.subplots()
     dim, v = results["dim"], np.array(results["distances"])

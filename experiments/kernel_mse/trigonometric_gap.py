@@ -1,4 +1,4 @@
-"""Eq. 26: by how much orthogonal trigonometric features beat iid ones, and where they do not."""
+"""Eq. 26: the gap between iid and orthogonal trigonometric features, and where it is negative."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from experiments.harness import markdown, resumable, style, trials
 from simrf_jax import theory
 
 GRID = np.linspace(0.002, 12, 6000)
-# Of the gap, which has errors of 1e-15: below this its sign means nothing.
+# The gap is computed with errors of 1e-15, so the sign of a smaller value means nothing.
 RESOLUTION = 1e-14
 COUPLINGS = ("iid", "orthogonal")
-DRAWN = (2, 3, 4, 6, 8, 16, 64)  # Of the dimensions; more would be a thicket.
+DRAWN = (2, 3, 4, 6, 8, 16, 64)  # Dimensions in the figure; more would make it unreadable.
 LINE_STYLES = ("-", "--", "-.", ":")
 
 
 def tasks(config: ml_collections.ConfigDict) -> resumable.Tasks:
-    """Lists trials for each dimension and coupling, from the same keys."""
+    """Returns trials for each dimension and coupling, from the same keys."""
     options = config.gap
     return {
         f"gap-{dim}-{coupling}": functools.partial(
@@ -43,19 +43,19 @@ def tasks(config: ml_collections.ConfigDict) -> resumable.Tasks:
 
 
 def gap(z: np.ndarray, dim: int) -> np.ndarray:
-    """Computes the orthogonality gap with as many features as dimensions; of the shape of z."""
+    """Returns the orthogonality gap for m = d, of the shape of z."""
     return np.asarray(theory.orthogonality_gap(z, dim, dim, features="trigonometric"))
 
 
 def relative_gap(z: np.ndarray, dim: int) -> np.ndarray:
-    """Computes the gap relative to the mean squared error of iid features, in z's shape."""
+    """Returns the gap divided by the mean squared error of iid features, of the shape of z."""
     x = z[..., None] * np.eye(1, dim)[0]
     iid = theory.kernel_mse(x, 0 * x, dim, coupling="iid", features="trigonometric")
     return gap(z, dim) / iid
 
 
 def sign_changes(dim: int) -> list[float]:
-    """Finds the sign changes of the gap in ascending order, as far as float64 can tell.
+    """Finds the distances where the gap changes its sign, as far as float64 can tell.
 
     Example:
       >>> [round(z, 2) for z in sign_changes(6)]
@@ -69,7 +69,7 @@ def sign_changes(dim: int) -> list[float]:
 
 
 def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Returns sign changes and the largest loss in each dimension, and the trials of a few."""
+    """Returns sign changes and the largest loss of each dimension, and the trials."""
     z = np.array(config.gap.trial_distances)
     return {
         "theory": [_signs(dim) for dim in config.gap.dims],
@@ -105,7 +105,7 @@ def _compare(dim: int, z: np.ndarray, pieces: dict[str, np.ndarray]) -> dict[str
 
 
 def table(results: dict[str, Any]) -> str:
-    """Makes tables of the sign changes of every dimension, and of the trials."""
+    """Returns the tables of sign changes and of trials."""
     signs: list[list[object]] = []
     for row in results["theory"]:
         changes = ", ".join(f"{z:.3f}" for z in row["sign_changes"])
@@ -124,7 +124,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
-    """Draws the relative gap whole, and enlarged about zero."""
+    """Draws the whole relative gap, and the part near zero enlarged."""
     figure = matplotlib.figure.Figure(figsize=(9, 3.8), layout="constrained")
     whole, close = figure.subplots(1, 2)
     for axes in (whole, close):

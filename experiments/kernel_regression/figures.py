@@ -1,4 +1,4 @@
-"""Figs. 8 and 10."""
+"""Figures of the experiment, which are Figs. 8 and 10 of the paper."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
 
 
 def draw_curves(results: dict[str, Any]) -> matplotlib.figure.Figure:
-    """Draws Fig. 8: accuracy by number of features, a panel for each data set and their mean."""
+    """Draws Fig. 8: accuracy by number of features, for each data set and for their mean."""
     panels = dict(results)
     if len(results) > 1:
         panels["average"] = _average(list(results.values()))
@@ -44,7 +44,7 @@ def draw_curves(results: dict[str, Any]) -> matplotlib.figure.Figure:
 
 
 def draw_search(results: dict[str, Any]) -> matplotlib.figure.Figure:
-    """Draws Fig. 10: validation accuracy against sigma."""
+    """Draws Fig. 10: validation accuracy by sigma."""
     figure, axes = _grid(len(results))
     for axis, (name, row) in zip(axes, results.items(), strict=False):
         sigmas = np.array(row["sigmas"])
@@ -71,7 +71,7 @@ def draw_search(results: dict[str, Any]) -> matplotlib.figure.Figure:
 
 
 def _average(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Averages over data sets; the standard error is that of independent trials."""
+    """Returns the mean over data sets, with the standard error of independent trials."""
     mean: dict[str, Any] = {
         "multiples": rows[0]["multiples"],
         "exact": float(np.mean([row["exact"] for row in rows])),

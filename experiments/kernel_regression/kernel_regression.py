@@ -1,4 +1,4 @@
-"""Tables 2 and 3 and Figs. 8 and 10: trials, paired tests and what is left in the folder."""
+"""Kernel-regression experiment (Tables 2 and 3, Figs. 8 and 10): config, trials and report."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from experiments.kernel_regression import classify, figures, tables, uci
 from simrf_jax.projections.hadamard import padded_dim
 
 FIELDS: dict[str, type] = {
-    "seed": int,  # Of all projections.
+    "seed": int,  # Seed of all projections.
     "data_dir": str,  # Folder of the UCI files; "" for SIMRF_DATA_DIR or a download.
     "datasets": tuple,
-    "parts": tuple,  # Of PARTS.
-    "num_trials": int,  # Of each entry of the tables.
-    "curve_trials": int,  # Of each point of Fig. 8.
+    "parts": tuple,  # Some of PARTS.
+    "num_trials": int,  # Trials of each entry of the tables.
+    "curve_trials": int,  # Trials of each point of Fig. 8.
     "multiples": tuple,  # Numbers of features in Fig. 8, in multiples of dim.
-    "search_trials": int,  # Of each point of Fig. 10.
+    "search_trials": int,  # Trials of each point of Fig. 10.
     "search_multiple": int,  # Number of features in Fig. 10, in multiples of dim.
-    "num_sigmas": int,  # From 0.1 to 2 in Fig. 10.
+    "num_sigmas": int,  # Number of sigmas from 0.1 to 2 in Fig. 10.
 }
 PARTS = ("tables", "curves", "search")
 METHODS = {
@@ -55,19 +55,19 @@ def check(config: ml_collections.ConfigDict) -> None:
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
-    """Runs all trials that ``workdir`` lacks, and leaves results and figures there.
+    """Runs all trials that ``workdir`` lacks, and writes results and figures there.
 
     Args:
-      config: See ``FIELDS``.
-      workdir: Folder; one that holds a stopped run of the same config is gone on with.
+      config: Config with the fields of ``FIELDS``.
+      workdir: Folder for all output. A stopped run of the same config in it is continued.
 
     Returns:
-      Content of ``results.json``: for each part and data set the mean accuracies with their
-      standard errors; for each part the seconds that it took.
+      The content of ``results.json``: the mean accuracies of each part and data set with their
+      standard errors, and the seconds that each part took.
 
     Raises:
       UserError: If ``check`` refuses the config, or the folder cannot be written or holds a run of
-        another config; or if a data set is neither there nor can be downloaded.
+        another config; or if a data set is missing and cannot be downloaded.
     """
     check(config)
     splits = {name: uci.load(name, config.data_dir) for name in config.datasets}
@@ -88,7 +88,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def report(results: dict[str, Any]) -> str:
-    """Makes the paper's tables with ours beside them, the paired tests, and the times."""
+    """Returns the paper's tables with our numbers, the paired tests, and the time of each part."""
     lines = [f"{part}: {seconds:.0f} seconds" for part, seconds in results["seconds"].items()]
     if "tables" in results:
         lines = [*tables.all_tables(results["tables"]), *lines]
@@ -159,7 +159,7 @@ def _curves(
 def _search(
     name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, Any]:
-    """Computes accuracy against sigma, on held-out training rows and on the test set."""
+    """Returns accuracies by sigma, on held-out training rows and, as published, on the test set."""
     sigmas = np.geomspace(0.1, 2, config.num_sigmas)
     dim = split.train.shape[1]
 
@@ -186,5 +186,5 @@ def _search(
 
 
 def _keys(config: ml_collections.ConfigDict, trials: int) -> jax.Array:
-    """Returns the PRNG keys of the trials, the same for all methods, which pairs their trials."""
+    """Returns the keys of all methods, which share them so that their trials are paired."""
     return jax.random.split(jax.random.key(config.seed), trials)

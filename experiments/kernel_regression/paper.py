@@ -1,4 +1,8 @@
-"""Results of the paper: accuracies and their standard errors, in units of 1e-4."""
+"""Accuracies that the paper reports, with their standard errors.
+
+The paper is Reid et al., Simplex Random Features (ICML 2023), Tables 2 and 3,
+https://arxiv.org/abs/2301.13856
+"""
 
 from typing import NamedTuple
 
@@ -11,7 +15,7 @@ class Entry(NamedTuple):
 
 
 def _table(columns: str, rows: dict[str, str]) -> dict[str, dict[str, Entry]]:
-    """Reads entries by data set and column, from "mean error mean error ..." in units of 1e-4."""
+    """Reads entries by data set and column from "mean error mean error ..." in units of 1e-4."""
     table = {}
     for name, row in rows.items():
         numbers = [int(number) / 1e4 for number in row.split()]

@@ -1,4 +1,4 @@
-"""Tables 2 and 3 with ours beside them, in Markdown."""
+"""Tables in Markdown: the paper's Tables 2 and 3 with our numbers, and paired tests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 from experiments.harness import markdown, style
 from experiments.kernel_regression import paper
 
-# (better, worse) by the theory, tested on paired draws; then fast against regular.
+# Pairs (better, worse) according to theory, tested on paired draws. The last two compare fast with
+# regular projections.
 PAIRS = {
     "table_2": (("orthogonal", "iid"), ("simplex", "orthogonal"), ("simplex_plus", "simplex")),
     "table_3": (
@@ -23,7 +24,7 @@ LABELS = style.LABELS | {"fast_orthogonal": "fast ORFs", "fast_simplex": "fast S
 
 
 def all_tables(results: dict[str, Any]) -> list[str]:
-    """Makes Tables 2 and 3, and the paired tests of each."""
+    """Returns Tables 2 and 3, and the paired tests of each."""
     printed = {"table_2": paper.TABLE_2, "table_3": paper.TABLE_3}
     texts = [sizes(results)]
     for name, published in printed.items():
@@ -32,7 +33,7 @@ def all_tables(results: dict[str, Any]) -> list[str]:
 
 
 def sizes(results: dict[str, Any]) -> str:
-    """Makes a table of the data sets, with the accuracy of the exact kernel."""
+    """Returns the table of the data sets, with the accuracy of the exact kernel."""
     header = ["data set", "rows to train", "to test", "d", "v, paper", "v, ours", "exact kernel"]
     rows = [
         [
@@ -50,7 +51,7 @@ def sizes(results: dict[str, Any]) -> str:
 
 
 def sigmas(results: dict[str, Any]) -> str:
-    """Says at which sigma each curve of Fig. 10 has its maximum."""
+    """Returns the table of the sigmas where the curves of Fig. 10 have their maxima."""
     header = ["data set", "published", "validation, IIDRFs", "test, IIDRFs", "validation, exact"]
     rows = [
         [
@@ -66,7 +67,7 @@ def sigmas(results: dict[str, Any]) -> str:
 
 
 def gains(results: dict[str, Any]) -> str:
-    """Makes a table of the gains of SimRFs over ORFs in Fig. 8, by paired trials."""
+    """Returns the table of SimRFs' gain over ORFs in Fig. 8, from paired trials, with z-scores."""
     multiples = next(iter(results.values()))["multiples"]
     rows = []
     for name, row in results.items():
@@ -76,7 +77,7 @@ def gains(results: dict[str, Any]) -> str:
 
 
 def _accuracies(results: dict[str, Any], table: str, published: dict[str, Any]) -> str:
-    """Makes a table of the paper's entries: paper / ours / distance in standard errors."""
+    """Returns a table with the entries "paper / ours / difference in standard errors"."""
     methods = list(next(iter(results.values()))[table])
     rows: list[list[object]] = []
     for name, row in results.items():
@@ -93,7 +94,7 @@ def _accuracies(results: dict[str, Any], table: str, published: dict[str, Any]) 
 
 
 def _paired(results: dict[str, Any], table: str) -> str:
-    """Makes a table of mean differences of paired trials, with their z-scores."""
+    """Returns a table of mean differences of paired trials, with their z-scores."""
     header = [f"{LABELS[better]} - {LABELS[worse]}" for better, worse in PAIRS[table]]
     rows: list[list[object]] = []
     for name, row in results.items():
@@ -103,11 +104,11 @@ def _paired(results: dict[str, Any], table: str) -> str:
 
 
 def _score(gain: paper.Entry) -> str:
-    if gain.standard_error == 0:  # Of a few trials that all differ alike.
+    if gain.standard_error == 0:  # Happens if all of a few trials differ by the same amount.
         return f"{gain.mean:+.4f}"
     return f"{gain.mean:+.4f} / {gain.mean / gain.standard_error:+.1f}"
 
 
 def _entry(entry: paper.Entry) -> str:
-    """Formats a number as 0.1421(2), with the standard error in units of the last digit."""
+    """Formats an entry as 0.1421(2), with the standard error in units of the last digit."""
     return f"{entry.mean:.4f}({1e4 * entry.standard_error:.0f})"

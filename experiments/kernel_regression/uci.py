@@ -1,4 +1,4 @@
-"""The eight UCI data sets of Sec. 5.3, and how the published experiments split them."""
+"""Eight UCI data sets of Sec. 5.3 of the paper, and the split of the published experiments."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ TEST_SHARE = 0.05
 
 
 class Source(NamedTuple):
-    """The file and the columns of a data set; the last column is the label.
+    """Address and columns of a data set; its last column is the label.
 
     Attributes:
-      path: Below ``ARCHIVE``.
-      sha256: Digest of the file.
-      sigma: Factor by which the published experiments multiply its rows.
-      separator: Between columns; None for white space.
+      path: Path of the file below ``ARCHIVE``.
+      sha256: Hash of the file.
+      sigma: Factor of the rows in the published experiments.
+      separator: Separator of columns; None for white space.
       categorical: Columns to encode as one-hot vectors.
-      dropped: Columns that say nothing.
+      dropped: Columns without information, such as names.
     """
 
     path: str
@@ -35,7 +35,7 @@ class Source(NamedTuple):
     dropped: tuple[int, ...] = ()
 
 
-# In the order of the paper.
+# Data sets in the paper's order.
 SOURCES = {
     "abalone": Source(
         "abalone/abalone.data",
@@ -98,17 +98,17 @@ class Split(NamedTuple):
 
 
 def find(name: str, data_dir: str = "") -> pathlib.Path:
-    """Finds the file of a data set, and downloads it where it is not there.
+    """Returns the path of a data set's file, after downloading it if necessary.
 
     Args:
       name: One of ``SOURCES``.
-      data_dir: Folder that holds the files, under the names of the UCI repository or as
-        ``abalone.data``, ``banknote.txt`` and so on; "" for that in ``SIMRF_DATA_DIR`` or, without
-        it, a cache to which the file is downloaded.
+      data_dir: Folder with the files, under their names in the UCI repository or as
+        ``abalone.data``, ``banknote.txt`` and so on. "" stands for the folder in
+        ``SIMRF_DATA_DIR`` or, without that variable, for a cache to which the file is downloaded.
 
     Raises:
-      UserError: If the folder lacks it, it cannot be downloaded, or it is not the file that the UCI
-        repository publishes.
+      UserError: If the folder lacks the file, it cannot be downloaded, or it is not the file that
+        the UCI repository publishes.
     """
     source = SOURCES[name]
     uci_name = pathlib.PurePosixPath(source.path).name
@@ -130,7 +130,7 @@ def find(name: str, data_dir: str = "") -> pathlib.Path:
             )
         except OSError as error:
             raise UserError(f"Cannot download {name}: {error}. {ways}") from error
-        except ValueError as error:  # Another checksum; pooch keeps nothing then.
+        except ValueError as error:  # The checksum differs; pooch has deleted the file.
             raise UserError(f"{name} is not what it was: {error}") from error
     paths = [pathlib.Path(os.path.expanduser(folder), file) for file in (uci_name, short_name)]
     for path in paths:
@@ -147,10 +147,14 @@ def find(name: str, data_dir: str = "") -> pathlib.Path:
 
 
 def read(name: str, data_dir: str = "") -> tuple[np.ndarray, np.ndarray]:
-    """Reads rows ``[n, dim]``, numbers first and one-hot vectors after them, and classes ``[n]``.
+    """Reads rows ``[n, dim]``, numbers before one-hot vectors, and classes ``[n]``.
 
-    The last line of the file is left out, as in the published experiments. (Of nursery it is
-    empty; of the others it is a row like any other.)
+    The last line of the file is left out, as in the published experiments. In nursery it is empty;
+    in the other files it is a row like any other.
+
+    Args:
+      name: One of ``SOURCES``.
+      data_dir: Folder with the files; see ``find``.
 
     Raises:
       UserError: If ``find`` cannot find the file.
@@ -173,13 +177,13 @@ def read(name: str, data_dir: str = "") -> tuple[np.ndarray, np.ndarray]:
 
 
 def load(name: str, data_dir: str = "", *, validation: bool = False) -> Split:
-    """Loads the published split: 95 per cent to train, 5 to test, after a fixed permutation.
+    """Returns the published split: 95 per cent to train, 5 to test, after a fixed permutation.
 
     Args:
       name: One of ``SOURCES``.
-      data_dir: Folder of the data; see ``find``.
-      validation: If true, leave the test set alone and test on rows held out of the training
-        set instead, as many.
+      data_dir: Folder with the files; see ``find``.
+      validation: If true, leave the test set alone and test on the same number of rows held out of
+        the training set.
 
     Raises:
       UserError: If ``find`` cannot find the file.

@@ -1,4 +1,4 @@
-"""FLOPs are as counted by hand, and as XLA counts them where there is no loop."""
+"""Compares FLOPs with a count by hand, and with XLA's count where there is no loop."""
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def test_what_cannot_be_counted_is_refused():
 
 
 def traced_step(attention, *, depth, scan):
-    """The paper's training step, of two images."""
+    """Returns the paper's training step for two images, traced."""
     config = imagenet2012.get_config()
     config.batch_size, config.model.depth = 2, depth
     config.model.attention, config.model.scan, config.model.remat = attention, scan, "none"
@@ -68,21 +68,21 @@ def traced_step(attention, *, depth, scan):
 
 
 def step_flops(attention, *, depth, scan):
-    """Of one image."""
+    """Returns the FLOPs of a training step for one image."""
     return flops.matmul_flops(traced_step(attention, depth=depth, scan=scan).jaxpr) / 2
 
 
-# Tokens, width, hidden width, layers, heads, their width, features.
+# Tokens, width, hidden width, layers, heads, head dimension, features.
 T, D, HIDDEN, L, H, DIM, M = 197, 768, 3072, 12, 12, 64, 130
 
 
 @pytest.mark.parametrize(
     ("attention", "of_a_head"),
     [
-        # Logits and averages, and both factors' gradients of each.
+        # The products are logits and averages, each with the gradients of both factors.
         ("exact", 3 * 2 * (2 * T * T * DIM)),
-        # Features of queries and keys, with gradients of these and not of the projection; and the
-        # sums of values and of ones, weighted by the keys' features and then by the queries'.
+        # The products are features of queries and keys, without gradients of the projection, and
+        # the sums of values and ones, weighted by the features of the keys and of the queries.
         ("simplex", 2 * 2 * (2 * T * DIM * M) + 3 * 2 * (2 * T * M * (DIM + 1))),
     ],
 )

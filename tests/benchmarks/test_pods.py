@@ -1,4 +1,4 @@
-"""What is read from compiled programs, and what follows for a pod, on programs known by heart."""
+"""Checks what is read from compiled programs, and the estimates for pods, on known programs."""
 
 import doctest
 import functools
@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import flops, pod_compile, pods, tpu
 
-# As the TPU's compiler writes it: a fusion, and a loop of seven turns around another.
+# A program as the TPU's compiler writes it: a fusion, and a loop of seven turns around another.
 HLO = """
 HloModule jit_step, is_scheduled=true
 
@@ -117,7 +117,7 @@ def test_no_program_is_compiled_twice(monkeypatch, tmp_path):
     monkeypatch.setattr(pod_compile, "compile_and_read", compile_and_read)
     names, path = ["v3:4x4:none:scanned", "v4:2x2x4:none:scanned"], tmp_path / "pods.jsonl"
     monkeypatch.setattr(pod_compile, "PROGRAMS", {program: ("simplex",)})
-    pod_compile.rows_of(path, names[:1])  # And then it was stopped.
+    pod_compile.rows_of(path, names[:1])  # The first call stands for a stopped run.
     monkeypatch.setattr(pod_compile, "PROGRAMS", {program: ("simplex", "orthogonal", "exact")})
     rows = pod_compile.rows_of(path, names)
     assert compiled == ["features", "exact"] * 2
@@ -128,7 +128,7 @@ def test_no_program_is_compiled_twice(monkeypatch, tmp_path):
 
 
 def rows():
-    """A step of a tenth of the peak of a v3, whose devices do 100 operations a cycle."""
+    """Returns rows of a step at a tenth of a v3's peak, which is 100 operations per cycle."""
     pod = "v3:4x4:dots:scanned"
     step = {"flops": 4e13, "model_flops": 3.2e13, "bytes": 17 * 2**30, "cycles": 1e11, "seconds": 9}
     step |= {"collectives": {"all-reduce": 2}, "received": 3 * 2**20, "sha256": "a"}
@@ -162,7 +162,7 @@ def test_redraws_alone_and_with_the_step():
 @pytest.mark.fast
 def test_hours_of_a_training():
     [line] = lines(pods.hours_table(rows(), steps=100_000))
-    # 3.2e13 operations on 16 chips of 123e12 a second at a tenth of it take 0.1626 seconds.
+    # At a tenth of the peak of 16 chips with 123e12 per second, 3.2e13 operations take 0.1626 s.
     assert line.endswith("| 16 | 0.032 | 4.5, 2.3 | 72, 36 | 4.5 | 72 |")
 
 

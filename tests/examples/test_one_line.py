@@ -1,4 +1,4 @@
-"""Transformers as Flax's documentation writes them, and the same with one line changed."""
+"""Tests of the transformers of the examples and of the same models with one line changed."""
 
 import difflib
 import functools
@@ -19,7 +19,7 @@ from tests.attention.reference import relative_error
 ROOT = pathlib.Path(examples.__file__).parent
 VOCABULARY, LENGTH, HEADS, DIM = 7, 12, 2, 16
 SIZES = {"vocabulary": VOCABULARY, "max_length": LENGTH, "num_layers": 1}
-TOKENS = jnp.arange(2 * LENGTH).reshape(2, LENGTH) % VOCABULARY  # What follows is plain to see.
+TOKENS = jnp.arange(2 * LENGTH).reshape(2, LENGTH) % VOCABULARY  # The sequence is easy to learn.
 
 
 @pytest.mark.fast
@@ -121,13 +121,13 @@ def test_the_linen_performer_trains_and_generates():
 
 
 def draw(num_features):
-    """W of every head."""
+    """Returns a projection for every head."""
     keys = jax.random.split(jax.random.key(5), HEADS)
     return jnp.stack([simrf_jax.draw_projection(key, num_features, DIM) for key in keys])
 
 
 def shorter(path, leaf):
-    """Shorter queries and keys, to need fewer features."""
+    """Divides the parameters of queries and keys by 3, so that fewer features are enough."""
     names = {getattr(entry, "key", None) for entry in path}
     return leaf / 3 if names & {"query", "key"} else leaf
 

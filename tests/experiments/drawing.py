@@ -1,4 +1,4 @@
-"""What every experiment promises of its figures."""
+"""Check that an error in a figure does not cost the results of an experiment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 
 def assert_no_figure_costs_results(run, config, workdir):
-    """Goes on with a finished run, whose pieces are all there, while no figure can be drawn."""
+    """Continues a finished run while no figure can be drawn, and checks its results."""
 
     def fail(*_, **__):
         raise RuntimeError("A mistake of ours.")

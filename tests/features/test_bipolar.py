@@ -24,14 +24,14 @@ def bipolar(num_features=6, num_weights=5, dim=4, seed=0, coupling="orthogonal")
 
 
 def estimate(name, x, y, p, kernel="softmax", **options):
-    """Psi_1(x) . Psi_2(y) for all pairs."""
+    """Returns Psi_1(x) . Psi_2(y) for all pairs."""
     psi_1 = FEATURES[name](x, p, side="query", kernel=kernel, **options)
     psi_2 = FEATURES[name](y, p, side="key", kernel=kernel, **options)
     return jnp.dot(psi_1, psi_2.T)
 
 
 def estimate_by_definition(name, x, y, p, kernel="softmax", bandwidth=1.0):
-    """lambda K_hyperbolic + (1 - lambda) K_trigonometric, in float64."""
+    """Returns lambda K_hyperbolic + (1 - lambda) K_trigonometric, in float64."""
     x, y, tau = (np.asarray(a, np.float64) for a in (x, y, p.weights))
     base_1, base_2 = (
         formulas.evaluate(formula, x, w, kernel) @ formulas.evaluate(formula, y, w, kernel).T
@@ -72,7 +72,7 @@ def test_widths_and_dtypes():
 
 
 def test_features_cost_the_sum_and_not_the_product_of_all_sizes():
-    # O(nd + md + mn): with d = 4,096 no array is as large as m n d.
+    # Memory is O(nd + md + mn): with d = 4,096 no array is as large as m n d.
     p = bipolar(64, 64, 4096)
     compiled = jax.jit(FEATURES["angular"], static_argnames="side").lower(
         np.zeros((8, 4096), np.float32), p, side="query"
@@ -139,8 +139,8 @@ def test_angular_mse_is_that_of_theorem_3_1_and_lemma_3_2(coupling, angle):
 
 
 def test_shared_projections_have_the_mse_of_theory_too():
-    # For iid rows, the covariance of both bases: 2 E[lambda (1 - lambda)] e^{2 x.y}
-    # (cos(|x|^2 - |y|^2) - 1) / m on top of Theorem 3.1.
+    # For iid rows, Theorem 3.1 lacks the covariance of both bases, which is
+    # 2 E[lambda (1 - lambda)] e^{2 x.y} (cos(|x|^2 - |y|^2) - 1) / m.
     m, n, dim, angle = 6, 5, 4, 1.2
     x, y = pair_at(angle, 0.8, dim)
     y = y * np.float32(1.5)

@@ -40,7 +40,7 @@ def test_clustered_estimate_is_its_definition(spread):
 
 
 def clustered_by_definition(x, y, p):
-    """The mean of complex exponentials tuned to the nearest centres, in float64."""
+    """Returns the mean of complex exponentials tuned to the nearest centres, in float64."""
     w, q, r = (np.asarray(a, np.float64) for a in (p.projection, p.query_centres, p.key_centres))
     expected = np.zeros((len(x), len(y)))
     for i, j in np.ndindex(len(x), len(y)):
@@ -101,7 +101,7 @@ def test_tuning_to_the_spread_pays_around_centres_with_a_small_coordinate():
 
         return jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), 2_000))
 
-    assert_less(errors(0.3), np.minimum(errors(0.0), 1e3))  # Without tuning some are astronomic.
+    assert_less(errors(0.3), np.minimum(errors(0.0), 1e3))  # Without tuning, some errors are huge.
 
 
 def test_attention_by_clusters():
@@ -126,7 +126,7 @@ def test_half_precision_inputs_are_widened_before_distances_are_computed():
 
 @pytest.mark.fast
 def test_gradients_far_from_all_centres_are_no_nan():
-    # Where the features of other clusters leave the range.
+    # Features of other clusters overflow at this size.
     far = 8 * vectors()
     gradient = jax.grad(
         lambda x: simrf_jax.clustered_hybrid_features(

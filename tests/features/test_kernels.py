@@ -26,7 +26,7 @@ def test_close_pairs_far_from_the_origin_keep_their_digits():
 
 def test_relu_kernel_by_quadrature_over_the_plane_of_both_vectors():
     x, y = np.array([[1.0, 0.5]]), np.array([[-0.3, 2.0], [-1.0, -0.5], [2.0, 1.0]])
-    # E |w|^2 = 2 in the plane; the rest is a mean over directions.
+    # E |w|^2 = 2 in the plane. The other factor is a mean over directions.
     angles = 2 * np.pi * (np.arange(200_000) + 0.5) / 200_000
     u = np.stack([np.cos(angles), np.sin(angles)])
     expected = 2 * np.maximum(x @ u, 0) @ np.maximum(y @ u, 0).T / angles.size

@@ -1,4 +1,4 @@
-"""What the tests of the hybrid features share."""
+"""Vectors for the tests of the hybrid features."""
 
 import numpy as np
 

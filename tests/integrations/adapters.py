@@ -1,4 +1,4 @@
-"""The same attention in both Flax APIs."""
+"""Adapters of both Flax APIs that compute the same attention."""
 
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ def tokens(*shape, seed=1):
 
 
 def copy_to_linen(module):
-    """The variables of the Linen attention that computes what the NNX one does."""
+    """Returns variables with which Linen's attention computes the same as an NNX module."""
     params = {
         name: {"kernel": layer.kernel[...], "bias": layer.bias[...]}
         for name in ("query", "key", "value", "out")
@@ -52,9 +52,9 @@ class Both(NamedTuple):
 
     Attributes:
       nnx: The NNX adapter.
-      linen: The Linen one.
-      variables: What the Linen one holds.
-      function: Of queries, keys and values.
+      linen: The Linen adapter.
+      variables: Variables of the Linen adapter.
+      function: Function of queries, keys and values.
     """
 
     nnx: nnx_adapter.RandomFeatureAttention | nnx_adapter.FMMAttention
@@ -63,11 +63,11 @@ class Both(NamedTuple):
     function: object
 
     def calls(self):
-        """Returns both, to be called with queries, keys and values."""
+        """Returns both adapters as functions of queries, keys and values."""
         return {"nnx": self.nnx, "linen": lambda *x, **o: self.linen.apply(self.variables, *x, **o)}
 
     def step(self, api, state, *x, **options):
-        """Returns the output of the tokens after those of a state."""
+        """Returns the output for tokens that follow those of a state."""
         if api == "nnx":
             self.nnx.cache = nnx.Cache(state)
             return self.nnx(*x, **options)
@@ -85,7 +85,7 @@ def random_features(heads, dim, **options):
 
 
 def fmm(heads, dim, **options):
-    """Returns adapters whose weights are a half each."""
+    """Returns adapters that weight both fields by a half."""
     options = {"coupling": "iid", **options}
     one = nnx_adapter.FMMAttention(heads, dim, FEATURES, BANDWIDTH, rngs=nnx.Rngs(0), **options)
     w = one.projections.get_value()

@@ -1,4 +1,4 @@
-"""The recurrent cache of the adapters, in NNX and in Linen."""
+"""Tests of the adapters' recurrent cache, in NNX and in Linen."""
 
 import functools
 
@@ -49,7 +49,7 @@ def linen_step(module, variables, *x):
 
 
 def decode_nnx(module, x, *, prompt):
-    """The outputs of a prompt and of token after token, and the decoder."""
+    """Decodes a prompt and then token by token; returns the outputs and the decoder."""
     decoder = nnx.view(module, only=RandomFeatureAttention, decode=True, batch_size=len(x))
     outs = [nnx_step(decoder, piece) for piece in pieces(x, prompt)]
     return jnp.concatenate(outs, axis=1), decoder
@@ -66,7 +66,7 @@ def decode_linen(module, variables, x, *, prompt):
 
 
 def pieces(x, prompt):
-    """The prompt, and token after token."""
+    """Yields the prompt, and then one token after the other."""
     return [x[:, :prompt], *(x[:, t : t + 1] for t in range(prompt, x.shape[1]))]
 
 
@@ -120,7 +120,7 @@ def test_grouped_queries_in_bfloat16():
     assert relative_error(out, nnx_step(module, x, is_causal=True)) < 1e-2
     state = decoder.attention_fn.cache.get_value()
     assert state.sums.dtype == jnp.float32
-    assert state.sums.shape == (2, 2, FEATURES, 8 + 1)  # Whatever the number of tokens.
+    assert state.sums.shape == (2, 2, FEATURES, 8 + 1)  # The number of tokens does not matter.
 
 
 def test_the_model_that_is_viewed_stays_as_it_is_and_views_start_anew():
@@ -131,7 +131,7 @@ def test_the_model_that_is_viewed_stays_as_it_is_and_views_start_anew():
     assert not module.attention_fn.decode
     again, decoder = decode_nnx(module, x, prompt=3)
     np.testing.assert_array_equal(first, again)
-    assert (nnx_step(decoder, x) != first).any()  # It goes on.
+    assert (nnx_step(decoder, x) != first).any()  # The decoder continues.
     decoder.attention_fn.init_cache(x.shape)
     np.testing.assert_array_equal(nnx_step(decoder, x), first)
 
@@ -181,7 +181,7 @@ def test_linen_init_makes_an_empty_cache_and_counts_no_token():
 @pytest.mark.parametrize("mutable", [["cache"], True, ["intermediates"], False])
 @pytest.mark.parametrize("kind", KINDS)
 def test_linen_refuses_to_decode_without_a_cache(kind, mutable):
-    """Flax's own attention makes one, answers, and forgets the tokens."""
+    """Flax's own attention would make a cache, answer, and forget the tokens."""
     both = KINDS[kind](2, 4, decode=True)
     x = inputs(3, heads=2, dim=4, batch=(2,))
     with pytest.raises(ValueError, match=r"decode=True needs a cache: make .*\(model.init\)"):
@@ -362,7 +362,7 @@ def test_flaxs_own_caches_see_the_prefix():
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_positions_are_not_known_in_flaxs_own_caches(is_causal):
-    """There a query sees the first key alone, or the band around it."""
+    """A query in Flax's own cache would see only the first key, or the band around it."""
     x = tokens(1, 3)
     match = "as many keys as queries, .* got 3 keys for 1 queries. .* turn its decode off"
     options = {"num_features": FEATURES, "coupling": "iid", "is_causal": is_causal}
@@ -385,7 +385,7 @@ def test_positions_are_not_known_in_flaxs_own_caches(is_causal):
 
 
 class EncoderDecoder(nnx.Module):
-    """Attention of each kind, as in a translator."""
+    """Encoder and decoder with every kind of attention, as in a translation model."""
 
     def __init__(self, rngs):
         self.encoder, self.decoder, self.cross = (nnx_attention(seed=seed) for seed in range(3))

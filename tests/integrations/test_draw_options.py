@@ -1,4 +1,4 @@
-"""How W was drawn travels with it in both Flax APIs, and the adapters' defaults follow the map."""
+"""Draw options travel with W in both Flax APIs, and the defaults of the adapters follow the map."""
 
 import copy
 import dataclasses

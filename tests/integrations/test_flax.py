@@ -1,4 +1,4 @@
-"""The adapters inside Flax's own attention modules, in NNX and in Linen."""
+"""Tests of the adapters inside Flax's own attention modules, in NNX and in Linen."""
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,7 @@ def test_nnx_model_is_redrawn_in_place():
 
 
 class Linen(nn.Module):
-    """Two layers, with adapters made inline."""
+    """Model of two layers whose adapters are made inline."""
 
     parentless: bool
 

@@ -1,4 +1,4 @@
-"""FMMAttention in both Flax APIs."""
+"""Tests of FMMAttention in both Flax APIs."""
 
 import functools
 
@@ -23,7 +23,7 @@ FEATURES = (5, None, 3)
 
 
 def pair(**options):
-    """The adapters, with weights that differ, and the variables of the Linen one."""
+    """Returns adapters whose weights differ, and the variables of the Linen adapter."""
     options = {"feature_maps": MAPS, "coupling": "iid", "num_weights": 2, **options}
     count = len(options["feature_maps"])
     sizes = (FEATURES[:count], BANDWIDTH)

@@ -1,4 +1,4 @@
-"""Hybrid features, and every other map, through both adapters."""
+"""Tests of hybrid features and all other feature maps in both adapters."""
 
 import functools
 
@@ -29,7 +29,7 @@ MAPS = {
 
 
 def pair(feature_map, *, num_features=FEATURES, **options):
-    """The adapters, and the variables of the Linen one that hold the W of the NNX one."""
+    """Returns both adapters, and variables with the NNX adapter's W for the Linen adapter."""
     if feature_map in HYBRIDS.values():
         options["num_weights"] = WEIGHTS
     options = {"feature_map": feature_map, "coupling": "orthogonal", **options}
@@ -89,7 +89,7 @@ def test_each_head_draws_its_own_by_what_the_user_says():
         assert p.hyperbolic.shape == p.trigonometric.shape == (HEADS, FEATURES, DIM)
         assert p.weights.shape == (HEADS, WEIGHTS, DIM)
         assert float(jnp.abs(p.weights[0] - p.weights[1]).min()) > 0
-    # The keys of the heads are split from the one that Linen makes.
+    # The keys of the heads are split from the key that the module makes.
     options = {"coupling": "simplex", "block": "square", "rotation": "givens"}
     rngs = nnx.Rngs(0)
     keys = jax.random.split(rngs.features(), HEADS)

@@ -1,4 +1,4 @@
-"""Each keyword that an ``attention_fn`` may be called with, on both adapters of both APIs."""
+"""Tests of each keyword of an ``attention_fn``, on both adapters of both APIs."""
 
 import inspect
 
@@ -45,7 +45,7 @@ def test_honours(kind, name):
         assert relative_error(out, expected) < 1e-6, api
 
 
-# keyword -> values that change nothing
+# Values of keywords that change nothing.
 NEUTRAL = {
     "dropout_rng": (jax.random.key(0),),
     "broadcast_dropout": (False,),
@@ -146,7 +146,7 @@ def test_sequence_axes_are_names(kind, api):
 @pytest.mark.fast
 @every_adapter
 def test_no_keyword_of_flaxs_own_attention_is_dropped(kind, api):
-    """Flax Linen passes only what stands in the signature, and drops the rest."""
+    """Flax Linen passes only keywords in the signature, and drops the others."""
     own, not_passed = {
         "nnx": (nnx.dot_product_attention, {"promote_dtype"}),
         "linen": (nn.dot_product_attention, {"einsum_dot_general"}),
@@ -188,7 +188,7 @@ def test_scale_and_lengths_in_decoding(kind):
     )
     for first, last in [(0, 5), (5, 7)]:
         x = [array[:, first:last] for array in QKV]
-        new = np.clip(lengths - first, 0, last - first)  # Those of the new keys.
+        new = np.clip(lengths - first, 0, last - first)  # Lengths of the new keys.
         assert relative_error(step(both.nnx, *x, new=new), expected[:, first:last]) < 1e-5
         out, updates = linen_step(cache, *x, new=new)
         assert relative_error(out, expected[:, first:last]) < 1e-5

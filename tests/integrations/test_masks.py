@@ -1,4 +1,4 @@
-"""Masks as Flax's functions make them, with a query axis."""
+"""Tests of masks with a query axis, as Flax's functions make them."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ MASKS = {
 
 
 def adapters(**options):
-    """Both, as functions of queries, keys, values and a mask; and W."""
+    """Returns both adapters as functions of queries, keys, values and a mask, and their W."""
     options = {"coupling": "iid", "factored_masks": True, **options}
     one = nnx_adapter.RandomFeatureAttention(HEADS, DIM, 6, rngs=nnx.Rngs(0), **options)
     w = one.projection.get_value()
@@ -46,7 +46,7 @@ def adapters(**options):
 
 
 def expected(q, k, v, w, mask, is_causal):
-    """The estimator with each query's own mask; zeros where a query sees nothing."""
+    """Returns the estimator with a mask for each query, and zeros where a query sees nothing."""
     mask = np.broadcast_to(np.asarray(mask, bool), (len(q), HEADS, LENGTH, LENGTH))
     mask = mask & np.tri(LENGTH, dtype=bool) if is_causal else mask
     out = np.zeros(q.shape)
@@ -127,7 +127,7 @@ def test_refuses_masks_of_other_numbers_than_zeros_and_ones(name, factored_masks
         for known in (np.asarray(NO_MASKS[name]), jnp.asarray(NO_MASKS[name])):
             with pytest.raises(ValueError, match=match):
                 call(*qkv, mask=known)
-        with pytest.raises(ValueError, match=match):  # NumPy's, under jit too.
+        with pytest.raises(ValueError, match=match):  # NumPy masks, under jit.
             jax.jit(lambda *x, call=call: call(*x, mask=np.asarray(NO_MASKS[name])))(*qkv)
 
 
@@ -155,7 +155,7 @@ def test_traced_masks_of_other_numbers_make_their_sequence_nan(factored_masks):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8])
 @pytest.mark.parametrize("shape", [(7,), (1, 7), (2, 1, 7), (1, 2, 1, 7)])
 def test_zeros_and_ones_of_any_type_and_rank_are_booleans(dtype, shape):
-    """Without a batch, where a mask may have the axis of one."""
+    """Inputs without a batch may come with a mask that has a batch axis of size 1."""
     qkv = inputs(LENGTH, heads=HEADS, dim=DIM)
     mask = np.broadcast_to(TOKENS[0] > 0, shape)
     number = jnp.asarray(mask, dtype)
@@ -184,7 +184,7 @@ def test_other_masks_raise_or_give_nan(name):
         for known in (np.asarray(mask), jnp.asarray(mask)):
             with pytest.raises(ValueError, match="is not a product of a mask of queries"):
                 call(q, k, v, mask=known)
-        with pytest.raises(ValueError, match="is not a product"):  # NumPy's, under jit too.
+        with pytest.raises(ValueError, match="is not a product"):  # NumPy masks, under jit.
             jax.jit(lambda *x, call=call: call(*x, mask=np.asarray(mask)))(q, k, v)
         out = jax.jit(lambda *x, mask, call=call: call(*x, mask=mask))(q, k, v, mask=mask)
         assert np.isnan(out).all()
@@ -207,7 +207,7 @@ def test_masks_of_a_prompt_in_the_cache():
     (call, _), w = adapters()
     call.set_view(decode=True, batch_size=2)
     out = [call(*(x[:, :5] for x in (q, k, v)), mask=mask[..., :5, :5])]
-    for t in (5, 6):  # One token, of which Flax makes masks of one query and one key.
+    for t in (5, 6):  # For one token, Flax makes masks of one query and one key.
         new = TOKENS[:, t : t + 1]
         one = nnx.combine_masks(
             nnx.make_attention_mask(new > 0, new > 0), nnx.make_causal_mask(new)

@@ -1,4 +1,4 @@
-"""Jitted decoders of both Flax APIs go on in the memory of their first tokens."""
+"""Checks that jitted decoders of both Flax APIs need no more memory after their first tokens."""
 
 import functools
 

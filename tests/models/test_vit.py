@@ -36,7 +36,7 @@ def images(n=3, seed=0):
 
 
 def with_random_head(model):
-    # The head starts at zero, which would hide everything below it.
+    # The head starts at zero, which would hide all other layers.
     head = model.head.kernel
     head[...] = jax.random.normal(jax.random.key(7), head.shape)
     return model
@@ -45,7 +45,7 @@ def with_random_head(model):
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [  # As published for a class token and 1,000 classes.
+    [  # Published numbers for a class token and 1,000 classes.
         ("Ti/16", 5_717_416),
         ("S/16", 22_050_664),
         ("B/16", 86_567_656),
@@ -92,7 +92,7 @@ def test_parameters_start_the_same_whatever_the_attention():
 def test_random_features_come_close_to_exact_attention_as_they_grow():
     def logits(**changes):
         model = with_random_head(build(**changes))
-        for block in model.blocks:  # Shorter queries and keys, whose kernel is easy to estimate.
+        for block in model.blocks:  # The kernel of short queries and keys is easy to estimate.
             block.attention.query.kernel[...] *= 0.3
             block.attention.key.kernel[...] *= 0.3
         return model(images())
@@ -135,7 +135,7 @@ def test_every_layer_and_head_has_its_own_projection():
 
 
 def loss_and_grads(**changes):
-    """Of a model with dropout; the gradients of its blocks stacked."""
+    """Returns the loss of a model with dropout, and its gradients, stacked over the layers."""
     graphdef, params, rest = nnx.split(
         with_random_head(build(dropout_rate=0.5, **changes)), nnx.Param, ...
     )

@@ -1,4 +1,4 @@
-"""The matrices that fast projections stand for, multiplied out."""
+"""Dense matrices that fast projections stand for."""
 
 import jax
 import numpy as np
@@ -8,7 +8,7 @@ from simrf_jax.projections.couplings import COUPLED
 
 
 def dense(projection):
-    """Multiplies D S HD HD HD out from the state, in float64."""
+    """Multiplies the factors D S HD HD HD of a fast projection, in float64."""
     num_features, ambient = projection.row_norms.shape[0], projection.signs.shape[-1]
     row_blocks = COUPLED[projection.coupling].blocks(num_features, ambient, projection.block)
     blocks = [block for block, count in row_blocks for _ in range(count)]
@@ -25,7 +25,7 @@ def dense(projection):
 
 
 def dense_stack(projections):
-    """Multiplies out each of a stack of projections with one leading axis."""
+    """Multiplies the factors of each projection in a stack with one leading axis."""
     count = len(projections.row_norms)
     each = [jax.tree.map(lambda leaf, i=i: leaf[i], projections) for i in range(count)]
     return np.stack([dense(one) for one in each])

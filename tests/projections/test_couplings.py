@@ -13,7 +13,7 @@ from tests.standard_errors import assert_less
 
 
 def sweeps_in_numpy(directions, norms, num_sweeps):
-    """Eqs. 16 and 17 to the letter, every resultant summed anew, in float64."""
+    """Computes Eqs. 16 and 17 to the letter in float64, and sums every resultant anew."""
     s = np.array(directions, np.float64)
     for _ in range(num_sweeps):
         for i in range(len(s)):
@@ -56,7 +56,7 @@ def test_more_sweeps_close_it_further():
 
         return jax.vmap(draw)(jax.random.split(jax.random.key(3), 500))
 
-    # In logarithms: a few loops cannot close.
+    # Logarithms keep the few loops that cannot close from dominating the means.
     one, two, four = (np.log10(resultants(n) + 1e-8) for n in (1, 2, 4))
     assert_less(two + 1, one)
     assert_less(four + 1, two)
@@ -82,7 +82,7 @@ def test_equal_norms_leave_the_simplex_and_zero_norms_do_no_harm():
 
 
 def conformity(directions, norms, v):
-    """Mean of e^{(w_i + w_j).(x + y)} over pairs and rotations, for given norms; Eq. 14."""
+    """Returns the mean of e^{(w_i + w_j).(x + y)} over pairs and rotations (Eq. 14)."""
     w = norms[:, None] * directions
     i, j = np.triu_indices(len(w), 1)
     lengths = np.sum((w[i] + w[j]) ** 2, axis=1)
@@ -98,7 +98,7 @@ def numerical_optimum(norms, v, start):
 
 
 def test_conformity_lies_between_simplex_and_the_numerical_optimum():
-    # Fig. 4: d = 6, v = 1. Norms of one draw, the same for all.
+    # As in Fig. 4, d = 6 and v = 1. Each draw of norms is the same for all couplings.
     dim, v, num_draws = 6, 1.0, 100
     vertices = np.pad(simplex_vertices(dim), ((0, 0), (0, 1)))
     norms = scipy.stats.chi.rvs(dim, size=(num_draws, dim), random_state=0)
@@ -112,7 +112,7 @@ def test_conformity_lies_between_simplex_and_the_numerical_optimum():
     assert_less(plus, simplex)
     assert_less(optimum, plus)
     assert (optimum <= plus + 1e-9).all()
-    # One draw of norms, computed apart from this library: simplex, simplex_plus, optimum.
+    # For one draw of norms, another program computed simplex, simplex_plus and the optimum.
     norms = np.array([2.3989, 2.7767, 1.9412, 3.2903, 1.8301, 1.8830])
     arranged = sweeps_in_numpy(vertices, norms, 10)
     assert conformity(vertices, norms, v) == pytest.approx(2.0950, abs=2e-4)

@@ -58,7 +58,7 @@ def test_blocks_are_independent(coupling, block):
     dim, size = 4, 5 if coupling.startswith("simplex") and block == "regular" else 4
     s = directions(draw_many(20_000, 2 * size, dim, coupling=coupling, block=block))
     cosines = np.einsum("nid,njd->nij", s[:, :size], s[:, size:])
-    # Of independent directions: mean 0, and not a function of each other, so variance 1/d.
+    # Cosines of independent directions have mean 0 and variance 1/d.
     assert_mean(cosines, 0)
     assert_mean(cosines**2, 1 / dim)
 

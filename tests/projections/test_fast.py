@@ -52,7 +52,7 @@ def test_values_and_gradients_in_every_type(num_features, dim, coupling, block, 
     assert y.dtype == jnp.promote_types(dtype, jnp.float32)
     assert gradient.dtype == dtype
     w = dense(projection)
-    # The logits are wide whatever x is; its gradient is rounded to its own type.
+    # The logits are float32 for any type of x, but its gradient is rounded to that type.
     assert relative_error(y, np.asarray(x, np.float64) @ w.T) < TOLERANCE[y.dtype.name]
     expected = np.asarray(cotangent, np.float64) @ w
     assert relative_error(gradient, expected) < TOLERANCE[gradient.dtype.name]
@@ -123,7 +123,7 @@ def test_donated_arrays_are_reused_and_the_copy_is_not():
     flipped = jax.jit(flip, donate_argnums=0)(projection)
     assert projection.signs.is_deleted()
     x = jnp.linspace(0, 1, 6)
-    # Three factors, each with its sign turned.
+    # Each of the three factors changes its sign.
     np.testing.assert_allclose(project(x, flipped), -project(x, kept), rtol=1e-6)
 
 

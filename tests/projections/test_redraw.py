@@ -60,7 +60,7 @@ def test_steps_of_all_kinds_about_32_bits(step, kind, traced):
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
 @pytest.mark.parametrize("traced", [False, True])
 def test_intervals_about_as_large_as_the_type_of_the_step_holds(dtype, beyond, traced):
-    """JAX wraps Python numbers to small types, and refuses those beyond int32."""
+    """JAX wraps Python numbers that overflow small types, and refuses those beyond int32."""
     key, most = jax.random.key(3), int(jnp.iinfo(dtype).max)
     find = functools.partial(redraw_key, key, interval=most + beyond)
     found = (jax.jit(find) if traced else find)(jnp.asarray(most, dtype))

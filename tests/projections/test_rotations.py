@@ -27,7 +27,7 @@ def draw_frames(num_draws, dim, num_rows, rotation="haar"):
 def test_haar_entries_have_mean_zero_and_variance_one_over_d(dim):
     q = draw_frames(20_000, dim, dim)
     np.testing.assert_allclose(q @ q.mT, np.broadcast_to(np.eye(dim), q.shape), atol=1e-5)
-    assert_mean(q, 0)  # LAPACK's Q without the sign fix has q[0, 0] <= 0 always.
+    assert_mean(q, 0)  # LAPACK's Q without the sign fix always has q[0, 0] <= 0.
     if dim > 1:
         assert_mean(q**2, 1 / dim)
         assert_mean(q**4, 3 / (dim * (dim + 2)))
@@ -37,7 +37,7 @@ def test_haar_entries_have_mean_zero_and_variance_one_over_d(dim):
 @pytest.mark.parametrize("dim", [2, 5, 16])
 def test_haar_trace_has_its_law(dim):
     trace = np.trace(draw_frames(20_000, dim, dim), axis1=1, axis2=2)
-    # Diaconis and Shahshahani (1994): the first moments are those of a standard normal, exactly.
+    # The first moments are exactly those of a standard normal (Diaconis and Shahshahani, 1994).
     for power, moment in [(1, 0), (2, 1), (3, 0), (4, 3)]:
         assert_mean(trace**power, moment)
     keys = jax.random.key(2)
@@ -61,7 +61,7 @@ def test_rows_of_a_givens_butterfly_are_uniform_on_the_sphere(dim):
         for row, column in np.ndindex(2, 2):
             law = scipy.stats.kstest(entries[:, row, column], "beta", ((dim - 1) / 2,) * 2)
             assert law.pvalue > 1e-4
-        # Uniform, so products of two coordinates have mean zero and their squares 1 / (d (d + 2)).
+        # On the sphere, products of two coordinates have mean 0 and mean square 1 / (d (d + 2)).
         assert_mean(q[:, 0, 0] * q[:, 0, -1], 0)
         assert_mean((q[:, 0, 0] * q[:, 0, -1]) ** 2, 1 / (dim * (dim + 2)))
 
@@ -71,7 +71,7 @@ def test_hadamard_moments(dim):
     q = draw_frames(20_000, dim, dim, "hadamard")
     np.testing.assert_allclose(q @ q.mT, np.broadcast_to(np.eye(dim), q.shape), atol=1e-5)
     np.testing.assert_allclose((q**2).mean(axis=0), 1 / dim, atol=0.02)
-    # The fourth moment of a column, which Haar's 3 / (d + 2) misses by (-2/d)^3 (1 - 3/(d + 2)).
+    # The fourth moment of a column differs from Haar's 3 / (d + 2) by (-2/d)^3 (1 - 3/(d + 2)).
     haar = 3 / (dim + 2)
     assert_mean((q**4).sum(axis=1)[:, 0], haar + (-2 / dim) ** 3 * (1 - haar))
 
@@ -104,7 +104,7 @@ def test_vectors_are_multiplied_by_the_frame(rotation, dim):
     rng = np.random.default_rng(0)
     vectors = rng.normal(size=(5, max(1, dim - 3))).astype(np.float32)
 
-    def rotated(x):  # Of the same key each time.
+    def rotated(x):  # The key is the same in each call.
         return ROTATIONS[rotation].rotate(jax.random.key(3), jnp.asarray(x), dim)
 
     expected = vectors @ rotated(np.eye(vectors.shape[1], dtype=np.float32))

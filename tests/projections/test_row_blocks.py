@@ -43,7 +43,7 @@ def test_regular_blocks_are_full_and_leave_no_row_alone(dim):
         assert sum(rows) == num_features
         assert max(rows) <= dim + 1
         assert min(rows) >= min(2, num_features)
-        # As few blocks as there can be.
+        # No smaller number of row blocks would do.
         assert len(rows) == -(-num_features // (dim + 1))
 
 

@@ -1,4 +1,4 @@
-"""Random cases: a program, whose compilation takes most of the time, and data to run it on."""
+"""Random cases, each a program and data to run it on. Compilation takes most of the time."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BLENDS = (
 
 
 class _Brief:
-    """A dataclass whose repr leaves out what has its default."""
+    """A dataclass whose repr leaves out fields with their default values."""
 
     def __repr__(self) -> str:
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -46,14 +46,14 @@ class _Brief:
         return f"{type(self).__name__}({', '.join(told)})"
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Tells hypothesis to print it like this, too."""
+        """Makes hypothesis print the same repr."""
         del cycle
         printer.text(repr(self))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Program(_Brief):
-    """A choice of all that is known when attention is compiled.
+    """Everything that is known when attention is compiled.
 
     Attributes:
       mechanism: "features", "band", or "blend" of both.
@@ -65,20 +65,20 @@ class Program(_Brief):
       key_heads: Number K of key heads.
       dim: Width H of queries and keys.
       width: Width D of values.
-      maps: Names of the feature maps, one but for a blend.
-      num_features: Rows of W.
-      per_head: Whether each key head has its own W.
-      dtype: Of queries, keys and values.
+      maps: Names of the feature maps. Only a blend has more than one.
+      num_features: Number of rows of W.
+      per_head: True if each key head has its own W.
+      dtype: Type of queries, keys and values.
       mask: Axes of the mask, some of "bns" for batch, heads and keys; "" for no mask.
-      bias: Axes of the bias.
-      query_lengths: Whether query_seq_lengths are given.
-      key_lengths: Whether key_value_seq_lengths are given.
-      scale: Whether the scale is given.
-      chunk_size: As the library takes it.
-      block_size: As the library takes it.
-      bandwidth: As the library takes it.
-      pieces: Lengths of what decoding takes at a time.
-      append: Whether decoding makes its states by ``append`` where it can.
+      bias: Axes of the bias, in the same notation.
+      query_lengths: True if query_seq_lengths are given.
+      key_lengths: True if key_value_seq_lengths are given.
+      scale: True if the scale is given.
+      chunk_size: The library's argument ``chunk_size``.
+      block_size: The library's argument ``block_size``.
+      bandwidth: The library's argument ``bandwidth``.
+      pieces: Number of tokens in each step of decoding.
+      append: True if decoding makes its states by ``append`` where it can.
     """
 
     mechanism: str
@@ -133,16 +133,16 @@ class Program(_Brief):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Data(_Brief):
-    """A choice of all that is not known when attention is compiled.
+    """Everything that is not known when attention is compiled.
 
     Attributes:
-      seed: Of all that is drawn by ``arrays``.
+      seed: Seed of everything that ``arrays`` draws.
       spread: Standard deviation of queries and keys.
       size: Standard deviation of values.
       shown: Share of the keys that the mask and the bias show.
-      plants: What queries, keys and values hold where something is planted; None for nothing.
-      everywhere: Whether it is planted in all places of a kind, or in about half of them.
-      whole: Whether it is planted in whole vectors, or in their last entry.
+      plants: Numbers that are planted in queries, keys and values; None plants nothing.
+      everywhere: If true, plant in all places of a kind, otherwise in about half of them.
+      whole: If true, plant in whole vectors, otherwise in their last entry.
     """
 
     seed: int = 0
@@ -166,7 +166,7 @@ def programs(draw: st.DrawFn, mechanism: str, mode: str) -> Program:
     in_chunks = not banded and (self_attention or mode == "causal")
     length = pick(5, 1, 2, 8, 13, 20)
     heads, key_heads = pick((2, 2), (1, 1), (4, 2), (3, 1))
-    # Decoding keeps one state for the query heads that share a key head.
+    # Decoding keeps one state for all query heads that share a key head.
     by_head = () if decoding and heads > key_heads else ("ns", "bns")
     maps = {"features": tuple((name,) for name in MAPS), "band": (("positive",),), "blend": BLENDS}
     return Program(
@@ -198,7 +198,7 @@ def programs(draw: st.DrawFn, mechanism: str, mode: str) -> Program:
 
 @st.composite
 def cuts(draw: st.DrawFn, length: int) -> tuple[int, ...]:
-    """Draws the lengths of a prompt, of tokens one by one, and of a last piece of several."""
+    """Draws the lengths of a prompt, of single tokens, and of a last piece of several tokens."""
     prompt = min(draw(st.sampled_from((0, length // 2, length, 3))), length)
     last = min(draw(st.sampled_from((0, 4))), length - prompt)
     pieces = [prompt, *[1] * (length - prompt - last), last]
@@ -208,7 +208,7 @@ def cuts(draw: st.DrawFn, length: int) -> tuple[int, ...]:
 @st.composite
 def datas(draw: st.DrawFn, program: Program) -> Data:
     """Draws the data of one run."""
-    # Where denominators of signed maps come near zero there is nothing to compare.
+    # Small inputs keep the denominators of signed maps away from zero, where no digits are left.
     spreads = (0.5, 0.125, 0.25, 1.0) if program.is_signed else (1.0, 0.5, 2.0, 4.0, 8.0, 16.0)
     plants = st.sampled_from(("nan", None, "inf", "-inf", "1e30", "3e38", "-3e38", "0", "2"))
     return Data(
@@ -253,14 +253,14 @@ def arrays(program: Program, data: Data) -> dict[str, np.ndarray]:
         x["bias"][rng.random(x["bias"].shape) > data.shown] = -np.inf
     if p.scale:
         x["scale"] = rng.choice([0.05, 0.3, 1.7, -0.4]).astype(wide)
-    # Those of one sequence without a batch have an axis, too.
+    # Lengths have an axis even for one sequence without a batch.
     lengths = functools.partial(rng.integers, low=0, size=p.batch or (1,), dtype=np.int32)
     if p.query_lengths:
         x["query_seq_lengths"] = lengths(high=p.length + 1)
     if p.key_lengths:
         x["key_value_seq_lengths"] = lengths(high=p.key_length + 1)
     if p.is_packed:
-        # Ids that come again begin another segment.
+        # Ids that occur again begin another segment.
         begins = rng.random((*p.batch, p.length)) < rng.choice([0.1, 0.3, 0.8])
         x["segment_ids"] = (np.cumsum(begins, axis=-1) % 3 - 1).astype(np.int32)
     return x

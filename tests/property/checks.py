@@ -1,10 +1,10 @@
-"""What must hold in every case.
+"""Checks that must pass in every case.
 
-Two rules about what is hidden:
+There are two rules about hidden tokens:
 
-- Neither the output of a query nor a gradient of it depends, by a single bit, on what the tokens
-  hold that the query does not see, whether that is finite or not.
-- What a query sees does reach it: NaN in a visible key or value makes its output NaN.
+- Neither the output of a query nor a gradient of it depends on tokens that the query does not see,
+  not even by a single bit, whether these are finite or not.
+- Visible tokens do reach a query: NaN in a visible key or value makes its output NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.property.cases import Data, Program, arrays
 from tests.property.feature_maps import MAPS
 from tests.property.library import run, run_without_jit
 
-# Relative errors of outputs and of gradients. The library promises those of float32.
+# Largest relative errors of outputs and of gradients. The library promises those of float32.
 VALUES = {"float32": 1e-5, "bfloat16": 2e-2, "float64": 1e-13}
 GRADIENTS = {"float32": 1e-4, "bfloat16": 5e-2, "float64": 1e-11}
 ROUNDING = {"float32": 2**-24, "bfloat16": 2**-9, "float64": 2**-53}
@@ -28,25 +28,25 @@ WELL_CONDITIONED = 30
 
 
 def tolerance(promised: dict[str, float], program: Program, data: Data) -> float:
-    """Returns what is promised; exponents of about 1,000 leave fewer digits behind the point."""
+    """Returns the promised error; exponents of about 1,000 leave fewer digits and get more."""
     return promised[program.dtype] * (5 if data.spread > 8 else 1)
 
 
 def random_cotangent(program: Program, data: Data, rows: np.ndarray, width: int) -> np.ndarray:
-    """Returns a cotangent of outputs ``[..., T, N, width]``, zero but for some rows."""
+    """Returns a cotangent of outputs ``[..., T, N, width]`` that is zero except in some rows."""
     normal = np.random.default_rng(data.seed + 1).normal(size=(*rows.shape, width))
     return (normal * rows[..., None]).astype(np.dtype(program.dtype))
 
 
 def check_values(program: Program, data: Data) -> None:
-    """Compares outputs with float64; they are zeros where nothing is seen."""
+    """Compares outputs with float64, which are zeros where a query sees nothing."""
     x = arrays(program, data)
     out, _ = run(program, x, np.zeros((*x["query"].shape[:-1], output_width(program))))
     assert_values(program, data, x, out)
 
 
 def check_without_jit(program: Program, data: Data) -> None:
-    """Compares outputs of calls without jit with float64; what is hidden is not finite."""
+    """Compares outputs without jit with float64, while hidden tokens are not finite."""
     x, rng = arrays(program, data), np.random.default_rng(data.seed + 3)
     places = plants.some_of(plants.hidden(program, x, rng), data, rng)
     assert_values(program, data, x, run_without_jit(program, plants.plant(x, places, data)))
@@ -82,7 +82,7 @@ def check_gradients(program: Program, data: Data) -> None:
             direction = rng.normal(size=gradient.shape)
             slope = np.sum(cotangent * expected.slope(program, x, name, direction))
             squares.append((np.sum(gradient * direction) - slope) ** 2)
-        error = np.sqrt(np.mean(squares))  # Its square is that of the gradient's on average.
+        error = np.sqrt(np.mean(squares))  # Its mean square is that of the gradient's error.
         relative = tolerance(GRADIENTS, program, data) * np.linalg.norm(gradient)
         assert error <= relative + least[name], name
 
@@ -90,7 +90,7 @@ def check_gradients(program: Program, data: Data) -> None:
 def rounding_errors(
     program: Program, data: Data, x: plants.Arrays, cotangent: np.ndarray
 ) -> dict[str, float]:
-    """Returns what rounding leaves of gradients that vanish, as those of saturated weights do."""
+    """Returns the rounding errors of gradients that vanish, such as those of saturated weights."""
     scale = abs(float(x.get("scale", program.dim**-0.5)))
     lengths = {
         name: np.linalg.norm(x[name].astype(np.float64), axis=-1) for name in ("query", "key")
@@ -100,16 +100,17 @@ def rounding_errors(
     exponent = 1 + longest**2 + longest * rows_of_w
     value = 1 if program.is_matrix else abs(x["value"].astype(np.float64)).max()
     once = 10 * ROUNDING[program.dtype] * np.linalg.norm(cotangent.astype(np.float64)) * value
-    # An exponent is off by its rounding, and how fast it moves goes by its size, too.
+    # The rounding error of an exponent and its derivative both grow with its size.
     units = {"query": exponent / data.spread, "projection": exponent, "scale": exponent / scale}
     units |= {"key": units["query"], "value": 1 / value}
     return {name: once * exponent * units.get(name, 1) for name in x}
 
 
 def check_unseen(find: plants.Finder, program: Program, data: Data) -> None:
-    """Plants something in places of a kind: queries that do not see it do not know, bit for bit.
+    """Checks that numbers planted in places of a kind reach only queries that see them.
 
-    Nor do the gradients of these queries and of the keys that have nothing to do with the others.
+    The outputs of all other queries stay the same bit for bit. So do the gradients of these
+    queries, and of the keys that are unrelated to queries that see a planted number.
     """
     x, rng = arrays(program, data), np.random.default_rng(data.seed + 3)
     places = plants.some_of(find(program, x, rng), data, rng)
@@ -127,12 +128,12 @@ def check_unseen(find: plants.Finder, program: Program, data: Data) -> None:
         assert_same(*both, f"gradient of {name}")
 
 
-# What all tokens share; no row that is not finite may be among them.
+# Arguments that all tokens share. A replaced row that any query sees changes their gradients.
 SHARED = ("projection", "scale", "near_weight", "far_weights")
 
 
 def check_no_gradient(find: plants.Finder, program: Program, data: Data) -> None:
-    """Plants something in places of a kind: queries that do not see it have no gradient there."""
+    """Checks that planted numbers get no gradient from queries that do not see them."""
     if not maps_are_differentiable(program, data):
         return
     x, rng = arrays(program, data), np.random.default_rng(data.seed + 3)
@@ -146,14 +147,14 @@ def check_no_gradient(find: plants.Finder, program: Program, data: Data) -> None
 
 
 def maps_are_differentiable(program: Program, data: Data) -> bool:
-    """Returns whether feature maps have a gradient at all that is planted."""
+    """Returns whether feature maps have a gradient at all planted numbers."""
     if "0" not in data.plants or program.mechanism == "band":
         return True
     return all(MAPS[name].smooth_at_zero for name in program.maps)
 
 
 def of_bias(program: Program, x: plants.Arrays, keys: np.ndarray) -> np.ndarray | None:
-    """Returns where the bias belongs to none but these keys, ``[..., S, K]``."""
+    """Returns the entries of the bias that belong only to these keys, ``[..., S, K]``."""
     if "bias" not in x:
         return None
     by_head = np.swapaxes(keys.repeat(program.groups, axis=-1), -1, -2)[..., None, :]
@@ -163,14 +164,14 @@ def of_bias(program: Program, x: plants.Arrays, keys: np.ndarray) -> np.ndarray 
 
 
 def assert_same(actual: np.ndarray, desired: np.ndarray, name: str) -> None:
-    """Compares bit for bit what has to be finite."""
+    """Checks that two arrays are finite and equal bit for bit."""
     actual, desired = (one.astype(np.float64) for one in (actual, desired))
     assert np.isfinite(desired).all(), f"{name} is not finite, even without anything planted"
     np.testing.assert_array_equal(actual, desired, name)
 
 
 def check_seen(program: Program, data: Data) -> None:
-    """Plants NaN in one key or value: the queries that see it, and no others, get NaN."""
+    """Plants NaN in one key or value and checks that exactly the queries that see it get NaN."""
     x, rng = arrays(program, data), np.random.default_rng(data.seed + 3)
     place = plants.one_key(program, rng)
     touched = plants.touched(program, x, place)

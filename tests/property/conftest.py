@@ -1,4 +1,4 @@
-"""Settings of hypothesis: the same cases in every run, and nothing written."""
+"""Settings of hypothesis, which draws the same cases in every run and writes no files."""
 
 from hypothesis import HealthCheck, settings
 

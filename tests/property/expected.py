@@ -1,4 +1,4 @@
-"""Attention in float64, each query and head by itself, by no code of the library."""
+"""Attention in float64, for each query and head separately and without the library's code."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Arrays = dict[str, np.ndarray]
 
 
 class Rows(NamedTuple):
-    """Outputs ``[..., T, N, D]``.
+    """Outputs of attention.
 
     Attributes:
-      out: The outputs.
-      size: How large they are before anything cancels, which is what rounding errors scale with.
-      condition: ``[..., T, N]``, the sizes of the terms of a denominator over its own.
+      out: Outputs ``[..., T, N, D]``.
+      size: Sums of the sizes of all terms, ``[..., T, N, D]``; rounding errors scale with them.
+      condition: Sum of the sizes of a denominator's terms divided by its own size, ``[..., T, N]``.
     """
 
     out: np.ndarray
@@ -31,9 +31,9 @@ def visible(program: Program, x: Arrays, *, near: bool | None = None) -> np.ndar
     """Returns which keys each query sees, ``[..., N, T, S]``.
 
     Args:
-      program: What is called.
+      program: Program whose masks apply.
       x: The arrays.
-      near: Whether no key outside the band is seen; by default whether attention is banded alone.
+      near: If true, hide keys outside the band. The default is true for banded attention alone.
     """
     p = program
     position, of_key = np.arange(p.length)[:, None], np.arange(p.key_length)
@@ -53,13 +53,13 @@ def visible(program: Program, x: Arrays, *, near: bool | None = None) -> np.ndar
 
 
 def segments(x: Arrays) -> np.ndarray:
-    """Returns the numbers of the runs of equal ids."""
+    """Returns the number of each token's segment, which is a stretch of equal ids."""
     ids = x["segment_ids"]
     return np.cumsum(np.diff(ids, axis=-1, prepend=ids[..., :1]) != 0, axis=-1)
 
 
 def log_weights(program: Program, x: Arrays) -> np.ndarray:
-    """Returns what is added to the logits of each key, ``[..., N, S]``; minus infinity hides it."""
+    """Returns the numbers to add to each key's logits, ``[..., N, S]``; minus infinity hides it."""
     p = program
     shape = (*p.batch, p.heads, 1, p.key_length)
     weights = np.zeros(shape) + x.get("bias", 0.0)
@@ -71,10 +71,10 @@ def log_weights(program: Program, x: Arrays) -> np.ndarray:
 
 
 def attend(program: Program, x: Arrays) -> Rows:
-    """Returns the outputs of a program, which are analytic in all arrays: these may be complex."""
+    """Returns the outputs of a program. They are analytic in all arrays, which may be complex."""
     x = {name: _widened(array) for name, array in x.items()}
     if program.is_matrix:
-        # Attention weights are what attention makes of unit vectors.
+        # With unit vectors as values, the outputs are the attention weights.
         size = program.key_length
         x["value"] = np.broadcast_to(np.eye(size)[:, None], (*x["key"].shape[:-1], size))
     fields = list(_fields(program, x))
@@ -87,7 +87,7 @@ def attend(program: Program, x: Arrays) -> Rows:
 
 def slope(program: Program, x: Arrays, name: str, direction: np.ndarray) -> np.ndarray:
     """Returns the derivative of the outputs along a direction of one array, to the last digit."""
-    step = 1e-100  # In the imaginary part, where it takes no digits from anything.
+    step = 1e-100  # A step in the imaginary part cancels no digits.
     moved = x | {name: x[name].astype(np.float64) + 1j * step * direction}
     return attend(program, moved).out.imag / step
 
@@ -97,7 +97,7 @@ def _widened(array: np.ndarray) -> np.ndarray:
 
 
 def _fields(program: Program, x: Arrays) -> Iterator[tuple[np.ndarray, Rows]]:
-    """Yields the near field and each far one, and their weights, ``[N, 1]``."""
+    """Yields the near field and each far field, with their weights ``[N, 1]``."""
     ones = np.ones(program.heads)
     if program.mechanism != "features":
         yield x.get("near_weight", ones)[:, None], _field(program, x, None)
@@ -108,7 +108,7 @@ def _fields(program: Program, x: Arrays) -> Iterator[tuple[np.ndarray, Rows]]:
 
 
 def _field(program: Program, x: Arrays, name: str | None) -> Rows:
-    """Attends by one feature map, or inside the band by the exact kernel."""
+    """Attends with one feature map, or with the exact kernel inside the band."""
     p = program
     seen = visible(p, x, near=name is None)
     weights = log_weights(p, x)
@@ -134,9 +134,9 @@ def _terms(
     query: np.ndarray,
     key: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the terms of the kernel of ``[T, H]`` and ``[S, H]`` in logs, and their signs.
+    """Returns the logarithms and signs of the kernel's terms, ``[T, S, num_features]``.
 
-    They are ``[T, S, num_features]``; the exact kernel has one.
+    Queries are ``[T, H]`` and keys are ``[S, H]``. The exact kernel has one term.
     """
     scale = x.get("scale", np.float64(program.dim**-0.5))
     if name is None:
@@ -153,7 +153,7 @@ def _terms(
 
 
 def _row(log: np.ndarray, sign: np.ndarray, value: np.ndarray, seen: np.ndarray) -> Rows:
-    """Attends to ``[S, num_features]`` terms and ``[S, D]`` values; zeros if none is seen."""
+    """Attends with terms ``[S, num_features]`` to values ``[S, D]``; zeros if none is seen."""
     log, sign, value = log[seen], sign[seen], value[seen]
     shift = log.real.max(initial=-np.inf)
     if shift == -np.inf:

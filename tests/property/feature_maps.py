@@ -1,4 +1,4 @@
-"""Feature maps as a user passes them, beside their formulas in float64."""
+"""Feature maps as a user passes them, with their formulas in float64."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,12 +14,12 @@ class Map(NamedTuple):
     """A feature map and its formulas.
 
     Attributes:
-      argument: What the library gets as its ``feature_map``.
-      of_queries: The formula of queries, ``f(x, w, kernel)`` to log features and signs.
-      of_keys: The formula of keys.
-      projected: Whether it takes a projection.
-      signed: Whether features may be negative, so that a denominator may come near zero.
-      smooth_at_zero: Whether the zero vector has features, and these a gradient.
+      argument: The library's argument ``feature_map``.
+      of_queries: Function ``f(x, w, kernel)`` that returns log features and signs of queries.
+      of_keys: The same function of keys.
+      projected: True if the map takes a projection.
+      signed: True if features may be negative, so that a denominator may come near zero.
+      smooth_at_zero: True if the zero vector has features with a gradient.
     """
 
     argument: Any

@@ -1,4 +1,4 @@
-"""All calls of the library, so that another interface changes this file alone."""
+"""The only module that calls the library, so that only it changes with the interface."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DIFFERENTIABLE = (
     "scale",
 )
 OF_KEYS = ("mask", "bias", "scale", "query_seq_lengths", "key_value_seq_lengths", "segment_ids")
-# Compilation takes most of the time, and a third as long without these.
+# Compilation takes most of the time, and only a third as long without fusion emitters.
 COMPILER_OPTIONS = {"xla_cpu_use_fusion_emitters": False}
 
 
@@ -35,12 +35,12 @@ def run(program: Program, x: Arrays, cotangent: np.ndarray) -> tuple[np.ndarray,
     """Runs attention and its backward pass under jit.
 
     Args:
-      program: What to call.
-      x: The arrays, of ``cases.arrays``.
-      cotangent: That of the output, ``[..., T, N, D]``, or ``[..., T, N, S]`` of a matrix.
+      program: Program to call.
+      x: Arrays that ``cases.arrays`` returned.
+      cotangent: Cotangent of the output ``[..., T, N, D]``, or of a matrix ``[..., T, N, S]``.
 
     Returns:
-      The output and the gradients of all arrays that have one.
+      The output, and the gradients of all arrays that have one.
     """
     with jax.enable_x64(program.dtype == "float64"):
         moving = {name: jnp.array(x[name]) for name in DIFFERENTIABLE if name in x}
@@ -102,7 +102,7 @@ def _projections(program: Program, x: Arrays) -> tuple[Any, ...]:
 
 
 def _decode(program: Program, x: Arrays) -> jax.Array:
-    """Attends piece by piece; under jit, pieces of one length are the steps of one scan."""
+    """Attends piece by piece. Under jit, pieces of equal length are the steps of one scan."""
     state, start, outs = _init(program, x), 0, []
     step = functools.partial(_step, program, x)
     for size, group in itertools.groupby(program.pieces):
@@ -120,7 +120,7 @@ def _decode(program: Program, x: Arrays) -> jax.Array:
 
 
 def _cut(x: Arrays, start: int, size: int) -> Arrays:
-    """Returns the tokens of one piece, and the mask, the bias and the lengths of their keys."""
+    """Returns the tokens of one piece, with the mask, the bias and the lengths of their keys."""
     piece = {name: x[name][..., start : start + size, :, :] for name in ("query", "key", "value")}
     for name in ("mask", "bias"):
         if name in x:

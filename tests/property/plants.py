@@ -1,4 +1,4 @@
-"""Places where something is planted, and the queries that do not see them."""
+"""Places where numbers are planted, and the queries that do not see them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Places(NamedTuple):
     """A choice of queries and of keys.
 
     Attributes:
-      queries: ``[..., T, N]``, True where a query is replaced.
-      keys: ``[..., S, K]``, True where a key and its value are.
+      queries: Booleans ``[..., T, N]``, True where a query is replaced.
+      keys: Booleans ``[..., S, K]``, True where a key and its value are replaced.
     """
 
     queries: np.ndarray
@@ -51,7 +51,7 @@ def segment(program: Program, x: Arrays, rng: np.random.Generator) -> Places:
 
 
 def out_of_band(program: Program, x: Arrays, rng: np.random.Generator) -> Places:
-    """Returns one token, which those beyond the bandwidth do not see."""
+    """Returns one token, which queries beyond the bandwidth do not see."""
     position = rng.integers(0, program.key_length)
     queries, keys = _nowhere(program)
     queries[..., position : position + 1, :] = keys[..., position, :] = True
@@ -107,14 +107,14 @@ def _by_key_head(program: Program, seen: np.ndarray) -> np.ndarray:
 
 
 def some_of(places: Places, data: Data, rng: np.random.Generator) -> Places:
-    """Returns all of the places, or about half."""
+    """Returns all of the places, or about half of them."""
     if data.everywhere:
         return places
     return Places(*(place & (rng.random(place.shape) < 0.5) for place in places))
 
 
 def touched(program: Program, x: Arrays, places: Places) -> np.ndarray:
-    """Returns which queries, ``[..., T, N]``, are replaced or see something that is."""
+    """Returns which queries, ``[..., T, N]``, are replaced or see a replaced token."""
     seen = _by_key_head(program, expected.visible(program, x))
     touched = (seen & places.keys[..., None, None, :, :]).any(-2)  # [..., T, G, K]
     touched = np.swapaxes(touched, -1, -2).reshape(places.queries.shape)
@@ -122,10 +122,11 @@ def touched(program: Program, x: Arrays, places: Places) -> np.ndarray:
 
 
 def apart(program: Program, x: Arrays, places: Places, rows: np.ndarray) -> np.ndarray:
-    """Returns which keys, ``[..., S, K]``, owe nothing of their gradients to touched rows.
+    """Returns which keys, ``[..., S, K]``, get no part of their gradients from touched rows.
 
-    Touched rows do not see them; or they come before, if attention is causal. Of all other keys a
-    touched row, not finite and with a cotangent of zero, may make the gradient NaN.
+    Touched rows do not see these keys or, in causal attention, come before them. The gradient of
+    any other key may be NaN because of a touched row that is not finite, even if the row's
+    cotangent is zero.
     """
     p = program
     seen = _by_key_head(p, expected.visible(p, x))
@@ -138,7 +139,7 @@ def apart(program: Program, x: Arrays, places: Places, rows: np.ndarray) -> np.n
 
 
 def plant(x: Arrays, places: Places, data: Data) -> Arrays:
-    """Returns the arrays with something else in these places."""
+    """Returns the arrays with planted numbers in these places."""
     x = dict(x)
     planted = {"query": places.queries, "key": places.keys, "value": places.keys}
     for (name, where), content in zip(planted.items(), data.plants, strict=True):

@@ -1,4 +1,4 @@
-"""Every mode of every mechanism on random cases: its numbers, its gradients, and what it hides.
+"""Checks every mode of every mechanism on random cases: numbers, gradients and hidden tokens.
 
 A failure ends with a call of the check that failed, which can be pasted after
 
@@ -34,7 +34,7 @@ each_check = pytest.mark.parametrize(
     [(*mode, check) for mode in ALL_MODES for check in CHECKS if applies(check, *mode)],
 )
 
-# Together they have each option of a program, as one compilation of each mode can afford.
+# One program for each mode limits the time to compile. Together they cover each option.
 FIXED_PROGRAMS = (
     Program(
         "features",
@@ -150,7 +150,7 @@ FIXED_PROGRAMS = (
 
 @each_check
 def test_a_few_cases(mechanism, mode, check):
-    """Runs one program of each mode, for little of the time goes into anything but compilation."""
+    """Runs one program of each mode, because compilation takes nearly all of the time."""
     (program,) = (p for p in FIXED_PROGRAMS if (p.mechanism, p.mode) == (mechanism, mode))
 
     @settings(settings.get_profile("fast"))
@@ -178,7 +178,7 @@ def test_cases_without_jit(mechanism, mode):
 def draw_cases(mechanism: str, mode: str, check: str, *, max_examples: int, data_each: int) -> None:
     """Draws programs and runs a check on each of them, with several data.
 
-    All checks of a mode draw the same cases: the first has them compiled, the others find them so.
+    All checks of a mode draw the same cases, so that only the first check compiles them.
     """
 
     @settings(settings.get_profile("slow"), max_examples=max_examples)

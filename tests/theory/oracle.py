@@ -1,24 +1,24 @@
-"""The closed forms once more, in arbitrary precision and from the definitions.
+"""Closed forms in arbitrary precision and from the definitions, independent of the library.
 
-Conformity is the power series with the paper's I_k by their exact recurrence, with as many digits
-as the recurrence and the alternating sums lose, or for large arguments the integral over the angle
-by mp.quad. Errors are V1 plus a loop over blocks. Nothing here is shared with the library.
+The conformity is the power series with the paper's I_k by their exact recurrence. It is computed
+with more digits than the recurrence and the alternating sums lose. For large arguments it is the
+integral over the angle by mp.quad. Errors are V1 plus a loop over row blocks.
 """
 
 import functools
 
 from mpmath import mp, mpf
 
-DIGITS = 40  # of the series; the integrals have 25.
+DIGITS = 40  # Digits of the series; the integrals have 25.
 
 
 @functools.lru_cache(maxsize=512)
 def coefficients(dim, cosine, count, digits):
-    """r_k I_k(c) / k! with the I_k by their recurrence, which loses digits as (1 + |c|)^k."""
+    """Returns r_k I_k(c) / k! by the recurrence of I_k, which loses digits as (1 + |c|)^k."""
     with mp.workdps(digits):
         c = mpf(cosine[0]) / cosine[1]
         mu = mp.sqrt(2) * mp.gamma(mpf(dim + 1) / 2) / mp.gamma(mpf(dim) / 2)
-        moments = [mpf(0), mpf(1), 1 + c * mu**2 / dim]  # I_{-1}, which is not used, I_0, I_1
+        moments = [mpf(0), mpf(1), 1 + c * mu**2 / dim]  # I_{-1} (not used), I_0, I_1.
         for k in range(count):
             older, old, new = moments[-3:]
             moments.append(
@@ -37,15 +37,15 @@ def coefficients(dim, cosine, count, digits):
 
 
 def conformity(dim, cosine, t):
-    """rho_c(t) for t = v^2 or t = -z^2; the cosine is a ratio of integers (p, q)."""
+    """Returns rho_c(t) for t = v^2 or t = -z^2; the cosine is a ratio of integers (p, q)."""
     return (conformity_by_series if abs(t) < 150 else conformity_by_quadrature)(dim, cosine, t)
 
 
 @functools.cache
 def conformity_by_series(dim, cosine, t):
-    """rho_c(t) = sum_k t^k / k! r_k I_k(c)."""
+    """Returns rho_c(t) = sum_k t^k / k! r_k I_k(c)."""
     size = abs(t)
-    # Terms are at most (2|t|)^k / k!: beyond e^2 * 2|t| they fall faster than e^-k.
+    # Terms are at most (2|t|)^k / k!, which fall faster than e^-k beyond e^2 * 2|t|.
     count = 2 ** int(mp.ceil(mp.log(2 * 3 * size + 150, 2)))
     lost = count * mp.log10(1 + abs(mpf(cosine[0]) / cosine[1])) + 4 * size / mp.log(10)
     digits = 100 * int(mp.ceil((DIGITS + 60 + lost) / 100))
@@ -60,7 +60,7 @@ def conformity_by_series(dim, cosine, t):
 
 @functools.cache
 def conformity_by_quadrature(dim, cosine, t):
-    """rho_c(t) = E_phi[1F1(d; d/2; t (1 + c sin phi) / 2)]."""
+    """Returns rho_c(t) = E_phi[1F1(d; d/2; t (1 + c sin phi) / 2)]."""
     with mp.workdps(30):
         c = mpf(cosine[0]) / cosine[1]
 
@@ -69,13 +69,13 @@ def conformity_by_quadrature(dim, cosine, t):
             return mp.hyp1f1(dim, mpf(dim) / 2, t * (1 + c * s) / 2) * s ** (dim - 1)
 
         norm = mp.beta(mpf(dim) / 2, mpf(1) / 2)
-        # Peaks are near 0 or pi/2.
+        # The integrand has its peaks near 0 or pi/2.
         ends = [0, mpf("0.01"), mpf("0.1"), mpf("0.5"), mpf("1.2"), mpf("1.5"), mp.pi / 2]
         return 2 * mp.quad(integrand, ends) / norm
 
 
 def regular_blocks(num_features, dim):
-    """Rows of each regular simplex: full ones of d + 1, and no row alone beside another block."""
+    """Returns the rows of each regular simplex: d + 1 if full, and never 1 next to another."""
     sizes, left = [], num_features
     while left > dim + 2:
         sizes.append(dim + 1)
@@ -92,7 +92,7 @@ def square_blocks(num_features, dim):
 
 
 def blocks(num_features, dim, coupling, block):
-    """(rows, cosine) of each block."""
+    """Returns (rows, cosine) of each row block."""
     if coupling == "iid":
         return []
     if coupling == "orthogonal":
@@ -103,7 +103,7 @@ def blocks(num_features, dim, coupling, block):
 
 
 def error(t, num_features, dim, coupling, features, block):
-    """V1 + sum_b r (r - 1) / m (C_c - C_iid) at t = v^2 or z^2, without the prefactor over m."""
+    """Returns V1 + sum_b r (r - 1) / m (C_c - C_iid) at t = v^2 or z^2, without prefactor / m."""
     with mp.workdps(2 * DIGITS):
         sign = -1 if features == "trigonometric" else 1
         iid = mp.exp(sign * t)
@@ -124,7 +124,7 @@ def ratio(distance, num_features, dim, coupling, features, block):
 
 
 def mse(x, y, num_features, coupling, features, kernel, block):
-    """The mean squared error for two lists of numbers."""
+    """Returns the mean squared error for two vectors, which are lists of numbers."""
     x, y = [mpf(float(a)) for a in x], [mpf(float(b)) for b in y]
     with mp.workdps(DIGITS):
         norms = sum(a * a for a in x) + sum(b * b for b in y)

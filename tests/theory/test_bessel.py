@@ -5,7 +5,7 @@ from mpmath import mp, mpf
 from simrf_jax.theory.bessel import log_hyp0f1
 
 pytestmark = pytest.mark.fast
-# On both sides of where the series ends, about 9e4 for small b.
+# The arguments lie on both sides of the end of the series, about 9e4 for small b.
 X = np.array([1e-300, 1e-12, 1e-3, 1.0, 30.0, 1e3, 8.9e4, 9.1e4, 1e5, 3e5, 1e6])
 
 

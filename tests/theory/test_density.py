@@ -43,7 +43,7 @@ def _polar_integral(w, dim):
             exponent = w**2 / 2 - w**2 / (2 * (1 + c * s))
             return mp.exp(exponent) / (1 + c * s) ** dim * s ** (dim - 1)
 
-        # Narrow panels, and e^{w^2/2} taken out: mp.quad stops at an absolute error.
+        # mp.quad stops at an absolute error, so panels are narrow and e^{w^2/2} is factored out.
         ends = [0, *(mpf(2) ** -j for j in range(10, 3, -1)), *mp.linspace(0.1, mp.pi / 2, 16)]
         norm = mp.gamma(dim) * mpf(2) ** (dim - 1) * mp.beta(mpf(dim) / 2, mpf(1) / 2)
         return 2 * mp.quad(density, ends) * w ** (2 * dim - 1) * mp.exp(-(w**2) / 2) / norm
@@ -79,7 +79,7 @@ def test_limits_shapes_and_nan(dim, coupling):
     w = np.array([[0.0, np.nan], [1.0, 1e200]])
     got = resultant_norm_pdf(w, dim, coupling=coupling)
     assert got.dtype == np.float64
-    # Two antiparallel rows can cancel: |a - b| at 0.
+    # Two antiparallel rows can cancel, so |a - b| has a density at 0.
     zero = np.sqrt(np.pi) / 2 if dim == 2 and coupling == "simplex" else 0
     np.testing.assert_allclose(got[0, 0], zero, rtol=1e-15)
     assert np.isnan(got[0, 1])
@@ -91,7 +91,10 @@ def test_limits_shapes_and_nan(dim, coupling):
 
 
 def _integral_over_one_norm(w, dim, c):
-    """Density of |w_i + w_j| with a = |w_i| = w sin(t) / sqrt(1 - c^2), |w_j| = w cos(t) - c a."""
+    """Returns the density of |w_i + w_j| by an integral over one norm.
+
+    The norms are a = |w_i| = w sin(t) / sqrt(1 - c^2) and |w_j| = w cos(t) - c a.
+    """
     with mp.workdps(20):
         w, c = mpf(float(w)), mpf(float(c))
         scale = w / mp.sqrt(1 - c**2)

@@ -1,7 +1,7 @@
-"""ERRATA.md, line by line: the formula as printed and as corrected, against the truth.
+"""Checks of ERRATA.md, line by line: the printed and the corrected formula against the true value.
 
-The truth is an integral over the rows' norms in arbitrary precision, or Monte Carlo. Nothing of the
-library is used but where a test is about the library's numbers.
+The true value is an integral over the rows' norms in arbitrary precision, or Monte Carlo. The
+library is used only where a test is about its numbers.
 """
 
 import itertools
@@ -34,14 +34,17 @@ def chi_pdf(w, freedom):
 
 
 def orthogonal_correlation(dim, t):
-    """E e^{(w_i + w_j) . u} of orthogonal rows, t = |u|^2 or -|u|^2, over the length, chi_2d."""
+    """Returns E e^{(w_i + w_j) . u} of orthogonal rows with t = |u|^2 or -|u|^2.
+
+    The integral is over the length of w_i + w_j, which has the distribution chi_2d.
+    """
     return mp.quad(
         lambda w: chi_pdf(w, 2 * dim) * mp.hyp0f1(mpf(dim) / 2, t * w * w / 4), [0, 2, 4, 8, 20]
     )
 
 
 def gamma_series(dim, ratio):
-    """sum_k Gamma(k + d) / Gamma(k + d/2) ratio^k / k!, times Gamma(d/2) / Gamma(d)."""
+    """Returns Gamma(d/2) / Gamma(d) sum_k Gamma(k + d) / Gamma(k + d/2) ratio^k / k!."""
     half = mpf(dim) / 2
     terms = [mp.gamma(k + dim) / mp.gamma(k + half) * ratio**k / mp.factorial(k) for k in range(60)]
     return mp.gamma(half) / mp.gamma(dim) * mp.fsum(terms)
@@ -71,7 +74,8 @@ def test_equation_77():
 
 
 def test_definition_of_a_below_equation_77():
-    # E a_1 a_2 with a = cos(w.z) and a = e^{-i w.z}: the same for orthogonal rows, not for simplex.
+    # E a_1 a_2 with a = cos(w.z) and with a = e^{-i w.z} are equal for orthogonal rows, and differ
+    # for simplex rows.
     t = mpf("-1.44")
     for d, cosine, equal in [(3, (0, 1), True), (3, (-1, 2), False)]:
         exponential = oracle.conformity(d, cosine, t)
@@ -97,7 +101,7 @@ def test_equation_56():
 
     second = mp.quad(line_2, [0, mp.pi / 4, mp.pi / 2]) * w ** (2 * d - 1)
     second /= 2 ** (d - 2) * mp.gamma(mpf(d) / 2) ** 2
-    # The truth: over |w_i| = a alone, |w_j| = b following from |w_i + w_j| = w.
+    # The true value is an integral over |w_i| = a alone; |w_j| = b follows from |w_i + w_j| = w.
     scale = w / mp.sqrt(1 - c * c)
 
     def over_one_norm(t):
@@ -121,7 +125,7 @@ def test_prefactor_of_section_5_1():
     np.testing.assert_allclose(prefactor(g**2 * mpf(2) ** d), 0.00778175, atol=5e-9)
     assert prefactor(g * mpf(2) ** (2 * d)) < -1e15
     np.testing.assert_allclose(small_distance_prefactor(d), 0.00778175, atol=5e-9)
-    # It holds for m = d, and multiplies v^2 e^{-2x^2-2y^2} / m.
+    # The prefactor holds for m = d only, and multiplies v^2 e^{-2x^2-2y^2} / m.
     np.testing.assert_allclose(small_distance_prefactor(32, d, block="square"), 0.5118, atol=5.1e-5)
     x = np.eye(d)[0] * 0.5
     y = -x + 1e-6 * np.eye(d)[1]
@@ -145,9 +149,9 @@ def test_equations_20_21_23_24_and_26_are_right_as_printed():
         rho = prefactor * mp.quad(equation_21, [0, mp.pi])
         assert mp.almosteq(rho, oracle.conformity(d, cosine, v**2), mpf(10) ** -12)
     orthogonal = orthogonal_correlation(d, v**2)
-    assert mp.almosteq(gamma_series(d, v**2 / 2), orthogonal, mpf(10) ** -12)  # 23
+    assert mp.almosteq(gamma_series(d, v**2 / 2), orthogonal, mpf(10) ** -12)  # Eq. 23.
     orthogonal = orthogonal_correlation(d, -(v**2))
-    assert mp.almosteq(gamma_series(d, -(v**2) / 2), orthogonal, mpf(10) ** -12)  # 26
+    assert mp.almosteq(gamma_series(d, -(v**2) / 2), orthogonal, mpf(10) ** -12)  # Eq. 26.
     equation_24 = mpf(0)
     for k in range(40):
         inner = mp.fsum(
@@ -165,7 +169,7 @@ def test_equations_20_21_23_24_and_26_are_right_as_printed():
 
 
 def test_equation_46():
-    # Norms a, b of two unit vectors at 90 degrees: the outer sides are the square of the middle.
+    # For rows at a right angle, the outer sides are the square of the middle term.
     a, b = 3.0, 4.0
     outer, middle = a * a + b * b + 2 * a * b * 0.0, np.hypot(a, b)
     assert (outer, middle, middle**2) == (25, 5, 25)
@@ -210,7 +214,7 @@ def test_theorem_3_4_is_about_d_rows():
     printed = mse_ratio(0.5, 8, 64, coupling="simplex", block="square")
     better = mse_ratio(0.5, 8, 64, coupling="simplex", block="regular")
     np.testing.assert_allclose([printed, better], [0.892, 0.134], atol=5.1e-4)
-    # By Monte Carlo: the first 8 rows of Eq. 9 against 8 rows at arccos(-1/7).
+    # Monte Carlo compares the first 8 rows of Eq. 9 with 8 rows at arccos(-1/7).
     rng, v = np.random.default_rng(0), 0.5
     norms = np.sqrt(rng.chisquare(64, (40_000, 8)))
     estimates = []
@@ -227,13 +231,13 @@ def test_theorem_3_4_is_about_d_rows():
 
 
 def test_equation_16_is_not_sufficient():
-    # On a line, with norms 1, 1, 1.5: each is opposed to the sum of the others.
+    # On a line with norms 1, 1 and 1.5, each vector is opposed to the sum of the others.
     rows = np.array([1.0, 1.0, -1.5])
     for w in rows:
         rest = rows.sum() - w
         assert w == -abs(w) * np.sign(rest)
     objective = sum((a + b) ** 2 for a, b in itertools.permutations(rows, 2))
-    angle = np.arccos((1.5**2 - 2) / 2)  # A closed triangle.
+    angle = np.arccos((1.5**2 - 2) / 2)  # The vectors form a closed triangle.
     triangle = np.array([1, np.exp(1j * angle), 0])
     triangle[2] = -triangle.sum()
     np.testing.assert_allclose(np.abs(triangle), np.abs(rows), rtol=1e-12)
@@ -263,7 +267,7 @@ def test_threshold_of_section_4_1(dim, roots):
 
 
 def test_norm_of_section_5_2():
-    # The sum over entries, as in the text, over d^2; the axis of Fig. 7 has 1e-3 and 1e-2.
+    # The sum over entries, as in the text, is divided by d^2. The axis of Fig. 7 has 1e-3 and 1e-2.
     rng = np.random.default_rng(0)
     x = rng.normal(size=(40, 64, 64)) * 0.1
     expected = {"iid": 0.0151, "orthogonal": 0.0110, "simplex": 0.0051}
@@ -290,7 +294,7 @@ def test_constant_of_equation_9():
 
 
 def test_limit_of_theorem_3_5_of_hybrid_random_features():
-    # At an angle pi - delta, where the printed root is that of -delta.
+    # At an angle of pi - delta, the printed formula takes the root of -delta.
     m, n, r, delta = 16, 8, 1.2, 1e-6
     x, y = np.array([r, 0.0]), r * np.array([np.cos(np.pi - delta), np.sin(np.pi - delta)])
     relative = np.sqrt(hybrid_mse(x, y, m, n, coupling="iid")) / np.exp(x @ y)

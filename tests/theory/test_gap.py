@@ -31,7 +31,7 @@ def test_against_arbitrary_precision(dim, features):
 
 
 def test_is_the_gap_of_drawn_rows():
-    # Two rows in 4 dimensions: u is turned instead of the rows.
+    # There are two rows in 4 dimensions. Rotating u is equivalent to rotating the rows.
     rng, v = np.random.default_rng(0), 0.7
     norms = np.sqrt(rng.chisquare(4, (2, 200_000)))
     u = rng.normal(size=(4, 200_000))

@@ -15,7 +15,7 @@ def pair_at(angle, radius, dim=3, other=None):
 
 
 def draw(rng, coupling, count, rows, dim):
-    """Rows of one block, by a rotation that is Haar."""
+    """Draws the rows of one row block with a Haar rotation."""
     w = rng.normal(size=(count, dim, dim))
     if coupling == "iid":
         return w[:, :rows]
@@ -87,7 +87,7 @@ def test_both_ends_and_the_zero_vector():
         if y.any():
             assert got == 0
             assert hybrid_mse(x, y, 4, 3, coupling="simplex", log=True) == -np.inf
-        else:  # Weights of 1/2, with variance 1/(4n).
+        else:  # The weights are 1/2, with variance 1/(4n).
             bases = sum(
                 kernel_mse(x, y, 4, coupling="simplex", features=f, kernel="softmax")
                 for f in ("hyperbolic", "trigonometric")

@@ -32,7 +32,7 @@ def test_is_the_ratio_at_zero(dim, features):
 
 @pytest.mark.parametrize("features", FEATURES)
 def test_is_the_ratio_at_small_distances(features):
-    # Independent of mse_ratio: arbitrary precision at v = 1e-9.
+    # The oracle at v = 1e-9 is independent of mse_ratio.
     for block in ["regular", "square"]:
         got = small_distance_prefactor(13, 5, features=features, block=block)
         expected = oracle.ratio(1e-9, 13, 5, "simplex", features, block)
@@ -64,7 +64,7 @@ def test_prefactor_refuses(dim, m, options, error, match):
 
 @pytest.mark.parametrize("z", [0.0, 0.3, 1.0, 2.0])
 def test_error_of_the_asymptotic_ratio_falls_as_one_over_d(z):
-    # With m = d / 2 rows both ratios have a limit; what is left is O(1/d).
+    # With m = d / 2 rows both ratios have a limit, and their difference is O(1/d).
     gaps = []
     for dim in [64, 256, 1024]:
         exact = mse_ratio(z, dim // 2, dim, coupling="orthogonal", features="trigonometric")
@@ -78,7 +78,7 @@ def test_asymptotic_ratio_is_equation_27():
     e = np.exp(-(z**2))
     printed = 1 - (m - 1) * e * z**4 / (dim * (1 - e) ** 2)
     np.testing.assert_allclose(asymptotic_ratio(z, m, dim), printed, rtol=1e-13)
-    # Blocks beyond m = d: 2 of 10 rows and one of 5.
+    # Beyond m = d there are several row blocks, here two of 10 rows and one of 5.
     weight = (2 * 90 + 20) / 25
     np.testing.assert_allclose(
         1 - asymptotic_ratio(z, 25, dim), (1 - printed) * weight / 4, rtol=1e-12

@@ -14,7 +14,7 @@ from tests.theory import oracle
 
 FEATURES = ["positive", "hyperbolic", "trigonometric"]
 COUPLINGS = ["iid", "orthogonal", "simplex"]
-# (coupling, block); the blocks of orthogonal rows are the same in both modes.
+# Pairs (coupling, row-block mode). The row blocks of orthogonal rows are the same in both modes.
 COUPLED = [("orthogonal", "regular"), ("simplex", "regular"), ("simplex", "square")]
 DISTANCES = np.array([1e-3, 0.02, 0.3, 1.0, 1.4999, 1.5001, 2.0, 3.0, 5.0, 8.0])
 
@@ -38,7 +38,7 @@ def test_ratio_against_arbitrary_precision(dim, features):
 @pytest.mark.parametrize(("dim", "distance"), [(2, 100), (3, 22), (5, 13.4), (7, 13.5), (64, 40)])
 @pytest.mark.parametrize("features", FEATURES)
 def test_ratio_at_large_distances(dim, distance, features):
-    # The antiparallel pair: trigonometric and hyperbolic features feel it at any distance.
+    # An antiparallel pair of rows affects trigonometric and hyperbolic features at any distance.
     got = mse_ratio(distance, 2, dim, coupling="simplex", features=features)
     expected = oracle.ratio(distance, 2, dim, "simplex", features, "regular")
     np.testing.assert_allclose(got, float(expected), rtol=1e-12)
@@ -93,7 +93,7 @@ def test_log_mse_at_large_distances(dim, v, coupling, features):
 def test_log_mse_far_beyond_overflow(v, features):
     x = np.array([v, 0.0])
     y = np.zeros(2)
-    # Where the coupling no longer matters: V1 = e^{2 v^2} or half of it, or 1/2.
+    # At these distances the coupling no longer matters: V1 = e^{2 v^2} or half of it, or 1/2.
     expected = {"positive": 0, "hyperbolic": -np.log(2), "trigonometric": -np.log(2)}[features]
     got = kernel_mse(x, y, 2, coupling="orthogonal", features=features, log=True)
     np.testing.assert_allclose(got, expected - np.log(2), rtol=1e-14)
@@ -104,7 +104,7 @@ def test_log_mse_far_beyond_overflow(v, features):
 
 
 def _estimates(projected_x, projected_y, features):
-    """Of the Gaussian kernel by one feature map, before the norms' prefactors."""
+    """Returns estimates of the Gaussian kernel by a feature map, without the norms' prefactors."""
     if features == "trigonometric":
         return np.cos(projected_x - projected_y).mean(axis=-1)
     exponent = projected_x + projected_y
@@ -203,7 +203,7 @@ def test_orthogonal_rows_are_best_for_even_features_at_small_distances(features)
                 options = {"features": features, "block": block}
                 orthogonal = mse_ratio(v, m, dim, coupling="orthogonal", **options)
                 simplex = mse_ratio(v, m, dim, coupling="simplex", **options)
-                # With d + 1 rows or more in a block the simplex has more pairs.
+                # With d + 1 rows in a row block, the simplex has more pairs.
                 if block == "square" or m <= dim:
                     assert np.all(orthogonal <= simplex)
 

@@ -16,7 +16,7 @@ from simrf_jax.theory.optimum import (
 from tests.standard_errors import assert_mean
 
 pytestmark = pytest.mark.fast
-FIGURE_4 = np.array([2.3989, 2.7767, 1.9412, 3.2903, 1.8301, 1.8830])  # One draw, d = 6, v = 1.
+FIGURE_4 = np.array([2.3989, 2.7767, 1.9412, 3.2903, 1.8301, 1.8830])  # One draw of norms.
 
 
 def conformity(norms, directions, v, dim):
@@ -39,12 +39,12 @@ def test_order_of_figure_4():
         conformity(FIGURE_4, against_the_rest(simplex, FIGURE_4), 1.0, 6),
         np.exp(optimal_directions(FIGURE_4, 1.0, 6).log_conformity),
     ]
-    # The norms are rounded.
+    # The tolerance allows for the rounding of the norms.
     np.testing.assert_allclose(got, [2.5664, 2.4568, 2.0950, 2.0638, 2.0512], atol=1.1e-4)
 
 
 def test_mean_over_norms():
-    # Paired with the simplex, whose mean is known in closed form: 2.181826.
+    # Differences are paired with the simplex, whose mean is 2.181826 in closed form.
     norms, simplex = chi(0, 6, (100, 6)), simplex_vertices(6)
     known = np.array([conformity(a, simplex, 1.0, 6) for a in norms])
     swept = np.array([conformity(a, against_the_rest(simplex, a), 1.0, 6) for a in norms])
@@ -58,9 +58,9 @@ def test_mean_over_norms():
     [(2, 2, 1.0), (2, 3, 2.0), (3, 3, 3.0), (6, 4, 1e-3), (8, 9, 0.1), (8, 9, 10.0), (32, 32, 1.0)],
 )
 def test_is_the_global_optimum(dim, m, v):
-    # In the cosines G the problem is convex: minimise f(G) over G >= 0 with diagonal 1. With S the
-    # gradient less the multipliers of the diagonal, f(G) - f* is at most -m times S's least
-    # eigenvalue.
+    # In the cosines G the problem is convex: minimise f(G) over G >= 0 with diagonal 1. Let S be
+    # the gradient minus the multipliers of the diagonal. Then f(G) - f* is at most -m times the
+    # least eigenvalue of S.
     norms = chi(m, dim, m)
     s, achieved = optimal_directions(norms, v, dim)
     np.testing.assert_allclose(np.linalg.norm(s, axis=1), 1, rtol=1e-14)
@@ -72,7 +72,7 @@ def test_is_the_global_optimum(dim, m, v):
     np.fill_diagonal(gradient, 0)
     multipliers = np.sum(gradient * (s @ s.T), axis=1)
     certificate = np.linalg.eigvalsh(gradient - np.diag(multipliers))
-    # Beside a dominating norm, and at large v, the optimiser's tolerance shows.
+    # With a dominating norm, and at large v, the optimiser's tolerance is visible.
     assert certificate[0] > -2e-3 * certificate[-1]
 
 
@@ -129,7 +129,7 @@ def test_sweeps_are_those_of_the_projection():
     got = against_the_rest(simplex_vertices(7), norms)
     np.testing.assert_allclose(got, expected, atol=2e-5)
     assert np.linalg.norm(norms @ against_the_rest(got, norms)) < 1e-10
-    # Nothing to turn against: two rows that cancel leave the third as it was.
+    # Two rows that cancel leave the third without a direction to turn to, so it stays.
     cancelled = np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]])
     got = against_the_rest(cancelled, np.array([1.0, 1.0, 0.0]))
     np.testing.assert_array_equal(got, cancelled)

@@ -1,4 +1,4 @@
-"""Numbers printed in the papers, or derived from them, to the digits they are given with."""
+"""Checks of numbers that the papers print, or that follow from them, to the printed digits."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def test_minimum_of_figure_6():
 )
 def test_simplex_at_small_distances(dim, expected):
     np.testing.assert_allclose(mse_ratio(0, dim, dim, coupling="simplex"), expected, atol=5.1e-5)
-    # Whatever the number of features, when each block is a regular simplex.
+    # This holds for any number of features, if each row block is a regular simplex.
     more = mse_ratio(0, 5 * dim + 1, dim, coupling="simplex")
     np.testing.assert_allclose(more, mse_ratio(0, dim, dim, coupling="simplex"), rtol=1e-12)
 

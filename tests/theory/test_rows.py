@@ -38,7 +38,7 @@ def test_its_mean_over_draws_is_the_closed_form(coupling, v):
 
 @pytest.mark.parametrize(("dim", "coordinates"), [(3, 3), (7, 3)])
 def test_is_the_mean_over_rotations(dim, coordinates):
-    # Turning u is turning the rows, which lie in a subspace.
+    # Rotating u is equivalent to rotating the rows, which lie in a subspace.
     rng = np.random.default_rng(1)
     rows = rng.normal(size=(3, coordinates))
     u = rng.normal(size=(100_000, dim))

@@ -1,1 +1,1 @@
-"""One file for each run."""
+"""Configs, one file for each run."""

@@ -1,11 +1,12 @@
-"""Table 1 of Simplex Random Features, measured.
+"""Table 1 of Simplex Random Features (arXiv:2301.13856), measured.
 
-Shows:     time and memory of drawing and applying ORFs, SimRFs and SimRFs+, regular and fast
+Shows:     time and memory to draw and apply ORFs, SimRFs and SimRFs+, regular and fast
 Command:   python -m experiments.complexity.main --workdir=runs/complexity
 Hardware:  two CPU cores
 Time:      6.5 minutes
-Expected:  SimRFs take the time of ORFs at every d; exponents of matrices near 3 to draw and 2 in
-           space, of fast ORFs and SimRFs near 1, times divided by log d
+Expected:  SimRFs take the time of ORFs at every d. Matrices have exponents near 3 for the time to
+           draw and 2 for space. Fast ORFs and SimRFs have exponents near 1, after their times are
+           divided by log d.
 """
 
 import ml_collections
@@ -13,12 +14,12 @@ import ml_collections
 
 def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    # As many features as dimensions; powers of two, which fast forms need no padding for.
+    # There are as many features as dimensions. Fast forms pad other sizes to powers of two.
     config.dims = (64, 128, 256, 512, 1024, 2048, 4096)
-    # Where matrices would take too long.
+    # Matrices would take too long in these dimensions.
     config.fast_dims = (8192, 16384, 32768, 65536, 131072, 262144)
     config.fit_points = 4  # Exponents are fitted to the largest dimensions of each curve.
-    config.num_vectors = 64  # Of a batch; one vector is measured too.
-    config.rounds = 200  # Calls of each mechanism, in turn.
-    config.seconds = 5.0  # For each quantity at one dimension; then 3 rounds are enough.
+    config.num_vectors = 64  # Vectors in a batch; a single vector is measured too.
+    config.rounds = 200  # Calls of each method, which alternate.
+    config.seconds = 5.0  # Time budget for each quantity in one dimension.
     return config

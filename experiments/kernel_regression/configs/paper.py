@@ -1,11 +1,12 @@
-"""Tables 2 and 3, Figs. 8 and 10 of Simplex Random Features.
+"""Tables 2 and 3, Figs. 8 and 10 of Simplex Random Features (arXiv:2301.13856).
 
 Shows:     accuracy of kernel regression on eight UCI data sets, with exact and random features
 Command:   python -m experiments.kernel_regression.main --workdir=runs/kernel_regression
 Hardware:  two CPU cores
 Time:      8 minutes: tables 234 seconds (69 with 1,000 trials), curves 182, search 60
-Expected:  SimRFs > ORFs > IIDRFs with d features, by paired trials, on all data sets but yeast,
-           where ORFs and IIDRFs are alike; the paper's accuracies within 0.05 on wifi, 0.01 else
+Expected:  SimRFs > ORFs > IIDRFs with d features in paired trials on all data sets, except that
+           ORFs and IIDRFs do not differ on yeast; accuracies within 0.05 of the paper's on wifi
+           and within 0.01 on the others
 """
 
 import ml_collections
@@ -14,13 +15,13 @@ import ml_collections
 def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     config.seed = 0
-    config.data_dir = ""  # Then SIMRF_DATA_DIR or, without it, a download to a cache.
+    config.data_dir = ""  # Stands for SIMRF_DATA_DIR or, without it, a download to a cache.
     config.datasets = ("abalone", "banknote", "car", "yeast", "cmc", "nursery", "wifi", "chess")
     config.parts = ("tables", "curves", "search")
-    config.num_trials = 10_000  # For standard errors like the paper's.
+    config.num_trials = 10_000  # Gives standard errors similar to the paper's.
     config.curve_trials = 500  # As published.
     config.multiples = (1, 2, 4, 10)  # As published.
     config.search_trials = 40
     config.search_multiple = 10  # As in Fig. 10.
-    config.num_sigmas = 20  # From 0.1 to 2, as published: the sigmas used are points of this grid.
+    config.num_sigmas = 20  # As published, from 0.1 to 2; this grid has the published sigmas.
     return config

@@ -31,7 +31,7 @@ def test_simplex_plus_removes_the_leading_term(tmp_path):
         row["simplex"], row["simplex_standard_error"], row["simplex_closed_form"], strict=True
     ):
         assert abs(ratio - closed) < 5 * error
-    # 0.0037 by the closed loop, 0.083 for SimRFs.
+    # The closed loop of SimRFs+ gives 0.0037; SimRFs have 0.083.
     assert abs(row["simplex_plus"][0] - 0.0037) < 5 * row["simplex_plus_standard_error"][0] + 5e-5
     assert json.loads((tmp_path / "results.json").read_text()) == results
     for name in ("blocks", "simplex_plus", "maps"):
@@ -47,7 +47,7 @@ def test_blocks_are_those_of_the_theory():
         expected = theory.mse_ratio(0.5, 7, 4, coupling="simplex", **options)
         assert blocks["against_size"][name][number] == expected
     assert len(blocks["against_distance"]["orthogonal"]) == len(blocks["distances"])
-    # Whole blocks of Eq. 9 are regular ones; else they are worse, and orthogonal rows worse still.
+    # Full row blocks of Eq. 9 are regular. Others are worse, and orthogonal rows are worst.
     for m, square, regular, orthogonal in zip(
         blocks["sizes"],
         *(blocks["against_size"][name] for name in ("square", "regular", "orthogonal")),

@@ -38,7 +38,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     assert results["runs"]["far"]["0"]["sample"] == "The far-0"
     assert results["runs"]["far"]["0"]["seconds"] >= 0
     assert_no_figure_costs_results(char_lm.run, config, tmp_path)
-    # More seeds are more runs, not another config.
+    # More seeds add runs to the same folder; they do not make another config.
     assert list(char_lm.run(tiny.get_config(seeds=(0, 2)), tmp_path)["runs"]["far"]) == ["0", "2"]
     assert names[9:] == [f"{attention}-2" for attention in ATTENTIONS]
 
@@ -63,7 +63,7 @@ def test_main_trains_all_models_and_prints_the_table(tmp_path):
 
 
 def made_up_results():
-    # Bits per character at the end, by seed.
+    # Final bits per character, by seed.
     last = {
         "softmax": (2.0, 2.2, 2.1),
         "far": (3.0, 3.2, 3.3),
@@ -90,7 +90,8 @@ def test_the_table_is_right_on_numbers_made_up():
     results = made_up_results()
     report = char_lm.report(results)
     assert "| softmax | 2.1000 ± 0.1000 | - | 3 | 20 s |" in report
-    # Gaps of 1, 1 and 1.2 bits, of which 0.8, 0.7 and 1 are closed: a ratio of means.
+    # The gaps are 1, 1 and 1.2 bits, of which 0.8, 0.7 and 1 are closed; the share is a ratio of
+    # means.
     closed, residual = 2.5 / 3.2, np.array([0.8, 0.7, 1.0]) - 2.5 / 3.2 * np.array([1, 1, 1.2])
     error = residual.std(ddof=1) / 3**0.5 / (3.2 / 3)
     assert f"| near + far | 2.3333 ± 0.1528 | {100 * closed:.1f} ± {100 * error:.1f} % |" in report

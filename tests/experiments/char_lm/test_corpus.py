@@ -22,7 +22,7 @@ def test_the_text_is_printable_and_long(pages):
 
 @pytest.mark.fast
 def test_no_paragraph_is_in_both_parts(pages):
-    # But for the one that is cut in two, and the shortest.
+    # Leave out the paragraph that the split cuts in two, and the shortest ones.
     train, validation = (
         {p for p in corpus.decode(part, pages.alphabet).split("\n\n")[1:-1] if p}
         for part in (pages.train, pages.validation)
@@ -61,7 +61,7 @@ def test_batches_are_a_function_of_seed_and_step():
     np.testing.assert_array_equal(batch, draw())
     for changes in ({"seed": 4}, {"step": 12}):
         assert (batch != draw(**changes)).any()
-    # From the first window to the last.
+    # Windows start anywhere between the first position and the last.
     starts = draw(batch_size=100_000)[:, 0]
     assert (starts.min(), starts.max()) == (0, 992)
 

@@ -22,7 +22,7 @@ def make_model(attention, **changes):
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_models_see_what_was_before_and_the_near_field_only_what_is_near(attention):
     model = make_model(attention)
-    kernel = model.head.kernel  # Zero at first.
+    kernel = model.head.kernel  # The kernel starts at zero.
     kernel[...] = jax.random.normal(jax.random.key(0), kernel.shape)
     run = nnx.jit(lambda model, indices: model(indices))
     indices = jnp.arange(40).reshape(2, 20) % 20
@@ -44,7 +44,7 @@ def test_attentions_begin_with_the_same_parameters():
 
 def test_rotation_tells_distances_and_keeps_lengths():
     vectors = np.random.default_rng(0).normal(size=(2, 1, 1, 6)).astype(np.float32)
-    rotated = jax.jit(rotate)(np.broadcast_to(vectors, (2, 10, 3, 6)))  # Two vectors everywhere.
+    rotated = jax.jit(rotate)(np.broadcast_to(vectors, (2, 10, 3, 6)))  # Equal at all positions.
     x, y = np.asarray(rotated, np.float64)[:, :, 0]
     np.testing.assert_allclose(np.linalg.norm(x, axis=-1), np.linalg.norm(vectors[0]), rtol=1e-6)
     products = x @ y.T
@@ -77,7 +77,7 @@ def test_near_and_far_learn_their_weights_and_redraws_change_only_projections():
     before = program.init(jax.random.key(0))
     after = program.init(jax.random.key(0))
     batch = corpus.train_batch(TEXT.train, batch_size=4, context=16, seed=0, step=0)
-    for _ in range(3):  # The head's kernel is 0 at first, and with it all other gradients.
+    for _ in range(3):  # The head's kernel starts at zero, and so do all other gradients.
         after, loss = program.train_step(after, batch)
     assert 0 < loss < np.log(len(TEXT.alphabet))
     assert after.step == 3
@@ -91,7 +91,7 @@ def test_near_and_far_learn_their_weights_and_redraws_change_only_projections():
 
 
 def fake_program(**functions):
-    """A program whose state is the list of what was done."""
+    """Returns a program whose state is a list of the calls."""
     functions = {
         "init": lambda key: [],
         "redraw": lambda state: [*state, "redraw"],

@@ -14,6 +14,6 @@ def get_config(**changes):
             "model": {"width": 8, "depth": 1, "num_heads": 2, "num_features": 5, "bandwidth": 2},
         }
     )
-    for name, value in changes.items():  # model__width for model.width.
+    for name, value in changes.items():  # model__width stands for model.width.
         config.update_from_flattened_dict({name.replace("__", "."): value})
     return config

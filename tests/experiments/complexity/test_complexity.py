@@ -24,12 +24,15 @@ def tiny(**changes):
 
 
 def fake_measure(names, dim, *, num_vectors, rounds, seconds):
-    """Matrices are drawn in d^3 and applied in d^2, fast forms in d log d; SimRFs take 3 times."""
+    """Returns times of d^3 to draw and d^2 to apply matrices, and of d log d for fast forms.
+
+    SimRFs take three times as long as ORFs.
+    """
     scales = np.array([3.0 if "simplex" in name else 1.0 for name in names])
     fast = tuple(names) == tuple(measure.FAST)
     draw, apply = (dim * np.log(dim),) * 2 if fast else (dim**3, dim**2)
     times = {"draw": draw, "apply": apply, "apply_batch": num_vectors * apply}
-    jitter = np.linspace(0.5, 1.5, rounds + 1)  # Its median is 1.
+    jitter = np.linspace(0.5, 1.5, rounds + 1)  # The median is 1.
     measured = {what: time * scales[:, None] * jitter for what, time in times.items()}
     return measured | {"memory": np.full((len(names), 3), 7 * dim if fast else 4 * dim**2)}
 
@@ -65,7 +68,8 @@ def test_standard_error_of_an_exponent_is_that_of_least_squares():
 def test_bytes_held_are_those_of_a_matrix_or_of_signs_and_norms(name, dim):
     drawn = jax.eval_shape(lambda key: measure.draw(name, dim, key), jax.random.key(0))
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(drawn))
-    # Three int8 signs and a float32 norm for each dimension, or a float32 matrix.
+    # A fast form has three int8 signs and a float32 norm for each dimension. The others have a
+    # float32 matrix.
     assert held == (7 * dim if name in measure.FAST else 4 * dim**2)
 
 
@@ -74,7 +78,7 @@ def test_measured_memory_is_that_of_the_compiled_programs():
         measured = measure.measure(names, 64, num_vectors=5, rounds=2, seconds=0.0)
         held, draw, apply = measured["memory"].T
         assert (held == least_draw).all()
-        assert (draw >= held).all()  # What is drawn is one of the buffers.
+        assert (draw >= held).all()  # The projection itself is one of the buffers.
         assert (apply >= 4 * 64).all()
         assert (apply < 100 * 64).all()  # No program forms a matrix to apply W.
         for quantity in measure.TIMES:
@@ -104,7 +108,7 @@ def test_run_fits_medians_to_the_upper_part_and_finds_the_crossing(tmp_path, fak
     assert fit["ms"]["draw_and_apply"][0] == pytest.approx(slope)
     fit = results["exponents"]["fast_simplex"]
     assert (fit["first_dim"], fit["last_dim"]) == (16, 64)
-    assert fit["ms"]["draw"][0] == pytest.approx(1)  # Of d log d, the logarithm apart.
+    assert fit["ms"]["draw"][0] == pytest.approx(1)  # The logarithm of d log d is divided out.
     assert fit["bytes"]["held"][0] == pytest.approx(1)
     assert [row["quartiles"] for row in results["ratios"]["simplex / orthogonal"]] == [
         [3.0] * 3
@@ -127,7 +131,7 @@ def test_crossings_are_where_the_fast_form_wins_from_there_on():
             for dim, a, b in pairs
         ]
 
-    # To apply, its medians are the lower ones, but the quartiles do not tell them apart.
+    # Its median time to apply is lower, but the quartiles overlap.
     curves = {"simplex": curve((3, 1, 3), (3, 3, 3)), "fast_simplex": curve((2, 2, 2), (2, 2, 2))}
     lines = tables.crossings({"curves": curves}).splitlines()
     assert lines[0] == "Fast SimRFs are the faster to draw: from d = 256 on."
@@ -163,9 +167,9 @@ def test_main_goes_on_with_a_run_and_prints_the_tables(tmp_path, faked):
     complexity.run(config, tmp_path / "run")
     for piece in (tmp_path / "run" / "pieces").glob(
         "*-2-*"
-    ):  # The rest would take long to compile.
+    ):  # The other sizes would take long to compile.
         piece.unlink()
-    # In a process of its own: flags are global, and every experiment has a --config.
+    # The program needs its own process, because flags are global and every experiment has --config.
     command = [sys.executable, "-m", "experiments.complexity.main", f"--workdir={tmp_path / 'run'}"]
     command += [f"--config.{name}={value}" for name, value in small.items()]
     run = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -38,8 +38,8 @@ def key(seed=0):
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory):
-    """Runs the program once, in a process of its own; its folder and what it printed."""
-    # Flags are global, and every experiment has a --config.
+    """Runs the program once in its own process; returns its folder and its output."""
+    # Flags are global, and every experiment has --config.
     workdir = tmp_path_factory.mktemp("run")
     command = [sys.executable, "-m", "experiments.conformity.main", f"--workdir={workdir}"]
     command += [f"--config.{name}={value}" for name, value in SMALL.items()]
@@ -69,7 +69,7 @@ def test_results_agree_with_closed_forms(program):
         assert abs(row["mean"] - value) < 5 * row["standard_error"]
         assert np.sum(row["histogram"]) * 0.1 == pytest.approx(1)
     assert drawn["simplex_plus"]["closed_form"] is None
-    # The last two are means of many more draws.
+    # The last two numbers are means of many more draws.
     for name, value in (closed | {"simplex_plus": 2.1369, "optimised": 2.1178}).items():
         gain, error = many[name]["gain"], many[name]["gain_standard_error"]
         assert abs(gain - (closed["simplex"] - value)) <= 5 * error
@@ -178,7 +178,7 @@ def test_bigger_norms_subtend_bigger_angles():
     np.testing.assert_allclose(flat @ flat.T, plus[number] @ plus[number].T, atol=1e-5)
     longest = np.argmax(norms[number])
     np.testing.assert_allclose(flat[longest], [0, norms[number, longest], 0], atol=1e-5)
-    # Pairs come in the order 01, 02, 12: the k-th from the end lacks row k.
+    # Pairs come in the order 01, 02, 12, so the k-th pair from the end lacks row k.
     without = couplings.angles(plus[number])[::-1]
     assert np.all(np.argsort(without) == np.argsort(-norms[number]))
     np.testing.assert_allclose(flat.sum(axis=0), 0, atol=1e-5)

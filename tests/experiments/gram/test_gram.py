@@ -42,13 +42,13 @@ def test_closed_form_is_the_mean_over_all_pairs():
 
 
 def test_paper_has_the_expected_errors_of_its_figure():
-    # In the mean over data sets, at m = d.
+    # The expected errors are means over data sets at m = d.
     config = paper.get_config()
     for coupling, expected in (("iid", 0.01506), ("orthogonal", 0.01097), ("simplex", 0.00506)):
         errors = []
         for config.seed in range(100):
             x = np.asarray(gram.draw_points(config))[:16]
-            # The diagonal of 64 x 64 entries, and as many others as it takes.
+            # Weigh the diagonal and the other entries as among 64 x 64 entries.
             mse = theory.kernel_mse(x[:, None], x[None], 64, coupling=coupling)
             off_diagonal = (mse.sum() - np.trace(mse)) / (16 * 15)
             errors.append((np.trace(mse) / 16 + 63 * off_diagonal) / 64)
@@ -76,7 +76,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
 
 
 def test_main_prints_the_table(tmp_path):
-    # In a process of its own: flags are global, and every experiment has a --config.
+    # The program needs its own process, because flags are global and every experiment has --config.
     command = [sys.executable, "-m", "experiments.gram.main", f"--workdir={tmp_path / 'run'}"]
     small = ("dim=4", "num_points=3", "multiples=(1,)", "num_trials=4")
     command += [f"--config.{override}" for override in small]

@@ -1,4 +1,4 @@
-"""Ctrl-C, once and more often, in a program that takes a while to clean up."""
+"""Tests of one or several Ctrl-C in a program that takes a while to clean up."""
 
 import pathlib
 import signal
@@ -12,7 +12,8 @@ from experiments.harness import interrupts
 
 pytestmark = pytest.mark.fast
 ROOT = pathlib.Path(__file__).parents[3]
-# It says where it is, and waits there. Waiting at exit, like JAX, ends with a traceback if it can.
+# The program prints where it is and waits there. At exit it waits as JAX does, where an interrupt
+# would print a traceback.
 PROGRAM = """
 import atexit, sys, time
 from experiments.harness import interrupts

@@ -1,4 +1,4 @@
-"""One run in a folder at a time."""
+"""Tests that only one run at a time uses a folder."""
 
 import errno
 import fcntl
@@ -33,7 +33,7 @@ def test_a_second_run_is_refused_in_one_line_that_says_where_the_first_one_runs(
         )
         with pytest.raises(UserError, match=match), locking.locked(tmp_path):
             pass
-        assert (tmp_path / "run.lock").exists()  # The refusal leaves it alone.
+        assert (tmp_path / "run.lock").exists()  # A refusal does not touch the lock.
     with locking.locked(tmp_path):
         pass
 
@@ -75,7 +75,7 @@ def test_a_killed_run_holds_nothing_and_is_remembered(tmp_path):
 
 
 def test_one_of_many_that_start_at_once_gets_the_lock(tmp_path):
-    """Each holds it for a moment, so that lock files come and go while others open them."""
+    """Each holds the lock for a moment, so that lock files vanish while others open them."""
     inside, most, refused = [], [], []
 
     def compete():
@@ -183,8 +183,8 @@ def test_a_lease_that_was_not_renewed_is_over(tmp_path):
         (holder(), holder(), True),
         (holder(), None, False),
         (holder(), holder(pid=2), False),
-        (holder(host="elsewhere"), holder(host="elsewhere"), False),  # A copy of the workdir.
-        (holder(workdir="/runs/b"), holder(workdir="/runs/b"), False),  # Likewise.
+        (holder(host="elsewhere"), holder(host="elsewhere"), False),  # The workdir is a copy.
+        (holder(workdir="/runs/b"), holder(workdir="/runs/b"), False),  # The workdir is a copy.
     ],
 )
 def test_the_lease_of_a_killed_run_of_this_workdir_is_over_at_once(tmp_path, of, left_by, taken):
@@ -209,7 +209,7 @@ def test_a_lease_is_renewed_as_long_as_it_is_held(tmp_path, monkeypatch):
         lease.check()
     assert not path.exists()
     time.sleep(0.1)
-    assert not path.exists()  # No renewal comes after the release.
+    assert not path.exists()  # The lock is not renewed after its release.
 
 
 def test_who_lost_the_lease_writes_over_nothing(tmp_path, monkeypatch):
@@ -234,7 +234,7 @@ def test_a_lease_that_cannot_be_read_is_named(tmp_path, text):
 
 
 def test_a_bucket_that_cannot_be_read_says_why(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gcsfs", None)  # As if it were not installed.
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # Makes its import fail.
     match = r"^gs://bucket/run cannot be read and written: .*gcsfs"
     with pytest.raises(UserError, match=match):
         locking.Lease(epath.Path("gs://bucket/run"), holder()).take(None)

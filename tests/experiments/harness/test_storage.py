@@ -1,4 +1,4 @@
-"""Faults of storage, which are neither damage nor bugs."""
+"""Tests of storage faults, which are neither damaged files nor bugs."""
 
 import pytest
 
@@ -12,7 +12,7 @@ FULL = "OUT_OF_RANGE: Failed to write 9 bytes to file 8: File too large [os_erro
 
 
 def error_of(package):
-    """An error of a type that a package defines."""
+    """Returns an error whose type a package defines."""
     return type("HttpError", (Exception,), {"__module__": f"{package}.retry"})("503")
 
 

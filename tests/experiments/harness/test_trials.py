@@ -18,7 +18,7 @@ def test_errors_are_those_of_the_features(features):
         for number, draw in enumerate(jax.random.split(key, 2)):
             w = simrf_jax.draw_projection(draw, dim, dim, coupling="iid", dtype=jnp.float64)
             for column, distance in enumerate(distances):
-                # Any x and y whose sum, or difference, has this length and lies along an axis.
+                # Any x and y will do whose sum, or difference, is this long and lies along an axis.
                 x = np.random.default_rng(0).normal(size=(dim, dim)) * 0.3
                 y = sign * (distance * np.eye(dim) - x)
                 estimate = np.sum(np.asarray(feature_map(x, w) * feature_map(y, w)), axis=1)
@@ -30,7 +30,7 @@ def test_errors_are_those_of_the_features(features):
 
 @pytest.mark.fast
 def test_a_ratio_is_off_by_its_standard_error():
-    # Paired, and correlated, in 4,000 experiments at a time.
+    # The samples are paired and correlated, in 4,000 experiments at once.
     rng = np.random.default_rng(0)
     common = rng.gamma(2.0, size=(400, 4000))
     baseline = common + rng.gamma(2.0, size=common.shape)

@@ -80,7 +80,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
         kernel_mse.run(tiny(), tmp_path / "stopped")
     assert not (tmp_path / "stopped" / "results.json").exists()
     assert kernel_mse.run(tiny(), tmp_path / "stopped") == whole
-    assert len(computed) == 4 + 5  # Three were kept.
+    assert len(computed) == 4 + 5  # Three pieces were saved before.
     assert_no_figure_costs_results(kernel_mse.run, tiny(), tmp_path / "stopped")
     assert json.loads((tmp_path / "stopped" / "results.json").read_text()) == whole
     for name in ("mse_ratio", "trigonometric_gap", *blog.FIGURES):
@@ -89,7 +89,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_main_prints_the_tables(tmp_path):
-    # In a process of its own: flags are global, and every experiment has a --config.
+    # The program needs its own process, because flags are global and every experiment has --config.
     command = [sys.executable, "-m", "experiments.kernel_mse.main", f"--workdir={tmp_path / 'r'}"]
     small = TINY | {"ratio.num_trials": 4, "gap.num_trials": 4}
     command += [f"--config.{name}={value}" for name, value in small.items()]

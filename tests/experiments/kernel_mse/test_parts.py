@@ -36,7 +36,7 @@ def test_relative_gap_is_what_the_ratio_lacks():
 
 
 def exact_gap(z, dim):
-    """Eq. 26 over (m - 1) / m, in fifty digits."""
+    """Returns Eq. 26 divided by (m - 1) / m, with fifty digits."""
     with mpmath.workdps(50):
         t = mpmath.mpf(z) ** 2
         return mpmath.exp(-t) - mpmath.hyp1f1(dim, mpmath.mpf(dim) / 2, -t / 2)
@@ -61,14 +61,14 @@ def test_sign_changes_are_roots(dim, first):
 def test_no_sign_change_is_made_of_rounding():
     assert trigonometric_gap.sign_changes(2) == []
     assert all(exact_gap(z, 2) > 0 for z in np.linspace(0.1, 12, 100))
-    # In 64 dimensions there is one, where the gap is far below what float64 resolves.
+    # In 64 dimensions there is one change, where the gap is far below the resolution of float64.
     assert trigonometric_gap.sign_changes(64) == []
     assert all(exact_gap(z, 64) > 0 for z in np.linspace(0.1, 6.909, 200))
     assert -1e-20 < exact_gap(6.911, 64) < 0
 
 
 def published(x, w, feature_map):
-    """The features of the post, which leave out the root of m."""
+    """Returns the features of the post, which leave out the root of m."""
     product = np.einsum("...d,rd->...r", x, w)
     half = np.square(x).sum(axis=-1, keepdims=True) / 2
     if feature_map == "positive":
@@ -88,7 +88,7 @@ def test_as_written_is_the_estimate_of_the_post(curve):
         inputs = attention.draw_inputs(key, length, dim, 0.7)
         written = attention.draw_projection(key, size, dim, curve, as_written=True)
         found = attention.squared_error(inputs, written, feature_map=curve.feature_map)
-    # The post's own w: N(0, I), or orthonormal rows over sqrt(m / d).
+    # The post's own w is N(0, I), or orthonormal rows divided by sqrt(m / d).
     w = np.asarray(written) / (2 * np.pi if curve.feature_map == "trigonometric" else 1)
     if curve.coupling == "orthogonal":
         for block in w.reshape(-1, dim, dim):
@@ -121,7 +121,7 @@ def test_as_written_positive_attention_tends_to_one_answer_for_all_queries():
         found = float(attention.squared_error(inputs, w, feature_map="positive"))
         exact = np.asarray(attention.exact_attention(inputs))
     _, k, v = np.asarray(inputs)
-    weights = np.exp(-np.square(k).sum(axis=1) / 4)  # Of k / d^(1/4).
+    weights = np.exp(-np.square(k).sum(axis=1) / 4)  # The weights of keys k / d^(1/4).
     expected = np.mean((weights @ v / weights.sum() - exact) ** 2)
     assert found == pytest.approx(expected, rel=0.01)
     assert expected > 0.1 * np.mean(exact**2)

@@ -77,7 +77,8 @@ def test_classification_is_attention(split):
     [w] = draw("simplex", trials=1)
     train, test = (0.5 * jnp.asarray(x, jnp.float32)[:, None] for x in (split.train, split.test))
     votes = jax.nn.one_hot(split.train_labels, split.num_classes)[:, None]
-    bias = -jnp.sum(train**2, axis=-1).T[None] / 2  # The Gaussian kernel's share of the keys.
+    # Attention estimates the softmax kernel, which this bias turns into the Gaussian kernel.
+    bias = -jnp.sum(train**2, axis=-1).T[None] / 2
     scores = simrf_jax.random_feature_attention(test, train, votes, w, bias=bias, scale=1.0)
     accuracy = np.mean(np.asarray(scores)[:, 0].argmax(axis=-1) == split.test_labels)
     np.testing.assert_allclose(classify.accuracies(w[None], split, 0.5), [accuracy], atol=1e-6)

@@ -38,12 +38,12 @@ def test_run_leaves_tables_and_figures(config, tmp_path):
     results = kernel_regression.run(config, tmp_path / "run")
     table = results["tables"]["car"]
     assert (table["dim"], table["num_train"], table["num_test"]) == (4, 380, 20)
-    # With as many features as dimensions, simplex is worth a lot on this data, by paired trials.
+    # With as many features as dimensions, simplex rows help much on this data, in paired trials.
     gain = table["table_2_paired"]["simplex - orthogonal"]
     means = [table["table_2"][method]["mean"] for method in ("simplex", "orthogonal")]
     assert gain["mean"] == pytest.approx(means[0] - means[1])
     assert gain["mean"] > 3 * gain["standard_error"]
-    # Four dimensions are a power of two: nothing is padded.
+    # Four dimensions are a power of two, so nothing is padded.
     assert table["table_2"]["simplex"] == table["table_3"]["simplex"]
 
     curves = results["curves"]["car"]

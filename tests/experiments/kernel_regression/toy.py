@@ -1,4 +1,4 @@
-"""A small data set in a file as the UCI repository would have it."""
+"""Small data set in a file such as those of the UCI repository."""
 
 import hashlib
 
@@ -8,10 +8,10 @@ from experiments.kernel_regression import uci
 
 
 def add(monkeypatch, folder, name="car", num_rows=61):
-    """Puts ``toy.data`` there, and in the place of a data set; returns its lines.
+    """Writes ``toy.data`` to a folder, puts it in the place of a data set, and returns its lines.
 
-    Two numbers about the class's own point, a letter that tells two classes from the third, and a
-    column to drop between them.
+    A row has two numbers near the point of its class, a letter that tells two classes from the
+    third, and a column to drop.
     """
     rng = np.random.default_rng(0)
     classes = rng.integers(3, size=num_rows)

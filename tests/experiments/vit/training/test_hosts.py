@@ -1,4 +1,4 @@
-"""What the processes of a run agree on; test_processes.py has several of them."""
+"""Tests of agreement between the processes of a run; test_processes.py has several processes."""
 
 import jax
 import numpy as np
@@ -30,7 +30,7 @@ def test_a_failure_on_the_first_is_raised_as_it_is():
 
 @pytest.fixture
 def second(monkeypatch):
-    """Makes this the second of two processes; the first one says what it is given."""
+    """Makes this the second of two processes; the first one sends the returned record."""
     said = {}
 
     def broadcast(x):
