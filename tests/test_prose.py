@@ -12,11 +12,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 # Folders whose docstrings are checked. The list grows until it names the whole project.
 PACKAGES = (
-    "simrf_jax/projections",
-    "simrf_jax/theory",
-    "simrf_jax/features",
-    "simrf_jax/integrations",
-    "simrf_jax/models",
+    "simrf_jax",
     "experiments",
     "benchmarks",
     "examples",

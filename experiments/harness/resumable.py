@@ -14,7 +14,7 @@ import simrf_jax
 from experiments.harness import files, mistakes
 from experiments.harness.mistakes import UserError
 
-# What there is to compute, by the name of the piece that keeps it.
+# The computations of a run, by the names of the pieces that keep their results.
 Tasks = dict[str, Callable[[], np.ndarray]]
 
 

@@ -13,12 +13,12 @@ import numpy as np
 import simrf_jax
 from simrf_jax.projections import Coupling
 
-# What one feature adds to the error, from w.u of a unit vector u.
+# The error that one feature contributes, given w.u for a unit vector u.
 FEATURE_ERRORS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {
     "positive": lambda wu, v: jnp.expm1(v * wu - v * v / 2),
     "trigonometric": lambda wu, z: jnp.cos(z * wu) - jnp.exp(-z * z / 2),
 }
-ENTRIES = 2**20  # Of all W that are drawn at a time.
+ENTRIES = 2**20  # The most entries of all W that are drawn at a time.
 
 
 @functools.partial(jax.jit, static_argnames=("dim", "coupling", "features"))

@@ -198,7 +198,7 @@ def check_config(config: ml_collections.ConfigDict) -> None:
             config_fields.check_range(name, given[name], field.allowed)
     _check_data(given)
     _check_diagnostics(given)
-    # What does not depend on the data is checked without it.
+    # ViTConfig checks what does not depend on the data.
     with user_mistakes(ValueError):
         ViTConfig(image_size=(config.image_size, config.image_size), **config.model)
     if config.warmup_steps >= config.num_steps:

@@ -22,7 +22,9 @@ from experiments.vit.data import pipeline, stream
 from experiments.vit.metrics import diagnostics, flops, log, meter
 from experiments.vit.metrics.bar import Bar
 from experiments.vit.metrics.profiling import Profile
-from experiments.vit.training import checkpoint_contents, checkpoint_manager, hosts, sharding
+from experiments.vit.training import hosts, sharding
+from experiments.vit.training.checkpoint_contents import Progress
+from experiments.vit.training.checkpoint_manager import Checkpoints, is_best
 from experiments.vit.training.folders import Folders
 from experiments.vit.training.preemption import Preemption
 from experiments.vit.training.train_step import Metrics, Program, build_program, test_means
@@ -89,7 +91,7 @@ def _train(config: ml_collections.ConfigDict, folders: Folders) -> dict[str, Any
     )
     eval_batch_size = sharding.round_up(config.eval_batch_size, mesh)
 
-    # Data, model and optimiser.
+    # Open the data, and build the model and the optimizer.
     inputs = pipeline.load(
         config,
         eval_batch_size=eval_batch_size,
@@ -102,7 +104,7 @@ def _train(config: ml_collections.ConfigDict, folders: Folders) -> dict[str, Any
         stack.enter_context(jax.set_mesh(mesh))
         rows, seconds = _loop(stack, config, folders, program, inputs, eval_batch_size)
     results = _results(config, program, inputs, rows, seconds)
-    if jax.process_index() == 0:  # Of the hosts it alone writes.
+    if jax.process_index() == 0:  # Only the first host writes.
         folders.check_workdir()
         log.finish(folders.workdir, results)
     return results
@@ -124,7 +126,7 @@ def _loop(
     is_first, workdir = jax.process_index() == 0, folders.workdir
     checkpoints = _open_checkpoints(stack, config, folders.checkpoints)
     found = checkpoints.restore(program.state) if checkpoints else None
-    state, progress = found or (program.init(), checkpoint_contents.Progress([], 0.0, {"step": 0}))
+    state, progress = found or (program.init(), Progress([], 0.0, {"step": 0}))
     first_step = int(state.step)
     batches = _open_batches(stack, config, inputs, progress)
     bar = stack.enter_context(Bar(config.num_steps, first_step, shows=is_first))
@@ -166,10 +168,10 @@ def _loop(
         metrics_log.write(row)
         for what, values in each.items():
             _check_finite(what, values, config, workdir)
-        best = due.evaluation and checkpoint_manager.is_best(metrics_log.rows)
+        best = due.evaluation and is_best(metrics_log.rows)
         if checkpoints and (due.checkpoint or best):
             seconds = time.perf_counter() - start
-            progress = checkpoint_contents.Progress(metrics_log.rows, seconds, batches.get_state())
+            progress = Progress(metrics_log.rows, seconds, batches.get_state())
             folders.check_checkpoints(done)
             checkpoints.save(done, state, progress)
         if due.stop:
@@ -183,11 +185,11 @@ def _open_checkpoints(
     stack: contextlib.ExitStack,
     config: ml_collections.ConfigDict,
     folder: str | pathlib.Path | None,
-) -> checkpoint_manager.Checkpoints | None:
+) -> Checkpoints | None:
     """Opens the checkpoints of a run, until the stack is left, or none if it is to keep none."""
     if folder is None:
         return None
-    checkpoints = checkpoint_manager.Checkpoints(folder, config, keep=config.checkpoint.keep)
+    checkpoints = Checkpoints(folder, config, keep=config.checkpoint.keep)
     return stack.enter_context(checkpoints)
 
 
@@ -195,7 +197,7 @@ def _open_batches(
     stack: contextlib.ExitStack,
     config: ml_collections.ConfigDict,
     inputs: pipeline.Input,
-    progress: checkpoint_contents.Progress,
+    progress: Progress,
 ) -> stream.Batches:
     """Opens the batches that are still to come, until the stack is left."""
     batches = stream.Batches(
@@ -205,7 +207,7 @@ def _open_batches(
     return stack.enter_context(batches)
 
 
-def _stop(bar: Bar, done: int, checkpoints: checkpoint_manager.Checkpoints | None) -> NoReturn:
+def _stop(bar: Bar, done: int, checkpoints: Checkpoints | None) -> NoReturn:
     """Ends the program after SIGTERM, with code 0 if nothing is lost."""
     if checkpoints is None:
         raise SystemExit(f"Stopped by SIGTERM after step {done}; the run kept no checkpoints.")

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real, Shaped
 
 from simrf_jax import checks
 from simrf_jax.attention.inputs.arguments import Arguments, Inputs, axes_of_length
 
 State = TypeVar("State")
+
+
+@runtime_checkable
+class NamedArrays(Protocol):
+    """A named tuple of arrays."""
+
+    @property
+    def _fields(self) -> tuple[str, ...]:
+        """Names of the arrays."""
+
+    def __iter__(self) -> Iterator[Shaped[Array, " ..."]]:
+        """Returns the arrays one by one."""
+
+
+Arrays = TypeVar("Arrays", bound=NamedArrays)
 
 
 @runtime_checkable
@@ -27,18 +44,18 @@ class Mechanism(Protocol[State]):
 
     def attend(
         self,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike,
+        query: Float[ArrayLike, "*batch T N H"],
+        key: Float[ArrayLike, "*batch S K H"],
+        value: Float[ArrayLike, "*batch S K D"],
         *,
-        mask: ArrayLike | None = None,
-        bias: ArrayLike | None = None,
-        scale: ArrayLike | None = None,
+        mask: Bool[ArrayLike, " ..."] | None = None,
+        bias: Float[ArrayLike, " ..."] | None = None,
+        scale: Real[ArrayLike, ""] | None = None,
         is_causal: bool = False,
-        query_seq_lengths: ArrayLike | None = None,
-        key_value_seq_lengths: ArrayLike | None = None,
-        segment_ids: ArrayLike | None = None,
-    ) -> jax.Array:
+        query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        segment_ids: Integer[ArrayLike, "*batch T"] | None = None,
+    ) -> Float[Array, "*batch T N D"]:
         """Attends to all tokens at once; returns ``[..., T, N, D]``."""
 
     def init(
@@ -55,16 +72,16 @@ class Mechanism(Protocol[State]):
     def step(
         self,
         state: State,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike,
+        query: Float[ArrayLike, "*batch T N H"],
+        key: Float[ArrayLike, "*batch T K H"],
+        value: Float[ArrayLike, "*batch T K D"],
         *,
-        mask: ArrayLike | None = None,
-        bias: ArrayLike | None = None,
-        scale: ArrayLike | None = None,
-        query_seq_lengths: ArrayLike | None = None,
-        key_value_seq_lengths: ArrayLike | None = None,
-    ) -> tuple[jax.Array, State]:
+        mask: Bool[ArrayLike, " ..."] | None = None,
+        bias: Float[ArrayLike, " ..."] | None = None,
+        scale: Real[ArrayLike, ""] | None = None,
+        query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+    ) -> tuple[Float[Array, "*batch T N D"], State]:
         """Attends to a state and, causally, to new tokens; returns outputs and the next state."""
 
 
@@ -91,15 +108,15 @@ def no_tokens(
 
 
 def new_tokens(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: Float[ArrayLike, "*batch T N H"],
+    key: Float[ArrayLike, "*batch S K H"],
+    value: Float[ArrayLike, "*batch S K D"],
     *,
-    mask: ArrayLike | None,
-    bias: ArrayLike | None,
-    scale: ArrayLike | None,
-    query_seq_lengths: ArrayLike | None,
-    key_value_seq_lengths: ArrayLike | None,
+    mask: Shaped[ArrayLike, " ..."] | None,
+    bias: Shaped[ArrayLike, " ..."] | None,
+    scale: Real[ArrayLike, ""] | None,
+    query_seq_lengths: Shaped[ArrayLike, " ..."] | None,
+    key_value_seq_lengths: Shaped[ArrayLike, " ..."] | None,
 ) -> Arguments:
     """Returns the arguments of one step of decoding.
 
@@ -143,7 +160,7 @@ def check_step(arguments: Arguments, inputs: Inputs) -> None:
         )
 
 
-def flatten(state: Any, expected: Any, batch: tuple[int, ...]) -> Any:
+def flatten(state: Arrays, expected: Arrays, batch: tuple[int, ...]) -> Arrays:
     """Returns a state with one leading axis, if it fits the keys and values.
 
     Args:
@@ -164,24 +181,25 @@ def flatten(state: Any, expected: Any, batch: tuple[int, ...]) -> Any:
             f"{_named(expected, given)}."
         )
     dtypes = [x.dtype for x in expected]
-    if (given := [x.dtype for x in state]) != dtypes:
+    given_dtypes = [x.dtype for x in state]
+    if given_dtypes != dtypes:
         raise TypeError(
             f"state must have {_named(expected, dtypes)} for these keys and values, got "
-            f"{_named(expected, given)}; make it with their dtype."
+            f"{_named(expected, given_dtypes)}; make it with their dtype."
         )
     return jax.tree.map(lambda x: x.reshape(math.prod(batch), *x.shape[len(batch) :]), state)
 
 
-def unflatten(state: Any, batch: tuple[int, ...]) -> Any:
+def unflatten(state: Arrays, batch: tuple[int, ...]) -> Arrays:
     """Returns a state with the leading shape of the tokens."""
     return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), state)
 
 
-def check_kind(state: Any, kind: type) -> None:
+def check_kind(state: object, kind: type) -> None:
     """Raises ``TypeError`` if a state is of another kind."""
     if not isinstance(state, kind):
         raise TypeError(f"state must be of type {kind.__name__}, got {type(state).__name__}.")
 
 
-def _named(state: Any, values: list[Any]) -> str:
+def _named(state: NamedArrays, values: Sequence[object]) -> str:
     return ", ".join(f"{name} {value}" for name, value in zip(state._fields, values, strict=True))

@@ -1,4 +1,4 @@
-"""Draw options travel with W in both Flax APIs, and the defaults of the adapters follow the map."""
+"""Draw options travel with W in both Flax APIs, and the defaults of adapters follow the map."""
 
 import copy
 import dataclasses

@@ -9,7 +9,7 @@ import numpy as np
 import PIL.Image
 from PIL import ImageEnhance, ImageOps
 
-# What moves into view, as in the TPU implementation of RandAugment.
+# The gray that moves into view, as in the TPU implementation of RandAugment.
 _GREY = 128
 
 

@@ -198,7 +198,7 @@ def _check_whole(split: Any) -> None:
         if found != length:
             raise UserError(f"{path} should hold {length} examples, and holds {found}.")
 
-    # Of a bucket many files at once; each takes a request.
+    # Each file in a bucket takes a request, so many are opened at once.
     with futures.ThreadPoolExecutor(32) as pool:
         list(pool.map(check, split.filepaths, split.shard_lengths))
 

@@ -162,7 +162,7 @@ def _softmax_weights(query: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def _draw(key: jax.Array, model: ViT, projections: nnx.State, num_redraws: int) -> jax.Array:
-    """Draws projections of one layer as the model's were: ``[draws, heads, num_features, H]``."""
+    """Draws W as the model draws that of a layer, ``[draws, heads, num_features, H]``."""
     first, *_ = jax.tree.leaves(projections, is_leaf=lambda x: isinstance(x, RandomProjection))
     c = model.config
     shape = (num_redraws, c.num_heads, c.num_features, c.width // c.num_heads)

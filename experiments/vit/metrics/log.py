@@ -28,8 +28,8 @@ COLUMNS: tuple[str, ...] = (
     "train_accuracy",
     "gradient_norm",
     "images_per_second",
-    "flops_per_second",  # Of all devices together.
-    "mfu",  # As a share of their peak; empty where that is not known.
+    "flops_per_second",  # The sum over all devices.
+    "mfu",  # The share of their peak; empty where the peak is not known.
     "test_loss",
     "test_accuracy",
 )
@@ -85,7 +85,7 @@ class Log:
         """Closes the files."""
         if self._writes:
             for opened in (self._file, self._events):
-                with contextlib.suppress(OSError):  # Of what could not be flushed, which is known.
+                with contextlib.suppress(OSError):  # The write that failed has raised already.
                     opened.close()
 
     def write(self, row: dict[str, float]) -> None:

@@ -39,11 +39,11 @@ def prepare(name: str, data_dir: str, manual_dir: str = "") -> str:
     try:
         return describe(name, data_dir)
     except records.NotPreparedError:
-        if "://" in data_dir:  # Where ArrayRecord does not write.
+        if "://" in data_dir:  # ArrayRecord does not write to buckets.
             raise
     manual_dir = manual_dir or os.path.join(data_dir, "downloads", "manual")
     known = records.DATASETS[name]
-    folder = epath.Path(manual_dir)  # Which may be in a bucket.
+    folder = epath.Path(manual_dir)  # It may be in a bucket.
     with user_mistakes(ImportError, OSError, prefix=f"{manual_dir} cannot be read: "):
         missing = [file for file in known.manual_files if not (folder / file).exists()]
     if missing:

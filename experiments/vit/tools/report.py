@@ -30,7 +30,7 @@ _LEAST = {
     "config.seed": 0,
     "config.batch_size": 1,
 }
-# What may differ between the runs of a comparison; a run's folder of checkpoints is its own.
+# Fields that may differ between the runs of a comparison; each run has its own checkpoints.
 _COMPARED = {"seed", "model.attention", "checkpoint.folder"}
 
 

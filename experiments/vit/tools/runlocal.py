@@ -41,7 +41,7 @@ def apply(argument: str, config: ml_collections.ConfigDict) -> ml_collections.Co
     if not argument:
         return config
     config.update_from_flattened_dict(_SMALL)
-    if not config.in_memory:  # Where images are resized.
+    if not config.in_memory:  # Images in memory are not resized.
         config.image_size = 32
         config.num_workers = 2
     config.model.patch_size = config.image_size // 4  # 16 patches.

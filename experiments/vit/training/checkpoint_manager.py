@@ -72,7 +72,7 @@ class Checkpoints:
         try:
             self.wait()
         except BaseException as error:
-            with contextlib.suppress(Exception):  # What a save failed with is raised once more.
+            with contextlib.suppress(Exception):  # It raises the error of the save once more.
                 self._manager.close()
             if kind is None or not isinstance(error, Exception):
                 raise

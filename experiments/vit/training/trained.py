@@ -103,7 +103,7 @@ def _read_config(workdir: pathlib.Path) -> ml_collections.ConfigDict:
         raise UserError(f"{workdir} holds no run: there is no {path}.")
     given = files.read_json(path)
     prefix = f"{path} is not right: "
-    with user_mistakes(AttributeError, ValueError, prefix=prefix):  # Of names that no field has.
+    with user_mistakes(AttributeError, ValueError, prefix=prefix):  # ConfigDict refuses some names.
         config = ml_collections.ConfigDict(given)
     with user_mistakes(UserError, prefix=prefix):
         check_config(config)

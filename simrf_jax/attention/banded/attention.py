@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 import jax
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from simrf_jax import checks
 from simrf_jax.attention.banded.exchange import attend_over_devices
@@ -15,21 +15,21 @@ from simrf_jax.attention.inputs.arguments import Arguments
 
 
 def banded_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: Float[ArrayLike, "*batch T N H"],
+    key: Float[ArrayLike, "*batch S K H"],
+    value: Float[ArrayLike, "*batch S K D"],
     *,
     bandwidth: int,
-    mask: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    scale: ArrayLike | None = None,
+    mask: Bool[ArrayLike, " ..."] | None = None,
+    bias: Float[ArrayLike, " ..."] | None = None,
+    scale: Real[ArrayLike, ""] | None = None,
     is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    segment_ids: ArrayLike | None = None,
+    query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+    key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+    segment_ids: Integer[ArrayLike, "*batch T"] | None = None,
     block_size: int | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
-) -> jax.Array:
+) -> Float[Array, "*batch T N D"]:
     r"""Returns softmax attention to the keys at most ``bandwidth`` positions away.
 
     .. math::
@@ -112,7 +112,7 @@ def banded_attention(
 @functools.partial(jax.jit, static_argnames=("bandwidth", "is_causal", "block_size"), inline=True)
 def _attend(
     arguments: Arguments, *, bandwidth: int, is_causal: bool, block_size: int | None
-) -> jax.Array:
+) -> Float[Array, "*batch T N D"]:
     """Attends to tokens that are all on one device."""
     inputs = arguments.lay_out(scaled=False)
     lengths = (inputs.query.shape[1], inputs.key.shape[1])

@@ -6,6 +6,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float, Integer, Shaped
 
 from simrf_jax.attention.banded.softmax import attend_in_windows
 from simrf_jax.attention.banded.windows import cut
@@ -16,7 +17,7 @@ from simrf_jax.projections import Projection
 
 def attend_over_devices(
     arguments: Arguments, axes: Axes, *, bandwidth: int, is_causal: bool, block_size: int | None
-) -> jax.Array:
+) -> Float[Array, "*batch T N D"]:
     """Attends over lengths that mesh axes shard.
 
     Args:
@@ -36,7 +37,7 @@ def attend_over_devices(
     check_whole(check, arguments, None)
     shards = find_shards(arguments, axes, in_order=True)
 
-    def attend(arguments: Arguments, projection: Projection | None) -> jax.Array:
+    def attend(arguments: Arguments, projection: Projection | None) -> Float[Array, "*batch T N D"]:
         del projection
         part = shards.part(arguments)
         inputs, history = with_halo(
@@ -55,7 +56,12 @@ def attend_over_devices(
 
 @jax.named_scope("exchange_halo")
 def with_halo(
-    inputs: Inputs, segment_ids: jax.Array | None, axes: Axes, *, bandwidth: int, is_causal: bool
+    inputs: Inputs,
+    segment_ids: Integer[Array, "*batch T"] | None,
+    axes: Axes,
+    *,
+    bandwidth: int,
+    is_causal: bool,
 ) -> tuple[Inputs, int]:
     """Adds the keys of other devices that are within the bandwidth of a query here.
 
@@ -73,7 +79,7 @@ def with_halo(
     before = min(bandwidth, (size - 1) * length)
     after = 0 if is_causal else before
 
-    def widen(x: jax.Array) -> jax.Array:
+    def widen(x: Shaped[Array, "B length *rest"]) -> Shaped[Array, "B _ *rest"]:
         earlier, later = _beyond(x, axes, before, 1), _beyond(x, axes, after, -1)
         return jnp.concatenate([*reversed(earlier), x, *later], axis=1)
 
@@ -95,7 +101,9 @@ def with_halo(
     return wide, before
 
 
-def _beyond(x: jax.Array, axes: Axes, reach: int, step: int) -> list[jax.Array]:
+def _beyond(
+    x: Shaped[Array, "B length *rest"], axes: Axes, reach: int, step: int
+) -> list[Shaped[Array, "B _ *rest"]]:
     """Returns ``reach`` positions before this device's (step 1) or after them (-1), by device."""
     length, pieces = x.shape[1], []
     for start in range(0, reach, length):

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from simrf_jax import checks
 from simrf_jax.attention.banded.attention import banded_attention
@@ -36,9 +37,9 @@ class Window(NamedTuple):
         where one is hidden or has not come yet, NaN where one was not finite.
     """
 
-    key: jax.Array
-    value: jax.Array
-    log_weights: jax.Array
+    key: Float[Array, "*batch bandwidth K H"]
+    value: Float[Array, "*batch bandwidth K D"]
+    log_weights: Float[Array, "*batch bandwidth K"]
 
 
 @functools.partial(
@@ -76,18 +77,18 @@ class Band:
 
     def attend(
         self,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike,
+        query: Float[ArrayLike, "*batch T N H"],
+        key: Float[ArrayLike, "*batch S K H"],
+        value: Float[ArrayLike, "*batch S K D"],
         *,
-        mask: ArrayLike | None = None,
-        bias: ArrayLike | None = None,
-        scale: ArrayLike | None = None,
+        mask: Bool[ArrayLike, " ..."] | None = None,
+        bias: Float[ArrayLike, " ..."] | None = None,
+        scale: Real[ArrayLike, ""] | None = None,
         is_causal: bool = False,
-        query_seq_lengths: ArrayLike | None = None,
-        key_value_seq_lengths: ArrayLike | None = None,
-        segment_ids: ArrayLike | None = None,
-    ) -> jax.Array:
+        query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        segment_ids: Integer[ArrayLike, "*batch T"] | None = None,
+    ) -> Float[Array, "*batch T N D"]:
         """Returns ``banded_attention`` of all tokens; see there for the arguments."""
         return banded_attention(
             query,
@@ -140,16 +141,16 @@ class Band:
     def step(
         self,
         state: Window,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike,
+        query: Float[ArrayLike, "*batch T N H"],
+        key: Float[ArrayLike, "*batch T K H"],
+        value: Float[ArrayLike, "*batch T K D"],
         *,
-        mask: ArrayLike | None = None,
-        bias: ArrayLike | None = None,
-        scale: ArrayLike | None = None,
-        query_seq_lengths: ArrayLike | None = None,
-        key_value_seq_lengths: ArrayLike | None = None,
-    ) -> tuple[jax.Array, Window]:
+        mask: Bool[ArrayLike, " ..."] | None = None,
+        bias: Float[ArrayLike, " ..."] | None = None,
+        scale: Real[ArrayLike, ""] | None = None,
+        query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+    ) -> tuple[Float[Array, "*batch T N D"], Window]:
         """Attends to a window and, causally, to new tokens.
 
         Args:
@@ -193,7 +194,9 @@ class Band:
 
 
 @functools.partial(jax.jit, static_argnames=("bandwidth",), inline=True)
-def _step(state: Window, arguments: Arguments, *, bandwidth: int) -> tuple[jax.Array, Window]:
+def _step(
+    state: Window, arguments: Arguments, *, bandwidth: int
+) -> tuple[Float[Array, "*batch T N D"], Window]:
     """Attends to a window and, causally, to new tokens."""
     inputs = arguments.lay_out(scaled=False)
     check_step(arguments, inputs)
@@ -213,7 +216,9 @@ def _as_window(inputs: Inputs) -> Window:
     return Window(inputs.key.astype(inputs.value.dtype), inputs.value, inputs.key_log_weights)
 
 
-def _join(before: jax.Array, new: jax.Array) -> jax.Array:
+def _join(
+    before: Float[Array, "B bandwidth *rest"], new: Float[Array, "B T *rest"]
+) -> Float[Array, "B bandwidth+T *rest"]:
     sharding = jax.typeof(new).sharding
     if AxisType.Explicit in sharding.mesh.axis_types:
         # The first window is whole on every device.

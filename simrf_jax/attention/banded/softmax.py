@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer
 
 from simrf_jax.attention.banded.windows import QueryBlocks
 from simrf_jax.attention.inputs.arguments import Inputs, contract
 
 
 @jax.named_scope("banded_attention")
-def attend_in_windows(inputs: Inputs, blocks: QueryBlocks) -> jax.Array:
+def attend_in_windows(inputs: Inputs, blocks: QueryBlocks) -> Float[Array, "B T K G D"]:
     """Lets each query attend to the keys of its window that are in the band.
 
     Args:
@@ -22,10 +23,10 @@ def attend_in_windows(inputs: Inputs, blocks: QueryBlocks) -> jax.Array:
       ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
     """
     narrow = inputs.value.dtype
-    query = blocks.of_queries(inputs.query, 1)
-    key, value = blocks.of_keys(inputs.key.astype(narrow), 1), blocks.of_keys(inputs.value, 1)
+    query = blocks.of_queries(inputs.query)
+    key, value = blocks.of_keys(inputs.key.astype(narrow)), blocks.of_keys(inputs.value)
     # [B, num_blocks, K, 1, 1, width]
-    weights = blocks.of_keys(inputs.key_log_weights, 1, -jnp.inf).mT[:, :, :, None, None]
+    weights = blocks.of_keys(inputs.key_log_weights, -jnp.inf).mT[:, :, :, None, None]
     seen = _in_band(blocks, inputs.segments, inputs.query.shape[1])
     products = contract("bntkgh,bnskh->bnkgts", query, key)
     finite = jnp.isfinite(products * inputs.scale)
@@ -41,7 +42,9 @@ def attend_in_windows(inputs: Inputs, blocks: QueryBlocks) -> jax.Array:
     return out[:, : inputs.query.shape[1]]
 
 
-def _in_band(blocks: QueryBlocks, segments: jax.Array | None, length: int) -> jax.Array:
+def _in_band(
+    blocks: QueryBlocks, segments: Integer[Array, "B S"] | None, length: int
+) -> Bool[Array, "#B #num_blocks 1 1 size width"]:
     """Returns ``[1 or B, num_blocks or 1, 1, 1, size, width]``, True where a query sees a key.
 
     Args:
@@ -53,12 +56,12 @@ def _in_band(blocks: QueryBlocks, segments: jax.Array | None, length: int) -> ja
     if segments is None:
         return band
     here = segments[:, blocks.history :][:, :length]
-    of_queries, of_keys = blocks.of_queries(here, 1), blocks.of_keys(segments, 1)
+    of_queries, of_keys = blocks.of_queries(here), blocks.of_keys(segments)
     same = of_queries[:, :, :, None] == of_keys[:, :, None, :]
     return band & same[:, :, None, None]
 
 
-def _softmax(logits: jax.Array) -> jax.Array:
+def _softmax(logits: Float[Array, "*batch S"]) -> Float[Array, "*batch S"]:
     """Returns softmax weights: zeros where all logits are minus infinity, and no NaN on the way."""
     # The least finite number is a shift too.
     least = float(jnp.finfo(logits.dtype).min)

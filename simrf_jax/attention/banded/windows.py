@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Bool, Shaped
 
 # Queries in a block. Smaller blocks take longer, also for narrower bands; see
 # benchmarks.near_field --blocks.
@@ -30,25 +31,25 @@ class QueryBlocks(NamedTuple):
     history: int
     padding: int
     width: int
-    band: np.ndarray
+    band: Bool[np.ndarray, "size width"]
 
-    def of_queries(self, x: jax.Array, axis: int) -> jax.Array:
+    def of_queries(
+        self, x: Shaped[Array, "B T *rest"]
+    ) -> Shaped[Array, "B {self.num_blocks} {self.size} *rest"]:
         """Cuts the axis ``T`` in two, ``[num_blocks, size]``."""
-        return _split(x, axis, 0, self.num_blocks, self.size, 0)
+        return _split(x, 0, self.num_blocks, self.size, 0)
 
-    def of_keys(self, x: jax.Array, axis: int, fill: float = 0) -> jax.Array:
+    def of_keys(
+        self, x: Shaped[Array, "B S *rest"], fill: float = 0
+    ) -> Shaped[Array, "B {self.num_blocks} {self.width} *rest"]:
         """Turns the axis ``S`` into windows, ``[num_blocks, width]``, of fill beyond the ends."""
         if self.num_blocks == 1:
-            return _split(x, axis, self.padding, 1, self.width, fill)
+            return _split(x, self.padding, 1, self.width, fill)
         pieces = -(-self.width // self.size)
-        x = _split(x, axis, self.padding, self.num_blocks + pieces - 1, self.size, fill)
+        x = _split(x, self.padding, self.num_blocks + pieces - 1, self.size, fill)
         # A window is a few blocks in a row: slices, where a gather would scatter its gradients.
-        shifted = [
-            jax.lax.slice_in_dim(x, i, i + self.num_blocks, axis=axis) for i in range(pieces)
-        ]
-        return jax.lax.slice_in_dim(
-            jnp.concatenate(shifted, axis + 1), 0, self.width, axis=axis + 1
-        )
+        shifted = [jax.lax.slice_in_dim(x, i, i + self.num_blocks, axis=1) for i in range(pieces)]
+        return jax.lax.slice_in_dim(jnp.concatenate(shifted, axis=2), 0, self.width, axis=2)
 
 
 def cut(
@@ -82,10 +83,12 @@ def cut(
     return QueryBlocks(num_blocks, size, history, before - history, width, band)
 
 
-def _split(x: jax.Array, axis: int, before: int, count: int, size: int, fill: float) -> jax.Array:
-    """Pads an axis in front and cuts it in two, ``[count, size]``."""
+def _split(
+    x: Shaped[Array, "B length *rest"], before: int, count: int, size: int, fill: float
+) -> Shaped[Array, "B {count} {size} *rest"]:
+    """Pads the length in front and cuts it in two, ``[count, size]``."""
     padding = [(0, 0, 0)] * x.ndim
     # Negative where keys at the end are near no query.
-    padding[axis] = (before, count * size - before - x.shape[axis], 0)
+    padding[1] = (before, count * size - before - x.shape[1], 0)
     x = jax.lax.pad(x, jnp.asarray(fill, x.dtype), padding)
-    return x.reshape(*x.shape[:axis], count, size, *x.shape[axis + 1 :])
+    return x.reshape(x.shape[0], count, size, *x.shape[2:])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
-import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from simrf_jax import checks
 from simrf_jax.attention.banded.attention import banded_attention
@@ -14,28 +14,31 @@ from simrf_jax.attention.random_features.attention import random_feature_attenti
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.projections import Projection
 
+# Weights of fields and heads, which may be nested tuples or lists of numbers.
+Weights: TypeAlias = Real[ArrayLike, "..."] | Sequence[float] | Sequence[Sequence[float]]
+
 
 def fmm_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: Float[ArrayLike, "*batch T N H"],
+    key: Float[ArrayLike, "*batch S K H"],
+    value: Float[ArrayLike, "*batch S K D"],
     projections: Sequence[Projection | None],
     *,
     bandwidth: int,
-    near_weight: ArrayLike = 1.0,
-    far_weights: ArrayLike = 1.0,
+    near_weight: Weights = 1.0,
+    far_weights: Weights = 1.0,
     feature_maps: Sequence[FeatureMapLike] = ("positive",),
-    mask: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    scale: ArrayLike | None = None,
+    mask: Bool[ArrayLike, " ..."] | None = None,
+    bias: Float[ArrayLike, " ..."] | None = None,
+    scale: Real[ArrayLike, ""] | None = None,
     is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    segment_ids: ArrayLike | None = None,
+    query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+    key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+    segment_ids: Integer[ArrayLike, "*batch T"] | None = None,
     chunk_size: int | None = None,
     block_size: int | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
-) -> jax.Array:
+) -> Float[Array, "*batch T N D"]:
     r"""Returns exact attention to nearby keys plus random-feature attention to all keys.
 
     .. math::
@@ -149,13 +152,18 @@ def check_feature_maps(
 
 
 def blend(
-    near: jax.Array, far: Sequence[jax.Array], near_weight: ArrayLike, far_weights: ArrayLike
-) -> jax.Array:
+    near: Float[Array, "*lead N D"],
+    far: Sequence[Float[Array, "*lead N D"]],
+    near_weight: Weights,
+    far_weights: Weights,
+) -> Float[Array, "*lead N D"]:
     """Returns the weighted sum of the outputs ``[..., N, D]`` of both fields."""
     *lead, heads, _ = near.shape
     compute = jnp.promote_types(near.dtype, jnp.float32)
 
-    def weigh(out: jax.Array, weight: jax.Array) -> jax.Array:
+    def weigh(
+        out: Float[Array, "*lead N D"], weight: Float[Array, " N"]
+    ) -> Float[Array, "*lead N D"]:
         return out.astype(compute) * weight.reshape((1,) * len(lead) + (heads, 1)).astype(compute)
 
     out = weigh(near, _weights("near_weight", near_weight, (heads,)))
@@ -166,7 +174,7 @@ def blend(
     return out.astype(near.dtype)
 
 
-def _weights(name: str, given: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
+def _weights(name: str, given: Weights, shape: tuple[int, ...]) -> Float[Array, "*shape"]:
     given = jnp.asarray(given)
     given = checks.floating(name, given.astype(jnp.promote_types(given.dtype, jnp.float32)))
     # One axis of several is that of the feature maps, also where there are as many heads.

@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from simrf_jax.attention.banded.mechanism import Band, Window
-from simrf_jax.attention.fmm.attention import blend
+from simrf_jax.attention.fmm.attention import Weights, blend
 from simrf_jax.attention.mechanism import Mechanism, check_kind
 from simrf_jax.attention.random_features.mechanism import RandomFeatures
 from simrf_jax.attention.random_features.state import AttentionState
@@ -64,23 +65,23 @@ class Blend:
 
     near: Band
     far: tuple[RandomFeatures, ...]
-    near_weight: ArrayLike = 1.0
-    far_weights: ArrayLike = 1.0
+    near_weight: Weights = 1.0
+    far_weights: Weights = 1.0
 
     def attend(
         self,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike,
+        query: Float[ArrayLike, "*batch T N H"],
+        key: Float[ArrayLike, "*batch S K H"],
+        value: Float[ArrayLike, "*batch S K D"],
         *,
-        mask: ArrayLike | None = None,
-        bias: ArrayLike | None = None,
-        scale: ArrayLike | None = None,
+        mask: Bool[ArrayLike, " ..."] | None = None,
+        bias: Float[ArrayLike, " ..."] | None = None,
+        scale: Real[ArrayLike, ""] | None = None,
         is_causal: bool = False,
-        query_seq_lengths: ArrayLike | None = None,
-        key_value_seq_lengths: ArrayLike | None = None,
-        segment_ids: ArrayLike | None = None,
-    ) -> jax.Array:
+        query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        segment_ids: Integer[ArrayLike, "*batch T"] | None = None,
+    ) -> Float[Array, "*batch T N D"]:
         """Returns ``fmm_attention`` of all tokens; see there for the arguments."""
         near, *far = (
             field.attend(
@@ -124,16 +125,16 @@ class Blend:
     def step(
         self,
         state: BlendState,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike,
+        query: Float[ArrayLike, "*batch T N H"],
+        key: Float[ArrayLike, "*batch T K H"],
+        value: Float[ArrayLike, "*batch T K D"],
         *,
-        mask: ArrayLike | None = None,
-        bias: ArrayLike | None = None,
-        scale: ArrayLike | None = None,
-        query_seq_lengths: ArrayLike | None = None,
-        key_value_seq_lengths: ArrayLike | None = None,
-    ) -> tuple[jax.Array, BlendState]:
+        mask: Bool[ArrayLike, " ..."] | None = None,
+        bias: Float[ArrayLike, " ..."] | None = None,
+        scale: Real[ArrayLike, ""] | None = None,
+        query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+    ) -> tuple[Float[Array, "*batch T N D"], BlendState]:
         """Attends to a state and, causally, to new tokens; see ``RandomFeatures.step``.
 
         Raises:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Self, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real, Shaped
 
 from simrf_jax import checks
 
@@ -53,19 +54,21 @@ class Inputs:
       dtype: Type of the output.
     """
 
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    key_log_weights: jax.Array
-    scale: jax.Array
-    segments: jax.Array | None
-    real: jax.Array
-    finite: jax.Array
+    query: Float[Array, "B T K G H"]
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K D"]
+    key_log_weights: Float[Array, "B S K"]
+    scale: Float[Array, ""]
+    segments: Integer[Array, "B S"] | None
+    real: Bool[Array, "#B T 1 1"]
+    finite: Bool[Array, "B T K G"]
     batch: tuple[int, ...]
     is_batched: bool
     dtype: jnp.dtype
 
-    def outputs(self, out: jax.Array, dtype: DTypeLike | None = None) -> jax.Array:
+    def outputs(
+        self, out: Float[Array, "B T K G D"], dtype: DTypeLike | None = None
+    ) -> Float[Array, "*batch T N D"]:
         """Returns ``[..., T, N, D]`` of ``[B, T, K, G, D]``: the inverse of the layout.
 
         Args:
@@ -96,30 +99,31 @@ class Arguments:
       segment_ids: Integers ``[..., T]``, or None.
     """
 
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    mask: ArrayLike | None = None
-    bias: ArrayLike | None = None
-    scale: ArrayLike | None = None
-    query_seq_lengths: ArrayLike | None = None
-    key_value_seq_lengths: ArrayLike | None = None
-    segment_ids: jax.Array | None = None
+    query: Float[Array, "*batch T N H"]
+    key: Float[Array, "*batch S K H"]
+    value: Float[Array, "*batch S K D"]
+    # Until lay_out checks these, they are of any type.
+    mask: Shaped[ArrayLike, " ..."] | None = None
+    bias: Shaped[ArrayLike, " ..."] | None = None
+    scale: Real[ArrayLike, ""] | None = None
+    query_seq_lengths: Shaped[Array, " ..."] | None = None
+    key_value_seq_lengths: Shaped[Array, " ..."] | None = None
+    segment_ids: Shaped[Array, " ..."] | None = None
 
     @classmethod
     def of(
         cls,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike,
+        query: Float[ArrayLike, "*batch T N H"],
+        key: Float[ArrayLike, "*batch S K H"],
+        value: Float[ArrayLike, "*batch S K D"],
         *,
-        mask: ArrayLike | None,
-        bias: ArrayLike | None,
-        scale: ArrayLike | None,
-        query_seq_lengths: ArrayLike | None,
-        key_value_seq_lengths: ArrayLike | None,
-        segment_ids: ArrayLike | None = None,
-    ) -> Self:
+        mask: Shaped[ArrayLike, " ..."] | None,
+        bias: Shaped[ArrayLike, " ..."] | None,
+        scale: Real[ArrayLike, ""] | None,
+        query_seq_lengths: Shaped[ArrayLike, " ..."] | None,
+        key_value_seq_lengths: Shaped[ArrayLike, " ..."] | None,
+        segment_ids: Shaped[ArrayLike, " ..."] | None = None,
+    ) -> Arguments:
         """Returns the arguments as arrays, after the checks that need their values.
 
         Raises:
@@ -187,7 +191,7 @@ class Arguments:
         if self.query.ndim > 3:
             return self
 
-        def at_least(ndim: int, x: ArrayLike | None) -> jax.Array | None:
+        def at_least(ndim: int, x: Shaped[Array, " ..."] | None) -> Shaped[Array, " ..."] | None:
             return None if x is None else jnp.array(x, ndmin=ndim)
 
         return dataclasses.replace(
@@ -203,7 +207,7 @@ class Arguments:
     def _by_key_heads(
         self,
         compute: jnp.dtype,
-        scale: jax.Array,
+        scale: Float[Array, ""],
         *,
         scaled: bool,
         fill_with_tokens: bool,
@@ -217,7 +221,7 @@ class Arguments:
             key, value = (jnp.repeat(x, groups, axis=-2) for x in (key, value))
             groups = 1
 
-        def flat(x: jax.Array) -> jax.Array:
+        def flat(x: Shaped[Array, " ..."]) -> Shaped[Array, "B ..."]:
             return x.reshape(math.prod(batch), *x.shape[len(batch) :])
 
         query = flat(self.query.reshape(*batch, query_length, num_heads // groups, groups, dim))
@@ -247,7 +251,7 @@ class Arguments:
             dtype=self.query.dtype,
         )
 
-    def _key_log_weights(self, dtype: jnp.dtype) -> jax.Array:
+    def _key_log_weights(self, dtype: jnp.dtype) -> Float[Array, "*batch #N S"]:
         """Returns ``[*batch, 1 or N, S]`` to add to the logits; hidden keys have minus infinity."""
         batch, key_length = self.query.shape[:-3], self.key.shape[-3]
         target = shape_of_logits(self.query, self.key)
@@ -272,7 +276,7 @@ class Arguments:
             log_weights = jnp.where(visible[..., None, :], log_weights, -jnp.inf)
         return jnp.broadcast_to(log_weights, (*batch, *log_weights.shape[-2:]))
 
-    def _real_queries(self, batch: tuple[int, ...]) -> jax.Array:
+    def _real_queries(self, batch: tuple[int, ...]) -> Bool[Array, "#B T 1 1"]:
         """Returns ``[1 or B, T, 1, 1]``, False beyond the sequences' lengths."""
         length = self.query.shape[-3]
         if self.query_seq_lengths is None:
@@ -280,7 +284,7 @@ class Arguments:
         real = within_lengths("query_seq_lengths", self.query_seq_lengths, batch, length)
         return real.reshape(math.prod(batch), length, 1, 1)
 
-    def _segments(self, batch: tuple[int, ...]) -> jax.Array | None:
+    def _segments(self, batch: tuple[int, ...]) -> Integer[Array, "B S"] | None:
         """Returns ``[B, S]``, the number of each position's segment; None without segments."""
         if self.segment_ids is None:
             return None
@@ -299,14 +303,16 @@ class Arguments:
         return next(filter(None, map(axes_of_length, first)), ())
 
 
-def axes_of_length(x: jax.Array) -> Axes:
+def axes_of_length(x: Float[Array, "*batch length heads dim"]) -> Axes:
     """Returns the explicit mesh axes that shard the length of ``[..., length, heads, dim]``."""
     spec = tuple(jax.typeof(x).sharding.spec)
     axes = spec[-3] if len(spec) >= 3 else None
     return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
 
 
-def within_lengths(name: str, lengths: ArrayLike, batch: tuple[int, ...], length: int) -> jax.Array:
+def within_lengths(
+    name: str, lengths: Integer[ArrayLike, "*batch"], batch: tuple[int, ...], length: int
+) -> Bool[Array, "*batch {length}"]:
     """Returns ``[*batch, length]``, True at the positions before each sequence's length."""
     lengths = jnp.asarray(lengths)
     if not jnp.issubdtype(lengths.dtype, jnp.integer):
@@ -318,8 +324,11 @@ def within_lengths(name: str, lengths: ArrayLike, batch: tuple[int, ...], length
 
 
 def segment_numbers(
-    segment_ids: ArrayLike, batch: tuple[int, ...], query_length: int, key_length: int
-) -> jax.Array:
+    segment_ids: Integer[ArrayLike, "*batch T"],
+    batch: tuple[int, ...],
+    query_length: int,
+    key_length: int,
+) -> Integer[Array, "*batch T"]:
     """Returns ``[*batch, length]``, the segments numbered from 0 on.
 
     An id that comes again after another one begins a new segment.
@@ -342,12 +351,16 @@ def segment_numbers(
     return jnp.cumsum(begins, axis=-1, dtype=jnp.int32)
 
 
-def shape_of_logits(query: jax.Array, key: jax.Array) -> tuple[int, ...]:
+def shape_of_logits(
+    query: Float[Array, "*batch T N H"], key: Float[Array, "*batch S K H"]
+) -> tuple[int, ...]:
     """Returns ``[*batch, N, T, S]``; one sequence is a batch of one, as ``jax.nn`` has it."""
     return (*(query.shape[:-3] or (1,)), query.shape[-2], query.shape[-3], key.shape[-3])
 
 
-def _one_row(name: str, x: ArrayLike, target: tuple[int, ...]) -> jax.Array | np.ndarray:
+def _one_row(
+    name: str, x: Shaped[ArrayLike, " ..."], target: tuple[int, ...]
+) -> Shaped[Array, " ..."] | Shaped[np.ndarray, " ..."]:
     """Returns a mask or bias that has one row for all queries.
 
     Args:
@@ -380,7 +393,14 @@ def _one_row(name: str, x: ArrayLike, target: tuple[int, ...]) -> jax.Array | np
     return x[..., :1, :] if shape[-2] > 1 else x
 
 
-def per_key(x: jax.Array, target: tuple[int, ...]) -> jax.Array:
+def per_key(
+    x: Shaped[Array, " ..."], target: tuple[int, ...]
+) -> Shaped[
+    Array,
+    (
+        ...  # N S
+    ),
+]:
     """Drops the query axis of a mask or bias that has one row for all queries.
 
     Args:
@@ -397,30 +417,34 @@ def per_key(x: jax.Array, target: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(x, (*x.shape[:-1], target[-1]))
 
 
-def contract(spec: str, features: jax.Array, values: jax.Array) -> jax.Array:
+def contract(
+    spec: str, features: Float[Array, " ..."], values: Float[Array, " ..."]
+) -> Float[Array, " ..."]:
     """Contracts in the type of ``values`` and accumulates in the type of ``features``."""
     wide, narrow = features.dtype, values.dtype
     if wide == narrow:
         return jnp.einsum(spec, features, values, precision=jax.lax.Precision.HIGHEST)
     features = features.astype(narrow)
 
-    def mixed(a: jax.Array, b: jax.Array) -> jax.Array:
+    def mixed(a: Float[Array, " ..."], b: Float[Array, " ..."]) -> Float[Array, " ..."]:
         return jnp.einsum(spec, a, b, preferred_element_type=wide)
 
-    def widened(a: jax.Array, b: jax.Array) -> jax.Array:
+    def widened(a: Float[Array, " ..."], b: Float[Array, " ..."]) -> Float[Array, " ..."]:
         return jnp.einsum(spec, a.astype(wide), b.astype(wide))
 
     # Inside jit, XLA's CPU backend (jaxlib 0.10.2) has no bfloat16 x bfloat16 = float32 product.
     return jax.lax.platform_dependent(features, values, cpu=widened, default=mixed)
 
 
-def _is_finite(x: jax.Array) -> jax.Array:
+def _is_finite(x: Float[Array, "*shape dim"]) -> Bool[Array, "*shape"]:
     """Returns ``[...]``, True where ``[..., dim]`` is finite and sums over it cannot overflow."""
     largest = float(jnp.finfo(x.dtype).max) / MOST_TERMS
     return jnp.all(jnp.abs(jax.lax.stop_gradient(x)) <= largest, axis=-1)
 
 
-def _mark(log_weights: jax.Array, finite: jax.Array) -> jax.Array:
+def _mark(
+    log_weights: Float[Array, "#B S #K"], finite: Bool[Array, "B S K"]
+) -> Float[Array, "B S K"]:
     """Returns log weights ``[B, S, K]`` that are NaN where a visible key is not finite.
 
     Args:
@@ -432,7 +456,11 @@ def _mark(log_weights: jax.Array, finite: jax.Array) -> jax.Array:
     return jnp.where(finite | (log_weights == -jnp.inf), log_weights, jnp.nan)
 
 
-def _replace(x: jax.Array, where: jax.Array, fill_with_tokens: bool) -> jax.Array:
+def _replace(
+    x: Float[Array, "B length *heads dim"],
+    where: Bool[Array, "B length *heads"],
+    fill_with_tokens: bool,
+) -> Float[Array, "B length *heads dim"]:
     """Returns vectors ``[B, length, ..., dim]`` as they are where ``where`` is True.
 
     Elsewhere there are zeros, or copies of the first vector that stays (ones if none does).
@@ -447,8 +475,12 @@ def _replace(x: jax.Array, where: jax.Array, fill_with_tokens: bool) -> jax.Arra
 
 
 def as_tokens(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    query: Float[ArrayLike, "*batch T N H"],
+    key: Float[ArrayLike, "*batch S K H"],
+    value: Float[ArrayLike, "*batch S K D"],
+) -> tuple[
+    Float[Array, "*batch T N H"], Float[Array, "*batch S K H"], Float[Array, "*batch S K D"]
+]:
     """Returns queries, keys and values as arrays whose dtypes and shapes fit each other.
 
     Raises:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
-from jax.typing import ArrayLike
+from jax.tree_util import GetAttrKey
+from jaxtyping import Array, Float, Shaped
 
 from simrf_jax.attention.inputs.arguments import (
     Arguments,
@@ -76,7 +77,7 @@ def find_shards(arguments: Arguments, axes: Axes, *, in_order: bool) -> Shards:
 
 
 def check_whole(
-    attend: Callable[[Arguments, Projection | None], Any],
+    attend: Callable[[Arguments, Projection | None], object],
     arguments: Arguments,
     projection: Projection | None,
 ) -> None:
@@ -88,7 +89,9 @@ def check_whole(
         if isinstance(x := getattr(arguments, field.name), jax.Array) and field.name != "scale"
     }
 
-    def with_shapes(shapes: dict[str, jax.Array], projection: Projection | None) -> Any:
+    def with_shapes(
+        shapes: dict[str, Shaped[Array, " ..."]], projection: Projection | None
+    ) -> object:
         return attend(dataclasses.replace(arguments, **shapes), projection)
 
     w = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), projection)
@@ -96,11 +99,11 @@ def check_whole(
 
 
 def over_devices(
-    attend: Callable[[Arguments, Projection | None], jax.Array],
+    attend: Callable[[Arguments, Projection | None], Float[Array, "*batch T N D"]],
     shards: Shards,
     arguments: Arguments,
     projection: Projection | None,
-) -> jax.Array:
+) -> Float[Array, "*batch T N D"]:
     """Calls ``attend`` with the part of the length that each device has.
 
     Args:
@@ -133,7 +136,7 @@ def over_devices(
     arguments = jax.tree.map(jnp.asarray, dataclasses.replace(arguments, **rows))
     specs = _specs(arguments, shards)
 
-    def mapped(arguments: Arguments, projection: Projection | None) -> jax.Array:
+    def mapped(arguments: Arguments, projection: Projection | None) -> Float[Array, "*batch T N D"]:
         return jax.shard_map(
             attend,
             mesh=_mesh(shards.axes, arguments),
@@ -151,19 +154,23 @@ def over_devices(
     return mapped(arguments, jax.tree.map(jnp.asarray, projection))
 
 
-def shift(x: jax.Array, axes: Axes, by: int) -> jax.Array:
+def shift(x: Shaped[Array, "*shape"], axes: Axes, by: int) -> Shaped[Array, "*shape"]:
     """Returns the value held ``by`` devices earlier, wrapping around."""
     size = jax.lax.axis_size(axes)
     return jax.lax.ppermute(x, axes, [(i, (i + by) % size) for i in range(size)])
 
 
-def _from_first(lengths: ArrayLike | None, x: jax.Array, axes: Axes) -> ArrayLike | None:
+def _from_first(
+    lengths: Shaped[Array, "*lengths"] | None,
+    x: Float[Array, "*batch length heads dim"],
+    axes: Axes,
+) -> Shaped[Array, "*lengths"] | None:
     """Returns sequence lengths that count from the first position of a device's part."""
     if lengths is None or not axes:
         return lengths
     first = jax.lax.axis_index(axes) * x.shape[-3]
     # Lengths that end before may be of an unsigned type.
-    return jnp.asarray(lengths).astype(jnp.int32) - first
+    return lengths.astype(jnp.int32) - first
 
 
 def _are_bound(axes: Axes) -> bool:
@@ -178,19 +185,14 @@ def _are_bound(axes: Axes) -> bool:
 def _specs(arguments: Arguments, shards: Shards) -> Arguments:
     """Returns the sharding of each argument, in the place of the argument."""
 
-    def spec(name: str) -> PartitionSpec | None:
-        x = getattr(arguments, name)
-        if x is None:
-            return None
+    def spec(path: tuple[GetAttrKey], x: Shaped[Array, " ..."]) -> PartitionSpec:
+        name = path[0].name
         axes = shards.query_axes if name == "query" else shards.axes
         if name not in LENGTH or not axes:
             return PartitionSpec()
         return PartitionSpec(*(None,) * (x.ndim + LENGTH[name]), axes)
 
-    names = (field.name for field in dataclasses.fields(arguments))
-    # A record of specs stands where shard_map expects one for each array.
-    specs: dict[str, Any] = {name: spec(name) for name in names}
-    return Arguments(**specs)
+    return jax.tree.map_with_path(spec, arguments)
 
 
 def _mesh(axes: Axes, arguments: Arguments) -> AbstractMesh:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from simrf_jax.attention.inputs.arguments import Arguments, Inputs
 from simrf_jax.attention.random_features.state import (
@@ -27,14 +28,14 @@ class KernelRows(NamedTuple):
       log_scale: ``[*batch, N, T, 1]``.
     """
 
-    kernel: jax.Array
-    log_scale: jax.Array
+    kernel: Float[Array, "*batch N T S"]
+    log_scale: Float[Array, "*batch N T 1"]
 
-    def row_sums(self) -> jax.Array:
+    def row_sums(self) -> Float[Array, "*batch N T 1"]:
         """Returns sums of the kernel, ``[*batch, N, T, 1]``; exactly zero if nothing is visible."""
         return jnp.sum(self.kernel, axis=-1, keepdims=True)
 
-    def weights(self) -> jax.Array:
+    def weights(self) -> Float[Array, "*batch N T S"]:
         """Returns attention weights ``[*batch, N, T, S]``, whose rows sum to one or are zeros."""
         total = self.row_sums()
         nothing = total == 0
@@ -54,13 +55,13 @@ def kernel_rows(
     estimated = _estimated_rows(inputs, features, log_weights)
     exact = _softmax_rows(inputs, log_weights)
 
-    def heads_first(x: jax.Array) -> jax.Array:
+    def heads_first(x: Float[Array, "B T K G keys"]) -> Float[Array, "*batch N T keys"]:
         return jnp.swapaxes(inputs.outputs(x, dtype=x.dtype), -3, -2)
 
     return jax.tree.map(heads_first, (estimated, exact))
 
 
-def _log_weights(inputs: Inputs, is_causal: bool) -> jax.Array:
+def _log_weights(inputs: Inputs, is_causal: bool) -> Float[Array, "B T K 1 S"]:
     """Returns what to add to the logits, ``[B, T, K, 1, S]``.
 
     Minus infinity hides a key from a query; NaN marks one that is seen and not finite, which
@@ -77,15 +78,15 @@ def _log_weights(inputs: Inputs, is_causal: bool) -> jax.Array:
 
 @jax.jit
 def _feature_products(
-    queries: LogFeatures, keys: LogFeatures, log_weights: jax.Array
+    queries: LogFeatures, keys: LogFeatures, log_weights: Float[Array, "B T K 1 S"]
 ) -> KernelRows:
     """Returns phi(q) . phi(k) for all pairs, ``[B, T, K, G, S]``."""
     # [B, K, 1, S, num_features], for all queries of a key head.
     keys = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 2)[:, :, None], keys)
 
     @jax.checkpoint  # Gradients, too, hold the features of all pairs for one query at a time.
-    def row(one: tuple[LogFeatures, jax.Array]) -> KernelRows:
-        query, log_weights = one  # [B, K, G, num_features] and [B, K, 1, S]
+    def row(one: tuple[LogFeatures, Float[Array, "B K 1 S"]]) -> KernelRows:
+        query, log_weights = one
         log_weights = log_weights[..., None]
         exponent = query.exponent[..., None, :] + keys.exponent
         visible = log_weights > -jnp.inf
@@ -100,7 +101,9 @@ def _feature_products(
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), jax.lax.map(row, by_query))
 
 
-def _estimated_rows(inputs: Inputs, features: HeadFeatures, log_weights: jax.Array) -> KernelRows:
+def _estimated_rows(
+    inputs: Inputs, features: HeadFeatures, log_weights: Float[Array, "B T K 1 S"]
+) -> KernelRows:
     queries, spoiled = features.queries(inputs.query)
     # The log weights of a key differ between queries here, and are added for each.
     keys, spoils = features.keys(inputs.key, jnp.zeros_like(inputs.key_log_weights))
@@ -112,7 +115,7 @@ def _estimated_rows(inputs: Inputs, features: HeadFeatures, log_weights: jax.Arr
     return KernelRows(kernel, rows.log_scale + queries.log_scale)
 
 
-def _softmax_rows(inputs: Inputs, log_weights: jax.Array) -> KernelRows:
+def _softmax_rows(inputs: Inputs, log_weights: Float[Array, "B T K 1 S"]) -> KernelRows:
     highest = jax.lax.Precision.HIGHEST
     logits = jnp.einsum("btkgh,bskh->btkgs", inputs.query, inputs.key, precision=highest)
     logits = jnp.where(log_weights > -jnp.inf, logits + log_weights, -jnp.inf)

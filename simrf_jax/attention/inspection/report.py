@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import numpy as np
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Bool, Float, Float64, Integer, Real
 
 from simrf_jax import checks
 from simrf_jax.attention.inputs.arguments import Arguments
@@ -36,27 +35,27 @@ class AttentionReport(NamedTuple):
         without values.
     """
 
-    relative_error: np.ndarray
-    row_sum_mean: np.ndarray
-    row_sum_error: np.ndarray
-    effective_rank: np.ndarray
-    softmax_effective_rank: np.ndarray
-    output_error: np.ndarray | None = None
+    relative_error: Float64[np.ndarray, "*batch N"]
+    row_sum_mean: Float64[np.ndarray, "*batch N"]
+    row_sum_error: Float64[np.ndarray, "*batch N"]
+    effective_rank: Float64[np.ndarray, "*batch N"]
+    softmax_effective_rank: Float64[np.ndarray, "*batch N"]
+    output_error: Float64[np.ndarray, "*batch N"] | None = None
 
 
 def attention_matrix(
-    query: ArrayLike,
-    key: ArrayLike,
+    query: Float[ArrayLike, "*batch T N H"],
+    key: Float[ArrayLike, "*batch S K H"],
     projection: Projection | None,
     *,
     feature_map: FeatureMapLike = "positive",
-    mask: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    scale: ArrayLike | None = None,
+    mask: Bool[ArrayLike, " ..."] | None = None,
+    bias: Float[ArrayLike, " ..."] | None = None,
+    scale: Real[ArrayLike, ""] | None = None,
     is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-) -> jax.Array:
+    query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+    key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+) -> Float[Array, "*batch N T S"]:
     r"""Returns the attention weights that ``random_feature_attention`` implies and never forms.
 
     .. math:: \hat A_{ts} = \frac{\phi(q_t)^\top \phi(k_s)}{\sum_r \phi(q_t)^\top \phi(k_r)}
@@ -117,18 +116,18 @@ def attention_matrix(
 
 
 def attention_report(
-    query: ArrayLike,
-    key: ArrayLike,
+    query: Float[ArrayLike, "*batch T N H"],
+    key: Float[ArrayLike, "*batch S K H"],
     projection: Projection | None,
     *,
-    value: ArrayLike | None = None,
+    value: Float[ArrayLike, "*batch S K D"] | None = None,
     feature_map: FeatureMapLike = "positive",
-    mask: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    scale: ArrayLike | None = None,
+    mask: Bool[ArrayLike, " ..."] | None = None,
+    bias: Float[ArrayLike, " ..."] | None = None,
+    scale: Real[ArrayLike, ""] | None = None,
     is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
+    query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+    key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
 ) -> AttentionReport:
     r"""Compares the weights that random features imply with those of softmax attention.
 
@@ -203,13 +202,18 @@ def attention_report(
     )
 
 
-def _relative_error(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+def _relative_error(
+    actual: Float64[np.ndarray, "*batch rows columns"],
+    expected: Float64[np.ndarray, "*batch rows columns"],
+) -> Float64[np.ndarray, "*batch"]:
     """Returns the relative error in Frobenius norm; zero where both matrices are zeros."""
     error, norm = (np.linalg.norm(x, axis=(-2, -1)) for x in (actual - expected, expected))
     return error / np.where(norm == 0, 1, norm)
 
 
-def _compare_row_sums(estimated: KernelRows, exact: KernelRows) -> tuple[np.ndarray, np.ndarray]:
+def _compare_row_sums(
+    estimated: KernelRows, exact: KernelRows
+) -> tuple[Float64[np.ndarray, "*batch N"], Float64[np.ndarray, "*batch N"]]:
     """Returns the mean ratio of the row sums, and its worst deviation from one."""
     total, exact_total = (np.asarray(x.row_sums(), np.float64) for x in (estimated, exact))
     seen = exact_total != 0
@@ -222,7 +226,9 @@ def _compare_row_sums(estimated: KernelRows, exact: KernelRows) -> tuple[np.ndar
     return np.where(count == 0, 1, mean), worst
 
 
-def _effective_rank(matrix: np.ndarray) -> np.ndarray:
+def _effective_rank(
+    matrix: Float64[np.ndarray, "*batch rows columns"],
+) -> Float64[np.ndarray, "*batch"]:
     """Returns the exponential of the entropy of the normalised singular values; 0 for zeros."""
     finite = np.isfinite(matrix).all(axis=(-2, -1))
     # LAPACK raises on NaN.
@@ -234,7 +240,11 @@ def _effective_rank(matrix: np.ndarray) -> np.ndarray:
     return np.where(finite, rank, np.nan)
 
 
-def _output_error(implied: np.ndarray, softmax: np.ndarray, value: ArrayLike) -> np.ndarray:
+def _output_error(
+    implied: Float64[np.ndarray, "*batch N T S"],
+    softmax: Float64[np.ndarray, "*batch N T S"],
+    value: Float[ArrayLike, "*batch S K D"],
+) -> Float64[np.ndarray, "*batch N"]:
     value = np.swapaxes(np.asarray(value, np.float64), -3, -2)
     value = np.repeat(value, implied.shape[-3] // value.shape[-3], axis=-3)
     # Padding may hold anything, NaN too, and 0 * NaN is not 0.

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from simrf_jax import checks
 from simrf_jax.attention.inputs.arguments import Arguments, Inputs
@@ -31,23 +31,23 @@ IMPLEMENTATIONS = get_args(Implementation)
 
 
 def random_feature_attention(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
+    query: Float[ArrayLike, "*batch T N H"],
+    key: Float[ArrayLike, "*batch S K H"],
+    value: Float[ArrayLike, "*batch S K D"],
     projection: Projection | None,
     *,
     feature_map: FeatureMapLike = "positive",
-    mask: ArrayLike | None = None,
-    bias: ArrayLike | None = None,
-    scale: ArrayLike | None = None,
+    mask: Bool[ArrayLike, " ..."] | None = None,
+    bias: Float[ArrayLike, " ..."] | None = None,
+    scale: Real[ArrayLike, ""] | None = None,
     is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
+    query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+    key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
     implementation: Implementation | None = None,
-    segment_ids: ArrayLike | None = None,
+    segment_ids: Integer[ArrayLike, "*batch T"] | None = None,
     chunk_size: int | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
-) -> jax.Array:
+) -> Float[Array, "*batch T N D"]:
     r"""Returns softmax attention estimated by random features, in time linear in the length.
 
     .. math::
@@ -166,7 +166,7 @@ def _attend(
     *,
     is_causal: bool,
     chunk_size: int,
-) -> jax.Array:
+) -> Float[Array, "*batch T N D"]:
     """Attends to tokens that are all on one device."""
     inputs, features = lay_out(arguments, projection, feature_map)
     if inputs.segments is None and not is_causal:
@@ -182,7 +182,7 @@ def _attend(
 _compiled_attend = jax.jit(_attend, static_argnames=("is_causal", "chunk_size"), inline=True)
 
 
-def bidirectional_attention(inputs: Inputs, features: HeadFeatures) -> jax.Array:
+def bidirectional_attention(inputs: Inputs, features: HeadFeatures) -> Float[Array, "B T K G D"]:
     r"""Lets each query attend to all keys.
 
     .. math::

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from simrf_jax.attention.inputs.arguments import Inputs, contract
 from simrf_jax.attention.random_features.state import (
     AttentionState,
     HeadFeatures,
     Readout,
-    Vectors,
     finite,
     hide,
     largest,
@@ -22,6 +22,8 @@ from simrf_jax.attention.random_features.state import (
     with_ones,
 )
 from simrf_jax.features import Custom, FeatureMap, LogFeatures, Side
+
+Tree = TypeVar("Tree")
 
 CHUNK_SIZE = 64  # Keys taken at a time unless the caller says.
 
@@ -35,9 +37,9 @@ class Scanned(NamedTuple):
     """
 
     readout: Readout
-    spoiled: jax.Array
+    spoiled: Bool[Array, "B T K G"]
 
-    def outputs(self) -> jax.Array:
+    def outputs(self) -> Float[Array, "B T K G D"]:
         """Returns ``[B, T, K, G, D]``; zeros where no key is visible."""
         return jnp.where(self.spoiled[..., None], jnp.nan, self.readout.outputs())
 
@@ -53,11 +55,11 @@ class Tokens(NamedTuple):
       segments: ``[B, T]``, or None.
     """
 
-    query: Vectors
-    key: Vectors
-    value: jax.Array
-    log_weights: jax.Array
-    segments: jax.Array | None
+    query: Float[Array, "B T K G H"] | LogFeatures
+    key: Float[Array, "B T K H"] | LogFeatures
+    value: Float[Array, "B T K D+1"]
+    log_weights: Float[Array, "B T K"]
+    segments: Integer[Array, "B T"] | None
 
 
 class Carry(NamedTuple):
@@ -70,13 +72,13 @@ class Carry(NamedTuple):
     """
 
     state: AttentionState
-    spoiled: jax.Array
-    segment: jax.Array | None
+    spoiled: Bool[Array, "B K"]
+    segment: Integer[Array, " B"] | None
 
 
 def causal_attention(
     inputs: Inputs, features: HeadFeatures, state: AttentionState, *, chunk_size: int
-) -> tuple[jax.Array, AttentionState]:
+) -> tuple[Float[Array, "B T K G D"], AttentionState]:
     r"""Lets each query attend to a state and to the keys up to its own position.
 
     Between chunks a scan carries the state of all earlier keys. Inside a chunk halving brackets
@@ -111,7 +113,7 @@ def packed_attention(
     after: AttentionState,
     *,
     chunk_size: int,
-) -> jax.Array:
+) -> Float[Array, "B T K G D"]:
     """Lets each query attend to the keys of its segment: those up to its position, and the rest.
 
     Args:
@@ -140,7 +142,7 @@ def _as_many_keys_as_queries(inputs: Inputs) -> Inputs:
     """Cuts keys that no query sees off, or adds hidden ones."""
     length, key_length = inputs.query.shape[1], inputs.key.shape[1]
 
-    def fit(x: jax.Array, fill: float | None) -> jax.Array:
+    def fit(x: Float[Array, "B S *rest"], fill: float | None) -> Float[Array, "B T *rest"]:
         return _pad(x[:, :length], max(0, length - key_length), fill)
 
     return dataclasses.replace(
@@ -151,7 +153,9 @@ def _as_many_keys_as_queries(inputs: Inputs) -> Inputs:
     )
 
 
-def _pad(x: jax.Array, count: int, fill: float | None) -> jax.Array:
+def _pad(
+    x: Shaped[Array, "B length *rest"], count: int, fill: float | None
+) -> Shaped[Array, "B length+{count} *rest"]:
     """Adds ``count`` positions of ``fill`` at the end, or copies of the last position if None.
 
     A user's feature map takes padding too: what it makes of a real key is as finite as that of the
@@ -165,7 +169,9 @@ def _pad(x: jax.Array, count: int, fill: float | None) -> jax.Array:
     return jnp.pad(x, padding, constant_values=fill)
 
 
-def split_length(x: jax.Array, size: int, fill: float | None) -> jax.Array:
+def split_length(
+    x: Shaped[Array, "B length *rest"], size: int, fill: float | None
+) -> Shaped[Array, "chunks B {size} *rest"]:
     """Returns chunks ``[chunks, B, size, ...]`` of ``[B, length, ...]``, padded by ``_pad``."""
     x = _pad(x, -x.shape[1] % size, fill)
     return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)
@@ -177,7 +183,7 @@ class _Given(FeatureMap):
 
     is_finite = True
 
-    def log_features(self, x: Any, projection: None, *, side: Side) -> LogFeatures:
+    def log_features(self, x: LogFeatures, projection: None, *, side: Side) -> LogFeatures:
         del projection, side
         return x
 
@@ -205,7 +211,7 @@ def _scan_chunks(
     batch, length = tokens.value.shape[:2]
     size = min(chunk_size, 1 << max(length - 1, 0).bit_length())
 
-    def split(x: Any, fill: float | None) -> Any:
+    def split(x: Tree, fill: float | None) -> Tree:
         return jax.tree.map(functools.partial(split_length, size=size, fill=fill), x)
 
     chunks = Tokens(
@@ -223,7 +229,7 @@ def _scan_chunks(
     attend = jax.checkpoint(functools.partial(_attend_chunk, features, own), prevent_cse=False)
     carry, scanned = jax.lax.scan(attend, Carry(*state.split_spoiled(), segment), chunks)
 
-    def join(x: jax.Array) -> jax.Array:
+    def join(x: Shaped[Array, "chunks B C *rest"]) -> Shaped[Array, "B T *rest"]:
         x = jnp.moveaxis(x, 0, 1)
         return x.reshape(batch, x.shape[1] * size, *x.shape[3:])[:, :length]
 
@@ -260,7 +266,9 @@ def _attend_chunk(
     return Carry(state, spoiled[:, -1], segment), scanned
 
 
-def _sees(spoils: jax.Array, carry: Carry, segments: jax.Array | None) -> jax.Array:
+def _sees(
+    spoils: Bool[Array, "B C K"], carry: Carry, segments: Integer[Array, "B C"] | None
+) -> Bool[Array, "B C K"]:
     """Returns ``[B, C, K]``, True at queries that see a key of the chunk, or before, that spoils.
 
     Args:
@@ -277,7 +285,9 @@ def _sees(spoils: jax.Array, carry: Carry, segments: jax.Array | None) -> jax.Ar
     return before | jnp.any(visible[..., None] & spoils[:, None], axis=2)
 
 
-def _read_own_position(queries: LogFeatures, keys: LogFeatures, value: jax.Array) -> Readout:
+def _read_own_position(
+    queries: LogFeatures, keys: LogFeatures, value: Float[Array, "B C K columns"]
+) -> Readout:
     """Lets each query read the key of its own position, ``[B, C, K, G, D + 1]``."""
     logits = queries.exponent + keys.exponent[:, :, :, None]
     shift = largest(logits, axis=-1)
@@ -291,13 +301,13 @@ def _read_own_position(queries: LogFeatures, keys: LogFeatures, value: jax.Array
 def _read_left_halves(
     queries: LogFeatures,
     keys: LogFeatures,
-    value: jax.Array,
-    segments: jax.Array | None,
+    value: Float[Array, "B C K columns"],
+    segments: Integer[Array, "B C"] | None,
     half: int,
 ) -> Readout:
     """Lets the right half of every stretch of 2 * half positions read the left half."""
 
-    def split(x: jax.Array, side: int) -> jax.Array:
+    def split(x: Shaped[Array, "B C *rest"], side: int) -> Shaped[Array, "B stretches half *rest"]:
         """Returns one half of every stretch of ``[B, C, ...]``, ``[B, stretches, half, ...]``."""
         stretches = x.shape[1] // (2 * half)
         return x.reshape(x.shape[0], stretches, 2, half, *x.shape[2:])[:, :, side]
@@ -317,7 +327,9 @@ def _read_left_halves(
     weights = contract("bnqkgm,bnskm->bnkgqs", query_features, key_features)
     sums = contract("bnkgqs,bnskd->bnqkgd", weights, split(value, side=0))
 
-    def back(x: jax.Array, left: float) -> jax.Array:
+    def back(
+        x: Float[Array, "B stretches half *rest"], left: float
+    ) -> Float[Array, "B 2*stretches*half *rest"]:
         """Puts the right halves beside the left halves, which read nothing."""
         both = jnp.stack([jnp.full_like(x, left), x], axis=2)
         return both.reshape(x.shape[0], x.shape[1] * 2 * half, *x.shape[3:])

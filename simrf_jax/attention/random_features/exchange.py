@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer
 
 from simrf_jax.attention.inputs.arguments import Arguments, Axes, Inputs
 from simrf_jax.attention.inputs.sharding import check_whole, find_shards, over_devices, shift
@@ -40,7 +41,7 @@ def attend_over_devices(
     *,
     is_causal: bool,
     chunk_size: int,
-) -> jax.Array:
+) -> Float[Array, "*batch T N D"]:
     """Attends over lengths that mesh axes shard.
 
     Args:
@@ -59,7 +60,7 @@ def attend_over_devices(
     check_whole(check, arguments, projection)
     shards = find_shards(arguments, axes, in_order=in_order)
 
-    def attend(arguments: Arguments, projection: Projection | None) -> jax.Array:
+    def attend(arguments: Arguments, projection: Projection | None) -> Float[Array, "*batch T N D"]:
         part = shards.part(arguments)
         inputs, features = lay_out(part, projection, feature_map)
         if not in_order:
@@ -75,7 +76,7 @@ def attend_over_devices(
     return over_devices(attend, shards, arguments, projection)
 
 
-def _bidirectional(inputs: Inputs, features: HeadFeatures, axes: Axes) -> jax.Array:
+def _bidirectional(inputs: Inputs, features: HeadFeatures, axes: Axes) -> Float[Array, "B T K G D"]:
     """Lets each query of this device attend to the keys of all devices."""
     keys, spoils = features.keys(inputs.key, inputs.key_log_weights)
     state = AttentionState.of(keys, with_ones(inputs.value)).spoil(jnp.any(spoils, axis=1))
@@ -93,7 +94,7 @@ def merge_over(state: AttentionState, axes: Axes) -> AttentionState:
 def states_around(
     inputs: Inputs,
     features: HeadFeatures,
-    segment_ids: jax.Array | None,
+    segment_ids: Integer[Array, "*batch T"] | None,
     axes: Axes,
     *,
     is_causal: bool,
@@ -136,7 +137,7 @@ class Passage(NamedTuple):
     """
 
     state: AttentionState
-    stops: jax.Array | None
+    stops: Bool[Array, " B"] | None
 
     def then(self, following: Passage) -> Passage:
         """Returns the passage through these devices and the following ones; associative."""
@@ -145,7 +146,7 @@ class Passage(NamedTuple):
         state = self.state.where(~following.stops).merge(following.state)
         return Passage(state, self.stops | following.stops)
 
-    def where(self, condition: jax.Array) -> Passage:
+    def where(self, condition: Bool[Array, ""]) -> Passage:
         """Returns a passage that adds nothing unless ``condition``, one Boolean, is True."""
         every = jnp.broadcast_to(condition, self.state.maxima.shape[:1])
         return Passage(self.state.where(every), None if self.stops is None else self.stops & every)
@@ -163,7 +164,7 @@ def _flow(passage: Passage, axes: Axes, step: int) -> Passage:
     return incoming
 
 
-def _has_source(axes: Axes, by: int) -> jax.Array:
+def _has_source(axes: Axes, by: int) -> Bool[Array, ""]:
     """Returns whether a shift brings a value from a device ``by`` earlier, not around the end."""
     source = jax.lax.axis_index(axes) - by
     return (source >= 0) & (source < jax.lax.axis_size(axes))
@@ -172,13 +173,15 @@ def _has_source(axes: Axes, by: int) -> jax.Array:
 class Keys(NamedTuple):
     """Keys of ``Inputs``, and which of them count, ``[B, S]``; None for all."""
 
-    key: jax.Array
-    value: jax.Array
-    log_weights: jax.Array
-    visible: jax.Array | None
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K D"]
+    log_weights: Float[Array, "B S K"]
+    visible: Bool[Array, "B S"] | None
 
 
-def _state_of(inputs: Inputs, features: HeadFeatures, visible: jax.Array | None) -> AttentionState:
+def _state_of(
+    inputs: Inputs, features: HeadFeatures, visible: Bool[Array, "B S"] | None
+) -> AttentionState:
     """Returns the state of this device's keys, those where ``visible``, ``[B, S]``, is True."""
 
     def more(state: AttentionState, chunk: Keys) -> tuple[AttentionState, None]:

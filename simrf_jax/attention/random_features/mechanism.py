@@ -7,7 +7,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from simrf_jax import checks
 from simrf_jax.attention.inputs.arguments import Arguments
@@ -19,7 +20,10 @@ from simrf_jax.attention.mechanism import (
     no_tokens,
     unflatten,
 )
-from simrf_jax.attention.random_features.attention import Implementation, random_feature_attention
+from simrf_jax.attention.random_features.attention import (
+    Implementation,
+    random_feature_attention,
+)
 from simrf_jax.attention.random_features.causal import CHUNK_SIZE, causal_attention
 from simrf_jax.attention.random_features.state import (
     AttentionState,
@@ -77,18 +81,18 @@ class RandomFeatures:
 
     def attend(
         self,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike,
+        query: Float[ArrayLike, "*batch T N H"],
+        key: Float[ArrayLike, "*batch S K H"],
+        value: Float[ArrayLike, "*batch S K D"],
         *,
-        mask: ArrayLike | None = None,
-        bias: ArrayLike | None = None,
-        scale: ArrayLike | None = None,
+        mask: Bool[ArrayLike, " ..."] | None = None,
+        bias: Float[ArrayLike, " ..."] | None = None,
+        scale: Real[ArrayLike, ""] | None = None,
         is_causal: bool = False,
-        query_seq_lengths: ArrayLike | None = None,
-        key_value_seq_lengths: ArrayLike | None = None,
-        segment_ids: ArrayLike | None = None,
-    ) -> jax.Array:
+        query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        segment_ids: Integer[ArrayLike, "*batch T"] | None = None,
+    ) -> Float[Array, "*batch T N D"]:
         """Returns ``random_feature_attention`` of all tokens; see there for the arguments."""
         in_order = is_causal or segment_ids is not None
         return random_feature_attention(
@@ -147,16 +151,16 @@ class RandomFeatures:
     def step(
         self,
         state: AttentionState,
-        query: ArrayLike,
-        key: ArrayLike,
-        value: ArrayLike,
+        query: Float[ArrayLike, "*batch T N H"],
+        key: Float[ArrayLike, "*batch T K H"],
+        value: Float[ArrayLike, "*batch T K D"],
         *,
-        mask: ArrayLike | None = None,
-        bias: ArrayLike | None = None,
-        scale: ArrayLike | None = None,
-        query_seq_lengths: ArrayLike | None = None,
-        key_value_seq_lengths: ArrayLike | None = None,
-    ) -> tuple[jax.Array, AttentionState]:
+        mask: Bool[ArrayLike, " ..."] | None = None,
+        bias: Float[ArrayLike, " ..."] | None = None,
+        scale: Real[ArrayLike, ""] | None = None,
+        query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+    ) -> tuple[Float[Array, "*batch T N D"], AttentionState]:
         """Attends to a state and, causally, to new tokens.
 
         One token at a time this is decoding, in time and memory that do not depend on how many
@@ -202,13 +206,13 @@ class RandomFeatures:
     def append(
         self,
         state: AttentionState,
-        key: ArrayLike,
-        value: ArrayLike,
+        key: Float[ArrayLike, "*batch S K H"],
+        value: Float[ArrayLike, "*batch S K D"],
         *,
-        mask: ArrayLike | None = None,
-        bias: ArrayLike | None = None,
-        scale: ArrayLike | None = None,
-        key_value_seq_lengths: ArrayLike | None = None,
+        mask: Bool[ArrayLike, " ..."] | None = None,
+        bias: Float[ArrayLike, " ..."] | None = None,
+        scale: Real[ArrayLike, ""] | None = None,
+        key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
     ) -> AttentionState:
         """Returns the state with more keys, of any number.
 
@@ -248,7 +252,9 @@ class RandomFeatures:
         append = _append if isinstance(feature_map, Custom) else _compiled_append
         return append(state, arguments, w, feature_map)
 
-    def _checked(self) -> tuple[jax.Array | StructuredProjection | None, FeatureMap]:
+    def _checked(
+        self,
+    ) -> tuple[Float[Array, "*K num_features H"] | StructuredProjection | None, FeatureMap]:
         """Returns W as an array, and the feature map as an object."""
         w = None if self.projection is None else as_projection(self.projection)
         return w, as_feature_map(self.feature_map)
@@ -262,7 +268,7 @@ def _step(
     feature_map: FeatureMap,
     *,
     chunk_size: int,
-) -> tuple[jax.Array, AttentionState]:
+) -> tuple[Float[Array, "*batch T N D"], AttentionState]:
     """Attends to a state and, causally, to new tokens."""
     inputs, features = lay_out(arguments, projection, feature_map)
     check_step(arguments, inputs)

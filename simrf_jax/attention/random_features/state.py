@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple, Self, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
 
 from simrf_jax.attention.inputs.arguments import Arguments, Inputs, contract
 from simrf_jax.features import FeatureMap, LogFeatures, Side
 from simrf_jax.projections import Projection, StructuredProjection, as_projection
-
-# Vectors, or what stands for them if their features were computed before.
-Vectors: TypeAlias = jax.Array | LogFeatures
 
 
 class KeyFeatures(NamedTuple):
@@ -33,9 +31,9 @@ class KeyFeatures(NamedTuple):
     """
 
     features: LogFeatures
-    spoils: jax.Array
+    spoils: Bool[Array, "B S K"]
 
-    def only(self, visible: jax.Array) -> KeyFeatures:
+    def only(self, visible: Bool[Array, "B S"]) -> KeyFeatures:
         """Hides the keys where ``visible``, ``[B, S]``, is False."""
         return KeyFeatures(hide(self.features, visible), self.spoils & visible[..., None])
 
@@ -50,7 +48,7 @@ class QueryFeatures(NamedTuple):
     """
 
     features: LogFeatures
-    spoiled: jax.Array
+    spoiled: Bool[Array, "B T K G"]
 
 
 @functools.partial(
@@ -66,11 +64,13 @@ class HeadFeatures:
       feature_map: The feature map.
     """
 
-    projection: jax.Array | StructuredProjection | None
+    projection: Float[Array, "*K num_features H"] | StructuredProjection | None
     feature_map: FeatureMap
 
     @jax.named_scope("key_features")
-    def keys(self, key: Vectors, log_weights: jax.Array) -> KeyFeatures:
+    def keys(
+        self, key: Float[Array, "B S K H"] | LogFeatures, log_weights: Float[Array, "B S K"]
+    ) -> KeyFeatures:
         """Returns the features of keys ``[B, S, K, H]`` with log weights ``[B, S, K]``."""
         keys = self.log_features(key, "key")
         # A map of the user marks what is not finite by NaN exponents. Scales may overflow.
@@ -82,14 +82,16 @@ class HeadFeatures:
         return KeyFeatures(features, (log_weights != -jnp.inf) & ~visible[..., 0])
 
     @jax.named_scope("query_features")
-    def queries(self, query: Vectors) -> QueryFeatures:
+    def queries(self, query: Float[Array, "B T K G H"] | LogFeatures) -> QueryFeatures:
         """Returns the features of queries ``[B, T, K, G, H]``."""
         queries = self.log_features(query, "query")
         spoiled = jnp.isnan(queries.exponent[..., 0])
         exponent = jnp.where(spoiled[..., None], -jnp.inf, queries.exponent)
         return QueryFeatures(queries._replace(exponent=exponent), spoiled)
 
-    def log_features(self, x: Vectors, side: Side) -> LogFeatures:
+    def log_features(
+        self, x: Float[Array, "B length K *rest"] | LogFeatures, side: Side
+    ) -> LogFeatures:
         """Returns log features of ``[B, length, K, ...]``, with NaN exponents where not finite."""
         log_features = functools.partial(self.feature_map.log_features, side=side)
         if self.projection is None or self.projection.ndim == 2:
@@ -119,8 +121,8 @@ class Readout(NamedTuple):
       shift: ``[..., 1]``; minus infinity where nothing was read.
     """
 
-    sums: jax.Array
-    shift: jax.Array
+    sums: Float[Array, "*queries D+1"]
+    shift: Float[Array, "*queries 1"]
 
     def add(self, other: Readout) -> Readout:
         """Returns what is read from two states together."""
@@ -128,10 +130,10 @@ class Readout(NamedTuple):
         sums = self._in_units_of(shift) + other._in_units_of(shift)
         return Readout(sums, shift)
 
-    def _in_units_of(self, shift: jax.Array) -> jax.Array:
+    def _in_units_of(self, shift: Float[Array, "*queries 1"]) -> Float[Array, "*queries columns"]:
         return self.sums * jnp.exp(self.shift - finite(shift))
 
-    def outputs(self) -> jax.Array:
+    def outputs(self) -> Float[Array, "*queries D"]:
         """Returns numerator over denominator, ``[..., D]``; zeros where no key is visible."""
         numerator, denominator = self.sums[..., :-1], self.sums[..., -1:]
         nothing = denominator == 0  # Exactly: no key is visible, or no feature is active.
@@ -153,18 +155,18 @@ class AttentionState(NamedTuple):
         minus infinity where no key was seen.
     """
 
-    sums: jax.Array
-    maxima: jax.Array
+    sums: Float[Array, "*batch K num_features D+1"]
+    maxima: Float[Array, "*batch K #num_features"]
 
     @classmethod
-    def of(cls, keys: LogFeatures, value: jax.Array) -> Self:
+    def of(cls, keys: LogFeatures, value: Float[Array, "B S K columns"]) -> AttentionState:
         """Returns the state of keys ``[B, S, K, ...]`` with values ``[B, S, K, D + 1]``."""
         maxima = largest(keys.exponent, axis=1)
         features = signed_exp(keys.exponent - finite(maxima), keys.values)
         return cls(contract("bskm,bskd->bkmd", features, value), jnp.squeeze(maxima, 1))
 
     @classmethod
-    def empty(cls, inputs: Inputs, features: HeadFeatures) -> Self:
+    def empty(cls, inputs: Inputs, features: HeadFeatures) -> AttentionState:
         """Returns the state of no keys, for keys like those of the inputs."""
         keys = features.keys(inputs.key[:, :0], inputs.key_log_weights[:, :0]).features
         phi = signed_exp(keys.exponent, keys.values)[..., None]
@@ -178,11 +180,13 @@ class AttentionState(NamedTuple):
         maxima = jnp.maximum(self.maxima, other.maxima)
         return AttentionState(self.in_units_of(maxima) + other.in_units_of(maxima), maxima)
 
-    def in_units_of(self, maxima: jax.Array) -> jax.Array:
+    def in_units_of(
+        self, maxima: Float[Array, "B K #num_features"]
+    ) -> Float[Array, "B K num_features columns"]:
         """Returns the sums relative to other maxima, at least as large."""
         return self.sums * jnp.exp(self.maxima - finite(maxima))[..., None]
 
-    def where(self, condition: jax.Array) -> AttentionState:
+    def where(self, condition: Bool[Array, " B"]) -> AttentionState:
         """Returns the state where ``condition``, ``[B]``, is True, and an empty one elsewhere."""
         condition = condition[:, None, None]
         return AttentionState(
@@ -190,11 +194,11 @@ class AttentionState(NamedTuple):
             jnp.where(condition, self.maxima, -jnp.inf),
         )
 
-    def spoil(self, condition: jax.Array) -> AttentionState:
+    def spoil(self, condition: Bool[Array, "B K"]) -> AttentionState:
         """Returns the state with NaN sums where ``condition``, ``[B, K]``, is True."""
         return self._replace(sums=jnp.where(condition[:, :, None, None], jnp.nan, self.sums))
 
-    def split_spoiled(self) -> tuple[AttentionState, jax.Array]:
+    def split_spoiled(self) -> tuple[AttentionState, Bool[Array, "B K"]]:
         """Returns a state of finite sums, and where ``spoil`` made them NaN, ``[B, K]``."""
         spoiled = jnp.any(jnp.isnan(self.sums), axis=(-2, -1))
         return self._replace(sums=jnp.where(spoiled[:, :, None, None], 0, self.sums)), spoiled
@@ -217,8 +221,8 @@ class AttentionState(NamedTuple):
 
 
 def read_all(
-    state: AttentionState, spoiled: jax.Array, inputs: Inputs, features: HeadFeatures
-) -> jax.Array:
+    state: AttentionState, spoiled: Bool[Array, "B K"], inputs: Inputs, features: HeadFeatures
+) -> Float[Array, "B T K G D"]:
     """Returns the outputs ``[B, T, K, G, D]`` of queries that all see the keys of one state.
 
     Args:
@@ -257,7 +261,7 @@ def lay_out(
 
 
 def _check_projection(
-    projection: jax.Array | StructuredProjection, *, num_key_heads: int, dim: int
+    projection: Float[Array, " ..."] | StructuredProjection, *, num_key_heads: int, dim: int
 ) -> None:
     if projection.ndim not in (2, 3) or projection.shape[-1] != dim:
         raise ValueError(
@@ -271,29 +275,32 @@ def _check_projection(
         )
 
 
-def with_ones(value: jax.Array) -> jax.Array:
+def with_ones(value: Float[Array, "*batch D"]) -> Float[Array, "*batch D+1"]:
     """Appends a column of ones to values, which sums the denominator along with the numerator."""
     return jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
 
 
-def hide(features: LogFeatures, visible: jax.Array) -> LogFeatures:
+def hide(features: LogFeatures, visible: Bool[Array, "*batch length"]) -> LogFeatures:
     """Returns features that are zero where ``visible``, ``[B, length]``, is False."""
     shape = visible.shape + (1,) * (features.exponent.ndim - visible.ndim)
     exponent = jnp.where(visible.reshape(shape), features.exponent, -jnp.inf)
     return features._replace(exponent=exponent)
 
 
-def largest(x: jax.Array, axis: int | tuple[int, ...]) -> jax.Array:
+def largest(x: Float[Array, "*shape"], axis: int | tuple[int, ...]) -> Float[Array, "*#shape"]:
     """Returns a maximum as a shift, through which no gradient has to flow; -inf of nothing."""
     return jax.lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True, initial=-jnp.inf))
 
 
-def finite(shift: jax.Array) -> jax.Array:
+def finite(shift: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Returns a shift that is 0 where there is nothing above minus infinity."""
     return jnp.where(shift == -jnp.inf, 0, shift)
 
 
-def signed_exp(exponent: jax.Array, values: jax.Array | None) -> jax.Array:
+def signed_exp(
+    exponent: Float[Array, "*#batch #num_features"],
+    values: Float[Array, "*#batch num_features"] | None,
+) -> Float[Array, "*#batch #num_features"]:
     """Returns features of their shifted exponents and their values."""
     phi = jnp.exp(exponent)
     return phi if values is None else phi * values

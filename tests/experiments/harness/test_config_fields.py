@@ -71,3 +71,36 @@ def test_distances_refuse(value):
     config_fields.check_distances({"a": (1.0, 3.0), "b": 2.0}, ["a", "b"], most=3.0)
     with pytest.raises(UserError, match=r"config.a must be floats above 0 and at most 3, got"):
         config_fields.check_distances({"a": value}, ["a"], most=3.0)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "value", "match"),
+    [
+        (config_fields.at_least(2), 1, r"^config\.a must be at least 2, got 1\.$"),
+        (config_fields.at_least(0), float("nan"), r"^config\.a must be at least 0, got nan\.$"),
+        (
+            config_fields.at_least(1, also=-1),
+            0,
+            r"^config\.a, unless it is -1, must be at least 1, got 0\.$",
+        ),
+        (config_fields.above(0), 0.0, r"^config\.a must be above 0, got 0\.0\.$"),
+        (config_fields.one_of(["x", "y"]), "z", r"^config\.a must be one of 'x', 'y', got 'z'\.$"),
+    ],
+)
+def test_ranges_refuse(allowed, value, match):
+    with pytest.raises(UserError, match=match):
+        config_fields.check_range("a", value, allowed)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "value", "text"),
+    [
+        (config_fields.at_least(2), 2, "at least 2"),
+        (config_fields.at_least(1, also=-1), -1, "-1, or at least 1"),
+        (config_fields.above(0), 1e-30, "above 0"),
+        (config_fields.one_of(["x", "y"]), "y", "one of 'x', 'y'"),
+    ],
+)
+def test_ranges_accept_their_values_and_say_what_these_are(allowed, value, text):
+    config_fields.check_range("a", value, allowed)
+    assert str(allowed) == text

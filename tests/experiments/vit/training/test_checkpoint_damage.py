@@ -359,11 +359,12 @@ def test_half_written_checkpoints_are_deleted_also_if_nothing_is_saved(folder):
 READ_DAMAGED = """
 import sys
 import absl.logging
-from tests.experiments.vit import test_damage
+from experiments.vit.training import orbax_output
+from tests.experiments.vit.training import test_checkpoint_damage
 
 absl.logging.use_absl_handler()  # As absl.app does.
-test_damage.checkpoint.quiet()
-test_damage.restore(test_damage.pathlib.Path(sys.argv[1]))
+orbax_output.quiet()
+test_checkpoint_damage.restore(test_checkpoint_damage.pathlib.Path(sys.argv[1]))
 """
 
 
