@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from simrf_jax import checks, theory
+from simrf_jax.attention.fmm.attention import blend
+from simrf_jax.attention.inputs.arguments import contract
+from simrf_jax.attention.random_features.state import AttentionState, signed_exp
 from simrf_jax.features.log_space import half_squared_norm
 from simrf_jax.projections import couplings, hadamard, rotations, row_blocks
 from simrf_jax.theory import arguments
@@ -26,6 +29,42 @@ def test_a_wrong_shape_is_found():
     signs = jnp.ones((4, 8), jnp.int8)  # rotate_back ignores the fourth factor.
     with pytest.raises(jaxtyping.TypeCheckError, match=r"rotate_back(.|\n)*3 n"):
         hadamard.rotate_back(jnp.ones((2, 8)), signs)
+
+
+# Each would broadcast, or return something else, if nobody looked.
+WRONG_IN_ATTENTION = {
+    "the length of a far field": (
+        lambda: blend(jnp.ones((3, 2, 4)), [jnp.ones((1, 2, 4))], 1.0, 1.0),
+        r"blend(.|\n)*\*lead N D",
+    ),
+    "the batch of maxima": (
+        lambda: AttentionState(jnp.ones((2, 3, 5, 4)), jnp.ones((2, 3, 5))).in_units_of(
+            jnp.ones((1, 3, 5))
+        ),
+        r"in_units_of(.|\n)*B K num_features columns",
+    ),
+    "a condition without heads": (
+        lambda: AttentionState(jnp.ones((3, 3, 5, 4)), jnp.ones((3, 3, 5))).spoil(
+            jnp.ones((3, 1, 1), bool)
+        ),
+        r"spoil(.|\n)*B K",
+    ),
+    "values that features share, under jit": (
+        lambda: jax.jit(signed_exp)(jnp.ones((2, 3)), jnp.ones((2, 1))),
+        r"signed_exp(.|\n)*num_features",
+    ),
+    "products of integers": (
+        lambda: contract("ab,bc->ac", jnp.ones((2, 2), int), jnp.ones((2, 2), int)),
+        r"contract(.|\n)*Float",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_IN_ATTENTION)
+def test_a_wrong_shape_inside_attention_is_found(name):
+    call, match = WRONG_IN_ATTENTION[name]
+    with pytest.raises(jaxtyping.TypeCheckError, match=match):
+        call()
 
 
 def test_a_wrong_name_is_found():
