@@ -29,7 +29,7 @@ class Field(NamedTuple):
         ``check_config``, where the range depends on other fields.
       may_change: True if a run that was stopped may go on with another value.
       in_memory: Value that the field must have where ``in_memory`` is true, because it has no
-        effect there; None if it has one.
+        effect there; None if it has an effect.
       from_records: Value that the field must have where ``in_memory`` is false; None as above.
     """
 

@@ -24,6 +24,7 @@ from experiments.vit.tools import compare
 from experiments.vit.training import orbax_output
 from simrf_jax.models import ATTENTIONS
 
+# Ctrl-C ends the program with this line; experiments/vit/train.py handles SIGTERM.
 STOPPED = "Stopped; the same command goes on from the last checkpoint, if any are kept."
 ONE_OF_SEVERAL = (
     "This process ends with this error. If it is that of a connection, another process is gone, "
@@ -31,7 +32,7 @@ ONE_OF_SEVERAL = (
     "checkpoint, if any are kept."
 )
 START_TIMEOUT = 120  # Seconds in which all processes have to be started.
-HEARTBEAT_TIMEOUT = 30  # Seconds after which the others end when one process is gone.
+HEARTBEAT_TIMEOUT = 30  # Seconds until the surviving processes exit after one dies.
 
 _DEFAULT_CONFIG = pathlib.Path(__file__).parent / "configs" / "digits.py"
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to train; configs/digits.py.")

@@ -102,8 +102,8 @@ def _train(config: ml_collections.ConfigDict, folders: Folders) -> dict[str, Any
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(jax.set_mesh(mesh))
-        rows, seconds = _loop(stack, config, folders, program, inputs, eval_batch_size)
-    results = _results(config, program, inputs, rows, seconds)
+        log_rows, seconds = _loop(stack, config, folders, program, inputs, eval_batch_size)
+    results = _results(config, program, inputs, log_rows, seconds)
     if jax.process_index() == 0:  # Only the first host writes.
         folders.check_workdir()
         log.finish(folders.workdir, results)
@@ -220,7 +220,7 @@ class Due(NamedTuple):
     """The work that is due after a step.
 
     Attributes:
-      row: True if a row of the log is due.
+      row: True if a row of the log is due, as it is whenever anything else is.
       evaluation: True if an evaluation on the test set is due.
       checkpoint: True if a checkpoint is due, whatever the accuracy.
       stop: True if the run must stop before its last step.

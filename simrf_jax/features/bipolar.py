@@ -200,7 +200,7 @@ class AngularHybrid(FeatureMap, static=("kernel",)):
 
 
 @named("gaussian_hybrid")
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)  # The bandwidth may be an array.
 class GaussianHybrid(FeatureMap, static=("kernel",)):
     """The feature map of ``gaussian_hybrid_features``.
 

@@ -1,4 +1,4 @@
-"""The base class of feature maps, those of users, and how attention finds one by its name."""
+"""The base class of feature maps, ``Custom`` for functions of users, and the maps by name."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class FeatureMap(abc.ABC):
     A feature map is a small pytree. Its arrays, such as phases or a bandwidth, are leaves: they go
     through ``jit`` and ``grad``. What it names as static, such as the kernel, is part of its
     structure. Two maps of one class and of equal structure share their compiled programs. Frozen
-    dataclasses that derive from this class are pytrees without further ado, and a function becomes
-    a feature map by ``feature_maps.Custom``.
+    dataclasses that derive from this class are pytrees without further ado. ``named`` gives one a
+    name, and ``Custom`` makes a feature map of a function.
 
     Attributes:
       projection_type: Type of W: an array, or a structure of several parts.
@@ -70,12 +70,14 @@ class FeatureMap(abc.ABC):
         """Returns the features of vectors in log space.
 
         Args:
-          x: Vectors ``[..., dim]``, scaled, in float32 at least.
+          x: Vectors ``[..., dim]`` in float32 at least, multiplied by the square root of the scale
+            of attention.
           projection: W, ``[num_features, dim]``, or whatever takes its place.
           side: ``"query"`` if the vectors are queries, ``"key"`` if they are keys.
 
         Returns:
-          Features with the leading shape of x.
+          Features with the leading shape of x, whose products estimate the kernel, in attention
+          exp(x . y). Exponents are minus infinity where a feature is zero.
         """
 
     def features(
@@ -105,8 +107,8 @@ def _register(cls: type[FeatureMap], static: Sequence[str]) -> None:
 
     ``jax.tree_util.register_dataclass`` would make structures that are equal for any two classes
     whose fields are alike (jaxlib 0.10.2), so ``jax.jit`` might take the program of one feature map
-    for that of another. This one also fills maps with JAX's placeholders without a constructor
-    that would refuse them.
+    for that of another. Besides, this one restores a map without its constructor, whose checks
+    would refuse the placeholders that JAX puts in the place of leaves.
     """
 
     # The fields are not known yet: the class becomes a dataclass after it has been made.
@@ -134,13 +136,49 @@ def _register(cls: type[FeatureMap], static: Sequence[str]) -> None:
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
 
 
+# The maps that attention takes by name; ``named`` adds to them.
 FEATURE_MAPS: dict[str, FeatureMap] = {}
 
 
 def named(name: str) -> Callable[[type[Map]], type[Map]]:
-    """Returns a decorator that lets attention find a feature map by a name."""
+    """Returns a decorator that makes a name stand for a feature map, as in ``feature_map="mine"``.
+
+    Put it above ``dataclasses.dataclass``. Every field needs a default. The name is known once the
+    module of the class has been imported; the library's own are imported by
+    ``simrf_jax.features``.
+
+    Args:
+      name: Name of the feature map.
+
+    Returns:
+      A decorator of a subclass of ``FeatureMap``.
+
+    Raises:
+      ValueError: If another class has that name. A class that is defined again, as in a notebook,
+        replaces the one before.
+
+    Example:
+      >>> import dataclasses, jax, simrf_jax
+      >>> @simrf_jax.feature_maps.named("doubled")
+      ... @dataclasses.dataclass(frozen=True)
+      ... class Doubled(simrf_jax.FeatureMap):
+      ...     is_finite = True
+      ...     def log_features(self, x, projection, *, side):
+      ...         positive = simrf_jax.feature_maps.Positive()
+      ...         return positive.log_features(2 * x, projection, side=side)
+      >>> w = simrf_jax.draw_projection(jax.random.key(0), 32, 16)
+      >>> q, k, v = jax.random.normal(jax.random.key(1), (3, 1, 10, 2, 16))
+      >>> simrf_jax.random_feature_attention(q, k, v, w, feature_map="doubled").shape
+      (1, 10, 2, 16)
+    """
 
     def decorate(cls: type[Map]) -> type[Map]:
+        known = type(FEATURE_MAPS.get(name, cls()))
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+            raise ValueError(
+                f"The name of a feature map must be new, got {name!r}, which is that of "
+                f"{known.__module__}.{known.__qualname__}."
+            )
         FEATURE_MAPS[name] = cls()
         return cls
 

@@ -3,7 +3,7 @@
 from simrf_jax.features.bipolar import AngularHybrid, GaussianHybrid
 from simrf_jax.features.clustered import ClusteredHybrid
 from simrf_jax.features.exponential import Hyperbolic, Positive
-from simrf_jax.features.feature_map import FEATURE_MAPS, Custom
+from simrf_jax.features.feature_map import FEATURE_MAPS, Custom, named
 from simrf_jax.features.generalised import Elu, Relu
 from simrf_jax.features.trigonometric import Phase, Trigonometric
 
@@ -19,4 +19,5 @@ __all__ = [
     "Positive",
     "Relu",
     "Trigonometric",
+    "named",
 ]

@@ -43,7 +43,7 @@ class Trigonometric(FeatureMap, static=("kernel",)):
 
 
 @named("phase")
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)  # Arrays are not equal or unequal as a whole.
 class Phase(FeatureMap, static=("kernel",)):
     """The feature map of ``phase_features``.
 

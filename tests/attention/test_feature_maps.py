@@ -265,6 +265,31 @@ def test_fast_projections(heads, name):
     np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.fast
+def test_a_name_stands_for_one_feature_map():
+    def define():
+        @feature_maps.named("constant")
+        @dataclasses.dataclass(frozen=True)
+        class Constant(simrf_jax.FeatureMap):
+            def log_features(self, x, projection, *, side):
+                zero = jnp.zeros_like(x[..., :1])
+                return LogFeatures(zero, zero)
+
+    q, k, v = inputs()
+    try:
+        define()
+        define()  # As a notebook does.
+        uniform = random_feature_attention(q, k, v, None, feature_map="constant")
+        mean = np.broadcast_to(v.mean(axis=0), v.shape)
+        np.testing.assert_allclose(uniform, mean, atol=1e-6)
+        with pytest.raises(
+            ValueError, match=r"must be new, got 'constant', which is that of .*Constant"
+        ):
+            feature_maps.named("constant")(feature_maps.Relu)
+    finally:
+        feature_maps.FEATURE_MAPS.pop("constant", None)
+
+
 class NoDataclass(simrf_jax.FeatureMap):
     def log_features(self, x, projection, *, side):
         raise AssertionError

@@ -126,6 +126,8 @@ def train_batches(
 ) -> grain.MapDataset:
     """Returns shuffled, augmented batches without end.
 
+    Each epoch has another order. A batch may span two epochs, and one generator augments it whole.
+
     Args:
       split: Images and labels; each comes once before any comes again.
       batch_size: Number of images in a batch.
@@ -189,7 +191,7 @@ def _translate(images: np.ndarray, shift: float, rng: np.random.Generator) -> np
     index = np.arange(n)
 
     def row(top: np.ndarray) -> np.ndarray:
-        """Interpolates between two columns, ``[n, channels, height, width]``."""
+        """Returns the windows from row ``top`` on, interpolated between two columns."""
         return (1 - right) * windows[index, top, left] + right * windows[index, top, left + 1]
 
     moved = (1 - down) * row(top) + down * row(top + 1)

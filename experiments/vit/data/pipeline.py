@@ -1,4 +1,8 @@
-"""Batches of a run, which depend on (seed, step) alone; each host reads its own rows of them."""
+"""Batches of a run, which depend on (seed, step) alone; each host gets its own rows of them.
+
+Of records, each host reads only its rows. Of a data set in memory it makes the whole batch, because
+one generator augments all the images of a batch, and keeps its rows.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,8 @@ from experiments.vit.data.stream import Batch
 # Returns the ascending numbers of the images that this host reads, given the size of a batch.
 Rows = Callable[[int], np.ndarray]
 
-# Numbers of the draws that are made for each example.
+# Draws are seeded by (seed, number, index): ORDER by the epoch, AUGMENTATION and MIXUP by the
+# position of the example in the run. In memory, Grain draws the order and the augmentation instead.
 ORDER, AUGMENTATION, MIXUP = range(3)
 
 

@@ -15,7 +15,8 @@ import grain
 import numpy as np
 from absl import flags
 
-# {"image": [rows, height, width, channels] in [-1, 1], "label": [rows] or soft, [rows, classes]}.
+# {"image": [rows, height, width, channels] in [-1, 1], "label": [rows] or soft, [rows, classes]},
+# and "weight": [rows] in evaluation.
 Batch = dict[str, np.ndarray]
 
 
@@ -25,7 +26,7 @@ class Batches:
     Its state is how many were taken: a run may go on with another number of workers or hosts.
 
     Args:
-      make: Function that returns the batch of a step.
+      make: Function that returns the batch of a step, counted from 0.
       num_steps: Number of batches.
       num_workers: Number of processes that make batches; 0 uses a thread of this process.
     """
@@ -91,10 +92,10 @@ class Batches:
 
 @contextmanager
 def _signals_to_this_process_alone() -> Iterator[None]:
-    """Lets processes that are started live on after Ctrl-C or a notice to the whole group.
+    """Starts workers with SIGINT and SIGTERM blocked, which they inherit from this thread.
 
-    The trainer decides when they end. They inherit which signals are blocked in this thread; those
-    that come meanwhile are handled here afterwards.
+    A signal to the whole process group then reaches the trainer alone, which ends its workers. A
+    signal that arrives meanwhile is handled here afterwards.
     """
     resource_tracker.ensure_running()  # When it starts it unblocks the signals.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})

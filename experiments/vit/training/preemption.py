@@ -1,4 +1,4 @@
-"""The notice that a machine will be taken away: SIGTERM, on one host or on a pod."""
+"""SIGTERM, the notice that a machine will be taken away, on one host or on a pod."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from jax.experimental import multihost_utils
 
 
 class Preemption:
-    """Listens for SIGTERM while it is entered.
+    """Listens for SIGTERM while it is entered; before and after, SIGTERM ends the process at once.
 
-    On a pod one host may get the notice alone, and all have to save the same step: there the
+    On a pod one host may get the signal alone, and all hosts must save the same step. There the
     service that ``jax.distributed.initialize`` starts catches the signal and agrees on a step. A
-    process of its own has no such service, and catches the signal itself.
+    run of a single process has no such service, so this catches the signal itself. A second signal
+    changes nothing.
     """
 
     def __init__(self) -> None:

@@ -11,7 +11,12 @@ from jaxtyping import Array, Float, Integer, Shaped
 from simrf_jax.attention.banded.softmax import attend_in_windows
 from simrf_jax.attention.banded.windows import cut
 from simrf_jax.attention.inputs.arguments import Arguments, Axes, Inputs, segment_numbers
-from simrf_jax.attention.inputs.sharding import check_whole, find_shards, over_devices, shift
+from simrf_jax.attention.inputs.sharding import (
+    check_whole,
+    find_shards,
+    from_earlier_device,
+    over_devices,
+)
 from simrf_jax.projections import Projection
 
 
@@ -109,5 +114,5 @@ def _beyond(
     for start in range(0, reach, length):
         count = min(length, reach - start)
         nearest = x[:, length - count :] if step == 1 else x[:, :count]
-        pieces.append(shift(nearest, axes, step * (start // length + 1)))
+        pieces.append(from_earlier_device(nearest, axes, step * (start // length + 1)))
     return pieces

@@ -154,7 +154,7 @@ def over_devices(
     return mapped(arguments, jax.tree.map(jnp.asarray, projection))
 
 
-def shift(x: Shaped[Array, "*shape"], axes: Axes, by: int) -> Shaped[Array, "*shape"]:
+def from_earlier_device(x: Shaped[Array, "*shape"], axes: Axes, by: int) -> Shaped[Array, "*shape"]:
     """Returns the value held ``by`` devices earlier, wrapping around."""
     size = jax.lax.axis_size(axes)
     return jax.lax.ppermute(x, axes, [(i, (i + by) % size) for i in range(size)])

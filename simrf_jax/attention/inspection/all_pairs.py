@@ -10,10 +10,10 @@ from jaxtyping import Array, Float
 
 from simrf_jax.attention.inputs.arguments import Arguments, Inputs
 from simrf_jax.attention.random_features.state import (
-    HeadFeatures,
-    finite,
+    HeadMaps,
     largest,
     lay_out,
+    or_zero,
     signed_exp,
 )
 from simrf_jax.features import FeatureMap, LogFeatures
@@ -91,7 +91,7 @@ def _feature_products(
         exponent = query.exponent[..., None, :] + keys.exponent
         visible = log_weights > -jnp.inf
         exponent = jnp.where(visible, exponent + log_weights, -jnp.inf)
-        shift = finite(largest(exponent, axis=(-2, -1)))
+        shift = or_zero(largest(exponent, axis=(-2, -1)))
         phi = signed_exp(exponent - shift, keys.values)
         if query.values is not None:
             phi = phi * query.values[..., None, :]
@@ -102,7 +102,7 @@ def _feature_products(
 
 
 def _estimated_rows(
-    inputs: Inputs, features: HeadFeatures, log_weights: Float[Array, "B T K 1 S"]
+    inputs: Inputs, features: HeadMaps, log_weights: Float[Array, "B T K 1 S"]
 ) -> KernelRows:
     queries, spoiled = features.queries(inputs.query)
     # The log weights of a key differ between queries here, and are added for each.
@@ -119,6 +119,6 @@ def _softmax_rows(inputs: Inputs, log_weights: Float[Array, "B T K 1 S"]) -> Ker
     highest = jax.lax.Precision.HIGHEST
     logits = jnp.einsum("btkgh,bskh->btkgs", inputs.query, inputs.key, precision=highest)
     logits = jnp.where(log_weights > -jnp.inf, logits + log_weights, -jnp.inf)
-    shift = finite(largest(logits, axis=-1))
+    shift = or_zero(largest(logits, axis=-1))
     spoiled = jnp.any(jnp.isnan(log_weights), axis=-1, keepdims=True)
     return KernelRows(jnp.where(spoiled, jnp.nan, jnp.exp(logits - shift)), shift)

@@ -19,7 +19,7 @@ from simrf_jax.attention.random_features.causal import (
 from simrf_jax.attention.random_features.exchange import attend_over_devices
 from simrf_jax.attention.random_features.state import (
     AttentionState,
-    HeadFeatures,
+    HeadMaps,
     lay_out,
     read_all,
     with_ones,
@@ -149,6 +149,7 @@ def random_feature_attention(
     )
     feature_map = as_feature_map(feature_map)
     axes = checks.axis_names("sequence_axis", sequence_axis)
+    # Without keys there is nothing to exchange.
     is_sharded = bool(axes or arguments.explicit_axes(in_order=in_order))
     if is_sharded and arguments.key.shape[-3] > 0:
         return attend_over_devices(
@@ -183,7 +184,7 @@ def _attend(
 _compiled_attend = jax.jit(_attend, static_argnames=("is_causal", "chunk_size"), inline=True)
 
 
-def bidirectional_attention(inputs: Inputs, features: HeadFeatures) -> Float[Array, "B T K G D"]:
+def bidirectional_attention(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K G D"]:
     r"""Lets each query attend to all keys.
 
     .. math::
@@ -191,10 +192,11 @@ def bidirectional_attention(inputs: Inputs, features: HeadFeatures) -> Float[Arr
                    {\sum_i e^{a_{ti} + c_i - b_t} \sum_s e^{\kappa_{si} - c_i}}
 
     with :math:`a_{ti}` the exponents of the queries, :math:`\kappa_{si}` those of the keys (scale
-    and log weights included), :math:`c_i = \max_s \kappa_{si}` and :math:`b_t = \max_i (a_{ti} +
-    c_i)`; values of signed maps stand as factors before the exponentials. Both shifts cancel, so
-    this is the estimator itself. Nothing overflows, and for a positive map the denominator is at
-    least 1 wherever a query and a visible key have a feature in common: no epsilon.
+    and log weights included), :math:`c_i = \max_s \kappa_{si}` (``AttentionState.maxima``) and
+    :math:`b_t = \max_i (a_{ti} + c_i)` (``Readout.shift``). Values of signed maps stand as factors
+    before the exponentials. Both shifts cancel, so this is the estimator itself. Nothing overflows,
+    and for a positive map the denominator is at least 1 wherever a query and a visible key have a
+    feature in common. So no epsilon is needed.
 
     Args:
       inputs: Queries, keys and values without segments.

@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool, Float, Integer, Shaped
 from simrf_jax.attention.inputs.arguments import Inputs, contract
 from simrf_jax.attention.random_features.state import (
     AttentionState,
-    HeadFeatures,
+    HeadMaps,
     Readout,
-    finite,
     hide,
     largest,
+    or_zero,
     signed_exp,
     with_ones,
 )
@@ -77,14 +77,15 @@ class Carry(NamedTuple):
 
 
 def causal_attention(
-    inputs: Inputs, features: HeadFeatures, state: AttentionState, *, chunk_size: int
+    inputs: Inputs, features: HeadMaps, state: AttentionState, *, chunk_size: int
 ) -> tuple[Float[Array, "B T K G D"], AttentionState]:
     r"""Lets each query attend to a state and to the keys up to its own position.
 
     Between chunks a scan carries the state of all earlier keys. Inside a chunk halving brackets
     them: the right half of the chunk reads the left half, the right half of each half its left one,
-    and so on, down to each query and the key of its own position. Each shift is a maximum over keys
-    that all its readers see: nothing of the future, not even its rounding, reaches the past.
+    and so on, down to each query and the key of its own position. Each set of maxima is taken over
+    keys that all its readers see, and a query's shift is the largest sum of these maxima and its
+    own exponents. So nothing of the future, not even its rounding, reaches the past.
 
     The backward pass computes the features of a chunk again: what is kept is one state for each
     chunk, O(T num_features D / chunk_size), and not the features, O(T num_features).
@@ -102,13 +103,13 @@ def causal_attention(
     tokens = _tokens(_as_many_keys_as_queries(inputs))
     tokens, features = _map_custom(tokens, features)
     scan = _scan_chunks if isinstance(features.feature_map, Custom) else _compiled_scan
-    scanned, state = scan(tokens, features, state, chunk_size=chunk_size, own=True)
+    scanned, state = scan(tokens, features, state, chunk_size=chunk_size, with_own_key=True)
     return scanned.outputs(), state
 
 
 def packed_attention(
     inputs: Inputs,
-    features: HeadFeatures,
+    features: HeadMaps,
     before: AttentionState,
     after: AttentionState,
     *,
@@ -125,9 +126,9 @@ def packed_attention(
     """
     tokens, features = _map_custom(_tokens(inputs), features)
     scan = _scan_chunks if isinstance(features.feature_map, Custom) else _compiled_scan
-    up_to, _ = scan(tokens, features, before, chunk_size=chunk_size, own=True)
+    up_to, _ = scan(tokens, features, before, chunk_size=chunk_size, with_own_key=True)
     flip = functools.partial(jax.tree.map, functools.partial(jnp.flip, axis=1))
-    beyond, _ = scan(flip(tokens), features, after, chunk_size=chunk_size, own=False)
+    beyond, _ = scan(flip(tokens), features, after, chunk_size=chunk_size, with_own_key=False)
     beyond = flip(beyond)
     return Scanned(up_to.readout.add(beyond.readout), up_to.spoiled | beyond.spoiled).outputs()
 
@@ -188,7 +189,7 @@ class _Given(FeatureMap):
         return x
 
 
-def _map_custom(tokens: Tokens, features: HeadFeatures) -> tuple[Tokens, HeadFeatures]:
+def _map_custom(tokens: Tokens, features: HeadMaps) -> tuple[Tokens, HeadMaps]:
     """Replaces tokens, outside jit, by the features that a user's function gives them.
 
     The scan is compiled once for feature maps that are pytrees. What is compiled must not outlive a
@@ -201,11 +202,16 @@ def _map_custom(tokens: Tokens, features: HeadFeatures) -> tuple[Tokens, HeadFea
         query=features.log_features(tokens.query, "query"),
         key=features.log_features(tokens.key, "key"),
     )
-    return tokens, HeadFeatures(None, _Given())
+    return tokens, HeadMaps(None, _Given())
 
 
 def _scan_chunks(
-    tokens: Tokens, features: HeadFeatures, state: AttentionState, *, chunk_size: int, own: bool
+    tokens: Tokens,
+    features: HeadMaps,
+    state: AttentionState,
+    *,
+    chunk_size: int,
+    with_own_key: bool,
 ) -> tuple[Scanned, AttentionState]:
     """Returns what each query reads of the state and the keys before it (and its own key)."""
     batch, length = tokens.value.shape[:2]
@@ -219,14 +225,16 @@ def _scan_chunks(
         split(tokens.key, None),
         split(tokens.value, 0),
         split(tokens.log_weights, -jnp.inf),
-        # Whatever follows belongs to the last segment, for the state is that of its keys.
+        # Padding joins the last segment, because the state that is returned is that of its keys.
         split(tokens.segments, None),
     )
     segment = None
     if tokens.segments is not None:
         # The state is that of the first segment, whose number is 0 if there are no tokens.
         segment = jnp.sum(tokens.segments[:, :1], 1, tokens.segments.dtype)
-    attend = jax.checkpoint(functools.partial(_attend_chunk, features, own), prevent_cse=False)
+    attend = jax.checkpoint(
+        functools.partial(_attend_chunk, features, with_own_key), prevent_cse=False
+    )
     carry, scanned = jax.lax.scan(attend, Carry(*state.split_spoiled(), segment), chunks)
 
     def join(x: Shaped[Array, "chunks B C *rest"]) -> Shaped[Array, "B T *rest"]:
@@ -236,11 +244,11 @@ def _scan_chunks(
     return jax.tree.map(join, scanned), carry.state.spoil(carry.spoiled)
 
 
-_compiled_scan = jax.jit(_scan_chunks, static_argnames=("chunk_size", "own"))
+_compiled_scan = jax.jit(_scan_chunks, static_argnames=("chunk_size", "with_own_key"))
 
 
 def _attend_chunk(
-    features: HeadFeatures, own: bool, carry: Carry, chunk: Tokens
+    features: HeadMaps, with_own_key: bool, carry: Carry, chunk: Tokens
 ) -> tuple[Carry, Scanned]:
     """Takes one step of the scan."""
     state, _, segment = carry
@@ -256,7 +264,7 @@ def _attend_chunk(
         readout = state.read(hide(queries, segments == segment[:, None]), value.dtype)
         here = AttentionState.of(hide(keys, segments == last[:, None]), value)
         state, segment = state.where(segment == last).merge(here), last
-    if own:
+    if with_own_key:
         readout = readout.add(_read_own_position(queries, keys, value))
     half = value.shape[1] // 2
     while half:
@@ -291,7 +299,7 @@ def _read_own_position(
     """Lets each query read the key of its own position, ``[B, C, K, G, D + 1]``."""
     logits = queries.exponent + keys.exponent[:, :, :, None]
     shift = largest(logits, axis=-1)
-    products = signed_exp(logits - finite(shift), queries.values)
+    products = signed_exp(logits - or_zero(shift), queries.values)
     if keys.values is not None:
         products = products * keys.values[:, :, :, None]
     weights = jnp.sum(products, axis=-1, keepdims=True)
@@ -322,16 +330,16 @@ def _read_left_halves(
     maxima = largest(left.exponent, axis=2)
     logits = right.exponent + maxima[:, :, :, :, None]
     shift = largest(logits, axis=-1)
-    key_features = signed_exp(left.exponent - finite(maxima), left.values)
-    query_features = signed_exp(logits - finite(shift), right.values)
+    key_features = signed_exp(left.exponent - or_zero(maxima), left.values)
+    query_features = signed_exp(logits - or_zero(shift), right.values)
     weights = contract("bnqkgm,bnskm->bnkgqs", query_features, key_features)
     sums = contract("bnkgqs,bnskd->bnqkgd", weights, split(value, side=0))
 
     def back(
-        x: Float[Array, "B stretches half *rest"], left: float
+        x: Float[Array, "B stretches half *rest"], fill: float
     ) -> Float[Array, "B 2*stretches*half *rest"]:
         """Puts the right halves beside the left halves, which read nothing."""
-        both = jnp.stack([jnp.full_like(x, left), x], axis=2)
+        both = jnp.stack([jnp.full_like(x, fill), x], axis=2)
         return both.reshape(x.shape[0], x.shape[1] * 2 * half, *x.shape[3:])
 
     return Readout(back(sums, 0), back(shift, -jnp.inf))

@@ -14,7 +14,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
 from simrf_jax.attention.inputs.arguments import Arguments, Axes, Inputs
-from simrf_jax.attention.inputs.sharding import check_whole, find_shards, over_devices, shift
+from simrf_jax.attention.inputs.sharding import (
+    check_whole,
+    find_shards,
+    from_earlier_device,
+    over_devices,
+)
 from simrf_jax.attention.random_features.causal import (
     causal_attention,
     packed_attention,
@@ -22,7 +27,7 @@ from simrf_jax.attention.random_features.causal import (
 )
 from simrf_jax.attention.random_features.state import (
     AttentionState,
-    HeadFeatures,
+    HeadMaps,
     lay_out,
     read_all,
     with_ones,
@@ -76,7 +81,7 @@ def attend_over_devices(
     return over_devices(attend, shards, arguments, projection)
 
 
-def _bidirectional(inputs: Inputs, features: HeadFeatures, axes: Axes) -> Float[Array, "B T K G D"]:
+def _bidirectional(inputs: Inputs, features: HeadMaps, axes: Axes) -> Float[Array, "B T K G D"]:
     """Lets each query of this device attend to the keys of all devices."""
     keys, spoils = features.keys(inputs.key, inputs.key_log_weights)
     state = AttentionState.of(keys, with_ones(inputs.value)).spoil(jnp.any(spoils, axis=1))
@@ -93,7 +98,7 @@ def merge_over(state: AttentionState, axes: Axes) -> AttentionState:
 @jax.named_scope("pass_states_between_devices")
 def states_around(
     inputs: Inputs,
-    features: HeadFeatures,
+    features: HeadMaps,
     segment_ids: Integer[Array, "... T"] | None,
     axes: Axes,
     *,
@@ -116,12 +121,12 @@ def states_around(
         return _flow(passage, axes, 1).state, nothing
     segment_ids, several = jnp.reshape(segment_ids, segments.shape), segments[:, -1] > 0
     first, last = segment_ids[:, 0], segment_ids[:, -1]
-    continues = (shift(last, axes, 1) == first) & _has_source(axes, 1)
+    continues = (from_earlier_device(last, axes, 1) == first) & _has_source(axes, 1)
     ends = _state_of(inputs, features, jnp.equal(segments, segments[:, -1:]))
     before = _flow(Passage(ends, several | ~continues), axes, 1).state.where(continues)
     if is_causal:
         return before, nothing
-    continues = (shift(first, axes, -1) == last) & _has_source(axes, -1)
+    continues = (from_earlier_device(first, axes, -1) == last) & _has_source(axes, -1)
     begins = _state_of(inputs, features, jnp.equal(segments, 0))
     after = _flow(Passage(begins, several | ~continues), axes, -1).state.where(continues)
     return before, after
@@ -157,7 +162,9 @@ def _flow(passage: Passage, axes: Axes, step: int) -> Passage:
     incoming, through = passage.where(jnp.array(False)), passage
     distance = step
     while abs(distance) < jax.lax.axis_size(axes):
-        earlier = jax.tree.map(functools.partial(shift, axes=axes, by=distance), through)
+        earlier = jax.tree.map(
+            functools.partial(from_earlier_device, axes=axes, by=distance), through
+        )
         earlier = earlier.where(_has_source(axes, distance))
         incoming, through = earlier.then(incoming), earlier.then(through)
         distance *= 2
@@ -180,7 +187,7 @@ class Keys(NamedTuple):
 
 
 def _state_of(
-    inputs: Inputs, features: HeadFeatures, visible: Bool[Array, "B S"] | None
+    inputs: Inputs, features: HeadMaps, visible: Bool[Array, "B S"] | None
 ) -> AttentionState:
     """Returns the state of this device's keys, those where ``visible``, ``[B, S]``, is True."""
 

@@ -55,8 +55,8 @@ class QueryFeatures(NamedTuple):
     jax.tree_util.register_dataclass, data_fields=["projection", "feature_map"], meta_fields=[]
 )
 @dataclasses.dataclass(frozen=True)
-class HeadFeatures:
-    """The feature map of all heads, with their W.
+class HeadMaps:
+    """The feature map and W, which make features of the queries and keys of all heads.
 
     Attributes:
       projection: W of all heads, or ``[K, num_features, H]``, one for each key head; None for a map
@@ -131,7 +131,7 @@ class Readout(NamedTuple):
         return Readout(sums, shift)
 
     def _in_units_of(self, shift: Float[Array, "*queries 1"]) -> Float[Array, "*queries columns"]:
-        return self.sums * jnp.exp(self.shift - finite(shift))
+        return self.sums * jnp.exp(self.shift - or_zero(shift))
 
     def outputs(self) -> Float[Array, "*queries D"]:
         """Returns numerator over denominator, ``[..., D]``; zeros where no key is visible."""
@@ -162,11 +162,11 @@ class AttentionState(NamedTuple):
     def of(cls, keys: LogFeatures, value: Float[Array, "B S K columns"]) -> AttentionState:
         """Returns the state of keys ``[B, S, K, ...]`` with values ``[B, S, K, D + 1]``."""
         maxima = largest(keys.exponent, axis=1)
-        features = signed_exp(keys.exponent - finite(maxima), keys.values)
+        features = signed_exp(keys.exponent - or_zero(maxima), keys.values)
         return cls(contract("bskm,bskd->bkmd", features, value), jnp.squeeze(maxima, 1))
 
     @classmethod
-    def empty(cls, inputs: Inputs, features: HeadFeatures) -> AttentionState:
+    def empty(cls, inputs: Inputs, features: HeadMaps) -> AttentionState:
         """Returns the state of no keys, for keys like those of the inputs."""
         keys = features.keys(inputs.key[:, :0], inputs.key_log_weights[:, :0]).features
         phi = signed_exp(keys.exponent, keys.values)[..., None]
@@ -184,7 +184,7 @@ class AttentionState(NamedTuple):
         self, maxima: Float[Array, "B K #num_features"]
     ) -> Float[Array, "B K num_features columns"]:
         """Returns the sums relative to other maxima, at least as large."""
-        return self.sums * jnp.exp(self.maxima - finite(maxima))[..., None]
+        return self.sums * jnp.exp(self.maxima - or_zero(maxima))[..., None]
 
     def where(self, condition: Bool[Array, " B"]) -> AttentionState:
         """Returns the state where ``condition``, ``[B]``, is True, and an empty one elsewhere."""
@@ -207,7 +207,7 @@ class AttentionState(NamedTuple):
         """Returns what queries find, ``[B, T, K, G, D + 1]``.
 
         A query's log_scale cancels in the ratio and is left out. A feature that is zero for all
-        keys is left out too, or it could set the shift of those that matter.
+        keys has a maximum of minus infinity, so it does not set the shift of those that matter.
 
         Args:
           queries: Features of ``[B, T, K, G]`` queries.
@@ -215,13 +215,13 @@ class AttentionState(NamedTuple):
         """
         logits = queries.exponent + self.maxima[:, None, :, None, :]
         shift = largest(logits, axis=-1)
-        features = signed_exp(logits - finite(shift), queries.values)
+        features = signed_exp(logits - or_zero(shift), queries.values)
         sums = contract("btkgm,bkmd->btkgd", features, self.sums.astype(dtype))
         return Readout(sums, shift)
 
 
 def read_all(
-    state: AttentionState, spoiled: Bool[Array, "B K"], inputs: Inputs, features: HeadFeatures
+    state: AttentionState, spoiled: Bool[Array, "B K"], inputs: Inputs, features: HeadMaps
 ) -> Float[Array, "B T K G D"]:
     """Returns the outputs ``[B, T, K, G, D]`` of queries that all see the keys of one state.
 
@@ -239,7 +239,7 @@ def read_all(
 
 def lay_out(
     arguments: Arguments, projection: Projection | None, feature_map: FeatureMap
-) -> tuple[Inputs, HeadFeatures]:
+) -> tuple[Inputs, HeadMaps]:
     """Lays the arguments out for random features, and gives each head its W.
 
     Raises:
@@ -251,13 +251,13 @@ def lay_out(
         dtype=None if w is None else w.dtype, fill_with_tokens=not feature_map.is_finite
     )
     if w is None:
-        return inputs, HeadFeatures(None, feature_map)
+        return inputs, HeadMaps(None, feature_map)
     num_key_heads, dim = arguments.key.shape[-2:]
     _check_projection(w, num_key_heads=num_key_heads, dim=dim)
     groups = inputs.key.shape[2] // num_key_heads
     if w.ndim == 3 and groups > 1:
         w = jax.tree.map(functools.partial(jnp.repeat, repeats=groups, axis=0), w)
-    return inputs, HeadFeatures(w, feature_map)
+    return inputs, HeadMaps(w, feature_map)
 
 
 def _check_projection(
@@ -292,8 +292,8 @@ def largest(x: Float[Array, "*shape"], axis: int | tuple[int, ...]) -> Float[Arr
     return jax.lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True, initial=-jnp.inf))
 
 
-def finite(shift: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns a shift that is 0 where there is nothing above minus infinity."""
+def or_zero(shift: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns a shift, or 0 where it is minus infinity, so that subtracting it makes no NaN."""
     return jnp.where(shift == -jnp.inf, 0, shift)
 
 
