@@ -14,6 +14,7 @@ from simrf_jax.features.feature_map import (
     FeatureMap,
     FeatureMapLike,
     as_feature_map,
+    calls_function,
 )
 from simrf_jax.features.generalised import elu_features, relu_features
 from simrf_jax.features.hybrid import hybrid_features
@@ -34,6 +35,7 @@ __all__ = [
     "Side",
     "angular_hybrid_features",
     "as_feature_map",
+    "calls_function",
     "clustered_hybrid_features",
     "draw_bipolar_projection",
     "elu_features",

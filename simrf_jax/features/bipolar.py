@@ -89,7 +89,8 @@ class BipolarProjection(StructuredProjection):
             raise self.no_redraw()
         base, weights = jax.typeof(self.hyperbolic), jax.typeof(self.weights)
         drawn = _draw(key, base.shape[0], weights.shape[0], base.shape[1], options, base.dtype)
-        return dataclasses.replace(drawn, draw_options=self.draw_options)
+        # Of one that did not say how it was drawn, the structure stays as it was.
+        return drawn if self.draw_options else dataclasses.replace(drawn, draw_options=None)
 
 
 def draw_bipolar_projection(

@@ -11,7 +11,8 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Shaped
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Real, Shaped
 
 from simrf_jax import checks
 from simrf_jax.features.feature_map import FeatureMap, named
@@ -22,8 +23,8 @@ from simrf_jax.projections import Projection, StructuredProjection, as_projectio
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["projection", "query_centres", "key_centres"],
-    meta_fields=["spread"],
+    data_fields=["projection", "query_centres", "key_centres", "spread"],
+    meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClusteredProjection(StructuredProjection):
@@ -47,7 +48,12 @@ class ClusteredProjection(StructuredProjection):
     projection: Projection
     query_centres: Float[Array, "*stack num_query_clusters dim"]
     key_centres: Float[Array, "*stack num_key_clusters dim"]
-    spread: float = 0.0
+    spread: Real[ArrayLike, ""] = 0.0
+
+    def __post_init__(self) -> None:
+        """Checks the spread, unless it is traced or one of JAX's placeholders."""
+        if isinstance(self.spread, jax.Array | np.ndarray | np.generic | int | float):
+            checks.scalar("spread", self.spread, sign="at least 0")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -98,7 +104,6 @@ class ClusteredHybrid(FeatureMap, static=("kernel",)):
             raise TypeError(
                 f"projection must be a ClusteredProjection, got {type(projection).__name__}."
             )
-        checks.scalar("spread", projection.spread, sign="at least 0")
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         queries = checks.floating("query_centres", projection.query_centres)
         keys = checks.floating("key_centres", projection.key_centres)
@@ -140,7 +145,7 @@ def _centred(
     q, r = query_centre.astype(x.dtype), key_centre.astype(x.dtype)
     longest = jnp.maximum(jnp.max(jnp.abs(q)), jnp.max(jnp.abs(r)))
     least = jnp.finfo(x.dtype).eps * (1 + longest)  # Keeps the ratio finite at a coordinate of 0.
-    variance = projection.spread**2 + least**2
+    variance = jnp.square(jnp.asarray(projection.spread, x.dtype)) + least**2
     ratio = (jnp.square(r) + variance) / (jnp.square(q) + variance)
     modulus = ratio ** (0.25 if side == "query" else -0.25)
     real = q * r < 0

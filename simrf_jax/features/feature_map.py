@@ -19,13 +19,16 @@ from simrf_jax.projections import Coupling, as_projection
 
 Map = TypeVar("Map", bound="FeatureMap")
 
+_OF_THE_CLASS = ("projection_type", "is_finite", "coupling")
+
 
 class FeatureMap(abc.ABC):
     """A feature map phi: log features of queries and of keys.
 
     A feature map is a small pytree. Its arrays, such as phases or a bandwidth, are leaves: they go
     through ``jit`` and ``grad``. What it names as static, such as the kernel, is part of its
-    structure. Two maps of one class and of equal structure share their compiled programs. Frozen
+    structure. Two maps of one class and of equal structure share their compiled programs, so
+    ``log_features`` must be a pure function of its arguments and of the fields. Frozen
     dataclasses that derive from this class are pytrees without further ado. ``named`` gives one a
     name, and ``Custom`` makes a feature map of a function.
 
@@ -54,6 +57,7 @@ class FeatureMap(abc.ABC):
     projection_type: ClassVar[type] = jax.Array
     is_finite: ClassVar[bool] = False
     coupling: ClassVar[Coupling] = "simplex"
+    _static: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, *, static: Sequence[str] = (), **options: Any) -> None:
         """Makes the subclass, which must be a dataclass, a pytree.
@@ -63,7 +67,9 @@ class FeatureMap(abc.ABC):
           **options: Passed on to other base classes.
         """
         super().__init_subclass__(**options)
-        _register(cls, static)
+        # A dataclass with slots is made anew, without keywords, from the attributes of the first.
+        cls._static = (*cls._static, *(name for name in static if name not in cls._static))
+        _register(cls)
 
     @abc.abstractmethod
     def log_features(self, x: Any, projection: Any, *, side: Side) -> LogFeatures:
@@ -98,11 +104,12 @@ class FeatureMap(abc.ABC):
           ValueError: If the side is unknown or the shapes do not match.
         """
         checks.one_of("side", side, SIDES)
-        x, projection = checks.vectors("x", x), as_projection(projection)
+        x = checks.vectors("x", x)
+        projection = None if projection is None else as_projection(projection)
         return self.log_features(x, projection, side=side).evaluate(x.dtype)
 
 
-def _register(cls: type[FeatureMap], static: Sequence[str]) -> None:
+def _register(cls: type[FeatureMap]) -> None:
     """Makes a feature map a pytree.
 
     ``jax.tree_util.register_dataclass`` would make structures that are equal for any two classes
@@ -110,15 +117,31 @@ def _register(cls: type[FeatureMap], static: Sequence[str]) -> None:
     for that of another. Besides, this one restores a map without its constructor, whose checks
     would refuse the placeholders that JAX puts in the place of leaves.
     """
+    static = cls._static
 
     # The fields are not known yet: the class becomes a dataclass after it has been made.
-    def names_of_leaves() -> list[str]:
+    @functools.cache
+    def names_of_leaves() -> tuple[str, ...]:
         if not dataclasses.is_dataclass(cls):
             raise TypeError(f"The feature map {cls.__name__} must be a dataclass.")
-        return [field.name for field in dataclasses.fields(cls) if field.name not in static]
+        names = [field.name for field in dataclasses.fields(cls)]
+        if unknown := [name for name in static if name not in names]:
+            raise TypeError(f"{cls.__name__} names {unknown} as static; its fields are {names}.")
+        if attributes := [name for name in _OF_THE_CLASS if name in names]:
+            raise TypeError(
+                f"{' and '.join(attributes)} must be attributes of the class {cls.__name__}, got "
+                "fields; leave out their annotations."
+            )
+        return tuple(name for name in names if name not in static)
 
     def flatten(feature_map: FeatureMap) -> tuple[list[Any], tuple[Any, ...]]:
         leaves = [getattr(feature_map, name) for name in names_of_leaves()]
+        for name, leaf in zip(names_of_leaves(), leaves, strict=True):
+            if isinstance(leaf, str):
+                raise TypeError(
+                    f"The field {name} of {cls.__name__} is no array, got {leaf!r}; name it as "
+                    f"static: class {cls.__name__}(FeatureMap, static=({name!r},))."
+                )
         return leaves, tuple(getattr(feature_map, name) for name in static)
 
     def flatten_with_keys(feature_map: FeatureMap) -> tuple[list[Any], tuple[Any, ...]]:
@@ -241,6 +264,16 @@ class Custom(
         largest = jax.lax.stop_gradient(jnp.max(jnp.abs(phi), axis=-1, keepdims=True))
         largest = jnp.where(largest > 0, largest, 1)
         return LogFeatures(jnp.zeros_like(largest), jnp.log(largest), phi / largest)
+
+
+def calls_function(feature_map: FeatureMap) -> bool:
+    """Returns whether a feature map is, or holds, a function of the user.
+
+    Such a map is not compiled outside ``jax.jit``: the function may do something else the next
+    time.
+    """
+    nodes = jax.tree.leaves(feature_map, is_leaf=lambda node: isinstance(node, Custom))
+    return any(isinstance(node, Custom) for node in nodes)
 
 
 # A feature map as users give it: a name, an object, or a function (x, projection).

@@ -8,10 +8,9 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from simrf_jax import checks
 from simrf_jax.features.feature_map import FeatureMap, named
 from simrf_jax.features.log_space import LogFeatures, Side
-from simrf_jax.projections import Projection, as_projection, product
+from simrf_jax.projections import Projection, product
 
 
 @named("relu")
@@ -122,6 +121,4 @@ def elu_features(
       Katharopoulos et al., Transformers are RNNs (ICML 2020), Eq. 7,
       https://arxiv.org/abs/2006.16236
     """
-    x = checks.vectors("x", x)
-    w = None if projection is None else as_projection(projection)
-    return Elu().log_features(x, w, side="key").evaluate(x.dtype)
+    return Elu().features(x, projection)

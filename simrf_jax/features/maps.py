@@ -5,6 +5,7 @@ from simrf_jax.features.clustered import ClusteredHybrid
 from simrf_jax.features.exponential import Hyperbolic, Positive
 from simrf_jax.features.feature_map import FEATURE_MAPS, Custom, named
 from simrf_jax.features.generalised import Elu, Relu
+from simrf_jax.features.log_space import LogFeatures
 from simrf_jax.features.trigonometric import Phase, Trigonometric
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Elu",
     "GaussianHybrid",
     "Hyperbolic",
+    "LogFeatures",
     "Phase",
     "Positive",
     "Relu",

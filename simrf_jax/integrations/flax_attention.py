@@ -278,9 +278,9 @@ def check_feature_maps(feature_maps: Sequence[FeatureMapLike], *, num_weights: i
     for feature_map, kind in zip(feature_maps, kinds, strict=True):
         if kind not in (jax.Array, BipolarProjection):
             raise ValueError(
-                f"feature_map={feature_map!r} takes the centres of clusters of queries and keys, "
-                "which depend on the data, so the adapters cannot draw them; call "
-                "simrf_jax.random_feature_attention with it."
+                f"feature_map={feature_map!r} takes a {kind.__name__}, which the adapters cannot "
+                "draw: a ClusteredProjection takes the centres of clusters of queries and keys, "
+                "for example. Call simrf_jax.random_feature_attention with it."
             )
     if num_weights is not None and BipolarProjection not in kinds:
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -71,6 +71,12 @@ class RandomProjection(meta.AxisMetadata[Any]):
     def __getitem__(self, index: Any) -> jax.Array:
         return self.value[index]
 
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __iter__(self) -> Iterator[jax.Array]:
+        return iter(self.value)
+
     def __jax_array__(self) -> jax.Array:
         return self.value
 
@@ -94,6 +100,15 @@ class RandomProjection(meta.AxisMetadata[Any]):
         """Returns the same box: the options are those of every W in a stack."""
         del index, params
         return self
+
+    def to_nnx_metadata(self) -> dict[str, Any]:
+        """Returns the value and metadata of an NNX variable, for ``nnx.bridge``."""
+        return {"value": self.value, "draw_options": self.draw_options}
+
+    @classmethod
+    def from_nnx_metadata(cls, metadata: dict[str, Any]) -> RandomProjection:
+        """Returns the box of an NNX variable, for ``nnx.bridge``."""
+        return cls(metadata["value"], metadata["draw_options"])
 
 
 def _state_dict(box: RandomProjection) -> Any:

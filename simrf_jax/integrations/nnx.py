@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention import Blend, Mechanism, RandomFeatures
-from simrf_jax.features import FeatureMapLike
+from simrf_jax.features import FeatureMap, FeatureMapLike, as_feature_map
 from simrf_jax.integrations import flax_attention
 from simrf_jax.projections import BlockMode, Coupling, Rotation
 
@@ -208,6 +208,11 @@ class _Adapter(nnx.Module):
         self.cache = nnx.Cache(state)
 
 
+def _has_arrays(feature_map: FeatureMapLike) -> bool:
+    """Returns whether a feature map holds arrays, or numbers in their place."""
+    return isinstance(feature_map, FeatureMap) and bool(jax.tree.leaves(feature_map))
+
+
 class RandomFeatureAttention(_Adapter):
     """Random-feature attention of one layer, with the projections that it draws.
 
@@ -309,7 +314,8 @@ class RandomFeatureAttention(_Adapter):
         )
         shared = checks.boolean("shared", shared)
         flax_attention.check_feature_maps((feature_map,), num_weights=num_weights)
-        self.feature_map = feature_map
+        # The arrays of a feature map belong to the state of the module.
+        self.feature_map = nnx.data(feature_map) if _has_arrays(feature_map) else feature_map
         self.projection = nnx.data(None)
         if num_features is None:
             return
@@ -424,7 +430,9 @@ class FMMAttention(_Adapter):
         )
         shared = checks.boolean("shared", shared)
         flax_attention.check_feature_maps(feature_maps, num_weights=num_weights)
-        self.feature_maps = tuple(feature_maps)
+        maps = tuple(feature_maps)
+        has_arrays = any(map(_has_arrays, maps))
+        self.feature_maps = nnx.data(tuple(map(as_feature_map, maps))) if has_arrays else maps
         self.bandwidth = checks.integer("bandwidth", bandwidth, least=0)
         self.near_logit = nnx.Param(jnp.zeros(self.num_heads))
         self.far_logits = nnx.Param(jnp.zeros((len(feature_maps), self.num_heads)))

@@ -72,7 +72,7 @@ def product(
     if not isinstance(projection, jax.Array | FastProjection):
         raise TypeError(
             "projection must be an array [num_features, dim] or a FastProjection, "
-            f"got {type(projection).__name__}."
+            f"got {None if projection is None else type(projection).__name__}."
         )
     if projection.ndim != 2:
         raise ValueError(

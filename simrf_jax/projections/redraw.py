@@ -6,6 +6,7 @@ import collections
 import functools
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -142,7 +143,17 @@ def _is_structured(node: Any) -> bool:
 
 
 def _carries(node: Any) -> bool:
-    return _is_structured(node) or getattr(node, "draw_options", None) is not None
+    return _is_structured(node) or _options(node) is not None
+
+
+def _options(node: Any) -> Any:
+    """Returns the options that a node carries, or None.
+
+    The boxes in which Flax's bridge puts the variables of NNX models have them in their metadata.
+    """
+    metadata = getattr(node, "metadata", None)
+    of_bridge = metadata.get("draw_options") if isinstance(metadata, Mapping) else None
+    return getattr(node, "draw_options", of_bridge)
 
 
 def _carried(projections: Any) -> list[DrawOptions | None]:
@@ -153,7 +164,7 @@ def _carried(projections: Any) -> list[DrawOptions | None]:
 
 def _options_of_leaves(node: Any) -> list[DrawOptions | None]:
     """Returns the options of each leaf of a carrier; of a bare array, None."""
-    options = getattr(node, "draw_options", None)
+    options = _options(node)
     if options is None or _is_structured(node):
         return [options]
 
@@ -162,7 +173,15 @@ def _options_of_leaves(node: Any) -> list[DrawOptions | None]:
 
     # A carrier has one child, its value. Its options are one record or a prefix of the value.
     [value] = jax.tree.leaves(node, is_leaf=lambda child: child is not node)
-    return jax.tree.leaves(jax.tree.map(repeat, options, value))
+    outer = jax.tree.leaves(jax.tree.map(repeat, options, value))
+    inner = [_options(leaf) for leaf in jax.tree.leaves(value, is_leaf=_is_structured)]
+    for one, other in zip(outer, inner, strict=True):
+        if other is not None and one != other:
+            raise ValueError(
+                f"A projection and the variable that holds it must say the same of the draw, got "
+                f"{other} and {one}; make the model anew."
+            )
+    return outer
 
 
 def _agreed(carried: DrawOptions | None, asked: DrawOptions | None) -> DrawOptions:

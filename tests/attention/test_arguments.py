@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import simrf_jax
 from simrf_jax import (
     attention_matrix,
     attention_report,
@@ -211,3 +212,44 @@ def test_refuses_other_batches(name, batch, error, match):
 def test_sequence_axes_are_names(name):
     with pytest.raises(TypeError, match=r"sequence_axis must be .* a tuple of names, got \['a'\]"):
         WHOLE[name](*inputs(), sequence_axis=["a"])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: simrf_jax.Band(-1), ValueError, "bandwidth must be at least 0, got -1"),
+        (lambda: simrf_jax.Band(2, -5), ValueError, "block_size must be at least 1, got -5"),
+        (lambda: simrf_jax.Band(2, sequence_axis=7), TypeError, "name of a mesh axis, .* got 7"),
+        (
+            lambda: features_with(chunk_size=3),
+            ValueError,
+            "chunk_size must be a power of two, got 3",
+        ),
+        (lambda: features_with(sequence_axis=7), TypeError, "name of a mesh axis, .* got 7"),
+        (
+            lambda: features_with(implementation="fast"),
+            ValueError,
+            "implementation must be one of 'xla', None, got 'fast'",
+        ),
+    ],
+)
+def test_mechanisms_refuse_fields(make, error, match):
+    with pytest.raises(error, match=match):
+        make()
+
+
+def features_with(**fields):
+    return simrf_jax.RandomFeatures(None, "elu", **fields)
+
+
+def test_a_scale_may_be_any_integer():
+    q, k, v = (np.ones((3, 2, 4), np.float32) for _ in range(3))
+    out = simrf_jax.random_feature_attention(q, k, v, None, feature_map="elu", scale=2**33)
+    np.testing.assert_allclose(out, v, rtol=1e-6)
+
+
+def test_a_mechanism_refuses_a_traced_switch():
+    x = np.ones((3, 2, 4), np.float32)
+    attend = jax.jit(lambda causal: features_with().attend(x, x, x, is_causal=causal))
+    with pytest.raises(TypeError, match="is_causal must be True or False when"):
+        attend(True)

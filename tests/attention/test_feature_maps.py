@@ -290,6 +290,89 @@ def test_a_name_stands_for_one_feature_map():
         feature_maps.FEATURE_MAPS.pop("constant", None)
 
 
+@dataclasses.dataclass(frozen=True)
+class Inherited(feature_maps.Positive):
+    """A subclass of a map with a static field, with a field of its own."""
+
+    factor: float = 2.0
+
+    def log_features(self, x, projection, *, side):
+        return super().log_features(self.factor * x, projection, side=side)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WithSlots(simrf_jax.FeatureMap, static=("repeats",)):
+    """A map whose class is made twice by ``dataclasses``."""
+
+    repeats: int = 2
+    is_finite = True
+
+    def log_features(self, x, projection, *, side):
+        features = feature_maps.Positive().log_features(x, projection, side=side)
+        for _ in range(self.repeats):
+            features = features._replace(exponent=2 * features.exponent)
+        return features
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("feature_map", [Inherited(), WithSlots()], ids=["inherited", "slots"])
+def test_static_fields_stay_static(feature_map):
+    leaves, structure = jax.tree.flatten(feature_map)
+    assert all(isinstance(leaf, float) for leaf in leaves)
+    assert jax.tree.unflatten(structure, leaves) == feature_map
+    q, k, v = inputs(scale=0.25)
+    actual = random_feature_attention(q, k, v, projection(), feature_map=feature_map)
+    plain = random_feature_attention(2 * q, 2 * k, v, projection())
+    assert (relative_error(actual, plain) < 1e-5) == isinstance(feature_map, Inherited)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("holder", ["itself", "inside another"])
+def test_a_function_of_the_user_is_called_each_time(holder):
+    @dataclasses.dataclass(frozen=True)
+    class Wrapper(simrf_jax.FeatureMap):
+        inner: simrf_jax.FeatureMap
+
+        def log_features(self, x, projection, *, side):
+            return self.inner.log_features(x, projection, side=side)
+
+    shift = [0.0]
+    custom = feature_maps.Custom(lambda x, w: shift[0] + jnp.exp(simrf_jax.project(x, w)))
+    feature_map = custom if holder == "itself" else Wrapper(custom)
+    q, k, v = inputs(scale=0.5)
+    first = random_feature_attention(q, k, v, projection(), feature_map=feature_map)
+    shift[0] = 100.0
+    second = random_feature_attention(q, k, v, projection(), feature_map=feature_map)
+    assert relative_error(second, first) > 0.1
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("static", "fields", "match"),
+    [
+        ((), {"kernel": "softmax"}, r"field kernel of Faulty is no array, .* static=\('kernel',\)"),
+        ((), {"is_finite": True}, "is_finite must be attributes of the class Faulty, got fields"),
+        (("kernels",), {"kernel": "softmax"}, r"names \['kernels'\] as static; its fields are"),
+    ],
+)
+def test_refuses_fields(static, fields, match):
+    body = {"__annotations__": {name: type(x) for name, x in fields.items()}, **fields}
+    body["log_features"] = lambda self, x, projection, *, side: None
+    faulty = dataclasses.dataclass(frozen=True)(
+        type(simrf_jax.FeatureMap)("Faulty", (simrf_jax.FeatureMap,), body, static=static)
+    )
+    with pytest.raises(TypeError, match=match):
+        random_feature_attention(*inputs(), projection(), feature_map=faulty())
+
+
+@pytest.mark.fast
+def test_features_of_a_map_without_a_projection():
+    x = np.array([-1.0, 0.0, 2.0], np.float32)
+    np.testing.assert_array_equal(feature_maps.Elu().features(x, None), simrf_jax.elu_features(x))
+    with pytest.raises(TypeError, match=r"projection must be an array .* got None"):
+        feature_maps.Positive().features(x, None)
+
+
 class NoDataclass(simrf_jax.FeatureMap):
     def log_features(self, x, projection, *, side):
         raise AssertionError

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+import simrf_jax
 from simrf_jax import random_feature_attention, relu_features
 from tests import formulas
 from tests.attention.devices import KINDS, collectives, make_mesh, sharded
@@ -320,3 +321,32 @@ def test_refuses_an_explicit_axis_of_the_batch():
 def test_refuses_an_axis_without_a_mesh():
     with pytest.raises(ValueError, match=r"of a mesh: .* got 'length' and no mesh"):
         random_feature_attention(*inputs(), projection(), sequence_axis="length")
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"segment_ids": np.zeros(LENGTH, int)}])
+def test_refuses_no_keys_for_queries_in_order(options):
+    q, k, v = inputs(length=LENGTH)
+    with (
+        jax.set_mesh(make_mesh("auto", length=4)),
+        pytest.raises(
+            ValueError, match=f"as many keys as queries, got {LENGTH} queries and 0 keys"
+        ),
+    ):
+        random_feature_attention(q, k[:0], v[:0], projection(), sequence_axis="length", **options)
+
+
+def test_errors_of_the_queries_map_tell_whole_shapes():
+    def only_one(x, w):
+        return x[..., :0]
+
+    def features(x, w):
+        return jnp.exp(simrf_jax.project(x, w))
+
+    custom = simrf_jax.feature_maps.Custom(only_one, features)
+    with (
+        jax.set_mesh(make_mesh("auto", length=4)),
+        pytest.raises(ValueError, match=rf"feature_map must map \(\d+, {LENGTH}, "),
+    ):
+        random_feature_attention(
+            *inputs(length=LENGTH), projection(), feature_map=custom, sequence_axis="length"
+        )

@@ -191,6 +191,86 @@ def test_linen_variables_are_used_as_arrays():
         redraw_projections(jax.random.key(9), unboxed["random_features"])
 
 
+def test_a_box_has_the_items_of_its_array():
+    [box] = jax.tree.leaves(linen_collection(), is_leaf=lambda x: hasattr(x, "draw_options"))
+    assert len(box) == len(box.value) == len(list(box))
+    np.testing.assert_array_equal(list(box)[1], box.value[1])
+
+
+def test_linen_models_cross_the_bridge_to_nnx():
+    class Model(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            adapter = linen_adapter.RandomFeatureAttention(FEATURES, parent=None, **FIELDS)
+            return nn.MultiHeadDotProductAttention(HEADS, attention_fn=adapter)(x)
+
+    model = nnx.bridge.ToNNX(Model(), rngs=nnx.Rngs(0))
+    nnx.bridge.lazy_init(model, tokens())
+    assert np.isfinite(model(tokens())).all()
+    assert_redrawn(nnx.state(model, lambda _, x: hasattr(x, "draw_options")))
+
+
+def test_nnx_models_cross_the_bridge_to_linen():
+    class Model(nnx.Module):
+        def __init__(self, rngs):
+            adapter = nnx_adapter.RandomFeatureAttention(HEADS, DIM, FEATURES, rngs=rngs, **FIELDS)
+            self.attention = nnx.MultiHeadAttention(
+                HEADS, WIDTH, decode=False, attention_fn=adapter, rngs=rngs
+            )
+
+        def __call__(self, x):
+            return self.attention(x)
+
+    streams = {"params": jax.random.key(0), "features": jax.random.key(1)}
+    variables = nnx.bridge.to_linen(Model).init(streams, tokens())
+    assert_redrawn(variables["RandomProjection"])
+
+
+def test_a_hybrid_that_was_drawn_by_other_options_than_its_variable_says_is_refused():
+    adapter = nnx_adapter.RandomFeatureAttention(
+        HEADS, DIM, FEATURES, feature_map="angular_hybrid", rngs=nnx.Rngs(0)
+    )
+
+    def draw(key):
+        return simrf_jax.draw_bipolar_projection(key, FEATURES, 8, DIM, coupling="iid")
+
+    adapter.projection.set_value(jax.vmap(draw)(jax.random.split(jax.random.key(1), HEADS)))
+    state = nnx.state(adapter, RandomProjection)
+    with pytest.raises(ValueError, match=r"must say the same of the draw, got .*iid.*orthogonal"):
+        redraw_projections(jax.random.key(2), state)
+
+
+MAPS_WITH_ARRAYS = {
+    "phases": lambda: simrf_jax.feature_maps.Phase(jnp.linspace(0, 6, FEATURES)),
+    "bandwidth": lambda: simrf_jax.feature_maps.GaussianHybrid(jnp.array(0.5)),
+    "number": lambda: simrf_jax.feature_maps.GaussianHybrid(0.5),
+}
+
+
+@pytest.mark.parametrize("name", MAPS_WITH_ARRAYS)
+def test_nnx_adapters_hold_the_arrays_of_feature_maps(name):
+    adapter = nnx_adapter.RandomFeatureAttention(
+        HEADS, DIM, FEATURES, feature_map=MAPS_WITH_ARRAYS[name](), rngs=nnx.Rngs(0)
+    )
+    expected = simrf_jax.random_feature_attention(
+        *qkv(), adapter.projection.get_value(), feature_map=MAPS_WITH_ARRAYS[name]()
+    )
+    np.testing.assert_allclose(adapter(*qkv()), expected, rtol=1e-5, atol=1e-6)
+    compiled = nnx.jit(lambda adapter, *x: adapter(*x))(adapter, *qkv())
+    np.testing.assert_allclose(compiled, expected, rtol=1e-5, atol=1e-6)
+    graph, state = nnx.split(adapter)
+    np.testing.assert_array_equal(nnx.merge(graph, state)(*qkv()), adapter(*qkv()))
+    blend = nnx_adapter.FMMAttention(
+        HEADS,
+        DIM,
+        (FEATURES, None),
+        4,
+        feature_maps=(MAPS_WITH_ARRAYS[name](), "elu"),
+        rngs=nnx.Rngs(0),
+    )
+    assert np.isfinite(nnx.jit(lambda blend, *x: blend(*x))(blend, *qkv())).all()
+
+
 def test_linen_bytes_are_those_of_the_arrays_alone():
     variables = linen_variables()
     saved = serialization.to_bytes(jax.tree.map(jnp.copy, variables))  # Its keys are sorted.

@@ -14,6 +14,7 @@ from simrf_jax.attention.banded.exchange import attend_over_devices
 from simrf_jax.attention.banded.softmax import attend_in_windows
 from simrf_jax.attention.banded.windows import cut
 from simrf_jax.attention.inputs.arguments import Arguments
+from simrf_jax.attention.inputs.sharding import find_shards
 
 
 def banded_attention(
@@ -103,11 +104,12 @@ def banded_attention(
         segment_ids=segment_ids,
     )
     axes = checks.axis_names("sequence_axis", sequence_axis)
-    is_sharded = bool(axes or arguments.explicit_axes(in_order=True))
-    if is_sharded and arguments.key.shape[-3] > 0:
-        return attend_over_devices(
-            arguments, axes, bandwidth=bandwidth, is_causal=is_causal, block_size=block_size
-        )
+    if axes or arguments.explicit_axes(in_order=True):
+        find_shards(arguments, axes, in_order=True)  # Raises if lengths do not fit.
+        if arguments.key.shape[-3] > 0:  # Without keys there is nothing to exchange.
+            return attend_over_devices(
+                arguments, axes, bandwidth=bandwidth, is_causal=is_causal, block_size=block_size
+            )
     return _attend(arguments, bandwidth=bandwidth, is_causal=is_causal, block_size=block_size)
 
 

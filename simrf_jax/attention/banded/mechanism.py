@@ -77,6 +77,13 @@ class Band:
     block_size: SupportsIndex | None = None
     sequence_axis: str | tuple[str, ...] | None = None
 
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        checks.integer("bandwidth", self.bandwidth, least=0)
+        if self.block_size is not None:
+            checks.positive_int("block_size", self.block_size)
+        checks.axis_names("sequence_axis", self.sequence_axis)
+
     def attend(
         self,
         query: Float[ArrayLike, "*batch T N H"],
@@ -192,12 +199,13 @@ class Band:
                 f"state must be of bandwidth={bandwidth}, got one of bandwidth={given}; make a new "
                 "one with init."
             )
-        return _step(state, arguments, bandwidth=bandwidth)
+        block_size = None if self.block_size is None else int(self.block_size)
+        return _step(state, arguments, bandwidth=bandwidth, block_size=block_size)
 
 
-@functools.partial(jax.jit, static_argnames=("bandwidth",), inline=True)
+@functools.partial(jax.jit, static_argnames=("bandwidth", "block_size"), inline=True)
 def _step(
-    state: Window, arguments: Arguments, *, bandwidth: int
+    state: Window, arguments: Arguments, *, bandwidth: int, block_size: int | None
 ) -> tuple[Float[Array, "*batch T N D"], Window]:
     """Attends to a window and, causally, to new tokens."""
     inputs = arguments.lay_out(scaled=False)
@@ -205,7 +213,7 @@ def _step(
     batch, length = arguments.query.shape[:-3], inputs.query.shape[1]
     before = flatten(state, jax.eval_shape(lambda: _empty(inputs, bandwidth)), batch)
     seen = jax.tree.map(_join, before, _as_window(inputs))
-    blocks = cut(length, bandwidth + length, bandwidth, True, None, history=bandwidth)
+    blocks = cut(length, bandwidth + length, bandwidth, True, block_size, history=bandwidth)
     inputs = dataclasses.replace(
         inputs, key=seen.key, value=seen.value, key_log_weights=seen.log_weights
     )

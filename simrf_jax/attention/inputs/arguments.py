@@ -134,6 +134,7 @@ class Arguments:
         query, key, value = as_tokens(query, key, value)
         if scale is not None:
             checks.scalar("scale", scale)
+            scale = float(scale) if isinstance(scale, int) else scale  # It may be any integer.
         target = shape_of_logits(query, key)
         mask, bias = (
             None if x is None else _one_row(name, x, target)

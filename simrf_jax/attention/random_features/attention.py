@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
 
 from simrf_jax import checks
 from simrf_jax.attention.inputs.arguments import Arguments, Inputs
+from simrf_jax.attention.inputs.sharding import find_shards
 from simrf_jax.attention.random_features.causal import (
     CHUNK_SIZE,
     causal_attention,
@@ -24,7 +25,7 @@ from simrf_jax.attention.random_features.state import (
     read_all,
     with_ones,
 )
-from simrf_jax.features import Custom, FeatureMap, FeatureMapLike, as_feature_map
+from simrf_jax.features import FeatureMap, FeatureMapLike, as_feature_map, calls_function
 from simrf_jax.projections import Projection, as_projection
 
 Implementation: TypeAlias = Literal["xla"]
@@ -149,14 +150,14 @@ def random_feature_attention(
     )
     feature_map = as_feature_map(feature_map)
     axes = checks.axis_names("sequence_axis", sequence_axis)
-    # Without keys there is nothing to exchange.
-    is_sharded = bool(axes or arguments.explicit_axes(in_order=in_order))
-    if is_sharded and arguments.key.shape[-3] > 0:
-        return attend_over_devices(
-            arguments, projection, feature_map, axes, is_causal=is_causal, chunk_size=chunk_size
-        )
+    if axes or arguments.explicit_axes(in_order=in_order):
+        find_shards(arguments, axes, in_order=in_order)  # Raises if lengths do not fit.
+        if arguments.key.shape[-3] > 0:  # Without keys there is nothing to exchange.
+            return attend_over_devices(
+                arguments, projection, feature_map, axes, is_causal=is_causal, chunk_size=chunk_size
+            )
     w = None if projection is None else as_projection(projection)
-    attend = _attend if isinstance(feature_map, Custom) else _compiled_attend
+    attend = _attend if calls_function(feature_map) else _compiled_attend
     return attend(arguments, w, feature_map, is_causal=is_causal, chunk_size=chunk_size)
 
 

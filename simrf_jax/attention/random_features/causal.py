@@ -21,7 +21,7 @@ from simrf_jax.attention.random_features.state import (
     signed_exp,
     with_ones,
 )
-from simrf_jax.features import Custom, FeatureMap, LogFeatures, Side
+from simrf_jax.features import FeatureMap, LogFeatures, Side, calls_function
 
 Tree = TypeVar("Tree")
 
@@ -102,7 +102,7 @@ def causal_attention(
     """
     tokens = _tokens(_as_many_keys_as_queries(inputs))
     tokens, features = _map_custom(tokens, features)
-    scan = _scan_chunks if isinstance(features.feature_map, Custom) else _compiled_scan
+    scan = _scan_chunks if calls_function(features.feature_map) else _compiled_scan
     scanned, state = scan(tokens, features, state, chunk_size=chunk_size, with_own_key=True)
     return scanned.outputs(), state
 
@@ -125,7 +125,7 @@ def packed_attention(
       chunk_size: A power of two.
     """
     tokens, features = _map_custom(_tokens(inputs), features)
-    scan = _scan_chunks if isinstance(features.feature_map, Custom) else _compiled_scan
+    scan = _scan_chunks if calls_function(features.feature_map) else _compiled_scan
     up_to, _ = scan(tokens, features, before, chunk_size=chunk_size, with_own_key=True)
     flip = functools.partial(jax.tree.map, functools.partial(jnp.flip, axis=1))
     beyond, _ = scan(flip(tokens), features, after, chunk_size=chunk_size, with_own_key=False)
@@ -196,7 +196,7 @@ def _map_custom(tokens: Tokens, features: HeadMaps) -> tuple[Tokens, HeadMaps]:
     user's function, which may do something else the next time.
     """
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tokens, features)))
-    if traced or not isinstance(features.feature_map, Custom):
+    if traced or not calls_function(features.feature_map):
         return tokens, features
     tokens = tokens._replace(
         query=features.log_features(tokens.query, "query"),

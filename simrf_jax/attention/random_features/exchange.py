@@ -7,7 +7,7 @@ of all devices if attention is bidirectional, that of the devices before its own
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -59,8 +59,9 @@ def attend_over_devices(
     """
     in_order = is_causal or arguments.segment_ids is not None
 
-    def check(arguments: Arguments, projection: Projection | None) -> AttentionState:
-        return AttentionState.empty(*lay_out(arguments, projection, feature_map))
+    def check(arguments: Arguments, projection: Projection | None) -> Any:
+        inputs, features = lay_out(arguments, projection, feature_map)
+        return features.queries(inputs.query), AttentionState.empty(inputs, features)
 
     check_whole(check, arguments, projection)
     shards = find_shards(arguments, axes, in_order=in_order)

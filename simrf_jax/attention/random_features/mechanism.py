@@ -24,6 +24,7 @@ from simrf_jax.attention.mechanism import (
     unflatten,
 )
 from simrf_jax.attention.random_features.attention import (
+    IMPLEMENTATIONS,
     Implementation,
     random_feature_attention,
 )
@@ -33,7 +34,7 @@ from simrf_jax.attention.random_features.state import (
     lay_out,
     with_ones,
 )
-from simrf_jax.features import Custom, FeatureMap, FeatureMapLike, as_feature_map
+from simrf_jax.features import FeatureMap, FeatureMapLike, as_feature_map, calls_function
 from simrf_jax.projections import Projection, StructuredProjection, as_projection
 
 
@@ -78,7 +79,11 @@ class RandomFeatures:
     implementation: Implementation | None = None
 
     def __post_init__(self) -> None:
-        """Replaces a name or a function by its feature map, which is a pytree."""
+        """Checks the fields, and replaces a name or a function by its feature map, a pytree."""
+        checks.one_of("implementation", self.implementation, (*IMPLEMENTATIONS, None))
+        checks.axis_names("sequence_axis", self.sequence_axis)
+        if self.chunk_size is not None:
+            checks.power_of_two("chunk_size", self.chunk_size)
         if isinstance(self.feature_map, str) or callable(self.feature_map):
             object.__setattr__(self, "feature_map", as_feature_map(self.feature_map))
 
@@ -97,7 +102,7 @@ class RandomFeatures:
         segment_ids: Integer[ArrayLike, "... T"] | None = None,
     ) -> Float[Array, "*batch T N D"]:
         """Returns ``random_feature_attention`` of all tokens; see there for the arguments."""
-        in_order = is_causal or segment_ids is not None
+        in_order = checks.boolean("is_causal", is_causal) or segment_ids is not None
         return random_feature_attention(
             query,
             key,
@@ -203,7 +208,7 @@ class RandomFeatures:
         chunk_size = CHUNK_SIZE if self.chunk_size is None else self.chunk_size
         chunk_size = checks.power_of_two("chunk_size", chunk_size)
         w, feature_map = self._checked()
-        step = _step if isinstance(feature_map, Custom) else _compiled_step
+        step = _step if calls_function(feature_map) else _compiled_step
         return step(state, arguments, w, feature_map, chunk_size=chunk_size)
 
     def append(
@@ -252,7 +257,7 @@ class RandomFeatures:
         )
         check_kind(state, AttentionState)
         w, feature_map = self._checked()
-        append = _append if isinstance(feature_map, Custom) else _compiled_append
+        append = _append if calls_function(feature_map) else _compiled_append
         return append(state, arguments, w, feature_map)
 
     def _checked(
