@@ -10,10 +10,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real, Shaped
+from jaxtyping import Array, ArrayLike, Float, Integer, Real, Shaped
 
 from simrf_jax import checks
-from simrf_jax.attention.inputs.arguments import Arguments, Inputs, axes_of_length
+from simrf_jax.attention.inputs.arguments import (
+    Arguments,
+    Inputs,
+    Lengths,
+    Mask,
+    Unchecked,
+    axes_of_length,
+)
 
 State = TypeVar("State")
 
@@ -49,12 +56,12 @@ class Mechanism(Protocol[State]):
         key: Float[ArrayLike, "*batch S K H"],
         value: Float[ArrayLike, "*batch S K D"],
         *,
-        mask: Bool[ArrayLike, " ..."] | None = None,
+        mask: Mask | None = None,
         bias: Float[ArrayLike, " ..."] | None = None,
         scale: Real[ArrayLike, ""] | None = None,
         is_causal: bool | np.bool_ = False,
-        query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-        key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        query_seq_lengths: Lengths | None = None,
+        key_value_seq_lengths: Lengths | None = None,
         segment_ids: Integer[ArrayLike, "... T"] | None = None,
     ) -> Float[Array, "*batch T N D"]:
         """Attends to all tokens at once; returns ``[..., T, N, D]``."""
@@ -77,11 +84,11 @@ class Mechanism(Protocol[State]):
         key: Float[ArrayLike, "*batch T K H"],
         value: Float[ArrayLike, "*batch T K D"],
         *,
-        mask: Bool[ArrayLike, " ..."] | None = None,
+        mask: Mask | None = None,
         bias: Float[ArrayLike, " ..."] | None = None,
         scale: Real[ArrayLike, ""] | None = None,
-        query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-        key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        query_seq_lengths: Lengths | None = None,
+        key_value_seq_lengths: Lengths | None = None,
     ) -> tuple[Float[Array, "*batch T N D"], State]:
         """Attends to a state and, causally, to new tokens; returns outputs and the next state."""
 
@@ -113,11 +120,11 @@ def new_tokens(
     key: Float[ArrayLike, "*batch S K H"],
     value: Float[ArrayLike, "*batch S K D"],
     *,
-    mask: Shaped[ArrayLike, " ..."] | None,
-    bias: Shaped[ArrayLike, " ..."] | None,
+    mask: Unchecked | None,
+    bias: Unchecked | None,
     scale: Real[ArrayLike, ""] | None,
-    query_seq_lengths: Shaped[ArrayLike, " ..."] | None,
-    key_value_seq_lengths: Shaped[ArrayLike, " ..."] | None,
+    query_seq_lengths: Unchecked | None,
+    key_value_seq_lengths: Unchecked | None,
 ) -> Arguments:
     """Returns the arguments of one step of decoding.
 

@@ -7,13 +7,13 @@ from typing import SupportsIndex
 
 import jax
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from simrf_jax import checks
 from simrf_jax.attention.banded.exchange import attend_over_devices
 from simrf_jax.attention.banded.softmax import attend_in_windows
 from simrf_jax.attention.banded.windows import cut
-from simrf_jax.attention.inputs.arguments import Arguments
+from simrf_jax.attention.inputs.arguments import Arguments, Lengths, Mask
 from simrf_jax.attention.inputs.sharding import find_shards
 
 
@@ -23,12 +23,12 @@ def banded_attention(
     value: Float[ArrayLike, "*batch S K D"],
     *,
     bandwidth: SupportsIndex,
-    mask: Bool[ArrayLike, " ..."] | None = None,
+    mask: Mask | None = None,
     bias: Float[ArrayLike, " ..."] | None = None,
     scale: Real[ArrayLike, ""] | None = None,
     is_causal: bool | np.bool_ = False,
-    query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-    key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+    query_seq_lengths: Lengths | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     segment_ids: Integer[ArrayLike, "... T"] | None = None,
     block_size: SupportsIndex | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,

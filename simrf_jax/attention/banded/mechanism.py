@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 from jax.typing import DTypeLike
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from simrf_jax import checks
 from simrf_jax.attention.banded.attention import banded_attention
 from simrf_jax.attention.banded.softmax import attend_in_windows
 from simrf_jax.attention.banded.windows import cut
-from simrf_jax.attention.inputs.arguments import Arguments, Inputs
+from simrf_jax.attention.inputs.arguments import Arguments, Inputs, Lengths, Mask
 from simrf_jax.attention.mechanism import (
     check_kind,
     check_step,
@@ -90,12 +90,12 @@ class Band:
         key: Float[ArrayLike, "*batch S K H"],
         value: Float[ArrayLike, "*batch S K D"],
         *,
-        mask: Bool[ArrayLike, " ..."] | None = None,
+        mask: Mask | None = None,
         bias: Float[ArrayLike, " ..."] | None = None,
         scale: Real[ArrayLike, ""] | None = None,
         is_causal: bool | np.bool_ = False,
-        query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-        key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        query_seq_lengths: Lengths | None = None,
+        key_value_seq_lengths: Lengths | None = None,
         segment_ids: Integer[ArrayLike, "... T"] | None = None,
     ) -> Float[Array, "*batch T N D"]:
         """Returns ``banded_attention`` of all tokens; see there for the arguments."""
@@ -154,11 +154,11 @@ class Band:
         key: Float[ArrayLike, "*batch T K H"],
         value: Float[ArrayLike, "*batch T K D"],
         *,
-        mask: Bool[ArrayLike, " ..."] | None = None,
+        mask: Mask | None = None,
         bias: Float[ArrayLike, " ..."] | None = None,
         scale: Real[ArrayLike, ""] | None = None,
-        query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-        key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        query_seq_lengths: Lengths | None = None,
+        key_value_seq_lengths: Lengths | None = None,
     ) -> tuple[Float[Array, "*batch T N D"], Window]:
         """Attends to a window and, causally, to new tokens.
 

@@ -7,10 +7,11 @@ from typing import SupportsIndex, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from simrf_jax import checks
 from simrf_jax.attention.banded.attention import banded_attention
+from simrf_jax.attention.inputs.arguments import Lengths, Mask
 from simrf_jax.attention.random_features.attention import random_feature_attention
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.projections import Projection
@@ -33,12 +34,12 @@ def fmm_attention(
     near_weight: Weights = 1.0,
     far_weights: Weights = 1.0,
     feature_maps: Sequence[FeatureMapLike] = ("positive",),
-    mask: Bool[ArrayLike, " ..."] | None = None,
+    mask: Mask | None = None,
     bias: Float[ArrayLike, " ..."] | None = None,
     scale: Real[ArrayLike, ""] | None = None,
     is_causal: bool | np.bool_ = False,
-    query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-    key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+    query_seq_lengths: Lengths | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     segment_ids: Integer[ArrayLike, "... T"] | None = None,
     chunk_size: SupportsIndex | None = None,
     block_size: SupportsIndex | None = None,

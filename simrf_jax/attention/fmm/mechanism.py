@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from simrf_jax.attention.banded.mechanism import Band, Window
 from simrf_jax.attention.fmm.attention import Weights, blend
+from simrf_jax.attention.inputs.arguments import Lengths, Mask
 from simrf_jax.attention.mechanism import Mechanism, check_kind
 from simrf_jax.attention.random_features.mechanism import RandomFeatures
 from simrf_jax.attention.random_features.state import AttentionState
@@ -76,12 +77,12 @@ class Blend:
         key: Float[ArrayLike, "*batch S K H"],
         value: Float[ArrayLike, "*batch S K D"],
         *,
-        mask: Bool[ArrayLike, " ..."] | None = None,
+        mask: Mask | None = None,
         bias: Float[ArrayLike, " ..."] | None = None,
         scale: Real[ArrayLike, ""] | None = None,
         is_causal: bool | np.bool_ = False,
-        query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-        key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        query_seq_lengths: Lengths | None = None,
+        key_value_seq_lengths: Lengths | None = None,
         segment_ids: Integer[ArrayLike, "... T"] | None = None,
     ) -> Float[Array, "*batch T N D"]:
         """Returns ``fmm_attention`` of all tokens; see there for the arguments."""
@@ -131,11 +132,11 @@ class Blend:
         key: Float[ArrayLike, "*batch T K H"],
         value: Float[ArrayLike, "*batch T K D"],
         *,
-        mask: Bool[ArrayLike, " ..."] | None = None,
+        mask: Mask | None = None,
         bias: Float[ArrayLike, " ..."] | None = None,
         scale: Real[ArrayLike, ""] | None = None,
-        query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-        key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        query_seq_lengths: Lengths | None = None,
+        key_value_seq_lengths: Lengths | None = None,
     ) -> tuple[Float[Array, "*batch T N D"], BlendState]:
         """Attends to a state and, causally, to new tokens; see ``RandomFeatures.step``.
 

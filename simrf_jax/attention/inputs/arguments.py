@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import jax
@@ -22,6 +23,13 @@ from simrf_jax import checks
 
 # Names of mesh axes.
 Axes: TypeAlias = tuple[str, ...]
+
+# Arrays that may be given as lists too.
+Mask: TypeAlias = Bool[ArrayLike, "..."] | Sequence[Bool[ArrayLike, ""]]
+Lengths: TypeAlias = Integer[ArrayLike, "..."] | Sequence[Integer[ArrayLike, ""]]
+
+# The same before lay_out checks their types.
+Unchecked: TypeAlias = Shaped[ArrayLike, "..."] | Sequence[Shaped[ArrayLike, ""]]
 
 # So many numbers of moderate weight can be added: larger ones count as not finite.
 MOST_TERMS = 2**24
@@ -117,12 +125,12 @@ class Arguments:
         key: Float[ArrayLike, "*batch S K H"],
         value: Float[ArrayLike, "*batch S K D"],
         *,
-        mask: Shaped[ArrayLike, " ..."] | None,
-        bias: Shaped[ArrayLike, " ..."] | None,
+        mask: Unchecked | None,
+        bias: Unchecked | None,
         scale: Real[ArrayLike, ""] | None,
-        query_seq_lengths: Shaped[ArrayLike, " ..."] | None,
-        key_value_seq_lengths: Shaped[ArrayLike, " ..."] | None,
-        segment_ids: Shaped[ArrayLike, " ..."] | None = None,
+        query_seq_lengths: Unchecked | None,
+        key_value_seq_lengths: Unchecked | None,
+        segment_ids: Unchecked | None = None,
     ) -> Arguments:
         """Returns the arguments as arrays, after the checks that need their values.
 
@@ -360,7 +368,7 @@ def shape_of_logits(
 
 
 def _one_row(
-    name: str, x: Shaped[ArrayLike, " ..."], target: tuple[int, ...]
+    name: str, x: Unchecked, target: tuple[int, ...]
 ) -> Shaped[Array, " ..."] | Shaped[np.ndarray, " ..."]:
     """Returns a mask or bias that has one row for all queries.
 

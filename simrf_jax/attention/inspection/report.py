@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Float64, Integer, Real
+from jaxtyping import Array, ArrayLike, Float, Float64, Real
 
 from simrf_jax import checks
-from simrf_jax.attention.inputs.arguments import Arguments
+from simrf_jax.attention.inputs.arguments import Arguments, Lengths, Mask
 from simrf_jax.attention.inspection.all_pairs import KernelRows, kernel_rows
 from simrf_jax.features import FeatureMapLike, as_feature_map
 from simrf_jax.projections import Projection
@@ -49,12 +49,12 @@ def attention_matrix(
     projection: Projection | None,
     *,
     feature_map: FeatureMapLike = "positive",
-    mask: Bool[ArrayLike, " ..."] | None = None,
+    mask: Mask | None = None,
     bias: Float[ArrayLike, " ..."] | None = None,
     scale: Real[ArrayLike, ""] | None = None,
     is_causal: bool | np.bool_ = False,
-    query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-    key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+    query_seq_lengths: Lengths | None = None,
+    key_value_seq_lengths: Lengths | None = None,
 ) -> Float[Array, "*batch N T S"]:
     r"""Returns the attention weights that ``random_feature_attention`` implies and never forms.
 
@@ -122,12 +122,12 @@ def attention_report(
     *,
     value: Float[ArrayLike, "*batch S K D"] | None = None,
     feature_map: FeatureMapLike = "positive",
-    mask: Bool[ArrayLike, " ..."] | None = None,
+    mask: Mask | None = None,
     bias: Float[ArrayLike, " ..."] | None = None,
     scale: Real[ArrayLike, ""] | None = None,
     is_causal: bool | np.bool_ = False,
-    query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-    key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+    query_seq_lengths: Lengths | None = None,
+    key_value_seq_lengths: Lengths | None = None,
 ) -> AttentionReport:
     r"""Compares the weights that random features imply with those of softmax attention.
 

@@ -7,10 +7,10 @@ from typing import Literal, SupportsIndex, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from simrf_jax import checks
-from simrf_jax.attention.inputs.arguments import Arguments, Inputs
+from simrf_jax.attention.inputs.arguments import Arguments, Inputs, Lengths, Mask
 from simrf_jax.attention.inputs.sharding import find_shards
 from simrf_jax.attention.random_features.causal import (
     CHUNK_SIZE,
@@ -39,12 +39,12 @@ def random_feature_attention(
     projection: Projection | None,
     *,
     feature_map: FeatureMapLike = "positive",
-    mask: Bool[ArrayLike, " ..."] | None = None,
+    mask: Mask | None = None,
     bias: Float[ArrayLike, " ..."] | None = None,
     scale: Real[ArrayLike, ""] | None = None,
     is_causal: bool | np.bool_ = False,
-    query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-    key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+    query_seq_lengths: Lengths | None = None,
+    key_value_seq_lengths: Lengths | None = None,
     implementation: Implementation | None = None,
     segment_ids: Integer[ArrayLike, "... T"] | None = None,
     chunk_size: SupportsIndex | None = None,

@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real
+from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from simrf_jax import checks
-from simrf_jax.attention.inputs.arguments import Arguments
+from simrf_jax.attention.inputs.arguments import Arguments, Lengths, Mask
 from simrf_jax.attention.mechanism import (
     check_kind,
     check_step,
@@ -93,12 +93,12 @@ class RandomFeatures:
         key: Float[ArrayLike, "*batch S K H"],
         value: Float[ArrayLike, "*batch S K D"],
         *,
-        mask: Bool[ArrayLike, " ..."] | None = None,
+        mask: Mask | None = None,
         bias: Float[ArrayLike, " ..."] | None = None,
         scale: Real[ArrayLike, ""] | None = None,
         is_causal: bool | np.bool_ = False,
-        query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-        key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        query_seq_lengths: Lengths | None = None,
+        key_value_seq_lengths: Lengths | None = None,
         segment_ids: Integer[ArrayLike, "... T"] | None = None,
     ) -> Float[Array, "*batch T N D"]:
         """Returns ``random_feature_attention`` of all tokens; see there for the arguments."""
@@ -163,11 +163,11 @@ class RandomFeatures:
         key: Float[ArrayLike, "*batch T K H"],
         value: Float[ArrayLike, "*batch T K D"],
         *,
-        mask: Bool[ArrayLike, " ..."] | None = None,
+        mask: Mask | None = None,
         bias: Float[ArrayLike, " ..."] | None = None,
         scale: Real[ArrayLike, ""] | None = None,
-        query_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
-        key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        query_seq_lengths: Lengths | None = None,
+        key_value_seq_lengths: Lengths | None = None,
     ) -> tuple[Float[Array, "*batch T N D"], AttentionState]:
         """Attends to a state and, causally, to new tokens.
 
@@ -217,10 +217,10 @@ class RandomFeatures:
         key: Float[ArrayLike, "*batch S K H"],
         value: Float[ArrayLike, "*batch S K D"],
         *,
-        mask: Bool[ArrayLike, " ..."] | None = None,
+        mask: Mask | None = None,
         bias: Float[ArrayLike, " ..."] | None = None,
         scale: Real[ArrayLike, ""] | None = None,
-        key_value_seq_lengths: Integer[ArrayLike, " ..."] | None = None,
+        key_value_seq_lengths: Lengths | None = None,
     ) -> AttentionState:
         """Returns the state with more keys, of any number.
 
