@@ -18,6 +18,7 @@ from simrf_jax.attention.inputs.arguments import (
     Inputs,
     Lengths,
     Mask,
+    Shape,
     Unchecked,
     axes_of_length,
 )
@@ -168,7 +169,7 @@ def check_step(arguments: Arguments, inputs: Inputs) -> None:
         )
 
 
-def flatten(state: Arrays, expected: Arrays, batch: tuple[int, ...]) -> Arrays:
+def flatten(state: Arrays, expected: Arrays, batch: Shape) -> Arrays:
     """Returns a state with one leading axis, if it fits the keys and values.
 
     Args:
@@ -198,7 +199,7 @@ def flatten(state: Arrays, expected: Arrays, batch: tuple[int, ...]) -> Arrays:
     return jax.tree.map(lambda x: x.reshape(math.prod(batch), *x.shape[len(batch) :]), state)
 
 
-def unflatten(state: Arrays, batch: tuple[int, ...]) -> Arrays:
+def unflatten(state: Arrays, batch: Shape) -> Arrays:
     """Returns a state with the leading shape of the tokens."""
     return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), state)
 

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,10 @@ from simrf_jax import checks
 
 # Names of mesh axes.
 Axes: TypeAlias = tuple[str, ...]
+
+# A size may be symbolic, as jax.export has it.
+Size: TypeAlias = Any
+Shape: TypeAlias = tuple[Size, ...]
 
 # Arrays that may be given as lists too.
 Mask: TypeAlias = Bool[ArrayLike, "..."] | Sequence[Bool[ArrayLike, ""]]
@@ -70,7 +74,7 @@ class Inputs:
     segments: Integer[Array, "B S"] | None
     real: Bool[Array, "#B T 1 1"]
     finite: Bool[Array, "B T K G"]
-    batch: tuple[int, ...]
+    batch: Shape
     is_batched: bool
     dtype: jnp.dtype
 
@@ -285,7 +289,7 @@ class Arguments:
             log_weights = jnp.where(visible[..., None, :], log_weights, -jnp.inf)
         return jnp.broadcast_to(log_weights, (*batch, *log_weights.shape[-2:]))
 
-    def _real_queries(self, batch: tuple[int, ...]) -> Bool[Array, "#B T 1 1"]:
+    def _real_queries(self, batch: Shape) -> Bool[Array, "#B T 1 1"]:
         """Returns ``[1 or B, T, 1, 1]``, False beyond the sequences' lengths."""
         length = self.query.shape[-3]
         if self.query_seq_lengths is None:
@@ -293,7 +297,7 @@ class Arguments:
         real = within_lengths("query_seq_lengths", self.query_seq_lengths, batch, length)
         return real.reshape(math.prod(batch), length, 1, 1)
 
-    def _segments(self, batch: tuple[int, ...]) -> Integer[Array, "B S"] | None:
+    def _segments(self, batch: Shape) -> Integer[Array, "B S"] | None:
         """Returns ``[B, S]``, the number of each position's segment; None without segments."""
         if self.segment_ids is None:
             return None
@@ -320,7 +324,7 @@ def axes_of_length(x: Float[Array, "*batch length heads dim"]) -> Axes:
 
 
 def within_lengths(
-    name: str, lengths: Integer[ArrayLike, "*batch"], batch: tuple[int, ...], length: int
+    name: str, lengths: Integer[ArrayLike, "*batch"], batch: Shape, length: Size
 ) -> Bool[Array, "*batch {length}"]:
     """Returns ``[*batch, length]``, True at the positions before each sequence's length."""
     lengths = jnp.asarray(lengths)
@@ -334,9 +338,9 @@ def within_lengths(
 
 def segment_numbers(
     segment_ids: Integer[ArrayLike, "*batch T"],
-    batch: tuple[int, ...],
-    query_length: int,
-    key_length: int,
+    batch: Shape,
+    query_length: Size,
+    key_length: Size,
 ) -> Integer[Array, "*batch T"]:
     """Returns ``[*batch, length]``, the segments numbered from 0 on.
 
@@ -362,13 +366,13 @@ def segment_numbers(
 
 def shape_of_logits(
     query: Float[Array, "*batch T N H"], key: Float[Array, "*batch S K H"]
-) -> tuple[int, ...]:
+) -> Shape:
     """Returns ``[*batch, N, T, S]``; one sequence is a batch of one, as ``jax.nn`` has it."""
     return (*(query.shape[:-3] or (1,)), query.shape[-2], query.shape[-3], key.shape[-3])
 
 
 def _one_row(
-    name: str, x: Unchecked, target: tuple[int, ...]
+    name: str, x: Unchecked, target: Shape
 ) -> Shaped[Array, " ..."] | Shaped[np.ndarray, " ..."]:
     """Returns a mask or bias that has one row for all queries.
 
@@ -403,7 +407,7 @@ def _one_row(
 
 
 def per_key(
-    x: Shaped[Array, " ..."], target: tuple[int, ...]
+    x: Shaped[Array, " ..."], target: Shape
 ) -> Shaped[
     Array,
     (

@@ -287,7 +287,7 @@ def hide(features: LogFeatures, visible: Bool[Array, "*batch length"]) -> LogFea
     return features._replace(exponent=exponent)
 
 
-def largest(x: Float[Array, "*shape"], axis: int | tuple[int, ...]) -> Float[Array, "*#shape"]:
+def largest(x: Float[Array, "*shape"], axis: int | tuple[int, ...]) -> Float[Array, " ..."]:
     """Returns a maximum as a shift, through which no gradient has to flow; -inf of nothing."""
     return jax.lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True, initial=-jnp.inf))
 
@@ -298,9 +298,9 @@ def or_zero(shift: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def signed_exp(
-    exponent: Float[Array, "*#batch #num_features"],
-    values: Float[Array, "*#batch num_features"] | None,
-) -> Float[Array, "*#batch #num_features"]:
+    exponent: Float[Array, " ..."],
+    values: Float[Array, " ..."] | None,
+) -> Float[Array, " ..."]:
     """Returns features of their shifted exponents and their values."""
     phi = jnp.exp(exponent)
     return phi if values is None else phi * values
