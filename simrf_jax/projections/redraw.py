@@ -205,7 +205,12 @@ def _head(leaf: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
     if not _is_structured(leaf) and len(getattr(leaf, "shape", ())) < 2:
         raise ValueError(f"A projection is an array [..., num_features, dim], got {leaf!r}.")
     parts, structure = jax.tree.flatten(leaf)
-    return structure, tuple(jax.ShapeDtypeStruct(part.shape[-2:], part.dtype) for part in parts)
+    return structure, tuple(map(_like_one, parts))
+
+
+def _like_one(part: Any) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of one array of a stack; a part may be a number, too."""
+    return jax.ShapeDtypeStruct(jnp.shape(part)[-2:], jnp.result_type(part))
 
 
 def _draw_like(head: Any, options: DrawOptions, key: Key[Array, ""]) -> Any:
