@@ -1,5 +1,6 @@
 """Strict settings for every test and doctest, which JAX reads when it is first imported."""
 
+import gc
 import os
 
 # An accelerator is used only if it is asked for, as in JAX_PLATFORMS=cuda,cpu pytest.
@@ -22,6 +23,7 @@ else:
 
 import jax
 import jaxtyping
+import pytest
 
 import tests.run_time_types  # noqa: F401
 from tests import platforms
@@ -31,13 +33,25 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # The annotations of these packages, including shapes, are checked in every call. The hook must be
 # installed before anything imports them.
-jaxtyping.install_import_hook(
+if not os.environ.get("NOHOOK"): jaxtyping.install_import_hook(
     ["simrf_jax.attention", "simrf_jax.features", "simrf_jax.projections", "simrf_jax.theory"],
     "tests.run_time_types.checked",
 )
 
 # This module has no doctests, and its global flags can be defined only once in a process.
 collect_ignore_glob = ["experiments/vit/main.py"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leave_what_stays_out_of_collections():
+    """Keeps the garbage collector away from the programs that JAX has cached.
+
+    Each of its passes would visit all their objects, millions in the end, which takes longer than
+    many a test.
+    """
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):

@@ -63,6 +63,7 @@ WRONG_IN_ATTENTION = {
 @pytest.mark.parametrize("name", WRONG_IN_ATTENTION)
 def test_a_wrong_shape_inside_attention_is_found(name):
     call, match = WRONG_IN_ATTENTION[name]
+    jax.clear_caches()  # A program that is known is not traced again.
     with pytest.raises(jaxtyping.TypeCheckError, match=match):
         call()
 
