@@ -33,7 +33,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # The annotations of these packages, including shapes, are checked in every call. The hook must be
 # installed before anything imports them.
-if not os.environ.get("NOHOOK"): jaxtyping.install_import_hook(
+jaxtyping.install_import_hook(
     ["simrf_jax.attention", "simrf_jax.features", "simrf_jax.projections", "simrf_jax.theory"],
     "tests.run_time_types.checked",
 )

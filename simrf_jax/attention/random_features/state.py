@@ -298,9 +298,9 @@ def or_zero(shift: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def signed_exp(
-    exponent: Float[Array, " ..."],
-    values: Float[Array, " ..."] | None,
-) -> Float[Array, " ..."]:
+    exponent: Float[Array, "*batch #num_features"],
+    values: Float[Array, "*batch num_features"] | None,
+) -> Float[Array, "*batch #num_features"]:
     """Returns features of their shifted exponents and their values."""
     phi = jnp.exp(exponent)
     return phi if values is None else phi * values
