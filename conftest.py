@@ -1,7 +1,9 @@
 """Strict settings for every test and doctest, which JAX reads when it is first imported."""
 
+import collections
 import gc
 import os
+import zlib
 
 # An accelerator is used only if it is asked for, as in JAX_PLATFORMS=cuda,cpu pytest.
 PLATFORMS = os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -52,6 +54,23 @@ def _leave_what_stays_out_of_collections():
     yield
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks the cases of large products that only the slow suite runs.
+
+    The choice depends on the names of the cases alone, so that it is spread over all values of all
+    parameters. Every test keeps at least one case.
+    """
+    cases = collections.defaultdict(list)
+    for item in items:
+        for marker in item.iter_markers("sampled"):
+            cases[item.nodeid.partition("[")[0], *marker.args].append(item)
+    for (_, number), group in cases.items():
+        ranked = sorted(group, key=lambda item: zlib.crc32(item.nodeid.encode()))
+        for item in ranked[-(-len(ranked) // number) :]:
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_runtest_setup(item):

@@ -81,6 +81,7 @@ EXACT_DRAWS = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("coupling", "rotation"), EXACT_DRAWS)
 @pytest.mark.parametrize("dim", [2, 4, 8, 16])
 def test_unbiased(coupling, rotation, dim):
@@ -91,6 +92,7 @@ def test_unbiased(coupling, rotation, dim):
             assert_mean(samples, 1)
 
 
+@pytest.mark.sampled(3)
 @couplings
 @rotations
 @pytest.mark.parametrize("dim", [4, 6])
@@ -136,6 +138,7 @@ def test_the_bias_of_a_hadamard_rotation(coupling, dim):
     assert_mean(estimate - 1, HADAMARD_BIAS[coupling, dim])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("coupling", conformance.ORACLES)
 @pytest.mark.parametrize(("dim", "num_features"), [(8, 8), (8, 20), (16, 5), (2, 5)])
 def test_variance_is_that_of_theory(coupling, dim, num_features):
@@ -238,6 +241,7 @@ def test_float64(name, kernel):
 
 
 # Each case takes seconds to compile, and a rotation does not depend on the row blocks.
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("coupling", "rotation"),
     [

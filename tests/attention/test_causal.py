@@ -21,6 +21,7 @@ def triangle(length, key_length=None):
     return np.tri(length, key_length or length, dtype=bool)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("length", [1, 2, 7, 16, 33])
 @pytest.mark.parametrize("chunk_size", [1, 2, 8, 64])
 def test_any_length_and_chunk(length, chunk_size):

@@ -82,6 +82,7 @@ def test_float32_against_float64(name):
                 assert error < tolerance(scale, 1e-4), (scale, "qkv"[number])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", WITH_OTHER_MAPS)
 def test_other_feature_maps_against_float64(name):
     mode = WITH_OTHER_MAPS[name]
@@ -93,6 +94,7 @@ def test_other_feature_maps_against_float64(name):
     chex.assert_tree_all_finite(attend(*arguments(mode, 1e3)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODES)
 def test_bfloat16_against_float64(name):
     for scale in SCALES:
@@ -113,6 +115,7 @@ def test_entries_up_to_a_thousand_stay_finite(name):
             chex.assert_tree_all_finite((out, gradients))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODES)
 def test_hidden_keys_and_rows_that_see_none(name):
     mode = MODES[name]
@@ -135,6 +138,7 @@ def test_hidden_keys_and_rows_that_see_none(name):
         np.testing.assert_array_equal(np.where(hidden, gradient, 0), 0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODES)
 def test_one_token_and_empty_axes(name):
     mode = MODES[name]

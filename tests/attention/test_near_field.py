@@ -36,6 +36,7 @@ def test_other_dtypes(dtype, tolerance):
         assert relative_error(actual, banded(q, k, v, 5)) < tolerance
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("block_size", [None, 5])
 @pytest.mark.parametrize("bandwidth", [0, 4, 30])

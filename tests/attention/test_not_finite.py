@@ -118,6 +118,7 @@ def outputs_and_gradients(mode):
     return call
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.fast
 @pytest.mark.parametrize("what", PLANTS)
 @pytest.mark.parametrize("mode", MODES)

@@ -81,6 +81,7 @@ def test_features_cost_the_sum_and_not_the_product_of_all_sizes():
     assert cost["flops"] < 8 * (2 * 3 * 64 * 4096 * 2 + 100 * 64 * 64)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("coupling", ["iid", "orthogonal", "simplex"])
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -195,6 +195,7 @@ def test_one_dimension(coupling, rotation):
     assert_mean(np.sign(w), 0)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("coupling", ["iid", "orthogonal", "simplex", "simplex_plus"])
 @pytest.mark.parametrize("rotation", ["haar", "hadamard", "givens"])
 def test_sizes_at_the_edges(coupling, rotation):

@@ -20,6 +20,7 @@ maps_and_kernels = pytest.mark.parametrize(("name", "kernel"), conformance.MAPS_
 SIZES = [(1, 2), (64, 64), (65, 64), (130, 64), (8, 64), (66, 64), (9, 2), (300, 100), (5, 3)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("num_features", "dim"), [*SIZES, (600, 300)])
 @pytest.mark.parametrize("coupling", ["orthogonal", "simplex"])
 @pytest.mark.parametrize("block", ["regular", "square"])
@@ -37,6 +38,7 @@ TOLERANCE = {"bfloat16": 1e-2, "float32": 1e-6, "float64": 1e-14}
 FIXED = [("orthogonal", "regular"), ("simplex", "regular"), ("simplex", "square")]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64])
 @pytest.mark.parametrize(("coupling", "block"), FIXED)
 @pytest.mark.parametrize(("num_features", "dim"), [(3, 5), (8, 8), (20, 6)])
