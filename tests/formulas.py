@@ -36,6 +36,21 @@ def hyperbolic(x, w, kernel):
     return log, np.ones_like(log)
 
 
+def log_weights(w):
+    """Returns log weights for the rows of W that differ between rows."""
+    return w[..., 0] - 0.5 * w[..., -1]
+
+
+def weighted(x, w, kernel):
+    log, sign = positive(x, w, kernel)
+    return log + log_weights(w) / 2, sign
+
+
+def weighted_hyperbolic(x, w, kernel):
+    log, sign = hyperbolic(x, w, kernel)
+    return log + np.tile(log_weights(w) / 2, 2), sign
+
+
 def trigonometric(x, w, kernel):
     log, sign = split(np.concatenate([np.sin(x @ w.T), np.cos(x @ w.T)], axis=-1))
     return log + _log_prefactor(x, kernel, 1) - np.log(len(w)) / 2, sign

@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike, Float
 from simrf_jax import checks
 from simrf_jax.features.feature_map import FeatureMap, named
 from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side
-from simrf_jax.projections import Projection, product
+from simrf_jax.projections import Projection, add_half_log_weights, product, rows_of
 
 
 @named("positive")
@@ -35,7 +35,7 @@ class Positive(FeatureMap, static=("kernel",)):
     ) -> LogFeatures:
         """Returns the same features for queries and keys."""
         del side
-        exponent = product(x, projection)
+        exponent = add_half_log_weights(product(x, rows_of(projection)), projection)
         return LogFeatures(exponent, _log_scale(x, exponent, self.kernel))
 
 
@@ -61,8 +61,10 @@ class Hyperbolic(FeatureMap, static=("kernel",)):
     ) -> LogFeatures:
         """Returns the same features for queries and keys."""
         del side
-        logits = product(x, projection)
-        exponent = jnp.concatenate([logits, -logits], axis=-1)
+        logits = product(x, rows_of(projection))
+        exponent = jnp.concatenate(
+            [add_half_log_weights(each, projection) for each in (logits, -logits)], axis=-1
+        )
         return LogFeatures(exponent, _log_scale(x, exponent, self.kernel))
 
 
@@ -88,7 +90,8 @@ def positive_features(
 
     Args:
       x: Vectors in units of the kernel's length scale.
-      projection: W, ``[num_features, dim]``, the same for both sides of the product.
+      projection: W, ``[num_features, dim]``, the same for both sides of the product: an array, a
+        ``FastProjection`` or a ``WeightedProjection``.
       kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
 
     Returns:
@@ -135,7 +138,8 @@ def hyperbolic_features(
 
     Args:
       x: Vectors in units of the kernel's length scale.
-      projection: W, ``[num_features, dim]``, the same for both sides of the product.
+      projection: W, ``[num_features, dim]``, the same for both sides of the product: an array, a
+        ``FastProjection`` or a ``WeightedProjection``.
       kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
 
     Returns:

@@ -23,7 +23,14 @@ from simrf_jax.features import (
 )
 from simrf_jax.integrations import flax_masks
 from simrf_jax.integrations.flax_masks import Mask
-from simrf_jax.projections import BlockMode, Coupling, DrawOptions, Projection, Rotation
+from simrf_jax.projections import (
+    BlockMode,
+    Coupling,
+    DrawOptions,
+    Projection,
+    Rotation,
+    WeightedProjection,
+)
 
 # A bipolar hybrid has about 4 num_features (num_weights + 1) features.
 NUM_WEIGHTS = 8
@@ -399,19 +406,27 @@ def draw_maps(
     )
 
 
-_PARTS = ("hyperbolic", "trigonometric", "weights")
+# The fields of structured projections that are saved, by class.
+_PARTS = {
+    BipolarProjection: ("hyperbolic", "trigonometric", "weights"),
+    WeightedProjection: ("rows", "log_weights"),
+}
 
 
-def _parts(projection: BipolarProjection) -> dict[str, Any]:
-    return {name: serialization.to_state_dict(getattr(projection, name)) for name in _PARTS}
+def _state_dict(projection: BipolarProjection | WeightedProjection) -> dict[str, Any]:
+    names = _PARTS[type(projection)]
+    return {name: serialization.to_state_dict(getattr(projection, name)) for name in names}
 
 
-def _from_parts(projection: BipolarProjection, state: dict[str, Any]) -> BipolarProjection:
+def _from_state_dict(
+    projection: BipolarProjection | WeightedProjection, state: dict[str, Any]
+) -> BipolarProjection | WeightedProjection:
     parts = {
         name: serialization.from_state_dict(getattr(projection, name), state[name], name=name)
-        for name in _PARTS
+        for name in _PARTS[type(projection)]
     }
     return dataclasses.replace(projection, **parts)
 
 
-serialization.register_serialization_state(BipolarProjection, _parts, _from_parts)
+for _structured in _PARTS:
+    serialization.register_serialization_state(_structured, _state_dict, _from_state_dict)

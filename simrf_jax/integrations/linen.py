@@ -19,7 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention import Blend, Mechanism, RandomFeatures
-from simrf_jax.features import FeatureMapLike
+from simrf_jax.features import BipolarProjection, FeatureMapLike
 from simrf_jax.integrations import flax_attention
 from simrf_jax.integrations.flax_attention import Call
 from simrf_jax.projections import (
@@ -28,7 +28,7 @@ from simrf_jax.projections import (
     DrawOptions,
     Projection,
     Rotation,
-    StructuredProjection,
+    as_projection,
 )
 
 
@@ -46,11 +46,11 @@ class RandomProjection(meta.AxisMetadata[Any]):
     restore a checkpoint into variables that ``init`` made.
 
     Attributes:
-      value: W, ``[..., num_features, dim]``.
+      value: W, ``[..., num_features, dim]``, an array or a ``WeightedProjection``.
       draw_options: Options that W was drawn by, which ``redraw_projections`` reads.
     """
 
-    value: jax.Array
+    value: Any
     draw_options: DrawOptions
 
     @property
@@ -83,7 +83,7 @@ class RandomProjection(meta.AxisMetadata[Any]):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.value, dtype=dtype, copy=copy)
 
-    def unbox(self) -> jax.Array:
+    def unbox(self) -> Any:
         """Returns W."""
         return self.value
 
@@ -123,10 +123,10 @@ serialization.register_serialization_state(RandomProjection, _state_dict, _from_
 
 
 def _box(projection: Projection | None, options: DrawOptions) -> Any:
-    """Returns an array in a box. A ``BipolarProjection`` says by itself how it was drawn."""
-    if projection is None or isinstance(projection, StructuredProjection):
+    """Returns W in a box. A ``BipolarProjection`` says by itself how it was drawn."""
+    if projection is None or isinstance(projection, BipolarProjection):
         return projection
-    return RandomProjection(jnp.asarray(projection), options)
+    return RandomProjection(as_projection(projection), options)
 
 
 class _Adapter(nn.Module):

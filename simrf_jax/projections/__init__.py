@@ -4,11 +4,12 @@ from simrf_jax.projections.couplings import COUPLINGS, Coupling, FixedCoupling
 from simrf_jax.projections.dense import NORMS, Norms, draw_projection
 from simrf_jax.projections.fast import FastProjection, draw_fast_projection
 from simrf_jax.projections.options import DrawOptions
-from simrf_jax.projections.project import Projection, as_projection, product, project
+from simrf_jax.projections.project import product, project
 from simrf_jax.projections.redraw import redraw_key, redraw_projections
 from simrf_jax.projections.rotations import ROTATIONS, Rotation
 from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode
-from simrf_jax.projections.structured import StructuredProjection
+from simrf_jax.projections.structured import Projection, StructuredProjection, as_projection
+from simrf_jax.projections.weighted import WeightedProjection, add_half_log_weights, rows_of
 
 __all__ = [
     "BLOCK_MODES",
@@ -24,6 +25,8 @@ __all__ = [
     "Projection",
     "Rotation",
     "StructuredProjection",
+    "WeightedProjection",
+    "add_half_log_weights",
     "as_projection",
     "draw_fast_projection",
     "draw_projection",
@@ -31,4 +34,5 @@ __all__ = [
     "project",
     "redraw_key",
     "redraw_projections",
+    "rows_of",
 ]

@@ -205,12 +205,13 @@ def _head(leaf: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
     if not _is_structured(leaf) and len(getattr(leaf, "shape", ())) < 2:
         raise ValueError(f"A projection is an array [..., num_features, dim], got {leaf!r}.")
     parts, structure = jax.tree.flatten(leaf)
-    return structure, tuple(map(_like_one, parts))
+    num_stack_axes = len(parts[0].shape) - 2  # The first part of a structure is a matrix of rows.
+    return structure, tuple(_like_one(part, num_stack_axes) for part in parts)
 
 
-def _like_one(part: Any) -> jax.ShapeDtypeStruct:
+def _like_one(part: Any, num_stack_axes: int) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of one array of a stack; a part may be a number, too."""
-    return jax.ShapeDtypeStruct(jnp.shape(part)[-2:], jnp.result_type(part))
+    return jax.ShapeDtypeStruct(jnp.shape(part)[num_stack_axes:], jnp.result_type(part))
 
 
 def _draw_like(head: Any, options: DrawOptions, key: Key[Array, ""]) -> Any:
