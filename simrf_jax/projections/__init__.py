@@ -1,8 +1,9 @@
 """Random projections W: functions that draw, apply and redraw them."""
 
 from simrf_jax.projections.couplings import COUPLINGS, Coupling, FixedCoupling
-from simrf_jax.projections.dense import NORMS, Norms, draw_projection
+from simrf_jax.projections.dense import draw_projection
 from simrf_jax.projections.fast import FastProjection, draw_fast_projection
+from simrf_jax.projections.norms import FIXED_NORMS, NORMS, Norms
 from simrf_jax.projections.options import DrawOptions
 from simrf_jax.projections.project import product, project
 from simrf_jax.projections.redraw import redraw_key, redraw_projections
@@ -14,6 +15,7 @@ from simrf_jax.projections.weighted import WeightedProjection, add_half_log_weig
 __all__ = [
     "BLOCK_MODES",
     "COUPLINGS",
+    "FIXED_NORMS",
     "NORMS",
     "ROTATIONS",
     "BlockMode",
