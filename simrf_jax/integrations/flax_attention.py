@@ -24,9 +24,11 @@ from simrf_jax.features import (
 from simrf_jax.integrations import flax_masks
 from simrf_jax.integrations.flax_masks import Mask
 from simrf_jax.projections import (
+    FIXED_NORMS,
     BlockMode,
     Coupling,
     DrawOptions,
+    Norms,
     Projection,
     Rotation,
     WeightedProjection,
@@ -302,6 +304,7 @@ def draw_options(
     coupling: Coupling | None,
     block: BlockMode,
     rotation: Rotation,
+    norms: Norms,
 ) -> DrawOptions:
     """Returns the options that the W of a feature map is drawn by.
 
@@ -310,10 +313,22 @@ def draw_options(
       coupling: Coupling of the rows; None for the feature map's.
       block: Row-block mode.
       rotation: Distribution of the rotations.
+      norms: Law of the row norms.
+
+    Raises:
+      ValueError: If a name is unknown, the coupling does not have the rows that ``norms`` couples,
+        or the feature map needs norms that are chi variables.
     """
-    if coupling is None:
-        coupling = as_feature_map(feature_map).coupling
-    return DrawOptions(coupling, block, rotation)
+    feature_map = as_feature_map(feature_map)
+    if feature_map.needs_chi_norms and norms in FIXED_NORMS:
+        raise ValueError(
+            f"norms={norms!r} fixes the norms of the rows, with which "
+            f"{type(feature_map).__name__} estimates another kernel; it needs norms that are chi "
+            "variables, such as norms='chi'."
+        )
+    return DrawOptions(
+        feature_map.coupling if coupling is None else coupling, block, rotation, norms
+    )
 
 
 def draw_heads(

@@ -26,6 +26,7 @@ from simrf_jax.projections import (
     BlockMode,
     Coupling,
     DrawOptions,
+    Norms,
     Projection,
     Rotation,
     as_projection,
@@ -304,6 +305,9 @@ class RandomFeatureAttention(_Adapter):
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``simrf_jax.draw_projection``.
       rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
         ``simrf_jax.draw_projection``.
+      norms: Law of the row norms; see ``simrf_jax.draw_projection``. ``"radau"`` needs positive,
+        hyperbolic or similar features, which honour weights; hybrids and optimal positive features
+        refuse it, and the latter ``"sqrt_dim"`` as well.
       num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
         time and the state of hybrids grow with its product with ``num_features``.
       shared: True draws one W for all heads.
@@ -345,6 +349,7 @@ class RandomFeatureAttention(_Adapter):
     coupling: Coupling | None = None
     block: BlockMode = "regular"
     rotation: Rotation = "haar"
+    norms: Norms = "chi"
     num_weights: int | None = None
     shared: bool = False
     is_causal: bool = False
@@ -360,7 +365,11 @@ class RandomFeatureAttention(_Adapter):
 
         def draw() -> Any:
             options = flax_attention.draw_options(
-                self.feature_map, coupling=self.coupling, block=self.block, rotation=self.rotation
+                self.feature_map,
+                coupling=self.coupling,
+                block=self.block,
+                rotation=self.rotation,
+                norms=self.norms,
             )
             w = flax_attention.draw_heads(
                 self._key(),
@@ -398,6 +407,9 @@ class FMMAttention(_Adapter):
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``simrf_jax.draw_projection``.
       rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
         ``simrf_jax.draw_projection``.
+      norms: Law of the row norms; see ``simrf_jax.draw_projection``. ``"radau"`` needs positive,
+        hyperbolic or similar features, which honour weights; hybrids and optimal positive features
+        refuse it, and the latter ``"sqrt_dim"`` as well.
       num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
         time and the state of hybrids grow with its product with ``num_features``.
       shared: True draws one W for all heads.
@@ -440,6 +452,7 @@ class FMMAttention(_Adapter):
     coupling: Coupling | None = None
     block: BlockMode = "regular"
     rotation: Rotation = "haar"
+    norms: Norms = "chi"
     num_weights: int | None = None
     shared: bool = False
     is_causal: bool = False
@@ -453,7 +466,11 @@ class FMMAttention(_Adapter):
         def draw() -> tuple[Any, ...]:
             options = [
                 flax_attention.draw_options(
-                    one, coupling=self.coupling, block=self.block, rotation=self.rotation
+                    one,
+                    coupling=self.coupling,
+                    block=self.block,
+                    rotation=self.rotation,
+                    norms=self.norms,
                 )
                 for one in self.feature_maps
             ]

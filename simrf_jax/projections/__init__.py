@@ -10,6 +10,7 @@ from simrf_jax.projections.redraw import redraw_key, redraw_projections
 from simrf_jax.projections.rotations import ROTATIONS, Rotation
 from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode
 from simrf_jax.projections.structured import Projection, StructuredProjection, as_projection
+from simrf_jax.projections.tilt import check_chi_norms, tilted
 from simrf_jax.projections.weighted import WeightedProjection, add_half_log_weights, rows_of
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "WeightedProjection",
     "add_half_log_weights",
     "as_projection",
+    "check_chi_norms",
     "draw_fast_projection",
     "draw_projection",
     "product",
@@ -37,4 +39,5 @@ __all__ = [
     "redraw_key",
     "redraw_projections",
     "rows_of",
+    "tilted",
 ]

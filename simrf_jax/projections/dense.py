@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,7 @@ from simrf_jax.projections.couplings import (
 )
 from simrf_jax.projections.norms import (
     Norms,
+    UnweightedNorms,
     check_norms,
     check_num_features,
     draw_norms,
@@ -29,6 +31,36 @@ from simrf_jax.projections.norms import (
 from simrf_jax.projections.rotations import ROTATIONS, Rotation
 from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode, EqualRowBlocks
 from simrf_jax.projections.weighted import WeightedProjection
+
+
+@overload
+def draw_projection(
+    key: Key[Array, ""],
+    num_features: int,
+    dim: int,
+    *,
+    coupling: Coupling = ...,
+    block: BlockMode = ...,
+    rotation: Rotation = ...,
+    norms: UnweightedNorms = ...,
+    dtype: DTypeLike = ...,
+    num_sweeps: int | None = ...,
+) -> Float[Array, "{num_features} {dim}"]: ...
+
+
+@overload
+def draw_projection(
+    key: Key[Array, ""],
+    num_features: int,
+    dim: int,
+    *,
+    coupling: Coupling = ...,
+    block: BlockMode = ...,
+    rotation: Rotation = ...,
+    norms: Norms,
+    dtype: DTypeLike = ...,
+    num_sweeps: int | None = ...,
+) -> Float[Array, "{num_features} {dim}"] | WeightedProjection: ...
 
 
 def draw_projection(

@@ -18,7 +18,9 @@ from simrf_jax import checks
 from simrf_jax.projections.couplings import Coupling
 from simrf_jax.projections.row_blocks import CrossPolytope, EqualRowBlocks, RowBlock
 
-Norms: TypeAlias = Literal["chi", "sqrt_dim", "antithetic", "shared", "pair", "radau"]
+# Laws that give all rows the same weight, so that W is an array.
+UnweightedNorms: TypeAlias = Literal["chi", "sqrt_dim", "antithetic", "shared", "pair"]
+Norms: TypeAlias = Literal[UnweightedNorms, "radau"]
 NORMS = get_args(Norms)
 # The squares of these norms are not chi-squared variables, so that no tilt of W is unbiased.
 FIXED_NORMS = ("sqrt_dim", "radau")

@@ -14,6 +14,28 @@ from simrf_jax.projections.structured import Projection, as_projection
 from simrf_jax.projections.weighted import WeightedProjection
 
 
+def unweighted(projection: Projection) -> Float[Array, "*stack num_features dim"] | FastProjection:
+    """Returns a projection whose rows have no weights.
+
+    Args:
+      projection: W, as ``as_projection`` returns it.
+
+    Raises:
+      TypeError: If it is a structured projection other than a ``FastProjection``.
+    """
+    if isinstance(projection, WeightedProjection):
+        raise TypeError(
+            "projection must have rows of equal weight here, got a WeightedProjection, whose log "
+            "weights only positive, hyperbolic and optimal positive features can honour."
+        )
+    if not isinstance(projection, jax.Array | FastProjection):
+        raise TypeError(
+            "projection must be an array [num_features, dim] or a FastProjection, "
+            f"got {None if projection is None else type(projection).__name__}."
+        )
+    return projection
+
+
 def project(
     x: Float[ArrayLike, "*batch dim"], projection: Projection
 ) -> Float[Array, "*batch num_features"]:
@@ -49,16 +71,7 @@ def product(
       x: Vectors.
       projection: W, as ``as_projection`` returns it.
     """
-    if isinstance(projection, WeightedProjection):
-        raise TypeError(
-            "projection must have rows of equal weight here, got a WeightedProjection, whose log "
-            "weights only positive and hyperbolic features can honour."
-        )
-    if not isinstance(projection, jax.Array | FastProjection):
-        raise TypeError(
-            "projection must be an array [num_features, dim] or a FastProjection, "
-            f"got {None if projection is None else type(projection).__name__}."
-        )
+    projection = unweighted(projection)
     if projection.ndim != 2:
         raise ValueError(
             f"projection must be [num_features, dim], got shape {projection.shape}; "

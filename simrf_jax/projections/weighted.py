@@ -78,13 +78,11 @@ class WeightedProjection(StructuredProjection):
         """
         if isinstance(self.rows, StructuredProjection):
             raise self.no_redraw()
-        # Both have shapes and dtypes alone where this stands for one of a stack.
-        num_features, dim = self.rows.shape
-        drawn = options.draw(key, num_features, dim, dtype=self.rows.dtype)
+        drawn = options.draw(key, *self.shape, dtype=self.dtype)
         if not isinstance(drawn, WeightedProjection):
             raise self.no_redraw()
-        weights = drawn.log_weights.astype(self.log_weights.dtype)
-        return dataclasses.replace(drawn, log_weights=weights)
+        dtype = jnp.result_type(self.log_weights)
+        return WeightedProjection(drawn.rows, jnp.asarray(drawn.log_weights, dtype))
 
 
 def rows_of(projection: Projection) -> Float[Array, "*shape"] | StructuredProjection:

@@ -11,6 +11,7 @@ import numpy as np
 from simrf_jax import (
     WeightedProjection,
     banded_attention,
+    feature_maps,
     fmm_attention,
     random_feature_attention,
 )
@@ -95,6 +96,7 @@ def weighted(w):
 # Those whose name is not all that they need.
 LIBRARY = {
     "elu": Library("elu", lambda w: None),
+    "optimal_positive": Library(feature_maps.OptimalPositive(-0.1)),
     "weighted": Library("positive", weighted),
     "weighted_hyperbolic": Library("hyperbolic", weighted),
 }
@@ -211,7 +213,15 @@ MODES = {
     "near and far, packed, causal": both(packed=True, causal=True),
     "near and far, decoding": both(decode=True, batch=(2, 1)),
 }
-OTHER_MAPS = ("hyperbolic", "relu", "elu", "trigonometric", "weighted", "weighted_hyperbolic")
+OTHER_MAPS = (
+    "hyperbolic",
+    "relu",
+    "elu",
+    "trigonometric",
+    "optimal_positive",
+    "weighted",
+    "weighted_hyperbolic",
+)
 WITH_OTHER_MAPS = {
     f"{name}, {feature_map}": far(feature_map, **options)
     for feature_map in OTHER_MAPS

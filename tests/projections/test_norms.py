@@ -14,15 +14,10 @@ from simrf_jax import WeightedProjection, draw_fast_projection, draw_projection
 from simrf_jax.projections.norms import chi_of_normal
 from tests.projections.matrices import dense
 from tests.standard_errors import assert_mean
+from tests.two_rows import exact_chi, mean_product
 
 COUPLED_NORMS = ("antithetic", "shared", "pair")
 CROSS = "cross_polytope"
-
-
-def exact_chi(normal, dim):
-    below = np.sqrt(2 * scipy.special.gammaincinv(dim / 2, scipy.special.ndtr(normal)))
-    above = np.sqrt(2 * scipy.special.gammainccinv(dim / 2, scipy.special.ndtr(-normal)))
-    return np.where(normal < 0, below, above)
 
 
 @pytest.mark.fast
@@ -95,22 +90,6 @@ def test_couplings_share_coupled_norms_as_paired_draws():
     np.testing.assert_allclose(one, other, rtol=1e-5)
 
 
-# The error of positive features in closed form, without the library: the mean over the norms of
-# two rows by quadrature, and over the rotation by the series 0F1.
-
-NODES, WEIGHTS = np.polynomial.hermite_e.hermegauss(60)
-WEIGHTS = WEIGHTS / WEIGHTS.sum()
-
-
-def product_of_rows(v, dim, cosine, norms, of=None):
-    """Returns E f f' of two rows at an angle whose norms are equal, antithetic or independent."""
-    a = exact_chi(NODES, dim)
-    b = {"equal": a, "antithetic": a[::-1], "independent": a[:, None]}[norms]
-    weights = WEIGHTS * WEIGHTS[:, None] if norms == "independent" else WEIGHTS
-    squares = a**2 + b**2 + 2 * cosine * a * b
-    return np.sum(weights * scipy.special.hyp0f1(dim / 2, v**2 * squares / 4)) * np.exp(-(v**2))
-
-
 def blocks_of(coupling, num_features, dim):
     size = {"orthogonal": dim, CROSS: 2 * dim}.get(coupling)
     if size is None:  # Simplices of at most d + 1 rows.
@@ -137,12 +116,12 @@ def relation_of_norms(coupling, norms, i, j):
 
 def expected_error(coupling, norms, num_features, dim, v):
     """Returns E (K_hat / K - 1)^2 of positive features."""
-    product = functools.cache(product_of_rows)
     total = num_features**2
     for size in blocks_of(coupling, num_features, dim):
         for i, j in np.ndindex(size, size):
             cosine = cosine_of_rows(coupling, i, j, size)
-            total += product(v, dim, cosine, relation_of_norms(coupling, norms, i, j)) - 1
+            relation = relation_of_norms(coupling, norms, i, j)
+            total += mean_product(v, dim, cosine, relation) - 1
     return total / num_features**2 - 1
 
 
@@ -204,9 +183,14 @@ def radau_error(num_features, dim, v):
 def test_radau_has_the_bias_and_the_error_of_the_closed_form():
     samples = ratios(CROSS, "radau", 17, 8, 1.0)
     bias, error = radau_error(17, 8, 1.0)
-    assert bias == pytest.approx(-1 / (24 * 12) * np.exp(-0.5), rel=0.1)
     assert_mean(samples - 1, bias)
     assert_mean((samples - 1) ** 2, error)
+
+
+@pytest.mark.parametrize("dim", [4, 64])
+def test_the_bias_of_radau_that_its_docstring_says(dim):
+    bias, _ = radau_error(2 * dim + 1, dim, 0.3)
+    assert bias == pytest.approx(-(0.3**6) / (24 * (dim + 4)) * np.exp(-(0.3**2) / 2), rel=0.1)
 
 
 def test_radau_has_the_published_numbers():
