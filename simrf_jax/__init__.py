@@ -6,6 +6,7 @@ A feature map phi turns a kernel into an inner product: K(x, y) = E[phi(x) . phi
   orthogonal or simplex coupling, as a matrix or as fast transforms.
 - ``redraw_key``, ``redraw_projections``: a new W for all layers and heads, on a schedule.
   ``DrawOptions``: how W was drawn, which travels with it, so that a redraw repeats it.
+- ``WeightedProjection``: W with a log weight for each row, for positive and hyperbolic features.
 - ``positive_features`` and the other ``*_features``: feature maps. ``gaussian_kernel``,
   ``softmax_kernel`` and ``relu_kernel``: the exact kernels that they estimate.
 - ``random_feature_attention``: softmax attention in linear time, bidirectional, causal or packed.
@@ -47,6 +48,7 @@ from simrf_jax.features import (
     gaussian_kernel,
     hybrid_features,
     hyperbolic_features,
+    optimal_positive_features,
     phase_features,
     positive_features,
     relu_features,
@@ -58,6 +60,7 @@ from simrf_jax.features import maps as feature_maps
 from simrf_jax.projections import (
     DrawOptions,
     FastProjection,
+    WeightedProjection,
     draw_fast_projection,
     draw_projection,
     project,
@@ -79,6 +82,7 @@ __all__ = [
     "FeatureMap",
     "Mechanism",
     "RandomFeatures",
+    "WeightedProjection",
     "angular_hybrid_features",
     "attention_matrix",
     "attention_report",
@@ -94,6 +98,7 @@ __all__ = [
     "gaussian_kernel",
     "hybrid_features",
     "hyperbolic_features",
+    "optimal_positive_features",
     "phase_features",
     "positive_features",
     "project",

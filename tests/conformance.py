@@ -16,6 +16,11 @@ COUPLINGS = {
     "orthogonal": {"coupling": "orthogonal"},
     "simplex": {"coupling": "simplex"},
     "simplex-square": {"coupling": "simplex", "block": "square"},
+    "cross_polytope": {"coupling": "cross_polytope"},
+    "cross_polytope-pair": {"coupling": "cross_polytope", "norms": "pair"},
+    "cross_polytope-antithetic": {"coupling": "cross_polytope", "norms": "antithetic"},
+    "cross_polytope-shared": {"coupling": "cross_polytope", "norms": "shared"},
+    "simplex-antithetic": {"coupling": "simplex", "norms": "antithetic"},
     "simplex_plus": {"coupling": "simplex_plus"},
     "simplex_plus-square": {"coupling": "simplex_plus", "block": "square"},
 }
@@ -23,7 +28,7 @@ COUPLINGS = {
 ROTATIONS = {
     "haar": tuple(COUPLINGS),
     # The rows of a Givens rotation are uniform on the sphere, but sums of them are not.
-    "givens": ("iid", "orthogonal"),
+    "givens": ("iid", "orthogonal", "cross_polytope"),
     "hadamard": ("iid",),
 }
 # Options of theory for each coupling. simplex_plus depends on the norms and has no closed form.

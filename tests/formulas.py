@@ -3,6 +3,8 @@
 Each is analytic wherever phi is smooth, so that a complex step in x or w gives its derivative.
 """
 
+import functools
+
 import numpy as np
 
 
@@ -34,6 +36,32 @@ def hyperbolic(x, w, kernel):
     log = np.concatenate([x @ w.T, -x @ w.T], axis=-1)
     log = log + _log_prefactor(x, kernel, -1) - np.log(2 * len(w)) / 2
     return log, np.ones_like(log)
+
+
+def log_weights(w):
+    """Returns log weights for the rows of W that differ between rows."""
+    return w[..., 0] - 0.5 * w[..., -1]
+
+
+def weighted(x, w, kernel):
+    log, sign = positive(x, w, kernel)
+    return log + log_weights(w) / 2, sign
+
+
+def weighted_hyperbolic(x, w, kernel):
+    log, sign = hyperbolic(x, w, kernel)
+    return log + np.tile(log_weights(w) / 2, 2), sign
+
+
+def optimal_positive(x, w, kernel, parameter=-0.1):
+    log, sign = positive(x, w, kernel)
+    log = log + (np.sqrt(1 - 4 * parameter) - 1) * (x @ w.T) + parameter * np.sum(w**2, axis=-1)
+    return log + len(w.T) / 4 * np.log(1 - 4 * parameter), sign
+
+
+def with_parameter(parameter):
+    """Returns the formula of optimal positive features with a parameter."""
+    return functools.partial(optimal_positive, parameter=parameter)
 
 
 def trigonometric(x, w, kernel):

@@ -13,6 +13,7 @@ from flax import nnx
 
 import simrf_jax
 from simrf_jax.integrations.nnx import RandomProjection
+from simrf_jax.projections import Projection, StructuredProjection
 
 
 class TrainState(NamedTuple):
@@ -89,8 +90,22 @@ def redraw(state: TrainState, *, interval: int, stacked: bool = False) -> TrainS
     """
     key = jax.random.fold_in(state.key, PROJECTIONS)
     key = simrf_jax.redraw_key(key, state.step, interval=interval)
-    layers = jax.tree.map(list, state.projections) if stacked else state.projections
+    if not stacked:
+        drawn = simrf_jax.redraw_projections(key, state.projections)
+        return state._replace(projections=drawn)
+    layers = jax.tree.map(
+        _layers, state.projections, is_leaf=lambda node: isinstance(node, StructuredProjection)
+    )
     drawn = simrf_jax.redraw_projections(key, layers)
-    if stacked:
-        drawn = jax.tree.map(jnp.stack, drawn, is_leaf=lambda node: isinstance(node, list))
+    drawn = jax.tree.map(_stack, drawn, is_leaf=lambda node: isinstance(node, list))
     return state._replace(projections=drawn)
+
+
+def _layers(stack: Projection) -> list[Projection]:
+    """Returns the projections of the layers, which have the leading axis in a stack."""
+    count = jax.tree.leaves(stack)[0].shape[0]
+    return [jax.tree.map(lambda x, i=i: x[i], stack) for i in range(count)]
+
+
+def _stack(layers: list[Projection]) -> Projection:
+    return jax.tree.map(lambda *parts: jnp.stack(parts), *layers)

@@ -7,7 +7,11 @@ from simrf_jax.features.bipolar import (
     gaussian_hybrid_features,
 )
 from simrf_jax.features.clustered import ClusteredProjection, clustered_hybrid_features
-from simrf_jax.features.exponential import hyperbolic_features, positive_features
+from simrf_jax.features.exponential import (
+    hyperbolic_features,
+    optimal_positive_features,
+    positive_features,
+)
 from simrf_jax.features.feature_map import (
     FEATURE_MAPS,
     Custom,
@@ -43,6 +47,7 @@ __all__ = [
     "gaussian_kernel",
     "hybrid_features",
     "hyperbolic_features",
+    "optimal_positive_features",
     "phase_features",
     "positive_features",
     "relu_features",

@@ -113,15 +113,14 @@ def draw_bipolar_projection(
       num_features: Number of rows m of each base estimator's projection.
       num_weights: Number n of random vectors that estimate the weight.
       dim: Dimension d of the vectors to project.
-      coupling: Joint law of the rows of each base estimator: ``"iid"``, ``"orthogonal"``,
-        ``"simplex"`` or ``"simplex_plus"``; see ``draw_projection``. The two base estimators are
-        independent of each other and of the weight. The random vectors of the weight are iid, as
-        Theorem 3.1 and Lemma 3.2 require.
+      coupling: Joint law of the rows of each base estimator; see ``draw_projection``. The two base
+        estimators are independent of each other and of the weight. The random vectors of the weight
+        are iid, as Theorem 3.1 and Lemma 3.2 require.
       block: Row-block mode of the base estimators, ``"regular"`` or ``"square"``; see
         ``draw_projection``.
       rotation: Random rotation of the base estimators, ``"haar"``, ``"hadamard"`` or ``"givens"``;
         see ``draw_projection``.
-      norms: Row norms of the base estimators, ``"chi"`` (unbiased) or ``"sqrt_dim"`` (biased); see
+      norms: Law of the row norms of the base estimators, other than ``"radau"``; see
         ``draw_projection``.
       dtype: Floating type of all arrays.
       num_sweeps: Number of sweeps of the coupling ``simplex_plus`` over its rows; see
@@ -134,7 +133,8 @@ def draw_bipolar_projection(
       TypeError: If the key is not a typed PRNG key, a size is not an integer, or dtype is not
         floating.
       ValueError: If a name is unknown, a size is below 1, a simplex has ``dim < 2``, or num_sweeps
-        is given to another coupling than ``simplex_plus``.
+        is given to another coupling than ``simplex_plus``, or the base estimators cannot have the
+        norms.
 
     Example:
       >>> import jax, simrf_jax
@@ -160,6 +160,11 @@ def _draw(
     options: DrawOptions,
     dtype: DTypeLike,
 ) -> BipolarProjection:
+    if options.norms == "radau":
+        raise ValueError(
+            "norms='radau' gives rows weights, which the trigonometric base estimator cannot "
+            "honour; a bipolar hybrid takes any other law of norms."
+        )
     one, two, three = jax.random.split(key, 3)
     hyperbolic = options.draw(one, num_features, dim, dtype=dtype)
     trigonometric = options.draw(two, num_features, dim, dtype=dtype)

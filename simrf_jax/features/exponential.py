@@ -1,17 +1,29 @@
-"""Positive feature maps: one exponential for each row of W, or a pair of exponentials."""
+"""Positive feature maps: one exponential for each row of W, weighted or not, or a pair of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Real
 
 from simrf_jax import checks
 from simrf_jax.features.feature_map import FeatureMap, named
 from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side
-from simrf_jax.projections import Projection, product
+from simrf_jax.projections import (
+    Projection,
+    add_half_log_weights,
+    as_projection,
+    check_chi_norms,
+    product,
+    rows_of,
+    tilted,
+)
 
 
 @named("positive")
@@ -35,7 +47,7 @@ class Positive(FeatureMap, static=("kernel",)):
     ) -> LogFeatures:
         """Returns the same features for queries and keys."""
         del side
-        exponent = product(x, projection)
+        exponent = add_half_log_weights(product(x, rows_of(projection)), projection)
         return LogFeatures(exponent, _log_scale(x, exponent, self.kernel))
 
 
@@ -61,9 +73,63 @@ class Hyperbolic(FeatureMap, static=("kernel",)):
     ) -> LogFeatures:
         """Returns the same features for queries and keys."""
         del side
-        logits = product(x, projection)
-        exponent = jnp.concatenate([logits, -logits], axis=-1)
+        logits = product(x, rows_of(projection))
+        exponent = jnp.concatenate(
+            [add_half_log_weights(each, projection) for each in (logits, -logits)], axis=-1
+        )
         return LogFeatures(exponent, _log_scale(x, exponent, self.kernel))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # The parameter may be an array.
+class OptimalPositive(FeatureMap, static=("kernel",)):
+    """The feature map of ``optimal_positive_features``.
+
+    Attributes:
+      parameter: A, below 1/8; in attention also ``[K]``, one for each key head.
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+    """
+
+    is_finite = True
+    needs_chi_norms = True
+    axes_of_one: ClassVar[Mapping[str, int]] = {"parameter": 0}
+    parameter: Real[ArrayLike, "*K"]
+    kernel: Kernel = "softmax"
+
+    def __post_init__(self) -> None:
+        """Checks the parameter, unless it is traced, and the kernel."""
+        _check_parameter(self.parameter)
+        checks.one_of("kernel", self.kernel, KERNELS)
+
+    def log_features(
+        self, x: Float[Array, "*batch dim"], projection: Projection, *, side: Side
+    ) -> LogFeatures:
+        """Returns the same features for queries and keys.
+
+        Raises:
+          ValueError: If there is more than one parameter.
+        """
+        if jnp.ndim(self.parameter):
+            raise ValueError(
+                "parameter must be one number, or in attention [K], one for each key head, got "
+                f"shape {jnp.shape(self.parameter)}."
+            )
+        weighted = tilted(projection, self.parameter)
+        return Positive(self.kernel).log_features(x, weighted, side=side)
+
+
+def _check_parameter(parameter: Real[ArrayLike, "*K"]) -> None:
+    """Accepts real numbers below 1/8; the values of traced ones are not known."""
+    dtype = parameter.dtype if hasattr(parameter, "dtype") else np.asarray(parameter).dtype
+    if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
+        raise TypeError(f"parameter must be a real number, got {parameter!r}.")
+    if isinstance(parameter, jax.core.Tracer):
+        return
+    largest = np.max(np.asarray(parameter, np.float64), initial=-np.inf)
+    if not (np.all(np.isfinite(parameter)) and largest < 0.125):
+        raise ValueError(
+            "parameter must be finite and below 1/8, from where on the variance is infinite, got "
+            f"{parameter}."
+        )
 
 
 def _log_scale(
@@ -88,7 +154,8 @@ def positive_features(
 
     Args:
       x: Vectors in units of the kernel's length scale.
-      projection: W, ``[num_features, dim]``, the same for both sides of the product.
+      projection: W, ``[num_features, dim]``, the same for both sides of the product: an array, a
+        ``FastProjection`` or a ``WeightedProjection``.
       kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
 
     Returns:
@@ -135,7 +202,8 @@ def hyperbolic_features(
 
     Args:
       x: Vectors in units of the kernel's length scale.
-      projection: W, ``[num_features, dim]``, the same for both sides of the product.
+      projection: W, ``[num_features, dim]``, the same for both sides of the product: an array, a
+        ``FastProjection`` or a ``WeightedProjection``.
       kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
 
     Returns:
@@ -162,3 +230,66 @@ def hyperbolic_features(
       https://arxiv.org/abs/2110.04367
     """
     return Hyperbolic(kernel).features(x, projection)
+
+
+def optimal_positive_features(
+    x: Float[ArrayLike, "*batch dim"],
+    projection: Projection,
+    *,
+    parameter: Real[ArrayLike, ""],
+    kernel: Kernel = "gaussian",
+) -> Float[Array, "*batch num_features"]:
+    r"""Returns optimal positive random features (FAVOR++, OPRF, generalised exponential features).
+
+    .. math::
+        \phi(x)_i = \tfrac{1}{\sqrt m} (1 - 4A)^{d/4}
+            \exp\bigl(A |w_i|^2 + \sqrt{1 - 4A}\, w_i \cdot x - c |x|^2\bigr)
+
+    with :math:`c = 1` for the Gaussian kernel and :math:`\tfrac12` for the softmax kernel. These
+    are positive features of the rows :math:`\sqrt{1 - 4A}\, w_i`, which are longer than those of W
+    if A is negative, with the weights that keep the product :math:`\phi(x) \cdot \phi(y)`
+    unbiased. A = 0 gives ``positive_features``. The relative second moment of one row is
+
+    .. math:: S = \Bigl(\frac{1 + \rho}{2 \sqrt\rho}\Bigr)^d e^{\rho v^2}, \qquad
+        \rho = \frac{1}{1 - 8A}, \qquad v = |x + y|.
+
+    With :math:`t = v^2 / d` it is least for
+    :math:`A = (1 - 2t - \sqrt{(2t + 1)^2 + 8t}) / 16`, whatever the coupling of the rows.
+    The coupling **simplex** suits this map as it suits positive features. The rows need norms with
+    the law chi: with fixed norms the weights are all alike, and the features estimate another
+    kernel.
+
+    Args:
+      x: Vectors in units of the kernel's length scale.
+      projection: W, ``[num_features, dim]``, the same for both sides of the product: an array, a
+        ``FastProjection`` or a ``WeightedProjection``. A ``FastProjection`` has d and the norms of
+        its rows in the padded dimension.
+      parameter: A, one number below 1/8, usually negative, which may be traced. It must be the same
+        for both sides.
+      kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
+
+    Returns:
+      The features in x's dtype, computed in float32 or wider.
+
+    Raises:
+      TypeError: If an argument is not floating, or the parameter is not a real number.
+      ValueError: If the kernel is unknown, the shapes do not match, the parameter is not finite or
+        not below 1/8, or the norms of the rows are known and fixed.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, simrf_jax
+      >>> x, y = 0.2 * jax.random.normal(jax.random.key(0), (2, 16))
+      >>> w = simrf_jax.draw_projection(jax.random.key(1), 4096, 16)
+      >>> psi_x, psi_y = (
+      ...     simrf_jax.optimal_positive_features(each, w, parameter=-0.02) for each in (x, y)
+      ... )
+      >>> exact = simrf_jax.gaussian_kernel(x[None], y[None])[0, 0]
+      >>> bool(jnp.abs(psi_x @ psi_y / exact - 1) < 0.05)
+      True
+
+    References:
+      Likhosherstov et al., Chefs' Random Tables: Non-Trigonometric Random Features (NeurIPS 2022),
+      https://arxiv.org/abs/2205.15317
+    """
+    check_chi_norms(as_projection(projection))
+    return OptimalPositive(parameter, kernel).features(x, projection)

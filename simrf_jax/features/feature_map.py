@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import jax
@@ -19,7 +19,7 @@ from simrf_jax.projections import Coupling, as_projection
 
 Map = TypeVar("Map", bound="FeatureMap")
 
-_OF_THE_CLASS = ("projection_type", "is_finite", "coupling")
+_OF_THE_CLASS = ("projection_type", "is_finite", "coupling", "needs_chi_norms", "axes_of_one")
 
 
 class FeatureMap(abc.ABC):
@@ -38,6 +38,12 @@ class FeatureMap(abc.ABC):
         attention looks at the features, and replaces hidden tokens by copies of others before it
         calls the map.
       coupling: Coupling of the rows of W that suits the map best, the default of the adapters.
+      needs_chi_norms: True if the map estimates another kernel where the norms of the rows of W are
+        fixed, as with ``norms="sqrt_dim"`` or ``"radau"``. Attention and the adapters then refuse
+        such rows, as far as they know them.
+      axes_of_one: Names of the fields that may hold one array for each key head, and the number of
+        axes of one such array. Attention takes an array with one axis more as one for each key
+        head, and gives each head its own.
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp, simrf_jax
@@ -57,6 +63,8 @@ class FeatureMap(abc.ABC):
     projection_type: ClassVar[type] = jax.Array
     is_finite: ClassVar[bool] = False
     coupling: ClassVar[Coupling] = "simplex"
+    needs_chi_norms: ClassVar[bool] = False
+    axes_of_one: ClassVar[Mapping[str, int]] = {}
     _static: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, *, static: Sequence[str] = (), **options: Any) -> None:
@@ -85,6 +93,18 @@ class FeatureMap(abc.ABC):
           Features with the leading shape of x, whose products estimate the kernel, in attention
           exp(x . y). Exponents are minus infinity where a feature is zero.
         """
+
+    def head_axes(self) -> Any:
+        """Returns the axis of key heads of each leaf, 0 or None, in the structure of this map.
+
+        The result serves as ``in_axes`` of ``jax.vmap``, for ``axes_of_one``.
+        """
+
+        def axis(path: tuple[GetAttrKey, ...], leaf: Any) -> int | None:
+            axes_of_one = self.axes_of_one.get(path[0].name)
+            return 0 if axes_of_one is not None and jnp.ndim(leaf) == axes_of_one + 1 else None
+
+        return jax.tree_util.tree_map_with_path(axis, self)
 
     def features(
         self, x: Float[ArrayLike, "*batch dim"], projection: Any, *, side: Side = "key"
@@ -302,10 +322,12 @@ def as_feature_map(feature_map: FeatureMapLike) -> FeatureMap:
     while isinstance(inner, functools.partial):
         inner = inner.func
     name = getattr(inner, "__name__", "").removesuffix("_features")
-    if name in FEATURE_MAPS and inner.__module__.startswith("simrf_jax."):
+    of_class = name.title().replace("_", "")
+    classes = [cls.__name__ for cls in FeatureMap.__subclasses__()]
+    if of_class in classes and inner.__module__.startswith("simrf_jax."):
+        by_name = f" or {name!r}" if name in FEATURE_MAPS else ""
         raise TypeError(
-            f"feature_map must be simrf_jax.feature_maps.{type(FEATURE_MAPS[name]).__name__}(...) "
-            f"or {name!r}, got the function {inner.__name__}, whose features overflow where those "
-            "of the map do not."
+            f"feature_map must be simrf_jax.feature_maps.{of_class}(...){by_name}, got the "
+            f"function {inner.__name__}, whose features overflow where those of the map do not."
         )
     return Custom(feature_map)

@@ -2,7 +2,7 @@
 
 from simrf_jax.features.bipolar import AngularHybrid, GaussianHybrid
 from simrf_jax.features.clustered import ClusteredHybrid
-from simrf_jax.features.exponential import Hyperbolic, Positive
+from simrf_jax.features.exponential import Hyperbolic, OptimalPositive, Positive
 from simrf_jax.features.feature_map import FEATURE_MAPS, Custom, named
 from simrf_jax.features.generalised import Elu, Relu
 from simrf_jax.features.log_space import LogFeatures
@@ -17,6 +17,7 @@ __all__ = [
     "GaussianHybrid",
     "Hyperbolic",
     "LogFeatures",
+    "OptimalPositive",
     "Phase",
     "Positive",
     "Relu",

@@ -23,7 +23,16 @@ from simrf_jax.features import (
 )
 from simrf_jax.integrations import flax_masks
 from simrf_jax.integrations.flax_masks import Mask
-from simrf_jax.projections import BlockMode, Coupling, DrawOptions, Projection, Rotation
+from simrf_jax.projections import (
+    FIXED_NORMS,
+    BlockMode,
+    Coupling,
+    DrawOptions,
+    Norms,
+    Projection,
+    Rotation,
+    WeightedProjection,
+)
 
 # A bipolar hybrid has about 4 num_features (num_weights + 1) features.
 NUM_WEIGHTS = 8
@@ -295,6 +304,7 @@ def draw_options(
     coupling: Coupling | None,
     block: BlockMode,
     rotation: Rotation,
+    norms: Norms,
 ) -> DrawOptions:
     """Returns the options that the W of a feature map is drawn by.
 
@@ -303,10 +313,22 @@ def draw_options(
       coupling: Coupling of the rows; None for the feature map's.
       block: Row-block mode.
       rotation: Distribution of the rotations.
+      norms: Law of the row norms.
+
+    Raises:
+      ValueError: If a name is unknown, the coupling does not have the rows that ``norms`` couples,
+        or the feature map needs norms that are chi variables.
     """
-    if coupling is None:
-        coupling = as_feature_map(feature_map).coupling
-    return DrawOptions(coupling, block, rotation)
+    feature_map = as_feature_map(feature_map)
+    if feature_map.needs_chi_norms and norms in FIXED_NORMS:
+        raise ValueError(
+            f"norms={norms!r} fixes the norms of the rows, with which "
+            f"{type(feature_map).__name__} estimates another kernel; it needs norms that are chi "
+            "variables, such as norms='chi'."
+        )
+    return DrawOptions(
+        feature_map.coupling if coupling is None else coupling, block, rotation, norms
+    )
 
 
 def draw_heads(
@@ -399,19 +421,27 @@ def draw_maps(
     )
 
 
-_PARTS = ("hyperbolic", "trigonometric", "weights")
+# The fields of structured projections that are saved, by class.
+_PARTS = {
+    BipolarProjection: ("hyperbolic", "trigonometric", "weights"),
+    WeightedProjection: ("rows", "log_weights"),
+}
 
 
-def _parts(projection: BipolarProjection) -> dict[str, Any]:
-    return {name: serialization.to_state_dict(getattr(projection, name)) for name in _PARTS}
+def _state_dict(projection: BipolarProjection | WeightedProjection) -> dict[str, Any]:
+    names = _PARTS[type(projection)]
+    return {name: serialization.to_state_dict(getattr(projection, name)) for name in names}
 
 
-def _from_parts(projection: BipolarProjection, state: dict[str, Any]) -> BipolarProjection:
+def _from_state_dict(
+    projection: BipolarProjection | WeightedProjection, state: dict[str, Any]
+) -> BipolarProjection | WeightedProjection:
     parts = {
         name: serialization.from_state_dict(getattr(projection, name), state[name], name=name)
-        for name in _PARTS
+        for name in _PARTS[type(projection)]
     }
     return dataclasses.replace(projection, **parts)
 
 
-serialization.register_serialization_state(BipolarProjection, _parts, _from_parts)
+for _structured in _PARTS:
+    serialization.register_serialization_state(_structured, _state_dict, _from_state_dict)

@@ -19,16 +19,17 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention import Blend, Mechanism, RandomFeatures
-from simrf_jax.features import FeatureMapLike
+from simrf_jax.features import BipolarProjection, FeatureMapLike
 from simrf_jax.integrations import flax_attention
 from simrf_jax.integrations.flax_attention import Call
 from simrf_jax.projections import (
     BlockMode,
     Coupling,
     DrawOptions,
+    Norms,
     Projection,
     Rotation,
-    StructuredProjection,
+    as_projection,
 )
 
 
@@ -46,11 +47,11 @@ class RandomProjection(meta.AxisMetadata[Any]):
     restore a checkpoint into variables that ``init`` made.
 
     Attributes:
-      value: W, ``[..., num_features, dim]``.
+      value: W, ``[..., num_features, dim]``, an array or a ``WeightedProjection``.
       draw_options: Options that W was drawn by, which ``redraw_projections`` reads.
     """
 
-    value: jax.Array
+    value: Any
     draw_options: DrawOptions
 
     @property
@@ -83,7 +84,7 @@ class RandomProjection(meta.AxisMetadata[Any]):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.value, dtype=dtype, copy=copy)
 
-    def unbox(self) -> jax.Array:
+    def unbox(self) -> Any:
         """Returns W."""
         return self.value
 
@@ -123,10 +124,10 @@ serialization.register_serialization_state(RandomProjection, _state_dict, _from_
 
 
 def _box(projection: Projection | None, options: DrawOptions) -> Any:
-    """Returns an array in a box. A ``BipolarProjection`` says by itself how it was drawn."""
-    if projection is None or isinstance(projection, StructuredProjection):
+    """Returns W in a box. A ``BipolarProjection`` says by itself how it was drawn."""
+    if projection is None or isinstance(projection, BipolarProjection):
         return projection
-    return RandomProjection(jnp.asarray(projection), options)
+    return RandomProjection(as_projection(projection), options)
 
 
 class _Adapter(nn.Module):
@@ -304,6 +305,9 @@ class RandomFeatureAttention(_Adapter):
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``simrf_jax.draw_projection``.
       rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
         ``simrf_jax.draw_projection``.
+      norms: Law of the row norms; see ``simrf_jax.draw_projection``. ``"radau"`` needs positive,
+        hyperbolic or similar features, which honour weights; hybrids and optimal positive features
+        refuse it, and the latter ``"sqrt_dim"`` as well.
       num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
         time and the state of hybrids grow with its product with ``num_features``.
       shared: True draws one W for all heads.
@@ -345,6 +349,7 @@ class RandomFeatureAttention(_Adapter):
     coupling: Coupling | None = None
     block: BlockMode = "regular"
     rotation: Rotation = "haar"
+    norms: Norms = "chi"
     num_weights: int | None = None
     shared: bool = False
     is_causal: bool = False
@@ -360,7 +365,11 @@ class RandomFeatureAttention(_Adapter):
 
         def draw() -> Any:
             options = flax_attention.draw_options(
-                self.feature_map, coupling=self.coupling, block=self.block, rotation=self.rotation
+                self.feature_map,
+                coupling=self.coupling,
+                block=self.block,
+                rotation=self.rotation,
+                norms=self.norms,
             )
             w = flax_attention.draw_heads(
                 self._key(),
@@ -398,6 +407,9 @@ class FMMAttention(_Adapter):
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``simrf_jax.draw_projection``.
       rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
         ``simrf_jax.draw_projection``.
+      norms: Law of the row norms; see ``simrf_jax.draw_projection``. ``"radau"`` needs positive,
+        hyperbolic or similar features, which honour weights; hybrids and optimal positive features
+        refuse it, and the latter ``"sqrt_dim"`` as well.
       num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
         time and the state of hybrids grow with its product with ``num_features``.
       shared: True draws one W for all heads.
@@ -440,6 +452,7 @@ class FMMAttention(_Adapter):
     coupling: Coupling | None = None
     block: BlockMode = "regular"
     rotation: Rotation = "haar"
+    norms: Norms = "chi"
     num_weights: int | None = None
     shared: bool = False
     is_causal: bool = False
@@ -453,7 +466,11 @@ class FMMAttention(_Adapter):
         def draw() -> tuple[Any, ...]:
             options = [
                 flax_attention.draw_options(
-                    one, coupling=self.coupling, block=self.block, rotation=self.rotation
+                    one,
+                    coupling=self.coupling,
+                    block=self.block,
+                    rotation=self.rotation,
+                    norms=self.norms,
                 )
                 for one in self.feature_maps
             ]

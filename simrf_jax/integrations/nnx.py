@@ -14,7 +14,7 @@ from simrf_jax import checks
 from simrf_jax.attention import Blend, Mechanism, RandomFeatures
 from simrf_jax.features import FeatureMap, FeatureMapLike, as_feature_map
 from simrf_jax.integrations import flax_attention
-from simrf_jax.projections import BlockMode, Coupling, Rotation
+from simrf_jax.projections import BlockMode, Coupling, Norms, Rotation
 
 
 class RandomProjection(nnx.Variable):
@@ -246,6 +246,9 @@ class RandomFeatureAttention(_Adapter):
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``simrf_jax.draw_projection``.
       rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
         ``simrf_jax.draw_projection``.
+      norms: Law of the row norms; see ``simrf_jax.draw_projection``. ``"radau"`` needs positive,
+        hyperbolic or similar features, which honour weights; hybrids and optimal positive features
+        refuse it, and the latter ``"sqrt_dim"`` as well.
       num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
         time and the state of hybrids grow with its product with ``num_features``.
       shared: True draws one W for all heads.
@@ -296,6 +299,7 @@ class RandomFeatureAttention(_Adapter):
         coupling: Coupling | None = None,
         block: BlockMode = "regular",
         rotation: Rotation = "haar",
+        norms: Norms = "chi",
         num_weights: int | None = None,
         shared: bool = False,
         is_causal: bool = False,
@@ -320,7 +324,7 @@ class RandomFeatureAttention(_Adapter):
         if num_features is None:
             return
         options = flax_attention.draw_options(
-            feature_map, coupling=coupling, block=block, rotation=rotation
+            feature_map, coupling=coupling, block=block, rotation=rotation, norms=norms
         )
         w = flax_attention.draw_heads(
             rngs.features(),
@@ -362,6 +366,9 @@ class FMMAttention(_Adapter):
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``simrf_jax.draw_projection``.
       rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
         ``simrf_jax.draw_projection``.
+      norms: Law of the row norms; see ``simrf_jax.draw_projection``. ``"radau"`` needs positive,
+        hyperbolic or similar features, which honour weights; hybrids and optimal positive features
+        refuse it, and the latter ``"sqrt_dim"`` as well.
       num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
         time and the state of hybrids grow with its product with ``num_features``.
       shared: True draws one W for all heads.
@@ -412,6 +419,7 @@ class FMMAttention(_Adapter):
         coupling: Coupling | None = None,
         block: BlockMode = "regular",
         rotation: Rotation = "haar",
+        norms: Norms = "chi",
         num_weights: int | None = None,
         shared: bool = False,
         is_causal: bool = False,
@@ -437,7 +445,9 @@ class FMMAttention(_Adapter):
         self.near_logit = nnx.Param(jnp.zeros(self.num_heads))
         self.far_logits = nnx.Param(jnp.zeros((len(feature_maps), self.num_heads)))
         options = tuple(
-            flax_attention.draw_options(one, coupling=coupling, block=block, rotation=rotation)
+            flax_attention.draw_options(
+                one, coupling=coupling, block=block, rotation=rotation, norms=norms
+            )
             for one in feature_maps
         )
         w = flax_attention.draw_maps(

@@ -1,18 +1,22 @@
 """Random projections W: functions that draw, apply and redraw them."""
 
 from simrf_jax.projections.couplings import COUPLINGS, Coupling, FixedCoupling
-from simrf_jax.projections.dense import NORMS, Norms, draw_projection
+from simrf_jax.projections.dense import draw_projection
 from simrf_jax.projections.fast import FastProjection, draw_fast_projection
+from simrf_jax.projections.norms import FIXED_NORMS, NORMS, Norms
 from simrf_jax.projections.options import DrawOptions
-from simrf_jax.projections.project import Projection, as_projection, product, project
+from simrf_jax.projections.project import product, project
 from simrf_jax.projections.redraw import redraw_key, redraw_projections
 from simrf_jax.projections.rotations import ROTATIONS, Rotation
 from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode
-from simrf_jax.projections.structured import StructuredProjection
+from simrf_jax.projections.structured import Projection, StructuredProjection, as_projection
+from simrf_jax.projections.tilt import check_chi_norms, tilted
+from simrf_jax.projections.weighted import WeightedProjection, add_half_log_weights, rows_of
 
 __all__ = [
     "BLOCK_MODES",
     "COUPLINGS",
+    "FIXED_NORMS",
     "NORMS",
     "ROTATIONS",
     "BlockMode",
@@ -24,11 +28,16 @@ __all__ = [
     "Projection",
     "Rotation",
     "StructuredProjection",
+    "WeightedProjection",
+    "add_half_log_weights",
     "as_projection",
+    "check_chi_norms",
     "draw_fast_projection",
     "draw_projection",
     "product",
     "project",
     "redraw_key",
     "redraw_projections",
+    "rows_of",
+    "tilted",
 ]

@@ -12,14 +12,15 @@ from jaxtyping import Array, Float, Int
 from simrf_jax.projections.row_blocks import (
     BlockMode,
     EqualRowBlocks,
+    cross_polytope_blocks,
     orthogonal_blocks,
     simplex_blocks,
 )
 
-Coupling: TypeAlias = Literal["iid", "orthogonal", "simplex", "simplex_plus"]
+Coupling: TypeAlias = Literal["iid", "orthogonal", "simplex", "cross_polytope", "simplex_plus"]
 COUPLINGS = get_args(Coupling)
 # Only couplings whose directions do not depend on the norms have closed forms and fast transforms.
-FixedCoupling: TypeAlias = Literal["orthogonal", "simplex"]
+FixedCoupling: TypeAlias = Literal["orthogonal", "simplex", "cross_polytope"]
 FIXED = get_args(FixedCoupling)
 NUM_SWEEPS = 3
 
@@ -44,6 +45,7 @@ class CouplingRule(NamedTuple):
 COUPLED: dict[Coupling, CouplingRule] = {
     "orthogonal": CouplingRule(orthogonal_blocks, least_dim=1),
     "simplex": CouplingRule(simplex_blocks, least_dim=2),
+    "cross_polytope": CouplingRule(cross_polytope_blocks, least_dim=1),
     "simplex_plus": CouplingRule(simplex_blocks, least_dim=2, weight_dependent=True),
 }
 

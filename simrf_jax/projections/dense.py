@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal, TypeAlias, get_args
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +19,48 @@ from simrf_jax.projections.couplings import (
     has_room,
     minimise_resultant,
 )
+from simrf_jax.projections.norms import (
+    Norms,
+    UnweightedNorms,
+    check_norms,
+    check_num_features,
+    draw_norms,
+    fixed_norm,
+    radau_log_weights,
+)
 from simrf_jax.projections.rotations import ROTATIONS, Rotation
 from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode, EqualRowBlocks
+from simrf_jax.projections.weighted import WeightedProjection
 
-Norms: TypeAlias = Literal["chi", "sqrt_dim"]
-NORMS = get_args(Norms)
+
+@overload
+def draw_projection(
+    key: Key[Array, ""],
+    num_features: int,
+    dim: int,
+    *,
+    coupling: Coupling = ...,
+    block: BlockMode = ...,
+    rotation: Rotation = ...,
+    norms: UnweightedNorms = ...,
+    dtype: DTypeLike = ...,
+    num_sweeps: int | None = ...,
+) -> Float[Array, "{num_features} {dim}"]: ...
+
+
+@overload
+def draw_projection(
+    key: Key[Array, ""],
+    num_features: int,
+    dim: int,
+    *,
+    coupling: Coupling = ...,
+    block: BlockMode = ...,
+    rotation: Rotation = ...,
+    norms: Norms,
+    dtype: DTypeLike = ...,
+    num_sweeps: int | None = ...,
+) -> Float[Array, "{num_features} {dim}"] | WeightedProjection: ...
 
 
 def draw_projection(
@@ -37,7 +74,7 @@ def draw_projection(
     norms: Norms = "chi",
     dtype: DTypeLike = jnp.float32,
     num_sweeps: int | None = None,
-) -> Float[Array, "{num_features} {dim}"]:
+) -> Float[Array, "{num_features} {dim}"] | WeightedProjection:
     r"""Draws a random projection W whose rows are marginally standard normal.
 
     .. math:: W = D S R
@@ -55,7 +92,10 @@ def draw_projection(
         ``"orthogonal"`` suits trigonometric and hyperbolic features. ``"simplex"`` gives positive
         features the least variance of all couplings that do not depend on the norms (Theorem 3.4,
         for m = d). ``"simplex_plus"`` arranges the simplex to suit the norms (Eqs. 16 and 17),
-        which is better still but takes longer to draw.
+        which is better still but takes longer to draw. ``"cross_polytope"`` rows are orthogonal
+        vectors and their negatives, in row blocks of up to 2 d rows. Rows 2i and 2i + 1 of a row
+        block are a pair w, -w up to their norms. Among couplings that do not depend on the norms
+        it gives positive features the least variance for m = 2 d.
       block: Row-block mode, which sets the number of rows in a simplex row block. ``"regular"``
         fills whole regular simplices of up to d + 1 rows. ``"square"`` follows the paper to the
         letter, with row blocks of d rows and a cut-off remainder. Orthogonal row blocks have d rows
@@ -66,20 +106,31 @@ def draw_projection(
         ``orthogonal`` and nearly unbiased for the simplices. The last two work in the next power
         of two of ``dim``, and the row blocks and norms are those of that dimension. Any rotation
         leaves ``iid`` rows as they are, because they are isotropic by themselves.
-      norms: Law of the row norms. ``"chi"`` is :math:`\chi_d`, the law of the norm of a Gaussian
-        vector, with which kernel estimates are unbiased. ``"sqrt_dim"`` sets all norms to
-        :math:`\sqrt d`, with which they are biased.
+      norms: Law of the row norms. With the first four, each norm has the law :math:`\chi_d` of the
+        norm of a Gaussian vector, and kernel estimates are unbiased. ``"chi"`` draws independent
+        norms. ``"antithetic"`` draws norms of consecutive rows of a row block with
+        :math:`F(a) + F(a') = 1`, where F is the distribution function of :math:`\chi_d`; in a
+        cross-polytope the two rows of a pair share one norm, and consecutive pairs are antithetic.
+        ``"shared"`` gives one norm to all rows of a row block, which raises the variance of kernel
+        estimates and lowers the error of attention, where what all keys have in common cancels.
+        ``"pair"`` gives one norm to the two rows of a pair of a cross-polytope.
+        ``"sqrt_dim"`` sets all norms to :math:`\sqrt d`, with which estimates are biased.
+        ``"radau"`` sets them to :math:`\sqrt{d + 2}` with the total weight d/(d + 2), and the last
+        row of W to zero with the weight 2/(d + 2). The relative bias of positive features is only
+        :math:`-\tfrac{v^6}{24 (d + 4)} e^{-v^2/2}` to leading order in :math:`v = |x + y|`.
       dtype: Floating type of the result. The draw itself is made in float32 at least.
       num_sweeps: Number of times that ``simplex_plus`` arranges every row, by default 3. No other
         coupling accepts it.
 
     Returns:
-      W, of type ``dtype``.
+      W, of type ``dtype``; for ``norms="radau"`` a ``WeightedProjection``, which only positive and
+      hyperbolic features take.
 
     Raises:
       TypeError: If the key is not typed, a size is not an integer, or ``dtype`` is not floating.
-      ValueError: If a name is unknown, a size is below 1, a simplex has ``dim < 2``, or
-        ``num_sweeps`` is given to a coupling other than ``simplex_plus``.
+      ValueError: If a name is unknown, a size is below 1, a simplex has ``dim < 2``,
+        ``num_sweeps`` is given to a coupling other than ``simplex_plus``, the coupling does not
+        have the rows that ``norms`` couples, or ``norms="radau"`` has less than two rows.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
@@ -103,7 +154,21 @@ def draw_projection(
     dim = checks.positive_int("dim", dim)
     has_room(coupling, dim)
     dtype = checks.floating_dtype("dtype", dtype)
-    return _draw(key, num_features, dim, coupling, block, rotation, norms, dtype, num_sweeps)
+    check_num_features(num_features, norms)
+    if norms != "radau":
+        return _draw(key, num_features, dim, coupling, block, rotation, norms, dtype, num_sweeps)
+    rows = _draw(key, num_features - 1, dim, coupling, block, rotation, norms, dtype, num_sweeps)
+    log_weights = radau_log_weights(
+        num_features,
+        _ambient_dim(dim, coupling, rotation),
+        jnp.promote_types(dtype, jnp.float32),
+    )
+    return WeightedProjection(jnp.pad(rows, ((0, 1), (0, 0))), log_weights)
+
+
+def _ambient_dim(dim: int, coupling: Coupling, rotation: Rotation) -> int:
+    """Returns the dimension in which the rows have their norms, before it is cut off to ``dim``."""
+    return dim if coupling == "iid" else ROTATIONS[rotation].ambient_dim(dim)
 
 
 def check_options(
@@ -134,7 +199,7 @@ def check_options(
     checks.one_of("coupling", coupling, COUPLINGS)
     checks.one_of("block", block, BLOCK_MODES)
     checks.one_of("rotation", rotation, ROTATIONS)
-    checks.one_of("norms", norms, NORMS)
+    check_norms(norms, coupling)
     if coupling != "iid" and COUPLED[coupling].weight_dependent:
         return checks.positive_int("num_sweeps", NUM_SWEEPS if num_sweeps is None else num_sweeps)
     if num_sweeps is not None:
@@ -155,20 +220,28 @@ def _draw(
     num_sweeps: int | None,
 ) -> Float[Array, "{num_features} {dim}"]:
     compute = jnp.promote_types(dtype, jnp.float32)
-    ambient = dim if coupling == "iid" else ROTATIONS[rotation].ambient_dim(dim)
     norm_key, rotation_key = jax.random.split(key)
-    gaussian = jax.random.normal(norm_key, (num_features, ambient), compute)
-    chi = jnp.linalg.norm(gaussian, axis=-1)
-    lengths = chi if norms == "chi" else jnp.full_like(chi, ambient**0.5)
     if coupling == "iid":
-        w = gaussian if norms == "chi" else gaussian * (lengths / chi)[:, None]
+        return _draw_iid(norm_key, num_features, dim, norms, compute).astype(dtype)
+    ambient = _ambient_dim(dim, coupling, rotation)
+    row_blocks = COUPLED[coupling].blocks(num_features, ambient, block)
+    if norms == "chi":
+        gaussian = jax.random.normal(norm_key, (num_features, ambient), compute)
+        lengths = jnp.linalg.norm(gaussian, axis=-1)
     else:
-        row_blocks = COUPLED[coupling].blocks(num_features, ambient, block)
-        directions = _draw_directions(
-            rotation_key, row_blocks, lengths, ambient, rotation, num_sweeps
-        )
-        w = directions[:, :dim] * lengths[:, None]
-    return w.astype(dtype)
+        lengths = draw_norms(norm_key, norms, row_blocks, ambient, compute)
+    directions = _draw_directions(rotation_key, row_blocks, lengths, ambient, rotation, num_sweeps)
+    return (directions[:, :dim] * lengths[:, None]).astype(dtype)
+
+
+def _draw_iid(
+    key: Key[Array, ""], num_features: int, dim: int, norms: Norms, dtype: jnp.dtype
+) -> Float[Array, "{num_features} {dim}"]:
+    """Draws independent rows, of which ``norms`` may fix the norms."""
+    gaussian = jax.random.normal(key, (num_features, dim), dtype)
+    if norms == "chi":
+        return gaussian
+    return gaussian * (fixed_norm(norms, dim) / jnp.linalg.norm(gaussian, axis=-1))[:, None]
 
 
 def _draw_directions(

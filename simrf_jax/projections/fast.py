@@ -12,16 +12,29 @@ from jaxtyping import Array, Float, Int8, Key
 
 from simrf_jax import checks
 from simrf_jax.projections.couplings import COUPLED, COUPLINGS, FIXED, FixedCoupling, has_room
-from simrf_jax.projections.dense import NORMS, Norms
 from simrf_jax.projections.hadamard import padded_dim, random_signs, rotate
-from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode, RowBlock, simplex_constants
+from simrf_jax.projections.norms import (
+    Norms,
+    check_norms,
+    check_num_features,
+    draw_norms,
+    radau_log_weights,
+)
+from simrf_jax.projections.row_blocks import (
+    BLOCK_MODES,
+    BlockMode,
+    CrossPolytope,
+    RowBlock,
+    simplex_constants,
+)
 from simrf_jax.projections.structured import StructuredProjection
+from simrf_jax.projections.weighted import WeightedProjection
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["signs", "row_norms"],
-    meta_fields=["dim", "coupling", "block"],
+    meta_fields=["dim", "coupling", "block", "num_zero_rows"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class FastProjection(StructuredProjection):
@@ -33,22 +46,25 @@ class FastProjection(StructuredProjection):
 
     Attributes:
       signs: Diagonals of the three HD factors of each row block.
-      row_norms: Norms of the rows before the padding is cut off.
+      row_norms: Norms of the rows before the padding is cut off, without those of zero rows.
       dim: Dimension d of the vectors to project.
-      coupling: Coupling of the rows, ``"orthogonal"`` or ``"simplex"``.
+      coupling: Coupling of the rows, ``"orthogonal"``, ``"simplex"`` or ``"cross_polytope"``.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
+      num_zero_rows: Number of rows of zeros, which come last and belong to no row block.
     """
 
     signs: Int8[Array, "*stack num_blocks 3 padded_dim"]
-    row_norms: Float[Array, "*stack num_features"]
+    row_norms: Float[Array, "*stack num_directions"]
     dim: int
     coupling: FixedCoupling
     block: BlockMode
+    num_zero_rows: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the dense projection, ``[..., num_features, dim]``."""
-        return (*self.row_norms.shape, self.dim)
+        *stack, num_directions = self.row_norms.shape
+        return (*stack, num_directions + self.num_zero_rows, self.dim)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -65,7 +81,7 @@ def draw_fast_projection(
     block: BlockMode = "regular",
     norms: Norms = "chi",
     dtype: DTypeLike = jnp.float32,
-) -> FastProjection:
+) -> FastProjection | WeightedProjection:
     r"""Draws a projection that is applied in time O(d log d) and kept in O(d) memory.
 
     .. math:: W = D S \, H D_3 \, H D_2 \, H D_1
@@ -83,21 +99,23 @@ def draw_fast_projection(
       key: A typed PRNG key. ``jax.vmap`` over keys draws a stack of projections.
       num_features: Number of rows m, any positive number.
       dim: Dimension d of the vectors to project; at least 2 for ``simplex``.
-      coupling: Coupling of the rows, ``"orthogonal"`` or ``"simplex"``. ``"iid"`` rows and the
-        directions of ``"simplex_plus"`` have no structure that can be applied fast.
+      coupling: Coupling of the rows, ``"orthogonal"``, ``"simplex"`` or ``"cross_polytope"``; see
+        ``draw_projection``. ``"iid"`` rows and the directions of ``"simplex_plus"`` have no
+        structure that can be applied fast.
       block: Row-block mode, ``"regular"`` or ``"square"``, in the padded dimension; see
         ``draw_projection``.
-      norms: Law of the row norms, ``"chi"`` or ``"sqrt_dim"``, in the padded dimension; see
-        ``draw_projection``.
+      norms: Law of the row norms, in the padded dimension; see ``draw_projection``.
       dtype: Floating type of the norms.
 
     Returns:
-      A ``FastProjection``, which ``project``, every feature map and attention accept.
+      A ``FastProjection``, which ``project``, every feature map and attention accept; for
+      ``norms="radau"`` a ``WeightedProjection`` of one.
 
     Raises:
       TypeError: If the key is not typed, a size is not an integer, or ``dtype`` is not floating.
-      ValueError: If a name is unknown, a size is below 1, ``simplex`` has ``dim < 2``, or the
-        coupling has no fast form.
+      ValueError: If a name is unknown, a size is below 1, ``simplex`` has ``dim < 2``, the
+        coupling has no fast form or not the rows that ``norms`` couples, or ``norms="radau"`` has
+        less than two rows.
 
     Example:
       >>> import jax, simrf_jax
@@ -120,33 +138,37 @@ def draw_fast_projection(
         )
     checks.one_of("coupling", coupling, FIXED)
     checks.one_of("block", block, BLOCK_MODES)
-    checks.one_of("norms", norms, NORMS)
+    check_norms(norms, coupling)
     num_features = checks.positive_int("num_features", num_features)
     dim = checks.positive_int("dim", dim)
     has_room(coupling, dim)
     dtype = checks.floating_dtype("dtype", dtype)
-    ambient = padded_dim(dim)
-    num_blocks = sum(
-        each.repeats for each in COUPLED[coupling].blocks(num_features, ambient, block)
-    )
+    check_num_features(num_features, norms)
+    ambient, compute = padded_dim(dim), jnp.promote_types(dtype, jnp.float32)
+    num_zero_rows = 1 if norms == "radau" else 0
+    num_directions = num_features - num_zero_rows
+    row_blocks = COUPLED[coupling].blocks(num_directions, ambient, block)
     norm_key, sign_key = jax.random.split(key)
     if norms == "chi":
-        compute = jnp.promote_types(dtype, jnp.float32)
-        row_norms = jnp.sqrt(jax.random.chisquare(norm_key, ambient, (num_features,), compute))
+        row_norms = jnp.sqrt(jax.random.chisquare(norm_key, ambient, (num_directions,), compute))
     else:
-        row_norms = jnp.full(num_features, ambient**0.5)
-    signs = random_signs(sign_key, num_blocks, ambient)
-    return FastProjection(signs, row_norms.astype(dtype), dim, coupling, block)
+        row_norms = draw_norms(norm_key, norms, row_blocks, ambient, compute)
+    signs = random_signs(sign_key, sum(each.repeats for each in row_blocks), ambient)
+    row_norms = row_norms.astype(dtype)
+    projection = FastProjection(signs, row_norms, dim, coupling, block, num_zero_rows)
+    if norms != "radau":
+        return projection
+    return WeightedProjection(projection, radau_log_weights(num_features, ambient, compute))
 
 
 @jax.jit
 def apply_fast(
     x: Float[Array, "*batch {projection.dim}"], projection: FastProjection
-) -> Float[Array, "*batch {projection.row_norms.shape[-1]}"]:
+) -> Float[Array, "*batch {projection.shape[-2]}"]:
     """Projects vectors in the dtype of ``x``."""
-    num_features = projection.row_norms.shape[-1]
+    num_directions = projection.row_norms.shape[-1]
     num_blocks, _, ambient = projection.signs.shape
-    row_blocks = COUPLED[projection.coupling].blocks(num_features, ambient, projection.block)
+    row_blocks = COUPLED[projection.coupling].blocks(num_directions, ambient, projection.block)
     padding = [(0, 0)] * (x.ndim - 1) + [(0, ambient - projection.dim)]
     padded = jnp.pad(x, padding)[..., None, :]
     rotated = rotate(jnp.repeat(padded, num_blocks, axis=-2), projection.signs)
@@ -156,11 +178,12 @@ def apply_fast(
         rows.append(y.reshape(*x.shape[:-1], count * block.num_rows))
         start += count
     y = jnp.concatenate(rows, axis=-1)
-    return y * jnp.broadcast_to(projection.row_norms.astype(x.dtype), y.shape)
+    y *= jnp.broadcast_to(projection.row_norms.astype(x.dtype), y.shape)
+    return jnp.pad(y, [(0, 0)] * (x.ndim - 1) + [(0, projection.num_zero_rows)])
 
 
 def _directions_product(
-    x: Float[Array, "*batch padded_dim"], block: RowBlock
+    x: Float[Array, "*batch padded_dim"], block: RowBlock | CrossPolytope
 ) -> Float[Array, "*batch {block.num_rows}"]:
     r"""Multiplies vectors by ``block.directions()`` in time O(d).
 
@@ -170,6 +193,9 @@ def _directions_product(
         y_r = \tfrac{1}{\sqrt{r-1}} \sum_{i<r} x_i, \qquad
         y_i = \sqrt{\tfrac{r}{r-1}}\, x_i - \tfrac{\sqrt r + 1}{r-1}\, y_r.
     """
+    if isinstance(block, CrossPolytope):
+        pairs = jnp.stack([x, -x], axis=-1)
+        return pairs.reshape(*x.shape[:-1], -1)[..., : block.num_rows]
     if block.num_vertices is None or block.num_vertices == 1:
         return x[..., : block.num_rows]
     n = block.num_vertices - 1

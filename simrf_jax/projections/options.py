@@ -9,9 +9,11 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from simrf_jax.projections.couplings import Coupling
-from simrf_jax.projections.dense import Norms, check_options, draw_projection
+from simrf_jax.projections.dense import check_options, draw_projection
+from simrf_jax.projections.norms import Norms
 from simrf_jax.projections.rotations import Rotation
 from simrf_jax.projections.row_blocks import BlockMode
+from simrf_jax.projections.weighted import WeightedProjection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,14 +27,14 @@ class DrawOptions:
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
       rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
         ``draw_projection``.
-      norms: Law of the row norms, ``"chi"`` or ``"sqrt_dim"``; see ``draw_projection``.
+      norms: Law of the row norms; see ``draw_projection``.
       num_sweeps: Number of times that ``simplex_plus`` arranges every row, 3 if it is not given.
         It is None for the other couplings.
 
     Raises:
       TypeError: If ``num_sweeps`` is not an integer.
       ValueError: If a name is unknown, or ``num_sweeps`` is below 1 or is given to a coupling other
-        than ``simplex_plus``.
+        than ``simplex_plus``, or the coupling does not have the rows that ``norms`` couples.
 
     Example:
       >>> import jax, simrf_jax
@@ -65,7 +67,7 @@ class DrawOptions:
         dim: int,
         *,
         dtype: DTypeLike = jnp.float32,
-    ) -> Float[Array, "{num_features} {dim}"]:
+    ) -> Float[Array, "{num_features} {dim}"] | WeightedProjection:
         """Draws a projection; see ``draw_projection``.
 
         Args:
@@ -77,7 +79,8 @@ class DrawOptions:
         Raises:
           TypeError: If the key is not typed, a size is not an integer, or ``dtype`` is not
             floating.
-          ValueError: If a size is below 1, or a simplex has ``dim < 2``.
+          ValueError: If a size is below 1, a simplex has ``dim < 2``, or ``norms="radau"`` has less
+            than two rows.
         """
         return draw_projection(
             key,

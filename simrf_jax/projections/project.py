@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -11,27 +10,30 @@ from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks
 from simrf_jax.projections.fast import FastProjection, apply_fast
-from simrf_jax.projections.structured import StructuredProjection
+from simrf_jax.projections.structured import Projection, as_projection
+from simrf_jax.projections.weighted import WeightedProjection
 
-Projection: TypeAlias = Float[ArrayLike, "*stack num_features dim"] | StructuredProjection
 
-
-def as_projection(
-    projection: Float[ArrayLike, "*shape"] | StructuredProjection,
-) -> Float[Array, "*shape"] | StructuredProjection:
-    """Returns a projection as an array of a floating type, or unchanged if it is structured.
+def unweighted(projection: Projection) -> Float[Array, "*stack num_features dim"] | FastProjection:
+    """Returns a projection whose rows have no weights.
 
     Args:
-      projection: Array-like of a floating type, or a ``StructuredProjection``.
+      projection: W, as ``as_projection`` returns it.
 
     Raises:
-      TypeError: If the projection is None or is not floating.
+      TypeError: If it is a structured projection other than a ``FastProjection``.
     """
-    if isinstance(projection, StructuredProjection):
-        return projection
-    if projection is None:
-        raise TypeError("projection must be an array [num_features, dim], got None.")
-    return checks.floating("projection", projection)
+    if isinstance(projection, WeightedProjection):
+        raise TypeError(
+            "projection must have rows of equal weight here, got a WeightedProjection, whose log "
+            "weights only positive, hyperbolic and optimal positive features can honour."
+        )
+    if not isinstance(projection, jax.Array | FastProjection):
+        raise TypeError(
+            "projection must be an array [num_features, dim] or a FastProjection, "
+            f"got {None if projection is None else type(projection).__name__}."
+        )
+    return projection
 
 
 def project(
@@ -69,11 +71,7 @@ def product(
       x: Vectors.
       projection: W, as ``as_projection`` returns it.
     """
-    if not isinstance(projection, jax.Array | FastProjection):
-        raise TypeError(
-            "projection must be an array [num_features, dim] or a FastProjection, "
-            f"got {None if projection is None else type(projection).__name__}."
-        )
+    projection = unweighted(projection)
     if projection.ndim != 2:
         raise ValueError(
             f"projection must be [num_features, dim], got shape {projection.shape}; "

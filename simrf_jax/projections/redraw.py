@@ -91,7 +91,8 @@ def redraw_projections(
     Args:
       key: A typed PRNG key; see ``redraw_key``.
       projections: A pytree of arrays (or ``jax.ShapeDtypeStruct``) ``[..., num_features, dim]``,
-        and of ``BipolarProjection`` of such arrays. This can be the ``random_features`` collection
+        and of ``BipolarProjection`` of such arrays, and ``WeightedProjection`` of them if the
+        options draw weights. This can be the ``random_features`` collection
         of a Linen model, or ``nnx.state(model, RandomProjection)`` of an NNX model.
       options: Options for the projections that do not say how they were drawn, such as bare arrays.
         The others must have been drawn by the same options.
@@ -205,18 +206,25 @@ def _head(leaf: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
     if not _is_structured(leaf) and len(getattr(leaf, "shape", ())) < 2:
         raise ValueError(f"A projection is an array [..., num_features, dim], got {leaf!r}.")
     parts, structure = jax.tree.flatten(leaf)
-    return structure, tuple(map(_like_one, parts))
+    num_stack_axes = len(parts[0].shape) - 2  # The first part of a structure is a matrix of rows.
+    return structure, tuple(_like_one(part, num_stack_axes) for part in parts)
 
 
-def _like_one(part: Any) -> jax.ShapeDtypeStruct:
+def _like_one(part: Any, num_stack_axes: int) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of one array of a stack; a part may be a number, too."""
-    return jax.ShapeDtypeStruct(jnp.shape(part)[-2:], jnp.result_type(part))
+    return jax.ShapeDtypeStruct(jnp.shape(part)[num_stack_axes:], jnp.result_type(part))
 
 
 def _draw_like(head: Any, options: DrawOptions, key: Key[Array, ""]) -> Any:
     if _is_structured(head):
         return head.draw_like(key, options)
-    return options.draw(key, *head.shape, dtype=head.dtype)
+    drawn = options.draw(key, *head.shape, dtype=head.dtype)
+    if _is_structured(drawn):
+        raise ValueError(
+            f"norms={options.norms!r} draws a {type(drawn).__name__}, which cannot take the place "
+            "of an array; make the model anew with those options."
+        )
+    return drawn
 
 
 def _take(

@@ -1,8 +1,8 @@
 """Row blocks: the rows of W that are drawn together, and their directions before rotation.
 
-A row block is a set of unit vectors, every two of which have the same angle, turned by one random
-rotation. The set is an orthonormal basis, or the vertices of a regular simplex, or the first few of
-either. Row blocks are independent of each other.
+A row block is a set of unit vectors that one random rotation turns. The set is an orthonormal
+basis, the vertices of a regular simplex or of a cross-polytope, or the first few of one of these.
+Row blocks are independent of each other.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BLOCK_MODES = get_args(BlockMode)
 
 
 class RowBlock(NamedTuple):
-    """Row block: the first vectors of an orthonormal basis or vertices of a regular simplex.
+    """Row block of equal angles: the first vectors of a basis or vertices of a regular simplex.
 
     Attributes:
       num_rows: Number of rows of W in the row block.
@@ -95,6 +95,30 @@ def simplex_constants(num_vertices: int) -> tuple[float, float]:
     return (num_vertices / n) ** 0.5, (num_vertices**0.5 + 1) / n
 
 
+class CrossPolytope(NamedTuple):
+    """Row block of the first vertices of a cross-polytope, which are a basis and its negatives.
+
+    Rows 2i and 2i + 1 are a pair: one vector of the basis, and its negative. Of an odd number of
+    rows, the last has no partner.
+
+    Attributes:
+      num_rows: Number of rows of W in the row block.
+
+    Example:
+      >>> CrossPolytope(3).directions()
+      array([[ 1.,  0.],
+             [-1., -0.],
+             [ 0.,  1.]])
+    """
+
+    num_rows: int
+
+    def directions(self) -> Float64[np.ndarray, "{self.num_rows} coordinates"]:
+        """Returns the rows before rotation, unit vectors."""
+        basis = np.eye(-(-self.num_rows // 2))
+        return np.stack([basis, -basis], axis=1).reshape(-1, len(basis))[: self.num_rows]
+
+
 class EqualRowBlocks(NamedTuple):
     """Equal row blocks, one after the other.
 
@@ -103,7 +127,7 @@ class EqualRowBlocks(NamedTuple):
       repeats: Number of these row blocks.
     """
 
-    block: RowBlock
+    block: RowBlock | CrossPolytope
     repeats: int
 
 
@@ -156,7 +180,26 @@ def simplex_blocks(num_features: int, dim: int, block: BlockMode) -> list[EqualR
     return _without_empty((RowBlock(dim + 1, dim + 1), full), (RowBlock(remainder, remainder), 1))
 
 
-def _without_empty(*row_blocks: tuple[RowBlock, int]) -> list[EqualRowBlocks]:
+def cross_polytope_blocks(num_features: int, dim: int, block: BlockMode) -> list[EqualRowBlocks]:
+    """Returns row blocks of 2 ``dim`` rows and a remainder, in either row-block mode.
+
+    Args:
+      num_features: Number of rows of W.
+      dim: Dimension d.
+      block: Row-block mode, which makes no difference here.
+
+    Example:
+      >>> for each in cross_polytope_blocks(261, 64, "regular"):
+      ...     print(each.block.num_rows, each.repeats)
+      128 2
+      5 1
+    """
+    del block  # A smaller cross-polytope is the same as the first rows of a full one.
+    full, remainder = divmod(num_features, 2 * dim)
+    return _without_empty((CrossPolytope(2 * dim), full), (CrossPolytope(remainder), 1))
+
+
+def _without_empty(*row_blocks: tuple[RowBlock | CrossPolytope, int]) -> list[EqualRowBlocks]:
     return [
         EqualRowBlocks(block, repeats)
         for block, repeats in row_blocks

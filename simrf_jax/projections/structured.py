@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
-from jaxtyping import Array, Key
+from jaxtyping import Array, ArrayLike, Float, Key
 
-from simrf_jax.projections.options import DrawOptions
+from simrf_jax import checks
 
 
 class StructuredProjection(abc.ABC):
@@ -32,14 +33,16 @@ class StructuredProjection(abc.ABC):
         """Number of axes of the array whose place it takes."""
         return len(self.shape)
 
-    def draw_like(self, key: Key[Array, ""], options: DrawOptions) -> StructuredProjection:
+    # The type of ``options`` cannot stand here: DrawOptions draws structured projections, so its
+    # module imports this one.
+    def draw_like(self, key: Key[Array, ""], options: Any) -> StructuredProjection:
         """Draws another projection with the shapes and dtypes of this one.
 
         This projection must not have leading axes.
 
         Args:
           key: A typed PRNG key.
-          options: Options to draw its rows by.
+          options: ``DrawOptions`` to draw its rows by.
 
         Returns:
           A projection of the same class, shapes and dtypes.
@@ -55,3 +58,24 @@ class StructuredProjection(abc.ABC):
             f"A {type(self).__name__} cannot be redrawn here; draw it again with the key "
             "redraw_key(key, step, interval=...), and use jax.vmap over keys for a stack."
         )
+
+
+Projection: TypeAlias = Float[ArrayLike, "*stack num_features dim"] | StructuredProjection
+
+
+def as_projection(
+    projection: Float[ArrayLike, "*shape"] | StructuredProjection,
+) -> Float[Array, "*shape"] | StructuredProjection:
+    """Returns a projection as an array of a floating type, or unchanged if it is structured.
+
+    Args:
+      projection: Array-like of a floating type, or a ``StructuredProjection``.
+
+    Raises:
+      TypeError: If the projection is None or is not floating.
+    """
+    if isinstance(projection, StructuredProjection):
+        return projection
+    if projection is None:
+        raise TypeError("projection must be an array [num_features, dim], got None.")
+    return checks.floating("projection", projection)

@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from simrf_jax import banded_attention, fmm_attention, random_feature_attention
+from simrf_jax import (
+    WeightedProjection,
+    banded_attention,
+    feature_maps,
+    fmm_attention,
+    random_feature_attention,
+)
 from tests import formulas
 from tests.attention import steps
 from tests.attention.reference import attention, banded
@@ -75,19 +81,42 @@ def _segments(q, packed):
     return {"segment_ids": np.broadcast_to(ids, (*q.shape[:-3], len(ids)))} if packed else {}
 
 
+class Library(NamedTuple):
+    """The library's arguments for a feature map of ``formulas``."""
+
+    feature_map: object
+    projection: Callable = lambda w: w
+
+
+def weighted(w):
+    """Returns W with the log weights that ``formulas.weighted`` gives its rows."""
+    return WeightedProjection(w, formulas.log_weights(w))
+
+
+# Those whose name is not all that they need.
+LIBRARY = {
+    "elu": Library("elu", lambda w: None),
+    "optimal_positive": Library(feature_maps.OptimalPositive(-0.1)),
+    "weighted": Library("positive", weighted),
+    "weighted_hyperbolic": Library("hyperbolic", weighted),
+}
+
+
 def far(name="positive", *, causal=False, packed=False, decode=False, **shape):
     """Random-feature attention, with one feature map."""
 
+    library = LIBRARY.get(name, Library(name))
+
     def attend(q, k, v, w, mask=None):
-        w = None if name == "elu" else w
+        w, feature_map = library.projection(w), library.feature_map
         if decode:
-            state = steps.init_state(w, feature_map=name, **_sizes(q, k, v))
-            step = functools.partial(steps.step, projection=w, feature_map=name)
+            state = steps.init_state(w, feature_map=feature_map, **_sizes(q, k, v))
+            step = functools.partial(steps.step, projection=w, feature_map=feature_map)
             return token_by_token(step, state, q, k, v, mask)
         options = {"is_causal": causal, **_segments(q, packed)}
         if causal or packed:
             options["chunk_size"] = 4
-        return random_feature_attention(q, k, v, w, feature_map=name, mask=mask, **options)
+        return random_feature_attention(q, k, v, w, feature_map=feature_map, mask=mask, **options)
 
     def expected(q, k, v, w, log_weights=None):
         visible = _visible(len(q), len(k), causal=causal or decode, packed=packed)
@@ -184,7 +213,15 @@ MODES = {
     "near and far, packed, causal": both(packed=True, causal=True),
     "near and far, decoding": both(decode=True, batch=(2, 1)),
 }
-OTHER_MAPS = ("hyperbolic", "relu", "elu", "trigonometric")
+OTHER_MAPS = (
+    "hyperbolic",
+    "relu",
+    "elu",
+    "trigonometric",
+    "optimal_positive",
+    "weighted",
+    "weighted_hyperbolic",
+)
 WITH_OTHER_MAPS = {
     f"{name}, {feature_map}": far(feature_map, **options)
     for feature_map in OTHER_MAPS

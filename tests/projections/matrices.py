@@ -21,7 +21,7 @@ def dense(projection):
         s = block.directions()
         directions.append(s @ rotation[: s.shape[1]])
     w = np.concatenate(directions) * np.asarray(projection.row_norms, np.float64)[:, None]
-    return w[:, : projection.dim]
+    return np.pad(w[:, : projection.dim], ((0, projection.num_zero_rows), (0, 0)))
 
 
 def dense_stack(projections):

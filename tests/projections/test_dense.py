@@ -12,6 +12,7 @@ COUPLED = [
     ("orthogonal", "regular"),
     ("simplex", "regular"),
     ("simplex", "square"),
+    ("cross_polytope", "regular"),
     ("simplex_plus", "regular"),
 ]
 
@@ -39,6 +40,9 @@ def directions(w):
         (5, 2, "simplex", "square", [2, 2, 1]),
         (130, 64, "orthogonal", "regular", [64, 64, 2]),
         (3, 1, "orthogonal", "square", [1, 1, 1]),
+        (130, 64, "cross_polytope", "regular", [128, 2]),
+        (13, 5, "cross_polytope", "square", [10, 3]),
+        (3, 1, "cross_polytope", "regular", [2, 1]),
     ],
 )
 def test_angles_within_each_block(num_features, dim, coupling, block, sizes):
@@ -48,14 +52,22 @@ def test_angles_within_each_block(num_features, dim, coupling, block, sizes):
         s = directions(w)[start : start + size]
         vertices = dim if block == "square" else size
         cosine = -1 / (vertices - 1) if coupling == "simplex" and size > 1 else 0.0
-        np.testing.assert_allclose(s @ s.T, np.where(np.eye(size), 1, cosine), atol=3e-6)
+        gram = np.where(np.eye(size), 1, cosine)
+        if coupling == "cross_polytope":
+            row = np.arange(size - size % 2)
+            gram[row, row ^ 1] = -1
+        np.testing.assert_allclose(s @ s.T, gram, atol=3e-6)
         start += size
     assert start == num_features
 
 
 @pytest.mark.parametrize(("coupling", "block"), [*COUPLED, ("iid", "regular")])
 def test_blocks_are_independent(coupling, block):
-    dim, size = 4, 5 if coupling.startswith("simplex") and block == "regular" else 4
+    dim = 4
+    size = {"simplex": dim + 1, "simplex_plus": dim + 1, "cross_polytope": 2 * dim}.get(
+        coupling, dim
+    )
+    size = dim if block == "square" else size
     s = directions(draw_many(20_000, 2 * size, dim, coupling=coupling, block=block))
     cosines = np.einsum("nid,njd->nij", s[:, :size], s[:, size:])
     # Cosines of independent directions have mean 0 and variance 1/d.
@@ -63,7 +75,9 @@ def test_blocks_are_independent(coupling, block):
     assert_mean(cosines**2, 1 / dim)
 
 
-@pytest.mark.parametrize("coupling", ["iid", "orthogonal", "simplex", "simplex_plus"])
+@pytest.mark.parametrize(
+    "coupling", ["iid", "orthogonal", "simplex", "cross_polytope", "simplex_plus"]
+)
 def test_row_norms_are_chi_distributed_and_independent(coupling):
     dim = 6
     norms = np.linalg.norm(draw_many(4_000, 7, dim, coupling=coupling), axis=-1)
@@ -84,13 +98,15 @@ def test_rows_are_marginally_standard_normal(coupling, block):
 def test_couplings_share_their_row_norms_as_paired_draws():
     iid, *others = (
         np.linalg.norm(draw_many(1, 20, 8, coupling=c), axis=-1)
-        for c in ("iid", "orthogonal", "simplex", "simplex_plus")
+        for c in ("iid", "orthogonal", "simplex", "cross_polytope", "simplex_plus")
     )
     for norms in others:
         np.testing.assert_allclose(norms, iid, rtol=1e-5)
 
 
-@pytest.mark.parametrize("coupling", ["iid", "orthogonal", "simplex", "simplex_plus"])
+@pytest.mark.parametrize(
+    "coupling", ["iid", "orthogonal", "simplex", "cross_polytope", "simplex_plus"]
+)
 def test_sqrt_dim_norms(coupling):
     w = draw_many(3, 12, 7, coupling=coupling, norms="sqrt_dim")
     np.testing.assert_allclose(np.linalg.norm(w, axis=-1), np.sqrt(7), rtol=1e-5)
@@ -154,11 +170,11 @@ def test_float64_is_drawn_in_float64():
             (8, 8),
             {"coupling": "simplx"},
             ValueError,
-            "'orthogonal', 'simplex', 'simplex_plus', got 'simplx'",
+            "'simplex', 'cross_polytope', 'simplex_plus', got 'simplx'",
         ),
         ((8, 8), {"block": "round"}, ValueError, "'regular', 'square', got 'round'"),
         ((8, 8), {"rotation": "qr"}, ValueError, "'haar', 'hadamard', 'givens', got 'qr'"),
-        ((8, 8), {"norms": "one"}, ValueError, "'chi', 'sqrt_dim', got 'one'"),
+        ((8, 8), {"norms": "one"}, ValueError, "'chi', 'sqrt_dim', .* got 'one'"),
         ((8, 8), {"dtype": jnp.int32}, TypeError, "floating type, of 16 bits or more, got int32"),
         ((8, 8), {"dtype": jnp.float8_e4m3fn}, TypeError, "16 bits or more, got float8_e4m3fn"),
         ((8, 8), {"dtype": None}, TypeError, "dtype must be a floating type, got None"),
@@ -187,7 +203,7 @@ def test_draw_refuses_keys(key, error, match):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("coupling", ["iid", "orthogonal"])
+@pytest.mark.parametrize("coupling", ["iid", "orthogonal", "cross_polytope"])
 @pytest.mark.parametrize("rotation", ["haar", "hadamard", "givens"])
 def test_one_dimension(coupling, rotation):
     w = draw_many(200, 3, 1, coupling=coupling, rotation=rotation)
@@ -196,7 +212,9 @@ def test_one_dimension(coupling, rotation):
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("coupling", ["iid", "orthogonal", "simplex", "simplex_plus"])
+@pytest.mark.parametrize(
+    "coupling", ["iid", "orthogonal", "simplex", "cross_polytope", "simplex_plus"]
+)
 @pytest.mark.parametrize("rotation", ["haar", "hadamard", "givens"])
 def test_sizes_at_the_edges(coupling, rotation):
     sizes = [(1, 2), (1, 8), (9, 8), (10, 8), (5, 6), (1000, 3)]

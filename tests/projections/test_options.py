@@ -35,7 +35,10 @@ def carrier(*fields):
     return Carrier(*fields)
 
 
-@pytest.mark.parametrize("options", [DrawOptions(), DrawOptions("iid"), OTHERS])
+@pytest.mark.parametrize(
+    "options",
+    [DrawOptions(), DrawOptions("iid"), OTHERS, DrawOptions("cross_polytope", norms="antithetic")],
+)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_they_draw_as_draw_projection_does(options, dtype):
     expected = draw_projection(key(), 9, 4, dtype=dtype, **dataclasses.asdict(options))
@@ -62,7 +65,12 @@ def test_equal_options_are_equal_records_and_one_static_argument():
         ({"coupling": None}, ValueError, "coupling must be one of .*, got None"),
         ({"block": "round"}, ValueError, "block must be one of 'regular', 'square', got 'round'"),
         ({"rotation": "qr"}, ValueError, "rotation must be one of .*, got 'qr'"),
-        ({"norms": "one"}, ValueError, "norms must be one of 'chi', 'sqrt_dim', got 'one'"),
+        ({"norms": "one"}, ValueError, "norms must be one of 'chi', 'sqrt_dim', .* got 'one'"),
+        (
+            {"norms": "pair"},
+            ValueError,
+            "only coupling='cross_polytope' has, got coupling='simplex'",
+        ),
         ({"num_sweeps": 2}, ValueError, "num_sweeps is for coupling='simplex_plus', got 'simplex'"),
         (
             {"coupling": "simplex_plus", "num_sweeps": 0},

@@ -2,7 +2,9 @@ import numpy as np
 import pytest
 
 from simrf_jax.projections.row_blocks import (
+    CrossPolytope,
     RowBlock,
+    cross_polytope_blocks,
     orthogonal_blocks,
     simplex_blocks,
     simplex_vertices,
@@ -75,3 +77,19 @@ def test_directions_have_the_cosine_they_say(block):
 def test_square_remainder_is_cut_from_a_full_simplex():
     (full, _), (rest, _) = simplex_blocks(11, 8, "square")
     np.testing.assert_array_equal(rest.directions(), full.directions()[:3])
+
+
+@pytest.mark.parametrize("block", ["regular", "square"])
+def test_cross_polytopes_are_full_but_for_the_last(block):
+    for num_features in range(1, 40):
+        rows = sizes(cross_polytope_blocks(num_features, 8, block))
+        assert sum(rows) == num_features
+        assert all(size == 16 for size in rows[:-1])
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 8])
+def test_neighbours_in_a_cross_polytope_are_negatives_of_each_other(num_rows):
+    s = CrossPolytope(num_rows).directions()
+    row = np.arange(num_rows)
+    gram = np.eye(num_rows) - (row[:, None] == (row ^ 1))
+    np.testing.assert_array_equal(s @ s.T, gram)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from simrf_jax.features import Custom
+from simrf_jax.features.maps import Custom, OptimalPositive
 from tests import formulas
 
 
@@ -70,6 +70,9 @@ def inverse_formula(x, w, kernel):
 MAPS = {
     "positive": named("positive"),
     "hyperbolic": named("hyperbolic"),
+    "optimal positive": Map(
+        OptimalPositive(-0.1), formulas.optimal_positive, formulas.optimal_positive
+    ),
     "trigonometric": named("trigonometric", signed=True),
     "phase": named("phase", signed=True),
     "relu": named("relu"),

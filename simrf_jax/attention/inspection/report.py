@@ -10,7 +10,8 @@ from jaxtyping import Array, ArrayLike, Float, Float64, Real
 from simrf_jax import checks
 from simrf_jax.attention.inputs.arguments import Arguments, Lengths, Mask
 from simrf_jax.attention.inspection.all_pairs import KernelRows, kernel_rows
-from simrf_jax.features import FeatureMapLike, as_feature_map
+from simrf_jax.attention.random_features.state import as_map_and_projection
+from simrf_jax.features import FeatureMapLike
 from simrf_jax.projections import Projection
 
 
@@ -110,8 +111,8 @@ def attention_matrix(
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
     )
-    feature_map = as_feature_map(feature_map)
-    estimated, _ = kernel_rows(arguments, projection, feature_map, is_causal=is_causal)
+    feature_map, w = as_map_and_projection(feature_map, projection)
+    estimated, _ = kernel_rows(arguments, w, feature_map, is_causal=is_causal)
     return estimated.weights()
 
 
@@ -188,8 +189,8 @@ def attention_report(
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
     )
-    feature_map = as_feature_map(feature_map)
-    estimated, exact = kernel_rows(arguments, projection, feature_map, is_causal=is_causal)
+    feature_map, w = as_map_and_projection(feature_map, projection)
+    estimated, exact = kernel_rows(arguments, w, feature_map, is_causal=is_causal)
     implied, softmax = (np.asarray(rows.weights(), np.float64) for rows in (estimated, exact))
     row_sum_mean, row_sum_error = _compare_row_sums(estimated, exact)
     return AttentionReport(

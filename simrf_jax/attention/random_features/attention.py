@@ -21,12 +21,13 @@ from simrf_jax.attention.random_features.exchange import attend_over_devices
 from simrf_jax.attention.random_features.state import (
     AttentionState,
     HeadMaps,
+    as_map_and_projection,
     lay_out,
     read_all,
     with_ones,
 )
-from simrf_jax.features import FeatureMap, FeatureMapLike, as_feature_map, calls_function
-from simrf_jax.projections import Projection, as_projection
+from simrf_jax.features import FeatureMap, FeatureMapLike, calls_function
+from simrf_jax.projections import Projection
 
 Implementation: TypeAlias = Literal["xla"]
 IMPLEMENTATIONS = get_args(Implementation)
@@ -148,15 +149,14 @@ def random_feature_attention(
         key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids,
     )
-    feature_map = as_feature_map(feature_map)
+    feature_map, w = as_map_and_projection(feature_map, projection)
     axes = checks.axis_names("sequence_axis", sequence_axis)
     if axes or arguments.explicit_axes(in_order=in_order):
         find_shards(arguments, axes, in_order=in_order)  # Raises if lengths do not fit.
         if arguments.key.shape[-3] > 0:  # Without keys there is nothing to exchange.
             return attend_over_devices(
-                arguments, projection, feature_map, axes, is_causal=is_causal, chunk_size=chunk_size
+                arguments, w, feature_map, axes, is_causal=is_causal, chunk_size=chunk_size
             )
-    w = None if projection is None else as_projection(projection)
     attend = _attend if calls_function(feature_map) else _compiled_attend
     return attend(arguments, w, feature_map, is_causal=is_causal, chunk_size=chunk_size)
 

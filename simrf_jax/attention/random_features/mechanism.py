@@ -31,11 +31,12 @@ from simrf_jax.attention.random_features.attention import (
 from simrf_jax.attention.random_features.causal import CHUNK_SIZE, causal_attention
 from simrf_jax.attention.random_features.state import (
     AttentionState,
+    as_map_and_projection,
     lay_out,
     with_ones,
 )
 from simrf_jax.features import FeatureMap, FeatureMapLike, as_feature_map, calls_function
-from simrf_jax.projections import Projection, StructuredProjection, as_projection
+from simrf_jax.projections import Projection
 
 
 @functools.partial(
@@ -153,7 +154,8 @@ class RandomFeatures:
             value_dim=value_dim,
             dtype=dtype,
         )
-        empty = AttentionState.empty(*lay_out(tokens, *self._checked()))
+        feature_map, w = as_map_and_projection(self.feature_map, self.projection)
+        empty = AttentionState.empty(*lay_out(tokens, w, feature_map))
         return unflatten(empty, tokens.key.shape[:-3])
 
     def step(
@@ -207,7 +209,7 @@ class RandomFeatures:
         check_kind(state, AttentionState)
         chunk_size = CHUNK_SIZE if self.chunk_size is None else self.chunk_size
         chunk_size = checks.power_of_two("chunk_size", chunk_size)
-        w, feature_map = self._checked()
+        feature_map, w = as_map_and_projection(self.feature_map, self.projection)
         step = _step if calls_function(feature_map) else _compiled_step
         return step(state, arguments, w, feature_map, chunk_size=chunk_size)
 
@@ -256,16 +258,9 @@ class RandomFeatures:
             key_value_seq_lengths=key_value_seq_lengths,
         )
         check_kind(state, AttentionState)
-        w, feature_map = self._checked()
+        feature_map, w = as_map_and_projection(self.feature_map, self.projection)
         append = _append if calls_function(feature_map) else _compiled_append
         return append(state, arguments, w, feature_map)
-
-    def _checked(
-        self,
-    ) -> tuple[Float[Array, "*K num_features H"] | StructuredProjection | None, FeatureMap]:
-        """Returns W as an array, and the feature map as an object."""
-        w = None if self.projection is None else as_projection(self.projection)
-        return w, as_feature_map(self.feature_map)
 
 
 @jax.named_scope("random_feature_attention_step")

@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from simrf_jax.attention.inputs.arguments import Arguments, Inputs, contract
-from simrf_jax.features import FeatureMap, LogFeatures, Side
-from simrf_jax.projections import Projection, StructuredProjection, as_projection
+from simrf_jax.features import (
+    FeatureMap,
+    FeatureMapLike,
+    LogFeatures,
+    Side,
+    as_feature_map,
+)
+from simrf_jax.projections import (
+    Projection,
+    StructuredProjection,
+    as_projection,
+    check_chi_norms,
+)
 
 
 class KeyFeatures(NamedTuple):
@@ -61,7 +72,7 @@ class HeadMaps:
     Attributes:
       projection: W of all heads, or ``[K, num_features, H]``, one for each key head; None for a map
         that needs none.
-      feature_map: The feature map.
+      feature_map: The feature map, whose fields may hold one array for each key head.
     """
 
     projection: Float[Array, "*K num_features H"] | StructuredProjection | None
@@ -93,11 +104,16 @@ class HeadMaps:
         self, x: Float[Array, "B length K *rest"] | LogFeatures, side: Side
     ) -> LogFeatures:
         """Returns log features of ``[B, length, K, ...]``, with NaN exponents where not finite."""
-        log_features = functools.partial(self.feature_map.log_features, side=side)
-        if self.projection is None or self.projection.ndim == 2:
-            phi = log_features(x, self.projection)
-        else:
-            phi = jax.vmap(log_features, in_axes=(2, 0), out_axes=2)(x, self.projection)
+
+        def of_head(x: Any, projection: Any, feature_map: FeatureMap) -> LogFeatures:
+            return feature_map.log_features(x, projection, side=side)
+
+        axis = None if self.projection is None or self.projection.ndim == 2 else 0
+        axes = self.feature_map.head_axes()
+        of_heads = of_head
+        if axis is not None or jax.tree.leaves(axes):
+            of_heads = jax.vmap(of_head, in_axes=(2, axis, axes), out_axes=2)
+        phi = of_heads(x, self.projection, self.feature_map)
         return phi if self.feature_map.is_finite else _mark_not_finite(phi)
 
 
@@ -250,14 +266,48 @@ def lay_out(
     inputs = arguments.lay_out(
         dtype=None if w is None else w.dtype, fill_with_tokens=not feature_map.is_finite
     )
+    num_key_heads, dim = arguments.key.shape[-2:]
+    groups = inputs.key.shape[2] // num_key_heads
+    feature_map = _repeat_heads(feature_map, num_key_heads=num_key_heads, groups=groups)
     if w is None:
         return inputs, HeadMaps(None, feature_map)
-    num_key_heads, dim = arguments.key.shape[-2:]
     _check_projection(w, num_key_heads=num_key_heads, dim=dim)
-    groups = inputs.key.shape[2] // num_key_heads
     if w.ndim == 3 and groups > 1:
         w = jax.tree.map(functools.partial(jnp.repeat, repeats=groups, axis=0), w)
     return inputs, HeadMaps(w, feature_map)
+
+
+def _repeat_heads(feature_map: FeatureMap, *, num_key_heads: int, groups: int) -> FeatureMap:
+    """Repeats what a feature map holds for each key head, as query heads get keys of their own."""
+
+    def repeat(axis: int | None, leaf: Any) -> Any:
+        if axis is None:
+            return leaf
+        if jnp.shape(leaf)[0] != num_key_heads:
+            raise ValueError(
+                f"{type(feature_map).__name__} must hold one array for all heads, or one for each "
+                f"of the {num_key_heads} key heads, got shape {jnp.shape(leaf)}."
+            )
+        return jnp.repeat(jnp.asarray(leaf), groups, axis=0) if groups > 1 else leaf
+
+    axes = feature_map.head_axes()
+    return jax.tree.map(repeat, axes, feature_map, is_leaf=lambda axis: axis is None)
+
+
+def as_map_and_projection(
+    feature_map: FeatureMapLike, projection: Projection | None
+) -> tuple[FeatureMap, Float[Array, "*K num_features H"] | StructuredProjection | None]:
+    """Returns a feature map as an object and W as an array, whose values suit each other.
+
+    Raises:
+      TypeError: If either is of a wrong type.
+      ValueError: If the name of a map is unknown, or the norms of the rows do not suit the map.
+    """
+    feature_map = as_feature_map(feature_map)
+    w = None if projection is None else as_projection(projection)
+    if feature_map.needs_chi_norms and w is not None:
+        check_chi_norms(w)
+    return feature_map, w
 
 
 def _check_projection(
