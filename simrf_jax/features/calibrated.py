@@ -1,0 +1,90 @@
+"""Positive features whose proposal was fitted to the queries and keys of each head."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from simrf_jax.features.feature_map import FeatureMap
+from simrf_jax.features.log_space import LogFeatures, Side
+from simrf_jax.projections import Projection, product
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Calibrated(FeatureMap):
+    r"""Positive features that are centred, balanced and tilted, as ``calibrate`` fits them.
+
+    The softmax kernel is unchanged if the queries and the keys are shifted, up to factors, and if a
+    matrix stretches the queries while its inverse transpose stretches the keys. Besides, the rows
+    of W may be drawn from another Gaussian law if each feature is weighted by the ratio of the
+    densities. All three leave the estimate unbiased and positive; chosen well, they lower its
+    variance by orders of magnitude where queries and keys are not isotropic. With
+
+    .. math:: \tilde x = M (x - b_x), \qquad \tilde y = M^{-\top} (y - b_y), \qquad
+        \tilde w = \Sigma^{1/2} w, \qquad
+        \ell(\tilde w) = \log \frac{N(\tilde w; 0, I)}{N(\tilde w; 0, \Sigma)}
+
+    the features of queries x and keys y are
+
+    .. math::
+        \log \phi(x)_i &= \tilde w_i \cdot \tilde x - \tfrac12 |\tilde x|^2
+            + b_y \cdot (x - \tfrac12 b_x) + \tfrac12 \ell(\tilde w_i) - \tfrac12 \log m, \\
+        \log \phi(y)_i &= \tilde w_i \cdot \tilde y - \tfrac12 |\tilde y|^2
+            + b_x \cdot (y - \tfrac12 b_y) + \tfrac12 \ell(\tilde w_i) - \tfrac12 \log m.
+
+    Each array may have a leading axis of key heads K. W must have Gaussian rows, as those of
+    ``norms="chi"`` are; only a map without a tilt (``variances`` all 1) may have rows of fixed
+    norms.
+
+    Attributes:
+      query_mean: :math:`b_x`, ``[K, H]``, in units of queries times the root of the scale.
+      key_mean: :math:`b_y`, ``[K, H]``.
+      query_matrix: M, ``[K, H, H]``.
+      key_matrix: :math:`M^{-\top}`, ``[K, H, H]``.
+      variances: Diagonal of :math:`\Sigma`, ``[K, H]``.
+
+    References:
+      Likhosherstov et al., FAVOR#: Sharp Attention Kernel Approximations via New Classes of
+      Positive Random Features (2023), https://arxiv.org/abs/2302.00787
+    """
+
+    is_finite = True
+    coupling = "simplex"
+    query_mean: Float[Array, "*K H"]
+    key_mean: Float[Array, "*K H"]
+    query_matrix: Float[Array, "*K H H"]
+    key_matrix: Float[Array, "*K H H"]
+    variances: Float[Array, "*K H"]
+
+    def log_features(
+        self, x: Float[Array, "*batch H"], projection: Projection, *, side: Side
+    ) -> LogFeatures:
+        """Returns the features of one head's queries or keys."""
+        if side == "query":
+            mean, other, matrix = self.query_mean, self.key_mean, self.query_matrix
+        else:
+            mean, other, matrix = self.key_mean, self.query_mean, self.key_matrix
+        balanced = _product(x - _along(mean, x), matrix)
+        exponent = product(balanced * _along(jnp.sqrt(self.variances), x), projection)
+        exponent += 0.5 * _along(self._log_weights(projection), exponent)
+        products = (x - _along(0.5 * mean, x)) * _along(other, x)
+        log_scale = jnp.sum(products - 0.5 * jnp.square(balanced), axis=-1, keepdims=True)
+        return LogFeatures(exponent, log_scale - 0.5 * math.log(exponent.shape[-1]))
+
+    def _log_weights(self, projection: Projection) -> Float[Array, " num_features"]:
+        """Returns the log ratio of the densities at each row of W."""
+        rows = product(jnp.eye(self.variances.shape[-1], dtype=self.variances.dtype), projection).T
+        log_ratios = _along(1 - self.variances, rows) * jnp.square(rows)
+        return 0.5 * (jnp.sum(jnp.log(self.variances)) + jnp.sum(log_ratios, axis=-1))
+
+
+def _along(vector: Float[Array, " H"], x: Float[Array, "*batch H"]) -> Float[Array, "*batch H"]:
+    return jnp.broadcast_to(vector, x.shape)
+
+
+def _product(x: Float[Array, "*batch H"], matrix: Float[Array, "H H"]) -> Float[Array, "*batch H"]:
+    return jnp.einsum("...h,jh->...j", x, matrix, precision=jax.lax.Precision.HIGHEST)
