@@ -8,6 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+LEAST_SHARE = 1e-4
+# For vectors that are all equal. Queries and keys have a variance of about 1.
+LEAST_VARIANCE = 1e-6
+
 
 class Moments(NamedTuple):
     """Number, mean and covariance sum of vectors, for each head.
@@ -91,12 +95,6 @@ class Moments(NamedTuple):
         below = (count + 1 - 2 / dim) * (squares - jnp.square(trace) / dim)
         share = jnp.where(below > above, above / jnp.where(below > above, below, 1), 1)
         share = jnp.maximum(share, LEAST_SHARE)[:, None, None]
-        sphere = (trace / dim + LEAST_VARIANCE)[:, None, None] * jnp.eye(dim)[None].astype(
-            trace.dtype
-        )
+        eye = jnp.eye(dim, dtype=trace.dtype)[None]
+        sphere = (trace / dim + LEAST_VARIANCE)[:, None, None] * eye
         return (1 - share) * sample + share * sphere
-
-
-LEAST_SHARE = 1e-4
-# For vectors that are all equal. Queries and keys have a variance of about 1.
-LEAST_VARIANCE = 1e-6

@@ -13,9 +13,7 @@ from tests.standard_errors import assert_mean
 DIM = 8
 ROOT = DIM**-0.25  # Of the scale of attention.
 OPTIONS = [
-    pytest.param(
-        {"center": center, "balance": balance, "tilt": tilt}, id=f"{center}-{balance}-{tilt}"
-    )
+    {"center": center, "balance": balance, "tilt": tilt}
     for center, balance, tilt in itertools.product(
         (False, True), (False, "diagonal", True), (None, "isotropic", "log", "mean")
     )
@@ -53,7 +51,7 @@ def optimal_rho(mean_square, dim):
     return 2 * dim / (np.sqrt((v + dim) ** 2 + 4 * dim * v) + v + dim)
 
 
-@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
 def test_is_unbiased_and_has_the_second_moment_of_theory(options):
     query, key = tokens()
     calibrated = one_head(simrf_jax.calibrate(query, key, **options))
@@ -179,9 +177,8 @@ def test_padding_does_not_count():
     real = np.arange(405) < 400
     actual = simrf_jax.calibrate(*padded, query_mask=real, key_mask=real)
     expected = simrf_jax.calibrate(query, key)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), actual, expected
-    )
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("scale", [0.5, -0.5])
