@@ -166,6 +166,9 @@ def moments(
     # The query heads of a group stand side by side.
     *lead, num_heads, dim = query.shape
     query = query.reshape(*lead, num_key_heads, num_heads // num_key_heads, dim).swapaxes(-3, -2)
+    real_queries = real_keys = None
     if query_mask is not None:
-        query_mask = jnp.repeat(jnp.asarray(query_mask)[..., None], query.shape[-3], axis=-1)
-    return Moments.of(query, query_mask), Moments.of(key, key_mask)
+        real_queries = jnp.repeat(jnp.asarray(query_mask)[..., None], query.shape[-3], axis=-1)
+    if key_mask is not None:
+        real_keys = jnp.asarray(key_mask)
+    return Moments.of(query, real_queries), Moments.of(key, real_keys)

@@ -21,12 +21,12 @@ class Moments(NamedTuple):
     is long.
 
     Attributes:
-      count: ``[K]``, number of vectors.
+      num_vectors: ``[K]``, number of vectors.
       mean: ``[K, H]``.
       scatter: ``[K, H, H]``, sum of the outer products of the vectors minus their mean.
     """
 
-    count: Float[Array, " K"]
+    num_vectors: Float[Array, " K"]
     mean: Float[Array, "K H"]
     scatter: Float[Array, "K H H"]
 
@@ -68,11 +68,11 @@ class Moments(NamedTuple):
           Chan, Golub and LeVeque, Algorithms for computing the sample variance (American
           Statistician, 1983), https://doi.org/10.1080/00031305.1983.10483115
         """
-        count = self.count + other.count
-        share = (other.count / jnp.maximum(count, 1))[:, None]
+        count = self.num_vectors + other.num_vectors
+        share = (other.num_vectors / jnp.maximum(count, 1))[:, None]
         shift = other.mean - self.mean
         products = shift[:, :, None] * shift[:, None]
-        between = (self.count[:, None] * share)[..., None] * products
+        between = (self.num_vectors[:, None] * share)[..., None] * products
         return Moments(count, self.mean + share * shift, self.scatter + other.scatter + between)
 
     def covariance(self) -> Float[Array, "K H H"]:
@@ -87,7 +87,7 @@ class Moments(NamedTuple):
           Trans. Signal Process., 2010), Eq. 23, https://arxiv.org/abs/0907.4698
         """
         dim = self.mean.shape[-1]
-        count = jnp.maximum(self.count, 1)
+        count = jnp.maximum(self.num_vectors, 1)
         sample = self.scatter / count[:, None, None]
         trace = jnp.trace(sample, axis1=-2, axis2=-1)
         squares = jnp.sum(jnp.square(sample), axis=(-2, -1))

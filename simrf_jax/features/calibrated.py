@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from simrf_jax import checks
 from simrf_jax.features.feature_map import FeatureMap
 from simrf_jax.features.log_space import LogFeatures, Side
 from simrf_jax.projections import Projection, product
@@ -59,6 +62,28 @@ class Calibrated(FeatureMap):
     query_matrix: Float[Array, "*K H H"]
     key_matrix: Float[Array, "*K H H"]
     variances: Float[Array, "*K H"]
+
+    @classmethod
+    def identity(
+        cls, num_heads: SupportsIndex, dim: SupportsIndex, dtype: DTypeLike = jnp.float32
+    ) -> Calibrated:
+        """Returns the map before any calibration, with the features of ``Positive``.
+
+        Args:
+          num_heads: Number K of key heads.
+          dim: Width H of a head.
+          dtype: Floating type of the arrays.
+
+        Raises:
+          TypeError: If a size is not an integer, or dtype is not floating.
+          ValueError: If a size is below 1.
+        """
+        num_heads = checks.positive_int("num_heads", num_heads)
+        dim = checks.positive_int("dim", dim)
+        dtype = checks.floating_dtype("dtype", dtype)
+        none = jnp.zeros((num_heads, dim), dtype)
+        eye = jnp.broadcast_to(jnp.eye(dim, dtype=dtype), (num_heads, dim, dim))
+        return cls(none, none, eye, eye, jnp.ones_like(none))
 
     def log_features(
         self, x: Float[Array, "*batch H"], projection: Projection, *, side: Side

@@ -20,7 +20,7 @@ def vectors(n=200, heads=2, dim=4):
 
 
 def assert_close(moments, expected):
-    np.testing.assert_allclose(moments.count, expected.shape[0])
+    np.testing.assert_allclose(moments.num_vectors, expected.shape[0])
     np.testing.assert_allclose(moments.mean, expected.mean(0), rtol=1e-6)
     offsets = expected - expected.mean(0)
     scatter = np.einsum("nkh,nkj->khj", offsets, offsets)
