@@ -559,20 +559,22 @@ def calibrate(
             "The model has no adapter to calibrate: make its RandomFeatureAttention(...) with "
             'feature_map="calibrated".'
         )
+    sums = [
+        CalibrationMoments(flax_attention.no_moments(adapter.feature_map.get_value()))
+        for adapter in adapters
+    ]
     try:
-        for adapter in adapters:
-            adapter.moments = CalibrationMoments(
-                flax_attention.no_moments(adapter.feature_map.get_value())
-            )
+        for adapter, own in zip(adapters, sums, strict=True):
+            adapter.moments = own
         compiled = nnx.jit(call)
         for batch in batches:
             compiled(model, batch)
-        sums = [
-            nnx.state(adapter, CalibrationMoments)["moments"].get_value() for adapter in adapters
-        ]
     finally:
         for adapter in adapters:
             adapter.moments = nnx.data(None)
-    for adapter, one in zip(adapters, sums, strict=True):
-        fitted = flax_attention.fit_stack(one, center=center, balance=balance, tilt=tilt)
-        adapter.feature_map.set_value(fitted)
+    fitted = [
+        flax_attention.fit_stack(own.get_value(), center=center, balance=balance, tilt=tilt)
+        for own in sums
+    ]
+    for adapter, calibrated in zip(adapters, fitted, strict=True):
+        adapter.feature_map.set_value(calibrated)
