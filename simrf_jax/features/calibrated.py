@@ -85,10 +85,24 @@ class Calibrated(FeatureMap):
         eye = jnp.broadcast_to(jnp.eye(dim, dtype=dtype), (num_heads, dim, dim))
         return cls(none, none, eye, eye, jnp.ones_like(none))
 
+    @property
+    def has_heads(self) -> bool:
+        """True if the arrays are those of several heads."""
+        return jnp.ndim(self.query_mean) == 2
+
     def log_features(
         self, x: Float[Array, "*batch H"], projection: Projection, *, side: Side
     ) -> LogFeatures:
-        """Returns the features of one head's queries or keys."""
+        """Returns the features of one head's queries or keys.
+
+        Raises:
+          ValueError: If the vectors have another dim, or the map has the arrays of several heads.
+        """
+        if jnp.shape(self.query_mean) != x.shape[-1:]:
+            raise ValueError(
+                f"x must be [..., dim] with the dim of one head of the calibration, got shape "
+                f"{x.shape} for means of shape {jnp.shape(self.query_mean)}."
+            )
         if side == "query":
             mean, other, matrix = self.query_mean, self.key_mean, self.query_matrix
         else:

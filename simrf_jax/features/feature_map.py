@@ -86,6 +86,15 @@ class FeatureMap(abc.ABC):
           exp(x . y). Exponents are minus infinity where a feature is zero.
         """
 
+    @property
+    def has_heads(self) -> bool:
+        """True if all arrays of the map have a leading axis of key heads, as W may have one.
+
+        Attention then gives each head its own arrays, and calls ``log_features`` with those of one
+        head.
+        """
+        return False
+
     def features(
         self, x: Float[ArrayLike, "*batch dim"], projection: Any, *, side: Side = "key"
     ) -> Float[Array, "*batch features"]:

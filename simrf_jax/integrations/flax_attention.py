@@ -479,19 +479,21 @@ def draw_maps(
     )
 
 
-_PARTS = ("hyperbolic", "trigonometric", "weights")
+def _register_serialization(cls: type[Any], parts: tuple[str, ...]) -> None:
+    """Lets ``flax.serialization`` write and read the parts of a dataclass."""
+
+    def to_state_dict(record: Any) -> dict[str, Any]:
+        return {name: serialization.to_state_dict(getattr(record, name)) for name in parts}
+
+    def from_state_dict(record: Any, state: dict[str, Any]) -> Any:
+        read = {
+            name: serialization.from_state_dict(getattr(record, name), state[name], name=name)
+            for name in parts
+        }
+        return dataclasses.replace(record, **read)
+
+    serialization.register_serialization_state(cls, to_state_dict, from_state_dict)
 
 
-def _parts(projection: BipolarProjection) -> dict[str, Any]:
-    return {name: serialization.to_state_dict(getattr(projection, name)) for name in _PARTS}
-
-
-def _from_parts(projection: BipolarProjection, state: dict[str, Any]) -> BipolarProjection:
-    parts = {
-        name: serialization.from_state_dict(getattr(projection, name), state[name], name=name)
-        for name in _PARTS
-    }
-    return dataclasses.replace(projection, **parts)
-
-
-serialization.register_serialization_state(BipolarProjection, _parts, _from_parts)
+_register_serialization(BipolarProjection, ("hyperbolic", "trigonometric", "weights"))
+_register_serialization(Calibrated, tuple(field.name for field in dataclasses.fields(Calibrated)))

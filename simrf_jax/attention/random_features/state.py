@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -93,11 +93,17 @@ class HeadMaps:
         self, x: Float[Array, "B length K *rest"] | LogFeatures, side: Side
     ) -> LogFeatures:
         """Returns log features of ``[B, length, K, ...]``, with NaN exponents where not finite."""
-        log_features = functools.partial(self.feature_map.log_features, side=side)
-        if self.projection is None or self.projection.ndim == 2:
-            phi = log_features(x, self.projection)
+
+        def of_head(x: Any, projection: Any, feature_map: FeatureMap) -> LogFeatures:
+            return feature_map.log_features(x, projection, side=side)
+
+        w_axis = None if self.projection is None or self.projection.ndim == 2 else 0
+        map_axis = 0 if self.feature_map.has_heads else None
+        if w_axis is None and map_axis is None:
+            phi = of_head(x, self.projection, self.feature_map)
         else:
-            phi = jax.vmap(log_features, in_axes=(2, 0), out_axes=2)(x, self.projection)
+            each_head = jax.vmap(of_head, in_axes=(2, w_axis, map_axis), out_axes=2)
+            phi = each_head(x, self.projection, self.feature_map)
         return phi if self.feature_map.is_finite else _mark_not_finite(phi)
 
 
@@ -250,14 +256,24 @@ def lay_out(
     inputs = arguments.lay_out(
         dtype=None if w is None else w.dtype, fill_with_tokens=not feature_map.is_finite
     )
-    if w is None:
-        return inputs, HeadMaps(None, feature_map)
     num_key_heads, dim = arguments.key.shape[-2:]
-    _check_projection(w, num_key_heads=num_key_heads, dim=dim)
-    groups = inputs.key.shape[2] // num_key_heads
-    if w.ndim == 3 and groups > 1:
-        w = jax.tree.map(functools.partial(jnp.repeat, repeats=groups, axis=0), w)
+    repeat = functools.partial(jnp.repeat, repeats=inputs.key.shape[2] // num_key_heads, axis=0)
+    if feature_map.has_heads:
+        _check_heads(feature_map, num_key_heads)
+        feature_map = jax.tree.map(repeat, feature_map)
+    if w is not None:
+        _check_projection(w, num_key_heads=num_key_heads, dim=dim)
+        w = jax.tree.map(repeat, w) if w.ndim == 3 else w
     return inputs, HeadMaps(w, feature_map)
+
+
+def _check_heads(feature_map: FeatureMap, num_key_heads: int) -> None:
+    if any(jnp.shape(leaf)[:1] != (num_key_heads,) for leaf in jax.tree.leaves(feature_map)):
+        shapes = ", ".join(str(jnp.shape(leaf)) for leaf in jax.tree.leaves(feature_map))
+        raise ValueError(
+            f"The arrays of feature_map must have one entry for each of the {num_key_heads} key "
+            f"heads, got shapes {shapes}."
+        )
 
 
 def _check_projection(
