@@ -12,6 +12,7 @@ A feature map phi turns a kernel into an inner product: K(x, y) = E[phi(x) . phi
 - ``random_feature_attention``: softmax attention in linear time, bidirectional, causal or packed.
   ``RandomFeatures``, ``Band`` and ``Blend`` are the mechanisms as objects, which also decode
   token by token, from a state that does not grow. ``feature_maps``: feature maps as objects.
+- ``calibrate``: positive features that fit the queries and keys of a trained model.
 - ``banded_attention``: exact softmax attention to nearby keys, the near field.
   ``fmm_attention``: near field and far field together.
 - ``attention_matrix``, ``attention_report``: the attention weights that random features imply, and
@@ -36,6 +37,7 @@ from simrf_jax.attention import (
     fmm_attention,
     random_feature_attention,
 )
+from simrf_jax.calibration import calibrate
 from simrf_jax.features import (
     BipolarProjection,
     ClusteredProjection,
@@ -87,6 +89,7 @@ __all__ = [
     "attention_matrix",
     "attention_report",
     "banded_attention",
+    "calibrate",
     "clustered_hybrid_features",
     "draw_bipolar_projection",
     "draw_fast_projection",

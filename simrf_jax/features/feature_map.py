@@ -308,6 +308,11 @@ def as_feature_map(feature_map: FeatureMapLike) -> FeatureMap:
         by default and whose features overflow: its feature map is meant.
       ValueError: If the name is unknown.
     """
+    if isinstance(feature_map, str) and feature_map == "calibrated":
+        raise ValueError(
+            "feature_map='calibrated' holds arrays of its own: pass the map that "
+            "simrf_jax.calibrate(query, key) returns. Only the Flax adapters take the name."
+        )
     if isinstance(feature_map, str):
         checks.one_of("feature_map", feature_map, FEATURE_MAPS)
         return FEATURE_MAPS[feature_map]

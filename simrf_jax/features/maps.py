@@ -1,6 +1,7 @@
 """The feature maps of attention, as objects: the namespace ``simrf_jax.feature_maps``."""
 
 from simrf_jax.features.bipolar import AngularHybrid, GaussianHybrid
+from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.features.clustered import ClusteredHybrid
 from simrf_jax.features.exponential import Hyperbolic, OptimalPositive, Positive
 from simrf_jax.features.feature_map import FEATURE_MAPS, Custom, named
@@ -11,6 +12,7 @@ from simrf_jax.features.trigonometric import Phase, Trigonometric
 __all__ = [
     "FEATURE_MAPS",
     "AngularHybrid",
+    "Calibrated",
     "ClusteredHybrid",
     "Custom",
     "Elu",

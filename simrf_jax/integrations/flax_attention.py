@@ -15,12 +15,17 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention import Band, Blend, Mechanism, RandomFeatures
+from simrf_jax.attention.inputs.arguments import per_key, shape_of_logits, within_lengths
+from simrf_jax.calibration import Moments
+from simrf_jax.calibration.calibrate import moments
+from simrf_jax.calibration.fit import Balance, Tilt, fit
 from simrf_jax.features import (
     BipolarProjection,
     FeatureMapLike,
     as_feature_map,
     draw_bipolar_projection,
 )
+from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.integrations import flax_masks
 from simrf_jax.integrations.flax_masks import Mask
 from simrf_jax.projections import (
@@ -265,6 +270,90 @@ def step(mechanism: Mechanism, state: Any, call: Call) -> tuple[jax.Array, Any]:
     return call.finish(out), state
 
 
+def adapter_map(feature_map: FeatureMapLike, num_key_heads: int, head_dim: int) -> FeatureMapLike:
+    """Returns the feature map of an adapter, without a calibration for ``"calibrated"``."""
+    if isinstance(feature_map, str) and feature_map == "calibrated":
+        return Calibrated.identity(num_key_heads, head_dim)
+    return feature_map
+
+
+def no_moments(calibrated: Calibrated) -> tuple[Moments, Moments]:
+    """Returns the moments of no queries and keys, for the heads of a map or of a stack of them."""
+    *lead, num_heads, dim = calibrated.query_mean.shape
+    empty = Moments.empty(num_heads, dim, calibrated.query_mean.dtype)
+    stack = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*lead, *leaf.shape)), empty)
+    return stack, stack
+
+
+def add_moments(sums: tuple[Moments, Moments], call: Call) -> tuple[Moments, Moments]:
+    """Returns the moments with the queries and keys of a call, as attention scales them.
+
+    Padding does not count: keys that no head sees, queries beyond their lengths and those that a
+    factored mask hides. In self-attention whose calls say nothing about queries, those at hidden
+    keys do not count either.
+    """
+    query, key = jax.lax.stop_gradient((call.query, call.key))
+    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
+    queries, keys = moments(query, key, scale, *_real_tokens(call))
+    return sums[0].merge(queries), sums[1].merge(keys)
+
+
+def _real_tokens(call: Call) -> tuple[jax.Array, jax.Array]:
+    """Returns ``[..., T]`` and ``[..., S]``, False at queries and keys that are padding."""
+    batch, length = call.query.shape[:-3], call.query.shape[-3]
+    key_length = call.key.shape[-3]
+    keys = jnp.ones((*batch, key_length), bool)
+    if call.mask is not None:
+        heads = per_key(jnp.asarray(call.mask), shape_of_logits(call.query, call.key))
+        some_head = jnp.any(heads, axis=-2)
+        keys &= some_head.reshape(some_head.shape[-keys.ndim :])
+    if call.key_value_seq_lengths is not None:
+        lengths = jnp.asarray(call.key_value_seq_lengths)
+        keys &= within_lengths("key_value_seq_lengths", lengths, batch, key_length)
+    if call.real is not None:
+        queries = jnp.any(call.real[..., 0], axis=-1)
+    elif call.query_seq_lengths is not None:
+        lengths = jnp.asarray(call.query_seq_lengths)
+        queries = within_lengths("query_seq_lengths", lengths, batch, length)
+    else:
+        queries = keys if length == key_length else jnp.ones((*batch, length), bool)
+    return jnp.broadcast_to(queries, (*batch, length)), keys
+
+
+def fit_stack(
+    sums: tuple[Moments, Moments], *, center: bool, balance: Balance, tilt: Tilt | None
+) -> Calibrated:
+    """Returns the calibration for the moments of an adapter, or of a stack of them.
+
+    Raises:
+      ValueError: If the adapter has seen no tokens, or some that were not finite.
+    """
+    queries, keys = sums
+    if not all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(sums)):
+        raise ValueError("Queries or keys of the batches are not finite, so nothing can be fitted.")
+    if not bool(jnp.all(queries.num_vectors > 0) & jnp.all(keys.num_vectors > 0)):
+        raise ValueError(
+            "An adapter has seen no tokens, so nothing can be fitted: give batches, and call the "
+            "whole model."
+        )
+    lead = queries.mean.shape[:-1]
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(lead) :]), sums)
+    fitted = _fit(*flat, center=center, balance=balance, tilt=tilt)
+    return jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), fitted)
+
+
+_fit = jax.jit(fit, static_argnames=("center", "balance", "tilt"))
+
+
+def check_tilt(tilt: Tilt | None, options: DrawOptions | None) -> None:
+    """Raises ``ValueError`` if W was drawn with norms that leave no room for a tilt."""
+    if tilt is not None and options is not None and options.norms in FIXED_NORMS:
+        raise ValueError(
+            f"tilt={tilt!r} needs rows whose norms are chi variables, got an adapter with norms="
+            f"{options.norms!r}; take tilt=None, or other norms."
+        )
+
+
 def check_fields(
     *,
     is_causal: bool,
@@ -421,27 +510,22 @@ def draw_maps(
     )
 
 
-# The fields of structured projections that are saved, by class.
-_PARTS = {
-    BipolarProjection: ("hyperbolic", "trigonometric", "weights"),
-    WeightedProjection: ("rows", "log_weights"),
-}
+def _register_serialization(cls: type[Any], parts: tuple[str, ...]) -> None:
+    """Lets ``flax.serialization`` write and read the parts of a dataclass."""
+
+    def to_state_dict(record: Any) -> dict[str, Any]:
+        return {name: serialization.to_state_dict(getattr(record, name)) for name in parts}
+
+    def from_state_dict(record: Any, state: dict[str, Any]) -> Any:
+        read = {
+            name: serialization.from_state_dict(getattr(record, name), state[name], name=name)
+            for name in parts
+        }
+        return dataclasses.replace(record, **read)
+
+    serialization.register_serialization_state(cls, to_state_dict, from_state_dict)
 
 
-def _state_dict(projection: BipolarProjection | WeightedProjection) -> dict[str, Any]:
-    names = _PARTS[type(projection)]
-    return {name: serialization.to_state_dict(getattr(projection, name)) for name in names}
-
-
-def _from_state_dict(
-    projection: BipolarProjection | WeightedProjection, state: dict[str, Any]
-) -> BipolarProjection | WeightedProjection:
-    parts = {
-        name: serialization.from_state_dict(getattr(projection, name), state[name], name=name)
-        for name in _PARTS[type(projection)]
-    }
-    return dataclasses.replace(projection, **parts)
-
-
-for _structured in _PARTS:
-    serialization.register_serialization_state(_structured, _state_dict, _from_state_dict)
+_register_serialization(BipolarProjection, ("hyperbolic", "trigonometric", "weights"))
+_register_serialization(WeightedProjection, ("rows", "log_weights"))
+_register_serialization(Calibrated, tuple(field.name for field in dataclasses.fields(Calibrated)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention import Blend, Mechanism, RandomFeatures
+from simrf_jax.calibration.calibrate import check_options
+from simrf_jax.calibration.fit import Balance, Tilt
 from simrf_jax.features import BipolarProjection, FeatureMapLike
+from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.integrations import flax_attention
 from simrf_jax.integrations.flax_attention import Call
 from simrf_jax.projections import (
@@ -226,9 +229,20 @@ class _Adapter(nn.Module):
             module=module,
         )
         mechanism = self._mechanism(query.shape[-2], *key.shape[-2:])
+        self._add_moments(mechanism, call)
         if not self.decode:
             return flax_attention.attend(mechanism, call)
         return self._step(mechanism, call)
+
+    def _add_moments(self, mechanism: Mechanism, call: Call) -> None:
+        """Adds the tokens of a call to the moments that ``calibrate`` sums, if it does."""
+        calibrated = getattr(mechanism, "feature_map", None)
+        summing = self.is_mutable_collection("calibration_moments") and not self.is_initializing()
+        if summing and isinstance(calibrated, Calibrated):
+            sums: nn.Variable[Any] = self.variable(
+                "calibration_moments", "moments", flax_attention.no_moments, calibrated
+            )
+            sums.value = flax_attention.add_moments(sums.value, call)
 
     def _check_fields(self) -> None:
         checks.boolean("shared", self.shared)
@@ -359,13 +373,17 @@ class RandomFeatureAttention(_Adapter):
 
     def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> RandomFeatures:
         del num_heads
-        flax_attention.check_feature_maps((self.feature_map,), num_weights=self.num_weights)
+        feature_map = flax_attention.adapter_map(self.feature_map, num_key_heads, head_dim)
+        flax_attention.check_feature_maps((feature_map,), num_weights=self.num_weights)
+        if isinstance(feature_map, Calibrated):
+            calibration = self.variable("calibration", "feature_map", lambda: feature_map)
+            feature_map = jax.lax.stop_gradient(calibration.value)
         if self.num_features is None:
-            return flax_attention.random_features(None, self.feature_map, self.sequence_axis)
+            return flax_attention.random_features(None, feature_map, self.sequence_axis)
 
         def draw() -> Any:
             options = flax_attention.draw_options(
-                self.feature_map,
+                feature_map,
                 coupling=self.coupling,
                 block=self.block,
                 rotation=self.rotation,
@@ -376,14 +394,14 @@ class RandomFeatureAttention(_Adapter):
                 None if self.shared else num_key_heads,
                 self.num_features,
                 head_dim,
-                feature_map=self.feature_map,
+                feature_map=feature_map,
                 num_weights=self.num_weights,
                 options=options,
             )
             return _box(w, options)
 
         w = self.variable("random_features", "projection", draw).value
-        return flax_attention.random_features(w, self.feature_map, self.sequence_axis)
+        return flax_attention.random_features(w, feature_map, self.sequence_axis)
 
 
 class FMMAttention(_Adapter):
@@ -495,3 +513,94 @@ class FMMAttention(_Adapter):
             num_heads=num_heads,
             sequence_axis=self.sequence_axis,
         )
+
+
+def calibrate(
+    model: nn.Module,
+    variables: Mapping[str, Any],
+    batches: Iterable[Any],
+    *,
+    call: Callable[..., Any] = nn.Module.apply,
+    center: bool = True,
+    balance: Balance = True,
+    tilt: Tilt | None = "log",
+) -> dict[str, Any]:
+    """Calibrates all adapters of a model, in one pass over some batches.
+
+    The adapters are those made with ``feature_map="calibrated"``. Each sums the means and
+    covariances of its queries and keys, in memory that does not depend on the number of batches,
+    and then fits its feature map as ``simrf_jax.calibrate`` does. During the pass, the adapters
+    compute with the maps that they have, from the calibration before or plain positive features.
+    Queries and keys of deeper layers depend on the outputs of those before, so a second pass fits
+    them a little better.
+
+    Args:
+      model: A model that holds adapters. ``nn.scan`` over layers and ``nn.vmap`` need
+        ``"calibration": 0`` and ``"calibration_moments": 0`` in their ``variable_axes``.
+      variables: Variables of the model, with the collection ``calibration``, which ``init`` makes.
+      batches: Batches of the model's inputs. Take some of the training data.
+      call: ``call(model, variables, batch, mutable=[...])`` returns the output and the changed
+        collections, by default ``model.apply``. It is compiled by ``jax.jit``.
+      center: True to subtract the means; see ``simrf_jax.calibrate``.
+      balance: True, ``"diagonal"`` or False; see ``simrf_jax.calibrate``.
+      tilt: ``"log"``, ``"mean"``, ``"isotropic"`` or None; see ``simrf_jax.calibrate``.
+
+    Returns:
+      The variables with another collection ``calibration``. It gets no gradient unless
+      ``jax.grad`` is taken by it, and redraws do not change it.
+
+    Raises:
+      TypeError: If center is neither True nor False.
+      ValueError: If an option is unknown, no adapter has ``feature_map="calibrated"``, an adapter
+        saw no tokens, or queries or keys are not finite.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from simrf_jax.integrations.linen import RandomFeatureAttention, calibrate
+      >>> adapter = RandomFeatureAttention(130, feature_map="calibrated")
+      >>> attention = nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=adapter)
+      >>> x = jax.random.normal(jax.random.key(0), (2, 100, 512))
+      >>> variables = attention.init(jax.random.key(1), x)
+      >>> variables = calibrate(attention, variables, [x, 2 * x])
+      >>> attention.apply(variables, x).shape
+      (2, 100, 512)
+    """
+    check_options(center=center, balance=balance, tilt=tilt)
+    if not variables.get("calibration"):
+        raise ValueError(
+            "The variables have no collection calibration: make the model's "
+            'RandomFeatureAttention(...) with feature_map="calibrated", and call init.'
+        )
+
+    boxes = jax.tree.leaves(
+        variables.get("random_features", {}), is_leaf=lambda node: hasattr(node, "draw_options")
+    )
+    for box in boxes:
+        flax_attention.check_tilt(tilt, getattr(box, "draw_options", None))
+
+    @jax.jit
+    def add(sums: Any, batch: Any) -> Any:
+        given = {**variables, "calibration_moments": sums}
+        _, updates = call(model, given, batch, mutable=["calibration_moments"])
+        return updates.get("calibration_moments", {})
+
+    sums: Any = {}
+    for batch in batches:
+        sums = add(sums, batch)
+
+    def fit(path: Any, calibrated: Any) -> Any:
+        found = sums
+        for key in path[:-1]:
+            found = found.get(key.key, {})
+        if "moments" not in found:
+            raise ValueError(
+                f"The adapter {jax.tree_util.keystr(path[:-1])} has seen no tokens: give batches, "
+                "and call the whole model."
+            )
+        return flax_attention.fit_stack(found["moments"], center=center, balance=balance, tilt=tilt)
+
+    calibration = jax.tree_util.tree_map_with_path(
+        fit, variables["calibration"], is_leaf=lambda node: isinstance(node, Calibrated)
+    )
+    return {**variables, "calibration": calibration}

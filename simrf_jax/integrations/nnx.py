@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,10 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention import Blend, Mechanism, RandomFeatures
+from simrf_jax.calibration.calibrate import check_options
+from simrf_jax.calibration.fit import Balance, Tilt
 from simrf_jax.features import FeatureMap, FeatureMapLike, as_feature_map
+from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.integrations import flax_attention
 from simrf_jax.projections import BlockMode, Coupling, Norms, Rotation
 
@@ -23,6 +28,14 @@ class RandomProjection(nnx.Variable):
     Its metadata ``draw_options`` says how W was drawn: a ``simrf_jax.DrawOptions``, or for a tuple
     of projections a tuple of as many, None where there is no W. ``redraw_projections`` reads it.
     """
+
+
+class Calibration(nnx.Variable):
+    """The arrays of a calibrated feature map: state of the model, but no parameter."""
+
+
+class CalibrationMoments(nnx.Variable):
+    """Moments of the queries and keys of an adapter, while ``calibrate`` sums them."""
 
 
 class _Adapter(nnx.Module):
@@ -58,6 +71,9 @@ class _Adapter(nnx.Module):
     @abc.abstractmethod
     def _mechanism(self, num_heads: int) -> Mechanism:
         """Returns the attention of as many query heads, with its arrays."""
+
+    def _add_moments(self, call: flax_attention.Call) -> None:
+        """Adds the tokens of a call to the moments that ``calibrate`` sums, if it does."""
 
     def __call__(
         self,
@@ -135,6 +151,7 @@ class _Adapter(nnx.Module):
             precision=precision,
             module=module,
         )
+        self._add_moments(call)
         mechanism = self._mechanism(query.shape[-2])
         if not self.decode:
             return flax_attention.attend(mechanism, call)
@@ -206,6 +223,13 @@ class _Adapter(nnx.Module):
             dtype=dtype,
         )
         self.cache = nnx.Cache(state)
+
+
+def _as_state(feature_map: FeatureMapLike) -> Any:
+    """Returns a feature map as an attribute of a module, whose state its arrays belong to."""
+    if isinstance(feature_map, Calibrated):
+        return Calibration(feature_map)
+    return nnx.data(feature_map) if _has_arrays(feature_map) else feature_map
 
 
 def _has_arrays(feature_map: FeatureMapLike) -> bool:
@@ -317,9 +341,10 @@ class RandomFeatureAttention(_Adapter):
             sequence_axis=sequence_axis,
         )
         shared = checks.boolean("shared", shared)
+        feature_map = flax_attention.adapter_map(feature_map, self.num_heads, self.head_dim)
         flax_attention.check_feature_maps((feature_map,), num_weights=num_weights)
-        # The arrays of a feature map belong to the state of the module.
-        self.feature_map = nnx.data(feature_map) if _has_arrays(feature_map) else feature_map
+        self.feature_map = _as_state(feature_map)
+        self.moments: CalibrationMoments | None = nnx.data(None)
         self.projection = nnx.data(None)
         if num_features is None:
             return
@@ -340,7 +365,17 @@ class RandomFeatureAttention(_Adapter):
     def _mechanism(self, num_heads: int) -> RandomFeatures:
         del num_heads
         w = None if self.projection is None else self.projection.get_value()
-        return flax_attention.random_features(w, self.feature_map, self.sequence_axis)
+        return flax_attention.random_features(w, self._map(), self.sequence_axis)
+
+    def _map(self) -> FeatureMapLike:
+        if isinstance(self.feature_map, Calibration):
+            return jax.lax.stop_gradient(self.feature_map.get_value())
+        return self.feature_map
+
+    def _add_moments(self, call: flax_attention.Call) -> None:
+        if self.moments is not None:
+            sums = flax_attention.add_moments(self.moments.get_value(), call)
+            self.moments.set_value(sums)
 
 
 class FMMAttention(_Adapter):
@@ -474,3 +509,84 @@ class FMMAttention(_Adapter):
             num_heads=num_heads,
             sequence_axis=self.sequence_axis,
         )
+
+
+def calibrate(
+    model: nnx.Module,
+    batches: Iterable[Any],
+    *,
+    call: Callable[[Any, Any], Any] = lambda model, batch: model(batch),
+    center: bool = True,
+    balance: Balance = True,
+    tilt: Tilt | None = "log",
+) -> None:
+    """Calibrates all adapters of a model in place, in one pass over some batches.
+
+    The adapters are those made with ``feature_map="calibrated"``. Each sums the means and
+    covariances of its queries and keys, in memory that does not depend on the number of batches,
+    and then fits its feature map as ``simrf_jax.calibrate`` does. During the pass, the adapters
+    compute with the maps that they have, from the calibration before or plain positive features.
+    Queries and keys of deeper layers depend on the outputs of those before, so a second pass fits
+    them a little better.
+
+    The result is in ``Calibration`` variables, which are part of the state and of checkpoints, but
+    no parameters. W is as before; redraws do not change the calibration.
+
+    Args:
+      model: A model that holds adapters. It is called as the caller left it: set it to evaluation
+        first, ``model.eval()``, if it has dropout.
+      batches: Batches of the model's inputs. Take some of the training data.
+      call: Calls the model with a batch, by default ``model(batch)``. It is compiled by
+        ``nnx.jit``.
+      center: True to subtract the means; see ``simrf_jax.calibrate``.
+      balance: True, ``"diagonal"`` or False; see ``simrf_jax.calibrate``.
+      tilt: ``"log"``, ``"mean"``, ``"isotropic"`` or None; see ``simrf_jax.calibrate``.
+
+    Raises:
+      TypeError: If center is neither True nor False.
+      ValueError: If an option is unknown, no adapter has ``feature_map="calibrated"``, an adapter
+        saw no tokens, or queries or keys are not finite.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from simrf_jax.integrations.nnx import RandomFeatureAttention, calibrate
+      >>> rngs = nnx.Rngs(0)
+      >>> adapter = RandomFeatureAttention(8, 64, 130, feature_map="calibrated", rngs=rngs)
+      >>> attention = nnx.MultiHeadAttention(8, 512, decode=False, attention_fn=adapter, rngs=rngs)
+      >>> calibrate(attention, [jax.random.normal(rngs(), (2, 100, 512)) for _ in range(3)])
+      >>> attention(jnp.ones((2, 10, 512))).shape
+      (2, 10, 512)
+    """
+    check_options(center=center, balance=balance, tilt=tilt)
+    adapters = [
+        node
+        for _, node in nnx.iter_graph(model)
+        if isinstance(node, RandomFeatureAttention) and isinstance(node.feature_map, Calibration)
+    ]
+    if not adapters:
+        raise ValueError(
+            "The model has no adapter to calibrate: make its RandomFeatureAttention(...) with "
+            'feature_map="calibrated".'
+        )
+    for adapter in adapters:
+        flax_attention.check_tilt(tilt, getattr(adapter.projection, "draw_options", None))
+    sums = [
+        CalibrationMoments(flax_attention.no_moments(adapter.feature_map.get_value()))
+        for adapter in adapters
+    ]
+    try:
+        for adapter, own in zip(adapters, sums, strict=True):
+            adapter.moments = own
+        compiled = nnx.jit(call)
+        for batch in batches:
+            compiled(model, batch)
+    finally:
+        for adapter in adapters:
+            adapter.moments = nnx.data(None)
+    fitted = [
+        flax_attention.fit_stack(own.get_value(), center=center, balance=balance, tilt=tilt)
+        for own in sums
+    ]
+    for adapter, calibrated in zip(adapters, fitted, strict=True):
+        adapter.feature_map.set_value(calibrated)

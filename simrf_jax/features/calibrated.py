@@ -1,0 +1,143 @@
+"""Positive features whose proposal was fitted to the queries and keys of each head."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import ClassVar, SupportsIndex
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from simrf_jax import checks
+from simrf_jax.features.feature_map import FeatureMap
+from simrf_jax.features.log_space import LogFeatures, Side
+from simrf_jax.projections import Projection, add_half_log_weights, product, rows_of
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Calibrated(FeatureMap):
+    r"""Positive features that are centred, balanced and tilted, as ``calibrate`` fits them.
+
+    The softmax kernel is unchanged if the queries and the keys are shifted, up to factors, and if a
+    matrix stretches the queries while its inverse transpose stretches the keys. Besides, the rows
+    of W may be drawn from another Gaussian law if each feature is weighted by the ratio of the
+    densities. All three leave the estimate unbiased and positive; chosen well, they lower its
+    variance by orders of magnitude where queries and keys are not isotropic. With
+
+    .. math:: \tilde x = M (x - b_x), \qquad \tilde y = M^{-\top} (y - b_y), \qquad
+        \tilde w = \Sigma^{1/2} w, \qquad
+        \ell(\tilde w) = \log \frac{N(\tilde w; 0, I)}{N(\tilde w; 0, \Sigma)}
+
+    the features of queries x and keys y are
+
+    .. math::
+        \log \phi(x)_i &= \tilde w_i \cdot \tilde x - \tfrac12 |\tilde x|^2
+            + b_y \cdot (x - \tfrac12 b_x) + \tfrac12 \ell(\tilde w_i) - \tfrac12 \log m, \\
+        \log \phi(y)_i &= \tilde w_i \cdot \tilde y - \tfrac12 |\tilde y|^2
+            + b_x \cdot (y - \tfrac12 b_y) + \tfrac12 \ell(\tilde w_i) - \tfrac12 \log m.
+
+    Each array may have a leading axis of key heads K. W must have Gaussian rows, as those of
+    ``norms="chi"`` are; only a map without a tilt (``variances`` all 1) may have rows of fixed
+    norms.
+
+    Attributes:
+      query_mean: :math:`b_x`, ``[K, H]``, in units of queries times the root of the scale.
+      key_mean: :math:`b_y`, ``[K, H]``.
+      query_matrix: M, ``[K, H, H]``.
+      key_matrix: :math:`M^{-\top}`, ``[K, H, H]``.
+      variances: Diagonal of :math:`\Sigma`, ``[K, H]``.
+
+    References:
+      Likhosherstov et al., FAVOR#: Sharp Attention Kernel Approximations via New Classes of
+      Positive Random Features (2023), https://arxiv.org/abs/2302.00787
+    """
+
+    is_finite = True
+    coupling = "simplex"
+    axes_of_one: ClassVar[Mapping[str, int]] = {
+        "query_mean": 1,
+        "key_mean": 1,
+        "query_matrix": 2,
+        "key_matrix": 2,
+        "variances": 1,
+    }
+    query_mean: Float[Array, "*K H"]
+    key_mean: Float[Array, "*K H"]
+    query_matrix: Float[Array, "*K H H"]
+    key_matrix: Float[Array, "*K H H"]
+    variances: Float[Array, "*K H"]
+
+    @classmethod
+    def identity(
+        cls, num_heads: SupportsIndex, dim: SupportsIndex, dtype: DTypeLike = jnp.float32
+    ) -> Calibrated:
+        """Returns the map before any calibration, with the features of ``Positive``.
+
+        Args:
+          num_heads: Number K of key heads.
+          dim: Width H of a head.
+          dtype: Floating type of the arrays.
+
+        Raises:
+          TypeError: If a size is not an integer, or dtype is not floating.
+          ValueError: If a size is below 1.
+        """
+        num_heads = checks.positive_int("num_heads", num_heads)
+        dim = checks.positive_int("dim", dim)
+        dtype = checks.floating_dtype("dtype", dtype)
+        none = jnp.zeros((num_heads, dim), dtype)
+        eye = jnp.broadcast_to(jnp.eye(dim, dtype=dtype), (num_heads, dim, dim))
+        return cls(none, none, eye, eye, jnp.ones_like(none))
+
+    @property
+    def needs_chi_norms(self) -> bool:
+        """True if W is known to be tilted; of traced variances nothing is known."""
+        is_traced = isinstance(self.variances, jax.core.Tracer)
+        return not is_traced and bool(np.any(np.asarray(self.variances) != 1))
+
+    def log_features(
+        self, x: Float[Array, "*batch H"], projection: Projection, *, side: Side
+    ) -> LogFeatures:
+        """Returns the features of one head's queries or keys.
+
+        Raises:
+          ValueError: If the vectors have another dim, or the map has the arrays of several heads.
+        """
+        if jnp.shape(self.query_mean) != x.shape[-1:]:
+            raise ValueError(
+                f"x must be [..., dim] with the dim of one head of the calibration, got shape "
+                f"{x.shape} for means of shape {jnp.shape(self.query_mean)}."
+            )
+        if side == "query":
+            mean, other, matrix = self.query_mean, self.key_mean, self.query_matrix
+        else:
+            mean, other, matrix = self.key_mean, self.query_mean, self.key_matrix
+        balanced = _product(x - _along(mean, x), matrix)
+        exponent = product(balanced * _along(jnp.sqrt(self.variances), x), rows_of(projection))
+        exponent += _along(0.5 * self._log_weights(projection), exponent)
+        exponent = add_half_log_weights(exponent, projection)
+        products = (x - _along(0.5 * mean, x)) * _along(other, x)
+        log_scale = jnp.sum(products - 0.5 * jnp.square(balanced), axis=-1, keepdims=True)
+        return LogFeatures(exponent, log_scale - 0.5 * math.log(exponent.shape[-1]))
+
+    def _log_weights(self, projection: Projection) -> Float[Array, " num_features"]:
+        """Returns the log ratio of the densities at each row of W."""
+        eye = jnp.eye(self.variances.shape[-1], dtype=self.variances.dtype)
+        rows = product(eye, rows_of(projection)).T
+        # Large terms of long rows nearly cancel, so each square stands beside its mean.
+        excess = _along(1 - self.variances, rows) * (jnp.square(rows) - 1)
+        constant = jnp.sum(jnp.log(self.variances) + 1 - self.variances)
+        return 0.5 * (jnp.sum(excess, axis=-1) + constant)
+
+
+def _along(vector: Float[Array, " H"], x: Float[Array, "*batch H"]) -> Float[Array, "*batch H"]:
+    return jnp.broadcast_to(vector, x.shape)
+
+
+def _product(x: Float[Array, "*batch H"], matrix: Float[Array, "H H"]) -> Float[Array, "*batch H"]:
+    return jnp.einsum("...h,jh->...j", x, matrix, precision=jax.lax.Precision.HIGHEST)

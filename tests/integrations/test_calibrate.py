@@ -1,0 +1,294 @@
+import functools
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import simrf_jax
+from simrf_jax.features.calibrated import Calibrated
+from simrf_jax.integrations import linen as linen_adapters
+from simrf_jax.integrations import nnx as nnx_adapters
+
+HEADS, DIM, WIDTH = 2, 4, 8
+
+
+def inputs(batch=2, length=30, seed=0):
+    rng = np.random.default_rng(seed)
+    spectrum = np.arange(1, WIDTH + 1) ** -0.7
+    return (rng.normal(size=(batch, length, WIDTH)) * spectrum * 4 + 0.5).astype(np.float32)
+
+
+BATCHES = [inputs(seed=seed) for seed in range(3)]
+
+
+def nnx_attention(**options):
+    rngs = nnx.Rngs(0)
+    options = {"feature_map": "calibrated"} | options
+    adapter = nnx_adapters.RandomFeatureAttention(HEADS, DIM, 16, rngs=rngs, **options)
+    return nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, attention_fn=adapter, rngs=rngs)
+
+
+def linen_attention(**options):
+    options = {"feature_map": "calibrated"} | options
+    adapter = linen_adapters.RandomFeatureAttention(16, **options)
+    return nn.MultiHeadDotProductAttention(num_heads=HEADS, attention_fn=adapter)
+
+
+def assert_trees_close(actual, expected, **tolerance):
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, **({"rtol": 1e-3, "atol": 1e-4} | tolerance))
+
+
+def fitted_nnx(model):
+    return model.attention_fn.feature_map.get_value()
+
+
+def queries_and_keys(model, batches):
+    return [
+        jnp.concatenate([np.asarray(project(batch)) for batch in batches])
+        for project in (model.query, model.key)
+    ]
+
+
+def test_nnx_fits_the_queries_and_keys_of_all_batches():
+    model = nnx_attention()
+    expected = simrf_jax.calibrate(*queries_and_keys(model, BATCHES))
+    nnx_adapters.calibrate(model, iter(BATCHES))
+    assert_trees_close(fitted_nnx(model), expected)
+    assert model.attention_fn.moments is None
+
+
+def test_linen_fits_the_queries_and_keys_of_all_batches():
+    model = linen_attention()
+    variables = model.init(jax.random.key(0), BATCHES[0])
+    calibrated = linen_adapters.calibrate(model, variables, iter(BATCHES))
+    params = variables["params"]
+
+    def project(name, x):
+        return (
+            jnp.einsum("btw,wkh->btkh", x, params[name]["kernel"])
+            + params[name]["bias"][None, None]
+        )
+
+    tokens = [jnp.concatenate([project(name, x) for x in BATCHES]) for name in ("query", "key")]
+    actual = calibrated["calibration"]["attention_fn"]["feature_map"]
+    assert_trees_close(actual, simrf_jax.calibrate(*tokens))
+    assert set(calibrated) == set(variables)
+    for name in ("params", "random_features"):
+        assert calibrated[name] is variables[name]
+
+
+@pytest.mark.parametrize("options", [{"tilt": "isotropic"}, {"center": False, "balance": False}])
+def test_options_are_those_of_calibrate(options):
+    model = nnx_attention()
+    nnx_adapters.calibrate(model, BATCHES, **options)
+    expected = simrf_jax.calibrate(*queries_and_keys(model, BATCHES), **options)
+    assert_trees_close(fitted_nnx(model), expected)
+
+
+def test_before_a_calibration_the_map_is_positive():
+    calibrated, positive = nnx_attention(), nnx_attention(feature_map="positive")
+    np.testing.assert_allclose(calibrated(BATCHES[0]), positive(BATCHES[0]), rtol=1e-5, atol=1e-6)
+
+
+def test_a_calibrated_model_is_nearer_to_the_exact_one():
+    def error(model, exact):
+        x = inputs(batch=4, seed=9)  # Other tokens than those of the fit.
+        return float(np.square(model(x) - exact(x)).sum())
+
+    ratios = []
+    for seed in range(8):
+        rngs = nnx.Rngs(seed)
+        exact = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs)
+        model = nnx_attention()
+        model.attention_fn = nnx_adapters.RandomFeatureAttention(
+            HEADS, DIM, 64, feature_map="calibrated", rngs=rngs
+        )
+        for name in ("query", "key", "value", "out"):
+            dense = getattr(exact, name)
+            dense.kernel[...] *= 3 if name in ("query", "key") else 1  # As trained models have it.
+            setattr(model, name, dense)
+        before = error(model, exact)
+        nnx_adapters.calibrate(model, BATCHES)
+        ratios.append(error(model, exact) / before)
+    assert np.mean(ratios) + 2 * np.std(ratios) / np.sqrt(len(ratios)) < 0.8
+
+
+def test_padding_does_not_count():
+    model, expected = nnx_attention(), nnx_attention()
+    nnx_adapters.calibrate(expected, [x[:, :20] for x in BATCHES])
+    mask = (np.arange(30) < 20)[None, None, None]
+
+    def padded(model, x):
+        return model(x.at[:, 20:].set(100.0), mask=mask)
+
+    nnx_adapters.calibrate(model, map(jnp.asarray, BATCHES), call=padded)
+    assert_trees_close(fitted_nnx(model), fitted_nnx(expected))
+
+
+def test_factored_masks_say_which_queries_are_padding():
+    model, expected = nnx_attention(factored_masks=True), nnx_attention()
+    nnx_adapters.calibrate(expected, [x[:, :20] for x in BATCHES])
+    real = np.broadcast_to(np.arange(30) < 20, (2, 30))
+
+    def padded(model, x):
+        return model(x.at[:, 20:].set(100.0), mask=nn.make_attention_mask(real, real))
+
+    nnx_adapters.calibrate(model, map(jnp.asarray, BATCHES), call=padded)
+    assert_trees_close(fitted_nnx(model), fitted_nnx(expected))
+
+
+def test_is_state_without_gradient():
+    model = nnx_attention()
+    nnx_adapters.calibrate(model, BATCHES)
+    before = jax.tree.map(np.array, nnx.state(model, nnx_adapters.Calibration))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    grads = nnx.grad(lambda model: jnp.sum(model(BATCHES[0]) ** 2))(model)
+    optimizer.update(model, grads)
+    after = nnx.state(model, nnx_adapters.Calibration)
+    assert len(jax.tree.leaves(after)) == 5
+    assert_trees_close(after, before, rtol=0, atol=0)
+
+
+def test_linen_gives_the_calibration_no_gradient():
+    model = linen_attention()
+    variables = linen_adapters.calibrate(model, model.init(jax.random.key(0), BATCHES[0]), BATCHES)
+    grads = jax.grad(lambda v: jnp.sum(model.apply(v, BATCHES[0]) ** 2))(variables)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(grads["calibration"]))
+    assert any(np.any(leaf) for leaf in jax.tree.leaves(grads["params"]))
+
+
+def test_redraws_leave_the_calibration():
+    model = nnx_attention()
+    nnx_adapters.calibrate(model, BATCHES)
+    before = jax.tree.map(np.array, fitted_nnx(model))
+    w = nnx.state(model, nnx_adapters.RandomProjection)
+    nnx.update(model, simrf_jax.redraw_projections(jax.random.key(1), w))
+    assert_trees_close(fitted_nnx(model), before, rtol=0, atol=0)
+
+
+def test_is_saved_and_restored_with_the_state():
+    model, other = nnx_attention(), nnx_attention()
+    nnx_adapters.calibrate(model, BATCHES)
+    pure = nnx.to_pure_dict(nnx.state(model))
+    state = nnx.state(other)
+    nnx.replace_by_pure_dict(state, jax.tree.map(np.array, pure))
+    nnx.update(other, state)
+    np.testing.assert_array_equal(other(BATCHES[0]), model(BATCHES[0]))
+
+
+def test_linen_variables_are_saved_and_restored():
+    model = linen_attention()
+    fresh = model.init(jax.random.key(0), BATCHES[0])
+    variables = linen_adapters.calibrate(model, fresh, BATCHES)
+    restored = flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(variables))
+    np.testing.assert_array_equal(
+        model.apply(restored, BATCHES[0]), model.apply(variables, BATCHES[0])
+    )
+
+
+def test_decodes_as_it_attends():
+    model = nnx_attention(is_causal=True)
+    nnx_adapters.calibrate(model, BATCHES)
+    x = inputs(length=6)
+    whole = model(x)
+    decoder = nnx.view(model, only=nnx_adapters.RandomFeatureAttention, decode=True, batch_size=2)
+    tokens = [decoder(x[:, :3]), *(decoder(x[:, t : t + 1]) for t in range(3, 6))]
+    np.testing.assert_allclose(jnp.concatenate(tokens, axis=1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_layers_that_are_stacked_are_calibrated_one_by_one():
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(key):
+        rngs = nnx.Rngs(key)
+        adapter = nnx_adapters.RandomFeatureAttention(
+            HEADS, DIM, 16, feature_map="calibrated", rngs=rngs
+        )
+        return nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, attention_fn=adapter, rngs=rngs)
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def forward(layer, x):
+        return x + layer(x)
+
+    stack = make(jax.random.split(jax.random.key(0), 3))
+    layers = [nnx.clone(jax.tree.map(lambda leaf, i=i: leaf[i], stack)) for i in range(3)]
+    nnx_adapters.calibrate(stack, BATCHES, call=lambda model, x: forward(model, x))
+    hidden = BATCHES
+    for i, layer in enumerate(layers):
+        expected = simrf_jax.calibrate(*queries_and_keys(layer, hidden))
+        actual = jax.tree.map(lambda leaf, i=i: leaf[i], fitted_nnx(stack))
+        assert_trees_close(actual.variances.sum(), expected.variances.sum())
+        np.testing.assert_allclose(actual.query_mean, expected.query_mean, rtol=1e-3, atol=1e-4)
+        hidden = [x + layer(x) for x in hidden]
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return x + linen_attention()(x), None
+
+        axes = dict.fromkeys(("params", "random_features", "calibration", "calibration_moments"), 0)
+        split = {"params": True, "features": True}
+        return nn.scan(Layer, variable_axes=axes, split_rngs=split, length=3)()(x, None)[0]
+
+
+def test_linen_layers_that_are_scanned_are_calibrated_one_by_one():
+    model = Scanned()
+    variables = model.init(jax.random.key(0), BATCHES[0])
+    calibrated = linen_adapters.calibrate(model, variables, BATCHES)
+    [fitted] = jax.tree.leaves(
+        calibrated["calibration"], is_leaf=lambda node: isinstance(node, Calibrated)
+    )
+    assert fitted.query_mean.shape == (3, HEADS, DIM)
+    assert len({float(leaf) for leaf in fitted.query_mean[:, 0, 0]}) == 3
+
+
+def nnx_calibrate(model, batches, **options):
+    nnx_adapters.calibrate(model, batches, **options)
+
+
+def linen_calibrate(model, batches, **options):
+    variables = model.init(jax.random.key(0), BATCHES[0])
+    linen_adapters.calibrate(model, variables, batches, **options)
+
+
+NNX, LINEN = (nnx_calibrate, nnx_attention), (linen_calibrate, linen_attention)
+
+
+@pytest.mark.parametrize(("calibrate", "make"), [NNX, LINEN], ids=["nnx", "linen"])
+@pytest.mark.parametrize(
+    ("options", "batches", "arguments", "error", "match"),
+    [
+        ({"feature_map": "positive"}, BATCHES, {}, ValueError, 'feature_map="calibrated"'),
+        ({}, [], {}, ValueError, "has seen no tokens"),
+        ({}, [np.full_like(BATCHES[0], np.nan)], {}, ValueError, "are not finite"),
+        ({}, BATCHES, {"tilt": "OPRF"}, ValueError, "tilt must be one of 'log'"),
+        ({}, BATCHES, {"center": "yes"}, TypeError, "center must be True or False"),
+    ],
+)
+def test_refuses(calibrate, make, options, batches, arguments, error, match):
+    with pytest.raises(error, match=match):
+        calibrate(make(**options), batches, **arguments)
+
+
+def test_an_error_leaves_the_model_as_it_was():
+    model = nnx_attention()
+    structure = jax.tree.structure(nnx.state(model))
+    with pytest.raises(ValueError, match="input dimension"):
+        nnx_adapters.calibrate(model, [np.ones((2, 3, WIDTH + 1), np.float32)])
+    assert jax.tree.structure(nnx.state(model)) == structure
+
+
+def test_attention_takes_no_calibrated_map_by_name():
+    q = jnp.ones((4, 1, 4))
+    call = functools.partial(simrf_jax.random_feature_attention, q, q, q, jnp.ones((3, 4)))
+    with pytest.raises(ValueError, match=r"calibrate"):
+        call(feature_map="calibrated")
