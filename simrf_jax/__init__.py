@@ -3,10 +3,10 @@
 A feature map phi turns a kernel into an inner product: K(x, y) = E[phi(x) . phi(y)].
 
 - ``draw_projection``, ``draw_fast_projection``, ``project``: the random vectors W, with iid,
-  orthogonal or simplex coupling, as a matrix or as fast transforms.
+  orthogonal, simplex or cross-polytope coupling, as a matrix or as fast transforms.
 - ``redraw_key``, ``redraw_projections``: a new W for all layers and heads, on a schedule.
   ``DrawOptions``: how W was drawn, which travels with it, so that a redraw repeats it.
-- ``WeightedProjection``: W with a log weight for each row, for positive and hyperbolic features.
+- ``WeightedProjection``: W with a log weight for each row, for features that are exponentials.
 - ``positive_features`` and the other ``*_features``: feature maps. ``gaussian_kernel``,
   ``softmax_kernel`` and ``relu_kernel``: the exact kernels that they estimate.
 - ``random_feature_attention``: softmax attention in linear time, bidirectional, causal or packed.

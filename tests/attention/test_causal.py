@@ -4,11 +4,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import random_feature_attention
+from simrf_jax import WeightedProjection, feature_maps, random_feature_attention
 from simrf_jax.attention.inputs.arguments import Arguments
 from simrf_jax.attention.random_features.causal import causal_attention
 from simrf_jax.attention.random_features.state import AttentionState, lay_out
 from simrf_jax.features import as_feature_map
+from tests import formulas
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import attention, relative_error
 
@@ -66,17 +67,36 @@ def test_grouped_queries_masks_biases_lengths_and_batches():
         np.testing.assert_allclose(out[i], expected, atol=1e-5)
 
 
+# W and the feature map, by name.
+MAPS = {
+    "positive": lambda w: (w, feature_maps.Positive()),
+    "trigonometric": lambda w: (w, feature_maps.Trigonometric()),
+    "optimal positive": lambda w: (w, feature_maps.OptimalPositive(-0.1)),
+    "a parameter for each head": lambda w: (w, feature_maps.OptimalPositive(np.float32([0, -0.2]))),
+    "weighted rows": lambda w: (
+        WeightedProjection(w, formulas.log_weights(w)),
+        feature_maps.Hyperbolic(),
+    ),
+}
+
+
 @pytest.mark.parametrize("scale", [1.0, 30.0])
-@pytest.mark.parametrize("feature_map", ["positive", "trigonometric"])
-def test_nothing_of_the_future_reaches_the_past(scale, feature_map):
+@pytest.mark.parametrize("name", MAPS)
+def test_nothing_of_the_future_reaches_the_past(scale, name):
     q, k, v = inputs(40, scale=scale)
-    options = {"feature_map": feature_map, "is_causal": True, "chunk_size": 16}
-    out = attend(q, k, v, projection(), **options)
+    w, feature_map = MAPS[name](projection())
+
+    @jax.jit
+    def attend(q, k, v):
+        options = {"feature_map": feature_map, "is_causal": True, "chunk_size": 16}
+        return random_feature_attention(q, k, v, w, **options)
+
+    out = attend(q, k, v)
     for t in (0, 1, 15, 16, 23, 39):
         changed = [x.copy() for x in (q, k, v)]
         for x, by in zip(changed, (-3, 7, 1e6), strict=True):
             x[t] *= by
-        other = attend(*changed, projection(), **options)
+        other = attend(*changed)
         np.testing.assert_array_equal(other[:t], out[:t])
         if scale == 1.0:  # Otherwise the query may have found the same single key before.
             assert (other[t] != out[t]).any()

@@ -72,8 +72,9 @@ def random_feature_attention(
       key: ``[..., S, K, H]``, with N a multiple of K (grouped queries).
       value: ``[..., S, K, D]``.
       projection: W, ``[num_features, H]`` shared by all heads, or ``[K, num_features, H]``, one
-        for each key head and the queries that belong to it. An array, a ``FastProjection``, or
-        what a hybrid map takes; None for a map that needs none.
+        for each key head and the queries that belong to it. An array, a ``FastProjection``, a
+        ``WeightedProjection`` for maps that honour weights, or what a hybrid map takes; None for a
+        map that needs none.
       feature_map: A name, ``"positive"``, ``"hyperbolic"``, ``"trigonometric"``, ``"phase"`` (with
         evenly spaced phases), ``"relu"``, ``"elu"``, ``"angular_hybrid"``, ``"gaussian_hybrid"`` or
         ``"clustered_hybrid"``; an object of ``simrf_jax.feature_maps``, such as
