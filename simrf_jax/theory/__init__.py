@@ -8,11 +8,13 @@ given rows, and ``optimal_directions`` finds the least conformity that given nor
 
 from simrf_jax.theory.conformity import log_conformity
 from simrf_jax.theory.density import resultant_norm_pdf
+from simrf_jax.theory.fixed_norms import relative_bias
 from simrf_jax.theory.gap import orthogonality_gap
 from simrf_jax.theory.hybrid import hybrid_mse
 from simrf_jax.theory.limits import asymptotic_ratio, small_distance_prefactor
 from simrf_jax.theory.mse import kernel_mse, mse_ratio
 from simrf_jax.theory.optimum import OptimalDirections, optimal_directions
+from simrf_jax.theory.proposal import optimal_parameter
 from simrf_jax.theory.rows import log_conformity_of_rows
 
 __all__ = [
@@ -24,7 +26,9 @@ __all__ = [
     "log_conformity_of_rows",
     "mse_ratio",
     "optimal_directions",
+    "optimal_parameter",
     "orthogonality_gap",
+    "relative_bias",
     "resultant_norm_pdf",
     "small_distance_prefactor",
 ]
