@@ -81,6 +81,14 @@ def parameter(value: Any, norms: ClosedFormNorms) -> Float64[np.ndarray, "*shape
     return array
 
 
+def one_parameter(value: Any, norms: ClosedFormNorms) -> float:
+    """Returns the parameter A as one number after checking it; see ``parameter``."""
+    array = parameter(value, norms)
+    if array.shape:
+        raise ValueError(f"parameter must be one number, got shape {array.shape}.")
+    return float(array)
+
+
 def pair_coupling(value: Any, dim: int) -> None:
     """Raises ``ValueError`` unless the coupling has a pair of rows in ``dim`` dimensions.
 

@@ -105,7 +105,7 @@ def relative_bias(
         t = np.asarray(arguments.norms("v", v) ** 2)
     if norms not in arguments.FIXED_NORMS:
         return np.where(np.isnan(t), np.nan, 0.0)[()]
-    return _bias(t, dim, fixed_norm(norms, dim))[()]
+    return bias(t, dim, fixed_norm(norms, dim))[()]
 
 
 def log_relative_mse(
@@ -132,12 +132,13 @@ def log_relative_mse(
         log_variance[small] = np.log(_sum_of_terms(t[small], dim, pairs, rule))
         log_variance[large] = _log_difference(t[large], dim, pairs, rule)
         log_variance += 2 * np.log(rule.weight) - np.log(num_rows)
-        return np.logaddexp(log_variance, 2 * np.log(np.abs(_bias(t, dim, rule))))
+        return np.logaddexp(log_variance, 2 * np.log(np.abs(bias(t, dim, rule))))
 
 
-def _bias(
+def bias(
     t: Float64[np.ndarray, "*shape"], dim: int, rule: FixedNorm
 ) -> Float64[np.ndarray, "*shape"]:
+    """Returns the relative bias of the estimate at the squared norms t = v^2."""
     k = np.arange(1.0, _DEGREES)
     ratios = rule.weight * np.cumprod(rule.squared_norm / (dim + 2 * (k - 1)))
     coefficients = without_rounding(ratios - 1) / special.factorial(k)

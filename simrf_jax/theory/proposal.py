@@ -62,7 +62,7 @@ def optimal_parameter(
 
     Example:
       >>> print(f"{optimal_parameter(4.0, 64):.6f}")
-      -0.048611
+      -0.028361
 
     References:
       Likhosherstov et al., Chefs' Random Tables (NeurIPS 2022), Theorem 3.3,
@@ -139,23 +139,25 @@ def _log_at_equal_norms(
     t: Float64[np.ndarray, " n"], parameter: Float64[np.ndarray, " n"], dim: int, cosine: float
 ) -> Float64[np.ndarray, " n"]:
     """Returns the log of E f f' for two rows of one norm."""
-    return _log_inflation(parameter, dim) + (cosine + _tilt(parameter) * (1 + cosine) / 2) * t
+    return log_inflation(parameter, dim) + (cosine + tilt(parameter) * (1 + cosine) / 2) * t
 
 
 def _change_at_equal_norms(
     t: Float64[np.ndarray, " n"], parameter: Float64[np.ndarray, " n"], dim: int, cosine: float
 ) -> Float64[np.ndarray, " n"]:
     """Returns E f f' for two rows of one norm, less its value at A = 0."""
-    exponent = _log_inflation(parameter, dim) + _tilt(parameter) * (1 + cosine) / 2 * t
+    exponent = log_inflation(parameter, dim) + tilt(parameter) * (1 + cosine) / 2 * t
     return np.exp(cosine * t) * np.expm1(exponent)
 
 
-def _tilt(parameter: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+def tilt(parameter: Float64[np.ndarray, "*shape"] | float) -> Float64[np.ndarray, "*shape"] | float:
     """Returns rho - 1."""
     return 8 * parameter / (1 - 8 * parameter)
 
 
-def _log_inflation(parameter: Float64[np.ndarray, " n"], dim: int) -> Float64[np.ndarray, " n"]:
+def log_inflation(
+    parameter: Float64[np.ndarray, "*shape"] | float, dim: int
+) -> Float64[np.ndarray, "*shape"] | np.float64:
     """Returns d log((1 + rho) / (2 sqrt(rho))), to full relative accuracy for small A."""
     return dim * np.log1p(2 * np.sinh(np.log1p(-8 * parameter) / 4) ** 2)
 
