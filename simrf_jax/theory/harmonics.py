@@ -39,7 +39,7 @@ from simrf_jax.theory.pairs import NormRelation, Pairs, coupled_pairs
 from simrf_jax.theory.proposal import log_inflation, tilt
 
 _PANELS = 16  # Panels of the quadrature over norms, which keep 10 digits.
-_SAME_ROW = Pairs(1.0, 1.0, "equal")  # Stands for one row in both estimates.
+SAME_ROW = Pairs(1.0, 1.0, "equal")  # Stands for one row in both estimates.
 
 
 def estimate_covariance(
@@ -101,16 +101,16 @@ def estimate_covariance(
     num_rows = num_weighted_rows(num_features, norms)
     pairs = coupled_pairs(num_rows, dim, coupling, block, norms)
     moments = Moments(array, number, norms)
-    total = moments.of(_SAME_ROW) + sum(p.weight * moments.of(p) for p in pairs)
-    if norms not in arguments.FIXED_NORMS:
-        return total / num_rows
+    total = moments.of(SAME_ROW) + sum(pair.weight * moments.of(pair) for pair in pairs)
     return moments.weight**2 / num_rows * total + moments.bias_product
 
 
 class Moments:
-    """Covariances of the relative estimates of two rows, for each kind of pair of rows.
+    """Covariances of the relative estimates of two rows.
 
     Attributes:
+      norms: Law of the norms.
+      degrees: Largest degree of the series.
       weight: Total weight of the rows; the row of zeros of the Gauss-Radau rule has the rest.
       bias_product: Products of the biases, ``[n, n]``.
     """
@@ -118,65 +118,71 @@ class Moments:
     def __init__(
         self, sums: Float64[np.ndarray, "n dim"], parameter: float, norms: ClosedFormNorms
     ) -> None:
-        self._sums, self._parameter, self._norms = sums, parameter, norms
-        self._dim = sums.shape[1]
+        self.norms = norms
+        self.dim = sums.shape[1]
+        self._parameter = parameter
         self._gram = sums @ sums.T
         self._squares = np.diagonal(self._gram)
-        self._harmonics: dict[NormRelation, Float64[np.ndarray, "degrees n n"]] = {}
+        largest = np.max(self._squares, initial=0.0)
+        self.degrees = int(largest + 9 * np.sqrt(largest) + 14)
         self.weight, biases = 1.0, np.zeros(len(sums))
         if norms in arguments.FIXED_NORMS:
-            rule = fixed_norm(norms, self._dim)
-            self.weight, biases = rule.weight, bias(self._squares, self._dim, rule)
+            rule = fixed_norm(norms, self.dim)
+            self.weight, biases = rule.weight, bias(self._squares, self.dim, rule)
         self.bias_product = np.outer(biases, biases)
 
-    def of(self, pairs: Pairs) -> Float64[np.ndarray, "n n"]:
-        """Returns E f f' - E f E f' for two rows of this kind, without the weight of the pairs."""
-        has_closed_form = pairs.norms == "equal" and abs(pairs.cosine) == 1
-        if has_closed_form and self._norms not in arguments.FIXED_NORMS:
-            return self._of_parallel_rows(pairs.cosine)
-        harmonics = self._of_degrees(pairs.norms)
-        polynomials = gegenbauer(np.array(pairs.cosine), self._dim, len(harmonics) - 1)
-        return np.tensordot(polynomials, harmonics, axes=1)
+    def of(self, pair: Pairs) -> Float64[np.ndarray, "n n"]:
+        """Returns E f f' - E f E f' for two rows of this kind, whatever the weight of the pairs."""
+        if is_parallel(pair, self.norms):
+            return self.of_parallel_rows(pair.cosine)
+        polynomials = gegenbauer(np.array(pair.cosine), self.dim, self.degrees)
+        return np.tensordot(polynomials, self.of_degrees(pair.norms), axes=1)
 
-    def _of_parallel_rows(self, cosine: float) -> Float64[np.ndarray, "n n"]:
+    def of_parallel_rows(self, cosine: float) -> Float64[np.ndarray, "n n"]:
         """Returns the covariances for the rows w and w, or w and -w."""
         squares = self._squares[:, None] + self._squares + 2 * cosine * self._gram
         exponent = cosine * self._gram + tilt(self._parameter) / 4 * squares
-        return np.expm1(log_inflation(self._parameter, self._dim) + exponent)
+        return np.expm1(log_inflation(self._parameter, self.dim) + exponent)
 
-    def _of_degrees(self, relation: NormRelation) -> Float64[np.ndarray, "degrees n n"]:
+    def of_degrees(self, relation: NormRelation) -> Float64[np.ndarray, "degrees n n"]:
         """Returns N_k P_k(cos(u, u')) E psi_k psi_k' for each degree k, at k = 0 less 1."""
-        if relation not in self._harmonics:
-            # At a distance of 0 only degree 0 counts, so that the cosine does not matter.
-            lengths = np.sqrt(np.where(self._squares > 0, self._squares, 1))
-            cosines = np.clip(self._gram / np.outer(lengths, lengths), -1, 1)
-            products = self._radial_products(relation)
-            polynomials = gegenbauer(cosines, self._dim, len(products) - 1)
-            self._harmonics[relation] = polynomials * products
-        return self._harmonics[relation]
+        # At a distance of 0 only degree 0 counts, so that the cosine does not matter.
+        lengths = np.sqrt(np.where(self._squares > 0, self._squares, 1))
+        cosines = np.clip(self._gram / np.outer(lengths, lengths), -1, 1)
+        return gegenbauer(cosines, self.dim, self.degrees) * self._radial_products(relation)
 
     def _radial_products(self, relation: NormRelation) -> Float64[np.ndarray, "degrees n n"]:
         """Returns N_k E psi_k psi_k' for each degree k, at k = 0 less 1."""
         largest = np.max(self._squares, initial=0.0)
-        degrees = int(largest + 9 * np.sqrt(largest) + 14)
         distances = np.sqrt(self._squares)
         if relation == "independent":
-            values = mean_coefficients(distances, self._dim, degrees)[:, None]
+            values = mean_coefficients(distances, self.dim, self.degrees)[:, None]
             return _centred_products(values, values, np.ones(1))
-        peak = self._dim**0.5 + np.sqrt(largest / min(1.0, 1 - 4 * self._parameter))
-        if self._norms in arguments.FIXED_NORMS:
-            nodes = others = np.sqrt([fixed_norm(self._norms, self._dim).squared_norm])
+        peak = self.dim**0.5 + np.sqrt(largest / min(1.0, 1 - 4 * self._parameter))
+        if self.norms in arguments.FIXED_NORMS:
+            nodes = others = np.sqrt([fixed_norm(self.norms, self.dim).squared_norm])
             log_weights = np.zeros(1)
         elif relation == "equal":
-            nodes, log_weights = chi_rule(self._dim, peak, _PANELS)
+            nodes, log_weights = chi_rule(self.dim, peak, _PANELS)
             others = nodes
         else:
-            nodes, others, log_weights = antithetic_rule(self._dim, peak, _PANELS)
+            nodes, others, log_weights = antithetic_rule(self.dim, peak, _PANELS)
         values, *rest = (
-            radial_coefficients(each, distances, self._dim, self._parameter, degrees)
+            radial_coefficients(each, distances, self.dim, self._parameter, self.degrees)
             for each in ([nodes] if others is nodes else [nodes, others])
         )
         return _centred_products(values, rest[0] if rest else values, np.exp(log_weights))
+
+
+def is_parallel(pair: Pairs, norms: ClosedFormNorms) -> bool:
+    """Returns whether the rows are w and w, or w and -w, for which there is a closed form.
+
+    Args:
+      pair: Kind of the pair.
+      norms: Law of the norms; fixed norms have no closed form.
+    """
+    is_random = norms not in arguments.FIXED_NORMS
+    return is_random and pair.norms == "equal" and abs(pair.cosine) == 1
 
 
 def _centred_products(
