@@ -14,9 +14,7 @@ from simrf_jax.projections import couplings
 
 ClosedFormCoupling: TypeAlias = Literal["iid", "orthogonal", "simplex", "cross_polytope"]
 COUPLINGS = get_args(ClosedFormCoupling)
-ClosedFormNorms: TypeAlias = Literal[
-    "chi", "sqrt_dim", "antithetic", "shared", "pair", "radau"
-]
+ClosedFormNorms: TypeAlias = Literal["chi", "sqrt_dim", "antithetic", "shared", "pair", "radau"]
 NORMS = get_args(ClosedFormNorms)
 FIXED_NORMS = ("sqrt_dim", "radau")  # Norms that are not random; the estimate then has a bias.
 _LARGEST_PARAMETER = 0.125  # The variance of generalised exponential features is infinite from it.

@@ -13,7 +13,7 @@ and ``theory.harmonics`` has the last factor in closed form.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -84,15 +84,19 @@ def attention_error(
 
     Raises:
       TypeError: If ``num_features`` is not an integer, or an array is not real.
-      ValueError: If a name is unknown, arguments do not fit each other, a shape does not match, or a
-        number is out of range.
+      ValueError: If a name is unknown, arguments do not fit each other, a shape does not match, or
+        a number is out of range.
 
     Example:
       >>> import numpy as np
-      >>> query, key, value = np.random.default_rng(0).normal(size=(3, 16, 1, 8)) / 2
+      >>> query, key, value = np.random.default_rng(0).normal(size=(3, 16, 1, 8))
       >>> for coupling in ("iid", "orthogonal", "simplex", "cross_polytope"):
-      ...     print(coupling, attention_error(query, key, value, 16, coupling=coupling).round(4))
-      iid [0.0193]
+      ...     error = attention_error(query / 4, key / 4, value, 16, coupling=coupling)
+      ...     print(coupling, error.round(4))
+      iid [0.083]
+      orthogonal [0.0696]
+      simplex [0.0194]
+      cross_polytope [0.0152]
 
     References:
       Reid et al., Variance-Reducing Couplings for Random Features (ICLR 2025), found that couplings
@@ -251,6 +255,27 @@ def error_terms(
         squared_output += point.squared_output
     weight, dim = moments.weight, moments.dim
     return ErrorTerms(dim, norms, weight, parallel, spectra, squared_bias, squared_output)
+
+
+def mean_terms(heads: Sequence[ErrorTerms]) -> ErrorTerms:
+    """Returns the terms whose relative error is the mean of those of heads.
+
+    Args:
+      heads: Terms of each head, for the same kinds of pairs.
+    """
+    shares = [1 / (len(heads) * head.squared_output) for head in heads]
+    first = heads[0]
+    parallel = dict.fromkeys(first.parallel, 0.0)
+    spectra = dict.fromkeys(first.spectra, np.zeros(1))
+    for share, head in zip(shares, heads, strict=True):
+        for cosine in parallel:
+            parallel[cosine] += share * head.parallel[cosine]
+        for relation in spectra:
+            spectra[relation] = _padded_sum(spectra[relation], share * head.spectra[relation])
+    squared_bias = sum(s * head.squared_bias for s, head in zip(shares, heads, strict=True))
+    return first._replace(
+        parallel=parallel, spectra=spectra, squared_bias=squared_bias, squared_output=1.0
+    )
 
 
 def _padded_sum(

@@ -74,14 +74,15 @@ def estimate_covariance(
 
     Raises:
       TypeError: If ``num_features`` is not an integer, or an array is not real.
-      ValueError: If a name is unknown, arguments do not fit each other, or a number is out of range.
+      ValueError: If a name is unknown, arguments do not fit each other, or a number is out of
+        range.
 
     Example:
       >>> import numpy as np
       >>> sums = np.array([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]])
       >>> np.round(estimate_covariance(sums, 4, coupling="simplex"), 6)
-      array([[ 0.151321, -0.021321],
-             [-0.021321,  0.151321]])
+      array([[0.22164 , 0.019001],
+             [0.019001, 0.22164 ]])
 
     References:
       Müller, Spherical Harmonics (1966), for the Funk-Hecke theorem,
@@ -200,7 +201,7 @@ def _centred_products(
 
 def gegenbauer(
     cosines: Float64[np.ndarray, "*shape"], dim: int, degrees: int
-) -> Float64[np.ndarray, "{degrees}+1 *shape"]:
+) -> Float64[np.ndarray, "*orders"]:
     """Returns the Gegenbauer polynomials P_k with P_k(1) = 1 for k = 0, ..., ``degrees``.
 
     Args:
@@ -225,7 +226,7 @@ def gegenbauer(
 
 def mean_coefficients(
     distances: Float64[np.ndarray, " n"], dim: int, degrees: int
-) -> Float64[np.ndarray, "{degrees}+1 n"]:
+) -> Float64[np.ndarray, "orders n"]:
     """Returns sqrt(N_k) g_k(v) for k = 0, ..., ``degrees``.
 
     Args:
@@ -252,7 +253,7 @@ def radial_coefficients(
     dim: int,
     parameter: float,
     degrees: int,
-) -> Float64[np.ndarray, "{degrees}+1 nodes n"]:
+) -> Float64[np.ndarray, "orders nodes n"]:
     """Returns sqrt(N_k) psi_k(a, v) for k = 0, ..., ``degrees``.
 
     Args:
@@ -274,8 +275,8 @@ def radial_coefficients(
         b = dim / 2 + k
         result[k - 1] = result[k] + half_z**2 / (b * (b - 1)) * above
         above = result[k]
-    k = np.arange(1.0, degrees + 1)
-    steps = np.exp(np.diff(_log_multiplicities(dim, degrees)) / 2) / (k - 1 + dim / 2)
+    ratios = np.exp(np.diff(_log_multiplicities(dim, degrees)) / 2)
+    steps = ratios / (dim / 2 + np.arange(degrees))
     factor = np.exp(log_weights + log_first - distances**2 / 2)
     result[0] *= factor
     for degree, step in enumerate(steps, start=1):

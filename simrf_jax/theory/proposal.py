@@ -100,11 +100,15 @@ def log_relative_mse(
     with np.errstate(divide="ignore"):
         result[small] = np.log(_sum_of_terms(t[small], parameter[small], dim, pairs))
     result[large] = _log_difference(t[large], parameter[large], dim, pairs)
-    return result - np.log(num_features)
+    result -= np.log(num_features)
+    return result
 
 
 def _sum_of_terms(
-    t: Float64[np.ndarray, " n"], parameter: Float64[np.ndarray, " n"], dim: int, pairs: tuple[Pairs, ...]
+    t: Float64[np.ndarray, " n"],
+    parameter: Float64[np.ndarray, " n"],
+    dim: int,
+    pairs: tuple[Pairs, ...],
 ) -> Float64[np.ndarray, " n"]:
     """Returns m times the error as that at A = 0 plus what A changes."""
     total = np.expm1(t) * positive_series(t, dim, pairs, even=False)
@@ -118,7 +122,10 @@ def _sum_of_terms(
 
 
 def _log_difference(
-    t: Float64[np.ndarray, " n"], parameter: Float64[np.ndarray, " n"], dim: int, pairs: tuple[Pairs, ...]
+    t: Float64[np.ndarray, " n"],
+    parameter: Float64[np.ndarray, " n"],
+    dim: int,
+    pairs: tuple[Pairs, ...],
 ) -> Float64[np.ndarray, " n"]:
     """Returns the log of m times the error from the second moments of rows and pairs."""
     logs, ones = [_log_at_equal_norms(t, parameter, dim, 1.0)], 1.0
