@@ -258,7 +258,7 @@ def _design(
 
 def _log_relative_mse(
     t: Float64[np.ndarray, "*shape"], design: _Design
-) -> Float64[np.ndarray, "*shape"]:
+) -> Float64[np.ndarray, "*broadcast"]:
     """Returns the log of E(K_hat / K - 1)^2 of positive and hyperbolic features."""
     num_features, dim, features, norms, parameter, pairs = design
     num_rows = fixed_norms.num_weighted_rows(num_features, norms)

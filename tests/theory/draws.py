@@ -1,4 +1,4 @@
-"""Draws of projections and estimates in NumPy, from the definitions and independent of the library."""
+"""Draws of projections and estimates in NumPy, from the definitions alone."""
 
 import numpy as np
 from scipy import stats
@@ -12,8 +12,7 @@ def row_blocks(num_rows, dim, coupling):
         "iid": np.eye(dim)[:1],
         "orthogonal": np.eye(dim),
         "simplex": simplex_vertices(dim + 1),
-        "cross_polytope": np.repeat(np.eye(dim), 2, axis=0)
-        * np.tile([[1.0], [-1.0]], (dim, 1)),
+        "cross_polytope": np.repeat(np.eye(dim), 2, axis=0) * np.tile([[1.0], [-1.0]], (dim, 1)),
     }[coupling]
     starts = range(0, num_rows, len(full))
     return [full[: min(len(full), num_rows - start)] for start in starts]
