@@ -14,6 +14,9 @@ from simrf_jax.projections import couplings
 
 ClosedFormCoupling: TypeAlias = Literal["iid", "orthogonal", "simplex", "cross_polytope"]
 COUPLINGS = get_args(ClosedFormCoupling)
+# Couplings in which all pairs of rows have one angle.
+PairCoupling: TypeAlias = Literal["iid", "orthogonal", "simplex"]
+PAIR_COUPLINGS = get_args(PairCoupling)
 ClosedFormNorms: TypeAlias = Literal["chi", "sqrt_dim", "antithetic", "shared", "pair", "radau"]
 NORMS = get_args(ClosedFormNorms)
 FIXED_NORMS = ("sqrt_dim", "radau")  # Norms that are not random; the estimate then has a bias.
@@ -94,6 +97,8 @@ def pair_coupling(value: Any, dim: int) -> None:
       value: The coupling to check, which also needs a closed form.
       dim: Dimension d.
     """
+    if value not in couplings.COUPLINGS and value != "cross_polytope":
+        checks.one_of("coupling", value, PAIR_COUPLINGS)
     coupling("coupling", value, dim)
     if value == "cross_polytope":
         raise ValueError(

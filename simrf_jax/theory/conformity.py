@@ -9,7 +9,7 @@ from scipy import special
 
 from simrf_jax import checks
 from simrf_jax.theory import arguments
-from simrf_jax.theory.arguments import ClosedFormCoupling
+from simrf_jax.theory.arguments import PairCoupling
 from simrf_jax.theory.moments import log_relative_moments
 from simrf_jax.theory.numerics import over_chunks
 
@@ -20,7 +20,7 @@ def log_conformity(
     v: ArrayLike,
     dim: int,
     *,
-    coupling: ClosedFormCoupling | None = None,
+    coupling: PairCoupling | None = None,
     cosine: float | None = None,
 ) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the logarithm of the conformity of a pair of rows at a fixed angle.
