@@ -36,10 +36,11 @@ def required_features(
 
     Here :math:`C_x` and :math:`C_y` are the covariances of centred queries and keys, which are
     multiplied by the root of the scale of the logits. Balanced features map them by M and
-    :math:`M^{-T}` so that both covariances become diag(s), which is the best choice of M. If the sum of a balanced
-    query and key is normal with the covariance 2 diag(s), then :math:`\prod_l \sqrt{1 + 4 s_l}` is
-    the least mean second moment of any proposal, by the Cauchy-Schwarz inequality. The bound is
-    for iid rows and the error of the kernel. It is a measure of how many features a head needs.
+    :math:`M^{-T}` so that both covariances become diag(s), which is the best choice of M. If the
+    sum of a balanced query and key is normal with the covariance 2 diag(s), then :math:`\prod_l
+    \sqrt{1 + 4 s_l}` is the least mean second moment of any proposal, by the Cauchy-Schwarz
+    inequality. The bound is for iid rows and the error of the kernel. It is a measure of how many
+    features a head needs.
 
     Args:
       query_covariance: Covariance of x, ``[..., dim, dim]``, symmetric and positive semidefinite.

@@ -46,7 +46,8 @@ def small_distance_prefactor(
     Args:
       num_features: Number of rows m of the projection.
       dim: Dimension d. The default is m, as in the paper.
-      coupling: Coupling of the rows: ``"iid"``, ``"orthogonal"`` or ``"simplex"``.
+      coupling: Coupling of the rows: ``"iid"``, ``"orthogonal"``, ``"simplex"`` or
+        ``"cross_polytope"``.
       features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
 

@@ -30,10 +30,10 @@ def kernel_mse(
     coupling: ClosedFormCoupling,
     features: Features = "positive",
     kernel: Kernel = "gaussian",
-    norms: ClosedFormNorms = "chi",
-    parameter: ArrayLike = 0.0,
     block: BlockMode = "regular",
     log: bool = False,
+    norms: ClosedFormNorms = "chi",
+    parameter: ArrayLike = 0.0,
 ) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the mean squared error of a random-feature kernel estimate.
 
@@ -73,6 +73,8 @@ def kernel_mse(
         ``"cross_polytope"``, row blocks of 2d rows that are +- pairs of d orthogonal directions.
       features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
       kernel: Kernel that is estimated: ``"gaussian"`` or ``"softmax"``.
+      block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
+      log: If true, return the logarithm, which does not overflow.
       norms: Law of the row norms. Trigonometric features have a closed form for ``"chi"`` only.
 
         * ``"chi"``: independent norms of the chi law with d degrees of freedom, whose distribution
@@ -88,8 +90,6 @@ def kernel_mse(
           ``relative_bias`` returns.
       parameter: Parameter A < 1/8 of optimal positive features, broadcastable to the leading shape.
         0 stands for positive (or hyperbolic) features as such; see ``optimal_parameter``.
-      block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
-      log: If true, return the logarithm, which does not overflow.
 
     Returns:
       float64 array of the broadcast leading shape. At x = -y (x = y for trigonometric features) the
@@ -143,9 +143,9 @@ def mse_ratio(
     coupling: ClosedFormCoupling,
     features: Features = "positive",
     baseline: ClosedFormCoupling = "iid",
+    block: BlockMode = "regular",
     norms: ClosedFormNorms = "chi",
     parameter: ArrayLike = 0.0,
-    block: BlockMode = "regular",
 ) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the ratio of two couplings' mean squared errors, which depends on one distance only.
 
@@ -165,10 +165,10 @@ def mse_ratio(
         ``"cross_polytope"``.
       features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
       baseline: Coupling in the denominator, which has norms of the chi law and parameter 0.
+      block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
       norms: Law of the row norms in the numerator; see ``kernel_mse``.
       parameter: Parameter A of the features in the numerator, broadcastable with ``v``; see
         ``kernel_mse``.
-      block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
 
     Returns:
       float64 array of the shape of ``v``. It is the same for the Gaussian and the softmax kernel.

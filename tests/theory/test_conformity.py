@@ -156,5 +156,7 @@ def test_refuses_an_angle(function, dim, options, error, match):
 
 @pytest.mark.parametrize("function", [log_conformity, resultant_norm_pdf])
 def test_refuses_a_coupling_with_two_angles(function):
-    with pytest.raises(ValueError, match="pairs of rows at two angles. Give cosine=-1 or cosine=0"):
+    with pytest.raises(
+        ValueError, match=r"pairs of rows at two angles. Give cosine=-1 or cosine=0"
+    ):
         function(1.0, 3, coupling="cross_polytope")

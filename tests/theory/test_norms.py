@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from mpmath import mp, mpf
 
-from simrf_jax.theory import kernel_mse, mse_ratio, optimal_parameter, relative_bias
+from simrf_jax.theory import (
+    kernel_mse,
+    mse_ratio,
+    optimal_parameter,
+    relative_bias,
+    small_distance_prefactor,
+)
 from tests.standard_errors import assert_mean
 from tests.theory import draws, oracle
 
@@ -274,6 +280,32 @@ def test_hyperbolic_features_of_a_cross_polytope_hold_each_feature_twice(norms):
     positive = kernel_mse(x, y, num_features, **options)
     hyperbolic = kernel_mse(x, y, num_features, features="hyperbolic", **options)
     np.testing.assert_allclose(hyperbolic, positive, rtol=1e-11)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("features", ["positive", "hyperbolic", "trigonometric"])
+@pytest.mark.parametrize("num_features", [3, 10, 23])
+def test_the_limit_of_small_distances_of_a_cross_polytope(num_features, features):
+    options = {"coupling": "cross_polytope", "features": features}
+    got = mse_ratio([0.0, 1e-9], num_features, 5, **options)
+    np.testing.assert_allclose(
+        got, small_distance_prefactor(num_features, 5, **options), rtol=1e-12
+    )
+
+
+@pytest.mark.parametrize("z", [0.7, 1.6])
+def test_trigonometric_features_of_a_cross_polytope_against_trials(z):
+    rng = np.random.default_rng(0)
+    rows = draws.draw_rows(rng, 20_000, 7, 3, "cross_polytope", "chi")
+    estimates = np.mean(np.cos(z * rows[..., 0]), axis=1)
+    expected = kernel_mse(
+        np.zeros(3),
+        z * np.eye(3)[0],
+        7,
+        coupling="cross_polytope",
+        features="trigonometric",
+    )
+    assert_mean((estimates - np.exp(-(z**2) / 2)) ** 2, expected)
 
 
 DISTANCES = [0.3, 0.5, 1.0, 1.5, 2.0]
