@@ -106,7 +106,10 @@ def test_lists_of_names_and_tables_of_rules_agree():
     assert ("iid", *rules) == typing.get_args(couplings.Coupling)
     fixed = tuple(name for name, rule in rules.items() if not rule.weight_dependent)
     assert fixed == typing.get_args(couplings.FixedCoupling)
-    assert ("iid", *fixed) == typing.get_args(arguments.ClosedFormCoupling)
+    of_one_angle = tuple(name for name in fixed if name != "cross_polytope")
+    assert ("iid", *of_one_angle) == typing.get_args(arguments.PairCoupling)
+    with_closed_forms = typing.get_args(arguments.ClosedFormCoupling)
+    assert ("iid", *of_one_angle, "cross_polytope") == with_closed_forms
     assert tuple(rotations.ROTATIONS) == typing.get_args(rotations.Rotation)
 
 

@@ -14,7 +14,7 @@ import simrf_jax
 from experiments.harness import style, trials
 from simrf_jax import theory
 from simrf_jax.projections import Coupling
-from simrf_jax.theory.arguments import ClosedFormCoupling
+from simrf_jax.theory.arguments import PairCoupling
 from simrf_jax.theory.bessel import log_hyp0f1
 from simrf_jax.theory.rows import squared_resultants
 
@@ -53,7 +53,7 @@ def draw_lengths(key: jax.Array, num_projections: int, dim: int, coupling: Coupl
     return np.sqrt(squared_resultants(np.asarray(w, np.float64)))
 
 
-def integral(coupling: ClosedFormCoupling, v: float, dim: int) -> float:
+def integral(coupling: PairCoupling, v: float, dim: int) -> float:
     """Returns the mean of f over theory's density, by quadrature."""
 
     def integrand(w: float) -> float:

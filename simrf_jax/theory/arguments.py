@@ -12,8 +12,15 @@ from numpy.typing import ArrayLike
 from simrf_jax import checks
 from simrf_jax.projections import couplings
 
-ClosedFormCoupling: TypeAlias = Literal["iid", "orthogonal", "simplex"]
+ClosedFormCoupling: TypeAlias = Literal["iid", "orthogonal", "simplex", "cross_polytope"]
 COUPLINGS = get_args(ClosedFormCoupling)
+# Couplings in which all pairs of rows have one angle.
+PairCoupling: TypeAlias = Literal["iid", "orthogonal", "simplex"]
+PAIR_COUPLINGS = get_args(PairCoupling)
+ClosedFormNorms: TypeAlias = Literal["chi", "sqrt_dim", "antithetic", "shared", "pair", "radau"]
+NORMS = get_args(ClosedFormNorms)
+FIXED_NORMS = ("sqrt_dim", "radau")  # Norms that are not random; the estimate then has a bias.
+_LARGEST_PARAMETER = 0.125  # The variance of generalised exponential features is infinite from it.
 
 
 def coupling(name: str, value: Any, dim: int) -> None:
@@ -31,7 +38,56 @@ def coupling(name: str, value: Any, dim: int) -> None:
             f"{', '.join(map(repr, COUPLINGS))}."
         )
     checks.one_of(name, value, COUPLINGS)
-    couplings.has_room(value, dim, name)
+    if value != "cross_polytope":  # It exists in every dimension.
+        couplings.has_room(value, dim, name)
+
+
+def norm_law(value: Any, coupling: ClosedFormCoupling) -> None:
+    """Raises ``ValueError`` unless rows of the coupling can have this law of norms.
+
+    Args:
+      value: The law to check.
+      coupling: Coupling of the rows, which is known to be valid.
+    """
+    checks.one_of("norms", value, NORMS)
+    if coupling == "iid" and value in ("antithetic", "shared"):
+        raise ValueError(
+            f"norms={value!r} couples the norms of one row block, and iid rows have no row blocks."
+        )
+    if coupling != "cross_polytope" and value == "pair":
+        raise ValueError(
+            "norms='pair' gives the rows of a +- pair one norm, which only "
+            f"coupling='cross_polytope' has, got coupling={coupling!r}."
+        )
+
+
+def parameter(value: Any, norms: ClosedFormNorms) -> Float64[np.ndarray, "*shape"]:
+    """Returns the parameter A of optimal positive features in float64 after checking it.
+
+    Args:
+      value: The parameter, any shape.
+      norms: Law of the row norms, which is known to be valid.
+    """
+    array = real("parameter", value)
+    if not np.all(array < _LARGEST_PARAMETER):
+        raise ValueError(
+            "parameter must be less than 1/8, from where on the variance is infinite, "
+            f"got {np.max(array)}."
+        )
+    if norms in FIXED_NORMS and np.any(array):
+        raise ValueError(
+            f"parameter must be 0 with norms={norms!r}: the weights of rows of equal norms cancel, "
+            f"and the features estimate another kernel, got {array}."
+        )
+    return array
+
+
+def one_parameter(value: Any, norms: ClosedFormNorms) -> float:
+    """Returns the parameter A as one number after checking it; see ``parameter``."""
+    array = parameter(value, norms)
+    if array.shape:
+        raise ValueError(f"parameter must be one number, got shape {array.shape}.")
+    return float(array)
 
 
 def pair_coupling(value: Any, dim: int) -> None:
@@ -41,7 +97,14 @@ def pair_coupling(value: Any, dim: int) -> None:
       value: The coupling to check, which also needs a closed form.
       dim: Dimension d.
     """
+    if value not in couplings.COUPLINGS and value != "cross_polytope":
+        checks.one_of("coupling", value, PAIR_COUPLINGS)
     coupling("coupling", value, dim)
+    if value == "cross_polytope":
+        raise ValueError(
+            "coupling 'cross_polytope' has pairs of rows at two angles. "
+            "Give cosine=-1 or cosine=0 instead."
+        )
     if value == "orthogonal" and dim < 2:
         raise ValueError(f"A pair of orthogonal rows needs dim of at least 2, got {dim}.")
 

@@ -9,7 +9,7 @@ from scipy import special
 
 from simrf_jax import checks
 from simrf_jax.theory import arguments
-from simrf_jax.theory.arguments import ClosedFormCoupling
+from simrf_jax.theory.arguments import PairCoupling
 from simrf_jax.theory.moments import log_relative_moments
 from simrf_jax.theory.numerics import over_chunks
 
@@ -20,7 +20,7 @@ def log_conformity(
     v: ArrayLike,
     dim: int,
     *,
-    coupling: ClosedFormCoupling | None = None,
+    coupling: PairCoupling | None = None,
     cosine: float | None = None,
 ) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the logarithm of the conformity of a pair of rows at a fixed angle.
@@ -76,11 +76,11 @@ def log_conformity(
         raise ValueError(f"v must be at most {_MAX_V:g}, got {np.nanmax(v)}.")
     result = np.full(v.shape, np.nan)
     known = ~np.isnan(v)
-    result[known] = _log_series(v[known] ** 2, dim, cosine)
+    result[known] = log_series(v[known] ** 2, dim, cosine)
     return result[()]
 
 
-def _log_series(t: Float64[np.ndarray, " n"], dim: int, cosine: float) -> Float64[np.ndarray, " n"]:
+def log_series(t: Float64[np.ndarray, " n"], dim: int, cosine: float) -> Float64[np.ndarray, " n"]:
     """Returns the logarithm of rho_c(t), from as many terms of the series as count."""
     # r_k falls with k, and I_k grows by a factor of at most 1 + max(c, 0) per step, so that the
     # largest term is at or before k = peak.

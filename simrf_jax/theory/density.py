@@ -9,7 +9,7 @@ from scipy import special
 
 from simrf_jax import checks
 from simrf_jax.theory import arguments
-from simrf_jax.theory.arguments import ClosedFormCoupling
+from simrf_jax.theory.arguments import PairCoupling
 from simrf_jax.theory.numerics import over_chunks, phi_rule
 
 _FAR = 1e100  # Lengths are clipped here, where the square is finite and the density is 0.
@@ -22,7 +22,7 @@ def resultant_norm_pdf(
     w: ArrayLike,
     dim: int,
     *,
-    coupling: ClosedFormCoupling | None = None,
+    coupling: PairCoupling | None = None,
     cosine: float | None = None,
 ) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the density of the resultant's length :math:`w = |w_i + w_j|` of a pair of rows.

@@ -42,8 +42,8 @@ def hybrid_mse(
       y: Vectors ``[..., dim]``. The leading shapes of x and y broadcast.
       num_features: Number of rows m of either base estimator.
       num_weights: Number n of random vectors that estimate the weight.
-      coupling: Coupling of the rows of each base estimator: ``"iid"``, ``"orthogonal"`` or
-        ``"simplex"``.
+      coupling: Coupling of the rows of each base estimator: ``"iid"``, ``"orthogonal"``,
+        ``"simplex"`` or ``"cross_polytope"``.
       kernel: Kernel that is estimated: ``"softmax"`` or ``"gaussian"``.
       log: If true, return the logarithm, which does not overflow.
 

@@ -46,7 +46,8 @@ def small_distance_prefactor(
     Args:
       num_features: Number of rows m of the projection.
       dim: Dimension d. The default is m, as in the paper.
-      coupling: Coupling of the rows: ``"iid"``, ``"orthogonal"`` or ``"simplex"``.
+      coupling: Coupling of the rows: ``"iid"``, ``"orthogonal"``, ``"simplex"`` or
+        ``"cross_polytope"``.
       features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
 
@@ -75,9 +76,9 @@ def small_distance_prefactor(
     pairs = coupled_pairs(num_features, dim, coupling, block)
     if features == "positive":
         # The slope is -1 if all row blocks are whole simplices, so that 1 + slope is exactly 0.
-        slope = sum(p * c for p, c in pairs)
+        slope = sum(p * c for p, c, _ in pairs)
         return np.float64((1 + slope) - slope * mean_norm_deficit(dim))
-    return np.float64(1 - sum(p * (1 - c**2 * dim) for p, c in pairs) / (dim + 2))
+    return np.float64(1 - sum(p * (1 - c**2 * dim) for p, c, _ in pairs) / (dim + 2))
 
 
 def mean_norm_deficit(dim: int) -> float:
@@ -145,5 +146,5 @@ def asymptotic_ratio(
     dim = checks.positive_int("dim", dim)
     with np.errstate(over="ignore"):
         t = np.minimum(arguments.norms("z", z) ** 2, _FAR)
-    weight = sum(p for p, _ in coupled_pairs(num_features, dim, "orthogonal", "regular"))
+    weight = sum(p for p, *_ in coupled_pairs(num_features, dim, "orthogonal", "regular"))
     return (1 - weight / dim * np.exp(-t) / special.exprel(-t) ** 2)[()]

@@ -45,7 +45,7 @@ def _direct_ratio(
     t: Float64[np.ndarray, " n"], dim: int, pairs: tuple[Pairs, ...]
 ) -> Float64[np.ndarray, " n"]:
     gap = np.zeros_like(t)
-    for weight, cosine in pairs:
+    for weight, cosine, _ in pairs:
         gap += weight * (np.exp(-t) - _even_conformity(t, dim, cosine))
     return 1 - gap / (np.expm1(-t) ** 2 / 2)
 

@@ -29,12 +29,14 @@ from simrf_jax.theory.moments import scaled_deficits
 from simrf_jax.theory.numerics import over_chunks
 from simrf_jax.theory.pairs import Pairs
 
+_ROUNDING = 1e-14  # Ratios of single degrees are 0, or at least about 1 / d^2.
+
 
 @functools.lru_cache(maxsize=64)
 def degree_ratios(
     dim: int, pairs: tuple[Pairs, ...], even: bool
 ) -> Float64[np.ndarray, " degrees"]:
-    """Returns the ratios q_k from the first degree with variance until they equal 1.
+    """Returns the ratios q_k from the first degree with variance until they are constant.
 
     Args:
       dim: Dimension d.
@@ -51,13 +53,31 @@ def degree_ratios(
         first = 2 if even else 1
         differences = np.zeros(degrees + 1 - first)
         scaled_v = scaled_variances(np.arange(first, degrees + 1.0), even)
-        for weight, cosine in pairs:
-            deficits = scaled_deficits(dim, cosine, degrees)
+        for kind in pairs:
+            if _is_identical(kind, even):
+                continue
+            deficits = scaled_deficits(dim, kind, degrees)
             if even:
-                deficits = (deficits + scaled_deficits(dim, -cosine, degrees)) / 2
-            differences += weight * deficits[first:] / scaled_v
+                mirrored = kind._replace(cosine=-kind.cosine)
+                deficits = (deficits + scaled_deficits(dim, mirrored, degrees)) / 2
+            differences += kind.weight * deficits[first:] / scaled_v
         if abs(differences[-1]) < 1e-17:
-            return 1 - differences
+            return without_rounding(_last_ratio(pairs, even) - differences)
+
+
+def _last_ratio(pairs: tuple[Pairs, ...], even: bool) -> float:
+    """Returns the limit of the ratios q_k, which is above 1 if features occur more than once."""
+    return 1 + sum(kind.weight for kind in pairs if _is_identical(kind, even))
+
+
+def _is_identical(kind: Pairs, even: bool) -> bool:
+    """Returns whether the two rows of each pair have the same feature, even if ``even``."""
+    return kind.norms == "equal" and (kind.cosine == 1 or (even and kind.cosine == -1))
+
+
+def without_rounding(ratios: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
+    """Replaces by 0 what rounding leaves of degrees that the rows integrate exactly."""
+    return np.where(np.abs(ratios) < _ROUNDING, 0.0, ratios)
 
 
 def scaled_variances(k: Float64[np.ndarray, " k"], even: bool) -> Float64[np.ndarray, " k"]:
@@ -86,7 +106,8 @@ def positive_series(
     degrees = int(2 * t_max + 14 * np.sqrt(2 * t_max) + 60)
     first = 2 if even else 1
     k = np.arange(first, first + degrees, dtype=np.float64)
-    q = np.concatenate([ratios, np.ones(degrees - ratios.size)])
+    last = _last_ratio(pairs, even)
+    q = np.concatenate([ratios, np.full(degrees - ratios.size, last)])
     log_coefficients = np.log(scaled_variances(k, even)) - special.gammaln(k + 1)
 
     def mean_ratio(t: Float64[np.ndarray, " n"]) -> Float64[np.ndarray, " n"]:
@@ -94,7 +115,7 @@ def positive_series(
         weights = np.exp(log_weights - log_weights.max(axis=1, keepdims=True))
         return weights @ q / weights.sum(axis=1)
 
-    result = np.ones_like(t)
+    result = np.full_like(t, last)
     result[t == 0] = q[0]
     inside = (t > 0) & (t < t_max)
     result[inside] = over_chunks(mean_ratio, t[inside], degrees)

@@ -152,3 +152,11 @@ def test_couplings_are_angles(function):
 def test_refuses_an_angle(function, dim, options, error, match):
     with pytest.raises(error, match=match):
         function(1.0, dim, **options)
+
+
+@pytest.mark.parametrize("function", [log_conformity, resultant_norm_pdf])
+def test_refuses_a_coupling_with_two_angles(function):
+    with pytest.raises(
+        ValueError, match=r"pairs of rows at two angles. Give cosine=-1 or cosine=0"
+    ):
+        function(1.0, 3, coupling="cross_polytope")

@@ -27,4 +27,4 @@ def test_orthogonal_rows_in_one_dimension_are_not_coupled():
 
 def test_a_trillion_features():
     (pairs,) = coupled_pairs(65 * 10**12, 64, "simplex", "regular")
-    assert pairs == (64.0, -1 / 64)
+    assert pairs == (64.0, -1 / 64, "independent")

@@ -1,0 +1,292 @@
+"""Number of features that an error needs: in closed form, and for a user's own queries and keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+from jaxtyping import Float64
+from numpy.typing import ArrayLike
+
+from simrf_jax import checks
+from simrf_jax.theory import arguments
+from simrf_jax.theory.arguments import ClosedFormCoupling
+from simrf_jax.theory.attention import (
+    AttentionInputs,
+    ErrorTerms,
+    attention_inputs,
+    error_terms,
+    mean_terms,
+)
+from simrf_jax.theory.pairs import Pairs, coupled_pairs, with_antipodes
+from simrf_jax.theory.proposal import optimal_parameter
+
+ChosenFeatures: TypeAlias = Literal["positive", "hyperbolic", "optimal_positive"]
+
+
+def required_features(
+    query_covariance: ArrayLike, key_covariance: ArrayLike, *, relative_error: float
+) -> Float64[np.ndarray, "*batch"] | np.float64:
+    r"""Returns the number of balanced features that a mean relative squared error needs.
+
+    .. math::
+        m \ge \frac{1}{\varepsilon} \Big(\prod_l \sqrt{1 + 4 s_l} - 1\Big), \qquad
+        s_l = \sqrt{\lambda_l(C_x C_y)}
+
+    Here :math:`C_x` and :math:`C_y` are the covariances of centred queries and keys, which are
+    multiplied by the root of the scale of the logits. Balanced features map them by M and
+    :math:`M^{-T}` so that both covariances become diag(s), which is the best choice of M. If the
+    sum of a balanced query and key is normal with the covariance 2 diag(s), then :math:`\prod_l
+    \sqrt{1 + 4 s_l}` is the least mean second moment of any proposal, by the Cauchy-Schwarz
+    inequality. The bound is for iid rows and the error of the kernel. It is a measure of how many
+    features a head needs.
+
+    Args:
+      query_covariance: Covariance of x, ``[..., dim, dim]``, symmetric and positive semidefinite.
+      key_covariance: Covariance of y, ``[..., dim, dim]``, of the same kind.
+      relative_error: Mean of E(K_hat / K - 1)^2 over pairs, positive.
+
+    Returns:
+      float64 array of the broadcast leading shape: whole numbers, or infinity.
+
+    Raises:
+      TypeError: If an array is not real or ``relative_error`` is not one number.
+      ValueError: If a shape does not match, a matrix is not a covariance, or ``relative_error`` is
+        not positive.
+
+    Example:
+      >>> import numpy as np
+      >>> print(required_features(np.eye(4), np.eye(4) / 4, relative_error=0.1))
+      80.0
+
+    References:
+      Bhatia and Kittaneh, On the Singular Values of a Product of Operators (1990), for the best
+      balance, https://doi.org/10.1137/0611018
+      Likhosherstov et al., FAVOR# (2023), for features with a matrix as a parameter,
+      https://arxiv.org/abs/2302.00787
+    """
+    checks.scalar("relative_error", relative_error, sign="positive")
+    x = _root("query_covariance", query_covariance)
+    y = _root("key_covariance", key_covariance)
+    if x.shape[-1] != y.shape[-1]:
+        raise ValueError(
+            "query_covariance and key_covariance must have one dim, "
+            f"got {x.shape[-1]} and {y.shape[-1]}."
+        )
+    # The singular values of a product of roots keep their digits where eigenvalues of C_x C_y would
+    # lose half of them.
+    s = np.linalg.svd(np.swapaxes(x, -1, -2) @ y, compute_uv=False)
+    with np.errstate(over="ignore"):
+        excess = np.expm1(np.sum(np.log1p(4 * s), axis=-1) / 2)
+        # Rounding must not lift a whole number to the next.
+        return np.maximum(np.ceil(excess / relative_error * (1 - 1e-12)), 1)[()]
+
+
+def _root(name: str, covariance: ArrayLike) -> Float64[np.ndarray, "*batch dim dim"]:
+    """Returns L with L L^T = C after checking that C is a covariance."""
+    c = arguments.real(name, covariance)
+    if c.ndim < 2 or c.shape[-1] != c.shape[-2] or not c.shape[-1] or not np.all(np.isfinite(c)):
+        raise ValueError(f"{name} must be [..., dim, dim] and finite, got shape {c.shape}.")
+    size = np.max(np.abs(c), initial=0.0)
+    eigenvalues, vectors = np.linalg.eigh(c)
+    symmetric = np.allclose(c, np.swapaxes(c, -1, -2), rtol=0, atol=1e-6 * size)
+    if not symmetric or np.any(eigenvalues < -1e-6 * size):
+        raise ValueError(f"{name} must be symmetric and positive semidefinite.")
+    return vectors * np.sqrt(np.maximum(eigenvalues, 0))[..., None, :]
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureChoice:
+    """Feature map, coupling and number of features for a relative error of attention.
+
+    Attributes:
+      reached: True if the predicted error is at most ``relative_error``. Otherwise the choice is
+        the best with as many features as were allowed.
+      features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"optimal_positive"``.
+      coupling: Coupling of the rows of the projection.
+      num_features: Number of rows m of the projection.
+      num_entries: Number of entries of the features, 2m for hyperbolic features.
+      parameter: Parameter A of optimal positive features, otherwise 0.
+      predicted_error: Expected relative squared error, the mean over heads.
+      relative_error: Error that was asked for.
+      mean_squared_distance: Mean of |x + y|^2, which says how hard the task is.
+    """
+
+    reached: bool
+    features: ChosenFeatures
+    coupling: ClosedFormCoupling
+    num_features: int
+    num_entries: int
+    parameter: float
+    predicted_error: float
+    relative_error: float
+    mean_squared_distance: float
+
+    @property
+    def reason(self) -> str:
+        """Sentence that says why this is the choice."""
+        if self.reached:
+            return (
+                "No other map and coupling reaches a relative error of "
+                f"{self.relative_error:g} with fewer entries."
+            )
+        return (
+            f"No map and coupling reaches a relative error of {self.relative_error:g} with as many "
+            f"entries: the mean of |x + y|^2 is {self.mean_squared_distance:.3g}, and the variance "
+            "of one feature grows like its exponential. Lower the scale of the logits, allow more "
+            "features, or fit the proposal to the data."
+        )
+
+    def __str__(self) -> str:
+        """Returns the choice and its reason."""
+        parameter = f", parameter={self.parameter:.4g}" if self.parameter else ""
+        return (
+            f"{'' if self.reached else 'Not reached: '}{self.features} features of "
+            f"{self.coupling} rows, num_features={self.num_features}{parameter}, predicted error "
+            f"{self.predicted_error:.3g}. {self.reason}"
+        )
+
+
+class _Candidate(NamedTuple):
+    features: ChosenFeatures
+    coupling: ClosedFormCoupling
+
+    @property
+    def entries_per_row(self) -> int:
+        return 2 if self.features == "hyperbolic" else 1
+
+    def pairs(self, num_features: int, dim: int) -> tuple[Pairs, ...]:
+        """Returns the coupled pairs of the rows of which the features are positive features."""
+        pairs = coupled_pairs(num_features, dim, self.coupling, "regular")
+        return with_antipodes(pairs) if self.features == "hyperbolic" else pairs
+
+
+# The orthogonal rows of hyperbolic features are a cross-polytope.
+_CANDIDATES = (
+    _Candidate("positive", "simplex"),
+    _Candidate("positive", "orthogonal"),
+    _Candidate("positive", "cross_polytope"),
+    _Candidate("hyperbolic", "orthogonal"),
+    _Candidate("optimal_positive", "simplex"),
+    _Candidate("optimal_positive", "orthogonal"),
+    _Candidate("optimal_positive", "cross_polytope"),
+)
+
+
+def choose_num_features(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike | None = None,
+    *,
+    relative_error: float,
+    max_features: int = 1024,
+    scale: float | None = None,
+    num_queries: int = 16,
+) -> FeatureChoice:
+    """Chooses the feature map, coupling and number of features for given queries and keys.
+
+    The function predicts the relative squared error of the output of attention as
+    ``attention_error`` does, for positive, hyperbolic and optimal positive features with each
+    coupling, and returns the choice with the fewest entries that reaches ``relative_error``. Where
+    none does with ``max_features`` entries, the result says so, and holds the best. The prediction
+    holds where it is small; see ``attention_error``. A large one says only that the map is unfit.
+
+    Args:
+      query: Queries ``[..., T, N, H]``.
+      key: Keys ``[..., S, K, H]``. N is a multiple of K.
+      value: Values ``[..., S, K, V]``. Without them, values count as uncorrelated, with variance 1.
+      relative_error: Expected squared error divided by the squared norm of the output, positive.
+      max_features: Largest number of entries of the features.
+      scale: Scale of the logits, at least 0. The default is 1 / sqrt(H).
+      num_queries: Number of queries of each head that are evaluated, evenly spaced.
+
+    Returns:
+      ``FeatureChoice``, which prints as sentences.
+
+    Raises:
+      TypeError: If a number is not an integer, or an array is not real.
+      ValueError: If a shape does not match or a number is out of range.
+
+    Example:
+      >>> import numpy as np
+      >>> query, key = np.random.default_rng(0).normal(size=(2, 32, 1, 16))
+      >>> choice = choose_num_features(query / 2, key / 2, relative_error=0.05)
+      >>> choice.features, choice.coupling, choice.num_features
+      ('optimal_positive', 'cross_polytope', 40)
+      >>> print(choose_num_features(2 * query, 2 * key, relative_error=0.05).reached)
+      False
+    """
+    inputs = attention_inputs(query, key, value, scale)
+    checks.scalar("relative_error", relative_error, sign="positive")
+    max_features = checks.positive_int("max_features", max_features)
+    num_queries = checks.positive_int("num_queries", num_queries)
+    inputs = _with_fewer_queries(inputs, num_queries)
+    squared_distance = _mean_squared_distance(inputs)
+    parameter = float(optimal_parameter(squared_distance, inputs.dim))
+    terms = {
+        tilted: _terms_of_all_heads(inputs, parameter if tilted else 0.0)
+        for tilted in (False, True)
+    }
+    choices = []
+    for candidate in _CANDIDATES:
+        tilted = candidate.features == "optimal_positive"
+        num_features, error = _least_features(
+            candidate, terms[tilted], inputs.dim, relative_error, max_features
+        )
+        choices.append(
+            FeatureChoice(
+                reached=error <= relative_error,
+                features=candidate.features,
+                coupling=candidate.coupling,
+                num_features=num_features,
+                num_entries=num_features * candidate.entries_per_row,
+                parameter=parameter if tilted else 0.0,
+                predicted_error=error,
+                relative_error=float(relative_error),
+                mean_squared_distance=squared_distance,
+            )
+        )
+    reached = [choice for choice in choices if choice.reached]
+    if reached:
+        return min(reached, key=lambda choice: (choice.num_entries, choice.predicted_error))
+    return min(choices, key=lambda choice: choice.predicted_error)
+
+
+def _with_fewer_queries(inputs: AttentionInputs, num_queries: int) -> AttentionInputs:
+    length = inputs.x.shape[-2]
+    chosen = np.unique(np.linspace(0, length - 1, min(num_queries, length)).round().astype(int))
+    return inputs._replace(x=inputs.x[..., chosen, :])
+
+
+def _mean_squared_distance(inputs: AttentionInputs) -> float:
+    """Returns the mean of |x + y|^2 over all heads, queries and keys."""
+    x, y = inputs.x, inputs.y
+    squares = np.mean(np.sum(x**2, axis=-1)) + np.mean(np.sum(y**2, axis=-1))
+    products = np.sum(np.mean(x, axis=-2) * np.mean(y, axis=-2), axis=-1)
+    return max(float(squares + 2 * np.mean(products)), 0.0)
+
+
+def _terms_of_all_heads(inputs: AttentionInputs, parameter: float) -> ErrorTerms:
+    kinds = (Pairs(1.0, 0.0, "independent"), Pairs(1.0, -1.0, "equal"))
+    return mean_terms(
+        [
+            error_terms(inputs.queries(head), parameter, "chi", kinds)
+            for head in np.ndindex(inputs.heads_shape)
+        ]
+    )
+
+
+def _least_features(
+    candidate: _Candidate, terms: ErrorTerms, dim: int, relative_error: float, max_features: int
+) -> tuple[int, float]:
+    """Returns the least number of rows that reaches the error, or the best one, and its error."""
+    best = (1, np.inf)
+    for num_features in range(1, max(max_features // candidate.entries_per_row, 1) + 1):
+        num_rows = num_features * candidate.entries_per_row
+        error = terms.relative_error(num_rows, candidate.pairs(num_features, dim))
+        if error < best[1]:
+            best = (num_features, error)
+        if error <= relative_error:
+            break
+    return best

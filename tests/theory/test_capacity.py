@@ -1,0 +1,173 @@
+import itertools
+
+import numpy as np
+import pytest
+from scipy import integrate
+
+from simrf_jax.theory import (
+    attention_error,
+    choose_num_features,
+    optimal_parameter,
+    required_features,
+)
+
+pytestmark = pytest.mark.fast
+
+
+def random_covariance(rng, dim):
+    root = rng.normal(size=(dim, dim)) * np.arange(1, dim + 1) ** -0.7
+    return root @ root.T / dim
+
+
+def test_required_features_of_one_axis_by_quadrature():
+    # With x + y = v ~ N(0, 2s) and a proposal N(0, sigma^2), the mean second moment is an integral.
+    s = 0.7
+    assert required_features([[s]], [[s]], relative_error=0.01) == np.ceil(
+        (np.sqrt(1 + 4 * s) - 1) / 0.01
+    )
+
+    def mean_second_moment(width):
+        rho = 1 / (2 * width - 1)
+
+        def integrand(v):
+            density = np.exp(-(v**2) / (4 * s)) / np.sqrt(4 * np.pi * s)
+            return density * (1 + rho) / (2 * np.sqrt(rho)) * np.exp(rho * v**2)
+
+        return integrate.quad(integrand, -60, 60)[0]
+
+    best = 1 + 4 * s  # Variance of the proposal that is best for the mean.
+    np.testing.assert_allclose(mean_second_moment(best), np.sqrt(1 + 4 * s), rtol=1e-8)
+    assert (
+        mean_second_moment(0.9 * best) > mean_second_moment(best) < mean_second_moment(1.1 * best)
+    )
+
+
+def test_required_features_do_not_depend_on_the_basis():
+    rng = np.random.default_rng(0)
+    x, y = random_covariance(rng, 5), random_covariance(rng, 5)
+    m = rng.normal(size=(5, 5))
+    inverse = np.linalg.inv(m)
+    expected = required_features(x, y, relative_error=1e-3)
+    got = required_features(m @ x @ m.T, inverse.T @ y @ inverse, relative_error=1e-3)
+    assert abs(got - expected) <= 1
+
+
+def test_balance_needs_the_fewest_features():
+    # Unbalanced, the covariance of x + y is C_x + C_y, whose eigenvalues are at least 2 s_l.
+    rng = np.random.default_rng(1)
+    for _ in range(50):
+        x, y = random_covariance(rng, 4), random_covariance(rng, 4)
+        plain = np.prod(np.sqrt(1 + 2 * np.linalg.eigvalsh(x + y)))
+        assert required_features(x, y, relative_error=1.0) <= np.ceil(plain - 1)
+
+
+def test_required_features_of_a_batch_and_without_an_end():
+    got = required_features(np.zeros((3, 1, 2, 2)), np.zeros((4, 2, 2)), relative_error=0.1)
+    np.testing.assert_array_equal(got, np.ones((3, 4)))
+    huge = 1e6 * np.eye(256)
+    assert required_features(huge, huge, relative_error=0.1) == np.inf
+
+
+@pytest.mark.parametrize(
+    ("arguments", "relative_error", "error", "match"),
+    [
+        ((np.zeros((2, 3)), np.eye(2)), 0.1, ValueError, r"query_covariance must be .*\(2, 3\)"),
+        ((np.eye(2), np.eye(3)), 0.1, ValueError, "must have one dim, got 2 and 3"),
+        ((np.eye(2), -np.eye(2)), 0.1, ValueError, "key_covariance must be symmetric and positive"),
+        (([[1.0, 0.5], [0.0, 1.0]], np.eye(2)), 0.1, ValueError, "must be symmetric"),
+        ((np.full((2, 2), np.nan), np.eye(2)), 0.1, ValueError, "finite"),
+        ((np.eye(2), np.eye(2)), 0.0, ValueError, "relative_error must be positive"),
+        ((np.eye(2), np.eye(2)), 1j, TypeError, "relative_error must be one real number"),
+    ],
+)
+def test_required_features_refuses(arguments, relative_error, error, match):
+    with pytest.raises(error, match=match):
+        required_features(*arguments, relative_error=relative_error)
+
+
+def inputs(scale, num_heads=1, length=12, dim=8):
+    rng = np.random.default_rng(0)
+    return scale * rng.normal(size=(3, length, num_heads, dim))
+
+
+def predicted(choice, query, key, value, num_features=None):
+    features = "hyperbolic" if choice.features == "hyperbolic" else "positive"
+    return attention_error(
+        query,
+        key,
+        value,
+        num_features or choice.num_features,
+        coupling=choice.coupling,
+        features=features,
+        parameter=choice.parameter,
+    ).mean()
+
+
+@pytest.mark.parametrize("relative_error", [0.5, 0.05, 0.005])
+def test_the_choice_reaches_the_error_with_the_fewest_features(relative_error):
+    query, key, value = inputs(0.5, num_heads=2)
+    choice = choose_num_features(query, key, value, relative_error=relative_error)
+    assert choice.reached
+    np.testing.assert_allclose(choice.predicted_error, predicted(choice, query, key, value))
+    assert choice.predicted_error <= relative_error
+    x, y = query * 8**-0.25, key * 8**-0.25
+    squares = np.sum((x[:, None] + y[None]) ** 2, axis=-1)
+    np.testing.assert_allclose(choice.mean_squared_distance, squares.mean())
+    best = optimal_parameter(squares.mean(), 8)
+    couplings = ["iid", "orthogonal", "simplex", "cross_polytope"]
+    for coupling, parameter in itertools.product(couplings, [0.0, best]):
+        if choice.num_entries > 1:
+            others = attention_error(
+                query, key, value, choice.num_entries - 1, coupling=coupling, parameter=parameter
+            )
+            assert others.mean() > relative_error
+    assert "fewer entries" in str(choice)
+    assert f"num_features={choice.num_features}" in str(choice)
+
+
+def test_the_choice_says_so_if_no_map_reaches_the_error():
+    query, key, value = inputs(3.0)
+    choice = choose_num_features(query, key, value, relative_error=0.1, max_features=64)
+    assert not choice.reached
+    assert choice.num_entries <= 64
+    assert choice.predicted_error > 0.1
+    np.testing.assert_allclose(choice.predicted_error, predicted(choice, query, key, value))
+    assert str(choice).startswith("Not reached: ")
+    assert f"the mean of |x + y|^2 is {choice.mean_squared_distance:.3g}" in choice.reason
+
+
+def test_without_values_they_are_uncorrelated():
+    query, key, _ = inputs(0.6)
+    choice = choose_num_features(query, key, relative_error=0.05)
+    rng = np.random.default_rng(1)
+    # The mean over many channels of values is that over their law.
+    value = rng.normal(size=(12, 1, 20_000))
+    np.testing.assert_allclose(
+        predicted(choice, query, key, value), choice.predicted_error, rtol=0.03
+    )
+
+
+def test_only_some_queries_are_evaluated():
+    query, key, value = inputs(0.5)
+    some = choose_num_features(query, key, value, relative_error=0.05, num_queries=2)
+    ends = choose_num_features(query[[0, -1]], key, value, relative_error=0.05)
+    assert some == ends
+    scaled = choose_num_features(query, key, value, relative_error=0.05, scale=0.01)
+    assert scaled.num_features < some.num_features
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"relative_error": -0.1}, ValueError, "relative_error must be positive"),
+        ({"max_features": 0}, ValueError, "max_features must be at least 1, got 0"),
+        ({"num_queries": 0}, ValueError, "num_queries must be at least 1, got 0"),
+        ({"num_queries": 1.5}, TypeError, "num_queries must be an integer"),
+        ({"scale": 1j}, TypeError, "scale must be one real number"),
+        ({"value": np.zeros((3, 1, 8))}, ValueError, "value must be"),
+    ],
+)
+def test_choice_refuses(options, error, match):
+    query, key, value = inputs(0.5)
+    with pytest.raises(error, match=match):
+        choose_num_features(query, key, **{"value": value, "relative_error": 0.1, **options})
