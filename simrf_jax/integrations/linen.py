@@ -318,6 +318,8 @@ class RandomFeatureAttention(_Adapter):
       decode: True takes each call for the next tokens of the sequences in the cache.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
         Decoding does not use it.
+      exact_bandwidth: Distance over which queries see keys exactly, or None; see
+        ``simrf_jax.random_feature_attention``.
 
     Raises:
       TypeError: When called, if a switch is neither True nor False or a keyword is unknown.
@@ -351,12 +353,11 @@ class RandomFeatureAttention(_Adapter):
     factored_masks: bool = False
     decode: bool = False
     sequence_axis: str | tuple[str, ...] | None = None
+    exact_bandwidth: int | None = None
 
     def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> RandomFeatures:
         del num_heads
         flax_attention.check_feature_maps((self.feature_map,), num_weights=self.num_weights)
-        if self.num_features is None:
-            return flax_attention.random_features(None, self.feature_map, self.sequence_axis)
 
         def draw() -> Any:
             options = flax_attention.draw_options(
@@ -373,8 +374,12 @@ class RandomFeatureAttention(_Adapter):
             )
             return _box(w, options)
 
-        w = self.variable("random_features", "projection", draw).value
-        return flax_attention.random_features(w, self.feature_map, self.sequence_axis)
+        w = None
+        if self.num_features is not None:
+            w = self.variable("random_features", "projection", draw).value
+        return flax_attention.random_features(
+            w, self.feature_map, self.sequence_axis, self.exact_bandwidth
+        )
 
 
 class FMMAttention(_Adapter):

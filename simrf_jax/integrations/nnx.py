@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention import Blend, Mechanism, RandomFeatures
+from simrf_jax.attention.random_features.exact_band import check_band
 from simrf_jax.features import FeatureMap, FeatureMapLike, as_feature_map
 from simrf_jax.integrations import flax_attention
 from simrf_jax.projections import BlockMode, Coupling, Rotation
@@ -260,6 +261,8 @@ class RandomFeatureAttention(_Adapter):
       decode: True takes each call for the next tokens of the sequences in the cache.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
         Decoding does not use it.
+      exact_bandwidth: Distance over which queries see keys exactly, or None; see
+        ``simrf_jax.random_feature_attention``.
       rngs: Source of the key: its stream ``features``, or its default stream if there is none.
 
     Raises:
@@ -302,6 +305,7 @@ class RandomFeatureAttention(_Adapter):
         factored_masks: bool = False,
         decode: bool = False,
         sequence_axis: str | tuple[str, ...] | None = None,
+        exact_bandwidth: int | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(
@@ -314,6 +318,7 @@ class RandomFeatureAttention(_Adapter):
         )
         shared = checks.boolean("shared", shared)
         flax_attention.check_feature_maps((feature_map,), num_weights=num_weights)
+        self.exact_bandwidth = check_band(exact_bandwidth, as_feature_map(feature_map))
         # The arrays of a feature map belong to the state of the module.
         self.feature_map = nnx.data(feature_map) if _has_arrays(feature_map) else feature_map
         self.projection = nnx.data(None)
@@ -336,7 +341,9 @@ class RandomFeatureAttention(_Adapter):
     def _mechanism(self, num_heads: int) -> RandomFeatures:
         del num_heads
         w = None if self.projection is None else self.projection.get_value()
-        return flax_attention.random_features(w, self.feature_map, self.sequence_axis)
+        return flax_attention.random_features(
+            w, self.feature_map, self.sequence_axis, self.exact_bandwidth
+        )
 
 
 class FMMAttention(_Adapter):

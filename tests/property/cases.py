@@ -168,7 +168,7 @@ def programs(draw: st.DrawFn, mechanism: str, mode: str) -> Program:
 
     decoding, banded = mode == "decoding", mechanism == "band"
     self_attention = decoding or "packed" in mode
-    in_chunks = mechanism == "joint" or not banded and (self_attention or mode == "causal")
+    in_chunks = mechanism == "joint" or (not banded and (self_attention or mode == "causal"))
     length = pick(5, 1, 2, 8, 13, 20)
     heads, key_heads = pick((2, 2), (1, 1), (4, 2), (3, 1))
     # Decoding keeps one state for all query heads that share a key head.

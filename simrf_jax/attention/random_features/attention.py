@@ -107,14 +107,14 @@ def random_feature_attention(
         exchange only running sums, never keys or values: in bidirectional attention one maximum and
         one sum, otherwise as many permutations as the logarithm of the number of devices. With an
         exact band they also send their neighbours the keys within it.
-      exact_bandwidth: None, or a distance b, at least 0: query t attends to the keys from t - b to
-        t + b (to t if causal) exactly, by :math:`e^{\text{scale} \, q_t^\top k_s}`, and to all other
-        visible keys by their features, with one sum of both in the numerator and one in the
-        denominator. Positions count from 0 in queries and keys. From b = T - 1 on this is softmax
-        attention. Bidirectional attention then works chunk by chunk, as causal attention does. The
-        feature map must estimate exp(x . y) itself: relu, elu, and maps of the Gaussian kernel are
-        refused, and a function of one's own is trusted. Maps with negative features are accepted,
-        with the reservation above. Over a sharded length there must be as many keys as queries.
+      exact_bandwidth: None, or a distance b, at least 0. Query t then weighs the keys from t - b to
+        t + b (to t if causal) by :math:`e^{\text{scale} \, q_t^\top k_s}` itself, and all other
+        visible keys by its estimate. Numerator and denominator are each one sum of both. Positions
+        count from 0 in queries and keys. From b = T - 1 on this is softmax attention. Bidirectional
+        attention then takes chunks of keys in order, as causal attention does. The feature map must
+        estimate exp(x . y) itself: relu, elu and maps of the Gaussian kernel are refused, and a
+        function of one's own is trusted. What is said of features that may be negative holds here
+        too. Over a sharded length there must be as many keys as queries.
 
     Returns:
       ``[..., T, N, D]`` in the inputs' dtype. Logits and exponentials are float32 at least; the

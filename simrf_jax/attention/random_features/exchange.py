@@ -124,15 +124,18 @@ def _beside_band(
     fields = Fields.of(
         wide, features.feature_map, bandwidth=bandwidth, is_causal=is_causal, history=history
     )
-    ids_of_earlier, ids_of_later = None, None
+    length, halo = inputs.key.shape[1], wide.key.shape[1] - inputs.key.shape[1]
+    ids = None
     if segment_ids is not None:
-        length, after = inputs.key.shape[1], 0 if is_causal else history
-        ids = widen(jnp.reshape(segment_ids, inputs.key.shape[:2]), axes, history, after)
-        ids_of_earlier = stretch(ids, history - bandwidth, length, None)
-        ids_of_later = stretch(ids, history + bandwidth, length, None)
-    before, after = state_beyond(fields.earlier, features, ids_of_earlier, axes, 1), None
-    if fields.later is not None:
-        after = state_beyond(fields.later, features, ids_of_later, axes, -1)
+        ids = jnp.reshape(segment_ids, inputs.key.shape[:2])
+        ids = widen(ids, axes, history, halo - history)
+
+    def beyond(keys: Inputs, start: int, step: int) -> AttentionState:
+        of_keys = None if ids is None else stretch(ids, start, length, None)
+        return state_beyond(keys, features, of_keys, axes, step)
+
+    before = beyond(fields.earlier, history - bandwidth, 1)
+    after = None if fields.later is None else beyond(fields.later, history + bandwidth, -1)
     out, _ = fields.attend(features, before, after, chunk_size=chunk_size)
     return fields.outputs(out)
 
