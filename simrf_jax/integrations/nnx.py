@@ -318,7 +318,9 @@ class RandomFeatureAttention(_Adapter):
         )
         shared = checks.boolean("shared", shared)
         flax_attention.check_feature_maps((feature_map,), num_weights=num_weights)
-        self.exact_bandwidth = check_band(exact_bandwidth, as_feature_map(feature_map))
+        if exact_bandwidth is not None:
+            exact_bandwidth = check_band(exact_bandwidth, as_feature_map(feature_map))
+        self.exact_bandwidth = exact_bandwidth
         # The arrays of a feature map belong to the state of the module.
         self.feature_map = nnx.data(feature_map) if _has_arrays(feature_map) else feature_map
         self.projection = nnx.data(None)

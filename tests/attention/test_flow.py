@@ -82,7 +82,7 @@ FLOWS = {
     "exact band": (
         lambda q, k, v, w: random_feature_attention(q, k, v, w, exact_bandwidth=4),
         11,
-        10,
+        11,
     ),
 }
 

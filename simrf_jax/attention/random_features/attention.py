@@ -164,7 +164,8 @@ def random_feature_attention(
         segment_ids=segment_ids,
     )
     feature_map = as_feature_map(feature_map)
-    exact_bandwidth = check_band(exact_bandwidth, feature_map)
+    if exact_bandwidth is not None:
+        exact_bandwidth = check_band(exact_bandwidth, feature_map)
     axes = checks.axis_names("sequence_axis", sequence_axis)
     if axes or arguments.explicit_axes(in_order=in_order):
         find_shards(arguments, axes, in_order=in_order)  # Raises if lengths do not fit.

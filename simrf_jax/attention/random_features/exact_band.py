@@ -1,9 +1,9 @@
-r"""Exact attention to a band of keys and random features for all others, under one normaliser.
+"""Exact attention to a band of keys and random features for all others, under one normaliser.
 
-The keys that a query does not see exactly, at most those up to ``bandwidth + 1`` positions before
-it, are the keys before its own position once all keys are moved ``bandwidth`` positions later. So
-the scan of causal attention reads them, without a look ahead, and the scan of the reversed sequence
-reads those after the band. No sum is ever the difference of two sums.
+Query t sees the keys s < t - bandwidth by their features. Once all keys are moved ``bandwidth``
+positions later, these are the keys before position t, so the scan of causal attention reads them,
+without a look ahead. The scan of the reversed sequence reads the keys after the band. No sum is the
+difference of two sums, so the far field keeps its digits however small it is.
 """
 
 from __future__ import annotations
@@ -170,16 +170,14 @@ def attend_beside_band(
     return fields.outputs(out)
 
 
-def check_band(bandwidth: SupportsIndex | None, feature_map: FeatureMap) -> int | None:
-    """Returns the bandwidth as an integer, or None for no band.
+def check_band(bandwidth: SupportsIndex, feature_map: FeatureMap) -> int:
+    """Returns the bandwidth as an integer, if the feature map can stand beside the band.
 
     Raises:
       TypeError: If the bandwidth is not an integer.
       ValueError: If it is negative, or the feature map estimates another kernel than that of the
         keys in the band.
     """
-    if bandwidth is None:
-        return None
     if not feature_map.estimates_softmax:
         raise ValueError(
             "exact_bandwidth takes a feature map that estimates exp(x . y), the kernel of the keys "

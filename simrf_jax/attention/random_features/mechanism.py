@@ -286,6 +286,8 @@ class RandomFeatures:
         """Returns W as an array, the feature map as an object, and the bandwidth as an integer."""
         w = None if self.projection is None else as_projection(self.projection)
         feature_map = as_feature_map(self.feature_map)
+        if self.exact_bandwidth is None:
+            return w, feature_map, None
         return w, feature_map, check_band(self.exact_bandwidth, feature_map)
 
     def _check_state(
