@@ -148,8 +148,8 @@ def random_feature_attention(
     in_order = is_causal or segment_ids is not None or exact_bandwidth is not None
     if chunk_size is not None and not in_order:
         raise ValueError(
-            "chunk_size is for causal or packed attention, or attention with an exact band, got "
-            f"{chunk_size}."
+            f"chunk_size is for causal or packed attention, got {chunk_size} with neither of them "
+            "and without exact_bandwidth."
         )
     chunk_size = checks.power_of_two("chunk_size", CHUNK_SIZE if chunk_size is None else chunk_size)
     arguments = Arguments.of(
