@@ -203,9 +203,9 @@ def attend(mechanism: Mechanism, call: Call) -> jax.Array:
     if in_order and length != key_length:
         raise ValueError(
             "A causal adapter and one with a near field or an exact band take as many keys as "
-            f"queries, since the positions of both count from 0, got {key_length} keys for {length} "
-            "queries. If they are in the cache of Flax's attention, turn its decode off and the "
-            "adapter's on."
+            "queries, since the positions of both count from 0, got "
+            f"{key_length} keys for {length} queries. If they are in the cache of Flax's "
+            "attention, turn its decode off and the adapter's on."
         )
     out = mechanism.attend(
         call.query,

@@ -156,7 +156,7 @@ def read_earlier(
       chunk_size: A power of two.
 
     Returns:
-      What the queries read, and the state of all keys, as ``causal_attention`` returns it.
+      The sums that the queries read, and the state of all keys, as ``causal_attention`` has it.
     """
     tokens, features = _map_custom(tokens, features)
     scan = _scan_chunks if calls_function(features.feature_map) else _compiled_scan

@@ -151,7 +151,7 @@ def merge_over(state: AttentionState, axes: Axes) -> AttentionState:
 def state_beyond(
     inputs: Inputs,
     features: HeadMaps,
-    segment_ids: Integer[Array, "B S"] | None,
+    segment_ids: Integer[Array, "... S"] | None,
     axes: Axes,
     step: int,
 ) -> AttentionState:
