@@ -90,8 +90,8 @@ def test_gradients_are_those_of_one_device(bandwidth, options):
         assert relative_error(a, e) < 1e-5
 
 
-@pytest.mark.parametrize("options", [CAUSAL, CAUSAL | PACKED, PACKED])
-def test_what_is_not_seen_leaks_nothing_over_devices(options):
+def test_what_is_not_finite_reaches_those_that_see_it_on_other_devices():
+    options = CAUSAL | PACKED
     q, k, v = inputs(LENGTH, heads=HEADS, key_heads=KEY_HEADS)
     where = 14  # Inside the segment that spans five devices.
     mesh = make_mesh("manual", length=8)
