@@ -11,6 +11,7 @@ from simrf_jax.attention.inspection.report import (
 )
 from simrf_jax.attention.mechanism import Mechanism
 from simrf_jax.attention.random_features.attention import random_feature_attention
+from simrf_jax.attention.random_features.exact_band import ExactBandState
 from simrf_jax.attention.random_features.mechanism import RandomFeatures
 from simrf_jax.attention.random_features.state import AttentionState
 
@@ -20,6 +21,7 @@ __all__ = [
     "Band",
     "Blend",
     "BlendState",
+    "ExactBandState",
     "Mechanism",
     "RandomFeatures",
     "Window",

@@ -19,7 +19,14 @@ from simrf_jax.projections import Coupling, as_projection
 
 Map = TypeVar("Map", bound="FeatureMap")
 
-_OF_THE_CLASS = ("projection_type", "is_finite", "coupling", "needs_chi_norms", "axes_of_one")
+_OF_THE_CLASS = (
+    "projection_type",
+    "is_finite",
+    "coupling",
+    "estimates_softmax",
+    "needs_chi_norms",
+    "axes_of_one",
+)
 
 
 class FeatureMap(abc.ABC):
@@ -78,6 +85,15 @@ class FeatureMap(abc.ABC):
         # A dataclass with slots is made anew, without keywords, from the attributes of the first.
         cls._static = (*cls._static, *(name for name in static if name not in cls._static))
         _register(cls)
+
+    @property
+    def estimates_softmax(self) -> bool:
+        """True if products of features estimate exp(x . y) itself, and no multiple of it.
+
+        A map of another kernel says so by ``estimates_softmax = False`` in the class, or by a field
+        ``kernel`` other than ``"softmax"``. It cannot share a normaliser with exact attention.
+        """
+        return getattr(self, "kernel", "softmax") == "softmax"
 
     @abc.abstractmethod
     def log_features(self, x: Any, projection: Any, *, side: Side) -> LogFeatures:

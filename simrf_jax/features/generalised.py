@@ -19,6 +19,7 @@ class Relu(FeatureMap):
     """The feature map of ``relu_features``."""
 
     is_finite = True
+    estimates_softmax = False
 
     def log_features(
         self, x: Float[Array, "*batch dim"], projection: Projection, *, side: Side
@@ -37,6 +38,7 @@ class Elu(FeatureMap):
     """The feature map of ``elu_features``, which needs no projection."""
 
     is_finite = True
+    estimates_softmax = False
 
     def log_features(
         self, x: Float[Array, "*batch dim"], projection: Projection | None, *, side: Side

@@ -47,10 +47,13 @@ def random_features(
     projection: Projection | None,
     feature_map: FeatureMapLike,
     sequence_axis: str | tuple[str, ...] | None,
+    exact_bandwidth: int | None = None,
 ) -> RandomFeatures:
     """Returns random-feature attention whose W gets no gradient."""
     w = jax.lax.stop_gradient(projection)
-    return RandomFeatures(w, feature_map, sequence_axis=sequence_axis)
+    return RandomFeatures(
+        w, feature_map, sequence_axis=sequence_axis, exact_bandwidth=exact_bandwidth
+    )
 
 
 def blend(
@@ -210,11 +213,13 @@ def _check_precision(precision: PrecisionLike) -> None:
 def attend(mechanism: Mechanism, call: Call) -> jax.Array:
     """Returns the attention of all tokens."""
     length, key_length = call.query.shape[-3], call.key.shape[-3]
-    if (call.is_causal or isinstance(mechanism, Blend)) and length != key_length:
+    in_order = call.is_causal or isinstance(mechanism, Blend) or _has_exact_band(mechanism)
+    if in_order and length != key_length:
         raise ValueError(
-            "A causal adapter and one with a near field take as many keys as queries, since the "
-            f"positions of both count from 0, got {key_length} keys for {length} queries. If they "
-            "are in the cache of Flax's attention, turn its decode off and the adapter's on."
+            "A causal adapter and one with a near field or an exact band take as many keys as "
+            "queries, since the positions of both count from 0, got "
+            f"{key_length} keys for {length} queries. If they are in the cache of Flax's "
+            "attention, turn its decode off and the adapter's on."
         )
     out = mechanism.attend(
         call.query,
@@ -229,6 +234,10 @@ def attend(mechanism: Mechanism, call: Call) -> jax.Array:
         segment_ids=call.segment_ids,
     )
     return call.finish(out)
+
+
+def _has_exact_band(mechanism: Mechanism) -> bool:
+    return isinstance(mechanism, RandomFeatures) and mechanism.exact_bandwidth is not None
 
 
 def init(mechanism: Mechanism, call: Call) -> Any:

@@ -336,6 +336,8 @@ class RandomFeatureAttention(_Adapter):
       decode: True takes each call for the next tokens of the sequences in the cache.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
         Decoding does not use it.
+      exact_bandwidth: Distance over which queries see keys exactly, or None; see
+        ``simrf_jax.random_feature_attention``.
 
     Raises:
       TypeError: When called, if a switch is neither True nor False or a keyword is unknown.
@@ -370,6 +372,7 @@ class RandomFeatureAttention(_Adapter):
     factored_masks: bool = False
     decode: bool = False
     sequence_axis: str | tuple[str, ...] | None = None
+    exact_bandwidth: int | None = None
 
     def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> RandomFeatures:
         del num_heads
@@ -378,8 +381,6 @@ class RandomFeatureAttention(_Adapter):
         if isinstance(feature_map, Calibrated):
             calibration = self.variable("calibration", "feature_map", lambda: feature_map)
             feature_map = jax.lax.stop_gradient(calibration.value)
-        if self.num_features is None:
-            return flax_attention.random_features(None, feature_map, self.sequence_axis)
 
         def draw() -> Any:
             options = flax_attention.draw_options(
@@ -400,8 +401,12 @@ class RandomFeatureAttention(_Adapter):
             )
             return _box(w, options)
 
-        w = self.variable("random_features", "projection", draw).value
-        return flax_attention.random_features(w, feature_map, self.sequence_axis)
+        w = None
+        if self.num_features is not None:
+            w = self.variable("random_features", "projection", draw).value
+        return flax_attention.random_features(
+            w, feature_map, self.sequence_axis, self.exact_bandwidth
+        )
 
 
 class FMMAttention(_Adapter):

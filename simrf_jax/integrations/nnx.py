@@ -14,6 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention import Blend, Mechanism, RandomFeatures
+from simrf_jax.attention.random_features.exact_band import check_band
 from simrf_jax.calibration.calibrate import check_options
 from simrf_jax.calibration.fit import Balance, Tilt
 from simrf_jax.features import FeatureMap, FeatureMapLike, as_feature_map
@@ -287,6 +288,8 @@ class RandomFeatureAttention(_Adapter):
       decode: True takes each call for the next tokens of the sequences in the cache.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
         Decoding does not use it.
+      exact_bandwidth: Distance over which queries see keys exactly, or None; see
+        ``simrf_jax.random_feature_attention``.
       rngs: Source of the key: its stream ``features``, or its default stream if there is none.
 
     Raises:
@@ -330,6 +333,7 @@ class RandomFeatureAttention(_Adapter):
         factored_masks: bool = False,
         decode: bool = False,
         sequence_axis: str | tuple[str, ...] | None = None,
+        exact_bandwidth: int | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(
@@ -343,6 +347,9 @@ class RandomFeatureAttention(_Adapter):
         shared = checks.boolean("shared", shared)
         feature_map = flax_attention.adapter_map(feature_map, self.num_heads, self.head_dim)
         flax_attention.check_feature_maps((feature_map,), num_weights=num_weights)
+        if exact_bandwidth is not None:
+            exact_bandwidth = check_band(exact_bandwidth, as_feature_map(feature_map))
+        self.exact_bandwidth = exact_bandwidth
         self.feature_map = _as_state(feature_map)
         self.moments: CalibrationMoments | None = nnx.data(None)
         self.projection = nnx.data(None)
@@ -365,7 +372,9 @@ class RandomFeatureAttention(_Adapter):
     def _mechanism(self, num_heads: int) -> RandomFeatures:
         del num_heads
         w = None if self.projection is None else self.projection.get_value()
-        return flax_attention.random_features(w, self._map(), self.sequence_axis)
+        return flax_attention.random_features(
+            w, self._map(), self.sequence_axis, self.exact_bandwidth
+        )
 
     def _map(self) -> FeatureMapLike:
         if isinstance(self.feature_map, Calibration):

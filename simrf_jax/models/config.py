@@ -57,6 +57,9 @@ class ViTConfig:
         the same keys.
       sequence_axis: Mesh axis that shards the tokens; see ``simrf_jax.random_feature_attention``.
         The model must then be called inside ``jax.set_mesh``. None names no axis.
+      exact_bandwidth: Distance in tokens over which random-feature attention sees keys exactly; see
+        ``simrf_jax.random_feature_attention``. Patches are in rows, after the class token. None for
+        no exact band, as it must be for softmax attention.
 
     Raises:
       TypeError: If a size is not an integer, the image size is not a pair, the dropout rate is not
@@ -81,6 +84,7 @@ class ViTConfig:
     remat: str = "none"
     scan: bool = False
     sequence_axis: str | None = None
+    exact_bandwidth: int | None = None
 
     def __post_init__(self) -> None:
         checks.one_of("attention", self.attention, ATTENTIONS)
@@ -99,6 +103,13 @@ class ViTConfig:
                 f"image_size must be multiples of patch_size={self.patch_size}, "
                 f"got {self.image_size}."
             )
+        if self.exact_bandwidth is not None:
+            checks.integer("exact_bandwidth", self.exact_bandwidth, least=0)
+            if self.attention == "exact":
+                raise ValueError(
+                    "exact_bandwidth is for random-feature attention, got "
+                    f"{self.exact_bandwidth} for attention='exact'."
+                )
         if self.width % self.num_heads:
             raise ValueError(
                 f"width must be a multiple of num_heads, got {self.width} and {self.num_heads}."

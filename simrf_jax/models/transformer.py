@@ -49,6 +49,7 @@ class TransformerLayer(nnx.Module):
                 coupling=c.attention,
                 block=c.block,
                 sequence_axis=c.sequence_axis,
+                exact_bandwidth=c.exact_bandwidth,
                 rngs=rngs,
             )
         self.attention_norm = nnx.LayerNorm(c.width, epsilon=1e-6, dtype=dtype, rngs=rngs)

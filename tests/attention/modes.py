@@ -17,7 +17,7 @@ from simrf_jax import (
 )
 from tests import formulas
 from tests.attention import steps
-from tests.attention.reference import attention, banded
+from tests.attention.reference import attention, banded, beside_band
 
 # Runs of equal ids, one of a single token and one longer than a chunk; 3 chunks and 2 halvings.
 IDS = np.array([0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 0])
@@ -196,6 +196,41 @@ def both(*, causal=False, packed=False, decode=False, **shape):
     return Mode(attend, expected, SHAPE | shape, gradient_scales=(0.5, 4))
 
 
+def joint(name="positive", *, causal=False, packed=False, decode=False, **shape):
+    """An exact band and random features beyond it, under one normaliser."""
+    band = {"exact_bandwidth": BANDWIDTH}
+
+    def attend(q, k, v, w, mask=None):
+        if decode:
+            state = steps.init_state(w, feature_map=name, **band, **_sizes(q, k, v))
+            step = functools.partial(steps.step, projection=w, feature_map=name, **band)
+            return token_by_token(step, state, q, k, v, mask)
+        options = {"is_causal": causal, "chunk_size": 4, **_segments(q, packed), **band}
+        return random_feature_attention(q, k, v, w, feature_map=name, mask=mask, **options)
+
+    def expected(q, k, v, w, log_weights=None):
+        return beside_band(
+            q,
+            k,
+            v,
+            w,
+            BANDWIDTH,
+            visible=_visible(len(q), len(k), causal=causal or decode, packed=packed),
+            log_weights=log_weights,
+            formula=getattr(formulas, name),
+        )
+
+    signed = name == "trigonometric"
+    return Mode(
+        attend,
+        expected,
+        SHAPE | shape,
+        num_features=400 if signed else 66,
+        scales=SMALL_SCALES if signed else SCALES,
+        gradient_scales=(0.5, 4),
+    )
+
+
 MODES = {
     "bidirectional": far(),
     "cross": far(key_length=7, batch=(2,)),
@@ -212,6 +247,13 @@ MODES = {
     "near and far": both(batch=(2,)),
     "near and far, packed, causal": both(packed=True, causal=True),
     "near and far, decoding": both(decode=True, batch=(2, 1)),
+    "exact band": joint(),
+    "exact band, cross": joint(key_length=17, batch=(2,)),
+    "exact band, causal": joint(causal=True, batch=(2, 1)),
+    "exact band, causal, cross": joint(causal=True, key_length=7),
+    "exact band, packed": joint(packed=True, batch=(2,)),
+    "exact band, packed, causal": joint(packed=True, causal=True),
+    "exact band, decoding": joint(decode=True, batch=(2,)),
 }
 OTHER_MAPS = (
     "hyperbolic",
@@ -227,6 +269,14 @@ WITH_OTHER_MAPS = {
     for feature_map in OTHER_MAPS
     for name, options in {
         "causal": {"causal": True},  # test_feature_maps.py has the bidirectional ones.
+        "packed": {"packed": True},
+        "decoding": {"decode": True},
+    }.items()
+} | {
+    f"exact band, {name}, {feature_map}": joint(feature_map, **options)
+    for feature_map in ("hyperbolic", "trigonometric")
+    for name, options in {
+        "bidirectional": {},
         "packed": {"packed": True},
         "decoding": {"decode": True},
     }.items()

@@ -91,3 +91,50 @@ def banded(
         weights = np.exp(logits - logits.max())
         out[t, n] = weights / weights.sum() @ value[nearby, n // groups]
     return out
+
+
+def beside_band(
+    query,
+    key,
+    value,
+    projection,
+    bandwidth,
+    *,
+    scale=None,
+    log_weights=None,
+    visible=None,
+    formula=formulas.positive,
+):
+    """Attention with exact weights up to a bandwidth and estimates beyond, under one normaliser.
+
+    Shapes are those of ``attention``.
+    """
+    query, key, value, projection = (
+        np.asarray(x, np.float64) for x in (query, key, value, projection)
+    )
+    groups, dim = query.shape[1] // key.shape[1], query.shape[2]
+    scale = dim**-0.5 if scale is None else scale
+    out = np.zeros((*query.shape[:2], value.shape[-1]))
+    for t, n in np.ndindex(query.shape[:2]):
+        w = projection if projection.ndim == 2 else projection[n // groups]
+        x = query[t, n] * np.sign(scale) * np.sqrt(abs(scale))
+        (log_q,), (sign_q,) = formula(x[None], w, "softmax")
+        logs, signs, values = [], [], []
+        for s in range(len(key)):
+            if visible is not None and not visible[t, s]:
+                continue
+            y = key[s, n // groups]
+            if abs(t - s) <= bandwidth:
+                log, sign = np.array([scale * query[t, n] @ y]), np.ones(1)
+            else:
+                (log_k,), (sign_k,) = formula(y[None] * np.sqrt(abs(scale)), w, "softmax")
+                log, sign = log_q + log_k, sign_q * sign_k
+            logs.append(log + (0 if log_weights is None else log_weights[n, s]))
+            signs.append(sign)
+            values.append(value[s, n // groups])
+        most = max((log.max() for log in logs), default=-np.inf)
+        if most == -np.inf:
+            continue
+        weights = [sign @ np.exp(log - most) for log, sign in zip(logs, signs, strict=True)]
+        out[t, n] = weights @ np.array(values) / np.sum(weights)
+    return out

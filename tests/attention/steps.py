@@ -3,21 +3,34 @@
 from simrf_jax import Band, Blend, RandomFeatures
 
 
-def init_state(projection, *, feature_map="positive", head_dim=None, **sizes):
+def init_state(projection, *, feature_map="positive", head_dim=None, exact_bandwidth=None, **sizes):
     """Returns the first state of random features, whose projection tells the width of the keys."""
     head_dim = projection.shape[-1] if head_dim is None else head_dim
-    return RandomFeatures(projection, feature_map).init(head_dim=head_dim, **sizes)
+    mechanism = RandomFeatures(projection, feature_map, exact_bandwidth=exact_bandwidth)
+    return mechanism.init(head_dim=head_dim, **sizes)
 
 
 def step(
-    state, query, key, value, projection, *, feature_map="positive", chunk_size=None, **options
+    state,
+    query,
+    key,
+    value,
+    projection,
+    *,
+    feature_map="positive",
+    chunk_size=None,
+    exact_bandwidth=None,
+    **options,
 ):
-    mechanism = RandomFeatures(projection, feature_map, chunk_size)
+    mechanism = RandomFeatures(projection, feature_map, chunk_size, exact_bandwidth=exact_bandwidth)
     return mechanism.step(state, query, key, value, **options)
 
 
-def append(state, key, value, projection, *, feature_map="positive", **options):
-    return RandomFeatures(projection, feature_map).append(state, key, value, **options)
+def append(
+    state, key, value, projection, *, feature_map="positive", exact_bandwidth=None, **options
+):
+    mechanism = RandomFeatures(projection, feature_map, exact_bandwidth=exact_bandwidth)
+    return mechanism.append(state, key, value, **options)
 
 
 def init_window(*, bandwidth, **sizes):

@@ -79,6 +79,11 @@ FLOWS = {
         11,
         10,
     ),
+    "exact band": (
+        lambda q, k, v, w: random_feature_attention(q, k, v, w, exact_bandwidth=4),
+        11,
+        11,
+    ),
 }
 
 

@@ -39,6 +39,10 @@ def far(q, k, v, w, **options):
     return random_feature_attention(q, k, v, w, **options)
 
 
+def joint(q, k, v, w, **options):
+    return random_feature_attention(q, k, v, w, exact_bandwidth=1, **options)
+
+
 class Case(NamedTuple):
     """Attention, what it is given, and which positions must not see which keys.
 
@@ -72,6 +76,9 @@ CASES = {
     "future, near": Case(near, CAUSAL, [5], [0, 1, 2, 3, 4]),
     "future, near and far": Case(both, CAUSAL, [5], [0, 1, 2, 3, 4]),
     "outside the band": Case(near, {}, [7], [0, 1]),
+    "hidden, exact band": Case(joint, HIDDEN, [2, 5], EVERYONE),
+    "future, exact band": Case(joint, CAUSAL, [5], [0, 1, 2, 3, 4]),
+    "segment before, exact band": Case(joint, PACKED, [1], [3, 4, 5, 6, 7]),
     "segment before": Case(far, PACKED, [1], [3, 4, 5, 6, 7]),
     "segment after": Case(far, PACKED, [5], [0, 1, 2]),
     "segment before, causal": Case(far, PACKED | CAUSAL, [1], [3, 4, 5, 6, 7]),
@@ -86,7 +93,13 @@ SPECS = {
     "segment_ids": P("length"),
     "key_value_seq_lengths": P(),
 }
-DEFAULT = ("hidden, causal", "future", "segment after", "segment before, near")
+DEFAULT = (
+    "hidden, causal",
+    "future",
+    "segment after",
+    "segment before, near",
+    "segment before, exact band",
+)
 
 
 @functools.cache

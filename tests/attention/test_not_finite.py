@@ -15,6 +15,7 @@ LENGTH, WHERE, DIM, BANDWIDTH = 21, 12, 8, 3
 IDS = np.repeat([0, 1, 0], [7, 6, 8])  # WHERE is the last position of the second segment.
 INPUTS = inputs(LENGTH, heads=4, key_heads=2, dim=DIM)
 POSITIONS = np.arange(LENGTH)
+SIZES = {"num_key_heads": 2, "head_dim": DIM, "value_dim": DIM}
 
 
 def on_the_unit_sphere(x, w):
@@ -48,13 +49,32 @@ def both(q, k, v, **options):
     )
 
 
+def joint(q, k, v, **options):
+    return random_feature_attention(
+        q, k, v, projection(), chunk_size=4, exact_bandwidth=BANDWIDTH, **options
+    )
+
+
+def joint_by_a_map_of_the_user(q, k, v, **options):
+    return joint(q, k, v, feature_map=on_the_unit_sphere, **options)
+
+
 def prompt_and_tokens(q, k, v, *, is_causal):
     """Decodes a prompt of five tokens, whose length is no power of two, and then one by one."""
     assert is_causal
-    state = steps.init_fmm_state(
-        (projection(),), bandwidth=BANDWIDTH, num_key_heads=2, head_dim=DIM, value_dim=DIM
-    )
+    state = steps.init_fmm_state((projection(),), bandwidth=BANDWIDTH, **SIZES)
     step = functools.partial(steps.fmm_step, projections=(projection(),))
+    return decode(step, state, q, k, v)
+
+
+def prompt_and_tokens_beside_a_band(q, k, v, *, is_causal):
+    assert is_causal
+    band = {"projection": projection(), "exact_bandwidth": BANDWIDTH}
+    state = steps.init_state(**band, **SIZES)
+    return decode(functools.partial(steps.step, **band), state, q, k, v)
+
+
+def decode(step, state, q, k, v):
     out, state = step(state, q[:5], k[:5], v[:5])
 
     def token(state, token):
@@ -83,6 +103,12 @@ MODES = {
     "both, causal": (both, CAUSAL, SEES_THE_PAST),
     "both, packed": (both, PACKED, IN_THE_SEGMENT),
     "decoding": (prompt_and_tokens, CAUSAL, SEES_THE_PAST),
+    "exact band, causal": (joint, CAUSAL, SEES_THE_PAST),
+    "exact band, packed": (joint, PACKED, IN_THE_SEGMENT),
+    "exact band, causal and packed": (joint, CAUSAL | PACKED, IN_THE_SEGMENT & SEES_THE_PAST),
+    "exact band, causal, a map of the user": (joint_by_a_map_of_the_user, CAUSAL, SEES_THE_PAST),
+    "exact band, packed, a map of the user": (joint_by_a_map_of_the_user, PACKED, IN_THE_SEGMENT),
+    "exact band, decoding": (prompt_and_tokens_beside_a_band, CAUSAL, SEES_THE_PAST),
 }
 # By array: the key heads that are changed, and what to.
 ALL = slice(None)
@@ -151,7 +177,7 @@ def test_a_query_reaches_its_own_output_alone(mode):
 
 @pytest.mark.fast
 @pytest.mark.parametrize("bias", [np.nan, np.inf, 3e38])
-@pytest.mark.parametrize("attend", [far, near, both])
+@pytest.mark.parametrize("attend", [far, near, both, joint])
 def test_a_bias_that_is_not_finite(attend, bias):
     def loss(biases):
         out = attend(*INPUTS, is_causal=True, bias=biases[None, None])
@@ -168,7 +194,7 @@ def test_a_bias_that_is_not_finite(attend, bias):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("attend", [far, near])
+@pytest.mark.parametrize("attend", [far, near, joint])
 @pytest.mark.parametrize("planted", [{"k": (ALL, np.nan)}, {"q": (ALL, 1e25), "k": (ALL, 1e25)}])
 def test_the_gradient_of_the_scale(attend, planted):
     @jax.jit
@@ -190,7 +216,18 @@ def test_all_who_see_it_get_nan(what):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("mode", ["causal", "packed", "causal band", "both, causal"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "causal",
+        "packed",
+        "causal band",
+        "both, causal",
+        "exact band, causal",
+        "exact band, packed",
+        "exact band, decoding",
+    ],
+)
 def test_large_queries_and_keys_reach_no_others(mode):
     """Squares and products of such numbers overflow; the numbers themselves do not."""
     _, _, sees = MODES[mode]

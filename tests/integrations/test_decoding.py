@@ -35,6 +35,7 @@ MODES = {
     "trigonometric": {"feature_map": "trigonometric"},
     "elu": {"feature_map": "elu"},
     "angular_hybrid": {"feature_map": "angular_hybrid", "num_weights": 3},
+    "exact band": {"exact_bandwidth": 2},
 }
 
 
@@ -360,18 +361,20 @@ def test_flaxs_own_caches_see_the_prefix():
         assert relative_error(out[:, 0], expected[:, t]) < 1e-5
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_positions_are_not_known_in_flaxs_own_caches(is_causal):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("RandomFeatureAttention", {"is_causal": True}),
+        ("RandomFeatureAttention", {"exact_bandwidth": 2}),
+        ("FMMAttention", {"bandwidth": 2}),
+    ],
+)
+def test_positions_are_not_known_in_flaxs_own_caches(name, options):
     """A query in Flax's own cache would see only the first key, or the band around it."""
     x = tokens(1, 3)
     match = "as many keys as queries, .* got 3 keys for 1 queries. .* turn its decode off"
-    options = {"num_features": FEATURES, "coupling": "iid", "is_causal": is_causal}
-    if not is_causal:
-        options["bandwidth"] = 2
-    of_nnx, of_linen = (
-        getattr(module, "RandomFeatureAttention" if is_causal else "FMMAttention")
-        for module in (nnx_adapter, linen_adapter)
-    )
+    options = {"num_features": FEATURES, "coupling": "iid", **options}
+    of_nnx, of_linen = (getattr(module, name) for module in (nnx_adapter, linen_adapter))
     rngs = nnx.Rngs(0)
     adapter = of_nnx(HEADS, WIDTH // HEADS, rngs=rngs, **options)
     module = nnx.MultiHeadAttention(HEADS, WIDTH, attention_fn=adapter, decode=True, rngs=rngs)

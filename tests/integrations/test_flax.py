@@ -191,6 +191,11 @@ def call_linen(*, call=None, attention=None, **options):
         ({"feature_map": "cosine"}, "feature_map must be one of"),
         ({"feature_map": "clustered_hybrid"}, "takes the centres of clusters"),
         ({"num_weights": 4}, "num_weights is for angular_hybrid and gaussian_hybrid, got 4"),
+        ({"exact_bandwidth": -1}, "exact_bandwidth must be at least 0, got -1"),
+        (
+            {"exact_bandwidth": 2, "feature_map": "relu"},
+            "exact_bandwidth takes a feature map that estimates",
+        ),
     ],
 )
 def test_refuses(call, arguments, match):

@@ -90,6 +90,12 @@ def test_parameters_start_the_same_whatever_the_attention():
         jax.tree.map(np.testing.assert_array_equal, state, states[0])
 
 
+def test_a_band_of_all_tokens_is_exact_attention():
+    bands = [build(exact_bandwidth=SMALL.num_tokens), build(attention="exact")]
+    one, other = (with_random_head(model)(images()) for model in bands)
+    np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
 def test_random_features_come_close_to_exact_attention_as_they_grow():
     def logits(**changes):
         model = with_random_head(build(**changes))
@@ -212,6 +218,12 @@ def test_redraw_changes_the_output_and_not_the_parameters():
             "simplex_plus' needs heads of at least 2 dimensions",
         ),
         ({"dropout_rate": 1.0}, ValueError, r"dropout_rate must be in \[0, 1\)"),
+        ({"exact_bandwidth": -1}, ValueError, "exact_bandwidth must be at least 0, got -1"),
+        (
+            {"exact_bandwidth": 2, "attention": "exact"},
+            ValueError,
+            "exact_bandwidth is for random-feature attention, got 2 for attention='exact'",
+        ),
     ],
 )
 def test_config_refuses(changes, error, match):

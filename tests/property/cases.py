@@ -24,6 +24,7 @@ MODES = {
     ),
     "band": ("bidirectional", "causal", "packed", "packed causal", "decoding"),
     "blend": ("bidirectional", "causal", "packed", "packed causal", "decoding"),
+    "joint": ("bidirectional", "causal", "packed", "packed causal", "decoding"),
 }
 BLENDS = (
     ("positive",),
@@ -34,6 +35,10 @@ BLENDS = (
     ("trigonometric",),
     ("positive", "elu"),
 )
+
+
+# Maps that the library refuses beside an exact band. It trusts functions of users.
+OTHER_KERNELS = ("relu", "elu")
 
 
 class _Brief:
@@ -56,7 +61,7 @@ class Program(_Brief):
     """Everything that is known when attention is compiled.
 
     Attributes:
-      mechanism: "features", "band", or "blend" of both.
+      mechanism: "features", "band", "blend" of both, or both "joint" under one normaliser.
       mode: One of ``MODES``.
       batch: Leading shape.
       length: Number T of queries.
@@ -163,12 +168,17 @@ def programs(draw: st.DrawFn, mechanism: str, mode: str) -> Program:
 
     decoding, banded = mode == "decoding", mechanism == "band"
     self_attention = decoding or "packed" in mode
-    in_chunks = not banded and (self_attention or mode == "causal")
+    in_chunks = mechanism == "joint" or (not banded and (self_attention or mode == "causal"))
     length = pick(5, 1, 2, 8, 13, 20)
     heads, key_heads = pick((2, 2), (1, 1), (4, 2), (3, 1))
     # Decoding keeps one state for all query heads that share a key head.
     by_head = () if decoding and heads > key_heads else ("ns", "bns")
-    maps = {"features": tuple((name,) for name in MAPS), "band": (("positive",),), "blend": BLENDS}
+    maps = {
+        "features": tuple((name,) for name in MAPS),
+        "band": (("positive",),),
+        "blend": BLENDS,
+        "joint": tuple((name,) for name in MAPS if MAPS[name].argument not in OTHER_KERNELS),
+    }
     return Program(
         mechanism,
         mode,
@@ -189,10 +199,10 @@ def programs(draw: st.DrawFn, mechanism: str, mode: str) -> Program:
         key_lengths=pick(False, False, True),
         scale=pick(False, True),
         chunk_size=pick(4, None, 1, 2, 8) if in_chunks else None,
-        block_size=None if mechanism == "features" or decoding else pick(None, 1, 4),
+        block_size=pick(None, 1, 4) if mechanism in ("band", "blend") and not decoding else None,
         bandwidth=1 if mechanism == "features" else pick(1, 0, 3, 30),
         pieces=draw(cuts(length)) if decoding else (),
-        append=decoding and mechanism == "features" and pick(False, True),
+        append=decoding and mechanism in ("features", "joint") and pick(False, True),
     )
 
 

@@ -99,7 +99,7 @@ def _widened(array: np.ndarray) -> np.ndarray:
 def _fields(program: Program, x: Arrays) -> Iterator[tuple[np.ndarray, Rows]]:
     """Yields the near field and each far field, with their weights ``[N, 1]``."""
     ones = np.ones(program.heads)
-    if program.mechanism != "features":
+    if program.mechanism in ("band", "blend"):
         yield x.get("near_weight", ones)[:, None], _field(program, x, None)
     if program.mechanism != "band":
         weights = x.get("far_weights", ones[None])
@@ -120,6 +120,13 @@ def _field(program: Program, x: Arrays, name: str | None) -> Rows:
             x[which][*i, :, head] for which, head in (("query", n), ("key", k), ("value", k))
         )
         log, sign = _terms(p, x, name, k, query, key)
+        if p.mechanism == "joint":
+            exact, _ = _terms(p, x, None, k, query, key)
+            distance = abs(np.arange(len(query))[:, None] - np.arange(len(key)))
+            near = (distance <= p.bandwidth)[..., None]
+            # All terms of a pair in the band are the exact kernel, and all but one do not count.
+            log, sign = np.where(near, exact, log), np.where(near, 0, sign)
+            sign[..., :1] = np.where(near, 1, sign[..., :1])
         for t in range(p.length):
             row = _row(log[t] + weights[*i, n, :, None], sign[t], value, seen[*i, n, t])
             rows.out[*i, t, n], rows.size[*i, t, n], rows.condition[*i, t, n] = row

@@ -78,9 +78,8 @@ def attend(program: Program, x: Arrays) -> jax.Array:
     if p.mechanism == "band":
         return banded_attention(*inputs, bandwidth=p.bandwidth, block_size=p.block_size, **options)
     options["chunk_size"] = p.chunk_size
-    if p.mechanism == "features":
-        (feature_map,), (projection,) = _maps(p), _projections(p, x)
-        return random_feature_attention(*inputs, projection, feature_map=feature_map, **options)
+    if p.mechanism != "blend":
+        return random_feature_attention(*inputs, **_features(p, x), **options)
     return fmm_attention(
         *inputs,
         _projections(p, x),
@@ -99,6 +98,17 @@ def _maps(program: Program) -> tuple[Any, ...]:
 
 def _projections(program: Program, x: Arrays) -> tuple[Any, ...]:
     return tuple(x["projection"] if MAPS[name].projected else None for name in program.maps)
+
+
+def _features(program: Program, x: Arrays) -> Arrays:
+    """Returns the arguments of random features, and of an exact band beside them."""
+    (feature_map,), (projection,) = _maps(program), _projections(program, x)
+    bandwidth = program.bandwidth if program.mechanism == "joint" else None
+    return {
+        "projection": projection,
+        "feature_map": feature_map,
+        "exact_bandwidth": bandwidth,
+    }
 
 
 def _decode(program: Program, x: Arrays) -> jax.Array:
@@ -142,9 +152,8 @@ def _init(program: Program, x: Arrays) -> Any:
     }
     if p.mechanism == "band":
         return steps.init_window(bandwidth=p.bandwidth, **sizes)
-    if p.mechanism == "features":
-        (feature_map,), (projection,) = _maps(p), _projections(p, x)
-        return steps.init_state(projection, feature_map=feature_map, **sizes)
+    if p.mechanism != "blend":
+        return steps.init_state(**_features(p, x), **sizes)
     return steps.init_fmm_state(
         _projections(p, x), bandwidth=p.bandwidth, feature_maps=_maps(p), **sizes
     )
@@ -157,13 +166,12 @@ def _step(program: Program, x: Arrays, state: Any, piece: Arrays) -> tuple[Any, 
     inputs = [tokens.pop(name) for name in ("query", "key", "value")]
     if p.mechanism == "band":
         out, state = steps.window_step(state, *inputs, **tokens)
-    elif p.mechanism == "features":
-        (feature_map,), (projection,) = _maps(p), _projections(p, x)
-        tokens |= {"feature_map": feature_map}
-        out, after = steps.step(state, *inputs, projection, chunk_size=p.chunk_size, **tokens)
+    elif p.mechanism != "blend":
+        tokens |= _features(p, x)
+        out, after = steps.step(state, *inputs, chunk_size=p.chunk_size, **tokens)
         if p.append:
             tokens.pop("query_seq_lengths", None)
-            after = steps.append(state, *inputs[1:], projection, **tokens)
+            after = steps.append(state, *inputs[1:], **tokens)
         state = after
     else:
         out, state = steps.fmm_step(

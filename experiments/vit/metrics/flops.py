@@ -67,4 +67,7 @@ def _attention_products(c: ViTConfig) -> tuple[int, int]:
         return 2 * c.num_tokens**2 * c.width, 0
     # The sums over keys have a column more, for the denominator.
     sums = c.num_features * (c.width + c.num_heads)
+    if c.exact_bandwidth is not None:
+        # Products of each query with the keys and the values in its band.
+        sums += min(2 * c.exact_bandwidth + 1, c.num_tokens) * c.width
     return 2 * c.num_tokens * sums, 2 * c.num_tokens * c.num_features * c.width

@@ -84,26 +84,33 @@ def with_halo(
     before = min(bandwidth, (size - 1) * length)
     after = 0 if is_causal else before
 
-    def widen(x: Shaped[Array, "B length *rest"]) -> Shaped[Array, "B _ *rest"]:
-        earlier, later = _beyond(x, axes, before, 1), _beyond(x, axes, after, -1)
-        return jnp.concatenate([*reversed(earlier), x, *later], axis=1)
+    def wider(x: Shaped[Array, "B length *rest"]) -> Shaped[Array, "B _ *rest"]:
+        return widen(x, axes, before, after)
 
     segments = None
     if segment_ids is not None:
         # The halo is contiguous, so it tells whether two of its positions share a segment.
-        ids = widen(jnp.reshape(segment_ids, inputs.key.shape[:2]))
+        ids = wider(jnp.reshape(segment_ids, inputs.key.shape[:2]))
         segments = segment_numbers(ids, ids.shape[:1], ids.shape[1], ids.shape[1])
     position = jnp.arange(-before, length + after) + jax.lax.axis_index(axes) * length
     # What lies beyond the ends has wrapped around.
     exists = ((position >= 0) & (position < size * length))[None, :, None]
     wide = dataclasses.replace(
         inputs,
-        key=widen(inputs.key.astype(inputs.value.dtype)),  # Products are in this type anyway.
-        value=widen(inputs.value),
-        key_log_weights=jnp.where(exists, widen(inputs.key_log_weights), -jnp.inf),
+        key=wider(inputs.key.astype(inputs.value.dtype)),  # Products are in this type anyway.
+        value=wider(inputs.value),
+        key_log_weights=jnp.where(exists, wider(inputs.key_log_weights), -jnp.inf),
         segments=segments,
     )
     return wide, before
+
+
+def widen(
+    x: Shaped[Array, "B length *rest"], axes: Axes, before: int, after: int
+) -> Shaped[Array, "B {before}+length+{after} *rest"]:
+    """Adds positions of earlier and of later devices; around the ends, those of the other end."""
+    earlier, later = _beyond(x, axes, before, 1), _beyond(x, axes, after, -1)
+    return jnp.concatenate([*reversed(earlier), x, *later], axis=1)
 
 
 def _beyond(

@@ -43,6 +43,21 @@ class Window(NamedTuple):
     value: Float[Array, "*batch bandwidth K D"]
     log_weights: Float[Array, "*batch bandwidth K"]
 
+    def followed_by(self, inputs: Inputs) -> Window:
+        """Returns the keys ``[B, k, ...]`` and new ones after them."""
+        key = inputs.key.astype(inputs.value.dtype)
+        return jax.tree.map(_join, self, Window(key, inputs.value, inputs.key_log_weights))
+
+    def put_into(self, inputs: Inputs) -> Inputs:
+        """Returns inputs with these keys, ``[B, S, ...]``, in the place of theirs."""
+        return dataclasses.replace(
+            inputs, key=self.key, value=self.value, key_log_weights=self.log_weights
+        )
+
+    def part(self, keys: slice) -> Window:
+        """Returns some of the keys ``[B, S, ...]``."""
+        return Window(*(x[:, keys] for x in self))
+
 
 @functools.partial(
     jax.tree_util.register_dataclass,
@@ -145,7 +160,9 @@ class Band:
             value_dim=value_dim,
             dtype=dtype,
         )
-        return unflatten(_empty(tokens.lay_out(scaled=False), bandwidth), tokens.key.shape[:-3])
+        return unflatten(
+            empty_window(tokens.lay_out(scaled=False), bandwidth), tokens.key.shape[:-3]
+        )
 
     def step(
         self,
@@ -194,11 +211,7 @@ class Band:
             key_value_seq_lengths=key_value_seq_lengths,
         )
         check_kind(state, Window)
-        if (given := jnp.shape(state.key)[-3]) != bandwidth:
-            raise ValueError(
-                f"state must be of bandwidth={bandwidth}, got one of bandwidth={given}; make a new "
-                "one with init."
-            )
+        check_bandwidth(state, bandwidth)
         block_size = None if self.block_size is None else int(self.block_size)
         return _step(state, arguments, bandwidth=bandwidth, block_size=block_size)
 
@@ -211,19 +224,11 @@ def _step(
     inputs = arguments.lay_out(scaled=False)
     check_step(arguments, inputs)
     batch, length = arguments.query.shape[:-3], inputs.query.shape[1]
-    before = flatten(state, jax.eval_shape(lambda: _empty(inputs, bandwidth)), batch)
-    seen = jax.tree.map(_join, before, _as_window(inputs))
+    before = flatten(state, jax.eval_shape(lambda: empty_window(inputs, bandwidth)), batch)
+    seen = before.followed_by(inputs)
     blocks = cut(length, bandwidth + length, bandwidth, True, block_size, history=bandwidth)
-    inputs = dataclasses.replace(
-        inputs, key=seen.key, value=seen.value, key_log_weights=seen.log_weights
-    )
-    out = inputs.outputs(attend_in_windows(inputs, blocks))
-    return out, unflatten(jax.tree.map(lambda x: x[:, length:], seen), batch)
-
-
-def _as_window(inputs: Inputs) -> Window:
-    """Returns the keys as the near field takes them."""
-    return Window(inputs.key.astype(inputs.value.dtype), inputs.value, inputs.key_log_weights)
+    out = inputs.outputs(attend_in_windows(seen.put_into(inputs), blocks))
+    return out, unflatten(seen.part(slice(length, None)), batch)
 
 
 def _join(
@@ -236,7 +241,16 @@ def _join(
     return jnp.concatenate([before, new], axis=1)
 
 
-def _empty(inputs: Inputs, bandwidth: int) -> Window:
+def check_bandwidth(window: Window, bandwidth: int) -> None:
+    """Raises ``ValueError`` unless a window has as many keys as the bandwidth."""
+    if (given := jnp.shape(window.key)[-3]) != bandwidth:
+        raise ValueError(
+            f"state must be of bandwidth={bandwidth}, got one of bandwidth={given}; make a new one "
+            "with init."
+        )
+
+
+def empty_window(inputs: Inputs, bandwidth: int) -> Window:
     """Returns a window of hidden zeros."""
     (batch, _, *heads), width = inputs.key.shape, inputs.value.shape[-1]
     key = jnp.zeros((batch, bandwidth, *heads), inputs.value.dtype)

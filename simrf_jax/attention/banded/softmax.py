@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from simrf_jax.attention.banded.windows import QueryBlocks
 from simrf_jax.attention.inputs.arguments import Inputs, contract
@@ -22,9 +24,47 @@ def attend_in_windows(inputs: Inputs, blocks: QueryBlocks) -> Float[Array, "B T 
     Returns:
       ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
     """
+    logits, spoiled = _logits(inputs, blocks)
+    weights, _ = _exponentials(logits)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    probabilities = weights / jnp.where(total == 0, 1, total)
+    out = _contract(probabilities, inputs, blocks)
+    return jnp.where(spoiled[..., None], jnp.nan, out)
+
+
+class WindowSums(NamedTuple):
+    """The sums of queries over the keys of their windows, in units of e^shift.
+
+    Attributes:
+      sums: ``[B, T, K, G, D + 1]``, numerators and denominators.
+      shift: ``[B, T, K, G, 1]``; the least finite number where no key is visible.
+      spoiled: ``[B, T, K, G]``, True where a query sees a key that is not finite.
+    """
+
+    sums: Float[Array, "B T K G D+1"]
+    shift: Float[Array, "B T K G 1"]
+    spoiled: Bool[Array, "B T K G"]
+
+
+@jax.named_scope("banded_sums")
+def sum_in_windows(inputs: Inputs, blocks: QueryBlocks) -> WindowSums:
+    """Returns the sums that ``attend_in_windows`` divides; see there for the arguments."""
+    logits, spoiled = _logits(inputs, blocks)
+    weights, shift = _exponentials(logits)
+    total, shift = (
+        _in_a_row(jnp.moveaxis(x, 4, 2), inputs)
+        for x in (jnp.sum(weights, axis=-1, keepdims=True), shift)
+    )
+    sums = jnp.concatenate([_contract(weights, inputs, blocks), total], axis=-1)
+    return WindowSums(sums, shift, spoiled)
+
+
+def _logits(
+    inputs: Inputs, blocks: QueryBlocks
+) -> tuple[Float[Array, "B num_blocks K G size width"], Bool[Array, "B T K G"]]:
+    """Returns logits, minus infinity where a key is not visible, and which queries are spoiled."""
     narrow = inputs.value.dtype
-    query = blocks.of_queries(inputs.query)
-    key, value = blocks.of_keys(inputs.key.astype(narrow)), blocks.of_keys(inputs.value)
+    query, key = blocks.of_queries(inputs.query), blocks.of_keys(inputs.key.astype(narrow))
     # [B, num_blocks, K, 1, 1, width]
     weights = blocks.of_keys(inputs.key_log_weights, -jnp.inf).mT[:, :, :, None, None]
     seen = _in_band(blocks, inputs.segments, inputs.query.shape[1])
@@ -33,13 +73,10 @@ def attend_in_windows(inputs: Inputs, blocks: QueryBlocks) -> Float[Array, "B T 
     # 0 * inf would reach the gradient of the scale.
     logits = jnp.where(finite, products, 0) * inputs.scale
     visible = seen & (weights > -jnp.inf) & finite
-    probabilities = _softmax(jnp.where(visible, logits + weights, -jnp.inf))
-    out = contract("bnkgts,bnskd->bntkgd", probabilities, value)
     spoils = jnp.isnan(weights) | (~finite & (weights > -jnp.inf))
     spoiled = jnp.any(seen & spoils, axis=-1)  # [B, num_blocks, K, G, size]
-    out = jnp.where(jnp.moveaxis(spoiled, -1, 2)[..., None], jnp.nan, out)
-    out = out.reshape(out.shape[0], blocks.num_blocks * blocks.size, *out.shape[3:])
-    return out[:, : inputs.query.shape[1]]
+    logits = jnp.where(visible, logits + weights, -jnp.inf)
+    return logits, _in_a_row(jnp.moveaxis(spoiled, 4, 2), inputs)
 
 
 def _in_band(
@@ -61,11 +98,27 @@ def _in_band(
     return band & same[:, :, None, None]
 
 
-def _softmax(logits: Float[Array, "*batch S"]) -> Float[Array, "*batch S"]:
-    """Returns softmax weights: zeros where all logits are minus infinity, and no NaN on the way."""
-    # The least finite number is a shift too.
+def _exponentials(
+    logits: Float[Array, "*batch width"],
+) -> tuple[Float[Array, "*batch width"], Float[Array, "*batch 1"]]:
+    """Returns exponentials of shifted logits, zeros of minus infinity, and the shifts."""
+    # The least finite number is a shift too, where all logits are minus infinity.
     least = float(jnp.finfo(logits.dtype).min)
     shift = jnp.max(jax.lax.stop_gradient(logits), axis=-1, keepdims=True, initial=least)
-    weights = jnp.exp(logits - shift)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    return weights / jnp.where(total == 0, 1, total)
+    return jnp.exp(logits - shift), shift
+
+
+def _contract(
+    weights: Float[Array, "B num_blocks K G size width"], inputs: Inputs, blocks: QueryBlocks
+) -> Float[Array, "B T K G D"]:
+    """Returns the sums of values with the weights of the keys in each query's window."""
+    sums = contract("bnkgts,bnskd->bntkgd", weights, blocks.of_keys(inputs.value))
+    return _in_a_row(sums, inputs)
+
+
+def _in_a_row(
+    x: Shaped[Array, "B num_blocks size *rest"], inputs: Inputs
+) -> Shaped[Array, "B T *rest"]:
+    """Returns what the queries of all query blocks have, one after the other."""
+    x = x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
+    return x[:, : inputs.query.shape[1]]

@@ -78,6 +78,33 @@ class Inputs:
     is_batched: bool
     dtype: jnp.dtype
 
+    def clean(self, *, scaled: bool, fill_with_tokens: bool) -> Inputs:
+        """Returns inputs without queries, keys and values that are hidden or not finite.
+
+        Args:
+          scaled: True to multiply queries and keys by the square root of the scale each.
+          fill_with_tokens: True to replace a query or key by another one of its head; False to
+            replace it by zeros.
+        """
+        # The sign goes with the queries, for features estimate exp(x . y) for any x and y.
+        root = jnp.sqrt(jnp.abs(self.scale))
+        of_queries, of_keys = (jnp.sign(self.scale) * root, root) if scaled else (1, 1)
+        key = self.key.astype(self.query.dtype)
+        finite = self.finite & _is_finite(self.query * of_queries)
+        finite_keys = _is_finite(key * of_keys) & _is_finite(self.value)
+        log_weights = _mark(self.key_log_weights, finite_keys)
+        visible = log_weights > -jnp.inf
+        return dataclasses.replace(
+            self,
+            # Scaled last, because 0 * NaN would reach the gradient of the scale.
+            query=_replace(self.query, self.real & finite, fill_with_tokens) * of_queries,
+            key=_replace(key, visible, fill_with_tokens) * of_keys,
+            value=_replace(self.value, visible, False),
+            key_log_weights=log_weights,
+            scale=jnp.ones_like(self.scale) if scaled else self.scale,
+            finite=finite,
+        )
+
     def outputs(
         self, out: Float[Array, "B T K G D"], dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch T N D"]:
@@ -240,29 +267,20 @@ class Arguments:
         query = flat(self.query.reshape(*batch, query_length, num_heads // groups, groups, dim))
         query, key = query.astype(compute), flat(key).astype(compute)
         narrow = jnp.bfloat16 if self.query.dtype == jnp.bfloat16 else compute
-        value = flat(value).astype(narrow)
-        # The sign goes with the queries, for features estimate exp(x . y) for any x and y.
-        root = jnp.sqrt(jnp.abs(scale))
-        of_queries, of_keys = (jnp.sign(scale) * root, root) if scaled else (1, 1)
-        real = self._real_queries(tuple(batch))
-        finite = _is_finite(query * of_queries)
-        finite_keys = _is_finite(key * of_keys) & _is_finite(value)
-        log_weights = _mark(flat(log_weights).mT, finite_keys)
-        visible = log_weights > -jnp.inf
-        return Inputs(
-            # Scaled last, because 0 * NaN would reach the gradient of the scale.
-            _replace(query, real & finite, fill_with_tokens) * of_queries,
-            _replace(key, visible, fill_with_tokens) * of_keys,
-            _replace(value, visible, False),
-            log_weights,
-            jnp.ones_like(scale) if scaled else scale,
+        inputs = Inputs(
+            query,
+            key,
+            flat(value).astype(narrow),
+            jnp.broadcast_to(flat(log_weights).mT, key.shape[:-1]),
+            scale,
             self._segments(tuple(batch)),
-            real,
-            finite,
+            self._real_queries(tuple(batch)),
+            jnp.ones(query.shape[:-1], bool),
             batch=tuple(batch),
             is_batched=is_batched,
             dtype=self.query.dtype,
         )
+        return inputs.clean(scaled=scaled, fill_with_tokens=fill_with_tokens)
 
     def _key_log_weights(self, dtype: jnp.dtype) -> Float[Array, "*batch #N S"]:
         """Returns ``[*batch, 1 or N, S]`` to add to the logits; hidden keys have minus infinity."""

@@ -17,6 +17,7 @@ from simrf_jax.attention.random_features.causal import (
     causal_attention,
     packed_attention,
 )
+from simrf_jax.attention.random_features.exact_band import attend_beside_band, check_band
 from simrf_jax.attention.random_features.exchange import attend_over_devices
 from simrf_jax.attention.random_features.state import (
     AttentionState,
@@ -50,6 +51,7 @@ def random_feature_attention(
     segment_ids: Integer[ArrayLike, "... T"] | None = None,
     chunk_size: SupportsIndex | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
+    exact_bandwidth: SupportsIndex | None = None,
 ) -> Float[Array, "*batch T N D"]:
     r"""Returns softmax attention estimated by random features, in time linear in the length.
 
@@ -105,7 +107,16 @@ def random_feature_attention(
         the device's own part of each array, but whole sequence lengths in query_seq_lengths and
         key_value_seq_lengths; that the axis shards the length cannot be checked there. Devices
         exchange only running sums, never keys or values: in bidirectional attention one maximum and
-        one sum, otherwise as many permutations as the logarithm of the number of devices.
+        one sum, otherwise as many permutations as the logarithm of the number of devices. With an
+        exact band they also send their neighbours the keys within it.
+      exact_bandwidth: None, or a distance b, at least 0. Query t then weighs the keys from t - b to
+        t + b (to t if causal) by :math:`e^{\text{scale} \, q_t^\top k_s}` itself, and all other
+        visible keys by its estimate. Numerator and denominator are each one sum of both. Positions
+        count from 0 in queries and keys. From b = T - 1 on this is softmax attention. Bidirectional
+        attention then takes chunks of keys in order, as causal attention does. The feature map must
+        estimate exp(x . y) itself: relu, elu and maps of the Gaussian kernel are refused, and a
+        function of one's own is trusted. What is said of features that may be negative holds here
+        too. Over a sharded length there must be as many keys as queries.
 
     Returns:
       ``[..., T, N, D]`` in the inputs' dtype. Logits and exponentials are float32 at least; the
@@ -117,8 +128,9 @@ def random_feature_attention(
 
     Raises:
       TypeError: If a dtype is wrong, or is_causal neither True nor False.
-      ValueError: If shapes do not match, a name is unknown, scale is not finite, or the mask or the
-        bias asks for what linear attention cannot do; if sequence_axis is no axis of a mesh, its
+      ValueError: If shapes do not match, a name is unknown, scale is not finite, exact_bandwidth is
+        negative or the feature map estimates another kernel than it needs, or the mask or the bias
+        asks for what linear attention cannot do; if sequence_axis is no axis of a mesh, its
         devices do not divide the lengths, or causal attention has other keys than queries there.
 
     Example:
@@ -135,9 +147,12 @@ def random_feature_attention(
     """
     checks.one_of("implementation", implementation, (*IMPLEMENTATIONS, None))
     is_causal = checks.boolean("is_causal", is_causal)
-    in_order = is_causal or segment_ids is not None
+    in_order = is_causal or segment_ids is not None or exact_bandwidth is not None
     if chunk_size is not None and not in_order:
-        raise ValueError(f"chunk_size is for causal or packed attention, got {chunk_size}.")
+        raise ValueError(
+            f"chunk_size is for causal or packed attention, got {chunk_size} with neither of them "
+            "and without exact_bandwidth."
+        )
     chunk_size = checks.power_of_two("chunk_size", CHUNK_SIZE if chunk_size is None else chunk_size)
     arguments = Arguments.of(
         query,
@@ -151,15 +166,30 @@ def random_feature_attention(
         segment_ids=segment_ids,
     )
     feature_map, w = as_map_and_projection(feature_map, projection)
+    if exact_bandwidth is not None:
+        exact_bandwidth = check_band(exact_bandwidth, feature_map)
     axes = checks.axis_names("sequence_axis", sequence_axis)
     if axes or arguments.explicit_axes(in_order=in_order):
         find_shards(arguments, axes, in_order=in_order)  # Raises if lengths do not fit.
         if arguments.key.shape[-3] > 0:  # Without keys there is nothing to exchange.
             return attend_over_devices(
-                arguments, w, feature_map, axes, is_causal=is_causal, chunk_size=chunk_size
+                arguments,
+                w,
+                feature_map,
+                axes,
+                is_causal=is_causal,
+                chunk_size=chunk_size,
+                exact_bandwidth=exact_bandwidth,
             )
     attend = _attend if calls_function(feature_map) else _compiled_attend
-    return attend(arguments, w, feature_map, is_causal=is_causal, chunk_size=chunk_size)
+    return attend(
+        arguments,
+        w,
+        feature_map,
+        is_causal=is_causal,
+        chunk_size=chunk_size,
+        exact_bandwidth=exact_bandwidth,
+    )
 
 
 @jax.named_scope("random_feature_attention")
@@ -170,9 +200,18 @@ def _attend(
     *,
     is_causal: bool,
     chunk_size: int,
+    exact_bandwidth: int | None,
 ) -> Float[Array, "*batch T N D"]:
     """Attends to tokens that are all on one device."""
-    inputs, features = lay_out(arguments, projection, feature_map)
+    inputs, features = lay_out(arguments, projection, feature_map, scaled=exact_bandwidth is None)
+    if exact_bandwidth is not None:
+        return attend_beside_band(
+            inputs,
+            features,
+            bandwidth=exact_bandwidth,
+            is_causal=is_causal,
+            chunk_size=chunk_size,
+        )
     if inputs.segments is None and not is_causal:
         return inputs.outputs(bidirectional_attention(inputs, features))
     empty = AttentionState.empty(inputs, features)
@@ -183,7 +222,8 @@ def _attend(
 
 # One program for each shape and feature map, also without jit around the call. A user's function is
 # left out: it may do something else the next time.
-_compiled_attend = jax.jit(_attend, static_argnames=("is_causal", "chunk_size"), inline=True)
+_OPTIONS = ("is_causal", "chunk_size", "exact_bandwidth")
+_compiled_attend = jax.jit(_attend, static_argnames=_OPTIONS, inline=True)
 
 
 def bidirectional_attention(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K G D"]:

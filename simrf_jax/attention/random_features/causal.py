@@ -32,11 +32,13 @@ class Scanned(NamedTuple):
     """The result of a scan: the sums that queries read of the keys that they see.
 
     Attributes:
-      readout: Sums of ``[B, T, K, G]`` queries.
+      readout: Sums of ``[B, T, K, G]`` queries, without the queries' log_scale.
+      log_scale: ``[B, T, K, G, 1]``, the queries' log_scale, which cancels in the ratio.
       spoiled: ``[B, T, K, G]``, True where a query, or a key that it sees, is not finite.
     """
 
     readout: Readout
+    log_scale: Float[Array, "B T K G 1"]
     spoiled: Bool[Array, "B T K G"]
 
     def outputs(self) -> Float[Array, "B T K G D"]:
@@ -45,21 +47,30 @@ class Scanned(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """Queries and keys of the same positions, as in ``Inputs``; all of them, or one chunk.
+    """Queries and as many keys, as in ``Inputs``; all of them, or one chunk.
 
     Attributes:
       query: ``[B, T, K, G, H]``, or features that were computed before.
       key: ``[B, T, K, H]``, or features that were computed before.
       value: ``[B, T, K, D + 1]``, with the column that sums the denominator.
       log_weights: ``[B, T, K]``.
-      segments: ``[B, T]``, or None.
+      query_segments: ``[B, T]``, or None.
+      key_segments: ``[B, T]``, or None. They are those of the queries, unless keys were moved to
+        later positions, and the later the position, the later the segment.
     """
 
     query: Float[Array, "B T K G H"] | LogFeatures
     key: Float[Array, "B T K H"] | LogFeatures
     value: Float[Array, "B T K D+1"]
     log_weights: Float[Array, "B T K"]
-    segments: Integer[Array, "B T"] | None
+    query_segments: Integer[Array, "B T"] | None
+    key_segments: Integer[Array, "B T"] | None
+
+    @classmethod
+    def of(cls, inputs: Inputs, query_segments: Integer[Array, "B T"] | None) -> Tokens:
+        """Returns queries and keys to scan, and the segments of the queries."""
+        value, log_weights = with_ones(inputs.value), inputs.key_log_weights
+        return cls(inputs.query, inputs.key, value, log_weights, query_segments, inputs.segments)
 
 
 class Carry(NamedTuple):
@@ -100,8 +111,8 @@ def causal_attention(
       ``[B, T, K, G, D]`` in the logits' type, and the state of all keys (of those of the last
       segment, if there are segments). Zeros where no key is visible.
     """
-    tokens = _tokens(_as_many_keys_as_queries(inputs))
-    tokens, features = _map_custom(tokens, features)
+    inputs = one_key_for_each_query(inputs, 0)
+    tokens, features = _map_custom(Tokens.of(inputs, inputs.segments), features)
     scan = _scan_chunks if calls_function(features.feature_map) else _compiled_scan
     scanned, state = scan(tokens, features, state, chunk_size=chunk_size, with_own_key=True)
     return scanned.outputs(), state
@@ -124,47 +135,76 @@ def packed_attention(
       after: State of later keys of the last segment.
       chunk_size: A power of two.
     """
-    tokens, features = _map_custom(_tokens(inputs), features)
+    tokens, features = _map_custom(Tokens.of(inputs, inputs.segments), features)
     scan = _scan_chunks if calls_function(features.feature_map) else _compiled_scan
     up_to, _ = scan(tokens, features, before, chunk_size=chunk_size, with_own_key=True)
-    flip = functools.partial(jax.tree.map, functools.partial(jnp.flip, axis=1))
-    beyond, _ = scan(flip(tokens), features, after, chunk_size=chunk_size, with_own_key=False)
+    beyond, _ = read_earlier(flip(tokens), features, after, chunk_size=chunk_size)
     beyond = flip(beyond)
-    return Scanned(up_to.readout.add(beyond.readout), up_to.spoiled | beyond.spoiled).outputs()
+    readout, spoiled = up_to.readout.add(beyond.readout), up_to.spoiled | beyond.spoiled
+    return up_to._replace(readout=readout, spoiled=spoiled).outputs()
 
 
-def _tokens(inputs: Inputs) -> Tokens:
-    """Returns what is scanned."""
-    value = with_ones(inputs.value)
-    return Tokens(inputs.query, inputs.key, value, inputs.key_log_weights, inputs.segments)
+def read_earlier(
+    tokens: Tokens, features: HeadMaps, state: AttentionState, *, chunk_size: int
+) -> tuple[Scanned, AttentionState]:
+    """Lets each query read a state and the keys at positions before its own.
+
+    Args:
+      tokens: Queries and keys.
+      features: Their feature maps.
+      state: State of the keys before the first.
+      chunk_size: A power of two.
+
+    Returns:
+      The sums that the queries read, and the state of all keys, as ``causal_attention`` has it.
+    """
+    tokens, features = _map_custom(tokens, features)
+    scan = _scan_chunks if calls_function(features.feature_map) else _compiled_scan
+    return scan(tokens, features, state, chunk_size=chunk_size, with_own_key=False)
 
 
-def _as_many_keys_as_queries(inputs: Inputs) -> Inputs:
-    """Cuts keys that no query sees off, or adds hidden ones."""
-    length, key_length = inputs.query.shape[1], inputs.key.shape[1]
+def flip(tree: Tree) -> Tree:
+    """Returns arrays ``[B, T, ...]`` in the reverse order of their positions."""
+    return jax.tree.map(functools.partial(jnp.flip, axis=1), tree)
 
-    def fit(x: Float[Array, "B S *rest"], fill: float | None) -> Float[Array, "B T *rest"]:
-        return _pad(x[:, :length], max(0, length - key_length), fill)
 
+def one_key_for_each_query(inputs: Inputs, start: int) -> Inputs:
+    """Returns the keys from a position on, as many as queries; hidden ones beyond the ends.
+
+    Args:
+      inputs: Queries and keys, of any number.
+      start: Position, maybe negative, of the key that goes to the first query.
+    """
+    fit = functools.partial(stretch, start=start, length=inputs.query.shape[1])
     return dataclasses.replace(
         inputs,
-        key=fit(inputs.key, None if key_length else 1),  # As _pad says: no zeros.
-        value=fit(inputs.value, 0),
-        key_log_weights=fit(inputs.key_log_weights, -jnp.inf),
+        key=fit(inputs.key, fill=None if inputs.key.shape[1] else 1),  # As _pad says: no zeros.
+        value=fit(inputs.value, fill=0),
+        key_log_weights=fit(inputs.key_log_weights, fill=-jnp.inf),
+        segments=None if inputs.segments is None else fit(inputs.segments, fill=None),
     )
 
 
+def stretch(
+    x: Shaped[Array, "B S *rest"], start: int, length: int, fill: float | None
+) -> Shaped[Array, "B {length} *rest"]:
+    """Returns as many positions from ``start`` on, which may be negative, padded by ``_pad``."""
+    start = min(max(start, -length), x.shape[1])  # Farther out there is padding alone.
+    before, after = max(0, -start), max(0, start + length - x.shape[1])
+    return _pad(x, before, after, fill)[:, start + before :][:, :length]
+
+
 def _pad(
-    x: Shaped[Array, "B length *rest"], count: int, fill: float | None
-) -> Shaped[Array, "B length+{count} *rest"]:
-    """Adds ``count`` positions of ``fill`` at the end, or copies of the last position if None.
+    x: Shaped[Array, "B length *rest"], before: int, after: int, fill: float | None
+) -> Shaped[Array, "B length+{before}+{after} *rest"]:
+    """Adds positions of ``fill`` at both ends, or copies of the outermost positions if None.
 
     A user's feature map takes padding too: what it makes of a real key is as finite as that of the
     key itself, which cannot be said of zeros.
     """
-    if not count:
+    if not before and not after:
         return x
-    padding = [(0, 0), (0, count)] + [(0, 0)] * (x.ndim - 2)
+    padding = [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2)
     if fill is None:
         return jnp.pad(x, padding, mode="edge")
     return jnp.pad(x, padding, constant_values=fill)
@@ -174,7 +214,7 @@ def split_length(
     x: Shaped[Array, "B length *rest"], size: int, fill: float | None
 ) -> Shaped[Array, "chunks B {size} *rest"]:
     """Returns chunks ``[chunks, B, size, ...]`` of ``[B, length, ...]``, padded by ``_pad``."""
-    x = _pad(x, -x.shape[1] % size, fill)
+    x = _pad(x, 0, -x.shape[1] % size, fill)
     return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)
 
 
@@ -226,12 +266,13 @@ def _scan_chunks(
         split(tokens.value, 0),
         split(tokens.log_weights, -jnp.inf),
         # Padding joins the last segment, because the state that is returned is that of its keys.
-        split(tokens.segments, None),
+        split(tokens.query_segments, None),
+        split(tokens.key_segments, None),
     )
     segment = None
-    if tokens.segments is not None:
+    if tokens.key_segments is not None:
         # The state is that of the first segment, whose number is 0 if there are no tokens.
-        segment = jnp.sum(tokens.segments[:, :1], 1, tokens.segments.dtype)
+        segment = jnp.sum(tokens.key_segments[:, :1], 1, tokens.key_segments.dtype)
     attend = jax.checkpoint(
         functools.partial(_attend_chunk, features, with_own_key), prevent_cse=False
     )
@@ -251,45 +292,51 @@ def _attend_chunk(
     features: HeadMaps, with_own_key: bool, carry: Carry, chunk: Tokens
 ) -> tuple[Carry, Scanned]:
     """Takes one step of the scan."""
-    state, _, segment = carry
-    segments, value = chunk.segments, chunk.value
+    state, spoiled, segment = carry
+    of_queries, of_keys, value = chunk.query_segments, chunk.key_segments, chunk.value
     queries, no_features = features.queries(chunk.query)
     keys, spoils = features.keys(chunk.key, chunk.log_weights)
-    spoiled = _sees(spoils, carry, segments)
-    if segment is None or segments is None:
+    sees_spoiled = _sees(spoils, carry, chunk, with_own_key)
+    if segment is None or of_queries is None or of_keys is None:
         readout = state.read(queries, value.dtype)
         state = state.merge(AttentionState.of(keys, value))
+        spoiled |= jnp.any(spoils, axis=1)
     else:
-        last = segments[:, -1]
-        readout = state.read(hide(queries, segments == segment[:, None]), value.dtype)
-        here = AttentionState.of(hide(keys, segments == last[:, None]), value)
-        state, segment = state.where(segment == last).merge(here), last
+        last = of_keys[:, -1]
+        readout = state.read(hide(queries, of_queries == segment[:, None]), value.dtype)
+        in_last = of_keys == last[:, None]
+        state = state.where(segment == last).merge(AttentionState.of(hide(keys, in_last), value))
+        spoiled &= (segment == last)[:, None]
+        spoiled |= jnp.any(spoils & in_last[..., None], axis=1)
+        segment = last
     if with_own_key:
         readout = readout.add(_read_own_position(queries, keys, value))
     half = value.shape[1] // 2
     while half:
-        readout = readout.add(_read_left_halves(queries, keys, value, segments, half))
+        readout = readout.add(_read_left_halves(queries, keys, chunk, half))
         half //= 2
-    scanned = Scanned(readout, no_features | spoiled[..., None])
-    return Carry(state, spoiled[:, -1], segment), scanned
+    scanned = Scanned(readout, queries.log_scale, no_features | sees_spoiled[..., None])
+    return Carry(state, spoiled, segment), scanned
 
 
 def _sees(
-    spoils: Bool[Array, "B C K"], carry: Carry, segments: Integer[Array, "B C"] | None
+    spoils: Bool[Array, "B C K"], carry: Carry, chunk: Tokens, with_own_key: bool
 ) -> Bool[Array, "B C K"]:
     """Returns ``[B, C, K]``, True at queries that see a key of the chunk, or before, that spoils.
 
     Args:
       spoils: ``[B, C, K]``, True at keys that are not finite.
       carry: The keys before the chunk.
-      segments: ``[B, C]``, or None.
+      chunk: Queries and keys.
+      with_own_key: True if a query sees the key at its own position.
     """
     before = carry.spoiled[:, None]
-    if carry.segment is None or segments is None:
-        return before | (jnp.cumsum(spoils, axis=1) > 0)
-    before = before & (segments == carry.segment[:, None])[..., None]
-    visible = jnp.tri(spoils.shape[1], dtype=bool)[None]
-    visible &= segments[:, :, None] == segments[:, None]
+    if carry.segment is None or chunk.query_segments is None or chunk.key_segments is None:
+        own = 0 if with_own_key else spoils
+        return before | (jnp.cumsum(spoils, axis=1) - own > 0)
+    before = before & (chunk.query_segments == carry.segment[:, None])[..., None]
+    visible = jnp.tri(spoils.shape[1], k=0 if with_own_key else -1, dtype=bool)[None]
+    visible &= chunk.query_segments[:, :, None] == chunk.key_segments[:, None]
     return before | jnp.any(visible[..., None] & spoils[:, None], axis=2)
 
 
@@ -306,13 +353,7 @@ def _read_own_position(
     return Readout(weights * value[:, :, :, None], shift)
 
 
-def _read_left_halves(
-    queries: LogFeatures,
-    keys: LogFeatures,
-    value: Float[Array, "B C K columns"],
-    segments: Integer[Array, "B C"] | None,
-    half: int,
-) -> Readout:
+def _read_left_halves(queries: LogFeatures, keys: LogFeatures, chunk: Tokens, half: int) -> Readout:
     """Lets the right half of every stretch of 2 * half positions read the left half."""
 
     def split(x: Shaped[Array, "B C *rest"], side: int) -> Shaped[Array, "B stretches half *rest"]:
@@ -322,18 +363,19 @@ def _read_left_halves(
 
     left = jax.tree.map(functools.partial(split, side=0), keys)
     right = jax.tree.map(functools.partial(split, side=1), queries)
-    if segments is not None:
-        # A segment that spans both halves must contain the left half's last token.
-        last = split(segments, 0)[:, :, -1:]
-        left = hide(left, split(segments, 0) == last)
-        right = hide(right, split(segments, 1) == last)
+    if chunk.query_segments is not None and chunk.key_segments is not None:
+        # A segment with keys in the left half and queries in the right one must contain the last
+        # key of the left half.
+        of_keys = split(chunk.key_segments, 0)
+        left = hide(left, of_keys == of_keys[:, :, -1:])
+        right = hide(right, split(chunk.query_segments, 1) == of_keys[:, :, -1:])
     maxima = largest(left.exponent, axis=2)
     logits = right.exponent + maxima[:, :, :, :, None]
     shift = largest(logits, axis=-1)
     key_features = signed_exp(left.exponent - or_zero(maxima), left.values)
     query_features = signed_exp(logits - or_zero(shift), right.values)
     weights = contract("bnqkgm,bnskm->bnkgqs", query_features, key_features)
-    sums = contract("bnkgqs,bnskd->bnqkgd", weights, split(value, side=0))
+    sums = contract("bnkgqs,bnskd->bnqkgd", weights, split(chunk.value, side=0))
 
     def back(
         x: Float[Array, "B stretches half *rest"], fill: float

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
+from simrf_jax.attention.banded.exchange import widen, with_halo
 from simrf_jax.attention.inputs.arguments import Arguments, Axes, Inputs
 from simrf_jax.attention.inputs.sharding import (
     check_whole,
@@ -24,12 +25,15 @@ from simrf_jax.attention.random_features.causal import (
     causal_attention,
     packed_attention,
     split_length,
+    stretch,
 )
+from simrf_jax.attention.random_features.exact_band import Fields
 from simrf_jax.attention.random_features.state import (
     AttentionState,
     HeadMaps,
     lay_out,
     read_all,
+    state_of,
     with_ones,
 )
 from simrf_jax.features import FeatureMap
@@ -46,6 +50,7 @@ def attend_over_devices(
     *,
     is_causal: bool,
     chunk_size: int,
+    exact_bandwidth: int | None,
 ) -> Float[Array, "*batch T N D"]:
     """Attends over lengths that mesh axes shard.
 
@@ -56,8 +61,9 @@ def attend_over_devices(
       axes: Axes that the caller named; none for the explicit axes of the arrays.
       is_causal: True if attention is causal.
       chunk_size: Keys that causal and packed attention take at a time.
+      exact_bandwidth: Distance over which a query sees keys exactly; None for no band.
     """
-    in_order = is_causal or arguments.segment_ids is not None
+    in_order = is_causal or arguments.segment_ids is not None or exact_bandwidth is not None
 
     def check(arguments: Arguments, projection: Projection | None) -> Any:
         inputs, features = lay_out(arguments, projection, feature_map)
@@ -68,14 +74,25 @@ def attend_over_devices(
 
     def attend(arguments: Arguments, projection: Projection | None) -> Float[Array, "*batch T N D"]:
         part = shards.part(arguments)
-        inputs, features = lay_out(part, projection, feature_map)
+        inputs, features = lay_out(part, projection, feature_map, scaled=exact_bandwidth is None)
+        if exact_bandwidth is not None:
+            return _beside_band(
+                inputs,
+                features,
+                part.segment_ids,
+                shards.axes,
+                bandwidth=exact_bandwidth,
+                is_causal=is_causal,
+                chunk_size=chunk_size,
+            )
         if not in_order:
             return inputs.outputs(_bidirectional(inputs, features, shards.axes))
         ids = part.segment_ids
-        before, after = states_around(inputs, features, ids, shards.axes, is_causal=is_causal)
+        before = state_beyond(inputs, features, ids, shards.axes, 1)
         if is_causal:
             out, _ = causal_attention(inputs, features, before, chunk_size=chunk_size)
         else:
+            after = state_beyond(inputs, features, ids, shards.axes, -1)
             out = packed_attention(inputs, features, before, after, chunk_size=chunk_size)
         return inputs.outputs(out)
 
@@ -84,9 +101,43 @@ def attend_over_devices(
 
 def _bidirectional(inputs: Inputs, features: HeadMaps, axes: Axes) -> Float[Array, "B T K G D"]:
     """Lets each query of this device attend to the keys of all devices."""
-    keys, spoils = features.keys(inputs.key, inputs.key_log_weights)
-    state = AttentionState.of(keys, with_ones(inputs.value)).spoil(jnp.any(spoils, axis=1))
-    return read_all(*merge_over(state, axes).split_spoiled(), inputs, features)
+    state = merge_over(state_of(inputs, features), axes)
+    return read_all(*state.split_spoiled(), inputs, features)
+
+
+def _beside_band(
+    inputs: Inputs,
+    features: HeadMaps,
+    segment_ids: Integer[Array, "... T"] | None,
+    axes: Axes,
+    *,
+    bandwidth: int,
+    is_causal: bool,
+    chunk_size: int,
+) -> Float[Array, "*batch T N D"]:
+    """Attends to a band of keys exactly, and to the other keys of all devices by features.
+
+    Each device has the keys that its queries are beside in ``Fields``, so keys within the bandwidth
+    of a border are sent over it.
+    """
+    wide, history = with_halo(inputs, segment_ids, axes, bandwidth=bandwidth, is_causal=is_causal)
+    fields = Fields.of(
+        wide, features.feature_map, bandwidth=bandwidth, is_causal=is_causal, history=history
+    )
+    length, halo = inputs.key.shape[1], wide.key.shape[1] - inputs.key.shape[1]
+    ids = None
+    if segment_ids is not None:
+        ids = jnp.reshape(segment_ids, inputs.key.shape[:2])
+        ids = widen(ids, axes, history, halo - history)
+
+    def beyond(keys: Inputs, start: int, step: int) -> AttentionState:
+        of_keys = None if ids is None else stretch(ids, start, length, None)
+        return state_beyond(keys, features, of_keys, axes, step)
+
+    before = beyond(fields.earlier, history - bandwidth, 1)
+    after = None if fields.later is None else beyond(fields.later, history + bandwidth, -1)
+    out, _ = fields.attend(features, before, after, chunk_size=chunk_size)
+    return fields.outputs(out)
 
 
 @jax.named_scope("merge_states_over_devices")
@@ -97,40 +148,33 @@ def merge_over(state: AttentionState, axes: Axes) -> AttentionState:
 
 
 @jax.named_scope("pass_states_between_devices")
-def states_around(
+def state_beyond(
     inputs: Inputs,
     features: HeadMaps,
-    segment_ids: Integer[Array, "... T"] | None,
+    segment_ids: Integer[Array, "... S"] | None,
     axes: Axes,
-    *,
-    is_causal: bool,
-) -> tuple[AttentionState, AttentionState]:
-    """Returns states of the keys before this device's and, unless causal, of those after them.
+    step: int,
+) -> AttentionState:
+    """Returns the state of the keys of all devices before this one (step 1) or after it (-1).
 
     Args:
       inputs: Inputs of this device.
       features: Feature maps.
-      segment_ids: Segment ids of this device, ``[..., T]``, or None. Of other devices only the keys
-        of a segment that continues here count.
+      segment_ids: Segment ids of this device's keys, or None. Of other devices only the keys of a
+        segment that continues here count.
       axes: Mesh axes that shard the length.
-      is_causal: True if the keys after do not matter; the second state is empty then.
+      step: 1 or -1.
     """
-    nothing = AttentionState.empty(inputs, features)
     segments = inputs.segments
     if segment_ids is None or segments is None:
-        passage = Passage(_state_of(inputs, features, None), None)
-        return _flow(passage, axes, 1).state, nothing
-    segment_ids, several = jnp.reshape(segment_ids, segments.shape), segments[:, -1] > 0
-    first, last = segment_ids[:, 0], segment_ids[:, -1]
-    continues = (from_earlier_device(last, axes, 1) == first) & _has_source(axes, 1)
-    ends = _state_of(inputs, features, jnp.equal(segments, segments[:, -1:]))
-    before = _flow(Passage(ends, several | ~continues), axes, 1).state.where(continues)
-    if is_causal:
-        return before, nothing
-    continues = (from_earlier_device(first, axes, -1) == last) & _has_source(axes, -1)
-    begins = _state_of(inputs, features, jnp.equal(segments, 0))
-    after = _flow(Passage(begins, several | ~continues), axes, -1).state.where(continues)
-    return before, after
+        return _flow(Passage(_state_of(inputs, features, None), None), axes, step).state
+    segment_ids = jnp.reshape(segment_ids, segments.shape)
+    begin, end = (0, -1) if step == 1 else (-1, 0)
+    from_there = from_earlier_device(segment_ids[:, end], axes, step)
+    continues = (from_there == segment_ids[:, begin]) & _has_source(axes, step)
+    stops = (segments[:, begin] != segments[:, end]) | ~continues
+    leaves = _state_of(inputs, features, jnp.equal(segments, segments[:, end, None]))
+    return _flow(Passage(leaves, stops), axes, step).state.where(continues)
 
 
 class Passage(NamedTuple):

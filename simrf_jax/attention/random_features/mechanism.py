@@ -14,7 +14,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from simrf_jax import checks
-from simrf_jax.attention.inputs.arguments import Arguments, Lengths, Mask
+from simrf_jax.attention.banded.mechanism import Window, check_bandwidth, empty_window
+from simrf_jax.attention.inputs.arguments import Arguments, Inputs, Lengths, Mask, Shape
 from simrf_jax.attention.mechanism import (
     check_kind,
     check_step,
@@ -29,20 +30,22 @@ from simrf_jax.attention.random_features.attention import (
     random_feature_attention,
 )
 from simrf_jax.attention.random_features.causal import CHUNK_SIZE, causal_attention
+from simrf_jax.attention.random_features.exact_band import ExactBandState, Fields, check_band
 from simrf_jax.attention.random_features.state import (
     AttentionState,
+    HeadMaps,
     as_map_and_projection,
     lay_out,
-    with_ones,
+    state_of,
 )
 from simrf_jax.features import FeatureMap, FeatureMapLike, as_feature_map, calls_function
-from simrf_jax.projections import Projection
+from simrf_jax.projections import Projection, StructuredProjection
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["projection", "feature_map"],
-    meta_fields=["chunk_size", "sequence_axis", "implementation"],
+    meta_fields=["chunk_size", "sequence_axis", "implementation", "exact_bandwidth"],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class RandomFeatures:
@@ -57,6 +60,8 @@ class RandomFeatures:
       sequence_axis: Mesh axis, or a tuple of them, that shards the length in ``attend``; see
         ``random_feature_attention``.
       implementation: ``"xla"``, or None for the default.
+      exact_bandwidth: Distance over which queries see keys exactly, or None; see
+        ``random_feature_attention``. The state of decoding is then an ``ExactBandState``.
 
     Example:
       >>> import jax, simrf_jax
@@ -78,6 +83,7 @@ class RandomFeatures:
     chunk_size: SupportsIndex | None = None
     sequence_axis: str | tuple[str, ...] | None = None
     implementation: Implementation | None = None
+    exact_bandwidth: SupportsIndex | None = None
 
     def __post_init__(self) -> None:
         """Checks the fields, and replaces a name or a function by its feature map, a pytree."""
@@ -85,6 +91,8 @@ class RandomFeatures:
         checks.axis_names("sequence_axis", self.sequence_axis)
         if self.chunk_size is not None:
             checks.power_of_two("chunk_size", self.chunk_size)
+        if self.exact_bandwidth is not None:
+            checks.integer("exact_bandwidth", self.exact_bandwidth, least=0)
         if isinstance(self.feature_map, str) or callable(self.feature_map):
             object.__setattr__(self, "feature_map", as_feature_map(self.feature_map))
 
@@ -104,6 +112,7 @@ class RandomFeatures:
     ) -> Float[Array, "*batch T N D"]:
         """Returns ``random_feature_attention`` of all tokens; see there for the arguments."""
         in_order = checks.boolean("is_causal", is_causal) or segment_ids is not None
+        in_order = in_order or self.exact_bandwidth is not None
         return random_feature_attention(
             query,
             key,
@@ -120,6 +129,7 @@ class RandomFeatures:
             segment_ids=segment_ids,
             chunk_size=self.chunk_size if in_order else None,
             sequence_axis=self.sequence_axis,
+            exact_bandwidth=self.exact_bandwidth,
         )
 
     def init(
@@ -130,7 +140,7 @@ class RandomFeatures:
         head_dim: SupportsIndex,
         value_dim: SupportsIndex,
         dtype: DTypeLike = jnp.float32,
-    ) -> AttentionState:
+    ) -> AttentionState | ExactBandState:
         """Returns the state before the first token.
 
         Args:
@@ -141,11 +151,13 @@ class RandomFeatures:
           dtype: Type of the queries, keys and values to come. The state is float32 at least.
 
         Returns:
-          A state of ``[*batch, K, num_features, D + 1]`` sums and as many maxima.
+          A state of ``[*batch, K, num_features, D + 1]`` sums and as many maxima. With an exact
+          band, an ``ExactBandState`` of it and of a window of as many keys as the bandwidth.
 
         Raises:
           TypeError: If a number is not an integer or dtype is not floating.
-          ValueError: If a number is below 1, or head_dim does not fit the projection.
+          ValueError: If a number is below 1, head_dim does not fit the projection, or the feature
+            map cannot stand beside an exact band.
         """
         tokens = no_tokens(
             batch=batch,
@@ -154,13 +166,17 @@ class RandomFeatures:
             value_dim=value_dim,
             dtype=dtype,
         )
-        feature_map, w = as_map_and_projection(self.feature_map, self.projection)
-        empty = AttentionState.empty(*lay_out(tokens, w, feature_map))
-        return unflatten(empty, tokens.key.shape[:-3])
+        w, feature_map, bandwidth = self._checked()
+        inputs, features = lay_out(tokens, w, feature_map, scaled=False)
+        far = unflatten(AttentionState.empty(inputs, features), tokens.key.shape[:-3])
+        if bandwidth is None:
+            return far
+        near = unflatten(empty_window(inputs, bandwidth), tokens.key.shape[:-3])
+        return ExactBandState(near, far)
 
     def step(
         self,
-        state: AttentionState,
+        state: AttentionState | ExactBandState,
         query: Float[ArrayLike, "*batch T N H"],
         key: Float[ArrayLike, "*batch T K H"],
         value: Float[ArrayLike, "*batch T K D"],
@@ -170,7 +186,7 @@ class RandomFeatures:
         scale: Real[ArrayLike, ""] | None = None,
         query_seq_lengths: Lengths | None = None,
         key_value_seq_lengths: Lengths | None = None,
-    ) -> tuple[Float[Array, "*batch T N D"], AttentionState]:
+    ) -> tuple[Float[Array, "*batch T N D"], AttentionState | ExactBandState]:
         """Attends to a state and, causally, to new tokens.
 
         One token at a time this is decoding, in time and memory that do not depend on how many
@@ -206,16 +222,15 @@ class RandomFeatures:
             query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths,
         )
-        check_kind(state, AttentionState)
+        w, feature_map = self._check_state(state)
         chunk_size = CHUNK_SIZE if self.chunk_size is None else self.chunk_size
         chunk_size = checks.power_of_two("chunk_size", chunk_size)
-        feature_map, w = as_map_and_projection(self.feature_map, self.projection)
         step = _step if calls_function(feature_map) else _compiled_step
         return step(state, arguments, w, feature_map, chunk_size=chunk_size)
 
     def append(
         self,
-        state: AttentionState,
+        state: AttentionState | ExactBandState,
         key: Float[ArrayLike, "*batch S K H"],
         value: Float[ArrayLike, "*batch S K D"],
         *,
@@ -223,8 +238,11 @@ class RandomFeatures:
         bias: Float[ArrayLike, " ..."] | None = None,
         scale: Real[ArrayLike, ""] | None = None,
         key_value_seq_lengths: Lengths | None = None,
-    ) -> AttentionState:
+    ) -> AttentionState | ExactBandState:
         """Returns the state with more keys, of any number.
+
+        With an exact band the keys take the positions after those of the state, so the last of them
+        are the band of the next query, as after a ``step``.
 
         Args:
           state: State of the keys before.
@@ -257,46 +275,130 @@ class RandomFeatures:
             query_seq_lengths=None,
             key_value_seq_lengths=key_value_seq_lengths,
         )
-        check_kind(state, AttentionState)
-        feature_map, w = as_map_and_projection(self.feature_map, self.projection)
+        w, feature_map = self._check_state(state)
         append = _append if calls_function(feature_map) else _compiled_append
         return append(state, arguments, w, feature_map)
+
+    def _checked(
+        self,
+    ) -> tuple[
+        Float[Array, "*K num_features H"] | StructuredProjection | None, FeatureMap, int | None
+    ]:
+        """Returns W as an array, the feature map as an object, and the bandwidth as an integer."""
+        feature_map, w = as_map_and_projection(self.feature_map, self.projection)
+        if self.exact_bandwidth is None:
+            return w, feature_map, None
+        return w, feature_map, check_band(self.exact_bandwidth, feature_map)
+
+    def _check_state(
+        self, state: AttentionState | ExactBandState
+    ) -> tuple[Float[Array, "*K num_features H"] | StructuredProjection | None, FeatureMap]:
+        """Returns W and the feature map, and raises if a state is of another band or of none."""
+        w, feature_map, bandwidth = self._checked()
+        check_kind(state, AttentionState if bandwidth is None else ExactBandState)
+        if bandwidth is not None and isinstance(state, ExactBandState):
+            check_bandwidth(state.near, bandwidth)
+        return w, feature_map
 
 
 @jax.named_scope("random_feature_attention_step")
 def _step(
-    state: AttentionState,
+    state: AttentionState | ExactBandState,
     arguments: Arguments,
     projection: Projection | None,
     feature_map: FeatureMap,
     *,
     chunk_size: int,
-) -> tuple[Float[Array, "*batch T N D"], AttentionState]:
+) -> tuple[Float[Array, "*batch T N D"], AttentionState | ExactBandState]:
     """Attends to a state and, causally, to new tokens."""
+    if isinstance(state, ExactBandState):
+        return _step_beside_band(state, arguments, projection, feature_map, chunk_size)
     inputs, features = lay_out(arguments, projection, feature_map)
     check_step(arguments, inputs)
     batch = arguments.query.shape[:-3]
-    # Merged with the state of no keys, it varies over devices of shard_map as tokens do.
-    empty = AttentionState.empty(inputs, features)
-    before = empty.merge(flatten(state, empty, batch))
+    before = _flat_sums(state, inputs, features, batch)
     out, after = causal_attention(inputs, features, before, chunk_size=chunk_size)
     return inputs.outputs(out), unflatten(after, batch)
 
 
-@jax.named_scope("random_feature_attention_append")
-def _append(
-    state: AttentionState,
+def _step_beside_band(
+    state: ExactBandState,
     arguments: Arguments,
     projection: Projection | None,
     feature_map: FeatureMap,
-) -> AttentionState:
+    chunk_size: int,
+) -> tuple[Float[Array, "*batch T N D"], ExactBandState]:
+    """Attends to the band and to the sums over the keys that have left it."""
+    inputs, features = lay_out(arguments, projection, feature_map, scaled=False)
+    check_step(arguments, inputs)
+    batch, length = arguments.query.shape[:-3], inputs.query.shape[1]
+    seen, before = _flat(state, inputs, features, batch)
+    bandwidth = seen.key.shape[1] - length
+    fields = Fields.of(
+        seen.put_into(inputs),
+        feature_map,
+        bandwidth=bandwidth,
+        is_causal=True,
+        history=bandwidth,
+    )
+    out, far = fields.attend(features, before, None, chunk_size=chunk_size)
+    return fields.outputs(out), _after(seen, far, length, batch)
+
+
+@jax.named_scope("random_feature_attention_append")
+def _append(
+    state: AttentionState | ExactBandState,
+    arguments: Arguments,
+    projection: Projection | None,
+    feature_map: FeatureMap,
+) -> AttentionState | ExactBandState:
     """Returns the state with more keys."""
+    if isinstance(state, ExactBandState):
+        return _append_beside_band(state, arguments, projection, feature_map)
     inputs, features = lay_out(arguments, projection, feature_map)
     batch = arguments.key.shape[:-3]
-    before = flatten(state, AttentionState.empty(inputs, features), batch)
-    keys, spoils = features.keys(inputs.key, inputs.key_log_weights)
-    new = AttentionState.of(keys, with_ones(inputs.value)).spoil(jnp.any(spoils, axis=1))
-    return unflatten(before.merge(new), batch)
+    before = _flat_sums(state, inputs, features, batch)
+    return unflatten(before.merge(state_of(inputs, features)), batch)
+
+
+def _append_beside_band(
+    state: ExactBandState,
+    arguments: Arguments,
+    projection: Projection | None,
+    feature_map: FeatureMap,
+) -> ExactBandState:
+    """Returns the state with more keys, which push as many out of the window."""
+    inputs, features = lay_out(arguments, projection, feature_map, scaled=False)
+    batch, length = arguments.key.shape[:-3], inputs.key.shape[1]
+    seen, before = _flat(state, inputs, features, batch)
+    leaving = seen.part(slice(length)).put_into(inputs)
+    leaving = leaving.clean(scaled=True, fill_with_tokens=not feature_map.is_finite)
+    return _after(seen, before.merge(state_of(leaving, features)), length, batch)
+
+
+def _flat_sums(
+    state: AttentionState, inputs: Inputs, features: HeadMaps, batch: Shape
+) -> AttentionState:
+    """Returns the sums of a state with one leading axis, if they fit the keys and values."""
+    # Merged with the state of no keys, it varies over devices of shard_map as tokens do.
+    empty = AttentionState.empty(inputs, features)
+    return empty.merge(flatten(state, empty, batch))
+
+
+def _flat(
+    state: ExactBandState, inputs: Inputs, features: HeadMaps, batch: Shape
+) -> tuple[Window, AttentionState]:
+    """Returns the keys of a window and new ones after them, and the sums over those before."""
+    bandwidth = state.near.key.shape[-3]
+    expected = jax.eval_shape(lambda: empty_window(inputs, bandwidth))
+    near = flatten(state.near, expected, batch)
+    return near.followed_by(inputs), _flat_sums(state.far, inputs, features, batch)
+
+
+def _after(seen: Window, far: AttentionState, length: int, batch: Shape) -> ExactBandState:
+    """Returns the state after as many new keys, which pushed as many out of the window."""
+    near = seen.part(slice(length, None))
+    return ExactBandState(unflatten(near, batch), unflatten(far, batch))
 
 
 # As in random_feature_attention, a user's function is not compiled.

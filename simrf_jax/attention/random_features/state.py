@@ -236,6 +236,12 @@ class AttentionState(NamedTuple):
         return Readout(sums, shift)
 
 
+def state_of(inputs: Inputs, features: HeadMaps) -> AttentionState:
+    """Returns the state of all keys."""
+    keys, spoils = features.keys(inputs.key, inputs.key_log_weights)
+    return AttentionState.of(keys, with_ones(inputs.value)).spoil(jnp.any(spoils, axis=1))
+
+
 def read_all(
     state: AttentionState, spoiled: Bool[Array, "B K"], inputs: Inputs, features: HeadMaps
 ) -> Float[Array, "B T K G D"]:
@@ -254,9 +260,19 @@ def read_all(
 
 
 def lay_out(
-    arguments: Arguments, projection: Projection | None, feature_map: FeatureMap
+    arguments: Arguments,
+    projection: Projection | None,
+    feature_map: FeatureMap,
+    *,
+    scaled: bool = True,
 ) -> tuple[Inputs, HeadMaps]:
     """Lays the arguments out for random features, and gives each head its W.
+
+    Args:
+      arguments: Queries, keys and values.
+      projection: W.
+      feature_map: The feature map.
+      scaled: True to multiply queries and keys by the square root of the scale each.
 
     Raises:
       TypeError: If a dtype is wrong.
@@ -264,7 +280,9 @@ def lay_out(
     """
     w = None if projection is None else as_projection(projection)
     inputs = arguments.lay_out(
-        dtype=None if w is None else w.dtype, fill_with_tokens=not feature_map.is_finite
+        dtype=None if w is None else w.dtype,
+        scaled=scaled,
+        fill_with_tokens=not feature_map.is_finite,
     )
     num_key_heads, dim = arguments.key.shape[-2:]
     groups = inputs.key.shape[2] // num_key_heads

@@ -23,12 +23,17 @@ def fmm_step(state, query, key, value, w):
     return steps.fmm_step(state, query, key, value, (w,))
 
 
+def step_beside_band(state, query, key, value, w):
+    return steps.step(state, query, key, value, w, exact_bandwidth=3)
+
+
 # name -> what makes the first state from W, and the output and the next state of a token
 MODES = {
     "far": (lambda w: steps.init_state(w, **SIZES), steps.step),
     "append": (lambda w: steps.init_state(w, **SIZES), append),
     "near": (lambda w: steps.init_window(bandwidth=3, **SIZES), window_step),
     "near and far": (lambda w: steps.init_fmm_state((w,), bandwidth=3, **SIZES), fmm_step),
+    "exact band": (lambda w: steps.init_state(w, exact_bandwidth=3, **SIZES), step_beside_band),
 }
 
 
