@@ -1,4 +1,4 @@
-"""Swaps the attention of trained models: ``python -m experiments.swap.main --workdir=runs/swap``."""
+"""Swaps attention of trained models: ``python -m experiments.swap.main --workdir=runs/swap``."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""Errors of the sentence encoder whose attention is swapped: of each head, and of its embeddings."""
+"""Errors of the sentence encoder with swapped attention: of each head, and of its embeddings."""
 
 from __future__ import annotations
 

@@ -178,7 +178,12 @@ def _summary(scores: np.ndarray, exact: np.ndarray) -> dict[str, dict[str, float
 
 
 def _tuned_summary(rows: np.ndarray, exact: np.ndarray) -> list[dict[str, Any]]:
-    """Returns the summary after each number of steps; rows are ``[seeds, milestones, 1 + layers]``."""
+    """Returns the summary after each number of steps.
+
+    Args:
+      rows: Scores and spreads of ``Swaps.tuned``, ``[seeds, milestones, 1 + layers]``.
+      exact: Score with softmax attention of each seed, without fine-tuning.
+    """
     return [
         _summary(row[:, 0], exact) | {"mean_squared_sum": row[:, 1:].mean(axis=0).tolist()}
         for row in np.moveaxis(rows, 1, 0)

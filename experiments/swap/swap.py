@@ -68,6 +68,7 @@ FIELDS: dict[str, type] = {
     "data_dir": str,  # Folder of the prepared Fashion-MNIST; see experiments/vit.
 } | {f"{part}.{name}": kind for part, fields in SECTIONS.items() for name, kind in fields.items()}
 LEAST = {
+    "seeds": 0,
     "encoder.num_fit_texts": 1,
     "encoder.num_test_texts": 1,
     "encoder.length": 3,

@@ -34,7 +34,7 @@ class Task(NamedTuple):
       train_batches: Function of a seed that returns a function of a step, which returns inputs and
         targets.
       fit_inputs: Inputs from the training data, to fit feature maps on.
-      test_inputs: All inputs to test on.
+      test_inputs: Every input to test on.
       test_targets: Their targets.
       test_batch_size: Number of inputs to evaluate at a time.
     """
