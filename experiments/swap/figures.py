@@ -125,10 +125,9 @@ def _ticks(axes: matplotlib.axes.Axes, places: np.ndarray, names: np.ndarray) ->
 
 def _legend(figure: matplotlib.figure.Figure, panels: list[matplotlib.axes.Axes]) -> None:
     """Draws one legend for all panels, with each attention once."""
-    entries = {}
+    entries: dict[str, Any] = {}
     for axes in panels:
-        handles, labels = axes.get_legend_handles_labels()
-        entries |= dict(zip(labels, handles, strict=True))
-    figure.legend(
-        entries.values(), entries.keys(), frameon=False, loc="outside right upper", fontsize=9
-    )
+        drawn, names = axes.get_legend_handles_labels()
+        entries |= dict(zip(names, drawn, strict=True))
+    handles, labels = [*entries.values()], [*entries]
+    figure.legend(handles, labels, frameon=False, loc="outside right upper", fontsize=9)

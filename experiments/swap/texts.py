@@ -24,7 +24,8 @@ def pages() -> dict[str, str]:
     Some topics share paragraphs. Each paragraph stays in the first topic only, in alphabetical
     order, so that no two pages have one in common.
     """
-    topics, seen = pydoc_data.topics.topics, set()
+    topics = pydoc_data.topics.topics
+    seen: set[str] = set()
     result = {}
     for name in sorted(topics):
         paragraphs = [part.strip("\n") for part in re.split(r"\n\s*\n", topics[name])]

@@ -113,31 +113,33 @@ def train(
       first_step: Number of the first batch.
       milestones: Ascending numbers of steps, counted from here; 0 yields the model as it is.
     """
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    graphdef, params, *rest = nnx.split(model, nnx.Param, ...)
     batches, opt_state = task.train_batches(seed), optimizer.init(params)
     prng_key = jax.random.fold_in(jax.random.key(seed), DROPOUT)
     done = 0
     for milestone in milestones:
         for step in range(first_step + done, first_step + milestone):
+            inputs, targets = batches(step)
             params, opt_state = _train_step(
                 params,
                 opt_state,
                 rest,
-                *batches(step),
+                inputs,
+                targets,
                 jax.random.fold_in(prng_key, step),
                 graphdef=graphdef,
                 apply=task.apply,
                 optimizer=optimizer,
             )
         done = milestone
-        yield nnx.merge(graphdef, params, rest)
+        yield nnx.merge(graphdef, params, *rest)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "apply", "optimizer"))
 def _train_step(
     params: nnx.State,
     opt_state: optax.OptState,
-    rest: nnx.State,
+    rest: list[nnx.State],
     inputs: jax.Array,
     targets: jax.Array,
     prng_key: jax.Array,
@@ -147,7 +149,7 @@ def _train_step(
     optimizer: optax.GradientTransformation,
 ) -> tuple[nnx.State, optax.OptState]:
     def mean_loss(params: nnx.State) -> jax.Array:
-        logits = apply(nnx.merge(graphdef, params, rest), inputs, prng_key)
+        logits = apply(nnx.merge(graphdef, params, *rest), inputs, prng_key)
         return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
 
     updates, opt_state = optimizer.update(jax.grad(mean_loss)(params), opt_state, params)
