@@ -104,7 +104,8 @@ class Encoder(nnx.Module):
             x = block(x, None if mask is None else mask[:, None, None])
         if mask is None:
             return jnp.mean(x, axis=1)
-        return jnp.mean(x, axis=1, where=mask[..., None])
+        weights = mask.astype(x.dtype)
+        return jnp.einsum("bld,bl->bd", x, weights) / jnp.sum(weights, axis=1, keepdims=True)
 
 
 class EncoderLayer(nnx.Module):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 import simrf_jax
@@ -105,8 +106,10 @@ def mean_squared_sum(inputs: Inputs) -> jax.Array:
     products = jnp.einsum("btnh,bsnh->bnts", query, key)
     sums = of_queries[..., :, None] + of_keys[..., None, :] + 2 * products
     length = sums.shape[-1]
-    seen = jnp.tri(length, dtype=bool) if inputs.is_causal else jnp.ones((length, length), bool)
-    return jnp.mean(sums, axis=(0, 2, 3), where=seen[None, None])
+    seen = np.tri(length) if inputs.is_causal else np.ones((length, length))
+    # jnp.mean(..., where=seen) now and then counts too many pairs on a CPU (jax 0.10.2).
+    total = jnp.einsum("bnts,ts->n", sums, seen.astype(sums.dtype))
+    return total / (len(sums) * seen.sum())
 
 
 def head_errors(inputs: Inputs, attention: Attention) -> jax.Array:
