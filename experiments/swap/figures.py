@@ -75,13 +75,12 @@ def draw_spread(sections: dict[str, dict[str, Any]]) -> matplotlib.figure.Figure
     for axes, (name, section) in zip(panels, sections.items(), strict=True):
         steps = np.array(section["steps"])
         for number, (one, rows) in enumerate(section["tuned"].items()):
-            means = [np.mean(row["mean_squared_sum"]) for row in rows]
-            axes.plot((steps + 1) * APART**number, means, **LOOKS[one], label=LABELS[one])
+            x = (steps + 1) * APART**number
+            _errorbar(axes, x, [row["spread"] for row in rows], one)
         axes.set(xlabel="steps of fine-tuning", ylabel="mean $|x + y|^2$", xscale="log")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         _ticks(axes, steps + 1, steps)
         axes.set_title(f"{TASKS[name]}, m = {section['tuned_features']}", fontsize=10)
-        style.tidy(axes)
     _legend(figure, panels)
     return figure
 

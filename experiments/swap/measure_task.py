@@ -185,6 +185,10 @@ def _tuned_summary(rows: np.ndarray, exact: np.ndarray) -> list[dict[str, Any]]:
       exact: Score with softmax attention of each seed, without fine-tuning.
     """
     return [
-        _summary(row[:, 0], exact) | {"mean_squared_sum": row[:, 1:].mean(axis=0).tolist()}
+        _summary(row[:, 0], exact)
+        | {
+            "spread": trials.summary(row[:, 1:].mean(axis=1)),
+            "spread_by_layer": row[:, 1:].mean(axis=0).tolist(),
+        }
         for row in np.moveaxis(rows, 1, 0)
     ]

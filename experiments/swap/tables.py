@@ -45,7 +45,7 @@ def describe_task(name: str, section: dict[str, Any]) -> list[str]:
         for one, rows in section["tuned"].items()
     ]
     spreads = [
-        [LABELS[one], *(_spread(row["mean_squared_sum"]) for row in rows)]
+        [LABELS[one], *(_spread(row["spread_by_layer"]) for row in rows)]
         for one, rows in section["tuned"].items()
     ]
     tuned = f"{TASKS[name]}, {section['tuned_features']} features, fine-tuned"

@@ -88,7 +88,9 @@ def test_a_run_scores_all_models_and_goes_on_where_it_was(tmp_path, monkeypatch)
     assert list(section["tuned"]) == ["softmax", "hyperbolic"]
     assert section["tuned"]["softmax"][0]["score"] == exact["score"]
     assert section["tuned"]["softmax"][1]["score"] != exact["score"]
-    assert len(section["tuned"]["hyperbolic"][1]["mean_squared_sum"]) == 2
+    assert len(section["tuned"]["hyperbolic"][1]["spread_by_layer"]) == 2
+    spread = section["tuned"]["hyperbolic"][1]["spread"]["mean"]
+    assert np.isclose(spread, np.mean(section["tuned"]["hyperbolic"][1]["spread_by_layer"]))
     report = swap.report(results)
     assert "| attention | m = 4 | m = 8 |" in report
     assert "| attention | 0 steps | 2 steps |" in report
