@@ -26,6 +26,7 @@ PACKAGES = (
     "tests/experiments/harness",
     "tests/experiments/kernel_mse",
     "tests/experiments/kernel_regression",
+    "tests/experiments/swap",
     "tests/features",
     "tests/integrations",
     "tests/models",

@@ -1,0 +1,1 @@
+"""Trained models whose softmax attention is replaced by random features, and then fine-tuned."""

@@ -1,0 +1,132 @@
+"""Figures of the swap experiment."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import matplotlib.axes
+import matplotlib.figure
+import numpy as np
+
+from experiments.harness import style
+from experiments.swap.looks import LABELS, LOOKS, SCORES, TASKS
+
+# Neighbouring curves are moved apart by this factor, so that none hides another.
+APART = 1.03
+
+
+def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
+    """Returns all figures by file name."""
+    drawn = {}
+    if "encoder" in results:
+        drawn["encoder_error"] = draw_encoder(
+            results["encoder"], "error", "mean relative squared error of a head"
+        )
+        drawn["encoder_cosine"] = draw_encoder(
+            results["encoder"], "cosine", "cosine of the embedding to the exact one"
+        )
+    sections = {name: results[name] for name in TASKS if name in results}
+    if sections:
+        drawn["swapped"] = draw_swapped(sections)
+        drawn["fine_tuned"] = draw_tuned(sections)
+        drawn["spread"] = draw_spread(sections)
+    return drawn
+
+
+def draw_encoder(section: dict[str, Any], quantity: str, label: str) -> matplotlib.figure.Figure:
+    """Draws one quantity of the sentence encoder against the number of features."""
+    figure = matplotlib.figure.Figure(figsize=(6.2, 4), layout="constrained")
+    axes = figure.subplots()
+    _draw_against_features(axes, section, quantity)
+    axes.set(xlabel="number of features m", ylabel=label)
+    figure.legend(frameon=False, loc="outside right upper", fontsize=9)
+    return figure
+
+
+def draw_swapped(sections: dict[str, dict[str, Any]]) -> matplotlib.figure.Figure:
+    """Draws the score without fine-tuning against the number of features, a panel for each task."""
+    figure, panels = _panels(sections)
+    for axes, (name, section) in zip(panels, sections.items(), strict=True):
+        _draw_against_features(axes, section, "score")
+        axes.set(xlabel="number of features m", ylabel=SCORES[name])
+        axes.set_title(f"{TASKS[name]}, no fine-tuning", fontsize=10)
+    _legend(figure, panels)
+    return figure
+
+
+def draw_tuned(sections: dict[str, dict[str, Any]]) -> matplotlib.figure.Figure:
+    """Draws the score against the steps of fine-tuning, with one panel for each task."""
+    figure, panels = _panels(sections)
+    for axes, (name, section) in zip(panels, sections.items(), strict=True):
+        steps = np.array(section["steps"])
+        for number, (one, rows) in enumerate(section["tuned"].items()):
+            x = (steps + 1) * APART**number
+            _errorbar(axes, x, [row["score"] for row in rows], one)
+        axes.set(xlabel="steps of fine-tuning", ylabel=SCORES[name], xscale="log")
+        _ticks(axes, steps + 1, steps)
+        axes.set_title(f"{TASKS[name]}, m = {section['tuned_features']}", fontsize=10)
+    _legend(figure, panels)
+    return figure
+
+
+def draw_spread(sections: dict[str, dict[str, Any]]) -> matplotlib.figure.Figure:
+    """Draws the mean |x + y|^2 over the layers against the steps of fine-tuning."""
+    figure, panels = _panels(sections)
+    for axes, (name, section) in zip(panels, sections.items(), strict=True):
+        steps = np.array(section["steps"])
+        for number, (one, rows) in enumerate(section["tuned"].items()):
+            x = (steps + 1) * APART**number
+            _errorbar(axes, x, [row["spread"] for row in rows], one)
+        axes.set(xlabel="steps of fine-tuning", ylabel="mean $|x + y|^2$", xscale="log")
+        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+        _ticks(axes, steps + 1, steps)
+        axes.set_title(f"{TASKS[name]}, m = {section['tuned_features']}", fontsize=10)
+    _legend(figure, panels)
+    return figure
+
+
+def _panels(
+    sections: dict[str, dict[str, Any]],
+) -> tuple[matplotlib.figure.Figure, list[matplotlib.axes.Axes]]:
+    figure = matplotlib.figure.Figure(figsize=(3.4 * len(sections) + 2, 3.6), layout="constrained")
+    return figure, list(figure.subplots(1, len(sections), squeeze=False).flat)
+
+
+def _draw_against_features(
+    axes: matplotlib.axes.Axes, section: dict[str, Any], quantity: str
+) -> None:
+    """Draws the methods with standard errors, and the baselines as level lines."""
+    for name, one in section["baselines"].items():
+        look = LOOKS[name]
+        axes.axhline(one[quantity]["mean"], **look, linewidth=1.2, label=LABELS[name])
+    sizes = np.array([])
+    for number, (name, by_size) in enumerate(section["methods"].items()):
+        sizes = np.array([int(m) for m in by_size])
+        x = sizes * APART ** (number - len(section["methods"]) / 2)
+        _errorbar(axes, x, [one[quantity] for one in by_size.values()], name)
+    axes.set_xscale("log")
+    _ticks(axes, sizes, sizes)
+
+
+def _errorbar(
+    axes: matplotlib.axes.Axes, x: np.ndarray, summaries: list[dict[str, float]], name: str
+) -> None:
+    means, errors = ([one[k] for one in summaries] for k in ("mean", "standard_error"))
+    look = LOOKS[name] | {"linewidth": 1.3, "markersize": 4, "capsize": 2}
+    axes.errorbar(x, means, errors, **look, label=LABELS[name])
+    style.tidy(axes)
+
+
+def _ticks(axes: matplotlib.axes.Axes, places: np.ndarray, names: np.ndarray) -> None:
+    axes.set_xticks(places, [str(name) for name in names])
+    axes.xaxis.minorticks_off()
+
+
+def _legend(figure: matplotlib.figure.Figure, panels: list[matplotlib.axes.Axes]) -> None:
+    """Draws one legend for all panels, with each attention once."""
+    entries: dict[str, Any] = {}
+    for axes in panels:
+        drawn, names = axes.get_legend_handles_labels()
+        entries |= dict(zip(names, drawn, strict=True))
+    handles, labels = [*entries.values()], [*entries]
+    figure.legend(handles, labels, frameon=False, loc="outside right upper", fontsize=9)

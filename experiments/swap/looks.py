@@ -1,0 +1,30 @@
+"""Names, colors and line styles of the attentions in tables and figures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.swap.methods import METHODS
+
+LABELS = {
+    "softmax": "softmax",
+    "uniform": "uniform attention",
+    "band": "exact band alone",
+} | {name: method.label for name, method in METHODS.items()}
+
+# Methods of one family share a color (Okabe and Ito); couplings differ in the line and the marker.
+LOOKS: dict[str, dict[str, Any]] = {
+    "softmax": {"color": "#000000", "linestyle": "-"},
+    "uniform": {"color": "#777777", "linestyle": ":"},
+    "band": {"color": "#777777", "linestyle": "--"},
+    "positive_iid": {"color": "#0072B2", "linestyle": ":", "marker": "o"},
+    "positive_orthogonal": {"color": "#0072B2", "linestyle": "--", "marker": "s"},
+    "positive_simplex": {"color": "#0072B2", "linestyle": "-", "marker": "^"},
+    "hyperbolic": {"color": "#009E73", "linestyle": "-.", "marker": "D"},
+}
+TASKS = {
+    "digits": "digits ViT",
+    "fashion_mnist": "Fashion-MNIST ViT",
+    "char_lm": "character language model",
+}
+SCORES = {"digits": "accuracy", "fashion_mnist": "accuracy", "char_lm": "bits per character"}

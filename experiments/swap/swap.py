@@ -1,0 +1,192 @@
+"""Config and run of the swap experiment: all models, all attentions, all seeds."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import ml_collections
+
+from experiments.harness import config_fields, files, resumable
+from experiments.harness.mistakes import UserError
+from experiments.swap import figures, measure_encoder, measure_task, tables, tasks
+from experiments.swap.methods import METHODS
+from experiments.swap.training import Task
+
+# Fields of each section whose model is trained here.
+TASK_FIELDS: dict[str, type] = {
+    "batch_size": int,
+    "num_steps": int,  # Steps with softmax attention.
+    "learning_rate": float,  # Peak learning rate of these steps.
+    "warmup_steps": int,
+    "weight_decay": float,
+    "b2": float,
+    "clip_norm": float,
+    "num_fit": int,  # Training images or windows that feature maps are fitted on.
+    "test_batch_size": int,
+    "num_features": tuple,  # Features of each head without fine-tuning.
+    "tuned_features": int,
+    "tuned_steps": tuple,  # Ascending numbers of steps after which the model is scored.
+    "tuned_learning_rate": float,  # Constant.
+}
+VISION_FIELDS: dict[str, type] = TASK_FIELDS | {
+    "shift": float,
+    "flip": bool,
+    "model.patch_size": int,
+    "model.width": int,
+    "model.depth": int,
+    "model.num_heads": int,
+    "model.mlp_dim": int,
+    "model.dropout_rate": float,
+}
+LANGUAGE_FIELDS: dict[str, type] = TASK_FIELDS | {
+    "context": int,
+    "bandwidth": int,
+    "model.width": int,
+    "model.depth": int,
+    "model.num_heads": int,
+}
+SECTIONS: dict[str, dict[str, type]] = {
+    "encoder": {
+        "num_fit_texts": int,  # Help pages that feature maps are fitted on.
+        "num_test_texts": int,  # Other help pages.
+        "length": int,  # Tokens of each text.
+        "bandwidth": int,
+        "num_features": tuple,
+    },
+    "digits": VISION_FIELDS,
+    "char_lm": LANGUAGE_FIELDS,
+    "fashion_mnist": VISION_FIELDS,
+}
+FIELDS: dict[str, type] = {
+    "parts": tuple,  # Sections to run.
+    "methods": tuple,  # Names of methods.METHODS.
+    "tuned_methods": tuple,  # Those to fine-tune with; softmax is always one more.
+    "seeds": tuple,  # A seed decides the texts, the training, the projections and the fine-tuning.
+    "model_dir": str,  # Folder of all-MiniLM-L6-v2; see encoder.find.
+    "data_dir": str,  # Folder of the prepared Fashion-MNIST; see experiments/vit.
+} | {f"{part}.{name}": kind for part, fields in SECTIONS.items() for name, kind in fields.items()}
+LEAST = {
+    "seeds": 0,
+    "encoder.num_fit_texts": 1,
+    "encoder.num_test_texts": 1,
+    "encoder.length": 3,
+    "encoder.bandwidth": 0,
+    "encoder.num_features": 2,
+    "char_lm.context": 2,
+    "char_lm.bandwidth": 0,
+} | {
+    f"{part}.{name}": least
+    for part in ("digits", "char_lm", "fashion_mnist")
+    for name, least in {
+        "batch_size": 1,
+        "num_steps": 1,
+        "warmup_steps": 0,
+        "num_fit": 1,
+        "test_batch_size": 1,
+        "num_features": 2,
+        "tuned_features": 2,
+        "tuned_steps": 0,
+        "model.width": 2,
+        "model.depth": 1,
+        "model.num_heads": 1,
+    }.items()
+}
+
+
+def check(config: ml_collections.ConfigDict) -> None:
+    """Refuses a config that cannot work.
+
+    Raises:
+      UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
+    """
+    values = config_fields.check_fields(config, FIELDS)
+    config_fields.check_least(values, LEAST)
+    for seed in config.seeds:
+        config_fields.check_seed({"seed": seed})
+    if len(set(config.seeds)) != len(config.seeds) or len(config.seeds) < 2:
+        raise UserError(f"config.seeds must be two or more, none twice, got {config.seeds}.")
+    for part in config.parts:
+        config_fields.check_one_of("config.parts", part, SECTIONS)
+    for name in ("methods", "tuned_methods"):
+        for method in config[name]:
+            config_fields.check_one_of(f"config.{name}", method, METHODS)
+    for part in SECTIONS:
+        config_fields.check_ascending(values, [f"{part}.num_features"])
+        if part != "encoder":
+            _check_task(part, values)
+
+
+def _check_task(part: str, values: dict[str, Any]) -> None:
+    """Refuses a section whose model cannot be trained.
+
+    Raises:
+      UserError: If a value is out of range.
+    """
+    config_fields.check_ascending(values, [f"{part}.tuned_steps"])
+    for name in ("learning_rate", "tuned_learning_rate", "clip_norm"):
+        above_zero = config_fields.above(0)
+        config_fields.check_range(f"{part}.{name}", values[f"{part}.{name}"], above_zero)
+    config_fields.check_range(
+        f"{part}.weight_decay", values[f"{part}.weight_decay"], config_fields.at_least(0)
+    )
+    if values[f"{part}.warmup_steps"] >= values[f"{part}.num_steps"]:
+        raise UserError(
+            f"config.{part}.warmup_steps must be below num_steps={values[f'{part}.num_steps']}, "
+            f"got {values[f'{part}.warmup_steps']}."
+        )
+    width, heads = values[f"{part}.model.width"], values[f"{part}.model.num_heads"]
+    # The language model rotates pairs of dimensions.
+    if width % (2 * heads):
+        raise UserError(
+            f"config.{part}.model.width must be a multiple of 2 num_heads, got {width} and "
+            f"num_heads={heads}."
+        )
+
+
+def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+    """Measures all that ``workdir`` lacks, and writes results and figures there.
+
+    Args:
+      config: Config with the fields of ``FIELDS``.
+      workdir: Folder for all output. A stopped run of the same config in it is continued.
+
+    Returns:
+      The content of ``results.json``: a section for each of ``config.parts``.
+
+    Raises:
+      UserError: If ``check`` refuses the config; if the model or a data set is not there; or if the
+        folder cannot be written or holds a run of another config.
+    """
+    check(config)
+    selection = ["seeds", "parts", "methods", "tuned_methods", "model_dir", "data_dir"]
+    pieces = resumable.Pieces(workdir, config, selection=selection)
+    results = {part: _run_part(part, config, pieces) for part in config.parts}
+    files.write_json(workdir / "results.json", results)
+    with files.drawing(workdir):
+        for name, figure in figures.draw(results).items():
+            files.save_figure(workdir / f"{name}.png", figure)
+    return results
+
+
+def _run_part(
+    part: str, config: ml_collections.ConfigDict, pieces: resumable.Pieces
+) -> dict[str, Any]:
+    if part == "encoder":
+        return measure_encoder.run(config, pieces)
+    return measure_task.run(part, TASKS[part](config), config, pieces)
+
+
+TASKS: dict[str, Callable[[ml_collections.ConfigDict], Task]] = {
+    "digits": lambda config: tasks.vision_task("digits", config.digits, ""),
+    "char_lm": lambda config: tasks.language_task(config.char_lm),
+    "fashion_mnist": lambda config: tasks.vision_task(
+        "fashion_mnist", config.fashion_mnist, config.data_dir
+    ),
+}
+
+
+def report(results: dict[str, Any]) -> str:
+    """Returns the tables of the README."""
+    return "\n\n".join(tables.describe(results))

@@ -1,0 +1,80 @@
+"""Tables of the results, in Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from experiments.harness import markdown
+from experiments.swap.looks import LABELS, SCORES, TASKS
+
+
+def describe(results: dict[str, Any]) -> list[str]:
+    """Returns paragraphs and tables for each section of the results."""
+    parts: list[str] = []
+    if "encoder" in results:
+        parts += describe_encoder(results["encoder"])
+    for name in TASKS:
+        if name in results:
+            parts += describe_task(name, results[name])
+    return parts
+
+
+def describe_encoder(section: dict[str, Any]) -> list[str]:
+    """Returns the tables of errors and of cosines, and the mean |x + y|^2 of each layer."""
+    tables = [
+        f"all-MiniLM-L6-v2: {title}\n\n{_against_features(section, quantity)}"
+        for quantity, title in (
+            ("error", "mean relative squared error of a head's outputs, given exact inputs"),
+            ("cosine", "mean cosine of the embedding to the exact one, all layers swapped"),
+        )
+    ]
+    spreads = ", ".join(f"{value:.1f}" for value in section["mean_squared_sum"])
+    return [
+        *tables,
+        f"Mean |x + y|^2 by layer: {spreads}. {section['seconds']:.0f} seconds.",
+    ]
+
+
+def describe_task(name: str, section: dict[str, Any]) -> list[str]:
+    """Returns the tables without and with fine-tuning, and |x + y|^2 before and after it."""
+    exact = section["baselines"]["softmax"]["score"]
+    title = f"{TASKS[name]}: {SCORES[name]}, {_text(exact)} with softmax"
+    header = ["attention", *(f"{steps} steps" for steps in section["steps"])]
+    scores = [
+        [LABELS[one], *(_text(row["score"]) for row in rows)]
+        for one, rows in section["tuned"].items()
+    ]
+    spreads = [
+        [LABELS[one], *(_spread(row["spread_by_layer"]) for row in rows)]
+        for one, rows in section["tuned"].items()
+    ]
+    tuned = f"{TASKS[name]}, {section['tuned_features']} features, fine-tuned"
+    return [
+        f"{title}\n\n{_against_features(section, 'score')}",
+        f"{tuned}: {SCORES[name]}\n\n{markdown.table(header, scores)}",
+        f"{tuned}: mean |x + y|^2, by layer\n\n{markdown.table(header, spreads)}",
+        f"{section['seconds']:.0f} seconds.",
+    ]
+
+
+def _against_features(section: dict[str, Any], quantity: str) -> str:
+    """Returns a table with a column for each number of features."""
+    methods = section["methods"]
+    sizes = list(next(iter(methods.values()), {}))
+    rows = [
+        [LABELS[name], _text(one[quantity]), *[""] * (len(sizes) - 1)]
+        for name, one in section["baselines"].items()
+    ]
+    rows += [
+        [LABELS[name], *(_text(by_size[m][quantity]) for m in sizes)]
+        for name, by_size in methods.items()
+    ]
+    return markdown.table(["attention", *(f"m = {m}" for m in sizes)], rows)
+
+
+def _text(summary: dict[str, float]) -> str:
+    return f"{summary['mean']:.4f} ± {summary['standard_error']:.4f}"
+
+
+def _spread(layers: list[float]) -> str:
+    return ", ".join(f"{value:.1f}" for value in layers)

@@ -1,0 +1,180 @@
+import json
+import os
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from experiments.harness.mistakes import UserError
+from experiments.swap import encoder, measure_encoder, measure_task, swap, texts, training
+from experiments.swap.configs import paper
+from experiments.swap.looks import LABELS, LOOKS
+from experiments.swap.methods import METHODS
+from tests.experiments.drawing import assert_no_figure_costs_results
+from tests.experiments.swap import tiny
+
+
+@pytest.fixture
+def toy_encoder(monkeypatch):
+    """Puts a tiny encoder and random texts in the place of the published ones."""
+    shape = encoder.EncoderConfig(
+        vocabulary_size=9, max_length=8, width=8, depth=2, num_heads=2, mlp_dim=8
+    )
+    model = encoder.Encoder(shape, rngs=nnx.Rngs(0))
+    tokens = np.random.default_rng(0).integers(0, 9, (7, 6))
+    monkeypatch.setattr(encoder, "find", lambda name, model_dir: name)
+    monkeypatch.setattr(encoder, "load_tokenizer", lambda path: None)
+    monkeypatch.setattr(encoder, "load_model", lambda path: model)
+    monkeypatch.setattr(texts, "load", lambda tokenizer, length: tokens[:, :length])
+    return model
+
+
+def test_errors_of_the_encoder_are_those_of_its_test_texts(toy_encoder, tmp_path):
+    config = tiny.get_config(parts=("encoder",))
+    section = swap.run(config, tmp_path)["encoder"]
+    assert json.loads((tmp_path / "results.json").read_text()) == {"encoder": section}
+    assert list(section["methods"]["hyperbolic"]) == ["4", "8"]
+    errors = []
+    for seed in (0, 1):
+        subject = measure_encoder.prepare(toy_encoder, texts.load(None, 6), config.encoder, seed)
+        method = METHODS["hyperbolic"]
+        attentions = method.attentions(
+            jax.random.key(seed), method.feature_maps(subject.fit), 8, num_heads=2, head_dim=4
+        )
+        errors.append(measure_encoder.measure(subject, attentions))
+    ours = section["methods"]["hyperbolic"]["8"]
+    heads, cosines = (np.array([np.mean(x) for x in each]) for each in zip(*errors, strict=True))
+    np.testing.assert_allclose(ours["error"]["mean"], heads.mean(), rtol=1e-5)
+    np.testing.assert_allclose(ours["cosine"]["mean"], cosines.mean(), rtol=1e-5)
+    expected = np.std(heads, ddof=1) / 2**0.5
+    np.testing.assert_allclose(ours["error"]["standard_error"], expected, rtol=1e-4)
+    assert "| hyperbolic, orthogonal | " in swap.report({"encoder": section})
+    for name in ("encoder_error", "encoder_cosine"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+
+
+def test_softmax_in_all_layers_has_no_error(toy_encoder):
+    config = tiny.get_config().encoder
+    subject = measure_encoder.prepare(toy_encoder, texts.load(None, 6), config, 0)
+    errors = measure_encoder.measure(subject, [nnx.dot_product_attention] * 2)
+    np.testing.assert_allclose(errors.heads, np.zeros((2, 2)), atol=1e-10)
+    np.testing.assert_allclose(errors.cosines, np.ones(3), rtol=1e-5)
+
+
+def test_a_run_scores_all_models_and_goes_on_where_it_was(tmp_path, monkeypatch):
+    config, evaluate, calls = tiny.get_config(parts=("digits",)), training.evaluate, []
+
+    def stop_at_the_ninth(task, model):
+        calls.append(model)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return evaluate(task, model)
+
+    monkeypatch.setattr(training, "evaluate", stop_at_the_ninth)
+    with pytest.raises(KeyboardInterrupt):
+        swap.run(config, tmp_path)
+    assert not (tmp_path / "results.json").exists()
+    results = swap.run(config, tmp_path)
+    # Two fixed attentions, two methods of two sizes, and two models with two milestones; the
+    # milestone before the stop is computed again.
+    assert len(calls) == 2 * (2 + 4 + 4) + 1
+    section = results["digits"]
+    assert json.loads((tmp_path / "results.json").read_text()) == results
+    for name in ("swapped", "fine_tuned", "spread"):
+        assert (tmp_path / f"{name}.png").stat().st_size > 10_000
+    exact = section["baselines"]["softmax"]
+    assert exact["difference"] == {"mean": 0.0, "standard_error": 0.0}
+    assert list(section["tuned"]) == ["softmax", "hyperbolic"]
+    assert section["tuned"]["softmax"][0]["score"] == exact["score"]
+    assert section["tuned"]["softmax"][1]["score"] != exact["score"]
+    assert len(section["tuned"]["hyperbolic"][1]["spread_by_layer"]) == 2
+    spread = section["tuned"]["hyperbolic"][1]["spread"]["mean"]
+    assert np.isclose(spread, np.mean(section["tuned"]["hyperbolic"][1]["spread_by_layer"]))
+    report = swap.report(results)
+    assert "| attention | m = 4 | m = 8 |" in report
+    assert "| attention | 0 steps | 2 steps |" in report
+    assert_no_figure_costs_results(swap.run, config, tmp_path)
+    # Other methods add to the same folder; they do not make another config.
+    more = tiny.get_config(parts=("digits",), methods=("positive_iid",), tuned_methods=())
+    assert list(swap.run(more, tmp_path)["digits"]["methods"]) == ["positive_iid"]
+    assert len(calls) == 21 + 2 * 2
+
+
+def test_the_language_model_is_scored_too(tmp_path):
+    config = tiny.get_config(parts=("char_lm",), methods=("positive_iid",), tuned_methods=())
+    section = swap.run(config, tmp_path)["char_lm"]
+    assert list(section["baselines"]) == ["softmax", "uniform", "band"]
+    assert 0 < section["baselines"]["softmax"]["score"]["mean"] < 7
+
+
+def test_tuning_begins_at_the_score_without_it(tmp_path):
+    task = swap.TASKS["digits"](tiny.get_config())
+    config = tiny.get_config(digits__num_features=(6,)).digits
+    pieces = Kept()
+    swaps = measure_task.Swaps("digits", task, config, pieces)
+    assert swaps.tuned("hyperbolic", 0)[0, 0] == swaps.score("hyperbolic", 6, 0)
+    names = ["digits-model-0", "digits-swap-hyperbolic-6-0", "digits-tuned-hyperbolic-0"]
+    assert sorted(pieces.kept) == names
+
+
+class Kept:
+    """Pieces of a run that are kept in memory."""
+
+    def __init__(self):
+        self.kept = {}
+
+    def get(self, name, compute):
+        """Returns a piece, which is computed once."""
+        if name not in self.kept:
+            self.kept[name] = compute()
+        return self.kept[name]
+
+
+@pytest.mark.slow
+def test_fashion_mnist_runs(tmp_path):
+    folder = os.environ.get("TFDS_DATA_DIR", "")
+    if not folder:
+        pytest.skip("Needs Fashion-MNIST, prepared, in TFDS_DATA_DIR.")
+    config = tiny.get_config(parts=("fashion_mnist",), methods=("hyperbolic",))
+    section = swap.run(config, tmp_path)["fashion_mnist"]
+    assert 0 <= section["methods"]["hyperbolic"]["4"]["score"]["mean"] <= 1
+
+
+@pytest.mark.fast
+def test_every_attention_has_a_name_and_a_look():
+    assert {*METHODS, "softmax", "uniform", "band"} == {*LABELS} == {*LOOKS}
+    looks = [tuple(map(str, look.values())) for look in LOOKS.values()]
+    assert len(set(looks)) == len(looks)
+
+
+@pytest.mark.fast
+def test_the_paper_config_is_right():
+    swap.check(paper.get_config())
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"seeds": (0,)}, "config.seeds must be two or more, none twice"),
+        ({"seeds": (1, 1)}, "config.seeds must be two or more, none twice"),
+        ({"seeds": (-1, 0)}, "Each of config.seeds must be at least 0, got -1"),
+        ({"seeds": (0, 2**32)}, r"config.seed must be from 0 to 2\^32 - 1"),
+        ({"parts": ("vit",)}, "config.parts must be one of"),
+        ({"methods": ("simplex",)}, "config.methods must be one of"),
+        ({"tuned_methods": ("simplex",)}, "config.tuned_methods must be one of"),
+        ({"encoder__length": 2}, "config.encoder.length must be at least 3"),
+        ({"encoder__num_features": (8, 4)}, "config.encoder.num_features must ascend"),
+        ({"digits__num_features": (1,)}, "Each of config.digits.num_features must be at least 2"),
+        ({"digits__tuned_steps": (2, 0)}, "config.digits.tuned_steps must ascend"),
+        ({"digits__learning_rate": 0.0}, "config.digits.learning_rate must be above 0"),
+        ({"digits__weight_decay": -0.1}, "config.digits.weight_decay must be at least 0"),
+        ({"char_lm__warmup_steps": 3}, "config.char_lm.warmup_steps must be below num_steps=3"),
+        ({"char_lm__model__width": 10}, "config.char_lm.model.width must be a multiple of 2 num_"),
+        ({"fashion_mnist__num_fit": 0}, "config.fashion_mnist.num_fit must be at least 1"),
+    ],
+)
+def test_refuses(changes, match):
+    with pytest.raises(UserError, match=match):
+        swap.check(tiny.get_config(**changes))
