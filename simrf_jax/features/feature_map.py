@@ -45,9 +45,6 @@ class FeatureMap(abc.ABC):
         attention looks at the features, and replaces hidden tokens by copies of others before it
         calls the map.
       coupling: Coupling of the rows of W that suits the map best, the default of the adapters.
-      needs_chi_norms: True if the map estimates another kernel where the norms of the rows of W are
-        fixed, as with ``norms="sqrt_dim"`` or ``"radau"``. Attention and the adapters then refuse
-        such rows, as far as they know them.
       axes_of_one: Names of the fields that may hold one array for each key head, and the number of
         axes of one such array. Attention takes an array with one axis more as one for each key
         head, and gives each head its own.
@@ -70,7 +67,6 @@ class FeatureMap(abc.ABC):
     projection_type: ClassVar[type] = jax.Array
     is_finite: ClassVar[bool] = False
     coupling: ClassVar[Coupling] = "simplex"
-    needs_chi_norms: ClassVar[bool] = False
     axes_of_one: ClassVar[Mapping[str, int]] = {}
     _static: ClassVar[tuple[str, ...]] = ()
 
@@ -85,6 +81,15 @@ class FeatureMap(abc.ABC):
         # A dataclass with slots is made anew, without keywords, from the attributes of the first.
         cls._static = (*cls._static, *(name for name in static if name not in cls._static))
         _register(cls)
+
+    @property
+    def needs_chi_norms(self) -> bool:
+        """True if the map estimates another kernel where the norms of the rows of W are fixed.
+
+        They are with ``norms="sqrt_dim"`` or ``"radau"``. Attention and the adapters then refuse
+        such rows, as far as they know them.
+        """
+        return False
 
     @property
     def estimates_softmax(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
 from simrf_jax.projections.couplings import COUPLED
-from simrf_jax.projections.row_blocks import BlockMode
+from simrf_jax.projections.row_blocks import BlockMode, CrossPolytope
 from simrf_jax.theory.arguments import FIXED_NORMS, ClosedFormCoupling, ClosedFormNorms
 
 NormRelation: TypeAlias = Literal["independent", "equal", "antithetic"]
@@ -81,12 +81,10 @@ def _row_blocks(
     num_features: int, dim: int, coupling: ClosedFormCoupling, block: BlockMode
 ) -> Iterator[tuple[int, int, float | None]]:
     """Yields the rows, the repeats and the cosine of equal row blocks; None is a cross-polytope."""
-    if coupling == "cross_polytope":
-        full, remainder = divmod(num_features, 2 * dim)
-        yield from [(2 * dim, full, None), (remainder, 1, None)]
-    elif coupling != "iid":
-        for shape, repeats in COUPLED[coupling].blocks(num_features, dim, block):
-            yield shape.num_rows, repeats, shape.cosine
+    if coupling == "iid":
+        return
+    for rows, repeats in COUPLED[coupling].blocks(num_features, dim, block):
+        yield rows.num_rows, repeats, None if isinstance(rows, CrossPolytope) else rows.cosine
 
 
 def _kinds(rows: int, cosine: float, norms: ClosedFormNorms) -> dict[Kind, int]:
