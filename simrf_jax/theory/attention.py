@@ -54,9 +54,9 @@ def attention_error(
 
     for each head, by the delta method: the error is expanded to first order in the relative errors
     of the kernel estimates. The expansion holds where these are small. For vectors
-    :math:`x = q \sqrt{\text{scale}}` and y in 64 dimensions, with 128 features, it is within 2 % of
-    trials at :math:`|x| = |y| = 0.5` and 10 to 20 % too high at 1. From 1.5 on the law of the
-    estimates has heavy tails: a few rare draws make up the variance, the output is bounded as an
+    :math:`x = q \sqrt{\text{scale}}` and y in 64 dimensions, with 128 features, it is within 3 % of
+    trials at :math:`|x| = |y| = 0.5`, 5 to 20 % too high at 1, and 3 times too high at 1.5. The law of the
+    estimates then has heavy tails: a few rare draws make up the variance, the output is bounded as an
     average of values, and the prediction is far above what most draws show. A prediction above
     about 0.3 only says that the error is large.
 
