@@ -53,12 +53,12 @@ def attention_error(
         \frac{E \sum_t |\hat o_t - o_t|^2}{\sum_t |o_t|^2}
 
     for each head, by the delta method: the error is expanded to first order in the relative errors
-    of the kernel estimates. The expansion holds where these are small. For vectors :math:`x = q
-    \sqrt{\text{scale}}` and y in 64 dimensions, with 128 features, it is within 3 % of trials at
-    :math:`|x| = |y| = 0.5`, 5 to 20 % too high at 1, and 3 times too high at 1.5. The law of the
-    estimates then has heavy tails: a few rare draws make up the variance, the output is bounded as
-    an average of values, and the prediction is far above what most draws show. A prediction above
-    about 0.3 only says that the error is large.
+    of the kernel estimates. The expansion holds where these are small. For vectors
+    :math:`x = q \sqrt{\text{scale}}` and y in 64 dimensions, with 128 features, it is within 3 % of
+    trials at :math:`|x| = |y| = 0.5`, 5 to 20 % too high at 1, and three times at 1.5. There
+    the law of the estimates has heavy tails: a few rare draws make up the variance, the output is
+    bounded as an average of values, and the prediction is far above what most draws show. A
+    prediction above about 0.3 only says that the error is large.
 
     A factor that all keys of a query share cancels, because :math:`\sum_j p_j (V_j - o) = 0`. This
     is why ``norms="shared"``, which raises the error of the kernel, lowers that of attention.
