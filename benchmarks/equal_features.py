@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import simrf_jax
-from simrf_jax import FeatureMap, feature_maps
+from simrf_jax import FeatureMap, feature_maps, theory
 from simrf_jax.projections import Projection
 
 DIM, NUM_FEATURES = 64, 128
@@ -60,15 +60,9 @@ ESTIMATORS = (
 )
 
 
-def best_parameter(v: float) -> float:
-    """Returns the parameter of ``optimal_positive_features`` with the least variance."""
-    t = v**2 / DIM
-    return (1 - 2 * t - ((2 * t + 1) ** 2 + 8 * t) ** 0.5) / 16
-
-
 def map_of(estimator: Estimator, v: float) -> FeatureMap:
     if estimator.feature_map == OPTIMAL:
-        return feature_maps.OptimalPositive(best_parameter(v))
+        return feature_maps.OptimalPositive(theory.optimal_parameter(v**2, DIM))
     return feature_maps.FEATURE_MAPS[estimator.feature_map]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import jax
 import matplotlib.figure
@@ -13,12 +13,13 @@ from scipy import integrate
 import simrf_jax
 from experiments.harness import style, trials
 from simrf_jax import theory
-from simrf_jax.projections import Coupling
 from simrf_jax.theory.arguments import PairCoupling
 from simrf_jax.theory.bessel import log_hyp0f1
 from simrf_jax.theory.rows import squared_resultants
 
-COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex", "simplex_plus")
+# Those of the paper.
+DensityCoupling: TypeAlias = Literal[PairCoupling, "simplex_plus"]
+COUPLINGS: tuple[DensityCoupling, ...] = get_args(DensityCoupling)
 
 
 def weight(w: np.ndarray, v: float, dim: int) -> np.ndarray:
@@ -44,7 +45,9 @@ def weight(w: np.ndarray, v: float, dim: int) -> np.ndarray:
     return np.exp(log_hyp0f1(dim / 2, (v * w / 2) ** 2))
 
 
-def draw_lengths(key: jax.Array, num_projections: int, dim: int, coupling: Coupling) -> np.ndarray:
+def draw_lengths(
+    key: jax.Array, num_projections: int, dim: int, coupling: DensityCoupling
+) -> np.ndarray:
     """Returns all |w_i + w_j| of projections of d rows, ``[num_projections, d (d - 1) / 2]``."""
     draw = functools.partial(
         simrf_jax.draw_projection, num_features=dim, dim=dim, coupling=coupling
@@ -71,7 +74,7 @@ def longest(dim: int) -> int:
     return int(np.ceil(np.sqrt(2 * dim) + 6))
 
 
-def summary(lengths: np.ndarray, v: float, dim: int, coupling: Coupling) -> dict[str, Any]:
+def summary(lengths: np.ndarray, v: float, dim: int, coupling: DensityCoupling) -> dict[str, Any]:
     """Returns the conformity by draws and, if theory has it, by quadrature and in closed form."""
     conformity = weight(lengths, v, dim).mean(axis=1)
     density, edges = np.histogram(lengths, 10 * longest(dim), (0, longest(dim)), density=True)

@@ -10,16 +10,14 @@ from jaxtyping import Float64
 from numpy.typing import ArrayLike
 
 from simrf_jax import checks
-from simrf_jax.projections import couplings
+from simrf_jax.projections import FIXED_NORMS, NORMS, Norms, couplings
+from simrf_jax.projections.row_blocks import CrossPolytope
 
 ClosedFormCoupling: TypeAlias = Literal["iid", "orthogonal", "simplex", "cross_polytope"]
 COUPLINGS = get_args(ClosedFormCoupling)
 # Couplings in which all pairs of rows have one angle.
 PairCoupling: TypeAlias = Literal["iid", "orthogonal", "simplex"]
 PAIR_COUPLINGS = get_args(PairCoupling)
-ClosedFormNorms: TypeAlias = Literal["chi", "sqrt_dim", "antithetic", "shared", "pair", "radau"]
-NORMS = get_args(ClosedFormNorms)
-FIXED_NORMS = ("sqrt_dim", "radau")  # Norms that are not random; the estimate then has a bias.
 _LARGEST_PARAMETER = 0.125  # The variance of generalised exponential features is infinite from it.
 
 
@@ -61,7 +59,7 @@ def norm_law(value: Any, coupling: ClosedFormCoupling) -> None:
         )
 
 
-def parameter(value: Any, norms: ClosedFormNorms) -> Float64[np.ndarray, "*shape"]:
+def parameter(value: Any, norms: Norms) -> Float64[np.ndarray, "*shape"]:
     """Returns the parameter A of optimal positive features in float64 after checking it.
 
     Args:
@@ -82,7 +80,7 @@ def parameter(value: Any, norms: ClosedFormNorms) -> Float64[np.ndarray, "*shape
     return array
 
 
-def one_parameter(value: Any, norms: ClosedFormNorms) -> float:
+def one_parameter(value: Any, norms: Norms) -> float:
     """Returns the parameter A as one number after checking it; see ``parameter``."""
     array = parameter(value, norms)
     if array.shape:
@@ -127,7 +125,7 @@ def pair_cosine(coupling: Any, cosine: Any, dim: int) -> float | None:
         if coupling == "iid":
             return None
         [run] = couplings.COUPLED[coupling].blocks(dim, dim, "square")
-        return run.block.cosine
+        return None if isinstance(run.block, CrossPolytope) else run.block.cosine
     value = real("cosine", cosine)
     if value.shape or not -1 <= value <= 1:
         raise ValueError(f"cosine must be one number in [-1, 1], got {cosine!r}.")

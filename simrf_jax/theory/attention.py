@@ -22,9 +22,10 @@ from numpy.typing import ArrayLike
 from scipy import special
 
 from simrf_jax import checks
+from simrf_jax.projections import Norms
 from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode
 from simrf_jax.theory import arguments
-from simrf_jax.theory.arguments import ClosedFormCoupling, ClosedFormNorms
+from simrf_jax.theory.arguments import ClosedFormCoupling
 from simrf_jax.theory.fixed_norms import num_weighted_rows
 from simrf_jax.theory.harmonics import SAME_ROW, Moments, gegenbauer, is_parallel
 from simrf_jax.theory.pairs import NormRelation, Pairs, coupled_pairs, with_antipodes
@@ -41,7 +42,7 @@ def attention_error(
     *,
     coupling: ClosedFormCoupling,
     features: AttentionFeatures = "positive",
-    norms: ClosedFormNorms = "chi",
+    norms: Norms = "chi",
     parameter: float = 0.0,
     block: BlockMode = "regular",
     scale: float | None = None,
@@ -54,11 +55,11 @@ def attention_error(
 
     for each head, by the delta method: the error is expanded to first order in the relative errors
     of the kernel estimates. The expansion holds where these are small. For vectors
-    :math:`x = q \sqrt{\text{scale}}` and y in 64 dimensions, with 128 features, it is within 2 % of
-    trials at :math:`|x| = |y| = 0.5` and 10 to 20 % too high at 1. From 1.5 on the law of the
-    estimates has heavy tails: a few rare draws make up the variance, the output is bounded as an
-    average of values, and the prediction is far above what most draws show. A prediction above
-    about 0.3 only says that the error is large.
+    :math:`x = q \sqrt{\text{scale}}` and y in 64 dimensions, with 128 features, it is within 3 % of
+    trials at :math:`|x| = |y| = 0.5`, 5 to 20 % too high at 1, and three times at 1.5. There
+    the law of the estimates has heavy tails: a few rare draws make up the variance, the output is
+    bounded as an average of values, and the prediction is far above what most draws show. A
+    prediction above about 0.3 only says that the error is large.
 
     A factor that all keys of a query share cancels, because :math:`\sum_j p_j (V_j - o) = 0`. This
     is why ``norms="shared"``, which raises the error of the kernel, lowers that of attention.
@@ -200,7 +201,7 @@ class ErrorTerms(NamedTuple):
     """
 
     dim: int
-    norms: ClosedFormNorms
+    norms: Norms
     weight: float
     parallel: dict[float, float]
     spectra: dict[NormRelation, Float64[np.ndarray, " degrees"]]
@@ -227,7 +228,7 @@ class ErrorTerms(NamedTuple):
 def error_terms(
     points: Iterable[QueryPoint],
     parameter: float,
-    norms: ClosedFormNorms,
+    norms: Norms,
     pairs: tuple[Pairs, ...],
 ) -> ErrorTerms:
     """Returns the terms that the given kinds of pairs need.

@@ -162,6 +162,7 @@ class _Candidate(NamedTuple):
         return with_antipodes(pairs) if self.features == "hyperbolic" else pairs
 
 
+_INDEPENDENT, _ANTIPODAL = Pairs(1.0, 0.0, "independent"), Pairs(1.0, -1.0, "equal")
 # The orthogonal rows of hyperbolic features are a cross-polytope.
 _CANDIDATES = (
     _Candidate("positive", "simplex"),
@@ -224,10 +225,10 @@ def choose_num_features(
     inputs = _with_fewer_queries(inputs, num_queries)
     squared_distance = _mean_squared_distance(inputs)
     parameter = float(optimal_parameter(squared_distance, inputs.dim))
-    terms = {
-        tilted: _terms_of_all_heads(inputs, parameter if tilted else 0.0)
-        for tilted in (False, True)
-    }
+    plain = _terms_of_all_heads(inputs, 0.0, (_INDEPENDENT, _ANTIPODAL))
+    # Rows of independent norms have the same covariances whatever the parameter.
+    tilted_rows = _terms_of_all_heads(inputs, parameter, (_ANTIPODAL,))
+    terms = {False: plain, True: tilted_rows._replace(spectra=plain.spectra)}
     choices = []
     for candidate in _CANDIDATES:
         tilted = candidate.features == "optimal_positive"
@@ -267,8 +268,9 @@ def _mean_squared_distance(inputs: AttentionInputs) -> float:
     return max(float(squares + 2 * np.mean(products)), 0.0)
 
 
-def _terms_of_all_heads(inputs: AttentionInputs, parameter: float) -> ErrorTerms:
-    kinds = (Pairs(1.0, 0.0, "independent"), Pairs(1.0, -1.0, "equal"))
+def _terms_of_all_heads(
+    inputs: AttentionInputs, parameter: float, kinds: tuple[Pairs, ...]
+) -> ErrorTerms:
     return mean_terms(
         [
             error_terms(inputs.queries(head), parameter, "chi", kinds)

@@ -25,8 +25,8 @@ from numpy.typing import ArrayLike
 from scipy import special
 
 from simrf_jax import checks
+from simrf_jax.projections import FIXED_NORMS, NORMS, Norms
 from simrf_jax.theory import arguments
-from simrf_jax.theory.arguments import ClosedFormNorms
 from simrf_jax.theory.bessel import log_hyp0f1
 from simrf_jax.theory.pairs import Pairs
 from simrf_jax.theory.series import without_rounding
@@ -47,12 +47,12 @@ class FixedNorm(NamedTuple):
     weight: float
 
 
-def fixed_norm(norms: ClosedFormNorms, dim: int) -> FixedNorm:
+def fixed_norm(norms: Norms, dim: int) -> FixedNorm:
     """Returns the rule of ``"sqrt_dim"`` or ``"radau"``."""
     return FixedNorm(dim, 1.0) if norms == "sqrt_dim" else FixedNorm(dim + 2.0, dim / (dim + 2))
 
 
-def num_weighted_rows(num_features: int, norms: ClosedFormNorms) -> int:
+def num_weighted_rows(num_features: int, norms: Norms) -> int:
     """Returns the number of rows other than the row of zeros, which counts as a feature.
 
     Args:
@@ -70,7 +70,7 @@ def num_weighted_rows(num_features: int, norms: ClosedFormNorms) -> int:
 
 
 def relative_bias(
-    v: ArrayLike, dim: int, *, norms: ClosedFormNorms
+    v: ArrayLike, dim: int, *, norms: Norms
 ) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the relative bias of positive features, the mean of the estimate over K, less 1.
 
@@ -100,10 +100,10 @@ def relative_bias(
       -2.4e-02
     """
     dim = checks.positive_int("dim", dim)
-    checks.one_of("norms", norms, arguments.NORMS)
+    checks.one_of("norms", norms, NORMS)
     with np.errstate(over="ignore"):
         t = np.asarray(arguments.norms("v", v) ** 2)
-    if norms not in arguments.FIXED_NORMS:
+    if norms not in FIXED_NORMS:
         return np.where(np.isnan(t), np.nan, 0.0)[()]
     return bias(t, dim, fixed_norm(norms, dim))[()]
 

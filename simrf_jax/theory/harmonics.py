@@ -29,9 +29,10 @@ from numpy.typing import ArrayLike
 from scipy import special
 
 from simrf_jax import checks
+from simrf_jax.projections import FIXED_NORMS, Norms
 from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode
 from simrf_jax.theory import arguments
-from simrf_jax.theory.arguments import ClosedFormCoupling, ClosedFormNorms
+from simrf_jax.theory.arguments import ClosedFormCoupling
 from simrf_jax.theory.bessel import log_hyp0f1
 from simrf_jax.theory.fixed_norms import bias, fixed_norm, num_weighted_rows
 from simrf_jax.theory.norms import antithetic_rule, chi_rule
@@ -47,7 +48,7 @@ def estimate_covariance(
     num_features: int,
     *,
     coupling: ClosedFormCoupling,
-    norms: ClosedFormNorms = "chi",
+    norms: Norms = "chi",
     parameter: float = 0.0,
     block: BlockMode = "regular",
 ) -> Float64[np.ndarray, "n n"]:
@@ -116,9 +117,7 @@ class Moments:
       bias_product: Products of the biases, ``[n, n]``.
     """
 
-    def __init__(
-        self, sums: Float64[np.ndarray, "n dim"], parameter: float, norms: ClosedFormNorms
-    ) -> None:
+    def __init__(self, sums: Float64[np.ndarray, "n dim"], parameter: float, norms: Norms) -> None:
         self.norms = norms
         self.dim = sums.shape[1]
         self._parameter = parameter
@@ -127,7 +126,7 @@ class Moments:
         largest = np.max(self._squares, initial=0.0)
         self.degrees = int(largest + 9 * np.sqrt(largest) + 14)
         self.weight, biases = 1.0, np.zeros(len(sums))
-        if norms in arguments.FIXED_NORMS:
+        if norms in FIXED_NORMS:
             rule = fixed_norm(norms, self.dim)
             self.weight, biases = rule.weight, bias(self._squares, self.dim, rule)
         self.bias_product = np.outer(biases, biases)
@@ -160,7 +159,7 @@ class Moments:
             values = mean_coefficients(distances, self.dim, self.degrees)[:, None]
             return _centred_products(values, values, np.ones(1))
         peak = self.dim**0.5 + np.sqrt(largest / min(1.0, 1 - 4 * self._parameter))
-        if self.norms in arguments.FIXED_NORMS:
+        if self.norms in FIXED_NORMS:
             nodes = others = np.sqrt([fixed_norm(self.norms, self.dim).squared_norm])
             log_weights = np.zeros(1)
         elif relation == "equal":
@@ -175,14 +174,14 @@ class Moments:
         return _centred_products(values, rest[0] if rest else values, np.exp(log_weights))
 
 
-def is_parallel(pair: Pairs, norms: ClosedFormNorms) -> bool:
+def is_parallel(pair: Pairs, norms: Norms) -> bool:
     """Returns whether the rows are w and w, or w and -w, for which there is a closed form.
 
     Args:
       pair: Kind of the pair.
       norms: Law of the norms; fixed norms have no closed form.
     """
-    is_random = norms not in arguments.FIXED_NORMS
+    is_random = norms not in FIXED_NORMS
     return is_random and pair.norms == "equal" and abs(pair.cosine) == 1
 
 

@@ -10,9 +10,10 @@ from numpy.typing import ArrayLike
 
 from simrf_jax import checks
 from simrf_jax.features import KERNELS, Kernel
+from simrf_jax.projections import FIXED_NORMS, Norms
 from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode
 from simrf_jax.theory import arguments, fixed_norms, proposal
-from simrf_jax.theory.arguments import ClosedFormCoupling, ClosedFormNorms
+from simrf_jax.theory.arguments import ClosedFormCoupling
 from simrf_jax.theory.oscillation import trigonometric_ratio
 from simrf_jax.theory.pairs import Pairs, coupled_pairs, with_antipodes
 from simrf_jax.theory.series import positive_series
@@ -32,7 +33,7 @@ def kernel_mse(
     kernel: Kernel = "gaussian",
     block: BlockMode = "regular",
     log: bool = False,
-    norms: ClosedFormNorms = "chi",
+    norms: Norms = "chi",
     parameter: ArrayLike = 0.0,
 ) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the mean squared error of a random-feature kernel estimate.
@@ -144,7 +145,7 @@ def mse_ratio(
     features: Features = "positive",
     baseline: ClosedFormCoupling = "iid",
     block: BlockMode = "regular",
-    norms: ClosedFormNorms = "chi",
+    norms: Norms = "chi",
     parameter: ArrayLike = 0.0,
 ) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the ratio of two couplings' mean squared errors, which depends on one distance only.
@@ -222,14 +223,14 @@ class _Design(NamedTuple):
     num_features: int
     dim: int
     features: Features
-    norms: ClosedFormNorms
+    norms: Norms
     parameter: Float64[np.ndarray, "*shape"]
     pairs: tuple[Pairs, ...]
 
     @property
     def is_plain(self) -> bool:
         """True if the error is a multiple of that of iid rows by ``series``."""
-        return self.norms not in arguments.FIXED_NORMS and not np.any(self.parameter)
+        return self.norms not in FIXED_NORMS and not np.any(self.parameter)
 
 
 def _design(
@@ -237,7 +238,7 @@ def _design(
     dim: int,
     coupling: ClosedFormCoupling,
     features: Features,
-    norms: ClosedFormNorms,
+    norms: Norms,
     parameter: ArrayLike,
     block: BlockMode,
 ) -> _Design:
@@ -264,7 +265,7 @@ def _log_relative_mse(
     num_rows = fixed_norms.num_weighted_rows(num_features, norms)
     if features == "hyperbolic":
         num_rows, pairs = 2 * num_rows, with_antipodes(pairs)
-    if norms in arguments.FIXED_NORMS:
+    if norms in FIXED_NORMS:
         rule = fixed_norms.fixed_norm(norms, dim)
         return fixed_norms.log_relative_mse(t, num_rows, dim, pairs, rule)
     return proposal.log_relative_mse(t, parameter, num_rows, dim, pairs)

@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
+from simrf_jax.projections import FIXED_NORMS, Norms
 from simrf_jax.projections.couplings import COUPLED
 from simrf_jax.projections.row_blocks import BlockMode, CrossPolytope
-from simrf_jax.theory.arguments import FIXED_NORMS, ClosedFormCoupling, ClosedFormNorms
+from simrf_jax.theory.arguments import ClosedFormCoupling
 
 NormRelation: TypeAlias = Literal["independent", "equal", "antithetic"]
 Kind: TypeAlias = tuple[float, NormRelation]  # Cosine and norms of a pair.
@@ -35,7 +36,7 @@ def coupled_pairs(
     dim: int,
     coupling: ClosedFormCoupling,
     block: BlockMode,
-    norms: ClosedFormNorms = "chi",
+    norms: Norms = "chi",
 ) -> tuple[Pairs, ...]:
     """Returns all coupled pairs of a projection, one entry for each angle and relation of norms.
 
@@ -87,7 +88,7 @@ def _row_blocks(
         yield rows.num_rows, repeats, None if isinstance(rows, CrossPolytope) else rows.cosine
 
 
-def _kinds(rows: int, cosine: float, norms: ClosedFormNorms) -> dict[Kind, int]:
+def _kinds(rows: int, cosine: float, norms: Norms) -> dict[Kind, int]:
     """Counts the ordered pairs of a row block in which all pairs have one angle."""
     pairs = rows * (rows - 1)
     if norms == "shared" or norms in FIXED_NORMS:
@@ -96,7 +97,7 @@ def _kinds(rows: int, cosine: float, norms: ClosedFormNorms) -> dict[Kind, int]:
     return {(cosine, "independent"): pairs - antithetic, (cosine, "antithetic"): antithetic}
 
 
-def _antipodal_kinds(rows: int, norms: ClosedFormNorms) -> dict[Kind, int]:
+def _antipodal_kinds(rows: int, norms: Norms) -> dict[Kind, int]:
     """Counts the ordered pairs of a row block of rows s_1, -s_1, s_2, -s_2, ..."""
     antipodal = 2 * (rows // 2)
     orthogonal = rows * (rows - 1) - antipodal

@@ -8,14 +8,19 @@ from simrf_jax.projections.row_blocks import simplex_vertices
 
 def row_blocks(num_rows, dim, coupling):
     """Returns the directions of each row block before rotation; iid rows are blocks of one."""
+    if coupling == "simplex":
+        full, rest = divmod(num_rows, dim + 1)
+        assert rest != 1 or not full, "A single row would be left over."
+        sizes = [dim + 1] * full + [rest] * (rest > 0)
+        return [simplex_vertices(size) for size in sizes]
+    signs = np.tile([[1.0], [-1.0]], (dim, 1))
     full = {
         "iid": np.eye(dim)[:1],
         "orthogonal": np.eye(dim),
-        "simplex": simplex_vertices(dim + 1),
-        "cross_polytope": np.repeat(np.eye(dim), 2, axis=0) * np.tile([[1.0], [-1.0]], (dim, 1)),
+        "cross_polytope": np.repeat(np.eye(dim), 2, axis=0) * signs,
     }[coupling]
     starts = range(0, num_rows, len(full))
-    return [full[: min(len(full), num_rows - start)] for start in starts]
+    return [full[: num_rows - start] for start in starts]
 
 
 def rotations(rng, num_draws, dim):
@@ -45,7 +50,7 @@ def draw_rows(rng, num_draws, num_rows, dim, coupling, norms):
     """Returns rows ``[num_draws, num_rows, dim]``, without a row of zeros."""
     blocks = []
     for directions in row_blocks(num_rows, dim, coupling):
-        turned = directions @ rotations(rng, num_draws, dim)
+        turned = directions @ rotations(rng, num_draws, dim)[:, : directions.shape[1]]
         lengths = block_norms(rng, num_draws, len(directions), dim, coupling, norms)
         blocks.append(lengths[..., None] * turned)
     return np.concatenate(blocks, axis=1)
