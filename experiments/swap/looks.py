@@ -21,6 +21,12 @@ LOOKS: dict[str, dict[str, Any]] = {
     "positive_orthogonal": {"color": "#0072B2", "linestyle": "--", "marker": "s"},
     "positive_simplex": {"color": "#0072B2", "linestyle": "-", "marker": "^"},
     "hyperbolic": {"color": "#009E73", "linestyle": "-.", "marker": "D"},
+    "optimal": {"color": "#56B4E9", "linestyle": "-", "marker": "v"},
+    "sderf": {"color": "#E69F00", "linestyle": "--", "marker": "s"},
+    "calibrated_simplex": {"color": "#D55E00", "linestyle": "-", "marker": "^"},
+    "calibrated": {"color": "#D55E00", "linestyle": "--", "marker": "P"},
+    "band_positive": {"color": "#CC79A7", "linestyle": "-", "marker": "^"},
+    "band_calibrated": {"color": "#CC79A7", "linestyle": "--", "marker": "P"},
 }
 TASKS = {
     "digits": "digits ViT",

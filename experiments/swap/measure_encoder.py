@@ -122,7 +122,12 @@ def run(config: ml_collections.ConfigDict, pieces: resumable.Pieces) -> dict[str
             maps = feature_maps(method, seed)
             prng_key = jax.random.key(seed)
             return METHODS[method].attentions(
-                prng_key, maps, num_features, num_heads=heads, head_dim=dim
+                prng_key,
+                maps,
+                num_features,
+                num_heads=heads,
+                head_dim=dim,
+                bandwidth=ours.bandwidth,
             )
 
         return get(f"{method}-{num_features}", seed, attentions)

@@ -15,7 +15,7 @@ from flax import nnx
 
 from experiments.harness import resumable, train_state, trials
 from experiments.swap import training
-from experiments.swap.methods import METHODS, baselines
+from experiments.swap.methods import METHODS, available, baselines
 from experiments.swap.swapping import Attention, record, swapped
 from experiments.swap.training import Task
 
@@ -81,6 +81,7 @@ class Swaps:
             num_features,
             num_heads=heads,
             head_dim=dim,
+            bandwidth=self.config.get("bandwidth"),
         )
         return swapped(self.model(seed), attentions)
 
@@ -144,12 +145,15 @@ def run(
     """
     ours = config[name]
     swaps = Swaps(name, task, ours, pieces)
+    bandwidth = ours.get("bandwidth")
     fixed: dict[str, Attention | None] = {"softmax": None}
     # A band that is as wide as the sequence would be softmax attention.
-    fixed |= baselines(ours.get("bandwidth"))
-    methods: dict[str, dict[str, list[float]]] = {method: {} for method in config.methods}
+    fixed |= baselines(bandwidth)
+    names = available(config.methods, bandwidth)
+    methods: dict[str, dict[str, list[float]]] = {method: {} for method in names}
     scores: dict[str, list[float]] = {one: [] for one in fixed}
-    tuned: dict[str, list[np.ndarray]] = {one: [] for one in ("softmax", *config.tuned_methods)}
+    tuned_names = available(config.tuned_methods, bandwidth)
+    tuned: dict[str, list[np.ndarray]] = {one: [] for one in ("softmax", *tuned_names)}
     for seed in tqdm.tqdm(config.seeds, desc=name, dynamic_ncols=True):
         for one, attention in fixed.items():
             scores[one].append(swaps.score_of(one, attention, seed))

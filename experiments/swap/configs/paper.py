@@ -13,8 +13,18 @@ import ml_collections
 def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     config.parts = ("encoder", "digits", "char_lm", "fashion_mnist")
-    config.methods = ("positive_iid", "positive_orthogonal", "positive_simplex", "hyperbolic")
-    config.tuned_methods = ("positive_simplex",)
+    config.methods = (
+        "positive_iid",
+        "positive_simplex",
+        "hyperbolic",
+        "optimal",
+        "sderf",
+        "calibrated_simplex",
+        "calibrated",
+        "band_positive",
+        "band_calibrated",
+    )
+    config.tuned_methods = ("positive_simplex", "calibrated", "band_calibrated")
     config.seeds = (0, 1, 2, 3, 4)
     config.model_dir = ""
     config.data_dir = ""
