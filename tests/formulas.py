@@ -4,8 +4,22 @@ Each is analytic wherever phi is smooth, so that a complex step in x or w gives 
 """
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
+
+
+class Sides(NamedTuple):
+    """Formulas of a map whose features of queries and of keys differ."""
+
+    query: Callable
+    key: Callable
+
+
+def of_side(formula, side):
+    """Returns the formula of queries or keys."""
+    return getattr(formula, side) if isinstance(formula, Sides) else formula
 
 
 def _half_squared_norm(x):
@@ -62,6 +76,39 @@ def optimal_positive(x, w, kernel, parameter=-0.1):
 def with_parameter(parameter):
     """Returns the formula of optimal positive features with a parameter."""
     return functools.partial(optimal_positive, parameter=parameter)
+
+
+def calibration(dim):
+    """Returns the arrays of a calibrated map for vectors of some dim, in float32."""
+    rng = np.random.default_rng(dim)
+    matrix = np.eye(dim) + 0.2 * dim**-0.5 * rng.normal(size=(dim, dim))
+    arrays = {
+        "query_mean": 0.2 * rng.normal(size=dim),
+        "key_mean": 0.2 * rng.normal(size=dim),
+        "query_matrix": matrix,
+        "key_matrix": np.linalg.inv(matrix).T,
+        "variances": rng.uniform(0.8, 1.8, dim),
+    }
+    return {name: array.astype(np.float32) for name, array in arrays.items()}
+
+
+def _calibrated(x, w, kernel, side, other):
+    assert kernel == "softmax"
+    arrays = {name: np.float64(array) for name, array in calibration(x.shape[-1]).items()}
+    mean = arrays[f"{side}_mean"]
+    balanced = (x - mean) @ arrays[f"{side}_matrix"].T
+    tilted = w * np.sqrt(arrays["variances"])
+    # The log ratio of the densities of N(0, I) and N(0, diag(variances)) at the tilted rows.
+    log_ratio = (np.sum(w**2 - tilted**2, axis=-1) + np.sum(np.log(arrays["variances"]))) / 2
+    log = balanced @ tilted.T - _half_squared_norm(balanced) + log_ratio / 2 - np.log(len(w)) / 2
+    log = log + ((x - mean / 2) @ arrays[f"{other}_mean"])[..., None]
+    return log, np.ones_like(log)
+
+
+calibrated = Sides(
+    functools.partial(_calibrated, side="query", other="key"),
+    functools.partial(_calibrated, side="key", other="query"),
+)
 
 
 def trigonometric(x, w, kernel):

@@ -93,8 +93,15 @@ def weighted(w):
     return WeightedProjection(w, formulas.log_weights(w))
 
 
+def calibrated():
+    """Returns the map of ``formulas.calibrated`` with arrays for each of two key heads."""
+    arrays = formulas.calibration(DIM)
+    return feature_maps.Calibrated(**{name: np.stack([a, a]) for name, a in arrays.items()})
+
+
 # Those whose name is not all that they need.
 LIBRARY = {
+    "calibrated": Library(calibrated()),
     "elu": Library("elu", lambda w: None),
     "optimal_positive": Library(feature_maps.OptimalPositive(-0.1)),
     "weighted": Library("positive", weighted),
@@ -199,14 +206,15 @@ def both(*, causal=False, packed=False, decode=False, **shape):
 def joint(name="positive", *, causal=False, packed=False, decode=False, **shape):
     """An exact band and random features beyond it, under one normaliser."""
     band = {"exact_bandwidth": BANDWIDTH}
+    feature_map = LIBRARY.get(name, Library(name)).feature_map
 
     def attend(q, k, v, w, mask=None):
         if decode:
-            state = steps.init_state(w, feature_map=name, **band, **_sizes(q, k, v))
-            step = functools.partial(steps.step, projection=w, feature_map=name, **band)
+            state = steps.init_state(w, feature_map=feature_map, **band, **_sizes(q, k, v))
+            step = functools.partial(steps.step, projection=w, feature_map=feature_map, **band)
             return token_by_token(step, state, q, k, v, mask)
         options = {"is_causal": causal, "chunk_size": 4, **_segments(q, packed), **band}
-        return random_feature_attention(q, k, v, w, feature_map=name, mask=mask, **options)
+        return random_feature_attention(q, k, v, w, feature_map=feature_map, mask=mask, **options)
 
     def expected(q, k, v, w, log_weights=None):
         return beside_band(
@@ -263,6 +271,7 @@ OTHER_MAPS = (
     "optimal_positive",
     "weighted",
     "weighted_hyperbolic",
+    "calibrated",
 )
 WITH_OTHER_MAPS = {
     f"{name}, {feature_map}": far(feature_map, **options)
@@ -274,7 +283,7 @@ WITH_OTHER_MAPS = {
     }.items()
 } | {
     f"exact band, {name}, {feature_map}": joint(feature_map, **options)
-    for feature_map in ("hyperbolic", "trigonometric")
+    for feature_map in ("hyperbolic", "trigonometric", "calibrated")
     for name, options in {
         "bidirectional": {},
         "packed": {"packed": True},

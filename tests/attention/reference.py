@@ -32,8 +32,9 @@ def attention(
     for n in range(num_heads):
         k = n // (num_heads // num_key_heads)
         w = projection if projection is None or projection.ndim == 2 else projection[k]
-        log_q, sign_q = formula(query[:, n] * np.sign(scale) * root, w, "softmax")
-        log_k, sign_k = formula(key[:, k] * root, w, "softmax")
+        of_queries, of_keys = (formulas.of_side(formula, side) for side in ("query", "key"))
+        log_q, sign_q = of_queries(query[:, n] * np.sign(scale) * root, w, "softmax")
+        log_k, sign_k = of_keys(key[:, k] * root, w, "softmax")
         if log_weights is not None:
             log_k = log_k + log_weights[n][:, None]
         for t in range(len(log_q)):
@@ -118,7 +119,8 @@ def beside_band(
     for t, n in np.ndindex(query.shape[:2]):
         w = projection if projection.ndim == 2 else projection[n // groups]
         x = query[t, n] * np.sign(scale) * np.sqrt(abs(scale))
-        (log_q,), (sign_q,) = formula(x[None], w, "softmax")
+        of_queries, of_keys = (formulas.of_side(formula, side) for side in ("query", "key"))
+        (log_q,), (sign_q,) = of_queries(x[None], w, "softmax")
         logs, signs, values = [], [], []
         for s in range(len(key)):
             if visible is not None and not visible[t, s]:
@@ -127,7 +129,7 @@ def beside_band(
             if abs(t - s) <= bandwidth:
                 log, sign = np.array([scale * query[t, n] @ y]), np.ones(1)
             else:
-                (log_k,), (sign_k,) = formula(y[None] * np.sqrt(abs(scale)), w, "softmax")
+                (log_k,), (sign_k,) = of_keys(y[None] * np.sqrt(abs(scale)), w, "softmax")
                 log, sign = log_q + log_k, sign_q * sign_k
             logs.append(log + (0 if log_weights is None else log_weights[n, s]))
             signs.append(sign)

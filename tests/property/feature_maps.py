@@ -1,12 +1,14 @@
 """Feature maps as a user passes them, with their formulas in float64."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from simrf_jax.features.maps import Custom, OptimalPositive
+from simrf_jax import FeatureMap
+from simrf_jax.features.maps import Calibrated, Custom, OptimalPositive
 from tests import formulas
 
 
@@ -67,12 +69,24 @@ def inverse_formula(x, w, kernel):
     return log, np.ones_like(log)
 
 
+@dataclasses.dataclass(frozen=True)
+class CalibratedForAnyDim(FeatureMap):
+    """The map of ``formulas.calibrated``, whatever the dim of the vectors."""
+
+    is_finite = True
+
+    def log_features(self, x, projection, *, side):
+        own = Calibrated(**formulas.calibration(x.shape[-1]))
+        return own.log_features(x, projection, side=side)
+
+
 MAPS = {
     "positive": named("positive"),
     "hyperbolic": named("hyperbolic"),
     "optimal positive": Map(
         OptimalPositive(-0.1), formulas.optimal_positive, formulas.optimal_positive
     ),
+    "calibrated": Map(CalibratedForAnyDim(), *formulas.calibrated),
     "trigonometric": named("trigonometric", signed=True),
     "phase": named("phase", signed=True),
     "relu": named("relu"),

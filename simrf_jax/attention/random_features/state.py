@@ -216,7 +216,9 @@ class AttentionState(NamedTuple):
 
     def split_spoiled(self) -> tuple[AttentionState, Bool[Array, "B K"]]:
         """Returns a state of finite sums, and where ``spoil`` made them NaN, ``[B, K]``."""
-        spoiled = jnp.any(jnp.isnan(self.sums), axis=(-2, -1))
+        # The denominators say it. XLA evaluates this while it compiles if the state is empty, which
+        # took seconds for all sums.
+        spoiled = jnp.any(jnp.isnan(self.sums[..., -1]), axis=-1)
         return self._replace(sums=jnp.where(spoiled[:, :, None, None], 0, self.sums)), spoiled
 
     def read(self, queries: LogFeatures, dtype: jnp.dtype) -> Readout:
