@@ -17,6 +17,11 @@ class Sides(NamedTuple):
     key: Callable
 
 
+def of_head(formula, head):
+    """Returns the formula of a key head."""
+    return formula[head] if isinstance(formula, list) else formula
+
+
 def of_side(formula, side):
     """Returns the formula of queries or keys."""
     return getattr(formula, side) if isinstance(formula, Sides) else formula
@@ -78,9 +83,9 @@ def with_parameter(parameter):
     return functools.partial(optimal_positive, parameter=parameter)
 
 
-def calibration(dim):
-    """Returns the arrays of a calibrated map for vectors of some dim, in float32."""
-    rng = np.random.default_rng(dim)
+def calibration(dim, head=0):
+    """Returns the arrays of one head's calibrated map for vectors of some dim, in float32."""
+    rng = np.random.default_rng((dim, head))
     matrix = np.eye(dim) + 0.2 * dim**-0.5 * rng.normal(size=(dim, dim))
     arrays = {
         "query_mean": 0.2 * rng.normal(size=dim),
@@ -92,9 +97,9 @@ def calibration(dim):
     return {name: array.astype(np.float32) for name, array in arrays.items()}
 
 
-def _calibrated(x, w, kernel, side, other):
+def _calibrated(x, w, kernel, side, other, head):
     assert kernel == "softmax"
-    arrays = {name: np.float64(array) for name, array in calibration(x.shape[-1]).items()}
+    arrays = {name: np.float64(array) for name, array in calibration(x.shape[-1], head).items()}
     mean = arrays[f"{side}_mean"]
     balanced = (x - mean) @ arrays[f"{side}_matrix"].T
     tilted = w * np.sqrt(arrays["variances"])
@@ -105,10 +110,14 @@ def _calibrated(x, w, kernel, side, other):
     return log, np.ones_like(log)
 
 
-calibrated = Sides(
-    functools.partial(_calibrated, side="query", other="key"),
-    functools.partial(_calibrated, side="key", other="query"),
-)
+# Of two key heads.
+calibrated = [
+    Sides(
+        functools.partial(_calibrated, side="query", other="key", head=head),
+        functools.partial(_calibrated, side="key", other="query", head=head),
+    )
+    for head in range(2)
+]
 
 
 def trigonometric(x, w, kernel):

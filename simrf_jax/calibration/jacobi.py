@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-MAX_SWEEPS = 40  # About ten are enough for any matrix of finite numbers that was tried.
+MAX_SWEEPS = 40  # Every finite matrix that we tried needed about ten.
 
 
 class _State(NamedTuple):
@@ -27,8 +27,9 @@ def left_singular_vectors(
     of the columns meet the other half at a time, as in a round-robin tournament, so that each round
     takes a few vector operations. Use ``jax.vmap`` for many matrices.
 
-    LAPACK is ruled out: XLA on a CPU with two cores can deadlock when several of its calls in one
-    jitted computation run side by side, as the calibration of several layers would make them.
+    This avoids LAPACK, because XLA on a CPU with two cores can deadlock when several of its calls
+    run side by side in one jitted computation, as the calibration of several layers would make
+    them.
 
     Args:
       matrix: A square matrix of full rank. If it is singular, some columns of the vectors are zero.
@@ -56,7 +57,9 @@ def left_singular_vectors(
     def is_coupled(state: _State) -> Bool[Array, ""]:
         return (state.largest_cosine > tolerance) & (state.num_sweeps < MAX_SWEEPS)
 
-    start = _State(even, jnp.asarray(jnp.inf, matrix.dtype), jnp.asarray(0))
+    # More than any cosine, and varying over devices of shard_map as the matrix does.
+    not_yet = 2 + 0 * jnp.sum(matrix)
+    start = _State(even, not_yet, jnp.asarray(0))
     columns = jax.lax.while_loop(is_coupled, _sweep, start).columns[:, :size]
     values = jnp.linalg.norm(columns, axis=0, keepdims=True)
     return columns / jnp.where(values > 0, values, 1), values[0]
@@ -77,7 +80,7 @@ def _sweep(state: _State) -> _State:
         columns = jnp.concatenate([a[:, :1], jnp.roll(others, 1, axis=1)], axis=1)
         return columns, jnp.maximum(largest, jnp.max(cosines))
 
-    carry = state.columns, jnp.zeros_like(state.largest_cosine)
+    carry = state.columns, 0 * state.largest_cosine
     columns, largest = jax.lax.fori_loop(0, num_columns - 1, meet, carry)
     return _State(columns, largest, state.num_sweeps + 1)
 

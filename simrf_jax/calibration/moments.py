@@ -47,7 +47,8 @@ class Moments(NamedTuple):
             weights = real.astype(x.dtype)
             x = jnp.where(real[:, None, None], x, 0)  # Padding may hold anything.
         count = jnp.sum(weights)
-        mean = jnp.einsum("nkh,n->kh", x, weights) / jnp.maximum(count, 1)
+        total = jnp.sum(x * weights[:, None, None], axis=0)
+        mean = total / jnp.maximum(count, 1)
         offsets = (x - mean[None]) * weights[:, None, None]
         scatter = jnp.einsum("nkh,nkj->khj", offsets, offsets, precision=jax.lax.Precision.HIGHEST)
         return cls(jnp.broadcast_to(count, mean.shape[:1]), mean, scatter)

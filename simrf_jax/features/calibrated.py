@@ -16,7 +16,13 @@ from jaxtyping import Array, Float
 from simrf_jax import checks
 from simrf_jax.features.feature_map import FeatureMap
 from simrf_jax.features.log_space import LogFeatures, Side
-from simrf_jax.projections import Projection, add_half_log_weights, product, rows_of
+from simrf_jax.projections import (
+    Projection,
+    StructuredProjection,
+    add_half_log_weights,
+    product,
+    rows_of,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -24,7 +30,7 @@ class Calibrated(FeatureMap):
     r"""Positive features that are centred, balanced and tilted, as ``calibrate`` fits them.
 
     The softmax kernel is unchanged if the queries and the keys are shifted, up to factors, and if a
-    matrix stretches the queries while its inverse transpose stretches the keys. Besides, the rows
+    matrix stretches the queries while its inverse transpose stretches the keys. Also, the rows
     of W may be drawn from another Gaussian law if each feature is weighted by the ratio of the
     densities. All three leave the estimate unbiased and positive; chosen well, they lower its
     variance by orders of magnitude where queries and keys are not isotropic. With
@@ -96,9 +102,9 @@ class Calibrated(FeatureMap):
 
     @property
     def needs_chi_norms(self) -> bool:
-        """True if W is known to be tilted; of traced variances nothing is known."""
+        """True if W is known to be tilted; False for traced variances, whose values are unknown."""
         is_traced = isinstance(self.variances, jax.core.Tracer)
-        return not is_traced and bool(np.any(np.asarray(self.variances) != 1))
+        return not is_traced and bool(np.any(jax.device_get(self.variances) != 1))
 
     def log_features(
         self, x: Float[Array, "*batch H"], projection: Projection, *, side: Side
@@ -127,12 +133,17 @@ class Calibrated(FeatureMap):
 
     def _log_weights(self, projection: Projection) -> Float[Array, " num_features"]:
         """Returns the log ratio of the densities at each row of W."""
-        eye = jnp.eye(self.variances.shape[-1], dtype=self.variances.dtype)
-        rows = product(eye, rows_of(projection)).T
+        rows = _dense(rows_of(projection)).astype(self.variances.dtype)
         # Large terms of long rows nearly cancel, so each square stands beside its mean.
         excess = _along(1 - self.variances, rows) * (jnp.square(rows) - 1)
         constant = jnp.sum(jnp.log(self.variances) + 1 - self.variances)
         return 0.5 * (jnp.sum(excess, axis=-1) + constant)
+
+
+def _dense(
+    rows: Float[Array, "num_features H"] | StructuredProjection,
+) -> Float[Array, "num_features H"]:
+    return rows if isinstance(rows, jax.Array) else product(jnp.eye(rows.shape[-1]), rows).T
 
 
 def _along(vector: Float[Array, " H"], x: Float[Array, "*batch H"]) -> Float[Array, "*batch H"]:

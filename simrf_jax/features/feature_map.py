@@ -177,12 +177,6 @@ def _register(cls: type[FeatureMap]) -> None:
 
     def flatten(feature_map: FeatureMap) -> tuple[list[Any], tuple[Any, ...]]:
         leaves = [getattr(feature_map, name) for name in names_of_leaves()]
-        for name, leaf in zip(names_of_leaves(), leaves, strict=True):
-            if isinstance(leaf, str):
-                raise TypeError(
-                    f"The field {name} of {cls.__name__} is no array, got {leaf!r}; name it as "
-                    f"static: class {cls.__name__}(FeatureMap, static=({name!r},))."
-                )
         return leaves, tuple(getattr(feature_map, name) for name in static)
 
     def flatten_with_keys(feature_map: FeatureMap) -> tuple[list[Any], tuple[Any, ...]]:
@@ -317,6 +311,18 @@ def calls_function(feature_map: FeatureMap) -> bool:
     return any(isinstance(node, Custom) for node in nodes)
 
 
+def _check_leaves(feature_map: FeatureMap) -> None:
+    """Refuses strings in the place of arrays. Other programs may put them there, as labels."""
+    own = type(feature_map).__name__
+    for path, leaf in jax.tree_util.tree_leaves_with_path(feature_map):
+        if isinstance(leaf, str):
+            name = getattr(path[0], "name", "")
+            raise TypeError(
+                f"The field {name} of {own} is no array, got {leaf!r}; name it as static: "
+                f"class {own}(FeatureMap, static=({name!r},))."
+            )
+
+
 # A feature map as users give it: a name, an object, or a function (x, projection).
 FeatureMapLike: TypeAlias = str | FeatureMap | Callable[..., jax.Array]
 
@@ -332,12 +338,14 @@ def as_feature_map(feature_map: FeatureMapLike) -> FeatureMap:
     if isinstance(feature_map, str) and feature_map == "calibrated":
         raise ValueError(
             "feature_map='calibrated' holds arrays of its own: pass the map that "
-            "simrf_jax.calibrate(query, key) returns. Only the Flax adapters take the name."
+            "simrf_jax.calibrate(query, key) returns. Of the Flax adapters, only "
+            "RandomFeatureAttention takes the name."
         )
     if isinstance(feature_map, str):
         checks.one_of("feature_map", feature_map, FEATURE_MAPS)
         return FEATURE_MAPS[feature_map]
     if isinstance(feature_map, FeatureMap):
+        _check_leaves(feature_map)
         return feature_map
     if not callable(feature_map) or isinstance(feature_map, type):
         raise TypeError(

@@ -17,7 +17,7 @@ from simrf_jax import checks
 from simrf_jax.attention import Band, Blend, Mechanism, RandomFeatures
 from simrf_jax.attention.inputs.arguments import per_key, shape_of_logits, within_lengths
 from simrf_jax.calibration import Moments
-from simrf_jax.calibration.calibrate import moments
+from simrf_jax.calibration.api import moments
 from simrf_jax.calibration.fit import Balance, Tilt, fit
 from simrf_jax.features import (
     BipolarProjection,
@@ -298,8 +298,8 @@ def add_moments(sums: tuple[Moments, Moments], call: Call) -> tuple[Moments, Mom
     """Returns the moments with the queries and keys of a call, as attention scales them.
 
     Padding does not count: keys that no head sees, queries beyond their lengths and those that a
-    factored mask hides. In self-attention whose calls say nothing about queries, those at hidden
-    keys do not count either.
+    factored mask hides. If a call says nothing about queries and has as many of them as keys, it is
+    taken for self-attention, and queries at hidden keys do not count either.
     """
     query, key = jax.lax.stop_gradient((call.query, call.key))
     scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
@@ -313,9 +313,9 @@ def _real_tokens(call: Call) -> tuple[jax.Array, jax.Array]:
     key_length = call.key.shape[-3]
     keys = jnp.ones((*batch, key_length), bool)
     if call.mask is not None:
-        heads = per_key(jnp.asarray(call.mask), shape_of_logits(call.query, call.key))
-        some_head = jnp.any(heads, axis=-2)
-        keys &= some_head.reshape(some_head.shape[-keys.ndim :])
+        keys &= _seen_by_some_head(jnp.asarray(call.mask), call)
+    if call.bias is not None:
+        keys &= _seen_by_some_head(jnp.asarray(call.bias) > -jnp.inf, call)
     if call.key_value_seq_lengths is not None:
         lengths = jnp.asarray(call.key_value_seq_lengths)
         keys &= within_lengths("key_value_seq_lengths", lengths, batch, key_length)
@@ -327,6 +327,12 @@ def _real_tokens(call: Call) -> tuple[jax.Array, jax.Array]:
     else:
         queries = keys if length == key_length else jnp.ones((*batch, length), bool)
     return jnp.broadcast_to(queries, (*batch, length)), keys
+
+
+def _seen_by_some_head(visible: jax.Array, call: Call) -> jax.Array:
+    """Returns ``[..., S]`` of a mask that is the same for all queries."""
+    seen = jnp.any(per_key(visible, shape_of_logits(call.query, call.key)), axis=-2)
+    return seen.reshape(seen.shape[max(0, seen.ndim - (call.key.ndim - 2)) :])
 
 
 def fit_stack(
@@ -343,7 +349,9 @@ def fit_stack(
     if not bool(jnp.all(queries.num_vectors > 0) & jnp.all(keys.num_vectors > 0)):
         raise ValueError(
             "An adapter has seen no tokens, so nothing can be fitted: give batches, and call the "
-            "whole model."
+            "whole model. A lifted transformation around the adapter must hand its moments on: "
+            "nn.scan and nn.vmap by calibration_moments in their variable_axes, nnx.scan and "
+            "nnx.vmap by an axis of the layers that is not None."
         )
     lead = queries.mean.shape[:-1]
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(lead) :]), sums)

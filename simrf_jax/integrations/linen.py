@@ -19,7 +19,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention import Blend, Mechanism, RandomFeatures
-from simrf_jax.calibration.calibrate import check_options
+from simrf_jax.calibration.api import check_options
 from simrf_jax.calibration.fit import Balance, Tilt
 from simrf_jax.features import BipolarProjection, FeatureMapLike
 from simrf_jax.features.calibrated import Calibrated
@@ -238,6 +238,8 @@ class _Adapter(nn.Module):
         """Adds the tokens of a call to the moments that ``calibrate`` sums, if it does."""
         calibrated = getattr(mechanism, "feature_map", None)
         summing = self.is_mutable_collection("calibration_moments") and not self.is_initializing()
+        if summing and self.decode:
+            raise ValueError("An adapter has decode=True: calibrate the model without it.")
         if summing and isinstance(calibrated, Calibrated):
             sums: nn.Variable[Any] = self.variable(
                 "calibration_moments", "moments", flax_attention.no_moments, calibrated
@@ -312,7 +314,8 @@ class RandomFeatureAttention(_Adapter):
     Attributes:
       num_features: Number of random features; None for a map that needs no W.
       feature_map: Feature map other than ``"clustered_hybrid"``, by name or as an object; see
-        ``simrf_jax.random_feature_attention``.
+        ``simrf_jax.random_feature_attention``. ``"calibrated"`` holds a calibration for each key
+        head: it is the positive map until ``calibrate`` fits it.
       coupling: Coupling of the rows of W, and of both base estimators of a hybrid; see
         ``simrf_jax.draw_projection``. None stands for the feature map's: simplex for positive,
         relu, elu and maps of one's own, orthogonal for the others.
@@ -379,6 +382,11 @@ class RandomFeatureAttention(_Adapter):
         feature_map = flax_attention.adapter_map(self.feature_map, num_key_heads, head_dim)
         flax_attention.check_feature_maps((feature_map,), num_weights=self.num_weights)
         if isinstance(feature_map, Calibrated):
+            if not self.is_initializing() and not self.has_variable("calibration", "feature_map"):
+                raise ValueError(
+                    "The variables lack the collection calibration, which holds the arrays of a "
+                    "calibrated feature map: take it from init, and pass it to apply."
+                )
             calibration = self.variable("calibration", "feature_map", lambda: feature_map)
             feature_map = jax.lax.stop_gradient(calibration.value)
 
@@ -536,8 +544,6 @@ def calibrate(
     covariances of its queries and keys, in memory that does not depend on the number of batches,
     and then fits its feature map as ``simrf_jax.calibrate`` does. During the pass, the adapters
     compute with the maps that they have, from the calibration before or plain positive features.
-    Queries and keys of deeper layers depend on the outputs of those before, so a second pass fits
-    them a little better.
 
     Args:
       model: A model that holds adapters. ``nn.scan`` over layers and ``nn.vmap`` need
@@ -545,7 +551,8 @@ def calibrate(
       variables: Variables of the model, with the collection ``calibration``, which ``init`` makes.
       batches: Batches of the model's inputs. Take some of the training data.
       call: ``call(model, variables, batch, mutable=[...])`` returns the output and the changed
-        collections, by default ``model.apply``. It is compiled by ``jax.jit``.
+        collections, by default ``model.apply``. It is compiled by ``jax.jit``, once for each
+        function.
       center: True to subtract the means; see ``simrf_jax.calibrate``.
       balance: True, ``"diagonal"`` or False; see ``simrf_jax.calibrate``.
       tilt: ``"log"``, ``"mean"``, ``"isotropic"`` or None; see ``simrf_jax.calibrate``.
@@ -556,8 +563,8 @@ def calibrate(
 
     Raises:
       TypeError: If center is neither True nor False.
-      ValueError: If an option is unknown, no adapter has ``feature_map="calibrated"``, an adapter
-        saw no tokens, or queries or keys are not finite.
+      ValueError: If an option is unknown, no adapter has ``feature_map="calibrated"``, one decodes
+        or saw no tokens, or queries or keys are not finite.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -584,28 +591,35 @@ def calibrate(
     for box in boxes:
         flax_attention.check_tilt(tilt, getattr(box, "draw_options", None))
 
-    @jax.jit
-    def add(sums: Any, batch: Any) -> Any:
-        given = {**variables, "calibration_moments": sums}
-        _, updates = call(model, given, batch, mutable=["calibration_moments"])
-        return updates.get("calibration_moments", {})
-
-    sums: Any = {}
+    sums = _start(variables["calibration"])
     for batch in batches:
-        sums = add(sums, batch)
+        sums = _add(model, call, variables, sums, batch)
 
-    def fit(path: Any, calibrated: Any) -> Any:
+    def fit(path: Any, calibrated: Calibrated) -> Calibrated:
         found = sums
         for key in path[:-1]:
-            found = found.get(key.key, {})
-        if "moments" not in found:
-            raise ValueError(
-                f"The adapter {jax.tree_util.keystr(path[:-1])} has seen no tokens: give batches, "
-                "and call the whole model."
-            )
+            found = found[key.key]
         return flax_attention.fit_stack(found["moments"], center=center, balance=balance, tilt=tilt)
 
     calibration = jax.tree_util.tree_map_with_path(
         fit, variables["calibration"], is_leaf=lambda node: isinstance(node, Calibrated)
     )
     return {**variables, "calibration": calibration}
+
+
+def _start(calibration: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a collection ``calibration_moments`` of no tokens for all adapters."""
+    return {
+        "moments" if isinstance(node, Calibrated) else name: (
+            flax_attention.no_moments(node) if isinstance(node, Calibrated) else _start(node)
+        )
+        for name, node in calibration.items()
+    }
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _add(model: nn.Module, call: Callable[..., Any], variables: Any, sums: Any, batch: Any) -> Any:
+    """Returns the moments with those of a batch."""
+    given = {**variables, "calibration_moments": sums}
+    _, updates = call(model, given, batch, mutable=["calibration_moments"])
+    return updates["calibration_moments"]

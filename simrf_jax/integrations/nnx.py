@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.typing import ArrayLike, DTypeLike
 from simrf_jax import checks
 from simrf_jax.attention import Blend, Mechanism, RandomFeatures
 from simrf_jax.attention.random_features.exact_band import check_band
-from simrf_jax.calibration.calibrate import check_options
+from simrf_jax.calibration.api import check_options
 from simrf_jax.calibration.fit import Balance, Tilt
 from simrf_jax.features import FeatureMap, FeatureMapLike, as_feature_map
 from simrf_jax.features.calibrated import Calibrated
@@ -264,7 +265,8 @@ class RandomFeatureAttention(_Adapter):
       head_dim: Width of a head.
       num_features: Number of random features; None for a map that needs no W.
       feature_map: Feature map other than ``"clustered_hybrid"``, by name or as an object; see
-        ``simrf_jax.random_feature_attention``.
+        ``simrf_jax.random_feature_attention``. ``"calibrated"`` holds a calibration for each key
+        head: it is the positive map until ``calibrate`` fits it.
       coupling: Coupling of the rows of W, and of both base estimators of a hybrid; see
         ``simrf_jax.draw_projection``. None stands for the feature map's: simplex for positive,
         relu, elu and maps of one's own, orthogonal for the others.
@@ -524,7 +526,7 @@ def calibrate(
     model: nnx.Module,
     batches: Iterable[Any],
     *,
-    call: Callable[[Any, Any], Any] = lambda model, batch: model(batch),
+    call: Callable[[Any, Any], Any] | None = None,
     center: bool = True,
     balance: Balance = True,
     tilt: Tilt | None = "log",
@@ -535,8 +537,6 @@ def calibrate(
     covariances of its queries and keys, in memory that does not depend on the number of batches,
     and then fits its feature map as ``simrf_jax.calibrate`` does. During the pass, the adapters
     compute with the maps that they have, from the calibration before or plain positive features.
-    Queries and keys of deeper layers depend on the outputs of those before, so a second pass fits
-    them a little better.
 
     The result is in ``Calibration`` variables, which are part of the state and of checkpoints, but
     no parameters. W is as before; redraws do not change the calibration.
@@ -545,16 +545,16 @@ def calibrate(
       model: A model that holds adapters. It is called as the caller left it: set it to evaluation
         first, ``model.eval()``, if it has dropout.
       batches: Batches of the model's inputs. Take some of the training data.
-      call: Calls the model with a batch, by default ``model(batch)``. It is compiled by
-        ``nnx.jit``.
+      call: Function of the model and a batch, which it calls the model with, by default
+        ``model(batch)``. It is compiled by ``nnx.jit``, once for each function.
       center: True to subtract the means; see ``simrf_jax.calibrate``.
       balance: True, ``"diagonal"`` or False; see ``simrf_jax.calibrate``.
       tilt: ``"log"``, ``"mean"``, ``"isotropic"`` or None; see ``simrf_jax.calibrate``.
 
     Raises:
       TypeError: If center is neither True nor False.
-      ValueError: If an option is unknown, no adapter has ``feature_map="calibrated"``, an adapter
-        saw no tokens, or queries or keys are not finite.
+      ValueError: If an option is unknown, no adapter has ``feature_map="calibrated"``, one decodes
+        or saw no tokens, or queries or keys are not finite.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -578,6 +578,11 @@ def calibrate(
             "The model has no adapter to calibrate: make its RandomFeatureAttention(...) with "
             'feature_map="calibrated".'
         )
+    if any(adapter.decode for adapter in adapters):
+        raise ValueError(
+            "An adapter has decode=True: its cache would keep the tokens of the batches. Calibrate "
+            "the model without it."
+        )
     for adapter in adapters:
         flax_attention.check_tilt(tilt, getattr(adapter.projection, "draw_options", None))
     sums = [
@@ -587,7 +592,7 @@ def calibrate(
     try:
         for adapter, own in zip(adapters, sums, strict=True):
             adapter.moments = own
-        compiled = nnx.jit(call)
+        compiled = _compiled(_call if call is None else call)
         for batch in batches:
             compiled(model, batch)
     finally:
@@ -599,3 +604,11 @@ def calibrate(
     ]
     for adapter, calibrated in zip(adapters, fitted, strict=True):
         adapter.feature_map.set_value(calibrated)
+
+
+def _call(model: Any, batch: Any) -> Any:
+    return model(batch)
+
+
+# A new nnx.jit of the same function would compile the model again.
+_compiled = functools.lru_cache(maxsize=8)(nnx.jit)

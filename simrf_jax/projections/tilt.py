@@ -68,6 +68,9 @@ def _scaled(
 def check_chi_norms(projection: Projection) -> None:
     """Raises ``ValueError`` if the norms of the rows are known, and fixed.
 
+    Padded rotations cut rows of fixed norms to other norms, which pass. Only the options of the
+    draw show them, which the Flax adapters check.
+
     Args:
       projection: W, maybe with leading axes. Nothing is known of a traced one.
     """
@@ -82,7 +85,8 @@ def check_chi_norms(projection: Projection) -> None:
             rows.shape[-1],
         )
     norms = norms[norms > 0].astype(np.float64)
-    tolerance = max(1e-4, float(jnp.finfo(rows.dtype).eps))
+    # Rows that share one chi norm are as equal, and come this near with a small probability.
+    tolerance = max(1e-5, float(jnp.finfo(rows.dtype).eps) / 8)
     for law, norm in (("sqrt_dim", dim**0.5), ("radau", (dim + 2) ** 0.5)):
         if norms.size > 1 and np.allclose(norms, norm, rtol=tolerance, atol=0):
             raise ValueError(

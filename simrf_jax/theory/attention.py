@@ -27,7 +27,7 @@ from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode
 from simrf_jax.theory import arguments
 from simrf_jax.theory.arguments import ClosedFormCoupling
 from simrf_jax.theory.fixed_norms import num_weighted_rows
-from simrf_jax.theory.harmonics import SAME_ROW, Moments, gegenbauer, is_parallel
+from simrf_jax.theory.harmonics import SAME_ROW, RowCovariances, gegenbauer, is_parallel
 from simrf_jax.theory.pairs import NormRelation, Pairs, coupled_pairs, with_antipodes
 
 AttentionFeatures: TypeAlias = Literal["positive", "hyperbolic"]
@@ -245,7 +245,7 @@ def error_terms(
     spectra = {relation: np.zeros(1) for relation in relations}
     squared_bias = squared_output = 0.0
     for point in points:
-        moments = Moments(point.sums, parameter, norms)
+        moments = RowCovariances(point.sums, parameter, norms)
         for cosine in parallel:
             parallel[cosine] += np.sum(point.weights * moments.of_parallel_rows(cosine))
         for relation in relations:

@@ -284,7 +284,7 @@ def _least_features(
 ) -> tuple[int, float]:
     """Returns the least number of rows that reaches the error, or the best one, and its error."""
     best = (1, np.inf)
-    for num_features in range(1, max(max_features // candidate.entries_per_row, 1) + 1):
+    for num_features in range(1, max_features // candidate.entries_per_row + 1):
         num_rows = num_features * candidate.entries_per_row
         error = terms.relative_error(num_rows, candidate.pairs(num_features, dim))
         if error < best[1]:

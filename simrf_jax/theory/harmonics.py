@@ -37,7 +37,7 @@ from simrf_jax.theory.bessel import log_hyp0f1
 from simrf_jax.theory.fixed_norms import bias, fixed_norm, num_weighted_rows
 from simrf_jax.theory.norms import antithetic_rule, chi_rule
 from simrf_jax.theory.pairs import NormRelation, Pairs, coupled_pairs
-from simrf_jax.theory.proposal import log_inflation, tilt
+from simrf_jax.theory.proposal import excess_of_rho, log_inflation
 
 _PANELS = 16  # Panels of the quadrature over norms, which keep 10 digits.
 SAME_ROW = Pairs(1.0, 1.0, "equal")  # Stands for one row in both estimates.
@@ -102,12 +102,12 @@ def estimate_covariance(
     number = arguments.one_parameter(parameter, norms)
     num_rows = num_weighted_rows(num_features, norms)
     pairs = coupled_pairs(num_rows, dim, coupling, block, norms)
-    moments = Moments(array, number, norms)
+    moments = RowCovariances(array, number, norms)
     total = moments.of(SAME_ROW) + sum(pair.weight * moments.of(pair) for pair in pairs)
     return moments.weight**2 / num_rows * total + moments.bias_product
 
 
-class Moments:
+class RowCovariances:
     """Covariances of the relative estimates of two rows.
 
     Attributes:
@@ -141,7 +141,7 @@ class Moments:
     def of_parallel_rows(self, cosine: float) -> Float64[np.ndarray, "n n"]:
         """Returns the covariances for the rows w and w, or w and -w."""
         squares = self._squares[:, None] + self._squares + 2 * cosine * self._gram
-        exponent = cosine * self._gram + tilt(self._parameter) / 4 * squares
+        exponent = cosine * self._gram + excess_of_rho(self._parameter) / 4 * squares
         return np.expm1(log_inflation(self._parameter, self.dim) + exponent)
 
     def of_degrees(self, relation: NormRelation) -> Float64[np.ndarray, "degrees n n"]:

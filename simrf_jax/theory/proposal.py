@@ -146,18 +146,22 @@ def _log_at_equal_norms(
     t: Float64[np.ndarray, " n"], parameter: Float64[np.ndarray, " n"], dim: int, cosine: float
 ) -> Float64[np.ndarray, " n"]:
     """Returns the log of E f f' for two rows of one norm."""
-    return log_inflation(parameter, dim) + (cosine + tilt(parameter) * (1 + cosine) / 2) * t
+    return (
+        log_inflation(parameter, dim) + (cosine + excess_of_rho(parameter) * (1 + cosine) / 2) * t
+    )
 
 
 def _change_at_equal_norms(
     t: Float64[np.ndarray, " n"], parameter: Float64[np.ndarray, " n"], dim: int, cosine: float
 ) -> Float64[np.ndarray, " n"]:
     """Returns E f f' for two rows of one norm, less its value at A = 0."""
-    exponent = log_inflation(parameter, dim) + tilt(parameter) * (1 + cosine) / 2 * t
+    exponent = log_inflation(parameter, dim) + excess_of_rho(parameter) * (1 + cosine) / 2 * t
     return np.exp(cosine * t) * np.expm1(exponent)
 
 
-def tilt(parameter: Float64[np.ndarray, "*shape"] | float) -> Float64[np.ndarray, "*shape"] | float:
+def excess_of_rho(
+    parameter: Float64[np.ndarray, "*shape"] | float,
+) -> Float64[np.ndarray, "*shape"] | float:
     """Returns rho - 1."""
     return 8 * parameter / (1 - 8 * parameter)
 

@@ -94,9 +94,9 @@ def weighted(w):
 
 
 def calibrated():
-    """Returns the map of ``formulas.calibrated`` with arrays for each of two key heads."""
-    arrays = formulas.calibration(DIM)
-    return feature_maps.Calibrated(**{name: np.stack([a, a]) for name, a in arrays.items()})
+    """Returns the map of ``formulas.calibrated``, with arrays for each of two key heads."""
+    heads = [feature_maps.Calibrated(**formulas.calibration(DIM, head)) for head in range(2)]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *heads)
 
 
 # Those whose name is not all that they need.

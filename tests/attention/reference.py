@@ -32,7 +32,7 @@ def attention(
     for n in range(num_heads):
         k = n // (num_heads // num_key_heads)
         w = projection if projection is None or projection.ndim == 2 else projection[k]
-        of_queries, of_keys = (formulas.of_side(formula, side) for side in ("query", "key"))
+        of_queries, of_keys = _of_sides(formula, k)
         log_q, sign_q = of_queries(query[:, n] * np.sign(scale) * root, w, "softmax")
         log_k, sign_k = of_keys(key[:, k] * root, w, "softmax")
         if log_weights is not None:
@@ -46,6 +46,12 @@ def attention(
             weights = (sign_q[t] * sign_k * np.exp(log_a - log_a.max())).sum(axis=-1)
             out[t, n] = weights / weights.sum() @ value[:, k]
     return out
+
+
+def _of_sides(formula, head):
+    """Returns the formulas of queries and of keys of one key head."""
+    of_one = formulas.of_head(formula, head)
+    return formulas.of_side(of_one, "query"), formulas.of_side(of_one, "key")
 
 
 def kernel_attention(kernel, value):
@@ -119,7 +125,7 @@ def beside_band(
     for t, n in np.ndindex(query.shape[:2]):
         w = projection if projection.ndim == 2 else projection[n // groups]
         x = query[t, n] * np.sign(scale) * np.sqrt(abs(scale))
-        of_queries, of_keys = (formulas.of_side(formula, side) for side in ("query", "key"))
+        of_queries, of_keys = _of_sides(formula, n // groups)
         (log_q,), (sign_q,) = of_queries(x[None], w, "softmax")
         logs, signs, values = [], [], []
         for s in range(len(key)):

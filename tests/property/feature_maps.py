@@ -86,7 +86,7 @@ MAPS = {
     "optimal positive": Map(
         OptimalPositive(-0.1), formulas.optimal_positive, formulas.optimal_positive
     ),
-    "calibrated": Map(CalibratedForAnyDim(), *formulas.calibrated),
+    "calibrated": Map(CalibratedForAnyDim(), *formulas.calibrated[0]),
     "trigonometric": named("trigonometric", signed=True),
     "phase": named("phase", signed=True),
     "relu": named("relu"),

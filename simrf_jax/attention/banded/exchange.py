@@ -17,7 +17,6 @@ from simrf_jax.attention.inputs.sharding import (
     from_earlier_device,
     over_devices,
 )
-from simrf_jax.projections import Projection
 
 
 def attend_over_devices(
@@ -33,8 +32,8 @@ def attend_over_devices(
       block_size: Queries in a block; None for a default.
     """
 
-    def check(arguments: Arguments, projection: Projection | None) -> Inputs:
-        del projection
+    def check(arguments: Arguments, heads: None) -> Inputs:
+        del heads
         inputs = arguments.lay_out(scaled=False)
         cut(inputs.query.shape[1], inputs.key.shape[1], bandwidth, is_causal, block_size)
         return inputs
@@ -42,8 +41,8 @@ def attend_over_devices(
     check_whole(check, arguments, None)
     shards = find_shards(arguments, axes, in_order=True)
 
-    def attend(arguments: Arguments, projection: Projection | None) -> Float[Array, "*batch T N D"]:
-        del projection
+    def attend(arguments: Arguments, heads: None) -> Float[Array, "*batch T N D"]:
+        del heads
         part = shards.part(arguments)
         inputs, history = with_halo(
             part.lay_out(scaled=False),

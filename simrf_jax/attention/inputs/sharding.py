@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,12 @@ from simrf_jax.attention.inputs.arguments import (
     per_key,
     shape_of_logits,
 )
-from simrf_jax.projections import Projection
 
 # The position of the length among the axes of each argument that has it.
 LENGTH = {"query": -3, "key": -3, "value": -3, "mask": -1, "bias": -1, "segment_ids": -1}
+
+# What all devices have alike, beside the arguments: W and the feature map, or None.
+Heads = TypeVar("Heads")
 
 
 class Shards(NamedTuple):
@@ -77,9 +79,7 @@ def find_shards(arguments: Arguments, axes: Axes, *, in_order: bool) -> Shards:
 
 
 def check_whole(
-    attend: Callable[[Arguments, Projection | None], object],
-    arguments: Arguments,
-    projection: Projection | None,
+    attend: Callable[[Arguments, Heads], object], arguments: Arguments, heads: Heads
 ) -> None:
     """Traces ``attend`` with whole shapes, because errors of parts would tell other shapes."""
     shapes = {
@@ -89,20 +89,18 @@ def check_whole(
         if isinstance(x := getattr(arguments, field.name), jax.Array) and field.name != "scale"
     }
 
-    def with_shapes(
-        shapes: dict[str, Shaped[Array, " ..."]], projection: Projection | None
-    ) -> object:
-        return attend(dataclasses.replace(arguments, **shapes), projection)
+    def with_shapes(shapes: dict[str, Shaped[Array, " ..."]], heads: Heads) -> object:
+        return attend(dataclasses.replace(arguments, **shapes), heads)
 
-    w = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), projection)
-    jax.eval_shape(with_shapes, shapes, w)
+    of_heads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), heads)
+    jax.eval_shape(with_shapes, shapes, of_heads)
 
 
 def over_devices(
-    attend: Callable[[Arguments, Projection | None], Float[Array, "*batch T N D"]],
+    attend: Callable[[Arguments, Heads], Float[Array, "*batch T N D"]],
     shards: Shards,
     arguments: Arguments,
-    projection: Projection | None,
+    heads: Heads,
 ) -> Float[Array, "*batch T N D"]:
     """Calls ``attend`` with the part of the length that each device has.
 
@@ -110,10 +108,10 @@ def over_devices(
       attend: Attention of one part.
       shards: Mesh axes that shard the lengths.
       arguments: Whole arguments, or those of the device inside ``shard_map``.
-      projection: W, the same on all devices.
+      heads: What is the same on all devices: W and the feature map, or None.
     """
     if shards.is_inside:
-        return attend(arguments, projection)
+        return attend(arguments, heads)
     mesh = _mesh(shards.axes, arguments)
     for name in ("query", "key", "value"):
         elsewhere = list(jax.typeof(getattr(arguments, name)).sharding.spec)
@@ -136,14 +134,14 @@ def over_devices(
     arguments = jax.tree.map(jnp.asarray, dataclasses.replace(arguments, **rows))
     specs = _specs(arguments, shards)
 
-    def mapped(arguments: Arguments, projection: Projection | None) -> Float[Array, "*batch T N D"]:
+    def mapped(arguments: Arguments, heads: Heads) -> Float[Array, "*batch T N D"]:
         return jax.shard_map(
             attend,
             mesh=_mesh(shards.axes, arguments),
             in_specs=(specs, PartitionSpec()),
             out_specs=specs.query,
             axis_names=set(shards.axes),
-        )(arguments, projection)
+        )(arguments, heads)
 
     if AxisType.Explicit in mesh.axis_types:
         # Beside manual axes, explicit ones of batch and heads make XLA gather (jax 0.10.2).
@@ -151,7 +149,7 @@ def over_devices(
         of_output[-3] = shards.query_axes or of_output[-3]
         sharding = NamedSharding(mesh, PartitionSpec(*of_output))
         mapped = jax.sharding.auto_axes(mapped, out_sharding=sharding)
-    return mapped(arguments, jax.tree.map(jnp.asarray, projection))
+    return mapped(arguments, jax.tree.map(jnp.asarray, heads))
 
 
 def from_earlier_device(x: Shaped[Array, "*shape"], axes: Axes, by: int) -> Shaped[Array, "*shape"]:

@@ -65,16 +65,19 @@ def attend_over_devices(
     """
     in_order = is_causal or arguments.segment_ids is not None or exact_bandwidth is not None
 
-    def check(arguments: Arguments, projection: Projection | None) -> Any:
-        inputs, features = lay_out(arguments, projection, feature_map)
+    def check(arguments: Arguments, heads: tuple[Projection | None, FeatureMap]) -> Any:
+        inputs, features = lay_out(arguments, *heads)
         return features.queries(inputs.query), AttentionState.empty(inputs, features)
 
-    check_whole(check, arguments, projection)
+    heads = (projection, feature_map)
+    check_whole(check, arguments, heads)
     shards = find_shards(arguments, axes, in_order=in_order)
 
-    def attend(arguments: Arguments, projection: Projection | None) -> Float[Array, "*batch T N D"]:
+    def attend(
+        arguments: Arguments, heads: tuple[Projection | None, FeatureMap]
+    ) -> Float[Array, "*batch T N D"]:
         part = shards.part(arguments)
-        inputs, features = lay_out(part, projection, feature_map, scaled=exact_bandwidth is None)
+        inputs, features = lay_out(part, *heads, scaled=exact_bandwidth is None)
         if exact_bandwidth is not None:
             return _beside_band(
                 inputs,
@@ -96,7 +99,7 @@ def attend_over_devices(
             out = packed_attention(inputs, features, before, after, chunk_size=chunk_size)
         return inputs.outputs(out)
 
-    return over_devices(attend, shards, arguments, projection)
+    return over_devices(attend, shards, arguments, heads)
 
 
 def _bidirectional(inputs: Inputs, features: HeadMaps, axes: Axes) -> Float[Array, "B T K G D"]:

@@ -30,7 +30,7 @@ def calibrate(
     """Fits positive features to queries and keys.
 
     Random features of queries and keys as trained models have them fail for one reason: the vectors
-    are long and far from isotropic. This fit removes what it can without any bias: it subtracts the
+    are long and far from isotropic. The fit reduces the variance and adds no bias: it subtracts the
     means, balances the covariances of queries and keys, and draws W from the Gaussian law that
     minimises the mean log second moment of the estimates, all in closed form, for each key head.
 
@@ -39,7 +39,7 @@ def calibrate(
 
     Args:
       query: Queries; each key head takes those of its N / K query heads together.
-      key: Keys, of any length, in as many batches.
+      key: Keys, of any length. No gradient flows to either.
       scale: Multiplies the logits, as in attention; by default ``H ** -0.5``.
       center: True to subtract the means.
       balance: True for the matrix that makes the covariances of queries and keys equal and
@@ -61,12 +61,13 @@ def calibrate(
     Raises:
       TypeError: If queries or keys are not floating, a mask is not boolean, or a switch is neither
         True nor False.
-      ValueError: If shapes do not match, there is no token, or a name is unknown.
+      ValueError: If shapes do not match, there is no token, tokens are not finite, or a name is
+        unknown. Values that are traced are not known.
 
     Example:
       >>> import jax, simrf_jax
       >>> q, k, v = 2 * jax.random.normal(jax.random.key(0), (3, 4, 100, 8, 64))
-      >>> q = q.at[..., 8:].multiply(0.1) + 1  # As trained models have them: few axes, and a mean.
+      >>> q = q.at[..., 8:].multiply(0.1) + 1  # Like trained models: a few long axes and a mean.
       >>> w = simrf_jax.draw_projection(jax.random.key(1), 128, 64)
       >>> calibrated = simrf_jax.calibrate(q[:2], k[:2])
       >>> exact = jax.nn.dot_product_attention(q[2:], k[2:], v[2:])
@@ -89,6 +90,11 @@ def calibrate(
             "query and key must be [..., length, heads, dim], got shapes "
             f"{query.shape} and {key.shape}."
         )
+    if query.shape[:-3] != key.shape[:-3]:
+        raise ValueError(
+            f"query and key must have the same batch shape, got shapes {query.shape} and "
+            f"{key.shape}."
+        )
     num_heads, dim = query.shape[-2:]
     num_key_heads = key.shape[-2]
     if key.shape[-1] != dim or num_key_heads == 0 or num_heads % num_key_heads:
@@ -102,7 +108,7 @@ def calibrate(
         _check_mask(name, mask, x)
     if scale is not None:
         checks.scalar("scale", scale)
-    return _calibrate(
+    calibrated, queries, keys = _calibrate(
         query,
         key,
         dim**-0.5 if scale is None else scale,
@@ -112,6 +118,19 @@ def calibrate(
         balance=balance,
         tilt=tilt,
     )
+    for name, one in (("query", queries), ("key", keys)):
+        check_moments(name, one)
+    return calibrated
+
+
+def check_moments(name: str, moments: Moments) -> None:
+    """Raises ``ValueError`` if moments are known to be those of no tokens, or are not finite."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in moments):
+        return
+    if not all(np.all(np.isfinite(leaf)) for leaf in jax.device_get(moments)):
+        raise ValueError(f"{name} must be finite at all tokens that are no padding.")
+    if not np.all(jax.device_get(moments.num_vectors) > 0):
+        raise ValueError(f"{name} must have a token that is no padding.")
 
 
 def check_options(*, center: bool, balance: Balance, tilt: Tilt | None) -> None:
@@ -144,9 +163,15 @@ def _calibrate(
     center: bool,
     balance: Balance,
     tilt: Tilt | None,
-) -> Calibrated:
+) -> tuple[Calibrated, Moments, Moments]:
     queries, keys = moments(query, key, scale, query_mask, key_mask)
-    return fit(queries, keys, center=center, balance=balance, tilt=tilt)
+    return fit(queries, keys, center=center, balance=balance, tilt=tilt), queries, keys
+
+
+def _whole(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns an array without explicit mesh axes, whose sums over tokens would be ambiguous."""
+    spec = jax.typeof(x).sharding.spec
+    return jax.sharding.reshard(x, jax.P()) if any(spec) else x
 
 
 def moments(
@@ -158,6 +183,7 @@ def moments(
 ) -> tuple[Moments, Moments]:
     """Returns the moments of queries and keys, scaled as attention scales them, by key heads."""
     compute = jnp.promote_types(query.dtype, jnp.float32)
+    query, key = jax.lax.stop_gradient((_whole(query), _whole(key)))
     num_key_heads = key.shape[-2]
     scale = jnp.asarray(scale, compute)
     root = jnp.sqrt(jnp.abs(scale))
