@@ -170,8 +170,10 @@ def _calibrate(
 
 def _whole(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Returns an array without explicit mesh axes, whose sums over tokens would be ambiguous."""
-    spec = jax.typeof(x).sharding.spec
-    return jax.sharding.reshard(x, jax.P()) if any(spec) else x
+    sharding = jax.typeof(x).sharding
+    if not any(sharding.spec):
+        return x
+    return jax.sharding.reshard(x, jax.NamedSharding(sharding.mesh, jax.P()))
 
 
 def moments(

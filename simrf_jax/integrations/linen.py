@@ -609,12 +609,13 @@ def calibrate(
 
 def _start(calibration: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a collection ``calibration_moments`` of no tokens for all adapters."""
-    return {
-        "moments" if isinstance(node, Calibrated) else name: (
-            flax_attention.no_moments(node) if isinstance(node, Calibrated) else _start(node)
-        )
-        for name, node in calibration.items()
-    }
+    sums: dict[str, Any] = {}
+    for name, node in calibration.items():
+        if isinstance(node, Calibrated):
+            sums["moments"] = flax_attention.no_moments(node)
+        else:
+            sums[name] = _start(node)
+    return sums
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

@@ -610,5 +610,7 @@ def _call(model: Any, batch: Any) -> Any:
     return model(batch)
 
 
-# A new nnx.jit of the same function would compile the model again.
-_compiled = functools.lru_cache(maxsize=8)(nnx.jit)
+@functools.lru_cache(maxsize=8)
+def _compiled(call: Callable[[Any, Any], Any]) -> Any:
+    """Returns a function as ``nnx.jit`` compiles it; another one would compile it again."""
+    return nnx.jit(call)

@@ -199,6 +199,31 @@ def test_works_under_jit_and_vmap():
         np.testing.assert_allclose(np.sort(stacked.variances[i]), np.sort(one.variances), rtol=1e-3)
 
 
+def test_no_gradient_flows_to_queries_and_keys():
+    query, key = tokens()
+    grads = jax.grad(lambda q: jnp.sum(simrf_jax.calibrate(q, key).variances))(query)
+    assert not np.any(grads)
+
+
+def test_works_on_a_mesh_and_inside_shard_map():
+    query, key = tokens(heads=2)
+    expected = simrf_jax.calibrate(query, key)
+    mesh = jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    for spec in (jax.P("x"), jax.P(None, "x")):  # The length, or the heads.
+        on_mesh = jax.device_put((query, key), jax.NamedSharding(mesh, spec))
+        assert_close(simrf_jax.calibrate(*on_mesh), expected)
+    # Each device fits its own heads.
+    mapped = jax.shard_map(simrf_jax.calibrate, mesh=mesh, out_specs=jax.P("x"))
+    assert_close(jax.jit(mapped)(*on_mesh), expected)
+
+
+def assert_close(actual, expected):
+    np.testing.assert_allclose(actual.query_mean, expected.query_mean, rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(
+        np.sort(actual.variances), np.sort(expected.variances), rtol=1e-3, atol=1e-4
+    )
+
+
 def test_float32_is_enough():
     query, key = tokens()
     single = one_head(simrf_jax.calibrate(query, key))
@@ -226,6 +251,9 @@ def test_float32_is_enough():
         ({"key": np.ones((4, 2, 7), np.float32)}, ValueError, "must have one dim, and a multiple"),
         ({"key": np.ones((4, 3, 8), np.float32)}, ValueError, "must have one dim, and a multiple"),
         ({"key": np.ones((0, 2, 8), np.float32)}, ValueError, "There must be tokens, got shapes"),
+        ({"key": np.ones((2, 4, 2, 8), np.float32)}, ValueError, "must have the same batch shape"),
+        ({"query": np.full((4, 2, 8), np.nan, np.float32)}, ValueError, "query must be finite"),
+        ({"key_mask": np.zeros(4, bool)}, ValueError, "key must have a token that is no padding"),
         ({"scale": np.ones(2)}, TypeError, "scale must be one real number"),
         ({"center": 1}, TypeError, "center must be True or False, got 1"),
         ({"balance": "full"}, ValueError, "balance must be True, False or 'diagonal', got 'full'"),

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as orbax
 import pytest
 from flax import linen as nn
 from flax import nnx
@@ -192,14 +193,89 @@ def test_linen_variables_are_saved_and_restored():
     )
 
 
-def test_decodes_as_it_attends():
-    model = nnx_attention(is_causal=True)
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_orbax_saves_and_restores_it(api, tmp_path):
+    if api == "nnx":
+        model, fresh = nnx_attention(), nnx.state(nnx_attention())
+        nnx_adapters.calibrate(model, BATCHES)
+        calibrated = nnx.state(model)
+    else:
+        model = linen_attention()
+        fresh = model.init(jax.random.key(0), BATCHES[0])
+        calibrated = linen_adapters.calibrate(model, fresh, BATCHES)
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", calibrated)
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "saved", fresh)
+    assert_trees_close(restored, calibrated, rtol=0, atol=0)
+
+
+def test_labels_may_stand_in_the_place_of_arrays():
+    variables = linen_attention().init(jax.random.key(0), BATCHES[0])
+    assert set(jax.tree.leaves(jax.tree.map(lambda _: "frozen", variables))) == {"frozen"}
+
+
+def test_groups_of_query_heads_scales_and_lengths_count_as_in_attention():
+    rng = np.random.default_rng(0)
+    q = rng.normal(size=(2, 20, 3 * HEADS, DIM)).astype(np.float32) + np.arange(3 * HEADS)[:, None]
+    k = rng.normal(size=(2, 20, HEADS, DIM)).astype(np.float32) - 1
+    lengths = {"query_seq_lengths": np.array([20, 7]), "key_value_seq_lengths": np.array([3, 20])}
+    adapter = nnx_attention().attention_fn
+    nnx_adapters.calibrate(
+        adapter,
+        [(q, k)],
+        call=lambda adapter, batch: adapter(*batch, batch[1], scale=-0.5, **lengths),
+    )
+    positions = np.arange(20)
+    expected = simrf_jax.calibrate(
+        q,
+        k,
+        scale=-0.5,
+        query_mask=positions < lengths["query_seq_lengths"][:, None],
+        key_mask=positions < lengths["key_value_seq_lengths"][:, None],
+    )
+    assert_trees_close(adapter.feature_map.get_value(), expected)
+    # Neighbours share a key head.
+    first = q[0, :, :3].sum((0, 1)) + q[1, :7, :3].sum((0, 1))
+    np.testing.assert_allclose(expected.query_mean[0], -(0.5**0.5) * first / 81, rtol=1e-4)
+
+
+def test_a_bias_of_minus_infinity_hides_padding():
+    model, expected = nnx_attention(), nnx_attention()
+    nnx_adapters.calibrate(expected, [x[:, :20] for x in BATCHES])
+    bias = np.where(np.arange(30) < 20, 0.0, -np.inf).astype(np.float32)[None, None, None]
+
+    def padded(adapter, tokens):
+        q, k, v = (x.at[:, 20:].set(100.0) for x in tokens)
+        return adapter(q, k, v, bias=bias)
+
+    tokens = [[jnp.asarray(p(x)) for p in (model.query, model.key, model.value)] for x in BATCHES]
+    nnx_adapters.calibrate(model.attention_fn, tokens, call=padded)
+    assert_trees_close(fitted_nnx(model), fitted_nnx(expected))
+
+
+@pytest.mark.parametrize("bandwidth", [None, 2])
+def test_decodes_with_and_without_a_band(bandwidth):
+    model = nnx_attention(is_causal=True, exact_bandwidth=bandwidth)
     nnx_adapters.calibrate(model, BATCHES)
     x = inputs(length=6)
     whole = model(x)
     decoder = nnx.view(model, only=nnx_adapters.RandomFeatureAttention, decode=True, batch_size=2)
     tokens = [decoder(x[:, :3]), *(decoder(x[:, t : t + 1]) for t in range(3, 6))]
     np.testing.assert_allclose(jnp.concatenate(tokens, axis=1), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_calibration_compiles_nothing():
+    model, count = nnx_attention(), 0
+
+    def call(model, x):
+        nonlocal count
+        count += 1
+        return model(x)
+
+    for _ in range(3):
+        nnx_adapters.calibrate(model, BATCHES, call=call)
+    assert count == 1
 
 
 def test_layers_that_are_stacked_are_calibrated_one_by_one():
@@ -269,6 +345,7 @@ NNX, LINEN = (nnx_calibrate, nnx_attention), (linen_calibrate, linen_attention)
     [
         ({"feature_map": "positive"}, BATCHES, {}, ValueError, 'feature_map="calibrated"'),
         ({}, [], {}, ValueError, "has seen no tokens"),
+        ({"decode": True}, BATCHES, {}, ValueError, "decode=True"),
         ({}, [np.full_like(BATCHES[0], np.nan)], {}, ValueError, "are not finite"),
         ({}, BATCHES, {"tilt": "OPRF"}, ValueError, "tilt must be one of 'log'"),
         ({}, BATCHES, {"center": "yes"}, TypeError, "center must be True or False"),
@@ -285,6 +362,14 @@ def test_an_error_leaves_the_model_as_it_was():
     with pytest.raises(ValueError, match="input dimension"):
         nnx_adapters.calibrate(model, [np.ones((2, 3, WIDTH + 1), np.float32)])
     assert jax.tree.structure(nnx.state(model)) == structure
+
+
+def test_linen_variables_without_a_calibration_are_refused():
+    model = linen_attention()
+    variables = dict(model.init(jax.random.key(0), BATCHES[0]))
+    del variables["calibration"]
+    with pytest.raises(ValueError, match="lack the collection calibration"):
+        model.apply(variables, BATCHES[0])
 
 
 def test_attention_takes_no_calibrated_map_by_name():
