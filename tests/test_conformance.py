@@ -118,6 +118,7 @@ HADAMARD_BIAS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("coupling", "dim"), HADAMARD_BIAS)
 def test_the_bias_of_a_hadamard_rotation(coupling, dim):
     options = {"coupling": coupling, "rotation": "hadamard", "norms": "sqrt_dim"}
@@ -269,6 +270,7 @@ def test_draw_is_the_same_traced_mapped_or_neither(coupling, rotation):
     assert float(jnp.abs(eager[0] - eager[1]).min()) > 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.fast
 @maps_and_kernels
 def test_features_under_transformations(name, kernel):

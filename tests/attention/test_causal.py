@@ -80,6 +80,7 @@ MAPS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 @pytest.mark.parametrize("name", MAPS)
 def test_nothing_of_the_future_reaches_the_past(scale, name):

@@ -68,6 +68,7 @@ def tolerance(scale, most):
     return most if scale < 16 else 5 * most
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODES)
 def test_float32_against_float64(name):
     mode = MODES[name]
@@ -104,6 +105,7 @@ def test_bfloat16_against_float64(name):
         chex.assert_tree_all_finite(gradients)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MODES)
 def test_entries_up_to_a_thousand_stay_finite(name):
     rng = np.random.default_rng(2)

@@ -177,6 +177,7 @@ BAND = np.abs(np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))) < 2
 NOT_PRODUCTS = {"band": (BAND, True), "causal": (CAUSAL, False), "band, per head": (BAND, False)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NOT_PRODUCTS)
 def test_other_masks_raise_or_give_nan(name):
     mask, is_causal = NOT_PRODUCTS[name]

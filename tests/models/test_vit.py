@@ -42,6 +42,7 @@ def with_random_head(model):
     return model
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("name", "parameters"),

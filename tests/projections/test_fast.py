@@ -80,6 +80,7 @@ def test_a_stack_under_nested_vmap_and_in_a_scan():
     np.testing.assert_allclose(scanned, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("coupling", "block"), FIXED)
 @pytest.mark.parametrize("norms", ["chi", "sqrt_dim"])
 def test_a_draw_is_the_same_traced_mapped_or_neither(coupling, block, norms):
@@ -134,6 +135,7 @@ def test_donated_arrays_are_reused_and_the_copy_is_not():
     np.testing.assert_allclose(project(x, flipped), -project(x, kept), rtol=1e-6)
 
 
+@pytest.mark.sampled(3)
 @maps_and_kernels
 @pytest.mark.parametrize("coupling", ["orthogonal", "simplex", "cross_polytope"])
 def test_features_are_those_of_the_matrix(name, kernel, coupling):
