@@ -191,6 +191,7 @@ def test_orthogonal_beats_simplex_where_a_row_is_worth_its_negative(name):
     assert_less(orthogonal, simplex)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_features", "regular", "square"), [(130, 0.026, 0.043), (8, 0.13, 0.89)]
 )

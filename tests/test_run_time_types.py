@@ -10,7 +10,7 @@ import pytest
 from simrf_jax import checks, theory
 from simrf_jax.attention.fmm.attention import blend
 from simrf_jax.attention.inputs.arguments import contract
-from simrf_jax.attention.random_features.state import AttentionState, signed_exp
+from simrf_jax.attention.random_features.state import AttentionState
 from simrf_jax.features.log_space import half_squared_norm
 from simrf_jax.projections import couplings, hadamard, rotations, row_blocks
 from simrf_jax.theory import arguments
@@ -49,9 +49,11 @@ WRONG_IN_ATTENTION = {
         ),
         r"spoil(.|\n)*B K",
     ),
-    "values that features share, under jit": (
-        lambda: jax.jit(signed_exp)(jnp.ones((2, 3)), jnp.ones((2, 1))),
-        r"signed_exp(.|\n)*num_features",
+    "a condition of two axes, under jit": (
+        lambda: jax.jit(AttentionState.where)(
+            AttentionState(jnp.ones((3, 3, 5, 4)), jnp.ones((3, 3, 5))), jnp.ones((3, 1), bool)
+        ),
+        r"where(.|\n)* B",
     ),
     "products of integers": (
         lambda: contract("ab,bc->ac", jnp.ones((2, 2), int), jnp.ones((2, 2), int)),

@@ -153,6 +153,7 @@ def test_append_gives_the_state_of_steps(lengths):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_flow_through_the_state():
     q, k, v = inputs(12)
     mechanism = RandomFeatures(projection(), exact_bandwidth=3)

@@ -316,7 +316,7 @@ def _repeat_heads(feature_map: FeatureMap, *, num_key_heads: int, groups: int) -
 
 def as_map_and_projection(
     feature_map: FeatureMapLike, projection: Projection | None
-) -> tuple[FeatureMap, Float[Array, "*K num_features H"] | StructuredProjection | None]:
+) -> tuple[FeatureMap, Float[Array, " ..."] | StructuredProjection | None]:
     """Returns a feature map as an object and W as an array, whose values suit each other.
 
     Raises:
@@ -368,9 +368,9 @@ def or_zero(shift: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def signed_exp(
-    exponent: Float[Array, "*batch #num_features"],
-    values: Float[Array, "*batch num_features"] | None,
-) -> Float[Array, "*batch #num_features"]:
+    exponent: Float[Array, " ..."],
+    values: Float[Array, " ..."] | None,
+) -> Float[Array, " ..."]:
     """Returns features of their shifted exponents and their values."""
     phi = jnp.exp(exponent)
     return phi if values is None else phi * values

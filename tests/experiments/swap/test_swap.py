@@ -101,6 +101,7 @@ def test_a_run_scores_all_models_and_goes_on_where_it_was(tmp_path, monkeypatch)
     assert len(calls) == 21 + 2 * 2
 
 
+@pytest.mark.slow
 def test_the_language_model_is_scored_too(tmp_path):
     config = tiny.get_config(parts=("char_lm",), methods=("positive_iid",), tuned_methods=())
     section = swap.run(config, tmp_path)["char_lm"]
