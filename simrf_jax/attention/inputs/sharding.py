@@ -108,7 +108,7 @@ def over_devices(
       attend: Attention of one part.
       shards: Mesh axes that shard the lengths.
       arguments: Whole arguments, or those of the device inside ``shard_map``.
-      heads: What is the same on all devices: W and the feature map, or None.
+      heads: W and the feature map, which are the same on all devices, or None.
     """
     if shards.is_inside:
         return attend(arguments, heads)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, ArrayLike, Bool, Float
 
 from simrf_jax.attention.inputs.arguments import Arguments, Inputs, contract
 from simrf_jax.features import (
@@ -315,7 +315,8 @@ def _repeat_heads(feature_map: FeatureMap, *, num_key_heads: int, groups: int) -
 
 
 def as_map_and_projection(
-    feature_map: FeatureMapLike, projection: Projection | None
+    feature_map: FeatureMapLike,
+    projection: Float[ArrayLike, " ..."] | StructuredProjection | None,
 ) -> tuple[FeatureMap, Float[Array, " ..."] | StructuredProjection | None]:
     """Returns a feature map as an object and W as an array, whose values suit each other.
 
