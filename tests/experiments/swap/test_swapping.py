@@ -158,18 +158,23 @@ def test_arrays_of_maps_and_projections_are_no_parameters(case):
 def test_methods_have_the_asked_number_of_features(name):
     method = METHODS[name]
     [attention] = method.attentions(
-        jax.random.key(0), method.feature_maps([any_inputs()]), 8, num_heads=2, head_dim=4
+        jax.random.key(0),
+        method.feature_maps([any_inputs()]),
+        8,
+        num_heads=2,
+        head_dim=4,
+        bandwidth=3,
     )
     assert isinstance(attention, RandomFeatureAttention)
-    w = attention.projection.get_value()
-    assert w.shape[0] == 2
-    feature_map = simrf_jax.features.as_feature_map(attention.feature_map)
-    assert feature_map.features(jnp.ones(4), w[0]).shape == (8,)
+    attention.init_cache((1, 8))
+    state = attention.cache.get_value()
+    assert hasattr(state, "near") == method.has_band
+    assert getattr(state, "far", state).sums.shape == (2, 8, 5)
 
 
 def any_inputs():
-    """Returns queries and keys that maps without a fit ignore."""
-    x = jnp.ones((1, 1, 2, 4))
+    """Returns some queries and keys."""
+    x = jax.random.normal(jax.random.key(0), (1, 9, 2, 4))
     return swapping.Inputs(x, x, x, is_causal=False)
 
 
