@@ -140,10 +140,10 @@ class Calibrated(FeatureMap):
         return 0.5 * (jnp.sum(excess, axis=-1) + constant)
 
 
-def _dense(
-    rows: Float[Array, "num_features H"] | StructuredProjection,
-) -> Float[Array, "num_features H"]:
-    return rows if isinstance(rows, jax.Array) else product(jnp.eye(rows.shape[-1]), rows).T
+def _dense(rows: Projection) -> Float[Array, "num_features H"]:
+    if isinstance(rows, StructuredProjection):
+        return product(jnp.eye(rows.shape[-1]), rows).T
+    return jnp.asarray(rows)
 
 
 def _along(vector: Float[Array, " H"], x: Float[Array, "*batch H"]) -> Float[Array, "*batch H"]:

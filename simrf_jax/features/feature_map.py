@@ -118,8 +118,11 @@ class FeatureMap(abc.ABC):
     def head_axes(self) -> Any:
         """Returns the axis of key heads of each leaf, 0 or None, in the structure of this map.
 
-        The result serves as ``in_axes`` of ``jax.vmap``, for ``axes_of_one``.
+        The result serves as ``in_axes`` of ``jax.vmap``, for ``axes_of_one``. It is None for a map
+        that holds nothing for each key head.
         """
+        if not self.axes_of_one:
+            return None
 
         def axis(path: tuple[GetAttrKey, ...], leaf: Any) -> int | None:
             axes_of_one = self.axes_of_one.get(path[0].name)
@@ -313,13 +316,12 @@ def calls_function(feature_map: FeatureMap) -> bool:
 
 def _check_leaves(feature_map: FeatureMap) -> None:
     """Refuses strings in the place of arrays. Other programs may put them there, as labels."""
-    own = type(feature_map).__name__
-    for path, leaf in jax.tree_util.tree_leaves_with_path(feature_map):
-        if isinstance(leaf, str):
-            name = getattr(path[0], "name", "")
+    own = type(feature_map)
+    for name, value in vars(feature_map).items():
+        if name not in own._static and isinstance(value, str):
             raise TypeError(
-                f"The field {name} of {own} is no array, got {leaf!r}; name it as static: "
-                f"class {own}(FeatureMap, static=({name!r},))."
+                f"The field {name} of {own.__name__} is no array, got {value!r}; name it as "
+                f"static: class {own.__name__}(FeatureMap, static=({name!r},))."
             )
 
 

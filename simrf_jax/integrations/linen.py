@@ -229,22 +229,19 @@ class _Adapter(nn.Module):
             module=module,
         )
         mechanism = self._mechanism(query.shape[-2], *key.shape[-2:])
-        self._add_moments(mechanism, call)
+        self._add_moments(call)
         if not self.decode:
             return flax_attention.attend(mechanism, call)
         return self._step(mechanism, call)
 
-    def _add_moments(self, mechanism: Mechanism, call: Call) -> None:
+    def _add_moments(self, call: Call) -> None:
         """Adds the tokens of a call to the moments that ``calibrate`` sums, if it does."""
-        calibrated = getattr(mechanism, "feature_map", None)
-        summing = self.is_mutable_collection("calibration_moments") and not self.is_initializing()
-        if summing and self.decode:
+        if not self.has_variable("calibration_moments", "moments"):
+            return
+        if self.decode:
             raise ValueError("An adapter has decode=True: calibrate the model without it.")
-        if summing and isinstance(calibrated, Calibrated):
-            sums: nn.Variable[Any] = self.variable(
-                "calibration_moments", "moments", flax_attention.no_moments, calibrated
-            )
-            sums.value = flax_attention.add_moments(sums.value, call)
+        sums: nn.Variable[Any] = self.variable("calibration_moments", "moments")
+        sums.value = flax_attention.add_moments(sums.value, call)
 
     def _check_fields(self) -> None:
         checks.boolean("shared", self.shared)

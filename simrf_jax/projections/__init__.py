@@ -5,13 +5,19 @@ from simrf_jax.projections.dense import draw_projection
 from simrf_jax.projections.fast import FastProjection, draw_fast_projection
 from simrf_jax.projections.norms import FIXED_NORMS, NORMS, Norms
 from simrf_jax.projections.options import DrawOptions
-from simrf_jax.projections.project import product, project
+from simrf_jax.projections.project import (
+    add_half_log_weights,
+    as_projection,
+    product,
+    project,
+    rows_of,
+)
 from simrf_jax.projections.redraw import redraw_key, redraw_projections
 from simrf_jax.projections.rotations import ROTATIONS, Rotation
 from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode
-from simrf_jax.projections.structured import Projection, StructuredProjection, as_projection
+from simrf_jax.projections.structured import Projection, StructuredProjection
 from simrf_jax.projections.tilt import check_chi_norms, tilted
-from simrf_jax.projections.weighted import WeightedProjection, add_half_log_weights, rows_of
+from simrf_jax.projections.weighted import WeightedProjection
 
 __all__ = [
     "BLOCK_MODES",

@@ -10,8 +10,62 @@ from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks
 from simrf_jax.projections.fast import FastProjection, apply_fast
-from simrf_jax.projections.structured import Projection, as_projection
+from simrf_jax.projections.structured import Projection, StructuredProjection
 from simrf_jax.projections.weighted import WeightedProjection
+
+
+def as_projection(
+    projection: Float[ArrayLike, "*shape"] | StructuredProjection,
+) -> Float[Array, "*shape"] | StructuredProjection:
+    """Returns a projection as an array of a floating type, or unchanged if it is structured.
+
+    Args:
+      projection: Array-like of a floating type, or a ``StructuredProjection``.
+
+    Raises:
+      TypeError: If the projection is None or is not floating.
+    """
+    if isinstance(projection, StructuredProjection):
+        return projection
+    if projection is None:
+        raise TypeError("projection must be an array [num_features, dim], got None.")
+    return checks.floating("projection", projection)
+
+
+def rows_of(projection: Projection) -> Projection:
+    """Returns the rows of a ``WeightedProjection``, and any other projection as it is.
+
+    Args:
+      projection: W, an array or a structured projection.
+
+    Raises:
+      TypeError: If the projection is None.
+      ValueError: If a ``WeightedProjection`` has not one log weight for each row.
+    """
+    if projection is None:
+        raise _refuse(projection)
+    if not isinstance(projection, WeightedProjection):
+        return projection
+    _ = projection.shape  # Raises if the shapes of the parts do not match.
+    return as_projection(projection.rows)
+
+
+def add_half_log_weights(
+    exponent: Float[Array, "*batch num_features"], projection: Projection
+) -> Float[Array, "*batch num_features"]:
+    """Adds half the log weight of each row, the share of either side of a product.
+
+    Args:
+      exponent: Logarithms of features, one for each row.
+      projection: W. Without a ``WeightedProjection`` the exponents stay as they are.
+
+    Raises:
+      TypeError: If the log weights are not floating.
+    """
+    if not isinstance(projection, WeightedProjection):
+        return exponent
+    log_weights = checks.floating("log_weights", projection.log_weights).astype(exponent.dtype)
+    return exponent + jnp.broadcast_to(0.5 * log_weights, exponent.shape)
 
 
 def unweighted(projection: Projection) -> Float[Array, "*stack num_features dim"] | FastProjection:
@@ -23,17 +77,23 @@ def unweighted(projection: Projection) -> Float[Array, "*stack num_features dim"
     Raises:
       TypeError: If it is a structured projection other than a ``FastProjection``.
     """
-    if isinstance(projection, WeightedProjection):
-        raise TypeError(
-            "projection must have rows of equal weight here, got a WeightedProjection, whose log "
-            "weights only positive, hyperbolic and optimal positive features can honour."
-        )
     if not isinstance(projection, jax.Array | FastProjection):
-        raise TypeError(
-            "projection must be an array [num_features, dim] or a FastProjection, "
-            f"got {None if projection is None else type(projection).__name__}."
-        )
+        raise _refuse(projection)
     return projection
+
+
+def _refuse(projection: Projection | None) -> TypeError:
+    """Returns the error for a projection that has no rows of equal weight."""
+    if isinstance(projection, WeightedProjection):
+        return TypeError(
+            "projection must have rows of equal weight here, got a WeightedProjection, whose log "
+            "weights only positive, hyperbolic, optimal positive and calibrated features can "
+            "honour."
+        )
+    return TypeError(
+        "projection must be an array [num_features, dim] or a FastProjection, "
+        f"got {None if projection is None else type(projection).__name__}."
+    )
 
 
 def project(
@@ -71,7 +131,8 @@ def product(
       x: Vectors.
       projection: W, as ``as_projection`` returns it.
     """
-    projection = unweighted(projection)
+    if not isinstance(projection, jax.Array | FastProjection):
+        raise _refuse(projection)
     if projection.ndim != 2:
         raise ValueError(
             f"projection must be [num_features, dim], got shape {projection.shape}; "

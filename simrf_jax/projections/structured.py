@@ -8,8 +8,6 @@ from typing import Any, TypeAlias
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from simrf_jax import checks
-
 
 class StructuredProjection(abc.ABC):
     """Pytree that takes the place of an array ``[..., num_features, dim]``.
@@ -61,21 +59,3 @@ class StructuredProjection(abc.ABC):
 
 
 Projection: TypeAlias = Float[ArrayLike, "*stack num_features dim"] | StructuredProjection
-
-
-def as_projection(
-    projection: Float[ArrayLike, "*shape"] | StructuredProjection,
-) -> Float[Array, "*shape"] | StructuredProjection:
-    """Returns a projection as an array of a floating type, or unchanged if it is structured.
-
-    Args:
-      projection: Array-like of a floating type, or a ``StructuredProjection``.
-
-    Raises:
-      TypeError: If the projection is None or is not floating.
-    """
-    if isinstance(projection, StructuredProjection):
-        return projection
-    if projection is None:
-        raise TypeError("projection must be an array [num_features, dim], got None.")
-    return checks.floating("projection", projection)

@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from simrf_jax.projections.fast import FastProjection
-from simrf_jax.projections.project import unweighted
+from simrf_jax.projections.project import rows_of, unweighted
 from simrf_jax.projections.structured import Projection
-from simrf_jax.projections.weighted import WeightedProjection, rows_of
+from simrf_jax.projections.weighted import WeightedProjection
 
 
 def tilted(projection: Projection, parameter: Real[ArrayLike, ""]) -> WeightedProjection:

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Key
 
-from simrf_jax import checks
-from simrf_jax.projections.structured import Projection, StructuredProjection, as_projection
+from simrf_jax.projections.structured import Projection, StructuredProjection
 
 
 @functools.partial(
@@ -83,36 +82,3 @@ class WeightedProjection(StructuredProjection):
             raise self.no_redraw()
         dtype = jnp.result_type(self.log_weights)
         return WeightedProjection(drawn.rows, jnp.asarray(drawn.log_weights, dtype))
-
-
-def rows_of(projection: Projection) -> Float[Array, "*shape"] | StructuredProjection:
-    """Returns the rows of a ``WeightedProjection``, and any other projection as it is.
-
-    Args:
-      projection: W, an array or a structured projection.
-
-    Raises:
-      ValueError: If a ``WeightedProjection`` has not one log weight for each row.
-    """
-    if not isinstance(projection, WeightedProjection):
-        return as_projection(projection)
-    _ = projection.shape  # Raises if the shapes of the parts do not match.
-    return as_projection(projection.rows)
-
-
-def add_half_log_weights(
-    exponent: Float[Array, "*batch num_features"], projection: Projection
-) -> Float[Array, "*batch num_features"]:
-    """Adds half the log weight of each row, the share of either side of a product.
-
-    Args:
-      exponent: Logarithms of features, one for each row.
-      projection: W. Without a ``WeightedProjection`` the exponents stay as they are.
-
-    Raises:
-      TypeError: If the log weights are not floating.
-    """
-    if not isinstance(projection, WeightedProjection):
-        return exponent
-    log_weights = checks.floating("log_weights", projection.log_weights).astype(exponent.dtype)
-    return exponent + jnp.broadcast_to(0.5 * log_weights, exponent.shape)

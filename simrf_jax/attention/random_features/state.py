@@ -104,16 +104,17 @@ class HeadMaps:
         self, x: Float[Array, "B length K *rest"] | LogFeatures, side: Side
     ) -> LogFeatures:
         """Returns log features of ``[B, length, K, ...]``, with NaN exponents where not finite."""
-
-        def of_head(x: Any, projection: Any, feature_map: FeatureMap) -> LogFeatures:
-            return feature_map.log_features(x, projection, side=side)
-
         axis = None if self.projection is None or self.projection.ndim == 2 else 0
         axes = self.feature_map.head_axes()
-        of_heads = of_head
-        if axis is not None or jax.tree.leaves(axes):
-            of_heads = jax.vmap(of_head, in_axes=(2, axis, axes), out_axes=2)
-        phi = of_heads(x, self.projection, self.feature_map)
+        own = functools.partial(self.feature_map.log_features, side=side)
+        if jax.tree.leaves(axes):
+            of_head = functools.partial(type(self.feature_map).log_features, side=side)
+            of_heads = jax.vmap(of_head, in_axes=(axes, 2, axis), out_axes=2)
+            phi = of_heads(self.feature_map, x, self.projection)
+        elif axis is not None:
+            phi = jax.vmap(own, in_axes=(2, axis), out_axes=2)(x, self.projection)
+        else:
+            phi = own(x, self.projection)
         return phi if self.feature_map.is_finite else _mark_not_finite(phi)
 
 
@@ -299,6 +300,8 @@ def lay_out(
 
 def _repeat_heads(feature_map: FeatureMap, *, num_key_heads: int, groups: int) -> FeatureMap:
     """Repeats what a feature map holds for each key head, as query heads get keys of their own."""
+    if not feature_map.axes_of_one:
+        return feature_map
 
     def repeat(axis: int | None, leaf: Any) -> Any:
         if axis is None:
