@@ -1,4 +1,4 @@
-"""Numbers of BEYOND.md, from closed forms and, where there is none, from trials."""
+"""Numbers of the README, from closed forms and, where there is none, from trials."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _maps(dim: int) -> dict[str, Any]:
 
 
 def report(results: dict[str, Any]) -> str:
-    """Returns the tables of BEYOND.md."""
+    """Returns the tables of the README."""
     return "\n\n".join(
         [
             _blocks_table(results["blocks"]),

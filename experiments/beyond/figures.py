@@ -1,4 +1,4 @@
-"""Figures of BEYOND.md."""
+"""Figures of the README."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Draws the figures of BEYOND.md: ``python -m experiments.beyond.main --workdir=runs/beyond``."""
+"""Draws the figures of the README: ``python -m experiments.beyond.main --workdir=runs/beyond``."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""Numbers and figures of BEYOND.md, which goes beyond Simplex Random Features (arXiv:2301.13856).
+"""Numbers and figures of the README, which goes beyond Simplex Random Features (arXiv:2301.13856).
 
 Shows:     regular row blocks compared with those of Eq. 9, SimRFs+ at small distances, and the
            couplings of each feature map

@@ -101,7 +101,7 @@ def test_a_bug_of_a_program_keeps_its_traceback(tmp_path, seed, where, error):
     assert re.search(rf'(?s)Traceback.*program.py", line \d+, in {where}\n.*\n{error}', run.stderr)
 
 
-READMES = [ROOT / "README.md", ROOT / "BEYOND.md", *ROOT.glob("experiments/*/README.md")]
+READMES = [ROOT / "README.md", *ROOT.glob("experiments/*/README.md")]
 
 
 @pytest.mark.parametrize("path", READMES, ids=lambda path: str(path.relative_to(ROOT)))
