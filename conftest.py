@@ -5,16 +5,18 @@ import gc
 import os
 import zlib
 
+from tests import compilation
+
 # An accelerator is used only if it is asked for, as in JAX_PLATFORMS=cuda,cpu pytest.
 PLATFORMS = os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # NumPy's threads wait for each other when several test processes share two cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 if PLATFORMS.split(",")[0] == "cpu":
-    # Compilation takes most of the tests' time, and half as long without optimisation. Run
-    # XLA_FLAGS=--xla_backend_optimization_level=3 pytest to test the programs that users get.
+    # Compilation takes most of the tests' time, and a fraction of it with these flags. CONTRIBUTING
+    # says how to test the programs that users get.
     os.environ["XLA_FLAGS"] = " ".join(
         (
-            "--xla_backend_optimization_level=0",
+            compilation.FLAGS,
             os.environ.get("XLA_FLAGS", ""),  # XLA takes the last of several equal flags.
             "--xla_force_host_platform_device_count=8",
         )

@@ -8,7 +8,7 @@ import jax
 import pytest
 
 import conftest
-from tests import platforms
+from tests import compilation, platforms
 
 pytestmark = pytest.mark.fast
 ROOT = pathlib.Path(platforms.__file__).parents[1]
@@ -29,8 +29,7 @@ def settings(**given):
 def test_tests_run_on_eight_simulated_cpu_devices_unless_told_otherwise(given):
     assert settings(**given, XLA_FLAGS="--mine") == {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_backend_optimization_level=0 --mine "
-        "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": f"{compilation.FLAGS} --mine --xla_force_host_platform_device_count=8",
     }
 
 

@@ -17,6 +17,7 @@ import pytest
 from experiments.harness import locking
 from experiments.vit import train
 from experiments.vit.metrics import log
+from tests import compilation
 from tests.experiments.vit import prepared, tiny
 from tests.experiments.vit.commands import wait_until
 from tests.experiments.vit.test_train import read_losses
@@ -66,7 +67,7 @@ def start(process, port, folder, **changes):
         env=os.environ
         | {
             "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-            "XLA_FLAGS": "--xla_backend_optimization_level=0 "
+            "XLA_FLAGS": f"{compilation.FLAGS} "
             f"--xla_force_host_platform_device_count={8 // PROCESSES}",
         },
         stdout=subprocess.PIPE,
