@@ -12,6 +12,7 @@ import tqdm
 
 from experiments.beyond import figures
 from experiments.harness import config_fields, files, markdown, resumable, style, trials
+from experiments.harness.mistakes import UserError
 from simrf_jax import theory
 from simrf_jax.theory.mse import FEATURES
 
@@ -24,6 +25,9 @@ FIELDS: dict[str, type] = {
     "plus.distances": tuple,
     "plus.num_entries": int,
     "maps.dims": tuple,
+    "reach.dim": int,
+    "reach.num_features": int,
+    "reach.trained": tuple,  # Least and largest root mean square of |x + y| in a trained model.
 }
 BLOCKS: dict[str, dict[str, Any]] = {
     "orthogonal": {"coupling": "orthogonal"},
@@ -33,6 +37,21 @@ BLOCKS: dict[str, dict[str, Any]] = {
 MOST_DISTANCE = 3.0  # Beyond it, errors have tails too heavy for means over draws.
 SAMPLES = np.array([0.3, 1.0, 3.0])  # Distances in the table of feature maps.
 DISTANCES = np.geomspace(0.03, 6, 121)
+# Curves of the figure "reach"; "best" is the parameter that is best at each distance.
+REACH: dict[str, dict[str, Any]] = {
+    "iid": {"coupling": "iid"},
+    "orthogonal": {"coupling": "orthogonal"},
+    "simplex": {"coupling": "simplex"},
+    "cross_polytope": {"coupling": "cross_polytope", "norms": "pair"},
+    "simplex_best": {"coupling": "simplex", "parameter": "best"},
+    "cross_polytope_best": {
+        "coupling": "cross_polytope",
+        "norms": "antithetic",
+        "parameter": "best",
+    },
+}
+REACH_DISTANCES = np.linspace(0.1, 5, 99)
+REACH_SAMPLES = np.array([0.5, 1.0, 2.0, 3.0, 4.0])
 
 
 def check(config: ml_collections.ConfigDict) -> None:
@@ -44,9 +63,18 @@ def check(config: ml_collections.ConfigDict) -> None:
     values = config_fields.check_fields(config, FIELDS)
     config_fields.check_seed(values)
     config_fields.check_least(values, {"blocks.dim": 2, "blocks.num_features": 2})
+    config_fields.check_least(values, {"reach.dim": 2, "reach.num_features": 2})
     config_fields.check_least(values, {"plus.dims": 2, "plus.num_entries": 1, "maps.dims": 2})
-    config_fields.check_ascending(values, ["plus.dims", "plus.distances", "maps.dims"])
+    config_fields.check_ascending(
+        values, ["plus.dims", "plus.distances", "maps.dims", "reach.trained"]
+    )
     config_fields.check_distances(values, ["blocks.distance", "plus.distances"], most=MOST_DISTANCE)
+    config_fields.check_distances(values, ["reach.trained"], most=float(REACH_DISTANCES[-1]))
+    if len(config.reach.trained) != 2:
+        raise UserError(
+            "config.reach.trained must be the least and the largest distance of a model, got "
+            f"{config.reach.trained}."
+        )
 
 
 def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
@@ -69,6 +97,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "blocks": _blocks(**config.blocks),
         "plus": {str(dim): _plus(dim, config, pieces) for dim in tqdm.tqdm(config.plus.dims)},
         "maps": {str(dim): _maps(dim) for dim in config.maps.dims},
+        "reach": _reach(**config.reach),
     }
     files.write_json(workdir / "results.json", results)
     with files.drawing(workdir):
@@ -146,6 +175,31 @@ def _maps(dim: int) -> dict[str, Any]:
     return results
 
 
+def _reach(dim: int, num_features: int, trained: tuple[float, float]) -> dict[str, Any]:
+    """Returns relative errors of an equal number of features, up to the distances of real models.
+
+    Args:
+      dim: Dimension d.
+      num_features: Number of features.
+      trained: Least and largest root mean square of |x + y| of a trained model.
+    """
+
+    def errors(distances: np.ndarray, options: dict[str, Any]) -> list[float]:
+        if options.get("parameter") == "best":
+            options = options | {"parameter": theory.optimal_parameter(distances**2, dim)}
+        ratio = theory.mse_ratio(distances, num_features, dim, **options)
+        return (np.asarray(ratio) * np.expm1(distances**2) / num_features).tolist()
+
+    return {
+        "dim": dim,
+        "num_features": num_features,
+        "trained": list(trained),
+        "distances": REACH_DISTANCES.tolist(),
+        "samples": {name: errors(REACH_SAMPLES, options) for name, options in REACH.items()},
+        "errors": {name: errors(REACH_DISTANCES, options) for name, options in REACH.items()},
+    }
+
+
 def report(results: dict[str, Any]) -> str:
     """Returns the tables of the README."""
     return "\n\n".join(
@@ -153,6 +207,7 @@ def report(results: dict[str, Any]) -> str:
             _blocks_table(results["blocks"]),
             _plus_table(results["plus"]),
             _maps_table(results["maps"]),
+            _reach_table(results["reach"]),
         ]
     )
 
@@ -188,3 +243,12 @@ def _maps_table(maps: dict[str, Any]) -> str:
                 rows.append([dim, features, style.LABELS[coupling], *cells])
     header = ["d = m", "features", "coupling", "limit at 0", *map("{:g}".format, SAMPLES)]
     return markdown.table(header, rows)
+
+
+def _reach_table(reach: dict[str, Any]) -> str:
+    iid = np.array(reach["samples"]["iid"])
+    rows: list[list[object]] = [["positive, iid: the error itself", *map("{:.3g}".format, iid)]]
+    for name, errors in reach["samples"].items():
+        if name != "iid":
+            rows.append([figures.REACH_LABELS[name], *map("{:.3g}".format, errors / iid)])
+    return markdown.table(["features and rows", *map("{:g}".format, REACH_SAMPLES)], rows)

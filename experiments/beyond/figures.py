@@ -23,6 +23,20 @@ BLOCK_STYLES: dict[str, dict[str, Any]] = {
     "square": {"color": "#E69F00", "linestyle": ":"},
     "regular": style.STYLES["simplex"],
 }
+REACH_LABELS = {
+    "iid": "positive, iid",
+    "orthogonal": "positive, orthogonal",
+    "simplex": "positive, simplex",
+    "cross_polytope": "positive, cross-polytope",
+    "simplex_best": "optimal positive, simplex",
+    "cross_polytope_best": "optimal positive, cross-polytope",
+}
+REACH_STYLES: dict[str, dict[str, Any]] = {
+    **{name: style.STYLES[name] for name in ("iid", "orthogonal", "simplex")},
+    "cross_polytope": {"color": "#CC79A7", "linestyle": "-"},
+    "simplex_best": style.STYLES["simplex"] | {"linestyle": ":"},
+    "cross_polytope_best": {"color": "#CC79A7", "linestyle": ":"},
+}
 RATIO = "mean squared error / that of IIDRFs"
 
 
@@ -32,6 +46,7 @@ def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
         "blocks": draw_blocks(results["blocks"]),
         "simplex_plus": draw_plus(results["plus"]),
         "maps": draw_maps(results["maps"]),
+        "reach": draw_reach(results["reach"]),
     }
 
 
@@ -107,6 +122,28 @@ def _draw_map(axes: matplotlib.axes.Axes, row: dict[str, Any], features: str) ->
     axes.set(xscale="log", yscale="log")
     style.tidy(axes)
     _plain_ticks(axes)
+
+
+def draw_reach(reach: dict[str, Any]) -> matplotlib.figure.Figure:
+    """Draws ratios and errors of an equal number of features up to the distances of real models."""
+    figure = matplotlib.figure.Figure(figsize=(9, 3.8), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    v, iid = np.array(reach["distances"]), np.array(reach["errors"]["iid"])
+    for name, look in REACH_STYLES.items():
+        errors, options = np.array(reach["errors"][name]), look | {"linewidth": 1.4}
+        left.plot(v, errors / iid, **options)
+        right.plot(v, errors, **options, label=REACH_LABELS[name])
+    for axes in (left, right):
+        axes.axvspan(*reach["trained"], color="0.9", zorder=0)
+        axes.set(xlabel="v = |x + y|", xlim=(0, v[-1]))
+        style.tidy(axes)
+    left.text(np.mean(reach["trained"]), 0.6, "layers of MiniLM", ha="center", fontsize=8)
+    left.set(ylabel=RATIO, ylim=(0, 1.05))
+    right.axhline(1, color="0.5", linewidth=0.8, zorder=0)
+    right.set(ylabel="relative mean squared error", yscale="log", ylim=(1e-7, 1e10))
+    right.legend(frameon=False, loc="upper left", fontsize=8)
+    figure.suptitle(f"d = {reach['dim']}, {reach['num_features']} features", fontsize=10)
+    return figure
 
 
 def _plain_ticks(axes: matplotlib.axes.Axes) -> None:

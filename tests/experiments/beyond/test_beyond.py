@@ -2,6 +2,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from experiments.beyond import beyond
@@ -34,7 +35,7 @@ def test_simplex_plus_removes_the_leading_term(tmp_path):
     # The closed loop of SimRFs+ gives 0.0037; SimRFs have 0.083.
     assert abs(row["simplex_plus"][0] - 0.0037) < 5 * row["simplex_plus_standard_error"][0] + 5e-5
     assert json.loads((tmp_path / "results.json").read_text()) == results
-    for name in ("blocks", "simplex_plus", "maps"):
+    for name in ("blocks", "simplex_plus", "maps", "reach"):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
     assert "| 2 | hyperbolic | SimRFs | 1.2500 |" in beyond.report(results)
 
@@ -54,6 +55,24 @@ def test_blocks_are_those_of_the_theory():
         strict=True,
     ):
         assert regular == square if m == 4 else regular < square < orthogonal
+
+
+@pytest.mark.fast
+def test_errors_that_reach_trained_models_are_those_of_the_theory():
+    reach = beyond._reach(8, 16, (1.0, 2.0))
+    number = beyond.REACH_SAMPLES.tolist().index(2)
+    x = np.eye(1, 8)  # |x + y| is 2 for y = x, and exp(x . y) is e.
+    parameter = theory.optimal_parameter(4.0, 8)
+    for name, options in {
+        "iid": {"coupling": "iid"},
+        "cross_polytope_best": {
+            "coupling": "cross_polytope",
+            "norms": "antithetic",
+            "parameter": parameter,
+        },
+    }.items():
+        expected = theory.kernel_mse(x, x, 16, **options)  # The Gaussian kernel of x and x is 1.
+        np.testing.assert_allclose(reach["samples"][name][number], expected, rtol=1e-9)
 
 
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
@@ -93,6 +112,8 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
         ({"plus.dims": (1,)}, "Each of config.plus.dims must be at least 2, got 1"),
         ({"plus.num_entries": 0}, "config.plus.num_entries must be at least 1"),
         ({"plus.distances": (1.0, 0.1)}, r"plus.distances must ascend and have nothing twice"),
+        ({"reach.trained": (1.0,)}, "reach.trained must be the least and the largest"),
+        ({"reach.trained": (1.0, 7.0)}, "reach.trained must be floats above 0 and at most 5"),
         ({"maps.dims": ()}, r"config.maps.dims must have at least one entry, got \(\)"),
     ],
 )
