@@ -27,6 +27,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.b2 = 0.99
     config.clip_norm = 1.0
     config.redraw_interval = 0
+    config.calibrate_interval = 100
     config.eval_interval = 250
     config.prompt = "The "
     config.temperature = 0.7
