@@ -74,7 +74,7 @@ def load(workdir: str | pathlib.Path, mesh: Mesh, *, best: bool) -> Trained:
             warnings.warn(f"{error}; it is passed over.", stacklevel=2)
             continue
         accuracy = found.test_accuracy
-        states = tuple(arrays.values())
+        states = tuple(arrays[name] for name in wanted)
         return Trained(config, program, states, step=found.step, test_accuracy=accuracy)
     which = "each that was evaluated is damaged; leave out --best" if best else "each is damaged"
     raise UserError(f"The checkpoints in {folder} cannot be read: {which}.")
