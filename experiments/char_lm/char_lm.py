@@ -27,6 +27,7 @@ FIELDS: dict[str, type] = {
     "b2": float,  # Decay of Adam's second moment.
     "clip_norm": float,  # Largest global norm of the gradient.
     "redraw_interval": int,  # Steps between redraws of all projections; 0 never redraws.
+    "calibrate_interval": int,  # Steps between fits of calibrated features, from the first on.
     "eval_interval": int,  # Steps between evaluations on the whole validation text.
     "prompt": str,  # First characters of the sampled text.
     "temperature": float,  # Temperature of the sampled text.
@@ -35,7 +36,7 @@ FIELDS: dict[str, type] = {
     "model.num_heads": int,
     "model.num_features": int,  # Random features of each head in the far field.
     "model.coupling": str,
-    "model.bandwidth": int,  # How many characters back the near field reaches.
+    "model.bandwidth": int,  # How many characters back the near field and the exact band reach.
 }
 LEAST = {
     "seeds": 0,
@@ -44,6 +45,7 @@ LEAST = {
     "num_steps": 1,
     "warmup_steps": 0,
     "redraw_interval": 0,
+    "calibrate_interval": 1,
     "eval_interval": 1,
     "model.width": 2,
     "model.depth": 1,

@@ -1,4 +1,4 @@
-"""Decoder-only transformer whose attention is softmax, the far field, the near field, or both."""
+"""Decoder-only transformer with softmax attention, a far field, a near field, or both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from simrf_jax.integrations.nnx import FMMAttention, RandomFeatureAttention
 from simrf_jax.projections import Coupling
 
 ROTARY_BASE = 256
-ATTENTIONS = ("softmax", "far", "near", "near_far")
+ATTENTIONS = ("softmax", "far", "near", "near_far", "band_positive", "band_calibrated")
 
 
 class CharLM(nnx.Module):
@@ -30,7 +30,7 @@ class CharLM(nnx.Module):
       num_heads: Number of attention heads; each has an even number of dimensions.
       num_features: Number of random features of each head in the far field.
       coupling: Coupling of the far field's projections.
-      bandwidth: Number of characters that the near field looks back.
+      bandwidth: Number of characters that the near field or the exact band looks back.
       rngs: Keys for parameters (``params``) and projections (``features``). Models with different
         attention but the same keys start with the same parameters.
 
@@ -118,6 +118,16 @@ def make_attention(
                 num_features,
                 bandwidth=bandwidth,
                 coupling=coupling,
+                rngs=rngs,
+            )
+        case "band_positive" | "band_calibrated":
+            return RandomFeatureAttention(
+                num_heads,
+                head_dim,
+                num_features,
+                feature_map=attention.removeprefix("band_"),
+                coupling=coupling,
+                exact_bandwidth=bandwidth,
                 rngs=rngs,
             )
     raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {attention!r}.")

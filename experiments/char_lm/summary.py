@@ -17,12 +17,16 @@ LABELS = {
     "far": "far field only",
     "near": "near field only",
     "near_far": "near + far",
+    "band_positive": "exact band + positive far field",
+    "band_calibrated": "exact band + calibrated far field",
 }
 LOOKS: dict[str, dict[str, Any]] = {
     "softmax": {"color": "#000000", "linestyle": "-."},
     "far": {"color": "#D55E00", "linestyle": "--"},
     "near": {"color": "#009E73", "linestyle": ":"},
     "near_far": {"color": "#0072B2", "linestyle": "-"},
+    "band_positive": {"color": "#E69F00", "linestyle": (0, (5, 1, 1, 1, 1, 1))},
+    "band_calibrated": {"color": "#CC79A7", "linestyle": "-"},
 }
 
 
@@ -44,7 +48,7 @@ def table(results: dict[str, Any]) -> str:
     for attention in ATTENTIONS:
         last = bits(results, attention)[:, -1]
         closed = "-"
-        if attention in ("near", "near_far"):
+        if attention not in ("softmax", "far"):
             gap = gap_closed(results, attention)
             closed = f"{100 * gap.value:.1f} ± {100 * gap.standard_error:.1f} %"
         seconds = np.median([run["seconds"] for run in results["runs"][attention].values()])
@@ -62,12 +66,20 @@ def table(results: dict[str, Any]) -> str:
 
 
 def comparison(results: dict[str, Any]) -> str:
-    """Says how much the far field improves on the near field alone, over paired seeds."""
-    gain = trials.mean(bits(results, "near")[:, -1] - bits(results, "near_far")[:, -1])
-    return (
-        f"The far field takes {gain.value:.4f} (standard error {gain.standard_error:.4f}) bits per "
-        "character off the near field."
-    )
+    """Says what the far field, one normaliser and calibration improve, over paired seeds."""
+    sentences = {
+        ("near", "near_far"): "The far field takes {} bits per character off the near field.",
+        ("near_far", "band_positive"): "One normaliser takes {} off near + far.",
+        ("band_positive", "band_calibrated"): "Calibration takes {} off the positive far field.",
+        ("softmax", "band_calibrated"): "Softmax attention is {} above the calibrated far field.",
+    }
+    lines = []
+    for (one, other), sentence in sentences.items():
+        gain = trials.mean(bits(results, one)[:, -1] - bits(results, other)[:, -1])
+        lines.append(
+            sentence.format(f"{gain.value:.4f} (standard error {gain.standard_error:.4f})")
+        )
+    return "\n".join(lines)
 
 
 def describe_text(results: dict[str, Any]) -> str:

@@ -31,6 +31,8 @@ class Program(NamedTuple):
     Attributes:
       init: Function of a key that returns the state before the first step.
       redraw: Function of a state that returns it with the projections that belong to its step.
+      calibrate: Function of a state and characters ``[batch, context]`` that returns it with
+        calibrated features that fit them; None if the model has no such features.
       train_step: Function of a state and characters ``[batch, context + 1]`` that returns the next
         state and the loss in nats.
       evaluate: Function of a state and characters ``[windows, context + 1]`` that returns the mean
@@ -41,6 +43,7 @@ class Program(NamedTuple):
 
     init: Callable[[jax.Array], TrainState]
     redraw: Callable[[TrainState], TrainState]
+    calibrate: Callable[[TrainState, np.ndarray], TrainState] | None
     train_step: Callable[[TrainState, np.ndarray], tuple[TrainState, jax.Array]]
     evaluate: Callable[[TrainState, np.ndarray], jax.Array]
     sample: Callable[[TrainState, np.ndarray], jax.Array]
@@ -56,25 +59,26 @@ def make_program(
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: make_model(rngs=nnx.Rngs(0))))
     optimizer, _ = train_state.make_optimizer(config, b2=config.b2)
 
-    def mean_loss(params: nnx.State, projections: nnx.State, batch: jax.Array) -> jax.Array:
-        logits = nnx.merge(graphdef, params, projections)(batch[:, :-1])
+    def mean_loss(params: nnx.State, state: TrainState, batch: jax.Array) -> jax.Array:
+        model = nnx.merge(graphdef, params, state.projections, state.calibrations)
+        logits = model(batch[:, :-1])
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:])
         return losses.mean()
 
     def train_step(state: TrainState, batch: jax.Array) -> tuple[TrainState, jax.Array]:
-        loss, grads = jax.value_and_grad(mean_loss)(state.params, state.projections, batch)
+        loss, grads = jax.value_and_grad(mean_loss)(state.params, state, batch)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         return state._replace(step=state.step + 1, params=params, opt_state=opt_state), loss
 
     def evaluate(state: TrainState, batch: jax.Array) -> jax.Array:
         def window_loss(window: jax.Array) -> jax.Array:
-            return mean_loss(state.params, state.projections, window[None])
+            return mean_loss(state.params, state, window[None])
 
         return jax.lax.map(window_loss, batch, batch_size=config.batch_size).mean()
 
     def sample(state: TrainState, prompt: jax.Array) -> jax.Array:
-        model = nnx.merge(graphdef, state.params, state.projections)
+        model = nnx.merge(graphdef, *state.model)
         key = jax.random.fold_in(state.key, SAMPLE)
 
         def write_next(position: jax.Array, indices: jax.Array) -> jax.Array:
@@ -88,9 +92,12 @@ def make_program(
 
     init = functools.partial(train_state.init_state, make_model=make_model, optimizer=optimizer)
     redraw = functools.partial(train_state.redraw, interval=config.redraw_interval)
+    calibrate = functools.partial(train_state.calibrate, graphdef=graphdef)
+    has_calibration = bool(jax.tree.leaves(jax.eval_shape(init, jax.random.key(0)).calibrations))
     return Program(
         jax.jit(init),
         jax.jit(redraw, donate_argnums=0),
+        jax.jit(calibrate, donate_argnums=0) if has_calibration else None,
         jax.jit(train_step, donate_argnums=0),
         jax.jit(evaluate),
         jax.jit(sample),
@@ -119,17 +126,23 @@ def train(
     state = program.init(jax.random.key(seed))
     validation = windows(text.validation, config.context)
     losses: list[float] = []
-    for step in tqdm.trange(config.num_steps, desc=name, unit="step", dynamic_ncols=True):
-        if config.redraw_interval and step % config.redraw_interval == 0:
-            state = program.redraw(state)
-        batch = train_batch(
+
+    def batch(number: int) -> np.ndarray:
+        return train_batch(
             text.train,
             batch_size=config.batch_size,
             context=config.context,
             seed=seed,
-            step=step,
+            step=number,
         )
-        state, _ = program.train_step(state, batch)
+
+    for step in tqdm.trange(config.num_steps, desc=name, unit="step", dynamic_ncols=True):
+        if config.redraw_interval and step % config.redraw_interval == 0:
+            state = program.redraw(state)
+        if program.calibrate and step % config.calibrate_interval == 0:
+            # A fit to the batch of this step would tell the model about later characters.
+            state = program.calibrate(state, batch(config.num_steps + step)[:, :-1])
+        state, _ = program.train_step(state, batch(step))
         if (step + 1) % config.eval_interval == 0:
             losses.append(float(program.evaluate(state, validation)))
             if not math.isfinite(losses[-1]):

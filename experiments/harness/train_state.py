@@ -1,4 +1,4 @@
-"""The state of a training run, its optimizer and its redraws; all trainers share them."""
+"""The state of a training run, its optimizer, redraws and calibrations; all trainers share them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ import optax
 from flax import nnx
 
 import simrf_jax
-from simrf_jax.integrations.nnx import RandomProjection
+from simrf_jax.integrations import nnx as adapters
+from simrf_jax.integrations.nnx import Calibration, RandomProjection
 from simrf_jax.projections import Projection, StructuredProjection
 
 
@@ -24,6 +25,7 @@ class TrainState(NamedTuple):
       key: Typed PRNG key of the run; every draw is a function of it, the step and a name.
       params: ``nnx.Param`` state of the model.
       projections: ``RandomProjection`` state of the model; empty without random features.
+      calibrations: ``Calibration`` state of the model; empty without calibrated features.
       opt_state: State of the optimizer.
     """
 
@@ -31,7 +33,13 @@ class TrainState(NamedTuple):
     key: jax.Array
     params: nnx.State
     projections: nnx.State
+    calibrations: nnx.State
     opt_state: optax.OptState
+
+    @property
+    def model(self) -> tuple[nnx.State, nnx.State, nnx.State]:
+        """Returns the states of which ``nnx.merge`` makes the model."""
+        return self.params, self.projections, self.calibrations
 
 
 # The numbers of the draws: fold_in(state.key, one of these). A trainer's own go on from 2.
@@ -69,14 +77,16 @@ def init_state(
 ) -> TrainState:
     """Returns the state of ``make_model(rngs=...)`` before the first step.
 
-    Its projections are the model's own, until ``redraw`` draws those of the schedule.
+    Its projections are the model's own, until ``redraw`` draws those of the schedule. Calibrated
+    features are plain positive ones, until ``calibrate`` fits them.
     """
     rngs = nnx.Rngs(
         params=jax.random.fold_in(key, PARAMS), features=jax.random.fold_in(key, PROJECTIONS)
     )
     model = make_model(rngs=rngs)
-    params, projections = nnx.state(model, nnx.Param), nnx.state(model, RandomProjection)
-    return TrainState(jnp.zeros((), jnp.int32), key, params, projections, optimizer.init(params))
+    params, projections, calibrations = nnx.state(model, nnx.Param, RandomProjection, Calibration)
+    step = jnp.zeros((), jnp.int32)
+    return TrainState(step, key, params, projections, calibrations, optimizer.init(params))
 
 
 def redraw(state: TrainState, *, interval: int, stacked: bool = False) -> TrainState:
@@ -99,6 +109,22 @@ def redraw(state: TrainState, *, interval: int, stacked: bool = False) -> TrainS
     drawn = simrf_jax.redraw_projections(key, layers)
     drawn = jax.tree.map(_stack, drawn, is_leaf=lambda node: isinstance(node, list))
     return state._replace(projections=drawn)
+
+
+def calibrate(state: TrainState, inputs: jax.Array, *, graphdef: nnx.GraphDef) -> TrainState:
+    """Returns the state with calibrated features that fit the queries and keys of some inputs.
+
+    The model computes the queries and keys with the features that it has. Nothing is drawn, so the
+    result is a function of the state and the inputs alone.
+
+    Args:
+      state: State of any step.
+      inputs: Inputs of the model.
+      graphdef: The model without its arrays. It drops nothing when it is called with inputs alone.
+    """
+    model = nnx.merge(graphdef, *state.model)
+    adapters.calibrate(model, [inputs])
+    return state._replace(calibrations=nnx.state(model, Calibration))
 
 
 def _layers(stack: Projection) -> list[Projection]:

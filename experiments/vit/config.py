@@ -15,7 +15,7 @@ from experiments.harness.config_fields import SEEDS, Range, above, at_least, one
 from experiments.harness.mistakes import UserError, user_mistakes
 from experiments.vit.data import in_memory, records
 from simrf_jax.models import ATTENTIONS, ViTConfig
-from simrf_jax.models.config import DTYPES, POOLINGS, REMATS
+from simrf_jax.models.config import DTYPES, FEATURE_MAPS, POOLINGS, REMATS
 from simrf_jax.projections import BLOCK_MODES
 
 
@@ -45,6 +45,8 @@ _BELOW_ONE = Range("in [0, 1)", lambda x: 0 <= x < 1)
 _SHARE = Range("in (0, 1]", lambda x: 0 < x <= 1)
 _MAGNITUDE = Range("from 0 to 10", lambda x: 0 <= x <= 10)
 _REDRAWS = Range("at least 2, as a variance is estimated from them", lambda x: x >= 2)
+
+NO_BAND = -1
 
 # Every field of every config of this experiment. A config file sets all of them.
 FIELDS: dict[str, Field] = {
@@ -83,6 +85,12 @@ FIELDS: dict[str, Field] = {
     "clip_norm": Field(float, "Largest norm of the whole gradient.", above(0)),
     "redraw_interval": Field(
         int, "Steps between redraws of all projections; 0 never redraws.", at_least(0)
+    ),
+    "calibrate_interval": Field(
+        int,
+        "Steps between fits of calibrated features, the first one before the first step; 0 for "
+        "other features.",
+        at_least(0),
     ),
     "log_interval": Field(
         int, "Steps that a row of metrics.csv averages.", at_least(1), may_change=True
@@ -176,6 +184,14 @@ FIELDS: dict[str, Field] = {
         str, "Coupling of the random features, or softmax attention.", one_of(ATTENTIONS)
     ),
     "model.num_features": Field(int, "Random features of each head.", at_least(1)),
+    "model.feature_map": Field(
+        str, "Feature map of random-feature attention.", one_of(FEATURE_MAPS)
+    ),
+    "model.exact_bandwidth": Field(
+        int,
+        "Distance in tokens over which random-feature attention is exact; -1 for no band.",
+        at_least(0, also=NO_BAND),
+    ),
     "model.block": Field(str, "Row-block mode of the projections.", one_of(BLOCK_MODES)),
     "model.dtype": Field(str, "Type of the computation.", one_of(DTYPES)),
     "model.remat": Field(
@@ -200,12 +216,43 @@ def check_config(config: ml_collections.ConfigDict) -> None:
     _check_diagnostics(given)
     # ViTConfig checks what does not depend on the data.
     with user_mistakes(ValueError):
-        ViTConfig(image_size=(config.image_size, config.image_size), **config.model)
+        model_config(config, channels=1, num_classes=1)
+    _check_calibration(given)
     if config.warmup_steps >= config.num_steps:
         raise UserError(
             f"config.warmup_steps must be below num_steps={config.num_steps}, "
             f"got {config.warmup_steps}."
         )
+
+
+def model_config(
+    config: ml_collections.ConfigDict,
+    *,
+    channels: int,
+    num_classes: int,
+    sequence_axis: str | None = None,
+) -> ViTConfig:
+    """Returns the shape of a config's model.
+
+    Args:
+      config: Config with all the fields of ``FIELDS``.
+      channels: Number of channels of the images.
+      num_classes: Number of classes of the labels.
+      sequence_axis: Mesh axis that shards the tokens; None if none does.
+
+    Raises:
+      ValueError: If ``ViTConfig`` refuses it.
+    """
+    fields = config.model.to_dict()
+    if fields["exact_bandwidth"] == NO_BAND:
+        fields["exact_bandwidth"] = None
+    return ViTConfig(
+        image_size=(config.image_size, config.image_size),
+        channels=channels,
+        num_classes=num_classes,
+        sequence_axis=sequence_axis,
+        **fields,
+    )
 
 
 def config_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
@@ -258,6 +305,16 @@ def _check_data(given: dict[str, Any]) -> None:
                 f"config.{name} must be {only} where in_memory is {given['in_memory']}, got "
                 f"{given[name]}."
             )
+
+
+def _check_calibration(given: dict[str, Any]) -> None:
+    """Refuses calibrated features that are never fitted, and fits of other features."""
+    interval, feature_map = given["calibrate_interval"], given["model.feature_map"]
+    if (feature_map == "calibrated") != bool(interval):
+        raise UserError(
+            "config.calibrate_interval must be at least 1 with model.feature_map='calibrated', and "
+            f"0 with any other, got {interval} with {feature_map!r}."
+        )
 
 
 def _check_diagnostics(given: dict[str, Any]) -> None:

@@ -146,6 +146,8 @@ def _loop(
         if _redraws(config, program, step):
             state = program.redraw(state)
         batch = sharding.global_batch(next(batches), program.mesh, config.batch_size)
+        if _calibrates(config, step):
+            state = program.calibrate(state, batch["image"])
         # A batch or a state that is still on the host raises here, where it would cost every step.
         with (
             jax.profiler.StepTraceAnnotation("train", step_num=step),
@@ -247,6 +249,12 @@ def _redraws(config: ml_collections.ConfigDict, program: Program, step: int) -> 
     return program.has_projections and (step == 0 or bool(interval and step % interval == 0))
 
 
+def _calibrates(config: ml_collections.ConfigDict, step: int) -> bool:
+    """Returns whether the features of this step are fitted to its batch, before it is taken."""
+    interval = config.calibrate_interval
+    return bool(interval and step % interval == 0)
+
+
 def _columns(program: Program) -> tuple[str, ...]:
     if program.diagnose is None:
         return log.COLUMNS
@@ -267,9 +275,9 @@ def _evaluate(
     for part in inputs.eval_batches():
         batch = sharding.global_batch(part, program.mesh, batch_size)
         if program.diagnose is not None and not sums:
-            arrays = program.diagnose(state.params, state.projections, state.key, batch["image"])
+            arrays = program.diagnose(state.model, state.key, batch["image"])
             measured = diagnostics.row(arrays)
-        sums.append(program.eval_step(state.params, state.projections, batch))
+        sums.append(program.eval_step(state.model, batch))
     return test_means(sums) | measured
 
 

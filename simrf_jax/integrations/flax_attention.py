@@ -341,9 +341,24 @@ def fit_stack(
     """Returns the calibration for the moments of an adapter, or of a stack of them.
 
     Raises:
-      ValueError: If the adapter has seen no tokens, or some that were not finite.
+      ValueError: If the adapter has seen no tokens, or some that were not finite. Values that are
+        traced are not known.
     """
-    queries, keys = sums
+    _check_sums(*sums)
+    lead = sums[0].mean.shape[:-1]
+    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(lead) :]), sums)
+    fitted = _fit(*flat, center=center, balance=balance, tilt=tilt)
+    return jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), fitted)
+
+
+_fit = jax.jit(fit, static_argnames=("center", "balance", "tilt"))
+
+
+def _check_sums(queries: Moments, keys: Moments) -> None:
+    """Raises ``ValueError`` for moments that are known to be of no tokens or not finite."""
+    sums = (queries, keys)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(sums)):
+        return
     if not all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(sums)):
         raise ValueError("Queries or keys of the batches are not finite, so nothing can be fitted.")
     if not bool(jnp.all(queries.num_vectors > 0) & jnp.all(keys.num_vectors > 0)):
@@ -353,13 +368,6 @@ def fit_stack(
             "nn.scan and nn.vmap by calibration_moments in their variable_axes, nnx.scan and "
             "nnx.vmap by an axis of the layers that is not None."
         )
-    lead = queries.mean.shape[:-1]
-    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(lead) :]), sums)
-    fitted = _fit(*flat, center=center, balance=balance, tilt=tilt)
-    return jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), fitted)
-
-
-_fit = jax.jit(fit, static_argnames=("center", "balance", "tilt"))
 
 
 def check_tilt(tilt: Tilt | None, options: DrawOptions | None) -> None:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from simrf_jax import checks
 from simrf_jax.projections import BLOCK_MODES, COUPLINGS, BlockMode, Coupling
 
 Attention: TypeAlias = Coupling | Literal["exact"]
+FeatureMap: TypeAlias = Literal["positive", "relu", "calibrated"]
 ATTENTIONS = (*COUPLINGS, "exact")
 POOLINGS = ("average", "token")
 DTYPES = ("float32", "bfloat16")
 REMATS = ("none", "block", "dots")
+FEATURE_MAPS = get_args(FeatureMap)
 
 # B and L: Dosovitskiy et al. (2021), Table 1, https://arxiv.org/abs/2010.11929
 # Ti and S: Touvron et al. (2021), Table 1, https://arxiv.org/abs/2012.12877
@@ -46,6 +48,10 @@ class ViTConfig:
       attention: Coupling of random-feature attention, ``"iid"``, ``"orthogonal"``, ``"simplex"`` or
         ``"simplex_plus"``, or ``"exact"`` for softmax attention.
       num_features: Number of random features of each head.
+      feature_map: Feature map of random-feature attention. ``"positive"`` and ``"calibrated"``
+        estimate softmax attention; ``"calibrated"`` is the positive map until
+        ``simrf_jax.integrations.nnx.calibrate`` fits it. ``"relu"`` is another kernel. It must be
+        ``"positive"`` for softmax attention.
       block: Row-block mode of the projections, ``"regular"`` or ``"square"``; see
         ``simrf_jax.draw_projection``.
       dtype: ``"float32"`` or ``"bfloat16"`` for the computation; parameters are float32.
@@ -59,7 +65,7 @@ class ViTConfig:
         The model must then be called inside ``jax.set_mesh``. None names no axis.
       exact_bandwidth: Distance in tokens over which random-feature attention sees keys exactly; see
         ``simrf_jax.random_feature_attention``. Patches are in rows, after the class token. None for
-        no exact band, as it must be for softmax attention.
+        no exact band, as it must be for softmax attention and for ``feature_map="relu"``.
 
     Raises:
       TypeError: If a size is not an integer, the image size is not a pair, the dropout rate is not
@@ -79,6 +85,7 @@ class ViTConfig:
     pooling: str = "token"
     attention: Attention = "simplex"
     num_features: int = 130
+    feature_map: FeatureMap = "positive"
     block: BlockMode = "regular"
     dtype: str = "bfloat16"
     remat: str = "none"
@@ -92,6 +99,7 @@ class ViTConfig:
         checks.one_of("block", self.block, BLOCK_MODES)
         checks.one_of("dtype", self.dtype, DTYPES)
         checks.one_of("remat", self.remat, REMATS)
+        checks.one_of("feature_map", self.feature_map, FEATURE_MAPS)
         checks.boolean("scan", self.scan)
         sizes = ("channels", "num_classes", "patch_size", "width", "depth", "num_heads", "mlp_dim")
         for name in (*sizes, "num_features"):
@@ -103,13 +111,7 @@ class ViTConfig:
                 f"image_size must be multiples of patch_size={self.patch_size}, "
                 f"got {self.image_size}."
             )
-        if self.exact_bandwidth is not None:
-            checks.integer("exact_bandwidth", self.exact_bandwidth, least=0)
-            if self.attention == "exact":
-                raise ValueError(
-                    "exact_bandwidth is for random-feature attention, got "
-                    f"{self.exact_bandwidth} for attention='exact'."
-                )
+        self._check_features()
         if self.width % self.num_heads:
             raise ValueError(
                 f"width must be a multiple of num_heads, got {self.width} and {self.num_heads}."
@@ -123,6 +125,27 @@ class ViTConfig:
             raise TypeError(f"dropout_rate must be a number, got {self.dropout_rate!r}.")
         if not 0 <= self.dropout_rate < 1:
             raise ValueError(f"dropout_rate must be in [0, 1), got {self.dropout_rate}.")
+
+    def _check_features(self) -> None:
+        """Refuses a feature map or an exact band that the attention cannot have."""
+        if self.attention == "exact" and self.feature_map != "positive":
+            raise ValueError(
+                "feature_map is for random-feature attention, got "
+                f"{self.feature_map!r} for attention='exact'."
+            )
+        if self.exact_bandwidth is None:
+            return
+        checks.integer("exact_bandwidth", self.exact_bandwidth, least=0)
+        if self.attention == "exact":
+            raise ValueError(
+                "exact_bandwidth is for random-feature attention, got "
+                f"{self.exact_bandwidth} for attention='exact'."
+            )
+        if self.feature_map == "relu":
+            raise ValueError(
+                "exact_bandwidth is for feature maps that estimate softmax attention, got "
+                f"{self.exact_bandwidth} for feature_map='relu'."
+            )
 
     @property
     def num_tokens(self) -> int:

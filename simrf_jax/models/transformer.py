@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from simrf_jax.integrations.nnx import RandomFeatureAttention
+from simrf_jax.integrations.nnx import CalibrationMoments, RandomFeatureAttention
 from simrf_jax.models.config import ViTConfig
 
 Policy = Callable[..., bool]
@@ -46,6 +46,7 @@ class TransformerLayer(nnx.Module):
                 c.num_heads,
                 c.width // c.num_heads,
                 c.num_features,
+                feature_map=c.feature_map,
                 coupling=c.attention,
                 block=c.block,
                 sequence_axis=c.sequence_axis,
@@ -127,21 +128,32 @@ def apply_layers(
     if isinstance(layers, TransformerLayer):
         graphdef, stacked = nnx.split(layers)
         apply = _function(graphdef, config, impl)
-        return jax.lax.scan(lambda x, layer: (apply(x, *layer), None), x, (stacked, keys))[0]
+        x, moments = jax.lax.scan(lambda x, layer: apply(x, *layer), x, (stacked, keys))
+        nnx.update(layers, moments)
+        return x
     for number, layer in enumerate(layers):
         graphdef, state = nnx.split(layer)
-        x = _function(graphdef, config, impl)(x, state, None if keys is None else keys[number])
+        apply = _function(graphdef, config, impl)
+        x, moments = apply(x, state, None if keys is None else keys[number])
+        nnx.update(layer, moments)
     return x
 
 
-def _function(graphdef: nnx.GraphDef, config: ViTConfig, impl: Any) -> Callable[..., jax.Array]:
-    """Returns a layer as a function of its input, its state and the data of its dropout keys."""
+def _function(
+    graphdef: nnx.GraphDef, config: ViTConfig, impl: Any
+) -> Callable[..., tuple[jax.Array, nnx.State]]:
+    """Returns a layer as a function of its input, its state and the data of its dropout keys.
 
-    def apply(x: jax.Array, state: Any, keys: jax.Array | None) -> jax.Array:
+    The function returns the output and the moments that ``calibrate`` sums, which are empty unless
+    it does.
+    """
+
+    def apply(x: jax.Array, state: Any, keys: jax.Array | None) -> tuple[jax.Array, nnx.State]:
         layer = nnx.merge(graphdef, state)
-        if keys is None:
-            return layer(x)
-        return layer(x, tuple(jax.random.wrap_key_data(key, impl=impl) for key in keys))
+        wrapped = None
+        if keys is not None:
+            wrapped = tuple(jax.random.wrap_key_data(key, impl=impl) for key in keys)
+        return layer(x, wrapped), nnx.state(layer, CalibrationMoments)
 
     if config.remat == "none":
         return apply

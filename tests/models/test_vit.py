@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from simrf_jax import redraw_projections
-from simrf_jax.integrations.nnx import RandomProjection
+from simrf_jax.integrations.nnx import Calibration, RandomProjection, calibrate
 from simrf_jax.models import ATTENTIONS, ViT, ViTConfig
 
 SMALL = ViTConfig(
@@ -195,6 +195,26 @@ def test_redraw_changes_the_output_and_not_the_parameters():
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model, nnx.Param), params)
 
 
+@pytest.mark.parametrize("changes", [{}, {"scan": True, "remat": "block"}])
+def test_calibration_reaches_every_layer_inside_jit_too(changes):
+    model = build(feature_map="calibrated", **changes)
+    graphdef, state = nnx.split(model)
+    before = jax.device_get(jax.tree.leaves(nnx.state(model, Calibration)))
+
+    @jax.jit
+    def fitted(state):
+        inside = nnx.merge(graphdef, state)
+        calibrate(inside, [images()])
+        return nnx.state(inside, Calibration)
+
+    inside = jax.tree.leaves(fitted(state))
+    calibrate(model, [images()])
+    outside = jax.tree.leaves(nnx.state(model, Calibration))
+    for one, other, plain in zip(inside, outside, before, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+        assert not np.allclose(other, plain)
+
+
 @pytest.mark.fast
 @pytest.mark.parametrize(
     ("changes", "error", "match"),
@@ -224,6 +244,17 @@ def test_redraw_changes_the_output_and_not_the_parameters():
             {"exact_bandwidth": 2, "attention": "exact"},
             ValueError,
             "exact_bandwidth is for random-feature attention, got 2 for attention='exact'",
+        ),
+        (
+            {"exact_bandwidth": 2, "feature_map": "relu"},
+            ValueError,
+            "exact_bandwidth is for .* that estimate softmax .*, got 2 for feature_map='relu'",
+        ),
+        ({"feature_map": "elu"}, ValueError, "'positive', 'relu', 'calibrated', got 'elu'"),
+        (
+            {"feature_map": "calibrated", "attention": "exact"},
+            ValueError,
+            "feature_map is for .*, got 'calibrated' for attention='exact'",
         ),
     ],
 )

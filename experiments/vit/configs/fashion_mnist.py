@@ -34,6 +34,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.eps = 1e-8
     config.clip_norm = 1.0
     config.redraw_interval = 0
+    config.calibrate_interval = 0
     config.log_interval = 50
     config.eval_interval = 469  # An epoch.
     config.augment = {
@@ -60,6 +61,8 @@ def get_config() -> ml_collections.ConfigDict:
         "pooling": "average",
         "attention": "simplex",
         "num_features": 34,  # Two regular simplices of 17 points in the heads' 16 dimensions.
+        "feature_map": "positive",
+        "exact_bandwidth": -1,
         "block": "regular",
         "dtype": "float32",
         "remat": "none",

@@ -43,6 +43,7 @@ def get_config(argument: str = "") -> ml_collections.ConfigDict:
     config.clip_norm = 1.0  # Ours (Dosovitskiy, Steiner, Beyer).
     # Ours. On the digits a redraw every hundred steps did harm (README.md, Redraws).
     config.redraw_interval = 0
+    config.calibrate_interval = 0
     config.log_interval = 50
     config.eval_interval = config.num_steps // 100  # 3 epochs.
     config.augment = {
@@ -69,6 +70,8 @@ def get_config(argument: str = "") -> ml_collections.ConfigDict:
         "pooling": "token",  # Ours (Dosovitskiy, Steiner).
         "attention": "simplex",  # Paper; also orthogonal.
         "num_features": 130,  # Paper.
+        "feature_map": "positive",
+        "exact_bandwidth": -1,
         "block": "regular",  # Ours: 130 features are two whole simplices of 65 points.
         "dtype": "bfloat16",
         "remat": "none",

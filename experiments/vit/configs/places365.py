@@ -38,6 +38,7 @@ def get_config(argument: str = "") -> ml_collections.ConfigDict:
     config.eps = 1e-8
     config.clip_norm = 1.0
     config.redraw_interval = 0
+    config.calibrate_interval = 0
     config.log_interval = 50
     config.eval_interval = config.num_steps // 100  # 3 epochs.
     config.augment = {
@@ -64,6 +65,8 @@ def get_config(argument: str = "") -> ml_collections.ConfigDict:
         "pooling": "token",
         "attention": "simplex",
         "num_features": 130,
+        "feature_map": "positive",
+        "exact_bandwidth": -1,
         "block": "regular",
         "dtype": "bfloat16",
         "remat": "none",

@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec
 
 import simrf_jax
 from experiments.harness.mistakes import UserError
-from simrf_jax.integrations.nnx import RandomProjection
+from simrf_jax.features import FeatureMap, FeatureMapLike, as_feature_map
+from simrf_jax.integrations.nnx import Calibration, RandomProjection
 from simrf_jax.models import ViT
 from simrf_jax.models.transformer import TransformerLayer
 
@@ -22,18 +23,20 @@ NAMES = ("attention_error", "feature_variance")
 
 
 class Seen(NamedTuple):
-    """The arguments and the output of a layer's attention.
+    """The arguments, the feature map and the output of a layer's attention.
 
     Attributes:
       query: ``[batch, T, heads, H]``, not scaled yet.
       key: ``[batch, S, heads, H]``.
       value: ``[batch, S, heads, D]``.
+      feature_map: The map with its arrays, if it has any.
       output: ``[batch, T, heads, D]``.
     """
 
     query: jax.Array
     key: jax.Array
     value: jax.Array
+    feature_map: FeatureMap
     output: jax.Array
 
 
@@ -70,8 +73,7 @@ def _of_layer(name: str, layer: int) -> str:
 
 
 def measure(
-    params: nnx.State,
-    projections: nnx.State,
+    model: tuple[nnx.State, ...],
     key: jax.Array,
     images: jax.Array,
     *,
@@ -96,8 +98,7 @@ def measure(
     draws too rare to be among a few.
 
     Args:
-      params: Parameters of a ViT with random features.
-      projections: Its projections.
+      model: States of a ViT with random features, as ``TrainState.model``.
       key: PRNG key of the redraws, which are the same for all layers.
       images: ``[batch, height, width, channels]``.
       graphdef: The ViT without its arrays; scanned or not, and on any mesh.
@@ -110,16 +111,22 @@ def measure(
     References:
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 4.2.
     """
-    model = nnx.merge(graphdef, params, projections)
-    draws = _draw(key, model, projections, num_redraws)
+    vit = nnx.merge(graphdef, *model)
+    draws = _draw(key, vit, num_redraws)
 
     def compare(seen: Seen) -> dict[str, jax.Array]:
-        variance = weight_variance(seen.query, seen.key, draws)
+        variance = weight_variance(
+            seen.query,
+            seen.key,
+            draws,
+            feature_map=seen.feature_map,
+            exact_bandwidth=vit.config.exact_bandwidth,
+        )
         return {"attention_error": output_error(seen), "feature_variance": variance}
 
     # They are too few to be split over devices.
     images = jax.lax.with_sharding_constraint(images[:num_images], PartitionSpec())
-    return jax.lax.map(compare, _record_layers(model, images))
+    return jax.lax.map(compare, _record_layers(vit, images))
 
 
 def output_error(seen: Seen) -> jax.Array:
@@ -134,22 +141,35 @@ def output_error(seen: Seen) -> jax.Array:
     return jnp.mean(error / norm)
 
 
-def weight_variance(query: jax.Array, key: jax.Array, draws: jax.Array) -> jax.Array:
+def weight_variance(
+    query: jax.Array,
+    key: jax.Array,
+    draws: jax.Array,
+    *,
+    feature_map: FeatureMapLike = "positive",
+    exact_bandwidth: int | None = None,
+) -> jax.Array:
     """Returns the relative variance of attention weights over draws of W, averaged over heads.
 
     Args:
       query: ``[batch, T, heads, H]``.
       key: ``[batch, S, heads, H]``.
       draws: ``[draws, heads, num_features, H]``.
+      feature_map: Feature map of the layer.
+      exact_bandwidth: Distance over which attention is exact, or None.
     """
     query, key = query.astype(jnp.float32), key.astype(jnp.float32)
     exact = _softmax_weights(query, key)
     batch, length, heads, _ = key.shape
     # With these values the output is the weights.
     one_hot = jnp.broadcast_to(jnp.eye(length)[:, None], (batch, length, heads, length))
-    estimated = jax.lax.map(
-        lambda w: simrf_jax.random_feature_attention(query, key, one_hot, w), draws
-    )
+
+    def estimate(w: jax.Array) -> jax.Array:
+        return simrf_jax.random_feature_attention(
+            query, key, one_hot, w, feature_map=feature_map, exact_bandwidth=exact_bandwidth
+        )
+
+    estimated = jax.lax.map(estimate, draws)
     variances = jnp.var(estimated, axis=0, ddof=1)
     return jnp.mean(variances.sum(axis=(1, 3)) / jnp.square(exact).sum(axis=(1, 3)))
 
@@ -161,8 +181,9 @@ def _softmax_weights(query: jax.Array, key: jax.Array) -> jax.Array:
     return jax.nn.softmax(logits * query.shape[-1] ** -0.5)
 
 
-def _draw(key: jax.Array, model: ViT, projections: nnx.State, num_redraws: int) -> jax.Array:
+def _draw(key: jax.Array, model: ViT, num_redraws: int) -> jax.Array:
     """Draws W as the model draws that of a layer, ``[draws, heads, num_features, H]``."""
+    projections = nnx.state(model, RandomProjection)
     first, *_ = jax.tree.leaves(projections, is_leaf=lambda x: isinstance(x, RandomProjection))
     c = model.config
     shape = (num_redraws, c.num_heads, c.num_features, c.width // c.num_heads)
@@ -187,13 +208,15 @@ def _record_layers(model: ViT, images: jax.Array) -> Seen:
 
 
 def _record(block: TransformerLayer, x: jax.Array) -> tuple[jax.Array, Seen]:
-    """Returns the output of a layer, and the arguments and output of its attention."""
-    attend = block.attention.attention_fn
+    """Returns the output of a layer, and what its attention sees."""
+    attend: Any = block.attention.attention_fn
+    held = attend.feature_map
+    feature_map = as_feature_map(held.get_value() if isinstance(held, Calibration) else held)
     seen: list[Seen] = []
 
     def record(query: jax.Array, key: jax.Array, value: jax.Array, **options: Any) -> jax.Array:
         output = attend(query, key, value, **options)
-        seen.append(Seen(query, key, value, output))
+        seen.append(Seen(query, key, value, feature_map, output))
         return output
 
     block.attention.attention_fn = record

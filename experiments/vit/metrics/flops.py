@@ -62,7 +62,7 @@ def train_flops(model: ViTConfig) -> int:
 
 
 def _attention_products(c: ViTConfig) -> tuple[int, int]:
-    """Counts multiplications of a layer's attention without W x, and those of W x."""
+    """Counts multiplications of a layer's attention, and those by constants such as W apart."""
     if c.attention == "exact":
         return 2 * c.num_tokens**2 * c.width, 0
     # The sums over keys have a column more, for the denominator.
@@ -70,4 +70,7 @@ def _attention_products(c: ViTConfig) -> tuple[int, int]:
     if c.exact_bandwidth is not None:
         # Products of each query with the keys and the values in its band.
         sums += min(2 * c.exact_bandwidth + 1, c.num_tokens) * c.width
-    return 2 * c.num_tokens * sums, 2 * c.num_tokens * c.num_features * c.width
+    constants = c.num_features
+    if c.feature_map == "calibrated":
+        constants += c.width // c.num_heads  # The matrices that balance queries and keys.
+    return 2 * c.num_tokens * sums, 2 * c.num_tokens * constants * c.width

@@ -58,9 +58,7 @@ def evaluate(
         )
     batches = (sharding.global_batch(b, mesh, batch_size) for b in inputs.eval_batches())
     with jax.set_mesh(mesh):
-        means = test_means(
-            program.eval_step(model.params, model.projections, batch) for batch in batches
-        )
+        means = test_means(program.eval_step(model.states, batch) for batch in batches)
     return {"step": model.step, **means}
 
 

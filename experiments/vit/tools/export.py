@@ -34,9 +34,9 @@ def export(
 ) -> dict[str, Any]:
     """Writes a model as StableHLO: images in, logits out, for any number of images.
 
-    The parameters and the projections are constants of it, and it runs on one device.
-    ``jax.export.deserialize`` reads it. A damaged checkpoint is passed over with a warning, for the
-    newest or the best of the others.
+    The parameters, the projections and the calibrations are constants of it, and it runs on one
+    device. ``jax.export.deserialize`` reads it. A damaged checkpoint is passed over with a warning,
+    for the newest or the best of the others.
 
     Args:
       workdir: Folder of the run.
@@ -97,7 +97,7 @@ def _check(platforms: Sequence[str], *paths: pathlib.Path) -> None:
 
 def _export(model: trained.Trained, platforms: Sequence[str]) -> jax.export.Exported:
     def classify(images: jax.Array) -> jax.Array:
-        return nnx.merge(model.program.graphdef, model.params, model.projections)(images)
+        return nnx.merge(model.program.graphdef, *model.states)(images)
 
     (batch,) = jax.export.symbolic_shape("batch")
     shape = (batch, *model.program.model.image_size, model.program.model.channels)

@@ -52,6 +52,8 @@ RULES = (
     Rule("patch_embedding/kernel$", PartitionSpec(None, "fsdp")),
     Rule("head/kernel$", PartitionSpec("fsdp", None)),
     Rule("attention_fn/projection$", PartitionSpec("tensor", None, None)),
+    Rule("feature_map/value/(query|key)_matrix$", PartitionSpec("tensor", None, None)),
+    Rule("feature_map/value/(query_mean|key_mean|variances)$", PartitionSpec("tensor", None)),
     Rule("(bias|scale|position_embedding|class_token)$", PartitionSpec()),
 )
 

@@ -20,6 +20,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from experiments.harness import train_state
 from experiments.harness.train_state import TrainState
+from experiments.vit.config import model_config
 from experiments.vit.metrics import diagnostics
 from experiments.vit.training import sharding
 from simrf_jax.models import ViT, ViTConfig
@@ -56,7 +57,7 @@ def train_step(
     def loss_fn(
         params: nnx.State, batch: dict[str, jax.Array], dropout_key: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        model = nnx.merge(graphdef, params, state.projections)
+        model = nnx.merge(graphdef, params, state.projections, state.calibrations)
         logits = model(batch["image"], rngs=nnx.Rngs(dropout=dropout_key))
         losses, right = score(logits, batch["label"])
         return losses.mean(), right.mean()
@@ -71,14 +72,10 @@ def train_step(
 
 
 def eval_step(
-    params: nnx.State,
-    projections: nnx.State,
-    batch: dict[str, jax.Array],
-    *,
-    graphdef: nnx.GraphDef,
+    model: tuple[nnx.State, ...], batch: dict[str, jax.Array], *, graphdef: nnx.GraphDef
 ) -> Metrics:
     """Returns the sums over a batch of the losses, the correct predictions and the weights."""
-    logits = nnx.merge(graphdef, params, projections)(batch["image"])
+    logits = nnx.merge(graphdef, *model)(batch["image"])
     losses, right = score(logits, batch["label"])
     weight = batch["weight"]
     return {
@@ -121,9 +118,11 @@ class Program(NamedTuple):
       state: Shapes, types and shardings of the ``TrainState``.
       init: Returns the state before the first step.
       redraw: Takes a state, which is donated, and returns it with the projections of its step.
+      calibrate: Takes a state, which is donated, and images; returns it with calibrated features
+        that fit the images.
       train_step: Takes a state, which is donated, and a batch; returns the next state and metrics.
-      eval_step: Takes parameters, projections and a batch; returns sums over the batch.
-      diagnose: Takes parameters, projections, the key of the run and images; returns
+      eval_step: Takes ``TrainState.model`` and a batch; returns sums over the batch.
+      diagnose: Takes ``TrainState.model``, the key of the run and images; returns
         ``diagnostics.measure``. None where there is nothing to diagnose.
     """
 
@@ -134,6 +133,7 @@ class Program(NamedTuple):
     state: TrainState
     init: jax.stages.Wrapped
     redraw: jax.stages.Wrapped
+    calibrate: jax.stages.Wrapped
     train_step: jax.stages.Wrapped
     eval_step: jax.stages.Wrapped
     diagnose: jax.stages.Wrapped | None
@@ -158,12 +158,11 @@ def build_program(
     Raises:
       UserError: If the mesh does not divide the heads, the MLPs, the width or the tokens.
     """
-    model = ViTConfig(
-        image_size=(config.image_size, config.image_size),
+    model = model_config(
+        config,
         channels=channels,
         num_classes=num_classes,
         sequence_axis="sequence" if mesh.shape["sequence"] > 1 else None,
-        **config.model,
     )
     sharding.check_model(mesh, model)
     graphdef = nnx.graphdef(nnx.eval_shape(lambda: ViT(model, rngs=nnx.Rngs(0))))
@@ -177,6 +176,9 @@ def build_program(
 
     def redraw(state: TrainState) -> TrainState:
         return train_state.redraw(state, interval=config.redraw_interval, stacked=model.scan)
+
+    def calibrate(state: TrainState, images: jax.Array) -> TrainState:
+        return train_state.calibrate(state, images, graphdef=graphdef)
 
     abstract = _with_shardings(jax.eval_shape(init), mesh)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
@@ -202,6 +204,7 @@ def build_program(
         state=abstract,
         init=jax.jit(init, out_shardings=shardings),
         redraw=jax.jit(redraw, out_shardings=shardings, donate_argnums=0),
+        calibrate=jax.jit(calibrate, out_shardings=shardings, donate_argnums=0),
         train_step=jax.jit(step, out_shardings=(shardings, replicated), donate_argnums=0),
         eval_step=jax.jit(
             functools.partial(eval_step, graphdef=graphdef), out_shardings=replicated

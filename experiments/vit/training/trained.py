@@ -27,16 +27,15 @@ class Trained(NamedTuple):
     Attributes:
       config: Config of the run.
       program: Model and functions of the run, on the mesh.
-      params: ``nnx.Param`` state of the model.
-      projections: Projections of the model at that step.
+      states: Parameters, projections and calibrations of the model at that step, as
+        ``TrainState.model``.
       step: Steps that were done when it was saved.
       test_accuracy: Test accuracy at that step, or None if it was not evaluated.
     """
 
     config: ml_collections.ConfigDict
     program: Program
-    params: nnx.State
-    projections: nnx.State
+    states: tuple[nnx.State, ...]
     step: int
     test_accuracy: float | None
 
@@ -67,14 +66,16 @@ def load(workdir: str | pathlib.Path, mesh: Mesh, *, best: bool) -> Trained:
                 f"{'; '.join(differ)}."
             )
         program = _build(config, mesh, found)
-        wanted = {"params": program.state.params, "projections": program.state.projections}
+        state = program.state
+        wanted = {name: getattr(state, name) for name in ("params", "projections", "calibrations")}
         try:
             arrays = checkpoint_contents.load(folder, found, wanted)
         except checkpoint_damage.DamagedError as error:
             warnings.warn(f"{error}; it is passed over.", stacklevel=2)
             continue
         accuracy = found.test_accuracy
-        return Trained(config, program, **arrays, step=found.step, test_accuracy=accuracy)
+        states = tuple(arrays[name] for name in wanted)
+        return Trained(config, program, states, step=found.step, test_accuracy=accuracy)
     which = "each that was evaluated is damaged; leave out --best" if best else "each is damaged"
     raise UserError(f"The checkpoints in {folder} cannot be read: {which}.")
 

@@ -40,7 +40,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     assert_no_figure_costs_results(char_lm.run, config, tmp_path)
     # More seeds add runs to the same folder; they do not make another config.
     assert list(char_lm.run(tiny.get_config(seeds=(0, 2)), tmp_path)["runs"]["far"]) == ["0", "2"]
-    assert names[9:] == [f"{attention}-2" for attention in ATTENTIONS]
+    assert names[len(runs) + 1 :] == [f"{attention}-2" for attention in ATTENTIONS]
 
 
 @pytest.mark.fast
@@ -69,6 +69,8 @@ def made_up_results():
         "far": (3.0, 3.2, 3.3),
         "near": (2.5, 2.7, 2.6),
         "near_far": (2.2, 2.5, 2.3),
+        "band_positive": (2.1, 2.4, 2.2),
+        "band_calibrated": (2.0, 2.2, 2.2),
     }
     runs = {
         attention: {
@@ -99,6 +101,8 @@ def test_the_table_is_right_on_numbers_made_up():
     assert (
         f"takes {gains.mean():.4f} (standard error {gains.std(ddof=1) / 3**0.5:.4f}) bits" in report
     )
+    assert "Calibration takes 0.1000 (standard error 0.0577) off the positive" in report
+    assert "Softmax attention is -0.0333 (standard error 0.0333) above the calibrated" in report
     assert "90 characters to train on and 10 to validate, of 3 kinds" in report
     assert report.endswith("the text of the README.")
 
@@ -134,6 +138,7 @@ def test_the_paper_config_is_right():
         ({"model__bandwidth": -1}, "config.model.bandwidth must be at least 0"),
         ({"model__num_features": 0}, "config.model.num_features must be at least 1"),
         ({"redraw_interval": -1}, "config.redraw_interval must be at least 0"),
+        ({"calibrate_interval": 0}, "config.calibrate_interval must be at least 1"),
     ],
 )
 def test_refuses(changes, match):

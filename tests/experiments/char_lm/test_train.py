@@ -95,6 +95,7 @@ def fake_program(**functions):
     functions = {
         "init": lambda key: [],
         "redraw": lambda state: [*state, "redraw"],
+        "calibrate": None,
         "train_step": lambda state, batch: ([*state, batch.shape], 0.0),
         "evaluate": lambda state, batch: float(len(state)),
         "sample": lambda state, prompt: np.array(state, object),
@@ -108,6 +109,45 @@ def test_projections_are_drawn_again_before_the_steps_of_the_interval():
     losses, done = train.train(fake_program(), TEXT, config, seed=0, name="far-0")
     assert done.tolist() == ["redraw", (4, 17), (4, 17), "redraw", (4, 17), (4, 17)]
     assert losses.tolist() == [3.0, 6.0]
+
+
+@pytest.mark.fast
+def test_features_are_fitted_before_the_steps_of_the_interval_to_batches_of_no_step():
+    batches = []
+
+    def calibrate(state, batch):
+        batches.append(batch)
+        return [*state, "fit"]
+
+    def train_step(state, batch):
+        batches.append(batch[:, :-1])
+        return [*state, "step"], 0.0
+
+    program = fake_program(calibrate=calibrate, train_step=train_step)
+    config = tiny.get_config(calibrate_interval=2)
+    _, done = train.train(program, TEXT, config, seed=0, name="band_calibrated-0")
+    assert done.tolist() == ["fit", "step", "step", "fit", "step", "step"]
+    assert len(np.unique(batches, axis=0)) == 6
+
+
+def test_a_fit_changes_the_features_alone_and_no_character_sees_later_ones():
+    program = train.make_program(tiny.get_config(), "band_calibrated", 20)
+    state = program.init(jax.random.key(0))
+    before = jax.device_get((state.params, state.projections, state.calibrations))
+    batch = np.arange(64).reshape(4, 16) % 20
+    state = program.calibrate(state, batch)
+    chex.assert_trees_all_equal((state.params, state.projections), before[:2])
+    fitted = jax.tree.leaves(state.calibrations)
+    assert all((a != b).any() for a, b in zip(fitted, jax.tree.leaves(before[2]), strict=True))
+
+    model = make_model("band_calibrated")
+    nnx.update(model, state.calibrations)
+    kernel = model.head.kernel  # The kernel starts at zero.
+    kernel[...] = jax.random.normal(jax.random.key(0), kernel.shape)
+    run = nnx.jit(lambda model, indices: model(indices))
+    changed = (run(model, batch) != run(model, np.where(np.arange(16) < 9, batch, 0))).any(-1)
+    np.testing.assert_array_equal(changed.all(0), np.arange(16) >= 9)
+    assert not changed[:, :9].any()
 
 
 @pytest.mark.fast

@@ -11,6 +11,7 @@ def get_config(**changes):
             "num_steps": 4,
             "warmup_steps": 1,
             "eval_interval": 2,
+            "calibrate_interval": 2,
             "model": {"width": 8, "depth": 1, "num_heads": 2, "num_features": 5, "bandwidth": 2},
         }
     )

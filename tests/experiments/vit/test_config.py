@@ -38,6 +38,21 @@ def test_every_config_file_is_whole_and_says_what_it_is(name):
         ({"num_steps": 0}, "config.num_steps must be at least 1"),
         ({"warmup_steps": 4}, "warmup_steps must be below num_steps=4, got 4"),
         ({"redraw_interval": -1}, "config.redraw_interval must be at least 0, got -1"),
+        ({"model__feature_map": "calibrated"}, "at least 1 with .*'calibrated', .*, got 0 with"),
+        ({"calibrate_interval": 5}, "and 0 with any other, got 5 with 'positive'"),
+        ({"model__exact_bandwidth": -2}, "exact_bandwidth, unless it is -1, must be at least 0"),
+        (
+            {"model__exact_bandwidth": 2, "model__feature_map": "relu"},
+            "exact_bandwidth is for .*, got 2 for feature_map='relu'",
+        ),
+        (
+            {
+                "model__attention": "exact",
+                "model__feature_map": "calibrated",
+                "calibrate_interval": 5,
+            },
+            "feature_map is for random-feature attention, got 'calibrated'",
+        ),
         (
             {"checkpoint__interval": -1},
             "checkpoint.interval must be at least 0, got -1",

@@ -182,7 +182,7 @@ def test_evaluation_counts_every_image_once():
 
     def total(batch_size):
         sums = [
-            program.eval_step(state.params, state.projections, batch)
+            program.eval_step(state.model, batch)
             for batch in in_memory.eval_batches(split, batch_size)
         ]
         return {name: sum(float(s[name]) for s in sums) for name in sums[0]}

@@ -26,7 +26,7 @@ def measured(mesh, **changes):
     with jax.set_mesh(mesh):
         state = program.init()
         images = make_batch()["image"]
-        return program, state, program.diagnose(state.params, state.projections, state.key, images)
+        return program, state, program.diagnose(state.model, state.key, images)
 
 
 @pytest.fixture(scope="module")

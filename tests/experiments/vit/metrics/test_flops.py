@@ -25,6 +25,7 @@ def trace(**changes):
         {"model__depth": 3, "model__scan": True, "model__pooling": "token"},
         {"model__attention": "exact"},
         {"num_microbatches": 2},
+        {"model__feature_map": "calibrated", "calibrate_interval": 1},
     ],
 )
 def test_the_count_is_that_of_the_products_of_a_step(changes):

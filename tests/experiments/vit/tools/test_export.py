@@ -47,6 +47,7 @@ MODELS = {
         "model__attention": "orthogonal",
     },
     "exact": {"model__pooling": "token", "model__attention": "exact", "mesh__data": 8},
+    "calibrated": {"model__feature_map": "calibrated", "calibrate_interval": 1, "mesh__tensor": 2},
 }
 BATCHES = (1, 20)
 
@@ -55,9 +56,12 @@ def make_run(workdir, rows=({"step": 1, "test_accuracy": 0.25},), **changes):
     """A run of one step with random parameters; returns its model, whole on one device."""
     config = tiny.get_config(checkpoint__interval=1, **changes)
     state = build(config, mesh_of(**config.mesh)).state
-    wanted = {"params": state.params, "projections": state.projections}
+    names = ("params", "projections", "calibrations")
+    wanted = {name: getattr(state, name) for name in names}
     rng = np.random.default_rng(0)
     random = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), wanted)
+    # A calibration has positive variances.
+    random["calibrations"] = jax.tree.map(np.exp, random["calibrations"])
     sharded = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), random, wanted)
     log.Log(workdir, config, log.COLUMNS, [], writes=True)  # Writes the config.
     progress = checkpoint_contents.Progress(list(rows), 1.0, {"step": 1})
