@@ -25,6 +25,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "sderf": {"color": "#E69F00", "linestyle": "--", "marker": "s"},
     "calibrated_simplex": {"color": "#D55E00", "linestyle": "-", "marker": "^"},
     "calibrated": {"color": "#D55E00", "linestyle": "--", "marker": "P"},
+    "mixture": {"color": "#8B4513", "linestyle": "-", "marker": "X"},
     "band_positive": {"color": "#CC79A7", "linestyle": "-", "marker": "^"},
     "band_calibrated": {"color": "#CC79A7", "linestyle": "--", "marker": "P"},
 }

@@ -21,6 +21,7 @@ def get_config() -> ml_collections.ConfigDict:
         "sderf",
         "calibrated_simplex",
         "calibrated",
+        "mixture",
         "band_positive",
         "band_calibrated",
     )
