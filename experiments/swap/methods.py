@@ -17,7 +17,7 @@ from experiments.swap.swapping import Attention, Band, Inputs, mean_squared_sum,
 from simrf_jax import feature_maps, theory
 from simrf_jax.calibration import Mixture, fit_mixture
 from simrf_jax.features import FeatureMapLike
-from simrf_jax.integrations.nnx import RandomFeatureAttention
+from simrf_jax.integrations.nnx import RandomFeatureAttention, RandomProjection
 from simrf_jax.projections import Coupling, DrawOptions
 
 # What is fitted to a layer: a feature map, or one with the centers of the rows of W.
@@ -89,23 +89,23 @@ class Method:
           bandwidth: Bandwidth of the exact band, for methods that have one.
         """
         rngs = nnx.Rngs(features=prng_key)
-        result = []
-        for fitted in feature_maps:
-            mixture = fitted if isinstance(fitted, Mixture) else None
+
+        def attention(fitted: Fitted) -> Attention:
             adapter = RandomFeatureAttention(
                 num_heads,
                 head_dim,
                 num_features // self.features_per_row,
-                feature_map=fitted if mixture is None else mixture.feature_map,
+                feature_map=fitted.feature_map if isinstance(fitted, Mixture) else fitted,
                 coupling=self.coupling,
                 exact_bandwidth=bandwidth if self.has_band else None,
                 rngs=rngs,
             )
-            if mixture is not None:
-                w = _draw_around(rngs.features(), mixture.centers, num_features, self.coupling)
-                adapter.projection.set_value(w)
-            result.append(adapter)
-        return result
+            if isinstance(fitted, Mixture):
+                w = _draw_around(rngs.features(), fitted.centers, num_features, self.coupling)
+                adapter.projection = RandomProjection(w)
+            return adapter
+
+        return [attention(fitted) for fitted in feature_maps]
 
 
 def _draw_around(

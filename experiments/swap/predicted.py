@@ -14,7 +14,7 @@ import tqdm
 import simrf_jax
 from experiments.harness import resumable, trials
 from simrf_jax import feature_maps, theory
-from simrf_jax.projections import Norms
+from simrf_jax.projections import Norms, Projection
 from simrf_jax.theory.arguments import ClosedFormCoupling
 
 
@@ -64,8 +64,8 @@ def draw_tokens(config: ml_collections.ConfigDict, seed: int) -> Tokens:
     rng = np.random.default_rng(seed)
     shapes = [(count, 1, config.dim) for count in (config.num_queries, config.num_keys)]
     query, key, value = (rng.normal(size=shape) for shape in (*shapes, shapes[1]))
-    units = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
-    return Tokens(*units, value)
+    unit_query, unit_key = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
+    return Tokens(unit_query, unit_key, value)
 
 
 def predict(tokens: Tokens, case: Case, config: ml_collections.ConfigDict) -> np.ndarray:
@@ -118,7 +118,7 @@ def _errors(
     """Returns the errors of each draw and each length, ``[draws, lengths]``."""
     query, key, value = tokens
 
-    def at_length(w: jax.Array, length: jax.Array, parameter: jax.Array) -> jax.Array:
+    def at_length(w: Projection, length: jax.Array, parameter: jax.Array) -> jax.Array:
         q, k = length * query, length * key
         out = simrf_jax.random_feature_attention(
             q,

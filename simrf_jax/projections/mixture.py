@@ -146,7 +146,7 @@ def _draw(
         end = first + len(list(group))
         draw = functools.partial(options.draw, num_features=count, dim=dim, dtype=centers.dtype)
         around_zero = jax.vmap(draw)(keys[first:end])
-        rows.append((around_zero + centers[first:end, None]).reshape(-1, dim))
+        rows.append((jnp.asarray(around_zero) + centers[first:end, None]).reshape(-1, dim))
         first = end
     drawn = jnp.concatenate(rows)
     return WeightedProjection(drawn.astype(dtype), _log_weights(drawn, centers, counts))

@@ -122,11 +122,10 @@ def errors_in_trials(
     for i, head in enumerate(heads):
         points = list(inputs.queries(head))
         squared_output = sum(point.squared_output for point in points)
-        for j, rows in enumerate(np.asarray(_draw_rows(keys[i], int(sizes[-1]), inputs.dim))):
-            own = (
-                _squared_errors(point, np.float64(rows), variances[head[-1]], sizes)
-                for point in points
-            )
+        for j, rows in enumerate(
+            np.asarray(_draw_rows(keys[i], int(sizes[-1]), inputs.dim), np.float64)
+        ):
+            own = (_squared_errors(point, rows, variances[head[-1]], sizes) for point in points)
             result[i, j] = sum(own) / squared_output
     return result.mean(axis=0)
 

@@ -105,25 +105,40 @@ class AttentionInputs(NamedTuple):
         """
         *lead, _ = self.heads_shape
         if math.prod(lead) > 1:
-            flat = [None if x is None else x.reshape(-1, *x.shape[len(lead) :]) for x in self]
-            return tuple(
-                AttentionInputs(*(None if x is None else x[part] for x in flat))
-                for part in _halves(math.prod(lead))
-            )
+            first, second = _halves(math.prod(lead))
+            return self._sequences(first), self._sequences(second)
         lengths = self.x.shape[-2], self.y.shape[-2]
         if min(lengths) < 2:
             raise ValueError(
-                "trials=True needs two sequences, or two queries and two keys, to fit on one "
-                f"half and to measure on the other, got {lengths[0]} and {lengths[1]}."
+                "trials=True needs two sequences, or two queries and two keys, to fit on one half "
+                f"and to measure on the other, got {lengths[0]} and {lengths[1]}."
             )
-        return tuple(
-            AttentionInputs(
-                *(
-                    None if x is None else x[..., part, :]
-                    for x, part in zip(self, (of_x, of_y, of_y, of_x, of_y), strict=True)
-                )
-            )
-            for of_x, of_y in zip(*map(_halves, lengths), strict=True)
+        of_x, of_y = map(_halves, lengths)
+        return self._tokens(of_x[0], of_y[0]), self._tokens(of_x[1], of_y[1])
+
+    def _sequences(self, part: slice) -> AttentionInputs:
+        """Returns some sequences, on one leading axis."""
+        num_lead = len(self.heads_shape) - 1
+
+        def take(x: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*some"]:
+            return x.reshape(-1, *x.shape[num_lead:])[part]
+
+        return AttentionInputs(
+            take(self.x),
+            take(self.y),
+            None if self.value is None else take(self.value),
+            take(self.row_x),
+            take(self.row_y),
+        )
+
+    def _tokens(self, queries: slice, keys: slice) -> AttentionInputs:
+        """Returns some queries and keys of all sequences."""
+        return AttentionInputs(
+            self.x[..., queries, :],
+            self.y[..., keys, :],
+            None if self.value is None else self.value[..., keys, :],
+            self.row_x[..., queries, :],
+            self.row_y[..., keys, :],
         )
 
 
