@@ -7,6 +7,7 @@ A feature map phi turns a kernel into an inner product: K(x, y) = E[phi(x) . phi
 - ``redraw_key``, ``redraw_projections``: a new W for all layers and heads, on a schedule.
   ``DrawOptions``: how W was drawn, which travels with it, so that a redraw repeats it.
 - ``WeightedProjection``: W with a log weight for each row, for features that are exponentials.
+  ``draw_mixture_projection`` draws one whose rows lie around several centers.
 - ``positive_features`` and the other ``*_features``: feature maps. ``gaussian_kernel``,
   ``softmax_kernel`` and ``relu_kernel``: the exact kernels that they estimate.
 - ``random_feature_attention``: softmax attention in linear time, bidirectional, causal or packed.
@@ -64,6 +65,7 @@ from simrf_jax.projections import (
     FastProjection,
     WeightedProjection,
     draw_fast_projection,
+    draw_mixture_projection,
     draw_projection,
     project,
     redraw_key,
@@ -93,6 +95,7 @@ __all__ = [
     "clustered_hybrid_features",
     "draw_bipolar_projection",
     "draw_fast_projection",
+    "draw_mixture_projection",
     "draw_projection",
     "elu_features",
     "feature_maps",

@@ -9,7 +9,9 @@ import matplotlib.figure
 import numpy as np
 
 from experiments.harness import style
-from experiments.swap.looks import LABELS, LOOKS, SCORES, TASKS
+from experiments.swap.looks import LABELS, LOOKS, PREDICTED_LOOKS, SCORES, TASKS
+from experiments.swap.predicted import CASES
+from simrf_jax.theory.attention import FIRST_ORDER_LIMIT
 
 # Neighbouring curves are moved apart by this factor, so that none hides another.
 APART = 1.03
@@ -18,6 +20,8 @@ APART = 1.03
 def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
     """Returns all figures by file name."""
     drawn = {}
+    if "predicted" in results:
+        drawn["predicted"] = draw_predicted(results["predicted"])
     if "encoder" in results:
         drawn["encoder_error"] = draw_encoder(
             results["encoder"], "error", "mean relative squared error of a head"
@@ -31,6 +35,44 @@ def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
         drawn["fine_tuned"] = draw_tuned(sections)
         drawn["spread"] = draw_spread(sections)
     return drawn
+
+
+def draw_predicted(section: dict[str, Any]) -> matplotlib.figure.Figure:
+    """Draws predicted errors as lines, and measured ones as markers, against the length."""
+    figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    lengths = np.array(section["lengths"])
+    for name, rows in section["cases"].items():
+        look = dict(PREDICTED_LOOKS[name])
+        marker, color = look.pop("marker"), look["color"]
+        axes.plot(lengths, [row["predicted"]["mean"] for row in rows], **look, linewidth=1.3)
+        means, errors = ([row["measured"][k] for row in rows] for k in ("mean", "standard_error"))
+        axes.errorbar(
+            lengths,
+            means,
+            errors,
+            color=color,
+            marker=marker,
+            markersize=5,
+            capsize=2,
+            linestyle="none",
+            label=CASES[name].label,
+        )
+    axes.axhline(FIRST_ORDER_LIMIT, color="#000000", linewidth=0.8)
+    axes.annotate(
+        "above, first order is far too high",
+        (lengths[0], FIRST_ORDER_LIMIT),
+        xytext=(0, 4),
+        textcoords="offset points",
+        fontsize=8,
+    )
+    axes.set(xlabel="|x| = |y|", ylabel="relative squared error of attention", yscale="log")
+    style.tidy(axes)
+    title = "lines: predicted\nmarkers: measured"
+    figure.legend(
+        frameon=False, loc="outside right upper", fontsize=9, title=title, title_fontsize=9
+    )
+    return figure
 
 
 def draw_encoder(section: dict[str, Any], quantity: str, label: str) -> matplotlib.figure.Figure:

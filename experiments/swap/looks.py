@@ -25,8 +25,19 @@ LOOKS: dict[str, dict[str, Any]] = {
     "sderf": {"color": "#E69F00", "linestyle": "--", "marker": "s"},
     "calibrated_simplex": {"color": "#D55E00", "linestyle": "-", "marker": "^"},
     "calibrated": {"color": "#D55E00", "linestyle": "--", "marker": "P"},
+    "mixture": {"color": "#8B4513", "linestyle": "-", "marker": "X"},
     "band_positive": {"color": "#CC79A7", "linestyle": "-", "marker": "^"},
     "band_calibrated": {"color": "#CC79A7", "linestyle": "--", "marker": "P"},
+}
+# Predicted errors are lines, and measured ones are markers.
+PREDICTED_LOOKS: dict[str, dict[str, Any]] = {
+    "iid": {"color": "#777777", "linestyle": ":", "marker": "o"},
+    "orthogonal": {"color": "#D55E00", "linestyle": "--", "marker": "s"},
+    "simplex": {"color": "#0072B2", "linestyle": "-", "marker": "^"},
+    "simplex_optimal": {"color": "#56B4E9", "linestyle": "-", "marker": "v"},
+    "cross_polytope": {"color": "#009E73", "linestyle": "-", "marker": "P"},
+    "cross_polytope_shared": {"color": "#CC79A7", "linestyle": "-.", "marker": "D"},
+    "cross_polytope_optimal": {"color": "#E69F00", "linestyle": "--", "marker": "X"},
 }
 TASKS = {
     "digits": "digits ViT",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,16 @@ from flax import nnx
 import simrf_jax
 from experiments.swap.swapping import Attention, Band, Inputs, mean_squared_sum, uniform
 from simrf_jax import feature_maps, theory
+from simrf_jax.calibration import Mixture, fit_mixture
 from simrf_jax.features import FeatureMapLike
-from simrf_jax.integrations.nnx import RandomFeatureAttention
-from simrf_jax.projections import Coupling
+from simrf_jax.integrations.nnx import RandomFeatureAttention, RandomProjection
+from simrf_jax.projections import Coupling, DrawOptions
 
-# Returns the feature map of a layer, given queries and keys ``[batch, T, N, H]`` to fit it on.
-Fit = Callable[[jax.Array, jax.Array], FeatureMapLike]
+# What is fitted to a layer: a feature map, or one with the centers of the rows of W.
+Fitted: TypeAlias = FeatureMapLike | Mixture
+# Returns the fit of a layer, given queries and keys ``[batch, T, N, H]``.
+Fit = Callable[[jax.Array, jax.Array], Fitted]
+NUM_CENTERS = 16
 
 
 def unfitted(name: str) -> Fit:
@@ -32,6 +37,13 @@ def optimal(query: jax.Array, key: jax.Array) -> FeatureMapLike:
     squares = np.asarray(mean_squared_sum(Inputs(query, key, key, is_causal=False)))
     parameter = theory.optimal_parameter(squares, query.shape[-1])
     return feature_maps.OptimalPositive(jnp.asarray(parameter, jnp.float32))
+
+
+def calibrated_mixture(query: jax.Array, key: jax.Array) -> Mixture:
+    """Returns a calibrated map with ``NUM_CENTERS`` centers for the rows of W."""
+    calibration = simrf_jax.calibrate(query, key)
+    # The fit is a function of the data alone, as that of all other maps.
+    return fit_mixture(jax.random.key(0), query, key, NUM_CENTERS, calibration=calibration)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,14 +64,14 @@ class Method:
     features_per_row: int = 1
     has_band: bool = False
 
-    def feature_maps(self, layers: Iterable[Inputs]) -> list[FeatureMapLike]:
-        """Returns the feature map of each layer, fitted on what enters its attention."""
+    def feature_maps(self, layers: Iterable[Inputs]) -> list[Fitted]:
+        """Returns the fit of each layer to what enters its attention."""
         return [self.fit(layer.query, layer.key) for layer in layers]
 
     def attentions(
         self,
         prng_key: jax.Array,
-        feature_maps: Iterable[FeatureMapLike],
+        feature_maps: Iterable[Fitted],
         num_features: int,
         *,
         num_heads: int,
@@ -70,25 +82,43 @@ class Method:
 
         Args:
           prng_key: Typed PRNG key of all W.
-          feature_maps: Feature map of each layer.
+          feature_maps: Fit of each layer.
           num_features: Number of features of each head.
           num_heads: Number of heads of each layer.
           head_dim: Width of a head.
           bandwidth: Bandwidth of the exact band, for methods that have one.
         """
         rngs = nnx.Rngs(features=prng_key)
-        return [
-            RandomFeatureAttention(
+
+        def attention(fitted: Fitted) -> Attention:
+            adapter = RandomFeatureAttention(
                 num_heads,
                 head_dim,
                 num_features // self.features_per_row,
-                feature_map=feature_map,
+                feature_map=fitted.feature_map if isinstance(fitted, Mixture) else fitted,
                 coupling=self.coupling,
                 exact_bandwidth=bandwidth if self.has_band else None,
                 rngs=rngs,
             )
-            for feature_map in feature_maps
-        ]
+            if isinstance(fitted, Mixture):
+                w = _draw_around(rngs.features(), fitted.centers, num_features, self.coupling)
+                adapter.projection = RandomProjection(w)
+            return adapter
+
+        return [attention(fitted) for fitted in feature_maps]
+
+
+def _draw_around(
+    prng_key: jax.Array, centers: jax.Array, num_features: int, coupling: Coupling
+) -> simrf_jax.WeightedProjection:
+    """Returns a W for each head, of rows around as many of its centers as there are rows for."""
+    draw = functools.partial(
+        simrf_jax.draw_mixture_projection,
+        num_features=num_features,
+        options=DrawOptions(coupling=coupling),
+    )
+    keys = jax.random.split(prng_key, len(centers))
+    return jax.vmap(draw)(keys, centers[:, :num_features])
 
 
 sderf = functools.partial(simrf_jax.calibrate, center=False, balance=False)
@@ -103,6 +133,9 @@ METHODS = {
     "sderf": Method("SDERF, orthogonal", sderf, "orthogonal"),
     "calibrated_simplex": Method("calibrated, simplex", simrf_jax.calibrate, "simplex"),
     "calibrated": Method("calibrated, cross-polytope", simrf_jax.calibrate, "cross_polytope"),
+    "mixture": Method(
+        f"calibrated mixture of {NUM_CENTERS}, cross-polytope", calibrated_mixture, "cross_polytope"
+    ),
     "band_positive": Method(
         "exact band and positive, simplex", unfitted("positive"), "simplex", has_band=True
     ),

@@ -10,7 +10,7 @@ import ml_collections
 
 from experiments.harness import config_fields, files, resumable
 from experiments.harness.mistakes import UserError
-from experiments.swap import figures, measure_encoder, measure_task, tables, tasks
+from experiments.swap import figures, measure_encoder, measure_task, predicted, tables, tasks
 from experiments.swap.methods import METHODS
 from experiments.swap.training import Task
 
@@ -48,6 +48,14 @@ LANGUAGE_FIELDS: dict[str, type] = TASK_FIELDS | {
     "model.num_heads": int,
 }
 SECTIONS: dict[str, dict[str, type]] = {
+    "predicted": {
+        "dim": int,
+        "num_queries": int,
+        "num_keys": int,
+        "num_features": int,
+        "num_draws": int,  # Draws of W for each seed.
+        "lengths": tuple,  # Ascending lengths of queries and keys.
+    },
     "encoder": {
         "num_fit_texts": int,  # Help pages that feature maps are fitted on.
         "num_test_texts": int,  # Other help pages.
@@ -69,6 +77,11 @@ FIELDS: dict[str, type] = {
 } | {f"{part}.{name}": kind for part, fields in SECTIONS.items() for name, kind in fields.items()}
 LEAST = {
     "seeds": 0,
+    "predicted.dim": 2,
+    "predicted.num_queries": 1,
+    "predicted.num_keys": 2,
+    "predicted.num_features": 1,
+    "predicted.num_draws": 1,
     "encoder.num_fit_texts": 1,
     "encoder.num_test_texts": 1,
     "encoder.length": 3,
@@ -112,10 +125,12 @@ def check(config: ml_collections.ConfigDict) -> None:
     for name in ("methods", "tuned_methods"):
         for method in config[name]:
             config_fields.check_one_of(f"config.{name}", method, METHODS)
-    for part in SECTIONS:
+    config_fields.check_ascending(values, ["predicted.lengths", "encoder.num_features"])
+    for length in config.predicted.lengths:
+        config_fields.check_range("predicted.lengths", length, config_fields.above(0))
+    for part in TASKS:
         config_fields.check_ascending(values, [f"{part}.num_features"])
-        if part != "encoder":
-            _check_task(part, values)
+        _check_task(part, values)
 
 
 def _check_task(part: str, values: dict[str, Any]) -> None:
@@ -173,6 +188,8 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 def _run_part(
     part: str, config: ml_collections.ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, Any]:
+    if part == "predicted":
+        return predicted.run(config, pieces)
     if part == "encoder":
         return measure_encoder.run(config, pieces)
     return measure_task.run(part, TASKS[part](config), config, pieces)

@@ -6,17 +6,39 @@ from typing import Any
 
 from experiments.harness import markdown
 from experiments.swap.looks import LABELS, SCORES, TASKS
+from experiments.swap.predicted import CASES
 
 
 def describe(results: dict[str, Any]) -> list[str]:
     """Returns paragraphs and tables for each section of the results."""
     parts: list[str] = []
+    if "predicted" in results:
+        parts += describe_predicted(results["predicted"])
     if "encoder" in results:
         parts += describe_encoder(results["encoder"])
     for name in TASKS:
         if name in results:
             parts += describe_task(name, results[name])
     return parts
+
+
+def describe_predicted(section: dict[str, Any]) -> list[str]:
+    """Returns the tables of predicted errors and of measured ones over predicted ones."""
+    header = ["features", *(f"length {length:g}" for length in section["lengths"])]
+    predicted = [
+        [CASES[name].label, *(f"{row['predicted']['mean']:.2e}" for row in rows)]
+        for name, rows in section["cases"].items()
+    ]
+    ratios = [
+        [CASES[name].label, *(_text(row["ratio"]) for row in rows)]
+        for name, rows in section["cases"].items()
+    ]
+    title = f"Attention to random keys, m = {section['num_features']}"
+    return [
+        f"{title}: predicted relative squared error\n\n{markdown.table(header, predicted)}",
+        f"{title}: measured over predicted error\n\n{markdown.table(header, ratios)}",
+        f"{section['seconds']:.0f} seconds.",
+    ]
 
 
 def describe_encoder(section: dict[str, Any]) -> list[str]:

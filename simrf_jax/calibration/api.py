@@ -83,8 +83,32 @@ def calibrate(
       Likhosherstov et al., FAVOR#: Sharp Attention Kernel Approximations via New Classes of
       Positive Random Features (2023), https://arxiv.org/abs/2302.00787
     """
-    query, key = checks.floating("query", query), checks.floating("key", key)
     check_options(center=center, balance=balance, tilt=tilt)
+    query, key = check_tokens(query, key, scale, query_mask, key_mask)
+    calibrated, queries, keys = _calibrate(
+        query,
+        key,
+        query.shape[-1] ** -0.5 if scale is None else scale,
+        query_mask,
+        key_mask,
+        center=bool(center),
+        balance=balance,
+        tilt=tilt,
+    )
+    for name, one in (("query", queries), ("key", keys)):
+        check_moments(name, one)
+    return calibrated
+
+
+def check_tokens(
+    query: Float[ArrayLike, "*batch T N H"],
+    key: Float[ArrayLike, "*batch S K H"],
+    scale: Real[ArrayLike, ""] | None,
+    query_mask: Bool[ArrayLike, "*batch T"] | None,
+    key_mask: Bool[ArrayLike, "*batch S"] | None,
+) -> tuple[Float[Array, "*batch T N H"], Float[Array, "*batch S K H"]]:
+    """Returns queries and keys after checking all arrays of a fit; see ``calibrate``."""
+    query, key = checks.floating("query", query), checks.floating("key", key)
     if min(query.ndim, key.ndim) < 3:
         raise ValueError(
             "query and key must be [..., length, heads, dim], got shapes "
@@ -108,19 +132,7 @@ def calibrate(
         _check_mask(name, mask, x)
     if scale is not None:
         checks.scalar("scale", scale)
-    calibrated, queries, keys = _calibrate(
-        query,
-        key,
-        dim**-0.5 if scale is None else scale,
-        query_mask,
-        key_mask,
-        center=bool(center),
-        balance=balance,
-        tilt=tilt,
-    )
-    for name, one in (("query", queries), ("key", keys)):
-        check_moments(name, one)
-    return calibrated
+    return query, key
 
 
 def check_moments(name: str, moments: Moments) -> None:
@@ -176,6 +188,19 @@ def _whole(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return jax.sharding.reshard(x, jax.NamedSharding(sharding.mesh, jax.P()))
 
 
+def scaled(
+    query: Float[Array, "*batch T N H"],
+    key: Float[Array, "*batch S K H"],
+    scale: Real[ArrayLike, ""],
+) -> tuple[Float[Array, "*batch T N H"], Float[Array, "*batch S K H"]]:
+    """Returns queries and keys whose products are the logits, without their gradients."""
+    compute = jnp.promote_types(query.dtype, jnp.float32)
+    query, key = jax.lax.stop_gradient((_whole(query), _whole(key)))
+    scale = jnp.asarray(scale, compute)
+    root = jnp.sqrt(jnp.abs(scale))
+    return query.astype(compute) * (jnp.sign(scale) * root), key.astype(compute) * root
+
+
 def moments(
     query: Float[Array, "*batch T N H"],
     key: Float[Array, "*batch S K H"],
@@ -184,13 +209,8 @@ def moments(
     key_mask: Bool[ArrayLike, "*batch S"] | None = None,
 ) -> tuple[Moments, Moments]:
     """Returns the moments of queries and keys, scaled as attention scales them, by key heads."""
-    compute = jnp.promote_types(query.dtype, jnp.float32)
-    query, key = jax.lax.stop_gradient((_whole(query), _whole(key)))
+    query, key = scaled(query, key, scale)
     num_key_heads = key.shape[-2]
-    scale = jnp.asarray(scale, compute)
-    root = jnp.sqrt(jnp.abs(scale))
-    query = query.astype(compute) * (jnp.sign(scale) * root)
-    key = key.astype(compute) * root
     # The query heads of a group stand side by side.
     *lead, num_heads, dim = query.shape
     query = query.reshape(*lead, num_key_heads, num_heads // num_key_heads, dim).swapaxes(-3, -2)

@@ -3,6 +3,7 @@
 from simrf_jax.projections.couplings import COUPLINGS, Coupling, FixedCoupling
 from simrf_jax.projections.dense import draw_projection
 from simrf_jax.projections.fast import FastProjection, draw_fast_projection
+from simrf_jax.projections.mixture import draw_mixture_projection
 from simrf_jax.projections.norms import FIXED_NORMS, NORMS, Norms
 from simrf_jax.projections.options import DrawOptions
 from simrf_jax.projections.project import (
@@ -39,6 +40,7 @@ __all__ = [
     "as_projection",
     "check_chi_norms",
     "draw_fast_projection",
+    "draw_mixture_projection",
     "draw_projection",
     "product",
     "project",

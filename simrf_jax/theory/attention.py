@@ -13,25 +13,29 @@ and ``theory.harmonics`` has the last factor in closed form.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 from jaxtyping import Float64
 from numpy.typing import ArrayLike
-from scipy import special
 
 from simrf_jax import checks
-from simrf_jax.projections import Norms
+from simrf_jax.features.maps import Calibrated
+from simrf_jax.projections import FIXED_NORMS, Norms
 from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode
 from simrf_jax.theory import arguments
 from simrf_jax.theory.arguments import ClosedFormCoupling
+from simrf_jax.theory.calibrated import error_of_iid_rows, head_variances, in_coordinates_of
 from simrf_jax.theory.fixed_norms import num_weighted_rows
 from simrf_jax.theory.harmonics import SAME_ROW, RowCovariances, gegenbauer, is_parallel
+from simrf_jax.theory.inputs import AttentionInputs, QueryPoint, attention_inputs
 from simrf_jax.theory.pairs import NormRelation, Pairs, coupled_pairs, with_antipodes
 
 AttentionFeatures: TypeAlias = Literal["positive", "hyperbolic"]
 ATTENTION_FEATURES = get_args(AttentionFeatures)
+# Largest error that the first order predicts; see ``attention_error``.
+FIRST_ORDER_LIMIT = 0.3
 
 
 def attention_error(
@@ -41,7 +45,7 @@ def attention_error(
     num_features: int,
     *,
     coupling: ClosedFormCoupling,
-    features: AttentionFeatures = "positive",
+    features: AttentionFeatures | Calibrated = "positive",
     norms: Norms = "chi",
     parameter: float = 0.0,
     block: BlockMode = "regular",
@@ -59,7 +63,8 @@ def attention_error(
     trials at :math:`|x| = |y| = 0.5`, 5 to 20 % too high at 1, and three times at 1.5. There
     the law of the estimates has heavy tails: a few rare draws make up the variance, the output is
     bounded as an average of values, and the prediction is far above what most draws show. A
-    prediction above about 0.3 only says that the error is large.
+    prediction above ``FIRST_ORDER_LIMIT``, 0.3, only says that the error is large;
+    ``choose_num_features`` measures the error of calibrated features instead.
 
     A factor that all keys of a query share cancels, because :math:`\sum_j p_j (V_j - o) = 0`. This
     is why ``norms="shared"``, which raises the error of the kernel, lowers that of attention.
@@ -73,7 +78,9 @@ def attention_error(
       value: Values ``[..., S, K, V]``.
       num_features: Number of rows m of the projection. Hyperbolic features have 2m entries.
       coupling: Coupling of the rows; see ``kernel_mse``.
-      features: Feature map: ``"positive"`` or ``"hyperbolic"``.
+      features: Feature map: ``"positive"``, ``"hyperbolic"``, or a ``Calibrated`` that was fitted
+        with the same scale. If its tilt differs between axes, there is a closed form for iid rows
+        with chi norms only.
       norms: Law of the row norms; see ``kernel_mse``.
       parameter: Parameter A of optimal positive features, one number; see ``kernel_mse``.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
@@ -85,8 +92,8 @@ def attention_error(
 
     Raises:
       TypeError: If ``num_features`` is not an integer, or an array is not real.
-      ValueError: If a name is unknown, arguments do not fit each other, a shape does not match, or
-        a number is out of range.
+      ValueError: If a name is unknown, arguments do not fit each other, a shape does not match, a
+        number is out of range, or there is no closed form.
 
     Example:
       >>> import numpy as np
@@ -108,83 +115,68 @@ def attention_error(
     num_features = checks.positive_int("num_features", num_features)
     is_causal = checks.boolean("is_causal", is_causal)
     arguments.coupling("coupling", coupling, inputs.dim)
-    checks.one_of("features", features, ATTENTION_FEATURES)
     arguments.norm_law(norms, coupling)
     checks.one_of("block", block, BLOCK_MODES)
-    number = arguments.one_parameter(parameter, norms)
+    parameters = np.full(inputs.heads_shape[-1], arguments.one_parameter(parameter, norms))
+    if isinstance(features, Calibrated):
+        inputs = in_coordinates_of(inputs, features)
+        variances = head_variances(features, inputs.heads_shape[-1])
+        _check_tilt(variances, coupling, norms, parameter)
+        if np.any(np.ptp(variances, axis=-1)):
+            return _errors(
+                inputs,
+                lambda head, points: error_of_iid_rows(points, variances[head[-1]], num_features),
+                is_causal=is_causal,
+            )
+        parameters = (1 - variances[:, 0]) / 4
+    else:
+        checks.one_of("features", features, ATTENTION_FEATURES)
     num_rows = num_weighted_rows(num_features, norms)
     pairs = coupled_pairs(num_rows, inputs.dim, coupling, block, norms)
-    if features == "hyperbolic":
+    if isinstance(features, str) and features == "hyperbolic":
         num_rows, pairs = 2 * num_rows, with_antipodes(pairs)
+
+    def first_order(head: tuple[int, ...], points: Iterable[QueryPoint]) -> float:
+        terms = error_terms(points, parameters[head[-1]], norms, pairs)
+        return terms.relative_error(num_rows, pairs)
+
+    return _errors(inputs, first_order, is_causal=is_causal)
+
+
+def _errors(
+    inputs: AttentionInputs,
+    error_of: Callable[[tuple[int, ...], Iterable[QueryPoint]], float],
+    *,
+    is_causal: bool,
+) -> Float64[np.ndarray, "*batch heads"]:
+    """Returns the error of each head, given its queries."""
     result = np.empty(inputs.heads_shape)
     for head in np.ndindex(result.shape):
-        points = inputs.queries(head, is_causal=is_causal)
-        result[head] = error_terms(points, number, norms, pairs).relative_error(num_rows, pairs)
+        result[head] = error_of(head, inputs.queries(head, is_causal=is_causal))
     return result
 
 
-class QueryPoint(NamedTuple):
-    """One query of one head with the keys that it sees.
-
-    Attributes:
-      sums: Sums x + y of the query and each key, ``[n, dim]``.
-      weights: Factors of the covariances in the squared error, ``[n, n]``.
-      squared_output: Squared norm of the exact output.
-    """
-
-    sums: Float64[np.ndarray, "n dim"]
-    weights: Float64[np.ndarray, "n n"]
-    squared_output: float
-
-
-class AttentionInputs(NamedTuple):
-    """Checked queries, keys and values of attention, in float64.
-
-    Attributes:
-      x: Queries times the root of the scale, ``[..., N, T, H]``.
-      y: Keys times the root of the scale, ``[..., N, S, H]``.
-      value: Values ``[..., N, S, V]``, or None for uncorrelated values of variance 1.
-    """
-
-    x: Float64[np.ndarray, "*heads queries dim"]
-    y: Float64[np.ndarray, "*heads keys dim"]
-    value: Float64[np.ndarray, "*heads keys value_dim"] | None
-
-    @property
-    def dim(self) -> int:
-        """Dimension H of queries and keys."""
-        return self.x.shape[-1]
-
-    @property
-    def heads_shape(self) -> tuple[int, ...]:
-        """Leading shape and number of heads."""
-        return self.x.shape[:-2]
-
-    def queries(self, head: tuple[int, ...], *, is_causal: bool = False) -> Iterator[QueryPoint]:
-        """Yields the queries of one head.
-
-        Args:
-          head: Index into ``heads_shape``.
-          is_causal: If true, query t sees the keys 0 to t.
-        """
-        for t, x in enumerate(self.x[head]):
-            visible = slice(t + 1 if is_causal else None)
-            y = self.y[head][visible]
-            value = None if self.value is None else self.value[head][visible]
-            yield QueryPoint(x + y, *_squared_error_weights(special.softmax(y @ x), value))
-
-
-def _squared_error_weights(
-    p: Float64[np.ndarray, " n"], value: Float64[np.ndarray, "n value_dim"] | None
-) -> tuple[Float64[np.ndarray, "n n"], float]:
-    """Returns p_j p_l (V_j - o) . (V_l - o) and the squared norm of o."""
-    if value is not None:
-        output = p @ value
-        deviations = p[:, None] * (value - output)
-        return deviations @ deviations.T, float(output @ output)
-    squares = p @ p
-    products = np.diag(np.ones(p.size)) - p[:, None] - p + squares
-    return np.outer(p, p) * products, float(squares)
+def _check_tilt(
+    variances: Float64[np.ndarray, "num_heads dim"],
+    coupling: ClosedFormCoupling,
+    norms: Norms,
+    parameter: float,
+) -> None:
+    """Raises ``ValueError`` unless there is a closed form for the rows of a calibrated map."""
+    if parameter != 0:
+        raise ValueError(
+            f"parameter is for maps without a tilt of their own, got {parameter} and a Calibrated."
+        )
+    if np.any(variances != 1) and norms in FIXED_NORMS:
+        raise ValueError(
+            f"A calibrated map with a tilt needs norms that are chi variables, got norms={norms!r}."
+        )
+    if np.any(np.ptp(variances, axis=-1)) and (coupling, norms) != ("iid", "chi"):
+        raise ValueError(
+            "A tilt that differs between axes has a closed form for coupling='iid' and "
+            f"norms='chi' only, got {coupling!r} and {norms!r}. Couplings make little difference "
+            "where a tilt does."
+        )
 
 
 class ErrorTerms(NamedTuple):
@@ -245,14 +237,14 @@ def error_terms(
     spectra = {relation: np.zeros(1) for relation in relations}
     squared_bias = squared_output = 0.0
     for point in points:
-        moments = RowCovariances(point.sums, parameter, norms)
+        moments, weights = RowCovariances(point.sums, parameter, norms), point.weights
         for cosine in parallel:
-            parallel[cosine] += np.sum(point.weights * moments.of_parallel_rows(cosine))
+            parallel[cosine] += np.sum(weights * moments.of_parallel_rows(cosine))
         for relation in relations:
             harmonics = moments.of_degrees(relation)
-            spectrum = np.tensordot(harmonics, point.weights, axes=2)
+            spectrum = np.tensordot(harmonics, weights, axes=2)
             spectra[relation] = _padded_sum(spectra[relation], spectrum)
-        squared_bias += np.sum(point.weights * moments.bias_product)
+        squared_bias += np.sum(weights * moments.bias_product)
         squared_output += point.squared_output
     weight, dim = moments.weight, moments.dim
     return ErrorTerms(dim, norms, weight, parallel, spectra, squared_bias, squared_output)
@@ -284,51 +276,3 @@ def _padded_sum(
 ) -> Float64[np.ndarray, " max"]:
     size = max(x.size, y.size)
     return np.pad(x, (0, size - x.size)) + np.pad(y, (0, size - y.size))
-
-
-def attention_inputs(
-    query: ArrayLike, key: ArrayLike, value: ArrayLike | None, scale: float | None
-) -> AttentionInputs:
-    """Returns checked arrays of attention, with the heads before the lengths.
-
-    Args:
-      query: Queries ``[..., T, N, H]``.
-      key: Keys ``[..., S, K, H]``.
-      value: Values ``[..., S, K, V]`` or None.
-      scale: Scale of the logits, or None for the default.
-    """
-    query, key = arguments.real("query", query), arguments.real("key", key)
-    for name, array in {"query": query, "key": key}.items():
-        if array.ndim < 3 or 0 in array.shape:
-            raise ValueError(f"{name} must be [..., length, heads, dim], got shape {array.shape}.")
-    dim = query.shape[-1]
-    if dim < 2 or key.shape[-1] != dim or key.shape[:-3] != query.shape[:-3]:
-        raise ValueError(
-            "query and key must have one leading shape and one dim of at least 2, "
-            f"got {query.shape} and {key.shape}."
-        )
-    if query.shape[-2] % key.shape[-2]:
-        raise ValueError(
-            "query must have a multiple of the heads of key, "
-            f"got {query.shape[-2]} and {key.shape[-2]}."
-        )
-    if scale is None:
-        scale = dim**-0.5
-    checks.scalar("scale", scale, sign="at least 0")
-    groups = query.shape[-2] // key.shape[-2]
-    x = np.swapaxes(query, -2, -3) * scale**0.5
-    y = _with_heads_first(key, groups) * scale**0.5
-    if value is None:
-        return AttentionInputs(x, y, None)
-    array = arguments.real("value", value)
-    if array.ndim < 3 or array.shape[:-1] != key.shape[:-1] or not array.shape[-1]:
-        raise ValueError(
-            f"value must be [..., S, K, V] with key of shape {key.shape}, got {array.shape}."
-        )
-    return AttentionInputs(x, y, _with_heads_first(array, groups))
-
-
-def _with_heads_first(
-    array: Float64[np.ndarray, "*batch length heads dim"], groups: int
-) -> Float64[np.ndarray, "*batch repeated_heads length dim"]:
-    return np.repeat(np.swapaxes(array, -2, -3), groups, axis=-3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -10,19 +11,18 @@ from jaxtyping import Float64
 from numpy.typing import ArrayLike
 
 from simrf_jax import checks
+from simrf_jax.calibration import calibrate as fit_calibration
 from simrf_jax.theory import arguments
 from simrf_jax.theory.arguments import ClosedFormCoupling
-from simrf_jax.theory.attention import (
-    AttentionInputs,
-    ErrorTerms,
-    attention_inputs,
-    error_terms,
-    mean_terms,
-)
+from simrf_jax.theory.attention import ErrorTerms, error_terms, mean_terms
+from simrf_jax.theory.calibrated import errors_in_trials, head_variances, in_coordinates_of
+from simrf_jax.theory.inputs import AttentionInputs, attention_inputs
 from simrf_jax.theory.pairs import Pairs, coupled_pairs, with_antipodes
 from simrf_jax.theory.proposal import optimal_parameter
 
-ChosenFeatures: TypeAlias = Literal["positive", "hyperbolic", "optimal_positive"]
+ChosenFeatures: TypeAlias = Literal["positive", "hyperbolic", "optimal_positive", "calibrated"]
+_LEAST_DRAWS = 4  # Each trial has a W of its own for every head.
+_LEAST_PROJECTIONS = 32  # Few heads have more trials, until there are as many W.
 
 
 def required_features(
@@ -103,12 +103,15 @@ class FeatureChoice:
     Attributes:
       reached: True if the predicted error is at most ``relative_error``. Otherwise the choice is
         the best with as many features as were allowed.
-      features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"optimal_positive"``.
+      features: Feature map: ``"positive"``, ``"hyperbolic"``, ``"optimal_positive"`` or
+        ``"calibrated"``.
       coupling: Coupling of the rows of the projection.
       num_features: Number of rows m of the projection.
       num_entries: Number of entries of the features, 2m for hyperbolic features.
       parameter: Parameter A of optimal positive features, otherwise 0.
-      predicted_error: Expected relative squared error, the mean over heads.
+      predicted_error: Expected relative squared error, the mean over heads: in closed form, or the
+        mean of trials.
+      standard_error: Standard error of the trials, None for a closed form.
       relative_error: Error that was asked for.
       mean_squared_distance: Mean of |x + y|^2, which says how hard the task is.
     """
@@ -120,6 +123,7 @@ class FeatureChoice:
     num_entries: int
     parameter: float
     predicted_error: float
+    standard_error: float | None
     relative_error: float
     mean_squared_distance: float
 
@@ -134,17 +138,20 @@ class FeatureChoice:
         return (
             f"No map and coupling reaches a relative error of {self.relative_error:g} with as many "
             f"entries: the mean of |x + y|^2 is {self.mean_squared_distance:.3g}, and the variance "
-            "of one feature grows like its exponential. Lower the scale of the logits, allow more "
-            "features, or fit the proposal to the data."
+            "of one feature without a calibration grows like its exponential. Lower the scale of "
+            "the logits, allow more features, or weigh near keys exactly (exact_bandwidth)."
         )
 
     def __str__(self) -> str:
         """Returns the choice and its reason."""
         parameter = f", parameter={self.parameter:.4g}" if self.parameter else ""
+        how, spread = "predicted", ""
+        if self.standard_error is not None:
+            how, spread = "measured", f" ± {self.standard_error:.1g}"
         return (
             f"{'' if self.reached else 'Not reached: '}{self.features} features of "
-            f"{self.coupling} rows, num_features={self.num_features}{parameter}, predicted error "
-            f"{self.predicted_error:.3g}. {self.reason}"
+            f"{self.coupling} rows, num_features={self.num_features}{parameter}, {how} error "
+            f"{self.predicted_error:.3g}{spread}. {self.reason}"
         )
 
 
@@ -184,6 +191,7 @@ def choose_num_features(
     max_features: int = 1024,
     scale: float | None = None,
     num_queries: int = 16,
+    trials: bool = True,
 ) -> FeatureChoice:
     """Chooses the feature map, coupling and number of features for given queries and keys.
 
@@ -193,6 +201,14 @@ def choose_num_features(
     none does with ``max_features`` entries, the result says so, and holds the best. The prediction
     holds where it is small; see ``attention_error``. A large one says only that the map is unfit.
 
+    Calibrated features are for vectors so long that the prediction fails. They are tried out
+    instead, with several draws of cross-polytopes: fitted on one half of the data, and used on the
+    other half. Positive and optimal positive features are tried out there too, because their
+    predictions are too high. The halves are sequences if there are two or more, otherwise the first
+    and the second half of the tokens, so that each query sees half of the keys. The numbers of
+    features that are tried grow by a fifth or by one. The draws are fixed: equal arguments have
+    equal results.
+
     Args:
       query: Queries ``[..., T, N, H]``.
       key: Keys ``[..., S, K, H]``. N is a multiple of K.
@@ -201,13 +217,16 @@ def choose_num_features(
       max_features: Largest number of entries of the features.
       scale: Scale of the logits, at least 0. The default is 1 / sqrt(H).
       num_queries: Number of queries of each head that are evaluated, evenly spaced.
+      trials: False leaves out what is measured, and with it calibrated features.
 
     Returns:
       ``FeatureChoice``, which prints as sentences.
 
     Raises:
-      TypeError: If a number is not an integer, or an array is not real.
-      ValueError: If a shape does not match or a number is out of range.
+      TypeError: If a number is not an integer, an array is not real, or ``trials`` is neither True
+        nor False.
+      ValueError: If a shape does not match, a number is out of range, or a single sequence has not
+        two queries and two keys to be halved.
 
     Example:
       >>> import numpy as np
@@ -222,14 +241,21 @@ def choose_num_features(
     checks.scalar("relative_error", relative_error, sign="positive")
     max_features = checks.positive_int("max_features", max_features)
     num_queries = checks.positive_int("num_queries", num_queries)
-    inputs = _with_fewer_queries(inputs, num_queries)
+    trials = checks.boolean("trials", trials)
+    halves = inputs.halves() if trials else None
+    inputs = inputs.some_queries(num_queries)
     squared_distance = _mean_squared_distance(inputs)
     parameter = float(optimal_parameter(squared_distance, inputs.dim))
+    choices = []
+    if halves is not None:
+        fit, test = halves
+        test = test.some_queries(num_queries)
+        common = _Common(float(relative_error), max_features, squared_distance)
+        choices += _try_out(fit, test, parameter, common)
     plain = _terms_of_all_heads(inputs, 0.0, (_INDEPENDENT, _ANTIPODAL))
     # Rows of independent norms have the same covariances whatever the parameter.
     tilted_rows = _terms_of_all_heads(inputs, parameter, (_ANTIPODAL,))
     terms = {False: plain, True: tilted_rows._replace(spectra=plain.spectra)}
-    choices = []
     for candidate in _CANDIDATES:
         tilted = candidate.features == "optimal_positive"
         num_features, error = _least_features(
@@ -244,20 +270,75 @@ def choose_num_features(
                 num_entries=num_features * candidate.entries_per_row,
                 parameter=parameter if tilted else 0.0,
                 predicted_error=error,
+                standard_error=None,
                 relative_error=float(relative_error),
                 mean_squared_distance=squared_distance,
             )
         )
     reached = [choice for choice in choices if choice.reached]
     if reached:
-        return min(reached, key=lambda choice: (choice.num_entries, choice.predicted_error))
+        # A calibration must be worth its fit.
+        return min(
+            reached,
+            key=lambda choice: (
+                choice.num_entries,
+                choice.features == "calibrated",
+                choice.predicted_error,
+            ),
+        )
     return min(choices, key=lambda choice: choice.predicted_error)
 
 
-def _with_fewer_queries(inputs: AttentionInputs, num_queries: int) -> AttentionInputs:
-    length = inputs.x.shape[-2]
-    chosen = np.unique(np.linspace(0, length - 1, min(num_queries, length)).round().astype(int))
-    return inputs._replace(x=inputs.x[..., chosen, :])
+class _Common(NamedTuple):
+    relative_error: float
+    max_features: int
+    mean_squared_distance: float
+
+
+def _try_out(
+    fit: AttentionInputs, test: AttentionInputs, parameter: float, common: _Common
+) -> list[FeatureChoice]:
+    """Measures the error of maps on the second inputs, after a fit on the first."""
+    # The vectors have the heads before the lengths, and are scaled.
+    query, key = (np.swapaxes(x, -2, -3).astype(np.float32) for x in (fit.x, fit.y))
+    calibration = fit_calibration(query, key, scale=1.0)
+    variances = head_variances(calibration, test.heads_shape[-1])
+    tries: list[tuple[ChosenFeatures, AttentionInputs, Float64[np.ndarray, "heads dim"], float]] = [
+        ("positive", test, np.ones_like(variances), 0.0),
+        ("optimal_positive", test, np.full_like(variances, 1 - 4 * parameter), parameter),
+        ("calibrated", in_coordinates_of(test, calibration), variances, 0.0),
+    ]
+    return [_least_in_trials(*each, common) for each in tries]
+
+
+def _least_in_trials(
+    features: ChosenFeatures,
+    test: AttentionInputs,
+    variances: Float64[np.ndarray, "num_heads dim"],
+    parameter: float,
+    common: _Common,
+) -> FeatureChoice:
+    """Returns the least number of features that reaches the error in trials, or the best one."""
+    exponents = np.arange(0, 4 * np.log2(common.max_features) + 1) / 4
+    sizes = np.unique(np.minimum(np.ceil(2**exponents), common.max_features).astype(int))
+    num_draws = max(_LEAST_DRAWS, -(-_LEAST_PROJECTIONS // math.prod(test.heads_shape)))
+    errors = errors_in_trials(test, variances, sizes, num_draws)
+    means = errors.mean(axis=0)
+    # All larger numbers must reach it too, so that no lucky draw decides.
+    is_enough = np.logical_and.accumulate((means <= common.relative_error)[::-1])[::-1]
+    place = int(np.argmax(is_enough)) if is_enough[-1] else int(np.argmin(means))
+    return FeatureChoice(
+        reached=bool(is_enough[-1]),
+        features=features,
+        coupling="cross_polytope",
+        num_features=int(sizes[place]),
+        num_entries=int(sizes[place]),
+        parameter=parameter,
+        predicted_error=float(means[place]),
+        standard_error=float(errors[:, place].std(ddof=1) / len(errors) ** 0.5),
+        relative_error=common.relative_error,
+        mean_squared_distance=common.mean_squared_distance,
+    )
 
 
 def _mean_squared_distance(inputs: AttentionInputs) -> float:

@@ -73,6 +73,7 @@ class Program(_Brief):
       maps: Names of the feature maps. Only a blend has more than one.
       num_features: Number of rows of W.
       per_head: True if each key head has its own W.
+      paired: True if W has rows and their negatives, as cross-polytopes have.
       dtype: Type of queries, keys and values.
       mask: Axes of the mask, some of "bns" for batch, heads and keys; "" for no mask.
       bias: Axes of the bias, in the same notation.
@@ -98,6 +99,7 @@ class Program(_Brief):
     maps: tuple[str, ...] = ("positive",)
     num_features: int = 5
     per_head: bool = False
+    paired: bool = False
     dtype: str = "float32"
     mask: str = ""
     bias: str = ""
@@ -129,6 +131,10 @@ class Program(_Brief):
     @property
     def is_projected(self) -> bool:
         return self.mechanism != "band" and any(MAPS[name].projected for name in self.maps)
+
+    @property
+    def is_weighted(self) -> bool:
+        return self.mechanism != "band" and any(MAPS[name].weighted for name in self.maps)
 
     @property
     def groups(self) -> int:
@@ -192,6 +198,7 @@ def programs(draw: st.DrawFn, mechanism: str, mode: str) -> Program:
         maps=pick(*maps[mechanism]),
         num_features=5 if banded else pick(5, 16),
         per_head=not banded and pick(False, True),
+        paired=not banded and pick(False, True),
         dtype=pick("float32", "float32", "bfloat16", "float64"),
         mask=pick("", "s", "bs", *by_head),
         bias=pick("", "", "s", "bs", *by_head),
@@ -254,6 +261,11 @@ def arrays(program: Program, data: Data) -> dict[str, np.ndarray]:
         x["value"] = of_tokens(data.size, *p.batch, p.key_length, p.key_heads, p.width)
     if p.is_projected:
         x["projection"] = of_all(*(p.key_heads,) * p.per_head, p.num_features, p.dim)
+        if p.paired:
+            pairs = p.num_features // 2
+            x["projection"][..., 1 : 2 * pairs : 2, :] = -x["projection"][..., : 2 * pairs : 2, :]
+    if p.is_weighted:
+        x["log_weights"] = of_all(*(p.key_heads,) * p.per_head, p.num_features)
     if p.mechanism == "blend":
         x["near_weight"], x["far_weights"] = of_all(p.heads), of_all(len(p.maps), p.heads)
     if p.mask:

@@ -129,7 +129,7 @@ def check_unseen(find: plants.Finder, program: Program, data: Data) -> None:
 
 
 # Arguments that all tokens share. A replaced row that any query sees changes their gradients.
-SHARED = ("projection", "scale", "near_weight", "far_weights")
+SHARED = ("projection", "log_weights", "scale", "near_weight", "far_weights")
 
 
 def check_no_gradient(find: plants.Finder, program: Program, data: Data) -> None:

@@ -156,7 +156,10 @@ def _terms(
     root = np.sqrt(sign * scale)
     log_q, sign_q = feature_map.of_queries(sign * root * query, w, "softmax")
     log_k, sign_k = feature_map.of_keys(root * key, w, "softmax")
-    return log_q[:, None] + log_k, sign_q[:, None] * sign_k
+    log = log_q[:, None] + log_k
+    if feature_map.weighted:
+        log = log + (x["log_weights"][key_head] if program.per_head else x["log_weights"])
+    return log, sign_q[:, None] * sign_k
 
 
 def _row(log: np.ndarray, sign: np.ndarray, value: np.ndarray, seen: np.ndarray) -> Rows:

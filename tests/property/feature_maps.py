@@ -22,6 +22,7 @@ class Map(NamedTuple):
       projected: True if the map takes a projection.
       signed: True if features may be negative, so that a denominator may come near zero.
       smooth_at_zero: True if the zero vector has features with a gradient.
+      weighted: True if the map takes a log weight with each row of the projection.
     """
 
     argument: Any
@@ -30,6 +31,7 @@ class Map(NamedTuple):
     projected: bool = True
     signed: bool = False
     smooth_at_zero: bool = True
+    weighted: bool = False
 
 
 def named(name: str, **options: Any) -> Map:
@@ -76,17 +78,20 @@ class CalibratedForAnyDim(FeatureMap):
     is_finite = True
 
     def log_features(self, x, projection, *, side):
-        own = Calibrated(**formulas.calibration(x.shape[-1]))
+        arrays = formulas.calibration(x.shape[-1])
+        own = Calibrated(**{name: jnp.asarray(array) for name, array in arrays.items()})
         return own.log_features(x, projection, side=side)
 
 
 MAPS = {
     "positive": named("positive"),
     "hyperbolic": named("hyperbolic"),
+    "weighted positive": named("positive", weighted=True),
     "optimal positive": Map(
         OptimalPositive(-0.1), formulas.optimal_positive, formulas.optimal_positive
     ),
     "calibrated": Map(CalibratedForAnyDim(), *formulas.calibrated[0]),
+    "weighted calibrated": Map(CalibratedForAnyDim(), *formulas.calibrated[0], weighted=True),
     "trigonometric": named("trigonometric", signed=True),
     "phase": named("phase", signed=True),
     "relu": named("relu"),

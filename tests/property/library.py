@@ -10,10 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from simrf_jax import attention_matrix, banded_attention, fmm_attention, random_feature_attention
+from simrf_jax import (
+    WeightedProjection,
+    attention_matrix,
+    banded_attention,
+    fmm_attention,
+    random_feature_attention,
+)
 from tests.attention import steps
 from tests.property.cases import Program
-from tests.property.feature_maps import MAPS
+from tests.property.feature_maps import MAPS, Map
 
 Arrays = dict[str, Any]
 DIFFERENTIABLE = (
@@ -21,6 +27,7 @@ DIFFERENTIABLE = (
     "key",
     "value",
     "projection",
+    "log_weights",
     "near_weight",
     "far_weights",
     "bias",
@@ -72,7 +79,7 @@ def attend(program: Program, x: Arrays) -> jax.Array:
     options["is_causal"] = p.is_causal
     if p.is_matrix:
         options |= {"feature_map": MAPS[p.maps[0]].argument}
-        matrix = attention_matrix(x["query"], x["key"], x.get("projection"), **options)
+        matrix = attention_matrix(x["query"], x["key"], *_projections(p, x), **options)
         return jnp.moveaxis(matrix, -3, -2)
     inputs = (x["query"], x["key"], x["value"])
     if p.mechanism == "band":
@@ -97,7 +104,15 @@ def _maps(program: Program) -> tuple[Any, ...]:
 
 
 def _projections(program: Program, x: Arrays) -> tuple[Any, ...]:
-    return tuple(x["projection"] if MAPS[name].projected else None for name in program.maps)
+    return tuple(_projection(MAPS[name], x) for name in program.maps)
+
+
+def _projection(feature_map: Map, x: Arrays) -> Any:
+    if not feature_map.projected:
+        return None
+    if feature_map.weighted:
+        return WeightedProjection(x["projection"], x["log_weights"])
+    return x["projection"]
 
 
 def _features(program: Program, x: Arrays) -> Arrays:

@@ -1,7 +1,9 @@
+import jax
 import numpy as np
 import pytest
 from scipy import special
 
+from simrf_jax.features.maps import Calibrated
 from simrf_jax.theory import attention_error, optimal_parameter
 from tests.theory import draws
 
@@ -162,6 +164,83 @@ def test_heads_batches_and_causal_masks():
     np.testing.assert_allclose(causal, expected, rtol=1e-12)
 
 
+def calibrated(variances, seed=4, dim=8):
+    """Returns a map of one head with means, a matrix and the given variances of the rows."""
+    rng = np.random.default_rng(seed)
+    matrix = np.eye(dim) + 0.1 * rng.normal(size=(dim, dim))
+    means = 0.05 * rng.normal(size=(2, 1, dim))
+    inverse = np.linalg.inv(matrix).T
+    return Calibrated(*means, matrix[None], inverse[None], np.full((1, dim), variances))
+
+
+def calibrated_trials(feature_map, query, key, value, rows):
+    """Returns the relative squared error for each draw, from the definition of the features."""
+    (bx,), (by,), (m,), (inverse,), (variances,) = (
+        np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(feature_map)
+    )
+    tilted = np.sqrt(variances) * rows
+    log_ratio = np.sum(np.log(variances) - tilted**2 + rows**2, axis=-1) / 2
+    x, y = (query - bx) @ m.T, (key - by) @ inverse.T
+    log_x = tilted @ x.T - np.sum(x**2, axis=-1) / 2 + (query - bx / 2) @ by
+    log_y = tilted @ y.T - np.sum(y**2, axis=-1) / 2 + (key - by / 2) @ bx
+    phi_x, phi_y = (np.exp(log + log_ratio[..., None] / 2) for log in (log_x, log_y))
+    kernel = np.einsum("imt,ims->its", phi_x, phi_y)
+    exact = outputs(query, key, value)
+    estimates = kernel @ value / np.sum(kernel, axis=-1, keepdims=True)
+    return np.sum((estimates - exact) ** 2, axis=(1, 2)) / np.sum(exact**2)
+
+
+SPECTRUM = 1 + 0.3 / np.arange(1, 9)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("variances", "coupling"),
+    [(SPECTRUM, "iid"), (1.0, "iid"), (1.0, "simplex"), (1.15, "cross_polytope")],
+)
+def test_calibrated_features_against_trials(variances, coupling):
+    rng = np.random.default_rng(0)
+    query, key = vectors(rng, 4, 8, 0.2), vectors(rng, 12, 8, 0.2)
+    value = rng.normal(size=(12, 5))
+    feature_map, m = calibrated(variances), 36 if coupling == "simplex" else 32
+    rows = draws.draw_rows(rng, 4000, m, 8, coupling, "chi")
+    errors = calibrated_trials(feature_map, query, key, value, rows)
+    expected = predicted(query, key, value, m, coupling=coupling, features=feature_map)
+    assert_first_order(errors, expected)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("variances", [1.0, 1.2])
+def test_an_isotropic_tilt_is_that_of_optimal_positive_features(variances):
+    rng = np.random.default_rng(1)
+    query, key, value = rng.normal(size=(3, 6, 8)) / 2
+    eye, none = np.eye(8)[None], np.zeros((1, 8))
+    plain = Calibrated(none, none, eye, eye, np.full((1, 8), variances))
+    options = {"coupling": "iid"}
+    expected = predicted(query, key, value, 16, parameter=(1 - variances) / 4, **options)
+    got = predicted(query, key, value, 16, features=plain, **options)
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
+    # The closed form of unequal variances is continuous there.
+    nearly = Calibrated(none, none, eye, eye, variances + 1e-9 * np.arange(8)[None])
+    got = predicted(query, key, value, 16, features=nearly, **options)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+@pytest.mark.fast
+def test_calibrated_features_of_several_heads():
+    rng = np.random.default_rng(2)
+    query, key, value = rng.normal(size=(2, 5, 4, 8)) / 2, *rng.normal(size=(2, 2, 5, 2, 8)) / 2
+    maps = [calibrated(SPECTRUM, seed=seed) for seed in (0, 1)]
+    both = jax.tree.map(lambda *leaves: np.concatenate(leaves), *maps)
+    options = {"coupling": "iid", "is_causal": True}
+    got = attention_error(query, key, value, 16, features=both, **options)
+    assert got.shape == (2, 4)
+    one = [query[1, :, 3:], key[1, :, 1:], value[1, :, 1:]]
+    expected = attention_error(*one, 16, features=maps[1], **options)
+    np.testing.assert_allclose(got[1, 3], expected[0], rtol=1e-10)
+
+
+TILTED = calibrated(SPECTRUM[:4], dim=4)
 Q = np.zeros((5, 2, 4))
 
 
@@ -189,6 +268,30 @@ Q = np.zeros((5, 2, 4))
         ((Q, Q, Q), {"coupling": "simplex_plus"}, ValueError, "no closed form"),
         ((Q, Q, Q), {"norms": "pair"}, ValueError, "only coupling='cross_polytope' has"),
         ((Q, Q, Q), {"parameter": 0.2}, ValueError, "parameter must be less than 1/8"),
+        (
+            (Q, Q, Q),
+            {"features": TILTED},
+            ValueError,
+            "closed form for coupling='iid' and norms='chi' only, got 'simplex' and 'chi'",
+        ),
+        (
+            (Q, Q, Q),
+            {"features": TILTED, "norms": "sqrt_dim"},
+            ValueError,
+            "needs norms that are chi variables, got norms='sqrt_dim'",
+        ),
+        (
+            (Q, Q, Q),
+            {"features": TILTED, "parameter": -0.1},
+            ValueError,
+            "parameter is for maps without a tilt of their own, got -0.1",
+        ),
+        (
+            (Q[..., :3], Q[..., :3], Q),
+            {"features": TILTED},
+            ValueError,
+            r"variances \[key heads, 3\], got variances of shape \(1, 4\)",
+        ),
         ((Q, Q, Q), {"block": "full"}, ValueError, "block must be one of"),
     ],
 )

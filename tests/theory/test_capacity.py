@@ -1,9 +1,13 @@
+import functools
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import integrate
+from scipy import integrate, special
 
+import simrf_jax
 from simrf_jax.theory import (
     attention_error,
     choose_num_features,
@@ -106,7 +110,7 @@ def predicted(choice, query, key, value, num_features=None):
 @pytest.mark.parametrize("relative_error", [0.5, 0.05, 0.005])
 def test_the_choice_reaches_the_error_with_the_fewest_features(relative_error):
     query, key, value = inputs(0.5, num_heads=2)
-    choice = choose_num_features(query, key, value, relative_error=relative_error)
+    choice = choose_num_features(query, key, value, relative_error=relative_error, trials=False)
     assert choice.reached
     np.testing.assert_allclose(choice.predicted_error, predicted(choice, query, key, value))
     assert choice.predicted_error <= relative_error
@@ -127,7 +131,8 @@ def test_the_choice_reaches_the_error_with_the_fewest_features(relative_error):
 
 def test_the_choice_says_so_if_no_map_reaches_the_error():
     query, key, value = inputs(3.0)
-    choice = choose_num_features(query, key, value, relative_error=0.1, max_features=64)
+    options = {"relative_error": 0.1, "max_features": 64}
+    choice = choose_num_features(query, key, value, **options, trials=False)
     assert not choice.reached
     assert choice.num_entries <= 64
     assert choice.predicted_error > 0.1
@@ -136,9 +141,94 @@ def test_the_choice_says_so_if_no_map_reaches_the_error():
     assert f"the mean of |x + y|^2 is {choice.mean_squared_distance:.3g}" in choice.reason
 
 
+def test_no_trial_reaches_the_error_either():
+    query, key, value = inputs(3.0)
+    choice = choose_num_features(query, key, value, relative_error=0.1, max_features=16)
+    assert not choice.reached
+    assert 0.1 < choice.predicted_error < 10
+    assert choice.standard_error > 0
+    assert "measured error" in str(choice)
+    assert str(choice).startswith("Not reached: ")
+
+
+def long_inputs(sequences=6, length=24, heads=2, dim=8):
+    """Returns long anisotropic vectors around means, as those of trained models."""
+    rng = np.random.default_rng(0)
+    spectrum = 3 * np.arange(1, dim + 1) ** -1.5
+    query, key = rng.normal(size=(2, sequences, length, heads, dim)) * spectrum + 1
+    return query, key, rng.normal(size=(sequences, length, heads, 3))
+
+
+@pytest.mark.parametrize("relative_error", [0.15, 0.4])
+def test_calibrated_features_are_chosen_where_only_they_reach_the_error(relative_error):
+    query, key, value = long_inputs()
+    options = {"relative_error": relative_error, "max_features": 64, "num_queries": 8}
+    choice = choose_num_features(query, key, value, **options)
+    assert choice.reached
+    assert (choice.features, choice.coupling) == ("calibrated", "cross_polytope")
+    assert choice.standard_error > 0
+    assert f"measured error {choice.predicted_error:.3g} ± " in str(choice)
+    # Independent draws of the library's features on the half that the map was not fitted on.
+    calibrated = simrf_jax.calibrate(np.float32(query[:3]), np.float32(key[:3]))
+    arrays = [jnp.asarray(x[3:], jnp.float32) for x in (query, key, value)]
+    weights = special.softmax(np.einsum("btnh,bsnh->bnts", query[3:], key[3:]) / 8**0.5, axis=-1)
+    exact = jnp.asarray(np.einsum("bnts,bsnd->btnd", weights, value[3:]), jnp.float32)
+
+    @jax.jit
+    @jax.vmap
+    def error(prng_key):
+        draw = functools.partial(
+            simrf_jax.draw_projection,
+            num_features=choice.num_features,
+            dim=8,
+            coupling="cross_polytope",
+        )
+        w = jax.vmap(draw)(jax.random.split(prng_key, 2))
+        out = simrf_jax.random_feature_attention(*arrays, w, feature_map=calibrated)
+        squares = jnp.sum((out - exact) ** 2, axis=(1, 3)) / jnp.sum(exact**2, axis=(1, 3))
+        return jnp.mean(squares)
+
+    errors = error(jax.random.split(jax.random.key(9), 100))
+    gap = np.mean(errors) - choice.predicted_error
+    spread = np.hypot(np.std(errors) / 10, choice.standard_error)
+    assert abs(gap) < 5 * spread
+    assert spread < 0.25 * choice.predicted_error
+    without = choose_num_features(query, key, value, **options, trials=False)
+    assert not without.reached
+
+
+def test_large_errors_of_other_maps_are_measured_too():
+    # Their closed forms are far too high for long vectors, which one feature serves well enough.
+    query, key, value = inputs(2.0)
+    options = {"relative_error": 3.0, "max_features": 16, "num_queries": 4}
+    choice = choose_num_features(query, key, value, **options)
+    assert choice.reached
+    assert choice.num_features == 1
+    assert choice.features != "calibrated"  # No better than the others with as many features.
+    assert choice.standard_error > 0
+    assert not choose_num_features(query, key, value, **options, trials=False).reached
+
+
+def test_the_data_are_halved_by_sequences_or_by_tokens():
+    query, key, value = long_inputs(sequences=2, length=8, heads=1)
+    options = {"relative_error": 1e-6, "max_features": 8}
+    both = choose_num_features(query, key, value, **options)
+    # A sequence of both, one after the other, has the same halves.
+    single = choose_num_features(
+        *(x.reshape(16, *x.shape[2:]) for x in (query, key, value)), **options
+    )
+    np.testing.assert_allclose(single.predicted_error, both.predicted_error, rtol=1e-4)
+    # Values are not fitted, so those of the first half do not count.
+    other = np.concatenate([value[:1] + 7, value[1:]])
+    same = choose_num_features(query, key, other, **options)
+    np.testing.assert_allclose(same.predicted_error, both.predicted_error, rtol=1e-6)
+    unlike = choose_num_features(np.stack([0.1 * query[0], query[1]]), key, value, **options)
+    assert abs(unlike.predicted_error / both.predicted_error - 1) > 0.01
+
+
 def test_without_values_they_are_uncorrelated():
     query, key, _ = inputs(0.6)
-    choice = choose_num_features(query, key, relative_error=0.05)
+    choice = choose_num_features(query, key, relative_error=0.05, trials=False)
     rng = np.random.default_rng(1)
     # The mean over many channels of values is that over their law.
     value = rng.normal(size=(12, 1, 20_000))
@@ -165,9 +255,13 @@ def test_only_some_queries_are_evaluated():
         ({"num_queries": 1.5}, TypeError, "num_queries must be an integer"),
         ({"scale": 1j}, TypeError, "scale must be one real number"),
         ({"value": np.zeros((3, 1, 8))}, ValueError, "value must be"),
+        ({"trials": 1}, TypeError, "trials must be True or False, got 1"),
+        ({"query": np.zeros((1, 1, 8))}, ValueError, "two queries and two keys.* got 1 and 12"),
     ],
 )
 def test_choice_refuses(options, error, match):
     query, key, value = inputs(0.5)
     with pytest.raises(error, match=match):
-        choose_num_features(query, key, **{"value": value, "relative_error": 0.1, **options})
+        choose_num_features(
+            **{"query": query, "key": key, "value": value, "relative_error": 0.1, **options}
+        )

@@ -1,7 +1,8 @@
 """Softmax attention of trained models, replaced by random features without and with fine-tuning.
 
 Shows:     error, cosine, accuracy and bits against the number of features; the same against the
-           number of steps of fine-tuning; mean |x + y|^2 before and after
+           number of steps of fine-tuning; mean |x + y|^2 before and after; predicted beside
+           measured errors of attention to random keys
 Command:   python -m experiments.swap.main --workdir=runs/swap --config.model_dir=DIR
            --config.data_dir=DIR
 Hardware:  two CPU cores
@@ -12,7 +13,7 @@ import ml_collections
 
 def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.parts = ("encoder", "digits", "char_lm", "fashion_mnist")
+    config.parts = ("predicted", "encoder", "digits", "char_lm", "fashion_mnist")
     config.methods = (
         "positive_iid",
         "positive_simplex",
@@ -21,6 +22,7 @@ def get_config() -> ml_collections.ConfigDict:
         "sderf",
         "calibrated_simplex",
         "calibrated",
+        "mixture",
         "band_positive",
         "band_calibrated",
     )
@@ -28,6 +30,14 @@ def get_config() -> ml_collections.ConfigDict:
     config.seeds = (0, 1, 2, 3, 4)
     config.model_dir = ""
     config.data_dir = ""
+    config.predicted = {
+        "dim": 64,
+        "num_queries": 4,
+        "num_keys": 64,
+        "num_features": 128,
+        "num_draws": 100,
+        "lengths": (0.25, 0.5, 0.75, 1.0, 1.5),
+    }
     config.encoder = {
         "num_fit_texts": 8,
         "num_test_texts": 16,

@@ -8,7 +8,7 @@ import simrf_jax
 from experiments.char_lm.model import CharLM
 from experiments.swap import swapping
 from experiments.swap.encoder import Encoder, EncoderConfig
-from experiments.swap.methods import METHODS, Method, baselines
+from experiments.swap.methods import METHODS, NUM_CENTERS, Method, baselines
 from simrf_jax.integrations.nnx import RandomFeatureAttention, RandomProjection
 from simrf_jax.models import ViT, ViTConfig
 from tests.experiments.swap import tiny
@@ -170,6 +170,24 @@ def test_methods_have_the_asked_number_of_features(name):
     state = attention.cache.get_value()
     assert hasattr(state, "near") == method.has_band
     assert getattr(state, "far", state).sums.shape == (2, 8, 5)
+
+
+def test_the_rows_of_a_mixture_are_around_its_centers():
+    inputs, method = any_inputs(), METHODS["mixture"]
+    [fitted] = method.feature_maps([inputs])
+    assert fitted.centers.shape == (2, NUM_CENTERS, 4)
+    options = {"num_heads": 2, "head_dim": 4}
+    [attention] = method.attentions(jax.random.key(0), [fitted], 4 * NUM_CENTERS, **options)
+    w = attention.projection.get_value()
+    assert isinstance(w, simrf_jax.WeightedProjection)
+    offsets = np.asarray(w.rows).reshape(2, NUM_CENTERS, 4, 4) - fitted.centers[:, :, None]
+    # Four rows of a cross-polytope are two pairs in opposite directions.
+    first, second = (
+        offsets[:, :, i] / np.linalg.norm(offsets[:, :, i], axis=-1, keepdims=True) for i in (0, 1)
+    )
+    np.testing.assert_allclose(first, -second, atol=1e-3)
+    expected = simrf_jax.random_feature_attention(*inputs[:3], w, feature_map=fitted.feature_map)
+    np.testing.assert_allclose(attention(*inputs[:3]), expected, rtol=1e-4, atol=1e-5)
 
 
 def any_inputs():

@@ -27,6 +27,14 @@ def get_config(**changes):
             "methods": ("positive_simplex", "hyperbolic"),
             "tuned_methods": ("hyperbolic",),
             "seeds": (0, 1),
+            "predicted": {
+                "dim": 4,
+                "num_queries": 2,
+                "num_keys": 3,
+                "num_features": 8,
+                "num_draws": 30,
+                "lengths": (0.1, 0.2),
+            },
             "encoder": {
                 "num_fit_texts": 2,
                 "num_test_texts": 3,

@@ -1,0 +1,175 @@
+"""Predicted and measured errors of attention to random keys, for couplings and lengths."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_collections
+import numpy as np
+import tqdm
+
+import simrf_jax
+from experiments.harness import resumable, trials
+from simrf_jax import feature_maps, theory
+from simrf_jax.projections import Norms, Projection
+from simrf_jax.theory.arguments import ClosedFormCoupling
+
+
+class Case(NamedTuple):
+    """Features whose error has a closed form.
+
+    Attributes:
+      label: Name in tables and figures.
+      coupling: Coupling of the rows of W.
+      norms: Law of the row norms.
+      is_optimal: True for optimal positive features, False for positive ones.
+    """
+
+    label: str
+    coupling: ClosedFormCoupling
+    norms: Norms = "chi"
+    is_optimal: bool = False
+
+    def parameter(self, length: float, dim: int) -> float:
+        """Returns A for queries and keys of one length in random directions."""
+        return float(theory.optimal_parameter(2 * length**2, dim)) if self.is_optimal else 0.0
+
+
+CASES = {
+    "iid": Case("iid", "iid"),
+    "orthogonal": Case("orthogonal", "orthogonal"),
+    "simplex": Case("simplex", "simplex"),
+    "simplex_optimal": Case("simplex, optimal positive", "simplex", is_optimal=True),
+    "cross_polytope": Case("cross-polytope", "cross_polytope"),
+    "cross_polytope_shared": Case("cross-polytope, shared norms", "cross_polytope", "shared"),
+    "cross_polytope_optimal": Case(
+        "cross-polytope, optimal positive", "cross_polytope", is_optimal=True
+    ),
+}
+
+
+class Tokens(NamedTuple):
+    """Queries ``[T, 1, dim]`` and keys ``[S, 1, dim]`` of length 1, and values ``[S, 1, dim]``."""
+
+    query: np.ndarray
+    key: np.ndarray
+    value: np.ndarray
+
+
+def draw_tokens(config: ml_collections.ConfigDict, seed: int) -> Tokens:
+    """Draws queries and keys in random directions, and normal values."""
+    rng = np.random.default_rng(seed)
+    shapes = [(count, 1, config.dim) for count in (config.num_queries, config.num_keys)]
+    query, key, value = (rng.normal(size=shape) for shape in (*shapes, shapes[1]))
+    unit_query, unit_key = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (query, key))
+    return Tokens(unit_query, unit_key, value)
+
+
+def predict(tokens: Tokens, case: Case, config: ml_collections.ConfigDict) -> np.ndarray:
+    """Returns the predicted relative squared error of the outputs for each length."""
+    query, key, value = tokens
+    return np.array(
+        [
+            theory.attention_error(
+                length * query,
+                length * key,
+                value,
+                config.num_features,
+                coupling=case.coupling,
+                norms=case.norms,
+                parameter=case.parameter(length, config.dim),
+                scale=1.0,
+            )[0]
+            for length in config.lengths
+        ]
+    )
+
+
+def measure(
+    tokens: Tokens, case: Case, config: ml_collections.ConfigDict, prng_key: jax.Array
+) -> np.ndarray:
+    """Returns the mean relative squared error over draws of W for each length."""
+    lengths = np.array(config.lengths)
+    parameters = np.array([case.parameter(length, config.dim) for length in lengths])
+    errors = _errors(
+        jax.random.split(prng_key, config.num_draws),
+        jax.tree.map(functools.partial(jnp.asarray, dtype=jnp.float32), tokens),
+        jnp.asarray(lengths, jnp.float32),
+        jnp.asarray(parameters, jnp.float32),
+        case=case,
+        num_features=config.num_features,
+    )
+    return np.float64(errors).mean(axis=0)
+
+
+@functools.partial(jax.jit, static_argnames=("case", "num_features"))
+def _errors(
+    prng_keys: jax.Array,
+    tokens: Tokens,
+    lengths: jax.Array,
+    parameters: jax.Array,
+    *,
+    case: Case,
+    num_features: int,
+) -> jax.Array:
+    """Returns the errors of each draw and each length, ``[draws, lengths]``."""
+    query, key, value = tokens
+
+    def at_length(w: Projection, length: jax.Array, parameter: jax.Array) -> jax.Array:
+        q, k = length * query, length * key
+        out = simrf_jax.random_feature_attention(
+            q,
+            k,
+            value,
+            w,
+            scale=1.0,
+            feature_map=feature_maps.OptimalPositive(parameter) if case.is_optimal else "positive",
+        )
+        exact = jax.nn.dot_product_attention(q, k, value, scale=1.0)
+        return jnp.sum(jnp.square(out - exact)) / jnp.sum(jnp.square(exact))
+
+    def one(prng_key: jax.Array) -> jax.Array:
+        dim = query.shape[-1]
+        w = simrf_jax.draw_projection(
+            prng_key, num_features, dim, coupling=case.coupling, norms=case.norms
+        )
+        return jax.vmap(at_length, in_axes=(None, 0, 0))(w, lengths, parameters)
+
+    return jax.lax.map(one, prng_keys, batch_size=20)
+
+
+def run(config: ml_collections.ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
+    """Measures what ``pieces`` lack, and returns the section ``predicted`` of the results."""
+    ours = config.predicted
+
+    def compute(case: Case, seed: int) -> np.ndarray:
+        tokens = draw_tokens(ours, seed)
+        return np.stack(
+            [predict(tokens, case, ours), measure(tokens, case, ours, jax.random.key(seed))]
+        )
+
+    cases: dict[str, list[dict[str, Any]]] = {}
+    for name, case in tqdm.tqdm(CASES.items(), desc="predicted", dynamic_ncols=True):
+        each_seed = np.stack(
+            [
+                pieces.get(f"predicted-{name}-{seed}", functools.partial(compute, case, seed))
+                for seed in config.seeds
+            ]
+        )
+        cases[name] = [
+            {
+                "predicted": trials.summary(each_seed[:, 0, i]),
+                "measured": trials.summary(each_seed[:, 1, i]),
+                "ratio": trials.summary(each_seed[:, 1, i] / each_seed[:, 0, i]),
+            }
+            for i in range(len(ours.lengths))
+        ]
+    return {
+        "lengths": list(ours.lengths),
+        "num_features": ours.num_features,
+        "cases": cases,
+        "seconds": pieces.seconds("predicted-*"),
+    }
