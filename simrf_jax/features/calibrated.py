@@ -133,7 +133,7 @@ class Calibrated(FeatureMap):
             mean, other, matrix = self.query_mean, self.key_mean, self.query_matrix
         else:
             mean, other, matrix = self.key_mean, self.query_mean, self.key_matrix
-        balanced = _of_heads(x - _along(mean, x), matrix)
+        balanced = _of_heads(x - _along(mean, x), jnp.asarray(matrix))
         products = (x - _along(0.5 * mean, x)) * _along(other, x)
         log_scale = jnp.sum(products - 0.5 * jnp.square(balanced), axis=-1, keepdims=True)
         exponent = _of_heads(balanced * _along(jnp.sqrt(self.variances), x), rows_of(projection))
@@ -143,7 +143,7 @@ class Calibrated(FeatureMap):
     def _half_log_weights(self, projection: Projection) -> Float[Array, "*K num_features"]:
         """Returns half the log ratio of the densities at each row, and half its own weight."""
         rows = rows_of(projection)
-        if rows.ndim == 3:
+        if np.ndim(rows) == 3:
             axis = 0 if jnp.ndim(self.variances) == 2 else None
             return jax.vmap(_half_log_weights, in_axes=(axis, 0))(self.variances, projection)
         return _half_log_weights(self.variances, projection)
@@ -177,6 +177,6 @@ def _along(
 
 def _of_heads(x: Float[Array, "*batch H"], rows: Projection) -> Float[Array, "*batch rows"]:
     """Multiplies vectors by one matrix, or those of K heads by one each."""
-    if jnp.ndim(rows) == 2:
+    if np.ndim(rows) == 2:
         return product(x, rows)
     return jax.vmap(product, in_axes=(2, 0), out_axes=2)(x, rows)
