@@ -119,25 +119,45 @@ class Calibrated(FeatureMap):
                 f"x must be [..., dim] with the dim of one head of the calibration, got shape "
                 f"{x.shape} for means of shape {jnp.shape(self.query_mean)}."
             )
+        return self.log_features_of_heads(x, projection, side=side)
+
+    def log_features_of_heads(
+        self, x: Float[Array, "*batch H"], projection: Projection, *, side: Side
+    ) -> LogFeatures:
+        """Returns the features of ``[batch, length, K, ..., H]``.
+
+        The heads keep their axis, because XLA multiplies all of them by one W in a single product
+        then. ``jax.vmap`` would move it.
+        """
         if side == "query":
             mean, other, matrix = self.query_mean, self.key_mean, self.query_matrix
         else:
             mean, other, matrix = self.key_mean, self.query_mean, self.key_matrix
-        balanced = _product(x - _along(mean, x), matrix)
-        exponent = product(balanced * _along(jnp.sqrt(self.variances), x), rows_of(projection))
-        exponent += _along(0.5 * self._log_weights(projection), exponent)
-        exponent = add_half_log_weights(exponent, projection)
+        balanced = _of_heads(x - _along(mean, x), jnp.asarray(matrix))
         products = (x - _along(0.5 * mean, x)) * _along(other, x)
         log_scale = jnp.sum(products - 0.5 * jnp.square(balanced), axis=-1, keepdims=True)
+        exponent = _of_heads(balanced * _along(jnp.sqrt(self.variances), x), rows_of(projection))
+        exponent += _along(self._half_log_weights(projection), exponent)
         return LogFeatures(exponent, log_scale - 0.5 * math.log(exponent.shape[-1]))
 
-    def _log_weights(self, projection: Projection) -> Float[Array, " num_features"]:
-        """Returns the log ratio of the densities at each row of W."""
-        rows = _dense(rows_of(projection)).astype(self.variances.dtype)
-        # Large terms of long rows nearly cancel, so each square stands beside its mean.
-        excess = _along(1 - self.variances, rows) * (jnp.square(rows) - 1)
-        constant = jnp.sum(jnp.log(self.variances) + 1 - self.variances)
-        return 0.5 * (jnp.sum(excess, axis=-1) + constant)
+    def _half_log_weights(self, projection: Projection) -> Float[Array, "*K num_features"]:
+        """Returns half the log ratio of the densities at each row, and half its own weight."""
+        rows = rows_of(projection)
+        if np.ndim(rows) == 3:
+            axis = 0 if jnp.ndim(self.variances) == 2 else None
+            return jax.vmap(_half_log_weights, in_axes=(axis, 0))(self.variances, projection)
+        return _half_log_weights(self.variances, projection)
+
+
+def _half_log_weights(
+    variances: Float[Array, "*K H"], projection: Projection
+) -> Float[Array, "*K num_features"]:
+    # Large terms of long rows nearly cancel, so each square stands beside its mean.
+    squares = jnp.square(_dense(rows_of(projection)).astype(variances.dtype)) - 1
+    constant = jnp.sum(jnp.log(variances) + 1 - variances, axis=-1, keepdims=True)
+    log_ratio = product(1 - variances, squares)
+    log_ratio += jnp.broadcast_to(constant, log_ratio.shape)
+    return add_half_log_weights(0.25 * log_ratio, projection)
 
 
 def _dense(rows: Projection) -> Float[Array, "num_features H"]:
@@ -146,9 +166,17 @@ def _dense(rows: Projection) -> Float[Array, "num_features H"]:
     return jnp.asarray(rows)
 
 
-def _along(vector: Float[Array, " H"], x: Float[Array, "*batch H"]) -> Float[Array, "*batch H"]:
-    return jnp.broadcast_to(vector, x.shape)
+def _along(
+    vector: Float[Array, "*K width"], x: Float[Array, "*batch width"]
+) -> Float[Array, "*batch width"]:
+    """Repeats one vector along ``[..., width]``, or K along ``[batch, length, K, ..., width]``."""
+    *heads, width = jnp.shape(vector)
+    ones = (1,) * (x.ndim - 4) if heads else ()
+    return jnp.broadcast_to(jnp.reshape(vector, (*heads, *ones, width)), x.shape)
 
 
-def _product(x: Float[Array, "*batch H"], matrix: Float[Array, "H H"]) -> Float[Array, "*batch H"]:
-    return jnp.einsum("...h,jh->...j", x, matrix, precision=jax.lax.Precision.HIGHEST)
+def _of_heads(x: Float[Array, "*batch H"], rows: Projection) -> Float[Array, "*batch rows"]:
+    """Multiplies vectors by one matrix, or those of K heads by one each."""
+    if np.ndim(rows) == 2:
+        return product(x, rows)
+    return jax.vmap(product, in_axes=(2, 0), out_axes=2)(x, rows)

@@ -222,8 +222,6 @@ def split_length(
 class _Given(FeatureMap):
     """Features that were computed before, as the feature map of themselves."""
 
-    is_finite = True
-
     def log_features(self, x: LogFeatures, projection: None, *, side: Side) -> LogFeatures:
         del projection, side
         return x
@@ -238,9 +236,10 @@ def _map_custom(tokens: Tokens, features: HeadMaps) -> tuple[Tokens, HeadMaps]:
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tokens, features)))
     if traced or not calls_function(features.feature_map):
         return tokens, features
+    log_features = features.feature_map.log_features_of_heads
     tokens = tokens._replace(
-        query=features.log_features(tokens.query, "query"),
-        key=features.log_features(tokens.key, "key"),
+        query=log_features(tokens.query, features.projection, side="query"),
+        key=log_features(tokens.key, features.projection, side="key"),
     )
     return tokens, HeadMaps(None, _Given())
 

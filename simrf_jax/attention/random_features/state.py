@@ -20,7 +20,6 @@ from simrf_jax.features import (
     FeatureMap,
     FeatureMapLike,
     LogFeatures,
-    Side,
     as_feature_map,
 )
 from simrf_jax.projections import (
@@ -83,9 +82,9 @@ class HeadMaps:
         self, key: Float[Array, "B S K H"] | LogFeatures, log_weights: Float[Array, "B S K"]
     ) -> KeyFeatures:
         """Returns the features of keys ``[B, S, K, H]`` with log weights ``[B, S, K]``."""
-        keys = self.log_features(key, "key")
-        # A map of the user marks what is not finite by NaN exponents. Scales may overflow.
-        finite = ~jnp.isnan(keys.exponent[..., 0]) & (keys.log_scale[..., 0] < jnp.inf)
+        phi = self.feature_map.log_features_of_heads(key, self.projection, side="key")
+        keys, spoiled = _split_spoiled(phi, self.feature_map)
+        finite = ~spoiled & (keys.log_scale[..., 0] < jnp.inf)  # Scales may overflow.
         visible = ((log_weights > -jnp.inf) & finite)[..., None]  # NaN is not above -inf.
         exponent = keys.exponent + keys.log_scale + log_weights[..., None]
         exponent = jnp.where(visible, exponent, -jnp.inf)
@@ -95,39 +94,27 @@ class HeadMaps:
     @jax.named_scope("query_features")
     def queries(self, query: Float[Array, "B T K G H"] | LogFeatures) -> QueryFeatures:
         """Returns the features of queries ``[B, T, K, G, H]``."""
-        queries = self.log_features(query, "query")
-        spoiled = jnp.isnan(queries.exponent[..., 0])
-        exponent = jnp.where(spoiled[..., None], -jnp.inf, queries.exponent)
-        return QueryFeatures(queries._replace(exponent=exponent), spoiled)
-
-    def log_features(
-        self, x: Float[Array, "B length K *rest"] | LogFeatures, side: Side
-    ) -> LogFeatures:
-        """Returns log features of ``[B, length, K, ...]``, with NaN exponents where not finite."""
-        axis = None if self.projection is None or self.projection.ndim == 2 else 0
-        axes = self.feature_map.head_axes()
-        own = functools.partial(self.feature_map.log_features, side=side)
-        if jax.tree.leaves(axes):
-            of_head = functools.partial(type(self.feature_map).log_features, side=side)
-            of_heads = jax.vmap(of_head, in_axes=(axes, 2, axis), out_axes=2)
-            phi = of_heads(self.feature_map, x, self.projection)
-        elif axis is not None:
-            phi = jax.vmap(own, in_axes=(2, axis), out_axes=2)(x, self.projection)
-        else:
-            phi = own(x, self.projection)
-        return phi if self.feature_map.is_finite else _mark_not_finite(phi)
+        phi = self.feature_map.log_features_of_heads(query, self.projection, side="query")
+        return QueryFeatures(*_split_spoiled(phi, self.feature_map))
 
 
-def _mark_not_finite(phi: LogFeatures) -> LogFeatures:
-    """Makes the exponents of vectors without finite features NaN, and their values zeros."""
+def _split_spoiled(
+    phi: LogFeatures, feature_map: FeatureMap
+) -> tuple[LogFeatures, Bool[Array, "B length K *rest"]]:
+    """Returns features, zeros where a vector has none that are finite, and where that is so.
+
+    Nothing looks at the features of a map that says that they are finite: XLA could not fuse the
+    look with the product that makes them, and would keep them in memory for it.
+    """
+    if feature_map.is_finite:
+        return phi, jnp.zeros_like(phi.exponent[..., 0], bool)
     finite = (phi.exponent < jnp.inf) & jnp.isfinite(phi.log_scale)  # NaN is not below infinity.
     if phi.values is not None:
         finite &= jnp.all(jnp.isfinite(phi.values), axis=-1, keepdims=True)
     finite = jnp.all(finite, axis=-1, keepdims=True)
     values = None if phi.values is None else jnp.where(finite, phi.values, 0)
-    return LogFeatures(
-        jnp.where(finite, phi.exponent, jnp.nan), jnp.where(finite, phi.log_scale, 0), values
-    )
+    exponent = jnp.where(finite, phi.exponent, -jnp.inf)
+    return LogFeatures(exponent, jnp.where(finite, phi.log_scale, 0), values), ~finite[..., 0]
 
 
 class Readout(NamedTuple):
