@@ -17,6 +17,7 @@ A feature map phi turns a kernel into an inner product: K(x, y) = E[phi(x) . phi
   ``fmm_attention``: near field and far field together.
 - ``attention_matrix``, ``attention_report``: the attention weights that random features imply, and
   their error.
+- ``distillation_loss``: cross-entropy of these weights to softmax's, to learn a feature map by.
 - ``theory``: the exact error of each coupling and feature map, in float64 NumPy.
 
 Modules that depend on Flax are not imported here. Import them by name:
@@ -34,6 +35,7 @@ from simrf_jax.attention import (
     attention_matrix,
     attention_report,
     banded_attention,
+    distillation_loss,
     fmm_attention,
     random_feature_attention,
 )
@@ -91,6 +93,7 @@ __all__ = [
     "banded_attention",
     "calibrate",
     "clustered_hybrid_features",
+    "distillation_loss",
     "draw_bipolar_projection",
     "draw_fast_projection",
     "draw_projection",

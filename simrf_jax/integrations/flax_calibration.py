@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from simrf_jax import checks
 from simrf_jax.attention.inputs.arguments import shape_of_logits
 from simrf_jax.attention.inputs.masks import per_key, within_lengths
 from simrf_jax.calibration import Moments
@@ -12,15 +13,34 @@ from simrf_jax.calibration.api import moments
 from simrf_jax.calibration.fit import Balance, Tilt, fit
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.features.calibrated import Calibrated
+from simrf_jax.features.learned import Learned
 from simrf_jax.integrations.flax_attention import Call
 from simrf_jax.projections import FIXED_NORMS, DrawOptions
 
 
-def adapter_map(feature_map: FeatureMapLike, num_key_heads: int, head_dim: int) -> FeatureMapLike:
-    """Returns the feature map of an adapter, without a calibration for ``"calibrated"``."""
-    if isinstance(feature_map, str) and feature_map == "calibrated":
-        return Calibrated.identity(num_key_heads, head_dim)
-    return feature_map
+def adapter_map(
+    feature_map: FeatureMapLike, num_key_heads: int, head_dim: int, num_features: int | None
+) -> FeatureMapLike:
+    """Returns the feature map of an adapter, with arrays for ``"calibrated"`` and ``"learned"``.
+
+    They are those before a calibration. The rows of learned features are zeros until W is drawn.
+
+    Raises:
+      ValueError: If ``"learned"`` has no number of features, or a ``Learned`` map has one.
+    """
+    if isinstance(feature_map, Learned) and num_features is not None:
+        raise ValueError(
+            f"A Learned map has rows of its own: num_features must be None, got {num_features}."
+        )
+    if feature_map not in ("calibrated", "learned"):
+        return feature_map
+    identity = Calibrated.identity(num_key_heads, head_dim)
+    if feature_map == "calibrated":
+        return identity
+    if num_features is None:
+        raise ValueError("feature_map='learned' needs num_features, the number of pairs, got None.")
+    num_features = checks.positive_int("num_features", num_features)
+    return Learned.start(jnp.zeros((num_features, head_dim)), identity)
 
 
 def no_moments(calibrated: Calibrated) -> tuple[Moments, Moments]:

@@ -9,6 +9,7 @@ from flax import serialization
 
 from simrf_jax.features import BipolarProjection
 from simrf_jax.features.calibrated import Calibrated
+from simrf_jax.features.learned import Learned
 from simrf_jax.projections import WeightedProjection
 
 
@@ -30,4 +31,5 @@ def _register_serialization(cls: type[Any], parts: tuple[str, ...]) -> None:
 
 _register_serialization(BipolarProjection, ("hyperbolic", "trigonometric", "weights"))
 _register_serialization(WeightedProjection, ("rows", "log_weights"))
-_register_serialization(Calibrated, tuple(field.name for field in dataclasses.fields(Calibrated)))
+for _map in (Calibrated, Learned):
+    _register_serialization(_map, tuple(field.name for field in dataclasses.fields(_map)))

@@ -13,8 +13,9 @@ from flax.typing import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
-from simrf_jax.attention import Mechanism
-from simrf_jax.integrations import flax_attention, flax_calibration
+from simrf_jax.attention import Mechanism, RandomFeatures
+from simrf_jax.features.learned import Learned
+from simrf_jax.integrations import flax_attention, flax_calibration, flax_distillation
 from simrf_jax.integrations.flax_attention import Call
 
 
@@ -115,6 +116,7 @@ class Adapter(nn.Module):
         )
         mechanism = self._mechanism(query.shape[-2], *key.shape[-2:])
         self._add_moments(call)
+        self._add_loss(call, mechanism)
         if not self.decode:
             return flax_attention.attend(mechanism, call)
         return self._step(mechanism, call)
@@ -127,6 +129,18 @@ class Adapter(nn.Module):
             raise ValueError("An adapter has decode=True: calibrate the model without it.")
         sums: nn.Variable[Any] = self.variable("calibration_moments", "moments")
         sums.value = flax_calibration.add_moments(sums.value, call)
+
+    def _add_loss(self, call: Call, mechanism: Mechanism) -> None:
+        """Adds the loss of a call to the one that ``distillation_loss`` sums, if it does."""
+        if not self.has_variable("distillation", "loss"):
+            return
+        if self.decode:
+            raise ValueError("An adapter has decode=True: distil the model without it.")
+        if isinstance(mechanism, RandomFeatures) and isinstance(mechanism.feature_map, Learned):
+            bandwidth = mechanism.exact_bandwidth
+            loss = flax_distillation.loss_of_call(call, mechanism.feature_map, bandwidth)
+            total: nn.Variable[Any] = self.variable("distillation", "loss")
+            total.value = total.value + loss
 
     def _check_fields(self) -> None:
         checks.boolean("shared", self.shared)

@@ -27,10 +27,11 @@ def calibrate(
 ) -> dict[str, Any]:
     """Calibrates all adapters of a model, in one pass over some batches.
 
-    The adapters are those made with ``feature_map="calibrated"``. Each sums the means and
-    covariances of its queries and keys, in memory that does not depend on the number of batches,
-    and then fits its feature map as ``simrf_jax.calibrate`` does. During the pass, the adapters
-    compute with the maps that they have, from the calibration before or plain positive features.
+    The adapters are those made with ``feature_map="calibrated"`` or ``"learned"``. Each sums the
+    means and covariances of its queries and keys, in memory that does not depend on the number of
+    batches, and then fits its feature map as ``simrf_jax.calibrate`` does. During the pass, the
+    adapters compute with the maps that they have, from the calibration before or plain positive
+    features. Learned features keep their parameters, in the new coordinates.
 
     Args:
       model: A model that holds adapters. ``nn.scan`` over layers and ``nn.vmap`` need
@@ -50,7 +51,7 @@ def calibrate(
 
     Raises:
       TypeError: If center is neither True nor False.
-      ValueError: If an option is unknown, no adapter has ``feature_map="calibrated"``, one decodes
+      ValueError: If an option is unknown, no adapter has a map to calibrate, one decodes
         or saw no tokens, or queries or keys are not finite.
 
     Example:
@@ -69,7 +70,7 @@ def calibrate(
     if not variables.get("calibration"):
         raise ValueError(
             "The variables have no collection calibration: make the model's "
-            'RandomFeatureAttention(...) with feature_map="calibrated", and call init.'
+            'RandomFeatureAttention(...) with feature_map="calibrated" or "learned", and call init.'
         )
 
     boxes = jax.tree.leaves(

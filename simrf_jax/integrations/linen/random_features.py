@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from flax import linen as nn
 
 from simrf_jax.attention import RandomFeatures
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.features.calibrated import Calibrated
+from simrf_jax.features.learned import Learned
 from simrf_jax.integrations import flax_attention, flax_calibration, flax_drawing
 from simrf_jax.integrations.linen.adapter import Adapter
 from simrf_jax.integrations.linen.projection import boxed
-from simrf_jax.projections import BlockMode, Coupling, Norms, Rotation
+from simrf_jax.projections import (
+    BlockMode,
+    Coupling,
+    DrawOptions,
+    Norms,
+    Projection,
+    Rotation,
+)
 
 
 class RandomFeatureAttention(Adapter):
@@ -43,7 +54,10 @@ class RandomFeatureAttention(Adapter):
       num_features: Number of random features; None for a map that needs no W.
       feature_map: Feature map other than ``"clustered_hybrid"``, by name or as an object; see
         ``simrf_jax.random_feature_attention``. ``"calibrated"`` holds a calibration for each key
-        head: it is the positive map until ``calibrate`` fits it.
+        head: it is the positive map until ``calibrate`` fits it. ``"learned"`` has pairs of
+        exponentials as parameters, which start at hyperbolic features, or once ``calibrate`` has
+        fitted their coordinates, at calibrated ones; see ``simrf_jax.feature_maps.Learned`` and
+        ``distillation_loss``.
       coupling: Coupling of the rows of W, and of both base estimators of a hybrid; see
         ``simrf_jax.draw_projection``. None stands for the feature map's: simplex for positive,
         relu, elu and maps of one's own, orthogonal for the others.
@@ -107,18 +121,14 @@ class RandomFeatureAttention(Adapter):
 
     def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> RandomFeatures:
         del num_heads
-        feature_map = flax_calibration.adapter_map(self.feature_map, num_key_heads, head_dim)
+        feature_map = flax_calibration.adapter_map(
+            self.feature_map, num_key_heads, head_dim, self.num_features
+        )
         flax_drawing.check_feature_maps((feature_map,), num_weights=self.num_weights)
         if isinstance(feature_map, Calibrated):
-            if not self.is_initializing() and not self.has_variable("calibration", "feature_map"):
-                raise ValueError(
-                    "The variables lack the collection calibration, which holds the arrays of a "
-                    "calibrated feature map: take it from init, and pass it to apply."
-                )
-            calibration = self.variable("calibration", "feature_map", lambda: feature_map)
-            feature_map = jax.lax.stop_gradient(calibration.value)
+            feature_map = self._calibration(feature_map)
 
-        def draw() -> Any:
+        def draw() -> tuple[Projection | None, DrawOptions]:
             options = flax_drawing.draw_options(
                 feature_map,
                 coupling=self.coupling,
@@ -135,11 +145,37 @@ class RandomFeatureAttention(Adapter):
                 num_weights=self.num_weights,
                 options=options,
             )
-            return boxed(w, options)
+            return w, options
 
         w = None
-        if self.num_features is not None:
-            w = self.variable("random_features", "projection", draw).value
+        if isinstance(feature_map, Learned):
+            feature_map = self._learned(feature_map, draw)
+        elif self.num_features is not None:
+            w = self.variable("random_features", "projection", lambda: boxed(*draw())).value
         return flax_attention.random_features(
             w, feature_map, self.sequence_axis, self.exact_bandwidth
         )
+
+    def _calibration(self, initial: Calibrated) -> Calibrated:
+        """Returns the calibration in the variables, which has no gradient."""
+        if not self.is_initializing() and not self.has_variable("calibration", "feature_map"):
+            raise ValueError(
+                "The variables lack the collection calibration, which holds the arrays of a "
+                "calibrated feature map: take it from init, and pass it to apply."
+            )
+        calibration: nn.Variable[Any] = self.variable("calibration", "feature_map", lambda: initial)
+        return jax.lax.stop_gradient(calibration.value)
+
+    def _learned(
+        self, start: Learned, draw: Callable[[], tuple[Projection | None, DrawOptions]]
+    ) -> Learned:
+        """Returns the map with the parameters in the variables, which start at rows of one W."""
+        calibration = self._calibration(start.calibration)
+        if self.num_features is not None and not self.has_variable("params", "query_rows"):
+            start = Learned.start(jnp.asarray(draw()[0]), calibration)
+        names = ("query_rows", "key_rows", "query_offsets", "key_offsets", "log_weights")
+        params = {name: self._param(name, getattr(start, name)) for name in names}
+        return Learned(calibration, **params)
+
+    def _param(self, name: str, start: jax.Array) -> jax.Array:
+        return self.param(name, lambda _: start)

@@ -50,8 +50,8 @@ class Adapter(nnx.Module):
     def _mechanism(self, num_heads: int) -> Mechanism:
         """Returns the attention of as many query heads, with its arrays."""
 
-    def _add_moments(self, call: flax_attention.Call) -> None:
-        """Adds the tokens of a call to the moments that ``calibrate`` sums, if it does."""
+    def _observe(self, call: flax_attention.Call) -> None:
+        """Adds a call to what ``calibrate`` or ``distillation_loss`` sums, if one of them does."""
 
     def __call__(
         self,
@@ -129,7 +129,7 @@ class Adapter(nnx.Module):
             precision=precision,
             module=module,
         )
-        self._add_moments(call)
+        self._observe(call)
         mechanism = self._mechanism(query.shape[-2])
         if not self.decode:
             return flax_attention.attend(mechanism, call)

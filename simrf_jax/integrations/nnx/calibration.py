@@ -26,10 +26,11 @@ def calibrate(
 ) -> None:
     """Calibrates all adapters of a model in place, in one pass over some batches.
 
-    The adapters are those made with ``feature_map="calibrated"``. Each sums the means and
-    covariances of its queries and keys, in memory that does not depend on the number of batches,
-    and then fits its feature map as ``simrf_jax.calibrate`` does. During the pass, the adapters
-    compute with the maps that they have, from the calibration before or plain positive features.
+    The adapters are those made with ``feature_map="calibrated"`` or ``"learned"``. Each sums the
+    means and covariances of its queries and keys, in memory that does not depend on the number of
+    batches, and then fits its feature map as ``simrf_jax.calibrate`` does. During the pass, the
+    adapters compute with the maps that they have, from the calibration before or plain positive
+    features. Learned features keep their parameters, in the new coordinates.
 
     The result is in ``Calibration`` variables, which are part of the state and of checkpoints, but
     no parameters. W is as before; redraws do not change the calibration.
@@ -46,7 +47,7 @@ def calibrate(
 
     Raises:
       TypeError: If center is neither True nor False.
-      ValueError: If an option is unknown, no adapter has ``feature_map="calibrated"``, one decodes
+      ValueError: If an option is unknown, no adapter has a map to calibrate, one decodes
         or saw no tokens, or queries or keys are not finite.
 
     Example:
@@ -69,7 +70,7 @@ def calibrate(
     if not adapters:
         raise ValueError(
             "The model has no adapter to calibrate: make its RandomFeatureAttention(...) with "
-            'feature_map="calibrated".'
+            'feature_map="calibrated" or "learned".'
         )
     if any(adapter.decode for adapter in adapters):
         raise ValueError(

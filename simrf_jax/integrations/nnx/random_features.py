@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from simrf_jax import checks
@@ -12,11 +13,19 @@ from simrf_jax.attention import RandomFeatures
 from simrf_jax.attention.random_features.exact_band import check_band
 from simrf_jax.features import FeatureMapLike, as_feature_map
 from simrf_jax.features.calibrated import Calibrated
-from simrf_jax.integrations import flax_attention, flax_calibration, flax_drawing
+from simrf_jax.features.learned import Learned
+from simrf_jax.integrations import (
+    flax_attention,
+    flax_calibration,
+    flax_distillation,
+    flax_drawing,
+)
 from simrf_jax.integrations.nnx.adapter import Adapter, has_arrays
+from simrf_jax.integrations.nnx.learned import LearnedRows
 from simrf_jax.integrations.nnx.variables import (
     Calibration,
     CalibrationMoments,
+    DistillationLoss,
     RandomProjection,
 )
 from simrf_jax.projections import BlockMode, Coupling, Norms, Rotation
@@ -49,7 +58,10 @@ class RandomFeatureAttention(Adapter):
       num_features: Number of random features; None for a map that needs no W.
       feature_map: Feature map other than ``"clustered_hybrid"``, by name or as an object; see
         ``simrf_jax.random_feature_attention``. ``"calibrated"`` holds a calibration for each key
-        head: it is the positive map until ``calibrate`` fits it.
+        head: it is the positive map until ``calibrate`` fits it. ``"learned"`` has pairs of
+        exponentials as parameters, which start at hyperbolic features, or once ``calibrate`` has
+        fitted their coordinates, at calibrated ones; see ``simrf_jax.feature_maps.Learned`` and
+        ``distillation_loss``.
       coupling: Coupling of the rows of W, and of both base estimators of a hybrid; see
         ``simrf_jax.draw_projection``. None stands for the feature map's: simplex for positive,
         relu, elu and maps of one's own, orthogonal for the others.
@@ -130,15 +142,19 @@ class RandomFeatureAttention(Adapter):
             sequence_axis=sequence_axis,
         )
         shared = checks.boolean("shared", shared)
-        feature_map = flax_calibration.adapter_map(feature_map, self.num_heads, self.head_dim)
+        feature_map = flax_calibration.adapter_map(
+            feature_map, self.num_heads, self.head_dim, num_features
+        )
         flax_drawing.check_feature_maps((feature_map,), num_weights=num_weights)
         if exact_bandwidth is not None:
             exact_bandwidth = check_band(exact_bandwidth, as_feature_map(feature_map))
         self.exact_bandwidth = exact_bandwidth
-        self.feature_map = _as_state(feature_map)
         self.moments: CalibrationMoments | None = nnx.data(None)
+        self.loss: DistillationLoss | None = nnx.data(None)
+        self.learned: LearnedRows | None = None
         self.projection = nnx.data(None)
         if num_features is None:
+            self._keep(feature_map)
             return
         options = flax_drawing.draw_options(
             feature_map, coupling=coupling, block=block, rotation=rotation, norms=norms
@@ -152,7 +168,24 @@ class RandomFeatureAttention(Adapter):
             num_weights=num_weights,
             options=options,
         )
-        self.projection = RandomProjection(w, draw_options=options)
+        if isinstance(feature_map, Learned):
+            feature_map = Learned.start(jnp.asarray(w), feature_map.calibration)
+        else:
+            self.projection = RandomProjection(w, draw_options=options)
+        self._keep(feature_map)
+
+    def _keep(self, feature_map: FeatureMapLike) -> None:
+        """Makes the arrays of a feature map part of the module's state."""
+        if isinstance(feature_map, Learned):
+            self.learned = LearnedRows(feature_map)
+            feature_map = feature_map.calibration
+        self.feature_map = _as_state(feature_map)
+
+    def stack_shape(self) -> tuple[int, ...]:
+        """Returns the leading shape of a stack of layers, ``()`` for one layer."""
+        if not isinstance(self.feature_map, Calibration):
+            raise TypeError("Only adapters with calibrated or learned features know their stack.")
+        return self.feature_map.get_value().query_mean.shape[:-2]
 
     def _mechanism(self, num_heads: int) -> RandomFeatures:
         del num_heads
@@ -162,14 +195,19 @@ class RandomFeatureAttention(Adapter):
         )
 
     def _map(self) -> FeatureMapLike:
-        if isinstance(self.feature_map, Calibration):
-            return jax.lax.stop_gradient(self.feature_map.get_value())
-        return self.feature_map
+        if not isinstance(self.feature_map, Calibration):
+            return self.feature_map
+        calibration = jax.lax.stop_gradient(self.feature_map.get_value())
+        return calibration if self.learned is None else self.learned.feature_map(calibration)
 
-    def _add_moments(self, call: flax_attention.Call) -> None:
+    def _observe(self, call: flax_attention.Call) -> None:
         if self.moments is not None:
             sums = flax_calibration.add_moments(self.moments.get_value(), call)
             self.moments.set_value(sums)
+        feature_map = self._map()
+        if self.loss is not None and isinstance(feature_map, Learned):
+            loss = flax_distillation.loss_of_call(call, feature_map, self.exact_bandwidth)
+            self.loss.set_value(self.loss.get_value() + loss)
 
 
 def _as_state(feature_map: FeatureMapLike) -> Any:

@@ -19,3 +19,7 @@ class Calibration(nnx.Variable):
 
 class CalibrationMoments(nnx.Variable):
     """Moments of the queries and keys of an adapter, while ``calibrate`` sums them."""
+
+
+class DistillationLoss(nnx.Variable):
+    """The loss of an adapter's learned features, while ``distillation_loss`` calls the model."""
