@@ -13,8 +13,9 @@ from simrf_jax.integrations.nnx.random_features import RandomFeatureAttention
 from simrf_jax.integrations.nnx.variables import DistillationLoss
 
 
+# No argument is for keywords alone, because nnx.grad takes no function that has such.
 def distillation_loss(
-    model: nnx.Module, batch: Any, *, call: Callable[[Any, Any], Any] | None = None
+    model: nnx.Module, batch: Any, call: Callable[[Any, Any], Any] | None = None
 ) -> jax.Array:
     """Returns the loss of the learned features of a model, the mean over its adapters.
 

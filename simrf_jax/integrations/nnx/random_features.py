@@ -151,7 +151,7 @@ class RandomFeatureAttention(Adapter):
         self.exact_bandwidth = exact_bandwidth
         self.moments: CalibrationMoments | None = nnx.data(None)
         self.loss: DistillationLoss | None = nnx.data(None)
-        self.learned: LearnedRows | None = None
+        self.learned: LearnedRows | None = nnx.data(None)
         self.projection = nnx.data(None)
         if num_features is None:
             self._keep(feature_map)
