@@ -18,6 +18,7 @@ A feature map phi turns a kernel into an inner product: K(x, y) = E[phi(x) . phi
   ``fmm_attention``: near field and far field together.
 - ``attention_matrix``, ``attention_report``: the attention weights that random features imply, and
   their error.
+- ``distillation_loss``: cross-entropy of these weights to softmax's, to learn a feature map by.
 - ``theory``: the exact error of each coupling and feature map, in float64 NumPy.
 
 Modules that depend on Flax are not imported here. Import them by name:
@@ -35,6 +36,7 @@ from simrf_jax.attention import (
     attention_matrix,
     attention_report,
     banded_attention,
+    distillation_loss,
     fmm_attention,
     random_feature_attention,
 )
@@ -93,6 +95,7 @@ __all__ = [
     "banded_attention",
     "calibrate",
     "clustered_hybrid_features",
+    "distillation_loss",
     "draw_bipolar_projection",
     "draw_fast_projection",
     "draw_mixture_projection",

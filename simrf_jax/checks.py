@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float
 
 Sign: TypeAlias = Literal["any", "at least 0", "positive"]
 
@@ -135,3 +136,42 @@ def scalar(name: str, value: ArrayLike, *, sign: Sign = "any") -> None:
         raise ValueError(f"{name} must be finite, got {value}.")
     if not {"any": True, "at least 0": number >= 0, "positive": number > 0}[sign]:
         raise ValueError(f"{name} must be {sign}, got {value}.")
+
+
+def tokens(
+    query: Float[ArrayLike, "*batch T N H"],
+    key: Float[ArrayLike, "*batch S K H"],
+    value: Float[ArrayLike, "*batch S K D"],
+) -> tuple[
+    Float[Array, "*batch T N H"], Float[Array, "*batch S K H"], Float[Array, "*batch S K D"]
+]:
+    """Returns queries, keys and values as arrays whose dtypes and shapes fit each other.
+
+    Raises:
+      TypeError: If a dtype is not floating, or they differ.
+      ValueError: If the shapes do not match.
+    """
+    query, key, value = (
+        floating(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
+    if min(query.ndim, key.ndim, value.ndim) < 3:
+        raise ValueError(f"query, key and value must be [..., length, heads, dim], got {shapes}.")
+    if not query.dtype == key.dtype == value.dtype:
+        raise TypeError(
+            "query, key and value must have one dtype, got "
+            f"{query.dtype.name}, {key.dtype.name} and {value.dtype.name}."
+        )
+    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
+        raise ValueError(f"query, key and value must have the same batch shape, got {shapes}.")
+    if key.shape[:-1] != value.shape[:-1]:
+        raise ValueError(f"key and value must have the same length and heads, got {shapes}.")
+    if query.shape[-1] != key.shape[-1]:
+        raise ValueError(f"query and key must have the same head_dim, got {shapes}.")
+    num_heads, num_key_heads = query.shape[-2], key.shape[-2]
+    if num_key_heads == 0 or num_heads % num_key_heads:
+        raise ValueError(
+            f"The number of query heads must be a multiple of that of key heads, got {num_heads} "
+            f"and {num_key_heads}."
+        )
+    return query, key, value

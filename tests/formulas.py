@@ -120,6 +120,38 @@ calibrated = [
 ]
 
 
+def learning(dim, head=0):
+    """Returns the parameters of one head's learned map for vectors of some dim, in float32."""
+    rng = np.random.default_rng((dim, head, 1))
+    rows = rng.normal(size=(33, dim))
+    arrays = {
+        "query_rows": rows + 0.1 * rng.normal(size=rows.shape),
+        "key_rows": rows + 0.1 * rng.normal(size=rows.shape),
+        "query_offsets": 0.3 * rng.normal(size=len(rows)),
+        "key_offsets": 0.3 * rng.normal(size=len(rows)),
+        "log_weights": rng.normal(size=len(rows)),
+    }
+    return {name: array.astype(np.float32) for name, array in arrays.items()}
+
+
+def _learned(x, w, kernel, side, other, head):
+    del w  # The map has rows of its own.
+    arrays = {name: np.float64(array) for name, array in learning(x.shape[-1], head).items()}
+    rows, offsets = arrays[f"{side}_rows"], arrays[f"{side}_offsets"]
+    log, sign = _calibrated(x, np.concatenate([rows, -rows]), kernel, side, other, head)
+    return log + np.concatenate([offsets, -offsets]) + np.tile(arrays["log_weights"] / 2, 2), sign
+
+
+# Of two key heads.
+learned = [
+    Sides(
+        functools.partial(_learned, side="query", other="key", head=head),
+        functools.partial(_learned, side="key", other="query", head=head),
+    )
+    for head in range(2)
+]
+
+
 def trigonometric(x, w, kernel):
     log, sign = split(np.concatenate([np.sin(x @ w.T), np.cos(x @ w.T)], axis=-1))
     return log + _log_prefactor(x, kernel, 1) - np.log(len(w)) / 2, sign

@@ -23,7 +23,7 @@ def imported(path):
 
 
 # Packages from the lowest to the highest. Each may import those before it.
-ORDERED = ["projections", "features", "attention", "integrations", "models"]
+ORDERED = ["projections", "features", "calibration", "attention", "integrations", "models"]
 # A package that only tests and experiments use, and the packages that it may import.
 SIDE = {"theory": ["projections", "features"]}
 
@@ -35,7 +35,7 @@ def test_packages_import_only_those_before_them(package):
     # Names that simrf_jax re-exports are for its users, and would make an import circle.
     forbidden |= {f"simrf_jax.{name}" for name in simrf_jax.__all__ if name != package}
     forbidden |= {"experiments", "tests", "optax", "ml_collections"}
-    if package in ("projections", "features", "attention", "theory"):
+    if package in ("projections", "features", "calibration", "attention", "theory"):
         forbidden.add("flax")
     for path in (ROOT / package).rglob("*.py"):
         for name in imported(path):

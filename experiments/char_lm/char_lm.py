@@ -63,10 +63,7 @@ def check(config: ml_collections.ConfigDict) -> None:
     """
     values = config_fields.check_fields(config, FIELDS)
     config_fields.check_least(values, LEAST)
-    for seed in config.seeds:
-        config_fields.check_seed({"seed": seed})
-    if len(set(config.seeds)) != len(config.seeds) or len(config.seeds) < 2:
-        raise UserError(f"config.seeds must be two or more, none twice, got {config.seeds}.")
+    config_fields.check_seeds(config.seeds)
     config_fields.check_one_of("config.model.coupling", config.model.coupling, COUPLINGS)
     if config.model.width % (2 * config.model.num_heads):
         raise UserError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ml_collections
@@ -135,6 +135,18 @@ def check_seed(values: Mapping[str, Any]) -> None:
       UserError: If the seed is negative or too large.
     """
     check_range("seed", values["seed"], SEEDS)
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Refuses seeds that give no spread: fewer than two, one twice, or one that is no seed.
+
+    Raises:
+      UserError: If a seed is out of range, is there twice, or there are fewer than two.
+    """
+    for seed in seeds:
+        check_seed({"seed": seed})
+    if len(set(seeds)) != len(seeds) or len(seeds) < 2:
+        raise UserError(f"config.seeds must be two or more, none twice, got {seeds}.")
 
 
 def check_distances(values: Mapping[str, Any], names: Iterable[str], *, most: float) -> None:

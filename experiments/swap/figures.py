@@ -32,8 +32,8 @@ def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
     sections = {name: results[name] for name in TASKS if name in results}
     if sections:
         drawn["swapped"] = draw_swapped(sections)
-        drawn["fine_tuned"] = draw_tuned(sections)
-        drawn["spread"] = draw_spread(sections)
+        drawn["fine_tuned"] = draw_tuned(sections, "score")
+        drawn["spread"] = draw_tuned(sections, "spread")
     return drawn
 
 
@@ -96,31 +96,25 @@ def draw_swapped(sections: dict[str, dict[str, Any]]) -> matplotlib.figure.Figur
     return figure
 
 
-def draw_tuned(sections: dict[str, dict[str, Any]]) -> matplotlib.figure.Figure:
-    """Draws the score against the steps of fine-tuning, with one panel for each task."""
+def draw_tuned(sections: dict[str, dict[str, Any]], quantity: str) -> matplotlib.figure.Figure:
+    """Draws a quantity against the steps of fine-tuning, with one panel for each task.
+
+    Args:
+      sections: Results of the tasks by name.
+      quantity: ``"score"``, or ``"spread"`` for the mean |x + y|^2 over the layers.
+    """
     figure, panels = _panels(sections)
     for axes, (name, section) in zip(panels, sections.items(), strict=True):
         steps = np.array(section["steps"])
         for number, (one, rows) in enumerate(section["tuned"].items()):
             x = (steps + 1) * APART**number
-            _errorbar(axes, x, [row["score"] for row in rows], one)
-        axes.set(xlabel="steps of fine-tuning", ylabel=SCORES[name], xscale="log")
-        _ticks(axes, steps + 1, steps)
-        axes.set_title(f"{TASKS[name]}, m = {section['tuned_features']}", fontsize=10)
-    _legend(figure, panels)
-    return figure
-
-
-def draw_spread(sections: dict[str, dict[str, Any]]) -> matplotlib.figure.Figure:
-    """Draws the mean |x + y|^2 over the layers against the steps of fine-tuning."""
-    figure, panels = _panels(sections)
-    for axes, (name, section) in zip(panels, sections.items(), strict=True):
-        steps = np.array(section["steps"])
-        for number, (one, rows) in enumerate(section["tuned"].items()):
-            x = (steps + 1) * APART**number
-            _errorbar(axes, x, [row["spread"] for row in rows], one)
-        axes.set(xlabel="steps of fine-tuning", ylabel="mean $|x + y|^2$", xscale="log")
-        axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+            _errorbar(axes, x, [row[quantity] for row in rows], one)
+        axes.set(xlabel="steps of fine-tuning", xscale="log")
+        if quantity == "spread":
+            axes.set_ylabel("mean $|x + y|^2$")
+            axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
+        else:
+            axes.set_ylabel(SCORES[name])
         _ticks(axes, steps + 1, steps)
         axes.set_title(f"{TASKS[name]}, m = {section['tuned_features']}", fontsize=10)
     _legend(figure, panels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -85,6 +86,73 @@ def cosines(x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.sum(x * y, axis=-1) / norms
 
 
+class EncoderSwaps:
+    """The texts of all seeds, and the errors of attentions for them, kept in pieces.
+
+    Args:
+      config: The whole config.
+      pieces: Pieces of the run.
+    """
+
+    def __init__(self, config: ml_collections.ConfigDict, pieces: resumable.Pieces):
+        self.config, self.model_dir, self.pieces = config.encoder, config.model_dir, pieces
+        self._loaded = functools.cache(self._load)
+        self._subject = functools.lru_cache(maxsize=1)(self._prepare)
+        self._feature_maps = functools.lru_cache(maxsize=1)(self._fit)
+
+    def _load(self) -> tuple[encoder.Encoder, np.ndarray]:
+        """Returns the encoder and all texts."""
+        tokenizer = encoder.load_tokenizer(encoder.find("tokenizer.json", self.model_dir))
+        model = encoder.load_model(encoder.find("model.safetensors", self.model_dir))
+        return model, texts.load(tokenizer, self.config.length)
+
+    def _prepare(self, seed: int) -> Subject:
+        """Returns what the encoder computes for the texts of a seed."""
+        return prepare(*self._loaded(), self.config, seed)
+
+    def _fit(self, method: str, seed: int) -> list[Any]:
+        """Returns the feature map of each layer."""
+        return METHODS[method].feature_maps(self._subject(seed).fit)
+
+    def spreads(self, seed: int) -> np.ndarray:
+        """Returns the mean |x + y|^2 of each layer, ``[layers]``."""
+
+        def compute() -> np.ndarray:
+            return np.array([jnp.mean(mean_squared_sum(one)) for one in self._subject(seed).test])
+
+        return self.pieces.get(f"encoder-spread-{seed}", compute)
+
+    def with_method(self, method: str, num_features: int, seed: int) -> Errors:
+        """Returns the errors with random features in place of softmax, fitted and drawn."""
+
+        def attentions() -> list[Attention]:
+            heads, dim = self._subject(seed).test[0].key.shape[-2:]
+            return METHODS[method].attentions(
+                jax.random.key(seed),
+                self._feature_maps(method, seed),
+                num_features,
+                num_heads=heads,
+                head_dim=dim,
+                bandwidth=self.config.bandwidth,
+            )
+
+        return self._errors(f"{method}-{num_features}", seed, attentions)
+
+    def with_baseline(self, name: str, seed: int) -> Errors:
+        """Returns the errors with an attention without features."""
+        attention = baselines(self.config.bandwidth)[name]
+        return self._errors(name, seed, lambda: [attention] * len(self._subject(seed).test))
+
+    def _errors(self, name: str, seed: int, attentions: Callable[[], list[Attention]]) -> Errors:
+        def compute() -> np.ndarray:
+            errors = measure(self._subject(seed), attentions())
+            return np.concatenate([errors.heads.ravel(), errors.cosines])
+
+        values = self.pieces.get(f"encoder-{name}-{seed}", compute)
+        heads, ends = np.split(values, [len(values) - self.config.num_test_texts])
+        return Errors(heads, ends)
+
+
 def run(config: ml_collections.ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     """Measures what ``pieces`` lack, and returns the section ``encoder`` of the results.
 
@@ -92,69 +160,23 @@ def run(config: ml_collections.ConfigDict, pieces: resumable.Pieces) -> dict[str
       UserError: If the model is not there, or there are too few texts.
     """
     ours = config.encoder
-
-    @functools.cache
-    def loaded() -> tuple[encoder.Encoder, np.ndarray]:
-        tokenizer = encoder.load_tokenizer(encoder.find("tokenizer.json", config.model_dir))
-        model = encoder.load_model(encoder.find("model.safetensors", config.model_dir))
-        return model, texts.load(tokenizer, ours.length)
-
-    @functools.lru_cache(maxsize=1)
-    def subject(seed: int) -> Subject:
-        return prepare(*loaded(), ours, seed)
-
-    @functools.lru_cache(maxsize=1)
-    def feature_maps(method: str, seed: int) -> list[Any]:
-        return METHODS[method].feature_maps(subject(seed).fit)
-
-    def get(name: str, seed: int, attentions: Any) -> Errors:
-        def compute() -> np.ndarray:
-            errors = measure(subject(seed), attentions())
-            return np.concatenate([errors.heads.ravel(), errors.cosines])
-
-        values = pieces.get(f"encoder-{name}-{seed}", compute)
-        heads, ends = np.split(values, [len(values) - ours.num_test_texts])
-        return Errors(heads, ends)
-
-    def method_errors(method: str, num_features: int, seed: int) -> Errors:
-        def attentions() -> list[Attention]:
-            heads, dim = subject(seed).test[0].key.shape[-2:]
-            maps = feature_maps(method, seed)
-            prng_key = jax.random.key(seed)
-            return METHODS[method].attentions(
-                prng_key,
-                maps,
-                num_features,
-                num_heads=heads,
-                head_dim=dim,
-                bandwidth=ours.bandwidth,
-            )
-
-        return get(f"{method}-{num_features}", seed, attentions)
-
-    def baseline_errors(name: str, seed: int) -> Errors:
-        attention = baselines(ours.bandwidth)[name]
-        return get(name, seed, lambda: [attention] * len(subject(seed).test))
-
-    def spreads(seed: int) -> np.ndarray:
-        return np.array([jnp.mean(mean_squared_sum(layer)) for layer in subject(seed).test])
-
-    errors: dict[str, dict[str, list[Errors]]] = {name: {} for name in config.methods}
-    ends: dict[str, list[Errors]] = {name: [] for name in baselines(ours.bandwidth)}
+    swaps = EncoderSwaps(config, pieces)
+    methods: dict[str, dict[str, list[Errors]]] = {name: {} for name in config.methods}
+    fixed: dict[str, list[Errors]] = {name: [] for name in baselines(ours.bandwidth)}
     layers = []
     for seed in tqdm.tqdm(config.seeds, desc="encoder", dynamic_ncols=True):
-        layers.append(pieces.get(f"encoder-spread-{seed}", functools.partial(spreads, seed)))
-        for name, kept in ends.items():
-            kept.append(baseline_errors(name, seed))
-        for method, by_size in errors.items():
+        layers.append(swaps.spreads(seed))
+        for name, kept in fixed.items():
+            kept.append(swaps.with_baseline(name, seed))
+        for method, by_size in methods.items():
             for m in ours.num_features:
-                by_size.setdefault(str(m), []).append(method_errors(method, m, seed))
+                by_size.setdefault(str(m), []).append(swaps.with_method(method, m, seed))
     return {
         "mean_squared_sum": np.mean(layers, axis=0).tolist(),
-        "baselines": {name: _summary(kept) for name, kept in ends.items()},
+        "baselines": {name: _summary(kept) for name, kept in fixed.items()},
         "methods": {
             method: {m: _summary(kept) for m, kept in by_size.items()}
-            for method, by_size in errors.items()
+            for method, by_size in methods.items()
         },
         "seconds": pieces.seconds("encoder-*"),
     }

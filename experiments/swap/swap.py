@@ -116,10 +116,7 @@ def check(config: ml_collections.ConfigDict) -> None:
     """
     values = config_fields.check_fields(config, FIELDS)
     config_fields.check_least(values, LEAST)
-    for seed in config.seeds:
-        config_fields.check_seed({"seed": seed})
-    if len(set(config.seeds)) != len(config.seeds) or len(config.seeds) < 2:
-        raise UserError(f"config.seeds must be two or more, none twice, got {config.seeds}.")
+    config_fields.check_seeds(config.seeds)
     for part in config.parts:
         config_fields.check_one_of("config.parts", part, SECTIONS)
     for name in ("methods", "tuned_methods"):

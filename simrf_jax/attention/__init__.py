@@ -4,6 +4,7 @@ from simrf_jax.attention.banded.attention import banded_attention
 from simrf_jax.attention.banded.mechanism import Band, Window
 from simrf_jax.attention.fmm.attention import fmm_attention
 from simrf_jax.attention.fmm.mechanism import Blend, BlendState
+from simrf_jax.attention.inspection.distillation import distillation_loss
 from simrf_jax.attention.inspection.report import (
     AttentionReport,
     attention_matrix,
@@ -28,6 +29,7 @@ __all__ = [
     "attention_matrix",
     "attention_report",
     "banded_attention",
+    "distillation_loss",
     "fmm_attention",
     "random_feature_attention",
 ]

@@ -13,15 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Integer, Real, Shaped
 
 from simrf_jax import checks
-from simrf_jax.attention.inputs.arguments import (
-    Arguments,
-    Inputs,
-    Lengths,
-    Mask,
-    Shape,
-    Unchecked,
-    axes_of_length,
-)
+from simrf_jax.attention.inputs.arguments import Arguments, Inputs, axes_of_length
+from simrf_jax.attention.inputs.masks import Lengths, Mask, Shape, Unchecked
 
 State = TypeVar("State")
 

@@ -145,7 +145,7 @@ class FeatureMap(abc.ABC):
             return None
 
         def axis(path: tuple[GetAttrKey, ...], leaf: Any) -> int | None:
-            axes_of_one = self.axes_of_one.get(path[0].name)
+            axes_of_one = _axes_of_one(self, path)
             return 0 if axes_of_one is not None and jnp.ndim(leaf) == axes_of_one + 1 else None
 
         return jax.tree_util.tree_map_with_path(axis, self)
@@ -171,6 +171,15 @@ class FeatureMap(abc.ABC):
         x = checks.vectors("x", x)
         projection = None if projection is None else as_projection(projection)
         return self.log_features(x, projection, side=side).evaluate(x.dtype)
+
+
+def _axes_of_one(feature_map: FeatureMap, path: tuple[GetAttrKey, ...]) -> int | None:
+    """Returns the axes of one head's array at a leaf, as the innermost map around it names them."""
+    name, *inside = path
+    field = getattr(feature_map, name.name)
+    if isinstance(field, FeatureMap):
+        return _axes_of_one(field, tuple(inside))
+    return feature_map.axes_of_one.get(name.name)
 
 
 def _register(cls: type[FeatureMap]) -> None:
@@ -345,6 +354,12 @@ def _check_leaves(feature_map: FeatureMap) -> None:
             )
 
 
+# Names of maps whose arrays a Flax adapter makes, and the maps that functions take instead.
+OF_ADAPTERS = {
+    "calibrated": "the map that simrf_jax.calibrate(query, key) returns",
+    "learned": "a simrf_jax.feature_maps.Learned",
+}
+
 # A feature map as users give it: a name, an object, or a function (x, projection).
 FeatureMapLike: TypeAlias = str | FeatureMap | Callable[..., jax.Array]
 
@@ -357,11 +372,10 @@ def as_feature_map(feature_map: FeatureMapLike) -> FeatureMap:
         by default and whose features overflow: its feature map is meant.
       ValueError: If the name is unknown.
     """
-    if isinstance(feature_map, str) and feature_map == "calibrated":
+    if isinstance(feature_map, str) and feature_map in OF_ADAPTERS:
         raise ValueError(
-            "feature_map='calibrated' holds arrays of its own: pass the map that "
-            "simrf_jax.calibrate(query, key) returns. Of the Flax adapters, only "
-            "RandomFeatureAttention takes the name."
+            f"feature_map={feature_map!r} holds arrays of its own: pass {OF_ADAPTERS[feature_map]}."
+            " Of the Flax adapters, only RandomFeatureAttention takes the name."
         )
     if isinstance(feature_map, str):
         checks.one_of("feature_map", feature_map, FEATURE_MAPS)

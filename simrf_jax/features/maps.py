@@ -6,6 +6,7 @@ from simrf_jax.features.clustered import ClusteredHybrid
 from simrf_jax.features.exponential import Hyperbolic, OptimalPositive, Positive
 from simrf_jax.features.feature_map import FEATURE_MAPS, Custom, named
 from simrf_jax.features.generalised import Elu, Relu
+from simrf_jax.features.learned import Learned
 from simrf_jax.features.log_space import LogFeatures
 from simrf_jax.features.trigonometric import Phase, Trigonometric
 
@@ -18,6 +19,7 @@ __all__ = [
     "Elu",
     "GaussianHybrid",
     "Hyperbolic",
+    "Learned",
     "LogFeatures",
     "OptimalPositive",
     "Phase",

@@ -2,45 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import serialization
 from flax.linen.dtypes import promote_dtype
 from flax.typing import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention import Band, Blend, Mechanism, RandomFeatures
-from simrf_jax.attention.inputs.arguments import per_key, shape_of_logits, within_lengths
-from simrf_jax.calibration import Moments
-from simrf_jax.calibration.api import moments
-from simrf_jax.calibration.fit import Balance, Tilt, fit
-from simrf_jax.features import (
-    BipolarProjection,
-    FeatureMapLike,
-    as_feature_map,
-    draw_bipolar_projection,
-)
-from simrf_jax.features.calibrated import Calibrated
+from simrf_jax.features import FeatureMapLike
 from simrf_jax.integrations import flax_masks
 from simrf_jax.integrations.flax_masks import Mask
-from simrf_jax.projections import (
-    FIXED_NORMS,
-    BlockMode,
-    Coupling,
-    DrawOptions,
-    Norms,
-    Projection,
-    Rotation,
-    WeightedProjection,
-)
-
-# A bipolar hybrid has about 4 num_features (num_weights + 1) features.
-NUM_WEIGHTS = 8
+from simrf_jax.projections import Projection
 
 
 def random_features(
@@ -279,106 +255,6 @@ def step(mechanism: Mechanism, state: Any, call: Call) -> tuple[jax.Array, Any]:
     return call.finish(out), state
 
 
-def adapter_map(feature_map: FeatureMapLike, num_key_heads: int, head_dim: int) -> FeatureMapLike:
-    """Returns the feature map of an adapter, without a calibration for ``"calibrated"``."""
-    if isinstance(feature_map, str) and feature_map == "calibrated":
-        return Calibrated.identity(num_key_heads, head_dim)
-    return feature_map
-
-
-def no_moments(calibrated: Calibrated) -> tuple[Moments, Moments]:
-    """Returns the moments of no queries and keys, for the heads of a map or of a stack of them."""
-    *lead, num_heads, dim = calibrated.query_mean.shape
-    empty = Moments.empty(num_heads, dim, calibrated.query_mean.dtype)
-    stack = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*lead, *leaf.shape)), empty)
-    return stack, stack
-
-
-def add_moments(sums: tuple[Moments, Moments], call: Call) -> tuple[Moments, Moments]:
-    """Returns the moments with the queries and keys of a call, as attention scales them.
-
-    Padding does not count: keys that no head sees, queries beyond their lengths and those that a
-    factored mask hides. If a call says nothing about queries and has as many of them as keys, it is
-    taken for self-attention, and queries at hidden keys do not count either.
-    """
-    query, key = jax.lax.stop_gradient((call.query, call.key))
-    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
-    queries, keys = moments(query, key, scale, *_real_tokens(call))
-    return sums[0].merge(queries), sums[1].merge(keys)
-
-
-def _real_tokens(call: Call) -> tuple[jax.Array, jax.Array]:
-    """Returns ``[..., T]`` and ``[..., S]``, False at queries and keys that are padding."""
-    batch, length = call.query.shape[:-3], call.query.shape[-3]
-    key_length = call.key.shape[-3]
-    keys = jnp.ones((*batch, key_length), bool)
-    if call.mask is not None:
-        keys &= _seen_by_some_head(jnp.asarray(call.mask), call)
-    if call.bias is not None:
-        keys &= _seen_by_some_head(jnp.asarray(call.bias) > -jnp.inf, call)
-    if call.key_value_seq_lengths is not None:
-        lengths = jnp.asarray(call.key_value_seq_lengths)
-        keys &= within_lengths("key_value_seq_lengths", lengths, batch, key_length)
-    if call.real is not None:
-        queries = jnp.any(call.real[..., 0], axis=-1)
-    elif call.query_seq_lengths is not None:
-        lengths = jnp.asarray(call.query_seq_lengths)
-        queries = within_lengths("query_seq_lengths", lengths, batch, length)
-    else:
-        queries = keys if length == key_length else jnp.ones((*batch, length), bool)
-    return jnp.broadcast_to(queries, (*batch, length)), keys
-
-
-def _seen_by_some_head(visible: jax.Array, call: Call) -> jax.Array:
-    """Returns ``[..., S]`` of a mask that is the same for all queries."""
-    seen = jnp.any(per_key(visible, shape_of_logits(call.query, call.key)), axis=-2)
-    return seen.reshape(seen.shape[max(0, seen.ndim - (call.key.ndim - 2)) :])
-
-
-def fit_stack(
-    sums: tuple[Moments, Moments], *, center: bool, balance: Balance, tilt: Tilt | None
-) -> Calibrated:
-    """Returns the calibration for the moments of an adapter, or of a stack of them.
-
-    Raises:
-      ValueError: If the adapter has seen no tokens, or some that were not finite. Values that are
-        traced are not known.
-    """
-    _check_sums(*sums)
-    lead = sums[0].mean.shape[:-1]
-    flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(lead) :]), sums)
-    fitted = _fit(*flat, center=center, balance=balance, tilt=tilt)
-    return jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), fitted)
-
-
-_fit = jax.jit(fit, static_argnames=("center", "balance", "tilt"))
-
-
-def _check_sums(queries: Moments, keys: Moments) -> None:
-    """Raises ``ValueError`` for moments that are known to be of no tokens or not finite."""
-    sums = (queries, keys)
-    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(sums)):
-        return
-    if not all(bool(jnp.all(jnp.isfinite(leaf))) for leaf in jax.tree.leaves(sums)):
-        raise ValueError("Queries or keys of the batches are not finite, so nothing can be fitted.")
-    if not bool(jnp.all(queries.num_vectors > 0) & jnp.all(keys.num_vectors > 0)):
-        raise ValueError(
-            "An adapter has seen no tokens, so nothing can be fitted: give batches, and call the "
-            "whole model. A lifted transformation around the adapter must hand its moments on: "
-            "nn.scan and nn.vmap by calibration_moments in their variable_axes, nnx.scan and "
-            "nnx.vmap by an axis of the layers that is not None."
-        )
-
-
-def check_tilt(tilt: Tilt | None, options: DrawOptions | None) -> None:
-    """Raises ``ValueError`` if W was drawn with norms that leave no room for a tilt."""
-    if tilt is not None and options is not None and options.norms in FIXED_NORMS:
-        raise ValueError(
-            f"tilt={tilt!r} needs rows whose norms are chi variables, got an adapter with norms="
-            f"{options.norms!r}; take tilt=None, or other norms."
-        )
-
-
 def check_fields(
     *,
     is_causal: bool,
@@ -391,166 +267,3 @@ def check_fields(
     for name, switch in switches.items():
         checks.boolean(name, switch)
     checks.axis_names("sequence_axis", sequence_axis)
-
-
-def check_feature_maps(feature_maps: Sequence[FeatureMapLike], *, num_weights: int | None) -> None:
-    """Accepts feature maps whose W the adapters can draw."""
-    if not isinstance(feature_maps, (tuple, list)) or not feature_maps:
-        raise TypeError(f"feature_maps must be a tuple of feature maps, got {feature_maps!r}.")
-    kinds = [as_feature_map(feature_map).projection_type for feature_map in feature_maps]
-    for feature_map, kind in zip(feature_maps, kinds, strict=True):
-        if kind not in (jax.Array, BipolarProjection):
-            raise ValueError(
-                f"feature_map={feature_map!r} takes a {kind.__name__}, which the adapters cannot "
-                "draw: a ClusteredProjection takes the centres of clusters of queries and keys, "
-                "for example. Call simrf_jax.random_feature_attention with it."
-            )
-    if num_weights is not None and BipolarProjection not in kinds:
-        raise ValueError(
-            "num_weights is for angular_hybrid and gaussian_hybrid, got "
-            f"{num_weights} for {', '.join(map(repr, feature_maps))}."
-        )
-
-
-def draw_options(
-    feature_map: FeatureMapLike,
-    *,
-    coupling: Coupling | None,
-    block: BlockMode,
-    rotation: Rotation,
-    norms: Norms,
-) -> DrawOptions:
-    """Returns the options that the W of a feature map is drawn by.
-
-    Args:
-      feature_map: Feature map, by name or as an object.
-      coupling: Coupling of the rows; None for the feature map's.
-      block: Row-block mode.
-      rotation: Distribution of the rotations.
-      norms: Law of the row norms.
-
-    Raises:
-      ValueError: If a name is unknown, the coupling does not have the rows that ``norms`` couples,
-        or the feature map needs norms that are chi variables.
-    """
-    feature_map = as_feature_map(feature_map)
-    if feature_map.needs_chi_norms and norms in FIXED_NORMS:
-        raise ValueError(
-            f"norms={norms!r} fixes the norms of the rows, with which "
-            f"{type(feature_map).__name__} estimates another kernel; it needs norms that are chi "
-            "variables, such as norms='chi'."
-        )
-    return DrawOptions(
-        feature_map.coupling if coupling is None else coupling, block, rotation, norms
-    )
-
-
-def draw_heads(
-    key: jax.Array,
-    num_heads: int | None,
-    num_features: int | None,
-    dim: int,
-    *,
-    feature_map: FeatureMapLike,
-    num_weights: int | None,
-    options: DrawOptions,
-) -> Projection | None:
-    """Draws the W of a feature map, one for each head.
-
-    Args:
-      key: A typed PRNG key.
-      num_heads: Number of heads, the leading axis of the result; None draws one W without it.
-      num_features: Number of random features; None draws nothing.
-      dim: Width of a head.
-      feature_map: Feature map, by name or as an object.
-      num_weights: Number of random vectors that estimate the weight of a hybrid; None for 8.
-      options: Options to draw by.
-    """
-    if num_features is None:
-        return None
-    dim = checks.positive_int("head_dim", dim)
-
-    def draw(key: jax.Array) -> Projection:
-        if as_feature_map(feature_map).projection_type is not BipolarProjection:
-            return options.draw(key, num_features, dim)
-        return draw_bipolar_projection(
-            key,
-            num_features,
-            NUM_WEIGHTS if num_weights is None else num_weights,
-            dim,
-            coupling=options.coupling,
-            block=options.block,
-            rotation=options.rotation,
-            norms=options.norms,
-            num_sweeps=options.num_sweeps,
-        )
-
-    return draw(key) if num_heads is None else jax.vmap(draw)(jax.random.split(key, num_heads))
-
-
-def draw_maps(
-    key: jax.Array,
-    num_heads: int | None,
-    num_features: int | Sequence[int | None] | None,
-    dim: int,
-    *,
-    feature_maps: Sequence[FeatureMapLike],
-    num_weights: int | None,
-    options: Sequence[DrawOptions],
-) -> tuple[Projection | None, ...]:
-    """Draws the projections of several feature maps.
-
-    Args:
-      key: A typed PRNG key.
-      num_heads: Number of heads, the leading axis of each W; None draws them without it.
-      num_features: Number of random features, or one number for each feature map.
-      dim: Width of a head.
-      feature_maps: Feature maps, by name or as objects.
-      num_weights: Number of random vectors that estimate the weight of a hybrid; None for 8.
-      options: Options to draw by, one record for each feature map.
-
-    Raises:
-      ValueError: If there is not one number of features for each feature map.
-    """
-    count = len(feature_maps)
-    each = num_features if isinstance(num_features, (tuple, list)) else (num_features,) * count
-    if len(each) != count:
-        raise ValueError(
-            "num_features must be one number, or one for each feature map, got "
-            f"{len(each)} for {count}."
-        )
-    return tuple(
-        draw_heads(
-            one,
-            num_heads,
-            number,
-            dim,
-            feature_map=feature_map,
-            num_weights=num_weights,
-            options=its_options,
-        )
-        for one, number, feature_map, its_options in zip(
-            jax.random.split(key, count), each, feature_maps, options, strict=True
-        )
-    )
-
-
-def _register_serialization(cls: type[Any], parts: tuple[str, ...]) -> None:
-    """Lets ``flax.serialization`` write and read the parts of a dataclass."""
-
-    def to_state_dict(record: Any) -> dict[str, Any]:
-        return {name: serialization.to_state_dict(getattr(record, name)) for name in parts}
-
-    def from_state_dict(record: Any, state: dict[str, Any]) -> Any:
-        read = {
-            name: serialization.from_state_dict(getattr(record, name), state[name], name=name)
-            for name in parts
-        }
-        return dataclasses.replace(record, **read)
-
-    serialization.register_serialization_state(cls, to_state_dict, from_state_dict)
-
-
-_register_serialization(BipolarProjection, ("hyperbolic", "trigonometric", "weights"))
-_register_serialization(WeightedProjection, ("rows", "log_weights"))
-_register_serialization(Calibrated, tuple(field.name for field in dataclasses.fields(Calibrated)))

@@ -93,16 +93,24 @@ def weighted(w):
     return WeightedProjection(w, formulas.log_weights(w))
 
 
-def calibrated():
+def calibrated(dim=DIM):
     """Returns the map of ``formulas.calibrated``, with arrays for each of two key heads."""
-    heads = [feature_maps.Calibrated(**formulas.calibration(DIM, head)) for head in range(2)]
+    heads = [feature_maps.Calibrated(**formulas.calibration(dim, head)) for head in range(2)]
     return jax.tree.map(lambda *leaves: np.stack(leaves), *heads)
+
+
+def learned(dim=DIM):
+    """Returns the map of ``formulas.learned``, with arrays for each of two key heads."""
+    heads = [formulas.learning(dim, head) for head in range(2)]
+    parameters = jax.tree.map(lambda *leaves: np.stack(leaves), *heads)
+    return feature_maps.Learned(calibrated(dim), **parameters)
 
 
 # Those whose name is not all that they need.
 LIBRARY = {
     "calibrated": Library(calibrated()),
     "elu": Library("elu", lambda w: None),
+    "learned": Library(learned(), lambda w: None),
     "optimal_positive": Library(feature_maps.OptimalPositive(-0.1)),
     "weighted": Library("positive", weighted),
     "weighted_hyperbolic": Library("hyperbolic", weighted),
@@ -206,9 +214,10 @@ def both(*, causal=False, packed=False, decode=False, **shape):
 def joint(name="positive", *, causal=False, packed=False, decode=False, **shape):
     """An exact band and random features beyond it, under one normaliser."""
     band = {"exact_bandwidth": BANDWIDTH}
-    feature_map = LIBRARY.get(name, Library(name)).feature_map
+    library = LIBRARY.get(name, Library(name))
 
     def attend(q, k, v, w, mask=None):
+        w, feature_map = library.projection(w), library.feature_map
         if decode:
             state = steps.init_state(w, feature_map=feature_map, **band, **_sizes(q, k, v))
             step = functools.partial(steps.step, projection=w, feature_map=feature_map, **band)
@@ -272,6 +281,7 @@ OTHER_MAPS = (
     "weighted",
     "weighted_hyperbolic",
     "calibrated",
+    "learned",
 )
 WITH_OTHER_MAPS = {
     f"{name}, {feature_map}": far(feature_map, **options)
@@ -283,7 +293,7 @@ WITH_OTHER_MAPS = {
     }.items()
 } | {
     f"exact band, {name}, {feature_map}": joint(feature_map, **options)
-    for feature_map in ("hyperbolic", "trigonometric", "calibrated")
+    for feature_map in ("hyperbolic", "trigonometric", "calibrated", "learned")
     for name, options in {
         "bidirectional": {},
         "packed": {"packed": True},

@@ -11,6 +11,7 @@ from simrf_jax import random_feature_attention, relu_features
 from tests import formulas
 from tests.attention.devices import KINDS, collectives, make_mesh, sharded
 from tests.attention.inputs import inputs, projection
+from tests.attention.modes import learned
 from tests.attention.reference import attention, relative_error
 
 LENGTH, HEADS, KEY_HEADS, DIM, FEATURES = 32, 4, 2, 8, 11
@@ -182,17 +183,18 @@ def test_batch_heads_and_length_over_devices_with_lengths_and_biases(kind, is_ca
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("name", ["trigonometric", "elu", "relu"])
+@pytest.mark.parametrize("name", ["trigonometric", "elu", "relu", "learned"])
 def test_feature_maps(name, is_causal):
     q, k, v = inputs(LENGTH, scale=0.5)
-    w = None if name == "elu" else projection(64)
+    w = None if name in ("elu", "learned") else projection(64)
     mesh = make_mesh(length=2)
     placed = jax.device_put((q, k, v), NamedSharding(mesh, P("length")))
 
     def holds_an_array(x, _):
         return relu_features(x, w)
 
-    options = {"is_causal": is_causal, "feature_map": holds_an_array if name == "relu" else name}
+    maps = {"relu": holds_an_array, "learned": learned(DIM)}
+    options = {"is_causal": is_causal, "feature_map": maps.get(name, name)}
     out = jax.jit(sharded(estimator(w), "explicit", mesh, P("length"), **options))(*placed)
     formula = getattr(formulas, name)
     expected = attention(q, k, v, w, formula=formula, visible=visible(options))

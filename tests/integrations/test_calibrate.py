@@ -278,6 +278,50 @@ def test_a_second_calibration_compiles_nothing():
     assert count == 1
 
 
+def test_a_second_calibration_in_linen_compiles_nothing():
+    model, count = linen_attention(), 0
+    variables = model.init(jax.random.key(0), BATCHES[0])
+
+    def call(model, variables, x, *, mutable):
+        nonlocal count
+        count += 1
+        return model.apply(variables, x, mutable=mutable)
+
+    for _ in range(3):
+        variables = linen_adapters.calibrate(model, variables, BATCHES, call=call)
+    assert count == 1
+
+
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_each_head_is_computed_with_its_own_calibration(api):
+    rng = np.random.default_rng(0)
+    stretch = np.linspace(0.3, 2, HEADS)[:, None]
+    q, k, v = (rng.normal(stretch, stretch, (2, 20, HEADS, DIM)).astype(np.float32) for _ in "qkv")
+    options = {"feature_map": "calibrated"}
+    if api == "nnx":
+        adapter = nnx_adapters.RandomFeatureAttention(HEADS, DIM, 16, rngs=nnx.Rngs(0), **options)
+        nnx_adapters.calibrate(adapter, [(q, k)], call=lambda call, batch: call(*batch, batch[1]))
+        w, out = adapter.projection.get_value(), adapter(q, k, v)
+    else:
+        adapter = linen_adapters.RandomFeatureAttention(16, **options)
+        variables = adapter.init(jax.random.key(0), q, k, v)
+        variables = linen_adapters.calibrate(
+            adapter,
+            variables,
+            [(q, k)],
+            call=lambda model, given, batch, mutable: model.apply(
+                given, *batch, batch[1], mutable=mutable
+            ),
+        )
+        w, out = variables["random_features"]["projection"].value, adapter.apply(variables, q, k, v)
+    for head in range(HEADS):
+        one = [x[:, :, head : head + 1] for x in (q, k, v)]
+        expected = simrf_jax.random_feature_attention(
+            *one, w[head], feature_map=simrf_jax.calibrate(*one[:2])
+        )
+        np.testing.assert_allclose(out[:, :, head : head + 1], expected, rtol=1e-3, atol=1e-4)
+
+
 def test_layers_that_are_stacked_are_calibrated_one_by_one():
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(key):

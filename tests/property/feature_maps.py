@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from simrf_jax import FeatureMap
-from simrf_jax.features.maps import Calibrated, Custom, OptimalPositive
+from simrf_jax.features.maps import Calibrated, Custom, Learned, OptimalPositive
 from tests import formulas
 
 
@@ -83,6 +83,18 @@ class CalibratedForAnyDim(FeatureMap):
         return own.log_features(x, projection, side=side)
 
 
+@dataclasses.dataclass(frozen=True)
+class LearnedForAnyDim(FeatureMap):
+    """The map of ``formulas.learned``, whatever the dim of the vectors."""
+
+    is_finite = True
+
+    def log_features(self, x, projection, *, side):
+        dim = x.shape[-1]
+        own = Learned(Calibrated(**formulas.calibration(dim)), **formulas.learning(dim))
+        return own.log_features(x, projection, side=side)
+
+
 MAPS = {
     "positive": named("positive"),
     "hyperbolic": named("hyperbolic"),
@@ -92,6 +104,7 @@ MAPS = {
     ),
     "calibrated": Map(CalibratedForAnyDim(), *formulas.calibrated[0]),
     "weighted calibrated": Map(CalibratedForAnyDim(), *formulas.calibrated[0], weighted=True),
+    "learned": Map(LearnedForAnyDim(), *formulas.learned[0], projected=False),
     "trigonometric": named("trigonometric", signed=True),
     "phase": named("phase", signed=True),
     "relu": named("relu"),

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Integer, Shaped
 
 from simrf_jax.attention.banded.softmax import attend_in_windows
 from simrf_jax.attention.banded.windows import cut
-from simrf_jax.attention.inputs.arguments import Arguments, Axes, Inputs, segment_numbers
+from simrf_jax.attention.inputs.arguments import Arguments, Axes, Inputs
+from simrf_jax.attention.inputs.masks import segment_numbers
 from simrf_jax.attention.inputs.sharding import (
     check_whole,
     find_shards,

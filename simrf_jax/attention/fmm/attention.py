@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from simrf_jax import checks
 from simrf_jax.attention.banded.attention import banded_attention
-from simrf_jax.attention.inputs.arguments import Lengths, Mask
+from simrf_jax.attention.inputs.masks import Lengths, Mask
 from simrf_jax.attention.random_features.attention import random_feature_attention
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.projections import Projection

@@ -15,7 +15,7 @@ from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from simrf_jax.attention.banded.mechanism import Band, Window
 from simrf_jax.attention.fmm.attention import Weights, blend
-from simrf_jax.attention.inputs.arguments import Lengths, Mask
+from simrf_jax.attention.inputs.masks import Lengths, Mask
 from simrf_jax.attention.mechanism import Mechanism, check_kind
 from simrf_jax.attention.random_features.mechanism import RandomFeatures
 from simrf_jax.attention.random_features.state import AttentionState

@@ -1,39 +1,30 @@
-"""The arrays of an attention call: as a caller gives them, and as the mechanisms take them.
-
-Linear attention sums over the keys once for all queries, so it can weigh or hide a key for all
-queries of a head, but not for one query alone. Everything it can honour of a mask, a bias and
-lengths is one array: a log weight for each key.
-"""
+"""The arrays of an attention call: as a caller gives them, and as the mechanisms take them."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real, Shaped
 
 from simrf_jax import checks
+from simrf_jax.attention.inputs.masks import (
+    Shape,
+    Unchecked,
+    bias_per_key,
+    mask_per_key,
+    one_row,
+    segment_numbers,
+    within_lengths,
+)
 
 # Names of mesh axes.
 Axes: TypeAlias = tuple[str, ...]
-
-# A size may be symbolic, as jax.export has it.
-Size: TypeAlias = Any
-Shape: TypeAlias = tuple[Size, ...]
-
-# Arrays that may be given as lists too.
-Mask: TypeAlias = Bool[ArrayLike, "..."] | Sequence[Bool[ArrayLike, ""]]
-Lengths: TypeAlias = Integer[ArrayLike, "..."] | Sequence[Integer[ArrayLike, ""]]
-
-# The same before lay_out checks their types.
-Unchecked: TypeAlias = Shaped[ArrayLike, "..."] | Sequence[Shaped[ArrayLike, ""]]
 
 # So many numbers of moderate weight can be added: larger ones count as not finite.
 MOST_TERMS = 2**24
@@ -170,13 +161,13 @@ class Arguments:
           ValueError: If their shapes do not match, the scale is not finite, or the mask or the bias
             may differ between queries.
         """
-        query, key, value = as_tokens(query, key, value)
+        query, key, value = checks.tokens(query, key, value)
         if scale is not None:
             checks.scalar("scale", scale)
             scale = float(scale) if isinstance(scale, int) else scale  # It may be any integer.
         target = shape_of_logits(query, key)
         mask, bias = (
-            None if x is None else _one_row(name, x, target)
+            None if x is None else one_row(name, x, target)
             for name, x in (("mask", mask), ("bias", bias))
         )
         query_seq_lengths, key_value_seq_lengths, segment_ids = (
@@ -288,18 +279,9 @@ class Arguments:
         target = shape_of_logits(self.query, self.key)
         log_weights = jnp.zeros((*(1 for _ in batch), 1, key_length), dtype)
         if self.bias is not None:
-            bias = jnp.asarray(self.bias)
-            if not jnp.issubdtype(bias.dtype, jnp.floating):
-                raise TypeError(f"bias must be floating, got {bias.dtype.name}.")
-            log_weights = per_key(bias, target).astype(dtype)
+            log_weights = bias_per_key(self.bias, target).astype(dtype)
         if self.mask is not None:
-            mask = jnp.asarray(self.mask)
-            if mask.dtype != jnp.bool:
-                raise TypeError(
-                    f"mask must be boolean (True to attend), got {mask.dtype.name}; "
-                    "pass an additive one as bias."
-                )
-            log_weights = jnp.where(per_key(mask, target), log_weights, -jnp.inf)
+            log_weights = jnp.where(mask_per_key(self.mask, target), log_weights, -jnp.inf)
         if self.key_value_seq_lengths is not None:
             visible = within_lengths(
                 "key_value_seq_lengths", self.key_value_seq_lengths, batch, key_length
@@ -341,111 +323,11 @@ def axes_of_length(x: Float[Array, "*batch length heads dim"]) -> Axes:
     return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
 
 
-def within_lengths(
-    name: str, lengths: Integer[ArrayLike, "*batch"], batch: Shape, length: Size
-) -> Bool[Array, "*batch {length}"]:
-    """Returns ``[*batch, length]``, True at the positions before each sequence's length."""
-    lengths = jnp.asarray(lengths)
-    if not jnp.issubdtype(lengths.dtype, jnp.integer):
-        raise TypeError(f"{name} must be integers, got {lengths.dtype.name}.")
-    if lengths.shape != batch:
-        raise ValueError(f"{name} must have the batch shape {batch}, got {lengths.shape}.")
-    positions = jnp.arange(length).reshape((1,) * len(batch) + (length,))
-    return positions < lengths[..., None]
-
-
-def segment_numbers(
-    segment_ids: Integer[ArrayLike, "*batch T"],
-    batch: Shape,
-    query_length: Size,
-    key_length: Size,
-) -> Integer[Array, "*batch T"]:
-    """Returns ``[*batch, length]``, the segments numbered from 0 on.
-
-    An id that comes again after another one begins a new segment.
-    """
-    segment_ids = jnp.asarray(segment_ids)
-    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-        raise TypeError(f"segment_ids must be integers, got {segment_ids.dtype.name}.")
-    if query_length != key_length:
-        raise ValueError(
-            "segment_ids are for self-attention, with as many keys as queries, got "
-            f"{query_length} queries and {key_length} keys."
-        )
-    if segment_ids.shape != (*batch, query_length):
-        raise ValueError(
-            f"segment_ids must be [batch..., length] = {(*batch, query_length)}, got shape "
-            f"{segment_ids.shape}."
-        )
-    begins = segment_ids[..., 1:] != segment_ids[..., :-1]
-    begins = jnp.pad(begins, [(0, 0)] * len(batch) + [(min(1, query_length), 0)])
-    return jnp.cumsum(begins, axis=-1, dtype=jnp.int32)
-
-
 def shape_of_logits(
     query: Float[Array, "*batch T N H"], key: Float[Array, "*batch S K H"]
 ) -> Shape:
     """Returns ``[*batch, N, T, S]``; one sequence is a batch of one, as ``jax.nn`` has it."""
     return (*(query.shape[:-3] or (1,)), query.shape[-2], query.shape[-3], key.shape[-3])
-
-
-def _one_row(
-    name: str, x: Unchecked, target: Shape
-) -> Shaped[Array, " ..."] | Shaped[np.ndarray, " ..."]:
-    """Returns a mask or bias that has one row for all queries.
-
-    Args:
-      name: Argument name for error messages.
-      x: Array that broadcasts to the target, maybe after batch axes of size 1.
-      target: ``[*batch, heads, query_length, key_length]``.
-
-    Raises:
-      ValueError: If it may differ between queries: it has several rows, and they do, or it is no
-        NumPy array, whose values are known under ``jit`` too. Or if it does not broadcast.
-    """
-    x = x if isinstance(x, jax.Array) else np.asarray(x)
-    shape = (1,) * (len(target) - x.ndim) + x.shape
-    fits = (have in (1, want) for have, want in zip(shape, target, strict=False))
-    if len(shape) != len(target) or not all(fits):
-        raise ValueError(
-            f"{name} must be broadcastable to [batch..., heads, query length, key length] = "
-            f"{target}, got shape {x.shape}."
-        )
-    # The values of a NumPy array are known, under jit too.
-    constant = isinstance(x, np.ndarray) and (x.ndim < 2 or bool((x == x[..., :1, :]).all()))
-    if shape[-2] > 1 and not constant:
-        raise ValueError(
-            f"{name} of shape {x.shape} may differ between queries, which linear attention "
-            "cannot honour: it sums over the keys once for all queries. What works: a key-padding "
-            f"{name} with a query axis of size 1 ([batch..., 1, 1, key length], such as "
-            f"{name}[..., :1, :] if all queries share it), is_causal, key_value_seq_lengths, "
-            f"query_seq_lengths{', and factored_masks in the Flax adapters' * (name == 'mask')}."
-        )
-    return x[..., :1, :] if shape[-2] > 1 else x
-
-
-def per_key(
-    x: Shaped[Array, " ..."], target: Shape
-) -> Shaped[
-    Array,
-    (
-        ...  # N S
-    ),
-]:
-    """Drops the query axis of a mask or bias that has one row for all queries.
-
-    Args:
-      x: Array that broadcasts to the target, maybe after batch axes of size 1.
-      target: ``[*batch, heads, query_length, key_length]``.
-
-    Returns:
-      ``[..., 1 or heads, key_length]``, with batch axes of size 1 where it had none.
-    """
-    shape = (1,) * (len(target) - x.ndim) + x.shape
-    if shape[-2] == 0:  # There are no queries, so nobody sees the keys.
-        return jnp.ones((*shape[:-2], target[-1]), x.dtype)
-    x = jnp.reshape(x, shape)[..., 0, :]
-    return jnp.broadcast_to(x, (*x.shape[:-1], target[-1]))
 
 
 def contract(
@@ -503,42 +385,3 @@ def _replace(
     first = jnp.sum(jnp.where(is_first, x, 0), axis=1, keepdims=True)
     some = jnp.any(where, axis=1, keepdims=True)
     return jnp.where(where, x, jax.lax.stop_gradient(jnp.where(some, first, 1)))
-
-
-def as_tokens(
-    query: Float[ArrayLike, "*batch T N H"],
-    key: Float[ArrayLike, "*batch S K H"],
-    value: Float[ArrayLike, "*batch S K D"],
-) -> tuple[
-    Float[Array, "*batch T N H"], Float[Array, "*batch S K H"], Float[Array, "*batch S K D"]
-]:
-    """Returns queries, keys and values as arrays whose dtypes and shapes fit each other.
-
-    Raises:
-      TypeError: If a dtype is not floating, or they differ.
-      ValueError: If the shapes do not match.
-    """
-    query, key, value = (
-        checks.floating(name, x) for name, x in (("query", query), ("key", key), ("value", value))
-    )
-    shapes = f"query {query.shape}, key {key.shape}, value {value.shape}"
-    if min(query.ndim, key.ndim, value.ndim) < 3:
-        raise ValueError(f"query, key and value must be [..., length, heads, dim], got {shapes}.")
-    if not query.dtype == key.dtype == value.dtype:
-        raise TypeError(
-            "query, key and value must have one dtype, got "
-            f"{query.dtype.name}, {key.dtype.name} and {value.dtype.name}."
-        )
-    if not query.shape[:-3] == key.shape[:-3] == value.shape[:-3]:
-        raise ValueError(f"query, key and value must have the same batch shape, got {shapes}.")
-    if key.shape[:-1] != value.shape[:-1]:
-        raise ValueError(f"key and value must have the same length and heads, got {shapes}.")
-    if query.shape[-1] != key.shape[-1]:
-        raise ValueError(f"query and key must have the same head_dim, got {shapes}.")
-    num_heads, num_key_heads = query.shape[-2], key.shape[-2]
-    if num_key_heads == 0 or num_heads % num_key_heads:
-        raise ValueError(
-            f"The number of query heads must be a multiple of that of key heads, got {num_heads} "
-            f"and {num_key_heads}."
-        )
-    return query, key, value

@@ -13,13 +13,8 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax.tree_util import GetAttrKey
 from jaxtyping import Array, Float, Shaped
 
-from simrf_jax.attention.inputs.arguments import (
-    Arguments,
-    Axes,
-    axes_of_length,
-    per_key,
-    shape_of_logits,
-)
+from simrf_jax.attention.inputs.arguments import Arguments, Axes, axes_of_length, shape_of_logits
+from simrf_jax.attention.inputs.masks import per_key
 
 # The position of the length among the axes of each argument that has it.
 LENGTH = {"query": -3, "key": -3, "value": -3, "mask": -1, "bias": -1, "segment_ids": -1}

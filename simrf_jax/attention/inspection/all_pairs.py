@@ -61,6 +61,45 @@ def kernel_rows(
     return jax.tree.map(heads_first, (estimated, exact))
 
 
+def log_kernels(
+    arguments: Arguments,
+    projection: Projection | None,
+    feature_map: FeatureMap,
+    *,
+    is_causal: bool,
+) -> tuple[Float[Array, "*batch N T S"], Float[Array, "*batch N T S"]]:
+    """Returns logarithms of the kernel that positive features estimate, and of the softmax kernel.
+
+    They are minus infinity at hidden keys and in all rows beyond the lengths of queries, and NaN in
+    rows of queries that are not finite or see a key that is not.
+
+    Raises:
+      ValueError: If features may be negative.
+    """
+    inputs, features = lay_out(arguments, projection, feature_map)
+    log_weights = jnp.where(inputs.real[..., None], _log_weights(inputs, is_causal), -jnp.inf)
+    queries, spoiled = features.queries(inputs.query)
+    keys, spoils = features.keys(inputs.key, jnp.zeros_like(inputs.key_log_weights))
+    if queries.values is not None:
+        raise ValueError(
+            "Weights with a logarithm need positive features, got feature_map="
+            f"{type(feature_map).__name__}, whose features may be negative."
+        )
+    visible = log_weights > -jnp.inf
+    seen = spoils.mT[:, None, :, None] & visible
+    lost = spoiled | ~inputs.finite | jnp.any(seen | jnp.isnan(log_weights), axis=-1)
+    estimated = _log_feature_products(queries, keys) + queries.log_scale
+    logits = _logits(inputs)
+
+    def heads_first(x: Float[Array, "B T K G S"]) -> Float[Array, "*batch N T S"]:
+        x = jnp.where(visible, x + log_weights, -jnp.inf)
+        x = jnp.where(lost[..., None] & inputs.real[..., None], jnp.nan, x)
+        out = x.reshape(*inputs.batch, x.shape[1], x.shape[2] * x.shape[3], x.shape[4])
+        return jnp.swapaxes(out if inputs.is_batched else out[0], -3, -2)
+
+    return heads_first(estimated), heads_first(logits)
+
+
 def _log_weights(inputs: Inputs, is_causal: bool) -> Float[Array, "B T K 1 S"]:
     """Returns what to add to the logits, ``[B, T, K, 1, S]``.
 
@@ -101,6 +140,18 @@ def _feature_products(
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), jax.lax.map(row, by_query))
 
 
+@jax.jit
+def _log_feature_products(queries: LogFeatures, keys: LogFeatures) -> Float[Array, "B T K G S"]:
+    """Returns the logarithm of phi(q) . phi(k) for all pairs, without the scale of the queries."""
+    exponents = jnp.moveaxis(keys.exponent, 1, 2)[:, :, None]  # [B, K, 1, S, num_features].
+
+    @jax.checkpoint  # Gradients, too, hold the features of all pairs for one query at a time.
+    def row(query: Float[Array, "B K G num_features"]) -> Float[Array, "B K G S"]:
+        return jax.nn.logsumexp(query[..., None, :] + exponents, axis=-1)
+
+    return jnp.moveaxis(jax.lax.map(row, jnp.moveaxis(queries.exponent, 1, 0)), 0, 1)
+
+
 def _estimated_rows(
     inputs: Inputs, features: HeadMaps, log_weights: Float[Array, "B T K 1 S"]
 ) -> KernelRows:
@@ -116,9 +167,12 @@ def _estimated_rows(
 
 
 def _softmax_rows(inputs: Inputs, log_weights: Float[Array, "B T K 1 S"]) -> KernelRows:
-    highest = jax.lax.Precision.HIGHEST
-    logits = jnp.einsum("btkgh,bskh->btkgs", inputs.query, inputs.key, precision=highest)
-    logits = jnp.where(log_weights > -jnp.inf, logits + log_weights, -jnp.inf)
+    logits = jnp.where(log_weights > -jnp.inf, _logits(inputs) + log_weights, -jnp.inf)
     shift = or_zero(largest(logits, axis=-1))
     spoiled = jnp.any(jnp.isnan(log_weights), axis=-1, keepdims=True)
     return KernelRows(jnp.where(spoiled, jnp.nan, jnp.exp(logits - shift)), shift)
+
+
+def _logits(inputs: Inputs) -> Float[Array, "B T K G S"]:
+    highest = jax.lax.Precision.HIGHEST
+    return jnp.einsum("btkgh,bskh->btkgs", inputs.query, inputs.key, precision=highest)

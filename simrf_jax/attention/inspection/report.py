@@ -8,7 +8,8 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Float64, Real
 
 from simrf_jax import checks
-from simrf_jax.attention.inputs.arguments import Arguments, Lengths, Mask
+from simrf_jax.attention.inputs.arguments import Arguments
+from simrf_jax.attention.inputs.masks import Lengths, Mask
 from simrf_jax.attention.inspection.all_pairs import KernelRows, kernel_rows
 from simrf_jax.attention.random_features.state import as_map_and_projection
 from simrf_jax.features import FeatureMapLike

@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from simrf_jax import checks
-from simrf_jax.attention.inputs.arguments import Arguments, Inputs, Lengths, Mask
+from simrf_jax.attention.inputs.arguments import Arguments, Inputs
+from simrf_jax.attention.inputs.masks import Lengths, Mask
 from simrf_jax.attention.inputs.sharding import find_shards
 from simrf_jax.attention.random_features.causal import (
     CHUNK_SIZE,

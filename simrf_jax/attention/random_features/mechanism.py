@@ -15,7 +15,8 @@ from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from simrf_jax import checks
 from simrf_jax.attention.banded.mechanism import Window, check_bandwidth, empty_window
-from simrf_jax.attention.inputs.arguments import Arguments, Inputs, Lengths, Mask, Shape
+from simrf_jax.attention.inputs.arguments import Arguments, Inputs
+from simrf_jax.attention.inputs.masks import Lengths, Mask, Shape
 from simrf_jax.attention.mechanism import (
     check_kind,
     check_step,

@@ -54,6 +54,20 @@ def test_seed_refuses(seed):
 
 
 @pytest.mark.parametrize(
+    ("seeds", "match"),
+    [
+        ((0,), r"config.seeds must be two or more, none twice, got \(0,\)"),
+        ((1, 1), r"config.seeds must be two or more, none twice, got \(1, 1\)"),
+        ((0, 2**32), r"config.seed must be from 0 to 2\^32 - 1"),
+    ],
+)
+def test_seeds_refuse(seeds, match):
+    config_fields.check_seeds((2**32 - 1, 0))
+    with pytest.raises(UserError, match=match):
+        config_fields.check_seeds(seeds)
+
+
+@pytest.mark.parametrize(
     ("value", "match"),
     [
         ((), "config.a must have at least one entry"),

@@ -1,0 +1,154 @@
+"""Masks, biases, sequence lengths and segments, and their effect on each key.
+
+Linear attention sums over the keys once for all queries, so it can weigh or hide a key for all
+queries of a head, but not for one query alone. Everything it can honour of a mask, a bias and
+lengths is one array: a log weight for each key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Shaped
+
+# A size may be symbolic, as jax.export has it.
+Size: TypeAlias = Any
+Shape: TypeAlias = tuple[Size, ...]
+
+# Arrays that may be given as lists too.
+Mask: TypeAlias = Bool[ArrayLike, "..."] | Sequence[Bool[ArrayLike, ""]]
+Lengths: TypeAlias = Integer[ArrayLike, "..."] | Sequence[Integer[ArrayLike, ""]]
+
+# The same before lay_out checks their types.
+Unchecked: TypeAlias = Shaped[ArrayLike, "..."] | Sequence[Shaped[ArrayLike, ""]]
+
+
+def within_lengths(
+    name: str, lengths: Integer[ArrayLike, "*batch"], batch: Shape, length: Size
+) -> Bool[Array, "*batch {length}"]:
+    """Returns ``[*batch, length]``, True at the positions before each sequence's length."""
+    lengths = jnp.asarray(lengths)
+    if not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise TypeError(f"{name} must be integers, got {lengths.dtype.name}.")
+    if lengths.shape != batch:
+        raise ValueError(f"{name} must have the batch shape {batch}, got {lengths.shape}.")
+    positions = jnp.arange(length).reshape((1,) * len(batch) + (length,))
+    return positions < lengths[..., None]
+
+
+def segment_numbers(
+    segment_ids: Integer[ArrayLike, "*batch T"],
+    batch: Shape,
+    query_length: Size,
+    key_length: Size,
+) -> Integer[Array, "*batch T"]:
+    """Returns ``[*batch, length]``, the segments numbered from 0 on.
+
+    An id that comes again after another one begins a new segment.
+    """
+    segment_ids = jnp.asarray(segment_ids)
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise TypeError(f"segment_ids must be integers, got {segment_ids.dtype.name}.")
+    if query_length != key_length:
+        raise ValueError(
+            "segment_ids are for self-attention, with as many keys as queries, got "
+            f"{query_length} queries and {key_length} keys."
+        )
+    if segment_ids.shape != (*batch, query_length):
+        raise ValueError(
+            f"segment_ids must be [batch..., length] = {(*batch, query_length)}, got shape "
+            f"{segment_ids.shape}."
+        )
+    begins = segment_ids[..., 1:] != segment_ids[..., :-1]
+    begins = jnp.pad(begins, [(0, 0)] * len(batch) + [(min(1, query_length), 0)])
+    return jnp.cumsum(begins, axis=-1, dtype=jnp.int32)
+
+
+def one_row(
+    name: str, x: Unchecked, target: Shape
+) -> Shaped[Array, " ..."] | Shaped[np.ndarray, " ..."]:
+    """Returns a mask or bias that has one row for all queries.
+
+    Args:
+      name: Argument name for error messages.
+      x: Array that broadcasts to the target, maybe after batch axes of size 1.
+      target: ``[*batch, heads, query_length, key_length]``.
+
+    Raises:
+      ValueError: If it may differ between queries: it has several rows, and they do, or it is no
+        NumPy array, whose values are known under ``jit`` too. Or if it does not broadcast.
+    """
+    x = x if isinstance(x, jax.Array) else np.asarray(x)
+    shape = (1,) * (len(target) - x.ndim) + x.shape
+    fits = (have in (1, want) for have, want in zip(shape, target, strict=False))
+    if len(shape) != len(target) or not all(fits):
+        raise ValueError(
+            f"{name} must be broadcastable to [batch..., heads, query length, key length] = "
+            f"{target}, got shape {x.shape}."
+        )
+    # The values of a NumPy array are known, under jit too.
+    constant = isinstance(x, np.ndarray) and (x.ndim < 2 or bool((x == x[..., :1, :]).all()))
+    if shape[-2] > 1 and not constant:
+        raise ValueError(
+            f"{name} of shape {x.shape} may differ between queries, which linear attention "
+            "cannot honour: it sums over the keys once for all queries. What works: a key-padding "
+            f"{name} with a query axis of size 1 ([batch..., 1, 1, key length], such as "
+            f"{name}[..., :1, :] if all queries share it), is_causal, key_value_seq_lengths, "
+            f"query_seq_lengths{', and factored_masks in the Flax adapters' * (name == 'mask')}."
+        )
+    return x[..., :1, :] if shape[-2] > 1 else x
+
+
+def per_key(
+    x: Shaped[Array, " ..."], target: Shape
+) -> Shaped[
+    Array,
+    (
+        ...  # N S
+    ),
+]:
+    """Drops the query axis of a mask or bias that has one row for all queries.
+
+    Args:
+      x: Array that broadcasts to the target, maybe after batch axes of size 1.
+      target: ``[*batch, heads, query_length, key_length]``.
+
+    Returns:
+      ``[..., 1 or heads, key_length]``, with batch axes of size 1 where it had none.
+    """
+    shape = (1,) * (len(target) - x.ndim) + x.shape
+    if shape[-2] == 0:  # There are no queries, so nobody sees the keys.
+        return jnp.ones((*shape[:-2], target[-1]), x.dtype)
+    x = jnp.reshape(x, shape)[..., 0, :]
+    return jnp.broadcast_to(x, (*x.shape[:-1], target[-1]))
+
+
+def bias_per_key(bias: Shaped[ArrayLike, " ..."], target: Shape) -> Float[Array, ...]:
+    """Returns ``per_key`` of a bias.
+
+    Raises:
+      TypeError: If it is not floating.
+    """
+    bias = jnp.asarray(bias)
+    if not jnp.issubdtype(bias.dtype, jnp.floating):
+        raise TypeError(f"bias must be floating, got {bias.dtype.name}.")
+    return per_key(bias, target)
+
+
+def mask_per_key(mask: Shaped[ArrayLike, " ..."], target: Shape) -> Bool[Array, ...]:
+    """Returns ``per_key`` of a mask.
+
+    Raises:
+      TypeError: If it is not boolean.
+    """
+    mask = jnp.asarray(mask)
+    if mask.dtype != jnp.bool:
+        raise TypeError(
+            f"mask must be boolean (True to attend), got {mask.dtype.name}; "
+            "pass an additive one as bias."
+        )
+    return per_key(mask, target)

@@ -1,0 +1,15 @@
+"""Random-feature attention for Flax Linen: ``attention_fn`` of ``MultiHeadDotProductAttention``."""
+
+from simrf_jax.integrations.linen.calibration import calibrate
+from simrf_jax.integrations.linen.distillation import distillation_loss
+from simrf_jax.integrations.linen.fmm import FMMAttention
+from simrf_jax.integrations.linen.projection import RandomProjection
+from simrf_jax.integrations.linen.random_features import RandomFeatureAttention
+
+__all__ = [
+    "FMMAttention",
+    "RandomFeatureAttention",
+    "RandomProjection",
+    "calibrate",
+    "distillation_loss",
+]

@@ -1,0 +1,116 @@
+"""Calibration of all adapters of a Linen model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import jax
+from flax import linen as nn
+
+from simrf_jax.calibration.api import check_options
+from simrf_jax.calibration.fit import Balance, Tilt
+from simrf_jax.features.calibrated import Calibrated
+from simrf_jax.integrations import flax_calibration
+
+
+def calibrate(
+    model: nn.Module,
+    variables: Mapping[str, Any],
+    batches: Iterable[Any],
+    *,
+    call: Callable[..., Any] = nn.Module.apply,
+    center: bool = True,
+    balance: Balance = True,
+    tilt: Tilt | None = "log",
+) -> dict[str, Any]:
+    """Calibrates all adapters of a model, in one pass over some batches.
+
+    The adapters are those made with ``feature_map="calibrated"`` or ``"learned"``. Each sums the
+    means and covariances of its queries and keys, in memory that does not depend on the number of
+    batches, and then fits its feature map as ``simrf_jax.calibrate`` does. During the pass, the
+    adapters compute with the maps that they have, from the calibration before or plain positive
+    features. Learned features keep their parameters, in the new coordinates.
+
+    Args:
+      model: A model that holds adapters. ``nn.scan`` over layers and ``nn.vmap`` need
+        ``"calibration": 0`` and ``"calibration_moments": 0`` in their ``variable_axes``.
+      variables: Variables of the model, with the collection ``calibration``, which ``init`` makes.
+      batches: Batches of the model's inputs. Take some of the training data.
+      call: ``call(model, variables, batch, mutable=[...])`` returns the output and the changed
+        collections, by default ``model.apply``. It is compiled by ``jax.jit``, once for each
+        function.
+      center: True to subtract the means; see ``simrf_jax.calibrate``.
+      balance: True, ``"diagonal"`` or False; see ``simrf_jax.calibrate``.
+      tilt: ``"log"``, ``"mean"``, ``"isotropic"`` or None; see ``simrf_jax.calibrate``.
+
+    Returns:
+      The variables with another collection ``calibration``. It gets no gradient unless
+      ``jax.grad`` is taken by it, and redraws do not change it.
+
+    Raises:
+      TypeError: If center is neither True nor False.
+      ValueError: If an option is unknown, no adapter has a map to calibrate, one decodes
+        or saw no tokens, or queries or keys are not finite.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from simrf_jax.integrations.linen import RandomFeatureAttention, calibrate
+      >>> adapter = RandomFeatureAttention(130, feature_map="calibrated")
+      >>> attention = nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=adapter)
+      >>> x = jax.random.normal(jax.random.key(0), (2, 100, 512))
+      >>> variables = attention.init(jax.random.key(1), x)
+      >>> variables = calibrate(attention, variables, [x, 2 * x])
+      >>> attention.apply(variables, x).shape
+      (2, 100, 512)
+    """
+    check_options(center=center, balance=balance, tilt=tilt)
+    if not variables.get("calibration"):
+        raise ValueError(
+            "The variables have no collection calibration: make the model's "
+            'RandomFeatureAttention(...) with feature_map="calibrated" or "learned", and call init.'
+        )
+
+    boxes = jax.tree.leaves(
+        variables.get("random_features", {}), is_leaf=lambda node: hasattr(node, "draw_options")
+    )
+    for box in boxes:
+        flax_calibration.check_tilt(tilt, getattr(box, "draw_options", None))
+
+    sums = _start(variables["calibration"])
+    for batch in batches:
+        sums = _add(model, call, variables, sums, batch)
+
+    def fit(path: Any, calibrated: Calibrated) -> Calibrated:
+        found = sums
+        for key in path[:-1]:
+            found = found[key.key]
+        return flax_calibration.fit_stack(
+            found["moments"], center=center, balance=balance, tilt=tilt
+        )
+
+    calibration = jax.tree_util.tree_map_with_path(
+        fit, variables["calibration"], is_leaf=lambda node: isinstance(node, Calibrated)
+    )
+    return {**variables, "calibration": calibration}
+
+
+def _start(calibration: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a collection ``calibration_moments`` of no tokens for all adapters."""
+    sums: dict[str, Any] = {}
+    for name, node in calibration.items():
+        if isinstance(node, Calibrated):
+            sums["moments"] = flax_calibration.no_moments(node)
+        else:
+            sums[name] = _start(node)
+    return sums
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _add(model: nn.Module, call: Callable[..., Any], variables: Any, sums: Any, batch: Any) -> Any:
+    """Returns the moments with those of a batch."""
+    given = {**variables, "calibration_moments": sums}
+    _, updates = call(model, given, batch, mutable=["calibration_moments"])
+    return updates["calibration_moments"]

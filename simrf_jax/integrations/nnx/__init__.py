@@ -1,0 +1,23 @@
+"""Random-feature attention for Flax NNX: an ``attention_fn`` for ``nnx.MultiHeadAttention``."""
+
+from simrf_jax.integrations.nnx.calibration import calibrate
+from simrf_jax.integrations.nnx.distillation import distillation_loss
+from simrf_jax.integrations.nnx.fmm import FMMAttention
+from simrf_jax.integrations.nnx.learned import LearnedRows
+from simrf_jax.integrations.nnx.random_features import RandomFeatureAttention
+from simrf_jax.integrations.nnx.variables import (
+    Calibration,
+    CalibrationMoments,
+    RandomProjection,
+)
+
+__all__ = [
+    "Calibration",
+    "CalibrationMoments",
+    "FMMAttention",
+    "LearnedRows",
+    "RandomFeatureAttention",
+    "RandomProjection",
+    "calibrate",
+    "distillation_loss",
+]

@@ -1,0 +1,110 @@
+"""Calibration of all adapters of an NNX model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flax import nnx
+
+from simrf_jax.calibration.api import check_options
+from simrf_jax.calibration.fit import Balance, Tilt
+from simrf_jax.integrations import flax_calibration
+from simrf_jax.integrations.nnx.random_features import RandomFeatureAttention
+from simrf_jax.integrations.nnx.variables import Calibration, CalibrationMoments
+
+
+def calibrate(
+    model: nnx.Module,
+    batches: Iterable[Any],
+    *,
+    call: Callable[[Any, Any], Any] | None = None,
+    center: bool = True,
+    balance: Balance = True,
+    tilt: Tilt | None = "log",
+) -> None:
+    """Calibrates all adapters of a model in place, in one pass over some batches.
+
+    The adapters are those made with ``feature_map="calibrated"`` or ``"learned"``. Each sums the
+    means and covariances of its queries and keys, in memory that does not depend on the number of
+    batches, and then fits its feature map as ``simrf_jax.calibrate`` does. During the pass, the
+    adapters compute with the maps that they have, from the calibration before or plain positive
+    features. Learned features keep their parameters, in the new coordinates.
+
+    The result is in ``Calibration`` variables, which are part of the state and of checkpoints, but
+    no parameters. W is as before; redraws do not change the calibration.
+
+    Args:
+      model: A model that holds adapters. It is called as the caller left it: set it to evaluation
+        first, ``model.eval()``, if it has dropout.
+      batches: Batches of the model's inputs. Take some of the training data.
+      call: Function of the model and a batch, which it calls the model with, by default
+        ``model(batch)``. It is compiled by ``nnx.jit``, once for each function.
+      center: True to subtract the means; see ``simrf_jax.calibrate``.
+      balance: True, ``"diagonal"`` or False; see ``simrf_jax.calibrate``.
+      tilt: ``"log"``, ``"mean"``, ``"isotropic"`` or None; see ``simrf_jax.calibrate``.
+
+    Raises:
+      TypeError: If center is neither True nor False.
+      ValueError: If an option is unknown, no adapter has a map to calibrate, one decodes
+        or saw no tokens, or queries or keys are not finite.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from simrf_jax.integrations.nnx import RandomFeatureAttention, calibrate
+      >>> rngs = nnx.Rngs(0)
+      >>> adapter = RandomFeatureAttention(8, 64, 130, feature_map="calibrated", rngs=rngs)
+      >>> attention = nnx.MultiHeadAttention(8, 512, decode=False, attention_fn=adapter, rngs=rngs)
+      >>> calibrate(attention, [jax.random.normal(rngs(), (2, 100, 512)) for _ in range(3)])
+      >>> attention(jnp.ones((2, 10, 512))).shape
+      (2, 10, 512)
+    """
+    check_options(center=center, balance=balance, tilt=tilt)
+    adapters = [
+        node
+        for _, node in nnx.iter_graph(model)
+        if isinstance(node, RandomFeatureAttention) and isinstance(node.feature_map, Calibration)
+    ]
+    if not adapters:
+        raise ValueError(
+            "The model has no adapter to calibrate: make its RandomFeatureAttention(...) with "
+            'feature_map="calibrated" or "learned".'
+        )
+    if any(adapter.decode for adapter in adapters):
+        raise ValueError(
+            "An adapter has decode=True: its cache would keep the tokens of the batches. Calibrate "
+            "the model without it."
+        )
+    for adapter in adapters:
+        flax_calibration.check_tilt(tilt, getattr(adapter.projection, "draw_options", None))
+    sums = [
+        CalibrationMoments(flax_calibration.no_moments(adapter.feature_map.get_value()))
+        for adapter in adapters
+    ]
+    try:
+        for adapter, own in zip(adapters, sums, strict=True):
+            adapter.moments = own
+        compiled = _compiled(_call if call is None else call)
+        for batch in batches:
+            compiled(model, batch)
+    finally:
+        for adapter in adapters:
+            adapter.moments = nnx.data(None)
+    fitted = [
+        flax_calibration.fit_stack(own.get_value(), center=center, balance=balance, tilt=tilt)
+        for own in sums
+    ]
+    for adapter, calibrated in zip(adapters, fitted, strict=True):
+        adapter.feature_map.set_value(calibrated)
+
+
+def _call(model: Any, batch: Any) -> Any:
+    return model(batch)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(call: Callable[[Any, Any], Any]) -> Any:
+    """Returns a function as ``nnx.jit`` compiles it; another one would compile it again."""
+    return nnx.jit(call)

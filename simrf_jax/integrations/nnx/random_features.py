@@ -1,0 +1,217 @@
+"""Random-feature attention as an ``attention_fn`` of ``nnx.MultiHeadAttention``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from simrf_jax import checks
+from simrf_jax.attention import RandomFeatures
+from simrf_jax.attention.random_features.exact_band import check_band
+from simrf_jax.features import FeatureMapLike, as_feature_map
+from simrf_jax.features.calibrated import Calibrated
+from simrf_jax.features.learned import Learned
+from simrf_jax.integrations import (
+    flax_attention,
+    flax_calibration,
+    flax_distillation,
+    flax_drawing,
+)
+from simrf_jax.integrations.nnx.adapter import Adapter, has_arrays
+from simrf_jax.integrations.nnx.learned import LearnedRows
+from simrf_jax.integrations.nnx.variables import (
+    Calibration,
+    CalibrationMoments,
+    DistillationLoss,
+    RandomProjection,
+)
+from simrf_jax.projections import BlockMode, Coupling, Norms, Rotation
+
+
+class RandomFeatureAttention(Adapter):
+    """Random-feature attention of one layer, with the projections that it draws.
+
+    Each key head has a W of its own, drawn from ``rngs.features()``. To redraw a model, update it
+    with ``redraw_projections(key, nnx.state(model, RandomProjection))``. It draws each W as before,
+    because the variable keeps the options.
+
+    To decode, in time and memory that do not depend on how many tokens there were, leave the
+    ``decode`` of the attention modules off and turn that of the adapters on,
+
+        decoder = nnx.view(model, only=RandomFeatureAttention, decode=True, batch_size=8)
+
+    and call it with the prompt, of any length, and then token by token. The state is in
+    ``nnx.Cache`` variables of the view. ``model.set_attributes(RandomFeatureAttention,
+    decode=True)`` and each adapter's ``init_cache`` do the same in place. What decodes is causal
+    self-attention: where a model has an encoder or cross-attention too, leave them out,
+    ``only=nnx.All(nnx.PathContains("decoder"), RandomFeatureAttention)``. Each layer needs an
+    instance of its own then: one instance in several layers has one cache. Call the view in
+    ``nnx.jit``, or split and merge it: ``jax.jit`` hands no changed cache back. Put ``nnx.vmap``
+    around ``nnx.view`` where ``nnx.vmap`` has stacked the layers.
+
+    Args:
+      num_heads: Number of key heads.
+      head_dim: Width of a head.
+      num_features: Number of random features; None for a map that needs no W.
+      feature_map: Feature map other than ``"clustered_hybrid"``, by name or as an object; see
+        ``simrf_jax.random_feature_attention``. ``"calibrated"`` holds a calibration for each key
+        head: it is the positive map until ``calibrate`` fits it. ``"learned"`` has pairs of
+        exponentials as parameters, which start at hyperbolic features, or once ``calibrate`` has
+        fitted their coordinates, at calibrated ones; see ``simrf_jax.feature_maps.Learned`` and
+        ``distillation_loss``.
+      coupling: Coupling of the rows of W, and of both base estimators of a hybrid; see
+        ``simrf_jax.draw_projection``. None stands for the feature map's: simplex for positive,
+        relu, elu and maps of one's own, orthogonal for the others.
+      block: Row-block mode, ``"regular"`` or ``"square"``; see ``simrf_jax.draw_projection``.
+      rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
+        ``simrf_jax.draw_projection``.
+      norms: Law of the row norms; see ``simrf_jax.draw_projection``. ``"radau"`` needs positive,
+        hyperbolic or similar features, which honour weights; hybrids and optimal positive features
+        refuse it, and the latter ``"sqrt_dim"`` as well.
+      num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
+        time and the state of hybrids grow with its product with ``num_features``.
+      shared: True draws one W for all heads.
+      is_causal: True lets each query attend only to keys up to its own position, also in calls that
+        do not ask for it.
+      factored_masks: True accepts masks with a query axis if they are products of a mask of
+        queries, a mask of keys and, with ``is_causal``, the causal mask, as Flax's
+        ``make_attention_mask``, ``make_causal_mask`` and ``combine_masks`` make them. A query that
+        sees no key gets zeros. A mask that is no such product raises if its values are known, and
+        makes the output NaN under ``jit``. Reading these masks takes O(T S) memory: for long
+        sequences pass masks of the keys alone.
+      decode: True takes each call for the next tokens of the sequences in the cache.
+      sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
+        Decoding does not use it.
+      exact_bandwidth: Distance over which queries see keys exactly, or None; see
+        ``simrf_jax.random_feature_attention``.
+      rngs: Source of the key: its stream ``features``, or its default stream if there is none.
+
+    Raises:
+      TypeError: If a size is not an integer, a switch is neither True nor False, or a keyword is
+        unknown.
+      ValueError: If a name is unknown; when called, if linear attention cannot honour the mask, if
+        dropout, sown attention weights or an algorithm for products are asked for, or if ``decode``
+        has no cache.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from simrf_jax.integrations.nnx import RandomFeatureAttention
+      >>> rngs = nnx.Rngs(0)
+      >>> attention = nnx.MultiHeadAttention(
+      ...     8, 512, decode=False, rngs=rngs,
+      ...     attention_fn=RandomFeatureAttention(8, 64, 130, rngs=rngs),
+      ... )
+      >>> attention(jnp.ones((2, 10, 512))).shape
+      (2, 10, 512)
+      >>> decoder = nnx.view(attention, only=RandomFeatureAttention, decode=True, batch_size=2)
+      >>> prompt, token = decoder(jnp.ones((2, 10, 512))), decoder(jnp.ones((2, 1, 512)))
+      >>> prompt.shape, token.shape
+      ((2, 10, 512), (2, 1, 512))
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_features: int | None,
+        *,
+        feature_map: FeatureMapLike = "positive",
+        coupling: Coupling | None = None,
+        block: BlockMode = "regular",
+        rotation: Rotation = "haar",
+        norms: Norms = "chi",
+        num_weights: int | None = None,
+        shared: bool = False,
+        is_causal: bool = False,
+        factored_masks: bool = False,
+        decode: bool = False,
+        sequence_axis: str | tuple[str, ...] | None = None,
+        exact_bandwidth: int | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            num_heads,
+            head_dim,
+            is_causal=is_causal,
+            factored_masks=factored_masks,
+            decode=decode,
+            sequence_axis=sequence_axis,
+        )
+        shared = checks.boolean("shared", shared)
+        feature_map = flax_calibration.adapter_map(
+            feature_map, self.num_heads, self.head_dim, num_features
+        )
+        flax_drawing.check_feature_maps((feature_map,), num_weights=num_weights)
+        if exact_bandwidth is not None:
+            exact_bandwidth = check_band(exact_bandwidth, as_feature_map(feature_map))
+        self.exact_bandwidth = exact_bandwidth
+        self.moments: CalibrationMoments | None = nnx.data(None)
+        self.loss: DistillationLoss | None = nnx.data(None)
+        self.learned: LearnedRows | None = nnx.data(None)
+        self.projection = nnx.data(None)
+        if num_features is None:
+            self._keep(feature_map)
+            return
+        options = flax_drawing.draw_options(
+            feature_map, coupling=coupling, block=block, rotation=rotation, norms=norms
+        )
+        w = flax_drawing.draw_heads(
+            rngs.features(),
+            None if shared else self.num_heads,
+            num_features,
+            head_dim,
+            feature_map=feature_map,
+            num_weights=num_weights,
+            options=options,
+        )
+        if isinstance(feature_map, Learned):
+            feature_map = Learned.start(jnp.asarray(w), feature_map.calibration)
+        else:
+            self.projection = RandomProjection(w, draw_options=options)
+        self._keep(feature_map)
+
+    def _keep(self, feature_map: FeatureMapLike) -> None:
+        """Makes the arrays of a feature map part of the module's state."""
+        if isinstance(feature_map, Learned):
+            self.learned = LearnedRows(feature_map)
+            feature_map = feature_map.calibration
+        self.feature_map = _as_state(feature_map)
+
+    def stack_shape(self) -> tuple[int, ...]:
+        """Returns the leading shape of a stack of layers, ``()`` for one layer."""
+        if not isinstance(self.feature_map, Calibration):
+            raise TypeError("Only adapters with calibrated or learned features know their stack.")
+        return self.feature_map.get_value().query_mean.shape[:-2]
+
+    def _mechanism(self, num_heads: int) -> RandomFeatures:
+        del num_heads
+        w = None if self.projection is None else self.projection.get_value()
+        return flax_attention.random_features(
+            w, self._map(), self.sequence_axis, self.exact_bandwidth
+        )
+
+    def _map(self) -> FeatureMapLike:
+        if not isinstance(self.feature_map, Calibration):
+            return self.feature_map
+        calibration = jax.lax.stop_gradient(self.feature_map.get_value())
+        return calibration if self.learned is None else self.learned.feature_map(calibration)
+
+    def _observe(self, call: flax_attention.Call) -> None:
+        if self.moments is not None:
+            sums = flax_calibration.add_moments(self.moments.get_value(), call)
+            self.moments.set_value(sums)
+        feature_map = self._map()
+        if self.loss is not None and isinstance(feature_map, Learned):
+            loss = flax_distillation.loss_of_call(call, feature_map, self.exact_bandwidth)
+            self.loss.set_value(self.loss.get_value() + loss)
+
+
+def _as_state(feature_map: FeatureMapLike) -> Any:
+    """Returns a feature map as an attribute of a module, whose state its arrays belong to."""
+    if isinstance(feature_map, Calibrated):
+        return Calibration(feature_map)
+    return nnx.data(feature_map) if has_arrays(feature_map) else feature_map

@@ -1,0 +1,25 @@
+"""NNX variables for arrays of adapters that are no parameters."""
+
+from __future__ import annotations
+
+from flax import nnx
+
+
+class RandomProjection(nnx.Variable):
+    """The random projection W: part of the model's state and checkpoints, but no parameter.
+
+    Its metadata ``draw_options`` says how W was drawn: a ``simrf_jax.DrawOptions``, or for a tuple
+    of projections a tuple of as many, None where there is no W. ``redraw_projections`` reads it.
+    """
+
+
+class Calibration(nnx.Variable):
+    """The arrays of a calibrated feature map: state of the model, but no parameter."""
+
+
+class CalibrationMoments(nnx.Variable):
+    """Moments of the queries and keys of an adapter, while ``calibrate`` sums them."""
+
+
+class DistillationLoss(nnx.Variable):
+    """The loss of an adapter's learned features, while ``distillation_loss`` calls the model."""

@@ -1,0 +1,361 @@
+import dataclasses
+import functools
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as orbax
+import pytest
+from flax import linen as nn
+from flax import nnx
+
+import simrf_jax
+from simrf_jax.features.maps import Learned
+from simrf_jax.integrations import linen as linen_adapters
+from simrf_jax.integrations import nnx as nnx_adapters
+
+HEADS, DIM, WIDTH, ROWS = 2, 4, 8, 6
+PARAMETERS = {"query_rows", "key_rows", "query_offsets", "key_offsets", "log_weights"}
+
+
+def batch(seed=0):
+    rng = np.random.default_rng(seed)
+    spectrum = np.arange(1, WIDTH + 1) ** -0.7
+    return (rng.normal(size=(2, 16, WIDTH)) * spectrum * 3 + 0.5).astype(np.float32)
+
+
+def tokens(seed=0):
+    rng = np.random.default_rng(seed)
+    stretch = np.linspace(0.5, 2, HEADS)[:, None]
+    return tuple(
+        rng.normal(stretch, stretch, (2, 16, HEADS, DIM)).astype(np.float32) for _ in "qkv"
+    )
+
+
+def nnx_adapter(num_features=ROWS, feature_map="learned", **options):
+    rngs = nnx.Rngs(0)
+    return nnx_adapters.RandomFeatureAttention(
+        HEADS, DIM, num_features, feature_map=feature_map, rngs=rngs, **options
+    )
+
+
+def nnx_attention(**options):
+    return nnx.MultiHeadAttention(
+        HEADS, WIDTH, decode=False, attention_fn=nnx_adapter(**options), rngs=nnx.Rngs(1)
+    )
+
+
+def linen_adapter(num_features=ROWS, feature_map="learned", **options):
+    return linen_adapters.RandomFeatureAttention(num_features, feature_map, **options)
+
+
+def linen_attention(**options):
+    return nn.MultiHeadDotProductAttention(num_heads=HEADS, attention_fn=linen_adapter(**options))
+
+
+def start(adapter, calibration):
+    """Returns the map that an NNX adapter starts at, with another calibration."""
+    return Learned.start(adapter.learned.query_rows[...], calibration)
+
+
+def test_starts_at_hyperbolic_features_of_a_w_for_each_head():
+    q, k, v = tokens()
+    adapter, hyperbolic = nnx_adapter(), nnx_adapter(feature_map="hyperbolic")
+    np.testing.assert_allclose(adapter(q, k, v), hyperbolic(q, k, v), rtol=1e-4, atol=1e-5)
+    assert adapter.projection is None
+    params = nnx.to_pure_dict(nnx.state(adapter, nnx.Param))["learned"]
+    assert set(params) == PARAMETERS
+    np.testing.assert_array_equal(params["query_rows"], hyperbolic.projection[...])
+
+
+def test_linen_starts_at_hyperbolic_features_of_a_w_for_each_head():
+    q, k, v = tokens()
+    adapter, hyperbolic = linen_adapter(), linen_adapter(feature_map="hyperbolic")
+    variables, expected = (one.init(jax.random.key(0), q, k, v) for one in (adapter, hyperbolic))
+    assert set(variables) == {"params", "calibration"}
+    assert set(variables["params"]) == PARAMETERS
+    np.testing.assert_array_equal(
+        variables["params"]["key_rows"], expected["random_features"]["projection"].value
+    )
+    np.testing.assert_allclose(
+        adapter.apply(variables, q, k, v), hyperbolic.apply(expected, q, k, v), rtol=1e-4, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("bandwidth", [None, 2])
+def test_starts_at_calibrated_features_once_calibrated(bandwidth):
+    q, k, v = tokens()
+    adapter = nnx_adapter(exact_bandwidth=bandwidth)
+    w = adapter.learned.query_rows[...]
+    nnx_adapters.calibrate(adapter, [(q, k)], call=lambda call, x: call(*x, x[1]))
+    expected = simrf_jax.random_feature_attention(
+        q,
+        k,
+        v,
+        jnp.concatenate([w, -w], axis=1),
+        feature_map=simrf_jax.calibrate(q, k),
+        exact_bandwidth=bandwidth,
+    )
+    np.testing.assert_allclose(adapter(q, k, v), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_linen_starts_at_calibrated_features_once_calibrated():
+    q, k, v = tokens()
+    adapter = linen_adapter()
+    variables = adapter.init(jax.random.key(0), q, k, v)
+    calibrated = linen_adapters.calibrate(
+        adapter,
+        variables,
+        [(q, k)],
+        call=lambda model, given, x, mutable: model.apply(given, *x, x[1], mutable=mutable),
+    )
+    w = variables["params"]["query_rows"]
+    expected = simrf_jax.random_feature_attention(
+        q, k, v, jnp.concatenate([w, -w], axis=1), feature_map=simrf_jax.calibrate(q, k)
+    )
+    out = adapter.apply(calibrated, q, k, v)
+    np.testing.assert_allclose(out, expected, rtol=1e-3, atol=1e-4)
+    assert calibrated["params"] is variables["params"]
+
+
+def test_a_loss_of_the_model_gives_the_parameters_gradients():
+    model = nnx_attention()
+    grads = nnx.grad(lambda model: jnp.sum(model(batch()) ** 2))(model)
+    for name, gradient in nnx.to_pure_dict(grads)["attention_fn"]["learned"].items():
+        assert np.isfinite(gradient).all()
+        assert np.abs(gradient).max() > 0, name
+
+
+def nnx_loss(options, x):
+    """Returns the loss of the model, that of the adapter's map, and both gradients."""
+    model = nnx_attention(**options)
+    nnx_adapters.calibrate(model, [x])
+    loss, grads = nnx.value_and_grad(nnx_adapters.distillation_loss)(model, x)
+    adapter = model.attention_fn
+    one = start(adapter, adapter.feature_map.get_value())
+    grads = nnx.to_pure_dict(grads)
+    of_map = grads.pop("attention_fn")["learned"]
+    return loss, of_map, grads, one, (model.query(x), model.key(x))
+
+
+def linen_loss(options, x):
+    model = linen_attention(**options)
+    variables = linen_adapters.calibrate(model, model.init(jax.random.key(0), x), [x])
+    loss, grads = jax.value_and_grad(
+        lambda params: linen_adapters.distillation_loss(model, {**variables, "params": params}, x)
+    )(variables["params"])
+    one = Learned.start(
+        variables["params"]["attention_fn"]["query_rows"],
+        variables["calibration"]["attention_fn"]["feature_map"],
+    )
+    grads = dict(grads)
+    of_map = grads.pop("attention_fn")
+    params = variables["params"]
+
+    def project(name):
+        kernel, bias = params[name]["kernel"], params[name]["bias"]
+        return jnp.einsum("btw,wkh->btkh", x, kernel) + bias[None, None]
+
+    return loss, of_map, grads, one, (project("query"), project("key"))
+
+
+@pytest.mark.parametrize("measure", [nnx_loss, linen_loss])
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"exact_bandwidth": 2}])
+def test_the_loss_of_a_model_is_that_of_its_maps_and_trains_them_alone(measure, options):
+    loss, of_map, others, one, (q, k) = measure(options, batch())
+    expected, gradient = jax.value_and_grad(
+        lambda one: simrf_jax.distillation_loss(q, k, None, feature_map=one, **options)
+    )(one)
+    np.testing.assert_allclose(loss, expected, rtol=1e-4)
+    for name in PARAMETERS:
+        np.testing.assert_allclose(of_map[name], getattr(gradient, name), rtol=1e-2, atol=1e-4)
+    assert all(not np.any(leaf) for leaf in jax.tree.leaves(others))
+
+
+def test_the_mean_over_layers_that_are_stacked():
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(key):
+        rngs = nnx.Rngs(key)
+        adapter = nnx_adapters.RandomFeatureAttention(
+            HEADS, DIM, ROWS, feature_map="learned", rngs=rngs
+        )
+        return nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, attention_fn=adapter, rngs=rngs)
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def forward(layer, x):
+        return x + layer(x)
+
+    stack = make(jax.random.split(jax.random.key(0), 3))
+    layers = [nnx.clone(jax.tree.map(lambda leaf, i=i: leaf[i], stack)) for i in range(3)]
+    x, losses = batch(), []
+    loss = nnx_adapters.distillation_loss(stack, x, call=lambda stack, x: forward(stack, x))
+    for layer in layers:
+        losses.append(float(nnx_adapters.distillation_loss(layer, x)))
+        x = x + layer(x)
+    assert float(loss) == pytest.approx(np.mean(losses), rel=1e-4)
+
+
+class Scanned(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        class Layer(nn.Module):
+            @nn.compact
+            def __call__(self, x, _):
+                return x + linen_attention()(x), None
+
+        axes = dict.fromkeys(("params", "calibration", "distillation"), 0)
+        split = {"params": True, "features": True}
+        return nn.scan(Layer, variable_axes=axes, split_rngs=split, length=3)()(x, None)[0]
+
+
+def test_linen_layers_that_are_scanned_have_a_loss():
+    model = Scanned()
+    variables = model.init(jax.random.key(0), batch())
+    grads = jax.grad(lambda v: linen_adapters.distillation_loss(model, v, batch()))(variables)
+    [rows] = [
+        leaf
+        for path, leaf in flax.traverse_util.flatten_dict(grads["params"]).items()
+        if path[-1] == "key_rows"
+    ]
+    assert rows.shape == (3, HEADS, ROWS, DIM)
+    assert (np.abs(rows).max(axis=(1, 2, 3)) > 0).all()
+
+
+def test_training_steps_that_donate_the_model_lower_the_loss():
+    model = nnx_attention()
+    nnx_adapters.calibrate(model, [batch()])
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+
+    @functools.partial(nnx.jit, donate_argnames=("optimizer",))
+    def step(model, optimizer, x):
+        loss, grads = nnx.value_and_grad(nnx_adapters.distillation_loss)(model, x)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer, batch())) for _ in range(20)]
+    assert losses[-1] < losses[0] - 0.05
+    assert model.attention_fn.loss is None
+
+
+def test_is_saved_and_restored_with_the_state(tmp_path):
+    model, other = nnx_attention(), nnx_attention()
+    nnx_adapters.calibrate(model, [batch()])
+    learned = model.attention_fn.learned
+    learned.log_weights[...] = learned.log_weights[...] + jnp.arange(ROWS, dtype=float)[None]
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "saved", nnx.state(model))
+        checkpointer.wait_until_finished()
+        nnx.update(other, checkpointer.restore(tmp_path / "saved", nnx.state(other)))
+    np.testing.assert_array_equal(other(batch()), model(batch()))
+
+
+def test_linen_variables_are_saved_and_restored():
+    model = linen_attention()
+    fresh = model.init(jax.random.key(0), batch())
+    variables = linen_adapters.calibrate(model, fresh, [batch()])
+    restored = flax.serialization.from_bytes(fresh, flax.serialization.to_bytes(variables))
+    np.testing.assert_array_equal(model.apply(restored, batch()), model.apply(variables, batch()))
+
+
+def test_the_map_itself_is_saved_and_restored():
+    adapter = nnx_adapter()
+    one = start(adapter, adapter.feature_map.get_value())
+    moved = dataclasses.replace(one, key_offsets=one.key_offsets + 1)
+    restored = flax.serialization.from_bytes(one, flax.serialization.to_bytes(moved))
+    for actual, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(moved), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.parametrize("bandwidth", [None, 2])
+def test_decodes_as_it_attends(bandwidth):
+    model = nnx_attention(is_causal=True, exact_bandwidth=bandwidth)
+    nnx_adapters.calibrate(model, [batch()])
+    x = batch()[:, :6]
+    decoder = nnx.view(model, only=nnx_adapters.RandomFeatureAttention, decode=True, batch_size=2)
+    parts = [decoder(x[:, :3]), *(decoder(x[:, t : t + 1]) for t in range(3, 6))]
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), model(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_takes_a_map_that_was_learned_elsewhere(api):
+    q, k, v = tokens()
+    one = Learned.start(nnx_adapter().learned.key_rows[...], simrf_jax.calibrate(q, k))
+    one = dataclasses.replace(
+        one, log_weights=one.log_weights + jnp.arange(ROWS, dtype=float)[None]
+    )
+    if api == "nnx":
+        adapter = nnx_adapter(None, one)
+        out = adapter(q, k, v)
+        assert isinstance(adapter.learned, nnx_adapters.LearnedRows)
+    else:
+        adapter = linen_adapter(None, one)
+        variables = adapter.init(jax.random.key(0), q, k, v)
+        assert set(variables["params"]) == PARAMETERS
+        out = adapter.apply(variables, q, k, v)
+    expected = simrf_jax.random_feature_attention(q, k, v, None, feature_map=one)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def nnx_call(**options):
+    return nnx_adapter(**options)(*tokens())
+
+
+def linen_call(**options):
+    adapter = linen_adapter(**options)
+    return adapter.init_with_output(jax.random.key(0), *tokens())[0]
+
+
+@pytest.mark.parametrize("call", [nnx_call, linen_call])
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"num_features": None}, "feature_map='learned' needs num_features"),
+        ({"norms": "sqrt_dim"}, "norms='sqrt_dim' fixes the norms"),
+        ({"norms": "radau", "coupling": "cross_polytope"}, "norms='radau' fixes the norms"),
+    ],
+)
+def test_refuses_options(call, options, match):
+    with pytest.raises(ValueError, match=match):
+        call(**options)
+
+
+@pytest.mark.parametrize("call", [nnx_call, linen_call])
+def test_refuses_a_number_of_features_beside_a_map_with_rows(call):
+    q, k, _ = tokens()
+    one = Learned.start(jnp.ones((ROWS, DIM)), simrf_jax.calibrate(q, k))
+    with pytest.raises(ValueError, match="num_features must be None, got 3"):
+        call(num_features=3, feature_map=one)
+
+
+def nnx_distil(x=None, **options):
+    call = None if x is None else lambda model, batch: model(batch, **x)
+    return nnx_adapters.distillation_loss(nnx_attention(**options), batch(), call=call)
+
+
+def linen_distil(x=None, **options):
+    model = linen_attention(**options)
+
+    def call(model, variables, batch, mutable):
+        return model.apply(variables, batch, mutable=mutable, **(x or {}))
+
+    variables = model.init(jax.random.key(0), batch())
+    return linen_adapters.distillation_loss(model, variables, batch(), call=call)
+
+
+@pytest.mark.parametrize("distil", [nnx_distil, linen_distil])
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"feature_map": "calibrated"}, 'feature_map="learned"'),
+        ({"decode": True}, "decode=True"),
+        (
+            {"factored_masks": True, "x": {"mask": nn.make_attention_mask(*np.ones((2, 2, 16)))}},
+            "got segment_ids or a mask with a query axis",
+        ),
+    ],
+)
+def test_distillation_refuses(distil, options, match):
+    with pytest.raises(ValueError, match=match):
+        distil(**options)
