@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import ClassVar, SupportsIndex
+from typing import Any, ClassVar, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -142,8 +142,8 @@ class Calibrated(FeatureMap):
 
     def _half_log_weights(self, projection: Projection) -> Float[Array, "*K num_features"]:
         """Returns half the log ratio of the densities at each row, and half its own weight."""
-        rows = rows_of(projection)
-        if np.ndim(rows) == 3:
+        rows: Any = rows_of(projection)
+        if rows.ndim == 3:
             axis = 0 if jnp.ndim(self.variances) == 2 else None
             return jax.vmap(_half_log_weights, in_axes=(axis, 0))(self.variances, projection)
         return _half_log_weights(self.variances, projection)
@@ -175,8 +175,8 @@ def _along(
     return jnp.broadcast_to(jnp.reshape(vector, (*heads, *ones, width)), x.shape)
 
 
-def _of_heads(x: Float[Array, "*batch H"], rows: Projection) -> Float[Array, "*batch rows"]:
-    """Multiplies vectors by one matrix, or those of K heads by one each."""
-    if np.ndim(rows) == 2:
+def _of_heads(x: Float[Array, "*batch H"], rows: Any) -> Float[Array, "*batch rows"]:
+    """Multiplies vectors by one matrix, dense or structured, or those of K heads by one each."""
+    if rows.ndim == 2:
         return product(x, rows)
     return jax.vmap(product, in_axes=(2, 0), out_axes=2)(x, rows)
