@@ -284,8 +284,6 @@ def test_takes_a_map_that_was_learned_elsewhere(api):
     one = Learned.start(nnx_adapter().learned.key_rows[...], simrf_jax.calibrate(q, k))
     bent = one.log_weights + jnp.arange(ROWS, dtype=float)[None]
     one = dataclasses.replace(one, log_weights=bent)
-        one, log_weights=one.log_weights + jnp.arange(ROWS, dtype=float)[None]
-    )
     if api == "nnx":
         adapter = nnx_adapter(None, one)
         out = adapter(q, k, v)
