@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 
 import simrf_jax
+from simrf_jax.integrations import flax_calibration
 from simrf_jax.integrations import nnx as adapters
 from simrf_jax.integrations.nnx import Calibration, RandomProjection
 from simrf_jax.projections import Projection, StructuredProjection
@@ -92,6 +93,9 @@ def init_state(
 def redraw(state: TrainState, *, interval: int, stacked: bool = False) -> TrainState:
     """Returns the state with the projections that belong to its step, drawn as the model drew them.
 
+    Beside a calibration they are turned with its axes, which rounding may decide. So runs on other
+    devices draw the same features.
+
     Args:
       state: State of any step.
       interval: Steps between redraws; see ``simrf_jax.redraw_key``.
@@ -102,20 +106,20 @@ def redraw(state: TrainState, *, interval: int, stacked: bool = False) -> TrainS
     key = simrf_jax.redraw_key(key, state.step, interval=interval)
     if not stacked:
         drawn = simrf_jax.redraw_projections(key, state.projections)
-        return state._replace(projections=drawn)
+        return state._replace(projections=_turned(drawn, state.calibrations))
     layers = jax.tree.map(
         _layers, state.projections, is_leaf=lambda node: isinstance(node, StructuredProjection)
     )
     drawn = simrf_jax.redraw_projections(key, layers)
     drawn = jax.tree.map(_stack, drawn, is_leaf=lambda node: isinstance(node, list))
-    return state._replace(projections=drawn)
+    return state._replace(projections=_turned(drawn, state.calibrations))
 
 
 def calibrate(state: TrainState, inputs: jax.Array, *, graphdef: nnx.GraphDef) -> TrainState:
     """Returns the state with calibrated features that fit the queries and keys of some inputs.
 
     The model computes the queries and keys with the features that it has. Nothing is drawn, so the
-    result is a function of the state and the inputs alone.
+    result is a function of the state and the inputs alone. The calibration turns projections.
 
     Args:
       state: State of any step.
@@ -124,7 +128,22 @@ def calibrate(state: TrainState, inputs: jax.Array, *, graphdef: nnx.GraphDef) -
     """
     model = nnx.merge(graphdef, *state.model)
     adapters.calibrate(model, [inputs])
-    return state._replace(calibrations=nnx.state(model, Calibration))
+    projections, calibrations = nnx.state(model, RandomProjection, Calibration)
+    return state._replace(projections=projections, calibrations=calibrations)
+
+
+def _turned(projections: nnx.State, calibrations: nnx.State) -> nnx.State:
+    """Returns new projections in the axes of the calibrations of the same adapters."""
+    fits = {path[:-1]: fit.get_value() for path, fit in nnx.to_flat_state(calibrations)}
+
+    def turn(path: tuple[Any, ...], w: nnx.Variable) -> nnx.Variable:
+        if path[:-1] not in fits:
+            return w
+        turned = flax_calibration.turn_projection(w.get_value(), None, fits[path[:-1]])
+        return w.replace(turned)
+
+    flat = [(path, turn(path, w)) for path, w in nnx.to_flat_state(projections)]
+    return nnx.from_flat_state(flat)
 
 
 def _layers(stack: Projection) -> list[Projection]:

@@ -10,12 +10,13 @@ from simrf_jax.attention.inputs.arguments import shape_of_logits
 from simrf_jax.attention.inputs.masks import per_key, within_lengths
 from simrf_jax.calibration import Moments
 from simrf_jax.calibration.api import moments
+from simrf_jax.calibration.axes import turn_rows
 from simrf_jax.calibration.fit import Balance, Tilt, fit
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.features.learned import Learned
 from simrf_jax.integrations.flax_attention import Call
-from simrf_jax.projections import FIXED_NORMS, DrawOptions
+from simrf_jax.projections import FIXED_NORMS, DrawOptions, Projection, WeightedProjection
 
 
 def adapter_map(
@@ -125,6 +126,17 @@ def _check_sums(queries: Moments, keys: Moments) -> None:
             "nn.scan and nn.vmap by calibration_moments in their variable_axes, nnx.scan and "
             "nnx.vmap by an axis of the layers that is not None."
         )
+
+
+def turn_projection(w: Projection, before: Calibrated | None, after: Calibrated) -> Projection:
+    """Returns W of an adapter, turned with the axes of its calibration; see ``turn_rows``.
+
+    A W that all heads share stays as it is, since each head has axes of its own.
+    """
+    if isinstance(w, WeightedProjection):
+        return WeightedProjection(turn_projection(w.rows, before, after), w.log_weights)
+    rows = jnp.asarray(w)
+    return turn_rows(rows, before, after) if rows.ndim == after.query_matrix.ndim else w
 
 
 def check_tilt(tilt: Tilt | None, options: DrawOptions | None) -> None:

@@ -11,6 +11,7 @@ from flax import linen as nn
 from flax import nnx
 
 import simrf_jax
+from simrf_jax.calibration.axes import turn_rows
 from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.integrations import linen as linen_adapters
 from simrf_jax.integrations import nnx as nnx_adapters
@@ -80,8 +81,13 @@ def test_linen_fits_the_queries_and_keys_of_all_batches():
     actual = calibrated["calibration"]["attention_fn"]["feature_map"]
     assert_trees_close(actual, simrf_jax.calibrate(*tokens))
     assert set(calibrated) == set(variables)
-    for name in ("params", "random_features"):
-        assert calibrated[name] is variables[name]
+    assert calibrated["params"] is variables["params"]
+    w, turned = (
+        each["random_features"]["attention_fn"]["projection"] for each in (variables, calibrated)
+    )
+    identity = Calibrated.identity(HEADS, DIM)
+    np.testing.assert_allclose(turned.value, turn_rows(w.value, identity, actual), rtol=1e-5)
+    assert turned.draw_options == w.draw_options
 
 
 @pytest.mark.parametrize("options", [{"tilt": "isotropic"}, {"center": False, "balance": False}])
@@ -320,6 +326,37 @@ def test_each_head_is_computed_with_its_own_calibration(api):
             *one, w[head], feature_map=simrf_jax.calibrate(*one[:2])
         )
         np.testing.assert_allclose(out[:, :, head : head + 1], expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("feature_map", ["calibrated", "learned"])
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_a_second_calibration_turns_rows_with_its_axes(api, feature_map):
+    """Rows that stay where they are would be other rows, as after a redraw."""
+    x, others = inputs(4, 100, seed=0), inputs(4, 100, seed=1)
+    if api == "nnx":
+        model = nnx_attention(feature_map=feature_map)
+        nnx_adapters.calibrate(model, [x])
+        rows = nnx.state(model, (nnx_adapters.RandomProjection, nnx.Param))
+        first, rows = model(x), jax.tree.map(jnp.copy, rows)
+        nnx_adapters.calibrate(model, [others])
+        second = model(x)
+        nnx.update(model, rows)
+        as_redrawn = model(x)
+    else:
+        model = linen_attention(feature_map=feature_map)
+        variables = model.init(jax.random.key(0), x)
+        variables = linen_adapters.calibrate(model, variables, [x])
+        turned = linen_adapters.calibrate(model, variables, [others])
+        unturned = variables | {"calibration": turned["calibration"]}
+        first, second, as_redrawn = (model.apply(each, x) for each in (variables, turned, unturned))
+    assert np.abs(second - first).mean() < 0.6 * np.abs(as_redrawn - first).mean()
+
+
+def test_a_shared_projection_stays_as_it_was():
+    model = nnx_attention(shared=True)
+    w = np.array(model.attention_fn.projection[...])
+    nnx_adapters.calibrate(model, BATCHES)
+    np.testing.assert_array_equal(model.attention_fn.projection[...], w)
 
 
 def test_layers_that_are_stacked_are_calibrated_one_by_one():

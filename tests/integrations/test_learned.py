@@ -88,8 +88,8 @@ def test_linen_starts_at_hyperbolic_features_of_a_w_for_each_head():
 def test_starts_at_calibrated_features_once_calibrated(bandwidth):
     q, k, v = tokens()
     adapter = nnx_adapter(exact_bandwidth=bandwidth)
-    w = adapter.learned.query_rows[...]
     nnx_adapters.calibrate(adapter, [(q, k)], call=lambda call, x: call(*x, x[1]))
+    w = adapter.learned.query_rows[...]
     expected = simrf_jax.random_feature_attention(
         q,
         k,
@@ -111,13 +111,13 @@ def test_linen_starts_at_calibrated_features_once_calibrated():
         [(q, k)],
         call=lambda model, given, x, mutable: model.apply(given, *x, x[1], mutable=mutable),
     )
-    w = variables["params"]["query_rows"]
+    w = calibrated["params"]["query_rows"]
     expected = simrf_jax.random_feature_attention(
         q, k, v, jnp.concatenate([w, -w], axis=1), feature_map=simrf_jax.calibrate(q, k)
     )
     out = adapter.apply(calibrated, q, k, v)
     np.testing.assert_allclose(out, expected, rtol=1e-3, atol=1e-4)
-    assert calibrated["params"] is variables["params"]
+    assert calibrated["params"]["log_weights"] is variables["params"]["log_weights"]
 
 
 def test_a_loss_of_the_model_gives_the_parameters_gradients():

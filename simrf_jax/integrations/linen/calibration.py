@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import linen as nn
+from flax.core.meta import AxisMetadata
 
 from simrf_jax.calibration.api import check_options
 from simrf_jax.calibration.fit import Balance, Tilt
@@ -31,7 +32,11 @@ def calibrate(
     means and covariances of its queries and keys, in memory that does not depend on the number of
     batches, and then fits its feature map as ``simrf_jax.calibrate`` does. During the pass, the
     adapters compute with the maps that they have, from the calibration before or plain positive
-    features. Learned features keep their parameters, in the new coordinates.
+    features.
+
+    W is turned with the axes of the fit, so that features change no more than the data did. Rows of
+    learned features are turned likewise, and their other parameters stay. A W that all heads share
+    stays, too.
 
     Args:
       model: A model that holds adapters. ``nn.scan`` over layers and ``nn.vmap`` need
@@ -46,8 +51,8 @@ def calibrate(
       tilt: ``"log"``, ``"mean"``, ``"isotropic"`` or None; see ``simrf_jax.calibrate``.
 
     Returns:
-      The variables with another collection ``calibration``. It gets no gradient unless
-      ``jax.grad`` is taken by it, and redraws do not change it.
+      The variables with another collection ``calibration``, and with W or learned rows turned. The
+      calibration gets no gradient unless ``jax.grad`` is taken by it, and redraws do not change it.
 
     Raises:
       TypeError: If center is neither True nor False.
@@ -83,18 +88,56 @@ def calibrate(
     for batch in batches:
         sums = _add(model, call, variables, sums, batch)
 
-    def fit(path: Any, calibrated: Calibrated) -> Calibrated:
-        found = sums
-        for key in path[:-1]:
-            found = found[key.key]
-        return flax_calibration.fit_stack(
-            found["moments"], center=center, balance=balance, tilt=tilt
-        )
+    fitted = dict(variables)
+    for path, before in _adapters(variables["calibration"]):
+        moments = _at(sums, path)["moments"]
+        after = flax_calibration.fit_stack(moments, center=center, balance=balance, tilt=tilt)
+        fitted["calibration"] = _replaced(fitted["calibration"], (*path, "feature_map"), after)
+        for collection, name in ROWS:
+            rows = _at(fitted.get(collection, {}), path).get(name)
+            if rows is not None:
+                turned = _turned(rows, before, after)
+                fitted[collection] = _replaced(fitted[collection], (*path, name), turned)
+    return fitted
 
-    calibration = jax.tree_util.tree_map_with_path(
-        fit, variables["calibration"], is_leaf=lambda node: isinstance(node, Calibrated)
-    )
-    return {**variables, "calibration": calibration}
+
+# Where adapters keep rows, which turn with the axes of a calibration: collection and name.
+ROWS = (
+    ("random_features", "projection"),
+    ("params", "query_rows"),
+    ("params", "key_rows"),
+)
+
+
+def _adapters(
+    calibration: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Calibrated]]:
+    """Yields the path and the calibration of each adapter."""
+    for name, node in calibration.items():
+        if isinstance(node, Calibrated):
+            yield path, node
+        else:
+            yield from _adapters(node, (*path, name))
+
+
+def _at(collection: Mapping[str, Any], path: Iterable[str]) -> Mapping[str, Any]:
+    """Returns the variables of a module, empty if it has none in the collection."""
+    for name in path:
+        collection = collection.get(name, {})
+    return collection
+
+
+def _replaced(collection: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """Returns a collection with another value at a path."""
+    name, *rest = path
+    return {**collection, name: _replaced(collection[name], rest, value) if rest else value}
+
+
+def _turned(rows: Any, before: Calibrated, after: Calibrated) -> Any:
+    """Returns rows turned with the axes, in the box that they came in."""
+    if isinstance(rows, AxisMetadata):
+        return rows.replace_boxed(_turned(rows.unbox(), before, after))
+    return flax_calibration.turn_projection(rows, before, after)
 
 
 def _start(calibration: Mapping[str, Any]) -> dict[str, Any]:

@@ -30,10 +30,14 @@ def calibrate(
     means and covariances of its queries and keys, in memory that does not depend on the number of
     batches, and then fits its feature map as ``simrf_jax.calibrate`` does. During the pass, the
     adapters compute with the maps that they have, from the calibration before or plain positive
-    features. Learned features keep their parameters, in the new coordinates.
+    features.
+
+    W is turned with the axes of the fit, so that features change no more than the data did. Rows of
+    learned features are turned likewise, and their other parameters stay. A W that all heads share
+    stays, too.
 
     The result is in ``Calibration`` variables, which are part of the state and of checkpoints, but
-    no parameters. W is as before; redraws do not change the calibration.
+    no parameters. Redraws do not change the calibration.
 
     Args:
       model: A model that holds adapters. It is called as the caller left it: set it to evaluation
@@ -97,7 +101,18 @@ def calibrate(
         for own in sums
     ]
     for adapter, calibrated in zip(adapters, fitted, strict=True):
+        before = adapter.feature_map.get_value()
+        for rows in _rows(adapter):
+            w = rows.get_value()
+            rows.set_value(flax_calibration.turn_projection(w, before, calibrated))
         adapter.feature_map.set_value(calibrated)
+
+
+def _rows(adapter: RandomFeatureAttention) -> list[nnx.Variable]:
+    """Returns the variables that hold W, or the rows of learned features."""
+    if adapter.learned is not None:
+        return [adapter.learned.query_rows, adapter.learned.key_rows]
+    return [] if adapter.projection is None else [adapter.projection]
 
 
 def _call(model: Any, batch: Any) -> Any:
