@@ -1,0 +1,75 @@
+"""Calibrated features of all heads at once."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import simrf_jax
+from simrf_jax import WeightedProjection
+
+HEADS, DIM, ROWS = 3, 8, 16
+
+
+def tokens(*shape):
+    stretch = np.linspace(0.3, 1.5, HEADS)[:, None]
+    rng = np.random.default_rng(0)
+    shape = (2, 5, HEADS, *shape, DIM)
+    return (rng.normal(size=shape) * stretch.reshape(-1, *([1] * (len(shape) - 3)))).astype("f4")
+
+
+def draw(key):
+    return simrf_jax.draw_projection(key, ROWS, DIM)
+
+
+def weighted(key):
+    return WeightedProjection(draw(key), np.linspace(-1, 1, ROWS, dtype="f4"))
+
+
+def fast(key):
+    return simrf_jax.draw_fast_projection(key, ROWS, DIM)
+
+
+def draw_for_each_head(draw):
+    return jax.vmap(draw)(jax.random.split(jax.random.key(0), HEADS))
+
+
+PROJECTIONS = {
+    f"{draw.__name__}{kind}": make(draw)
+    for draw in (draw, weighted, fast)
+    for kind, make in {
+        "": lambda draw: draw(jax.random.key(0)),
+        " for each head": draw_for_each_head,
+    }.items()
+}
+
+
+def one_head(tree, head):
+    return jax.tree.map(lambda leaf: leaf[head], tree)
+
+
+@pytest.mark.parametrize("side", ["query", "key"])
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_each_head_has_the_features_of_itself_alone(name, side):
+    projection = PROJECTIONS[name]
+    x = jnp.asarray(tokens(2) if side == "query" else tokens())
+    calibration = simrf_jax.calibrate(tokens(), tokens()[:, ::-1] + 0.3)
+    together = calibration.log_features_of_heads(x, projection, side=side)
+    for head in range(HEADS):
+        own, w = one_head(calibration, head), projection
+        if "each" in name:
+            w = one_head(projection, head)
+        alone = own.log_features(x[:, :, head], w, side=side)
+        for one, expected in zip(together[:2], alone[:2], strict=True):
+            np.testing.assert_allclose(one[:, :, head], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_calibration_may_hold_numpy_arrays():
+    q = k = v = tokens()
+    w, calibration = draw(jax.random.key(0)), simrf_jax.calibrate(q, k + 0.3)
+    held = jax.tree.map(np.asarray, calibration)
+    outputs = (
+        simrf_jax.random_feature_attention(q, k, v, w, feature_map=each)
+        for each in (calibration, held)
+    )
+    np.testing.assert_array_equal(*outputs)
