@@ -93,7 +93,7 @@ def test_unbiased(coupling, rotation, dim):
             assert_mean(samples, 1)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @couplings
 @rotations
 @pytest.mark.parametrize("dim", [4, 6])

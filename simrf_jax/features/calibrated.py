@@ -155,7 +155,9 @@ def _half_log_weights(
     # Large terms of long rows nearly cancel, so each square stands beside its mean.
     squares = jnp.square(_dense(rows_of(projection)).astype(variances.dtype)) - 1
     constant = jnp.sum(jnp.log(variances) + 1 - variances, axis=-1, keepdims=True)
-    log_ratio = product(1 - variances, squares)
+    excess = jnp.expand_dims(1 - variances, -2)
+    shape = (*variances.shape[:-1], *squares.shape)
+    log_ratio = jnp.sum(jnp.broadcast_to(excess, shape) * jnp.broadcast_to(squares, shape), axis=-1)
     log_ratio += jnp.broadcast_to(constant, log_ratio.shape)
     return add_half_log_weights(0.25 * log_ratio, projection)
 

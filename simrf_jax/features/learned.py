@@ -53,17 +53,17 @@ class Learned(FeatureMap):
 
     Example:
       >>> import jax, simrf_jax
-      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 100, 8, 64))
-      >>> w = simrf_jax.draw_projection(jax.random.key(1), 64, 64, coupling="orthogonal")
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 100, 4, 16))
+      >>> w = simrf_jax.draw_projection(jax.random.key(1), 16, 16, coupling="orthogonal")
       >>> calibration = simrf_jax.calibrate(q, k)
       >>> learned = simrf_jax.feature_maps.Learned.start(w, calibration)
       >>> grads = jax.grad(
       ...     lambda learned: simrf_jax.distillation_loss(q, k, None, feature_map=learned)
       ... )(learned)
       >>> grads.query_rows.shape
-      (8, 64, 64)
+      (4, 16, 16)
       >>> simrf_jax.random_feature_attention(q, k, v, None, feature_map=learned).shape
-      (2, 100, 8, 64)
+      (2, 100, 4, 16)
 
     References:
       Zhang et al., The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry

@@ -233,7 +233,7 @@ def choose_num_features(
       >>> query, key = np.random.default_rng(0).normal(size=(2, 32, 1, 16))
       >>> choice = choose_num_features(query / 2, key / 2, relative_error=0.05)
       >>> choice.features, choice.coupling, choice.num_features
-      ('optimal_positive', 'cross_polytope', 40)
+      ('optimal_positive', 'cross_polytope', 27)
       >>> print(choose_num_features(2 * query, 2 * key, relative_error=0.05).reached)
       False
     """

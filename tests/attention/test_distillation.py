@@ -136,7 +136,9 @@ def example(seed, heads=2, dim=8, length=24, batch=24):
     return q.astype(np.float32), (k[..., ::-1] - 1).astype(np.float32)
 
 
-@pytest.mark.parametrize(("start", "most"), [("random", 0.5), ("calibrated", 0.8)])
+@pytest.mark.parametrize(
+    ("start", "most"), [("random", 0.5), pytest.param("calibrated", 0.8, marks=pytest.mark.slow)]
+)
 def test_training_lowers_the_loss_of_other_tokens(start, most):
     fit, held_out = example(0), example(1)
     calibration = Calibrated.identity(2, 8)

@@ -46,17 +46,14 @@ def distillation_loss(
       ...     RandomFeatureAttention, calibrate, distillation_loss
       ... )
       >>> rngs = nnx.Rngs(0)
-      >>> adapter = RandomFeatureAttention(8, 64, 64, feature_map="learned", rngs=rngs)
-      >>> attention = nnx.MultiHeadAttention(8, 512, decode=False, attention_fn=adapter, rngs=rngs)
-      >>> x = 2 * jax.random.normal(rngs(), (2, 50, 512))
+      >>> adapter = RandomFeatureAttention(2, 8, 16, feature_map="learned", rngs=rngs)
+      >>> attention = nnx.MultiHeadAttention(2, 16, decode=False, attention_fn=adapter, rngs=rngs)
+      >>> x = 2 * jax.random.normal(rngs(), (2, 50, 16))
       >>> calibrate(attention, [x])
       >>> optimizer = nnx.Optimizer(attention, optax.adam(1e-2), wrt=nnx.Param)
-      >>> losses = []
-      >>> for _ in range(5):
-      ...     loss, grads = nnx.value_and_grad(distillation_loss)(attention, x)
-      ...     optimizer.update(attention, grads)
-      ...     losses.append(float(loss))
-      >>> losses[-1] < losses[0]
+      >>> loss, grads = nnx.value_and_grad(distillation_loss)(attention, x)
+      >>> _ = optimizer.update(attention, grads)
+      >>> bool(distillation_loss(attention, x) < loss)
       True
 
     References:

@@ -108,7 +108,9 @@ def test_eight_devices_train_as_one_does(whole, tmp_path):
     np.testing.assert_allclose(read_losses(tmp_path), read_losses(whole[0]), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(("bandwidth", "is_exact"), [(-1, False), (16, True)])
+@pytest.mark.parametrize(
+    ("bandwidth", "is_exact"), [pytest.param(-1, False, marks=pytest.mark.slow), (16, True)]
+)
 def test_diagnostics_see_the_calibration_and_the_band(bandwidth, is_exact):
     changes = {"diagnostics__images": 5, "diagnostics__redraws": 3}
     program = build(
