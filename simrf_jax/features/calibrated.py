@@ -133,12 +133,26 @@ class Calibrated(FeatureMap):
             mean, other, matrix = self.query_mean, self.key_mean, self.query_matrix
         else:
             mean, other, matrix = self.key_mean, self.query_mean, self.key_matrix
-        balanced = _of_heads(x - _along(mean, x), jnp.asarray(matrix))
+        rows: Any = rows_of(projection)
+        matrix, centered = jnp.asarray(matrix), x - _along(mean, x)
+        balanced = _of_heads(centered, matrix)
         products = (x - _along(0.5 * mean, x)) * _along(other, x)
         log_scale = jnp.sum(products - 0.5 * jnp.square(balanced), axis=-1, keepdims=True)
-        exponent = _of_heads(balanced * _along(jnp.sqrt(self.variances), x), rows_of(projection))
+        if side == "query" and _is_worth_folding(rows, x):
+            # Attention does not use the log_scale of queries, so XLA drops their balanced vectors.
+            exponent = _of_heads(centered, self._folded(rows, matrix))
+        else:
+            exponent = _of_heads(balanced * _along(jnp.sqrt(self.variances), x), rows)
         exponent += _along(self._half_log_weights(projection), exponent)
         return LogFeatures(exponent, log_scale - 0.5 * math.log(exponent.shape[-1]))
+
+    def _folded(
+        self, rows: Float[Array, "K num_features H"], matrix: Float[Array, "*K H H"]
+    ) -> Float[Array, "K num_features H"]:
+        """Returns the rows of each head times the root of the tilt and a matrix."""
+        roots = jnp.expand_dims(jnp.sqrt(self.variances), -2)
+        tilted = rows * jnp.broadcast_to(roots, rows.shape)
+        return jnp.matmul(tilted, matrix, precision=jax.lax.Precision.HIGHEST)
 
     def _half_log_weights(self, projection: Projection) -> Float[Array, "*K num_features"]:
         """Returns half the log ratio of the densities at each row, and half its own weight."""
@@ -147,6 +161,12 @@ class Calibrated(FeatureMap):
             axis = 0 if jnp.ndim(self.variances) == 2 else None
             return jax.vmap(_half_log_weights, in_axes=(axis, 0))(self.variances, projection)
         return _half_log_weights(self.variances, projection)
+
+
+def _is_worth_folding(rows: Any, x: Float[Array, "*batch H"]) -> bool:
+    """Returns True for dense rows of each head that are fewer than its vectors."""
+    is_dense = not isinstance(rows, StructuredProjection)
+    return is_dense and rows.ndim == 3 and rows.shape[0] * rows.shape[1] < math.prod(x.shape[:-1])
 
 
 def _half_log_weights(

@@ -33,8 +33,9 @@ def train_flops(model: ViTConfig) -> int:
     """Counts operations in the matrix products of a forward and a backward pass for one image.
 
     The gradient of a product takes two more of its size, one where an operand needs no gradient:
-    the images, and the projections W. What is elementwise, the optimiser, redraws, and what
-    ``remat`` computes again do not count, so that the rate is that of the model's own work.
+    the images, and the projections W. What is elementwise, the optimiser, redraws, products that
+    a step takes once for all images, and what ``remat`` computes again do not count, so that the
+    rate is that of the model's own work.
 
     XLA's cost analysis is no replacement: it counts the body of a scan once.
 
@@ -70,7 +71,7 @@ def _attention_products(c: ViTConfig) -> tuple[int, int]:
     if c.exact_bandwidth is not None:
         # Products of each query with the keys and the values in its band.
         sums += min(2 * c.exact_bandwidth + 1, c.num_tokens) * c.width
-    constants = c.num_features
+    constants = 2 * c.num_features
     if c.feature_map == "calibrated":
-        constants += c.width // c.num_heads  # The matrices that balance queries and keys.
-    return 2 * c.num_tokens * sums, 2 * c.num_tokens * constants * c.width
+        constants += c.width // c.num_heads  # The matrix of keys; W holds that of queries.
+    return 2 * c.num_tokens * sums, c.num_tokens * constants * c.width
