@@ -93,10 +93,11 @@ def ratio(times):
 def calls_of(function, shared, inputs):
     """Returns calls of a compiled function of a mechanism and tokens, by name."""
     program = jax.jit(function)
-    return {
-        name: lambda _, m=mechanism: program(m, *inputs)
-        for name, mechanism in mechanisms(shared).items()
-    }
+
+    def call(mechanism):
+        return lambda _: program(mechanism, *inputs)
+
+    return {name: call(mechanism) for name, mechanism in mechanisms(shared).items()}
 
 
 def print_calibration(rounds):

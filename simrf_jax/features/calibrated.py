@@ -165,8 +165,11 @@ class Calibrated(FeatureMap):
 
 def _is_worth_folding(rows: Any, x: Float[Array, "*batch H"]) -> bool:
     """Returns True for dense rows of each head that are fewer than its vectors."""
-    is_dense = not isinstance(rows, StructuredProjection)
-    return is_dense and rows.ndim == 3 and rows.shape[0] * rows.shape[1] < math.prod(x.shape[:-1])
+    if isinstance(rows, StructuredProjection) or rows.ndim != 3:
+        return False
+    # Symbolic sizes, of jax.export, are at least one.
+    known = [size for size in x.shape[:-1] if isinstance(size, int)]
+    return rows.shape[0] * rows.shape[1] < math.prod(known)
 
 
 def _half_log_weights(

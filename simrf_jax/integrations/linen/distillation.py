@@ -44,13 +44,13 @@ def distillation_loss(
       >>> import jax
       >>> from flax import linen as nn
       >>> from simrf_jax.integrations.linen import RandomFeatureAttention, distillation_loss
-      >>> adapter = RandomFeatureAttention(64, feature_map="learned")
-      >>> attention = nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=adapter)
-      >>> x = 2 * jax.random.normal(jax.random.key(0), (2, 50, 512))
+      >>> adapter = RandomFeatureAttention(16, feature_map="learned")
+      >>> attention = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=adapter)
+      >>> x = 2 * jax.random.normal(jax.random.key(0), (2, 50, 16))
       >>> variables = attention.init(jax.random.key(1), x)
       >>> grads = jax.grad(lambda v: distillation_loss(attention, v, x))(variables)
       >>> grads["params"]["attention_fn"]["query_rows"].shape
-      (8, 64, 64)
+      (2, 16, 8)
 
     References:
       Zhang et al., The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry
