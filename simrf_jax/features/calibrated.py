@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, SupportsIndex
@@ -14,6 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from simrf_jax import checks
+from simrf_jax.features.exponential_form import ExponentialForm, dense_rows
 from simrf_jax.features.feature_map import FeatureMap
 from simrf_jax.features.log_space import LogFeatures, Side
 from simrf_jax.projections import (
@@ -146,6 +148,18 @@ class Calibrated(FeatureMap):
         exponent += _along(self._half_log_weights(projection), exponent)
         return LogFeatures(exponent, log_scale - 0.5 * math.log(exponent.shape[-1]))
 
+    def exponential_form(self, projection: Projection, *, side: Side) -> ExponentialForm:
+        """Returns the form of one head, for vectors that are not centred."""
+        if side == "query":
+            mean, other, matrix = self.query_mean, self.key_mean, self.query_matrix
+        else:
+            mean, other, matrix = self.key_mean, self.query_mean, self.key_matrix
+        highest = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
+        rows = highest(dense_rows(projection) * jnp.sqrt(self.variances), jnp.asarray(matrix))
+        offsets = self._half_log_weights(projection) - highest(rows, mean)
+        slope = other + highest(highest(matrix, mean), matrix)
+        return ExponentialForm(rows, offsets, matrix, slope)
+
     def _folded(
         self, rows: Float[Array, "K num_features H"], matrix: Float[Array, "*K H H"]
     ) -> Float[Array, "K num_features H"]:
@@ -176,19 +190,13 @@ def _half_log_weights(
     variances: Float[Array, "*K H"], projection: Projection
 ) -> Float[Array, "*K num_features"]:
     # Large terms of long rows nearly cancel, so each square stands beside its mean.
-    squares = jnp.square(_dense(rows_of(projection)).astype(variances.dtype)) - 1
+    squares = jnp.square(dense_rows(projection).astype(variances.dtype)) - 1
     constant = jnp.sum(jnp.log(variances) + 1 - variances, axis=-1, keepdims=True)
     excess = jnp.expand_dims(1 - variances, -2)
     shape = (*variances.shape[:-1], *squares.shape)
     log_ratio = jnp.sum(jnp.broadcast_to(excess, shape) * jnp.broadcast_to(squares, shape), axis=-1)
     log_ratio += jnp.broadcast_to(constant, log_ratio.shape)
     return add_half_log_weights(0.25 * log_ratio, projection)
-
-
-def _dense(rows: Projection) -> Float[Array, "num_features H"]:
-    if isinstance(rows, StructuredProjection):
-        return product(jnp.eye(rows.shape[-1]), rows).T
-    return jnp.asarray(rows)
 
 
 def _along(

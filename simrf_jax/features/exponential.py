@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from simrf_jax import checks
+from simrf_jax.features.exponential_form import ExponentialForm, form_of_rows
 from simrf_jax.features.feature_map import FeatureMap, named
 from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side
 from simrf_jax.projections import (
@@ -50,6 +51,11 @@ class Positive(FeatureMap, static=("kernel",)):
         exponent = add_half_log_weights(product(x, rows_of(projection)), projection)
         return LogFeatures(exponent, _log_scale(x, exponent, self.kernel))
 
+    def exponential_form(self, projection: Projection, *, side: Side) -> ExponentialForm | None:
+        """Returns the same form for queries and keys; None for the Gaussian kernel."""
+        del side
+        return form_of_rows(projection) if self.kernel == "softmax" else None
+
 
 @named("hyperbolic")
 @dataclasses.dataclass(frozen=True)
@@ -78,6 +84,16 @@ class Hyperbolic(FeatureMap, static=("kernel",)):
             [add_half_log_weights(each, projection) for each in (logits, -logits)], axis=-1
         )
         return LogFeatures(exponent, _log_scale(x, exponent, self.kernel))
+
+    def exponential_form(self, projection: Projection, *, side: Side) -> ExponentialForm | None:
+        """Returns the same form for queries and keys; None for the Gaussian kernel."""
+        del side
+        if self.kernel != "softmax":
+            return None
+        rows, offsets, *_ = form_of_rows(projection)
+        if offsets is not None:
+            offsets = jnp.concatenate([offsets, offsets])
+        return ExponentialForm(jnp.concatenate([rows, -rows]), offsets)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # The parameter may be an array.
@@ -115,6 +131,11 @@ class OptimalPositive(FeatureMap, static=("kernel",)):
             )
         weighted = tilted(projection, self.parameter)
         return Positive(self.kernel).log_features(x, weighted, side=side)
+
+    def exponential_form(self, projection: Projection, *, side: Side) -> ExponentialForm | None:
+        """Returns the same form for queries and keys; None for the Gaussian kernel."""
+        weighted = tilted(projection, self.parameter)
+        return Positive(self.kernel).exponential_form(weighted, side=side)
 
 
 def _check_parameter(parameter: Real[ArrayLike, "*K"]) -> None:

@@ -14,6 +14,7 @@ from jax.tree_util import GetAttrKey
 from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks
+from simrf_jax.features.exponential_form import ExponentialForm
 from simrf_jax.features.log_space import SIDES, LogFeatures, Side
 from simrf_jax.projections import Coupling, as_projection
 
@@ -134,6 +135,33 @@ class FeatureMap(abc.ABC):
         if axis is None:
             return own(x, projection)
         return jax.vmap(own, in_axes=(2, axis), out_axes=2)(x, projection)
+
+    def exponential_form(self, projection: Any, *, side: Side) -> ExponentialForm | None:
+        """Returns the features of one head as arrays, where they are exponentials; else None.
+
+        A fused kernel makes such features itself, from the arrays alone.
+
+        Args:
+          projection: W, ``[num_features, dim]``, or whatever takes its place.
+          side: ``"query"`` or ``"key"``.
+        """
+        del projection, side
+        return None
+
+    def exponential_forms(self, projection: Any, *, side: Side) -> ExponentialForm | None:
+        """Returns ``exponential_form`` with an axis of key heads, of size 1 if all are alike.
+
+        Args:
+          projection: W of all heads, or ``[K, num_features, dim]``, one for each.
+          side: ``"query"`` or ``"key"``.
+        """
+        axis = None if projection is None or projection.ndim == 2 else 0
+        axes = self.head_axes()
+        of_head = functools.partial(type(self).exponential_form, side=side)
+        if axis is None and not jax.tree.leaves(axes):
+            form = of_head(self, projection)
+            return jax.tree.map(lambda x: x[None], form)
+        return jax.vmap(of_head, in_axes=(axes, axis))(self, projection)
 
     def head_axes(self) -> Any:
         """Returns the axis of key heads of each leaf, 0 or None, in the structure of this map.

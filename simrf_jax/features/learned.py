@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from simrf_jax.features.calibrated import Calibrated
+from simrf_jax.features.exponential_form import ExponentialForm
 from simrf_jax.features.feature_map import FeatureMap
 from simrf_jax.features.log_space import LogFeatures, Side
 from simrf_jax.projections import Projection, WeightedProjection
@@ -120,6 +121,16 @@ class Learned(FeatureMap):
           ValueError: If there is a projection, the arrays are those of several heads, or their
             shapes do not match.
         """
+        pairs = self._pairs(projection, side)
+        return jax.lax.stop_gradient(self.calibration).log_features(x, pairs, side=side)
+
+    def exponential_form(self, projection: Projection | None, *, side: Side) -> ExponentialForm:
+        """Returns the form of one head, for vectors that are not centred."""
+        pairs = self._pairs(projection, side)
+        return jax.lax.stop_gradient(self.calibration).exponential_form(pairs, side=side)
+
+    def _pairs(self, projection: Projection | None, side: Side) -> WeightedProjection:
+        """Returns the rows of one side and their negatives, with what their weights become."""
         if projection is not None:
             raise ValueError(
                 "Learned features have rows of their own: projection must be None, got shape "
@@ -134,8 +145,7 @@ class Learned(FeatureMap):
         log_weights = jnp.concatenate(
             [self.log_weights + 2 * offsets, self.log_weights - 2 * offsets]
         )
-        pairs = WeightedProjection(jnp.concatenate([rows, -jnp.asarray(rows)]), log_weights)
-        return jax.lax.stop_gradient(self.calibration).log_features(x, pairs, side=side)
+        return WeightedProjection(jnp.concatenate([rows, -jnp.asarray(rows)]), log_weights)
 
     def _check_shapes(self) -> None:
         rows = jnp.shape(self.query_rows)

@@ -273,6 +273,18 @@ class Arguments:
         )
         return inputs.clean(scaled=scaled, fill_with_tokens=fill_with_tokens)
 
+    def real_queries(self) -> Bool[Array, "#B T 1 1"]:
+        """Returns ``[1 or B, T, 1, 1]``, False beyond the sequences' lengths."""
+        batched = self._with_batch_axis()
+        return batched._real_queries(tuple(batched.query.shape[:-3]))
+
+    def log_weights_per_key(self) -> Float[Array, "B #N S"] | None:
+        """Returns ``[B, 1 or N, S]`` to add to the logits; None if nothing weighs or hides a key."""
+        if all(x is None for x in (self.mask, self.bias, self.key_value_seq_lengths)):
+            return None
+        log_weights = self._with_batch_axis()._key_log_weights(jnp.float32)
+        return log_weights.reshape(-1, *log_weights.shape[-2:])
+
     def _key_log_weights(self, dtype: jnp.dtype) -> Float[Array, "*batch #N S"]:
         """Returns ``[*batch, 1 or N, S]`` to add to the logits; hidden keys have minus infinity."""
         batch, key_length = self.query.shape[:-3], self.key.shape[-3]

@@ -1,0 +1,1 @@
+"""Random-feature attention in fused Pallas kernels for TPUs."""

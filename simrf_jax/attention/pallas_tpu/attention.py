@@ -1,0 +1,168 @@
+"""Random-feature attention in fused kernels: when they can do it, and how it is differentiated."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from simrf_jax.attention.inputs.arguments import Arguments
+from simrf_jax.attention.pallas_tpu import operands
+from simrf_jax.attention.pallas_tpu.backward import Transposed, backward
+from simrf_jax.attention.pallas_tpu.forward import forward
+from simrf_jax.attention.pallas_tpu.heads import Refs, Shape
+from simrf_jax.features import FeatureMap
+from simrf_jax.projections import Projection
+
+# Attention of the same arguments by XLA, which gives the gradients of all but the tokens.
+Reference: TypeAlias = Callable[[Arguments, Projection | None, FeatureMap], jax.Array]
+
+
+class Tokens(NamedTuple):
+    """Queries, keys and values, ``[..., length, heads, dim]``."""
+
+    query: Float[Array, "*batch T N H"]
+    key: Float[Array, "*batch S K H"]
+    value: Float[Array, "*batch S K D"]
+
+
+class Rest(NamedTuple):
+    """All other arrays: ``arguments`` has None in the place of the tokens."""
+
+    arguments: Any
+    projection: Projection | None
+    feature_map: FeatureMap
+
+
+def attend(
+    arguments: Arguments,
+    projection: Projection | None,
+    feature_map: FeatureMap,
+    *,
+    reference: Reference,
+    interpret: bool = False,
+) -> Float[Array, "*batch T N D"]:
+    """Lets each query attend to all keys.
+
+    The gradients of queries, keys and values come from a kernel, and those of everything else, if
+    anyone asks for them, from ``reference``.
+
+    Args:
+      arguments: Arguments without segments, for which ``reason_against`` is None.
+      projection: W.
+      feature_map: The feature map.
+      reference: The same attention without kernels.
+      interpret: True to run the kernels without a TPU.
+    """
+    laid_out = operands.lay_out(
+        arguments, *jax.lax.stop_gradient((projection, feature_map)), interpret=interpret
+    )
+    out = _fused(laid_out.shape, laid_out.refs, laid_out.transposed)
+    out = _outputs(out, arguments)
+    tokens = Tokens(arguments.query, arguments.key, arguments.value)
+    others = dataclasses.replace(arguments, query=None, key=None, value=None)
+    rest = Rest(others, projection, feature_map)
+    return _with_gradients(reference, out, jax.lax.stop_gradient(tokens), rest)
+
+
+def reason_against(
+    arguments: Arguments, projection: Projection | None, feature_map: FeatureMap
+) -> str | None:
+    """Returns why the kernels cannot do a call, or None if they can."""
+    dtypes = {x.dtype for x in (arguments.query, arguments.key, arguments.value)}
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
+        names = " and ".join(sorted(dtype.name for dtype in dtypes))
+        return f"queries, keys and values must all be float32 or all be bfloat16, got {names}"
+    if 0 in (*arguments.query.shape, *arguments.key.shape, *arguments.value.shape):
+        return "there must be queries, keys and values"
+    form = jax.eval_shape(
+        functools.partial(type(feature_map).exponential_forms, side="key"), feature_map, projection
+    )
+    if form is None:
+        return (
+            "features must be exponentials that estimate exp(x . y) (positive, hyperbolic, optimal "
+            f"positive, calibrated or learned), got {type(feature_map).__name__}"
+        )
+    if form.rows.dtype != jnp.float32:
+        return f"projection must be float32 or narrower, got {form.rows.dtype.name}"
+    return None
+
+
+def _outputs(out: Float[Array, "B N D T"], arguments: Arguments) -> Float[Array, "*batch T N D"]:
+    """Returns outputs as the caller has them, zeros beyond the lengths of the queries."""
+    *batch, length, heads, _ = arguments.query.shape
+    out = jnp.transpose(out, (0, 3, 1, 2))[..., : arguments.value.shape[-1]]
+    if arguments.query_seq_lengths is not None:
+        out = jnp.where(arguments.real_queries(), out, 0)
+    return out.reshape(*batch, length, heads, out.shape[-1])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _fused(shape: Shape, refs: Refs, transposed: Transposed) -> Float[Array, "B N D T"]:
+    """Attends in a kernel, with gradients of queries, keys and values alone."""
+    del transposed
+    return forward(shape, refs)
+
+
+def _fused_forward(
+    shape: Shape, refs: Refs, transposed: Transposed
+) -> tuple[Float[Array, "B N D T"], tuple[Refs, Transposed]]:
+    return forward(shape, refs), (refs, transposed)
+
+
+def _fused_backward(
+    shape: Shape, kept: tuple[Refs, Transposed], of_outputs: Float[Array, "B N D T"]
+) -> tuple[Refs, None]:
+    refs, transposed = kept
+    of_tokens = backward(shape, refs, transposed, of_outputs)
+    nothing = jax.tree.map(jnp.zeros_like, refs)  # Nobody uses these: they are not computed.
+    return nothing._replace(**of_tokens._asdict()), None
+
+
+_fused.defvjp(_fused_forward, _fused_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _with_gradients(
+    reference: Reference, out: Float[Array, "*batch T N D"], tokens: Tokens, rest: Rest
+) -> Float[Array, "*batch T N D"]:
+    """Returns the output, with the gradients of all but the tokens from the reference."""
+    del reference, tokens, rest
+    return out
+
+
+def _with_gradients_forward(
+    reference: Reference, out: Any, tokens: Any, rest: Any
+) -> tuple[Float[Array, "*batch T N D"], tuple[Tokens, Rest] | None]:
+    del reference
+    leaves = jax.tree.leaves(rest, is_leaf=_is_primal)
+    values = jax.tree.map(lambda leaf: leaf.value, (tokens, rest), is_leaf=_is_primal)
+    # What nobody differentiates with respect to need not be kept.
+    return out.value, values if any(leaf.perturbed for leaf in leaves) else None
+
+
+def _is_primal(x: Any) -> bool:
+    return isinstance(x, jax.custom_derivatives.CustomVJPPrimal)
+
+
+def _with_gradients_backward(
+    reference: Reference, kept: tuple[Tokens, Rest] | None, of_out: Any
+) -> tuple[Any, None, Rest | None]:
+    if kept is None or isinstance(of_out, jax.custom_derivatives.SymbolicZero):
+        return of_out, None, None
+    tokens, rest = kept
+
+    def attention(rest: Rest) -> jax.Array:
+        arguments = dataclasses.replace(rest.arguments, **tokens._asdict())
+        return reference(arguments, rest.projection, rest.feature_map)
+
+    _, pull_back = jax.vjp(attention, rest)
+    return of_out, None, *pull_back(of_out)
+
+
+_with_gradients.defvjp(_with_gradients_forward, _with_gradients_backward, symbolic_zeros=True)

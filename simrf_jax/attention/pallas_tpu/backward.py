@@ -1,0 +1,307 @@
+"""The kernel of the gradient, which computes the features again."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from simrf_jax.attention.pallas_tpu.blocks import Grid, compiler_params
+from simrf_jax.attention.pallas_tpu.forward import State, state_scratch, sum_keys
+from simrf_jax.attention.pallas_tpu.heads import (
+    LN2,
+    TILE,
+    Keys,
+    Links,
+    Refs,
+    Shape,
+    divide,
+    interleave,
+    of_head,
+    query_features,
+    query_logits,
+    spoil_denominator,
+    take_keys,
+    with_offsets,
+)
+
+
+class Transposed(NamedTuple):
+    """Rows of W, without the factors of base 2.
+
+    Attributes:
+      query_rows: ``[1 or key heads, H, m]``.
+      key_rows: ``[1 or key heads, H, ...]``, in the order of ``Refs.key_rows``.
+    """
+
+    query_rows: Any
+    key_rows: Any
+
+
+class Gradients(NamedTuple):
+    """Gradients of the loss.
+
+    Attributes:
+      query: ``[B, N, H, T]``.
+      key: ``[B, K, H, S]``.
+      value: ``[B, K, D, S]``.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+
+
+def backward(
+    shape: Shape, operands: Refs, transposed: Transposed, of_outputs: jax.Array
+) -> Gradients:
+    """Returns the gradients of queries, keys and values.
+
+    Args:
+      shape: Sizes of the kernel.
+      operands: Arrays of the forward pass.
+      transposed: Further arrays.
+      of_outputs: Gradient of the outputs, ``[B, N, D, T]``.
+    """
+    grid = Grid(shape, operands, "backward")
+    arrays, tree = jax.tree.flatten((operands, transposed, of_outputs))
+    specs = (
+        grid.operands(),
+        Transposed(*map(grid.of_rows, transposed)),
+        grid.of_queries(shape.value_dim),
+    )
+    tokens = (operands.query, operands.key, operands.value)
+    return Gradients(
+        *pl.pallas_call(
+            functools.partial(_kernel, shape, tree),
+            grid=grid.sizes,
+            in_specs=jax.tree.leaves(specs),
+            out_specs=(
+                grid.of_queries(shape.dim),
+                grid.of_keys(shape.dim, is_gradient=True),
+                grid.of_keys(shape.value_dim, is_gradient=True),
+            ),
+            out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tokens),
+            scratch_shapes=_scratch(shape) if shape.is_tiled else (),
+            compiler_params=compiler_params(shape),
+            interpret=shape.interpret,
+            name="random_feature_attention_gradient",
+        )(*arrays)
+    )
+
+
+class Sums(NamedTuple):
+    """What is kept from tile to tile: the state, and its gradient ``[heads, D + TILE, m]``."""
+
+    state: State
+    gradient: Any
+
+
+def _scratch(shape: Shape) -> tuple[Any, ...]:
+    gradient = pltpu.VMEM((shape.num_heads, shape.columns, shape.num_features), jnp.float32)
+    return (*state_scratch(shape), gradient)
+
+
+def _kernel(shape: Shape, tree: Any, *refs: Any) -> None:
+    operands, transposed, of_outputs = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+    out = Gradients(*refs[tree.num_leaves : tree.num_leaves + 3])
+    if not shape.is_tiled:
+        interleave(_of_head(shape, operands, transposed, of_outputs, out))
+        return
+    *state, gradient = refs[tree.num_leaves + 3 :]
+    sums, step = Sums(State(*state), gradient), pl.program_id(2)
+    sum_keys(shape, operands, sums.state, step)
+    of_keys = step - shape.key_tiles - shape.query_tiles
+
+    @pl.when(step == 0)
+    def _() -> None:
+        gradient[...] = jnp.zeros_like(gradient)
+
+    @pl.when((step >= shape.key_tiles) & (of_keys < 0))
+    def _() -> None:
+        first = (step - shape.key_tiles) * shape.query_tile
+        interleave(_of_queries(shape, operands, transposed, of_outputs, sums, out, first))
+
+    @pl.when(of_keys >= 0)
+    def _() -> None:
+        interleave(_of_keys(shape, operands, transposed, sums, out, of_keys * shape.key_tile))
+
+
+def _of_head(
+    shape: Shape, refs: Refs, transposed: Transposed, of_outputs: Any, out: Gradients
+) -> Iterator[Links]:
+    """Returns what the heads do where one tile holds all keys, and one all queries."""
+    kept: dict[int, tuple[Keys, jax.Array]] = {}
+    states: dict[int, tuple[jax.Array, jax.Array]] = {}
+    gradients: dict[int, jax.Array] = {}
+
+    def head(number: int) -> Links:
+        of_key, group = divmod(number, shape.groups)
+        keys = take_keys(shape, refs, of_key, 0) if group == 0 else None
+        logits = query_logits(shape, refs, number)
+        yield
+        if keys is not None:
+            maxima = jnp.max(keys.logits, axis=1, keepdims=True)
+            phi = jnp.exp2(keys.logits - maxima).astype(shape.dtype)
+            kept[of_key] = keys, phi
+            sums = spoil_denominator(shape, shape.dot(keys.values, phi, 1, 1))
+            states[of_key] = with_offsets(refs, of_key, maxima), sums.astype(shape.dtype)
+        maxima, state = states[of_key]
+        psi = query_features(shape, logits, maxima)
+        yield
+        sums = shape.dot(state, psi, 1, 0)
+        yield
+        of_sums, fine = _of_sums(shape, sums, of_outputs[0, number], 0)
+        of_psi = shape.dot(state, of_sums, 0, 0)
+        more = shape.dot(of_sums, jnp.where(fine, psi, 0), 1, 1)
+        gradients[of_key] = more if group == 0 else gradients[of_key] + more
+        yield
+        of_logits = jnp.where(fine, psi * of_psi, 0).astype(shape.dtype)
+        of_query = shape.dot(of_head(transposed.query_rows, of_key), of_logits, 1, 0)
+        out.query[0, number] = of_query.astype(out.query.dtype)
+        if group < shape.groups - 1:
+            return
+        yield
+        is_fine = jnp.all(jnp.abs(state.astype(jnp.float32)) < jnp.inf, keepdims=True)
+        yield from _of_keys_of_head(
+            shape, refs, transposed, *kept[of_key], gradients[of_key], is_fine, out, of_key
+        )
+
+    return map(head, range(shape.num_heads * shape.groups))
+
+
+def _of_sums(
+    shape: Shape, sums: jax.Array, of_outputs: jax.Array, first: jax.Array | int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradient of the sums that queries read.
+
+    Args:
+      shape: Sizes.
+      sums: Numerators and denominators, ``[D + TILE, tile]``.
+      of_outputs: Gradient of the outputs, ``[D, tile]``.
+      first: Position of the first query.
+
+    Returns:
+      ``[D + TILE, tile]`` in the type to contract in; and ``[1, tile]``, False beyond the queries
+      and where a query is not finite or sees a key that is not.
+    """
+    lanes = jax.lax.broadcasted_iota(jnp.int32, (1, shape.query_tile), 1)
+    denominator = sums[shape.value_dim : shape.value_dim + 1]
+    fine = (first + lanes < shape.num_queries) & (jnp.abs(denominator) < jnp.inf)
+    outputs, inverse = divide(shape, sums)
+    of_numerators = of_outputs.astype(jnp.float32) * inverse
+    of_denominator = -jnp.sum(of_numerators * outputs, axis=0, keepdims=True)
+    is_first = jax.lax.broadcasted_iota(jnp.int32, (TILE, 1), 0) == 0
+    below = jnp.where(is_first & fine, of_denominator, 0)
+    of_sums = jnp.concatenate([jnp.where(fine, of_numerators, 0), below], axis=0)
+    return of_sums.astype(shape.dtype), fine
+
+
+def _of_keys_of_head(
+    shape: Shape,
+    refs: Refs,
+    transposed: Transposed,
+    keys: Keys,
+    phi: jax.Array,
+    of_state: jax.Array,
+    is_fine: jax.Array,
+    out: Gradients,
+    head: int,
+) -> Links:
+    """Writes the gradients of keys and values.
+
+    Args:
+      shape: Sizes.
+      refs: Operands.
+      transposed: Further operands.
+      keys: Keys of a tile.
+      phi: Their features, ``[m, tile]``.
+      of_state: Gradient of the state, ``[D + TILE, m]``.
+      is_fine: ``[1, 1]``, False if a key of the head is not finite.
+      out: Gradients to write.
+      head: Number of the key head.
+    """
+    of_state = of_state.astype(shape.dtype)
+    of_phi = shape.dot(of_state, keys.values, 0, 0)
+    of_value = shape.dot(of_state[: shape.value_dim], phi, 1, 0)
+    out.value[0, head] = jnp.where(is_fine, of_value, 0).astype(out.value.dtype)
+    yield
+    of_logits = phi * of_phi
+    of_scale = jnp.sum(of_logits, axis=0, keepdims=True)
+    if keys.stretched is not None:
+        is_first = jax.lax.broadcasted_iota(jnp.int32, (TILE, 1), 0) == 0
+        above = [-keys.stretched * of_scale, jnp.where(is_first, of_scale, 0)]
+        of_logits = jnp.concatenate([*above, of_logits], axis=0)
+    rows = of_head(transposed.key_rows, head)
+    of_key = shape.dot(rows, of_logits.astype(shape.dtype), 1, 0)
+    if keys.stretched is None:
+        factor = 2 * LN2 * refs.half_square[0]
+        of_key -= factor * of_scale * keys.tokens.astype(jnp.float32)
+    out.key[0, head] = jnp.where(is_fine, of_key, 0).astype(out.key.dtype)
+
+
+def _of_queries(
+    shape: Shape,
+    refs: Refs,
+    transposed: Transposed,
+    of_outputs: Any,
+    sums: Sums,
+    out: Gradients,
+    first: jax.Array,
+) -> Iterator[Links]:
+    """Returns what the heads do with a tile of queries, once the state is whole."""
+
+    def head(number: int) -> Links:
+        of_key = number // shape.groups
+        logits = query_logits(shape, refs, number)
+        yield
+        psi = query_features(shape, logits, sums.state.maxima[of_key])
+        state = sums.state.sums[of_key]
+        read = shape.dot(state, psi, 1, 0)
+        yield
+        of_sums, fine = _of_sums(shape, read, of_outputs[0, number], first)
+        of_psi = shape.dot(state, of_sums, 0, 0)
+        sums.gradient[of_key] += shape.dot(of_sums, jnp.where(fine, psi, 0), 1, 1)
+        yield
+        of_logits = jnp.where(fine, psi * of_psi, 0).astype(shape.dtype)
+        of_query = shape.dot(of_head(transposed.query_rows, of_key), of_logits, 1, 0)
+        out.query[0, number] = of_query.astype(out.query.dtype)
+
+    return map(head, range(shape.num_heads * shape.groups))
+
+
+def _of_keys(
+    shape: Shape,
+    refs: Refs,
+    transposed: Transposed,
+    sums: Sums,
+    out: Gradients,
+    first: jax.Array,
+) -> Iterator[Links]:
+    """Returns what the heads do with a tile of keys, once the gradient of the state is whole."""
+
+    def head(number: int) -> Links:
+        keys = take_keys(shape, refs, number, first)
+        yield
+        maxima = sums.state.maxima[number]
+        phi = jnp.exp2(keys.logits - (maxima - with_offsets(refs, number, 0 * maxima)))
+        state = sums.state.sums[number].astype(jnp.float32)
+        is_fine = jnp.all(jnp.abs(state) < jnp.inf, keepdims=True)
+        yield from _of_keys_of_head(
+            shape,
+            refs,
+            transposed,
+            keys,
+            phi.astype(shape.dtype),
+            sums.gradient[number],
+            is_fine,
+            out,
+            number,
+        )
+
+    return map(head, range(shape.num_heads))

@@ -1,0 +1,256 @@
+r"""The steps of attention of one head inside a kernel, and of its gradient.
+
+Tokens lie along the lanes, the minor axis of a TPU's registers, and features or dimensions along
+the sublanes. Exponents are logarithms to base 2, because a TPU computes powers of 2.
+
+What a head does is a generator that yields between the links of its chain of products. Run one
+after the other, heads would wait for the latency of each product. ``interleave`` runs each link of
+a head beside the next link of the head before it.
+
+Nothing looks for numbers that are not finite. They turn into NaN where attention must give NaN: a
+key or a value in the sums of its head, a query in its own column. Only the gradient must keep them
+from other tokens.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Generator, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+# Exponent of keys that are hidden: far below all others, and finite, since infinities make NaN.
+HIDDEN = -1e30
+LN2 = math.log(2)
+# Rows of one tile of bfloat16, at whose multiples blocks of rows begin.
+TILE = 16
+
+Links = Generator[None, None, None]
+
+
+def interleave(heads: Iterable[Links]) -> None:
+    """Runs the links of all heads, each head one link behind the head before it."""
+    active: collections.deque[Links] = collections.deque()
+    for head in heads:
+        _advance(active)
+        active.append(head)
+        next(head)
+    while active:
+        _advance(active)
+
+
+def _advance(active: collections.deque[Links]) -> None:
+    for head in list(active):
+        if next(head, head) is head:  # It has no more links.
+            active.remove(head)
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """What a kernel must know before it is compiled.
+
+    Attributes:
+      num_heads: Key heads of a program.
+      groups: Query heads of each key head.
+      dim: Width H of queries and keys, a multiple of ``TILE``.
+      value_dim: Width D of values, a multiple of ``TILE``.
+      num_features: Number m of features.
+      num_queries: Length T.
+      num_keys: Length S.
+      query_tile: Queries that are taken at a time, a multiple of 128.
+      key_tile: Keys that are taken at a time, a multiple of 128.
+      passes: Parts that W is split into, so that a product of bfloat16 has the digits of W.
+      is_stretched: True if the keys have a stretch and a slope, whose rows stand above those of W.
+      dtype: Type to contract in, that of queries, keys and values.
+      interpret: True to run without a TPU.
+    """
+
+    num_heads: int
+    groups: int
+    dim: int
+    value_dim: int
+    num_features: int
+    num_queries: int
+    num_keys: int
+    query_tile: int
+    key_tile: int
+    passes: int
+    is_stretched: bool
+    dtype: Any
+    interpret: bool
+
+    @property
+    def is_tiled(self) -> bool:
+        """True unless one tile holds all keys, and one all queries."""
+        return self.key_tiles > 1 or self.query_tiles > 1
+
+    @property
+    def query_tiles(self) -> int:
+        """Number of tiles of the queries."""
+        return pl.cdiv(self.num_queries, self.query_tile)
+
+    @property
+    def key_tiles(self) -> int:
+        """Number of tiles of the keys."""
+        return pl.cdiv(self.num_keys, self.key_tile)
+
+    @property
+    def rows(self) -> slice:
+        """Rows of W among those that keys are multiplied by."""
+        return slice(self.dim + TILE if self.is_stretched else 0, None)
+
+    @property
+    def columns(self) -> int:
+        """Rows of values with the one that sums the denominator, padded to a tile."""
+        return self.value_dim + TILE
+
+    def dot(self, a: jax.Array, b: jax.Array, axis_a: int, axis_b: int) -> jax.Array:
+        """Contracts an axis of each of two matrices, in ``dtype`` with sums in float32."""
+        if self.interpret:  # XLA's CPU backend has no bfloat16 x bfloat16 = float32.
+            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        is_exact = self.dtype == jnp.float32 or self.interpret
+        return jax.lax.dot_general(
+            a,
+            b,
+            (((axis_a,), (axis_b,)), ((), ())),
+            precision=jax.lax.Precision.HIGHEST if is_exact else None,
+            preferred_element_type=jnp.float32,
+        )
+
+    def project(self, rows: jax.Array, x: jax.Array) -> jax.Array:
+        """Multiplies rows, whose parts stand side by side, by tokens ``[H, length]``."""
+        return self.dot(rows, jnp.concatenate([x] * self.passes, axis=0), 1, 0)
+
+
+class Refs(NamedTuple):
+    """What a kernel reads; the leading axes of blocks are of size 1.
+
+    Attributes:
+      query: ``[1, heads, H, tile]``.
+      key: ``[1, key heads, H, tile]``.
+      value: ``[1, key heads, D, tile]``.
+      query_rows: W of queries, ``[1 or key heads, m, passes * H]``.
+      key_rows: Rows for keys, ``[1 or key heads, ..., passes * H]``; see ``Shape.rows``.
+      offsets: Exponents of the features, ``[1, m, 1 or key heads]``, or None.
+      half_square: ``[1]``, which multiplies squared norms of keys without a stretch.
+      log_weights: ``[1, 1 or key heads, 1, tile]``, or None.
+    """
+
+    query: Any
+    key: Any
+    value: Any
+    query_rows: Any
+    key_rows: Any
+    offsets: Any
+    half_square: Any
+    log_weights: Any
+
+
+def of_head(ref: Any, head: int) -> jax.Array:
+    """Returns the part of a head; with one part, that is for all heads."""
+    return ref[head if ref.shape[0] > 1 else 0]
+
+
+class Keys(NamedTuple):
+    """Keys and values of a tile.
+
+    Attributes:
+      logits: ``[m, tile]``, the exponents of the features.
+      tokens: ``[H, tile]``, zeros where there is no visible key.
+      stretched: ``[H, tile]``, or None.
+      values: ``[D + TILE, tile]``; row D has ones at visible keys, and all others are zeros.
+    """
+
+    logits: jax.Array
+    tokens: jax.Array
+    stretched: jax.Array | None
+    values: jax.Array
+
+
+def take_keys(shape: Shape, refs: Refs, head: int, first: jax.Array | int) -> Keys:
+    """Returns the keys of a head in a tile that begins at the position ``first``."""
+    key, value = refs.key[0, head], refs.value[0, head]
+    lanes = jax.lax.broadcasted_iota(jnp.int32, (1, shape.key_tile), 1)
+    visible = first + lanes < shape.num_keys
+    log_weights = None
+    if refs.log_weights is not None:
+        log_weights = of_head(refs.log_weights[0], head)
+        visible &= ~(log_weights <= HIDDEN / 2)  # NaN is visible.
+    if refs.log_weights is not None or shape.num_keys % shape.key_tile:
+        key, value = keep(key, visible), keep(value, visible)
+    products = shape.project(of_head(refs.key_rows, head), key)
+    stretched = None
+    if shape.is_stretched:
+        stretched = products[: shape.dim]
+        slope = products[shape.dim : shape.dim + 1]
+        scale = slope - 0.5 * jnp.sum(jnp.square(stretched), axis=0, keepdims=True)
+    else:
+        wide = key.astype(jnp.float32)
+        scale = -refs.half_square[0] * jnp.sum(jnp.square(wide), axis=0, keepdims=True)
+    if log_weights is not None:
+        scale += log_weights
+    # A key may be infinite and have no feature that is.
+    ones = jnp.where(visible, 1 + 0 * scale, 0)
+    scale = jnp.where(visible, scale, HIDDEN)
+    is_first = jax.lax.broadcasted_iota(jnp.int32, (TILE, 1), 0) == 0
+    ones = jnp.where(is_first, ones, 0).astype(shape.dtype)
+    values = jnp.concatenate([value, ones], axis=0)
+    return Keys(products[shape.rows] + scale, key, stretched, values)
+
+
+def keep(x: jax.Array, visible: jax.Array) -> jax.Array:
+    """Returns ``[rows, lanes]`` with zeros where ``visible``, ``[1, lanes]``, is False."""
+    if x.dtype != jnp.bfloat16:
+        return jnp.where(visible, x, 0)
+    # Two numbers lie in a word, so one operation clears both.
+    words = pltpu.bitcast(x, jnp.int32)
+    return pltpu.bitcast(words & jnp.where(visible, -1, 0), jnp.bfloat16)
+
+
+def spoil_denominator(shape: Shape, state: jax.Array) -> jax.Array:
+    """Makes the denominators NaN of features whose numerators are not finite.
+
+    Args:
+      shape: Sizes.
+      state: Sums over keys, ``[D + TILE, m]``.
+    """
+    numerators = state[: shape.value_dim]
+    spoiled = 0 * jnp.sum(numerators, axis=0, keepdims=True)
+    return jnp.concatenate([numerators, state[shape.value_dim :] + spoiled], axis=0)
+
+
+def divide(shape: Shape, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns outputs ``[D, tile]`` of sums ``[D + TILE, tile]``, and one over the denominators.
+
+    Both are zeros where no key is visible.
+    """
+    denominator = sums[shape.value_dim : shape.value_dim + 1]
+    nothing = denominator == 0
+    inverse = jnp.where(nothing, 0, pl.reciprocal(jnp.where(nothing, 1, denominator)))
+    return sums[: shape.value_dim] * inverse, inverse
+
+
+def with_offsets(refs: Refs, head: int, maxima: jax.Array) -> jax.Array:
+    """Adds the offsets of a head to maxima ``[m, 1]``, in whose units queries read a state."""
+    if refs.offsets is None:
+        return maxima
+    head = head if refs.offsets.shape[2] > 1 else 0
+    return maxima + refs.offsets[0, :, head : head + 1]
+
+
+def query_logits(shape: Shape, refs: Refs, head: int) -> jax.Array:
+    """Returns the exponents of the features of queries, ``[m, tile]``."""
+    rows = of_head(refs.query_rows, head // shape.groups)
+    return shape.project(rows, refs.query[0, head])
+
+
+def query_features(shape: Shape, logits: jax.Array, maxima: jax.Array) -> jax.Array:
+    """Returns features ``[m, tile]`` of queries, for a state in units of the maxima."""
+    logits += maxima
+    return jnp.exp2(logits - jnp.max(logits, axis=0, keepdims=True)).astype(shape.dtype)
