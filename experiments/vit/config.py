@@ -14,6 +14,7 @@ from experiments.harness import config_fields, markdown
 from experiments.harness.config_fields import SEEDS, Range, above, at_least, one_of
 from experiments.harness.mistakes import UserError, user_mistakes
 from experiments.vit.data import in_memory, records
+from simrf_jax.attention.random_features.attention import IMPLEMENTATIONS
 from simrf_jax.models import ATTENTIONS, ViTConfig
 from simrf_jax.models.config import DTYPES, FEATURE_MAPS, POOLINGS, REMATS
 from simrf_jax.projections import BLOCK_MODES
@@ -47,6 +48,7 @@ _MAGNITUDE = Range("from 0 to 10", lambda x: 0 <= x <= 10)
 _REDRAWS = Range("at least 2, as a variance is estimated from them", lambda x: x >= 2)
 
 NO_BAND = -1
+DEFAULT_IMPLEMENTATION = "default"
 
 # Every field of every config of this experiment. A config file sets all of them.
 FIELDS: dict[str, Field] = {
@@ -192,6 +194,12 @@ FIELDS: dict[str, Field] = {
         "Distance in tokens over which random-feature attention is exact; -1 for no band.",
         at_least(0, also=NO_BAND),
     ),
+    "model.implementation": Field(
+        str,
+        "How random-feature attention is computed; default takes TPU kernels where there are any.",
+        one_of((*IMPLEMENTATIONS, DEFAULT_IMPLEMENTATION)),
+        may_change=True,
+    ),
     "model.block": Field(str, "Row-block mode of the projections.", one_of(BLOCK_MODES)),
     "model.dtype": Field(str, "Type of the computation.", one_of(DTYPES)),
     "model.remat": Field(
@@ -230,6 +238,8 @@ def model_config(
     *,
     channels: int,
     num_classes: int,
+    batch_axis: tuple[str, ...] | None = None,
+    head_axis: str | None = None,
     sequence_axis: str | None = None,
 ) -> ViTConfig:
     """Returns the shape of a config's model.
@@ -238,6 +248,8 @@ def model_config(
       config: Config with all the fields of ``FIELDS``.
       channels: Number of channels of the images.
       num_classes: Number of classes of the labels.
+      batch_axis: Mesh axes that shard the batch; None if none do.
+      head_axis: Mesh axis that shards the heads; None if none does.
       sequence_axis: Mesh axis that shards the tokens; None if none does.
 
     Raises:
@@ -246,10 +258,14 @@ def model_config(
     fields = config.model.to_dict()
     if fields["exact_bandwidth"] == NO_BAND:
         fields["exact_bandwidth"] = None
+    if fields["implementation"] == DEFAULT_IMPLEMENTATION:
+        fields["implementation"] = None
     return ViTConfig(
         image_size=(config.image_size, config.image_size),
         channels=channels,
         num_classes=num_classes,
+        batch_axis=batch_axis,
+        head_axis=head_axis,
         sequence_axis=sequence_axis,
         **fields,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,22 +13,35 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention import Band, Blend, Mechanism, RandomFeatures
+from simrf_jax.attention.random_features.attention import IMPLEMENTATIONS, Implementation
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.integrations import flax_masks
 from simrf_jax.integrations.flax_masks import Mask
 from simrf_jax.projections import Projection
 
+# Names of mesh axes, as users give them.
+AxisNames: TypeAlias = str | tuple[str, ...] | None
+
 
 def random_features(
     projection: Projection | None,
     feature_map: FeatureMapLike,
-    sequence_axis: str | tuple[str, ...] | None,
+    *,
+    sequence_axis: AxisNames,
+    batch_axis: AxisNames = None,
+    head_axis: AxisNames = None,
+    implementation: Implementation | None = None,
     exact_bandwidth: int | None = None,
 ) -> RandomFeatures:
     """Returns random-feature attention whose W gets no gradient."""
-    w = jax.lax.stop_gradient(projection)
     return RandomFeatures(
-        w, feature_map, sequence_axis=sequence_axis, exact_bandwidth=exact_bandwidth
+        jax.lax.stop_gradient(projection),
+        feature_map,
+        sequence_axis=sequence_axis,
+        batch_axis=batch_axis,
+        head_axis=head_axis,
+        implementation=implementation,
+        exact_bandwidth=exact_bandwidth,
     )
 
 
@@ -58,7 +71,7 @@ def blend(
         jnp.repeat(jax.nn.sigmoid(logits), groups, axis=-1) for logits in (near_logit, far_logits)
     )
     fields = tuple(
-        random_features(w, feature_map, sequence_axis)
+        random_features(w, feature_map, sequence_axis=sequence_axis)
         for w, feature_map in zip(projections, feature_maps, strict=True)
     )
     return Blend(Band(bandwidth, sequence_axis=sequence_axis), fields, near, far)
@@ -267,3 +280,12 @@ def check_fields(
     for name, switch in switches.items():
         checks.boolean(name, switch)
     checks.axis_names("sequence_axis", sequence_axis)
+
+
+def check_kernels(
+    batch_axis: AxisNames, head_axis: AxisNames, implementation: Implementation | None
+) -> None:
+    """Accepts the fields that say which implementation to use, and on which devices."""
+    checks.axis_names("batch_axis", batch_axis)
+    checks.axis_names("head_axis", head_axis)
+    checks.one_of("implementation", implementation, (*IMPLEMENTATIONS, None))

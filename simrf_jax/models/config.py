@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any, Literal, TypeAlias, get_args
 
 from simrf_jax import checks
+from simrf_jax.attention.random_features.attention import IMPLEMENTATIONS, Implementation
 from simrf_jax.projections import BLOCK_MODES, COUPLINGS, BlockMode, Coupling
 
 Attention: TypeAlias = Coupling | Literal["exact"]
@@ -63,6 +64,11 @@ class ViTConfig:
         the same keys.
       sequence_axis: Mesh axis that shards the tokens; see ``simrf_jax.random_feature_attention``.
         The model must then be called inside ``jax.set_mesh``. None names no axis.
+      batch_axis: Mesh axes that shard the batch, which the TPU kernels of random-feature attention
+        need to know; see ``simrf_jax.random_feature_attention``.
+      head_axis: Mesh axes that shard the heads, likewise.
+      implementation: ``"pallas_tpu"``, ``"xla"`` or None; see
+        ``simrf_jax.random_feature_attention``.
       exact_bandwidth: Distance in tokens over which random-feature attention sees keys exactly; see
         ``simrf_jax.random_feature_attention``. Patches are in rows, after the class token. None for
         no exact band, as it must be for softmax attention and for ``feature_map="relu"``.
@@ -91,6 +97,9 @@ class ViTConfig:
     remat: str = "none"
     scan: bool = False
     sequence_axis: str | None = None
+    batch_axis: str | tuple[str, ...] | None = None
+    head_axis: str | tuple[str, ...] | None = None
+    implementation: Implementation | None = None
     exact_bandwidth: int | None = None
 
     def __post_init__(self) -> None:
@@ -101,6 +110,9 @@ class ViTConfig:
         checks.one_of("remat", self.remat, REMATS)
         checks.one_of("feature_map", self.feature_map, FEATURE_MAPS)
         checks.boolean("scan", self.scan)
+        checks.axis_names("batch_axis", self.batch_axis)
+        checks.axis_names("head_axis", self.head_axis)
+        checks.one_of("implementation", self.implementation, (*IMPLEMENTATIONS, None))
         sizes = ("channels", "num_classes", "patch_size", "width", "depth", "num_heads", "mlp_dim")
         for name in (*sizes, "num_features"):
             checks.positive_int(name, getattr(self, name))

@@ -50,6 +50,9 @@ class TransformerLayer(nnx.Module):
                 coupling=c.attention,
                 block=c.block,
                 sequence_axis=c.sequence_axis,
+                batch_axis=c.batch_axis,
+                head_axis=c.head_axis,
+                implementation=c.implementation,
                 exact_bandwidth=c.exact_bandwidth,
                 rngs=rngs,
             )

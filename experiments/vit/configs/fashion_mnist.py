@@ -63,6 +63,7 @@ def get_config() -> ml_collections.ConfigDict:
         "num_features": 34,  # Two regular simplices of 17 points in the heads' 16 dimensions.
         "feature_map": "positive",
         "exact_bandwidth": -1,
+        "implementation": "default",
         "block": "regular",
         "dtype": "float32",
         "remat": "none",

@@ -67,6 +67,7 @@ def get_config(argument: str = "") -> ml_collections.ConfigDict:
         "num_features": 130,
         "feature_map": "positive",
         "exact_bandwidth": -1,
+        "implementation": "default",
         "block": "regular",
         "dtype": "bfloat16",
         "remat": "none",

@@ -72,6 +72,7 @@ def get_config(argument: str = "") -> ml_collections.ConfigDict:
         "num_features": 130,  # Paper.
         "feature_map": "positive",
         "exact_bandwidth": -1,
+        "implementation": "default",
         "block": "regular",  # Ours: 130 features are two whole simplices of 65 points.
         "dtype": "bfloat16",
         "remat": "none",

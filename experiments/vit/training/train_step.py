@@ -162,6 +162,8 @@ def build_program(
         config,
         channels=channels,
         num_classes=num_classes,
+        batch_axis=sharding.BATCH[0],
+        head_axis="tensor",
         sequence_axis="sequence" if mesh.shape["sequence"] > 1 else None,
     )
     sharding.check_model(mesh, model)

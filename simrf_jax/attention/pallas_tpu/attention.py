@@ -12,10 +12,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from simrf_jax.attention.inputs.arguments import Arguments
-from simrf_jax.attention.pallas_tpu import operands
 from simrf_jax.attention.pallas_tpu.backward import Transposed, backward
+from simrf_jax.attention.pallas_tpu.devices import (
+    MeshAxes,
+    on_platform,
+    over_devices,
+    runs_alone,
+)
 from simrf_jax.attention.pallas_tpu.forward import forward
-from simrf_jax.attention.pallas_tpu.heads import Refs, Shape
+from simrf_jax.attention.pallas_tpu.heads import Refs
+from simrf_jax.attention.pallas_tpu.operands import lay_out
 from simrf_jax.features import FeatureMap
 from simrf_jax.projections import Projection
 
@@ -43,9 +49,9 @@ def attend(
     arguments: Arguments,
     projection: Projection | None,
     feature_map: FeatureMap,
+    axes: MeshAxes,
     *,
     reference: Reference,
-    interpret: bool = False,
 ) -> Float[Array, "*batch T N D"]:
     """Lets each query attend to all keys.
 
@@ -53,43 +59,73 @@ def attend(
     anyone asks for them, from ``reference``.
 
     Args:
-      arguments: Arguments without segments, for which ``reason_against`` is None.
+      arguments: Arguments without segments, for which ``uses_kernel``.
       projection: W.
       feature_map: The feature map.
+      axes: Mesh axes that shard the batch and the heads.
       reference: The same attention without kernels.
-      interpret: True to run the kernels without a TPU.
     """
-    laid_out = operands.lay_out(
-        arguments, *jax.lax.stop_gradient((projection, feature_map)), interpret=interpret
-    )
-    out = _fused(laid_out.shape, laid_out.refs, laid_out.transposed)
-    out = _outputs(out, arguments)
+    fixed = jax.lax.stop_gradient((projection, feature_map))
+    out = _outputs(_fused(axes, *lay_out(arguments, *fixed)), arguments)
     tokens = Tokens(arguments.query, arguments.key, arguments.value)
     others = dataclasses.replace(arguments, query=None, key=None, value=None)
     rest = Rest(others, projection, feature_map)
     return _with_gradients(reference, out, jax.lax.stop_gradient(tokens), rest)
 
 
-def reason_against(
+def uses_kernel(
+    implementation: str | None,
+    arguments: Arguments,
+    projection: Projection | None,
+    feature_map: FeatureMap,
+    axes: MeshAxes,
+    *,
+    reason_against: str | None,
+) -> bool:
+    """Returns whether a call goes to the kernels.
+
+    Args:
+      implementation: The caller's choice; None takes the kernels on a TPU where they can do it.
+      arguments: Arguments of the call.
+      projection: W.
+      feature_map: The feature map.
+      axes: Mesh axes that shard the batch and the heads.
+      reason_against: Why the kernels cannot do it, as far as the caller knows.
+
+    Raises:
+      ValueError: If the caller chose the kernels, and they cannot do it.
+    """
+    if implementation == "xla" or (implementation is None and jax.default_backend() != "tpu"):
+        return False
+    reason = reason_against or axes.reason_against(arguments)
+    reason = reason or _reason_against(arguments, projection, feature_map)
+    if implementation is None:
+        return reason is None and runs_alone(arguments, axes)
+    if reason is not None:
+        raise ValueError(
+            'implementation="pallas_tpu" is for bidirectional attention with features that are '
+            f"exponentials, got a call that it cannot do: {reason}."
+        )
+    return True
+
+
+def _reason_against(
     arguments: Arguments, projection: Projection | None, feature_map: FeatureMap
 ) -> str | None:
-    """Returns why the kernels cannot do a call, or None if they can."""
     dtypes = {x.dtype for x in (arguments.query, arguments.key, arguments.value)}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
         names = " and ".join(sorted(dtype.name for dtype in dtypes))
-        return f"queries, keys and values must all be float32 or all be bfloat16, got {names}"
+        return f"queries, keys and values are {names}, not all float32 or all bfloat16"
     if 0 in (*arguments.query.shape, *arguments.key.shape, *arguments.value.shape):
-        return "there must be queries, keys and values"
-    form = jax.eval_shape(
-        functools.partial(type(feature_map).exponential_forms, side="key"), feature_map, projection
-    )
+        return "an array is empty"
+    if arguments.explicit_axes(in_order=True):
+        return "the length is sharded"
+    of_keys = functools.partial(type(feature_map).exponential_forms, side="key")
+    form = jax.eval_shape(of_keys, feature_map, projection)
     if form is None:
-        return (
-            "features must be exponentials that estimate exp(x . y) (positive, hyperbolic, optimal "
-            f"positive, calibrated or learned), got {type(feature_map).__name__}"
-        )
+        return f"{type(feature_map).__name__} has no such features"
     if form.rows.dtype != jnp.float32:
-        return f"projection must be float32 or narrower, got {form.rows.dtype.name}"
+        return f"projection is {form.rows.dtype.name}"
     return None
 
 
@@ -103,25 +139,25 @@ def _outputs(out: Float[Array, "B N D T"], arguments: Arguments) -> Float[Array,
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(shape: Shape, refs: Refs, transposed: Transposed) -> Float[Array, "B N D T"]:
+def _fused(axes: MeshAxes, refs: Refs, transposed: Transposed) -> Float[Array, "B N D T"]:
     """Attends in a kernel, with gradients of queries, keys and values alone."""
     del transposed
-    return forward(shape, refs)
+    return over_devices(functools.partial(on_platform, forward), axes, refs)
 
 
 def _fused_forward(
-    shape: Shape, refs: Refs, transposed: Transposed
+    axes: MeshAxes, refs: Refs, transposed: Transposed
 ) -> tuple[Float[Array, "B N D T"], tuple[Refs, Transposed]]:
-    return forward(shape, refs), (refs, transposed)
+    return _fused(axes, refs, transposed), (refs, transposed)
 
 
 def _fused_backward(
-    shape: Shape, kept: tuple[Refs, Transposed], of_outputs: Float[Array, "B N D T"]
-) -> tuple[Refs, None]:
-    refs, transposed = kept
-    of_tokens = backward(shape, refs, transposed, of_outputs)
-    nothing = jax.tree.map(jnp.zeros_like, refs)  # Nobody uses these: they are not computed.
-    return nothing._replace(**of_tokens._asdict()), None
+    axes: MeshAxes, kept: tuple[Refs, Transposed], of_outputs: Float[Array, "B N D T"]
+) -> tuple[Refs, Transposed]:
+    of_tokens = over_devices(functools.partial(on_platform, backward), axes, *kept, of_outputs)
+    # Nobody uses the other gradients, so they are not computed.
+    refs, transposed = jax.tree.map(jnp.zeros_like, kept)
+    return refs._replace(**of_tokens._asdict()), transposed
 
 
 _fused.defvjp(_fused_forward, _fused_backward)

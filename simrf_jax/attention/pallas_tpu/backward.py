@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from simrf_jax.attention.pallas_tpu.blocks import Grid, compiler_params
+from simrf_jax.attention.pallas_tpu.blocks import Grid, compiler_params, result
 from simrf_jax.attention.pallas_tpu.forward import State, state_scratch, sum_keys
 from simrf_jax.attention.pallas_tpu.heads import (
     LN2,
@@ -86,7 +86,7 @@ def backward(
                 grid.of_keys(shape.dim, is_gradient=True),
                 grid.of_keys(shape.value_dim, is_gradient=True),
             ),
-            out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in tokens),
+            out_shape=tuple(result(x.shape, x.dtype, (operands, of_outputs)) for x in tokens),
             scratch_shapes=_scratch(shape) if shape.is_tiled else (),
             compiler_params=compiler_params(shape),
             interpret=shape.interpret,

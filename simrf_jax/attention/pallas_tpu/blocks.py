@@ -23,6 +23,16 @@ def compiler_params(shape: Shape) -> Any:
     )
 
 
+def result(shape: tuple[int, ...], dtype: Any, operands: Any) -> jax.ShapeDtypeStruct:
+    """Returns the type of a result that varies over all mesh axes that an operand varies over."""
+
+    def mixed(operands: Any) -> jax.Array:
+        firsts = [jnp.ravel(x)[0].astype(dtype) for x in jax.tree.leaves(operands)]
+        return jnp.broadcast_to(sum(firsts), shape)
+
+    return jax.eval_shape(mixed, operands)
+
+
 @dataclasses.dataclass(frozen=True)
 class Grid:
     """The grid of a kernel: batch, blocks of heads, and steps over tiles.
@@ -79,19 +89,12 @@ class Grid:
         """Returns the block of an array ``[1 or K, ...]``."""
         if rows.shape[0] == 1:
             return pl.BlockSpec(rows.shape, lambda b, h, step: (0, 0, 0))
-        return pl.BlockSpec(
-            (self.shape.num_heads, *rows.shape[1:]), lambda b, h, step: (h, 0, 0)
-        )
+        return pl.BlockSpec((self.shape.num_heads, *rows.shape[1:]), lambda b, h, step: (h, 0, 0))
 
     def operands(self) -> Refs:
         """Returns the blocks of the operands."""
         arrays, shape = self.arrays, self.shape
-        offsets = log_weights = None
-        if arrays.offsets is not None:
-            blocks, m, count = arrays.offsets.shape
-            offsets = pl.BlockSpec(
-                (1, m, count), lambda b, h, step: (h if blocks > 1 else 0, 0, 0)
-            )
+        log_weights = None
         if arrays.log_weights is not None:
             each = arrays.log_weights.shape[1] > 1
             log_weights = pl.BlockSpec(
@@ -104,7 +107,7 @@ class Grid:
             value=self.of_keys(shape.value_dim),
             query_rows=self.of_rows(arrays.query_rows),
             key_rows=self.of_rows(arrays.key_rows),
-            offsets=offsets,
+            offsets=None if arrays.offsets is None else self.of_rows(arrays.offsets),
             half_square=pl.BlockSpec(memory_space=pltpu.SMEM),
             log_weights=log_weights,
         )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from simrf_jax.attention.pallas_tpu.blocks import Grid, compiler_params
+from simrf_jax.attention.pallas_tpu.blocks import Grid, compiler_params, result
 from simrf_jax.attention.pallas_tpu.heads import (
     HIDDEN,
     Links,
@@ -42,8 +42,8 @@ def forward(shape: Shape, operands: Refs) -> jax.Array:
         grid=grid.sizes,
         in_specs=jax.tree.leaves(grid.operands()),
         out_specs=grid.of_queries(shape.value_dim),
-        out_shape=jax.ShapeDtypeStruct(
-            (batch, num_heads, shape.value_dim, shape.num_queries), operands.query.dtype
+        out_shape=result(
+            (batch, num_heads, shape.value_dim, shape.num_queries), shape.dtype, operands
         ),
         scratch_shapes=state_scratch(shape) if shape.is_tiled else (),
         compiler_params=compiler_params(shape),

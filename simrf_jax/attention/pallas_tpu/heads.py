@@ -137,7 +137,7 @@ class Refs(NamedTuple):
       value: ``[1, key heads, D, tile]``.
       query_rows: W of queries, ``[1 or key heads, m, passes * H]``.
       key_rows: Rows for keys, ``[1 or key heads, ..., passes * H]``; see ``Shape.rows``.
-      offsets: Exponents of the features, ``[1, m, 1 or key heads]``, or None.
+      offsets: Exponents of the features, ``[1 or key heads, m, 1]``, or None.
       half_square: ``[1]``, which multiplies squared norms of keys without a stretch.
       log_weights: ``[1, 1 or key heads, 1, tile]``, or None.
     """
@@ -240,8 +240,7 @@ def with_offsets(refs: Refs, head: int, maxima: jax.Array) -> jax.Array:
     """Adds the offsets of a head to maxima ``[m, 1]``, in whose units queries read a state."""
     if refs.offsets is None:
         return maxima
-    head = head if refs.offsets.shape[2] > 1 else 0
-    return maxima + refs.offsets[0, :, head : head + 1]
+    return maxima + of_head(refs.offsets, head)
 
 
 def query_logits(shape: Shape, refs: Refs, head: int) -> jax.Array:

@@ -13,6 +13,9 @@ from simrf_jax import checks
 from simrf_jax.attention.inputs.arguments import Arguments, Inputs
 from simrf_jax.attention.inputs.masks import Lengths, Mask
 from simrf_jax.attention.inputs.sharding import find_shards
+from simrf_jax.attention.pallas_tpu.attention import attend as attend_in_kernel
+from simrf_jax.attention.pallas_tpu.attention import uses_kernel
+from simrf_jax.attention.pallas_tpu.devices import MeshAxes
 from simrf_jax.attention.random_features.causal import (
     CHUNK_SIZE,
     causal_attention,
@@ -31,7 +34,7 @@ from simrf_jax.attention.random_features.state import (
 from simrf_jax.features import FeatureMap, FeatureMapLike, calls_function
 from simrf_jax.projections import Projection
 
-Implementation: TypeAlias = Literal["xla"]
+Implementation: TypeAlias = Literal["xla", "pallas_tpu"]
 IMPLEMENTATIONS = get_args(Implementation)
 
 
@@ -52,6 +55,8 @@ def random_feature_attention(
     segment_ids: Integer[ArrayLike, "... T"] | None = None,
     chunk_size: SupportsIndex | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
+    batch_axis: str | tuple[str, ...] | None = None,
+    head_axis: str | tuple[str, ...] | None = None,
     exact_bandwidth: SupportsIndex | None = None,
 ) -> Float[Array, "*batch T N D"]:
     r"""Returns softmax attention estimated by random features, in time linear in the length.
@@ -96,7 +101,13 @@ def random_feature_attention(
       query_seq_lengths: Integers of the batch shape (``(1,)`` if there is no batch); outputs from
         there on are zero.
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
-      implementation: ``"xla"`` or None for the default.
+      implementation: ``"pallas_tpu"`` for fused kernels, ``"xla"`` for the compiler's own, or None
+        for the kernels where they can do the call on a TPU, and XLA elsewhere. The kernels make
+        features that are exponentials (positive, hyperbolic, optimal positive, calibrated and
+        learned ones) and never write them to memory. They do bidirectional attention in bfloat16 or
+        float32, without a sharded length or an exact band, and have no forward-mode derivative.
+        Only NaN and infinite components, not large finite ones, make NaN there. Without a TPU the
+        kernels are interpreted, which is for tests.
       segment_ids: Integers ``[..., T]`` of packed sequences, for as many keys as queries: a query
         attends to keys of its own segment only. Neighbours with equal ids belong to one segment.
       chunk_size: Keys that causal or packed attention takes at a time, a power of two; None for a
@@ -110,6 +121,11 @@ def random_feature_attention(
         exchange only running sums, never keys or values: in bidirectional attention one maximum and
         one sum, otherwise as many permutations as the logarithm of the number of devices. With an
         exact band they also send their neighbours the keys within it.
+      batch_axis: The mesh axis of type Auto, or a tuple of them, that shards the first batch axis.
+        Only kernels need it: XLA cannot split a kernel, which would then compute the whole batch on
+        each device. Leave it out inside a ``jax.shard_map`` over the axis. By default the kernels
+        are used on several devices only if it and ``head_axis`` name all axes of the mesh.
+      head_axis: The mesh axis, or a tuple of them, that shards queries' and keys' heads, likewise.
       exact_bandwidth: None, or a distance b, at least 0. Query t then weighs the keys from t - b to
         t + b (to t if causal) by :math:`e^{\text{scale} \, q_t^\top k_s}` itself, and all other
         visible keys by its estimate. Numerator and denominator are each one sum of both. Positions
@@ -132,7 +148,9 @@ def random_feature_attention(
       ValueError: If shapes do not match, a name is unknown, scale is not finite, exact_bandwidth is
         negative or the feature map estimates another kernel than it needs, or the mask or the bias
         asks for what linear attention cannot do; if sequence_axis is no axis of a mesh, its
-        devices do not divide the lengths, or causal attention has other keys than queries there.
+        devices do not divide the lengths, or causal attention has other keys than queries there; if
+        the kernels cannot do what ``implementation="pallas_tpu"`` asks of them, or batch_axis or
+        head_axis are no axes of a mesh that divide the batch or the heads.
 
     Example:
       >>> import jax, simrf_jax
@@ -170,6 +188,14 @@ def random_feature_attention(
     if exact_bandwidth is not None:
         exact_bandwidth = check_band(exact_bandwidth, feature_map)
     axes = checks.axis_names("sequence_axis", sequence_axis)
+    mesh_axes = MeshAxes(
+        checks.axis_names("batch_axis", batch_axis), checks.axis_names("head_axis", head_axis)
+    )
+    reason = "the length is sharded" if axes else None
+    reason = "attention is causal, packed, or beside an exact band" if in_order else reason
+    in_kernel = uses_kernel(
+        implementation, arguments, w, feature_map, mesh_axes, reason_against=reason
+    )
     if axes or arguments.explicit_axes(in_order=in_order):
         find_shards(arguments, axes, in_order=in_order)  # Raises if lengths do not fit.
         if arguments.key.shape[-3] > 0:  # Without keys there is nothing to exchange.
@@ -190,6 +216,7 @@ def random_feature_attention(
         is_causal=is_causal,
         chunk_size=chunk_size,
         exact_bandwidth=exact_bandwidth,
+        kernel_axes=mesh_axes if in_kernel else None,
     )
 
 
@@ -202,8 +229,13 @@ def _attend(
     is_causal: bool,
     chunk_size: int,
     exact_bandwidth: int | None,
+    kernel_axes: MeshAxes | None = None,
 ) -> Float[Array, "*batch T N D"]:
-    """Attends to tokens that are all on one device."""
+    """Attends to tokens that are all on one device, or in a kernel over mesh axes."""
+    if kernel_axes is not None:
+        return attend_in_kernel(
+            arguments, projection, feature_map, kernel_axes, reference=_attend_to_all
+        )
     inputs, features = lay_out(arguments, projection, feature_map, scaled=exact_bandwidth is None)
     if exact_bandwidth is not None:
         return attend_beside_band(
@@ -221,9 +253,17 @@ def _attend(
     return inputs.outputs(packed_attention(inputs, features, empty, empty, chunk_size=chunk_size))
 
 
+def _attend_to_all(
+    arguments: Arguments, projection: Projection | None, feature_map: FeatureMap
+) -> Float[Array, "*batch T N D"]:
+    """Lets each query attend to all keys, without a kernel."""
+    inputs, features = lay_out(arguments, projection, feature_map)
+    return inputs.outputs(bidirectional_attention(inputs, features))
+
+
 # One program for each shape and feature map, also without jit around the call. A user's function is
 # left out: it may do something else the next time.
-_OPTIONS = ("is_causal", "chunk_size", "exact_bandwidth")
+_OPTIONS = ("is_causal", "chunk_size", "exact_bandwidth", "kernel_axes")
 _compiled_attend = jax.jit(_attend, static_argnames=_OPTIONS, inline=True)
 
 

@@ -46,7 +46,14 @@ from simrf_jax.projections import Projection, StructuredProjection
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["projection", "feature_map"],
-    meta_fields=["chunk_size", "sequence_axis", "implementation", "exact_bandwidth"],
+    meta_fields=[
+        "chunk_size",
+        "sequence_axis",
+        "batch_axis",
+        "head_axis",
+        "implementation",
+        "exact_bandwidth",
+    ],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class RandomFeatures:
@@ -60,7 +67,10 @@ class RandomFeatures:
         default.
       sequence_axis: Mesh axis, or a tuple of them, that shards the length in ``attend``; see
         ``random_feature_attention``.
-      implementation: ``"xla"``, or None for the default.
+      batch_axis: Mesh axes that shard the batch, for kernels; see ``random_feature_attention``.
+      head_axis: Mesh axes that shard the heads, for kernels.
+      implementation: ``"xla"``, ``"pallas_tpu"`` or None in ``attend``; see
+        ``random_feature_attention``. Steps of decoding always take XLA.
       exact_bandwidth: Distance over which queries see keys exactly, or None; see
         ``random_feature_attention``. The state of decoding is then an ``ExactBandState``.
 
@@ -83,13 +93,16 @@ class RandomFeatures:
     feature_map: FeatureMapLike = "positive"
     chunk_size: SupportsIndex | None = None
     sequence_axis: str | tuple[str, ...] | None = None
+    batch_axis: str | tuple[str, ...] | None = None
+    head_axis: str | tuple[str, ...] | None = None
     implementation: Implementation | None = None
     exact_bandwidth: SupportsIndex | None = None
 
     def __post_init__(self) -> None:
         """Checks the fields, and replaces a name or a function by its feature map, a pytree."""
         checks.one_of("implementation", self.implementation, (*IMPLEMENTATIONS, None))
-        checks.axis_names("sequence_axis", self.sequence_axis)
+        for name in ("sequence_axis", "batch_axis", "head_axis"):
+            checks.axis_names(name, getattr(self, name))
         if self.chunk_size is not None:
             checks.power_of_two("chunk_size", self.chunk_size)
         if self.exact_bandwidth is not None:
@@ -130,6 +143,8 @@ class RandomFeatures:
             segment_ids=segment_ids,
             chunk_size=self.chunk_size if in_order else None,
             sequence_axis=self.sequence_axis,
+            batch_axis=self.batch_axis,
+            head_axis=self.head_axis,
             exact_bandwidth=self.exact_bandwidth,
         )
 

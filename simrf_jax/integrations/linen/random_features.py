@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from simrf_jax.attention import RandomFeatures
+from simrf_jax.attention.random_features.attention import Implementation
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.features.learned import Learned
@@ -81,6 +82,11 @@ class RandomFeatureAttention(Adapter):
       decode: True takes each call for the next tokens of the sequences in the cache.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
         Decoding does not use it.
+      batch_axis: Mesh axes that shard the batch, which the TPU kernels need to know; see
+        ``simrf_jax.random_feature_attention``.
+      head_axis: Mesh axes that shard the heads, likewise.
+      implementation: ``"pallas_tpu"``, ``"xla"`` or None; see
+        ``simrf_jax.random_feature_attention``. Decoding does not use it.
       exact_bandwidth: Distance over which queries see keys exactly, or None; see
         ``simrf_jax.random_feature_attention``.
 
@@ -116,7 +122,10 @@ class RandomFeatureAttention(Adapter):
     is_causal: bool = False
     factored_masks: bool = False
     decode: bool = False
-    sequence_axis: str | tuple[str, ...] | None = None
+    sequence_axis: flax_attention.AxisNames = None
+    batch_axis: flax_attention.AxisNames = None
+    head_axis: flax_attention.AxisNames = None
+    implementation: Implementation | None = None
     exact_bandwidth: int | None = None
 
     def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> RandomFeatures:
@@ -153,7 +162,13 @@ class RandomFeatureAttention(Adapter):
         elif self.num_features is not None:
             w = self.variable("random_features", "projection", lambda: boxed(*draw())).value
         return flax_attention.random_features(
-            w, feature_map, self.sequence_axis, self.exact_bandwidth
+            w,
+            feature_map,
+            sequence_axis=self.sequence_axis,
+            batch_axis=self.batch_axis,
+            head_axis=self.head_axis,
+            implementation=self.implementation,
+            exact_bandwidth=self.exact_bandwidth,
         )
 
     def _calibration(self, initial: Calibrated) -> Calibrated:

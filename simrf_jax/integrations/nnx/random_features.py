@@ -10,6 +10,7 @@ from flax import nnx
 
 from simrf_jax import checks
 from simrf_jax.attention import RandomFeatures
+from simrf_jax.attention.random_features.attention import Implementation
 from simrf_jax.attention.random_features.exact_band import check_band
 from simrf_jax.features import FeatureMapLike, as_feature_map
 from simrf_jax.features.calibrated import Calibrated
@@ -85,6 +86,11 @@ class RandomFeatureAttention(Adapter):
       decode: True takes each call for the next tokens of the sequences in the cache.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
         Decoding does not use it.
+      batch_axis: Mesh axes that shard the batch, which the TPU kernels need to know; see
+        ``simrf_jax.random_feature_attention``.
+      head_axis: Mesh axes that shard the heads, likewise.
+      implementation: ``"pallas_tpu"``, ``"xla"`` or None; see
+        ``simrf_jax.random_feature_attention``. Decoding does not use it.
       exact_bandwidth: Distance over which queries see keys exactly, or None; see
         ``simrf_jax.random_feature_attention``.
       rngs: Source of the key: its stream ``features``, or its default stream if there is none.
@@ -129,7 +135,10 @@ class RandomFeatureAttention(Adapter):
         is_causal: bool = False,
         factored_masks: bool = False,
         decode: bool = False,
-        sequence_axis: str | tuple[str, ...] | None = None,
+        sequence_axis: flax_attention.AxisNames = None,
+        batch_axis: flax_attention.AxisNames = None,
+        head_axis: flax_attention.AxisNames = None,
+        implementation: Implementation | None = None,
         exact_bandwidth: int | None = None,
         rngs: nnx.Rngs,
     ):
@@ -141,6 +150,10 @@ class RandomFeatureAttention(Adapter):
             decode=decode,
             sequence_axis=sequence_axis,
         )
+        self.batch_axis = batch_axis
+        self.head_axis = head_axis
+        self.implementation = implementation
+        flax_attention.check_kernels(batch_axis, head_axis, implementation)
         shared = checks.boolean("shared", shared)
         feature_map = flax_calibration.adapter_map(
             feature_map, self.num_heads, self.head_dim, num_features
@@ -191,7 +204,13 @@ class RandomFeatureAttention(Adapter):
         del num_heads
         w = None if self.projection is None else self.projection.get_value()
         return flax_attention.random_features(
-            w, self._map(), self.sequence_axis, self.exact_bandwidth
+            w,
+            self._map(),
+            sequence_axis=self.sequence_axis,
+            batch_axis=self.batch_axis,
+            head_axis=self.head_axis,
+            implementation=self.implementation,
+            exact_bandwidth=self.exact_bandwidth,
         )
 
     def _map(self) -> FeatureMapLike:
