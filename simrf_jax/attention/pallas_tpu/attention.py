@@ -68,8 +68,8 @@ def attend(
     fixed = jax.lax.stop_gradient((projection, feature_map))
     out = _outputs(_fused(axes, *lay_out(arguments, *fixed)), arguments)
     tokens = Tokens(arguments.query, arguments.key, arguments.value)
-    others = dataclasses.replace(arguments, query=None, key=None, value=None)
-    rest = Rest(others, projection, feature_map)
+    without: dict[str, Any] = dict.fromkeys(tokens._fields)
+    rest = Rest(dataclasses.replace(arguments, **without), projection, feature_map)
     return _with_gradients(reference, out, jax.lax.stop_gradient(tokens), rest)
 
 

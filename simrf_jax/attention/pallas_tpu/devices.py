@@ -27,7 +27,7 @@ class MeshAxes(NamedTuple):
     def reason_against(self, arguments: Arguments) -> str | None:
         """Returns why the axes cannot shard the arrays, or None if they can."""
         mesh = mesh_of(arguments)
-        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        kinds = _kinds(mesh)
         batch, *_ = (*arguments.query.shape[:-3], 1)
         num_key_heads = arguments.key.shape[-2]
         for name, axes, size in (
@@ -65,15 +65,21 @@ def over_devices(kernel: Kernel, axes: MeshAxes, *arrays: Any) -> Any:
       arrays: Arrays ``[batch, heads, ...]`` of tokens, ``[heads, ...]`` of rows, and others; axes
         of size 1 are not split.
     """
-    names = set(axes.batch) | set(axes.heads)
-    if not names:
+    mesh = jax.sharding.get_abstract_mesh()
+    # XLA refuses a kernel over axes of type Auto, also over those that shard nothing.
+    automatic = {name for name in mesh.axis_names if _kinds(mesh)[name] == AxisType.Auto}
+    if not automatic:
         return kernel(*arrays)
     specs = jax.tree.map(functools.partial(_spec, axes), arrays)
     out = PartitionSpec(axes.batch or None, axes.heads or None)
     # A kernel does not say over which axes its results vary.
-    return jax.shard_map(kernel, in_specs=specs, out_specs=out, axis_names=names, check_vma=False)(
-        *arrays
-    )
+    return jax.shard_map(
+        kernel, in_specs=specs, out_specs=out, axis_names=automatic, check_vma=False
+    )(*arrays)
+
+
+def _kinds(mesh: AbstractMesh) -> dict[str, AxisType]:
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
 def _spec(axes: MeshAxes, x: jax.Array) -> PartitionSpec:
@@ -83,9 +89,9 @@ def _spec(axes: MeshAxes, x: jax.Array) -> PartitionSpec:
 
 
 def mesh_of(arguments: Arguments) -> AbstractMesh:
-    """Returns the mesh of the queries or of the context, which may be empty."""
-    mesh = jax.typeof(arguments.query).sharding.mesh
-    return jax.sharding.get_abstract_mesh() if mesh.empty else mesh
+    """Returns the mesh of the context, or else of the queries; it may be empty."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.typeof(arguments.query).sharding.mesh if mesh.empty else mesh
 
 
 def runs_alone(arguments: Arguments, axes: MeshAxes) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
@@ -13,7 +14,7 @@ from simrf_jax.attention.pallas_tpu.backward import Transposed
 from simrf_jax.attention.pallas_tpu.heads import HIDDEN, TILE, Refs, Shape
 from simrf_jax.features import FeatureMap
 from simrf_jax.features.exponential_form import ExponentialForm
-from simrf_jax.features.log_space import SIDES
+from simrf_jax.features.log_space import SIDES, Side
 from simrf_jax.projections import Projection
 
 LOG2E = math.log2(math.e)
@@ -32,7 +33,7 @@ def lay_out(
     log_weights = arguments.log_weights_per_key()
     num_heads, dim = arguments.query.shape[-2:]
     key, value, num_key_heads = arguments.key, arguments.value, arguments.key.shape[-2]
-    forms = [feature_map.exponential_forms(projection, side=side) for side in SIDES]
+    forms = [_form(feature_map, projection, side) for side in SIDES]
     if log_weights is not None and log_weights.shape[-2] not in (1, num_key_heads):
         # Heads that share their keys but not their mask no longer share a state.
         groups = num_heads // num_key_heads
@@ -56,6 +57,13 @@ def lay_out(
         _key_rows(of_keys, root, root / LOG2E**0.5).mT.astype(dtype),
     )
     return refs, transposed
+
+
+def _form(feature_map: FeatureMap, projection: Projection | None, side: Side) -> ExponentialForm:
+    form = feature_map.exponential_forms(projection, side=side)
+    if form is None:
+        raise TypeError(f"{type(feature_map).__name__} has no exponential form.")
+    return form
 
 
 def _root_and_sign(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
@@ -139,22 +147,10 @@ def _key_rows(
 def _offsets(offsets: list[Float[Array, "*K m"] | None]) -> Float[Array, "*K m 1"] | None:
     """Returns the offsets of queries and keys together."""
     given = [x for x in offsets if x is not None]
-    return sum(given)[..., None] * LOG2E if given else None
+    return functools.reduce(jnp.add, given)[..., None] * LOG2E if given else None
 
 
-def _hidden(
-    log_weights: Float[
-        Array,
-        (
-            B  # K S
-        ),
-    ],
-) -> Float[
-    Array,
-    (
-        B  # K S
-    ),
-]:
+def _hidden(log_weights: Float[Array, "*batch #K S"]) -> Float[Array, "*batch #K S"]:
     """Returns log weights to base 2, and a number for minus infinity."""
     too_large = log_weights > float(jnp.finfo(jnp.float32).max) / 4  # Exponents would overflow.
     log_weights = jnp.where(too_large, jnp.nan, log_weights * LOG2E)
