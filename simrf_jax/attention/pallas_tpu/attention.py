@@ -17,7 +17,6 @@ from simrf_jax.attention.pallas_tpu.devices import (
     MeshAxes,
     on_platform,
     over_devices,
-    runs_alone,
 )
 from simrf_jax.attention.pallas_tpu.forward import forward
 from simrf_jax.attention.pallas_tpu.heads import Refs
@@ -71,62 +70,6 @@ def attend(
     without: dict[str, Any] = dict.fromkeys(tokens._fields)
     rest = Rest(dataclasses.replace(arguments, **without), projection, feature_map)
     return _with_gradients(reference, out, jax.lax.stop_gradient(tokens), rest)
-
-
-def uses_kernel(
-    implementation: str | None,
-    arguments: Arguments,
-    projection: Projection | None,
-    feature_map: FeatureMap,
-    axes: MeshAxes,
-    *,
-    reason_against: str | None,
-) -> bool:
-    """Returns whether a call goes to the kernels.
-
-    Args:
-      implementation: The caller's choice; None takes the kernels on a TPU where they can do it.
-      arguments: Arguments of the call.
-      projection: W.
-      feature_map: The feature map.
-      axes: Mesh axes that shard the batch and the heads.
-      reason_against: Why the kernels cannot do it, as far as the caller knows.
-
-    Raises:
-      ValueError: If the caller chose the kernels, and they cannot do it.
-    """
-    if implementation == "xla" or (implementation is None and jax.default_backend() != "tpu"):
-        return False
-    reason = reason_against or axes.reason_against(arguments)
-    reason = reason or _reason_against(arguments, projection, feature_map)
-    if implementation is None:
-        return reason is None and runs_alone(arguments, axes)
-    if reason is not None:
-        raise ValueError(
-            'implementation="pallas_tpu" is for bidirectional attention with features that are '
-            f"exponentials, got a call that it cannot do: {reason}."
-        )
-    return True
-
-
-def _reason_against(
-    arguments: Arguments, projection: Projection | None, feature_map: FeatureMap
-) -> str | None:
-    dtypes = {x.dtype for x in (arguments.query, arguments.key, arguments.value)}
-    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
-        names = " and ".join(sorted(dtype.name for dtype in dtypes))
-        return f"queries, keys and values are {names}, not all float32 or all bfloat16"
-    if 0 in (*arguments.query.shape, *arguments.key.shape, *arguments.value.shape):
-        return "an array is empty"
-    if arguments.explicit_axes(in_order=True):
-        return "the length is sharded"
-    of_keys = functools.partial(type(feature_map).exponential_forms, side="key")
-    form = jax.eval_shape(of_keys, feature_map, projection)
-    if form is None:
-        return f"{type(feature_map).__name__} has no such features"
-    if form.rows.dtype != jnp.float32:
-        return f"projection is {form.rows.dtype.name}"
-    return None
 
 
 def _outputs(out: Float[Array, "B N D T"], arguments: Arguments) -> Float[Array, "*batch T N D"]:

@@ -13,9 +13,7 @@ from simrf_jax import checks
 from simrf_jax.attention.inputs.arguments import Arguments, Inputs
 from simrf_jax.attention.inputs.masks import Lengths, Mask
 from simrf_jax.attention.inputs.sharding import find_shards
-from simrf_jax.attention.pallas_tpu.attention import attend as attend_in_kernel
-from simrf_jax.attention.pallas_tpu.attention import uses_kernel
-from simrf_jax.attention.pallas_tpu.devices import MeshAxes
+from simrf_jax.attention.pallas_tpu.choice import MeshAxes, uses_kernel
 from simrf_jax.attention.random_features.causal import (
     CHUNK_SIZE,
     causal_attention,
@@ -233,6 +231,9 @@ def _attend(
 ) -> Float[Array, "*batch T N D"]:
     """Attends to tokens that are all on one device, or in a kernel over mesh axes."""
     if kernel_axes is not None:
+        # Here, because Pallas takes a tenth of a second to load, and most calls do without it.
+        from simrf_jax.attention.pallas_tpu.attention import attend as attend_in_kernel
+
         return attend_in_kernel(
             arguments, projection, feature_map, kernel_axes, reference=_attend_to_all
         )

@@ -1,0 +1,121 @@
+"""The choice between the kernels and XLA, made without loading Pallas."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+
+from simrf_jax.attention.inputs.arguments import Arguments, Axes
+from simrf_jax.features import FeatureMap
+from simrf_jax.projections import Projection
+
+
+class MeshAxes(NamedTuple):
+    """The mesh axes that shard the batch and the heads."""
+
+    batch: Axes = ()
+    heads: Axes = ()
+
+    def reason_against(self, arguments: Arguments) -> str | None:
+        """Returns why the axes cannot shard the arrays, or None if they can."""
+        mesh = _mesh_of(arguments)
+        kinds = kinds_of_axes(mesh)
+        batch, *_ = (*arguments.query.shape[:-3], 1)
+        num_key_heads = arguments.key.shape[-2]
+        for name, axes, size in (
+            ("batch_axis", self.batch, batch),
+            ("head_axis", self.heads, num_key_heads),
+        ):
+            if any(kinds.get(axis) != AxisType.Auto for axis in axes):
+                return f"{name} is {axes}, which are not axes of type Auto of a mesh {kinds}"
+            devices = math.prod(mesh.shape[axis] for axis in axes)
+            if size % devices:
+                return f"{name} is {axes}, of {devices} devices, which do not divide {size}"
+        return None
+
+
+def kinds_of_axes(mesh: AbstractMesh) -> dict[str, AxisType]:
+    """Returns the type of each axis of a mesh."""
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
+def uses_kernel(
+    implementation: str | None,
+    arguments: Arguments,
+    projection: Projection | None,
+    feature_map: FeatureMap,
+    axes: MeshAxes,
+    *,
+    reason_against: str | None,
+) -> bool:
+    """Returns whether a call goes to the kernels.
+
+    Args:
+      implementation: The caller's choice; None takes the kernels on a TPU where they can do it.
+      arguments: Arguments of the call.
+      projection: W.
+      feature_map: The feature map.
+      axes: Mesh axes that shard the batch and the heads.
+      reason_against: Why the kernels cannot do it, as far as the caller knows.
+
+    Raises:
+      ValueError: If the caller chose the kernels, and they cannot do it.
+    """
+    if implementation == "xla" or (implementation is None and jax.default_backend() != "tpu"):
+        return False
+    reason = reason_against or axes.reason_against(arguments)
+    reason = reason or _reason_against(arguments, projection, feature_map)
+    if implementation is None:
+        return reason is None and _runs_alone(arguments, axes)
+    if reason is not None:
+        raise ValueError(
+            'implementation="pallas_tpu" is for bidirectional attention with features that are '
+            f"exponentials, got a call that it cannot do: {reason}."
+        )
+    return True
+
+
+def _reason_against(
+    arguments: Arguments, projection: Projection | None, feature_map: FeatureMap
+) -> str | None:
+    dtypes = {x.dtype for x in (arguments.query, arguments.key, arguments.value)}
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
+        names = " and ".join(sorted(dtype.name for dtype in dtypes))
+        return f"queries, keys and values are {names}, not all float32 or all bfloat16"
+    if 0 in (*arguments.query.shape, *arguments.key.shape, *arguments.value.shape):
+        return "an array is empty"
+    if arguments.explicit_axes(in_order=True):
+        return "the length is sharded"
+    of_keys = functools.partial(type(feature_map).exponential_forms, side="key")
+    form = jax.eval_shape(of_keys, feature_map, projection)
+    if form is None:
+        return f"{type(feature_map).__name__} has no such features"
+    if form.rows.dtype != jnp.float32:
+        return f"projection is {form.rows.dtype.name}"
+    return None
+
+
+def _mesh_of(arguments: Arguments) -> AbstractMesh:
+    """Returns the mesh of the context, or else of the queries; it may be empty."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.typeof(arguments.query).sharding.mesh if mesh.empty else mesh
+
+
+def _runs_alone(arguments: Arguments, axes: MeshAxes) -> bool:
+    """Returns whether a kernel gets the tokens of one device, as far as can be known here.
+
+    XLA cannot split a kernel. It would give each device the tokens of all.
+    """
+    mesh = _mesh_of(arguments)
+    if mesh.empty:
+        return jax.device_count() == 1
+    named = {*axes.batch, *axes.heads}
+    return all(
+        kind == AxisType.Manual or size == 1 or name in named
+        for name, kind, size in zip(mesh.axis_names, mesh.axis_types, mesh.axis_sizes, strict=True)
+    )
