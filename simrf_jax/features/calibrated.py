@@ -155,7 +155,8 @@ class Calibrated(FeatureMap):
         else:
             mean, other, matrix = self.key_mean, self.query_mean, self.key_matrix
         highest = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-        rows = highest(dense_rows(projection) * jnp.sqrt(self.variances), jnp.asarray(matrix))
+        rows = dense_rows(projection)
+        rows = highest(rows * jnp.broadcast_to(jnp.sqrt(self.variances), rows.shape), matrix)
         offsets = self._half_log_weights(projection) - highest(rows, mean)
         slope = other + highest(highest(matrix, mean), matrix)
         return ExponentialForm(rows, offsets, matrix, slope)

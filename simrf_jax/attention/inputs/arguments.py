@@ -278,11 +278,11 @@ class Arguments:
         batched = self._with_batch_axis()
         return batched._real_queries(tuple(batched.query.shape[:-3]))
 
-    def log_weights_per_key(self) -> Float[Array, "*batch #N S"] | None:
+    def log_weights_per_key(self) -> Float[Array, "B rows S"] | None:
         """Returns ``[B, 1 or N, S]`` to add to the logits; None if none are given."""
         if all(x is None for x in (self.mask, self.bias, self.key_value_seq_lengths)):
             return None
-        log_weights = self._with_batch_axis()._key_log_weights(jnp.float32)
+        log_weights = self._with_batch_axis()._key_log_weights(jnp.dtype(jnp.float32))
         return log_weights.reshape(-1, *log_weights.shape[-2:])
 
     def _key_log_weights(self, dtype: jnp.dtype) -> Float[Array, "*batch #N S"]:

@@ -13,11 +13,8 @@ from jaxtyping import Array, Float
 
 from simrf_jax.attention.inputs.arguments import Arguments
 from simrf_jax.attention.pallas_tpu.backward import Transposed, backward
-from simrf_jax.attention.pallas_tpu.devices import (
-    MeshAxes,
-    on_platform,
-    over_devices,
-)
+from simrf_jax.attention.pallas_tpu.choice import MeshAxes
+from simrf_jax.attention.pallas_tpu.devices import on_platform, over_devices
 from simrf_jax.attention.pallas_tpu.forward import forward
 from simrf_jax.attention.pallas_tpu.heads import Refs
 from simrf_jax.attention.pallas_tpu.operands import lay_out
@@ -72,7 +69,9 @@ def attend(
     return _with_gradients(reference, out, jax.lax.stop_gradient(tokens), rest)
 
 
-def _outputs(out: Float[Array, "B N D T"], arguments: Arguments) -> Float[Array, "*batch T N D"]:
+def _outputs(
+    out: Float[Array, "B N padded T"], arguments: Arguments
+) -> Float[Array, "*batch T N D"]:
     """Returns outputs as the caller has them, zeros beyond the lengths of the queries."""
     *batch, length, heads, _ = arguments.query.shape
     out = jnp.transpose(out, (0, 3, 1, 2))[..., : arguments.value.shape[-1]]
@@ -82,7 +81,7 @@ def _outputs(out: Float[Array, "B N D T"], arguments: Arguments) -> Float[Array,
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(axes: MeshAxes, refs: Refs, transposed: Transposed) -> Float[Array, "B N D T"]:
+def _fused(axes: MeshAxes, refs: Refs, transposed: Transposed) -> Float[Array, "B N padded T"]:
     """Attends in a kernel, with gradients of queries, keys and values alone."""
     del transposed
     return over_devices(functools.partial(on_platform, forward), axes, refs)
@@ -90,12 +89,12 @@ def _fused(axes: MeshAxes, refs: Refs, transposed: Transposed) -> Float[Array, "
 
 def _fused_forward(
     axes: MeshAxes, refs: Refs, transposed: Transposed
-) -> tuple[Float[Array, "B N D T"], tuple[Refs, Transposed]]:
+) -> tuple[Float[Array, "B N padded T"], tuple[Refs, Transposed]]:
     return _fused(axes, refs, transposed), (refs, transposed)
 
 
 def _fused_backward(
-    axes: MeshAxes, kept: tuple[Refs, Transposed], of_outputs: Float[Array, "B N D T"]
+    axes: MeshAxes, kept: tuple[Refs, Transposed], of_outputs: Float[Array, "B N padded T"]
 ) -> tuple[Refs, Transposed]:
     of_tokens = over_devices(functools.partial(on_platform, backward), axes, *kept, of_outputs)
     # Nobody uses the other gradients, so they are not computed.

@@ -150,7 +150,7 @@ def _offsets(offsets: list[Float[Array, "*K m"] | None]) -> Float[Array, "*K m 1
     return functools.reduce(jnp.add, given)[..., None] * LOG2E if given else None
 
 
-def _hidden(log_weights: Float[Array, "*batch #K S"]) -> Float[Array, "*batch #K S"]:
+def _hidden(log_weights: Float[Array, "B rows S"]) -> Float[Array, "B rows S"]:
     """Returns log weights to base 2, and a number for minus infinity."""
     too_large = log_weights > float(jnp.finfo(jnp.float32).max) / 4  # Exponents would overflow.
     log_weights = jnp.where(too_large, jnp.nan, log_weights * LOG2E)

@@ -1,0 +1,351 @@
+"""The fused kernels, interpreted: the estimator itself, in all that they can do."""
+
+import functools
+import subprocess
+import sys
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+import simrf_jax
+from simrf_jax import feature_maps, random_feature_attention
+from simrf_jax.attention.pallas_tpu import operands
+from tests import formulas
+from tests.attention import devices, reference
+from tests.attention.inputs import inputs, projection
+
+P = jax.P
+in_kernel = functools.partial(random_feature_attention, implementation="pallas_tpu")
+by_xla = functools.partial(random_feature_attention, implementation="xla")
+
+
+@pytest.fixture(params=[150, 149], ids=["whole", "tiles"])
+def length(request, monkeypatch):
+    """A length that is taken in one tile, or another one that is taken in several.
+
+    Lengths differ, because a program that was compiled with other tiles would be used again.
+    """
+    if request.param == 149:
+        monkeypatch.setattr(operands, "LONGEST_TILE", 0)
+        monkeypatch.setattr(operands, "TILE_OF_MANY", operands.LANES)
+    return request.param
+
+
+def assert_close(got, want, tolerance):
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    assert np.abs(got - want).max() <= tolerance * max(1, np.abs(want).max())
+
+
+# The map, its W, and the formula of its features in float64.
+MAPS = {
+    "positive": ("positive", projection(11, heads=2), formulas.positive),
+    "hyperbolic": ("hyperbolic", projection(11), formulas.hyperbolic),
+    "optimal": (
+        feature_maps.OptimalPositive(-0.1),
+        projection(11, heads=2),
+        formulas.optimal_positive,
+    ),
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("scale", [0.5, 2, 8])
+@pytest.mark.parametrize("name", MAPS)
+def test_the_estimator_in_float64(length, name, scale):
+    feature_map, w, formula = MAPS[name]
+    q, k, v = inputs(length, 140, heads=4, key_heads=2, scale=scale)
+    got = in_kernel(q, k, v, w, feature_map=feature_map)
+    want = reference.attention(q, k, v, w, formula=formula)
+    assert_close(got, want, 1e-5)
+
+
+OPTIONS = {
+    "all": {},
+    "lengths": {"key_value_seq_lengths": [131, 0], "query_seq_lengths": [148, 17]},
+    "mask of all": {"mask": np.arange(140) % 3 > 0},
+    "mask and bias of heads": {
+        "mask": np.arange(140) > np.arange(4)[:, None, None],
+        "bias": np.cos(np.arange(2 * 4 * 140)).reshape(2, 4, 1, 140).astype(np.float32),
+    },
+    "scale": {"scale": -0.3},
+}
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("kind", ["positive", "calibrated"])
+def test_the_output_and_the_gradients_of_xla(length, kind, options):
+    q, k, v = inputs(length, 140, heads=4, key_heads=2, batch=(2,))
+    feature_map = "positive" if kind == "positive" else simrf_jax.calibrate(q, k)
+    w = projection(11, heads=None if kind == "positive" else 2)
+    of_outputs = jnp.sin(jnp.arange(q.size)).reshape(q.shape)
+
+    def run(attend):
+        def attention(q, k, v):
+            return attend(q, k, v, w, feature_map=feature_map, **options)
+
+        out, back = jax.vjp(attention, q, k, v)
+        return out, *back(of_outputs)
+
+    for got, want in zip(run(in_kernel), run(by_xla), strict=True):
+        assert_close(got, want, 1e-5)
+
+
+def test_learned_features():
+    q, k, v = inputs(40, heads=2)
+    w = projection(11, heads=2)
+    learned = feature_maps.Learned.start(w, simrf_jax.calibrate(q, k))
+    learned = jax.tree.map(
+        lambda x: x + 0.05 * jnp.cos(jnp.arange(x.size)).reshape(x.shape), learned
+    )
+    got, want = (attend(q, k, v, None, feature_map=learned) for attend in (in_kernel, by_xla))
+    assert_close(got, want, 1e-5)
+
+
+def test_weighted_rows():
+    q, k, v = inputs(40)
+    w = simrf_jax.WeightedProjection(projection(11), jnp.linspace(-3, 1, 11))
+    got, want = (attend(q, k, v, w) for attend in (in_kernel, by_xla))
+    assert_close(got, want, 1e-5)
+
+
+def test_bfloat16(length):
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(length, heads=2, dim=16, scale=2))
+    w, of_outputs = projection(33, dim=16), jnp.sin(jnp.arange(q.size)).reshape(q.shape)
+
+    def run(attend, *tokens):
+        def attention(*tokens):
+            return attend(*tokens, w).astype(jnp.float32)
+
+        out, back = jax.vjp(attention, *tokens)
+        return [np.asarray(x, np.float64) for x in (out, *back(of_outputs))]
+
+    wide = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
+    exact, fused, plain = run(by_xla, *wide), run(in_kernel, q, k, v), run(by_xla, q, k, v)
+    errors = [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(fused, exact, strict=True)]
+    assert errors[0] <= 1.1 * np.linalg.norm(plain[0] - exact[0]) / np.linalg.norm(exact[0])
+    # The gradients of the sums are rounded to bfloat16, as XLA does on a TPU but not on a CPU.
+    assert max(errors) <= 0.012
+
+
+def test_gradients_of_everything_else_are_those_of_xla():
+    q, k, v = inputs(20)
+    bias = jnp.linspace(-1, 1, 20)
+
+    def gradients(attend):
+        def loss(w, bias, scale):
+            return jnp.sum(jnp.sin(attend(q, k, v, w, bias=bias, scale=scale)))
+
+        return jax.grad(loss, (0, 1, 2))(projection(), bias, 0.4)
+
+    for got, want in zip(gradients(in_kernel), gradients(by_xla), strict=True):
+        assert np.abs(want).max() > 1e-3
+        assert_close(got, want, 1e-6)
+
+
+def test_a_head_is_spoiled_by_a_key_and_a_query_by_itself(length):
+    q, k, v = (jnp.asarray(x) for x in inputs(length, heads=2, batch=(2,)))
+    clean = in_kernel(q, k, v, projection())
+    for bad in (jnp.nan, jnp.inf, -jnp.inf):
+        spoiled = np.asarray(in_kernel(q, k.at[0, 140, 1, 3].set(bad), v, projection()))
+        assert np.isnan(spoiled[0, :, 1]).all()
+        np.testing.assert_array_equal(spoiled[1], clean[1])
+        np.testing.assert_array_equal(spoiled[0, :, 0], clean[0, :, 0])
+        spoiled = np.asarray(in_kernel(q, k, v.at[0, 140, 1, 3].set(bad), projection()))
+        assert np.isnan(spoiled[0, :, 1]).all()
+        np.testing.assert_array_equal(spoiled[1], clean[1])
+        spoiled = np.asarray(in_kernel(q.at[0, 140, 1, 3].set(bad), k, v, projection()))
+        assert np.isnan(spoiled[0, 140, 1]).all()
+        np.testing.assert_array_equal(np.delete(spoiled[0], 140, 0), np.delete(clean[0], 140, 0))
+
+
+def test_a_hidden_key_reaches_nothing(length):
+    q, k, v = (jnp.asarray(x) for x in inputs(length, heads=2))
+    mask = np.arange(length) != 140
+
+    def run(k, v):
+        return jax.vjp(lambda q, k, v: in_kernel(q, k, v, projection(), mask=mask), q, k, v)
+
+    clean, back = run(k, v)
+    spoiled, back_of_spoiled = run(k.at[140].set(jnp.nan), v.at[140].set(jnp.inf))
+    np.testing.assert_array_equal(clean, spoiled)
+    for got, want in zip(back_of_spoiled(clean), back(clean), strict=True):
+        np.testing.assert_array_equal(got, want)
+        assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+def test_what_is_not_finite_reaches_no_gradient_of_others(length, which):
+    tokens = {
+        name: jnp.asarray(x)
+        for name, x in zip(("query", "key", "value"), inputs(length, heads=2), strict=True)
+    }
+    spoiled = tokens | {which: tokens[which].at[140, 1].set(jnp.nan)}
+
+    def gradients(tokens):
+        # Where the output is NaN, nobody counts it.
+        def loss(tokens):
+            out = in_kernel(**tokens, projection=projection())
+            return jnp.sum(jnp.sin(jnp.where(counts[..., None], out, 0)))
+
+        return jax.grad(loss)(tokens)
+
+    counts = ~jnp.isnan(in_kernel(**spoiled, projection=projection())).any(-1)
+    got, want = gradients(spoiled), gradients(tokens)
+    for name in tokens:
+        assert np.isfinite(got[name]).all()
+        assert_close(got[name][:, 0], want[name][:, 0], 1e-6)
+    if which == "query":  # The other queries of its head still count.
+        assert_close(got["query"][:140], want["query"][:140], 1e-6)
+        assert_close(got["value"], want["value"], 1e-6)
+
+
+@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
+@hypothesis.given(
+    length=st.integers(1, 300),
+    key_length=st.integers(1, 300),
+    key_heads=st.integers(1, 3),
+    groups=st.integers(1, 3),
+    dim=st.integers(2, 40),
+    width=st.integers(1, 40),
+    num_features=st.integers(1, 70),
+    seed=st.integers(0, 99),
+)
+def test_any_shape(length, key_length, key_heads, groups, dim, width, num_features, seed):
+    q, k, v = inputs(length, key_length, groups * key_heads, key_heads, dim, width, seed=seed)
+    w = projection(num_features, dim, key_heads)
+    got = in_kernel(q, k, v, w)
+    assert_close(got, by_xla(q, k, v, w), 1e-5)
+
+
+def test_vmap_scan_and_remat():
+    q, k, v = inputs(20, batch=(3,))
+    w = projection()
+
+    @jax.checkpoint
+    def attend(x, _=None):
+        return in_kernel(x, k[0], v[0], w), None
+
+    def stacked(attend):
+        def loss(q):
+            mapped = jax.vmap(lambda x: attend(x)[0])(q)
+            return jnp.sum(jax.lax.scan(attend, mapped[0], None, length=2)[0] ** 2)
+
+        return jax.grad(loss)(q)
+
+    want = stacked(lambda x, _=None: (by_xla(x, k[0], v[0], w), None))
+    assert_close(stacked(attend), want, 1e-5)
+
+
+def test_each_device_has_its_part():
+    mesh = devices.make_mesh("auto", data=2, tensor=2, rest=2)
+    q, k, v = inputs(20, heads=4, key_heads=2, batch=(2,))
+    w, lengths = projection(heads=2), jnp.array([3, 20])
+    options = {"batch_axis": "data", "head_axis": "tensor", "key_value_seq_lengths": lengths}
+
+    def gradients(attend, **options):
+        def loss(*tokens):
+            return jnp.sum(jnp.sin(attend(*tokens, w, **options)))
+
+        return jax.jit(jax.grad(loss, (0, 1, 2)))
+
+    want = gradients(by_xla, key_value_seq_lengths=lengths)(q, k, v)
+    with jax.set_mesh(mesh):
+        tokens = [jax.device_put(x, P("data", None, "tensor")) for x in (q, k, v)]
+        compiled = gradients(in_kernel, **options).lower(*tokens).compile()
+        got = compiled(*tokens)
+    assert "all-gather" not in compiled.as_text()
+    for ours, theirs in zip(got, want, strict=True):
+        assert_close(ours, theirs, 1e-5)
+
+
+def test_inside_shard_map():
+    mesh = devices.make_mesh("manual", data=2)
+    q, k, v = inputs(20, batch=(2,))
+    attend = jax.shard_map(
+        lambda *tokens: in_kernel(*tokens, projection()),
+        mesh=mesh,
+        in_specs=P("data"),
+        out_specs=P("data"),
+        check_vma=False,  # Pallas's interpreter cannot do with it.
+    )
+    assert_close(attend(q, k, v), by_xla(q, k, v, projection()), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("size", [197, 1500])
+def test_mosaic_takes_the_kernels(size, dtype):
+    tokens = jax.ShapeDtypeStruct((2, size, 4, 64), dtype)
+
+    def loss(q, k, v):
+        return jnp.sum(in_kernel(q, k, v, w, bias=bias).astype(jnp.float32))
+
+    w, bias = jnp.ones((4, 130, 64)), jnp.zeros(size)
+    traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2))).trace(tokens, tokens, tokens)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 2
+
+
+def uses_kernel(call, *arguments):
+    # Wrapped, because JAX would not trace the same function twice.
+    return "pallas_call" in str(jax.make_jaxpr(lambda *x: call(*x))(*arguments))
+
+
+def test_the_default(monkeypatch):
+    q, k, v = inputs(20, batch=(2,))
+    plain = functools.partial(random_feature_attention, projection=projection())
+    assert not uses_kernel(plain, q, k, v)
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert uses_kernel(plain, q, k, v)
+    assert not uses_kernel(functools.partial(plain, implementation="xla"), q, k, v)
+    assert not uses_kernel(functools.partial(plain, is_causal=True), q, k, v)
+    assert not uses_kernel(functools.partial(plain, exact_bandwidth=2), q, k, v)
+    assert not uses_kernel(functools.partial(plain, feature_map="relu"), q, k, v)
+    assert not uses_kernel(functools.partial(plain, batch_axis="data"), q, k, v)
+    # XLA would give each of several devices the tokens of all.
+    monkeypatch.setattr(jax, "device_count", lambda: 8)
+    assert not uses_kernel(plain, q, k, v)
+    with jax.set_mesh(devices.make_mesh("auto", data=2, tensor=1)):
+        assert not uses_kernel(plain, q, k, v)
+        assert uses_kernel(functools.partial(plain, batch_axis="data"), q, k, v)
+        assert not uses_kernel(functools.partial(plain, batch_axis="data"), q[:1], k[:1], v[:1])
+
+
+REFUSED = {
+    "causal": ({"is_causal": True}, "causal, packed, or beside an exact band"),
+    "packed": ({"segment_ids": np.zeros(9, int)}, "causal, packed, or beside"),
+    "band": ({"exact_bandwidth": 2}, "causal, packed, or beside an exact band"),
+    "sharded": ({"sequence_axis": "data"}, "the length is sharded"),
+    "map": ({"feature_map": "relu"}, "Relu has no such features"),
+    "axis": ({"batch_axis": "rows"}, r"batch_axis is \('rows',\), which are not axes of type Auto"),
+    "size": ({"head_axis": "data"}, "of 2 devices, which do not divide 3"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_the_kernels_cannot_do(options, message):
+    q, k, v = inputs(9, heads=3)
+    with jax.set_mesh(devices.make_mesh("auto", data=2)), pytest.raises(ValueError, match=message):
+        in_kernel(q, k, v, projection(), **options)
+
+
+def test_other_types_are_refused():
+    q, k, v = (jnp.asarray(x, jnp.float16) for x in inputs())
+    with pytest.raises(ValueError, match="are float16, not all float32 or all bfloat16"):
+        in_kernel(q, k, v, projection())
+
+
+def test_no_tokens_are_refused():
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match="an array is empty"):
+        in_kernel(q, k[:0], v[:0], projection())
+
+
+def test_pallas_is_not_loaded_with_the_library():
+    code = "import simrf_jax, sys; sys.exit('jax.experimental.pallas.tpu' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
