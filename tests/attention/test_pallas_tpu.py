@@ -317,11 +317,11 @@ def test_the_default(monkeypatch):
 
 
 REFUSED = {
-    "causal": ({"is_causal": True}, "causal, packed, or beside an exact band"),
-    "packed": ({"segment_ids": np.zeros(9, int)}, "causal, packed, or beside"),
-    "band": ({"exact_bandwidth": 2}, "causal, packed, or beside an exact band"),
-    "sharded": ({"sequence_axis": "data"}, "the length is sharded"),
-    "map": ({"feature_map": "relu"}, "Relu has no such features"),
+    "causal": ({"is_causal": True}, "causal, packed, beside an exact band"),
+    "packed": ({"segment_ids": np.zeros(9, int)}, "causal, packed, beside an exact"),
+    "band": ({"exact_bandwidth": 2}, "causal, packed, beside an exact band"),
+    "sharded": ({"sequence_axis": "data"}, "or with a sequence_axis"),
+    "map": ({"feature_map": "relu"}, "Relu features are no exponentials"),
     "axis": ({"batch_axis": "rows"}, r"batch_axis is \('rows',\), which are not axes of type Auto"),
     "size": ({"head_axis": "data"}, "of 2 devices, which do not divide 3"),
 }

@@ -34,7 +34,7 @@ class Tokens(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """All other arrays: ``arguments`` has None in the place of the tokens."""
+    """The other arrays of a call; ``arguments`` has None in the place of the tokens."""
 
     arguments: Any
     projection: Projection | None

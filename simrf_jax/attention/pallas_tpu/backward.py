@@ -96,7 +96,7 @@ def backward(
 
 
 class Sums(NamedTuple):
-    """What is kept from tile to tile: the state, and its gradient ``[heads, D + TILE, m]``."""
+    """The state and its gradient, ``[heads, D + TILE, m]``, which are kept from tile to tile."""
 
     state: State
     gradient: Any

@@ -45,39 +45,31 @@ def kinds_of_axes(mesh: AbstractMesh) -> dict[str, AxisType]:
 
 
 def uses_kernel(
-    implementation: str | None,
     arguments: Arguments,
     projection: Projection | None,
     feature_map: FeatureMap,
     axes: MeshAxes,
     *,
-    reason_against: str | None,
+    is_required: bool,
 ) -> bool:
-    """Returns whether a call goes to the kernels.
+    """Returns whether a call of bidirectional attention goes to the kernels.
 
     Args:
-      implementation: The caller's choice; None takes the kernels on a TPU where they can do it.
       arguments: Arguments of the call.
       projection: W.
       feature_map: The feature map.
       axes: Mesh axes that shard the batch and the heads.
-      reason_against: Why the kernels cannot do it, as far as the caller knows.
+      is_required: True if the caller chose the kernels; False takes them where they can do it, and
+        where each device is known to get its own tokens.
 
     Raises:
       ValueError: If the caller chose the kernels, and they cannot do it.
     """
-    if implementation == "xla" or (implementation is None and jax.default_backend() != "tpu"):
-        return False
-    reason = reason_against or axes.reason_against(arguments)
+    reason = axes.reason_against(arguments)
     reason = reason or _reason_against(arguments, projection, feature_map)
-    if implementation is None:
-        return reason is None and _runs_alone(arguments, axes)
-    if reason is not None:
-        raise ValueError(
-            'implementation="pallas_tpu" is for bidirectional attention with features that are '
-            f"exponentials, got a call that it cannot do: {reason}."
-        )
-    return True
+    if reason is not None and is_required:
+        raise ValueError(f'implementation="pallas_tpu" cannot do this call: {reason}.')
+    return reason is None and (is_required or _runs_alone(arguments, axes))
 
 
 def _reason_against(
@@ -94,7 +86,7 @@ def _reason_against(
     of_keys = functools.partial(type(feature_map).exponential_forms, side="key")
     form = jax.eval_shape(of_keys, feature_map, projection)
     if form is None:
-        return f"{type(feature_map).__name__} has no such features"
+        return f"{type(feature_map).__name__} features are no exponentials that estimate exp(x . y)"
     if form.rows.dtype != jnp.float32:
         return f"projection is {form.rows.dtype.name}"
     return None

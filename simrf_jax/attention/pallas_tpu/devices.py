@@ -1,4 +1,4 @@
-"""Where the kernels run: on which platform, and on the devices of a mesh."""
+"""Calls of the kernels on any platform, and on the devices of a mesh."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def _advance(active: collections.deque[Links]) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What a kernel must know before it is compiled.
+    """The sizes of a kernel, which must be known before it is compiled.
 
     Attributes:
       num_heads: Key heads of a program.
@@ -129,7 +129,7 @@ class Shape:
 
 
 class Refs(NamedTuple):
-    """What a kernel reads; the leading axes of blocks are of size 1.
+    """The blocks that a kernel reads; their leading axes are of size 1.
 
     Attributes:
       query: ``[1, heads, H, tile]``.

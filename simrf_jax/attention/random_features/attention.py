@@ -189,10 +189,16 @@ def random_feature_attention(
     mesh_axes = MeshAxes(
         checks.axis_names("batch_axis", batch_axis), checks.axis_names("head_axis", head_axis)
     )
-    reason = "the length is sharded" if axes else None
-    reason = "attention is causal, packed, or beside an exact band" if in_order else reason
-    in_kernel = uses_kernel(
-        implementation, arguments, w, feature_map, mesh_axes, reason_against=reason
+    if implementation == "pallas_tpu" and (in_order or axes):
+        raise ValueError(
+            'implementation="pallas_tpu" is for bidirectional attention over whole sequences, got '
+            "a call that is causal, packed, beside an exact band, or with a sequence_axis."
+        )
+    may_use_kernel = implementation == "pallas_tpu" or (
+        implementation is None and jax.default_backend() == "tpu" and not (in_order or axes)
+    )
+    in_kernel = may_use_kernel and uses_kernel(
+        arguments, w, feature_map, mesh_axes, is_required=implementation is not None
     )
     if axes or arguments.explicit_axes(in_order=in_order):
         find_shards(arguments, axes, in_order=in_order)  # Raises if lengths do not fit.
