@@ -1,7 +1,8 @@
 """The training step of the paper's ViT-B/16, compiled for TPU pods but not run.
 
 Three programs are compiled for each pod. The first is the whole training step of experiments/vit at
-batch 4,096, data-parallel, with random features and with exact attention. The second is the redraw
+batch 4,096, data-parallel, with random features (by XLA, and on chips that can do it in the fused
+kernels) and with exact attention. The second is the redraw
 of all projections, which is a separate program. The third is a product of two large matrices, which
 shows what the compiler takes to be the peak of the chip. Each compiled program adds a line to a
 file, and a program that has a line is not compiled again. At the end the tables are printed.
@@ -13,13 +14,14 @@ wheel, and JAX_PLATFORMS empty)
 import hashlib
 import json
 import pathlib
+import re
 import sys
 import time
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks import flops, pods, tpu
+from benchmarks import flops, pods, schedule, tpu  # schedule before libtpu is loaded
 from experiments.vit.configs import imagenet2012
 from experiments.vit.metrics.flops import train_flops
 from experiments.vit.training import sharding
@@ -34,13 +36,15 @@ PODS = (
     "v6e:16x16:none:unrolled",
 )
 CHANNELS, CLASSES = 3, 1000
+IN_KERNELS = " in kernels"
 SIDE = 8192  # Rows and columns of the matrices whose product should reach the peak.
 
 
 def build(pod, attention):
     """Returns the paper's config for a pod, and the training program for all its devices."""
     config = imagenet2012.get_config()
-    config.model.attention = attention
+    config.model.attention = attention.removesuffix(IN_KERNELS)
+    config.model.implementation = "pallas_tpu" if attention.endswith(IN_KERNELS) else "xla"
     config.model.remat = pod.remat
     config.model.scan = pod.layers == "scanned"
     mesh = sharding.make_mesh(config.mesh, tpu.devices(pod.topology))
@@ -69,8 +73,10 @@ def step(pod, attention):
     """
     config, built = build(pod, attention)
     traced = trace_step(config, built)
+    # The trace of a kernel has the products of one step of its grid.
+    whole = trace_step(*build(pod, attention.removesuffix(IN_KERNELS)))
     counts = {
-        "flops": flops.matmul_flops(traced.jaxpr),
+        "flops": flops.matmul_flops(whole.jaxpr),
         "model_flops": config.batch_size * train_flops(built.model),
     }
     return traced.lower(), counts
@@ -94,13 +100,14 @@ def product(pod, _):
 # The programs that are compiled for each pod, and the attentions that each is compiled for.
 PROGRAMS = {
     product: ("",),
-    step: ("simplex", "orthogonal", "exact"),
+    step: ("simplex", "orthogonal", "exact", f"simplex{IN_KERNELS}"),
     redraw: ("simplex", "orthogonal"),
 }
 
 
 def compile_and_read(lowered):
     """Compiles a program and returns its memory, estimated cycles and collectives."""
+    schedule.forget()
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
@@ -108,6 +115,7 @@ def compile_and_read(lowered):
     size = memory.argument_size_in_bytes + memory.output_size_in_bytes
     size += memory.temp_size_in_bytes - memory.alias_size_in_bytes
     cycles, custom_calls = tpu.static_cycles(compiled)
+    cycles += kernel_cycles(compiled.as_text())
     collectives, received = tpu.collectives(tpu.executed(compiled.as_text()))
     return {
         "bytes": size,
@@ -119,12 +127,25 @@ def compile_and_read(lowered):
     }
 
 
+def kernel_cycles(text):
+    """Returns the cycles of the kernels of a program, which XLA does not estimate."""
+    total = 0
+    for line, times in tpu.executed(text):
+        if 'custom_call_target="tpu_custom_call"' in line:
+            # One program of a kernel takes all the heads of an image.
+            name, batch = re.search(r"%(\w+?)(?:\.\d+)* = \(?bf16\[(\d+)", line).groups()
+            total += times * int(batch) * schedule.cycles(name, steps=1)
+    return total
+
+
 def rows_of(path, names):
     """Returns the rows of a file, after adding the rows that it lacks one by one."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     for name, pod in {name: pods.Pod.parse(name) for name in names}.items():
         for make, attentions in PROGRAMS.items():
             for attention in attentions:
+                if attention.endswith(IN_KERNELS) and not pod.chip.has_kernels:
+                    continue
                 key = {"pod": name, "program": make.__name__, "attention": attention}
                 if any(key.items() <= row.items() for row in rows):
                     continue

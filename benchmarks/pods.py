@@ -19,11 +19,13 @@ class Chip(NamedTuple):
       memory: GiB of HBM.
       kind: ``jax.Device.device_kind`` of its devices.
       devices: Number of devices that JAX sees on the chip.
+      has_kernels: True if the fused kernels of attention fit into its cores.
     """
 
     memory: int
     kind: str
     devices: int = 1
+    has_kernels: bool = True
 
     @property
     def peak(self):
@@ -35,8 +37,8 @@ class Chip(NamedTuple):
 # each core is a device, with half of the memory and of the peak. The two cores of a v4 chip are one
 # device.
 CHIPS = {
-    "v3": Chip(32, "TPU v3", devices=2),
-    "v4": Chip(32, "TPU v4"),
+    "v3": Chip(32, "TPU v3", devices=2, has_kernels=False),
+    "v4": Chip(32, "TPU v4", has_kernels=False),
     "v5e": Chip(16, "TPU v5e"),
     "v6e": Chip(32, "TPU v6e"),
 }

@@ -88,7 +88,7 @@ def backward(
             ),
             out_shape=tuple(result(x.shape, x.dtype, (operands, of_outputs)) for x in tokens),
             scratch_shapes=_scratch(shape) if shape.is_tiled else (),
-            compiler_params=compiler_params(shape),
+            compiler_params=compiler_params(),
             interpret=shape.interpret,
             name="random_feature_attention_gradient",
         )(*arrays)

@@ -12,12 +12,13 @@ from jax.experimental.pallas import tpu as pltpu
 
 from simrf_jax.attention.pallas_tpu.heads import Refs, Shape
 
-VMEM_LIMIT = 96 * 2**20  # Bytes; a TPU core has 128 MiB, from v5e on.
+# Bytes of a core's own memory that a kernel may take: more than the compiler's default, and less
+# than the 64 MiB of the smallest core from v5e on.
+VMEM_LIMIT = 48 * 2**20
 
 
-def compiler_params(shape: Shape) -> Any:
+def compiler_params() -> Any:
     """Returns the options of the compiler."""
-    del shape
     return pltpu.CompilerParams(
         dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
     )

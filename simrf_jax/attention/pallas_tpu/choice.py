@@ -14,6 +14,9 @@ from simrf_jax.attention.inputs.arguments import Arguments, Axes
 from simrf_jax.features import FeatureMap
 from simrf_jax.projections import Projection
 
+# Their cores have less memory than the kernels take.
+OLD_CHIPS = ("TPU v2", "TPU v3", "TPU v4")
+
 
 class MeshAxes(NamedTuple):
     """The mesh axes that shard the batch and the heads."""
@@ -69,7 +72,9 @@ def uses_kernel(
     reason = reason or _reason_against(arguments, projection, feature_map)
     if reason is not None and is_required:
         raise ValueError(f'implementation="pallas_tpu" cannot do this call: {reason}.')
-    return reason is None and (is_required or _runs_alone(arguments, axes))
+    if reason is not None or is_required:
+        return reason is None
+    return jax.devices()[0].device_kind not in OLD_CHIPS and _runs_alone(arguments, axes)
 
 
 def _reason_against(

@@ -46,7 +46,7 @@ def forward(shape: Shape, operands: Refs) -> jax.Array:
             (batch, num_heads, shape.value_dim, shape.num_queries), shape.dtype, operands
         ),
         scratch_shapes=state_scratch(shape) if shape.is_tiled else (),
-        compiler_params=compiler_params(shape),
+        compiler_params=compiler_params(),
         interpret=shape.interpret,
         name="random_feature_attention",
     )(*arrays)

@@ -1,0 +1,74 @@
+"""The length of the schedules of TPU kernels, as the compiler in the `libtpu` wheel writes them.
+
+XLA does not estimate the cycles of a kernel. The compiler writes its schedule: VLIW bundles, about
+one for each cycle. A kernel runs them once for each step of its grid, except those of a region
+under a condition (``pl.when``), which this module counts as often as the condition holds.
+
+Import this module before any that loads libtpu: it says where schedules are to be written.
+"""
+
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+
+FOLDER = pathlib.Path(tempfile.mkdtemp(prefix="schedules"))
+os.environ["LIBTPU_INIT_ARGS"] = " ".join(
+    [
+        os.environ.get("LIBTPU_INIT_ARGS", ""),
+        f"--xla_jf_dump_to={FOLDER}",
+        "--xla_jf_dump_llo_text=true",
+        "--xla_jf_emit_annotations=true",
+    ]
+)
+SHORTEST = 64  # Bundles of a region of a kernel; shorter ones move its blocks.
+
+
+def cycles(name, steps, counts=()):
+    """Returns the bundles of a kernel, each as often as it runs, and forgets its schedule.
+
+    Args:
+      name: Name of the kernel.
+      steps: Steps of its grid.
+      counts: In how many steps each region under a condition runs, in the order of the program.
+
+    Raises:
+      ValueError: If there is no such kernel, or it has another number of regions.
+    """
+    found = [
+        path
+        for path in FOLDER.glob("*-final_bundles.txt")
+        if re.search(rf"-{name}(\.\d+)?-\d+-final_bundles\.txt$", path.name)
+    ]
+    if not found:
+        raise ValueError(f"There is no schedule of a kernel {name}.")
+    text = found[-1].read_text()
+    total = 1 + max(int(address, 16) for address in re.findall(r"^ *(0x[0-9a-f]+) ", text, re.M))
+    regions = [size for size in _regions(text) if size > SHORTEST] if counts else []
+    if len(regions) != len(counts):
+        raise ValueError(f"{name} has regions of {regions} bundles, and counts are {counts}.")
+    inside = sum(size * count for size, count in zip(regions, counts, strict=True))
+    return inside + (total - sum(regions)) * steps
+
+
+def forget():
+    """Removes all schedules."""
+    shutil.rmtree(FOLDER)
+    FOLDER.mkdir()
+
+
+def _regions(text):
+    """Returns the bundles of each region that a branch can skip, in order."""
+    open_branches, sizes = [], []
+    for line in text.splitlines():
+        match = re.match(r" *(0x[0-9a-f]+) +(PF)?", line)
+        if not match:
+            continue
+        address = int(match[1], 16)
+        if match[2] and open_branches:
+            sizes.append(address - open_branches.pop())
+            open_branches.clear()
+        if "sbr.rel" in line:
+            open_branches.append(address)
+    return sizes

@@ -1,0 +1,202 @@
+"""Static cycles of attention on a TPU: the fused kernels, XLA, and exact attention.
+
+Compiles for one v5e device, which need not be there. The cycles are those of the compiler's own
+schedules and estimates, without waits for memory. They are no measured times. The floor is the
+time to move queries, keys, values and outputs (and, with the gradient, all of their gradients)
+once, at 546 bytes a cycle.
+
+Run: python -m benchmarks.tpu_attention [LENGTH ...] (with the libtpu wheel, and JAX_PLATFORMS=cpu)
+"""
+
+import functools
+import sys
+
+from benchmarks import schedule  # Before libtpu is loaded.
+
+# isort: split
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+
+import simrf_jax
+from benchmarks import tpu
+from simrf_jax import feature_maps
+from simrf_jax.attention.inputs.arguments import Arguments
+from simrf_jax.attention.pallas_tpu.operands import lay_out, shape_of
+
+BATCH, HEADS, DIM = 8, 12, 64
+LENGTHS = (197, 1024, 4096)
+SPLASH_BLOCK = 512  # Queries and keys of a block.
+BYTES_PER_CYCLE = 546  # v5e: 819 GB/s and 1.5 GHz.
+
+
+def tokens(length):
+    return jax.ShapeDtypeStruct((BATCH, length, HEADS, DIM), jnp.bfloat16)
+
+
+def both_ways(attend):
+    """Returns a function of queries, keys, values and the gradient of the outputs."""
+
+    def run(*qkvg):
+        out, back = jax.vjp(attend, *qkvg[:3])
+        return out, back(qkvg[3])
+
+    return run
+
+
+def random_features(num_features, feature_map, implementation):
+    def attend(q, k, v):
+        w = jnp.ones((HEADS, num_features, DIM))
+        return simrf_jax.random_feature_attention(
+            q, k, v, w, feature_map=feature_map, implementation=implementation
+        )
+
+    return attend
+
+
+def textbook(num_features):
+    """Attention as the known implementations write it: one maximum for all keys, an epsilon."""
+
+    def phi(x, w, axes):
+        logits = jnp.einsum("bthd,hmd->bthm", x.astype(jnp.float32) * DIM**-0.25, w)
+        scale = jnp.sum(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) * DIM**-0.5 / 2
+        largest = jax.lax.stop_gradient(jnp.max(logits, axes, keepdims=True))
+        return (jnp.exp(logits - scale - largest) + 1e-4) * num_features**-0.5
+
+    def attend(q, k, v):
+        w = jnp.ones((HEADS, num_features, DIM))
+        of_queries, of_keys = phi(q, w, -1), phi(k, w, (1, 3))
+        sums = jnp.einsum("bshm,bshd->bhmd", of_keys, v.astype(jnp.float32))
+        normaliser = jnp.einsum("bthm,bhm->bth", of_queries, jnp.sum(of_keys, 1))
+        out = jnp.einsum("bthm,bhmd->bthd", of_queries, sums) / normaliser[..., None]
+        return out.astype(q.dtype)
+
+    return attend
+
+
+def kernel_cycles(num_features, feature_map, length, *, is_gradient):
+    """Returns the cycles of the fused kernels that were compiled last."""
+
+    def shape():
+        zeros = jnp.zeros((BATCH, length, HEADS, DIM), jnp.bfloat16)
+        return lay_out(
+            Arguments(zeros, zeros, zeros), jnp.zeros((HEADS, num_features, DIM)), feature_map
+        )[0]
+
+    sizes = shape_of(jax.eval_shape(shape), interpret=False)
+    programs = BATCH * HEADS // sizes.num_heads
+    keys, queries = sizes.key_tiles, sizes.query_tiles
+    if not sizes.is_tiled:
+        forward = backward = functools.partial(schedule.cycles, steps=1)
+    else:
+        forward = functools.partial(
+            schedule.cycles, steps=keys + queries, counts=(1, keys, 1, queries)
+        )
+        backward = functools.partial(
+            schedule.cycles, steps=2 * keys + queries, counts=(1, keys, 1, 1, queries, keys)
+        )
+    total = forward("random_feature_attention")
+    if is_gradient:
+        total += backward("random_feature_attention_gradient")
+    return programs * total
+
+
+def splash(length):
+    """Returns exact attention by JAX's splash attention, and its blocks on each side."""
+    sizes = splash_attention_kernel.BlockSizes(
+        **dict.fromkeys(
+            (
+                "block_q",
+                "block_kv",
+                "block_kv_compute",
+                "block_q_dkv",
+                "block_kv_dkv",
+                "block_kv_dkv_compute",
+                "block_q_dq",
+                "block_kv_dq",
+            ),
+            SPLASH_BLOCK,
+        )
+    )
+    mask = splash_attention_mask.MultiHeadMask(
+        [splash_attention_mask.FullMask((length, length))] * HEADS
+    )
+    kernel = splash_attention_kernel.make_splash_mha_single_device(mask, block_sizes=sizes)
+
+    def attend(q, k, v):
+        q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * DIM**-0.5, k, v))
+        return jnp.swapaxes(jax.vmap(kernel)(q, k, v), 1, 2)
+
+    return attend, length // SPLASH_BLOCK
+
+
+def splash_cycles(blocks, *, is_gradient):
+    """Returns the cycles of splash attention's kernels that were compiled last."""
+    # Each begins, takes one block, and ends: under conditions on the step.
+    count = functools.partial(schedule.cycles, steps=blocks**2, counts=(blocks, blocks**2, blocks))
+    if not is_gradient:
+        return BATCH * HEADS * count("splash_mha_fwd_no_residuals")
+    names = (
+        "splash_mha_fwd_residuals",
+        "splash_mha_dq_no_residuals",
+        "splash_mha_dkv_no_residuals",
+    )
+    return BATCH * HEADS * sum(map(count, names))
+
+
+def measure(attend, length, of_kernels=None):
+    """Returns the cycles of the forward pass and of both passes, and those in kernels."""
+    results, in_kernels = [], []
+    for is_gradient in (False, True):
+        schedule.forget()
+        function, number = (both_ways(attend), 4) if is_gradient else (attend, 3)
+        compiled = tpu.compile_for(function, *[tokens(length)] * number)
+        in_kernels.append(of_kernels(is_gradient=is_gradient) if of_kernels else 0)
+        results.append(tpu.static_cycles(compiled)[0] + in_kernels[-1])
+    return results, in_kernels
+
+
+def rows(length):
+    """Yields the name of each attention and what ``measure`` returns."""
+    positive = feature_maps.Positive()
+    calibrated = feature_maps.Calibrated.identity(HEADS, DIM)
+    for name, num_features, feature_map in (
+        ("kernels, m = 128", 128, positive),
+        ("kernels, m = 130", 130, positive),
+        ("kernels, calibrated, m = 128", 128, calibrated),
+    ):
+        attend = random_features(num_features, feature_map, "pallas_tpu")
+        cycles = functools.partial(kernel_cycles, num_features, feature_map, length)
+        total, in_kernels = measure(attend, length, cycles)
+        yield name, total
+        yield "without what XLA does before and after", in_kernels
+    for num_features in (128, 130):
+        yield (
+            f"XLA, m = {num_features}",
+            measure(random_features(num_features, positive, "xla"), length)[0],
+        )
+    yield "textbook, m = 130", measure(textbook(130), length)[0]
+    yield "exact, jax.nn.dot_product_attention", measure(jax.nn.dot_product_attention, length)[0]
+    if length % SPLASH_BLOCK == 0:
+        attend, blocks = splash(length)
+        yield (
+            "exact, splash attention",
+            measure(attend, length, functools.partial(splash_cycles, blocks)),
+        )
+    moved = BATCH * HEADS * DIM * length * 2 / BYTES_PER_CYCLE
+    yield "floor by memory traffic", [4 * moved, 11 * moved]
+
+
+def main():
+    """Prints a table for each length."""
+    for length in map(int, sys.argv[1:] or LENGTHS):
+        print(f"\n| T = {length} | forward | with backward |\n| --- | --- | --- |")
+        for name, cycles in rows(length):
+            print(f"| {name} | {' | '.join(f'{x / 1e3:,.0f}' for x in cycles)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
