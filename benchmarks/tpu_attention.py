@@ -6,6 +6,7 @@ time to move queries, keys, values and outputs (and, with the gradient, all of t
 once, at 546 bytes a cycle.
 
 Run: python -m benchmarks.tpu_attention [LENGTH ...] (with the libtpu wheel, and JAX_PLATFORMS=cpu)
+With --program TOPOLOGY HEADS LENGTH FEATURES it prints the cycles of a program of both kernels.
 """
 
 import functools
@@ -190,8 +191,24 @@ def rows(length):
     yield "floor by memory traffic", [4 * moved, 11 * moved]
 
 
+def program(topology, heads, length, num_features):
+    """Returns the cycles of the kernels of both passes for one sequence that a program takes."""
+    x = jax.ShapeDtypeStruct((1, length, heads, DIM), jnp.bfloat16)
+
+    def attend(q, k, v):
+        w = jnp.ones((heads, num_features, DIM))
+        return simrf_jax.random_feature_attention(q, k, v, w, implementation="pallas_tpu")
+
+    tpu.compile_for(both_ways(attend), *[x] * 4, topology=topology)
+    names = ("random_feature_attention", "random_feature_attention_gradient")
+    return sum(schedule.cycles(name, steps=1) for name in names)
+
+
 def main():
     """Prints a table for each length."""
+    if sys.argv[1:2] == ["--program"]:
+        print(program(sys.argv[2], *map(int, sys.argv[3:])))
+        return
     for length in map(int, sys.argv[1:] or LENGTHS):
         print(f"\n| T = {length} | forward | with backward |\n| --- | --- | --- |")
         for name, cycles in rows(length):
