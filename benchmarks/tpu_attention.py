@@ -59,7 +59,7 @@ def random_features(num_features, feature_map, implementation):
 
 
 def textbook(num_features):
-    """Attention as the known implementations write it: one maximum for all keys, an epsilon."""
+    """Returns attention as the known implementations write it, with one maximum and an epsilon."""
 
     def phi(x, w, axes):
         logits = jnp.einsum("bthd,hmd->bthm", x.astype(jnp.float32) * DIM**-0.25, w)

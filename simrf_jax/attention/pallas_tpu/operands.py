@@ -19,9 +19,11 @@ from simrf_jax.projections import Projection
 
 LOG2E = math.log2(math.e)
 LANES = 128
-# Lengths up to this are taken in one tile, and longer ones in several.
+# Lengths up to the first are taken in one tile, and longer ones in tiles of the second, both less
+# where a program would not fit into the memory of a core.
 LONGEST_TILE = 1024
 TILE_OF_MANY = 512
+MEMORY = 32 * 2**20
 # Query heads of one program: enough to overlap, and few enough for a short program.
 MOST_HEADS = 16
 
@@ -78,16 +80,20 @@ def shape_of(refs: Refs, *, interpret: bool) -> Shape:
     _, num_key_heads, value_dim, num_keys = refs.value.shape
     groups, num_features = num_heads // num_key_heads, refs.query_rows.shape[1]
     fitting = (n for n in range(1, num_key_heads + 1) if num_key_heads % n == 0)
+    num_heads_of_program = max(n for n in fitting if n == 1 or n * groups <= MOST_HEADS)
+    # Blocks of seven arrays, twice each, and some arrays of features that the program keeps.
+    blocks = 14 * num_heads_of_program * groups * max(dim, value_dim) * refs.query.dtype.itemsize
+    most = MEMORY // (blocks + 48 * num_features)
     return Shape(
-        num_heads=max(n for n in fitting if n == 1 or n * groups <= MOST_HEADS),
+        num_heads=num_heads_of_program,
         groups=groups,
         dim=dim,
         value_dim=value_dim,
         num_features=num_features,
         num_queries=num_queries,
         num_keys=num_keys,
-        query_tile=_tile(num_queries),
-        key_tile=_tile(num_keys),
+        query_tile=_tile(num_queries, most),
+        key_tile=_tile(num_keys, most),
         passes=refs.query_rows.shape[-1] // dim,
         is_stretched=refs.key_rows.shape[1] > num_features,
         dtype=refs.query.dtype,
@@ -95,8 +101,11 @@ def shape_of(refs: Refs, *, interpret: bool) -> Shape:
     )
 
 
-def _tile(length: int) -> int:
-    return _multiple(length, LANES) if length <= LONGEST_TILE else TILE_OF_MANY
+def _tile(length: int, most: int) -> int:
+    """Returns the tile for a length, a multiple of ``LANES``, if possible of at most ``most``."""
+    if length <= min(LONGEST_TILE, most):
+        return _multiple(length, LANES)
+    return max(min(TILE_OF_MANY, most // LANES * LANES), LANES)
 
 
 def _multiple(size: int, of: int) -> int:
