@@ -10,12 +10,25 @@ import ml_collections
 
 from experiments.harness import config_fields, files, resumable
 from experiments.harness.mistakes import UserError
-from experiments.swap import figures, measure_encoder, measure_task, predicted, tables, tasks
+from experiments.swap import (
+    figures,
+    measure_encoder,
+    measure_task,
+    predicted,
+    tables,
+    tasks,
+)
 from experiments.swap.methods import METHODS
 from experiments.swap.training import Task
 
+# Fields of each section whose methods may learn; see learning.Schedule.
+LEARNED_FIELDS: dict[str, type] = {
+    "learned.num_steps": int,
+    "learned.batch_size": int,
+    "learned.learning_rate": float,
+}
 # Fields of each section whose model is trained here.
-TASK_FIELDS: dict[str, type] = {
+TASK_FIELDS: dict[str, type] = LEARNED_FIELDS | {
     "batch_size": int,
     "num_steps": int,  # Steps with softmax attention.
     "learning_rate": float,  # Peak learning rate of these steps.
@@ -56,7 +69,8 @@ SECTIONS: dict[str, dict[str, type]] = {
         "num_draws": int,  # Draws of W for each seed.
         "lengths": tuple,  # Ascending lengths of queries and keys.
     },
-    "encoder": {
+    "encoder": LEARNED_FIELDS
+    | {
         "num_fit_texts": int,  # Help pages that feature maps are fitted on.
         "num_test_texts": int,  # Other help pages.
         "length": int,  # Tokens of each text.
@@ -75,37 +89,45 @@ FIELDS: dict[str, type] = {
     "model_dir": str,  # Folder of all-MiniLM-L6-v2; see encoder.find.
     "data_dir": str,  # Folder of the prepared Fashion-MNIST; see experiments/vit.
 } | {f"{part}.{name}": kind for part, fields in SECTIONS.items() for name, kind in fields.items()}
-LEAST = {
-    "seeds": 0,
-    "predicted.dim": 2,
-    "predicted.num_queries": 1,
-    "predicted.num_keys": 2,
-    "predicted.num_features": 1,
-    "predicted.num_draws": 1,
-    "encoder.num_fit_texts": 1,
-    "encoder.num_test_texts": 1,
-    "encoder.length": 3,
-    "encoder.bandwidth": 0,
-    "encoder.num_features": 2,
-    "char_lm.context": 2,
-    "char_lm.bandwidth": 0,
-} | {
-    f"{part}.{name}": least
-    for part in ("digits", "char_lm", "fashion_mnist")
-    for name, least in {
-        "batch_size": 1,
-        "num_steps": 1,
-        "warmup_steps": 0,
-        "num_fit": 1,
-        "test_batch_size": 1,
-        "num_features": 2,
-        "tuned_features": 2,
-        "tuned_steps": 0,
-        "model.width": 2,
-        "model.depth": 1,
-        "model.num_heads": 1,
-    }.items()
-}
+LEAST = (
+    {
+        "seeds": 0,
+        "predicted.dim": 2,
+        "predicted.num_queries": 1,
+        "predicted.num_keys": 2,
+        "predicted.num_features": 1,
+        "predicted.num_draws": 1,
+        "encoder.num_fit_texts": 1,
+        "encoder.num_test_texts": 1,
+        "encoder.length": 3,
+        "encoder.bandwidth": 0,
+        "encoder.num_features": 2,
+        "char_lm.context": 2,
+        "char_lm.bandwidth": 0,
+    }
+    | {
+        f"{part}.learned.{name}": 1
+        for part in ("encoder", "digits", "char_lm", "fashion_mnist")
+        for name in ("num_steps", "batch_size")
+    }
+    | {
+        f"{part}.{name}": least
+        for part in ("digits", "char_lm", "fashion_mnist")
+        for name, least in {
+            "batch_size": 1,
+            "num_steps": 1,
+            "warmup_steps": 0,
+            "num_fit": 1,
+            "test_batch_size": 1,
+            "num_features": 2,
+            "tuned_features": 2,
+            "tuned_steps": 0,
+            "model.width": 2,
+            "model.depth": 1,
+            "model.num_heads": 1,
+        }.items()
+    }
+)
 
 
 def check(config: ml_collections.ConfigDict) -> None:
@@ -125,6 +147,9 @@ def check(config: ml_collections.ConfigDict) -> None:
     config_fields.check_ascending(values, ["predicted.lengths", "encoder.num_features"])
     for length in config.predicted.lengths:
         config_fields.check_range("predicted.lengths", length, config_fields.above(0))
+    for part in ("encoder", *TASKS):
+        rate = f"{part}.learned.learning_rate"
+        config_fields.check_range(rate, values[rate], config_fields.above(0))
     for part in TASKS:
         config_fields.check_ascending(values, [f"{part}.num_features"])
         _check_task(part, values)

@@ -23,8 +23,11 @@ def get_config() -> ml_collections.ConfigDict:
         "calibrated_simplex",
         "calibrated",
         "mixture",
+        "learned_from_random",
+        "learned",
         "band_positive",
         "band_calibrated",
+        "band_learned",
     )
     config.tuned_methods = ("positive_simplex", "calibrated", "band_calibrated")
     config.seeds = (0, 1, 2, 3, 4)
@@ -44,6 +47,7 @@ def get_config() -> ml_collections.ConfigDict:
         "length": 128,
         "bandwidth": 16,
         "num_features": (32, 64, 128, 256, 512),
+        "learned": {"num_steps": 100, "batch_size": 1, "learning_rate": 0.1},
     }
     config.digits = {
         "batch_size": 64,
@@ -59,6 +63,7 @@ def get_config() -> ml_collections.ConfigDict:
         "tuned_features": 16,
         "tuned_steps": (0, 10, 100, 1000),
         "tuned_learning_rate": 3e-4,
+        "learned": {"num_steps": 300, "batch_size": 32, "learning_rate": 0.1},
         "shift": 0.5,
         "flip": False,
         "model": {
@@ -84,6 +89,7 @@ def get_config() -> ml_collections.ConfigDict:
         "tuned_features": 64,
         "tuned_steps": (0, 10, 100, 1000),
         "tuned_learning_rate": 3e-4,
+        "learned": {"num_steps": 300, "batch_size": 32, "learning_rate": 0.1},
         "shift": 0.5,
         "flip": True,
         "model": {
@@ -109,6 +115,7 @@ def get_config() -> ml_collections.ConfigDict:
         "tuned_features": 64,
         "tuned_steps": (0, 10, 100, 1000),
         "tuned_learning_rate": 1e-3,
+        "learned": {"num_steps": 300, "batch_size": 2, "learning_rate": 0.1},
         "context": 256,
         "bandwidth": 16,
         "model": {"width": 64, "depth": 2, "num_heads": 4},

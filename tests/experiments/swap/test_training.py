@@ -35,9 +35,8 @@ def with_scaled_features(task, model):
     """Returns the model with fitted random features."""
     layers, _ = record(model, task.logits, task.fit_inputs)
     method = Method("scaled", tiny.fit_scaled, "simplex")
-    maps = method.feature_maps(layers)
-    sizes = {"num_heads": 2, "head_dim": 4}
-    return swapped(model, method.attentions(jax.random.key(0), maps, 5, **sizes))
+    attentions = method.attentions(jax.random.key(0), layers, 5, schedule=tiny.SCHEDULE)
+    return swapped(model, attentions)
 
 
 def test_milestones_are_stops_of_one_run(digits):

@@ -5,7 +5,10 @@ import jax.numpy as jnp
 
 import simrf_jax
 from experiments.swap.configs import paper
+from experiments.swap.learning import Schedule
 
+LEARNED = {"num_steps": 3, "batch_size": 2, "learning_rate": 0.1}
+SCHEDULE = Schedule(**LEARNED)
 MODEL = {"width": 8, "depth": 2, "num_heads": 2}
 
 
@@ -20,6 +23,7 @@ def get_config(**changes):
         "num_features": (4, 8),
         "tuned_features": 6,
         "tuned_steps": (0, 2),
+        "learned": LEARNED,
     }
     config.update(
         {
@@ -41,6 +45,7 @@ def get_config(**changes):
                 "length": 6,
                 "bandwidth": 1,
                 "num_features": (4, 8),
+                "learned": LEARNED,
             },
             "digits": training | {"model": MODEL | {"patch_size": 4, "mlp_dim": 8}},
             "fashion_mnist": training | {"model": MODEL | {"patch_size": 7, "mlp_dim": 8}},
