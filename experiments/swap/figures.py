@@ -22,6 +22,8 @@ def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
     drawn = {}
     if "predicted" in results:
         drawn["predicted"] = draw_predicted(results["predicted"])
+    if "predicted_heads" in results:
+        drawn["predicted_heads"] = draw_predicted_heads(results["predicted_heads"])
     if "encoder" in results:
         drawn["encoder_error"] = draw_encoder(
             results["encoder"], "error", "mean relative squared error of a head"
@@ -72,6 +74,34 @@ def draw_predicted(section: dict[str, Any]) -> matplotlib.figure.Figure:
     figure.legend(
         frameon=False, loc="outside right upper", fontsize=9, title=title, title_fontsize=9
     )
+    return figure
+
+
+def draw_predicted_heads(section: dict[str, Any]) -> matplotlib.figure.Figure:
+    """Draws the measured error of each head against the predicted one, for the most features."""
+    figure = matplotlib.figure.Figure(figsize=(6.2, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, by_size in section["methods"].items():
+        errors = by_size[max(by_size, key=int)]
+        look = LOOKS[name]
+        axes.plot(
+            errors["predicted"],
+            errors["measured"],
+            color=look["color"],
+            marker=look["marker"],
+            markersize=3,
+            linestyle="none",
+            label=LABELS[name],
+        )
+    axes.axvline(FIRST_ORDER_LIMIT, color="#000000", linewidth=0.8)
+    axes.set(
+        xlabel="predicted relative squared error of a head",
+        ylabel="measured",
+        xscale="log",
+        yscale="log",
+    )
+    style.tidy(axes)
+    figure.legend(frameon=False, loc="outside right upper", fontsize=9)
     return figure
 
 

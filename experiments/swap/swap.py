@@ -15,6 +15,7 @@ from experiments.swap import (
     measure_encoder,
     measure_task,
     predicted,
+    predicted_heads,
     tables,
     tasks,
 )
@@ -69,6 +70,11 @@ SECTIONS: dict[str, dict[str, type]] = {
         "num_draws": int,  # Draws of W for each seed.
         "lengths": tuple,  # Ascending lengths of queries and keys.
     },
+    "predicted_heads": {
+        "num_queries": int,  # Queries of one text of the encoder, for each seed.
+        "num_draws": int,  # Draws of W for each seed.
+        "num_features": tuple,
+    },
     "encoder": LEARNED_FIELDS
     | {
         "num_fit_texts": int,  # Help pages that feature maps are fitted on.
@@ -97,6 +103,9 @@ LEAST = (
         "predicted.num_keys": 2,
         "predicted.num_features": 1,
         "predicted.num_draws": 1,
+        "predicted_heads.num_queries": 1,
+        "predicted_heads.num_draws": 1,
+        "predicted_heads.num_features": 1,
         "encoder.num_fit_texts": 1,
         "encoder.num_test_texts": 1,
         "encoder.length": 3,
@@ -144,9 +153,15 @@ def check(config: ml_collections.ConfigDict) -> None:
     for name in ("methods", "tuned_methods"):
         for method in config[name]:
             config_fields.check_one_of(f"config.{name}", method, METHODS)
-    config_fields.check_ascending(values, ["predicted.lengths", "encoder.num_features"])
+    sorted_fields = ["predicted.lengths", "predicted_heads.num_features", "encoder.num_features"]
+    config_fields.check_ascending(values, sorted_fields)
     for length in config.predicted.lengths:
         config_fields.check_range("predicted.lengths", length, config_fields.above(0))
+    if config.predicted_heads.num_queries > config.encoder.length:
+        raise UserError(
+            "config.predicted_heads.num_queries must be at most encoder.length="
+            f"{config.encoder.length}, got {config.predicted_heads.num_queries}."
+        )
     for part in ("encoder", *TASKS):
         rate = f"{part}.learned.learning_rate"
         config_fields.check_range(rate, values[rate], config_fields.above(0))
@@ -212,6 +227,8 @@ def _run_part(
 ) -> dict[str, Any]:
     if part == "predicted":
         return predicted.run(config, pieces)
+    if part == "predicted_heads":
+        return predicted_heads.run(config, pieces)
     if part == "encoder":
         return measure_encoder.run(config, pieces)
     return measure_task.run(part, TASKS[part](config), config, pieces)

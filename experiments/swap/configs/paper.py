@@ -2,7 +2,7 @@
 
 Shows:     error, cosine, accuracy and bits against the number of features; the same against the
            number of steps of fine-tuning; mean |x + y|^2 before and after; predicted beside
-           measured errors of attention to random keys
+           measured errors of attention to random keys and to those of an encoder
 Command:   python -m experiments.swap.main --workdir=runs/swap --config.model_dir=DIR
            --config.data_dir=DIR
 Hardware:  two CPU cores
@@ -13,7 +13,7 @@ import ml_collections
 
 def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.parts = ("predicted", "encoder", "digits", "char_lm", "fashion_mnist")
+    config.parts = ("predicted", "predicted_heads", "encoder", "digits", "char_lm", "fashion_mnist")
     config.methods = (
         "positive_iid",
         "positive_simplex",
@@ -40,6 +40,11 @@ def get_config() -> ml_collections.ConfigDict:
         "num_features": 128,
         "num_draws": 100,
         "lengths": (0.25, 0.5, 0.75, 1.0, 1.5),
+    }
+    config.predicted_heads = {
+        "num_queries": 8,
+        "num_draws": 20,
+        "num_features": (64, 128),
     }
     config.encoder = {
         "num_fit_texts": 8,

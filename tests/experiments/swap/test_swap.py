@@ -152,7 +152,12 @@ def test_the_paper_config_is_right():
         ({"predicted__num_keys": 1}, "config.predicted.num_keys must be at least 2, got 1"),
         ({"predicted__lengths": (0.5, 0.25)}, "config.predicted.lengths must ascend"),
         ({"predicted__lengths": (0.0, 1.0)}, "config.predicted.lengths must be above 0"),
-        ("must be at most encoder.length=6, got 7",),
+        ({"predicted_heads__num_queries": 0}, "config.predicted_heads.num_queries must be at le"),
+        (
+            {"predicted_heads__num_queries": 7},
+            "must be at most encoder.length=6, got 7",
+        ),
+        ({"predicted_heads__num_features": (8, 4)}, "config.predicted_heads.num_features must as"),
         ({"encoder__learned__num_steps": 0}, "config.encoder.learned.num_steps must be at least 1"),
         ({"digits__learned__batch_size": 0}, "config.digits.learned.batch_size must be at least"),
         ({"encoder__learned__learning_rate": 0.0}, "config.encoder.learned.learning_rate must be "),

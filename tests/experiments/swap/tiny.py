@@ -39,6 +39,7 @@ def get_config(**changes):
                 "num_draws": 30,
                 "lengths": (0.1, 0.2),
             },
+            "predicted_heads": {"num_queries": 2, "num_draws": 30, "num_features": (4, 8)},
             "encoder": {
                 "num_fit_texts": 2,
                 "num_test_texts": 3,
