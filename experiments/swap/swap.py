@@ -29,7 +29,8 @@ LEARNED_FIELDS: dict[str, type] = {
     "learned.learning_rate": float,
 }
 # Fields of each section whose model is trained here.
-TASK_FIELDS: dict[str, type] = LEARNED_FIELDS | {
+TASK_FIELDS: dict[str, type] = {
+    **LEARNED_FIELDS,
     "batch_size": int,
     "num_steps": int,  # Steps with softmax attention.
     "learning_rate": float,  # Peak learning rate of these steps.
@@ -75,8 +76,8 @@ SECTIONS: dict[str, dict[str, type]] = {
         "num_draws": int,  # Draws of W for each seed.
         "num_features": tuple,
     },
-    "encoder": LEARNED_FIELDS
-    | {
+    "encoder": {
+        **LEARNED_FIELDS,
         "num_fit_texts": int,  # Help pages that feature maps are fitted on.
         "num_test_texts": int,  # Other help pages.
         "length": int,  # Tokens of each text.
@@ -95,48 +96,44 @@ FIELDS: dict[str, type] = {
     "model_dir": str,  # Folder of all-MiniLM-L6-v2; see encoder.find.
     "data_dir": str,  # Folder of the prepared Fashion-MNIST; see experiments/vit.
 } | {f"{part}.{name}": kind for part, fields in SECTIONS.items() for name, kind in fields.items()}
-LEAST = (
-    {
-        "seeds": 0,
-        "predicted.dim": 2,
-        "predicted.num_queries": 1,
-        "predicted.num_keys": 2,
-        "predicted.num_features": 1,
-        "predicted.num_draws": 1,
-        "predicted_heads.num_queries": 1,
-        "predicted_heads.num_draws": 1,
-        "predicted_heads.num_features": 1,
-        "encoder.num_fit_texts": 1,
-        "encoder.num_test_texts": 1,
-        "encoder.length": 3,
-        "encoder.bandwidth": 0,
-        "encoder.num_features": 2,
-        "char_lm.context": 2,
-        "char_lm.bandwidth": 0,
-    }
-    | {
-        f"{part}.learned.{name}": 1
-        for part in ("encoder", "digits", "char_lm", "fashion_mnist")
-        for name in ("num_steps", "batch_size")
-    }
-    | {
-        f"{part}.{name}": least
-        for part in ("digits", "char_lm", "fashion_mnist")
-        for name, least in {
-            "batch_size": 1,
-            "num_steps": 1,
-            "warmup_steps": 0,
-            "num_fit": 1,
-            "test_batch_size": 1,
-            "num_features": 2,
-            "tuned_features": 2,
-            "tuned_steps": 0,
-            "model.width": 2,
-            "model.depth": 1,
-            "model.num_heads": 1,
-        }.items()
-    }
-)
+LEAST = {
+    "seeds": 0,
+    "predicted.dim": 2,
+    "predicted.num_queries": 1,
+    "predicted.num_keys": 2,
+    "predicted.num_features": 1,
+    "predicted.num_draws": 1,
+    "predicted_heads.num_queries": 1,
+    "predicted_heads.num_draws": 1,
+    "predicted_heads.num_features": 1,
+    "encoder.num_fit_texts": 1,
+    "encoder.num_test_texts": 1,
+    "encoder.length": 3,
+    "encoder.bandwidth": 0,
+    "encoder.num_features": 2,
+    "encoder.learned.num_steps": 1,
+    "encoder.learned.batch_size": 1,
+    "char_lm.context": 2,
+    "char_lm.bandwidth": 0,
+} | {
+    f"{part}.{name}": least
+    for part in ("digits", "char_lm", "fashion_mnist")
+    for name, least in {
+        "batch_size": 1,
+        "num_steps": 1,
+        "warmup_steps": 0,
+        "num_fit": 1,
+        "test_batch_size": 1,
+        "num_features": 2,
+        "tuned_features": 2,
+        "tuned_steps": 0,
+        "learned.num_steps": 1,
+        "learned.batch_size": 1,
+        "model.width": 2,
+        "model.depth": 1,
+        "model.num_heads": 1,
+    }.items()
+}
 
 
 def check(config: ml_collections.ConfigDict) -> None:

@@ -42,7 +42,7 @@ def get_config() -> ml_collections.ConfigDict:
         "lengths": (0.25, 0.5, 0.75, 1.0, 1.5),
     }
     config.predicted_heads = {
-        "num_queries": 8,
+        "num_queries": 4,
         "num_draws": 20,
         "num_features": (64, 128),
     }
