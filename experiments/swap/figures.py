@@ -13,6 +13,8 @@ from experiments.swap.looks import LABELS, LOOKS, PREDICTED_LOOKS, SCORES, TASKS
 from experiments.swap.predicted import CASES
 from simrf_jax.theory.attention import FIRST_ORDER_LIMIT
 
+# Predictions for a few heads are far larger yet, and are drawn here.
+LARGEST_PREDICTION = 1e25
 # Neighbouring curves are moved apart by this factor, so that none hides another.
 APART = 1.03
 
@@ -85,7 +87,7 @@ def draw_predicted_heads(section: dict[str, Any]) -> matplotlib.figure.Figure:
         errors = by_size[max(by_size, key=int)]
         look = LOOKS[name]
         axes.plot(
-            errors["predicted"],
+            np.minimum(errors["predicted"], LARGEST_PREDICTION),
             errors["measured"],
             color=look["color"],
             marker=look["marker"],
@@ -93,7 +95,9 @@ def draw_predicted_heads(section: dict[str, Any]) -> matplotlib.figure.Figure:
             linestyle="none",
             label=LABELS[name],
         )
+    # Left of the line first order holds, and errors are as predicted on the dashed one.
     axes.axvline(FIRST_ORDER_LIMIT, color="#000000", linewidth=0.8)
+    axes.axline((1, 1), slope=1, color="#777777", linestyle="--", linewidth=0.8)
     axes.set(
         xlabel="predicted relative squared error of a head",
         ylabel="measured",
