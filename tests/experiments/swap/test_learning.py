@@ -11,7 +11,6 @@ from experiments.swap.methods import METHODS, draw_heads
 from simrf_jax import feature_maps
 from tests.experiments.swap import tiny
 
-pytestmark = pytest.mark.fast
 LONG = Schedule(num_steps=100, batch_size=8, learning_rate=0.1)
 
 
