@@ -180,11 +180,9 @@ METHODS = {
         f"calibrated mixture of {NUM_CENTERS}, cross-polytope", calibrated_mixture, "cross_polytope"
     ),
     "learned_from_random": Method(
-        "learned from a random W, orthogonal", learned_from_random, "orthogonal", features_per_row=2
+        "learned from a random W", learned_from_random, "orthogonal", features_per_row=2
     ),
-    "learned": Method(
-        "learned from calibrated, orthogonal", learned, "orthogonal", features_per_row=2
-    ),
+    "learned": Method("learned from calibrated", learned, "orthogonal", features_per_row=2),
     "band_positive": Method(
         "exact band and positive, simplex", unfitted("positive"), "simplex", has_band=True
     ),
@@ -195,7 +193,7 @@ METHODS = {
         has_band=True,
     ),
     "band_learned": Method(
-        "exact band and learned from calibrated, orthogonal",
+        "exact band and learned from calibrated",
         learned,
         "orthogonal",
         features_per_row=2,
