@@ -31,6 +31,7 @@ LOOKS: dict[str, dict[str, Any]] = {
     "learned": {"color": "#117733", "linestyle": "-", "marker": ">"},
     "band_positive": {"color": "#CC79A7", "linestyle": "-", "marker": "^"},
     "band_calibrated": {"color": "#CC79A7", "linestyle": "--", "marker": "P"},
+    "band_mixture": {"color": "#8B4513", "linestyle": "--", "marker": "X"},
     "band_learned": {"color": "#CC79A7", "linestyle": "-.", "marker": ">"},
 }
 # Predicted errors are lines, and measured ones are markers.

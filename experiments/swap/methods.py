@@ -31,38 +31,59 @@ class Learnable(NamedTuple):
 # What is fitted to a layer: a feature map, one with the centers of the rows of W, or the
 # coordinates of one whose rows are drawn and then learned.
 Fitted: TypeAlias = FeatureMapLike | Mixture | Learnable
-# Returns the fit of a layer, given queries and keys ``[batch, T, N, H]``.
-Fit = Callable[[jax.Array, jax.Array], Fitted]
+# Returns the fit of a layer, given what enters its attention, and the bandwidth of its exact band.
+Fit = Callable[[Inputs, int | None], Fitted]
 NUM_CENTERS = 16
 
 
 def unfitted(name: str) -> Fit:
     """Returns a fit that takes a named feature map, whatever the data."""
-    return lambda query, key: name
+    return lambda layer, bandwidth: name
 
 
-def optimal(query: jax.Array, key: jax.Array) -> FeatureMapLike:
+def optimal(layer: Inputs, bandwidth: int | None) -> FeatureMapLike:
     """Returns optimal positive features with the parameter that suits each head's |x + y|^2."""
-    squares = np.asarray(mean_squared_sum(Inputs(query, key, key, is_causal=False)))
-    parameter = theory.optimal_parameter(squares, query.shape[-1])
+    del bandwidth
+    squares = np.asarray(mean_squared_sum(layer._replace(is_causal=False)))
+    parameter = theory.optimal_parameter(squares, layer.query.shape[-1])
     return feature_maps.OptimalPositive(jnp.asarray(parameter, jnp.float32))
 
 
-def learned(query: jax.Array, key: jax.Array) -> Learnable:
+def calibrated(layer: Inputs, bandwidth: int | None) -> feature_maps.Calibrated:
+    """Returns calibrated features."""
+    del bandwidth
+    return simrf_jax.calibrate(layer.query, layer.key)
+
+
+def sderf(layer: Inputs, bandwidth: int | None) -> feature_maps.Calibrated:
+    """Returns features that are tilted, but neither centred nor balanced."""
+    del bandwidth
+    return simrf_jax.calibrate(layer.query, layer.key, center=False, balance=False)
+
+
+def learned(layer: Inputs, bandwidth: int | None) -> Learnable:
     """Returns the coordinates of calibrated features, which learning starts at."""
-    return Learnable(simrf_jax.calibrate(query, key))
+    return Learnable(calibrated(layer, bandwidth))
 
 
-def learned_from_random(query: jax.Array, key: jax.Array) -> Learnable:
+def learned_from_random(layer: Inputs, bandwidth: int | None) -> Learnable:
     """Returns the coordinates of queries and keys themselves: learning starts at a random W."""
-    return Learnable(feature_maps.Calibrated.identity(key.shape[-2], key.shape[-1]))
+    del bandwidth
+    return Learnable(feature_maps.Calibrated.identity(*layer.key.shape[-2:]))
 
 
-def calibrated_mixture(query: jax.Array, key: jax.Array) -> Mixture:
+def calibrated_mixture(layer: Inputs, bandwidth: int | None) -> Mixture:
     """Returns a calibrated map with ``NUM_CENTERS`` centers for the rows of W."""
-    calibration = simrf_jax.calibrate(query, key)
     # The fit is a function of the data alone, as that of all other maps.
-    return fit_mixture(jax.random.key(0), query, key, NUM_CENTERS, calibration=calibration)
+    return fit_mixture(
+        jax.random.key(0),
+        layer.query,
+        layer.key,
+        NUM_CENTERS,
+        calibration=calibrated(layer, bandwidth),
+        is_causal=layer.is_causal,
+        exact_bandwidth=bandwidth,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +139,7 @@ class Method:
         adapter = functools.partial(
             RandomFeatureAttention, heads, dim, exact_bandwidth=exact_bandwidth, rngs=rngs
         )
-        fitted = self.fit(layer.query, layer.key)
+        fitted = self.fit(layer, exact_bandwidth)
         if isinstance(fitted, Learnable):
             rows = draw_heads(rngs.features(), heads, num_rows, dim, self.coupling)
             feature_map = learn(
@@ -163,7 +184,6 @@ def _draw_around(
     return jax.vmap(draw)(keys, centers[:, :num_features])
 
 
-sderf = functools.partial(simrf_jax.calibrate, center=False, balance=False)
 METHODS = {
     "positive_iid": Method("positive, iid", unfitted("positive"), "iid"),
     "positive_orthogonal": Method("positive, orthogonal", unfitted("positive"), "orthogonal"),
@@ -173,9 +193,9 @@ METHODS = {
     ),
     "optimal": Method("optimal positive (FAVOR++), simplex", optimal, "simplex"),
     "sderf": Method("SDERF, orthogonal", sderf, "orthogonal"),
-    "calibrated_iid": Method("calibrated, iid", simrf_jax.calibrate, "iid"),
-    "calibrated_simplex": Method("calibrated, simplex", simrf_jax.calibrate, "simplex"),
-    "calibrated": Method("calibrated, cross-polytope", simrf_jax.calibrate, "cross_polytope"),
+    "calibrated_iid": Method("calibrated, iid", calibrated, "iid"),
+    "calibrated_simplex": Method("calibrated, simplex", calibrated, "simplex"),
+    "calibrated": Method("calibrated, cross-polytope", calibrated, "cross_polytope"),
     "mixture": Method(
         f"calibrated mixture of {NUM_CENTERS}, cross-polytope", calibrated_mixture, "cross_polytope"
     ),
@@ -186,9 +206,15 @@ METHODS = {
     "band_positive": Method(
         "exact band and positive, simplex", unfitted("positive"), "simplex", has_band=True
     ),
+    "band_mixture": Method(
+        f"exact band and calibrated mixture of {NUM_CENTERS}, cross-polytope",
+        calibrated_mixture,
+        "cross_polytope",
+        has_band=True,
+    ),
     "band_calibrated": Method(
         "exact band and calibrated, cross-polytope",
-        simrf_jax.calibrate,
+        calibrated,
         "cross_polytope",
         has_band=True,
     ),

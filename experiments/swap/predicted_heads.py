@@ -51,7 +51,7 @@ def compare(
       num_draws: Number of draws of W to measure with.
     """
     chosen: Any = METHODS[method]
-    fitted = chosen.fit(fit.query, fit.key)
+    fitted = chosen.fit(fit, None)
     query, key, value = (np.asarray(x[0]) for x in test[:3])
     predicted = theory.attention_error(
         query,

@@ -89,7 +89,7 @@ def test_a_schedule_is_a_function_of_its_key(start, tokens):
 
 
 def test_a_random_start_has_the_coordinates_of_the_tokens(tokens):
-    ours = METHODS["learned_from_random"].fit(*tokens[:2])
+    ours = METHODS["learned_from_random"].fit(swapping.Inputs(*tokens, is_causal=False), None)
     expected = feature_maps.Calibrated.identity(2, 4)
     jax.tree.map(np.testing.assert_array_equal, ours.calibration, expected)
 
@@ -100,7 +100,7 @@ def test_rows_are_drawn_and_then_learned(name, tokens):
     [attention] = method.attentions(jax.random.key(0), [layer], 6, schedule=tiny.SCHEDULE)
     rngs = nnx.Rngs(features=jax.random.key(0))
     rows = draw_heads(rngs.features(), 2, 3, 4, "orthogonal")
-    start = feature_maps.Learned.start(rows, method.fit(*tokens[:2]).calibration)
+    start = feature_maps.Learned.start(rows, method.fit(layer, None).calibration)
     expected = learn(
         rngs.features(),
         start,

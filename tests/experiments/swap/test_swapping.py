@@ -124,7 +124,7 @@ def test_many_features_of_a_fitted_map_come_near_softmax(case):
     model, inputs = case
     layers, exact = swapping.record(model, call, inputs)
     method = Method("scaled", tiny.fit_scaled, "orthogonal")
-    assert method.fit(layers[0].query, layers[0].key).factor.shape == (4,)
+    assert method.fit(layers[0], None).factor.shape == (4,)
     errors, distances = {}, {}
     for m in (4, 4096):
         attentions = method.attentions(jax.random.key(1), layers, m, schedule=tiny.SCHEDULE)
@@ -164,7 +164,7 @@ def test_methods_have_the_asked_number_of_features(name):
 
 def test_the_rows_of_a_mixture_are_around_its_centers():
     inputs, method = any_inputs(), METHODS["mixture"]
-    fitted = method.fit(inputs.query, inputs.key)
+    fitted = method.fit(inputs, None)
     assert fitted.centers.shape == (2, NUM_CENTERS, 4)
     [attention] = method.attentions(
         jax.random.key(0), [inputs], 4 * NUM_CENTERS, schedule=tiny.SCHEDULE

@@ -74,7 +74,8 @@ class Scaled(simrf_jax.FeatureMap):
         return positive.log_features(scaled, projection, side=side)
 
 
-def fit_scaled(query, key):
+def fit_scaled(layer, bandwidth):
     """Returns a map that gives queries and keys the same mean square in each dimension."""
-    of_queries, of_keys = (jnp.mean(jnp.square(x), axis=(0, 1, 2)) for x in (query, key))
+    del bandwidth
+    of_queries, of_keys = (jnp.mean(jnp.square(x), axis=(0, 1, 2)) for x in layer[:2])
     return Scaled((of_keys / of_queries) ** 0.25)
