@@ -154,13 +154,14 @@ def test_what_no_query_sees_does_not_count():
 
 def test_pairs_within_an_exact_band_do_not_count():
     query, key = np.eye(2, DIM, dtype=np.float32), 3 * np.eye(2, DIM, dtype=np.float32)
-    fit = functools.partial(fit_mixture, jax.random.key(0), query[:, None], key[:, None])
-    beyond = one_head(fit(2, keys_per_query=50, exact_bandwidth=0))
+    tokens = query[:, None], key[:, None]
+    beyond = fit_mixture(jax.random.key(0), *tokens, 2, keys_per_query=50, exact_bandwidth=0)
+    beyond = one_head(beyond)
     sums = np.asarray(beyond.centers) * np.sqrt(np.asarray(beyond.feature_map.variances))
     # Each query and the other's key; its own key is within the band.
     expected = ROOT * np.array([[1, 3, 0, 0], [3, 1, 0, 0]])
     np.testing.assert_allclose(sums[np.argsort(sums[:, 0])], expected, atol=1e-5)
-    nothing = fit(2, exact_bandwidth=1)
+    nothing = fit_mixture(jax.random.key(1), *tokens, 2, exact_bandwidth=1)
     np.testing.assert_array_equal(nothing.centers, 0)
 
 
