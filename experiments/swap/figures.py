@@ -13,6 +13,8 @@ from experiments.swap.looks import LABELS, LOOKS, PREDICTED_LOOKS, SCORES, TASKS
 from experiments.swap.predicted import CASES
 from simrf_jax.theory.attention import FIRST_ORDER_LIMIT
 
+# Predictions for a few heads are far larger yet, and are drawn here.
+LARGEST_PREDICTION = 1e25
 # Neighbouring curves are moved apart by this factor, so that none hides another.
 APART = 1.03
 
@@ -22,6 +24,8 @@ def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
     drawn = {}
     if "predicted" in results:
         drawn["predicted"] = draw_predicted(results["predicted"])
+    if "predicted_heads" in results:
+        drawn["predicted_heads"] = draw_predicted_heads(results["predicted_heads"])
     if "encoder" in results:
         drawn["encoder_error"] = draw_encoder(
             results["encoder"], "error", "mean relative squared error of a head"
@@ -72,6 +76,36 @@ def draw_predicted(section: dict[str, Any]) -> matplotlib.figure.Figure:
     figure.legend(
         frameon=False, loc="outside right upper", fontsize=9, title=title, title_fontsize=9
     )
+    return figure
+
+
+def draw_predicted_heads(section: dict[str, Any]) -> matplotlib.figure.Figure:
+    """Draws the measured error of each head against the predicted one, for the most features."""
+    figure = matplotlib.figure.Figure(figsize=(6.2, 4), layout="constrained")
+    axes = figure.subplots()
+    for name, by_size in section["methods"].items():
+        errors = by_size[max(by_size, key=int)]
+        look = LOOKS[name]
+        axes.plot(
+            np.minimum(errors["predicted"], LARGEST_PREDICTION),
+            errors["measured"],
+            color=look["color"],
+            marker=look["marker"],
+            markersize=3,
+            linestyle="none",
+            label=LABELS[name],
+        )
+    # Left of the line first order holds, and errors are as predicted on the dashed one.
+    axes.axvline(FIRST_ORDER_LIMIT, color="#000000", linewidth=0.8)
+    axes.axline((1, 1), slope=1, color="#777777", linestyle="--", linewidth=0.8)
+    axes.set(
+        xlabel="predicted relative squared error of a head",
+        ylabel="measured",
+        xscale="log",
+        yscale="log",
+    )
+    style.tidy(axes)
+    figure.legend(frameon=False, loc="outside right upper", fontsize=9)
     return figure
 
 

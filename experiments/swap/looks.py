@@ -23,11 +23,16 @@ LOOKS: dict[str, dict[str, Any]] = {
     "hyperbolic": {"color": "#009E73", "linestyle": "-.", "marker": "D"},
     "optimal": {"color": "#56B4E9", "linestyle": "-", "marker": "v"},
     "sderf": {"color": "#E69F00", "linestyle": "--", "marker": "s"},
+    "calibrated_iid": {"color": "#D55E00", "linestyle": ":", "marker": "o"},
     "calibrated_simplex": {"color": "#D55E00", "linestyle": "-", "marker": "^"},
     "calibrated": {"color": "#D55E00", "linestyle": "--", "marker": "P"},
     "mixture": {"color": "#8B4513", "linestyle": "-", "marker": "X"},
+    "learned_from_random": {"color": "#117733", "linestyle": "--", "marker": "<"},
+    "learned": {"color": "#117733", "linestyle": "-", "marker": ">"},
     "band_positive": {"color": "#CC79A7", "linestyle": "-", "marker": "^"},
     "band_calibrated": {"color": "#CC79A7", "linestyle": "--", "marker": "P"},
+    "band_mixture": {"color": "#8B4513", "linestyle": "--", "marker": "X"},
+    "band_learned": {"color": "#CC79A7", "linestyle": "-.", "marker": ">"},
 }
 # Predicted errors are lines, and measured ones are markers.
 PREDICTED_LOOKS: dict[str, dict[str, Any]] = {

@@ -14,6 +14,7 @@ import tqdm
 
 from experiments.harness import resumable, trials
 from experiments.swap import encoder, texts
+from experiments.swap.learning import Schedule
 from experiments.swap.methods import METHODS, baselines
 from experiments.swap.swapping import (
     Attention,
@@ -97,8 +98,7 @@ class EncoderSwaps:
     def __init__(self, config: ml_collections.ConfigDict, pieces: resumable.Pieces):
         self.config, self.model_dir, self.pieces = config.encoder, config.model_dir, pieces
         self._loaded = functools.cache(self._load)
-        self._subject = functools.lru_cache(maxsize=1)(self._prepare)
-        self._feature_maps = functools.lru_cache(maxsize=1)(self._fit)
+        self.subject = functools.lru_cache(maxsize=1)(self._prepare)
 
     def _load(self) -> tuple[encoder.Encoder, np.ndarray]:
         """Returns the encoder and all texts."""
@@ -110,15 +110,11 @@ class EncoderSwaps:
         """Returns what the encoder computes for the texts of a seed."""
         return prepare(*self._loaded(), self.config, seed)
 
-    def _fit(self, method: str, seed: int) -> list[Any]:
-        """Returns the feature map of each layer."""
-        return METHODS[method].feature_maps(self._subject(seed).fit)
-
     def spreads(self, seed: int) -> np.ndarray:
         """Returns the mean |x + y|^2 of each layer, ``[layers]``."""
 
         def compute() -> np.ndarray:
-            return np.array([jnp.mean(mean_squared_sum(one)) for one in self._subject(seed).test])
+            return np.array([jnp.mean(mean_squared_sum(one)) for one in self.subject(seed).test])
 
         return self.pieces.get(f"encoder-spread-{seed}", compute)
 
@@ -126,13 +122,11 @@ class EncoderSwaps:
         """Returns the errors with random features in place of softmax, fitted and drawn."""
 
         def attentions() -> list[Attention]:
-            heads, dim = self._subject(seed).test[0].key.shape[-2:]
             return METHODS[method].attentions(
                 jax.random.key(seed),
-                self._feature_maps(method, seed),
+                self.subject(seed).fit,
                 num_features,
-                num_heads=heads,
-                head_dim=dim,
+                schedule=Schedule(**self.config.learned),
                 bandwidth=self.config.bandwidth,
             )
 
@@ -141,11 +135,11 @@ class EncoderSwaps:
     def with_baseline(self, name: str, seed: int) -> Errors:
         """Returns the errors with an attention without features."""
         attention = baselines(self.config.bandwidth)[name]
-        return self._errors(name, seed, lambda: [attention] * len(self._subject(seed).test))
+        return self._errors(name, seed, lambda: [attention] * len(self.subject(seed).test))
 
     def _errors(self, name: str, seed: int, attentions: Callable[[], list[Attention]]) -> Errors:
         def compute() -> np.ndarray:
-            errors = measure(self._subject(seed), attentions())
+            errors = measure(self.subject(seed), attentions())
             return np.concatenate([errors.heads.ravel(), errors.cosines])
 
         values = self.pieces.get(f"encoder-{name}-{seed}", compute)

@@ -15,6 +15,7 @@ from flax import nnx
 
 from experiments.harness import resumable, train_state, trials
 from experiments.swap import training
+from experiments.swap.learning import Schedule
 from experiments.swap.methods import METHODS, available, baselines
 from experiments.swap.swapping import Attention, record, swapped
 from experiments.swap.training import Task
@@ -73,14 +74,11 @@ class Swaps:
 
     def with_method(self, method: str, num_features: int, seed: int) -> nnx.Module:
         """Returns the model with random features in place of softmax, fitted and drawn."""
-        inputs = self._inputs(seed)
-        heads, dim = inputs[0].key.shape[-2:]
         attentions = METHODS[method].attentions(
             jax.random.fold_in(jax.random.key(seed), SWAP),
-            METHODS[method].feature_maps(inputs),
+            self._inputs(seed),
             num_features,
-            num_heads=heads,
-            head_dim=dim,
+            schedule=Schedule(**self.config.learned),
             bandwidth=self.config.get("bandwidth"),
         )
         return swapped(self.model(seed), attentions)

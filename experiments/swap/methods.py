@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ import numpy as np
 from flax import nnx
 
 import simrf_jax
+from experiments.swap.learning import Schedule, learn
 from experiments.swap.swapping import Attention, Band, Inputs, mean_squared_sum, uniform
 from simrf_jax import feature_maps, theory
 from simrf_jax.calibration import Mixture, fit_mixture
@@ -20,30 +21,69 @@ from simrf_jax.features import FeatureMapLike
 from simrf_jax.integrations.nnx import RandomFeatureAttention, RandomProjection
 from simrf_jax.projections import Coupling, DrawOptions
 
-# What is fitted to a layer: a feature map, or one with the centers of the rows of W.
-Fitted: TypeAlias = FeatureMapLike | Mixture
-# Returns the fit of a layer, given queries and keys ``[batch, T, N, H]``.
-Fit = Callable[[jax.Array, jax.Array], Fitted]
+
+class Learnable(NamedTuple):
+    """Coordinates of a layer in which features are learned; see ``feature_maps.Learned``."""
+
+    calibration: feature_maps.Calibrated
+
+
+# What is fitted to a layer: a feature map, one with the centers of the rows of W, or the
+# coordinates of one whose rows are drawn and then learned.
+Fitted: TypeAlias = FeatureMapLike | Mixture | Learnable
+# Returns the fit of a layer, given what enters its attention, and the bandwidth of its exact band.
+Fit = Callable[[Inputs, int | None], Fitted]
 NUM_CENTERS = 16
 
 
 def unfitted(name: str) -> Fit:
     """Returns a fit that takes a named feature map, whatever the data."""
-    return lambda query, key: name
+    return lambda layer, bandwidth: name
 
 
-def optimal(query: jax.Array, key: jax.Array) -> FeatureMapLike:
+def optimal(layer: Inputs, bandwidth: int | None) -> FeatureMapLike:
     """Returns optimal positive features with the parameter that suits each head's |x + y|^2."""
-    squares = np.asarray(mean_squared_sum(Inputs(query, key, key, is_causal=False)))
-    parameter = theory.optimal_parameter(squares, query.shape[-1])
+    del bandwidth
+    squares = np.asarray(mean_squared_sum(layer._replace(is_causal=False)))
+    parameter = theory.optimal_parameter(squares, layer.query.shape[-1])
     return feature_maps.OptimalPositive(jnp.asarray(parameter, jnp.float32))
 
 
-def calibrated_mixture(query: jax.Array, key: jax.Array) -> Mixture:
+def calibrated(layer: Inputs, bandwidth: int | None) -> feature_maps.Calibrated:
+    """Returns calibrated features."""
+    del bandwidth
+    return simrf_jax.calibrate(layer.query, layer.key)
+
+
+def sderf(layer: Inputs, bandwidth: int | None) -> feature_maps.Calibrated:
+    """Returns features that are tilted, but neither centred nor balanced."""
+    del bandwidth
+    return simrf_jax.calibrate(layer.query, layer.key, center=False, balance=False)
+
+
+def learned(layer: Inputs, bandwidth: int | None) -> Learnable:
+    """Returns the coordinates of calibrated features, which learning starts at."""
+    return Learnable(calibrated(layer, bandwidth))
+
+
+def learned_from_random(layer: Inputs, bandwidth: int | None) -> Learnable:
+    """Returns the coordinates of queries and keys themselves: learning starts at a random W."""
+    del bandwidth
+    return Learnable(feature_maps.Calibrated.identity(*layer.key.shape[-2:]))
+
+
+def calibrated_mixture(layer: Inputs, bandwidth: int | None) -> Mixture:
     """Returns a calibrated map with ``NUM_CENTERS`` centers for the rows of W."""
-    calibration = simrf_jax.calibrate(query, key)
     # The fit is a function of the data alone, as that of all other maps.
-    return fit_mixture(jax.random.key(0), query, key, NUM_CENTERS, calibration=calibration)
+    return fit_mixture(
+        jax.random.key(0),
+        layer.query,
+        layer.key,
+        NUM_CENTERS,
+        calibration=calibrated(layer, bandwidth),
+        is_causal=layer.is_causal,
+        exact_bandwidth=bandwidth,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,48 +104,71 @@ class Method:
     features_per_row: int = 1
     has_band: bool = False
 
-    def feature_maps(self, layers: Iterable[Inputs]) -> list[Fitted]:
-        """Returns the fit of each layer to what enters its attention."""
-        return [self.fit(layer.query, layer.key) for layer in layers]
-
     def attentions(
         self,
         prng_key: jax.Array,
-        feature_maps: Iterable[Fitted],
+        layers: Iterable[Inputs],
         num_features: int,
         *,
-        num_heads: int,
-        head_dim: int,
+        schedule: Schedule,
         bandwidth: int | None = None,
     ) -> list[Attention]:
-        """Returns the attention of each layer, with a W drawn for each head.
+        """Returns the attention of each layer, fitted to what enters it.
 
         Args:
-          prng_key: Typed PRNG key of all W.
-          feature_maps: Fit of each layer.
+          prng_key: Typed PRNG key of all W, which are drawn for each head.
+          layers: Inputs of the attention of each layer, to fit and to learn from.
           num_features: Number of features of each head.
-          num_heads: Number of heads of each layer.
-          head_dim: Width of a head.
+          schedule: Steps of learning, for methods that learn.
           bandwidth: Bandwidth of the exact band, for methods that have one.
         """
         rngs = nnx.Rngs(features=prng_key)
+        num_rows = num_features // self.features_per_row
+        return [self._attention(rngs, layer, num_rows, schedule, bandwidth) for layer in layers]
 
-        def attention(fitted: Fitted) -> Attention:
-            adapter = RandomFeatureAttention(
-                num_heads,
-                head_dim,
-                num_features // self.features_per_row,
-                feature_map=fitted.feature_map if isinstance(fitted, Mixture) else fitted,
-                coupling=self.coupling,
-                exact_bandwidth=bandwidth if self.has_band else None,
-                rngs=rngs,
+    def _attention(
+        self,
+        rngs: nnx.Rngs,
+        layer: Inputs,
+        num_rows: int,
+        schedule: Schedule,
+        bandwidth: int | None,
+    ) -> Attention:
+        heads, dim = layer.key.shape[-2:]
+        exact_bandwidth = bandwidth if self.has_band else None
+        adapter = functools.partial(
+            RandomFeatureAttention, heads, dim, exact_bandwidth=exact_bandwidth, rngs=rngs
+        )
+        fitted = self.fit(layer, exact_bandwidth)
+        if isinstance(fitted, Learnable):
+            rows = draw_heads(rngs.features(), heads, num_rows, dim, self.coupling)
+            feature_map = learn(
+                rngs.features(),
+                feature_maps.Learned.start(rows, fitted.calibration),
+                layer.query,
+                layer.key,
+                is_causal=layer.is_causal,
+                schedule=schedule,
+                exact_bandwidth=exact_bandwidth,
             )
-            if isinstance(fitted, Mixture):
-                w = _draw_around(rngs.features(), fitted.centers, num_features, self.coupling)
-                adapter.projection = RandomProjection(w)
-            return adapter
+            return adapter(None, feature_map=feature_map)
+        if isinstance(fitted, Mixture):
+            attention = adapter(num_rows, feature_map=fitted.feature_map, coupling=self.coupling)
+            w = _draw_around(rngs.features(), fitted.centers, num_rows, self.coupling)
+            attention.projection = RandomProjection(w)
+            return attention
+        return adapter(num_rows, feature_map=fitted, coupling=self.coupling)
 
-        return [attention(fitted) for fitted in feature_maps]
+
+def draw_heads(
+    prng_key: jax.Array, num_heads: int, num_features: int, dim: int, coupling: Coupling
+) -> jax.Array:
+    """Returns a W for each head, ``[heads, num_features, dim]``."""
+
+    def draw(prng_key: jax.Array) -> Any:
+        return simrf_jax.draw_projection(prng_key, num_features, dim, coupling=coupling)
+
+    return jax.vmap(draw)(jax.random.split(prng_key, num_heads))
 
 
 def _draw_around(
@@ -121,7 +184,6 @@ def _draw_around(
     return jax.vmap(draw)(keys, centers[:, :num_features])
 
 
-sderf = functools.partial(simrf_jax.calibrate, center=False, balance=False)
 METHODS = {
     "positive_iid": Method("positive, iid", unfitted("positive"), "iid"),
     "positive_orthogonal": Method("positive, orthogonal", unfitted("positive"), "orthogonal"),
@@ -131,18 +193,36 @@ METHODS = {
     ),
     "optimal": Method("optimal positive (FAVOR++), simplex", optimal, "simplex"),
     "sderf": Method("SDERF, orthogonal", sderf, "orthogonal"),
-    "calibrated_simplex": Method("calibrated, simplex", simrf_jax.calibrate, "simplex"),
-    "calibrated": Method("calibrated, cross-polytope", simrf_jax.calibrate, "cross_polytope"),
+    "calibrated_iid": Method("calibrated, iid", calibrated, "iid"),
+    "calibrated_simplex": Method("calibrated, simplex", calibrated, "simplex"),
+    "calibrated": Method("calibrated, cross-polytope", calibrated, "cross_polytope"),
     "mixture": Method(
         f"calibrated mixture of {NUM_CENTERS}, cross-polytope", calibrated_mixture, "cross_polytope"
     ),
+    "learned_from_random": Method(
+        "learned from a random W", learned_from_random, "orthogonal", features_per_row=2
+    ),
+    "learned": Method("learned from calibrated", learned, "orthogonal", features_per_row=2),
     "band_positive": Method(
         "exact band and positive, simplex", unfitted("positive"), "simplex", has_band=True
     ),
+    "band_mixture": Method(
+        f"exact band and calibrated mixture of {NUM_CENTERS}, cross-polytope",
+        calibrated_mixture,
+        "cross_polytope",
+        has_band=True,
+    ),
     "band_calibrated": Method(
         "exact band and calibrated, cross-polytope",
-        simrf_jax.calibrate,
+        calibrated,
         "cross_polytope",
+        has_band=True,
+    ),
+    "band_learned": Method(
+        "exact band and learned from calibrated",
+        learned,
+        "orthogonal",
+        features_per_row=2,
         has_band=True,
     ),
 }

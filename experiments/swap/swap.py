@@ -10,12 +10,27 @@ import ml_collections
 
 from experiments.harness import config_fields, files, resumable
 from experiments.harness.mistakes import UserError
-from experiments.swap import figures, measure_encoder, measure_task, predicted, tables, tasks
+from experiments.swap import (
+    figures,
+    measure_encoder,
+    measure_task,
+    predicted,
+    predicted_heads,
+    tables,
+    tasks,
+)
 from experiments.swap.methods import METHODS
 from experiments.swap.training import Task
 
+# Fields of each section whose methods may learn; see learning.Schedule.
+LEARNED_FIELDS: dict[str, type] = {
+    "learned.num_steps": int,
+    "learned.batch_size": int,
+    "learned.learning_rate": float,
+}
 # Fields of each section whose model is trained here.
 TASK_FIELDS: dict[str, type] = {
+    **LEARNED_FIELDS,
     "batch_size": int,
     "num_steps": int,  # Steps with softmax attention.
     "learning_rate": float,  # Peak learning rate of these steps.
@@ -56,7 +71,13 @@ SECTIONS: dict[str, dict[str, type]] = {
         "num_draws": int,  # Draws of W for each seed.
         "lengths": tuple,  # Ascending lengths of queries and keys.
     },
+    "predicted_heads": {
+        "num_queries": int,  # Queries of one text of the encoder, for each seed.
+        "num_draws": int,  # Draws of W for each seed.
+        "num_features": tuple,
+    },
     "encoder": {
+        **LEARNED_FIELDS,
         "num_fit_texts": int,  # Help pages that feature maps are fitted on.
         "num_test_texts": int,  # Other help pages.
         "length": int,  # Tokens of each text.
@@ -82,11 +103,16 @@ LEAST = {
     "predicted.num_keys": 2,
     "predicted.num_features": 1,
     "predicted.num_draws": 1,
+    "predicted_heads.num_queries": 1,
+    "predicted_heads.num_draws": 1,
+    "predicted_heads.num_features": 1,
     "encoder.num_fit_texts": 1,
     "encoder.num_test_texts": 1,
     "encoder.length": 3,
     "encoder.bandwidth": 0,
     "encoder.num_features": 2,
+    "encoder.learned.num_steps": 1,
+    "encoder.learned.batch_size": 1,
     "char_lm.context": 2,
     "char_lm.bandwidth": 0,
 } | {
@@ -101,6 +127,8 @@ LEAST = {
         "num_features": 2,
         "tuned_features": 2,
         "tuned_steps": 0,
+        "learned.num_steps": 1,
+        "learned.batch_size": 1,
         "model.width": 2,
         "model.depth": 1,
         "model.num_heads": 1,
@@ -122,9 +150,18 @@ def check(config: ml_collections.ConfigDict) -> None:
     for name in ("methods", "tuned_methods"):
         for method in config[name]:
             config_fields.check_one_of(f"config.{name}", method, METHODS)
-    config_fields.check_ascending(values, ["predicted.lengths", "encoder.num_features"])
+    sorted_fields = ["predicted.lengths", "predicted_heads.num_features", "encoder.num_features"]
+    config_fields.check_ascending(values, sorted_fields)
     for length in config.predicted.lengths:
         config_fields.check_range("predicted.lengths", length, config_fields.above(0))
+    if config.predicted_heads.num_queries > config.encoder.length:
+        raise UserError(
+            "config.predicted_heads.num_queries must be at most encoder.length="
+            f"{config.encoder.length}, got {config.predicted_heads.num_queries}."
+        )
+    for part in ("encoder", *TASKS):
+        rate = f"{part}.learned.learning_rate"
+        config_fields.check_range(rate, values[rate], config_fields.above(0))
     for part in TASKS:
         config_fields.check_ascending(values, [f"{part}.num_features"])
         _check_task(part, values)
@@ -187,6 +224,8 @@ def _run_part(
 ) -> dict[str, Any]:
     if part == "predicted":
         return predicted.run(config, pieces)
+    if part == "predicted_heads":
+        return predicted_heads.run(config, pieces)
     if part == "encoder":
         return measure_encoder.run(config, pieces)
     return measure_task.run(part, TASKS[part](config), config, pieces)

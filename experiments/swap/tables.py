@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from experiments.harness import markdown
 from experiments.swap.looks import LABELS, SCORES, TASKS
 from experiments.swap.predicted import CASES
@@ -14,6 +16,8 @@ def describe(results: dict[str, Any]) -> list[str]:
     parts: list[str] = []
     if "predicted" in results:
         parts += describe_predicted(results["predicted"])
+    if "predicted_heads" in results:
+        parts += describe_predicted_heads(results["predicted_heads"])
     if "encoder" in results:
         parts += describe_encoder(results["encoder"])
     for name in TASKS:
@@ -37,6 +41,21 @@ def describe_predicted(section: dict[str, Any]) -> list[str]:
     return [
         f"{title}: predicted relative squared error\n\n{markdown.table(header, predicted)}",
         f"{title}: measured over predicted error\n\n{markdown.table(header, ratios)}",
+        f"{section['seconds']:.0f} seconds.",
+    ]
+
+
+def describe_predicted_heads(section: dict[str, Any]) -> list[str]:
+    """Returns the table of predicted and measured errors of the heads of the encoder."""
+    rows = [
+        [LABELS[name], m, *(_quartiles(errors[one]) for one in ("predicted", "measured"))]
+        for name, by_size in section["methods"].items()
+        for m, errors in by_size.items()
+    ]
+    table = markdown.table(["attention", "m", "predicted", "measured"], rows)
+    return [
+        f"all-MiniLM-L6-v2: relative squared error of a head's outputs, median and quartiles over "
+        f"heads and seeds\n\n{table}",
         f"{section['seconds']:.0f} seconds.",
     ]
 
@@ -96,6 +115,11 @@ def _against_features(section: dict[str, Any], quantity: str) -> str:
 
 def _text(summary: dict[str, float]) -> str:
     return f"{summary['mean']:.4f} ± {summary['standard_error']:.4f}"
+
+
+def _quartiles(values: list[float]) -> str:
+    low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
+    return f"{middle:.2g} ({low:.2g} to {high:.2g})"
 
 
 def _spread(layers: list[float]) -> str:

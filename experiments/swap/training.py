@@ -102,7 +102,8 @@ def train(
 ) -> Iterator[nnx.Module]:
     """Trains the parameters of a model, and yields it after each of some numbers of steps.
 
-    Projections and feature maps are no parameters: they stay as they are.
+    Projections and feature maps are no parameters: they stay as they are. The rows of learned
+    features are parameters, and are trained with the others.
 
     Args:
       task: Data of the model.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ def fit_mixture(
     query_mask: Bool[ArrayLike, "*batch T"] | None = None,
     key_mask: Bool[ArrayLike, "*batch S"] | None = None,
     keys_per_query: int = 4,
+    exact_bandwidth: SupportsIndex | None = None,
 ) -> Mixture:
     r"""Fits a mixture of rows to queries and keys, for each key head.
 
@@ -76,6 +77,8 @@ def fit_mixture(
       query_mask: False at queries that are padding.
       key_mask: False at keys that are padding.
       keys_per_query: Number of pairs that each query is in.
+      exact_bandwidth: Distance over which attention sees keys exactly, or None. Features need not
+        estimate the weights of such pairs, so these do not count.
 
     Returns:
       ``Mixture``, the feature map and the centers.
@@ -104,6 +107,8 @@ def fit_mixture(
     num_centers = checks.positive_int("num_centers", num_centers)
     keys_per_query = checks.positive_int("keys_per_query", keys_per_query)
     is_causal = checks.boolean("is_causal", is_causal)
+    if exact_bandwidth is not None:
+        exact_bandwidth = checks.integer("exact_bandwidth", exact_bandwidth, least=0)
     num_heads, dim = key.shape[-2:]
     if calibration is None:
         calibration = Calibrated.identity(num_heads, dim, jnp.promote_types(key.dtype, jnp.float32))
@@ -131,10 +136,13 @@ def fit_mixture(
         num_centers=num_centers,
         is_causal=is_causal,
         keys_per_query=keys_per_query,
+        exact_bandwidth=exact_bandwidth,
     )
 
 
-@functools.partial(jax.jit, static_argnames=("num_centers", "is_causal", "keys_per_query"))
+@functools.partial(
+    jax.jit, static_argnames=("num_centers", "is_causal", "keys_per_query", "exact_bandwidth")
+)
 def _fit(
     prng_key: Key[Array, ""],
     query: Float[Array, "*batch T N H"],
@@ -147,6 +155,7 @@ def _fit(
     num_centers: int,
     is_causal: bool,
     keys_per_query: int,
+    exact_bandwidth: int | None,
 ) -> Mixture:
     query, key = scaled(query, key, scale)
     (num_queries, num_heads, dim), (num_keys, num_key_heads) = query.shape[-3:], key.shape[-3:-1]
@@ -167,7 +176,7 @@ def _fit(
         own: Calibrated,
     ) -> Mixture:
         pairs_key, centers_key = jax.random.split(prng_key)
-        sums, is_pair = _draw_sums(pairs_key, x, y, own, visible, keys_per_query)
+        sums, is_pair = _draw_sums(pairs_key, x, y, own, visible, keys_per_query, exact_bandwidth)
         centers, mean_square = _cluster(centers_key, sums, is_pair, num_centers)
         variances = log_optimal_variance(mean_square)
         tilted = dataclasses.replace(own, variances=variances)
@@ -184,8 +193,9 @@ def _draw_sums(
     calibration: Calibrated,
     visible: Bool[Array, "batch T S"],
     keys_per_query: int,
+    exact_bandwidth: int | None,
 ) -> tuple[Float[Array, "pairs H"], Bool[Array, " pairs"]]:
-    """Returns sums of queries and of keys that attention draws, and whether there is such a key."""
+    """Returns sums of queries and of keys that attention draws, and whether features see them."""
     logits = jnp.einsum("btgh,bsh->btgs", x, y, precision=jax.lax.Precision.HIGHEST)
     logits = jnp.where(visible[:, :, None], logits, -jnp.inf)
     shape = (keys_per_query, *logits.shape[:-1])
@@ -193,7 +203,11 @@ def _draw_sums(
     sequence = jnp.arange(len(y))[None, :, None, None]
     sums = _coordinates(x, calibration, "query")[None]
     sums = sums + _coordinates(y, calibration, "key")[sequence, drawn]
-    is_pair = jnp.broadcast_to(jnp.any(visible, axis=-1)[None, :, :, None], shape).ravel()
+    is_pair = jnp.broadcast_to(jnp.any(visible, axis=-1)[None, :, :, None], shape)
+    if exact_bandwidth is not None:
+        positions = jnp.arange(x.shape[1])[None, None, :, None]
+        is_pair &= jnp.abs(drawn - positions) > exact_bandwidth
+    is_pair = is_pair.ravel()
     # Padding may hold anything.
     return jnp.where(is_pair[:, None], sums.reshape(len(is_pair), -1), 0), is_pair
 

@@ -152,6 +152,19 @@ def test_what_no_query_sees_does_not_count():
     assert np.all(np.abs(causal.centers) < 10)
 
 
+def test_pairs_within_an_exact_band_do_not_count():
+    query, key = np.eye(2, DIM, dtype=np.float32), 3 * np.eye(2, DIM, dtype=np.float32)
+    tokens = query[:, None], key[:, None]
+    beyond = fit_mixture(jax.random.key(0), *tokens, 2, keys_per_query=50, exact_bandwidth=0)
+    beyond = one_head(beyond)
+    sums = np.asarray(beyond.centers) * np.sqrt(np.asarray(beyond.feature_map.variances))
+    # Each query and the other's key; its own key is within the band.
+    expected = ROOT * np.array([[1, 3, 0, 0], [3, 1, 0, 0]])
+    np.testing.assert_allclose(sums[np.argsort(sums[:, 0])], expected, atol=1e-5)
+    nothing = fit_mixture(jax.random.key(1), *tokens, 2, exact_bandwidth=1)
+    np.testing.assert_array_equal(nothing.centers, 0)
+
+
 def test_groups_of_query_heads_and_transformations():
     query, key = clustered(length=30, heads=4)
     batch = np.stack([query, query]), np.stack([key, key])
@@ -173,6 +186,7 @@ def test_groups_of_query_heads_and_transformations():
         ({"num_centers": 17}, ValueError, "at most the number of pairs of a key head, 16, got 17"),
         ({"num_centers": 0}, ValueError, "num_centers must be at least 1, got 0"),
         ({"keys_per_query": 0}, ValueError, "keys_per_query must be at least 1, got 0"),
+        ({"exact_bandwidth": -1}, ValueError, "exact_bandwidth must be at least 0, got -1"),
         ({"is_causal": 1}, TypeError, "is_causal must be True or False, got 1"),
         ({"calibration": "calibrated"}, TypeError, "calibration must be a Calibrated, got str"),
         (

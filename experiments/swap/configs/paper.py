@@ -2,7 +2,7 @@
 
 Shows:     error, cosine, accuracy and bits against the number of features; the same against the
            number of steps of fine-tuning; mean |x + y|^2 before and after; predicted beside
-           measured errors of attention to random keys
+           measured errors of attention to random keys and to those of an encoder
 Command:   python -m experiments.swap.main --workdir=runs/swap --config.model_dir=DIR
            --config.data_dir=DIR
 Hardware:  two CPU cores
@@ -13,7 +13,7 @@ import ml_collections
 
 def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
-    config.parts = ("predicted", "encoder", "digits", "char_lm", "fashion_mnist")
+    config.parts = ("predicted", "predicted_heads", "encoder", "digits", "char_lm", "fashion_mnist")
     config.methods = (
         "positive_iid",
         "positive_simplex",
@@ -23,8 +23,11 @@ def get_config() -> ml_collections.ConfigDict:
         "calibrated_simplex",
         "calibrated",
         "mixture",
+        "learned_from_random",
+        "learned",
         "band_positive",
         "band_calibrated",
+        "band_learned",
     )
     config.tuned_methods = ("positive_simplex", "calibrated", "band_calibrated")
     config.seeds = (0, 1, 2, 3, 4)
@@ -38,12 +41,18 @@ def get_config() -> ml_collections.ConfigDict:
         "num_draws": 100,
         "lengths": (0.25, 0.5, 0.75, 1.0, 1.5),
     }
+    config.predicted_heads = {
+        "num_queries": 4,
+        "num_draws": 20,
+        "num_features": (64, 128),
+    }
     config.encoder = {
         "num_fit_texts": 8,
         "num_test_texts": 16,
         "length": 128,
         "bandwidth": 16,
         "num_features": (32, 64, 128, 256, 512),
+        "learned": {"num_steps": 100, "batch_size": 1, "learning_rate": 0.1},
     }
     config.digits = {
         "batch_size": 64,
@@ -59,6 +68,7 @@ def get_config() -> ml_collections.ConfigDict:
         "tuned_features": 16,
         "tuned_steps": (0, 10, 100, 1000),
         "tuned_learning_rate": 3e-4,
+        "learned": {"num_steps": 300, "batch_size": 32, "learning_rate": 0.1},
         "shift": 0.5,
         "flip": False,
         "model": {
@@ -84,6 +94,7 @@ def get_config() -> ml_collections.ConfigDict:
         "tuned_features": 64,
         "tuned_steps": (0, 10, 100, 1000),
         "tuned_learning_rate": 3e-4,
+        "learned": {"num_steps": 300, "batch_size": 32, "learning_rate": 0.1},
         "shift": 0.5,
         "flip": True,
         "model": {
@@ -109,6 +120,7 @@ def get_config() -> ml_collections.ConfigDict:
         "tuned_features": 64,
         "tuned_steps": (0, 10, 100, 1000),
         "tuned_learning_rate": 1e-3,
+        "learned": {"num_steps": 300, "batch_size": 2, "learning_rate": 0.1},
         "context": 256,
         "bandwidth": 16,
         "model": {"width": 64, "depth": 2, "num_heads": 4},

@@ -7,27 +7,12 @@ import pytest
 from flax import nnx
 
 from experiments.harness.mistakes import UserError
-from experiments.swap import encoder, measure_encoder, measure_task, swap, texts, training
+from experiments.swap import measure_encoder, measure_task, swap, texts, training
 from experiments.swap.configs import paper
 from experiments.swap.looks import LABELS, LOOKS
 from experiments.swap.methods import METHODS
 from tests.experiments.drawing import assert_no_figure_costs_results
 from tests.experiments.swap import tiny
-
-
-@pytest.fixture
-def toy_encoder(monkeypatch):
-    """Puts a tiny encoder and random texts in the place of the published ones."""
-    shape = encoder.EncoderConfig(
-        vocabulary_size=9, max_length=8, width=8, depth=2, num_heads=2, mlp_dim=8
-    )
-    model = encoder.Encoder(shape, rngs=nnx.Rngs(0))
-    tokens = np.random.default_rng(0).integers(0, 9, (7, 6))
-    monkeypatch.setattr(encoder, "find", lambda name, model_dir: name)
-    monkeypatch.setattr(encoder, "load_tokenizer", lambda path: None)
-    monkeypatch.setattr(encoder, "load_model", lambda path: model)
-    monkeypatch.setattr(texts, "load", lambda tokenizer, length: tokens[:, :length])
-    return model
 
 
 def test_errors_of_the_encoder_are_those_of_its_test_texts(toy_encoder, tmp_path):
@@ -39,9 +24,7 @@ def test_errors_of_the_encoder_are_those_of_its_test_texts(toy_encoder, tmp_path
     for seed in (0, 1):
         subject = measure_encoder.prepare(toy_encoder, texts.load(None, 6), config.encoder, seed)
         method = METHODS["hyperbolic"]
-        attentions = method.attentions(
-            jax.random.key(seed), method.feature_maps(subject.fit), 8, num_heads=2, head_dim=4
-        )
+        attentions = method.attentions(jax.random.key(seed), subject.fit, 8, schedule=tiny.SCHEDULE)
         errors.append(measure_encoder.measure(subject, attentions))
     ours = section["methods"]["hyperbolic"]["8"]
     heads, cosines = (np.array([np.mean(x) for x in each]) for each in zip(*errors, strict=True))
@@ -169,6 +152,15 @@ def test_the_paper_config_is_right():
         ({"predicted__num_keys": 1}, "config.predicted.num_keys must be at least 2, got 1"),
         ({"predicted__lengths": (0.5, 0.25)}, "config.predicted.lengths must ascend"),
         ({"predicted__lengths": (0.0, 1.0)}, "config.predicted.lengths must be above 0"),
+        ({"predicted_heads__num_queries": 0}, "config.predicted_heads.num_queries must be at le"),
+        (
+            {"predicted_heads__num_queries": 7},
+            "must be at most encoder.length=6, got 7",
+        ),
+        ({"predicted_heads__num_features": (8, 4)}, "config.predicted_heads.num_features must as"),
+        ({"encoder__learned__num_steps": 0}, "config.encoder.learned.num_steps must be at least 1"),
+        ({"digits__learned__batch_size": 0}, "config.digits.learned.batch_size must be at least"),
+        ({"encoder__learned__learning_rate": 0.0}, "config.encoder.learned.learning_rate must be "),
         ({"encoder__length": 2}, "config.encoder.length must be at least 3"),
         ({"encoder__num_features": (8, 4)}, "config.encoder.num_features must ascend"),
         ({"digits__num_features": (1,)}, "Each of config.digits.num_features must be at least 2"),

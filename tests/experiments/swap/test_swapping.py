@@ -109,9 +109,7 @@ def test_a_swapped_model_can_be_recorded_and_swapped_back(case):
     model, inputs = case
     layers, _ = swapping.record(model, call, inputs)
     method = METHODS["positive_simplex"]
-    attentions = method.attentions(
-        jax.random.key(1), method.feature_maps(layers), 5, num_heads=2, head_dim=4
-    )
+    attentions = method.attentions(jax.random.key(1), layers, 5, schedule=tiny.SCHEDULE)
     other = swapping.swapped(model, attentions)
     ours, output = swapping.record(other, call, inputs)
     np.testing.assert_array_equal(output, other(inputs))
@@ -126,11 +124,10 @@ def test_many_features_of_a_fitted_map_come_near_softmax(case):
     model, inputs = case
     layers, exact = swapping.record(model, call, inputs)
     method = Method("scaled", tiny.fit_scaled, "orthogonal")
-    maps = method.feature_maps(layers)
-    assert maps[0].factor.shape == (4,)
+    assert method.fit(layers[0], None).factor.shape == (4,)
     errors, distances = {}, {}
     for m in (4, 4096):
-        attentions = method.attentions(jax.random.key(1), maps, m, num_heads=2, head_dim=4)
+        attentions = method.attentions(jax.random.key(1), layers, m, schedule=tiny.SCHEDULE)
         errors[m] = swapping.head_errors(layers[1], attentions[1])
         distances[m] = jnp.linalg.norm(swapping.swapped(model, attentions)(inputs) - exact)
     assert errors[4].shape == (2,)
@@ -142,9 +139,7 @@ def test_arrays_of_maps_and_projections_are_no_parameters(case):
     model, inputs = case
     layers, _ = swapping.record(model, call, inputs)
     method = Method("scaled", tiny.fit_scaled, "simplex")
-    attentions = method.attentions(
-        jax.random.key(1), method.feature_maps(layers), 5, num_heads=2, head_dim=4
-    )
+    attentions = method.attentions(jax.random.key(1), layers, 5, schedule=tiny.SCHEDULE)
     other = swapping.swapped(model, attentions)
     assert jax.tree.map(jnp.shape, nnx.state(other, nnx.Param)) == jax.tree.map(
         jnp.shape, nnx.state(model, nnx.Param)
@@ -158,12 +153,7 @@ def test_arrays_of_maps_and_projections_are_no_parameters(case):
 def test_methods_have_the_asked_number_of_features(name):
     method = METHODS[name]
     [attention] = method.attentions(
-        jax.random.key(0),
-        method.feature_maps([any_inputs()]),
-        8,
-        num_heads=2,
-        head_dim=4,
-        bandwidth=3,
+        jax.random.key(0), [any_inputs()], 8, schedule=tiny.SCHEDULE, bandwidth=3
     )
     assert isinstance(attention, RandomFeatureAttention)
     attention.init_cache((1, 8))
@@ -174,10 +164,11 @@ def test_methods_have_the_asked_number_of_features(name):
 
 def test_the_rows_of_a_mixture_are_around_its_centers():
     inputs, method = any_inputs(), METHODS["mixture"]
-    [fitted] = method.feature_maps([inputs])
+    fitted = method.fit(inputs, None)
     assert fitted.centers.shape == (2, NUM_CENTERS, 4)
-    options = {"num_heads": 2, "head_dim": 4}
-    [attention] = method.attentions(jax.random.key(0), [fitted], 4 * NUM_CENTERS, **options)
+    [attention] = method.attentions(
+        jax.random.key(0), [inputs], 4 * NUM_CENTERS, schedule=tiny.SCHEDULE
+    )
     w = attention.projection.get_value()
     assert isinstance(w, simrf_jax.WeightedProjection)
     offsets = np.asarray(w.rows).reshape(2, NUM_CENTERS, 4, 4) - fitted.centers[:, :, None]

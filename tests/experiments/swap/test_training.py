@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from experiments.swap import training
-from experiments.swap.methods import Method
+from experiments.swap.methods import METHODS, Method
 from experiments.swap.swapping import record, swapped
 from experiments.swap.tasks import language_task, vision_task
 from simrf_jax.integrations.nnx import RandomProjection
@@ -35,9 +35,8 @@ def with_scaled_features(task, model):
     """Returns the model with fitted random features."""
     layers, _ = record(model, task.logits, task.fit_inputs)
     method = Method("scaled", tiny.fit_scaled, "simplex")
-    maps = method.feature_maps(layers)
-    sizes = {"num_heads": 2, "head_dim": 4}
-    return swapped(model, method.attentions(jax.random.key(0), maps, 5, **sizes))
+    attentions = method.attentions(jax.random.key(0), layers, 5, schedule=tiny.SCHEDULE)
+    return swapped(model, attentions)
 
 
 def test_milestones_are_stops_of_one_run(digits):
@@ -83,6 +82,21 @@ def test_fine_tuning_leaves_projections_and_maps_alone(name, request):
         not np.array_equal(x, y)
         for x, y in zip(jax.tree.leaves(now[0]), jax.tree.leaves(before[0]), strict=True)
     )
+
+
+def test_fine_tuning_trains_learned_rows_in_fixed_coordinates(digits):
+    model = training.initial_model(digits, 0)
+    layers, _ = record(model, digits.logits, digits.fit_inputs)
+    method = METHODS["learned"]
+    attentions = method.attentions(jax.random.key(0), layers, 6, schedule=tiny.SCHEDULE)
+    before = swapped(model, attentions)
+    # The head of a new model is zeros, which stop all gradients in the first step.
+    [after] = trained(digits, before, (2,))
+    for own, start in zip(after.blocks, attentions, strict=True):
+        now = own.attention.attention_fn
+        calibrations = (one.feature_map.get_value() for one in (now, start))
+        jax.tree.map(np.testing.assert_array_equal, *calibrations)
+        assert not np.array_equal(now.learned.query_rows[...], start.learned.query_rows[...])
 
 
 def test_parameters_come_back_from_their_vector(digits):

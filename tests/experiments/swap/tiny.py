@@ -5,7 +5,10 @@ import jax.numpy as jnp
 
 import simrf_jax
 from experiments.swap.configs import paper
+from experiments.swap.learning import Schedule
 
+LEARNED = {"num_steps": 3, "batch_size": 2, "learning_rate": 0.1}
+SCHEDULE = Schedule(**LEARNED)
 MODEL = {"width": 8, "depth": 2, "num_heads": 2}
 
 
@@ -20,6 +23,7 @@ def get_config(**changes):
         "num_features": (4, 8),
         "tuned_features": 6,
         "tuned_steps": (0, 2),
+        "learned": LEARNED,
     }
     config.update(
         {
@@ -35,12 +39,14 @@ def get_config(**changes):
                 "num_draws": 30,
                 "lengths": (0.1, 0.2),
             },
+            "predicted_heads": {"num_queries": 2, "num_draws": 30, "num_features": (4, 8)},
             "encoder": {
                 "num_fit_texts": 2,
                 "num_test_texts": 3,
                 "length": 6,
                 "bandwidth": 1,
                 "num_features": (4, 8),
+                "learned": LEARNED,
             },
             "digits": training | {"model": MODEL | {"patch_size": 4, "mlp_dim": 8}},
             "fashion_mnist": training | {"model": MODEL | {"patch_size": 7, "mlp_dim": 8}},
@@ -68,7 +74,8 @@ class Scaled(simrf_jax.FeatureMap):
         return positive.log_features(scaled, projection, side=side)
 
 
-def fit_scaled(query, key):
+def fit_scaled(layer, bandwidth):
     """Returns a map that gives queries and keys the same mean square in each dimension."""
-    of_queries, of_keys = (jnp.mean(jnp.square(x), axis=(0, 1, 2)) for x in (query, key))
+    del bandwidth
+    of_queries, of_keys = (jnp.mean(jnp.square(x), axis=(0, 1, 2)) for x in layer[:2])
     return Scaled((of_keys / of_queries) ** 0.25)
