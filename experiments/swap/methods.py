@@ -69,7 +69,8 @@ def learned(layer: Inputs, bandwidth: int | None) -> Learnable:
 def learned_from_random(layer: Inputs, bandwidth: int | None) -> Learnable:
     """Returns the coordinates of queries and keys themselves: learning starts at a random W."""
     del bandwidth
-    return Learnable(feature_maps.Calibrated.identity(*layer.key.shape[-2:]))
+    num_heads, dim = layer.key.shape[-2:]
+    return Learnable(feature_maps.Calibrated.identity(num_heads, dim))
 
 
 def calibrated_mixture(layer: Inputs, bandwidth: int | None) -> Mixture:
