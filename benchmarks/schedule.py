@@ -26,7 +26,7 @@ SHORTEST = 64  # Bundles of a region of a kernel; shorter ones move its blocks.
 
 
 def cycles(name, steps, counts=()):
-    """Returns the bundles of a kernel, each as often as it runs, and forgets its schedule.
+    """Returns the bundles of a kernel, each as often as it runs.
 
     Args:
       name: Name of the kernel.
@@ -43,7 +43,7 @@ def cycles(name, steps, counts=()):
     ]
     if not found:
         raise ValueError(f"There is no schedule of a kernel {name}.")
-    text = found[-1].read_text()
+    text = max(found, key=lambda path: path.stat().st_mtime).read_text()
     total = 1 + max(int(address, 16) for address in re.findall(r"^ *(0x[0-9a-f]+) ", text, re.M))
     regions = [size for size in _regions(text) if size > SHORTEST] if counts else []
     if len(regions) != len(counts):

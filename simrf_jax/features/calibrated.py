@@ -158,8 +158,7 @@ class Calibrated(FeatureMap):
         rows = dense_rows(projection)
         rows = highest(rows * jnp.broadcast_to(jnp.sqrt(self.variances), rows.shape), matrix)
         offsets = self._half_log_weights(projection) - highest(rows, mean)
-        slope = other + highest(highest(matrix, mean), matrix)
-        return ExponentialForm(rows, offsets, matrix, slope)
+        return ExponentialForm(rows, offsets, matrix, other, highest(matrix, mean))
 
     def _folded(
         self, rows: Float[Array, "K num_features H"], matrix: Float[Array, "*K H H"]

@@ -20,7 +20,7 @@ from simrf_jax.projections import (
 class ExponentialForm(NamedTuple):
     r"""The features of one side of a map whose features are exponentials of quadratic functions.
 
-    .. math:: \log \phi(x)_i = w_i \cdot x + b_i - \tfrac12 |M x|^2 + g \cdot x + \text{const}
+    .. math:: \log \phi(x)_i = w_i \cdot x + b_i - \tfrac12 |M x - c|^2 + g \cdot x + \text{const}
 
     The constant, the same for all vectors and features, cancels in attention.
 
@@ -29,12 +29,14 @@ class ExponentialForm(NamedTuple):
       offsets: b, ``[m]``; None for zeros.
       stretch: M, ``[H, H]``; None for the identity.
       slope: g, ``[H]``; None for zeros.
+      center: c, ``[H]``; None for zeros. The form has one only with a stretch.
     """
 
     rows: Float[Array, "*K m H"]
     offsets: Float[Array, "*K m"] | None = None
     stretch: Float[Array, "*K H H"] | None = None
     slope: Float[Array, "*K H"] | None = None
+    center: Float[Array, "*K H"] | None = None
 
 
 def dense_rows(projection: Projection) -> Float[Array, "num_features dim"]:

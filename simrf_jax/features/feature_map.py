@@ -155,6 +155,8 @@ class FeatureMap(abc.ABC):
           projection: W of all heads, or ``[K, num_features, dim]``, one for each.
           side: ``"query"`` or ``"key"``.
         """
+        if _rank(self, "exponential_form") > _rank(self, "log_features"):
+            return None  # A subclass has other features than the class that says their form.
         axis = None if projection is None or projection.ndim == 2 else 0
         axes = self.head_axes()
         of_head = functools.partial(type(self).exponential_form, side=side)
@@ -199,6 +201,12 @@ class FeatureMap(abc.ABC):
         x = checks.vectors("x", x)
         projection = None if projection is None else as_projection(projection)
         return self.log_features(x, projection, side=side).evaluate(x.dtype)
+
+
+def _rank(feature_map: FeatureMap, name: str) -> int:
+    """Returns how far up the base classes a method is defined."""
+    classes = type(feature_map).__mro__
+    return next(rank for rank, cls in enumerate(classes) if name in vars(cls))
 
 
 def _axes_of_one(feature_map: FeatureMap, path: tuple[GetAttrKey, ...]) -> int | None:

@@ -1,5 +1,6 @@
 """The fused kernels, interpreted: the estimator itself, in all that they can do."""
 
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -130,6 +131,44 @@ def test_bfloat16(length):
     assert errors[0] <= 1.1 * np.linalg.norm(plain[0] - exact[0]) / np.linalg.norm(exact[0])
     # The gradients of the sums are rounded to bfloat16, as XLA does on a TPU but not on a CPU.
     assert max(errors) <= 0.012
+
+
+def test_bfloat16_keys_far_from_zero(length):
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(x) for x in inputs(length, heads=2, dim=16))
+    q, k = (x + jnp.asarray(3 * rng.normal(size=(1, 2, 16)), x.dtype) for x in (q, k))
+    q, k, v = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    calibration, w = simrf_jax.calibrate(*wide[:2]), projection(33, dim=16, heads=2)
+
+    def run(attend, *tokens):
+        def loss(*tokens):
+            return jnp.sum(jnp.sin(attend(*tokens, w, feature_map=calibration).astype(jnp.float32)))
+
+        return [np.asarray(x, np.float64) for x in jax.grad(loss, (0, 1, 2))(*tokens)]
+
+    for got, want in zip(run(in_kernel, q, k, v), run(by_xla, *wide), strict=True):
+        assert np.linalg.norm(got - want) <= 0.012 * np.linalg.norm(want)
+
+
+def test_a_row_without_weight_is_left_out(length):
+    q, k, v = inputs(length)
+    w = simrf_jax.WeightedProjection(projection(11), jnp.zeros(11).at[3].set(-jnp.inf))
+
+    def run(attend):
+        out, back = jax.vjp(lambda *tokens: attend(*tokens, w), q, k, v)
+        return out, *back(jnp.cos(out))
+
+    for got, want in zip(run(in_kernel), run(by_xla), strict=True):
+        assert_close(got, want, 1e-5)
+
+
+@pytest.mark.parametrize("bias", [-1e30, float(np.finfo(np.float32).min)])
+def test_a_low_bias_of_all_keys_hides_none(bias):
+    q, k, v = inputs(20)
+    out = in_kernel(q, k, v, projection(), bias=np.full(20, bias, np.float32))
+    # Beside such a bias nothing else has digits left, so that all keys are alike.
+    assert_close(out, np.broadcast_to(v.mean(axis=0), out.shape), 1e-5)
 
 
 def test_gradients_of_everything_else_are_those_of_xla():
@@ -316,13 +355,60 @@ def test_the_default(monkeypatch):
         assert not uses_kernel(functools.partial(plain, batch_axis="data"), q[:1], k[:1], v[:1])
 
 
+@dataclasses.dataclass(frozen=True)
+class Half(feature_maps.Positive):
+    """A map of a user, whose features are not those of the class that it derives from."""
+
+    def log_features(self, x, w, *, side):
+        return super().log_features(0.5 * x, w, side=side)
+
+
+def test_the_default_leaves_to_xla_what_it_must(monkeypatch):
+    q, k, v = inputs(20, batch=(2,))
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    plain = functools.partial(random_feature_attention, projection=projection())
+    assert not uses_kernel(functools.partial(plain, feature_map=Half()), q, k, v)
+    wide = functools.partial(random_feature_attention, projection=jnp.ones((2, 60000, 8)))
+    assert not uses_kernel(wide, q, k, v)
+    length = jax.export.symbolic_shape("b, t")
+    shapes = [jax.ShapeDtypeStruct((*length, 2, 8), jnp.float32)] * 3
+    assert "pallas_call" not in str(jax.jit(plain).trace(*shapes).jaxpr)
+
+
+def test_axes_of_type_explicit_are_refused():
+    mesh = devices.make_mesh("explicit", data=2)
+    with jax.set_mesh(mesh):
+        q, k, v = (jax.device_put(x, P("data")) for x in inputs(batch=(2,)))
+        with pytest.raises(ValueError, match="axes of type Explicit shard the arrays"):
+            in_kernel(q, k, v, projection())
+
+
+def test_axes_need_the_mesh_of_the_context():
+    q, k, v = inputs(batch=(2,))
+    mesh = devices.make_mesh("auto", data=2)
+    tokens = [jax.device_put(x, jax.NamedSharding(mesh, P("data"))) for x in (q, k, v)]
+    with pytest.raises(ValueError, match=r"no axes of type Auto of jax\.set_mesh's mesh"):
+        in_kernel(*tokens, projection(), batch_axis="data")
+
+
+def test_mosaic_takes_a_scale_of_each_call():
+    q, k, v = (jax.ShapeDtypeStruct((3, 20, 2, 16), jnp.float32) for _ in range(3))
+
+    def attend(scale, q, k, v):
+        return in_kernel(q, k, v, jnp.ones((11, 16)), scale=scale)
+
+    traced = jax.jit(jax.vmap(attend)).trace(jnp.ones(3), q, k, v)
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
 REFUSED = {
     "causal": ({"is_causal": True}, "causal, packed, beside an exact band"),
     "packed": ({"segment_ids": np.zeros(9, int)}, "causal, packed, beside an exact"),
     "band": ({"exact_bandwidth": 2}, "causal, packed, beside an exact band"),
     "sharded": ({"sequence_axis": "data"}, "or with a sequence_axis"),
     "map": ({"feature_map": "relu"}, "Relu features are no exponentials"),
-    "axis": ({"batch_axis": "rows"}, r"batch_axis is \('rows',\), which are not axes of type Auto"),
+    "axis": ({"batch_axis": "rows"}, r"batch_axis is \('rows',\), no axes of type Auto"),
     "size": ({"head_axis": "data"}, "of 2 devices, which do not divide 3"),
 }
 

@@ -109,7 +109,10 @@ _fused.defvjp(_fused_forward, _fused_backward)
 def _with_gradients(
     reference: Reference, out: Float[Array, "*batch T N D"], tokens: Tokens, rest: Rest
 ) -> Float[Array, "*batch T N D"]:
-    """Returns the output, with the gradients of all but the tokens from the reference."""
+    """Returns ``out`` as it is.
+
+    Its gradient with respect to ``rest`` is that of the reference; that of ``out`` passes through.
+    """
     del reference, tokens, rest
     return out
 

@@ -240,7 +240,7 @@ def _of_keys_of_head(
     rows = of_head(transposed.key_rows, head)
     of_key = shape.dot(rows, of_logits.astype(shape.dtype), 1, 0)
     if keys.stretched is None:
-        factor = 2 * LN2 * refs.half_square[0]
+        factor = 2 * LN2 * refs.half_square[0, 0]
         of_key -= factor * of_scale * keys.tokens.astype(jnp.float32)
     out.key[0, head] = jnp.where(is_fine, of_key, 0).astype(out.key.dtype)
 
@@ -260,7 +260,8 @@ def _of_queries(
         of_key = number // shape.groups
         logits = query_logits(shape, refs, number)
         yield
-        psi = query_features(shape, logits, sums.state.maxima[of_key])
+        maxima = with_offsets(refs, of_key, sums.state.maxima[of_key])
+        psi = query_features(shape, logits, maxima)
         state = sums.state.sums[of_key]
         read = shape.dot(state, psi, 1, 0)
         yield
@@ -289,7 +290,7 @@ def _of_keys(
         keys = take_keys(shape, refs, number, first)
         yield
         maxima = sums.state.maxima[number]
-        phi = jnp.exp2(keys.logits - (maxima - with_offsets(refs, number, 0 * maxima)))
+        phi = jnp.exp2(keys.logits - maxima)
         state = sums.state.sums[number].astype(jnp.float32)
         is_fine = jnp.all(jnp.abs(state) < jnp.inf, keepdims=True)
         yield from _of_keys_of_head(

@@ -17,6 +17,43 @@ from simrf_jax.projections import Projection
 # Their cores have less memory than the kernels take.
 OLD_CHIPS = ("TPU v2", "TPU v3", "TPU v4")
 
+LANES = 128
+# Bytes of a core's memory that a program may take by the estimate of ``Program``.
+MEMORY = 32 * 2**20
+
+
+class Program(NamedTuple):
+    """The sizes that the memory of a program of the kernels depends on.
+
+    Attributes:
+      num_heads: Key heads of the program.
+      groups: Query heads of each.
+      width: Width of a head.
+      num_features: Number of features.
+      itemsize: Bytes of a number of the tokens.
+    """
+
+    num_heads: int
+    groups: int
+    width: int
+    num_features: int
+    itemsize: int
+
+    def bytes_of(self, tile: int) -> int:
+        """Returns about how many bytes the program takes for a tile of so many tokens.
+
+        The last axis of each array is padded to ``LANES``.
+        """
+        lanes = -(-self.width // LANES) * LANES
+        # Blocks of seven arrays and of four of rows, each twice, as the next ones are loaded ahead.
+        tokens = 14 * self.groups * self.width * tile * self.itemsize
+        rows = 8 * self.num_features * 2 * lanes * self.itemsize
+        # The state, its gradient, and the maxima and offsets, whose columns are padded.
+        kept = 4 * self.num_features * (3 * lanes + 3 * LANES)
+        # Features of about three heads, several times each.
+        features = 48 * self.num_features * tile
+        return self.num_heads * (tokens + rows + kept) + features
+
 
 class MeshAxes(NamedTuple):
     """The mesh axes that shard the batch and the heads."""
@@ -26,7 +63,7 @@ class MeshAxes(NamedTuple):
 
     def reason_against(self, arguments: Arguments) -> str | None:
         """Returns why the axes cannot shard the arrays, or None if they can."""
-        mesh = _mesh_of(arguments)
+        mesh = jax.sharding.get_abstract_mesh()
         kinds = kinds_of_axes(mesh)
         batch, *_ = (*arguments.query.shape[:-3], 1)
         num_key_heads = arguments.key.shape[-2]
@@ -35,7 +72,7 @@ class MeshAxes(NamedTuple):
             ("head_axis", self.heads, num_key_heads),
         ):
             if any(kinds.get(axis) != AxisType.Auto for axis in axes):
-                return f"{name} is {axes}, which are not axes of type Auto of a mesh {kinds}"
+                return f"{name} is {axes}, no axes of type Auto of jax.set_mesh's mesh {kinds}"
             devices = math.prod(mesh.shape[axis] for axis in axes)
             if size % devices:
                 return f"{name} is {axes}, of {devices} devices, which do not divide {size}"
@@ -74,7 +111,7 @@ def uses_kernel(
         raise ValueError(f'implementation="pallas_tpu" cannot do this call: {reason}.')
     if reason is not None or is_required:
         return reason is None
-    return jax.devices()[0].device_kind not in OLD_CHIPS and _runs_alone(arguments, axes)
+    return jax.devices()[0].device_kind not in OLD_CHIPS and _runs_alone(axes)
 
 
 def _reason_against(
@@ -84,31 +121,34 @@ def _reason_against(
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
         names = " and ".join(sorted(dtype.name for dtype in dtypes))
         return f"queries, keys and values are {names}, not all float32 or all bfloat16"
-    if 0 in (*arguments.query.shape, *arguments.key.shape, *arguments.value.shape):
+    tokens = (arguments.query, arguments.key, arguments.value)
+    sizes = [size for x in tokens for size in x.shape]
+    if not all(isinstance(size, int) for size in sizes):
+        return "a size is symbolic"
+    if 0 in sizes:
         return "an array is empty"
-    if arguments.explicit_axes(in_order=True):
-        return "the length is sharded"
+    if any(axis is not None for x in tokens for axis in jax.typeof(x).sharding.spec):
+        return "axes of type Explicit shard the arrays, so call it inside jax.shard_map"
     of_keys = functools.partial(type(feature_map).exponential_forms, side="key")
     form = jax.eval_shape(of_keys, feature_map, projection)
     if form is None:
         return f"{type(feature_map).__name__} features are no exponentials that estimate exp(x . y)"
     if form.rows.dtype != jnp.float32:
         return f"projection is {form.rows.dtype.name}"
+    groups = arguments.query.shape[-2] // arguments.key.shape[-2]
+    width = max(arguments.query.shape[-1], arguments.value.shape[-1])
+    program = Program(1, groups, width, form.rows.shape[-2], arguments.query.dtype.itemsize)
+    if program.bytes_of(LANES) > MEMORY:
+        return f"{form.rows.shape[-2]} features do not fit into the memory of a core"
     return None
 
 
-def _mesh_of(arguments: Arguments) -> AbstractMesh:
-    """Returns the mesh of the context, or else of the queries; it may be empty."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return jax.typeof(arguments.query).sharding.mesh if mesh.empty else mesh
-
-
-def _runs_alone(arguments: Arguments, axes: MeshAxes) -> bool:
+def _runs_alone(axes: MeshAxes) -> bool:
     """Returns whether a kernel gets the tokens of one device, as far as can be known here.
 
     XLA cannot split a kernel. It would give each device the tokens of all.
     """
-    mesh = _mesh_of(arguments)
+    mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.device_count() == 1
     named = {*axes.batch, *axes.heads}

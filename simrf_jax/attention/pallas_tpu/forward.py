@@ -96,7 +96,7 @@ class State(NamedTuple):
     """Sums over keys that are kept from tile to tile.
 
     Attributes:
-      maxima: ``[key heads, m, 1]``; at the end with the offsets.
+      maxima: ``[key heads, m, 1]``, without the offsets.
       running: ``[key heads, m, D + TILE]`` in units of the maxima.
       sums: ``[key heads, D + TILE, m]``, written at the end in the type to contract in.
     """
@@ -133,7 +133,6 @@ def sum_keys(shape: Shape, refs: Refs, state: State, step: jax.Array) -> None:
         for head in range(shape.num_heads):
             sums = spoil_denominator(shape, state.running[head].T)
             state.sums[head] = sums.astype(shape.dtype)
-            state.maxima[head] = with_offsets(refs, head, state.maxima[head])
 
 
 def _add_keys(shape: Shape, refs: Refs, state: State, first: jax.Array) -> Iterator[Links]:
@@ -158,7 +157,7 @@ def read(shape: Shape, refs: Refs, state: State, out: Any) -> Iterator[Links]:
         of_key = number // shape.groups
         logits = query_logits(shape, refs, number)
         yield
-        psi = query_features(shape, logits, state.maxima[of_key])
+        psi = query_features(shape, logits, with_offsets(refs, of_key, state.maxima[of_key]))
         yield
         outputs, _ = divide(shape, shape.dot(state.sums[of_key], psi, 1, 0))
         out[0, number] = outputs.astype(out.dtype)

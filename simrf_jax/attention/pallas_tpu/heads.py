@@ -4,12 +4,12 @@ Tokens lie along the lanes, the minor axis of a TPU's registers, and features or
 the sublanes. Exponents are logarithms to base 2, because a TPU computes powers of 2.
 
 What a head does is a generator that yields between the links of its chain of products. Run one
-after the other, heads would wait for the latency of each product. ``interleave`` runs each link of
-a head beside the next link of the head before it.
+after the other, heads would wait for the latency of each product. ``interleave`` starts each head
+one link after the head before it, so that the matrix unit works on one while another waits.
 
-Nothing looks for numbers that are not finite. They turn into NaN where attention must give NaN: a
-key or a value in the sums of its head, a query in its own column. Only the gradient must keep them
-from other tokens.
+Nothing looks for numbers that are not finite, or whose squares are not. They turn into NaN where
+attention must give NaN: a key or a value in the sums of its head, a query in its own column. Only
+the gradient must keep them from other tokens.
 """
 
 from __future__ import annotations
@@ -136,9 +136,11 @@ class Refs(NamedTuple):
       key: ``[1, key heads, H, tile]``.
       value: ``[1, key heads, D, tile]``.
       query_rows: W of queries, ``[1 or key heads, m, passes * H]``.
-      key_rows: Rows for keys, ``[1 or key heads, ..., passes * H]``; see ``Shape.rows``.
+      key_rows: Rows for keys, ``[1 or key heads, ..., passes * H]``: if the map has a stretch, its
+        H rows, and ``TILE`` rows of which the first is the slope; then W.
       offsets: Exponents of the features, ``[1 or key heads, m, 1]``, or None.
-      half_square: ``[1]``, which multiplies squared norms of keys without a stretch.
+      center: What is subtracted from stretched keys, ``[1 or key heads, H, 1]``, or None.
+      half_square: ``[1, 1]``, which multiplies squared norms of keys without a stretch.
       log_weights: ``[1, 1 or key heads, 1, tile]``, or None.
     """
 
@@ -148,6 +150,7 @@ class Refs(NamedTuple):
     query_rows: Any
     key_rows: Any
     offsets: Any
+    center: Any
     half_square: Any
     log_weights: Any
 
@@ -187,12 +190,12 @@ def take_keys(shape: Shape, refs: Refs, head: int, first: jax.Array | int) -> Ke
     products = shape.project(of_head(refs.key_rows, head), key)
     stretched = None
     if shape.is_stretched:
-        stretched = products[: shape.dim]
+        stretched = products[: shape.dim] - of_head(refs.center, head)
         slope = products[shape.dim : shape.dim + 1]
         scale = slope - 0.5 * jnp.sum(jnp.square(stretched), axis=0, keepdims=True)
     else:
         wide = key.astype(jnp.float32)
-        scale = -refs.half_square[0] * jnp.sum(jnp.square(wide), axis=0, keepdims=True)
+        scale = -refs.half_square[0, 0] * jnp.sum(jnp.square(wide), axis=0, keepdims=True)
     if log_weights is not None:
         scale += log_weights
     # A key may be infinite and have no feature that is.

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Shaped
 
 from simrf_jax.attention.inputs.arguments import Arguments
 from simrf_jax.attention.pallas_tpu.backward import Transposed
+from simrf_jax.attention.pallas_tpu.choice import LANES, MEMORY, Program
 from simrf_jax.attention.pallas_tpu.heads import HIDDEN, TILE, Refs, Shape
 from simrf_jax.features import FeatureMap
 from simrf_jax.features.exponential_form import ExponentialForm
@@ -18,12 +19,10 @@ from simrf_jax.features.log_space import SIDES, Side
 from simrf_jax.projections import Projection
 
 LOG2E = math.log2(math.e)
-LANES = 128
 # Lengths up to the first are taken in one tile, and longer ones in tiles of the second, both less
 # where a program would not fit into the memory of a core.
 LONGEST_TILE = 1024
 TILE_OF_MANY = 512
-MEMORY = 32 * 2**20
 # Query heads of one program: enough to overlap, and few enough for a short program.
 MOST_HEADS = 16
 
@@ -51,7 +50,8 @@ def lay_out(
         query_rows=_parts(_padded(of_queries.rows * (sign * root * LOG2E), dim), dtype),
         key_rows=_parts(_key_rows(of_keys, root * LOG2E, root * LOG2E**0.5), dtype),
         offsets=_offsets([form.offsets for form in forms]),
-        half_square=jnp.reshape(0.5 * LOG2E * jnp.square(root), (1,)),
+        center=_center(of_keys),
+        half_square=jnp.reshape(0.5 * LOG2E * jnp.square(root), (1, 1)),
         log_weights=None if log_weights is None else _hidden(log_weights)[:, :, None],
     )
     transposed = Transposed(
@@ -79,13 +79,22 @@ def shape_of(refs: Refs, *, interpret: bool) -> Shape:
     _, num_heads, dim, num_queries = refs.query.shape
     _, num_key_heads, value_dim, num_keys = refs.value.shape
     groups, num_features = num_heads // num_key_heads, refs.query_rows.shape[1]
-    fitting = (n for n in range(1, num_key_heads + 1) if num_key_heads % n == 0)
-    num_heads_of_program = max(n for n in fitting if n == 1 or n * groups <= MOST_HEADS)
-    # Blocks of seven arrays, twice each, and some arrays of features that the program keeps.
-    blocks = 14 * num_heads_of_program * groups * max(dim, value_dim) * refs.query.dtype.itemsize
-    most = MEMORY // (blocks + 48 * num_features)
+    itemsize = refs.query.dtype.itemsize
+
+    def program(num_heads: int) -> Program:
+        return Program(num_heads, groups, max(dim, value_dim), num_features, itemsize)
+
+    heads = max(
+        n
+        for n in range(1, num_key_heads + 1)
+        if num_key_heads % n == 0
+        and (n == 1 or (n * groups <= MOST_HEADS and program(n).bytes_of(LANES) <= MEMORY))
+    )
+    # The memory of a program is linear in its tile.
+    fixed = program(heads).bytes_of(0)
+    most = (MEMORY - fixed) // (program(heads).bytes_of(1) - fixed)
     return Shape(
-        num_heads=num_heads_of_program,
+        num_heads=heads,
         groups=groups,
         dim=dim,
         value_dim=value_dim,
@@ -153,6 +162,16 @@ def _key_rows(
     return jnp.concatenate([jnp.broadcast_to(x, (heads, *x.shape[1:])) for x in (*above, rows)], -2)
 
 
+def _center(form: ExponentialForm) -> Float[Array, "*K H 1"] | None:
+    """Returns the center of the stretched keys; None without a stretch."""
+    if form.stretch is None:
+        return None
+    dim = _multiple(form.rows.shape[-1], TILE)
+    if form.center is None:
+        return jnp.zeros((1, dim, 1), form.stretch.dtype)
+    return _padded(form.center, dim)[..., None] * LOG2E**0.5
+
+
 def _offsets(offsets: list[Float[Array, "*K m"] | None]) -> Float[Array, "*K m 1"] | None:
     """Returns the offsets of queries and keys together."""
     given = [x for x in offsets if x is not None]
@@ -162,8 +181,10 @@ def _offsets(offsets: list[Float[Array, "*K m"] | None]) -> Float[Array, "*K m 1
 def _hidden(log_weights: Float[Array, "B rows S"]) -> Float[Array, "B rows S"]:
     """Returns log weights to base 2, and a number for minus infinity."""
     too_large = log_weights > float(jnp.finfo(jnp.float32).max) / 4  # Exponents would overflow.
-    log_weights = jnp.where(too_large, jnp.nan, log_weights * LOG2E)
-    return jnp.where(log_weights < HIDDEN / 2, HIDDEN, log_weights)
+    # A finite bias, however low, hides nothing: equal biases of all keys change nothing.
+    scaled = jnp.maximum(log_weights * LOG2E, 0.49 * HIDDEN)
+    scaled = jnp.where(log_weights == -jnp.inf, HIDDEN, scaled)
+    return jnp.where(too_large, jnp.nan, scaled)
 
 
 def _repeated(form: ExponentialForm, groups: int) -> ExponentialForm:

@@ -103,9 +103,11 @@ def random_feature_attention(
         for the kernels where they can do the call on a TPU, and XLA elsewhere. The kernels make
         features that are exponentials (positive, hyperbolic, optimal positive, calibrated and
         learned ones) and never write them to memory. They do bidirectional attention in bfloat16 or
-        float32, without a sharded length or an exact band, and have no forward-mode derivative.
-        Only NaN and infinite components, not large finite ones, make NaN there. Without a TPU the
-        kernels are interpreted, which is for tests.
+        float32, without a sharded length or an exact band, and can be differentiated once, in
+        reverse mode. The gradients of W, a bias, the scale and the feature map come from XLA, in
+        addition to the kernels. A vector whose squared length overflows counts as not finite there.
+        Without a TPU the kernels are interpreted, which is for tests: for computations on the CPU
+        of a TPU host, choose ``"xla"``.
       segment_ids: Integers ``[..., T]`` of packed sequences, for as many keys as queries: a query
         attends to keys of its own segment only. Neighbours with equal ids belong to one segment.
       chunk_size: Keys that causal or packed attention takes at a time, a power of two; None for a
@@ -119,10 +121,11 @@ def random_feature_attention(
         exchange only running sums, never keys or values: in bidirectional attention one maximum and
         one sum, otherwise as many permutations as the logarithm of the number of devices. With an
         exact band they also send their neighbours the keys within it.
-      batch_axis: The mesh axis of type Auto, or a tuple of them, that shards the first batch axis.
-        Only kernels need it: XLA cannot split a kernel, which would then compute the whole batch on
-        each device. Leave it out inside a ``jax.shard_map`` over the axis. By default the kernels
-        are used on several devices only if it and ``head_axis`` name all axes of the mesh.
+      batch_axis: The axis of type Auto of the mesh of ``jax.set_mesh``, or a tuple of them, that
+        shards the first batch axis. Only the kernels use it. XLA cannot partition a kernel, so
+        without it every device computes the whole batch. Leave it out inside a ``jax.shard_map``
+        over the axis. By default the kernels are used on several devices only if it and
+        ``head_axis`` name all axes of the mesh.
       head_axis: The mesh axis, or a tuple of them, that shards queries' and keys' heads, likewise.
       exact_bandwidth: None, or a distance b, at least 0. Query t then weighs the keys from t - b to
         t + b (to t if causal) by :math:`e^{\text{scale} \, q_t^\top k_s}` itself, and all other
@@ -148,7 +151,7 @@ def random_feature_attention(
         asks for what linear attention cannot do; if sequence_axis is no axis of a mesh, its
         devices do not divide the lengths, or causal attention has other keys than queries there; if
         the kernels cannot do what ``implementation="pallas_tpu"`` asks of them, or batch_axis or
-        head_axis are no axes of a mesh that divide the batch or the heads.
+        head_axis are then no axes of a mesh that divide the batch or the heads.
 
     Example:
       >>> import jax, simrf_jax
