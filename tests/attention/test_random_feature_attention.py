@@ -150,7 +150,11 @@ BAD = [
     ({"projection": np.zeros((3, 11, 8))}, ValueError, "one W for each of the 2 key heads"),
     ({"projection": np.zeros(8)}, ValueError, r"got shape \(8,\)"),
     ({"feature_map": "cosine"}, ValueError, "'positive', 'hyperbolic', .* got 'cosine'"),
-    ({"implementation": "cudnn"}, ValueError, "must be one of 'xla', 'pallas_tpu', None, got 'cudnn'"),
+    (
+        {"implementation": "cudnn"},
+        ValueError,
+        "must be one of 'xla', 'pallas_tpu', None, got 'cudnn'",
+    ),
     ({"scale": -np.inf}, ValueError, "scale must be finite, got -inf"),
     ({"scale": jnp.float32(jnp.inf)}, ValueError, "scale must be finite, got inf"),
     ({"scale": float("nan")}, ValueError, "scale must be finite, got nan"),
