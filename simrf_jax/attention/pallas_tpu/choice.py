@@ -19,7 +19,7 @@ OLD_CHIPS = ("TPU v2", "TPU v3", "TPU v4")
 
 LANES = 128
 # Bytes of a core's memory that a program may take by the estimate of ``Program``.
-MEMORY = 32 * 2**20
+MEMORY = 40 * 2**20
 
 
 class Program(NamedTuple):
