@@ -139,7 +139,7 @@ class Refs(NamedTuple):
       key_rows: Rows for keys, ``[1 or key heads, ..., passes * H]``: if the map has a stretch, its
         H rows, and ``TILE`` rows of which the first is the slope; then W.
       offsets: Exponents of the features, ``[1 or key heads, m, 1]``, or None.
-      center: Mean of the stretched keys, which is subtracted from them, ``[1 or key heads, H, 1]``, or None.
+      center: Mean that is subtracted from stretched keys, ``[1 or key heads, H, 1]``, or None.
       half_square: ``[1, 1]``, which multiplies squared norms of keys without a stretch.
       log_weights: ``[1, 1 or key heads, 1, tile]``, or None.
     """
