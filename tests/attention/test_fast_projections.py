@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -66,12 +67,11 @@ def test_outputs_and_gradients_are_those_of_the_matrix(name, per_head):
 
 def test_another_draw_is_no_other_program():
     q, k, v = inputs(LENGTH, dim=DIM)
-    # A function of its own: other tests compile that of the library.
-    attend = jax.jit(lambda *arguments: random_feature_attention(*arguments))
+    chex.clear_trace_counter()
+    attend = jax.jit(chex.assert_max_traces(random_feature_attention, n=1))
     stack = draw(2)
     for i in range(2):
         attend(q, k, v, jax.tree.map(lambda leaf, i=i: leaf[i], stack))
-    assert attend._cache_size() == 1
 
 
 def test_vmap_over_layers_of_heads():
