@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from simrf_jax.attention.inputs.arguments import Arguments
-from simrf_jax.attention.pallas_tpu.backward import Transposed, backward
+from simrf_jax.attention.pallas_tpu import backward, causal, causal_backward, forward
+from simrf_jax.attention.pallas_tpu.backward import Gradients, Transposed
 from simrf_jax.attention.pallas_tpu.choice import MeshAxes
-from simrf_jax.attention.pallas_tpu.devices import on_platform, over_devices
-from simrf_jax.attention.pallas_tpu.forward import forward
+from simrf_jax.attention.pallas_tpu.devices import Kernel, on_platform, over_devices
 from simrf_jax.attention.pallas_tpu.heads import Refs
 from simrf_jax.attention.pallas_tpu.operands import lay_out
 from simrf_jax.features import FeatureMap
@@ -47,9 +47,10 @@ def attend(
     feature_map: FeatureMap,
     axes: MeshAxes,
     *,
+    is_causal: bool,
     reference: Reference,
 ) -> Float[Array, "*batch T N D"]:
-    """Lets each query attend to all keys.
+    """Lets each query attend to all keys, or to those up to its position.
 
     The gradients of queries, keys and values come from a kernel, and those of everything else, if
     anyone asks for them, from ``reference``.
@@ -59,10 +60,12 @@ def attend(
       projection: W.
       feature_map: The feature map.
       axes: Mesh axes that shard the batch and the heads.
+      is_causal: True to hide the keys after each query.
       reference: The same attention without kernels.
     """
     fixed = jax.lax.stop_gradient((projection, feature_map))
-    out = _outputs(_fused(axes, *lay_out(arguments, *fixed)), arguments)
+    operands = lay_out(arguments, *fixed, is_causal=is_causal)
+    out = _outputs(_fused(Kernels(axes, is_causal), *operands), arguments)
     tokens = Tokens(arguments.query, arguments.key, arguments.value)
     without: dict[str, Any] = dict.fromkeys(tokens._fields)
     rest = Rest(dataclasses.replace(arguments, **without), projection, feature_map)
@@ -80,23 +83,49 @@ def _outputs(
     return out.reshape(*batch, length, heads, out.shape[-1])
 
 
+class Kernels(NamedTuple):
+    """The kernels of a call, and where they run.
+
+    Attributes:
+      axes: Mesh axes that shard the batch and the heads.
+      is_causal: True for the kernels of causal attention.
+    """
+
+    axes: MeshAxes
+    is_causal: bool
+
+    def forward(self, refs: Refs) -> Float[Array, "B N padded T"]:
+        """Returns the outputs."""
+        module = causal if self.is_causal else forward
+        return self._call(module.forward, refs)
+
+    def backward(self, *arrays: Any) -> Gradients:
+        """Returns the gradients of queries, keys and values."""
+        module = causal_backward if self.is_causal else backward
+        return self._call(module.backward, *arrays)
+
+    def _call(self, kernel: Kernel, *arrays: Any) -> Any:
+        kernel = functools.partial(on_platform, kernel, is_causal=self.is_causal)
+        return over_devices(kernel, self.axes, *arrays)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(axes: MeshAxes, refs: Refs, transposed: Transposed) -> Float[Array, "B N padded T"]:
+def _fused(kernels: Kernels, refs: Refs, transposed: Transposed) -> Float[Array, "B N padded T"]:
     """Attends in a kernel, with gradients of queries, keys and values alone."""
     del transposed
-    return over_devices(functools.partial(on_platform, forward), axes, refs)
+    return kernels.forward(refs)
 
 
 def _fused_forward(
-    axes: MeshAxes, refs: Refs, transposed: Transposed
+    kernels: Kernels, refs: Refs, transposed: Transposed
 ) -> tuple[Float[Array, "B N padded T"], tuple[Refs, Transposed]]:
-    return _fused(axes, refs, transposed), (refs, transposed)
+    return _fused(kernels, refs, transposed), (refs, transposed)
 
 
 def _fused_backward(
-    axes: MeshAxes, kept: tuple[Refs, Transposed], of_outputs: Float[Array, "B N padded T"]
+    kernels: Kernels, kept: tuple[Refs, Transposed], of_outputs: Float[Array, "B N padded T"]
 ) -> tuple[Refs, Transposed]:
-    of_tokens = over_devices(functools.partial(on_platform, backward), axes, *kept, of_outputs)
+    of_tokens = kernels.backward(*kept, of_outputs)
     # Nobody uses the other gradients, so they are not computed.
     refs, transposed = jax.tree.map(jnp.zeros_like, kept)
     return refs._replace(**of_tokens._asdict()), transposed

@@ -68,7 +68,7 @@ def backward(
       transposed: Further arrays.
       of_outputs: Gradient of the outputs, ``[B, N, D, T]``.
     """
-    grid = Grid(shape, operands, "backward")
+    grid = Grid.keys_first(shape, operands, is_gradient=True)
     arrays, tree = jax.tree.flatten((operands, transposed, of_outputs))
     specs = (
         grid.operands(),
@@ -111,7 +111,7 @@ def _kernel(shape: Shape, tree: Any, *refs: Any) -> None:
     operands, transposed, of_outputs = jax.tree.unflatten(tree, refs[: tree.num_leaves])
     out = Gradients(*refs[tree.num_leaves : tree.num_leaves + 3])
     if not shape.is_tiled:
-        interleave(_of_head(shape, operands, transposed, of_outputs, out))
+        interleave(_of_head(shape, operands, transposed, of_outputs, out), shape.heads_at_once)
         return
     *state, gradient = refs[tree.num_leaves + 3 :]
     sums, step = Sums(State(*state), gradient), pl.program_id(2)
@@ -125,11 +125,17 @@ def _kernel(shape: Shape, tree: Any, *refs: Any) -> None:
     @pl.when((step >= shape.key_tiles) & (of_keys < 0))
     def _() -> None:
         first = (step - shape.key_tiles) * shape.query_tile
-        interleave(_of_queries(shape, operands, transposed, of_outputs, sums, out, first))
+        interleave(
+            _of_queries(shape, operands, transposed, of_outputs, sums, out, first),
+            shape.heads_at_once,
+        )
 
     @pl.when(of_keys >= 0)
     def _() -> None:
-        interleave(_of_keys(shape, operands, transposed, sums, out, of_keys * shape.key_tile))
+        interleave(
+            _of_keys(shape, operands, transposed, sums, out, of_keys * shape.key_tile),
+            shape.heads_at_once,
+        )
 
 
 def _of_head(
@@ -156,7 +162,7 @@ def _of_head(
         yield
         sums = shape.dot(state, psi, 1, 0)
         yield
-        of_sums, fine = _of_sums(shape, sums, of_outputs[0, number], 0)
+        of_sums, fine = gradient_of_sums(shape, sums, of_outputs[0, number], 0)
         of_psi = shape.dot(state, of_sums, 0, 0)
         more = shape.dot(of_sums, jnp.where(fine, psi, 0), 1, 1)
         gradients[of_key] = more if group == 0 else gradients[of_key] + more
@@ -175,7 +181,7 @@ def _of_head(
     return map(head, range(shape.num_heads * shape.groups))
 
 
-def _of_sums(
+def gradient_of_sums(
     shape: Shape, sums: jax.Array, of_outputs: jax.Array, first: jax.Array | int
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradient of the sums that queries read.
@@ -231,18 +237,40 @@ def _of_keys_of_head(
     of_value = shape.dot(of_state[: shape.value_dim], phi, 1, 0)
     out.value[0, head] = jnp.where(is_fine, of_value, 0).astype(out.value.dtype)
     yield
-    of_logits = phi * of_phi
+    squared = keys.tokens if keys.stretched is None else keys.stretched
+    of_key = of_tokens(shape, refs, transposed, squared, phi * of_phi, head)
+    out.key[0, head] = jnp.where(is_fine, of_key, 0).astype(out.key.dtype)
+
+
+def of_tokens(
+    shape: Shape,
+    refs: Refs,
+    transposed: Transposed,
+    squared: jax.Array,
+    of_logits: jax.Array,
+    head: int,
+) -> jax.Array:
+    """Returns the gradient of keys, ``[H, tile]``.
+
+    Args:
+      shape: Sizes.
+      refs: Operands.
+      transposed: Further operands.
+      squared: Stretched keys, or keys themselves without a stretch, ``[H, tile]``.
+      of_logits: Gradient of the exponents of their features, ``[m, tile]``.
+      head: Number of the key head.
+    """
     of_scale = jnp.sum(of_logits, axis=0, keepdims=True)
-    if keys.stretched is not None:
+    if shape.is_stretched:
         is_first = jax.lax.broadcasted_iota(jnp.int32, (TILE, 1), 0) == 0
-        above = [-keys.stretched * of_scale, jnp.where(is_first, of_scale, 0)]
+        above = [-squared * of_scale, jnp.where(is_first, of_scale, 0)]
         of_logits = jnp.concatenate([*above, of_logits], axis=0)
     rows = of_head(transposed.key_rows, head)
     of_key = shape.dot(rows, of_logits.astype(shape.dtype), 1, 0)
-    if keys.stretched is None:
+    if not shape.is_stretched:
         factor = 2 * LN2 * refs.half_square[0, 0]
-        of_key -= factor * of_scale * keys.tokens.astype(jnp.float32)
-    out.key[0, head] = jnp.where(is_fine, of_key, 0).astype(out.key.dtype)
+        of_key -= factor * of_scale * squared.astype(jnp.float32)
+    return of_key
 
 
 def _of_queries(
@@ -265,7 +293,7 @@ def _of_queries(
         state = sums.state.sums[of_key]
         read = shape.dot(state, psi, 1, 0)
         yield
-        of_sums, fine = _of_sums(shape, read, of_outputs[0, number], first)
+        of_sums, fine = gradient_of_sums(shape, read, of_outputs[0, number], first)
         of_psi = shape.dot(state, of_sums, 0, 0)
         sums.gradient[of_key] += shape.dot(of_sums, jnp.where(fine, psi, 0), 1, 1)
         yield

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from simrf_jax.attention.pallas_tpu.choice import LANES
 from simrf_jax.attention.pallas_tpu.heads import Refs, Shape
+
+# A function from a step of a grid to the number of a tile.
+Tile: TypeAlias = Callable[[Any], Any]
 
 # Bytes of a core's own memory that a kernel may take: more than the compiler's default, and less
 # than the 64 MiB of the smallest core from v5e on.
@@ -38,52 +43,71 @@ def result(shape: tuple[int, ...], dtype: Any, operands: Any) -> jax.ShapeDtypeS
 class Grid:
     """The grid of a kernel: batch, blocks of heads, and steps over tiles.
 
-    The steps of a forward pass are the tiles of the keys, then those of the queries. The gradient
-    goes over the keys once more. While a step does not need an array, its block stays where it is
-    needed next or was needed last, so that nothing is moved in vain.
-
     Attributes:
       shape: Sizes of the kernel.
       arrays: The operands.
-      direction: ``"forward"`` or ``"backward"``.
+      steps: Number of steps.
+      query_tile: Function from a step to the tile of the queries.
+      key_tile: Function from a step to the tile of the keys.
+      tile_of_gradient: Function from a step to the tile of the gradients of the keys.
     """
 
     shape: Shape
     arrays: Refs
-    direction: Literal["forward", "backward"]
+    steps: int
+    query_tile: Tile
+    key_tile: Tile
+    tile_of_gradient: Tile
+
+    @classmethod
+    def keys_first(cls, shape: Shape, arrays: Refs, *, is_gradient: bool) -> Grid:
+        """Returns a grid over the tiles of keys, then of queries, then of keys for the gradient.
+
+        While a step does not need an array, its block stays where it is needed next or was needed
+        last, so that nothing is moved in vain.
+        """
+        keys, both = shape.key_tiles, shape.key_tiles + shape.query_tiles
+
+        def of_queries(step: Any) -> Any:
+            return jnp.clip(step - keys, 0, shape.query_tiles - 1)
+
+        def of_keys(step: Any) -> Any:
+            if not is_gradient:
+                return jnp.minimum(step, keys - 1)
+            return jnp.where(step < keys, step, jnp.maximum(step - both, 0))
+
+        def of_gradient(step: Any) -> Any:
+            return jnp.maximum(step - both, 0)
+
+        steps = both + keys if is_gradient else both
+        return cls(shape, arrays, steps if shape.is_tiled else 1, of_queries, of_keys, of_gradient)
+
+    @classmethod
+    def in_order(cls, shape: Shape, arrays: Refs, *, is_reversed: bool = False) -> Grid:
+        """Returns a grid over tiles of queries and keys at the same positions."""
+        last = shape.query_tiles - 1
+
+        def tile(step: Any) -> Any:
+            return last - step if is_reversed else step
+
+        return cls(shape, arrays, shape.query_tiles, tile, tile, tile)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
         """Sizes of the grid."""
         batch, heads, *_ = self.arrays.key.shape
-        steps = 1
-        if self.shape.is_tiled:
-            steps = self.shape.key_tiles + self.shape.query_tiles
-            steps += self.shape.key_tiles if self.direction == "backward" else 0
-        return batch, heads // self.shape.num_heads, steps
-
-    def _query_tile(self, step: Any) -> Any:
-        return jnp.clip(step - self.shape.key_tiles, 0, self.shape.query_tiles - 1)
-
-    def _key_tile(self, step: Any) -> Any:
-        if self.direction == "forward":
-            return jnp.minimum(step, self.shape.key_tiles - 1)
-        first = self.shape.key_tiles + self.shape.query_tiles
-        return jnp.where(step < self.shape.key_tiles, step, jnp.maximum(step - first, 0))
-
-    def _key_tile_of_gradient(self, step: Any) -> Any:
-        return jnp.maximum(step - self.shape.key_tiles - self.shape.query_tiles, 0)
+        return batch, heads // self.shape.num_heads, self.steps
 
     def of_queries(self, width: int) -> pl.BlockSpec:
         """Returns the block of an array ``[B, N, width, T]``."""
         heads = self.shape.num_heads * self.shape.groups
         block = (1, heads, width, self.shape.query_tile)
-        return pl.BlockSpec(block, lambda b, h, step: (b, h, 0, self._query_tile(step)))
+        return pl.BlockSpec(block, lambda b, h, step: (b, h, 0, self.query_tile(step)))
 
     def of_keys(self, width: int, *, is_gradient: bool = False) -> pl.BlockSpec:
         """Returns the block of an array ``[B, K, width, S]``."""
         block = (1, self.shape.num_heads, width, self.shape.key_tile)
-        tile = self._key_tile_of_gradient if is_gradient else self._key_tile
+        tile = self.tile_of_gradient if is_gradient else self.key_tile
         return pl.BlockSpec(block, lambda b, h, step: (b, h, 0, tile(step)))
 
     def of_rows(self, rows: jax.Array) -> pl.BlockSpec:
@@ -91,6 +115,11 @@ class Grid:
         if rows.shape[0] == 1:
             return pl.BlockSpec(rows.shape, lambda b, h, step: (0, 0, 0))
         return pl.BlockSpec((self.shape.num_heads, *rows.shape[1:]), lambda b, h, step: (h, 0, 0))
+
+    def of_maxima(self) -> pl.BlockSpec:
+        """Returns the block of an array ``[B, K, m, key tiles]``: the columns of many tiles."""
+        block = (1, self.shape.num_heads, self.shape.num_features, LANES)
+        return pl.BlockSpec(block, lambda b, h, step: (b, h, 0, self.key_tile(step) // LANES))
 
     def operands(self) -> Refs:
         """Returns the blocks of the operands."""
@@ -100,7 +129,7 @@ class Grid:
             each = arrays.log_weights.shape[1] > 1
             log_weights = pl.BlockSpec(
                 (1, shape.num_heads if each else 1, 1, shape.key_tile),
-                lambda b, h, step: (b, h if each else 0, 0, self._key_tile(step)),
+                lambda b, h, step: (b, h if each else 0, 0, self.key_tile(step)),
             )
         return Refs(
             query=self.of_queries(shape.dim),

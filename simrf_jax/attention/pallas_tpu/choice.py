@@ -31,6 +31,7 @@ class Program(NamedTuple):
       width: Width of a head.
       num_features: Number of features.
       itemsize: Bytes of a number of the tokens.
+      is_causal: True for causal attention.
     """
 
     num_heads: int
@@ -38,6 +39,7 @@ class Program(NamedTuple):
     width: int
     num_features: int
     itemsize: int
+    is_causal: bool
 
     def bytes_of(self, tile: int) -> int:
         """Returns about how many bytes the program takes for a tile of so many tokens.
@@ -50,6 +52,8 @@ class Program(NamedTuple):
         rows = 8 * self.num_features * 2 * lanes * self.itemsize
         # The state, its gradient, and the maxima and offsets, whose columns are padded.
         kept = 4 * self.num_features * (3 * lanes + 3 * LANES)
+        if self.is_causal:  # Exponents and units of a tile, and the units of all tiles.
+            kept += 4 * self.num_features * 6 * LANES
         # Features of about three heads, several times each.
         features = 48 * self.num_features * tile
         return self.num_heads * (tokens + rows + kept) + features
@@ -90,15 +94,17 @@ def uses_kernel(
     feature_map: FeatureMap,
     axes: MeshAxes,
     *,
+    is_causal: bool,
     is_required: bool,
 ) -> bool:
-    """Returns whether a call of bidirectional attention goes to the kernels.
+    """Returns whether a call of bidirectional or causal attention goes to the kernels.
 
     Args:
       arguments: Arguments of the call.
       projection: W.
       feature_map: The feature map.
       axes: Mesh axes that shard the batch and the heads.
+      is_causal: True for causal attention.
       is_required: True if the caller chose the kernels; False takes them where they can do it, and
         where each device is known to get its own tokens.
 
@@ -106,7 +112,7 @@ def uses_kernel(
       ValueError: If the caller chose the kernels, and they cannot do it.
     """
     reason = axes.reason_against(arguments)
-    reason = reason or _reason_against(arguments, projection, feature_map)
+    reason = reason or _reason_against(arguments, projection, feature_map, is_causal)
     if reason is not None and is_required:
         raise ValueError(f'implementation="pallas_tpu" cannot do this call: {reason}.')
     if reason is not None or is_required:
@@ -115,7 +121,10 @@ def uses_kernel(
 
 
 def _reason_against(
-    arguments: Arguments, projection: Projection | None, feature_map: FeatureMap
+    arguments: Arguments,
+    projection: Projection | None,
+    feature_map: FeatureMap,
+    is_causal: bool,
 ) -> str | None:
     dtypes = {x.dtype for x in (arguments.query, arguments.key, arguments.value)}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
@@ -137,7 +146,8 @@ def _reason_against(
         return f"projection is {form.rows.dtype.name}"
     groups = arguments.query.shape[-2] // arguments.key.shape[-2]
     width = max(arguments.query.shape[-1], arguments.value.shape[-1])
-    program = Program(1, groups, width, form.rows.shape[-2], arguments.query.dtype.itemsize)
+    itemsize = arguments.query.dtype.itemsize
+    program = Program(1, groups, width, form.rows.shape[-2], itemsize, is_causal)
     if program.bytes_of(LANES) > MEMORY:
         return f"{form.rows.shape[-2]} features do not fit into the memory of a core"
     return None

@@ -17,11 +17,12 @@ from simrf_jax.attention.pallas_tpu.operands import shape_of
 Kernel: TypeAlias = Callable[..., Any]
 
 
-def on_platform(kernel: Kernel, refs: Refs, *arrays: Any) -> Any:
+def on_platform(kernel: Kernel, refs: Refs, *arrays: Any, is_causal: bool) -> Any:
     """Calls a kernel with its sizes; elsewhere than on a TPU, Pallas interprets it."""
 
     def call(*operands: Any, interpret: bool) -> Any:
-        return kernel(shape_of(operands[0], interpret=interpret), *operands)
+        shape = shape_of(operands[0], interpret=interpret, is_causal=is_causal)
+        return kernel(shape, *operands)
 
     return jax.lax.platform_dependent(
         refs,

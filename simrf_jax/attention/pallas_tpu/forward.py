@@ -35,7 +35,7 @@ def forward(shape: Shape, operands: Refs) -> jax.Array:
       operands: Arrays, as ``Refs`` describes their blocks.
     """
     batch, num_heads, *_ = operands.query.shape
-    grid = Grid(shape, operands, "forward")
+    grid = Grid.keys_first(shape, operands, is_gradient=False)
     arrays, tree = jax.tree.flatten(operands)
     return pl.pallas_call(
         functools.partial(_kernel, shape, tree),
@@ -56,14 +56,14 @@ def _kernel(shape: Shape, tree: Any, *refs: Any) -> None:
     *inputs, out = refs[: tree.num_leaves + 1]
     operands = jax.tree.unflatten(tree, inputs)
     if not shape.is_tiled:
-        interleave(attend(shape, operands, out))
+        interleave(attend(shape, operands, out), shape.heads_at_once)
         return
     state, step = State(*refs[tree.num_leaves + 1 :]), pl.program_id(2)
     sum_keys(shape, operands, state, step)
 
     @pl.when(step >= shape.key_tiles)
     def _() -> None:
-        interleave(read(shape, operands, state, out))
+        interleave(read(shape, operands, state, out), shape.heads_at_once)
 
 
 def attend(shape: Shape, refs: Refs, out: Any) -> Iterator[Links]:
@@ -126,7 +126,7 @@ def sum_keys(shape: Shape, refs: Refs, state: State, step: jax.Array) -> None:
 
     @pl.when(step < shape.key_tiles)
     def _() -> None:
-        interleave(_add_keys(shape, refs, state, step * shape.key_tile))
+        interleave(_add_keys(shape, refs, state, step * shape.key_tile), shape.heads_at_once)
 
     @pl.when(step == shape.key_tiles - 1)
     def _() -> None:

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import math
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -30,19 +31,33 @@ HIDDEN = -1e30
 LN2 = math.log(2)
 # Rows of one tile of bfloat16, at whose multiples blocks of rows begin.
 TILE = 16
+# Tiles up to this length have links so short that two heads begin together.
+SHORT_TILE = 256
 
 Links = Generator[None, None, None]
 
 
-def interleave(heads: Iterable[Links]) -> None:
-    """Runs the links of all heads, each head one link behind the head before it."""
+def interleave(heads: Iterable[Links], at_once: int = 1) -> None:
+    """Runs the links of all heads, each head one link behind those that began before it.
+
+    Args:
+      heads: What the heads do.
+      at_once: How many heads begin together. Short links wait for each other unless there are more.
+    """
     active: collections.deque[Links] = collections.deque()
-    for head in heads:
+    for group in _in_groups(heads, at_once):
         _advance(active)
-        active.append(head)
-        next(head)
+        active.extend(group)
+        for head in group:
+            next(head)
     while active:
         _advance(active)
+
+
+def _in_groups(heads: Iterable[Links], size: int) -> Iterator[list[Links]]:
+    iterator = iter(heads)
+    while group := list(itertools.islice(iterator, size)):
+        yield group
 
 
 def _advance(active: collections.deque[Links]) -> None:
@@ -89,6 +104,11 @@ class Shape:
     def is_tiled(self) -> bool:
         """True unless one tile holds all keys, and one all queries."""
         return self.key_tiles > 1 or self.query_tiles > 1
+
+    @property
+    def heads_at_once(self) -> int:
+        """Number of heads that begin together."""
+        return 2 if self.key_tile <= SHORT_TILE else 1
 
     @property
     def query_tiles(self) -> int:
@@ -168,16 +188,28 @@ class Keys(NamedTuple):
       tokens: ``[H, tile]``, zeros where there is no visible key.
       stretched: ``[H, tile]``, or None.
       values: ``[D + TILE, tile]``; row D has ones at visible keys, and all others are zeros.
+      spoils: ``[1, tile]``, 1 at visible keys that are not finite and were hidden, 0 elsewhere.
     """
 
     logits: jax.Array
     tokens: jax.Array
     stretched: jax.Array | None
     values: jax.Array
+    spoils: jax.Array
 
 
-def take_keys(shape: Shape, refs: Refs, head: int, first: jax.Array | int) -> Keys:
-    """Returns the keys of a head in a tile that begins at the position ``first``."""
+def take_keys(
+    shape: Shape, refs: Refs, head: int, first: jax.Array | int, *, is_causal: bool = False
+) -> Keys:
+    """Returns the keys of a head in a tile that begins at the position ``first``.
+
+    Args:
+      shape: Sizes.
+      refs: Operands.
+      head: Number of the key head.
+      first: Position of the first key.
+      is_causal: True to hide keys and values that are not finite.
+    """
     key, value = refs.key[0, head], refs.value[0, head]
     lanes = jax.lax.broadcasted_iota(jnp.int32, (1, shape.key_tile), 1)
     visible = first + lanes < shape.num_keys
@@ -185,7 +217,12 @@ def take_keys(shape: Shape, refs: Refs, head: int, first: jax.Array | int) -> Ke
     if refs.log_weights is not None:
         log_weights = of_head(refs.log_weights[0], head)
         visible &= ~(log_weights <= HIDDEN / 2)  # NaN is visible.
-    if refs.log_weights is not None or shape.num_keys % shape.key_tile:
+    spoils = jnp.zeros(())
+    if is_causal:
+        finite = _are_finite(key, value, log_weights)
+        spoils = jnp.where(visible & ~finite, 1.0, 0.0)
+        visible &= finite
+    if is_causal or refs.log_weights is not None or shape.num_keys % shape.key_tile:
         key, value = keep(key, visible), keep(value, visible)
     products = shape.project(of_head(refs.key_rows, head), key)
     stretched = None
@@ -204,7 +241,14 @@ def take_keys(shape: Shape, refs: Refs, head: int, first: jax.Array | int) -> Ke
     is_first = jax.lax.broadcasted_iota(jnp.int32, (TILE, 1), 0) == 0
     ones = jnp.where(is_first, ones, 0).astype(shape.dtype)
     values = jnp.concatenate([value, ones], axis=0)
-    return Keys(products[shape.rows] + scale, key, stretched, values)
+    return Keys(products[shape.rows] + scale, key, stretched, values, spoils)
+
+
+def _are_finite(key: jax.Array, value: jax.Array, log_weights: jax.Array | None) -> jax.Array:
+    """Returns ``[1, tile]``, True where a key, its square, its value and its weight are finite."""
+    sums = jnp.sum(jnp.square(key.astype(jnp.float32)), axis=0, keepdims=True)
+    sums += jnp.sum(jnp.abs(value.astype(jnp.float32)), axis=0, keepdims=True)
+    return (sums if log_weights is None else sums + log_weights) < jnp.inf
 
 
 def keep(x: jax.Array, visible: jax.Array) -> jax.Array:
@@ -246,10 +290,19 @@ def with_offsets(refs: Refs, head: int, maxima: jax.Array) -> jax.Array:
     return maxima + of_head(refs.offsets, head)
 
 
-def query_logits(shape: Shape, refs: Refs, head: int) -> jax.Array:
-    """Returns the exponents of the features of queries, ``[m, tile]``."""
-    rows = of_head(refs.query_rows, head // shape.groups)
-    return shape.project(rows, refs.query[0, head])
+def query_logits(
+    shape: Shape, refs: Refs, head: int, visible: jax.Array | None = None
+) -> jax.Array:
+    """Returns the exponents of the features of queries, ``[m, tile]``.
+
+    Args:
+      shape: Sizes.
+      refs: Operands.
+      head: Number of the query head.
+      visible: ``[1, tile]``, False at queries that are replaced by zeros; None for all.
+    """
+    rows, query = of_head(refs.query_rows, head // shape.groups), refs.query[0, head]
+    return shape.project(rows, query if visible is None else keep(query, visible))
 
 
 def query_features(shape: Shape, logits: jax.Array, maxima: jax.Array) -> jax.Array:

@@ -28,12 +28,18 @@ MOST_HEADS = 16
 
 
 def lay_out(
-    arguments: Arguments, projection: Projection | None, feature_map: FeatureMap
+    arguments: Arguments,
+    projection: Projection | None,
+    feature_map: FeatureMap,
+    *,
+    is_causal: bool = False,
 ) -> tuple[Refs, Transposed]:
     """Returns what the kernels take: whole arrays in the place of the blocks."""
     log_weights = arguments.log_weights_per_key()
     num_heads, dim = arguments.query.shape[-2:]
     key, value, num_key_heads = arguments.key, arguments.value, arguments.key.shape[-2]
+    if is_causal:
+        key, value, log_weights = _up_to_the_last_query(arguments, log_weights)
     forms = [_form(feature_map, projection, side) for side in SIDES]
     if log_weights is not None and log_weights.shape[-2] not in (1, num_key_heads):
         # Heads that share their keys but not their mask no longer share a state.
@@ -61,6 +67,26 @@ def lay_out(
     return refs, transposed
 
 
+def _up_to_the_last_query(
+    arguments: Arguments, log_weights: Float[Array, "B rows S"] | None
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns as many keys, values and log weights as queries; those that are added are hidden."""
+    length, num_keys = arguments.query.shape[-3], arguments.key.shape[-3]
+    missing = max(length - num_keys, 0)
+    batch = math.prod(arguments.key.shape[:-3])
+
+    def fit(x: jax.Array, axis: int, fill: float) -> jax.Array:
+        x = jax.lax.slice_in_dim(x, 0, min(length, num_keys), axis=axis)
+        padding = [(0, 0)] * x.ndim
+        padding[axis] = (0, missing)
+        return jnp.pad(x, padding, constant_values=fill) if missing else x
+
+    if missing and log_weights is None:
+        log_weights = jnp.zeros((batch, 1, num_keys), jnp.float32)
+    key, value = (fit(x, x.ndim - 3, 0) for x in (arguments.key, arguments.value))
+    return key, value, None if log_weights is None else fit(log_weights, 2, -jnp.inf)
+
+
 def _form(feature_map: FeatureMap, projection: Projection | None, side: Side) -> ExponentialForm:
     form = feature_map.exponential_forms(projection, side=side)
     if form is None:
@@ -74,7 +100,7 @@ def _root_and_sign(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     return jnp.sqrt(jnp.abs(scale)), jnp.sign(scale)
 
 
-def shape_of(refs: Refs, *, interpret: bool) -> Shape:
+def shape_of(refs: Refs, *, interpret: bool, is_causal: bool = False) -> Shape:
     """Returns the sizes of the kernels for arrays that are laid out."""
     _, num_heads, dim, num_queries = refs.query.shape
     _, num_key_heads, value_dim, num_keys = refs.value.shape
@@ -82,7 +108,8 @@ def shape_of(refs: Refs, *, interpret: bool) -> Shape:
     itemsize = refs.query.dtype.itemsize
 
     def program(num_heads: int) -> Program:
-        return Program(num_heads, groups, max(dim, value_dim), num_features, itemsize)
+        width = max(dim, value_dim)
+        return Program(num_heads, groups, width, num_features, itemsize, is_causal)
 
     heads = max(
         n
@@ -101,8 +128,8 @@ def shape_of(refs: Refs, *, interpret: bool) -> Shape:
         num_features=num_features,
         num_queries=num_queries,
         num_keys=num_keys,
-        query_tile=_tile(num_queries, most),
-        key_tile=_tile(num_keys, most),
+        query_tile=LANES if is_causal else _tile(num_queries, most),
+        key_tile=LANES if is_causal else _tile(num_keys, most),
         passes=refs.query_rows.shape[-1] // dim,
         is_stretched=refs.key_rows.shape[1] > num_features,
         dtype=refs.query.dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, SupportsIndex, TypeAlias, get_args
 
 import jax
@@ -192,16 +193,22 @@ def random_feature_attention(
     mesh_axes = MeshAxes(
         checks.axis_names("batch_axis", batch_axis), checks.axis_names("head_axis", head_axis)
     )
-    if implementation == "pallas_tpu" and (in_order or axes):
+    beyond_kernels = segment_ids is not None or exact_bandwidth is not None or bool(axes)
+    if implementation == "pallas_tpu" and beyond_kernels:
         raise ValueError(
-            'implementation="pallas_tpu" is for bidirectional attention over whole sequences, got '
-            "a call that is causal, packed, beside an exact band, or with a sequence_axis."
+            'implementation="pallas_tpu" is for whole sequences, got a call that is packed, beside '
+            "an exact band, or with a sequence_axis."
         )
     may_use_kernel = implementation == "pallas_tpu" or (
-        implementation is None and jax.default_backend() == "tpu" and not (in_order or axes)
+        implementation is None and jax.default_backend() == "tpu" and not beyond_kernels
     )
     in_kernel = may_use_kernel and uses_kernel(
-        arguments, w, feature_map, mesh_axes, is_required=implementation is not None
+        arguments,
+        w,
+        feature_map,
+        mesh_axes,
+        is_causal=is_causal,
+        is_required=implementation is not None,
     )
     if axes or arguments.explicit_axes(in_order=in_order):
         find_shards(arguments, axes, in_order=in_order)  # Raises if lengths do not fit.
@@ -244,7 +251,14 @@ def _attend(
         from simrf_jax.attention.pallas_tpu.attention import attend as attend_in_kernel
 
         return attend_in_kernel(
-            arguments, projection, feature_map, kernel_axes, reference=_attend_to_all
+            arguments,
+            projection,
+            feature_map,
+            kernel_axes,
+            is_causal=is_causal,
+            reference=functools.partial(
+                _attend, is_causal=is_causal, chunk_size=chunk_size, exact_bandwidth=None
+            ),
         )
     inputs, features = lay_out(arguments, projection, feature_map, scaled=exact_bandwidth is None)
     if exact_bandwidth is not None:
@@ -261,14 +275,6 @@ def _attend(
     if is_causal:
         return inputs.outputs(causal_attention(inputs, features, empty, chunk_size=chunk_size)[0])
     return inputs.outputs(packed_attention(inputs, features, empty, empty, chunk_size=chunk_size))
-
-
-def _attend_to_all(
-    arguments: Arguments, projection: Projection | None, feature_map: FeatureMap
-) -> Float[Array, "*batch T N D"]:
-    """Lets each query attend to all keys, without a kernel."""
-    inputs, features = lay_out(arguments, projection, feature_map)
-    return inputs.outputs(bidirectional_attention(inputs, features))
 
 
 # One program for each shape and feature map, also without jit around the call. A user's function is

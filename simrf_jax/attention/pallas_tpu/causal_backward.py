@@ -1,0 +1,321 @@
+"""The kernels of the gradient of causal attention, which compute the features again.
+
+The gradient of a query needs the keys before it, so the first kernel goes over the tiles in order.
+That of a key needs the queries after it, so the second goes in the reverse order, and carries the
+gradient of the state. It reads what the first has left: the gradients of the numerators and the
+denominators, and the largest exponents before each tile.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from simrf_jax.attention.pallas_tpu.backward import (
+    Gradients,
+    Transposed,
+    gradient_of_sums,
+    of_tokens,
+)
+from simrf_jax.attention.pallas_tpu.blocks import Grid, compiler_params, result
+from simrf_jax.attention.pallas_tpu.causal import (
+    Tile,
+    begin,
+    columns,
+    load,
+    next_maxima,
+    pass_on,
+    read,
+    reference_of,
+    spoiled_of,
+    sum_keys,
+    tile_scratch,
+    weights_of,
+)
+from simrf_jax.attention.pallas_tpu.heads import (
+    HIDDEN,
+    Links,
+    Refs,
+    Shape,
+    interleave,
+    of_head,
+    query_logits,
+)
+
+
+class Passed(NamedTuple):
+    """What the kernel of the queries leaves to that of the keys.
+
+    Attributes:
+      of_sums: Gradients of numerators and denominators, ``[B, N, D + TILE, T]``; zeros at queries
+        that are not finite, or see a key that is not.
+      maxima: Largest exponents before each tile, ``[B, K, m, tiles]``.
+    """
+
+    of_sums: Any
+    maxima: Any
+
+
+def backward(
+    shape: Shape, operands: Refs, transposed: Transposed, of_outputs: jax.Array
+) -> Gradients:
+    """Returns the gradients of queries, keys and values.
+
+    Args:
+      shape: Sizes of the kernel.
+      operands: Arrays of the forward pass.
+      transposed: Further arrays.
+      of_outputs: Gradient of the outputs, ``[B, N, D, T]``.
+    """
+    of_query, passed = _queries(shape, operands, transposed, of_outputs)
+    return Gradients(of_query, *_keys(shape, operands, transposed, passed))
+
+
+def _queries(
+    shape: Shape, operands: Refs, transposed: Transposed, of_outputs: jax.Array
+) -> tuple[jax.Array, Passed]:
+    """Returns the gradient of the queries, and what the gradient of the keys needs."""
+    grid = Grid.in_order(shape, operands)
+    batch, num_heads, _, length = operands.query.shape
+    arrays, tree = jax.tree.flatten((operands, transposed.query_rows, of_outputs))
+    specs = (
+        grid.operands(),
+        grid.of_rows(transposed.query_rows),
+        grid.of_queries(shape.value_dim),
+    )
+    of_query = result(operands.query.shape, shape.dtype, (operands, of_outputs))
+    of_sums = result((batch, num_heads, shape.columns, length), shape.dtype, of_query)
+    num_key_heads, tiles = operands.key.shape[1], shape.key_tiles
+    maxima = result((batch, num_key_heads, shape.num_features, tiles), jnp.float32, of_query)
+    of_query, *passed = pl.pallas_call(
+        functools.partial(_query_kernel, shape, tree),
+        grid=grid.sizes,
+        in_specs=jax.tree.leaves(specs),
+        out_specs=(
+            grid.of_queries(shape.dim),
+            grid.of_queries(shape.columns),
+            grid.of_maxima(),
+        ),
+        out_shape=(of_query, of_sums, maxima),
+        scratch_shapes=tile_scratch(shape),
+        compiler_params=compiler_params(),
+        interpret=shape.interpret,
+        name="causal_random_feature_attention_query_gradient",
+    )(*arrays)
+    return of_query, Passed(*passed)
+
+
+def _query_kernel(shape: Shape, tree: Any, *refs: Any) -> None:
+    operands, query_rows, of_outputs = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+    of_query, *passed = refs[tree.num_leaves : tree.num_leaves + 3]
+    tile, step = Tile(*refs[tree.num_leaves + 3 :]), pl.program_id(2)
+    begin(tile, step)
+    is_rare = load(shape, operands, tile, step)
+    _write_maxima(shape, tile, Passed(*passed).maxima, step)
+
+    def attend(*, is_rare: bool) -> None:
+        heads = _of_queries(
+            shape,
+            operands,
+            query_rows,
+            of_outputs,
+            tile,
+            of_query,
+            Passed(*passed).of_sums,
+            step * shape.query_tile,
+            is_rare=is_rare,
+        )
+        interleave(heads, shape.heads_at_once)
+
+    pl.when(jnp.logical_not(is_rare))(functools.partial(attend, is_rare=False))
+    pl.when(is_rare)(functools.partial(attend, is_rare=True))
+
+
+def _write_maxima(shape: Shape, tile: Tile, out: Any, step: jax.Array) -> None:
+    """Writes the largest exponents before the tile into its own column of a block."""
+    lanes = jax.lax.broadcasted_iota(jnp.int32, out.shape[2:], 1)
+    own = lanes == step % out.shape[3]
+    for head in range(shape.num_heads):
+        out[0, head] = jnp.where(own, tile.maxima[head], out[0, head])
+
+
+def _of_queries(
+    shape: Shape,
+    refs: Refs,
+    query_rows: Any,
+    of_outputs: Any,
+    tile: Tile,
+    of_query: Any,
+    of_sums_out: Any,
+    first: jax.Array,
+    *,
+    is_rare: bool,
+) -> Iterator[Links]:
+    def head(number: int) -> Links:
+        of_key, group = divmod(number, shape.groups)
+        found = yield from read(shape, refs, tile, number, is_rare=is_rare)
+        if group == shape.groups - 1:
+            more = sum_keys(shape, tile, of_key, found.weights, is_rare=is_rare)
+        yield
+        sums = found.sums + spoiled_of(shape, tile, of_key, is_rare=is_rare)
+        of_sums, fine = gradient_of_sums(shape, sums, of_outputs[0, number], first)
+        of_sums_out[0, number] = of_sums
+        of_pairs = shape.dot(tile.values[of_key], of_sums, 0, 0)
+        of_psi = shape.dot(found.state.astype(shape.dtype), of_sums, 1, 0)
+        if group == shape.groups - 1:
+            pass_on(shape, tile, of_key, found.state, more, is_rare=is_rare)
+        yield
+        of_logits = found.weights.of_queries(shape, of_psi, of_pairs)
+        of_logits = jnp.where(fine, of_logits, 0).astype(shape.dtype)
+        yield
+        gradient = shape.dot(of_head(query_rows, of_key), of_logits, 1, 0)
+        of_query[0, number] = gradient.astype(of_query.dtype)
+
+    return map(head, range(shape.num_heads * shape.groups))
+
+
+class Later(NamedTuple):
+    """The gradient of the state, summed over the queries of later tiles.
+
+    Attributes:
+      sums: ``[key heads, m, D + TILE]``.
+      units: The exponents of its units, ``[key heads, m, tile]``: the reference of the next tile.
+      squared: The vectors whose squared norms are in the keys' exponents, ``[key heads, H, tile]``.
+    """
+
+    sums: Any
+    units: Any
+    squared: Any
+
+
+def _keys(
+    shape: Shape, operands: Refs, transposed: Transposed, passed: Passed
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradients of keys and values."""
+    grid = Grid.in_order(shape, operands, is_reversed=True)
+    arrays, tree = jax.tree.flatten((operands, transposed.key_rows, passed))
+    specs = (
+        grid.operands(),
+        grid.of_rows(transposed.key_rows),
+        Passed(grid.of_queries(shape.columns), grid.of_maxima()),
+    )
+    n, m, length = shape.num_heads, shape.num_features, shape.key_tile
+    later = Later(
+        sums=pltpu.VMEM((n, m, shape.columns), jnp.float32),
+        units=pltpu.VMEM((n, m, length), jnp.float32),
+        squared=pltpu.VMEM((n, shape.dim, length), jnp.float32),
+    )
+    of_key, of_value = pl.pallas_call(
+        functools.partial(_key_kernel, shape, tree),
+        grid=grid.sizes,
+        in_specs=jax.tree.leaves(specs),
+        out_specs=(grid.of_keys(shape.dim), grid.of_keys(shape.value_dim)),
+        out_shape=tuple(
+            result(x.shape, x.dtype, (operands, passed)) for x in (operands.key, operands.value)
+        ),
+        scratch_shapes=(*tile_scratch(shape), *later),
+        compiler_params=compiler_params(),
+        interpret=shape.interpret,
+        name="causal_random_feature_attention_key_gradient",
+    )(*arrays)
+    return of_key, of_value
+
+
+def _key_kernel(shape: Shape, tree: Any, *refs: Any) -> None:
+    operands, key_rows, passed = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+    out = Gradients(None, *refs[tree.num_leaves : tree.num_leaves + 2])
+    scratch, size = refs[tree.num_leaves + 2 :], len(Tile._fields)
+    tile, later, step = Tile(*scratch[:size]), Later(*scratch[size:]), pl.program_id(2)
+    number = shape.key_tiles - 1 - step
+
+    @pl.when(step == 0)
+    def _() -> None:
+        later.sums[...] = jnp.zeros_like(later.sums)
+        later.units[...] = jnp.full_like(later.units, -HIDDEN)
+
+    _read_maxima(shape, tile, passed.maxima, number)
+    is_rare = load(shape, operands, tile, number, squared=later.squared)
+
+    def attend(*, is_rare: bool) -> None:
+        heads = _of_keys(
+            shape, operands, key_rows, passed.of_sums, tile, later, out, number, is_rare=is_rare
+        )
+        interleave(heads, shape.heads_at_once)
+
+    pl.when(jnp.logical_not(is_rare))(functools.partial(attend, is_rare=False))
+    pl.when(is_rare)(functools.partial(attend, is_rare=True))
+
+
+def _read_maxima(shape: Shape, tile: Tile, maxima: Any, number: jax.Array) -> None:
+    """Takes the largest exponents before the tile, as ``_write_maxima`` has left them."""
+    lanes = jax.lax.broadcasted_iota(jnp.int32, maxima.shape[2:], 1)
+    own = lanes == number % maxima.shape[3]
+    for head in range(shape.num_heads):
+        column = jnp.max(jnp.where(own, maxima[0, head], -jnp.inf), axis=1, keepdims=True)
+        tile.maxima[head] = jnp.broadcast_to(column, tile.maxima.shape[1:])
+
+
+def _of_keys(
+    shape: Shape,
+    refs: Refs,
+    key_rows: Any,
+    of_sums: Any,
+    tile: Tile,
+    later: Later,
+    out: Gradients,
+    tile_number: jax.Array,
+    *,
+    is_rare: bool,
+) -> Iterator[Links]:
+    lanes = jax.lax.broadcasted_iota(jnp.int32, (1, shape.query_tile), 1)
+    is_query = tile_number * shape.query_tile + lanes < shape.num_queries
+    kept: dict[int, tuple[jax.Array, jax.Array, jax.Array]] = {}
+
+    def head(number: int) -> Links:
+        of_key, group = divmod(number, shape.groups)
+        sums = jnp.where(is_query, of_sums[0, number], 0)
+        query = refs.query[0, number].astype(jnp.float32)
+        fine = is_query & (jnp.sum(jnp.abs(query), axis=0, keepdims=True) < jnp.inf)
+        exponents = query_logits(shape, refs, number, fine)
+        yield
+        weights = weights_of(shape, refs, tile, number, exponents, is_rare=is_rare)
+        yield
+        pairs = weights.pairs(shape)
+        of_pairs = shape.dot(tile.values[of_key], sums, 0, 0)
+        yield
+        of_values = shape.dot(sums, pairs, 1, 1)
+        of_state = shape.dot(weights.of_state, sums, 1, 1)
+        of_logits = weights.of_logits(shape, of_pairs)
+        if group > 0:
+            before = kept[of_key]
+            of_values, of_state, of_logits = (
+                a + b for a, b in zip(before, (of_values, of_state, of_logits), strict=True)
+            )
+        kept[of_key] = of_values, of_state, of_logits
+        if group < shape.groups - 1:
+            return
+        yield
+        reference, maxima = reference_of(tile, of_key), next_maxima(tile, of_key)
+        units = later.units[of_key]
+        of_later = later.sums[of_key] * columns(shape, jnp.exp2(maxima - units))
+        of_later = of_later.astype(shape.dtype)
+        phi = jnp.exp2(tile.logits[of_key] - maxima).astype(shape.dtype)
+        of_values += shape.dot(of_later, phi, 0, 0)
+        of_phi = shape.dot(of_later, tile.values[of_key], 1, 0)
+        fade = columns(shape, jnp.exp2(reference - units))
+        later.sums[of_key] = later.sums[of_key] * fade + of_state
+        later.units[of_key] = reference
+        yield
+        out.value[0, of_key] = of_values[: shape.value_dim].astype(out.value.dtype)
+        of_logits += phi * of_phi
+        transposed = Transposed(None, key_rows)
+        of_tile = of_tokens(shape, refs, transposed, later.squared[of_key], of_logits, of_key)
+        out.key[0, of_key] = of_tile.astype(out.key.dtype)
+
+    return map(head, range(shape.num_heads * shape.groups))

@@ -1,0 +1,185 @@
+"""The weights of the keys of a tile for the queries of the same tile, up to their own positions.
+
+A weight is a sum over features of products of exponentials, ``sum_i exp2(x_it + l_is)``, of a query
+t and a key s. It is computed as a matrix product of features of queries and of keys, so both are in
+units of a number for each feature that may depend on no later key, or later keys would reach
+earlier outputs by rounding, or by overflow.
+
+Nearly always one number does for a tile: ``in_common_units`` takes the largest exponent of all
+earlier tiles and of the tile's first key. A later key may be larger by a factor up to
+``2**LARGEST``: floating-point numbers keep their precision, and a query's sum is at least 1 in its
+own units, so nothing that counts is lost below the smallest number. Beyond that factor,
+``in_units_of_halves`` halves the tile again and again, and the right half of each stretch reads the
+left half in units of the left half's maxima.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
+
+from simrf_jax.attention.pallas_tpu.heads import Shape
+
+# Features of 2**80 times less than 2**-126 are 2**-46 of their sum, and those of 2**80, summed over
+# all features and keys, are far from overflow.
+LARGEST = 80.0
+
+
+class Product(NamedTuple):
+    """Features whose products are the weights of some pairs of a key and a query.
+
+    Attributes:
+      keys: ``[m, tile]``.
+      queries: ``[m, tile]``.
+      holds: ``[tile, tile]``, True for the pairs, keys first.
+    """
+
+    keys: jax.Array
+    queries: jax.Array
+    holds: jax.Array
+
+    def times_keys(self, shape: Shape, x: jax.Array) -> jax.Array:
+        """Sums the keys with the weights ``x``, ``[tile, tile]``, for each query."""
+        return shape.dot(self.keys, self._held(shape, x), 1, 0)
+
+    def times_queries(self, shape: Shape, x: jax.Array) -> jax.Array:
+        """Sums the queries with the weights ``x``, ``[tile, tile]``, for each key."""
+        return shape.dot(self.queries, self._held(shape, x), 1, 1)
+
+    def _held(self, shape: Shape, x: jax.Array) -> jax.Array:
+        return jnp.where(self.holds, x, 0).astype(shape.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """Features of the queries of a tile, and of its keys, in the type to contract in.
+
+    Attributes:
+      of_state: Queries' features to read the state with, in units of the reference, ``[m, tile]``.
+      products: The products of which each pair, of a key and a query that sees it, has one.
+    """
+
+    of_state: jax.Array
+    products: list[Product]
+
+    @property
+    def of_keys(self) -> jax.Array:
+        """Keys' features in units of the reference, ``[m, tile]``."""
+        return self.products[0].keys
+
+    def pairs(self, shape: Shape) -> jax.Array:
+        """Returns the weights, keys first, ``[tile, tile]``; zeros at keys after the query."""
+        total = jnp.zeros((), jnp.float32)
+        for product in self.products:
+            found = shape.dot(product.keys, product.queries, 0, 0)
+            total = jnp.where(product.holds, found, total)
+        return total.astype(shape.dtype)
+
+    def of_queries(self, shape: Shape, of_psi: jax.Array, of_pairs: jax.Array) -> jax.Array:
+        """Returns the gradient of the exponents of the queries, ``[m, tile]``.
+
+        Args:
+          shape: Sizes.
+          of_psi: Gradient of ``of_state``, ``[m, tile]``.
+          of_pairs: Gradient of ``pairs``, ``[tile, tile]``.
+        """
+        first, *others = self.products
+        total = self.of_state * (of_psi + first.times_keys(shape, of_pairs))
+        for product in others:
+            total += product.queries * product.times_keys(shape, of_pairs)
+        return total
+
+    def of_logits(self, shape: Shape, of_pairs: jax.Array) -> jax.Array:
+        """Returns the gradient of the exponents of the keys, ``[m, tile]``, as ``of_queries``."""
+        first, *others = self.products
+        total = first.keys * first.times_queries(shape, of_pairs)
+        for product in others:
+            total += product.keys * product.times_queries(shape, of_pairs)
+        return total
+
+
+def _positions(shape: Shape) -> tuple[jax.Array, jax.Array]:
+    """Returns the positions of keys and of queries in a tile, ``[tile, tile]`` each."""
+    square = (shape.key_tile, shape.key_tile)
+    keys = jax.lax.broadcasted_iota(jnp.int32, square, 0)
+    return keys, jax.lax.broadcasted_iota(jnp.int32, square, 1)
+
+
+def at_or_before(shape: Shape, flags: jax.Array) -> jax.Array:
+    """Returns ``[1, tile]``, True where ``flags``, ``[1, tile]``, is 1 at or before a position."""
+    keys, queries = _positions(shape)
+    seen = jnp.where(keys <= queries, 1.0, 0.0).astype(shape.dtype)
+    flags = jnp.broadcast_to(flags, (16, shape.key_tile)).astype(shape.dtype)
+    return shape.dot(flags, seen, 1, 0)[:1] > 0
+
+
+def in_common_units(
+    shape: Shape, queries: jax.Array, keys: jax.Array, reference: jax.Array
+) -> Weights:
+    """Returns the weights where no key exceeds the reference by more than ``LARGEST``.
+
+    Args:
+      shape: Sizes.
+      queries: Exponents of the features of queries with the offsets, ``[m, tile]``.
+      keys: Exponents of those of keys, ``[m, tile]``.
+      reference: Units, ``[m, 1]``.
+    """
+    logits = queries + reference
+    psi = _features(shape, logits, jnp.max(logits, axis=0, keepdims=True))
+    of_keys, of_queries = _positions(shape)
+    phi = _features(shape, keys, reference)
+    return Weights(psi, [Product(phi, psi, of_keys <= of_queries)])
+
+
+def in_units_of_halves(
+    shape: Shape, queries: jax.Array, keys: jax.Array, reference: jax.Array
+) -> Weights:
+    """Returns the weights whatever the exponents.
+
+    Queries that see no key beyond ``LARGEST`` have the bits of ``in_common_units``, since whether a
+    later key is beyond may not change them.
+    """
+    length = shape.key_tile
+    of_keys, of_queries = _positions(shape)
+    lanes = jax.lax.broadcasted_iota(jnp.int32, (1, length), 1)
+    relative = keys - reference
+    is_large = jnp.max(relative, axis=0, keepdims=True) > LARGEST
+    changed = at_or_before(shape, jnp.where(is_large, 1.0, 0.0))
+    logits = queries + reference
+    # For each halving, the units of each key and, at queries of a right half, of the left half.
+    units: list[tuple[int, jax.Array, jax.Array]] = []
+    largest, half = jnp.max(queries + keys, axis=0, keepdims=True), 1
+    blocks = keys
+    while half < length:
+        is_right = lanes & half != 0
+        left = pltpu.roll(blocks, half, 1)
+        units.append((half, blocks, left))
+        found = jnp.max(queries + left, axis=0, keepdims=True)
+        largest = jnp.where(is_right, jnp.maximum(largest, found), largest)
+        right = pltpu.roll(blocks, length - half, 1)
+        blocks = jnp.maximum(blocks, jnp.where(is_right, left, right))
+        half *= 2
+    shift = jnp.max(logits, axis=0, keepdims=True)
+    shift = jnp.where(changed, jnp.maximum(shift, largest), shift)
+    psi = _features(shape, logits, shift)
+    phi = _features(shape, jnp.minimum(relative, LARGEST), 0)
+    products = [Product(phi, psi, (of_keys <= of_queries) & ~changed)]
+    own = _features(shape, queries + keys, shift)
+    products.append(Product(jnp.ones_like(own), own, (of_keys == of_queries) & changed))
+    for half, of_key, left in units:
+        differing = of_keys ^ of_queries
+        is_pair = (differing >= half) & (differing < 2 * half) & (of_queries & half != 0) & changed
+        products.append(
+            Product(
+                _features(shape, keys, of_key), _features(shape, queries + left, shift), is_pair
+            )
+        )
+    return Weights(psi, products)
+
+
+def _features(shape: Shape, exponents: jax.Array, units: jax.Array | float) -> jax.Array:
+    return jnp.exp2(exponents - units).astype(shape.dtype)
