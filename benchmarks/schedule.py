@@ -60,15 +60,20 @@ def forget():
 
 def _regions(text):
     """Returns the bundles of each region that a branch can skip, in order."""
-    open_branches, sizes = [], []
+    open_branches, sizes, is_loop = [], [], False
     for line in text.splitlines():
-        match = re.match(r" *(0x[0-9a-f]+) +(PF)?", line)
+        match = re.match(r" *(0x[0-9a-f]+) +(LB|PF)?[^>]*(>+)", line)
         if not match:
             continue
         address = int(match[1], 16)
-        if match[2] and open_branches:
+        if match[2] == "PF" and open_branches:
             sizes.append(address - open_branches.pop())
             open_branches.clear()
+        # A loop inside the loop over the grid ends with a branch back to its beginning.
+        is_loop = is_loop or (match[2] == "LB" and len(match[3]) > 1)
         if "sbr.rel" in line:
-            open_branches.append(address)
+            if is_loop:
+                is_loop = False
+            else:
+                open_branches.append(address)
     return sizes

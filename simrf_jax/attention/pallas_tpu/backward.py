@@ -149,7 +149,7 @@ def _of_head(
     def head(number: int) -> Links:
         of_key, group = divmod(number, shape.groups)
         keys = take_keys(shape, refs, of_key, 0) if group == 0 else None
-        logits = query_logits(shape, refs, number)
+        logits = query_logits(shape, refs, of_key, number)
         yield
         if keys is not None:
             maxima = jnp.max(keys.logits, axis=1, keepdims=True)
@@ -217,7 +217,7 @@ def _of_keys_of_head(
     of_state: jax.Array,
     is_fine: jax.Array,
     out: Gradients,
-    head: int,
+    head: Any,
 ) -> Links:
     """Writes the gradients of keys and values.
 
@@ -248,7 +248,7 @@ def of_tokens(
     transposed: Transposed,
     squared: jax.Array,
     of_logits: jax.Array,
-    head: int,
+    head: Any,
 ) -> jax.Array:
     """Returns the gradient of keys, ``[H, tile]``.
 
@@ -286,7 +286,7 @@ def _of_queries(
 
     def head(number: int) -> Links:
         of_key = number // shape.groups
-        logits = query_logits(shape, refs, number)
+        logits = query_logits(shape, refs, of_key, number)
         yield
         maxima = with_offsets(refs, of_key, sums.state.maxima[of_key])
         psi = query_features(shape, logits, maxima)

@@ -119,7 +119,9 @@ class Grid:
     def of_maxima(self) -> pl.BlockSpec:
         """Returns the block of an array ``[B, K, m, key tiles]``: the columns of many tiles."""
         block = (1, self.shape.num_heads, self.shape.num_features, LANES)
-        return pl.BlockSpec(block, lambda b, h, step: (b, h, 0, self.key_tile(step) // LANES))
+        return pl.BlockSpec(
+            block, lambda b, h, step: (b, h, 0, jax.lax.div(self.key_tile(step), LANES))
+        )
 
     def operands(self) -> Refs:
         """Returns the blocks of the operands."""

@@ -8,7 +8,8 @@ the queries that see them get NaN in the end.
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Iterator
+import itertools
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import jax
@@ -102,11 +103,63 @@ def _kernel(shape: Shape, tree: Any, *refs: Any) -> None:
     begin(tile, step)
     is_rare = load(shape, operands, tile, step)
 
-    def attend(*, is_rare: bool) -> None:
-        interleave(_attend(shape, operands, tile, out, is_rare=is_rare), shape.heads_at_once)
+    each_way(shape, is_rare, functools.partial(_attend, shape, operands, tile, out))
 
-    pl.when(jnp.logical_not(is_rare))(functools.partial(attend, is_rare=False))
-    pl.when(is_rare)(functools.partial(attend, is_rare=True))
+
+class QueryHead(NamedTuple):
+    """A query head of a program.
+
+    Attributes:
+      of_key: Number of its key head.
+      group: Its number among the query heads of the key head.
+      groups: Number of these.
+      passed: What those before it have left to those after them.
+    """
+
+    of_key: Any
+    group: int
+    groups: int
+    passed: list[Any]
+
+    @property
+    def number(self) -> Any:
+        """Number of the query head."""
+        return self.of_key * self.groups + self.group
+
+    @property
+    def is_last(self) -> bool:
+        """True for the last query head of its key head."""
+        return self.group == self.groups - 1
+
+
+def each_way(shape: Shape, is_rare: jax.Array, attend: Callable[..., Links]) -> None:
+    """Lets all heads attend by common units or, if ``is_rare``, by units of halves.
+
+    The rare way goes from head to head in a loop, so that its program is short.
+
+    Args:
+      shape: Sizes.
+      is_rare: A number.
+      attend: Function of a ``QueryHead`` and of ``is_rare``, True or False.
+    """
+
+    def heads(of_key: Any) -> list[QueryHead]:
+        passed: list[Any] = []
+        return [QueryHead(of_key, group, shape.groups, passed) for group in range(shape.groups)]
+
+    @pl.when(jnp.logical_not(is_rare))
+    def _() -> None:
+        every = itertools.chain.from_iterable(map(heads, range(shape.num_heads)))
+        interleave((attend(head, is_rare=False) for head in every), shape.heads_at_once)
+
+    @pl.when(is_rare)
+    def _() -> None:
+        def of_key_head(of_key: jax.Array, nothing: None) -> None:
+            for head in heads(of_key):
+                interleave([attend(head, is_rare=True)])
+            return nothing
+
+        jax.lax.fori_loop(0, shape.num_heads, of_key_head, None)
 
 
 def begin(tile: Tile, step: jax.Array) -> None:
@@ -152,7 +205,7 @@ def load(shape: Shape, refs: Refs, tile: Tile, number: jax.Array, squared: Any =
     return jnp.max(jnp.where(anywhere, 1.0, 0.0)) > 0
 
 
-def reference_of(tile: Tile, head: int) -> jax.Array:
+def reference_of(tile: Tile, head: Any) -> jax.Array:
     """Returns the units of a tile, ``[m, tile]``, equal along the last axis.
 
     They are the largest exponents of earlier tiles and of the tile's first key, which all queries
@@ -179,14 +232,14 @@ class Readout(NamedTuple):
 
 
 def read(
-    shape: Shape, refs: Refs, tile: Tile, number: int, *, is_rare: bool
+    shape: Shape, refs: Refs, tile: Tile, head: QueryHead, *, is_rare: bool
 ) -> Generator[None, None, Readout]:
-    """Reads the earlier tiles, and the keys of the tile up to each query, in four links."""
-    of_key = number // shape.groups
-    exponents = query_logits(shape, refs, number)
+    """Reads the earlier tiles, and the keys of the tile up to each query, in five links."""
+    of_key = head.of_key
+    exponents = query_logits(shape, refs, of_key, head.number)
     yield
     reference = reference_of(tile, of_key)
-    weights = weights_of(shape, refs, tile, number, exponents, is_rare=is_rare)
+    weights = weights_of(shape, refs, tile, of_key, exponents, is_rare=is_rare)
     yield
     pairs = weights.pairs(shape)
     yield
@@ -198,29 +251,21 @@ def read(
 
 
 def weights_of(
-    shape: Shape, refs: Refs, tile: Tile, number: int, exponents: jax.Array, *, is_rare: bool
+    shape: Shape, refs: Refs, tile: Tile, of_key: Any, exponents: jax.Array, *, is_rare: bool
 ) -> Weights:
-    """Returns the weights of a query head, from the exponents of its features."""
-    of_key = number // shape.groups
+    """Returns the weights of a query head of a key head, from the exponents of its features."""
     find = in_units_of_halves if is_rare else in_common_units
     exponents = with_offsets(refs, of_key, exponents)
     return find(shape, exponents, tile.logits[of_key], reference_of(tile, of_key))
 
 
-def sum_keys(shape: Shape, tile: Tile, head: int, weights: Weights, *, is_rare: bool) -> jax.Array:
-    """Returns the sums over the keys of the tile, ``[m, D + TILE]``.
-
-    They are in units of the reference or, if ``is_rare`` since they may overflow in these, in
-    units of ``next_maxima``.
-    """
-    phi = weights.of_keys
-    if is_rare:
-        phi = jnp.exp2(tile.logits[head] - next_maxima(tile, head)).astype(shape.dtype)
-    return shape.dot(phi, tile.values[head], 1, 1)
+def sum_keys(shape: Shape, tile: Tile, head: Any, weights: Weights) -> jax.Array:
+    """Returns the sums over the keys of the tile, ``[m, D + TILE]``, in units of the reference."""
+    return shape.dot(weights.of_keys, tile.values[head], 1, 1)
 
 
 def pass_on(
-    shape: Shape, tile: Tile, head: int, state: jax.Array, more: jax.Array, *, is_rare: bool
+    shape: Shape, tile: Tile, head: Any, state: jax.Array, more: jax.Array, *, is_rare: bool
 ) -> None:
     """Leaves the sums over the keys up to the end of the tile to the next tile.
 
@@ -229,43 +274,53 @@ def pass_on(
       tile: The tile.
       head: Number of the key head.
       state: Sums over earlier tiles, in units of the reference.
-      more: Sums over the keys of the tile, of ``sum_keys``.
-      is_rare: True for the weights of ``in_units_of_halves``.
+      more: Sums over the keys of the tile, likewise.
+      is_rare: True if a key of any head asks for ``in_units_of_halves``, or is not finite.
     """
-    maxima = next_maxima(tile, head)
-    fade = columns(shape, jnp.exp2(reference_of(tile, head) - maxima))
-    tile.state[head] = state * fade + more if is_rare else (state + more) * fade
-    tile.maxima[head] = maxima
+    logits, reference, maxima = tile.logits[head], reference_of(tile, head), next_maxima(tile, head)
+    fade = columns(shape, jnp.exp2(reference - maxima))
+    total = (state + more) * fade
     if is_rare:
+        # Where keys of this head may have overflown, and only there, for the sake of equal bits.
+        phi = jnp.exp2(logits - maxima).astype(shape.dtype)
+        again = state * fade + shape.dot(phi, tile.values[head], 1, 1)
+        is_large = jnp.max(logits - reference, keepdims=True) > LARGEST
+        total = jnp.where(is_large, again, total)
         spoils = jnp.max(tile.spoils[head], axis=1, keepdims=True) > 0
         tile.spoiled[head] = tile.spoiled[head] + jnp.where(spoils, jnp.nan, 0)
+    tile.state[head] = total
+    tile.maxima[head] = maxima
 
 
-def spoiled_of(shape: Shape, tile: Tile, head: int, *, is_rare: bool) -> jax.Array:
+def spoiled_of(shape: Shape, tile: Tile, head: Any, *, is_rare: bool) -> jax.Array:
     """Returns ``[1, tile]``, NaN at queries that see a key that is not finite, and 0 elsewhere."""
     if not is_rare:
         return tile.spoiled[head]
     return tile.spoiled[head] + jnp.where(at_or_before(shape, tile.spoils[head]), jnp.nan, 0)
 
 
-def _attend(shape: Shape, refs: Refs, tile: Tile, out: Any, *, is_rare: bool) -> Iterator[Links]:
-    def head(number: int) -> Links:
-        of_key, group = divmod(number, shape.groups)
-        found = yield from read(shape, refs, tile, number, is_rare=is_rare)
-        if group == shape.groups - 1:
-            more = sum_keys(shape, tile, of_key, found.weights, is_rare=is_rare)
-        yield
-        outputs, _ = divide(shape, found.sums)
-        outputs += spoiled_of(shape, tile, of_key, is_rare=is_rare)
-        out[0, number] = outputs.astype(out.dtype)
-        if group == shape.groups - 1:
-            yield
-            pass_on(shape, tile, of_key, found.state, more, is_rare=is_rare)
+def _attend(
+    shape: Shape,
+    refs: Refs,
+    tile: Tile,
+    out: Any,
+    head: QueryHead,
+    *,
+    is_rare: bool,
+) -> Links:
+    """Writes the outputs of a head, in six links."""
+    found = yield from read(shape, refs, tile, head, is_rare=is_rare)
+    more = sum_keys(shape, tile, head.of_key, found.weights) if head.is_last else None
+    yield
+    outputs, _ = divide(shape, found.sums)
+    outputs += spoiled_of(shape, tile, head.of_key, is_rare=is_rare)
+    out[0, head.number] = outputs.astype(out.dtype)
+    yield
+    if more is not None:
+        pass_on(shape, tile, head.of_key, found.state, more, is_rare=is_rare)
 
-    return map(head, range(shape.num_heads * shape.groups))
 
-
-def next_maxima(tile: Tile, head: int) -> jax.Array:
+def next_maxima(tile: Tile, head: Any) -> jax.Array:
     """Returns the largest exponents up to the end of the tile, ``[m, tile]``."""
     largest = jnp.max(tile.logits[head], axis=1, keepdims=True)
     return jnp.maximum(reference_of(tile, head), largest)

@@ -9,7 +9,6 @@ denominators, and the largest exponents before each tile.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +24,11 @@ from simrf_jax.attention.pallas_tpu.backward import (
 )
 from simrf_jax.attention.pallas_tpu.blocks import Grid, compiler_params, result
 from simrf_jax.attention.pallas_tpu.causal import (
+    QueryHead,
     Tile,
     begin,
     columns,
+    each_way,
     load,
     next_maxima,
     pass_on,
@@ -43,7 +44,6 @@ from simrf_jax.attention.pallas_tpu.heads import (
     Links,
     Refs,
     Shape,
-    interleave,
     of_head,
     query_logits,
 )
@@ -118,29 +118,24 @@ def _query_kernel(shape: Shape, tree: Any, *refs: Any) -> None:
     begin(tile, step)
     is_rare = load(shape, operands, tile, step)
     _write_maxima(shape, tile, Passed(*passed).maxima, step)
-
-    def attend(*, is_rare: bool) -> None:
-        heads = _of_queries(
-            shape,
-            operands,
-            query_rows,
-            of_outputs,
-            tile,
-            of_query,
-            Passed(*passed).of_sums,
-            step * shape.query_tile,
-            is_rare=is_rare,
-        )
-        interleave(heads, shape.heads_at_once)
-
-    pl.when(jnp.logical_not(is_rare))(functools.partial(attend, is_rare=False))
-    pl.when(is_rare)(functools.partial(attend, is_rare=True))
+    attend = functools.partial(
+        _of_queries,
+        shape,
+        operands,
+        query_rows,
+        of_outputs,
+        tile,
+        of_query,
+        Passed(*passed).of_sums,
+        step * shape.query_tile,
+    )
+    each_way(shape, is_rare, attend)
 
 
 def _write_maxima(shape: Shape, tile: Tile, out: Any, step: jax.Array) -> None:
     """Writes the largest exponents before the tile into its own column of a block."""
     lanes = jax.lax.broadcasted_iota(jnp.int32, out.shape[2:], 1)
-    own = lanes == step % out.shape[3]
+    own = lanes == jax.lax.rem(step, out.shape[3])
     for head in range(shape.num_heads):
         out[0, head] = jnp.where(own, tile.maxima[head], out[0, head])
 
@@ -154,30 +149,28 @@ def _of_queries(
     of_query: Any,
     of_sums_out: Any,
     first: jax.Array,
+    head: QueryHead,
     *,
     is_rare: bool,
-) -> Iterator[Links]:
-    def head(number: int) -> Links:
-        of_key, group = divmod(number, shape.groups)
-        found = yield from read(shape, refs, tile, number, is_rare=is_rare)
-        if group == shape.groups - 1:
-            more = sum_keys(shape, tile, of_key, found.weights, is_rare=is_rare)
-        yield
-        sums = found.sums + spoiled_of(shape, tile, of_key, is_rare=is_rare)
-        of_sums, fine = gradient_of_sums(shape, sums, of_outputs[0, number], first)
-        of_sums_out[0, number] = of_sums
-        of_pairs = shape.dot(tile.values[of_key], of_sums, 0, 0)
-        of_psi = shape.dot(found.state.astype(shape.dtype), of_sums, 1, 0)
-        if group == shape.groups - 1:
-            pass_on(shape, tile, of_key, found.state, more, is_rare=is_rare)
-        yield
-        of_logits = found.weights.of_queries(shape, of_psi, of_pairs)
-        of_logits = jnp.where(fine, of_logits, 0).astype(shape.dtype)
-        yield
-        gradient = shape.dot(of_head(query_rows, of_key), of_logits, 1, 0)
-        of_query[0, number] = gradient.astype(of_query.dtype)
-
-    return map(head, range(shape.num_heads * shape.groups))
+) -> Links:
+    """Writes the gradient of the queries of a head, in eight links."""
+    number, of_key = head.number, head.of_key
+    found = yield from read(shape, refs, tile, head, is_rare=is_rare)
+    more = sum_keys(shape, tile, of_key, found.weights) if head.is_last else None
+    yield
+    sums = found.sums + spoiled_of(shape, tile, of_key, is_rare=is_rare)
+    of_sums, fine = gradient_of_sums(shape, sums, of_outputs[0, number], first)
+    of_sums_out[0, number] = of_sums
+    of_pairs = shape.dot(tile.values[of_key], of_sums, 0, 0)
+    of_psi = shape.dot(found.state.astype(shape.dtype), of_sums, 1, 0)
+    if more is not None:
+        pass_on(shape, tile, of_key, found.state, more, is_rare=is_rare)
+    yield
+    of_logits = found.weights.of_queries(shape, of_psi, of_pairs)
+    of_logits = jnp.where(fine, of_logits, 0).astype(shape.dtype)
+    yield
+    gradient = shape.dot(of_head(query_rows, of_key), of_logits, 1, 0)
+    of_query[0, number] = gradient.astype(of_query.dtype)
 
 
 class Later(NamedTuple):
@@ -241,24 +234,33 @@ def _key_kernel(shape: Shape, tree: Any, *refs: Any) -> None:
 
     _read_maxima(shape, tile, passed.maxima, number)
     is_rare = load(shape, operands, tile, number, squared=later.squared)
-
-    def attend(*, is_rare: bool) -> None:
-        heads = _of_keys(
-            shape, operands, key_rows, passed.of_sums, tile, later, out, number, is_rare=is_rare
-        )
-        interleave(heads, shape.heads_at_once)
-
-    pl.when(jnp.logical_not(is_rare))(functools.partial(attend, is_rare=False))
-    pl.when(is_rare)(functools.partial(attend, is_rare=True))
+    attend = functools.partial(
+        _of_keys, shape, operands, key_rows, passed.of_sums, tile, later, out, number
+    )
+    each_way(shape, is_rare, attend)
 
 
 def _read_maxima(shape: Shape, tile: Tile, maxima: Any, number: jax.Array) -> None:
     """Takes the largest exponents before the tile, as ``_write_maxima`` has left them."""
     lanes = jax.lax.broadcasted_iota(jnp.int32, maxima.shape[2:], 1)
-    own = lanes == number % maxima.shape[3]
+    own = lanes == jax.lax.rem(number, maxima.shape[3])
     for head in range(shape.num_heads):
         column = jnp.max(jnp.where(own, maxima[0, head], -jnp.inf), axis=1, keepdims=True)
         tile.maxima[head] = jnp.broadcast_to(column, tile.maxima.shape[1:])
+
+
+class KeySums(NamedTuple):
+    """Sums over query heads of one key head.
+
+    Attributes:
+      of_values: Gradient of the values, ``[D + TILE, tile]``.
+      of_state: Gradient of the state before the tile, ``[m, D + TILE]``.
+      of_logits: Gradient of the exponents of the keys, ``[m, tile]``.
+    """
+
+    of_values: jax.Array
+    of_state: jax.Array
+    of_logits: jax.Array
 
 
 def _of_keys(
@@ -270,52 +272,52 @@ def _of_keys(
     later: Later,
     out: Gradients,
     tile_number: jax.Array,
+    head: QueryHead,
     *,
     is_rare: bool,
-) -> Iterator[Links]:
+) -> Links:
+    """Writes the gradients of keys and values of a head, in six links."""
+    number, of_key = head.number, head.of_key
     lanes = jax.lax.broadcasted_iota(jnp.int32, (1, shape.query_tile), 1)
     is_query = tile_number * shape.query_tile + lanes < shape.num_queries
-    kept: dict[int, tuple[jax.Array, jax.Array, jax.Array]] = {}
-
-    def head(number: int) -> Links:
-        of_key, group = divmod(number, shape.groups)
-        sums = jnp.where(is_query, of_sums[0, number], 0)
-        query = refs.query[0, number].astype(jnp.float32)
-        fine = is_query & (jnp.sum(jnp.abs(query), axis=0, keepdims=True) < jnp.inf)
-        exponents = query_logits(shape, refs, number, fine)
-        yield
-        weights = weights_of(shape, refs, tile, number, exponents, is_rare=is_rare)
-        yield
-        pairs = weights.pairs(shape)
-        of_pairs = shape.dot(tile.values[of_key], sums, 0, 0)
-        yield
-        of_values = shape.dot(sums, pairs, 1, 1)
-        of_state = shape.dot(weights.of_state, sums, 1, 1)
-        of_logits = weights.of_logits(shape, of_pairs)
-        if group > 0:
-            before = kept[of_key]
-            of_values, of_state, of_logits = (
-                a + b for a, b in zip(before, (of_values, of_state, of_logits), strict=True)
-            )
-        kept[of_key] = of_values, of_state, of_logits
-        if group < shape.groups - 1:
-            return
-        yield
-        reference, maxima = reference_of(tile, of_key), next_maxima(tile, of_key)
-        units = later.units[of_key]
-        of_later = later.sums[of_key] * columns(shape, jnp.exp2(maxima - units))
-        of_later = of_later.astype(shape.dtype)
-        phi = jnp.exp2(tile.logits[of_key] - maxima).astype(shape.dtype)
-        of_values += shape.dot(of_later, phi, 0, 0)
-        of_phi = shape.dot(of_later, tile.values[of_key], 1, 0)
-        fade = columns(shape, jnp.exp2(reference - units))
-        later.sums[of_key] = later.sums[of_key] * fade + of_state
-        later.units[of_key] = reference
-        yield
-        out.value[0, of_key] = of_values[: shape.value_dim].astype(out.value.dtype)
-        of_logits += phi * of_phi
-        transposed = Transposed(None, key_rows)
-        of_tile = of_tokens(shape, refs, transposed, later.squared[of_key], of_logits, of_key)
-        out.key[0, of_key] = of_tile.astype(out.key.dtype)
-
-    return map(head, range(shape.num_heads * shape.groups))
+    sums = jnp.where(is_query, of_sums[0, number], 0)
+    query = refs.query[0, number].astype(jnp.float32)
+    fine = is_query & (jnp.sum(jnp.abs(query), axis=0, keepdims=True) < jnp.inf)
+    exponents = query_logits(shape, refs, of_key, number, fine)
+    yield
+    weights = weights_of(shape, refs, tile, of_key, exponents, is_rare=is_rare)
+    yield
+    pairs = weights.pairs(shape)
+    of_pairs = shape.dot(tile.values[of_key], sums, 0, 0)
+    yield
+    found = KeySums(
+        of_values=shape.dot(sums, pairs, 1, 1),
+        of_state=shape.dot(weights.of_state, sums, 1, 1),
+        of_logits=weights.of_logits(shape, of_pairs),
+    )
+    if head.group > 0:
+        found = KeySums(*map(jnp.add, head.passed.pop(), found))
+    if not head.is_last:
+        head.passed.append(found)
+        return
+    yield
+    reference, maxima, units = reference_of(tile, of_key), next_maxima(tile, of_key), later.units
+    of_later = later.sums[of_key] * columns(shape, jnp.exp2(maxima - units[of_key]))
+    of_later = of_later.astype(shape.dtype)
+    phi = jnp.exp2(tile.logits[of_key] - maxima).astype(shape.dtype)
+    of_values = found.of_values + shape.dot(of_later, phi, 0, 0)
+    of_phi = shape.dot(of_later, tile.values[of_key], 1, 0)
+    fade = columns(shape, jnp.exp2(reference - units[of_key]))
+    later.sums[of_key] = later.sums[of_key] * fade + found.of_state
+    units[of_key] = reference
+    yield
+    out.value[0, of_key] = of_values[: shape.value_dim].astype(out.value.dtype)
+    of_tile = of_tokens(
+        shape,
+        refs,
+        Transposed(None, key_rows),
+        later.squared[of_key],
+        found.of_logits + phi * of_phi,
+        of_key,
+    )
+    out.key[0, of_key] = of_tile.astype(out.key.dtype)

@@ -73,7 +73,7 @@ def attend(shape: Shape, refs: Refs, out: Any) -> Iterator[Links]:
     def head(number: int) -> Links:
         of_key = number // shape.groups
         keys = take_keys(shape, refs, of_key, 0) if number % shape.groups == 0 else None
-        logits = query_logits(shape, refs, number)
+        logits = query_logits(shape, refs, of_key, number)
         yield
         if keys is not None:
             maxima = jnp.max(keys.logits, axis=1, keepdims=True)
@@ -155,7 +155,7 @@ def read(shape: Shape, refs: Refs, state: State, out: Any) -> Iterator[Links]:
 
     def head(number: int) -> Links:
         of_key = number // shape.groups
-        logits = query_logits(shape, refs, number)
+        logits = query_logits(shape, refs, of_key, number)
         yield
         psi = query_features(shape, logits, with_offsets(refs, of_key, state.maxima[of_key]))
         yield

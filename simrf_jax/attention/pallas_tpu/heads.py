@@ -175,7 +175,7 @@ class Refs(NamedTuple):
     log_weights: Any
 
 
-def of_head(ref: Any, head: int) -> jax.Array:
+def of_head(ref: Any, head: Any) -> jax.Array:
     """Returns the part of a head; with one part, that is for all heads."""
     return ref[head if ref.shape[0] > 1 else 0]
 
@@ -283,7 +283,7 @@ def divide(shape: Shape, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
     return sums[: shape.value_dim] * inverse, inverse
 
 
-def with_offsets(refs: Refs, head: int, maxima: jax.Array) -> jax.Array:
+def with_offsets(refs: Refs, head: Any, maxima: jax.Array) -> jax.Array:
     """Adds the offsets of a head to maxima ``[m, 1]``, in whose units queries read a state."""
     if refs.offsets is None:
         return maxima
@@ -291,17 +291,18 @@ def with_offsets(refs: Refs, head: int, maxima: jax.Array) -> jax.Array:
 
 
 def query_logits(
-    shape: Shape, refs: Refs, head: int, visible: jax.Array | None = None
+    shape: Shape, refs: Refs, of_key: Any, head: Any, visible: jax.Array | None = None
 ) -> jax.Array:
     """Returns the exponents of the features of queries, ``[m, tile]``.
 
     Args:
       shape: Sizes.
       refs: Operands.
+      of_key: Number of the key head.
       head: Number of the query head.
       visible: ``[1, tile]``, False at queries that are replaced by zeros; None for all.
     """
-    rows, query = of_head(refs.query_rows, head // shape.groups), refs.query[0, head]
+    rows, query = of_head(refs.query_rows, of_key), refs.query[0, head]
     return shape.project(rows, query if visible is None else keep(query, visible))
 
 

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from simrf_jax.attention.pallas_tpu.heads import Shape
+from simrf_jax.attention.pallas_tpu.heads import HIDDEN, Shape
 
 # Features of 2**80 times less than 2**-126 are 2**-46 of their sum, and those of 2**80, summed over
 # all features and keys, are far from overflow.
@@ -168,14 +168,17 @@ def in_units_of_halves(
     psi = _features(shape, logits, shift)
     phi = _features(shape, jnp.minimum(relative, LARGEST), 0)
     products = [Product(phi, psi, (of_keys <= of_queries) & ~changed)]
-    own = _features(shape, queries + keys, shift)
+    own = _features(shape, jnp.where(changed, queries + keys, HIDDEN), shift)
     products.append(Product(jnp.ones_like(own), own, (of_keys == of_queries) & changed))
     for half, of_key, left in units:
+        reads = (lanes & half != 0) & changed
         differing = of_keys ^ of_queries
-        is_pair = (differing >= half) & (differing < 2 * half) & (of_queries & half != 0) & changed
         products.append(
             Product(
-                _features(shape, keys, of_key), _features(shape, queries + left, shift), is_pair
+                _features(shape, keys, of_key),
+                # Other queries might overflow.
+                _features(shape, jnp.where(reads, queries + left, HIDDEN), shift),
+                (differing >= half) & (differing < 2 * half) & reads,
             )
         )
     return Weights(psi, products)
