@@ -6,6 +6,8 @@ time to move queries, keys, values and outputs (and, with the gradient, all of t
 once, at 546 bytes a cycle.
 
 Run: python -m benchmarks.tpu_attention [LENGTH ...] (with the libtpu wheel, and JAX_PLATFORMS=cpu)
+With --causal before the lengths it counts causal attention, whose tiles take the usual way
+(``simrf_jax/attention/pallas_tpu/weights.py`` says which that is).
 With --program TOPOLOGY HEADS LENGTH FEATURES it prints the cycles of a program of both kernels.
 """
 
@@ -48,11 +50,17 @@ def both_ways(attend):
     return run
 
 
-def random_features(num_features, feature_map, implementation):
+def random_features(num_features, feature_map, implementation, *, is_causal):
     def attend(q, k, v):
         w = jnp.ones((HEADS, num_features, DIM))
         return simrf_jax.random_feature_attention(
-            q, k, v, w, feature_map=feature_map, implementation=implementation
+            q,
+            k,
+            v,
+            w,
+            feature_map=feature_map,
+            implementation=implementation,
+            is_causal=is_causal,
         )
 
     return attend
@@ -78,7 +86,7 @@ def textbook(num_features):
     return attend
 
 
-def kernel_cycles(num_features, feature_map, length, *, is_gradient):
+def kernel_cycles(num_features, feature_map, length, *, is_causal, is_gradient):
     """Returns the cycles of the fused kernels that were compiled last."""
 
     def shape():
@@ -87,25 +95,32 @@ def kernel_cycles(num_features, feature_map, length, *, is_gradient):
             Arguments(zeros, zeros, zeros), jnp.zeros((HEADS, num_features, DIM)), feature_map
         )[0]
 
-    sizes = shape_of(jax.eval_shape(shape), interpret=False)
+    sizes = shape_of(jax.eval_shape(shape), interpret=False, is_causal=is_causal)
     programs = BATCH * HEADS // sizes.num_heads
     keys, queries = sizes.key_tiles, sizes.query_tiles
-    if not sizes.is_tiled:
-        forward = backward = functools.partial(schedule.cycles, steps=1)
+    names = ["random_feature_attention", "random_feature_attention_gradient"]
+    if is_causal:
+        # A program begins, each of its steps leaves out the rare way, and the maxima are moved.
+        names = [
+            f"causal_random_feature_attention{which}"
+            for which in ("", "_query_gradient", "_key_gradient")
+        ]
+        grids = [(keys, (1, 0, keys)), (keys, (1, 0, keys, 1)), (keys, (1, 1, 0, keys))]
+    elif not sizes.is_tiled:
+        grids = [(1, ()), (1, ())]
     else:
-        forward = functools.partial(
-            schedule.cycles, steps=keys + queries, counts=(1, keys, 1, queries)
-        )
-        backward = functools.partial(
-            schedule.cycles, steps=2 * keys + queries, counts=(1, keys, 1, 1, queries, keys)
-        )
-    total = forward("random_feature_attention")
-    if is_gradient:
-        total += backward("random_feature_attention_gradient")
-    return programs * total
+        grids = [
+            (keys + queries, (1, keys, 1, queries)),
+            (2 * keys + queries, (1, keys, 1, 1, queries, keys)),
+        ]
+    run = len(grids) if is_gradient else 1
+    return programs * sum(
+        schedule.cycles(name, steps=steps, counts=counts)
+        for name, (steps, counts) in zip(names[:run], grids[:run], strict=True)
+    )
 
 
-def splash(length):
+def splash(length, *, is_causal):
     """Returns exact attention by JAX's splash attention, and its blocks on each side."""
     sizes = splash_attention_kernel.BlockSizes(
         **dict.fromkeys(
@@ -122,9 +137,8 @@ def splash(length):
             SPLASH_BLOCK,
         )
     )
-    mask = splash_attention_mask.MultiHeadMask(
-        [splash_attention_mask.FullMask((length, length))] * HEADS
-    )
+    kind = splash_attention_mask.CausalMask if is_causal else splash_attention_mask.FullMask
+    mask = splash_attention_mask.MultiHeadMask([kind((length, length))] * HEADS)
     kernel = splash_attention_kernel.make_splash_mha_single_device(mask, block_sizes=sizes)
 
     def attend(q, k, v):
@@ -134,10 +148,11 @@ def splash(length):
     return attend, length // SPLASH_BLOCK
 
 
-def splash_cycles(blocks, *, is_gradient):
+def splash_cycles(blocks, *, is_causal, is_gradient):
     """Returns the cycles of splash attention's kernels that were compiled last."""
     # Each begins, takes one block, and ends: under conditions on the step.
-    count = functools.partial(schedule.cycles, steps=blocks**2, counts=(blocks, blocks**2, blocks))
+    seen = blocks * (blocks + 1) // 2 if is_causal else blocks**2
+    count = functools.partial(schedule.cycles, steps=blocks**2, counts=(blocks, seen, blocks))
     if not is_gradient:
         return BATCH * HEADS * count("splash_mha_fwd_no_residuals")
     names = (
@@ -160,30 +175,33 @@ def measure(attend, length, of_kernels=None):
     return results, in_kernels
 
 
-def rows(length):
+def rows(length, *, is_causal):
     """Yields the name of each attention and what ``measure`` returns."""
     positive = feature_maps.Positive()
     calibrated = feature_maps.Calibrated.identity(HEADS, DIM)
+    make = functools.partial(random_features, is_causal=is_causal)
     for name, num_features, feature_map in (
         ("kernels, m = 128", 128, positive),
         ("kernels, m = 130", 130, positive),
         ("kernels, calibrated, m = 128", 128, calibrated),
     ):
-        attend = random_features(num_features, feature_map, "pallas_tpu")
-        cycles = functools.partial(kernel_cycles, num_features, feature_map, length)
+        attend = make(num_features, feature_map, "pallas_tpu")
+        cycles = functools.partial(
+            kernel_cycles, num_features, feature_map, length, is_causal=is_causal
+        )
         total, in_kernels = measure(attend, length, cycles)
         yield name, total
         yield "without what XLA does before and after", in_kernels
     for num_features in (128, 130):
-        yield (
-            f"XLA, m = {num_features}",
-            measure(random_features(num_features, positive, "xla"), length)[0],
-        )
-    yield "textbook, m = 130", measure(textbook(130), length)[0]
-    yield "exact, jax.nn.dot_product_attention", measure(jax.nn.dot_product_attention, length)[0]
+        yield f"XLA, m = {num_features}", measure(make(num_features, positive, "xla"), length)[0]
+    if not is_causal:
+        yield "textbook, m = 130", measure(textbook(130), length)[0]
+    exact = functools.partial(jax.nn.dot_product_attention, is_causal=is_causal)
+    yield "exact, jax.nn.dot_product_attention", measure(exact, length)[0]
     if length % SPLASH_BLOCK == 0:
-        attend, blocks = splash(length)
-        total, in_kernels = measure(attend, length, functools.partial(splash_cycles, blocks))
+        attend, blocks = splash(length, is_causal=is_causal)
+        cycles = functools.partial(splash_cycles, blocks, is_causal=is_causal)
+        total, in_kernels = measure(attend, length, cycles)
         yield "exact, splash attention", total
         yield "without what XLA does before and after", in_kernels
     moved = BATCH * HEADS * DIM * length * 2 / BYTES_PER_CYCLE
@@ -208,9 +226,10 @@ def main():
     if sys.argv[1:2] == ["--program"]:
         print(program(sys.argv[2], *map(int, sys.argv[3:])))
         return
-    for length in map(int, sys.argv[1:] or LENGTHS):
+    is_causal = sys.argv[1:2] == ["--causal"]
+    for length in map(int, sys.argv[1 + is_causal :] or LENGTHS):
         print(f"\n| T = {length} | forward | with backward |\n| --- | --- | --- |")
-        for name, cycles in rows(length):
+        for name, cycles in rows(length, is_causal=is_causal):
             print(f"| {name} | {' | '.join(f'{x / 1e3:,.0f}' for x in cycles)} |", flush=True)
 
 

@@ -56,6 +56,9 @@ class Program(NamedTuple):
             kept += 4 * self.num_features * 6 * LANES
         # Features of about three heads, several times each.
         features = 48 * self.num_features * tile
+        if self.is_causal:  # Its chains are longer, so more heads are under way.
+            heads = self.num_heads * self.groups
+            features += 14 * heads * self.num_features * tile * self.itemsize
         return self.num_heads * (tokens + rows + kept) + features
 
 
