@@ -93,7 +93,7 @@ def kernel_cycles(num_features, feature_map, length, *, is_causal, is_gradient):
         zeros = jnp.zeros((BATCH, length, HEADS, DIM), jnp.bfloat16)
         return lay_out(
             Arguments(zeros, zeros, zeros), jnp.zeros((HEADS, num_features, DIM)), feature_map
-        )[0]
+        )
 
     sizes = shape_of(jax.eval_shape(shape), interpret=False, is_causal=is_causal)
     programs = BATCH * HEADS // sizes.num_heads

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from simrf_jax.attention.inputs.arguments import Arguments
 from simrf_jax.attention.pallas_tpu import backward, causal, causal_backward, forward
-from simrf_jax.attention.pallas_tpu.backward import Gradients, Transposed
+from simrf_jax.attention.pallas_tpu.backward import Gradients
 from simrf_jax.attention.pallas_tpu.choice import MeshAxes
 from simrf_jax.attention.pallas_tpu.devices import Kernel, on_platform, over_devices
 from simrf_jax.attention.pallas_tpu.heads import Refs
@@ -65,7 +65,7 @@ def attend(
     """
     fixed = jax.lax.stop_gradient((projection, feature_map))
     operands = lay_out(arguments, *fixed, is_causal=is_causal)
-    out = _outputs(_fused(Kernels(axes, is_causal), *operands), arguments)
+    out = _outputs(_fused(Kernels(axes, is_causal), operands), arguments)
     tokens = Tokens(arguments.query, arguments.key, arguments.value)
     without: dict[str, Any] = dict.fromkeys(tokens._fields)
     rest = Rest(dataclasses.replace(arguments, **without), projection, feature_map)
@@ -110,25 +110,21 @@ class Kernels(NamedTuple):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(kernels: Kernels, refs: Refs, transposed: Transposed) -> Float[Array, "B N padded T"]:
+def _fused(kernels: Kernels, refs: Refs) -> Float[Array, "B N padded T"]:
     """Attends in a kernel, with gradients of queries, keys and values alone."""
-    del transposed
     return kernels.forward(refs)
 
 
-def _fused_forward(
-    kernels: Kernels, refs: Refs, transposed: Transposed
-) -> tuple[Float[Array, "B N padded T"], tuple[Refs, Transposed]]:
-    return _fused(kernels, refs, transposed), (refs, transposed)
+def _fused_forward(kernels: Kernels, refs: Refs) -> tuple[Float[Array, "B N padded T"], Refs]:
+    return _fused(kernels, refs), refs
 
 
 def _fused_backward(
-    kernels: Kernels, kept: tuple[Refs, Transposed], of_outputs: Float[Array, "B N padded T"]
-) -> tuple[Refs, Transposed]:
-    of_tokens = kernels.backward(*kept, of_outputs)
+    kernels: Kernels, refs: Refs, of_outputs: Float[Array, "B N padded T"]
+) -> tuple[Refs]:
+    of_tokens = kernels.backward(refs, of_outputs)
     # Nobody uses the other gradients, so they are not computed.
-    refs, transposed = jax.tree.map(jnp.zeros_like, kept)
-    return refs._replace(**of_tokens._asdict()), transposed
+    return (jax.tree.map(jnp.zeros_like, refs)._replace(**of_tokens._asdict()),)
 
 
 _fused.defvjp(_fused_forward, _fused_backward)

@@ -20,27 +20,17 @@ from simrf_jax.attention.pallas_tpu.heads import (
     Links,
     Refs,
     Shape,
+    back_rows,
     divide,
     interleave,
-    of_head,
+    keep_parts,
+    parts_scratch,
     query_features,
     query_logits,
     spoil_denominator,
     take_keys,
     with_offsets,
 )
-
-
-class Transposed(NamedTuple):
-    """Rows of W, without the factors of base 2.
-
-    Attributes:
-      query_rows: ``[1 or key heads, H, m]``.
-      key_rows: ``[1 or key heads, H, ...]``, in the order of ``Refs.key_rows``.
-    """
-
-    query_rows: Any
-    key_rows: Any
 
 
 class Gradients(NamedTuple):
@@ -57,22 +47,18 @@ class Gradients(NamedTuple):
     value: Any
 
 
-def backward(
-    shape: Shape, operands: Refs, transposed: Transposed, of_outputs: jax.Array
-) -> Gradients:
+def backward(shape: Shape, operands: Refs, of_outputs: jax.Array) -> Gradients:
     """Returns the gradients of queries, keys and values.
 
     Args:
       shape: Sizes of the kernel.
       operands: Arrays of the forward pass.
-      transposed: Further arrays.
       of_outputs: Gradient of the outputs, ``[B, N, D, T]``.
     """
     grid = Grid.keys_first(shape, operands, is_gradient=True)
-    arrays, tree = jax.tree.flatten((operands, transposed, of_outputs))
+    arrays, tree = jax.tree.flatten((operands, of_outputs))
     specs = (
         grid.operands(),
-        Transposed(*map(grid.of_rows, transposed)),
         grid.of_queries(shape.value_dim),
     )
     tokens = (operands.query, operands.key, operands.value)
@@ -87,7 +73,7 @@ def backward(
                 grid.of_keys(shape.value_dim, is_gradient=True),
             ),
             out_shape=tuple(result(x.shape, x.dtype, (operands, of_outputs)) for x in tokens),
-            scratch_shapes=_scratch(shape) if shape.is_tiled else (),
+            scratch_shapes=_scratch(shape, operands) if shape.is_tiled else (),
             compiler_params=compiler_params(),
             interpret=shape.interpret,
             name="random_feature_attention_gradient",
@@ -102,19 +88,20 @@ class Sums(NamedTuple):
     gradient: Any
 
 
-def _scratch(shape: Shape) -> tuple[Any, ...]:
+def _scratch(shape: Shape, operands: Refs) -> tuple[Any, ...]:
     gradient = pltpu.VMEM((shape.num_heads, shape.columns, shape.num_features), jnp.float32)
-    return (*state_scratch(shape), gradient)
+    return (*state_scratch(shape), gradient, *parts_scratch(shape, operands))
 
 
 def _kernel(shape: Shape, tree: Any, *refs: Any) -> None:
-    operands, transposed, of_outputs = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+    operands, of_outputs = jax.tree.unflatten(tree, refs[: tree.num_leaves])
     out = Gradients(*refs[tree.num_leaves : tree.num_leaves + 3])
     if not shape.is_tiled:
-        interleave(_of_head(shape, operands, transposed, of_outputs, out), shape.heads_at_once)
+        interleave(_of_head(shape, operands, of_outputs, out), shape.heads_at_once)
         return
-    *state, gradient = refs[tree.num_leaves + 3 :]
+    *state, gradient, query_parts, key_parts = refs[tree.num_leaves + 3 :]
     sums, step = Sums(State(*state), gradient), pl.program_id(2)
+    operands = keep_parts(shape, operands, (query_parts, key_parts), step)
     sum_keys(shape, operands, sums.state, step)
     of_keys = step - shape.key_tiles - shape.query_tiles
 
@@ -126,21 +113,19 @@ def _kernel(shape: Shape, tree: Any, *refs: Any) -> None:
     def _() -> None:
         first = (step - shape.key_tiles) * shape.query_tile
         interleave(
-            _of_queries(shape, operands, transposed, of_outputs, sums, out, first),
+            _of_queries(shape, operands, of_outputs, sums, out, first),
             shape.heads_at_once,
         )
 
     @pl.when(of_keys >= 0)
     def _() -> None:
         interleave(
-            _of_keys(shape, operands, transposed, sums, out, of_keys * shape.key_tile),
+            _of_keys(shape, operands, sums, out, of_keys * shape.key_tile),
             shape.heads_at_once,
         )
 
 
-def _of_head(
-    shape: Shape, refs: Refs, transposed: Transposed, of_outputs: Any, out: Gradients
-) -> Iterator[Links]:
+def _of_head(shape: Shape, refs: Refs, of_outputs: Any, out: Gradients) -> Iterator[Links]:
     """Returns what the heads do where one tile holds all keys, and one all queries."""
     kept: dict[int, tuple[Keys, jax.Array]] = {}
     states: dict[int, tuple[jax.Array, jax.Array]] = {}
@@ -168,14 +153,14 @@ def _of_head(
         gradients[of_key] = more if group == 0 else gradients[of_key] + more
         yield
         of_logits = jnp.where(fine, psi * of_psi, 0).astype(shape.dtype)
-        of_query = shape.dot(of_head(transposed.query_rows, of_key), of_logits, 1, 0)
+        of_query = shape.dot(back_rows(shape, refs, of_key, of_keys=False), of_logits, 1, 0)
         out.query[0, number] = of_query.astype(out.query.dtype)
         if group < shape.groups - 1:
             return
         yield
         is_fine = jnp.all(jnp.abs(state.astype(jnp.float32)) < jnp.inf, keepdims=True)
         yield from _of_keys_of_head(
-            shape, refs, transposed, *kept[of_key], gradients[of_key], is_fine, out, of_key
+            shape, refs, *kept[of_key], gradients[of_key], is_fine, out, of_key
         )
 
     return map(head, range(shape.num_heads * shape.groups))
@@ -211,7 +196,6 @@ def gradient_of_sums(
 def _of_keys_of_head(
     shape: Shape,
     refs: Refs,
-    transposed: Transposed,
     keys: Keys,
     phi: jax.Array,
     of_state: jax.Array,
@@ -224,7 +208,6 @@ def _of_keys_of_head(
     Args:
       shape: Sizes.
       refs: Operands.
-      transposed: Further operands.
       keys: Keys of a tile.
       phi: Their features, ``[m, tile]``.
       of_state: Gradient of the state, ``[D + TILE, m]``.
@@ -238,14 +221,13 @@ def _of_keys_of_head(
     out.value[0, head] = jnp.where(is_fine, of_value, 0).astype(out.value.dtype)
     yield
     squared = keys.tokens if keys.stretched is None else keys.stretched
-    of_key = of_tokens(shape, refs, transposed, squared, phi * of_phi, head)
+    of_key = of_tokens(shape, refs, squared, phi * of_phi, head)
     out.key[0, head] = jnp.where(is_fine, of_key, 0).astype(out.key.dtype)
 
 
 def of_tokens(
     shape: Shape,
     refs: Refs,
-    transposed: Transposed,
     squared: jax.Array,
     of_logits: jax.Array,
     head: Any,
@@ -255,7 +237,6 @@ def of_tokens(
     Args:
       shape: Sizes.
       refs: Operands.
-      transposed: Further operands.
       squared: Stretched keys, or keys themselves without a stretch, ``[H, tile]``.
       of_logits: Gradient of the exponents of their features, ``[m, tile]``.
       head: Number of the key head.
@@ -265,10 +246,10 @@ def of_tokens(
         is_first = jax.lax.broadcasted_iota(jnp.int32, (TILE, 1), 0) == 0
         above = [-squared * of_scale, jnp.where(is_first, of_scale, 0)]
         of_logits = jnp.concatenate([*above, of_logits], axis=0)
-    rows = of_head(transposed.key_rows, head)
+    rows = back_rows(shape, refs, head, of_keys=True)
     of_key = shape.dot(rows, of_logits.astype(shape.dtype), 1, 0)
     if not shape.is_stretched:
-        factor = 2 * LN2 * refs.half_square[0, 0]
+        factor = 2 * LN2 * refs.factors[0, 2]
         of_key -= factor * of_scale * squared.astype(jnp.float32)
     return of_key
 
@@ -276,7 +257,6 @@ def of_tokens(
 def _of_queries(
     shape: Shape,
     refs: Refs,
-    transposed: Transposed,
     of_outputs: Any,
     sums: Sums,
     out: Gradients,
@@ -298,7 +278,7 @@ def _of_queries(
         sums.gradient[of_key] += shape.dot(of_sums, jnp.where(fine, psi, 0), 1, 1)
         yield
         of_logits = jnp.where(fine, psi * of_psi, 0).astype(shape.dtype)
-        of_query = shape.dot(of_head(transposed.query_rows, of_key), of_logits, 1, 0)
+        of_query = shape.dot(back_rows(shape, refs, of_key, of_keys=False), of_logits, 1, 0)
         out.query[0, number] = of_query.astype(out.query.dtype)
 
     return map(head, range(shape.num_heads * shape.groups))
@@ -307,7 +287,6 @@ def _of_queries(
 def _of_keys(
     shape: Shape,
     refs: Refs,
-    transposed: Transposed,
     sums: Sums,
     out: Gradients,
     first: jax.Array,
@@ -324,7 +303,6 @@ def _of_keys(
         yield from _of_keys_of_head(
             shape,
             refs,
-            transposed,
             keys,
             phi.astype(shape.dtype),
             sums.gradient[number],

@@ -141,6 +141,6 @@ class Grid:
             key_rows=self.of_rows(arrays.key_rows),
             offsets=None if arrays.offsets is None else self.of_rows(arrays.offsets),
             center=None if arrays.center is None else self.of_rows(arrays.center),
-            half_square=pl.BlockSpec(memory_space=pltpu.SMEM),
+            factors=pl.BlockSpec(memory_space=pltpu.SMEM),
             log_weights=log_weights,
         )

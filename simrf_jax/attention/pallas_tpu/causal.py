@@ -25,6 +25,8 @@ from simrf_jax.attention.pallas_tpu.heads import (
     Shape,
     divide,
     interleave,
+    keep_parts,
+    parts_scratch,
     query_logits,
     take_keys,
     with_offsets,
@@ -90,7 +92,7 @@ def forward(shape: Shape, operands: Refs) -> jax.Array:
         out_shape=result(
             (batch, num_heads, shape.value_dim, shape.num_queries), shape.dtype, operands
         ),
-        scratch_shapes=tile_scratch(shape),
+        scratch_shapes=(*tile_scratch(shape), *parts_scratch(shape, operands)),
         compiler_params=compiler_params(),
         interpret=shape.interpret,
         name="causal_random_feature_attention",
@@ -99,7 +101,9 @@ def forward(shape: Shape, operands: Refs) -> jax.Array:
 
 def _kernel(shape: Shape, tree: Any, *refs: Any) -> None:
     operands, out = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves]
-    tile, step = Tile(*refs[tree.num_leaves + 1 :]), pl.program_id(2)
+    *tile_refs, query_parts, key_parts = refs[tree.num_leaves + 1 :]
+    tile, step = Tile(*tile_refs), pl.program_id(2)
+    operands = keep_parts(shape, operands, (query_parts, key_parts), step)
     begin(tile, step)
     is_rare = load(shape, operands, tile, step)
 

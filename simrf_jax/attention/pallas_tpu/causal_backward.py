@@ -18,7 +18,6 @@ from jax.experimental.pallas import tpu as pltpu
 
 from simrf_jax.attention.pallas_tpu.backward import (
     Gradients,
-    Transposed,
     gradient_of_sums,
     of_tokens,
 )
@@ -44,7 +43,9 @@ from simrf_jax.attention.pallas_tpu.heads import (
     Links,
     Refs,
     Shape,
-    of_head,
+    back_rows,
+    keep_parts,
+    parts_scratch,
     query_logits,
 )
 
@@ -62,33 +63,24 @@ class Passed(NamedTuple):
     maxima: Any
 
 
-def backward(
-    shape: Shape, operands: Refs, transposed: Transposed, of_outputs: jax.Array
-) -> Gradients:
+def backward(shape: Shape, operands: Refs, of_outputs: jax.Array) -> Gradients:
     """Returns the gradients of queries, keys and values.
 
     Args:
       shape: Sizes of the kernel.
       operands: Arrays of the forward pass.
-      transposed: Further arrays.
       of_outputs: Gradient of the outputs, ``[B, N, D, T]``.
     """
-    of_query, passed = _queries(shape, operands, transposed, of_outputs)
-    return Gradients(of_query, *_keys(shape, operands, transposed, passed))
+    of_query, passed = _queries(shape, operands, of_outputs)
+    return Gradients(of_query, *_keys(shape, operands, passed))
 
 
-def _queries(
-    shape: Shape, operands: Refs, transposed: Transposed, of_outputs: jax.Array
-) -> tuple[jax.Array, Passed]:
+def _queries(shape: Shape, operands: Refs, of_outputs: jax.Array) -> tuple[jax.Array, Passed]:
     """Returns the gradient of the queries, and what the gradient of the keys needs."""
     grid = Grid.in_order(shape, operands)
     batch, num_heads, _, length = operands.query.shape
-    arrays, tree = jax.tree.flatten((operands, transposed.query_rows, of_outputs))
-    specs = (
-        grid.operands(),
-        grid.of_rows(transposed.query_rows),
-        grid.of_queries(shape.value_dim),
-    )
+    arrays, tree = jax.tree.flatten((operands, of_outputs))
+    specs = (grid.operands(), grid.of_queries(shape.value_dim))
     of_query = result(operands.query.shape, shape.dtype, (operands, of_outputs))
     of_sums = result((batch, num_heads, shape.columns, length), shape.dtype, of_query)
     num_key_heads, tiles = operands.key.shape[1], shape.key_tiles
@@ -103,7 +95,7 @@ def _queries(
             grid.of_maxima(),
         ),
         out_shape=(of_query, of_sums, maxima),
-        scratch_shapes=tile_scratch(shape),
+        scratch_shapes=(*tile_scratch(shape), *parts_scratch(shape, operands)),
         compiler_params=compiler_params(),
         interpret=shape.interpret,
         name="causal_random_feature_attention_query_gradient",
@@ -112,9 +104,11 @@ def _queries(
 
 
 def _query_kernel(shape: Shape, tree: Any, *refs: Any) -> None:
-    operands, query_rows, of_outputs = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+    operands, of_outputs = jax.tree.unflatten(tree, refs[: tree.num_leaves])
     of_query, *passed = refs[tree.num_leaves : tree.num_leaves + 3]
-    tile, step = Tile(*refs[tree.num_leaves + 3 :]), pl.program_id(2)
+    *tile_refs, query_parts, key_parts = refs[tree.num_leaves + 3 :]
+    tile, step = Tile(*tile_refs), pl.program_id(2)
+    operands = keep_parts(shape, operands, (query_parts, key_parts), step)
     begin(tile, step)
     is_rare = load(shape, operands, tile, step)
     _write_maxima(shape, tile, Passed(*passed).maxima, step)
@@ -122,7 +116,6 @@ def _query_kernel(shape: Shape, tree: Any, *refs: Any) -> None:
         _of_queries,
         shape,
         operands,
-        query_rows,
         of_outputs,
         tile,
         of_query,
@@ -143,7 +136,6 @@ def _write_maxima(shape: Shape, tile: Tile, out: Any, step: jax.Array) -> None:
 def _of_queries(
     shape: Shape,
     refs: Refs,
-    query_rows: Any,
     of_outputs: Any,
     tile: Tile,
     of_query: Any,
@@ -169,7 +161,7 @@ def _of_queries(
     of_logits = found.weights.of_queries(shape, of_psi, of_pairs)
     of_logits = jnp.where(fine, of_logits, 0).astype(shape.dtype)
     yield
-    gradient = shape.dot(of_head(query_rows, of_key), of_logits, 1, 0)
+    gradient = shape.dot(back_rows(shape, refs, of_key, of_keys=False), of_logits, 1, 0)
     of_query[0, number] = gradient.astype(of_query.dtype)
 
 
@@ -187,15 +179,12 @@ class Later(NamedTuple):
     squared: Any
 
 
-def _keys(
-    shape: Shape, operands: Refs, transposed: Transposed, passed: Passed
-) -> tuple[jax.Array, jax.Array]:
+def _keys(shape: Shape, operands: Refs, passed: Passed) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of keys and values."""
     grid = Grid.in_order(shape, operands, is_reversed=True)
-    arrays, tree = jax.tree.flatten((operands, transposed.key_rows, passed))
+    arrays, tree = jax.tree.flatten((operands, passed))
     specs = (
         grid.operands(),
-        grid.of_rows(transposed.key_rows),
         Passed(grid.of_queries(shape.columns), grid.of_maxima()),
     )
     n, m, length = shape.num_heads, shape.num_features, shape.key_tile
@@ -212,7 +201,7 @@ def _keys(
         out_shape=tuple(
             result(x.shape, x.dtype, (operands, passed)) for x in (operands.key, operands.value)
         ),
-        scratch_shapes=(*tile_scratch(shape), *later),
+        scratch_shapes=(*tile_scratch(shape), *later, *parts_scratch(shape, operands)),
         compiler_params=compiler_params(),
         interpret=shape.interpret,
         name="causal_random_feature_attention_key_gradient",
@@ -221,10 +210,12 @@ def _keys(
 
 
 def _key_kernel(shape: Shape, tree: Any, *refs: Any) -> None:
-    operands, key_rows, passed = jax.tree.unflatten(tree, refs[: tree.num_leaves])
+    operands, passed = jax.tree.unflatten(tree, refs[: tree.num_leaves])
     out = Gradients(None, *refs[tree.num_leaves : tree.num_leaves + 2])
-    scratch, size = refs[tree.num_leaves + 2 :], len(Tile._fields)
-    tile, later, step = Tile(*scratch[:size]), Later(*scratch[size:]), pl.program_id(2)
+    *scratch, query_parts, key_parts = refs[tree.num_leaves + 2 :]
+    size, step = len(Tile._fields), pl.program_id(2)
+    tile, later = Tile(*scratch[:size]), Later(*scratch[size:])
+    operands = keep_parts(shape, operands, (query_parts, key_parts), step)
     number = shape.key_tiles - 1 - step
 
     @pl.when(step == 0)
@@ -234,9 +225,7 @@ def _key_kernel(shape: Shape, tree: Any, *refs: Any) -> None:
 
     _read_maxima(shape, tile, passed.maxima, number)
     is_rare = load(shape, operands, tile, number, squared=later.squared)
-    attend = functools.partial(
-        _of_keys, shape, operands, key_rows, passed.of_sums, tile, later, out, number
-    )
+    attend = functools.partial(_of_keys, shape, operands, passed.of_sums, tile, later, out, number)
     each_way(shape, is_rare, attend)
 
 
@@ -266,7 +255,6 @@ class KeySums(NamedTuple):
 def _of_keys(
     shape: Shape,
     refs: Refs,
-    key_rows: Any,
     of_sums: Any,
     tile: Tile,
     later: Later,
@@ -315,7 +303,6 @@ def _of_keys(
     of_tile = of_tokens(
         shape,
         refs,
-        Transposed(None, key_rows),
         later.squared[of_key],
         found.of_logits + phi * of_phi,
         of_key,

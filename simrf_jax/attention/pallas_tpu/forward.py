@@ -19,6 +19,8 @@ from simrf_jax.attention.pallas_tpu.heads import (
     Shape,
     divide,
     interleave,
+    keep_parts,
+    parts_scratch,
     query_features,
     query_logits,
     spoil_denominator,
@@ -45,7 +47,9 @@ def forward(shape: Shape, operands: Refs) -> jax.Array:
         out_shape=result(
             (batch, num_heads, shape.value_dim, shape.num_queries), shape.dtype, operands
         ),
-        scratch_shapes=state_scratch(shape) if shape.is_tiled else (),
+        scratch_shapes=(*state_scratch(shape), *parts_scratch(shape, operands))
+        if shape.is_tiled
+        else (),
         compiler_params=compiler_params(),
         interpret=shape.interpret,
         name="random_feature_attention",
@@ -58,7 +62,9 @@ def _kernel(shape: Shape, tree: Any, *refs: Any) -> None:
     if not shape.is_tiled:
         interleave(attend(shape, operands, out), shape.heads_at_once)
         return
-    state, step = State(*refs[tree.num_leaves + 1 :]), pl.program_id(2)
+    (*state_refs, query_parts, key_parts), step = refs[tree.num_leaves + 1 :], pl.program_id(2)
+    state = State(*state_refs)
+    operands = keep_parts(shape, operands, (query_parts, key_parts), step)
     sum_keys(shape, operands, state, step)
 
     @pl.when(step >= shape.key_tiles)

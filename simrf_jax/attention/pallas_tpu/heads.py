@@ -143,6 +143,25 @@ class Shape:
             preferred_element_type=jnp.float32,
         )
 
+    def split(self, rows: jax.Array, factor: jax.Array) -> jax.Array:
+        """Returns rows in ``dtype``, for bfloat16 as two parts side by side.
+
+        A number of bfloat16 times both parts, added in float32, has 16 binary digits of the row.
+
+        Args:
+          rows: ``[H, m]`` in float32, transposed.
+          factor: What they are multiplied by, a number.
+
+        Returns:
+          ``[m, passes * H]``.
+        """
+        rows = rows * factor
+        if self.passes == 1:
+            return rows.T.astype(self.dtype)
+        high = rows.astype(self.dtype)
+        low = (rows - high.astype(jnp.float32)).astype(self.dtype)
+        return jnp.concatenate([high, low], axis=0).T
+
     def project(self, rows: jax.Array, x: jax.Array) -> jax.Array:
         """Multiplies rows, whose parts stand side by side, by tokens ``[H, length]``."""
         return self.dot(rows, jnp.concatenate([x] * self.passes, axis=0), 1, 0)
@@ -155,13 +174,17 @@ class Refs(NamedTuple):
       query: ``[1, heads, H, tile]``.
       key: ``[1, key heads, H, tile]``.
       value: ``[1, key heads, D, tile]``.
-      query_rows: W of queries, ``[1 or key heads, m, passes * H]``.
-      key_rows: Rows for keys, ``[1 or key heads, ..., passes * H]``: if the map has a stretch, its
+      query_rows: W of queries, transposed, ``[1 or key heads, H, m]``, in float32.
+      key_rows: Rows for keys, likewise, ``[1 or key heads, H, ...]``: if the map has a stretch, its
         H rows, and ``TILE`` rows of which the first is the slope; then W.
       offsets: Exponents of the features, ``[1 or key heads, m, 1]``, or None.
       center: Mean that is subtracted from stretched keys, ``[1 or key heads, H, 1]``, or None.
-      half_square: ``[1, 1]``, which multiplies squared norms of keys without a stretch.
+      factors: ``[1, 3]``: what multiplies the rows of queries, those of keys, and the squared norms
+        of keys without a stretch.
       log_weights: ``[1, 1 or key heads, 1, tile]``, or None.
+      query_parts: ``[1 or key heads, m, passes * H]``, the rows as ``split`` returns them, where
+        they are kept from step to step; None where they are not.
+      key_parts: The same of keys.
     """
 
     query: Any
@@ -171,13 +194,52 @@ class Refs(NamedTuple):
     key_rows: Any
     offsets: Any
     center: Any
-    half_square: Any
+    factors: Any
     log_weights: Any
+    query_parts: Any = None
+    key_parts: Any = None
 
 
 def of_head(ref: Any, head: Any) -> jax.Array:
     """Returns the part of a head; with one part, that is for all heads."""
     return ref[head if ref.shape[0] > 1 else 0]
+
+
+def _parts(shape: Shape, refs: Refs, head: Any, *, of_keys: bool) -> jax.Array:
+    """Returns the rows of a head as ``split`` does."""
+    kept = refs.key_parts if of_keys else refs.query_parts
+    if kept is not None:
+        return of_head(kept, head)
+    rows = refs.key_rows if of_keys else refs.query_rows
+    return shape.split(of_head(rows, head), refs.factors[0, int(of_keys)])
+
+
+def back_rows(shape: Shape, refs: Refs, head: Any, *, of_keys: bool) -> jax.Array:
+    """Returns rows transposed, ``[H, m]``, to go back from the exponents, which are of base 2."""
+    rows = of_head(refs.key_rows if of_keys else refs.query_rows, head)
+    return (rows * (LN2 * refs.factors[0, int(of_keys)])).astype(shape.dtype)
+
+
+def parts_scratch(shape: Shape, refs: Refs) -> list[Any]:
+    """Returns the memory for ``keep_parts``."""
+    width = shape.passes * shape.dim
+    return [
+        pltpu.VMEM((min(rows.shape[0], shape.num_heads), rows.shape[2], width), shape.dtype)
+        for rows in (refs.query_rows, refs.key_rows)
+    ]
+
+
+def keep_parts(shape: Shape, refs: Refs, scratch: Any, step: jax.Array) -> Refs:
+    """Splits all rows in the first step, and returns the operands with what is kept."""
+    query_parts, key_parts = scratch
+
+    @pl.when(step == 0)
+    def _() -> None:
+        for of_keys, kept in enumerate(scratch):
+            for number in range(kept.shape[0]):
+                kept[number] = _parts(shape, refs, number, of_keys=bool(of_keys))
+
+    return refs._replace(query_parts=query_parts, key_parts=key_parts)
 
 
 class Keys(NamedTuple):
@@ -224,7 +286,7 @@ def take_keys(
         visible &= finite
     if is_causal or refs.log_weights is not None or shape.num_keys % shape.key_tile:
         key, value = keep(key, visible), keep(value, visible)
-    products = shape.project(of_head(refs.key_rows, head), key)
+    products = shape.project(_parts(shape, refs, head, of_keys=True), key)
     stretched = None
     if shape.is_stretched:
         stretched = products[: shape.dim] - of_head(refs.center, head)
@@ -232,7 +294,7 @@ def take_keys(
         scale = slope - 0.5 * jnp.sum(jnp.square(stretched), axis=0, keepdims=True)
     else:
         wide = key.astype(jnp.float32)
-        scale = -refs.half_square[0, 0] * jnp.sum(jnp.square(wide), axis=0, keepdims=True)
+        scale = -refs.factors[0, 2] * jnp.sum(jnp.square(wide), axis=0, keepdims=True)
     if log_weights is not None:
         scale += log_weights
     # A key may be infinite and have no feature that is.
@@ -302,7 +364,7 @@ def query_logits(
       head: Number of the query head.
       visible: ``[1, tile]``, False at queries that are replaced by zeros; None for all.
     """
-    rows, query = of_head(refs.query_rows, of_key), refs.query[0, head]
+    rows, query = _parts(shape, refs, of_key, of_keys=False), refs.query[0, head]
     return shape.project(rows, query if visible is None else keep(query, visible))
 
 

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
 
 from simrf_jax.attention.inputs.arguments import Arguments
-from simrf_jax.attention.pallas_tpu.backward import Transposed
 from simrf_jax.attention.pallas_tpu.choice import LANES, MEMORY, Program
 from simrf_jax.attention.pallas_tpu.heads import HIDDEN, TILE, Refs, Shape
 from simrf_jax.features import FeatureMap
@@ -33,7 +32,7 @@ def lay_out(
     feature_map: FeatureMap,
     *,
     is_causal: bool = False,
-) -> tuple[Refs, Transposed]:
+) -> Refs:
     """Returns what the kernels take: whole arrays in the place of the blocks."""
     log_weights = arguments.log_weights_per_key()
     num_heads, dim = arguments.query.shape[-2:]
@@ -48,23 +47,19 @@ def lay_out(
         forms = [_repeated(form, groups) for form in forms]
     of_queries, of_keys = forms
     root, sign = _root_and_sign(arguments)
-    dim, dtype = _multiple(dim, TILE), arguments.query.dtype
-    refs = Refs(
+    factors = [root * sign * LOG2E, root * LOG2E, 0.5 * LOG2E * jnp.square(root)]
+    dim = _multiple(dim, TILE)
+    return Refs(
         query=_tokens(arguments.query),
         key=_tokens(key),
         value=_tokens(value),
-        query_rows=_parts(_padded(of_queries.rows * (sign * root * LOG2E), dim), dtype),
-        key_rows=_parts(_key_rows(of_keys, root * LOG2E, root * LOG2E**0.5), dtype),
+        query_rows=_padded(of_queries.rows, dim).mT,
+        key_rows=_key_rows(of_keys).mT,
         offsets=_offsets([form.offsets for form in forms]),
         center=_center(of_keys),
-        half_square=jnp.reshape(0.5 * LOG2E * jnp.square(root), (1, 1)),
+        factors=jnp.stack(factors)[None],
         log_weights=None if log_weights is None else _hidden(log_weights)[:, :, None],
     )
-    transposed = Transposed(
-        _padded(of_queries.rows * (sign * root), dim).mT.astype(dtype),
-        _key_rows(of_keys, root, root / LOG2E**0.5).mT.astype(dtype),
-    )
-    return refs, transposed
 
 
 def _up_to_the_last_query(
@@ -104,7 +99,7 @@ def shape_of(refs: Refs, *, interpret: bool, is_causal: bool = False) -> Shape:
     """Returns the sizes of the kernels for arrays that are laid out."""
     _, num_heads, dim, num_queries = refs.query.shape
     _, num_key_heads, value_dim, num_keys = refs.value.shape
-    groups, num_features = num_heads // num_key_heads, refs.query_rows.shape[1]
+    groups, num_features = num_heads // num_key_heads, refs.query_rows.shape[2]
     itemsize = refs.query.dtype.itemsize
 
     def program(num_heads: int) -> Program:
@@ -130,8 +125,8 @@ def shape_of(refs: Refs, *, interpret: bool, is_causal: bool = False) -> Shape:
         num_keys=num_keys,
         query_tile=LANES if is_causal else _tile(num_queries, most),
         key_tile=LANES if is_causal else _tile(num_keys, most),
-        passes=refs.query_rows.shape[-1] // dim,
-        is_stretched=refs.key_rows.shape[1] > num_features,
+        passes=2 if refs.query.dtype == jnp.bfloat16 else 1,
+        is_stretched=refs.key_rows.shape[2] > num_features,
         dtype=refs.query.dtype,
         interpret=interpret,
     )
@@ -160,30 +155,16 @@ def _padded(x: Shaped[Array, "*shape width"], width: int) -> Shaped[Array, "*sha
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, missing)]) if missing else x
 
 
-def _parts(rows: Float[Array, "*K rows H"], dtype: jnp.dtype) -> Float[Array, "*K rows parts"]:
-    """Returns rows in the type of the tokens, for bfloat16 as two parts side by side.
-
-    A number of bfloat16 times both parts, added in float32, has 16 binary digits of the row.
-    """
-    if dtype != jnp.bfloat16:
-        return rows.astype(dtype)
-    # Not a conversion there and back, which XLA would leave out.
-    high = jax.lax.reduce_precision(rows, exponent_bits=8, mantissa_bits=7)
-    return jnp.concatenate([high, rows - high], axis=-1).astype(dtype)
-
-
-def _key_rows(
-    form: ExponentialForm, of_rows: jax.Array, of_stretch: jax.Array
-) -> Float[Array, "*K rows H"]:
-    """Returns stretch, slope and W on top of each other, each times a factor."""
+def _key_rows(form: ExponentialForm) -> Float[Array, "*K rows H"]:
+    """Returns stretch, slope and W on top of each other."""
     dim = _multiple(form.rows.shape[-1], TILE)
-    rows = _padded(form.rows * of_rows, dim)
+    rows = _padded(form.rows, dim)
     if form.stretch is None:
         return rows
     slope = 0 * form.stretch[..., 0, :] if form.slope is None else form.slope
     above = [
-        _padded(_padded(form.stretch * of_stretch, dim).mT, dim).mT,
-        _padded(_padded(slope[..., None, :] * of_rows, dim).mT, TILE).mT,
+        _padded(_padded(form.stretch * LOG2E**-0.5, dim).mT, dim).mT,
+        _padded(_padded(slope[..., None, :], dim).mT, TILE).mT,
     ]
     heads = max(x.shape[0] for x in (rows, *above))
     return jnp.concatenate([jnp.broadcast_to(x, (heads, *x.shape[1:])) for x in (*above, rows)], -2)
