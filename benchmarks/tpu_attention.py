@@ -41,18 +41,17 @@ def tokens(length):
 
 
 def both_ways(attend):
-    """Returns a function of queries, keys, values and the gradient of the outputs."""
+    """Returns a function of the arguments of ``attend`` and of the gradient of the outputs."""
 
-    def run(*qkvg):
-        out, back = jax.vjp(attend, *qkvg[:3])
-        return out, back(qkvg[3])
+    def run(of_outputs, q, k, v, *others):
+        out, back = jax.vjp(lambda *tokens: attend(*tokens, *others), q, k, v)
+        return out, back(of_outputs)
 
     return run
 
 
-def random_features(num_features, feature_map, implementation, *, is_causal):
-    def attend(q, k, v):
-        w = jnp.ones((HEADS, num_features, DIM))
+def random_features(implementation, *, is_causal):
+    def attend(q, k, v, w, feature_map):
         return simrf_jax.random_feature_attention(
             q,
             k,
@@ -66,24 +65,24 @@ def random_features(num_features, feature_map, implementation, *, is_causal):
     return attend
 
 
-def textbook(num_features):
-    """Returns attention as the known implementations write it, with one maximum and an epsilon."""
+def rows_of(num_features):
+    return jax.ShapeDtypeStruct((HEADS, num_features, DIM), jnp.float32)
 
-    def phi(x, w, axes):
+
+def textbook(q, k, v, w):
+    """Attends as the known implementations do, with one maximum and an epsilon."""
+
+    def phi(x, axes):
         logits = jnp.einsum("bthd,hmd->bthm", x.astype(jnp.float32) * DIM**-0.25, w)
         scale = jnp.sum(jnp.square(x.astype(jnp.float32)), -1, keepdims=True) * DIM**-0.5 / 2
         largest = jax.lax.stop_gradient(jnp.max(logits, axes, keepdims=True))
-        return (jnp.exp(logits - scale - largest) + 1e-4) * num_features**-0.5
+        return (jnp.exp(logits - scale - largest) + 1e-4) * w.shape[1] ** -0.5
 
-    def attend(q, k, v):
-        w = jnp.ones((HEADS, num_features, DIM))
-        of_queries, of_keys = phi(q, w, -1), phi(k, w, (1, 3))
-        sums = jnp.einsum("bshm,bshd->bhmd", of_keys, v.astype(jnp.float32))
-        normaliser = jnp.einsum("bthm,bhm->bth", of_queries, jnp.sum(of_keys, 1))
-        out = jnp.einsum("bthm,bhmd->bthd", of_queries, sums) / normaliser[..., None]
-        return out.astype(q.dtype)
-
-    return attend
+    of_queries, of_keys = phi(q, -1), phi(k, (1, 3))
+    sums = jnp.einsum("bshm,bshd->bhmd", of_keys, v.astype(jnp.float32))
+    normaliser = jnp.einsum("bthm,bhm->bth", of_queries, jnp.sum(of_keys, 1))
+    out = jnp.einsum("bthm,bhmd->bthd", of_queries, sums) / normaliser[..., None]
+    return out.astype(q.dtype)
 
 
 def kernel_cycles(num_features, feature_map, length, *, is_causal, is_gradient):
@@ -163,13 +162,20 @@ def splash_cycles(blocks, *, is_causal, is_gradient):
     return BATCH * HEADS * sum(map(count, names))
 
 
-def measure(attend, length, of_kernels=None):
-    """Returns the cycles of the forward pass and of both passes, and those in kernels."""
+def measure(attend, length, *others, of_kernels=None):
+    """Returns the cycles of the forward pass and of both passes, and those in kernels.
+
+    Args:
+      attend: Function of queries, keys, values and others.
+      length: Number of tokens.
+      others: Further arguments, which are not known while compiling.
+      of_kernels: Function of ``is_gradient`` that returns the cycles in kernels.
+    """
     results, in_kernels = [], []
     for is_gradient in (False, True):
         schedule.forget()
         function, number = (both_ways(attend), 4) if is_gradient else (attend, 3)
-        compiled = tpu.compile_for(function, *[tokens(length)] * number)
+        compiled = tpu.compile_for(function, *[tokens(length)] * number, *others)
         in_kernels.append(of_kernels(is_gradient=is_gradient) if of_kernels else 0)
         results.append(tpu.static_cycles(compiled)[0] + in_kernels[-1])
     return results, in_kernels
@@ -179,31 +185,33 @@ def rows(length, *, is_causal):
     """Yields the name of each attention and what ``measure`` returns."""
     positive = feature_maps.Positive()
     calibrated = feature_maps.Calibrated.identity(HEADS, DIM)
-    make = functools.partial(random_features, is_causal=is_causal)
+    in_kernels = random_features("pallas_tpu", is_causal=is_causal)
     for name, num_features, feature_map in (
         ("kernels, m = 128", 128, positive),
         ("kernels, m = 130", 130, positive),
         ("kernels, calibrated, m = 128", 128, calibrated),
     ):
-        attend = make(num_features, feature_map, "pallas_tpu")
         cycles = functools.partial(
             kernel_cycles, num_features, feature_map, length, is_causal=is_causal
         )
-        total, in_kernels = measure(attend, length, cycles)
+        others = (rows_of(num_features), feature_map)
+        total, alone = measure(in_kernels, length, *others, of_kernels=cycles)
         yield name, total
-        yield "without what XLA does before and after", in_kernels
+        yield "without what XLA does before and after", alone
+    by_xla = random_features("xla", is_causal=is_causal)
     for num_features in (128, 130):
-        yield f"XLA, m = {num_features}", measure(make(num_features, positive, "xla"), length)[0]
+        total, _ = measure(by_xla, length, rows_of(num_features), positive)
+        yield f"XLA, m = {num_features}", total
     if not is_causal:
-        yield "textbook, m = 130", measure(textbook(130), length)[0]
+        yield "textbook, m = 130", measure(textbook, length, rows_of(130))[0]
     exact = functools.partial(jax.nn.dot_product_attention, is_causal=is_causal)
     yield "exact, jax.nn.dot_product_attention", measure(exact, length)[0]
     if length % SPLASH_BLOCK == 0:
         attend, blocks = splash(length, is_causal=is_causal)
         cycles = functools.partial(splash_cycles, blocks, is_causal=is_causal)
-        total, in_kernels = measure(attend, length, cycles)
+        total, alone = measure(attend, length, of_kernels=cycles)
         yield "exact, splash attention", total
-        yield "without what XLA does before and after", in_kernels
+        yield "without what XLA does before and after", alone
     moved = BATCH * HEADS * DIM * length * 2 / BYTES_PER_CYCLE
     yield "floor by memory traffic", [4 * moved, 11 * moved]
 
@@ -212,11 +220,9 @@ def program(topology, heads, length, num_features):
     """Returns the cycles of the kernels of both passes for one sequence that a program takes."""
     x = jax.ShapeDtypeStruct((1, length, heads, DIM), jnp.bfloat16)
 
-    def attend(q, k, v):
-        w = jnp.ones((heads, num_features, DIM))
-        return simrf_jax.random_feature_attention(q, k, v, w, implementation="pallas_tpu")
-
-    tpu.compile_for(both_ways(attend), *[x] * 4, topology=topology)
+    attend = both_ways(random_features("pallas_tpu", is_causal=False))
+    w = jax.ShapeDtypeStruct((heads, num_features, DIM), jnp.float32)
+    tpu.compile_for(attend, *[x] * 4, w, feature_maps.Positive(), topology=topology)
     names = ("random_feature_attention", "random_feature_attention_gradient")
     return sum(schedule.cycles(name, steps=1) for name in names)
 
