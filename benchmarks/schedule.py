@@ -22,16 +22,16 @@ os.environ["LIBTPU_INIT_ARGS"] = " ".join(
         "--xla_jf_emit_annotations=true",
     ]
 )
-SHORTEST = 64  # Bundles of a region of a kernel; shorter ones move its blocks.
 
 
-def cycles(name, steps, counts=()):
+def cycles(name, steps, counts=(), *, shortest=64):
     """Returns the bundles of a kernel, each as often as it runs.
 
     Args:
       name: Name of the kernel.
       steps: Steps of its grid.
       counts: In how many steps each region under a condition runs, in the order of the program.
+      shortest: Bundles of a region; shorter ones move blocks, and are counted in each step.
 
     Raises:
       ValueError: If there is no such kernel, or it has another number of regions.
@@ -45,7 +45,7 @@ def cycles(name, steps, counts=()):
         raise ValueError(f"There is no schedule of a kernel {name}.")
     text = max(found, key=lambda path: path.stat().st_mtime).read_text()
     total = 1 + max(int(address, 16) for address in re.findall(r"^ *(0x[0-9a-f]+) ", text, re.M))
-    regions = [size for size in _regions(text) if size > SHORTEST] if counts else []
+    regions = [size for size in _regions(text) if size > shortest] if counts else []
     if len(regions) != len(counts):
         raise ValueError(f"{name} has regions of {regions} bundles, and counts are {counts}.")
     inside = sum(size * count for size, count in zip(regions, counts, strict=True))
