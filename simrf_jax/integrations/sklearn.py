@@ -39,9 +39,7 @@ _LEAST_ROWS, _NUMBERS = 64, 2**20
 # A context in which JAX computes in float64. It holds for one thread, and leaves the user's setting
 # alone. Before jax 0.8 only jax.experimental has it, which later versions lack.
 _float64: Callable[[bool], contextlib.AbstractContextManager[None]] = (
-    jax.enable_x64
-    if hasattr(jax, "enable_x64")
-    else jax.experimental.enable_x64  # type: ignore[attr-defined]
+    jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64  # type: ignore[attr-defined]
 )
 
 
