@@ -1,11 +1,10 @@
 """Kernel approximation in scikit-learn: ``RandomFeatures``, ``RBFSampler`` and ``Nystroem``.
 
-The data are eight UCI data sets and scikit-learn's digits, whose columns are divided by their
-standard deviations. Each trial splits a data set anew, fits on up to 1,000 rows and is judged on up
-to 500 others: by the relative Frobenius error of their Gram matrix, and by the accuracy of a ridge
-classifier of the features. All methods have the same splits, and gamma is that of
-``gamma="scale"``. The program prints tables with standard errors over the trials, and draws
-benchmarks/figures/sklearn_features.png.
+The data are eight UCI data sets and scikit-learn's digits, with standardised columns. Each trial
+splits a data set anew, fits on up to 1,000 rows and is judged on up to 500 others: by the relative
+Frobenius error of their Gram matrix, and by the accuracy of a ridge classifier of the features. All
+methods have the same splits, and gamma is that of ``gamma="scale"``. The program prints tables with
+standard errors over the trials, and draws benchmarks/figures/sklearn_features.png.
 
 Run: SIMRF_DATA_DIR=DIR python -m benchmarks.sklearn_features
 Without SIMRF_DATA_DIR, the UCI data sets are downloaded.
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib import ticker
 from sklearn.datasets import load_digits
 from sklearn.kernel_approximation import Nystroem, RBFSampler
 from sklearn.linear_model import RidgeClassifier
@@ -60,7 +60,11 @@ FIGURE = pathlib.Path(__file__).parent / "figures" / "sklearn_features.png"
 
 
 class Split(NamedTuple):
-    """Rows and classes to fit on and to judge by, and the kernel of the latter."""
+    """Standardised rows and their classes, to fit on and to judge by, and the kernel of the latter.
+
+    Attributes:
+      offset: Means that were subtracted from the columns, in units of their standard deviations.
+    """
 
     train: np.ndarray
     test: np.ndarray
@@ -68,6 +72,11 @@ class Split(NamedTuple):
     test_labels: np.ndarray
     gamma: float
     kernel: np.ndarray
+    offset: np.ndarray
+
+    def with_offset(self) -> "Split":
+        """Returns the rows that are scaled only, which have the same kernel."""
+        return self._replace(train=self.train + self.offset, test=self.test + self.offset)
 
 
 def load(name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -76,15 +85,16 @@ def load(name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split(rows: np.ndarray, labels: np.ndarray, seed: int) -> Split:
-    """Splits a data set at random, and scales its columns by what the training rows show."""
+    """Splits a data set at random, and standardises its columns by the training rows."""
     num_test = min(NUM_TEST, len(rows) - NUM_TRAIN)
     train, test, *classes = train_test_split(
         rows, labels, train_size=NUM_TRAIN, test_size=num_test, random_state=seed
     )
-    scaler = StandardScaler(with_mean=False).fit(train)  # Centering is up to the transformers.
+    scaler = StandardScaler().fit(train)
     train, test = scaler.transform(train), scaler.transform(test)
     gamma = RandomFeatures(2, random_state=0).fit(train).gamma_
-    return Split(train, test, *classes, gamma, rbf_kernel(test, gamma=gamma))
+    kernel = rbf_kernel(test, gamma=gamma)
+    return Split(train, test, *classes, gamma, kernel, scaler.mean_ / scaler.scale_)
 
 
 def gram_error(transformer: Any, data: Split) -> float:
@@ -166,14 +176,17 @@ def table_of_methods(results: dict[str, dict[str, np.ndarray]], row: int) -> str
 
 
 def table_of_options(splits: dict[str, list[Split]]) -> str:
-    """Returns the Gram errors of feature maps and couplings, geometric means over the trials."""
+    """Returns the Gram errors of feature maps and couplings, geometric means over the trials.
+
+    The rows are not centered beforehand.
+    """
     rows = []
     for options in OPTIONS:
         cells = []
         for of_data in splits.values():
             errors = [
                 gram_error(RandomFeatures(CHOSEN, gamma=d.gamma, random_state=seed, **options), d)
-                for seed, d in enumerate(of_data)
+                for seed, d in enumerate(each.with_offset() for each in of_data)
             ]
             mean, error = mean_and_error(np.log(errors))
             cells.append(f"{np.exp(mean):.3f} ({np.exp(mean) * error:.3f})")
@@ -204,6 +217,9 @@ def draw_figure(
             style.tidy(axes)
         panels[0, column].set_title(name, fontsize=10)
         panels[0, column].set_yscale("log")
+        panels[0, column].yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        panels[0, column].yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        panels[0, column].yaxis.set_minor_locator(ticker.NullLocator())
         panels[1, column].axhline(of_data["exact"].mean(), **style.STYLES["exact"], label="exact")
         panels[1, column].set_xscale("log", base=2)
         panels[1, column].set_xticks(sizes, [str(size) for size in sizes])

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from sklearn.metrics.pairwise import rbf_kernel
 
 from benchmarks import sklearn_features
 
@@ -26,9 +27,15 @@ def test_splits_are_scaled_by_the_training_rows_and_disjoint(splits):
     for data in splits:
         assert len(data.train) == 1000
         assert len(data.test) == 500
+        np.testing.assert_allclose(data.train.mean(axis=0), 0, atol=1e-12)
         deviations = data.train.std(axis=0)
         np.testing.assert_allclose(deviations[deviations > 0], 1)
         assert data.gamma == pytest.approx(1 / (64 * data.train.var()))
+        pixels = data.with_offset().train
+        np.testing.assert_allclose(pixels.min(axis=0), 0, atol=1e-12)  # Some are always white.
+        assert rbf_kernel(pixels[:3], gamma=1.0) == pytest.approx(
+            rbf_kernel(data.train[:3], gamma=1.0)
+        )
         both = np.concatenate([data.train, data.test])
         assert len(np.unique(both, axis=0)) == len(both) <= len(rows)
 
