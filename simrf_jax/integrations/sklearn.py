@@ -90,6 +90,9 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     case, so that both types give the same features up to rounding. JAX's own switch for float64,
     ``jax_enable_x64``, stays as it is.
 
+    The first fit for a number of components and of columns compiles a program, which takes about a
+    second. Later fits of the same size do not, also those of clones in a grid search.
+
     Sparse rows are made dense a batch at a time. This takes little memory, and as much time as
     dense rows take. The output is dense.
 
