@@ -22,7 +22,8 @@ A feature map phi turns a kernel into an inner product: K(x, y) = E[phi(x) . phi
 - ``theory``: the exact error of each coupling and feature map, in float64 NumPy.
 
 Modules that depend on Flax are not imported here. Import them by name:
-``simrf_jax.integrations.nnx``, ``simrf_jax.integrations.linen``, ``simrf_jax.models``.
+``simrf_jax.integrations.nnx``, ``simrf_jax.integrations.linen``, ``simrf_jax.models``. So is
+``simrf_jax.integrations.sklearn``, the features as a scikit-learn transformer.
 """
 
 from simrf_jax import theory

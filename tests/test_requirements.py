@@ -14,10 +14,11 @@ import pytest
 pytestmark = pytest.mark.fast
 ROOT = pathlib.Path(__file__).parents[1]
 
-# The extra that each folder needs on top of the library's own requirements, None for no extra.
+# The extra that each folder needs on top of the library's own requirements. The library works
+# without it, but for one module (tests/integrations/test_sklearn.py).
 EXTRAS = {
-    "simrf_jax": None,
-    "examples": None,
+    "simrf_jax": "sklearn",
+    "examples": "sklearn",
     "colabs": "colab",
     "experiments": "train",
     "benchmarks": "train",

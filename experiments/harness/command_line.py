@@ -13,7 +13,7 @@ import ml_collections
 from absl import app, flags
 from ml_collections import config_flags
 
-from experiments.harness import interrupts, locking, mistakes
+from experiments.harness import interrupts, jax_output, locking, mistakes
 from experiments.harness.config_fields import Fields, unknown_field_message
 
 # Flags that launch defines are its caller's, and so in its --help.
@@ -116,6 +116,7 @@ def launch(experiment: Experiment, fields: Fields, default_config: pathlib.Path)
     def main(argv: list[str]) -> None:
         if len(argv) > 1:
             raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
+        jax_output.quiet()
         start, folder = time.monotonic(), pathlib.Path(workdir.value)
         with interrupts.told_in_one_line(STOPPED), mistakes.told_in_one_line():
             experiment.check(config.value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -201,8 +202,23 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]
 
 
 def unknown_field_message(names: list[str], fields: Fields) -> str:
-    """Says which fields there are."""
+    """Says which fields there are, and which of them may be meant.
+
+    Example:
+      >>> unknown_field_message(["widht"], {"seed": int, "model.width": int})
+      'Unknown config field widht; the known ones are seed, model.width. Did you mean model.width?'
+    """
     plural = "s" if len(names) > 1 else ""
-    return (
-        f"Unknown config field{plural} {', '.join(names)}; the known ones are {', '.join(fields)}."
-    )
+    meant = [near for name in names if (near := _nearest_field(name, fields))]
+    question = f" Did you mean {' and '.join(meant)}?" if meant else ""
+    known = ", ".join(fields)
+    return f"Unknown config field{plural} {', '.join(names)}; the known ones are {known}.{question}"
+
+
+def _nearest_field(name: str, fields: Fields) -> str | None:
+    """Returns the field whose name, or at least its last part, is spelt almost like this one."""
+    if near := difflib.get_close_matches(name, fields, n=1):
+        return near[0]
+    by_last_part = {field.rpartition(".")[2]: field for field in fields}
+    near = difflib.get_close_matches(name.rpartition(".")[2], by_last_part, n=1)
+    return by_last_part[near[0]] if near else None

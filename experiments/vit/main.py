@@ -17,7 +17,7 @@ import jax
 from absl import app, flags
 from ml_collections import config_flags
 
-from experiments.harness import command_line, memory, mistakes
+from experiments.harness import command_line, jax_output, memory, mistakes
 from experiments.vit import train
 from experiments.vit.config import TYPES
 from experiments.vit.tools import compare
@@ -56,6 +56,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
     memory.keep_freed_memory()
+    jax_output.quiet()
     orbax_output.quiet()
     # A program of multiprocessing frees the memory of one that ended at once. It need not say so.
     os.environ["PYTHONWARNINGS"] = (

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float, Int, Key, Real
 
-from simrf_jax import checks
+from simrf_jax import checks, one_line
 from simrf_jax.calibration.api import check_tokens, scaled
 from simrf_jax.calibration.fit import log_optimal_variance
 from simrf_jax.features.calibrated import Calibrated
@@ -29,6 +29,9 @@ class Mixture(NamedTuple):
 
     feature_map: Calibrated
     centers: Float[Array, "K num_centers H"]
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
 
 
 def fit_mixture(

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Key, Real
 
-from simrf_jax import checks
+from simrf_jax import checks, one_line
 from simrf_jax.features.exponential import Hyperbolic
 from simrf_jax.features.feature_map import FeatureMap, named
 from simrf_jax.features.hybrid import hybrid_log_features
@@ -55,6 +55,9 @@ class BipolarProjection(StructuredProjection):
     trigonometric: Projection
     weights: Projection
     draw_options: DrawOptions | None = None
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
 
     @property
     def shape(self) -> tuple[int, ...]:

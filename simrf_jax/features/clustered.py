@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real, Shaped
 
-from simrf_jax import checks
+from simrf_jax import checks, one_line
 from simrf_jax.features.feature_map import FeatureMap, named
 from simrf_jax.features.hybrid import weighted_sum
 from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side, half_squared_norm
@@ -49,6 +49,9 @@ class ClusteredProjection(StructuredProjection):
     query_centres: Float[Array, "*stack num_query_clusters dim"]
     key_centres: Float[Array, "*stack num_key_clusters dim"]
     spread: Real[ArrayLike, ""] = 0.0
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
 
     def __post_init__(self) -> None:
         """Checks the spread, unless it is traced or one of JAX's placeholders."""

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.tree_util import GetAttrKey
 from jaxtyping import Array, ArrayLike, Float
 
-from simrf_jax import checks
+from simrf_jax import checks, one_line
 from simrf_jax.features.exponential_form import ExponentialForm
 from simrf_jax.features.log_space import SIDES, LogFeatures, Side
 from simrf_jax.projections import Coupling, as_projection
@@ -81,7 +81,13 @@ class FeatureMap(abc.ABC):
         super().__init_subclass__(**options)
         # A dataclass with slots is made anew, without keywords, from the attributes of the first.
         cls._static = (*cls._static, *(name for name in static if name not in cls._static))
+        # A dataclass keeps a __repr__ of the class itself, and no inherited one.
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = FeatureMap.__repr__  # type: ignore[method-assign]
         _register(cls)
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
 
     @property
     def needs_chi_norms(self) -> bool:

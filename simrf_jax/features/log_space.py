@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from simrf_jax import one_line
+
 Kernel: TypeAlias = Literal["gaussian", "softmax"]
 KERNELS = get_args(Kernel)
 Side: TypeAlias = Literal["query", "key"]
@@ -30,6 +32,9 @@ class LogFeatures(NamedTuple):
     exponent: Float[Array, "*batch #num_features"]
     log_scale: Float[Array, "*batch 1"]
     values: Float[Array, "*batch num_features"] | None = None
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
 
     def evaluate(self, dtype: DTypeLike) -> Float[Array, "*batch num_features"]:
         """Returns the features phi themselves in the given dtype."""

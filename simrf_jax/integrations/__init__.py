@@ -1,3 +1,3 @@
-"""Adapters that put random-feature and FMM attention into Flax models; import `nnx` or `linen`."""
+"""Adapters for other libraries: import `nnx` or `linen` for Flax, or `sklearn`."""
 
 from simrf_jax.integrations import flax_serialization  # noqa: F401  It registers the records.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int8, Key
 
-from simrf_jax import checks
+from simrf_jax import checks, one_line
 from simrf_jax.projections.couplings import COUPLED, COUPLINGS, FIXED, FixedCoupling, has_room
 from simrf_jax.projections.hadamard import padded_dim, random_signs, rotate
 from simrf_jax.projections.norms import (
@@ -59,6 +59,13 @@ class FastProjection(StructuredProjection):
     coupling: FixedCoupling
     block: BlockMode
     num_zero_rows: int = 0
+
+    def __repr__(self) -> str:
+        if not hasattr(self.row_norms, "shape"):  # JAX puts placeholders in the place of arrays.
+            return one_line.representation(self)
+        sizes = " x ".join(map(str, self.shape))
+        block = ", square" if self.block == "square" else ""
+        return f"FastProjection({sizes}, {self.coupling}{block}, {self.dtype.name})"
 
     @property
     def shape(self) -> tuple[int, ...]:

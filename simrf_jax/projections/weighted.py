@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Key
 
+from simrf_jax import one_line
 from simrf_jax.projections.structured import Projection, StructuredProjection
 
 
@@ -47,6 +48,9 @@ class WeightedProjection(StructuredProjection):
 
     rows: Projection
     log_weights: Float[ArrayLike, "*stack num_features"]
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
-from simrf_jax import checks
+from simrf_jax import checks, one_line
 from simrf_jax.attention.banded.attention import banded_attention
 from simrf_jax.attention.banded.softmax import attend_in_windows
 from simrf_jax.attention.banded.windows import cut
@@ -43,6 +43,9 @@ class Window(NamedTuple):
     key: Float[Array, "*batch bandwidth K H"]
     value: Float[Array, "*batch bandwidth K D"]
     log_weights: Float[Array, "*batch bandwidth K"]
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
 
     def followed_by(self, inputs: Inputs) -> Window:
         """Returns the keys ``[B, k, ...]`` and new ones after them."""

@@ -13,6 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
+from simrf_jax import one_line
 from simrf_jax.attention.banded.mechanism import Band, Window
 from simrf_jax.attention.fmm.attention import Weights, blend
 from simrf_jax.attention.inputs.masks import Lengths, Mask
@@ -31,6 +32,9 @@ class BlendState(NamedTuple):
 
     near: Window
     far: tuple[AttentionState, ...]
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
 
 
 @functools.partial(
@@ -70,6 +74,9 @@ class Blend:
     far: tuple[RandomFeatures, ...]
     near_weight: Weights = 1.0
     far_weights: Weights = 1.0
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
 
     def attend(
         self,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
-from simrf_jax import checks
+from simrf_jax import checks, one_line
 from simrf_jax.attention.banded.mechanism import Window
 from simrf_jax.attention.banded.softmax import sum_in_windows
 from simrf_jax.attention.banded.windows import QueryBlocks, cut
@@ -47,6 +47,9 @@ class ExactBandState(NamedTuple):
 
     near: Window
     far: AttentionState
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
 
 
 class Fields(NamedTuple):

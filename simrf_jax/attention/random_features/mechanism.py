@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
-from simrf_jax import checks
+from simrf_jax import checks, one_line
 from simrf_jax.attention.banded.mechanism import Window, check_bandwidth, empty_window
 from simrf_jax.attention.inputs.arguments import Arguments, Inputs
 from simrf_jax.attention.inputs.masks import Lengths, Mask, Shape
@@ -97,6 +97,9 @@ class RandomFeatures:
     head_axis: str | tuple[str, ...] | None = None
     implementation: Implementation | None = None
     exact_bandwidth: SupportsIndex | None = None
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
 
     def __post_init__(self) -> None:
         """Checks the fields, and replaces a name or a function by its feature map, a pytree."""

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Bool, Float
 
+from simrf_jax import one_line
 from simrf_jax.attention.inputs.arguments import Arguments, Inputs, contract
 from simrf_jax.features import (
     FeatureMap,
@@ -161,6 +162,9 @@ class AttentionState(NamedTuple):
 
     sums: Float[Array, "*batch K num_features D+1"]
     maxima: Float[Array, "*batch K #num_features"]
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
 
     @classmethod
     def of(cls, keys: LogFeatures, value: Float[Array, "B S K columns"]) -> AttentionState:

@@ -13,6 +13,7 @@ import numpy as np
 from flax import serialization
 from flax.core import meta
 
+from simrf_jax import one_line
 from simrf_jax.features import BipolarProjection
 from simrf_jax.projections import DrawOptions, Projection, as_projection
 
@@ -37,6 +38,9 @@ class RandomProjection(meta.AxisMetadata[Any]):
 
     value: Any
     draw_options: DrawOptions
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
 
     @property
     def shape(self) -> tuple[int, ...]:

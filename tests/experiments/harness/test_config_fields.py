@@ -118,3 +118,23 @@ def test_ranges_refuse(allowed, value, match):
 def test_ranges_accept_their_values_and_say_what_these_are(allowed, value, text):
     config_fields.check_range("a", value, allowed)
     assert str(allowed) == text
+
+
+@pytest.mark.parametrize(
+    ("names", "question"),
+    [
+        (["sead"], " Did you mean seed?"),
+        (["model.widht"], " Did you mean model.width?"),
+        (["width"], " Did you mean model.width?"),
+        (["sede", "optimizer.widthh"], " Did you mean seed and model.width?"),
+        (["xyz"], ""),
+    ],
+)
+def test_a_misspelt_field_gets_a_suggestion(names, question):
+    fields = {"seed": int, "model.width": int}
+    message = config_fields.unknown_field_message(names, fields)
+    plural = "s" if len(names) > 1 else ""
+    start = (
+        f"Unknown config field{plural} {', '.join(names)}; the known ones are seed, model.width."
+    )
+    assert message == start + question

@@ -1,0 +1,254 @@
+"""Kernel approximation in scikit-learn: ``RandomFeatures``, ``RBFSampler`` and ``Nystroem``.
+
+The data are eight UCI data sets and scikit-learn's digits, with standardised columns. Each trial
+splits a data set anew, fits on up to 1,000 rows and is judged on up to 500 others: by the relative
+Frobenius error of their Gram matrix, and by the accuracy of a ridge classifier of the features. All
+methods have the same splits, and gamma is that of ``gamma="scale"``. The program prints tables with
+standard errors over the trials, and draws benchmarks/figures/sklearn_features.png.
+
+Run: SIMRF_DATA_DIR=DIR python -m benchmarks.sklearn_features
+Without SIMRF_DATA_DIR, the UCI data sets are downloaded.
+"""
+
+import argparse
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import matplotlib.pyplot as plt
+import numpy as np
+from matplotlib import ticker
+from sklearn.datasets import load_digits
+from sklearn.kernel_approximation import Nystroem, RBFSampler
+from sklearn.linear_model import RidgeClassifier
+from sklearn.metrics.pairwise import rbf_kernel
+from sklearn.model_selection import train_test_split
+from sklearn.preprocessing import StandardScaler
+
+from experiments.harness import markdown, style
+from experiments.kernel_regression import uci
+from simrf_jax.integrations.sklearn import RandomFeatures
+
+DATASETS = ("digits", *uci.SOURCES)
+DRAWN = ("digits", "nursery", "wifi", "chess")  # Data sets of the figure.
+SIZES = (16, 32, 64, 128, 256, 512)
+CHOSEN = 128  # Size in the tables that have one size.
+TRIALS, NUM_TRAIN, NUM_TEST = 20, 1000, 500
+ALPHA = 0.1  # Penalty of the ridge classifier.
+METHODS: dict[str, Callable[..., Any]] = {
+    "RandomFeatures": RandomFeatures,
+    "RBFSampler": RBFSampler,
+    "Nystroem": Nystroem,
+}
+# Options of RandomFeatures in the last table, the defaults first.
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"feature_map": "trigonometric", "coupling": "orthogonal"},
+    {"feature_map": "trigonometric", "coupling": "iid"},
+    {"feature_map": "phase", "coupling": "orthogonal"},
+    {"feature_map": "hyperbolic", "coupling": "orthogonal"},
+    {"feature_map": "positive", "coupling": "simplex"},
+    {"feature_map": "positive", "coupling": "orthogonal"},
+    {"feature_map": "positive", "coupling": "iid"},
+    {"feature_map": "positive", "coupling": "simplex", "center": False},
+)
+LOOKS: dict[str, dict[str, Any]] = {
+    "RandomFeatures": {"color": "#0072B2", "linestyle": "-"},
+    "RBFSampler": {"color": "#009E73", "linestyle": ":"},
+    "Nystroem": {"color": "#D55E00", "linestyle": "--"},
+}
+FIGURE = pathlib.Path(__file__).parent / "figures" / "sklearn_features.png"
+
+
+class Split(NamedTuple):
+    """Standardised rows and their classes, to fit on and to judge by, and the kernel of the latter.
+
+    Attributes:
+      offset: Means that were subtracted from the columns, in units of their standard deviations.
+    """
+
+    train: np.ndarray
+    test: np.ndarray
+    train_labels: np.ndarray
+    test_labels: np.ndarray
+    gamma: float
+    kernel: np.ndarray
+    offset: np.ndarray
+
+    def with_offset(self) -> "Split":
+        """Returns the rows that are scaled only, which have the same kernel."""
+        return self._replace(train=self.train + self.offset, test=self.test + self.offset)
+
+
+def load(name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the rows and the classes of a data set."""
+    return load_digits(return_X_y=True) if name == "digits" else uci.read(name)
+
+
+def split(rows: np.ndarray, labels: np.ndarray, seed: int) -> Split:
+    """Splits a data set at random, and standardises its columns by the training rows."""
+    num_test = min(NUM_TEST, len(rows) - NUM_TRAIN)
+    train, test, *classes = train_test_split(
+        rows, labels, train_size=NUM_TRAIN, test_size=num_test, random_state=seed
+    )
+    scaler = StandardScaler().fit(train)
+    train, test = scaler.transform(train), scaler.transform(test)
+    gamma = RandomFeatures(2, random_state=0).fit(train).gamma_
+    kernel = rbf_kernel(test, gamma=gamma)
+    return Split(train, test, *classes, gamma, kernel, scaler.mean_ / scaler.scale_)
+
+
+def gram_error(transformer: Any, data: Split) -> float:
+    """Fits a transformer, and returns the relative error of the Gram matrix of the test rows."""
+    phi = transformer.fit(data.train).transform(data.test)
+    return np.linalg.norm(phi @ phi.T - data.kernel) / np.linalg.norm(data.kernel)
+
+
+def accuracy(fitted: Any, data: Split) -> float:
+    """Returns the accuracy of a ridge classifier of the features of a fitted transformer."""
+    classifier = RidgeClassifier(ALPHA).fit(fitted.transform(data.train), data.train_labels)
+    return classifier.score(fitted.transform(data.test), data.test_labels)
+
+
+def measure(splits: list[Split], sizes: tuple[int, ...]) -> dict[str, np.ndarray]:
+    """Returns ``[sizes, trials, 2]`` for each method, errors and accuracies.
+
+    The entry ``exact`` has the accuracies of the kernel itself, ``[trials]``.
+    """
+    results = {}
+    for name, method in METHODS.items():
+        results[name] = np.empty((len(sizes), len(splits), 2))
+        for row, size in enumerate(sizes):
+            for seed, data in enumerate(splits):
+                transformer = method(n_components=size, gamma=data.gamma, random_state=seed)
+                results[name][row, seed] = (
+                    gram_error(transformer, data),
+                    accuracy(transformer, data),
+                )
+    # Nystroem's features of all training rows are those of the kernel itself.
+    results["exact"] = np.array(
+        [
+            accuracy(Nystroem(gamma=data.gamma, n_components=len(data.train)).fit(data.train), data)
+            for data in splits
+        ]
+    )
+    return results
+
+
+def mean_and_error(samples: np.ndarray) -> tuple[float, float]:
+    return np.mean(samples), np.std(samples, ddof=1) / len(samples) ** 0.5
+
+
+def ratio_of_errors(results: dict[str, np.ndarray]) -> np.ndarray:
+    """Returns the log ratio of the errors of RandomFeatures and RBFSampler, ``[sizes, trials]``."""
+    return np.log(results["RandomFeatures"][..., 0] / results["RBFSampler"][..., 0])
+
+
+def table_of_ratios(results: dict[str, dict[str, np.ndarray]], sizes: tuple[int, ...]) -> str:
+    """Returns the Gram errors relative to those of RBFSampler, geometric means over the trials."""
+    rows, least = [], {}
+    for name, of_data in results.items():
+        summary = [mean_and_error(trials) for trials in ratio_of_errors(of_data)]
+        cells = [f"{np.exp(mean):.3f} ({np.exp(mean) * error:.3f})" for mean, error in summary]
+        least[name] = min(-mean / error for mean, error in summary)
+        rows.append([name, *cells])
+    below = [name for name, z in least.items() if z > 0]
+    text = (
+        f"RandomFeatures are below RBFSampler at every size on {len(below)} of {len(results)} data "
+        f"sets, by at least {min(least[name] for name in below):.1f} standard errors."
+        if below
+        else "RandomFeatures are not below RBFSampler at every size on any data set."
+    )
+    return f"{markdown.table(['data set', *map(str, sizes)], rows)}\n\n{text}"
+
+
+def table_of_methods(results: dict[str, dict[str, np.ndarray]], row: int) -> str:
+    """Returns errors and accuracies at one size."""
+    header = [f"{name}, {what}" for what in ("error", "accuracy") for name in METHODS]
+    rows = []
+    for name, of_data in results.items():
+        cells = [
+            "{:.3f} ({:.3f})".format(*mean_and_error(of_data[method][row, :, column]))
+            for column in range(2)
+            for method in METHODS
+        ]
+        rows.append([name, *cells, "{:.3f} ({:.3f})".format(*mean_and_error(of_data["exact"]))])
+    return markdown.table(["data set", *header, "exact, accuracy"], rows)
+
+
+def table_of_options(splits: dict[str, list[Split]]) -> str:
+    """Returns the Gram errors of feature maps and couplings, geometric means over the trials.
+
+    The rows are not centered beforehand.
+    """
+    rows = []
+    for options in OPTIONS:
+        cells = []
+        for of_data in splits.values():
+            errors = [
+                gram_error(RandomFeatures(CHOSEN, gamma=d.gamma, random_state=seed, **options), d)
+                for seed, d in enumerate(each.with_offset() for each in of_data)
+            ]
+            mean, error = mean_and_error(np.log(errors))
+            cells.append(f"{np.exp(mean):.3f} ({np.exp(mean) * error:.3f})")
+        center = "no" if options.get("center") is False else "yes"
+        rows.append([options["feature_map"], options["coupling"], center, *cells])
+    return markdown.table(["feature map", "coupling", "centered", *splits], rows)
+
+
+def draw_figure(
+    results: dict[str, dict[str, np.ndarray]], sizes: tuple[int, ...], path: pathlib.Path
+) -> None:
+    """Draws errors above accuracies, a column for each data set."""
+    figure, panels = plt.subplots(
+        2,
+        len(results),
+        figsize=(2.7 * len(results) + 0.3, 5.2),
+        sharex=True,
+        layout="constrained",
+        squeeze=False,
+    )
+    for column, (name, of_data) in enumerate(results.items()):
+        for axes, what in zip(panels[:, column], range(2), strict=True):
+            for method, look in LOOKS.items():
+                trials = of_data[method][..., what]
+                mean, error = np.transpose([mean_and_error(row) for row in trials])
+                axes.plot(sizes, mean, label=method, **look)
+                style.band(axes, sizes, mean - error, mean + error, color=look["color"])
+            style.tidy(axes)
+        panels[0, column].set_title(name, fontsize=10)
+        panels[0, column].set_yscale("log")
+        panels[0, column].yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        panels[0, column].yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+        panels[0, column].yaxis.set_minor_locator(ticker.NullLocator())
+        panels[1, column].axhline(of_data["exact"].mean(), **style.STYLES["exact"], label="exact")
+        panels[1, column].set_xscale("log", base=2)
+        panels[1, column].set_xticks(sizes, [str(size) for size in sizes])
+    panels[0, 0].set_ylabel("relative error of the Gram matrix")
+    panels[1, 0].set_ylabel("accuracy")
+    figure.supxlabel("n_components", fontsize=10)
+    handles, labels = panels[1, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    path.parent.mkdir(exist_ok=True)
+    figure.savefig(path, dpi=160)
+
+
+def main() -> None:
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
+    splits, results = {}, {}
+    for name in DATASETS:
+        rows, labels = load(name)
+        splits[name] = [split(rows, labels, seed) for seed in range(TRIALS)]
+        results[name] = measure(splits[name], SIZES)
+    print("Gram error relative to RBFSampler by n_components:\n")
+    print(table_of_ratios(results, SIZES))
+    print(f"\nAt n_components = {CHOSEN}:\n")
+    print(table_of_methods(results, SIZES.index(CHOSEN)))
+    print(f"\nGram error of other options, at n_components = {CHOSEN}:\n")
+    print(table_of_options({name: splits[name] for name in DRAWN}))
+    draw_figure({name: results[name] for name in DRAWN}, SIZES, FIGURE)
+
+
+if __name__ == "__main__":
+    main()
