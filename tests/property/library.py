@@ -20,6 +20,7 @@ from simrf_jax import (
 from tests.attention import steps
 from tests.property.cases import Program
 from tests.property.feature_maps import MAPS, Map
+from tests.versions import enable_x64
 
 Arrays = dict[str, Any]
 DIFFERENTIABLE = (
@@ -49,7 +50,7 @@ def run(program: Program, x: Arrays, cotangent: np.ndarray) -> tuple[np.ndarray,
     Returns:
       The output, and the gradients of all arrays that have one.
     """
-    with jax.enable_x64(program.dtype == "float64"):
+    with enable_x64(program.dtype == "float64"):
         moving = {name: jnp.array(x[name]) for name in DIFFERENTIABLE if name in x}
         fixed = {name: jnp.array(value) for name, value in x.items() if name not in moving}
         out = _compiled(program)(moving, fixed, jnp.array(cotangent))
@@ -58,7 +59,7 @@ def run(program: Program, x: Arrays, cotangent: np.ndarray) -> tuple[np.ndarray,
 
 def run_without_jit(program: Program, x: Arrays) -> np.ndarray:
     """Runs attention operation by operation."""
-    with jax.enable_x64(program.dtype == "float64"):
+    with enable_x64(program.dtype == "float64"):
         return np.asarray(attend(program, jax.tree.map(jnp.array, x)))
 
 
