@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from flax import nnx
-from flax.typing import Filter
 
 _HAS_METHODS = hasattr(nnx.Variable, "get_value")  # Since flax 0.12.1.
 _HAS_VIEW = hasattr(nnx, "view")  # Since flax 0.12.4.
@@ -28,14 +27,14 @@ def set_value(variable: nnx.Variable, value: Any) -> None:
         variable.value = value
 
 
-def view(model: nnx.Module, *, only: Filter, **attributes: Any) -> Any:
+def view(model: nnx.Module, *, only: Any, **attributes: Any) -> Any:
     """Returns a copy of a model that shares its variables, with other attributes in some modules.
 
     This is ``nnx.view``, also for versions of Flax that lack it (before 0.12.4).
 
     Args:
       model: A model that holds adapters.
-      only: Filter that chooses the modules, such as ``RandomFeatureAttention``.
+      only: An NNX filter that chooses the modules, such as ``RandomFeatureAttention``.
       **attributes: Arguments of ``set_view`` of these modules.
 
     Raises:
@@ -55,7 +54,7 @@ def view(model: nnx.Module, *, only: Filter, **attributes: Any) -> Any:
     """
     if _HAS_VIEW:
         return nnx.view(model, only=only, **attributes)
-    chosen = nnx.filterlib.to_predicate(only)
+    chosen = nnx.All(only)
     copy = nnx.merge(*nnx.split(model))
     for path, node in list(nnx.iter_graph(copy)):
         if hasattr(node, "set_view") and chosen(path, node):

@@ -232,7 +232,7 @@ def test_keeps_the_sharding_of_its_input_and_can_be_sharded_itself():
 
 
 def test_is_checkpointed_as_its_arrays(tmp_path):
-    orbax = pytest.importorskip("orbax.checkpoint", reason="needs orbax, of the extra `train`")
+    orbax = pytest.importorskip("orbax.checkpoint", reason="needs orbax")
     projection = draw_fast_projection(jax.random.key(0), 10, 6)
     with orbax.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "projection", projection)
