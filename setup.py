@@ -4,8 +4,6 @@ import configparser
 import pathlib
 import re
 
-import setuptools
-
 ROOT = pathlib.Path(__file__).parent
 RELATIVE = r"(?!https?:|#)"
 
@@ -34,6 +32,8 @@ def source_address() -> str | None:
 
 
 if __name__ == "__main__":
+    import setuptools
+
     setuptools.setup(
         long_description=index_page((ROOT / "README.md").read_text(), source_address()),
         long_description_content_type="text/markdown",

@@ -129,3 +129,13 @@ def test_the_oldest_versions_are_those_that_the_library_asks_for(name):
 def test_extras_have_only_what_the_library_can_use(distributions):
     used = set().union(*(distributions[module] for module in imported("simrf_jax")))
     assert of_extras() <= used
+
+
+# Those of Google Colab in the autumn of 2026, under Python 3.13. It also has matplotlib.
+COLAB = {"flax": "0.11.2", "jax": "0.7.2", "numpy": "2.1.3", "scipy": "1.16.3"}
+
+
+@pytest.mark.parametrize("name", COLAB)
+def test_an_installation_replaces_nothing_in_colab(name):
+    [least] = re.findall(r"^>=([\d.]+)$", of_the_library()[name])
+    assert [*map(int, COLAB[name].split("."))] >= [*map(int, least.split("."))]

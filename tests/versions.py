@@ -3,5 +3,11 @@
 import jax
 import jax.experimental
 
-# jax 0.7 has it in jax.experimental alone, where later versions warn of it.
-enable_x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+if hasattr(jax, "enable_x64"):
+    enable_x64 = jax.enable_x64
+    unregister_event_duration_listener = jax.monitoring.unregister_event_duration_listener
+else:  # Before jax 0.8.
+    from jax._src import monitoring
+
+    enable_x64 = jax.experimental.enable_x64
+    unregister_event_duration_listener = monitoring._unregister_event_duration_listener_by_callback

@@ -16,6 +16,7 @@ from simrf_jax.integrations.flax_versions import view
 from simrf_jax.integrations.nnx import RandomFeatureAttention
 from tests.attention import steps as decoding_steps
 from tests.attention.inputs import inputs, projection
+from tests.versions import unregister_event_duration_listener
 
 LENGTH, DIM = 11, 8
 COMPILATION = "/jax/core/compile/backend_compile_duration"
@@ -34,7 +35,7 @@ def compilations():
     try:
         yield seconds
     finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+        unregister_event_duration_listener(listen)
 
 
 def qkv(dtype=jnp.float32):
