@@ -17,6 +17,7 @@ from simrf_jax import (
     fmm_attention,
     random_feature_attention,
 )
+from tests import compilation
 from tests.attention import steps
 from tests.property.cases import Program
 from tests.property.feature_maps import MAPS, Map
@@ -36,7 +37,8 @@ DIFFERENTIABLE = (
 )
 OF_KEYS = ("mask", "bias", "scale", "query_seq_lengths", "key_value_seq_lengths", "segment_ids")
 # Compilation takes most of the time, and only a third as long without fusion emitters.
-COMPILER_OPTIONS = {"xla_cpu_use_fusion_emitters": False}
+EMITTERS = "xla_cpu_use_fusion_emitters"
+COMPILER_OPTIONS = {EMITTERS: False} if compilation.is_known(EMITTERS) else {}
 
 
 def run(program: Program, x: Arrays, cotangent: np.ndarray) -> tuple[np.ndarray, Arrays]:
