@@ -16,8 +16,7 @@ if PLATFORMS.split(",")[0] == "cpu":
     # says how to test the programs that users get.
     os.environ["XLA_FLAGS"] = " ".join(
         (
-            compilation.FLAGS,
-            os.environ.get("XLA_FLAGS", ""),  # XLA takes the last of several equal flags.
+            compilation.flags(os.environ.get("XLA_FLAGS", "")),
             "--xla_force_host_platform_device_count=8",
         )
     )

@@ -38,7 +38,7 @@ class Transformer(nnx.Module):
     ):
         self.tokens = nnx.Embed(vocabulary, width, rngs=rngs)
         self.positions = nnx.Embed(max_length, width, rngs=rngs)
-        self.blocks = nnx.List(
+        self.blocks = nnx.data(
             [Block(width, num_heads, dropout_rate, rngs=rngs) for _ in range(num_layers)]
         )
         self.norm = nnx.LayerNorm(width, rngs=rngs)

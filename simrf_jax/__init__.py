@@ -21,12 +21,16 @@ A feature map phi turns a kernel into an inner product: K(x, y) = E[phi(x) . phi
 - ``distillation_loss``: cross-entropy of these weights to softmax's, to learn a feature map by.
 - ``theory``: the exact error of each coupling and feature map, in float64 NumPy.
 
-Modules that depend on Flax are not imported here. Import them by name:
-``simrf_jax.integrations.nnx``, ``simrf_jax.integrations.linen``, ``simrf_jax.models``. So is
-``simrf_jax.integrations.sklearn``, the features as a scikit-learn transformer.
+``theory`` is imported when it is first used, because it needs SciPy. Modules that depend on Flax
+are not imported here. Import them by name: ``simrf_jax.integrations.nnx``,
+``simrf_jax.integrations.linen``, ``simrf_jax.models``. So is ``simrf_jax.integrations.sklearn``,
+the features as a scikit-learn transformer.
 """
 
-from simrf_jax import theory
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from simrf_jax.attention import (
     AttentionReport,
     AttentionState,
@@ -75,6 +79,9 @@ from simrf_jax.projections import (
     redraw_projections,
 )
 
+if TYPE_CHECKING:
+    from simrf_jax import theory
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -121,3 +128,14 @@ __all__ = [
     "theory",
     "trigonometric_features",
 ]
+
+
+def __getattr__(name: str) -> ModuleType:
+    """Imports ``theory`` when it is first used."""
+    if name == "theory":
+        return importlib.import_module("simrf_jax.theory")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

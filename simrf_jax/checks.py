@@ -36,7 +36,7 @@ def one_of(name: str, value: Any, known: Iterable[str | None]) -> None:
 
 def integer(name: str, value: Any, *, least: int | None = None) -> int:
     """Returns an integer, no less than the least, as a Python one."""
-    if isinstance(value, bool):
+    if isinstance(value, bool | np.bool_):  # Old versions of NumPy take theirs for an integer.
         raise TypeError(f"{name} must be an integer, got {value!r}.")
     try:
         value = operator.index(value)

@@ -5,7 +5,7 @@ import mmap
 import pathlib
 
 
-def _is_known(name):
+def is_known(name):
     """Returns True if the installed jaxlib has a flag of XLA; any other ends the process."""
     [folder] = importlib.util.find_spec("jaxlib").submodule_search_locations
     for library in pathlib.Path(folder).glob("*.so"):
@@ -13,7 +13,7 @@ def _is_known(name):
             library.open("rb") as file,
             mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
         ):
-            if content.find(name.encode()) >= 0:
+            if content.find(f"\0{name}\0".encode()) >= 0:  # A string of its own.
                 return True
     return False
 
@@ -25,5 +25,13 @@ FLAGS = " ".join(
         # The newer code generator takes up to six times as long for programs with many fusions.
         "xla_cpu_use_fusion_emitters": "false",
     }.items()
-    if _is_known(name)
+    if is_known(name)
 )
+
+
+def flags(given: str) -> str:
+    """Returns the flags for the CPU, with those that the user gave.
+
+    Programs are compiled as users compile them if the user says how far to optimise them.
+    """
+    return given if "xla_backend_optimization_level" in given else f"{FLAGS} {given}"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 
 from tests import platforms
+from tests.versions import unregister_event_duration_listener
 
 
 class Growth(NamedTuple):
@@ -62,7 +63,7 @@ def growth(call: Callable[[], object], *, count: int, warm_up: int) -> Growth:
             jax.block_until_ready(call())
         after = measure()
     finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+        unregister_event_duration_listener(listen)
     private, arrays, objects = (b - a for a, b in zip(before, after, strict=True))
     return Growth(private, arrays, objects, len(compilations))
 

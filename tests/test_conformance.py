@@ -10,6 +10,7 @@ import simrf_jax
 from simrf_jax import theory
 from tests import conformance, formulas
 from tests.standard_errors import assert_less, assert_mean
+from tests.versions import enable_x64
 
 
 @pytest.fixture(autouse=True)
@@ -234,7 +235,7 @@ def test_shape_dtype_and_value(name, kernel, dtype):
 @pytest.mark.fast
 @maps_and_kernels
 def test_float64(name, kernel):
-    with jax.enable_x64(True):
+    with enable_x64(True):
         w = draw("simplex", 10, 4, dtype=jnp.float64)
         x = jnp.linspace(0.1, 0.4, 4, dtype=jnp.float64)
         features = conformance.feature_map(name, kernel)(x, w)

@@ -44,9 +44,29 @@ def test_packages_import_only_those_before_them(package):
             assert not prefixes & forbidden, f"{path} imports {name}"
 
 
-def test_the_package_itself_does_not_need_flax():
-    code = "import simrf_jax, sys; sys.exit('flax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+# Each takes longer to import than this library, or need not be installed.
+SLOW_TO_IMPORT = {"flax", "jax.experimental.pallas", "matplotlib", "scipy", "sklearn", "tensorflow"}
+
+
+def loaded_by(statement):
+    """Returns those of the modules above that a statement loads in a new process."""
+    code = f"{statement}; import sys; print(*({SLOW_TO_IMPORT} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    return done.stdout.split()
+
+
+def test_the_package_itself_is_quick_to_import():
+    assert loaded_by("import simrf_jax") == []
+
+
+def test_theory_is_imported_when_it_is_first_used():
+    assert loaded_by("import simrf_jax; simrf_jax.theory.kernel_mse") == ["scipy"]
+    assert "theory" in dir(simrf_jax)
+
+
+def test_the_package_has_no_other_names():
+    with pytest.raises(AttributeError, match="'simrf_jax' has no attribute 'thoery'"):
+        _ = simrf_jax.thoery
 
 
 PUBLIC = [

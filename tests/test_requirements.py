@@ -1,4 +1,4 @@
-"""Checks that setup.cfg asks for every package that the code imports."""
+"""Checks that setup.cfg and requirements ask for every package that the code imports."""
 
 import ast
 import configparser
@@ -14,18 +14,15 @@ import pytest
 pytestmark = pytest.mark.fast
 ROOT = pathlib.Path(__file__).parents[1]
 
-# The extra that each folder needs on top of the library's own requirements. The library works
-# without it, but for one module (tests/integrations/test_sklearn.py).
-EXTRAS = {
-    "simrf_jax": "sklearn",
-    "examples": "sklearn",
-    "colabs": "colab",
+# The file of requirements that each folder needs beside the library's own, None for no file.
+FILES = {
+    "simrf_jax": None,
+    "examples": None,
+    "colabs": "test_library",
     "experiments": "train",
     "benchmarks": "train",
     "tests": "test",
 }
-# jaxlib is not imported. It is required because jax would accept older versions of it.
-NOT_IMPORTED = {"jaxlib"}
 
 
 @functools.cache
@@ -41,19 +38,33 @@ def normalized(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def required(extra):
-    """Returns the names of the distributions that an extra and the library ask for."""
-    cfg = setup_cfg()
-    text = cfg["options"]["install_requires"]
-    if extra is not None:
-        text += "\n" + cfg["options.extras_require"][extra]
-    found = set()
-    for line in text.split("\n"):
-        if others := re.match(r"simrf_jax\[(.*)\]", line):
-            found = found.union(*map(required, others[1].split(",")))
-        elif line.strip():
-            found.add(normalized(re.match(r"[\w.-]+", line)[0]))
-    return found
+def named(text):
+    """Yields the name and the rest of each requirement in a text, and of files that it includes."""
+    for line in text.splitlines():
+        requirement = line.partition("#")[0].strip()
+        if requirement.startswith("-r "):
+            yield from named((ROOT / "requirements" / requirement.removeprefix("-r ")).read_text())
+        elif requirement:
+            name = re.match(r"[\w.-]+", requirement)[0]
+            yield normalized(name), requirement.removeprefix(name)
+
+
+def of_the_library():
+    """Returns what the library asks for, the versions by the names of the distributions."""
+    return dict(named(setup_cfg()["options"]["install_requires"]))
+
+
+def of_extras():
+    """Returns the names of the distributions that the extras ask for."""
+    return {
+        name for text in setup_cfg()["options.extras_require"].values() for name, _ in named(text)
+    }
+
+
+def required(file):
+    """Returns the names of the distributions that a file and the library ask for."""
+    text = "" if file is None else (ROOT / "requirements" / f"{file}.txt").read_text()
+    return {*of_the_library(), *dict(named(text))}
 
 
 def sources(folder):
@@ -74,7 +85,7 @@ def imported(folder):
                 found |= {alias.name.split(".")[0] for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
                 found.add(node.module.split(".")[0])
-    return found - sys.stdlib_module_names - {*EXTRAS, "conftest"}
+    return found - sys.stdlib_module_names - {*FILES, "conftest"}
 
 
 @pytest.fixture(scope="module")
@@ -84,18 +95,20 @@ def distributions():
     return {module: {normalized(name) for name in names} for module, names in found.items()}
 
 
-@pytest.mark.parametrize("folder", EXTRAS)
+@pytest.mark.parametrize("folder", FILES)
 def test_everything_imported_is_required(folder, distributions):
     modules = imported(folder)
     assert "jax" in modules
-    allowed = required(EXTRAS[folder])
+    allowed = required(FILES[folder])
+    if folder in ("simrf_jax", "examples"):  # Parts of which need an extra.
+        allowed |= of_extras()
     missing = {module for module in modules if not distributions[module] & allowed}
-    assert missing == set(), f"setup.cfg does not ask for what {folder} imports."
+    assert missing == set(), f"Nothing asks for what {folder} imports."
 
 
 def test_the_library_requires_only_what_it_imports(distributions):
     needed = set().union(*(distributions[module] for module in imported("simrf_jax")))
-    assert required(None) - needed == NOT_IMPORTED
+    assert required(None) - needed == set()
 
 
 def test_ci_runs_every_python_that_is_supported():
@@ -104,3 +117,27 @@ def test_ci_runs_every_python_that_is_supported():
     [matrix] = re.findall(r"^ +python: (\[.*\])$", workflow, flags=re.MULTILINE)
     assert json.loads(matrix) == versions
     assert setup_cfg()["options"]["python_requires"] == f">={versions[0]}"
+
+
+@pytest.mark.parametrize("name", of_the_library())
+def test_the_oldest_versions_are_those_that_the_library_asks_for(name):
+    [least] = re.findall(r"^>=([\d.]+)$", of_the_library()[name])
+    pinned = named((ROOT / "requirements" / "oldest.txt").read_text())
+    versions = [re.match(r"==([\d.]+)", rest)[1] for other, rest in pinned if other == name]
+    # A newer Python has no wheels of the oldest versions.
+    assert any(f"{version}.".startswith(f"{least}.") for version in versions)
+
+
+def test_extras_have_only_what_the_library_can_use(distributions):
+    used = set().union(*(distributions[module] for module in imported("simrf_jax")))
+    assert of_extras() <= used
+
+
+# Those of Google Colab in the autumn of 2026, under Python 3.13. It also has matplotlib.
+COLAB = {"flax": "0.11.2", "jax": "0.7.2", "numpy": "2.1.3", "scipy": "1.16.3"}
+
+
+@pytest.mark.parametrize("name", COLAB)
+def test_an_installation_replaces_nothing_in_colab(name):
+    [least] = re.findall(r"^>=([\d.]+)$", of_the_library()[name])
+    assert [*map(int, COLAB[name].split("."))] >= [*map(int, least.split("."))]

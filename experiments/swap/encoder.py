@@ -186,7 +186,7 @@ def load_tokenizer(path: pathlib.Path) -> Any:
     Raises:
       UserError: If the package is not installed.
     """
-    with user_mistakes(ImportError, prefix="The extra train installs tokenizers: "):
+    with user_mistakes(ImportError, prefix="requirements/train.txt names tokenizers: "):
         import tokenizers
     tokenizer = tokenizers.Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
@@ -204,7 +204,7 @@ def load_model(path: pathlib.Path, config: EncoderConfig | None = None) -> Encod
     Raises:
       UserError: If the package ``safetensors`` is not installed.
     """
-    with user_mistakes(ImportError, prefix="The extra train installs safetensors: "):
+    with user_mistakes(ImportError, prefix="requirements/train.txt names safetensors: "):
         import safetensors.numpy
     tensors = safetensors.numpy.load_file(str(path))
     shape = EncoderConfig() if config is None else config

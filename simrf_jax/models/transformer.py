@@ -88,7 +88,7 @@ class TransformerLayer(nnx.Module):
         return x + drop(self.mlp_out(hidden), 2)
 
 
-def make_layers(config: ViTConfig, *, rngs: nnx.Rngs) -> nnx.List | TransformerLayer:
+def make_layers(config: ViTConfig, *, rngs: nnx.Rngs) -> list[TransformerLayer] | TransformerLayer:
     """Returns the transformer layers of a model.
 
     Args:
@@ -101,13 +101,17 @@ def make_layers(config: ViTConfig, *, rngs: nnx.Rngs) -> nnx.List | TransformerL
     """
     layers = [TransformerLayer(config, rngs=rngs) for _ in range(config.depth)]
     if not config.scan:
-        return nnx.List(layers)
+        return layers
     states = [nnx.state(layer) for layer in layers]
     return nnx.merge(nnx.graphdef(layers[0]), jax.tree.map(lambda *x: jnp.stack(x), *states))
 
 
 def apply_layers(
-    layers: nnx.List | TransformerLayer, x: jax.Array, *, config: ViTConfig, rngs: nnx.Rngs | None
+    layers: list[TransformerLayer] | TransformerLayer,
+    x: jax.Array,
+    *,
+    config: ViTConfig,
+    rngs: nnx.Rngs | None,
 ) -> jax.Array:
     """Applies all transformer layers to tokens, one after the other.
 

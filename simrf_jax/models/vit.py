@@ -46,7 +46,7 @@ class ViT(nnx.Module):
         if c.pooling == "token":
             self.class_token = nnx.Param(jnp.zeros((1, 1, c.width), jnp.float32))
         self.dropout = nnx.Dropout(c.dropout_rate)
-        self.blocks = make_layers(c, rngs=rngs)
+        self.blocks = nnx.data(make_layers(c, rngs=rngs))
         self.norm = nnx.LayerNorm(c.width, epsilon=1e-6, dtype=dtype, rngs=rngs)
         zeros = nnx.initializers.zeros_init()
         self.head = nnx.Linear(c.width, c.num_classes, kernel_init=zeros, rngs=rngs)

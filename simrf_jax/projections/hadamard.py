@@ -7,7 +7,6 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.linalg
 from jaxtyping import Array, Float, Int8, Key
 
 NUM_FACTORS = 3
@@ -73,7 +72,9 @@ def _sides(n: int, radix: int) -> list[int]:
 
 @functools.cache
 def _hadamard_matrix(n: int) -> Int8[np.ndarray, "{n} {n}"]:
-    return scipy.linalg.hadamard(n, dtype=np.int8)
+    index = np.arange(n)
+    odd = np.bitwise_count(index[:, None] & index) % 2
+    return np.where(odd, -1, 1).astype(np.int8)
 
 
 def random_signs(

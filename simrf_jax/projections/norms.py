@@ -10,8 +10,6 @@ from typing import Literal, TypeAlias, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-import scipy.interpolate
-import scipy.special
 from jaxtyping import Array, Float, Float64, Int, Key
 
 from simrf_jax import checks
@@ -172,11 +170,14 @@ def chi_of_normal(normal: Float[Array, "*shape"], dim: int) -> Float[Array, "*sh
 @functools.lru_cache(maxsize=16)
 def _chi_spline(dim: int) -> Float64[np.ndarray, "4 pieces"]:
     """Returns a cubic spline of ``chi_of_normal``, whose pieces have offsets from 0 to 1."""
+    # SciPy takes longer to import than this library, and no other law of norms needs it.
+    from scipy import interpolate, special
+
     # XLA has no inverse of the incomplete gamma function, and its incomplete gamma function loses
     # four digits of float32 in high dimensions.
     z = np.linspace(-_LARGEST_NORMAL, 0, _NUM_NODES // 2 + 1)
-    tail = scipy.special.ndtr(z)
-    below = np.sqrt(2 * scipy.special.gammaincinv(dim / 2, tail))
-    above = np.sqrt(2 * scipy.special.gammainccinv(dim / 2, tail))
+    tail = special.ndtr(z)
+    below = np.sqrt(2 * special.gammaincinv(dim / 2, tail))
+    above = np.sqrt(2 * special.gammainccinv(dim / 2, tail))
     nodes = np.concatenate([below, above[-2::-1]])
-    return scipy.interpolate.CubicSpline(np.arange(_NUM_NODES), nodes).c
+    return interpolate.CubicSpline(np.arange(_NUM_NODES), nodes).c

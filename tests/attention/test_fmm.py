@@ -7,6 +7,7 @@ from simrf_jax import fmm_attention
 from tests import formulas
 from tests.attention import reference
 from tests.attention.inputs import inputs, projection
+from tests.versions import enable_x64
 
 # One computation, which compiles faster than its operations one by one.
 fmm_jit = jax.jit(fmm_attention, static_argnames=("bandwidth", "feature_maps", "is_causal"))
@@ -104,7 +105,7 @@ def test_gradients_against_float64(is_causal):
 
     arguments = (q, k, v, NEAR, FAR)
     actual = jax.jit(jax.grad(loss, range(5)))(*arguments)
-    with jax.enable_x64(True):
+    with enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), arguments)
         rng = np.random.default_rng(3)
         directions = [rng.normal(size=x.shape) for x in wide]

@@ -10,6 +10,7 @@ from tests import formulas
 from tests.attention.all_pairs import estimated, normalised, softmax
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import relative_error
+from tests.versions import enable_x64
 
 POSITIVE = {"positive": formulas.positive, "hyperbolic": formulas.hyperbolic}
 POSITIVE |= {"relu": formulas.relu, "elu": formulas.elu}
@@ -166,7 +167,7 @@ def test_gradients_against_float64(scale, is_causal):
         return jnp.sum(attention_matrix(q, k, w, is_causal=is_causal)[0] * cotangent[:, 0])
 
     actual = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, w)
-    with jax.enable_x64(True):
+    with enable_x64(True):
         wide = [jnp.asarray(np.squeeze(x), jnp.float64) for x in (q, k, w, cotangent)]
         expected = jax.grad(lambda *x: jnp.sum(naive(*x) * wide[3]), argnums=(0, 1, 2))(*wide[:3])
     for a, e in zip(actual, expected, strict=True):
@@ -209,7 +210,7 @@ def test_jit_vmap_and_abstract_evaluation():
 @pytest.mark.fast
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float64])
 def test_other_dtypes(dtype):
-    with jax.enable_x64(True):
+    with enable_x64(True):
         q, k = (jnp.asarray(x, dtype) for x in inputs()[:2])
         w = jnp.asarray(projection(), jnp.float64 if dtype == jnp.float64 else jnp.float32)
         actual = attention_matrix(q, k, w)

@@ -7,6 +7,7 @@ import pytest
 from simrf_jax import random_feature_attention
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import attention, naive, relative_error
+from tests.versions import enable_x64
 
 
 def log_weights(visible):
@@ -118,7 +119,7 @@ def test_gradients_with_masks_groups_and_a_projection_for_each_head():
         return sum(jnp.sum(one_head(n, *x) ** 2) for n in range(4))
 
     actual = jax.grad(loss, argnums=(0, 1, 2, 3))(q, k, v, w)
-    with jax.enable_x64(True):
+    with enable_x64(True):
         wide = [jnp.asarray(x, jnp.float64) for x in (q, k, v, w)]
         expected = jax.grad(reference, argnums=(0, 1, 2, 3))(*wide)
     for a, e in zip(actual, expected, strict=True):

@@ -9,6 +9,7 @@ import pytest
 from simrf_jax import banded_attention
 from tests.attention.inputs import inputs
 from tests.attention.reference import banded, relative_error
+from tests.versions import enable_x64
 
 # One computation, which compiles faster than its operations one by one.
 banded_jit = jax.jit(banded_attention, static_argnames=("bandwidth", "is_causal", "block_size"))
@@ -29,7 +30,7 @@ def test_bfloat16_without_jit():
 @pytest.mark.fast
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float16, 2e-3), (jnp.float64, 1e-14)])
 def test_other_dtypes(dtype, tolerance):
-    with jax.enable_x64(True):
+    with enable_x64(True):
         q, k, v = (jnp.asarray(x, dtype) for x in inputs(length=50))
         actual = banded_jit(q, k, v, bandwidth=5)
         assert actual.dtype == dtype
@@ -181,7 +182,7 @@ def test_gradients_against_float64(scale, is_causal):
         return jnp.sum(jnp.einsum("kgts,skd->tkgd", weights, v).reshape(q.shape) * cotangent)
 
     actual = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(q, k, v, bias)
-    with jax.enable_x64(True):
+    with enable_x64(True):
         wide = [jnp.asarray(x, jnp.float64) for x in (q, k, v, bias, cotangent)]
         expected = jax.grad(reference, argnums=(0, 1, 2, 3))(*wide)
     for a, e in zip(actual, expected, strict=True):

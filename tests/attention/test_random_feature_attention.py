@@ -8,6 +8,7 @@ from simrf_jax import draw_projection, random_feature_attention
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import attention, relative_error
 from tests.standard_errors import assert_mean
+from tests.versions import enable_x64
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,7 @@ def test_float32_against_float64(scale, tolerance):
 
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float64])
 def test_other_dtypes(dtype):
-    with jax.enable_x64(True):
+    with enable_x64(True):
         q, k, v = (jnp.asarray(x, dtype) for x in inputs())
         w = jnp.asarray(projection(), jnp.float64 if dtype == jnp.float64 else jnp.float32)
         actual = random_feature_attention(q, k, v, w)

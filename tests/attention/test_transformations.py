@@ -21,6 +21,7 @@ from simrf_jax.features.maps import GaussianHybrid
 from tests.attention import steps
 from tests.attention.inputs import inputs, projection
 from tests.attention.modes import MODES
+from tests.versions import enable_x64
 
 # Each case compiles a program of its own.
 pytestmark = pytest.mark.slow
@@ -163,7 +164,7 @@ def test_scan_over_layers_that_are_computed_again(name, policy):
 @modes("causal", "near, packed")
 def test_forward_mode_and_products_with_the_hessian(name):
     rng = np.random.default_rng(2)
-    with jax.enable_x64(True):
+    with enable_x64(True):
         *x, mask = arguments(name, batch=())
         x = [jnp.asarray(array, jnp.float64) for array in (*x[:3], x[3][0])]
         tangent = [jnp.asarray(rng.normal(size=array.shape)) for array in x]

@@ -12,9 +12,11 @@ import pytest
 from flax import nnx
 
 from simrf_jax import banded_attention, fmm_attention, random_feature_attention
+from simrf_jax.integrations.flax_versions import view
 from simrf_jax.integrations.nnx import RandomFeatureAttention
 from tests.attention import steps as decoding_steps
 from tests.attention.inputs import inputs, projection
+from tests.versions import unregister_event_duration_listener
 
 LENGTH, DIM = 11, 8
 COMPILATION = "/jax/core/compile/backend_compile_duration"
@@ -33,7 +35,7 @@ def compilations():
     try:
         yield seconds
     finally:
-        jax.monitoring.unregister_event_duration_listener(listen)
+        unregister_event_duration_listener(listen)
 
 
 def qkv(dtype=jnp.float32):
@@ -112,7 +114,7 @@ def test_the_decoder_of_the_readme_compiles_once():
         decode=False,
         rngs=rngs,
     )
-    decoder = nnx.view(attention, only=RandomFeatureAttention, decode=True, batch_size=2)
+    decoder = view(attention, only=RandomFeatureAttention, decode=True, batch_size=2)
     decoder(jnp.ones((2, 5, 16)))
     for _ in range(2):
         decoder(jnp.ones((2, 1, 16)))

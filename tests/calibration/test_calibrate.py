@@ -9,6 +9,7 @@ import simrf_jax
 from simrf_jax.calibration import Moments
 from simrf_jax.calibration.fit import fit
 from tests.standard_errors import assert_mean
+from tests.versions import enable_x64
 
 DIM = 8
 ROOT = DIM**-0.25  # Of the scale of attention.
@@ -133,7 +134,7 @@ def test_no_member_of_the_family_is_better_on_random_covariances():
         )
         return moments, covariances, means
 
-    with jax.enable_x64(True):
+    with enable_x64(True):
         query, cov_x, mean_x = random_moments()
         key, cov_y, mean_y = random_moments()
 
@@ -228,7 +229,7 @@ def assert_close(actual, expected):
 def test_float32_is_enough():
     query, key = tokens()
     single = one_head(simrf_jax.calibrate(query, key))
-    with jax.enable_x64(True):
+    with enable_x64(True):
         double = one_head(simrf_jax.calibrate(np.float64(query), np.float64(key)))
     x, y = scaled(query, key)
     np.testing.assert_allclose(

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from simrf_jax.calibration.jacobi import left_singular_vectors
+from tests.versions import enable_x64
 
 pytestmark = pytest.mark.fast
 
@@ -27,7 +28,7 @@ def test_agrees_with_lapack(dim):
 
 def test_float64_is_as_precise():
     matrix = matrices(16, count=1)[0].astype(np.float64)
-    with jax.enable_x64(True):
+    with enable_x64(True):
         vectors, values = left_singular_vectors(jnp.asarray(matrix))
         np.testing.assert_allclose(vectors.T @ vectors, np.eye(16), atol=1e-14)
     expected = np.linalg.svd(matrix, compute_uv=False)

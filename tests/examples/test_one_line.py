@@ -13,6 +13,7 @@ from flax import nnx
 import examples
 import simrf_jax
 from examples import linen_performer, linen_transformer, nnx_performer, nnx_transformer
+from simrf_jax.integrations.flax_versions import set_value, view
 from simrf_jax.integrations.nnx import RandomFeatureAttention
 from tests.attention.reference import relative_error
 
@@ -59,7 +60,7 @@ def test_the_nnx_performer_trains_and_generates():
     assert losses[-1] < 0.3 * losses[0]
 
     model.eval()
-    decoder = nnx.view(model, only=RandomFeatureAttention, decode=True, batch_size=2)
+    decoder = view(model, only=RandomFeatureAttention, decode=True, batch_size=2)
     step = nnx.jit(lambda m, tokens, start: m(tokens, start))
     prompt = 5
     logits, tokens = [step(decoder, TOKENS[:, :prompt], 0)], TOKENS[:, :prompt]
@@ -77,7 +78,7 @@ def test_a_thousand_tokens_have_the_logits_of_the_parallel_form():
     model = nnx_performer.Transformer(**SIZES | {"max_length": length}, rngs=nnx.Rngs(0))
     model.eval()
     tokens = jax.random.randint(jax.random.key(0), (1, length), 0, VOCABULARY)
-    decoder = nnx.view(model, only=RandomFeatureAttention, decode=True, batch_size=1)
+    decoder = view(model, only=RandomFeatureAttention, decode=True, batch_size=1)
     step = nnx.jit(lambda m, tokens, start: m(tokens, start))
     logits = [step(decoder, tokens[:, t : t + 1], jnp.asarray(t)) for t in range(length)]
     parallel = nnx.jit(lambda m, tokens: m(tokens))(model, tokens)
@@ -149,7 +150,7 @@ def test_with_many_features_the_logits_are_those_of_exact_attention_in_nnx():
         nnx.update(model, params)
         model.eval()
     for num_features in (34, 8192):
-        performer.blocks[0].attention.attention_fn.projection.set_value(draw(num_features))
+        set_value(performer.blocks[0].attention.attention_fn.projection, draw(num_features))
         errors.append(relative_error(call(performer, TOKENS), call(exact, TOKENS)))
     assert_approached(errors)
 

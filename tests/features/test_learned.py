@@ -8,6 +8,7 @@ import pytest
 import simrf_jax
 from simrf_jax.features.maps import Calibrated, Hyperbolic, Learned
 from tests import formulas
+from tests.versions import enable_x64
 
 pytestmark = pytest.mark.fast
 DIM, ROWS = 6, 33
@@ -89,7 +90,7 @@ def test_answers_in_the_type_of_the_vectors(dtype):
 
 
 def test_computes_in_float64():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), learned())
         x = vectors().astype(np.float64)
         expected = formulas.evaluate(formulas.learned[0].key, x, np.zeros((1, DIM)))

@@ -16,6 +16,7 @@ from tests.attention.reference import attention, relative_error
 from tests.features.vectors import KERNELS
 from tests.standard_errors import assert_less, assert_mean
 from tests.two_rows import mean_product
+from tests.versions import enable_x64
 
 PARAMETERS = [0.1, 0.0, -0.05, -2.0]
 
@@ -58,7 +59,7 @@ def test_dtypes(dtype):
 
 @pytest.mark.fast
 def test_float64():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         x, w = (np.random.default_rng(i).normal(size=(5, 6)) for i in range(2))
         log, _ = formulas.optimal_positive(x, w, "softmax", -0.1)
         np.testing.assert_allclose(features(x, w, -0.1), np.exp(log), rtol=1e-13)

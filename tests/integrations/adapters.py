@@ -10,6 +10,7 @@ from flax import nnx
 from simrf_jax import fmm_attention, random_feature_attention
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
+from simrf_jax.integrations.flax_versions import get_value
 
 HEADS, WIDTH, FEATURES = 4, 32, 18
 
@@ -40,7 +41,7 @@ def copy_to_linen(module):
         for name in ("query", "key", "value", "out")
         for layer in [getattr(module, name)]
     }
-    projection = module.attention_fn.projection.get_value()
+    projection = get_value(module.attention_fn.projection)
     return {"params": params, "random_features": {"attention_fn": {"projection": projection}}}
 
 
@@ -78,7 +79,7 @@ class Both(NamedTuple):
 def random_features(heads, dim, **options):
     options = {"coupling": "iid", **options}
     one = nnx_adapter.RandomFeatureAttention(heads, dim, FEATURES, rngs=nnx.Rngs(0), **options)
-    w = one.projection.get_value()
+    w = get_value(one.projection)
     other = linen_adapter.RandomFeatureAttention(FEATURES, **options)
     variables = {"random_features": {"projection": w}}
     return Both(one, other, variables, lambda *x, **o: random_feature_attention(*x, w, **o))
@@ -88,7 +89,7 @@ def fmm(heads, dim, **options):
     """Returns adapters that weight both fields by a half."""
     options = {"coupling": "iid", **options}
     one = nnx_adapter.FMMAttention(heads, dim, FEATURES, BANDWIDTH, rngs=nnx.Rngs(0), **options)
-    w = one.projections.get_value()
+    w = get_value(one.projections)
     other = linen_adapter.FMMAttention(FEATURES, BANDWIDTH, **options)
     weights = {"near_logit": jnp.zeros(heads), "far_logits": jnp.zeros((1, heads))}
     variables = {"random_features": {"projections": w}, "params": weights}

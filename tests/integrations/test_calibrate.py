@@ -15,6 +15,7 @@ from simrf_jax.calibration.axes import turn_rows
 from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.integrations import linen as linen_adapters
 from simrf_jax.integrations import nnx as nnx_adapters
+from simrf_jax.integrations.flax_versions import get_value, view
 
 HEADS, DIM, WIDTH = 2, 4, 8
 
@@ -47,7 +48,7 @@ def assert_trees_close(actual, expected, **tolerance):
 
 
 def fitted_nnx(model):
-    return model.attention_fn.feature_map.get_value()
+    return get_value(model.attention_fn.feature_map)
 
 
 def queries_and_keys(model, batches):
@@ -240,7 +241,7 @@ def test_groups_of_query_heads_scales_and_lengths_count_as_in_attention():
         query_mask=positions < lengths["query_seq_lengths"][:, None],
         key_mask=positions < lengths["key_value_seq_lengths"][:, None],
     )
-    assert_trees_close(adapter.feature_map.get_value(), expected)
+    assert_trees_close(get_value(adapter.feature_map), expected)
     # Neighbours share a key head.
     first = q[0, :, :3].sum((0, 1)) + q[1, :7, :3].sum((0, 1))
     np.testing.assert_allclose(expected.query_mean[0], -(0.5**0.5) * first / 81, rtol=1e-4)
@@ -266,7 +267,7 @@ def test_decodes_with_and_without_a_band(bandwidth):
     nnx_adapters.calibrate(model, BATCHES)
     x = inputs(length=6)
     whole = model(x)
-    decoder = nnx.view(model, only=nnx_adapters.RandomFeatureAttention, decode=True, batch_size=2)
+    decoder = view(model, only=nnx_adapters.RandomFeatureAttention, decode=True, batch_size=2)
     tokens = [decoder(x[:, :3]), *(decoder(x[:, t : t + 1]) for t in range(3, 6))]
     np.testing.assert_allclose(jnp.concatenate(tokens, axis=1), whole, rtol=1e-4, atol=1e-5)
 
@@ -307,7 +308,7 @@ def test_each_head_is_computed_with_its_own_calibration(api):
     if api == "nnx":
         adapter = nnx_adapters.RandomFeatureAttention(HEADS, DIM, 16, rngs=nnx.Rngs(0), **options)
         nnx_adapters.calibrate(adapter, [(q, k)], call=lambda call, batch: call(*batch, batch[1]))
-        w, out = adapter.projection.get_value(), adapter(q, k, v)
+        w, out = get_value(adapter.projection), adapter(q, k, v)
     else:
         adapter = linen_adapters.RandomFeatureAttention(16, **options)
         variables = adapter.init(jax.random.key(0), q, k, v)

@@ -12,6 +12,7 @@ from flax import linen as nn
 
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
+from simrf_jax.integrations.flax_versions import get_value, view
 from simrf_jax.integrations.nnx import RandomFeatureAttention
 from tests.attention import steps
 from tests.attention.inputs import inputs
@@ -51,7 +52,7 @@ def linen_step(module, variables, *x):
 
 def decode_nnx(module, x, *, prompt):
     """Decodes a prompt and then token by token; returns the outputs and the decoder."""
-    decoder = nnx.view(module, only=RandomFeatureAttention, decode=True, batch_size=len(x))
+    decoder = view(module, only=RandomFeatureAttention, decode=True, batch_size=len(x))
     outs = [nnx_step(decoder, piece) for piece in pieces(x, prompt)]
     return jnp.concatenate(outs, axis=1), decoder
 
@@ -82,8 +83,8 @@ def test_prompt_and_steps_are_the_parallel_form_in_both_apis(mode):
     expected = nnx.jit(lambda m, *x: m(*x, mask=mask, is_causal=True))(one, q, k, v)
     one.set_view(decode=True, batch_size=2)
     linen = linen_adapter.RandomFeatureAttention(5, decode=True, **options)
-    held = {"random_features": {"projection": one.projection.get_value()}}
-    held["cache"] = {"state": jax.tree.map(jnp.copy, one.cache.get_value())}
+    held = {"random_features": {"projection": get_value(one.projection)}}
+    held["cache"] = {"state": jax.tree.map(jnp.copy, get_value(one.cache))}
     step = nnx.jit(lambda m, *x, mask: m(*x, mask=mask))
     other_step = jax.jit(lambda held, *x, mask: linen.apply(held, *x, mask=mask, mutable=["cache"]))
     for first, last in [(0, 5), (5, 6), (6, 7)]:
@@ -120,7 +121,7 @@ def test_grouped_queries_in_bfloat16():
     out, decoder = decode_nnx(module, x, prompt=4)
     assert out.dtype == jnp.bfloat16
     assert relative_error(out, nnx_step(module, x, is_causal=True)) < 1e-2
-    state = decoder.attention_fn.cache.get_value()
+    state = get_value(decoder.attention_fn.cache)
     assert state.sums.dtype == jnp.float32
     assert state.sums.shape == (2, 2, FEATURES, 8 + 1)  # The number of tokens does not matter.
 
@@ -407,7 +408,7 @@ def test_only_the_self_attention_of_a_decoder_decodes():
     call = nnx.jit(lambda model, *x: model(*x))
     expected = call(model, source, target)
     only = nnx.All(nnx.PathContains("decoder"), RandomFeatureAttention)
-    decoder = nnx.view(model, only=only, decode=True, batch_size=2)
+    decoder = view(model, only=only, decode=True, batch_size=2)
     outs = [call(decoder, source, piece) for piece in pieces(target, 3)]
     assert relative_error(jnp.concatenate(outs, axis=1), expected) < 1e-5
 
@@ -463,7 +464,7 @@ def test_refuses_to_decode_without_a_cache():
 )
 def test_a_view_has_the_batch_that_is_said(batch_size, lead):
     module = nnx_attention()
-    decoder = nnx.view(module, only=RandomFeatureAttention, decode=True, batch_size=batch_size)
+    decoder = view(module, only=RandomFeatureAttention, decode=True, batch_size=batch_size)
     out = nnx_step(decoder, tokens(*lead, 3))
     assert out.shape == (*lead, 3, WIDTH)
     np.testing.assert_allclose(out, nnx_step(module, tokens(*lead, 3), None, True), atol=1e-6)
@@ -485,25 +486,25 @@ def test_a_view_has_the_batch_that_is_said(batch_size, lead):
 )
 def test_refuses_views_of_other_batches(batch_size, error, match):
     with pytest.raises(error, match=match):
-        nnx.view(nnx_attention(), only=RandomFeatureAttention, decode=True, batch_size=batch_size)
+        view(nnx_attention(), only=RandomFeatureAttention, decode=True, batch_size=batch_size)
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("decode", ["yes", 1, np.ones(1, bool)])
 def test_refuses_views_that_half_decode(decode):
     with pytest.raises(TypeError, match="decode must be True or False, got"):
-        nnx.view(nnx_attention(), only=RandomFeatureAttention, decode=decode)
+        view(nnx_attention(), only=RandomFeatureAttention, decode=decode)
 
 
 def test_clones_go_on_by_themselves_and_views_of_a_decoder_with_it():
     module = nnx_attention()
     x = tokens(2, 4)
     expected = nnx_step(module, x, is_causal=True)
-    decoder = nnx.view(module, only=RandomFeatureAttention, decode=True, batch_size=2)
+    decoder = view(module, only=RandomFeatureAttention, decode=True, batch_size=2)
     nnx_step(decoder, x[:, :2])
     clone = nnx.clone(decoder)
-    view = nnx.view(decoder, only=RandomFeatureAttention, decode=True)
-    for one, token in [(clone, 2), (clone, 3), (decoder, 2), (view, 3)]:
+    second = view(decoder, only=RandomFeatureAttention, decode=True)
+    for one, token in [(clone, 2), (clone, 3), (decoder, 2), (second, 3)]:
         out = nnx_step(one, x[:, token : token + 1])
         assert relative_error(out[:, 0], expected[:, token]) < 1e-5
 
@@ -527,8 +528,8 @@ def test_stacked_nnx_layers_decode_in_a_view_of_each():
     call = nnx.jit(nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry))
     x = tokens(2, 5)
     expected = call(layers, x)
-    view = functools.partial(nnx.view, only=RandomFeatureAttention, decode=True, batch_size=2)
-    decoder = nnx.vmap(view, in_axes=0, out_axes=0)(layers)
+    view_of = functools.partial(view, only=RandomFeatureAttention, decode=True, batch_size=2)
+    decoder = nnx.vmap(view_of, in_axes=0, out_axes=0)(layers)
     outs = [call(decoder, piece) for piece in pieces(x, 3)]
     assert relative_error(jnp.concatenate(outs, axis=1), expected) < 1e-5
     with pytest.raises(ValueError, match=r"projection must be .* got shape \(3, 4, 18, 8\)"):

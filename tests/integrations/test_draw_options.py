@@ -21,6 +21,7 @@ from simrf_jax import DrawOptions, redraw_projections
 from simrf_jax.features import FEATURE_MAPS
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
+from simrf_jax.integrations.flax_versions import get_value, set_value
 from simrf_jax.integrations.nnx import RandomProjection
 from tests.integrations.adapters import FEATURES, HEADS, WIDTH, linen_attention, nnx_attention
 from tests.integrations.adapters import tokens as draw_tokens
@@ -127,7 +128,7 @@ def test_nnx_split_merge_update_and_vmap():
         return nnx_adapter.RandomFeatureAttention(HEADS, DIM, FEATURES, rngs=rngs, **FIELDS)
 
     stack = make(jax.random.split(jax.random.key(0), 3))
-    assert stack.projection.get_value().shape == (3, HEADS, FEATURES, DIM)
+    assert get_value(stack.projection).shape == (3, HEADS, FEATURES, DIM)
     assert_redrawn(nnx.state(stack, RandomProjection))
 
 
@@ -237,7 +238,7 @@ def test_a_hybrid_that_was_drawn_by_other_options_than_its_variable_says_is_refu
     def draw(key):
         return simrf_jax.draw_bipolar_projection(key, FEATURES, 8, DIM, coupling="iid")
 
-    adapter.projection.set_value(jax.vmap(draw)(jax.random.split(jax.random.key(1), HEADS)))
+    set_value(adapter.projection, jax.vmap(draw)(jax.random.split(jax.random.key(1), HEADS)))
     state = nnx.state(adapter, RandomProjection)
     with pytest.raises(ValueError, match=r"must say the same of the draw, got .*iid.*orthogonal"):
         redraw_projections(jax.random.key(2), state)
@@ -257,7 +258,7 @@ def test_nnx_adapters_hold_the_arrays_of_feature_maps(name):
         HEADS, DIM, FEATURES, feature_map=MAPS_WITH_ARRAYS[name](), rngs=nnx.Rngs(0)
     )
     expected = simrf_jax.random_feature_attention(
-        *qkv(), adapter.projection.get_value(), feature_map=MAPS_WITH_ARRAYS[name]()
+        *qkv(), get_value(adapter.projection), feature_map=MAPS_WITH_ARRAYS[name]()
     )
     np.testing.assert_allclose(adapter(*qkv()), expected, rtol=1e-5, atol=1e-6)
     compiled = nnx.jit(lambda adapter, *x: adapter(*x))(adapter, *qkv())

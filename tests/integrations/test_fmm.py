@@ -12,6 +12,7 @@ from flax import nnx, serialization
 import simrf_jax
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
+from simrf_jax.integrations.flax_versions import get_value, set_value, view
 from simrf_jax.integrations.nnx import RandomProjection
 from tests.attention.devices import collectives, make_mesh
 from tests.attention.inputs import inputs
@@ -28,11 +29,11 @@ def pair(**options):
     count = len(options["feature_maps"])
     sizes = (FEATURES[:count], BANDWIDTH)
     one = nnx_adapter.FMMAttention(KEY_HEADS, DIM, *sizes, rngs=nnx.Rngs(0), **options)
-    one.near_logit.set_value(jnp.array([-1.0, 2.0]))
-    one.far_logits.set_value(jnp.linspace(-2, 1, 2 * count).reshape(count, KEY_HEADS))
+    set_value(one.near_logit, jnp.array([-1.0, 2.0]))
+    set_value(one.far_logits, jnp.linspace(-2, 1, 2 * count).reshape(count, KEY_HEADS))
     variables = {
         "params": {"near_logit": one.near_logit[...], "far_logits": one.far_logits[...]},
-        "random_features": {"projections": one.projections.get_value()},
+        "random_features": {"projections": get_value(one.projections)},
     }
     return one, linen_adapter.FMMAttention(*sizes, **options), variables
 
@@ -102,7 +103,7 @@ def test_prompt_and_steps_are_the_parallel_form(dtype):
     np.testing.assert_array_equal(expected[1, 2:4], 0)
     one.set_view(decode=True, batch_size=2, cache_dtype=dtype)
     other = other.clone(decode=True)
-    held = {**variables, "cache": {"state": jax.tree.map(jnp.copy, one.cache.get_value())}}
+    held = {**variables, "cache": {"state": jax.tree.map(jnp.copy, get_value(one.cache))}}
     other_step = jax.jit(functools.partial(other.apply, mutable=["cache"]))
     tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
     for first, last in [(0, 5), (5, 6), (6, 7)]:
@@ -112,7 +113,7 @@ def test_prompt_and_steps_are_the_parallel_form(dtype):
         out, updates = other_step(held, *new, mask=block)
         assert relative_error(out, expected[:, first:last]) < tolerance
         held |= updates
-    assert one.cache.get_value().near.key.shape == (2, BANDWIDTH, KEY_HEADS, DIM)
+    assert get_value(one.cache).near.key.shape == (2, BANDWIDTH, KEY_HEADS, DIM)
 
 
 def test_inside_flaxs_attention_weights_train_and_projections_do_not():
@@ -128,7 +129,7 @@ def test_inside_flaxs_attention_weights_train_and_projections_do_not():
     collection = {"projections": jax.tree.leaves(state)[0][None]}
     options = simrf_jax.DrawOptions("iid")
     redrawn = simrf_jax.redraw_projections(jax.random.key(1), collection, options=options)
-    np.testing.assert_array_equal(adapter.projections.get_value()[0], redrawn["projections"][0])
+    np.testing.assert_array_equal(get_value(adapter.projections)[0], redrawn["projections"][0])
 
 
 def test_checkpoints_hold_projections_weights_and_cache():
@@ -146,11 +147,11 @@ def test_checkpoints_hold_projections_weights_and_cache():
 def test_a_view_has_a_window_of_the_type_that_is_said():
     one, _, _ = pair(feature_maps=MAPS[:1], num_weights=None)
     x = [jnp.asarray(array, jnp.bfloat16) for array in qkv(3)]
-    decoder = nnx.view(one, decode=True, batch_size=2)
+    decoder = view(one, decode=True, batch_size=2)
     with pytest.raises(TypeError, match=r"key bfloat16, .* got key float32, .* with their dtype"):
         decoder(*x)
-    decoder = nnx.view(one, decode=True, batch_size=2, cache_dtype=jnp.bfloat16)
-    assert decoder(*x).dtype == decoder.cache.get_value().near.key.dtype == jnp.bfloat16
+    decoder = view(one, decode=True, batch_size=2, cache_dtype=jnp.bfloat16)
+    assert decoder(*x).dtype == get_value(decoder.cache).near.key.dtype == jnp.bfloat16
 
 
 def test_over_an_axis_that_is_named_no_key_is_gathered():

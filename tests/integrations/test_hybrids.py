@@ -12,6 +12,7 @@ import simrf_jax
 from simrf_jax import feature_maps
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
+from simrf_jax.integrations.flax_versions import get_value
 from simrf_jax.integrations.nnx import RandomProjection
 from tests.attention.inputs import inputs
 from tests.attention.reference import relative_error
@@ -35,7 +36,7 @@ def pair(feature_map, *, num_features=FEATURES, **options):
     options = {"feature_map": feature_map, "coupling": "orthogonal", **options}
     one = nnx_adapter.RandomFeatureAttention(HEADS, DIM, num_features, rngs=nnx.Rngs(0), **options)
     other = linen_adapter.RandomFeatureAttention(num_features, **options)
-    w = None if one.projection is None else one.projection.get_value()
+    w = None if one.projection is None else get_value(one.projection)
     return one, other, {} if w is None else {"random_features": {"projection": w}}
 
 
@@ -86,7 +87,7 @@ def test_each_head_draws_its_own_by_what_the_user_says():
     one, other, _ = pair("angular_hybrid", coupling="simplex", block="square", rotation="givens")
     x = inputs(3, heads=HEADS, dim=DIM)
     drawn = other.init(jax.random.key(0), *x)["random_features"]["projection"]
-    for p in (drawn, one.projection.get_value()):
+    for p in (drawn, get_value(one.projection)):
         assert p.hyperbolic.shape == p.trigonometric.shape == (HEADS, FEATURES, DIM)
         assert p.weights.shape == (HEADS, WEIGHTS, DIM)
         assert float(jnp.abs(p.weights[0] - p.weights[1]).min()) > 0
@@ -95,13 +96,13 @@ def test_each_head_draws_its_own_by_what_the_user_says():
     rngs = nnx.Rngs(0)
     keys = jax.random.split(rngs.features(), HEADS)
     expected = simrf_jax.draw_bipolar_projection(keys[1], FEATURES, WEIGHTS, DIM, **options)
-    found = jax.tree.leaves(one.projection.get_value())
+    found = jax.tree.leaves(get_value(one.projection))
     for part, part_expected in zip(found, jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(part[1], part_expected, rtol=1e-5, atol=1e-6)
     default = nnx_adapter.RandomFeatureAttention(
         HEADS, DIM, FEATURES, feature_map="gaussian_hybrid", coupling="iid", rngs=nnx.Rngs(0)
     )
-    assert default.projection.get_value().weights.shape == (HEADS, 8, DIM)
+    assert get_value(default.projection).weights.shape == (HEADS, 8, DIM)
 
 
 def test_a_redraw_is_the_same_in_both_apis_and_weights_stay_iid():
@@ -109,7 +110,7 @@ def test_a_redraw_is_the_same_in_both_apis_and_weights_stay_iid():
     one, _, variables = pair("angular_hybrid", coupling="simplex")
     state = nnx.state(one, RandomProjection)
     nnx.update(one, simrf_jax.redraw_projections(key, state))
-    found = one.projection.get_value()
+    found = get_value(one.projection)
     other = simrf_jax.redraw_projections(key, variables["random_features"])["projection"]
     head = jax.random.fold_in(jax.random.fold_in(key, 0), 1)
     expected = simrf_jax.draw_bipolar_projection(head, FEATURES, WEIGHTS, DIM, coupling="simplex")

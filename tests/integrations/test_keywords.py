@@ -9,6 +9,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
+from simrf_jax.integrations.flax_versions import get_value
 from tests.attention.inputs import inputs
 from tests.attention.reference import relative_error
 from tests.integrations.adapters import KINDS, linen_attention, nnx_attention, tokens
@@ -174,7 +175,7 @@ def test_scale_and_lengths_in_decoding(kind):
     lengths = np.array([LENGTH, 4])
     both = KINDS[kind](2, DIM, decode=True)
     both.nnx.init_cache((2, LENGTH, 2 * DIM))
-    cache = {"state": jax.tree.map(jnp.copy, both.nnx.cache.get_value())}
+    cache = {"state": jax.tree.map(jnp.copy, get_value(both.nnx.cache))}
     options = {"scale": -0.4, "is_causal": True}
     expected = both.function(*QKV, key_value_seq_lengths=lengths, **options)
     step = nnx.jit(lambda m, *x, new: m(*x, scale=-0.4, key_value_seq_lengths=new))
@@ -203,4 +204,4 @@ def test_decoding_refuses_segments(kind, api):
     both.nnx.init_cache((2, LENGTH, 2 * DIM))
     ids = np.zeros((2, LENGTH), int)
     with pytest.raises(ValueError, match="segment_ids are for whole sequences: with decode=True"):
-        both.step(api, both.nnx.cache.get_value(), *QKV, segment_ids=ids)
+        both.step(api, get_value(both.nnx.cache), *QKV, segment_ids=ids)

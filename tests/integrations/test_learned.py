@@ -15,6 +15,7 @@ import simrf_jax
 from simrf_jax.features.maps import Learned
 from simrf_jax.integrations import linen as linen_adapters
 from simrf_jax.integrations import nnx as nnx_adapters
+from simrf_jax.integrations.flax_versions import get_value, view
 
 HEADS, DIM, WIDTH, ROWS = 2, 4, 8, 6
 PARAMETERS = {"query_rows", "key_rows", "query_offsets", "key_offsets", "log_weights"}
@@ -134,7 +135,7 @@ def nnx_loss(options, x):
     nnx_adapters.calibrate(model, [x])
     loss, grads = nnx.value_and_grad(nnx_adapters.distillation_loss)(model, x)
     adapter = model.attention_fn
-    one = start(adapter, adapter.feature_map.get_value())
+    one = start(adapter, get_value(adapter.feature_map))
     grads = nnx.to_pure_dict(grads)
     of_map = grads.pop("attention_fn")["learned"]
     return loss, of_map, grads, one, (model.query(x), model.key(x))
@@ -262,7 +263,7 @@ def test_linen_variables_are_saved_and_restored():
 
 def test_the_map_itself_is_saved_and_restored():
     adapter = nnx_adapter()
-    one = start(adapter, adapter.feature_map.get_value())
+    one = start(adapter, get_value(adapter.feature_map))
     moved = dataclasses.replace(one, key_offsets=one.key_offsets + 1)
     restored = flax.serialization.from_bytes(one, flax.serialization.to_bytes(moved))
     for actual, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(moved), strict=True):
@@ -274,7 +275,7 @@ def test_decodes_as_it_attends(bandwidth):
     model = nnx_attention(is_causal=True, exact_bandwidth=bandwidth)
     nnx_adapters.calibrate(model, [batch()])
     x = batch()[:, :6]
-    decoder = nnx.view(model, only=nnx_adapters.RandomFeatureAttention, decode=True, batch_size=2)
+    decoder = view(model, only=nnx_adapters.RandomFeatureAttention, decode=True, batch_size=2)
     parts = [decoder(x[:, :3]), *(decoder(x[:, t : t + 1]) for t in range(3, 6))]
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), model(x), rtol=1e-4, atol=1e-5)
 

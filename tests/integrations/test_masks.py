@@ -9,6 +9,7 @@ from flax import nnx
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
 from simrf_jax.integrations.flax_masks import factor
+from simrf_jax.integrations.flax_versions import get_value
 from tests.attention import reference
 from tests.attention.inputs import inputs
 
@@ -35,7 +36,7 @@ def adapters(**options):
     """Returns both adapters as functions of queries, keys, values and a mask, and their W."""
     options = {"coupling": "iid", "factored_masks": True, **options}
     one = nnx_adapter.RandomFeatureAttention(HEADS, DIM, 6, rngs=nnx.Rngs(0), **options)
-    w = one.projection.get_value()
+    w = get_value(one.projection)
     linen = linen_adapter.RandomFeatureAttention(6, **options)
     variables = {"random_features": {"projection": w}}
 

@@ -9,6 +9,7 @@ from flax import nnx
 
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
+from simrf_jax.integrations.flax_versions import view
 from tests.integrations.adapters import HEADS, WIDTH, tokens
 from tests.memory import assert_flat
 
@@ -27,7 +28,7 @@ def test_memory_of_an_nnx_decoder_is_flat(name, count):
     kind = getattr(nnx_adapter, name)
     adapter = kind(HEADS, WIDTH // HEADS, **SIZES[name], coupling="iid", rngs=rngs)
     module = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, attention_fn=adapter, rngs=rngs)
-    decoder = nnx.view(module, only=kind, decode=True, batch_size=2)
+    decoder = view(module, only=kind, decode=True, batch_size=2)
     x = tokens(2, 1)
     step = nnx.jit(lambda decoder, x: decoder(x))
     assert_flat(lambda: step(decoder, x), count=count)

@@ -16,6 +16,7 @@ import simrf_jax
 from simrf_jax import DrawOptions, WeightedProjection, feature_maps, redraw_projections
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
+from simrf_jax.integrations.flax_versions import get_value
 from simrf_jax.integrations.nnx import RandomProjection
 from tests.attention.inputs import inputs
 
@@ -91,7 +92,7 @@ def test_weighted_rows_survive_the_bytes_of_flax():
 
 def test_both_adapters_attend_with_weighted_rows():
     adapter = nnx_attention(**FIELDS)
-    w = adapter.projection.get_value()
+    w = get_value(adapter.projection)
     assert isinstance(w, WeightedProjection)
     assert w.shape == (HEADS, FEATURES, DIM)
     assert not jax.tree.leaves(nnx.state(adapter, nnx.Param))
@@ -110,7 +111,7 @@ def test_both_adapters_attend_with_weighted_rows():
 def test_both_adapters_attend_with_optimal_positive_features(parameter):
     own = feature_maps.OptimalPositive(np.float32(parameter))
     adapter = nnx_attention(feature_map=own)
-    w = adapter.projection.get_value()
+    w = get_value(adapter.projection)
     expected = simrf_jax.random_feature_attention(*qkv(), w, feature_map=own)
     np.testing.assert_allclose(adapter(*qkv()), expected, rtol=1e-5, atol=1e-6)
     compiled = nnx.jit(lambda adapter, *x: adapter(*x))(adapter, *qkv())
@@ -128,7 +129,7 @@ def test_the_norms_are_those_asked_for(norms):
     linen = linen_adapter.RandomFeatureAttention(FEATURES, norms=norms)
     box = linen.init(jax.random.key(0), *qkv())["random_features"]["projection"]
     assert box.draw_options == DrawOptions(norms=norms)
-    for w in (adapter.projection.get_value(), box.value):
+    for w in (get_value(adapter.projection), box.value):
         fixed = np.allclose(np.linalg.norm(w, axis=-1), DIM**0.5, rtol=1e-4)
         assert fixed == (norms == "sqrt_dim")
 
@@ -138,7 +139,7 @@ def test_a_blend_with_weighted_rows():
     adapter = nnx_adapter.FMMAttention(HEADS, DIM, FEATURES, 2, rngs=nnx.Rngs(0), **options)
     linen = linen_adapter.FMMAttention(FEATURES, 2, **options)
     variables = linen.init(jax.random.key(0), *qkv())
-    projections = {"projections": adapter.projections.get_value()}
+    projections = {"projections": get_value(adapter.projections)}
     out = linen.apply({**variables, "random_features": projections}, *qkv())
     np.testing.assert_allclose(adapter(*qkv()), out, rtol=1e-5, atol=1e-6)
     for collection in (variables["random_features"], nnx.state(adapter, RandomProjection)):

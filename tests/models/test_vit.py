@@ -10,6 +10,7 @@ from flax import nnx
 from simrf_jax import redraw_projections
 from simrf_jax.integrations.nnx import Calibration, RandomProjection, calibrate
 from simrf_jax.models import ATTENTIONS, ViT, ViTConfig
+from tests.versions import enable_x64
 
 SMALL = ViTConfig(
     image_size=(8, 8),
@@ -279,7 +280,7 @@ def test_named_refuses_a_second_patch_size():
 
 
 def test_parameters_are_float32_in_x64_mode_too():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         params = nnx.state(build(pooling="token"), nnx.Param)
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 

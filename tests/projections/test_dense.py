@@ -7,6 +7,7 @@ import scipy.stats
 
 from simrf_jax import draw_projection
 from tests.standard_errors import assert_mean
+from tests.versions import enable_x64
 
 COUPLED = [
     ("orthogonal", "regular"),
@@ -149,7 +150,7 @@ def test_dtypes(dtype):
 
 @pytest.mark.fast
 def test_float64_is_drawn_in_float64():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         w = np.asarray(draw_projection(jax.random.key(0), 9, 8, dtype=jnp.float64))
     assert w.dtype == np.float64
     s = directions(w)

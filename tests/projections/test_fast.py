@@ -15,6 +15,7 @@ from tests import conformance
 from tests.attention.reference import relative_error
 from tests.projections.matrices import dense, dense_stack
 from tests.standard_errors import assert_mean
+from tests.versions import enable_x64
 
 maps_and_kernels = pytest.mark.parametrize(("name", "kernel"), conformance.MAPS_AND_KERNELS)
 SIZES = [(1, 2), (64, 64), (65, 64), (130, 64), (8, 64), (66, 64), (9, 2), (300, 100), (5, 3)]
@@ -49,7 +50,7 @@ FIXED = [
 @pytest.mark.parametrize(("num_features", "dim"), [(3, 5), (8, 8), (20, 6)])
 def test_values_and_gradients_in_every_type(num_features, dim, coupling, block, dtype):
     rng = np.random.default_rng(1)
-    with jax.enable_x64(True):
+    with enable_x64(True):
         options = {"coupling": coupling, "block": block, "dtype": dtype}
         projection = draw_fast_projection(jax.random.key(0), num_features, dim, **options)
         x = jnp.asarray(rng.normal(size=(2, 3, dim)), dtype)
@@ -231,7 +232,7 @@ def test_keeps_the_sharding_of_its_input_and_can_be_sharded_itself():
 
 
 def test_is_checkpointed_as_its_arrays(tmp_path):
-    orbax = pytest.importorskip("orbax.checkpoint", reason="needs orbax, of the extra `train`")
+    orbax = pytest.importorskip("orbax.checkpoint", reason="needs orbax")
     projection = draw_fast_projection(jax.random.key(0), 10, 6)
     with orbax.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "projection", projection)
@@ -250,7 +251,7 @@ def test_dtypes(dtype):
 
 @pytest.mark.fast
 def test_float64():
-    with jax.enable_x64(True):
+    with enable_x64(True):
         projection = draw_fast_projection(jax.random.key(0), 10, 6, dtype=jnp.float64)
         x = np.linspace(0, 1, 6)
         np.testing.assert_allclose(project(x, projection), dense(projection) @ x, rtol=1e-13)

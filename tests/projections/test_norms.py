@@ -15,6 +15,7 @@ from simrf_jax.projections.norms import chi_of_normal
 from tests.projections.matrices import dense
 from tests.standard_errors import assert_mean
 from tests.two_rows import exact_chi, mean_product
+from tests.versions import enable_x64
 
 COUPLED_NORMS = ("antithetic", "shared", "pair")
 CROSS = "cross_polytope"
@@ -31,7 +32,7 @@ def test_chi_of_normal_against_scipy(dim):
 @pytest.mark.fast
 def test_chi_of_normal_in_float64():
     normal = np.linspace(-8.4, 8.4, 1_001)
-    with jax.enable_x64(True):
+    with enable_x64(True):
         found = np.asarray(chi_of_normal(jnp.asarray(normal), 64))
     np.testing.assert_allclose(found, exact_chi(normal, 64), rtol=1e-9)
 

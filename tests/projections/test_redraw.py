@@ -18,6 +18,7 @@ from simrf_jax import (
     redraw_projections,
 )
 from tests.memory import assert_flat
+from tests.versions import enable_x64
 
 pytestmark = pytest.mark.fast
 
@@ -51,7 +52,7 @@ def _same_key(one, other):
 def test_steps_of_all_kinds_about_32_bits(step, kind, traced):
     key = jax.random.key(3)
     find = functools.partial(redraw_key, key, interval=2**10)
-    with jax.enable_x64(True):
+    with enable_x64(True):
         found = (jax.jit(find) if traced else find)(KINDS[kind](step))
     assert _same_key(found, jax.random.fold_in(key, step // 2**10))
 

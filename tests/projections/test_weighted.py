@@ -122,7 +122,7 @@ def test_weights_that_no_key_can_draw_are_not_redrawn(draw):
 
 
 def test_is_checkpointed_as_its_arrays(tmp_path):
-    orbax = pytest.importorskip("orbax.checkpoint", reason="needs orbax, of the extra `train`")
+    orbax = pytest.importorskip("orbax.checkpoint", reason="needs orbax")
     projection = weighted()
     with orbax.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "projection", projection)

@@ -17,9 +17,11 @@ from simrf_jax import (
     fmm_attention,
     random_feature_attention,
 )
+from tests import compilation
 from tests.attention import steps
 from tests.property.cases import Program
 from tests.property.feature_maps import MAPS, Map
+from tests.versions import enable_x64
 
 Arrays = dict[str, Any]
 DIFFERENTIABLE = (
@@ -35,7 +37,8 @@ DIFFERENTIABLE = (
 )
 OF_KEYS = ("mask", "bias", "scale", "query_seq_lengths", "key_value_seq_lengths", "segment_ids")
 # Compilation takes most of the time, and only a third as long without fusion emitters.
-COMPILER_OPTIONS = {"xla_cpu_use_fusion_emitters": False}
+EMITTERS = "xla_cpu_use_fusion_emitters"
+COMPILER_OPTIONS = {EMITTERS: False} if compilation.is_known(EMITTERS) else {}
 
 
 def run(program: Program, x: Arrays, cotangent: np.ndarray) -> tuple[np.ndarray, Arrays]:
@@ -49,7 +52,7 @@ def run(program: Program, x: Arrays, cotangent: np.ndarray) -> tuple[np.ndarray,
     Returns:
       The output, and the gradients of all arrays that have one.
     """
-    with jax.enable_x64(program.dtype == "float64"):
+    with enable_x64(program.dtype == "float64"):
         moving = {name: jnp.array(x[name]) for name in DIFFERENTIABLE if name in x}
         fixed = {name: jnp.array(value) for name, value in x.items() if name not in moving}
         out = _compiled(program)(moving, fixed, jnp.array(cotangent))
@@ -58,7 +61,7 @@ def run(program: Program, x: Arrays, cotangent: np.ndarray) -> tuple[np.ndarray,
 
 def run_without_jit(program: Program, x: Arrays) -> np.ndarray:
     """Runs attention operation by operation."""
-    with jax.enable_x64(program.dtype == "float64"):
+    with enable_x64(program.dtype == "float64"):
         return np.asarray(attend(program, jax.tree.map(jnp.array, x)))
 
 

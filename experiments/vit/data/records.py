@@ -16,7 +16,7 @@ from experiments.harness.mistakes import UserError, user_mistakes
 # The modes of Pillow, by the number of channels.
 MODES = {1: "L", 3: "RGB"}
 
-_NEEDED = "Prepared data sets need the packages of the extra train (pip install -e '.[train]'): "
+_NEEDED = "Prepared data sets need what requirements/train.txt names: "
 
 
 class Prepared(NamedTuple):

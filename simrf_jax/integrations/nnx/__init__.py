@@ -1,5 +1,6 @@
 """Random-feature attention for Flax NNX: an ``attention_fn`` for ``nnx.MultiHeadAttention``."""
 
+from simrf_jax.integrations.flax_versions import view
 from simrf_jax.integrations.nnx.calibration import calibrate
 from simrf_jax.integrations.nnx.distillation import distillation_loss
 from simrf_jax.integrations.nnx.fmm import FMMAttention
@@ -20,4 +21,5 @@ __all__ = [
     "RandomProjection",
     "calibrate",
     "distillation_loss",
+    "view",
 ]

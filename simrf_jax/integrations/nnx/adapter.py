@@ -14,6 +14,7 @@ from simrf_jax import checks
 from simrf_jax.attention import Mechanism
 from simrf_jax.features import FeatureMap, FeatureMapLike
 from simrf_jax.integrations import flax_attention
+from simrf_jax.integrations.flax_versions import get_value, set_value
 
 
 class Adapter(nnx.Module):
@@ -136,10 +137,10 @@ class Adapter(nnx.Module):
         if self.cache is None:
             raise ValueError(
                 "decode=True needs a cache: call init_cache(input_shape) first, or "
-                "nnx.view(model, only=type(adapter), decode=True, batch_size=batch)."
+                "view(model, only=type(adapter), decode=True, batch_size=batch)."
             )
-        out, state = flax_attention.step(mechanism, self.cache.get_value(), call)
-        self.cache.set_value(state)
+        out, state = flax_attention.step(mechanism, get_value(self.cache), call)
+        set_value(self.cache, state)
         return out
 
     def init_cache(
@@ -173,7 +174,7 @@ class Adapter(nnx.Module):
         batch_size: int | tuple[int, ...] | None = None,
         cache_dtype: DTypeLike = jnp.float32,
     ) -> None:
-        """Sets the attributes of a view that ``nnx.view`` makes.
+        """Sets the attributes of a view that ``view`` makes.
 
         Args:
           decode: True to decode, False to attend to whole sequences; None leaves it as it is.

@@ -11,6 +11,7 @@ from flax import nnx
 from simrf_jax.calibration.api import check_options
 from simrf_jax.calibration.fit import Balance, Tilt
 from simrf_jax.integrations import flax_calibration
+from simrf_jax.integrations.flax_versions import get_value, set_value
 from simrf_jax.integrations.nnx.random_features import RandomFeatureAttention
 from simrf_jax.integrations.nnx.variables import Calibration, CalibrationMoments
 
@@ -84,7 +85,7 @@ def calibrate(
     for adapter in adapters:
         flax_calibration.check_tilt(tilt, getattr(adapter.projection, "draw_options", None))
     sums = [
-        CalibrationMoments(flax_calibration.no_moments(adapter.feature_map.get_value()))
+        CalibrationMoments(flax_calibration.no_moments(get_value(adapter.feature_map)))
         for adapter in adapters
     ]
     try:
@@ -97,15 +98,15 @@ def calibrate(
         for adapter in adapters:
             adapter.moments = nnx.data(None)
     fitted = [
-        flax_calibration.fit_stack(own.get_value(), center=center, balance=balance, tilt=tilt)
+        flax_calibration.fit_stack(get_value(own), center=center, balance=balance, tilt=tilt)
         for own in sums
     ]
     for adapter, calibrated in zip(adapters, fitted, strict=True):
-        before = adapter.feature_map.get_value()
+        before = get_value(adapter.feature_map)
         for rows in _rows(adapter):
-            w = rows.get_value()
-            rows.set_value(flax_calibration.turn_projection(w, before, calibrated))
-        adapter.feature_map.set_value(calibrated)
+            w = get_value(rows)
+            set_value(rows, flax_calibration.turn_projection(w, before, calibrated))
+        set_value(adapter.feature_map, calibrated)
 
 
 def _rows(adapter: RandomFeatureAttention) -> list[nnx.Variable]:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from simrf_jax.integrations.flax_versions import get_value
 from simrf_jax.integrations.nnx.random_features import RandomFeatureAttention
 from simrf_jax.integrations.nnx.variables import DistillationLoss
 
@@ -81,4 +82,4 @@ def distillation_loss(
     finally:
         for adapter in adapters:
             adapter.loss = nnx.data(None)
-    return jnp.mean(jnp.stack([jnp.mean(own.get_value()) for own in losses]))
+    return jnp.mean(jnp.stack([jnp.mean(get_value(own)) for own in losses]))

@@ -9,6 +9,7 @@ from simrf_jax import checks
 from simrf_jax.attention import Blend
 from simrf_jax.features import FeatureMapLike, as_feature_map
 from simrf_jax.integrations import flax_attention, flax_drawing
+from simrf_jax.integrations.flax_versions import get_value
 from simrf_jax.integrations.nnx.adapter import Adapter, has_arrays
 from simrf_jax.integrations.nnx.variables import RandomProjection
 from simrf_jax.projections import BlockMode, Coupling, Norms, Rotation
@@ -137,7 +138,7 @@ class FMMAttention(Adapter):
 
     def _mechanism(self, num_heads: int) -> Blend:
         return flax_attention.blend(
-            self.projections.get_value(),
+            get_value(self.projections),
             feature_maps=self.feature_maps,
             bandwidth=self.bandwidth,
             near_logit=self.near_logit[...],

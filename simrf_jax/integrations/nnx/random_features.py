@@ -21,6 +21,7 @@ from simrf_jax.integrations import (
     flax_distillation,
     flax_drawing,
 )
+from simrf_jax.integrations.flax_versions import get_value, set_value
 from simrf_jax.integrations.nnx.adapter import Adapter, has_arrays
 from simrf_jax.integrations.nnx.learned import LearnedRows
 from simrf_jax.integrations.nnx.variables import (
@@ -42,7 +43,7 @@ class RandomFeatureAttention(Adapter):
     To decode, in time and memory that do not depend on how many tokens there were, leave the
     ``decode`` of the attention modules off and turn that of the adapters on,
 
-        decoder = nnx.view(model, only=RandomFeatureAttention, decode=True, batch_size=8)
+        decoder = view(model, only=RandomFeatureAttention, decode=True, batch_size=8)
 
     and call it with the prompt, of any length, and then token by token. The state is in
     ``nnx.Cache`` variables of the view. ``model.set_attributes(RandomFeatureAttention,
@@ -51,7 +52,7 @@ class RandomFeatureAttention(Adapter):
     ``only=nnx.All(nnx.PathContains("decoder"), RandomFeatureAttention)``. Each layer needs an
     instance of its own then: one instance in several layers has one cache. Call the view in
     ``nnx.jit``, or split and merge it: ``jax.jit`` hands no changed cache back. Put ``nnx.vmap``
-    around ``nnx.view`` where ``nnx.vmap`` has stacked the layers.
+    around ``view`` where ``nnx.vmap`` has stacked the layers.
 
     Args:
       num_heads: Number of key heads.
@@ -105,7 +106,7 @@ class RandomFeatureAttention(Adapter):
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx
-      >>> from simrf_jax.integrations.nnx import RandomFeatureAttention
+      >>> from simrf_jax.integrations.nnx import RandomFeatureAttention, view
       >>> rngs = nnx.Rngs(0)
       >>> attention = nnx.MultiHeadAttention(
       ...     8, 512, decode=False, rngs=rngs,
@@ -113,7 +114,7 @@ class RandomFeatureAttention(Adapter):
       ... )
       >>> attention(jnp.ones((2, 10, 512))).shape
       (2, 10, 512)
-      >>> decoder = nnx.view(attention, only=RandomFeatureAttention, decode=True, batch_size=2)
+      >>> decoder = view(attention, only=RandomFeatureAttention, decode=True, batch_size=2)
       >>> prompt, token = decoder(jnp.ones((2, 10, 512))), decoder(jnp.ones((2, 1, 512)))
       >>> prompt.shape, token.shape
       ((2, 10, 512), (2, 1, 512))
@@ -198,11 +199,11 @@ class RandomFeatureAttention(Adapter):
         """Returns the leading shape of a stack of layers, ``()`` for one layer."""
         if not isinstance(self.feature_map, Calibration):
             raise TypeError("Only adapters with calibrated or learned features know their stack.")
-        return self.feature_map.get_value().query_mean.shape[:-2]
+        return get_value(self.feature_map).query_mean.shape[:-2]
 
     def _mechanism(self, num_heads: int) -> RandomFeatures:
         del num_heads
-        w = None if self.projection is None else self.projection.get_value()
+        w = None if self.projection is None else get_value(self.projection)
         return flax_attention.random_features(
             w,
             self._map(),
@@ -216,17 +217,17 @@ class RandomFeatureAttention(Adapter):
     def _map(self) -> FeatureMapLike:
         if not isinstance(self.feature_map, Calibration):
             return self.feature_map
-        calibration = jax.lax.stop_gradient(self.feature_map.get_value())
+        calibration = jax.lax.stop_gradient(get_value(self.feature_map))
         return calibration if self.learned is None else self.learned.feature_map(calibration)
 
     def _observe(self, call: flax_attention.Call) -> None:
         if self.moments is not None:
-            sums = flax_calibration.add_moments(self.moments.get_value(), call)
-            self.moments.set_value(sums)
+            sums = flax_calibration.add_moments(get_value(self.moments), call)
+            set_value(self.moments, sums)
         feature_map = self._map()
         if self.loss is not None and isinstance(feature_map, Learned):
             loss = flax_distillation.loss_of_call(call, feature_map, self.exact_bandwidth)
-            self.loss.set_value(self.loss.get_value() + loss)
+            set_value(self.loss, get_value(self.loss) + loss)
 
 
 def _as_state(feature_map: FeatureMapLike) -> Any:

@@ -192,5 +192,5 @@ def test_no_network_says_both_ways(toy, monkeypatch):
 def test_a_missing_package_is_named(package, load, monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, package, None)
     monkeypatch.setitem(__import__("sys").modules, f"{package}.numpy", None)
-    with pytest.raises(UserError, match=f"The extra train installs {package}"):
+    with pytest.raises(UserError, match=f"requirements/train.txt names {package}"):
         load(tmp_path / "file")

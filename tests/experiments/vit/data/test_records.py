@@ -284,5 +284,5 @@ def test_data_sets_and_shards_may_be_linked(tmp_path):
 def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch, package):
     prepared.write(tmp_path, train=3)
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(UserError, match=rf"need the packages of the extra train .*: .*{package}"):
+    with pytest.raises(UserError, match=rf"need what requirements/train.txt names: .*{package}"):
         records.open_records("imagenet2012", "train", str(tmp_path))
