@@ -105,7 +105,7 @@ def attend_over_devices(
 def _bidirectional(inputs: Inputs, features: HeadMaps, axes: Axes) -> Float[Array, "B T K G D"]:
     """Lets each query of this device attend to the keys of all devices."""
     state = merge_over(state_of(inputs, features), axes)
-    return read_all(*state.split_spoiled(), inputs, features)
+    return read_all(*state.split_spoiled(), inputs.query, features, inputs.value.dtype)
 
 
 def _beside_band(

@@ -77,6 +77,20 @@ class HeadMaps:
     projection: Float[Array, "*K num_features H"] | StructuredProjection | None
     feature_map: FeatureMap
 
+    def head_axes(self) -> HeadMaps:
+        """Returns the axis of key heads of each part, 0 or None, as ``in_axes`` of ``jax.vmap``."""
+        own = self.projection is not None and self.projection.ndim == 3
+        axes: Any = (0 if own else None, self.feature_map.head_axes())
+        return HeadMaps(*axes)
+
+    def with_head_axis(self, axes: HeadMaps) -> HeadMaps:
+        """Returns the maps of one head of ``jax.vmap`` over ``head_axes``, as those of K = 1."""
+
+        def expand(axis: int | None, part: Any) -> Any:
+            return part if axis is None else jax.tree.map(lambda x: x[None], part)
+
+        return jax.tree.map(expand, axes, self, is_leaf=lambda axis: axis is None)
+
     @jax.named_scope("key_features")
     def keys(
         self, key: Float[Array, "B S K H"] | LogFeatures, log_weights: Float[Array, "B S K"]
@@ -86,8 +100,9 @@ class HeadMaps:
         keys, spoiled = _split_spoiled(phi, self.feature_map)
         finite = ~spoiled & (keys.log_scale[..., 0] < jnp.inf)  # Scales may overflow.
         visible = ((log_weights > -jnp.inf) & finite)[..., None]  # NaN is not above -inf.
-        exponent = keys.exponent + keys.log_scale + log_weights[..., None]
-        exponent = jnp.where(visible, exponent, -jnp.inf)
+        # One number for each key: a choice for each feature would take a pass over all of them.
+        shift = jnp.where(visible, keys.log_scale + log_weights[..., None], -jnp.inf)
+        exponent = keys.exponent + shift
         features = LogFeatures(exponent, jnp.zeros_like(keys.log_scale), keys.values)
         return KeyFeatures(features, (log_weights != -jnp.inf) & ~visible[..., 0])
 
@@ -141,7 +156,7 @@ class Readout(NamedTuple):
         """Returns numerator over denominator, ``[..., D]``; zeros where no key is visible."""
         numerator, denominator = self.sums[..., :-1], self.sums[..., -1:]
         nothing = denominator == 0  # Exactly: no key is visible, or no feature is active.
-        return jnp.where(nothing, 0, numerator / jnp.where(nothing, 1, denominator))
+        return numerator * jnp.where(nothing, 0, 1 / jnp.where(nothing, 1, denominator))
 
 
 class AttentionState(NamedTuple):
@@ -163,20 +178,38 @@ class AttentionState(NamedTuple):
     maxima: Float[Array, "*batch K #num_features"]
 
     @classmethod
-    def of(cls, keys: LogFeatures, value: Float[Array, "B S K columns"]) -> AttentionState:
-        """Returns the state of keys ``[B, S, K, ...]`` with values ``[B, S, K, D + 1]``."""
-        maxima = largest(keys.exponent, axis=1)
-        features = signed_exp(keys.exponent - or_zero(maxima), keys.values)
-        return cls(contract("bskm,bskd->bkmd", features, value), jnp.squeeze(maxima, 1))
+    def of(
+        cls,
+        keys: LogFeatures,
+        value: Float[Array, "B S K columns"],
+        maxima: Float[Array, "B K #num_features"] | None = None,
+    ) -> AttentionState:
+        """Returns the state of keys ``[B, S, K, ...]`` with values ``[B, S, K, D + 1]``.
+
+        Args:
+          keys: Features of the keys.
+          value: Their values.
+          maxima: Maxima over these and other keys, in units of which to sum; None for those of
+            these keys.
+        """
+        if maxima is None:
+            maxima = jnp.squeeze(largest(keys.exponent, axis=1), 1)
+        features = signed_exp(keys.exponent - or_zero(maxima)[:, None], keys.values)
+        return cls(contract("bskm,bskd->bkmd", features, value), maxima)
 
     @classmethod
     def empty(cls, inputs: Inputs, features: HeadMaps) -> AttentionState:
         """Returns the state of no keys, for keys like those of the inputs."""
         keys = features.keys(inputs.key[:, :0], inputs.key_log_weights[:, :0]).features
+        return cls.of_none(keys, with_ones(inputs.value[:, :0]))
+
+    @classmethod
+    def of_none(cls, keys: LogFeatures, value: Float[Array, "B 0 K columns"]) -> AttentionState:
+        """Returns the state of keys ``[B, 0, K, ...]``."""
         phi = signed_exp(keys.exponent, keys.values)[..., None]
         # Unlike AttentionState.of, because an einsum of nothing fails in shard_map without jit
         # (jax 0.10.2).
-        sums = jnp.sum(phi * with_ones(inputs.value[:, :0])[:, :, :, None], axis=1)
+        sums = jnp.sum(phi * value[:, :, :, None], axis=1)
         return cls(sums, jnp.squeeze(largest(keys.exponent, axis=1), 1))
 
     def merge(self, other: AttentionState) -> AttentionState:
@@ -222,8 +255,9 @@ class AttentionState(NamedTuple):
         logits = queries.exponent + self.maxima[:, None, :, None, :]
         shift = largest(logits, axis=-1)
         features = signed_exp(logits - or_zero(shift), queries.values)
-        sums = contract("btkgm,bkmd->btkgd", features, self.sums.astype(dtype))
-        return Readout(sums, shift)
+        # In this order of axes the product needs no transposed copy of the features.
+        sums = contract("btkgm,bkmd->bktgd", features, self.sums.astype(dtype))
+        return Readout(jnp.moveaxis(sums, 2, 1), shift)
 
 
 def state_of(inputs: Inputs, features: HeadMaps) -> AttentionState:
@@ -233,20 +267,34 @@ def state_of(inputs: Inputs, features: HeadMaps) -> AttentionState:
 
 
 def read_all(
-    state: AttentionState, spoiled: Bool[Array, "B K"], inputs: Inputs, features: HeadMaps
+    state: AttentionState,
+    spoiled: Bool[Array, "B K"],
+    query: Float[Array, "B T K G H"],
+    features: HeadMaps,
+    dtype: jnp.dtype,
 ) -> Float[Array, "B T K G D"]:
     """Returns the outputs ``[B, T, K, G, D]`` of queries that all see the keys of one state.
 
     Args:
       state: Sums over the keys.
       spoiled: ``[B, K]``, True where one of the keys is not finite.
-      inputs: Queries.
-      features: Their feature map.
+      query: ``[B, T, K, G, H]``.
+      features: The feature map of the queries.
+      dtype: Type to contract in.
     """
-    queries, no_features = features.queries(inputs.query)
-    out = state.read(queries, inputs.value.dtype).outputs()
-    # Last, for NaN before it would reach the gradients of W: 0 * NaN is not 0.
-    return jnp.where((no_features | spoiled[:, None, :, None])[..., None], jnp.nan, out)
+    queries, no_features = features.queries(query)
+    out = state.read(queries, dtype).outputs()
+    return with_nan(out, no_features | spoiled[:, None, :, None])
+
+
+def with_nan(
+    out: Float[Array, "B T K G D"], spoiled: Bool[Array, "B T K G"]
+) -> Float[Array, "B T K G D"]:
+    """Returns outputs with NaN where ``spoiled`` is True.
+
+    It comes last, for NaN before it would reach the gradients of W: 0 * NaN is not 0.
+    """
+    return jnp.where(spoiled[..., None], jnp.nan, out)
 
 
 def lay_out(
