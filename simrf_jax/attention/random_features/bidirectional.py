@@ -9,18 +9,20 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
-from simrf_jax.attention.inputs.arguments import Inputs
+from simrf_jax.attention.inputs.arguments import Inputs, contract
 from simrf_jax.attention.random_features.state import (
     AttentionState,
     HeadMaps,
+    Readout,
+    in_units_of,
     largest,
     read_all,
     with_nan,
     with_ones,
 )
-from simrf_jax.features import calls_function
+from simrf_jax.features import LogFeatures, calls_function
 
-CHUNK_ROWS = 2048  # Queries or keys of all heads together whose features fill half the L2 cache.
+CHUNK_ROWS = 8192  # Queries or keys of all heads together whose features are made at a time.
 LEAST_CHUNK = 64  # Shorter chunks would lose more time to calls than they save.
 
 
@@ -67,12 +69,12 @@ class Chunks(NamedTuple):
 
     Attributes:
       key: ``[chunks, B, S, 1, H]``.
-      value: ``[chunks, B, S, 1, D + 1]``, with the column that sums the denominator.
+      value: ``[chunks, B, S, 1, D]``.
       log_weights: ``[chunks, B, S, 1]``.
     """
 
     key: Float[Array, "chunks *K B S 1 H"]
-    value: Float[Array, "chunks *K B S 1 D+1"]
+    value: Float[Array, "chunks *K B S 1 D"]
     log_weights: Float[Array, "chunks *K B S 1"]
 
 
@@ -85,7 +87,7 @@ def _attend_by_chunks(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K
     of_keys = functools.partial(_split, rows=batch * num_heads)
     keys = Chunks(
         of_keys(inputs.key, fill=0),
-        of_keys(with_ones(inputs.value), fill=0),
+        of_keys(inputs.value, fill=0),
         of_keys(inputs.key_log_weights, fill=-jnp.inf),
     )
     queries = _split(inputs.query, rows=batch * num_heads * groups, fill=0)
@@ -99,8 +101,7 @@ def _attend_by_chunks(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K
 
         def read(query: Float[Array, "B T 1 G H"]) -> tuple[Any, Any]:
             of_query, no_features = features.queries(query)
-            out = state.read(of_query, keys.value.dtype).outputs()
-            return out, no_features | spoiled[:, None, :, None]
+            return _read(state, of_query, keys.value.dtype), no_features | spoiled[:, None, :, None]
 
         return _map(read, queries)
 
@@ -116,7 +117,8 @@ def _state_of(chunks: Chunks, features: HeadMaps) -> tuple[AttentionState, Bool[
     """
     if chunks.key.shape[0] == 1:
         keys, spoils = features.keys(chunks.key[0], chunks.log_weights[0])
-        return AttentionState.of(keys, chunks.value[0]), jnp.any(spoils, axis=1)
+        maxima = jnp.squeeze(largest(keys.exponent, axis=1), 1)
+        return _state_of_chunk(keys, chunks.value[0], maxima), jnp.any(spoils, axis=1)
 
     def larger(
         maxima: Float[Array, "B 1 #num_features"], chunk: Chunks
@@ -127,17 +129,42 @@ def _state_of(chunks: Chunks, features: HeadMaps) -> tuple[AttentionState, Bool[
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def sums_of(chunk: Chunks) -> tuple[Float[Array, "B 1 m D+1"], Bool[Array, "B 1"]]:
         keys, spoils = features.keys(chunk.key, chunk.log_weights)
-        return AttentionState.of(keys, chunk.value, maxima).sums, jnp.any(spoils, axis=1)
+        return _state_of_chunk(keys, chunk.value, maxima).sums, jnp.any(spoils, axis=1)
 
     def add(sums: Float[Array, "B 1 m D+1"], chunk: Chunks) -> tuple[Any, Bool[Array, "B 1"]]:
         more, spoiled = sums_of(chunk)
         return sums + more, spoiled
 
     none, _ = features.keys(chunks.key[0][:, :0], chunks.log_weights[0][:, :0])
-    empty = AttentionState.of_none(none, chunks.value[0][:, :0])
+    empty = AttentionState.of_none(none, with_ones(chunks.value[0][:, :0]))
     maxima, _ = jax.lax.scan(larger, empty.maxima, jax.lax.stop_gradient(chunks))
     sums, spoiled = jax.lax.scan(add, empty.sums, chunks)
     return AttentionState(sums, maxima), jnp.any(spoiled, axis=0)
+
+
+# On a CPU a product with D columns and one with a single column are faster than one with D + 1,
+# whose gradient would also be put together from two parts.
+
+
+def _state_of_chunk(
+    keys: LogFeatures, value: Float[Array, "B S K D"], maxima: Float[Array, "B K #num_features"]
+) -> AttentionState:
+    """Returns the state of keys in units of maxima that may be those of more keys."""
+    phi = in_units_of(maxima, keys)
+    parts = (value, jnp.ones_like(value[..., :1]))
+    sums = [contract("bskm,bskd->bkmd", phi, part) for part in parts]
+    return AttentionState(jnp.concatenate(sums, axis=-1), maxima)
+
+
+def _read(
+    state: AttentionState, queries: LogFeatures, dtype: jnp.dtype
+) -> Float[Array, "B T K G D"]:
+    """Returns what queries read of a state, numerator over denominator."""
+    phi, shift = state.weigh(queries)
+    sums = state.sums.astype(dtype)
+    parts = (sums[..., :-1], sums[..., -1:])
+    read = [contract("btkgm,bkmd->bktgd", phi, part) for part in parts]
+    return Readout(jnp.moveaxis(jnp.concatenate(read, axis=-1), 2, 1), shift).outputs()
 
 
 def _map(function: Any, chunks: Shaped[Array, "chunks *rest"]) -> Any:

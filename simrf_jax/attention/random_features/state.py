@@ -156,7 +156,9 @@ class Readout(NamedTuple):
         """Returns numerator over denominator, ``[..., D]``; zeros where no key is visible."""
         numerator, denominator = self.sums[..., :-1], self.sums[..., -1:]
         nothing = denominator == 0  # Exactly: no key is visible, or no feature is active.
-        return numerator * jnp.where(nothing, 0, 1 / jnp.where(nothing, 1, denominator))
+        inverse = jnp.where(nothing, 0, 1 / jnp.where(nothing, 1, denominator))
+        # A product with ones, because the sum in its gradient is slow on CPUs (jaxlib 0.10.2).
+        return numerator * (inverse @ jnp.ones((1, numerator.shape[-1]), inverse.dtype))
 
 
 class AttentionState(NamedTuple):
@@ -178,23 +180,10 @@ class AttentionState(NamedTuple):
     maxima: Float[Array, "*batch K #num_features"]
 
     @classmethod
-    def of(
-        cls,
-        keys: LogFeatures,
-        value: Float[Array, "B S K columns"],
-        maxima: Float[Array, "B K #num_features"] | None = None,
-    ) -> AttentionState:
-        """Returns the state of keys ``[B, S, K, ...]`` with values ``[B, S, K, D + 1]``.
-
-        Args:
-          keys: Features of the keys.
-          value: Their values.
-          maxima: Maxima over these and other keys, in units of which to sum; None for those of
-            these keys.
-        """
-        if maxima is None:
-            maxima = jnp.squeeze(largest(keys.exponent, axis=1), 1)
-        features = signed_exp(keys.exponent - or_zero(maxima)[:, None], keys.values)
+    def of(cls, keys: LogFeatures, value: Float[Array, "B S K columns"]) -> AttentionState:
+        """Returns the state of keys ``[B, S, K, ...]`` with values ``[B, S, K, D + 1]``."""
+        maxima = jnp.squeeze(largest(keys.exponent, axis=1), 1)
+        features = in_units_of(maxima, keys)
         return cls(contract("bskm,bskd->bkmd", features, value), maxima)
 
     @classmethod
@@ -242,6 +231,14 @@ class AttentionState(NamedTuple):
         spoiled = jnp.any(jnp.isnan(self.sums[..., -1]), axis=-1)
         return self._replace(sums=jnp.where(spoiled[:, :, None, None], 0, self.sums)), spoiled
 
+    def weigh(
+        self, queries: LogFeatures
+    ) -> tuple[Float[Array, "B T K G num_features"], Float[Array, "B T K G 1"]]:
+        """Returns what queries multiply the sums by, in units of e^shift, and the shift."""
+        logits = queries.exponent + self.maxima[:, None, :, None, :]
+        shift = largest(logits, axis=-1)
+        return signed_exp(logits - or_zero(shift), queries.values), shift
+
     def read(self, queries: LogFeatures, dtype: jnp.dtype) -> Readout:
         """Returns what queries find, ``[B, T, K, G, D + 1]``.
 
@@ -252,9 +249,7 @@ class AttentionState(NamedTuple):
           queries: Features of ``[B, T, K, G]`` queries.
           dtype: Type to contract in.
         """
-        logits = queries.exponent + self.maxima[:, None, :, None, :]
-        shift = largest(logits, axis=-1)
-        features = signed_exp(logits - or_zero(shift), queries.values)
+        features, shift = self.weigh(queries)
         # In this order of axes the product needs no transposed copy of the features.
         sums = contract("btkgm,bkmd->bktgd", features, self.sums.astype(dtype))
         return Readout(jnp.moveaxis(sums, 2, 1), shift)
@@ -404,6 +399,13 @@ def largest(x: Float[Array, "*shape"], axis: int | tuple[int, ...]) -> Float[Arr
 def or_zero(shift: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Returns a shift, or 0 where it is minus infinity, so that subtracting it makes no NaN."""
     return jnp.where(shift == -jnp.inf, 0, shift)
+
+
+def in_units_of(
+    maxima: Float[Array, "B K #num_features"], keys: LogFeatures
+) -> Float[Array, "B S K num_features"]:
+    """Returns the features of keys, each in units of its maximum."""
+    return signed_exp(keys.exponent - or_zero(maxima)[:, None], keys.values)
 
 
 def signed_exp(
