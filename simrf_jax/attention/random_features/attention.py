@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal, SupportsIndex, TypeAlias, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Integer, Real
 

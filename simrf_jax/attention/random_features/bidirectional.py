@@ -13,7 +13,6 @@ from simrf_jax.attention.inputs.arguments import Inputs, contract
 from simrf_jax.attention.random_features.state import (
     AttentionState,
     HeadMaps,
-    Readout,
     in_units_of,
     largest,
     read_all,
@@ -124,7 +123,9 @@ def _state_of(chunks: Chunks, features: HeadMaps) -> tuple[AttentionState, Bool[
         maxima: Float[Array, "B 1 #num_features"], chunk: Chunks
     ) -> tuple[Float[Array, "B 1 #num_features"], None]:
         keys = features.keys(chunk.key, chunk.log_weights).features
-        return jnp.maximum(maxima, jnp.squeeze(largest(keys.exponent, axis=1), 1)), None
+        # XLA (jaxlib 0.10.2) would take the maximum inside the product, with one thread.
+        exponent = jax.lax.optimization_barrier(keys.exponent)
+        return jnp.maximum(maxima, jnp.squeeze(largest(exponent, axis=1), 1)), None
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def sums_of(chunk: Chunks) -> tuple[Float[Array, "B 1 m D+1"], Bool[Array, "B 1"]]:
@@ -142,32 +143,38 @@ def _state_of(chunks: Chunks, features: HeadMaps) -> tuple[AttentionState, Bool[
     return AttentionState(sums, maxima), jnp.any(spoiled, axis=0)
 
 
-# On a CPU a product with D columns and one with a single column are faster than one with D + 1,
-# whose gradient would also be put together from two parts.
-
-
 def _state_of_chunk(
     keys: LogFeatures, value: Float[Array, "B S K D"], maxima: Float[Array, "B K #num_features"]
 ) -> AttentionState:
     """Returns the state of keys in units of maxima that may be those of more keys."""
     phi = in_units_of(maxima, keys)
-    parts = (value, jnp.ones_like(value[..., :1]))
-    sums = [contract("bskm,bskd->bkmd", phi, part) for part in parts]
-    return AttentionState(jnp.concatenate(sums, axis=-1), maxima)
+    numerators = contract("bskm,bskd->bkmd", phi, value)
+    # In the precision of the numerators, so that both see the same weights.
+    denominators = jnp.sum(phi.astype(value.dtype).astype(phi.dtype), axis=1)[..., None]
+    return AttentionState(jnp.concatenate([numerators, denominators], axis=-1), maxima)
 
 
 def _read(
     state: AttentionState, queries: LogFeatures, dtype: jnp.dtype
 ) -> Float[Array, "B T K G D"]:
-    """Returns what queries read of a state, numerator over denominator."""
-    phi, shift = state.weigh(queries)
+    """Returns what queries read of a state, numerator over denominator.
+
+    On a CPU a product with D columns and one with a single column are faster than one with D + 1,
+    and so is the product of the gradient with ones instead of its sum.
+    """
+    phi, _ = state.weigh(queries)
     sums = state.sums.astype(dtype)
-    parts = (sums[..., :-1], sums[..., -1:])
-    read = [contract("btkgm,bkmd->bktgd", phi, part) for part in parts]
-    return Readout(jnp.moveaxis(jnp.concatenate(read, axis=-1), 2, 1), shift).outputs()
+    numerator, denominator = (
+        jnp.moveaxis(contract("btkgm,bkmd->bktgd", phi, part), 2, 1)
+        for part in (sums[..., :-1], sums[..., -1:])
+    )
+    nothing = denominator == 0  # Exactly: no key is visible, or no feature is active.
+    inverse = jnp.where(nothing, 0, 1 / jnp.where(nothing, 1, denominator))
+    ones = jnp.ones((1, numerator.shape[-1]), inverse.dtype)
+    return numerator * jnp.matmul(inverse, ones, precision=jax.lax.Precision.HIGHEST)
 
 
-def _map(function: Any, chunks: Shaped[Array, "chunks *rest"]) -> Any:
+def _map(function: Any, chunks: Float[Array, "chunks B T 1 G H"]) -> Any:
     """Maps over chunks without keeping what the function computes on the way, unless of one."""
     if chunks.shape[0] == 1:
         return jax.tree.map(lambda x: x[None], function(chunks[0]))

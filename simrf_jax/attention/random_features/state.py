@@ -156,9 +156,7 @@ class Readout(NamedTuple):
         """Returns numerator over denominator, ``[..., D]``; zeros where no key is visible."""
         numerator, denominator = self.sums[..., :-1], self.sums[..., -1:]
         nothing = denominator == 0  # Exactly: no key is visible, or no feature is active.
-        inverse = jnp.where(nothing, 0, 1 / jnp.where(nothing, 1, denominator))
-        # A product with ones, because the sum in its gradient is slow on CPUs (jaxlib 0.10.2).
-        return numerator * (inverse @ jnp.ones((1, numerator.shape[-1]), inverse.dtype))
+        return jnp.where(nothing, 0, numerator / jnp.where(nothing, 1, denominator))
 
 
 class AttentionState(NamedTuple):
