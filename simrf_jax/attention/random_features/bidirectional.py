@@ -128,11 +128,11 @@ def _state_of(chunks: Chunks, features: HeadMaps) -> tuple[AttentionState, Bool[
         return jnp.maximum(maxima, jnp.squeeze(largest(exponent, axis=1), 1)), None
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def sums_of(chunk: Chunks) -> tuple[Float[Array, "B 1 m D+1"], Bool[Array, "B 1"]]:
+    def sums_of(chunk: Chunks) -> tuple[Float[Array, "B 1 m columns"], Bool[Array, "B 1"]]:
         keys, spoils = features.keys(chunk.key, chunk.log_weights)
         return _state_of_chunk(keys, chunk.value, maxima).sums, jnp.any(spoils, axis=1)
 
-    def add(sums: Float[Array, "B 1 m D+1"], chunk: Chunks) -> tuple[Any, Bool[Array, "B 1"]]:
+    def add(sums: Float[Array, "B 1 m columns"], chunk: Chunks) -> tuple[Any, Bool[Array, "B 1"]]:
         more, spoiled = sums_of(chunk)
         return sums + more, spoiled
 
