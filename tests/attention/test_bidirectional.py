@@ -63,7 +63,8 @@ def chunked(request, monkeypatch):
 @pytest.mark.parametrize("shared", [True, False], ids=["one W", "a W for each head"])
 @pytest.mark.parametrize("name", MAPS)
 def test_chunks_give_what_all_tokens_at_once_give(name, shared, chunked):
-    given, w = arguments(2.0), rows(shared)
+    # At a larger scale a denominator of the signed features comes near zero, and digits are lost.
+    given, w = arguments(0.3 if name == "trigonometric" else 2.0), rows(shared)
     expected = attend(bidirectional._attend_at_once, given, w, MAPS[name])
     np.testing.assert_allclose(
         attend(chunked, given, w, MAPS[name]), expected, rtol=2e-5, atol=2e-5
