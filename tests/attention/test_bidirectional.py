@@ -1,5 +1,7 @@
 """Bidirectional attention by chunks, as CPUs compute it, against all tokens at once."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,8 +51,12 @@ def rows(shared):
 
 
 def attend(function, given, w, feature_map):
-    inputs, features = lay_out(given, w, feature_map)
-    return inputs.outputs(function(inputs, features))
+    @jax.jit
+    def outputs(given, w, feature_map):
+        inputs, features = lay_out(given, w, feature_map)
+        return inputs.outputs(function(inputs, features))
+
+    return outputs(given, w, feature_map)
 
 
 @pytest.fixture(params=[3, 100], ids="{} tokens at a time".format)
@@ -76,13 +82,69 @@ def test_gradients_through_chunks(chunked):
         def loss(given, w):
             return jnp.sum(jnp.sin(attend(function, given, w, feature_maps.Positive())))
 
-        return jax.grad(loss, argnums=(0, 1), allow_int=True)(arguments(1.0), rows(False))
+        gradient = jax.jit(jax.grad(loss, argnums=(0, 1), allow_int=True))
+        return gradient(arguments(1.0), rows(False))
 
     ours, expected = gradients(chunked), gradients(bidirectional._attend_at_once)
     for name in ("query", "key", "value"):
         pair = getattr(ours[0], name), getattr(expected[0], name)
         np.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(ours[1], expected[1], rtol=1e-4, atol=1e-5)
+
+
+def test_second_derivatives_through_chunks(chunked):
+    def curvature(function):
+        def loss(scale):
+            out = attend(function, arguments(scale), rows(False), feature_maps.Positive())
+            return jnp.sum(jnp.sin(out))
+
+        return jax.jit(jax.grad(jax.grad(loss)))(1.0)
+
+    expected = curvature(bidirectional._attend_at_once)
+    np.testing.assert_allclose(curvature(chunked), expected, rtol=1e-4)
+
+
+@dataclasses.dataclass(frozen=True)
+class OnTheUnitSphere(simrf_jax.FeatureMap):
+    """Features without a value at zero, nor a derivative."""
+
+    def log_features(self, x, projection, *, side):
+        unit = x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+        return feature_maps.Positive().log_features(unit, projection, side=side)
+
+
+def test_padding_is_no_vector_of_zeros(chunked):
+    def gradient(function):
+        def loss(w):
+            return jnp.sum(attend(function, arguments(1.0), w, OnTheUnitSphere()) ** 2)
+
+        return jax.jit(jax.grad(loss))(rows(True))
+
+    np.testing.assert_allclose(
+        gradient(chunked), gradient(bidirectional._attend_at_once), rtol=1e-4, atol=1e-5
+    )
+
+
+def test_first_chunks_without_a_visible_key(chunked):
+    bias = np.zeros((2, 1, 1, 29), np.float32)
+    bias[1, ..., :7] = -np.inf
+    given = dataclasses.replace(arguments(2.0), bias=bias)
+    expected = attend(bidirectional._attend_at_once, given, rows(False), MAPS["positive"])
+    assert np.isfinite(expected).all()
+    np.testing.assert_allclose(
+        attend(chunked, given, rows(False), MAPS["positive"]), expected, rtol=2e-5, atol=2e-5
+    )
+
+
+def test_bfloat16_is_contracted_in_bfloat16_with_sums_in_float32(chunked):
+    given = jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, arguments(1.0)
+    )
+    out = attend(chunked, given, rows(False), MAPS["positive"])
+    assert out.dtype == jnp.bfloat16
+    expected = attend(bidirectional._attend_at_once, given, rows(False), MAPS["positive"])
+    # Features are rounded in units of other keys, so outputs differ by their own rounding.
+    np.testing.assert_allclose(out.astype("f4"), expected.astype("f4"), rtol=2e-2, atol=2e-2)
 
 
 def test_chunks_spoil_the_queries_that_see_a_key_that_is_not_finite(chunked):

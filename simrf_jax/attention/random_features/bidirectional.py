@@ -48,11 +48,19 @@ def bidirectional_attention(inputs: Inputs, features: HeadMaps) -> Float[Array, 
     Returns:
       ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
     """
-    if calls_function(features.feature_map) or 0 in (inputs.query.size, inputs.key.size):
+    if calls_function(features.feature_map) or not _has_chunks(inputs):
         return _attend_at_once(inputs, features)
     return jax.lax.platform_dependent(
         inputs, features, cpu=_attend_by_chunks, default=_attend_at_once
     )
+
+
+def _has_chunks(inputs: Inputs) -> bool:
+    """Returns whether there are tokens to split: known numbers of them, and all on each device."""
+    sizes = (*inputs.query.shape, *inputs.key.shape)
+    # Keys of a sharded length do not come here.
+    is_sharded = jax.typeof(inputs.query).sharding.spec[1] is not None
+    return all(isinstance(size, int) and size > 0 for size in sizes) and not is_sharded
 
 
 def _attend_at_once(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K G D"]:
