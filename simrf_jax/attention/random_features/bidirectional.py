@@ -130,7 +130,8 @@ def _sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Arra
     none = jax.tree.map(lambda x: x[0, :, :0], keys)
     phi = feature_map.log_features(none.key, w, side="key")
     phi, _ = KeyFeatures.of(phi, none.log_weights, is_finite=feature_map.is_finite)
-    state, spoiled = jax.lax.scan(add, AttentionState.of_none(phi, with_ones(none.value)), keys)
+    empty = AttentionState.of_none(phi, with_ones(none.value))
+    state, spoiled = jax.lax.scan(add, empty, keys)
     return state, jnp.any(spoiled, axis=0)
 
 
@@ -152,8 +153,9 @@ def _read(
         phi = feature_map.log_features(query, w, side="query")
         phi, no_features = QueryFeatures.of(phi, is_finite=feature_map.is_finite)
         weights, _ = state.weigh(phi)
-        numerator = contract("btkgm,bkmd->btkgd", weights, sums)
-        denominator = contract("btkgm,bkmd->btkgd", weights, total)
+        # In this order of axes the products need no transposed copy of the weights.
+        numerator = jnp.moveaxis(contract("btkgm,bkmd->bktgd", weights, sums), 2, 1)
+        denominator = jnp.moveaxis(contract("btkgm,bkmd->bktgd", weights, total), 2, 1)
         nothing = denominator == 0  # Exactly: no key is visible, or no feature is active.
         inverse = jnp.where(nothing, 0, 1 / jnp.where(nothing, 1, denominator))
         ones = jnp.ones((1, sums.shape[-1]), inverse.dtype)
@@ -179,7 +181,10 @@ def _split(
     batch, length, num_heads, *rest = x.shape
     count = -(-length // max(LEAST_CHUNK, CHUNK_ROWS // rows))
     size = -(-length // count)
-    padding = [(0, 0), (0, count * size - length)] + [(0, 0)] * (x.ndim - 2)
-    x = jnp.pad(x, padding, "edge") if fill is None else jnp.pad(x, padding, constant_values=fill)
+    missing = count * size - length
+    if missing:  # The gradient of no padding would still be copied.
+        last = jnp.repeat(x[:, -1:], missing, axis=1)
+        padding = last if fill is None else jnp.full_like(last, fill)
+        x = jnp.concatenate([x, padding], axis=1)
     x = x.reshape(batch, count, size, num_heads, *rest)
     return jnp.expand_dims(jnp.moveaxis(x, (1, 3), (0, 1)), 4)
