@@ -56,11 +56,11 @@ def bidirectional_attention(inputs: Inputs, features: HeadMaps) -> Float[Array, 
 
 
 def _has_chunks(inputs: Inputs) -> bool:
-    """Returns whether there are tokens to split: known numbers of them, and all on each device."""
+    """Returns whether the tokens can be split: if their number is known, and each device has all."""
     sizes = (*inputs.query.shape, *inputs.key.shape)
-    # Keys of a sharded length do not come here.
-    is_sharded = jax.typeof(inputs.query).sharding.spec[1] is not None
-    return all(isinstance(size, int) and size > 0 for size in sizes) and not is_sharded
+    are_known = all(isinstance(size, int) and size > 0 for size in sizes)  # Not symbolic.
+    # Explicit mesh axes may shard the queries. If they shard the keys, the devices exchange sums.
+    return are_known and jax.typeof(inputs.query).sharding.spec[1] is None
 
 
 def _attend_at_once(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K G D"]:
@@ -74,7 +74,7 @@ def _attend_at_once(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K G
     return jnp.where(spoiled[..., None], jnp.nan, out)
 
 
-class Keys(NamedTuple):
+class KeyChunks(NamedTuple):
     """Keys of one head in chunks, or one chunk of them, which has no first axis.
 
     Attributes:
@@ -95,7 +95,7 @@ def _attend_by_chunks(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K
     """
     batch, length, num_heads, groups, _ = inputs.query.shape
     rows = batch * num_heads
-    keys = Keys(
+    keys = KeyChunks(
         _split(inputs.key, rows),
         _split(inputs.value, rows),
         _split(inputs.key_log_weights, rows, fill=-jnp.inf),
@@ -110,11 +110,11 @@ def _attend_by_chunks(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K
     return out.reshape(batch, -1, *out.shape[3:])[:, :length]
 
 
-def _sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array, "B 1"]]:
+def _sum_keys(keys: KeyChunks, features: HeadMaps) -> tuple[AttentionState, Bool[Array, "B 1"]]:
     """Returns the state of the keys of one head, and where one of them is not finite."""
     feature_map, w = features.feature_map, features.projection
 
-    def add(state: AttentionState, chunk: Keys) -> tuple[AttentionState, Bool[Array, "B 1"]]:
+    def add(state: AttentionState, chunk: KeyChunks) -> tuple[AttentionState, Bool[Array, "B 1"]]:
         phi = feature_map.log_features(chunk.key, w, side="key")
         phi, spoils = KeyFeatures.of(phi, chunk.log_weights, is_finite=feature_map.is_finite)
         maxima = jnp.maximum(state.maxima, jnp.squeeze(largest(phi.exponent, axis=1), 1))
