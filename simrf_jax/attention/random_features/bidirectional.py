@@ -56,7 +56,7 @@ def bidirectional_attention(inputs: Inputs, features: HeadMaps) -> Float[Array, 
 
 
 def _has_chunks(inputs: Inputs) -> bool:
-    """Returns whether the tokens can be split: if their number is known, and each device has all."""
+    """Returns whether tokens can be split: if their number is known, and each device has all."""
     sizes = (*inputs.query.shape, *inputs.key.shape)
     are_known = all(isinstance(size, int) and size > 0 for size in sizes)  # Not symbolic.
     # Explicit mesh axes may shard the queries. If they shard the keys, the devices exchange sums.
