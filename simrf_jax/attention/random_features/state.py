@@ -51,7 +51,7 @@ class KeyFeatures(NamedTuple):
 
         Args:
           phi: Features as a map makes them.
-          log_weights: Those of ``Inputs``.
+          log_weights: ``Inputs.key_log_weights``, or a chunk of it.
           is_finite: True if the map says that its features are finite.
         """
         keys, spoiled = _split_spoiled(phi, is_finite)
