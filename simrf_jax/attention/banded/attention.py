@@ -11,8 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from simrf_jax import checks
 from simrf_jax.attention.banded.exchange import attend_over_devices
-from simrf_jax.attention.banded.softmax import attend_in_windows
-from simrf_jax.attention.banded.windows import cut
+from simrf_jax.attention.banded.softmax import attend_in_windows, cut
 from simrf_jax.attention.inputs.arguments import Arguments
 from simrf_jax.attention.inputs.masks import Lengths, Mask
 from simrf_jax.attention.inputs.sharding import find_shards

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, Shaped
 
-from simrf_jax.attention.banded.softmax import attend_in_windows
-from simrf_jax.attention.banded.windows import cut
+from simrf_jax.attention.banded.softmax import attend_in_windows, cut
 from simrf_jax.attention.inputs.arguments import Arguments, Axes, Inputs
 from simrf_jax.attention.inputs.masks import segment_numbers
 from simrf_jax.attention.inputs.sharding import (

@@ -16,8 +16,7 @@ from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from simrf_jax import checks, one_line
 from simrf_jax.attention.banded.attention import banded_attention
-from simrf_jax.attention.banded.softmax import attend_in_windows
-from simrf_jax.attention.banded.windows import cut
+from simrf_jax.attention.banded.softmax import attend_in_windows, cut
 from simrf_jax.attention.inputs.arguments import Arguments, Inputs
 from simrf_jax.attention.inputs.masks import Lengths, Mask
 from simrf_jax.attention.mechanism import (

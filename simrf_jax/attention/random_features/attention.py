@@ -1,4 +1,4 @@
-"""Random-feature attention: the public function, and its bidirectional form."""
+"""Random-feature attention: the public function."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import functools
 from typing import Literal, SupportsIndex, TypeAlias, get_args
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from simrf_jax import checks
-from simrf_jax.attention.inputs.arguments import Arguments, Inputs
+from simrf_jax.attention.inputs.arguments import Arguments
 from simrf_jax.attention.inputs.masks import Lengths, Mask
 from simrf_jax.attention.inputs.sharding import find_shards
 from simrf_jax.attention.pallas_tpu.choice import MeshAxes, uses_kernel
+from simrf_jax.attention.random_features.bidirectional import bidirectional_attention
 from simrf_jax.attention.random_features.causal import (
     CHUNK_SIZE,
     causal_attention,
@@ -24,11 +24,8 @@ from simrf_jax.attention.random_features.exact_band import attend_beside_band, c
 from simrf_jax.attention.random_features.exchange import attend_over_devices
 from simrf_jax.attention.random_features.state import (
     AttentionState,
-    HeadMaps,
     as_map_and_projection,
     lay_out,
-    read_all,
-    with_ones,
 )
 from simrf_jax.features import FeatureMap, FeatureMapLike, calls_function
 from simrf_jax.projections import Projection
@@ -281,29 +278,3 @@ def _attend(
 # left out: it may do something else the next time.
 _OPTIONS = ("is_causal", "chunk_size", "exact_bandwidth", "kernel_axes")
 _compiled_attend = jax.jit(_attend, static_argnames=_OPTIONS, inline=True)
-
-
-def bidirectional_attention(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K G D"]:
-    r"""Lets each query attend to all keys.
-
-    .. math::
-        o_t = \frac{\sum_i e^{a_{ti} + c_i - b_t} \sum_s e^{\kappa_{si} - c_i} v_s}
-                   {\sum_i e^{a_{ti} + c_i - b_t} \sum_s e^{\kappa_{si} - c_i}}
-
-    with :math:`a_{ti}` the exponents of the queries, :math:`\kappa_{si}` those of the keys (scale
-    and log weights included), :math:`c_i = \max_s \kappa_{si}` (``AttentionState.maxima``) and
-    :math:`b_t = \max_i (a_{ti} + c_i)` (``Readout.shift``). Values of signed maps stand as factors
-    before the exponentials. Both shifts cancel, so this is the estimator itself. Nothing overflows,
-    and for a positive map the denominator is at least 1 wherever a query and a visible key have a
-    feature in common. So no epsilon is needed.
-
-    Args:
-      inputs: Queries, keys and values without segments.
-      features: Their feature maps.
-
-    Returns:
-      ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
-    """
-    keys, spoils = features.keys(inputs.key, inputs.key_log_weights)
-    state = AttentionState.of(keys, with_ones(inputs.value))
-    return read_all(state, jnp.any(spoils, axis=1), inputs, features)

@@ -17,8 +17,7 @@ from jaxtyping import Array, Bool, Float, Integer
 
 from simrf_jax import checks, one_line
 from simrf_jax.attention.banded.mechanism import Window
-from simrf_jax.attention.banded.softmax import sum_in_windows
-from simrf_jax.attention.banded.windows import QueryBlocks, cut
+from simrf_jax.attention.banded.softmax import QueryBlocks, cut, sum_in_windows
 from simrf_jax.attention.inputs.arguments import Inputs
 from simrf_jax.attention.random_features.causal import (
     Scanned,

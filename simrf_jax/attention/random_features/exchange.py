@@ -32,7 +32,6 @@ from simrf_jax.attention.random_features.state import (
     AttentionState,
     HeadMaps,
     lay_out,
-    read_all,
     state_of,
     with_ones,
 )
@@ -104,8 +103,11 @@ def attend_over_devices(
 
 def _bidirectional(inputs: Inputs, features: HeadMaps, axes: Axes) -> Float[Array, "B T K G D"]:
     """Lets each query of this device attend to the keys of all devices."""
-    state = merge_over(state_of(inputs, features), axes)
-    return read_all(*state.split_spoiled(), inputs, features)
+    state, spoiled = merge_over(state_of(inputs, features), axes).split_spoiled()
+    queries, no_features = features.queries(inputs.query)
+    out = state.read(queries, inputs.value.dtype).outputs()
+    # Last, for NaN before it would reach the gradients of W: 0 * NaN is not 0.
+    return jnp.where((no_features | spoiled[:, None, :, None])[..., None], jnp.nan, out)
 
 
 def _beside_band(

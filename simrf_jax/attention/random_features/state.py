@@ -44,6 +44,26 @@ class KeyFeatures(NamedTuple):
     features: LogFeatures
     spoils: Bool[Array, "B S K"]
 
+    @classmethod
+    def of(
+        cls, phi: LogFeatures, log_weights: Float[Array, "B S K"], *, is_finite: bool
+    ) -> KeyFeatures:
+        """Returns the features of keys with log weights ``[B, S, K]``.
+
+        Args:
+          phi: Features as a map makes them.
+          log_weights: ``Inputs.key_log_weights``, or a chunk of it.
+          is_finite: True if the map says that its features are finite.
+        """
+        keys, spoiled = _split_spoiled(phi, is_finite)
+        finite = ~spoiled & (keys.log_scale[..., 0] < jnp.inf)  # Scales may overflow.
+        visible = ((log_weights > -jnp.inf) & finite)[..., None]  # NaN is not above -inf.
+        # One number for each key: a choice for each feature would take a pass over all of them.
+        shift = jnp.where(visible, keys.log_scale + log_weights[..., None], -jnp.inf)
+        exponent = keys.exponent + shift
+        features = LogFeatures(exponent, jnp.zeros_like(keys.log_scale), keys.values)
+        return cls(features, (log_weights != -jnp.inf) & ~visible[..., 0])
+
     def only(self, visible: Bool[Array, "B S"]) -> KeyFeatures:
         """Hides the keys where ``visible``, ``[B, S]``, is False."""
         return KeyFeatures(hide(self.features, visible), self.spoils & visible[..., None])
@@ -60,6 +80,11 @@ class QueryFeatures(NamedTuple):
 
     features: LogFeatures
     spoiled: Bool[Array, "B T K G"]
+
+    @classmethod
+    def of(cls, phi: LogFeatures, *, is_finite: bool) -> QueryFeatures:
+        """Returns the features of queries; see ``KeyFeatures.of`` for the arguments."""
+        return cls(*_split_spoiled(phi, is_finite))
 
 
 @functools.partial(
@@ -78,36 +103,36 @@ class HeadMaps:
     projection: Float[Array, "*K num_features H"] | StructuredProjection | None
     feature_map: FeatureMap
 
+    def head_axes(self) -> HeadMaps:
+        """Returns the axis of key heads of each part, 0 or None, as ``in_axes`` of ``jax.vmap``."""
+        own = self.projection is not None and self.projection.ndim == 3
+        axes: Any = (0 if own else None, self.feature_map.head_axes())
+        return HeadMaps(*axes)
+
     @jax.named_scope("key_features")
     def keys(
         self, key: Float[Array, "B S K H"] | LogFeatures, log_weights: Float[Array, "B S K"]
     ) -> KeyFeatures:
         """Returns the features of keys ``[B, S, K, H]`` with log weights ``[B, S, K]``."""
         phi = self.feature_map.log_features_of_heads(key, self.projection, side="key")
-        keys, spoiled = _split_spoiled(phi, self.feature_map)
-        finite = ~spoiled & (keys.log_scale[..., 0] < jnp.inf)  # Scales may overflow.
-        visible = ((log_weights > -jnp.inf) & finite)[..., None]  # NaN is not above -inf.
-        exponent = keys.exponent + keys.log_scale + log_weights[..., None]
-        exponent = jnp.where(visible, exponent, -jnp.inf)
-        features = LogFeatures(exponent, jnp.zeros_like(keys.log_scale), keys.values)
-        return KeyFeatures(features, (log_weights != -jnp.inf) & ~visible[..., 0])
+        return KeyFeatures.of(phi, log_weights, is_finite=self.feature_map.is_finite)
 
     @jax.named_scope("query_features")
     def queries(self, query: Float[Array, "B T K G H"] | LogFeatures) -> QueryFeatures:
         """Returns the features of queries ``[B, T, K, G, H]``."""
         phi = self.feature_map.log_features_of_heads(query, self.projection, side="query")
-        return QueryFeatures(*_split_spoiled(phi, self.feature_map))
+        return QueryFeatures.of(phi, is_finite=self.feature_map.is_finite)
 
 
 def _split_spoiled(
-    phi: LogFeatures, feature_map: FeatureMap
+    phi: LogFeatures, is_finite: bool
 ) -> tuple[LogFeatures, Bool[Array, "B length K *rest"]]:
     """Returns features, zeros where a vector has none that are finite, and where that is so.
 
     Nothing looks at the features of a map that says that they are finite: XLA could not fuse the
     look with the product that makes them, and would keep them in memory for it.
     """
-    if feature_map.is_finite:
+    if is_finite:
         return phi, jnp.zeros_like(phi.exponent[..., 0], bool)
     finite = (phi.exponent < jnp.inf) & jnp.isfinite(phi.log_scale)  # NaN is not below infinity.
     if phi.values is not None:
@@ -169,18 +194,22 @@ class AttentionState(NamedTuple):
     @classmethod
     def of(cls, keys: LogFeatures, value: Float[Array, "B S K columns"]) -> AttentionState:
         """Returns the state of keys ``[B, S, K, ...]`` with values ``[B, S, K, D + 1]``."""
-        maxima = largest(keys.exponent, axis=1)
-        features = signed_exp(keys.exponent - or_zero(maxima), keys.values)
-        return cls(contract("bskm,bskd->bkmd", features, value), jnp.squeeze(maxima, 1))
+        maxima = jnp.squeeze(largest(keys.exponent, axis=1), 1)
+        return cls(contract("bskm,bskd->bkmd", in_units_of(maxima, keys), value), maxima)
 
     @classmethod
     def empty(cls, inputs: Inputs, features: HeadMaps) -> AttentionState:
         """Returns the state of no keys, for keys like those of the inputs."""
         keys = features.keys(inputs.key[:, :0], inputs.key_log_weights[:, :0]).features
+        return cls.of_none(keys, with_ones(inputs.value[:, :0]))
+
+    @classmethod
+    def of_none(cls, keys: LogFeatures, value: Float[Array, "B 0 K columns"]) -> AttentionState:
+        """Returns the state of keys ``[B, 0, K, ...]``."""
         phi = signed_exp(keys.exponent, keys.values)[..., None]
         # Unlike AttentionState.of, because an einsum of nothing fails in shard_map without jit
         # (jax 0.10.2).
-        sums = jnp.sum(phi * with_ones(inputs.value[:, :0])[:, :, :, None], axis=1)
+        sums = jnp.sum(phi * value[:, :, :, None], axis=1)
         return cls(sums, jnp.squeeze(largest(keys.exponent, axis=1), 1))
 
     def merge(self, other: AttentionState) -> AttentionState:
@@ -213,6 +242,14 @@ class AttentionState(NamedTuple):
         spoiled = jnp.any(jnp.isnan(self.sums[..., -1]), axis=-1)
         return self._replace(sums=jnp.where(spoiled[:, :, None, None], 0, self.sums)), spoiled
 
+    def weigh(
+        self, queries: LogFeatures
+    ) -> tuple[Float[Array, "B T K G num_features"], Float[Array, "B T K G 1"]]:
+        """Returns what queries multiply the sums by, in units of e^shift, and the shift."""
+        logits = queries.exponent + self.maxima[:, None, :, None, :]
+        shift = largest(logits, axis=-1)
+        return signed_exp(logits - or_zero(shift), queries.values), shift
+
     def read(self, queries: LogFeatures, dtype: jnp.dtype) -> Readout:
         """Returns what queries find, ``[B, T, K, G, D + 1]``.
 
@@ -223,34 +260,16 @@ class AttentionState(NamedTuple):
           queries: Features of ``[B, T, K, G]`` queries.
           dtype: Type to contract in.
         """
-        logits = queries.exponent + self.maxima[:, None, :, None, :]
-        shift = largest(logits, axis=-1)
-        features = signed_exp(logits - or_zero(shift), queries.values)
-        sums = contract("btkgm,bkmd->btkgd", features, self.sums.astype(dtype))
-        return Readout(sums, shift)
+        features, shift = self.weigh(queries)
+        # In this order of axes the product needs no transposed copy of the features.
+        sums = contract("btkgm,bkmd->bktgd", features, self.sums.astype(dtype))
+        return Readout(jnp.moveaxis(sums, 2, 1), shift)
 
 
 def state_of(inputs: Inputs, features: HeadMaps) -> AttentionState:
     """Returns the state of all keys."""
     keys, spoils = features.keys(inputs.key, inputs.key_log_weights)
     return AttentionState.of(keys, with_ones(inputs.value)).spoil(jnp.any(spoils, axis=1))
-
-
-def read_all(
-    state: AttentionState, spoiled: Bool[Array, "B K"], inputs: Inputs, features: HeadMaps
-) -> Float[Array, "B T K G D"]:
-    """Returns the outputs ``[B, T, K, G, D]`` of queries that all see the keys of one state.
-
-    Args:
-      state: Sums over the keys.
-      spoiled: ``[B, K]``, True where one of the keys is not finite.
-      inputs: Queries.
-      features: Their feature map.
-    """
-    queries, no_features = features.queries(inputs.query)
-    out = state.read(queries, inputs.value.dtype).outputs()
-    # Last, for NaN before it would reach the gradients of W: 0 * NaN is not 0.
-    return jnp.where((no_features | spoiled[:, None, :, None])[..., None], jnp.nan, out)
 
 
 def lay_out(
@@ -360,6 +379,13 @@ def largest(x: Float[Array, "*shape"], axis: int | tuple[int, ...]) -> Float[Arr
 def or_zero(shift: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """Returns a shift, or 0 where it is minus infinity, so that subtracting it makes no NaN."""
     return jnp.where(shift == -jnp.inf, 0, shift)
+
+
+def in_units_of(
+    maxima: Float[Array, "B K #num_features"], keys: LogFeatures
+) -> Float[Array, "B S K num_features"]:
+    """Returns the features of keys, each in units of its maximum."""
+    return signed_exp(keys.exponent - or_zero(maxima)[:, None], keys.values)
 
 
 def signed_exp(

@@ -1,0 +1,190 @@
+"""Bidirectional random-feature attention: all tokens at once, or chunk by chunk on a CPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Shaped
+
+from simrf_jax.attention.inputs.arguments import Inputs, contract
+from simrf_jax.attention.random_features.state import (
+    AttentionState,
+    HeadMaps,
+    KeyFeatures,
+    QueryFeatures,
+    in_units_of,
+    largest,
+    with_ones,
+)
+from simrf_jax.features import calls_function
+
+CHUNK_ROWS = 8192  # Queries or keys of all heads together whose features are made at a time.
+LEAST_CHUNK = 64  # Shorter chunks would lose more time to calls than they save.
+
+
+def bidirectional_attention(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K G D"]:
+    r"""Lets each query attend to all keys.
+
+    .. math::
+        o_t = \frac{\sum_i e^{a_{ti} + c_i - b_t} \sum_s e^{\kappa_{si} - c_i} v_s}
+                   {\sum_i e^{a_{ti} + c_i - b_t} \sum_s e^{\kappa_{si} - c_i}}
+
+    with :math:`a_{ti}` the exponents of the queries, :math:`\kappa_{si}` those of the keys (scale
+    and log weights included), :math:`c_i = \max_s \kappa_{si}` (``AttentionState.maxima``) and
+    :math:`b_t = \max_i (a_{ti} + c_i)` (``Readout.shift``). Values of signed maps stand as factors
+    before the exponentials. Both shifts cancel, so this is the estimator itself. Nothing overflows,
+    and for a positive map the denominator is at least 1 wherever a query and a visible key have a
+    feature in common. So no epsilon is needed.
+
+    On a CPU the features of a few tokens are made, used and forgotten while they are in the cache,
+    and the backward pass makes them again. Other backends compute all of them at once.
+
+    Args:
+      inputs: Queries, keys and values without segments.
+      features: Their feature maps.
+
+    Returns:
+      ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
+    """
+    if calls_function(features.feature_map) or not _has_chunks(inputs):
+        return _attend_at_once(inputs, features)
+    return jax.lax.platform_dependent(
+        inputs, features, cpu=_attend_by_chunks, default=_attend_at_once
+    )
+
+
+def _has_chunks(inputs: Inputs) -> bool:
+    """Returns whether tokens can be split: if their number is known, and each device has all."""
+    sizes = (*inputs.query.shape, *inputs.key.shape)
+    are_known = all(isinstance(size, int) and size > 0 for size in sizes)  # Not symbolic.
+    # Explicit mesh axes may shard the queries. If they shard the keys, the devices exchange sums.
+    return are_known and jax.typeof(inputs.query).sharding.spec[1] is None
+
+
+def _attend_at_once(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K G D"]:
+    """Makes the features of all tokens."""
+    keys, spoils = features.keys(inputs.key, inputs.key_log_weights)
+    queries, no_features = features.queries(inputs.query)
+    state = AttentionState.of(keys, with_ones(inputs.value))
+    out = state.read(queries, inputs.value.dtype).outputs()
+    spoiled = no_features | jnp.any(spoils, axis=1)[:, None, :, None]
+    # Last, for NaN before it would reach the gradients of W: 0 * NaN is not 0.
+    return jnp.where(spoiled[..., None], jnp.nan, out)
+
+
+class KeyChunks(NamedTuple):
+    """Keys of one head in chunks, or one chunk of them, which has no first axis.
+
+    Attributes:
+      key: ``[chunks, B, S, 1, H]``.
+      value: ``[chunks, B, S, 1, D]``.
+      log_weights: ``[chunks, B, S, 1]``.
+    """
+
+    key: Float[Array, "*chunks B S 1 H"]
+    value: Float[Array, "*chunks B S 1 D"]
+    log_weights: Float[Array, "*chunks B S 1"]
+
+
+def _attend_by_chunks(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K G D"]:
+    """Makes the features of a few tokens of each head at a time.
+
+    The heads come before the length, the order in which products of matrices are fast.
+    """
+    batch, length, num_heads, groups, _ = inputs.query.shape
+    rows = batch * num_heads
+    keys = KeyChunks(
+        _split(inputs.key, rows),
+        _split(inputs.value, rows),
+        _split(inputs.key_log_weights, rows, fill=-jnp.inf),
+    )
+    queries = _split(inputs.query, rows * groups)
+    axes = features.head_axes()
+    state, spoiled = jax.vmap(_sum_keys, in_axes=(1, axes))(keys, features)
+    state = state._replace(sums=state.sums.astype(inputs.value.dtype))  # The type to contract in.
+    read = jax.vmap(_read, in_axes=(1, 0, 0, axes), out_axes=1)
+    out = read(queries, state, spoiled, features)  # [chunks, K, B, size, 1, G, D]
+    out = jnp.moveaxis(jnp.squeeze(out, 4), (0, 1), (1, 3))
+    return out.reshape(batch, -1, *out.shape[3:])[:, :length]
+
+
+def _sum_keys(keys: KeyChunks, features: HeadMaps) -> tuple[AttentionState, Bool[Array, "B 1"]]:
+    """Returns the state of the keys of one head, and where one of them is not finite."""
+    feature_map, w = features.feature_map, features.projection
+
+    def add(state: AttentionState, chunk: KeyChunks) -> tuple[AttentionState, Bool[Array, "B 1"]]:
+        phi = feature_map.log_features(chunk.key, w, side="key")
+        phi, spoils = KeyFeatures.of(phi, chunk.log_weights, is_finite=feature_map.is_finite)
+        maxima = jnp.maximum(state.maxima, jnp.squeeze(largest(phi.exponent, axis=1), 1))
+        weights = in_units_of(maxima, phi)
+        numerators = contract("bskm,bskd->bkmd", weights, chunk.value)
+        # In the precision of the numerators, so that both see the same weights.
+        weights = weights.astype(chunk.value.dtype).astype(weights.dtype)
+        sums = jnp.concatenate([numerators, jnp.sum(weights, axis=1)[..., None]], axis=-1)
+        return AttentionState(state.in_units_of(maxima) + sums, maxima), jnp.any(spoils, axis=1)
+
+    if keys.key.shape[0] > 1:
+        add = jax.checkpoint(add, prevent_cse=False)
+    none = jax.tree.map(lambda x: x[0, :, :0], keys)
+    phi = feature_map.log_features(none.key, w, side="key")
+    phi, _ = KeyFeatures.of(phi, none.log_weights, is_finite=feature_map.is_finite)
+    empty = AttentionState.of_none(phi, with_ones(none.value))
+    state, spoiled = jax.lax.scan(add, empty, keys)
+    return state, jnp.any(spoiled, axis=0)
+
+
+def _read(
+    queries: Float[Array, "chunks B T 1 G H"],
+    state: AttentionState,
+    spoiled: Bool[Array, "B 1"],
+    features: HeadMaps,
+) -> Float[Array, "chunks B T 1 G D"]:
+    """Returns what the queries of one head read of its state, numerator over denominator.
+
+    On a CPU a product with D columns and one with a single column are faster than one with D + 1,
+    and so is the product of the gradient with ones instead of its sum.
+    """
+    feature_map, w = features.feature_map, features.projection
+    sums, total = state.sums[..., :-1], state.sums[..., -1:]
+
+    def read(query: Float[Array, "B T 1 G H"]) -> Float[Array, "B T 1 G D"]:
+        phi = feature_map.log_features(query, w, side="query")
+        phi, no_features = QueryFeatures.of(phi, is_finite=feature_map.is_finite)
+        weights, _ = state.weigh(phi)
+        # In this order of axes the products need no transposed copy of the weights.
+        numerator = jnp.moveaxis(contract("btkgm,bkmd->bktgd", weights, sums), 2, 1)
+        denominator = jnp.moveaxis(contract("btkgm,bkmd->bktgd", weights, total), 2, 1)
+        nothing = denominator == 0  # Exactly: no key is visible, or no feature is active.
+        inverse = jnp.where(nothing, 0, 1 / jnp.where(nothing, 1, denominator))
+        ones = jnp.ones((1, sums.shape[-1]), inverse.dtype)
+        out = numerator * jnp.matmul(inverse, ones, precision=jax.lax.Precision.HIGHEST)
+        # Last, for NaN before it would reach the gradients of W: 0 * NaN is not 0.
+        return jnp.where((no_features | spoiled[:, None, :, None])[..., None], jnp.nan, out)
+
+    if queries.shape[0] > 1:
+        read = jax.checkpoint(read, prevent_cse=False)
+    return jax.lax.map(read, queries)
+
+
+def _split(
+    x: Shaped[Array, "B length K *rest"], rows: int, fill: float | None = None
+) -> Shaped[Array, "chunks K B size 1 *rest"]:
+    """Returns chunks of the length of about equal size, heads first.
+
+    Args:
+      x: ``[B, length, K, ...]``.
+      rows: Number of vectors with features at each position.
+      fill: Padding of the last chunk; None to repeat the last position, whose features are finite.
+    """
+    batch, length, num_heads, *rest = x.shape
+    count = -(-length // max(LEAST_CHUNK, CHUNK_ROWS // rows))
+    size = -(-length // count)
+    missing = count * size - length
+    if missing:  # The gradient of no padding would still be copied.
+        last = jnp.repeat(x[:, -1:], missing, axis=1)
+        padding = last if fill is None else jnp.full_like(last, fill)
+        x = jnp.concatenate([x, padding], axis=1)
+    x = x.reshape(batch, count, size, num_heads, *rest)
+    return jnp.expand_dims(jnp.moveaxis(x, (1, 3), (0, 1)), 4)
