@@ -76,7 +76,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", ["positive", "calibrated"])
 def test_the_output_and_the_gradients_of_xla(length, kind, options):
@@ -243,7 +243,7 @@ def test_what_is_not_finite_reaches_no_gradient_of_others(length, which):
         assert_close(got["value"], want["value"], 1e-6)
 
 
-@hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
+@hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
 @hypothesis.given(
     length=st.integers(1, 300),
     key_length=st.integers(1, 300),

@@ -117,7 +117,7 @@ class QueryHead(NamedTuple):
       of_key: Number of its key head.
       group: Its number among the query heads of the key head.
       groups: Number of these.
-      passed: What those before it have left to those after them.
+      passed: Values that those before it have left to those after them.
     """
 
     of_key: Any
@@ -182,12 +182,12 @@ def load(shape: Shape, refs: Refs, tile: Tile, number: jax.Array, squared: Any =
     Args:
       shape: Sizes.
       refs: Operands.
-      tile: Where they go.
+      tile: The tile, which receives them.
       number: Number of the tile.
-      squared: Where the vectors go whose squared norms are in the exponents, or None.
+      squared: Receives the vectors whose squared norms are in the exponents; or None.
 
     Returns:
-      Whether a key of any head asks for ``in_units_of_halves``, or is not finite.
+      True if a key of any head asks for ``in_units_of_halves``, or is not finite.
     """
     rare: list[jax.Array] = []
 
@@ -220,11 +220,11 @@ def reference_of(tile: Tile, head: Any) -> jax.Array:
 
 
 class Readout(NamedTuple):
-    """What a query head reads in a tile.
+    """The sums that a query head reads in a tile, and the weights that it takes.
 
     Attributes:
       weights: The weights of its queries.
-      pairs: Those of the keys of the tile, keys first, ``[tile, tile]``.
+      pairs: Weights of the keys of the tile, keys first, ``[tile, tile]``.
       state: Sums over earlier tiles, ``[m, D + TILE]``, in units of the tile's reference.
       sums: Numerators and denominators, ``[D + TILE, tile]``.
     """

@@ -51,7 +51,7 @@ from simrf_jax.attention.pallas_tpu.heads import (
 
 
 class Passed(NamedTuple):
-    """What the kernel of the queries leaves to that of the keys.
+    """Arrays that the kernel of the queries leaves to that of the keys.
 
     Attributes:
       of_sums: Gradients of numerators and denominators, ``[B, N, D + TILE, T]``; zeros at queries

@@ -41,8 +41,8 @@ def interleave(heads: Iterable[Links], at_once: int = 1) -> None:
     """Runs the links of all heads, each head one link behind those that began before it.
 
     Args:
-      heads: What the heads do.
-      at_once: How many heads begin together. Short links wait for each other unless there are more.
+      heads: Generators, one for each head.
+      at_once: Number of heads that begin together: more where links are too short to overlap.
     """
     active: collections.deque[Links] = collections.deque()
     for group in _in_groups(heads, at_once):
@@ -150,7 +150,7 @@ class Shape:
 
         Args:
           rows: ``[H, m]`` in float32, transposed.
-          factor: What they are multiplied by, a number.
+          factor: Number by which they are multiplied.
 
         Returns:
           ``[m, passes * H]``.
