@@ -24,6 +24,9 @@ FILES = {
     "tests": "test",
 }
 
+# What benchmarks compare the library with, where it is installed.
+PEERS = {"torch", "performer_pytorch"}
+
 
 @functools.cache
 def setup_cfg():
@@ -102,6 +105,7 @@ def test_everything_imported_is_required(folder, distributions):
     allowed = required(FILES[folder])
     if folder in ("simrf_jax", "examples"):  # Parts of which need an extra.
         allowed |= of_extras()
+    modules -= PEERS
     missing = {module for module in modules if not distributions[module] & allowed}
     assert missing == set(), f"Nothing asks for what {folder} imports."
 

@@ -140,7 +140,7 @@ class Calibrated(FeatureMap):
         balanced = _of_heads(centered, matrix)
         products = (x - _along(0.5 * mean, x)) * _along(other, x)
         log_scale = jnp.sum(products - 0.5 * jnp.square(balanced), axis=-1, keepdims=True)
-        if side == "query" and _is_worth_folding(rows, x):
+        if side == "query" and _is_worth_folding(rows, matrix, x):
             # Attention does not use the log_scale of queries, so XLA drops their balanced vectors.
             exponent = _of_heads(centered, self._folded(rows, matrix))
         else:
@@ -161,8 +161,8 @@ class Calibrated(FeatureMap):
         return ExponentialForm(rows, offsets, matrix, other, highest(matrix, mean))
 
     def _folded(
-        self, rows: Float[Array, "K num_features H"], matrix: Float[Array, "*K H H"]
-    ) -> Float[Array, "K num_features H"]:
+        self, rows: Float[Array, "*K num_features H"], matrix: Float[Array, "*K H H"]
+    ) -> Float[Array, "*K num_features H"]:
         """Returns the rows of each head times the root of the tilt and a matrix."""
         roots = jnp.expand_dims(jnp.sqrt(self.variances), -2)
         tilted = rows * jnp.broadcast_to(roots, rows.shape)
@@ -177,13 +177,13 @@ class Calibrated(FeatureMap):
         return _half_log_weights(self.variances, projection)
 
 
-def _is_worth_folding(rows: Any, x: Float[Array, "*batch H"]) -> bool:
-    """Returns True for dense rows of each head that are fewer than its vectors."""
-    if isinstance(rows, StructuredProjection) or rows.ndim != 3:
+def _is_worth_folding(rows: Any, matrix: jax.Array, x: Float[Array, "*batch H"]) -> bool:
+    """Returns True for dense rows, as many for each matrix, that are fewer than the vectors."""
+    if isinstance(rows, StructuredProjection) or rows.ndim != matrix.ndim:
         return False
     # Symbolic sizes, of jax.export, are at least one.
     known = [size for size in x.shape[:-1] if isinstance(size, int)]
-    return rows.shape[0] * rows.shape[1] < math.prod(known)
+    return math.prod(rows.shape[:-1]) < math.prod(known)
 
 
 def _half_log_weights(

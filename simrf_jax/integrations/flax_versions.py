@@ -27,14 +27,15 @@ def set_value(variable: nnx.Variable, value: Any) -> None:
         variable.value = value
 
 
-def view(model: nnx.Module, *, only: Any, **attributes: Any) -> Any:
+def view(model: nnx.Module, *, only: Any = ..., **attributes: Any) -> Any:
     """Returns a copy of a model that shares its variables, with other attributes in some modules.
 
     This is ``nnx.view``, also for versions of Flax that lack it (before 0.12.4).
 
     Args:
       model: A model that holds adapters.
-      only: An NNX filter that chooses the modules, such as ``RandomFeatureAttention``.
+      only: An NNX filter that chooses the modules, such as ``RandomFeatureAttention``;
+        by default all that have a ``set_view``.
       **attributes: Arguments of ``set_view`` of these modules.
 
     Raises:

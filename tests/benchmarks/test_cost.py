@@ -26,7 +26,8 @@ def test_each_pass_yields_a_row_of_json_for_each_candidate(name):
 def test_the_textbook_form_is_the_same_estimator_but_for_its_epsilon(monkeypatch):
     monkeypatch.setattr(cost, "EPSILON", 0)
     arrays, programs = cost.inputs(LENGTH), cost.programs("forward", LENGTH)
-    ours, textbook = (jax.jit(programs[candidate])(*arrays) for candidate in ("ours", "textbook"))
+    ours = programs["ours"](*arrays)
+    textbook = programs["textbook"](*arrays)  # Compiled, it might still have its epsilon.
     np.testing.assert_allclose(ours, textbook, rtol=1e-3, atol=1e-4)
 
 

@@ -533,4 +533,4 @@ def test_stacked_nnx_layers_decode_in_a_view_of_each():
     outs = [call(decoder, piece) for piece in pieces(x, 3)]
     assert relative_error(jnp.concatenate(outs, axis=1), expected) < 1e-5
     with pytest.raises(ValueError, match=r"projection must be .* got shape \(3, 4, 18, 8\)"):
-        view(layers)
+        view_of(layers)
