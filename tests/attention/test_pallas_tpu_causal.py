@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import simrf_jax
 from simrf_jax import random_feature_attention
-from simrf_jax.attention.pallas_tpu import causal, weights
+from simrf_jax.attention.pallas_tpu import weights
 from tests.attention import devices, reference
 from tests.attention.inputs import inputs, projection
 from tests.attention.test_pallas_tpu import MAPS, assert_close
@@ -35,8 +35,7 @@ def length(request, monkeypatch):
     Lengths differ, because a program that was compiled with another limit would be used again.
     """
     if request.param == 151:
-        for module in (causal, weights):
-            monkeypatch.setattr(module, "LARGEST", -jnp.inf)
+        monkeypatch.setattr(weights, "LARGEST", -jnp.inf)
     return request.param
 
 
@@ -162,6 +161,42 @@ def test_hidden_keys_reach_nothing():
     for got, want in zip(back_of_spoiled(clean), back(clean), strict=True):
         np.testing.assert_array_equal(got, want)
         assert np.isfinite(got).all()
+
+
+def test_very_large_numbers_reach_nobody_else():
+    tokens = [jnp.asarray(x) for x in inputs(20, heads=1)]
+    last = jnp.arange(20)[:, None, None] >= 10
+
+    def run(*tokens):
+        def loss(*tokens):
+            return jnp.sum(jnp.sin(jnp.where(last, 0, in_kernel(*tokens, projection()))))
+
+        return in_kernel(*tokens, projection())[:10], jax.grad(loss, (0, 1, 2))(*tokens)
+
+    want = run(*tokens)
+    for which, number in ((0, 3.3e38), (1, 1e19), (2, 1e37)):
+        spoiled = list(tokens)
+        spoiled[which] = tokens[which].at[10].set(0).at[10, 0, 0].set(number)
+        out, grads = run(*spoiled)
+        np.testing.assert_array_equal(out, want[0])
+        for got, expected in zip(grads, want[1], strict=True):
+            assert np.isfinite(got).all()
+            assert_close(got[:10], expected[:10], 1e-6)
+
+
+@pytest.mark.parametrize("size", [1e14, 1e30])
+def test_large_values_beside_large_features(size):
+    q, k, v = (jnp.asarray(x) for x in inputs(20, heads=1, scale=0.1))
+    bias = jnp.where(jnp.arange(20) >= 3, 54.0, 0)
+    run = functools.partial(gradients, q=q, k=k, w=projection(), bias=bias)
+    for got, want in zip(run(in_kernel, v=size * v), run(by_xla, v=size * v), strict=True):
+        assert_close(got / size, want / size, 1e-5)
+
+
+def test_a_very_long_key_that_is_alone_is_read():
+    q, k, v = (jnp.asarray(x) for x in inputs(20, heads=1))
+    out = in_kernel(q, k.at[0, 0].set(1e16), v, projection())
+    assert_close(out[0], v[0], 1e-6)
 
 
 @hypothesis.settings(max_examples=4, deadline=None, derandomize=True)

@@ -32,11 +32,11 @@ from simrf_jax.attention.pallas_tpu.heads import (
     with_offsets,
 )
 from simrf_jax.attention.pallas_tpu.weights import (
-    LARGEST,
     Weights,
     at_or_before,
     in_common_units,
     in_units_of_halves,
+    limits,
 )
 
 
@@ -107,7 +107,7 @@ def _kernel(shape: Shape, tree: Any, *refs: Any) -> None:
     begin(tile, step)
     is_rare = load(shape, operands, tile, step)
 
-    each_way(shape, is_rare, functools.partial(_attend, shape, operands, tile, out))
+    in_either_way(shape, is_rare, functools.partial(_attend, shape, operands, tile, out))
 
 
 class QueryHead(NamedTuple):
@@ -117,7 +117,7 @@ class QueryHead(NamedTuple):
       of_key: Number of its key head.
       group: Its number among the query heads of the key head.
       groups: Number of these.
-      passed: Values that those before it have left to those after them.
+      passed: Sums that the query head before it leaves to it; a list of at most one.
     """
 
     of_key: Any
@@ -136,14 +136,14 @@ class QueryHead(NamedTuple):
         return self.group == self.groups - 1
 
 
-def each_way(shape: Shape, is_rare: jax.Array, attend: Callable[..., Links]) -> None:
-    """Lets all heads attend by common units or, if ``is_rare``, by units of halves.
+def in_either_way(shape: Shape, is_rare: jax.Array, attend: Callable[..., Links]) -> None:
+    """Lets all heads attend in common units or, if ``is_rare``, in units of halves.
 
     The rare way goes from head to head in a loop, so that its program is short.
 
     Args:
       shape: Sizes.
-      is_rare: A number.
+      is_rare: Boolean scalar.
       attend: Function of a ``QueryHead`` and of ``is_rare``, True or False.
     """
 
@@ -167,7 +167,7 @@ def each_way(shape: Shape, is_rare: jax.Array, attend: Callable[..., Links]) -> 
 
 
 def begin(tile: Tile, step: jax.Array) -> None:
-    """Empties the state, in the first step of a program."""
+    """Resets the state, in the first step of a program."""
 
     @pl.when(step == 0)
     def _() -> None:
@@ -202,7 +202,7 @@ def load(shape: Shape, refs: Refs, tile: Tile, number: jax.Array, squared: Any =
             squared[head_number] = vectors.astype(jnp.float32)
         above = keys.logits - reference_of(tile, head_number)
         largest = jnp.max(above, axis=0, keepdims=True)
-        rare.append((largest > LARGEST) | (keys.spoils > 0))
+        rare.append((largest > limits(keys.values)) | (keys.spoils > 0))
 
     interleave(map(head, range(shape.num_heads)), shape.heads_at_once)
     anywhere = functools.reduce(jnp.logical_or, rare)
@@ -238,7 +238,7 @@ class Readout(NamedTuple):
 def read(
     shape: Shape, refs: Refs, tile: Tile, head: QueryHead, *, is_rare: bool
 ) -> Generator[None, None, Readout]:
-    """Reads the earlier tiles, and the keys of the tile up to each query, in five links."""
+    """Reads the earlier tiles, and the keys of the tile up to each query."""
     of_key = head.of_key
     exponents = query_logits(shape, refs, of_key, head.number)
     yield
@@ -260,7 +260,8 @@ def weights_of(
     """Returns the weights of a query head of a key head, from the exponents of its features."""
     find = in_units_of_halves if is_rare else in_common_units
     exponents = with_offsets(refs, of_key, exponents)
-    return find(shape, exponents, tile.logits[of_key], reference_of(tile, of_key))
+    reference = reference_of(tile, of_key)
+    return find(shape, exponents, tile.logits[of_key], tile.values[of_key], reference)
 
 
 def sum_keys(shape: Shape, tile: Tile, head: Any, weights: Weights) -> jax.Array:
@@ -285,11 +286,11 @@ def pass_on(
     fade = columns(shape, jnp.exp2(reference - maxima))
     total = (state + more) * fade
     if is_rare:
-        # Where keys of this head may have overflown, and only there, for the sake of equal bits.
+        # Only where a key was clamped, so that it does not change the bits of other heads.
         phi = jnp.exp2(logits - maxima).astype(shape.dtype)
         again = state * fade + shape.dot(phi, tile.values[head], 1, 1)
-        is_large = jnp.max(logits - reference, keepdims=True) > LARGEST
-        total = jnp.where(is_large, again, total)
+        above = jnp.max(logits - reference, axis=0, keepdims=True) - limits(tile.values[head])
+        total = jnp.where(jnp.max(above, keepdims=True) > 0, again, total)
         spoils = jnp.max(tile.spoils[head], axis=1, keepdims=True) > 0
         tile.spoiled[head] = tile.spoiled[head] + jnp.where(spoils, jnp.nan, 0)
     tile.state[head] = total
@@ -312,7 +313,7 @@ def _attend(
     *,
     is_rare: bool,
 ) -> Links:
-    """Writes the outputs of a head, in six links."""
+    """Writes the outputs of a head, and passes its keys on."""
     found = yield from read(shape, refs, tile, head, is_rare=is_rare)
     more = sum_keys(shape, tile, head.of_key, found.weights) if head.is_last else None
     yield

@@ -27,7 +27,7 @@ from simrf_jax.attention.pallas_tpu.causal import (
     Tile,
     begin,
     columns,
-    each_way,
+    in_either_way,
     load,
     next_maxima,
     pass_on,
@@ -56,7 +56,7 @@ class Passed(NamedTuple):
     Attributes:
       of_sums: Gradients of numerators and denominators, ``[B, N, D + TILE, T]``; zeros at queries
         that are not finite, or see a key that is not.
-      maxima: Largest exponents before each tile, ``[B, K, m, tiles]``.
+      maxima: Largest exponents before each tile, ``[B, K, m, tiles]``: column t before tile t.
     """
 
     of_sums: Any
@@ -122,7 +122,7 @@ def _query_kernel(shape: Shape, tree: Any, *refs: Any) -> None:
         Passed(*passed).of_sums,
         step * shape.query_tile,
     )
-    each_way(shape, is_rare, attend)
+    in_either_way(shape, is_rare, attend)
 
 
 def _write_maxima(shape: Shape, tile: Tile, out: Any, step: jax.Array) -> None:
@@ -145,13 +145,15 @@ def _of_queries(
     *,
     is_rare: bool,
 ) -> Links:
-    """Writes the gradient of the queries of a head, in eight links."""
+    """Writes the gradient of the queries of a head, and passes its keys on."""
     number, of_key = head.number, head.of_key
     found = yield from read(shape, refs, tile, head, is_rare=is_rare)
     more = sum_keys(shape, tile, of_key, found.weights) if head.is_last else None
     yield
     sums = found.sums + spoiled_of(shape, tile, of_key, is_rare=is_rare)
     of_sums, fine = gradient_of_sums(shape, sums, of_outputs[0, number], first)
+    finite = _are_finite(refs, number)
+    of_sums, fine = jnp.where(finite, of_sums, 0), fine & finite
     of_sums_out[0, number] = of_sums
     of_pairs = shape.dot(tile.values[of_key], of_sums, 0, 0)
     of_psi = shape.dot(found.state.astype(shape.dtype), of_sums, 1, 0)
@@ -163,6 +165,12 @@ def _of_queries(
     yield
     gradient = shape.dot(back_rows(shape, refs, of_key, of_keys=False), of_logits, 1, 0)
     of_query[0, number] = gradient.astype(of_query.dtype)
+
+
+def _are_finite(refs: Refs, number: Any) -> jax.Array:
+    """Returns ``[1, tile]``, True at queries whose squares are finite."""
+    query = refs.query[0, number].astype(jnp.float32)
+    return jnp.sum(jnp.square(query), axis=0, keepdims=True) < jnp.inf
 
 
 class Later(NamedTuple):
@@ -226,7 +234,7 @@ def _key_kernel(shape: Shape, tree: Any, *refs: Any) -> None:
     _read_maxima(shape, tile, passed.maxima, number)
     is_rare = load(shape, operands, tile, number, squared=later.squared)
     attend = functools.partial(_of_keys, shape, operands, passed.of_sums, tile, later, out, number)
-    each_way(shape, is_rare, attend)
+    in_either_way(shape, is_rare, attend)
 
 
 def _read_maxima(shape: Shape, tile: Tile, maxima: Any, number: jax.Array) -> None:
@@ -264,14 +272,12 @@ def _of_keys(
     *,
     is_rare: bool,
 ) -> Links:
-    """Writes the gradients of keys and values of a head, in six links."""
+    """Writes the gradients of keys and values of a head, and passes that of the state on."""
     number, of_key = head.number, head.of_key
     lanes = jax.lax.broadcasted_iota(jnp.int32, (1, shape.query_tile), 1)
     is_query = tile_number * shape.query_tile + lanes < shape.num_queries
     sums = jnp.where(is_query, of_sums[0, number], 0)
-    query = refs.query[0, number].astype(jnp.float32)
-    fine = is_query & (jnp.sum(jnp.abs(query), axis=0, keepdims=True) < jnp.inf)
-    exponents = query_logits(shape, refs, of_key, number, fine)
+    exponents = query_logits(shape, refs, of_key, number, is_query & _are_finite(refs, number))
     yield
     weights = weights_of(shape, refs, tile, of_key, exponents, is_rare=is_rare)
     yield

@@ -32,6 +32,7 @@ class Program(NamedTuple):
       num_features: Number of features.
       itemsize: Bytes of a number of the tokens.
       is_causal: True for causal attention.
+      is_stretched: True if the keys have a stretch and a slope.
     """
 
     num_heads: int
@@ -40,6 +41,7 @@ class Program(NamedTuple):
     num_features: int
     itemsize: int
     is_causal: bool
+    is_stretched: bool
 
     def bytes_of(self, tile: int) -> int:
         """Returns about how many bytes the program takes for a tile of so many tokens.
@@ -47,9 +49,14 @@ class Program(NamedTuple):
         The last axis of each array is padded to ``LANES``.
         """
         lanes = -(-self.width // LANES) * LANES
-        # Blocks of seven arrays and of four of rows, each twice, as the next ones are loaded ahead.
+        # Blocks of seven arrays of tokens, each twice, as the next ones are loaded ahead.
         tokens = 14 * self.groups * self.width * tile * self.itemsize
-        rows = 8 * self.num_features * 2 * lanes * self.itemsize
+        # Rows of queries and of keys, likewise, and their parts.
+        of_keys = self.num_features + (self.width + LANES if self.is_stretched else 0)
+        rows = sum(
+            8 * self.width * (-(-rows // LANES) * LANES) + 2 * rows * lanes * self.itemsize
+            for rows in (self.num_features, of_keys)
+        )
         # The state, its gradient, and the maxima and offsets, whose columns are padded.
         kept = 4 * self.num_features * (3 * lanes + 3 * LANES)
         if self.is_causal:  # Exponents and units of a tile, and the units of all tiles.
@@ -150,7 +157,8 @@ def _reason_against(
     groups = arguments.query.shape[-2] // arguments.key.shape[-2]
     width = max(arguments.query.shape[-1], arguments.value.shape[-1])
     itemsize = arguments.query.dtype.itemsize
-    program = Program(1, groups, width, form.rows.shape[-2], itemsize, is_causal)
+    is_stretched = form.stretch is not None
+    program = Program(1, groups, width, form.rows.shape[-2], itemsize, is_causal, is_stretched)
     if program.bytes_of(LANES) > MEMORY:
         return f"{form.rows.shape[-2]} features do not fit into the memory of a core"
     return None

@@ -7,9 +7,10 @@ What a head does is a generator that yields between the links of its chain of pr
 after the other, heads would wait for the latency of each product. ``interleave`` starts each head
 one link after the head before it, so that the matrix unit works on one while another waits.
 
-Nothing looks for numbers that are not finite, or whose squares are not. They turn into NaN where
-attention must give NaN: a key or a value in the sums of its head, a query in its own column. Only
-the gradient must keep them from other tokens.
+In bidirectional attention nothing looks for numbers that are not finite, or whose squares are not.
+They turn into NaN where attention must give NaN: a key or a value in the sums of its head, a query
+in its own column. Only the gradient must keep them from other tokens. Causal attention hides such
+keys and values, and spoils the queries that see them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-# Exponent of keys that are hidden: far below all others, and finite, since infinities make NaN.
+# Exponent of keys that are hidden: below all others, and finite, since infinities make NaN.
 HIDDEN = -1e30
+# Scales of visible keys are at least this, also of keys so long that their squares overflow.
+LEAST = 0.25 * HIDDEN
+# Values from here on count as not finite, because their sums might not be.
+LARGEST_VALUE = float(jnp.finfo(jnp.float32).max) / 2**24
 LN2 = math.log(2)
 # Rows of one tile of bfloat16, at whose multiples blocks of rows begin.
 TILE = 16
@@ -249,7 +254,8 @@ class Keys(NamedTuple):
       logits: ``[m, tile]``, the exponents of the features.
       tokens: ``[H, tile]``, zeros where there is no visible key.
       stretched: ``[H, tile]``, or None.
-      values: ``[D + TILE, tile]``; row D has ones at visible keys, and all others are zeros.
+      values: ``[D + TILE, tile]``; row D has ones at visible keys, NaN at those whose
+        exponents are, and all others are zeros.
       spoils: ``[1, tile]``, 1 at visible keys that are not finite and were hidden, 0 elsewhere.
     """
 
@@ -295,6 +301,7 @@ def take_keys(
     else:
         wide = key.astype(jnp.float32)
         scale = -refs.factors[0, 2] * jnp.sum(jnp.square(wide), axis=0, keepdims=True)
+    scale = jnp.where(scale < LEAST, LEAST, scale)  # Keeps NaN.
     if log_weights is not None:
         scale += log_weights
     # A key may be infinite and have no feature that is.
@@ -309,8 +316,9 @@ def take_keys(
 def _are_finite(key: jax.Array, value: jax.Array, log_weights: jax.Array | None) -> jax.Array:
     """Returns ``[1, tile]``, True where a key, its square, its value and its weight are finite."""
     sums = jnp.sum(jnp.square(key.astype(jnp.float32)), axis=0, keepdims=True)
-    sums += jnp.sum(jnp.abs(value.astype(jnp.float32)), axis=0, keepdims=True)
-    return (sums if log_weights is None else sums + log_weights) < jnp.inf
+    sums = sums if log_weights is None else sums + log_weights
+    values = jnp.abs(value.astype(jnp.float32))
+    return (sums < jnp.inf) & jnp.all(values < LARGEST_VALUE, axis=0, keepdims=True)
 
 
 def keep(x: jax.Array, visible: jax.Array) -> jax.Array:
@@ -346,7 +354,7 @@ def divide(shape: Shape, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def with_offsets(refs: Refs, head: Any, maxima: jax.Array) -> jax.Array:
-    """Adds the offsets of a head to maxima ``[m, 1]``, in whose units queries read a state."""
+    """Adds the offsets of a head to maxima or exponents, ``[m, 1]`` or ``[m, tile]``."""
     if refs.offsets is None:
         return maxima
     return maxima + of_head(refs.offsets, head)

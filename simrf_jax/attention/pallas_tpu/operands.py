@@ -101,10 +101,11 @@ def shape_of(refs: Refs, *, interpret: bool, is_causal: bool = False) -> Shape:
     _, num_key_heads, value_dim, num_keys = refs.value.shape
     groups, num_features = num_heads // num_key_heads, refs.query_rows.shape[2]
     itemsize = refs.query.dtype.itemsize
+    is_stretched = refs.key_rows.shape[2] > num_features
 
     def program(num_heads: int) -> Program:
         width = max(dim, value_dim)
-        return Program(num_heads, groups, width, num_features, itemsize, is_causal)
+        return Program(num_heads, groups, width, num_features, itemsize, is_causal, is_stretched)
 
     heads = max(
         n
@@ -126,7 +127,7 @@ def shape_of(refs: Refs, *, interpret: bool, is_causal: bool = False) -> Shape:
         query_tile=LANES if is_causal else _tile(num_queries, most),
         key_tile=LANES if is_causal else _tile(num_keys, most),
         passes=2 if refs.query.dtype == jnp.bfloat16 else 1,
-        is_stretched=refs.key_rows.shape[2] > num_features,
+        is_stretched=is_stretched,
         dtype=refs.query.dtype,
         interpret=interpret,
     )

@@ -1,16 +1,18 @@
 """The weights of the keys of a tile for the queries of the same tile, up to their own positions.
 
 A weight is a sum over features of products of exponentials, ``sum_i exp2(x_it + l_is)``, of a query
-t and a key s. It is computed as a matrix product of features of queries and of keys, so both are in
-units of a number for each feature that may depend on no later key, or later keys would reach
-earlier outputs by rounding, or by overflow.
+t and a key s. It is computed as a matrix product of features of queries and of keys, and each
+feature is divided by a power of two, its unit, on one side and multiplied by it on the other. The
+unit may depend only on keys that all readers see. Otherwise later keys would reach earlier outputs
+by rounding, or by overflow.
 
-Nearly always one number does for a tile: ``in_common_units`` takes the largest exponent of all
-earlier tiles and of the tile's first key. A later key may be larger by a factor up to
-``2**LARGEST``: floating-point numbers keep their precision, and a query's sum is at least 1 in its
-own units, so nothing that counts is lost below the smallest number. Beyond that factor,
+Nearly always one unit for each feature does for a tile: ``in_common_units`` takes the largest
+exponent of all earlier tiles and of the tile's first key. A later key may be larger by a factor up
+to ``2**LARGEST``: floating-point numbers keep their precision, and a query's sum is at least 1 in
+its own units, so nothing that counts is lost below the smallest number. Beyond that factor,
 ``in_units_of_halves`` halves the tile again and again, and the right half of each stretch reads the
-left half in units of the left half's maxima.
+left half in units of the left half's maxima. Beside very large values it begins at a lower factor,
+so that their sums cannot overflow.
 """
 
 from __future__ import annotations
@@ -22,11 +24,24 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from simrf_jax.attention.pallas_tpu.heads import HIDDEN, Shape
+from simrf_jax.attention.pallas_tpu.heads import Shape
 
-# Features of 2**80 times less than 2**-126 are 2**-46 of their sum, and those of 2**80, summed over
-# all features and keys, are far from overflow.
+# A query's feature below 2**-126 becomes 0. Times a key's feature of at most 2**80 it would have
+# added at most 2**-46 to a sum of at least 1.
 LARGEST = 80.0
+# Key features times values stay below 2**112, so that sums over a tile and all features are finite.
+LARGE_VALUE = 2.0**30
+LARGEST_BESIDE = 8.0
+
+
+def limits(values: jax.Array) -> jax.Array:
+    """Returns ``[1, tile]``, by how many powers of two keys may exceed the common units.
+
+    Args:
+      values: Values of the keys, ``[D + TILE, tile]``.
+    """
+    largest = jnp.max(jnp.abs(values.astype(jnp.float32)), axis=0, keepdims=True)
+    return jnp.where(largest < LARGE_VALUE, LARGEST, min(LARGEST, LARGEST_BESIDE))
 
 
 class Product(NamedTuple):
@@ -59,7 +74,7 @@ class Weights:
     """Features of the queries of a tile, and of its keys, in the type to contract in.
 
     Attributes:
-      of_state: Queries' features to read the state with, in units of the reference, ``[m, tile]``.
+      of_state: Queries' features to read the state with, ``[m, tile]``.
       products: The products of which each pair, of a key and a query that sees it, has one.
     """
 
@@ -94,7 +109,12 @@ class Weights:
         return total
 
     def of_logits(self, shape: Shape, of_pairs: jax.Array) -> jax.Array:
-        """Returns the gradient of the exponents of the keys, ``[m, tile]``, as ``of_queries``."""
+        """Returns the gradient of the exponents of the keys, ``[m, tile]``, through ``pairs``.
+
+        Args:
+          shape: Sizes.
+          of_pairs: Gradient of ``pairs``, ``[tile, tile]``.
+        """
         first, *others = self.products
         total = first.keys * first.times_queries(shape, of_pairs)
         for product in others:
@@ -118,16 +138,18 @@ def at_or_before(shape: Shape, flags: jax.Array) -> jax.Array:
 
 
 def in_common_units(
-    shape: Shape, queries: jax.Array, keys: jax.Array, reference: jax.Array
+    shape: Shape, queries: jax.Array, keys: jax.Array, values: jax.Array, reference: jax.Array
 ) -> Weights:
-    """Returns the weights where no key exceeds the reference by more than ``LARGEST``.
+    """Returns the weights where no key exceeds the reference by more than its limit.
 
     Args:
       shape: Sizes.
       queries: Exponents of the features of queries with the offsets, ``[m, tile]``.
       keys: Exponents of those of keys, ``[m, tile]``.
-      reference: Units, ``[m, 1]``.
+      values: Values of the keys, ``[D + TILE, tile]``, which only ``in_units_of_halves`` needs.
+      reference: Units of the features, ``[m, tile]``, equal along the last axis.
     """
+    del values
     logits = queries + reference
     psi = _features(shape, logits, jnp.max(logits, axis=0, keepdims=True))
     of_keys, of_queries = _positions(shape)
@@ -136,18 +158,18 @@ def in_common_units(
 
 
 def in_units_of_halves(
-    shape: Shape, queries: jax.Array, keys: jax.Array, reference: jax.Array
+    shape: Shape, queries: jax.Array, keys: jax.Array, values: jax.Array, reference: jax.Array
 ) -> Weights:
     """Returns the weights whatever the exponents.
 
-    Queries that see no key beyond ``LARGEST`` have the bits of ``in_common_units``, since whether a
+    Queries that see no key beyond its limit have the bits of ``in_common_units``, since whether a
     later key is beyond may not change them.
     """
     length = shape.key_tile
     of_keys, of_queries = _positions(shape)
     lanes = jax.lax.broadcasted_iota(jnp.int32, (1, length), 1)
     relative = keys - reference
-    is_large = jnp.max(relative, axis=0, keepdims=True) > LARGEST
+    is_large = jnp.max(relative, axis=0, keepdims=True) > limits(values)
     changed = at_or_before(shape, jnp.where(is_large, 1.0, 0.0))
     logits = queries + reference
     # For each halving, the units of each key and, at queries of a right half, of the left half.
@@ -168,7 +190,8 @@ def in_units_of_halves(
     psi = _features(shape, logits, shift)
     phi = _features(shape, jnp.minimum(relative, LARGEST), 0)
     products = [Product(phi, psi, (of_keys <= of_queries) & ~changed)]
-    own = _features(shape, jnp.where(changed, queries + keys, HIDDEN), shift)
+    # The features of other queries might overflow.
+    own = jnp.where(changed, _features(shape, queries + keys, shift), 0)
     products.append(Product(jnp.ones_like(own), own, (of_keys == of_queries) & changed))
     for half, of_key, left in units:
         reads = (lanes & half != 0) & changed
@@ -176,8 +199,7 @@ def in_units_of_halves(
         products.append(
             Product(
                 _features(shape, keys, of_key),
-                # Other queries might overflow.
-                _features(shape, jnp.where(reads, queries + left, HIDDEN), shift),
+                jnp.where(reads, _features(shape, queries + left, shift), 0),
                 (differing >= half) & (differing < 2 * half) & reads,
             )
         )
