@@ -1,8 +1,8 @@
 """The kernel of causal attention: tiles of tokens in order, each after the state of those before.
 
-A query reads the state of earlier tiles by features, and the keys of its own tile up to its own
-one by one. ``weights`` says how. Keys and values that are not finite are taken out of all sums, and
-the queries that see them get NaN in the end.
+A query reads the state of earlier tiles by features, and the keys of its tile one by one, up to its
+own position. The module ``weights`` says how. Keys and values that are not finite are taken out of
+all sums, and the queries that see them get NaN in the end.
 """
 
 from __future__ import annotations
@@ -224,13 +224,11 @@ class Readout(NamedTuple):
 
     Attributes:
       weights: The weights of its queries.
-      pairs: Weights of the keys of the tile, keys first, ``[tile, tile]``.
       state: Sums over earlier tiles, ``[m, D + TILE]``, in units of the tile's reference.
       sums: Numerators and denominators, ``[D + TILE, tile]``.
     """
 
     weights: Weights
-    pairs: jax.Array
     state: jax.Array
     sums: jax.Array
 
@@ -251,7 +249,7 @@ def read(
     sums = shape.dot(state.astype(shape.dtype), weights.of_state, 0, 0)
     yield
     sums += shape.dot(tile.values[of_key], pairs, 1, 0)
-    return Readout(weights, pairs, state, sums)
+    return Readout(weights, state, sums)
 
 
 def weights_of(
