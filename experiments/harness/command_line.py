@@ -14,12 +14,14 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from experiments.harness import interrupts, jax_output, locking, mistakes
-from experiments.harness.config_fields import Fields, unknown_field_message
+from experiments.harness.config_fields import Fields, field_list, unknown_field_message
 
 # Flags that launch defines are its caller's, and so in its --help.
 flags.disclaim_key_flags()
 
 STOPPED = "Stopped; the same command goes on where it was."
+# The flags with which absl prints its help as text.
+HELP = re.compile(r"--?(help|helpshort|helpfull|h|\?)$")
 
 
 def overridden(argv: list[str], fields: Fields) -> list[str]:
@@ -41,6 +43,8 @@ def parse_flags(argv: list[str], fields: Fields, default_config: pathlib.Path) -
     if config is None:
         config = default_config
         argv = [argv[0], f"--config={config}", *argv[1:]]
+    # absl prints its help as soon as it meets the flag. Then the config must have been read.
+    argv = [argv[0], *sorted(argv[1:], key=lambda argument: HELP.match(argument) is not None)]
     if not os.path.isfile(config):
         what = "that is no file" if os.path.exists(config) else "there is no such file"
         raise SystemExit(f"--config={config}: {what}.")
@@ -51,6 +55,8 @@ def parse_flags(argv: list[str], fields: Fields, default_config: pathlib.Path) -
         return rest
     except SystemExit as end:
         if _line_in(config, end) is None:  # It is from --help.
+            if HELP.match(argv[-1]):
+                print(f"\n{field_list(flags.FLAGS['config'].value, fields, config)}")
             raise
         raise SystemExit(_config_file_message(config, end)) from None
     except Exception as error:  # noqa: BLE001 - Flags run the config file, which may raise anything.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -199,6 +200,28 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]
         for name in {**theirs, **ours}
         if name not in theirs or name not in ours or theirs[name] != ours[name]
     ]
+
+
+def field_list(config: ml_collections.ConfigDict, fields: Fields, file: pathlib.Path) -> str:
+    """Lists the fields of a config with their types and their values in its file.
+
+    Example:
+      >>> config = ml_collections.ConfigDict({"seed": 0, "model": {"width": 64}})
+      >>> fields = {"seed": int, "model.width": int}
+      >>> print(field_list(config, fields, pathlib.Path("paper.py")))
+      Fields of the config, each set by --config.NAME=VALUE (type, value in paper.py):
+        seed         int  0
+        model.width  int  64
+    """
+    values = flatten(config)
+    names = max(map(len, fields))
+    types = max(len(kind.__name__) for kind in fields.values())
+    lines = [
+        f"  {name:{names}}  {kind.__name__:{types}}  {values.get(name)!r}"
+        for name, kind in fields.items()
+    ]
+    title = f"Fields of the config, each set by --config.NAME=VALUE (type, value in {file.name}):"
+    return "\n".join([title, *lines])
 
 
 def unknown_field_message(names: list[str], fields: Fields) -> str:

@@ -65,6 +65,8 @@ def run_program(folder, *arguments):
         (["--workdir=out"], 0, "seed 0"),
         (["--workdir=out", "--config.seed=3"], 0, "seed 3"),
         (["--help"], 1, "--workdir: Folder for the results."),
+        (["--help"], 1, "value in paper.py):\n  seed  int  0\n"),
+        (["--help", "--config=paper.py", "--config.seed=3"], 1, "  seed  int  3\n"),
         (["--config=nofile.py", "--workdir=out"], 1, "nofile.py"),
         (["--workdir=out", "--config.seed=7"], -signal.SIGINT, "Stopped; the same command goes on"),
         (["--workdir=out", "--config.seed=8"], 1, "No space left"),
