@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import simrf_jax
+from benchmarks import command_line
 
 
 def estimator(query, key, value, projection, is_causal):
@@ -27,6 +28,7 @@ def estimator(query, key, value, projection, is_causal):
 
 
 def main():
+    command_line.parser(__doc__).parse_args()
     length, num_features, dim = 256, 130, 64
     w = simrf_jax.draw_projection(jax.random.key(1), num_features, dim)
     print("| s | float32 | causal | bfloat16 | causal |\n| --- | --- | --- | --- | --- |")

@@ -11,7 +11,6 @@ heads of 32, those of a small sentence encoder, on 10,000 tokens.
 Run: python -m benchmarks.calibration_cost [--tpu v5e]
 """
 
-import argparse
 import functools
 
 import jax
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import simrf_jax
+from benchmarks import command_line
 from experiments.harness import timing
 from simrf_jax import RandomFeatures, random_feature_attention
 
@@ -169,8 +169,8 @@ def on_tpu(kind):
 
 
 def main():
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--tpu", metavar="KIND")
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--tpu", metavar="KIND", help="count cycles of a TPU such as v5e")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
     if arguments.tpu:

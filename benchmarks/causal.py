@@ -9,13 +9,13 @@ Run: python -m benchmarks.causal [--chunks]
 
 import functools
 import resource
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import simrf_jax
+from benchmarks import command_line
 from experiments.harness import timing
 
 HEADS, DIM, NUM_FEATURES = 4, 64, 130
@@ -86,8 +86,11 @@ def quartiles(x, digits):
 
 
 def main():
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--chunks", action="store_true", help="by chunk size, not by length")
+    options = parser.parse_args()
     header = "us per token, forward | / last row | MiB | with backward | / last row | MiB |"
-    if "--chunks" in sys.argv[1:]:
+    if options.chunks:
         cases, first = [(LENGTHS[0], chunk_size) for chunk_size in CHUNKS], "chunk"
     else:
         cases, first = [(length, None) for length in LENGTHS], "length"

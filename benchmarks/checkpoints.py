@@ -14,6 +14,7 @@ from unittest import mock
 import jax
 import numpy as np
 
+from benchmarks import command_line
 from experiments.harness import markdown
 from experiments.vit.configs import digits, imagenet2012
 from experiments.vit.training import (
@@ -77,6 +78,7 @@ def measure(config, state, rounds):
 
 
 def main():
+    command_line.parser(__doc__).parse_args()
     orbax_output.quiet()
     mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
     rows, notes = [], []

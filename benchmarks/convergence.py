@@ -19,6 +19,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import simrf_jax
+from benchmarks import command_line
 from experiments.harness import style
 from simrf_jax import theory
 
@@ -131,6 +132,7 @@ def draw_figure(results):
 
 
 def main():
+    command_line.parser(__doc__).parse_args()
     results = {}
     for dim, scale in SETTINGS:
         results[dim, scale] = measure(dim, scale)

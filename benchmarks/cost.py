@@ -20,7 +20,6 @@ round, the machine and the versions.
 Run: python -m benchmarks.cost [--lengths 128 1024] [--passes forward] [--output cost.json]
 """
 
-import argparse
 import functools
 import importlib.metadata
 import importlib.util
@@ -34,6 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import simrf_jax
+from benchmarks import command_line
 from experiments.harness import timing
 from simrf_jax import RandomFeatures
 
@@ -201,7 +201,7 @@ def applies(name, length):
 
 
 def main():
-    parser = argparse.ArgumentParser()
+    parser = command_line.parser(__doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--passes", nargs="+", choices=PASSES, default=PASSES)
     parser.add_argument("--rounds", type=int, default=40)

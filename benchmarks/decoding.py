@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import simrf_jax
+from benchmarks import command_line
 from experiments.harness import timing
 from simrf_jax import RandomFeatures
 
@@ -87,6 +88,7 @@ def ratio(ms, base):
 
 
 def main():
+    command_line.parser(__doc__).parse_args()
     calls, sizes = candidates()
     times = timing.alternate(calls, ROUNDS)
     print("| tokens before | linear us | / after 10 | MiB | softmax us | / linear | MiB |")

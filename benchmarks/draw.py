@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 import simrf_jax
+from benchmarks import command_line
 from experiments.harness import timing
 
 HEADS, NUM_FEATURES, DIM, ROUNDS = 144, 130, 64, 30
@@ -26,6 +27,8 @@ DRAWS = {
 
 
 def main():
+    command_line.parser(__doc__).parse_args()
+
     def sampler(options):
         draw = functools.partial(
             simrf_jax.draw_projection, num_features=NUM_FEATURES, dim=DIM, **options

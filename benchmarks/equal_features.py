@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import simrf_jax
+from benchmarks import command_line
 from simrf_jax import FeatureMap, feature_maps, theory
 from simrf_jax.projections import Projection
 
@@ -87,6 +88,7 @@ def squared_errors(estimator: Estimator) -> np.ndarray:
 
 
 def main():
+    command_line.parser(__doc__).parse_args()
     print(f"| features | rows | {' | '.join(map(str, DISTANCES))} |")
     print("| --- | --- |" + " --- |" * len(DISTANCES))
     iid = np.expm1(np.square(DISTANCES)) / NUM_FEATURES

@@ -10,7 +10,6 @@ Run: python -m benchmarks.fast_projection [--tpu | --radix]
 """
 
 import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 import simrf_jax
+from benchmarks import command_line
 from experiments.harness import timing
 from simrf_jax.projections.hadamard import hadamard_transform
 
@@ -120,10 +120,15 @@ def by_radix():
 
 
 def main():
+    parser = command_line.parser(__doc__)
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--tpu", action="store_true", help="count cycles of a TPU v5e")
+    choice.add_argument("--radix", action="store_true", help="time the Hadamard transform alone")
+    options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
-    if "--tpu" in sys.argv:
+    if options.tpu:
         on_tpu()
-    elif "--radix" in sys.argv:
+    elif options.radix:
         by_radix()
     else:
         on_cpu()

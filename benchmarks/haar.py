@@ -8,11 +8,10 @@ static cycles.
 Run: python -m benchmarks.haar [--tpu]
 """
 
-import sys
-
 import jax
 import jax.numpy as jnp
 
+from benchmarks import command_line
 from experiments.harness import timing
 from simrf_jax.projections.rotations import haar_rotation
 
@@ -78,10 +77,13 @@ def on_tpu(dim, count):
 
 
 def main():
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--tpu", action="store_true", help="count cycles of a TPU v5e")
+    measure = on_tpu if parser.parse_args().tpu else on_cpu
     jax.config.update("jax_platforms", "cpu")
     for dim, count in SIZES:
         print(f"\n{count} rotations in {dim} dimensions\n")
-        (on_tpu if "--tpu" in sys.argv else on_cpu)(dim, count)
+        measure(dim, count)
 
 
 if __name__ == "__main__":

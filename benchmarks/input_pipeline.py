@@ -17,6 +17,7 @@ import numpy as np
 import PIL.Image
 import tensorflow_datasets as tfds
 
+from benchmarks import command_line
 from experiments.harness import markdown
 from experiments.vit.configs import imagenet2012
 from experiments.vit.data import pipeline
@@ -90,6 +91,7 @@ def images_per_second(data_dir: pathlib.Path, changes: dict) -> np.ndarray:
 
 
 def main():
+    command_line.parser(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         data_dir = pathlib.Path(folder)
         Imagenet2012(data_dir=data_dir, file_format="array_record").download_and_prepare()

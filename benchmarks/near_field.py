@@ -9,12 +9,12 @@ Run: python -m benchmarks.near_field [--blocks]
 """
 
 import functools
-import sys
 
 import jax
 import numpy as np
 
 import simrf_jax
+from benchmarks import command_line
 from experiments.harness import timing
 
 LENGTHS = [256, 512, 1024, 2048, 4096, 16384, 65536]
@@ -76,8 +76,11 @@ def by_block():
 
 
 def main():
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--blocks", action="store_true", help="by size of the query blocks")
+    measure = by_block if parser.parse_args().blocks else by_length
     jax.config.update("jax_platforms", "cpu")
-    by_block() if "--blocks" in sys.argv else by_length()
+    measure()
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from benchmarks import flops, pods, tpu
+from benchmarks import command_line, flops, pods, tpu
 from experiments.vit.configs import imagenet2012
 from experiments.vit.metrics.flops import train_flops
 from experiments.vit.training import sharding
@@ -168,10 +168,12 @@ def rows_of(path, names):
 
 def main():
     """Compiles the programs that the file lacks, and prints the tables."""
-    if len(sys.argv) < 2:
-        raise SystemExit(__doc__)
-    path, names = pathlib.Path(sys.argv[1]), sys.argv[2:] or PODS
-    rows = rows_of(path, names)
+    parser = command_line.parser(__doc__)
+    parser.add_argument("file", type=pathlib.Path, help="JSON lines, one for each program")
+    pod = "TOPOLOGY:REMAT:LAYERS"
+    parser.add_argument("pods", nargs="*", default=PODS, metavar=pod, help="all unless given")
+    options = parser.parse_args()
+    rows = rows_of(options.file, options.pods)
     steps = imagenet2012.get_config().num_steps
     for table in (pods.step_table(rows), pods.redraw_table(rows), pods.hours_table(rows, steps)):
         print(table, end="\n\n")

@@ -15,6 +15,7 @@ import scipy.integrate
 import scipy.stats
 
 import simrf_jax
+from benchmarks import command_line
 
 DIMS = {4: 800_000, 8: 400_000, 16: 200_000, 64: 40_000}  # {d: number of draws}.
 DISTANCES = (0.5, 1.0, 2.0, 3.0)
@@ -53,6 +54,7 @@ def mean_over_norms(v, dim):
 
 
 def main():
+    command_line.parser(__doc__).parse_args()
     print(f"| d | rotation | coupling | {' | '.join(f'v = {v}' for v in DISTANCES)} |")
     print("| --- | --- | --- |" + " --- |" * len(DISTANCES))
     for dim, num_draws in DIMS.items():

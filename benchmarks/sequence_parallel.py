@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding
 
-from benchmarks import tpu
+from benchmarks import command_line, tpu
 from simrf_jax import banded_attention, random_feature_attention
 
 LENGTH, HEADS, DIM, FEATURES, BANDWIDTH = 65_536, 8, 64, 130, 32
@@ -46,6 +46,7 @@ def compiled(mode, axis_type, backward):
 
 
 def main():
+    command_line.parser(__doc__).parse_args()
     print("| axis, mode | pass | collectives | MiB that arrive | temporary MiB |")
     print("| --- | --- | --- | --- | --- |")
     for axis, mode, passes in itertools.product(AXES, MODES, ("forward", "with backward")):

@@ -10,7 +10,6 @@ Run: SIMRF_DATA_DIR=DIR python -m benchmarks.sklearn_features
 Without SIMRF_DATA_DIR, the UCI data sets are downloaded.
 """
 
-import argparse
 import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from sklearn.metrics.pairwise import rbf_kernel
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import StandardScaler
 
+from benchmarks import command_line
 from experiments.harness import markdown, style
 from experiments.kernel_regression import uci
 from simrf_jax.integrations.sklearn import RandomFeatures
@@ -233,9 +233,7 @@ def draw_figure(
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    command_line.parser(__doc__).parse_args()
     splits, results = {}, {}
     for name in DATASETS:
         rows, labels = load(name)

@@ -12,7 +12,6 @@ With --program TOPOLOGY HEADS LENGTH FEATURES it prints the cycles of a program 
 """
 
 import functools
-import sys
 
 from benchmarks import schedule  # Before libtpu is loaded.
 
@@ -25,7 +24,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 )
 
 import simrf_jax
-from benchmarks import tpu
+from benchmarks import command_line, tpu
 from simrf_jax import feature_maps
 from simrf_jax.attention.inputs.arguments import Arguments
 from simrf_jax.attention.pallas_tpu.operands import lay_out, shape_of
@@ -233,13 +232,19 @@ def program(topology, heads, length, num_features):
 
 def main():
     """Prints a table for each length."""
-    if sys.argv[1:2] == ["--program"]:
-        print(program(sys.argv[2], *map(int, sys.argv[3:])))
+    parser = command_line.parser(__doc__)
+    parser.add_argument("lengths", type=int, nargs="*", default=LENGTHS)
+    parser.add_argument("--causal", action="store_true")
+    sizes = ("TOPOLOGY", "HEADS", "LENGTH", "FEATURES")
+    parser.add_argument("--program", nargs=len(sizes), metavar=sizes)
+    options = parser.parse_args()
+    if options.program:
+        topology, *sizes = options.program
+        print(program(topology, *map(int, sizes)))
         return
-    is_causal = sys.argv[1:2] == ["--causal"]
-    for length in map(int, sys.argv[1 + is_causal :] or LENGTHS):
+    for length in options.lengths:
         print(f"\n| T = {length} | forward | with backward |\n| --- | --- | --- |")
-        for name, cycles in rows(length, is_causal=is_causal):
+        for name, cycles in rows(length, is_causal=options.causal):
             print(f"| {name} | {' | '.join(f'{x / 1e3:,.0f}' for x in cycles)} |", flush=True)
 
 

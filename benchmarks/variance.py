@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import simrf_jax
+from benchmarks import command_line
 from simrf_jax import theory
 
 DIM, DISTANCES = 64, (0.1, 0.3, 1.0)  # Samples at larger distances have too heavy tails.
@@ -102,6 +103,7 @@ def relu():
 
 
 def main():
+    command_line.parser(__doc__).parse_args()
     for table in (maps, blocks, relu):
         table()
         print()
