@@ -38,8 +38,8 @@ def _loss(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
 
 def _accuracy(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
     _train_and_test(axes, metrics, "accuracy")
-    final = metrics["test_accuracy"][-1][1]
-    axes.set(ylabel="accuracy", title=f"test accuracy at the end: {final:.4f}")
+    step, last = metrics["test_accuracy"][-1]
+    axes.set(ylabel="accuracy", title=f"test accuracy after step {step:,}: {last:.4f}")
 
 
 def _train_and_test(axes: matplotlib.axes.Axes, metrics: Metrics, name: str) -> None:

@@ -10,6 +10,7 @@ import math
 import os
 import pathlib
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self, TextIO
 
@@ -35,8 +36,14 @@ COLUMNS: tuple[str, ...] = (
 )
 
 
+# Least time between two drawings of the curves while a run trains.
+SECONDS_BETWEEN_DRAWINGS = 20.0
+
+
 class Log:
     """``metrics.csv`` and the same for TensorBoard, each row on disk before the next step runs.
+
+    ``curves.png`` is drawn at an evaluation if the last one is old enough.
 
     Args:
       workdir: Folder to make, with ``config.json`` and the files in it.
@@ -63,6 +70,7 @@ class Log:
         # A run may go on without what it measured before.
         self._columns = tuple(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
         self._file: TextIO
+        self._drawn = time.monotonic()  # When the curves were last drawn, or could have been.
         if writes:
             with _writing(workdir):
                 workdir.mkdir(parents=True, exist_ok=True)
@@ -96,6 +104,12 @@ class Log:
                 self._table.writerow(row)
                 self._file.flush()
                 self._events.write(row)
+            age = time.monotonic() - self._drawn
+            if "test_accuracy" in row and age >= SECONDS_BETWEEN_DRAWINGS:
+                # What is wrong here is raised by the drawing at the end, which loses nothing.
+                with contextlib.suppress(Exception):
+                    _draw(self._workdir)
+                self._drawn = time.monotonic()
 
 
 def refuse_bucket(workdir: pathlib.Path) -> None:
@@ -141,16 +155,20 @@ def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> Non
 
 
 def finish(workdir: pathlib.Path, results: dict[str, Any]) -> None:
-    """Writes the results, which mark the run as finished, and only then draws the curves."""
+    """Writes the results, which mark the run as finished, and only then draws its last curves."""
     with _writing(workdir):
         files.write_json(workdir / "results.json", results)
     _draw(workdir)
 
 
 def draw_missing_curves(workdir: pathlib.Path) -> None:
-    """Draws ``curves.png`` of a finished run that has none, as drawing it failed."""
-    finished = all(os.path.exists(workdir / name) for name in ("results.json", "metrics.csv"))
-    if finished and not os.path.exists(workdir / "curves.png"):
+    """Draws ``curves.png`` of a finished run that has none of its end, as drawing it failed."""
+    results, metrics, picture = (
+        workdir / name for name in ("results.json", "metrics.csv", "curves.png")
+    )
+    if not (os.path.exists(results) and os.path.exists(metrics)):
+        return
+    if not os.path.exists(picture) or os.path.getmtime(picture) < os.path.getmtime(results):
         _draw(workdir)
 
 

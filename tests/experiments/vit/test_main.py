@@ -14,7 +14,7 @@ from absl.testing import flagsaver
 from experiments.harness import interrupts, memory
 from experiments.vit import config, main, train
 from experiments.vit.data import in_memory
-from experiments.vit.metrics import curves
+from experiments.vit.metrics import curves, log
 from experiments.vit.training import train_step
 from simrf_jax.models import ViT
 from tests.experiments.vit import prepared, tiny
@@ -274,23 +274,31 @@ def test_a_bug_is_no_mistake_of_the_user(command, monkeypatch, name):
     assert bug.traceback[-1].path == pathlib.Path(__file__)
 
 
-def test_a_drawing_that_fails_loses_no_result_and_is_made_up_for(command, tmp_path, monkeypatch):
+@pytest.mark.parametrize("drawn_before_the_end", [False, True])
+def test_a_drawing_that_fails_loses_no_result_and_is_made_up_for(
+    command, tmp_path, monkeypatch, drawn_before_the_end
+):
     def fail(_):
         raise ValueError("A mistake of ours.")
 
     with monkeypatch.context() as patch:
         patch.setattr(curves, "draw_curves", fail)
+        patch.setattr(log, "SECONDS_BETWEEN_DRAWINGS", 0)
         with pytest.raises(
             ValueError, match=r"(?s)ours\..*results.json is whole; the same command"
         ):
             command(EXACT)
     results = (tmp_path / "run" / "results.json").read_text()
     assert json.loads(results)["steps"] == 4
-    assert not (tmp_path / "run" / "curves.png").exists()
+    picture = tmp_path / "run" / "curves.png"
+    assert not picture.exists()
+    if drawn_before_the_end:
+        picture.touch()
+        os.utime(picture, (0, 0))
     with pytest.raises(SystemExit, match=r"already holds a run \(results.json\)"):
         command(EXACT)
     assert (tmp_path / "run" / "results.json").read_text() == results
-    assert (tmp_path / "run" / "curves.png").stat().st_size > 10_000
+    assert picture.stat().st_size > 10_000
 
 
 MODIFIED = """

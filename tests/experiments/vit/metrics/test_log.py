@@ -95,6 +95,22 @@ def test_every_column_has_a_curve(workdir, attention):
     assert len(figure.axes) == (5 if attention == "exact" else 7)  # One shares its panel.
 
 
+@pytest.mark.parametrize(("seconds", "pictures"), [(0, [1, 3]), (1e6, [])])
+def test_curves_are_drawn_at_an_evaluation_if_the_last_ones_are_old(
+    tmp_path, monkeypatch, seconds, pictures
+):
+    drawn = []
+    monkeypatch.setattr(log, "SECONDS_BETWEEN_DRAWINGS", seconds)
+    monkeypatch.setattr(
+        log, "_draw", lambda folder: drawn.append((folder, opened.rows[-1]["step"]))
+    )
+    rows = make_rows(1, test_accuracy=0.1) + make_rows(2) + make_rows(3, test_accuracy=0.2)
+    with log.Log(tmp_path, tiny.get_config(), log.COLUMNS, [], writes=True) as opened:
+        for row in rows:
+            opened.write(row)
+    assert drawn == [(tmp_path, step) for step in pictures]
+
+
 def make_rows(*steps, **columns):
     return [{"step": step, "train_loss": 1 / step, **columns} for step in steps]
 
