@@ -32,6 +32,7 @@ from simrf_jax.attention.random_features.attention import (
 )
 from simrf_jax.attention.random_features.causal import CHUNK_SIZE, causal_attention
 from simrf_jax.attention.random_features.exact_band import ExactBandState, Fields, check_band
+from simrf_jax.attention.random_features.next_token import attend_to_next
 from simrf_jax.attention.random_features.state import (
     AttentionState,
     HeadMaps,
@@ -336,7 +337,10 @@ def _step(
     check_step(arguments, inputs)
     batch = arguments.query.shape[:-3]
     before = _flat_sums(state, inputs, features, batch)
-    out, after = causal_attention(inputs, features, before, chunk_size=chunk_size)
+    if _is_one(arguments.query.shape[-3]):
+        out, after = attend_to_next(inputs, features, before)
+    else:
+        out, after = causal_attention(inputs, features, before, chunk_size=chunk_size)
     return inputs.outputs(out), unflatten(after, batch)
 
 
@@ -362,6 +366,11 @@ def _step_beside_band(
     )
     out, far = fields.attend(features, before, None, chunk_size=chunk_size)
     return fields.outputs(out), _after(seen, far, length, batch)
+
+
+def _is_one(length: SupportsIndex) -> bool:
+    """Returns whether a length is known to be one; symbolic ones, of jax.export, are not."""
+    return isinstance(length, int) and length == 1
 
 
 @jax.named_scope("random_feature_attention_append")

@@ -60,3 +60,13 @@ class Decoder:
 @pytest.mark.parametrize("name", MODES)
 def test_memory_is_flat(name, count, options):
     assert_flat(Decoder(name, **options), count=count)
+
+
+def test_a_step_of_one_token_copies_the_sums_no_more_than_once():
+    sizes = {"batch": (64,), "num_key_heads": 4, "head_dim": 32, "value_dim": 32}
+    w = jax.ShapeDtypeStruct((66, 32), jnp.float32)
+    state = jax.eval_shape(lambda w: steps.init_state(w, **sizes), w)
+    tokens = [jax.ShapeDtypeStruct((64, 1, 4, 32), jnp.float32)] * 3
+    compiled = jax.jit(steps.step, donate_argnums=0).lower(state, *tokens, w).compile()
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    assert temporary < 1.2 * sum(x.size * x.dtype.itemsize for x in state)
