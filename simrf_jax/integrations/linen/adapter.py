@@ -22,8 +22,8 @@ from simrf_jax.integrations.flax_attention import Call
 class Adapter(nn.Module):
     """A mechanism of attention with its cache, which Flax calls as an ``attention_fn``.
 
-    Subclasses have the fields ``is_causal``, ``factored_masks``, ``decode``, ``shared`` and
-    ``sequence_axis``.
+    Subclasses have the fields ``is_causal``, ``factored_masks``, ``packed``, ``decode``, ``shared``
+    and ``sequence_axis``.
     """
 
     @abc.abstractmethod
@@ -65,8 +65,9 @@ class Adapter(nn.Module):
           key: ``[..., S, K, H]``.
           value: ``[..., S, K, D]``.
           mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; the same for all
-            queries, or with ``factored_masks`` a product. Other values raise where they are known.
-            Under ``jit`` they make the output of their sequence and head NaN.
+            queries, or with ``factored_masks`` or ``packed`` a product, or with ``packed`` segment
+            ids. Other values raise where they are known. Under ``jit`` they make the output of
+            their sequence and head NaN, and the logger ``simrf_jax`` says why.
           bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
           scale: Multiplies the logits; by default :math:`1/\sqrt H`.
           is_causal: True lets query t attend only to keys s <= t, also if the field is False.
@@ -101,7 +102,8 @@ class Adapter(nn.Module):
             key,
             value,
             is_causal=is_causal or self.is_causal or self.decode,
-            factored_masks=self.factored_masks,
+            factored_masks=self.factored_masks or self.packed,
+            packed=self.packed and not self.decode,
             mask=mask,
             bias=bias,
             scale=scale,
@@ -147,6 +149,7 @@ class Adapter(nn.Module):
         flax_attention.check_fields(
             is_causal=self.is_causal,
             factored_masks=self.factored_masks,
+            packed=self.packed,
             decode=self.decode,
             sequence_axis=self.sequence_axis,
         )

@@ -27,6 +27,7 @@ class Adapter(nnx.Module):
         *,
         is_causal: bool,
         factored_masks: bool,
+        packed: bool,
         decode: bool,
         sequence_axis: str | tuple[str, ...] | None,
     ):
@@ -34,6 +35,7 @@ class Adapter(nnx.Module):
         self.head_dim = checks.positive_int("head_dim", head_dim)
         self.is_causal = is_causal
         self.factored_masks = factored_masks
+        self.packed = packed
         self.decode = decode
         self.sequence_axis = sequence_axis
         self.cache: nnx.Cache | None = nnx.data(None)
@@ -43,6 +45,7 @@ class Adapter(nnx.Module):
         flax_attention.check_fields(
             is_causal=self.is_causal,
             factored_masks=self.factored_masks,
+            packed=self.packed,
             decode=self.decode,
             sequence_axis=self.sequence_axis,
         )
@@ -84,8 +87,9 @@ class Adapter(nnx.Module):
           key: ``[..., S, K, H]``.
           value: ``[..., S, K, D]``.
           mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; the same for all
-            queries, or with ``factored_masks`` a product. Other values raise where they are known.
-            Under ``jit`` they make the output of their sequence and head NaN.
+            queries, or with ``factored_masks`` or ``packed`` a product, or with ``packed`` segment
+            ids. Other values raise where they are known. Under ``jit`` they make the output of
+            their sequence and head NaN, and the logger ``simrf_jax`` says why.
           bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
           scale: Multiplies the logits; by default :math:`1/\sqrt H`.
           is_causal: True lets query t attend only to keys s <= t, also if the field is False.
@@ -117,7 +121,8 @@ class Adapter(nnx.Module):
             key,
             value,
             is_causal=is_causal or self.is_causal or self.decode,
-            factored_masks=self.factored_masks,
+            factored_masks=self.factored_masks or self.packed,
+            packed=self.packed and not self.decode,
             mask=mask,
             bias=bias,
             scale=scale,

@@ -81,9 +81,14 @@ class RandomFeatureAttention(Adapter):
       factored_masks: True accepts masks with a query axis if they are products of a mask of
         queries, a mask of keys and, with ``is_causal``, the causal mask, as Flax's
         ``make_attention_mask``, ``make_causal_mask`` and ``combine_masks`` make them. A query that
-        sees no key gets zeros. A mask that is no such product raises if its values are known, and
-        makes the output NaN under ``jit``. Reading these masks takes O(T S) memory: for long
-        sequences pass masks of the keys alone.
+        sees no key gets zeros. A mask that is no such product raises if its values are known.
+        Under ``jit`` it makes the output NaN, and the logger ``simrf_jax`` says why. Reading these
+        masks takes O(T S) memory: for long sequences pass masks of the keys alone.
+      packed: True also takes the masks of packed sequences, for self-attention: a product as with
+        ``factored_masks`` that has ``make_attention_mask(ids, ids, jnp.equal)`` as another factor,
+        where neighbours with equal ids are one segment. For long sequences pass the ids themselves
+        as the mask, integers ``[..., 1, 1, T]`` with 0 for padding: ``mask=ids[:, None, None]``
+        takes O(T) memory. With ``decode`` there are no segments.
       decode: True takes each call for the next tokens of the sequences in the cache.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
         Decoding does not use it.
@@ -135,6 +140,7 @@ class RandomFeatureAttention(Adapter):
         shared: bool = False,
         is_causal: bool = False,
         factored_masks: bool = False,
+        packed: bool = False,
         decode: bool = False,
         sequence_axis: flax_attention.AxisNames = None,
         batch_axis: flax_attention.AxisNames = None,
@@ -148,6 +154,7 @@ class RandomFeatureAttention(Adapter):
             head_dim,
             is_causal=is_causal,
             factored_masks=factored_masks,
+            packed=packed,
             decode=decode,
             sequence_axis=sequence_axis,
         )
