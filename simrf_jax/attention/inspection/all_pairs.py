@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from simrf_jax.attention.inputs.arguments import Arguments, Inputs
 from simrf_jax.attention.random_features.state import (
@@ -31,6 +31,12 @@ class KernelRows(NamedTuple):
     kernel: Float[Array, "*batch N T S"]
     log_scale: Float[Array, "*batch N T 1"]
 
+    def beside_band(self, exact: KernelRows, bandwidth: int) -> KernelRows:
+        """Returns the kernel with another one in its place inside a band."""
+        log_scale = jnp.maximum(self.log_scale, exact.log_scale)
+        far, near = (rows.kernel * jnp.exp(rows.log_scale - log_scale) for rows in (self, exact))
+        return KernelRows(jnp.where(in_band(far, bandwidth), near, far), log_scale)
+
     def row_sums(self) -> Float[Array, "*batch N T 1"]:
         """Returns sums of the kernel, ``[*batch, N, T, 1]``; exactly zero if nothing is visible."""
         return jnp.sum(self.kernel, axis=-1, keepdims=True)
@@ -48,8 +54,12 @@ def kernel_rows(
     feature_map: FeatureMap,
     *,
     is_causal: bool,
+    exact_bandwidth: int | None,
 ) -> tuple[KernelRows, KernelRows]:
-    """Returns the kernel that random features estimate for all pairs, and the softmax kernel."""
+    """Returns the kernel that random features estimate for all pairs, and the softmax kernel.
+
+    In the band, if there is one, the estimate is the softmax kernel.
+    """
     inputs, features = lay_out(arguments, projection, feature_map)
     log_weights = _log_weights(inputs, is_causal)
     estimated = _estimated_rows(inputs, features, log_weights)
@@ -58,7 +68,17 @@ def kernel_rows(
     def heads_first(x: Float[Array, "B T K G keys"]) -> Float[Array, "*batch N T keys"]:
         return jnp.swapaxes(inputs.outputs(x, dtype=x.dtype), -3, -2)
 
-    return jax.tree.map(heads_first, (estimated, exact))
+    estimated, exact = jax.tree.map(heads_first, (estimated, exact))
+    if exact_bandwidth is not None:
+        estimated = estimated.beside_band(exact, exact_bandwidth)
+    return estimated, exact
+
+
+def in_band(pairs: Float[Array, "*batch N T S"], bandwidth: int) -> Bool[Array, "*batch N T S"]:
+    """Returns True where a key is no farther from the query than the bandwidth."""
+    length, key_length = pairs.shape[-2:]
+    distances = jnp.arange(length)[:, None] - jnp.arange(key_length)[None]
+    return jnp.broadcast_to(jnp.abs(distances) <= bandwidth, pairs.shape)
 
 
 def log_kernels(
@@ -112,6 +132,9 @@ def _log_weights(inputs: Inputs, is_causal: bool) -> Float[Array, "B T K 1 S"]:
     if is_causal:
         past = jnp.tri(length, key_length, dtype=bool)[None, :, None, None]
         weights = jnp.where(past, weights, -jnp.inf)
+    if inputs.segments is not None:
+        together = inputs.segments[:, :, None] == inputs.segments[:, None]
+        weights = jnp.where(together[:, :, None, None], weights, -jnp.inf)
     return weights
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,20 +16,37 @@ from jax.typing import ArrayLike, DTypeLike
 from simrf_jax import checks
 from simrf_jax.attention import Mechanism, RandomFeatures
 from simrf_jax.features.learned import Learned
-from simrf_jax.integrations import flax_attention, flax_calibration, flax_distillation
+from simrf_jax.integrations import (
+    flax_attention,
+    flax_calibration,
+    flax_distillation,
+    flax_repr,
+)
 from simrf_jax.integrations.flax_attention import Call
 
 
 class Adapter(nn.Module):
     """A mechanism of attention with its cache, which Flax calls as an ``attention_fn``.
 
-    Subclasses have the fields ``is_causal``, ``factored_masks``, ``packed``, ``decode``, ``shared``
-    and ``sequence_axis``.
+    Subclasses have the fields ``is_causal``, ``factored_masks``, ``packed``, ``decode``,
+    ``shared``, ``coupling`` and ``sequence_axis``, and ``feature_map`` or ``feature_maps``.
     """
 
     @abc.abstractmethod
     def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> Mechanism:
         """Returns the attention, with its arrays."""
+
+    def __repr__(self) -> str:
+        declared = [one for one in dataclasses.fields(self) if one.name not in ("parent", "name")]
+        fields = {one.name: getattr(self, one.name) for one in declared}
+        maps = "feature_maps" if "feature_maps" in fields else "feature_map"
+        if fields["coupling"] is None:
+            of_maps = fields[maps] if maps == "feature_maps" else (fields[maps],)
+            fields["coupling"] = flax_repr.default_coupling(of_maps)
+        fields[maps] = flax_repr.name_of_map(fields[maps])
+        defaults = {one.name: one.default for one in declared if one.name != maps}
+        shown = flax_repr.shown_fields(fields, defaults)
+        return f"{type(self).__name__}({', '.join(f'{name}={x}' for name, x in shown.items())})"
 
     # Flax's attention passes those of its keywords that stand in this signature, and drops others.
     @nn.compact
@@ -177,6 +195,20 @@ class Adapter(nn.Module):
         cache: nn.Variable[Any] = self.variable("cache", "state")
         out, cache.value = flax_attention.step(mechanism, cache.value, call)
         return out
+
+    def _drawn(self, name: str, draw: Callable[[], Any]) -> Any:
+        """Returns what the collection ``random_features`` holds, drawn when it is made."""
+        collection = "random_features"
+        if not self.has_variable(collection, name) and not self.is_mutable_collection(collection):
+            raise ValueError(
+                f"{'/'.join(self.path) or type(self).__name__}: the variables lack the collection "
+                "random_features, which holds W. A trainer that keeps init(...)['params'] alone "
+                "loses it: keep the collection beside the parameters, and call model.apply("
+                '{"params": params, "random_features": random_features}, ...). Where the layer is '
+                "in a lifted transformation, it must know the collection too, as nn.scan by "
+                'variable_axes={"params": 0, "random_features": 0}.'
+            )
+        return self.variable(collection, name, draw).value
 
     def _key(self) -> jax.Array:
         """Returns a typed key to draw W from."""

@@ -121,7 +121,7 @@ class FMMAttention(Adapter):
 
         zeros = nn.initializers.zeros_init()
         return flax_attention.blend(
-            self.variable("random_features", "projections", draw).value,
+            self._drawn("projections", draw),
             feature_maps=self.feature_maps,
             bandwidth=self.bandwidth,
             near_logit=self.param("near_logit", zeros, (num_key_heads,)),

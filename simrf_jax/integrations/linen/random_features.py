@@ -166,7 +166,7 @@ class RandomFeatureAttention(Adapter):
         if isinstance(feature_map, Learned):
             feature_map = self._learned(feature_map, draw)
         elif self.num_features is not None:
-            w = self.variable("random_features", "projection", lambda: boxed(*draw())).value
+            w = self._drawn("projection", lambda: boxed(*draw()))
         return flax_attention.random_features(
             w,
             feature_map,

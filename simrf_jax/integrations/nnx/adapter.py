@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx import reprlib
 from flax.typing import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention import Mechanism
 from simrf_jax.features import FeatureMap, FeatureMapLike
-from simrf_jax.integrations import flax_attention
+from simrf_jax.integrations import flax_attention, flax_repr
 from simrf_jax.integrations.flax_versions import get_value, set_value
+
+# Attributes that a representation shows where they differ from these values.
+_SWITCHES = {
+    "shared": False,
+    "is_causal": False,
+    "factored_masks": False,
+    "packed": False,
+    "decode": False,
+    "sequence_axis": None,
+    "batch_axis": None,
+    "head_axis": None,
+    "implementation": None,
+    "exact_bandwidth": None,
+}
 
 
 class Adapter(nnx.Module):
@@ -25,6 +42,7 @@ class Adapter(nnx.Module):
         num_heads: int,
         head_dim: int,
         *,
+        shared: bool,
         is_causal: bool,
         factored_masks: bool,
         packed: bool,
@@ -33,6 +51,7 @@ class Adapter(nnx.Module):
     ):
         self.num_heads = checks.positive_int("num_heads", num_heads)
         self.head_dim = checks.positive_int("head_dim", head_dim)
+        self.shared = checks.boolean("shared", shared)
         self.is_causal = is_causal
         self.factored_masks = factored_masks
         self.packed = packed
@@ -53,6 +72,21 @@ class Adapter(nnx.Module):
     @abc.abstractmethod
     def _mechanism(self, num_heads: int) -> Mechanism:
         """Returns the attention of as many query heads, with its arrays."""
+
+    @abc.abstractmethod
+    def stack_shape(self) -> tuple[int, ...]:
+        """Returns the leading shape of a stack of layers, ``()`` for one layer."""
+
+    @abc.abstractmethod
+    def _draws(self) -> dict[str, Any]:
+        """Returns the features and how W was drawn, to show them."""
+
+    def __nnx_repr__(self) -> Iterator[reprlib.Object | reprlib.Attr]:
+        yield reprlib.Object(type=type(self), same_line=True)
+        switches = {name: value for name, value in vars(self).items() if name in _SWITCHES}
+        fields = {"num_heads": self.num_heads, "head_dim": self.head_dim, **self._draws()}
+        for name, value in flax_repr.shown_fields(fields | switches, _SWITCHES).items():
+            yield reprlib.Attr(name, value, use_raw_value=True)
 
     def _observe(self, call: flax_attention.Call) -> None:
         """Adds a call to what ``calibrate`` or ``distillation_loss`` sums, if one of them does."""
@@ -199,14 +233,33 @@ class Adapter(nnx.Module):
             self._start(checks.lead_shape("batch_size", batch_size), cache_dtype, None)
 
     def _start(self, batch: tuple[int, ...], dtype: DTypeLike, value_dim: int | None) -> None:
-        state = self._mechanism(self.num_heads).init(
-            batch=batch,
-            num_key_heads=self.num_heads,
-            head_dim=self.head_dim,
-            value_dim=self.head_dim if value_dim is None else value_dim,
-            dtype=dtype,
-        )
-        self.cache = nnx.Cache(state)
+        def init(mechanism: Mechanism) -> Any:
+            return mechanism.init(
+                batch=batch,
+                num_key_heads=self.num_heads,
+                head_dim=self.head_dim,
+                value_dim=self.head_dim if value_dim is None else value_dim,
+                dtype=dtype,
+            )
+
+        for _ in self.stack_shape():
+            init = jax.vmap(init)
+        self.cache = nnx.Cache(init(self._mechanism(self.num_heads)))
+
+
+def features_key(rngs: nnx.Rngs) -> jax.Array:
+    """Returns a key of the stream ``features``, or of the default stream, or of ``params``.
+
+    Raises:
+      ValueError: If there is none of them.
+    """
+    for name in ("features", "default", "params"):
+        if name in rngs:
+            return rngs[name]()
+    raise ValueError(
+        "rngs needs a stream to draw W from: features, a default stream or params, got "
+        f"{', '.join(rngs) or 'none'}."
+    )
 
 
 def has_arrays(feature_map: FeatureMapLike) -> bool:

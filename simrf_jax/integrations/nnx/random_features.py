@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from simrf_jax import checks
 from simrf_jax.attention import RandomFeatures
 from simrf_jax.attention.random_features.attention import Implementation
 from simrf_jax.attention.random_features.exact_band import check_band
@@ -20,9 +19,10 @@ from simrf_jax.integrations import (
     flax_calibration,
     flax_distillation,
     flax_drawing,
+    flax_repr,
 )
 from simrf_jax.integrations.flax_versions import get_value, set_value
-from simrf_jax.integrations.nnx.adapter import Adapter, has_arrays
+from simrf_jax.integrations.nnx.adapter import Adapter, features_key, has_arrays
 from simrf_jax.integrations.nnx.learned import LearnedRows
 from simrf_jax.integrations.nnx.variables import (
     Calibration,
@@ -36,9 +36,9 @@ from simrf_jax.projections import BlockMode, Coupling, Norms, Rotation
 class RandomFeatureAttention(Adapter):
     """Random-feature attention of one layer, with the projections that it draws.
 
-    Each key head has a W of its own, drawn from ``rngs.features()``. To redraw a model, update it
-    with ``redraw_projections(key, nnx.state(model, RandomProjection))``. It draws each W as before,
-    because the variable keeps the options.
+    Each key head has a W of its own, drawn from the stream ``features`` of ``rngs``. To redraw a
+    model, update it with ``redraw_projections(key, nnx.state(model, RandomProjection))``. It draws
+    each W as before, because the variable keeps the options.
 
     To decode, in time and memory that do not depend on how many tokens there were, leave the
     ``decode`` of the attention modules off and turn that of the adapters on,
@@ -51,8 +51,9 @@ class RandomFeatureAttention(Adapter):
     self-attention: where a model has an encoder or cross-attention too, leave them out,
     ``only=nnx.All(nnx.PathContains("decoder"), RandomFeatureAttention)``. Each layer needs an
     instance of its own then: one instance in several layers has one cache. Call the view in
-    ``nnx.jit``, or split and merge it: ``jax.jit`` hands no changed cache back. Put ``nnx.vmap``
-    around ``view`` where ``nnx.vmap`` has stacked the layers.
+    ``nnx.jit``, or split and merge it: ``jax.jit`` hands no changed cache back. Layers that
+    ``nnx.vmap`` has stacked, for ``nnx.scan``, decode in a view of the stack. Only where their map
+    has no W and no calibration, such as ``"elu"``, put ``nnx.vmap`` around ``view``.
 
     Args:
       num_heads: Number of key heads.
@@ -99,7 +100,8 @@ class RandomFeatureAttention(Adapter):
         ``simrf_jax.random_feature_attention``. Decoding does not use it.
       exact_bandwidth: Distance over which queries see keys exactly, or None; see
         ``simrf_jax.random_feature_attention``.
-      rngs: Source of the key: its stream ``features``, or its default stream if there is none.
+      rngs: Source of the key: its stream ``features``, or its default stream if there is none, or
+        else ``params``.
 
     Raises:
       TypeError: If a size is not an integer, a switch is neither True nor False, or a keyword is
@@ -152,6 +154,7 @@ class RandomFeatureAttention(Adapter):
         super().__init__(
             num_heads,
             head_dim,
+            shared=shared,
             is_causal=is_causal,
             factored_masks=factored_masks,
             packed=packed,
@@ -162,7 +165,6 @@ class RandomFeatureAttention(Adapter):
         self.head_axis = head_axis
         self.implementation = implementation
         flax_attention.check_kernels(batch_axis, head_axis, implementation)
-        shared = checks.boolean("shared", shared)
         feature_map = flax_calibration.adapter_map(
             feature_map, self.num_heads, self.head_dim, num_features
         )
@@ -181,8 +183,8 @@ class RandomFeatureAttention(Adapter):
             feature_map, coupling=coupling, block=block, rotation=rotation, norms=norms
         )
         w = flax_drawing.draw_heads(
-            rngs.features(),
-            None if shared else self.num_heads,
+            features_key(rngs),
+            None if self.shared else self.num_heads,
             num_features,
             head_dim,
             feature_map=feature_map,
@@ -203,10 +205,31 @@ class RandomFeatureAttention(Adapter):
         self.feature_map = _as_state(feature_map)
 
     def stack_shape(self) -> tuple[int, ...]:
-        """Returns the leading shape of a stack of layers, ``()`` for one layer."""
-        if not isinstance(self.feature_map, Calibration):
-            raise TypeError("Only adapters with calibrated or learned features know their stack.")
-        return get_value(self.feature_map).query_mean.shape[:-2]
+        """Returns the leading shape of a stack of layers, ``()`` for one layer.
+
+        It is that of W or of a calibration. A layer with neither of them does not know its stack.
+        """
+        if isinstance(self.feature_map, Calibration):
+            return get_value(self.feature_map).query_mean.shape[:-2]
+        if self.projection is None:
+            return ()
+        rows = jax.tree.leaves(get_value(self.projection))[0]
+        return rows.shape[: -2 if self.shared else -3]
+
+    def _draws(self) -> dict[str, Any]:
+        shown: dict[str, Any] = {"feature_map": self._map_name()}
+        if self.learned is not None:
+            return {"num_features": self.learned.query_rows.shape[-2], **shown}
+        if self.projection is None:
+            return shown
+        rows = jax.tree.leaves(get_value(self.projection))[0]
+        drawn_by = flax_repr.drawn_by((self.projection.draw_options,))
+        return {"num_features": rows.shape[-2], **shown, **drawn_by}
+
+    def _map_name(self) -> Any:
+        if isinstance(self.feature_map, Calibration):
+            return "calibrated" if self.learned is None else "learned"
+        return flax_repr.name_of_map(self.feature_map)
 
     def _mechanism(self, num_heads: int) -> RandomFeatures:
         del num_heads
