@@ -31,11 +31,20 @@ class KernelRows(NamedTuple):
     kernel: Float[Array, "*batch N T S"]
     log_scale: Float[Array, "*batch N T 1"]
 
-    def beside_band(self, exact: KernelRows, bandwidth: int) -> KernelRows:
-        """Returns the kernel with another one in its place inside a band."""
-        log_scale = jnp.maximum(self.log_scale, exact.log_scale)
-        far, near = (rows.kernel * jnp.exp(rows.log_scale - log_scale) for rows in (self, exact))
-        return KernelRows(jnp.where(in_band(far, bandwidth), near, far), log_scale)
+    def plus(self, other: KernelRows) -> KernelRows:
+        """Returns the sum of two matrices, neither of which need be in range of the other."""
+        parts = (self, other)
+        # Rows of zeros have no scale.
+        is_empty = (jnp.all(part.kernel == 0, axis=-1, keepdims=True) for part in parts)
+        scales = [
+            jnp.where(empty, -jnp.inf, part.log_scale)
+            for empty, part in zip(is_empty, parts, strict=True)
+        ]
+        shift = or_zero(jnp.maximum(*scales))
+        one, another = (
+            part.kernel * jnp.exp(scale - shift) for part, scale in zip(parts, scales, strict=True)
+        )
+        return KernelRows(one + another, shift)
 
     def row_sums(self) -> Float[Array, "*batch N T 1"]:
         """Returns sums of the kernel, ``[*batch, N, T, 1]``; exactly zero if nothing is visible."""
@@ -62,16 +71,20 @@ def kernel_rows(
     """
     inputs, features = lay_out(arguments, projection, feature_map)
     log_weights = _log_weights(inputs, is_causal)
-    estimated = _estimated_rows(inputs, features, log_weights)
     exact = _softmax_rows(inputs, log_weights)
+    if exact_bandwidth is None:
+        estimated = _estimated_rows(inputs, features, log_weights)
+    else:
+        distances = jnp.moveaxis(log_weights, 1, -2)
+        near = jnp.moveaxis(in_band(distances, exact_bandwidth), -2, 1)
+        far_rows = _estimated_rows(inputs, features, jnp.where(near, -jnp.inf, log_weights))
+        near_rows = _softmax_rows(inputs, jnp.where(near, log_weights, -jnp.inf))
+        estimated = far_rows.plus(near_rows)
 
     def heads_first(x: Float[Array, "B T K G keys"]) -> Float[Array, "*batch N T keys"]:
         return jnp.swapaxes(inputs.outputs(x, dtype=x.dtype), -3, -2)
 
-    estimated, exact = jax.tree.map(heads_first, (estimated, exact))
-    if exact_bandwidth is not None:
-        estimated = estimated.beside_band(exact, exact_bandwidth)
-    return estimated, exact
+    return jax.tree.map(heads_first, (estimated, exact))
 
 
 def in_band(pairs: Float[Array, "*batch N T S"], bandwidth: int) -> Bool[Array, "*batch N T S"]:

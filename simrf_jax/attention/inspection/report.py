@@ -211,10 +211,14 @@ def attention_report(
     feature_map, w = as_map_and_projection(feature_map, projection)
     if exact_bandwidth is not None:
         exact_bandwidth = check_band(exact_bandwidth, feature_map)
-    report = report_of(
-        arguments, w, feature_map, is_causal=is_causal, exact_bandwidth=exact_bandwidth
+    return report_of(
+        arguments,
+        w,
+        feature_map,
+        is_causal=is_causal,
+        exact_bandwidth=exact_bandwidth,
+        has_value=value is not None,
     )
-    return report if value is not None else report._replace(output_error=None)
 
 
 def report_of(
@@ -224,6 +228,7 @@ def report_of(
     *,
     is_causal: bool,
     exact_bandwidth: int | None,
+    has_value: bool = True,
     real: Bool[Array, "*#batch #N T"] | None = None,
 ) -> AttentionReport:
     """Returns the report of arguments that were checked.
@@ -234,17 +239,18 @@ def report_of(
       feature_map: The feature map.
       is_causal: True if query t sees only keys up to t.
       exact_bandwidth: Distance over which keys have exact weights, or None.
+      has_value: False leaves out the error of the output.
       real: False at queries that do not count; None if all do.
     """
-    rows = kernel_rows(
+    estimated, exact = kernel_rows(
         arguments, projection, feature_map, is_causal=is_causal, exact_bandwidth=exact_bandwidth
     )
     if real is not None:
-        rows = tuple(
-            each._replace(kernel=jnp.where(real[..., None], each.kernel, 0)) for each in rows
+        estimated, exact = (
+            rows._replace(kernel=jnp.where(real[..., None], rows.kernel, 0))
+            for rows in (estimated, exact)
         )
-    estimated, exact = rows
-    implied, softmax = (np.asarray(each.weights(), np.float64) for each in rows)
+    implied, softmax = (np.asarray(rows.weights(), np.float64) for rows in (estimated, exact))
     row_sum_mean, row_sum_error = _compare_row_sums(estimated, exact)
     return AttentionReport(
         _relative_error(implied, softmax),
@@ -252,7 +258,7 @@ def report_of(
         row_sum_error,
         _effective_rank(implied),
         _effective_rank(softmax),
-        _output_error(implied, softmax, arguments.value),
+        _output_error(implied, softmax, arguments.value) if has_value else None,
     )
 
 

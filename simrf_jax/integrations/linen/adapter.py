@@ -23,6 +23,7 @@ from simrf_jax.integrations import (
     flax_repr,
 )
 from simrf_jax.integrations.flax_attention import Call
+from simrf_jax.integrations.flax_report import SeenCall
 
 
 class Adapter(nn.Module):
@@ -137,6 +138,7 @@ class Adapter(nn.Module):
         mechanism = self._mechanism(query.shape[-2], *key.shape[-2:])
         self._add_moments(call)
         self._add_loss(call, mechanism)
+        self._add_call(call, mechanism)
         if not self.decode:
             return flax_attention.attend(mechanism, call)
         return self._step(mechanism, call)
@@ -161,6 +163,16 @@ class Adapter(nn.Module):
             loss = flax_distillation.loss_of_call(call, mechanism.feature_map, bandwidth)
             total: nn.Variable[Any] = self.variable("distillation", "loss")
             total.value = total.value + loss
+
+    def _add_call(self, call: Call, mechanism: Mechanism) -> None:
+        """Adds a call to those that ``attention_report`` reads, if it does."""
+        asked = self.is_mutable_collection("attention_calls") and not self.is_initializing()
+        if not asked or not isinstance(mechanism, RandomFeatures):
+            return
+        if self.decode:
+            raise ValueError("An adapter has decode=True: report on the model without it.")
+        seen: nn.Variable[Any] = self.variable("attention_calls", "calls", tuple)
+        seen.value = (*seen.value, SeenCall.of(call, mechanism))
 
     def _check_fields(self) -> None:
         checks.boolean("shared", self.shared)

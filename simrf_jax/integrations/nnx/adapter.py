@@ -88,8 +88,8 @@ class Adapter(nnx.Module):
         for name, value in flax_repr.shown_fields(fields | switches, _SWITCHES).items():
             yield reprlib.Attr(name, value, use_raw_value=True)
 
-    def _observe(self, call: flax_attention.Call) -> None:
-        """Adds a call to what ``calibrate`` or ``distillation_loss`` sums, if one of them does."""
+    def _observe(self, call: flax_attention.Call, mechanism: Any) -> None:
+        """Keeps what ``calibrate``, ``distillation_loss`` or ``attention_report`` asks for."""
 
     def __call__(
         self,
@@ -169,8 +169,8 @@ class Adapter(nnx.Module):
             precision=precision,
             module=module,
         )
-        self._observe(call)
         mechanism = self._mechanism(query.shape[-2])
+        self._observe(call, mechanism)
         if not self.decode:
             return flax_attention.attend(mechanism, call)
         if self.cache is None:

@@ -21,10 +21,12 @@ from simrf_jax.integrations import (
     flax_drawing,
     flax_repr,
 )
+from simrf_jax.integrations.flax_report import SeenCall
 from simrf_jax.integrations.flax_versions import get_value, set_value
 from simrf_jax.integrations.nnx.adapter import Adapter, features_key, has_arrays
 from simrf_jax.integrations.nnx.learned import LearnedRows
 from simrf_jax.integrations.nnx.variables import (
+    AttentionCalls,
     Calibration,
     CalibrationMoments,
     DistillationLoss,
@@ -174,6 +176,7 @@ class RandomFeatureAttention(Adapter):
         self.exact_bandwidth = exact_bandwidth
         self.moments: CalibrationMoments | None = nnx.data(None)
         self.loss: DistillationLoss | None = nnx.data(None)
+        self.calls: AttentionCalls | None = nnx.data(None)
         self.learned: LearnedRows | None = nnx.data(None)
         self.projection = nnx.data(None)
         if num_features is None:
@@ -250,14 +253,15 @@ class RandomFeatureAttention(Adapter):
         calibration = jax.lax.stop_gradient(get_value(self.feature_map))
         return calibration if self.learned is None else self.learned.feature_map(calibration)
 
-    def _observe(self, call: flax_attention.Call) -> None:
+    def _observe(self, call: flax_attention.Call, mechanism: RandomFeatures) -> None:
         if self.moments is not None:
             sums = flax_calibration.add_moments(get_value(self.moments), call)
             set_value(self.moments, sums)
-        feature_map = self._map()
-        if self.loss is not None and isinstance(feature_map, Learned):
-            loss = flax_distillation.loss_of_call(call, feature_map, self.exact_bandwidth)
+        if self.loss is not None and isinstance(mechanism.feature_map, Learned):
+            loss = flax_distillation.loss_of_call(call, mechanism.feature_map, self.exact_bandwidth)
             set_value(self.loss, get_value(self.loss) + loss)
+        if self.calls is not None:
+            set_value(self.calls, (*get_value(self.calls), SeenCall.of(call, mechanism)))
 
 
 def _as_state(feature_map: FeatureMapLike) -> Any:
