@@ -35,6 +35,18 @@ class RandomFeatureAttention(Adapter):
     ``redraw_projections(key, variables["random_features"])``. It draws each W as before, because
     the collection keeps the options.
 
+    A trainer that keeps ``init(...)["params"]`` alone loses W, and ``apply`` then raises. Keep the
+    collection in the train state:
+
+        class TrainState(flax.training.train_state.TrainState):
+            random_features: Any
+
+        state = TrainState.create(apply_fn=model.apply, tx=tx, **model.init(key, tokens))
+        out = model.apply({"params": params, "random_features": state.random_features}, tokens)
+
+    ``nn.scan`` over layers needs ``"random_features": 0`` in its ``variable_axes``; ``nn.remat``
+    needs nothing. ``attention_report`` says how good the attention of each layer is.
+
     Made inside another module's ``@nn.compact`` method, give it ``parent=None``, or Flax files its
     W next to the attention instead of below it. One instance given to several layers is one W, and
     one cache: it cannot decode.

@@ -40,7 +40,8 @@ class RandomFeatureAttention(Adapter):
 
     Each key head has a W of its own, drawn from the stream ``features`` of ``rngs``. To redraw a
     model, update it with ``redraw_projections(key, nnx.state(model, RandomProjection))``. It draws
-    each W as before, because the variable keeps the options.
+    each W as before, because the variable keeps the options. ``attention_report`` says how good the
+    attention of each layer is.
 
     To decode, in time and memory that do not depend on how many tokens there were, leave the
     ``decode`` of the attention modules off and turn that of the adapters on,
