@@ -31,13 +31,14 @@ def representation(record: Any) -> str:
     else:
         names = record._fields
     values = [(name, getattr(record, name)) for name in names]
-    shown = [f"{name}={_value(value)}" for name, value in values if value is not None]
-    return f"{type(record).__name__}({', '.join(shown)})"
+    fields = [f"{name}={shown(value)}" for name, value in values if value is not None]
+    return f"{type(record).__name__}({', '.join(fields)})"
 
 
-def _value(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Returns a value as it stands in a representation."""
     if isinstance(value, jax.Array | np.ndarray) and value.ndim:
         return f"{value.dtype.name}{list(value.shape)}"
     if type(value) in (tuple, list):
-        return f"[{', '.join(map(_value, value))}]"
+        return f"[{', '.join(map(shown, value))}]"
     return repr(value)

@@ -126,6 +126,7 @@ def read(
     *,
     is_causal: bool,
     factored_masks: bool,
+    packed: bool,
     mask: ArrayLike | None,
     bias: ArrayLike | None,
     scale: ArrayLike | None,
@@ -144,7 +145,9 @@ def read(
     if dropout_rate != 0 and not deterministic:
         raise ValueError(
             f"dropout_rate={dropout_rate}: random-feature attention never forms the attention "
-            "weights, so it cannot drop them out. Set the attention's dropout_rate to 0."
+            "weights, so it cannot drop them out. Set the attention's dropout_rate to 0, and drop "
+            f"out what it returns: y = nn.Dropout({dropout_rate})(y, deterministic=not train) in "
+            f"Linen, y = nnx.Dropout({dropout_rate}, rngs=rngs)(y) in NNX."
         )
     if module is not None:
         raise ValueError(
@@ -154,13 +157,21 @@ def read(
     query, key, value = promote_dtype(query, key, value, dtype=dtype)
     real, valid = None, []
     if mask is not None:
-        mask, is_mask = flax_masks.as_boolean(mask)
         target = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
-        factors = flax_masks.factor(mask, target, is_causal=is_causal) if factored_masks else None
-        if is_mask is not None:
-            valid.append(_heads_last(is_mask))
+        packed = packed and segment_ids is None
+        if packed and flax_masks.is_segment_ids(mask, target):
+            factors = flax_masks.factors_of_ids(mask, target)
+        else:
+            mask, is_mask = flax_masks.as_boolean(mask)
+            factors = None
+            if is_mask is not None:
+                valid.append(_heads_last(is_mask))
+            if factored_masks or packed:
+                factors = flax_masks.factor(mask, target, is_causal=is_causal, packed=packed)
         if factors is not None:
             mask, real = factors.keys, _heads_last(factors.queries)
+            if factors.segment_ids is not None:
+                segment_ids = factors.segment_ids
             valid.append(_heads_last(factors.is_product))
             # Attention puts a real query in the place of one that is not finite, and so keeps
             # whatever padding holds out of feature maps and gradients.
@@ -272,11 +283,17 @@ def check_fields(
     *,
     is_causal: bool,
     factored_masks: bool,
+    packed: bool,
     decode: bool,
     sequence_axis: str | tuple[str, ...] | None,
 ) -> None:
     """Accepts the fields that adapters of all methods have."""
-    switches = {"is_causal": is_causal, "factored_masks": factored_masks, "decode": decode}
+    switches = {
+        "is_causal": is_causal,
+        "factored_masks": factored_masks,
+        "packed": packed,
+        "decode": decode,
+    }
     for name, switch in switches.items():
         checks.boolean(name, switch)
     checks.axis_names("sequence_axis", sequence_axis)

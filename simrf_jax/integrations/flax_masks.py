@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -10,6 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 Mask = jax.Array | np.ndarray
+LOGGER = logging.getLogger("simrf_jax")
 
 
 def as_boolean(mask: ArrayLike) -> tuple[Mask, Mask | None]:
@@ -36,40 +40,57 @@ def as_boolean(mask: ArrayLike) -> tuple[Mask, Mask | None]:
     binary = binary.reshape((1,) * (3 - mask.ndim) + mask.shape)
     is_mask = xp.all(binary, axis=(-2, -1), keepdims=True)
     if isinstance(is_mask, jax.core.Tracer):
+        say_unless(is_mask, f"{_NOT_BOOLEAN}, got other {mask.dtype.name} numbers. {_INSTEAD}")
         return mask.astype(bool), is_mask
     if not is_mask.all():
         raise ValueError(
-            f"mask must hold booleans, or zeros and ones, got {mask.dtype.name} numbers from "
-            f"{mask.min()} to {mask.max()}. Pass what is added to the logits as bias, or compare "
-            "it with 0 to make a mask of it."
+            f"{_NOT_BOOLEAN}, got {mask.dtype.name} numbers from {mask.min()} to {mask.max()}. "
+            f"{_INSTEAD}"
         )
     return mask.astype(bool), None
 
 
+_NOT_BOOLEAN = "mask must hold booleans, or zeros and ones"
+_INSTEAD = (
+    "Pass what is added to the logits as bias, or compare it with 0 to make a mask of it. A mask "
+    "of segment ids needs packed=True."
+)
+
+
 class Factors(NamedTuple):
-    """A mask taken apart; ``mask == queries & keys``, and the causal mask, where ``is_product``.
+    """A mask taken apart; ``mask == queries & keys``, and other factors, where ``is_product``.
+
+    The other factors are the causal mask and that of the segments, if there are such.
 
     Attributes:
       keys: ``[..., 1, S]``, True at keys that some query sees.
       queries: ``[..., T, 1]``, True at queries that see some key.
+      segment_ids: ``[*batch, T]``, integers that differ between segments; or None.
       is_product: ``[..., 1, 1]``.
     """
 
     keys: Mask
     queries: Mask
+    segment_ids: Mask | None
     is_product: Mask
 
 
-def factor(mask: Mask, target: tuple[int, ...], *, is_causal: bool) -> Factors | None:
+def factor(
+    mask: Mask, target: tuple[int, ...], *, is_causal: bool, packed: bool = False
+) -> Factors | None:
     """Takes a boolean mask apart, in O(T S) boolean operations.
 
     Whatever factors q and k it was made of, those here serve: if q_t k_s [s <= t] is not zero for
     some s, then q_t is 1, and likewise k_s, so that a product of them is zero where the mask is.
+    The segments here are the shortest runs of positions that no pair of a query and a key that it
+    sees leaves, so that they, too, hide nothing that the mask shows, and each is part of a segment
+    that the mask was made of.
 
     Args:
       mask: Mask of a rank up to that of ``target``.
       target: ``(*batch, heads, T, S)``.
       is_causal: True if the causal mask is a factor too, in the mask or beside it.
+      packed: True if the mask of segments is another factor. Where T and S differ there is none.
 
     Returns:
       The factors; None for a mask that has no query axis, or does not fit.
@@ -89,12 +110,102 @@ def factor(mask: Mask, target: tuple[int, ...], *, is_causal: bool) -> Factors |
     causal = causal.reshape((1,) * (len(target) - 2) + causal.shape)
     mask = mask & causal
     keys, queries = (xp.any(mask, axis=axis, keepdims=True) for axis in (-2, -1))
-    is_product = xp.all(mask == (queries & keys & causal), axis=(-2, -1), keepdims=True)
-    if not isinstance(is_product, jax.core.Tracer) and not is_product.all():
-        raise ValueError(
-            f"factored_masks=True: the mask of shape {shape} is not a product of a mask of queries "
-            f"and a mask of keys{', with the causal mask' if is_causal else ''}. "
-            f"{'' if is_causal else 'A causal mask needs is_causal=True beside it. '}"
-            "Linear attention can honour no other."
-        )
-    return Factors(keys, queries, is_product)
+    product, segment_ids = queries & keys & causal, None
+    if packed and 0 < target[-2] == target[-1] == shape[-1]:
+        segment_ids = _shortest_segments(mask)
+        product &= (segment_ids[..., :, None] == segment_ids[..., None, :])[..., None, :, :]
+        segment_ids = xp.broadcast_to(segment_ids, (*target[:-3], target[-2]))
+    is_product = xp.all(mask == product, axis=(-2, -1), keepdims=True)
+    if isinstance(is_product, jax.core.Tracer):
+        say_unless(is_product, _no_product(shape, is_causal=is_causal, packed=packed))
+    elif not is_product.all():
+        raise ValueError(_no_product(shape, is_causal=is_causal, packed=packed))
+    return Factors(keys, queries, segment_ids, is_product)
+
+
+def _shortest_segments(mask: Mask) -> Mask:
+    """Returns ``[*batch, T]`` of ``[*batch, heads, T, T]``: numbers of the segments.
+
+    Two neighbours are in one segment if some query on one side sees a key on the other side, or
+    beyond it.
+    """
+    xp: Any = np if isinstance(mask, np.ndarray) else jnp
+    length = mask.shape[-1]
+    position = np.arange(length).reshape((1,) * (mask.ndim - 2) + (length,))
+    sees = xp.any(mask, axis=-1)
+    first, last = xp.argmax(mask, axis=-1), length - 1 - xp.argmax(mask[..., ::-1], axis=-1)
+    first = xp.where(sees, xp.minimum(first, position), position).min(axis=-2)
+    last = xp.where(sees, xp.maximum(last, position), position).max(axis=-2)
+    position = position.reshape((1,) * (mask.ndim - 2) + (length,))
+    is_between = (first[..., None] < position) & (position <= last[..., None])
+    return xp.cumsum(~xp.any(is_between, axis=-2), axis=-1, dtype=np.int32)
+
+
+def _no_product(shape: tuple[int, ...], *, is_causal: bool, packed: bool) -> str:
+    """Returns the sentences that say why a mask cannot be honoured."""
+    factors = ["a mask of queries", "a mask of keys"]
+    factors += ["the causal mask"] if is_causal else []
+    factors += ["a mask of segments of neighbours"] if packed else []
+    product = f"{', '.join(factors[:-1])} and {factors[-1]}"
+    field = "packed=True" if packed else "factored_masks=True"
+    hints = "" if is_causal else " A causal mask needs is_causal=True beside it."
+    hints += "" if packed else " The mask of packed sequences needs packed=True."
+    return (
+        f"{field}: the mask of shape {shape} is not a product of {product}.{hints} Linear "
+        "attention can honour no other."
+    )
+
+
+def is_segment_ids(mask: ArrayLike, target: tuple[int, ...]) -> bool:
+    """Returns whether a mask holds segment ids: integers that are the same for all queries."""
+    mask = mask if isinstance(mask, jax.Array) else np.asarray(mask)
+    shape = (1,) * (len(target) - mask.ndim) + mask.shape
+    is_integer = jnp.issubdtype(mask.dtype, jnp.integer)
+    return is_integer and shape[:-1] in ((*target[:-3], 1, 1), (1,) * (len(target) - 1))
+
+
+def factors_of_ids(ids: ArrayLike, target: tuple[int, ...]) -> Factors:
+    """Returns the factors of the mask of some segment ids, in O(T).
+
+    Args:
+      ids: Integers that broadcast to ``[*batch, 1, 1, T]``. 0 is padding, which sees nothing and is
+        seen by nothing, and does not divide a segment.
+      target: ``(*batch, heads, T, T)``.
+    """
+    ids = jnp.broadcast_to(jnp.asarray(ids), (*target[:-3], 1, 1, target[-1]))[..., 0, 0, :]
+    is_real = ids != 0
+    position = jnp.arange(target[-1]).reshape((1,) * (ids.ndim - 1) + (target[-1],))
+    # Padding takes the id of the last real token before it.
+    source = jax.lax.cummax(jnp.where(is_real, position, 0), axis=ids.ndim - 1)
+    segment_ids = jnp.take_along_axis(ids, source, axis=-1)
+    real = is_real[..., None, None, :]
+    return Factors(real, real.swapaxes(-2, -1), segment_ids, np.ones((1,) * len(target), bool))
+
+
+def say_unless(valid: jax.Array, reason: str) -> None:
+    """Logs a reason, once in a process, when a traced program finds that a mask is not valid.
+
+    The program holds a callback for it. Without one it can be exported and cached on disk:
+    ``logging.getLogger("simrf_jax").setLevel(logging.CRITICAL)`` while it is traced.
+    """
+    if not LOGGER.isEnabledFor(logging.ERROR):
+        return
+
+    def say(valid: jax.Array) -> None:
+        jax.debug.callback(_speaker(reason), valid)
+
+    jax.lax.cond(jnp.all(valid), lambda valid: None, say, valid)
+
+
+@functools.cache
+def _speaker(reason: str) -> Callable[[Any], None]:
+    """Returns a function that logs a reason once; it is the same for all layers."""
+    said: list[bool] = []
+
+    def speak(valid: Any) -> None:
+        # Under vmap both branches of a condition run.
+        if not said and not np.all(valid):
+            said.append(True)
+            LOGGER.error("The output of attention is NaN. %s", reason)
+
+    return speak

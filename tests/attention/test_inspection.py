@@ -283,6 +283,53 @@ def test_report_against_float64(name, scale, is_causal):
     np.testing.assert_allclose(report, expected, rtol=1e-3 if name in SIGNED else 2e-5)
 
 
+SEGMENTS = np.array([3, 3, 3, 1, 1, 3, 3, 3, 3])
+IN_PARTS = {
+    "segments": {"segment_ids": SEGMENTS},
+    "segments, causal": {"segment_ids": SEGMENTS, "is_causal": True},
+    "band": {"exact_bandwidth": 2},
+    "band, causal, segments": {"exact_bandwidth": 1, "is_causal": True, "segment_ids": SEGMENTS},
+}
+
+
+@pytest.mark.parametrize("name", IN_PARTS)
+def test_segments_and_exact_bands(name):
+    q, k, v = inputs(length=9, heads=4, key_heads=2, scale=2.0)
+    w, options = projection(heads=2), IN_PARTS[name]
+    weights, out = both(q, k, v, w, **options)
+    assert relative_error(attend(weights, v), out) < 1e-5
+    report = attention_report(q, k, w, value=v, **options)
+    visible = np.tri(9, dtype=bool) if "is_causal" in options else np.ones((9, 9), bool)
+    if "segment_ids" in options:
+        numbers = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2])  # An id that comes again begins a segment.
+        visible = visible & (numbers[:, None] == numbers)
+    exact = normalised(softmax(q, k, visible=visible)[0])
+    np.testing.assert_allclose(
+        report.relative_error,
+        np.linalg.norm(weights - exact, axis=(-2, -1)) / np.linalg.norm(exact, axis=(-2, -1)),
+        rtol=1e-3,
+        atol=1e-6,
+    )
+
+
+@pytest.mark.fast
+def test_a_band_of_far_larger_weights_than_the_features():
+    """The estimate outside the band and the weights inside it have scales of their own."""
+    q, k, v = inputs(length=12, scale=12.0)
+    weights, out = both(q, k, v, projection(), exact_bandwidth=3)
+    assert relative_error(attend(weights, v), out) < 5e-5
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("function", [attention_matrix, attention_report])
+def test_bands_and_segments_are_checked(function):
+    q, k, _ = inputs()
+    with pytest.raises(ValueError, match="exact_bandwidth must be at least 0, got -1"):
+        function(q, k, projection(), exact_bandwidth=-1)
+    with pytest.raises(ValueError, match="segment_ids must be"):
+        function(q, k, projection(), segment_ids=np.zeros(3, int))
+
+
 @pytest.mark.fast
 def test_report_of_masked_attention_without_values():
     q, k, _ = inputs(batch=(2,))

@@ -507,30 +507,3 @@ def test_clones_go_on_by_themselves_and_views_of_a_decoder_with_it():
     for one, token in [(clone, 2), (clone, 3), (decoder, 2), (second, 3)]:
         out = nnx_step(one, x[:, token : token + 1])
         assert relative_error(out[:, 0], expected[:, token]) < 1e-5
-
-
-class NNXLayer(nnx.Module):
-    def __init__(self, rngs):
-        adapter = RandomFeatureAttention(
-            HEADS, WIDTH // HEADS, FEATURES, coupling="iid", is_causal=True, rngs=rngs
-        )
-        self.attention = nnx.MultiHeadAttention(
-            HEADS, WIDTH, decode=False, attention_fn=adapter, rngs=rngs
-        )
-
-    def __call__(self, x):
-        return x + self.attention(x)
-
-
-def test_stacked_nnx_layers_decode_in_a_view_of_each():
-    make = nnx.split_rngs(splits=3)(nnx.vmap(NNXLayer, in_axes=0, out_axes=0))
-    layers = make(nnx.Rngs(0))
-    call = nnx.jit(nnx.scan(lambda layer, x: layer(x), in_axes=(0, nnx.Carry), out_axes=nnx.Carry))
-    x = tokens(2, 5)
-    expected = call(layers, x)
-    view_of = functools.partial(view, only=RandomFeatureAttention, decode=True, batch_size=2)
-    decoder = nnx.vmap(view_of, in_axes=0, out_axes=0)(layers)
-    outs = [call(decoder, piece) for piece in pieces(x, 3)]
-    assert relative_error(jnp.concatenate(outs, axis=1), expected) < 1e-5
-    with pytest.raises(ValueError, match=r"projection must be .* got shape \(3, 4, 18, 8\)"):
-        view_of(layers)

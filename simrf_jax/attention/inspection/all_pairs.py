@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from simrf_jax.attention.inputs.arguments import Arguments, Inputs
 from simrf_jax.attention.random_features.state import (
@@ -31,6 +31,21 @@ class KernelRows(NamedTuple):
     kernel: Float[Array, "*batch N T S"]
     log_scale: Float[Array, "*batch N T 1"]
 
+    def plus(self, other: KernelRows) -> KernelRows:
+        """Returns the sum of two matrices, neither of which need be in range of the other."""
+        parts = (self, other)
+        # Rows of zeros have no scale.
+        is_empty = (jnp.all(part.kernel == 0, axis=-1, keepdims=True) for part in parts)
+        scales = [
+            jnp.where(empty, -jnp.inf, part.log_scale)
+            for empty, part in zip(is_empty, parts, strict=True)
+        ]
+        shift = or_zero(jnp.maximum(*scales))
+        one, another = (
+            part.kernel * jnp.exp(scale - shift) for part, scale in zip(parts, scales, strict=True)
+        )
+        return KernelRows(one + another, shift)
+
     def row_sums(self) -> Float[Array, "*batch N T 1"]:
         """Returns sums of the kernel, ``[*batch, N, T, 1]``; exactly zero if nothing is visible."""
         return jnp.sum(self.kernel, axis=-1, keepdims=True)
@@ -48,17 +63,35 @@ def kernel_rows(
     feature_map: FeatureMap,
     *,
     is_causal: bool,
+    exact_bandwidth: int | None,
 ) -> tuple[KernelRows, KernelRows]:
-    """Returns the kernel that random features estimate for all pairs, and the softmax kernel."""
+    """Returns the kernel that random features estimate for all pairs, and the softmax kernel.
+
+    In the band, if there is one, the estimate is the softmax kernel.
+    """
     inputs, features = lay_out(arguments, projection, feature_map)
     log_weights = _log_weights(inputs, is_causal)
-    estimated = _estimated_rows(inputs, features, log_weights)
     exact = _softmax_rows(inputs, log_weights)
+    if exact_bandwidth is None:
+        estimated = _estimated_rows(inputs, features, log_weights)
+    else:
+        distances = jnp.moveaxis(log_weights, 1, -2)
+        near = jnp.moveaxis(in_band(distances, exact_bandwidth), -2, 1)
+        far_rows = _estimated_rows(inputs, features, jnp.where(near, -jnp.inf, log_weights))
+        near_rows = _softmax_rows(inputs, jnp.where(near, log_weights, -jnp.inf))
+        estimated = far_rows.plus(near_rows)
 
     def heads_first(x: Float[Array, "B T K G keys"]) -> Float[Array, "*batch N T keys"]:
         return jnp.swapaxes(inputs.outputs(x, dtype=x.dtype), -3, -2)
 
     return jax.tree.map(heads_first, (estimated, exact))
+
+
+def in_band(pairs: Float[Array, "*batch N T S"], bandwidth: int) -> Bool[Array, "*batch N T S"]:
+    """Returns True where a key is no farther from the query than the bandwidth."""
+    length, key_length = pairs.shape[-2:]
+    distances = jnp.arange(length)[:, None] - jnp.arange(key_length)[None]
+    return jnp.broadcast_to(jnp.abs(distances) <= bandwidth, pairs.shape)
 
 
 def log_kernels(
@@ -112,6 +145,9 @@ def _log_weights(inputs: Inputs, is_causal: bool) -> Float[Array, "B T K 1 S"]:
     if is_causal:
         past = jnp.tri(length, key_length, dtype=bool)[None, :, None, None]
         weights = jnp.where(past, weights, -jnp.inf)
+    if inputs.segments is not None:
+        together = inputs.segments[:, :, None] == inputs.segments[:, None]
+        weights = jnp.where(together[:, :, None, None], weights, -jnp.inf)
     return weights
 
 

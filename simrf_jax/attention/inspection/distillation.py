@@ -7,12 +7,12 @@ from typing import SupportsIndex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Real
+from jaxtyping import Array, ArrayLike, Float, Real
 
 from simrf_jax import checks
 from simrf_jax.attention.inputs.arguments import Arguments
 from simrf_jax.attention.inputs.masks import Lengths, Mask
-from simrf_jax.attention.inspection.all_pairs import log_kernels
+from simrf_jax.attention.inspection.all_pairs import in_band, log_kernels
 from simrf_jax.attention.random_features.exact_band import check_band
 from simrf_jax.attention.random_features.state import as_map_and_projection
 from simrf_jax.features import FeatureMapLike
@@ -107,15 +107,8 @@ def distillation_loss(
         exact_bandwidth = check_band(exact_bandwidth, feature_map)
     estimated, exact = log_kernels(arguments, w, feature_map, is_causal=is_causal)
     if exact_bandwidth is not None:
-        estimated = jnp.where(_in_band(exact, exact_bandwidth), exact, estimated)
+        estimated = jnp.where(in_band(exact, exact_bandwidth), exact, estimated)
     return _mean_cross_entropy(estimated, jax.lax.stop_gradient(exact))
-
-
-def _in_band(pairs: Float[Array, "*batch N T S"], bandwidth: int) -> Bool[Array, "*batch N T S"]:
-    """Returns True where a key is no farther from the query than the bandwidth."""
-    length, key_length = pairs.shape[-2:]
-    distances = jnp.arange(length)[:, None] - jnp.arange(key_length)[None]
-    return jnp.broadcast_to(jnp.abs(distances) <= bandwidth, pairs.shape)
 
 
 def _mean_cross_entropy(

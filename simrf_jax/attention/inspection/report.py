@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, SupportsIndex
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Float64, Real
+from jaxtyping import Array, ArrayLike, Bool, Float, Float64, Integer, Real
 
 from simrf_jax import checks
 from simrf_jax.attention.inputs.arguments import Arguments
 from simrf_jax.attention.inputs.masks import Lengths, Mask
 from simrf_jax.attention.inspection.all_pairs import KernelRows, kernel_rows
+from simrf_jax.attention.random_features.exact_band import check_band
 from simrf_jax.attention.random_features.state import as_map_and_projection
-from simrf_jax.features import FeatureMapLike
+from simrf_jax.features import FeatureMap, FeatureMapLike
 from simrf_jax.projections import Projection
 
 
@@ -57,6 +59,8 @@ def attention_matrix(
     is_causal: bool | np.bool_ = False,
     query_seq_lengths: Lengths | None = None,
     key_value_seq_lengths: Lengths | None = None,
+    segment_ids: Integer[ArrayLike, "... T"] | None = None,
+    exact_bandwidth: SupportsIndex | None = None,
 ) -> Float[Array, "*batch N T S"]:
     r"""Returns the attention weights that ``random_feature_attention`` implies and never forms.
 
@@ -77,6 +81,9 @@ def attention_matrix(
       is_causal: True if query t sees only keys up to t, as in ``jax.nn.dot_product_attention``.
       query_seq_lengths: Integers of the batch shape; rows from there on are zeros.
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
+      segment_ids: Integers ``[..., T]`` of packed sequences, each of which attends to itself.
+      exact_bandwidth: None, or a distance; keys that are no farther from a query have exact weights
+        beside the others, as in ``random_feature_attention``.
 
     Returns:
       ``[..., N, T, S]`` in float32 at least. Rows sum to one, or are zeros where a query sees no
@@ -111,9 +118,14 @@ def attention_matrix(
         scale=scale,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
     )
     feature_map, w = as_map_and_projection(feature_map, projection)
-    estimated, _ = kernel_rows(arguments, w, feature_map, is_causal=is_causal)
+    if exact_bandwidth is not None:
+        exact_bandwidth = check_band(exact_bandwidth, feature_map)
+    estimated, _ = kernel_rows(
+        arguments, w, feature_map, is_causal=is_causal, exact_bandwidth=exact_bandwidth
+    )
     return estimated.weights()
 
 
@@ -130,6 +142,8 @@ def attention_report(
     is_causal: bool | np.bool_ = False,
     query_seq_lengths: Lengths | None = None,
     key_value_seq_lengths: Lengths | None = None,
+    segment_ids: Integer[ArrayLike, "... T"] | None = None,
+    exact_bandwidth: SupportsIndex | None = None,
 ) -> AttentionReport:
     r"""Compares the weights that random features imply with those of softmax attention.
 
@@ -155,6 +169,9 @@ def attention_report(
       is_causal: True if query t sees only keys up to t.
       query_seq_lengths: Integers of the batch shape; queries from there on do not count.
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
+      segment_ids: Integers ``[..., T]`` of packed sequences, each of which attends to itself.
+      exact_bandwidth: None, or a distance; keys that are no farther from a query have exact weights
+        beside the others, as in ``random_feature_attention``.
 
     Returns:
       An ``AttentionReport`` of arrays ``[..., N]``.
@@ -189,9 +206,50 @@ def attention_report(
         scale=scale,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
     )
     feature_map, w = as_map_and_projection(feature_map, projection)
-    estimated, exact = kernel_rows(arguments, w, feature_map, is_causal=is_causal)
+    if exact_bandwidth is not None:
+        exact_bandwidth = check_band(exact_bandwidth, feature_map)
+    return report_of(
+        arguments,
+        w,
+        feature_map,
+        is_causal=is_causal,
+        exact_bandwidth=exact_bandwidth,
+        has_value=value is not None,
+    )
+
+
+def report_of(
+    arguments: Arguments,
+    projection: Projection | None,
+    feature_map: FeatureMap,
+    *,
+    is_causal: bool,
+    exact_bandwidth: int | None,
+    has_value: bool = True,
+    real: Bool[Array, "*#batch #N T"] | None = None,
+) -> AttentionReport:
+    """Returns the report of arguments that were checked.
+
+    Args:
+      arguments: Queries, keys and values with all that hides some of them.
+      projection: W, or None.
+      feature_map: The feature map.
+      is_causal: True if query t sees only keys up to t.
+      exact_bandwidth: Distance over which keys have exact weights, or None.
+      has_value: False leaves out the error of the output.
+      real: False at queries that do not count; None if all do.
+    """
+    estimated, exact = kernel_rows(
+        arguments, projection, feature_map, is_causal=is_causal, exact_bandwidth=exact_bandwidth
+    )
+    if real is not None:
+        estimated, exact = (
+            rows._replace(kernel=jnp.where(real[..., None], rows.kernel, 0))
+            for rows in (estimated, exact)
+        )
     implied, softmax = (np.asarray(rows.weights(), np.float64) for rows in (estimated, exact))
     row_sum_mean, row_sum_error = _compare_row_sums(estimated, exact)
     return AttentionReport(
@@ -200,7 +258,7 @@ def attention_report(
         row_sum_error,
         _effective_rank(implied),
         _effective_rank(softmax),
-        None if value is None else _output_error(implied, softmax, value),
+        _output_error(implied, softmax, arguments.value) if has_value else None,
     )
 
 

@@ -1,15 +1,20 @@
 """Random-feature attention for Flax Linen: ``attention_fn`` of ``MultiHeadDotProductAttention``."""
 
+from simrf_jax.integrations.flax_report import LayerReport, ModelReport
 from simrf_jax.integrations.linen.calibration import calibrate
 from simrf_jax.integrations.linen.distillation import distillation_loss
 from simrf_jax.integrations.linen.fmm import FMMAttention
 from simrf_jax.integrations.linen.projection import RandomProjection
 from simrf_jax.integrations.linen.random_features import RandomFeatureAttention
+from simrf_jax.integrations.linen.report import attention_report
 
 __all__ = [
     "FMMAttention",
+    "LayerReport",
+    "ModelReport",
     "RandomFeatureAttention",
     "RandomProjection",
+    "attention_report",
     "calibrate",
     "distillation_loss",
 ]

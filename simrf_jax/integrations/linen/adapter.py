@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,20 +16,38 @@ from jax.typing import ArrayLike, DTypeLike
 from simrf_jax import checks
 from simrf_jax.attention import Mechanism, RandomFeatures
 from simrf_jax.features.learned import Learned
-from simrf_jax.integrations import flax_attention, flax_calibration, flax_distillation
+from simrf_jax.integrations import (
+    flax_attention,
+    flax_calibration,
+    flax_distillation,
+    flax_repr,
+)
 from simrf_jax.integrations.flax_attention import Call
+from simrf_jax.integrations.flax_report import SeenCall
 
 
 class Adapter(nn.Module):
     """A mechanism of attention with its cache, which Flax calls as an ``attention_fn``.
 
-    Subclasses have the fields ``is_causal``, ``factored_masks``, ``decode``, ``shared`` and
-    ``sequence_axis``.
+    Subclasses have the fields ``is_causal``, ``factored_masks``, ``packed``, ``decode``,
+    ``shared``, ``coupling`` and ``sequence_axis``, and ``feature_map`` or ``feature_maps``.
     """
 
     @abc.abstractmethod
     def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> Mechanism:
         """Returns the attention, with its arrays."""
+
+    def __repr__(self) -> str:
+        declared = [one for one in dataclasses.fields(self) if one.name not in ("parent", "name")]
+        fields = {one.name: getattr(self, one.name) for one in declared}
+        maps = "feature_maps" if "feature_maps" in fields else "feature_map"
+        if fields["coupling"] is None:
+            of_maps = fields[maps] if maps == "feature_maps" else (fields[maps],)
+            fields["coupling"] = flax_repr.default_coupling(of_maps)
+        fields[maps] = flax_repr.name_of_map(fields[maps])
+        defaults = {one.name: one.default for one in declared if one.name != maps}
+        shown = flax_repr.shown_fields(fields, defaults)
+        return f"{type(self).__name__}({', '.join(f'{name}={x}' for name, x in shown.items())})"
 
     # Flax's attention passes those of its keywords that stand in this signature, and drops others.
     @nn.compact
@@ -65,8 +84,9 @@ class Adapter(nn.Module):
           key: ``[..., S, K, H]``.
           value: ``[..., S, K, D]``.
           mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; the same for all
-            queries, or with ``factored_masks`` a product. Other values raise where they are known.
-            Under ``jit`` they make the output of their sequence and head NaN.
+            queries, or with ``factored_masks`` or ``packed`` a product, or with ``packed`` segment
+            ids. Other values raise where they are known. Under ``jit`` they make the output of
+            their sequence and head NaN, and the logger ``simrf_jax`` says why.
           bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
           scale: Multiplies the logits; by default :math:`1/\sqrt H`.
           is_causal: True lets query t attend only to keys s <= t, also if the field is False.
@@ -101,7 +121,8 @@ class Adapter(nn.Module):
             key,
             value,
             is_causal=is_causal or self.is_causal or self.decode,
-            factored_masks=self.factored_masks,
+            factored_masks=self.factored_masks or self.packed,
+            packed=self.packed and not self.decode,
             mask=mask,
             bias=bias,
             scale=scale,
@@ -117,6 +138,7 @@ class Adapter(nn.Module):
         mechanism = self._mechanism(query.shape[-2], *key.shape[-2:])
         self._add_moments(call)
         self._add_loss(call, mechanism)
+        self._add_call(call, mechanism)
         if not self.decode:
             return flax_attention.attend(mechanism, call)
         return self._step(mechanism, call)
@@ -142,11 +164,22 @@ class Adapter(nn.Module):
             total: nn.Variable[Any] = self.variable("distillation", "loss")
             total.value = total.value + loss
 
+    def _add_call(self, call: Call, mechanism: Mechanism) -> None:
+        """Adds a call to those that ``attention_report`` reads, if it does."""
+        asked = self.is_mutable_collection("attention_calls") and not self.is_initializing()
+        if not asked or not isinstance(mechanism, RandomFeatures):
+            return
+        if self.decode:
+            raise ValueError("An adapter has decode=True: report on the model without it.")
+        seen: nn.Variable[Any] = self.variable("attention_calls", "calls", tuple)
+        seen.value = (*seen.value, SeenCall.of(call, mechanism))
+
     def _check_fields(self) -> None:
         checks.boolean("shared", self.shared)
         flax_attention.check_fields(
             is_causal=self.is_causal,
             factored_masks=self.factored_masks,
+            packed=self.packed,
             decode=self.decode,
             sequence_axis=self.sequence_axis,
         )
@@ -174,6 +207,20 @@ class Adapter(nn.Module):
         cache: nn.Variable[Any] = self.variable("cache", "state")
         out, cache.value = flax_attention.step(mechanism, cache.value, call)
         return out
+
+    def _drawn(self, name: str, draw: Callable[[], Any]) -> Any:
+        """Returns what the collection ``random_features`` holds, drawn when it is made."""
+        collection = "random_features"
+        if not self.has_variable(collection, name) and not self.is_mutable_collection(collection):
+            raise ValueError(
+                f"{'/'.join(self.path) or type(self).__name__}: the variables lack the collection "
+                "random_features, which holds W. A trainer that keeps init(...)['params'] alone "
+                "loses it: keep the collection beside the parameters, and call model.apply("
+                '{"params": params, "random_features": random_features}, ...). Where the layer is '
+                "in a lifted transformation, it must know the collection too, as nn.scan by "
+                'variable_axes={"params": 0, "random_features": 0}.'
+            )
+        return self.variable(collection, name, draw).value
 
     def _key(self) -> jax.Array:
         """Returns a typed key to draw W from."""

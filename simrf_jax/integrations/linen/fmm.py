@@ -46,9 +46,14 @@ class FMMAttention(Adapter):
       factored_masks: True accepts masks with a query axis if they are products of a mask of
         queries, a mask of keys and, with ``is_causal``, the causal mask, as Flax's
         ``make_attention_mask``, ``make_causal_mask`` and ``combine_masks`` make them. A query that
-        sees no key gets zeros. A mask that is no such product raises if its values are known, and
-        makes the output NaN under ``jit``. Reading these masks takes O(T S) memory: for long
-        sequences pass masks of the keys alone.
+        sees no key gets zeros. A mask that is no such product raises if its values are known.
+        Under ``jit`` it makes the output NaN, and the logger ``simrf_jax`` says why. Reading these
+        masks takes O(T S) memory: for long sequences pass masks of the keys alone.
+      packed: True also takes the masks of packed sequences, for self-attention: a product as with
+        ``factored_masks`` that has ``make_attention_mask(ids, ids, jnp.equal)`` as another factor,
+        where neighbours with equal ids are one segment. For long sequences pass the ids themselves
+        as the mask, integers ``[..., 1, 1, T]`` with 0 for padding: ``mask=ids[:, None, None]``
+        takes O(T) memory. With ``decode`` there are no segments.
       decode: True takes each call for the next tokens of the sequences in the cache, which holds
         the last ``bandwidth`` keys and a state for each feature map.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
@@ -85,6 +90,7 @@ class FMMAttention(Adapter):
     shared: bool = False
     is_causal: bool = False
     factored_masks: bool = False
+    packed: bool = False
     decode: bool = False
     sequence_axis: str | tuple[str, ...] | None = None
 
@@ -115,7 +121,7 @@ class FMMAttention(Adapter):
 
         zeros = nn.initializers.zeros_init()
         return flax_attention.blend(
-            self.variable("random_features", "projections", draw).value,
+            self._drawn("projections", draw),
             feature_maps=self.feature_maps,
             bandwidth=self.bandwidth,
             near_logit=self.param("near_logit", zeros, (num_key_heads,)),

@@ -35,6 +35,18 @@ class RandomFeatureAttention(Adapter):
     ``redraw_projections(key, variables["random_features"])``. It draws each W as before, because
     the collection keeps the options.
 
+    A trainer that keeps ``init(...)["params"]`` alone loses W, and ``apply`` then raises. Keep the
+    collection in the train state:
+
+        class TrainState(flax.training.train_state.TrainState):
+            random_features: Any
+
+        state = TrainState.create(apply_fn=model.apply, tx=tx, **model.init(key, tokens))
+        out = model.apply({"params": params, "random_features": state.random_features}, tokens)
+
+    ``nn.scan`` over layers needs ``"random_features": 0`` in its ``variable_axes``; ``nn.remat``
+    needs nothing. ``attention_report`` says how good the attention of each layer is.
+
     Made inside another module's ``@nn.compact`` method, give it ``parent=None``, or Flax files its
     W next to the attention instead of below it. One instance given to several layers is one W, and
     one cache: it cannot decode.
@@ -76,9 +88,14 @@ class RandomFeatureAttention(Adapter):
       factored_masks: True accepts masks with a query axis if they are products of a mask of
         queries, a mask of keys and, with ``is_causal``, the causal mask, as Flax's
         ``make_attention_mask``, ``make_causal_mask`` and ``combine_masks`` make them. A query that
-        sees no key gets zeros. A mask that is no such product raises if its values are known, and
-        makes the output NaN under ``jit``. Reading these masks takes O(T S) memory: for long
-        sequences pass masks of the keys alone.
+        sees no key gets zeros. A mask that is no such product raises if its values are known.
+        Under ``jit`` it makes the output NaN, and the logger ``simrf_jax`` says why. Reading these
+        masks takes O(T S) memory: for long sequences pass masks of the keys alone.
+      packed: True also takes the masks of packed sequences, for self-attention: a product as with
+        ``factored_masks`` that has ``make_attention_mask(ids, ids, jnp.equal)`` as another factor,
+        where neighbours with equal ids are one segment. For long sequences pass the ids themselves
+        as the mask, integers ``[..., 1, 1, T]`` with 0 for padding: ``mask=ids[:, None, None]``
+        takes O(T) memory. With ``decode`` there are no segments.
       decode: True takes each call for the next tokens of the sequences in the cache.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
         Decoding does not use it.
@@ -121,6 +138,7 @@ class RandomFeatureAttention(Adapter):
     shared: bool = False
     is_causal: bool = False
     factored_masks: bool = False
+    packed: bool = False
     decode: bool = False
     sequence_axis: flax_attention.AxisNames = None
     batch_axis: flax_attention.AxisNames = None
@@ -160,7 +178,7 @@ class RandomFeatureAttention(Adapter):
         if isinstance(feature_map, Learned):
             feature_map = self._learned(feature_map, draw)
         elif self.num_features is not None:
-            w = self.variable("random_features", "projection", lambda: boxed(*draw())).value
+            w = self._drawn("projection", lambda: boxed(*draw()))
         return flax_attention.random_features(
             w,
             feature_map,

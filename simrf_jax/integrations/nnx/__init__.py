@@ -1,11 +1,13 @@
 """Random-feature attention for Flax NNX: an ``attention_fn`` for ``nnx.MultiHeadAttention``."""
 
+from simrf_jax.integrations.flax_report import LayerReport, ModelReport
 from simrf_jax.integrations.flax_versions import view
 from simrf_jax.integrations.nnx.calibration import calibrate
 from simrf_jax.integrations.nnx.distillation import distillation_loss
 from simrf_jax.integrations.nnx.fmm import FMMAttention
 from simrf_jax.integrations.nnx.learned import LearnedRows
 from simrf_jax.integrations.nnx.random_features import RandomFeatureAttention
+from simrf_jax.integrations.nnx.report import attention_report
 from simrf_jax.integrations.nnx.variables import (
     Calibration,
     CalibrationMoments,
@@ -16,9 +18,12 @@ __all__ = [
     "Calibration",
     "CalibrationMoments",
     "FMMAttention",
+    "LayerReport",
     "LearnedRows",
+    "ModelReport",
     "RandomFeatureAttention",
     "RandomProjection",
+    "attention_report",
     "calibrate",
     "distillation_loss",
     "view",

@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx import reprlib
 from flax.typing import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention import Mechanism
 from simrf_jax.features import FeatureMap, FeatureMapLike
-from simrf_jax.integrations import flax_attention
+from simrf_jax.integrations import flax_attention, flax_repr
 from simrf_jax.integrations.flax_versions import get_value, set_value
+
+# Attributes that a representation shows where they differ from these values.
+_SWITCHES = {
+    "shared": False,
+    "is_causal": False,
+    "factored_masks": False,
+    "packed": False,
+    "decode": False,
+    "sequence_axis": None,
+    "batch_axis": None,
+    "head_axis": None,
+    "implementation": None,
+    "exact_bandwidth": None,
+}
 
 
 class Adapter(nnx.Module):
@@ -25,15 +42,19 @@ class Adapter(nnx.Module):
         num_heads: int,
         head_dim: int,
         *,
+        shared: bool,
         is_causal: bool,
         factored_masks: bool,
+        packed: bool,
         decode: bool,
         sequence_axis: str | tuple[str, ...] | None,
     ):
         self.num_heads = checks.positive_int("num_heads", num_heads)
         self.head_dim = checks.positive_int("head_dim", head_dim)
+        self.shared = checks.boolean("shared", shared)
         self.is_causal = is_causal
         self.factored_masks = factored_masks
+        self.packed = packed
         self.decode = decode
         self.sequence_axis = sequence_axis
         self.cache: nnx.Cache | None = nnx.data(None)
@@ -43,6 +64,7 @@ class Adapter(nnx.Module):
         flax_attention.check_fields(
             is_causal=self.is_causal,
             factored_masks=self.factored_masks,
+            packed=self.packed,
             decode=self.decode,
             sequence_axis=self.sequence_axis,
         )
@@ -51,8 +73,23 @@ class Adapter(nnx.Module):
     def _mechanism(self, num_heads: int) -> Mechanism:
         """Returns the attention of as many query heads, with its arrays."""
 
-    def _observe(self, call: flax_attention.Call) -> None:
-        """Adds a call to what ``calibrate`` or ``distillation_loss`` sums, if one of them does."""
+    @abc.abstractmethod
+    def stack_shape(self) -> tuple[int, ...]:
+        """Returns the leading shape of a stack of layers, ``()`` for one layer."""
+
+    @abc.abstractmethod
+    def _draws(self) -> dict[str, Any]:
+        """Returns the features and how W was drawn, to show them."""
+
+    def __nnx_repr__(self) -> Iterator[reprlib.Object | reprlib.Attr]:
+        yield reprlib.Object(type=type(self), same_line=True)
+        switches = {name: value for name, value in vars(self).items() if name in _SWITCHES}
+        fields = {"num_heads": self.num_heads, "head_dim": self.head_dim, **self._draws()}
+        for name, value in flax_repr.shown_fields(fields | switches, _SWITCHES).items():
+            yield reprlib.Attr(name, value, use_raw_value=True)
+
+    def _observe(self, call: flax_attention.Call, mechanism: Any) -> None:
+        """Keeps what ``calibrate``, ``distillation_loss`` or ``attention_report`` asks for."""
 
     def __call__(
         self,
@@ -84,8 +121,9 @@ class Adapter(nnx.Module):
           key: ``[..., S, K, H]``.
           value: ``[..., S, K, D]``.
           mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; the same for all
-            queries, or with ``factored_masks`` a product. Other values raise where they are known.
-            Under ``jit`` they make the output of their sequence and head NaN.
+            queries, or with ``factored_masks`` or ``packed`` a product, or with ``packed`` segment
+            ids. Other values raise where they are known. Under ``jit`` they make the output of
+            their sequence and head NaN, and the logger ``simrf_jax`` says why.
           bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
           scale: Multiplies the logits; by default :math:`1/\sqrt H`.
           is_causal: True lets query t attend only to keys s <= t, also if the field is False.
@@ -117,7 +155,8 @@ class Adapter(nnx.Module):
             key,
             value,
             is_causal=is_causal or self.is_causal or self.decode,
-            factored_masks=self.factored_masks,
+            factored_masks=self.factored_masks or self.packed,
+            packed=self.packed and not self.decode,
             mask=mask,
             bias=bias,
             scale=scale,
@@ -130,8 +169,8 @@ class Adapter(nnx.Module):
             precision=precision,
             module=module,
         )
-        self._observe(call)
         mechanism = self._mechanism(query.shape[-2])
+        self._observe(call, mechanism)
         if not self.decode:
             return flax_attention.attend(mechanism, call)
         if self.cache is None:
@@ -194,14 +233,33 @@ class Adapter(nnx.Module):
             self._start(checks.lead_shape("batch_size", batch_size), cache_dtype, None)
 
     def _start(self, batch: tuple[int, ...], dtype: DTypeLike, value_dim: int | None) -> None:
-        state = self._mechanism(self.num_heads).init(
-            batch=batch,
-            num_key_heads=self.num_heads,
-            head_dim=self.head_dim,
-            value_dim=self.head_dim if value_dim is None else value_dim,
-            dtype=dtype,
-        )
-        self.cache = nnx.Cache(state)
+        def init(mechanism: Mechanism) -> Any:
+            return mechanism.init(
+                batch=batch,
+                num_key_heads=self.num_heads,
+                head_dim=self.head_dim,
+                value_dim=self.head_dim if value_dim is None else value_dim,
+                dtype=dtype,
+            )
+
+        for _ in self.stack_shape():
+            init = jax.vmap(init)
+        self.cache = nnx.Cache(init(self._mechanism(self.num_heads)))
+
+
+def features_key(rngs: nnx.Rngs) -> jax.Array:
+    """Returns a key of the stream ``features``, or of the default stream, or of ``params``.
+
+    Raises:
+      ValueError: If there is none of them.
+    """
+    for name in ("features", "default", "params"):
+        if name in rngs:
+            return rngs[name]()
+    raise ValueError(
+        "rngs needs a stream to draw W from: features, a default stream or params, got "
+        f"{', '.join(rngs) or 'none'}."
+    )
 
 
 def has_arrays(feature_map: FeatureMapLike) -> bool:

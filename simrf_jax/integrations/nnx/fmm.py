@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from flax import nnx
 
 from simrf_jax import checks
 from simrf_jax.attention import Blend
 from simrf_jax.features import FeatureMapLike, as_feature_map
-from simrf_jax.integrations import flax_attention, flax_drawing
+from simrf_jax.integrations import flax_attention, flax_drawing, flax_repr
 from simrf_jax.integrations.flax_versions import get_value
-from simrf_jax.integrations.nnx.adapter import Adapter, has_arrays
+from simrf_jax.integrations.nnx.adapter import Adapter, features_key, has_arrays
 from simrf_jax.integrations.nnx.variables import RandomProjection
 from simrf_jax.projections import BlockMode, Coupling, Norms, Rotation
 
@@ -49,14 +51,20 @@ class FMMAttention(Adapter):
       factored_masks: True accepts masks with a query axis if they are products of a mask of
         queries, a mask of keys and, with ``is_causal``, the causal mask, as Flax's
         ``make_attention_mask``, ``make_causal_mask`` and ``combine_masks`` make them. A query that
-        sees no key gets zeros. A mask that is no such product raises if its values are known, and
-        makes the output NaN under ``jit``. Reading these masks takes O(T S) memory: for long
-        sequences pass masks of the keys alone.
+        sees no key gets zeros. A mask that is no such product raises if its values are known.
+        Under ``jit`` it makes the output NaN, and the logger ``simrf_jax`` says why. Reading these
+        masks takes O(T S) memory: for long sequences pass masks of the keys alone.
+      packed: True also takes the masks of packed sequences, for self-attention: a product as with
+        ``factored_masks`` that has ``make_attention_mask(ids, ids, jnp.equal)`` as another factor,
+        where neighbours with equal ids are one segment. For long sequences pass the ids themselves
+        as the mask, integers ``[..., 1, 1, T]`` with 0 for padding: ``mask=ids[:, None, None]``
+        takes O(T) memory. With ``decode`` there are no segments.
       decode: True takes each call for the next tokens of the sequences in the cache, which holds
         the last ``bandwidth`` keys and a state for each feature map.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
         Decoding does not use it.
-      rngs: Source of the key: its stream ``features``, or its default stream if there is none.
+      rngs: Source of the key: its stream ``features``, or its default stream if there is none, or
+        else ``params``.
 
     Raises:
       TypeError: If ``RandomFeatureAttention`` would raise it, or ``feature_maps`` is not a tuple.
@@ -96,6 +104,7 @@ class FMMAttention(Adapter):
         shared: bool = False,
         is_causal: bool = False,
         factored_masks: bool = False,
+        packed: bool = False,
         decode: bool = False,
         sequence_axis: str | tuple[str, ...] | None = None,
         rngs: nnx.Rngs,
@@ -103,12 +112,13 @@ class FMMAttention(Adapter):
         super().__init__(
             num_heads,
             head_dim,
+            shared=shared,
             is_causal=is_causal,
             factored_masks=factored_masks,
+            packed=packed,
             decode=decode,
             sequence_axis=sequence_axis,
         )
-        shared = checks.boolean("shared", shared)
         flax_drawing.check_feature_maps(feature_maps, num_weights=num_weights)
         maps = tuple(feature_maps)
         hold_arrays = any(map(has_arrays, maps))
@@ -123,8 +133,8 @@ class FMMAttention(Adapter):
             for one in feature_maps
         )
         w = flax_drawing.draw_maps(
-            rngs.features(),
-            None if shared else self.num_heads,
+            features_key(rngs),
+            None if self.shared else self.num_heads,
             num_features,
             head_dim,
             feature_maps=feature_maps,
@@ -135,6 +145,17 @@ class FMMAttention(Adapter):
             None if part is None else one for part, one in zip(w, options, strict=True)
         )
         self.projections = RandomProjection(w, draw_options=drawn_by)
+
+    def stack_shape(self) -> tuple[int, ...]:
+        """Returns the leading shape of a stack of layers, ``()`` for one layer."""
+        return self.near_logit.shape[:-1]
+
+    def _draws(self) -> dict[str, Any]:
+        drawn_by = self.projections.draw_options
+        sizes = tuple(None if w is None else w.shape[-2] for w in get_value(self.projections))
+        maps = flax_repr.name_of_map(self.feature_maps)
+        shown = {"num_features": sizes, "bandwidth": self.bandwidth, "feature_maps": maps}
+        return shown | flax_repr.drawn_by(drawn_by)
 
     def _mechanism(self, num_heads: int) -> Blend:
         return flax_attention.blend(

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from simrf_jax import checks
 from simrf_jax.attention import RandomFeatures
 from simrf_jax.attention.random_features.attention import Implementation
 from simrf_jax.attention.random_features.exact_band import check_band
@@ -20,11 +19,14 @@ from simrf_jax.integrations import (
     flax_calibration,
     flax_distillation,
     flax_drawing,
+    flax_repr,
 )
+from simrf_jax.integrations.flax_report import SeenCall
 from simrf_jax.integrations.flax_versions import get_value, set_value
-from simrf_jax.integrations.nnx.adapter import Adapter, has_arrays
+from simrf_jax.integrations.nnx.adapter import Adapter, features_key, has_arrays
 from simrf_jax.integrations.nnx.learned import LearnedRows
 from simrf_jax.integrations.nnx.variables import (
+    AttentionCalls,
     Calibration,
     CalibrationMoments,
     DistillationLoss,
@@ -36,9 +38,10 @@ from simrf_jax.projections import BlockMode, Coupling, Norms, Rotation
 class RandomFeatureAttention(Adapter):
     """Random-feature attention of one layer, with the projections that it draws.
 
-    Each key head has a W of its own, drawn from ``rngs.features()``. To redraw a model, update it
-    with ``redraw_projections(key, nnx.state(model, RandomProjection))``. It draws each W as before,
-    because the variable keeps the options.
+    Each key head has a W of its own, drawn from the stream ``features`` of ``rngs``. To redraw a
+    model, update it with ``redraw_projections(key, nnx.state(model, RandomProjection))``. It draws
+    each W as before, because the variable keeps the options. ``attention_report`` says how good the
+    attention of each layer is.
 
     To decode, in time and memory that do not depend on how many tokens there were, leave the
     ``decode`` of the attention modules off and turn that of the adapters on,
@@ -51,8 +54,9 @@ class RandomFeatureAttention(Adapter):
     self-attention: where a model has an encoder or cross-attention too, leave them out,
     ``only=nnx.All(nnx.PathContains("decoder"), RandomFeatureAttention)``. Each layer needs an
     instance of its own then: one instance in several layers has one cache. Call the view in
-    ``nnx.jit``, or split and merge it: ``jax.jit`` hands no changed cache back. Put ``nnx.vmap``
-    around ``view`` where ``nnx.vmap`` has stacked the layers.
+    ``nnx.jit``, or split and merge it: ``jax.jit`` hands no changed cache back. Layers that
+    ``nnx.vmap`` has stacked, for ``nnx.scan``, decode in a view of the stack. Only where their map
+    has no W and no calibration, such as ``"elu"``, put ``nnx.vmap`` around ``view``.
 
     Args:
       num_heads: Number of key heads.
@@ -81,9 +85,14 @@ class RandomFeatureAttention(Adapter):
       factored_masks: True accepts masks with a query axis if they are products of a mask of
         queries, a mask of keys and, with ``is_causal``, the causal mask, as Flax's
         ``make_attention_mask``, ``make_causal_mask`` and ``combine_masks`` make them. A query that
-        sees no key gets zeros. A mask that is no such product raises if its values are known, and
-        makes the output NaN under ``jit``. Reading these masks takes O(T S) memory: for long
-        sequences pass masks of the keys alone.
+        sees no key gets zeros. A mask that is no such product raises if its values are known.
+        Under ``jit`` it makes the output NaN, and the logger ``simrf_jax`` says why. Reading these
+        masks takes O(T S) memory: for long sequences pass masks of the keys alone.
+      packed: True also takes the masks of packed sequences, for self-attention: a product as with
+        ``factored_masks`` that has ``make_attention_mask(ids, ids, jnp.equal)`` as another factor,
+        where neighbours with equal ids are one segment. For long sequences pass the ids themselves
+        as the mask, integers ``[..., 1, 1, T]`` with 0 for padding: ``mask=ids[:, None, None]``
+        takes O(T) memory. With ``decode`` there are no segments.
       decode: True takes each call for the next tokens of the sequences in the cache.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
         Decoding does not use it.
@@ -94,7 +103,8 @@ class RandomFeatureAttention(Adapter):
         ``simrf_jax.random_feature_attention``. Decoding does not use it.
       exact_bandwidth: Distance over which queries see keys exactly, or None; see
         ``simrf_jax.random_feature_attention``.
-      rngs: Source of the key: its stream ``features``, or its default stream if there is none.
+      rngs: Source of the key: its stream ``features``, or its default stream if there is none, or
+        else ``params``.
 
     Raises:
       TypeError: If a size is not an integer, a switch is neither True nor False, or a keyword is
@@ -135,6 +145,7 @@ class RandomFeatureAttention(Adapter):
         shared: bool = False,
         is_causal: bool = False,
         factored_masks: bool = False,
+        packed: bool = False,
         decode: bool = False,
         sequence_axis: flax_attention.AxisNames = None,
         batch_axis: flax_attention.AxisNames = None,
@@ -146,8 +157,10 @@ class RandomFeatureAttention(Adapter):
         super().__init__(
             num_heads,
             head_dim,
+            shared=shared,
             is_causal=is_causal,
             factored_masks=factored_masks,
+            packed=packed,
             decode=decode,
             sequence_axis=sequence_axis,
         )
@@ -155,7 +168,6 @@ class RandomFeatureAttention(Adapter):
         self.head_axis = head_axis
         self.implementation = implementation
         flax_attention.check_kernels(batch_axis, head_axis, implementation)
-        shared = checks.boolean("shared", shared)
         feature_map = flax_calibration.adapter_map(
             feature_map, self.num_heads, self.head_dim, num_features
         )
@@ -165,6 +177,7 @@ class RandomFeatureAttention(Adapter):
         self.exact_bandwidth = exact_bandwidth
         self.moments: CalibrationMoments | None = nnx.data(None)
         self.loss: DistillationLoss | None = nnx.data(None)
+        self.calls: AttentionCalls | None = nnx.data(None)
         self.learned: LearnedRows | None = nnx.data(None)
         self.projection = nnx.data(None)
         if num_features is None:
@@ -174,8 +187,8 @@ class RandomFeatureAttention(Adapter):
             feature_map, coupling=coupling, block=block, rotation=rotation, norms=norms
         )
         w = flax_drawing.draw_heads(
-            rngs.features(),
-            None if shared else self.num_heads,
+            features_key(rngs),
+            None if self.shared else self.num_heads,
             num_features,
             head_dim,
             feature_map=feature_map,
@@ -196,10 +209,31 @@ class RandomFeatureAttention(Adapter):
         self.feature_map = _as_state(feature_map)
 
     def stack_shape(self) -> tuple[int, ...]:
-        """Returns the leading shape of a stack of layers, ``()`` for one layer."""
-        if not isinstance(self.feature_map, Calibration):
-            raise TypeError("Only adapters with calibrated or learned features know their stack.")
-        return get_value(self.feature_map).query_mean.shape[:-2]
+        """Returns the leading shape of a stack of layers, ``()`` for one layer.
+
+        It is that of W or of a calibration. A layer with neither of them does not know its stack.
+        """
+        if isinstance(self.feature_map, Calibration):
+            return get_value(self.feature_map).query_mean.shape[:-2]
+        if self.projection is None:
+            return ()
+        rows = jax.tree.leaves(get_value(self.projection))[0]
+        return rows.shape[: -2 if self.shared else -3]
+
+    def _draws(self) -> dict[str, Any]:
+        shown: dict[str, Any] = {"feature_map": self._map_name()}
+        if self.learned is not None:
+            return {"num_features": self.learned.query_rows.shape[-2], **shown}
+        if self.projection is None:
+            return shown
+        rows = jax.tree.leaves(get_value(self.projection))[0]
+        drawn_by = flax_repr.drawn_by((self.projection.draw_options,))
+        return {"num_features": rows.shape[-2], **shown, **drawn_by}
+
+    def _map_name(self) -> Any:
+        if isinstance(self.feature_map, Calibration):
+            return "calibrated" if self.learned is None else "learned"
+        return flax_repr.name_of_map(self.feature_map)
 
     def _mechanism(self, num_heads: int) -> RandomFeatures:
         del num_heads
@@ -220,14 +254,15 @@ class RandomFeatureAttention(Adapter):
         calibration = jax.lax.stop_gradient(get_value(self.feature_map))
         return calibration if self.learned is None else self.learned.feature_map(calibration)
 
-    def _observe(self, call: flax_attention.Call) -> None:
+    def _observe(self, call: flax_attention.Call, mechanism: RandomFeatures) -> None:
         if self.moments is not None:
             sums = flax_calibration.add_moments(get_value(self.moments), call)
             set_value(self.moments, sums)
-        feature_map = self._map()
-        if self.loss is not None and isinstance(feature_map, Learned):
-            loss = flax_distillation.loss_of_call(call, feature_map, self.exact_bandwidth)
+        if self.loss is not None and isinstance(mechanism.feature_map, Learned):
+            loss = flax_distillation.loss_of_call(call, mechanism.feature_map, self.exact_bandwidth)
             set_value(self.loss, get_value(self.loss) + loss)
+        if self.calls is not None:
+            set_value(self.calls, (*get_value(self.calls), SeenCall.of(call, mechanism)))
 
 
 def _as_state(feature_map: FeatureMapLike) -> Any:

@@ -23,3 +23,7 @@ class CalibrationMoments(nnx.Variable):
 
 class DistillationLoss(nnx.Variable):
     """The loss of an adapter's learned features, while ``distillation_loss`` calls the model."""
+
+
+class AttentionCalls(nnx.Variable):
+    """The calls that an adapter gets while ``attention_report`` calls the model."""

@@ -1,0 +1,1 @@
+"""Four models as others write them, with random-feature attention by one documented line each."""

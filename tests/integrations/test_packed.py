@@ -1,0 +1,196 @@
+"""Tests of packed sequences, whose masks are products with a mask of segments."""
+
+import logging
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+
+from simrf_jax.integrations import flax_masks
+from simrf_jax.integrations.flax_masks import factor
+from tests.attention.inputs import inputs
+from tests.integrations.adapters import KINDS
+
+LENGTH, HEADS, DIM = 9, 2, 4
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 3, 3, 0, 0], [1, 2, 2, 2, 2, 2, 3, 3, 3]])  # 0 is padding.
+HOLES = np.array([[1, 1, 0, 1, 1, 1, 1, 0, 0], [1, 1, 1, 0, 1, 1, 1, 1, 1]])
+PADDING = nn.make_attention_mask(SEGMENTS > 0, SEGMENTS > 0)
+SAME = nn.make_attention_mask(SEGMENTS, SEGMENTS, jnp.equal)
+CAUSAL = nn.make_causal_mask(SEGMENTS)
+KEYS = nn.make_attention_mask(np.ones_like(HOLES), HOLES)
+# Masks as flax's lm1b example makes them, and others.
+MASKS = {
+    "padding, segments": (nn.combine_masks(PADDING, SAME), False),
+    "causal, padding, segments": (nn.combine_masks(PADDING, CAUSAL, SAME), True),
+    "padding, segments of a causal adapter": (nn.combine_masks(PADDING, SAME), True),
+    "segments": (SAME, False),
+    "holes": (nn.combine_masks(PADDING, SAME, KEYS), False),
+    "holes, causal": (nn.combine_masks(PADDING, SAME, KEYS), True),
+    "no segments": (nn.combine_masks(PADDING, CAUSAL), True),
+    "nothing": (jnp.zeros_like(SAME), False),
+}
+QKV = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
+every_adapter = [(kind, api) for kind in KINDS for api in ("nnx", "linen")]
+
+
+def one_by_one(both, mask, is_causal, segments=SEGMENTS):
+    """Returns the attention of each sequence by itself, and zeros where a query sees nothing."""
+    mask = np.asarray(mask, bool) & (np.tri(LENGTH, dtype=bool) if is_causal else True)
+    out = np.zeros(QKV[0].shape, np.float32)
+    for row, (ids, visible) in enumerate(zip(segments, mask[:, 0], strict=True)):
+        for segment in np.unique(ids):
+            where = np.flatnonzero(ids == segment)
+            x = [array[row : row + 1, where] for array in QKV]
+            keys = visible[:, where].any(axis=0)
+            one = both.function(*x, mask=keys[None, None, None], is_causal=is_causal)
+            out[row, where] = np.where(visible[where].any(axis=1)[:, None, None], one[0], 0)
+    return out
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("jit", [True, False])
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize(("kind", "api"), every_adapter)
+def test_segments_attend_as_they_do_by_themselves(kind, api, name, jit):
+    mask, is_causal = MASKS[name]
+    both = KINDS[kind](HEADS, DIM, packed=True, is_causal=is_causal)
+    call = both.calls()[api]
+    attend = jax.jit(lambda *x, mask: call(*x, mask=mask)) if jit else call
+    out = attend(*QKV, mask=mask)
+    segments = np.ones_like(SEGMENTS) if name == "no segments" else SEGMENTS
+    expected = one_by_one(both, mask, is_causal, segments)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("kind", "api"), every_adapter)
+def test_segment_ids_are_a_mask_of_integers(kind, api):
+    """The same without a mask of all pairs, in which padding does not divide a segment."""
+    both = KINDS[kind](HEADS, DIM, packed=True, is_causal=True)
+    ids = SEGMENTS * HOLES
+    expected = both.calls()[api](
+        *QKV, mask=nn.make_attention_mask(ids, ids, np.equal) * (ids > 0)[:, None, None]
+    )
+    call = jax.jit(lambda *x, mask: both.calls()[api](*x, mask=mask))
+    out = call(*QKV, mask=ids[:, None, None])
+    np.testing.assert_allclose(
+        out, np.where((ids > 0)[..., None, None], expected, 0), rtol=1e-5, atol=2e-6
+    )
+    np.testing.assert_array_equal(out[ids == 0], 0)
+
+
+def test_gradients_of_packed_sequences_are_those_of_each_by_itself():
+    both = KINDS["random features"](HEADS, DIM, packed=True, is_causal=True)
+    mask = nn.combine_masks(PADDING, CAUSAL, SAME)
+    cotangent = jax.random.normal(jax.random.key(3), QKV[0].shape)
+
+    @jax.jit
+    def gradients(*x):
+        return jax.grad(lambda *x: jnp.sum(both.nnx(*x, mask=mask) * cotangent), (0, 1, 2))(*x)
+
+    packed = gradients(*QKV)
+    for row, segment in [(0, 2), (1, 2), (1, 3)]:
+        where = np.flatnonzero(SEGMENTS[row] == segment)
+        x = [jnp.asarray(array[row, where]) for array in QKV]
+        own = jax.grad(
+            lambda *x, c=cotangent[row, where]: jnp.sum(both.function(*x, is_causal=True) * c),
+            argnums=(0, 1, 2),
+        )(*x)
+        for one, expected in zip(packed, own, strict=True):
+            np.testing.assert_allclose(one[row, where], expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray])
+def test_factors_make_the_mask_again(name, make):
+    mask, is_causal = MASKS[name]
+    mask = np.asarray(mask, bool)
+    factors = factor(make(mask), (2, HEADS, LENGTH, LENGTH), is_causal=is_causal, packed=True)
+    ids = np.asarray(factors.segment_ids)
+    assert ids.shape == (2, LENGTH)
+    again = np.asarray(factors.queries) & np.asarray(factors.keys)
+    again = again & (ids[:, None, :, None] == ids[:, None, None])
+    causal = np.tri(LENGTH, dtype=bool) if is_causal else True
+    np.testing.assert_array_equal(again & causal, mask & causal)
+    assert (np.diff(ids) >= 0).all()
+
+
+APART = np.array([[1, 1, 2, 2, 1, 1, 1, 1, 1], [1] * LENGTH])  # The first segment is in two parts.
+NO_PRODUCTS = {
+    "segments in parts": nn.make_attention_mask(APART, APART, np.equal),
+    "a band": np.abs(np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))) < 2,
+}
+
+
+@pytest.fixture
+def _unsaid():
+    flax_masks._speaker.cache_clear()
+
+
+@pytest.mark.usefixtures("_unsaid")
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+@pytest.mark.parametrize("name", NO_PRODUCTS)
+def test_other_masks_raise_or_give_nan_and_say_why(name, api, caplog):
+    call = KINDS["random features"](HEADS, DIM, packed=True).calls()[api]
+    mask = np.asarray(NO_PRODUCTS[name], bool)
+    match = r"packed=True: the mask .* is not a product of .* keys and a mask of segments"
+    with pytest.raises(ValueError, match=match):
+        call(*QKV, mask=mask)
+    run = jax.jit(lambda *x, mask: call(*x, mask=mask))
+    with caplog.at_level(logging.ERROR, "simrf_jax"):
+        out = run(*QKV, mask=mask)
+        jax.effects_barrier()
+        assert np.isnan(out[0]).all()
+        [record] = caplog.records
+        assert "The output of attention is NaN. packed=True: the mask" in record.message
+        run(*QKV, mask=mask)
+        jax.effects_barrier()
+    assert len(caplog.records) == 1  # It is said once.
+
+
+@pytest.mark.usefixtures("_unsaid")
+@pytest.mark.parametrize(
+    ("mask", "match"),
+    [
+        (nn.combine_masks(PADDING, SAME), "The mask of packed sequences needs packed=True"),
+        (np.where(SEGMENTS > 0, 0.0, -1e9)[:, None, None], "Pass what is added .* as bias"),
+    ],
+)
+def test_what_adapters_without_packed_say_under_jit(mask, match, caplog):
+    call = KINDS["random features"](HEADS, DIM, factored_masks=True).nnx
+    with pytest.raises(ValueError, match=match):
+        call(*QKV, mask=mask)
+
+    def loss(query, mask):
+        return jnp.sum(jax.checkpoint(lambda q: call(q, *QKV[1:], mask=mask))(query))
+
+    with caplog.at_level(logging.ERROR, "simrf_jax"):
+        jax.block_until_ready(jax.jit(jax.grad(loss))(QKV[0], mask))
+        jax.effects_barrier()
+    assert any("The output of attention is NaN" in record.message for record in caplog.records)
+
+
+@pytest.mark.usefixtures("_unsaid")
+def test_masks_that_are_honoured_say_nothing_and_programs_may_do_without_the_callback(caplog):
+    call = KINDS["random features"](HEADS, DIM, packed=True).nnx
+    mask = jnp.asarray(MASKS["padding, segments"][0])
+
+    def traced():
+        return str(jax.make_jaxpr(lambda mask: call(*QKV, mask=mask))(mask))
+
+    jax.jit(jax.vmap(lambda *x: call(*x[:3], mask=x[3])))(*QKV, mask)
+    jax.effects_barrier()
+    assert not caplog.records
+    assert "debug_callback" in traced()
+    with caplog.at_level(logging.CRITICAL, "simrf_jax"):
+        assert "debug_callback" not in traced()
+
+
+@pytest.mark.fast
+def test_masks_of_other_lengths_have_no_segments():
+    mask = np.ones((2, 1, 4, LENGTH), bool)
+    factors = factor(mask, (2, HEADS, 4, LENGTH), is_causal=False, packed=True)
+    assert factors.segment_ids is None
+    assert factor(np.ones((2, 1, 0, 0), bool), (2, 1, 0, 0), is_causal=False, packed=True)
