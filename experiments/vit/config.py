@@ -13,7 +13,7 @@ import ml_collections
 from experiments.harness import config_fields, markdown
 from experiments.harness.config_fields import SEEDS, Range, above, at_least, one_of
 from experiments.harness.mistakes import UserError, user_mistakes
-from experiments.vit.data import in_memory, records
+from experiments.vit.data import in_memory, records, shuffle
 from simrf_jax.attention.random_features.attention import IMPLEMENTATIONS
 from simrf_jax.models import ATTENTIONS, ViTConfig
 from simrf_jax.models.config import DTYPES, FEATURE_MAPS, POOLINGS, REMATS
@@ -58,6 +58,13 @@ FIELDS: dict[str, Field] = {
         str, "Folder of the prepared data sets; empty for the default folder.", may_change=True
     ),
     "in_memory": Field(bool, "True decodes a small data set once; false reads records."),
+    "shuffle_window": Field(
+        int,
+        f"Records that are shuffled together, for each {shuffle.LANE} images of a batch, and read "
+        "in blocks; 0 shuffles the whole data set.",
+        at_least(0),
+        in_memory=0,
+    ),
     "image_size": Field(int, "Side in pixels of the square images.", at_least(1)),
     "num_workers": Field(
         int,
@@ -321,6 +328,11 @@ def _check_data(given: dict[str, Any]) -> None:
                 f"config.{name} must be {only} where in_memory is {given['in_memory']}, got "
                 f"{given[name]}."
             )
+    if given["shuffle_window"] and given["batch_size"] % shuffle.LANE:
+        raise UserError(
+            f"config.batch_size must be a multiple of {shuffle.LANE} with a shuffle_window, got "
+            f"{given['batch_size']}."
+        )
 
 
 def _check_calibration(given: dict[str, Any]) -> None:

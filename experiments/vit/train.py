@@ -203,7 +203,10 @@ def _open_batches(
 ) -> stream.Batches:
     """Opens the batches that are still to come, until the stack is left."""
     batches = stream.Batches(
-        inputs.train_batch, num_steps=config.num_steps, num_workers=config.num_workers
+        inputs.train_part,
+        num_steps=config.num_steps,
+        num_workers=config.num_workers,
+        num_parts=inputs.num_parts,
     )
     batches.set_state(progress.data)
     return stack.enter_context(batches)

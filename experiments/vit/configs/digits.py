@@ -17,6 +17,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.dataset = "digits"
     config.data_dir = ""
     config.in_memory = True
+    config.shuffle_window = 0
     config.image_size = 8
     config.num_workers = 0
     config.eval_crop = 1.0

@@ -23,6 +23,7 @@ def get_config(argument: str = "") -> ml_collections.ConfigDict:
     config.dataset = "places365_small"
     config.data_dir = ""
     config.in_memory = False
+    config.shuffle_window = 256
     config.image_size = 224
     config.num_workers = 16
     config.eval_crop = 0.875

@@ -6,7 +6,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from multiprocessing import resource_tracker
 from typing import Self
@@ -26,13 +26,23 @@ class Batches:
     Its state is how many were taken: a run may go on with another number of workers or hosts.
 
     Args:
-      make: Function that returns the batch of a step, counted from 0.
+      make: Function that returns a part of a batch, given its number: step * num_parts + part.
       num_steps: Number of batches.
       num_workers: Number of processes that make batches; 0 uses a thread of this process.
+      num_parts: Parts of a batch, of which each worker always makes the same one: 1, or the number
+        of workers.
     """
 
-    def __init__(self, make: Callable[[int], Batch], *, num_steps: int, num_workers: int):
+    def __init__(
+        self,
+        make: Callable[[int], Batch],
+        *,
+        num_steps: int,
+        num_workers: int,
+        num_parts: int = 1,
+    ):
         self._make, self._num_steps, self._num_workers = make, num_steps, num_workers
+        self._num_parts = num_parts
         self._step = 0
         self._iterator: grain.DatasetIterator | None = None
 
@@ -80,14 +90,23 @@ class Batches:
             self._iterator = None
 
     def _start(self) -> grain.DatasetIterator:
-        steps = grain.MapDataset.range(self._step, self._num_steps).map(self._make)
-        # A worker makes whole batches, so how many there are changes none of them.
-        ahead = steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
+        numbers = (step * self._num_parts for step in (self._step, self._num_steps))
+        # Workers take turns, so each gets the same part of every batch.
+        parts = grain.MapDataset.range(*numbers).map(self._make)
+        ahead = parts.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
         if not flags.FLAGS.is_parsed():  # By a notebook, or a test; Grain asks flags of its own.
             flags.FLAGS.mark_as_parsed()
         workers = grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=1)
         init = _end_with_the_trainer if self._num_workers else None
-        return iter(ahead.mp_prefetch(workers, worker_init_fn=init))
+        made = ahead.mp_prefetch(workers, worker_init_fn=init)
+        return iter(made.batch(self._num_parts, batch_fn=concatenate))
+
+
+def concatenate(parts: Sequence[Batch]) -> Batch:
+    """Returns the batch of some parts."""
+    if len(parts) == 1:
+        return parts[0]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 @contextmanager

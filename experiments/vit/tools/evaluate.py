@@ -45,11 +45,10 @@ def evaluate(
     mesh = sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1, "sequence": 1})
     model = trained.load(workdir, mesh, best=best)
     config, program = model.config, model.program
-    config.augment.mixup = 0.0  # It would ask these devices for pairs of training images.
     config.data_dir = config.data_dir if data_dir is None else data_dir
     batch_size = sharding.round_up(batch_size or config.eval_batch_size, mesh)
     rows = sharding.rows_of_host(mesh, batch_size)
-    inputs = pipeline.load(config, eval_batch_size=batch_size, rows=rows)
+    inputs = pipeline.load_test(config, eval_batch_size=batch_size, rows=rows)
     if (inputs.channels, inputs.num_classes) != (program.model.channels, program.model.num_classes):
         raise UserError(
             f"The model must be evaluated on images of {program.model.channels} channels and "

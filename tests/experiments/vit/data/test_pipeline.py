@@ -20,6 +20,7 @@ AUGMENTED = {
     "augment__mixup": 0.2,
 }
 NUM_TRAIN, NUM_TEST = 36, 21
+WINDOWS = pytest.mark.parametrize("window", [0, 6])
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +75,12 @@ def test_every_epoch_is_a_new_order_of_all_images(folder):
 
 
 @pytest.mark.fast
+@WINDOWS
 @pytest.mark.parametrize("hosts", [2, 4])
-def test_hosts_read_disjoint_shards_of_the_batches_of_one(folder, hosts):
-    one = prepared.load(folder, **AUGMENTED)
-    shards = [prepared.load(folder, host, hosts, **AUGMENTED) for host in range(hosts)]
+def test_hosts_read_disjoint_shards_of_the_batches_of_one(folder, hosts, window):
+    changes = AUGMENTED | {"shuffle_window": window}
+    one = prepared.load(folder, **changes)
+    shards = [prepared.load(folder, host, hosts, **changes) for host in range(hosts)]
     for step in (0, 4):
         parts = [shard.train_batch(step) for shard in shards]
         assert {len(part["label"]) for part in parts} == {8 // hosts}
@@ -127,10 +130,16 @@ def take(batches, n):
     return [next(batches) for _ in range(n)]
 
 
-def test_workers_and_a_resume_in_the_middle_of_an_epoch_change_no_bit(folder):
-    inputs = prepared.load(folder, **AUGMENTED)
+@WINDOWS
+def test_workers_and_a_resume_in_the_middle_of_an_epoch_change_no_bit(folder, window):
+    changes = AUGMENTED | {"shuffle_window": window}
+    inputs = prepared.load(folder, **changes)
     expected = [inputs.train_batch(step) for step in range(7)]
-    with stream.Batches(inputs.train_batch, num_steps=7, num_workers=2) as batches:
+    shared = prepared.load(folder, num_workers=2, **changes)
+    assert shared.num_parts == (2 if window else 1)
+    with stream.Batches(
+        shared.train_part, num_steps=7, num_workers=2, num_parts=shared.num_parts
+    ) as batches:
         before = take(batches, 3)
         state = batches.get_state()
         after = list(batches)
@@ -225,6 +234,28 @@ def test_mixup_mixes_neighbours_and_keeps_the_mass_of_labels(folder):
 def test_mixtures_that_hosts_would_have_to_share_are_refused(folder, changes, match):
     with pytest.raises(UserError, match=match):
         prepared.load(folder, augment__mixup=0.1, **changes)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"num_workers": 3}, "num_workers must be at most 2, the number of lanes that this host"),
+        ({"batch_size": 400}, "must be 0 with fewer examples than the 100 lanes .*6 for 36 exam"),
+    ],
+)
+def test_lanes_that_cannot_be_filled_or_shared_are_refused(folder, changes, match):
+    with pytest.raises(UserError, match=match):
+        prepared.load(folder, shuffle_window=6, **changes)
+
+
+@pytest.mark.fast
+def test_a_test_split_alone_can_be_opened(tmp_path):
+    prepared.write(tmp_path, validation=NUM_TEST)
+    config = prepared.get_config(tmp_path)
+    test = pipeline.load_test(config, eval_batch_size=8)
+    assert (test.channels, test.num_classes, test.num_test) == (3, 100, NUM_TEST)
+    assert sum(batch["weight"].sum() for batch in test.eval_batches()) == NUM_TEST
 
 
 @pytest.mark.fast
