@@ -65,6 +65,12 @@ FIELDS: dict[str, Field] = {
         at_least(0),
         in_memory=0,
     ),
+    "held_out": Field(
+        float,
+        "Share of the training images, the last ones, that choose the best checkpoint instead of "
+        "the test set, which is then evaluated once, at the end; 0 trains on all.",
+        _BELOW_ONE,
+    ),
     "image_size": Field(int, "Side in pixels of the square images.", at_least(1)),
     "num_workers": Field(
         int,
@@ -105,7 +111,10 @@ FIELDS: dict[str, Field] = {
         int, "Steps that a row of metrics.csv averages.", at_least(1), may_change=True
     ),
     "eval_interval": Field(
-        int, "Steps between evaluations on the whole test set.", at_least(1), may_change=True
+        int,
+        "Steps between evaluations on the test set, or on what is held out.",
+        at_least(1),
+        may_change=True,
     ),
     "eval_crop": Field(
         float,
@@ -134,7 +143,7 @@ FIELDS: dict[str, Field] = {
     ),
     "diagnostics.images": Field(
         int,
-        "Test images on which attention is compared with softmax; 0 for none.",
+        "Images of an evaluation on which attention is compared with softmax; 0 for none.",
         at_least(0),
         may_change=True,
     ),
@@ -152,7 +161,7 @@ FIELDS: dict[str, Field] = {
     ),
     "checkpoint.keep": Field(
         int,
-        "Number of latest checkpoints to keep, beside the one of the best test accuracy.",
+        "Number of latest checkpoints to keep, beside the most accurate one.",
         at_least(1),
         may_change=True,
     ),

@@ -7,7 +7,7 @@ import json
 import math
 import pathlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -27,7 +27,7 @@ from experiments.vit.training.checkpoint_contents import Progress
 from experiments.vit.training.checkpoint_manager import Checkpoints, is_best
 from experiments.vit.training.folders import Folders
 from experiments.vit.training.preemption import Preemption
-from experiments.vit.training.train_step import Metrics, Program, build_program, test_means
+from experiments.vit.training.train_step import Metrics, Program, build_program, evaluation_means
 
 
 def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dict[str, Any]:
@@ -97,7 +97,8 @@ def _train(config: ml_collections.ConfigDict, folders: Folders) -> dict[str, Any
         eval_batch_size=eval_batch_size,
         rows=sharding.rows_of_host(mesh, config.batch_size, eval_batch_size),
     )
-    diagnostics.check_images(config.diagnostics.images, inputs.num_test)
+    num_evaluated = inputs.num_held_out or inputs.num_test
+    diagnostics.check_images(config.diagnostics.images, num_evaluated)
     program = build_program(config, mesh, channels=inputs.channels, num_classes=inputs.num_classes)
 
     with contextlib.ExitStack() as stack:
@@ -135,7 +136,7 @@ def _loop(
     elif (workdir / "metrics.csv").exists():
         bar.write("There is no checkpoint to go on from; the run starts over.")
     metrics_log = stack.enter_context(
-        log.Log(workdir, config, _columns(program), progress.rows, writes=is_first)
+        log.Log(workdir, config, _columns(config, program), progress.rows, writes=is_first)
     )
     profile = stack.enter_context(Profile(workdir / "profile", **config.profile))
     preemption = stack.enter_context(Preemption())
@@ -164,8 +165,12 @@ def _loop(
         row, each = window.read(done, float(program.schedule(step)))
         finite = all(math.isfinite(x) for values in each.values() for x in values.values())
         if due.evaluation and finite:
-            row |= _evaluate(program, inputs, state, eval_batch_size)
-            each["test loss"] = {done: row["test_loss"]}
+            row |= _evaluate(
+                program, inputs, state, eval_batch_size, is_last=done == config.num_steps
+            )
+            for name in ("held_out_loss", "test_loss"):
+                if name in row:
+                    each[name.replace("_", " ")] = {done: row[name]}
         folders.check_workdir()
         metrics_log.write(row)
         for what, values in each.items():
@@ -258,10 +263,13 @@ def _calibrates(config: ml_collections.ConfigDict, step: int) -> bool:
     return bool(interval and step % interval == 0)
 
 
-def _columns(program: Program) -> tuple[str, ...]:
-    if program.diagnose is None:
-        return log.COLUMNS
-    return log.COLUMNS + diagnostics.columns(program.model.depth)
+def _columns(config: ml_collections.ConfigDict, program: Program) -> tuple[str, ...]:
+    columns = log.COLUMNS
+    if config.held_out:
+        columns += log.HELD_OUT_COLUMNS
+    if program.diagnose is not None:
+        columns += diagnostics.columns(program.model.depth)
+    return columns
 
 
 def _speed(config: ml_collections.ConfigDict, program: Program) -> meter.Speed:
@@ -270,18 +278,42 @@ def _speed(config: ml_collections.ConfigDict, program: Program) -> meter.Speed:
 
 
 def _evaluate(
-    program: Program, inputs: pipeline.Input, state: TrainState, batch_size: int
+    program: Program,
+    inputs: pipeline.Input,
+    state: TrainState,
+    batch_size: int,
+    *,
+    is_last: bool,
 ) -> dict[str, float]:
-    """Measures loss and accuracy on the test set, and the diagnostics on its first images."""
+    """Measures loss and accuracy, and the diagnostics on the first images.
+
+    The images are those that are held out, and after the last step those of the test set too. A run
+    that holds out none is measured on the test set each time.
+    """
+    if inputs.held_out_batches is None:
+        return _measure(program, inputs.eval_batches(), state, batch_size, "test")
+    held_out = _measure(program, inputs.held_out_batches(), state, batch_size, "held_out")
+    if not is_last:
+        return held_out
+    return _measure(program, inputs.eval_batches(), state, batch_size, "test") | held_out
+
+
+def _measure(
+    program: Program,
+    batches: Iterable[stream.Batch],
+    state: TrainState,
+    batch_size: int,
+    name: str,
+) -> dict[str, float]:
     measured: dict[str, float] = {}
     sums: list[Metrics] = []
-    for part in inputs.eval_batches():
+    for part in batches:
         batch = sharding.global_batch(part, program.mesh, batch_size)
         if program.diagnose is not None and not sums:
             arrays = program.diagnose(state.model, state.key, batch["image"])
             measured = diagnostics.row(arrays)
         sums.append(program.eval_step(state.model, batch))
-    return test_means(sums) | measured
+    return evaluation_means(sums, name=name) | measured
 
 
 def _check_finite(
@@ -316,6 +348,7 @@ def _results(
         "train_flops_per_image": flops.train_flops(program.model),
         "num_parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(program.state.params)),
         "num_train": inputs.num_train,
+        "num_held_out": inputs.num_held_out,
         "num_test": inputs.num_test,
         "device": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
         "jax": jax.__version__,

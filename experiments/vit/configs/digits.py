@@ -18,6 +18,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.data_dir = ""
     config.in_memory = True
     config.shuffle_window = 0
+    config.held_out = 0.0
     config.image_size = 8
     config.num_workers = 0
     config.eval_crop = 1.0

@@ -28,6 +28,7 @@ def get_config(argument: str = "") -> ml_collections.ConfigDict:
     config.data_dir = ""
     config.in_memory = False
     config.shuffle_window = 256  # README.md, Data.
+    config.held_out = 0.01  # Ours: chooses the best checkpoint (README.md, Data).
     config.image_size = 224  # Paper: a ViT as in Dosovitskiy et al. (2021), who train at 224.
     config.num_workers = 16  # README.md, Data.
     config.eval_crop = 0.875  # Ours: 224 of 256 pixels (Steiner, Beyer).

@@ -24,6 +24,7 @@ def get_config(argument: str = "") -> ml_collections.ConfigDict:
     config.data_dir = ""
     config.in_memory = False
     config.shuffle_window = 256
+    config.held_out = 0.01
     config.image_size = 224
     config.num_workers = 16
     config.eval_crop = 0.875

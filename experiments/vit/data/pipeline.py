@@ -7,6 +7,7 @@ one generator augments all the images of a batch, and keeps its rows.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -26,6 +27,10 @@ from experiments.vit.data.window_reader import WindowReader
 Rows = Callable[[int], np.ndarray]
 
 
+# Iterates over a host's rows of all images of a split.
+Evaluation = Callable[[], Iterator[Batch]]
+
+
 class Input(NamedTuple):
     """The images of a run.
 
@@ -39,6 +44,8 @@ class Input(NamedTuple):
       train_part: Returns the part of a number, step * num_parts + part.
       eval_batches: Iterates over this host's rows of the whole test split, once and in order, the
         last batches filled up with images of ``weight`` 0.
+      num_held_out: Examples that are held out of training to choose the best checkpoint.
+      held_out_batches: Iterates over these, as ``eval_batches``.
     """
 
     channels: int
@@ -47,7 +54,9 @@ class Input(NamedTuple):
     num_test: int
     num_parts: int
     train_part: Callable[[int], Batch]
-    eval_batches: Callable[[], Iterator[Batch]]
+    eval_batches: Evaluation
+    num_held_out: int = 0
+    held_out_batches: Evaluation | None = None
 
     def train_batch(self, step: int) -> Batch:
         """Returns this host's rows of the batch of a step."""
@@ -61,7 +70,7 @@ class Test(NamedTuple):
     channels: int
     num_classes: int
     num_test: int
-    eval_batches: Callable[[], Iterator[Batch]]
+    eval_batches: Evaluation
 
 
 def load(
@@ -115,8 +124,13 @@ def _from_memory(config: ml_collections.ConfigDict, eval_batch_size: int, rows: 
             f"config.image_size must be {height}, as the images of {config.dataset} are {height} x "
             f"{width} and those in memory are not resized, got {config.image_size}."
         )
+    split, count = dataset.train, _num_held_out(config, len(dataset.train.labels))
+    train, held_out = (
+        in_memory.Split(split.images[part], split.labels[part])
+        for part in np.split(np.arange(len(split.labels)), [len(split.labels) - count])
+    )
     batches = in_memory.train_batches(
-        dataset.train,
+        train,
         batch_size=config.batch_size,
         seed=config.seed,
         shift=config.augment.shift,
@@ -130,15 +144,34 @@ def _from_memory(config: ml_collections.ConfigDict, eval_batch_size: int, rows: 
         positions = step * config.batch_size + rows(config.batch_size)
         return _mix(take_rows(batches[step]), positions, config, dataset.num_classes)
 
-    def eval_batches() -> Iterator[Batch]:
-        return map(take_rows, in_memory.eval_batches(dataset.test, eval_batch_size))
+    def evaluation(split: in_memory.Split) -> Evaluation:
+        return lambda: map(take_rows, in_memory.eval_batches(split, eval_batch_size))
 
-    sizes = len(dataset.train.labels), len(dataset.test.labels)
-    return Input(channels, dataset.num_classes, *sizes, 1, train_batch, eval_batches)
+    return Input(
+        channels,
+        dataset.num_classes,
+        num_train=len(train.labels),
+        num_test=len(dataset.test.labels),
+        num_parts=1,
+        train_part=train_batch,
+        eval_batches=evaluation(dataset.test),
+        num_held_out=count,
+        held_out_batches=evaluation(held_out) if count else None,
+    )
+
+
+def _num_held_out(config: ml_collections.ConfigDict, size: int) -> int:
+    """Returns the number of training examples to hold out, which are the last ones."""
+    return math.ceil(config.held_out * size)
 
 
 def _from_records(config: ml_collections.ConfigDict, eval_batch_size: int, rows: Rows) -> Input:
     train = records.open_records(config.dataset, "train", config.data_dir)
+    held_out = None
+    if count := _num_held_out(config, len(train)):
+        first = len(train) - count
+        held_out = _evaluation(train.part(first, len(train)), config, eval_batch_size, rows)
+        train = train.part(0, first)
     test = _test_records(config, eval_batch_size, rows)
     read, parts = _shuffled(train, config, rows(config.batch_size))
 
@@ -147,26 +180,39 @@ def _from_records(config: ml_collections.ConfigDict, eval_batch_size: int, rows:
         positions = step * config.batch_size + parts[part]
         return _mix(_read_train(read, positions, config), positions, config, train.num_classes)
 
-    sizes = len(train), test.num_test
     return Input(
-        train.channels, train.num_classes, *sizes, len(parts), train_part, test.eval_batches
+        train.channels,
+        train.num_classes,
+        num_train=len(train),
+        num_test=test.num_test,
+        num_parts=len(parts),
+        train_part=train_part,
+        eval_batches=test.eval_batches,
+        num_held_out=count,
+        held_out_batches=held_out,
     )
 
 
 def _test_records(config: ml_collections.ConfigDict, eval_batch_size: int, rows: Rows) -> Test:
     split = records.DATASETS[config.dataset].test_split
     test = records.open_records(config.dataset, split, config.data_dir)
+    batches = _evaluation(test, config, eval_batch_size, rows)
+    return Test(test.channels, test.num_classes, len(test), batches)
 
+
+def _evaluation(
+    examples: records.Records, config: ml_collections.ConfigDict, eval_batch_size: int, rows: Rows
+) -> Evaluation:
     def eval_batches() -> Iterator[Batch]:
         mine = rows(eval_batch_size)
-        starts = np.arange(0, len(test), eval_batch_size)
+        starts = np.arange(0, len(examples), eval_batch_size)
         images = grain.MapDataset.source((starts[:, None] + mine).ravel())
         threads = max(1, config.num_workers)
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
-        read = functools.partial(_read_eval, test, config=config)
+        read = functools.partial(_read_eval, examples, config=config)
         return iter(images.map(read).to_iter_dataset(options).batch(len(mine)))
 
-    return Test(test.channels, test.num_classes, len(test), eval_batches)
+    return eval_batches
 
 
 # Returns the images and labels at some positions of the run.

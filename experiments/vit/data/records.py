@@ -85,6 +85,23 @@ class Records:
         """Returns the number of examples."""
         return len(self.source)
 
+    def part(self, start: int, stop: int) -> Records:
+        """Returns the examples from ``start`` up to ``stop`` as records of their own."""
+        from array_record.python import array_record_data_source
+
+        files, first = [], 0
+        for file in self.files:
+            size = file.stop - file.start
+            low, high = (min(max(end - first, 0), size) for end in (start, stop))
+            if low < high:
+                files.append(File(file.path, file.start + low, file.start + high))
+            first += size
+        source = array_record_data_source.ArrayRecordDataSource(
+            [f"{file.path}[{file.start}:{file.stop}]" for file in files]
+        )
+        name = f"{self.name}, from its example {start}"
+        return dataclasses.replace(self, name=name, source=source, files=tuple(files))
+
     def read(self, indices: Sequence[int]) -> list[Decoded]:
         """Reads records in parallel, by a request each, and returns images and labels.
 

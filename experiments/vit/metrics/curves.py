@@ -44,6 +44,9 @@ def _accuracy(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
 
 def _train_and_test(axes: matplotlib.axes.Axes, metrics: Metrics, name: str) -> None:
     axes.plot(*zip(*metrics[f"train_{name}"], strict=True), color="C0", lw=1, label="train")
+    if f"held_out_{name}" in metrics:
+        held_out = zip(*metrics[f"held_out_{name}"], strict=True)
+        axes.plot(*held_out, "C2o-", ms=3, label="held out")
     axes.plot(*zip(*metrics[f"test_{name}"], strict=True), "C1o-", ms=3, label="test")
     axes.legend()
 

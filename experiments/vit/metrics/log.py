@@ -35,6 +35,17 @@ COLUMNS: tuple[str, ...] = (
 )
 
 
+HELD_OUT_COLUMNS: tuple[str, ...] = ("held_out_loss", "held_out_accuracy")
+
+
+def accuracy(row: Mapping[str, float]) -> float:
+    """Returns the accuracy that chooses the best checkpoint, or minus infinity if there is none.
+
+    It is that on the images that are held out, or in a run without such images the test accuracy.
+    """
+    return row.get("held_out_accuracy", row.get("test_accuracy", -math.inf))
+
+
 class Log:
     """``metrics.csv`` and the same for TensorBoard, each row on disk before the next step runs.
 

@@ -10,7 +10,7 @@ from absl import app, flags
 from experiments.harness.mistakes import UserError, told_in_one_line, user_mistakes
 from experiments.vit.data import pipeline
 from experiments.vit.training import orbax_output, sharding, trained
-from experiments.vit.training.train_step import test_means
+from experiments.vit.training.train_step import evaluation_means
 from simrf_jax import checks
 
 
@@ -27,7 +27,7 @@ def evaluate(
 
     Args:
       workdir: Folder of the run.
-      best: If true, take the checkpoint of the best test accuracy instead of the newest.
+      best: If true, take the most accurate checkpoint instead of the newest.
       data_dir: Folder of the data; None for the folder that the run read.
       batch_size: Images of a batch, rounded up to a multiple of the devices; None for the run's.
 
@@ -57,7 +57,9 @@ def evaluate(
         )
     batches = (sharding.global_batch(b, mesh, batch_size) for b in inputs.eval_batches())
     with jax.set_mesh(mesh):
-        means = test_means(program.eval_step(model.states, batch) for batch in batches)
+        means = evaluation_means(
+            (program.eval_step(model.states, batch) for batch in batches), name="test"
+        )
     return {"step": model.step, **means}
 
 

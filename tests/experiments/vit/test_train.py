@@ -15,8 +15,9 @@ from experiments.harness import train_state
 from experiments.harness.mistakes import UserError
 from experiments.vit import train
 from experiments.vit.data import in_memory
-from experiments.vit.tools import compare
-from experiments.vit.training import sharding, train_step
+from experiments.vit.metrics import log
+from experiments.vit.tools import compare, evaluate, report
+from experiments.vit.training import checkpoint_contents, sharding, train_step
 from experiments.vit.training.train_step import build_program, score
 from tests.experiments.vit import tiny
 
@@ -39,6 +40,23 @@ def test_a_run_leaves_its_results_metrics_curves_and_config(tmp_path):
     assert len(np.unique(image.reshape(-1, 3), axis=0)) > 50  # Something is drawn.
     with pytest.raises(UserError, match="already holds a run"):
         train.train(config, tmp_path / "run")
+
+
+def test_what_is_held_out_chooses_the_best_and_the_test_set_is_evaluated_once(tmp_path):
+    changes = {"held_out": 0.1, "eval_interval": 2, "checkpoint__interval": 1}
+    results = train.train(tiny.get_config(num_steps=6, **changes), tmp_path / "run")
+    assert (results["num_train"], results["num_held_out"]) == (1293, 144)
+    metrics = log.read_metrics(tmp_path / "run")
+    assert [step for step, _ in metrics["held_out_accuracy"]] == [2, 4, 6]
+    assert metrics["test_accuracy"] == [(6, results["test_accuracy"])]
+    step, best = max(metrics["held_out_accuracy"], key=lambda pair: pair[::-1])
+    found = next(checkpoint_contents.find(tmp_path / "run" / "checkpoints", best=True))
+    assert (found.step, found.accuracy) == (step, best)
+    [run] = report.find_runs([tmp_path / "run"])["simplex"]
+    assert run.tests.tolist() == [list(pair) for pair in metrics["held_out_accuracy"]]
+    assert evaluate.evaluate(tmp_path / "run", best=False)["test_accuracy"] == pytest.approx(
+        results["test_accuracy"]
+    )
 
 
 @pytest.mark.devices(8)

@@ -250,6 +250,34 @@ def test_lanes_that_cannot_be_filled_or_shared_are_refused(folder, changes, matc
 
 
 @pytest.mark.fast
+@WINDOWS
+def test_what_is_held_out_is_the_end_of_the_training_split(folder, window):
+    every = records.open_records("imagenet2012", "train", str(folder))
+    order = [label for _, label in every.read(range(NUM_TRAIN))]
+    inputs = prepared.load(folder, held_out=0.1, shuffle_window=window)
+    assert (inputs.num_train, inputs.num_held_out, inputs.num_test) == (32, 4, NUM_TEST)
+    held_out = concatenated(list(inputs.held_out_batches()))
+    assert held_out["label"][held_out["weight"] == 1].tolist() == order[-4:]
+    trained = np.concatenate([inputs.train_batch(step)["label"] for step in range(4)])
+    assert sorted(trained) == sorted(order[:-4])
+
+
+@pytest.mark.fast
+def test_images_in_memory_are_held_out_like_records():
+    every, some = (
+        pipeline.load(tiny.get_config(held_out=share), eval_batch_size=100) for share in (0, 0.01)
+    )
+    assert every.num_train == 1437
+    assert every.held_out_batches is None
+    assert (some.num_train, some.num_held_out, some.num_test) == (1422, 15, 360)
+    held_out = concatenated(list(some.held_out_batches()))
+    assert held_out["weight"].sum() == 15
+    train = in_memory.load("digits", "").train
+    images = held_out["image"][held_out["weight"] == 1]
+    np.testing.assert_allclose(images, train.images[-15:] * 2 - 1, atol=1e-6)
+
+
+@pytest.mark.fast
 def test_a_test_split_alone_can_be_opened(tmp_path):
     prepared.write(tmp_path, validation=NUM_TEST)
     config = prepared.get_config(tmp_path)
