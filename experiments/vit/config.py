@@ -168,6 +168,12 @@ FIELDS: dict[str, Field] = {
     "checkpoint.folder": Field(
         str, "Path or gs://bucket/run of the checkpoints; empty for a folder of the workdir."
     ),
+    "mirror": Field(
+        str,
+        "Path or gs://bucket/run that metrics, TensorBoard's files and results are copied to, at "
+        "each evaluation and checkpoint; empty for none.",
+        may_change=True,
+    ),
     "num_microbatches": Field(
         int, "Parts of a batch whose gradients are computed one after the other.", at_least(1)
     ),

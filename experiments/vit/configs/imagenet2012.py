@@ -60,6 +60,7 @@ def get_config(argument: str = "") -> ml_collections.ConfigDict:
     config.diagnostics = {"images": 16, "redraws": 8}
     config.profile = {"start": 0, "steps": 0}
     config.checkpoint = {"interval": 1000, "keep": 2, "folder": ""}
+    config.mirror = ""
     config.num_microbatches = 1
     config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "sequence": 1}
     config.model = {

@@ -70,6 +70,16 @@ def test_windows_are_read_by_a_request_a_block(bucket, folder):
     assert 7 < bucket.requests - opened <= 14
 
 
+@pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.slow), 25])
+def test_a_bucket_that_is_busy_is_asked_again(bucket, folder, window):
+    prepared.write(folder, train=30, validation=5)
+    here, there = (prepared.load(at, shuffle_window=window) for at in (folder, BUCKET))
+    bucket.failures += [503, 503, 429]
+    ours, theirs = here.train_batch(0), there.train_batch(0)
+    np.testing.assert_array_equal(ours["label"], theirs["label"])
+    assert not bucket.failures
+
+
 def test_a_shard_that_was_not_copied_to_the_bucket_is_named(folder):
     prepared.write(folder, train=9)
     (shard,) = folder.glob("*/*/*train*")

@@ -177,6 +177,26 @@ def test_a_run_that_is_done_has_no_more_batches_and_none_beyond_are_resumed():
             b.set_state({"step": 5})
 
 
+@pytest.mark.fast
+def test_batches_are_skipped_also_after_a_resume():
+    def make(number):
+        return {"number": np.array([number])}
+
+    def numbers(batches):
+        return [int(batch["number"][0]) for batch in batches]
+
+    with stream.Batches(make, num_steps=6, num_workers=0) as batches:
+        take(batches, 1)
+        batches.skip(range(2, 4))
+        assert numbers(take(batches, 2)) == [1, 4]
+        state = batches.get_state()
+        assert numbers(batches) == [5, 6, 7]
+    with stream.Batches(make, num_steps=6, num_workers=0, num_parts=1) as batches:
+        batches.set_state(state)
+        assert batches.skipped == range(2, 4)
+        assert numbers(batches) == [5, 6, 7]
+
+
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_label_that_is_no_class_comes_out_of_the_workers(tmp_path, num_workers):
     prepared.write(tmp_path, first_label=-1, train=9, validation=3)
