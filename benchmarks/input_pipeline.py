@@ -1,13 +1,20 @@
-"""Images per second that one process reads, decodes and augments, 500 x 375 to 224 x 224 pixels.
+"""Images per second of the ViT's ImageNet input, from ArrayRecord files to batches.
 
-The benchmark follows a worker process of the ViT's ImageNet training, from ArrayRecord files on a
-local disk to a batch. It adds the augmentations one after the other. The images are JPEGs of noise
-at all scales, with files as large as those of ImageNet. Times are CPU times, so that other programs
-on the machine have little effect.
+Without a folder there are two tables, of JPEGs of noise at all scales, 500 x 375 pixels, with files
+as large as those of ImageNet. The first one follows one process and adds the augmentations one
+after the other, in CPU time, so that other programs on the machine have little effect. The second
+one compares both readers, the exact shuffle and the shuffle in windows, on the disk and in a bucket
+of this machine that answers each request after 20 ms, by the clock.
+
+With a folder, or a bucket of Google Cloud Storage, this machine reads the share of one host of a
+pod from it, and the last line says whether that feeds the pod.
 
 Run: python -m benchmarks.input_pipeline
+     python -m benchmarks.input_pipeline --data_dir=gs://BUCKET/tfds --hosts=64 --step_seconds=0.05
 """
 
+import contextlib
+import functools
 import io
 import pathlib
 import tempfile
@@ -17,12 +24,13 @@ import numpy as np
 import PIL.Image
 import tensorflow_datasets as tfds
 
-from benchmarks import command_line
+from benchmarks import command_line, local_bucket
 from experiments.harness import markdown
+from experiments.harness.mistakes import told_in_one_line
 from experiments.vit.configs import imagenet2012
-from experiments.vit.data import pipeline
+from experiments.vit.data import pipeline, stream
 
-NUM_IMAGES, BATCH_SIZE, ROUNDS = 256, 64, 8
+NUM_IMAGES, NUM_FILES, BATCH_SIZE, ROUNDS = 4096, 256, 64, 8
 QUALITY = 95  # Gives files of about the mean size of ImageNet, 113 KiB.
 NONE = {
     "augment.crop_area": 1.0,
@@ -54,7 +62,7 @@ def jpeg(rng: np.random.Generator) -> bytes:
 
 
 class Imagenet2012(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """A data set of ``NUM_IMAGES`` generated images under the name of the real data set."""
+    """``NUM_IMAGES`` images, of ``NUM_FILES`` that differ, under the name of the real data set."""
 
     VERSION = tfds.core.Version("5.1.0")
     pkg_dir_path = pathlib.Path(__file__).parent  # A module that runs as __main__ has no package.
@@ -71,8 +79,9 @@ class Imagenet2012(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
     def _generate_examples(self):
         rng = np.random.default_rng(0)
+        files = [jpeg(rng) for _ in range(NUM_FILES)]
         for i in range(NUM_IMAGES):
-            yield i, {"image": io.BytesIO(jpeg(rng)), "label": i}
+            yield i, {"image": io.BytesIO(files[i % NUM_FILES]), "label": i % 1000}
 
 
 def images_per_second(data_dir: pathlib.Path, changes: dict) -> np.ndarray:
@@ -90,8 +99,64 @@ def images_per_second(data_dir: pathlib.Path, changes: dict) -> np.ndarray:
     return np.array(speeds)
 
 
-def main():
-    command_line.parser(__doc__).parse_args()
+def rows_of_first(hosts, batch_size):
+    """Returns the rows of a batch that the first of some hosts reads."""
+    return np.arange(batch_size // hosts)
+
+
+@contextlib.contextmanager
+def batches_of_host(config, *, hosts, num_batches):
+    """Yields an iterator over a host's rows of batches, whose workers have started.
+
+    Args:
+      config: Config of the run.
+      hosts: Number of hosts that share a batch; this machine is one of them.
+      num_batches: Number of batches to come.
+    """
+    rows = functools.partial(rows_of_first, hosts)
+    inputs = pipeline.load(config, eval_batch_size=hosts, rows=rows)
+    first = 2 * config.num_workers + 1  # The workers make some ahead while they start.
+    with stream.Batches(
+        inputs.train_part,
+        num_steps=first + num_batches,
+        num_workers=config.num_workers,
+        num_parts=inputs.num_parts,
+    ) as batches:
+        for _ in range(first):
+            next(batches)
+        yield batches
+
+
+def batches_per_second(batches):
+    """Returns how many of some batches come a second, by the clock."""
+    start = time.perf_counter()
+    count = sum(1 for _ in batches)
+    return count / (time.perf_counter() - start)
+
+
+def reader_rows(data_dir, *, latency=0.02, num_batches=128):
+    """Yields the rows of the table of readers: one worker, from a disk and from a bucket."""
+    for where, wait in (("disk", 0), (f"bucket, {1000 * latency:.0f} ms a request", latency)):
+        for window in (0, imagenet2012.get_config().shuffle_window):
+            config = imagenet2012.get_config()
+            config.batch_size, config.num_workers, config.shuffle_window = BATCH_SIZE, 1, window
+            config.data_dir = local_bucket.BUCKET if wait else str(data_dir)
+            with (
+                local_bucket.serve(data_dir, wait) as server,
+                batches_of_host(config, hosts=1, num_batches=num_batches) as batches,
+            ):
+                before = server.requests, server.bytes
+                speed = batches_per_second(batches) * BATCH_SIZE
+                images = num_batches * BATCH_SIZE
+                requests = (server.requests - before[0]) * BATCH_SIZE / images
+                kilobytes = (server.bytes - before[1]) / images / 1024
+            order = f"windows of {window}" if window else "exact"
+            counts = (f"{requests:.2f}", f"{kilobytes:.0f}") if wait else ("", "")
+            yield where, order, f"{speed:.0f}", *counts
+
+
+def measure_generated():
+    """Prints the tables of generated images."""
     with tempfile.TemporaryDirectory() as folder:
         data_dir = pathlib.Path(folder)
         Imagenet2012(data_dir=data_dir, file_format="array_record").download_and_prepare()
@@ -100,8 +165,62 @@ def main():
         for name, changes in STAGES.items():
             low, median, high = np.percentile(images_per_second(data_dir, changes), (25, 50, 75))
             rows.append((name, f"{median:.0f}", f"{low:.0f} to {high:.0f}"))
-    print(f"{size / NUM_IMAGES / 1024:.0f} KiB an image")
-    print(markdown.table(("augmentation", "images/s of one core", "quartiles"), rows))
+        print(f"{size / NUM_IMAGES / 1024:.0f} KiB an image")
+        print(markdown.table(("augmentation", "images/s of one core", "quartiles"), rows))
+        header = ("records", "shuffle", "images/s of one worker")
+        header += (f"requests for {BATCH_SIZE} images", "KiB sent an image")
+        print(markdown.table(header, reader_rows(data_dir)))
+
+
+def verdict(*, images_per_second, batch_size, hosts, step_seconds):
+    """Returns the line that says whether a host feeds its part of a pod.
+
+    Example:
+      >>> verdict(images_per_second=1000, batch_size=4096, hosts=64, step_seconds=0.05)
+      'A host reads 1,000 images/s and needs 1,280: it starves the pod, whose steps take 0.064 s.'
+    """
+    needed = batch_size / hosts / step_seconds
+    line = f"A host reads {images_per_second:,.0f} images/s and needs {needed:,.0f}: "
+    if images_per_second >= needed:
+        return f"{line}it feeds the pod."
+    slowed = batch_size / hosts / images_per_second
+    return f"{line}it starves the pod, whose steps take {slowed:.3f} s."
+
+
+def measure_folder(args):
+    """Prints whether the records of a folder or a bucket feed a pod."""
+    config = imagenet2012.get_config()
+    config.data_dir, config.batch_size = args.data_dir, args.batch_size
+    config.num_workers, config.shuffle_window = args.num_workers, args.shuffle_window
+    with batches_of_host(config, hosts=args.hosts, num_batches=args.batches) as batches:
+        speed = batches_per_second(batches)
+    print(
+        verdict(
+            images_per_second=speed * args.batch_size / args.hosts,
+            batch_size=args.batch_size,
+            hosts=args.hosts,
+            step_seconds=args.step_seconds,
+        )
+    )
+
+
+def main():
+    config = imagenet2012.get_config()
+    parser = command_line.parser(__doc__)
+    add = functools.partial(parser.add_argument, type=int)
+    add("--data_dir", type=str, help="Folder or gs://bucket/folder that holds imagenet2012/.")
+    add("--hosts", default=64, help="Hosts of the pod (%(default)s).")
+    add("--batch_size", default=config.batch_size, help="Images of a step (%(default)s).")
+    add("--step_seconds", type=float, default=0.05, help="Time of a step (%(default)s).")
+    add("--num_workers", default=config.num_workers, help="Workers of a host (%(default)s).")
+    add("--shuffle_window", default=config.shuffle_window, help="0 is exact (%(default)s).")
+    add("--batches", default=100, help="Batches to take (%(default)s).")
+    args = parser.parse_args()
+    if args.data_dir is None:
+        measure_generated()
+        return
+    with told_in_one_line():
+        measure_folder(args)
 
 
 if __name__ == "__main__":

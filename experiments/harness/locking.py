@@ -252,7 +252,7 @@ class Lease:
         """Returns the text of the file, or "" if there is none."""
         with _storage(self._path.parent):
             try:
-                return self._path.read_text()
+                return storage.retried(self._path.read_text)
             except FileNotFoundError:
                 return ""
 
@@ -261,7 +261,7 @@ class Lease:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # An integer has one length. fsspec may remember the length of a file and read no more.
             lease = self._holder._asdict() | {"renewed": int(time.time())}
-            self._path.write_text(json.dumps(lease))
+            storage.retried(lambda: self._path.write_text(json.dumps(lease)))
 
 
 @contextlib.contextmanager

@@ -8,9 +8,12 @@ of the operating system's error. The clients of buckets have types of their own.
 from __future__ import annotations
 
 import contextlib
+import errno
 import re
+import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from experiments.harness.mistakes import UserError
 
@@ -21,6 +24,11 @@ _STATUS = re.compile(
     r"|UNAUTHENTICATED|UNAVAILABLE): "
 )
 _OS_ERROR = re.compile(r"\[os_error_code='\d+'")
+
+_LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
+_LASTING_STATUS = {"NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED"}
+
+Result = TypeVar("Result")
 
 # Packages that read buckets, and those by which they do.
 _CLIENTS = frozenset({"aiohttp", "fsspec", "gcsfs", "google", "requests"})
@@ -48,6 +56,41 @@ def is_raised_in(package: str, error: BaseException) -> bool:
     """Returns whether code of a package was running when an error was raised."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_globals["__name__"].partition(".")[0] == package for frame, _ in frames)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Returns whether a fault may be over at the next try, as a timeout, and no absence or refusal.
+
+    A full disk is none: it does not empty itself.
+    """
+    return is_fault(error) and not any(_lasts(one) for one in _causes(error))
+
+
+def retried(call: Callable[[], Result], *, waits: Sequence[float] = (1.0, 3.0, 9.0)) -> Result:
+    """Calls a function that asks the storage, and again after each transient fault.
+
+    Args:
+      call: The function; it may be called again after it has done a part of its work.
+      waits: Seconds to wait before each further call; the fault of the last one is raised.
+
+    Example:
+      >>> answers = iter([TimeoutError(), "content"])
+      >>> def read():
+      ...     answer = next(answers)
+      ...     if isinstance(answer, Exception):
+      ...         raise answer
+      ...     return answer
+      >>> retried(read, waits=(0.0,))
+      'content'
+    """
+    for wait in waits:
+        try:
+            return call()
+        except Exception as error:
+            if not is_transient(error):
+                raise
+        time.sleep(wait)
+    return call()
 
 
 @contextlib.contextmanager
@@ -88,6 +131,15 @@ def _is_fault(error: BaseException) -> bool:
         message = str(error)
         return bool(_STATUS.match(message) or _OS_ERROR.search(message))
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS
+
+
+def _lasts(error: BaseException) -> bool:
+    """Returns whether a fault is there until somebody mends it."""
+    if isinstance(error, OSError) and error.errno in _LASTING:
+        return True
+    status = _STATUS.match(str(error)) if isinstance(error, ValueError) else None
+    refused = status is not None and status[1] in _LASTING_STATUS
+    return refused or isinstance(error, (ImportError, PermissionError)) or is_absence(error)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

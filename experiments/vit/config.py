@@ -13,7 +13,7 @@ import ml_collections
 from experiments.harness import config_fields, markdown
 from experiments.harness.config_fields import SEEDS, Range, above, at_least, one_of
 from experiments.harness.mistakes import UserError, user_mistakes
-from experiments.vit.data import in_memory, records
+from experiments.vit.data import in_memory, records, shuffle
 from simrf_jax.attention.random_features.attention import IMPLEMENTATIONS
 from simrf_jax.models import ATTENTIONS, ViTConfig
 from simrf_jax.models.config import DTYPES, FEATURE_MAPS, POOLINGS, REMATS
@@ -58,6 +58,19 @@ FIELDS: dict[str, Field] = {
         str, "Folder of the prepared data sets; empty for the default folder.", may_change=True
     ),
     "in_memory": Field(bool, "True decodes a small data set once; false reads records."),
+    "shuffle_window": Field(
+        int,
+        f"Records that are shuffled together, for each {shuffle.LANE} images of a batch, and read "
+        "in blocks; 0 shuffles the whole data set.",
+        at_least(0),
+        in_memory=0,
+    ),
+    "held_out": Field(
+        float,
+        "Share of the training images, the last ones, that choose the best checkpoint instead of "
+        "the test set, which is then evaluated once, at the end; 0 trains on all.",
+        _BELOW_ONE,
+    ),
     "image_size": Field(int, "Side in pixels of the square images.", at_least(1)),
     "num_workers": Field(
         int,
@@ -98,7 +111,10 @@ FIELDS: dict[str, Field] = {
         int, "Steps that a row of metrics.csv averages.", at_least(1), may_change=True
     ),
     "eval_interval": Field(
-        int, "Steps between evaluations on the whole test set.", at_least(1), may_change=True
+        int,
+        "Steps between evaluations on the test set, or on what is held out.",
+        at_least(1),
+        may_change=True,
     ),
     "eval_crop": Field(
         float,
@@ -127,7 +143,7 @@ FIELDS: dict[str, Field] = {
     ),
     "diagnostics.images": Field(
         int,
-        "Test images on which attention is compared with softmax; 0 for none.",
+        "Images of an evaluation on which attention is compared with softmax; 0 for none.",
         at_least(0),
         may_change=True,
     ),
@@ -145,12 +161,18 @@ FIELDS: dict[str, Field] = {
     ),
     "checkpoint.keep": Field(
         int,
-        "Number of latest checkpoints to keep, beside the one of the best test accuracy.",
+        "Number of latest checkpoints to keep, beside the most accurate one.",
         at_least(1),
         may_change=True,
     ),
     "checkpoint.folder": Field(
         str, "Path or gs://bucket/run of the checkpoints; empty for a folder of the workdir."
+    ),
+    "mirror": Field(
+        str,
+        "Path or gs://bucket/run that metrics, TensorBoard's files and results are copied to, at "
+        "each evaluation and checkpoint; empty for none.",
+        may_change=True,
     ),
     "num_microbatches": Field(
         int, "Parts of a batch whose gradients are computed one after the other.", at_least(1)
@@ -321,6 +343,11 @@ def _check_data(given: dict[str, Any]) -> None:
                 f"config.{name} must be {only} where in_memory is {given['in_memory']}, got "
                 f"{given[name]}."
             )
+    if given["shuffle_window"] and given["batch_size"] % shuffle.LANE:
+        raise UserError(
+            f"config.batch_size must be a multiple of {shuffle.LANE} with a shuffle_window, got "
+            f"{given['batch_size']}."
+        )
 
 
 def _check_calibration(given: dict[str, Any]) -> None:

@@ -7,7 +7,8 @@ import json
 import math
 import pathlib
 import time
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jax
@@ -21,13 +22,15 @@ from experiments.vit.config import check_config
 from experiments.vit.data import pipeline, stream
 from experiments.vit.metrics import diagnostics, flops, log, meter
 from experiments.vit.metrics.bar import Bar
+from experiments.vit.metrics.mirror import Mirror
 from experiments.vit.metrics.profiling import Profile
 from experiments.vit.training import hosts, sharding
 from experiments.vit.training.checkpoint_contents import Progress
 from experiments.vit.training.checkpoint_manager import Checkpoints, is_best
+from experiments.vit.training.due import calibrates, due_after, redraws
 from experiments.vit.training.folders import Folders
 from experiments.vit.training.preemption import Preemption
-from experiments.vit.training.train_step import Metrics, Program, build_program, test_means
+from experiments.vit.training.train_step import Metrics, Program, build_program, evaluation_means
 
 
 def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dict[str, Any]:
@@ -97,17 +100,71 @@ def _train(config: ml_collections.ConfigDict, folders: Folders) -> dict[str, Any
         eval_batch_size=eval_batch_size,
         rows=sharding.rows_of_host(mesh, config.batch_size, eval_batch_size),
     )
-    diagnostics.check_images(config.diagnostics.images, inputs.num_test)
+    num_evaluated = inputs.num_held_out or inputs.num_test
+    diagnostics.check_images(config.diagnostics.images, num_evaluated)
     program = build_program(config, mesh, channels=inputs.channels, num_classes=inputs.num_classes)
 
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.set_mesh(mesh))
-        log_rows, seconds = _loop(stack, config, folders, program, inputs, eval_batch_size)
-    results = _results(config, program, inputs, log_rows, seconds)
+    with jax.set_mesh(mesh):
+        run = _loop_past_bad_batches(config, folders, program, inputs, eval_batch_size)
+    results = _results(config, program, inputs, run)
     if jax.process_index() == 0:  # Only the first host writes.
         folders.check_workdir()
         log.finish(folders.workdir, results)
+        with Mirror(folders.workdir, config.mirror, writes=True) as mirror:
+            mirror.finish()
     return results
+
+
+class NotFiniteError(UserError):
+    """A loss or the norm of a gradient is not finite.
+
+    Attributes:
+      batches: The batches to skip when the run goes back; empty if it must end.
+    """
+
+    def __init__(self, message: str, batches: range = range(0)):
+        super().__init__(message)
+        self.batches = batches
+
+
+class Finished(NamedTuple):
+    """A run that has taken its last step.
+
+    Attributes:
+      rows: Rows of the log.
+      seconds: Seconds that all the steps took.
+      skipped: Numbers of the batches that were skipped.
+    """
+
+    rows: list[dict[str, float]]
+    seconds: float
+    skipped: range
+
+
+def _loop_past_bad_batches(
+    config: ml_collections.ConfigDict,
+    folders: Folders,
+    program: Program,
+    inputs: pipeline.Input,
+    eval_batch_size: int,
+) -> Finished:
+    """Trains, and goes back once if batches make the loss or a gradient not finite.
+
+    All hosts have the same metrics, so they go back together.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            return _loop(stack, config, folders, program, inputs, eval_batch_size)
+        except NotFiniteError as error:
+            if not error.batches:
+                raise
+            bad = error.batches
+            told = f"{error} The run goes back to its last checkpoint, if there is one, and skips "
+            warnings.warn(
+                f"{told}the batches of the steps {bad[0] + 1} to {bad[-1] + 1}.", stacklevel=2
+            )
+    with contextlib.ExitStack() as stack:
+        return _loop(stack, config, folders, program, inputs, eval_batch_size, skip=bad)
 
 
 def _loop(
@@ -117,36 +174,36 @@ def _loop(
     program: Program,
     inputs: pipeline.Input,
     eval_batch_size: int,
-) -> tuple[list[dict[str, float]], float]:
-    """Trains from the newest checkpoint, or from the start, to the last step.
-
-    Returns:
-      The rows of the log, and the seconds that all the steps took.
-    """
+    skip: range = range(0),
+) -> Finished:
+    """Trains from the newest checkpoint, or from the start, to the last step."""
     is_first, workdir = jax.process_index() == 0, folders.workdir
     checkpoints = _open_checkpoints(stack, config, folders.checkpoints)
     found = checkpoints.restore(program.state) if checkpoints else None
     state, progress = found or (program.init(), Progress([], 0.0, {"step": 0}))
     first_step = int(state.step)
     batches = _open_batches(stack, config, inputs, progress)
+    if skip:
+        batches.skip(skip)
     bar = stack.enter_context(Bar(config.num_steps, first_step, shows=is_first))
     if found:
         bar.write(f"Goes on after step {first_step}.")
     elif (workdir / "metrics.csv").exists():
         bar.write("There is no checkpoint to go on from; the run starts over.")
     metrics_log = stack.enter_context(
-        log.Log(workdir, config, _columns(program), progress.rows, writes=is_first)
+        log.Log(workdir, config, _columns(config, program), progress.rows, writes=is_first)
     )
+    mirror = stack.enter_context(Mirror(workdir, config.mirror, writes=is_first))
     profile = stack.enter_context(Profile(workdir / "profile", **config.profile))
     preemption = stack.enter_context(Preemption())
     window = meter.Meter(_speed(config, program))
     start = time.perf_counter() - progress.seconds
     for step in range(first_step, config.num_steps):
         profile.before(step)
-        if _redraws(config, program, step):
+        if program.has_projections and redraws(config, step):
             state = program.redraw(state)
         batch = sharding.global_batch(next(batches), program.mesh, config.batch_size)
-        if _calibrates(config, step):
+        if calibrates(config, step):
             state = program.calibrate(state, batch["image"])
         # A batch or a state that is still on the host raises here, where it would cost every step.
         with (
@@ -157,30 +214,36 @@ def _loop(
         window.add(metrics)
         profile.after(step, metrics)
         done = step + 1
-        due = _due(config, done, stopping=preemption.reached(done))
+        due = due_after(config, done, stopping=preemption.reached(done))
         if not due.row:
             continue
 
         row, each = window.read(done, float(program.schedule(step)))
         finite = all(math.isfinite(x) for values in each.values() for x in values.values())
         if due.evaluation and finite:
-            row |= _evaluate(program, inputs, state, eval_batch_size)
-            each["test loss"] = {done: row["test_loss"]}
+            row |= _evaluate(
+                program, inputs, state, eval_batch_size, is_last=done == config.num_steps
+            )
+            for name in ("held_out_loss", "test_loss"):
+                if name in row:
+                    each[name.replace("_", " ")] = {done: row[name]}
         folders.check_workdir()
         metrics_log.write(row)
         for what, values in each.items():
-            _check_finite(what, values, config, workdir)
+            _check_finite(what, values, config, workdir, batches.skipped)
         best = due.evaluation and is_best(metrics_log.rows)
         if checkpoints and (due.checkpoint or best):
             seconds = time.perf_counter() - start
             progress = Progress(metrics_log.rows, seconds, batches.get_state())
             folders.check_checkpoints(done)
             checkpoints.save(done, state, progress)
+        if due.evaluation or due.checkpoint:
+            mirror.start()
         if due.stop:
             _stop(bar, done, checkpoints)
         bar.update(row)
         window.restart()
-    return metrics_log.rows, time.perf_counter() - start
+    return Finished(metrics_log.rows, time.perf_counter() - start, batches.skipped)
 
 
 def _open_checkpoints(
@@ -203,7 +266,10 @@ def _open_batches(
 ) -> stream.Batches:
     """Opens the batches that are still to come, until the stack is left."""
     batches = stream.Batches(
-        inputs.train_batch, num_steps=config.num_steps, num_workers=config.num_workers
+        inputs.train_part,
+        num_steps=config.num_steps,
+        num_workers=config.num_workers,
+        num_parts=inputs.num_parts,
     )
     batches.set_state(progress.data)
     return stack.enter_context(batches)
@@ -218,47 +284,13 @@ def _stop(bar: Bar, done: int, checkpoints: Checkpoints | None) -> NoReturn:
     raise SystemExit(0)
 
 
-class Due(NamedTuple):
-    """The work that is due after a step.
-
-    Attributes:
-      row: True if a row of the log is due, as it is whenever anything else is.
-      evaluation: True if an evaluation on the test set is due.
-      checkpoint: True if a checkpoint is due, whatever the accuracy.
-      stop: True if the run must stop before its last step.
-    """
-
-    row: bool
-    evaluation: bool
-    checkpoint: bool
-    stop: bool
-
-
-def _due(config: ml_collections.ConfigDict, done: int, *, stopping: bool) -> Due:
-    last = done == config.num_steps
-    evaluation = last or done % config.eval_interval == 0
-    interval = config.checkpoint.interval
-    saves = bool(interval) and (last or stopping or done % interval == 0)
-    row = evaluation or saves or stopping or done % config.log_interval == 0
-    return Due(row, evaluation, saves, stopping and not last)
-
-
-def _redraws(config: ml_collections.ConfigDict, program: Program, step: int) -> bool:
-    """Returns whether this step has other projections than the last one."""
-    interval = config.redraw_interval
-    return program.has_projections and (step == 0 or bool(interval and step % interval == 0))
-
-
-def _calibrates(config: ml_collections.ConfigDict, step: int) -> bool:
-    """Returns whether the features of this step are fitted to its batch, before it is taken."""
-    interval = config.calibrate_interval
-    return bool(interval and step % interval == 0)
-
-
-def _columns(program: Program) -> tuple[str, ...]:
-    if program.diagnose is None:
-        return log.COLUMNS
-    return log.COLUMNS + diagnostics.columns(program.model.depth)
+def _columns(config: ml_collections.ConfigDict, program: Program) -> tuple[str, ...]:
+    columns = log.COLUMNS
+    if config.held_out:
+        columns += log.HELD_OUT_COLUMNS
+    if program.diagnose is not None:
+        columns += diagnostics.columns(program.model.depth)
+    return columns
 
 
 def _speed(config: ml_collections.ConfigDict, program: Program) -> meter.Speed:
@@ -267,18 +299,42 @@ def _speed(config: ml_collections.ConfigDict, program: Program) -> meter.Speed:
 
 
 def _evaluate(
-    program: Program, inputs: pipeline.Input, state: TrainState, batch_size: int
+    program: Program,
+    inputs: pipeline.Input,
+    state: TrainState,
+    batch_size: int,
+    *,
+    is_last: bool,
 ) -> dict[str, float]:
-    """Measures loss and accuracy on the test set, and the diagnostics on its first images."""
+    """Measures loss and accuracy, and the diagnostics on the first images.
+
+    The images are those that are held out, and after the last step those of the test set too. A run
+    that holds out none is measured on the test set each time.
+    """
+    if inputs.held_out_batches is None:
+        return _measure(program, inputs.eval_batches(), state, batch_size, "test")
+    held_out = _measure(program, inputs.held_out_batches(), state, batch_size, "held_out")
+    if not is_last:
+        return held_out
+    return _measure(program, inputs.eval_batches(), state, batch_size, "test") | held_out
+
+
+def _measure(
+    program: Program,
+    batches: Iterable[stream.Batch],
+    state: TrainState,
+    batch_size: int,
+    name: str,
+) -> dict[str, float]:
     measured: dict[str, float] = {}
     sums: list[Metrics] = []
-    for part in inputs.eval_batches():
+    for part in batches:
         batch = sharding.global_batch(part, program.mesh, batch_size)
         if program.diagnose is not None and not sums:
             arrays = program.diagnose(state.model, state.key, batch["image"])
             measured = diagnostics.row(arrays)
         sums.append(program.eval_step(state.model, batch))
-    return test_means(sums) | measured
+    return evaluation_means(sums, name=name) | measured
 
 
 def _check_finite(
@@ -286,33 +342,40 @@ def _check_finite(
     values: Mapping[int, float],
     config: ml_collections.ConfigDict,
     workdir: pathlib.Path,
+    skipped: range,
 ) -> None:
     """Refuses to go on from what is not finite; ``values`` are those of steps."""
     for step, value in values.items():
         if not math.isfinite(value):
-            raise UserError(
+            message = (
                 f"The {what} is {value} at step {step} of {config.num_steps}; the metrics up to "
                 f"there are in {workdir / 'metrics.csv'}."
             )
+            of_training = what in meter.OF_STEPS
+            if of_training and config.checkpoint.interval and not skipped:
+                raise NotFiniteError(message, range(step - 1, max(values)))
+            raise NotFiniteError(message)
 
 
 def _results(
     config: ml_collections.ConfigDict,
     program: Program,
     inputs: pipeline.Input,
-    rows: list[dict[str, float]],
-    seconds: float,
+    run: Finished,
 ) -> dict[str, Any]:
+    rows = run.rows
     speeds = [row["images_per_second"] for row in rows]
     mesh = program.mesh
     return {
         **{name: rows[-1][name] for name in ("test_loss", "test_accuracy")},
         "steps": config.num_steps,
-        "seconds": seconds,
+        "seconds": run.seconds,
+        "skipped_batches": len(run.skipped),
         "images_per_second": float(np.median(speeds[1:] or speeds)),  # The first row compiles.
         "train_flops_per_image": flops.train_flops(program.model),
         "num_parameters": sum(math.prod(x.shape) for x in jax.tree.leaves(program.state.params)),
         "num_train": inputs.num_train,
+        "num_held_out": inputs.num_held_out,
         "num_test": inputs.num_test,
         "device": f"{mesh.size} x {mesh.devices.flat[0].device_kind}",
         "jax": jax.__version__,

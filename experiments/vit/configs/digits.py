@@ -18,6 +18,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.dataset = "digits"
     config.data_dir = ""
     config.in_memory = True
+    config.shuffle_window = 0
+    config.held_out = 0.0
     config.image_size = 8
     config.num_workers = 0
     config.eval_crop = 1.0
@@ -48,6 +50,7 @@ def get_config() -> ml_collections.ConfigDict:
     config.diagnostics = {"images": 16, "redraws": 8}
     config.profile = {"start": 0, "steps": 0}
     config.checkpoint = {"interval": 500, "keep": 2, "folder": ""}
+    config.mirror = ""
     config.num_microbatches = 1
     config.mesh = {"data": -1, "fsdp": 1, "tensor": 1, "sequence": 1}
     config.model = {

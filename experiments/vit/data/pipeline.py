@@ -7,6 +7,7 @@ one generator augments all the images of a batch, and keeps its rows.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -17,16 +18,17 @@ import PIL.Image
 import PIL.ImageOps
 
 from experiments.harness.mistakes import UserError
-from experiments.vit.data import augment, in_memory, records
+from experiments.vit.data import augment, in_memory, records, shuffle
 from experiments.vit.data.randaugment import randaugment
-from experiments.vit.data.stream import Batch
+from experiments.vit.data.stream import Batch, concatenate
+from experiments.vit.data.window_reader import WindowReader
 
 # Returns the ascending numbers of the images that this host reads, given the size of a batch.
 Rows = Callable[[int], np.ndarray]
 
-# Draws are seeded by (seed, number, index): ORDER by the epoch, AUGMENTATION and MIXUP by the
-# position of the example in the run. In memory, Grain draws the order and the augmentation instead.
-ORDER, AUGMENTATION, MIXUP = range(3)
+
+# Iterates over a host's rows of all images of a split.
+Evaluation = Callable[[], Iterator[Batch]]
 
 
 class Input(NamedTuple):
@@ -37,17 +39,38 @@ class Input(NamedTuple):
       num_classes: Number of classes of the labels.
       num_train: Examples to train on.
       num_test: Examples to test on.
-      train_batch: Returns this host's rows of the batch of a step.
+      num_parts: Parts of this host's rows that workers make. Each worker always makes the same
+        part, as it holds the windows in which the part is shuffled; with 1 it makes all rows.
+      train_part: Returns the part of a number, step * num_parts + part.
       eval_batches: Iterates over this host's rows of the whole test split, once and in order, the
         last batches filled up with images of ``weight`` 0.
+      num_held_out: Examples that are held out of training to choose the best checkpoint.
+      held_out_batches: Iterates over these, as ``eval_batches``.
     """
 
     channels: int
     num_classes: int
     num_train: int
     num_test: int
-    train_batch: Callable[[int], Batch]
-    eval_batches: Callable[[], Iterator[Batch]]
+    num_parts: int
+    train_part: Callable[[int], Batch]
+    eval_batches: Evaluation
+    num_held_out: int = 0
+    held_out_batches: Evaluation | None = None
+
+    def train_batch(self, step: int) -> Batch:
+        """Returns this host's rows of the batch of a step."""
+        first = step * self.num_parts
+        return concatenate([self.train_part(first + part) for part in range(self.num_parts)])
+
+
+class Test(NamedTuple):
+    """The images that a trained model is tested on; the attributes are those of ``Input``."""
+
+    channels: int
+    num_classes: int
+    num_test: int
+    eval_batches: Evaluation
 
 
 def load(
@@ -78,6 +101,16 @@ def load(
     return open_input(config, eval_batch_size, rows)
 
 
+def load_test(
+    config: ml_collections.ConfigDict, *, eval_batch_size: int, rows: Rows = np.arange
+) -> Test:
+    """Opens what a trained model is tested on, and of records nothing else; see ``load``."""
+    if config.in_memory:
+        inputs = _from_memory(config, eval_batch_size, rows)
+        return Test(inputs.channels, inputs.num_classes, inputs.num_test, inputs.eval_batches)
+    return _test_records(config, eval_batch_size, rows)
+
+
 def _has_pairs(rows: np.ndarray) -> bool:
     """Returns whether each row comes with its neighbour: 0 and 1, 2 and 3, and so on."""
     return set(rows.tolist()) == set((rows ^ 1).tolist())
@@ -91,8 +124,13 @@ def _from_memory(config: ml_collections.ConfigDict, eval_batch_size: int, rows: 
             f"config.image_size must be {height}, as the images of {config.dataset} are {height} x "
             f"{width} and those in memory are not resized, got {config.image_size}."
         )
+    split, count = dataset.train, _num_held_out(config, len(dataset.train.labels))
+    train, held_out = (
+        in_memory.Split(split.images[part], split.labels[part])
+        for part in np.split(np.arange(len(split.labels)), [len(split.labels) - count])
+    )
     batches = in_memory.train_batches(
-        dataset.train,
+        train,
         batch_size=config.batch_size,
         seed=config.seed,
         shift=config.augment.shift,
@@ -106,46 +144,127 @@ def _from_memory(config: ml_collections.ConfigDict, eval_batch_size: int, rows: 
         positions = step * config.batch_size + rows(config.batch_size)
         return _mix(take_rows(batches[step]), positions, config, dataset.num_classes)
 
-    def eval_batches() -> Iterator[Batch]:
-        return map(take_rows, in_memory.eval_batches(dataset.test, eval_batch_size))
+    def evaluation(split: in_memory.Split) -> Evaluation:
+        return lambda: map(take_rows, in_memory.eval_batches(split, eval_batch_size))
 
-    sizes = len(dataset.train.labels), len(dataset.test.labels)
-    return Input(channels, dataset.num_classes, *sizes, train_batch, eval_batches)
+    return Input(
+        channels,
+        dataset.num_classes,
+        num_train=len(train.labels),
+        num_test=len(dataset.test.labels),
+        num_parts=1,
+        train_part=train_batch,
+        eval_batches=evaluation(dataset.test),
+        num_held_out=count,
+        held_out_batches=evaluation(held_out) if count else None,
+    )
+
+
+def _num_held_out(config: ml_collections.ConfigDict, size: int) -> int:
+    """Returns the number of training examples to hold out, which are the last ones."""
+    return math.ceil(config.held_out * size)
 
 
 def _from_records(config: ml_collections.ConfigDict, eval_batch_size: int, rows: Rows) -> Input:
-    train, test = (
-        records.open_records(config.dataset, split, config.data_dir)
-        for split in ("train", records.DATASETS[config.dataset].test_split)
+    train = records.open_records(config.dataset, "train", config.data_dir)
+    held_out = None
+    if count := _num_held_out(config, len(train)):
+        first = len(train) - count
+        held_out = _evaluation(train.part(first, len(train)), config, eval_batch_size, rows)
+        train = train.part(0, first)
+    test = _test_records(config, eval_batch_size, rows)
+    read, parts = _shuffled(train, config, rows(config.batch_size))
+
+    def train_part(number: int) -> Batch:
+        step, part = divmod(number, len(parts))
+        positions = step * config.batch_size + parts[part]
+        return _mix(_read_train(read, positions, config), positions, config, train.num_classes)
+
+    return Input(
+        train.channels,
+        train.num_classes,
+        num_train=len(train),
+        num_test=test.num_test,
+        num_parts=len(parts),
+        train_part=train_part,
+        eval_batches=test.eval_batches,
+        num_held_out=count,
+        held_out_batches=held_out,
     )
 
-    def train_batch(step: int) -> Batch:
-        positions = step * config.batch_size + rows(config.batch_size)
-        return _mix(_read_train(train, positions, config), positions, config, train.num_classes)
 
+def _test_records(config: ml_collections.ConfigDict, eval_batch_size: int, rows: Rows) -> Test:
+    split = records.DATASETS[config.dataset].test_split
+    test = records.open_records(config.dataset, split, config.data_dir)
+    batches = _evaluation(test, config, eval_batch_size, rows)
+    return Test(test.channels, test.num_classes, len(test), batches)
+
+
+def _evaluation(
+    examples: records.Records, config: ml_collections.ConfigDict, eval_batch_size: int, rows: Rows
+) -> Evaluation:
     def eval_batches() -> Iterator[Batch]:
         mine = rows(eval_batch_size)
-        starts = np.arange(0, len(test), eval_batch_size)
+        starts = np.arange(0, len(examples), eval_batch_size)
         images = grain.MapDataset.source((starts[:, None] + mine).ravel())
         threads = max(1, config.num_workers)
         options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=2 * threads)
-        read = functools.partial(_read_eval, test, config=config)
+        read = functools.partial(_read_eval, examples, config=config)
         return iter(images.map(read).to_iter_dataset(options).batch(len(mine)))
 
-    sizes = len(train), len(test)
-    return Input(train.channels, train.num_classes, *sizes, train_batch, eval_batches)
+    return eval_batches
 
 
-def _read_train(
-    examples: records.Records, positions: np.ndarray, config: ml_collections.ConfigDict
-) -> Batch:
-    """Reads shuffled, augmented examples; each comes once before any comes again."""
+# Returns the images and labels at some positions of the run.
+Read = Callable[[list[int]], list[records.Decoded]]
+
+
+def _shuffled(
+    train: records.Records, config: ml_collections.ConfigDict, rows: np.ndarray
+) -> tuple[Read, list[np.ndarray]]:
+    """Returns how examples are read in the order of the run, and the parts of the host's rows.
+
+    Raises:
+      UserError: If there are too few examples for the lanes, or too few lanes for the workers.
+    """
+    if not config.shuffle_window:
+        return functools.partial(_read_shuffled, train, config.seed), [rows]
+    lanes = config.batch_size // shuffle.LANE
+    starts = shuffle.blocks([stop - start for _, start, stop in train.files])
+    windows = shuffle.Windows(config.seed, lanes, config.shuffle_window, starts)
+    if not windows.length:
+        raise UserError(
+            f"config.shuffle_window must be 0 with fewer examples than the {lanes} lanes of a "
+            f"batch, got {config.shuffle_window} for {len(train)} examples."
+        )
+    lane_of_row = rows // shuffle.LANE
+    mine = np.unique(lane_of_row)
+    if config.num_workers > len(mine):
+        raise UserError(
+            f"config.num_workers must be at most {len(mine)}, the number of lanes that this host "
+            f"reads, got {config.num_workers}."
+        )
+    parts = np.array_split(mine, max(1, config.num_workers))
+    rows_of_parts = [rows[np.isin(lane_of_row, part)] for part in parts]
+    return WindowReader(train, windows).read, rows_of_parts
+
+
+def _read_shuffled(
+    examples: records.Records, seed: int, positions: list[int]
+) -> list[records.Decoded]:
+    """Reads examples of which each comes once before any comes again."""
     indices = []
     for position in positions:
         epoch, place = divmod(position, len(examples))
-        indices.append(int(_order(config.seed, epoch, len(examples))[place]))
-    images, labels = zip(*examples.read(indices), strict=True)
-    rngs = (np.random.default_rng((config.seed, AUGMENTATION, p)) for p in positions.tolist())
+        indices.append(int(shuffle.order(seed, epoch, len(examples))[place]))
+    return examples.read(indices)
+
+
+def _read_train(read: Read, positions: np.ndarray, config: ml_collections.ConfigDict) -> Batch:
+    """Reads and augments the examples at some positions of the run."""
+    images, labels = zip(*read(positions.tolist()), strict=True)
+    draws = ((config.seed, shuffle.AUGMENTATION, p) for p in positions.tolist())
+    rngs = (np.random.default_rng(draw) for draw in draws)
     augmented = [_augmented(x, rng, config) for x, rng in zip(images, rngs, strict=True)]
     return {"image": _to_array(augmented), "label": np.array(labels, np.int32)}
 
@@ -167,11 +286,6 @@ def _read_eval(
         "label": np.array(label, np.int32),
         "weight": np.array(weight, np.float32),
     }
-
-
-@functools.lru_cache(maxsize=2)  # A batch may begin in one epoch and end in the next.
-def _order(seed: int, epoch: int, size: int) -> np.ndarray:
-    return np.random.default_rng((seed, ORDER, epoch)).permutation(size)
 
 
 def _augmented(
@@ -200,7 +314,8 @@ def _mix(
     alpha = config.augment.mixup
     if not alpha:
         return batch
-    rngs = (np.random.default_rng((config.seed, MIXUP, p)) for p in positions.tolist())
+    draws = ((config.seed, shuffle.MIXUP, p) for p in positions.tolist())
+    rngs = (np.random.default_rng(draw) for draw in draws)
     drawn = np.array([rng.beta(alpha, alpha) for rng in rngs])
     # The larger share is an image's own, or neighbours would often become two of the same mixture.
     weights = np.maximum(drawn, 1 - drawn)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
 
@@ -45,22 +46,38 @@ DATASETS: dict[str, Prepared] = {
 }
 
 
+Decoded = tuple[PIL.Image.Image, int]  # An image, in mode L or RGB, and its label.
+
+
+class File(NamedTuple):
+    """The records of a file that belong to a split, from ``start`` up to ``stop``."""
+
+    path: str
+    start: int
+    stop: int
+
+
 class NotPreparedError(UserError):
     """A data set is not there in the format that is read; preparing it helps."""
 
 
-class Records(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Records:
     """The examples of one split, their images still encoded.
 
     Attributes:
       name: The name in errors, such as ``"the train split of imagenet2012 in '/data'"``.
-      source: Random access to them; may be pickled, and then opens its files anew.
+      source: Random access to the records; may be pickled, and then opens its files anew.
+      files: The files that hold them, in the order of the examples.
+      features: The meaning of the bytes of a record.
       num_classes: Number of classes of the labels.
       channels: Number of channels of the images, 1 or 3.
     """
 
     name: str
     source: Any
+    files: tuple[File, ...]
+    features: Any
     num_classes: int
     channels: int
 
@@ -68,24 +85,52 @@ class Records(NamedTuple):
         """Returns the number of examples."""
         return len(self.source)
 
-    def read(self, indices: Sequence[int]) -> list[tuple[PIL.Image.Image, int]]:
-        """Reads records in parallel and returns images, in mode L or RGB, and labels.
+    def part(self, start: int, stop: int) -> Records:
+        """Returns the examples from ``start`` up to ``stop`` as records of their own."""
+        from array_record.python import array_record_data_source
+
+        files, first = [], 0
+        for file in self.files:
+            size = file.stop - file.start
+            low, high = (min(max(end - first, 0), size) for end in (start, stop))
+            if low < high:
+                files.append(File(file.path, file.start + low, file.start + high))
+            first += size
+        source = array_record_data_source.ArrayRecordDataSource(
+            [f"{file.path}[{file.start}:{file.stop}]" for file in files]
+        )
+        name = f"{self.name}, from its example {start}"
+        return dataclasses.replace(self, name=name, source=source, files=tuple(files))
+
+    def read(self, indices: Sequence[int]) -> list[Decoded]:
+        """Reads records in parallel, by a request each, and returns images and labels.
 
         Raises:
           UserError: If an example cannot be read or decoded, or has a label that is no class; the
             message names the example.
         """
         try:
-            examples = self.source.__getitems__(indices)
+            records = self.source.__getitems__(indices)
         except Exception as error:  # Each kind of storage, and of damage, has errors of its own.
             raise UserError(
                 f"Of the examples {indices} of {self.name} some cannot be read: {error}"
             ) from error
-        return [
-            self._decode(index, example) for index, example in zip(indices, examples, strict=True)
-        ]
+        return [self.decode(i, record) for i, record in zip(indices, records, strict=True)]
 
-    def _decode(self, index: int, example: Mapping[str, Any]) -> tuple[PIL.Image.Image, int]:
+    def decode(self, index: int, record: bytes) -> Decoded:
+        """Returns the image and the label of the bytes of a record.
+
+        Raises:
+          UserError: If it is damaged; see ``read``.
+        """
+        import tensorflow_datasets as tfds
+
+        try:
+            example = self.features.deserialize_example_np(
+                record, decoders={"image": tfds.decode.SkipDecoding()}
+            )
+        except Exception as error:  # Each kind of damage has errors of its own, of many types.
+            raise UserError(f"Example {index} of {self.name} is damaged: {error}") from error
         label = example["label"]
         if not 0 <= label < self.num_classes:
             raise UserError(
@@ -156,10 +201,14 @@ def open_records(name: str, split: str, data_dir: str) -> Records:
     if not info.splits[split].num_examples:
         raise UserError(f"{what} has no examples in its split {split!r}.")
     _check_whole(info.splits[split])
-    source = builder.as_data_source(split, decoders={"image": tfds.decode.SkipDecoding()})
     return Records(
         f"the {split} split of {name} in {data_dir!r}",
-        source,
+        builder.as_data_source(split).data_source,
+        tuple(
+            File(os.fspath(file.filename), file.skip, file.skip + file.take)
+            for file in info.splits[split].file_instructions
+        ),
+        info.features,
         info.features["label"].num_classes,
         info.features["image"].shape[-1],
     )

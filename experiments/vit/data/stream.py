@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from multiprocessing import resource_tracker
 from typing import Self
@@ -23,17 +24,28 @@ Batch = dict[str, np.ndarray]
 class Batches:
     """Iterates over the batches of a run, made ahead of it.
 
-    Its state is how many were taken: a run may go on with another number of workers or hosts.
+    Its state is how many were taken, and which were skipped: a run may go on with another number of
+    workers or hosts.
 
     Args:
-      make: Function that returns the batch of a step, counted from 0.
+      make: Function that returns a part of a batch, given its number: step * num_parts + part.
       num_steps: Number of batches.
       num_workers: Number of processes that make batches; 0 uses a thread of this process.
+      num_parts: Parts of a batch, of which each worker always makes the same one: 1, or the number
+        of workers.
     """
 
-    def __init__(self, make: Callable[[int], Batch], *, num_steps: int, num_workers: int):
+    def __init__(
+        self,
+        make: Callable[[int], Batch],
+        *,
+        num_steps: int,
+        num_workers: int,
+        num_parts: int = 1,
+    ):
         self._make, self._num_steps, self._num_workers = make, num_steps, num_workers
-        self._step = 0
+        self._num_parts = num_parts
+        self._step, self._skipped = 0, range(0)
         self._iterator: grain.DatasetIterator | None = None
 
     def __enter__(self) -> Self:
@@ -56,9 +68,25 @@ class Batches:
         self._step += 1
         return batch
 
+    @property
+    def skipped(self) -> range:
+        """Returns the numbers of the batches that are skipped."""
+        return self._skipped
+
+    def skip(self, batches: range) -> None:
+        """Leaves out some batches to come; those after them come instead, and more at the end."""
+        self.close()
+        self._skipped = batches
+
     def get_state(self) -> dict[str, int]:
         """Returns the state that belongs in a checkpoint."""
-        return {"step": self._step}
+        if not self._skipped:
+            return {"step": self._step}
+        return {
+            "step": self._step,
+            "skipped_from": self._skipped.start,
+            "skipped_to": self._skipped.stop,
+        }
 
     def set_state(self, state: Mapping[str, int]) -> None:
         """Goes on after the batches that were taken when this state was.
@@ -72,6 +100,7 @@ class Batches:
             )
         self.close()
         self._step = state["step"]
+        self._skipped = range(state.get("skipped_from", 0), state.get("skipped_to", 0))
 
     def close(self) -> None:
         """Ends the workers."""
@@ -80,14 +109,30 @@ class Batches:
             self._iterator = None
 
     def _start(self) -> grain.DatasetIterator:
-        steps = grain.MapDataset.range(self._step, self._num_steps).map(self._make)
-        # A worker makes whole batches, so how many there are changes none of them.
-        ahead = steps.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
+        numbers = (step * self._num_parts for step in (self._step, self._num_steps))
+        # Workers take turns, so each gets the same part of every batch.
+        first, missing = (n * self._num_parts for n in (self._skipped.start, len(self._skipped)))
+        make = functools.partial(_make_shifted, self._make, first, missing)
+        parts = grain.MapDataset.range(*numbers).map(make)
+        ahead = parts.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=1))
         if not flags.FLAGS.is_parsed():  # By a notebook, or a test; Grain asks flags of its own.
             flags.FLAGS.mark_as_parsed()
         workers = grain.MultiprocessingOptions(self._num_workers, per_worker_buffer_size=1)
         init = _end_with_the_trainer if self._num_workers else None
-        return iter(ahead.mp_prefetch(workers, worker_init_fn=init))
+        made = ahead.mp_prefetch(workers, worker_init_fn=init)
+        return iter(made.batch(self._num_parts, batch_fn=concatenate))
+
+
+def _make_shifted(make: Callable[[int], Batch], first: int, missing: int, number: int) -> Batch:
+    """Makes a part of a batch, of which ``missing`` numbers from ``first`` on are left out."""
+    return make(number if number < first else number + missing)
+
+
+def concatenate(parts: Sequence[Batch]) -> Batch:
+    """Returns the batch of some parts."""
+    if len(parts) == 1:
+        return parts[0]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 @contextmanager

@@ -14,6 +14,7 @@ _FORMATS = {
     "images_per_second": ("images/s", "{:.0f}".format),
     "flops_per_second": ("FLOP/s", tqdm.tqdm.format_sizeof),
     "mfu": ("MFU", "{:.1%}".format),
+    "held_out_accuracy": ("held-out accuracy", "{:.3f}".format),
     "test_loss": ("test loss", "{:.3f}".format),
     "test_accuracy": ("test accuracy", "{:.3f}".format),
     "attention_error": ("attention error", "{:.2f}".format),

@@ -13,6 +13,8 @@ from experiments.harness import style
 
 # For each column (step, value) where there is a value.
 Metrics = dict[str, list[tuple[int, float]]]
+# Label and format of each split.
+SPLITS = {"train": ("train", "C0-"), "held_out": ("held-out", "C2o-"), "test": ("test", "C1o-")}
 
 
 def draw_curves(metrics: Metrics) -> matplotlib.figure.Figure:
@@ -32,19 +34,25 @@ def draw_curves(metrics: Metrics) -> matplotlib.figure.Figure:
 
 
 def _loss(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
-    _train_and_test(axes, metrics, "loss")
+    _splits(axes, metrics, "loss")
     axes.set(ylabel="loss (nats)", yscale="log")
 
 
 def _accuracy(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
-    _train_and_test(axes, metrics, "accuracy")
-    step, last = metrics["test_accuracy"][-1]
-    axes.set(ylabel="accuracy", title=f"test accuracy after step {step:,}: {last:.4f}")
+    _splits(axes, metrics, "accuracy")
+    # While a run with held-out images trains, it has no test accuracy yet.
+    split = "test" if metrics["test_accuracy"] else "held_out"
+    step, last = metrics[f"{split}_accuracy"][-1]
+    title = f"{SPLITS[split][0]} accuracy after step {step:,}: {last:.4f}"
+    axes.set(ylabel="accuracy", title=title)
 
 
-def _train_and_test(axes: matplotlib.axes.Axes, metrics: Metrics, name: str) -> None:
-    axes.plot(*zip(*metrics[f"train_{name}"], strict=True), color="C0", lw=1, label="train")
-    axes.plot(*zip(*metrics[f"test_{name}"], strict=True), "C1o-", ms=3, label="test")
+def _splits(axes: matplotlib.axes.Axes, metrics: Metrics, name: str) -> None:
+    """Draws a measurement of each split for which there is one."""
+    for split, (label, look) in SPLITS.items():
+        if points := metrics.get(f"{split}_{name}"):
+            width = 1 if split == "train" else 1.5
+            axes.plot(*zip(*points, strict=True), look, lw=width, ms=3, label=label)
     axes.legend()
 
 

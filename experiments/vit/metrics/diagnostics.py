@@ -40,16 +40,16 @@ class Seen(NamedTuple):
     output: jax.Array
 
 
-def check_images(num_images: int, num_test: int) -> None:
+def check_images(num_images: int, num_evaluated: int) -> None:
     """Refuses to look at more images than there are.
 
     Raises:
-      UserError: If the test set has fewer.
+      UserError: If an evaluation has fewer.
     """
-    if num_images > num_test:
+    if num_images > num_evaluated:
         raise UserError(
-            f"config.diagnostics.images must be at most {num_test}, all the images to test on, got "
-            f"{num_images}."
+            f"config.diagnostics.images must be at most {num_evaluated}, all the images of an "
+            f"evaluation, got {num_images}."
         )
 
 

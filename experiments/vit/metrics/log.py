@@ -39,6 +39,16 @@ COLUMNS: tuple[str, ...] = (
 # Least time between two drawings of the curves while a run trains.
 SECONDS_BETWEEN_DRAWINGS = 20.0
 
+HELD_OUT_COLUMNS: tuple[str, ...] = ("held_out_loss", "held_out_accuracy")
+
+
+def accuracy(row: Mapping[str, float]) -> float:
+    """Returns the accuracy that chooses the best checkpoint, or minus infinity if there is none.
+
+    It is that on the images that are held out, or in a run without such images the test accuracy.
+    """
+    return row.get("held_out_accuracy", row.get("test_accuracy", -math.inf))
+
 
 class Log:
     """``metrics.csv`` and the same for TensorBoard, each row on disk before the next step runs.
@@ -105,7 +115,7 @@ class Log:
                 self._file.flush()
                 self._events.write(row)
             age = time.monotonic() - self._drawn
-            if "test_accuracy" in row and age >= SECONDS_BETWEEN_DRAWINGS:
+            if accuracy(row) >= 0 and age >= SECONDS_BETWEEN_DRAWINGS:
                 # What is wrong here is raised by the drawing at the end, which loses nothing.
                 with contextlib.suppress(Exception):
                     _draw(self._workdir)

@@ -32,6 +32,10 @@ class Speed(NamedTuple):
         return row if self.peak is None else row | {"mfu": row["flops_per_second"] / self.peak}
 
 
+# The metrics of each step that must be finite: their names in a sentence, and those in the step.
+OF_STEPS = {"loss": "loss", "gradient's norm": "gradient_norm"}
+
+
 class Meter:
     """Gathers the metrics of steps, on the devices, and makes a row of their means."""
 
@@ -82,6 +86,6 @@ class Meter:
         numbers = range(done - len(fetched) + 1, done + 1)
         each = {
             what: {n: float(m[name]) for n, m in zip(numbers, fetched, strict=True)}
-            for what, name in (("loss", "loss"), ("gradient's norm", "gradient_norm"))
+            for what, name in OF_STEPS.items()
         }
         return row, each

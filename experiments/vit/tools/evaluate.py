@@ -10,7 +10,7 @@ from absl import app, flags
 from experiments.harness.mistakes import UserError, told_in_one_line, user_mistakes
 from experiments.vit.data import pipeline
 from experiments.vit.training import orbax_output, sharding, trained
-from experiments.vit.training.train_step import test_means
+from experiments.vit.training.train_step import evaluation_means
 from simrf_jax import checks
 
 
@@ -27,7 +27,7 @@ def evaluate(
 
     Args:
       workdir: Folder of the run.
-      best: If true, take the checkpoint of the best test accuracy instead of the newest.
+      best: If true, take the most accurate checkpoint instead of the newest.
       data_dir: Folder of the data; None for the folder that the run read.
       batch_size: Images of a batch, rounded up to a multiple of the devices; None for the run's.
 
@@ -45,11 +45,10 @@ def evaluate(
     mesh = sharding.make_mesh({"data": -1, "fsdp": 1, "tensor": 1, "sequence": 1})
     model = trained.load(workdir, mesh, best=best)
     config, program = model.config, model.program
-    config.augment.mixup = 0.0  # It would ask these devices for pairs of training images.
     config.data_dir = config.data_dir if data_dir is None else data_dir
     batch_size = sharding.round_up(batch_size or config.eval_batch_size, mesh)
     rows = sharding.rows_of_host(mesh, batch_size)
-    inputs = pipeline.load(config, eval_batch_size=batch_size, rows=rows)
+    inputs = pipeline.load_test(config, eval_batch_size=batch_size, rows=rows)
     if (inputs.channels, inputs.num_classes) != (program.model.channels, program.model.num_classes):
         raise UserError(
             f"The model must be evaluated on images of {program.model.channels} channels and "
@@ -58,7 +57,9 @@ def evaluate(
         )
     batches = (sharding.global_batch(b, mesh, batch_size) for b in inputs.eval_batches())
     with jax.set_mesh(mesh):
-        means = test_means(program.eval_step(model.states, batch) for batch in batches)
+        means = evaluation_means(
+            (program.eval_step(model.states, batch) for batch in batches), name="test"
+        )
     return {"step": model.step, **means}
 
 

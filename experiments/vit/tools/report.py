@@ -40,7 +40,8 @@ class Run(NamedTuple):
     Attributes:
       folder: Folder of the run.
       results: Content of its ``results.json``.
-      tests: Step and test accuracy of each evaluation, ``[evaluations, 2]``.
+      tests: Step and accuracy of each evaluation, ``[evaluations, 2]``, of what is held out or, if
+        nothing is, of the test set.
     """
 
     folder: pathlib.Path
@@ -123,7 +124,8 @@ def _read(folder: pathlib.Path) -> Run:
                 f"{folder} contradicts itself: {name} is {result} in results.json, and {last} at "
                 f"the end of metrics.csv, after step {step}."
             )
-    return Run(folder, results, np.array(metrics["test_accuracy"]))
+    curve = metrics.get("held_out_accuracy") or metrics["test_accuracy"]
+    return Run(folder, results, np.array(curve))
 
 
 def read_results(folder: pathlib.Path) -> dict[str, Any]:
@@ -189,7 +191,7 @@ def make_table(runs: Runs) -> str:
 
 
 def draw(runs: Runs) -> matplotlib.figure.Figure:
-    """Draws test accuracy against the epoch, as in Fig. 9 of the paper, and each run's last one.
+    """Draws accuracy against the epoch, as in Fig. 9 of the paper, and each run's test accuracy.
 
     Lines are means over seeds, bands one standard deviation of a run to either side.
 
@@ -200,7 +202,9 @@ def draw(runs: Runs) -> matplotlib.figure.Figure:
     curves, ends = figure.subplots(1, 2, width_ratios=(3, 2))
     for row, (attention, some) in enumerate(runs.items()):
         _draw_attention(curves, ends, row, attention, some)
-    curves.set(xlabel="epoch", ylabel="test accuracy")
+    held_out = any(run.results["config"].get("held_out") for some in runs.values() for run in some)
+    measured_on = "held-out" if held_out else "test"
+    curves.set(xlabel="epoch", ylabel=f"{measured_on} accuracy")
     curves.legend()
     style.tidy(curves)
     names = [style.LABELS.get(attention, attention) for attention in runs]
@@ -220,13 +224,16 @@ def _draw_attention(
     runs: Sequence[Run],
 ) -> None:
     accuracies = np.stack([run.tests[:, 1] for run in runs])
-    epochs, mean, last = runs[0].epochs, accuracies.mean(axis=0), accuracies[:, -1]
+    epochs, mean = runs[0].epochs, accuracies.mean(axis=0)
+    last = np.array([run.results["test_accuracy"] for run in runs])
     look = style.STYLES[attention]
     curves.plot(epochs, mean, **look, label=style.LABELS.get(attention, attention))
     if len(runs) > 1:
         spread = accuracies.std(axis=0, ddof=1)
         style.band(curves, epochs, mean - spread, mean + spread, color=look["color"])
-        ends.errorbar(mean[-1], row, xerr=spread[-1], color=look["color"], fmt="D", capsize=4)
+        ends.errorbar(
+            last.mean(), row, xerr=last.std(ddof=1), color=look["color"], fmt="D", capsize=4
+        )
     below = 0.2 if len(runs) > 1 else 0.0  # Not on the mean.
     ends.plot(last, np.full(len(last), row + below), "o", color=look["color"], ms=5, alpha=0.6)
 

@@ -44,5 +44,6 @@ def apply(argument: str, config: ml_collections.ConfigDict) -> ml_collections.Co
     if not config.in_memory:  # Images in memory are not resized.
         config.image_size = 32
         config.num_workers = 2
+        config.shuffle_window = 16
     config.model.patch_size = config.image_size // 4  # 16 patches.
     return config

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -27,6 +28,7 @@ from etils import epath
 
 from experiments.harness import config_fields, storage
 from experiments.harness.mistakes import UserError
+from experiments.vit.metrics import log
 from experiments.vit.training import digest
 from experiments.vit.training.checkpoint_damage import (
     DamagedError,
@@ -80,9 +82,15 @@ class Found(NamedTuple):
 
     @property
     def test_accuracy(self) -> float | None:
-        """Returns the test accuracy at its step, or None if it was not evaluated."""
+        """Returns the test accuracy at its step, or None if the test set was not evaluated."""
         rows = self.progress.rows
         return rows[-1].get("test_accuracy") if rows else None
+
+    @property
+    def accuracy(self) -> float:
+        """Returns the accuracy that chooses the best checkpoint; see ``log.accuracy``."""
+        rows = self.progress.rows
+        return log.accuracy(rows[-1] if rows else {})
 
 
 def run_item(
@@ -115,7 +123,7 @@ def find(folder: epath.PathLike, *, best: bool) -> Iterator[Found]:
 
     Args:
       folder: Folder of the checkpoints.
-      best: If true, begin with the one of the best test accuracy instead of the newest, and leave
+      best: If true, begin with the most accurate one instead of the newest, and leave
         out those that were not evaluated.
 
     Raises:
@@ -146,10 +154,10 @@ def _whole(folder: epath.Path, steps: Sequence[int]) -> Iterator[Found]:
 def _best_first(folder: epath.Path, found: Iterator[Found]) -> list[Found]:
     """Returns those that were evaluated, the most accurate first; of equal ones, the newest."""
     some = list(found)
-    evaluated = [one for one in some if one.test_accuracy is not None]
+    evaluated = [one for one in some if one.accuracy > -math.inf]
     if some and not evaluated:
         raise UserError(f"No checkpoint in {folder} was evaluated; leave out --best.")
-    return sorted(evaluated, key=lambda one: (one.test_accuracy, one.step), reverse=True)
+    return sorted(evaluated, key=lambda one: (one.accuracy, one.step), reverse=True)
 
 
 def load(folder: epath.PathLike, found: Found, state: State) -> State:

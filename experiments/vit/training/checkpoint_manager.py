@@ -20,15 +20,16 @@ from orbax.checkpoint import checkpoint_managers
 from experiments.harness import config_fields, storage
 from experiments.harness.mistakes import UserError
 from experiments.vit.config import config_differences
+from experiments.vit.metrics import log
 from experiments.vit.training import checkpoint_contents, hosts
 from experiments.vit.training.checkpoint_contents import Found, Progress, State
 from experiments.vit.training.checkpoint_damage import DamagedError, IncompatibleError
 
 
 def is_best(rows: list[dict[str, float]]) -> bool:
-    """Returns whether the last row has a higher test accuracy than any before."""
-    *before, last = (row.get("test_accuracy", -1.0) for row in rows)
-    return last > max(before, default=-1.0)
+    """Returns whether the last row is more accurate than any before; see ``log.accuracy``."""
+    *before, last = (log.accuracy(row) for row in rows)
+    return last > max(before, default=-math.inf)
 
 
 class Checkpoints:
@@ -41,7 +42,7 @@ class Checkpoints:
     Args:
       folder: Folder of the checkpoints, made if needed: a path or ``gs://bucket/run``.
       config: Config of the run.
-      keep: Number of latest checkpoints to keep, beside the one of the best test accuracy.
+      keep: Number of latest checkpoints to keep, beside the most accurate one.
 
     Raises:
       UserError: If the folder cannot be read and written.
@@ -229,7 +230,7 @@ class _LatestAndBest:
 
     def kept(self, steps: Sequence[int]) -> set[int]:
         """Returns the steps to keep, of some in ascending order."""
-        accuracies = {row["step"]: row.get("test_accuracy", -math.inf) for row in self.rows}
+        accuracies = {row["step"]: log.accuracy(row) for row in self.rows}
         best = max(steps, key=lambda step: (accuracies.get(step, -math.inf), step))
         return {best, *steps[-self._latest :]}
 

@@ -100,11 +100,16 @@ def score(logits: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
     return losses, logits.argmax(-1) == labels
 
 
-def test_means(sums: Iterable[Metrics]) -> dict[str, float]:
-    """Returns ``test_loss`` and ``test_accuracy`` from the sums of ``eval_step`` over batches."""
+def evaluation_means(sums: Iterable[Metrics], *, name: str) -> dict[str, float]:
+    """Returns ``{name}_loss`` and ``{name}_accuracy`` from the sums of ``eval_step``.
+
+    Args:
+      sums: Sums of ``eval_step``, a batch each.
+      name: Name of the images, ``test`` or ``held_out``.
+    """
     batches = list(sums)
-    total = {name: sum(float(s[name]) for s in batches) for name in batches[0]}
-    return {f"test_{name}": total[name] / total["weight"] for name in ("loss", "accuracy")}
+    total = {what: sum(float(s[what]) for s in batches) for what in batches[0]}
+    return {f"{name}_{what}": total[what] / total["weight"] for what in ("loss", "accuracy")}
 
 
 class Program(NamedTuple):

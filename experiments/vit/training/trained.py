@@ -30,7 +30,7 @@ class Trained(NamedTuple):
       states: Parameters, projections and calibrations of the model at that step, as
         ``TrainState.model``.
       step: Steps that were done when it was saved.
-      test_accuracy: Test accuracy at that step, or None if it was not evaluated.
+      test_accuracy: Test accuracy at that step, or None if the test set was not evaluated.
     """
 
     config: ml_collections.ConfigDict
@@ -48,7 +48,7 @@ def load(workdir: str | pathlib.Path, mesh: Mesh, *, best: bool) -> Trained:
     Args:
       workdir: The folder of the run.
       mesh: Mesh that the arrays go to, whatever mesh they were on.
-      best: If true, take the checkpoint of the best test accuracy instead of the newest.
+      best: If true, take the most accurate checkpoint instead of the newest.
 
     Raises:
       IncompatibleError: If the checkpoints are of another run or another program, and the message

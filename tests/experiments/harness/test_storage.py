@@ -1,5 +1,7 @@
 """Tests of storage faults, which are neither damaged files nor bugs."""
 
+import errno
+
 import pytest
 
 from experiments.harness import storage
@@ -99,3 +101,40 @@ def test_what_fails_is_no_absence(error):
 )
 def test_an_error_is_told_in_a_line(error, line):
     assert storage.in_a_line(error) == line
+
+
+@pytest.mark.parametrize(
+    ("error", "transient"),
+    [
+        (TimeoutError("slow"), True),
+        (ConnectionResetError("reset"), True),
+        (OSError(errno.EIO, "I/O error"), True),
+        (ValueError("UNAVAILABLE: Error reading gs://bucket"), True),
+        (ValueError("PERMISSION_DENIED: Error reading gs://bucket"), False),
+        (OSError(errno.ENOSPC, "No space left"), False),
+        (PermissionError("403"), False),
+        (FileNotFoundError("gone"), False),
+        (ValueError("a bug"), False),
+    ],
+    ids=repr,
+)
+def test_transient_faults_are_tried_again(error, transient):
+    calls = []
+
+    def call():
+        calls.append(1)
+        if len(calls) < 3:
+            raise error
+        return "content"
+
+    if transient:
+        assert storage.retried(call, waits=(0, 0)) == "content"
+    else:
+        with pytest.raises(type(error)):
+            storage.retried(call, waits=(0, 0))
+    assert len(calls) == (3 if transient else 1)
+
+
+def test_a_fault_that_stays_is_raised():
+    with pytest.raises(TimeoutError, match="slow"):
+        storage.retried(lambda: (_ for _ in ()).throw(TimeoutError("slow")), waits=(0,))

@@ -1,11 +1,6 @@
 """``gs://bucket``: a folder is the stand-in of fsspec, and a server that of storage."""
 
-import http.server
 import importlib.util
-import pathlib
-import re
-import threading
-import urllib.parse
 
 import fsspec
 import numpy as np
@@ -13,6 +8,8 @@ import pytest
 from etils.epath import backend
 from fsspec.implementations.local import LocalFileSystem
 
+from benchmarks import local_bucket
+from benchmarks.local_bucket import BUCKET
 from experiments.harness.mistakes import UserError
 from experiments.vit.data import records
 from experiments.vit.tools import prepare
@@ -24,28 +21,6 @@ pytestmark = [
     pytest.mark.fast,
     pytest.mark.skipif(has_tensorflow, reason="where TensorFlow is, it reads buckets, not fsspec"),
 ]
-BUCKET = "gs://bucket"
-
-
-class Storage(http.server.BaseHTTPRequestHandler):
-    """The downloads of Google Cloud Storage's JSON API, which ArrayRecord asks for."""
-
-    protocol_version = "HTTP/1.1"
-
-    def do_GET(self):
-        name = urllib.parse.unquote(urllib.parse.urlsplit(self.path).path.split("/o/")[1])
-        path = self.server.folder / name
-        content = path.read_bytes() if path.exists() else b""
-        suffix, start = re.fullmatch(r"bytes=(-?)(\d+)-?", self.headers["Range"]).groups()
-        start = max(0, len(content) - int(start)) if suffix else int(start)
-        self.send_response(206 if content else 404)
-        self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-        self.send_header("Content-Length", str(len(content) - start))
-        self.end_headers()
-        self.wfile.write(content[start:])
-
-    def log_message(self, *_):
-        pass
 
 
 @pytest.fixture
@@ -61,23 +36,16 @@ def storage(monkeypatch):
 
 
 @pytest.fixture
-def folder(tmp_path, storage, monkeypatch):
+def bucket(tmp_path):
+    """A folder of this machine as a bucket."""
+    with local_bucket.serve(tmp_path) as server:
+        yield server
+
+
+@pytest.fixture
+def folder(bucket, tmp_path):
     """What is in the bucket."""
-
-    class Folder(LocalFileSystem):
-        @classmethod
-        def _strip_protocol(cls, path):
-            return super()._strip_protocol(str(path).replace(BUCKET, str(tmp_path)))
-
-    storage(Folder)
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Storage)
-    server.folder = pathlib.Path(tmp_path)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_address[1]}"
-    monkeypatch.setenv("CLOUD_STORAGE_EMULATOR_ENDPOINT", address)
-    yield tmp_path
-    server.shutdown()
-    server.server_close()
+    return tmp_path
 
 
 def test_records_in_a_bucket_are_those_on_disk(folder):
@@ -88,6 +56,28 @@ def test_records_in_a_bucket_are_those_on_disk(folder):
         np.testing.assert_array_equal(there[name], x)
     line = prepare.prepare("imagenet2012", BUCKET)
     assert line == "imagenet2012 in gs://bucket: 100 classes, 9 in train, 5 in validation."
+
+
+def test_windows_are_read_by_a_request_a_block(bucket, folder):
+    prepared.write(folder, train=100, validation=5)
+    here, there = (prepared.load(at, shuffle_window=25) for at in (folder, BUCKET))
+    opened = bucket.requests
+    for step in range(12):  # Nearly one epoch: two lanes of 50 examples.
+        ours, theirs = here.train_batch(step), there.train_batch(step)
+        np.testing.assert_array_equal(ours["label"], theirs["label"])
+    # Two blocks of 50 in two windows each, and for each lane the first window of the next epoch;
+    # threads that begin together may each open the file. An exact shuffle takes 96 requests.
+    assert 7 < bucket.requests - opened <= 14
+
+
+@pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.slow), 25])
+def test_a_bucket_that_is_busy_is_asked_again(bucket, folder, window):
+    prepared.write(folder, train=30, validation=5)
+    here, there = (prepared.load(at, shuffle_window=window) for at in (folder, BUCKET))
+    bucket.failures += [503, 503, 429]
+    ours, theirs = here.train_batch(0), there.train_batch(0)
+    np.testing.assert_array_equal(ours["label"], theirs["label"])
+    assert not bucket.failures
 
 
 def test_a_shard_that_was_not_copied_to_the_bucket_is_named(folder):

@@ -35,6 +35,17 @@ def test_every_config_file_is_whole_and_says_what_it_is(name):
     ("changes", "match"),
     [
         ({"dataset": "cifar"}, "'digits', 'fashion_mnist', got 'cifar'"),
+        ({"shuffle_window": 5}, "shuffle_window must be 0 where in_memory is True, got 5"),
+        (
+            {
+                "dataset": "imagenet2012",
+                "in_memory": False,
+                "shuffle_window": 5,
+                "batch_size": 30,
+                "augment__shift": 0.0,
+            },
+            "batch_size must be a multiple of 4 with a shuffle_window, got 30",
+        ),
         ({"num_steps": 0}, "config.num_steps must be at least 1"),
         ({"warmup_steps": 4}, "warmup_steps must be below num_steps=4, got 4"),
         ({"redraw_interval": -1}, "config.redraw_interval must be at least 0, got -1"),

@@ -253,7 +253,7 @@ BUGS = {
     "data": (in_memory, "load_digits", OSError),
     "model": (ViT, "__init__", TypeError),
     "step": (train_step, "train_step", ValueError),
-    "evaluation": (train, "test_means", FloatingPointError),
+    "evaluation": (train, "evaluation_means", FloatingPointError),
     "curves": (curves, "draw_curves", ValueError),
 }
 

@@ -80,7 +80,7 @@ def prepare(data_dir, name):
     config = get_config(name, "runlocal")
     splits = {"train": 10, records.DATASETS[config.dataset].test_split: 5}
     prepared.write(data_dir, config.dataset, **splits)
-    config.data_dir = str(data_dir)
+    config.data_dir, config.held_out = str(data_dir), 0.2
     config.batch_size = config.eval_batch_size = 8
     config.diagnostics.images = 2
     return config
@@ -105,5 +105,5 @@ def test_runlocal_trains(tmp_path, name):
     config.model.depth = 1
     config.num_workers = min(config.num_workers, 1)
     results = train.train(config, tmp_path / "run")
-    assert (results["num_train"], results["num_test"], results["steps"]) == (10, 5, 2)
+    assert (results["num_train"], results["num_test"], results["steps"]) == (8, 5, 2)
     assert np.isfinite(results["test_loss"])

@@ -38,7 +38,7 @@ read = records.Records.read
 
 def noted(self, indices):
     with open(sys.argv[1], "a") as file:
-        file.writelines(f"{self.source.split} {index}\\n" for index in indices)
+        file.writelines(f"{self.name.split()[1]} {index}\\n" for index in indices)
     return read(self, indices)
 
 records.Records.read = noted

@@ -15,8 +15,9 @@ from experiments.harness import train_state
 from experiments.harness.mistakes import UserError
 from experiments.vit import train
 from experiments.vit.data import in_memory
-from experiments.vit.tools import compare
-from experiments.vit.training import sharding, train_step
+from experiments.vit.metrics import log
+from experiments.vit.tools import compare, evaluate, report
+from experiments.vit.training import checkpoint_contents, sharding, train_step
 from experiments.vit.training.train_step import build_program, score
 from tests.experiments.vit import tiny
 
@@ -39,6 +40,23 @@ def test_a_run_leaves_its_results_metrics_curves_and_config(tmp_path):
     assert len(np.unique(image.reshape(-1, 3), axis=0)) > 50  # Something is drawn.
     with pytest.raises(UserError, match="already holds a run"):
         train.train(config, tmp_path / "run")
+
+
+def test_what_is_held_out_chooses_the_best_and_the_test_set_is_evaluated_once(tmp_path):
+    changes = {"held_out": 0.1, "eval_interval": 2, "checkpoint__interval": 1}
+    results = train.train(tiny.get_config(num_steps=6, **changes), tmp_path / "run")
+    assert (results["num_train"], results["num_held_out"]) == (1293, 144)
+    metrics = log.read_metrics(tmp_path / "run")
+    assert [step for step, _ in metrics["held_out_accuracy"]] == [2, 4, 6]
+    assert metrics["test_accuracy"] == [(6, results["test_accuracy"])]
+    step, best = max(metrics["held_out_accuracy"], key=lambda pair: pair[::-1])
+    found = next(checkpoint_contents.find(tmp_path / "run" / "checkpoints", best=True))
+    assert (found.step, found.accuracy) == (step, best)
+    [run] = report.find_runs([tmp_path / "run"])["simplex"]
+    assert run.tests.tolist() == [list(pair) for pair in metrics["held_out_accuracy"]]
+    assert evaluate.evaluate(tmp_path / "run", best=False)["test_accuracy"] == pytest.approx(
+        results["test_accuracy"]
+    )
 
 
 @pytest.mark.devices(8)
@@ -193,23 +211,59 @@ def test_evaluation_counts_every_image_once():
     assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-5)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, monkeypatch):
+class Source:
+    """Batches of which some are replaced by others, and some are not finite."""
+
+    def __init__(self, source, number=lambda step: step, poisoned=()):
+        self.source, self.number, self.poisoned = source, number, poisoned
+
+    def __getitem__(self, step):
+        batch = self.source[self.number(step)]
+        return batch | {"image": batch["image"] * np.nan} if step in self.poisoned else batch
+
+
+@pytest.fixture
+def train_on(monkeypatch):
+    """Trains on the batches of a ``Source``."""
     batches = in_memory.train_batches
 
-    class Poisoned:
-        def __init__(self, source):
-            self.source = source
+    def run(workdir, *, checkpoints, **source):
+        made = lambda *a, **k: Source(batches(*a, **k), **source)  # noqa: E731
+        monkeypatch.setattr(in_memory, "train_batches", made)
+        intervals = {"log_interval": 4, "eval_interval": 20, "checkpoint__interval": checkpoints}
+        return train.train(tiny.get_config(num_steps=20, **intervals), workdir)
 
-        def __getitem__(self, step):
-            batch = self.source[step]
-            return batch if step != 5 else batch | {"image": batch["image"] * np.nan}
+    return run
 
-    monkeypatch.setattr(in_memory, "train_batches", lambda *a, **k: Poisoned(batches(*a, **k)))
-    config = tiny.get_config(num_steps=20, log_interval=4, eval_interval=20)
+
+def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, train_on):
     with pytest.raises(UserError, match="The loss is nan at step 6 of 20"):
-        train.train(config, tmp_path)
+        train_on(tmp_path, checkpoints=0, poisoned=(5,))
     assert len(read_losses(tmp_path)) == 2
     assert not (tmp_path / "results.json").exists()
+
+
+@pytest.mark.parametrize("checkpoints", [3, 15])  # The last one before, and none.
+def test_a_bad_batch_is_skipped_once(tmp_path, train_on, checkpoints):
+    bad = range(5, 6 if checkpoints == 3 else 8)  # Up to the row that shows it.
+    match = f"is nan at step 6 of 20.* skips the batches of the steps 6 to {bad.stop}"
+    with pytest.warns(UserWarning, match=match):
+        results = train_on(tmp_path / "bad", checkpoints=checkpoints, poisoned=(5,))
+    assert results["skipped_batches"] == len(bad)
+    shifted = {"number": lambda step: step + len(bad) * (step >= 5)}
+    assert train_on(tmp_path / "good", checkpoints=checkpoints, **shifted)["skipped_batches"] == 0
+    assert read_losses(tmp_path / "bad") == read_losses(tmp_path / "good")
+
+
+def test_a_second_bad_batch_ends_the_run(tmp_path, train_on):
+    with (
+        pytest.warns(UserWarning, match="at step 6 of 20"),
+        pytest.raises(UserError, match="The loss is nan at step 13 of 20"),
+    ):
+        train_on(tmp_path, checkpoints=3, poisoned=(5, 13))
+    # Nor does the same command go back again: the checkpoints say what was skipped.
+    with pytest.raises(UserError, match="The loss is nan at step 13 of 20"):
+        train_on(tmp_path, checkpoints=3, poisoned=(5, 13))
 
 
 def test_a_test_loss_that_is_not_finite_is_no_result(tmp_path):

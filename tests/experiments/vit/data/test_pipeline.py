@@ -20,6 +20,7 @@ AUGMENTED = {
     "augment__mixup": 0.2,
 }
 NUM_TRAIN, NUM_TEST = 36, 21
+WINDOWS = pytest.mark.parametrize("window", [0, 6])
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +75,12 @@ def test_every_epoch_is_a_new_order_of_all_images(folder):
 
 
 @pytest.mark.fast
+@WINDOWS
 @pytest.mark.parametrize("hosts", [2, 4])
-def test_hosts_read_disjoint_shards_of_the_batches_of_one(folder, hosts):
-    one = prepared.load(folder, **AUGMENTED)
-    shards = [prepared.load(folder, host, hosts, **AUGMENTED) for host in range(hosts)]
+def test_hosts_read_disjoint_shards_of_the_batches_of_one(folder, hosts, window):
+    changes = AUGMENTED | {"shuffle_window": window}
+    one = prepared.load(folder, **changes)
+    shards = [prepared.load(folder, host, hosts, **changes) for host in range(hosts)]
     for step in (0, 4):
         parts = [shard.train_batch(step) for shard in shards]
         assert {len(part["label"]) for part in parts} == {8 // hosts}
@@ -127,10 +130,16 @@ def take(batches, n):
     return [next(batches) for _ in range(n)]
 
 
-def test_workers_and_a_resume_in_the_middle_of_an_epoch_change_no_bit(folder):
-    inputs = prepared.load(folder, **AUGMENTED)
+@WINDOWS
+def test_workers_and_a_resume_in_the_middle_of_an_epoch_change_no_bit(folder, window):
+    changes = AUGMENTED | {"shuffle_window": window}
+    inputs = prepared.load(folder, **changes)
     expected = [inputs.train_batch(step) for step in range(7)]
-    with stream.Batches(inputs.train_batch, num_steps=7, num_workers=2) as batches:
+    shared = prepared.load(folder, num_workers=2, **changes)
+    assert shared.num_parts == (2 if window else 1)
+    with stream.Batches(
+        shared.train_part, num_steps=7, num_workers=2, num_parts=shared.num_parts
+    ) as batches:
         before = take(batches, 3)
         state = batches.get_state()
         after = list(batches)
@@ -166,6 +175,26 @@ def test_a_run_that_is_done_has_no_more_batches_and_none_beyond_are_resumed():
         assert list(b) == []
         with pytest.raises(ValueError, match="a step from 0 to 4, got 5"):
             b.set_state({"step": 5})
+
+
+@pytest.mark.fast
+def test_batches_are_skipped_also_after_a_resume():
+    def make(number):
+        return {"number": np.array([number])}
+
+    def numbers(batches):
+        return [int(batch["number"][0]) for batch in batches]
+
+    with stream.Batches(make, num_steps=6, num_workers=0) as batches:
+        take(batches, 1)
+        batches.skip(range(2, 4))
+        assert numbers(take(batches, 2)) == [1, 4]
+        state = batches.get_state()
+        assert numbers(batches) == [5, 6, 7]
+    with stream.Batches(make, num_steps=6, num_workers=0, num_parts=1) as batches:
+        batches.set_state(state)
+        assert batches.skipped == range(2, 4)
+        assert numbers(batches) == [5, 6, 7]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -225,6 +254,56 @@ def test_mixup_mixes_neighbours_and_keeps_the_mass_of_labels(folder):
 def test_mixtures_that_hosts_would_have_to_share_are_refused(folder, changes, match):
     with pytest.raises(UserError, match=match):
         prepared.load(folder, augment__mixup=0.1, **changes)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"num_workers": 3}, "num_workers must be at most 2, the number of lanes that this host"),
+        ({"batch_size": 400}, "must be 0 with fewer examples than the 100 lanes .*6 for 36 exam"),
+    ],
+)
+def test_lanes_that_cannot_be_filled_or_shared_are_refused(folder, changes, match):
+    with pytest.raises(UserError, match=match):
+        prepared.load(folder, shuffle_window=6, **changes)
+
+
+@pytest.mark.fast
+@WINDOWS
+def test_what_is_held_out_is_the_end_of_the_training_split(folder, window):
+    every = records.open_records("imagenet2012", "train", str(folder))
+    order = [label for _, label in every.read(range(NUM_TRAIN))]
+    inputs = prepared.load(folder, held_out=0.1, shuffle_window=window)
+    assert (inputs.num_train, inputs.num_held_out, inputs.num_test) == (32, 4, NUM_TEST)
+    held_out = concatenated(list(inputs.held_out_batches()))
+    assert held_out["label"][held_out["weight"] == 1].tolist() == order[-4:]
+    trained = np.concatenate([inputs.train_batch(step)["label"] for step in range(4)])
+    assert sorted(trained) == sorted(order[:-4])
+
+
+@pytest.mark.fast
+def test_images_in_memory_are_held_out_like_records():
+    every, some = (
+        pipeline.load(tiny.get_config(held_out=share), eval_batch_size=100) for share in (0, 0.01)
+    )
+    assert every.num_train == 1437
+    assert every.held_out_batches is None
+    assert (some.num_train, some.num_held_out, some.num_test) == (1422, 15, 360)
+    held_out = concatenated(list(some.held_out_batches()))
+    assert held_out["weight"].sum() == 15
+    train = in_memory.load("digits", "").train
+    images = held_out["image"][held_out["weight"] == 1]
+    np.testing.assert_allclose(images, train.images[-15:] * 2 - 1, atol=1e-6)
+
+
+@pytest.mark.fast
+def test_a_test_split_alone_can_be_opened(tmp_path):
+    prepared.write(tmp_path, validation=NUM_TEST)
+    config = prepared.get_config(tmp_path)
+    test = pipeline.load_test(config, eval_batch_size=8)
+    assert (test.channels, test.num_classes, test.num_test) == (3, 100, NUM_TEST)
+    assert sum(batch["weight"].sum() for batch in test.eval_batches()) == NUM_TEST
 
 
 @pytest.mark.fast

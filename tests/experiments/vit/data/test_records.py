@@ -205,7 +205,8 @@ def test_a_label_that_is_no_class_is_named(tmp_path, first_label, num_classes, w
     prepared.write(tmp_path, first_label=first_label, train=3)
     rewrite(tmp_path, "features.json", lambda b: b.replace(b'"100"', b'"%d"' % num_classes))
     examples = records.open_records("imagenet2012", "train", str(tmp_path))
-    [index] = [i for i, example in enumerate(examples.source) if example["label"] == wrong]
+    found = map(examples.features.deserialize_example_np, examples.source)
+    [index] = [i for i, example in enumerate(found) if example["label"] == wrong]
     match = (
         f"Example {index} of the train split of imagenet2012 in '{tmp_path}' has the label {wrong},"
         f" and must have one from 0 to {num_classes - 1}"

@@ -111,6 +111,14 @@ def test_curves_are_drawn_at_an_evaluation_if_the_last_ones_are_old(
     assert drawn == [(tmp_path, step) for step in pictures]
 
 
+def test_curves_show_held_out_images_while_there_is_no_test_accuracy():
+    metrics = {name: [(2, 0.5)] for name in (*log.COLUMNS, *log.HELD_OUT_COLUMNS)}
+    metrics |= {"test_loss": [], "test_accuracy": []}
+    [accuracy] = (x for x in curves.draw_curves(metrics).axes if x.get_ylabel() == "accuracy")
+    assert [line.get_label() for line in accuracy.lines] == ["train", "held-out"]
+    assert accuracy.get_title() == "held-out accuracy after step 2: 0.5000"
+
+
 def make_rows(*steps, **columns):
     return [{"step": step, "train_loss": 1 / step, **columns} for step in steps]
 

@@ -7,6 +7,7 @@ from experiments.harness.mistakes import UserError
 from experiments.vit import train
 from experiments.vit.metrics import meter
 from experiments.vit.metrics.bar import Bar
+from experiments.vit.training.due import due_after
 from tests.experiments.vit import tiny
 
 
@@ -41,7 +42,7 @@ def test_a_row_is_of_the_means_since_the_row_before_and_each_step_can_be_checked
 def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path):
     with pytest.raises(UserError, match="The gradient's norm is inf at step 3 of 4"):
         train._check_finite(
-            "gradient's norm", {2: 1.0, 3: float("inf")}, tiny.get_config(), tmp_path
+            "gradient's norm", {2: 1.0, 3: float("inf")}, tiny.get_config(), tmp_path, range(0)
         )
 
 
@@ -55,9 +56,7 @@ def test_lines_are_written_where_the_bar_shows(shows, capsys):
 
 @pytest.mark.fast
 def test_a_notice_stops_a_run_without_checkpoints_too():
-    due = train._due(
-        tiny.get_config(num_steps=9, log_interval=9, eval_interval=9), 4, stopping=True
-    )
+    due = due_after(tiny.get_config(num_steps=9, log_interval=9, eval_interval=9), 4, stopping=True)
     assert (due.row, due.checkpoint, due.stop) == (True, False, True)
     with Bar(9, 0, shows=False) as bar, pytest.raises(SystemExit, match="4; the run kept no check"):
         train._stop(bar, 4, None)

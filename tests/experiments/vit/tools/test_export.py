@@ -435,7 +435,9 @@ def test_the_best_of_none_is_refused(tmp_path):
 
 
 def test_images_of_another_kind_are_refused(runs, monkeypatch):
-    load = pipeline.load
-    monkeypatch.setattr(pipeline, "load", lambda *a, **k: load(*a, **k)._replace(num_classes=7))
+    load = pipeline.load_test
+    monkeypatch.setattr(
+        pipeline, "load_test", lambda *a, **k: load(*a, **k)._replace(num_classes=7)
+    )
     with pytest.raises(UserError, match="of 1 channels and 10 classes, got 1 and 7 in digits"):
         evaluate.evaluate(runs["exact"][0], best=False)
