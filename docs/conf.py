@@ -25,6 +25,7 @@ extensions = [
     "sphinxcontrib.bibtex",
     "sphinx-mathjax-offline",  # Formulas need no network.
     "myst_parser",
+    "comparison_tables",
     "name_links",
     "reference_lists",
     "repository_links",
@@ -35,7 +36,10 @@ templates_path = ["_templates"]
 nitpicky = True
 # Types in signatures that have no page of their own: arrays, records of Flax and JAX, and aliases.
 nitpick_ignore_regex = [("py:.*", ".*")]
-suppress_warnings = ["ref.python"]  # Types in signatures whose names several modules have.
+suppress_warnings = [
+    "autosummary.import_cycle",  # Names with their modules on the page of a module.
+    "ref.python",  # Types in signatures whose names several modules have.
+]
 
 # The address of the repository in setup.cfg, to which links to files that are no pages lead.
 # Without one, such links become plain text.
@@ -72,6 +76,8 @@ bibtex_default_style = "plain"
 bibtex_reference_style = "author_year"
 
 html_theme = "furo"
+pygments_style = "default"
+pygments_dark_style = "github-dark"
 html_title = f"simrf_jax {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]

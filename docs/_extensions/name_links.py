@@ -45,8 +45,10 @@ class NameLinks(SphinxPostTransform):
     def run(self, **options: Any) -> None:
         """Replaces the names in one page."""
         objects = self.env.domains.python_domain.objects
+        public = {name: entry for name, entry in objects.items() if not entry.aliased}
         kinds = ("class", "data", "function")
-        known = meanings(name for name, entry in objects.items() if entry.objtype in kinds)
+        known = meanings(name for name, entry in public.items() if entry.objtype in kinds)
+        known |= {name: [name] for name, entry in public.items() if entry.objtype == "module"}
         module = next((node["module"] for node in self.document.findall(desc_signature)), None)
         for node in list(self.document.findall(nodes.literal)):
             name = choose(known.get(node.astext().removesuffix("()"), ()), module)

@@ -47,14 +47,17 @@ def rewrite(text: str, path: str, pages: Mapping[str, str], root: pathlib.Path, 
     return PICTURE.sub(picture, LINK.sub(link, text))
 
 
+def of_site(app: Sphinx, path: str | os.PathLike[str], text: str) -> str:
+    """Returns the text of a file, ``path`` from the site's sources, with links that work there."""
+    source = pathlib.Path(app.srcdir)
+    file = os.path.relpath(source / path, source.parent)
+    pages, url = app.config.repository_pages, app.config.repository_url.rstrip("/")
+    return rewrite(text, file, pages, source.parent, url)
+
+
 def on_include(app: Sphinx, path: pathlib.Path, parent: str, content: list[str]) -> None:
     """Rewrites the links of a file that a page includes."""
-    source = pathlib.Path(app.srcdir)
-    root = source.parent
-    file = os.path.relpath(source / path, root)
-    config = app.config
-    pages, url = config.repository_pages, config.repository_url.rstrip("/")
-    content[0] = rewrite(content[0], file, pages, root, url)
+    content[0] = of_site(app, path, content[0])
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

@@ -69,6 +69,15 @@ def test_references_become_a_list():
     assert as_list(lines[:2]) == lines[:2]
 
 
+def test_tables_that_compare_are_found(monkeypatch):
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(DOCS / "_extensions")
+    comparisons = extension("comparison_tables").comparisons
+    table = "| | paper | ours, faster |\n| --- | --- | --- |\n| time | 1 s | 2 s |"
+    text = f"# A\n\n| a | paper |\n| --- | --- |\n\n## B\n\nThe paper | ours\n\n{table}\n\nC.\n"
+    assert list(comparisons(text)) == [("B", table)]
+
+
 def test_names_that_are_clear_are_linked():
     pytest.importorskip("sphinx")
     links = extension("name_links")
