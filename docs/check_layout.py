@@ -29,13 +29,16 @@ FAULTS = """() => {
       if (["auto", "scroll"].includes(getComputedStyle(e).overflowX)) return true;
     return false;
   };
-  const unread = [...document.querySelectorAll("mjx-merror")];
+  // Formulas with an error, with a name in red that MathJax does not know, or left as they were.
+  const unread = document.querySelectorAll(
+    ".math:not(:has(mjx-container)), mjx-merror, mjx-mtext[style*='color: red']",
+  );
   const spoken = "mjx-assistive-mml";  // Hidden text for screen readers.
   const all = article?.querySelectorAll(`*:not(${spoken}, ${spoken} *)`) ?? [];
   const wide = [...all].filter((e) => e.getBoundingClientRect().right > width + 1 && !scrolls(e));
   const text = (e) => `${e.tagName.toLowerCase()} ${e.textContent.trim().slice(0, 60)}`;
   return [
-    ...unread.map((e) => `MathJax cannot read ${text(e)}`),
+    ...[...unread].map((e) => `MathJax cannot read ${text(e)}`),
     ...wide.filter((e) => !wide.includes(e.parentElement)).map((e) => `${text(e)} is too wide`),
     ...(document.documentElement.scrollWidth > width ? ["The page scrolls sideways."] : []),
   ];
