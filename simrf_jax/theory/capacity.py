@@ -45,7 +45,7 @@ def required_features(
     Args:
       query_covariance: Covariance of x, ``[..., dim, dim]``, symmetric and positive semidefinite.
       key_covariance: Covariance of y, ``[..., dim, dim]``, of the same kind.
-      relative_error: Mean of E(K_hat / K - 1)^2 over pairs, positive.
+      relative_error: Mean of :math:`E(\hat K / K - 1)^2` over pairs, positive.
 
     Returns:
       float64 array of the broadcast leading shape: whole numbers, or infinity.
@@ -113,7 +113,7 @@ class FeatureChoice:
         mean of trials.
       standard_error: Standard error of the trials, None for a closed form.
       relative_error: Error that was asked for.
-      mean_squared_distance: Mean of |x + y|^2, which says how hard the task is.
+      mean_squared_distance: Mean of :math:`|x + y|^2`, which says how hard the task is.
     """
 
     reached: bool
@@ -193,7 +193,7 @@ def choose_num_features(
     num_queries: int = 16,
     trials: bool = True,
 ) -> FeatureChoice:
-    """Chooses the feature map, coupling and number of features for given queries and keys.
+    r"""Chooses the feature map, coupling and number of features for given queries and keys.
 
     The function predicts the relative squared error of the output of attention as
     ``attention_error`` does, for positive, hyperbolic and optimal positive features with each
@@ -215,7 +215,7 @@ def choose_num_features(
       value: Values ``[..., S, K, V]``. Without them, values count as uncorrelated, with variance 1.
       relative_error: Expected squared error divided by the squared norm of the output, positive.
       max_features: Largest number of entries of the features.
-      scale: Scale of the logits, at least 0. The default is 1 / sqrt(H).
+      scale: Scale of the logits, at least 0. The default is :math:`1 / \sqrt H`.
       num_queries: Number of queries of each head that are evaluated, evenly spaced.
       trials: False leaves out what is measured, and with it calibrated features.
 

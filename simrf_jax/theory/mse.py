@@ -43,21 +43,29 @@ def kernel_mse(
         \frac{r_b (r_b - 1)}{m} (C_{c_b} - C_\text{iid}) \Big]
 
     The sum runs over the row blocks b. Row block b has :math:`r_b` rows, whose pairs have cosine
-    :math:`c_b`. The table gives the other terms, where :math:`v = |x + y|`, :math:`z = |x - y|`,
+    :math:`c_b`. The tables give the other terms, where :math:`v = |x + y|`, :math:`z = |x - y|`,
     and :math:`\rho_c` is the conformity of a pair of rows (see ``log_conformity``).
 
-    =============  ====================  ========================  ==============  ============
-    features       :math:`V_1`           :math:`C_c`               A, Gaussian     A, softmax
-    =============  ====================  ========================  ==============  ============
-    positive       e^(2v^2) - e^(v^2)    rho_c(v^2)                e^(-2x^2-2y^2)  e^(-x^2-y^2)
-    hyperbolic     (e^(v^2) - 1)^2 / 2   even part of rho_c(v^2)   e^(-2x^2-2y^2)  e^(-x^2-y^2)
-    trigonometric  (1 - e^(-z^2))^2 / 2  even part of rho_c(-z^2)  1               e^(x^2+y^2)
-    =============  ====================  ========================  ==============  ============
+    =============  ================================  ==================================
+    features       :math:`V_1`                       :math:`C_c`
+    =============  ================================  ==================================
+    positive       :math:`e^{2v^2} - e^{v^2}`        :math:`\rho_c(v^2)`
+    hyperbolic     :math:`(e^{v^2} - 1)^2 / 2`       even part of :math:`\rho_c(v^2)`
+    trigonometric  :math:`(1 - e^{-z^2})^2 / 2`      even part of :math:`\rho_c(-z^2)`
+    =============  ================================  ==================================
+
+    =============  ================================  ==================================
+    features       A, Gaussian kernel                A, softmax kernel
+    =============  ================================  ==================================
+    positive       :math:`e^{-2|x|^2 - 2|y|^2}`      :math:`e^{-|x|^2 - |y|^2}`
+    hyperbolic     :math:`e^{-2|x|^2 - 2|y|^2}`      :math:`e^{-|x|^2 - |y|^2}`
+    trigonometric  1                                 :math:`e^{|x|^2 + |y|^2}`
+    =============  ================================  ==================================
 
     The even part is even in c. :math:`C_\text{iid}` is :math:`e^{v^2}`, or :math:`e^{-z^2}` for
     trigonometric features.
 
-    The table is for norms of the chi law and ``parameter`` 0. A cross-polytope has pairs at the
+    The tables are for norms of the chi law and ``parameter`` 0. A cross-polytope has pairs at the
     cosines -1 and 0. ``theory.proposal`` and ``theory.fixed_norms`` have the formulas for other
     norms and parameters, which count a bias as part of the error.
 
@@ -85,10 +93,10 @@ def kernel_mse(
         * ``"shared"``: one chi norm for all rows of a row block.
         * ``"pair"``: one chi norm for both rows of each +- pair of a cross-polytope. These are the
           hyperbolic features of half as many orthogonal rows.
-        * ``"sqrt_dim"``: the fixed norm sqrt(d). The estimate has a large bias.
-        * ``"radau"``: the fixed norm sqrt(d + 2) for all but one of the m rows, with the total
-          weight d / (d + 2). One row of zeros has the rest. The estimate has a small bias, which
-          ``relative_bias`` returns.
+        * ``"sqrt_dim"``: the fixed norm :math:`\sqrt d`. The estimate has a large bias.
+        * ``"radau"``: the fixed norm :math:`\sqrt{d + 2}` for all but one of the m rows, with the
+          total weight d / (d + 2). One row of zeros has the rest. The estimate has a small bias,
+          which ``relative_bias`` returns.
       parameter: Parameter A < 1/8 of optimal positive features, broadcastable to the leading shape.
         0 stands for positive (or hyperbolic) features as such; see ``optimal_parameter``.
 

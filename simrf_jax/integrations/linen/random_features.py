@@ -54,7 +54,7 @@ class RandomFeatureAttention(Adapter):
     To decode, in time and memory that do not depend on how many tokens there were, set ``decode``
     here and leave that of Flax's attention off. The variables may come from training without it.
     ``init`` makes the empty state, in the collection ``cache``, and does not count its tokens. Then
-    give the prompt, of any length, and token after token, each with the cache of the call before:
+    give the prompt, of any length, and token after token, each with the cache of the call before::
 
         cache = jax.jit(model.init)(jax.random.key(0), tokens)["cache"]
         out, updates = model.apply({**variables, "cache": cache}, tokens, mutable=["cache"])

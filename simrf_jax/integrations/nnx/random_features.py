@@ -44,12 +44,12 @@ class RandomFeatureAttention(Adapter):
     attention of each layer is.
 
     To decode, in time and memory that do not depend on how many tokens there were, leave the
-    ``decode`` of the attention modules off and turn that of the adapters on,
+    ``decode`` of the attention modules off and turn that of the adapters on::
 
         decoder = view(model, only=RandomFeatureAttention, decode=True, batch_size=8)
 
-    and call it with the prompt, of any length, and then token by token. The state is in
-    ``nnx.Cache`` variables of the view. ``model.set_attributes(RandomFeatureAttention,
+    Call the view with the prompt, of any length, and then token by token. The state is in its
+    ``nnx.Cache`` variables. ``model.set_attributes(RandomFeatureAttention,
     decode=True)`` and each adapter's ``init_cache`` do the same in place. What decodes is causal
     self-attention: where a model has an encoder or cross-attention too, leave them out,
     ``only=nnx.All(nnx.PathContains("decoder"), RandomFeatureAttention)``. Each layer needs an
