@@ -16,6 +16,7 @@ PACKAGES = (
     "experiments",
     "benchmarks",
     "examples",
+    "colabs",
     "tests/benchmarks",
     "tests/examples",
     "tests/experiments/beyond",
