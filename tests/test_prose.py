@@ -17,6 +17,7 @@ PACKAGES = (
     "benchmarks",
     "docs",
     "examples",
+    "colabs",
     "tests/benchmarks",
     "tests/docs",
     "tests/examples",

@@ -1,0 +1,1 @@
+"""Notebooks, and the tools that keep their outputs and their addresses."""
