@@ -44,7 +44,7 @@ FIELDS = {
 
 
 class Rehearsal(NamedTuple):
-    """What a rehearsal measured.
+    """The measurements of a rehearsal.
 
     Attributes:
       stopped_at: Step of the checkpoint that SIGTERM left.
