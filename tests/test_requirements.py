@@ -9,6 +9,7 @@ import pathlib
 import re
 import sys
 
+import packaging.specifiers
 import pytest
 
 pytestmark = pytest.mark.fast
@@ -147,3 +148,16 @@ COLAB = {"flax": "0.11.2", "jax": "0.7.2", "numpy": "2.1.3", "scipy": "1.16.3"}
 def test_an_installation_replaces_nothing_in_colab(name):
     [least] = re.findall(r"^>=([\d.]+)$", of_the_library()[name])
     assert [*map(int, COLAB[name].split("."))] >= [*map(int, least.split("."))]
+
+
+def test_the_lock_file_of_pods_has_what_is_asked_for():
+    locked = dict(named((ROOT / "requirements" / "pod.txt").read_text()))
+    asked = [of_the_library().items()]
+    asked += [
+        named((ROOT / "requirements" / f"{name}.txt").read_text()) for name in ("train", "gcs")
+    ]
+    assert "libtpu" in locked
+    for name, wanted in (pair for some in asked for pair in some):
+        version = locked[re.sub(r"\[.*", "", name)].removeprefix("==")
+        specifier = re.sub(r"^\[.*?\]", "", wanted).strip()
+        assert packaging.specifiers.SpecifierSet(specifier).contains(version), name

@@ -74,10 +74,9 @@ FIELDS: dict[str, Field] = {
     "image_size": Field(int, "Side in pixels of the square images.", at_least(1)),
     "num_workers": Field(
         int,
-        "Processes that read and augment records; 0 uses a thread of the trainer.",
+        "Processes that read and augment images; 0 uses a thread of the trainer.",
         at_least(0),
         may_change=True,
-        in_memory=0,
     ),
     "batch_size": Field(int, "Images in the batch of a step, over all devices.", at_least(1)),
     "eval_batch_size": Field(

@@ -24,7 +24,7 @@ class Mirror:
 
     Args:
       workdir: Folder of the run.
-      folder: Where to copy to, as ``gs://bucket/runs/simplex``; "" copies nothing.
+      folder: Folder to copy to, as ``gs://bucket/runs/simplex``; "" copies nothing.
       writes: If false, copy nothing; one host of a pod copies.
     """
 

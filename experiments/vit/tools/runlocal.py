@@ -41,6 +41,7 @@ def apply(argument: str, config: ml_collections.ConfigDict) -> ml_collections.Co
     if not argument:
         return config
     config.update_from_flattened_dict(_SMALL)
+    config.num_workers = 0
     if not config.in_memory:  # Images in memory are not resized.
         config.image_size = 32
         config.num_workers = 2

@@ -81,7 +81,6 @@ def test_every_config_file_is_whole_and_says_what_it_is(name):
         ({"image_size": 0}, "config.image_size must be at least 1"),
         ({"image_size": 9}, "multiples of patch_size=2"),
         ({"num_workers": -1}, "config.num_workers must be at least 0, got -1"),
-        ({"num_workers": 2}, "num_workers must be 0 where in_memory is True, got 2"),
         ({"augment__crop_area": 0.0}, r"crop_area must be in \(0, 1\], got 0.0"),
         ({"augment__crop_area": 0.05}, "crop_area must be 1.0 where in_memory is True"),
         ({"augment__randaugment_magnitude": 15.0}, "must be from 0 to 10, got 15.0"),

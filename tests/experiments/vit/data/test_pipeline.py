@@ -153,6 +153,15 @@ def test_workers_and_a_resume_in_the_middle_of_an_epoch_change_no_bit(folder, wi
         assert_equal(found, wanted)
 
 
+def test_workers_make_the_batches_of_images_in_memory():
+    config = tiny.get_config(num_workers=2, augment__mixup=0.3)
+    inputs = pipeline.load(config, eval_batch_size=100)
+    with stream.Batches(inputs.train_part, num_steps=4, num_workers=2) as batches:
+        for step, batch in enumerate(batches):
+            assert_equal(batch, inputs.train_batch(step))
+    assert step == 3
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_workers_outlive_a_notice_to_them_and_end_with_the_run(number):
     def make(step):

@@ -1,0 +1,215 @@
+"""Rehearses a run of a pod on one host, and prints what to compare before the pod is created.
+
+On a host of 8 chips it trains 200 steps of imagenet2012.py at batch 128, from the bucket and into
+the bucket that the pod will use. It sends SIGTERM in the middle, goes on, and evaluates the last
+checkpoint. It ends with an error if any of that does not do what the README says.
+
+Run: python -m experiments.vit.tools.rehearse --workdir=runs/rehearsal --chips=8 --price=PRICE
+     -- --config.data_dir=gs://BUCKET/tfds --config.checkpoint.folder=gs://BUCKET/rehearsal
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import pathlib
+import runpy
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from experiments.harness import files, markdown
+from experiments.harness.mistakes import UserError, told_in_one_line
+from experiments.vit.metrics.flops import PEAK_FLOPS
+
+CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "imagenet2012.py"
+POLL_SECONDS = 0.2
+
+# The shares of the chips' peak that a ViT-B/16 is expected to reach (README.md, Time and cost).
+EXPECTED_MFU = (0.1, 0.2)
+
+# What makes the run a rehearsal; the flags behind "--" may change them.
+FIELDS = {
+    "batch_size": 128,
+    "eval_batch_size": 128,
+    "num_steps": 200,
+    "warmup_steps": 20,
+    "log_interval": 10,
+    "eval_interval": 200,
+    "checkpoint.interval": 50,
+}
+
+
+class Rehearsal(NamedTuple):
+    """The measurements of a rehearsal.
+
+    Attributes:
+      stopped_at: Step of the checkpoint that SIGTERM left.
+      stop_seconds: Seconds from SIGTERM to the end of the program.
+      start_seconds: Seconds from the second start to its first row.
+      results: Content of ``results.json``.
+      mfu: Median share of the peak after the first row; None where the peak is not known.
+      evaluated: Test accuracy of the last checkpoint, by ``tools.evaluate``.
+    """
+
+    stopped_at: int
+    stop_seconds: float
+    start_seconds: float
+    results: dict[str, Any]
+    mfu: float | None
+    evaluated: float
+
+
+def rehearse(workdir: pathlib.Path, arguments: Sequence[str]) -> Rehearsal:
+    """Trains, stops, goes on and evaluates.
+
+    Args:
+      workdir: Folder of the run; it must not hold one.
+      arguments: Further flags of ``experiments.vit.main``.
+
+    Raises:
+      UserError: If a program does not end as it should, or results contradict each other.
+    """
+    if workdir.exists():
+        raise UserError(f"{workdir} is there already; give another --workdir or delete it.")
+    fields = [f"--config.{name}={value}" for name, value in FIELDS.items()]
+    train = ["experiments.vit.main", f"--workdir={workdir}"]
+    if not any(argument.startswith("--config=") for argument in arguments):
+        train.append(f"--config={CONFIG}")
+    train += [*fields, *arguments]
+
+    first = _start(train)
+    _wait_for_rows(first, workdir, after=0)
+    steps = files.read_json(workdir / "config.json")["num_steps"]
+    _wait_for_rows(first, workdir, after=steps // 2 - 1)
+    told = time.monotonic()
+    first.send_signal(signal.SIGTERM)
+    _end(first, "The trainer that got SIGTERM")
+    stop_seconds = time.monotonic() - told
+    if (workdir / "results.json").exists():
+        raise UserError("The run was done before SIGTERM; give it more steps.")
+    stopped_at = _last_step(workdir)
+
+    again = time.monotonic()
+    second = _start(train)
+    _wait_for_rows(second, workdir, after=stopped_at)
+    start_seconds = time.monotonic() - again
+    _end(second, "The trainer that went on")
+    results = files.read_json(workdir / "results.json")
+    rows = _rows(workdir)
+    if [int(row["step"]) for row in rows] != sorted({int(row["step"]) for row in rows}):
+        raise UserError(f"{workdir / 'metrics.csv'} has steps twice, so the run did not go on.")
+
+    evaluated = _evaluate(workdir)
+    if abs(evaluated - results["test_accuracy"]) > 1e-3:
+        raise UserError(
+            f"tools.evaluate must find the test accuracy {results['test_accuracy']:.4f} of "
+            f"results.json, got {evaluated:.4f}."
+        )
+    shares = sorted(float(row["mfu"]) for row in rows[1:] if row["mfu"])
+    mfu = shares[len(shares) // 2] if shares else None
+    return Rehearsal(stopped_at, stop_seconds, start_seconds, results, mfu, evaluated)
+
+
+def report(measured: Rehearsal, *, chips: int, price: float) -> str:
+    """Returns the table of what was expected and measured, and what the whole run costs at that.
+
+    Args:
+      measured: The rehearsal.
+      chips: Chips of this host.
+      price: Dollars of a chip-hour.
+    """
+    results = measured.results
+    speed, flops = results["images_per_second"], results["train_flops_per_image"]
+    kind = results["device"].partition(" x ")[2]
+    count = int(results["device"].partition(" x ")[0])
+    expected = {"speed": "unknown: no peak", "mfu": "unknown: no peak"}
+    if kind in PEAK_FLOPS:
+        low, high = (share * count * PEAK_FLOPS[kind] / flops for share in EXPECTED_MFU)
+        expected["speed"] = f"{low:,.0f} to {high:,.0f}"
+        expected["mfu"] = f"{EXPECTED_MFU[0]:.0%} to {EXPECTED_MFU[1]:.0%}"
+    whole = runpy.run_path(str(CONFIG))["get_config"]()
+    images = whole.num_steps * whole.batch_size
+    chip_hours = images / speed * chips / 3600
+    here = results["seconds"] / 3600 * chips
+    rows = [
+        ("images a second, all chips", expected["speed"], f"{speed:,.1f}"),
+        ("MFU", expected["mfu"], "-" if measured.mfu is None else f"{measured.mfu:.1%}"),
+        ("seconds from SIGTERM to the end", "below 30", f"{measured.stop_seconds:.1f}"),
+        ("seconds from a start to a row", "below 600", f"{measured.start_seconds:.1f}"),
+        ("step after which it stopped and went on", "", f"{measured.stopped_at}"),
+        ("batches that were skipped", "0", f"{results['skipped_batches']}"),
+        ("test accuracy, and by tools.evaluate", "the same", _accuracies(measured)),
+        ("dollars of these steps", "", f"{here * price:,.2f}"),
+        (f"chip-hours of {whole.num_steps:,} steps at this speed", "", f"{chip_hours:,.1f}"),
+        ("dollars of them", "", f"{chip_hours * price:,.2f}"),
+    ]
+    return markdown.table(("", "expected", "measured"), rows)
+
+
+def _accuracies(measured: Rehearsal) -> str:
+    return f"{measured.results['test_accuracy']:.4f}, {measured.evaluated:.4f}"
+
+
+def _start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", *arguments])
+
+
+def _end(process: subprocess.Popen[bytes], who: str) -> None:
+    if code := process.wait():
+        raise UserError(f"{who} must end with code 0, got {code}; its output says why.")
+
+
+def _rows(workdir: pathlib.Path) -> list[dict[str, str]]:
+    path = workdir / "metrics.csv"
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if None not in row.values()]
+
+
+def _last_step(workdir: pathlib.Path) -> int:
+    return max((int(row["step"]) for row in _rows(workdir)), default=0)
+
+
+def _wait_for_rows(process: subprocess.Popen[bytes], workdir: pathlib.Path, *, after: int) -> None:
+    """Waits until there is a row of a later step, or the process has ended."""
+    while _last_step(workdir) <= after and process.poll() is None:
+        time.sleep(POLL_SECONDS)
+    if process.poll():
+        _end(process, "The trainer")
+
+
+def _evaluate(workdir: pathlib.Path) -> float:
+    command = [sys.executable, "-m", "experiments.vit.tools.evaluate", f"--workdir={workdir}"]
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise UserError(f"tools.evaluate must end with code 0, got {done.returncode}.")
+    return float(done.stdout.split("test accuracy ")[1].split()[0])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Rehearses what the command line says, and prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workdir", required=True, help="Folder of the run.")
+    parser.add_argument("--chips", type=int, default=8, help="Chips of this host (%(default)s).")
+    parser.add_argument("--price", type=float, required=True, help="Dollars of a chip-hour.")
+    parser.add_argument("arguments", nargs="*", help="After --: flags of experiments.vit.main.")
+    given = parser.parse_args(argv)
+    if given.chips < 1 or given.price < 0:
+        parser.error(
+            f"--chips must be at least 1 and --price at least 0, got {given.chips}, {given.price}."
+        )
+    with told_in_one_line():
+        measured = rehearse(pathlib.Path(given.workdir), given.arguments)
+        print(report(measured, chips=given.chips, price=given.price))
+    print("Create the pod if the measured values are as expected, and if the dollars are.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Trains on spot slices until the run is done: creates, installs, trains, and starts over.
+
+A spot slice may be taken away at any time. This program runs on your own machine, with ``gcloud``.
+It waits for a slice, installs the committed files of this repository on its hosts and trains. When
+that ends before the run is done, it goes on from the last checkpoint, on the same slice or on a new
+one. The slice is deleted at the end, and also if starts bring no new checkpoint.
+
+Run: python -m experiments.vit.tools.spot --name=vit --zone=us-west4-a --type=v5litepod-256
+     --runtime=v2-alpha-tpuv5-lite --run=gs://BUCKET/runs/simplex
+     -- --config=experiments/vit/configs/imagenet2012.py --config.data_dir=gs://BUCKET/tfds
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+
+from experiments.harness.mistakes import UserError, told_in_one_line
+from experiments.vit.tools import tpu_slice
+from experiments.vit.tools.tpu_slice import Slice
+
+# Hosts that lost another one end within a minute, and a lease is over two minutes after its holder.
+PAUSE_SECONDS = 150.0
+STARTS_WITHOUT_PROGRESS = 3
+
+
+def train_until_done(pod: Slice, run: str, arguments: Sequence[str]) -> None:
+    """Trains until ``results.json`` is in the folder of the run.
+
+    Args:
+      pod: Slice to create and to train on.
+      run: Folder in a bucket for the mirror and the checkpoints.
+      arguments: Flags of ``experiments.vit.main`` but for the folders.
+
+    Raises:
+      UserError: If several starts in a row bring no new checkpoint; the slice is deleted then.
+    """
+    folders = [
+        f"--workdir=runs/{run.rpartition('/')[2]}",
+        f"--config.mirror={run}",
+        f"--config.checkpoint.folder={run}/checkpoints",
+    ]
+    newest, fruitless, is_installed = _newest(run), 0, False
+    while "results.json" not in tpu_slice.listed(run):
+        if fruitless == STARTS_WITHOUT_PROGRESS:
+            pod.delete()
+            raise UserError(
+                f"{fruitless} starts in a row brought no new checkpoint, the last one being of "
+                f"step {newest}; the output above says why. The slice is deleted."
+            )
+        if pod.make_active() or not is_installed:
+            pod.install()
+            is_installed = True
+        code = pod.train([*arguments, *folders])
+        before, newest = newest, _newest(run)
+        fruitless = 0 if newest > before else fruitless + 1
+        print(f"The trainer ended with code {code}; the last checkpoint is of step {newest}.")
+        if "results.json" not in tpu_slice.listed(run):
+            time.sleep(PAUSE_SECONDS)
+    pod.delete()
+    print(f"The results are in {run}, and the slice is deleted.")
+
+
+def _newest(run: str) -> int:
+    """Returns the step of the newest checkpoint in a bucket, or -1 if there is none."""
+    return max(
+        (int(x) for x in tpu_slice.listed(f"{run}/checkpoints") if x.isdecimal()), default=-1
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Trains what the command line says."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--name", required=True, help="Name of the slice.")
+    parser.add_argument("--zone", required=True, help="Zone of Google Cloud.")
+    parser.add_argument("--type", required=True, help="Accelerator type, as v5litepod-256.")
+    parser.add_argument("--runtime", required=True, help="Software, as v2-alpha-tpuv5-lite.")
+    parser.add_argument(
+        "--run", required=True, help="gs://BUCKET/runs/NAME for all that it leaves."
+    )
+    parser.add_argument("arguments", nargs="*", help="After --: flags of experiments.vit.main.")
+    given = parser.parse_args(argv)
+    if not given.run.startswith("gs://"):
+        parser.error(f"--run must be in a bucket, gs://BUCKET/runs/NAME, got {given.run}.")
+    pod = Slice(given.name, given.zone, given.type, given.runtime)
+    with told_in_one_line():
+        try:
+            train_until_done(pod, given.run.rstrip("/"), given.arguments)
+        except KeyboardInterrupt:
+            sys.exit(
+                f"Stopped. The slice may still be there and cost: gcloud compute tpus "
+                f"queued-resources delete {given.name} --zone={given.zone} --force"
+            )
+
+
+if __name__ == "__main__":
+    main()

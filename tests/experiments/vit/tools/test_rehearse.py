@@ -1,0 +1,96 @@
+import re
+
+import pytest
+
+from experiments.harness.mistakes import UserError
+from experiments.vit.tools import rehearse
+from tests.experiments.vit import prepared
+
+RESULTS = {
+    "images_per_second": 2000.0,
+    "train_flops_per_image": 10**11,
+    "device": "8 x TPU v5e",
+    "seconds": 3600.0,
+    "skipped_batches": 0,
+    "test_accuracy": 0.5,
+}
+MEASURED = rehearse.Rehearsal(100, 5.0, 60.0, RESULTS, 0.13, 0.5)
+
+
+@pytest.mark.fast
+def test_the_report_compares_and_counts_dollars():
+    table = rehearse.report(MEASURED, chips=8, price=1.5)
+    cells = {row.split("|")[1].strip(): row for row in table.splitlines()}
+    # Ten percent of eight chips of 197 TFLOP/s are 1,576 images of 0.1 TFLOP a second.
+    assert "1,576 to 3,152 | 2,000.0" in cells["images a second, all chips"]
+    assert "| 10% to 20% | 13.0% |" in cells["MFU"]
+    assert "| 12.00 |" in cells["dollars of these steps"]
+    # 93,835 steps of 4,096 images at 250 images a second and chip.
+    assert "| 427.1 |" in cells["chip-hours of 93,835 steps at this speed"]
+    assert "| 640.58 |" in cells["dollars of them"]
+
+
+@pytest.mark.fast
+def test_a_device_without_a_known_peak_is_said_to_be_one():
+    results = RESULTS | {"device": "1 x cpu"}
+    table = rehearse.report(MEASURED._replace(results=results, mfu=None), chips=1, price=0)
+    assert "| MFU | unknown: no peak | - |" in table
+
+
+@pytest.mark.fast
+def test_a_workdir_that_is_there_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is there already"):
+        rehearse.rehearse(tmp_path, [])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flag", ["--chips=0", "--price=-1"])
+def test_prices_and_chips_are_checked(tmp_path, capsys, flag):
+    with pytest.raises(SystemExit):
+        rehearse.main([f"--workdir={tmp_path}/a", "--price=1", flag])
+    assert "--chips must be at least 1 and --price at least 0" in capsys.readouterr().err
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    """Makes the rehearsal small, but for its steps: the program has to meet SIGTERM."""
+    prepared.write(tmp_path / "data", train=64, validation=9)
+    fields = {
+        "data_dir": tmp_path / "data",
+        "checkpoint.folder": tmp_path / "bucket",
+        "batch_size": 8,
+        "num_steps": 120,
+        "eval_interval": 120,
+        "log_interval": 1,
+        "shuffle_window": 16,
+        "num_workers": 1,
+        "image_size": 16,
+        "diagnostics.images": 0,
+        "held_out": 0.1,
+        "model.patch_size": 8,
+        "model.width": 32,
+        "model.depth": 1,
+        "model.num_heads": 2,
+        "model.mlp_dim": 32,
+        "model.num_features": 34,
+        "mesh.data": 1,
+    }
+    return [f"--config.{name}={value}" for name, value in fields.items()]
+
+
+@pytest.mark.slow
+def test_a_rehearsal_stops_goes_on_and_evaluates(tmp_path, arguments, capfd):
+    workdir = f"--workdir={tmp_path / 'run'}"
+    rehearse.main([workdir, "--chips=1", "--price=2.5", "--", *arguments])
+    output = capfd.readouterr().out
+    stopped = int(re.search(r"it stopped and went on \|  \| (\d+)", output)[1])
+    assert 60 <= stopped < 120
+    assert f"Goes on after step {stopped}." in output
+    assert "Create the pod if the measured values are as expected" in output
+
+
+@pytest.mark.slow
+def test_a_rehearsal_that_cannot_read_its_data_says_so(tmp_path, arguments):
+    arguments = [*arguments, f"--config.data_dir={tmp_path / 'nowhere'}"]
+    with pytest.raises(SystemExit, match="The trainer must end with code 0, got 1"):
+        rehearse.main([f"--workdir={tmp_path / 'run'}", "--price=1", "--", *arguments])
