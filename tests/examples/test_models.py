@@ -16,6 +16,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx, serialization
 from flax.training import train_state
+from jax import export
 
 import examples
 from examples.models import big_vision_vit, bonsai_vit, gemma, lm1b
@@ -210,12 +211,12 @@ def test_lm1b_trains_saves_restores_redraws_and_decodes(tmp_path):
 
 def test_a_step_of_decoding_of_lm1b_can_be_exported():
     pytest.importorskip("flatbuffers")
-    jax.export.register_namedtuple_serialization(AttentionState, serialized_name="AttentionState")
+    export.register_namedtuple_serialization(AttentionState, serialized_name="AttentionState")
     decoder = lm1b.TransformerLM(LM1B.replace(decode=True))
     variables = nn.meta.unbox(jax.jit(decoder.init)(jax.random.key(0), TOKENS[:, :1]))
     step = jax.jit(functools.partial(decoder.apply, mutable=["cache"]))
-    data = jax.export.export(step)(variables, TOKENS[:, :1]).serialize()
-    again = jax.export.deserialize(data).call(variables, TOKENS[:, :1])
+    data = export.export(step)(variables, TOKENS[:, :1]).serialize()
+    again = export.deserialize(data).call(variables, TOKENS[:, :1])
     chex.assert_trees_all_close(again, step(variables, TOKENS[:, :1]), rtol=1e-5)
 
 
