@@ -209,6 +209,7 @@ def test_lm1b_trains_saves_restores_redraws_and_decodes(tmp_path):
         assert relative_error(out[:, 0], logits[:, t]) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_step_of_decoding_of_lm1b_can_be_exported():
     pytest.importorskip("flatbuffers")
     export.register_namedtuple_serialization(AttentionState, serialized_name="AttentionState")
@@ -253,6 +254,7 @@ def test_the_big_vision_vit_trains_saves_restores_and_redraws():
         model.apply({"params": state.params}, IMAGES)
 
 
+@pytest.mark.slow
 def test_scanned_layers_of_the_big_vision_vit_are_those_one_after_the_other():
     plain, scanned = big_vision_model(), big_vision_model(scan=True)
     variables = jax.jit(plain.init)(jax.random.key(0), IMAGES)
