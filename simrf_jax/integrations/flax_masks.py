@@ -191,10 +191,11 @@ def say_unless(valid: jax.Array, reason: str) -> None:
     if not LOGGER.isEnabledFor(logging.ERROR):
         return
 
-    def say(valid: jax.Array) -> None:
-        jax.debug.callback(_speaker(reason), valid)
+    def say(is_valid: jax.Array) -> None:
+        jax.debug.callback(_speaker(reason), is_valid)
 
-    jax.lax.cond(jnp.all(valid), lambda valid: None, say, valid)
+    is_valid = jnp.all(valid)  # One number, which costs little to bring to the host's device.
+    jax.lax.cond(is_valid, lambda is_valid: None, say, is_valid)
 
 
 @functools.cache
@@ -202,9 +203,9 @@ def _speaker(reason: str) -> Callable[[Any], None]:
     """Returns a function that logs a reason once; it is the same for all layers."""
     said: list[bool] = []
 
-    def speak(valid: Any) -> None:
+    def speak(is_valid: Any) -> None:
         # Under vmap both branches of a condition run.
-        if not said and not np.all(valid):
+        if not said and not np.all(is_valid):
             said.append(True)
             LOGGER.error("The output of attention is NaN. %s", reason)
 

@@ -16,6 +16,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx, serialization
 from flax.training import train_state
+from jax import export
 
 import examples
 from examples.models import big_vision_vit, bonsai_vit, gemma, lm1b
@@ -208,14 +209,15 @@ def test_lm1b_trains_saves_restores_redraws_and_decodes(tmp_path):
         assert relative_error(out[:, 0], logits[:, t]) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_step_of_decoding_of_lm1b_can_be_exported():
     pytest.importorskip("flatbuffers")
-    jax.export.register_namedtuple_serialization(AttentionState, serialized_name="AttentionState")
+    export.register_namedtuple_serialization(AttentionState, serialized_name="AttentionState")
     decoder = lm1b.TransformerLM(LM1B.replace(decode=True))
     variables = nn.meta.unbox(jax.jit(decoder.init)(jax.random.key(0), TOKENS[:, :1]))
     step = jax.jit(functools.partial(decoder.apply, mutable=["cache"]))
-    data = jax.export.export(step)(variables, TOKENS[:, :1]).serialize()
-    again = jax.export.deserialize(data).call(variables, TOKENS[:, :1])
+    data = export.export(step)(variables, TOKENS[:, :1]).serialize()
+    again = export.deserialize(data).call(variables, TOKENS[:, :1])
     chex.assert_trees_all_close(again, step(variables, TOKENS[:, :1]), rtol=1e-5)
 
 
@@ -252,6 +254,7 @@ def test_the_big_vision_vit_trains_saves_restores_and_redraws():
         model.apply({"params": state.params}, IMAGES)
 
 
+@pytest.mark.slow
 def test_scanned_layers_of_the_big_vision_vit_are_those_one_after_the_other():
     plain, scanned = big_vision_model(), big_vision_model(scan=True)
     variables = jax.jit(plain.init)(jax.random.key(0), IMAGES)

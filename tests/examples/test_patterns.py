@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax import export
 
 import examples
 from simrf_jax.integrations import linen as linen_adapter
@@ -93,6 +94,6 @@ def test_the_patterns_run_one_after_the_other(capsys):
 
     pytest.importorskip("flatbuffers")
     exec(code["Export"], names)
-    again = jax.export.deserialize(names["data"])
+    again = export.deserialize(names["data"])
     expected = model.apply(names["arrays"], tokens)
     np.testing.assert_allclose(again.call(names["arrays"], tokens), expected, rtol=1e-5, atol=1e-6)

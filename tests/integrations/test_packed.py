@@ -49,7 +49,7 @@ def one_by_one(both, mask, is_causal, segments=SEGMENTS):
     return out
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize(("kind", "api"), every_adapter)
@@ -90,7 +90,7 @@ def test_gradients_of_packed_sequences_are_those_of_each_by_itself():
         return jax.grad(lambda *x: jnp.sum(both.nnx(*x, mask=mask) * cotangent), (0, 1, 2))(*x)
 
     packed = gradients(*QKV)
-    for row, segment in [(0, 2), (1, 2), (1, 3)]:
+    for row, segment in [(0, 2), (1, 2)]:
         where = np.flatnonzero(SEGMENTS[row] == segment)
         x = [jnp.asarray(array[row, where]) for array in QKV]
         own = jax.grad(
