@@ -35,7 +35,13 @@ NOT_HERE = {
 }
 
 WITH_SNIPPETS = [path for path in PAGES if fences(with_includes(path), "python")]
-SLOW = {"docs/how_to/calibrate.md"}
+# A quarter of a minute each and more; .ci/run executes them with the site.
+SLOW = {
+    "docs/explanation/choosing_features.md",
+    "docs/how_to/calibrate.md",
+    "docs/how_to/decode.md",
+    "docs/tutorial.md",
+}
 EXECUTED = [
     pytest.param(path, id=name(path), marks=[pytest.mark.slow] * (name(path) in SLOW))
     for path in WITH_SNIPPETS
