@@ -34,8 +34,8 @@ extensions = [
 exclude_patterns = ["_build", "_extensions", "_templates"]
 templates_path = ["_templates"]
 nitpicky = True
-# Types in signatures that have no page of their own: arrays, records of Flax and JAX, and aliases.
-nitpick_ignore_regex = [("py:.*", ".*")]
+# Types and exceptions that have no page of their own: arrays, records of Flax and JAX, and aliases.
+nitpick_ignore_regex = [("py:(class|exc)", ".*")]
 suppress_warnings = [
     "autosummary.import_cycle",  # Names with their modules on the page of a module.
     "ref.python",  # Types in signatures whose names several modules have.
@@ -62,7 +62,6 @@ myst_enable_extensions = ["attrs_inline", "colon_fence", "dollarmath", "html_ima
 myst_heading_anchors = 3
 
 autosummary_generate = True
-autosummary_ignore_module_all = False
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints = "none"  # source_signatures writes them.

@@ -27,9 +27,7 @@ def on_signature(
         return signature, return_annotation
     if inspect.isclass(obj):
         return _of_class(obj), None
-    found = inspect.signature(obj)
-    if what == "method":
-        found = _without_self(found)
+    found = _without_self(inspect.signature(obj))
     result = found.return_annotation
     shown = stringify_signature(found, show_return_annotation=False)
     return shown, result if isinstance(result, str) else None
@@ -45,8 +43,10 @@ def _of_class(cls: type) -> str:
 
 
 def _without_self(signature: inspect.Signature) -> inspect.Signature:
-    """Returns a signature without its first parameter."""
-    return signature.replace(parameters=list(signature.parameters.values())[1:])
+    """Returns the signature of a method without the instance, and any other one as it is."""
+    parameters = list(signature.parameters.values())
+    is_of_instance = bool(parameters) and parameters[0].name == "self"
+    return signature.replace(parameters=parameters[is_of_instance:])
 
 
 def setup(app: Sphinx) -> dict[str, Any]:

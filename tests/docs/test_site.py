@@ -1,7 +1,9 @@
 """Tests what the site's build adds to Sphinx, and the check of its links."""
 
+import doctest
 import importlib.util
 import pathlib
+import sys
 
 import pytest
 
@@ -80,12 +82,7 @@ def test_tables_that_compare_are_found(monkeypatch):
 
 def test_names_that_are_clear_are_linked():
     pytest.importorskip("sphinx")
-    links = extension("name_links")
-    known = links.meanings(["a.f", "a.b.f", "a.b.g"])
-    assert links.choose(known["g"], None) == "a.b.g"
-    assert links.choose(known["f"], None) is None
-    assert links.choose(known["f"], "a.b") == "a.b.f"
-    assert links.choose(known["b.f"], None) == "a.b.f"
+    assert doctest.testmod(extension("name_links")) == (0, 2)
 
 
 def test_signatures_are_those_of_the_source():
@@ -99,10 +96,15 @@ def test_signatures_are_those_of_the_source():
         def __init__(self, x: "Mask"):  # noqa: F821
             """Takes x."""
 
+        @classmethod
+        def of(cls, x: "Mask") -> "Record":  # noqa: F821
+            """Returns a record."""
+
     arguments = "(x: Float[Array, '*batch dim'], *, scale: float = 1.0)"
     assert shown(None, "function", "", function, None, "()", None) == (arguments, "Array")
     assert shown(None, "class", "", Record, None, "()", None) == ("(x: Mask)", None)
     assert shown(None, "method", "", Record.__init__, None, "()", None) == ("(x: Mask)", None)
+    assert shown(None, "method", "", Record.of, None, "()", None) == ("(x: Mask)", "Record")
     assert shown(None, "data", "", 1, None, None, None) == (None, None)
 
 
@@ -152,7 +154,8 @@ def test_a_folder_without_a_site_is_refused(check_links, tmp_path):
     assert "holds no built site" in check_links.main(pathlib.Path(tmp_path))
 
 
-def test_every_file_of_the_repository_has_its_page():
+def test_every_file_of_the_repository_has_its_page(monkeypatch):
+    monkeypatch.setattr("sys.path", sys.path[:])  # Which the settings change.
     pages = load(DOCS / "conf.py").repository_pages
     assert [file for file in pages if not (ROOT / file).is_file()] == []
     assert [page for page in pages.values() if not (DOCS / f"{page}.md").is_file()] == []
