@@ -50,13 +50,16 @@ def train_until_done(pod: Slice, run: str, arguments: Sequence[str]) -> None:
                 f"{fruitless} starts in a row brought no new checkpoint, the last one being of "
                 f"step {newest}; the output above says why. The slice is deleted."
             )
-        if pod.make_active() or not is_installed:
-            pod.install()
-            is_installed = True
-        code = pod.train([*arguments, *folders])
+        try:
+            if pod.make_active() or not is_installed:
+                pod.install()
+                is_installed = True
+            ended = f"The trainer ended with code {pod.train([*arguments, *folders])}"
+        except UserError as error:  # A slice may be taken away at any moment.
+            ended, is_installed = f"{error}", False
         before, newest = newest, _newest(run)
         fruitless = 0 if newest > before else fruitless + 1
-        print(f"The trainer ended with code {code}; the last checkpoint is of step {newest}.")
+        print(f"{ended}; the last checkpoint is of step {newest}.", flush=True)
         if "results.json" not in tpu_slice.listed(run):
             time.sleep(PAUSE_SECONDS)
     pod.delete()
@@ -87,14 +90,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not given.run.startswith("gs://"):
         parser.error(f"--run must be in a bucket, gs://BUCKET/runs/NAME, got {given.run}.")
     pod = Slice(given.name, given.zone, given.type, given.runtime)
+    left = (
+        "A slice that is still there costs: gcloud compute tpus queued-resources delete "
+        f"{given.name} --zone={given.zone} --force"
+    )
     with told_in_one_line():
         try:
             train_until_done(pod, given.run.rstrip("/"), given.arguments)
+        except UserError as error:
+            error.add_note(left)
+            raise
         except KeyboardInterrupt:
-            sys.exit(
-                f"Stopped. The slice may still be there and cost: gcloud compute tpus "
-                f"queued-resources delete {given.name} --zone={given.zone} --force"
-            )
+            sys.exit(f"Stopped. {left}")
 
 
 if __name__ == "__main__":

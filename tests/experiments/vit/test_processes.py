@@ -42,12 +42,13 @@ def noted(self, indices):
     return read(self, indices)
 
 records.Records.read = noted
+{fault}
 app.run(main.main, argv=sys.argv[1:], flags_parser=main.parse_flags)
 """
 
 
-def start(process, port, folder, **changes):
-    """A process of a run; it has half of the devices."""
+def start(process, port, folder, fault="", **changes):
+    """A process of a run; it has half of the devices, and runs the code of a fault first."""
     changes = EIGHT_HEADS | changes
     flags = {
         "coordinator": f"localhost:{port}",
@@ -62,7 +63,7 @@ def start(process, port, folder, **changes):
     }
     noted = folder.parent / f"read-by-{process}"
     return subprocess.Popen(
-        [sys.executable, "-c", MAIN, noted, "--distributed"]
+        [sys.executable, "-c", MAIN.replace("{fault}", fault), noted, "--distributed"]
         + [f"--{name}={value}" for name, value in flags.items()],
         env=os.environ
         | {
@@ -82,10 +83,11 @@ def free_port():
         return s.getsockname()[1]
 
 
-def run(folder, *, of_second=None, **changes):
+def run(folder, *, of_second=None, fault_of_second="", **changes):
     """Runs both to their end; returns their codes and what they print."""
-    port, others = free_port(), [{}, of_second or {}]
-    return end([start(i, port, folder, **(changes | others[i])) for i in range(PROCESSES)])
+    port, others, faults = free_port(), [{}, of_second or {}], ["", fault_of_second]
+    both = [start(i, port, folder, faults[i], **(changes | others[i])) for i in range(PROCESSES)]
+    return end(both)
 
 
 def end(processes):
@@ -134,6 +136,50 @@ def test_each_reads_its_records_alone_and_one_process_goes_on_with_their_run(tmp
     train.train(tiny.get_config(**(EIGHT_HEADS | changes | mesh)), tmp_path / "run")
     np.testing.assert_allclose(read_losses(tmp_path / "run"), expected, atol=1e-5, rtol=0)
     assert len({*expected}) == 6
+
+
+# Reads of one host that take a while, and images of one host that are not finite.
+SLOW = """
+import time
+from experiments.vit.data import window_reader
+read_at_once = window_reader.WindowReader.read
+window_reader.WindowReader.read = lambda *args: time.sleep(2) or read_at_once(*args)
+"""
+POISON = """
+from experiments.vit.data import pipeline
+mix = pipeline._mix
+
+def poisoned(batch, positions, *args):
+    batch = mix(batch, positions, *args)
+    return batch | {"image": batch["image"] * float("nan")} if 16 <= positions[0] < 24 else batch
+
+pipeline._mix = poisoned
+"""
+
+
+def test_a_slow_host_and_windows_give_the_losses_of_one_process(tmp_path):
+    prepared.write(tmp_path / "data", train=48, validation=16)
+    changes = prepared.OPTIONS | {"data_dir": str(tmp_path / "data"), "eval_batch_size": 8}
+    changes["shuffle_window"] = 8
+    expected = losses_on(tmp_path / "one", 2, 2, 2, **changes)
+    codes, outputs = run(tmp_path / "two", fault_of_second=SLOW, **changes)
+    assert codes == [0, 0], outputs
+    results = json.loads((tmp_path / "two" / "results.json").read_text())
+    losses = [*read_losses(tmp_path / "two"), results["test_loss"]]
+    np.testing.assert_allclose(losses, expected, atol=1e-5, rtol=0)
+
+
+def test_a_batch_that_is_bad_on_one_host_is_skipped_by_all(tmp_path):
+    prepared.write(tmp_path / "data", train=48, validation=16)
+    changes = prepared.OPTIONS | {"data_dir": str(tmp_path / "data"), "eval_batch_size": 8}
+    codes, outputs = run(
+        tmp_path / "run", fault_of_second=POISON, checkpoint__interval=1, **changes
+    )
+    assert codes == [0, 0], outputs
+    assert all("skips the batches of the steps 3 to 3" in output for output in outputs)
+    assert "Goes on after step 2." in outputs[0]
+    assert json.loads((tmp_path / "run" / "results.json").read_text())["skipped_batches"] == 1
+    assert np.isfinite(read_losses(tmp_path / "run")).all()
 
 
 @pytest.mark.parametrize("part", ["state", "run"])

@@ -96,9 +96,29 @@ def test_a_machine_without_gcloud_says_so(monkeypatch, tmp_path):
 
 def test_a_command_that_fails_is_named(gcloud):
     (gcloud / "bin" / "gcloud").write_text("#!/bin/sh\nexit 3\n")
-    with pytest.raises(
-        SystemExit, match="failed with code 3: gcloud compute tpus queued-resources"
-    ):
+    match = r"failed with code 3: gcloud compute tpus queued-resources .*\nA slice .* delete vit "
+    with pytest.raises(SystemExit, match=match):
+        spot.main(ARGV)
+
+
+def test_an_installation_that_fails_is_tried_again(gcloud):
+    program = gcloud / "bin" / "gcloud"
+    once = """elif "scp" in words and not (here / "failed").exists():
+    (here / "failed").touch()
+    sys.exit(1)
+elif "ssh" in words and "experiments"""
+    program.write_text(program.read_text().replace('elif "ssh" in words and "experiments', once))
+    spot.main(ARGV)
+    assert (gcloud / "failed").exists()
+    assert len(calls(gcloud, "scp")) == 3
+
+
+def test_ctrl_c_says_what_still_costs(gcloud, monkeypatch):
+    def interrupted(self, arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tpu_slice.Slice, "train", interrupted)
+    with pytest.raises(SystemExit, match=r"Stopped\. A slice that is still there costs: gcloud"):
         spot.main(ARGV)
 
 
