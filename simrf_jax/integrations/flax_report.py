@@ -42,9 +42,9 @@ class LayerReport(NamedTuple):
       row_sum_mean: Mean ratio of the sums of the rows before normalisation, ideally 1.
       effective_rank: Effective rank of the weights that the features imply.
       softmax_effective_rank: Effective rank of the softmax weights.
-      mean_squared_distance: Mean of |x + y|^2 over all queries x and keys y of the batch, which
-        are multiplied by the root of the scale. The variance of a positive feature grows like its
-        exponential.
+      mean_squared_distance: Mean of :math:`|x + y|^2` over all queries x and keys y of the batch,
+        which are multiplied by the root of the scale. The variance of a positive feature grows like
+        its exponential.
       features_needed: Number of balanced features of iid rows that the relative squared error
         asked for needs; see ``simrf_jax.theory.required_features``. It may be infinite.
       num_features: Number of random features of the layer; 0 for a map that needs no W.

@@ -41,7 +41,7 @@ def source(module):
 @functools.cache
 def config(module):
     """Returns the default config of an experiment."""
-    package = module.rpartition(".")[0]
+    package = ".".join(module.split(".")[:2])
     which = "digits" if package == "experiments.vit" else "paper"
     return importlib.import_module(f"{package}.configs.{which}").get_config()
 

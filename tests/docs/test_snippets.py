@@ -31,6 +31,7 @@ w = simrf_jax.draw_projection(jax.random.key(1), 18, 8)
 }
 NOT_HERE = {
     "docs/contributing.md": "It shows the form of code, with dots in the place of the rest.",
+    "docs/how_to/models_of_others.md": "tests/examples/test_patterns.py has models for them.",
     "docs/results/vit.md": "tests/experiments/vit/tools/test_export.py has a model to export.",
 }
 

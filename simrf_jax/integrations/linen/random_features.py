@@ -36,7 +36,7 @@ class RandomFeatureAttention(Adapter):
     the collection keeps the options.
 
     A trainer that keeps ``init(...)["params"]`` alone loses W, and ``apply`` then raises. Keep the
-    collection in the train state:
+    collection in the train state::
 
         class TrainState(flax.training.train_state.TrainState):
             random_features: Any
