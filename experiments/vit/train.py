@@ -81,8 +81,19 @@ def checkpoint_folder(
 
 
 def _refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
+    """Refuses a workdir with another run or a finished one, of which it adds what is missing."""
     log.draw_missing_curves(workdir)
-    log.refuse_used(workdir, config)
+    try:
+        log.refuse_used(workdir, config)
+    except UserError:
+        if log.is_finished(workdir, config):
+            _mirror_results(workdir, config)
+        raise
+
+
+def _mirror_results(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
+    with Mirror(workdir, config.mirror, writes=True) as mirror:
+        mirror.finish()
 
 
 def _train(config: ml_collections.ConfigDict, folders: Folders) -> dict[str, Any]:
@@ -110,8 +121,7 @@ def _train(config: ml_collections.ConfigDict, folders: Folders) -> dict[str, Any
     if jax.process_index() == 0:  # Only the first host writes.
         folders.check_workdir()
         log.finish(folders.workdir, results)
-        with Mirror(folders.workdir, config.mirror, writes=True) as mirror:
-            mirror.finish()
+        _mirror_results(folders.workdir, config)
     return results
 
 

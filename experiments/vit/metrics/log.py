@@ -164,6 +164,14 @@ def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> Non
         )
 
 
+def is_finished(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> bool:
+    """Returns whether a folder holds a finished run of this config."""
+    if not (workdir / "results.json").exists():
+        return False
+    theirs = files.read_json(workdir / "results.json").get("config", {})
+    return not config_differences(theirs, json.loads(config.to_json_best_effort()))
+
+
 def finish(workdir: pathlib.Path, results: dict[str, Any]) -> None:
     """Writes the results, which mark the run as finished, and only then draws its last curves."""
     with _writing(workdir):

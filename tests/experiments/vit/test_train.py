@@ -243,7 +243,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, tr
     assert not (tmp_path / "results.json").exists()
 
 
-@pytest.mark.parametrize("checkpoints", [3, 15])  # The last one before, and none.
+# The last one before the batch, and none.
+@pytest.mark.parametrize("checkpoints", [3, pytest.param(15, marks=pytest.mark.slow)])
 def test_a_bad_batch_is_skipped_once(tmp_path, train_on, checkpoints):
     bad = range(5, 6 if checkpoints == 3 else 8)  # Up to the row that shows it.
     match = f"is nan at step 6 of 20.* skips the batches of the steps 6 to {bad.stop}"

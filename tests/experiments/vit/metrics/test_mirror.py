@@ -1,4 +1,5 @@
 import errno
+import shutil
 
 import pytest
 from etils import epath
@@ -36,6 +37,26 @@ def test_a_run_is_mirrored(tmp_path):
     for name in NAMES:
         assert (there / name).read_bytes() == (tmp_path / "run" / name).read_bytes()
     assert_same_rows(read_events(there), read_rows(tmp_path / "run"))
+
+
+def test_the_same_command_mirrors_results_that_could_not_be(tmp_path, failing, monkeypatch):
+    config = tiny.get_config(mirror=str(tmp_path / "mirror"), num_steps=3)
+    finish = train.log.finish
+
+    def finish_and_fail(*args):
+        finish(*args)
+        failing.append(PermissionError("403"))
+
+    monkeypatch.setattr(train.log, "finish", finish_and_fail)
+    with pytest.raises(UserError, match=r"mirror cannot be written: .*403.* results are in"):
+        train.train(config, tmp_path / "run")
+    shutil.rmtree(tmp_path / "mirror")
+    failing.clear()
+    other = tiny.get_config(mirror=str(tmp_path / "mirror"), num_steps=4)
+    for given, mirrored in ((other, False), (config, True)):
+        with pytest.raises(UserError, match="already holds a run"):
+            train.train(given, tmp_path / "run")
+        assert (tmp_path / "mirror" / "results.json").exists() == mirrored
 
 
 @pytest.mark.fast
