@@ -10,6 +10,7 @@ from simrf_jax.attention.random_features.causal import causal_attention
 from simrf_jax.attention.random_features.state import AttentionState, lay_out
 from simrf_jax.features import as_feature_map
 from tests import formulas
+from tests.attention.devices import make_mesh
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import attention, relative_error
 
@@ -30,6 +31,16 @@ def test_any_length_and_chunk(length, chunk_size):
     actual = attend(q, k, v, projection(), is_causal=True, chunk_size=chunk_size)
     expected = attention(q, k, v, projection(), visible=triangle(length))
     assert relative_error(actual, expected) < 1e-5
+
+
+def test_an_explicit_axis_shards_the_batch_at_a_length_of_no_whole_chunks():
+    q, k, v = inputs(7, batch=(4,))
+    expected = attend(q, k, v, projection(), is_causal=True, chunk_size=4)
+    sharding = jax.NamedSharding(make_mesh(data=2), jax.P("data"))
+    tokens = jax.device_put((q, k, v), sharding)
+    actual = attend(*tokens, projection(), is_causal=True, chunk_size=4)
+    assert actual.sharding.spec[0] == "data"
+    assert relative_error(actual, expected) < 1e-6
 
 
 @pytest.mark.parametrize("lengths", [(9, 14), (14, 9), (9, 1), (1, 9)])

@@ -204,10 +204,12 @@ def _pad(
     """
     if not before and not after:
         return x
-    padding = [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2)
-    if fill is None:
-        return jnp.pad(x, padding, mode="edge")
-    return jnp.pad(x, padding, constant_values=fill)
+    if fill is not None:
+        padding = [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2)
+        return jnp.pad(x, padding, constant_values=fill)
+    # jnp.pad(mode="edge") fails if an Explicit mesh axis shards another axis (jax 0.10.2).
+    ends = jnp.repeat(x[:, :1], before, axis=1), jnp.repeat(x[:, -1:], after, axis=1)
+    return jnp.concatenate([ends[0], x, ends[1]], axis=1)
 
 
 def split_length(
