@@ -54,6 +54,7 @@ repository_pages = {
     "CONTRIBUTING.md": "contributing",
     "ERRATA.md": "results/errata",
     "benchmarks/README.md": "results/benchmarks",
+    "colabs/README.md": "notebooks",
     "examples/README.md": "how_to/own_model",
     **{f"experiments/{name}/README.md": f"results/{name}" for name in RESULTS},
 }

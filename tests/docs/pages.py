@@ -16,7 +16,7 @@ TEXTS = sorted(
         *PAGES,
         *ROOT.glob("*.md"),
         *ROOT.glob("experiments/*/README.md"),
-        *(ROOT / folder / "README.md" for folder in ("benchmarks", "examples")),
+        *(ROOT / folder / "README.md" for folder in ("benchmarks", "colabs", "examples")),
     ]
 )
 INCLUDE = re.compile(r"^```\{include\} (\S+)\n((?::.*\n)*)```$", re.MULTILINE)

@@ -11,7 +11,7 @@ import pytest
 from tests.docs.pages import ROOT, TEXTS, fences, name
 
 pytestmark = pytest.mark.fast
-OURS = ("benchmarks", "examples", "experiments")
+OURS = ("benchmarks", "colabs", "examples", "experiments")
 # A command ends where the shell goes on with another one, a file or a comment.
 COMMAND = re.compile(r"python3? -m ([\w.]+)((?:[^\n`&|>#\"']|\"[^\"\n]*\"|'[^'\n]*')*)")
 FILE = re.compile(r"(?:-r|-c|--ignore=) ?((?:requirements|tests)/[\w/.]+)")
