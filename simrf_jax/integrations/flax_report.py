@@ -74,7 +74,7 @@ class ModelReport(dict[str, LayerReport]):
     """The reports of all layers of a model, by the path of the adapter; printed as a table."""
 
     def __str__(self) -> str:
-        width = max(map(len, self), default=0)
+        width = max(map(len, ("layer", *self)))
         head = "".join(f"{name:>11}" for name in _COLUMNS.values())
         lines = [f"{'layer':<{width}}{'head':>6}{head}{'features':>11}"]
         for name, layer in self.items():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax import nnx
+from flax.core import DenyList
 
 import simrf_jax
 from simrf_jax.integrations import linen as linen_adapter
@@ -188,6 +189,15 @@ def test_grouped_queries_calibrated_and_learned_maps():
 
 
 @pytest.mark.fast
+def test_linen_collects_nothing_unless_asked():
+    adapter = linen_adapter.RandomFeatureAttention(8)
+    x = jnp.ones((3, 1, 5, 2, 4))
+    variables = adapter.init(jax.random.key(1), *x)
+    for mutable in (True, DenyList("params")):
+        _, updates = adapter.apply(variables, *x, mutable=mutable)
+        assert "attention_calls" not in updates
+
+
 def test_refuses():
     with pytest.raises(ValueError, match="no RandomFeatureAttention to report on"):
         nnx_adapter.attention_report(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones((1, 2)))

@@ -166,8 +166,10 @@ class Adapter(nn.Module):
 
     def _add_call(self, call: Call, mechanism: Mechanism) -> None:
         """Adds a call to those that ``attention_report`` reads, if it does."""
-        asked = self.is_mutable_collection("attention_calls") and not self.is_initializing()
-        if not asked or not isinstance(mechanism, RandomFeatures):
+        # mutable=True, and the DenyList of Flax, admit any name. They ask for no report.
+        asked = self.is_mutable_collection("attention_calls")
+        asked &= not self.is_mutable_collection("a name that nothing has")
+        if not asked or self.is_initializing() or not isinstance(mechanism, RandomFeatures):
             return
         if self.decode:
             raise ValueError("An adapter has decode=True: report on the model without it.")
