@@ -14,8 +14,8 @@ from tests import compilation
 
 PATHS = store.paths()
 NAMES = [path.stem for path in PATHS]
-# They take more than a minute of a core each.
-SLOW = {"choose_features", "swap_attention"}
+# Left out by default, because each takes up to two minutes of a core; CI runs them by themselves.
+SLOW = {"attention", "choose_features", "claims", "looking_inside", "swap_attention", "train_vit"}
 NUMBER = re.compile(r"[+-]?\d[\d,]*\.?\d*(?:e[+-]?\d+)?")
 # Accuracies of models that are trained anew, with other roundings.
 TRAINED_TOLERANCE = 0.1

@@ -23,7 +23,7 @@ def triangle(length, key_length=None):
     return np.tri(length, key_length or length, dtype=bool)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("length", [1, 2, 7, 16, 33])
 @pytest.mark.parametrize("chunk_size", [1, 2, 8, 64])
 def test_any_length_and_chunk(length, chunk_size):
@@ -91,7 +91,7 @@ MAPS = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 @pytest.mark.parametrize("name", MAPS)
 def test_nothing_of_the_future_reaches_the_past(scale, name):

@@ -73,7 +73,7 @@ def test_one_length_over_devices(bandwidth, kind, devices, options):
     assert max(np.prod(shape) for _, _, shape in found) <= max(sums, of_band)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("bandwidth", "options"), [(5, {}), (9, PACKED), (11, CAUSAL)])
 def test_gradients_are_those_of_one_device(bandwidth, options):
     options = dict(options)

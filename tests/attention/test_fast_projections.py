@@ -38,7 +38,7 @@ def assert_close(actual, expected):
         np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("per_head", [False, True])
 @pytest.mark.parametrize(
     "name",

@@ -52,7 +52,7 @@ def test_signed_maps_against_float64(name, scale):
     assert relative_error(actual, expected) < 1e-5
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [*POSITIVE, *SIGNED])
 def test_bfloat16(name):
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(scale=0.5))
@@ -63,7 +63,7 @@ def test_bfloat16(name):
     assert relative_error(actual, random_feature_attention(*wide, w, feature_map=name)) < 2e-2
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [*POSITIVE, *SIGNED])
 @pytest.mark.parametrize("coupling", conformance.COUPLINGS)
 def test_every_map_works_with_every_coupling(name, coupling):
@@ -74,7 +74,7 @@ def test_every_map_works_with_every_coupling(name, coupling):
     assert relative_error(out, expected) < 1e-5
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", [*POSITIVE, *SIGNED])
 @pytest.mark.parametrize("scale", [1.0, 1e3])
 def test_gradients_are_finite_at_any_scale(name, scale):
@@ -87,7 +87,7 @@ def test_gradients_are_finite_at_any_scale(name, scale):
     chex.assert_tree_all_finite(jax.grad(loss, argnums=(0, 1, 2))(q, k, v))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", POSITIVE)
 def test_gradients_against_float64(name):
     q, k, v = inputs(length=12, heads=1, dim=8)
@@ -252,7 +252,7 @@ def test_callables_with_a_projection_for_each_head_and_with_none():
     assert relative_error(linear, expected) < 1e-5
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("heads", [None, 2])
 @pytest.mark.parametrize("name", ["positive", "trigonometric"])
 def test_fast_projections(heads, name):

@@ -53,7 +53,7 @@ MAPS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("scale", [0.5, 2, 8])
 @pytest.mark.parametrize("name", MAPS)
 def test_the_estimator_in_float64(length, name, scale):
@@ -76,7 +76,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", ["positive", "calibrated"])
 def test_the_output_and_the_gradients_of_xla(length, kind, options):

@@ -39,7 +39,7 @@ def length(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("scale", [0.5, 2, 8])
 @pytest.mark.parametrize("name", MAPS)
 def test_the_estimator_in_float64(length, name, scale):
@@ -61,7 +61,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", ["positive", "calibrated"])
 def test_the_output_and_the_gradients_of_xla(length, kind, options):
@@ -100,7 +100,7 @@ def test_bfloat16():
     assert max(errors) <= 0.012
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("planted", [0.5, 40, jnp.nan, jnp.inf])
 @pytest.mark.parametrize("time", [1, 70, 128, 259])

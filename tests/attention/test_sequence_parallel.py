@@ -41,7 +41,7 @@ def visible(options):
     return seen
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("mode", "kind", "devices"),
     [
@@ -151,7 +151,7 @@ def test_nothing_of_the_future_reaches_the_past(compiled_for_any_scale, scale):
         np.testing.assert_array_equal(attend(*changed)[:t], out[:t])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_batch_heads_and_length_over_devices_with_lengths_and_biases(kind, is_causal):
@@ -181,7 +181,7 @@ def test_batch_heads_and_length_over_devices_with_lengths_and_biases(kind, is_ca
         np.testing.assert_allclose(out[i], expected, atol=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", ["trigonometric", "elu", "relu", "learned"])
 def test_feature_maps(name, is_causal):

@@ -52,7 +52,7 @@ def optimal_rho(mean_square, dim):
     return 2 * dim / (np.sqrt((v + dim) ** 2 + 4 * dim * v) + v + dim)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
 def test_is_unbiased_and_has_the_second_moment_of_theory(options):
     query, key = tokens()

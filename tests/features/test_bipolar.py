@@ -47,7 +47,7 @@ def estimate_by_definition(name, x, y, p, kernel="softmax", bandwidth=1.0):
     return weight * base_1 + (1 - weight) * base_2
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.fast
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -82,7 +82,7 @@ def test_features_cost_the_sum_and_not_the_product_of_all_sizes():
     assert cost["flops"] < 8 * (2 * 3 * 64 * 4096 * 2 + 100 * 64 * 64)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("coupling", ["iid", "orthogonal", "simplex"])
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -120,7 +120,7 @@ def test_gaussian_hybrid_has_no_variance_at_antiparallel_vectors():
     np.testing.assert_allclose(draws, np.exp(x @ y), rtol=2e-4)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("coupling", ["iid", "orthogonal"])
 @pytest.mark.parametrize("angle", [0.4, 1.5, 2.6])
 def test_angular_mse_is_that_of_theorem_3_1_and_lemma_3_2(coupling, angle):
@@ -191,7 +191,7 @@ def test_the_bandwidth_may_be_learned():
     np.testing.assert_allclose(slope, expected, rtol=1e-2)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("heads", [None, 2])
 def test_attention_by_hybrids_against_float64(name, heads):

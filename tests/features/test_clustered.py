@@ -73,7 +73,7 @@ def test_an_empty_cluster_does_not_silence_the_others():
     np.testing.assert_allclose(out, 1, rtol=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("spread", [0.0, 0.3])
 def test_clustered_hybrid_is_unbiased(spread, kernel):

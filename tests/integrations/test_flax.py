@@ -38,7 +38,7 @@ def squares(x, w):
     return jnp.square(project(x, w))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("feature_map", ["hyperbolic", "relu", squares])
 @pytest.mark.parametrize("coupling", ["orthogonal", "simplex_plus"])
 def test_both_apis_take_any_map_coupling_and_rotation(feature_map, coupling):

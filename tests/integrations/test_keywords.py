@@ -33,7 +33,7 @@ HONOURED = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", HONOURED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_honours(kind, name):

@@ -162,7 +162,7 @@ def linen_loss(options, x):
     return loss, of_map, grads, one, (project("query"), project("key"))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("measure", [nnx_loss, linen_loss])
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"exact_bandwidth": 2}])
 def test_the_loss_of_a_model_is_that_of_its_maps_and_trains_them_alone(measure, options):

@@ -21,7 +21,7 @@ maps_and_kernels = pytest.mark.parametrize(("name", "kernel"), conformance.MAPS_
 SIZES = [(1, 2), (64, 64), (65, 64), (130, 64), (8, 64), (66, 64), (9, 2), (300, 100), (5, 3)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("num_features", "dim"), [*SIZES, (600, 300)])
 @pytest.mark.parametrize("coupling", ["orthogonal", "simplex", "cross_polytope"])
 @pytest.mark.parametrize("block", ["regular", "square"])
@@ -44,7 +44,7 @@ FIXED = [
 ]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64])
 @pytest.mark.parametrize(("coupling", "block"), FIXED)
 @pytest.mark.parametrize(("num_features", "dim"), [(3, 5), (8, 8), (20, 6)])
@@ -81,7 +81,7 @@ def test_a_stack_under_nested_vmap_and_in_a_scan():
     np.testing.assert_allclose(scanned, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("coupling", "block"), FIXED)
 @pytest.mark.parametrize("norms", ["chi", "sqrt_dim"])
 def test_a_draw_is_the_same_traced_mapped_or_neither(coupling, block, norms):
@@ -136,7 +136,7 @@ def test_donated_arrays_are_reused_and_the_copy_is_not():
     np.testing.assert_allclose(project(x, flipped), -project(x, kept), rtol=1e-6)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @maps_and_kernels
 @pytest.mark.parametrize("coupling", ["orthogonal", "simplex", "cross_polytope"])
 def test_features_are_those_of_the_matrix(name, kernel, coupling):

@@ -35,7 +35,7 @@ def carrier(*fields):
     return Carrier(*fields)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "options",
     [DrawOptions(), DrawOptions("iid"), OTHERS, DrawOptions("cross_polytope", norms="antithetic")],

@@ -28,7 +28,7 @@ def test_against_arbitrary_precision(dim, coupling):
     np.testing.assert_allclose(log_conformity(V, dim, coupling=coupling), expected, rtol=1e-13)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("coupling", ["orthogonal", "simplex"])
 @pytest.mark.parametrize(("dim", "v"), [(2, 100), (3, 30), (3, 300), (64, 100), (17, 30)])
 def test_large_arguments(dim, v, coupling):
