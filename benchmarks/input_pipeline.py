@@ -216,6 +216,12 @@ def main():
     add("--shuffle_window", default=config.shuffle_window, help="0 is exact (%(default)s).")
     add("--batches", default=100, help="Batches to take (%(default)s).")
     args = parser.parse_args()
+    # A host reads the same number of pairs of images, which mixup mixes.
+    if args.hosts < 1 or args.batch_size < 1 or args.batch_size % (2 * args.hosts):
+        parser.error(
+            "--hosts must be at least 1 and --batch_size a multiple of twice that, got "
+            f"{args.hosts} and {args.batch_size}."
+        )
     if args.data_dir is None:
         measure_generated()
         return

@@ -118,11 +118,13 @@ def serve(folder, latency=0.0):
     thread.start()
     address = f"http://127.0.0.1:{server.server_address[1]}"
     backend.fsspec_backend._get_filesystem.cache_clear()
-    with (
-        mock.patch.object(fsspec, "filesystem", return_value=Folder()),
-        mock.patch.dict(os.environ, {"CLOUD_STORAGE_EMULATOR_ENDPOINT": address}),
-    ):
-        yield server
-    backend.fsspec_backend._get_filesystem.cache_clear()
-    server.shutdown()
-    server.server_close()
+    try:
+        with (
+            mock.patch.object(fsspec, "filesystem", return_value=Folder()),
+            mock.patch.dict(os.environ, {"CLOUD_STORAGE_EMULATOR_ENDPOINT": address}),
+        ):
+            yield server
+    finally:
+        backend.fsspec_backend._get_filesystem.cache_clear()
+        server.shutdown()
+        server.server_close()

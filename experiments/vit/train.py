@@ -87,11 +87,12 @@ def _refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> No
         log.refuse_used(workdir, config)
     except UserError:
         if log.is_finished(workdir, config):
-            _mirror_results(workdir, config)
+            mirror_results(workdir, config)
         raise
 
 
-def _mirror_results(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
+def mirror_results(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
+    """Copies what ``config.mirror`` lacks; raises ``UserError`` if it cannot be written."""
     with Mirror(workdir, config.mirror, writes=True) as mirror:
         mirror.finish()
 
@@ -121,7 +122,7 @@ def _train(config: ml_collections.ConfigDict, folders: Folders) -> dict[str, Any
     if jax.process_index() == 0:  # Only the first host writes.
         folders.check_workdir()
         log.finish(folders.workdir, results)
-        _mirror_results(folders.workdir, config)
+        mirror_results(folders.workdir, config)
     return results
 
 
@@ -326,7 +327,8 @@ def _evaluate(
     held_out = _measure(program, inputs.held_out_batches(), state, batch_size, "held_out")
     if not is_last:
         return held_out
-    return _measure(program, inputs.eval_batches(), state, batch_size, "test") | held_out
+    test = _measure(program, inputs.eval_batches(), state, batch_size, "test", diagnoses=False)
+    return test | held_out
 
 
 def _measure(
@@ -335,12 +337,14 @@ def _measure(
     state: TrainState,
     batch_size: int,
     name: str,
+    *,
+    diagnoses: bool = True,
 ) -> dict[str, float]:
     measured: dict[str, float] = {}
     sums: list[Metrics] = []
     for part in batches:
         batch = sharding.global_batch(part, program.mesh, batch_size)
-        if program.diagnose is not None and not sums:
+        if diagnoses and program.diagnose is not None and not sums:
             arrays = program.diagnose(state.model, state.key, batch["image"])
             measured = diagnostics.row(arrays)
         sums.append(program.eval_step(state.model, batch))

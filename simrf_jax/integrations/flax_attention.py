@@ -127,6 +127,7 @@ def read(
     is_causal: bool,
     factored_masks: bool,
     packed: bool,
+    decode: bool,
     mask: ArrayLike | None,
     bias: ArrayLike | None,
     scale: ArrayLike | None,
@@ -158,16 +159,20 @@ def read(
     real, valid = None, []
     if mask is not None:
         target = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
-        packed = packed and segment_ids is None
-        if packed and flax_masks.is_segment_ids(mask, target):
+        no_segments = flax_masks.why_no_segments(
+            target, packed=packed, decode=decode, has_segment_ids=segment_ids is not None
+        )
+        if no_segments is None and flax_masks.is_segment_ids(mask, target):
             factors = flax_masks.factors_of_ids(mask, target)
         else:
-            mask, is_mask = flax_masks.as_boolean(mask)
+            mask, is_mask = flax_masks.as_boolean(mask, no_segments)
             factors = None
             if is_mask is not None:
                 valid.append(_heads_last(is_mask))
             if factored_masks or packed:
-                factors = flax_masks.factor(mask, target, is_causal=is_causal, packed=packed)
+                factors = flax_masks.factor(
+                    mask, target, is_causal=is_causal, no_segments=no_segments
+                )
         if factors is not None:
             mask, real = factors.keys, _heads_last(factors.queries)
             if factors.segment_ids is not None:

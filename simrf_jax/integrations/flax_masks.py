@@ -16,11 +16,44 @@ Mask = jax.Array | np.ndarray
 LOGGER = logging.getLogger("simrf_jax")
 
 
-def as_boolean(mask: ArrayLike) -> tuple[Mask, Mask | None]:
+def why_no_segments(
+    target: tuple[int, ...], *, packed: bool, decode: bool, has_segment_ids: bool
+) -> str | None:
+    """Returns a sentence that says why a mask cannot hold segments, or None if it can.
+
+    Args:
+      target: ``(*batch, heads, T, S)``.
+      packed: The field of the adapter.
+      decode: The field of the adapter.
+      has_segment_ids: True if the call has segment ids beside the mask.
+    """
+    length, key_length = target[-2:]
+    if not packed:
+        return NEEDS_PACKED
+    if decode:
+        return (
+            "With decode=True there are no segments: the cache holds one sequence in each row of "
+            "the batch."
+        )
+    if has_segment_ids:
+        return "segment_ids were given: leave the segments out of the mask."
+    if length != key_length:
+        return (
+            "Segments are for self-attention, with as many keys as queries, got "
+            f"{key_length} keys for {length} queries."
+        )
+    return None
+
+
+NEEDS_PACKED = "The mask of packed sequences needs packed=True, and so do segment ids as a mask."
+
+
+def as_boolean(mask: ArrayLike, no_segments: str | None) -> tuple[Mask, Mask | None]:
     """Reads a mask of booleans, or of zeros and ones, which Flax's functions make by default.
 
     Args:
       mask: Booleans or numbers of any shape.
+      no_segments: Sentence that says why integers are no segment ids; None if they could be.
 
     Returns:
       The mask in booleans; and None, or where the values are traced ``[..., 1, 1]``, True for each
@@ -39,22 +72,20 @@ def as_boolean(mask: ArrayLike) -> tuple[Mask, Mask | None]:
     binary = xp.logical_or(mask == 0, mask == 1)
     binary = binary.reshape((1,) * (3 - mask.ndim) + mask.shape)
     is_mask = xp.all(binary, axis=(-2, -1), keepdims=True)
+    instead = f"{_INSTEAD} {no_segments}" if no_segments else _INSTEAD
     if isinstance(is_mask, jax.core.Tracer):
-        say_unless(is_mask, f"{_NOT_BOOLEAN}, got other {mask.dtype.name} numbers. {_INSTEAD}")
+        say_unless(is_mask, f"{_NOT_BOOLEAN}, got other {mask.dtype.name} numbers. {instead}")
         return mask.astype(bool), is_mask
     if not is_mask.all():
         raise ValueError(
             f"{_NOT_BOOLEAN}, got {mask.dtype.name} numbers from {mask.min()} to {mask.max()}. "
-            f"{_INSTEAD}"
+            f"{instead}"
         )
     return mask.astype(bool), None
 
 
 _NOT_BOOLEAN = "mask must hold booleans, or zeros and ones"
-_INSTEAD = (
-    "Pass what is added to the logits as bias, or compare it with 0 to make a mask of it. A mask "
-    "of segment ids needs packed=True."
-)
+_INSTEAD = "Pass what is added to the logits as bias, or compare it with 0 to make a mask of it."
 
 
 class Factors(NamedTuple):
@@ -76,7 +107,7 @@ class Factors(NamedTuple):
 
 
 def factor(
-    mask: Mask, target: tuple[int, ...], *, is_causal: bool, packed: bool = False
+    mask: Mask, target: tuple[int, ...], *, is_causal: bool, no_segments: str | None = NEEDS_PACKED
 ) -> Factors | None:
     """Takes a boolean mask apart, in O(T S) boolean operations.
 
@@ -90,7 +121,7 @@ def factor(
       mask: Mask of a rank up to that of ``target``.
       target: ``(*batch, heads, T, S)``.
       is_causal: True if the causal mask is a factor too, in the mask or beside it.
-      packed: True if the mask of segments is another factor. Where T and S differ there is none.
+      no_segments: Sentence that says why the mask of segments is no other factor; None if it is.
 
     Returns:
       The factors; None for a mask that has no query axis, or does not fit.
@@ -111,15 +142,15 @@ def factor(
     mask = mask & causal
     keys, queries = (xp.any(mask, axis=axis, keepdims=True) for axis in (-2, -1))
     product, segment_ids = queries & keys & causal, None
-    if packed and 0 < target[-2] == target[-1] == shape[-1]:
+    if no_segments is None and 0 < target[-2] == shape[-1]:
         segment_ids = _shortest_segments(mask)
         product &= (segment_ids[..., :, None] == segment_ids[..., None, :])[..., None, :, :]
         segment_ids = xp.broadcast_to(segment_ids, (*target[:-3], target[-2]))
     is_product = xp.all(mask == product, axis=(-2, -1), keepdims=True)
     if isinstance(is_product, jax.core.Tracer):
-        say_unless(is_product, _no_product(shape, is_causal=is_causal, packed=packed))
+        say_unless(is_product, _no_product(shape, no_segments, is_causal=is_causal))
     elif not is_product.all():
-        raise ValueError(_no_product(shape, is_causal=is_causal, packed=packed))
+        raise ValueError(_no_product(shape, no_segments, is_causal=is_causal))
     return Factors(keys, queries, segment_ids, is_product)
 
 
@@ -141,15 +172,15 @@ def _shortest_segments(mask: Mask) -> Mask:
     return xp.cumsum(~xp.any(is_between, axis=-2), axis=-1, dtype=np.int32)
 
 
-def _no_product(shape: tuple[int, ...], *, is_causal: bool, packed: bool) -> str:
+def _no_product(shape: tuple[int, ...], no_segments: str | None, *, is_causal: bool) -> str:
     """Returns the sentences that say why a mask cannot be honoured."""
     factors = ["a mask of queries", "a mask of keys"]
     factors += ["the causal mask"] if is_causal else []
-    factors += ["a mask of segments of neighbours"] if packed else []
+    factors += ["a mask of segments of neighbours"] if no_segments is None else []
     product = f"{', '.join(factors[:-1])} and {factors[-1]}"
-    field = "packed=True" if packed else "factored_masks=True"
+    field = "factored_masks=True" if no_segments == NEEDS_PACKED else "packed=True"
     hints = "" if is_causal else " A causal mask needs is_causal=True beside it."
-    hints += "" if packed else " The mask of packed sequences needs packed=True."
+    hints += f" {no_segments}" if no_segments else ""
     return (
         f"{field}: the mask of shape {shape} is not a product of {product}.{hints} Linear "
         "attention can honour no other."

@@ -107,7 +107,7 @@ def test_gradients_of_packed_sequences_are_those_of_each_by_itself():
 def test_factors_make_the_mask_again(name, make):
     mask, is_causal = MASKS[name]
     mask = np.asarray(mask, bool)
-    factors = factor(make(mask), (2, HEADS, LENGTH, LENGTH), is_causal=is_causal, packed=True)
+    factors = factor(make(mask), (2, HEADS, LENGTH, LENGTH), is_causal=is_causal, no_segments=None)
     ids = np.asarray(factors.segment_ids)
     assert ids.shape == (2, LENGTH)
     again = np.asarray(factors.queries) & np.asarray(factors.keys)
@@ -189,8 +189,43 @@ def test_masks_that_are_honoured_say_nothing_and_programs_may_do_without_the_cal
 
 
 @pytest.mark.fast
-def test_masks_of_other_lengths_have_no_segments():
-    mask = np.ones((2, 1, 4, LENGTH), bool)
-    factors = factor(mask, (2, HEADS, 4, LENGTH), is_causal=False, packed=True)
-    assert factors.segment_ids is None
-    assert factor(np.ones((2, 1, 0, 0), bool), (2, 1, 0, 0), is_causal=False, packed=True)
+def test_no_positions_have_no_segments():
+    assert factor(np.ones((2, 1, 0, 0), bool), (2, 1, 0, 0), is_causal=False, no_segments=None)
+
+
+CROSS = (QKV[0][:, :4], *QKV[1:])  # Fewer queries than keys.
+
+
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_masks_of_other_lengths_have_no_segments(api):
+    call = KINDS["random features"](HEADS, DIM, packed=True).calls()[api]
+    for mask in (HOLES[:, None, None], nn.make_attention_mask(SEGMENTS[:, :4] > 0, HOLES)):
+        out = call(*CROSS, mask=mask.astype(np.int32))
+        np.testing.assert_array_equal(out, call(*CROSS, mask=mask.astype(bool)))
+
+
+IDS = SEGMENTS[:, None, None]
+NO_SEGMENTS = {
+    "not packed": ({}, QKV, {}, "The mask of packed sequences needs packed=True"),
+    "decode": ({"decode": True}, QKV, {}, "With decode=True there are no segments"),
+    "segment_ids": (
+        {},
+        QKV,
+        {"segment_ids": SEGMENTS},
+        "segment_ids were given: leave the segments out of the mask",
+    ),
+    "lengths": ({}, CROSS, {}, "as many keys as queries, got 9 keys for 4 queries"),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+@pytest.mark.parametrize("name", NO_SEGMENTS)
+def test_says_why_a_mask_holds_no_segments(name, api):
+    fields, qkv, options, reason = NO_SEGMENTS[name]
+    field = "factored_masks" if name == "not packed" else "packed"
+    call = KINDS["random features"](HEADS, DIM, **{field: True}, **fields).calls()[api]
+    with pytest.raises(ValueError, match=f"mask must hold booleans, .* as bias, .*{reason}"):
+        call(*qkv, mask=IDS, **options)
+    with pytest.raises(ValueError, match=f"^{field}=True: the mask .* is no.*{reason}"):
+        call(*qkv, mask=SAME[..., : qkv[0].shape[1], :], **options)

@@ -38,12 +38,20 @@ class Mirror:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Waits for the copy that is under way, and copies what has been written since."""
-        if self._folder is not None:
-            self.start()
-            self._warn_of_failure()
-        self._pool.shutdown()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Copies what has been written since; if that fails too, the first error is the one to see.
+
+        It waits for the copy that is under way.
+        """
+        try:
+            if self._folder is not None:
+                self.start()
+                self._warn_of_failure()
+        except Exception:
+            if kind is None:
+                raise
+        finally:
+            self._pool.shutdown()
 
     def start(self) -> None:
         """Starts to copy what is new, after the copy before."""

@@ -92,6 +92,8 @@ def _config_of(
     config.model.attention = attention
     if config.checkpoint.folder:
         config.checkpoint.folder = f"{config.checkpoint.folder}/{attention}-{seed}"
+    if config.mirror:
+        config.mirror = f"{config.mirror}/{attention}-{seed}"
     return config
 
 
@@ -115,6 +117,7 @@ def _finish_run(config: ml_collections.ConfigDict, run: pathlib.Path) -> None:
         # One that was killed while it drew its curves has left its locks, which this removes.
         with Folders(run, train.checkpoint_folder(config, run)):
             log.draw_missing_curves(run)
+            train.mirror_results(run, config)
         print(f"{run} is finished.")
         return
     if not config.checkpoint.interval:

@@ -43,7 +43,7 @@ def export(
       output: The file to make, and beside it ``output.json``, which says what goes in and comes
         out, and has a SHA-256 of each of the two: JAX reads a damaged file without an error. It is
         written last, so a file without it is that of an export which was stopped.
-      best: If true, take the checkpoint of the best test accuracy instead of the newest.
+      best: If true, take the most accurate checkpoint instead of the newest.
       platforms: Platforms that the file shall run on, from ``PLATFORMS``.
 
     Returns:

@@ -3,7 +3,8 @@
 A spot slice may be taken away at any time. This program runs on your own machine, with ``gcloud``.
 It waits for a slice, installs the committed files of this repository on its hosts and trains. When
 that ends before the run is done, it goes on from the last checkpoint, on the same slice or on a new
-one. The slice is deleted at the end, and also if starts bring no new checkpoint.
+one. The slice is deleted at the end, and also if starts bring no new checkpoint, unless it was
+taken away each time.
 
 Run: python -m experiments.vit.tools.spot --name=vit --zone=us-west4-a --type=v5litepod-256
      --runtime=v2-alpha-tpuv5-lite --run=gs://BUCKET/runs/simplex
@@ -24,6 +25,7 @@ from experiments.vit.tools.tpu_slice import Slice
 # Hosts that lost another one end within a minute, and a lease is over two minutes after its holder.
 PAUSE_SECONDS = 150.0
 STARTS_WITHOUT_PROGRESS = 3
+_TAKEN_AWAY = ("SUSPENDING", "SUSPENDED")
 
 
 def train_until_done(pod: Slice, run: str, arguments: Sequence[str]) -> None:
@@ -35,7 +37,9 @@ def train_until_done(pod: Slice, run: str, arguments: Sequence[str]) -> None:
       arguments: Flags of ``experiments.vit.main`` but for the folders.
 
     Raises:
-      UserError: If several starts in a row bring no new checkpoint; the slice is deleted then.
+      LookupFailedError: If Google Cloud does not say what there is; nothing is deleted then.
+      UserError: If several starts in a row bring no new checkpoint, those not counted after which
+        the slice is taken away; it is deleted then.
     """
     folders = [
         f"--workdir=runs/{run.rpartition('/')[2]}",
@@ -43,34 +47,57 @@ def train_until_done(pod: Slice, run: str, arguments: Sequence[str]) -> None:
         f"--config.checkpoint.folder={run}/checkpoints",
     ]
     newest, fruitless, is_installed = _newest(run), 0, False
-    while "results.json" not in tpu_slice.listed(run):
+    while not _is_finished(run):
         if fruitless == STARTS_WITHOUT_PROGRESS:
-            pod.delete()
             raise UserError(
                 f"{fruitless} starts in a row brought no new checkpoint, the last one being of "
-                f"step {newest}; the output above says why. The slice is deleted."
+                f"step {newest}; the output above says why. {_given_up(pod)}"
             )
         try:
             if pod.make_active() or not is_installed:
                 pod.install()
                 is_installed = True
             ended = f"The trainer ended with code {pod.train([*arguments, *folders])}"
+        except tpu_slice.LookupFailedError:
+            raise
         except UserError as error:  # A slice may be taken away at any moment.
             ended, is_installed = f"{error}", False
         before, newest = newest, _newest(run)
-        fruitless = 0 if newest > before else fruitless + 1
         print(f"{ended}; the last checkpoint is of step {newest}.", flush=True)
-        if "results.json" not in tpu_slice.listed(run):
+        if not _is_finished(run):
             time.sleep(PAUSE_SECONDS)
-    pod.delete()
-    print(f"The results are in {run}, and the slice is deleted.")
+            if newest > before:
+                fruitless = 0
+            elif pod.state() not in _TAKEN_AWAY:
+                fruitless += 1
+    if pod.state():
+        pod.delete()
+    print(f"The results are in {run}, and there is no slice left.")
+
+
+def _given_up(pod: Slice) -> str:
+    """Deletes the slice if there is one, and returns what came of it."""
+    try:
+        if not pod.state():
+            return "There is no slice."
+        pod.delete()
+    except UserError as error:
+        return f"The slice could not be deleted: {error}"
+    return "The slice is deleted."
+
+
+def _is_finished(run: str) -> bool:
+    return bool(tpu_slice.listed(f"{run}/results.json"))
 
 
 def _newest(run: str) -> int:
-    """Returns the step of the newest checkpoint in a bucket, or -1 if there is none."""
-    return max(
-        (int(x) for x in tpu_slice.listed(f"{run}/checkpoints") if x.isdecimal()), default=-1
-    )
+    """Returns the step of the newest whole checkpoint in a bucket, or -1 if there is none.
+
+    Orbax writes the mark when all the rest is there.
+    """
+    marks = tpu_slice.listed(f"{run}/checkpoints/*/commit_success.txt")
+    steps = (mark.split("/")[-2] for mark in marks)
+    return max((int(step) for step in steps if step.isdecimal()), default=-1)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

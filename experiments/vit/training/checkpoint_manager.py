@@ -215,7 +215,7 @@ class Checkpoints:
 
 
 class _LatestAndBest:
-    """Says which checkpoints to keep: the latest ones and the one of the best test accuracy.
+    """Says which checkpoints to keep: the latest ones and the most accurate one.
 
     Args:
       latest: Number of latest checkpoints to keep.

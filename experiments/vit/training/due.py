@@ -12,7 +12,7 @@ class Due(NamedTuple):
 
     Attributes:
       row: True if a row of the log is due, as it is whenever anything else is.
-      evaluation: True if an evaluation on the test set is due.
+      evaluation: True if an evaluation is due.
       checkpoint: True if a checkpoint is due, whatever the accuracy.
       stop: True if the run must stop before its last step.
     """

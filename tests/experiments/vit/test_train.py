@@ -2,6 +2,7 @@ import collections
 import contextlib
 import csv
 import json
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -328,6 +329,24 @@ def test_comparison_tabulates_draws_and_goes_on_where_it_was(tmp_path, monkeypat
 
     with pytest.raises(UserError, match="was run with another config"):
         compare.compare(tiny.get_config(num_steps=5), tmp_path, ["simplex"], [0])
+
+
+def test_diagnostics_are_of_the_images_that_are_held_out(monkeypatch):
+    diagnosed = []
+    program = SimpleNamespace(
+        mesh=None,
+        diagnose=lambda model, key, image: diagnosed.append(image) or {},
+        eval_step=lambda model, batch: {"loss": 1.0, "accuracy": 1.0, "weight": 2.0},
+    )
+    inputs = SimpleNamespace(
+        eval_batches=lambda: [{"image": "test"}], held_out_batches=lambda: [{"image": "held out"}]
+    )
+    monkeypatch.setattr(sharding, "global_batch", lambda batch, *_: batch)
+    monkeypatch.setattr(train.diagnostics, "row", dict)
+    state = SimpleNamespace(model=None, key=None)
+    row = train._evaluate(program, inputs, state, 2, is_last=True)
+    assert {*row} == {f"{x}_{y}" for x in ("test", "held_out") for y in ("loss", "accuracy")}
+    assert diagnosed == ["held out"]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import dataclasses
+import itertools
 import pickle
 
 import pytest
@@ -60,10 +61,23 @@ def test_any_order_of_the_steps_and_a_copy_give_the_same(examples):
 
 
 def test_a_lane_holds_two_windows_and_reads_ahead(examples):
-    one = reader(examples)
+    one, asked = reader(examples), []
     for step in range(12):
         one.read(range(step * BATCH, (step + 1) * BATCH))
-        assert {len(held) for held in one._held.values()} <= {2, 3}
+        asked.append(
+            {
+                (lane, number): len(window._blocks)
+                for lane, held in one._held.items()
+                for number, window in held.items()
+            }
+        )
+        for lane, held in one._held.items():
+            assert len(held) in (2, 3)
+            current = max(held) - 1
+            assert step == 0 or asked[-2][lane, current] == held[current].num_blocks
+    for lane in range(LANES):  # Not all at once.
+        pairs = list(itertools.pairwise(asked))
+        assert any(a[key] < b[key] for a, b in pairs for key in {*a} & {*b} if key[0] == lane)
 
 
 def test_a_block_that_is_damaged_is_named(tmp_path):

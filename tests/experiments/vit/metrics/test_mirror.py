@@ -113,6 +113,21 @@ def test_a_full_bucket_is_a_warning_and_an_error_at_the_end(tmp_path, failing):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("of_run", [False, True])
+def test_the_error_of_the_run_is_the_one_to_see(tmp_path, monkeypatch, of_run):
+    monkeypatch.setattr(mirror.Mirror, "_copy", lambda self: 1 / 0)
+    copy = Mirror(tmp_path, str(tmp_path / "mirror"), writes=True)
+    if of_run:
+        with pytest.raises(UserError, match="loss is nan"), copy:
+            raise UserError("The training loss is nan")
+    else:
+        with pytest.raises(ZeroDivisionError), copy:
+            copy.start()
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        copy.start()
+
+
+@pytest.mark.fast
 def test_a_bug_keeps_its_place(tmp_path, monkeypatch):
     monkeypatch.setattr(mirror.Mirror, "_copy", lambda self: 1 / 0)
     copy = Mirror(tmp_path, str(tmp_path / "mirror"), writes=True)

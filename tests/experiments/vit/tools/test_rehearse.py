@@ -1,4 +1,5 @@
 import re
+import shutil
 
 import pytest
 
@@ -41,6 +42,14 @@ def test_a_device_without_a_known_peak_is_said_to_be_one():
 def test_a_workdir_that_is_there_is_refused(tmp_path):
     with pytest.raises(UserError, match="is there already"):
         rehearse.rehearse(tmp_path, [])
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("flag", ["--config=other.py", "-config=other.py", "--config"])
+def test_another_config_is_refused(tmp_path, flag):
+    with pytest.raises(UserError, match=f"is of imagenet2012.py; change its fields .* got {flag}"):
+        rehearse.rehearse(tmp_path / "run", ["--config.num_steps=9", flag])
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.fast
@@ -87,6 +96,17 @@ def test_a_rehearsal_stops_goes_on_and_evaluates(tmp_path, arguments, capfd):
     assert 60 <= stopped < 120
     assert f"Goes on after step {stopped}." in output
     assert "Create the pod if the measured values are as expected" in output
+
+
+@pytest.mark.slow
+def test_a_run_that_starts_over_is_an_error(tmp_path, arguments, monkeypatch):
+    def start_without_checkpoints(arguments, original=rehearse._start):
+        shutil.rmtree(tmp_path / "bucket", ignore_errors=True)
+        return original(arguments)
+
+    monkeypatch.setattr(rehearse, "_start", start_without_checkpoints)
+    with pytest.raises(SystemExit, match=r"must keep the \d+ rows up to step \d+, got others"):
+        rehearse.main([f"--workdir={tmp_path / 'run'}", "--price=1", "--", *arguments])
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 import json
 
+import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
@@ -215,3 +216,21 @@ def test_a_figure_of_no_known_format_is_refused(runs, name, capsys):
     with pytest.raises(SystemExit):
         report.main([str(runs), f"--figure={name}"])
     assert "--figure must end in one of .eps, " in capsys.readouterr().err
+
+
+def test_each_run_of_a_comparison_has_its_own_mirror(tmp_path, monkeypatch):
+    def run_without_mirror(config, folder):  # As if the bucket could not be written.
+        accuracies = ACCURACIES[config.model.attention, 0]
+        changes = {"mirror": config.mirror, "model__attention": config.model.attention}
+        write_run(folder, accuracies, **changes)
+
+    monkeypatch.setattr(compare.train, "train", run_without_mirror)
+    monkeypatch.setattr(compare.files, "save_figure", lambda path, figure, dpi: plt.close(figure))
+    config = tiny.get_config(mirror=str(tmp_path / "mirror"))
+    for mirrored in (False, True):  # The same command copies them.
+        compare.compare(config, tmp_path / "runs", ["simplex", "exact"], [0])
+        for attention in ("simplex", "exact"):
+            copy = tmp_path / "mirror" / f"{attention}-0" / "results.json"
+            assert copy.exists() == mirrored
+            if mirrored:
+                assert json.loads(copy.read_text())["config"]["mirror"] == str(copy.parent)
