@@ -218,6 +218,7 @@ def factors_of_ids(ids: ArrayLike, target: tuple[int, ...], axes: Axes) -> Facto
     return Factors(real, real.swapaxes(-2, -1), fill(ids), np.ones((1,) * len(target), bool))
 
 
+@functools.partial(jax.jit, static_argnames="axes")  # Op by op, jax 0.7.2 refuses explicit axes.
 def _fill(ids: jax.Array, *, axes: Axes) -> jax.Array:
     """Returns ``[*batch, T]`` in which padding has the id of the last real token before it.
 
