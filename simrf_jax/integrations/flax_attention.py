@@ -128,6 +128,7 @@ def read(
     factored_masks: bool,
     packed: bool,
     decode: bool,
+    sequence_axis: AxisNames,
     mask: ArrayLike | None,
     bias: ArrayLike | None,
     scale: ArrayLike | None,
@@ -163,7 +164,9 @@ def read(
             target, packed=packed, decode=decode, has_segment_ids=segment_ids is not None
         )
         if no_segments is None and flax_masks.is_segment_ids(mask, target):
-            factors = flax_masks.factors_of_ids(mask, target)
+            factors = flax_masks.factors_of_ids(
+                mask, target, checks.axis_names("sequence_axis", sequence_axis)
+            )
         else:
             mask, is_mask = flax_masks.as_boolean(mask, no_segments)
             factors = None

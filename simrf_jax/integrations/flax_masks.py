@@ -12,6 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from simrf_jax.attention.inputs.arguments import Axes
+from simrf_jax.attention.inputs.sharding import are_bound
+
 Mask = jax.Array | np.ndarray
 LOGGER = logging.getLogger("simrf_jax")
 
@@ -195,22 +198,47 @@ def is_segment_ids(mask: ArrayLike, target: tuple[int, ...]) -> bool:
     return is_integer and shape[:-1] in ((*target[:-3], 1, 1), (1,) * (len(target) - 1))
 
 
-def factors_of_ids(ids: ArrayLike, target: tuple[int, ...]) -> Factors:
+def factors_of_ids(ids: ArrayLike, target: tuple[int, ...], axes: Axes) -> Factors:
     """Returns the factors of the mask of some segment ids, in O(T).
 
     Args:
       ids: Integers that broadcast to ``[*batch, 1, 1, T]``. 0 is padding, which sees nothing and is
         seen by nothing, and does not divide a segment.
       target: ``(*batch, heads, T, T)``.
+      axes: Mesh axes that the caller named for the length. Inside ``shard_map`` over them, the ids
+        and T are those of one device.
     """
     ids = jnp.broadcast_to(jnp.asarray(ids), (*target[:-3], 1, 1, target[-1]))[..., 0, 0, :]
-    is_real = ids != 0
-    position = jnp.arange(target[-1]).reshape((1,) * (ids.ndim - 1) + (target[-1],))
-    # Padding takes the id of the last real token before it.
-    source = jax.lax.cummax(jnp.where(is_real, position, 0), axis=ids.ndim - 1)
-    segment_ids = jnp.take_along_axis(ids, source, axis=-1)
-    real = is_real[..., None, None, :]
-    return Factors(real, real.swapaxes(-2, -1), segment_ids, np.ones((1,) * len(target), bool))
+    fill = functools.partial(_fill, axes=axes if axes and are_bound(axes) else ())
+    sharding = jax.typeof(ids).sharding
+    if sharding.spec and sharding.spec[-1]:
+        # A scan does not take an axis that is explicitly sharded.
+        fill = jax.sharding.auto_axes(fill, out_sharding=sharding)
+    real = (ids != 0)[..., None, None, :]
+    return Factors(real, real.swapaxes(-2, -1), fill(ids), np.ones((1,) * len(target), bool))
+
+
+@functools.partial(jax.jit, static_argnames="axes")  # Op by op, jax 0.7.2 refuses explicit axes.
+def _fill(ids: jax.Array, *, axes: Axes) -> jax.Array:
+    """Returns ``[*batch, T]`` in which padding has the id of the last real token before it.
+
+    Args:
+      ids: ``[*batch, T]``, of this device where there are axes.
+      axes: Manual axes that shard the length.
+    """
+
+    def last_real(earlier: jax.Array, later: jax.Array) -> jax.Array:
+        return jnp.where(later != 0, later, earlier)
+
+    filled = jax.lax.associative_scan(last_real, ids, axis=ids.ndim - 1)
+    if not axes or not ids.shape[-1]:
+        return filled
+    # Each device tells the others its last id, and padding at its start has that of those before.
+    last = jax.lax.all_gather(filled[..., -1:], axes, axis=ids.ndim - 1, tiled=True)
+    last = _fill(last, axes=())
+    device = jax.lax.axis_index(axes)
+    before = jnp.take(last, jnp.maximum(device - 1, 0), axis=-1)[..., None]
+    return jnp.where((filled == 0) & (device > 0), before, filled)
 
 
 def say_unless(valid: jax.Array, reason: str) -> None:

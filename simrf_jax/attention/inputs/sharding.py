@@ -68,7 +68,7 @@ def find_shards(arguments: Arguments, axes: Axes, *, in_order: bool) -> Shards:
             "Causal, packed or banded attention over a sharded length takes as many keys as "
             f"queries, got {query_length} queries and {key_length} keys."
         )
-    is_inside = _are_bound(axes)
+    is_inside = are_bound(axes)
     split = is_inside or in_order or named or set(axes) & set(axes_of_length(arguments.query))
     return Shards(axes, axes if split else (), is_inside)
 
@@ -166,7 +166,7 @@ def _from_first(
     return lengths.astype(jnp.int32) - first
 
 
-def _are_bound(axes: Axes) -> bool:
+def are_bound(axes: Axes) -> bool:
     """Returns whether this is inside ``shard_map`` over the axes already."""
     try:
         jax.lax.axis_size(axes)

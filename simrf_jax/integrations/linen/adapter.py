@@ -124,6 +124,7 @@ class Adapter(nn.Module):
             factored_masks=self.factored_masks or self.packed,
             packed=self.packed,
             decode=self.decode,
+            sequence_axis=self.sequence_axis,
             mask=mask,
             bias=bias,
             scale=scale,

@@ -158,6 +158,7 @@ class Adapter(nnx.Module):
             factored_masks=self.factored_masks or self.packed,
             packed=self.packed,
             decode=self.decode,
+            sequence_axis=self.sequence_axis,
             mask=mask,
             bias=bias,
             scale=scale,

@@ -92,7 +92,7 @@ class RandomFeatureAttention(Adapter):
         ``factored_masks`` that has ``make_attention_mask(ids, ids, jnp.equal)`` as another factor,
         where neighbours with equal ids are one segment. For long sequences pass the ids themselves
         as the mask, integers ``[..., 1, 1, T]`` with 0 for padding: ``mask=ids[:, None, None]``
-        takes O(T) memory. With ``decode`` there are no segments.
+        takes O(T) memory, and mesh axes may shard T. With ``decode`` there are no segments.
       decode: True takes each call for the next tokens of the sequences in the cache.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
         Decoding does not use it.
