@@ -23,7 +23,7 @@ QKV = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
 
 @pytest.fixture(scope="module")
 def expected():
-    """What attention on one device returns of the ids with their holes filled."""
+    """Returns the attention of one device to ids whose holes are filled."""
     both = KINDS["random features"](HEADS, DIM)
     out = both.function(*QKV, mask=IDS != 0, segment_ids=np.array(FILLED))
     return np.where(np.moveaxis(IDS != 0, -1, 1), out, 0)
