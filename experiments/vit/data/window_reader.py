@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent import futures
 from typing import Any
@@ -31,6 +32,7 @@ class Blocks:
     def __init__(self, examples: Records):
         self._examples = examples
         self._files: dict[str, Any] = {}
+        self._opening: dict[str, threading.Lock] = {}
 
     def read(self, start: int, stop: int) -> list[bytes]:
         """Returns the records of the examples from ``start`` up to ``stop``, all of one file.
@@ -55,9 +57,11 @@ class Blocks:
     def _open(self, path: str) -> Any:
         from array_record.python import array_record_module
 
-        if path not in self._files:
-            options = f"readahead_buffer_size:{_LARGEST_REQUEST},max_parallelism:1"
-            self._files[path] = array_record_module.ArrayRecordReader(path, options=options)
+        # One thread opens a file, which takes a request, while others may open other files.
+        with self._opening.setdefault(path, threading.Lock()):
+            if path not in self._files:
+                options = f"readahead_buffer_size:{_LARGEST_REQUEST},max_parallelism:1"
+                self._files[path] = array_record_module.ArrayRecordReader(path, options=options)
         return self._files[path]
 
 
