@@ -16,7 +16,15 @@ from simrf_jax.integrations.nnx import FMMAttention, RandomFeatureAttention
 from simrf_jax.projections import Coupling
 
 ROTARY_BASE = 256
-ATTENTIONS = ("softmax", "far", "near", "near_far", "band_positive", "band_calibrated")
+ATTENTIONS = (
+    "softmax",
+    "far",
+    "near",
+    "near_far",
+    "band_positive",
+    "band_calibrated",
+    "band_learned",
+)
 
 
 class CharLM(nnx.Module):
@@ -120,7 +128,7 @@ def make_attention(
                 coupling=coupling,
                 rngs=rngs,
             )
-        case "band_positive" | "band_calibrated":
+        case "band_positive" | "band_calibrated" | "band_learned":
             return RandomFeatureAttention(
                 num_heads,
                 head_dim,

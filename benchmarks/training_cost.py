@@ -5,7 +5,7 @@ experiments/vit/README.md, which benchmarks.pod_compile prints, by the compiler'
 data sets have images of as many tokens, so a step is taken to cost what it does on ImageNet.
 Nothing was run on a pod: evaluations, checkpoints, waits for images and idle slices come on top.
 
-Run: python -m benchmarks.costs --price v5e=DOLLARS_A_CHIP_HOUR --price v6e=DOLLARS_A_CHIP_HOUR
+Run: python -m benchmarks.training_cost --price v5e=DOLLARS --price v6e=DOLLARS (a chip-hour)
 """
 
 import argparse

@@ -1,23 +1,18 @@
-"""Time and memory of attention by length: random features, exact, the textbook form, and a peer.
+"""Time and memory of attention by length: random features, exact, the textbook form, and peers.
 
 The setting is 2 sequences of 4 heads, d = 64, m = 130 and float32 on JAX's default device. From
 131,072 tokens on there is one sequence, and from 1,048,576 on one head, so that the arrays fit.
-Candidates:
-
-- ours: ``simrf_jax.random_feature_attention``, bidirectional or causal.
-- exact: ``jax.nn.dot_product_attention``, up to 8,192 tokens.
-- textbook: the form of the known implementations in JAX: all features in float32, one maximum over
-  all keys and features, an epsilon. Bidirectional only.
-- performer_pytorch: ``softmax_kernel`` and ``linear_attention`` of performer-pytorch, if it is
-  installed (pip install performer-pytorch torch), on the CPU. Bidirectional only.
+``attention_candidates`` has the candidates, and from which length on some are left out.
 
 Each is timed for the forward pass, for the forward and backward pass (the gradient with respect to
 queries, keys and values), and ours and exact for a step of decoding after so many tokens. The
 candidates of a length alternate in one process. Memory is what XLA reserves for temporary buffers.
-The JSON holds medians and quartiles of the times, quartiles of the ratios to ours taken round by
-round, the machine and the versions.
+The JSON holds quartiles of the times, quartiles of the ratios to ours taken round by
+round, the machine and the versions. ``results/attention_cost.json`` is that of the README, and
+``benchmarks.attention_cost_figure`` draws it. ``pytest -m slow tests/benchmarks`` measures some of
+its rows again, and fails where they became worse.
 
-Run: python -m benchmarks.cost [--lengths 128 1024] [--passes forward] [--output cost.json]
+Run: python -m benchmarks.attention_cost [--lengths 128 1024] [--passes forward] [--output FILE]
 """
 
 import functools
@@ -33,16 +28,17 @@ import jax.numpy as jnp
 import numpy as np
 
 import simrf_jax
-from benchmarks import command_line
+from benchmarks import attention_candidates, command_line
 from experiments.harness import timing
 from simrf_jax import RandomFeatures
 
 BATCH, HEADS, DIM, NUM_FEATURES = 2, 4, 64, 130
-LENGTHS = (128, 197, 256, 1024, 4096, 8192, 65_536, 1_048_576)
+LENGTHS = (128, 197, 256, 512, 1024, 2048, 4096, 8192, 16_384, 65_536, 262_144, 1_048_576)
 PASSES = ("forward", "backward", "causal_forward", "causal_backward", "decoding")
-LONGEST_EXACT, LONGEST_BACKWARD = 8192, 65_536
-EPSILON = 1e-4
-PACKAGES = ("jax", "jaxlib", "numpy", "performer-pytorch", "torch")
+LONGEST_BACKWARD = 65_536
+IDENTITY = ("pass", "length", "candidate")  # The fields that name a row.
+LEAST_RATIO, LARGEST_MEMORY = 0.7, 1.05  # Relative to earlier results, whose times are noisy.
+PACKAGES = ("jax", "jaxlib", "numpy", "performer-pytorch", "tokamax", "torch")
 
 
 def sizes(length):
@@ -58,29 +54,6 @@ def inputs(length):
     return *tokens, simrf_jax.draw_projection(jax.random.key(1), NUM_FEATURES, DIM)
 
 
-def ours(query, key, value, w, *, is_causal=False):
-    return simrf_jax.random_feature_attention(query, key, value, w, is_causal=is_causal)
-
-
-def exact(query, key, value, w, *, is_causal=False):
-    del w
-    return jax.nn.dot_product_attention(query, key, value, is_causal=is_causal)
-
-
-def textbook(query, key, value, w):
-    def features(x, axes):
-        x = x * DIM**-0.25
-        logits = jnp.einsum("btnd,md->btnm", x, w)
-        half_square = 0.5 * jnp.sum(jnp.square(x), axis=-1, keepdims=True)
-        shift = jax.lax.stop_gradient(jnp.max(logits, axis=axes, keepdims=True))
-        return NUM_FEATURES**-0.5 * (jnp.exp(logits - half_square - shift) + EPSILON)
-
-    of_query, of_key = features(query, -1), features(key, (-3, -1))
-    sums = jnp.einsum("bsnm,bsnd->bnmd", of_key, value)
-    numerator = jnp.einsum("btnm,bnmd->btnd", of_query, sums)
-    return numerator / jnp.einsum("btnm,bnm->btn", of_query, jnp.sum(of_key, axis=1))[..., None]
-
-
 def with_backward(attend):
     def loss(tokens, w):
         return jnp.sum(jnp.square(attend(*tokens, w)))
@@ -90,42 +63,10 @@ def with_backward(attend):
 
 def programs(name, length):
     """Returns functions of the inputs to compile, by candidate."""
-    is_causal = name.startswith("causal")
-    attends = {"ours": functools.partial(ours, is_causal=is_causal)}
-    if length <= LONGEST_EXACT:
-        attends["exact"] = functools.partial(exact, is_causal=is_causal)
-    if not is_causal and length <= LONGEST_BACKWARD:
-        attends["textbook"] = textbook
+    attends = attention_candidates.programs(length, is_causal=name.startswith("causal"))
     if name.endswith("forward"):
         return attends
     return {candidate: with_backward(attend) for candidate, attend in attends.items()}
-
-
-def performer_pytorch(name, arrays):
-    """Returns a call of performer-pytorch, or None if it is not installed or does not apply."""
-    if importlib.util.find_spec("performer_pytorch") is None or name not in ("forward", "backward"):
-        return None
-    import torch
-    from performer_pytorch.performer_pytorch import linear_attention, softmax_kernel
-
-    *tokens, w = (torch.from_numpy(np.array(x)) for x in arrays)
-    tokens = [x.transpose(1, 2).contiguous() for x in tokens]
-
-    def attend(query, key, value):
-        of_query = softmax_kernel(query, projection_matrix=w, is_query=True)
-        return linear_attention(
-            of_query, softmax_kernel(key, projection_matrix=w, is_query=False), value
-        )
-
-    def forward(_):
-        with torch.no_grad():
-            attend(*tokens)
-
-    def backward(_):
-        leaves = [x.detach().requires_grad_() for x in tokens]
-        attend(*leaves).square().sum().backward()
-
-    return forward if name == "forward" else backward
 
 
 def decoding(length):
@@ -161,13 +102,14 @@ def candidates(name, length):
         program = jax.jit(function).lower(*arrays).compile()
         calls[candidate] = lambda _, program=program: program(*arrays)
         memory[candidate] = mib(program.memory_analysis().temp_size_in_bytes)
-    peer = performer_pytorch(name, arrays) if length <= LONGEST_BACKWARD else None
-    return calls | ({} if peer is None else {"performer_pytorch": peer}), memory
+    if name in ("forward", "backward") and length <= attention_candidates.LONGEST_TEXTBOOK:
+        peer = attention_candidates.performer_pytorch(arrays, is_gradient=name == "backward")
+        calls |= {} if peer is None else {"performer_pytorch": peer}
+    return calls, memory
 
 
 def quartiles(x):
-    low, median, high = np.percentile(x, [25, 50, 75])
-    return [float(f"{number:.4g}") for number in (median, low, high)]
+    return [float(f"{number:.4g}") for number in np.percentile(x, [25, 50, 75])]
 
 
 def measure(name, length, *, rounds, seconds):
@@ -178,6 +120,8 @@ def measure(name, length, *, rounds, seconds):
         yield {
             "pass": name,
             "length": length,
+            "sequences": sizes(length)[0],
+            "heads": sizes(length)[1],
             "candidate": candidate,
             "milliseconds": quartiles(ms),
             "over_ours": quartiles(ms / times["ours"]),
@@ -196,6 +140,29 @@ def conditions():
     }
 
 
+def regressions(before, after):
+    """Returns a sentence for each row that became worse.
+
+    Exact attention over ours is compared, which moves less from machine to machine than times do;
+    and the temporary memory, which the compiler decides.
+
+    Args:
+      before: Rows of earlier results.
+      after: New rows, of passes and lengths that the earlier results have.
+    """
+    sentences = []
+    for row in after:
+        (old,) = (x for x in before if all(x[field] == row[field] for field in IDENTITY))
+        where = f"{row['pass']} at {row['length']} tokens"
+        ratio, old_ratio = row["over_ours"][1], old["over_ours"][1]
+        if row["candidate"] == "exact" and ratio < LEAST_RATIO * old_ratio:
+            sentences.append(f"{where}: exact attention took {old_ratio} times ours, now {ratio}")
+        memory, old_memory = row["temporary_mib"], old["temporary_mib"]
+        if row["candidate"] == "ours" and memory > LARGEST_MEMORY * old_memory:
+            sentences.append(f"{where}: ours took {old_memory} MiB, now {memory}")
+    return sentences
+
+
 def applies(name, length):
     return name in ("forward", "causal_forward", "decoding") or length <= LONGEST_BACKWARD
 
@@ -208,14 +175,14 @@ def main():
     parser.add_argument("--seconds", type=float, default=30, help="for one pass at one length")
     parser.add_argument("--output", type=pathlib.Path, help="JSON file to write")
     options = parser.parse_args()
-    rows = []
+    results = {"conditions": conditions(), "rows": []}
     for name in options.passes:
         for length in filter(functools.partial(applies, name), options.lengths):
             for row in measure(name, length, rounds=options.rounds, seconds=options.seconds):
-                rows.append(row)
+                results["rows"].append(row)
                 print(json.dumps(row), flush=True)
-    if options.output:
-        options.output.write_text(json.dumps({"conditions": conditions(), "rows": rows}, indent=1))
+            if options.output:
+                options.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
