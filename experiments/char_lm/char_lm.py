@@ -17,6 +17,7 @@ from experiments.harness.mistakes import UserError, user_mistakes
 from simrf_jax.projections import COUPLINGS
 
 FIELDS: dict[str, type] = {
+    "attentions": tuple,  # The kinds of attention, in the order of the table.
     "seeds": tuple,  # One run each; a seed decides everything random in its run.
     "context": int,  # Characters that a model sees.
     "batch_size": int,
@@ -64,6 +65,12 @@ def check(config: ml_collections.ConfigDict) -> None:
     values = config_fields.check_fields(config, FIELDS)
     config_fields.check_least(values, LEAST)
     config_fields.check_seeds(config.seeds)
+    for attention in config.attentions:
+        config_fields.check_one_of("Each of config.attentions", attention, ATTENTIONS)
+    if not config.attentions or len(set(config.attentions)) < len(config.attentions):
+        raise UserError(
+            f"config.attentions must be one or more, none twice, got {config.attentions}."
+        )
     config_fields.check_one_of("config.model.coupling", config.model.coupling, COUPLINGS)
     if config.model.width % (2 * config.model.num_heads):
         raise UserError(
@@ -117,7 +124,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         another config; or if a validation loss is not finite.
     """
     check(config)
-    pieces = resumable.Pieces(workdir, config, selection=["seeds"])
+    pieces = resumable.Pieces(workdir, config, selection=["seeds", "attentions"])
     text = corpus.load()
     steps = list(range(config.eval_interval, config.num_steps + 1, config.eval_interval))
     program = functools.cache(
@@ -142,7 +149,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     runs = {
         (attention, seed): finish(attention, seed)
         for seed in config.seeds
-        for attention in ATTENTIONS
+        for attention in config.attentions
     }
     results = {
         "python": platform.python_version(),
@@ -155,7 +162,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "steps": steps,
         "runs": {
             attention: {str(seed): runs[attention, seed] for seed in config.seeds}
-            for attention in ATTENTIONS
+            for attention in config.attentions
         },
     }
     files.write_json(workdir / "results.json", results)

@@ -32,7 +32,8 @@ class Program(NamedTuple):
       init: Function of a key that returns the state before the first step.
       redraw: Function of a state that returns it with the projections that belong to its step.
       calibrate: Function of a state and characters ``[batch, context]`` that returns it with
-        calibrated features that fit them; None if the model has no such features.
+        features that are calibrated to them; None if the model has no such features.
+      calibrates_once: True if the features learn from the first step on.
       train_step: Function of a state and characters ``[batch, context + 1]`` that returns the next
         state and the loss in nats.
       evaluate: Function of a state and characters ``[windows, context + 1]`` that returns the mean
@@ -44,6 +45,7 @@ class Program(NamedTuple):
     init: Callable[[jax.Array], TrainState]
     redraw: Callable[[TrainState], TrainState]
     calibrate: Callable[[TrainState, np.ndarray], TrainState] | None
+    calibrates_once: bool
     train_step: Callable[[TrainState, np.ndarray], tuple[TrainState, jax.Array]]
     evaluate: Callable[[TrainState, np.ndarray], jax.Array]
     sample: Callable[[TrainState, np.ndarray], jax.Array]
@@ -98,6 +100,7 @@ def make_program(
         jax.jit(init),
         jax.jit(redraw, donate_argnums=0),
         jax.jit(calibrate, donate_argnums=0) if has_calibration else None,
+        attention == "band_learned",
         jax.jit(train_step, donate_argnums=0),
         jax.jit(evaluate),
         jax.jit(sample),
@@ -139,7 +142,8 @@ def train(
     for step in tqdm.trange(config.num_steps, desc=name, unit="step", dynamic_ncols=True):
         if config.redraw_interval and step % config.redraw_interval == 0:
             state = program.redraw(state)
-        if program.calibrate and step % config.calibrate_interval == 0:
+        is_due = step == 0 if program.calibrates_once else step % config.calibrate_interval == 0
+        if program.calibrate and is_due:
             # A fit to the batch of this step would tell the model about later characters.
             state = program.calibrate(state, batch(config.num_steps + step)[:, :-1])
         state, _ = program.train_step(state, batch(step))

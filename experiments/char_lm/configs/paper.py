@@ -1,4 +1,4 @@
-"""Small language models of the help pages that Python ships, with six kinds of attention.
+"""Small language models of the help pages that Python ships, with seven kinds of attention.
 
 The near and the far field are those of FMMformers (arXiv:2108.02347). An exact band and random
 features under one normaliser are those of ``random_feature_attention(exact_bandwidth=...)``.
@@ -20,6 +20,15 @@ import ml_collections
 
 def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
+    config.attentions = (
+        "softmax",
+        "far",
+        "near",
+        "near_far",
+        "band_positive",
+        "band_calibrated",
+        "band_learned",
+    )
     config.seeds = (0, 1, 2)
     config.context = 256
     config.batch_size = 8

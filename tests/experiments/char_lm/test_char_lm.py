@@ -71,6 +71,7 @@ def made_up_results():
         "near_far": (2.2, 2.5, 2.3),
         "band_positive": (2.1, 2.4, 2.2),
         "band_calibrated": (2.0, 2.2, 2.2),
+        "band_learned": (2.0, 2.1, 2.1),
     }
     runs = {
         attention: {
@@ -108,6 +109,16 @@ def test_the_table_is_right_on_numbers_made_up():
 
 
 @pytest.mark.fast
+def test_without_the_far_field_there_is_no_gap_to_close():
+    results = made_up_results()
+    results["runs"] = {name: results["runs"][name] for name in ("softmax", "band_learned")}
+    report = char_lm.report(results)
+    assert "| exact band + learned far field | 2.0667 ± 0.0577 | - | 3 | 20 s |" in report
+    assert "Softmax attention is 0.0333 (standard error 0.0333) above the learned" in report
+    assert "near field" not in report
+
+
+@pytest.mark.fast
 def test_the_paper_config_is_right():
     char_lm.check(paper.get_config())
 
@@ -116,6 +127,9 @@ def test_the_paper_config_is_right():
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
+        ({"attentions": ("near", "none")}, "Each of config.attentions must be one of"),
+        ({"attentions": ("near", "near")}, "config.attentions must be one or more, none twice"),
+        ({"attentions": ()}, "config.attentions must be one or more, none twice"),
         ({"seeds": (0,)}, "config.seeds must be two or more, none twice"),
         ({"seeds": (1, 1)}, "config.seeds must be two or more, none twice"),
         ({"seeds": (-1, 0)}, "Each of config.seeds must be at least 0, got -1"),

@@ -97,6 +97,7 @@ def fake_program(**functions):
         "redraw": lambda state: [*state, "redraw"],
         "calibrate": None,
         "train_step": lambda state, batch: ([*state, batch.shape], 0.0),
+        "calibrates_once": False,
         "evaluate": lambda state, batch: float(len(state)),
         "sample": lambda state, prompt: np.array(state, object),
     } | functions
@@ -123,11 +124,14 @@ def test_features_are_fitted_before_the_steps_of_the_interval_to_batches_of_no_s
         batches.append(batch[:, :-1])
         return [*state, "step"], 0.0
 
-    program = fake_program(calibrate=calibrate, train_step=train_step)
     config = tiny.get_config(calibrate_interval=2)
+    program = fake_program(calibrate=calibrate, train_step=train_step)
     _, done = train.train(program, TEXT, config, seed=0, name="band_calibrated-0")
     assert done.tolist() == ["fit", "step", "step", "fit", "step", "step"]
     assert len(np.unique(batches, axis=0)) == 6
+    program = program._replace(calibrates_once=True)
+    _, done = train.train(program, TEXT, config, seed=0, name="band_learned-0")
+    assert done.tolist() == ["fit", "step", "step", "step", "step"]
 
 
 def test_a_fit_changes_the_features_alone_and_no_character_sees_later_ones():
