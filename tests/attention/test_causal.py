@@ -114,6 +114,40 @@ def test_nothing_of_the_future_reaches_the_past(scale, name):
             assert (other[t] != out[t]).any()
 
 
+@pytest.mark.parametrize("segments", [None, [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2]])
+@pytest.mark.parametrize("size", [1.0, 1e12])
+def test_a_key_far_larger_than_those_before_it_in_its_chunk(segments, size):
+    q, k, v = inputs(13)
+    k[:5] *= 9  # Their exponents are far below that of the next key.
+    v[5:8] *= size  # Beside large values, sums overflow sooner.
+    ids = None if segments is None else np.array(segments)
+    out = attend(q, k, v, projection(), is_causal=True, chunk_size=16, segment_ids=ids)
+    visible = triangle(13)
+    if segments is not None:
+        visible &= np.equal.outer(segments, segments)
+    expected = attention(q, k, v, projection(), visible=visible)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_large_keys_change_the_gradient_of_what_sees_them_alone():
+    q, k, v = inputs(16)
+    w = projection()
+
+    @jax.jit
+    def gradient(k):
+        def loss(q, k, v):
+            out = random_feature_attention(q, k, v, w, is_causal=True, chunk_size=8)
+            return jnp.sum(jnp.square(out[:5]))
+
+        return jax.grad(loss, (0, 1, 2))(q, k, v)
+
+    k[:5] *= 9
+    other = k.copy()
+    other[5:] *= 9  # Exponents like those before it.
+    for x, y in zip(gradient(k), gradient(other), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("sizes", [(5, 1, 7), (13,), (1,) * 13, (4, 4, 4, 1)])
 def test_packed_sequences_attend_to_themselves(sizes, is_causal):

@@ -1,9 +1,22 @@
-"""Causal random-feature attention: chunk by chunk, exact at any scale, without a look ahead."""
+"""Causal random-feature attention: chunk by chunk, exact at any scale, without a look ahead.
+
+A weight is a sum over features of products of two exponentials, that of the query and that of the
+key. It is computed as a matrix product, and each feature is divided by its unit on one side and
+multiplied by it on the other. The unit may depend only on keys that all readers see. Otherwise
+later keys would reach earlier outputs by rounding, or by overflow.
+
+Nearly always one unit for each feature does for a chunk: the largest exponent in the state or, if
+that is empty, the exponent of the first key. A later key may be larger by a factor of ``e**limit``:
+floating-point numbers keep their precision, and a query's sum is at least 1 in its own units, so
+nothing that counts is lost below the smallest number. Where a key is larger still, units are
+found for every half of the chunk.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -26,6 +39,9 @@ from simrf_jax.features import FeatureMap, LogFeatures, Side, calls_function
 Tree = TypeVar("Tree")
 
 CHUNK_SIZE = 64  # Keys taken at a time unless the caller says.
+# Shares of the largest exponent of the type to contract in: sums of keys that exceed their unit by
+# such a factor are finite, also beside values up to 2**30; or beside larger ones.
+LIMIT, LIMIT_BESIDE_LARGE_VALUES, LARGE_VALUE = 0.6, 0.06, 2.0**30
 
 
 class Scanned(NamedTuple):
@@ -86,17 +102,23 @@ class Carry(NamedTuple):
     spoiled: Bool[Array, "B K"]
     segment: Integer[Array, " B"] | None
 
+    def of_last_segment(self, chunk: Tokens) -> Carry:
+        """Returns those of the keys that are of the last segment of a chunk."""
+        if self.segment is None or chunk.key_segments is None:
+            return self
+        segment = chunk.key_segments[:, -1]
+        is_same = segment == self.segment
+        return Carry(self.state.where(is_same), self.spoiled & is_same[:, None], segment)
+
 
 def causal_attention(
     inputs: Inputs, features: HeadMaps, state: AttentionState, *, chunk_size: int
 ) -> tuple[Float[Array, "B T K G D"], AttentionState]:
     r"""Lets each query attend to a state and to the keys up to its own position.
 
-    Between chunks a scan carries the state of all earlier keys. Inside a chunk halving brackets
-    them: the right half of the chunk reads the left half, the right half of each half its left one,
-    and so on, down to each query and the key of its own position. Each set of maxima is taken over
-    keys that all its readers see, and a query's shift is the largest sum of these maxima and its
-    own exponents. So nothing of the future, not even its rounding, reaches the past.
+    A scan over chunks carries the state of all earlier keys. The head of this module
+    says how queries read the keys of their own chunk, so that nothing of the future, not even its
+    rounding, reaches the past.
 
     The backward pass computes the features of a chunk again: what is kept is one state for each
     chunk, O(T num_features D / chunk_size), and not the features, O(T num_features).
@@ -289,56 +311,245 @@ def _scan_chunks(
 _compiled_scan = jax.jit(_scan_chunks, static_argnames=("chunk_size", "with_own_key"))
 
 
+class _Sight(NamedTuple):
+    """What the queries of a chunk see, by position and segment.
+
+    Attributes:
+      with_own_key: True if a query sees the key at its own position.
+      carried: ``[B, C]``, True at queries of the last segment before the chunk.
+      same_segment: ``[B, C, C]``, True for a query and a key of one segment; None without segments.
+      in_last: ``[B, C]``, True at keys of the chunk's last segment.
+    """
+
+    with_own_key: bool
+    carried: Bool[Array, "B C"]
+    same_segment: Bool[Array, "B C C"] | None
+    in_last: Bool[Array, "B C"]
+
+    @classmethod
+    def of(cls, carry: Carry, chunk: Tokens, *, with_own_key: bool) -> _Sight:
+        """Returns what the queries of a chunk see after the keys of ``carry``."""
+        of_queries, of_keys = chunk.query_segments, chunk.key_segments
+        if carry.segment is None or of_queries is None or of_keys is None:
+            everywhere = jnp.ones_like(chunk.log_weights[..., 0], bool)
+            return cls(with_own_key, everywhere, None, everywhere)
+        carried = of_queries == carry.segment[:, None]
+        same_segment = of_queries[:, :, None] == of_keys[:, None]
+        return cls(with_own_key, carried, same_segment, of_keys == of_keys[:, -1:])
+
+    def pairs(self, size: int) -> Bool[Array, " #B C C"]:
+        """Returns ``[B, C, C]``, True for a query and a key that it sees."""
+        earlier = jnp.tri(size, k=0 if self.with_own_key else -1, dtype=bool)[None]
+        return earlier if self.same_segment is None else earlier & self.same_segment
+
+    def any(self, flags: Bool[Array, "B C K"]) -> Bool[Array, "B C K"]:
+        """Returns ``[B, C, K]``, True at queries that see a key of the chunk with a flag."""
+        if self.same_segment is None:
+            return jnp.cumsum(flags, axis=1) > (0 if self.with_own_key else flags)
+        return jnp.any(self.pairs(flags.shape[1])[..., None] & flags[:, None], axis=2)
+
+
+class _Found(NamedTuple):
+    """What comes of a chunk.
+
+    Attributes:
+      readout: What its queries read.
+      state: The keys of its last segment, up to its end.
+    """
+
+    readout: Readout
+    state: AttentionState
+
+    def where(
+        self, of_queries: Bool[Array, "B C K"], of_state: Bool[Array, "B K"], other: _Found
+    ) -> _Found:
+        """Returns ``other`` for some queries and states, and this for the rest."""
+        of_queries, of_state = of_queries[..., None, None], of_state[..., None]
+        sums = jnp.where(of_queries, other.readout.sums, self.readout.sums)
+        shift = jnp.where(of_queries, other.readout.shift, self.readout.shift)
+        state = AttentionState(
+            jnp.where(of_state[..., None], other.state.sums, self.state.sums),
+            jnp.where(of_state, other.state.maxima, self.state.maxima),
+        )
+        return _Found(Readout(sums, shift), state)
+
+
 def _attend_chunk(
     features: HeadMaps, with_own_key: bool, carry: Carry, chunk: Tokens
 ) -> tuple[Carry, Scanned]:
-    """Takes one step of the scan."""
-    state, spoiled, segment = carry
-    of_queries, of_keys, value = chunk.query_segments, chunk.key_segments, chunk.value
-    queries, no_features = features.queries(chunk.query)
-    keys, spoils = features.keys(chunk.key, chunk.log_weights)
-    sees_spoiled = _sees(spoils, carry, chunk, with_own_key)
-    if segment is None or of_queries is None or of_keys is None:
-        readout = state.read(queries, value.dtype)
-        state = state.merge(AttentionState.of(keys, value))
-        spoiled |= jnp.any(spoils, axis=1)
-    else:
-        last = of_keys[:, -1]
-        readout = state.read(hide(queries, of_queries == segment[:, None]), value.dtype)
-        in_last = of_keys == last[:, None]
-        state = state.where(segment == last).merge(AttentionState.of(hide(keys, in_last), value))
-        spoiled &= (segment == last)[:, None]
-        spoiled |= jnp.any(spoils & in_last[..., None], axis=1)
-        segment = last
-    if with_own_key:
-        readout = readout.add(_read_own_position(queries, keys, value))
-    half = value.shape[1] // 2
-    while half:
-        readout = readout.add(_read_left_halves(queries, keys, chunk, half))
-        half //= 2
-    scanned = Scanned(readout, queries.log_scale, no_features | sees_spoiled[..., None])
-    return Carry(state, spoiled, segment), scanned
-
-
-def _sees(
-    spoils: Bool[Array, "B C K"], carry: Carry, chunk: Tokens, with_own_key: bool
-) -> Bool[Array, "B C K"]:
-    """Returns ``[B, C, K]``, True at queries that see a key of the chunk, or before, that spoils.
+    """Takes one step of the scan.
 
     Args:
-      spoils: ``[B, C, K]``, True at keys that are not finite.
+      features: Feature maps.
+      with_own_key: True if a query sees the key at its own position.
       carry: The keys before the chunk.
       chunk: Queries and keys.
-      with_own_key: True if a query sees the key at its own position.
+
+    Returns:
+      The keys up to the end of the chunk, and what its queries read.
     """
-    before = carry.spoiled[:, None]
-    if carry.segment is None or chunk.query_segments is None or chunk.key_segments is None:
-        own = 0 if with_own_key else spoils
-        return before | (jnp.cumsum(spoils, axis=1) - own > 0)
-    before = before & (chunk.query_segments == carry.segment[:, None])[..., None]
-    visible = jnp.tri(spoils.shape[1], k=0 if with_own_key else -1, dtype=bool)[None]
-    visible &= chunk.query_segments[:, :, None] == chunk.key_segments[:, None]
-    return before | jnp.any(visible[..., None] & spoils[:, None], axis=2)
+    queries, no_features = features.queries(chunk.query)
+    keys, spoils = features.keys(chunk.key, chunk.log_weights)
+    sight = _Sight.of(carry, chunk, with_own_key=with_own_key)
+    kept = carry.of_last_segment(chunk)
+
+    visible = (chunk.log_weights > -jnp.inf) & ~spoils
+    units = _Units.of(carry, keys.exponent, visible, chunk)
+    relative = keys.exponent - units.of_keys
+    limit = _limit(chunk.value)
+    is_large = jnp.any(relative > limit, axis=-1)
+    # Minus infinity too where both are: a difference that is not a number is not below the limit.
+    relative = jnp.where(relative <= limit, relative, -jnp.inf)
+    in_units = _KeysInUnits(signed_exp(relative, keys.values), keys.exponent, units)
+    found = _Found(
+        _read_in_units(queries, in_units, visible, carry, chunk, sight),
+        _add_in_units(kept.state, in_units, chunk.value, sight.in_last),
+    )
+    in_last = sight.in_last[..., None]
+
+    def by_halves(found: _Found) -> _Found:
+        readout = carry.state.read(hide(queries, sight.carried), chunk.value.dtype)
+        if with_own_key:
+            readout = readout.add(_read_own_position(queries, keys, chunk.value))
+        half = chunk.value.shape[1] // 2
+        while half:
+            readout = readout.add(_read_left_halves(queries, keys, chunk, half))
+            half //= 2
+        more = AttentionState.of(hide(keys, sight.in_last), chunk.value)
+        # Only what a large key takes part in, lest it reaches other outputs by rounding.
+        of_queries, of_state = sight.any(is_large), jnp.any(is_large & in_last, axis=1)
+        return found.where(of_queries, of_state, _Found(readout, kept.state.merge(more)))
+
+    # The barrier keeps XLA from computing the same numbers in two ways, one for each branch.
+    found = jax.lax.optimization_barrier(found)
+    found = jax.lax.cond(jnp.any(is_large), jax.checkpoint(by_halves), lambda found: found, found)
+    sees_spoiled = (carry.spoiled[:, None] & sight.carried[..., None]) | sight.any(spoils)
+    scanned = Scanned(found.readout, queries.log_scale, no_features | sees_spoiled[..., None])
+    spoiled = kept.spoiled | jnp.any(spoils & in_last, axis=1)
+    return Carry(found.state, spoiled, kept.segment), scanned
+
+
+class _Units(NamedTuple):
+    """Logarithms of the units of the features of a chunk; minus infinity where nothing is visible.
+
+    Attributes:
+      of_queries: ``[B, C, K, m]``, or ``[B, 1, K, m]`` without segments.
+      of_keys: Likewise.
+    """
+
+    of_queries: Float[Array, " B #C K #m"]
+    of_keys: Float[Array, " B #C K #m"]
+
+    @classmethod
+    def of(
+        cls,
+        carry: Carry,
+        exponent: Float[Array, "B C K #m"],
+        visible: Bool[Array, "B C K"],
+        chunk: Tokens,
+    ) -> _Units:
+        """Returns the largest exponents of the state, or those of the first key of the segment.
+
+        Args:
+          carry: The keys before the chunk.
+          exponent: Exponents of the keys of the chunk.
+          visible: True at those that someone may see.
+          chunk: Queries and keys.
+        """
+        exponent = jax.lax.stop_gradient(exponent)
+        maxima = carry.state.maxima[:, None]
+        has_state = jnp.any(maxima > -jnp.inf, axis=-1, keepdims=True)
+        carried_segment, of_queries, of_keys = (
+            carry.segment,
+            chunk.query_segments,
+            chunk.key_segments,
+        )
+        if carried_segment is None or of_queries is None or of_keys is None:
+            is_first = visible & (jnp.cumsum(visible, axis=1) == 1)
+            first = largest(jnp.where(is_first[..., None], exponent, -jnp.inf), axis=1)
+            units = jnp.where(has_state, maxima, first)
+            return cls(units, units)
+
+        def units_of(segments: Integer[Array, "B C"]) -> Float[Array, "B C K #m"]:
+            same = (segments[:, :, None] == of_keys[:, None])[..., None] & visible[:, None]
+            first = jnp.argmax(same, axis=2)
+            first = jnp.take_along_axis(exponent, first[..., None], axis=1)
+            first = jnp.where(jnp.any(same, axis=2)[..., None], first, -jnp.inf)
+            carried = (segments == carried_segment[:, None])[..., None, None]
+            return jnp.where(carried & has_state, maxima, first)
+
+        return cls(units_of(of_queries), units_of(of_keys))
+
+
+class _KeysInUnits(NamedTuple):
+    """Keys of a chunk.
+
+    Attributes:
+      features: Features in the units.
+      exponent: Exponents of the features, in no units.
+      units: The units.
+    """
+
+    features: Float[Array, "B C K m"]
+    exponent: Float[Array, "B C K #m"]
+    units: _Units
+
+
+def _limit(value: Float[Array, "B C K columns"]) -> Float[Array, "B C K 1"]:
+    """Returns how far exponents may exceed those of the units."""
+    range_of_type = math.log(float(jnp.finfo(value.dtype).max))
+    size = jnp.max(jnp.abs(value), axis=-1, keepdims=True)
+    return range_of_type * jnp.where(size < LARGE_VALUE, LIMIT, LIMIT_BESIDE_LARGE_VALUES)
+
+
+def _read_in_units(
+    queries: LogFeatures,
+    keys: _KeysInUnits,
+    visible: Bool[Array, "B C K"],
+    carry: Carry,
+    chunk: Tokens,
+    sight: _Sight,
+) -> Readout:
+    """Lets the queries of a chunk read the state and the keys of the chunk.
+
+    Args:
+      queries: Features of the queries.
+      keys: The keys.
+      visible: True at keys that someone may see.
+      carry: The keys before the chunk.
+      chunk: Queries and keys.
+      sight: What the queries see.
+    """
+    value, state = chunk.value, carry.state
+    logits = queries.exponent + keys.units.of_queries[:, :, :, None]
+    shift = largest(logits, axis=-1)
+    features = signed_exp(logits - or_zero(shift), queries.values)
+    weights = contract("bqkgm,bskm->bkgqs", features, keys.features)
+    weights = jnp.where(sight.pairs(value.shape[1])[:, None, None], weights, 0)
+    carried = sight.carried[..., None, None, None]
+    of_state = jnp.where(carried, features, 0)
+    # In this order of axes the product needs no transposed copy of the features.
+    earlier = contract("btkgm,bkmd->bktgd", of_state, state.sums.astype(value.dtype))
+    sums = contract("bkgqs,bskd->bqkgd", weights, value) + jnp.moveaxis(earlier, 2, 1)
+    sees_state = sight.carried[..., None] & jnp.any(state.maxima > -jnp.inf, axis=-1)[:, None]
+    sees = (sees_state | sight.any(visible))[..., None, None]
+    return Readout(sums, jnp.where(sees, shift, -jnp.inf))
+
+
+def _add_in_units(
+    state: AttentionState,
+    keys: _KeysInUnits,
+    value: Float[Array, "B C K columns"],
+    in_last: Bool[Array, "B C"],
+) -> AttentionState:
+    """Returns the state of earlier keys and of those of the last segment of a chunk."""
+    visible = in_last[..., None, None]
+    exponent = jnp.where(visible, keys.exponent, -jnp.inf)
+    maxima = jnp.maximum(state.maxima, jnp.squeeze(largest(exponent, axis=1), 1))
+    features = jnp.where(visible, keys.features, 0)
+    more = contract("bskm,bskd->bkmd", features, value)
+    unit = jnp.exp(keys.units.of_keys[:, -1] - or_zero(maxima))[..., None]
+    return AttentionState(state.in_units_of(maxima) + more * unit, maxima)
 
 
 def _read_own_position(
