@@ -26,7 +26,7 @@ FILES = {
 }
 
 # What benchmarks compare the library with, where it is installed.
-PEERS = {"torch", "performer_pytorch"}
+PEERS = {"torch", "performer_pytorch", "tokamax"}
 
 
 @functools.cache
