@@ -59,7 +59,7 @@ def draw_rows(axes, rows, name, numbers):
 
     Args:
       axes: Axes to draw in.
-      rows: All rows of the results.
+      rows: Rows of the results, of any pass.
       name: The pass.
       numbers: Function of a row that returns quartiles, or None.
     """

@@ -61,7 +61,7 @@ def reason_against(command):
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """A copy of the repository, as commands write pictures and results into it."""
+    """Makes a copy of the repository, as commands write pictures and results into it."""
     folder = tmp_path_factory.mktemp("repository")
     ignored = shutil.ignore_patterns(".*", "runs", "_build", "__pycache__")
     shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)

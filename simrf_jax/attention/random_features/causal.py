@@ -312,7 +312,7 @@ _compiled_scan = jax.jit(_scan_chunks, static_argnames=("chunk_size", "with_own_
 
 
 class _Sight(NamedTuple):
-    """What the queries of a chunk see, by position and segment.
+    """The keys that the queries of a chunk see, by position and segment.
 
     Attributes:
       with_own_key: True if a query sees the key at its own position.
@@ -350,10 +350,10 @@ class _Sight(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """What comes of a chunk.
+    """The result of a chunk.
 
     Attributes:
-      readout: What its queries read.
+      readout: Sums that its queries read.
       state: The keys of its last segment, up to its end.
     """
 
