@@ -518,7 +518,7 @@ def _read_in_units(
       visible: True at keys that someone may see.
       carry: The keys before the chunk.
       chunk: Queries and keys.
-      sight: What the queries see.
+      sight: The keys that the queries see.
     """
     value, state = chunk.value, carry.state
     logits = queries.exponent + keys.units.of_queries[:, :, :, None]
