@@ -8,6 +8,7 @@ once, at 546 bytes a cycle.
 Run: python -m benchmarks.tpu_attention [LENGTH ...] (with the libtpu wheel, and JAX_PLATFORMS=cpu)
 With --causal before the lengths it counts causal attention, whose tiles take the usual way
 (``simrf_jax/attention/pallas_tpu/weights.py`` says which that is).
+With --band BANDWIDTH queries see the keys that are so near exactly, beside either.
 With --program TOPOLOGY HEADS LENGTH FEATURES it prints the cycles of a program of both kernels.
 """
 
@@ -27,7 +28,7 @@ import simrf_jax
 from benchmarks import command_line, tpu
 from simrf_jax import feature_maps
 from simrf_jax.attention.inputs.arguments import Arguments
-from simrf_jax.attention.pallas_tpu.operands import lay_out, shape_of
+from simrf_jax.attention.pallas_tpu.operands import band_of, lay_out, lay_out_near, shape_of
 
 BATCH, HEADS, DIM = 8, 12, 64
 LENGTHS = (197, 1024, 4096)
@@ -49,7 +50,7 @@ def both_ways(attend):
     return run
 
 
-def random_features(implementation, *, is_causal):
+def random_features(implementation, *, is_causal, bandwidth=None):
     def attend(q, k, v, w, feature_map):
         return simrf_jax.random_feature_attention(
             q,
@@ -59,6 +60,7 @@ def random_features(implementation, *, is_causal):
             feature_map=feature_map,
             implementation=implementation,
             is_causal=is_causal,
+            exact_bandwidth=bandwidth,
         )
 
     return attend
@@ -84,7 +86,7 @@ def textbook(q, k, v, w):
     return out.astype(q.dtype)
 
 
-def kernel_cycles(num_features, feature_map, length, *, is_causal, is_gradient):
+def kernel_cycles(num_features, feature_map, length, *, is_causal, is_gradient, bandwidth):
     """Returns the cycles of the fused kernels that were compiled last."""
 
     def shape():
@@ -93,22 +95,18 @@ def kernel_cycles(num_features, feature_map, length, *, is_causal, is_gradient):
             Arguments(zeros, zeros, zeros), jnp.zeros((HEADS, num_features, DIM)), feature_map
         )
 
-    sizes = shape_of(jax.eval_shape(shape), interpret=False, is_causal=is_causal)
+    in_order = is_causal or bandwidth is not None
+    sizes = shape_of(jax.eval_shape(shape), interpret=False, is_causal=in_order)
+    if bandwidth is not None:
+        kinds = ["causal_random_feature_sums", "reversed_random_feature_sums"]
+        far = sum(in_order_cycles(sizes, kind, is_gradient) for kind in kinds[: 2 - is_causal])
+        return far + near_cycles(length, is_causal, is_gradient, bandwidth)
+    if is_causal:
+        return in_order_cycles(sizes, "causal_random_feature_attention", is_gradient)
     programs = BATCH * HEADS // sizes.num_heads
     keys, queries = sizes.key_tiles, sizes.query_tiles
     names = ["random_feature_attention", "random_feature_attention_gradient"]
-    if is_causal:
-        # A program begins, and each of its steps leaves out the rare way.
-        names = [
-            f"causal_random_feature_attention{which}"
-            for which in ("", "_query_gradient", "_key_gradient")
-        ]
-        grids = [
-            (keys, (1, 0, keys)),
-            (keys, (1, 0, keys)),
-            (keys, (1, 1, 0, keys)),
-        ]
-    elif not sizes.is_tiled:
+    if not sizes.is_tiled:
         grids = [(1, ()), (1, ())]
     else:
         grids = [
@@ -117,9 +115,36 @@ def kernel_cycles(num_features, feature_map, length, *, is_causal, is_gradient):
         ]
     run = len(grids) if is_gradient else 1
     return programs * sum(
-        schedule.cycles(name, steps=steps, counts=counts, shortest=150 if is_causal else 64)
+        schedule.cycles(name, steps=steps, counts=counts)
         for name, (steps, counts) in zip(names[:run], grids[:run], strict=True)
     )
+
+
+def in_order_cycles(sizes, kind, is_gradient):
+    """Returns the cycles of the kernels that take tiles in order, of which no tile is rare."""
+    tiles = sizes.key_tiles
+    # A program begins, and each of its steps leaves out the rare way.
+    counts = {"": (1, 0, tiles)}
+    if is_gradient:
+        counts |= {"_query_gradient": (1, 0, tiles), "_key_gradient": (1, 1, 0, tiles)}
+    return (BATCH * HEADS // sizes.num_heads) * sum(
+        schedule.cycles(f"{kind}{which}", steps=tiles, counts=regions, shortest=150)
+        for which, regions in counts.items()
+    )
+
+
+def near_cycles(length, is_causal, is_gradient, bandwidth):
+    """Returns the cycles of the kernels of a band."""
+
+    def band():
+        zeros = jnp.zeros((BATCH, length, HEADS, DIM), jnp.bfloat16)
+        return lay_out_near(Arguments(zeros, zeros, zeros), bandwidth)
+
+    refs = jax.eval_shape(band)
+    sizes = band_of(refs, interpret=False, bandwidth=bandwidth, is_causal=is_causal).shape
+    names = ["sums_in_a_band", "sums_in_a_band_gradient"]
+    steps = BATCH * HEADS // sizes.num_heads * sizes.query_tiles
+    return sum(schedule.cycles(name, steps=steps) for name in names[: 1 + is_gradient])
 
 
 def splash(length, *, is_causal):
@@ -184,28 +209,33 @@ def measure(attend, length, *others, of_kernels=None):
     return results, in_kernels
 
 
-def rows(length, *, is_causal):
+def rows(length, *, is_causal, bandwidth=None):
     """Yields the name of each attention and what ``measure`` returns."""
     positive = feature_maps.Positive()
     calibrated = feature_maps.Calibrated.identity(HEADS, DIM)
-    in_kernels = random_features("pallas_tpu", is_causal=is_causal)
+    in_kernels = random_features("pallas_tpu", is_causal=is_causal, bandwidth=bandwidth)
     for name, num_features, feature_map in (
         ("kernels, m = 128", 128, positive),
         ("kernels, m = 130", 130, positive),
         ("kernels, calibrated, m = 128", 128, calibrated),
     ):
         cycles = functools.partial(
-            kernel_cycles, num_features, feature_map, length, is_causal=is_causal
+            kernel_cycles,
+            num_features,
+            feature_map,
+            length,
+            is_causal=is_causal,
+            bandwidth=bandwidth,
         )
         others = (rows_of(num_features), feature_map)
         total, alone = measure(in_kernels, length, *others, of_kernels=cycles)
         yield name, total
         yield "without what XLA does before and after", alone
-    by_xla = random_features("xla", is_causal=is_causal)
+    by_xla = random_features("xla", is_causal=is_causal, bandwidth=bandwidth)
     for num_features in (128, 130):
         total, _ = measure(by_xla, length, rows_of(num_features), positive)
         yield f"XLA, m = {num_features}", total
-    if not is_causal:
+    if not is_causal and bandwidth is None:
         yield "textbook, m = 130", measure(textbook, length, rows_of(130))[0]
     exact = functools.partial(jax.nn.dot_product_attention, is_causal=is_causal)
     yield "exact, jax.nn.dot_product_attention", measure(exact, length)[0]
@@ -235,6 +265,7 @@ def main():
     parser = command_line.parser(__doc__)
     parser.add_argument("lengths", type=int, nargs="*", default=LENGTHS)
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--band", type=int, metavar="BANDWIDTH")
     sizes = ("TOPOLOGY", "HEADS", "LENGTH", "FEATURES")
     parser.add_argument("--program", nargs=len(sizes), metavar=sizes)
     options = parser.parse_args()
@@ -244,7 +275,7 @@ def main():
         return
     for length in options.lengths:
         print(f"\n| T = {length} | forward | with backward |\n| --- | --- | --- |")
-        for name, cycles in rows(length, is_causal=options.causal):
+        for name, cycles in rows(length, is_causal=options.causal, bandwidth=options.band):
             print(f"| {name} | {' | '.join(f'{x / 1e3:,.0f}' for x in cycles)} |", flush=True)
 
 

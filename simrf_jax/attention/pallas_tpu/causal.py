@@ -3,6 +3,10 @@
 A query reads the state of earlier tiles by features, and the keys of its tile one by one, up to its
 own position. The module ``weights`` says how. Keys and values that are not finite are taken out of
 all sums, and the queries that see them get NaN in the end.
+
+With ``is_reversed`` the tiles, and the tokens of each, come in the reverse order: a query reads the
+keys from its own position on. ``read_sums`` gives what queries read of one part of their keys, which
+adds up with what they read of other parts.
 """
 
 from __future__ import annotations
@@ -20,9 +24,11 @@ from jax.experimental.pallas import tpu as pltpu
 from simrf_jax.attention.pallas_tpu.blocks import Grid, compiler_params, result
 from simrf_jax.attention.pallas_tpu.heads import (
     HIDDEN,
+    Keys,
     Links,
     Refs,
     Shape,
+    are_finite,
     divide,
     interleave,
     keep_parts,
@@ -31,12 +37,14 @@ from simrf_jax.attention.pallas_tpu.heads import (
     take_keys,
     with_offsets,
 )
+from simrf_jax.attention.pallas_tpu.sums import ROWS, Sums, rows_of_sums
 from simrf_jax.attention.pallas_tpu.weights import (
     Weights,
     at_or_before,
     in_common_units,
     in_units_of_halves,
     limits,
+    places,
 )
 
 
@@ -49,6 +57,8 @@ class Tile(NamedTuple):
       spoils: ``[key heads, 1, tile]``, 1 at keys that are not finite, and 0 elsewhere.
       maxima: The largest exponents of earlier tiles, ``[key heads, m, tile]``, equal along the last
         axis, so that nothing has to be spread over the lanes again.
+      reference: Units of the tile, likewise: the maxima or, if no earlier key is visible, the
+        exponents of the first visible key.
       state: Sums over earlier tiles, ``[key heads, m, D + TILE]``, in units of the maxima.
       spoiled: ``[key heads, 1, tile]``, NaN if a key of an earlier tile is not finite, or else 0.
     """
@@ -57,6 +67,7 @@ class Tile(NamedTuple):
     values: Any
     spoils: Any
     maxima: Any
+    reference: Any
     state: Any
     spoiled: Any
 
@@ -69,6 +80,7 @@ def tile_scratch(shape: Shape) -> Tile:
         values=pltpu.VMEM((n, shape.columns, length), shape.dtype),
         spoils=pltpu.VMEM((n, 1, length), jnp.float32),
         maxima=pltpu.VMEM((n, m, length), jnp.float32),
+        reference=pltpu.VMEM((n, m, length), jnp.float32),
         state=pltpu.VMEM((n, m, shape.columns), jnp.float32),
         spoiled=pltpu.VMEM((n, 1, length), jnp.float32),
     )
@@ -81,33 +93,51 @@ def forward(shape: Shape, operands: Refs) -> jax.Array:
       shape: Sizes of the kernel.
       operands: Arrays, as ``Refs`` describes their blocks, with as many keys as queries.
     """
+    return _call(shape, operands, False)[0]
+
+
+def read_sums(shape: Shape, operands: Refs) -> Sums:
+    """Returns what queries read, before it is divided; see ``forward`` for the arguments."""
+    return Sums(*_call(shape, operands, True))
+
+
+def _call(shape: Shape, operands: Refs, gives_sums: bool) -> Any:
     batch, num_heads, *_ = operands.query.shape
-    grid = Grid.in_order(shape, operands)
+    grid = Grid.in_order(shape, operands, is_reversed=shape.is_reversed)
     arrays, tree = jax.tree.flatten(operands)
+    sizes = [(shape.value_dim, shape.dtype)] + [(ROWS, jnp.float32)] * gives_sums
     return pl.pallas_call(
-        functools.partial(_kernel, shape, tree),
+        functools.partial(_kernel, shape, tree, grid.key_tile, gives_sums),
         grid=grid.sizes,
         in_specs=jax.tree.leaves(grid.operands()),
-        out_specs=grid.of_queries(shape.value_dim),
-        out_shape=result(
-            (batch, num_heads, shape.value_dim, shape.num_queries), shape.dtype, operands
-        ),
+        out_specs=[grid.of_queries(width) for width, _ in sizes],
+        out_shape=[
+            result((batch, num_heads, width, shape.num_queries), dtype, operands)
+            for width, dtype in sizes
+        ],
         scratch_shapes=(*tile_scratch(shape), *parts_scratch(shape, operands)),
         compiler_params=compiler_params(),
         interpret=shape.interpret,
-        name="causal_random_feature_attention",
+        name=name_of(shape, gives_sums=gives_sums),
     )(*arrays)
 
 
-def _kernel(shape: Shape, tree: Any, *refs: Any) -> None:
-    operands, out = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves]
-    *tile_refs, query_parts, key_parts = refs[tree.num_leaves + 1 :]
+def name_of(shape: Shape, *, gives_sums: bool) -> str:
+    """Returns the name of the kernel of the forward pass, with which the others begin."""
+    what = "sums" if gives_sums else "attention"
+    return f"{'reversed' if shape.is_reversed else 'causal'}_random_feature_{what}"
+
+
+def _kernel(shape: Shape, tree: Any, tile_of: Any, gives_sums: bool, *refs: Any) -> None:
+    operands, refs = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
+    out, refs = refs[: 1 + gives_sums], refs[1 + gives_sums :]
+    *tile_refs, query_parts, key_parts = refs
     tile, step = Tile(*tile_refs), pl.program_id(2)
     operands = keep_parts(shape, operands, (query_parts, key_parts), step)
     begin(tile, step)
-    is_rare = load(shape, operands, tile, step)
-
-    in_either_way(shape, is_rare, functools.partial(_attend, shape, operands, tile, out))
+    is_rare = load(shape, operands, tile, tile_of(step))
+    write = _write_sums if gives_sums else _write_outputs
+    in_either_way(shape, is_rare, functools.partial(_attend, shape, operands, tile, write, out))
 
 
 class QueryHead(NamedTuple):
@@ -200,7 +230,9 @@ def load(shape: Shape, refs: Refs, tile: Tile, number: jax.Array, squared: Any =
         if squared is not None:
             vectors = keys.tokens if keys.stretched is None else keys.stretched
             squared[head_number] = vectors.astype(jnp.float32)
-        above = keys.logits - reference_of(tile, head_number)
+        reference = _reference(shape, refs, tile.maxima[head_number], keys)
+        tile.reference[head_number] = reference
+        above = keys.logits - reference
         largest = jnp.max(above, axis=0, keepdims=True)
         rare.append((largest > limits(keys.values)) | (keys.spoils > 0))
 
@@ -209,14 +241,16 @@ def load(shape: Shape, refs: Refs, tile: Tile, number: jax.Array, squared: Any =
     return jnp.max(jnp.where(anywhere, 1.0, 0.0)) > 0
 
 
-def reference_of(tile: Tile, head: Any) -> jax.Array:
-    """Returns the units of a tile, ``[m, tile]``, equal along the last axis.
-
-    They are the largest exponents of earlier tiles and of the tile's first key, which all queries
-    of the tile see.
-    """
-    maxima, first = tile.maxima[head], tile.logits[head, :, :1]
-    return jnp.maximum(maxima, jnp.broadcast_to(first, maxima.shape))
+def _reference(shape: Shape, refs: Refs, maxima: jax.Array, keys: Keys) -> jax.Array:
+    """Returns the units of a tile; see ``Tile``."""
+    if refs.log_weights is None and not shape.is_reversed:
+        first = keys.logits[:, :1]
+    else:
+        place = places(shape, keys.visible.shape, 1)
+        own = jnp.where(keys.visible, place, shape.key_tile)
+        is_first = keys.visible & (own == jnp.min(own, axis=1, keepdims=True))
+        first = jnp.max(jnp.where(is_first, keys.logits, HIDDEN), axis=1, keepdims=True)
+    return jnp.where(maxima > HIDDEN, maxima, first)
 
 
 class Readout(NamedTuple):
@@ -225,31 +259,48 @@ class Readout(NamedTuple):
     Attributes:
       weights: The weights of its queries.
       state: Sums over earlier tiles, ``[m, D + TILE]``, in units of the tile's reference.
+      finite: ``[1, tile]``, False at queries that are not finite and were replaced by zeros.
       sums: Numerators and denominators, ``[D + TILE, tile]``.
     """
 
     weights: Weights
     state: jax.Array
+    finite: jax.Array
     sums: jax.Array
 
 
 def read(
-    shape: Shape, refs: Refs, tile: Tile, head: QueryHead, *, is_rare: bool
+    shape: Shape, refs: Refs, tile: Tile, head: QueryHead, *, is_rare: bool, hides: bool = False
 ) -> Generator[None, None, Readout]:
-    """Reads the earlier tiles, and the keys of the tile up to each query."""
+    """Reads the earlier tiles, and the keys of the tile up to each query.
+
+    Args:
+      shape: Sizes.
+      refs: Operands.
+      tile: The tile.
+      head: The query head.
+      is_rare: True if a key of any head asks for ``in_units_of_halves``, or is not finite.
+      hides: True to replace queries that are not finite by zeros.
+    """
     of_key = head.of_key
-    exponents = query_logits(shape, refs, of_key, head.number)
+    finite = finite_queries(refs, head.number)
+    exponents = query_logits(shape, refs, of_key, head.number, finite if hides else None)
     yield
-    reference = reference_of(tile, of_key)
     weights = weights_of(shape, refs, tile, of_key, exponents, is_rare=is_rare)
     yield
     pairs = weights.pairs(shape)
     yield
-    state = tile.state[of_key] * columns(shape, jnp.exp2(tile.maxima[of_key] - reference))
+    state = tile.state[of_key]
     sums = shape.dot(state.astype(shape.dtype), weights.of_state, 0, 0)
     yield
     sums += shape.dot(tile.values[of_key], pairs, 1, 0)
-    return Readout(weights, state, sums)
+    return Readout(weights, state, finite, sums)
+
+
+def finite_queries(refs: Refs, number: Any) -> jax.Array:
+    """Returns ``[1, tile]``, True at queries whose squares are finite."""
+    query = refs.query[0, number].astype(jnp.float32)
+    return jnp.sum(jnp.square(query), axis=0, keepdims=True) < jnp.inf
 
 
 def weights_of(
@@ -258,8 +309,8 @@ def weights_of(
     """Returns the weights of a query head of a key head, from the exponents of its features."""
     find = in_units_of_halves if is_rare else in_common_units
     exponents = with_offsets(refs, of_key, exponents)
-    reference = reference_of(tile, of_key)
-    return find(shape, exponents, tile.logits[of_key], tile.values[of_key], reference)
+    logits, reference = tile.logits[of_key], tile.reference[of_key]
+    return find(shape, exponents, logits, tile.values[of_key], reference)
 
 
 def sum_keys(shape: Shape, tile: Tile, head: Any, weights: Weights) -> jax.Array:
@@ -280,7 +331,7 @@ def pass_on(
       more: Sums over the keys of the tile, likewise.
       is_rare: True if a key of any head asks for ``in_units_of_halves``, or is not finite.
     """
-    logits, reference, maxima = tile.logits[head], reference_of(tile, head), next_maxima(tile, head)
+    logits, reference, maxima = tile.logits[head], tile.reference[head], next_maxima(tile, head)
     fade = columns(shape, jnp.exp2(reference - maxima))
     total = (state + more) * fade
     if is_rare:
@@ -306,27 +357,44 @@ def _attend(
     shape: Shape,
     refs: Refs,
     tile: Tile,
+    write: Callable[..., None],
     out: Any,
     head: QueryHead,
     *,
     is_rare: bool,
 ) -> Links:
-    """Writes the outputs of a head, and passes its keys on."""
-    found = yield from read(shape, refs, tile, head, is_rare=is_rare)
+    """Writes what the queries of a head read, and passes its keys on."""
+    hides = write is _write_sums
+    found = yield from read(shape, refs, tile, head, is_rare=is_rare, hides=hides)
     more = sum_keys(shape, tile, head.of_key, found.weights) if head.is_last else None
     yield
-    outputs, _ = divide(shape, found.sums)
-    outputs += spoiled_of(shape, tile, head.of_key, is_rare=is_rare)
-    out[0, head.number] = outputs.astype(out.dtype)
+    spoiled = spoiled_of(shape, tile, head.of_key, is_rare=is_rare)
+    write(shape, found, spoiled, head.number, *out)
     yield
     if more is not None:
         pass_on(shape, tile, head.of_key, found.state, more, is_rare=is_rare)
 
 
+def _write_outputs(
+    shape: Shape, found: Readout, spoiled: jax.Array, number: Any, out: Any
+) -> None:
+    outputs, _ = divide(shape, found.sums)
+    out[0, number] = (outputs + spoiled).astype(out.dtype)
+
+
+def _write_sums(
+    shape: Shape, found: Readout, spoiled: jax.Array, number: Any, numerators: Any, rows: Any
+) -> None:
+    numerators[0, number] = found.sums[: shape.value_dim].astype(numerators.dtype)
+    denominators = found.sums[shape.value_dim : shape.value_dim + 1]
+    is_spoiled = (spoiled != 0) | ~found.finite
+    rows[0, number] = rows_of_sums(denominators, found.weights.shift, is_spoiled)
+
+
 def next_maxima(tile: Tile, head: Any) -> jax.Array:
     """Returns the largest exponents up to the end of the tile, ``[m, tile]``."""
     largest = jnp.max(tile.logits[head], axis=1, keepdims=True)
-    return jnp.maximum(reference_of(tile, head), largest)
+    return jnp.maximum(tile.reference[head], largest)
 
 
 def columns(shape: Shape, x: jax.Array) -> jax.Array:

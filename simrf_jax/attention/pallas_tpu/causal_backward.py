@@ -29,10 +29,11 @@ from simrf_jax.attention.pallas_tpu.causal import (
     columns,
     in_either_way,
     load,
+    name_of,
+    finite_queries,
     next_maxima,
     pass_on,
     read,
-    reference_of,
     spoiled_of,
     sum_keys,
     tile_scratch,
@@ -40,6 +41,7 @@ from simrf_jax.attention.pallas_tpu.causal import (
 )
 from simrf_jax.attention.pallas_tpu.heads import (
     HIDDEN,
+    TILE,
     Links,
     Refs,
     Shape,
@@ -48,6 +50,7 @@ from simrf_jax.attention.pallas_tpu.heads import (
     parts_scratch,
     query_logits,
 )
+from simrf_jax.attention.pallas_tpu.sums import Sums
 
 
 class Passed(NamedTuple):
@@ -63,30 +66,37 @@ class Passed(NamedTuple):
     maxima: Any
 
 
-def backward(shape: Shape, operands: Refs, of_outputs: jax.Array) -> Gradients:
+def backward(shape: Shape, operands: Refs, of_outputs: jax.Array | Sums) -> Gradients:
     """Returns the gradients of queries, keys and values.
 
     Args:
       shape: Sizes of the kernel.
       operands: Arrays of the forward pass.
-      of_outputs: Gradient of the outputs, ``[B, N, D, T]``.
+      of_outputs: Gradient of the outputs, ``[B, N, D, T]``, or of the ``Sums``, of whose rows only
+        the denominators have one.
     """
     of_query, passed = _queries(shape, operands, of_outputs)
-    return Gradients(of_query, *_keys(shape, operands, passed))
+    name = name_of(shape, gives_sums=isinstance(of_outputs, Sums))
+    return Gradients(of_query, *_keys(shape, operands, passed, name))
 
 
-def _queries(shape: Shape, operands: Refs, of_outputs: jax.Array) -> tuple[jax.Array, Passed]:
+def _queries(
+    shape: Shape, operands: Refs, of_outputs: jax.Array | Sums
+) -> tuple[jax.Array, Passed]:
     """Returns the gradient of the queries, and what the gradient of the keys needs."""
-    grid = Grid.in_order(shape, operands)
+    grid = Grid.in_order(shape, operands, is_reversed=shape.is_reversed)
     batch, num_heads, _, length = operands.query.shape
     arrays, tree = jax.tree.flatten((operands, of_outputs))
-    specs = (grid.operands(), grid.of_queries(shape.value_dim))
+    specs = (
+        grid.operands(),
+        jax.tree.map(lambda x: grid.of_queries(x.shape[2]), of_outputs),
+    )
     of_query = result(operands.query.shape, shape.dtype, (operands, of_outputs))
     of_sums = result((batch, num_heads, shape.columns, length), shape.dtype, of_query)
     num_key_heads, tiles = operands.key.shape[1], shape.key_tiles
     maxima = result((batch, num_key_heads, shape.num_features, tiles), jnp.float32, of_query)
     of_query, *passed = pl.pallas_call(
-        functools.partial(_query_kernel, shape, tree),
+        functools.partial(_query_kernel, shape, tree, grid.key_tile),
         grid=grid.sizes,
         in_specs=jax.tree.leaves(specs),
         out_specs=(
@@ -98,20 +108,21 @@ def _queries(shape: Shape, operands: Refs, of_outputs: jax.Array) -> tuple[jax.A
         scratch_shapes=(*tile_scratch(shape), *parts_scratch(shape, operands)),
         compiler_params=compiler_params(),
         interpret=shape.interpret,
-        name="causal_random_feature_attention_query_gradient",
+        name=f"{name_of(shape, gives_sums=isinstance(of_outputs, Sums))}_query_gradient",
     )(*arrays)
     return of_query, Passed(*passed)
 
 
-def _query_kernel(shape: Shape, tree: Any, *refs: Any) -> None:
+def _query_kernel(shape: Shape, tree: Any, tile_of: Any, *refs: Any) -> None:
     operands, of_outputs = jax.tree.unflatten(tree, refs[: tree.num_leaves])
     of_query, *passed = refs[tree.num_leaves : tree.num_leaves + 3]
     *tile_refs, query_parts, key_parts = refs[tree.num_leaves + 3 :]
     tile, step = Tile(*tile_refs), pl.program_id(2)
     operands = keep_parts(shape, operands, (query_parts, key_parts), step)
     begin(tile, step)
-    is_rare = load(shape, operands, tile, step)
-    _write_maxima(shape, tile, Passed(*passed).maxima, step)
+    number = tile_of(step)
+    is_rare = load(shape, operands, tile, number)
+    _write_maxima(shape, tile, Passed(*passed).maxima, number)
     attend = functools.partial(
         _of_queries,
         shape,
@@ -120,15 +131,15 @@ def _query_kernel(shape: Shape, tree: Any, *refs: Any) -> None:
         tile,
         of_query,
         Passed(*passed).of_sums,
-        step * shape.query_tile,
+        number * shape.query_tile,
     )
     in_either_way(shape, is_rare, attend)
 
 
-def _write_maxima(shape: Shape, tile: Tile, out: Any, step: jax.Array) -> None:
+def _write_maxima(shape: Shape, tile: Tile, out: Any, number: jax.Array) -> None:
     """Writes the largest exponents before the tile into its own column of a block."""
     lanes = jax.lax.broadcasted_iota(jnp.int32, out.shape[2:], 1)
-    own = lanes == jax.lax.rem(step, out.shape[3])
+    own = lanes == jax.lax.rem(number, out.shape[3])
     for head in range(shape.num_heads):
         out[0, head] = jnp.where(own, tile.maxima[head], out[0, head])
 
@@ -147,13 +158,16 @@ def _of_queries(
 ) -> Links:
     """Writes the gradient of the queries of a head, and passes its keys on."""
     number, of_key = head.number, head.of_key
-    found = yield from read(shape, refs, tile, head, is_rare=is_rare)
+    hides = isinstance(of_outputs, Sums)
+    found = yield from read(shape, refs, tile, head, is_rare=is_rare, hides=hides)
     more = sum_keys(shape, tile, of_key, found.weights) if head.is_last else None
     yield
-    sums = found.sums + spoiled_of(shape, tile, of_key, is_rare=is_rare)
-    of_sums, fine = gradient_of_sums(shape, sums, of_outputs[0, number], first)
-    finite = _are_finite(refs, number)
-    of_sums, fine = jnp.where(finite, of_sums, 0), fine & finite
+    if isinstance(of_outputs, Sums):
+        of_sums, fine = _given(shape, of_outputs, number, first)
+    else:
+        sums = found.sums + spoiled_of(shape, tile, of_key, is_rare=is_rare)
+        of_sums, fine = gradient_of_sums(shape, sums, of_outputs[0, number], first)
+    of_sums, fine = jnp.where(found.finite, of_sums, 0), fine & found.finite
     of_sums_out[0, number] = of_sums
     of_pairs = shape.dot(tile.values[of_key], of_sums, 0, 0)
     of_psi = shape.dot(found.state.astype(shape.dtype), of_sums, 1, 0)
@@ -167,10 +181,17 @@ def _of_queries(
     of_query[0, number] = gradient.astype(of_query.dtype)
 
 
-def _are_finite(refs: Refs, number: Any) -> jax.Array:
-    """Returns ``[1, tile]``, True at queries whose squares are finite."""
-    query = refs.query[0, number].astype(jnp.float32)
-    return jnp.sum(jnp.square(query), axis=0, keepdims=True) < jnp.inf
+def _given(
+    shape: Shape, of_outputs: Sums, number: Any, first: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Returns the gradient of the sums, as ``gradient_of_sums`` does, and which are queries."""
+    lanes = jax.lax.broadcasted_iota(jnp.int32, (1, shape.query_tile), 1)
+    is_query = first + lanes < shape.num_queries
+    is_first = jax.lax.broadcasted_iota(jnp.int32, (TILE, 1), 0) == 0
+    below = jnp.where(is_first & is_query, of_outputs.rows[0, number][:1], 0)
+    of_numerators = jnp.where(is_query, of_outputs.numerators[0, number], 0)
+    of_sums = jnp.concatenate([of_numerators, below.astype(shape.dtype)], axis=0)
+    return of_sums, is_query
 
 
 class Later(NamedTuple):
@@ -187,9 +208,11 @@ class Later(NamedTuple):
     squared: Any
 
 
-def _keys(shape: Shape, operands: Refs, passed: Passed) -> tuple[jax.Array, jax.Array]:
+def _keys(
+    shape: Shape, operands: Refs, passed: Passed, name: str
+) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of keys and values."""
-    grid = Grid.in_order(shape, operands, is_reversed=True)
+    grid = Grid.in_order(shape, operands, is_reversed=not shape.is_reversed)
     arrays, tree = jax.tree.flatten((operands, passed))
     specs = (
         grid.operands(),
@@ -202,7 +225,7 @@ def _keys(shape: Shape, operands: Refs, passed: Passed) -> tuple[jax.Array, jax.
         squared=pltpu.VMEM((n, shape.dim, length), jnp.float32),
     )
     of_key, of_value = pl.pallas_call(
-        functools.partial(_key_kernel, shape, tree),
+        functools.partial(_key_kernel, shape, tree, grid.key_tile),
         grid=grid.sizes,
         in_specs=jax.tree.leaves(specs),
         out_specs=(grid.of_keys(shape.dim), grid.of_keys(shape.value_dim)),
@@ -212,19 +235,19 @@ def _keys(shape: Shape, operands: Refs, passed: Passed) -> tuple[jax.Array, jax.
         scratch_shapes=(*tile_scratch(shape), *later, *parts_scratch(shape, operands)),
         compiler_params=compiler_params(),
         interpret=shape.interpret,
-        name="causal_random_feature_attention_key_gradient",
+        name=f"{name}_key_gradient",
     )(*arrays)
     return of_key, of_value
 
 
-def _key_kernel(shape: Shape, tree: Any, *refs: Any) -> None:
+def _key_kernel(shape: Shape, tree: Any, tile_of: Any, *refs: Any) -> None:
     operands, passed = jax.tree.unflatten(tree, refs[: tree.num_leaves])
     out = Gradients(None, *refs[tree.num_leaves : tree.num_leaves + 2])
     *scratch, query_parts, key_parts = refs[tree.num_leaves + 2 :]
     size, step = len(Tile._fields), pl.program_id(2)
     tile, later = Tile(*scratch[:size]), Later(*scratch[size:])
     operands = keep_parts(shape, operands, (query_parts, key_parts), step)
-    number = shape.key_tiles - 1 - step
+    number = tile_of(step)
 
     @pl.when(step == 0)
     def _() -> None:
@@ -277,7 +300,7 @@ def _of_keys(
     lanes = jax.lax.broadcasted_iota(jnp.int32, (1, shape.query_tile), 1)
     is_query = tile_number * shape.query_tile + lanes < shape.num_queries
     sums = jnp.where(is_query, of_sums[0, number], 0)
-    exponents = query_logits(shape, refs, of_key, number, is_query & _are_finite(refs, number))
+    exponents = query_logits(shape, refs, of_key, number, is_query & finite_queries(refs, number))
     yield
     weights = weights_of(shape, refs, tile, of_key, exponents, is_rare=is_rare)
     yield
@@ -295,7 +318,7 @@ def _of_keys(
         head.passed.append(found)
         return
     yield
-    reference, maxima, units = reference_of(tile, of_key), next_maxima(tile, of_key), later.units
+    reference, maxima, units = tile.reference[of_key], next_maxima(tile, of_key), later.units
     of_later = later.sums[of_key] * columns(shape, jnp.exp2(maxima - units[of_key]))
     of_later = of_later.astype(shape.dtype)
     phi = jnp.exp2(tile.logits[of_key] - maxima).astype(shape.dtype)

@@ -7,7 +7,8 @@ unit may depend only on keys that all readers see. Otherwise later keys would re
 by rounding, or by overflow.
 
 Nearly always one unit for each feature does for a tile: ``in_common_units`` takes the largest
-exponent of all earlier tiles and of the tile's first key. A later key may be larger by a factor up
+exponent of all earlier tiles or, without any earlier key, that of the first visible key of the
+tile, before which queries see nothing. A later key may be larger by a factor up
 to ``2**LARGEST``: floating-point numbers keep their precision, and a query's sum is at least 1 in
 its own units, so nothing that counts is lost below the smallest number. Beyond that factor,
 ``in_units_of_halves`` halves the tile again and again, and the right half of each stretch reads the
@@ -75,10 +76,12 @@ class Weights:
 
     Attributes:
       of_state: Queries' features to read the state with, ``[m, tile]``.
+      shift: Exponents of the units of the sums that queries read, ``[1, tile]``.
       products: The products of which each pair, of a key and a query that sees it, has one.
     """
 
     of_state: jax.Array
+    shift: jax.Array
     products: list[Product]
 
     @property
@@ -122,16 +125,21 @@ class Weights:
         return total
 
 
-def _positions(shape: Shape) -> tuple[jax.Array, jax.Array]:
-    """Returns the positions of keys and of queries in a tile, ``[tile, tile]`` each."""
+def places(shape: Shape, size: tuple[int, int], axis: int) -> jax.Array:
+    """Returns places in a tile along an axis, in the order in which queries see its keys."""
+    place = jax.lax.broadcasted_iota(jnp.int32, size, axis)
+    return shape.key_tile - 1 - place if shape.is_reversed else place
+
+
+def _pairs(shape: Shape) -> tuple[jax.Array, jax.Array]:
+    """Returns the places of keys and of queries in a tile, ``[tile, tile]`` each."""
     square = (shape.key_tile, shape.key_tile)
-    keys = jax.lax.broadcasted_iota(jnp.int32, square, 0)
-    return keys, jax.lax.broadcasted_iota(jnp.int32, square, 1)
+    return places(shape, square, 0), places(shape, square, 1)
 
 
 def at_or_before(shape: Shape, flags: jax.Array) -> jax.Array:
-    """Returns ``[1, tile]``, True where ``flags``, ``[1, tile]``, is 1 at or before a position."""
-    keys, queries = _positions(shape)
+    """Returns ``[1, tile]``, True where ``flags``, ``[1, tile]``, is 1 at or before a place."""
+    keys, queries = _pairs(shape)
     seen = jnp.where(keys <= queries, 1.0, 0.0).astype(shape.dtype)
     flags = jnp.broadcast_to(flags, (16, shape.key_tile)).astype(shape.dtype)
     return shape.dot(flags, seen, 1, 0)[:1] > 0
@@ -151,10 +159,11 @@ def in_common_units(
     """
     del values
     logits = queries + reference
-    psi = _features(shape, logits, jnp.max(logits, axis=0, keepdims=True))
-    of_keys, of_queries = _positions(shape)
+    shift = jnp.max(logits, axis=0, keepdims=True)
+    psi = _features(shape, logits, shift)
+    of_keys, of_queries = _pairs(shape)
     phi = _features(shape, keys, reference)
-    return Weights(psi, [Product(phi, psi, of_keys <= of_queries)])
+    return Weights(psi, shift, [Product(phi, psi, of_keys <= of_queries)])
 
 
 def in_units_of_halves(
@@ -166,8 +175,8 @@ def in_units_of_halves(
     later key is beyond may not change them.
     """
     length = shape.key_tile
-    of_keys, of_queries = _positions(shape)
-    lanes = jax.lax.broadcasted_iota(jnp.int32, (1, length), 1)
+    of_keys, of_queries = _pairs(shape)
+    lanes = places(shape, (1, length), 1)
     relative = keys - reference
     is_large = jnp.max(relative, axis=0, keepdims=True) > limits(values)
     changed = at_or_before(shape, jnp.where(is_large, 1.0, 0.0))
@@ -178,11 +187,11 @@ def in_units_of_halves(
     blocks = keys
     while half < length:
         is_right = lanes & half != 0
-        left = pltpu.roll(blocks, half, 1)
+        left = pltpu.roll(blocks, length - half if shape.is_reversed else half, 1)
         units.append((half, blocks, left))
         found = jnp.max(queries + left, axis=0, keepdims=True)
         largest = jnp.where(is_right, jnp.maximum(largest, found), largest)
-        right = pltpu.roll(blocks, length - half, 1)
+        right = pltpu.roll(blocks, half if shape.is_reversed else length - half, 1)
         blocks = jnp.maximum(blocks, jnp.where(is_right, left, right))
         half *= 2
     shift = jnp.max(logits, axis=0, keepdims=True)
@@ -203,7 +212,7 @@ def in_units_of_halves(
                 (differing >= half) & (differing < 2 * half) & reads,
             )
         )
-    return Weights(psi, products)
+    return Weights(psi, shift, products)
 
 
 def _features(shape: Shape, exponents: jax.Array, units: jax.Array | float) -> jax.Array:

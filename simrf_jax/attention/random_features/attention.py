@@ -190,11 +190,11 @@ def random_feature_attention(
     mesh_axes = MeshAxes(
         checks.axis_names("batch_axis", batch_axis), checks.axis_names("head_axis", head_axis)
     )
-    beyond_kernels = segment_ids is not None or exact_bandwidth is not None or bool(axes)
+    beyond_kernels = segment_ids is not None or bool(axes)
     if implementation == "pallas_tpu" and beyond_kernels:
         raise ValueError(
-            'implementation="pallas_tpu" is for whole sequences, got a call that is packed, beside '
-            "an exact band, or with a sequence_axis."
+            'implementation="pallas_tpu" is for whole sequences, got a call that is packed or with '
+            "a sequence_axis."
         )
     may_use_kernel = implementation == "pallas_tpu" or (
         implementation is None and jax.default_backend() == "tpu" and not beyond_kernels
@@ -205,6 +205,7 @@ def random_feature_attention(
         feature_map,
         mesh_axes,
         is_causal=is_causal,
+        exact_bandwidth=exact_bandwidth,
         is_required=implementation is not None,
     )
     if axes or arguments.explicit_axes(in_order=in_order):
@@ -253,8 +254,12 @@ def _attend(
             feature_map,
             kernel_axes,
             is_causal=is_causal,
+            exact_bandwidth=exact_bandwidth,
             reference=functools.partial(
-                _attend, is_causal=is_causal, chunk_size=chunk_size, exact_bandwidth=None
+                _attend,
+                is_causal=is_causal,
+                chunk_size=chunk_size,
+                exact_bandwidth=exact_bandwidth,
             ),
         )
     inputs, features = lay_out(arguments, projection, feature_map, scaled=exact_bandwidth is None)
