@@ -84,9 +84,7 @@ def attend(
     tokens = Tokens(arguments.query, arguments.key, arguments.value)
     without: dict[str, Any] = dict.fromkeys(tokens._fields)
     rest = Rest(dataclasses.replace(arguments, **without), projection, feature_map)
-    of_tokens = dataclasses.replace(
-        jax.lax.stop_gradient(rest.arguments), **tokens._asdict()
-    )
+    of_tokens = dataclasses.replace(jax.lax.stop_gradient(rest.arguments), **tokens._asdict())
     if exact_bandwidth is not None:
         out = _beside_band(of_tokens, *fixed, axes, exact_bandwidth, is_causal)
     else:

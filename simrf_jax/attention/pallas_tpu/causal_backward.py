@@ -24,19 +24,10 @@ from simrf_jax.attention.pallas_tpu.backward import (
 from simrf_jax.attention.pallas_tpu.blocks import Grid, compiler_params, result
 from simrf_jax.attention.pallas_tpu.causal import (
     QueryHead,
-    Tile,
-    begin,
-    columns,
-    in_either_way,
-    load,
-    name_of,
     finite_queries,
-    next_maxima,
-    pass_on,
+    in_either_way,
+    name_of,
     read,
-    spoiled_of,
-    sum_keys,
-    tile_scratch,
     weights_of,
 )
 from simrf_jax.attention.pallas_tpu.heads import (
@@ -51,6 +42,17 @@ from simrf_jax.attention.pallas_tpu.heads import (
     query_logits,
 )
 from simrf_jax.attention.pallas_tpu.sums import Sums
+from simrf_jax.attention.pallas_tpu.tiles import (
+    Tile,
+    begin,
+    columns,
+    load,
+    next_maxima,
+    pass_on,
+    spoiled_of,
+    sum_keys,
+    tile_scratch,
+)
 
 
 class Passed(NamedTuple):
@@ -208,9 +210,7 @@ class Later(NamedTuple):
     squared: Any
 
 
-def _keys(
-    shape: Shape, operands: Refs, passed: Passed, name: str
-) -> tuple[jax.Array, jax.Array]:
+def _keys(shape: Shape, operands: Refs, passed: Passed, name: str) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of keys and values."""
     grid = Grid.in_order(shape, operands, is_reversed=not shape.is_reversed)
     arrays, tree = jax.tree.flatten((operands, passed))

@@ -90,9 +90,7 @@ def lay_out_near(arguments: Arguments, bandwidth: int) -> NearRefs:
         query=_tokens(arguments.query),
         key=_tokens(key),
         value=_tokens(value),
-        log_weights=None
-        if log_weights is None
-        else near(_hidden(log_weights), axis=2)[:, :, None],
+        log_weights=None if log_weights is None else near(_hidden(log_weights), axis=2)[:, :, None],
         factor=(sign * jnp.square(root) * LOG2E)[None, None],
     )
 
