@@ -72,7 +72,7 @@ def attend(
     anyone asks for them, from ``reference``.
 
     Args:
-      arguments: Arguments without segments, for which ``uses_kernel``.
+      arguments: Arguments for which ``uses_kernel``.
       projection: W.
       feature_map: The feature map.
       axes: Mesh axes that shard the batch and the heads.
@@ -85,8 +85,8 @@ def attend(
     without: dict[str, Any] = dict.fromkeys(tokens._fields)
     rest = Rest(dataclasses.replace(arguments, **without), projection, feature_map)
     of_tokens = dataclasses.replace(jax.lax.stop_gradient(rest.arguments), **tokens._asdict())
-    if exact_bandwidth is not None:
-        out = _beside_band(of_tokens, *fixed, axes, exact_bandwidth, is_causal)
+    if exact_bandwidth is not None or (arguments.segment_ids is not None and not is_causal):
+        out = _in_parts(of_tokens, *fixed, axes, exact_bandwidth, is_causal)
     else:
         operands = lay_out(of_tokens, *fixed, start=0 if is_causal else None)
         out = _fused(Whole(axes, is_causal), operands)
@@ -94,34 +94,38 @@ def attend(
     return _with_gradients(reference, out, jax.lax.stop_gradient(tokens), rest)
 
 
-def _beside_band(
+def _in_parts(
     arguments: Arguments,
     projection: Projection | None,
     feature_map: FeatureMap,
     axes: MeshAxes,
-    bandwidth: int,
+    bandwidth: int | None,
     is_causal: bool,
 ) -> Float[Array, "B N padded T"]:
-    """Returns outputs of exact weights in a band and estimated ones beyond, as ``Fields`` has it.
+    """Returns outputs of the keys up to each query and of those after it, without a look ahead.
 
-    Keys that are moved ``bandwidth + 1`` positions later are those up to the position of a query,
-    and those after the band likewise in the reverse order.
+    With a band, they are those before and after the band, moved to the position of the query, and
+    the keys of the band are exact.
     """
     length, num_keys = arguments.query.shape[-3], arguments.key.shape[-3]
-    in_band = _fused(Near(axes, bandwidth, is_causal), lay_out_near(arguments, bandwidth))
-    factors = query_factors(arguments, projection, feature_map)
-    earlier = lay_out(arguments, projection, feature_map, start=-bandwidth - 1)
-    parts = [in_band, _fused(Far(axes, is_reversed=False), earlier)]
+    start = 0 if bandwidth is None else -bandwidth - 1
+    earlier = lay_out(arguments, projection, feature_map, start=start)
+    parts = [_fused(Far(axes, is_reversed=False), earlier)]
     if not is_causal:
+        start = 1 if bandwidth is None else bandwidth + 1
         # Queries are added, so that there is one beside each key after the first band.
-        missing = max(num_keys - (bandwidth + 1) - length, 0)
+        missing = max(num_keys - start - length, 0)
         padding = [(0, 0)] * (arguments.query.ndim - 3) + [(0, missing), (0, 0), (0, 0)]
         query = jnp.pad(arguments.query, padding) if missing else arguments.query
         longer = dataclasses.replace(arguments, query=query)
-        later = lay_out(longer, projection, feature_map, start=bandwidth + 1)
+        later = lay_out(longer, projection, feature_map, start=start, is_reversed=True)
         sums = _fused(Far(axes, is_reversed=True), later)
         parts.append(Sums(*(x[..., :length] for x in sums)))
-    return merge(parts, [None] + [factors] * (len(parts) - 1))
+    if bandwidth is None:
+        return merge(parts)
+    in_band = _fused(Near(axes, bandwidth, is_causal), lay_out_near(arguments, bandwidth))
+    factors = query_factors(arguments, projection, feature_map)
+    return merge([in_band, *(part.times(factors) for part in parts)])
 
 
 def _outputs(

@@ -42,7 +42,12 @@ from simrf_jax.attention.pallas_tpu.tiles import (
     sum_keys,
     tile_scratch,
 )
-from simrf_jax.attention.pallas_tpu.weights import Weights, in_common_units, in_units_of_halves
+from simrf_jax.attention.pallas_tpu.weights import (
+    Exponents,
+    Weights,
+    in_common_units,
+    in_units_of_halves,
+)
 
 
 def forward(shape: Shape, operands: Refs) -> jax.Array:
@@ -74,7 +79,7 @@ def _call(shape: Shape, operands: Refs, gives_sums: bool) -> Any:
             result((batch, num_heads, width, shape.num_queries), dtype, operands)
             for width, dtype in sizes
         ],
-        scratch_shapes=(*tile_scratch(shape), *parts_scratch(shape, operands)),
+        scratch_shapes=(*tile_scratch(shape, operands), *parts_scratch(shape, operands)),
         compiler_params=compiler_params(),
         interpret=shape.interpret,
         name=name_of(shape, gives_sums=gives_sums),
@@ -90,9 +95,9 @@ def name_of(shape: Shape, *, gives_sums: bool) -> str:
 def _kernel(shape: Shape, tree: Any, tile_of: Any, gives_sums: bool, *refs: Any) -> None:
     operands, refs = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
     out, refs = refs[: 1 + gives_sums], refs[1 + gives_sums :]
-    *tile_refs, query_parts, key_parts = refs
-    tile, step = Tile(*tile_refs), pl.program_id(2)
-    operands = keep_parts(shape, operands, (query_parts, key_parts), step)
+    step = pl.program_id(2)
+    tile, parts = Tile.of(operands, list(refs))
+    operands = keep_parts(shape, operands, parts, step)
     begin(tile, step)
     is_rare = load(shape, operands, tile, tile_of(step))
     write = _write_sums if gives_sums else _write_outputs
@@ -194,6 +199,8 @@ def read(
     yield
     state = tile.state[of_key]
     sums = shape.dot(state.astype(shape.dtype), weights.of_state, 0, 0)
+    if tile.segments is not None:
+        sums = jnp.where(tile.segments.read_state, sums, 0)
     yield
     sums += shape.dot(tile.values[of_key], pairs, 1, 0)
     return Readout(weights, state, finite, sums)
@@ -210,9 +217,10 @@ def weights_of(
 ) -> Weights:
     """Returns the weights of a query head of a key head, from the exponents of its features."""
     find = in_units_of_halves if is_rare else in_common_units
-    exponents = with_offsets(refs, of_key, exponents)
-    logits, reference = tile.logits[of_key], tile.reference[of_key]
-    return find(shape, exponents, logits, tile.values[of_key], reference)
+    of_tile = (tile.logits, tile.values, tile.reference, tile.of_queries)
+    keys, values, reference, of_queries = (x[of_key] for x in of_tile)
+    queries = with_offsets(refs, of_key, exponents)
+    return find(shape, Exponents(queries, keys, values, reference, of_queries, tile.segments))
 
 
 def _attend(

@@ -46,6 +46,7 @@ from simrf_jax.attention.pallas_tpu.tiles import (
     Tile,
     begin,
     columns,
+    in_last_segment,
     load,
     next_maxima,
     pass_on,
@@ -107,7 +108,7 @@ def _queries(
             grid.of_maxima(),
         ),
         out_shape=(of_query, of_sums, maxima),
-        scratch_shapes=(*tile_scratch(shape), *parts_scratch(shape, operands)),
+        scratch_shapes=(*tile_scratch(shape, operands), *parts_scratch(shape, operands)),
         compiler_params=compiler_params(),
         interpret=shape.interpret,
         name=f"{name_of(shape, gives_sums=isinstance(of_outputs, Sums))}_query_gradient",
@@ -118,9 +119,9 @@ def _queries(
 def _query_kernel(shape: Shape, tree: Any, tile_of: Any, *refs: Any) -> None:
     operands, of_outputs = jax.tree.unflatten(tree, refs[: tree.num_leaves])
     of_query, *passed = refs[tree.num_leaves : tree.num_leaves + 3]
-    *tile_refs, query_parts, key_parts = refs[tree.num_leaves + 3 :]
-    tile, step = Tile(*tile_refs), pl.program_id(2)
-    operands = keep_parts(shape, operands, (query_parts, key_parts), step)
+    step = pl.program_id(2)
+    tile, parts = Tile.of(operands, list(refs[tree.num_leaves + 3 :]))
+    operands = keep_parts(shape, operands, parts, step)
     begin(tile, step)
     number = tile_of(step)
     is_rare = load(shape, operands, tile, number)
@@ -172,7 +173,7 @@ def _of_queries(
     of_sums, fine = jnp.where(found.finite, of_sums, 0), fine & found.finite
     of_sums_out[0, number] = of_sums
     of_pairs = shape.dot(tile.values[of_key], of_sums, 0, 0)
-    of_psi = shape.dot(found.state.astype(shape.dtype), of_sums, 1, 0)
+    of_psi = shape.dot(found.state.astype(shape.dtype), _of_state(tile, of_sums), 1, 0)
     if more is not None:
         pass_on(shape, tile, of_key, found.state, more, is_rare=is_rare)
     yield
@@ -181,6 +182,13 @@ def _of_queries(
     yield
     gradient = shape.dot(back_rows(shape, refs, of_key, of_keys=False), of_logits, 1, 0)
     of_query[0, number] = gradient.astype(of_query.dtype)
+
+
+def _of_state(tile: Tile, of_sums: jax.Array) -> jax.Array:
+    """Returns the gradient of what queries read from the state, ``[D + TILE, tile]``."""
+    if tile.segments is None:
+        return of_sums
+    return jnp.where(tile.segments.read_state, of_sums, 0)
 
 
 def _given(
@@ -201,7 +209,7 @@ class Later(NamedTuple):
 
     Attributes:
       sums: ``[key heads, m, D + TILE]``.
-      units: The exponents of its units, ``[key heads, m, tile]``: the reference of the next tile.
+      units: The exponents of its units, ``[key heads, m, tile]``: the maxima before the next tile.
       squared: The vectors whose squared norms are in the keys' exponents, ``[key heads, H, tile]``.
     """
 
@@ -232,7 +240,7 @@ def _keys(shape: Shape, operands: Refs, passed: Passed, name: str) -> tuple[jax.
         out_shape=tuple(
             result(x.shape, x.dtype, (operands, passed)) for x in (operands.key, operands.value)
         ),
-        scratch_shapes=(*tile_scratch(shape), *later, *parts_scratch(shape, operands)),
+        scratch_shapes=(*tile_scratch(shape, operands), *later, *parts_scratch(shape, operands)),
         compiler_params=compiler_params(),
         interpret=shape.interpret,
         name=f"{name}_key_gradient",
@@ -243,9 +251,8 @@ def _keys(shape: Shape, operands: Refs, passed: Passed, name: str) -> tuple[jax.
 def _key_kernel(shape: Shape, tree: Any, tile_of: Any, *refs: Any) -> None:
     operands, passed = jax.tree.unflatten(tree, refs[: tree.num_leaves])
     out = Gradients(None, *refs[tree.num_leaves : tree.num_leaves + 2])
-    *scratch, query_parts, key_parts = refs[tree.num_leaves + 2 :]
-    size, step = len(Tile._fields), pl.program_id(2)
-    tile, later = Tile(*scratch[:size]), Later(*scratch[size:])
+    tile, (*scratch, query_parts, key_parts) = Tile.of(operands, list(refs[tree.num_leaves + 2 :]))
+    later, step = Later(*scratch), pl.program_id(2)
     operands = keep_parts(shape, operands, (query_parts, key_parts), step)
     number = tile_of(step)
 
@@ -309,7 +316,7 @@ def _of_keys(
     yield
     found = KeySums(
         of_values=shape.dot(sums, pairs, 1, 1),
-        of_state=shape.dot(weights.of_state, sums, 1, 1),
+        of_state=shape.dot(weights.of_state, _of_state(tile, sums), 1, 1),
         of_logits=weights.of_logits(shape, of_pairs),
     )
     if head.group > 0:
@@ -318,15 +325,18 @@ def _of_keys(
         head.passed.append(found)
         return
     yield
-    reference, maxima, units = tile.reference[of_key], next_maxima(tile, of_key), later.units
+    before, maxima, units = tile.maxima[of_key], next_maxima(shape, tile, of_key), later.units
     of_later = later.sums[of_key] * columns(shape, jnp.exp2(maxima - units[of_key]))
     of_later = of_later.astype(shape.dtype)
-    phi = jnp.exp2(tile.logits[of_key] - maxima).astype(shape.dtype)
+    phi = in_last_segment(tile, jnp.exp2(tile.logits[of_key] - maxima), 0).astype(shape.dtype)
     of_values = found.of_values + shape.dot(of_later, phi, 0, 0)
     of_phi = shape.dot(of_later, tile.values[of_key], 1, 0)
-    fade = columns(shape, jnp.exp2(reference - units[of_key]))
+    fade = columns(shape, jnp.exp2(before - units[of_key]))
+    if tile.segments is not None:
+        fade = jnp.where(tile.segments.continues, fade, 0)
     later.sums[of_key] = later.sums[of_key] * fade + found.of_state
-    units[of_key] = reference
+    # Where there is no state, what came from it counts for nothing in these units.
+    units[of_key] = jnp.where(before > HIDDEN, before, 0)
     yield
     out.value[0, of_key] = of_values[: shape.value_dim].astype(out.value.dtype)
     of_tile = of_tokens(

@@ -62,7 +62,7 @@ class Program(NamedTuple):
         # The state, its gradient, and the maxima and offsets, whose columns are padded.
         kept = 4 * self.num_features * (3 * lanes + 3 * LANES)
         if self.is_causal:  # Exponents and units of a tile, and the units of all tiles.
-            kept += 4 * self.num_features * 7 * LANES
+            kept += 4 * self.num_features * 8 * LANES
         # Features of about three heads, several times each.
         features = 48 * self.num_features * tile
         if self.is_causal:  # Its chains are longer, so more heads are under way.
@@ -159,7 +159,8 @@ def uses_kernel(
       ValueError: If the caller chose the kernels, and they cannot do it.
     """
     reason = axes.reason_against(arguments)
-    in_order = is_causal or exact_bandwidth is not None
+    is_packed = arguments.segment_ids is not None
+    in_order = is_causal or is_packed or exact_bandwidth is not None
     reason = reason or _reason_against(arguments, projection, feature_map, in_order)
     if reason is None and exact_bandwidth is not None:
         reason = _reason_against_band(arguments, exact_bandwidth)

@@ -189,6 +189,7 @@ class Refs(NamedTuple):
       factors: ``[1, 3]``: what multiplies the rows of queries, those of keys, and the squared norms
         of keys without a stretch.
       log_weights: ``[1, 1 or key heads, 1, tile]``, or None.
+      segments: ``[1, 1, SEGMENT_ROWS, tile]``, the rows of ``segments.Segments``, or None.
       query_parts: ``[1 or key heads, m, passes * H]``, the rows as ``split`` returns them, where
         they are kept from step to step; None where they are not.
       key_parts: The same of keys.
@@ -203,6 +204,7 @@ class Refs(NamedTuple):
     center: Any
     factors: Any
     log_weights: Any
+    segments: Any = None
     query_parts: Any = None
     key_parts: Any = None
 

@@ -28,6 +28,7 @@ from simrf_jax.attention.pallas_tpu.heads import (
     keep,
     of_head,
 )
+from simrf_jax.attention.pallas_tpu.segments import as_column
 from simrf_jax.attention.pallas_tpu.sums import ROWS, Sums, rows_of_sums
 
 
@@ -39,6 +40,8 @@ class NearRefs(NamedTuple):
       key: ``[B, K, H, S]``.
       value: ``[B, K, D, S]``.
       log_weights: ``[B, 1 or K, 1, S]``, or None.
+      query_segments: Numbers of the segments, ``[B, 1, 1, T]``, or None.
+      key_segments: ``[B, 1, 1, S]``, or None.
       factor: ``[1, 1]``, what multiplies the products of queries and keys to give logits of base 2.
     """
 
@@ -46,6 +49,8 @@ class NearRefs(NamedTuple):
     key: Any
     value: Any
     log_weights: Any
+    query_segments: Any
+    key_segments: Any
     factor: Any
 
 
@@ -122,18 +127,15 @@ class Band:
         """
         num_key_heads = refs.key.shape[1]
 
-        def spread(get: Any) -> NearRefs:
-            weights = refs.log_weights
-            return NearRefs(
-                query=get(refs.query, queries),
-                key=get(refs.key, self.keys),
-                value=get(refs.value, self.keys),
-                log_weights=None if weights is None else get(weights, self.keys),
-                factor=refs.factor,
-            )
+        def spread(refs: NearRefs, get: Any) -> NearRefs:
+            keys = self.keys
+            tiles = NearRefs(queries, keys, keys, keys, queries, keys, range(1))
+            both = zip(refs, tiles, strict=True)
+            return NearRefs(*(None if x is None else get(x, window) for x, window in both))
 
-        arrays = spread(lambda x, tiles: [x] * len(tiles))
-        specs = spread(lambda x, tiles: self.blocks(x, num_key_heads, tiles))
+        arrays = spread(refs, lambda x, window: [x] * len(window))._replace(factor=refs.factor)
+        of_tokens = refs._replace(factor=None)
+        specs = spread(of_tokens, lambda x, window: self.blocks(x, num_key_heads, window))
         return arrays, specs._replace(factor=pl.BlockSpec(memory_space=pltpu.SMEM))
 
 
@@ -173,7 +175,7 @@ def _kernel(band: Band, tree: Any, *refs: Any) -> None:
     shape, step = band.shape, pl.program_id(2)
     operands = jax.tree.unflatten(tree, refs[: tree.num_leaves])
     out = Sums(*refs[tree.num_leaves :])
-    holds = band.holds(band.keys, range(1))
+    holds = in_segment(band, operands, band.keys, range(1), range(1))
     seen = jnp.where(holds, 1.0, 0.0).astype(shape.dtype)
     interleave(_heads(band, operands, step, holds, seen, out), shape.heads_at_once)
 
@@ -203,6 +205,24 @@ def _heads(
         out.rows[0, number] = rows_of_sums(denominators, unit, sees_spoiled | ~is_finite)
 
     return map(head, range(shape.num_heads * shape.groups))
+
+
+def in_segment(band: Band, refs: NearRefs, keys: range, queries: range, window: range) -> jax.Array:
+    """Returns ``[keys, queries]``, True where a key is in the band and the segment of a query.
+
+    Args:
+      band: The band.
+      refs: The blocks.
+      keys: Tiles of the keys.
+      queries: Tiles of the queries.
+      window: Those of all blocks of queries.
+    """
+    holds = band.holds(keys, queries)
+    if refs.key_segments is None:
+        return holds
+    of_keys = side_by_side(refs.key_segments, 0, keys, band.keys)
+    of_queries = side_by_side(refs.query_segments, 0, queries, window)
+    return holds & (as_column(of_keys, of_queries.shape[1]) == of_queries)
 
 
 class Window(NamedTuple):
@@ -247,7 +267,7 @@ def take_window(band: Band, refs: NearRefs, head: Any, step: Any, tiles: range) 
     is_first = jax.lax.broadcasted_iota(jnp.int32, (TILE, 1), 0) == 0
     ones = jnp.where(is_first & visible, 1, 0).astype(shape.dtype)
     row = jnp.where(visible, jnp.zeros(()) if log_weights is None else log_weights, 2 * HIDDEN)
-    column = jnp.broadcast_to(row, (LANES, row.shape[1])).T
+    column = as_column(row, LANES)
     values = jnp.concatenate([keep(value, visible), ones], axis=0)
     return Window(keep(key, visible), values, column, spoils)
 

@@ -20,6 +20,7 @@ from simrf_jax.attention.pallas_tpu.heads import HIDDEN, LN2, TILE, Links, inter
 from simrf_jax.attention.pallas_tpu.near import (
     Band,
     NearRefs,
+    in_segment,
     logits_of,
     side_by_side,
     take_queries,
@@ -103,7 +104,7 @@ def _of_queries(
 ) -> Iterator[Links]:
     """Returns what the heads do for the gradients of a tile of queries."""
     shape, own, kept = band.shape, range(1), {}
-    holds = band.holds(band.keys, own)
+    holds = in_segment(band, refs, band.keys, own, band.queries)
 
     def head(number: int) -> Links:
         of_key, group = divmod(number, shape.groups)
@@ -130,7 +131,7 @@ def _of_keys(
     """Returns what the heads do for the gradients of a tile of keys and values."""
     shape, own, kept = band.shape, range(1), {}
     sums: dict[int, tuple[jax.Array, jax.Array]] = {}
-    holds = band.holds(own, band.queries)
+    holds = in_segment(band, refs, own, band.queries, band.queries)
 
     def head(number: int) -> Links:
         of_key, group = divmod(number, shape.groups)

@@ -7,12 +7,14 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from simrf_jax.attention.inputs.arguments import Arguments
 from simrf_jax.attention.pallas_tpu.choice import LANES, MEMORY, NearProgram, Program
 from simrf_jax.attention.pallas_tpu.heads import HIDDEN, TILE, Refs, Shape
 from simrf_jax.attention.pallas_tpu.near import Band, NearRefs
+from simrf_jax.attention.pallas_tpu.segments import SEGMENT_ROWS
 from simrf_jax.features import FeatureMap
 from simrf_jax.features.exponential_form import ExponentialForm
 from simrf_jax.features.log_space import SIDES, Side
@@ -33,6 +35,7 @@ def lay_out(
     feature_map: FeatureMap,
     *,
     start: int | None = None,
+    is_reversed: bool = False,
 ) -> Refs:
     """Returns what the kernels take: whole arrays in the place of the blocks.
 
@@ -42,6 +45,7 @@ def lay_out(
       feature_map: The feature map.
       start: Position, maybe negative, of the key that goes to the first query, for causal kernels,
         which take as many keys as queries; None for all keys.
+      is_reversed: True for kernels in the reverse order.
     """
     log_weights = arguments.log_weights_per_key()
     num_heads, dim = arguments.query.shape[-2:]
@@ -68,7 +72,27 @@ def lay_out(
         center=_center(of_keys),
         factors=jnp.stack(factors)[None],
         log_weights=None if log_weights is None else _hidden(log_weights)[:, :, None],
+        segments=None if start is None else _segment_rows(arguments, start, is_reversed),
     )
+
+
+def _segment_rows(
+    arguments: Arguments, start: int, is_reversed: bool
+) -> Float[Array, "B 1 rows padded"] | None:
+    """Returns the rows of ``segments.Segments``; padding belongs to the outermost segments."""
+    segments = arguments.segments()
+    if segments is None:
+        return None
+    padded = _multiple(arguments.query.shape[-3], LANES)
+    positions = np.arange(padded)[:, None] + np.array([0, start])
+    rows = segments[:, np.clip(positions, 0, segments.shape[1] - 1)].astype(jnp.float32)
+    # The last key of each tile, in the order of the kernel.
+    last = rows[:, (0 if is_reversed else LANES - 1) :: LANES, 1]
+    none = jnp.full_like(last[:, :1], -1)
+    after = [last[:, 1:], none] if is_reversed else [none, last[:, :-1]]
+    of_tiles = jnp.stack([jnp.concatenate(after, axis=1), last], axis=-1)
+    rows = jnp.concatenate([rows, jnp.repeat(of_tiles, LANES, axis=1)], axis=-1)
+    return jnp.moveaxis(_padded(rows, SEGMENT_ROWS), 1, 2)[:, None]
 
 
 def lay_out_near(arguments: Arguments, bandwidth: int) -> NearRefs:
@@ -86,11 +110,16 @@ def lay_out_near(arguments: Arguments, bandwidth: int) -> NearRefs:
     key, value = (near(x, axis=x.ndim - 3) for x in (key, value))
     key, value = (jnp.repeat(x, groups, axis=-2) if groups > 1 else x for x in (key, value))
     root, sign = _root_and_sign(arguments)
+    segments = arguments.segments()
+    if segments is not None:
+        segments = segments.astype(jnp.float32)[:, None, None]
     return NearRefs(
         query=_tokens(arguments.query),
         key=_tokens(key),
         value=_tokens(value),
         log_weights=None if log_weights is None else near(_hidden(log_weights), axis=2)[:, :, None],
+        query_segments=segments,
+        key_segments=segments,
         factor=(sign * jnp.square(root) * LOG2E)[None, None],
     )
 

@@ -26,6 +26,11 @@ class Sums(NamedTuple):
     numerators: Any
     rows: Any
 
+    def times(self, factors: jax.Array) -> Sums:
+        """Returns sums that are multiplied by 2 to the power of ``[B, N, T]``."""
+        units = jax.lax.stop_gradient(self.rows[:, :, 1]) + factors
+        return self._replace(rows=self.rows.at[:, :, 1].set(units))
+
 
 def rows_of_sums(denominators: jax.Array, units: jax.Array, spoiled: jax.Array) -> jax.Array:
     """Returns the rows of ``Sums``, ``[ROWS, tile]``, of ``[1, tile]`` each.
@@ -38,15 +43,13 @@ def rows_of_sums(denominators: jax.Array, units: jax.Array, spoiled: jax.Array) 
     return jnp.where(row == 0, denominators, jnp.where(row == 1, units, spoils))
 
 
-def merge(parts: list[Sums], factors: list[jax.Array | None]) -> jax.Array:
+def merge(parts: list[Sums]) -> jax.Array:
     """Returns the outputs ``[B, N, D, T]`` of all keys; zeros where no key is visible.
 
     Args:
       parts: Sums over disjoint sets of keys.
-      factors: For each, the logarithms to base 2, ``[B, N, T]``, of factors of its sums; or None.
     """
-    units = [jax.lax.stop_gradient(part.rows[:, :, 1]) for part in parts]
-    units = [u if f is None else u + f for u, f in zip(units, factors, strict=True)]
+    units = [part.rows[:, :, 1] for part in parts]
     most = jax.lax.stop_gradient(jnp.maximum(jax.tree.reduce(jnp.maximum, units), HIDDEN))
     weights = [jnp.exp2(unit - most) for unit in units]
     both = list(zip(weights, parts, strict=True))

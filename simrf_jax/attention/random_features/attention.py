@@ -190,14 +190,12 @@ def random_feature_attention(
     mesh_axes = MeshAxes(
         checks.axis_names("batch_axis", batch_axis), checks.axis_names("head_axis", head_axis)
     )
-    beyond_kernels = segment_ids is not None or bool(axes)
-    if implementation == "pallas_tpu" and beyond_kernels:
+    if implementation == "pallas_tpu" and axes:
         raise ValueError(
-            'implementation="pallas_tpu" is for whole sequences, got a call that is packed or with '
-            "a sequence_axis."
+            'implementation="pallas_tpu" is for whole sequences, got a call with a sequence_axis.'
         )
     may_use_kernel = implementation == "pallas_tpu" or (
-        implementation is None and jax.default_backend() == "tpu" and not beyond_kernels
+        implementation is None and jax.default_backend() == "tpu" and not axes
     )
     in_kernel = may_use_kernel and uses_kernel(
         arguments,
