@@ -343,7 +343,7 @@ def test_the_default(monkeypatch):
     assert uses_kernel(plain, q, k, v)
     assert not uses_kernel(functools.partial(plain, implementation="xla"), q, k, v)
     assert uses_kernel(functools.partial(plain, is_causal=True), q, k, v)
-    assert not uses_kernel(functools.partial(plain, segment_ids=np.zeros((2, 20), int)), q, k, v)
+    assert uses_kernel(functools.partial(plain, segment_ids=np.zeros((2, 20), int)), q, k, v)
     assert uses_kernel(functools.partial(plain, exact_bandwidth=2), q, k, v)
     assert not uses_kernel(functools.partial(plain, exact_bandwidth=257), q, k, v)
     assert not uses_kernel(functools.partial(plain, feature_map="relu"), q, k, v)
@@ -405,9 +405,8 @@ def test_mosaic_takes_a_scale_of_each_call():
 
 
 REFUSED = {
-    "packed": ({"segment_ids": np.zeros(9, int)}, "a call that is packed or with a"),
     "band": ({"exact_bandwidth": 300}, "exact_bandwidth is 300, above 256"),
-    "sharded": ({"sequence_axis": "data"}, "or with a sequence_axis"),
+    "sharded": ({"sequence_axis": "data"}, "got a call with a sequence_axis"),
     "map": ({"feature_map": "relu"}, "Relu features are no exponentials"),
     "axis": ({"batch_axis": "rows"}, r"batch_axis is \('rows',\), no axes of type Auto"),
     "size": ({"head_axis": "data"}, "of 2 devices, which do not divide 3"),

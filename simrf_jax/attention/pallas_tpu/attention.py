@@ -110,7 +110,7 @@ def _in_parts(
     length, num_keys = arguments.query.shape[-3], arguments.key.shape[-3]
     start = 0 if bandwidth is None else -bandwidth - 1
     earlier = lay_out(arguments, projection, feature_map, start=start)
-    parts = [_fused(Far(axes, is_reversed=False), earlier)]
+    parts = [_fused(Far(axes, False, start), earlier)]
     if not is_causal:
         start = 1 if bandwidth is None else bandwidth + 1
         # Queries are added, so that there is one beside each key after the first band.
@@ -119,7 +119,7 @@ def _in_parts(
         query = jnp.pad(arguments.query, padding) if missing else arguments.query
         longer = dataclasses.replace(arguments, query=query)
         later = lay_out(longer, projection, feature_map, start=start, is_reversed=True)
-        sums = _fused(Far(axes, is_reversed=True), later)
+        sums = _fused(Far(axes, True, start), later)
         parts.append(Sums(*(x[..., :length] for x in sums)))
     if bandwidth is None:
         return merge(parts)
@@ -172,10 +172,12 @@ class Far(NamedTuple):
     Attributes:
       axes: Mesh axes that shard the batch and the heads.
       is_reversed: True if queries see the keys from their own position on.
+      start: Position of the key that was moved to the first query.
     """
 
     axes: MeshAxes
     is_reversed: bool
+    start: int
 
     def forward(self, refs: Refs) -> Sums:
         """Returns the sums."""
@@ -187,7 +189,9 @@ class Far(NamedTuple):
         return self._call(causal_backward.backward, refs, of_sums)
 
     def _call(self, kernel: Kernel, *arrays: Any) -> Any:
-        sizes = functools.partial(shape_of, is_causal=True, is_reversed=self.is_reversed)
+        sizes = functools.partial(
+            shape_of, is_causal=True, is_reversed=self.is_reversed, is_moved=self.start != 0
+        )
         return over_devices(functools.partial(on_platform, kernel, sizes), self.axes, *arrays)
 
 

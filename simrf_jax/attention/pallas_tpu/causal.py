@@ -96,7 +96,7 @@ def _kernel(shape: Shape, tree: Any, tile_of: Any, gives_sums: bool, *refs: Any)
     operands, refs = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
     out, refs = refs[: 1 + gives_sums], refs[1 + gives_sums :]
     step = pl.program_id(2)
-    tile, parts = Tile.of(operands, list(refs))
+    tile, parts = Tile.of(shape, operands, list(refs))
     operands = keep_parts(shape, operands, parts, step)
     begin(tile, step)
     is_rare = load(shape, operands, tile, tile_of(step))

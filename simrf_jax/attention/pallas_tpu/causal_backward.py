@@ -120,7 +120,7 @@ def _query_kernel(shape: Shape, tree: Any, tile_of: Any, *refs: Any) -> None:
     operands, of_outputs = jax.tree.unflatten(tree, refs[: tree.num_leaves])
     of_query, *passed = refs[tree.num_leaves : tree.num_leaves + 3]
     step = pl.program_id(2)
-    tile, parts = Tile.of(operands, list(refs[tree.num_leaves + 3 :]))
+    tile, parts = Tile.of(shape, operands, list(refs[tree.num_leaves + 3 :]))
     operands = keep_parts(shape, operands, parts, step)
     begin(tile, step)
     number = tile_of(step)
@@ -251,7 +251,9 @@ def _keys(shape: Shape, operands: Refs, passed: Passed, name: str) -> tuple[jax.
 def _key_kernel(shape: Shape, tree: Any, tile_of: Any, *refs: Any) -> None:
     operands, passed = jax.tree.unflatten(tree, refs[: tree.num_leaves])
     out = Gradients(None, *refs[tree.num_leaves : tree.num_leaves + 2])
-    tile, (*scratch, query_parts, key_parts) = Tile.of(operands, list(refs[tree.num_leaves + 2 :]))
+    tile, (*scratch, query_parts, key_parts) = Tile.of(
+        shape, operands, list(refs[tree.num_leaves + 2 :])
+    )
     later, step = Later(*scratch), pl.program_id(2)
     operands = keep_parts(shape, operands, (query_parts, key_parts), step)
     number = tile_of(step)

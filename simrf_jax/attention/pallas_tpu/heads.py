@@ -90,6 +90,7 @@ class Shape:
       dtype: Type to contract in, that of queries, keys and values.
       interpret: True to run without a TPU.
       is_reversed: True if queries see the keys from their own position on, in causal kernels.
+      is_moved: True if keys were moved to other positions there.
     """
 
     num_heads: int
@@ -106,6 +107,7 @@ class Shape:
     dtype: Any
     interpret: bool
     is_reversed: bool = False
+    is_moved: bool = False
 
     @property
     def is_tiled(self) -> bool:

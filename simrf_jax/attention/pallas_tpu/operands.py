@@ -230,7 +230,12 @@ def band_of(refs: NearRefs, *, interpret: bool, bandwidth: int, is_causal: bool)
 
 
 def shape_of(
-    refs: Refs, *, interpret: bool, is_causal: bool = False, is_reversed: bool = False
+    refs: Refs,
+    *,
+    interpret: bool,
+    is_causal: bool = False,
+    is_reversed: bool = False,
+    is_moved: bool = False,
 ) -> Shape:
     """Returns the sizes of the kernels for arrays that are laid out."""
     _, num_heads, dim, num_queries = refs.query.shape
@@ -267,6 +272,7 @@ def shape_of(
         dtype=refs.query.dtype,
         interpret=interpret,
         is_reversed=is_reversed,
+        is_moved=is_moved,
     )
 
 

@@ -37,11 +37,14 @@ class Segments(NamedTuple):
     same_keys: jax.Array
 
     @classmethod
-    def take(cls, rows: Any) -> Segments:
+    def take(cls, shape: Shape, rows: Any) -> Segments:
         """Returns the segments of a tile from the block ``[1, 1, SEGMENT_ROWS, tile]``."""
         of_queries, of_keys, before, last = (rows[0, 0][row : row + 1] for row in range(4))
         column = as_column(of_keys, of_keys.shape[1])
-        return cls(of_queries, of_keys, before, last, column == of_queries, column == of_keys)
+        same = same_keys = column == of_keys
+        if shape.is_moved:
+            same = column == of_queries
+        return cls(of_queries, of_keys, before, last, same, same_keys)
 
     @property
     def read_state(self) -> jax.Array:
@@ -87,33 +90,48 @@ def references(
     """
     before = jnp.where(segments.same_keys & earlier, 1.0, 0.0)
     is_first = visible & ~_any(shape, visible, before)
-    firsts = jnp.where(is_first, logits, 0)
+    firsts = _split(shape, jnp.where(is_first, logits, 0))
 
     def of(same: jax.Array, own: jax.Array) -> jax.Array:
         chosen = jnp.where(same, 1.0, 0.0)
-        # One term is not zero, so the sum is exact.
-        first = _exact(firsts, chosen)
+        # One term is not zero, so the sums are exact.
+        parts = _dot(shape, firsts, chosen)
+        first = sum(jnp.split(parts, parts.shape[0] // logits.shape[0], axis=0))
         first = jnp.where(_any(shape, is_first, chosen), first, HIDDEN)
         carried = (own == segments.before) & (maxima[:1] > HIDDEN)
         return jnp.where(carried, maxima, first)
 
-    return (
-        of(segments.same_keys, segments.of_keys),
-        of(segments.same, segments.of_queries),
-    )
+    of_keys = of(segments.same_keys, segments.of_keys)
+    return of_keys, of(segments.same, segments.of_queries) if shape.is_moved else of_keys
 
 
 def _any(shape: Shape, flags: jax.Array, matrix: jax.Array) -> jax.Array:
     """Returns ``[1, tile]``, True where a flag ``[1, tile]`` meets a one of a column."""
     rows = jnp.broadcast_to(jnp.where(flags, 1.0, 0.0), (TILE, flags.shape[1]))
-    return shape.dot(rows.astype(shape.dtype), matrix.astype(shape.dtype), 1, 0)[:1] > 0
+    return _dot(shape, rows.astype(_narrow(shape)), matrix)[:1] > 0
 
 
-def _exact(a: jax.Array, b: jax.Array) -> jax.Array:
+def _narrow(shape: Shape) -> Any:
+    return jnp.float32 if shape.interpret else jnp.bfloat16
+
+
+def _split(shape: Shape, x: jax.Array) -> jax.Array:
+    """Returns three numbers of bfloat16 above each other, which add up to each number."""
+    if shape.interpret:  # XLA's CPU backend has no bfloat16 x bfloat16 = float32.
+        return x
+    parts = []
+    for _ in range(3):
+        parts.append(x.astype(jnp.bfloat16))
+        x -= parts[-1].astype(jnp.float32)
+    return jnp.concatenate(parts, axis=0)
+
+
+def _dot(shape: Shape, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Multiplies matrices of ``_narrow`` numbers, with sums in float32."""
     return jax.lax.dot_general(
         a,
-        b,
+        b.astype(_narrow(shape)),
         (((1,), (0,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST,
+        precision=jax.lax.Precision.HIGHEST if shape.interpret else None,
         preferred_element_type=jnp.float32,
     )

@@ -37,8 +37,8 @@ class Tile(NamedTuple):
         exponents of the first visible key.
       state: Sums over earlier tiles, ``[key heads, m, D + TILE]``, in units of the maxima.
       spoiled: ``[key heads, 1, tile]``, NaN if a key of an earlier tile is not finite, or else 0.
-      of_queries: The reference of queries, which with segments is another one than that of keys,
-        and neither is then equal along the last axis.
+      of_queries: The reference of queries, another one than that of keys if these were moved. With
+        segments neither is equal along the last axis.
       segments: The segments of its tokens, or None. The maxima, the state and what is spoiled are
         then of the segment of the last key before the tile.
     """
@@ -54,12 +54,14 @@ class Tile(NamedTuple):
     segments: Segments | None
 
     @classmethod
-    def of(cls, refs: Refs, scratch: list[Any]) -> tuple[Tile, list[Any]]:
+    def of(cls, shape: Shape, refs: Refs, scratch: list[Any]) -> tuple[Tile, list[Any]]:
         """Returns the tile in the memory of ``tile_scratch``, and the memory that follows."""
         logits, values, spoils, maxima, reference, state, spoiled, *rest = scratch
         of_queries, segments = reference, None
         if refs.segments is not None:
-            (of_queries, *rest), segments = rest, Segments.take(refs.segments)
+            segments = Segments.take(shape, refs.segments)
+            if shape.is_moved:
+                of_queries, *rest = rest
         arrays = (logits, values, spoils, maxima, reference, state, spoiled, of_queries)
         return cls(*arrays, segments), rest
 
@@ -71,7 +73,7 @@ def tile_scratch(shape: Shape, refs: Refs) -> list[Any]:
     values = pltpu.VMEM((n, shape.columns, length), shape.dtype)
     state = pltpu.VMEM((n, m, shape.columns), jnp.float32)
     arrays = [features, values, row, features, features, state, row]
-    return arrays if refs.segments is None else [*arrays, features]
+    return [*arrays, features] if shape.is_moved and refs.segments is not None else arrays
 
 
 def begin(tile: Tile, step: jax.Array) -> None:
