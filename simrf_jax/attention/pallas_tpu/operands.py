@@ -166,18 +166,17 @@ def _one_for_each_query(
     """
     length, num_keys = arguments.query.shape[-3], arguments.key.shape[-3]
     start = min(max(start, -length), num_keys)  # Farther out there is padding alone.
-    first, last = max(start, 0), max(min(start + length, num_keys), 0)
-    missing = (min(max(-start, 0), length), 0)
-    missing = (missing[0], length - missing[0] - (last - first))
-    batch = math.prod(arguments.key.shape[:-3])
+    before, after = -start, start + length - num_keys  # Negative numbers cut off.
+    is_whole = before == 0 and after == 0
 
     def fit(x: jax.Array, axis: int, fill: float) -> jax.Array:
-        x = jax.lax.slice_in_dim(x, first, last, axis=axis)
-        padding = [(0, 0)] * x.ndim
-        padding[axis] = missing
-        return jnp.pad(x, padding, constant_values=fill) if any(missing) else x
+        padding = [(0, 0, 0)] * x.ndim
+        padding[axis] = (before, after, 0)
+        # One operation, so that XLA adds up its gradients with others in one pass.
+        return x if is_whole else jax.lax.pad(x, jnp.asarray(fill, x.dtype), padding)
 
-    if any(missing) and log_weights is None:
+    if (before > 0 or after > 0) and log_weights is None:
+        batch = math.prod(arguments.key.shape[:-3])
         log_weights = jnp.zeros((batch, 1, num_keys), jnp.float32)
     key, value = (fit(x, x.ndim - 3, 0) for x in (arguments.key, arguments.value))
     return key, value, None if log_weights is None else fit(log_weights, 2, -jnp.inf)
