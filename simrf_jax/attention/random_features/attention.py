@@ -100,9 +100,9 @@ def random_feature_attention(
       implementation: ``"pallas_tpu"`` for fused kernels, ``"xla"`` for the compiler's own, or None
         for the kernels where they can do the call on a TPU, and XLA elsewhere. The kernels make
         features that are exponentials (positive, hyperbolic, optimal positive, calibrated and
-        learned ones) and never write them to memory. They do bidirectional and causal attention in
-        bfloat16 or float32, without segments, a sharded length or an exact band, and can be
-        differentiated once, in reverse mode. The gradients of W, a bias, the scale and the feature
+        learned ones) and never write them to memory. They do bidirectional, causal and packed
+        attention in bfloat16 or float32, also beside an exact band of up to 256 keys on each side,
+        but no sharded length, and can be differentiated once, in reverse mode. The gradients of W, a bias, the scale and the feature
         map come from XLA, in addition to the kernels. A vector whose squared length overflows
         counts as not finite there. Without a TPU the kernels are interpreted, which is for tests:
         for computations on the CPU of a TPU host, choose ``"xla"``.
