@@ -53,7 +53,7 @@ def both_ways(attend):
 
 
 class Mode(NamedTuple):
-    """What queries see: keys up to their position, of their segment, and near ones exactly."""
+    """A kind of attention: causal or not, the bandwidth of exact keys or None, packed or not."""
 
     is_causal: bool = False
     bandwidth: int | None = None

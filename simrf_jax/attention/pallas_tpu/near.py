@@ -215,7 +215,7 @@ def in_segment(band: Band, refs: NearRefs, keys: range, queries: range, window: 
       refs: The blocks.
       keys: Tiles of the keys.
       queries: Tiles of the queries.
-      window: Those of all blocks of queries.
+      window: Tiles of all blocks of queries.
     """
     holds = band.holds(keys, queries)
     if refs.key_segments is None:
@@ -285,7 +285,7 @@ def take_queries(
       number: Number of the query head.
       step: Step of the grid.
       tiles: Tiles relative to the step's.
-      window: Those of all blocks.
+      window: Tiles of all blocks.
     """
     query = side_by_side(refs.query, number, tiles, window)
     square = jnp.sum(jnp.square(query.astype(jnp.float32)), axis=0, keepdims=True)

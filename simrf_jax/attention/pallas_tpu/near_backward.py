@@ -30,7 +30,7 @@ from simrf_jax.attention.pallas_tpu.sums import Sums
 
 
 class Given(NamedTuple):
-    """What the gradient takes in addition to the operands.
+    """The arrays that the gradient takes in addition to the operands.
 
     Attributes:
       rows: The rows of the ``Sums`` that the forward pass returned.
@@ -47,7 +47,7 @@ def backward(band: Band, refs: NearRefs, given: Given) -> Gradients:
     Args:
       band: The band.
       refs: The arrays of the forward pass.
-      given: What comes back from the sums.
+      given: Rows and gradient of the sums.
     """
     shape, own, num_key_heads = band.shape, range(1), refs.key.shape[1]
     operands, specs = band.operands(refs, band.queries)

@@ -83,7 +83,7 @@ def references(
     Args:
       shape: Sizes.
       segments: The segments.
-      maxima: Those of the state, ``[m, tile]``.
+      maxima: Largest exponents in the state, ``[m, tile]``.
       logits: Exponents of the keys' features, ``[m, tile]``.
       visible: ``[1, tile]``, True at visible keys.
       earlier: ``[tile, tile]``, True where the first of two keys comes before the second.

@@ -14,7 +14,7 @@ ROWS = 8
 
 
 class Sums(NamedTuple):
-    """What queries read of some of their keys, by a kernel.
+    """Sums that queries read of some of their keys, by a kernel.
 
     Attributes:
       numerators: ``[B, N, D, T]``, weighted sums of the values.

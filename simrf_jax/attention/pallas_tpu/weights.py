@@ -159,7 +159,7 @@ def at_or_before(shape: Shape, flags: jax.Array, segments: Segments | None) -> j
 
 
 class Exponents(NamedTuple):
-    """What the weights of a tile are made of.
+    """Exponents and values that give the weights of a tile.
 
     Attributes:
       queries: Exponents of the features of queries with the offsets, ``[m, tile]``.
