@@ -53,7 +53,7 @@ def both_ways(attend):
 
 
 class Mode(NamedTuple):
-    """A kind of attention: causal or not, the bandwidth of exact keys or None, packed or not."""
+    """A kind of attention: causal or not, the bandwidth of exact keys, packed or not."""
 
     is_causal: bool = False
     bandwidth: int | None = None

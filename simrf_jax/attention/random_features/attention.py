@@ -102,10 +102,11 @@ def random_feature_attention(
         features that are exponentials (positive, hyperbolic, optimal positive, calibrated and
         learned ones) and never write them to memory. They do bidirectional, causal and packed
         attention in bfloat16 or float32, also beside an exact band of up to 256 keys on each side,
-        but no sharded length, and can be differentiated once, in reverse mode. The gradients of W, a bias, the scale and the feature
-        map come from XLA, in addition to the kernels. A vector whose squared length overflows
-        counts as not finite there. Without a TPU the kernels are interpreted, which is for tests:
-        for computations on the CPU of a TPU host, choose ``"xla"``.
+        but no sharded length, and can be differentiated once, in reverse mode. The gradients of W,
+        a bias, the scale and the feature map come from XLA, in addition to the kernels. A vector
+        whose squared length overflows counts as not finite there. Without a TPU the kernels are
+        interpreted, which is for tests: for computations on the CPU of a TPU host, choose
+        ``"xla"``.
       segment_ids: Integers ``[..., T]`` of packed sequences, for as many keys as queries: a query
         attends to keys of its own segment only. Neighbours with equal ids belong to one segment.
       chunk_size: Keys that causal or packed attention takes at a time, a power of two; None for a
