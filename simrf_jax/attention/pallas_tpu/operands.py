@@ -21,6 +21,8 @@ from simrf_jax.features.log_space import SIDES, Side
 from simrf_jax.projections import Projection
 
 LOG2E = math.log2(math.e)
+# Larger components of a query count as not finite, because their squares are not.
+LARGEST_QUERY = 1e18
 # Lengths up to the first are taken in one tile, and longer ones in tiles of the second, both less
 # where a program would not fit into the memory of a core.
 LONGEST_TILE = 1024
@@ -136,7 +138,9 @@ def query_factors(
     num_key_heads = arguments.key.shape[-2]
     root, sign = _root_and_sign(arguments)
     query = arguments.query.reshape(-1, length, num_key_heads, num_heads // num_key_heads, dim)
-    query = query.astype(jnp.float32) * (root * sign)
+    query = query.astype(jnp.float32)
+    # The kernels say which queries are not finite. Here 0 * NaN would reach their gradients.
+    query = jnp.where(jnp.abs(query) < LARGEST_QUERY, query, 0) * (root * sign)
 
     def of_heads(x: jax.Array) -> jax.Array:
         return x[None, None, :, None]
