@@ -114,7 +114,7 @@ def _of_queries(
         query, finite = take_queries(band, refs, number, step, own, band.queries)
         units, of_sums = _take_given(band, given, number, own, finite)
         yield
-        logits = logits_of(shape, refs, keys, query, holds)
+        logits = logits_of(shape, refs, keys, query, holds & finite)
         of_weights = shape.dot(keys.values, of_sums, 0, 0)
         yield
         of_logits = (jnp.exp2(logits - units) * of_weights).astype(shape.dtype)
