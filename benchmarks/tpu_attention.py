@@ -8,10 +8,13 @@ once, at 546 bytes a cycle.
 Run: python -m benchmarks.tpu_attention [LENGTH ...] (with the libtpu wheel, and JAX_PLATFORMS=cpu)
 With --causal before the lengths it counts causal attention, whose tiles take the usual way
 (``simrf_jax/attention/pallas_tpu/weights.py`` says which that is).
+With --band BANDWIDTH queries see the keys that are so near exactly, and with --packed those of
+their own segment alone, in either.
 With --program TOPOLOGY HEADS LENGTH FEATURES it prints the cycles of a program of both kernels.
 """
 
 import functools
+from typing import NamedTuple
 
 from benchmarks import schedule  # Before libtpu is loaded.
 
@@ -27,7 +30,7 @@ import simrf_jax
 from benchmarks import command_line, tpu
 from simrf_jax import feature_maps
 from simrf_jax.attention.inputs.arguments import Arguments
-from simrf_jax.attention.pallas_tpu.operands import lay_out, shape_of
+from simrf_jax.attention.pallas_tpu.operands import band_of, lay_out, lay_out_near, shape_of
 
 BATCH, HEADS, DIM = 8, 12, 64
 LENGTHS = (197, 1024, 4096)
@@ -49,8 +52,16 @@ def both_ways(attend):
     return run
 
 
-def random_features(implementation, *, is_causal):
-    def attend(q, k, v, w, feature_map):
+class Mode(NamedTuple):
+    """A kind of attention: causal or not, the bandwidth of exact keys, packed or not."""
+
+    is_causal: bool = False
+    bandwidth: int | None = None
+    is_packed: bool = False
+
+
+def random_features(implementation, mode):
+    def attend(q, k, v, w, feature_map, segment_ids=None):
         return simrf_jax.random_feature_attention(
             q,
             k,
@@ -58,7 +69,9 @@ def random_features(implementation, *, is_causal):
             w,
             feature_map=feature_map,
             implementation=implementation,
-            is_causal=is_causal,
+            is_causal=mode.is_causal,
+            exact_bandwidth=mode.bandwidth,
+            segment_ids=segment_ids,
         )
 
     return attend
@@ -84,7 +97,7 @@ def textbook(q, k, v, w):
     return out.astype(q.dtype)
 
 
-def kernel_cycles(num_features, feature_map, length, *, is_causal, is_gradient):
+def kernel_cycles(num_features, feature_map, length, mode, *, is_gradient):
     """Returns the cycles of the fused kernels that were compiled last."""
 
     def shape():
@@ -93,22 +106,18 @@ def kernel_cycles(num_features, feature_map, length, *, is_causal, is_gradient):
             Arguments(zeros, zeros, zeros), jnp.zeros((HEADS, num_features, DIM)), feature_map
         )
 
-    sizes = shape_of(jax.eval_shape(shape), interpret=False, is_causal=is_causal)
+    sizes = shape_of(jax.eval_shape(shape), interpret=False, is_causal=mode != Mode())
+    if mode.bandwidth is not None or (mode.is_packed and not mode.is_causal):
+        kinds = ["causal_random_feature_sums", "reversed_random_feature_sums"][: 2 - mode.is_causal]
+        far = sum(in_order_cycles(sizes, kind, is_gradient) for kind in kinds)
+        near = 0 if mode.bandwidth is None else near_cycles(length, mode, is_gradient)
+        return far + near
+    if mode.is_causal:
+        return in_order_cycles(sizes, "causal_random_feature_attention", is_gradient)
     programs = BATCH * HEADS // sizes.num_heads
     keys, queries = sizes.key_tiles, sizes.query_tiles
     names = ["random_feature_attention", "random_feature_attention_gradient"]
-    if is_causal:
-        # A program begins, and each of its steps leaves out the rare way.
-        names = [
-            f"causal_random_feature_attention{which}"
-            for which in ("", "_query_gradient", "_key_gradient")
-        ]
-        grids = [
-            (keys, (1, 0, keys)),
-            (keys, (1, 0, keys)),
-            (keys, (1, 1, 0, keys)),
-        ]
-    elif not sizes.is_tiled:
+    if not sizes.is_tiled:
         grids = [(1, ()), (1, ())]
     else:
         grids = [
@@ -117,9 +126,39 @@ def kernel_cycles(num_features, feature_map, length, *, is_causal, is_gradient):
         ]
     run = len(grids) if is_gradient else 1
     return programs * sum(
-        schedule.cycles(name, steps=steps, counts=counts, shortest=150 if is_causal else 64)
+        schedule.cycles(name, steps=steps, counts=counts)
         for name, (steps, counts) in zip(names[:run], grids[:run], strict=True)
     )
+
+
+def in_order_cycles(sizes, kind, is_gradient):
+    """Returns the cycles of the kernels that take tiles in order, of which no tile is rare."""
+    tiles = sizes.key_tiles
+    # A program begins, and each of its steps leaves out the rare way.
+    counts = {"": (1, 0, tiles)}
+    if is_gradient:
+        # The reversed kernel resets its sums without a branch.
+        begins = (1,) if kind.startswith("reversed") else (1, 1)
+        counts |= {"_query_gradient": (1, 0, tiles), "_key_gradient": (*begins, 0, tiles)}
+    return (BATCH * HEADS // sizes.num_heads) * sum(
+        schedule.cycles(f"{kind}{which}", steps=tiles, counts=regions, shortest=150)
+        for which, regions in counts.items()
+    )
+
+
+def near_cycles(length, mode, is_gradient):
+    """Returns the cycles of the kernels of a band."""
+
+    def band():
+        zeros = jnp.zeros((BATCH, length, HEADS, DIM), jnp.bfloat16)
+        return lay_out_near(Arguments(zeros, zeros, zeros), mode.bandwidth)
+
+    refs = jax.eval_shape(band)
+    bandwidth, is_causal = mode.bandwidth, mode.is_causal
+    sizes = band_of(refs, interpret=False, bandwidth=bandwidth, is_causal=is_causal).shape
+    names = ["sums_in_a_band", "sums_in_a_band_gradient"]
+    steps = BATCH * HEADS // sizes.num_heads * sizes.query_tiles
+    return sum(schedule.cycles(name, steps=steps) for name in names[: 1 + is_gradient])
 
 
 def splash(length, *, is_causal):
@@ -184,34 +223,39 @@ def measure(attend, length, *others, of_kernels=None):
     return results, in_kernels
 
 
-def rows(length, *, is_causal):
+def rows(length, mode):
     """Yields the name of each attention and what ``measure`` returns."""
     positive = feature_maps.Positive()
     calibrated = feature_maps.Calibrated.identity(HEADS, DIM)
-    in_kernels = random_features("pallas_tpu", is_causal=is_causal)
+    in_kernels = random_features("pallas_tpu", mode)
+    segments = [jax.ShapeDtypeStruct((BATCH, length), jnp.int32)] * mode.is_packed
     for name, num_features, feature_map in (
         ("kernels, m = 128", 128, positive),
         ("kernels, m = 130", 130, positive),
         ("kernels, calibrated, m = 128", 128, calibrated),
     ):
         cycles = functools.partial(
-            kernel_cycles, num_features, feature_map, length, is_causal=is_causal
+            kernel_cycles,
+            num_features,
+            feature_map,
+            length,
+            mode,
         )
-        others = (rows_of(num_features), feature_map)
+        others = (rows_of(num_features), feature_map, *segments)
         total, alone = measure(in_kernels, length, *others, of_kernels=cycles)
         yield name, total
         yield "without what XLA does before and after", alone
-    by_xla = random_features("xla", is_causal=is_causal)
+    by_xla = random_features("xla", mode)
     for num_features in (128, 130):
-        total, _ = measure(by_xla, length, rows_of(num_features), positive)
+        total, _ = measure(by_xla, length, rows_of(num_features), positive, *segments)
         yield f"XLA, m = {num_features}", total
-    if not is_causal:
+    if mode == Mode():
         yield "textbook, m = 130", measure(textbook, length, rows_of(130))[0]
-    exact = functools.partial(jax.nn.dot_product_attention, is_causal=is_causal)
+    exact = functools.partial(jax.nn.dot_product_attention, is_causal=mode.is_causal)
     yield "exact, jax.nn.dot_product_attention", measure(exact, length)[0]
     if length % SPLASH_BLOCK == 0:
-        attend, blocks = splash(length, is_causal=is_causal)
-        cycles = functools.partial(splash_cycles, blocks, is_causal=is_causal)
+        attend, blocks = splash(length, is_causal=mode.is_causal)
+        cycles = functools.partial(splash_cycles, blocks, is_causal=mode.is_causal)
         total, alone = measure(attend, length, of_kernels=cycles)
         yield "exact, splash attention", total
         yield "without what XLA does before and after", alone
@@ -223,7 +267,7 @@ def program(topology, heads, length, num_features):
     """Returns the cycles of the kernels of both passes for one sequence that a program takes."""
     x = jax.ShapeDtypeStruct((1, length, heads, DIM), jnp.bfloat16)
 
-    attend = both_ways(random_features("pallas_tpu", is_causal=False))
+    attend = both_ways(random_features("pallas_tpu", Mode()))
     w = jax.ShapeDtypeStruct((heads, num_features, DIM), jnp.float32)
     tpu.compile_for(attend, *[x] * 4, w, feature_maps.Positive(), topology=topology)
     names = ("random_feature_attention", "random_feature_attention_gradient")
@@ -235,6 +279,8 @@ def main():
     parser = command_line.parser(__doc__)
     parser.add_argument("lengths", type=int, nargs="*", default=LENGTHS)
     parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--band", type=int, metavar="BANDWIDTH")
+    parser.add_argument("--packed", action="store_true")
     sizes = ("TOPOLOGY", "HEADS", "LENGTH", "FEATURES")
     parser.add_argument("--program", nargs=len(sizes), metavar=sizes)
     options = parser.parse_args()
@@ -242,9 +288,10 @@ def main():
         topology, *sizes = options.program
         print(program(topology, *map(int, sizes)))
         return
+    mode = Mode(options.causal, options.band, options.packed)
     for length in options.lengths:
         print(f"\n| T = {length} | forward | with backward |\n| --- | --- | --- |")
-        for name, cycles in rows(length, is_causal=options.causal):
+        for name, cycles in rows(length, mode):
             print(f"| {name} | {' | '.join(f'{x / 1e3:,.0f}' for x in cycles)} |", flush=True)
 
 

@@ -158,7 +158,8 @@ class Calibrated(FeatureMap):
         rows = dense_rows(projection)
         rows = highest(rows * jnp.broadcast_to(jnp.sqrt(self.variances), rows.shape), matrix)
         offsets = self._half_log_weights(projection) - highest(rows, mean)
-        return ExponentialForm(rows, offsets, matrix, other, highest(matrix, mean))
+        constant = -0.5 * jnp.sum(mean * other)
+        return ExponentialForm(rows, offsets, matrix, other, highest(matrix, mean), constant)
 
     def _folded(
         self, rows: Float[Array, "*K num_features H"], matrix: Float[Array, "*K H H"]

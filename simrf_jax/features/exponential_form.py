@@ -20,9 +20,11 @@ from simrf_jax.projections import (
 class ExponentialForm(NamedTuple):
     r"""The features of one side of a map whose features are exponentials of quadratic functions.
 
-    .. math:: \log \phi(x)_i = w_i \cdot x + b_i - \tfrac12 |M x - c|^2 + g \cdot x + \text{const}
+    .. math:: \log \phi(x)_i = w_i \cdot x + b_i - \tfrac12 |M x - c|^2 + g \cdot x + a
+        - \tfrac12 \log m
 
-    The constant, the same for all vectors and features, cancels in attention.
+    The last two terms, the same for all vectors and features, cancel in attention, but not beside
+    exact weights.
 
     Attributes:
       rows: w, ``[m, H]``, in float32 at least.
@@ -30,6 +32,7 @@ class ExponentialForm(NamedTuple):
       stretch: M, ``[H, H]``; None for the identity.
       slope: g, ``[H]``; None for zeros.
       center: c, ``[H]``; None for zeros. The form has one only with a stretch.
+      constant: a, a number; None for zero.
     """
 
     rows: Float[Array, "*K m H"]
@@ -37,6 +40,7 @@ class ExponentialForm(NamedTuple):
     stretch: Float[Array, "*K H H"] | None = None
     slope: Float[Array, "*K H"] | None = None
     center: Float[Array, "*K H"] | None = None
+    constant: Float[Array, "*K"] | None = None
 
 
 def dense_rows(projection: Projection) -> Float[Array, "num_features dim"]:

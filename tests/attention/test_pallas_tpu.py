@@ -343,8 +343,9 @@ def test_the_default(monkeypatch):
     assert uses_kernel(plain, q, k, v)
     assert not uses_kernel(functools.partial(plain, implementation="xla"), q, k, v)
     assert uses_kernel(functools.partial(plain, is_causal=True), q, k, v)
-    assert not uses_kernel(functools.partial(plain, segment_ids=np.zeros((2, 20), int)), q, k, v)
-    assert not uses_kernel(functools.partial(plain, exact_bandwidth=2), q, k, v)
+    assert uses_kernel(functools.partial(plain, segment_ids=np.zeros((2, 20), int)), q, k, v)
+    assert uses_kernel(functools.partial(plain, exact_bandwidth=2), q, k, v)
+    assert not uses_kernel(functools.partial(plain, exact_bandwidth=257), q, k, v)
     assert not uses_kernel(functools.partial(plain, feature_map="relu"), q, k, v)
     assert not uses_kernel(functools.partial(plain, batch_axis="data"), q, k, v)
     # XLA would give each of several devices the tokens of all.
@@ -404,9 +405,8 @@ def test_mosaic_takes_a_scale_of_each_call():
 
 
 REFUSED = {
-    "packed": ({"segment_ids": np.zeros(9, int)}, "a call that is packed, beside an exact"),
-    "band": ({"exact_bandwidth": 2}, "packed, beside an exact band"),
-    "sharded": ({"sequence_axis": "data"}, "or with a sequence_axis"),
+    "band": ({"exact_bandwidth": 300}, "exact_bandwidth is 300, above 256"),
+    "sharded": ({"sequence_axis": "data"}, "got a call with a sequence_axis"),
     "map": ({"feature_map": "relu"}, "Relu features are no exponentials"),
     "axis": ({"batch_axis": "rows"}, r"batch_axis is \('rows',\), no axes of type Auto"),
     "size": ({"head_axis": "data"}, "of 2 devices, which do not divide 3"),

@@ -278,6 +278,11 @@ class Arguments:
         batched = self._with_batch_axis()
         return batched._real_queries(tuple(batched.query.shape[:-3]))
 
+    def segments(self) -> Integer[Array, "B S"] | None:
+        """Returns ``[B, S]``, the number of each position's segment; None without segments."""
+        batched = self._with_batch_axis()
+        return batched._segments(tuple(batched.query.shape[:-3]))
+
     def log_weights_per_key(self) -> Float[Array, "B rows S"] | None:
         """Returns ``[B, 1 or N, S]`` to add to the logits; None if none are given."""
         if all(x is None for x in (self.mask, self.bias, self.key_value_seq_lengths)):

@@ -12,12 +12,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from simrf_jax.attention.inputs.arguments import Arguments
-from simrf_jax.attention.pallas_tpu import backward, causal, causal_backward, forward
+from simrf_jax.attention.pallas_tpu import (
+    backward,
+    causal,
+    causal_backward,
+    forward,
+    near,
+    near_backward,
+)
 from simrf_jax.attention.pallas_tpu.backward import Gradients
 from simrf_jax.attention.pallas_tpu.choice import MeshAxes
 from simrf_jax.attention.pallas_tpu.devices import Kernel, on_platform, over_devices
 from simrf_jax.attention.pallas_tpu.heads import Refs
-from simrf_jax.attention.pallas_tpu.operands import lay_out
+from simrf_jax.attention.pallas_tpu.near import NearRefs
+from simrf_jax.attention.pallas_tpu.operands import (
+    band_of,
+    lay_out,
+    lay_out_near,
+    query_factors,
+    shape_of,
+)
+from simrf_jax.attention.pallas_tpu.sums import Sums, merge
 from simrf_jax.features import FeatureMap
 from simrf_jax.projections import Projection
 
@@ -48,28 +63,69 @@ def attend(
     axes: MeshAxes,
     *,
     is_causal: bool,
+    exact_bandwidth: int | None,
     reference: Reference,
 ) -> Float[Array, "*batch T N D"]:
     """Lets each query attend to all keys, or to those up to its position.
 
-    The gradients of queries, keys and values come from a kernel, and those of everything else, if
+    The gradients of queries, keys and values come from kernels, and those of everything else, if
     anyone asks for them, from ``reference``.
 
     Args:
-      arguments: Arguments without segments, for which ``uses_kernel``.
+      arguments: Arguments for which ``uses_kernel``.
       projection: W.
       feature_map: The feature map.
       axes: Mesh axes that shard the batch and the heads.
       is_causal: True to hide the keys after each query.
+      exact_bandwidth: Distance over which queries see keys exactly, or None.
       reference: The same attention without kernels.
     """
     fixed = jax.lax.stop_gradient((projection, feature_map))
-    operands = lay_out(arguments, *fixed, is_causal=is_causal)
-    out = _outputs(_fused(Kernels(axes, is_causal), operands), arguments)
     tokens = Tokens(arguments.query, arguments.key, arguments.value)
     without: dict[str, Any] = dict.fromkeys(tokens._fields)
     rest = Rest(dataclasses.replace(arguments, **without), projection, feature_map)
+    of_tokens = dataclasses.replace(jax.lax.stop_gradient(rest.arguments), **tokens._asdict())
+    if exact_bandwidth is not None or (arguments.segment_ids is not None and not is_causal):
+        out = _in_parts(of_tokens, *fixed, axes, exact_bandwidth, is_causal)
+    else:
+        operands = lay_out(of_tokens, *fixed, start=0 if is_causal else None)
+        out = _fused(Whole(axes, is_causal), operands)
+    out = _outputs(out, arguments)
     return _with_gradients(reference, out, jax.lax.stop_gradient(tokens), rest)
+
+
+def _in_parts(
+    arguments: Arguments,
+    projection: Projection | None,
+    feature_map: FeatureMap,
+    axes: MeshAxes,
+    bandwidth: int | None,
+    is_causal: bool,
+) -> Float[Array, "B N padded T"]:
+    """Returns outputs of the keys up to each query and of those after it, without a look ahead.
+
+    With a band, they are those before and after the band, moved to the position of the query, and
+    the keys of the band are exact.
+    """
+    length, num_keys = arguments.query.shape[-3], arguments.key.shape[-3]
+    start = 0 if bandwidth is None else -bandwidth - 1
+    earlier = lay_out(arguments, projection, feature_map, start=start)
+    parts = [_fused(Far(axes, False, start), earlier)]
+    if not is_causal:
+        start = 1 if bandwidth is None else bandwidth + 1
+        # Queries are added, so that there is one beside each key after the first band.
+        missing = max(num_keys - start - length, 0)
+        padding = [(0, 0)] * (arguments.query.ndim - 3) + [(0, missing), (0, 0), (0, 0)]
+        query = jnp.pad(arguments.query, padding) if missing else arguments.query
+        longer = dataclasses.replace(arguments, query=query)
+        later = lay_out(longer, projection, feature_map, start=start, is_reversed=True)
+        sums = _fused(Far(axes, True, start), later)
+        parts.append(Sums(*(x[..., :length] for x in sums)))
+    if bandwidth is None:
+        return merge(parts)
+    in_band = _fused(Near(axes, bandwidth, is_causal), lay_out_near(arguments, bandwidth))
+    factors = query_factors(arguments, projection, feature_map)
+    return merge([in_band, *(part.times(factors) for part in parts)])
 
 
 def _outputs(
@@ -83,8 +139,8 @@ def _outputs(
     return out.reshape(*batch, length, heads, out.shape[-1])
 
 
-class Kernels(NamedTuple):
-    """The kernels of a call, and where they run.
+class Whole(NamedTuple):
+    """The kernels of a call that give outputs.
 
     Attributes:
       axes: Mesh axes that shard the batch and the heads.
@@ -99,30 +155,89 @@ class Kernels(NamedTuple):
         module = causal if self.is_causal else forward
         return self._call(module.forward, refs)
 
-    def backward(self, *arrays: Any) -> Gradients:
+    def backward(self, refs: Refs, out: Any, of_outputs: jax.Array) -> Gradients:
         """Returns the gradients of queries, keys and values."""
+        del out
         module = causal_backward if self.is_causal else backward
-        return self._call(module.backward, *arrays)
+        return self._call(module.backward, refs, of_outputs)
 
     def _call(self, kernel: Kernel, *arrays: Any) -> Any:
-        kernel = functools.partial(on_platform, kernel, is_causal=self.is_causal)
-        return over_devices(kernel, self.axes, *arrays)
+        sizes = functools.partial(shape_of, is_causal=self.is_causal)
+        return over_devices(functools.partial(on_platform, kernel, sizes), self.axes, *arrays)
+
+
+class Far(NamedTuple):
+    """The causal kernels that give sums.
+
+    Attributes:
+      axes: Mesh axes that shard the batch and the heads.
+      is_reversed: True if queries see the keys from their own position on.
+      start: Position of the key that was moved to the first query.
+    """
+
+    axes: MeshAxes
+    is_reversed: bool
+    start: int
+
+    def forward(self, refs: Refs) -> Sums:
+        """Returns the sums."""
+        return self._call(causal.read_sums, refs)
+
+    def backward(self, refs: Refs, out: Any, of_sums: Sums) -> Gradients:
+        """Returns the gradients of queries, keys and values."""
+        del out
+        return self._call(causal_backward.backward, refs, of_sums)
+
+    def _call(self, kernel: Kernel, *arrays: Any) -> Any:
+        sizes = functools.partial(
+            shape_of, is_causal=True, is_reversed=self.is_reversed, is_moved=self.start != 0
+        )
+        return over_devices(functools.partial(on_platform, kernel, sizes), self.axes, *arrays)
+
+
+class Near(NamedTuple):
+    """The kernels of the keys in a band.
+
+    Attributes:
+      axes: Mesh axes that shard the batch and the heads.
+      bandwidth: Distance over which queries see keys.
+      is_causal: True if later keys are hidden.
+    """
+
+    axes: MeshAxes
+    bandwidth: int
+    is_causal: bool
+
+    def forward(self, refs: NearRefs) -> Sums:
+        """Returns the sums."""
+        return self._call(near.read_sums, refs)
+
+    def backward(self, refs: NearRefs, out: Sums, of_sums: Sums) -> Gradients:
+        """Returns the gradients of queries, keys and values."""
+        return self._call(near_backward.backward, refs, near_backward.Given(out.rows, of_sums))
+
+    def _call(self, kernel: Kernel, *arrays: Any) -> Any:
+        sizes = functools.partial(band_of, bandwidth=self.bandwidth, is_causal=self.is_causal)
+        return over_devices(functools.partial(on_platform, kernel, sizes), self.axes, *arrays)
+
+
+Kernels: TypeAlias = Whole | Far | Near
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _fused(kernels: Kernels, refs: Refs) -> Float[Array, "B N padded T"]:
-    """Attends in a kernel, with gradients of queries, keys and values alone."""
+def _fused(kernels: Kernels, refs: Any) -> Any:
+    """Calls a kernel, with gradients of queries, keys and values alone."""
     return kernels.forward(refs)
 
 
-def _fused_forward(kernels: Kernels, refs: Refs) -> tuple[Float[Array, "B N padded T"], Refs]:
-    return _fused(kernels, refs), refs
+def _fused_forward(kernels: Kernels, refs: Any) -> tuple[Any, tuple[Any, Any]]:
+    out = _fused(kernels, refs)
+    return out, (refs, out)
 
 
-def _fused_backward(
-    kernels: Kernels, refs: Refs, of_outputs: Float[Array, "B N padded T"]
-) -> tuple[Refs]:
-    of_tokens = kernels.backward(refs, of_outputs)
+def _fused_backward(kernels: Kernels, kept: tuple[Any, Any], of_out: Any) -> tuple[Any]:
+    refs, out = kept
+    of_tokens = kernels.backward(refs, out, of_out)
     # Nobody uses the other gradients, so they are not computed.
     return (jax.tree.map(jnp.zeros_like, refs)._replace(**of_tokens._asdict()),)
 

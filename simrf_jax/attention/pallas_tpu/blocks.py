@@ -143,4 +143,9 @@ class Grid:
             center=None if arrays.center is None else self.of_rows(arrays.center),
             factors=pl.BlockSpec(memory_space=pltpu.SMEM),
             log_weights=log_weights,
+            segments=None if arrays.segments is None else self._of_segments(),
         )
+
+    def _of_segments(self) -> pl.BlockSpec:
+        block = (1, 1, *self.arrays.segments.shape[2:3], self.shape.key_tile)
+        return pl.BlockSpec(block, lambda b, h, step: (b, 0, 0, self.key_tile(step)))

@@ -3,6 +3,10 @@
 A query reads the state of earlier tiles by features, and the keys of its tile one by one, up to its
 own position. The module ``weights`` says how. Keys and values that are not finite are taken out of
 all sums, and the queries that see them get NaN in the end.
+
+With ``is_reversed`` the tiles, and the tokens of each, come in the reverse order: a query reads the
+keys from its own position on. ``read_sums`` gives what queries read of one part of their keys,
+which adds up with what they read of other parts.
 """
 
 from __future__ import annotations
@@ -15,11 +19,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from simrf_jax.attention.pallas_tpu.blocks import Grid, compiler_params, result
 from simrf_jax.attention.pallas_tpu.heads import (
-    HIDDEN,
     Links,
     Refs,
     Shape,
@@ -28,50 +30,24 @@ from simrf_jax.attention.pallas_tpu.heads import (
     keep_parts,
     parts_scratch,
     query_logits,
-    take_keys,
     with_offsets,
 )
+from simrf_jax.attention.pallas_tpu.sums import ROWS, Sums, rows_of_sums
+from simrf_jax.attention.pallas_tpu.tiles import (
+    Tile,
+    begin,
+    load,
+    pass_on,
+    spoiled_of,
+    sum_keys,
+    tile_scratch,
+)
 from simrf_jax.attention.pallas_tpu.weights import (
+    Exponents,
     Weights,
-    at_or_before,
     in_common_units,
     in_units_of_halves,
-    limits,
 )
-
-
-class Tile(NamedTuple):
-    """The keys of a tile, and what is kept from tile to tile.
-
-    Attributes:
-      logits: Exponents of the keys' features, ``[key heads, m, tile]``.
-      values: Values with the row of ones, ``[key heads, D + TILE, tile]``.
-      spoils: ``[key heads, 1, tile]``, 1 at keys that are not finite, and 0 elsewhere.
-      maxima: The largest exponents of earlier tiles, ``[key heads, m, tile]``, equal along the last
-        axis, so that nothing has to be spread over the lanes again.
-      state: Sums over earlier tiles, ``[key heads, m, D + TILE]``, in units of the maxima.
-      spoiled: ``[key heads, 1, tile]``, NaN if a key of an earlier tile is not finite, or else 0.
-    """
-
-    logits: Any
-    values: Any
-    spoils: Any
-    maxima: Any
-    state: Any
-    spoiled: Any
-
-
-def tile_scratch(shape: Shape) -> Tile:
-    """Returns the memory of a ``Tile``."""
-    n, m, length = shape.num_heads, shape.num_features, shape.key_tile
-    return Tile(
-        logits=pltpu.VMEM((n, m, length), jnp.float32),
-        values=pltpu.VMEM((n, shape.columns, length), shape.dtype),
-        spoils=pltpu.VMEM((n, 1, length), jnp.float32),
-        maxima=pltpu.VMEM((n, m, length), jnp.float32),
-        state=pltpu.VMEM((n, m, shape.columns), jnp.float32),
-        spoiled=pltpu.VMEM((n, 1, length), jnp.float32),
-    )
 
 
 def forward(shape: Shape, operands: Refs) -> jax.Array:
@@ -81,33 +57,51 @@ def forward(shape: Shape, operands: Refs) -> jax.Array:
       shape: Sizes of the kernel.
       operands: Arrays, as ``Refs`` describes their blocks, with as many keys as queries.
     """
+    return _call(shape, operands, False)[0]
+
+
+def read_sums(shape: Shape, operands: Refs) -> Sums:
+    """Returns what queries read, before it is divided; see ``forward`` for the arguments."""
+    return Sums(*_call(shape, operands, True))
+
+
+def _call(shape: Shape, operands: Refs, gives_sums: bool) -> Any:
     batch, num_heads, *_ = operands.query.shape
-    grid = Grid.in_order(shape, operands)
+    grid = Grid.in_order(shape, operands, is_reversed=shape.is_reversed)
     arrays, tree = jax.tree.flatten(operands)
+    sizes = [(shape.value_dim, shape.dtype)] + [(ROWS, jnp.float32)] * gives_sums
     return pl.pallas_call(
-        functools.partial(_kernel, shape, tree),
+        functools.partial(_kernel, shape, tree, grid.key_tile, gives_sums),
         grid=grid.sizes,
         in_specs=jax.tree.leaves(grid.operands()),
-        out_specs=grid.of_queries(shape.value_dim),
-        out_shape=result(
-            (batch, num_heads, shape.value_dim, shape.num_queries), shape.dtype, operands
-        ),
-        scratch_shapes=(*tile_scratch(shape), *parts_scratch(shape, operands)),
+        out_specs=[grid.of_queries(width) for width, _ in sizes],
+        out_shape=[
+            result((batch, num_heads, width, shape.num_queries), dtype, operands)
+            for width, dtype in sizes
+        ],
+        scratch_shapes=(*tile_scratch(shape, operands), *parts_scratch(shape, operands)),
         compiler_params=compiler_params(),
         interpret=shape.interpret,
-        name="causal_random_feature_attention",
+        name=name_of(shape, gives_sums=gives_sums),
     )(*arrays)
 
 
-def _kernel(shape: Shape, tree: Any, *refs: Any) -> None:
-    operands, out = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves]
-    *tile_refs, query_parts, key_parts = refs[tree.num_leaves + 1 :]
-    tile, step = Tile(*tile_refs), pl.program_id(2)
-    operands = keep_parts(shape, operands, (query_parts, key_parts), step)
-    begin(tile, step)
-    is_rare = load(shape, operands, tile, step)
+def name_of(shape: Shape, *, gives_sums: bool) -> str:
+    """Returns the name of the kernel of the forward pass, with which the others begin."""
+    what = "sums" if gives_sums else "attention"
+    return f"{'reversed' if shape.is_reversed else 'causal'}_random_feature_{what}"
 
-    in_either_way(shape, is_rare, functools.partial(_attend, shape, operands, tile, out))
+
+def _kernel(shape: Shape, tree: Any, tile_of: Any, gives_sums: bool, *refs: Any) -> None:
+    operands, refs = jax.tree.unflatten(tree, refs[: tree.num_leaves]), refs[tree.num_leaves :]
+    out, refs = refs[: 1 + gives_sums], refs[1 + gives_sums :]
+    step = pl.program_id(2)
+    tile, parts = Tile.of(shape, operands, list(refs))
+    operands = keep_parts(shape, operands, parts, step)
+    begin(tile, step)
+    is_rare = load(shape, operands, tile, tile_of(step))
+    write = _write_sums if gives_sums else _write_outputs
+    in_either_way(shape, is_rare, functools.partial(_attend, shape, operands, tile, write, out))
 
 
 class QueryHead(NamedTuple):
@@ -166,90 +160,56 @@ def in_either_way(shape: Shape, is_rare: jax.Array, attend: Callable[..., Links]
         jax.lax.fori_loop(0, shape.num_heads, of_key_head, None)
 
 
-def begin(tile: Tile, step: jax.Array) -> None:
-    """Resets the state, in the first step of a program."""
-
-    @pl.when(step == 0)
-    def _() -> None:
-        tile.maxima[...] = jnp.full_like(tile.maxima, 2 * HIDDEN)
-        tile.state[...] = jnp.zeros_like(tile.state)
-        tile.spoiled[...] = jnp.zeros_like(tile.spoiled)
-
-
-def load(shape: Shape, refs: Refs, tile: Tile, number: jax.Array, squared: Any = None) -> jax.Array:
-    """Takes the keys of a tile.
-
-    Args:
-      shape: Sizes.
-      refs: Operands.
-      tile: The tile, which receives them.
-      number: Number of the tile.
-      squared: Receives the vectors whose squared norms are in the exponents; or None.
-
-    Returns:
-      True if a key of any head asks for ``in_units_of_halves``, or is not finite.
-    """
-    rare: list[jax.Array] = []
-
-    def head(head_number: int) -> Links:
-        keys = take_keys(shape, refs, head_number, number * shape.key_tile, is_causal=True)
-        yield
-        tile.logits[head_number] = keys.logits
-        tile.values[head_number] = keys.values
-        tile.spoils[head_number] = keys.spoils
-        if squared is not None:
-            vectors = keys.tokens if keys.stretched is None else keys.stretched
-            squared[head_number] = vectors.astype(jnp.float32)
-        above = keys.logits - reference_of(tile, head_number)
-        largest = jnp.max(above, axis=0, keepdims=True)
-        rare.append((largest > limits(keys.values)) | (keys.spoils > 0))
-
-    interleave(map(head, range(shape.num_heads)), shape.heads_at_once)
-    anywhere = functools.reduce(jnp.logical_or, rare)
-    return jnp.max(jnp.where(anywhere, 1.0, 0.0)) > 0
-
-
-def reference_of(tile: Tile, head: Any) -> jax.Array:
-    """Returns the units of a tile, ``[m, tile]``, equal along the last axis.
-
-    They are the largest exponents of earlier tiles and of the tile's first key, which all queries
-    of the tile see.
-    """
-    maxima, first = tile.maxima[head], tile.logits[head, :, :1]
-    return jnp.maximum(maxima, jnp.broadcast_to(first, maxima.shape))
-
-
 class Readout(NamedTuple):
     """The sums that a query head reads in a tile, and the weights that it takes.
 
     Attributes:
       weights: The weights of its queries.
       state: Sums over earlier tiles, ``[m, D + TILE]``, in units of the tile's reference.
+      finite: ``[1, tile]``, False at queries that are not finite and were replaced by zeros.
       sums: Numerators and denominators, ``[D + TILE, tile]``.
     """
 
     weights: Weights
     state: jax.Array
+    finite: jax.Array
     sums: jax.Array
 
 
 def read(
-    shape: Shape, refs: Refs, tile: Tile, head: QueryHead, *, is_rare: bool
+    shape: Shape, refs: Refs, tile: Tile, head: QueryHead, *, is_rare: bool, hides: bool = False
 ) -> Generator[None, None, Readout]:
-    """Reads the earlier tiles, and the keys of the tile up to each query."""
+    """Reads the earlier tiles, and the keys of the tile up to each query.
+
+    Args:
+      shape: Sizes.
+      refs: Operands.
+      tile: The tile.
+      head: The query head.
+      is_rare: True if a key of any head asks for ``in_units_of_halves``, or is not finite.
+      hides: True to replace queries that are not finite by zeros.
+    """
     of_key = head.of_key
-    exponents = query_logits(shape, refs, of_key, head.number)
+    finite = finite_queries(refs, head.number)
+    exponents = query_logits(shape, refs, of_key, head.number, finite if hides else None)
     yield
-    reference = reference_of(tile, of_key)
     weights = weights_of(shape, refs, tile, of_key, exponents, is_rare=is_rare)
     yield
     pairs = weights.pairs(shape)
     yield
-    state = tile.state[of_key] * columns(shape, jnp.exp2(tile.maxima[of_key] - reference))
+    state = tile.state[of_key]
     sums = shape.dot(state.astype(shape.dtype), weights.of_state, 0, 0)
+    if tile.segments is not None:
+        sums = jnp.where(tile.segments.read_state, sums, 0)
     yield
     sums += shape.dot(tile.values[of_key], pairs, 1, 0)
-    return Readout(weights, state, sums)
+    return Readout(weights, state, finite, sums)
+
+
+def finite_queries(refs: Refs, number: Any) -> jax.Array:
+    """Returns ``[1, tile]``, True at queries whose squares are finite."""
+    query = refs.query[0, number].astype(jnp.float32)
+    return jnp.sum(jnp.square(query), axis=0, keepdims=True) < jnp.inf
 
 
 def weights_of(
@@ -257,81 +217,43 @@ def weights_of(
 ) -> Weights:
     """Returns the weights of a query head of a key head, from the exponents of its features."""
     find = in_units_of_halves if is_rare else in_common_units
-    exponents = with_offsets(refs, of_key, exponents)
-    reference = reference_of(tile, of_key)
-    return find(shape, exponents, tile.logits[of_key], tile.values[of_key], reference)
-
-
-def sum_keys(shape: Shape, tile: Tile, head: Any, weights: Weights) -> jax.Array:
-    """Returns the sums over the keys of the tile, ``[m, D + TILE]``, in units of the reference."""
-    return shape.dot(weights.of_keys, tile.values[head], 1, 1)
-
-
-def pass_on(
-    shape: Shape, tile: Tile, head: Any, state: jax.Array, more: jax.Array, *, is_rare: bool
-) -> None:
-    """Leaves the sums over the keys up to the end of the tile to the next tile.
-
-    Args:
-      shape: Sizes.
-      tile: The tile.
-      head: Number of the key head.
-      state: Sums over earlier tiles, in units of the reference.
-      more: Sums over the keys of the tile, likewise.
-      is_rare: True if a key of any head asks for ``in_units_of_halves``, or is not finite.
-    """
-    logits, reference, maxima = tile.logits[head], reference_of(tile, head), next_maxima(tile, head)
-    fade = columns(shape, jnp.exp2(reference - maxima))
-    total = (state + more) * fade
-    if is_rare:
-        # Only where a key was clamped, so that it does not change the bits of other heads.
-        phi = jnp.exp2(logits - maxima).astype(shape.dtype)
-        again = state * fade + shape.dot(phi, tile.values[head], 1, 1)
-        above = jnp.max(logits - reference, axis=0, keepdims=True) - limits(tile.values[head])
-        total = jnp.where(jnp.max(above, keepdims=True) > 0, again, total)
-        spoils = jnp.max(tile.spoils[head], axis=1, keepdims=True) > 0
-        tile.spoiled[head] = tile.spoiled[head] + jnp.where(spoils, jnp.nan, 0)
-    tile.state[head] = total
-    tile.maxima[head] = maxima
-
-
-def spoiled_of(shape: Shape, tile: Tile, head: Any, *, is_rare: bool) -> jax.Array:
-    """Returns ``[1, tile]``, NaN at queries that see a key that is not finite, and 0 elsewhere."""
-    if not is_rare:
-        return tile.spoiled[head]
-    return tile.spoiled[head] + jnp.where(at_or_before(shape, tile.spoils[head]), jnp.nan, 0)
+    of_tile = (tile.logits, tile.values, tile.reference, tile.of_queries)
+    keys, values, reference, of_queries = (x[of_key] for x in of_tile)
+    queries = with_offsets(refs, of_key, exponents)
+    return find(shape, Exponents(queries, keys, values, reference, of_queries, tile.segments))
 
 
 def _attend(
     shape: Shape,
     refs: Refs,
     tile: Tile,
+    write: Callable[..., None],
     out: Any,
     head: QueryHead,
     *,
     is_rare: bool,
 ) -> Links:
-    """Writes the outputs of a head, and passes its keys on."""
-    found = yield from read(shape, refs, tile, head, is_rare=is_rare)
+    """Writes what the queries of a head read, and passes its keys on."""
+    hides = write is _write_sums
+    found = yield from read(shape, refs, tile, head, is_rare=is_rare, hides=hides)
     more = sum_keys(shape, tile, head.of_key, found.weights) if head.is_last else None
     yield
-    outputs, _ = divide(shape, found.sums)
-    outputs += spoiled_of(shape, tile, head.of_key, is_rare=is_rare)
-    out[0, head.number] = outputs.astype(out.dtype)
+    spoiled = spoiled_of(shape, tile, head.of_key, is_rare=is_rare)
+    write(shape, found, spoiled, head.number, *out)
     yield
     if more is not None:
         pass_on(shape, tile, head.of_key, found.state, more, is_rare=is_rare)
 
 
-def next_maxima(tile: Tile, head: Any) -> jax.Array:
-    """Returns the largest exponents up to the end of the tile, ``[m, tile]``."""
-    largest = jnp.max(tile.logits[head], axis=1, keepdims=True)
-    return jnp.maximum(reference_of(tile, head), largest)
+def _write_outputs(shape: Shape, found: Readout, spoiled: jax.Array, number: Any, out: Any) -> None:
+    outputs, _ = divide(shape, found.sums)
+    out[0, number] = (outputs + spoiled).astype(out.dtype)
 
 
-def columns(shape: Shape, x: jax.Array) -> jax.Array:
-    """Returns ``[m, D + TILE]`` of ``[m, tile]`` that is equal along the last axis."""
-    missing = shape.columns - x.shape[1]
-    if missing <= 0:
-        return x[:, : shape.columns]
-    return jnp.concatenate([x] * -(-shape.columns // x.shape[1]), axis=1)[:, : shape.columns]
+def _write_sums(
+    shape: Shape, found: Readout, spoiled: jax.Array, number: Any, numerators: Any, rows: Any
+) -> None:
+    numerators[0, number] = found.sums[: shape.value_dim].astype(numerators.dtype)
+    denominators = found.sums[shape.value_dim : shape.value_dim + 1]
+    is_spoiled = (spoiled != 0) | ~found.finite
+    rows[0, number] = rows_of_sums(denominators, found.weights.shift, is_spoiled)

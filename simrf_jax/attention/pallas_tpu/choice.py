@@ -18,6 +18,8 @@ from simrf_jax.projections import Projection
 OLD_CHIPS = ("TPU v2", "TPU v3", "TPU v4")
 
 LANES = 128
+# Wider windows of exact keys make long programs.
+MOST_BANDWIDTH = 2 * LANES
 # Bytes of a core's memory that a program may take by the estimate of ``Program``.
 MEMORY = 40 * 2**20
 
@@ -60,13 +62,46 @@ class Program(NamedTuple):
         # The state, its gradient, and the maxima and offsets, whose columns are padded.
         kept = 4 * self.num_features * (3 * lanes + 3 * LANES)
         if self.is_causal:  # Exponents and units of a tile, and the units of all tiles.
-            kept += 4 * self.num_features * 6 * LANES
+            kept += 4 * self.num_features * 8 * LANES
         # Features of about three heads, several times each.
         features = 48 * self.num_features * tile
         if self.is_causal:  # Its chains are longer, so more heads are under way.
             heads = self.num_heads * self.groups
             features += 14 * heads * self.num_features * tile * self.itemsize
         return self.num_heads * (tokens + rows + kept) + features
+
+
+class NearProgram(NamedTuple):
+    """The sizes that the memory of a program of the kernels of a band depends on.
+
+    Attributes:
+      num_heads: Key heads of the program.
+      groups: Query heads of each.
+      width: Width of a head.
+      itemsize: Bytes of a number of the tokens.
+      bandwidth: Distance over which queries see keys.
+    """
+
+    num_heads: int
+    groups: int
+    width: int
+    itemsize: int
+    bandwidth: int
+
+    @property
+    def bytes_taken(self) -> int:
+        """Estimate of the bytes that the program of the gradient takes."""
+        window = 1 + 2 * -(-self.bandwidth // LANES)
+        # Each tile of a window and its neighbours twice, as the next ones are loaded ahead: keys
+        # and values, and queries, the gradients of their sums, and rows in float32.
+        of_keys = 2 * window + 2
+        of_queries = self.groups * (2 * window + 1)
+        tokens = 2 * LANES * self.width * self.itemsize * (of_keys + of_queries)
+        rows = 2 * 2 * 8 * 4 * LANES * window * self.groups
+        # Keys, values and queries side by side; logits and weights of about three heads.
+        windows = 4 * LANES * window * self.width * self.itemsize
+        logits = 3 * 6 * 4 * LANES * LANES * window
+        return self.num_heads * (tokens + rows + windows) + logits
 
 
 class MeshAxes(NamedTuple):
@@ -105,9 +140,10 @@ def uses_kernel(
     axes: MeshAxes,
     *,
     is_causal: bool,
+    exact_bandwidth: int | None,
     is_required: bool,
 ) -> bool:
-    """Returns whether a call of bidirectional or causal attention goes to the kernels.
+    """Returns whether a call goes to the kernels.
 
     Args:
       arguments: Arguments of the call.
@@ -115,6 +151,7 @@ def uses_kernel(
       feature_map: The feature map.
       axes: Mesh axes that shard the batch and the heads.
       is_causal: True for causal attention.
+      exact_bandwidth: Distance over which queries see keys exactly, or None.
       is_required: True if the caller chose the kernels; False takes them where they can do it, and
         where each device is known to get its own tokens.
 
@@ -122,7 +159,11 @@ def uses_kernel(
       ValueError: If the caller chose the kernels, and they cannot do it.
     """
     reason = axes.reason_against(arguments)
-    reason = reason or _reason_against(arguments, projection, feature_map, is_causal)
+    is_packed = arguments.segment_ids is not None
+    in_order = is_causal or is_packed or exact_bandwidth is not None
+    reason = reason or _reason_against(arguments, projection, feature_map, in_order)
+    if reason is None and exact_bandwidth is not None:
+        reason = _reason_against_band(arguments, exact_bandwidth)
     if reason is not None and is_required:
         raise ValueError(f'implementation="pallas_tpu" cannot do this call: {reason}.')
     if reason is not None or is_required:
@@ -134,7 +175,7 @@ def _reason_against(
     arguments: Arguments,
     projection: Projection | None,
     feature_map: FeatureMap,
-    is_causal: bool,
+    in_order: bool,
 ) -> str | None:
     dtypes = {x.dtype for x in (arguments.query, arguments.key, arguments.value)}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
@@ -158,9 +199,20 @@ def _reason_against(
     width = max(arguments.query.shape[-1], arguments.value.shape[-1])
     itemsize = arguments.query.dtype.itemsize
     is_stretched = form.stretch is not None
-    program = Program(1, groups, width, form.rows.shape[-2], itemsize, is_causal, is_stretched)
+    program = Program(1, groups, width, form.rows.shape[-2], itemsize, in_order, is_stretched)
     if program.bytes_of(LANES) > MEMORY:
         return f"{form.rows.shape[-2]} features do not fit into the memory of a core"
+    return None
+
+
+def _reason_against_band(arguments: Arguments, bandwidth: int) -> str | None:
+    groups = arguments.query.shape[-2] // arguments.key.shape[-2]
+    width = max(arguments.query.shape[-1], arguments.value.shape[-1])
+    itemsize = arguments.query.dtype.itemsize
+    if bandwidth > MOST_BANDWIDTH:
+        return f"exact_bandwidth is {bandwidth}, above {MOST_BANDWIDTH}"
+    if NearProgram(1, groups, width, itemsize, bandwidth).bytes_taken > MEMORY:
+        return f"a band of {bandwidth} keys does not fit into the memory of a core"
     return None
 
 

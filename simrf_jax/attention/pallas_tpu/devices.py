@@ -10,19 +10,25 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from simrf_jax.attention.pallas_tpu.choice import MeshAxes, kinds_of_axes
-from simrf_jax.attention.pallas_tpu.heads import Refs
-from simrf_jax.attention.pallas_tpu.operands import shape_of
 
 # ``forward`` or ``backward``.
 Kernel: TypeAlias = Callable[..., Any]
+# Function of the operands and of ``interpret``.
+Sizes: TypeAlias = Callable[..., Any]
 
 
-def on_platform(kernel: Kernel, refs: Refs, *arrays: Any, is_causal: bool) -> Any:
-    """Calls a kernel with its sizes; elsewhere than on a TPU, Pallas interprets it."""
+def on_platform(kernel: Kernel, sizes_of: Sizes, refs: Any, *arrays: Any) -> Any:
+    """Calls a kernel with its sizes; elsewhere than on a TPU, Pallas interprets it.
+
+    Args:
+      kernel: Function of the sizes and the arrays.
+      sizes_of: Function of ``refs`` and of ``interpret`` that returns the sizes.
+      refs: The operands.
+      arrays: Further arrays.
+    """
 
     def call(*operands: Any, interpret: bool) -> Any:
-        shape = shape_of(operands[0], interpret=interpret, is_causal=is_causal)
-        return kernel(shape, *operands)
+        return kernel(sizes_of(operands[0], interpret=interpret), *operands)
 
     return jax.lax.platform_dependent(
         refs,

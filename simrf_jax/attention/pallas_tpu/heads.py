@@ -89,6 +89,8 @@ class Shape:
       is_stretched: True if the keys have a stretch and a slope, whose rows stand above those of W.
       dtype: Type to contract in, that of queries, keys and values.
       interpret: True to run without a TPU.
+      is_reversed: True if queries see the keys from their own position on, in causal kernels.
+      is_moved: True if keys were moved to other positions there.
     """
 
     num_heads: int
@@ -104,6 +106,8 @@ class Shape:
     is_stretched: bool
     dtype: Any
     interpret: bool
+    is_reversed: bool = False
+    is_moved: bool = False
 
     @property
     def is_tiled(self) -> bool:
@@ -187,6 +191,7 @@ class Refs(NamedTuple):
       factors: ``[1, 3]``: what multiplies the rows of queries, those of keys, and the squared norms
         of keys without a stretch.
       log_weights: ``[1, 1 or key heads, 1, tile]``, or None.
+      segments: ``[1, 1, SEGMENT_ROWS, tile]``, the rows of ``segments.Segments``, or None.
       query_parts: ``[1 or key heads, m, passes * H]``, the rows as ``split`` returns them, where
         they are kept from step to step; None where they are not.
       key_parts: The same of keys.
@@ -201,6 +206,7 @@ class Refs(NamedTuple):
     center: Any
     factors: Any
     log_weights: Any
+    segments: Any = None
     query_parts: Any = None
     key_parts: Any = None
 
@@ -256,6 +262,7 @@ class Keys(NamedTuple):
       stretched: ``[H, tile]``, or None.
       values: ``[D + TILE, tile]``; row D has ones at visible keys, NaN at those whose
         exponents are, and all others are zeros.
+      visible: ``[1, tile]``, True at visible keys.
       spoils: ``[1, tile]``, 1 at visible keys that are not finite and were hidden, 0 elsewhere.
     """
 
@@ -263,6 +270,7 @@ class Keys(NamedTuple):
     tokens: jax.Array
     stretched: jax.Array | None
     values: jax.Array
+    visible: jax.Array
     spoils: jax.Array
 
 
@@ -287,7 +295,7 @@ def take_keys(
         visible &= ~(log_weights <= HIDDEN / 2)  # NaN is visible.
     spoils = jnp.zeros(())
     if is_causal:
-        finite = _are_finite(key, value, log_weights)
+        finite = are_finite(key, value, log_weights)
         spoils = jnp.where(visible & ~finite, 1.0, 0.0)
         visible &= finite
     if is_causal or refs.log_weights is not None or shape.num_keys % shape.key_tile:
@@ -310,10 +318,10 @@ def take_keys(
     is_first = jax.lax.broadcasted_iota(jnp.int32, (TILE, 1), 0) == 0
     ones = jnp.where(is_first, ones, 0).astype(shape.dtype)
     values = jnp.concatenate([value, ones], axis=0)
-    return Keys(products[shape.rows] + scale, key, stretched, values, spoils)
+    return Keys(products[shape.rows] + scale, key, stretched, values, visible, spoils)
 
 
-def _are_finite(key: jax.Array, value: jax.Array, log_weights: jax.Array | None) -> jax.Array:
+def are_finite(key: jax.Array, value: jax.Array, log_weights: jax.Array | None) -> jax.Array:
     """Returns ``[1, tile]``, True where a key, its square, its value and its weight are finite."""
     sums = jnp.sum(jnp.square(key.astype(jnp.float32)), axis=0, keepdims=True)
     sums = sums if log_weights is None else sums + log_weights

@@ -7,17 +7,22 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from simrf_jax.attention.inputs.arguments import Arguments
-from simrf_jax.attention.pallas_tpu.choice import LANES, MEMORY, Program
+from simrf_jax.attention.pallas_tpu.choice import LANES, MEMORY, NearProgram, Program
 from simrf_jax.attention.pallas_tpu.heads import HIDDEN, TILE, Refs, Shape
+from simrf_jax.attention.pallas_tpu.near import Band, NearRefs
+from simrf_jax.attention.pallas_tpu.segments import SEGMENT_ROWS
 from simrf_jax.features import FeatureMap
 from simrf_jax.features.exponential_form import ExponentialForm
 from simrf_jax.features.log_space import SIDES, Side
 from simrf_jax.projections import Projection
 
 LOG2E = math.log2(math.e)
+# Larger components of a query count as not finite, because their squares are not.
+LARGEST_QUERY = 1e18
 # Lengths up to the first are taken in one tile, and longer ones in tiles of the second, both less
 # where a program would not fit into the memory of a core.
 LONGEST_TILE = 1024
@@ -31,14 +36,24 @@ def lay_out(
     projection: Projection | None,
     feature_map: FeatureMap,
     *,
-    is_causal: bool = False,
+    start: int | None = None,
+    is_reversed: bool = False,
 ) -> Refs:
-    """Returns what the kernels take: whole arrays in the place of the blocks."""
+    """Returns what the kernels take: whole arrays in the place of the blocks.
+
+    Args:
+      arguments: Arguments of the call.
+      projection: W.
+      feature_map: The feature map.
+      start: Position, maybe negative, of the key that goes to the first query, for causal kernels,
+        which take as many keys as queries; None for all keys.
+      is_reversed: True for kernels in the reverse order.
+    """
     log_weights = arguments.log_weights_per_key()
     num_heads, dim = arguments.query.shape[-2:]
     key, value, num_key_heads = arguments.key, arguments.value, arguments.key.shape[-2]
-    if is_causal:
-        key, value, log_weights = _up_to_the_last_query(arguments, log_weights)
+    if start is not None:
+        key, value, log_weights = _one_for_each_query(arguments, log_weights, start)
     forms = [_form(feature_map, projection, side) for side in SIDES]
     if log_weights is not None and log_weights.shape[-2] not in (1, num_key_heads):
         # Heads that share their keys but not their mask no longer share a state.
@@ -59,24 +74,113 @@ def lay_out(
         center=_center(of_keys),
         factors=jnp.stack(factors)[None],
         log_weights=None if log_weights is None else _hidden(log_weights)[:, :, None],
+        segments=None if start is None else _segment_rows(arguments, start, is_reversed),
     )
 
 
-def _up_to_the_last_query(
-    arguments: Arguments, log_weights: Float[Array, "B rows S"] | None
+def _segment_rows(
+    arguments: Arguments, start: int, is_reversed: bool
+) -> Float[Array, "B 1 rows padded"] | None:
+    """Returns the rows of ``segments.Segments``; padding belongs to the outermost segments."""
+    segments = arguments.segments()
+    if segments is None:
+        return None
+    padded = _multiple(arguments.query.shape[-3], LANES)
+    positions = np.arange(padded)[:, None] + np.array([0, start])
+    rows = segments[:, np.clip(positions, 0, segments.shape[1] - 1)].astype(jnp.float32)
+    # The last key of each tile, in the order of the kernel.
+    last = rows[:, (0 if is_reversed else LANES - 1) :: LANES, 1]
+    none = jnp.full_like(last[:, :1], -1)
+    after = [last[:, 1:], none] if is_reversed else [none, last[:, :-1]]
+    of_tiles = jnp.stack([jnp.concatenate(after, axis=1), last], axis=-1)
+    rows = jnp.concatenate([rows, jnp.repeat(of_tiles, LANES, axis=1)], axis=-1)
+    return jnp.moveaxis(_padded(rows, SEGMENT_ROWS), 1, 2)[:, None]
+
+
+def lay_out_near(arguments: Arguments, bandwidth: int) -> NearRefs:
+    """Returns what the kernels of a band take."""
+    log_weights = arguments.log_weights_per_key()
+    key, value, groups = arguments.key, arguments.value, 1
+    if log_weights is not None and log_weights.shape[-2] not in (1, key.shape[-2]):
+        groups = arguments.query.shape[-2] // key.shape[-2]
+    # The keys that are in the band of a query.
+    near = functools.partial(
+        jax.lax.slice_in_dim,
+        start_index=0,
+        limit_index=min(key.shape[-3], arguments.query.shape[-3] + bandwidth),
+    )
+    key, value = (near(x, axis=x.ndim - 3) for x in (key, value))
+    key, value = (jnp.repeat(x, groups, axis=-2) if groups > 1 else x for x in (key, value))
+    root, sign = _root_and_sign(arguments)
+    segments = arguments.segments()
+    if segments is not None:
+        segments = segments.astype(jnp.float32)[:, None, None]
+    return NearRefs(
+        query=_tokens(arguments.query),
+        key=_tokens(key),
+        value=_tokens(value),
+        log_weights=None if log_weights is None else near(_hidden(log_weights), axis=2)[:, :, None],
+        query_segments=segments,
+        key_segments=segments,
+        factor=(sign * jnp.square(root) * LOG2E)[None, None],
+    )
+
+
+def query_factors(
+    arguments: Arguments, projection: Projection | None, feature_map: FeatureMap
+) -> Float[Array, "B N T"]:
+    """Returns logarithms of what the causal kernels leave out of the weights, to base 2.
+
+    That are the factors that all keys of a query have in common.
+    """
+    of_queries, of_keys = (_form(feature_map, projection, side) for side in SIDES)
+    *_, length, num_heads, dim = arguments.query.shape
+    num_key_heads = arguments.key.shape[-2]
+    root, sign = _root_and_sign(arguments)
+    query = arguments.query.reshape(-1, length, num_key_heads, num_heads // num_key_heads, dim)
+    query = query.astype(jnp.float32)
+    # The kernels say which queries are not finite. Here 0 * NaN would reach their gradients.
+    query = jnp.where(jnp.abs(query) < LARGEST_QUERY, query, 0) * (root * sign)
+
+    def of_heads(x: jax.Array) -> jax.Array:
+        return x[None, None, :, None]
+
+    stretched = query
+    if of_queries.stretch is not None:
+        matrix = jnp.broadcast_to(of_queries.stretch, (num_key_heads, dim, dim))
+        highest = jax.lax.Precision.HIGHEST
+        stretched = jnp.einsum("btkgi,kji->btkgj", query, matrix, precision=highest)
+    if of_queries.center is not None:
+        stretched -= of_heads(of_queries.center)
+    factors = -0.5 * jnp.sum(jnp.square(stretched), axis=-1)
+    if of_queries.slope is not None:
+        factors += jnp.sum(query * of_heads(of_queries.slope), axis=-1)
+    for constant in (of_queries.constant, of_keys.constant):
+        factors += 0 if constant is None else of_heads(constant)
+    factors = (factors - math.log(of_queries.rows.shape[-2])) * LOG2E
+    return jnp.moveaxis(factors.reshape(-1, length, num_heads), 1, 2)
+
+
+def _one_for_each_query(
+    arguments: Arguments, log_weights: Float[Array, "B rows S"] | None, start: int
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns as many keys, values and log weights as queries; those that are added are hidden."""
+    """Returns the keys, values and log weights from ``start`` on, as many as queries.
+
+    Those that are added beyond the ends are hidden.
+    """
     length, num_keys = arguments.query.shape[-3], arguments.key.shape[-3]
-    missing = max(length - num_keys, 0)
-    batch = math.prod(arguments.key.shape[:-3])
+    start = min(max(start, -length), num_keys)  # Farther out there is padding alone.
+    before, after = -start, start + length - num_keys  # Negative numbers cut off.
+    is_whole = before == 0 and after == 0
 
     def fit(x: jax.Array, axis: int, fill: float) -> jax.Array:
-        x = jax.lax.slice_in_dim(x, 0, min(length, num_keys), axis=axis)
-        padding = [(0, 0)] * x.ndim
-        padding[axis] = (0, missing)
-        return jnp.pad(x, padding, constant_values=fill) if missing else x
+        padding = [(0, 0, 0)] * x.ndim
+        padding[axis] = (before, after, 0)
+        # One operation, so that XLA adds up its gradients with others in one pass.
+        return x if is_whole else jax.lax.pad(x, jnp.asarray(fill, x.dtype), padding)
 
-    if missing and log_weights is None:
+    if (before > 0 or after > 0) and log_weights is None:
+        batch = math.prod(arguments.key.shape[:-3])
         log_weights = jnp.zeros((batch, 1, num_keys), jnp.float32)
     key, value = (fit(x, x.ndim - 3, 0) for x in (arguments.key, arguments.value))
     return key, value, None if log_weights is None else fit(log_weights, 2, -jnp.inf)
@@ -95,7 +199,47 @@ def _root_and_sign(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
     return jnp.sqrt(jnp.abs(scale)), jnp.sign(scale)
 
 
-def shape_of(refs: Refs, *, interpret: bool, is_causal: bool = False) -> Shape:
+def band_of(refs: NearRefs, *, interpret: bool, bandwidth: int, is_causal: bool) -> Band:
+    """Returns the sizes of the kernels of a band."""
+    _, num_heads, dim, num_queries = refs.query.shape
+    _, num_key_heads, value_dim, num_keys = refs.value.shape
+    groups, itemsize = num_heads // num_key_heads, refs.query.dtype.itemsize
+    program = NearProgram(1, groups, max(dim, value_dim), itemsize, bandwidth)
+    heads = max(
+        n
+        for n in range(1, num_key_heads + 1)
+        if num_key_heads % n == 0
+        and (
+            n == 1
+            or (n * groups <= MOST_HEADS and program._replace(num_heads=n).bytes_taken <= MEMORY)
+        )
+    )
+    shape = Shape(
+        num_heads=heads,
+        groups=groups,
+        dim=dim,
+        value_dim=value_dim,
+        num_features=0,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        query_tile=LANES,
+        key_tile=LANES,
+        passes=1,
+        is_stretched=False,
+        dtype=refs.query.dtype,
+        interpret=interpret,
+    )
+    return Band(shape, bandwidth, is_causal)
+
+
+def shape_of(
+    refs: Refs,
+    *,
+    interpret: bool,
+    is_causal: bool = False,
+    is_reversed: bool = False,
+    is_moved: bool = False,
+) -> Shape:
     """Returns the sizes of the kernels for arrays that are laid out."""
     _, num_heads, dim, num_queries = refs.query.shape
     _, num_key_heads, value_dim, num_keys = refs.value.shape
@@ -130,6 +274,8 @@ def shape_of(refs: Refs, *, interpret: bool, is_causal: bool = False) -> Shape:
         is_stretched=is_stretched,
         dtype=refs.query.dtype,
         interpret=interpret,
+        is_reversed=is_reversed,
+        is_moved=is_moved,
     )
 
 

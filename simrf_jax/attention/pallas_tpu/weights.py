@@ -7,7 +7,8 @@ unit may depend only on keys that all readers see. Otherwise later keys would re
 by rounding, or by overflow.
 
 Nearly always one unit for each feature does for a tile: ``in_common_units`` takes the largest
-exponent of all earlier tiles and of the tile's first key. A later key may be larger by a factor up
+exponent of all earlier tiles or, without any earlier key, that of the first visible key of the
+tile, before which queries see nothing. A later key may be larger by a factor up
 to ``2**LARGEST``: floating-point numbers keep their precision, and a query's sum is at least 1 in
 its own units, so nothing that counts is lost below the smallest number. Beyond that factor,
 ``in_units_of_halves`` halves the tile again and again, and the right half of each stretch reads the
@@ -24,7 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
-from simrf_jax.attention.pallas_tpu.heads import Shape
+from simrf_jax.attention.pallas_tpu.heads import HIDDEN, Shape
+from simrf_jax.attention.pallas_tpu.segments import Segments
 
 # A query's feature below 2**-126 becomes 0. Times a key's feature of at most 2**80 it would have
 # added at most 2**-46 to a sum of at least 1.
@@ -75,10 +77,12 @@ class Weights:
 
     Attributes:
       of_state: Queries' features to read the state with, ``[m, tile]``.
+      shift: Exponents of the units of the sums that queries read, ``[1, tile]``.
       products: The products of which each pair, of a key and a query that sees it, has one.
     """
 
     of_state: jax.Array
+    shift: jax.Array
     products: list[Product]
 
     @property
@@ -122,88 +126,159 @@ class Weights:
         return total
 
 
-def _positions(shape: Shape) -> tuple[jax.Array, jax.Array]:
-    """Returns the positions of keys and of queries in a tile, ``[tile, tile]`` each."""
+def places(shape: Shape, size: tuple[int, int], axis: int) -> jax.Array:
+    """Returns places in a tile along an axis, in the order in which queries see its keys."""
+    place = jax.lax.broadcasted_iota(jnp.int32, size, axis)
+    return shape.key_tile - 1 - place if shape.is_reversed else place
+
+
+def pairs_of(shape: Shape) -> tuple[jax.Array, jax.Array]:
+    """Returns the places of keys and of queries in a tile, ``[tile, tile]`` each."""
     square = (shape.key_tile, shape.key_tile)
-    keys = jax.lax.broadcasted_iota(jnp.int32, square, 0)
-    return keys, jax.lax.broadcasted_iota(jnp.int32, square, 1)
+    return places(shape, square, 0), places(shape, square, 1)
 
 
-def at_or_before(shape: Shape, flags: jax.Array) -> jax.Array:
-    """Returns ``[1, tile]``, True where ``flags``, ``[1, tile]``, is 1 at or before a position."""
-    keys, queries = _positions(shape)
-    seen = jnp.where(keys <= queries, 1.0, 0.0).astype(shape.dtype)
+def _visible(shape: Shape, segments: Segments | None) -> jax.Array:
+    """Returns ``[tile, tile]``, True where a query sees a key, keys first."""
+    of_keys, of_queries = pairs_of(shape)
+    visible = of_keys <= of_queries
+    return visible if segments is None else visible & segments.same
+
+
+def at_or_before(shape: Shape, flags: jax.Array, segments: Segments | None) -> jax.Array:
+    """Returns ``[1, tile]``, True at queries that see a key whose flag is 1.
+
+    Args:
+      shape: Sizes.
+      flags: ``[1, tile]``, 1 or 0.
+      segments: The segments, or None.
+    """
+    seen = jnp.where(_visible(shape, segments), 1.0, 0.0).astype(shape.dtype)
     flags = jnp.broadcast_to(flags, (16, shape.key_tile)).astype(shape.dtype)
     return shape.dot(flags, seen, 1, 0)[:1] > 0
 
 
-def in_common_units(
-    shape: Shape, queries: jax.Array, keys: jax.Array, values: jax.Array, reference: jax.Array
-) -> Weights:
-    """Returns the weights where no key exceeds the reference by more than its limit.
+class Exponents(NamedTuple):
+    """Exponents and values that give the weights of a tile.
 
-    Args:
-      shape: Sizes.
+    Attributes:
       queries: Exponents of the features of queries with the offsets, ``[m, tile]``.
       keys: Exponents of those of keys, ``[m, tile]``.
       values: Values of the keys, ``[D + TILE, tile]``, which only ``in_units_of_halves`` needs.
-      reference: Units of the features, ``[m, tile]``, equal along the last axis.
+      reference: Units of the features of keys, ``[m, tile]``, the same for those of a segment.
+      of_queries: Units of the features of queries, likewise.
+      segments: The segments, or None.
     """
-    del values
-    logits = queries + reference
-    psi = _features(shape, logits, jnp.max(logits, axis=0, keepdims=True))
-    of_keys, of_queries = _positions(shape)
-    phi = _features(shape, keys, reference)
-    return Weights(psi, [Product(phi, psi, of_keys <= of_queries)])
+
+    queries: jax.Array
+    keys: jax.Array
+    values: jax.Array
+    reference: jax.Array
+    of_queries: jax.Array
+    segments: Segments | None
 
 
-def in_units_of_halves(
-    shape: Shape, queries: jax.Array, keys: jax.Array, values: jax.Array, reference: jax.Array
-) -> Weights:
+def in_common_units(shape: Shape, exponents: Exponents) -> Weights:
+    """Returns the weights where no key exceeds the reference by more than its limit."""
+    logits = exponents.queries + exponents.of_queries
+    shift = jnp.max(logits, axis=0, keepdims=True)
+    psi = _features(shape, logits, shift)
+    phi = _features(shape, exponents.keys, exponents.reference)
+    return Weights(psi, shift, [Product(phi, psi, _visible(shape, exponents.segments))])
+
+
+def in_units_of_halves(shape: Shape, exponents: Exponents) -> Weights:
     """Returns the weights whatever the exponents.
 
     Queries that see no key beyond its limit have the bits of ``in_common_units``, since whether a
     later key is beyond may not change them.
     """
+    queries, keys, values, reference, units_of_queries, segments = exponents
     length = shape.key_tile
-    of_keys, of_queries = _positions(shape)
-    lanes = jax.lax.broadcasted_iota(jnp.int32, (1, length), 1)
+    of_keys, of_queries = pairs_of(shape)
+    lanes = places(shape, (1, length), 1)
     relative = keys - reference
     is_large = jnp.max(relative, axis=0, keepdims=True) > limits(values)
-    changed = at_or_before(shape, jnp.where(is_large, 1.0, 0.0))
-    logits = queries + reference
-    # For each halving, the units of each key and, at queries of a right half, of the left half.
-    units: list[tuple[int, jax.Array, jax.Array]] = []
-    largest, half = jnp.max(queries + keys, axis=0, keepdims=True), 1
-    blocks = keys
+    changed = at_or_before(shape, jnp.where(is_large, 1.0, 0.0), segments)
+    logits = queries + units_of_queries
+    own_key = jnp.max(queries + keys, axis=0, keepdims=True)
+    sees_own = changed
+    if segments is not None:
+        sees_own &= segments.of_queries == segments.of_keys
+        own_key = jnp.where(sees_own, own_key, 2 * HIDDEN)
+    largest, halves, half = own_key, Halves.of_one(keys, segments), 1
+    # For each halving, the halves themselves and, at queries of a right half, the left half.
+    units: list[tuple[int, Halves, Halves, jax.Array]] = []
     while half < length:
         is_right = lanes & half != 0
-        left = pltpu.roll(blocks, half, 1)
-        units.append((half, blocks, left))
-        found = jnp.max(queries + left, axis=0, keepdims=True)
-        largest = jnp.where(is_right, jnp.maximum(largest, found), largest)
-        right = pltpu.roll(blocks, length - half, 1)
-        blocks = jnp.maximum(blocks, jnp.where(is_right, left, right))
+        left = halves.moved(length - half if shape.is_reversed else half)
+        reads = is_right if segments is None else is_right & (left.ends == segments.of_queries)
+        units.append((half, halves, left, reads & changed))
+        found = jnp.max(queries + left.maxima, axis=0, keepdims=True)
+        largest = jnp.where(reads, jnp.maximum(largest, found), largest)
+        right = halves.moved(half if shape.is_reversed else length - half)
+        halves = halves.joined(left, right, is_right)
         half *= 2
     shift = jnp.max(logits, axis=0, keepdims=True)
     shift = jnp.where(changed, jnp.maximum(shift, largest), shift)
     psi = _features(shape, logits, shift)
     phi = _features(shape, jnp.minimum(relative, LARGEST), 0)
-    products = [Product(phi, psi, (of_keys <= of_queries) & ~changed)]
+    products = [Product(phi, psi, _visible(shape, segments) & ~changed)]
     # The features of other queries might overflow.
-    own = jnp.where(changed, _features(shape, queries + keys, shift), 0)
+    own = jnp.where(sees_own, _features(shape, queries + keys, shift), 0)
     products.append(Product(jnp.ones_like(own), own, (of_keys == of_queries) & changed))
-    for half, of_key, left in units:
-        reads = (lanes & half != 0) & changed
+    for half, of_half, left, reads in units:
         differing = of_keys ^ of_queries
+        features = _features(shape, keys, of_half.maxima)
+        if segments is not None:
+            features = jnp.where(of_half.ends == segments.of_keys, features, 0)
         products.append(
             Product(
-                _features(shape, keys, of_key),
-                jnp.where(reads, _features(shape, queries + left, shift), 0),
+                features,
+                jnp.where(reads, _features(shape, queries + left.maxima, shift), 0),
                 (differing >= half) & (differing < 2 * half) & reads,
             )
         )
-    return Weights(psi, products)
+    return Weights(psi, shift, products)
+
+
+class Halves(NamedTuple):
+    """The largest exponents of the stretches of a tile, at each of their places.
+
+    Attributes:
+      maxima: ``[m, tile]``, of the keys of the segment of the last key of a stretch. Others reach
+        no query after the stretch.
+      ends: ``[1, tile]``, that segment, or None without segments.
+    """
+
+    maxima: jax.Array
+    ends: jax.Array | None
+
+    @classmethod
+    def of_one(cls, keys: jax.Array, segments: Segments | None) -> Halves:
+        """Returns stretches of one key."""
+        return cls(keys, None if segments is None else segments.of_keys)
+
+    def moved(self, by: int) -> Halves:
+        """Returns the stretches that lie so many lanes before, wrapping around."""
+        return jax.tree.map(lambda x: pltpu.roll(x, by, 1), self)
+
+    def joined(self, left: Halves, right: Halves, is_right: jax.Array) -> Halves:
+        """Returns stretches of twice the length.
+
+        Args:
+          left: For right halves, the left halves beside them.
+          right: For left halves, the right halves beside them.
+          is_right: ``[1, tile]``, True at places of right halves.
+        """
+        other = jnp.where(is_right, left.maxima, right.maxima)
+        both = jnp.maximum(self.maxima, other)
+        if self.ends is None or left.ends is None or right.ends is None:
+            return Halves(both, None)
+        ends = jnp.where(is_right, self.ends, right.ends)
+        same = jnp.where(is_right, left.ends, self.ends) == ends
+        alone = jnp.where(is_right, self.maxima, right.maxima)
+        return Halves(jnp.where(same, both, alone), ends)
 
 
 def _features(shape: Shape, exponents: jax.Array, units: jax.Array | float) -> jax.Array:

@@ -100,12 +100,13 @@ def random_feature_attention(
       implementation: ``"pallas_tpu"`` for fused kernels, ``"xla"`` for the compiler's own, or None
         for the kernels where they can do the call on a TPU, and XLA elsewhere. The kernels make
         features that are exponentials (positive, hyperbolic, optimal positive, calibrated and
-        learned ones) and never write them to memory. They do bidirectional and causal attention in
-        bfloat16 or float32, without segments, a sharded length or an exact band, and can be
-        differentiated once, in reverse mode. The gradients of W, a bias, the scale and the feature
-        map come from XLA, in addition to the kernels. A vector whose squared length overflows
-        counts as not finite there. Without a TPU the kernels are interpreted, which is for tests:
-        for computations on the CPU of a TPU host, choose ``"xla"``.
+        learned ones) and never write them to memory. They do bidirectional, causal and packed
+        attention in bfloat16 or float32, also beside an exact band of up to 256 keys on each side,
+        but no sharded length, and can be differentiated once, in reverse mode. The gradients of W,
+        a bias, the scale and the feature map come from XLA, in addition to the kernels. A vector
+        whose squared length overflows counts as not finite there. Without a TPU the kernels are
+        interpreted, which is for tests: for computations on the CPU of a TPU host, choose
+        ``"xla"``.
       segment_ids: Integers ``[..., T]`` of packed sequences, for as many keys as queries: a query
         attends to keys of its own segment only. Neighbours with equal ids belong to one segment.
       chunk_size: Keys that causal or packed attention takes at a time, a power of two; None for a
@@ -190,14 +191,12 @@ def random_feature_attention(
     mesh_axes = MeshAxes(
         checks.axis_names("batch_axis", batch_axis), checks.axis_names("head_axis", head_axis)
     )
-    beyond_kernels = segment_ids is not None or exact_bandwidth is not None or bool(axes)
-    if implementation == "pallas_tpu" and beyond_kernels:
+    if implementation == "pallas_tpu" and axes:
         raise ValueError(
-            'implementation="pallas_tpu" is for whole sequences, got a call that is packed, beside '
-            "an exact band, or with a sequence_axis."
+            'implementation="pallas_tpu" is for whole sequences, got a call with a sequence_axis.'
         )
     may_use_kernel = implementation == "pallas_tpu" or (
-        implementation is None and jax.default_backend() == "tpu" and not beyond_kernels
+        implementation is None and jax.default_backend() == "tpu" and not axes
     )
     in_kernel = may_use_kernel and uses_kernel(
         arguments,
@@ -205,6 +204,7 @@ def random_feature_attention(
         feature_map,
         mesh_axes,
         is_causal=is_causal,
+        exact_bandwidth=exact_bandwidth,
         is_required=implementation is not None,
     )
     if axes or arguments.explicit_axes(in_order=in_order):
@@ -253,8 +253,12 @@ def _attend(
             feature_map,
             kernel_axes,
             is_causal=is_causal,
+            exact_bandwidth=exact_bandwidth,
             reference=functools.partial(
-                _attend, is_causal=is_causal, chunk_size=chunk_size, exact_bandwidth=None
+                _attend,
+                is_causal=is_causal,
+                chunk_size=chunk_size,
+                exact_bandwidth=exact_bandwidth,
             ),
         )
     inputs, features = lay_out(arguments, projection, feature_map, scaled=exact_bandwidth is None)
