@@ -434,7 +434,7 @@ class _Units(NamedTuple):
 
     Attributes:
       of_queries: ``[B, C, K, m]``, or ``[B, 1, K, m]`` without segments.
-      of_keys: Likewise.
+      of_keys: The same of the keys.
     """
 
     of_queries: Float[Array, " B #C K #m"]
