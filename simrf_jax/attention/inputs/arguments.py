@@ -17,6 +17,7 @@ from simrf_jax.attention.inputs.masks import (
     Shape,
     Unchecked,
     bias_per_key,
+    mark_not_finite,
     mask_per_key,
     one_row,
     segment_numbers,
@@ -83,7 +84,7 @@ class Inputs:
         key = self.key.astype(self.query.dtype)
         finite = self.finite & _is_finite(self.query * of_queries)
         finite_keys = _is_finite(key * of_keys) & _is_finite(self.value)
-        log_weights = _mark(self.key_log_weights, finite_keys)
+        log_weights = mark_not_finite(self.key_log_weights, finite_keys)
         visible = log_weights > -jnp.inf
         return dataclasses.replace(
             self,
@@ -370,20 +371,6 @@ def _is_finite(x: Float[Array, "*shape dim"]) -> Bool[Array, "*shape"]:
     """Returns ``[...]``, True where ``[..., dim]`` is finite and sums over it cannot overflow."""
     largest = float(jnp.finfo(x.dtype).max) / MOST_TERMS
     return jnp.all(jnp.abs(jax.lax.stop_gradient(x)) <= largest, axis=-1)
-
-
-def _mark(
-    log_weights: Float[Array, "#B S #K"], finite: Bool[Array, "B S K"]
-) -> Float[Array, "B S K"]:
-    """Returns log weights ``[B, S, K]`` that are NaN where a visible key is not finite.
-
-    Args:
-      log_weights: ``[1 or B, S, 1 or K]``; minus infinity hides a key.
-      finite: ``[B, S, K]``, True at keys and values that are finite.
-    """
-    # Beyond the bound an exponent would overflow.
-    finite &= log_weights <= float(jnp.finfo(log_weights.dtype).max) / 4
-    return jnp.where(finite | (log_weights == -jnp.inf), log_weights, jnp.nan)
 
 
 def _replace(
