@@ -24,7 +24,7 @@ by_xla = functools.partial(
 )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("scale", [0.5, 2, 8])
 @pytest.mark.parametrize("name", MAPS)
@@ -50,7 +50,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kind", ["positive", "calibrated"])
@@ -106,7 +106,7 @@ def test_bfloat16(is_causal):
     assert max(errors) <= 0.012
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("planted", [40, jnp.nan])
 @pytest.mark.parametrize("time", [1, 128, 150])

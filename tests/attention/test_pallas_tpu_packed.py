@@ -42,7 +42,7 @@ def length(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("scale", [0.5, 2, 8])
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 def test_the_estimator_in_float64(length, options, scale):
@@ -70,7 +70,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("extra", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("kind", ["positive", "calibrated"])
@@ -106,7 +106,7 @@ def test_small_exponents_beside_large_ones(options):
     assert_close(got, want, 1e-5)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("planted", [40, jnp.nan])
