@@ -32,10 +32,9 @@ REACH_LABELS = {
     "cross_polytope_best": "optimal positive, cross-polytope",
 }
 REACH_STYLES: dict[str, dict[str, Any]] = {
-    **{name: style.STYLES[name] for name in ("iid", "orthogonal", "simplex")},
-    "cross_polytope": {"color": "#CC79A7", "linestyle": "-"},
+    **{name: style.STYLES[name] for name in ("iid", "orthogonal", "simplex", "cross_polytope")},
     "simplex_best": style.STYLES["simplex"] | {"linestyle": ":"},
-    "cross_polytope_best": {"color": "#CC79A7", "linestyle": ":"},
+    "cross_polytope_best": style.STYLES["cross_polytope"] | {"linestyle": ":"},
 }
 RATIO = "mean squared error / that of IIDRFs"
 

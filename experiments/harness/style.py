@@ -12,6 +12,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "orthogonal": {"color": "#D55E00", "linestyle": "--"},
     "simplex": {"color": "#0072B2", "linestyle": "-"},
     "simplex_plus": {"color": "#CC79A7", "linestyle": (0, (3, 1, 1, 1))},
+    "cross_polytope": {"color": "#E69F00", "linestyle": (0, (6, 1))},
     "exact": {"color": "#000000", "linestyle": "-."},
 }
 # The names of the paper.

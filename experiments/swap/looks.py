@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from experiments.harness import style
 from experiments.swap.methods import METHODS
 
 LABELS = {
@@ -34,15 +35,16 @@ LOOKS: dict[str, dict[str, Any]] = {
     "band_mixture": {"color": "#8B4513", "linestyle": "--", "marker": "X"},
     "band_learned": {"color": "#CC79A7", "linestyle": "-.", "marker": ">"},
 }
-# Predicted errors are lines, and measured ones are markers.
+_OPTIMAL = {"linestyle": ":"}
+# Predicted errors are lines, and measured ones are markers. A coupling has its color everywhere.
 PREDICTED_LOOKS: dict[str, dict[str, Any]] = {
-    "iid": {"color": "#777777", "linestyle": ":", "marker": "o"},
-    "orthogonal": {"color": "#D55E00", "linestyle": "--", "marker": "s"},
-    "simplex": {"color": "#0072B2", "linestyle": "-", "marker": "^"},
-    "simplex_optimal": {"color": "#56B4E9", "linestyle": "-", "marker": "v"},
-    "cross_polytope": {"color": "#009E73", "linestyle": "-", "marker": "P"},
-    "cross_polytope_shared": {"color": "#CC79A7", "linestyle": "-.", "marker": "D"},
-    "cross_polytope_optimal": {"color": "#E69F00", "linestyle": "--", "marker": "X"},
+    "iid": style.STYLES["iid"] | {"marker": "o"},
+    "orthogonal": style.STYLES["orthogonal"] | {"marker": "s"},
+    "simplex": style.STYLES["simplex"] | {"marker": "^"},
+    "simplex_optimal": style.STYLES["simplex"] | _OPTIMAL | {"marker": "v"},
+    "cross_polytope": style.STYLES["cross_polytope"] | {"marker": "P"},
+    "cross_polytope_shared": style.STYLES["cross_polytope"] | {"linestyle": "-.", "marker": "D"},
+    "cross_polytope_optimal": style.STYLES["cross_polytope"] | _OPTIMAL | {"marker": "X"},
 }
 TASKS = {
     "digits": "digits ViT",

@@ -148,6 +148,21 @@ def test_large_keys_change_the_gradient_of_what_sees_them_alone():
         np.testing.assert_array_equal(x, y)
 
 
+def test_gradients_of_large_keys_do_not_vanish_beside_small_values():
+    q, k, v = inputs(16)
+    k[:5] *= 9
+    w, small = projection(), 2.0**-80
+
+    @jax.jit
+    def gradient(v):
+        def loss(k):
+            return jnp.sum(random_feature_attention(q, k, v, w, is_causal=True, chunk_size=8))
+
+        return jax.grad(loss)(k)
+
+    np.testing.assert_allclose(gradient(small * v) / small, gradient(v), rtol=1e-3, atol=1e-6)
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("sizes", [(5, 1, 7), (13,), (1,) * 13, (4, 4, 4, 1)])
 def test_packed_sequences_attend_to_themselves(sizes, is_causal):

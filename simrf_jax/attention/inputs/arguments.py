@@ -17,7 +17,6 @@ from simrf_jax.attention.inputs.masks import (
     Shape,
     Unchecked,
     bias_per_key,
-    mark_not_finite,
     mask_per_key,
     one_row,
     segment_numbers,
@@ -84,7 +83,10 @@ class Inputs:
         key = self.key.astype(self.query.dtype)
         finite = self.finite & _is_finite(self.query * of_queries)
         finite_keys = _is_finite(key * of_keys) & _is_finite(self.value)
-        log_weights = mark_not_finite(self.key_log_weights, finite_keys)
+        # Beyond the bound an exponent would overflow.
+        finite_keys &= self.key_log_weights <= float(jnp.finfo(self.key_log_weights.dtype).max) / 4
+        hidden = self.key_log_weights == -jnp.inf
+        log_weights = jnp.where(finite_keys | hidden, self.key_log_weights, jnp.nan)
         visible = log_weights > -jnp.inf
         return dataclasses.replace(
             self,

@@ -152,17 +152,3 @@ def mask_per_key(mask: Shaped[ArrayLike, " ..."], target: Shape) -> Bool[Array, 
             "pass an additive one as bias."
         )
     return per_key(mask, target)
-
-
-def mark_not_finite(
-    log_weights: Float[Array, "#B S #K"], finite: Bool[Array, "B S K"]
-) -> Float[Array, "B S K"]:
-    """Returns log weights ``[B, S, K]`` that are NaN where a visible key is not finite.
-
-    Args:
-      log_weights: ``[1 or B, S, 1 or K]``; minus infinity hides a key.
-      finite: ``[B, S, K]``, True at keys and values that are finite.
-    """
-    # Beyond the bound an exponent would overflow.
-    finite &= log_weights <= float(jnp.finfo(log_weights.dtype).max) / 4
-    return jnp.where(finite | (log_weights == -jnp.inf), log_weights, jnp.nan)

@@ -39,9 +39,10 @@ from simrf_jax.features import FeatureMap, LogFeatures, Side, calls_function
 Tree = TypeVar("Tree")
 
 CHUNK_SIZE = 64  # Keys taken at a time unless the caller says.
-# Shares of the largest exponent of the type to contract in: sums of keys that exceed their unit by
-# such a factor are finite, also beside values up to 2**30; or beside larger ones.
-LIMIT, LIMIT_BESIDE_LARGE_VALUES, LARGE_VALUE = 0.6, 0.06, 2.0**30
+# Shares of the largest exponent of the type to contract in. Sums of keys that exceed their unit by
+# the first are finite beside values up to 2**30. Down to 2**-30, a value over such a sum, as
+# gradients have it, is above the smallest number. Other values have the second share.
+LIMIT, LIMIT_BESIDE_OTHER_VALUES, LARGE_VALUE = 0.6, 0.06, 2.0**30
 
 
 class Scanned(NamedTuple):
@@ -498,8 +499,10 @@ class _KeysInUnits(NamedTuple):
 def _limit(value: Float[Array, "B C K columns"]) -> Float[Array, "B C K 1"]:
     """Returns how far exponents may exceed those of the units."""
     range_of_type = math.log(float(jnp.finfo(value.dtype).max))
-    size = jnp.max(jnp.abs(value), axis=-1, keepdims=True)
-    return range_of_type * jnp.where(size < LARGE_VALUE, LIMIT, LIMIT_BESIDE_LARGE_VALUES)
+    # The last column holds the ones.
+    size = jnp.max(jnp.abs(value[..., :-1]), axis=-1, keepdims=True, initial=0)
+    is_ordinary = (size < LARGE_VALUE) & ((size > 1 / LARGE_VALUE) | (size == 0))
+    return range_of_type * jnp.where(is_ordinary, LIMIT, LIMIT_BESIDE_OTHER_VALUES)
 
 
 def _read_in_units(
