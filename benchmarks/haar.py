@@ -1,27 +1,35 @@
-"""Four ways to draw a Haar rotation, timed on a CPU and compiled for a TPU.
+"""Five ways to draw a Haar rotation, timed on a CPU and compiled for a TPU.
 
-They are Householder reflections (the library's choice), LAPACK's QR, Cholesky-QR and the polar
-factor. They alternate on the CPU, for the rotations of a ViT-B/16 (288 of 64 x 64) and for other
-sizes. With --tpu the program compiles each for a TPU v5e instead (pip install libtpu) and prints
-static cycles.
+They are Householder reflections one by one (the library's choice up to 64 dimensions) and in blocks
+(beyond them), LAPACK's QR, Cholesky-QR and the polar factor. They alternate on the CPU, for the
+rotations of a ViT-B/16 (288 of 64 x 64) and for other sizes. With --tpu the program compiles each
+for a TPU v5e instead (pip install libtpu) and prints static cycles.
 
 Run: python -m benchmarks.haar [--tpu]
 """
+
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks import command_line
 from experiments.harness import timing
-from simrf_jax.projections.rotations import haar_rotation
+from simrf_jax.projections import rotations
 
-SIZES = [(16, 288), (64, 288), (512, 8)]  # (dim, number of rotations).
+SIZES = [(16, 288), (64, 288), (128, 64), (512, 8), (2048, 1)]  # (dim, number of rotations).
 POLAR_STEPS = 30
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
-def householder(key, dim):
-    return haar_rotation(key, jnp.eye(dim), dim)
+def one_by_one(key, dim):
+    with mock.patch.object(rotations, "LARGEST_ONE_BY_ONE", dim):
+        return rotations.haar_rotation(key, jnp.eye(dim), dim)
+
+
+def in_blocks(key, dim):
+    with mock.patch.object(rotations, "LARGEST_ONE_BY_ONE", 0):
+        return rotations.haar_rotation(key, jnp.eye(dim), dim)
 
 
 def lapack_qr(key, dim):
@@ -47,7 +55,7 @@ def polar(key, dim):
     return jax.lax.fori_loop(0, POLAR_STEPS, step, x)
 
 
-METHODS = [householder, lapack_qr, cholesky_qr_twice, polar]
+METHODS = [one_by_one, in_blocks, lapack_qr, cholesky_qr_twice, polar]
 
 
 def defect(q):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -10,6 +11,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
 from simrf_jax.projections.hadamard import padded_dim, random_signs, rotate_back
+
+LARGEST_ONE_BY_ONE = 64  # Reflections; more of them are faster in blocks (benchmarks/haar.py).
+BLOCK = 32  # Reflections in a block, a power of two.
+_matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
 
 def haar_rotation(
@@ -45,10 +50,8 @@ def haar_rotation(
     """
     # jax.random.orthogonal is ruled out: XLA on a CPU with two cores can deadlock when several
     # LAPACK calls of one jitted computation run side by side, as the init of a model with several
-    # layers would make them. Stewart's method needs no LAPACK and is the fastest on the CPU: 288
-    # rotations in 64 dimensions take 15 ms, against 21 ms by QR, 18 ms by Cholesky-QR twice and
-    # 51 ms by the polar factor. The compiler's cost model for a TPU v5e puts it on a par with
-    # Cholesky-QR (benchmarks/haar.py).
+    # layers would make them. Stewart's method needs no LAPACK and is the fastest on the CPU
+    # (benchmarks/haar.py).
     n = vectors.shape[1]
     x = jnp.triu(jax.random.normal(key, (n, dim), vectors.dtype))
     sign = jnp.where(jnp.diagonal(x) < 0, -1, 1).astype(x.dtype)
@@ -56,15 +59,61 @@ def haar_rotation(
     reflectors = x + sign[:, None] * jnp.linalg.norm(x, axis=-1, keepdims=True) * eye
     reflectors /= jnp.linalg.norm(reflectors, axis=-1, keepdims=True)
 
+    # Starting from the vectors saves the product that starting from the identity would need.
+    start = jnp.pad(-sign[None] * vectors, ((0, 0), (0, dim - n)))
+    reflect = _reflect_one_by_one if n <= LARGEST_ONE_BY_ONE else _reflect_in_blocks
+    return reflect(start, reflectors[::-1])
+
+
+def _reflect_one_by_one(
+    rows: Float[Array, "num_rows dim"], reflectors: Float[Array, "n dim"]
+) -> Float[Array, "num_rows dim"]:
+    """Returns rows times the reflections of unit vectors, of which the first comes first."""
+
     def reflect(
         i: Int[Array, ""], rows: Float[Array, "num_rows dim"]
     ) -> Float[Array, "num_rows dim"]:
-        v = reflectors[n - 1 - i]
-        return rows - 2 * jnp.outer(jnp.dot(rows, v, precision=jax.lax.Precision.HIGHEST), v)
+        u = reflectors[i]
+        return rows - 2 * jnp.outer(_matmul(rows, u), u)
 
-    # Starting from the vectors saves the product that starting from the identity would need.
-    start = jnp.pad(-sign[None] * vectors, ((0, 0), (0, dim - n)))
-    return jax.lax.fori_loop(0, n, reflect, start)
+    return jax.lax.fori_loop(0, len(reflectors), reflect, rows)
+
+
+def _reflect_in_blocks(
+    rows: Float[Array, "num_rows dim"], reflectors: Float[Array, "n dim"]
+) -> Float[Array, "num_rows dim"]:
+    r"""Returns rows times the reflections of unit vectors, of which the first comes first.
+
+    The rows pass through memory once for a block of reflections. In the compact WY form, the
+    product of those of the rows of U is
+
+    .. math:: H_1 H_2 \cdots H_b = I - U^\top T U, \qquad
+        T^{-1} = \tfrac12 I + \operatorname{striu}(U U^\top)
+
+    References:
+      Schreiber and Van Loan, A storage-efficient WY representation for products of Householder
+      transformations (SIAM J. Sci. Stat. Comput., 1989).
+    """
+    n, dim = reflectors.shape
+    # A reflector of zeros changes nothing.
+    blocks = jnp.pad(reflectors, ((0, -n % BLOCK), (0, 0))).reshape(-1, BLOCK, dim)
+    gram = _matmul(blocks, blocks.mT)
+    i, j = jnp.indices((BLOCK, BLOCK))
+    t = jnp.broadcast_to(2 * jnp.eye(BLOCK, dtype=rows.dtype), gram.shape)
+    size = 1
+    while size < BLOCK:  # T of two halves becomes that of both.
+        between = (i // (2 * size) == j // (2 * size)) & (i // size < j // size)
+        t -= _matmul(t, _matmul(jnp.where(between[None], gram, 0), t))
+        size *= 2
+
+    def reflect(
+        rows: Float[Array, "num_rows dim"],
+        block: tuple[Float[Array, "block dim"], Float[Array, "block block"]],
+    ) -> tuple[Float[Array, "num_rows dim"], None]:
+        u, t = block
+        return rows - _matmul(_matmul(_matmul(rows, u.T), t), u), None
+
+    return jax.lax.scan(reflect, rows, (blocks, t))[0]
 
 
 def hadamard_rotation(

@@ -12,7 +12,7 @@ from simrf_jax.projections.hadamard import (
     rotate,
     rotate_back,
 )
-from simrf_jax.projections.rotations import ROTATIONS
+from simrf_jax.projections.rotations import ROTATIONS, haar_rotation
 from tests.standard_errors import assert_mean
 
 
@@ -44,6 +44,16 @@ def test_haar_trace_has_its_law(dim):
     keys = jax.random.key(2)
     library = np.trace(jax.random.orthogonal(keys, dim, (20_000,)), axis1=1, axis2=2)
     assert scipy.stats.ks_2samp(trace.round(4), library.round(4)).pvalue > 1e-4
+
+
+@pytest.mark.parametrize(("n", "dim"), [(1, 3), (65, 70), (96, 96), (130, 200)])
+def test_reflections_in_blocks_are_those_one_by_one(monkeypatch, n, dim):
+    vectors = jax.random.normal(jax.random.key(1), (5, n))
+    turned = []
+    for largest in (0, dim):
+        monkeypatch.setattr("simrf_jax.projections.rotations.LARGEST_ONE_BY_ONE", largest)
+        turned.append(haar_rotation(jax.random.key(0), vectors, dim))
+    np.testing.assert_allclose(*turned, atol=2e-5)
 
 
 def test_haar_frame_of_few_vectors_is_uniform_on_the_sphere():
