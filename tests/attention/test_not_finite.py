@@ -340,7 +340,7 @@ class TestMapsWithoutAValueAtZero:
         np.testing.assert_array_equal(planted_d_value, d_value)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_large_features_and_values_of_one_segment_reach_no_other():
     """A user's features times values, each finite, would overflow the sums of keys."""
 

@@ -76,7 +76,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", ["positive", "calibrated"])
 def test_the_output_and_the_gradients_of_xla(length, kind, options):
@@ -114,6 +114,7 @@ def test_weighted_rows():
     assert_close(got, want, 1e-5)
 
 
+@pytest.mark.sampled(2)
 def test_bfloat16(length):
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(length, heads=2, dim=16, scale=2))
     w, of_outputs = projection(33, dim=16), jnp.sin(jnp.arange(q.size)).reshape(q.shape)
@@ -133,6 +134,7 @@ def test_bfloat16(length):
     assert max(errors) <= 0.012
 
 
+@pytest.mark.sampled(2)
 def test_bfloat16_keys_far_from_zero(length):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(x) for x in inputs(length, heads=2, dim=16))
@@ -151,6 +153,7 @@ def test_bfloat16_keys_far_from_zero(length):
         assert np.linalg.norm(got - want) <= 0.012 * np.linalg.norm(want)
 
 
+@pytest.mark.sampled(2)
 def test_a_row_without_weight_is_left_out(length):
     q, k, v = inputs(length)
     w = simrf_jax.WeightedProjection(projection(11), jnp.zeros(11).at[3].set(-jnp.inf))
@@ -217,6 +220,7 @@ def test_a_hidden_key_reaches_nothing(length):
         assert np.isfinite(got).all()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("which", ["query", "key", "value"])
 def test_what_is_not_finite_reaches_no_gradient_of_others(length, which):
     tokens = {

@@ -50,7 +50,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kind", ["positive", "calibrated"])
@@ -155,6 +155,7 @@ def test_a_band_that_does_not_fit_is_refused():
         in_kernel(q, k, v, projection(dim=512), exact_bandwidth=250)
 
 
+@pytest.mark.slow
 def test_gradients_of_everything_else_are_those_of_xla():
     q, k, v = inputs(20)
 

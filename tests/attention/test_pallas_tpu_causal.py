@@ -61,7 +61,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", ["positive", "calibrated"])
 def test_the_output_and_the_gradients_of_xla(length, kind, options):
@@ -73,6 +73,7 @@ def test_the_output_and_the_gradients_of_xla(length, kind, options):
         assert_close(got, want, 1e-5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("order", [1, -1], ids=["growing", "shrinking"])
 def test_norms_that_differ_by_many_powers_of_two(order):
     q, k, v = inputs(300, heads=2)
@@ -86,6 +87,7 @@ def test_norms_that_differ_by_many_powers_of_two(order):
         assert_close(got, want, 1e-4)
 
 
+@pytest.mark.slow
 def test_bfloat16():
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(300, heads=2, dim=16, scale=2))
     wide = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
@@ -100,7 +102,7 @@ def test_bfloat16():
     assert max(errors) <= 0.012
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("planted", [0.5, 40, jnp.nan, jnp.inf])
 @pytest.mark.parametrize("time", [1, 70, 128, 259])
@@ -114,6 +116,7 @@ def test_nothing_of_later_tokens_reaches_earlier_outputs(dtype, planted, time):
         np.testing.assert_array_equal(attend(*other)[:time], out[:time])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("which", ["query", "key", "value"])
 @pytest.mark.parametrize("time", [70, 140])
 def test_what_is_not_finite_reaches_those_that_see_it(time, which):

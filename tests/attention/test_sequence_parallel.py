@@ -103,6 +103,7 @@ def gradients(request):
     return request.param, compiled, compiled(*placed), gradient(*arguments)
 
 
+@pytest.mark.sampled(3)
 def test_gradients_are_those_of_one_device(gradients):
     _, _, actual, expected = gradients
     for a, e in zip(actual, expected, strict=True):

@@ -170,6 +170,7 @@ def test_a_precision_of_flaxs_attention_arrives(call):
     assert out.shape == (2, 3, x.shape[-1])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_scale_and_lengths_in_decoding(kind):
     lengths = np.array([LENGTH, 4])

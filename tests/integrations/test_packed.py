@@ -80,6 +80,7 @@ def test_segment_ids_are_a_mask_of_integers(kind, api):
     np.testing.assert_array_equal(out[ids == 0], 0)
 
 
+@pytest.mark.slow
 def test_gradients_of_packed_sequences_are_those_of_each_by_itself():
     both = KINDS["random features"](HEADS, DIM, packed=True, is_causal=True)
     mask = nn.combine_masks(PADDING, CAUSAL, SAME)

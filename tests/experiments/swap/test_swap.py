@@ -92,6 +92,7 @@ def test_the_language_model_is_scored_too(tmp_path):
     assert 0 < section["baselines"]["softmax"]["score"]["mean"] < 7
 
 
+@pytest.mark.slow
 def test_tuning_begins_at_the_score_without_it(tmp_path):
     task = swap.TASKS["digits"](tiny.get_config())
     config = tiny.get_config(digits__num_features=(6,)).digits

@@ -101,6 +101,7 @@ def test_a_mesh_fits_as_one_device_does():
         np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.devices(8)
 def test_eight_devices_train_as_one_does(whole, tmp_path):
     config = get_config(mesh__data=2, mesh__fsdp=2, mesh__tensor=2, model__scan=True)
