@@ -22,6 +22,7 @@ LEFT_OUT = {
     "--distributed": "a pod",
     "--compare=simplex --seeds": "the flags of the command beside it",
     "tpu_attention": "libtpu, and nothing else that compiles for a TPU at the same time",
+    "sequence_parallel": "libtpu, and nothing else that compiles for a TPU at the same time",
     "pod_compile": "libtpu, and nothing else that compiles for a TPU at the same time",
     "imagenet2012": "a data set that has to be downloaded by hand",
     "tools.evaluate": "a finished run; tests/experiments/vit has one",
@@ -37,7 +38,11 @@ PLACES = {
     "OWNER/NAME": ("", "someone/simrf_jax"),
 }
 # These are named in prose, without the flags that they need.
-NAMED = {"experiments.vit.main", "experiments.vit.tools.prepare"}
+NAMED = {
+    "experiments.vit.main",
+    "experiments.vit.tools.prepare",
+    "experiments.vit.tools.sweep",
+}
 
 COMMANDS = sorted({" ".join((module, *arguments)) for module, arguments in CASES.values()})
 
