@@ -62,18 +62,18 @@ def haar_rotation(
     # Starting from the vectors saves the product that starting from the identity would need.
     start = jnp.pad(-sign[None] * vectors, ((0, 0), (0, dim - n)))
     reflect = _reflect_one_by_one if n <= LARGEST_ONE_BY_ONE else _reflect_in_blocks
-    return reflect(start, reflectors[::-1])
+    return reflect(start, reflectors)
 
 
 def _reflect_one_by_one(
     rows: Float[Array, "num_rows dim"], reflectors: Float[Array, "n dim"]
 ) -> Float[Array, "num_rows dim"]:
-    """Returns rows times the reflections of unit vectors, of which the first comes first."""
+    """Returns rows times the reflections of unit vectors, of which the last comes first."""
 
     def reflect(
         i: Int[Array, ""], rows: Float[Array, "num_rows dim"]
     ) -> Float[Array, "num_rows dim"]:
-        u = reflectors[i]
+        u = reflectors[len(reflectors) - 1 - i]
         return rows - 2 * jnp.outer(_matmul(rows, u), u)
 
     return jax.lax.fori_loop(0, len(reflectors), reflect, rows)
@@ -82,10 +82,10 @@ def _reflect_one_by_one(
 def _reflect_in_blocks(
     rows: Float[Array, "num_rows dim"], reflectors: Float[Array, "n dim"]
 ) -> Float[Array, "num_rows dim"]:
-    r"""Returns rows times the reflections of unit vectors, of which the first comes first.
+    r"""Returns rows times the reflections of unit vectors, of which the last comes first.
 
     The rows pass through memory once for a block of reflections. In the compact WY form, the
-    product of those of the rows of U is
+    product of those of the rows of U, the last vectors first, is
 
     .. math:: H_1 H_2 \cdots H_b = I - U^\top T U, \qquad
         T^{-1} = \tfrac12 I + \operatorname{striu}(U U^\top)
@@ -96,7 +96,7 @@ def _reflect_in_blocks(
     """
     n, dim = reflectors.shape
     # A reflector of zeros changes nothing.
-    blocks = jnp.pad(reflectors, ((0, -n % BLOCK), (0, 0))).reshape(-1, BLOCK, dim)
+    blocks = jnp.pad(reflectors[::-1], ((0, -n % BLOCK), (0, 0))).reshape(-1, BLOCK, dim)
     gram = _matmul(blocks, blocks.mT)
     i, j = jnp.indices((BLOCK, BLOCK))
     t = jnp.broadcast_to(2 * jnp.eye(BLOCK, dtype=rows.dtype), gram.shape)
