@@ -11,6 +11,7 @@ from flax import nnx
 
 from simrf_jax.integrations.nnx import CalibrationMoments, RandomFeatureAttention
 from simrf_jax.models.config import ViTConfig
+from simrf_jax.models.layers import dropout, sum_bias_gradients_by_products
 
 Policy = Callable[..., bool]
 Keys = tuple[jax.Array, ...]
@@ -66,10 +67,12 @@ class TransformerLayer(nnx.Module):
             decode=False,
             rngs=rngs,
         )
+        for projection in (self.attention.query, self.attention.key, self.attention.value):
+            sum_bias_gradients_by_products(projection)
         self.mlp_norm = nnx.LayerNorm(c.width, epsilon=1e-6, dtype=dtype, rngs=rngs)
         self.mlp_in = nnx.Linear(c.width, c.mlp_dim, kernel_init=xavier, dtype=dtype, rngs=rngs)
         self.mlp_out = nnx.Linear(c.mlp_dim, c.width, kernel_init=xavier, dtype=dtype, rngs=rngs)
-        self.dropout = nnx.Dropout(c.dropout_rate)
+        self.dropout_rate = c.dropout_rate
 
     def __call__(self, x: jax.Array, dropout_keys: Keys | None = None) -> jax.Array:
         """Returns the layer's output, ``[batch, length, width]``.
@@ -80,8 +83,9 @@ class TransformerLayer(nnx.Module):
         """
 
         def drop(y: jax.Array, number: int) -> jax.Array:
-            key = None if dropout_keys is None else dropout_keys[number]
-            return self.dropout(y, deterministic=key is None, rngs=key)
+            if dropout_keys is None:
+                return y
+            return dropout(y, dropout_keys[number], self.dropout_rate)
 
         x = x + drop(self.attention(self.attention_norm(x)), 0)
         hidden = drop(nnx.gelu(self.mlp_in(self.mlp_norm(x))), 1)

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from simrf_jax.models.config import ViTConfig
+from simrf_jax.models.layers import dropout
 from simrf_jax.models.transformer import apply_layers, make_layers
 
 
@@ -45,7 +46,6 @@ class ViT(nnx.Module):
         self.position_embedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
         if c.pooling == "token":
             self.class_token = nnx.Param(jnp.zeros((1, 1, c.width), jnp.float32))
-        self.dropout = nnx.Dropout(c.dropout_rate)
         self.blocks = nnx.data(make_layers(c, rngs=rngs))
         self.norm = nnx.LayerNorm(c.width, epsilon=1e-6, dtype=dtype, rngs=rngs)
         zeros = nnx.initializers.zeros_init()
@@ -91,7 +91,8 @@ class ViT(nnx.Module):
             token = jnp.broadcast_to(self.class_token[...], (x.shape[0], 1, x.shape[2]))
             x = jnp.concatenate([token.astype(x.dtype), x], axis=1)
         x = x + self.position_embedding[...].astype(x.dtype)
-        x = self.dropout(x, deterministic=rngs is None, rngs=rngs)
+        if rngs is not None:
+            x = dropout(x, rngs.dropout(), self.config.dropout_rate)
         if self.config.sequence_axis is not None:
             free = PartitionSpec.UNCONSTRAINED
             spec = PartitionSpec(free, self.config.sequence_axis, free)
