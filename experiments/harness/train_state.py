@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_collections
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 
 import simrf_jax
 from simrf_jax.integrations import flax_calibration
@@ -90,7 +91,9 @@ def init_state(
     return TrainState(step, key, params, projections, calibrations, optimizer.init(params))
 
 
-def redraw(state: TrainState, *, interval: int, stacked: bool = False) -> TrainState:
+def redraw(
+    state: TrainState, *, interval: int, stacked: bool = False, mesh: Mesh | None = None
+) -> TrainState:
     """Returns the state with the projections that belong to its step, drawn as the model drew them.
 
     Beside a calibration they are turned with its axes, which rounding may decide. So runs on other
@@ -101,16 +104,17 @@ def redraw(state: TrainState, *, interval: int, stacked: bool = False) -> TrainS
       interval: Steps between redraws; see ``simrf_jax.redraw_key``.
       stacked: True if the projections have a leading axis of scanned layers. They are drawn like
         those of layers that are not scanned.
+      mesh: Devices that draw a part each; by default every device draws all.
     """
     key = jax.random.fold_in(state.key, PROJECTIONS)
     key = simrf_jax.redraw_key(key, state.step, interval=interval)
     if not stacked:
-        drawn = simrf_jax.redraw_projections(key, state.projections)
+        drawn = simrf_jax.redraw_projections(key, state.projections, mesh=mesh)
         return state._replace(projections=_turned(drawn, state.calibrations))
     layers = jax.tree.map(
         _layers, state.projections, is_leaf=lambda node: isinstance(node, StructuredProjection)
     )
-    drawn = simrf_jax.redraw_projections(key, layers)
+    drawn = simrf_jax.redraw_projections(key, layers, mesh=mesh)
     drawn = jax.tree.map(_stack, drawn, is_leaf=lambda node: isinstance(node, list))
     return state._replace(projections=_turned(drawn, state.calibrations))
 

@@ -6,12 +6,13 @@ import collections
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, ArrayLike, Integer, Key, Shaped
 
 from simrf_jax import checks
@@ -76,6 +77,7 @@ def redraw_projections(
     projections: Any,
     *,
     options: DrawOptions | None = None,
+    mesh: Mesh | None = None,
 ) -> Any:
     """Draws new values for all projections of a model in one batched call.
 
@@ -96,13 +98,16 @@ def redraw_projections(
         of a Linen model, or ``nnx.state(model, RandomProjection)`` of an NNX model.
       options: Options for the projections that do not say how they were drawn, such as bare arrays.
         The others must have been drawn by the same options.
+      mesh: Devices that draw a part each; by default every device draws all projections. What they
+        draw is the same but for rounding.
 
     Returns:
       A pytree of the same structure, shapes and dtypes.
 
     Raises:
-      TypeError: If the key is not typed or ``options`` is not a ``DrawOptions``, or if a leaf is or
-        holds a ``FastProjection``, or is a ``ClusteredProjection``, whose centres no key can draw.
+      TypeError: If the key is not typed, ``options`` is not a ``DrawOptions`` or ``mesh`` is not a
+        ``jax.sharding.Mesh``, or if a leaf is or holds a ``FastProjection``, or is a
+        ``ClusteredProjection``, whose centres no key can draw.
       ValueError: If a projection was drawn by other options than those given, if none are given
         and a projection does not say how it was drawn, if a leaf is not an array of at least two
         axes, or if ``draw_projection`` raises it for these sizes and options.
@@ -118,6 +123,8 @@ def redraw_projections(
     checks.typed_key(key)
     if not isinstance(options, DrawOptions | None):
         raise TypeError(f"options must be a simrf_jax.DrawOptions, got {options!r}.")
+    if not isinstance(mesh, Mesh | None):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}.")
     leaves, treedef = jax.tree.flatten(projections, is_leaf=_is_structured)
     groups = collections.defaultdict(list)  # Leaf numbers of equal heads, which are drawn together
     for layer, (leaf, carried) in enumerate(zip(leaves, _carried(projections), strict=True)):
@@ -128,15 +135,31 @@ def redraw_projections(
         counts = [math.prod(stack) for stack in stacks]
         layer_of_each = np.repeat(layers, counts)
         head_of_each = np.concatenate([np.arange(count) for count in counts])
-        fold_in_both = functools.partial(_fold_in_both, key)
-        keys = jax.vmap(fold_in_both)(jnp.asarray(layer_of_each), jnp.asarray(head_of_each))
         draw_one = functools.partial(_draw_like, jax.tree.unflatten(structure, parts), agreed)
-        heads = jax.vmap(draw_one)(keys)
+        heads = _map(
+            lambda *numbers, draw_one=draw_one: draw_one(_fold_in_both(key, *numbers)),
+            (layer_of_each, head_of_each),
+            mesh,
+        )
         ends = itertools.accumulate(counts)
         for layer, stack, count, end in zip(layers, stacks, counts, ends, strict=True):
             unstack = functools.partial(_take, first=end - count, end=end, stack=stack)
             drawn[layer] = jax.tree.map(unstack, heads)
     return jax.tree.unflatten(treedef, drawn)
+
+
+def _map(
+    function: Callable[..., Any], numbers: tuple[Shaped[np.ndarray, " n"], ...], mesh: Mesh | None
+) -> Any:
+    """Returns the results of a function of numbers, by all devices of a mesh together."""
+    each = jax.vmap(function)
+    if mesh is None:
+        return each(*map(jnp.asarray, numbers))
+    axes = PartitionSpec(mesh.axis_names)
+    # All devices have as many results. Nobody uses those that are added at the end.
+    count = -(-len(numbers[0]) // mesh.size) * mesh.size
+    shared = jax.shard_map(each, mesh=mesh, in_specs=axes, out_specs=axes, check_vma=False)
+    return shared(*(jnp.asarray(np.resize(x, count)) for x in numbers))
 
 
 def _is_structured(node: Any) -> bool:

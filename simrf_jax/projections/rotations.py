@@ -12,7 +12,10 @@ from jaxtyping import Array, Float, Int, Key
 
 from simrf_jax.projections.hadamard import padded_dim, random_signs, rotate_back
 
-LARGEST_ONE_BY_ONE = 64  # Reflections; more of them are faster in blocks (benchmarks/haar.py).
+# Reflections up to which those one by one are faster than blocks (benchmarks/haar.py). On a TPU,
+# each small operation takes some 2 thousand cycles, and blocks are fewer operations.
+LARGEST_ONE_BY_ONE = 64
+LARGEST_ONE_BY_ONE_ON_TPU = 32
 BLOCK = 32  # Reflections in a block, a power of two.
 _matmul = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
 
@@ -61,6 +64,10 @@ def haar_rotation(
 
     # Starting from the vectors saves the product that starting from the identity would need.
     start = jnp.pad(-sign[None] * vectors, ((0, 0), (0, dim - n)))
+    if LARGEST_ONE_BY_ONE_ON_TPU < n <= LARGEST_ONE_BY_ONE:
+        return jax.lax.platform_dependent(
+            start, reflectors, tpu=_reflect_in_blocks, default=_reflect_one_by_one
+        )
     reflect = _reflect_one_by_one if n <= LARGEST_ONE_BY_ONE else _reflect_in_blocks
     return reflect(start, reflectors)
 

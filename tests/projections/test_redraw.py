@@ -132,6 +132,25 @@ def test_values_do_not_depend_on_the_devices():
     np.testing.assert_allclose(eight, one, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("jitted", [False, True])
+def test_devices_of_a_mesh_draw_a_part_each(jitted):
+    mesh = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
+    layers = {"a": jnp.zeros((3, 10, 4)), "b": jnp.zeros((10, 4)), "c": jnp.zeros((17, 3))}
+
+    def redraw(key, mesh=None):
+        return redraw_projections(key, layers, options=DrawOptions("simplex"), mesh=mesh)
+
+    key = jax.random.key(0)
+    alone, of_mesh = redraw(key), functools.partial(redraw, mesh=mesh)
+    together = (jax.jit(of_mesh) if jitted else of_mesh)(key)
+    chex.assert_trees_all_close(together, alone, rtol=1e-5, atol=1e-6)
+    # A part is what is drawn from as many numbers as there are devices, or fewer.
+    jaxpr = str(jax.make_jaxpr(of_mesh)(key))
+    assert "shard_map" in jaxpr
+    assert "f32[1,10,4]" in jaxpr
+
+
 @pytest.mark.parametrize(
     ("options", "cosine"),
     [
@@ -224,6 +243,11 @@ def test_empty_tree_stays_empty():
             r"array \[\.\.\., num_features, dim\], got",
         ),
         (lambda _: redraw_projections(7, []), TypeError, "typed PRNG key"),
+        (
+            lambda k: redraw_projections(k, [], options=DrawOptions(), mesh=("data",)),
+            TypeError,
+            r"mesh must be a jax.sharding.Mesh, got \('data',\)",
+        ),
         (
             lambda k: redraw_projections(k, [draw_fast_projection(k, 4, 4)], options=DrawOptions()),
             TypeError,

@@ -182,7 +182,9 @@ def build_program(
         return train_state.init_state(jax.random.key(config.seed), make_model, optimizer)
 
     def redraw(state: TrainState) -> TrainState:
-        return train_state.redraw(state, interval=config.redraw_interval, stacked=model.scan)
+        return train_state.redraw(
+            state, interval=config.redraw_interval, stacked=model.scan, mesh=mesh
+        )
 
     def calibrate(state: TrainState, images: jax.Array) -> TrainState:
         return train_state.calibrate(state, images, graphdef=graphdef)
