@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -70,19 +71,21 @@ def _add_bias_forward(x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Arr
     return _add_bias(x, bias), bias
 
 
-def _add_bias_backward(bias: jax.Array, of_sum: jax.Array) -> tuple[jax.Array, jax.Array]:
-    tokens = tuple(range(of_sum.ndim - bias.ndim))
+def _add_bias_backward(bias: jax.Array, of_out: jax.Array) -> tuple[jax.Array, jax.Array]:
+    axes = tuple(range(of_out.ndim - bias.ndim))
+    of_bias = jax.lax.platform_dependent(
+        of_out,
+        tpu=functools.partial(_sum_by_product, axes=axes),
+        default=functools.partial(jnp.sum, axis=axes),
+    )
+    return of_out, of_bias.astype(bias.dtype)
 
-    def by_product(of_sum: jax.Array) -> jax.Array:
-        ones = jnp.ones((*of_sum.shape[: len(tokens)], COLUMNS), of_sum.dtype)
-        product = jnp.tensordot(ones, of_sum, (tokens, tokens), preferred_element_type=jnp.float32)
-        return product[0].astype(bias.dtype)
 
-    def by_sum(of_sum: jax.Array) -> jax.Array:
-        return jnp.sum(of_sum, tokens).astype(bias.dtype)
-
-    of_bias = jax.lax.platform_dependent(of_sum, tpu=by_product, default=by_sum)
-    return of_sum, of_bias
+def _sum_by_product(x: jax.Array, *, axes: tuple[int, ...]) -> jax.Array:
+    """Returns the sum over the first axes, computed in float32 as a product with ones."""
+    ones = jnp.ones((*x.shape[: len(axes)], COLUMNS), x.dtype)
+    product = jnp.tensordot(ones, x, (axes, axes), preferred_element_type=jnp.float32)
+    return product[0].astype(x.dtype)
 
 
 _add_bias.defvjp(_add_bias_forward, _add_bias_backward)
