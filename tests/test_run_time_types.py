@@ -62,6 +62,7 @@ WRONG_IN_ATTENTION = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG_IN_ATTENTION)
 def test_a_wrong_shape_inside_attention_is_found(name):
     call, match = WRONG_IN_ATTENTION[name]

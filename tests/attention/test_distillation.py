@@ -72,6 +72,7 @@ def test_is_the_entropy_of_softmax_if_the_band_covers_all_keys():
     assert float(loss) == pytest.approx(cross_entropy(q, k, projection())[1], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_padding_and_rows_without_keys_have_no_gradient():
     q, k, _ = inputs()
     k = k.copy()
@@ -116,6 +117,7 @@ def test_the_target_has_no_gradient():
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_small_weights_have_gradients():
     """Weights that float32 cannot hold still pull the features towards them."""
     q = jnp.array([[[20.0, 0.0]]])

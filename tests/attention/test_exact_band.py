@@ -73,6 +73,7 @@ def test_the_far_field_keeps_its_digits_where_the_band_has_nearly_all_weight():
     np.testing.assert_allclose(far_part(far)[15], expected[15], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_map_of_the_user_is_in_units_of_the_kernel():
     """A factor of features cancels in the ratio of plain attention, but not beside a band."""
     q, k, v = inputs(LENGTH)

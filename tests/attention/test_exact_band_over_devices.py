@@ -35,6 +35,7 @@ def visible(*, is_causal=False, segment_ids=None):
     return seen if segment_ids is None else seen & (RUNS[:, None] == RUNS)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("bandwidth", "kind", "devices", "options"),
     [

@@ -84,6 +84,7 @@ def test_masks_lengths_and_segments_reach_both_fields():
         np.testing.assert_array_equal(out[1, 9:], 0)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients_against_float64(is_causal):
     q, k, v = inputs(12)

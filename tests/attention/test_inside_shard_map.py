@@ -148,6 +148,7 @@ def test_outputs_and_gradients_are_those_of_one_device(name, sizes, options):
     check(name, sizes, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "options"),
     [

@@ -187,6 +187,7 @@ def test_gradients_are_finite_at_any_scale(name):
     chex.assert_tree_all_finite(jax.grad(loss, argnums=(0, 1))(q, k))
 
 
+@pytest.mark.slow
 @pytest.mark.fast
 def test_jit_vmap_and_abstract_evaluation():
     q, k, _ = inputs(batch=(3,))
@@ -206,7 +207,7 @@ def test_jit_vmap_and_abstract_evaluation():
     chex.assert_trees_all_equal_shapes_and_dtypes(abstract, eager)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.slow
 @pytest.mark.fast
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float64])
 def test_other_dtypes(dtype):

@@ -144,7 +144,7 @@ def outputs_and_gradients(mode):
     return call
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.fast
 @pytest.mark.parametrize("what", PLANTS)
 @pytest.mark.parametrize("mode", MODES)

@@ -50,7 +50,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kind", ["positive", "calibrated"])
@@ -63,7 +63,7 @@ def test_the_output_and_the_gradients_of_xla(kind, is_causal, options):
         assert_close(got, want, 1e-5)
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(("length", "key_length"), [(20, 290), (290, 20), (1, 140)])
 def test_other_numbers_of_keys(length, key_length, is_causal):
@@ -74,7 +74,7 @@ def test_other_numbers_of_keys(length, key_length, is_causal):
         assert_close(got, want, 1e-5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_tilted_calibration(is_causal):
     """Its features have a stretch, a slope, a center and a constant, which a band needs."""
@@ -90,7 +90,7 @@ def test_a_tilted_calibration(is_causal):
         assert_close(got, want, 1e-5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_bfloat16(is_causal):
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(200, heads=2, dim=16, scale=2))

@@ -73,7 +73,7 @@ def test_the_output_and_the_gradients_of_xla(length, kind, options):
         assert_close(got, want, 1e-5)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("order", [1, -1], ids=["growing", "shrinking"])
 def test_norms_that_differ_by_many_powers_of_two(order):
     q, k, v = inputs(300, heads=2)
@@ -116,7 +116,7 @@ def test_nothing_of_later_tokens_reaches_earlier_outputs(dtype, planted, time):
         np.testing.assert_array_equal(attend(*other)[:time], out[:time])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("which", ["query", "key", "value"])
 @pytest.mark.parametrize("time", [70, 140])
 def test_what_is_not_finite_reaches_those_that_see_it(time, which):
@@ -166,6 +166,7 @@ def test_hidden_keys_reach_nothing():
         assert np.isfinite(got).all()
 
 
+@pytest.mark.slow
 def test_very_large_numbers_reach_nobody_else():
     tokens = [jnp.asarray(x) for x in inputs(20, heads=1)]
     last = jnp.arange(20)[:, None, None] >= 10
@@ -202,6 +203,7 @@ def test_a_very_long_key_that_is_alone_is_read():
     assert_close(out[0], v[0], 1e-6)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
 @hypothesis.given(
     length=st.integers(1, 300),
@@ -234,6 +236,7 @@ def test_many_tiles():
         assert_close(got, want, 1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_everything_else_are_those_of_xla():
     q, k, v = inputs(20)
 

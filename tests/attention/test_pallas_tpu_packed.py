@@ -70,7 +70,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("extra", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("kind", ["positive", "calibrated"])
@@ -84,7 +84,7 @@ def test_the_output_and_the_gradients_of_xla(kind, options, extra):
         assert_close(got, want, 1e-5)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [MODES["causal"], MODES["bidirectional"]], ids=str)
 def test_the_gradients_in_units_of_halves(length, options):
     q, k, v = inputs(length, heads=2, key_heads=1)
@@ -94,6 +94,7 @@ def test_the_gradients_in_units_of_halves(length, options):
         assert_close(got, want, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [MODES["causal"], MODES["bidirectional"]], ids=str)
 def test_small_exponents_beside_large_ones(options):
     """A segment keeps its digits, however large the features of its neighbours are."""
@@ -106,7 +107,7 @@ def test_small_exponents_beside_large_ones(options):
     assert_close(got, want, 1e-5)
 
 
-@pytest.mark.sampled(24)
+@pytest.mark.sampled(48)
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("planted", [40, jnp.nan])

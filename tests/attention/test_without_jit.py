@@ -157,6 +157,7 @@ def test_a_users_map_may_change_between_calls():
     assert not np.allclose(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.fast
 def test_a_users_map_may_hold_what_is_differentiated():
     q, k, v = qkv()

@@ -195,6 +195,7 @@ def test_refuses(call, error, match):
         call(jnp.asarray(vectors()), clustered())
 
 
+@pytest.mark.slow
 @pytest.mark.fast
 def test_the_spread_has_a_gradient_in_attention():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 6, 1, 4))

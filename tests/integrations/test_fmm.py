@@ -42,7 +42,7 @@ def qkv(length=LENGTH):
     return inputs(length, heads=HEADS, key_heads=KEY_HEADS, dim=DIM, batch=(2,))
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
 def test_both_apis_and_their_gradients_are_those_of_the_function(is_causal, shared):

@@ -85,6 +85,7 @@ def test_linen_starts_at_hyperbolic_features_of_a_w_for_each_head():
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bandwidth", [None, 2])
 def test_starts_at_calibrated_features_once_calibrated(bandwidth):
     q, k, v = tokens()
@@ -212,6 +213,7 @@ class Scanned(nn.Module):
         return nn.scan(Layer, variable_axes=axes, split_rngs=split, length=3)()(x, None)[0]
 
 
+@pytest.mark.slow
 def test_linen_layers_that_are_scanned_have_a_loss():
     model = Scanned()
     variables = model.init(jax.random.key(0), batch())
@@ -270,6 +272,7 @@ def test_the_map_itself_is_saved_and_restored():
         np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bandwidth", [None, 2])
 def test_decodes_as_it_attends(bandwidth):
     model = nnx_attention(is_causal=True, exact_bandwidth=bandwidth)

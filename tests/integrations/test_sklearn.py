@@ -60,6 +60,7 @@ def test_features_are_those_of_the_formula_in_float64(feature_map, n_components)
     np.testing.assert_allclose(phi, formula(features, X), rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("feature_map", MAPS)
 @pytest.mark.parametrize("n_components", [1, 5])
 def test_estimates_of_the_kernel_are_unbiased(feature_map, n_components):

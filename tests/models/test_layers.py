@@ -32,8 +32,8 @@ def test_a_mask_is_drawn_once_for_the_output_and_the_gradient():
         return jnp.sum(jnp.square(dropout(x, key, 0.1) @ weights))
 
     args = jnp.ones((8, 128)), jnp.ones((128, 16)), jax.random.key(0)
-    lowered = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(*args).lower(lowering_platforms=("tpu",))
-    program = lowered.as_text()
+    traced = jax.jit(jax.grad(loss, argnums=(0, 1))).trace(*args)
+    program = traced.lower(lowering_platforms=("tpu",)).as_text()
     # What lies behind a barrier is computed once, by whatever reads it.
     [barrier] = [line for line in program.splitlines() if "optimization_barrier" in line]
     assert "tensor<8x128xi1>" in barrier

@@ -69,7 +69,7 @@ def test_vit_b_16_is_the_papers():
     assert (config.dropout_rate, config.num_features, config.patch_size) == (0.1, 130, 16)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("pooling", ["average", "token"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -97,6 +97,7 @@ def numerical_optimum(norms, v, start):
     return scipy.optimize.minimize(objective, start.ravel(), method="BFGS").fun
 
 
+@pytest.mark.slow
 def test_conformity_lies_between_simplex_and_the_numerical_optimum():
     # As in Fig. 4, d = 6 and v = 1. Each draw of norms is the same for all couplings.
     dim, v, num_draws = 6, 1.0, 100

@@ -77,6 +77,7 @@ def test_bfloat16_keeps_a_wide_state():
     assert (out.dtype, state.sums.dtype) == (jnp.bfloat16, jnp.float32)
 
 
+@pytest.mark.slow
 def test_gradients_flow_through_the_state():
     q, k, v = inputs(8)
     w = projection()

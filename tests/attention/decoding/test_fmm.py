@@ -51,6 +51,7 @@ def test_prefill_and_steps_are_the_parallel_form():
     assert jax.tree.map(jnp.shape, state) == shapes
 
 
+@pytest.mark.slow
 def test_batches_over_an_explicit_axis():
     q, k, v = inputs(6, heads=2, batch=(4,))
     w = projection()

@@ -34,6 +34,7 @@ def config(monkeypatch, tmp_path):
     return tiny(data_dir=str(tmp_path))
 
 
+@pytest.mark.slow
 def test_run_leaves_tables_and_figures(config, tmp_path):
     results = kernel_regression.run(config, tmp_path / "run")
     table = results["tables"]["car"]

@@ -114,6 +114,7 @@ def test_rows_are_drawn_and_then_learned(name, tokens):
     assert jnp.max(jnp.abs(learned.query_rows - rows)) > 0.1
 
 
+@pytest.mark.slow
 def test_learned_attention_is_nearer_to_softmax_than_its_start(tokens):
     fit, test = (
         swapping.Inputs(*(x[part] for x in tokens), is_causal=False)

@@ -78,6 +78,7 @@ def test_every_method_has_one_feature_for_a_row_and_no_band(method):
     assert not METHODS[method].has_band
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("toy_encoder")
 def test_a_run_has_the_errors_of_all_heads(tmp_path):
     results = swap.run(tiny.get_config(parts=("predicted_heads",)), tmp_path)

@@ -45,6 +45,7 @@ def test_softmax_in_all_layers_has_no_error(toy_encoder):
     np.testing.assert_allclose(errors.cosines, np.ones(3), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_scores_all_models_and_goes_on_where_it_was(tmp_path, monkeypatch):
     config, evaluate, calls = tiny.get_config(parts=("digits",)), training.evaluate, []
 

@@ -68,6 +68,7 @@ def test_features_are_fitted_at_the_steps_of_the_schedule(whole):
     assert all((a != b).any() for a, b in zip(calibrations[0], identity, strict=True))
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_the_calibrations_of_the_whole_one(whole, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(preemption.Preemption, "reached", lambda self, step: step == 6)
@@ -89,6 +90,7 @@ def test_a_checkpoint_holds_the_calibration_and_evaluation_takes_it(whole):
     assert result["test_accuracy"] == model.test_accuracy
 
 
+@pytest.mark.slow
 @pytest.mark.devices(8)
 def test_a_mesh_fits_as_one_device_does():
     def fitted(mesh, **changes):

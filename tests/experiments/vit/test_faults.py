@@ -86,6 +86,7 @@ def rows(workdir):
 # Two runs in one workdir.
 
 
+@pytest.mark.slow
 def test_a_second_run_is_refused_while_readers_work_and_a_killed_one_holds_nothing(
     start, whole, tmp_path
 ):
@@ -147,6 +148,7 @@ def kill_at_random(start, rng, workdir, **changes):
     assert not any("in use" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments_lose_nothing_and_leave_nothing(start, whole, tmp_path):
     rng = random.Random(0)
     for _ in range(2):

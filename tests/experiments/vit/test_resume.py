@@ -191,6 +191,7 @@ def test_evaluation_needs_a_run_a_checkpoint_and_images(whole, tmp_path):
         evaluate.evaluate(tmp_path, best=False)
 
 
+@pytest.mark.slow
 def test_eight_devices_go_on_as_four(whole, tmp_path):
     folder = reopened(whole, tmp_path)
     shutil.rmtree(folder / str(STEPS))

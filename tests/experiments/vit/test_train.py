@@ -139,6 +139,7 @@ def test_a_batch_that_is_still_on_the_host_ends_the_run(tmp_path, monkeypatch):
         train.train(config, tmp_path)
 
 
+@pytest.mark.slow
 def test_each_step_has_its_number_in_a_profile(tmp_path, monkeypatch):
     noted = []
 

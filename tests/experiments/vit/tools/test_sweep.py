@@ -77,7 +77,7 @@ def test_no_seed_is_unstable_up_to_the_largest_stable_rate(faults, largest):
     assert sweep.largest_stable(rates) == largest
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("arm", sweep.ARMS)
 def test_runs_are_those_of_the_trainer_and_share_a_program(tmp_path, arm):
     config = sweep.arm_config(get_config(), arm)

@@ -61,6 +61,7 @@ def test_every_mesh_trains_alike(tmp_path, mesh, losses_on_one_device):
     np.testing.assert_allclose(losses, losses_on_one_device, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_remat_and_scan_train_alike_on_a_mesh_of_all_axes(tmp_path, losses_on_one_device):
     changes = {"model__remat": "dots", "model__scan": True}
     losses = losses_on(tmp_path, -1, 2, 2, 2, **changes)
