@@ -36,15 +36,14 @@ PODS = (
     "v6e:16x16:none:unrolled",
 )
 CHANNELS, CLASSES = 3, 1000
-IN_KERNELS = " in kernels"
 SIDE = 8192  # Rows and columns of the matrices whose product should reach the peak.
 
 
 def build(pod, attention):
     """Returns the paper's config for a pod, and the training program for all its devices."""
     config = imagenet2012.get_config()
-    config.model.attention = attention.removesuffix(IN_KERNELS)
-    config.model.implementation = "pallas_tpu" if attention.endswith(IN_KERNELS) else "xla"
+    config.model.attention = attention.removesuffix(pods.IN_KERNELS)
+    config.model.implementation = "pallas_tpu" if attention.endswith(pods.IN_KERNELS) else "xla"
     config.model.remat = pod.remat
     config.model.scan = pod.layers == "scanned"
     mesh = sharding.make_mesh(config.mesh, tpu.devices(pod.topology))
@@ -74,12 +73,12 @@ def step(pod, attention):
     config, built = build(pod, attention)
     traced = trace_step(config, built)
     # The trace of a kernel has the products of one step of its grid.
-    whole = trace_step(*build(pod, attention.removesuffix(IN_KERNELS)))
+    whole = trace_step(*build(pod, attention.removesuffix(pods.IN_KERNELS)))
     counts = {
         "flops": flops.matmul_flops(whole.jaxpr),
         "model_flops": config.batch_size * train_flops(built.model),
     }
-    if attention.endswith(IN_KERNELS):
+    if attention.endswith(pods.IN_KERNELS):
         counts["in_kernels"] = kernel_cycles(pod, config)
     return traced.lower(), counts
 
@@ -100,9 +99,10 @@ def product(pod, _):
 
 
 # The programs that are compiled for each pod, and the attentions that each is compiled for.
+IN_KERNELS = tuple(coupling + pods.IN_KERNELS for coupling in ("simplex", "orthogonal"))
 PROGRAMS = {
     product: ("",),
-    step: ("simplex", "orthogonal", "exact", f"simplex{IN_KERNELS}"),
+    step: ("simplex", "orthogonal", "exact", *IN_KERNELS),
     redraw: ("simplex", "orthogonal"),
 }
 
@@ -148,7 +148,7 @@ def rows_of(path, names):
     for name, pod in {name: pods.Pod.parse(name) for name in names}.items():
         for make, attentions in PROGRAMS.items():
             for attention in attentions:
-                if attention.endswith(IN_KERNELS) and not pod.chip.has_kernels:
+                if attention.endswith(pods.IN_KERNELS) and not pod.chip.has_kernels:
                     continue
                 key = {"pod": name, "program": make.__name__, "attention": attention}
                 if any(key.items() <= row.items() for row in rows):

@@ -10,6 +10,8 @@ from simrf_jax.models.config import REMATS
 
 # A training run can be expected to reach a share of the peak between these two.
 UTILISATIONS = (0.1, 0.2)
+# Ends the name of an attention that is computed in the fused kernels, the default where they run.
+IN_KERNELS = " in kernels"
 
 
 class Chip(NamedTuple):

@@ -1,9 +1,10 @@
 """Chip-hours and dollars of the paper's ViT runs, and hours and gigabytes to prepare their data.
 
 The steps are those that were compiled for pods: chip-hours are read from the table in
-experiments/vit/README.md, which benchmarks.pod_compile prints, by the compiler's cycles. All four
-data sets have images of as many tokens, so a step is taken to cost what it does on ImageNet.
-Nothing was run on a pod: evaluations, checkpoints, waits for images and idle slices come on top.
+experiments/vit/README.md, which benchmarks.pod_compile prints, by the compiler's cycles, and are
+those of the fused kernels where a chip has them. All four data sets have images of as many tokens,
+so a step is taken to cost what it does on ImageNet. Nothing was run on a pod: evaluations,
+checkpoints, waits for images and idle slices come on top.
 
 Run: python -m benchmarks.training_cost --price v5e=DOLLARS --price v6e=DOLLARS (a chip-hour)
 """
@@ -101,9 +102,10 @@ def num_steps(name):
 
 
 def chip_hours(steps, pod, attention, name):
-    """Returns the chip-hours of a run on a pod."""
-    [step] = [step for step in steps if step.pod == pod and attention in step.attentions]
-    return step.chip_hours * num_steps(name) / num_steps("imagenet2012")
+    """Returns the chip-hours of a run on a pod, with the fused kernels if the table has them."""
+    hours = {a: step.chip_hours for step in steps if step.pod == pod for a in step.attentions}
+    of_step = hours.get(attention + pods.IN_KERNELS, hours.get(attention))
+    return of_step * num_steps(name) / num_steps("imagenet2012")
 
 
 def cost_table(steps, prices):

@@ -32,6 +32,19 @@ def test_chip_hours_are_those_of_the_steps():
     assert training_cost.chip_hours(steps, pod, "exact", "imagenet2012") == 200
 
 
+def test_runs_are_those_in_kernels_where_the_table_has_them():
+    row = (
+        "| v6e:16x16, none, scanned | simplex in kernels, orthogonal in kernels | 256 " + "| 1 " * 5
+    )
+    steps = training_cost.recorded_steps(TABLE + row)
+    pod = "v6e:16x16, none, scanned"
+    hours = [
+        training_cost.chip_hours(steps, pod, attention, "imagenet2012")
+        for attention in training_cost.ATTENTIONS
+    ]
+    assert hours == [1, 1, 100]
+
+
 @pytest.mark.parametrize(("price", "first"), [(2.0, "v6e"), (4.0, "v5e")])
 def test_the_cheapest_pod_is_first(price, first):
     steps = training_cost.recorded_steps(TABLE)
