@@ -33,9 +33,8 @@ def test_chip_hours_are_those_of_the_steps():
 
 
 def test_runs_are_those_in_kernels_where_the_table_has_them():
-    row = (
-        "| v6e:16x16, none, scanned | simplex in kernels, orthogonal in kernels | 256 " + "| 1 " * 5
-    )
+    attentions = "simplex in kernels, orthogonal in kernels"
+    row = f"| v6e:16x16, none, scanned | {attentions} | 256 {'| 1 ' * 5}|"
     steps = training_cost.recorded_steps(TABLE + row)
     pod = "v6e:16x16, none, scanned"
     hours = [
