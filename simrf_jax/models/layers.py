@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.nnx.nn.dtypes import promote_dtype
 
 COLUMNS = 8  # Of the matrix of ones. The compiler makes a slow sum of a product with one column.
 
@@ -23,7 +24,26 @@ def dropout(x: jax.Array, prng_key: jax.Array, rate: float) -> jax.Array:
       x: Any shape.
       prng_key: PRNG key of the mask.
       rate: Part of the entries that is dropped, at least 0 and below 1.
+
+    Returns:
+      An array of the shape and dtype of ``x``.
+
+    Raises:
+      ValueError: If the rate is out of its range.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from simrf_jax.models import dropout
+      >>> dropout(jnp.ones((2, 4)), jax.random.key(0), 0.5)
+      Array([[0., 0., 2., 2.],
+             [0., 2., 2., 0.]], dtype=float32)
+
+    References:
+      Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfitting (JMLR
+      2014), https://jmlr.org/papers/v15/srivastava14a.html
     """
+    if not 0 <= rate < 1:
+        raise ValueError(f"rate must be at least 0 and below 1, got {rate}.")
     if rate == 0:
         return x
     kept = 1 - rate
@@ -37,12 +57,29 @@ def sum_bias_gradients_by_products(layer: nnx.LinearGeneral) -> None:
 
     The gradient is the sum over all tokens. The compiler fuses this sum into the operation before
     it, but cannot do so where that is a kernel, as for the layers in front of attention. By itself
-    the sum takes ten times the cycles of the product.
+    the sum takes ten times the cycles of the product. On other devices nothing changes.
 
     Args:
-      layer: A layer without batch axes, which is changed.
+      layer: A layer without batch axes, such as those of ``nnx.MultiHeadAttention``. It is changed.
+
+    Raises:
+      ValueError: If the layer has batch axes, or a ``dot_general`` or ``promote_dtype`` of its own.
+
+    Example:
+      >>> from flax import nnx
+      >>> from simrf_jax.models import sum_bias_gradients_by_products
+      >>> attention = nnx.MultiHeadAttention(8, 512, decode=False, rngs=nnx.Rngs(0))
+      >>> for layer in (attention.query, attention.key, attention.value):
+      ...     sum_bias_gradients_by_products(layer)
     """
-    layer.promote_dtype = _promote_together
+    flax_general = layer.dot_general is None and layer.dot_general_cls is None
+    if layer.batch_axis or not flax_general or layer.promote_dtype is not promote_dtype:
+        raise ValueError(
+            "layer must have no batch axes and Flax's dot_general and promote_dtype, got "
+            f"batch_axis={dict(layer.batch_axis)}, dot_general={layer.dot_general}, "
+            f"dot_general_cls={layer.dot_general_cls}, promote_dtype={layer.promote_dtype}."
+        )
+    layer.promote_dtype = cast(Any, _promote_together)  # It returns no arrays of the same tree.
     layer.dot_general = _dot_general_and_bias
 
 
@@ -50,7 +87,7 @@ def _promote_together(
     arrays: tuple[jax.Array, jax.Array, jax.Array | None], **keywords: Any
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None], None]:
     """Hands the bias to ``_dot_general_and_bias`` beside the kernel."""
-    x, kernel, bias = nnx.nn.dtypes.promote_dtype(arrays, **keywords)
+    x, kernel, bias = promote_dtype(arrays, **keywords)
     return x, (kernel, bias), None
 
 

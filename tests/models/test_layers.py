@@ -94,3 +94,27 @@ def test_a_layer_without_a_bias_stays_as_it_is():
     expected = plain(x)
     sum_bias_gradients_by_products(plain)
     np.testing.assert_array_equal(plain(x), expected)
+
+
+@pytest.mark.parametrize("rate", [-0.1, 1, float("nan")])
+def test_dropout_refuses(rate):
+    with pytest.raises(ValueError, match="rate must be at least 0 and below 1, got"):
+        dropout(jnp.ones(3), jax.random.key(0), rate)
+
+
+@pytest.mark.parametrize(
+    ("options", "got"),
+    [
+        ({"batch_axis": {0: 4}}, "batch_axis={0: 4}"),
+        ({"dot_general": jax.lax.dot_general}, "dot_general=<function"),
+        ({"promote_dtype": lambda x, **_: x}, "promote_dtype=<function"),
+    ],
+)
+def test_layers_that_compute_otherwise_are_refused(options, got):
+    layer = nnx.LinearGeneral(6, (2, 3), rngs=nnx.Rngs(0), **options)
+    with pytest.raises(ValueError, match=f"layer must have no batch axes .*{got}"):
+        sum_bias_gradients_by_products(layer)
+    changed = nnx.LinearGeneral(6, (2, 3), rngs=nnx.Rngs(0))
+    sum_bias_gradients_by_products(changed)
+    with pytest.raises(ValueError, match="layer must have no batch axes"):
+        sum_bias_gradients_by_products(changed)
