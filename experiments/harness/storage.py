@@ -143,7 +143,14 @@ def _lasts(error: BaseException) -> bool:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and those that it was raised from."""
+    """Yields an error and those that it was raised from.
+
+    An error that Orbax meets while it handles another, as when it cleans up on a full disk, counts
+    as raised from that one. A bug that comes up elsewhere in the midst of a fault does not.
+    """
     while error is not None:
         yield error
-        error = error.__cause__
+        cause = error.__cause__
+        if cause is None and not error.__suppress_context__ and is_raised_in("orbax", error):
+            cause = error.__context__
+        error = cause

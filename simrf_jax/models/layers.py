@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
+from jax.ad_checkpoint import checkpoint_name
 
+MASK = "dropout_mask"  # Its name for policies of jax.checkpoint.
 COLUMNS = 8  # Of the matrix of ones. The compiler makes a slow sum of a product with one column.
 
 
@@ -18,7 +20,7 @@ def dropout(x: jax.Array, prng_key: jax.Array, rate: float) -> jax.Array:
 
     The result is that of ``nnx.Dropout``, whose mask XLA computes anew in each product that reads
     the result, and in their gradients. Here the mask is computed once and kept for the gradient,
-    one byte for each entry.
+    one byte for each entry; policies of ``jax.checkpoint`` know it as ``"dropout_mask"``.
 
     Args:
       x: Any shape.
@@ -49,6 +51,7 @@ def dropout(x: jax.Array, prng_key: jax.Array, rate: float) -> jax.Array:
     kept = 1 - rate
     # The barrier keeps the compiler from computing the mask where it is read.
     mask = jax.lax.optimization_barrier(jax.random.bernoulli(prng_key, kept, x.shape))
+    mask = checkpoint_name(mask, MASK)
     return jnp.where(mask, x / kept, jnp.zeros_like(x))
 
 

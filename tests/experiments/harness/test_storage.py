@@ -77,6 +77,25 @@ def test_a_fault_in_the_midst_of_which_a_bug_came_up_does_not_hide_it():
         raise bug
 
 
+def test_an_error_of_orbax_in_the_midst_of_a_fault_tells_of_the_fault():
+    code = """
+def clean_up(fault):
+    try:
+        raise fault
+    except OSError:
+        raise AttributeError("nothing to clean up")
+"""
+    orbax = {"__name__": "orbax.checkpoint"}
+    exec(code, orbax)
+    full = r"^\[Errno 28\] No space left on device$"
+    with pytest.raises(UserError, match=full), storage.faults(UserError):
+        orbax["clean_up"](FAULTS["full"])
+    elsewhere = {"__name__": "experiments.vit"}
+    exec(code, elsewhere)
+    with pytest.raises(AttributeError, match="nothing to clean up"), storage.faults(UserError):
+        elsewhere["clean_up"](FAULTS["full"])
+
+
 @pytest.mark.parametrize("error", ABSENCES.values(), ids=ABSENCES)
 def test_what_is_not_there_is_an_absence(error):
     assert storage.is_absence(error)
