@@ -57,8 +57,8 @@ class ViTConfig:
         ``simrf_jax.draw_projection``.
       dtype: ``"float32"`` or ``"bfloat16"`` for the computation; parameters are float32.
       remat: Values that each transformer layer keeps for its gradient. ``"none"`` keeps all and
-        computes nothing again, ``"dots"`` keeps the products with parameters, ``"block"`` keeps
-        only the layer's input.
+        computes nothing again, ``"dots"`` keeps the products with parameters and the masks of
+        dropout, ``"block"`` keeps only the layer's input.
       scan: True scans over the transformer layers, which compiles one layer instead of all. The
         arrays of the layers are then stacked, ``[depth, ...]``; the model is the same function of
         the same keys.

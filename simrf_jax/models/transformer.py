@@ -20,7 +20,7 @@ Keys = tuple[jax.Array, ...]
 # its input. The layer computes the rest again.
 POLICIES: dict[str, Policy] = {
     "block": jax.checkpoint_policies.nothing_saveable,
-    # Keeps products with parameters, and masks of dropout, which are small and take long to draw. The
+    # Keeps products with parameters, and dropout's masks, which are small and take long to draw. The
     # products inside attention have batch dimensions.
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
