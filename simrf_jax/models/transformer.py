@@ -20,8 +20,8 @@ Keys = tuple[jax.Array, ...]
 # its input. The layer computes the rest again.
 POLICIES: dict[str, Policy] = {
     "block": jax.checkpoint_policies.nothing_saveable,
-    # Keeps products with parameters, and dropout's masks, which are small and take long to draw. The
-    # products inside attention have batch dimensions.
+    # Keeps products with parameters, which those inside attention are not, as they have batch
+    # dimensions, and the masks of dropout, which are small and take long to draw.
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
         jax.checkpoint_policies.save_only_these_names(MASK),
