@@ -75,7 +75,7 @@ def step(pod, attention):
     # The trace of a kernel has the products of one step of its grid.
     whole = trace_step(*build(pod, attention.removesuffix(pods.IN_KERNELS)))
     counts = {
-        "flops": flops.matmul_flops(whole.jaxpr),
+        "flops": flops.matmul_flops(whole.jaxpr, "tpu"),
         "model_flops": config.batch_size * train_flops(built.model),
     }
     if attention.endswith(pods.IN_KERNELS):

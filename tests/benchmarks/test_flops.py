@@ -46,6 +46,18 @@ def test_of_branches_the_dearest_counts():
 
 
 @pytest.mark.fast
+def test_the_branch_of_a_platform_counts():
+    def branches(x):
+        return jax.lax.platform_dependent(
+            x, cpu=lambda x: x @ x, tpu=lambda x: x @ x @ x, default=lambda x: x
+        )
+
+    jaxpr, once = jax.jit(branches).trace(ONE).jaxpr, count(jnp.matmul, ONE, ONE)
+    found = [flops.matmul_flops(jaxpr, name) for name in ("cpu", "tpu", "cuda", None)]
+    assert found == [once, 2 * once, 0, 2 * once]
+
+
+@pytest.mark.fast
 def test_what_cannot_be_counted_is_refused():
     def unbounded(x):
         return jax.lax.while_loop(lambda x: x[0, 0] > 0, lambda x: x @ x, x)
@@ -69,7 +81,8 @@ def traced_step(attention, *, depth, scan):
 
 def step_flops(attention, *, depth, scan):
     """Returns the FLOPs of a training step for one image."""
-    return flops.matmul_flops(traced_step(attention, depth=depth, scan=scan).jaxpr) / 2
+    # A TPU also multiplies by ones, for the gradients of biases.
+    return flops.matmul_flops(traced_step(attention, depth=depth, scan=scan).jaxpr, "cuda") / 2
 
 
 # Tokens, width, hidden width, layers, heads, head dimension, features.
