@@ -58,8 +58,5 @@ def _of_branch(flops, platforms, platform):
     """
     if platform is None or platforms is None:
         return max(flops)
-    of_platform = [
-        n for n, names in zip(flops, platforms, strict=True) if platform in (names or ())
-    ]
-    of_others = [n for n, names in zip(flops, platforms, strict=True) if names is None]
-    return (of_platform or of_others)[0]
+    named = {name: n for n, names in zip(flops, platforms, strict=True) for name in names or [None]}
+    return named.get(platform, named.get(None))
