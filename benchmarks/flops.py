@@ -59,4 +59,6 @@ def _of_branch(flops, platforms, platform):
     if platform is None or platforms is None:
         return max(flops)
     named = {name: n for n, names in zip(flops, platforms, strict=True) for name in names or [None]}
-    return named.get(platform, named.get(None))
+    if platform not in named and None not in named:
+        raise ValueError(f"No branch is for {platform}, only for {', '.join(named)}.")
+    return named[platform] if platform in named else named[None]

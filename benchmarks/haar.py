@@ -1,9 +1,9 @@
 """Five ways to draw a Haar rotation, timed on a CPU and compiled for a TPU.
 
-They are Householder reflections one by one (the library's choice up to 64 dimensions) and in blocks
-(beyond them), LAPACK's QR, Cholesky-QR and the polar factor. They alternate on the CPU, for the
-rotations of a ViT-B/16 (288 of 64 x 64) and for other sizes. With --tpu the program compiles each
-for a TPU v5e instead (pip install libtpu) and prints static cycles.
+They are Householder reflections one by one (the library's choice up to 64 dimensions, and up to 32
+on a TPU) and in blocks (beyond them), LAPACK's QR, Cholesky-QR and the polar factor. They alternate
+on the CPU, for the rotations of a ViT-B/16 (288 of 64 x 64) and for other sizes. With --tpu the
+program compiles each for a TPU v5e instead (pip install libtpu) and prints static cycles.
 
 Run: python -m benchmarks.haar [--tpu]
 """
@@ -22,13 +22,18 @@ POLAR_STEPS = 30
 HIGHEST = jax.lax.Precision.HIGHEST
 
 
+def in_blocks_beyond(dim):
+    """Sets the number of reflections up to which they are applied one by one on all platforms."""
+    return mock.patch.multiple(rotations, LARGEST_ONE_BY_ONE=dim, LARGEST_ONE_BY_ONE_ON_TPU=dim)
+
+
 def one_by_one(key, dim):
-    with mock.patch.object(rotations, "LARGEST_ONE_BY_ONE", dim):
+    with in_blocks_beyond(dim):
         return rotations.haar_rotation(key, jnp.eye(dim), dim)
 
 
 def in_blocks(key, dim):
-    with mock.patch.object(rotations, "LARGEST_ONE_BY_ONE", 0):
+    with in_blocks_beyond(0):
         return rotations.haar_rotation(key, jnp.eye(dim), dim)
 
 

@@ -105,6 +105,8 @@ def chip_hours(steps, pod, attention, name):
     """Returns the chip-hours of a run on a pod, with the fused kernels if the table has them."""
     hours = {a: step.chip_hours for step in steps if step.pod == pod for a in step.attentions}
     of_step = hours.get(attention + pods.IN_KERNELS, hours.get(attention))
+    if of_step is None:
+        raise ValueError(f"The table of hours has no {attention} for {pod}.")
     return of_step * num_steps(name) / num_steps("imagenet2012")
 
 

@@ -145,12 +145,13 @@ def _lasts(error: BaseException) -> bool:
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
     """Yields an error and those that it was raised from.
 
-    An error that Orbax meets while it handles another, as when it cleans up on a full disk, counts
-    as raised from that one. A bug that comes up elsewhere in the midst of a fault does not.
+    An error that Orbax raises while it handles one of its own, such as a failed clean-up on a full
+    disk, counts as raised from that one. A bug in other code during a fault does not.
     """
     while error is not None:
         yield error
-        cause = error.__cause__
-        if cause is None and not error.__suppress_context__ and is_raised_in("orbax", error):
-            cause = error.__context__
+        cause, context = error.__cause__, error.__context__
+        if cause is None and context is not None and not error.__suppress_context__:
+            is_of_orbax = all(is_raised_in("orbax", one) for one in (error, context))
+            cause = context if is_of_orbax else None
         error = cause

@@ -1,4 +1,4 @@
-"""Dropout and biases as Flax has them, in a form that compiles to less on a TPU."""
+"""Dropout and bias addition with Flax's results, written so that XLA takes less on a TPU."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from flax import nnx
 from flax.nnx.nn.dtypes import promote_dtype
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AxisType
 
-MASK = "dropout_mask"  # Its name for policies of jax.checkpoint.
-COLUMNS = 8  # Of the matrix of ones. The compiler makes a slow sum of a product with one column.
+DROPOUT_MASK = "dropout_mask"  # Policies of jax.checkpoint refer to the mask by this name.
+ONES_COLUMNS = 8  # With one column, XLA turns the product back into a slow sum.
 
 
 def dropout(x: jax.Array, prng_key: jax.Array, rate: float) -> jax.Array:
@@ -23,7 +24,7 @@ def dropout(x: jax.Array, prng_key: jax.Array, rate: float) -> jax.Array:
     one byte for each entry; policies of ``jax.checkpoint`` know it as ``"dropout_mask"``.
 
     Args:
-      x: Any shape.
+      x: Floating-point array of any shape.
       prng_key: PRNG key of the mask.
       rate: Part of the entries that is dropped, at least 0 and below 1.
 
@@ -31,6 +32,7 @@ def dropout(x: jax.Array, prng_key: jax.Array, rate: float) -> jax.Array:
       An array of the shape and dtype of ``x``.
 
     Raises:
+      TypeError: If ``x`` is not a floating-point array.
       ValueError: If the rate is out of its range.
 
     Example:
@@ -44,29 +46,40 @@ def dropout(x: jax.Array, prng_key: jax.Array, rate: float) -> jax.Array:
       Srivastava et al., Dropout: A Simple Way to Prevent Neural Networks from Overfitting (JMLR
       2014), https://jmlr.org/papers/v15/srivastava14a.html
     """
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"x must be a floating-point array, got {x.dtype}.")
     if not 0 <= rate < 1:
         raise ValueError(f"rate must be at least 0 and below 1, got {rate}.")
     if rate == 0:
         return x
-    kept = 1 - rate
+    kept = 1 - float(rate)
+    mask = jax.random.bernoulli(prng_key, kept, x.shape)
+    sharding = jax.typeof(x).sharding
+    if AxisType.Explicit in sharding.mesh.axis_types:
+        mask = jax.sharding.reshard(mask, sharding)
     # The barrier keeps the compiler from computing the mask where it is read.
-    mask = jax.lax.optimization_barrier(jax.random.bernoulli(prng_key, kept, x.shape))
-    mask = checkpoint_name(mask, MASK)
+    mask = checkpoint_name(jax.lax.optimization_barrier(mask), DROPOUT_MASK)
     return jnp.where(mask, x / kept, jnp.zeros_like(x))
 
 
 def sum_bias_gradients_by_products(layer: nnx.LinearGeneral) -> None:
     """Lets a TPU compute the gradient of a layer's bias as a matrix product with ones.
 
-    The gradient is the sum over all tokens. The compiler fuses this sum into the operation before
-    it, but cannot do so where that is a kernel, as for the layers in front of attention. By itself
-    the sum takes ten times the cycles of the product. On other devices nothing changes.
+    The bias gradient sums over all tokens. XLA fuses this sum into the operation that produces the
+    incoming gradient, except if that is a Pallas kernel, as for the query, key and value layers of
+    attention. There the separate sum takes ten times the cycles of the product. On other devices,
+    inside ``jax.shard_map`` and over Explicit mesh axes the gradient stays a sum.
+
+    A changed layer supports reverse-mode differentiation only: ``jax.jvp`` and ``jax.linearize``
+    raise a ``TypeError``.
 
     Args:
-      layer: A layer without batch axes, such as those of ``nnx.MultiHeadAttention``. It is changed.
+      layer: Layer without batch axes, such as ``attention.query`` of an ``nnx.MultiHeadAttention``.
+        It is modified in place, once.
 
     Raises:
-      ValueError: If the layer has batch axes, or a ``dot_general`` or ``promote_dtype`` of its own.
+      TypeError: If the layer is not an ``nnx.LinearGeneral``.
+      ValueError: If it has batch axes, or a ``dot_general`` or ``promote_dtype`` of its own.
 
     Example:
       >>> from flax import nnx
@@ -75,6 +88,10 @@ def sum_bias_gradients_by_products(layer: nnx.LinearGeneral) -> None:
       >>> for layer in (attention.query, attention.key, attention.value):
       ...     sum_bias_gradients_by_products(layer)
     """
+    if not isinstance(layer, nnx.LinearGeneral):
+        raise TypeError(f"layer must be an nnx.LinearGeneral, got {type(layer).__name__}.")
+    if layer.dot_general is _dot_general_and_bias:
+        return
     flax_general = layer.dot_general is None and layer.dot_general_cls is None
     if layer.batch_axis or not flax_general or layer.promote_dtype is not promote_dtype:
         raise ValueError(
@@ -99,33 +116,49 @@ def _dot_general_and_bias(
 ) -> jax.Array:
     kernel, bias = kernel_and_bias
     y = jax.lax.dot_general(x, kernel, *args, **keywords)
-    return y if bias is None else _add_bias(y, bias)
+    if bias is None:
+        return y
+    # Over other axes, the types of a bias and of its gradient depend on the mesh. JAX sees to that.
+    is_auto = {*jax.typeof(y).sharding.mesh.axis_types} <= {AxisType.Auto}
+    return _add_bias_with_gradient(y, bias) if is_auto else _add_bias(y, bias)
+
+
+def _add_bias(y: jax.Array, bias: jax.Array) -> jax.Array:
+    return y + bias.reshape((1,) * (y.ndim - bias.ndim) + bias.shape)
 
 
 @jax.custom_vjp
-def _add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
-    return x + bias.reshape((1,) * (x.ndim - bias.ndim) + bias.shape)
+def _add_bias_with_gradient(y: jax.Array, bias: jax.Array) -> jax.Array:
+    return _add_bias(y, bias)
 
 
-def _add_bias_forward(x: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _add_bias(x, bias), bias
+def _add_bias_forward(y: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _add_bias(y, bias), bias
 
 
-def _add_bias_backward(bias: jax.Array, of_out: jax.Array) -> tuple[jax.Array, jax.Array]:
-    axes = tuple(range(of_out.ndim - bias.ndim))
-    of_bias = jax.lax.platform_dependent(
-        of_out,
+def _add_bias_backward(bias: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    axes = tuple(range(gradient.ndim - bias.ndim))
+    if not jnp.issubdtype(gradient.dtype, jnp.floating):
+        return gradient, jnp.sum(gradient, axes).astype(bias.dtype)
+    bias_gradient = jax.lax.platform_dependent(
+        gradient,
         tpu=functools.partial(_sum_by_product, axes=axes),
         default=functools.partial(jnp.sum, axis=axes),
     )
-    return of_out, of_bias.astype(bias.dtype)
+    return gradient, bias_gradient.astype(bias.dtype)
+
+
+_add_bias_with_gradient.defvjp(_add_bias_forward, _add_bias_backward)
 
 
 def _sum_by_product(x: jax.Array, *, axes: tuple[int, ...]) -> jax.Array:
-    """Returns the sum over the first axes, computed in float32 as a product with ones."""
-    ones = jnp.ones((*x.shape[: len(axes)], COLUMNS), x.dtype)
-    product = jnp.tensordot(ones, x, (axes, axes), preferred_element_type=jnp.float32)
+    """Returns the sum over the first axes, computed in at least float32 as a product with ones."""
+    ones = jnp.ones((*x.shape[: len(axes)], ONES_COLUMNS), x.dtype)
+    product = jnp.tensordot(
+        ones,
+        x,
+        (axes, axes),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.promote_types(x.dtype, jnp.float32),
+    )
     return product[0].astype(x.dtype)
-
-
-_add_bias.defvjp(_add_bias_forward, _add_bias_backward)

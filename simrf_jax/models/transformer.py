@@ -11,7 +11,7 @@ from flax import nnx
 
 from simrf_jax.integrations.nnx import CalibrationMoments, RandomFeatureAttention
 from simrf_jax.models.config import ViTConfig
-from simrf_jax.models.layers import MASK, dropout, sum_bias_gradients_by_products
+from simrf_jax.models.layers import DROPOUT_MASK, dropout, sum_bias_gradients_by_products
 
 Policy = Callable[..., bool]
 Keys = tuple[jax.Array, ...]
@@ -20,11 +20,11 @@ Keys = tuple[jax.Array, ...]
 # its input. The layer computes the rest again.
 POLICIES: dict[str, Policy] = {
     "block": jax.checkpoint_policies.nothing_saveable,
-    # Keeps products with parameters, which those inside attention are not, as they have batch
-    # dimensions, and the masks of dropout, which are small and take long to draw.
+    # Keeps products with parameters and the dropout masks, which are small and slow to draw.
+    # Products inside attention have batch dimensions and are not kept.
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names(MASK),
+        jax.checkpoint_policies.save_only_these_names(DROPOUT_MASK),
     ),
 }
 

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Integer, Key, Shaped
 
 from simrf_jax import checks
@@ -98,8 +98,9 @@ def redraw_projections(
         of a Linen model, or ``nnx.state(model, RandomProjection)`` of an NNX model.
       options: Options for the projections that do not say how they were drawn, such as bare arrays.
         The others must have been drawn by the same options.
-      mesh: Devices that draw a part each; by default every device draws all projections. What they
-        draw is the same but for rounding.
+      mesh: Mesh over whose devices the heads are divided: each device draws its share. By default
+        every device draws all heads. Values differ only by rounding. With several processes, call
+        this inside ``jax.jit``.
 
     Returns:
       A pytree of the same structure, shapes and dtypes.
@@ -136,11 +137,8 @@ def redraw_projections(
         layer_of_each = np.repeat(layers, counts)
         head_of_each = np.concatenate([np.arange(count) for count in counts])
         draw_one = functools.partial(_draw_like, jax.tree.unflatten(structure, parts), agreed)
-        heads = _map(
-            lambda *numbers, draw_one=draw_one: draw_one(_fold_in_both(key, *numbers)),
-            (layer_of_each, head_of_each),
-            mesh,
-        )
+        draw = functools.partial(_draw_numbered, draw_one)
+        heads = _map(draw, key, (layer_of_each, head_of_each), mesh)
         ends = itertools.accumulate(counts)
         for layer, stack, count, end in zip(layers, stacks, counts, ends, strict=True):
             unstack = functools.partial(_take, first=end - count, end=end, stack=stack)
@@ -149,17 +147,34 @@ def redraw_projections(
 
 
 def _map(
-    function: Callable[..., Any], numbers: tuple[Shaped[np.ndarray, " n"], ...], mesh: Mesh | None
+    draw: Callable[..., Any],
+    key: Key[Array, ""],
+    numbers: tuple[Shaped[np.ndarray, " n"], ...],
+    mesh: Mesh | None,
 ) -> Any:
-    """Returns the results of a function of numbers, by all devices of a mesh together."""
-    each = jax.vmap(function)
+    """Returns what is drawn for each number, in equal parts by the devices of a mesh."""
+    draw_all = jax.vmap(draw, in_axes=(None, 0, 0))
     if mesh is None:
-        return each(*map(jnp.asarray, numbers))
-    axes = PartitionSpec(mesh.axis_names)
-    # All devices have as many results. Nobody uses those that are added at the end.
+        return draw_all(key, *map(jnp.asarray, numbers))
+    everywhere, divided = PartitionSpec(), PartitionSpec(mesh.axis_names)
+    specs = (everywhere, divided, divided)
+    shared = jax.shard_map(draw_all, mesh=mesh, in_specs=specs, out_specs=divided, check_vma=False)
+    # The parts are equal, so numbers are added at the end. Nobody uses what is drawn for them.
     count = -(-len(numbers[0]) // mesh.size) * mesh.size
-    shared = jax.shard_map(each, mesh=mesh, in_specs=axes, out_specs=axes, check_vma=False)
-    return shared(*(jnp.asarray(np.resize(x, count)) for x in numbers))
+    resized = [jnp.asarray(np.resize(x, count)) for x in numbers]
+    if AxisType.Explicit not in mesh.axis_types:
+        return shared(key, *resized)
+    resized = jax.sharding.reshard(resized, NamedSharding(mesh, divided))
+    return jax.sharding.reshard(shared(key, *resized), NamedSharding(mesh, everywhere))
+
+
+def _draw_numbered(
+    draw_one: Callable[[Key[Array, ""]], Any],
+    key: Key[Array, ""],
+    layer: Integer[Array, ""],
+    head: Integer[Array, ""],
+) -> Any:
+    return draw_one(_fold_in_both(key, layer, head))
 
 
 def _is_structured(node: Any) -> bool:

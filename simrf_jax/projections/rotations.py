@@ -12,8 +12,9 @@ from jaxtyping import Array, Float, Int, Key
 
 from simrf_jax.projections.hadamard import padded_dim, random_signs, rotate_back
 
-# Reflections up to which those one by one are faster than blocks (benchmarks/haar.py). On a TPU,
-# each small operation takes some 2 thousand cycles, and blocks are fewer operations.
+# Up to this many reflections, applying them one by one is faster than in blocks
+# (benchmarks/haar.py). On a TPU, each small operation costs about 2,000 cycles, so that blocks,
+# which need fewer operations, win earlier.
 LARGEST_ONE_BY_ONE = 64
 LARGEST_ONE_BY_ONE_ON_TPU = 32
 BLOCK = 32  # Reflections in a block, a power of two.

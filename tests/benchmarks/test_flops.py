@@ -55,6 +55,9 @@ def test_the_branch_of_a_platform_counts():
     jaxpr, once = jax.jit(branches).trace(ONE).jaxpr, count(jnp.matmul, ONE, ONE)
     found = [flops.matmul_flops(jaxpr, name) for name in ("cpu", "tpu", "cuda", None)]
     assert found == [once, 2 * once, 0, 2 * once]
+    of_two = jax.jit(lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, tpu=jnp.cos))
+    with pytest.raises(ValueError, match="No branch is for cuda, only for cpu, tpu"):
+        flops.matmul_flops(of_two.trace(ONE).jaxpr, "cuda")
 
 
 @pytest.mark.fast

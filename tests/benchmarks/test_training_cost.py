@@ -42,6 +42,8 @@ def test_runs_are_those_in_kernels_where_the_table_has_them():
         for attention in training_cost.ATTENTIONS
     ]
     assert hours == [1, 1, 100]
+    with pytest.raises(ValueError, match="has no iid for v6e:16x16, none, scanned"):
+        training_cost.chip_hours(steps, pod, "iid", "imagenet2012")
 
 
 @pytest.mark.parametrize(("price", "first"), [(2.0, "v6e"), (4.0, "v5e")])

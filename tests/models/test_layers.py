@@ -1,3 +1,4 @@
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -6,6 +7,7 @@ from flax import nnx
 
 from simrf_jax.models import layers
 from simrf_jax.models.layers import dropout, sum_bias_gradients_by_products
+from simrf_jax.models.transformer import POLICIES
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -97,9 +99,31 @@ def test_a_layer_without_a_bias_stays_as_it_is():
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1, float("nan")])
-def test_dropout_refuses(rate):
+def test_dropout_refuses_rates(rate):
     with pytest.raises(ValueError, match="rate must be at least 0 and below 1, got"):
         dropout(jnp.ones(3), jax.random.key(0), rate)
+
+
+def test_dropout_refuses_integers():
+    with pytest.raises(TypeError, match="x must be a floating-point array, got int32"):
+        dropout(jnp.ones(3, jnp.int32), jax.random.key(0), 0.5)
+
+
+def test_a_rate_of_numpy_changes_no_dtype():
+    assert (
+        dropout(jnp.ones(3, jnp.bfloat16), jax.random.key(0), np.float64(0.1)).dtype == "bfloat16"
+    )
+
+
+@pytest.mark.parametrize(("remat", "draws"), [("none", 1), ("dots", 1), ("block", 2)])
+def test_dots_keeps_the_masks(remat, draws):
+    def loss(x, key):
+        return jnp.sum(jnp.sin(dropout(jnp.sin(x), jax.random.wrap_key_data(key), 0.1)))
+
+    if remat != "none":
+        loss = jax.checkpoint(loss, policy=POLICIES[remat])
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(jnp.ones((3, 4)), jnp.zeros(2, jnp.uint32))
+    assert str(jaxpr).count("random_bits[") == draws
 
 
 @pytest.mark.parametrize(
@@ -114,7 +138,51 @@ def test_layers_that_compute_otherwise_are_refused(options, got):
     layer = nnx.LinearGeneral(6, (2, 3), rngs=nnx.Rngs(0), **options)
     with pytest.raises(ValueError, match=f"layer must have no batch axes .*{got}"):
         sum_bias_gradients_by_products(layer)
-    changed = nnx.LinearGeneral(6, (2, 3), rngs=nnx.Rngs(0))
-    sum_bias_gradients_by_products(changed)
-    with pytest.raises(ValueError, match="layer must have no batch axes"):
-        sum_bias_gradients_by_products(changed)
+
+
+def test_other_layers_are_refused():
+    with pytest.raises(TypeError, match=r"must be an nnx\.LinearGeneral, got Linear"):
+        sum_bias_gradients_by_products(nnx.Linear(6, 3, rngs=nnx.Rngs(0)))
+
+
+def test_a_layer_is_changed_once():
+    layer = _layer(True)
+    sum_bias_gradients_by_products(layer)
+    x = jax.random.normal(jax.random.key(1), (4, 6))
+    np.testing.assert_array_equal(layer(x), _layer(False)(x))
+
+
+@pytest.mark.devices(8)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_over_a_mesh(kind):
+    mesh = jax.make_mesh((8,), ("data",), (getattr(jax.sharding.AxisType, kind),))
+    x = jax.random.normal(jax.random.key(1), (8, 4, 6))
+    gradients, params, _ = _gradients(_layer(True), x)
+    mask_key = jax.random.key(3)
+
+    def drop(x):
+        return jnp.sum(jnp.sin(dropout(x, jax.random.clone(mask_key), 0.5)))
+
+    expected = gradients(params, x), jax.grad(drop)(x)
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+        found = gradients(params, sharded), jax.jit(jax.grad(drop))(sharded)
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.devices(8)
+def test_inside_shard_map():
+    mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
+    x = jax.random.normal(jax.random.key(1), (8, 4, 6))
+    gradients, params, _ = _gradients(_layer(True), x)
+    specs = (jax.P(), jax.P("data"))
+    shared = jax.shard_map(gradients, mesh=mesh, in_specs=specs, out_specs=specs)
+    chex.assert_trees_all_close(
+        jax.jit(shared)(params, x), gradients(params, x), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_a_float32_gradient_is_not_rounded_on_a_tpu():
+    gradients, *args = _gradients(_layer(True), jnp.ones((5, 4, 6)))
+    program = gradients.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    assert program.count("precision = [HIGHEST, HIGHEST]") == 1

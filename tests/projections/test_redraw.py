@@ -133,10 +133,12 @@ def test_values_do_not_depend_on_the_devices():
 
 
 @pytest.mark.devices(8)
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("jitted", [False, True])
-def test_devices_of_a_mesh_draw_a_part_each(jitted):
-    mesh = jax.make_mesh((4, 2), ("data", "model"), (jax.sharding.AxisType.Auto,) * 2)
-    layers = {"a": jnp.zeros((3, 10, 4)), "b": jnp.zeros((10, 4)), "c": jnp.zeros((17, 3))}
+def test_devices_of_a_mesh_draw_a_part_each(jitted, kind):
+    kinds = (getattr(jax.sharding.AxisType, kind),) * 2
+    mesh = jax.make_mesh((4, 2), ("data", "model"), kinds)
+    layers = {"a": jnp.zeros((3, 3, 10, 4)), "b": jnp.zeros((10, 4)), "c": jnp.zeros((17, 3))}
 
     def redraw(key, mesh=None):
         return redraw_projections(key, layers, options=DrawOptions("simplex"), mesh=mesh)

@@ -46,14 +46,27 @@ def test_haar_trace_has_its_law(dim):
     assert scipy.stats.ks_2samp(trace.round(4), library.round(4)).pvalue > 1e-4
 
 
-@pytest.mark.parametrize(("n", "dim"), [(1, 3), (65, 70), (96, 96), (130, 200)])
+@pytest.mark.parametrize(("n", "dim"), [(1, 3), (40, 64), (65, 70), (130, 200)])
 def test_reflections_in_blocks_are_those_one_by_one(monkeypatch, n, dim):
     vectors = jax.random.normal(jax.random.key(1), (5, n))
     turned = []
     for largest in (0, dim):
-        monkeypatch.setattr("simrf_jax.projections.rotations.LARGEST_ONE_BY_ONE", largest)
+        for name in ("LARGEST_ONE_BY_ONE", "LARGEST_ONE_BY_ONE_ON_TPU"):
+            monkeypatch.setattr(f"simrf_jax.projections.rotations.{name}", largest)
         turned.append(haar_rotation(jax.random.key(0), vectors, dim))
     np.testing.assert_allclose(*turned, atol=2e-5)
+
+
+@pytest.mark.parametrize(("dim", "on_tpu"), [(32, False), (33, True), (64, True), (65, True)])
+def test_a_tpu_reflects_in_blocks_from_33_dimensions_on(dim, on_tpu):
+    def rotate(key):
+        return haar_rotation(key, jnp.eye(dim), dim)
+
+    traced = jax.jit(rotate).trace(jax.random.key(0))
+    programs = (traced.lower(lowering_platforms=(name,)).as_text() for name in ("tpu", "cpu"))
+    # Blocks have the products of reflectors with each other; a block is 32 x 32.
+    found = ["x32x32xf32>" in program for program in programs]
+    assert found == [on_tpu, dim > 64]
 
 
 def test_haar_frame_of_few_vectors_is_uniform_on_the_sphere():

@@ -89,11 +89,25 @@ def clean_up(fault):
     exec(code, orbax)
     full = r"^\[Errno 28\] No space left on device$"
     with pytest.raises(UserError, match=full), storage.faults(UserError):
-        orbax["clean_up"](FAULTS["full"])
+        orbax["clean_up"](OSError(errno.ENOSPC, "No space left on device"))
     elsewhere = {"__name__": "experiments.vit"}
     exec(code, elsewhere)
     with pytest.raises(AttributeError, match="nothing to clean up"), storage.faults(UserError):
-        elsewhere["clean_up"](FAULTS["full"])
+        elsewhere["clean_up"](OSError(errno.ENOSPC, "No space left on device"))
+
+
+def test_an_error_of_orbax_in_the_midst_of_a_fault_elsewhere_passes():
+    orbax = {"__name__": "orbax.checkpoint"}
+    exec('def restore():\n    raise KeyError("not what was saved")', orbax)
+
+    def restore_after_a_fault():
+        try:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        except OSError:
+            orbax["restore"]()
+
+    with pytest.raises(KeyError, match="not what was saved"), storage.faults(UserError):
+        restore_after_a_fault()
 
 
 @pytest.mark.parametrize("error", ABSENCES.values(), ids=ABSENCES)
