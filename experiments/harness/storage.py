@@ -148,8 +148,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     An error that Orbax raises while it handles one of its own, such as a failed clean-up on a full
     disk, counts as raised from that one. A bug in other code during a fault does not.
     """
-    while error is not None:
+    seen: set[int] = set()  # An error that is raised again may be among its own causes.
+    while error is not None and id(error) not in seen:
         yield error
+        seen.add(id(error))
         cause, context = error.__cause__, error.__context__
         if cause is None and context is not None and not error.__suppress_context__:
             is_of_orbax = all(is_raised_in("orbax", one) for one in (error, context))

@@ -96,6 +96,13 @@ def clean_up(fault):
         elsewhere["clean_up"](OSError(errno.ENOSPC, "No space left on device"))
 
 
+def test_errors_that_lead_to_each_other_are_read_once():
+    first, second = ValueError("first"), ValueError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert not storage.is_fault(first)
+    assert storage.in_a_line(first) == "first"
+
+
 def test_an_error_of_orbax_in_the_midst_of_a_fault_elsewhere_passes():
     orbax = {"__name__": "orbax.checkpoint"}
     exec('def restore():\n    raise KeyError("not what was saved")', orbax)
