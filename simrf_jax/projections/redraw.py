@@ -100,7 +100,7 @@ def redraw_projections(
         The others must have been drawn by the same options.
       mesh: Mesh over whose devices the heads are divided: each device draws its share. By default
         every device draws all heads. Values differ only by rounding. With several processes, call
-        this inside ``jax.jit``.
+        this inside ``jax.jit``, and over Explicit axes inside ``jax.set_mesh``.
 
     Returns:
       A pytree of the same structure, shapes and dtypes.

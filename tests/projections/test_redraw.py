@@ -145,7 +145,8 @@ def test_devices_of_a_mesh_draw_a_part_each(jitted, kind):
 
     key = jax.random.key(0)
     alone, of_mesh = redraw(key), functools.partial(redraw, mesh=mesh)
-    together = (jax.jit(of_mesh) if jitted else of_mesh)(key)
+    with jax.set_mesh(mesh):
+        together = (jax.jit(of_mesh) if jitted else of_mesh)(key)
     chex.assert_trees_all_close(together, alone, rtol=1e-5, atol=1e-6)
     # A part is what is drawn from as many numbers as there are devices, or fewer.
     jaxpr = str(jax.make_jaxpr(of_mesh)(key))
