@@ -70,6 +70,7 @@ from simrf_jax.features import maps as feature_maps
 from simrf_jax.projections import (
     DrawOptions,
     FastProjection,
+    PairedProjection,
     WeightedProjection,
     draw_fast_projection,
     draw_mixture_projection,
@@ -95,6 +96,7 @@ __all__ = [
     "FastProjection",
     "FeatureMap",
     "Mechanism",
+    "PairedProjection",
     "RandomFeatures",
     "WeightedProjection",
     "angular_hybrid_features",

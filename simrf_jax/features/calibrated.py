@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, SupportsIndex
@@ -15,13 +14,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from simrf_jax import checks
-from simrf_jax.features.exponential_form import ExponentialForm, dense_rows
+from simrf_jax.features.exponential_form import ExponentialForm, rows_of_pairs
 from simrf_jax.features.feature_map import FeatureMap
 from simrf_jax.features.log_space import LogFeatures, Side
 from simrf_jax.projections import (
     Projection,
-    StructuredProjection,
     add_half_log_weights,
+    both_signs,
     product,
     rows_of,
 )
@@ -66,6 +65,7 @@ class Calibrated(FeatureMap):
     """
 
     is_finite = True
+    multiplies_rows = True
     coupling = "simplex"
     axes_of_one: ClassVar[Mapping[str, int]] = {
         "query_mean": 1,
@@ -131,43 +131,51 @@ class Calibrated(FeatureMap):
         The heads keep their axis, because XLA multiplies all of them by one W in a single product
         then. ``jax.vmap`` would move it.
         """
-        if side == "query":
-            mean, other, matrix = self.query_mean, self.key_mean, self.query_matrix
-        else:
-            mean, other, matrix = self.key_mean, self.query_mean, self.key_matrix
-        rows: Any = rows_of(projection)
-        matrix, centered = jnp.asarray(matrix), x - _along(mean, x)
-        balanced = _of_heads(centered, matrix)
+        mean, matrix, other, _ = self._of_side(side)
+        centered = x - _along(mean, x)
+        balanced = _of_heads(centered, jnp.asarray(matrix))
         products = (x - _along(0.5 * mean, x)) * _along(other, x)
         log_scale = jnp.sum(products - 0.5 * jnp.square(balanced), axis=-1, keepdims=True)
-        if side == "query" and _is_worth_folding(rows, matrix, x):
-            # Attention does not use the log_scale of queries, so XLA drops their balanced vectors.
-            exponent = _of_heads(centered, self._folded(rows, matrix))
-        else:
-            exponent = _of_heads(balanced * _along(jnp.sqrt(self.variances), x), rows)
+        tilted = balanced * _along(jnp.sqrt(self.variances), x)
+        exponent = _of_heads(tilted, rows_of(projection))
         exponent += _along(self._half_log_weights(projection), exponent)
         return LogFeatures(exponent, log_scale - 0.5 * math.log(exponent.shape[-1]))
 
     def exponential_form(self, projection: Projection, *, side: Side) -> ExponentialForm:
-        """Returns the form of one head, for vectors that are not centred."""
-        if side == "query":
-            mean, other, matrix = self.query_mean, self.key_mean, self.query_matrix
-        else:
-            mean, other, matrix = self.key_mean, self.query_mean, self.key_matrix
-        highest = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-        rows = dense_rows(projection)
-        rows = highest(rows * jnp.broadcast_to(jnp.sqrt(self.variances), rows.shape), matrix)
-        offsets = self._half_log_weights(projection) - highest(rows, mean)
-        constant = -0.5 * jnp.sum(mean * other)
-        return ExponentialForm(rows, offsets, matrix, other, highest(matrix, mean), constant)
+        r"""Returns the form of one head, for vectors that are not centred.
 
-    def _folded(
-        self, rows: Float[Array, "*K num_features H"], matrix: Float[Array, "*K H H"]
-    ) -> Float[Array, "*K num_features H"]:
-        """Returns the rows of each head times the root of the tilt and a matrix."""
-        roots = jnp.expand_dims(jnp.sqrt(self.variances), -2)
-        tilted = rows * jnp.broadcast_to(roots, rows.shape)
-        return jnp.matmul(tilted, matrix, precision=jax.lax.Precision.HIGHEST)
+        The linear term of a key completes its square, as :math:`M^{-\top}` takes M b to b:
+
+        .. math:: b_x \cdot y - \tfrac12 |M^{-\top} (y - b_y)|^2
+            = a - \tfrac12 |M^{-\top} y - c|^2, \qquad c = M b_x + M^{-\top} b_y.
+        """
+        mean, matrix, other, other_matrix = self._of_side(side)
+        rows, is_paired = rows_of_pairs(projection)
+        tilted = rows * jnp.broadcast_to(jnp.sqrt(self.variances), rows.shape)
+        balanced = _times(matrix, mean)
+        # The matrices are inverse up to rounding. Here a step of Newton's method makes up for it.
+        linear = _times(other_matrix, other)
+        linear += _times(other_matrix, other - _times(matrix.T, linear))
+        center = balanced + linear
+        shifts = _times(tilted, balanced)
+        offsets = self._half_log_weights(projection)
+        offsets -= both_signs(shifts) if is_paired else shifts
+        squares = jnp.square(center) - jnp.square(balanced) - mean * other
+        return ExponentialForm(
+            jnp.matmul(tilted, matrix, precision=jax.lax.Precision.HIGHEST),
+            offsets,
+            matrix,
+            center,
+            0.5 * jnp.sum(squares),
+            is_paired,
+        )
+
+    def _of_side(self, side: Side) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Returns mean and matrix of a side, and those of the other."""
+        queries = (jnp.asarray(self.query_mean), jnp.asarray(self.query_matrix))
+        keys = (jnp.asarray(self.key_mean), jnp.asarray(self.key_matrix))
+        own, other = (queries, keys) if side == "query" else (keys, queries)
+        return own[0], own[1], other[0], other[1]
 
     def _half_log_weights(self, projection: Projection) -> Float[Array, "*K num_features"]:
         """Returns half the log ratio of the densities at each row, and half its own weight."""
@@ -178,25 +186,21 @@ class Calibrated(FeatureMap):
         return _half_log_weights(self.variances, projection)
 
 
-def _is_worth_folding(rows: Any, matrix: jax.Array, x: Float[Array, "*batch H"]) -> bool:
-    """Returns True for dense rows, as many for each matrix, that are fewer than the vectors."""
-    if isinstance(rows, StructuredProjection) or rows.ndim != matrix.ndim:
-        return False
-    # Symbolic sizes, of jax.export, are at least one.
-    known = [size for size in x.shape[:-1] if isinstance(size, int)]
-    return math.prod(rows.shape[:-1]) < math.prod(known)
+def _times(matrix: Float[Array, "rows H"], x: Float[Array, " H"]) -> Float[Array, " rows"]:
+    return jnp.matmul(matrix, x, precision=jax.lax.Precision.HIGHEST)
 
 
 def _half_log_weights(
     variances: Float[Array, "*K H"], projection: Projection
 ) -> Float[Array, "*K num_features"]:
     # Large terms of long rows nearly cancel, so each square stands beside its mean.
-    squares = jnp.square(dense_rows(projection).astype(variances.dtype)) - 1
+    rows, is_paired = rows_of_pairs(projection)
+    squares = jnp.square(rows.astype(variances.dtype)) - 1
     constant = jnp.sum(jnp.log(variances) + 1 - variances, axis=-1, keepdims=True)
-    excess = jnp.expand_dims(1 - variances, -2)
-    shape = (*variances.shape[:-1], *squares.shape)
-    log_ratio = jnp.sum(jnp.broadcast_to(excess, shape) * jnp.broadcast_to(squares, shape), axis=-1)
+    log_ratio = jnp.matmul(1 - variances, squares.T, precision=jax.lax.Precision.HIGHEST)
     log_ratio += jnp.broadcast_to(constant, log_ratio.shape)
+    if is_paired:
+        log_ratio = jnp.concatenate([log_ratio, log_ratio], axis=-1)
     return add_half_log_weights(0.25 * log_ratio, projection)
 
 

@@ -24,6 +24,7 @@ from simrf_jax.projections import (
     product,
     rows_of,
     tilted,
+    with_negatives,
 )
 
 
@@ -78,22 +79,13 @@ class Hyperbolic(FeatureMap, static=("kernel",)):
         self, x: Float[Array, "*batch dim"], projection: Projection, *, side: Side
     ) -> LogFeatures:
         """Returns the same features for queries and keys."""
-        del side
-        logits = product(x, rows_of(projection))
-        exponent = jnp.concatenate(
-            [add_half_log_weights(each, projection) for each in (logits, -logits)], axis=-1
-        )
-        return LogFeatures(exponent, _log_scale(x, exponent, self.kernel))
+        pairs = with_negatives(projection)
+        return Positive(self.kernel).log_features(x, pairs, side=side)
 
     def exponential_form(self, projection: Projection, *, side: Side) -> ExponentialForm | None:
         """Returns the same form for queries and keys; None for the Gaussian kernel."""
-        del side
-        if self.kernel != "softmax":
-            return None
-        rows, offsets, *_ = form_of_rows(projection)
-        if offsets is not None:
-            offsets = jnp.concatenate([offsets, offsets])
-        return ExponentialForm(jnp.concatenate([rows, -rows]), offsets)
+        pairs = with_negatives(projection)
+        return Positive(self.kernel).exponential_form(pairs, side=side)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # The parameter may be an array.

@@ -1,46 +1,98 @@
-"""Exponential features as arrays: what a fused kernel needs to know of a feature map."""
+"""Exponential features as arrays: all that attention needs to know of some feature maps."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from simrf_jax import one_line
+from simrf_jax.features.log_space import LogFeatures
 from simrf_jax.projections import (
+    PairedProjection,
     Projection,
     StructuredProjection,
     WeightedProjection,
     add_half_log_weights,
+    both_signs,
     product,
     rows_of,
 )
 
 
-class ExponentialForm(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["rows", "offsets", "stretch", "center", "constant"],
+    meta_fields=["is_paired"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class ExponentialForm:
     r"""The features of one side of a map whose features are exponentials of quadratic functions.
 
-    .. math:: \log \phi(x)_i = w_i \cdot x + b_i - \tfrac12 |M x - c|^2 + g \cdot x + a
-        - \tfrac12 \log m
+    .. math:: \log \phi(x)_i = w_i \cdot x + b_i - \tfrac12 |M x - c|^2 + a - \tfrac12 \log m
 
     The last two terms, the same for all vectors and features, cancel in attention, but not beside
-    exact weights.
+    exact weights. Each array may have a leading axis of key heads K.
 
     Attributes:
-      rows: w, ``[m, H]``, in float32 at least.
+      rows: w, ``[m, H]``, in float32 at least; if paired, one row of each pair, ``[m / 2, H]``.
       offsets: b, ``[m]``; None for zeros.
       stretch: M, ``[H, H]``; None for the identity.
-      slope: g, ``[H]``; None for zeros.
       center: c, ``[H]``; None for zeros. The form has one only with a stretch.
       constant: a, a number; None for zero.
+      is_paired: True for features of the rows, and after them of their negatives.
     """
 
-    rows: Float[Array, "*K m H"]
+    rows: Float[Array, "*K rows H"]
     offsets: Float[Array, "*K m"] | None = None
     stretch: Float[Array, "*K H H"] | None = None
-    slope: Float[Array, "*K H"] | None = None
     center: Float[Array, "*K H"] | None = None
     constant: Float[Array, "*K"] | None = None
+    is_paired: bool = False
+    axes_of_one: ClassVar[Mapping[str, int]] = {
+        "rows": 2,
+        "offsets": 1,
+        "stretch": 2,
+        "center": 1,
+        "constant": 0,
+    }
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
+
+    @property
+    def num_features(self) -> int:
+        """Number m of features."""
+        return self.rows.shape[-2] * (2 if self.is_paired else 1)
+
+    def unpaired(self) -> ExponentialForm:
+        """Returns the same features without pairs."""
+        if not self.is_paired:
+            return self
+        rows = jnp.concatenate([self.rows, -self.rows], axis=-2)
+        return dataclasses.replace(self, rows=rows, is_paired=False)
+
+    def log_features(self, x: Float[Array, "*batch H"]) -> LogFeatures:
+        """Returns the features of one head's vectors."""
+        u = product(x, self.rows)
+        exponent = both_signs(u) if self.is_paired else u
+        if self.offsets is not None:
+            exponent += jnp.broadcast_to(self.offsets, exponent.shape)
+        # A product of its own: one with rows and stretch together would have to be cut apart.
+        stretched = x if self.stretch is None else product(x, self.stretch)
+        if self.center is not None:
+            stretched -= jnp.broadcast_to(self.center, stretched.shape)
+        squares = jnp.sum(jnp.square(stretched.astype(u.dtype)), axis=-1, keepdims=True)
+        constant = 0 if self.constant is None else self.constant
+        return LogFeatures(
+            exponent, -0.5 * squares + (constant - 0.5 * math.log(self.num_features))
+        )
 
 
 def dense_rows(projection: Projection) -> Float[Array, "num_features dim"]:
@@ -52,9 +104,19 @@ def dense_rows(projection: Projection) -> Float[Array, "num_features dim"]:
     return rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
 
 
+def rows_of_pairs(projection: Projection) -> tuple[Float[Array, "rows dim"], bool]:
+    """Returns the rows of W as an array, or if they are pairs, one of each pair and True."""
+    rows = rows_of(projection)
+    if isinstance(rows, PairedProjection):
+        return dense_rows(rows.rows), True
+    return dense_rows(rows), False
+
+
 def form_of_rows(projection: Projection) -> ExponentialForm:
     """Returns the form of positive features of the rows of W."""
-    rows = dense_rows(projection)
+    rows, is_paired = rows_of_pairs(projection)
+    form = ExponentialForm(rows, is_paired=is_paired)
     if not isinstance(projection, WeightedProjection):
-        return ExponentialForm(rows)
-    return ExponentialForm(rows, add_half_log_weights(jnp.zeros_like(rows[:, 0]), projection))
+        return form
+    offsets = add_half_log_weights(jnp.zeros(form.num_features, rows.dtype), projection)
+    return dataclasses.replace(form, offsets=offsets)

@@ -23,6 +23,7 @@ Map = TypeVar("Map", bound="FeatureMap")
 _OF_THE_CLASS = (
     "projection_type",
     "is_finite",
+    "multiplies_rows",
     "coupling",
     "estimates_softmax",
     "needs_chi_norms",
@@ -45,6 +46,8 @@ class FeatureMap(abc.ABC):
       is_finite: True if every finite vector has finite features, the zero vector too. Otherwise
         attention looks at the features, and replaces hidden tokens by copies of others before it
         calls the map.
+      multiplies_rows: True if the map multiplies W by matrices. Attention then does it once in a
+        call; see ``Folded``.
       coupling: Coupling of the rows of W that suits the map best, the default of the adapters.
       axes_of_one: Names of the fields that may hold one array for each key head, and the number of
         axes of one such array. Attention takes an array with one axis more as one for each key
@@ -67,6 +70,7 @@ class FeatureMap(abc.ABC):
 
     projection_type: ClassVar[type] = jax.Array
     is_finite: ClassVar[bool] = False
+    multiplies_rows: ClassVar[bool] = False
     coupling: ClassVar[Coupling] = "simplex"
     axes_of_one: ClassVar[Mapping[str, int]] = {}
     _static: ClassVar[tuple[str, ...]] = ()
@@ -215,11 +219,13 @@ def _rank(feature_map: FeatureMap, name: str) -> int:
     return next(rank for rank, cls in enumerate(classes) if name in vars(cls))
 
 
-def _axes_of_one(feature_map: FeatureMap, path: tuple[GetAttrKey, ...]) -> int | None:
+def _axes_of_one(
+    feature_map: FeatureMap | ExponentialForm, path: tuple[GetAttrKey, ...]
+) -> int | None:
     """Returns the axes of one head's array at a leaf, as the innermost map around it names them."""
     name, *inside = path
     field = getattr(feature_map, name.name)
-    if isinstance(field, FeatureMap):
+    if isinstance(field, FeatureMap | ExponentialForm):
         return _axes_of_one(field, tuple(inside))
     return feature_map.axes_of_one.get(name.name)
 

@@ -14,7 +14,7 @@ from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.features.exponential_form import ExponentialForm
 from simrf_jax.features.feature_map import FeatureMap
 from simrf_jax.features.log_space import LogFeatures, Side
-from simrf_jax.projections import Projection, WeightedProjection
+from simrf_jax.projections import PairedProjection, Projection, WeightedProjection
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,6 +72,7 @@ class Learned(FeatureMap):
     """
 
     is_finite = True
+    multiplies_rows = True
     needs_chi_norms = True
     coupling = "orthogonal"
     axes_of_one: ClassVar[Mapping[str, int]] = {
@@ -145,7 +146,7 @@ class Learned(FeatureMap):
         log_weights = jnp.concatenate(
             [self.log_weights + 2 * offsets, self.log_weights - 2 * offsets]
         )
-        return WeightedProjection(jnp.concatenate([rows, -jnp.asarray(rows)]), log_weights)
+        return WeightedProjection(PairedProjection(rows), log_weights)
 
     def _check_shapes(self) -> None:
         rows = jnp.shape(self.query_rows)

@@ -6,6 +6,7 @@ from simrf_jax.projections.fast import FastProjection, draw_fast_projection
 from simrf_jax.projections.mixture import draw_mixture_projection
 from simrf_jax.projections.norms import FIXED_NORMS, NORMS, Norms
 from simrf_jax.projections.options import DrawOptions
+from simrf_jax.projections.paired import PairedProjection, both_signs, with_negatives
 from simrf_jax.projections.project import (
     add_half_log_weights,
     as_projection,
@@ -32,12 +33,14 @@ __all__ = [
     "FastProjection",
     "FixedCoupling",
     "Norms",
+    "PairedProjection",
     "Projection",
     "Rotation",
     "StructuredProjection",
     "WeightedProjection",
     "add_half_log_weights",
     "as_projection",
+    "both_signs",
     "check_chi_norms",
     "draw_fast_projection",
     "draw_mixture_projection",
@@ -48,4 +51,5 @@ __all__ = [
     "redraw_projections",
     "rows_of",
     "tilted",
+    "with_negatives",
 ]

@@ -10,6 +10,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks
 from simrf_jax.projections.fast import FastProjection, apply_fast
+from simrf_jax.projections.paired import PairedProjection, both_signs
 from simrf_jax.projections.structured import Projection, StructuredProjection
 from simrf_jax.projections.weighted import WeightedProjection
 
@@ -19,12 +20,16 @@ def as_projection(
 ) -> Float[Array, "*shape"] | StructuredProjection:
     """Returns a projection as an array of a floating type, or unchanged if it is structured.
 
+    The rows of a ``PairedProjection`` are treated likewise.
+
     Args:
       projection: Array-like of a floating type, or a ``StructuredProjection``.
 
     Raises:
       TypeError: If the projection is None or is not floating.
     """
+    if isinstance(projection, PairedProjection):
+        return PairedProjection(as_projection(projection.rows))
     if isinstance(projection, StructuredProjection):
         return projection
     if projection is None:
@@ -68,15 +73,20 @@ def add_half_log_weights(
     return exponent + jnp.broadcast_to(0.5 * log_weights, exponent.shape)
 
 
-def unweighted(projection: Projection) -> Float[Array, "*stack num_features dim"] | FastProjection:
+def unweighted(
+    projection: Projection,
+) -> Float[Array, "*stack num_features dim"] | FastProjection | PairedProjection:
     """Returns a projection whose rows have no weights.
 
     Args:
       projection: W, as ``as_projection`` returns it.
 
     Raises:
-      TypeError: If it is a structured projection other than a ``FastProjection``.
+      TypeError: If it is a structured projection other than a ``FastProjection``, or a
+        ``PairedProjection`` of arrays or of one.
     """
+    if isinstance(projection, PairedProjection):
+        return PairedProjection(unweighted(projection.rows))
     if not isinstance(projection, jax.Array | FastProjection):
         raise _refuse(projection)
     return projection
@@ -91,7 +101,7 @@ def _refuse(projection: Projection | None) -> TypeError:
             "honour."
         )
     return TypeError(
-        "projection must be an array [num_features, dim] or a FastProjection, "
+        "projection must be an array [num_features, dim], a FastProjection or a PairedProjection, "
         f"got {None if projection is None else type(projection).__name__}."
     )
 
@@ -103,7 +113,8 @@ def project(
 
     Args:
       x: Vectors.
-      projection: W, ``[num_features, dim]``, as an array or a ``FastProjection``.
+      projection: W, ``[num_features, dim]``, as an array, a ``FastProjection`` or a
+        ``PairedProjection``.
 
     Returns:
       The projected vectors, in float32 at least. Every feature map uses these numbers as
@@ -111,7 +122,7 @@ def project(
 
     Raises:
       TypeError: If ``x`` or ``projection`` is not floating, or ``projection`` is a structured
-        projection other than a ``FastProjection``.
+        projection of another kind.
       ValueError: If the shapes do not match, or ``projection`` has no rows.
 
     Example:
@@ -131,8 +142,7 @@ def product(
       x: Vectors.
       projection: W, as ``as_projection`` returns it.
     """
-    if not isinstance(projection, jax.Array | FastProjection):
-        raise _refuse(projection)
+    projection = unweighted(projection)
     if projection.ndim != 2:
         raise ValueError(
             f"projection must be [num_features, dim], got shape {projection.shape}; "
@@ -145,6 +155,8 @@ def product(
             f"x must be [..., dim] with the projection's dim={projection.shape[-1]}, "
             f"got shape {x.shape}."
         )
+    if isinstance(projection, PairedProjection):
+        return both_signs(product(x, projection.rows))
     compute = functools.reduce(jnp.promote_types, (x.dtype, projection.dtype, jnp.float32))
     if isinstance(projection, FastProjection):
         return apply_fast(x.astype(compute), projection)

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real
 
 from simrf_jax.projections.fast import FastProjection
+from simrf_jax.projections.paired import PairedProjection
 from simrf_jax.projections.project import rows_of, unweighted
 from simrf_jax.projections.structured import Projection
 from simrf_jax.projections.weighted import WeightedProjection
@@ -47,22 +48,26 @@ def tilted(projection: Projection, parameter: Real[ArrayLike, ""]) -> WeightedPr
 
 
 def _excess_of_squared_norms(
-    rows: Float[Array, "num_features dim"] | FastProjection, dtype: jnp.dtype
+    rows: Projection, dtype: jnp.dtype
 ) -> tuple[Float[Array, " num_features"], int]:
     """Returns the squared norm of each row minus the dimension, and the dimension."""
+    if isinstance(rows, PairedProjection):
+        excess, dim = _excess_of_squared_norms(rows.rows, dtype)
+        return jnp.concatenate([excess, excess]), dim
     if isinstance(rows, FastProjection):
         dim = rows.signs.shape[-1]
         squares = jnp.square(rows.row_norms.astype(dtype)) - dim
         return jnp.pad(squares, (0, rows.num_zero_rows), constant_values=-dim), dim
-    return jnp.sum(jnp.square(rows.astype(dtype)) - 1, axis=-1), rows.shape[-1]
+    rows = jnp.asarray(rows, dtype)
+    return jnp.sum(jnp.square(rows) - 1, axis=-1), rows.shape[-1]
 
 
-def _scaled(
-    rows: Float[Array, "num_features dim"] | FastProjection, factor: Float[Array, ""]
-) -> Float[Array, "num_features dim"] | FastProjection:
+def _scaled(rows: Projection, factor: Float[Array, ""]) -> Projection:
+    if isinstance(rows, PairedProjection):
+        return PairedProjection(_scaled(rows.rows, factor))
     if isinstance(rows, FastProjection):
         return dataclasses.replace(rows, row_norms=rows.row_norms.astype(factor.dtype) * factor)
-    return rows.astype(factor.dtype) * factor
+    return jnp.asarray(rows, factor.dtype) * factor
 
 
 def check_chi_norms(projection: Projection) -> None:
@@ -75,6 +80,9 @@ def check_chi_norms(projection: Projection) -> None:
       projection: W, maybe with leading axes. Nothing is known of a traced one.
     """
     rows = unweighted(rows_of(projection))
+    if isinstance(rows, PairedProjection):
+        check_chi_norms(rows.rows)
+        return
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(rows)):
         return
     if isinstance(rows, FastProjection):

@@ -45,7 +45,7 @@ def test_features_are_those_of_the_formula(side):
 @pytest.mark.parametrize("side", ["query", "key"])
 def test_starts_at_calibrated_features_of_the_rows_and_their_negatives(side):
     start = Learned.start(w(), calibration())
-    pairs = jnp.concatenate([w(), -w()])
+    pairs = simrf_jax.PairedProjection(w())
     expected = calibration().features(vectors(), pairs, side=side)
     np.testing.assert_array_equal(start.features(vectors(), None, side=side), expected)
 

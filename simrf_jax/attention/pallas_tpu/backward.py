@@ -152,8 +152,8 @@ def _of_head(shape: Shape, refs: Refs, of_outputs: Any, out: Gradients) -> Itera
         more = shape.dot(of_sums, jnp.where(fine, psi, 0), 1, 1)
         gradients[of_key] = more if group == 0 else gradients[of_key] + more
         yield
-        of_logits = jnp.where(fine, psi * of_psi, 0).astype(shape.dtype)
-        of_query = shape.dot(back_rows(shape, refs, of_key, of_keys=False), of_logits, 1, 0)
+        of_logits = jnp.where(fine, psi * of_psi, 0)
+        of_query = of_queries(shape, refs, of_logits, of_key)
         out.query[0, number] = of_query.astype(out.query.dtype)
         if group < shape.groups - 1:
             return
@@ -225,6 +225,19 @@ def _of_keys_of_head(
     out.key[0, head] = jnp.where(is_fine, of_key, 0).astype(out.key.dtype)
 
 
+def of_queries(shape: Shape, refs: Refs, of_logits: jax.Array, of_key: Any) -> jax.Array:
+    """Returns the gradient of queries, ``[H, tile]``.
+
+    Args:
+      shape: Sizes.
+      refs: Operands.
+      of_logits: Gradient of the exponents of their features, ``[m, tile]``.
+      of_key: Number of the key head.
+    """
+    of_products = shape.of_products(of_logits).astype(shape.dtype)
+    return shape.dot(back_rows(shape, refs, of_key, of_keys=False), of_products, 1, 0)
+
+
 def of_tokens(
     shape: Shape,
     refs: Refs,
@@ -242,12 +255,11 @@ def of_tokens(
       head: Number of the key head.
     """
     of_scale = jnp.sum(of_logits, axis=0, keepdims=True)
+    of_products = shape.of_products(of_logits)
     if shape.is_stretched:
-        is_first = jax.lax.broadcasted_iota(jnp.int32, (TILE, 1), 0) == 0
-        above = [-squared * of_scale, jnp.where(is_first, of_scale, 0)]
-        of_logits = jnp.concatenate([*above, of_logits], axis=0)
+        of_products = jnp.concatenate([-squared * of_scale, of_products], axis=0)
     rows = back_rows(shape, refs, head, of_keys=True)
-    of_key = shape.dot(rows, of_logits.astype(shape.dtype), 1, 0)
+    of_key = shape.dot(rows, of_products.astype(shape.dtype), 1, 0)
     if not shape.is_stretched:
         factor = 2 * LN2 * refs.factors[0, 2]
         of_key -= factor * of_scale * squared.astype(jnp.float32)
@@ -277,8 +289,8 @@ def _of_queries(
         of_psi = shape.dot(state, of_sums, 0, 0)
         sums.gradient[of_key] += shape.dot(of_sums, jnp.where(fine, psi, 0), 1, 1)
         yield
-        of_logits = jnp.where(fine, psi * of_psi, 0).astype(shape.dtype)
-        of_query = shape.dot(back_rows(shape, refs, of_key, of_keys=False), of_logits, 1, 0)
+        of_logits = jnp.where(fine, psi * of_psi, 0)
+        of_query = of_queries(shape, refs, of_logits, of_key)
         out.query[0, number] = of_query.astype(out.query.dtype)
 
     return map(head, range(shape.num_heads * shape.groups))

@@ -178,9 +178,9 @@ def _of_queries(
         pass_on(shape, tile, of_key, found.state, more, is_rare=is_rare)
     yield
     of_logits = found.weights.of_queries(shape, of_psi, of_pairs)
-    of_logits = jnp.where(fine, of_logits, 0).astype(shape.dtype)
+    of_products = shape.of_products(jnp.where(fine, of_logits, 0)).astype(shape.dtype)
     yield
-    gradient = shape.dot(back_rows(shape, refs, of_key, of_keys=False), of_logits, 1, 0)
+    gradient = shape.dot(back_rows(shape, refs, of_key, of_keys=False), of_products, 1, 0)
     of_query[0, number] = gradient.astype(of_query.dtype)
 
 

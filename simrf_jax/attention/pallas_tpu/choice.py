@@ -32,18 +32,18 @@ class Program(NamedTuple):
       groups: Query heads of each.
       width: Width of a head.
       num_features: Number of features.
+      num_rows: Number of rows of queries, and of keys.
       itemsize: Bytes of a number of the tokens.
       is_causal: True for causal attention.
-      is_stretched: True if the keys have a stretch and a slope.
     """
 
     num_heads: int
     groups: int
     width: int
     num_features: int
+    num_rows: tuple[int, int]
     itemsize: int
     is_causal: bool
-    is_stretched: bool
 
     def bytes_of(self, tile: int) -> int:
         """Returns about how many bytes the program takes for a tile of so many tokens.
@@ -54,10 +54,9 @@ class Program(NamedTuple):
         # Blocks of seven arrays of tokens, each twice, as the next ones are loaded ahead.
         tokens = 14 * self.groups * self.width * tile * self.itemsize
         # Rows of queries and of keys, likewise, and their parts.
-        of_keys = self.num_features + (self.width + LANES if self.is_stretched else 0)
         rows = sum(
             8 * self.width * (-(-rows // LANES) * LANES) + 2 * rows * lanes * self.itemsize
-            for rows in (self.num_features, of_keys)
+            for rows in self.num_rows
         )
         # The state, its gradient, and the maxima and offsets, whose columns are padded.
         kept = 4 * self.num_features * (3 * lanes + 3 * LANES)
@@ -198,10 +197,11 @@ def _reason_against(
     groups = arguments.query.shape[-2] // arguments.key.shape[-2]
     width = max(arguments.query.shape[-1], arguments.value.shape[-1])
     itemsize = arguments.query.dtype.itemsize
-    is_stretched = form.stretch is not None
-    program = Program(1, groups, width, form.rows.shape[-2], itemsize, in_order, is_stretched)
+    num_rows = form.rows.shape[-2]
+    rows = (num_rows, num_rows + (0 if form.stretch is None else width))
+    program = Program(1, groups, width, form.num_features, rows, itemsize, in_order)
     if program.bytes_of(LANES) > MEMORY:
-        return f"{form.rows.shape[-2]} features do not fit into the memory of a core"
+        return f"{form.num_features} features do not fit into the memory of a core"
     return None
 
 

@@ -81,12 +81,13 @@ class Shape:
       dim: Width H of queries and keys, a multiple of ``TILE``.
       value_dim: Width D of values, a multiple of ``TILE``.
       num_features: Number m of features.
+      is_paired: True if half of the features are those of the negatives of the rows.
       num_queries: Length T.
       num_keys: Length S.
       query_tile: Queries that are taken at a time, a multiple of 128.
       key_tile: Keys that are taken at a time, a multiple of 128.
       passes: Parts that W is split into, so that a product of bfloat16 has the digits of W.
-      is_stretched: True if the keys have a stretch and a slope, whose rows stand above those of W.
+      is_stretched: True if the keys have a stretch, whose rows stand above those of W.
       dtype: Type to contract in, that of queries, keys and values.
       interpret: True to run without a TPU.
       is_reversed: True if queries see the keys from their own position on, in causal kernels.
@@ -98,6 +99,7 @@ class Shape:
     dim: int
     value_dim: int
     num_features: int
+    is_paired: bool
     num_queries: int
     num_keys: int
     query_tile: int
@@ -132,7 +134,7 @@ class Shape:
     @property
     def rows(self) -> slice:
         """Rows of W among those that keys are multiplied by."""
-        return slice(self.dim + TILE if self.is_stretched else 0, None)
+        return slice(self.dim if self.is_stretched else 0, None)
 
     @property
     def columns(self) -> int:
@@ -175,6 +177,17 @@ class Shape:
         """Multiplies rows, whose parts stand side by side, by tokens ``[H, length]``."""
         return self.dot(rows, jnp.concatenate([x] * self.passes, axis=0), 1, 0)
 
+    def exponents(self, products: jax.Array) -> jax.Array:
+        """Returns the exponents of all features, ``[m, length]``, of products with the rows."""
+        return jnp.concatenate([products, -products], axis=0) if self.is_paired else products
+
+    def of_products(self, of_exponents: jax.Array) -> jax.Array:
+        """Returns the gradient of products with the rows, of that of ``exponents``."""
+        if not self.is_paired:
+            return of_exponents
+        half = self.num_features // 2
+        return of_exponents[:half] - of_exponents[half:]
+
 
 class Refs(NamedTuple):
     """The blocks that a kernel reads; their leading axes are of size 1.
@@ -183,16 +196,17 @@ class Refs(NamedTuple):
       query: ``[1, heads, H, tile]``.
       key: ``[1, key heads, H, tile]``.
       value: ``[1, key heads, D, tile]``.
-      query_rows: W of queries, transposed, ``[1 or key heads, H, m]``, in float32.
+      query_rows: W of queries, transposed, ``[1 or key heads, H, rows]``, in float32.
       key_rows: Rows for keys, likewise, ``[1 or key heads, H, ...]``: if the map has a stretch, its
-        H rows, and ``TILE`` rows of which the first is the slope; then W.
-      offsets: Exponents of the features, ``[1 or key heads, m, 1]``, or None.
+        H rows; then W.
+      offsets: Exponents of the features, ``[1 or key heads, m, 1]``, twice as many as rows if these
+        are paired; or None.
       center: Mean that is subtracted from stretched keys, ``[1 or key heads, H, 1]``, or None.
       factors: ``[1, 3]``: what multiplies the rows of queries, those of keys, and the squared norms
         of keys without a stretch.
       log_weights: ``[1, 1 or key heads, 1, tile]``, or None.
       segments: ``[1, 1, SEGMENT_ROWS, tile]``, the rows of ``segments.Segments``, or None.
-      query_parts: ``[1 or key heads, m, passes * H]``, the rows as ``split`` returns them, where
+      query_parts: ``[1 or key heads, rows, passes * H]``, the rows as ``split`` returns them, where
         they are kept from step to step; None where they are not.
       key_parts: The same of keys.
     """
@@ -226,7 +240,7 @@ def _parts(shape: Shape, refs: Refs, head: Any, *, of_keys: bool) -> jax.Array:
 
 
 def back_rows(shape: Shape, refs: Refs, head: Any, *, of_keys: bool) -> jax.Array:
-    """Returns rows transposed, ``[H, m]``, to go back from the exponents, which are of base 2."""
+    """Returns rows transposed, ``[H, rows]``, to go back from exponents, which are of base 2."""
     rows = of_head(refs.key_rows if of_keys else refs.query_rows, head)
     return (rows * (LN2 * refs.factors[0, int(of_keys)])).astype(shape.dtype)
 
@@ -304,8 +318,7 @@ def take_keys(
     stretched = None
     if shape.is_stretched:
         stretched = products[: shape.dim] - of_head(refs.center, head)
-        slope = products[shape.dim : shape.dim + 1]
-        scale = slope - 0.5 * jnp.sum(jnp.square(stretched), axis=0, keepdims=True)
+        scale = -0.5 * jnp.sum(jnp.square(stretched), axis=0, keepdims=True)
     else:
         wide = key.astype(jnp.float32)
         scale = -refs.factors[0, 2] * jnp.sum(jnp.square(wide), axis=0, keepdims=True)
@@ -318,7 +331,8 @@ def take_keys(
     is_first = jax.lax.broadcasted_iota(jnp.int32, (TILE, 1), 0) == 0
     ones = jnp.where(is_first, ones, 0).astype(shape.dtype)
     values = jnp.concatenate([value, ones], axis=0)
-    return Keys(products[shape.rows] + scale, key, stretched, values, visible, spoils)
+    logits = shape.exponents(products[shape.rows]) + scale
+    return Keys(logits, key, stretched, values, visible, spoils)
 
 
 def are_finite(key: jax.Array, value: jax.Array, log_weights: jax.Array | None) -> jax.Array:
@@ -381,7 +395,8 @@ def query_logits(
       visible: ``[1, tile]``, False at queries that are replaced by zeros; None for all.
     """
     rows, query = _parts(shape, refs, of_key, of_keys=False), refs.query[0, head]
-    return shape.project(rows, query if visible is None else keep(query, visible))
+    products = shape.project(rows, query if visible is None else keep(query, visible))
+    return shape.exponents(products)
 
 
 def query_features(shape: Shape, logits: jax.Array, maxima: jax.Array) -> jax.Array:

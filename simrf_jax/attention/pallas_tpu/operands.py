@@ -27,6 +27,8 @@ LARGEST_QUERY = 1e18
 # where a program would not fit into the memory of a core.
 LONGEST_TILE = 1024
 TILE_OF_MANY = 512
+# Pairs of rows must fill whole registers, so that their negatives follow them without a move.
+SUBLANES = 8
 # Query heads of one program: enough to overlap, and few enough for a short program.
 MOST_HEADS = 16
 
@@ -70,7 +72,7 @@ def lay_out(
         value=_tokens(value),
         query_rows=_padded(of_queries.rows, dim).mT,
         key_rows=_key_rows(of_keys).mT,
-        offsets=_offsets([form.offsets for form in forms]),
+        offsets=_offsets(forms),
         center=_center(of_keys),
         factors=jnp.stack(factors)[None],
         log_weights=None if log_weights is None else _hidden(log_weights)[:, :, None],
@@ -153,11 +155,9 @@ def query_factors(
     if of_queries.center is not None:
         stretched -= of_heads(of_queries.center)
     factors = -0.5 * jnp.sum(jnp.square(stretched), axis=-1)
-    if of_queries.slope is not None:
-        factors += jnp.sum(query * of_heads(of_queries.slope), axis=-1)
     for constant in (of_queries.constant, of_keys.constant):
         factors += 0 if constant is None else of_heads(constant)
-    factors = (factors - math.log(of_queries.rows.shape[-2])) * LOG2E
+    factors = (factors - math.log(of_queries.num_features)) * LOG2E
     return jnp.moveaxis(factors.reshape(-1, length, num_heads), 1, 2)
 
 
@@ -190,7 +190,7 @@ def _form(feature_map: FeatureMap, projection: Projection | None, side: Side) ->
     form = feature_map.exponential_forms(projection, side=side)
     if form is None:
         raise TypeError(f"{type(feature_map).__name__} has no exponential form.")
-    return form
+    return form if form.rows.shape[-2] % SUBLANES == 0 else form.unpaired()
 
 
 def _root_and_sign(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
@@ -220,6 +220,7 @@ def band_of(refs: NearRefs, *, interpret: bool, bandwidth: int, is_causal: bool)
         dim=dim,
         value_dim=value_dim,
         num_features=0,
+        is_paired=False,
         num_queries=num_queries,
         num_keys=num_keys,
         query_tile=LANES,
@@ -243,13 +244,15 @@ def shape_of(
     """Returns the sizes of the kernels for arrays that are laid out."""
     _, num_heads, dim, num_queries = refs.query.shape
     _, num_key_heads, value_dim, num_keys = refs.value.shape
-    groups, num_features = num_heads // num_key_heads, refs.query_rows.shape[2]
-    itemsize = refs.query.dtype.itemsize
-    is_stretched = refs.key_rows.shape[2] > num_features
+    groups, itemsize = num_heads // num_key_heads, refs.query.dtype.itemsize
+    num_rows, num_key_rows = refs.query_rows.shape[2], refs.key_rows.shape[2]
+    num_features = num_rows if refs.offsets is None else refs.offsets.shape[1]
 
     def program(num_heads: int) -> Program:
-        width = max(dim, value_dim)
-        return Program(num_heads, groups, width, num_features, itemsize, is_causal, is_stretched)
+        rows = (num_rows, num_key_rows)
+        return Program(
+            num_heads, groups, max(dim, value_dim), num_features, rows, itemsize, is_causal
+        )
 
     heads = max(
         n
@@ -266,12 +269,13 @@ def shape_of(
         dim=dim,
         value_dim=value_dim,
         num_features=num_features,
+        is_paired=num_features > num_rows,
         num_queries=num_queries,
         num_keys=num_keys,
         query_tile=LANES if is_causal else _tile(num_queries, most),
         key_tile=LANES if is_causal else _tile(num_keys, most),
         passes=2 if refs.query.dtype == jnp.bfloat16 else 1,
-        is_stretched=is_stretched,
+        is_stretched=num_key_rows > num_rows,
         dtype=refs.query.dtype,
         interpret=interpret,
         is_reversed=is_reversed,
@@ -303,18 +307,15 @@ def _padded(x: Shaped[Array, "*shape width"], width: int) -> Shaped[Array, "*sha
 
 
 def _key_rows(form: ExponentialForm) -> Float[Array, "*K rows H"]:
-    """Returns stretch, slope and W on top of each other."""
+    """Returns stretch and W on top of each other."""
     dim = _multiple(form.rows.shape[-1], TILE)
     rows = _padded(form.rows, dim)
     if form.stretch is None:
         return rows
-    slope = 0 * form.stretch[..., 0, :] if form.slope is None else form.slope
-    above = [
-        _padded(_padded(form.stretch * LOG2E**-0.5, dim).mT, dim).mT,
-        _padded(_padded(slope[..., None, :], dim).mT, TILE).mT,
-    ]
-    heads = max(x.shape[0] for x in (rows, *above))
-    return jnp.concatenate([jnp.broadcast_to(x, (heads, *x.shape[1:])) for x in (*above, rows)], -2)
+    stretch = _padded(_padded(form.stretch * LOG2E**-0.5, dim).mT, dim).mT
+    heads = max(rows.shape[0], stretch.shape[0])
+    both = (jnp.broadcast_to(x, (heads, *x.shape[1:])) for x in (stretch, rows))
+    return jnp.concatenate(list(both), axis=-2)
 
 
 def _center(form: ExponentialForm) -> Float[Array, "*K H 1"] | None:
@@ -327,10 +328,13 @@ def _center(form: ExponentialForm) -> Float[Array, "*K H 1"] | None:
     return _padded(form.center, dim)[..., None] * LOG2E**0.5
 
 
-def _offsets(offsets: list[Float[Array, "*K m"] | None]) -> Float[Array, "*K m 1"] | None:
-    """Returns the offsets of queries and keys together."""
-    given = [x for x in offsets if x is not None]
-    return functools.reduce(jnp.add, given)[..., None] * LOG2E if given else None
+def _offsets(forms: list[ExponentialForm]) -> Float[Array, "*K m 1"] | None:
+    """Returns the offsets of queries and keys together, zeros if only pairs ask for them."""
+    given = [form.offsets for form in forms if form.offsets is not None]
+    if given:
+        return functools.reduce(jnp.add, given)[..., None] * LOG2E
+    form = forms[0]
+    return jnp.zeros((1, form.num_features, 1), form.rows.dtype) if form.is_paired else None
 
 
 def _hidden(log_weights: Float[Array, "B rows S"]) -> Float[Array, "B rows S"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +24,12 @@ from simrf_jax.features import (
     LogFeatures,
     as_feature_map,
 )
+from simrf_jax.features.folded import Folded
 from simrf_jax.projections import (
+    PairedProjection,
     Projection,
     StructuredProjection,
+    WeightedProjection,
     as_projection,
     check_chi_norms,
 )
@@ -300,12 +304,30 @@ def lay_out(
     num_key_heads, dim = arguments.key.shape[-2:]
     groups = inputs.key.shape[2] // num_key_heads
     feature_map = _repeat_heads(feature_map, num_key_heads=num_key_heads, groups=groups)
-    if w is None:
-        return inputs, HeadMaps(None, feature_map)
-    _check_projection(w, num_key_heads=num_key_heads, dim=dim)
-    if w.ndim == 3 and groups > 1:
-        w = jax.tree.map(functools.partial(jnp.repeat, repeats=groups, axis=0), w)
-    return inputs, HeadMaps(w, feature_map)
+    if w is not None:
+        _check_projection(w, num_key_heads=num_key_heads, dim=dim)
+        if w.ndim == 3 and groups > 1:
+            w = jax.tree.map(functools.partial(jnp.repeat, repeats=groups, axis=0), w)
+    features = HeadMaps(w, feature_map)
+    if _is_worth_folding(features, inputs):
+        features = HeadMaps(None, Folded.of(feature_map, w))
+    return inputs, features
+
+
+def _is_worth_folding(features: HeadMaps, inputs: Inputs) -> bool:
+    """Returns True for maps that multiply fewer dense rows by matrices than there are vectors."""
+    if not features.feature_map.multiplies_rows:
+        return False
+    rows: Any = features.projection
+    while isinstance(rows, WeightedProjection | PairedProjection):
+        rows = rows.rows
+    if isinstance(rows, StructuredProjection):
+        return False
+    of_keys = functools.partial(type(features.feature_map).exponential_forms, side="key")
+    form = jax.eval_shape(of_keys, features.feature_map, features.projection)
+    # Symbolic sizes, of jax.export, are at least one.
+    known = [size for size in inputs.query.shape[:2] if isinstance(size, int)]
+    return form is not None and form.rows.shape[-2] < math.prod(known)
 
 
 def _repeat_heads(feature_map: FeatureMap, *, num_key_heads: int, groups: int) -> FeatureMap:
