@@ -1,12 +1,13 @@
 """Cost of attention with calibrated features, relative to positive features, and of calibrating.
 
-The setting is 12 heads, d = 64 and 128 features: simplex rows for positive features and rows of a
-cross-polytope for calibrated ones, drawn for each head or shared by all heads. The program prints
-the time of calibrated attention over that of positive attention, round by round with quartiles, for
-the forward pass and for the forward and backward pass (the gradient with respect to queries, keys
-and values), and for steps of decoding. With --tpu it compiles the same programs for a TPU of that
-kind (pip install libtpu) and prints ratios of static cycles. It also times the calibration of 72
-heads of 32, those of a small sentence encoder, on 10,000 tokens.
+The setting is 12 heads, d = 64 and 128 features: simplex rows for positive features, and for
+calibrated ones rows of a cross-polytope, as an array or as 64 pairs (``PairedProjection``), drawn
+for each head or shared by all heads. The program prints the time of calibrated attention over that
+of positive attention, round by round with quartiles, for the forward pass and for the forward and
+backward pass (the gradient with respect to queries, keys and values), and for steps of decoding,
+there also with a map that was folded before. With --tpu it compiles the same programs for a TPU of
+that kind (pip install libtpu) and prints ratios of static cycles. It also times the calibration of
+72 heads of 32, those of a small sentence encoder, on 10,000 tokens.
 
 Run: python -m benchmarks.calibration_cost [--tpu v5e]
 """
@@ -20,7 +21,7 @@ import numpy as np
 import simrf_jax
 from benchmarks import command_line
 from experiments.harness import timing
-from simrf_jax import RandomFeatures, random_feature_attention
+from simrf_jax import RandomFeatures, feature_maps, random_feature_attention
 
 HEADS, DIM, NUM_FEATURES = 12, 64, 128
 CPU_LENGTHS = {197: 2, 1024: 1}  # Sequences in a batch, by length.
@@ -47,10 +48,17 @@ def rows(coupling, shared):
 def mechanisms(shared):
     """Returns random features that are positive, and calibrated, by name."""
     q, k, _ = tokens(1, 1024)
+    calibrated, one_of_each = simrf_jax.calibrate(q, k), rows("orthogonal", shared)[..., :DIM, :]
     return {
         "positive": RandomFeatures(rows("simplex", shared)),
-        "calibrated": RandomFeatures(rows("cross_polytope", shared), simrf_jax.calibrate(q, k)),
+        "calibrated": RandomFeatures(rows("cross_polytope", shared), calibrated),
+        "pairs": RandomFeatures(simrf_jax.PairedProjection(one_of_each), calibrated),
     }
+
+
+def folded(mechanism):
+    feature_map = feature_maps.Folded.of(mechanism.feature_map, mechanism.projection)
+    return RandomFeatures(None, feature_map)
 
 
 def attend(mechanism, q, k, v, *, is_causal):
@@ -85,9 +93,14 @@ def named(is_causal, length, shared):
     return f"{kind}, T = {length:,}, {'one W' if shared else 'a W for each head'}"
 
 
-def ratio(times):
-    low, median, high = np.percentile(times["calibrated"] / times["positive"], [25, 50, 75])
-    return f"{median:.2f} ({low:.2f} to {high:.2f})"
+def ratios(times):
+    """Returns a cell for each mechanism but the first, its time over that of positive features."""
+
+    def cell(name):
+        low, median, high = np.percentile(times[name] / times["positive"], [25, 50, 75])
+        return f"{median:.2f} ({low:.2f} to {high:.2f})"
+
+    return [cell(name) for name in times if name != "positive"]
 
 
 def calls_of(function, shared, inputs):
@@ -107,18 +120,16 @@ def print_calibration(rounds):
 
 
 def on_cpu(rounds):
-    print("| attention | forward | forward and backward |\n| --- | --- | --- |")
+    print("| attention | forward | pairs | forward and backward | pairs |\n" + "| --- " * 5 + "|")
     for is_causal, length, batch, shared in settings(CPU_LENGTHS):
         inputs, cells = tokens(batch, length), []
         for function in passes(is_causal).values():
             calls = calls_of(function, shared, inputs)
-            cells.append(ratio(timing.alternate(calls, rounds)))
+            cells += ratios(timing.alternate(calls, rounds))
         print(f"| {named(is_causal, length, shared)} | {' | '.join(cells)} |", flush=True)
-    print("\n| decoding | a W for each head | one W |\n| --- | --- | --- |")
+    print("\n| decoding | calibrated | pairs | folded | folded pairs |\n" + "| --- " * 5 + "|")
     for batch in DECODING_BATCHES:
-        cells = [
-            ratio(timing.alternate(decoding(batch, shared), rounds)) for shared in (False, True)
-        ]
+        cells = ratios(timing.alternate(decoding(batch), rounds))
         print(f"| batch {batch} | {' | '.join(cells)} |", flush=True)
     print("\nCalibrating 72 heads of 32 on 10,000 tokens:\n")
     print_calibration(rounds=5)
@@ -129,9 +140,10 @@ def step(mechanism, state, *token):
     return mechanism.step(state, *token)
 
 
-def decoding(batch, shared):
-    """Returns calls that take ``STEPS`` steps of decoding, by name."""
-    token = tokens(batch, 1)
+def decoding(batch):
+    """Returns calls that take ``STEPS`` steps of decoding, by name, with a W for each head."""
+    token, of_maps = tokens(batch, 1), mechanisms(shared=False)
+    of_maps |= {f"folded {name}": folded(of_maps[name]) for name in ("calibrated", "pairs")}
 
     def repeated(mechanism):
         state = mechanism.init(batch=(batch,), num_key_heads=HEADS, head_dim=DIM, value_dim=DIM)
@@ -144,7 +156,7 @@ def decoding(batch, shared):
 
         return call
 
-    return {name: repeated(mechanism) for name, mechanism in mechanisms(shared).items()}
+    return {name: repeated(mechanism) for name, mechanism in of_maps.items()}
 
 
 def on_tpu(kind):
@@ -154,16 +166,17 @@ def on_tpu(kind):
         shapes = jax.eval_shape(lambda *x: x, *arguments)
         return tpu.static_cycles(tpu.compile_for(function, *shapes, topology=f"{kind}:2x4"))[0]
 
-    print("| attention, type | forward | forward and backward |\n| --- | --- | --- |")
+    print("| attention, type | forward | pairs | forward and backward | pairs |")
+    print("| --- " * 5 + "|")
     for dtype in (jnp.bfloat16, jnp.float32):
         for is_causal, length, batch, shared in settings(TPU_LENGTHS):
             inputs, cells = tokens(batch, length, dtype), []
             for function in passes(is_causal).values():
-                positive, calibrated = (
+                positive, *others = (
                     cycles(function, mechanism, *inputs)
                     for mechanism in mechanisms(shared).values()
                 )
-                cells.append(f"{calibrated / positive:.2f} ({positive / 1e3:,.0f})")
+                cells += [f"{other / positive:.2f} ({positive / 1e3:,.0f})" for other in others]
             name = f"{named(is_causal, length, shared)}, {dtype.dtype.name}"
             print(f"| {name} | {' | '.join(cells)} |", flush=True)
 

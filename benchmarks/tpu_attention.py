@@ -97,16 +97,15 @@ def textbook(q, k, v, w):
     return out.astype(q.dtype)
 
 
-def kernel_cycles(num_features, feature_map, length, mode, *, is_gradient):
+def kernel_cycles(projection, feature_map, length, mode, *, is_gradient):
     """Returns the cycles of the fused kernels that were compiled last."""
 
-    def shape():
+    def shape(projection):
         zeros = jnp.zeros((BATCH, length, HEADS, DIM), jnp.bfloat16)
-        return lay_out(
-            Arguments(zeros, zeros, zeros), jnp.zeros((HEADS, num_features, DIM)), feature_map
-        )
+        return lay_out(Arguments(zeros, zeros, zeros), projection, feature_map)
 
-    sizes = shape_of(jax.eval_shape(shape), interpret=False, is_causal=mode != Mode())
+    refs = jax.eval_shape(shape, projection)
+    sizes = shape_of(refs, interpret=False, is_causal=mode != Mode())
     if mode.bandwidth is not None or (mode.is_packed and not mode.is_causal):
         kinds = ["causal_random_feature_sums", "reversed_random_feature_sums"][: 2 - mode.is_causal]
         far = sum(in_order_cycles(sizes, kind, is_gradient) for kind in kinds)
@@ -229,19 +228,15 @@ def rows(length, mode):
     calibrated = feature_maps.Calibrated.identity(HEADS, DIM)
     in_kernels = random_features("pallas_tpu", mode)
     segments = [jax.ShapeDtypeStruct((BATCH, length), jnp.int32)] * mode.is_packed
-    for name, num_features, feature_map in (
-        ("kernels, m = 128", 128, positive),
-        ("kernels, m = 130", 130, positive),
-        ("kernels, calibrated, m = 128", 128, calibrated),
+    for name, projection, feature_map in (
+        ("kernels, m = 128", rows_of(128), positive),
+        ("kernels, m = 130", rows_of(130), positive),
+        ("kernels, 64 pairs", simrf_jax.PairedProjection(rows_of(64)), positive),
+        ("kernels, calibrated, m = 128", rows_of(128), calibrated),
+        ("kernels, calibrated, 64 pairs", simrf_jax.PairedProjection(rows_of(64)), calibrated),
     ):
-        cycles = functools.partial(
-            kernel_cycles,
-            num_features,
-            feature_map,
-            length,
-            mode,
-        )
-        others = (rows_of(num_features), feature_map, *segments)
+        cycles = functools.partial(kernel_cycles, projection, feature_map, length, mode)
+        others = (projection, feature_map, *segments)
         total, alone = measure(in_kernels, length, *others, of_kernels=cycles)
         yield name, total
         yield "without what XLA does before and after", alone

@@ -180,14 +180,27 @@ class Calibrated(FeatureMap):
     def _half_log_weights(self, projection: Projection) -> Float[Array, "*K num_features"]:
         """Returns half the log ratio of the densities at each row, and half its own weight."""
         rows: Any = rows_of(projection)
+        variances = jnp.asarray(self.variances)
         if rows.ndim == 3:
-            axis = 0 if jnp.ndim(self.variances) == 2 else None
-            return jax.vmap(_half_log_weights, in_axes=(axis, 0))(self.variances, projection)
-        return _half_log_weights(self.variances, projection)
+            axis = 0 if variances.ndim == 2 else None
+            return jax.vmap(_half_log_weights, in_axes=(axis, 0))(variances, projection)
+        return _half_log_weights(variances, projection)
 
 
-def _times(matrix: Float[Array, "rows H"], x: Float[Array, " H"]) -> Float[Array, " rows"]:
-    return jnp.matmul(matrix, x, precision=jax.lax.Precision.HIGHEST)
+def _times(matrix: Float[Array, "*K rows H"], x: Float[Array, "*K H"]) -> Float[Array, "*K rows"]:
+    """Multiplies a matrix by a vector in full precision.
+
+    A CPU has fast products for it. The matrix unit of a TPU takes longer than a sum does.
+    """
+
+    def by_product(matrix: jax.Array, x: jax.Array) -> jax.Array:
+        columns = jnp.matmul(matrix, x[..., None], precision=jax.lax.Precision.HIGHEST)
+        return jnp.squeeze(columns, -1)
+
+    def by_sum(matrix: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(matrix * jnp.broadcast_to(x[..., None, :], matrix.shape), axis=-1)
+
+    return jax.lax.platform_dependent(matrix, x, cpu=by_product, default=by_sum)
 
 
 def _half_log_weights(
@@ -197,7 +210,8 @@ def _half_log_weights(
     rows, is_paired = rows_of_pairs(projection)
     squares = jnp.square(rows.astype(variances.dtype)) - 1
     constant = jnp.sum(jnp.log(variances) + 1 - variances, axis=-1, keepdims=True)
-    log_ratio = jnp.matmul(1 - variances, squares.T, precision=jax.lax.Precision.HIGHEST)
+    shape = (*variances.shape[:-1], *squares.shape)
+    log_ratio = _times(jnp.broadcast_to(squares, shape), 1 - variances)
     log_ratio += jnp.broadcast_to(constant, log_ratio.shape)
     if is_paired:
         log_ratio = jnp.concatenate([log_ratio, log_ratio], axis=-1)

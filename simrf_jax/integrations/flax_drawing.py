@@ -13,18 +13,23 @@ from simrf_jax.features import (
     as_feature_map,
     draw_bipolar_projection,
 )
+from simrf_jax.features.calibrated import Calibrated
+from simrf_jax.features.exponential import OptimalPositive, Positive
 from simrf_jax.projections import (
     FIXED_NORMS,
     BlockMode,
     Coupling,
     DrawOptions,
     Norms,
+    PairedProjection,
     Projection,
     Rotation,
 )
 
 # A bipolar hybrid has about 4 num_features (num_weights + 1) features.
 NUM_WEIGHTS = 8
+# Feature maps of which half the cost is the product with W.
+TAKE_PAIRS = (Positive, OptimalPositive, Calibrated)
 
 
 def check_feature_maps(feature_maps: Sequence[FeatureMapLike], *, num_weights: int | None) -> None:
@@ -120,6 +125,23 @@ def draw_heads(
         )
 
     return draw(key) if num_heads is None else jax.vmap(draw)(jax.random.split(key, num_heads))
+
+
+def in_pairs(
+    projection: Projection | None, feature_map: FeatureMapLike, options: DrawOptions
+) -> Projection | None:
+    """Returns W as pairs, of which attention multiplies one row, if the options drew it so.
+
+    Args:
+      projection: W of all heads or of each.
+      feature_map: Feature map; others than those of the library may ask for an array.
+      options: Options that W was drawn by.
+    """
+    if not (options.draws_pairs and isinstance(as_feature_map(feature_map), TAKE_PAIRS)):
+        return projection
+    if not isinstance(projection, jax.Array) or projection.shape[-2] % 2:
+        return projection
+    return PairedProjection(projection[..., ::2, :])
 
 
 def draw_maps(

@@ -60,6 +60,11 @@ class DrawOptions:
         )
         object.__setattr__(self, "num_sweeps", num_sweeps)
 
+    @property
+    def draws_pairs(self) -> bool:
+        """True if row 2i + 1 is the negative of row 2i, so that ``PairedProjection`` holds both."""
+        return self.coupling == "cross_polytope" and self.norms in ("pair", "shared", "sqrt_dim")
+
     def draw(
         self,
         key: Key[Array, ""],

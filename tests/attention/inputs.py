@@ -3,7 +3,10 @@
 import jax
 import numpy as np
 
-from simrf_jax import draw_projection
+from simrf_jax import PairedProjection, calibrate, draw_projection
+
+# Kinds of features that a kernel treats in different ways.
+KINDS = ("positive", "calibrated", "calibrated pairs")
 
 
 def inputs(
@@ -29,3 +32,11 @@ def projection(num_features=11, dim=8, heads=None, coupling="simplex"):
     keys = jax.random.split(jax.random.key(1), heads or 1)
     w = jax.vmap(lambda key: draw_projection(key, num_features, dim, coupling=coupling))(keys)
     return w if heads else w[0]
+
+
+def map_and_rows(kind, query, key, heads=2):
+    """Returns the feature map and the W of one of ``KINDS``."""
+    if kind == "positive":
+        return "positive", projection(11)
+    w = projection(8 if kind == "calibrated pairs" else 11, heads=heads)
+    return calibrate(query, key), PairedProjection(w) if kind == "calibrated pairs" else w

@@ -17,7 +17,7 @@ from simrf_jax import feature_maps, random_feature_attention
 from simrf_jax.attention.pallas_tpu import operands
 from tests import formulas
 from tests.attention import devices, reference
-from tests.attention.inputs import inputs, projection
+from tests.attention.inputs import KINDS, inputs, map_and_rows, projection
 
 P = jax.P
 in_kernel = functools.partial(random_feature_attention, implementation="pallas_tpu")
@@ -45,6 +45,7 @@ def assert_close(got, want, tolerance):
 MAPS = {
     "positive": ("positive", projection(11, heads=2), formulas.positive),
     "hyperbolic": ("hyperbolic", projection(11), formulas.hyperbolic),
+    "pairs": ("hyperbolic", projection(8), formulas.hyperbolic),
     "optimal": (
         feature_maps.OptimalPositive(-0.1),
         projection(11, heads=2),
@@ -78,11 +79,10 @@ OPTIONS = {
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("kind", ["positive", "calibrated"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_output_and_the_gradients_of_xla(length, kind, options):
     q, k, v = inputs(length, 140, heads=4, key_heads=2, batch=(2,))
-    feature_map = "positive" if kind == "positive" else simrf_jax.calibrate(q, k)
-    w = projection(11, heads=None if kind == "positive" else 2)
+    feature_map, w = map_and_rows(kind, q, k)
     of_outputs = jnp.sin(jnp.arange(q.size)).reshape(q.shape)
 
     def run(attend):

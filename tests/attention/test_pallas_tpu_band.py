@@ -10,7 +10,7 @@ import pytest
 import simrf_jax
 from simrf_jax import random_feature_attention
 from tests.attention import devices, reference
-from tests.attention.inputs import inputs, projection
+from tests.attention.inputs import KINDS, inputs, map_and_rows, projection
 from tests.attention.test_pallas_tpu import MAPS, assert_close
 from tests.attention.test_pallas_tpu_causal import gradients
 
@@ -53,11 +53,10 @@ OPTIONS = {
 @pytest.mark.sampled(32)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("kind", ["positive", "calibrated"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_output_and_the_gradients_of_xla(kind, is_causal, options):
     q, k, v = inputs(151, 140, heads=2, key_heads=1, batch=(2,))
-    feature_map = "positive" if kind == "positive" else simrf_jax.calibrate(q, k)
-    w = projection(11, heads=None if kind == "positive" else 1)
+    feature_map, w = map_and_rows(kind, q, k, heads=1)
     run = functools.partial(gradients, feature_map=feature_map, is_causal=is_causal, **options)
     for got, want in zip(run(in_kernel, q, k, v, w), run(by_xla, q, k, v, w), strict=True):
         assert_close(got, want, 1e-5)

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-import simrf_jax
 from simrf_jax import random_feature_attention
 from simrf_jax.attention.pallas_tpu import weights
 from tests.attention import devices, reference
-from tests.attention.inputs import inputs, projection
+from tests.attention.inputs import KINDS, inputs, map_and_rows, projection
 from tests.attention.test_pallas_tpu import MAPS, assert_close
 
 P = jax.P
@@ -63,11 +62,10 @@ OPTIONS = {
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("kind", ["positive", "calibrated"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_output_and_the_gradients_of_xla(length, kind, options):
     q, k, v = inputs(length, 140, heads=4, key_heads=2, batch=(2,))
-    feature_map = "positive" if kind == "positive" else simrf_jax.calibrate(q, k)
-    w = projection(11, heads=None if kind == "positive" else 2)
+    feature_map, w = map_and_rows(kind, q, k)
     run = functools.partial(gradients, feature_map=feature_map, **options)
     for got, want in zip(run(in_kernel, q, k, v, w), run(by_xla, q, k, v, w), strict=True):
         assert_close(got, want, 1e-5)

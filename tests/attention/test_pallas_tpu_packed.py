@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import simrf_jax
 from simrf_jax import random_feature_attention
 from simrf_jax.attention.pallas_tpu import weights
 from tests.attention import devices, reference
-from tests.attention.inputs import inputs, projection
+from tests.attention.inputs import KINDS, inputs, map_and_rows, projection
 from tests.attention.test_pallas_tpu import assert_close
 from tests.attention.test_pallas_tpu_causal import gradients
 
@@ -73,11 +72,10 @@ OPTIONS = {
 @pytest.mark.sampled(32)
 @pytest.mark.parametrize("extra", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("kind", ["positive", "calibrated"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_output_and_the_gradients_of_xla(kind, options, extra):
     q, k, v = inputs(LENGTH, heads=2, key_heads=1, batch=(2,))
-    feature_map = "positive" if kind == "positive" else simrf_jax.calibrate(q, k)
-    w = projection(11, heads=None if kind == "positive" else 1)
+    feature_map, w = map_and_rows(kind, q, k, heads=1)
     options = {"segment_ids": np.stack([SEGMENTS, SEGMENTS[::-1]])} | options | extra
     run = functools.partial(gradients, feature_map=feature_map, **options)
     for got, want in zip(run(in_kernel, q, k, v, w), run(by_xla, q, k, v, w), strict=True):

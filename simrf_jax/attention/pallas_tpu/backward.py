@@ -26,7 +26,7 @@ from simrf_jax.attention.pallas_tpu.heads import (
     keep_parts,
     parts_scratch,
     query_features,
-    query_logits,
+    query_products,
     spoil_denominator,
     take_keys,
     with_offsets,
@@ -134,7 +134,7 @@ def _of_head(shape: Shape, refs: Refs, of_outputs: Any, out: Gradients) -> Itera
     def head(number: int) -> Links:
         of_key, group = divmod(number, shape.groups)
         keys = take_keys(shape, refs, of_key, 0) if group == 0 else None
-        logits = query_logits(shape, refs, of_key, number)
+        products = query_products(shape, refs, of_key, number)
         yield
         if keys is not None:
             maxima = jnp.max(keys.logits, axis=1, keepdims=True)
@@ -143,7 +143,7 @@ def _of_head(shape: Shape, refs: Refs, of_outputs: Any, out: Gradients) -> Itera
             sums = spoil_denominator(shape, shape.dot(keys.values, phi, 1, 1))
             states[of_key] = with_offsets(refs, of_key, maxima), sums.astype(shape.dtype)
         maxima, state = states[of_key]
-        psi = query_features(shape, logits, maxima)
+        psi = query_features(shape, products, maxima)
         yield
         sums = shape.dot(state, psi, 1, 0)
         yield
@@ -278,10 +278,10 @@ def _of_queries(
 
     def head(number: int) -> Links:
         of_key = number // shape.groups
-        logits = query_logits(shape, refs, of_key, number)
+        products = query_products(shape, refs, of_key, number)
         yield
         maxima = with_offsets(refs, of_key, sums.state.maxima[of_key])
-        psi = query_features(shape, logits, maxima)
+        psi = query_features(shape, products, maxima)
         state = sums.state.sums[of_key]
         read = shape.dot(state, psi, 1, 0)
         yield

@@ -29,7 +29,7 @@ from simrf_jax.attention.pallas_tpu.heads import (
     interleave,
     keep_parts,
     parts_scratch,
-    query_logits,
+    query_products,
     with_offsets,
 )
 from simrf_jax.attention.pallas_tpu.sums import ROWS, Sums, rows_of_sums
@@ -191,9 +191,9 @@ def read(
     """
     of_key = head.of_key
     finite = finite_queries(refs, head.number)
-    exponents = query_logits(shape, refs, of_key, head.number, finite if hides else None)
+    products = query_products(shape, refs, of_key, head.number, finite if hides else None)
     yield
-    weights = weights_of(shape, refs, tile, of_key, exponents, is_rare=is_rare)
+    weights = weights_of(shape, refs, tile, of_key, products, is_rare=is_rare)
     yield
     pairs = weights.pairs(shape)
     yield
@@ -213,13 +213,13 @@ def finite_queries(refs: Refs, number: Any) -> jax.Array:
 
 
 def weights_of(
-    shape: Shape, refs: Refs, tile: Tile, of_key: Any, exponents: jax.Array, *, is_rare: bool
+    shape: Shape, refs: Refs, tile: Tile, of_key: Any, products: jax.Array, *, is_rare: bool
 ) -> Weights:
-    """Returns the weights of a query head of a key head, from the exponents of its features."""
+    """Returns the weights of a query head of a key head, from the products with its rows."""
     find = in_units_of_halves if is_rare else in_common_units
     of_tile = (tile.logits, tile.values, tile.reference, tile.of_queries)
     keys, values, reference, of_queries = (x[of_key] for x in of_tile)
-    queries = with_offsets(refs, of_key, exponents)
+    queries = shape.exponents(products, with_offsets(refs, of_key, jnp.zeros((1, 1))))
     return find(shape, Exponents(queries, keys, values, reference, of_queries, tile.segments))
 
 

@@ -39,7 +39,7 @@ from simrf_jax.attention.pallas_tpu.heads import (
     back_rows,
     keep_parts,
     parts_scratch,
-    query_logits,
+    query_products,
 )
 from simrf_jax.attention.pallas_tpu.sums import Sums
 from simrf_jax.attention.pallas_tpu.tiles import (
@@ -309,9 +309,9 @@ def _of_keys(
     lanes = jax.lax.broadcasted_iota(jnp.int32, (1, shape.query_tile), 1)
     is_query = tile_number * shape.query_tile + lanes < shape.num_queries
     sums = jnp.where(is_query, of_sums[0, number], 0)
-    exponents = query_logits(shape, refs, of_key, number, is_query & finite_queries(refs, number))
+    products = query_products(shape, refs, of_key, number, is_query & finite_queries(refs, number))
     yield
-    weights = weights_of(shape, refs, tile, of_key, exponents, is_rare=is_rare)
+    weights = weights_of(shape, refs, tile, of_key, products, is_rare=is_rare)
     yield
     pairs = weights.pairs(shape)
     of_pairs = shape.dot(tile.values[of_key], sums, 0, 0)

@@ -22,7 +22,7 @@ from simrf_jax.attention.pallas_tpu.heads import (
     keep_parts,
     parts_scratch,
     query_features,
-    query_logits,
+    query_products,
     spoil_denominator,
     take_keys,
     with_offsets,
@@ -79,13 +79,13 @@ def attend(shape: Shape, refs: Refs, out: Any) -> Iterator[Links]:
     def head(number: int) -> Links:
         of_key = number // shape.groups
         keys = take_keys(shape, refs, of_key, 0) if number % shape.groups == 0 else None
-        logits = query_logits(shape, refs, of_key, number)
+        products = query_products(shape, refs, of_key, number)
         yield
         if keys is not None:
             maxima = jnp.max(keys.logits, axis=1, keepdims=True)
             phi = jnp.exp2(keys.logits - maxima).astype(shape.dtype)
             states[of_key] = with_offsets(refs, of_key, maxima), phi
-        psi = query_features(shape, logits, states[of_key][0])
+        psi = query_features(shape, products, states[of_key][0])
         yield
         if keys is not None:
             maxima, phi = states[of_key]
@@ -161,9 +161,9 @@ def read(shape: Shape, refs: Refs, state: State, out: Any) -> Iterator[Links]:
 
     def head(number: int) -> Links:
         of_key = number // shape.groups
-        logits = query_logits(shape, refs, of_key, number)
+        products = query_products(shape, refs, of_key, number)
         yield
-        psi = query_features(shape, logits, with_offsets(refs, of_key, state.maxima[of_key]))
+        psi = query_features(shape, products, with_offsets(refs, of_key, state.maxima[of_key]))
         yield
         outputs, _ = divide(shape, shape.dot(state.sums[of_key], psi, 1, 0))
         out[0, number] = outputs.astype(out.dtype)

@@ -36,8 +36,10 @@ LARGEST_VALUE = float(jnp.finfo(jnp.float32).max) / 2**24
 LN2 = math.log(2)
 # Rows of one tile of bfloat16, at whose multiples blocks of rows begin.
 TILE = 16
-# Tiles up to this length have links so short that two heads begin together.
+# Tiles up to this length have links so short that two heads begin together, or four whose products
+# with paired rows are shorter still; and tiles up to the next, two heads of more than one tile.
 SHORT_TILE = 256
+LONG_TILE = 512
 
 Links = Generator[None, None, None]
 
@@ -119,7 +121,9 @@ class Shape:
     @property
     def heads_at_once(self) -> int:
         """Number of heads that begin together."""
-        return 2 if self.key_tile <= SHORT_TILE else 1
+        if self.key_tile <= SHORT_TILE:
+            return 4 if self.is_paired else 2
+        return 2 if self.is_tiled and self.key_tile <= LONG_TILE else 1
 
     @property
     def query_tiles(self) -> int:
@@ -177,9 +181,17 @@ class Shape:
         """Multiplies rows, whose parts stand side by side, by tokens ``[H, length]``."""
         return self.dot(rows, jnp.concatenate([x] * self.passes, axis=0), 1, 0)
 
-    def exponents(self, products: jax.Array) -> jax.Array:
-        """Returns the exponents of all features, ``[m, length]``, of products with the rows."""
-        return jnp.concatenate([products, -products], axis=0) if self.is_paired else products
+    def exponents(self, products: jax.Array, plus: jax.Array) -> jax.Array:
+        """Returns the exponents of all features, ``[m, length]``.
+
+        Args:
+          products: Products with the rows, ``[rows, length]``.
+          plus: What is added to them, ``[1 or m, 1 or length]``.
+        """
+        if not self.is_paired:
+            return products + plus
+        half = products.shape[0] if plus.shape[0] > 1 else 0
+        return jnp.concatenate([plus[: half or 1] + products, plus[half:] - products], axis=0)
 
     def of_products(self, of_exponents: jax.Array) -> jax.Array:
         """Returns the gradient of products with the rows, of that of ``exponents``."""
@@ -331,7 +343,7 @@ def take_keys(
     is_first = jax.lax.broadcasted_iota(jnp.int32, (TILE, 1), 0) == 0
     ones = jnp.where(is_first, ones, 0).astype(shape.dtype)
     values = jnp.concatenate([value, ones], axis=0)
-    logits = shape.exponents(products[shape.rows]) + scale
+    logits = shape.exponents(products[shape.rows], scale)
     return Keys(logits, key, stretched, values, visible, spoils)
 
 
@@ -376,16 +388,16 @@ def divide(shape: Shape, sums: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def with_offsets(refs: Refs, head: Any, maxima: jax.Array) -> jax.Array:
-    """Adds the offsets of a head to maxima or exponents, ``[m, 1]`` or ``[m, tile]``."""
+    """Adds the offsets of a head to maxima, ``[m, 1]``, or to zero, ``[1, 1]``."""
     if refs.offsets is None:
         return maxima
     return maxima + of_head(refs.offsets, head)
 
 
-def query_logits(
+def query_products(
     shape: Shape, refs: Refs, of_key: Any, head: Any, visible: jax.Array | None = None
 ) -> jax.Array:
-    """Returns the exponents of the features of queries, ``[m, tile]``.
+    """Returns the products of queries with their rows, ``[rows, tile]``.
 
     Args:
       shape: Sizes.
@@ -395,11 +407,10 @@ def query_logits(
       visible: ``[1, tile]``, False at queries that are replaced by zeros; None for all.
     """
     rows, query = _parts(shape, refs, of_key, of_keys=False), refs.query[0, head]
-    products = shape.project(rows, query if visible is None else keep(query, visible))
-    return shape.exponents(products)
+    return shape.project(rows, query if visible is None else keep(query, visible))
 
 
-def query_features(shape: Shape, logits: jax.Array, maxima: jax.Array) -> jax.Array:
+def query_features(shape: Shape, products: jax.Array, maxima: jax.Array) -> jax.Array:
     """Returns features ``[m, tile]`` of queries, for a state in units of the maxima."""
-    logits += maxima
+    logits = shape.exponents(products, maxima)
     return jnp.exp2(logits - jnp.max(logits, axis=0, keepdims=True)).astype(shape.dtype)

@@ -79,7 +79,9 @@ class RandomFeatureAttention(Adapter):
         ``simrf_jax.draw_projection``.
       norms: Law of the row norms; see ``simrf_jax.draw_projection``. ``"radau"`` needs positive,
         hyperbolic or similar features, which honour weights; hybrids and optimal positive features
-        refuse it, and the latter ``"sqrt_dim"`` as well.
+        refuse it, and the latter ``"sqrt_dim"`` as well. With ``coupling="cross_polytope"``,
+        ``"pair"`` and ``"shared"`` save half the products with W for positive, optimal positive and
+        calibrated features: of each pair, rows 2i and 2i + 1, only the first is read.
       num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
         time and the state of hybrids grow with its product with ``num_features``.
       shared: True draws one W for all heads.
@@ -155,14 +157,17 @@ class RandomFeatureAttention(Adapter):
         if isinstance(feature_map, Calibrated):
             feature_map = self._calibration(feature_map)
 
-        def draw() -> tuple[Projection | None, DrawOptions]:
-            options = flax_drawing.draw_options(
+        def draw_options() -> DrawOptions:
+            return flax_drawing.draw_options(
                 feature_map,
                 coupling=self.coupling,
                 block=self.block,
                 rotation=self.rotation,
                 norms=self.norms,
             )
+
+        def draw() -> tuple[Projection | None, DrawOptions]:
+            options = draw_options()
             w = flax_drawing.draw_heads(
                 self._key(),
                 None if self.shared else num_key_heads,
@@ -179,6 +184,7 @@ class RandomFeatureAttention(Adapter):
             feature_map = self._learned(feature_map, draw)
         elif self.num_features is not None:
             w = self._drawn("projection", lambda: boxed(*draw()))
+            w = flax_drawing.in_pairs(w, feature_map, draw_options())
         return flax_attention.random_features(
             w,
             feature_map,

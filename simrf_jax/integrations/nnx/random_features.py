@@ -76,7 +76,9 @@ class RandomFeatureAttention(Adapter):
         ``simrf_jax.draw_projection``.
       norms: Law of the row norms; see ``simrf_jax.draw_projection``. ``"radau"`` needs positive,
         hyperbolic or similar features, which honour weights; hybrids and optimal positive features
-        refuse it, and the latter ``"sqrt_dim"`` as well.
+        refuse it, and the latter ``"sqrt_dim"`` as well. With ``coupling="cross_polytope"``,
+        ``"pair"`` and ``"shared"`` save half the products with W for positive, optimal positive and
+        calibrated features: of each pair, rows 2i and 2i + 1, only the first is read.
       num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
         time and the state of hybrids grow with its product with ``num_features``.
       shared: True draws one W for all heads.
@@ -237,10 +239,13 @@ class RandomFeatureAttention(Adapter):
 
     def _mechanism(self, num_heads: int) -> RandomFeatures:
         del num_heads
-        w = None if self.projection is None else get_value(self.projection)
+        w, feature_map = None, self._map()
+        if self.projection is not None:
+            options = self.projection.draw_options
+            w = flax_drawing.in_pairs(get_value(self.projection), feature_map, options)
         return flax_attention.random_features(
             w,
-            self._map(),
+            feature_map,
             sequence_axis=self.sequence_axis,
             batch_axis=self.batch_axis,
             head_axis=self.head_axis,
