@@ -100,11 +100,11 @@ def textbook(q, k, v, w):
 def kernel_cycles(projection, feature_map, length, mode, *, is_gradient):
     """Returns the cycles of the fused kernels that were compiled last."""
 
-    def shape(projection):
+    def shape(projection, feature_map):
         zeros = jnp.zeros((BATCH, length, HEADS, DIM), jnp.bfloat16)
         return lay_out(Arguments(zeros, zeros, zeros), projection, feature_map)
 
-    refs = jax.eval_shape(shape, projection)
+    refs = jax.eval_shape(shape, projection, feature_map)
     sizes = shape_of(refs, interpret=False, is_causal=mode != Mode())
     if mode.bandwidth is not None or (mode.is_packed and not mode.is_causal):
         kinds = ["causal_random_feature_sums", "reversed_random_feature_sums"][: 2 - mode.is_causal]
@@ -226,14 +226,17 @@ def rows(length, mode):
     """Yields the name of each attention and what ``measure`` returns."""
     positive = feature_maps.Positive()
     calibrated = feature_maps.Calibrated.identity(HEADS, DIM)
+    pairs = simrf_jax.PairedProjection(rows_of(64))
+    folded = jax.eval_shape(feature_maps.Folded.of, calibrated, pairs)
     in_kernels = random_features("pallas_tpu", mode)
     segments = [jax.ShapeDtypeStruct((BATCH, length), jnp.int32)] * mode.is_packed
     for name, projection, feature_map in (
         ("kernels, m = 128", rows_of(128), positive),
         ("kernels, m = 130", rows_of(130), positive),
-        ("kernels, 64 pairs", simrf_jax.PairedProjection(rows_of(64)), positive),
+        ("kernels, 64 pairs", pairs, positive),
         ("kernels, calibrated, m = 128", rows_of(128), calibrated),
-        ("kernels, calibrated, 64 pairs", simrf_jax.PairedProjection(rows_of(64)), calibrated),
+        ("kernels, calibrated, 64 pairs", pairs, calibrated),
+        ("kernels, calibrated, 64 pairs, folded before", None, folded),
     ):
         cycles = functools.partial(kernel_cycles, projection, feature_map, length, mode)
         others = (projection, feature_map, *segments)

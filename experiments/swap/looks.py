@@ -27,11 +27,13 @@ LOOKS: dict[str, dict[str, Any]] = {
     "calibrated_iid": {"color": "#D55E00", "linestyle": ":", "marker": "o"},
     "calibrated_simplex": {"color": "#D55E00", "linestyle": "-", "marker": "^"},
     "calibrated": {"color": "#D55E00", "linestyle": "--", "marker": "P"},
+    "calibrated_pairs": {"color": "#D55E00", "linestyle": "-.", "marker": "D"},
     "mixture": {"color": "#8B4513", "linestyle": "-", "marker": "X"},
     "learned_from_random": {"color": "#117733", "linestyle": "--", "marker": "<"},
     "learned": {"color": "#117733", "linestyle": "-", "marker": ">"},
     "band_positive": {"color": "#CC79A7", "linestyle": "-", "marker": "^"},
     "band_calibrated": {"color": "#CC79A7", "linestyle": "--", "marker": "P"},
+    "band_calibrated_pairs": {"color": "#CC79A7", "linestyle": ":", "marker": "D"},
     "band_mixture": {"color": "#8B4513", "linestyle": "--", "marker": "X"},
     "band_learned": {"color": "#CC79A7", "linestyle": "-.", "marker": ">"},
 }

@@ -19,7 +19,7 @@ from simrf_jax import feature_maps, theory
 from simrf_jax.calibration import Mixture, fit_mixture
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.integrations.nnx import RandomFeatureAttention, RandomProjection
-from simrf_jax.projections import Coupling, DrawOptions
+from simrf_jax.projections import Coupling, DrawOptions, Norms
 
 
 class Learnable(NamedTuple):
@@ -95,6 +95,7 @@ class Method:
       label: Name in tables and figures.
       fit: Fit of the feature map of a layer.
       coupling: Coupling of the rows of W.
+      norms: Law of their norms.
       features_per_row: Number of features that the map makes of a row of W.
       has_band: True if the keys of a band are attended exactly, under one normaliser.
     """
@@ -102,6 +103,7 @@ class Method:
     label: str
     fit: Fit
     coupling: Coupling
+    norms: Norms = "chi"
     features_per_row: int = 1
     has_band: bool = False
 
@@ -158,7 +160,7 @@ class Method:
             w = _draw_around(rngs.features(), fitted.centers, num_rows, self.coupling)
             attention.projection = RandomProjection(w)
             return attention
-        return adapter(num_rows, feature_map=fitted, coupling=self.coupling)
+        return adapter(num_rows, feature_map=fitted, coupling=self.coupling, norms=self.norms)
 
 
 def draw_heads(
@@ -197,6 +199,7 @@ METHODS = {
     "calibrated_iid": Method("calibrated, iid", calibrated, "iid"),
     "calibrated_simplex": Method("calibrated, simplex", calibrated, "simplex"),
     "calibrated": Method("calibrated, cross-polytope", calibrated, "cross_polytope"),
+    "calibrated_pairs": Method("calibrated, pairs", calibrated, "cross_polytope", "pair"),
     "mixture": Method(
         f"calibrated mixture of {NUM_CENTERS}, cross-polytope", calibrated_mixture, "cross_polytope"
     ),
@@ -218,6 +221,9 @@ METHODS = {
         calibrated,
         "cross_polytope",
         has_band=True,
+    ),
+    "band_calibrated_pairs": Method(
+        "exact band and calibrated, pairs", calibrated, "cross_polytope", "pair", has_band=True
     ),
     "band_learned": Method(
         "exact band and learned from calibrated",

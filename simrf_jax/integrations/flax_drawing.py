@@ -128,16 +128,18 @@ def draw_heads(
 
 
 def in_pairs(
-    projection: Projection | None, feature_map: FeatureMapLike, options: DrawOptions
+    projection: Projection | None, feature_map: FeatureMapLike, options: DrawOptions | None
 ) -> Projection | None:
     """Returns W as pairs, of which attention multiplies one row, if the options drew it so.
 
     Args:
       projection: W of all heads or of each.
       feature_map: Feature map; others than those of the library may ask for an array.
-      options: Options that W was drawn by.
+      options: Options that W was drawn by; None if they are not known.
     """
-    if not (options.draws_pairs and isinstance(as_feature_map(feature_map), TAKE_PAIRS)):
+    if options is None or not options.draws_pairs:
+        return projection
+    if not isinstance(as_feature_map(feature_map), TAKE_PAIRS):
         return projection
     if not isinstance(projection, jax.Array) or projection.shape[-2] % 2:
         return projection

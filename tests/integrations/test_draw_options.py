@@ -19,6 +19,7 @@ from flax import nnx, serialization
 import simrf_jax
 from simrf_jax import DrawOptions, redraw_projections
 from simrf_jax.features import FEATURE_MAPS
+from simrf_jax.integrations import flax_drawing
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
 from simrf_jax.integrations.flax_versions import get_value, set_value
@@ -378,3 +379,37 @@ def test_both_apis_take_the_same_arguments(of_nnx, of_linen):
     assert [name for name, _ in described] == [name for name, _ in found]
     fields = [one.name for one in dataclasses.fields(of_linen) if one.name not in OF_LINEN]
     assert fields == [name for name, _ in found]
+
+
+@pytest.mark.parametrize("feature_map", ["positive", "calibrated"])
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_pairs_of_rows_give_the_attention_of_all_rows(api, feature_map, monkeypatch):
+    options = {"feature_map": feature_map, "coupling": "cross_polytope", "norms": "pair"}
+    x, seen = draw_tokens(2, 9), []
+    of_pairs = flax_drawing.in_pairs
+
+    def attend():
+        if api == "nnx":
+            return nnx_attention(**options)(x)
+        module = linen_attention(**options)
+        return module.apply(module.init(jax.random.key(0), x), x)
+
+    def record(*arguments):
+        seen.append(of_pairs(*arguments))
+        return seen[-1]
+
+    monkeypatch.setattr(flax_drawing, "in_pairs", record)
+    found = attend()
+    assert all(isinstance(w, simrf_jax.PairedProjection) for w in seen)
+    assert seen
+    monkeypatch.setattr(flax_drawing, "in_pairs", lambda w, *_: w)
+    np.testing.assert_allclose(found, attend(), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_set_by_hand_are_all_read():
+    adapter = nnx_attention(coupling="cross_polytope", norms="pair").attention_fn
+    w = jax.random.normal(jax.random.key(5), get_value(adapter.projection).shape)
+    adapter.projection = nnx_adapter.RandomProjection(w)
+    q = draw_tokens(1, 5).reshape(1, 5, HEADS, WIDTH // HEADS)
+    expected = simrf_jax.random_feature_attention(q, q, q, w)
+    np.testing.assert_allclose(adapter(q, q, q), expected, rtol=1e-5, atol=1e-6)

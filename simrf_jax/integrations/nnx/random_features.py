@@ -241,7 +241,7 @@ class RandomFeatureAttention(Adapter):
         del num_heads
         w, feature_map = None, self._map()
         if self.projection is not None:
-            options = self.projection.draw_options
+            options = getattr(self.projection, "draw_options", None)  # None if set by hand.
             w = flax_drawing.in_pairs(get_value(self.projection), feature_map, options)
         return flax_attention.random_features(
             w,
