@@ -144,7 +144,8 @@ class Calibrated(FeatureMap):
     def exponential_form(self, projection: Projection, *, side: Side) -> ExponentialForm:
         r"""Returns the form of one head, for vectors that are not centred.
 
-        The linear term of a key completes its square, as :math:`M^{-\top}` takes M b to b:
+        The linear term of a key completes its square, as the transpose of :math:`M^{-\top}` takes
+        :math:`M b_x` back to :math:`b_x`:
 
         .. math:: b_x \cdot y - \tfrac12 |M^{-\top} (y - b_y)|^2
             = a - \tfrac12 |M^{-\top} y - c|^2, \qquad c = M b_x + M^{-\top} b_y.
@@ -153,7 +154,8 @@ class Calibrated(FeatureMap):
         rows, is_paired = rows_of_pairs(projection)
         tilted = rows * jnp.broadcast_to(jnp.sqrt(self.variances), rows.shape)
         balanced = _times(matrix, mean)
-        # The matrices are inverse up to rounding. Here a step of Newton's method makes up for it.
+        # The transpose of ``matrix`` takes ``linear`` to ``other`` up to the rounding of both
+        # matrices; a step of iterative refinement makes up for it.
         linear = _times(other_matrix, other)
         linear += _times(other_matrix, other - _times(matrix.T, linear))
         center = balanced + linear

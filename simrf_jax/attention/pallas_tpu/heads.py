@@ -190,8 +190,9 @@ class Shape:
         """
         if not self.is_paired:
             return products + plus
-        half = products.shape[0] if plus.shape[0] > 1 else 0
-        return jnp.concatenate([plus[: half or 1] + products, plus[half:] - products], axis=0)
+        half = products.shape[0]
+        above, below = (plus, plus) if plus.shape[0] == 1 else (plus[:half], plus[half:])
+        return jnp.concatenate([above + products, below - products], axis=0)
 
     def of_products(self, of_exponents: jax.Array) -> jax.Array:
         """Returns the gradient of products with the rows, of that of ``exponents``."""
