@@ -142,7 +142,10 @@ def product(
       x: Vectors.
       projection: W, as ``as_projection`` returns it.
     """
-    projection = unweighted(projection)
+    if isinstance(projection, PairedProjection):
+        return both_signs(product(x, projection.rows))
+    if not isinstance(projection, jax.Array | FastProjection):
+        raise _refuse(projection)
     if projection.ndim != 2:
         raise ValueError(
             f"projection must be [num_features, dim], got shape {projection.shape}; "
@@ -155,8 +158,6 @@ def product(
             f"x must be [..., dim] with the projection's dim={projection.shape[-1]}, "
             f"got shape {x.shape}."
         )
-    if isinstance(projection, PairedProjection):
-        return both_signs(product(x, projection.rows))
     compute = functools.reduce(jnp.promote_types, (x.dtype, projection.dtype, jnp.float32))
     if isinstance(projection, FastProjection):
         return apply_fast(x.astype(compute), projection)

@@ -421,7 +421,7 @@ class NoDataclass(simrf_jax.FeatureMap):
             "positive",
             simrf_jax.BipolarProjection(*(projection(),) * 3),
             TypeError,
-            "an array .* or a FastProjection, got BipolarProjection",
+            "an array .* or a PairedProjection, got BipolarProjection",
         ),
     ],
 )

@@ -186,7 +186,7 @@ class Shape:
 
         Args:
           products: Products with the rows, ``[rows, length]``.
-          plus: What is added to them, ``[1 or m, 1 or length]``.
+          plus: Exponents to add to those of the products, ``[1 or m, 1 or length]``.
         """
         if not self.is_paired:
             return products + plus

@@ -32,11 +32,12 @@ def test_the_count_is_that_of_the_products_of_a_step(changes):
     assert matmul_flops(traced.jaxpr, "cuda") == 32 * flops.train_flops(model)
 
 
-def test_the_count_of_calibrated_features_is_that_of_a_step_but_for_one_product_with_w():
+def test_the_count_of_calibrated_features_is_that_of_a_step_but_for_two_products_with_w():
     traced, model = trace(model__feature_map="calibrated", calibrate_interval=1)
     with_w = 2 * model.num_features * model.width * (model.width // model.num_heads)
     assert (
-        matmul_flops(traced.jaxpr, "cuda") == 32 * flops.train_flops(model) + model.depth * with_w
+        matmul_flops(traced.jaxpr, "cuda")
+        == 32 * flops.train_flops(model) + 2 * model.depth * with_w
     )
 
 

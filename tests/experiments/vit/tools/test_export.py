@@ -52,6 +52,17 @@ MODELS = {
 BATCHES = (1, 20)
 
 
+def make_valid(path, x):
+    """Returns an array of a calibration: positive, or if it is a matrix, orthogonal.
+
+    The matrix of the keys is the inverse transpose of that of the queries.
+    """
+    if not path[-1].name.endswith("_matrix"):
+        return np.exp(x)
+    matrix, _ = np.linalg.qr(np.random.default_rng(1).standard_normal(x.shape[-2:]))
+    return np.broadcast_to(matrix, x.shape).astype(x.dtype)
+
+
 def make_run(workdir, rows=({"step": 1, "test_accuracy": 0.25},), **changes):
     """A run of one step with random parameters; returns its model, whole on one device."""
     config = tiny.get_config(checkpoint__interval=1, **changes)
@@ -60,8 +71,7 @@ def make_run(workdir, rows=({"step": 1, "test_accuracy": 0.25},), **changes):
     wanted = {name: getattr(state, name) for name in names}
     rng = np.random.default_rng(0)
     random = jax.tree.map(lambda x: rng.standard_normal(x.shape, np.float32), wanted)
-    # A calibration has positive variances.
-    random["calibrations"] = jax.tree.map(np.exp, random["calibrations"])
+    random["calibrations"] = jax.tree_util.tree_map_with_path(make_valid, random["calibrations"])
     sharded = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), random, wanted)
     log.Log(workdir, config, log.COLUMNS, [], writes=True)  # Writes the config.
     progress = checkpoint_contents.Progress(list(rows), 1.0, {"step": 1})
