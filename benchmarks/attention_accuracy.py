@@ -6,6 +6,7 @@ d = 64 and m = 130. Queries and keys are normal with standard deviation s.
 Run: python -m benchmarks.attention_accuracy
 """
 
+import collections
 import itertools
 
 import jax
@@ -14,6 +15,8 @@ import numpy as np
 
 import simrf_jax
 from benchmarks import command_line
+
+SCALES = (0.5, 1, 2, 4, 8, 16)
 
 
 def estimator(query, key, value, projection, is_causal):
@@ -32,17 +35,17 @@ def main():
     length, num_features, dim = 256, 130, 64
     w = simrf_jax.draw_projection(jax.random.key(1), num_features, dim)
     print("| s | float32 | causal | bfloat16 | causal |\n| --- | --- | --- | --- | --- |")
-    for scale in (0.5, 1, 2, 4, 8, 16):
-        q, k, v = jax.random.normal(jax.random.key(0), (3, length, 1, dim))
-        q, k = scale * q, scale * k
-        errors = []
-        for dtype, is_causal in itertools.product((jnp.float32, jnp.bfloat16), (False, True)):
-            inputs = [x.astype(dtype) for x in (q, k, v)]
-            out = simrf_jax.random_feature_attention(*inputs, w, is_causal=is_causal)
-            actual = out[:, 0].astype(jnp.float32)
-            expected = estimator(*(x[:, 0].astype(jnp.float32) for x in inputs), w, is_causal)
-            errors.append(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
-        print(f"| {scale} | {' | '.join(f'{error:.1e}' for error in errors)} |")
+    q, k, v = jax.random.normal(jax.random.key(0), (3, length, 1, dim))
+    cases = [*itertools.product(SCALES, (jnp.float32, jnp.bfloat16), (False, True))]
+    errors = collections.defaultdict(list)
+    for scale, dtype, is_causal in command_line.bar(cases, "cases"):
+        inputs = [x.astype(dtype) for x in (scale * q, scale * k, v)]
+        out = simrf_jax.random_feature_attention(*inputs, w, is_causal=is_causal)
+        actual = out[:, 0].astype(jnp.float32)
+        expected = estimator(*(x[:, 0].astype(jnp.float32) for x in inputs), w, is_causal)
+        errors[scale].append(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
+    for scale, row in errors.items():
+        print(f"| {scale} | {' | '.join(f'{error:.1e}' for error in row)} |")
 
 
 if __name__ == "__main__":

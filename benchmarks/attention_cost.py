@@ -5,8 +5,8 @@ The setting is 2 sequences of 4 heads, d = 64, m = 130 and float32 on JAX's defa
 ``attention_candidates`` has the candidates, and from which length on some are left out.
 
 Each is timed for the forward pass, for the forward and backward pass (the gradient with respect to
-queries, keys and values), and ours and exact for a step of decoding after so many tokens. The
-candidates of a length alternate in one process. Memory is what XLA reserves for temporary buffers.
+queries, keys and values). The candidates of a length alternate in one process. Memory is what XLA
+reserves for temporary buffers. ``benchmarks.decoding`` times steps of decoding.
 The JSON holds quartiles of the times, quartiles of the ratios to ours taken round by
 round, the machine and the versions. ``results/attention_cost.json`` is that of the README, and
 ``benchmarks.attention_cost_figure`` draws it. ``pytest -m slow tests/benchmarks`` measures some of
@@ -30,11 +30,10 @@ import numpy as np
 import simrf_jax
 from benchmarks import attention_candidates, command_line
 from experiments.harness import timing
-from simrf_jax import RandomFeatures
 
 BATCH, HEADS, DIM, NUM_FEATURES = 2, 4, 64, 130
 LENGTHS = (128, 197, 256, 512, 1024, 2048, 4096, 8192, 16_384, 65_536, 262_144, 1_048_576)
-PASSES = ("forward", "backward", "causal_forward", "causal_backward", "decoding")
+PASSES = ("forward", "backward", "causal_forward", "causal_backward")
 LONGEST_BACKWARD = 65_536
 IDENTITY = ("pass", "length", "candidate")  # The fields that name a row.
 LEAST_RATIO, LARGEST_MEMORY = 0.7, 1.05  # Relative to earlier results, whose times are noisy.
@@ -69,36 +68,16 @@ def programs(name, length):
     return {candidate: with_backward(attend) for candidate, attend in attends.items()}
 
 
-def decoding(length):
-    """Returns a step after ``length`` tokens for ours and exact, and the MiB of their memories."""
-    *tokens, w = inputs(length)
-    batch, heads = sizes(length)
-    mechanism = RandomFeatures(w)
-    empty = mechanism.init(batch=(batch,), num_key_heads=heads, head_dim=DIM, value_dim=DIM)
-    state = jax.jit(RandomFeatures.append)(mechanism, empty, tokens[1], tokens[2])
-    token = [x[:, -1:] for x in tokens]
-    step, attend = jax.jit(RandomFeatures.step), jax.jit(jax.nn.dot_product_attention)
-    calls = {
-        "ours": lambda _: step(mechanism, state, *token),
-        "exact": lambda _: attend(token[0], tokens[1], tokens[2]),
-    }
-    memory = {"ours": state, "exact": tokens[1:]}
-    return calls, {
-        name: mib(sum(x.nbytes for x in jax.tree.leaves(kept))) for name, kept in memory.items()
-    }
-
-
 def mib(size):
     return round(size / 2**20, 2)
 
 
 def candidates(name, length):
     """Returns the calls of one pass at one length, and MiB of memory, by candidate."""
-    if name == "decoding":
-        return decoding(length)
     arrays = inputs(length)
     calls, memory = {}, {}
-    for candidate, function in programs(name, length).items():
+    functions = programs(name, length)
+    for candidate, function in command_line.bar(functions.items(), "compiled", len(functions)):
         program = jax.jit(function).lower(*arrays).compile()
         calls[candidate] = lambda _, program=program: program(*arrays)
         memory[candidate] = mib(program.memory_analysis().temp_size_in_bytes)
@@ -164,7 +143,7 @@ def regressions(before, after):
 
 
 def applies(name, length):
-    return name in ("forward", "causal_forward", "decoding") or length <= LONGEST_BACKWARD
+    return name in ("forward", "causal_forward") or length <= LONGEST_BACKWARD
 
 
 def main():

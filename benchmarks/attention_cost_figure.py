@@ -19,7 +19,6 @@ FIGURE = HERE / "figures" / "attention_cost.png"
 PANELS = {
     "forward": "forward",
     "backward": "forward and backward",
-    "decoding": "a step of decoding",
     "causal_forward": "causal, forward",
     "causal_backward": "causal, forward and backward",
 }
@@ -37,18 +36,19 @@ def draw(results):
     """Draws the time of each pass, and the memory of the forward pass, for each candidate."""
     figure = matplotlib.figure.Figure(figsize=(11, 6), layout="constrained")
     panels = figure.subplots(2, 3, sharex=True)
-    for axes, name in zip(panels.flat, PANELS, strict=False):
-        per = "step" if name == "decoding" else "token"
-        axes.set(title=PANELS[name], ylabel=f"microseconds a head and {per}")
+    panels[1, 2].remove()
+    for axes, name in zip(panels[:, :2].flat, PANELS, strict=True):
+        axes.set(title=PANELS[name], ylabel="microseconds a head and token")
         draw_rows(axes, results["rows"], name, microseconds)
-    axes = panels[1, 2]
+    axes = panels[0, 2]
     axes.set(title="buffers, forward", ylabel="KiB a head and token")
     draw_rows(axes, results["rows"], "forward", kibibytes)
-    for axes in panels.flat:
+    for axes in figure.axes:
         axes.set(xscale="log", yscale="log")
         style.tidy(axes)
-    for axes in panels[1]:
+    for axes in (*panels[1, :2], panels[0, 2]):
         axes.set(xlabel="tokens of a sequence")
+        axes.tick_params(labelbottom=True)
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
     return figure
@@ -76,9 +76,9 @@ def draw_rows(axes, rows, name, numbers):
 
 
 def microseconds(row):
-    """Returns quartiles of the time, divided by the tokens that are computed and by the heads."""
-    tokens = 1 if row["pass"] == "decoding" else row["length"]
-    return [1e3 * ms / (row["sequences"] * row["heads"] * tokens) for ms in row["milliseconds"]]
+    """Returns quartiles of the time, divided by the tokens and by the heads."""
+    tokens = row["sequences"] * row["heads"] * row["length"]
+    return [1e3 * ms / tokens for ms in row["milliseconds"]]
 
 
 def kibibytes(row):

@@ -13,6 +13,7 @@ Run: python -m benchmarks.calibration_cost [--tpu v5e]
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -80,12 +81,11 @@ def passes(is_causal):
     return {"forward": forward, "forward and backward": backward}
 
 
-def settings(lengths):
+def settings(lengths, name):
     """Yields the settings of attention: causal or not, length, batch, and W shared or not."""
-    for is_causal in (False, True):
-        for length, batch in lengths.items():
-            for shared in (False, True):
-                yield is_causal, length, batch, shared
+    cases = [*itertools.product((False, True), lengths.items(), (False, True))]
+    for is_causal, (length, batch), shared in command_line.bar(cases, name):
+        yield is_causal, length, batch, shared
 
 
 def named(is_causal, length, shared):
@@ -121,12 +121,12 @@ def print_calibration(rounds):
 
 def on_cpu(rounds):
     print("| attention | forward | pairs | forward and backward | pairs |\n" + "| --- " * 5 + "|")
-    for is_causal, length, batch, shared in settings(CPU_LENGTHS):
+    for is_causal, length, batch, shared in settings(CPU_LENGTHS, "settings"):
         inputs, cells = tokens(batch, length), []
         for function in passes(is_causal).values():
             calls = calls_of(function, shared, inputs)
             cells += ratios(timing.alternate(calls, rounds))
-        print(f"| {named(is_causal, length, shared)} | {' | '.join(cells)} |", flush=True)
+        command_line.show(f"| {named(is_causal, length, shared)} | {' | '.join(cells)} |")
     print("\n| decoding | calibrated | pairs | folded | folded pairs |\n" + "| --- " * 5 + "|")
     for batch in DECODING_BATCHES:
         cells = ratios(timing.alternate(decoding(batch), rounds))
@@ -169,7 +169,7 @@ def on_tpu(kind):
     print("| attention, type | forward | pairs | forward and backward | pairs |")
     print("| --- " * 5 + "|")
     for dtype in (jnp.bfloat16, jnp.float32):
-        for is_causal, length, batch, shared in settings(TPU_LENGTHS):
+        for is_causal, length, batch, shared in settings(TPU_LENGTHS, dtype.dtype.name):
             inputs, cells = tokens(batch, length, dtype), []
             for function in passes(is_causal).values():
                 positive, *others = (
@@ -178,7 +178,7 @@ def on_tpu(kind):
                 )
                 cells += [f"{other / positive:.2f} ({positive / 1e3:,.0f})" for other in others]
             name = f"{named(is_causal, length, shared)}, {dtype.dtype.name}"
-            print(f"| {name} | {' | '.join(cells)} |", flush=True)
+            command_line.show(f"| {name} | {' | '.join(cells)} |")
 
 
 def main():

@@ -8,6 +8,7 @@ Run: python -m benchmarks.causal [--chunks]
 """
 
 import functools
+import itertools
 import resource
 
 import jax
@@ -28,13 +29,13 @@ def inputs(length):
     return *jax.random.normal(jax.random.key(0), (3, length, HEADS, DIM)), w
 
 
-def compiled(length, chunk_size=None):
-    """Compiles the forward pass, and the gradient with respect to queries, keys and values."""
+def compiled(name, length, chunk_size=None):
+    """Compiles the forward pass, or the gradient with respect to queries, keys and values."""
     attend = functools.partial(
         simrf_jax.random_feature_attention, is_causal=True, chunk_size=chunk_size
     )
     gradient = jax.grad(lambda *x: jnp.sum(attend(*x) ** 2), argnums=(0, 1, 2))
-    return [jax.jit(f).lower(*inputs(length)).compile() for f in (attend, gradient)]
+    return jax.jit(attend if name == "forward" else gradient).lower(*inputs(length)).compile()
 
 
 def repeated(program, arguments, times):
@@ -50,10 +51,10 @@ def measure(cases, rounds):
 
     All cases alternate; the milliseconds of a case are one array over the rounds.
     """
+    wanted = [*itertools.product(cases, ("forward", "backward"))]
     programs = {
-        (case, name): (program, inputs(case[0]))
-        for case in cases
-        for name, program in zip(("forward", "backward"), compiled(*case), strict=True)
+        (case, name): (compiled(name, *case), inputs(case[0]))
+        for case, name in command_line.bar(wanted, "compiled")
     }
     calls = {
         (case, name): repeated(*called, LENGTHS[-1] // case[0])

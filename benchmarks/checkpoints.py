@@ -65,15 +65,19 @@ def save_and_restore(config, state, folder):
 def measure(config, state, rounds):
     """Returns seconds ``{"with": [rounds, 3], "without": ...}``, after a round that compiles."""
     times = {name: [] for name in DIGESTS}
-    for round_ in range(rounds + 1):
-        for name in list(DIGESTS)[:: 1 if round_ % 2 else -1]:
-            with (
-                tempfile.TemporaryDirectory() as folder,
-                mock.patch.object(digest, "digests", DIGESTS[name]),
-            ):
-                seconds = save_and_restore(config, state, pathlib.Path(folder))
-            if round_:
-                times[name].append(seconds)
+    turns = [
+        (round_, name)
+        for round_ in range(rounds + 1)
+        for name in list(DIGESTS)[:: 1 if round_ % 2 else -1]
+    ]
+    for round_, name in command_line.bar(turns, "saved and restored"):
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.object(digest, "digests", DIGESTS[name]),
+        ):
+            seconds = save_and_restore(config, state, pathlib.Path(folder))
+        if round_:
+            times[name].append(seconds)
     return {name: np.array(rows) for name, rows in times.items()}
 
 
@@ -82,7 +86,8 @@ def main():
     orbax_output.quiet()
     mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
     rows, notes = [], []
-    for name, (module, channels, classes, rounds) in STATES.items():
+    states = command_line.bar(STATES.items(), "states", len(STATES))
+    for name, (module, channels, classes, rounds) in states:
         config = module.get_config()
         built = build_program(config, mesh, channels=channels, num_classes=classes)
         state = random_state(built.state)

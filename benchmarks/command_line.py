@@ -1,7 +1,13 @@
-"""The command line of a benchmark: what it takes, and ``--help``, which shows what it measures."""
+"""The command line of a benchmark: what it takes, what ``--help`` shows, and bars of progress."""
 
 import argparse
 import sys
+from collections.abc import Iterable
+from typing import TypeVar
+
+import tqdm
+
+Item = TypeVar("Item")
 
 
 def parser(docstring: str | None) -> argparse.ArgumentParser:
@@ -12,3 +18,14 @@ def parser(docstring: str | None) -> argparse.ArgumentParser:
         description=docstring,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+
+
+def bar(items: Iterable[Item], name: str, total: int | None = None) -> Iterable[Item]:
+    """Returns the items, with a bar of progress on stderr that goes when they are done."""
+    return tqdm.tqdm(items, desc=name, total=total, dynamic_ncols=True, leave=False)
+
+
+def show(line: str) -> None:
+    """Prints a line at once, above the bars."""
+    tqdm.tqdm.write(line)
+    sys.stdout.flush()

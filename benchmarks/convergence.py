@@ -73,10 +73,11 @@ def measure(dim, scale):
     """Returns ``{coupling: errors [sizes, trials]}``."""
     keys = jax.random.split(jax.random.key(0), TRIALS)
     run = functools.partial(relative_errors, keys, dim=dim, scale=scale)
-    return {
-        coupling: np.array([run(num_features=m, coupling=coupling) for m in NUM_FEATURES])
-        for coupling in COUPLINGS
-    }
+    runs = command_line.bar(
+        [*itertools.product(COUPLINGS, NUM_FEATURES)], f"d = {dim}, s = {scale}"
+    )
+    errors = {(c, m): np.asarray(run(num_features=m, coupling=c)) for c, m in runs}
+    return {c: np.array([errors[c, m] for m in NUM_FEATURES]) for c in COUPLINGS}
 
 
 def print_setting(dim, scale, errors):

@@ -1,12 +1,13 @@
 """Time and memory of one decoding step after 10 to 10,000 tokens, linear and softmax attention.
 
-The setting is 8 sequences, 8 heads, d = 64, m = 130 and float32. Linear attention takes one jitted
-step from its state. Softmax attention attends from one query to a cache of as many keys as there
-were tokens before, after writing its own key and value to the cache. The cache has the layout that
-the matrix products read, ``[batch, heads, length, dim]``. All cases alternate in one process, and
-ratios are taken round by round. States and caches are donated, as in a decoding loop.
+The setting is 8 sequences of 8 heads, or those of ``--sequences`` and ``--heads``, d = 64, m = 130
+and float32. Linear attention takes one jitted step from its state. Softmax attention attends from
+one query to a cache of as many keys as there were tokens before, after writing its own key and
+value to the cache. The cache has the layout that the matrix products read, ``[batch, heads, length,
+dim]``. All cases alternate in one process, and ratios are taken round by round. States and caches
+are donated, as in a decoding loop.
 
-Run: python -m benchmarks.decoding
+Run: python -m benchmarks.decoding [--sequences 2 --heads 4]
 """
 
 import functools
@@ -20,13 +21,9 @@ from benchmarks import command_line
 from experiments.harness import timing
 from simrf_jax import RandomFeatures
 
-BATCH, HEADS, DIM, NUM_FEATURES = 8, 8, 64, 130
-LENGTHS = (10, 100, 1000, 10_000)
+DIM, NUM_FEATURES = 64, 130
+LENGTHS = (10, 100, 200, 500, 1000, 10_000)
 ROUNDS, STEPS = 20, 10  # Ten steps make one call, so that a call takes milliseconds.
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), (BATCH, *shape, HEADS, DIM))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -64,8 +61,12 @@ def mib(memory):
     return sum(x.nbytes for x in jax.tree.leaves(memory)) / 2**20
 
 
-def candidates():
+def candidates(sequences, heads):
     """Returns the calls to time and the MiB of their states or caches, by (kind, tokens before)."""
+
+    def normal(seed, length):
+        return jax.random.normal(jax.random.key(seed), (sequences, length, heads, DIM))
+
     w = simrf_jax.draw_projection(jax.random.key(0), NUM_FEATURES, DIM)
     token = [normal(seed, 1) for seed in (1, 2, 3)]
     mechanism = RandomFeatures(w)
@@ -73,7 +74,7 @@ def candidates():
     calls, sizes = {}, {}
     for length in LENGTHS:
         cache = normal(4, length), normal(5, length)
-        empty = mechanism.init(batch=(BATCH,), num_key_heads=HEADS, head_dim=DIM, value_dim=DIM)
+        empty = mechanism.init(batch=(sequences,), num_key_heads=heads, head_dim=DIM, value_dim=DIM)
         state = append(mechanism, empty, *cache)
         sizes["linear", length], sizes["softmax", length] = mib(state), mib(cache)
         calls["linear", length] = repeated(linear_step, state, *token, w)
@@ -88,8 +89,11 @@ def ratio(ms, base):
 
 
 def main():
-    command_line.parser(__doc__).parse_args()
-    calls, sizes = candidates()
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--sequences", type=int, default=8)
+    parser.add_argument("--heads", type=int, default=8)
+    options = parser.parse_args()
+    calls, sizes = candidates(options.sequences, options.heads)
     times = timing.alternate(calls, ROUNDS)
     print("| tokens before | linear us | / after 10 | MiB | softmax us | / linear | MiB |")
     print("| --- |" + " --- |" * 6)

@@ -84,6 +84,7 @@ def squared_errors(estimator: Estimator) -> np.ndarray:
         return jnp.stack([squared_error(estimator, w, v) for v in DISTANCES])
 
     parts = jax.random.split(jax.random.key(0), (NUM_PARTS, NUM_DRAWS // NUM_PARTS))
+    parts = command_line.bar(parts, f"{estimator.feature_map}, {estimator.rows}")
     return np.concatenate([np.asarray(one(keys), np.float64) for keys in parts])
 
 

@@ -91,7 +91,7 @@ def on_tpu():
     print(
         "| dim | dense | fast | one transform | by butterflies |\n| --- | --- | --- | --- | --- |"
     )
-    for dim in DIMS[:-1]:
+    for dim in command_line.bar(DIMS[:-1], "compiled"):
         x = jax.ShapeDtypeStruct((NUM_VECTORS, dim), jnp.float32)
         dense = jax.ShapeDtypeStruct((dim, dim), jnp.float32)
         key = jax.eval_shape(lambda: jax.random.key(0))
@@ -103,7 +103,7 @@ def on_tpu():
             tpu.compile_for(lambda x: hadamard_transform(x, radix=2), x),
         ]
         cells = [f"{tpu.static_cycles(program)[0] / 1e3:,.0f}" for program in compiled]
-        print(f"| {dim:,} | {' | '.join(cells)} |")
+        command_line.show(f"| {dim:,} | {' | '.join(cells)} |")
 
 
 def by_radix():

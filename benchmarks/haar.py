@@ -83,10 +83,11 @@ def on_tpu(dim, count):
 
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), count))
     print("| | static cycles, thousands | custom calls, not counted |\n| --- | --- | --- |")
-    for method in METHODS:
+    for method in command_line.bar(METHODS, "compiled"):
         compiled = tpu.compile_for(jax.vmap(lambda key, f=method: f(key, dim)), keys)
         cycles, custom_calls = tpu.static_cycles(compiled)
-        print(f"| {method.__name__} | {cycles / 1e3:,.0f} | {', '.join(custom_calls)} |")
+        listed = ", ".join(custom_calls)
+        command_line.show(f"| {method.__name__} | {cycles / 1e3:,.0f} | {listed} |")
 
 
 def main():

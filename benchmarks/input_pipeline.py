@@ -146,7 +146,9 @@ def reader_rows(data_dir, *, latency=0.02, num_batches=128):
                 batches_of_host(config, hosts=1, num_batches=num_batches) as batches,
             ):
                 before = server.requests, server.bytes
-                speed = batches_per_second(batches) * BATCH_SIZE
+                speed = BATCH_SIZE * batches_per_second(
+                    command_line.bar(batches, f"{where}, {window}", num_batches)
+                )
                 images = num_batches * BATCH_SIZE
                 requests = (server.requests - before[0]) * BATCH_SIZE / images
                 kilobytes = (server.bytes - before[1]) / images / 1024
@@ -162,14 +164,15 @@ def measure_generated():
         Imagenet2012(data_dir=data_dir, file_format="array_record").download_and_prepare()
         size = sum(path.stat().st_size for path in data_dir.glob("*/*/*train*"))
         rows = []
-        for name, changes in STAGES.items():
+        for name, changes in command_line.bar(STAGES.items(), "stages", len(STAGES)):
             low, median, high = np.percentile(images_per_second(data_dir, changes), (25, 50, 75))
             rows.append((name, f"{median:.0f}", f"{low:.0f} to {high:.0f}"))
         print(f"{size / NUM_IMAGES / 1024:.0f} KiB an image")
         print(markdown.table(("augmentation", "images/s of one core", "quartiles"), rows))
         header = ("records", "shuffle", "images/s of one worker")
         header += (f"requests for {BATCH_SIZE} images", "KiB sent an image")
-        print(markdown.table(header, reader_rows(data_dir)))
+        readers = command_line.bar(reader_rows(data_dir), "readers", total=4)
+        print(markdown.table(header, [*readers]))
 
 
 def verdict(*, images_per_second, batch_size, hosts, step_seconds):
@@ -193,7 +196,7 @@ def measure_folder(args):
     config.data_dir, config.batch_size = args.data_dir, args.batch_size
     config.num_workers, config.shuffle_window = args.num_workers, args.shuffle_window
     with batches_of_host(config, hosts=args.hosts, num_batches=args.batches) as batches:
-        speed = batches_per_second(batches)
+        speed = batches_per_second(command_line.bar(batches, "batches", total=args.batches))
     print(
         verdict(
             images_per_second=speed * args.batch_size / args.hosts,

@@ -79,7 +79,7 @@ def step(pod, attention):
         "model_flops": config.batch_size * train_flops(built.model),
     }
     if attention.endswith(pods.IN_KERNELS):
-        counts["in_kernels"] = kernel_cycles(pod, config)
+        counts["kernel_bundles"] = kernel_bundles(pod, config)
     return traced.lower(), counts
 
 
@@ -127,8 +127,8 @@ def compile_and_read(lowered):
     }
 
 
-def kernel_cycles(pod, config):
-    """Returns the cycles of the kernels of a step on one device, which XLA does not estimate.
+def kernel_bundles(pod, config):
+    """Returns the bundles of the kernels of a step on one device, which XLA does not estimate.
 
     Another process compiles them alone, because the compiler then writes all its schedules.
     """
@@ -145,24 +145,27 @@ def kernel_cycles(pod, config):
 def rows_of(path, names):
     """Returns the rows of a file, after adding the rows that it lacks one by one."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    for name, pod in {name: pods.Pod.parse(name) for name in names}.items():
-        for make, attentions in PROGRAMS.items():
-            for attention in attentions:
-                if attention.endswith(pods.IN_KERNELS) and not pod.chip.has_kernels:
-                    continue
-                key = {"pod": name, "program": make.__name__, "attention": attention}
-                if any(key.items() <= row.items() for row in rows):
-                    continue
-                lowered, counts = make(pod, attention)
-                text = f"{pod.topology}\n{lowered.as_text()}"
-                key["sha256"] = hashlib.sha256(text.encode()).hexdigest()
-                # Couplings differ only in how projections are drawn, which is not part of the step,
-                # so their steps are the same program.
-                same = next((row for row in rows if row["sha256"] == key["sha256"]), None)
-                rows.append((same or compile_and_read(lowered)) | counts | key)
-                rows[-1]["cycles"] += counts.get("in_kernels", 0)
-                with path.open("a") as file:
-                    file.write(json.dumps(rows[-1]) + "\n")
+    parsed = {name: pods.Pod.parse(name) for name in names}
+    programs = [
+        (name, make, attention)
+        for name, pod in parsed.items()
+        for make, attentions in PROGRAMS.items()
+        for attention in attentions
+        if pod.chip.has_kernels or not attention.endswith(pods.IN_KERNELS)
+    ]
+    for name, make, attention in command_line.bar(programs, "compiled"):
+        key = {"pod": name, "program": make.__name__, "attention": attention}
+        if any(key.items() <= row.items() for row in rows):
+            continue
+        lowered, counts = make(parsed[name], attention)
+        text = f"{parsed[name].topology}\n{lowered.as_text()}"
+        key["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+        # Couplings differ only in how projections are drawn, which is not part of the step, so
+        # their steps are the same program.
+        same = next((row for row in rows if row["sha256"] == key["sha256"]), None)
+        rows.append((same or compile_and_read(lowered)) | counts | key)
+        with path.open("a") as file:
+            file.write(json.dumps(rows[-1]) + "\n")
     return rows
 
 

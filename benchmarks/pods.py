@@ -113,13 +113,13 @@ def hours(flops, *, chips, peak, utilisation, steps):
 
 
 def utilisation(row, rows):
-    """Returns the largest share of the peak that a step can reach, by its estimated cycles.
+    """Returns the share of the peak that a step reaches by XLA's estimates.
 
-    The peak is the rate that the compiler expects for a product of two large matrices, so that no
-    clock rate is needed.
+    The peak is the rate that XLA estimates for a product of two large matrices, so that no clock
+    rate is needed. The estimates hold waits for memory, and are no bound in either direction.
 
     Args:
-      row: Row of a training step.
+      row: Row of a training step without kernels, which XLA does not estimate.
       rows: Rows of all programs, including the matrix product for the same pod.
     """
     pod = Pod.parse(row["pod"])
@@ -129,13 +129,19 @@ def utilisation(row, rows):
 
 
 def step_table(rows):
-    """Returns the table of memory, operations, cycles and collectives of a step on each device."""
+    """Returns the table of memory, operations, cycles and collectives of a step on each device.
+
+    The bundles of kernels are another unit than XLA's estimates of all else, so that a step in
+    kernels has both, and no share of the peak.
+    """
     header = ("pod, remat, layers", "attention", "GiB per device", "fits", "TFLOP")
-    header += ("million cycles", "share of peak", "collectives", "MiB", "compiled in")
+    header += ("million cycles by XLA's estimate", "million bundles in kernels", "share of peak")
+    header += ("collectives", "MiB", "compiled in")
     cells = []
     for row in _steps(rows):
         pod = Pod.parse(row["pod"])
         size, memory = row["bytes"] / 2**30, pod.chip.memory / pod.chip.devices
+        bundles = row.get("kernel_bundles")
         collectives = ", ".join(f"{n} {name}" for name, n in sorted(row["collectives"].items()))
         cells.append(
             (
@@ -145,7 +151,8 @@ def step_table(rows):
                 "yes" if size < memory else "no",
                 f"{row['flops'] / pod.num_devices / 1e12:.2f}",
                 f"{row['cycles'] / 1e6:.2f}",
-                f"{utilisation(row, rows):.0%}",
+                "" if bundles is None else f"{bundles / 1e6:.2f}",
+                f"{utilisation(row, rows):.0%}" if bundles is None else "",
                 collectives,
                 f"{row['received'] / 2**20:.0f}",
                 f"{row['seconds']:.0f} s",
@@ -180,7 +187,8 @@ def redraw_table(rows):
 def hours_table(rows, steps):
     """Returns the table of hours that a training run takes.
 
-    Hours are given at the shares of the peak in ``UTILISATIONS``, and by the estimated cycles.
+    Hours are given at the shares of the peak in ``UTILISATIONS``, and by XLA's estimates. Steps in
+    kernels are left out: they have the operations of the same step by XLA, and no estimate.
 
     Args:
       rows: Rows of all programs.
@@ -188,9 +196,12 @@ def hours_table(rows, steps):
     """
     shares = [f"{share:.0%}" for share in UTILISATIONS]
     header = ("pod, remat, layers", "attention", "chips", "PFLOP a step")
-    header += (f"hours at {', '.join(shares)}", "chip-hours", "hours by the cycles", "chip-hours")
+    header += (f"hours at {', '.join(shares)}", "chip-hours")
+    header += ("hours by XLA's estimate", "chip-hours")
     cells = []
     for row in _steps(rows):
+        if "kernel_bundles" in row:
+            continue
         pod = Pod.parse(row["pod"])
         at = [
             hours(
@@ -202,10 +213,10 @@ def hours_table(rows, steps):
             )
             for share in (*UTILISATIONS, utilisation(row, rows))
         ]
-        *assumed, least = [(f"{h:,.1f}", f"{h * pod.num_chips:,.0f}") for h in at]
+        *assumed, estimated = [(f"{h:,.1f}", f"{h * pod.num_chips:,.0f}") for h in at]
         listed = [", ".join(column) for column in zip(*assumed, strict=True)]
         model = f"{row['model_flops'] / 1e15:.3f}"
-        cells.append((", ".join(pod), row["attention"], pod.num_chips, model, *listed, *least))
+        cells.append((", ".join(pod), row["attention"], pod.num_chips, model, *listed, *estimated))
     return markdown.table(header, cells)
 
 

@@ -61,7 +61,8 @@ def main():
         tables = [mean_over_norms(v, dim) for v in DISTANCES]
         for rotation, coupling in CASES:
             samples = []
-            for batch in range(num_draws // BATCH):
+            batches = range(num_draws // BATCH)
+            for batch in command_line.bar(batches, f"d = {dim}, {rotation}, {coupling}"):
                 key = jax.random.fold_in(jax.random.key(dim), batch)
                 cosines = np.asarray(cosines_with_axes(key, dim, coupling, rotation), np.float64)
                 samples.append([np.interp(cosines, *table).mean(axis=1) - 1 for table in tables])

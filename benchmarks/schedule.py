@@ -1,8 +1,10 @@
 """The length of the schedules of TPU kernels, as the compiler in the `libtpu` wheel writes them.
 
 XLA does not estimate the cycles of a kernel. The compiler writes its schedule: VLIW bundles, about
-one for each cycle. A kernel runs them once for each step of its grid, except those of a region
-under a condition (``pl.when``), which this module counts as often as the condition holds.
+one for each cycle that does not wait for memory. Bundles are not the unit of XLA's estimates
+(``benchmarks.tpu``) and cannot be compared with them. A kernel runs them once for each step of its
+grid, except those of a region under a condition (``pl.when``), which this module counts as often as
+the condition holds.
 
 Import this module before any that loads libtpu: it says where schedules are to be written.
 """
@@ -24,7 +26,7 @@ os.environ["LIBTPU_INIT_ARGS"] = " ".join(
 )
 
 
-def cycles(name, steps, counts=(), *, shortest=64):
+def bundles(name, steps, counts=(), *, shortest=64):
     """Returns the bundles of a kernel, each as often as it runs.
 
     Args:

@@ -49,14 +49,14 @@ def main():
     command_line.parser(__doc__).parse_args()
     print("| axis, mode | pass | collectives | MiB that arrive | temporary MiB |")
     print("| --- | --- | --- | --- | --- |")
-    for axis, mode, passes in itertools.product(AXES, MODES, ("forward", "with backward")):
+    cases = [*itertools.product(AXES, MODES, ("forward", "with backward"))]
+    for axis, mode, passes in command_line.bar(cases, "compiled"):
         program = compiled(mode, AXES[axis], passes == "with backward")
         counts, total = tpu.collectives((line, 1) for line in program.as_text().splitlines())
         listed = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
         memory = program.memory_analysis().temp_size_in_bytes / 2**20
-        print(
-            f"| {axis}, {mode} | {passes} | {listed} | {total / 2**20:,.1f} | {memory:,.0f} |",
-            flush=True,
+        command_line.show(
+            f"| {axis}, {mode} | {passes} | {listed} | {total / 2**20:,.1f} | {memory:,.0f} |"
         )
 
 

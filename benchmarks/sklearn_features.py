@@ -10,6 +10,7 @@ Run: SIMRF_DATA_DIR=DIR python -m benchmarks.sklearn_features
 Without SIMRF_DATA_DIR, the UCI data sets are downloaded.
 """
 
+import itertools
 import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -115,15 +116,12 @@ def measure(splits: list[Split], sizes: tuple[int, ...]) -> dict[str, np.ndarray
     The entry ``exact`` has the accuracies of the kernel itself, ``[trials]``.
     """
     results = {}
-    for name, method in METHODS.items():
-        results[name] = np.empty((len(sizes), len(splits), 2))
-        for row, size in enumerate(sizes):
-            for seed, data in enumerate(splits):
-                transformer = method(n_components=size, gamma=data.gamma, random_state=seed)
-                results[name][row, seed] = (
-                    gram_error(transformer, data),
-                    accuracy(transformer, data),
-                )
+    runs = [*itertools.product(METHODS, range(len(sizes)), range(len(splits)))]
+    for name, row, seed in command_line.bar(runs, "fits"):
+        data = splits[seed]
+        transformer = METHODS[name](n_components=sizes[row], gamma=data.gamma, random_state=seed)
+        of_method = results.setdefault(name, np.empty((len(sizes), len(splits), 2)))
+        of_method[row, seed] = gram_error(transformer, data), accuracy(transformer, data)
     # Nystroem's features of all training rows are those of the kernel itself.
     results["exact"] = np.array(
         [
@@ -181,7 +179,7 @@ def table_of_options(splits: dict[str, list[Split]]) -> str:
     The rows are not centered beforehand.
     """
     rows = []
-    for options in OPTIONS:
+    for options in command_line.bar(OPTIONS, "options"):
         cells = []
         for of_data in splits.values():
             errors = [
@@ -235,7 +233,7 @@ def draw_figure(
 def main() -> None:
     command_line.parser(__doc__).parse_args()
     splits, results = {}, {}
-    for name in DATASETS:
+    for name in command_line.bar(DATASETS, "data sets"):
         rows, labels = load(name)
         splits[name] = [split(rows, labels, seed) for seed in range(TRIALS)]
         results[name] = measure(splits[name], SIZES)

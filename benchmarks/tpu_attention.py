@@ -1,16 +1,19 @@
-"""Static cycles of attention on a TPU: the fused kernels, XLA, and exact attention.
+"""Fused kernels, XLA and exact attention on a TPU, as its compiler counts them without a device.
 
-Compiles for one v5e device, which need not be there. The cycles are those of the compiler's own
-schedules and estimates, without waits for memory. They are no measured times. The floor is the
-time to move queries, keys, values and outputs (and, with the gradient, all of their gradients)
-once, at 546 bytes a cycle.
+Compiles for one v5e device, which need not be there, and measures no time. A Pallas kernel is
+counted in bundles of its schedule, as often as they run. Bundles hold no wait for memory. All else
+is counted in XLA's own estimates (``estimated_cycles``), which hold waits for memory and fixed
+costs: those of the batched products of attention are two to five times the bundles of the same
+operations. So the columns of the two can be neither added nor compared. The bytes of queries, keys,
+values and outputs (and, with the gradient, of all their gradients), moved once, are given in cycles
+at 546 bytes each.
 
 Run: python -m benchmarks.tpu_attention [LENGTH ...] (with the libtpu wheel, and JAX_PLATFORMS=cpu)
 With --causal before the lengths it counts causal attention, whose tiles take the usual way
 (``simrf_jax/attention/pallas_tpu/weights.py`` says which that is).
 With --band BANDWIDTH queries see the keys that are so near exactly, and with --packed those of
 their own segment alone, in either.
-With --program TOPOLOGY HEADS LENGTH FEATURES it prints the cycles of a program of both kernels.
+With --program TOPOLOGY HEADS LENGTH FEATURES it prints the bundles of a program of both kernels.
 """
 
 import functools
@@ -36,6 +39,12 @@ BATCH, HEADS, DIM = 8, 12, 64
 LENGTHS = (197, 1024, 4096)
 SPLASH_BLOCK = 512  # Queries and keys of a block.
 BYTES_PER_CYCLE = 546  # v5e: 819 GB/s and 1.5 GHz.
+COLUMNS = (
+    "bundles in Pallas kernels, forward",
+    "with backward",
+    "XLA's estimate of the rest, forward",
+    "with backward",
+)
 
 
 def tokens(length):
@@ -97,8 +106,8 @@ def textbook(q, k, v, w):
     return out.astype(q.dtype)
 
 
-def kernel_cycles(projection, feature_map, length, mode, *, is_gradient):
-    """Returns the cycles of the fused kernels that were compiled last."""
+def kernel_bundles(projection, feature_map, length, mode, *, is_gradient):
+    """Returns the bundles of the fused kernels that were compiled last."""
 
     def shape(projection, feature_map):
         zeros = jnp.zeros((BATCH, length, HEADS, DIM), jnp.bfloat16)
@@ -108,11 +117,11 @@ def kernel_cycles(projection, feature_map, length, mode, *, is_gradient):
     sizes = shape_of(refs, interpret=False, is_causal=mode != Mode())
     if mode.bandwidth is not None or (mode.is_packed and not mode.is_causal):
         kinds = ["causal_random_feature_sums", "reversed_random_feature_sums"][: 2 - mode.is_causal]
-        far = sum(in_order_cycles(sizes, kind, is_gradient) for kind in kinds)
-        near = 0 if mode.bandwidth is None else near_cycles(length, mode, is_gradient)
+        far = sum(in_order_bundles(sizes, kind, is_gradient) for kind in kinds)
+        near = 0 if mode.bandwidth is None else near_bundles(length, mode, is_gradient)
         return far + near
     if mode.is_causal:
-        return in_order_cycles(sizes, "causal_random_feature_attention", is_gradient)
+        return in_order_bundles(sizes, "causal_random_feature_attention", is_gradient)
     programs = BATCH * HEADS // sizes.num_heads
     keys, queries = sizes.key_tiles, sizes.query_tiles
     names = ["random_feature_attention", "random_feature_attention_gradient"]
@@ -125,13 +134,13 @@ def kernel_cycles(projection, feature_map, length, mode, *, is_gradient):
         ]
     run = len(grids) if is_gradient else 1
     return programs * sum(
-        schedule.cycles(name, steps=steps, counts=counts)
+        schedule.bundles(name, steps=steps, counts=counts)
         for name, (steps, counts) in zip(names[:run], grids[:run], strict=True)
     )
 
 
-def in_order_cycles(sizes, kind, is_gradient):
-    """Returns the cycles of the kernels that take tiles in order, of which no tile is rare."""
+def in_order_bundles(sizes, kind, is_gradient):
+    """Returns the bundles of the kernels that take tiles in order, of which no tile is rare."""
     tiles = sizes.key_tiles
     # A program begins, and each of its steps leaves out the rare way.
     counts = {"": (1, 0, tiles)}
@@ -140,13 +149,13 @@ def in_order_cycles(sizes, kind, is_gradient):
         begins = (1,) if kind.startswith("reversed") else (1, 1)
         counts |= {"_query_gradient": (1, 0, tiles), "_key_gradient": (*begins, 0, tiles)}
     return (BATCH * HEADS // sizes.num_heads) * sum(
-        schedule.cycles(f"{kind}{which}", steps=tiles, counts=regions, shortest=150)
+        schedule.bundles(f"{kind}{which}", steps=tiles, counts=regions, shortest=150)
         for which, regions in counts.items()
     )
 
 
-def near_cycles(length, mode, is_gradient):
-    """Returns the cycles of the kernels of a band."""
+def near_bundles(length, mode, is_gradient):
+    """Returns the bundles of the kernels of a band."""
 
     def band():
         zeros = jnp.zeros((BATCH, length, HEADS, DIM), jnp.bfloat16)
@@ -157,7 +166,7 @@ def near_cycles(length, mode, is_gradient):
     sizes = band_of(refs, interpret=False, bandwidth=bandwidth, is_causal=is_causal).shape
     names = ["sums_in_a_band", "sums_in_a_band_gradient"]
     steps = BATCH * HEADS // sizes.num_heads * sizes.query_tiles
-    return sum(schedule.cycles(name, steps=steps) for name in names[: 1 + is_gradient])
+    return sum(schedule.bundles(name, steps=steps) for name in names[: 1 + is_gradient])
 
 
 def splash(length, *, is_causal):
@@ -188,11 +197,11 @@ def splash(length, *, is_causal):
     return attend, length // SPLASH_BLOCK
 
 
-def splash_cycles(blocks, *, is_causal, is_gradient):
-    """Returns the cycles of splash attention's kernels that were compiled last."""
+def splash_bundles(blocks, *, is_causal, is_gradient):
+    """Returns the bundles of splash attention's kernels that were compiled last."""
     # Each begins, takes one block, and ends: under conditions on the step.
     seen = blocks * (blocks + 1) // 2 if is_causal else blocks**2
-    count = functools.partial(schedule.cycles, steps=blocks**2, counts=(blocks, seen, blocks))
+    count = functools.partial(schedule.bundles, steps=blocks**2, counts=(blocks, seen, blocks))
     if not is_gradient:
         return BATCH * HEADS * count("splash_mha_fwd_no_residuals")
     names = (
@@ -204,26 +213,27 @@ def splash_cycles(blocks, *, is_causal, is_gradient):
 
 
 def measure(attend, length, *others, of_kernels=None):
-    """Returns the cycles of the forward pass and of both passes, and those in kernels.
+    """Returns bundles in kernels and XLA's estimates, each forward and of both passes.
 
     Args:
       attend: Function of queries, keys, values and others.
       length: Number of tokens.
       others: Further arguments, which are not known while compiling.
-      of_kernels: Function of ``is_gradient`` that returns the cycles in kernels.
+      of_kernels: Function of ``is_gradient`` that returns the bundles in kernels; None if there are
+        none, and the bundles are then None.
     """
-    results, in_kernels = [], []
+    bundles, estimates = [], []
     for is_gradient in (False, True):
         schedule.forget()
         function, number = (both_ways(attend), 4) if is_gradient else (attend, 3)
         compiled = tpu.compile_for(function, *[tokens(length)] * number, *others)
-        in_kernels.append(of_kernels(is_gradient=is_gradient) if of_kernels else 0)
-        results.append(tpu.static_cycles(compiled)[0] + in_kernels[-1])
-    return results, in_kernels
+        bundles.append(of_kernels(is_gradient=is_gradient) if of_kernels else None)
+        estimates.append(tpu.static_cycles(compiled)[0])
+    return bundles, estimates
 
 
 def rows(length, mode):
-    """Yields the name of each attention and what ``measure`` returns."""
+    """Yields the name of each attention, and its four numbers that ``measure`` returns."""
     positive = feature_maps.Positive()
     calibrated = feature_maps.Calibrated.identity(HEADS, DIM)
     pairs = simrf_jax.PairedProjection(rows_of(64))
@@ -238,38 +248,32 @@ def rows(length, mode):
         ("kernels, calibrated, 64 pairs", pairs, calibrated),
         ("kernels, calibrated, 64 pairs, folded before", None, folded),
     ):
-        cycles = functools.partial(kernel_cycles, projection, feature_map, length, mode)
+        count = functools.partial(kernel_bundles, projection, feature_map, length, mode)
         others = (projection, feature_map, *segments)
-        total, alone = measure(in_kernels, length, *others, of_kernels=cycles)
-        yield name, total
-        yield "without what XLA does before and after", alone
+        yield name, *measure(in_kernels, length, *others, of_kernels=count)
     by_xla = random_features("xla", mode)
     for num_features in (128, 130):
-        total, _ = measure(by_xla, length, rows_of(num_features), positive, *segments)
-        yield f"XLA, m = {num_features}", total
+        others = (rows_of(num_features), positive, *segments)
+        yield f"XLA, m = {num_features}", *measure(by_xla, length, *others)
     if mode == Mode():
-        yield "textbook, m = 130", measure(textbook, length, rows_of(130))[0]
+        yield "textbook, m = 130", *measure(textbook, length, rows_of(130))
     exact = functools.partial(jax.nn.dot_product_attention, is_causal=mode.is_causal)
-    yield "exact, jax.nn.dot_product_attention", measure(exact, length)[0]
+    yield "exact, jax.nn.dot_product_attention", *measure(exact, length)
     if length % SPLASH_BLOCK == 0:
         attend, blocks = splash(length, is_causal=mode.is_causal)
-        cycles = functools.partial(splash_cycles, blocks, is_causal=mode.is_causal)
-        total, alone = measure(attend, length, of_kernels=cycles)
-        yield "exact, splash attention", total
-        yield "without what XLA does before and after", alone
-    moved = BATCH * HEADS * DIM * length * 2 / BYTES_PER_CYCLE
-    yield "floor by memory traffic", [4 * moved, 11 * moved]
+        count = functools.partial(splash_bundles, blocks, is_causal=mode.is_causal)
+        yield "exact, splash attention", *measure(attend, length, of_kernels=count)
 
 
 def program(topology, heads, length, num_features):
-    """Returns the cycles of the kernels of both passes for one sequence that a program takes."""
+    """Returns the bundles of the kernels of both passes for one sequence that a program takes."""
     x = jax.ShapeDtypeStruct((1, length, heads, DIM), jnp.bfloat16)
 
     attend = both_ways(random_features("pallas_tpu", Mode()))
     w = jax.ShapeDtypeStruct((heads, num_features, DIM), jnp.float32)
     tpu.compile_for(attend, *[x] * 4, w, feature_maps.Positive(), topology=topology)
     names = ("random_feature_attention", "random_feature_attention_gradient")
-    return sum(schedule.cycles(name, steps=1) for name in names)
+    return sum(schedule.bundles(name, steps=1) for name in names)
 
 
 def main():
@@ -288,9 +292,12 @@ def main():
         return
     mode = Mode(options.causal, options.band, options.packed)
     for length in options.lengths:
-        print(f"\n| T = {length} | forward | with backward |\n| --- | --- | --- |")
-        for name, cycles in rows(length, mode):
-            print(f"| {name} | {' | '.join(f'{x / 1e3:,.0f}' for x in cycles)} |", flush=True)
+        print(f"\n| T = {length}, thousands | {' | '.join(COLUMNS)} |\n|{' --- |' * 5}")
+        for name, bundles, estimates in command_line.bar(rows(length, mode), "rows"):
+            cells = ["" if x is None else f"{x / 1e3:,.0f}" for x in (*bundles, *estimates)]
+            command_line.show(f"| {name} | {' | '.join(cells)} |")
+        moved = BATCH * HEADS * DIM * length * 2 / BYTES_PER_CYCLE / 1e3
+        print(f"\nMoving all tokens once: {4 * moved:,.0f} and {11 * moved:,.0f} thousand cycles.")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """Chip-hours and dollars of the paper's ViT runs, and hours and gigabytes to prepare their data.
 
 The steps are those that were compiled for pods: chip-hours are read from the table in
-experiments/vit/README.md, which benchmarks.pod_compile prints, by the compiler's cycles, and are
-those of the fused kernels where a chip has them. All four data sets have images of as many tokens,
-so a step is taken to cost what it does on ImageNet. Nothing was run on a pod: evaluations,
+experiments/vit/README.md, which benchmarks.pod_compile prints, for attention without the fused
+kernels, which XLA does not estimate. All four data sets have images of as many tokens, so a step is
+taken to cost what it does on ImageNet.
+
+Nothing was run on a pod, so three costs of the same runs stand side by side: at 10% of the chips'
+peak, at 45%, and by XLA's estimate of the step, which is no bound in either direction. Evaluations,
 checkpoints, waits for images and idle slices come on top.
 
 Run: python -m benchmarks.training_cost --price v5e=DOLLARS --price v6e=DOLLARS (a chip-hour)
@@ -21,6 +24,8 @@ from experiments.harness import markdown
 README = pathlib.Path(__file__).parents[1] / "experiments" / "vit" / "README.md"
 RUNS = ("imagenet2012", "fashion_mnist_b", "inaturalist2021", "places365")
 ATTENTIONS, SEEDS = ("simplex", "orthogonal", "exact"), 3
+# Shares of the peak, which XLA's estimates of exact attention reach at most.
+SHARES = (0.10, 0.45)
 
 
 class Source(NamedTuple):
@@ -65,13 +70,15 @@ class Step(NamedTuple):
       pod: Name of the slice, ``remat`` and layers.
       attentions: Attentions that have this step.
       chips: Chips of the slice.
-      chip_hours: Chip-hours of the steps on ImageNet.
+      at_low: Chip-hours of the steps on ImageNet at ``pods.UTILISATIONS[0]`` of the peak.
+      estimated: The same by XLA's estimate.
     """
 
     pod: str
     attentions: tuple[str, ...]
     chips: int
-    chip_hours: float
+    at_low: float
+    estimated: float
 
     @property
     def chip(self):
@@ -87,7 +94,13 @@ def recorded_steps(text):
     """
     cells = ([c.strip() for c in line.split("|")[1:-1]] for line in text.splitlines())
     steps = [
-        Step(row[0], tuple(row[1].split(", ")), int(row[2]), float(row[-1].replace(",", "")))
+        Step(
+            row[0],
+            tuple(row[1].split(", ")),
+            int(row[2]),
+            float(row[5].split(", ")[0].replace(",", "")),
+            float(row[-1].replace(",", "")),
+        )
         for row in cells
         if len(row) == 8 and re.match(rf"({'|'.join(pods.CHIPS)}):\d", row[0])
     ]
@@ -101,35 +114,51 @@ def num_steps(name):
     return importlib.import_module(f"experiments.vit.configs.{name}").get_config().num_steps
 
 
-def chip_hours(steps, pod, attention, name):
-    """Returns the chip-hours of a run on a pod, with the fused kernels if the table has them."""
-    hours = {a: step.chip_hours for step in steps if step.pod == pod for a in step.attentions}
-    of_step = hours.get(attention + pods.IN_KERNELS, hours.get(attention))
-    if of_step is None:
-        raise ValueError(f"The table of hours has no {attention} for {pod}.")
-    return of_step * num_steps(name) / num_steps("imagenet2012")
-
-
-def cost_table(steps, prices):
-    """Returns the table of one run and of all of Fig. 9 on each pod, the cheapest first.
+def chip_hours(steps, pod, attention, name, share=None):
+    """Returns the chip-hours of a run on a pod.
 
     Args:
       steps: Steps of ``recorded_steps``.
-      prices: Dollars of a chip-hour, by the name of the chip; pods without a price come last.
+      pod: Name of the slice, ``remat`` and layers.
+      attention: Attention of the run.
+      name: Name of the config.
+      share: Share of the peak that is reached; that of XLA's estimate by default.
     """
+    of_pod = {a: step for step in steps if step.pod == pod for a in step.attentions}
+    if attention not in of_pod:
+        raise ValueError(f"The table of hours has no {attention} for {pod}.")
+    step = of_pod[attention]
+    of_step = step.estimated if share is None else step.at_low * pods.UTILISATIONS[0] / share
+    return of_step * num_steps(name) / num_steps("imagenet2012")
+
+
+def cost_table(steps, prices, runs):
+    """Returns the table of what runs cost on each pod, the cheapest by XLA's estimate first.
+
+    Args:
+      steps: Steps of ``recorded_steps``.
+      prices: Dollars of a chip-hour, by the name of the chip; pods without a price come last. There
+        are no dollars in the table if it is empty.
+      runs: Pairs of an attention and the name of a config.
+    """
+    units = ("chip-hours", "dollars") if prices else ("chip-hours",)
+    header = ["pod, remat, layers", "chips"]
+    for unit in units:
+        header += [f"{unit} at {share:.0%} of peak" for share in SHARES]
+        header.append(f"{unit} by XLA's estimate")
+    header.append("hours, one run after the other")
     rows = []
     for pod in dict.fromkeys(step.pod for step in steps):
-        chips = next(step.chips for step in steps if step.pod == pod)
-        one = chip_hours(steps, pod, "simplex", "imagenet2012")
-        whole = SEEDS * sum(chip_hours(steps, pod, a, name) for a in ATTENTIONS for name in RUNS)
-        price = prices.get(pod.partition(":")[0])
-        dollars = [f"{hours * price:,.0f}" if price else "-" for hours in (one, whole)]
-        order = (price is None, whole * (price or 1))
-        row = (pod, chips, f"{one:,.0f}", dollars[0], f"{whole:,.0f}", dollars[1])
-        rows.append((order, (*row, f"{whole / chips:,.0f}")))
-    header = ("pod, remat, layers", "chips", "chip-hours of a run", "dollars")
-    header += (f"chip-hours of Fig. 9, {len(ATTENTIONS) * SEEDS * len(RUNS)} runs", "dollars")
-    header += ("hours, one run after the other",)
+        first = next(step for step in steps if step.pod == pod)
+        hours = [
+            sum(chip_hours(steps, pod, *run, share) for run in runs) for share in (*SHARES, None)
+        ]
+        price = prices.get(first.chip)
+        row = [pod, first.chips, *(f"{h:,.0f}" for h in hours)]
+        if prices:
+            row += [f"{h * price:,.0f}" if price else "-" for h in hours]
+        row.append(f"{hours[-1] / first.chips:,.1f} to {hours[0] / first.chips:,.1f}")
+        rows.append(((price is None, hours[-1] * (price or 1)), row))
     return markdown.table(header, [row for _, row in sorted(rows)])
 
 
@@ -185,7 +214,11 @@ def main(argv=None):
     add("--images_per_second", type=float, default=670.0, help="Writing (%(default)s).")
     given = parser.parse_args(argv)
     steps, prices = recorded_steps(README.read_text()), dict(given.price)
-    print(cost_table(steps, prices), end="\n\n")
+    fig_9 = [(a, name) for a in ATTENTIONS for name in RUNS] * SEEDS
+    print("One run:\n")
+    print(cost_table(steps, prices, [("simplex", "imagenet2012")]), end="\n\n")
+    print(f"All of Fig. 9, {len(fig_9)} runs:\n")
+    print(cost_table(steps, prices, fig_9), end="\n\n")
     priced = [step for step in steps if not prices or step.chip in prices]
     wholes = {
         step.pod: sum(chip_hours(steps, step.pod, a, "imagenet2012") for a in ATTENTIONS)
@@ -193,7 +226,8 @@ def main(argv=None):
         for step in priced
     }
     cheapest = min(wholes, key=wholes.get)
-    print(f"Chip-hours on {cheapest}, of the fewest {'dollars' if prices else 'chip-hours'}:\n")
+    fewest = "dollars" if prices else "chip-hours"
+    print(f"Chip-hours by XLA's estimate on {cheapest}, of the fewest {fewest}:\n")
     print(run_table(steps, cheapest), end="\n\n")
     print(
         preparation_table(

@@ -19,6 +19,7 @@ from simrf_jax import theory
 
 DIM, DISTANCES = 64, (0.1, 0.3, 1.0)  # Samples at larger distances have too heavy tails.
 MAPS = ("positive", "hyperbolic", "trigonometric")
+COUPLINGS = ("iid", "orthogonal", "simplex", "simplex_plus")
 NUM_DRAWS = 2_000
 
 
@@ -72,7 +73,8 @@ def maps():
                 np.array(DISTANCES), DIM, DIM, coupling=coupling, features=name
             )
             print(f"| {name} | {coupling} | {' | '.join(f'{r:.3g}' for r in ratios)} |")
-        ratios = [monte_carlo(v, "simplex_plus", name) for v in DISTANCES]
+        distances = command_line.bar(DISTANCES, name)
+        ratios = [monte_carlo(v, "simplex_plus", name) for v in distances]
         cells = " | ".join(f"{mean:.3g} ({error:.1g})" for mean, error in ratios)
         print(f"| {name} | simplex_plus | {cells} |")
 
@@ -92,7 +94,7 @@ def relu():
         coupling: np.asarray(
             squared_errors(draw_many(jax.random.key(0), DIM, coupling), x, y, "relu")
         )
-        for coupling in ("iid", "orthogonal", "simplex", "simplex_plus")
+        for coupling in command_line.bar(COUPLINGS, "relu")
     }
     print("| coupling | squared error of relu_features, relative to iid (s.e.) |\n| --- | --- |")
     for coupling, e in errors.items():

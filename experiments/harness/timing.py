@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import tqdm
 
 LEAST_ROUNDS = 5
 
@@ -18,7 +19,8 @@ def alternate(
 ) -> dict[str, np.ndarray]:
     """Times each call, after one that compiles, in milliseconds: ``{name: array [rounds]}``.
 
-    Each round begins with the next candidate, so that none always follows the same one.
+    Each round begins with the next candidate, so that none always follows the same one. A bar on
+    stderr counts the calls, and goes when they are done.
 
     Args:
       candidates: ``{name: call}``; a call takes the round's number and returns arrays.
@@ -28,15 +30,19 @@ def alternate(
     times: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
     begin = time.perf_counter()
-    for round_ in range(rounds + 1):
-        if round_ > LEAST_ROUNDS and time.perf_counter() - begin > seconds:
-            break
-        first = round_ % len(names)
-        for name in names[first:] + names[:first]:
-            start = time.perf_counter()
-            jax.block_until_ready(candidates[name](round_))
-            if round_:
-                times[name].append(1e3 * (time.perf_counter() - start))
+    with tqdm.tqdm(
+        total=(rounds + 1) * len(names), desc="timed calls", dynamic_ncols=True, leave=False
+    ) as progress:
+        for round_ in range(rounds + 1):
+            if round_ > LEAST_ROUNDS and time.perf_counter() - begin > seconds:
+                break
+            first = round_ % len(names)
+            for name in names[first:] + names[:first]:
+                start = time.perf_counter()
+                jax.block_until_ready(candidates[name](round_))
+                if round_:
+                    times[name].append(1e3 * (time.perf_counter() - start))
+                progress.update()
     return {name: np.array(ms) for name, ms in times.items()}
 
 

@@ -30,8 +30,10 @@ def coupling(name: str, value: Any, dim: int) -> None:
       dim: Dimension d.
     """
     if value in couplings.COUPLINGS and value not in COUPLINGS:
+        depends = couplings.COUPLED[value].weight_dependent
+        why = ", because its angles depend on the norms drawn" if depends else ""
         raise ValueError(
-            f"{name} {value!r} has no closed form because its angles depend on the norms drawn. "
+            f"{name} {value!r} has no closed form in simrf_jax.theory{why}. "
             "Estimate its errors by Monte Carlo. The couplings with closed forms are "
             f"{', '.join(map(repr, COUPLINGS))}."
         )

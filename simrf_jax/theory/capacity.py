@@ -199,7 +199,8 @@ def choose_num_features(
     ``attention_error`` does, for positive, hyperbolic and optimal positive features with each
     coupling, and returns the choice with the fewest entries that reaches ``relative_error``. Where
     none does with ``max_features`` entries, the result says so, and holds the best. The prediction
-    holds where it is small; see ``attention_error``. A large one says only that the map is unfit.
+    holds where it is small, and is too high for vectors with a few long axes; see
+    ``attention_error``. A large one says only that the map is unfit.
 
     Calibrated features are for vectors so long that the prediction fails. They are tried out
     instead, with several draws of cross-polytopes: fitted on one half of the data, and used on the

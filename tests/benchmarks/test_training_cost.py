@@ -13,7 +13,7 @@ TABLE = """
 | v5e:16x16, none, scanned | simplex, orthogonal | 256 | 0.433 | 2, 1 | 572, 286 | 1.3 | 300 |
 | v5e:16x16, none, scanned | exact | 256 | 0.431 | 2, 1 | 570, 285 | 1.1 | 200 |
 | v6e:16x16, none, scanned | simplex, orthogonal | 256 | 0.433 | 2, 1 | 572, 286 | 1.3 | 1,00 |
-| v6e:16x16, none, scanned | exact | 256 | 0.431 | 2, 1 | 570, 285 | 1.1 | 100 |
+| v6e:16x16, none, scanned | exact | 256 | 0.431 | 2, 1 | 1,570, 285 | 1.1 | 100 |
 """
 
 
@@ -23,46 +23,62 @@ def cells(table):
 
 def test_chip_hours_are_those_of_the_steps():
     steps = training_cost.recorded_steps(TABLE)
-    assert [step.chip_hours for step in steps] == [300, 200, 100, 100]
+    assert [step.estimated for step in steps] == [300, 200, 100, 100]
+    assert [step.at_low for step in steps] == [572, 570, 572, 1570]
     pod = "v5e:16x16, none, scanned"
     ratio = training_cost.num_steps("places365") / training_cost.num_steps("imagenet2012")
     assert training_cost.chip_hours(steps, pod, "orthogonal", "places365") == pytest.approx(
         300 * ratio
     )
     assert training_cost.chip_hours(steps, pod, "exact", "imagenet2012") == 200
+    assert training_cost.chip_hours(steps, pod, "exact", "imagenet2012", share=0.1) == 570
+    assert training_cost.chip_hours(steps, pod, "exact", "imagenet2012", share=0.4) == 142.5
 
 
-def test_runs_are_those_in_kernels_where_the_table_has_them():
-    attentions = "simplex in kernels, orthogonal in kernels"
-    row = f"| v6e:16x16, none, scanned | {attentions} | 256 {'| 1 ' * 5}|"
-    steps = training_cost.recorded_steps(TABLE + row)
-    pod = "v6e:16x16, none, scanned"
-    hours = [
-        training_cost.chip_hours(steps, pod, attention, "imagenet2012")
-        for attention in training_cost.ATTENTIONS
-    ]
-    assert hours == [1, 1, 100]
+def test_an_attention_that_the_table_lacks_is_refused():
+    steps, pod = training_cost.recorded_steps(TABLE), "v6e:16x16, none, scanned"
     with pytest.raises(ValueError, match="has no iid for v6e:16x16, none, scanned"):
         training_cost.chip_hours(steps, pod, "iid", "imagenet2012")
+
+
+ONE = [("simplex", "imagenet2012")]
 
 
 @pytest.mark.parametrize(("price", "first"), [(2.0, "v6e"), (4.0, "v5e")])
 def test_the_cheapest_pod_is_first(price, first):
     steps = training_cost.recorded_steps(TABLE)
-    table = training_cost.cost_table(steps, {"v5e": 1.0, "v6e": price})
+    table = training_cost.cost_table(steps, {"v5e": 1.0, "v6e": price}, ONE)
     assert table.splitlines()[2].startswith(f"| {first}:16x16")
-    row = cells(table)["v6e:16x16, none, scanned"]
-    runs = sum(
-        training_cost.num_steps(name) for name in training_cost.RUNS
-    ) / training_cost.num_steps("imagenet2012")
-    assert row[2:5] == ["100", f"{100 * price:,.0f}", f"{900 * runs:,.0f}"]
-    assert row[5] == f"{900 * runs * price:,.0f}"
+
+
+def test_costs_at_shares_of_the_peak_stand_beside_the_estimate():
+    """One run, and two of which the second costs 200 and 570 on ImageNet, and less elsewhere."""
+    steps = training_cost.recorded_steps(TABLE)
+    table = training_cost.cost_table(steps, {"v5e": 1.2}, ONE)
+    header = table.splitlines()[0].split(" | ")
+    assert [name.rpartition("hours ")[2] for name in header[2:4]] == [
+        "at 10% of peak",
+        "at 45% of peak",
+    ]
+    assert header[4:8:3] == [
+        "chip-hours by XLA's estimate",
+        "dollars by XLA's estimate",
+    ]
+    row = cells(table)["v5e:16x16, none, scanned"]
+    assert row[1:8] == ["256", "572", "127", "300", "686", "153", "360"]
+    assert row[8] == "1.2 to 2.2 |"
+    less = training_cost.num_steps("places365") / training_cost.num_steps("imagenet2012")
+    table = training_cost.cost_table(steps, {}, [*ONE, ("exact", "places365")])
+    row = cells(table)["v5e:16x16, none, scanned"]
+    assert row[2] == f"{572 + 570 * less:,.0f}"
+    assert row[4] == f"{300 + 200 * less:,.0f}"
+    assert len(row) == 6  # Without prices there are no dollars.
 
 
 def test_a_pod_without_a_price_is_last():
-    table = training_cost.cost_table(training_cost.recorded_steps(TABLE), {"v5e": 100.0})
+    table = training_cost.cost_table(training_cost.recorded_steps(TABLE), {"v5e": 100.0}, ONE)
     assert table.splitlines()[-1].startswith("| v6e:16x16")
-    assert cells(table)["v6e:16x16, none, scanned"][3] == "-"
+    assert cells(table)["v6e:16x16, none, scanned"][5:8] == ["-"] * 3
 
 
 def test_a_text_without_the_table_is_refused():
@@ -79,9 +95,12 @@ def test_hours_to_prepare_follow_from_the_speeds():
 def test_one_command_prints_all_of_it(capsys):
     training_cost.main(["--price", "v5e=1.5"])
     output = capsys.readouterr().out
+    assert "All of Fig. 9, 36 runs:" in output
     listed = re.findall(r"^\| (v\d\w?:[^,]*)", output, re.MULTILINE)
     assert {name.partition(":")[0] for name in listed} == {*pods.CHIPS}
-    assert "Chip-hours on v5e:16x16, none, unrolled, of the fewest dollars" in output
+    assert (
+        "Chip-hours by XLA's estimate on v5e:16x16, none, unrolled, of the fewest dollars" in output
+    )
     assert all(source.name in output for source in training_cost.SOURCES)
 
 

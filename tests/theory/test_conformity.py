@@ -4,7 +4,8 @@ import pytest
 import scipy.integrate
 from mpmath import mp, mpf
 
-from simrf_jax.theory import log_conformity, resultant_norm_pdf
+from simrf_jax.projections import couplings
+from simrf_jax.theory import arguments, log_conformity, resultant_norm_pdf
 from tests.theory import oracle
 
 COUPLINGS = ["iid", "orthogonal", "simplex"]
@@ -28,7 +29,6 @@ def test_against_arbitrary_precision(dim, coupling):
     np.testing.assert_allclose(log_conformity(V, dim, coupling=coupling), expected, rtol=1e-13)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("coupling", ["orthogonal", "simplex"])
 @pytest.mark.parametrize(("dim", "v"), [(2, 100), (3, 30), (3, 300), (64, 100), (17, 30)])
 def test_large_arguments(dim, v, coupling):
@@ -99,6 +99,16 @@ def test_any_real_type():
 def test_refuses(function, value, dim, coupling, error, match):
     with pytest.raises(error, match=match):
         function(value, dim, coupling=coupling)
+
+
+@pytest.mark.fast
+def test_a_coupling_that_theory_does_not_know_is_refused_without_a_wrong_reason(monkeypatch):
+    monkeypatch.setattr(couplings, "COUPLINGS", (*couplings.COUPLINGS, "mine"))
+    monkeypatch.setitem(couplings.COUPLED, "mine", couplings.COUPLED["orthogonal"])
+    with pytest.raises(
+        ValueError, match=r"'mine' has no closed form in simrf_jax\.theory\. Estimate its errors by"
+    ):
+        arguments.coupling("coupling", "mine", 3)
 
 
 @pytest.mark.fast

@@ -1,4 +1,5 @@
 import json
+import pathlib
 import subprocess
 import sys
 
@@ -128,3 +129,19 @@ def test_program_prints_the_tables(tmp_path):
     command += [f"--config.{override}" for override in overrides]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "| 8 | 0.9884 | 0.8920 | 0.1337 |" in run.stdout
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("dim", "gain", "left"), [(32, 0.44, 120), (64, 0.62, 860)])
+def test_the_limits_of_couplings_and_of_optimal_features_are_those_of_the_pages(dim, gain, left):
+    root = pathlib.Path(beyond.__file__).parents[2]
+    names = ("BEYOND.md", "experiments/beyond/README.md")
+    pages = [" ".join((root / name).read_text().split()) for name in names]
+    ratio = theory.mse_ratio(3.0, 128, dim, coupling="cross_polytope")
+    assert 100 * (1 - ratio) == pytest.approx(gain, abs=0.005)
+    parameter = float(theory.optimal_parameter(16.0, dim))
+    options = {"coupling": "cross_polytope", "parameter": parameter}
+    error = theory.mse_ratio(4.0, 128, dim, **options) * np.expm1(16.0) / 128
+    assert error == pytest.approx(left, rel=0.005)
+    assert all(f"of {left} times" in page for page in pages)
+    assert f"{gain} %" in pages[1]

@@ -13,6 +13,15 @@ def test_the_first_call_is_left_out_and_seconds_end_it_after_the_least_rounds():
 
 
 @pytest.mark.fast
+def test_a_bar_counts_the_calls_and_goes(capsys):
+    timing.alternate({"a": lambda _: None, "b": lambda _: None}, 3)
+    error = capsys.readouterr().err
+    assert "timed calls:   0%|" in error
+    assert "| 0/8 [" in error  # The first round compiles.
+    assert error.endswith("\r")
+
+
+@pytest.mark.fast
 def test_table_has_medians_and_quartiles(capsys):
     timing.print_table({"a": [1.0, 2.0, 3.0, 4.0, 5.0]})
     assert capsys.readouterr().out.splitlines()[-1] == "| a | 3.0 | 2.0 to 4.0 |"
