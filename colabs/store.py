@@ -19,6 +19,7 @@ from collections.abc import Mapping
 
 import nbclient
 import nbformat
+import tqdm
 from PIL import Image
 
 FOLDER = pathlib.Path(__file__).parent
@@ -55,14 +56,17 @@ def run(path: pathlib.Path, env: Mapping[str, str]) -> nbformat.NotebookNode:
     notebook = nbformat.read(path, as_version=4)
     # The kernel finds the library where this module is, installed or not.
     python_path = os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")]))
-    nbclient.NotebookClient(
-        notebook,
-        timeout=_SECONDS,
-        kernel_name="python3",
-        record_timing=False,
-        coalesce_streams=True,
-        resources={"metadata": {"path": str(path.parent)}},
-    ).execute(env={**os.environ, "PYTHONPATH": python_path, **env})
+    num_cells = len(code_cells(notebook))
+    with tqdm.tqdm(total=num_cells, desc=path.stem, unit="cell", dynamic_ncols=True) as bar:
+        nbclient.NotebookClient(
+            notebook,
+            timeout=_SECONDS,
+            kernel_name="python3",
+            record_timing=False,
+            coalesce_streams=True,
+            on_cell_executed=lambda **_: bar.update(),
+            resources={"metadata": {"path": str(path.parent)}},
+        ).execute(env={**os.environ, "PYTHONPATH": python_path, **env})
     for number, cell in enumerate(code_cells(notebook), 1):
         cell.execution_count = number
         cell.outputs = [_tidy(output) for output in cell.outputs if _is_shown(output)]

@@ -142,7 +142,7 @@ def test_the_fingerprint_is_of_the_code_behind_the_first_cell(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_a_run_keeps_text_and_pictures_alone(tmp_path):
+def test_a_run_keeps_text_and_pictures_alone_and_shows_its_progress(tmp_path, capsys):
     path = tmp_path / "small.ipynb"
     sources = (
         "import sys",
@@ -152,6 +152,7 @@ def test_a_run_keeps_text_and_pictures_alone(tmp_path):
     cells = [nbformat.v4.new_code_cell(source) for source in sources]
     store.write(nbformat.v4.new_notebook(cells=cells), path)
     notebook = store.run(path, {})
+    assert "small: 100%" in capsys.readouterr().err
     assert [cell.execution_count for cell in notebook.cells] == [1, 2, 3]
     assert texts(notebook.cells[1]) == "one\ntwo\n"
     [picture] = notebook.cells[2].outputs

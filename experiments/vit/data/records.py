@@ -132,6 +132,8 @@ class Records:
         except Exception as error:  # Each kind of damage has errors of its own, of many types.
             raise UserError(f"Example {index} of {self.name} is damaged: {error}") from error
         label = example["label"]
+        if label is None:  # Of a file that shrinks while it is read, records come back empty.
+            raise UserError(f"Example {index} of {self.name} is damaged: it has no label.")
         if not 0 <= label < self.num_classes:
             raise UserError(
                 f"Example {index} of {self.name} has the label {label}, and must have one from 0 "

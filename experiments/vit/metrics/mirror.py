@@ -12,8 +12,8 @@ from etils import epath
 from experiments.harness import storage
 from experiments.harness.mistakes import UserError
 
-# Checkpoints have a folder of their own.
-_PATTERNS = ("config.json", "metrics.csv", "tensorboard/*", "results.json", "curves.png")
+# Checkpoints have a folder of their own. The results are last, so that they mark a whole copy.
+_PATTERNS = ("config.json", "metrics.csv", "tensorboard/*", "curves.png", "results.json")
 
 
 class Mirror:

@@ -19,6 +19,7 @@ import matplotlib.figure
 import ml_collections
 import numpy as np
 import optax
+import tqdm
 from jax.sharding import NamedSharding, PartitionSpec
 
 from experiments.harness import (
@@ -176,7 +177,9 @@ class Arm:
                 state = train_state.redraw(state, interval=0, stacked=program.model.scan)
             # Layers may share arrays that were just made, which cannot be donated twice.
             state = jax.device_put(jax.tree.map(lambda x: x.copy(), state), self._shardings)
-            for step in range(config.num_steps):
+            bar = f"rate {learning_rate:g}, seed {seed}"
+            steps = tqdm.trange(config.num_steps, desc=bar, leave=False, dynamic_ncols=True)
+            for step in steps:
                 part = inputs.train_batch(seed * config.num_steps + step)
                 batch = sharding.global_batch(part, program.mesh, config.batch_size)
                 if calibrates(config, step):
@@ -281,14 +284,14 @@ def _train_missing(config: ml_collections.ConfigDict, pieces: resumable.Pieces) 
         arm_config(config, missing[0][0]), eval_batch_size=config.eval_batch_size
     )
     arms: dict[str, Arm] = {}
-    for arm, rate, seed in missing:
+    for arm, rate, seed in tqdm.tqdm(missing, desc="runs", dynamic_ncols=True):
         if arm not in arms:
             arms[arm] = Arm(
                 arm_config(config, arm), channels=inputs.channels, num_classes=inputs.num_classes
             )
         train = functools.partial(arms[arm].train, inputs, learning_rate=rate, seed=seed)
         outcome = judge(pieces.get(_name(arm, rate, seed), train))
-        print(f"{_name(arm, rate, seed)}: {outcome}", flush=True)
+        tqdm.tqdm.write(f"{_name(arm, rate, seed)}: {outcome}")
 
 
 def _entry(measured: np.ndarray | None) -> dict[str, Any]:

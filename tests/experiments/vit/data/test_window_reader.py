@@ -87,3 +87,14 @@ def test_a_block_that_is_damaged_is_named(tmp_path):
     match = r"Of the examples \d+ to \d+ of the train split of imagenet2012 .* read in .*: .*hash"
     with pytest.raises(UserError, match=match):
         reader(examples).read(range(4 * BATCH))
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path):
+    prepared.write(tmp_path, train=NUM)
+    examples = records.open_records("imagenet2012", "train", str(tmp_path))
+    one = reader(examples)
+    one.read(range(BATCH))
+    rewrite(tmp_path, "*train*", lambda b: b"")
+    match = r"Example \d+ of the train split of imagenet2012 .* is damaged: it has no label"
+    with pytest.raises(UserError, match=match):
+        one.read(range(BATCH, 4 * BATCH))

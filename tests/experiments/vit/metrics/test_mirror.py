@@ -39,6 +39,18 @@ def test_a_run_is_mirrored(tmp_path):
     assert_same_rows(read_events(there), read_rows(tmp_path / "run"))
 
 
+def test_results_are_copied_last(tmp_path, monkeypatch):
+    """``tools.spot`` deletes a slice when it finds them."""
+    for name in NAMES:
+        (tmp_path / name).touch()
+    written = []
+    monkeypatch.setattr(Mirror, "_write", lambda _, target, content: written.append(target.name))
+    with Mirror(tmp_path, "bucket", writes=True) as copy:
+        copy.finish()
+    assert {*written} == NAMES
+    assert written[-1] == "results.json"
+
+
 def test_the_same_command_mirrors_results_that_could_not_be(tmp_path, failing, monkeypatch):
     config = tiny.get_config(mirror=str(tmp_path / "mirror"), num_steps=3)
     finish = train.log.finish

@@ -1,6 +1,7 @@
 """Sweeps of the learning rate."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -95,7 +96,7 @@ def test_runs_are_those_of_the_trainer_and_share_a_program(tmp_path, arm):
     assert not np.allclose(ours.train(inputs, learning_rate=rate, seed=1), theirs, rtol=2e-3)
 
 
-def test_a_sweep_is_whole_and_goes_on_where_it_was(tmp_path, monkeypatch):
+def test_a_sweep_is_whole_and_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     config = get_config()
     train_once, calls = sweep.Arm.train, []
 
@@ -109,6 +110,11 @@ def test_a_sweep_is_whole_and_goes_on_where_it_was(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         sweep.run(config, tmp_path)
     assert not (tmp_path / "results.json").exists()
+    captured = capsys.readouterr()
+    assert "runs:  50%|" in captured.err  # Two of the four.
+    assert re.search(r"rate 0\.01, seed 0: .*/10 \[", captured.err)
+    lines = captured.out.splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["exact-0.001-0", "exact-0.01-0"]
     results = sweep.run(config, tmp_path)
     assert len(calls) == 4 + 1
     assert json.loads((tmp_path / "results.json").read_text()) == results
