@@ -1,9 +1,11 @@
-"""Strict settings for every test and doctest, which JAX reads when it is first imported."""
+"""Settings for every test and doctest, which JAX reads when it is first imported."""
 
 import collections
+import ctypes
 import gc
 import os
-import zlib
+import pathlib
+import resource
 
 from tests import compilation
 
@@ -23,55 +25,78 @@ if PLATFORMS.split(",")[0] == "cpu":
 else:
     # Otherwise the first test process would take most of a GPU's memory from the others.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+# Test processes, the programs that they start, and later runs share what they compile.
+for name, value in {
+    "DIR": pathlib.Path(__file__).parent / ".cache" / "programs",
+    "MIN_COMPILE_TIME_SECS": 0,
+    "MIN_ENTRY_SIZE_BYTES": -1,
+}.items():
+    kind = "COMPILATION" if name == "DIR" else "PERSISTENT"
+    os.environ.setdefault(f"JAX_{kind}_CACHE_{name}", str(value))
 
 import jax
-import jaxtyping
 import pytest
 
-import tests.run_time_types  # noqa: F401
 from tests import platforms
 
-jax.config.update("jax_debug_key_reuse", True)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# The annotations of these packages, including shapes, are checked in every call, and so are PRNG
+# keys, if SIMRF_CHECK_TYPES=1 asks for it. It takes an eighth of the tests' time. The hook must be
+# installed before anything imports the packages.
+if os.environ.get("SIMRF_CHECK_TYPES") == "1":
+    import jaxtyping
 
-# The annotations of these packages, including shapes, are checked in every call. The hook must be
-# installed before anything imports them.
-jaxtyping.install_import_hook(
-    ["simrf_jax.attention", "simrf_jax.features", "simrf_jax.projections", "simrf_jax.theory"],
-    "tests.run_time_types.checked",
-)
+    import tests.run_time_types  # noqa: F401
+
+    jax.config.update("jax_debug_key_reuse", True)
+    jaxtyping.install_import_hook(
+        ["simrf_jax.attention", "simrf_jax.features", "simrf_jax.projections", "simrf_jax.theory"],
+        "tests.run_time_types.checked",
+    )
 
 # This module has no doctests, and its global flags can be defined only once in a process.
 collect_ignore_glob = ["experiments/vit/main.py"]
 
+MOST_MEMORY = 1.5 * 2**30  # Bytes of a test process above which it forgets its programs.
+
+
+def pytest_addoption(parser):
+    """Adds an option that splits a run over several machines."""
+    parser.addoption(
+        "--part", default="1/1", metavar="K/N", help="run the K-th of N parts, whole files each"
+    )
+
 
 @pytest.fixture(scope="module", autouse=True)
-def _leave_what_stays_out_of_collections():
-    """Keeps the garbage collector away from the programs that JAX has cached.
-
-    Each of its passes would visit all their objects, millions in the end, which takes longer than
-    many a test.
-    """
+def _forget_programs():
+    """Frees the programs that JAX has cached, and what hangs on them, once they fill the memory."""
     yield
-    gc.collect()
-    gc.freeze()
+    if _resident_bytes() > MOST_MEMORY:
+        jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # Otherwise glibc keeps most of it.
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items):
-    """Marks the cases of large products that only the slow suite runs.
+def _resident_bytes():
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
 
-    The choice depends on the names of the cases alone, so that it is spread over all values of all
-    parameters. Every test keeps at least one case.
-    """
-    cases = collections.defaultdict(list)
-    for item in items:
-        for marker in item.iter_markers("sampled"):
-            cases[item.nodeid.partition("[")[0], *marker.args].append(item)
-    for (_, number), group in cases.items():
-        ranked = sorted(group, key=lambda item: zlib.crc32(item.nodeid.encode()))
-        for item in ranked[-(-len(ranked) // number) :]:
-            item.add_marker(pytest.mark.slow)
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Keeps the files of one part, about as many tests in each part."""
+    part, parts = map(int, config.getoption("--part").split("/"))
+    files = collections.Counter(item.path for item in items)
+    sizes, chosen = [0] * parts, set()
+    for path, count in sorted(files.items(), key=lambda entry: (-entry[1], entry[0])):
+        smallest = sizes.index(min(sizes))
+        sizes[smallest] += count
+        if smallest == part - 1:
+            chosen.add(path)
+    left_out = [item for item in items if item.path not in chosen]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.path in chosen]
 
 
 def pytest_runtest_setup(item):

@@ -83,7 +83,6 @@ EXACT_DRAWS = [
 ]
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("coupling", "rotation"), EXACT_DRAWS)
 @pytest.mark.parametrize("dim", [2, 4, 8, 16])
 def test_unbiased(coupling, rotation, dim):
@@ -94,7 +93,6 @@ def test_unbiased(coupling, rotation, dim):
             assert_mean(samples, 1)
 
 
-@pytest.mark.sampled(10)
 @couplings
 @rotations
 @pytest.mark.parametrize("dim", [4, 6])
@@ -119,7 +117,6 @@ HADAMARD_BIAS = {
 }
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("coupling", "dim"), HADAMARD_BIAS)
 def test_the_bias_of_a_hadamard_rotation(coupling, dim):
     options = {"coupling": coupling, "rotation": "hadamard", "norms": "sqrt_dim"}
@@ -141,7 +138,6 @@ def test_the_bias_of_a_hadamard_rotation(coupling, dim):
     assert_mean(estimate - 1, HADAMARD_BIAS[coupling, dim])
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("coupling", conformance.ORACLES)
 @pytest.mark.parametrize(("dim", "num_features"), [(8, 8), (8, 20), (16, 5), (2, 5)])
 def test_variance_is_that_of_theory(coupling, dim, num_features):
@@ -245,7 +241,6 @@ def test_float64(name, kernel):
 
 
 # Each case takes seconds to compile, and a rotation does not depend on the row blocks.
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("coupling", "rotation"),
     [
@@ -272,7 +267,6 @@ def test_draw_is_the_same_traced_mapped_or_neither(coupling, rotation):
     assert float(jnp.abs(eager[0] - eager[1]).min()) > 0
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.fast
 @maps_and_kernels
 def test_features_under_transformations(name, kernel):

@@ -28,7 +28,6 @@ def directions(w):
     return w / np.linalg.norm(w, axis=-1, keepdims=True)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("num_features", "dim", "coupling", "block", "sizes"),
     [
@@ -63,7 +62,6 @@ def test_angles_within_each_block(num_features, dim, coupling, block, sizes):
     assert start == num_features
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("coupling", "block"), [*COUPLED, ("iid", "regular")])
 def test_blocks_are_independent(coupling, block):
     dim = 4
@@ -78,7 +76,6 @@ def test_blocks_are_independent(coupling, block):
     assert_mean(cosines**2, 1 / dim)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "coupling", ["iid", "orthogonal", "simplex", "cross_polytope", "simplex_plus"]
 )
@@ -91,7 +88,6 @@ def test_row_norms_are_chi_distributed_and_independent(coupling):
     assert_mean(normalised[:, 0] * normalised[:, 1], 0)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("coupling", "block"), [*COUPLED, ("iid", "regular")])
 def test_rows_are_marginally_standard_normal(coupling, block):
     w = draw_many(20_000, 5, 3, coupling=coupling, block=block)
@@ -109,7 +105,6 @@ def test_couplings_share_their_row_norms_as_paired_draws():
         np.testing.assert_allclose(norms, iid, rtol=1e-5)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "coupling", ["iid", "orthogonal", "simplex", "cross_polytope", "simplex_plus"]
 )
@@ -118,7 +113,6 @@ def test_sqrt_dim_norms(coupling):
     np.testing.assert_allclose(np.linalg.norm(w, axis=-1), np.sqrt(7), rtol=1e-5)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("coupling", "rotation"),
     [("simplex", "haar"), ("simplex_plus", "haar"), ("simplex", "hadamard"), ("simplex", "givens")],
@@ -177,7 +171,7 @@ def test_float64_is_drawn_in_float64():
             (8, 8),
             {"coupling": "simplx"},
             ValueError,
-            "'simplex', 'cross_polytope', 'simplex_plus', got 'simplx'",
+            "one of 'iid', 'orthogonal', 'simplex', .*got 'simplx'",
         ),
         ((8, 8), {"block": "round"}, ValueError, "'regular', 'square', got 'round'"),
         ((8, 8), {"rotation": "qr"}, ValueError, "'haar', 'hadamard', 'givens', got 'qr'"),
@@ -209,7 +203,6 @@ def test_draw_refuses_keys(key, error, match):
         draw_projection(key, 8, 8)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.fast
 @pytest.mark.parametrize("coupling", ["iid", "orthogonal", "cross_polytope"])
 @pytest.mark.parametrize("rotation", ["haar", "hadamard", "givens"])
@@ -219,7 +212,6 @@ def test_one_dimension(coupling, rotation):
     assert_mean(np.sign(w), 0)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "coupling", ["iid", "orthogonal", "simplex", "cross_polytope", "simplex_plus"]
 )

@@ -50,7 +50,6 @@ def norms_of(draw, num_draws, num_features, dim, **options):
     return np.asarray(jax.jit(jax.vmap(one))(keys), np.float64)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("norms", COUPLED_NORMS)
 @pytest.mark.parametrize("draw", DRAWS)
 def test_every_norm_is_chi_distributed(draw, norms):
@@ -70,7 +69,6 @@ PATTERNS = {
 }
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("coupling", "norms"), PATTERNS)
 @pytest.mark.parametrize("draw", DRAWS)
 def test_which_norms_belong_together(draw, coupling, norms):
@@ -153,7 +151,6 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("coupling", "norms", "num_features"), CASES)
 def test_unbiased_with_the_variance_of_the_closed_form(coupling, norms, num_features):
     samples = ratios(coupling, norms, num_features, 8, 1.0)
@@ -204,7 +201,6 @@ def test_radau_has_the_published_numbers():
         assert bias == pytest.approx(relative_bias, rel=0.3)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.fast
 @pytest.mark.parametrize("rotation", ["haar", "hadamard"])
 @pytest.mark.parametrize("coupling", ["iid", "orthogonal", "simplex", CROSS, "simplex_plus"])

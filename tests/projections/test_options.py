@@ -35,7 +35,6 @@ def carrier(*fields):
     return Carrier(*fields)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "options",
     [DrawOptions(), DrawOptions("iid"), OTHERS, DrawOptions("cross_polytope", norms="antithetic")],

@@ -34,7 +34,6 @@ def test_haar_entries_have_mean_zero_and_variance_one_over_d(dim):
         assert_mean(q[:, 0, 0] * q[:, 1, 1], 0)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dim", [2, 5, 16])
 def test_haar_trace_has_its_law(dim):
     trace = np.trace(draw_frames(20_000, dim, dim), axis1=1, axis2=2)
@@ -100,7 +99,6 @@ def test_hadamard_moments(dim):
     assert_mean((q**4).sum(axis=1)[:, 0], haar + (-2 / dim) ** 3 * (1 - haar))
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.fast
 @pytest.mark.parametrize("dim", [1, 2, 8, 128, 256, 2048])
 @pytest.mark.parametrize("radix", [2, 16, 128])
@@ -122,7 +120,6 @@ def test_rotate_is_the_product_of_its_factors():
     np.testing.assert_allclose(rotate_back(jnp.eye(8), signs), r, atol=1e-6)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.fast
 @pytest.mark.parametrize("rotation", ROTATIONS)
 @pytest.mark.parametrize("dim", [1, 8])

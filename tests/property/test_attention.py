@@ -198,7 +198,6 @@ FIXED_PROGRAMS = (
 )
 
 
-@pytest.mark.sampled(32)
 @each_check
 def test_a_few_cases(mechanism, mode, check):
     """Runs one program of each mode, because compilation takes nearly all of the time."""

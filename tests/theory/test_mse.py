@@ -23,7 +23,6 @@ def sizes(dim):
     return [1, 2, 8, dim, dim + 1, dim + 2, 2 * (dim + 1), 130]
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("dim", [2, 3, 5, 8, 17, 64, 127, 128])
 def test_ratio_against_arbitrary_precision(dim, features):
@@ -36,7 +35,6 @@ def test_ratio_against_arbitrary_precision(dim, features):
             )
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("dim", "distance"), [(2, 100), (3, 22), (5, 13.4), (7, 13.5), (64, 40)])
 @pytest.mark.parametrize("features", FEATURES)
 def test_ratio_at_large_distances(dim, distance, features):
@@ -55,7 +53,6 @@ def test_ratio_in_1024_dimensions(features, coupling):
         np.testing.assert_allclose(got, float(expected), rtol=1e-12)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kernel", ["gaussian", "softmax"])
 @pytest.mark.parametrize("features", FEATURES)
 @pytest.mark.parametrize("dim", [2, 3, 64, 127])
@@ -77,7 +74,6 @@ def test_log_mse_against_arbitrary_precision(dim, features, kernel):
                 np.testing.assert_array_equal(plain, np.exp(got))
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("dim", "v", "coupling"),
     [(3, 30, "orthogonal"), (128, 30, "orthogonal"), (3, 100, "simplex"), (128, 100, "simplex")],

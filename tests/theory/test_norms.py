@@ -142,7 +142,6 @@ def assert_exact(v, num_features, dim, coupling, norms, parameter):
     np.testing.assert_allclose(got, expected, rtol=1e-13, atol=1e-8 if loose else 1e-11)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("parameter", [0.0, "optimal"])
 @pytest.mark.parametrize("v", [1e-3, 1.001])
 @pytest.mark.parametrize(("coupling", "norms"), LAWS)

@@ -19,7 +19,6 @@ def make_model(attention, **changes):
     return CharLM(20, attention=attention, **config.model.to_dict(), rngs=rngs)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_models_see_what_was_before_and_the_near_field_only_what_is_near(attention):
     model = make_model(attention)

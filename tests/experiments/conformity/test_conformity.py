@@ -154,7 +154,6 @@ def test_share_is_a_ratio_of_means():
     assert results["optimised"]["gain"] == pytest.approx(0.4)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("coupling", "dim", "angle"),
     [("orthogonal", 2, 90), ("orthogonal", 3, 90), ("simplex", 2, 180), ("simplex", 3, 120)],

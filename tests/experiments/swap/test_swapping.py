@@ -81,7 +81,6 @@ def case(request):
     return MODELS[request.param]()
 
 
-@pytest.mark.sampled(2)
 def test_softmax_in_the_place_of_softmax_changes_nothing(case):
     model, inputs = case
     same = swapping.swapped(model, [nnx.dot_product_attention] * 2)
@@ -121,7 +120,6 @@ def test_a_swapped_model_can_be_recorded_and_swapped_back(case):
     np.testing.assert_allclose(back(inputs), model(inputs), atol=1e-6)
 
 
-@pytest.mark.sampled(2)
 def test_many_features_of_a_fitted_map_come_near_softmax(case):
     model, inputs = case
     layers, exact = swapping.record(model, call, inputs)
@@ -151,7 +149,6 @@ def test_arrays_of_maps_and_projections_are_no_parameters(case):
     assert len(jax.tree.leaves(rest)) == 4  # A projection and a factor in each layer.
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_have_the_asked_number_of_features(name):
     method = METHODS[name]

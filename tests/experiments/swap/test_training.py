@@ -69,7 +69,6 @@ def test_a_step_descends_the_mean_loss_with_dropout_and_its_batch(digits):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["digits", "char_lm"])
 def test_fine_tuning_leaves_projections_and_maps_alone(name, request):
     task = request.getfixturevalue(name)

@@ -258,7 +258,6 @@ BUGS = {
 }
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_no_mistake_of_the_user(command, monkeypatch, name):
     owner, function, error = BUGS[name]

@@ -150,7 +150,6 @@ def replace(path, old, new):
     path.write_bytes(content.replace(old, new, 1))
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     "seed", [pytest.param(s, marks=[pytest.mark.slow] * (s >= SAMPLE)) for s in range(FLIPS)]
 )
@@ -206,7 +205,6 @@ def exchange(path, other):
     other.write_bytes(content)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("fault", [cut_off, lose, exchange])
 @pytest.mark.parametrize("part", PARTS)
 def test_a_file_that_is_cut_off_lost_or_of_another_checkpoint_leads_to_no_other_state(
@@ -247,7 +245,6 @@ def test_a_copy_under_the_name_of_another_step_is_damage(folder):
     assert step_read(folder) == 2
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("part", "old", "new"),
     [

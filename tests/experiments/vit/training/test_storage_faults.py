@@ -93,7 +93,6 @@ def test_a_file_that_cannot_be_read_is_not_damaged(part, fault, cause, read, fol
     assert names_in(folder) == ["1", "2", "3"]
 
 
-@pytest.mark.sampled(6)
 @READS
 @HANDLERS
 @pytest.mark.parametrize("fault", FAULTS, ids=str)
@@ -179,7 +178,6 @@ def save(folder):
         checkpoints.save(4, make_state(4), progress_of(ROWS))
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("owner", "name", "match"), CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("fault", [*FAULTS, os_error(errno.ENOENT), os_error(errno.EROFS)], ids=str)
 def test_storage_that_fails_in_saving_is_told_in_a_line(
