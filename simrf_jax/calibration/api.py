@@ -32,7 +32,9 @@ def calibrate(
     Random features of queries and keys as trained models have them fail for one reason: the vectors
     are long and far from isotropic. The fit reduces the variance and adds no bias: it subtracts the
     means, balances the covariances of queries and keys, and draws W from the Gaussian law that
-    minimises the mean log second moment of the estimates, all in closed form, for each key head.
+    minimises the mean log second moment of the estimates, all in closed form, for each key head. It
+    is the minimum for the means and the covariances of the data, which are shrunk towards multiples
+    of the identity: by little if there are many tokens.
 
     Calibrate on some data and use the map on other data: the estimates are unbiased for any
     queries and keys. Statistics of the batch at hand would let later tokens change earlier outputs.
@@ -61,8 +63,8 @@ def calibrate(
     Raises:
       TypeError: If queries or keys are not floating, a mask is not boolean, or a switch is neither
         True nor False.
-      ValueError: If shapes do not match, there is no token, tokens are not finite, or a name is
-        unknown. Values that are traced are not known.
+      ValueError: If shapes do not match, there is no token, tokens are not finite or so large or
+        small that the fit is not, or a name is unknown. Values that are traced are not known.
 
     Example:
       >>> import jax, simrf_jax
@@ -97,6 +99,7 @@ def calibrate(
     )
     for name, one in (("query", queries), ("key", keys)):
         check_moments(name, one)
+    check_fitted(calibrated)
     return calibrated
 
 
@@ -123,8 +126,8 @@ def check_tokens(
     num_key_heads = key.shape[-2]
     if key.shape[-1] != dim or num_key_heads == 0 or num_heads % num_key_heads:
         raise ValueError(
-            "query and key must have one dim, and a multiple of the key heads as query heads, got "
-            f"shapes {query.shape} and {key.shape}."
+            "query and key must have the same dim, and the number of query heads must be a "
+            f"multiple of the number of key heads, got shapes {query.shape} and {key.shape}."
         )
     if 0 in (math.prod(query.shape), math.prod(key.shape)):
         raise ValueError(f"There must be tokens, got shapes {query.shape} and {key.shape}.")
@@ -140,9 +143,23 @@ def check_moments(name: str, moments: Moments) -> None:
     if any(isinstance(leaf, jax.core.Tracer) for leaf in moments):
         return
     if not all(np.all(np.isfinite(leaf)) for leaf in jax.device_get(moments)):
-        raise ValueError(f"{name} must be finite at all tokens that are no padding.")
+        raise ValueError(
+            f"{name} and its squares must be finite at all tokens that are no padding."
+        )
     if not np.all(jax.device_get(moments.num_vectors) > 0):
         raise ValueError(f"{name} must have a token that is no padding.")
+
+
+def check_fitted(calibrated: Calibrated) -> None:
+    """Raises ``ValueError`` if a calibration is known to have numbers that are not finite."""
+    leaves = jax.tree.leaves(calibrated)
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        return
+    if not all(np.all(np.isfinite(leaf)) for leaf in jax.device_get(leaves)):
+        raise ValueError(
+            "Queries and keys must have covariances whose products fit in their floating type, got "
+            "larger or smaller ones. Check the scale of both."
+        )
 
 
 def check_options(*, center: bool, balance: Balance, tilt: Tilt | None) -> None:

@@ -126,6 +126,50 @@ def _tilt(
     return axes.T, log_optimal_variance(squares) if tilt == "log" else 1 + 2 * squares
 
 
+def log_second_moment(
+    variances: Float[Array, "*batch H"], mean_square: Float[Array, "*batch H"]
+) -> Float[Array, "*batch"]:
+    r"""Returns the mean log second moment of estimates by one row of W, relative to the kernel.
+
+    .. math:: \sum_l \log \frac{1 + \rho_l}{2 \sqrt{\rho_l}} + \rho_l \lambda_l, \qquad
+        \rho_l = \frac{1}{2 \sigma_l - 1}
+
+    It is in nats. Estimates by m iid rows have a relative variance of about its exponential over m.
+
+    Args:
+      variances: :math:`\sigma`, the variances of W along each axis, above 1/2.
+      mean_square: :math:`\lambda`, the mean square of x + y along each axis.
+    """
+    rho = 1 / (2 * variances - 1)
+    logs = jnp.log(0.5 * (1 + rho) * jax.lax.rsqrt(rho)) + rho * mean_square
+    return jnp.sum(logs, axis=-1)
+
+
+@jax.jit
+def mean_log_second_moment(
+    calibration: Calibrated, query: Moments, key: Moments
+) -> Float[Array, " K"]:
+    """Returns ``log_second_moment`` of each key head, the mean over all its queries and keys.
+
+    Args:
+      calibration: Feature map, with arrays for each key head.
+      query: Moments of the queries, as attention scales them.
+      key: Moments of the keys.
+    """
+
+    def of_head(own: Calibrated, query: Moments, key: Moments) -> Float[Array, ""]:
+        query_mean, key_mean = query.mean - own.query_mean, key.mean - own.key_mean
+        spread = _Spread(
+            query.scatter / query.num_vectors + jnp.outer(query_mean, query_mean),
+            key.scatter / key.num_vectors + jnp.outer(key_mean, key_mean),
+            query_mean,
+            key_mean,
+        ).stretch(own.query_matrix, own.key_matrix)
+        return log_second_moment(own.variances, jnp.diagonal(spread.of_sums()))
+
+    return jax.vmap(of_head)(calibration, query, key)
+
+
 def log_optimal_variance(mean_square: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
     r"""Returns the variance of W that minimises the mean log second moment along an axis.
 
@@ -136,8 +180,9 @@ def log_optimal_variance(mean_square: Float[Array, "*axes"]) -> Float[Array, "*a
       mean_square: :math:`\lambda`, the mean square of x + y along the axis.
     """
     twice = 2 * mean_square
-    inverse = 0.5 * (jnp.sqrt(jnp.square(twice + 1) + 4 * twice) + twice + 1)
-    return 0.5 * (1 + inverse)
+    # sqrt((twice + 1)^2 + 4 twice) without the square, which overflows where the result does not.
+    root = (twice + 1) * jnp.sqrt(1 + 4 * (twice / (twice + 1)) / (twice + 1))
+    return 0.5 + 0.25 * (root + twice + 1)
 
 
 def _matmul(*matrices: Float[Array, " ..."]) -> Float[Array, " ..."]:

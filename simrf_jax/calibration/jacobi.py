@@ -50,6 +50,9 @@ def left_singular_vectors(
       multiprocessor arrays (SIAM J. Sci. Stat. Comput., 1985), https://doi.org/10.1137/0906007
     """
     size = matrix.shape[-1]
+    # A power of two, which rounds nothing, keeps squares of columns from overflow.
+    exponent = jnp.frexp(jnp.max(jnp.abs(jax.lax.stop_gradient(matrix))))[1]
+    matrix = jnp.ldexp(matrix, -exponent)
     # An even number of columns makes pairs. A zero column takes no part.
     even = jnp.pad(matrix, ((0, 0), (0, size % 2)))
     tolerance = float(jnp.finfo(matrix.dtype).eps) * max(4, size)
@@ -62,7 +65,7 @@ def left_singular_vectors(
     start = _State(even, not_yet, jnp.asarray(0))
     columns = jax.lax.while_loop(is_coupled, _sweep, start).columns[:, :size]
     values = jnp.linalg.norm(columns, axis=0, keepdims=True)
-    return columns / jnp.where(values > 0, values, 1), values[0]
+    return columns / jnp.where(values > 0, values, 1), jnp.ldexp(values[0], exponent)
 
 
 def _sweep(state: _State) -> _State:

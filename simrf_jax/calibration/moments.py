@@ -90,12 +90,15 @@ class Moments(NamedTuple):
         dim = self.mean.shape[-1]
         count = jnp.maximum(self.num_vectors, 1)
         sample = self.scatter / count[:, None, None]
-        trace = jnp.trace(sample, axis1=-2, axis2=-1)
-        squares = jnp.sum(jnp.square(sample), axis=(-2, -1))
+        variance = jnp.trace(sample, axis1=-2, axis2=-1) / dim
+        # In units of the variance, so that the squares of large covariances do not overflow.
+        unit = jnp.where(variance > 0, variance, 1)
+        trace = dim * variance / unit
+        squares = jnp.sum(jnp.square(sample / unit[:, None, None]), axis=(-2, -1))
         above = (1 - 2 / dim) * squares + jnp.square(trace)
         below = (count + 1 - 2 / dim) * (squares - jnp.square(trace) / dim)
         share = jnp.where(below > above, above / jnp.where(below > above, below, 1), 1)
         share = jnp.maximum(share, LEAST_SHARE)[:, None, None]
         eye = jnp.eye(dim, dtype=trace.dtype)[None]
-        sphere = (trace / dim + LEAST_VARIANCE)[:, None, None] * eye
+        sphere = (variance + LEAST_VARIANCE)[:, None, None] * eye
         return (1 - share) * sample + share * sphere

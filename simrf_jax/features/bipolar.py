@@ -31,6 +31,7 @@ from simrf_jax.projections import (
     StructuredProjection,
     as_projection,
     draw_projection,
+    kind_of,
     project,
 )
 
@@ -249,8 +250,8 @@ class GaussianHybrid(FeatureMap, static=("kernel",)):
 def _bipolar(projection: BipolarProjection) -> BipolarProjection:
     if not isinstance(projection, BipolarProjection):
         raise TypeError(
-            "projection must be a BipolarProjection, made by draw_bipolar_projection, "
-            f"got {type(projection).__name__}."
+            "projection must be a BipolarProjection, made by draw_bipolar_projection, got "
+            f"{kind_of(projection)}."
         )
     _ = projection.shape  # Raises if the shapes of the parts do not match.
     return projection

@@ -98,9 +98,20 @@ class Calibrated(FeatureMap):
         num_heads = checks.positive_int("num_heads", num_heads)
         dim = checks.positive_int("dim", dim)
         dtype = checks.floating_dtype("dtype", dtype)
-        none = jnp.zeros((num_heads, dim), dtype)
-        eye = jnp.broadcast_to(jnp.eye(dim, dtype=dtype), (num_heads, dim, dim))
-        return cls(none, none, eye, eye, jnp.ones_like(none))
+        # One array for each field, since a training step may donate each of them.
+        vectors, matrices = (num_heads, dim), (num_heads, 1, 1)
+        return cls(
+            query_mean=jnp.zeros(vectors, dtype),
+            key_mean=jnp.zeros(vectors, dtype),
+            query_matrix=jnp.tile(jnp.eye(dim, dtype=dtype), matrices),
+            key_matrix=jnp.tile(jnp.eye(dim, dtype=dtype), matrices),
+            variances=jnp.ones(vectors, dtype),
+        )
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of the calibration."""
+        return jnp.shape(self.query_mean)[-1]
 
     @property
     def needs_chi_norms(self) -> bool:

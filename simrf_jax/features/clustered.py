@@ -6,8 +6,9 @@ The estimator of a pair is tuned to its two centres. With a spread of 0 it is ex
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
+from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,14 +19,15 @@ from simrf_jax import checks, one_line
 from simrf_jax.features.feature_map import FeatureMap, named
 from simrf_jax.features.hybrid import weighted_sum
 from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side, half_squared_norm
-from simrf_jax.projections import Projection, StructuredProjection, as_projection, project
-
-
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["projection", "query_centres", "key_centres", "spread"],
-    meta_fields=[],
+from simrf_jax.projections import (
+    Projection,
+    StructuredProjection,
+    as_projection,
+    kind_of,
+    project,
 )
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ClusteredProjection(StructuredProjection):
     """A projection together with the centres of the clusters of queries and of keys.
@@ -34,9 +36,9 @@ class ClusteredProjection(StructuredProjection):
       projection: W, ``[..., num_features, dim]``.
       query_centres: Centres of the clusters of queries.
       key_centres: Centres of the clusters of keys.
-      spread: Standard deviation of a coordinate inside a cluster, in the unit of the vectors. The
-        base estimators are tuned to it. With 0 they are exact at the centres, but poor around a
-        centre that has a coordinate near zero.
+      spread: Standard deviation of a coordinate inside a cluster, in the unit of the vectors, one
+        number or one for each W of a stack. The base estimators are tuned to it. With 0 they are
+        exact at the centres, but poor around a centre that has a coordinate near zero.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
@@ -48,15 +50,27 @@ class ClusteredProjection(StructuredProjection):
     projection: Projection
     query_centres: Float[Array, "*stack num_query_clusters dim"]
     key_centres: Float[Array, "*stack num_key_clusters dim"]
-    spread: Real[ArrayLike, ""] = 0.0
+    spread: Real[ArrayLike, "*stack"] = 0.0
 
     def __repr__(self) -> str:
         return one_line.representation(self)
 
     def __post_init__(self) -> None:
-        """Checks the spread, unless it is traced or one of JAX's placeholders."""
-        if isinstance(self.spread, jax.Array | np.ndarray | np.generic | int | float):
+        """Checks the spread, and gives a stack one for each W."""
+        stack = jnp.shape(self.query_centres)[:-2]
+        if jnp.ndim(self.spread) == 0:
             checks.scalar("spread", self.spread, sign="at least 0")
+            if stack:
+                object.__setattr__(self, "spread", jnp.full(stack, self.spread, self.dtype))
+            return
+        if jnp.shape(self.spread) != stack:
+            raise ValueError(
+                f"spread must be one number or have the leading axes {stack} of the centres, got "
+                f"shape {jnp.shape(self.spread)}."
+            )
+        if not isinstance(self.spread, jax.core.Tracer):
+            for one in np.ravel(self.spread):
+                checks.scalar("spread", one, sign="at least 0")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -74,6 +88,22 @@ class ClusteredProjection(StructuredProjection):
     def dtype(self) -> jnp.dtype:
         """Returns the floating type of W."""
         return as_projection(self.projection).dtype
+
+
+def _unflatten(_: None, parts: Iterable[Any]) -> ClusteredProjection:
+    # Without the constructor: a gradient may have a negative spread, and placeholders have none.
+    projection = object.__new__(ClusteredProjection)
+    for field, part in zip(dataclasses.fields(ClusteredProjection), parts, strict=True):
+        object.__setattr__(projection, field.name, part)
+    return projection
+
+
+def _flatten_with_keys(projection: ClusteredProjection) -> tuple[list[tuple[Any, Any]], None]:
+    names = [field.name for field in dataclasses.fields(ClusteredProjection)]
+    return [(jax.tree_util.GetAttrKey(name), getattr(projection, name)) for name in names], None
+
+
+jax.tree_util.register_pytree_with_keys(ClusteredProjection, _flatten_with_keys, _unflatten)
 
 
 @named("clustered_hybrid")
@@ -104,9 +134,7 @@ class ClusteredHybrid(FeatureMap, static=("kernel",)):
           ValueError: If the shapes do not match.
         """
         if not isinstance(projection, ClusteredProjection):
-            raise TypeError(
-                f"projection must be a ClusteredProjection, got {type(projection).__name__}."
-            )
+            raise TypeError(f"projection must be a ClusteredProjection, got {kind_of(projection)}.")
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         queries = checks.floating("query_centres", projection.query_centres)
         keys = checks.floating("key_centres", projection.key_centres)

@@ -27,6 +27,7 @@ _OF_THE_CLASS = (
     "coupling",
     "estimates_softmax",
     "needs_chi_norms",
+    "head_dim",
     "axes_of_one",
 )
 
@@ -101,6 +102,11 @@ class FeatureMap(abc.ABC):
         such rows, as far as they know them.
         """
         return False
+
+    @property
+    def head_dim(self) -> int | None:
+        """Width of the vectors that the arrays of the map are for, or None for any width."""
+        return None
 
     @property
     def estimates_softmax(self) -> bool:

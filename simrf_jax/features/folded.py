@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from simrf_jax.features.exponential_form import ExponentialForm
-from simrf_jax.features.feature_map import FeatureMap
+from simrf_jax.features.feature_map import FeatureMap, FeatureMapLike, as_feature_map
 from simrf_jax.features.log_space import SIDES, LogFeatures, Side
 from simrf_jax.projections import Projection, as_projection
 
@@ -50,17 +50,24 @@ class Folded(FeatureMap):
     key: ExponentialForm
 
     @classmethod
-    def of(cls, feature_map: FeatureMap, projection: Projection | None) -> Folded:
+    def of(cls, feature_map: FeatureMapLike, projection: Projection | None) -> Folded:
         """Returns a feature map and its W as one.
 
         Args:
-          feature_map: A map whose features are exponentials, such as ``Calibrated``.
+          feature_map: A map whose features are exponentials, such as ``Calibrated``, or its name.
           projection: W, as attention takes it, dense or of pairs; None for ``Learned``.
 
         Raises:
-          TypeError: If the features of the map are not all exponentials.
+          TypeError: If it is no feature map, or its features are not all exponentials.
+          ValueError: If the shapes do not match.
         """
+        feature_map = as_feature_map(feature_map)
         w = None if projection is None else as_projection(projection)
+        if w is not None and feature_map.head_dim not in (None, w.shape[-1]):
+            raise ValueError(
+                f"projection must be [..., {feature_map.head_dim}] for a "
+                f"{type(feature_map).__name__} of that dim, got shape {w.shape}."
+            )
         query, key = (feature_map.exponential_forms(w, side=side) for side in SIDES)
         if query is None or key is None:
             raise TypeError(
@@ -70,6 +77,11 @@ class Folded(FeatureMap):
         if jax.tree.leaves(feature_map.head_axes()) or (w is not None and w.ndim == 3):
             return cls(query, key)
         return cls(*jax.tree.map(lambda x: x[0], (query, key)))
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of the rows."""
+        return jnp.shape(self.query.rows)[-1]
 
     def log_features(
         self, x: Float[Array, "*batch H"], projection: None, *, side: Side

@@ -14,7 +14,12 @@ from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.features.exponential_form import ExponentialForm
 from simrf_jax.features.feature_map import FeatureMap
 from simrf_jax.features.log_space import LogFeatures, Side
-from simrf_jax.projections import PairedProjection, Projection, WeightedProjection
+from simrf_jax.projections import (
+    PairedProjection,
+    Projection,
+    WeightedProjection,
+    check_chi_norms,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -99,7 +104,8 @@ class Learned(FeatureMap):
           calibration: The map that ``calibrate`` returns, or ``Calibrated.identity``.
 
         Raises:
-          ValueError: If the shape of the rows does not fit the heads of the calibration.
+          ValueError: If the shape of the rows does not fit the heads of the calibration, or their
+            norms are known, and fixed.
         """
         *heads, dim = calibration.query_mean.shape
         if rows.ndim < 2 or rows.shape[-1] != dim or rows.shape[:-2] not in ((), (*heads,)):
@@ -107,11 +113,17 @@ class Learned(FeatureMap):
                 f"rows must be [m, {dim}], or have the leading axes {(*heads,)} of the "
                 f"calibration, got shape {rows.shape}."
             )
+        check_chi_norms(rows)
         rows = jnp.broadcast_to(rows, (*heads, *rows.shape[-2:]))
         # Arrays of their own, since a training step may donate each of them.
         query_rows, key_rows = jnp.array(rows), jnp.array(rows)
         vectors = (jnp.zeros(rows.shape[:-1], rows.dtype) for _ in range(3))
         return cls(calibration, query_rows, key_rows, *vectors)
+
+    @property
+    def head_dim(self) -> int:
+        """Width of a head of the rows."""
+        return jnp.shape(self.query_rows)[-1]
 
     def log_features(
         self, x: Float[Array, "*batch H"], projection: Projection | None, *, side: Side

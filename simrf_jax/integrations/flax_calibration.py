@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias, TypeVar
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from simrf_jax import checks
 from simrf_jax.attention.inputs.arguments import shape_of_logits
 from simrf_jax.attention.inputs.masks import per_key, within_lengths
 from simrf_jax.calibration import Moments
-from simrf_jax.calibration.api import moments
+from simrf_jax.calibration.api import check_fitted, moments
 from simrf_jax.calibration.axes import turn_rows
-from simrf_jax.calibration.fit import Balance, Tilt, fit
+from simrf_jax.calibration.fit import Balance, Tilt, fit, mean_log_second_moment
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.features.learned import Learned
 from simrf_jax.integrations.flax_attention import Call
 from simrf_jax.projections import FIXED_NORMS, DrawOptions, Projection, WeightedProjection
+
+LOGGER = logging.getLogger("simrf_jax")
+SECONDS_BETWEEN_LOGS = 10.0
+Batch = TypeVar("Batch")
+Path: TypeAlias = tuple[Any, ...]  # Names of modules, from the model to the adapter.
 
 
 def adapter_map(
@@ -42,6 +53,16 @@ def adapter_map(
         raise ValueError("feature_map='learned' needs num_features, the number of pairs, got None.")
     num_features = checks.positive_int("num_features", num_features)
     return Learned.start(jnp.zeros((num_features, head_dim)), identity)
+
+
+def check_batches(batches: Any) -> None:
+    """Raises ``TypeError`` for one batch in the place of several."""
+    if hasattr(batches, "shape") or isinstance(batches, Mapping | str):
+        shape = f" of shape {batches.shape}" if hasattr(batches, "shape") else ""
+        raise TypeError(
+            "batches must be an iterable of batches, such as [batch], got one "
+            f"{type(batches).__name__}{shape}."
+        )
 
 
 def no_moments(calibrated: Calibrated) -> tuple[Moments, Moments]:
@@ -93,6 +114,60 @@ def _seen_by_some_head(visible: jax.Array, call: Call) -> jax.Array:
     return seen.reshape(seen.shape[max(0, seen.ndim - (call.key.ndim - 2)) :])
 
 
+def logged(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Yields the batches, and logs how many there were every ten seconds."""
+    last = time.monotonic()
+    for number, batch in enumerate(batches, 1):
+        yield batch
+        if time.monotonic() - last >= SECONDS_BETWEEN_LOGS:
+            LOGGER.info("calibrate: %d batches", number)
+            last = time.monotonic()
+
+
+def fit_adapters(
+    adapters: Mapping[Path, tuple[Calibrated, tuple[Moments, Moments]]],
+    *,
+    center: bool,
+    balance: Balance,
+    tilt: Tilt | None,
+) -> dict[Path, Calibrated]:
+    """Returns the calibration of each adapter, and logs how well it fits.
+
+    Args:
+      adapters: The map so far and the moments of each adapter, by its path in the model.
+      center: See ``simrf_jax.calibrate``.
+      balance: See ``simrf_jax.calibrate``.
+      tilt: See ``simrf_jax.calibrate``.
+    """
+    fitted = {}
+    for path, (before, sums) in adapters.items():
+        fitted[path] = fit_stack(sums, center=center, balance=balance, tilt=tilt)
+        _log_fit("/".join(map(str, path)), before, fitted[path], sums)
+    return fitted
+
+
+def _log_fit(
+    name: str, before: Calibrated, after: Calibrated, sums: tuple[Moments, Moments]
+) -> None:
+    """Logs the mean log second moment of each key head, unless values are traced."""
+    leaves = jax.tree.leaves((before, after, sums))
+    if not LOGGER.isEnabledFor(logging.INFO) or any(isinstance(x, jax.core.Tracer) for x in leaves):
+        return
+    lead = before.query_mean.shape[:-2]
+
+    def nats(calibration: Calibrated) -> np.ndarray:
+        every = (calibration, *sums)
+        heads = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(lead) + 1 :]), every)
+        return np.asarray(mean_log_second_moment(*heads)).reshape(*lead, -1)
+
+    of_maps = nats(before), nats(after)
+    for layer in np.ndindex(lead):
+        numbers = (" ".join(f"{number:.3g}" for number in heads[layer]) for heads in of_maps)
+        place = name + "".join(f"[{index}]" for index in layer)
+        message = "calibrate: %s: mean log second moment by key head: before %s; after %s"
+        LOGGER.info(message, place or "adapter", *numbers)
+
+
 def fit_stack(
     sums: tuple[Moments, Moments], *, center: bool, balance: Balance, tilt: Tilt | None
 ) -> Calibrated:
@@ -106,6 +181,7 @@ def fit_stack(
     lead = sums[0].mean.shape[:-1]
     flat = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[len(lead) :]), sums)
     fitted = _fit(*flat, center=center, balance=balance, tilt=tilt)
+    check_fitted(fitted)
     return jax.tree.map(lambda leaf: leaf.reshape(*lead, *leaf.shape[1:]), fitted)
 
 

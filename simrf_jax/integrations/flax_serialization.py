@@ -1,35 +1,61 @@
-"""Bytes and state dicts of ``flax.serialization`` for projections and feature maps of arrays."""
+"""Bytes and state dicts of ``flax.serialization`` for all records of the library that hold arrays.
+
+Flax writes NamedTuples, such as ``AttentionState``, by itself.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
+import jax
 from flax import serialization
 
-from simrf_jax.features import BipolarProjection
-from simrf_jax.features.calibrated import Calibrated
-from simrf_jax.features.learned import Learned
-from simrf_jax.projections import WeightedProjection
+from simrf_jax import attention, features, projections
+from simrf_jax.features import maps
+from simrf_jax.features.exponential_form import ExponentialForm
+
+RECORDS: tuple[type[Any], ...] = (
+    *(
+        kind
+        for kind in vars(maps).values()
+        if isinstance(kind, type) and kind is not maps.LogFeatures
+    ),
+    projections.FastProjection,
+    projections.PairedProjection,
+    projections.WeightedProjection,
+    features.BipolarProjection,
+    features.ClusteredProjection,
+    ExponentialForm,
+    attention.Band,
+    attention.Blend,
+    attention.RandomFeatures,
+)
 
 
-def _register_serialization(cls: type[Any], parts: tuple[str, ...]) -> None:
-    """Lets ``flax.serialization`` write and read the parts of a dataclass."""
-
-    def to_state_dict(record: Any) -> dict[str, Any]:
-        return {name: serialization.to_state_dict(getattr(record, name)) for name in parts}
-
-    def from_state_dict(record: Any, state: dict[str, Any]) -> Any:
-        read = {
-            name: serialization.from_state_dict(getattr(record, name), state[name], name=name)
-            for name in parts
-        }
-        return dataclasses.replace(record, **read)
-
-    serialization.register_serialization_state(cls, to_state_dict, from_state_dict)
+def _parts(record: Any) -> tuple[dict[str, Any], Any]:
+    """Returns the fields of a record that are no part of its structure, and the structure."""
+    named, structure = jax.tree_util.tree_flatten_with_path(
+        record, is_leaf=lambda node: node is not record
+    )
+    return {path[0].name: part for path, part in named}, structure
 
 
-_register_serialization(BipolarProjection, ("hyperbolic", "trigonometric", "weights"))
-_register_serialization(WeightedProjection, ("rows", "log_weights"))
-for _map in (Calibrated, Learned):
-    _register_serialization(_map, tuple(field.name for field in dataclasses.fields(_map)))
+def _to_state_dict(record: Any) -> dict[str, Any]:
+    return {name: serialization.to_state_dict(part) for name, part in _parts(record)[0].items()}
+
+
+def _from_state_dict(record: Any, state: dict[str, Any]) -> Any:
+    parts, structure = _parts(record)
+    if parts.keys() != state.keys():
+        raise ValueError(
+            f"The state of a {type(record).__name__} must have the fields {[*parts]}, got "
+            f"{[*state]}."
+        )
+    read = [
+        serialization.from_state_dict(part, state[name], name=name) for name, part in parts.items()
+    ]
+    return jax.tree.unflatten(structure, read)
+
+
+for _kind in RECORDS:
+    serialization.register_serialization_state(_kind, _to_state_dict, _from_state_dict)

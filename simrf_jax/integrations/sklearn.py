@@ -90,8 +90,13 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     case, so that both types give the same features up to rounding. JAX's own switch for float64,
     ``jax_enable_x64``, stays as it is.
 
-    The first fit for a number of components and of columns compiles a program, which takes about a
-    second. Later fits of the same size do not, also those of clones in a grid search.
+    The first fit for a number of components and of columns compiles a program, which takes from
+    half a second to several seconds. Later fits of the same size do not, also those of clones in a
+    grid search. To keep the programs for other processes, turn on JAX's persistent cache before the
+    first fit::
+
+        jax.config.update("jax_compilation_cache_dir", "a folder")
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
     Sparse rows are made dense a batch at a time. This takes little memory, and as much time as
     dense rows take. The output is dense.
@@ -283,8 +288,7 @@ def _scale_gamma(X: Any) -> float:
     if isinstance(X, np.ndarray):
         variance = float(X.var(dtype=np.float64))
     else:
-        X = X.astype(np.float64)
-        variance = float(X.multiply(X).mean() - X.mean() ** 2)
+        variance = _sparse_variance(X.astype(np.float64))
     if variance <= 0:  # The data are constant, and the kernel is 1 for any gamma.
         return 1.0
     gamma = 1 / (X.shape[1] * variance)
@@ -294,6 +298,18 @@ def _scale_gamma(X: Any) -> float:
             f"X.var() = {variance}."
         )
     return gamma
+
+
+def _sparse_variance(X: Any) -> float:
+    """Returns the variance of all entries of a sparse matrix, stored or not.
+
+    The deviations from the mean are squared, not the entries: the squares of entries and of their
+    mean would cancel where the mean is large.
+    """
+    X.sum_duplicates()
+    size, mean = math.prod(X.shape), X.mean()
+    not_stored = (size - X.data.size) / size
+    return float(np.square(X.data - mean).sum() / size + not_stored * mean**2)
 
 
 def _mean(X: Any) -> np.ndarray:

@@ -67,8 +67,8 @@ def sum_bias_gradients_by_products(layer: nnx.LinearGeneral) -> None:
 
     The bias gradient sums over all tokens. XLA fuses this sum into the operation that produces the
     incoming gradient, except if that is a Pallas kernel, as for the query, key and value layers of
-    attention. There the separate sum takes ten times the cycles of the product. On other devices,
-    inside ``jax.shard_map`` and over Explicit mesh axes the gradient stays a sum.
+    attention. There XLA estimates ten times as many cycles for the sum as for the product. On other
+    devices, inside ``jax.shard_map`` and over Explicit mesh axes the gradient stays a sum.
 
     A changed layer supports reverse-mode differentiation only: ``jax.jvp`` and ``jax.linearize``
     raise a ``TypeError``.

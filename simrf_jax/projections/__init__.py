@@ -10,6 +10,7 @@ from simrf_jax.projections.paired import PairedProjection, both_signs, with_nega
 from simrf_jax.projections.project import (
     add_half_log_weights,
     as_projection,
+    kind_of,
     product,
     project,
     rows_of,
@@ -45,6 +46,7 @@ __all__ = [
     "draw_fast_projection",
     "draw_mixture_projection",
     "draw_projection",
+    "kind_of",
     "product",
     "project",
     "redraw_key",

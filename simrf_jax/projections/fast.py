@@ -202,7 +202,7 @@ def _directions_product(
     """
     if isinstance(block, CrossPolytope):
         pairs = jnp.stack([x, -x], axis=-1)
-        return pairs.reshape(*x.shape[:-1], -1)[..., : block.num_rows]
+        return pairs.reshape(*x.shape[:-1], 2 * x.shape[-1])[..., : block.num_rows]
     if block.num_vertices is None or block.num_vertices == 1:
         return x[..., : block.num_rows]
     n = block.num_vertices - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,8 +103,15 @@ def _refuse(projection: Projection | None) -> TypeError:
         )
     return TypeError(
         "projection must be an array [num_features, dim], a FastProjection or a PairedProjection, "
-        f"got {None if projection is None else type(projection).__name__}."
+        f"got {kind_of(projection)}."
     )
+
+
+def kind_of(projection: Any) -> str:
+    """Returns what a projection is, for an error: the name of its class, an array, or None."""
+    if projection is None:
+        return "None"
+    return "an array" if isinstance(projection, jax.Array) else type(projection).__name__
 
 
 def project(

@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int, Key
 from simrf_jax.projections.hadamard import padded_dim, random_signs, rotate_back
 
 # Up to this many reflections, applying them one by one is faster than in blocks
-# (benchmarks/haar.py). On a TPU, each small operation costs about 2,000 cycles, so that blocks,
-# which need fewer operations, win earlier.
+# (benchmarks/haar.py). On a TPU, XLA estimates 2,000 cycles for each small operation, so that
+# blocks, which need fewer operations, win earlier.
 LARGEST_ONE_BY_ONE = 64
 LARGEST_ONE_BY_ONE_ON_TPU = 32
 BLOCK = 32  # Reflections in a block, a power of two.

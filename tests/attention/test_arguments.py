@@ -64,7 +64,6 @@ FORMULAS = {
 }
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("feature_map", FORMULAS)
 def test_features_of_a_negative_scale(feature_map, is_causal):
@@ -102,7 +101,6 @@ def test_inspection_of_a_negative_scale():
     np.testing.assert_allclose(report.row_sum_mean, ratio.mean(axis=-1), rtol=1e-4)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", TRACED)
 def test_a_scale_may_be_traced_whatever_its_sign(name):
     q, k, v = inputs()
@@ -127,7 +125,6 @@ def test_refuses_scales_that_are_not_finite(name, scale):
         EVERY[name](*inputs(), scale=scale)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", TRACED)
 def test_traced_scales_that_are_not_finite_give_nan(name):
     call = jax.jit(lambda scale: TRACED[name](*inputs(), scale=scale))

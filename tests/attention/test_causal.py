@@ -23,7 +23,6 @@ def triangle(length, key_length=None):
     return np.tri(length, key_length or length, dtype=bool)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("length", [1, 2, 7, 16, 33])
 @pytest.mark.parametrize("chunk_size", [1, 2, 8, 64])
 def test_any_length_and_chunk(length, chunk_size):
@@ -91,7 +90,6 @@ MAPS = {
 }
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("scale", [1.0, 30.0])
 @pytest.mark.parametrize("name", MAPS)
 def test_nothing_of_the_future_reaches_the_past(scale, name):
@@ -146,6 +144,30 @@ def test_large_keys_change_the_gradient_of_what_sees_them_alone():
     other[5:] *= 9  # Exponents like those before it.
     for x, y in zip(gradient(k), gradient(other), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+@pytest.mark.parametrize(
+    "implementation", ["xla", pytest.param("pallas_tpu", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_gradients_of_keys_that_are_large_in_the_units_of_the_first(is_causal, implementation):
+    """The last query sees all keys, so it is that of bidirectional attention."""
+    q, k, v = inputs(5)
+    w = projection()
+    options = {"is_causal": True} if is_causal else {"segment_ids": jnp.zeros(5, int)}
+
+    def gradients(bias, **options):
+        def loss(*arguments):
+            *qkv, bias = arguments
+            out = random_feature_attention(*qkv, w, bias=bias[None, None], **options)
+            return jnp.sum(out[-1] ** 2)
+
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(q, k, v, bias)
+
+    bias = jnp.array([0.0, 48, 48, 48, 48])  # The square of e^48 is above the largest number.
+    actual = gradients(bias, implementation=implementation, **options)
+    for a, e in zip(actual, gradients(bias, implementation="xla"), strict=True):
+        assert relative_error(a, e) < 1e-5
 
 
 def test_gradients_of_large_keys_do_not_vanish_beside_small_values():

@@ -68,7 +68,6 @@ def tolerance(scale, most):
     return most if scale < 16 else 5 * most
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", MODES)
 def test_float32_against_float64(name):
     mode = MODES[name]
@@ -83,7 +82,6 @@ def test_float32_against_float64(name):
                 assert error < tolerance(scale, 1e-4), (scale, "qkv"[number])
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", WITH_OTHER_MAPS)
 def test_other_feature_maps_against_float64(name):
     mode = WITH_OTHER_MAPS[name]
@@ -95,7 +93,6 @@ def test_other_feature_maps_against_float64(name):
     chex.assert_tree_all_finite(attend(*arguments(mode, 1e3)))
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", MODES)
 def test_bfloat16_against_float64(name):
     for scale in SCALES:
@@ -105,7 +102,6 @@ def test_bfloat16_against_float64(name):
         chex.assert_tree_all_finite(gradients)
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", MODES)
 def test_entries_up_to_a_thousand_stay_finite(name):
     rng = np.random.default_rng(2)
@@ -117,7 +113,6 @@ def test_entries_up_to_a_thousand_stay_finite(name):
             chex.assert_tree_all_finite((out, gradients))
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", MODES)
 def test_hidden_keys_and_rows_that_see_none(name):
     mode = MODES[name]
@@ -140,7 +135,6 @@ def test_hidden_keys_and_rows_that_see_none(name):
         np.testing.assert_array_equal(np.where(hidden, gradient, 0), 0)
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", MODES)
 def test_one_token_and_empty_axes(name):
     mode = MODES[name]

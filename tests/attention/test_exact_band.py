@@ -17,7 +17,6 @@ LENGTH, BANDWIDTH = 30, 4
 SIZES = {"num_key_heads": 2, "head_dim": 8, "value_dim": 8}
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.fast
 @pytest.mark.parametrize("scale", [0.5, 4, 8])
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -38,7 +37,6 @@ def test_a_band_of_all_keys_does_not_depend_on_the_projection():
     np.testing.assert_array_equal(*outs)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("bandwidth", "chunk_size"),
     [(0, 1), (1, 8), (LENGTH // 2, None), (np.int64(LENGTH - 2), 4)],
@@ -116,7 +114,6 @@ def test_features_of_a_query_that_overflow_reach_no_other_output_or_gradient():
         np.testing.assert_array_equal(planted_gradient, gradient)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("bandwidth", "pieces"),
     [(4, [1] * LENGTH), (4, [LENGTH]), (40, [17, 1, 1, 11]), (0, [0, 3, 27])],
@@ -137,7 +134,6 @@ def test_decoding_in_any_pieces_is_the_parallel_form(pieces, bandwidth):
     assert jax.tree.map(jnp.shape, state) == shapes
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("lengths", [(2, 0), (3, 4), (20, 9)])
 def test_append_gives_the_state_of_steps(lengths):
     q, k, v = inputs(LENGTH, heads=2)
@@ -205,7 +201,6 @@ def test_refuses_maps_of_other_kernels(feature_map):
         mechanism.init(**SIZES)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric", "phase"])
 def test_accepts_maps_of_the_softmax_kernel(name):
     q, k, v = inputs(scale=0.1)

@@ -35,7 +35,6 @@ def visible(*, is_causal=False, segment_ids=None):
     return seen if segment_ids is None else seen & (RUNS[:, None] == RUNS)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("bandwidth", "kind", "devices", "options"),
     [
@@ -74,7 +73,6 @@ def test_one_length_over_devices(bandwidth, kind, devices, options):
     assert max(np.prod(shape) for _, _, shape in found) <= max(sums, of_band)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("bandwidth", "options"), [(5, {}), (9, PACKED), (11, CAUSAL)])
 def test_gradients_are_those_of_one_device(bandwidth, options):
     options = dict(options)

@@ -84,7 +84,6 @@ def test_masks_lengths_and_segments_reach_both_fields():
         np.testing.assert_array_equal(out[1, 9:], 0)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients_against_float64(is_causal):
     q, k, v = inputs(12)
@@ -130,6 +129,31 @@ def _blend(q, k, v, w, near_weight, far_weights, is_causal):
         weight[:, None] * x
         for weight, x in zip((near_weight, *far_weights), (near, positive, elu), strict=True)
     )
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("spoiled", ["query", "key", "value"])
+def test_what_is_not_finite_reaches_no_gradient_of_weights(spoiled):
+    """The last token is seen by its own query alone, whose output is in no loss."""
+    arrays = dict(zip(("query", "key", "value"), inputs(12), strict=True))
+    bad = arrays | {spoiled: arrays[spoiled].copy()}
+    bad[spoiled][-1] = np.nan
+
+    @jax.jit
+    def with_gradients(arrays):
+        def loss(near, far):
+            weights = {"near_weight": near, "far_weights": far}
+            out = fmm_attention(
+                **arrays, projections=(projection(),), bandwidth=2, is_causal=True, **weights
+            )
+            return jnp.sum(out[:-1] ** 2), out
+
+        return jax.grad(loss, (0, 1), has_aux=True)(NEAR, FAR[:1])
+
+    gradients, out = with_gradients(bad)
+    assert np.isnan(out[-1]).any()
+    for a, e in zip(gradients, with_gradients(arrays)[0], strict=True):
+        np.testing.assert_array_equal(a, e)
 
 
 @pytest.mark.fast

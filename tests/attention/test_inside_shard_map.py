@@ -117,7 +117,6 @@ def check(name, sizes, options, kind="dense", **settings):
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "sizes", "options"),
     [

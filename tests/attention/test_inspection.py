@@ -35,7 +35,6 @@ def attend(weights, value):
     return jnp.einsum("...nts,...snd->...tnd", weights, value, precision="highest")
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.fast
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", POSITIVE)
@@ -50,7 +49,6 @@ def test_positive_maps_against_float64(name, scale, is_causal):
     assert relative_error(actual, expected) < (1e-5 if scale < 16 else 5e-5)
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.fast
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", SIGNED)
@@ -65,7 +63,6 @@ def test_signed_maps_against_float64(name, scale, is_causal):
     assert relative_error(actual, expected) < 1e-5
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("name", [*POSITIVE, *SIGNED, *HYBRID, "features", "pair"])
 def test_times_the_values_it_is_the_attention(name):
     q, k, v = inputs(scale=0.5, heads=4, key_heads=2, key_length=7, width=3, batch=(2,))
@@ -85,7 +82,6 @@ def test_times_the_values_it_is_the_attention(name):
     assert relative_error(attend(weights, v), out) < 1e-5
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize(
     ("batch", "key_heads", "per_head"), [((), 1, True), ((2,), 2, True), ((2, 3), 4, False)]
 )
@@ -150,7 +146,6 @@ def test_causal_with_padding():
     chex.assert_tree_all_finite(jax.grad(loss, argnums=(0, 1, 2))(q, k, w))
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("scale", "is_causal"), [(0.5, True), (2, False), (16, True)])
 def test_gradients_against_float64(scale, is_causal):
     q, k, cotangent = inputs(length=12, heads=1, dim=8, width=12, scale=scale)
@@ -174,7 +169,6 @@ def test_gradients_against_float64(scale, is_causal):
         assert relative_error(np.squeeze(a), e) < 1e-4
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.fast
 @pytest.mark.parametrize("name", POSITIVE)
 def test_gradients_are_finite_at_any_scale(name):
@@ -220,7 +214,6 @@ def test_other_dtypes(dtype):
         assert relative_error(actual, expected) < (1e-14 if dtype == jnp.float64 else 1e-5)
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.fast
 @pytest.mark.parametrize(("length", "key_length"), [(0, 5), (5, 0), (1, 1)])
 def test_empty_lengths(length, key_length):
@@ -269,7 +262,6 @@ def expected_report(q, k, w, *, value=None, visible=True, **options):
     return np.transpose(report)
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.fast
 @pytest.mark.parametrize(("scale", "is_causal"), [(0.5, False), (8, True)])
 @pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric"])

@@ -126,7 +126,6 @@ def program(name):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("poison", POISONS)
 @pytest.mark.parametrize(
     "name",

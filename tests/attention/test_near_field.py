@@ -37,7 +37,6 @@ def test_other_dtypes(dtype, tolerance):
         assert relative_error(actual, banded(q, k, v, 5)) < tolerance
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("block_size", [None, 5])
 @pytest.mark.parametrize("bandwidth", [0, 4, 30])
@@ -70,7 +69,6 @@ def test_a_band_of_everything_is_exact_attention(is_causal):
             np.testing.assert_allclose(near, exact, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.fast
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("lengths", [(70, 70), (70, 40), (40, 70)])
@@ -157,7 +155,6 @@ def test_a_token_changes_nothing_beyond_the_band_to_the_bit(is_causal):
     np.testing.assert_array_equal(np.flatnonzero(changed), np.arange(33 if is_causal else 28, 39))
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("scale", "is_causal"), [(0.5, False), (1, True), (2, False), (4, True), (8, False), (16, True)]
 )

@@ -29,7 +29,6 @@ def expected(q, k, v, bandwidth, *, segment_ids=None, **options):
     return banded(q, k, v, bandwidth, segment_ids=runs, **options)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("bandwidth", "kind", "devices", "options"),
     [
@@ -78,7 +77,6 @@ def test_one_length_over_devices(bandwidth, kind, devices, options):
     assert {shape for _, _, shape in found} <= rest
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("bandwidth", "options"), [(5, {}), (11, CAUSAL), (9, PACKED)])
 def test_gradients_are_those_of_one_device_and_move_no_other_keys(bandwidth, options):
     options = dict(options)

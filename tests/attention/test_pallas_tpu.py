@@ -54,7 +54,6 @@ MAPS = {
 }
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("scale", [0.5, 2, 8])
 @pytest.mark.parametrize("name", MAPS)
 def test_the_estimator_in_float64(length, name, scale):
@@ -77,7 +76,6 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(16)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_output_and_the_gradients_of_xla(length, kind, options):
@@ -114,7 +112,6 @@ def test_weighted_rows():
     assert_close(got, want, 1e-5)
 
 
-@pytest.mark.sampled(2)
 def test_bfloat16(length):
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(length, heads=2, dim=16, scale=2))
     w, of_outputs = projection(33, dim=16), jnp.sin(jnp.arange(q.size)).reshape(q.shape)
@@ -134,7 +131,6 @@ def test_bfloat16(length):
     assert max(errors) <= 0.012
 
 
-@pytest.mark.sampled(2)
 def test_bfloat16_keys_far_from_zero(length):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(x) for x in inputs(length, heads=2, dim=16))
@@ -153,7 +149,6 @@ def test_bfloat16_keys_far_from_zero(length):
         assert np.linalg.norm(got - want) <= 0.012 * np.linalg.norm(want)
 
 
-@pytest.mark.sampled(2)
 def test_a_row_without_weight_is_left_out(length):
     q, k, v = inputs(length)
     w = simrf_jax.WeightedProjection(projection(11), jnp.zeros(11).at[3].set(-jnp.inf))
@@ -205,7 +200,6 @@ def test_a_head_is_spoiled_by_a_key_and_a_query_by_itself(length):
         np.testing.assert_array_equal(np.delete(spoiled[0], 140, 0), np.delete(clean[0], 140, 0))
 
 
-@pytest.mark.sampled(2)
 def test_a_hidden_key_reaches_nothing(length):
     q, k, v = (jnp.asarray(x) for x in inputs(length, heads=2))
     mask = np.arange(length) != 140
@@ -221,7 +215,6 @@ def test_a_hidden_key_reaches_nothing(length):
         assert np.isfinite(got).all()
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("which", ["query", "key", "value"])
 def test_what_is_not_finite_reaches_no_gradient_of_others(length, which):
     tokens = {
@@ -423,6 +416,31 @@ def test_what_the_kernels_cannot_do(options, message):
     q, k, v = inputs(9, heads=3)
     with jax.set_mesh(devices.make_mesh("auto", data=2)), pytest.raises(ValueError, match=message):
         in_kernel(q, k, v, projection(), **options)
+
+
+def test_other_platforms_are_refused(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    with pytest.raises(ValueError, match="they are for TPUs, and interpreted on CPUs alone, got"):
+        in_kernel(*inputs(), projection())
+
+
+MODES = {"bidirectional": {}, "causal": {"is_causal": True}, "band": {"exact_bandwidth": 2}}
+
+
+@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+def test_other_derivatives_name_the_implementation_that_has_them(options):
+    q, k, v = inputs()
+
+    def total(q):
+        return jnp.sum(in_kernel(q, k, v, projection(), **options))
+
+    def norm_of_gradient(q):
+        return jnp.sum(jnp.square(jax.grad(total)(q)))
+
+    with pytest.raises(NotImplementedError, match=r'got a second derivative .*tion="xla"'):
+        jax.grad(norm_of_gradient)(q)
+    with pytest.raises(TypeError, match=r'got a derivative in forward mode .*tion="xla"'):
+        jax.jvp(total, (q,), (q,))
 
 
 def test_other_types_are_refused():

@@ -24,7 +24,6 @@ by_xla = functools.partial(
 )
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("scale", [0.5, 2, 8])
 @pytest.mark.parametrize("name", MAPS)
@@ -50,7 +49,6 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(32)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,7 +103,6 @@ def test_bfloat16(is_causal):
     assert max(errors) <= 0.012
 
 
-@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("planted", [40, jnp.nan])
 @pytest.mark.parametrize("time", [1, 128, 150])
@@ -119,7 +116,6 @@ def test_nothing_of_later_tokens_reaches_earlier_outputs(dtype, planted, time):
         np.testing.assert_array_equal(attend(*other)[:time], out[:time])
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("which", ["query", "key", "value"])
 def test_what_is_not_finite_reaches_those_that_see_it(which, is_causal):

@@ -38,7 +38,6 @@ def length(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("scale", [0.5, 2, 8])
 @pytest.mark.parametrize("name", MAPS)
 def test_the_estimator_in_float64(length, name, scale):
@@ -60,7 +59,6 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(16)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_output_and_the_gradients_of_xla(length, kind, options):
@@ -100,7 +98,6 @@ def test_bfloat16():
     assert max(errors) <= 0.012
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("planted", [0.5, 40, jnp.nan, jnp.inf])
 @pytest.mark.parametrize("time", [1, 70, 128, 259])
@@ -114,7 +111,6 @@ def test_nothing_of_later_tokens_reaches_earlier_outputs(dtype, planted, time):
         np.testing.assert_array_equal(attend(*other)[:time], out[:time])
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("which", ["query", "key", "value"])
 @pytest.mark.parametrize("time", [70, 140])
 def test_what_is_not_finite_reaches_those_that_see_it(time, which):

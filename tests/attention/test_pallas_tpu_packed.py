@@ -41,7 +41,6 @@ def length(request, monkeypatch):
     return request.param
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("scale", [0.5, 2, 8])
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 def test_the_estimator_in_float64(length, options, scale):
@@ -69,7 +68,6 @@ OPTIONS = {
 }
 
 
-@pytest.mark.sampled(32)
 @pytest.mark.parametrize("extra", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -105,7 +103,6 @@ def test_small_exponents_beside_large_ones(options):
     assert_close(got, want, 1e-5)
 
 
-@pytest.mark.sampled(48)
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("planted", [40, jnp.nan])
@@ -134,7 +131,6 @@ def test_nothing_of_a_segment_reaches_another(segment, planted, dtype, options):
         assert np.isfinite(np.asarray(got, np.float32)).all()
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 def test_what_is_not_finite_reaches_those_that_see_it(options):
     q, k, v = (jnp.asarray(x) for x in inputs(LENGTH, heads=1))
@@ -165,7 +161,6 @@ def test_each_device_has_its_part():
         assert_close(ours, theirs, 1e-5)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 def test_mosaic_takes_the_kernels(options, dtype):

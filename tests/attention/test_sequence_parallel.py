@@ -41,7 +41,6 @@ def visible(options):
     return seen
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("mode", "kind", "devices"),
     [
@@ -103,7 +102,6 @@ def gradients(request):
     return request.param, compiled, compiled(*placed), gradient(*arguments)
 
 
-@pytest.mark.sampled(3)
 def test_gradients_are_those_of_one_device(gradients):
     _, _, actual, expected = gradients
     for a, e in zip(actual, expected, strict=True):
@@ -152,7 +150,6 @@ def test_nothing_of_the_future_reaches_the_past(compiled_for_any_scale, scale):
         np.testing.assert_array_equal(attend(*changed)[:t], out[:t])
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_batch_heads_and_length_over_devices_with_lengths_and_biases(kind, is_causal):
@@ -182,7 +179,6 @@ def test_batch_heads_and_length_over_devices_with_lengths_and_biases(kind, is_ca
         np.testing.assert_allclose(out[i], expected, atol=1e-5)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", ["trigonometric", "elu", "relu", "learned"])
 def test_feature_maps(name, is_causal):
@@ -283,6 +279,79 @@ def test_one_length_over_two_axes_under_vmap_with_a_traced_scale(kind):
         assert relative_error(out[i], expected) < 1e-5
 
 
+@pytest.mark.parametrize("shape", [{"data": 2, "length": 2}, {"length": 2, "heads": 2}])
+@pytest.mark.parametrize("mode", ["bidirectional", "packed_causal"])
+def test_a_length_of_type_auto_beside_explicit_axes(mode, shape):
+    q, k, v = inputs(LENGTH, heads=HEADS, key_heads=KEY_HEADS, batch=(2,))
+    options = dict(MODES[mode])
+    if "segment_ids" in options:
+        options["segment_ids"] = np.stack([SEGMENTS, SEGMENTS])
+    w = projection(FEATURES)
+    types = tuple(KINDS["auto" if axis == "length" else "explicit"] for axis in shape)
+    mesh = jax.make_mesh(tuple(shape.values()), tuple(shape), types, devices=jax.devices()[:4])
+    spec = P(*(axis if axis in shape else None for axis in ("data", "length", "heads")))
+    placed = jax.device_put((q, k, v), NamedSharding(mesh, spec))
+    attend = functools.partial(random_feature_attention, sequence_axis="length", **options)
+    compiled = jax.jit(attend).lower(*placed, w).compile()
+    out = np.asarray(compiled(*placed, w))
+    assert not any(name == "all-gather" for name, _, _ in collectives(compiled))
+    for i in range(2):
+        expected = attention(q[i], k[i], v[i], w, visible=visible(MODES[mode]))
+        assert relative_error(out[i], expected) < 1e-5
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"exact_bandwidth": 2}])
+def test_masks_of_heads_that_explicit_axes_shard(options):
+    q, k, v = inputs(LENGTH, heads=HEADS)
+    mask = np.random.default_rng(3).random((HEADS, 1, LENGTH)) < 0.8
+    w, mesh = projection(FEATURES), make_mesh(heads=HEADS)
+    attend = jax.jit(functools.partial(random_feature_attention, **options))
+    placed = jax.device_put((q, k, v), NamedSharding(mesh, P(None, "heads")))
+    of_heads = jax.device_put(mask, NamedSharding(mesh, P("heads")))
+    out = attend(*placed, w, mask=of_heads)
+    assert relative_error(out, attend(q, k, v, w, mask=jnp.asarray(mask))) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["dense", "fast", "calibrated", "learned"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}])
+def test_explicit_axes_of_heads_beside_a_w_for_each_head_that_is_on_all_devices(options, kind):
+    q, k, v = inputs(LENGTH, heads=HEADS, key_heads=KEY_HEADS, batch=(2, 3))
+    w = projection(FEATURES, heads=KEY_HEADS)
+    if kind == "fast":
+        keys = jax.random.split(jax.random.key(0), KEY_HEADS)
+        w = jax.vmap(lambda key: simrf_jax.draw_fast_projection(key, FEATURES, DIM))(keys)
+    if kind == "learned":
+        options, w = options | {"feature_map": learned(DIM)}, None
+    if kind == "calibrated":
+        options = options | {"feature_map": simrf_jax.calibrate(q, k)}
+
+    @jax.jit
+    def gradients(q, k, v, w):
+        def loss(*arguments):
+            return jnp.sum(jnp.sin(random_feature_attention(*arguments, **options)))
+
+        return jax.grad(loss, (0, 1, 2))(q, k, v, w)
+
+    mesh = make_mesh(data=2, heads=KEY_HEADS)
+    placed = jax.device_put((q, k, v), NamedSharding(mesh, P("data", None, None, "heads")))
+    for a, e in zip(gradients(*placed, w), gradients(q, k, v, w), strict=True):
+        assert relative_error(a, e) < 1e-5
+
+
+def test_steps_over_explicit_axes_of_heads():
+    q, k, v = inputs(LENGTH, heads=HEADS, key_heads=KEY_HEADS, batch=(2,))
+    mechanism = simrf_jax.RandomFeatures(projection(FEATURES, heads=KEY_HEADS))
+    sizes = {"num_key_heads": KEY_HEADS, "head_dim": DIM, "value_dim": DIM}
+    state = mechanism.init(batch=(2,), **sizes)
+    expected, _ = mechanism.step(state, q, k, v)
+    mesh = make_mesh(heads=KEY_HEADS)
+    state = jax.device_put(state, NamedSharding(mesh, P(None, "heads")))
+    placed = jax.device_put((q, k, v), NamedSharding(mesh, P(None, None, "heads")))
+    out, after = mechanism.step(state, *placed)
+    assert relative_error(out, expected) < 1e-6
+    assert jax.tree.map(jax.typeof, after) == jax.tree.map(jax.typeof, state)
+
+
 def test_the_mesh_of_the_context():
     q, k, v = inputs(LENGTH)
     w = projection(FEATURES)
@@ -321,6 +390,18 @@ def test_refuses_an_explicit_axis_of_the_batch():
     q, k, v = jax.device_put(inputs(batch=(2,)), sharding)
     with pytest.raises(ValueError, match="got 'data', which shards another axis of query"):
         random_feature_attention(q, k, v, projection(), sequence_axis="data")
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    "attend", [estimator(projection()), functools.partial(simrf_jax.banded_attention, bandwidth=1)]
+)
+def test_refuses_explicit_axes_of_a_later_batch_axis(attend):
+    sharding = jax.NamedSharding(make_mesh(data=2), P(None, "data"))
+    q, k, v = jax.device_put(inputs(batch=(3, 2)), sharding)
+    match = r"may shard the first alone, got .*\(None, 'data', None, None, None\) of query"
+    with pytest.raises(ValueError, match=match):
+        attend(q, k, v)
 
 
 @pytest.mark.fast

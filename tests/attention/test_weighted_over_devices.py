@@ -20,7 +20,6 @@ ARGUMENTS = {
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ARGUMENTS)

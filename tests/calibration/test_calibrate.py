@@ -52,7 +52,6 @@ def optimal_rho(mean_square, dim):
     return 2 * dim / (np.sqrt((v + dim) ** 2 + 4 * dim * v) + v + dim)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
 def test_is_unbiased_and_has_the_second_moment_of_theory(options):
     query, key = tokens()
@@ -241,6 +240,20 @@ def test_float32_is_enough():
     )
 
 
+@pytest.mark.parametrize("options", [{}, {"balance": False}, {"tilt": "mean"}, {"center": False}])
+@pytest.mark.parametrize("sizes", [(1e10, 1.0), (1e10, 1e-5), (1e17, 1e17), (1e-20, 1e-20)])
+def test_fits_vectors_of_any_size(sizes, options):
+    single = simrf_jax.calibrate(
+        *(size * x for size, x in zip(sizes, tokens(), strict=True)), **options
+    )
+    with enable_x64(True):
+        wide = (size * np.float64(x) for size, x in zip(sizes, tokens(), strict=True))
+        double = simrf_jax.calibrate(*wide, **options)
+    np.testing.assert_allclose(
+        np.sort(single.variances), np.sort(double.variances), rtol=2e-3, atol=1e-4
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
@@ -250,11 +263,23 @@ def test_float32_is_enough():
             ValueError,
             r"must be \[\.\.\., length, heads, dim\]",
         ),
-        ({"key": np.ones((4, 2, 7), np.float32)}, ValueError, "must have one dim, and a multiple"),
-        ({"key": np.ones((4, 3, 8), np.float32)}, ValueError, "must have one dim, and a multiple"),
+        (
+            {"key": np.ones((4, 2, 7), np.float32)},
+            ValueError,
+            "must have the same dim, and the number",
+        ),
+        (
+            {"key": np.ones((4, 3, 8), np.float32)},
+            ValueError,
+            "must have the same dim, and the number",
+        ),
         ({"key": np.ones((0, 2, 8), np.float32)}, ValueError, "There must be tokens, got shapes"),
         ({"key": np.ones((2, 4, 2, 8), np.float32)}, ValueError, "must have the same batch shape"),
-        ({"query": np.full((4, 2, 8), np.nan, np.float32)}, ValueError, "query must be finite"),
+        (
+            {"query": np.full((4, 2, 8), np.nan, np.float32)},
+            ValueError,
+            "and its squares must be finite",
+        ),
         ({"key_mask": np.zeros(4, bool)}, ValueError, "key must have a token that is no padding"),
         ({"scale": np.ones(2)}, TypeError, "scale must be one real number"),
         ({"center": 1}, TypeError, "center must be True or False, got 1"),
@@ -268,3 +293,10 @@ def test_refuses(change, error, match):
     arguments = {"query": np.ones((4, 2, 8), np.float32), "key": np.ones((4, 2, 8), np.float32)}
     with pytest.raises(error, match=match):
         simrf_jax.calibrate(**(arguments | change))
+
+
+def test_refuses_means_whose_squares_overflow():
+    query, key = tokens()
+    with pytest.raises(ValueError, match="covariances whose products fit in their floating type"):
+        simrf_jax.calibrate(np.full_like(query, 1e21), key, center=False)
+    assert np.isfinite(simrf_jax.calibrate(np.full_like(query, 1e21), key).variances).all()

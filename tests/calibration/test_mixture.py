@@ -1,6 +1,8 @@
 """Mixtures that fit queries and keys: their clusters, their tilt, and the estimates."""
 
 import functools
+import logging
+import re
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +61,45 @@ def log_bound(v, centers, variances):
     rho = 1 / (2 * variances - 1)
     logs = np.log((1 + rho) / (2 * np.sqrt(rho))) + rho * (v - centers) ** 2
     return np.log(len(centers)) + np.min(np.sum(logs, axis=-1))
+
+
+def test_logs_how_well_each_head_is_fitted(caplog):
+    """Of clusters that are six apart, whose pairs are as far from zero."""
+    caplog.set_level(logging.INFO, logger="simrf_jax")
+    query, key = clustered()
+    calibration = simrf_jax.calibrate(query, key)
+    mixture = fit_mixture(
+        jax.random.key(0), query, key, 2, calibration=calibration, keys_per_query=20
+    )
+    pattern = (
+        r"fit_mixture: key head (\d) of 2: mean log second moment: "
+        r"map alone (\S+); mixture at most (\S+)"
+    )
+    for head, record in enumerate(caplog.records):
+        number, alone, at_most = re.fullmatch(pattern, record.getMessage()).groups()
+        assert int(number) == head + 1
+        c, own = jax.tree.map(np.float64, one_head((calibration, mixture), head))
+        x, y = (np.float64(z[:, head] * ROOT) for z in (query, key))
+        weights = np.exp(x @ y.T)
+        weights /= weights.sum(axis=-1, keepdims=True) * len(x)
+        sums = ((x - c.query_mean) @ c.query_matrix.T)[:, None] + (y - c.key_mean) @ c.key_matrix.T
+        variances = own.feature_map.variances
+        centers = own.centers * np.sqrt(variances)
+        one_center = np.zeros((1, DIM))
+        expected = [
+            np.sum(weights * np.apply_along_axis(log_bound, -1, sums, *law))
+            for law in ((one_center, c.variances), (centers, variances))
+        ]
+        np.testing.assert_allclose([float(alone), float(at_most)], expected, rtol=0.05)
+        assert float(at_most) < float(alone)
+    assert len(caplog.records) == 2
+
+
+def test_traced_fits_are_not_logged(caplog):
+    caplog.set_level(logging.INFO, logger="simrf_jax")
+    query, key = clustered(length=20)
+    jax.jit(functools.partial(fit_mixture, num_centers=2))(jax.random.key(0), query, key)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("v", [-3.0, 0.0, 1.0, 2.5])
@@ -182,7 +223,11 @@ def test_groups_of_query_heads_and_transformations():
     ("change", "error", "match"),
     [
         ({"query": np.ones((4, 2, 8), int)}, TypeError, "query must be a floating type"),
-        ({"key": np.ones((4, 3, 8), np.float32)}, ValueError, "must have one dim, and a multiple"),
+        (
+            {"key": np.ones((4, 3, 8), np.float32)},
+            ValueError,
+            "must have the same dim, and the number",
+        ),
         ({"num_centers": 17}, ValueError, "at most the number of pairs of a key head, 16, got 17"),
         ({"num_centers": 0}, ValueError, "num_centers must be at least 1, got 0"),
         ({"keys_per_query": 0}, ValueError, "keys_per_query must be at least 1, got 0"),

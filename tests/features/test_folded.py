@@ -9,7 +9,7 @@ import pytest
 
 import simrf_jax
 from simrf_jax import PairedProjection, RandomFeatures, random_feature_attention
-from simrf_jax.features.maps import Calibrated, Folded, Learned, Positive, Trigonometric
+from simrf_jax.features.maps import Calibrated, Folded, Learned
 from tests import formulas
 from tests.attention.inputs import inputs, projection
 
@@ -46,7 +46,6 @@ MODES = {
 }
 
 
-@pytest.mark.sampled(10)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("rows", W)
 def test_attention_has_the_outputs_and_gradients_of_the_map(rows, mode):
@@ -123,7 +122,7 @@ def test_decodes_token_by_token_after_a_folded_prompt(exact_bandwidth):
 def test_one_map_and_one_w_for_all_heads():
     q, k, v = inputs(LENGTH)
     w = projection(ROWS)
-    folded = Folded.of(Positive(), w)
+    folded = Folded.of("positive", w)
     assert folded.query.rows.shape == w.shape
     found = random_feature_attention(q, k, v, None, feature_map=folded)
     expected = random_feature_attention(q, k, v, w)
@@ -132,7 +131,9 @@ def test_one_map_and_one_w_for_all_heads():
 
 def test_refuses_what_is_no_exponential_and_a_second_w():
     with pytest.raises(TypeError, match="exponentials, such as Calibrated, got Trigonometric"):
-        Folded.of(Trigonometric(), projection(ROWS))
+        Folded.of("trigonometric", projection(ROWS))
+    with pytest.raises(ValueError, match="for a Calibrated of that dim, got shape"):
+        Folded.of(simrf_jax.calibrate(*tokens()[:2]), jnp.ones((ROWS, 5)))
     q, k, v = inputs(LENGTH)
     folded = Folded.of(simrf_jax.calibrate(q, k), projection(ROWS))
     with pytest.raises(ValueError, match="projection must be None, got shape"):

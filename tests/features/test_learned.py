@@ -56,6 +56,12 @@ def test_starts_at_hyperbolic_features_without_a_calibration():
     np.testing.assert_allclose(start.features(vectors(), None), expected, rtol=1e-5)
 
 
+def test_refuses_rows_whose_norms_are_fixed():
+    fixed = simrf_jax.draw_projection(jax.random.key(0), 4, DIM, norms="sqrt_dim")
+    with pytest.raises(ValueError, match="must have rows whose norms are chi variables"):
+        Learned.start(fixed, calibration())
+
+
 def test_starts_with_arrays_for_each_head_that_share_no_memory():
     start = Learned.start(w(), calibration(heads=2))
     assert start.query_rows.shape == start.key_rows.shape == (2, 4, DIM)

@@ -122,7 +122,6 @@ def expected_error(dim, num_features, v, parameter, cosine):
     return (second - 1 + (num_features - 1) * (cross - 1)) / num_features
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("parameter", [-0.03, -0.1, 0.02])
 @pytest.mark.parametrize(("coupling", "cosine"), [("simplex", -1 / 8), ("orthogonal", 0.0)])
 def test_unbiased_with_the_variance_of_the_closed_form(coupling, cosine, parameter):
@@ -147,7 +146,6 @@ def test_the_best_parameter_beats_positive_features_on_paired_draws():
     assert_less(best, plain, errors=4)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.fast
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("per_head", [False, True])

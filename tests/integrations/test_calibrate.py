@@ -1,4 +1,6 @@
 import functools
+import logging
+import re
 
 import flax
 import jax
@@ -13,6 +15,7 @@ from flax import nnx
 import simrf_jax
 from simrf_jax.calibration.axes import turn_rows
 from simrf_jax.features.calibrated import Calibrated
+from simrf_jax.integrations import flax_calibration
 from simrf_jax.integrations import linen as linen_adapters
 from simrf_jax.integrations import nnx as nnx_adapters
 from simrf_jax.integrations.flax_versions import get_value, view
@@ -421,6 +424,92 @@ def linen_calibrate(model, batches, **options):
 NNX, LINEN = (nnx_calibrate, nnx_attention), (linen_calibrate, linen_attention)
 
 
+def mean_log_second_moment(calibrated, query, key):
+    """Returns the mean over all pairs of the log of E (K^ / K)^2 for one row of W, in float64."""
+    c = jax.tree.map(np.float64, calibrated)
+    x, y = (np.float64(z.reshape(-1, HEADS, DIM)) * DIM**-0.25 for z in (query, key))
+    rho = 1 / (2 * c.variances - 1)
+    nats = []
+    for head in range(HEADS):
+        of_queries = (x[:, head] - c.query_mean[head]) @ c.query_matrix[head].T
+        of_keys = (y[:, head] - c.key_mean[head]) @ c.key_matrix[head].T
+        squares = np.square(of_queries[:, None] + of_keys).mean(axis=(0, 1))
+        logs = np.log((1 + rho[head]) / (2 * np.sqrt(rho[head]))) + rho[head] * squares
+        nats.append(logs.sum())
+    return nats
+
+
+def logged_fits(caplog):
+    """Returns the names of the adapters, and the numbers before and after, that were logged."""
+    pattern = r"calibrate: (\S+): mean log second moment by key head: before (.*); after (.*)"
+    found = [re.fullmatch(pattern, record.getMessage()) for record in caplog.records]
+    return [
+        (match[1], *([float(number) for number in match[i].split()] for i in (2, 3)))
+        for match in found
+        if match
+    ]
+
+
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+def test_logs_how_well_each_head_is_fitted(api, caplog):
+    caplog.set_level(logging.INFO, logger="simrf_jax")
+    if api == "nnx":
+        model = nnx_attention()
+        nnx_adapters.calibrate(model, BATCHES)
+        fitted, (query, key) = fitted_nnx(model), queries_and_keys(model, BATCHES)
+    else:
+        model = linen_attention()
+        variables = model.init(jax.random.key(0), BATCHES[0])
+        fitted = linen_adapters.calibrate(model, variables, BATCHES)["calibration"]
+        [fitted] = jax.tree.leaves(fitted, is_leaf=lambda node: isinstance(node, Calibrated))
+        params = variables["params"]
+        query, key = (
+            np.einsum("btw,wkh->btkh", np.concatenate(BATCHES), params[name]["kernel"])
+            for name in ("query", "key")
+        )
+    [(name, before, after)] = logged_fits(caplog)
+    assert name.endswith("attention_fn")
+    identity = Calibrated.identity(HEADS, DIM)
+    np.testing.assert_allclose(before, mean_log_second_moment(identity, query, key), rtol=0.01)
+    np.testing.assert_allclose(after, mean_log_second_moment(fitted, query, key), rtol=0.01)
+    assert np.all(np.array(after) < 0.8 * np.array(before))
+
+
+def test_layers_of_a_stack_are_logged_one_by_one(caplog):
+    caplog.set_level(logging.INFO, logger="simrf_jax")
+    linen_calibrate(Scanned(), BATCHES)
+    fits = logged_fits(caplog)
+    assert [name for name, _, _ in fits] == [
+        f"ScanLayer_0/RandomFeatureAttention_0[{layer}]" for layer in range(3)
+    ]
+    assert len({tuple(after) for _, _, after in fits}) == 3
+
+
+@pytest.mark.parametrize(("calibrate", "make"), [NNX, LINEN], ids=["nnx", "linen"])
+def test_batches_are_logged_as_time_passes(calibrate, make, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, logger="simrf_jax")
+    calibrate(make(), BATCHES)
+    assert not any("batches" in record.getMessage() for record in caplog.records)
+    monkeypatch.setattr(flax_calibration, "SECONDS_BETWEEN_LOGS", 0)
+    calibrate(make(), BATCHES)
+    counts = [r.getMessage() for r in caplog.records if "batches" in r.getMessage()]
+    assert counts == [f"calibrate: {number} batches" for number in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("calibrate", "make"), [NNX, LINEN], ids=["nnx", "linen"])
+def test_nothing_is_computed_for_a_log_that_is_not_kept(calibrate, make, monkeypatch):
+    monkeypatch.delattr(flax_calibration, "mean_log_second_moment")
+    calibrate(make(), BATCHES)
+
+
+def test_traced_values_are_not_logged(caplog):
+    caplog.set_level(logging.INFO, logger="simrf_jax")
+    model = linen_attention()
+    variables = model.init(jax.random.key(0), BATCHES[0])
+    jax.jit(functools.partial(linen_adapters.calibrate, model))(variables, BATCHES)
+    assert not logged_fits(caplog)
+
+
 @pytest.mark.parametrize(("calibrate", "make"), [NNX, LINEN], ids=["nnx", "linen"])
 @pytest.mark.parametrize(
     ("options", "batches", "arguments", "error", "match"),
@@ -429,6 +518,14 @@ NNX, LINEN = (nnx_calibrate, nnx_attention), (linen_calibrate, linen_attention)
         ({}, [], {}, ValueError, "has seen no tokens"),
         ({"decode": True}, BATCHES, {}, ValueError, "decode=True"),
         ({}, [np.full_like(BATCHES[0], np.nan)], {}, ValueError, "are not finite"),
+        (
+            {},
+            BATCHES[0],
+            {},
+            TypeError,
+            r"an iterable of batches, such as \[batch\], got one ndarr",
+        ),
+        ({}, {"x": BATCHES[0]}, {}, TypeError, r"such as \[batch\], got one dict"),
         ({}, BATCHES, {"tilt": "OPRF"}, ValueError, "tilt must be one of 'log'"),
         ({}, BATCHES, {"center": "yes"}, TypeError, "center must be True or False"),
     ],

@@ -72,7 +72,6 @@ def pieces(x, prompt):
     return [x[:, :prompt], *(x[:, t : t + 1] for t in range(prompt, x.shape[1]))]
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("mode", MODES)
 def test_prompt_and_steps_are_the_parallel_form_in_both_apis(mode):
     q, k, v = inputs(7, heads=2, dim=4, batch=(2,))
@@ -363,7 +362,6 @@ def test_flaxs_own_caches_see_the_prefix():
         assert relative_error(out[:, 0], expected[:, t]) < 1e-5
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -449,7 +447,6 @@ def test_refuses_to_decode_without_a_cache():
     assert adapter(x, x, x[..., :3]).shape == (1, 1, 2, 3)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize(
     ("batch_size", "lead"),
     [

@@ -97,7 +97,6 @@ CARRIAGES = {
 }
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("carriage", CARRIAGES)
 @pytest.mark.parametrize("api", COLLECTIONS)
 def test_options_travel_with_the_projections(api, carriage):
@@ -164,7 +163,6 @@ LIFTED = {
 }
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", LIFTED)
 def test_linen_transformations(name):
     model, x = LIFTED[name](), tokens()
@@ -252,7 +250,6 @@ MAPS_WITH_ARRAYS = {
 }
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MAPS_WITH_ARRAYS)
 def test_nnx_adapters_hold_the_arrays_of_feature_maps(name):
     adapter = nnx_adapter.RandomFeatureAttention(
@@ -328,7 +325,6 @@ def test_the_coupling_of_each_map():
     assert simrf_jax.feature_maps.Custom(simrf_jax.project).coupling == "simplex"
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("api", COLLECTIONS)
 def test_the_default_coupling_is_the_maps(api, name):

@@ -38,7 +38,6 @@ def squares(x, w):
     return jnp.square(project(x, w))
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("feature_map", ["hyperbolic", "relu", squares])
 @pytest.mark.parametrize("coupling", ["orthogonal", "simplex_plus"])
 def test_both_apis_take_any_map_coupling_and_rotation(feature_map, coupling):
@@ -60,6 +59,20 @@ def test_nnx_computes_the_attention_of_its_projections():
     assert w.shape == (HEADS, FEATURES, WIDTH // HEADS)
     expected = module.out(random_feature_attention(q, k, v, w))
     np.testing.assert_allclose(module(x), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_an_existing_model_takes_an_adapter_as_data():
+    x = tokens(2, 9)
+    made, adapter = nnx_attention(), nnx_attention(seed=1).attention_fn
+    other = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=nnx.Rngs(0))
+    other.attention_fn = nnx.data(adapter)
+    made.attention_fn = adapter  # Data already: the plain line works.
+    nnx.update(made, nnx.state(other))
+    expected = made(x)
+    graph, state = nnx.split(other)
+    assert "attention_fn" in state
+    for out in (other(x), nnx.merge(graph, state)(x), nnx.jit(lambda model: model(x))(other)):
+        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_float_masks_of_flax_are_read_as_masks():

@@ -87,7 +87,6 @@ def test_both_apis_and_their_gradients_are_those_of_the_function(is_causal, shar
     assert all(np.abs(gradient).min() > 0 for gradient in expected[0][1:])
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_prompt_and_steps_are_the_parallel_form(dtype):
     x = [jnp.asarray(array, dtype) for array in qkv()]

@@ -40,7 +40,6 @@ def pair(feature_map, *, num_features=FEATURES, **options):
     return one, other, {} if w is None else {"random_features": {"projection": w}}
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", MAPS)
 def test_both_apis_and_their_gradients_are_those_of_the_function(name, shared):

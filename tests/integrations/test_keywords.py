@@ -33,7 +33,6 @@ HONOURED = {
 }
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", HONOURED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_honours(kind, name):
@@ -170,7 +169,6 @@ def test_a_precision_of_flaxs_attention_arrives(call):
     assert out.shape == (2, 3, x.shape[-1])
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_scale_and_lengths_in_decoding(kind):
     lengths = np.array([LENGTH, 4])

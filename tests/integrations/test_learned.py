@@ -85,7 +85,6 @@ def test_linen_starts_at_hyperbolic_features_of_a_w_for_each_head():
     )
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bandwidth", [None, 2])
 def test_starts_at_calibrated_features_once_calibrated(bandwidth):
     q, k, v = tokens()
@@ -163,7 +162,6 @@ def linen_loss(options, x):
     return loss, of_map, grads, one, (project("query"), project("key"))
 
 
-@pytest.mark.sampled(8)
 @pytest.mark.parametrize("measure", [nnx_loss, linen_loss])
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"exact_bandwidth": 2}])
 def test_the_loss_of_a_model_is_that_of_its_maps_and_trains_them_alone(measure, options):
@@ -227,20 +225,73 @@ def test_linen_layers_that_are_scanned_have_a_loss():
     assert (np.abs(rows).max(axis=(1, 2, 3)) > 0).all()
 
 
+loss_and_gradients_of_rows = nnx.value_and_grad(
+    nnx_adapters.distillation_loss, argnums=nnx.DiffState(0, nnx_adapters.LearnedRows)
+)
+
+
 def test_training_steps_that_donate_the_model_lower_the_loss():
     model = nnx_attention()
     nnx_adapters.calibrate(model, [batch()])
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx_adapters.LearnedRows)
 
     @functools.partial(nnx.jit, donate_argnames=("optimizer",))
     def step(model, optimizer, x):
-        loss, grads = nnx.value_and_grad(nnx_adapters.distillation_loss)(model, x)
+        loss, grads = loss_and_gradients_of_rows(model, x)
         optimizer.update(model, grads)
         return loss
 
     losses = [float(step(model, optimizer, batch())) for _ in range(20)]
     assert losses[-1] < losses[0] - 0.05
     assert model.attention_fn.loss is None
+
+
+# A step with a decay that would be seen in all parameters.
+DECAYING = optax.adamw(1e-2, weight_decay=0.1)
+
+
+def changed(before, after):
+    """Returns the names of the parameters that differ."""
+    after = dict(jax.tree_util.tree_leaves_with_path(after))
+    return {
+        getattr(path[-1], "key", path[-1])
+        for path, leaf in jax.tree_util.tree_leaves_with_path(before)
+        if not np.array_equal(leaf, after[path])
+    }
+
+
+def test_a_step_trains_the_rows_and_nothing_else():
+    model = nnx_attention()
+    nnx_adapters.calibrate(model, [batch()])
+    before = jax.tree.map(np.array, nnx.to_pure_dict(nnx.state(model)))
+    optimizer = nnx.Optimizer(model, DECAYING, wrt=nnx_adapters.LearnedRows)
+    loss, grads = loss_and_gradients_of_rows(model, batch())
+    optimizer.update(model, grads)
+    assert nnx_adapters.distillation_loss(model, batch()) < loss
+    assert changed(before, nnx.to_pure_dict(nnx.state(model))) == PARAMETERS
+
+
+def test_a_step_of_linen_trains_the_rows_and_nothing_else():
+    model = linen_attention()
+    variables = linen_adapters.calibrate(model, model.init(jax.random.key(0), batch()), [batch()])
+    params = variables["params"]
+
+    def loss_of(params):
+        return linen_adapters.distillation_loss(model, {**variables, "params": params}, batch())
+
+    optimizer = optax.masked(DECAYING, linen_adapters.learned_rows)
+    loss, grads = jax.value_and_grad(loss_of)(params)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    after = optax.apply_updates(params, updates)
+    assert loss_of(after) < loss
+    assert changed(params, after) == PARAMETERS
+
+
+def test_a_mask_that_would_train_nothing_raises():
+    model = linen_attention(feature_map="positive")
+    params = model.init(jax.random.key(0), batch())["params"]
+    with pytest.raises(ValueError, match="no learned features"):
+        optax.masked(DECAYING, linen_adapters.learned_rows).init(params)
 
 
 def test_is_saved_and_restored_with_the_state(tmp_path):
@@ -272,7 +323,6 @@ def test_the_map_itself_is_saved_and_restored():
         np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("bandwidth", [None, 2])
 def test_decodes_as_it_attends(bandwidth):
     model = nnx_attention(is_causal=True, exact_bandwidth=bandwidth)
@@ -292,7 +342,7 @@ def test_takes_a_map_that_was_learned_elsewhere(api):
     if api == "nnx":
         adapter = nnx_adapter(None, one)
         out = adapter(q, k, v)
-        assert isinstance(adapter.learned, nnx_adapters.LearnedRows)
+        assert isinstance(adapter.learned.key_rows, nnx_adapters.LearnedRows)
     else:
         adapter = linen_adapter(None, one)
         variables = adapter.init(jax.random.key(0), q, k, v)
@@ -328,7 +378,7 @@ def test_refuses_options(call, options, match):
 @pytest.mark.parametrize("call", [nnx_call, linen_call])
 def test_refuses_a_number_of_features_beside_a_map_with_rows(call):
     q, k, _ = tokens()
-    one = Learned.start(jnp.ones((ROWS, DIM)), simrf_jax.calibrate(q, k))
+    one = Learned.start(jnp.zeros((ROWS, DIM)), simrf_jax.calibrate(q, k))
     with pytest.raises(ValueError, match="num_features must be None, got 3"):
         call(num_features=3, feature_map=one)
 

@@ -60,7 +60,6 @@ def expected(q, k, v, w, mask, is_causal):
     return out
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("jit", [True, False])
 def test_masks_that_are_products_are_honoured(name, jit):
@@ -154,7 +153,6 @@ def test_traced_masks_of_other_numbers_make_their_sequence_nan(factored_masks):
         np.testing.assert_allclose(out[:1], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8])
 @pytest.mark.parametrize("shape", [(7,), (1, 7), (2, 1, 7), (1, 2, 1, 7)])
 def test_zeros_and_ones_of_any_type_and_rank_are_booleans(dtype, shape):
@@ -178,7 +176,6 @@ BAND = np.abs(np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))) < 2
 NOT_PRODUCTS = {"band": (BAND, True), "causal": (CAUSAL, False), "band, per head": (BAND, False)}
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", NOT_PRODUCTS)
 def test_other_masks_raise_or_give_nan(name):
     mask, is_causal = NOT_PRODUCTS[name]

@@ -49,7 +49,6 @@ def one_by_one(both, mask, is_causal, segments=SEGMENTS):
     return out
 
 
-@pytest.mark.sampled(16)
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize(("kind", "api"), every_adapter)

@@ -60,7 +60,6 @@ def test_features_are_those_of_the_formula_in_float64(feature_map, n_components)
     np.testing.assert_allclose(phi, formula(features, X), rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("feature_map", MAPS)
 @pytest.mark.parametrize("n_components", [1, 5])
 def test_estimates_of_the_kernel_are_unbiased(feature_map, n_components):
@@ -219,6 +218,19 @@ def test_scale_is_the_gamma_of_scikit_learn():
     assert RandomFeatures(gamma=0.25).fit(X).gamma_ == 0.25
     assert RandomFeatures().fit(np.ones((3, 2))).gamma_ == 1.0
     assert RandomFeatures().fit(scipy.sparse.csr_array((3, 2))).gamma_ == 1.0
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("share", [1.0, 0.3])
+@pytest.mark.parametrize("mean", [0, 1e4, 1e8])
+def test_scale_of_sparse_rows_is_that_of_dense_ones(mean, share):
+    rng = np.random.default_rng(0)
+    dense = np.where(rng.random((40, 3)) < share, mean + rng.normal(size=(40, 3)), 0)
+    for sparse in (scipy.sparse.csr_array(dense), scipy.sparse.csr_matrix(dense)):
+        gamma = RandomFeatures().fit(sparse).gamma_
+        assert gamma == pytest.approx(RandomFeatures().fit(dense).gamma_, rel=1e-12)
+    twice = scipy.sparse.csr_array((np.ones(4), [0, 0, 1, 1], [0, 2, 4]))  # Entries of 2.
+    assert RandomFeatures().fit(twice).gamma_ == RandomFeatures().fit(twice.toarray()).gamma_
 
 
 @pytest.mark.fast

@@ -57,7 +57,6 @@ CASES = {
 }
 
 
-@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", CASES)
 def test_stacked_layers_decode(name):
     start, options = CASES[name]

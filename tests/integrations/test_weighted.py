@@ -121,7 +121,6 @@ def test_both_adapters_attend_with_optimal_positive_features(parameter):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("norms", ["chi", "sqrt_dim", "antithetic", "shared"])
 def test_the_norms_are_those_asked_for(norms):
     adapter = nnx_attention(norms=norms)

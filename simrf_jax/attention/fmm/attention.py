@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import SupportsIndex, TypeAlias
 
@@ -170,14 +171,17 @@ def blend(
     def weigh(
         out: Float[Array, "*lead N D"], weight: Float[Array, " N"]
     ) -> Float[Array, "*lead N D"]:
-        return out.astype(compute) * weight.reshape((1,) * len(lead) + (heads, 1)).astype(compute)
+        out = jnp.where(jnp.isnan(out), 0, out).astype(compute)
+        return out * weight.reshape((1,) * len(lead) + (heads, 1)).astype(compute)
 
     out = weigh(near, _weights("near_weight", near_weight, (heads,)))
     for each, weight in zip(
         far, _weights("far_weights", far_weights, (len(far), heads)), strict=True
     ):
         out += weigh(each, weight)
-    return out.astype(near.dtype)
+    # Last, for NaN before it would reach the gradients of the weights: 0 * NaN is not 0.
+    spoiled = functools.reduce(jnp.logical_or, map(jnp.isnan, (near, *far)))
+    return jnp.where(spoiled, jnp.nan, out).astype(near.dtype)
 
 
 def _weights(name: str, given: Weights, shape: tuple[int, ...]) -> Float[Array, "*shape"]:

@@ -110,7 +110,9 @@ class Inputs:
         """
         out = jnp.where(self.finite[..., None], out, jnp.nan)
         out = jnp.where(self.real[..., None], out, 0)
-        out = out.reshape(*self.batch, out.shape[1], out.shape[2] * out.shape[3], out.shape[4])
+        # One after the other, or explicit mesh axes of the heads would refuse both.
+        out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3], out.shape[4])
+        out = out.reshape(*self.batch, *out.shape[1:])
         out = out.astype(self.dtype if dtype is None else dtype)
         return out if self.is_batched else out[0]
 
@@ -249,6 +251,13 @@ class Arguments:
     ) -> Inputs:
         key, value, log_weights = self.key, self.value, self._key_log_weights(compute)
         *batch, query_length, num_heads, dim = self.query.shape
+        for name, x in (("query", self.query), ("key", key), ("value", value)):
+            spec = jax.typeof(x).sharding.spec
+            if any(spec[1 : len(batch)]):  # No type says how a merged axis would be sharded.
+                raise ValueError(
+                    "Of several batch axes, explicit mesh axes may shard the first alone, got "
+                    f"{spec} of {name}."
+                )
         groups = num_heads // key.shape[-2]
         if log_weights.shape[-2] not in (1, key.shape[-2]):
             # Heads that share their keys but not their mask no longer share a state.
@@ -367,6 +376,25 @@ def contract(
 
     # Inside jit, XLA's CPU backend (jaxlib 0.10.2) has no bfloat16 x bfloat16 = float32 product.
     return jax.lax.platform_dependent(features, values, cpu=widened, default=mixed)
+
+
+@jax.custom_jvp
+def quotient(
+    numerator: Float[Array, "*#shape"], denominator: Float[Array, "*#shape"]
+) -> Float[Array, "*#shape"]:
+    """Divides, with a derivative that denominators of any size have.
+
+    JAX's derivative has the square of the denominator, which overflows long before the quotient.
+    """
+    return numerator / denominator
+
+
+@quotient.defjvp
+def _jvp_of_quotient(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    out, (of_numerator, of_denominator) = quotient(*primals), tangents
+    return out, (of_numerator - out * of_denominator) / primals[1]
 
 
 def _is_finite(x: Float[Array, "*shape dim"]) -> Bool[Array, "*shape"]:

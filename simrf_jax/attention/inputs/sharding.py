@@ -138,10 +138,13 @@ def over_devices(
             axis_names=set(shards.axes),
         )(arguments, heads)
 
-    if AxisType.Explicit in mesh.axis_types:
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if AxisType.Explicit in types.values():
         # Beside manual axes, explicit ones of batch and heads make XLA gather (jax 0.10.2).
         of_output = list(jax.typeof(query).sharding.spec)
-        of_output[-3] = shards.query_axes or of_output[-3]
+        # The type of an array names no axes of type Auto.
+        explicit = tuple(axis for axis in shards.query_axes if types[axis] == AxisType.Explicit)
+        of_output[-3] = explicit or of_output[-3]
         sharding = NamedSharding(mesh, PartitionSpec(*of_output))
         mapped = jax.sharding.auto_axes(mapped, out_sharding=sharding)
     return mapped(arguments, jax.tree.map(jnp.asarray, heads))

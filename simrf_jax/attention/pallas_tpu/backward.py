@@ -20,6 +20,7 @@ from simrf_jax.attention.pallas_tpu.heads import (
     Links,
     Refs,
     Shape,
+    all_along,
     back_rows,
     divide,
     interleave,
@@ -158,7 +159,7 @@ def _of_head(shape: Shape, refs: Refs, of_outputs: Any, out: Gradients) -> Itera
         if group < shape.groups - 1:
             return
         yield
-        is_fine = jnp.all(jnp.abs(state.astype(jnp.float32)) < jnp.inf, keepdims=True)
+        is_fine = all_along(jnp.abs(state.astype(jnp.float32)) < jnp.inf)
         yield from _of_keys_of_head(
             shape, refs, *kept[of_key], gradients[of_key], is_fine, out, of_key
         )
@@ -311,7 +312,7 @@ def _of_keys(
         maxima = sums.state.maxima[number]
         phi = jnp.exp2(keys.logits - maxima)
         state = sums.state.sums[number].astype(jnp.float32)
-        is_fine = jnp.all(jnp.abs(state) < jnp.inf, keepdims=True)
+        is_fine = all_along(jnp.abs(state) < jnp.inf)
         yield from _of_keys_of_head(
             shape,
             refs,

@@ -157,7 +157,7 @@ def uses_kernel(
     Raises:
       ValueError: If the caller chose the kernels, and they cannot do it.
     """
-    reason = axes.reason_against(arguments)
+    reason = _reason_against_platform() or axes.reason_against(arguments)
     is_packed = arguments.segment_ids is not None
     in_order = is_causal or is_packed or exact_bandwidth is not None
     reason = reason or _reason_against(arguments, projection, feature_map, in_order)
@@ -168,6 +168,13 @@ def uses_kernel(
     if reason is not None or is_required:
         return reason is None
     return jax.devices()[0].device_kind not in OLD_CHIPS and _runs_alone(axes)
+
+
+def _reason_against_platform() -> str | None:
+    platform = jax.default_backend()
+    if platform in ("cpu", "tpu"):
+        return None
+    return f"they are for TPUs, and interpreted on CPUs alone, got the backend {platform}"
 
 
 def _reason_against(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -18,7 +19,7 @@ Sizes: TypeAlias = Callable[..., Any]
 
 
 def on_platform(kernel: Kernel, sizes_of: Sizes, refs: Any, *arrays: Any) -> Any:
-    """Calls a kernel with its sizes; elsewhere than on a TPU, Pallas interprets it.
+    """Calls a kernel with its sizes; on a CPU, Pallas interprets it.
 
     Args:
       kernel: Function of the sizes and the arrays.
@@ -28,14 +29,23 @@ def on_platform(kernel: Kernel, sizes_of: Sizes, refs: Any, *arrays: Any) -> Any
     """
 
     def call(*operands: Any, interpret: bool) -> Any:
-        return kernel(sizes_of(operands[0], interpret=interpret), *operands)
+        # With jax_enable_x64, indices would be int64 and some constants float64, which are not
+        # for TPUs.
+        with _without_x64():
+            return kernel(sizes_of(operands[0], interpret=interpret), *operands)
 
     return jax.lax.platform_dependent(
         refs,
         *arrays,
         tpu=functools.partial(call, interpret=False),
-        default=functools.partial(call, interpret=True),
+        cpu=functools.partial(call, interpret=True),
     )
+
+
+def _without_x64() -> contextlib.AbstractContextManager[None]:
+    if hasattr(jax, "enable_x64"):
+        return jax.enable_x64(False)
+    return jax.experimental.disable_x64()  # type: ignore[attr-defined]  # Before jax 0.8.0.
 
 
 def over_devices(kernel: Kernel, axes: MeshAxes, *arrays: Any) -> Any:

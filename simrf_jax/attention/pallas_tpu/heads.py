@@ -154,7 +154,8 @@ class Shape:
             a,
             b,
             (((axis_a,), (axis_b,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST if is_exact else None,
+            # Not None, in whose place JAX puts jax_default_matmul_precision.
+            precision=jax.lax.Precision.HIGHEST if is_exact else jax.lax.Precision.DEFAULT,
             preferred_element_type=jnp.float32,
         )
 
@@ -353,7 +354,16 @@ def are_finite(key: jax.Array, value: jax.Array, log_weights: jax.Array | None) 
     sums = jnp.sum(jnp.square(key.astype(jnp.float32)), axis=0, keepdims=True)
     sums = sums if log_weights is None else sums + log_weights
     values = jnp.abs(value.astype(jnp.float32))
-    return (sums < jnp.inf) & jnp.all(values < LARGEST_VALUE, axis=0, keepdims=True)
+    return (sums < jnp.inf) & all_along(values < LARGEST_VALUE, axis=0)
+
+
+def all_along(x: jax.Array, axis: int | None = None) -> jax.Array:
+    """Returns whether all are True along an axis, or at all, and keeps the axes.
+
+    With jax_enable_x64, Mosaic makes float64 numbers of jnp.all (jax 0.10.2), and refuses them.
+    """
+    zero, one = jnp.float32(0), jnp.float32(1)
+    return jnp.min(jnp.where(x, one, zero), axis=axis, keepdims=True) > 0
 
 
 def keep(x: jax.Array, visible: jax.Array) -> jax.Array:

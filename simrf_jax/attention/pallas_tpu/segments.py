@@ -132,6 +132,6 @@ def _dot(shape: Shape, a: jax.Array, b: jax.Array) -> jax.Array:
         a,
         b.astype(_narrow(shape)),
         (((1,), (0,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST if shape.interpret else None,
+        precision=jax.lax.Precision.HIGHEST if shape.interpret else jax.lax.Precision.DEFAULT,
         preferred_element_type=jnp.float32,
     )

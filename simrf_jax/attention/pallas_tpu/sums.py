@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from simrf_jax.attention.inputs.arguments import quotient
 from simrf_jax.attention.pallas_tpu.heads import HIDDEN
 
 # Numbers of each query beside its numerators, padded to one tile of float32.
@@ -55,7 +56,8 @@ def merge(parts: list[Sums]) -> jax.Array:
     both = list(zip(weights, parts, strict=True))
     denominators = sum(weight * part.rows[:, :, 0] for weight, part in both)
     nothing = denominators == 0
-    inverse = jnp.where(nothing, 0, 1 / jnp.where(nothing, 1, denominators))
+    divisors = jnp.where(nothing, 1, denominators)
+    inverse = jnp.where(nothing, 0, quotient(jnp.ones_like(divisors), divisors))
     numerators = sum(weight[:, :, None] * part.numerators for weight, part in both)
     spoiled = sum(jax.lax.stop_gradient(part.rows[:, :, 2]) for part in parts) > 0
     out = jnp.where(spoiled[:, :, None], jnp.nan, numerators * inverse[:, :, None])

@@ -25,6 +25,7 @@ from simrf_jax.attention.random_features.exchange import attend_over_devices
 from simrf_jax.attention.random_features.state import (
     AttentionState,
     as_map_and_projection,
+    check_heads,
     lay_out,
 )
 from simrf_jax.features import FeatureMap, FeatureMapLike, calls_function
@@ -104,9 +105,9 @@ def random_feature_attention(
         attention in bfloat16 or float32, also beside an exact band of up to 256 keys on each side,
         but no sharded length, and can be differentiated once, in reverse mode. The gradients of W,
         a bias, the scale and the feature map come from XLA, in addition to the kernels. A vector
-        whose squared length overflows counts as not finite there. Without a TPU the kernels are
+        whose squared length overflows counts as not finite there. On a CPU the kernels are
         interpreted, which is for tests: for computations on the CPU of a TPU host, choose
-        ``"xla"``.
+        ``"xla"``, and likewise for forward-mode and second derivatives.
       segment_ids: Integers ``[..., T]`` of packed sequences, for as many keys as queries: a query
         attends to keys of its own segment only. Neighbours with equal ids belong to one segment.
       chunk_size: Keys that causal or packed attention takes at a time, a power of two; None for a
@@ -185,6 +186,8 @@ def random_feature_attention(
         segment_ids=segment_ids,
     )
     feature_map, w = as_map_and_projection(feature_map, projection)
+    num_key_heads, dim = arguments.key.shape[-2:]
+    check_heads(feature_map, w, num_key_heads=num_key_heads, dim=dim)
     if exact_bandwidth is not None:
         exact_bandwidth = check_band(exact_bandwidth, feature_map)
     axes = checks.axis_names("sequence_axis", sequence_axis)
@@ -220,15 +223,23 @@ def random_feature_attention(
                 exact_bandwidth=exact_bandwidth,
             )
     attend = _attend if calls_function(feature_map) else _compiled_attend
-    return attend(
-        arguments,
-        w,
-        feature_map,
-        is_causal=is_causal,
-        chunk_size=chunk_size,
-        exact_bandwidth=exact_bandwidth,
-        kernel_axes=mesh_axes if in_kernel else None,
-    )
+    try:
+        return attend(
+            arguments,
+            w,
+            feature_map,
+            is_causal=is_causal,
+            chunk_size=chunk_size,
+            exact_bandwidth=exact_bandwidth,
+            kernel_axes=mesh_axes if in_kernel else None,
+        )
+    except TypeError as error:
+        if in_kernel and "custom_vjp" in str(error):
+            raise TypeError(
+                "The Pallas kernels can be differentiated in reverse mode, got a derivative in "
+                'forward mode of random-feature attention; compute it with implementation="xla".'
+            ) from error
+        raise
 
 
 @jax.named_scope("random_feature_attention")

@@ -332,7 +332,8 @@ class _Sight(NamedTuple):
         """Returns what the queries of a chunk see after the keys of ``carry``."""
         of_queries, of_keys = chunk.query_segments, chunk.key_segments
         if carry.segment is None or of_queries is None or of_keys is None:
-            everywhere = jnp.ones_like(chunk.log_weights[..., 0], bool)
+            # Not of the first head: where heads are sharded, no device has that of all.
+            everywhere = jnp.ones_like(jnp.max(chunk.log_weights, axis=-1), bool)
             return cls(with_own_key, everywhere, None, everywhere)
         carried = of_queries == carry.segment[:, None]
         same_segment = of_queries[:, :, None] == of_keys[:, None]

@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from simrf_jax import one_line
-from simrf_jax.attention.inputs.arguments import Arguments, Inputs, contract
+from simrf_jax.attention.inputs.arguments import Arguments, Inputs, contract, quotient
 from simrf_jax.features import (
     FeatureMap,
     FeatureMapLike,
@@ -113,6 +114,18 @@ class HeadMaps:
         axes: Any = (0 if own else None, self.feature_map.head_axes())
         return HeadMaps(*axes)
 
+    def sharded_as(self, key: Float[Array, "B S K H"]) -> HeadMaps:
+        """Returns what each head has, sharded by the explicit mesh axes of the heads of keys."""
+        sharding = jax.typeof(key).sharding
+        if AxisType.Explicit not in sharding.mesh.axis_types:
+            return self
+        of_heads = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[2]))
+
+        def place(axis: int | None, part: Any) -> Any:
+            return part if axis is None else jax.sharding.reshard(part, of_heads)
+
+        return jax.tree.map(place, self.head_axes(), self, is_leaf=lambda axis: axis is None)
+
     @jax.named_scope("key_features")
     def keys(
         self, key: Float[Array, "B S K H"] | LogFeatures, log_weights: Float[Array, "B S K"]
@@ -171,7 +184,7 @@ class Readout(NamedTuple):
         """Returns numerator over denominator, ``[..., D]``; zeros where no key is visible."""
         numerator, denominator = self.sums[..., :-1], self.sums[..., -1:]
         nothing = denominator == 0  # Exactly: no key is visible, or no feature is active.
-        return jnp.where(nothing, 0, numerator / jnp.where(nothing, 1, denominator))
+        return jnp.where(nothing, 0, quotient(numerator, jnp.where(nothing, 1, denominator)))
 
 
 class AttentionState(NamedTuple):
@@ -303,15 +316,15 @@ def lay_out(
     )
     num_key_heads, dim = arguments.key.shape[-2:]
     groups = inputs.key.shape[2] // num_key_heads
-    feature_map = _repeat_heads(feature_map, num_key_heads=num_key_heads, groups=groups)
-    if w is not None:
-        _check_projection(w, num_key_heads=num_key_heads, dim=dim)
-        if w.ndim == 3 and groups > 1:
+    check_heads(feature_map, w, num_key_heads=num_key_heads, dim=dim)
+    if groups > 1:  # Query heads get keys of their own.
+        feature_map = _repeat_heads(feature_map, groups)
+        if w is not None and w.ndim == 3:
             w = jax.tree.map(functools.partial(jnp.repeat, repeats=groups, axis=0), w)
     features = HeadMaps(w, feature_map)
     if _is_worth_folding(features, inputs):
         features = HeadMaps(None, Folded.of(feature_map, w))
-    return inputs, features
+    return inputs, features.sharded_as(inputs.key)
 
 
 def _is_worth_folding(features: HeadMaps, inputs: Inputs) -> bool:
@@ -330,22 +343,15 @@ def _is_worth_folding(features: HeadMaps, inputs: Inputs) -> bool:
     return form is not None and form.rows.shape[-2] < math.prod(known)
 
 
-def _repeat_heads(feature_map: FeatureMap, *, num_key_heads: int, groups: int) -> FeatureMap:
-    """Repeats what a feature map holds for each key head, as query heads get keys of their own."""
-    if not feature_map.axes_of_one:
-        return feature_map
+def _repeat_heads(feature_map: FeatureMap, groups: int) -> FeatureMap:
+    """Repeats what a feature map holds for each key head."""
 
     def repeat(axis: int | None, leaf: Any) -> Any:
-        if axis is None:
-            return leaf
-        if jnp.shape(leaf)[0] != num_key_heads:
-            raise ValueError(
-                f"{type(feature_map).__name__} must hold one array for all heads, or one for each "
-                f"of the {num_key_heads} key heads, got shape {jnp.shape(leaf)}."
-            )
-        return jnp.repeat(jnp.asarray(leaf), groups, axis=0) if groups > 1 else leaf
+        return leaf if axis is None else jnp.repeat(jnp.asarray(leaf), groups, axis=0)
 
     axes = feature_map.head_axes()
+    if axes is None:
+        return feature_map
     return jax.tree.map(repeat, axes, feature_map, is_leaf=lambda axis: axis is None)
 
 
@@ -366,9 +372,33 @@ def as_map_and_projection(
     return feature_map, w
 
 
-def _check_projection(
-    projection: Float[Array, " ..."] | StructuredProjection, *, num_key_heads: int, dim: int
+def check_heads(
+    feature_map: FeatureMap,
+    projection: Float[Array, " ..."] | StructuredProjection | None,
+    *,
+    num_key_heads: int,
+    dim: int,
 ) -> None:
+    """Raises ``ValueError`` if a feature map or W is for other heads than those of the keys."""
+    name = type(feature_map).__name__
+    if feature_map.head_dim not in (None, dim):
+        raise ValueError(
+            f"feature_map must be for heads of dim {dim}, got a {name} of dim "
+            f"{feature_map.head_dim}."
+        )
+
+    def check(axis: int | None, leaf: Any) -> None:
+        if axis is not None and jnp.shape(leaf)[0] != num_key_heads:
+            raise ValueError(
+                f"{name} must hold one array for all heads, or one for each of the "
+                f"{num_key_heads} key heads, got shape {jnp.shape(leaf)}."
+            )
+
+    axes = feature_map.head_axes()
+    if axes is not None:
+        jax.tree.map(check, axes, feature_map, is_leaf=lambda axis: axis is None)
+    if projection is None:
+        return
     if projection.ndim not in (2, 3) or projection.shape[-1] != dim:
         raise ValueError(
             f"projection must be [num_features, {dim}] or [{num_key_heads}, num_features, {dim}] "

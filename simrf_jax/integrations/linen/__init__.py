@@ -2,7 +2,7 @@
 
 from simrf_jax.integrations.flax_report import LayerReport, ModelReport
 from simrf_jax.integrations.linen.calibration import calibrate
-from simrf_jax.integrations.linen.distillation import distillation_loss
+from simrf_jax.integrations.linen.distillation import distillation_loss, learned_rows
 from simrf_jax.integrations.linen.fmm import FMMAttention
 from simrf_jax.integrations.linen.projection import RandomProjection
 from simrf_jax.integrations.linen.random_features import RandomFeatureAttention
@@ -17,4 +17,5 @@ __all__ = [
     "attention_report",
     "calibrate",
     "distillation_loss",
+    "learned_rows",
 ]

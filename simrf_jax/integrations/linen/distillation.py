@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from simrf_jax.integrations.linen.random_features import PARAMETERS
+
 
 def distillation_loss(
     model: nn.Module,
@@ -23,7 +25,9 @@ def distillation_loss(
     of its features with the softmax weights of the queries and keys that it gets; see
     ``simrf_jax.distillation_loss``. These have no gradient, so that of the loss is zero for all
     parameters of the model but those of the features. Call ``calibrate`` first, which moves the
-    features to where the data are.
+    features to where the data are. Then train the parameters of ``learned_rows`` and nothing else,
+    as the example does. Without ``optax.masked``, an optimizer that decays weights would also
+    shrink all others.
 
     Args:
       model: A model that holds adapters. ``nn.scan`` over layers and ``nn.vmap`` need
@@ -41,16 +45,23 @@ def distillation_loss(
         with a query axis.
 
     Example:
-      >>> import jax
+      >>> import jax, optax
       >>> from flax import linen as nn
-      >>> from simrf_jax.integrations.linen import RandomFeatureAttention, distillation_loss
+      >>> from simrf_jax.integrations.linen import (
+      ...     RandomFeatureAttention, distillation_loss, learned_rows
+      ... )
       >>> adapter = RandomFeatureAttention(16, feature_map="learned")
       >>> attention = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=adapter)
       >>> x = 2 * jax.random.normal(jax.random.key(0), (2, 50, 16))
       >>> variables = attention.init(jax.random.key(1), x)
-      >>> grads = jax.grad(lambda v: distillation_loss(attention, v, x))(variables)
-      >>> grads["params"]["attention_fn"]["query_rows"].shape
-      (2, 16, 8)
+      >>> optimizer = optax.masked(optax.adamw(1e-2), learned_rows)
+      >>> def loss_of(params):
+      ...     return distillation_loss(attention, {**variables, "params": params}, x)
+      >>> loss, grads = jax.value_and_grad(loss_of)(variables["params"])
+      >>> state = optimizer.init(variables["params"])
+      >>> updates, state = optimizer.update(grads, state, variables["params"])
+      >>> bool(loss_of(optax.apply_updates(variables["params"], updates)) < loss)
+      True
 
     References:
       Zhang et al., The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry
@@ -58,13 +69,48 @@ def distillation_loss(
     """
     zeros = _zeros(variables.get("params", {}))
     if not zeros:
-        raise ValueError(
-            "The variables have no learned features: make the model's RandomFeatureAttention(...) "
-            'with feature_map="learned", and call init.'
-        )
+        raise _no_learned_features()
     _, updates = call(model, {**variables, "distillation": zeros}, batch, mutable=["distillation"])
     losses = jax.tree.leaves(updates["distillation"])
     return jnp.mean(jnp.stack([jnp.mean(loss) for loss in losses]))
+
+
+def learned_rows(params: Mapping[str, Any]) -> Any:
+    """Returns True at each parameter of learned features, and False at all other parameters.
+
+    ``optax.masked`` takes this function as its mask, and then trains these parameters alone.
+
+    Args:
+      params: The collection ``params`` of a model's variables, or its gradient.
+
+    Returns:
+      A pytree of the structure of ``params``.
+
+    Raises:
+      ValueError: If there is no parameter of learned features.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from simrf_jax.integrations.linen import learned_rows
+      >>> learned_rows({"dense": {"kernel": jnp.ones(2)}, "map": {"key_rows": jnp.ones(2)}})
+      {'dense': {'kernel': False}, 'map': {'key_rows': True}}
+    """
+
+    def is_learned(path: tuple[Any, ...], _: Any) -> bool:
+        names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+        return bool(names) and names[-1] in PARAMETERS
+
+    mask = jax.tree_util.tree_map_with_path(is_learned, params)
+    if not any(jax.tree.leaves(mask)):
+        raise _no_learned_features()
+    return mask
+
+
+def _no_learned_features() -> ValueError:
+    return ValueError(
+        "The variables have no learned features: make the model's RandomFeatureAttention(...) "
+        'with feature_map="learned", and call init.'
+    )
 
 
 def _zeros(params: Mapping[str, Any]) -> dict[str, Any]:

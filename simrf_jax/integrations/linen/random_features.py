@@ -26,6 +26,9 @@ from simrf_jax.projections import (
     Rotation,
 )
 
+# Names of the parameters of learned features.
+PARAMETERS = ("query_rows", "key_rows", "query_offsets", "key_offsets", "log_weights")
+
 
 class RandomFeatureAttention(Adapter):
     """Random-feature attention of one layer, with the projections that it draws.
@@ -202,7 +205,10 @@ class RandomFeatureAttention(Adapter):
                 "The variables lack the collection calibration, which holds the arrays of a "
                 "calibrated feature map: take it from init, and pass it to apply."
             )
-        calibration: nn.Variable[Any] = self.variable("calibration", "feature_map", lambda: initial)
+        # A copy: a training step may donate the variables, and the map is the caller's.
+        calibration: nn.Variable[Any] = self.variable(
+            "calibration", "feature_map", lambda: jax.tree.map(jnp.array, initial)
+        )
         return jax.lax.stop_gradient(calibration.value)
 
     def _learned(
@@ -212,8 +218,7 @@ class RandomFeatureAttention(Adapter):
         calibration = self._calibration(start.calibration)
         if self.num_features is not None and not self.has_variable("params", "query_rows"):
             start = Learned.start(jnp.asarray(draw()[0]), calibration)
-        names = ("query_rows", "key_rows", "query_offsets", "key_offsets", "log_weights")
-        params = {name: self._param(name, getattr(start, name)) for name in names}
+        params = {name: self._param(name, getattr(start, name)) for name in PARAMETERS}
         return Learned(calibration, **params)
 
     def _param(self, name: str, start: jax.Array) -> jax.Array:

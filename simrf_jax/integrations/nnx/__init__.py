@@ -5,12 +5,12 @@ from simrf_jax.integrations.flax_versions import view
 from simrf_jax.integrations.nnx.calibration import calibrate
 from simrf_jax.integrations.nnx.distillation import distillation_loss
 from simrf_jax.integrations.nnx.fmm import FMMAttention
-from simrf_jax.integrations.nnx.learned import LearnedRows
 from simrf_jax.integrations.nnx.random_features import RandomFeatureAttention
 from simrf_jax.integrations.nnx.report import attention_report
 from simrf_jax.integrations.nnx.variables import (
     Calibration,
     CalibrationMoments,
+    LearnedRows,
     RandomProjection,
 )
 

@@ -267,3 +267,10 @@ def features_key(rngs: nnx.Rngs) -> jax.Array:
 def has_arrays(feature_map: FeatureMapLike) -> bool:
     """Returns whether a feature map holds arrays, or numbers in their place."""
     return isinstance(feature_map, FeatureMap) and bool(jax.tree.leaves(feature_map))
+
+
+def copied(feature_map: FeatureMapLike) -> FeatureMapLike:
+    """Returns a feature map with copies of its arrays, as a training step may donate them."""
+    if not has_arrays(feature_map):
+        return feature_map
+    return jax.tree.map(lambda x: jnp.array(x) if hasattr(x, "dtype") else x, feature_map)

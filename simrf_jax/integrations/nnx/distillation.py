@@ -23,8 +23,9 @@ def distillation_loss(
     The adapters are those made with ``feature_map="learned"``. Each compares the attention weights
     of its features with the softmax weights of the queries and keys that it gets; see
     ``simrf_jax.distillation_loss``. These have no gradient, so that of the loss is zero for all
-    parameters of the model but those of the features. Train them with an optimizer of
-    ``LearnedRows``, after ``calibrate``, which moves the features to where the data are.
+    parameters of the model but those of the features. Call ``calibrate`` first, which moves the
+    features to where the data are. Then train the ``LearnedRows`` and nothing else, as the example
+    does. With ``wrt=nnx.Param``, an optimizer that decays weights would also shrink all others.
 
     Args:
       model: A model that holds adapters. It is called as the caller left it: set it to evaluation
@@ -44,15 +45,16 @@ def distillation_loss(
       >>> import jax, optax
       >>> from flax import nnx
       >>> from simrf_jax.integrations.nnx import (
-      ...     RandomFeatureAttention, calibrate, distillation_loss
+      ...     LearnedRows, RandomFeatureAttention, calibrate, distillation_loss
       ... )
       >>> rngs = nnx.Rngs(0)
       >>> adapter = RandomFeatureAttention(2, 8, 16, feature_map="learned", rngs=rngs)
       >>> attention = nnx.MultiHeadAttention(2, 16, decode=False, attention_fn=adapter, rngs=rngs)
       >>> x = 2 * jax.random.normal(rngs(), (2, 50, 16))
       >>> calibrate(attention, [x])
-      >>> optimizer = nnx.Optimizer(attention, optax.adam(1e-2), wrt=nnx.Param)
-      >>> loss, grads = nnx.value_and_grad(distillation_loss)(attention, x)
+      >>> optimizer = nnx.Optimizer(attention, optax.adamw(1e-2), wrt=LearnedRows)
+      >>> rows = nnx.DiffState(0, LearnedRows)
+      >>> loss, grads = nnx.value_and_grad(distillation_loss, argnums=rows)(attention, x)
       >>> _ = optimizer.update(attention, grads)
       >>> bool(distillation_loss(attention, x) < loss)
       True

@@ -12,7 +12,7 @@ from simrf_jax.attention import Blend
 from simrf_jax.features import FeatureMapLike, as_feature_map
 from simrf_jax.integrations import flax_attention, flax_drawing, flax_repr
 from simrf_jax.integrations.flax_versions import get_value
-from simrf_jax.integrations.nnx.adapter import Adapter, features_key, has_arrays
+from simrf_jax.integrations.nnx.adapter import Adapter, copied, features_key, has_arrays
 from simrf_jax.integrations.nnx.variables import RandomProjection
 from simrf_jax.projections import BlockMode, Coupling, Norms, Rotation
 
@@ -121,8 +121,9 @@ class FMMAttention(Adapter):
         )
         flax_drawing.check_feature_maps(feature_maps, num_weights=num_weights)
         maps = tuple(feature_maps)
-        hold_arrays = any(map(has_arrays, maps))
-        self.feature_maps = nnx.data(tuple(map(as_feature_map, maps))) if hold_arrays else maps
+        if any(map(has_arrays, maps)):
+            maps = nnx.data(tuple(copied(as_feature_map(one)) for one in maps))
+        self.feature_maps = maps
         self.bandwidth = checks.integer("bandwidth", bandwidth, least=0)
         self.near_logit = nnx.Param(jnp.zeros(self.num_heads))
         self.far_logits = nnx.Param(jnp.zeros((len(feature_maps), self.num_heads)))

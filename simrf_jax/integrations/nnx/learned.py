@@ -6,9 +6,10 @@ from flax import nnx
 
 from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.features.learned import Learned
+from simrf_jax.integrations.nnx.variables import LearnedRows
 
 
-class LearnedRows(nnx.Module):
+class LearnedMap(nnx.Module):
     """The parameters of learned features; see ``simrf_jax.feature_maps.Learned``.
 
     Args:
@@ -16,11 +17,11 @@ class LearnedRows(nnx.Module):
     """
 
     def __init__(self, start: Learned):
-        self.query_rows = nnx.Param(start.query_rows)
-        self.key_rows = nnx.Param(start.key_rows)
-        self.query_offsets = nnx.Param(start.query_offsets)
-        self.key_offsets = nnx.Param(start.key_offsets)
-        self.log_weights = nnx.Param(start.log_weights)
+        self.query_rows = LearnedRows(start.query_rows)
+        self.key_rows = LearnedRows(start.key_rows)
+        self.query_offsets = LearnedRows(start.query_offsets)
+        self.key_offsets = LearnedRows(start.key_offsets)
+        self.log_weights = LearnedRows(start.log_weights)
 
     def feature_map(self, calibration: Calibrated) -> Learned:
         """Returns the map with these parameters."""

@@ -23,8 +23,8 @@ from simrf_jax.integrations import (
 )
 from simrf_jax.integrations.flax_report import SeenCall
 from simrf_jax.integrations.flax_versions import get_value, set_value
-from simrf_jax.integrations.nnx.adapter import Adapter, features_key, has_arrays
-from simrf_jax.integrations.nnx.learned import LearnedRows
+from simrf_jax.integrations.nnx.adapter import Adapter, copied, features_key, has_arrays
+from simrf_jax.integrations.nnx.learned import LearnedMap
 from simrf_jax.integrations.nnx.variables import (
     AttentionCalls,
     Calibration,
@@ -42,6 +42,9 @@ class RandomFeatureAttention(Adapter):
     model, update it with ``redraw_projections(key, nnx.state(model, RandomProjection))``. It draws
     each W as before, because the variable keeps the options. ``attention_report`` says how good the
     attention of each layer is.
+
+    In a model that was made with another ``attention_fn``, Flax takes the attribute for a static
+    one. Assign the adapter as data: ``layer.attention_fn = nnx.data(RandomFeatureAttention(...))``.
 
     To decode, in time and memory that do not depend on how many tokens there were, leave the
     ``decode`` of the attention modules off and turn that of the adapters on::
@@ -180,7 +183,7 @@ class RandomFeatureAttention(Adapter):
         self.moments: CalibrationMoments | None = nnx.data(None)
         self.loss: DistillationLoss | None = nnx.data(None)
         self.calls: AttentionCalls | None = nnx.data(None)
-        self.learned: LearnedRows | None = nnx.data(None)
+        self.learned: LearnedMap | None = nnx.data(None)
         self.projection = nnx.data(None)
         if num_features is None:
             self._keep(feature_map)
@@ -204,9 +207,13 @@ class RandomFeatureAttention(Adapter):
         self._keep(feature_map)
 
     def _keep(self, feature_map: FeatureMapLike) -> None:
-        """Makes the arrays of a feature map part of the module's state."""
+        """Makes the arrays of a feature map part of the module's state.
+
+        They are copies: a training step may donate the state, and the map is the caller's.
+        """
+        feature_map = copied(feature_map)
         if isinstance(feature_map, Learned):
-            self.learned = LearnedRows(feature_map)
+            self.learned = LearnedMap(feature_map)
             feature_map = feature_map.calibration
         self.feature_map = _as_state(feature_map)
 

@@ -1,4 +1,4 @@
-"""NNX variables for arrays of adapters that are no parameters."""
+"""NNX variables for the arrays of adapters."""
 
 from __future__ import annotations
 
@@ -15,6 +15,10 @@ class RandomProjection(nnx.Variable):
 
 class Calibration(nnx.Variable):
     """The arrays of a calibrated feature map: state of the model, but no parameter."""
+
+
+class LearnedRows(nnx.Param):
+    """The parameters of learned features, which ``wrt=LearnedRows`` trains and nothing else."""
 
 
 class CalibrationMoments(nnx.Variable):

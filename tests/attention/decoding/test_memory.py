@@ -55,7 +55,6 @@ class Decoder:
         return out
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"donate_argnums": 0}], ids=["kept", "donated"])
 @pytest.mark.parametrize("count", [200, pytest.param(5_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODES)

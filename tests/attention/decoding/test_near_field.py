@@ -23,7 +23,6 @@ def empty(k, v, bandwidth, dtype=jnp.float32):
     )
 
 
-@pytest.mark.sampled(6)
 @pytest.mark.parametrize("bandwidth", [0, 1, 6, 40])
 @pytest.mark.parametrize("pieces", [[1] * 30, [30], [17, 1, 1, 11], [0, 3, 27]])
 def test_in_any_pieces_it_is_the_parallel_form(pieces, bandwidth):

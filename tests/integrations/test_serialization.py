@@ -1,0 +1,75 @@
+"""``flax.serialization`` writes and reads every record of the library that holds arrays."""
+
+import inspect
+import pkgutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import serialization
+
+import simrf_jax
+from simrf_jax import feature_maps, features, projections
+from simrf_jax.features import FeatureMap
+from simrf_jax.integrations.flax_serialization import RECORDS
+from simrf_jax.projections import StructuredProjection
+
+
+def rows(**options):
+    return simrf_jax.draw_projection(jax.random.key(0), 8, 4, **options)
+
+
+def calibration():
+    q, k = jax.random.normal(jax.random.key(1), (2, 20, 2, 4))
+    return simrf_jax.calibrate(q, k)
+
+
+CASES = {
+    "Calibrated": calibration,
+    "Learned": lambda: feature_maps.Learned.start(rows(), calibration()),
+    "Folded": lambda: feature_maps.Folded.of(calibration(), rows()),
+    "OptimalPositive": lambda: feature_maps.OptimalPositive(jnp.float32(-0.1)),
+    "Phase": lambda: feature_maps.Phase(jnp.linspace(0, 1, 8)),
+    "GaussianHybrid": lambda: feature_maps.GaussianHybrid(jnp.float32(2)),
+    "Positive": feature_maps.Positive,
+    "FastProjection": lambda: simrf_jax.draw_fast_projection(jax.random.key(0), 8, 4),
+    "PairedProjection": lambda: simrf_jax.PairedProjection(rows()),
+    "WeightedProjection": lambda: rows(norms="radau"),
+    "BipolarProjection": lambda: simrf_jax.draw_bipolar_projection(jax.random.key(0), 8, 3, 4),
+    "ClusteredProjection": lambda: simrf_jax.ClusteredProjection(rows(), rows()[:2], rows(), 0.1),
+    "RandomFeatures": lambda: simrf_jax.RandomFeatures(rows(), calibration(), exact_bandwidth=2),
+    "Band": lambda: simrf_jax.Band(2),
+    "Blend": lambda: simrf_jax.Blend(
+        simrf_jax.Band(2), (simrf_jax.RandomFeatures(rows()),), jnp.full(2, 0.4), jnp.full(2, 0.6)
+    ),
+    "AttentionState": lambda: simrf_jax.RandomFeatures(rows()).init(
+        num_key_heads=2, head_dim=4, value_dim=4
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_is_written_and_read(name):
+    record = CASES[name]()
+    assert type(record).__name__ == name
+    blank = jax.tree.map(jnp.zeros_like, record)
+    restored = serialization.from_bytes(blank, serialization.to_bytes(record))
+    assert jax.tree.structure(restored) == jax.tree.structure(record)
+    for actual, expected in zip(jax.tree.leaves(restored), jax.tree.leaves(record), strict=True):
+        np.testing.assert_array_equal(actual, expected)
+
+
+def test_no_class_of_the_library_is_forgotten():
+    for package in (features, projections):
+        for module in pkgutil.iter_modules(package.__path__, package.__name__ + "."):
+            found = vars(__import__(module.name, fromlist=["_"])).values()
+            for kind in found:
+                if inspect.isclass(kind) and issubclass(kind, FeatureMap | StructuredProjection):
+                    assert inspect.isabstract(kind) or kind in RECORDS, kind
+
+
+def test_refuses_the_state_of_another_record():
+    state = serialization.to_state_dict(calibration())
+    with pytest.raises(ValueError, match=r"The state of a Learned must have the fields \['cal"):
+        serialization.from_state_dict(CASES["Learned"](), state)
