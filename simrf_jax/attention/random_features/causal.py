@@ -8,8 +8,8 @@ later keys would reach earlier outputs by rounding, or by overflow.
 Nearly always one unit for each feature does for a chunk: the largest exponent in the state or, if
 that is empty, the exponent of the first key. A later key may be larger by a factor of ``e**limit``:
 floating-point numbers keep their precision, and a query's sum is at least 1 in its own units, so
-nothing that counts is lost below the smallest number. Where a key is larger still, units are
-found for every half of the chunk.
+nothing that counts is lost below the smallest number. Where a key is larger still, every pair of
+a query and a key of the chunk has a unit of its own.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def causal_attention(
       inputs: Queries, keys and values.
       features: Their feature maps.
       state: State of the keys before the first.
-      chunk_size: A power of two. Time O(T (num_features D + log(chunk_size) num_features)).
+      chunk_size: A power of two. Time O(T num_features (D + chunk_size)).
 
     Returns:
       ``[B, T, K, G, D]`` in the logits' type, and the state of all keys (of those of the last
@@ -409,14 +409,10 @@ def _attend_chunk(
     )
     in_last = sight.in_last[..., None]
 
-    def by_halves(found: _Found) -> _Found:
-        readout = carry.state.read(hide(queries, sight.carried), chunk.value.dtype)
-        if with_own_key:
-            readout = readout.add(_read_own_position(queries, keys, chunk.value))
-        half = chunk.value.shape[1] // 2
-        while half:
-            readout = readout.add(_read_left_halves(queries, keys, chunk, half))
-            half //= 2
+    def by_pairs(found: _Found) -> _Found:
+        earlier = carry.state.read(hide(queries, sight.carried), chunk.value.dtype)
+        pairs = sight.pairs(chunk.value.shape[1])
+        readout = earlier.add(_read_pairs(queries, keys, chunk.value, pairs))
         more = AttentionState.of(hide(keys, sight.in_last), chunk.value)
         # Only what a large key takes part in, lest it reaches other outputs by rounding.
         of_queries, of_state = sight.any(is_large), jnp.any(is_large & in_last, axis=1)
@@ -424,7 +420,7 @@ def _attend_chunk(
 
     # The barrier keeps XLA from computing the same numbers in two ways, one for each branch.
     found = jax.lax.optimization_barrier(found)
-    found = jax.lax.cond(jnp.any(is_large), jax.checkpoint(by_halves), lambda found: found, found)
+    found = jax.lax.cond(jnp.any(is_large), jax.checkpoint(by_pairs), lambda found: found, found)
     sees_spoiled = (carry.spoiled[:, None] & sight.carried[..., None]) | sight.any(spoils)
     scanned = Scanned(found.readout, queries.log_scale, no_features | sees_spoiled[..., None])
     spoiled = kept.spoiled | jnp.any(spoils & in_last, axis=1)
@@ -556,48 +552,30 @@ def _add_in_units(
     return AttentionState(state.in_units_of(maxima) + more * unit, maxima)
 
 
-def _read_own_position(
-    queries: LogFeatures, keys: LogFeatures, value: Float[Array, "B C K columns"]
+def _read_pairs(
+    queries: LogFeatures,
+    keys: LogFeatures,
+    value: Float[Array, "B C K columns"],
+    pairs: Bool[Array, " #B C C"],
 ) -> Readout:
-    """Lets each query read the key of its own position, ``[B, C, K, G, D + 1]``."""
-    logits = queries.exponent + keys.exponent[:, :, :, None]
-    shift = largest(logits, axis=-1)
-    products = signed_exp(logits - or_zero(shift), queries.values)
-    if keys.values is not None:
-        products = products * keys.values[:, :, :, None]
-    weights = jnp.sum(products, axis=-1, keepdims=True)
-    return Readout(weights * value[:, :, :, None], shift)
+    """Lets each query read the keys of its chunk that it sees, each pair in a unit of its own."""
 
+    @jax.checkpoint
+    def of_key(key: LogFeatures) -> tuple[Float[Array, "B C K G"], Float[Array, "B C K G"]]:
+        """Returns the weights of one key for all queries, and the logarithms of their units."""
+        key = jax.tree.map(lambda x: x[:, None, :, None], key)
+        logits = queries.exponent + key.exponent
+        units = largest(logits, axis=-1)
+        products = signed_exp(logits - or_zero(units), queries.values)
+        if key.values is not None:
+            products = products * key.values
+        return jnp.sum(products, axis=-1), jnp.squeeze(units, -1)
 
-def _read_left_halves(queries: LogFeatures, keys: LogFeatures, chunk: Tokens, half: int) -> Readout:
-    """Lets the right half of every stretch of 2 * half positions read the left half."""
-
-    def split(x: Shaped[Array, "B C *rest"], side: int) -> Shaped[Array, "B stretches half *rest"]:
-        """Returns one half of every stretch of ``[B, C, ...]``, ``[B, stretches, half, ...]``."""
-        stretches = x.shape[1] // (2 * half)
-        return x.reshape(x.shape[0], stretches, 2, half, *x.shape[2:])[:, :, side]
-
-    left = jax.tree.map(functools.partial(split, side=0), keys)
-    right = jax.tree.map(functools.partial(split, side=1), queries)
-    if chunk.query_segments is not None and chunk.key_segments is not None:
-        # A segment with keys in the left half and queries in the right one must contain the last
-        # key of the left half.
-        of_keys = split(chunk.key_segments, 0)
-        left = hide(left, of_keys == of_keys[:, :, -1:])
-        right = hide(right, split(chunk.query_segments, 1) == of_keys[:, :, -1:])
-    maxima = largest(left.exponent, axis=2)
-    logits = right.exponent + maxima[:, :, :, :, None]
-    shift = largest(logits, axis=-1)
-    key_features = signed_exp(left.exponent - or_zero(maxima), left.values)
-    query_features = signed_exp(logits - or_zero(shift), right.values)
-    weights = contract("bnqkgm,bnskm->bnkgqs", query_features, key_features)
-    sums = contract("bnkgqs,bnskd->bnqkgd", weights, split(chunk.value, side=0))
-
-    def back(
-        x: Float[Array, "B stretches half *rest"], fill: float
-    ) -> Float[Array, "B 2*stretches*half *rest"]:
-        """Puts the right halves beside the left halves, which read nothing."""
-        both = jnp.stack([jnp.full_like(x, fill), x], axis=2)
-        return both.reshape(x.shape[0], x.shape[1] * 2 * half, *x.shape[3:])
-
-    return Readout(back(sums, 0), back(shift, -jnp.inf))
+    by_position = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), keys)
+    weights, units = jax.lax.map(of_key, by_position)
+    sees = jnp.transpose(pairs, (2, 0, 1))[..., None, None]
+    units = jnp.where(sees, units, -jnp.inf)
+    shift = largest(units, axis=0)
+    weights = weights * jnp.exp(units - or_zero(shift))
+    sums = contract("sbqkg,bskd->bqkgd", weights, value)
+    return Readout(sums, jnp.squeeze(shift, 0)[..., None])
