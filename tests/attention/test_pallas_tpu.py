@@ -18,6 +18,7 @@ from simrf_jax.attention.pallas_tpu import operands
 from tests import formulas
 from tests.attention import devices, reference
 from tests.attention.inputs import KINDS, inputs, map_and_rows, projection
+from tests.tiers import slow_but
 
 P = jax.P
 in_kernel = functools.partial(random_feature_attention, implementation="pallas_tpu")
@@ -54,6 +55,7 @@ MAPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.5, 2, 8])
 @pytest.mark.parametrize("name", MAPS)
 def test_the_estimator_in_float64(length, name, scale):
@@ -76,6 +78,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_output_and_the_gradients_of_xla(length, kind, options):
@@ -112,6 +115,7 @@ def test_weighted_rows():
     assert_close(got, want, 1e-5)
 
 
+@pytest.mark.slow
 def test_bfloat16(length):
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(length, heads=2, dim=16, scale=2))
     w, of_outputs = projection(33, dim=16), jnp.sin(jnp.arange(q.size)).reshape(q.shape)
@@ -131,6 +135,7 @@ def test_bfloat16(length):
     assert max(errors) <= 0.012
 
 
+@pytest.mark.slow
 def test_bfloat16_keys_far_from_zero(length):
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(x) for x in inputs(length, heads=2, dim=16))
@@ -149,6 +154,7 @@ def test_bfloat16_keys_far_from_zero(length):
         assert np.linalg.norm(got - want) <= 0.012 * np.linalg.norm(want)
 
 
+@pytest.mark.slow
 def test_a_row_without_weight_is_left_out(length):
     q, k, v = inputs(length)
     w = simrf_jax.WeightedProjection(projection(11), jnp.zeros(11).at[3].set(-jnp.inf))
@@ -177,13 +183,14 @@ def test_gradients_of_everything_else_are_those_of_xla():
         def loss(w, bias, scale):
             return jnp.sum(jnp.sin(attend(q, k, v, w, bias=bias, scale=scale)))
 
-        return jax.grad(loss, (0, 1, 2))(projection(), bias, 0.4)
+        return jax.jit(jax.grad(loss, (0, 1, 2)))(projection(), bias, 0.4)
 
     for got, want in zip(gradients(in_kernel), gradients(by_xla), strict=True):
         assert np.abs(want).max() > 1e-3
         assert_close(got, want, 1e-6)
 
 
+@pytest.mark.slow
 def test_a_head_is_spoiled_by_a_key_and_a_query_by_itself(length):
     q, k, v = (jnp.asarray(x) for x in inputs(length, heads=2, batch=(2,)))
     clean = in_kernel(q, k, v, projection())
@@ -200,6 +207,7 @@ def test_a_head_is_spoiled_by_a_key_and_a_query_by_itself(length):
         np.testing.assert_array_equal(np.delete(spoiled[0], 140, 0), np.delete(clean[0], 140, 0))
 
 
+@pytest.mark.slow
 def test_a_hidden_key_reaches_nothing(length):
     q, k, v = (jnp.asarray(x) for x in inputs(length, heads=2))
     mask = np.arange(length) != 140
@@ -215,6 +223,7 @@ def test_a_hidden_key_reaches_nothing(length):
         assert np.isfinite(got).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["query", "key", "value"])
 def test_what_is_not_finite_reaches_no_gradient_of_others(length, which):
     tokens = {
@@ -241,6 +250,7 @@ def test_what_is_not_finite_reaches_no_gradient_of_others(length, which):
         assert_close(got["value"], want["value"], 1e-6)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=4, deadline=None, derandomize=True)
 @hypothesis.given(
     length=st.integers(1, 300),
@@ -272,7 +282,7 @@ def test_vmap_scan_and_remat():
             mapped = jax.vmap(lambda x: attend(x)[0])(q)
             return jnp.sum(jax.lax.scan(attend, mapped[0], None, length=2)[0] ** 2)
 
-        return jax.grad(loss)(q)
+        return jax.jit(jax.grad(loss))(q)
 
     want = stacked(lambda x, _=None: (by_xla(x, k[0], v[0], w), None))
     assert_close(stacked(attend), want, 1e-5)
@@ -313,7 +323,7 @@ def test_inside_shard_map():
     assert_close(attend(q, k, v), by_xla(q, k, v, projection()), 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", slow_but([jnp.bfloat16], [jnp.float32, jnp.bfloat16]))
 @pytest.mark.parametrize("size", [197, 1500])
 def test_mosaic_takes_the_kernels(size, dtype):
     tokens = jax.ShapeDtypeStruct((2, size, 4, 64), dtype)
@@ -427,7 +437,7 @@ def test_other_platforms_are_refused(monkeypatch):
 MODES = {"bidirectional": {}, "causal": {"is_causal": True}, "band": {"exact_bandwidth": 2}}
 
 
-@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("options", slow_but(["bidirectional"], MODES))
 def test_other_derivatives_name_the_implementation_that_has_them(options):
     q, k, v = inputs()
 

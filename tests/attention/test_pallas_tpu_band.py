@@ -24,6 +24,7 @@ by_xla = functools.partial(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("scale", [0.5, 2, 8])
 @pytest.mark.parametrize("name", MAPS)
@@ -49,6 +50,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
@@ -103,6 +105,7 @@ def test_bfloat16(is_causal):
     assert max(errors) <= 0.012
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("planted", [40, jnp.nan])
 @pytest.mark.parametrize("time", [1, 128, 150])
@@ -116,6 +119,7 @@ def test_nothing_of_later_tokens_reaches_earlier_outputs(dtype, planted, time):
         np.testing.assert_array_equal(attend(*other)[:time], out[:time])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("which", ["query", "key", "value"])
 def test_what_is_not_finite_reaches_those_that_see_it(which, is_causal):
@@ -181,6 +185,7 @@ def test_each_device_has_its_part():
         assert_close(ours, theirs, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize(("is_causal", "kernels"), [(True, 5), (False, 8)])
 def test_mosaic_takes_the_kernels(is_causal, kernels, dtype):

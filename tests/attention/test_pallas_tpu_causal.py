@@ -14,6 +14,7 @@ from simrf_jax.attention.pallas_tpu import weights
 from tests.attention import devices, reference
 from tests.attention.inputs import KINDS, inputs, map_and_rows, projection
 from tests.attention.test_pallas_tpu import MAPS, assert_close
+from tests.tiers import slow_but
 
 P = jax.P
 in_kernel = functools.partial(random_feature_attention, is_causal=True, implementation="pallas_tpu")
@@ -38,6 +39,7 @@ def length(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.5, 2, 8])
 @pytest.mark.parametrize("name", MAPS)
 def test_the_estimator_in_float64(length, name, scale):
@@ -59,6 +61,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_output_and_the_gradients_of_xla(length, kind, options):
@@ -98,6 +101,7 @@ def test_bfloat16():
     assert max(errors) <= 0.012
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("planted", [0.5, 40, jnp.nan, jnp.inf])
 @pytest.mark.parametrize("time", [1, 70, 128, 259])
@@ -111,6 +115,7 @@ def test_nothing_of_later_tokens_reaches_earlier_outputs(dtype, planted, time):
         np.testing.assert_array_equal(attend(*other)[:time], out[:time])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["query", "key", "value"])
 @pytest.mark.parametrize("time", [70, 140])
 def test_what_is_not_finite_reaches_those_that_see_it(time, which):
@@ -142,6 +147,7 @@ def test_what_is_not_finite_reaches_those_that_see_it(time, which):
         assert_close(of_spoiled[name], of_tokens[name], 1e-6)
 
 
+@pytest.mark.slow
 def test_hidden_keys_reach_nothing():
     q, k, v = (jnp.asarray(x) for x in inputs(200, heads=2))
     mask = ~np.isin(np.arange(200), [0, 1, 60, 128, 150])
@@ -182,6 +188,7 @@ def test_very_large_numbers_reach_nobody_else():
             assert_close(got[:10], expected[:10], 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1e14, 1e30])
 def test_large_values_beside_large_features(size):
     q, k, v = (jnp.asarray(x) for x in inputs(20, heads=1, scale=0.1))
@@ -218,6 +225,7 @@ def test_any_shape(length, key_length, key_heads, groups, dim, width, num_featur
     assert_close(in_kernel(q, k, v, w), by_xla(q, k, v, w), 1e-5)
 
 
+@pytest.mark.slow
 def test_many_tiles():
     """The maxima of more than 128 tiles go from one kernel of the gradient to the other."""
     length = 129 * 128 + 5
@@ -245,6 +253,7 @@ def test_gradients_of_everything_else_are_those_of_xla():
         assert_close(got, want, 1e-6)
 
 
+@pytest.mark.slow
 def test_each_device_has_its_part():
     q, k, v = inputs(20, heads=4, key_heads=2, batch=(2,))
     w = projection(heads=2)
@@ -260,7 +269,7 @@ def test_each_device_has_its_part():
         assert_close(ours, theirs, 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", slow_but([jnp.bfloat16], [jnp.float32, jnp.bfloat16]))
 def test_mosaic_takes_the_kernels(dtype):
     tokens = jax.ShapeDtypeStruct((2, 300, 4, 64), dtype)
 

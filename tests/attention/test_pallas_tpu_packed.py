@@ -13,6 +13,7 @@ from tests.attention import devices, reference
 from tests.attention.inputs import KINDS, inputs, map_and_rows, projection
 from tests.attention.test_pallas_tpu import assert_close
 from tests.attention.test_pallas_tpu_causal import gradients
+from tests.tiers import slow_but
 
 P = jax.P
 # A segment ends with a tile, others are inside one, and one is longer than a tile.
@@ -41,6 +42,7 @@ def length(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.5, 2, 8])
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 def test_the_estimator_in_float64(length, options, scale):
@@ -68,6 +70,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("extra", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -103,6 +106,7 @@ def test_small_exponents_beside_large_ones(options):
     assert_close(got, want, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("planted", [40, jnp.nan])
@@ -131,6 +135,7 @@ def test_nothing_of_a_segment_reaches_another(segment, planted, dtype, options):
         assert np.isfinite(np.asarray(got, np.float32)).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 def test_what_is_not_finite_reaches_those_that_see_it(options):
     q, k, v = (jnp.asarray(x) for x in inputs(LENGTH, heads=1))
@@ -161,8 +166,8 @@ def test_each_device_has_its_part():
         assert_close(ours, theirs, 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("options", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("dtype", slow_but([jnp.bfloat16], [jnp.float32, jnp.bfloat16]))
+@pytest.mark.parametrize("options", slow_but(["bidirectional beside a band"], MODES))
 def test_mosaic_takes_the_kernels(options, dtype):
     tokens = jax.ShapeDtypeStruct((2, LENGTH, 4, 64), dtype)
     w, ids = jnp.ones((4, 130, 64)), np.stack([SEGMENTS, SEGMENTS])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from simrf_jax import random_feature_attention
+from tests.tiers import slow_but
 from tests.versions import enable_x64
 
 SETTINGS = {
@@ -47,8 +48,8 @@ def program(dtype, sharding=None, **options):
     return jax.jit(both_ways), (token, token, token, w, ids)
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("setting", slow_but(["highest", "x64"], list(SETTINGS)))
+@pytest.mark.parametrize("mode", slow_but(["bidirectional", "causal"], list(MODES)))
 def test_the_kernels_are_the_same_under_every_setting(mode, setting):
     function, arguments = program(jnp.bfloat16, **MODES[mode])
     expected = kernels(function.trace(*arguments).jaxpr)
@@ -102,6 +103,7 @@ def v5e():
         yield jax.sharding.SingleDeviceSharding(devices[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("setting", ["none", *SETTINGS])
 @pytest.mark.parametrize("mode", MODES)
