@@ -1,4 +1,8 @@
-"""What every way to attend must be: equal to a float64 loop, with its gradients, and finite."""
+"""What every way to attend must be: equal to a float64 loop, with its gradients, and finite.
+
+A mode is one program for each type, which all tests here share: masks and the gradients of outputs
+are arrays.
+"""
 
 import functools
 
@@ -11,6 +15,7 @@ import pytest
 from tests.attention.inputs import inputs, projection
 from tests.attention.modes import DIM, MODES, SCALES, WITH_OTHER_MAPS
 from tests.attention.reference import relative_error
+from tests.tiers import slow_but
 
 
 def weights_of(mode):
@@ -23,18 +28,20 @@ def arguments(mode, scale, dtype=jnp.float32, **shape):
     return (*(jnp.asarray(x, dtype) for x in (q, k, v)), weights_of(mode))
 
 
-@functools.cache  # One program for each mode, for its outputs and gradients.
+@functools.cache
 def program(name):
-    def with_gradients(q, k, v, w, cotangent, mask=None):
+    def with_gradients(q, k, v, w, cotangent, mask):
         out, pullback = jax.vjp(lambda *x: MODES[name].attend(*x, w, mask=mask), q, k, v)
         return out, pullback(cotangent)
 
     return jax.jit(with_gradients)
 
 
-def run(name, q, k, v, w, mask=None):
+def run(name, q, k, v, w, *, counts=True, mask=None):
+    """Returns outputs, gradients and those of the outputs, zeros at queries that do not count."""
     shape = (*q.shape[:-1], v.shape[-1])
-    cotangent = np.random.default_rng(1).normal(size=shape)
+    cotangent = np.where(counts, np.random.default_rng(1).normal(size=shape), 0)
+    mask = np.ones((*k.shape[:-3], 1, 1, k.shape[-3]), bool) if mask is None else mask
     out, gradients = program(name)(q, k, v, w, jnp.asarray(cotangent, q.dtype), mask)
     assert (out.shape, out.dtype) == (shape, q.dtype)
     return out, gradients, cotangent
@@ -124,7 +131,7 @@ def test_hidden_keys_and_rows_that_see_none(name):
         shown[-1] = False  # Nor does anybody in the last sequence.
     hidden = ~np.swapaxes(shown[..., 0, :], -1, -2)[..., None]
     k, v = jnp.where(hidden, jnp.nan, k), jnp.where(hidden, jnp.inf, v)
-    out, gradients, _ = run(name, q, k, v, w, jnp.asarray(shown))
+    out, gradients, _ = run(name, q, k, v, w, mask=shown)
     with np.errstate(divide="ignore"):
         log_weights = np.log(np.broadcast_to(shown[..., 0, :], (*q.shape[:-3], 4, key_length)))
     truth = expected(mode, q, *(jnp.where(hidden, 0, x) for x in (k, v)), w, log_weights)
@@ -135,7 +142,10 @@ def test_hidden_keys_and_rows_that_see_none(name):
         np.testing.assert_array_equal(np.where(hidden, gradient, 0), 0)
 
 
-@pytest.mark.parametrize("name", MODES)
+EDGES = ["bidirectional", "causal", "packed, causal", "near", "near and far", "near, decoding"]
+
+
+@pytest.mark.parametrize("name", slow_but([*EDGES, "exact band, causal"], list(MODES)))
 def test_one_token_and_empty_axes(name):
     mode = MODES[name]
     self_attention = any(word in name for word in ("packed", "decoding"))
@@ -152,3 +162,57 @@ def test_one_token_and_empty_axes(name):
         chex.assert_tree_all_finite(gradients)
     run(name, *(x[None, :0] for x in whole), w)
     run(name, *arguments(mode, 1.0, batch=(0,)))
+
+
+PLACE = 5  # In a segment that begins before it and goes on.
+ALL = slice(None)
+# By array: the key heads, or the query heads, that are changed, and what to.
+PLANTS = {
+    "NaN in a key": {"k": (ALL, np.nan)},
+    "infinity in a key": {"k": (ALL, -np.inf)},
+    "NaN in a value": {"v": (ALL, np.nan)},
+    "infinity in a value": {"v": (ALL, np.inf)},
+    "numbers that overflow": {"k": (ALL, 1e30), "v": (ALL, 3e38)},
+    "squares that overflow": {"q": (ALL, -1e25), "k": (ALL, 1e25)},
+    "NaN in the key of one head": {"k": (0, np.nan)},
+    "NaN in a query": {"q": (ALL, np.nan)},
+}
+
+
+def planted(tokens, what):
+    """Returns tokens with something else at a place of the first sequence."""
+    tokens = dict(zip("qkv", map(np.array, tokens), strict=True))
+    for name, (heads, value) in what.items():
+        first = (0,) * (tokens[name].ndim - 3)
+        tokens[name][(*first, PLACE, heads)] = value
+    return tokens.values()
+
+
+def reached(mode, what, q, k, v, w):
+    """Returns ``[..., T, heads]``, True at queries that see what is planted, by the reference."""
+    seen = np.zeros(q.shape[:-1], bool)
+    first = (0,) * (q.ndim - 3)
+    if "k" in what or "v" in what:
+        heads = what.get("k", what.get("v"))[0]
+        _, _, other = planted((q, k, v), {"v": (heads, 10.0)})
+        seen |= (expected(mode, q, k, v, w) != expected(mode, q, k, other, w)).any(-1)
+    if "q" in what:
+        seen[(*first, PLACE)] = True
+    return seen
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_what_is_not_finite_reaches_those_that_see_it_alone(name):
+    q, k, v, w = arguments(MODES[name], 1.0)
+    for label, what in PLANTS.items():
+        sees = reached(MODES[name], what, q, k, v, w)
+        assert sees.any(), label
+        out, gradients, _ = run(name, q, k, v, w, counts=~sees[..., None])
+        planted_out, planted_gradients, _ = run(
+            name, *planted((q, k, v), what), w, counts=~sees[..., None]
+        )
+        np.testing.assert_array_equal(planted_out[~sees], out[~sees], label)
+        if what != PLANTS["squares that overflow"]:  # Such a query has no large product with a key.
+            assert np.isnan(planted_out[sees]).all(), label
+        for gradient, other in zip(planted_gradients, gradients, strict=True):
+            np.testing.assert_array_equal(gradient, other, label)
