@@ -30,7 +30,7 @@ class Case(NamedTuple):
     def seen(self):
         """Returns True at the queries of the first sequence that see its key at WHERE."""
         if "segment_ids" in self.options:
-            return SEGMENTS == SEGMENTS[WHERE]
+            return SEGMENTS[WHERE] == SEGMENTS
         return np.arange(self.length) >= (WHERE if "is_causal" in self.options else 0)
 
 
