@@ -138,6 +138,7 @@ def example(seed, heads=2, dim=8, length=24, batch=24):
     return q.astype(np.float32), (k[..., ::-1] - 1).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("start", "most"), [("random", 0.5), pytest.param("calibrated", 0.8, marks=pytest.mark.slow)]
 )

@@ -12,12 +12,12 @@ from simrf_jax import FeatureMap, RandomFeatures, feature_maps, random_feature_a
 from simrf_jax.attention import ExactBandState
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import beside_band, relative_error
+from tests.tiers import slow_but
 
 LENGTH, BANDWIDTH = 30, 4
 SIZES = {"num_key_heads": 2, "head_dim": 8, "value_dim": 8}
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("scale", [0.5, 4, 8])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_band_of_all_keys_is_softmax_attention(is_causal, scale):
@@ -116,7 +116,12 @@ def test_features_of_a_query_that_overflow_reach_no_other_output_or_gradient():
 
 @pytest.mark.parametrize(
     ("bandwidth", "pieces"),
-    [(4, [1] * LENGTH), (4, [LENGTH]), (40, [17, 1, 1, 11]), (0, [0, 3, 27])],
+    [
+        pytest.param(4, [1] * LENGTH, marks=pytest.mark.slow),
+        (4, [LENGTH]),
+        (40, [17, 1, 1, 11]),
+        pytest.param(0, [0, 3, 27], marks=pytest.mark.slow),
+    ],
 )
 def test_decoding_in_any_pieces_is_the_parallel_form(pieces, bandwidth):
     q, k, v = inputs(LENGTH, heads=4, key_heads=2, batch=(2,))
@@ -134,7 +139,7 @@ def test_decoding_in_any_pieces_is_the_parallel_form(pieces, bandwidth):
     assert jax.tree.map(jnp.shape, state) == shapes
 
 
-@pytest.mark.parametrize("lengths", [(2, 0), (3, 4), (20, 9)])
+@pytest.mark.parametrize("lengths", slow_but([(3, 4)], [(2, 0), (3, 4), (20, 9)]))
 def test_append_gives_the_state_of_steps(lengths):
     q, k, v = inputs(LENGTH, heads=2)
     k[1], v[1] = np.nan, np.inf

@@ -73,7 +73,14 @@ def test_one_length_over_devices(bandwidth, kind, devices, options):
     assert max(np.prod(shape) for _, _, shape in found) <= max(sums, of_band)
 
 
-@pytest.mark.parametrize(("bandwidth", "options"), [(5, {}), (9, PACKED), (11, CAUSAL)])
+@pytest.mark.parametrize(
+    ("bandwidth", "options"),
+    [
+        pytest.param(5, {}, marks=pytest.mark.slow),
+        pytest.param(9, PACKED, marks=pytest.mark.slow),
+        (11, CAUSAL),
+    ],
+)
 def test_gradients_are_those_of_one_device(bandwidth, options):
     options = dict(options)
     if "segment_ids" in options:

@@ -12,9 +12,10 @@ from simrf_jax import draw_fast_projection, random_feature_attention
 from tests.attention.inputs import inputs
 from tests.attention.modes import MODES
 from tests.projections.matrices import dense, dense_stack
+from tests.tiers import slow_but
 
 LENGTH, DIM, FEATURES = 5, 6, 11
-DEFAULT = ("bidirectional", "packed, causal", "decoding", "near and far")
+DEFAULT = ("bidirectional", "packed, causal", "decoding")
 
 
 def arguments(name):
@@ -38,14 +39,10 @@ def assert_close(actual, expected):
         np.testing.assert_allclose(a, e, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("per_head", [False, True])
+# The near field has no projection.
+@pytest.mark.parametrize("per_head", slow_but([True], [False, True]))
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow)
-        for name in MODES
-        if not name.startswith("near,")  # The near field has no projection.
-    ],
+    "name", slow_but(DEFAULT, [name for name in MODES if not name.startswith("near,")])
 )
 def test_outputs_and_gradients_are_those_of_the_matrix(name, per_head):
     qkv = arguments(name)
@@ -64,7 +61,6 @@ def test_outputs_and_gradients_are_those_of_the_matrix(name, per_head):
     assert_close(with_gradients(qkv, projection), with_gradients(qkv, matrix))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("coupling", ["orthogonal", "simplex", "cross_polytope"])
 def test_every_coupling(coupling):
     q, k, v = inputs(LENGTH, dim=DIM)

@@ -29,7 +29,6 @@ def projection(num_features=40, dim=16, coupling="simplex"):
     return simrf_jax.draw_projection(jax.random.key(1), num_features, dim, **options)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", POSITIVE)
 @pytest.mark.parametrize("scale", [0.5, 1, 2, 4, 8, 16])
 def test_positive_maps_against_float64(name, scale):
@@ -40,7 +39,6 @@ def test_positive_maps_against_float64(name, scale):
     assert relative_error(actual, expected) < (1e-5 if scale < 16 else 5e-5)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", SIGNED)
 @pytest.mark.parametrize("scale", [0.25, 0.5, 1])
 def test_signed_maps_against_float64(name, scale):
@@ -109,7 +107,6 @@ def test_gradients_against_float64(name):
         assert abs(np.sum(np.asarray(gradient, np.float64) * direction) - expected) < 1e-4 * scale
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", ["relu", "elu", "trigonometric"])
 def test_masked_keys_and_queries_that_see_none(name):
     q, k, v = inputs(length=6, scale=0.3)
@@ -123,7 +120,6 @@ def test_masked_keys_and_queries_that_see_none(name):
     np.testing.assert_array_equal(none, 0)
 
 
-@pytest.mark.fast
 def test_a_feature_that_is_zero_for_all_keys_does_not_silence_the_others():
     q, k = np.float32([[[1e30, 1e-10]]]), np.float32([[[-1, 1e-6]]])
     one = np.ones((1, 1, 1), np.float32)
@@ -131,7 +127,6 @@ def test_a_feature_that_is_zero_for_all_keys_does_not_silence_the_others():
     np.testing.assert_allclose(out, 1, rtol=1e-6)
 
 
-@pytest.mark.fast
 def test_queries_with_no_active_relu_get_zeros_and_finite_gradients():
     q, k, v = -np.ones((1, 1, 2), np.float32), *np.ones((2, 3, 1, 2), np.float32)
     w = np.ones((4, 2), np.float32)
@@ -141,7 +136,6 @@ def test_queries_with_no_active_relu_get_zeros_and_finite_gradients():
     chex.assert_tree_all_finite(gradients)
 
 
-@pytest.mark.fast
 def test_a_callable_is_called_with_scaled_vectors_and_the_projection():
     q, k, v = inputs(scale=0.5)
     w = projection()
@@ -163,7 +157,6 @@ def test_a_callable_is_called_with_scaled_vectors_and_the_projection():
     )
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", feature_maps.FEATURE_MAPS)
 def test_feature_maps_are_pytrees_that_share_their_programs_with_no_other(name):
     leaves, structure = jax.tree.flatten(feature_maps.FEATURE_MAPS[name])
@@ -212,7 +205,6 @@ def test_a_feature_map_of_ones_own_has_gradients_and_is_compiled_once(options):
     attend(Powers(2 * exponents))
 
 
-@pytest.mark.fast
 def test_phases_of_ones_own():
     q, k, v = inputs(scale=0.5)
     w, phases = projection(400), np.linspace(0, 6, 400, dtype=np.float32)
@@ -222,7 +214,6 @@ def test_phases_of_ones_own():
     assert relative_error(actual, attention(q, k, v, w, formula=formula)) < 1e-4
 
 
-@pytest.mark.fast
 def test_callables_with_a_projection_for_each_head_and_with_none():
     q, k, v = inputs(scale=0.5)
     w = jnp.stack([projection(), 2 * projection()])
@@ -267,7 +258,6 @@ def test_fast_projections(heads, name):
     np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.fast
 def test_a_name_stands_for_one_feature_map():
     def define():
         @feature_maps.named("constant")
@@ -316,7 +306,6 @@ class WithSlots(simrf_jax.FeatureMap, static=("repeats",)):
         return features
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("feature_map", [Inherited(), WithSlots()], ids=["inherited", "slots"])
 def test_static_fields_stay_static(feature_map):
     leaves, structure = jax.tree.flatten(feature_map)
@@ -328,7 +317,6 @@ def test_static_fields_stay_static(feature_map):
     assert (relative_error(actual, plain) < 1e-5) == isinstance(feature_map, Inherited)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("holder", ["itself", "inside another"])
 def test_a_function_of_the_user_is_called_each_time(holder):
     @dataclasses.dataclass(frozen=True)
@@ -367,7 +355,6 @@ def test_refuses_fields(static, fields, match):
         random_feature_attention(*inputs(), projection(), feature_map=faulty())
 
 
-@pytest.mark.fast
 def test_features_of_a_map_without_a_projection():
     x = np.array([-1.0, 0.0, 2.0], np.float32)
     np.testing.assert_array_equal(feature_maps.Elu().features(x, None), simrf_jax.elu_features(x))

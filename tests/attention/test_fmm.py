@@ -49,7 +49,6 @@ def test_near_and_two_far_fields_against_float64(scale, tolerance, is_causal):
     assert error < tolerance
 
 
-@pytest.mark.fast
 def test_weights_that_are_numbers():
     q, k, v = inputs()
     w = projection()
@@ -131,7 +130,6 @@ def _blend(q, k, v, w, near_weight, far_weights, is_causal):
     )
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("spoiled", ["query", "key", "value"])
 def test_what_is_not_finite_reaches_no_gradient_of_weights(spoiled):
     """The last token is seen by its own query alone, whose output is in no loss."""
@@ -156,7 +154,6 @@ def test_what_is_not_finite_reaches_no_gradient_of_weights(spoiled):
         np.testing.assert_array_equal(a, e)
 
 
-@pytest.mark.fast
 def test_bfloat16_under_jit_and_vmap():
     q, k, v = inputs(20, batch=(3,))
     w = projection()

@@ -121,10 +121,10 @@ slow = functools.partial(pytest.param, marks=pytest.mark.slow)
     ("name", "sizes", "options"),
     [
         ("bidirectional", {"length": 8}, OPTIONS),  # One position each.
-        ("causal", {"length": 4}, OPTIONS),
+        slow("causal", {"length": 4}, OPTIONS),
         ("near", {"length": 8}, OPTIONS),
         ("near, causal", {"length": 4}, OPTIONS | OF_SEGMENTS),
-        ("causal", {"batch": 2, "length": 2, "heads": 2}, OF_SEGMENTS),
+        slow("causal", {"batch": 2, "length": 2, "heads": 2}, OF_SEGMENTS),
         ("near and far", {"heads": 2, "length": 4}, OPTIONS),
         ("causal", {"heads": 2}, OPTIONS),  # No length: nothing has to be said of it.
         *(

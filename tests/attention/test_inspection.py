@@ -10,6 +10,7 @@ from tests import formulas
 from tests.attention.all_pairs import estimated, normalised, softmax
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import relative_error
+from tests.tiers import slow_but
 from tests.versions import enable_x64
 
 POSITIVE = {"positive": formulas.positive, "hyperbolic": formulas.hyperbolic}
@@ -35,7 +36,6 @@ def attend(weights, value):
     return jnp.einsum("...nts,...snd->...tnd", weights, value, precision="highest")
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", POSITIVE)
 @pytest.mark.parametrize("scale", [0.5, 2, 16])
@@ -49,7 +49,6 @@ def test_positive_maps_against_float64(name, scale, is_causal):
     assert relative_error(actual, expected) < (1e-5 if scale < 16 else 5e-5)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", SIGNED)
 @pytest.mark.parametrize("scale", [0.25, 1])
@@ -83,7 +82,12 @@ def test_times_the_values_it_is_the_attention(name):
 
 
 @pytest.mark.parametrize(
-    ("batch", "key_heads", "per_head"), [((), 1, True), ((2,), 2, True), ((2, 3), 4, False)]
+    ("batch", "key_heads", "per_head"),
+    [
+        pytest.param((), 1, True, marks=pytest.mark.slow),
+        ((2,), 2, True),
+        pytest.param((2, 3), 4, False, marks=pytest.mark.slow),
+    ],
 )
 def test_masks_biases_and_lengths(batch, key_heads, per_head):
     q, k, v = inputs(heads=4, key_heads=key_heads, batch=batch)
@@ -109,7 +113,6 @@ def test_masks_biases_and_lengths(batch, key_heads, per_head):
         np.testing.assert_allclose(sums, np.where(nothing, 0, 1), rtol=1e-5)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("length", "key_length"), [(9, 9), (5, 8), (8, 5)])
 def test_causal_weights_are_those_of_each_prefix(length, key_length):
     q, k, v = inputs(length=length, key_length=key_length, heads=4, key_heads=2)
@@ -127,7 +130,6 @@ def test_causal_weights_are_those_of_each_prefix(length, key_length):
     np.testing.assert_array_equal(future[:, :4], weights[:, :4])
 
 
-@pytest.mark.fast
 def test_causal_with_padding():
     q, k, _ = inputs(batch=(2,))
     options = {"key_value_seq_lengths": np.array([0, 6]), "query_seq_lengths": np.array([9, 7])}
@@ -143,7 +145,7 @@ def test_causal_with_padding():
     def loss(q, k, w):
         return jnp.square(attention_matrix(q, k, w, is_causal=True, **options)).sum()
 
-    chex.assert_tree_all_finite(jax.grad(loss, argnums=(0, 1, 2))(q, k, w))
+    chex.assert_tree_all_finite(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, w))
 
 
 @pytest.mark.parametrize(("scale", "is_causal"), [(0.5, True), (2, False), (16, True)])
@@ -169,7 +171,6 @@ def test_gradients_against_float64(scale, is_causal):
         assert relative_error(np.squeeze(a), e) < 1e-4
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", POSITIVE)
 def test_gradients_are_finite_at_any_scale(name):
     q, k, _ = inputs(scale=1e3)
@@ -178,11 +179,10 @@ def test_gradients_are_finite_at_any_scale(name):
     def loss(q, k):
         return jnp.square(attention_matrix(q, k, w, feature_map=name, is_causal=True)).sum()
 
-    chex.assert_tree_all_finite(jax.grad(loss, argnums=(0, 1))(q, k))
+    chex.assert_tree_all_finite(jax.jit(jax.grad(loss, argnums=(0, 1)))(q, k))
 
 
 @pytest.mark.slow
-@pytest.mark.fast
 def test_jit_vmap_and_abstract_evaluation():
     q, k, _ = inputs(batch=(3,))
     w = projection()
@@ -202,7 +202,6 @@ def test_jit_vmap_and_abstract_evaluation():
 
 
 @pytest.mark.slow
-@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float64])
 def test_other_dtypes(dtype):
     with enable_x64(True):
@@ -214,7 +213,6 @@ def test_other_dtypes(dtype):
         assert relative_error(actual, expected) < (1e-14 if dtype == jnp.float64 else 1e-5)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("length", "key_length"), [(0, 5), (5, 0), (1, 1)])
 def test_empty_lengths(length, key_length):
     q, k = np.ones((length, 2, 8), np.float32), np.ones((key_length, 2, 8), np.float32)
@@ -222,7 +220,6 @@ def test_empty_lengths(length, key_length):
     np.testing.assert_array_equal(attention_report(q, k, projection()).relative_error, 0)
 
 
-@pytest.mark.fast
 def test_memory_is_not_that_of_the_features_of_all_pairs():
     q, k, _ = inputs(length=128, heads=1, dim=8)
     w = projection(512)
@@ -262,7 +259,6 @@ def expected_report(q, k, w, *, value=None, visible=True, **options):
     return np.transpose(report)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("scale", "is_causal"), [(0.5, False), (8, True)])
 @pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric"])
 def test_report_against_float64(name, scale, is_causal):
@@ -285,7 +281,7 @@ IN_PARTS = {
 }
 
 
-@pytest.mark.parametrize("name", IN_PARTS)
+@pytest.mark.parametrize("name", slow_but(["segments", "band, causal, segments"], list(IN_PARTS)))
 def test_segments_and_exact_bands(name):
     q, k, v = inputs(length=9, heads=4, key_heads=2, scale=2.0)
     w, options = projection(heads=2), IN_PARTS[name]
@@ -305,7 +301,6 @@ def test_segments_and_exact_bands(name):
     )
 
 
-@pytest.mark.fast
 def test_a_band_of_far_larger_weights_than_the_features():
     """The estimate outside the band and the weights inside it have scales of their own."""
     q, k, v = inputs(length=12, scale=12.0)
@@ -323,7 +318,6 @@ def test_bands_and_segments_are_checked(function):
         function(q, k, projection(), segment_ids=np.zeros(3, int))
 
 
-@pytest.mark.fast
 def test_report_of_masked_attention_without_values():
     q, k, _ = inputs(batch=(2,))
     w = projection()
@@ -339,7 +333,6 @@ def test_report_of_masked_attention_without_values():
     )
 
 
-@pytest.mark.fast
 def test_report_of_padding_that_is_nan_and_of_nan_that_is_seen():
     q, k, v = inputs(length=6)
     expected = attention_report(q[:, :], k[:4], projection(), value=v[:4])
@@ -354,7 +347,6 @@ def test_report_of_padding_that_is_nan_and_of_nan_that_is_seen():
     assert np.isfinite(np.array(report)[:, 1]).all()
 
 
-@pytest.mark.fast
 def test_report_at_scales_where_denominators_leave_the_range_of_floats():
     q, k, _ = inputs(length=12, scale=30.0)
     for sign in (1, -1):  # Too small, and too large where all keys oppose the queries.
@@ -362,6 +354,7 @@ def test_report_at_scales_where_denominators_leave_the_range_of_floats():
         assert not np.isnan(np.array(report[:5])).any()
 
 
+@pytest.mark.slow
 def test_report_of_an_unbiased_estimate():
     q, k, _ = inputs(length=8, heads=1, scale=0.4)
     draws = 500
@@ -372,7 +365,7 @@ def test_report_of_an_unbiased_estimate():
     assert abs(ratios.mean() - 1) < 5 * ratios.std() / np.sqrt(draws)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_effective_rank_of_low_and_of_full_rank():
     q, k, _ = inputs(length=20, heads=1, scale=20.0)
     report = attention_report(q, q, projection(3))
@@ -410,7 +403,6 @@ def test_refuses_what_the_attention_refuses(function, changed, error, match):
         function(**arguments)
 
 
-@pytest.mark.fast
 def test_report_refuses_values_that_do_not_fit_and_tracers():
     q, k, v = inputs()
     with pytest.raises(ValueError, match="key and value must have the same length"):

@@ -29,7 +29,6 @@ def test_key_padding_masks_count_in_numerator_and_denominator(heads_axis, key_he
         assert relative_error(actual[b], expected) < 1e-5
 
 
-@pytest.mark.fast
 def test_masks_broadcast_over_any_batch_axis():
     q, k, v = inputs(batch=(2, 3))
     w = projection()
@@ -42,7 +41,6 @@ def test_masks_broadcast_over_any_batch_axis():
         )
 
 
-@pytest.mark.fast
 def test_a_numpy_mask_that_is_constant_along_the_queries_is_known_to_be():
     q, k, v = inputs()
     w = projection()
@@ -54,7 +52,6 @@ def test_a_numpy_mask_that_is_constant_along_the_queries_is_known_to_be():
     chex.assert_trees_all_close(traced, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.fast
 def test_hidden_keys_do_not_matter_whatever_they_hold():
     q, k, v = inputs()
     w = projection()
@@ -87,7 +84,6 @@ def test_padded_queries_do_not_matter_whatever_they_hold():
         assert np.isfinite(gradient).all()
 
 
-@pytest.mark.fast
 def test_without_a_batch_masks_and_lengths_may_have_its_axis():
     q, k, v = inputs()
     w = projection()
@@ -126,7 +122,6 @@ def test_gradients_with_masks_groups_and_a_projection_for_each_head():
         assert relative_error(a, e) < 1e-4
 
 
-@pytest.mark.fast
 def test_a_bias_that_all_queries_share_weighs_the_keys():
     q, k, v = inputs(batch=(2,))
     w = projection()
@@ -139,7 +134,6 @@ def test_a_bias_that_all_queries_share_weighs_the_keys():
         assert relative_error(actual[b], expected) < 1e-5
 
 
-@pytest.mark.fast
 def test_mask_bias_and_lengths_together():
     q, k, v = inputs(batch=(2,))
     w = projection()
@@ -156,7 +150,6 @@ def test_mask_bias_and_lengths_together():
         assert relative_error(actual[b], expected) < 1e-5
 
 
-@pytest.mark.fast
 def test_lengths_mean_what_they_mean_to_exact_attention():
     q, k, v = inputs(batch=(2,))
     query_lengths, key_lengths = jnp.array([5, 9]), jnp.array([9, 3])
@@ -168,7 +161,6 @@ def test_lengths_mean_what_they_mean_to_exact_attention():
     chex.assert_trees_all_close(actual[1:], cut, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.fast
 def test_queries_that_see_no_key_get_zeros_and_finite_gradients():
     q, k, v = inputs(batch=(2,))
     lengths = jnp.array([0, 9])

@@ -27,7 +27,6 @@ def test_bfloat16_without_jit():
     assert relative_error(actual, banded(q, k, v, 7)) < 2e-2
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float16, 2e-3), (jnp.float64, 1e-14)])
 def test_other_dtypes(dtype, tolerance):
     with enable_x64(True):
@@ -48,7 +47,6 @@ def test_any_lengths_bandwidth_and_block(lengths, bandwidth, block_size, is_caus
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.fast
 def test_the_default_block_on_many_blocks():
     q, k, v = inputs(length=300)
     for bandwidth in (0, np.uint8(3), 40):
@@ -69,7 +67,6 @@ def test_a_band_of_everything_is_exact_attention(is_causal):
             np.testing.assert_allclose(near, exact, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("lengths", [(70, 70), (70, 40), (40, 70)])
 def test_it_is_the_local_window_of_exact_attention(lengths, is_causal):
@@ -85,7 +82,6 @@ def test_it_is_the_local_window_of_exact_attention(lengths, is_causal):
     np.testing.assert_allclose(near, np.where(some, exact, 0), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("key_heads", [1, 2, 6])
 def test_grouped_queries_wider_values_and_a_scale(key_heads):
     q, k, v = inputs(length=40, heads=6, key_heads=key_heads, width=3)
@@ -93,7 +89,6 @@ def test_grouped_queries_wider_values_and_a_scale(key_heads):
     assert relative_error(actual, banded(q, k, v, 4, scale=0.7)) < 1e-5
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3), (0,), (2, 0)])
 def test_any_leading_batch(batch):
     q, k, v = inputs(batch=batch)
@@ -105,7 +100,6 @@ def test_any_leading_batch(batch):
         assert relative_error(actual[index], expected) < 1e-5
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("heads_axis", [1, 4])
 @pytest.mark.parametrize("key_heads", [4, 2])
 def test_masks_biases_lengths_and_segments_together(heads_axis, key_heads):
@@ -132,7 +126,6 @@ def test_masks_biases_lengths_and_segments_together(heads_axis, key_heads):
         np.testing.assert_allclose(actual[b], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.fast
 def test_packed_sequences_are_as_if_alone():
     q, k, v = inputs(length=50)
     segment_ids = jnp.repeat(jnp.array([7, 0, -1]), np.array([20, 1, 29]), total_repeat_length=50)
@@ -144,7 +137,6 @@ def test_packed_sequences_are_as_if_alone():
     np.testing.assert_array_equal(near(q, k, v, segment_ids=segment_ids[None]), packed)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_token_changes_nothing_beyond_the_band_to_the_bit(is_causal):
     q, k, v = inputs(length=80)
@@ -187,7 +179,6 @@ def test_gradients_against_float64(scale, is_causal):
         assert relative_error(a, e) < 1e-4
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("scale", [1e2, 1e3])
 def test_huge_inputs_stay_exact_and_finite(scale):
     q, k, v = inputs(length=20, scale=scale)
@@ -196,7 +187,6 @@ def test_huge_inputs_stay_exact_and_finite(scale):
     chex.assert_tree_all_finite(pullback(jnp.ones_like(out)))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("bias", [-3e38, 1e30])
 def test_a_bias_that_all_keys_nearby_share_does_not_matter(bias):
     q, k, v = inputs(length=20)
@@ -206,7 +196,6 @@ def test_a_bias_that_all_keys_nearby_share_does_not_matter(bias):
     np.testing.assert_allclose(actual, banded(q, k, v, 2)[:8], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("key_heads", [2, 4])
 def test_padding_does_not_matter_whatever_it_holds(key_heads):
     q, k, v = inputs(length=40, heads=4, key_heads=key_heads, batch=(2,))
@@ -273,7 +262,6 @@ def test_jit_vmap_one_trace_and_abstract_evaluation():
     chex.assert_trees_all_equal_shapes_and_dtypes(abstract, eager)
 
 
-@pytest.mark.fast
 @pytest.mark.devices(8)
 def test_sharding_of_the_batch_is_kept():
     mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))

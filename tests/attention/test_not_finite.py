@@ -108,7 +108,6 @@ def outputs_and_gradients(mode):
     return call
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("what", PLANTS)
 @pytest.mark.parametrize("mode", MODES)
 def test_reaches_those_that_see_it_alone(mode, what):
@@ -125,7 +124,6 @@ def test_reaches_those_that_see_it_alone(mode, what):
         np.testing.assert_array_equal(planted, gradient)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("mode", MODES)
 def test_a_query_reaches_its_own_output_alone(mode):
     others = POSITIONS != WHERE
@@ -138,7 +136,6 @@ def test_a_query_reaches_its_own_output_alone(mode):
         np.testing.assert_array_equal(planted, gradient)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("bias", [np.nan, np.inf, 3e38])
 @pytest.mark.parametrize("attend", [far, near, both, joint])
 def test_a_bias_that_is_not_finite(attend, bias):
@@ -156,7 +153,6 @@ def test_a_bias_that_is_not_finite(attend, bias):
     np.testing.assert_array_equal(planted_gradient, gradient)
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("attend", [far, near, joint])
 @pytest.mark.parametrize("planted", [{"k": (ALL, np.nan)}, {"q": (ALL, 1e25), "k": (ALL, 1e25)}])
 def test_the_gradient_of_the_scale(attend, planted):
@@ -168,7 +164,6 @@ def test_the_gradient_of_the_scale(attend, planted):
     np.testing.assert_array_equal(gradient(0.3, *plant(INPUTS, planted)), gradient(0.3, *INPUTS))
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("what", PLANTS)
 def test_all_who_see_it_get_nan(what):
     q, k, v = plant(INPUTS, PLANTS[what])
@@ -178,7 +173,6 @@ def test_all_who_see_it_get_nan(what):
     assert np.isnan(matrix[:2]).all() == (not np.isfinite(k).all())
 
 
-@pytest.mark.fast
 def test_a_state_remembers_what_is_not_finite():
     _, k, v = plant(INPUTS, PLANTS["NaN in a value"])
     state = steps.init_state(projection(), num_key_heads=2, value_dim=DIM)
@@ -189,7 +183,6 @@ def test_a_state_remembers_what_is_not_finite():
     assert np.isnan(out).all()
 
 
-@pytest.mark.fast
 def test_a_window_forgets_what_is_out_of_the_band():
     q, k, v = plant(INPUTS, PLANTS["infinity in a value"])
     window = steps.init_window(bandwidth=BANDWIDTH, num_key_heads=2, head_dim=DIM, value_dim=DIM)
@@ -215,7 +208,6 @@ class TestMapsWithoutAValueAtZero:
         total = kernel.sum(-1, keepdims=True)
         return jnp.einsum("nts,snd->tnd", kernel / jnp.where(total == 0, 1, total), v)
 
-    @pytest.mark.fast
     @pytest.mark.parametrize(
         ("is_causal", "options", "visible"),
         [
@@ -238,7 +230,6 @@ class TestMapsWithoutAValueAtZero:
         for gradient in gradients:
             assert np.isfinite(gradient).all()
 
-    @pytest.mark.fast
     @pytest.mark.parametrize("length", [3, pytest.param(8, marks=pytest.mark.slow)])
     def test_a_state_after_a_prompt_of_any_length(self, length):
         options = {"projection": projection(), "feature_map": on_the_unit_sphere}
@@ -248,7 +239,6 @@ class TestMapsWithoutAValueAtZero:
         expected = self.reference(np.tri(LENGTH, dtype=bool))
         np.testing.assert_allclose(np.concatenate([first, rest]), expected, rtol=1e-4, atol=1e-5)
 
-    @pytest.mark.fast
     @pytest.mark.parametrize("options", [CAUSAL, PACKED, CAUSAL | PACKED], ids=str)
     def test_a_real_zero_is_seen_by_those_that_see_it(self, options):
         """The features of a later token are not finite, though the token is."""
@@ -294,7 +284,6 @@ def test_large_features_and_values_of_one_segment_reach_no_other():
         assert np.isfinite(gradient).all()
 
 
-@pytest.mark.fast
 def test_a_key_that_only_padding_sees_reaches_no_gradient():
     q, k, v = plant(INPUTS, {"k": (ALL, np.nan)})
 
@@ -305,7 +294,6 @@ def test_a_key_that_only_padding_sees_reaches_no_gradient():
         np.testing.assert_array_equal(gradient, 0)
 
 
-@pytest.mark.fast
 def test_rows_of_the_matrix_that_see_it_reach_no_gradient_of_others():
     q, k, _ = plant(INPUTS, {"k": (ALL, np.nan)})
 

@@ -46,14 +46,12 @@ def test_shared_and_per_head_projections(coupling, heads):
     assert relative_error(random_feature_attention(q, k, v, w), attention(q, k, v, w)) < 1e-5
 
 
-@pytest.mark.fast
 def test_grouped_queries_with_one_projection():
     q, k, v = inputs(heads=6, key_heads=2)
     w = projection()
     assert relative_error(random_feature_attention(q, k, v, w), attention(q, k, v, w)) < 1e-5
 
 
-@pytest.mark.fast
 def test_cross_attention_with_wider_values_and_a_scale():
     q, k, v = inputs(length=5, key_length=13, width=3)
     w = projection()
@@ -72,7 +70,6 @@ def test_any_leading_batch(batch):
         assert relative_error(actual[index], expected) < 1e-5
 
 
-@pytest.mark.fast
 def test_no_queries():
     q, k, v = inputs()
     mask = np.ones((1, 0, 9), bool)
@@ -80,7 +77,6 @@ def test_no_queries():
     assert out.shape == (0, 2, 8)
 
 
-@pytest.mark.fast
 def test_nan_in_a_visible_key_is_not_hidden():
     q, k, v = inputs()
     k[2, 0] = np.nan
@@ -89,7 +85,6 @@ def test_nan_in_a_visible_key_is_not_hidden():
     assert np.isfinite(out[:, 1]).all()
 
 
-@pytest.mark.fast
 def test_jit_vmap_one_trace_and_abstract_evaluation():
     q, k, v = inputs(batch=(3,))
     w = projection()
@@ -103,7 +98,6 @@ def test_jit_vmap_one_trace_and_abstract_evaluation():
     chex.assert_trees_all_equal_shapes_and_dtypes(abstract, eager)
 
 
-@pytest.mark.fast
 @pytest.mark.devices(8)
 def test_sharding_of_the_batch_is_kept():
     mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))

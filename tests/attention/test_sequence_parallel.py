@@ -13,6 +13,7 @@ from tests.attention.devices import KINDS, collectives, make_mesh, sharded
 from tests.attention.inputs import inputs, projection
 from tests.attention.modes import learned
 from tests.attention.reference import attention, relative_error
+from tests.tiers import slow_but
 
 LENGTH, HEADS, KEY_HEADS, DIM, FEATURES = 32, 4, 2, 8, 11
 # Of one sequence; segments begin and end on borders of devices and inside, one spans five devices.
@@ -80,7 +81,10 @@ def test_one_length_over_devices(mode, kind, devices):
         assert {(name, shape) for name, _, shape in found} <= {("collective-permute", (1,))}
 
 
-@pytest.fixture(scope="module", params=["bidirectional", "causal", "packed"])
+@pytest.fixture(
+    scope="module",
+    params=slow_but(["bidirectional", "causal"], ["bidirectional", "causal", "packed"]),
+)
 def gradients(request):
     """Forward and backward pass with the batch over devices too, and on one device."""
     options = dict(MODES[request.param])
@@ -312,9 +316,12 @@ def test_masks_of_heads_that_explicit_axes_shard(options):
     assert relative_error(out, attend(q, k, v, w, mask=jnp.asarray(mask))) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ["dense", "fast", "calibrated", "learned"])
-@pytest.mark.parametrize("options", [{}, {"is_causal": True}])
-def test_explicit_axes_of_heads_beside_a_w_for_each_head_that_is_on_all_devices(options, kind):
+@pytest.mark.parametrize(
+    "kind", slow_but(["dense", "calibrated"], ["dense", "fast", "calibrated", "learned"])
+)
+@pytest.mark.parametrize("is_causal", slow_but([False], [False, True]))
+def test_explicit_axes_of_heads_beside_a_w_for_each_head_that_is_on_all_devices(is_causal, kind):
+    options = {"is_causal": is_causal}
     q, k, v = inputs(LENGTH, heads=HEADS, key_heads=KEY_HEADS, batch=(2, 3))
     w = projection(FEATURES, heads=KEY_HEADS)
     if kind == "fast":

@@ -65,7 +65,6 @@ CALLS = {
 }
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_second_call_compiles_nothing(call, dtype):
@@ -78,7 +77,6 @@ def test_a_second_call_compiles_nothing(call, dtype):
     assert not seconds
 
 
-@pytest.mark.fast
 def test_the_listener_hears_compilations():
     with compilations() as seconds:
         jax.jit(lambda x: x * 3)(1.0)
@@ -95,7 +93,6 @@ def steps(count):
     return state
 
 
-@pytest.mark.fast
 def test_steps_of_decoding_compile_once():
     steps(2)
     with compilations() as seconds:
@@ -103,7 +100,6 @@ def test_steps_of_decoding_compile_once():
     assert not seconds
 
 
-@pytest.mark.fast
 def test_the_decoder_of_the_readme_compiles_once():
     rngs = nnx.Rngs(0)
     attention = nnx.MultiHeadAttention(
@@ -133,7 +129,6 @@ def test_memory_is_flat_over_a_thousand_steps_of_milliseconds():
     assert growth < 10_000  # KiB, of which compiling each time takes 2,000 for every step.
 
 
-@pytest.mark.fast
 def test_a_users_map_may_change_between_calls():
     """What is compiled depends on no array that a user's function closes over."""
     q, k, v = qkv()
@@ -157,7 +152,6 @@ def test_a_users_map_may_change_between_calls():
 
 
 @pytest.mark.slow
-@pytest.mark.fast
 def test_a_users_map_may_hold_what_is_differentiated():
     q, k, v = qkv()
     w = projection()
