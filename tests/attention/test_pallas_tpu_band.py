@@ -29,7 +29,8 @@ by_xla = functools.partial(
 @pytest.mark.parametrize("scale", [0.5, 2, 8])
 @pytest.mark.parametrize("name", MAPS)
 def test_the_estimator_in_float64(name, scale, is_causal):
-    feature_map, w, formula = MAPS[name]
+    feature_map, size, formula = MAPS[name]
+    w = projection(*size)
     q, k, v = inputs(149, heads=4, key_heads=2, scale=scale)
     got = in_kernel(q, k, v, w, feature_map=feature_map, is_causal=is_causal)
     visible = np.tri(149, dtype=bool) if is_causal else None

@@ -43,7 +43,8 @@ def length(request, monkeypatch):
 @pytest.mark.parametrize("scale", [0.5, 2, 8])
 @pytest.mark.parametrize("name", MAPS)
 def test_the_estimator_in_float64(length, name, scale):
-    feature_map, w, formula = MAPS[name]
+    feature_map, size, formula = MAPS[name]
+    w = projection(*size)
     q, k, v = inputs(length, heads=4, key_heads=2, scale=scale)
     got = in_kernel(q, k, v, w, feature_map=feature_map)
     visible = np.tri(length, dtype=bool)

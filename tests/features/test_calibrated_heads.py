@@ -1,5 +1,7 @@
 """Calibrated features of all heads at once."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +37,7 @@ def draw_for_each_head(draw):
 
 
 PROJECTIONS = {
-    f"{draw.__name__}{kind}": make(draw)
+    f"{draw.__name__}{kind}": functools.partial(make, draw)
     for draw in (draw, weighted, fast)
     for kind, make in {
         "": lambda draw: draw(jax.random.key(0)),
@@ -51,7 +53,7 @@ def one_head(tree, head):
 @pytest.mark.parametrize("side", ["query", "key"])
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_each_head_has_the_features_of_itself_alone(name, side):
-    projection = PROJECTIONS[name]
+    projection = PROJECTIONS[name]()
     x = jnp.asarray(tokens(2) if side == "query" else tokens())
     calibration = simrf_jax.calibrate(tokens(), tokens()[:, ::-1] + 0.3)
     together = calibration.log_features_of_heads(x, projection, side=side)
