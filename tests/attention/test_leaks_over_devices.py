@@ -96,7 +96,6 @@ SPECS = {
 DEFAULT = (
     "hidden, causal",
     "future",
-    "segment after",
     "segment before, near",
     "segment before, exact band",
 )
