@@ -224,7 +224,7 @@ def test_one_spread_serves_a_stack(heads):
     one = simrf_jax.ClusteredProjection(*parts, 0.3)
     many = simrf_jax.ClusteredProjection(*parts, jnp.full(2, 0.3))
     np.testing.assert_array_equal(attend(tokens, one), attend(tokens, many))
-    gradient = jax.grad(lambda p: attend(tokens, p).sum())(one)
+    gradient = jax.jit(jax.grad(lambda p: attend(tokens, p).sum()))(one)
     assert (jnp.abs(gradient.spread) > 0).all()  # Of either sign: no constructor checks it.
     with pytest.raises(ValueError, match=r"spread must be one number or have the leading axes"):
         simrf_jax.ClusteredProjection(*parts, jnp.full(3, 0.3))

@@ -12,6 +12,7 @@ from simrf_jax import PairedProjection, RandomFeatures, random_feature_attention
 from simrf_jax.features.maps import Calibrated, Folded, Learned
 from tests import formulas
 from tests.attention.inputs import inputs, projection
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.fast
 LENGTH, ROWS = 40, 12
@@ -46,8 +47,20 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("rows", W)
+ROWS_AND_MODES = [
+    pytest.param(
+        rows,
+        mode,
+        marks=()
+        if mode == "bidirectional" or (rows, mode) == ("for each head", "causal band")
+        else pytest.mark.slow,
+    )
+    for rows in W
+    for mode in MODES
+]
+
+
+@pytest.mark.parametrize(("rows", "mode"), ROWS_AND_MODES)
 def test_attention_has_the_outputs_and_gradients_of_the_map(rows, mode):
     q, k, v = tokens()
     calibrated, w = simrf_jax.calibrate(q, k), W[rows]()
@@ -60,6 +73,7 @@ def test_attention_has_the_outputs_and_gradients_of_the_map(rows, mode):
         out, back = jax.vjp(attend, q, k, v)
         return out, *back(jnp.cos(out))
 
+    run = jax.jit(run)
     expected = run(unfolded, w)
     for found in (run(calibrated, w), run(Folded.of(calibrated, w), None)):
         for one, other in zip(found, expected, strict=True):
@@ -98,7 +112,7 @@ def test_learned_features_fold():
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("exact_bandwidth", [None, 3])
+@pytest.mark.parametrize("exact_bandwidth", slow_but([None], [None, 3]))
 def test_decodes_token_by_token_after_a_folded_prompt(exact_bandwidth):
     q, k, v = tokens()
     calibrated, w = simrf_jax.calibrate(q, k), projection(ROWS, heads=2)
@@ -111,10 +125,10 @@ def test_decodes_token_by_token_after_a_folded_prompt(exact_bandwidth):
         RandomFeatures(None, Folded.of(calibrated, w), exact_bandwidth=exact_bandwidth),
     ):
         state = mechanism.init(batch=(2,), num_key_heads=2, head_dim=8, value_dim=8)
-        outputs = []
+        step, outputs = jax.jit(mechanism.step), []
         for start, stop in ((0, 30), (30, 31), (31, 35), (35, LENGTH)):
             part = (x[:, start:stop] for x in (q, k, v))
-            out, state = mechanism.step(state, *part)
+            out, state = step(state, *part)
             outputs.append(out)
         np.testing.assert_allclose(jnp.concatenate(outputs, 1), whole, rtol=1e-4, atol=1e-5)
 

@@ -7,6 +7,7 @@ import scipy.stats
 
 from simrf_jax import draw_projection
 from tests.standard_errors import assert_mean
+from tests.tiers import slow_but
 from tests.versions import enable_x64
 
 COUPLED = [
@@ -213,7 +214,11 @@ def test_one_dimension(coupling, rotation):
 
 
 @pytest.mark.parametrize(
-    "coupling", ["iid", "orthogonal", "simplex", "cross_polytope", "simplex_plus"]
+    "coupling",
+    slow_but(
+        ["simplex", "cross_polytope"],
+        ["iid", "orthogonal", "simplex", "cross_polytope", "simplex_plus"],
+    ),
 )
 @pytest.mark.parametrize("rotation", ["haar", "hadamard", "givens"])
 def test_sizes_at_the_edges(coupling, rotation):

@@ -18,6 +18,7 @@ from simrf_jax import (
     redraw_projections,
 )
 from tests.memory import assert_flat
+from tests.tiers import slow_but
 from tests.versions import enable_x64
 
 pytestmark = pytest.mark.fast
@@ -134,7 +135,7 @@ def test_values_do_not_depend_on_the_devices():
 
 @pytest.mark.devices(8)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
-@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("jitted", slow_but([True], [False, True]))
 def test_devices_of_a_mesh_draw_a_part_each(jitted, kind):
     kinds = (getattr(jax.sharding.AxisType, kind),) * 2
     mesh = jax.make_mesh((4, 2), ("data", "model"), kinds)
