@@ -275,7 +275,7 @@ def test_a_bug_is_no_mistake_of_the_user(command, monkeypatch, name):
 
 @pytest.mark.parametrize("drawn_before_the_end", [False, True])
 def test_a_drawing_that_fails_loses_no_result_and_is_made_up_for(
-    command, tmp_path, monkeypatch, drawn_before_the_end
+    command, tmp_path, monkeypatch, drawn_curves, drawn_before_the_end
 ):
     def fail(_):
         raise ValueError("A mistake of ours.")
