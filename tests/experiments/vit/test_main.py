@@ -314,6 +314,7 @@ app.run(main.main, flags_parser=main.parse_flags)
 """
 
 
+@pytest.mark.slow
 def test_the_traceback_of_a_modified_model_is_printed(tmp_path):
     (tmp_path / "modified.py").write_text(MODIFIED)
     root = pathlib.Path(main.__file__).parents[2]
