@@ -14,8 +14,6 @@ from tests import compilation
 
 PATHS = store.paths()
 NAMES = [path.stem for path in PATHS]
-# Left out by default, because each takes up to two minutes of a core; CI runs them by themselves.
-SLOW = {"attention", "choose_features", "claims", "looking_inside", "swap_attention", "train_vit"}
 NUMBER = re.compile(r"[+-]?\d[\d,]*\.?\d*(?:e[+-]?\d+)?")
 # Accuracies of models that are trained anew, with other roundings.
 TRAINED_TOLERANCE = 0.1
@@ -92,14 +90,10 @@ def test_couplings_look_as_in_all_other_figures(path):
     }
 
 
+# Each takes up to two minutes of a core; CI runs them by themselves.
+@pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "path",
-    [
-        pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else [], id=path.stem)
-        for path in PATHS
-    ],
-)
+@pytest.mark.parametrize("path", PATHS, ids=NAMES)
 @pytest.mark.filterwarnings("ignore")  # Jupyter itself warns.
 def test_notebook_runs_and_prints_what_is_stored(path):
     # Two devices show that the training of train_vit.ipynb does not depend on their number.

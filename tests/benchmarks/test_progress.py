@@ -12,6 +12,7 @@ from sklearn.metrics.pairwise import rbf_kernel
 
 import simrf_jax
 from benchmarks import command_line, input_pipeline, pod_compile, sklearn_features, tpu
+from tests.tiers import slow_but
 
 BAR = r"\| \d+/(\d+) \["  # The middle of tqdm's lines.
 
@@ -74,7 +75,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", slow_but(["equal_features", "variance"], [*SMALL]))
 def test_a_benchmark_shows_how_far_it_is(name, monkeypatch, totals):
     module = importlib.import_module(f"benchmarks.{name}")
     changes, call, total = SMALL[name]

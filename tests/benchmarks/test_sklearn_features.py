@@ -17,9 +17,19 @@ def splits():
 
 
 @pytest.fixture(scope="module")
-def results(splits):
+def small():
+    """Returns splits of fewer rows."""
+    rows, labels = sklearn_features.load("digits")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sklearn_features, "NUM_TRAIN", 300)
+        patch.setattr(sklearn_features, "NUM_TEST", 200)
+        return [sklearn_features.split(rows, labels, seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="module")
+def results(small):
     """Returns the errors and accuracies of digits."""
-    return {"digits": sklearn_features.measure(splits, SIZES)}
+    return {"digits": sklearn_features.measure(small, SIZES)}
 
 
 def test_splits_are_scaled_by_the_training_rows_and_disjoint(splits):
@@ -49,14 +59,14 @@ def test_methods_come_nearer_to_the_kernel_with_more_features(results):
     assert sklearn_features.ratio_of_errors(of_data).mean() < 0
 
 
-def test_tables_and_the_figure_have_every_data_set_and_method(results, splits, tmp_path):
+def test_tables_and_the_figure_have_every_data_set_and_method(results, small, tmp_path):
     ratios = sklearn_features.table_of_ratios(results, SIZES)
     assert "| data set | 16 | 64 |" in ratios
     assert "below RBFSampler at every size on 1 of 1 data sets" in ratios
     methods = sklearn_features.table_of_methods(results, 1)
     assert methods.startswith("| data set | RandomFeatures, error |")
     assert f"{results['digits']['exact'].mean():.3f}" in methods
-    options = sklearn_features.table_of_options({"digits": splits[:2]})
+    options = sklearn_features.table_of_options({"digits": small})
     assert len(options.splitlines()) == 2 + len(sklearn_features.OPTIONS)
     path = tmp_path / "figures" / "figure.png"
     sklearn_features.draw_figure(results, SIZES, path)

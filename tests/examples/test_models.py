@@ -99,6 +99,7 @@ def train_nnx(model, loss_fn, num_steps=20):
     model.eval()
 
 
+@pytest.mark.slow
 def test_the_bonsai_vit_trains_saves_restores_and_redraws(tmp_path):
     config = bonsai_vit.ModelConfig(num_layers=1)
     make = functools.partial(bonsai_vit.ViTClassificationModel, config)
@@ -154,6 +155,7 @@ def lm1b_loss(model, variables, tokens, *packing, rngs=None):
     return jnp.sum(losses * (tokens > 0)) / jnp.sum(tokens > 0)
 
 
+@pytest.mark.slow
 def test_packed_training_of_lm1b_has_the_loss_and_gradients_of_unpacked_training():
     model = lm1b.TransformerLM(LM1B)
     (tokens, positions, segments), sequences = packed_batch()
@@ -225,6 +227,7 @@ def big_vision_model(**options):
     return big_vision_vit.ViT(num_classes=10, depth=2, **options)
 
 
+@pytest.mark.slow
 def test_the_big_vision_vit_trains_saves_restores_and_redraws():
     model = big_vision_model(scan=True, dropout=0.1)
 

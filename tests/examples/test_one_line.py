@@ -6,6 +6,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from flax import nnx
@@ -79,10 +80,16 @@ def test_a_thousand_tokens_have_the_logits_of_the_parallel_form():
     model.eval()
     tokens = jax.random.randint(jax.random.key(0), (1, length), 0, VOCABULARY)
     decoder = view(model, only=RandomFeatureAttention, decode=True, batch_size=1)
-    step = nnx.jit(lambda m, tokens, start: m(tokens, start))
-    logits = [step(decoder, tokens[:, t : t + 1], jnp.asarray(t)) for t in range(length)]
+    graphdef, state = nnx.split(decoder)
+
+    def step(state, start):
+        decoder = nnx.merge(graphdef, state)
+        logits = decoder(jax.lax.dynamic_slice_in_dim(tokens, start, 1, axis=1), start)
+        return nnx.state(decoder), logits[:, 0]
+
+    _, logits = jax.jit(lambda state: jax.lax.scan(step, state, np.arange(length)))(state)
     parallel = nnx.jit(lambda m, tokens: m(tokens))(model, tokens)
-    assert relative_error(jnp.concatenate(logits, axis=1), parallel) < 1e-5
+    assert relative_error(jnp.swapaxes(logits, 0, 1), parallel) < 1e-5
 
 
 def test_the_linen_performer_trains_and_generates():
@@ -111,7 +118,7 @@ def test_the_linen_performer_trains_and_generates():
 
     decoder = linen_performer.Transformer(**SIZES, decode=True)
     held = {**variables, "params": params}
-    parallel = model.apply(held, TOKENS)
+    parallel = jax.jit(model.apply)(held, TOKENS)
     held["cache"] = jax.jit(decoder.init)(jax.random.key(0), TOKENS[:, :1])["cache"]
     step = jax.jit(functools.partial(decoder.apply, mutable=["cache"]))
     prompt = 10
@@ -121,10 +128,11 @@ def test_the_linen_performer_trains_and_generates():
         held |= updates
 
 
+@functools.cache
 def draw(num_features):
     """Returns a projection for every head."""
     keys = jax.random.split(jax.random.key(5), HEADS)
-    return jnp.stack([simrf_jax.draw_projection(key, num_features, DIM) for key in keys])
+    return jax.vmap(lambda key: simrf_jax.draw_projection(key, num_features, DIM))(keys)
 
 
 def shorter(path, leaf):

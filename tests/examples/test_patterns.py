@@ -47,6 +47,7 @@ def snippets():
     return {heading: one for heading, one in code.items() if one}
 
 
+@pytest.mark.slow
 def test_the_patterns_run_one_after_the_other(capsys):
     code = snippets()
     assert len(code) == 5

@@ -34,6 +34,7 @@ def test_the_gaussian_process_is_near_the_exact_one(of_diabetes):
     np.testing.assert_allclose(std, exact_std, rtol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", [sklearn_kernel_ridge, sklearn_gaussian_process])
 def test_examples_print_their_results(example, capsys):
     example.main()

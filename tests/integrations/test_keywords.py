@@ -1,5 +1,6 @@
 """Tests of each keyword of an ``attention_fn``, on both adapters of both APIs."""
 
+import functools
 import inspect
 
 import jax
@@ -17,6 +18,13 @@ from tests.integrations.adapters import KINDS, linen_attention, nnx_attention, t
 LENGTH, DIM = 7, 4
 APIS = ("nnx", "linen")
 QKV = inputs(LENGTH, heads=2, dim=DIM, batch=(2,))
+
+
+@functools.cache
+def both_of(kind):
+    """Returns adapters that no test changes."""
+    return KINDS[kind](2, DIM)
+
 
 every_adapter = pytest.mark.parametrize(
     ("kind", "api"), [(kind, api) for kind in KINDS for api in APIS]
@@ -36,7 +44,7 @@ HONOURED = {
 @pytest.mark.parametrize("name", HONOURED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_honours(kind, name):
-    both = KINDS[kind](2, DIM)
+    both = both_of(kind)
     options = {name.removeprefix("negative "): HONOURED[name]}
     calls = {**both.calls(), "function": both.function}
     outs = jax.jit(lambda *x: {api: call(*x, **options) for api, call in calls.items()})(*QKV)
@@ -69,7 +77,7 @@ OF_LINEN = {
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_takes_what_changes_nothing(kind, api, name):
-    call = KINDS[kind](2, DIM).calls()[api]
+    call = both_of(kind).calls()[api]
     expected = call(*QKV)
     for given in (NEUTRAL | OF_LINEN)[name]:
         np.testing.assert_array_equal(call(*QKV, **{name: given}), expected)
@@ -77,7 +85,7 @@ def test_takes_what_changes_nothing(kind, api, name):
 
 @every_adapter
 def test_computes_in_the_type_that_is_asked_for(kind, api):
-    both = KINDS[kind](2, DIM)
+    both = both_of(kind)
     out = both.calls()[api](*QKV, dtype=jnp.bfloat16)
     assert out.dtype == jnp.bfloat16
     expected = both.function(*(jnp.asarray(x, jnp.bfloat16) for x in QKV))
@@ -108,7 +116,7 @@ def test_computes_in_the_type_that_is_asked_for(kind, api):
 )
 @every_adapter
 def test_refuses(kind, api, options, error, match):
-    call = KINDS[kind](2, DIM).calls()[api]
+    call = both_of(kind).calls()[api]
     with pytest.raises(error, match=match):
         call(*QKV, **options)
 
@@ -152,7 +160,7 @@ def test_no_keyword_of_flaxs_own_attention_is_dropped(kind, api):
         "nnx": (nnx.dot_product_attention, {"promote_dtype"}),
         "linen": (nn.dot_product_attention, {"einsum_dot_general"}),
     }[api]
-    adapter = getattr(KINDS[kind](2, DIM), api)
+    adapter = getattr(both_of(kind), api)
     parameters = inspect.signature(adapter).parameters
     assert set(inspect.signature(own).parameters) - not_passed <= set(parameters)
     assert all(one.kind is not one.VAR_KEYWORD for one in parameters.values())

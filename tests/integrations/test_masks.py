@@ -1,5 +1,7 @@
 """Tests of masks with a query axis, as Flax's functions make them."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from simrf_jax.integrations.flax_masks import factor
 from simrf_jax.integrations.flax_versions import get_value
 from tests.attention import reference
 from tests.attention.inputs import inputs
+from tests.tiers import slow_but
 
 LENGTH, HEADS, DIM = 7, 2, 4
 TOKENS = np.array([[3, 1, 0, 5, 2, 0, 0], [0, 0, 4, 1, 0, 2, 6]])  # 0 is padding.
@@ -60,14 +63,21 @@ def expected(q, k, v, w, mask, is_causal):
     return out
 
 
+@functools.cache
+def causal_or_not(is_causal):
+    """Returns both adapters, the program of each, and their W."""
+    calls, w = adapters(is_causal=is_causal)
+    programs = [jax.jit(lambda *x, mask, call=call: call(*x, mask=mask)) for call in calls]
+    return calls, programs, w
+
+
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("jit", [True, False])
 def test_masks_that_are_products_are_honoured(name, jit):
     mask, is_causal = MASKS[name]
     q, k, v = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
-    calls, w = adapters(is_causal=is_causal)
-    for call in calls:
-        attend = jax.jit(lambda *x, mask, call=call: call(*x, mask=mask)) if jit else call
+    calls, programs, w = causal_or_not(is_causal)
+    for attend in programs if jit else calls:
         out = attend(q, k, v, mask=mask)
         np.testing.assert_allclose(out, expected(q, k, v, w, mask, is_causal), atol=2e-5)
 
@@ -153,10 +163,19 @@ def test_traced_masks_of_other_numbers_make_their_sequence_nan(factored_masks):
         np.testing.assert_allclose(out[:1], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8])
-@pytest.mark.parametrize("shape", [(7,), (1, 7), (2, 1, 7), (1, 2, 1, 7)])
-def test_zeros_and_ones_of_any_type_and_rank_are_booleans(dtype, shape):
+NUMBERS = {
+    f"{np.dtype(dtype)}, {len(shape)} axes": (dtype, shape)
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.int32, jnp.uint8)
+    for shape in ((7,), (1, 7), (2, 1, 7), (1, 2, 1, 7))
+}
+# All types, and all shapes.
+NEEDED = [name for name in NUMBERS if name.startswith("float32") or name.endswith("3 axes")]
+
+
+@pytest.mark.parametrize("case", slow_but(NEEDED, NUMBERS))
+def test_zeros_and_ones_of_any_type_and_rank_are_booleans(case):
     """Inputs without a batch may come with a mask that has a batch axis of size 1."""
+    dtype, shape = case
     qkv = inputs(LENGTH, heads=HEADS, dim=DIM)
     mask = np.broadcast_to(TOKENS[0] > 0, shape)
     number = jnp.asarray(mask, dtype)
@@ -164,10 +183,10 @@ def test_zeros_and_ones_of_any_type_and_rank_are_booleans(dtype, shape):
         expected = call(*qkv, mask=mask)
         assert expected.shape == (LENGTH, HEADS, DIM)
         np.testing.assert_array_equal(call(*qkv, mask=number), expected)
-        traced = jax.jit(lambda *x, mask, call=call: call(*x, mask=mask))(*qkv, mask=number)
+        program = jax.jit(lambda *x, mask, call=call: call(*x, mask=mask))
+        traced = program(*qkv, mask=number)
         np.testing.assert_allclose(traced, expected, rtol=1e-5, atol=1e-6)
-        bad = jnp.asarray(2 * mask, dtype)
-        out = jax.jit(lambda *x, mask, call=call: call(*x, mask=mask))(*qkv, mask=bad)
+        out = program(*qkv, mask=jnp.asarray(2 * mask, dtype))
         assert out.shape == expected.shape
         assert np.isnan(out).all()
 

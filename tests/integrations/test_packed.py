@@ -1,5 +1,6 @@
 """Tests of packed sequences, whose masks are products with a mask of segments."""
 
+import functools
 import logging
 
 import jax
@@ -35,18 +36,31 @@ QKV = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
 every_adapter = [(kind, api) for kind in KINDS for api in ("nnx", "linen")]
 
 
-def one_by_one(both, mask, is_causal, segments=SEGMENTS):
+@functools.cache
+def calls(kind, is_causal):
+    """Returns the adapters, and the function with a mask of keys in one program."""
+    both = KINDS[kind](HEADS, DIM, packed=True, is_causal=is_causal)
+    function = functools.partial(both.function, is_causal=is_causal)
+    return both.calls(), jax.jit(lambda *x, mask: function(*x, mask=mask))
+
+
+@functools.cache
+def compiled(kind, api, is_causal):
+    """Returns an adapter as one program for all masks."""
+    call = calls(kind, is_causal)[0][api]
+    return jax.jit(lambda *x, mask: call(*x, mask=mask))
+
+
+def one_by_one(kind, mask, is_causal, segments):
     """Returns the attention of each sequence by itself, and zeros where a query sees nothing."""
+    function = calls(kind, is_causal)[1]
     mask = np.asarray(mask, bool) & (np.tri(LENGTH, dtype=bool) if is_causal else True)
     out = np.zeros(QKV[0].shape, np.float32)
-    for row, (ids, visible) in enumerate(zip(segments, mask[:, 0], strict=True)):
-        for segment in np.unique(ids):
-            where = np.flatnonzero(ids == segment)
-            x = [array[row : row + 1, where] for array in QKV]
-            keys = visible[:, where].any(axis=0)
-            one = both.function(*x, mask=keys[None, None, None], is_causal=is_causal)
-            out[row, where] = np.where(visible[where].any(axis=1)[:, None, None], one[0], 0)
-    return out
+    for segment in np.unique(segments):
+        where = segments == segment
+        keys = where & (mask[:, 0] & where[:, :, None]).any(axis=1)
+        out[where] = np.asarray(function(*QKV, mask=keys[:, None, None]))[where]
+    return np.where(mask[:, 0].any(axis=-1)[..., None, None], out, 0)
 
 
 @pytest.mark.parametrize("jit", [True, False])
@@ -54,12 +68,10 @@ def one_by_one(both, mask, is_causal, segments=SEGMENTS):
 @pytest.mark.parametrize(("kind", "api"), every_adapter)
 def test_segments_attend_as_they_do_by_themselves(kind, api, name, jit):
     mask, is_causal = MASKS[name]
-    both = KINDS[kind](HEADS, DIM, packed=True, is_causal=is_causal)
-    call = both.calls()[api]
-    attend = jax.jit(lambda *x, mask: call(*x, mask=mask)) if jit else call
+    attend = compiled(kind, api, is_causal) if jit else calls(kind, is_causal)[0][api]
     out = attend(*QKV, mask=mask)
     segments = np.ones_like(SEGMENTS) if name == "no segments" else SEGMENTS
-    expected = one_by_one(both, mask, is_causal, segments)
+    expected = one_by_one(kind, mask, is_causal, segments)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-6)
 
 

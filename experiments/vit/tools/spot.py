@@ -55,12 +55,14 @@ command -v ~/.local/bin/uv > /dev/null || curl -LsSf https://astral.sh/uv/instal
 
 # The trainer outlives a connection that is lost. The next start stops it, as it holds the chips and
 # the lease: it saves when it is told to, and one that has not ended after two minutes hangs. The
-# shell that runs this does not begin like the trainer, so it does not stop itself.
+# shell that runs this does not begin like the trainer, so it does not stop itself. On a busy host,
+# tail may run before the shell in the background has made the log.
 _TRAINER = r"^\.venv/bin/python -m experiments\.vit\.main"
 _TRAIN = f"""pkill -f '{_TRAINER}'
 for _ in $(seq 120); do pgrep -f '{_TRAINER}' > /dev/null || break; sleep 1; done
 pkill -KILL -f '{_TRAINER}'
 cd {FOLDER} || exit
+: > spot.log
 nohup .venv/bin/python -m experiments.vit.main --distributed %s > spot.log 2>&1 < /dev/null &
 tail -n +1 -f --pid=$! spot.log
 wait $!"""

@@ -123,6 +123,7 @@ def test_refuses(changes, match):
         beyond.check(tiny(**changes))
 
 
+@pytest.mark.slow
 def test_program_prints_the_tables(tmp_path):
     overrides = ("plus.dims=(3,)", "plus.distances=(0.5,)", "plus.num_entries=100")
     command = [sys.executable, "-m", "experiments.beyond.main", f"--workdir={tmp_path / 'run'}"]

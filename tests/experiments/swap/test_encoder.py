@@ -9,7 +9,6 @@ from flax import nnx
 from experiments.harness.mistakes import UserError
 from experiments.swap import encoder
 
-pytestmark = pytest.mark.fast
 TINY = encoder.EncoderConfig(
     vocabulary_size=9, max_length=8, width=8, depth=2, num_heads=2, mlp_dim=12
 )
@@ -110,6 +109,7 @@ def published(name):
     return encoder.find(name)
 
 
+@pytest.mark.slow
 def test_the_published_model_has_its_documented_cosine():
     pytest.importorskip("tokenizers", reason="Needs tokenizers.")
     pytest.importorskip("safetensors", reason="Needs safetensors.")

@@ -10,6 +10,7 @@ from experiments.swap.learning import Schedule, learn
 from experiments.swap.methods import METHODS, draw_heads
 from simrf_jax import feature_maps
 from tests.experiments.swap import tiny
+from tests.tiers import slow_but
 
 LONG = Schedule(num_steps=100, batch_size=8, learning_rate=0.1)
 
@@ -94,7 +95,7 @@ def test_a_random_start_has_the_coordinates_of_the_tokens(tokens):
     jax.tree.map(np.testing.assert_array_equal, ours.calibration, expected)
 
 
-@pytest.mark.parametrize("name", ["learned_from_random", "learned"])
+@pytest.mark.parametrize("name", slow_but(["learned"], ["learned_from_random", "learned"]))
 def test_rows_are_drawn_and_then_learned(name, tokens):
     method, layer = METHODS[name], swapping.Inputs(*tokens, is_causal=False)
     [attention] = method.attentions(jax.random.key(0), [layer], 6, schedule=tiny.SCHEDULE)

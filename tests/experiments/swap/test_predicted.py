@@ -6,8 +6,9 @@ from experiments.swap import predicted, swap
 from experiments.swap.looks import PREDICTED_LOOKS
 from simrf_jax.theory import attention_error, optimal_parameter
 from tests.experiments.swap import tiny
+from tests.tiers import slow_but
 
-pytestmark = pytest.mark.fast
+CASES = ["simplex", "cross_polytope_optimal", "cross_polytope_shared"]
 
 
 def test_tokens_have_unit_length_and_one_head():
@@ -19,7 +20,7 @@ def test_tokens_have_unit_length_and_one_head():
     assert not np.allclose(predicted.draw_tokens(config, 1).query, query)
 
 
-@pytest.mark.parametrize("name", ["simplex", "cross_polytope_optimal", "cross_polytope_shared"])
+@pytest.mark.parametrize("name", slow_but(["cross_polytope_optimal"], CASES))
 def test_short_vectors_are_predicted_well(name):
     config = tiny.get_config(predicted__num_draws=2000).predicted
     case, tokens = predicted.CASES[name], predicted.draw_tokens(config, 0)

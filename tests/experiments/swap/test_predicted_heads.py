@@ -9,8 +9,7 @@ from experiments.swap.predicted_heads import PREDICTED
 from experiments.swap.swapping import Inputs
 from simrf_jax.theory import attention_error
 from tests.experiments.swap import tiny
-
-pytestmark = pytest.mark.fast
+from tests.tiers import slow_but
 
 
 def layers(scale):
@@ -28,7 +27,7 @@ def test_some_queries_are_those_of_one_text():
     np.testing.assert_array_equal(some.value, layer.value[:1])
 
 
-@pytest.mark.parametrize("method", PREDICTED)
+@pytest.mark.parametrize("method", slow_but(["calibrated_iid"], [*PREDICTED]))
 def test_short_vectors_are_predicted_well(method):
     fit, test = layers(0.3)
     some = predicted_heads.some_queries(test, 3)

@@ -12,6 +12,7 @@ from experiments.swap.methods import METHODS, NUM_CENTERS, Method, baselines
 from simrf_jax.integrations.nnx import RandomFeatureAttention, RandomProjection
 from simrf_jax.models import ViT, ViTConfig
 from tests.experiments.swap import tiny
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.fast
 
@@ -76,9 +77,11 @@ def call(model, inputs):
     return model(inputs)
 
 
-@pytest.fixture(params=MODELS)
+# The others differ in where their attention is. test_training.py swaps that of a ViT, and
+# test_swap.py that of an encoder.
+@pytest.fixture(params=slow_but(["char_lm"], MODELS))
 def case(request):
-    return MODELS[request.param]()
+    return request.param()
 
 
 def test_softmax_in_the_place_of_softmax_changes_nothing(case):
@@ -149,7 +152,11 @@ def test_arrays_of_maps_and_projections_are_no_parameters(case):
     assert len(jax.tree.leaves(rest)) == 4  # A projection and a factor in each layer.
 
 
-@pytest.mark.parametrize("name", METHODS)
+# One of each kind of fit.
+KINDS = ["hyperbolic", "mixture", "learned", "band_calibrated"]
+
+
+@pytest.mark.parametrize("name", slow_but(KINDS, [*METHODS]))
 def test_methods_have_the_asked_number_of_features(name):
     method = METHODS[name]
     [attention] = method.attentions(

@@ -11,6 +11,7 @@ from experiments.swap.swapping import record, swapped
 from experiments.swap.tasks import language_task, vision_task
 from simrf_jax.integrations.nnx import RandomProjection
 from tests.experiments.swap import tiny
+from tests.tiers import slow_but
 
 OPTIMIZER = optax.sgd(0.1)
 
@@ -69,7 +70,7 @@ def test_a_step_descends_the_mean_loss_with_dropout_and_its_batch(digits):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["digits", "char_lm"])
+@pytest.mark.parametrize("name", slow_but(["digits"], ["digits", "char_lm"]))
 def test_fine_tuning_leaves_projections_and_maps_alone(name, request):
     task = request.getfixturevalue(name)
     model = with_scaled_features(task, training.initial_model(task, 0))

@@ -256,7 +256,8 @@ def assert_says_that_the_disk_is_full(code, lines, why):
     assert re.search("same command (goes on from|starts anew)", lines[1])
 
 
-@pytest.mark.parametrize("size", [8000, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [8000, 200])
 def test_a_file_that_cannot_grow_is_told_in_two_lines_without_a_traceback(
     start, size, whole, tmp_path
 ):
@@ -298,7 +299,8 @@ def assert_says_that_it_vanished(folder, code, lines):
 
 
 # The row of step 6 is written while a checkpoint of step 5 is saved, and is followed by one.
-@pytest.mark.parametrize("step", [6, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 12))])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [2, 6, 12])
 def test_a_workdir_that_is_renamed_ends_the_run(start, step, whole, tmp_path):
     workdir, away = tmp_path / "run", tmp_path / "away"
     call = f"at_row({step}, os.rename, {str(workdir)!r}, {str(away)!r})"

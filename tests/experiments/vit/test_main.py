@@ -275,7 +275,7 @@ def test_a_bug_is_no_mistake_of_the_user(command, monkeypatch, name):
 
 @pytest.mark.parametrize("drawn_before_the_end", [False, True])
 def test_a_drawing_that_fails_loses_no_result_and_is_made_up_for(
-    command, tmp_path, monkeypatch, drawn_before_the_end
+    command, tmp_path, monkeypatch, drawn_curves, drawn_before_the_end
 ):
     def fail(_):
         raise ValueError("A mistake of ours.")
@@ -314,6 +314,7 @@ app.run(main.main, flags_parser=main.parse_flags)
 """
 
 
+@pytest.mark.slow
 def test_the_traceback_of_a_modified_model_is_printed(tmp_path):
     (tmp_path / "modified.py").write_text(MODIFIED)
     root = pathlib.Path(main.__file__).parents[2]

@@ -41,6 +41,7 @@ from tests.experiments.vit.training.test_checkpoint_manager import (
     make_rows,
     progress_of,
 )
+from tests.tiers import slow_but
 
 pytestmark = pytest.mark.devices(8)
 ROOT = pathlib.Path(__file__).parents[3]
@@ -136,7 +137,7 @@ def reopened(whole, workdir):
 
 
 @ignore_abandoned_reads
-@pytest.mark.parametrize("part", ["state", "run"])
+@pytest.mark.parametrize("part", slow_but(["state"], ["state", "run"]))
 def test_a_damaged_checkpoint_is_neither_trained_on_nor_evaluated_nor_exported(
     part, whole, tmp_path
 ):

@@ -1,7 +1,9 @@
 import collections
 import contextlib
 import csv
+import functools
 import json
+import math
 from types import SimpleNamespace
 
 import chex
@@ -19,7 +21,7 @@ from experiments.vit.data import in_memory
 from experiments.vit.metrics import log
 from experiments.vit.tools import compare, evaluate, report
 from experiments.vit.training import checkpoint_contents, sharding, train_step
-from experiments.vit.training.train_step import build_program, score
+from experiments.vit.training.train_step import score
 from tests.experiments.vit import tiny
 
 
@@ -28,15 +30,21 @@ def read_losses(workdir):
         return [float(row["train_loss"]) for row in csv.DictReader(file)]
 
 
-def test_a_run_leaves_its_results_metrics_curves_and_config(tmp_path):
-    config = tiny.get_config()
+def get_config(**changes):
+    """A run of 20 steps, whose program the tests share."""
+    schedule = {"num_steps": 20, "eval_interval": 20, "redraw_interval": 6}
+    return tiny.get_config(**(schedule | changes))
+
+
+def test_a_run_leaves_its_results_metrics_curves_and_config(tmp_path, drawn_curves):
+    config = get_config()
     results = train.train(config, tmp_path / "run")
     assert json.loads((tmp_path / "run" / "results.json").read_text()) == results
     assert results["config"] == json.loads((tmp_path / "run" / "config.json").read_text())
     assert results["config"] == config.to_dict()
-    assert (results["num_train"], results["num_test"], results["steps"]) == (1437, 360, 4)
+    assert (results["num_train"], results["num_test"], results["steps"]) == (1437, 360, 20)
     assert 0 <= results["test_accuracy"] <= 1
-    assert len(read_losses(tmp_path / "run")) == 4
+    assert len(read_losses(tmp_path / "run")) == 20
     image = np.asarray(Image.open(tmp_path / "run" / "curves.png").convert("RGB"))
     assert len(np.unique(image.reshape(-1, 3), axis=0)) > 50  # Something is drawn.
     with pytest.raises(UserError, match="already holds a run"):
@@ -44,12 +52,12 @@ def test_a_run_leaves_its_results_metrics_curves_and_config(tmp_path):
 
 
 def test_what_is_held_out_chooses_the_best_and_the_test_set_is_evaluated_once(tmp_path):
-    changes = {"held_out": 0.1, "eval_interval": 2, "checkpoint__interval": 1}
-    results = train.train(tiny.get_config(num_steps=6, **changes), tmp_path / "run")
+    changes = {"held_out": 0.1, "eval_interval": 8, "checkpoint__interval": 4}
+    results = train.train(get_config(**changes), tmp_path / "run")
     assert (results["num_train"], results["num_held_out"]) == (1293, 144)
     metrics = log.read_metrics(tmp_path / "run")
-    assert [step for step, _ in metrics["held_out_accuracy"]] == [2, 4, 6]
-    assert metrics["test_accuracy"] == [(6, results["test_accuracy"])]
+    assert [step for step, _ in metrics["held_out_accuracy"]] == [8, 16, 20]
+    assert metrics["test_accuracy"] == [(20, results["test_accuracy"])]
     step, best = max(metrics["held_out_accuracy"], key=lambda pair: pair[::-1])
     found = next(checkpoint_contents.find(tmp_path / "run" / "checkpoints", best=True))
     assert (found.step, found.accuracy) == (step, best)
@@ -60,20 +68,44 @@ def test_what_is_held_out_chooses_the_best_and_the_test_set_is_evaluated_once(tm
     )
 
 
+@pytest.fixture(scope="module")
+def on_eight_devices(tmp_path_factory):
+    """A run on eight devices: its results, its losses, and how often its functions were traced."""
+    traces = collections.Counter()
+
+    def counted(name, function):
+        def count(*args, **kwargs):
+            traces[name] += 1
+            return function(*args, **kwargs)
+
+        return count
+
+    functions = {train_state: ("init_state", "redraw"), train_step: ("train_step", "eval_step")}
+    workdir = tmp_path_factory.mktemp("eight")
+    with pytest.MonkeyPatch.context() as patch:
+        for module, names in functions.items():
+            for name in names:
+                patch.setattr(module, name, counted(name, getattr(module, name)))
+        results = train.train(get_config(mesh__data=8, eval_interval=5), workdir)
+    return results, read_losses(workdir), traces
+
+
 @pytest.mark.devices(8)
-def test_one_and_eight_devices_train_alike(tmp_path):
-    losses = {}
-    for devices in (1, 8):
-        config = tiny.get_config(
-            num_steps=20, eval_interval=20, redraw_interval=6, mesh__data=devices
-        )
-        workdir = tmp_path / str(devices)
-        results = train.train(config, workdir)
-        assert results["device"].startswith(f"{devices} x ")
-        losses[devices] = read_losses(workdir)
-    assert len(losses[1]) == 20
-    np.testing.assert_allclose(losses[8], losses[1], atol=1e-5, rtol=0)
-    assert losses[1][-1] < losses[1][0]
+def test_one_and_eight_devices_train_alike(tmp_path, on_eight_devices):
+    results, losses, _ = on_eight_devices
+    assert results["device"].startswith("8 x ")
+    results = train.train(get_config(), tmp_path)
+    assert results["device"].startswith("1 x ")
+    expected = read_losses(tmp_path)
+    assert len(losses) == 20
+    np.testing.assert_allclose(losses, expected, atol=1e-5, rtol=0)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.devices(8)
+def test_a_run_traces_each_of_its_functions_once(on_eight_devices):
+    # The first time for the shapes, from which the shardings follow.
+    assert on_eight_devices[2] == {"init_state": 2, "redraw": 1, "train_step": 1, "eval_step": 1}
 
 
 @pytest.mark.slow
@@ -90,7 +122,7 @@ def test_a_run_is_a_function_of_its_seed(tmp_path):
 def build(config, mesh=None):
     """The program of digits, on one device unless a mesh is given."""
     mesh = mesh or sharding.make_mesh(dict.fromkeys(sharding.AXES, 1))
-    return build_program(config, mesh, channels=1, num_classes=10)
+    return train.build_program(config, mesh, channels=1, num_classes=10)
 
 
 def make_batch(n=32):
@@ -111,30 +143,9 @@ def test_soft_labels_that_are_sure_are_scored_as_labels():
     np.testing.assert_array_equal(score(logits, mixed)[1], right)
 
 
-@pytest.mark.devices(8)
-def test_a_run_traces_each_of_its_functions_once(tmp_path, monkeypatch):
-    traces = collections.Counter()
-
-    def counted(name, function):
-        def count(*args, **kwargs):
-            traces[name] += 1
-            return function(*args, **kwargs)
-
-        return count
-
-    functions = {train_state: ("init_state", "redraw"), train_step: ("train_step", "eval_step")}
-    for module, names in functions.items():
-        for name in names:
-            monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
-    config = tiny.get_config(num_steps=9, eval_interval=3, redraw_interval=4, mesh__data=8)
-    train.train(config, tmp_path)
-    # The first time for the shapes, from which the shardings follow.
-    assert traces == {"init_state": 2, "redraw": 1, "train_step": 1, "eval_step": 1}
-
-
 def test_a_batch_that_is_still_on_the_host_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(sharding, "global_batch", lambda part, *_: part)
-    config = tiny.get_config()
+    config = get_config()
     with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
         train.train(config, tmp_path)
 
@@ -152,12 +163,20 @@ def test_each_step_has_its_number_in_a_profile(tmp_path, monkeypatch):
     assert noted == [("train", 0), ("train", 1), ("train", 2)]
 
 
-def test_a_step_changes_the_parameters_and_no_projection():
-    program = build(tiny.get_config())
+@pytest.fixture
+def program():
+    """The program that the runs share, inside its mesh."""
+    built = build(get_config())
+    with jax.set_mesh(built.mesh):
+        yield built
+
+
+def test_a_step_changes_the_parameters_and_no_projection(program):
     state = program.init()
     before = jax.device_get((state.params, state.projections))
     for _ in range(3):
-        state, metrics = program.train_step(state, make_batch())
+        batch = sharding.global_batch(make_batch(), program.mesh, 32)
+        state, metrics = program.train_step(state, batch)
     assert int(state.step) == 3
     assert np.isfinite(metrics["loss"])
     assert metrics["gradient_norm"] > 0
@@ -165,16 +184,16 @@ def test_a_step_changes_the_parameters_and_no_projection():
     assert not np.allclose(state.params["head"]["kernel"][...], before[0]["head"]["kernel"][...])
 
 
-def test_redraw_is_a_function_of_key_and_step_alone():
-    state = build(tiny.get_config()).init()
+def test_redraw_is_a_function_of_key_and_step_alone(program):
+    state = program.init()
+    redraw = jax.jit(functools.partial(train_state.redraw, interval=10))
 
     def at(step, state=state):
-        state = state._replace(step=jnp.int32(step))
-        return train_state.redraw(state, interval=10).projections
+        return redraw(state._replace(step=np.int32(step))).projections
 
     chex.assert_trees_all_equal(at(0), at(9))
     chex.assert_trees_all_equal(at(10), at(19, state._replace(projections=at(30))))
-    different = jax.tree.map(lambda a, b: float(jnp.abs(a - b).min()) > 0, at(0), at(10))
+    different = jax.tree.map(lambda a, b: float(np.abs(a - b).min()) > 0, at(0), at(10))
     assert all(jax.tree.leaves(different))
 
 
@@ -194,20 +213,20 @@ def test_only_kernels_decay():
         np.testing.assert_allclose(x, 1 - 0.05 * 0.5 if decayed else 1.0, rtol=1e-6, err_msg=name)
 
 
-def test_evaluation_counts_every_image_once():
-    program = build(tiny.get_config())
+def test_evaluation_counts_every_image_once(program):
     state = program.init()
-    state.params["head"]["kernel"][...] = jax.random.normal(jax.random.key(1), (32, 10))
+    head = state.params["head"]["kernel"]
+    kernel = np.random.default_rng(1).normal(size=(32, 10)).astype(np.float32)
+    head[...] = jax.device_put(kernel, head.sharding)
     split = in_memory.load_digits("").test
 
     def total(batch_size):
-        sums = [
-            program.eval_step(state.model, batch)
-            for batch in in_memory.eval_batches(split, batch_size)
-        ]
+        batches = in_memory.eval_batches(split, batch_size)
+        put = (sharding.global_batch(batch, program.mesh, batch_size) for batch in batches)
+        sums = [program.eval_step(state.model, batch) for batch in put]
         return {name: sum(float(s[name]) for s in sums) for name in sums[0]}
 
-    whole, parts = total(360), total(77)
+    whole, parts = total(120), total(77)
     assert whole["weight"] == parts["weight"] == 360
     assert whole["accuracy"] == parts["accuracy"]
     assert parts["loss"] == pytest.approx(whole["loss"], rel=1e-5)
@@ -233,7 +252,7 @@ def train_on(monkeypatch):
         made = lambda *a, **k: Source(batches(*a, **k), **source)  # noqa: E731
         monkeypatch.setattr(in_memory, "train_batches", made)
         intervals = {"log_interval": 4, "eval_interval": 20, "checkpoint__interval": checkpoints}
-        return train.train(tiny.get_config(num_steps=20, **intervals), workdir)
+        return train.train(get_config(**intervals), workdir)
 
     return run
 
@@ -269,10 +288,11 @@ def test_a_second_bad_batch_ends_the_run(tmp_path, train_on):
         train_on(tmp_path, checkpoints=3, poisoned=(5, 13))
 
 
-def test_a_test_loss_that_is_not_finite_is_no_result(tmp_path):
-    config = tiny.get_config(num_steps=1, warmup_steps=0, learning_rate=1e30)
-    with pytest.raises(UserError, match="The test loss is nan at step 1 of 1"):
-        train.train(config, tmp_path)
+def test_a_test_loss_that_is_not_finite_is_no_result(tmp_path, monkeypatch):
+    means = {"test_loss": math.nan, "test_accuracy": 0.1}
+    monkeypatch.setattr(train, "evaluation_means", lambda sums, *, name: means)
+    with pytest.raises(UserError, match="The test loss is nan at step 20 of 20"):
+        train.train(get_config(), tmp_path)
     assert not (tmp_path / "results.json").exists()
 
 

@@ -162,6 +162,7 @@ def test_fashion_mnist_that_is_not_there_says_how_to_get_it(tmp_path):
         in_memory.load_fashion_mnist(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_fashion_mnist_is_read_from_tensorflow_datasets():
     folder = os.environ.get("TFDS_DATA_DIR", "")
     if not pathlib.Path(folder, "fashion_mnist").exists():

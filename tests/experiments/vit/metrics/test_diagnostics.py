@@ -85,6 +85,7 @@ def test_the_measures_are_those_of_a_loop(on_one_device):
     assert row["feature_variance/layer_1"] == pytest.approx(float(result["feature_variance"][1]))
 
 
+@pytest.mark.slow
 def test_scanned_layers_on_a_mesh_of_all_axes_measure_alike(on_one_device):
     _, _, result = measured(mesh_of(1, 2, 2, 2), model__scan=True)
     for name in diagnostics.NAMES:

@@ -129,6 +129,7 @@ def test_attempts_that_bring_nothing_end_and_delete_the_slice(gcloud):
     assert not (gcloud / "state").exists()
 
 
+@pytest.mark.slow
 def test_a_creation_and_its_start_are_one_attempt(gcloud, monkeypatch):
     monkeypatch.setattr(spot, "ATTEMPTS", 2)
     (gcloud / "unstable").write_text("2")  # Two slices are taken away before they save anything.
@@ -346,6 +347,7 @@ def test_the_output_and_the_code_of_the_trainer_are_those_of_the_command(host):
     assert done.stdout.split() == ["one", "two"]
 
 
+@pytest.mark.slow
 def test_the_trainer_outlives_a_connection_that_is_lost(host, tmp_path):
     command, write = host
     without_processes(write)
@@ -360,6 +362,7 @@ def test_the_trainer_outlives_a_connection_that_is_lost(host, tmp_path):
     assert process.wait(30) == 0
 
 
+@pytest.mark.slow
 def test_an_installation_that_fails_is_tried_again(gcloud):
     program = gcloud / "bin" / "gcloud"
     once = """elif "scp" in words and not (here / "failed").exists():

@@ -82,7 +82,9 @@ def saved(tmp_path_factory):
     with opened(folder) as checkpoints:
         for step in STEPS:
             checkpoints.save(step, make_state(step), progress_of(ROWS[:step]))
-    return folder
+    gc.freeze()  # So that what each test leaves behind is soon collected.
+    yield folder
+    gc.unfreeze()
 
 
 @pytest.fixture
