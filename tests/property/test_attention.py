@@ -28,6 +28,8 @@ def applies(check: str, mechanism: str, mode: str) -> bool:
 
 
 ALL_MODES = [(mechanism, mode) for mechanism in MODES for mode in MODES[mechanism]]
+# tests/attention/test_every_mode.py has the same contracts of all modes, at fixed cases.
+DEFAULT_MODE = ("features", "packed causal")
 each_mode = pytest.mark.parametrize(("mechanism", "mode"), ALL_MODES)
 each_check = pytest.mark.parametrize(
     ("mechanism", "mode", "check"),
@@ -198,7 +200,15 @@ FIXED_PROGRAMS = (
 )
 
 
-@each_check
+@pytest.mark.parametrize(
+    ("mechanism", "mode", "check"),
+    [
+        pytest.param(*mode, check, marks=() if mode == DEFAULT_MODE else pytest.mark.slow)
+        for mode in ALL_MODES
+        for check in CHECKS
+        if applies(check, *mode)
+    ],
+)
 def test_a_few_cases(mechanism, mode, check):
     """Runs one program of each mode, because compilation takes nearly all of the time."""
     (program,) = (p for p in FIXED_PROGRAMS if (p.mechanism, p.mode) == (mechanism, mode))
