@@ -181,9 +181,9 @@ def unrolled():
 # Each with the number of its products relative to those of the unrolled model.
 LAYERS = {
     "dots": ({"remat": "dots"}, (1, 1.5)),
-    "block": ({"remat": "block"}, (1.2, 2)),
-    "scan": ({"scan": True}, (0.4, 0.8)),
-    "scan, block": ({"scan": True, "remat": "block"}, (0.6, 1)),
+    "block": ({"remat": "block"}, (1.5, 2)),
+    "scan": ({"scan": True}, (0.4, 0.75)),
+    "scan, block": ({"scan": True, "remat": "block"}, (0.75, 1)),
 }
 
 

@@ -14,8 +14,6 @@ from simrf_jax.models import ViT, ViTConfig
 from tests.experiments.swap import tiny
 from tests.tiers import slow_but
 
-pytestmark = pytest.mark.fast
-
 
 def encoder():
     """Returns a tiny sentence encoder and its input."""

@@ -75,8 +75,9 @@ def test_windows_are_read_by_a_request_a_block(bucket, folder):
     assert bucket.requests - opened == expected
 
 
-@pytest.mark.parametrize("window", [pytest.param(0, marks=pytest.mark.slow), 25])
-def test_a_bucket_that_is_busy_is_asked_again(bucket, folder, window):
+@pytest.mark.parametrize("window", [0, pytest.param(25, marks=pytest.mark.slow)])
+def test_a_bucket_that_is_busy_is_asked_again(bucket, folder, window, monkeypatch):
+    monkeypatch.setattr("experiments.harness.storage.time.sleep", lambda _: None)
     prepared.write(folder, train=30, validation=5)
     here, there = (prepared.load(at, shuffle_window=window) for at in (folder, BUCKET))
     bucket.failures += [503, 503, 429]

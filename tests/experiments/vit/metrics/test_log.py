@@ -83,6 +83,7 @@ def test_the_chosen_steps_leave_a_profile(workdir):
 
 
 @pytest.mark.parametrize("attention", ["simplex", "exact"])
+@pytest.mark.usefixtures("drawn_curves")
 def test_every_column_has_a_curve(workdir, attention):
     metrics = log.read_metrics(workdir)
     if attention == "exact":
@@ -111,6 +112,7 @@ def test_curves_are_drawn_at_an_evaluation_if_the_last_ones_are_old(
     assert drawn == [(tmp_path, step) for step in pictures]
 
 
+@pytest.mark.usefixtures("drawn_curves")
 def test_curves_show_held_out_images_while_there_is_no_test_accuracy():
     metrics = {name: [(2, 0.5)] for name in (*log.COLUMNS, *log.HELD_OUT_COLUMNS)}
     metrics |= {"test_loss": [], "test_accuracy": []}
