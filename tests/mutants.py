@@ -1,6 +1,6 @@
 """Breaks the code in many places, one at a time, and says whether the default tests notice.
 
-    python -m tests.mutants             # All of them: about 25 minutes on two cores.
+    python -m tests.mutants             # All of them.
     python -m tests.mutants causal      # Those whose path or text has a word.
 
 Each mutant is a copy of the repository in which one line is wrong. Named beside it are the tests
