@@ -300,6 +300,18 @@ def test_a_length_of_type_auto_beside_explicit_axes(mode, shape):
         assert relative_error(out[i], expected) < 1e-5
 
 
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize("mode", ["bidirectional", "packed_causal"])
+def test_a_length_on_one_device_beside_heads_over_several(mode, kind):
+    q, k, v = inputs(LENGTH, heads=HEADS)
+    options = MODES[mode]
+    w, mesh, spec = projection(FEATURES), make_mesh(kind, length=1, heads=2), P("length", "heads")
+    placed = jax.device_put((q, k, v), NamedSharding(mesh, spec))
+    out = jax.jit(sharded(estimator(w), kind, mesh, spec, **options))(*placed)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
+    assert relative_error(out, attention(q, k, v, w, visible=visible(options))) < 1e-5
+
+
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"exact_bandwidth": 2}])
 def test_masks_of_heads_that_explicit_axes_shard(options):
     q, k, v = inputs(LENGTH, heads=HEADS)
