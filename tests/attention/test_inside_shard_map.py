@@ -235,6 +235,20 @@ def test_cross_attention(whole):
     assert_close(*(with_gradients(f, arrays) for f in (over_devices, on_one_device)))
 
 
+@pytest.mark.parametrize("name", ["bidirectional", "near"])
+def test_an_explicit_length_inside_a_shard_map_over_the_batch(name):
+    w, mesh, spec = projections("dense"), make_mesh(batch=2, length=2), P("batch")
+    placed = jax.device_put((*tokens().values(),), jax.NamedSharding(mesh, P("batch", "length")))
+    with jax.set_mesh(mesh):
+
+        def part(q, k, v):
+            return FUNCTIONS[name](q, k, v, w)
+
+        mapped = jax.shard_map(part, in_specs=spec, out_specs=spec, axis_names={"batch"})
+        out = jax.jit(mapped)(*placed)
+    assert_close(np.asarray(out), jax.jit(FUNCTIONS[name])(*tokens().values(), w))
+
+
 DECODERS = {
     "far": (
         lambda w, sizes: steps.init_state(w, **sizes),

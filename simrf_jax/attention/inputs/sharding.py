@@ -153,7 +153,9 @@ def over_devices(
         explicit = tuple(axis for axis in shards.query_axes if types[axis] == AxisType.Explicit)
         of_output[-3] = explicit or of_output[-3]
         sharding = NamedSharding(mesh, PartitionSpec(*of_output))
-        mapped = jax.sharding.auto_axes(mapped, out_sharding=sharding)
+        # An enclosing shard_map over other axes keeps those.
+        axes = tuple(axis for axis, kind in types.items() if kind == AxisType.Explicit)
+        mapped = jax.sharding.auto_axes(mapped, axes=axes, out_sharding=sharding)
     return mapped(arguments, jax.tree.map(jnp.asarray, heads))
 
 
