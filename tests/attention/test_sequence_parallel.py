@@ -324,6 +324,21 @@ def test_masks_of_heads_that_explicit_axes_shard(options):
     assert relative_error(out, attend(q, k, v, w, mask=jnp.asarray(mask))) < 1e-6
 
 
+@pytest.mark.parametrize("key_heads", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}])
+def test_a_bias_of_each_head_where_explicit_axes_shard_heads_that_share_keys(options, key_heads):
+    q, k, v = inputs(LENGTH, heads=HEADS, key_heads=key_heads)
+    bias = np.random.default_rng(3).normal(size=(HEADS, 1, LENGTH)).astype(np.float32)
+    w, mesh = projection(FEATURES, heads=key_heads), make_mesh(heads=2)
+    attend = jax.jit(functools.partial(random_feature_attention, bias=bias, **options))
+    of_keys = P(None, "heads") if key_heads > 1 else P()
+    placed = jax.device_put(q, NamedSharding(mesh, P(None, "heads")))
+    of_key_heads = jax.device_put((k, v), NamedSharding(mesh, of_keys))
+    with jax.set_mesh(mesh):
+        out = attend(placed, *of_key_heads, w)
+    assert relative_error(out, attend(q, k, v, w)) < 1e-6
+
+
 @pytest.mark.parametrize("kind", ["dense", "fast", "calibrated", "learned"])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}])
 def test_explicit_axes_of_heads_beside_a_w_for_each_head_that_is_on_all_devices(options, kind):
