@@ -235,6 +235,42 @@ def test_cross_attention(whole):
     assert_close(*(with_gradients(f, arrays) for f in (over_devices, on_one_device)))
 
 
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"exact_bandwidth": 2}])
+def test_heads_of_queries_over_devices_that_share_the_keys(options):
+    w = projection(FEATURES, DIM)
+    spec = P(None, None, "heads")
+
+    def attend(query, key, value):
+        return random_feature_attention(query, key, value, w, **options)
+
+    mapped = jax.shard_map(
+        attend,
+        mesh=make_mesh("manual", heads=2),
+        in_specs=(spec, P(), P()),
+        out_specs=spec,
+    )
+
+    def over_devices(query, key, value):
+        return mapped(query, key, value)
+
+    arrays = tokens(key_heads=1)
+    assert_close(*(with_gradients(f, arrays) for f in (over_devices, attend)))
+
+
+@pytest.mark.parametrize("name", ["bidirectional", "near"])
+def test_an_explicit_length_inside_a_shard_map_over_the_batch(name):
+    w, mesh, spec = projections("dense"), make_mesh(batch=2, length=2), P("batch")
+    placed = jax.device_put((*tokens().values(),), jax.NamedSharding(mesh, P("batch", "length")))
+    with jax.set_mesh(mesh):
+
+        def part(q, k, v):
+            return FUNCTIONS[name](q, k, v, w)
+
+        mapped = jax.shard_map(part, in_specs=spec, out_specs=spec, axis_names={"batch"})
+        out = jax.jit(mapped)(*placed)
+    assert_close(np.asarray(out), jax.jit(FUNCTIONS[name])(*tokens().values(), w))
+
+
 DECODERS = {
     "far": (
         lambda w, sizes: steps.init_state(w, **sizes),

@@ -304,6 +304,18 @@ def test_a_length_of_type_auto_beside_explicit_axes(mode, shape):
         assert relative_error(out[i], expected) < 1e-5
 
 
+@pytest.mark.parametrize("kind", ["explicit", "auto"])
+@pytest.mark.parametrize("mode", ["bidirectional", "packed_causal"])
+def test_a_length_on_one_device_beside_heads_over_several(mode, kind):
+    q, k, v = inputs(LENGTH, heads=HEADS)
+    options = MODES[mode]
+    w, mesh, spec = projection(FEATURES), make_mesh(kind, length=1, heads=2), P("length", "heads")
+    placed = jax.device_put((q, k, v), NamedSharding(mesh, spec))
+    out = jax.jit(sharded(estimator(w), kind, mesh, spec, **options))(*placed)
+    assert out.sharding.is_equivalent_to(NamedSharding(mesh, spec), 3)
+    assert relative_error(out, attention(q, k, v, w, visible=visible(options))) < 1e-5
+
+
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"exact_bandwidth": 2}])
 def test_masks_of_heads_that_explicit_axes_shard(options):
     q, k, v = inputs(LENGTH, heads=HEADS)
@@ -314,6 +326,21 @@ def test_masks_of_heads_that_explicit_axes_shard(options):
     of_heads = jax.device_put(mask, NamedSharding(mesh, P("heads")))
     out = attend(*placed, w, mask=of_heads)
     assert relative_error(out, attend(q, k, v, w, mask=jnp.asarray(mask))) < 1e-6
+
+
+@pytest.mark.parametrize("key_heads", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}])
+def test_a_bias_of_each_head_where_explicit_axes_shard_heads_that_share_keys(options, key_heads):
+    q, k, v = inputs(LENGTH, heads=HEADS, key_heads=key_heads)
+    bias = np.random.default_rng(3).normal(size=(HEADS, 1, LENGTH)).astype(np.float32)
+    w, mesh = projection(FEATURES, heads=key_heads), make_mesh(heads=2)
+    attend = jax.jit(functools.partial(random_feature_attention, bias=bias, **options))
+    of_keys = P(None, "heads") if key_heads > 1 else P()
+    placed = jax.device_put(q, NamedSharding(mesh, P(None, "heads")))
+    of_key_heads = jax.device_put((k, v), NamedSharding(mesh, of_keys))
+    with jax.set_mesh(mesh):
+        out = attend(placed, *of_key_heads, w)
+    assert relative_error(out, attend(q, k, v, w)) < 1e-6
 
 
 @pytest.mark.parametrize(

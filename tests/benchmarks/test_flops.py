@@ -116,6 +116,6 @@ def test_unrolled_layers_are_as_many_operations_as_scanned_ones():
 def test_couplings_share_the_step():
     programs = {
         traced_step(coupling, depth=1, scan=False).lower().as_text()
-        for coupling in ("simplex", "iid")
+        for coupling in ("simplex", "orthogonal")
     }
     assert len(programs) == 1

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real, Shaped
 
@@ -261,7 +262,7 @@ class Arguments:
         groups = num_heads // key.shape[-2]
         if log_weights.shape[-2] not in (1, key.shape[-2]):
             # Heads that share their keys but not their mask no longer share a state.
-            key, value = (jnp.repeat(x, groups, axis=-2) for x in (key, value))
+            key, value = (_for_each_head(x, self.query) for x in (key, value))
             groups = 1
 
         def flat(x: Shaped[Array, " ..."]) -> Shaped[Array, "B ..."]:
@@ -357,6 +358,27 @@ def shape_of_logits(
 ) -> Shape:
     """Returns ``[*batch, N, T, S]``; one sequence is a batch of one, as ``jax.nn`` has it."""
     return (*(query.shape[:-3] or (1,)), query.shape[-2], query.shape[-3], key.shape[-3])
+
+
+def repeat_heads(x: Shaped[Array, " ..."], groups: int, axis: int) -> Shaped[Array, " ..."]:
+    """Repeats each entry of an axis of key heads, which explicit mesh axes may shard."""
+    # jnp.repeat refuses such an axis inside jax.set_mesh (jax 0.10.2).
+    shape, axis = x.shape, axis % x.ndim
+    x = jnp.expand_dims(x, axis + 1)
+    x = jnp.broadcast_to(x, (*shape[: axis + 1], groups, *shape[axis + 1 :]))
+    return x.reshape(*shape[:axis], shape[axis] * groups, *shape[axis + 1 :])
+
+
+def _for_each_head(
+    x: Float[Array, "*batch S K dim"], query: Float[Array, "*batch T N H"]
+) -> Float[Array, "*batch S N dim"]:
+    """Returns keys or values for each head of the queries, on the devices that have it."""
+    x = repeat_heads(x, query.shape[-2] // x.shape[-2], axis=-2)
+    spec, of_query = jax.typeof(x).sharding.spec, jax.typeof(query).sharding
+    if of_query.spec[-2] is None or spec[-2] is not None:
+        return x
+    spec = PartitionSpec(*spec[:-2], of_query.spec[-2], spec[-1])
+    return jax.sharding.reshard(x, NamedSharding(of_query.mesh, spec))
 
 
 def contract(

@@ -27,7 +27,7 @@ class Shards(NamedTuple):
     """The mesh axes that shard the lengths of one call.
 
     Attributes:
-      axes: Axes that shard the keys.
+      axes: Axes that shard the keys, those of one device left out outside ``shard_map``.
       query_axes: Axes that shard the queries; none if each device has all of them.
       is_inside: True if the call is inside ``shard_map`` over these axes already.
     """
@@ -58,7 +58,8 @@ def find_shards(arguments: Arguments, axes: Axes, *, in_order: bool) -> Shards:
       in_order: True if the positions of queries and keys belong together, as in causal attention.
 
     Raises:
-      ValueError: If they do, and there are not as many keys as queries.
+      ValueError: If they do, and there are not as many keys as queries; or if an axis is of no
+        mesh.
     """
     named = bool(axes)
     axes = axes or arguments.explicit_axes(in_order=in_order)
@@ -70,6 +71,10 @@ def find_shards(arguments: Arguments, axes: Axes, *, in_order: bool) -> Shards:
         )
     is_inside = are_bound(axes)
     split = is_inside or in_order or named or set(axes) & set(axes_of_length(arguments.query))
+    if not is_inside:
+        # Over an axis of one device XLA cannot compile a sum beside other axes (jax 0.10.2).
+        mesh = _mesh(axes, arguments)
+        axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
     return Shards(axes, axes if split else (), is_inside)
 
 
@@ -130,6 +135,8 @@ def over_devices(
     specs = _specs(arguments, shards)
 
     def mapped(arguments: Arguments, heads: Heads) -> Float[Array, "*batch T N D"]:
+        if not shards.axes:
+            return attend(arguments, heads)
         return jax.shard_map(
             attend,
             mesh=_mesh(shards.axes, arguments),
@@ -146,13 +153,17 @@ def over_devices(
         explicit = tuple(axis for axis in shards.query_axes if types[axis] == AxisType.Explicit)
         of_output[-3] = explicit or of_output[-3]
         sharding = NamedSharding(mesh, PartitionSpec(*of_output))
-        mapped = jax.sharding.auto_axes(mapped, out_sharding=sharding)
+        # An enclosing shard_map over other axes keeps those.
+        axes = tuple(axis for axis, kind in types.items() if kind == AxisType.Explicit)
+        mapped = jax.sharding.auto_axes(mapped, axes=axes, out_sharding=sharding)
     return mapped(arguments, jax.tree.map(jnp.asarray, heads))
 
 
 def from_earlier_device(x: Shaped[Array, "*shape"], axes: Axes, by: int) -> Shaped[Array, "*shape"]:
     """Returns the value held ``by`` devices earlier, wrapping around."""
     size = jax.lax.axis_size(axes)
+    if size == 1:
+        return x
     return jax.lax.ppermute(x, axes, [(i, (i + by) % size) for i in range(size)])
 
 

@@ -419,7 +419,8 @@ def _attend_chunk(
         return found.where(of_queries, of_state, _Found(readout, kept.state.merge(more)))
 
     # The barrier keeps XLA from computing the same numbers in two ways, one for each branch.
-    found = jax.lax.optimization_barrier(found)
+    # One for each part: the keys may be the same on devices of a shard_map that queries differ on.
+    found = _Found(*map(jax.lax.optimization_barrier, found))
     found = jax.lax.cond(jnp.any(is_large), jax.checkpoint(by_pairs), lambda found: found, found)
     sees_spoiled = (carry.spoiled[:, None] & sight.carried[..., None]) | sight.any(spoils)
     scanned = Scanned(found.readout, queries.log_scale, no_features | sees_spoiled[..., None])

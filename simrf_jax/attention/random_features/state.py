@@ -18,7 +18,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from simrf_jax import one_line
-from simrf_jax.attention.inputs.arguments import Arguments, Inputs, contract, quotient
+from simrf_jax.attention.inputs.arguments import Arguments, Inputs, contract, quotient, repeat_heads
 from simrf_jax.features import (
     FeatureMap,
     FeatureMapLike,
@@ -320,7 +320,7 @@ def lay_out(
     if groups > 1:  # Query heads get keys of their own.
         feature_map = _repeat_heads(feature_map, groups)
         if w is not None and w.ndim == 3:
-            w = jax.tree.map(functools.partial(jnp.repeat, repeats=groups, axis=0), w)
+            w = jax.tree.map(functools.partial(repeat_heads, groups=groups, axis=0), w)
     features = HeadMaps(w, feature_map)
     if _is_worth_folding(features, inputs):
         features = HeadMaps(None, Folded.of(feature_map, w))
@@ -347,7 +347,7 @@ def _repeat_heads(feature_map: FeatureMap, groups: int) -> FeatureMap:
     """Repeats what a feature map holds for each key head."""
 
     def repeat(axis: int | None, leaf: Any) -> Any:
-        return leaf if axis is None else jnp.repeat(jnp.asarray(leaf), groups, axis=0)
+        return leaf if axis is None else repeat_heads(jnp.asarray(leaf), groups, axis=0)
 
     axes = feature_map.head_axes()
     if axes is None:

@@ -347,7 +347,6 @@ def test_the_output_and_the_code_of_the_trainer_are_those_of_the_command(host):
     assert done.stdout.split() == ["one", "two"]
 
 
-@pytest.mark.slow
 def test_the_trainer_outlives_a_connection_that_is_lost(host, tmp_path):
     command, write = host
     without_processes(write)
