@@ -47,7 +47,10 @@ class Blocks:
             first -= file.stop - file.start
         first += file.start
         try:
-            return self._open(file.path).read(first, first + stop - start)
+            records = self._open(file.path).read(first, first + stop - start)
+            if not all(records):  # Of a file that shrinks while it is read.
+                raise OSError("a record is empty")
+            return records
         except Exception as error:  # Each kind of storage, and of damage, has errors of its own.
             raise UserError(
                 f"Of the examples {start} to {stop - 1} of {self._examples.name} some cannot be "
