@@ -9,6 +9,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Sequence
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
@@ -124,7 +125,8 @@ def weighted_sum(
     exponents, values = [], []
     for base, omega in zip(bases, coefficients, strict=True):
         value = jnp.ones_like(base.exponent) if base.values is None else base.values
-        product = omega[..., :, None] * value[..., None, :]
+        # Not by broadcasting: XLA's CPU backend may crash in the sums of its gradient (jax 0.10.2).
+        product = jnp.einsum("...a,...b->...ab", omega, value, precision=jax.lax.Precision.HIGHEST)
         exponent = base.exponent + (base.log_scale - log_scale)
         exponents.append(jnp.broadcast_to(exponent[..., None, :], product.shape))
         values.append(product)

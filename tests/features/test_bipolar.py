@@ -283,3 +283,20 @@ def test_gradients_are_finite_and_the_record_is_a_pytree():
 def test_refuses(call, error, match):
     with pytest.raises(error, match=match):
         call(jnp.asarray(vectors()), bipolar())
+
+
+def test_gradients_of_queries_that_share_a_key_head():
+    """XLA's CPU backend ended the process where sums of a hybrid's gradient were fused."""
+    q, k, v = (np.random.default_rng(n).normal(size=(2, 16, 8, 4)).astype("f4") for n in range(3))
+    p = bipolar(num_features=8, num_weights=8)
+
+    @jax.jit
+    @jax.grad
+    def gradient(q, k, v):
+        out = simrf_jax.random_feature_attention(q, k, v, p, feature_map="gaussian_hybrid")
+        return jnp.sum(jnp.sin(0.1 * out))
+
+    few = k[:, :, :4], v[:, :, :4]
+    expected = gradient(q, *(np.repeat(x, 2, axis=2) for x in few))
+    found = gradient(q, *few)
+    assert np.linalg.norm(found - expected) < 1e-3 * np.linalg.norm(expected)
