@@ -42,6 +42,40 @@ def test_an_explicit_axis_shards_the_batch_at_a_length_of_no_whole_chunks():
     assert relative_error(actual, expected) < 1e-6
 
 
+def causal(q, k, v):
+    return random_feature_attention(q, k, v, projection(), is_causal=True)
+
+
+@pytest.mark.fast
+def test_vmap_computes_pairs_only_where_a_key_is_large():
+    q, k, v = inputs(5, batch=(2, 1))
+    alone, mapped = (str(jax.make_jaxpr(f)(q, k, v)) for f in (causal, jax.vmap(causal)))
+    assert alone.count(" cond[") == mapped.count(" cond[")
+
+
+def test_vmap_over_sequences_of_which_one_has_large_keys():
+    q, k, v = inputs(5, batch=(2, 1))
+    k[1, :, 3:] *= 1e3
+    actual = jax.jit(jax.vmap(causal))(q, k, v)
+    for i in range(2):
+        expected = attend(q[i], k[i], v[i], projection(), is_causal=True)
+        assert relative_error(actual[i], expected) < 1e-6
+
+
+def test_vmap_over_sequences_whose_heads_an_explicit_axis_shards():
+    q, k, v = inputs(5, heads=2, batch=(2, 1))
+
+    def with_gradients(q, k, v):
+        return jax.value_and_grad(lambda *x: jnp.sum(causal(*x) ** 2), argnums=(0, 1, 2))(q, k, v)
+
+    mapped = jax.jit(jax.vmap(with_gradients))
+    sharding = jax.NamedSharding(make_mesh(heads=2), jax.P(None, None, None, "heads"))
+    actual = mapped(*jax.device_put((q, k, v), sharding))
+    assert actual[1][0].sharding.spec[3] == "heads"
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(mapped(q, k, v)), strict=True):
+        assert relative_error(a, e) < 1e-5
+
+
 @pytest.mark.parametrize("lengths", [(9, 14), (14, 9), (9, 1), (1, 9)])
 def test_queries_and_keys_of_other_lengths_are_aligned_at_the_start(lengths):
     q, k, v = inputs(*lengths)

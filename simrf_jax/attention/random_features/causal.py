@@ -20,6 +20,7 @@ import math
 from typing import NamedTuple, TypeVar
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
@@ -421,11 +422,28 @@ def _attend_chunk(
     # The barrier keeps XLA from computing the same numbers in two ways, one for each branch.
     # One for each part: the keys may be the same on devices of a shard_map that queries differ on.
     found = _Found(*map(jax.lax.optimization_barrier, found))
-    found = jax.lax.cond(jnp.any(is_large), jax.checkpoint(by_pairs), lambda found: found, found)
+    found = jax.lax.cond(_any(is_large), jax.checkpoint(by_pairs), lambda found: found, found)
     sees_spoiled = (carry.spoiled[:, None] & sight.carried[..., None]) | sight.any(spoils)
     scanned = Scanned(found.readout, queries.log_scale, no_features | sees_spoiled[..., None])
     spoiled = kept.spoiled | jnp.any(spoils & in_last, axis=1)
     return Carry(found.state, spoiled, kept.segment), scanned
+
+
+@jax.custom_batching.custom_vmap
+def _any(flags: Bool[Array, " *shape"]) -> Bool[Array, ""]:
+    """Returns one boolean, also under ``vmap``: with one for each example, all take both branches.
+
+    Branches that are selected from, as ``vmap`` has it, also lose how Explicit axes shard them.
+    """
+    return jnp.any(flags)
+
+
+@_any.def_vmap
+def _any_of_all(
+    size: int, is_batched: list[bool], flags: Bool[Array, " B *shape"]
+) -> tuple[Bool[Array, ""], bool]:
+    del size, is_batched
+    return _any(flags), False
 
 
 class _Units(NamedTuple):
