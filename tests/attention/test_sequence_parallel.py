@@ -344,6 +344,19 @@ def test_a_bias_of_each_head_where_explicit_axes_shard_heads_that_share_keys(opt
 
 
 @pytest.mark.parametrize(
+    "options",
+    slow_but(["causal"], MODES | {"exact band": {"exact_bandwidth": 2}}),
+)
+def test_more_explicit_devices_than_key_heads(options):
+    q, k, v = inputs(LENGTH, heads=HEADS, key_heads=KEY_HEADS)
+    w, mesh = projection(FEATURES, heads=KEY_HEADS), make_mesh(heads=HEADS)
+    attend = jax.jit(functools.partial(random_feature_attention, projection=w, **options))
+    out = attend(jax.device_put(q, NamedSharding(mesh, P(None, "heads"))), k, v)
+    assert jax.typeof(out).sharding.spec == P(None, "heads", None)
+    assert relative_error(out, attend(q, k, v)) < 1e-6
+
+
+@pytest.mark.parametrize(
     "kind", slow_but(["dense", "calibrated"], ["dense", "fast", "calibrated", "learned"])
 )
 @pytest.mark.parametrize("is_causal", slow_but([False], [False, True]))

@@ -260,8 +260,8 @@ class Arguments:
                     f"{spec} of {name}."
                 )
         groups = num_heads // key.shape[-2]
-        if log_weights.shape[-2] not in (1, key.shape[-2]):
-            # Heads that share their keys but not their mask no longer share a state.
+        if log_weights.shape[-2] not in (1, key.shape[-2]) or _has_devices_between(self.query, key):
+            # Heads that share their keys, but not their mask or device, no longer share a state.
             key, value = (_for_each_head(x, self.query) for x in (key, value))
             groups = 1
 
@@ -367,6 +367,17 @@ def repeat_heads(x: Shaped[Array, " ..."], groups: int, axis: int) -> Shaped[Arr
     x = jnp.expand_dims(x, axis + 1)
     x = jnp.broadcast_to(x, (*shape[: axis + 1], groups, *shape[axis + 1 :]))
     return x.reshape(*shape[:axis], shape[axis] * groups, *shape[axis + 1 :])
+
+
+def _has_devices_between(
+    query: Float[Array, "*batch T N H"], key: Float[Array, "*batch S K H"]
+) -> bool:
+    """Returns True if explicit mesh axes divide the query heads of one of several key heads."""
+    sharding = jax.typeof(query).sharding
+    axes = sharding.spec[-2]
+    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    num_key_heads = key.shape[-2]
+    return num_key_heads > 1 and num_key_heads % math.prod(map(sharding.mesh.shape.get, names)) > 0
 
 
 def _for_each_head(
