@@ -257,9 +257,11 @@ def test_heads_of_queries_over_devices_that_share_the_keys(options):
     assert_close(*(with_gradients(f, arrays) for f in (over_devices, attend)))
 
 
-@pytest.mark.parametrize("name", ["bidirectional", "near"])
-def test_an_explicit_length_inside_a_shard_map_over_the_batch(name):
-    w, mesh, spec = projections("dense"), make_mesh(batch=2, length=2), P("batch")
+@pytest.mark.parametrize(
+    ("name", "devices"), [("bidirectional", 2), ("bidirectional", 1), ("near", 2)]
+)
+def test_an_explicit_length_inside_a_shard_map_over_the_batch(name, devices):
+    w, mesh, spec = projections("dense"), make_mesh(batch=2, length=devices), P("batch")
     placed = jax.device_put((*tokens().values(),), jax.NamedSharding(mesh, P("batch", "length")))
     with jax.set_mesh(mesh):
 

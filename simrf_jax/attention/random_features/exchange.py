@@ -148,6 +148,8 @@ def _beside_band(
 @jax.named_scope("merge_states_over_devices")
 def merge_over(state: AttentionState, axes: Axes) -> AttentionState:
     """Returns the state of the keys of all devices, by a maximum and one sum in its units."""
+    if not axes:  # A sum over no axes fails beside manual axes (jax 0.10.2).
+        return state
     maxima = jax.lax.pmax(jax.lax.stop_gradient(state.maxima), axes)
     return AttentionState(jax.lax.psum(state.in_units_of(maxima), axes), maxima)
 
