@@ -135,6 +135,7 @@ def test_the_fingerprint_is_of_the_code_behind_the_first_cell(tmp_path):
     assert store.fingerprint(notebook) != before
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_a_run_keeps_text_and_pictures_alone_and_shows_its_progress(tmp_path, capsys):
     path = tmp_path / "small.ipynb"

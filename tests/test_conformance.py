@@ -1,3 +1,5 @@
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import simrf_jax
 from simrf_jax import theory
 from tests import conformance, formulas
 from tests.standard_errors import assert_less, assert_mean
+from tests.tiers import slow_but
 from tests.versions import enable_x64
 
 
@@ -41,7 +44,9 @@ def pair(dim, v, direction):
     return (0.7 * v * u + offset).astype(np.float32), (0.3 * v * u - offset).astype(np.float32)
 
 
-def draw_many(coupling, num_features, dim, num_draws, rotation="haar"):
+@functools.cache  # Tests that take the same draws compile them once.
+def draw_many(coupling, num_features, dim, num_draws=None, rotation="haar"):
+    num_draws = num_draws or min(20_000, 80_000 // dim)  # As much time for each dimension.
     options = conformance.COUPLINGS[coupling] | {"rotation": rotation}
     draw_all = jax.jit(
         jax.vmap(lambda key: simrf_jax.draw_projection(key, num_features, dim, **options))
@@ -87,12 +92,13 @@ EXACT_DRAWS = [
 @pytest.mark.parametrize("dim", [2, 4, 8, 16])
 def test_unbiased(coupling, rotation, dim):
     # 2 d + 3 features make whole row blocks and a remainder.
-    projections = draw_many(coupling, 2 * dim + 3, dim, 20_000, rotation)
+    projections = draw_many(coupling, 2 * dim + 3, dim, rotation=rotation)
     for direction in ("axis", "random"):
         for samples in estimates(projections, *pair(dim, 1.0, direction)).values():
             assert_mean(samples, 1)
 
 
+@pytest.mark.slow
 @couplings
 @rotations
 @pytest.mark.parametrize("dim", [4, 6])
@@ -117,6 +123,7 @@ HADAMARD_BIAS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("coupling", "dim"), HADAMARD_BIAS)
 def test_the_bias_of_a_hadamard_rotation(coupling, dim):
     options = {"coupling": coupling, "rotation": "hadamard", "norms": "sqrt_dim"}
@@ -138,11 +145,16 @@ def test_the_bias_of_a_hadamard_rotation(coupling, dim):
     assert_mean(estimate - 1, HADAMARD_BIAS[coupling, dim])
 
 
+DRAWN = [(7, 2), (11, 4), (19, 8), (35, 16)]  # By test_unbiased.
+OTHERS = [(5, 2), (8, 8), (20, 8), (5, 16)]
+
+
 @pytest.mark.parametrize("coupling", conformance.ORACLES)
-@pytest.mark.parametrize(("dim", "num_features"), [(8, 8), (8, 20), (16, 5), (2, 5)])
-def test_variance_is_that_of_theory(coupling, dim, num_features):
+@pytest.mark.parametrize("num_features_and_dim", slow_but(DRAWN, [*DRAWN, *OTHERS]))
+def test_variance_is_that_of_theory(coupling, num_features_and_dim):
+    num_features, dim = num_features_and_dim
     x, y = pair(dim, 1.0, "axis")
-    projections = draw_many(coupling, num_features, dim, 40_000)
+    projections = draw_many(coupling, num_features, dim)
     options = conformance.ORACLES[coupling]
     for (name, kernel), samples in estimates(projections, x, y).items():
         if not conformance.FEATURE_MAPS[name].oracle:
@@ -168,6 +180,7 @@ def squared_errors(coupling, num_features, dim, v, num_draws, *, name="positive"
     return np.asarray(jax.jit(jax.vmap(one))(projections), np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("v", [0.3, 1.0])
 def test_each_coupling_beats_the_one_before_on_paired_draws(v):
     iid, orthogonal, simplex, simplex_plus = (
@@ -179,6 +192,7 @@ def test_each_coupling_beats_the_one_before_on_paired_draws(v):
     assert_less(simplex_plus, simplex)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["hyperbolic", "trigonometric"])
 def test_orthogonal_beats_simplex_where_a_row_is_worth_its_negative(name):
     orthogonal, simplex = (
@@ -205,6 +219,7 @@ def test_regular_blocks_against_square_ones(num_features, regular, square):
         assert_mean(errors[block] / iid, ratio)
 
 
+@pytest.mark.slow
 def test_simplex_plus_removes_the_leading_term_at_small_v():
     v, dim = 0.1, 64
     iid = np.expm1(v**2) / dim
@@ -241,6 +256,7 @@ def test_float64(name, kernel):
 
 
 # Each case takes seconds to compile, and a rotation does not depend on the row blocks.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("coupling", "rotation"),
     [

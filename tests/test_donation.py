@@ -64,6 +64,7 @@ RECORDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECORDS)
 def test_records(name):
     donate(RECORDS[name]())
@@ -93,6 +94,7 @@ def linen_attention(name, **options):
     return nn.MultiHeadDotProductAttention(HEADS, attention_fn=adapter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_nnx_modules(name):
     model = nnx_attention(name)
@@ -116,6 +118,7 @@ def test_nnx_modules(name):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_linen_variables(name):
     model, x = linen_attention(name), batch()
@@ -126,6 +129,7 @@ def test_linen_variables(name):
     donate(linen_attention(name, decode=True).init(jax.random.key(0), x))
 
 
+@pytest.mark.slow
 def test_a_map_of_the_caller_stays_the_callers():
     own, x = calibration(), batch()
     rngs = nnx.Rngs(0)
@@ -160,6 +164,7 @@ def test_the_vit_and_the_near_field(feature_map):
     donate(nnx.state(nnx_adapters.FMMAttention(HEADS, DIM, ROWS, 2, rngs=nnx.Rngs(0))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bandwidth", [None, 2])
 @pytest.mark.parametrize("mechanism", ["random features", "band", "blend"])
 def test_states_of_decoding(mechanism, bandwidth):

@@ -23,10 +23,12 @@ def _fresh_memory():
     return memory
 
 
+@pytest.mark.slow
 def test_what_is_freed_is_flat():
     assert_flat(_Cycle, count=200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("leak", "count"),
     [

@@ -36,6 +36,7 @@ def state(mechanism):
     return mechanism.init(**SIZES)
 
 
+@pytest.mark.slow
 def test_records_are_shown_in_one_line():
     w = simrf_jax.draw_projection(key(), 6, 4)
     fast = simrf_jax.draw_fast_projection(key(), 130, 64)

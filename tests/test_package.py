@@ -60,10 +60,12 @@ def loaded_by(statement):
     return done.stdout.split()
 
 
+@pytest.mark.slow
 def test_the_package_itself_is_quick_to_import():
     assert loaded_by("import simrf_jax") == []
 
 
+@pytest.mark.slow
 def test_theory_is_imported_when_it_is_first_used():
     assert loaded_by("import simrf_jax; simrf_jax.theory.kernel_mse") == ["scipy"]
     assert "theory" in dir(simrf_jax)

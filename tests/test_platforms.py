@@ -25,6 +25,7 @@ def settings(**given):
     return {name: value for name, value in json.loads(printed).items() if name in ours}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, {"JAX_PLATFORMS": "cpu"}], ids=["unset", "cpu"])
 def test_tests_run_on_eight_simulated_cpu_devices_unless_told_otherwise(given):
     assert settings(**given, XLA_FLAGS="--mine") == {
@@ -33,6 +34,7 @@ def test_tests_run_on_eight_simulated_cpu_devices_unless_told_otherwise(given):
     }
 
 
+@pytest.mark.slow
 def test_programs_are_those_of_users_if_the_flags_say_how_far_to_optimise():
     given = "--xla_backend_optimization_level=3"
     found = settings(JAX_PLATFORMS="cpu", XLA_FLAGS=given)["XLA_FLAGS"]
@@ -44,6 +46,7 @@ def test_a_flag_that_jaxlib_does_not_have_is_not_known():
     assert not compilation.is_known("xla_backend_optimization")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", ["", "tpu", "cuda,cpu"])
 def test_another_platform_keeps_its_own_flags(given):
     found = settings(JAX_PLATFORMS=given, XLA_FLAGS="--mine")

@@ -101,6 +101,7 @@ def distributions():
     return {module: {normalized(name) for name in names} for module, names in found.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", FILES)
 def test_everything_imported_is_required(folder, distributions):
     modules = imported(folder)
@@ -113,6 +114,7 @@ def test_everything_imported_is_required(folder, distributions):
     assert missing == set(), f"Nothing asks for what {folder} imports."
 
 
+@pytest.mark.slow
 def test_the_library_requires_only_what_it_imports(distributions):
     needed = set().union(*(distributions[module] for module in imported("simrf_jax")))
     assert required(None) - needed == set()

@@ -66,6 +66,7 @@ FORMULAS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("feature_map", FORMULAS)
 def test_features_of_a_negative_scale(feature_map, is_causal):
@@ -78,6 +79,7 @@ def test_features_of_a_negative_scale(feature_map, is_causal):
     assert relative_error(random_feature_attention(q, k, v, w, **options), expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_softmax_of_a_negative_scale(is_causal):
     q, k, v = inputs()
@@ -89,6 +91,7 @@ def test_softmax_of_a_negative_scale(is_causal):
     assert relative_error(whole, exact) < 1e-5
 
 
+@pytest.mark.slow
 def test_inspection_of_a_negative_scale():
     q, k, _ = inputs(scale=0.5)
     w = projection(40)
@@ -115,6 +118,7 @@ def of_traced_scale(name):
     return jax.jit(jax.grad(loss, argnums=(0, 1), has_aux=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRACED)
 def test_a_scale_may_be_traced_whatever_its_sign(name):
     q, call = inputs()[0], of_traced_scale(name)
@@ -133,6 +137,7 @@ def test_refuses_scales_that_are_not_finite(name, scale):
         EVERY[name](*inputs(), scale=scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRACED)
 def test_traced_scales_that_are_not_finite_give_nan(name):
     for scale in (np.inf, -np.inf, np.nan):
@@ -155,6 +160,7 @@ def test_is_causal_is_not_traced(name):
         jax.jit(lambda is_causal: WHOLE[name](*inputs(), is_causal=is_causal))(True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_switches_and_sizes_may_be_numpys(name):
     sizes = {"near": {"block_size": 4}, "far": {"chunk_size": 4}}
@@ -192,6 +198,7 @@ MADE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MADE)
 def test_a_batch_is_a_tuple_of_sizes(name):
     expected = jax.tree.map(jnp.shape, MADE[name]((2, 0)))
@@ -255,6 +262,7 @@ def test_a_scale_may_be_any_integer():
     np.testing.assert_allclose(out, v, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_mechanism_refuses_a_traced_switch():
     x = np.ones((3, 2, 4), np.float32)
     attend = jax.jit(lambda causal: features_with().attend(x, x, x, is_causal=causal))

@@ -66,6 +66,7 @@ def chunked(request, monkeypatch):
     return bidirectional._attend_by_chunks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", [True, False], ids=["one W", "a W for each head"])
 @pytest.mark.parametrize("name", MAPS)
 def test_chunks_give_what_all_tokens_at_once_give(name, shared, chunked):
@@ -77,6 +78,7 @@ def test_chunks_give_what_all_tokens_at_once_give(name, shared, chunked):
     )
 
 
+@pytest.mark.slow
 def test_gradients_through_chunks(chunked):
     def gradients(function):
         def loss(given, w):
@@ -92,6 +94,7 @@ def test_gradients_through_chunks(chunked):
     np.testing.assert_allclose(ours[1], expected[1], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_second_derivatives_through_chunks(chunked):
     def curvature(function):
         def loss(scale):
@@ -113,6 +116,7 @@ class OnTheUnitSphere(simrf_jax.FeatureMap):
         return feature_maps.Positive().log_features(unit, projection, side=side)
 
 
+@pytest.mark.slow
 def test_padding_is_no_vector_of_zeros(chunked):
     def gradient(function):
         def loss(w):
@@ -125,6 +129,7 @@ def test_padding_is_no_vector_of_zeros(chunked):
     )
 
 
+@pytest.mark.slow
 def test_first_chunks_without_a_visible_key(chunked):
     bias = np.zeros((2, 1, 1, 29), np.float32)
     bias[1, ..., :7] = -np.inf
@@ -136,6 +141,7 @@ def test_first_chunks_without_a_visible_key(chunked):
     )
 
 
+@pytest.mark.slow
 def test_bfloat16_is_contracted_in_bfloat16_with_sums_in_float32(chunked):
     given = jax.tree.map(
         lambda x: x.astype(jnp.bfloat16) if x.dtype == jnp.float32 else x, arguments(1.0)
@@ -156,6 +162,7 @@ def test_chunks_spoil_the_queries_that_see_a_key_that_is_not_finite(chunked):
     np.testing.assert_array_equal(np.isnan(out), spoiled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backward", [False, True])
 def test_memory_does_not_grow_with_the_number_of_features(backward):
     platforms.require_cpu()

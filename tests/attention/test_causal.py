@@ -23,6 +23,7 @@ def triangle(length, key_length=None):
     return np.tri(length, key_length or length, dtype=bool)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 2, 7, 16, 33])
 @pytest.mark.parametrize("chunk_size", [1, 2, 8, 64])
 def test_any_length_and_chunk(length, chunk_size):
@@ -32,6 +33,7 @@ def test_any_length_and_chunk(length, chunk_size):
     assert relative_error(actual, expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_an_explicit_axis_shards_the_batch_at_a_length_of_no_whole_chunks():
     q, k, v = inputs(7, batch=(4,))
     expected = attend(q, k, v, projection(), is_causal=True, chunk_size=4)
@@ -62,6 +64,7 @@ def test_vmap_over_sequences_of_which_one_has_large_keys():
         assert relative_error(actual[i], expected) < 1e-6
 
 
+@pytest.mark.slow
 def test_vmap_over_sequences_whose_heads_an_explicit_axis_shards():
     q, k, v = inputs(5, heads=2, batch=(2, 1))
 
@@ -76,6 +79,7 @@ def test_vmap_over_sequences_whose_heads_an_explicit_axis_shards():
         assert relative_error(a, e) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", [(9, 14), (14, 9), (9, 1), (1, 9)])
 def test_queries_and_keys_of_other_lengths_are_aligned_at_the_start(lengths):
     q, k, v = inputs(*lengths)
@@ -84,6 +88,7 @@ def test_queries_and_keys_of_other_lengths_are_aligned_at_the_start(lengths):
     assert relative_error(actual, expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_grouped_queries_masks_biases_lengths_and_batches():
     q, k, v = inputs(13, heads=4, key_heads=2, width=3, batch=(2, 3))
     w = projection(heads=2)
@@ -146,6 +151,7 @@ def test_nothing_of_the_future_reaches_the_past(scale, name):
             assert (other[t] != out[t]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("segments", [None, [0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2]])
 @pytest.mark.parametrize("size", [1.0, 1e12])
 def test_a_key_far_larger_than_those_before_it_in_its_chunk(segments, size):
@@ -161,6 +167,7 @@ def test_a_key_far_larger_than_those_before_it_in_its_chunk(segments, size):
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_large_keys_change_the_gradient_of_what_sees_them_alone():
     q, k, v = inputs(16)
     w = projection()
@@ -180,6 +187,7 @@ def test_large_keys_change_the_gradient_of_what_sees_them_alone():
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "implementation", ["xla", pytest.param("pallas_tpu", marks=pytest.mark.slow)]
 )
@@ -204,6 +212,7 @@ def test_gradients_of_keys_that_are_large_in_the_units_of_the_first(is_causal, i
         assert relative_error(a, e) < 1e-5
 
 
+@pytest.mark.slow
 def test_gradients_of_large_keys_do_not_vanish_beside_small_values():
     q, k, v = inputs(16)
     k[:5] *= 9
@@ -219,6 +228,7 @@ def test_gradients_of_large_keys_do_not_vanish_beside_small_values():
     np.testing.assert_allclose(gradient(small * v) / small, gradient(v), rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("sizes", [(5, 1, 7), (13,), (1,) * 13, (4, 4, 4, 1)])
 def test_packed_sequences_attend_to_themselves(sizes, is_causal):
@@ -234,6 +244,7 @@ def test_packed_sequences_attend_to_themselves(sizes, is_causal):
         assert relative_error(out[part], expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_last_state_is_that_of_the_last_segment():
     q, k, v = inputs(13)
     ids = np.repeat([3, 0], [5, 8])
@@ -249,6 +260,7 @@ def test_the_last_state_is_that_of_the_last_segment():
     chex.assert_trees_all_close(last_state(q, k, v, segment_ids=ids), alone, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_memory_does_not_hold_the_features():
     length, heads, dim, num_features = 16_384, 4, 64, 130
     x = jax.ShapeDtypeStruct((1, length, heads, dim), jnp.float32)

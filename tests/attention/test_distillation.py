@@ -37,6 +37,7 @@ def cross_entropy(query, key, w, *, visible=None, bandwidth=None, scale=None):
     return np.mean(losses), np.mean(entropies)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.5, 4, 16])
 @pytest.mark.parametrize("bandwidth", [None, BANDWIDTH])
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -52,6 +53,7 @@ def test_against_float64(scale, bandwidth, is_causal):
     assert expected >= entropy
 
 
+@pytest.mark.slow
 def test_masks_lengths_and_batches_count_as_in_attention():
     q, k, _ = inputs(batch=(2,), scale=0.5)
     mask = np.ones((2, 1, 1, 9), bool)
@@ -66,6 +68,7 @@ def test_masks_lengths_and_batches_count_as_in_attention():
     assert float(loss) == pytest.approx(np.mean(per_row), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_is_the_entropy_of_softmax_if_the_band_covers_all_keys():
     q, k, _ = inputs()
     loss = distillation_loss(q, k, projection(), feature_map="positive", exact_bandwidth=8)
@@ -95,6 +98,7 @@ def test_padding_and_rows_without_keys_have_no_gradient():
     assert not any(np.any(leaf) for leaf in gradients)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_tokens_that_are_not_finite_make_it_nan(number):
     tokens = [x.copy() for x in inputs()[:2]]
@@ -102,6 +106,7 @@ def test_tokens_that_are_not_finite_make_it_nan(number):
     assert np.isnan(distillation_loss(*tokens, projection(), feature_map="positive"))
 
 
+@pytest.mark.slow
 def test_the_target_has_no_gradient():
     """The gradient by queries is that of the estimated weights alone."""
     q, k, _ = inputs(scale=0.5)
@@ -187,12 +192,14 @@ def test_refuses(options, error, match):
         distillation_loss(q, k, projection(), **options)
 
 
+@pytest.mark.slow
 def test_a_map_that_gives_a_visible_key_no_weight_has_an_infinite_loss():
     q, k = jnp.ones((1, 1, 1)), jnp.array([[[1.0]], [[-1.0]]])
     loss = distillation_loss(q, k, jnp.ones((1, 1)), feature_map="relu")
     assert float(loss) == np.inf
 
 
+@pytest.mark.slow
 def test_a_record_can_be_changed_field_by_field():
     learned = Learned.start(projection(4, 8), simrf_jax.calibrate(*example(0)))
     moved = dataclasses.replace(learned, log_weights=learned.log_weights + 1)

@@ -89,7 +89,18 @@ def test_float32_against_float64(name):
                 assert error < tolerance(scale, 1e-4), (scale, "qkv"[number])
 
 
-@pytest.mark.parametrize("name", WITH_OTHER_MAPS)
+# Each map in one mode, and each mode of an exact band.
+SOME_MAPS = [
+    *(f"causal, {name}" for name in ("relu", "trigonometric", "learned")),
+    *(f"packed, {name}" for name in ("hyperbolic", "weighted", "calibrated")),
+    *(f"decoding, {name}" for name in ("elu", "optimal_positive", "weighted_hyperbolic")),
+    "exact band, bidirectional, learned",
+    "exact band, packed, hyperbolic",
+    "exact band, decoding, calibrated",
+]
+
+
+@pytest.mark.parametrize("name", slow_but(SOME_MAPS, list(WITH_OTHER_MAPS)))
 def test_other_feature_maps_against_float64(name):
     mode = WITH_OTHER_MAPS[name]
     attend = jax.jit(mode.attend)
@@ -145,6 +156,7 @@ def test_hidden_keys_and_rows_that_see_none(name):
 EDGES = ["bidirectional", "causal", "packed, causal", "near", "near and far", "near, decoding"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but([*EDGES, "exact band, causal"], list(MODES)))
 def test_one_token_and_empty_axes(name):
     mode = MODES[name]

@@ -18,6 +18,7 @@ LENGTH, BANDWIDTH = 30, 4
 SIZES = {"num_key_heads": 2, "head_dim": 8, "value_dim": 8}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.5, 4, 8])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_band_of_all_keys_is_softmax_attention(is_causal, scale):
@@ -28,6 +29,7 @@ def test_a_band_of_all_keys_is_softmax_attention(is_causal, scale):
     assert relative_error(out, expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_band_of_all_keys_does_not_depend_on_the_projection():
     q, k, v = inputs(LENGTH)
     outs = [
@@ -37,6 +39,7 @@ def test_a_band_of_all_keys_does_not_depend_on_the_projection():
     np.testing.assert_array_equal(*outs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bandwidth", "chunk_size"),
     [(0, 1), (1, 8), (LENGTH // 2, None), (np.int64(LENGTH - 2), 4)],
@@ -56,6 +59,7 @@ def test_scales_of_either_sign(scale):
     assert relative_error(out, beside_band(q, k, v, w, BANDWIDTH, scale=scale)) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_far_field_keeps_its_digits_where_the_band_has_nearly_all_weight():
     """Sums over all keys minus those over the band would leave nothing of the far field."""
     q, k, v = inputs(LENGTH, scale=0.5)
@@ -90,6 +94,7 @@ def test_a_map_of_the_user_is_in_units_of_the_kernel():
     assert relative_error(doubled, expected) > 0.1
 
 
+@pytest.mark.slow
 def test_features_of_a_query_that_overflow_reach_no_other_output_or_gradient():
     q, k, v = inputs(LENGTH)
     w = projection(64)
@@ -114,6 +119,7 @@ def test_features_of_a_query_that_overflow_reach_no_other_output_or_gradient():
         np.testing.assert_array_equal(planted_gradient, gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bandwidth", "pieces"),
     [
@@ -139,6 +145,7 @@ def test_decoding_in_any_pieces_is_the_parallel_form(pieces, bandwidth):
     assert jax.tree.map(jnp.shape, state) == shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lengths", slow_but([(3, 4)], [(2, 0), (3, 4), (20, 9)]))
 def test_append_gives_the_state_of_steps(lengths):
     q, k, v = inputs(LENGTH, heads=2)
@@ -206,6 +213,7 @@ def test_refuses_maps_of_other_kernels(feature_map):
         mechanism.init(**SIZES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric", "phase"])
 def test_accepts_maps_of_the_softmax_kernel(name):
     q, k, v = inputs(scale=0.1)

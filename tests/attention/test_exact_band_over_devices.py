@@ -35,6 +35,7 @@ def visible(*, is_causal=False, segment_ids=None):
     return seen if segment_ids is None else seen & (RUNS[:, None] == RUNS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bandwidth", "kind", "devices", "options"),
     [
@@ -73,6 +74,7 @@ def test_one_length_over_devices(bandwidth, kind, devices, options):
     assert max(np.prod(shape) for _, _, shape in found) <= max(sums, of_band)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bandwidth", "options"),
     [
@@ -97,6 +99,7 @@ def test_gradients_are_those_of_one_device(bandwidth, options):
         assert relative_error(a, e) < 1e-5
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_reaches_those_that_see_it_on_other_devices():
     options = CAUSAL | PACKED
     q, k, v = inputs(LENGTH, heads=HEADS, key_heads=KEY_HEADS)
@@ -111,7 +114,7 @@ def test_what_is_not_finite_reaches_those_that_see_it_on_other_devices():
     np.testing.assert_array_equal(planted[~sees], out[~sees])
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_refuses_other_keys_than_queries():
     q, k, v = inputs(LENGTH, key_length=16)
     mesh = make_mesh("auto", length=2)

@@ -40,6 +40,7 @@ def assert_close(actual, expected):
 
 
 # The near field has no projection.
+@pytest.mark.slow
 @pytest.mark.parametrize("per_head", slow_but([True], [False, True]))
 @pytest.mark.parametrize(
     "name", slow_but(DEFAULT, [name for name in MODES if not name.startswith("near,")])
@@ -61,6 +62,7 @@ def test_outputs_and_gradients_are_those_of_the_matrix(name, per_head):
     assert_close(with_gradients(qkv, projection), with_gradients(qkv, matrix))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coupling", ["orthogonal", "simplex", "cross_polytope"])
 def test_every_coupling(coupling):
     q, k, v = inputs(LENGTH, dim=DIM)
@@ -69,6 +71,7 @@ def test_every_coupling(coupling):
     assert_close(attend(q, k, v, projection), attend(q, k, v, jnp.float32(dense(projection))))
 
 
+@pytest.mark.slow
 def test_another_draw_is_no_other_program():
     q, k, v = inputs(LENGTH, dim=DIM)
     chex.clear_trace_counter()
@@ -78,6 +81,7 @@ def test_another_draw_is_no_other_program():
         attend(q, k, v, jax.tree.map(lambda leaf, i=i: leaf[i], stack))
 
 
+@pytest.mark.slow
 def test_vmap_over_layers_of_heads():
     q, k, v = inputs(LENGTH, dim=DIM)
     layers = draw(3, 2)

@@ -39,6 +39,7 @@ def test_positive_maps_against_float64(name, scale):
     assert relative_error(actual, expected) < (1e-5 if scale < 16 else 5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SIGNED)
 @pytest.mark.parametrize("scale", [0.25, 0.5, 1])
 def test_signed_maps_against_float64(name, scale):
@@ -50,6 +51,7 @@ def test_signed_maps_against_float64(name, scale):
     assert relative_error(actual, expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*POSITIVE, *SIGNED])
 def test_bfloat16(name):
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(scale=0.5))
@@ -60,6 +62,7 @@ def test_bfloat16(name):
     assert relative_error(actual, random_feature_attention(*wide, w, feature_map=name)) < 2e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*POSITIVE, *SIGNED])
 @pytest.mark.parametrize("coupling", conformance.COUPLINGS)
 def test_every_map_works_with_every_coupling(name, coupling):
@@ -70,6 +73,7 @@ def test_every_map_works_with_every_coupling(name, coupling):
     assert relative_error(out, expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*POSITIVE, *SIGNED])
 @pytest.mark.parametrize("scale", [1.0, 1e3])
 def test_gradients_are_finite_at_any_scale(name, scale):
@@ -82,6 +86,7 @@ def test_gradients_are_finite_at_any_scale(name, scale):
     chex.assert_tree_all_finite(jax.grad(loss, argnums=(0, 1, 2))(q, k, v))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POSITIVE)
 def test_gradients_against_float64(name):
     q, k, v = inputs(length=12, heads=1, dim=8)
@@ -107,6 +112,7 @@ def test_gradients_against_float64(name):
         assert abs(np.sum(np.asarray(gradient, np.float64) * direction) - expected) < 1e-4 * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["relu", "elu", "trigonometric"])
 def test_masked_keys_and_queries_that_see_none(name):
     q, k, v = inputs(length=6, scale=0.3)
@@ -120,6 +126,7 @@ def test_masked_keys_and_queries_that_see_none(name):
     np.testing.assert_array_equal(none, 0)
 
 
+@pytest.mark.slow
 def test_a_feature_that_is_zero_for_all_keys_does_not_silence_the_others():
     q, k = np.float32([[[1e30, 1e-10]]]), np.float32([[[-1, 1e-6]]])
     one = np.ones((1, 1, 1), np.float32)
@@ -127,6 +134,7 @@ def test_a_feature_that_is_zero_for_all_keys_does_not_silence_the_others():
     np.testing.assert_allclose(out, 1, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_queries_with_no_active_relu_get_zeros_and_finite_gradients():
     q, k, v = -np.ones((1, 1, 2), np.float32), *np.ones((2, 3, 1, 2), np.float32)
     w = np.ones((4, 2), np.float32)
@@ -136,6 +144,7 @@ def test_queries_with_no_active_relu_get_zeros_and_finite_gradients():
     chex.assert_tree_all_finite(gradients)
 
 
+@pytest.mark.slow
 def test_a_callable_is_called_with_scaled_vectors_and_the_projection():
     q, k, v = inputs(scale=0.5)
     w = projection()
@@ -179,6 +188,7 @@ class Powers(simrf_jax.FeatureMap):
         return LogFeatures(logits, jnp.zeros_like(logits[..., :1]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}], ids=str)
 def test_a_feature_map_of_ones_own_has_gradients_and_is_compiled_once(options):
     q, k, v = inputs(scale=0.5)
@@ -214,6 +224,7 @@ def test_phases_of_ones_own():
     assert relative_error(actual, attention(q, k, v, w, formula=formula)) < 1e-4
 
 
+@pytest.mark.slow
 def test_callables_with_a_projection_for_each_head_and_with_none():
     q, k, v = inputs(scale=0.5)
     w = jnp.stack([projection(), 2 * projection()])
@@ -239,6 +250,7 @@ def test_callables_with_a_projection_for_each_head_and_with_none():
     assert relative_error(linear, expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [None, 2])
 @pytest.mark.parametrize("name", ["positive", "trigonometric"])
 def test_fast_projections(heads, name):
@@ -317,6 +329,7 @@ def test_static_fields_stay_static(feature_map):
     assert (relative_error(actual, plain) < 1e-5) == isinstance(feature_map, Inherited)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("holder", ["itself", "inside another"])
 def test_a_function_of_the_user_is_called_each_time(holder):
     @dataclasses.dataclass(frozen=True)
@@ -439,6 +452,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Calibrated", "Learned", "Folded"])
 @pytest.mark.parametrize("call", CALLS)
 def test_refuses_a_map_for_heads_of_another_dim(call, name):

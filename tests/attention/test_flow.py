@@ -88,6 +88,7 @@ FLOWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FLOWS)
 def test_a_call_can_be_followed(name):
     attend, most_files, most_depth = FLOWS[name]

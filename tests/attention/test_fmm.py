@@ -29,6 +29,7 @@ def expected(q, k, v, w, bandwidth, *, is_causal=False):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(("scale", "tolerance"), [(0.5, 1e-5), (4, 1e-5), (16, 5e-5)])
 def test_near_and_two_far_fields_against_float64(scale, tolerance, is_causal):
@@ -49,6 +50,7 @@ def test_near_and_two_far_fields_against_float64(scale, tolerance, is_causal):
     assert error < tolerance
 
 
+@pytest.mark.slow
 def test_weights_that_are_numbers():
     q, k, v = inputs()
     w = projection()
@@ -63,6 +65,7 @@ def test_weights_that_are_numbers():
     assert reference.relative_error(near, reference.banded(q, k, v, 2)) < 1e-5
 
 
+@pytest.mark.slow
 def test_masks_lengths_and_segments_reach_both_fields():
     q, k, v = inputs(20, batch=(2,))
     k[:, 15:], v[:, 15:] = np.nan, np.inf
@@ -83,6 +86,7 @@ def test_masks_lengths_and_segments_reach_both_fields():
         np.testing.assert_array_equal(out[1, 9:], 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradients_against_float64(is_causal):
     q, k, v = inputs(12)
@@ -130,6 +134,7 @@ def _blend(q, k, v, w, near_weight, far_weights, is_causal):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spoiled", ["query", "key", "value"])
 def test_what_is_not_finite_reaches_no_gradient_of_weights(spoiled):
     """The last token is seen by its own query alone, whose output is in no loss."""
@@ -154,6 +159,7 @@ def test_what_is_not_finite_reaches_no_gradient_of_weights(spoiled):
         np.testing.assert_array_equal(a, e)
 
 
+@pytest.mark.slow
 def test_bfloat16_under_jit_and_vmap():
     q, k, v = inputs(20, batch=(3,))
     w = projection()

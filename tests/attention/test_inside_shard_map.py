@@ -117,6 +117,7 @@ def check(name, sizes, options, kind="dense", **settings):
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes", "options"),
     [
@@ -160,11 +161,13 @@ def test_fast_projections_sharded_over_heads(name, sizes, options):
     check(name, sizes, options, kind="fast")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bidirectional", slow("causal"), slow("near and far")])
 def test_without_the_check_of_varying_axes(name):
     check(name, {"batch": 2, "length": 4}, OPTIONS, check_vma=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inside", [True, False])
 @pytest.mark.parametrize("name", ["near", slow("bidirectional"), slow("causal")])
 def test_under_vmap(name, inside):
@@ -190,6 +193,7 @@ def test_under_vmap(name, inside):
     assert_close(*(with_gradients(f, tokens()) for f in (over_devices, on_one_device)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bidirectional", slow("causal"), slow("near and far")])
 def test_a_length_over_two_axes(name):
     w, spec = projections("dense"), P(None, ("a", "b"))
@@ -207,6 +211,7 @@ def test_a_length_over_two_axes(name):
     assert_close(*(with_gradients(f, tokens()) for f in (over_devices, on_one_device)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("whole", [True, False])
 def test_cross_attention(whole):
     """Queries of another length, whole on every device or sharded, with all that hides keys."""
@@ -235,6 +240,7 @@ def test_cross_attention(whole):
     assert_close(*(with_gradients(f, arrays) for f in (over_devices, on_one_device)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"exact_bandwidth": 2}])
 def test_heads_of_queries_over_devices_that_share_the_keys(options):
     w = projection(FEATURES, DIM)
@@ -289,6 +295,7 @@ DECODERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoding_with_batch_and_heads_over_devices(name):
     """A prompt, then token by token in a scan, inside one shard_map."""

@@ -36,6 +36,7 @@ def attend(weights, value):
     return jnp.einsum("...nts,...snd->...tnd", weights, value, precision="highest")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", POSITIVE)
 @pytest.mark.parametrize("scale", [0.5, 2, 16])
@@ -49,6 +50,7 @@ def test_positive_maps_against_float64(name, scale, is_causal):
     assert relative_error(actual, expected) < (1e-5 if scale < 16 else 5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", SIGNED)
 @pytest.mark.parametrize("scale", [0.25, 1])
@@ -62,6 +64,7 @@ def test_signed_maps_against_float64(name, scale, is_causal):
     assert relative_error(actual, expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*POSITIVE, *SIGNED, *HYBRID, "features", "pair"])
 def test_times_the_values_it_is_the_attention(name):
     q, k, v = inputs(scale=0.5, heads=4, key_heads=2, key_length=7, width=3, batch=(2,))
@@ -81,6 +84,7 @@ def test_times_the_values_it_is_the_attention(name):
     assert relative_error(attend(weights, v), out) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch", "key_heads", "per_head"),
     [
@@ -113,6 +117,7 @@ def test_masks_biases_and_lengths(batch, key_heads, per_head):
         np.testing.assert_allclose(sums, np.where(nothing, 0, 1), rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "key_length"), [(9, 9), (5, 8), (8, 5)])
 def test_causal_weights_are_those_of_each_prefix(length, key_length):
     q, k, v = inputs(length=length, key_length=key_length, heads=4, key_heads=2)
@@ -130,6 +135,7 @@ def test_causal_weights_are_those_of_each_prefix(length, key_length):
     np.testing.assert_array_equal(future[:, :4], weights[:, :4])
 
 
+@pytest.mark.slow
 def test_causal_with_padding():
     q, k, _ = inputs(batch=(2,))
     options = {"key_value_seq_lengths": np.array([0, 6]), "query_seq_lengths": np.array([9, 7])}
@@ -148,6 +154,7 @@ def test_causal_with_padding():
     chex.assert_tree_all_finite(jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(q, k, w))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scale", "is_causal"), [(0.5, True), (2, False), (16, True)])
 def test_gradients_against_float64(scale, is_causal):
     q, k, cotangent = inputs(length=12, heads=1, dim=8, width=12, scale=scale)
@@ -171,6 +178,7 @@ def test_gradients_against_float64(scale, is_causal):
         assert relative_error(np.squeeze(a), e) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POSITIVE)
 def test_gradients_are_finite_at_any_scale(name):
     q, k, _ = inputs(scale=1e3)
@@ -213,6 +221,7 @@ def test_other_dtypes(dtype):
         assert relative_error(actual, expected) < (1e-14 if dtype == jnp.float64 else 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("length", "key_length"), [(0, 5), (5, 0), (1, 1)])
 def test_empty_lengths(length, key_length):
     q, k = np.ones((length, 2, 8), np.float32), np.ones((key_length, 2, 8), np.float32)
@@ -220,6 +229,7 @@ def test_empty_lengths(length, key_length):
     np.testing.assert_array_equal(attention_report(q, k, projection()).relative_error, 0)
 
 
+@pytest.mark.slow
 def test_memory_is_not_that_of_the_features_of_all_pairs():
     q, k, _ = inputs(length=128, heads=1, dim=8)
     w = projection(512)
@@ -259,6 +269,7 @@ def expected_report(q, k, w, *, value=None, visible=True, **options):
     return np.transpose(report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scale", "is_causal"), [(0.5, False), (8, True)])
 @pytest.mark.parametrize("name", ["positive", "hyperbolic", "trigonometric"])
 def test_report_against_float64(name, scale, is_causal):
@@ -281,6 +292,7 @@ IN_PARTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["segments", "band, causal, segments"], list(IN_PARTS)))
 def test_segments_and_exact_bands(name):
     q, k, v = inputs(length=9, heads=4, key_heads=2, scale=2.0)
@@ -301,6 +313,7 @@ def test_segments_and_exact_bands(name):
     )
 
 
+@pytest.mark.slow
 def test_a_band_of_far_larger_weights_than_the_features():
     """The estimate outside the band and the weights inside it have scales of their own."""
     q, k, v = inputs(length=12, scale=12.0)
@@ -318,6 +331,7 @@ def test_bands_and_segments_are_checked(function):
         function(q, k, projection(), segment_ids=np.zeros(3, int))
 
 
+@pytest.mark.slow
 def test_report_of_masked_attention_without_values():
     q, k, _ = inputs(batch=(2,))
     w = projection()
@@ -333,6 +347,7 @@ def test_report_of_masked_attention_without_values():
     )
 
 
+@pytest.mark.slow
 def test_report_of_padding_that_is_nan_and_of_nan_that_is_seen():
     q, k, v = inputs(length=6)
     expected = attention_report(q[:, :], k[:4], projection(), value=v[:4])
@@ -347,6 +362,7 @@ def test_report_of_padding_that_is_nan_and_of_nan_that_is_seen():
     assert np.isfinite(np.array(report)[:, 1]).all()
 
 
+@pytest.mark.slow
 def test_report_at_scales_where_denominators_leave_the_range_of_floats():
     q, k, _ = inputs(length=12, scale=30.0)
     for sign in (1, -1):  # Too small, and too large where all keys oppose the queries.
@@ -403,6 +419,7 @@ def test_refuses_what_the_attention_refuses(function, changed, error, match):
         function(**arguments)
 
 
+@pytest.mark.slow
 def test_report_refuses_values_that_do_not_fit_and_tracers():
     q, k, v = inputs()
     with pytest.raises(ValueError, match="key and value must have the same length"):

@@ -54,7 +54,7 @@ def run(q, k, v, *, mask=True, bias=0.0, query_lengths=(9, 9), key_lengths=(9, 9
     )
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_mask_bias_and_lengths_against_float64():
     q, k, v = inputs(batch=(2,))
     rng = np.random.default_rng(5)
@@ -136,6 +136,7 @@ def test_padded_queries_do_not_matter_whatever_they_hold():
     chex.assert_tree_all_finite(gradients)
 
 
+@pytest.mark.slow
 def test_without_a_batch_masks_and_lengths_may_have_its_axis():
     q, k, v = inputs()
     w = projection()
@@ -152,6 +153,7 @@ def test_without_a_batch_masks_and_lengths_may_have_its_axis():
     jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=jnp.array([5]))
 
 
+@pytest.mark.slow
 def test_gradients_with_masks_groups_and_a_projection_for_each_head():
     q, k, v = inputs(heads=4, key_heads=2)
     w = projection(heads=2)

@@ -36,6 +36,7 @@ def test_other_dtypes(dtype, tolerance):
         assert relative_error(actual, banded(q, k, v, 5)) < tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("block_size", [None, 5])
 @pytest.mark.parametrize("bandwidth", [0, 4, 30])
@@ -47,6 +48,7 @@ def test_any_lengths_bandwidth_and_block(lengths, bandwidth, block_size, is_caus
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_default_block_on_many_blocks():
     q, k, v = inputs(length=300)
     for bandwidth in (0, np.uint8(3), 40):
@@ -55,6 +57,7 @@ def test_the_default_block_on_many_blocks():
     np.testing.assert_allclose(banded_jit(q, k, v, bandwidth=0), v, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_band_of_everything_is_exact_attention(is_causal):
     q, k, v = inputs(length=50, heads=4, key_heads=2, batch=(2,))
@@ -67,6 +70,7 @@ def test_a_band_of_everything_is_exact_attention(is_causal):
             np.testing.assert_allclose(near, exact, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("lengths", [(70, 70), (70, 40), (40, 70)])
 def test_it_is_the_local_window_of_exact_attention(lengths, is_causal):
@@ -89,6 +93,7 @@ def test_grouped_queries_wider_values_and_a_scale(key_heads):
     assert relative_error(actual, banded(q, k, v, 4, scale=0.7)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3), (0,), (2, 0)])
 def test_any_leading_batch(batch):
     q, k, v = inputs(batch=batch)
@@ -100,6 +105,7 @@ def test_any_leading_batch(batch):
         assert relative_error(actual[index], expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads_axis", [1, 4])
 @pytest.mark.parametrize("key_heads", [4, 2])
 def test_masks_biases_lengths_and_segments_together(heads_axis, key_heads):
@@ -126,6 +132,7 @@ def test_masks_biases_lengths_and_segments_together(heads_axis, key_heads):
         np.testing.assert_allclose(actual[b], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_packed_sequences_are_as_if_alone():
     q, k, v = inputs(length=50)
     segment_ids = jnp.repeat(jnp.array([7, 0, -1]), np.array([20, 1, 29]), total_repeat_length=50)
@@ -147,6 +154,7 @@ def test_a_token_changes_nothing_beyond_the_band_to_the_bit(is_causal):
     np.testing.assert_array_equal(np.flatnonzero(changed), np.arange(33 if is_causal else 28, 39))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "is_causal"), [(0.5, False), (1, True), (2, False), (4, True), (8, False), (16, True)]
 )
@@ -196,6 +204,7 @@ def test_a_bias_that_all_keys_nearby_share_does_not_matter(bias):
     np.testing.assert_allclose(actual, banded(q, k, v, 2)[:8], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key_heads", [2, 4])
 def test_padding_does_not_matter_whatever_it_holds(key_heads):
     q, k, v = inputs(length=40, heads=4, key_heads=key_heads, batch=(2,))
@@ -226,6 +235,7 @@ def test_padding_does_not_matter_whatever_it_holds(key_heads):
     chex.assert_tree_all_finite([x[0, 33:] for x in gradients])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f])
 def test_queries_that_see_no_key_get_zeros_and_finite_gradients(jit):
     q, k, v = inputs(length=40, batch=(2,))
@@ -244,6 +254,7 @@ def test_queries_that_see_no_key_get_zeros_and_finite_gradients(jit):
     np.testing.assert_array_equal(gradients[0][:, :8], 0)
 
 
+@pytest.mark.slow
 def test_jit_vmap_one_trace_and_abstract_evaluation():
     chex.clear_trace_counter()
     q, k, v = inputs(length=40, batch=(3,))
@@ -280,6 +291,7 @@ def temporary_bytes(length, *, gradient):
     return jax.jit(near).lower(x, x, x).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gradient", [False, True])
 def test_memory_is_linear_in_the_length(gradient):
     short, long = (temporary_bytes(length, gradient=gradient) for length in (8_192, 65_536))

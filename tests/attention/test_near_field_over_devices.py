@@ -77,6 +77,7 @@ def test_one_length_over_devices(bandwidth, kind, devices, options):
     assert {shape for _, _, shape in found} <= rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bandwidth", "options"), [(5, {}), (11, CAUSAL), (9, PACKED)])
 def test_gradients_are_those_of_one_device_and_move_no_other_keys(bandwidth, options):
     options = dict(options)
@@ -177,12 +178,14 @@ def near_and_far(request):
     return compiled, compiled(*placed), truth
 
 
+@pytest.mark.slow
 def test_near_and_far_field_over_devices(near_and_far):
     _, out, truth = near_and_far
     assert relative_error(out, truth) < 1e-5
     assert out.sharding.is_equivalent_to(NamedSharding(out.sharding.mesh, P("length")), 3)
 
 
+@pytest.mark.slow
 def test_near_and_far_field_gather_nothing(near_and_far):
     found = collectives(near_and_far[0])
     assert {name for name, _, _ in found} <= {"collective-permute", "all-reduce"}

@@ -109,6 +109,7 @@ def outputs_and_gradients(mode):
     return call
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", PLANTS)
 @pytest.mark.parametrize(
     "mode", slow_but(set(MODES) - {"exact band, packed, a map of the user"}, list(MODES))
@@ -127,6 +128,7 @@ def test_reaches_those_that_see_it_alone(mode, what):
         np.testing.assert_array_equal(planted, gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mode", slow_but(set(MODES) - {"exact band, packed, a map of the user"}, list(MODES))
 )
@@ -158,6 +160,7 @@ def test_a_bias_that_is_not_finite(attend, bias):
     np.testing.assert_array_equal(planted_gradient, gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attend", [far, near, joint])
 @pytest.mark.parametrize("planted", [{"k": (ALL, np.nan)}, {"q": (ALL, 1e25), "k": (ALL, 1e25)}])
 def test_the_gradient_of_the_scale(attend, planted):
@@ -169,6 +172,7 @@ def test_the_gradient_of_the_scale(attend, planted):
     np.testing.assert_array_equal(gradient(0.3, *plant(INPUTS, planted)), gradient(0.3, *INPUTS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", PLANTS)
 def test_all_who_see_it_get_nan(what):
     q, k, v = plant(INPUTS, PLANTS[what])
@@ -178,6 +182,7 @@ def test_all_who_see_it_get_nan(what):
     assert np.isnan(matrix[:2]).all() == (not np.isfinite(k).all())
 
 
+@pytest.mark.slow
 def test_a_state_remembers_what_is_not_finite():
     _, k, v = plant(INPUTS, PLANTS["NaN in a value"])
     state = steps.init_state(projection(), num_key_heads=2, value_dim=DIM)
@@ -188,6 +193,7 @@ def test_a_state_remembers_what_is_not_finite():
     assert np.isnan(out).all()
 
 
+@pytest.mark.slow
 def test_a_window_forgets_what_is_out_of_the_band():
     q, k, v = plant(INPUTS, PLANTS["infinity in a value"])
     window = steps.init_window(bandwidth=BANDWIDTH, num_key_heads=2, head_dim=DIM, value_dim=DIM)
@@ -199,6 +205,7 @@ def test_a_window_forgets_what_is_out_of_the_band():
     np.testing.assert_array_equal(np.isnan(np.concatenate(outs)).any((1, 2)), sees)
 
 
+@pytest.mark.slow
 class TestMapsWithoutAValueAtZero:
     """Hidden keys and padding do not pass through a user's map as zeros."""
 
@@ -279,6 +286,7 @@ def test_large_features_and_values_of_one_segment_reach_no_other():
         assert np.isfinite(gradient).all()
 
 
+@pytest.mark.slow
 def test_a_key_that_only_padding_sees_reaches_no_gradient():
     q, k, v = plant(INPUTS, {"k": (ALL, np.nan)})
 

@@ -94,6 +94,7 @@ def test_the_output_and_the_gradients_of_xla(length, kind, options):
         assert_close(got, want, 1e-5)
 
 
+@pytest.mark.slow
 def test_learned_features():
     q, k, v = inputs(40, heads=2)
     w = projection(11, heads=2)
@@ -105,6 +106,7 @@ def test_learned_features():
     assert_close(got, want, 1e-5)
 
 
+@pytest.mark.slow
 def test_weighted_rows():
     q, k, v = inputs(40)
     w = simrf_jax.WeightedProjection(projection(11), jnp.linspace(-3, 1, 11))
@@ -172,6 +174,7 @@ def test_a_low_bias_of_all_keys_hides_none(bias):
     assert_close(out, np.broadcast_to(v.mean(axis=0), out.shape), 1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_everything_else_are_those_of_xla():
     q, k, v = inputs(20)
     bias = jnp.linspace(-1, 1, 20)
@@ -266,6 +269,7 @@ def test_any_shape(length, key_length, key_heads, groups, dim, width, num_featur
     assert_close(got, by_xla(q, k, v, w), 1e-5)
 
 
+@pytest.mark.slow
 def test_vmap_scan_and_remat():
     q, k, v = inputs(20, batch=(3,))
     w = projection()
@@ -285,6 +289,7 @@ def test_vmap_scan_and_remat():
     assert_close(stacked(attend), want, 1e-5)
 
 
+@pytest.mark.slow
 def test_each_device_has_its_part():
     mesh = devices.make_mesh("auto", data=2, tensor=2, rest=2)
     q, k, v = inputs(20, heads=4, key_heads=2, batch=(2,))
@@ -307,6 +312,7 @@ def test_each_device_has_its_part():
         assert_close(ours, theirs, 1e-5)
 
 
+@pytest.mark.slow
 def test_inside_shard_map():
     mesh = devices.make_mesh("manual", data=2)
     q, k, v = inputs(20, batch=(2,))
@@ -320,6 +326,7 @@ def test_inside_shard_map():
     assert_close(attend(q, k, v), by_xla(q, k, v, projection()), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_but([jnp.bfloat16], [jnp.float32, jnp.bfloat16]))
 @pytest.mark.parametrize("size", [197, 1500])
 def test_mosaic_takes_the_kernels(size, dtype):
@@ -339,6 +346,7 @@ def uses_kernel(call, *arguments):
     return "pallas_call" in str(jax.make_jaxpr(lambda *x: call(*x))(*arguments))
 
 
+@pytest.mark.slow
 def test_the_default(monkeypatch):
     q, k, v = inputs(20, batch=(2,))
     plain = functools.partial(random_feature_attention, projection=projection())
@@ -383,6 +391,7 @@ def test_the_default_leaves_to_xla_what_it_must(monkeypatch):
     assert "pallas_call" not in str(jax.jit(plain).trace(*shapes).jaxpr)
 
 
+@pytest.mark.slow
 def test_axes_of_type_explicit_are_refused():
     mesh = devices.make_mesh("explicit", data=2)
     with jax.set_mesh(mesh):
@@ -418,6 +427,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_the_kernels_cannot_do(options, message):
     q, k, v = inputs(9, heads=3)
@@ -434,6 +444,7 @@ def test_other_platforms_are_refused(monkeypatch):
 MODES = {"bidirectional": {}, "causal": {"is_causal": True}, "band": {"exact_bandwidth": 2}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", slow_but(["bidirectional"], MODES))
 def test_other_derivatives_name_the_implementation_that_has_them(options):
     q, k, v = inputs()
@@ -462,6 +473,7 @@ def test_no_tokens_are_refused():
         in_kernel(q, k[:0], v[:0], projection())
 
 
+@pytest.mark.slow
 def test_pallas_is_not_loaded_with_the_library():
     code = "import simrf_jax, sys; sys.exit('jax.experimental.pallas.tpu' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -199,6 +199,7 @@ def test_large_values_beside_large_features(size):
         assert_close(got / size, want / size, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_very_long_key_that_is_alone_is_read():
     q, k, v = (jnp.asarray(x) for x in inputs(20, heads=1))
     out = in_kernel(q, k.at[0, 0].set(1e16), v, projection())
@@ -270,6 +271,7 @@ def test_each_device_has_its_part():
         assert_close(ours, theirs, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_but([jnp.bfloat16], [jnp.float32, jnp.bfloat16]))
 def test_mosaic_takes_the_kernels(dtype):
     tokens = jax.ShapeDtypeStruct((2, 300, 4, 64), dtype)

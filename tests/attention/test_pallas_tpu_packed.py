@@ -166,6 +166,7 @@ def test_each_device_has_its_part():
         assert_close(ours, theirs, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", slow_but([jnp.bfloat16], [jnp.float32, jnp.bfloat16]))
 @pytest.mark.parametrize("options", slow_but(["bidirectional beside a band"], MODES))
 def test_mosaic_takes_the_kernels(options, dtype):

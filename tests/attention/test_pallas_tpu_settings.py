@@ -48,6 +48,7 @@ def program(dtype, sharding=None, **options):
     return jax.jit(both_ways), (token, token, token, w, ids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", slow_but(["highest", "x64"], list(SETTINGS)))
 @pytest.mark.parametrize("mode", slow_but(["bidirectional", "causal"], list(MODES)))
 def test_the_kernels_are_the_same_under_every_setting(mode, setting):

@@ -16,6 +16,7 @@ def _count_traces_anew():
     chex.clear_trace_counter()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "tolerance"), [(0.5, 1e-5), (1, 1e-5), (2, 1e-5), (4, 1e-5), (8, 1e-5), (16, 5e-5)]
 )
@@ -27,6 +28,7 @@ def test_float32_against_float64(scale, tolerance):
     assert relative_error(actual, attention(q, k, v, w)) < tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.float64])
 def test_other_dtypes(dtype):
     with enable_x64(True):
@@ -38,6 +40,7 @@ def test_other_dtypes(dtype):
         assert relative_error(actual, attention(q, k, v, w)) < tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coupling", ["iid", "orthogonal", "simplex"])
 @pytest.mark.parametrize("heads", [None, 2])
 def test_shared_and_per_head_projections(coupling, heads):
@@ -59,6 +62,7 @@ def test_cross_attention_with_wider_values_and_a_scale():
     assert relative_error(actual, attention(q, k, v, w, scale=0.7)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [(), (3,), (2, 3), (0,), (2, 0)])
 def test_any_leading_batch(batch):
     q, k, v = inputs(batch=batch)
@@ -85,6 +89,7 @@ def test_nan_in_a_visible_key_is_not_hidden():
     assert np.isfinite(out[:, 1]).all()
 
 
+@pytest.mark.slow
 def test_jit_vmap_one_trace_and_abstract_evaluation():
     q, k, v = inputs(batch=(3,))
     w = projection()

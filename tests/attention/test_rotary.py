@@ -51,6 +51,7 @@ def estimates(keys, query, key):
     return jax.vmap(one)(keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("offset", [0, 3])
 def test_the_estimated_kernel_depends_on_the_relative_position(offset):
     query, key = pairs(offset)
@@ -74,6 +75,7 @@ def test_the_variance_differs_between_relative_positions():
     assert max(mse) > 1.5 * min(mse)
 
 
+@pytest.mark.slow
 def test_causal_attention_and_decoding_with_rotary_positions():
     q, k, v = inputs(20, dim=DIM)
     w, positions = projection(dim=DIM), np.arange(20)

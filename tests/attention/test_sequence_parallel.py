@@ -106,12 +106,14 @@ def gradients(request):
     return request.param, compiled, compiled(*placed), gradient(*arguments)
 
 
+@pytest.mark.slow
 def test_gradients_are_those_of_one_device(gradients):
     _, _, actual, expected = gradients
     for a, e in zip(actual, expected, strict=True):
         assert relative_error(a, e) < 1e-5
 
 
+@pytest.mark.slow
 def test_gradients_move_states_and_no_keys(gradients):
     mode, compiled, _, _ = gradients
     found = collectives(compiled)
@@ -134,6 +136,7 @@ def compiled_for_any_scale():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["bidirectional", "causal"])
 @pytest.mark.parametrize("scale", [0.5, 1, 2, 4, 8, 16])
 def test_any_scale(compiled_for_any_scale, mode, scale):
@@ -154,6 +157,7 @@ def test_nothing_of_the_future_reaches_the_past(compiled_for_any_scale, scale):
         np.testing.assert_array_equal(attend(*changed)[:t], out[:t])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_batch_heads_and_length_over_devices_with_lengths_and_biases(kind, is_causal):
@@ -183,6 +187,7 @@ def test_batch_heads_and_length_over_devices_with_lengths_and_biases(kind, is_ca
         np.testing.assert_allclose(out[i], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", ["trigonometric", "elu", "relu", "learned"])
 def test_feature_maps(name, is_causal):
@@ -202,6 +207,7 @@ def test_feature_maps(name, is_causal):
     assert relative_error(out, expected) < 1e-4
 
 
+@pytest.mark.slow
 def test_bfloat16():
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(LENGTH))
     w, mesh = projection(FEATURES), make_mesh(length=4)
@@ -212,6 +218,7 @@ def test_bfloat16():
         assert relative_error(out, attention(q, k, v, w, visible=visible(MODES[mode]))) < 2e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_whole_lengths_inside_shard_map_and_what_padding_holds(is_causal):
     q, k, v = inputs(LENGTH)
@@ -248,6 +255,7 @@ def test_cross_attention_of_queries_that_lie_elsewhere(spec):
     assert not any(name == "all-gather" for name, _, _ in collectives(compiled))
 
 
+@pytest.mark.slow
 def test_keys_on_all_devices():
     q, k, v = inputs(LENGTH)
     w, mesh = projection(FEATURES), make_mesh(length=2)
@@ -259,6 +267,7 @@ def test_keys_on_all_devices():
         assert relative_error(out, attention(q, k, v, w, visible=visible(options))) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 def test_one_length_over_two_axes_under_vmap_with_a_traced_scale(kind):
     q, k, v = inputs(LENGTH, batch=(2,))
@@ -283,6 +292,7 @@ def test_one_length_over_two_axes_under_vmap_with_a_traced_scale(kind):
         assert relative_error(out[i], expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [{"data": 2, "length": 2}, {"length": 2, "heads": 2}])
 @pytest.mark.parametrize("mode", ["bidirectional", "packed_causal"])
 def test_a_length_of_type_auto_beside_explicit_axes(mode, shape):
@@ -304,6 +314,7 @@ def test_a_length_of_type_auto_beside_explicit_axes(mode, shape):
         assert relative_error(out[i], expected) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 @pytest.mark.parametrize("mode", ["bidirectional", "packed_causal"])
 def test_a_length_on_one_device_beside_heads_over_several(mode, kind):
@@ -316,6 +327,7 @@ def test_a_length_on_one_device_beside_heads_over_several(mode, kind):
     assert relative_error(out, attention(q, k, v, w, visible=visible(options))) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"exact_bandwidth": 2}])
 def test_masks_of_heads_that_explicit_axes_shard(options):
     q, k, v = inputs(LENGTH, heads=HEADS)
@@ -328,6 +340,7 @@ def test_masks_of_heads_that_explicit_axes_shard(options):
     assert relative_error(out, attend(q, k, v, w, mask=jnp.asarray(mask))) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key_heads", [1, 2])
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}])
 def test_a_bias_of_each_head_where_explicit_axes_shard_heads_that_share_keys(options, key_heads):
@@ -356,6 +369,7 @@ def test_more_explicit_devices_than_key_heads(options):
     assert relative_error(out, attend(q, k, v)) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", slow_but(["dense", "calibrated"], ["dense", "fast", "calibrated", "learned"])
 )
@@ -385,6 +399,7 @@ def test_explicit_axes_of_heads_beside_a_w_for_each_head_that_is_on_all_devices(
         assert relative_error(a, e) < 1e-5
 
 
+@pytest.mark.slow
 def test_steps_over_explicit_axes_of_heads():
     q, k, v = inputs(LENGTH, heads=HEADS, key_heads=KEY_HEADS, batch=(2,))
     mechanism = simrf_jax.RandomFeatures(projection(FEATURES, heads=KEY_HEADS))
@@ -408,7 +423,7 @@ def test_the_mesh_of_the_context():
     assert relative_error(out, attention(q, k, v, w)) < 1e-5
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
@@ -469,6 +484,7 @@ def test_refuses_no_keys_for_queries_in_order(options):
         random_feature_attention(q, k[:0], v[:0], projection(), sequence_axis="length", **options)
 
 
+@pytest.mark.slow
 def test_errors_of_the_queries_map_tell_whole_shapes():
     def only_one(x, w):
         return x[..., :0]

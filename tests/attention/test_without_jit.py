@@ -65,6 +65,7 @@ CALLS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("call", CALLS)
 def test_a_second_call_compiles_nothing(call, dtype):
@@ -100,6 +101,7 @@ def test_steps_of_decoding_compile_once():
     assert not seconds
 
 
+@pytest.mark.slow
 def test_the_decoder_of_the_readme_compiles_once():
     rngs = nnx.Rngs(0)
     attention = nnx.MultiHeadAttention(
@@ -129,6 +131,7 @@ def test_memory_is_flat_over_a_thousand_steps_of_milliseconds():
     assert growth < 10_000  # KiB, of which compiling each time takes 2,000 for every step.
 
 
+@pytest.mark.slow
 def test_a_users_map_may_change_between_calls():
     """What is compiled depends on no array that a user's function closes over."""
     q, k, v = qkv()

@@ -11,6 +11,7 @@ from benchmarks import attention_candidates, attention_cost, attention_cost_figu
 LENGTH = 48
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", attention_cost.PASSES)
 def test_each_pass_yields_a_row_of_json_for_each_candidate(name):
     rows = list(attention_cost.measure(name, LENGTH, rounds=1, seconds=0))
@@ -23,6 +24,7 @@ def test_each_pass_yields_a_row_of_json_for_each_candidate(name):
         assert row["candidate"] != "ours" or row["over_ours"] == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_the_textbook_form_is_the_same_estimator_but_for_its_epsilon(monkeypatch):
     monkeypatch.setattr(attention_candidates, "EPSILON", 0)
     arrays, programs = attention_cost.inputs(LENGTH), attention_cost.programs("forward", LENGTH)

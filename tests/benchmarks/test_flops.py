@@ -92,6 +92,7 @@ def step_flops(attention, *, depth, scan):
 T, D, HIDDEN, L, H, DIM, M = 197, 768, 3072, 12, 12, 64, 130
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "of_a_head"),
     [
@@ -108,11 +109,13 @@ def test_the_paper_s_step_by_hand(attention, of_a_head):
     assert step_flops(attention, depth=L, scan=True) == products + patches + L * H * of_a_head
 
 
+@pytest.mark.slow
 def test_unrolled_layers_are_as_many_operations_as_scanned_ones():
     unrolled, scanned = (step_flops("simplex", depth=2, scan=scan) for scan in (False, True))
     assert unrolled == scanned
 
 
+@pytest.mark.slow
 def test_couplings_share_the_step():
     programs = {
         traced_step(coupling, depth=1, scan=False).lower().as_text()

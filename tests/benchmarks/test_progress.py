@@ -75,6 +75,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["equal_features", "variance"], [*SMALL]))
 def test_a_benchmark_shows_how_far_it_is(name, monkeypatch, totals):
     module = importlib.import_module(f"benchmarks.{name}")

@@ -50,6 +50,7 @@ def test_splits_are_scaled_by_the_training_rows_and_disjoint(splits):
         assert len(np.unique(both, axis=0)) == len(both) <= len(rows)
 
 
+@pytest.mark.slow
 def test_methods_come_nearer_to_the_kernel_with_more_features(results):
     of_data = results["digits"]
     for method in sklearn_features.METHODS:
@@ -59,6 +60,7 @@ def test_methods_come_nearer_to_the_kernel_with_more_features(results):
     assert sklearn_features.ratio_of_errors(of_data).mean() < 0
 
 
+@pytest.mark.slow
 def test_tables_and_the_figure_have_every_data_set_and_method(results, small, tmp_path):
     ratios = sklearn_features.table_of_ratios(results, SIZES)
     assert "| data set | 16 | 64 |" in ratios
@@ -73,6 +75,7 @@ def test_tables_and_the_figure_have_every_data_set_and_method(results, small, tm
     assert path.stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_table_says_if_no_data_set_has_the_smaller_error(results):
     of_data = results["digits"]
     swapped = of_data | {

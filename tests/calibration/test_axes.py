@@ -26,6 +26,7 @@ def draw():
     return jax.vmap(lambda key: simrf_jax.draw_projection(key, ROWS, DIM))(keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tilt", TILTS)
 def test_norms_and_angles_stay(tilt):
     before, after = (simrf_jax.calibrate(*tokens(seed), tilt=tilt) for seed in (0, 1))
@@ -36,6 +37,7 @@ def test_norms_and_angles_stay(tilt):
     np.testing.assert_allclose(gram, expected, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tilt", TILTS)
 def test_another_fit_to_nearly_the_same_data_makes_nearly_the_same_features(tilt):
     before, after = (simrf_jax.calibrate(*tokens(seed), tilt=tilt) for seed in (0, 1))

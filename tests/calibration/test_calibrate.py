@@ -52,6 +52,7 @@ def optimal_rho(mean_square, dim):
     return 2 * dim / (np.sqrt((v + dim) ** 2 + 4 * dim * v) + v + dim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(map(str, o.values())))
 def test_is_unbiased_and_has_the_second_moment_of_theory(options):
     query, key = tokens()
@@ -72,6 +73,7 @@ def test_is_unbiased_and_has_the_second_moment_of_theory(options):
     assert_mean(np.square(ratios - 1), variance)
 
 
+@pytest.mark.slow
 def test_without_centering_the_options_are_known_methods():
     query, key = tokens()
     x, y = scaled(query, key)
@@ -116,6 +118,7 @@ def test_without_centering_the_options_are_known_methods():
     )
 
 
+@pytest.mark.slow
 def test_no_member_of_the_family_is_better_on_random_covariances():
     rng = np.random.default_rng(0)
     count = 1000
@@ -160,6 +163,7 @@ def test_no_member_of_the_family_is_better_on_random_covariances():
         assert np.mean(best) < np.mean(other) - 0.005
 
 
+@pytest.mark.slow
 def test_takes_the_query_heads_of_a_key_head_together():
     query, key = tokens(heads=6)
     grouped = simrf_jax.calibrate(query, key[:, :2])
@@ -206,6 +210,7 @@ def test_no_gradient_flows_to_queries_and_keys():
     assert not np.any(grads)
 
 
+@pytest.mark.slow
 def test_works_on_a_mesh_and_inside_shard_map():
     query, key = tokens(heads=2)
     expected = simrf_jax.calibrate(query, key)
@@ -225,6 +230,7 @@ def assert_close(actual, expected):
     )
 
 
+@pytest.mark.slow
 def test_float32_is_enough():
     query, key = tokens()
     single = one_head(simrf_jax.calibrate(query, key))
@@ -240,6 +246,7 @@ def test_float32_is_enough():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"balance": False}, {"tilt": "mean"}, {"center": False}])
 @pytest.mark.parametrize("sizes", [(1e10, 1.0), (1e10, 1e-5), (1e17, 1e17), (1e-20, 1e-20)])
 def test_fits_vectors_of_any_size(sizes, options):
@@ -254,6 +261,7 @@ def test_fits_vectors_of_any_size(sizes, options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [

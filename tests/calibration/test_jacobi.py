@@ -15,6 +15,7 @@ def matrices(dim, count=3):
     return (np.random.default_rng(dim).normal(size=(count, dim, dim)) * lengths).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [1, 2, 3, 5, 8, 33, 64])
 def test_agrees_with_lapack(dim):
     vectors, values = jax.jit(jax.vmap(left_singular_vectors))(matrices(dim))

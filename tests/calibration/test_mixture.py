@@ -29,6 +29,7 @@ def one_head(tree, head=0):
     return jax.tree.map(lambda leaf: leaf[head], tree)
 
 
+@pytest.mark.slow
 def test_centers_are_those_of_the_pairs_that_attention_weighs():
     query, key = clustered()
     feature_map, centers = fit_mixture(jax.random.key(0), query, key, 2)
@@ -63,6 +64,7 @@ def log_bound(v, centers, variances):
     return np.log(len(centers)) + np.min(np.sum(logs, axis=-1))
 
 
+@pytest.mark.slow
 def test_logs_how_well_each_head_is_fitted(caplog):
     """Of clusters that are six apart, whose pairs are as far from zero."""
     caplog.set_level(logging.INFO, logger="simrf_jax")
@@ -116,6 +118,7 @@ def test_bound_of_a_tilted_mixture_by_quadrature(v):
     assert 0 <= np.log(second) <= log_bound(v, centers, variances)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coupling", ["iid", "cross_polytope"])
 def test_tilt_and_mixture_together_are_unbiased(coupling):
     query, key = clustered(heads=1)
@@ -141,6 +144,7 @@ def test_tilt_and_mixture_together_are_unbiased(coupling):
     assert np.all(ratios.std(axis=0) / len(ratios) ** 0.5 < 0.05)
 
 
+@pytest.mark.slow
 def test_a_mixture_lowers_the_error_of_attention_to_clusters():
     query, key = clustered(length=100)
     value = np.random.default_rng(1).normal(size=(100, 2, DIM)).astype(np.float32)
@@ -170,6 +174,7 @@ def test_a_mixture_lowers_the_error_of_attention_to_clusters():
     assert with_mixture < 0.7 * without
 
 
+@pytest.mark.slow
 def test_what_no_query_sees_does_not_count():
     query, key = clustered(length=40, heads=1)
     padded_query = np.concatenate([query, np.full_like(query[:10], np.nan)])
@@ -193,6 +198,7 @@ def test_what_no_query_sees_does_not_count():
     assert np.all(np.abs(causal.centers) < 10)
 
 
+@pytest.mark.slow
 def test_pairs_within_an_exact_band_do_not_count():
     query, key = np.eye(2, DIM, dtype=np.float32), 3 * np.eye(2, DIM, dtype=np.float32)
     tokens = query[:, None], key[:, None]
@@ -206,6 +212,7 @@ def test_pairs_within_an_exact_band_do_not_count():
     np.testing.assert_array_equal(nothing.centers, 0)
 
 
+@pytest.mark.slow
 def test_groups_of_query_heads_and_transformations():
     query, key = clustered(length=30, heads=4)
     batch = np.stack([query, query]), np.stack([key, key])

@@ -32,6 +32,7 @@ def test_are_those_of_numpy():
     assert_close(Moments.of(jnp.asarray(x.reshape(10, 20, 2, 4), jnp.float32)), x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(200,), (1, 199), (50, 50, 100), (0, 120, 0, 80)])
 def test_merge_to_those_of_all(sizes):
     x = vectors()
@@ -48,6 +49,7 @@ def test_padding_does_not_count_whatever_it_holds():
     assert_close(Moments.of(jnp.asarray(padded), jnp.asarray(real)), x)
 
 
+@pytest.mark.slow
 def test_covariance_is_shrunk_where_vectors_are_few():
     def distance_to_sphere(n):
         x = vectors()[:n]
@@ -62,6 +64,7 @@ def test_covariance_is_shrunk_where_vectors_are_few():
     assert distance_to_sphere(200) > 0.97
 
 
+@pytest.mark.slow
 def test_shrunk_covariance_is_nearer_to_the_truth():
     rng = np.random.default_rng(0)
     root = rng.normal(size=(8, 8)) * np.geomspace(0.3, 1, 8)

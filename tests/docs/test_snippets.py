@@ -59,6 +59,7 @@ def comments(code):
     return " ".join(" ".join(found).split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", EXECUTED)
 def test_snippets_run_and_print_what_their_comments_say(path):
     namespace = {"__name__": "__main__"}

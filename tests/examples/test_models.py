@@ -172,6 +172,7 @@ def test_packed_training_of_lm1b_has_the_loss_and_gradients_of_unpacked_training
     assert abs(grad(variables, tokens)[0] - expected) > 1e-4
 
 
+@pytest.mark.slow
 def test_lm1b_trains_saves_restores_redraws_and_decodes(tmp_path):
     model = lm1b.TransformerLM(LM1B.replace(deterministic=False))
     batch = (
@@ -272,6 +273,7 @@ def test_scanned_layers_of_the_big_vision_vit_are_those_one_after_the_other():
     assert relative_error(other["head_input"], one["head_input"]) < 1e-5
 
 
+@pytest.mark.slow
 def test_gemma_trains_saves_restores_redraws_and_decodes():
     make = functools.partial(gemma.Transformer, gemma.TransformerConfig(num_layers=1))
     model = make(rngs=nnx.Rngs(0))
@@ -342,6 +344,7 @@ LINEN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LINEN)
 def test_without_the_documented_lines_linen_models_have_the_same_parameters(name):
     module, make, inputs = LINEN[name]
@@ -363,6 +366,7 @@ NNX = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NNX)
 def test_without_the_documented_lines_nnx_models_have_the_same_parameters(name):
     module, make, inputs = NNX[name]

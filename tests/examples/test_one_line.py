@@ -47,6 +47,7 @@ def nll(logits, tokens):
     return losses.mean()
 
 
+@pytest.mark.slow
 def test_the_nnx_performer_trains_and_generates():
     model = nnx_performer.Transformer(**SIZES, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
@@ -74,6 +75,7 @@ def test_the_nnx_performer_trains_and_generates():
     assert relative_error(jnp.concatenate(logits, axis=1), parallel) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_thousand_tokens_have_the_logits_of_the_parallel_form():
     length = 1_000
     model = nnx_performer.Transformer(**SIZES | {"max_length": length}, rngs=nnx.Rngs(0))
@@ -92,6 +94,7 @@ def test_a_thousand_tokens_have_the_logits_of_the_parallel_form():
     assert relative_error(jnp.swapaxes(logits, 0, 1), parallel) < 1e-5
 
 
+@pytest.mark.slow
 def test_the_linen_performer_trains_and_generates():
     model = linen_performer.Transformer(**SIZES)
     variables = jax.jit(model.init)(jax.random.key(0), TOKENS)
@@ -147,6 +150,7 @@ def assert_approached(errors):
     assert many < 0.2 * few
 
 
+@pytest.mark.slow
 def test_with_many_features_the_logits_are_those_of_exact_attention_in_nnx():
     exact, performer = (
         module.Transformer(**SIZES, rngs=nnx.Rngs(0)) for module in (nnx_transformer, nnx_performer)
@@ -163,6 +167,7 @@ def test_with_many_features_the_logits_are_those_of_exact_attention_in_nnx():
     assert_approached(errors)
 
 
+@pytest.mark.slow
 def test_with_many_features_the_logits_are_those_of_exact_attention_in_linen():
     exact, performer = (
         module.Transformer(**SIZES) for module in (linen_transformer, linen_performer)

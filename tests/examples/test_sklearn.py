@@ -6,6 +6,7 @@ import pytest
 from examples import sklearn_gaussian_process, sklearn_kernel_ridge
 
 
+@pytest.mark.slow
 def test_kernel_ridge_comes_near_the_exact_kernel_with_many_features():
     results, exact = sklearn_kernel_ridge.scores(sizes=(32, 1024))
     assert exact > 0.4
@@ -22,6 +23,7 @@ def of_diabetes():
     return test_targets, sklearn_gaussian_process.predict(model, test), exact
 
 
+@pytest.mark.slow
 def test_the_gaussian_process_predicts_with_honest_error_bars(of_diabetes):
     targets, (mean, std), _ = of_diabetes
     assert np.sqrt(np.mean((targets - mean) ** 2)) < 0.8  # The targets have a deviation of 1.

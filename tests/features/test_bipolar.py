@@ -47,7 +47,7 @@ def estimate_by_definition(name, x, y, p, kernel="softmax", bandwidth=1.0):
     return weight * base_1 + (1 - weight) * base_2
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_inner_product_is_the_hybrid_estimate(name, kernel):
@@ -60,6 +60,7 @@ def test_the_inner_product_is_the_hybrid_estimate(name, kernel):
         np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_widths_and_dtypes():
     x, p = vectors(), bipolar(num_features=6, num_weights=5)
     assert FEATURES["angular"](x, p, side="query").shape == (7, 4 * 6 * (5 + 1))
@@ -71,6 +72,7 @@ def test_widths_and_dtypes():
         assert jnp.isnan(features(nan, p, side="query")).all()
 
 
+@pytest.mark.slow
 def test_features_cost_the_sum_and_not_the_product_of_all_sizes():
     # Memory is O(nd + md + mn): with d = 4,096 no array is as large as m n d.
     p = bipolar(64, 64, 4096)
@@ -81,6 +83,7 @@ def test_features_cost_the_sum_and_not_the_product_of_all_sizes():
     assert cost["flops"] < 8 * (2 * 3 * 64 * 4096 * 2 + 100 * 64 * 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coupling", ["iid", "orthogonal", "simplex"])
 def test_unbiased(coupling):
     x, y = vectors(n=2)[:, None]
@@ -104,7 +107,7 @@ def pair_at(angle, radius, dim=4):
     return x, y
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("angle", [0, np.pi])
 def test_angular_hybrid_has_no_variance_at_either_end(angle):
     x, y = pair_at(angle, 1.5)
@@ -112,7 +115,7 @@ def test_angular_hybrid_has_no_variance_at_either_end(angle):
     np.testing.assert_allclose(draws, np.exp(x @ y), rtol=2e-4)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_gaussian_hybrid_has_no_variance_at_antiparallel_vectors():
     x, y = pair_at(np.pi, 1.0)
     draws = [
@@ -121,6 +124,7 @@ def test_gaussian_hybrid_has_no_variance_at_antiparallel_vectors():
     np.testing.assert_allclose(draws, np.exp(x @ y), rtol=2e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coupling", ["iid", "orthogonal"])
 @pytest.mark.parametrize("angle", [0.4, 1.5, 2.6])
 def test_angular_mse_is_that_of_theorem_3_1_and_lemma_3_2(coupling, angle):
@@ -167,6 +171,7 @@ def test_shared_projections_have_the_mse_of_theory_too():
     assert_mean((np.asarray(samples, np.float64) - np.exp(x @ y)) ** 2, expected)
 
 
+@pytest.mark.slow
 def test_half_precision_inputs_are_widened_before_anything_is_computed():
     x, p = vectors(), bipolar()
     half = x.astype(jnp.bfloat16)
@@ -191,6 +196,7 @@ def test_the_bandwidth_may_be_learned():
     np.testing.assert_allclose(slope, expected, rtol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FEATURES)
 @pytest.mark.parametrize("heads", [None, 2])
 def test_attention_by_hybrids_against_float64(name, heads):
@@ -208,6 +214,7 @@ def test_attention_by_hybrids_against_float64(name, heads):
         assert relative_error(actual[:, head], expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_gradients_are_finite_and_the_record_is_a_pytree():
     p = bipolar()
     leaves, treedef = jax.tree.flatten(p)
@@ -285,6 +292,7 @@ def test_refuses(call, error, match):
         call(jnp.asarray(vectors()), bipolar())
 
 
+@pytest.mark.slow
 def test_gradients_of_queries_that_share_a_key_head():
     """XLA's CPU backend ended the process where sums of a hybrid's gradient were fused."""
     q, k, v = (np.random.default_rng(n).normal(size=(2, 16, 8, 4)).astype("f4") for n in range(3))

@@ -50,6 +50,7 @@ def one_head(tree, head):
     return jax.tree.map(lambda leaf: leaf[head], tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["query", "key"])
 @pytest.mark.parametrize("name", PROJECTIONS)
 def test_each_head_has_the_features_of_itself_alone(name, side):
@@ -66,6 +67,7 @@ def test_each_head_has_the_features_of_itself_alone(name, side):
             np.testing.assert_allclose(one[:, :, head], expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_calibration_may_hold_numpy_arrays():
     q = k = v = tokens()
     w, calibration = draw(jax.random.key(0)), simrf_jax.calibrate(q, k + 0.3)

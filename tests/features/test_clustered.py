@@ -21,6 +21,7 @@ def clustered_estimate(x, y, p, kernel="softmax"):
     return jnp.dot(psi_1, psi_2.T)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_clustered_hybrid_has_no_variance_at_the_centres(kernel):
     for seed in range(5):
@@ -30,7 +31,7 @@ def test_clustered_hybrid_has_no_variance_at_the_centres(kernel):
         np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [0.0, 0.3])
 def test_clustered_estimate_is_its_definition(spread):
     p = clustered(spread)
@@ -54,7 +55,7 @@ def clustered_by_definition(x, y, p):
     return expected
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_centre_on_an_axis_does_not_cost_the_others_their_digits():
     w = simrf_jax.draw_projection(jax.random.key(0), 64, 3)
     q, r = np.float32([[0, 1, 0.5], [1, 1, 0.5]]), np.float32([[1, 1, -0.5]])
@@ -62,6 +63,7 @@ def test_a_centre_on_an_axis_does_not_cost_the_others_their_digits():
     np.testing.assert_allclose(clustered_estimate(q[1:], r, p), np.exp(q[1:] @ r.T), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_an_empty_cluster_does_not_silence_the_others():
     w = simrf_jax.draw_projection(jax.random.key(0), 64, 3)
     q, r = np.full((1, 3), 6.0, np.float32), np.float32([[-6, -6, -6], [6, 6, 6]])
@@ -73,6 +75,7 @@ def test_an_empty_cluster_does_not_silence_the_others():
     np.testing.assert_allclose(out, 1, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("spread", [0.0, 0.3])
 def test_clustered_hybrid_is_unbiased(spread, kernel):
@@ -88,6 +91,7 @@ def test_clustered_hybrid_is_unbiased(spread, kernel):
     assert_mean(samples, KERNELS[kernel](x, y)[0, 0])
 
 
+@pytest.mark.slow
 def test_tuning_to_the_spread_pays_around_centres_with_a_small_coordinate():
     q, r = np.float32([[1.0, 0.02, -0.5, 0.3]]), np.float32([[0.8, 0.5, 0.4, -0.02]])
     x, y = q + 0.3 * vectors(n=20, scale=1), r + 0.3 * vectors(n=20, scale=1, seed=1)
@@ -104,6 +108,7 @@ def test_tuning_to_the_spread_pays_around_centres_with_a_small_coordinate():
     assert_less(errors(0.3), np.minimum(errors(0.0), 1e3))  # Without tuning, some errors are huge.
 
 
+@pytest.mark.slow
 def test_attention_by_clusters():
     rng = np.random.default_rng(0)
     q, k, v = (0.5 * rng.normal(size=(3, 6, 1, 4))).astype(np.float32)
@@ -115,7 +120,7 @@ def test_attention_by_clusters():
     assert relative_error(actual[:, 0], expected) < 1e-4
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_half_precision_inputs_are_widened_before_distances_are_computed():
     centres = np.float16([[300] * 4, [-300] * 4])
     far = simrf_jax.ClusteredProjection(clustered().projection, centres, centres[:1], 1.0)
@@ -124,7 +129,7 @@ def test_half_precision_inputs_are_widened_before_distances_are_computed():
     np.testing.assert_array_equal(phi[:10], 0)  # Nearest to the second centre.
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_gradients_far_from_all_centres_are_no_nan():
     # Features of other clusters overflow at this size.
     far = 8 * vectors()
@@ -136,7 +141,7 @@ def test_gradients_far_from_all_centres_are_no_nan():
     assert not jnp.isnan(gradient).any()
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_nan_stays_nan():
     nan = np.full(4, np.nan, np.float32)
     phi = simrf_jax.clustered_hybrid_features(nan, clustered(), side="key")
@@ -208,6 +213,7 @@ def attend(tokens, projection):
     return simrf_jax.random_feature_attention(*tokens, projection, feature_map="clustered_hybrid")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("built", ["stacked", "under vmap"])
 def test_each_head_has_a_projection_of_its_own(heads, built):
     tokens, parts = heads
@@ -219,6 +225,7 @@ def test_each_head_has_a_projection_of_its_own(heads, built):
         np.testing.assert_allclose(out[:, :, n : n + 1], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_one_spread_serves_a_stack(heads):
     tokens, (*parts, _) = heads
     one = simrf_jax.ClusteredProjection(*parts, 0.3)

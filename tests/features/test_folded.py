@@ -60,6 +60,7 @@ ROWS_AND_MODES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "mode"), ROWS_AND_MODES)
 def test_attention_has_the_outputs_and_gradients_of_the_map(rows, mode):
     q, k, v = tokens()
@@ -80,6 +81,7 @@ def test_attention_has_the_outputs_and_gradients_of_the_map(rows, mode):
             np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["query", "key"])
 def test_features_are_those_of_the_formula(side):
     x, w = 0.5 * inputs(LENGTH)[0][:, 0], projection(ROWS)
@@ -89,6 +91,7 @@ def test_features_are_those_of_the_formula(side):
     np.testing.assert_allclose(folded.features(x, None, side=side), expected, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_gradients_reach_the_map_and_its_rows():
     q, k, v = tokens()
     calibrated, w = simrf_jax.calibrate(q, k), projection(ROWS)
@@ -104,6 +107,7 @@ def test_gradients_reach_the_map_and_its_rows():
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_learned_features_fold():
     q, k, v = tokens()
     learned = Learned.start(projection(ROWS), simrf_jax.calibrate(q, k))
@@ -112,6 +116,7 @@ def test_learned_features_fold():
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact_bandwidth", slow_but([None], [None, 3]))
 def test_decodes_token_by_token_after_a_folded_prompt(exact_bandwidth):
     q, k, v = tokens()
@@ -133,6 +138,7 @@ def test_decodes_token_by_token_after_a_folded_prompt(exact_bandwidth):
         np.testing.assert_allclose(jnp.concatenate(outputs, 1), whole, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_one_map_and_one_w_for_all_heads():
     q, k, v = inputs(LENGTH)
     w = projection(ROWS)

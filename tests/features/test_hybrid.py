@@ -6,7 +6,7 @@ import simrf_jax
 from tests.features.vectors import vectors
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_the_general_combination_of_three_estimators():
     rng = np.random.default_rng(0)
     widths, offsets = (3, 4, 2), (0.5, 0.0)

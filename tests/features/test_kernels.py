@@ -33,6 +33,7 @@ def test_relu_kernel_by_quadrature_over_the_plane_of_both_vectors():
     np.testing.assert_allclose(relu_kernel(x, y), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_relu_kernel_has_gradients_at_parallel_and_antiparallel_vectors():
     x = jnp.array([[1.0, 0.5]])
     gradient = jax.grad(lambda y: relu_kernel(x, y).sum())
@@ -40,6 +41,7 @@ def test_relu_kernel_has_gradients_at_parallel_and_antiparallel_vectors():
     np.testing.assert_allclose(gradient(-x), 0, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_relu_kernel_at_zero_and_at_the_ends_of_the_range():
     zero, one = jnp.zeros((1, 4)), jnp.ones((1, 4))
     np.testing.assert_array_equal(relu_kernel(zero, one), 0)
@@ -47,6 +49,7 @@ def test_relu_kernel_at_zero_and_at_the_ends_of_the_range():
     np.testing.assert_allclose(relu_kernel(1e20 * one, 1e-20 * one), 2, rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_dtype_and_transformations(kernel):
     x = 0.3 * jax.random.normal(jax.random.key(0), (3, 2, 4))

@@ -33,6 +33,7 @@ def w():
     return simrf_jax.draw_projection(jax.random.key(0), 4, DIM, coupling="orthogonal")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["query", "key"])
 def test_features_are_those_of_the_formula(side):
     formula = formulas.of_side(formulas.learned[0], side)
@@ -42,6 +43,7 @@ def test_features_are_those_of_the_formula(side):
     np.testing.assert_allclose(features, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", ["query", "key"])
 def test_starts_at_calibrated_features_of_the_rows_and_their_negatives(side):
     start = Learned.start(w(), calibration())
@@ -50,6 +52,7 @@ def test_starts_at_calibrated_features_of_the_rows_and_their_negatives(side):
     np.testing.assert_array_equal(start.features(vectors(), None, side=side), expected)
 
 
+@pytest.mark.slow
 def test_starts_at_hyperbolic_features_without_a_calibration():
     start = Learned.start(w(), jax.tree.map(lambda leaf: leaf[0], Calibrated.identity(1, DIM)))
     expected = Hyperbolic().features(vectors(), w())
@@ -70,6 +73,7 @@ def test_starts_with_arrays_for_each_head_that_share_no_memory():
     assert len({leaf.unsafe_buffer_pointer() for leaf in own}) == len(own) == 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.1, 1, 1e3])
 def test_parameters_have_finite_gradients_at_any_scale(scale):
     q, k, v = (vectors(scale)[:, None] for _ in "qkv")
@@ -95,6 +99,7 @@ def test_answers_in_the_type_of_the_vectors(dtype):
     np.testing.assert_allclose(features.astype(jnp.float32), expected, rtol=tolerance)
 
 
+@pytest.mark.slow
 def test_computes_in_float64():
     with enable_x64(True):
         wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), learned())

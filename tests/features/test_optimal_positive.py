@@ -29,7 +29,7 @@ def vectors(*shape, dim=6):
     return 0.3 * jax.random.normal(jax.random.key(2), (*shape, dim))
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("parameter", PARAMETERS)
 def test_the_formula(parameter, kernel):
@@ -40,7 +40,7 @@ def test_the_formula(parameter, kernel):
     np.testing.assert_allclose(features(x, w, parameter, kernel), np.exp(log), rtol=1e-5)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_parameter_of_zero_gives_positive_features():
     x, w = vectors(3), projection(10, 6)
     plain = simrf_jax.positive_features(x, w, kernel="softmax")
@@ -65,7 +65,7 @@ def test_float64():
         np.testing.assert_allclose(features(x, w, -0.1), np.exp(log), rtol=1e-13)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [8, 6])
 def test_fast_projections_have_their_norms_in_the_padded_dimension(dim):
     fast = simrf_jax.draw_fast_projection(jax.random.key(0), 10, dim)
@@ -122,6 +122,7 @@ def expected_error(dim, num_features, v, parameter, cosine):
     return (second - 1 + (num_features - 1) * (cross - 1)) / num_features
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameter", [-0.03, -0.1, 0.02])
 @pytest.mark.parametrize(("coupling", "cosine"), [("simplex", -1 / 8), ("orthogonal", 0.0)])
 def test_unbiased_with_the_variance_of_the_closed_form(coupling, cosine, parameter):
@@ -141,12 +142,13 @@ def test_the_closed_form_has_the_published_numbers():
         assert error / (np.expm1(v**2) / 64) == pytest.approx(ratio, rel=2e-3)
 
 
+@pytest.mark.slow
 def test_the_best_parameter_beats_positive_features_on_paired_draws():
     plain, best = ((samples(8, 9, 1.5, parameter, 20_000) - 1) ** 2 for parameter in (0.0, -0.0645))
     assert_less(best, plain, errors=4)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("per_head", [False, True])
 def test_each_key_head_has_its_own_parameter(per_head, is_causal):
@@ -166,7 +168,7 @@ def test_each_key_head_has_its_own_parameter(per_head, is_causal):
         np.testing.assert_allclose(out[:, group], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_mask_that_differs_between_query_heads_repeats_the_parameters():
     q, k, v = inputs(9, heads=4, key_heads=2, batch=(1,))
     mask = np.random.default_rng(0).random((1, 4, 1, 9)) < 0.7
@@ -184,7 +186,7 @@ def test_a_mask_that_differs_between_query_heads_repeats_the_parameters():
         np.testing.assert_allclose(out[:, :, n : n + 1], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_decoding_with_a_parameter_for_each_head():
     q, k, v = inputs(9)
     own = feature_maps.OptimalPositive(jnp.array([-0.05, -0.4]))
@@ -196,7 +198,7 @@ def test_decoding_with_a_parameter_for_each_head():
     np.testing.assert_allclose(np.concatenate([prompt, rest]), whole, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_gradients_in_the_parameter():
     q, k, v = inputs(6, heads=1)
     w = projection()
@@ -215,7 +217,7 @@ def test_gradients_in_the_parameter():
     chex.assert_tree_all_finite(jax.grad(loss)(0.0))
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.5, 1, 2, 4, 8])
 def test_attention_against_float64(scale):
     q, k, v = inputs(32, dim=16, scale=scale)

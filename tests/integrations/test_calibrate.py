@@ -61,6 +61,7 @@ def queries_and_keys(model, batches):
     ]
 
 
+@pytest.mark.slow
 def test_nnx_fits_the_queries_and_keys_of_all_batches():
     model = nnx_attention()
     expected = simrf_jax.calibrate(*queries_and_keys(model, BATCHES))
@@ -69,6 +70,7 @@ def test_nnx_fits_the_queries_and_keys_of_all_batches():
     assert model.attention_fn.moments is None
 
 
+@pytest.mark.slow
 def test_linen_fits_the_queries_and_keys_of_all_batches():
     model = linen_attention()
     variables = model.init(jax.random.key(0), BATCHES[0])
@@ -94,6 +96,7 @@ def test_linen_fits_the_queries_and_keys_of_all_batches():
     assert turned.draw_options == w.draw_options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"tilt": "isotropic"}, {"center": False, "balance": False}])
 def test_options_are_those_of_calibrate(options):
     model = nnx_attention()
@@ -107,6 +110,7 @@ def test_before_a_calibration_the_map_is_positive():
     np.testing.assert_allclose(calibrated(BATCHES[0]), positive(BATCHES[0]), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_calibrated_model_is_nearer_to_the_exact_one():
     def error(model, exact):
         x = inputs(batch=4, seed=9)  # Other tokens than those of the fit.
@@ -130,6 +134,7 @@ def test_a_calibrated_model_is_nearer_to_the_exact_one():
     assert np.mean(ratios) + 2 * np.std(ratios) / np.sqrt(len(ratios)) < 0.8
 
 
+@pytest.mark.slow
 def test_padding_does_not_count():
     model, expected = nnx_attention(), nnx_attention()
     nnx_adapters.calibrate(expected, [x[:, :20] for x in BATCHES])
@@ -142,6 +147,7 @@ def test_padding_does_not_count():
     assert_trees_close(fitted_nnx(model), fitted_nnx(expected))
 
 
+@pytest.mark.slow
 def test_factored_masks_say_which_queries_are_padding():
     model, expected = nnx_attention(factored_masks=True), nnx_attention()
     nnx_adapters.calibrate(expected, [x[:, :20] for x in BATCHES])
@@ -154,6 +160,7 @@ def test_factored_masks_say_which_queries_are_padding():
     assert_trees_close(fitted_nnx(model), fitted_nnx(expected))
 
 
+@pytest.mark.slow
 def test_is_state_without_gradient():
     model = nnx_attention()
     nnx_adapters.calibrate(model, BATCHES)
@@ -225,6 +232,7 @@ def test_labels_may_stand_in_the_place_of_arrays():
     assert set(jax.tree.leaves(jax.tree.map(lambda _: "frozen", variables))) == {"frozen"}
 
 
+@pytest.mark.slow
 def test_groups_of_query_heads_scales_and_lengths_count_as_in_attention():
     rng = np.random.default_rng(0)
     q = rng.normal(size=(2, 20, 3 * HEADS, DIM)).astype(np.float32) + np.arange(3 * HEADS)[:, None]
@@ -264,6 +272,7 @@ def test_a_bias_of_minus_infinity_hides_padding():
     assert_trees_close(fitted_nnx(model), fitted_nnx(expected))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bandwidth", [None, 2])
 def test_decodes_with_and_without_a_band(bandwidth):
     model = nnx_attention(is_causal=True, exact_bandwidth=bandwidth)
@@ -302,6 +311,7 @@ def test_a_second_calibration_in_linen_compiles_nothing():
     assert count == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_each_head_is_computed_with_its_own_calibration(api):
     rng = np.random.default_rng(0)
@@ -332,6 +342,7 @@ def test_each_head_is_computed_with_its_own_calibration(api):
         np.testing.assert_allclose(out[:, :, head : head + 1], expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature_map", ["calibrated", "learned"])
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_a_second_calibration_turns_rows_with_its_axes(api, feature_map):
@@ -356,6 +367,7 @@ def test_a_second_calibration_turns_rows_with_its_axes(api, feature_map):
     assert np.abs(second - first).mean() < 0.6 * np.abs(as_redrawn - first).mean()
 
 
+@pytest.mark.slow
 def test_a_shared_projection_stays_as_it_was():
     model = nnx_attention(shared=True)
     w = np.array(model.attention_fn.projection[...])
@@ -363,6 +375,7 @@ def test_a_shared_projection_stays_as_it_was():
     np.testing.assert_array_equal(model.attention_fn.projection[...], w)
 
 
+@pytest.mark.slow
 def test_layers_that_are_stacked_are_calibrated_one_by_one():
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(key):
@@ -401,6 +414,7 @@ class Scanned(nn.Module):
         return nn.scan(Layer, variable_axes=axes, split_rngs=split, length=3)()(x, None)[0]
 
 
+@pytest.mark.slow
 def test_linen_layers_that_are_scanned_are_calibrated_one_by_one():
     model = Scanned()
     variables = model.init(jax.random.key(0), BATCHES[0])
@@ -475,6 +489,7 @@ def test_logs_how_well_each_head_is_fitted(api, caplog):
     assert np.all(np.array(after) < 0.8 * np.array(before))
 
 
+@pytest.mark.slow
 def test_layers_of_a_stack_are_logged_one_by_one(caplog):
     caplog.set_level(logging.INFO, logger="simrf_jax")
     linen_calibrate(Scanned(), BATCHES)

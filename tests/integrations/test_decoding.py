@@ -72,6 +72,7 @@ def pieces(x, prompt):
     return [x[:, :prompt], *(x[:, t : t + 1] for t in range(prompt, x.shape[1]))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_prompt_and_steps_are_the_parallel_form_in_both_apis(mode):
     q, k, v = inputs(7, heads=2, dim=4, batch=(2,))
@@ -95,6 +96,7 @@ def test_prompt_and_steps_are_the_parallel_form_in_both_apis(mode):
         held |= updates
 
 
+@pytest.mark.slow
 def test_prompt_and_steps_inside_flaxs_attention():
     x = tokens(2, 6)
     module = nnx_attention()
@@ -105,6 +107,7 @@ def test_prompt_and_steps_inside_flaxs_attention():
     assert relative_error(out, expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_grouped_queries_in_bfloat16():
     adapter = RandomFeatureAttention(2, 8, FEATURES, rngs=nnx.Rngs(0))
     module = nnx.MultiHeadAttention(
@@ -125,6 +128,7 @@ def test_grouped_queries_in_bfloat16():
     assert state.sums.shape == (2, 2, FEATURES, 8 + 1)  # The number of tokens does not matter.
 
 
+@pytest.mark.slow
 def test_the_model_that_is_viewed_stays_as_it_is_and_views_start_anew():
     module = nnx_attention()
     x = tokens(2, 3)
@@ -138,6 +142,7 @@ def test_the_model_that_is_viewed_stays_as_it_is_and_views_start_anew():
     np.testing.assert_array_equal(nnx_step(decoder, x), first)
 
 
+@pytest.mark.slow
 def test_set_in_place_and_scanned_with_a_donated_cache():
     module = nnx_attention()
     x = tokens(2, 8)
@@ -165,6 +170,7 @@ def test_set_in_place_and_scanned_with_a_donated_cache():
     assert relative_error(jnp.concatenate([first, second], axis=1), expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_linen_init_makes_an_empty_cache_and_counts_no_token():
     module = linen_attention(decode=True)
     x = tokens(2, 3)
@@ -190,7 +196,7 @@ def test_linen_refuses_to_decode_without_a_cache(kind, mutable):
         both.linen.apply(both.variables, *x, mutable=mutable)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"mutable": ["intermediates"], "capture_intermediates": True}],
@@ -205,6 +211,7 @@ def test_linen_refuses_to_decode_where_the_cache_may_not_change(kind, options):
         both.linen.apply(variables, *x, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_linen_variables_trained_without_decode_decode_with_the_cache_of_init(kind):
     both = KINDS[kind](2, 4, decode=True)
@@ -243,6 +250,7 @@ def linen_stack(*, decode, collections=("params", "random_features", "cache")):
     )(decode)
 
 
+@pytest.mark.slow
 def test_linen_layers_under_remat_and_scan_decode():
     x = tokens(2, 5)
     rngs = {"params": jax.random.key(0), "features": jax.random.key(1)}
@@ -272,6 +280,7 @@ class LinenToken(nn.Module):
         return carry, attention(token[:, None])[:, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("over", ["tokens", "sequences"])
 def test_linen_scans_tokens_and_maps_sequences(over):
     x = tokens(2, 5)
@@ -320,6 +329,7 @@ def test_refuses_the_cache_of_another_bandwidth(api):
         both.step(api, state, *x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature_map", ["positive", "gaussian_hybrid"])
 def test_projections_and_cache_survive_a_checkpoint(feature_map):
     x = jnp.asarray(inputs(5, heads=2, dim=4, batch=(2,)))
@@ -346,6 +356,7 @@ def test_projections_and_cache_survive_a_checkpoint(feature_map):
     chex.assert_trees_all_equal(restored, variables)
 
 
+@pytest.mark.slow
 def test_flaxs_own_caches_see_the_prefix():
     module = nnx_attention()
     x = tokens(2, 5)
@@ -362,6 +373,7 @@ def test_flaxs_own_caches_see_the_prefix():
         assert relative_error(out[:, 0], expected[:, t]) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -400,6 +412,7 @@ class EncoderDecoder(nnx.Module):
         return self.cross(target, memory)
 
 
+@pytest.mark.slow
 def test_only_the_self_attention_of_a_decoder_decodes():
     model = EncoderDecoder(nnx.Rngs(0))
     source, target = tokens(2, 5), tokens(2, 5, seed=2)
@@ -425,7 +438,7 @@ def test_refuses_both_caches_at_once():
         linen.apply(variables, x[:, :1], mutable=["cache"])
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_refuses_to_decode_without_a_cache():
     adapter = RandomFeatureAttention(2, 4, 6, decode=True, coupling="iid", rngs=nnx.Rngs(0))
     x = jnp.ones((1, 1, 2, 4))
@@ -447,6 +460,7 @@ def test_refuses_to_decode_without_a_cache():
     assert adapter(x, x, x[..., :3]).shape == (1, 1, 2, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("batch_size", "lead"),
     [
@@ -493,6 +507,7 @@ def test_refuses_views_that_half_decode(decode):
         view(nnx_attention(), only=RandomFeatureAttention, decode=decode)
 
 
+@pytest.mark.slow
 def test_clones_go_on_by_themselves_and_views_of_a_decoder_with_it():
     module = nnx_attention()
     x = tokens(2, 4)

@@ -97,12 +97,14 @@ CARRIAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("carriage", CARRIAGES)
 @pytest.mark.parametrize("api", COLLECTIONS)
 def test_options_travel_with_the_projections(api, carriage):
     assert_redrawn(CARRIAGES[carriage](COLLECTIONS[api]()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", COLLECTIONS)
 def test_options_survive_an_orbax_checkpoint(api, tmp_path):
     collection = COLLECTIONS[api]()
@@ -114,6 +116,7 @@ def test_options_survive_an_orbax_checkpoint(api, tmp_path):
     assert_redrawn(restored)
 
 
+@pytest.mark.slow
 def test_nnx_split_merge_update_and_vmap():
     graphdef, rest, projections = nnx.split(nnx_attention(**FIELDS), nnx.Param, RandomProjection)
     model = nnx.merge(graphdef, rest, projections)
@@ -163,6 +166,7 @@ LIFTED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIFTED)
 def test_linen_transformations(name):
     model, x = LIFTED[name](), tokens()
@@ -229,6 +233,7 @@ def test_nnx_models_cross_the_bridge_to_linen():
     assert_redrawn(variables["RandomProjection"])
 
 
+@pytest.mark.slow
 def test_a_hybrid_that_was_drawn_by_other_options_than_its_variable_says_is_refused():
     adapter = nnx_adapter.RandomFeatureAttention(
         HEADS, DIM, FEATURES, feature_map="angular_hybrid", rngs=nnx.Rngs(0)
@@ -250,6 +255,7 @@ MAPS_WITH_ARRAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAPS_WITH_ARRAYS)
 def test_nnx_adapters_hold_the_arrays_of_feature_maps(name):
     adapter = nnx_adapter.RandomFeatureAttention(
@@ -294,6 +300,7 @@ def fmm_collection(api, **fields):
     return adapter.init(jax.random.key(0), *qkv())["random_features"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", COLLECTIONS)
 def test_each_map_of_a_blend_has_options_of_its_own(api):
     collection = fmm_collection(api)
@@ -325,6 +332,7 @@ def test_the_coupling_of_each_map():
     assert simrf_jax.feature_maps.Custom(simrf_jax.project).coupling == "simplex"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("api", COLLECTIONS)
 def test_the_default_coupling_is_the_maps(api, name):
@@ -377,6 +385,7 @@ def test_both_apis_take_the_same_arguments(of_nnx, of_linen):
     assert fields == [name for name, _ in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature_map", ["positive", "calibrated"])
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_pairs_of_rows_give_the_attention_of_all_rows(api, feature_map, monkeypatch):
@@ -402,6 +411,7 @@ def test_pairs_of_rows_give_the_attention_of_all_rows(api, feature_map, monkeypa
     np.testing.assert_allclose(found, attend(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_rows_set_by_hand_are_all_read():
     adapter = nnx_attention(coupling="cross_polytope", norms="pair").attention_fn
     w = jax.random.normal(jax.random.key(5), get_value(adapter.projection).shape)

@@ -22,6 +22,7 @@ from tests.integrations.adapters import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [None, "padding"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_both_flax_apis_compute_the_same(mask, shared):
@@ -38,6 +39,7 @@ def squares(x, w):
     return jnp.square(project(x, w))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature_map", ["hyperbolic", "relu", squares])
 @pytest.mark.parametrize("coupling", ["orthogonal", "simplex_plus"])
 def test_both_apis_take_any_map_coupling_and_rotation(feature_map, coupling):
@@ -85,6 +87,7 @@ def test_float_masks_of_flax_are_read_as_masks():
     assert not np.allclose(module(x, mask=mask)[1], module(x)[1])
 
 
+@pytest.mark.slow
 def test_grouped_queries_and_cross_attention_in_nnx():
     adapter = nnx_adapter.RandomFeatureAttention(2, 8, FEATURES, rngs=nnx.Rngs(0))
     module = nnx.MultiHeadAttention(
@@ -99,6 +102,7 @@ def test_bfloat16_compute_keeps_the_projection_in_float32():
     assert module.attention_fn.projection[...].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_nnx_projection_is_state_but_no_parameter():
     module = nnx_attention()
     state = nnx.state(module, nnx.Param)
@@ -147,6 +151,7 @@ class Linen(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parentless", [True, False])
 def test_linen_layers_have_projections_of_their_own(parentless):
     x = tokens(2, 9)
@@ -227,6 +232,7 @@ def test_linen_refuses_einsums_of_ones_own():
         )
 
 
+@pytest.mark.slow
 def test_linen_layers_under_remat_and_scan():
     class Layer(nn.Module):
         @nn.compact
@@ -246,6 +252,7 @@ def test_linen_layers_under_remat_and_scan():
     assert np.isfinite(gradient).all()
 
 
+@pytest.mark.slow
 def test_both_apis_are_causal():
     x = tokens(2, 9)
     module = nnx_attention()

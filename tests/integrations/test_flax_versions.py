@@ -25,6 +25,7 @@ def model(request, monkeypatch):
     return Model()
 
 
+@pytest.mark.slow
 def test_a_view_changes_the_chosen_modules_of_a_copy(model):
     decoder = view(model, only=FMMAttention, decode=True, batch_size=3)
     assert [one.decode for one in (decoder.far, *decoder.fields)] == [False, True, True]

@@ -87,6 +87,7 @@ def test_both_apis_and_their_gradients_are_those_of_the_function(is_causal, shar
     assert all(np.abs(gradient).min() > 0 for gradient in expected[0][1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_prompt_and_steps_are_the_parallel_form(dtype):
     x = [jnp.asarray(array, dtype) for array in qkv()]
@@ -115,6 +116,7 @@ def test_prompt_and_steps_are_the_parallel_form(dtype):
     assert get_value(one.cache).near.key.shape == (2, BANDWIDTH, KEY_HEADS, DIM)
 
 
+@pytest.mark.slow
 def test_inside_flaxs_attention_weights_train_and_projections_do_not():
     rngs = nnx.Rngs(0)
     adapter = nnx_adapter.FMMAttention(2, 4, 5, BANDWIDTH, coupling="iid", rngs=rngs)
@@ -131,6 +133,7 @@ def test_inside_flaxs_attention_weights_train_and_projections_do_not():
     np.testing.assert_array_equal(get_value(adapter.projections)[0], redrawn["projections"][0])
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_projections_weights_and_cache():
     one, other, _ = pair(decode=True)
     variables = jax.jit(other.init)(jax.random.key(0), *qkv(3))
@@ -143,6 +146,7 @@ def test_checkpoints_hold_projections_weights_and_cache():
         chex.assert_trees_all_equal(restored, saved)
 
 
+@pytest.mark.slow
 def test_a_view_has_a_window_of_the_type_that_is_said():
     one, _, _ = pair(feature_maps=MAPS[:1], num_weights=None)
     x = [jnp.asarray(array, jnp.bfloat16) for array in qkv(3)]
@@ -153,6 +157,7 @@ def test_a_view_has_a_window_of_the_type_that_is_said():
     assert decoder(*x).dtype == get_value(decoder.cache).near.key.dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 def test_over_an_axis_that_is_named_no_key_is_gathered():
     one, _, _ = pair(feature_maps=MAPS[:1], num_weights=None, is_causal=True)
     named, _, _ = pair(

@@ -49,6 +49,7 @@ CASES = {
 NEEDED = [name for name in CASES if "shared" not in name or name.startswith("angular_hybrid")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_but(NEEDED, CASES))
 def test_both_apis_and_their_gradients_are_those_of_the_function(case):
     name, shared = case
@@ -91,6 +92,7 @@ def test_a_map_that_needs_no_projection():
     assert not jax.tree.leaves(nnx.state(one))
 
 
+@pytest.mark.slow
 def test_each_head_draws_its_own_by_what_the_user_says():
     one, other, _ = pair("angular_hybrid", coupling="simplex", block="square", rotation="givens")
     x = inputs(3, heads=HEADS, dim=DIM)

@@ -41,6 +41,7 @@ HONOURED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HONOURED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_honours(kind, name):
@@ -166,6 +167,7 @@ def test_no_keyword_of_flaxs_own_attention_is_dropped(kind, api):
     assert all(one.kind is not one.VAR_KEYWORD for one in parameters.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [nnx_attention, linen_attention])
 def test_a_precision_of_flaxs_attention_arrives(call):
     module = call(attention={"precision": jax.lax.DotAlgorithmPreset.F32_F32_F32})
@@ -177,6 +179,7 @@ def test_a_precision_of_flaxs_attention_arrives(call):
     assert out.shape == (2, 3, x.shape[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_scale_and_lengths_in_decoding(kind):
     lengths = np.array([LENGTH, 4])
@@ -204,7 +207,7 @@ def test_scale_and_lengths_in_decoding(kind):
         cache = updates["cache"]
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @every_adapter
 def test_decoding_refuses_segments(kind, api):
     both = KINDS[kind](2, DIM, decode=True)

@@ -61,6 +61,7 @@ def start(adapter, calibration):
     return Learned.start(adapter.learned.query_rows[...], calibration)
 
 
+@pytest.mark.slow
 def test_starts_at_hyperbolic_features_of_a_w_for_each_head():
     q, k, v = tokens()
     adapter, hyperbolic = nnx_adapter(), nnx_adapter(feature_map="hyperbolic")
@@ -71,6 +72,7 @@ def test_starts_at_hyperbolic_features_of_a_w_for_each_head():
     np.testing.assert_array_equal(params["query_rows"], hyperbolic.projection[...])
 
 
+@pytest.mark.slow
 def test_linen_starts_at_hyperbolic_features_of_a_w_for_each_head():
     q, k, v = tokens()
     adapter, hyperbolic = linen_adapter(), linen_adapter(feature_map="hyperbolic")
@@ -85,6 +87,7 @@ def test_linen_starts_at_hyperbolic_features_of_a_w_for_each_head():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bandwidth", [None, 2])
 def test_starts_at_calibrated_features_once_calibrated(bandwidth):
     q, k, v = tokens()
@@ -102,6 +105,7 @@ def test_starts_at_calibrated_features_once_calibrated(bandwidth):
     np.testing.assert_allclose(adapter(q, k, v), expected, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_linen_starts_at_calibrated_features_once_calibrated():
     q, k, v = tokens()
     adapter = linen_adapter()
@@ -121,6 +125,7 @@ def test_linen_starts_at_calibrated_features_once_calibrated():
     assert calibrated["params"]["log_weights"] is variables["params"]["log_weights"]
 
 
+@pytest.mark.slow
 def test_a_loss_of_the_model_gives_the_parameters_gradients():
     model = nnx_attention()
     grads = nnx.grad(lambda model: jnp.sum(model(batch()) ** 2))(model)
@@ -162,6 +167,7 @@ def linen_loss(options, x):
     return loss, of_map, grads, one, (project("query"), project("key"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", [nnx_loss, linen_loss])
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"exact_bandwidth": 2}])
 def test_the_loss_of_a_model_is_that_of_its_maps_and_trains_them_alone(measure, options):
@@ -175,6 +181,7 @@ def test_the_loss_of_a_model_is_that_of_its_maps_and_trains_them_alone(measure, 
     assert all(not np.any(leaf) for leaf in jax.tree.leaves(others))
 
 
+@pytest.mark.slow
 def test_the_mean_over_layers_that_are_stacked():
     @nnx.vmap(in_axes=0, out_axes=0)
     def make(key):
@@ -230,6 +237,7 @@ loss_and_gradients_of_rows = nnx.value_and_grad(
 )
 
 
+@pytest.mark.slow
 def test_training_steps_that_donate_the_model_lower_the_loss():
     model = nnx_attention()
     nnx_adapters.calibrate(model, [batch()])
@@ -260,6 +268,7 @@ def changed(before, after):
     }
 
 
+@pytest.mark.slow
 def test_a_step_trains_the_rows_and_nothing_else():
     model = nnx_attention()
     nnx_adapters.calibrate(model, [batch()])
@@ -271,6 +280,7 @@ def test_a_step_trains_the_rows_and_nothing_else():
     assert changed(before, nnx.to_pure_dict(nnx.state(model))) == PARAMETERS
 
 
+@pytest.mark.slow
 def test_a_step_of_linen_trains_the_rows_and_nothing_else():
     model = linen_attention()
     variables = linen_adapters.calibrate(model, model.init(jax.random.key(0), batch()), [batch()])
@@ -287,6 +297,7 @@ def test_a_step_of_linen_trains_the_rows_and_nothing_else():
     assert changed(params, after) == PARAMETERS
 
 
+@pytest.mark.slow
 def test_a_mask_that_would_train_nothing_raises():
     model = linen_attention(feature_map="positive")
     params = model.init(jax.random.key(0), batch())["params"]
@@ -294,6 +305,7 @@ def test_a_mask_that_would_train_nothing_raises():
         optax.masked(DECAYING, linen_adapters.learned_rows).init(params)
 
 
+@pytest.mark.slow
 def test_is_saved_and_restored_with_the_state(tmp_path):
     model, other = nnx_attention(), nnx_attention()
     nnx_adapters.calibrate(model, [batch()])
@@ -323,6 +335,7 @@ def test_the_map_itself_is_saved_and_restored():
         np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bandwidth", [None, 2])
 def test_decodes_as_it_attends(bandwidth):
     model = nnx_attention(is_causal=True, exact_bandwidth=bandwidth)
@@ -398,6 +411,7 @@ def linen_distil(x=None, **options):
     return linen_adapters.distillation_loss(model, variables, batch(), call=call)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("distil", [nnx_distil, linen_distil])
 @pytest.mark.parametrize(
     ("options", "match"),

@@ -71,6 +71,7 @@ def causal_or_not(is_causal):
     return calls, programs, w
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("jit", [True, False])
 def test_masks_that_are_products_are_honoured(name, jit):
@@ -82,6 +83,7 @@ def test_masks_that_are_products_are_honoured(name, jit):
         np.testing.assert_allclose(out, expected(q, k, v, w, mask, is_causal), atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_nan_in_padding_reaches_nothing(is_causal):
     q, k, v = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
@@ -94,6 +96,7 @@ def test_nan_in_padding_reaches_nothing(is_causal):
         np.testing.assert_array_equal(gradient[TOKENS == 0], 0)
 
 
+@pytest.mark.slow
 def test_padding_does_not_pass_through_a_users_map_as_zeros():
     def on_the_unit_sphere(x, w):
         return jnp.exp((x / jnp.linalg.norm(x, axis=-1, keepdims=True)) @ w.T)
@@ -151,6 +154,7 @@ def test_refuses_masks_that_are_no_numbers(mask):
             call(*qkv, mask=mask)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factored_masks", [False, True])
 def test_traced_masks_of_other_numbers_make_their_sequence_nan(factored_masks):
     mask = np.where(ADDITIVE < 0, 0, 1).astype(np.float32)
@@ -172,6 +176,7 @@ NUMBERS = {
 NEEDED = [name for name in NUMBERS if name.startswith("float32") or name.endswith("3 axes")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_but(NEEDED, NUMBERS))
 def test_zeros_and_ones_of_any_type_and_rank_are_booleans(case):
     """Inputs without a batch may come with a mask that has a batch axis of size 1."""
@@ -195,6 +200,7 @@ BAND = np.abs(np.subtract.outer(np.arange(LENGTH), np.arange(LENGTH))) < 2
 NOT_PRODUCTS = {"band": (BAND, True), "causal": (CAUSAL, False), "band, per head": (BAND, False)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOT_PRODUCTS)
 def test_other_masks_raise_or_give_nan(name):
     mask, is_causal = NOT_PRODUCTS[name]
@@ -221,6 +227,7 @@ def test_one_bad_head_of_one_sequence_is_nan_and_no_other():
     assert np.isfinite(out[1, :, 1]).all()
 
 
+@pytest.mark.slow
 def test_masks_of_a_prompt_in_the_cache():
     mask, _ = MASKS["padding and causal"]
     q, k, v = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))

@@ -21,6 +21,7 @@ adapters = pytest.mark.parametrize("name", SIZES)
 counts = pytest.mark.parametrize("count", [100, pytest.param(1_000, marks=pytest.mark.slow)])
 
 
+@pytest.mark.slow
 @adapters
 @counts
 def test_memory_of_an_nnx_decoder_is_flat(name, count):
@@ -34,6 +35,7 @@ def test_memory_of_an_nnx_decoder_is_flat(name, count):
     assert_flat(lambda: step(decoder, x), count=count)
 
 
+@pytest.mark.slow
 @adapters
 @counts
 def test_memory_of_a_linen_decoder_is_flat(name, count):

@@ -63,6 +63,7 @@ def one_by_one(kind, mask, is_causal, segments):
     return np.where(mask[:, 0].any(axis=-1)[..., None, None], out, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [True, False])
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize(("kind", "api"), every_adapter)
@@ -75,6 +76,7 @@ def test_segments_attend_as_they_do_by_themselves(kind, api, name, jit):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "api"), every_adapter)
 def test_segment_ids_are_a_mask_of_integers(kind, api):
     """The same without a mask of all pairs, in which padding does not divide a segment."""
@@ -141,6 +143,7 @@ def _unsaid():
     flax_masks._speaker.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_unsaid")
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 @pytest.mark.parametrize("name", NO_PRODUCTS)
@@ -184,6 +187,7 @@ def test_what_adapters_without_packed_say_under_jit(mask, match, caplog):
     assert any("The output of attention is NaN" in record.message for record in caplog.records)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_unsaid")
 def test_masks_that_are_honoured_say_nothing_and_programs_may_do_without_the_callback(caplog):
     call = KINDS["random features"](HEADS, DIM, packed=True).nnx
@@ -208,6 +212,7 @@ def test_no_positions_have_no_segments():
 CROSS = (QKV[0][:, :4], *QKV[1:])  # Fewer queries than keys.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_masks_of_other_lengths_have_no_segments(api):
     call = KINDS["random features"](HEADS, DIM, packed=True).calls()[api]

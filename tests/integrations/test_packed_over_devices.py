@@ -29,6 +29,7 @@ def expected():
     return np.where(np.moveaxis(IDS != 0, -1, 1), out, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["explicit", "auto", "manual"])
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_holes_on_borders_of_devices_divide_no_segment(api, kind, expected):

@@ -62,6 +62,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_the_report_is_that_of_the_queries_and_keys_of_each_layer(name):
     options, mask = CASES[name]
@@ -88,6 +89,7 @@ def test_the_report_is_that_of_the_queries_and_keys_of_each_layer(name):
         np.testing.assert_allclose(layer.features_needed[1], needed, atol=1)
 
 
+@pytest.mark.slow
 def test_packed_sequences_are_compared_inside_their_segments():
     module = nnx_attention(coupling="iid", is_causal=True, packed=True)
     layer = call_nnx(module, PACKED)["attention_fn"]
@@ -112,6 +114,7 @@ def test_packed_sequences_are_compared_inside_their_segments():
         np.testing.assert_allclose(getattr(layer, field), expected, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_band_as_wide_as_the_sequence_leaves_no_error():
     module = nnx_attention(exact_bandwidth=7)
     layer = call_nnx(module, None)["attention_fn"]
@@ -119,6 +122,7 @@ def test_a_band_as_wide_as_the_sequence_leaves_no_error():
     np.testing.assert_allclose(layer.output_error, 0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_stacked_layers_have_a_report_each_and_nothing_stays_behind():
     @nnx.split_rngs(splits=3)
     @nnx.vmap(in_axes=0, out_axes=0)
@@ -154,6 +158,7 @@ def scanned(**axes):
     return nn.scan(nn.remat(Layer), variable_axes=axes, split_rngs=rngs, length=2)()
 
 
+@pytest.mark.slow
 def test_linen_layers_under_scan_and_remat_have_a_report_each():
     x = tokens(2, 7)
     variables = scanned().init(jax.random.key(0), x, None)
@@ -172,6 +177,7 @@ def test_linen_layers_under_scan_and_remat_have_a_report_each():
     assert "attention_calls" not in model.init(jax.random.key(0), x, None)
 
 
+@pytest.mark.slow
 def test_grouped_queries_calibrated_and_learned_maps():
     for feature_map in ("calibrated", "learned", "elu"):
         size = None if feature_map == "elu" else FEATURES
@@ -198,6 +204,7 @@ def test_linen_collects_nothing_unless_asked():
         assert "attention_calls" not in updates
 
 
+@pytest.mark.slow
 def test_refuses():
     with pytest.raises(ValueError, match="no RandomFeatureAttention to report on"):
         nnx_adapter.attention_report(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), jnp.ones((1, 2)))

@@ -49,6 +49,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_is_written_and_read(name):
     record = CASES[name]()

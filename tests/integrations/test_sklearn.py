@@ -27,6 +27,7 @@ PAIRS = np.triu_indices(3, k=1)
 X = np.random.default_rng(0).normal(1.0, 0.5, (70, 5))
 
 
+@pytest.mark.slow
 @parametrize_with_checks([RandomFeatures(), RandomFeatures(feature_map="positive", center=False)])
 def test_scikit_learn_accepts_the_transformer(estimator, check):
     check(estimator)
@@ -49,7 +50,7 @@ def formula(features, x):
     return (2 / n) ** 0.5 * np.hstack([np.sin(pairs), np.cos(pairs), single])
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("feature_map", MAPS)
 @pytest.mark.parametrize("n_components", [1, 7, 8])
 def test_features_are_those_of_the_formula_in_float64(feature_map, n_components):
@@ -60,6 +61,7 @@ def test_features_are_those_of_the_formula_in_float64(feature_map, n_components)
     np.testing.assert_allclose(phi, formula(features, X), rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("feature_map", MAPS)
 @pytest.mark.parametrize("n_components", [1, 5])
 def test_estimates_of_the_kernel_are_unbiased(feature_map, n_components):
@@ -75,7 +77,7 @@ def test_estimates_of_the_kernel_are_unbiased(feature_map, n_components):
     assert_mean(grams, rbf_kernel(x, gamma=0.5)[PAIRS])
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("feature_map", "dim", "expected"),
     [
@@ -117,7 +119,7 @@ def test_the_dtype_is_that_of_the_rows_transformed(fitted, given, expected):
     np.testing.assert_allclose(phi, formula(features, data), atol=tolerance)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_centering_keeps_the_digits_of_float32():
     far = (X + 10_000).astype(np.float32)
     kernel = rbf_kernel(far.astype(np.float64), gamma=1.0)
@@ -133,7 +135,7 @@ def test_centering_keeps_the_digits_of_float32():
     assert error(center=False) > 1e-4
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["csr_array", "csc_matrix", "coo_array", "lil_matrix"])
 @pytest.mark.parametrize("dtype", ["float64", "float32", "int64"])
 def test_sparse_rows_have_the_features_of_dense_ones(layout, dtype):
@@ -286,6 +288,7 @@ def test_threads_do_not_disturb_each_other():
         np.testing.assert_array_equal(list(threads.map(transformed, range(8))), expected)
 
 
+@pytest.mark.slow
 def test_a_grid_search_over_a_pipeline():
     x, y = load_iris(return_X_y=True)
     model = make_pipeline(RandomFeatures(random_state=0), RidgeClassifier(1e-2))
@@ -298,6 +301,7 @@ def test_a_grid_search_over_a_pipeline():
     assert search.best_score_ > 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n_components", [16, 65, 256])
 def test_the_gram_error_on_digits_is_below_that_of_rbf_sampler(n_components):
     x, _ = load_digits(return_X_y=True)
@@ -351,7 +355,7 @@ def test_a_variance_out_of_range_is_refused():
     assert np.isfinite(RandomFeatures(gamma=1.0).fit_transform([[0.0], [1e-160]])).all()
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_without_scikit_learn_the_error_names_the_extra():
     code = (
         "import sys; sys.modules['sklearn'] = None\n"
@@ -364,7 +368,7 @@ def test_without_scikit_learn_the_error_names_the_extra():
     assert run.returncode == 1
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_nothing_else_imports_scikit_learn():
     code = "import simrf_jax.integrations.nnx, sys; sys.exit('sklearn' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -20,6 +20,7 @@ def drawn_from(**streams):
     return get_value(adapter.projection)
 
 
+@pytest.mark.slow
 def test_nnx_draws_from_features_or_the_default_stream_or_params():
     assert (drawn_from(params=0, dropout=1) == drawn_from(features=0)).all()
     assert (drawn_from(params=0, default=1) == drawn_from(features=1)).all()
@@ -43,6 +44,7 @@ LOST = (
 )
 
 
+@pytest.mark.slow
 def test_linen_says_where_the_projections_of_a_trainer_are_lost():
     module = linen_attention()
     variables = module.init(jax.random.key(0), tokens(2, 3))
@@ -88,6 +90,7 @@ def own_map(x, w):
     return x @ w.T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "features", "drawn"),
     [
@@ -117,6 +120,7 @@ def test_representations_say_how_w_is_drawn(options, features, drawn):
     assert repr(one) in repr(module)
 
 
+@pytest.mark.slow
 def test_representations_of_other_adapters():
     maps = ("positive", "trigonometric")
     linen = linen_adapter.FMMAttention(6, 2, feature_maps=maps, packed=True)

@@ -65,12 +65,14 @@ CARRIAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("carriage", CARRIAGES)
 @pytest.mark.parametrize("api", COLLECTIONS)
 def test_weighted_rows_are_redrawn(api, carriage):
     assert_redrawn(CARRIAGES[carriage](COLLECTIONS[api]()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", COLLECTIONS)
 def test_weighted_rows_survive_an_orbax_checkpoint(api, tmp_path):
     collection = COLLECTIONS[api]()
@@ -107,6 +109,7 @@ def test_both_adapters_attend_with_weighted_rows():
     np.testing.assert_allclose(linen.apply(variables, *qkv()), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameter", [-0.1, (-0.1, -0.3)])
 def test_both_adapters_attend_with_optimal_positive_features(parameter):
     own = feature_maps.OptimalPositive(np.float32(parameter))
@@ -121,6 +124,7 @@ def test_both_adapters_attend_with_optimal_positive_features(parameter):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norms", ["chi", "sqrt_dim", "antithetic", "shared"])
 def test_the_norms_are_those_asked_for(norms):
     adapter = nnx_attention(norms=norms)
@@ -133,6 +137,7 @@ def test_the_norms_are_those_asked_for(norms):
         assert fixed == (norms == "sqrt_dim")
 
 
+@pytest.mark.slow
 def test_a_blend_with_weighted_rows():
     options = {"feature_maps": ("positive", "hyperbolic"), **FIELDS}
     adapter = nnx_adapter.FMMAttention(HEADS, DIM, FEATURES, 2, rngs=nnx.Rngs(0), **options)

@@ -90,6 +90,7 @@ def test_the_product_with_ones_is_the_sum_in_float32():
     np.testing.assert_allclose(found.astype(jnp.float32), expected, rtol=2**-8)
 
 
+@pytest.mark.slow
 def test_complex_layers_have_the_gradients_of_flax():
     x = jax.random.normal(jax.random.key(1), (4, 6), jnp.complex64)
 

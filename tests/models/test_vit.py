@@ -44,7 +44,7 @@ def with_random_head(model):
     return model
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [  # Published numbers for a class token and 1,000 classes.
@@ -81,6 +81,7 @@ DIFFERENT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_but(DIFFERENT, EVERY))
 def test_every_attention_pooling_and_dtype(case):
     attention, pooling, dtype = case
@@ -96,18 +97,21 @@ def test_every_attention_pooling_and_dtype(case):
     np.testing.assert_allclose(logits, reference, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_parameters_start_the_same_whatever_the_attention():
     states = [nnx.state(build(attention=name), nnx.Param) for name in ATTENTIONS]
     for state in states[1:]:
         jax.tree.map(np.testing.assert_array_equal, state, states[0])
 
 
+@pytest.mark.slow
 def test_a_band_of_all_tokens_is_exact_attention():
     bands = [build(exact_bandwidth=SMALL.num_tokens), build(attention="exact")]
     one, other = (with_random_head(model)(images()) for model in bands)
     np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_random_features_come_close_to_exact_attention_as_they_grow():
     def logits(**changes):
         model = with_random_head(build(**changes))
@@ -134,6 +138,7 @@ def test_patches_are_cut_row_by_row():
     )
 
 
+@pytest.mark.slow
 def test_dropout_is_active_only_with_keys_and_depends_on_them():
     model = with_random_head(build(dropout_rate=0.5))
     x = images()
@@ -187,6 +192,7 @@ LAYERS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_but(["dots", "scan, block"], LAYERS))
 def test_remat_and_scan_change_nothing_but_what_is_kept_and_compiled(case, unrolled):
     changes, (least, most) = case
@@ -214,6 +220,7 @@ def test_redraw_changes_the_output_and_not_the_parameters():
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model, nnx.Param), params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes", [pytest.param({}, marks=pytest.mark.slow), {"scan": True, "remat": "block"}]
 )
@@ -299,13 +306,14 @@ def test_named_refuses_a_second_patch_size():
         ViTConfig.named("B/16", patch_size=32)
 
 
+@pytest.mark.slow
 def test_parameters_are_float32_in_x64_mode_too():
     with enable_x64(True):
         params = nnx.state(build(pooling="token"), nnx.Param)
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(8, 8, 1), (2, 8, 8, 3), (2, 10, 8, 1)])
 def test_model_refuses_images_of_another_shape(shape):
     with pytest.raises(ValueError, match=r"\[batch, 8, 8, 1\], got shape"):

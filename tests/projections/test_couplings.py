@@ -35,7 +35,7 @@ def test_sweeps_agree_with_a_float64_loop(num_rows, dim, num_sweeps):
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_the_loop_closes_in_every_block():
     options = {"coupling": "simplex_plus"}
     w = draw_projection(jax.random.key(0), 130, 64, **options)
@@ -48,6 +48,7 @@ def test_the_loop_closes_in_every_block():
     )
 
 
+@pytest.mark.slow
 def test_more_sweeps_close_it_further():
     def resultants(num_sweeps):
         def draw(key):

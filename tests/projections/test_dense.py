@@ -29,6 +29,7 @@ def directions(w):
     return w / np.linalg.norm(w, axis=-1, keepdims=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_features", "dim", "coupling", "block", "sizes"),
     [
@@ -63,6 +64,7 @@ def test_angles_within_each_block(num_features, dim, coupling, block, sizes):
     assert start == num_features
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("coupling", "block"), [*COUPLED, ("iid", "regular")])
 def test_blocks_are_independent(coupling, block):
     dim = 4
@@ -77,6 +79,7 @@ def test_blocks_are_independent(coupling, block):
     assert_mean(cosines**2, 1 / dim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "coupling", ["iid", "orthogonal", "simplex", "cross_polytope", "simplex_plus"]
 )
@@ -89,6 +92,7 @@ def test_row_norms_are_chi_distributed_and_independent(coupling):
     assert_mean(normalised[:, 0] * normalised[:, 1], 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("coupling", "block"), [*COUPLED, ("iid", "regular")])
 def test_rows_are_marginally_standard_normal(coupling, block):
     w = draw_many(20_000, 5, 3, coupling=coupling, block=block)
@@ -97,6 +101,7 @@ def test_rows_are_marginally_standard_normal(coupling, block):
     assert_mean(w**4, 3)
 
 
+@pytest.mark.slow
 def test_couplings_share_their_row_norms_as_paired_draws():
     iid, *others = (
         np.linalg.norm(draw_many(1, 20, 8, coupling=c), axis=-1)
@@ -106,6 +111,7 @@ def test_couplings_share_their_row_norms_as_paired_draws():
         np.testing.assert_allclose(norms, iid, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "coupling", ["iid", "orthogonal", "simplex", "cross_polytope", "simplex_plus"]
 )
@@ -213,6 +219,7 @@ def test_one_dimension(coupling, rotation):
     assert_mean(np.sign(w), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "coupling",
     slow_but(
@@ -231,7 +238,7 @@ def test_sizes_at_the_edges(coupling, rotation):
         chex.assert_tree_all_finite(w)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("rotation", ["hadamard", "givens"])
 def test_other_rotations_work_in_the_next_power_of_two(rotation):
     w = draw_many(1, 17, 13, coupling="simplex", rotation=rotation, norms="sqrt_dim")[0]

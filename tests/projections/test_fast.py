@@ -21,6 +21,7 @@ maps_and_kernels = pytest.mark.parametrize(("name", "kernel"), conformance.MAPS_
 SIZES = [(1, 2), (64, 64), (65, 64), (130, 64), (8, 64), (66, 64), (9, 2), (300, 100), (5, 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_features", "dim"), [*SIZES, (600, 300)])
 @pytest.mark.parametrize("coupling", ["orthogonal", "simplex", "cross_polytope"])
 @pytest.mark.parametrize("block", ["regular", "square"])
@@ -34,7 +35,7 @@ def test_equals_its_own_dense_matrix(num_features, dim, coupling, block):
     assert np.linalg.norm(actual - expected) < 1e-5 * np.linalg.norm(expected)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("coupling", ["orthogonal", "simplex", "cross_polytope"])
 def test_no_vectors(coupling):
     projection = draw_fast_projection(jax.random.key(0), 11, 6, coupling=coupling)
@@ -50,6 +51,7 @@ FIXED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float64])
 @pytest.mark.parametrize(("coupling", "block"), FIXED)
 @pytest.mark.parametrize(("num_features", "dim"), [(3, 5), (8, 8), (20, 6)])
@@ -71,6 +73,7 @@ def test_values_and_gradients_in_every_type(num_features, dim, coupling, block, 
     assert relative_error(gradient, expected) < TOLERANCE[gradient.dtype.name]
 
 
+@pytest.mark.slow
 def test_a_stack_under_nested_vmap_and_in_a_scan():
     keys = jax.random.split(jax.random.key(0), (2, 3))
     draw = jax.vmap(jax.vmap(lambda key: draw_fast_projection(key, 10, 6)))
@@ -86,6 +89,7 @@ def test_a_stack_under_nested_vmap_and_in_a_scan():
     np.testing.assert_allclose(scanned, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("coupling", "block"), FIXED)
 @pytest.mark.parametrize("norms", ["chi", "sqrt_dim"])
 def test_a_draw_is_the_same_traced_mapped_or_neither(coupling, block, norms):
@@ -106,7 +110,7 @@ def test_a_draw_is_the_same_traced_mapped_or_neither(coupling, block, norms):
             chex.assert_trees_all_close(chosen.row_norms, one.row_norms, rtol=1e-6)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_goes_through_what_pytrees_go_through():
     projection = draw_fast_projection(jax.random.key(0), 10, 6)
     leaves, structure = jax.tree.flatten(projection)
@@ -179,6 +183,7 @@ def test_angles_and_norms_of_the_rows():
     np.testing.assert_allclose(w @ w.T, np.where(np.eye(65), 64, -1), atol=1e-3)
 
 
+@pytest.mark.slow
 def test_rows_have_unit_covariance_and_their_norms_are_chi():
     keys = jax.random.split(jax.random.key(0), 20_000)
 
@@ -190,7 +195,7 @@ def test_rows_have_unit_covariance_and_their_norms_are_chi():
     assert_mean(np.einsum("nmi,nmj->nmij", w, w), np.broadcast_to(np.eye(6), (10, 6, 6)))
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_state_is_linear_in_the_dimension():
     projection = draw_fast_projection(jax.random.key(0), 4096, 4096)
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(projection)) < 64 * 1024
@@ -203,6 +208,7 @@ def test_no_square_matrix_is_formed():
     assert compiled.memory_analysis().temp_size_in_bytes < 4096 * 4096 / 16
 
 
+@pytest.mark.slow
 def test_under_jit_vmap_and_grad():
     keys = jax.random.split(jax.random.key(0), 3)
     stack = jax.vmap(lambda key: draw_fast_projection(key, 10, 6))(keys)
@@ -220,6 +226,7 @@ def test_under_jit_vmap_and_grad():
     traced(x, jax.tree.map(lambda leaf: leaf[2], stack))
 
 
+@pytest.mark.slow
 @pytest.mark.devices(8)
 def test_keeps_the_sharding_of_its_input_and_can_be_sharded_itself():
     mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
@@ -252,7 +259,7 @@ def test_dtypes(dtype):
     assert positive_features(jnp.ones(6, dtype), projection).dtype == dtype
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_float64():
     with enable_x64(True):
         projection = draw_fast_projection(jax.random.key(0), 10, 6, dtype=jnp.float64)
@@ -302,7 +309,7 @@ def test_draw_refuses(arguments, options, error, match):
         draw_fast_projection(jax.random.key(0), *arguments, **options)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_project_refuses_what_does_not_fit():
     projection = draw_fast_projection(jax.random.key(0), 10, 6)
     with pytest.raises(ValueError, match=r"dim=6, got shape \(5,\)"):

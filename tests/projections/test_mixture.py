@@ -30,6 +30,7 @@ def relative_estimates(draw, x, y, num_draws=4000):
     return np.float64(estimates) / np.exp(np.float64(x) @ np.float64(y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coupling", ["iid", "orthogonal", "simplex", "cross_polytope"])
 def test_one_center_at_zero_is_no_mixture(coupling):
     options = DrawOptions(coupling=coupling)
@@ -40,6 +41,7 @@ def test_one_center_at_zero_is_no_mixture(coupling):
     np.testing.assert_allclose(w.log_weights, np.zeros(7), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_weights_are_ratios_of_densities():
     w = draw_mixture_projection(jax.random.key(0), CENTERS, 10, weights=(1, 2, 2))
     rows = np.float64(w.rows)
@@ -59,6 +61,7 @@ def test_each_component_is_coupled_around_its_center():
     assert not np.allclose(offsets[0], offsets[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_features", "weights", "counts"),
     [
@@ -85,6 +88,7 @@ LAWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("law", LAWS)
 def test_estimates_are_unbiased(law):
     ratios = relative_estimates(
@@ -120,6 +124,7 @@ def moments(centers, shares, v):
     return mixture @ ratio**2 * cell, means, squares - means**2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [1, 2])
 def test_variance_is_that_of_quadrature(dim):
     centers, shares = CENTERS[:, :dim] + 0.5, np.array([0.5, 0.25, 0.25])
@@ -155,6 +160,7 @@ def test_the_bound_is_sharp_for_centers_far_apart():
     np.testing.assert_allclose(second, np.exp(0.25) / 0.5, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_attention_takes_a_mixture_for_each_head():
     query, key, value = jax.random.normal(jax.random.key(0), (3, 2, 6, 2, 3))
     centers = jnp.stack([CENTERS, -CENTERS])
@@ -170,6 +176,7 @@ def test_attention_takes_a_mixture_for_each_head():
         np.testing.assert_allclose(out[..., head : head + 1, :], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_centers_have_gradients_and_set_the_dtype():
     def total(centers):
         w = draw_mixture_projection(jax.random.key(0), centers, 6)
@@ -182,6 +189,7 @@ def test_centers_have_gradients_and_set_the_dtype():
     assert (w.rows.dtype, w.log_weights.dtype) == (jnp.bfloat16, jnp.float32)
 
 
+@pytest.mark.slow
 def test_a_redraw_says_how_to_draw_again():
     w = draw_mixture_projection(jax.random.key(0), CENTERS, 6)
     with pytest.raises(TypeError, match=r"cannot be redrawn here; .* redraw_key"):
@@ -215,6 +223,7 @@ def test_a_key_must_be_typed():
         draw_mixture_projection(jnp.zeros(2, jnp.uint32), CENTERS, 8)
 
 
+@pytest.mark.slow
 def test_a_mixture_near_the_pair_lowers_the_error():
     x, y = 3 * X, 3 * Y
     centers = np.stack([x + y, -(x + y)])

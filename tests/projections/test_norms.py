@@ -50,6 +50,7 @@ def norms_of(draw, num_draws, num_features, dim, **options):
     return np.asarray(jax.jit(jax.vmap(one))(keys), np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norms", COUPLED_NORMS)
 @pytest.mark.parametrize("draw", DRAWS)
 def test_every_norm_is_chi_distributed(draw, norms):
@@ -69,6 +70,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("coupling", "norms"), PATTERNS)
 @pytest.mark.parametrize("draw", DRAWS)
 def test_which_norms_belong_together(draw, coupling, norms):
@@ -85,6 +87,7 @@ def test_which_norms_belong_together(draw, coupling, norms):
             assert min(abs(u[i] - u[j]), abs(u[i] + u[j] - 1)) > 1e-4
 
 
+@pytest.mark.slow
 def test_couplings_share_coupled_norms_as_paired_draws():
     options = {"num_draws": 1, "num_features": 4, "dim": 4, "norms": "antithetic"}
     [one], [other] = (norms_of("dense", coupling=c, **options) for c in ("simplex", "orthogonal"))
@@ -181,6 +184,7 @@ def radau_error(num_features, dim, v):
     return bias, second - 2 * bias - 1
 
 
+@pytest.mark.slow
 def test_radau_has_the_bias_and_the_error_of_the_closed_form():
     samples = ratios(CROSS, "radau", 17, 8, 1.0)
     bias, error = radau_error(17, 8, 1.0)
@@ -201,7 +205,7 @@ def test_radau_has_the_published_numbers():
         assert bias == pytest.approx(relative_bias, rel=0.3)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("rotation", ["haar", "hadamard"])
 @pytest.mark.parametrize("coupling", ["iid", "orthogonal", "simplex", CROSS, "simplex_plus"])
 def test_radau_rows_and_weights(coupling, rotation):

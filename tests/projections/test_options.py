@@ -35,6 +35,7 @@ def carrier(*fields):
     return Carrier(*fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [DrawOptions(), DrawOptions("iid"), OTHERS, DrawOptions("cross_polytope", norms="antithetic")],
@@ -50,6 +51,7 @@ def test_the_defaults_are_those_of_draw_projection():
     np.testing.assert_array_equal(DrawOptions().draw(key(), 9, 4), draw_projection(key(), 9, 4))
 
 
+@pytest.mark.slow
 def test_equal_options_are_equal_records_and_one_static_argument():
     assert DrawOptions("simplex_plus") == DrawOptions("simplex_plus", num_sweeps=3)
     assert DrawOptions() != DrawOptions("iid")
@@ -89,6 +91,7 @@ def test_refuses(fields, error, match):
         DrawOptions(**fields)
 
 
+@pytest.mark.slow
 def test_a_redraw_repeats_the_draw_of_each_projection():
     zeros = jnp.zeros((2, 5, 4))
     tree = {
@@ -117,6 +120,7 @@ def test_options_are_for_projections_that_do_not_say_how_they_were_drawn():
     np.testing.assert_array_equal(drawn[1], alone[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "make",
     [
@@ -136,6 +140,7 @@ def test_a_redraw_that_contradicts_the_draw_is_refused(make):
     jax.tree.map(np.testing.assert_array_equal, drawn, same)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"coupling": "simplex_plus", "num_sweeps": 2}])
 def test_hybrids_say_how_they_were_drawn(fields):
     keys = jax.random.split(key(), 3)

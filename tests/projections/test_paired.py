@@ -34,6 +34,7 @@ MAPS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAPS)
 def test_every_map_has_the_features_of_an_array(name):
     q, k, v = inputs(12, dim=DIM, scale=0.25)  # No denominator of a signed map is near zero.
@@ -76,6 +77,7 @@ def test_a_redraw_draws_one_row_of_each_pair():
     np.testing.assert_array_equal(found.rows, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norms", ["pair", "shared", "sqrt_dim"])
 def test_options_say_that_they_draw_pairs(norms):
     options = DrawOptions(coupling="cross_polytope", norms=norms)

@@ -84,6 +84,7 @@ def test_steps_under_vmap():
         assert _same_key(found[step], redraw_key(key, step, interval=3))
 
 
+@pytest.mark.slow
 def test_each_layer_and_head_is_drawn_from_its_own_key():
     key = jax.random.key(0)
     layers = [jnp.zeros((3, 10, 4)), jnp.zeros((6, 2)), jnp.zeros((3, 10, 4), jnp.bfloat16)]
@@ -100,6 +101,7 @@ def test_each_layer_and_head_is_drawn_from_its_own_key():
     np.testing.assert_allclose(drawn[2][1].astype(jnp.float32), third, rtol=1e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("abstract", [False, True])
 def test_hybrids_are_redrawn_part_by_part(abstract):
     key = jax.random.key(0)
@@ -118,6 +120,7 @@ def test_hybrids_are_redrawn_part_by_part(abstract):
     np.testing.assert_allclose(jnp.dot(s[0], s[1]), -1 / 3, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.devices(8)
 def test_values_do_not_depend_on_the_devices():
     mesh = jax.make_mesh((8,), ("data",), (jax.sharding.AxisType.Auto,))
@@ -133,6 +136,7 @@ def test_values_do_not_depend_on_the_devices():
     np.testing.assert_allclose(eight, one, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.devices(8)
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("jitted", slow_but([True], [False, True]))
@@ -155,6 +159,7 @@ def test_devices_of_a_mesh_draw_a_part_each(jitted, kind):
     assert "f32[1,10,4]" in jaxpr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "cosine"),
     [
@@ -170,6 +175,7 @@ def test_the_coupling_asked_for_is_drawn(options, cosine):
     np.testing.assert_allclose(jnp.dot(s[0], s[1]), cosine, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("jitted", "count"),
     [

@@ -34,6 +34,7 @@ def test_haar_entries_have_mean_zero_and_variance_one_over_d(dim):
         assert_mean(q[:, 0, 0] * q[:, 1, 1], 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [2, 5, 16])
 def test_haar_trace_has_its_law(dim):
     trace = np.trace(draw_frames(20_000, dim, dim), axis1=1, axis2=2)
@@ -45,6 +46,7 @@ def test_haar_trace_has_its_law(dim):
     assert scipy.stats.ks_2samp(trace.round(4), library.round(4)).pvalue > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("n", "dim"), [(1, 3), (40, 64), (65, 70), (130, 200)])
 def test_reflections_in_blocks_are_those_one_by_one(monkeypatch, n, dim):
     vectors = jax.random.normal(jax.random.key(1), (5, n))
@@ -74,6 +76,7 @@ def test_haar_frame_of_few_vectors_is_uniform_on_the_sphere():
     assert scipy.stats.kstest((q[:, 1, 4] + 1) / 2, "beta", (2, 2)).pvalue > 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [1, 2, 4, 16])
 def test_rows_of_a_givens_butterfly_are_uniform_on_the_sphere(dim):
     q = draw_frames(20_000, dim, dim, "givens")
@@ -89,6 +92,7 @@ def test_rows_of_a_givens_butterfly_are_uniform_on_the_sphere(dim):
         assert_mean((q[:, 0, 0] * q[:, 0, -1]) ** 2, 1 / (dim * (dim + 2)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [4, 16])
 def test_hadamard_moments(dim):
     q = draw_frames(20_000, dim, dim, "hadamard")
@@ -99,7 +103,7 @@ def test_hadamard_moments(dim):
     assert_mean((q**4).sum(axis=1)[:, 0], haar + (-2 / dim) ** 3 * (1 - haar))
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [1, 2, 8, 128, 256, 2048])
 @pytest.mark.parametrize("radix", [2, 16, 128])
 def test_hadamard_transform_is_the_matrix_product(dim, radix):
@@ -120,7 +124,7 @@ def test_rotate_is_the_product_of_its_factors():
     np.testing.assert_allclose(rotate_back(jnp.eye(8), signs), r, atol=1e-6)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("rotation", ROTATIONS)
 @pytest.mark.parametrize("dim", [1, 8])
 def test_vectors_are_multiplied_by_the_frame(rotation, dim):

@@ -79,6 +79,7 @@ def test_shape_and_dtype_are_those_of_the_rows():
     assert (fast.shape, fast.dtype) == ((10, 6), jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HONOUR)
 def test_jit_vmap_and_gradients(name):
     keys = jax.random.split(jax.random.key(0), 3)

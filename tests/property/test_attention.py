@@ -200,6 +200,7 @@ FIXED_PROGRAMS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mechanism", "mode", "check"),
     [

@@ -59,6 +59,7 @@ def assert_first_order(errors, expected):
     assert abs(np.mean(errors) - expected) < 5 * standard_error + 0.03 * expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", ["positive", "hyperbolic"])
 @pytest.mark.parametrize(("coupling", "norms", "parameter"), LAWS)
 def test_against_trials_of_short_vectors(coupling, norms, parameter, features):
@@ -193,7 +194,7 @@ def calibrated_trials(feature_map, query, key, value, rows):
 SPECTRUM = 1 + 0.3 / np.arange(1, 9)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("variances", "coupling"),
     [(SPECTRUM, "iid"), (1.0, "iid"), (1.0, "simplex"), (1.15, "cross_polytope")],

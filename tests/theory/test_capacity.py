@@ -141,6 +141,7 @@ def test_the_choice_says_so_if_no_map_reaches_the_error():
     assert f"the mean of |x + y|^2 is {choice.mean_squared_distance:.3g}" in choice.reason
 
 
+@pytest.mark.slow
 def test_no_trial_reaches_the_error_either():
     query, key, value = inputs(3.0)
     choice = choose_num_features(query, key, value, relative_error=0.1, max_features=16)
@@ -159,6 +160,7 @@ def long_inputs(sequences=6, length=24, heads=2, dim=8):
     return query, key, rng.normal(size=(sequences, length, heads, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relative_error", [0.15, 0.4])
 def test_calibrated_features_are_chosen_where_only_they_reach_the_error(relative_error):
     query, key, value = long_inputs()
@@ -209,6 +211,7 @@ def test_large_errors_of_other_maps_are_measured_too():
     assert not choose_num_features(query, key, value, **options, trials=False).reached
 
 
+@pytest.mark.slow
 def test_the_data_are_halved_by_sequences_or_by_tokens():
     query, key, value = long_inputs(sequences=2, length=8, heads=1)
     options = {"relative_error": 1e-6, "max_features": 8}
@@ -237,6 +240,7 @@ def test_without_values_they_are_uncorrelated():
     )
 
 
+@pytest.mark.slow
 def test_only_some_queries_are_evaluated():
     query, key, value = inputs(0.5)
     some = choose_num_features(query, key, value, relative_error=0.05, num_queries=2)

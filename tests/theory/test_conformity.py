@@ -29,6 +29,7 @@ def test_against_arbitrary_precision(dim, coupling):
     np.testing.assert_allclose(log_conformity(V, dim, coupling=coupling), expected, rtol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coupling", ["orthogonal", "simplex"])
 @pytest.mark.parametrize(("dim", "v"), [(2, 100), (3, 30), (3, 300), (64, 100), (17, 30)])
 def test_large_arguments(dim, v, coupling):
@@ -128,6 +129,7 @@ def test_any_angle_against_arbitrary_precision(dim, cosine):
     np.testing.assert_allclose(got, expected, rtol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "v", "cosine"), [(3, 30, (1, 1)), (17, 60, (9, 10))])
 def test_large_arguments_at_acute_angles(dim, v, cosine):
     with mp.workdps(oracle.DIGITS):

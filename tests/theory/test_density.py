@@ -25,6 +25,7 @@ def test_is_normalised_and_has_the_second_moment(dim, coupling):
     np.testing.assert_allclose(scipy.integrate.simpson(p * w**2, x=w), second, rtol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", [3, 8, 65])
 def test_of_the_simplex_is_the_integral_over_both_norms(dim):
     # w^2 = a^2 + b^2 + 2 c a b with a, b = r cos(phi / 2), r sin(phi / 2).
@@ -120,6 +121,7 @@ def test_at_any_angle_is_the_integral_over_one_norm(dim, cosine):
         np.testing.assert_allclose(got, expected, rtol=1e-11, atol=1e-14)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cosine", [-1, -0.97, 0.5, 1])
 @pytest.mark.parametrize("dim", [2, 3, 64, 1024])
 def test_at_any_angle_is_normalised_and_has_the_second_moment(dim, cosine):

@@ -266,6 +266,7 @@ def test_threshold_of_section_4_1(dim, roots):
     np.testing.assert_allclose(found, roots, atol=5e-4)
 
 
+@pytest.mark.slow
 def test_norm_of_section_5_2():
     # The sum over entries, as in the text, is divided by d^2. The axis of Fig. 7 has 1e-3 and 1e-2.
     rng = np.random.default_rng(0)

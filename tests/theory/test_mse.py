@@ -35,6 +35,7 @@ def test_ratio_against_arbitrary_precision(dim, features):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dim", "distance"), [(2, 100), (3, 22), (5, 13.4), (7, 13.5), (64, 40)])
 @pytest.mark.parametrize("features", FEATURES)
 def test_ratio_at_large_distances(dim, distance, features):
@@ -74,6 +75,7 @@ def test_log_mse_against_arbitrary_precision(dim, features, kernel):
                 np.testing.assert_array_equal(plain, np.exp(got))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dim", "v", "coupling"),
     [(3, 30, "orthogonal"), (128, 30, "orthogonal"), (3, 100, "simplex"), (128, 100, "simplex")],
@@ -120,6 +122,7 @@ def _projections(coupling, block):
     return np.asarray(jax.vmap(draw)(keys), np.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("coupling", "block"), [("iid", "regular"), *COUPLED])
 @pytest.mark.parametrize("features", FEATURES)
 def test_is_the_error_of_estimates_with_drawn_projections(features, coupling, block):

@@ -142,6 +142,7 @@ def assert_exact(v, num_features, dim, coupling, norms, parameter):
     np.testing.assert_allclose(got, expected, rtol=1e-13, atol=1e-8 if loose else 1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parameter", [0.0, "optimal"])
 @pytest.mark.parametrize("v", [1e-3, 1.001])
 @pytest.mark.parametrize(("coupling", "norms"), LAWS)
@@ -166,6 +167,7 @@ def test_far_away_against_arbitrary_precision(coupling, norms, v, parameter):
     assert_exact(v, 32, 16, coupling, norms, parameter)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("coupling", "norms"), LAWS)
 @pytest.mark.parametrize("features", ["positive", "hyperbolic"])
 @pytest.mark.parametrize("parameter", [-0.05])
@@ -239,6 +241,7 @@ TRIALS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", ["positive", "hyperbolic"])
 @pytest.mark.parametrize(("coupling", "norms"), TRIALS)
 def test_against_trials(coupling, norms, features):

@@ -43,6 +43,7 @@ def test_order_of_figure_4():
     np.testing.assert_allclose(got, [2.5664, 2.4568, 2.0950, 2.0638, 2.0512], atol=1.1e-4)
 
 
+@pytest.mark.slow
 def test_mean_over_norms():
     # Differences are paired with the simplex, whose mean is 2.181826 in closed form.
     norms, simplex = chi(0, 6, (100, 6)), simplex_vertices(6)
@@ -53,6 +54,7 @@ def test_mean_over_norms():
     assert_mean(known - best, 2.181826 - 2.1178)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dim", "m", "v"),
     [(2, 2, 1.0), (2, 3, 2.0), (3, 3, 3.0), (6, 4, 1e-3), (8, 9, 0.1), (8, 9, 10.0), (32, 32, 1.0)],
@@ -76,6 +78,7 @@ def test_is_the_global_optimum(dim, m, v):
     assert certificate[0] > -2e-3 * certificate[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("v", [1e-3, 0.3, 1.0, 3.0])
 @pytest.mark.parametrize(("dim", "m"), [(2, 3), (3, 3), (5, 2), (6, 7)])
 def test_is_never_worse_than_the_couplings(dim, m, v):

@@ -27,6 +27,7 @@ def test_against_a_loop_over_pairs(v):
     np.testing.assert_allclose(log_conformity_of_rows(v, rows), expected, rtol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coupling", ["iid", "orthogonal", "simplex"])
 @pytest.mark.parametrize("v", [0.5, 1.0])
 def test_its_mean_over_draws_is_the_closed_form(coupling, v):

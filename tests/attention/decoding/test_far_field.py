@@ -22,6 +22,7 @@ def empty(q, k, v, w):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.5, 16.0])
 def test_a_thousand_tokens_in_a_scan(scale):
     q, k, v = inputs(1000, heads=2, dim=16, scale=scale * 16**-0.25)
@@ -51,6 +52,7 @@ def test_prefill_and_append():
         assert relative_error(out, expected[:, 17:]) < 1e-5
 
 
+@pytest.mark.slow
 def test_masks_lengths_and_biases_of_the_new_keys():
     q, k, v = inputs(12, batch=(2,))
     w = projection()
@@ -70,6 +72,7 @@ def test_masks_lengths_and_biases_of_the_new_keys():
         assert relative_error(shorter.sums[b], one.sums) < 1e-5
 
 
+@pytest.mark.slow
 def test_bfloat16_keeps_a_wide_state():
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in inputs(6))
     state = steps.init_state(projection(), num_key_heads=2, value_dim=8, dtype=jnp.bfloat16)
@@ -95,7 +98,7 @@ def test_gradients_flow_through_the_state():
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_refuses_other_states():
     q, k, v = inputs()
     w = projection()

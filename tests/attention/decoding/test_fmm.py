@@ -25,6 +25,7 @@ def empty(k, v, projections, feature_maps=MAPS):
     )
 
 
+@pytest.mark.slow
 def test_prefill_and_steps_are_the_parallel_form():
     q, k, v = inputs(30, width=3, batch=(2,))
     mask = np.ones((2, 1, 1, 30), bool)
@@ -66,7 +67,7 @@ def test_batches_over_an_explicit_axis():
     assert relative_error(np.concatenate(outs, axis=1), expected) < 1e-5
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_refuses_a_length_that_devices_share_and_masks_by_query_head():
     q, k, v = inputs(4, heads=4, key_heads=2, batch=(1,))
     w = projection()

@@ -55,6 +55,7 @@ class Decoder:
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"donate_argnums": 0}], ids=["kept", "donated"])
 @pytest.mark.parametrize("count", [200, pytest.param(5_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", MODES)

@@ -39,6 +39,7 @@ def test_in_any_pieces_it_is_the_parallel_form(pieces, bandwidth):
     assert [x.shape for x in window] == shapes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_it_keeps_the_numbers_of_the_parallel_form(dtype):
     q, k, v = (jnp.asarray(x, dtype) for x in inputs(200, scale=4))
@@ -50,6 +51,7 @@ def test_it_keeps_the_numbers_of_the_parallel_form(dtype):
     assert relative_error(jnp.concatenate([out, rest]), expected) < tolerance
 
 
+@pytest.mark.slow
 def test_masks_biases_lengths_and_what_padding_holds():
     q, k, v = inputs(12, batch=(2,))
     k[1, 5:8], v[1, 5:8] = np.nan, np.inf
@@ -71,6 +73,7 @@ def test_masks_biases_lengths_and_what_padding_holds():
     assert (window.log_weights[1] == -jnp.inf).all()
 
 
+@pytest.mark.slow
 def test_gradients_flow_through_the_window():
     q, k, v = inputs(8)
 

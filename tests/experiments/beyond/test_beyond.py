@@ -26,6 +26,7 @@ def tiny(**changes):
     return config
 
 
+@pytest.mark.slow
 def test_simplex_plus_removes_the_leading_term(tmp_path):
     results = beyond.run(tiny(), tmp_path)
     row = results["plus"]["6"]
@@ -76,6 +77,7 @@ def test_errors_that_reach_trained_models_are_those_of_the_theory():
         np.testing.assert_allclose(reach["samples"][name][number], expected, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     whole = beyond.run(tiny(), tmp_path / "whole")
     draw, calls = trials.draw_errors, []

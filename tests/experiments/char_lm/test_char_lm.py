@@ -13,6 +13,7 @@ from tests.experiments.char_lm import tiny
 from tests.experiments.drawing import assert_no_figure_costs_results
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     config, names = tiny.get_config(), []
 

@@ -19,6 +19,7 @@ def make_model(attention, **changes):
     return CharLM(20, attention=attention, **config.model.to_dict(), rngs=rngs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_models_see_what_was_before_and_the_near_field_only_what_is_near(attention):
     model = make_model(attention)
@@ -34,6 +35,7 @@ def test_models_see_what_was_before_and_the_near_field_only_what_is_near(attenti
     np.testing.assert_array_equal(changed, expected)
 
 
+@pytest.mark.slow
 def test_attentions_begin_with_the_same_parameters():
     models = [nnx.state(make_model(attention), nnx.Param) for attention in ATTENTIONS]
     for state in models[1:]:
@@ -54,6 +56,7 @@ def test_rotation_tells_distances_and_keeps_lengths():
     assert len(np.unique(products.round(5))) == 19
 
 
+@pytest.mark.slow
 def test_loss_falls_and_a_run_is_a_function_of_its_seed():
     config = tiny.get_config(num_steps=60, eval_interval=20, learning_rate=1e-2)
     program = train.make_program(config, "softmax", len(TEXT.alphabet))
@@ -71,6 +74,7 @@ def test_loss_falls_and_a_run_is_a_function_of_its_seed():
     assert corpus.decode(sample, TEXT.alphabet).startswith("The ")
 
 
+@pytest.mark.slow
 def test_near_and_far_learn_their_weights_and_redraws_change_only_projections():
     config = tiny.get_config(redraw_interval=2)
     program = train.make_program(config, "near_far", len(TEXT.alphabet))
@@ -134,6 +138,7 @@ def test_features_are_fitted_before_the_steps_of_the_interval_to_batches_of_no_s
     assert done.tolist() == ["fit", "step", "step", "step", "step"]
 
 
+@pytest.mark.slow
 def test_a_fit_changes_the_features_alone_and_no_character_sees_later_ones():
     program = train.make_program(tiny.get_config(), "band_calibrated", 20)
     state = program.init(jax.random.key(0))

@@ -73,6 +73,7 @@ def test_bytes_held_are_those_of_a_matrix_or_of_signs_and_norms(name, dim):
     assert held == (7 * dim if name in measure.FAST else 4 * dim**2)
 
 
+@pytest.mark.slow
 def test_measured_memory_is_that_of_the_compiled_programs():
     for names, least_draw in ((measure.MATRICES, 4 * 64**2), (measure.FAST, 7 * 64)):
         measured = measure.measure(names, 64, num_vectors=5, rounds=2, seconds=0.0)
@@ -86,6 +87,7 @@ def test_measured_memory_is_that_of_the_compiled_programs():
             assert (measured[quantity] > 0).all()
 
 
+@pytest.mark.slow
 def test_what_is_drawn_is_the_square_block_of_the_mechanism():
     fast = measure.draw("fast_simplex", 8, jax.random.key(0))
     assert (fast.coupling, fast.block, fast.shape) == ("simplex", "square", (8, 8))
@@ -95,6 +97,7 @@ def test_what_is_drawn_is_the_square_block_of_the_mechanism():
     np.testing.assert_array_equal(drawn, expected)
 
 
+@pytest.mark.slow
 def test_run_fits_medians_to_the_upper_part_and_finds_the_crossing(tmp_path, faked):
     config = tiny(dims=(2, 4, 8, 16), fast_dims=(32, 64), rounds=4)
     results = complexity.run(config, tmp_path)
@@ -138,6 +141,7 @@ def test_crossings_are_where_the_fast_form_wins_from_there_on():
     assert lines[1] == "Fast SimRFs are the faster to apply to one vector: at none of these d."
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch, faked):
     config = tiny()
     whole = complexity.run(config, tmp_path / "whole")

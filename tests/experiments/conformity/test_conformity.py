@@ -84,6 +84,7 @@ def test_weight_in_three_dimensions_is_sinh():
     np.testing.assert_allclose(densities.weight(w, 1.3, 3), np.sinh(1.3 * w) / (1.3 * w))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("coupling", ["iid", "orthogonal", "simplex"])
 def test_lengths_have_the_density_of_theory(coupling):
     lengths = densities.draw_lengths(key(), 4000, 6, coupling)
@@ -108,7 +109,7 @@ def test_norms_are_chi():
     assert_mean(optimisation.draw_norms(key(), 4000, 6).ravel() ** 2, 6)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_sweeps_are_those_of_the_library():
     w = np.asarray(draw_projection(key(), 6, 6, coupling="simplex_plus"), np.float64)
     norms, simplex = np.linalg.norm(w, axis=1), simplex_vertices(6)
@@ -154,6 +155,7 @@ def test_share_is_a_ratio_of_means():
     assert results["optimised"]["gain"] == pytest.approx(0.4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("coupling", "dim", "angle"),
     [("orthogonal", 2, 90), ("orthogonal", 3, 90), ("simplex", 2, 180), ("simplex", 3, 120)],
@@ -169,6 +171,7 @@ def test_pictures_have_the_angles_of_the_paper(coupling, dim, angle):
         np.testing.assert_allclose(end, row / np.linalg.norm(row), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_bigger_norms_subtend_bigger_angles():
     simplex, plus = (couplings.draw(key(), 3, name) for name in ("simplex", "simplex_plus"))
     norms = np.linalg.norm(plus, axis=-1)
@@ -184,7 +187,7 @@ def test_bigger_norms_subtend_bigger_angles():
     np.testing.assert_allclose(flat.sum(axis=0), 0, atol=1e-5)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     optimum, calls = optimisation.optimum, []
 

@@ -41,6 +41,7 @@ def test_closed_form_is_the_mean_over_all_pairs():
     assert gram.expected_error(x, 16, "simplex") == pytest.approx(np.mean(pairs), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_paper_has_the_expected_errors_of_its_figure():
     # The expected errors are means over data sets at m = d.
     config = paper.get_config()
@@ -55,6 +56,7 @@ def test_paper_has_the_expected_errors_of_its_figure():
         assert_mean(errors, expected)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     config = tiny(num_trials=20, multiples=(1,))
     whole = gram.run(config, tmp_path / "whole")

@@ -59,6 +59,7 @@ def run_program(folder, *arguments):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [
@@ -80,6 +81,7 @@ def test_program(tmp_path, arguments, code, text):
     assert "Traceback" not in run.stderr
 
 
+@pytest.mark.slow
 def test_a_second_program_in_one_workdir_is_refused(tmp_path):
     with locking.locked(tmp_path / "out"):
         run = run_program(tmp_path, "--workdir=out")
@@ -89,6 +91,7 @@ def test_a_second_program_in_one_workdir_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "where", "error"),
     [

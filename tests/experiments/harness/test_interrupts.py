@@ -46,6 +46,7 @@ with interrupts.told_in_one_line("Stopped."):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "times", "line"),
     [

@@ -27,6 +27,7 @@ def errors_of(program):
     return run.stderr
 
 
+@pytest.mark.slow
 def test_a_machine_without_a_tpu_is_not_told_so():
     if "cannot open shared object file" not in errors_of(PROGRAM.replace("QUIET", "pass")):
         pytest.skip("This machine has libtpu, or this version of JAX does not ask for it.")

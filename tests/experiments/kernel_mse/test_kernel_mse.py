@@ -33,6 +33,7 @@ def tiny(**changes):
     return config
 
 
+@pytest.mark.slow
 def test_trials_agree_with_closed_forms():
     config = tiny()
     pieces = {name: task() for name, task in mse_ratio.tasks(config).items()}
@@ -49,6 +50,7 @@ def test_trials_agree_with_closed_forms():
     assert "mse_closed_form" not in ratio["simplex_plus"]
 
 
+@pytest.mark.slow
 def test_trials_of_the_gap_agree_with_the_closed_form():
     config = tiny()
     pieces = {name: task() for name, task in trigonometric_gap.tasks(config).items()}
@@ -57,6 +59,7 @@ def test_trials_of_the_gap_agree_with_the_closed_form():
     assert 0.5 < spot["relative_gap"][0] < 0.7
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
     computed = []
 

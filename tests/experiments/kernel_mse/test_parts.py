@@ -77,6 +77,7 @@ def published(x, w, feature_map):
     return np.exp(half) * np.concatenate(waves, axis=-1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "curve", [Curve("iid", "trigonometric"), Curve("orthogonal", "trigonometric"),
               Curve("orthogonal", "positive")]
@@ -112,6 +113,7 @@ def test_as_written_is_the_estimate_of_the_post(curve):
         assert float(attention.uniform_error(inputs)) == pytest.approx(uniform, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_as_written_positive_attention_tends_to_one_answer_for_all_queries():
     curve = Curve("orthogonal", "positive")
     with jax.enable_x64(True):

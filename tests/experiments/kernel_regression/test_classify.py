@@ -18,6 +18,7 @@ def draw(method, num_features=8, dim=4, trials=30):
     return classify.draw(jax.random.split(jax.random.key(0), trials), num_features, dim, method)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["simplex", "fast_simplex"])
 def test_accuracies_are_those_of_a_loop_in_float64(split, method):
     w = draw(method)
@@ -39,6 +40,7 @@ def naive_accuracy(train, test, split, w):
     return np.mean(classes == split.test_labels)
 
 
+@pytest.mark.slow
 def test_padding_with_zeros_is_leaving_coordinates_of_w_out(split):
     w = draw("orthogonal", num_features=8, dim=8)
     padded = split._replace(
@@ -73,6 +75,7 @@ def naive_accuracy_in_log_space(split, w):
     return np.mean(scores.argmax(axis=1) == split.test_labels)
 
 
+@pytest.mark.slow
 def test_classification_is_attention(split):
     [w] = draw("simplex", trials=1)
     train, test = (0.5 * jnp.asarray(x, jnp.float32)[:, None] for x in (split.train, split.test))

@@ -71,6 +71,7 @@ def test_run_leaves_tables_and_figures(config, tmp_path):
     assert_no_figure_costs_results(kernel_regression.run, config, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_was(config, tmp_path, monkeypatch):
     config.parts = ("tables",)
     config.num_trials = 10

@@ -86,6 +86,7 @@ def tiny_file(tmp_path):
     return path, tensors
 
 
+@pytest.mark.slow
 def test_a_loaded_encoder_computes_bert(tiny_file):
     path, tensors = tiny_file
     model = encoder.load_model(path, TINY)
@@ -94,6 +95,7 @@ def test_a_loaded_encoder_computes_bert(tiny_file):
     np.testing.assert_allclose(model(jnp.asarray(tokens)), expected, atol=3e-5)
 
 
+@pytest.mark.slow
 def test_padding_changes_no_embedding():
     model = encoder.Encoder(TINY, rngs=nnx.Rngs(0))
     tokens = jax.random.randint(jax.random.key(0), (2, 5), 0, 9)

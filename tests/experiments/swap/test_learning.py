@@ -49,6 +49,7 @@ def loss(learned, tokens, **options):
     return float(simrf_jax.distillation_loss(q[32:], k[32:], None, feature_map=learned, **options))
 
 
+@pytest.mark.slow
 def test_the_first_step_is_that_of_adam_on_all_sequences(start, tokens):
     q, k, _ = tokens
     schedule = Schedule(num_steps=1, batch_size=99, learning_rate=0.01)
@@ -64,6 +65,7 @@ def test_the_first_step_is_that_of_adam_on_all_sequences(start, tokens):
     jax.tree.map(np.testing.assert_array_equal, ours.calibration, start.calibration)
 
 
+@pytest.mark.slow
 def test_what_is_learned_holds_on_other_sequences(start, tokens):
     learned = learned_from(start, tokens, LONG)
     q, k, _ = (np.asarray(x[32:], np.float64) for x in tokens)
@@ -74,6 +76,7 @@ def test_what_is_learned_holds_on_other_sequences(start, tokens):
     assert loss(learned, tokens) - entropy < 0.6 * (loss(start, tokens) - entropy)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"exact_bandwidth": 2}])
 def test_a_map_is_learned_for_the_attention_that_it_serves(options, start, tokens):
     own = learned_from(start, tokens, LONG, **options)
@@ -82,6 +85,7 @@ def test_a_map_is_learned_for_the_attention_that_it_serves(options, start, token
     assert loss(own, tokens, **options) < loss(start, tokens, **options)
 
 
+@pytest.mark.slow
 def test_a_schedule_is_a_function_of_its_key(start, tokens):
     first, again = (learned_from(start, tokens, tiny.SCHEDULE) for _ in range(2))
     jax.tree.map(np.testing.assert_array_equal, first, again)
@@ -95,6 +99,7 @@ def test_a_random_start_has_the_coordinates_of_the_tokens(tokens):
     jax.tree.map(np.testing.assert_array_equal, ours.calibration, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["learned"], ["learned_from_random", "learned"]))
 def test_rows_are_drawn_and_then_learned(name, tokens):
     method, layer = METHODS[name], swapping.Inputs(*tokens, is_causal=False)

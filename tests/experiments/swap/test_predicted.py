@@ -20,6 +20,7 @@ def test_tokens_have_unit_length_and_one_head():
     assert not np.allclose(predicted.draw_tokens(config, 1).query, query)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["cross_polytope_optimal"], CASES))
 def test_short_vectors_are_predicted_well(name):
     config = tiny.get_config(predicted__num_draws=2000).predicted
@@ -41,6 +42,7 @@ def test_short_vectors_are_predicted_well(name):
     np.testing.assert_allclose(measured, expected, rtol=0.2)
 
 
+@pytest.mark.slow
 def test_a_run_sets_predicted_errors_beside_measured_ones(tmp_path, monkeypatch):
     cases = {name: predicted.CASES[name] for name in ("iid", "simplex")}
     monkeypatch.setattr(predicted, "CASES", cases)

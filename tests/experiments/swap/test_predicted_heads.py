@@ -27,6 +27,7 @@ def test_some_queries_are_those_of_one_text():
     np.testing.assert_array_equal(some.value, layer.value[:1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", slow_but(["calibrated_iid"], [*PREDICTED]))
 def test_short_vectors_are_predicted_well(method):
     fit, test = layers(0.3)
@@ -37,6 +38,7 @@ def test_short_vectors_are_predicted_well(method):
     np.testing.assert_allclose(measured, predicted, rtol=0.15)
 
 
+@pytest.mark.slow
 def test_predictions_are_those_of_the_fitted_map():
     fit, test = layers(0.3)
     calibrated = simrf_jax.calibrate(fit.query, fit.key)
@@ -49,6 +51,7 @@ def test_predictions_are_those_of_the_fitted_map():
     np.testing.assert_allclose(predicted, expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_measured_errors_are_means_over_draws():
     _, test = layers(2)
     keys = jax.random.split(jax.random.key(0), 3)

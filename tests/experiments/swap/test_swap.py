@@ -15,6 +15,7 @@ from tests.experiments.drawing import assert_no_figure_costs_results
 from tests.experiments.swap import tiny
 
 
+@pytest.mark.slow
 def test_errors_of_the_encoder_are_those_of_its_test_texts(toy_encoder, tmp_path):
     config = tiny.get_config(parts=("encoder",))
     section = swap.run(config, tmp_path)["encoder"]
@@ -37,6 +38,7 @@ def test_errors_of_the_encoder_are_those_of_its_test_texts(toy_encoder, tmp_path
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_softmax_in_all_layers_has_no_error(toy_encoder):
     config = tiny.get_config().encoder
     subject = measure_encoder.prepare(toy_encoder, texts.load(None, 6), config, 0)

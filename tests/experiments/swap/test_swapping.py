@@ -82,12 +82,14 @@ def case(request):
     return request.param()
 
 
+@pytest.mark.slow
 def test_softmax_in_the_place_of_softmax_changes_nothing(case):
     model, inputs = case
     same = swapping.swapped(model, [nnx.dot_product_attention] * 2)
     np.testing.assert_allclose(same(inputs), model(inputs), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_recorded_inputs_are_those_that_reach_the_new_attention(case):
     model, inputs = case
     layers, output = swapping.record(model, call, inputs)
@@ -106,6 +108,7 @@ def test_recorded_inputs_are_those_that_reach_the_new_attention(case):
             np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_swapped_model_can_be_recorded_and_swapped_back(case):
     model, inputs = case
     layers, _ = swapping.record(model, call, inputs)
@@ -121,6 +124,7 @@ def test_a_swapped_model_can_be_recorded_and_swapped_back(case):
     np.testing.assert_allclose(back(inputs), model(inputs), atol=1e-6)
 
 
+@pytest.mark.slow
 def test_many_features_of_a_fitted_map_come_near_softmax(case):
     model, inputs = case
     layers, exact = swapping.record(model, call, inputs)
@@ -154,6 +158,7 @@ def test_arrays_of_maps_and_projections_are_no_parameters(case):
 KINDS = ["hyperbolic", "mixture", "learned", "band_calibrated"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(KINDS, [*METHODS]))
 def test_methods_have_the_asked_number_of_features(name):
     method = METHODS[name]
@@ -167,6 +172,7 @@ def test_methods_have_the_asked_number_of_features(name):
     assert getattr(state, "far", state).sums.shape == (2, 8, 5)
 
 
+@pytest.mark.slow
 def test_the_rows_of_a_mixture_are_around_its_centers():
     inputs, method = any_inputs(), METHODS["mixture"]
     fitted = method.fit(inputs, None)
@@ -224,6 +230,7 @@ def test_the_band_alone_is_banded_attention():
     np.testing.assert_array_equal(ours, expected)
 
 
+@pytest.mark.slow
 def test_head_errors_are_relative_and_zero_for_softmax():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 3, 4))
     inputs = swapping.Inputs(q, k, v, is_causal=True)

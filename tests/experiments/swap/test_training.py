@@ -40,6 +40,7 @@ def with_scaled_features(task, model):
     return swapped(model, attentions)
 
 
+@pytest.mark.slow
 def test_milestones_are_stops_of_one_run(digits):
     model = training.initial_model(digits, 0)
     start, first, second = trained(digits, model, (0, 1, 3))
@@ -51,6 +52,7 @@ def test_milestones_are_stops_of_one_run(digits):
     np.testing.assert_array_equal(training.parameters(rest), training.parameters(second))
 
 
+@pytest.mark.slow
 def test_a_step_descends_the_mean_loss_with_dropout_and_its_batch(digits):
     model = training.initial_model(digits, 0)
     [after] = trained(digits, model, (1,), seed=3)
@@ -70,6 +72,7 @@ def test_a_step_descends_the_mean_loss_with_dropout_and_its_batch(digits):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(["digits"], ["digits", "char_lm"]))
 def test_fine_tuning_leaves_projections_and_maps_alone(name, request):
     task = request.getfixturevalue(name)
@@ -101,6 +104,7 @@ def test_fine_tuning_trains_learned_rows_in_fixed_coordinates(digits):
         assert not np.array_equal(now.learned.query_rows[...], start.learned.query_rows[...])
 
 
+@pytest.mark.slow
 def test_parameters_come_back_from_their_vector(digits):
     model = training.initial_model(digits, 7)
     back = training.with_parameters(digits, training.parameters(model))
@@ -110,6 +114,7 @@ def test_parameters_come_back_from_their_vector(digits):
     assert not np.array_equal(other, training.parameters(model))
 
 
+@pytest.mark.slow
 def test_accuracy_is_the_share_of_all_test_images(digits):
     [model] = trained(digits, training.initial_model(digits, 0), (2,))
     right = digits.logits(model, digits.test_inputs).argmax(-1) == digits.test_targets
@@ -118,6 +123,7 @@ def test_accuracy_is_the_share_of_all_test_images(digits):
     np.testing.assert_allclose(training.evaluate(few, model), np.mean(right), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_bits_are_the_loss_of_the_validation_text(char_lm):
     model = training.initial_model(char_lm, 0)
     # The head begins as zeros, so every character is as likely.
@@ -136,6 +142,7 @@ def test_models_are_fitted_on_training_data(digits, char_lm):
     assert not rows & {row.tobytes() for row in char_lm.fit_inputs}
 
 
+@pytest.mark.slow
 def test_the_spread_is_that_of_each_layer(digits):
     model = training.initial_model(digits, 0)
     layers, _ = record(model, digits.logits, digits.test_inputs)

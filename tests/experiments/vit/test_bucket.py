@@ -75,6 +75,7 @@ def test_windows_are_read_by_a_request_a_block(bucket, folder):
     assert bucket.requests - opened == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [0, pytest.param(25, marks=pytest.mark.slow)])
 def test_a_bucket_that_is_busy_is_asked_again(bucket, folder, window, monkeypatch):
     monkeypatch.setattr("experiments.harness.storage.time.sleep", lambda _: None)

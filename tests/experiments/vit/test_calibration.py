@@ -56,6 +56,7 @@ def train_and_record(config, workdir, patch):
     return seen
 
 
+@pytest.mark.slow
 def test_features_are_fitted_at_the_steps_of_the_schedule(whole):
     steps, calibrations = zip(*whole[1], strict=True)
     assert steps == tuple(range(10))
@@ -81,6 +82,7 @@ def test_a_stopped_run_goes_on_with_the_calibrations_of_the_whole_one(whole, tmp
     assert read_losses(tmp_path) == read_losses(whole[0])
 
 
+@pytest.mark.slow
 def test_a_checkpoint_holds_the_calibration_and_evaluation_takes_it(whole):
     workdir, seen = whole
     model = trained.load(workdir, mesh_of(), best=False)
@@ -111,6 +113,7 @@ def test_eight_devices_train_as_one_does(whole, tmp_path):
     np.testing.assert_allclose(read_losses(tmp_path), read_losses(whole[0]), atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bandwidth", "is_exact"), [pytest.param(-1, False, marks=pytest.mark.slow), (16, True)]
 )

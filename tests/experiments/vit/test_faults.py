@@ -187,6 +187,7 @@ MOMENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "times"),
     [
@@ -340,6 +341,7 @@ def read_only(tmp_path):
     subprocess.run(["umount", "--lazy", path], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("below", [".", "run"])
 def test_a_workdir_that_cannot_be_written_is_refused(below, whole, read_only):
     path, mend = read_only

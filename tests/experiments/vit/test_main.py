@@ -258,6 +258,7 @@ BUGS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BUGS)
 def test_a_bug_is_no_mistake_of_the_user(command, monkeypatch, name):
     owner, function, error = BUGS[name]
@@ -273,6 +274,7 @@ def test_a_bug_is_no_mistake_of_the_user(command, monkeypatch, name):
     assert bug.traceback[-1].path == pathlib.Path(__file__)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drawn_before_the_end", [False, True])
 def test_a_drawing_that_fails_loses_no_result_and_is_made_up_for(
     command, tmp_path, monkeypatch, drawn_curves, drawn_before_the_end

@@ -93,6 +93,7 @@ def signal_at(monkeypatch, step, number):
     monkeypatch.setattr(log.Log, "write", write_and_signal)
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_exits_0_and_the_run_goes_on_bit_for_bit(
     whole, tmp_path, monkeypatch, capsys
 ):
@@ -136,6 +137,7 @@ def reopened(whole, workdir):
     return workdir / "checkpoints"
 
 
+@pytest.mark.slow
 @ignore_abandoned_reads
 @pytest.mark.parametrize("part", slow_but(["state"], ["state", "run"]))
 def test_a_damaged_checkpoint_is_neither_trained_on_nor_evaluated_nor_exported(
@@ -161,6 +163,7 @@ def test_a_damaged_checkpoint_is_neither_trained_on_nor_evaluated_nor_exported(
     gc.collect()
 
 
+@pytest.mark.slow
 def test_a_run_stopped_before_its_results_only_writes_them(whole, tmp_path):
     reopened(whole, tmp_path)
     results = train.train(get_config(), tmp_path)
@@ -170,6 +173,7 @@ def test_a_run_stopped_before_its_results_only_writes_them(whole, tmp_path):
     assert_same_run(tmp_path, whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("best", [False, True])
 def test_a_checkpoint_has_the_accuracy_it_had_in_training(best, whole):
     rows = log.read_metrics(whole)
@@ -204,6 +208,7 @@ def test_eight_devices_go_on_as_four(whole, tmp_path):
         np.testing.assert_allclose(ours[name], theirs[name], atol=1e-5, rtol=0, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_of_another_config_is_refused_by_its_fields(whole, tmp_path):
     folder = reopened(whole, tmp_path)
     other = get_config(learning_rate=0.5, model__attention="iid", log_interval=2)
@@ -278,6 +283,7 @@ def count_until_preempted(folder):
                 return
 
 
+@pytest.mark.slow
 def test_a_comparison_goes_on_with_a_run_that_was_stopped(whole, tmp_path, monkeypatch):
     reopened(whole, tmp_path / "simplex-0")
     monkeypatch.setattr(train_step, "train_step", pytest.fail)  # The only run has all of its steps.

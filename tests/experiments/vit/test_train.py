@@ -36,6 +36,7 @@ def get_config(**changes):
     return tiny.get_config(**(schedule | changes))
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_results_metrics_curves_and_config(tmp_path, drawn_curves):
     config = get_config()
     results = train.train(config, tmp_path / "run")
@@ -51,6 +52,7 @@ def test_a_run_leaves_its_results_metrics_curves_and_config(tmp_path, drawn_curv
         train.train(config, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_what_is_held_out_chooses_the_best_and_the_test_set_is_evaluated_once(tmp_path):
     changes = {"held_out": 0.1, "eval_interval": 8, "checkpoint__interval": 4}
     results = train.train(get_config(**changes), tmp_path / "run")
@@ -130,6 +132,7 @@ def make_batch(n=32):
     return {"image": jnp.asarray(split.images[:n]), "label": jnp.asarray(split.labels[:n])}
 
 
+@pytest.mark.slow
 def test_soft_labels_that_are_sure_are_scored_as_labels():
     logits = jax.random.normal(jax.random.key(0), (32, 10))
     labels = make_batch()["label"]
@@ -143,6 +146,7 @@ def test_soft_labels_that_are_sure_are_scored_as_labels():
     np.testing.assert_array_equal(score(logits, mixed)[1], right)
 
 
+@pytest.mark.slow
 def test_a_batch_that_is_still_on_the_host_ends_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(sharding, "global_batch", lambda part, *_: part)
     config = get_config()
@@ -184,6 +188,7 @@ def test_a_step_changes_the_parameters_and_no_projection(program):
     assert not np.allclose(state.params["head"]["kernel"][...], before[0]["head"]["kernel"][...])
 
 
+@pytest.mark.slow
 def test_redraw_is_a_function_of_key_and_step_alone(program):
     state = program.init()
     redraw = jax.jit(functools.partial(train_state.redraw, interval=10))
@@ -197,6 +202,7 @@ def test_redraw_is_a_function_of_key_and_step_alone(program):
     assert all(jax.tree.leaves(different))
 
 
+@pytest.mark.slow
 def test_only_kernels_decay():
     config = tiny.get_config(model__pooling="token", weight_decay=0.5, learning_rate=0.1)
     state, (optimizer, _) = build(config).state, train_state.make_optimizer(config)
@@ -213,6 +219,7 @@ def test_only_kernels_decay():
         np.testing.assert_allclose(x, 1 - 0.05 * 0.5 if decayed else 1.0, rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_evaluation_counts_every_image_once(program):
     state = program.init()
     head = state.params["head"]["kernel"]
@@ -265,6 +272,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_names_the_step(tmp_path, tr
 
 
 # The last one before the batch, and none.
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoints", [3, pytest.param(15, marks=pytest.mark.slow)])
 def test_a_bad_batch_is_skipped_once(tmp_path, train_on, checkpoints):
     bad = range(5, 6 if checkpoints == 3 else 8)  # Up to the row that shows it.
@@ -277,6 +285,7 @@ def test_a_bad_batch_is_skipped_once(tmp_path, train_on, checkpoints):
     assert read_losses(tmp_path / "bad") == read_losses(tmp_path / "good")
 
 
+@pytest.mark.slow
 def test_a_second_bad_batch_ends_the_run(tmp_path, train_on):
     with (
         pytest.warns(UserWarning, match="at step 6 of 20"),

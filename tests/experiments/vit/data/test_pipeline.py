@@ -130,6 +130,7 @@ def take(batches, n):
     return [next(batches) for _ in range(n)]
 
 
+@pytest.mark.slow
 @WINDOWS
 def test_workers_and_a_resume_in_the_middle_of_an_epoch_change_no_bit(folder, window):
     changes = AUGMENTED | {"shuffle_window": window}
@@ -153,6 +154,7 @@ def test_workers_and_a_resume_in_the_middle_of_an_epoch_change_no_bit(folder, wi
         assert_equal(found, wanted)
 
 
+@pytest.mark.slow
 def test_workers_make_the_batches_of_images_in_memory():
     config = tiny.get_config(num_workers=2, augment__mixup=0.3)
     inputs = pipeline.load(config, eval_batch_size=100)
@@ -162,6 +164,7 @@ def test_workers_make_the_batches_of_images_in_memory():
     assert step == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_workers_outlive_a_notice_to_them_and_end_with_the_run(number):
     def make(step):
@@ -206,6 +209,7 @@ def test_batches_are_skipped_also_after_a_resume():
         assert numbers(batches) == [5, 6, 7]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_label_that_is_no_class_comes_out_of_the_workers(tmp_path, num_workers):
     prepared.write(tmp_path, first_label=-1, train=9, validation=3)
@@ -322,6 +326,7 @@ def test_images_in_memory_of_another_size_are_refused():
         pipeline.load(config, eval_batch_size=8)
 
 
+@pytest.mark.slow
 @pytest.mark.devices(2)
 def test_a_run_from_records_trains_and_is_evaluated_on_other_devices(folder, tmp_path):
     config = prepared.get_config(

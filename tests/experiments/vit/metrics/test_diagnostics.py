@@ -69,6 +69,7 @@ def attended(model, images):
     return layers
 
 
+@pytest.mark.slow
 def test_the_measures_are_those_of_a_loop(on_one_device):
     program, state, result = on_one_device
     key = jax.random.fold_in(state.key, diagnostics.DIAGNOSTICS)
@@ -98,6 +99,7 @@ def test_nothing_is_measured_without_random_features_or_images(changes):
     assert build(tiny.get_config(**(CHANGES | changes))).diagnose is None
 
 
+@pytest.mark.slow
 def test_the_variance_falls_as_the_features_grow():
     """As one over their number: it is that of means of independent features."""
     query, key = 0.3 * jax.random.normal(jax.random.key(0), (2, 4, 16, 2, 8))
@@ -111,6 +113,7 @@ def test_the_variance_falls_as_the_features_grow():
     assert variance(800) == pytest.approx(variance(200) / 4, rel=0.1)
 
 
+@pytest.mark.slow
 def test_long_queries_and_keys_leave_the_variance_finite():
     query, key = 100 * jax.random.normal(jax.random.key(0), (2, 1, 5, 1, 8))
     draws = jax.random.normal(jax.random.key(1), (4, 1, 18, 8))

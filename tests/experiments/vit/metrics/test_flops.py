@@ -19,6 +19,7 @@ def trace(**changes):
         return traced, program.model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -32,6 +33,7 @@ def test_the_count_is_that_of_the_products_of_a_step(changes):
     assert matmul_flops(traced.jaxpr, "cuda") == 32 * flops.train_flops(model)
 
 
+@pytest.mark.slow
 def test_the_count_of_calibrated_features_is_that_of_a_step_but_for_two_products_with_w():
     traced, model = trace(model__feature_map="calibrated", calibrate_interval=1)
     with_w = 2 * model.num_features * model.width * (model.width // model.num_heads)
@@ -41,6 +43,7 @@ def test_the_count_of_calibrated_features_is_that_of_a_step_but_for_two_products
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scan", "least"), [(False, 1.0), (True, 0.5)])
 def test_xla_counts_these_and_what_is_elementwise_but_a_scanned_layer_once(scan, least):
     changes = {"model__depth": 2, "model__width": 128, "model__mlp_dim": 512}

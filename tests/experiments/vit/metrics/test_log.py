@@ -60,6 +60,7 @@ def assert_same_rows(rows, others):
         )
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_at_every_row_and_compared_with_softmax_at_every_evaluation(workdir):
     rows = read_rows(workdir)
     tests = {"test_loss", "test_accuracy", *diagnostics.columns(depth=1)}
@@ -72,6 +73,7 @@ def test_a_run_is_measured_at_every_row_and_compared_with_softmax_at_every_evalu
     assert all(0 < row["attention_error"] < 2 for row in rows if "attention_error" in row)
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_what_is_in_the_csv(workdir):
     assert_same_rows(read_events(workdir), read_rows(workdir))
 
@@ -134,7 +136,7 @@ def write_log(workdir, before, rows):
             assert_same_rows(on_disk[1], opened.rows)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_a_run_that_goes_on_has_each_row_once(tmp_path):
     rows = make_rows(1, 2, 3)
     write_log(tmp_path, [], rows)
@@ -161,7 +163,7 @@ def test_other_hosts_keep_rows_and_write_nothing(tmp_path):
     assert not folder.exists()
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_mfu_is_a_share_of_the_peak():
     speed = meter.Speed(batch_size=100, flops=10**12, peak=4e12)
     assert speed.row(0.5) == {"images_per_second": 200, "flops_per_second": 2e12, "mfu": 0.5}

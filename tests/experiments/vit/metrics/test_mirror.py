@@ -31,6 +31,7 @@ def failing(monkeypatch):
     return errors
 
 
+@pytest.mark.slow
 def test_a_run_is_mirrored(tmp_path):
     there = tmp_path / "bucket" / "run"
     train.train(tiny.get_config(mirror=str(there), eval_interval=2), tmp_path / "run")
@@ -51,6 +52,7 @@ def test_results_are_copied_last(tmp_path, monkeypatch):
     assert written[-1] == "results.json"
 
 
+@pytest.mark.slow
 def test_the_same_command_mirrors_results_that_could_not_be(tmp_path, failing, monkeypatch):
     config = tiny.get_config(mirror=str(tmp_path / "mirror"), num_steps=3)
     finish = train.log.finish

@@ -110,6 +110,7 @@ assert not {"simrf_jax", "experiments", "flax"} & sys.modules.keys()
 """
 
 
+@pytest.mark.slow
 def test_another_process_runs_it_with_jax_alone(runs, tmp_path):
     images = np.random.default_rng(1).uniform(-1, 1, (max(BATCHES), 8, 8, 1)).astype(np.float32)
     np.save(tmp_path / "images.npy", images)
@@ -164,6 +165,7 @@ def flip(bit):
     return change
 
 
+@pytest.mark.slow
 def test_the_readme_runs_a_whole_export(exported, capsys):
     exec(SNIPPET, {})
     assert 0 <= float(capsys.readouterr().out) <= 1
@@ -172,6 +174,7 @@ def test_the_readme_runs_a_whole_export(exported, capsys):
 FLIPS = [flip(bit) for bit in (0, 12_345, 100_000, 200_001, -9)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [*FLIPS, lambda b: b"", lambda b: b[:-1], lambda b: b + b"\0"])
 def test_the_readme_refuses_a_damaged_export(exported, change):
     exported.write_bytes(change(exported.read_bytes()))
@@ -249,6 +252,7 @@ def test_the_readme_refuses_the_export_of_a_jax_that_calls_otherwise(exported):
         exec(SNIPPET, {})
 
 
+@pytest.mark.slow
 def test_the_description_says_what_goes_in_and_comes_out(runs, tmp_path):
     workdir, _ = runs["scanned"]
     written = export.export(workdir, tmp_path / "new" / "model", platforms=["tpu", "cpu"])
@@ -268,6 +272,7 @@ def read(path):
     return jax.export.deserialize(bytearray(path.read_bytes()))
 
 
+@pytest.mark.slow
 def test_each_platform_has_its_own_arithmetic(tmp_path):
     workdir = tmp_path / "run"
     make_run(workdir, model__dtype="bfloat16")
@@ -344,6 +349,7 @@ export.export(sys.argv[1], sys.argv[2], platforms=["cpu"])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("renamed", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_export_that_is_killed_is_refused(runs, tmp_path, monkeypatch, renamed):
     monkeypatch.chdir(tmp_path)

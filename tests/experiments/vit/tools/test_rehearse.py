@@ -92,6 +92,7 @@ def wait_for(condition, seconds=60):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("on_sigterm", ["exit 0", ":"])
 def test_a_rehearsal_that_is_ended_leaves_no_trainer(tmp_path, number, on_sigterm):

@@ -98,6 +98,7 @@ def calls(gcloud, *words):
     return [line for line in lines if all(word in line for word in words)]
 
 
+@pytest.mark.slow
 def test_a_run_is_done_on_two_slices(gcloud, capfd):
     spot.main(ARGV)
     assert "The results are in gs://bucket/runs/simplex" in capfd.readouterr().out
@@ -116,6 +117,7 @@ def test_a_run_is_done_on_two_slices(gcloud, capfd):
     assert not (gcloud / "state").exists()
 
 
+@pytest.mark.slow
 def test_attempts_that_bring_nothing_end_and_delete_the_slice(gcloud):
     (gcloud / "state").write_text("ACTIVE")
     (gcloud / "halves").touch()  # A checkpoint without its mark is none.
@@ -142,6 +144,7 @@ def test_a_creation_and_its_start_are_one_attempt(gcloud, monkeypatch):
     assert len(calls(gcloud, "create")) == 4  # One more is taken away after its checkpoint.
 
 
+@pytest.mark.slow
 def test_slices_that_fail_are_told_with_their_reason_and_are_limited(gcloud, monkeypatch, capfd):
     waits = []
     monkeypatch.setattr(spot, "POLL_SECONDS", 30)
@@ -156,6 +159,7 @@ def test_slices_that_fail_are_told_with_their_reason_and_are_limited(gcloud, mon
     assert not (gcloud / "state").exists()
 
 
+@pytest.mark.slow
 def test_hours_are_limited_and_the_trainer_is_left(gcloud):
     (gcloud / "slow").touch()
     start = time.monotonic()
@@ -167,6 +171,7 @@ def test_hours_are_limited_and_the_trainer_is_left(gcloud):
     assert not (gcloud / "state").exists()
 
 
+@pytest.mark.slow
 def test_hours_count_while_a_slice_is_active_and_this_machine_sleeps(gcloud, monkeypatch):
     """Looks at a clock that is an hour later each time, as one does that was asleep."""
     hours = iter(range(100))
@@ -253,6 +258,7 @@ def test_a_run_that_is_done_needs_no_slice(gcloud, capfd):
     assert not calls(gcloud, "create") + calls(gcloud, "delete")
 
 
+@pytest.mark.slow
 def test_slices_that_cannot_be_created_are_the_reason_told(gcloud, capfd):
     (gcloud / "broken").write_text('{"create": 99}')
     match = r"5 attempts in a row brought .* There is no slice left\..*\nA slice .* delete vit "
@@ -262,6 +268,7 @@ def test_slices_that_cannot_be_created_are_the_reason_told(gcloud, capfd):
     assert not calls(gcloud, "delete")
 
 
+@pytest.mark.slow
 def test_a_slice_that_cannot_be_deleted_hides_no_reason(gcloud):
     (gcloud / "state").write_text("ACTIVE")
     (gcloud / "stuck").touch()
@@ -277,6 +284,7 @@ def test_a_machine_without_gcloud_says_so(monkeypatch, tmp_path):
         spot.main(ARGV)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["describe", "ls"])
 def test_a_lookup_that_fails_is_no_answer(gcloud, monkeypatch, capfd, verb):
     monkeypatch.setattr(spot, "LOOKUPS", 3)
@@ -314,6 +322,7 @@ def host(tmp_path, monkeypatch):
     return command, write
 
 
+@pytest.mark.slow
 def test_a_trainer_that_still_runs_is_stopped_first(host, tmp_path):
     """Runs the command of a host with programs that stand in for those of the system."""
     command, write = host
@@ -338,6 +347,7 @@ def without_processes(write):
         write(name, "exit 1")
 
 
+@pytest.mark.slow
 def test_the_output_and_the_code_of_the_trainer_are_those_of_the_command(host):
     command, write = host
     without_processes(write)
@@ -347,6 +357,7 @@ def test_the_output_and_the_code_of_the_trainer_are_those_of_the_command(host):
     assert done.stdout.split() == ["one", "two"]
 
 
+@pytest.mark.slow
 def test_the_trainer_outlives_a_connection_that_is_lost(host, tmp_path):
     command, write = host
     without_processes(write)

@@ -96,6 +96,7 @@ def test_runs_are_those_of_the_trainer_and_share_a_program(tmp_path, arm):
     assert not np.allclose(ours.train(inputs, learning_rate=rate, seed=1), theirs, rtol=2e-3)
 
 
+@pytest.mark.slow
 def test_a_sweep_is_whole_and_goes_on_where_it_was(tmp_path, monkeypatch, capsys):
     config = get_config()
     train_once, calls = sweep.Arm.train, []

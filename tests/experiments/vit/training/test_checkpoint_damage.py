@@ -321,6 +321,7 @@ DELETED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deleted", DELETED.values(), ids=DELETED)
 def test_a_deletion_that_was_interrupted_is_finished(deleted, tmp_path):
     save(tmp_path, range(1, 7), ACCURACIES, keep=2)
@@ -370,6 +371,7 @@ test_checkpoint_damage.restore(test_checkpoint_damage.pathlib.Path(sys.argv[1]))
 """
 
 
+@pytest.mark.slow
 def test_damage_is_reported_in_one_line(folder):
     path = largest(folder / "3")
     path.write_bytes(bytes(path.stat().st_size))

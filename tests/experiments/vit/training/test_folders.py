@@ -64,6 +64,7 @@ def test_a_lock_file_that_is_removed_takes_no_checkpoint_along(tmp_path):
     assert (checkpoints / "5" / "state").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theirs", ["checkpoints/4/state", "checkpoints/50/state", "metrics.csv"])
 def test_what_is_not_of_that_save_is_not_removed(theirs, tmp_path):
     run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
@@ -104,6 +105,7 @@ def fail_here():
     raise ValueError("a bug")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fail", "vanishes", "error", "match"),
     [

@@ -77,6 +77,7 @@ def test_microbatches_train_alike_on_a_mesh(tmp_path):
     np.testing.assert_allclose(losses, expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 def test_arrays_lie_as_the_rules_say():
     config = tiny.get_config(model__num_heads=8, model__depth=2, model__scan=True)
     state = build(config, mesh_of(2, 2, 2)).init()
@@ -139,6 +140,7 @@ def test_the_first_rule_counts_and_is_for_the_last_dimensions():
     assert shapes == {"a": (3, 2), "b": (4,), "c": ()}
 
 
+@pytest.mark.slow
 def test_microbatches_add_up_to_the_batch():
     def step(count, mesh):
         config = tiny.get_config(model__dropout_rate=0.0, clip_norm=1e9, num_microbatches=count)
@@ -187,6 +189,7 @@ def redrawn(scan):
     return draw(jax.random.key(0))
 
 
+@pytest.mark.slow
 def test_redraw_of_stacked_projections_is_that_of_the_layers():
     [stacked] = redrawn(scan=True)
     np.testing.assert_array_equal(stacked, np.stack(redrawn(scan=False)))

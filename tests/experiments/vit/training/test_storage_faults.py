@@ -72,6 +72,7 @@ def to_itself(path):
     path.symlink_to(path.name)
 
 
+@pytest.mark.slow
 @READS
 @pytest.mark.parametrize(
     ("part", "fault", "cause"),

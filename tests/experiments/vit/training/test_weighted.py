@@ -35,6 +35,7 @@ def redrawn(scan):
     return jax.tree.leaves(jax.jit(redraw)(make_state(scan)).projections)
 
 
+@pytest.mark.slow
 def test_redraw_of_stacked_weighted_rows_is_that_of_the_layers():
     rows, log_weights = redrawn(scan=True)
     first_rows, first_weights, second_rows, second_weights = redrawn(scan=False)
@@ -43,6 +44,7 @@ def test_redraw_of_stacked_weighted_rows_is_that_of_the_layers():
     assert not np.allclose(first_rows, second_rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [False, True])
 def test_weighted_rows_are_saved_with_their_digests_and_restored(tmp_path, scan):
     state = {"projections": make_state(scan).projections}
