@@ -24,6 +24,8 @@ FLAGS = " ".join(
         "xla_backend_optimization_level": 0,
         # The newer code generator takes up to six times as long for programs with many fusions.
         "xla_cpu_use_fusion_emitters": "false",
+        # Two test processes keep two cores busy, and splitting a program costs time and memory.
+        "xla_cpu_parallel_codegen_split_count": 1,
     }.items()
     if is_known(name)
 )

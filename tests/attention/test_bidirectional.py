@@ -153,6 +153,7 @@ def test_bfloat16_is_contracted_in_bfloat16_with_sums_in_float32(chunked):
     np.testing.assert_allclose(out.astype("f4"), expected.astype("f4"), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.slow
 def test_chunks_spoil_the_queries_that_see_a_key_that_is_not_finite(chunked):
     value = np.ones((2, 29, KEY_HEADS, 5), np.float32)
     value[1, 7, 1, 2] = np.nan

@@ -177,6 +177,7 @@ def test_training_lowers_the_loss_of_other_tokens(start, most):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [

@@ -93,6 +93,7 @@ def test_vmap_over_layers_of_heads():
         np.testing.assert_allclose(mapped[i], attend(matrices), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_donated_projection():
     q, k, v = inputs(LENGTH, dim=DIM)
     projection, kept = draw(), draw()

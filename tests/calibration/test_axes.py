@@ -52,6 +52,7 @@ def test_another_fit_to_nearly_the_same_data_makes_nearly_the_same_features(tilt
     assert np.abs(features(after, w) - features(before, w)).max() > 0.5
 
 
+@pytest.mark.slow
 def test_axes_of_a_stretch_are_those_of_no_stretch():
     """A symmetric matrix turns nothing."""
     before = simrf_jax.calibrate(*tokens(0), tilt=None, balance=False)

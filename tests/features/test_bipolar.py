@@ -185,6 +185,7 @@ def test_half_precision_inputs_are_widened_before_anything_is_computed():
     chex.assert_tree_all_finite(sharp)
 
 
+@pytest.mark.slow
 def test_the_bandwidth_may_be_learned():
     x, p = vectors(), bipolar()
 

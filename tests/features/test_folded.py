@@ -149,6 +149,7 @@ def test_one_map_and_one_w_for_all_heads():
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_refuses_what_is_no_exponential_and_a_second_w():
     with pytest.raises(TypeError, match="exponentials, such as Calibrated, got Trigonometric"):
         Folded.of("trigonometric", projection(ROWS))

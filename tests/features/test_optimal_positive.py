@@ -47,7 +47,7 @@ def test_a_parameter_of_zero_gives_positive_features():
     np.testing.assert_allclose(features(x, w, 0), plain, rtol=1e-6)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_dtypes(dtype):
     x, w = vectors(3).astype(dtype), projection(10, 6).astype(dtype)

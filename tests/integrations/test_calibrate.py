@@ -105,6 +105,7 @@ def test_options_are_those_of_calibrate(options):
     assert_trees_close(fitted_nnx(model), expected)
 
 
+@pytest.mark.slow
 def test_before_a_calibration_the_map_is_positive():
     calibrated, positive = nnx_attention(), nnx_attention(feature_map="positive")
     np.testing.assert_allclose(calibrated(BATCHES[0]), positive(BATCHES[0]), rtol=1e-5, atol=1e-6)
@@ -173,6 +174,7 @@ def test_is_state_without_gradient():
     assert_trees_close(after, before, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_linen_gives_the_calibration_no_gradient():
     model = linen_attention()
     variables = linen_adapters.calibrate(model, model.init(jax.random.key(0), BATCHES[0]), BATCHES)

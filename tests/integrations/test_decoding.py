@@ -424,6 +424,7 @@ def test_only_the_self_attention_of_a_decoder_decodes():
     assert relative_error(jnp.concatenate(outs, axis=1), expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_refuses_both_caches_at_once():
     x = tokens(2, 5)
     match = "decode=True takes the keys of the new tokens, .* got 5 keys for 1 queries"

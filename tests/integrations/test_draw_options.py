@@ -181,6 +181,7 @@ def test_linen_transformations(name):
     assert not np.allclose(out, other)
 
 
+@pytest.mark.slow
 def test_linen_variables_are_used_as_arrays():
     variables = linen_variables()
     box = variables["random_features"]["attention_fn"]["projection"]

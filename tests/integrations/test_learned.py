@@ -318,6 +318,7 @@ def test_is_saved_and_restored_with_the_state(tmp_path):
     np.testing.assert_array_equal(other(batch()), model(batch()))
 
 
+@pytest.mark.slow
 def test_linen_variables_are_saved_and_restored():
     model = linen_attention()
     fresh = model.init(jax.random.key(0), batch())

@@ -165,6 +165,7 @@ def test_other_masks_raise_or_give_nan_and_say_why(name, api, caplog):
     assert len(caplog.records) == 1  # It is said once.
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_unsaid")
 @pytest.mark.parametrize(
     ("mask", "match"),

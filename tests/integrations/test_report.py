@@ -194,7 +194,7 @@ def test_grouped_queries_calibrated_and_learned_maps():
         assert layer.num_features == (size or 0)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_linen_collects_nothing_unless_asked():
     adapter = linen_adapter.RandomFeatureAttention(8)
     x = jnp.ones((3, 1, 5, 2, 4))

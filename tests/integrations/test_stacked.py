@@ -70,7 +70,7 @@ def test_stacked_layers_decode(name):
     assert relative_error(jnp.concatenate(outs, axis=1), expected) < 1e-5
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_adapters_know_their_stack():
     assert stack().attention.attention_fn.stack_shape() == (3,)
     adapter = RandomFeatureAttention(HEADS, WIDTH // HEADS, FEATURES, rngs=nnx.Rngs(0))

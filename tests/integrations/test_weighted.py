@@ -84,6 +84,7 @@ def test_weighted_rows_survive_an_orbax_checkpoint(api, tmp_path):
     assert_redrawn(restored)
 
 
+@pytest.mark.slow
 def test_weighted_rows_survive_the_bytes_of_flax():
     variables = linen_variables()
     saved = serialization.to_bytes(jax.tree.map(jnp.copy, variables))
@@ -178,6 +179,7 @@ def test_maps_that_cannot_honour_weights_refuse_them(name):
         nnx_attention(feature_map=name, norms="radau")(*qkv())
 
 
+@pytest.mark.slow
 def test_an_array_is_not_redrawn_as_weighted_rows():
     with pytest.raises(ValueError, match="norms='radau' draws a WeightedProjection, which cannot"):
         redraw_projections(jax.random.key(0), [jnp.zeros((5, 4))], options=OPTIONS)

@@ -140,6 +140,7 @@ def test_many_features_of_a_fitted_map_come_near_softmax(case):
     assert float(distances[4096]) < 0.4 * float(distances[4])
 
 
+@pytest.mark.slow
 def test_arrays_of_maps_and_projections_are_no_parameters(case):
     model, inputs = case
     layers, _ = swapping.record(model, call, inputs)

@@ -379,6 +379,7 @@ def test_diagnostics_are_of_the_images_that_are_held_out(monkeypatch):
     assert diagnosed == ["held out"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attentions", "seeds", "match"),
     [

@@ -78,12 +78,14 @@ def test_tensorboard_shows_what_is_in_the_csv(workdir):
     assert_same_rows(read_events(workdir), read_rows(workdir))
 
 
+@pytest.mark.slow
 def test_the_chosen_steps_leave_a_profile(workdir):
     [trace] = (workdir / "profile").glob("plugins/profile/*/*.xplane.pb")
     content = trace.read_bytes()
     assert b"train_step" in content
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["simplex", "exact"])
 @pytest.mark.usefixtures("drawn_curves")
 def test_every_column_has_a_curve(workdir, attention):

@@ -208,6 +208,7 @@ TEXTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", TEXTS.values(), ids=TEXTS)
 def test_the_readme_refuses_a_damaged_description(exported, change):
     path = exported.with_name("digits.stablehlo.json")
@@ -216,6 +217,7 @@ def test_the_readme_refuses_a_damaged_description(exported, change):
         exec(SNIPPET, {})
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_a_description_passes(exported):
     path = exported.with_name("digits.stablehlo.json")
     check = SNIPPET.split("exported = ")[0]  # What comes before the model is used.
@@ -227,6 +229,7 @@ def test_no_flipped_bit_of_a_description_passes(exported):
             exec(check, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["", ".json"])
 def test_the_readme_refuses_the_export_of_another_run(exports, exported, suffix):
     shutil.copy(exports / f"exact{suffix}", f"{exported}{suffix}")
@@ -234,6 +237,7 @@ def test_the_readme_refuses_the_export_of_another_run(exports, exported, suffix)
         exec(SNIPPET, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits.stablehlo", "digits.stablehlo.json"])
 def test_the_readme_needs_both_files(exported, name):
     exported.with_name(name).unlink()
@@ -241,6 +245,7 @@ def test_the_readme_needs_both_files(exported, name):
         exec(SNIPPET, {})
 
 
+@pytest.mark.slow
 def test_the_readme_refuses_the_export_of_a_jax_that_calls_otherwise(exported):
     model = dataclasses.replace(read(exported), calling_convention_version=99).serialize()
     exported.write_bytes(model)
@@ -321,6 +326,7 @@ def test_no_file_is_written_over(tmp_path, name):
     assert (tmp_path / name).read_text() == "Precious."
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_no_part_of_a_file(runs, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, limits[1]))
@@ -362,6 +368,7 @@ def test_an_export_that_is_killed_is_refused(runs, tmp_path, monkeypatch, rename
         exec(SNIPPET, {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_a_model_whose_description_cannot_be_written_is_removed(runs, tmp_path, monkeypatch, error):
     def fail(path, content):
@@ -382,6 +389,7 @@ def refused(workdir, match, *, best=False, error=UserError):
         export.export(workdir, workdir.parent / "model", best=best)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*1 is damaged .* it is passed over")
 def test_what_holds_no_trained_model_is_refused(runs, tmp_path):
     refused(tmp_path / "none", "none holds no run: .*config.json")
@@ -411,6 +419,7 @@ def test_what_holds_no_trained_model_is_refused(runs, tmp_path):
 PATCHES, LOGITS = "params.patch_embedding.kernel.value", "params.head.bias.value"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arrays", "match"),
     [
@@ -434,6 +443,7 @@ def test_a_checkpoint_of_another_model_is_refused(runs, tmp_path, arrays, match)
     refused(workdir, match, error=checkpoint_damage.IncompatibleError)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_program_is_refused(runs, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(runs["simplex"][0], workdir, ignore=shutil.ignore_patterns("checkpoints"))
@@ -450,6 +460,7 @@ def test_the_best_of_none_is_refused(tmp_path):
     assert model.test_accuracy is None
 
 
+@pytest.mark.slow
 def test_images_of_another_kind_are_refused(runs, monkeypatch):
     load = pipeline.load_test
     monkeypatch.setattr(
