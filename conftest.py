@@ -57,7 +57,7 @@ if os.environ.get("SIMRF_CHECK_TYPES") == "1":
 # This module has no doctests, and its global flags can be defined only once in a process.
 collect_ignore_glob = ["experiments/vit/main.py"]
 
-MOST_MEMORY = 1.5 * 2**30  # Bytes of a test process above which it forgets its programs.
+MOST_MEMORY = 1.3 * 2**30  # Bytes of a test process above which it forgets its programs.
 
 
 def pytest_addoption(parser):

@@ -129,7 +129,7 @@ def test_a_scale_may_be_traced_whatever_its_sign(name):
     assert relative_error(out, same) < 1e-6
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("name", EVERY)
 def test_refuses_scales_that_are_not_finite(name, scale):

@@ -51,6 +51,7 @@ def test_bandwidths_and_chunks_of_any_size(bandwidth, chunk_size):
     assert relative_error(out, beside_band(q, k, v, projection(), bandwidth)) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [0.3, -0.4])
 def test_scales_of_either_sign(scale):
     q, k, v = inputs(LENGTH)
@@ -240,7 +241,7 @@ def test_refuses_bandwidths(error, bandwidth, match):
         RandomFeatures(projection(), exact_bandwidth=bandwidth)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_refuses_states_of_other_mechanisms():
     q, k, v = inputs()
     w = projection()

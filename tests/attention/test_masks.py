@@ -77,6 +77,7 @@ def test_mask_bias_and_lengths_against_float64():
             assert relative_error(actual[b], expected) < 1e-5, options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads_axis", "key_heads"), [(4, 2), pytest.param(1, 4, marks=pytest.mark.slow)]
 )

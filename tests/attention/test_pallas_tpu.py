@@ -166,6 +166,7 @@ def test_a_row_without_weight_is_left_out(length):
         assert_close(got, want, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bias", [-1e30, float(np.finfo(np.float32).min)])
 def test_a_low_bias_of_all_keys_hides_none(bias):
     q, k, v = inputs(20)

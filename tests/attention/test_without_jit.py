@@ -94,6 +94,7 @@ def steps(count):
     return state
 
 
+@pytest.mark.slow
 def test_steps_of_decoding_compile_once():
     steps(2)
     with compilations() as seconds:

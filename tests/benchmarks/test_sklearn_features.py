@@ -32,6 +32,7 @@ def results(small):
     return {"digits": sklearn_features.measure(small, SIZES)}
 
 
+@pytest.mark.slow
 def test_splits_are_scaled_by_the_training_rows_and_disjoint(splits):
     rows, _ = sklearn_features.load("digits")
     for data in splits:

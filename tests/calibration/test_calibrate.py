@@ -176,6 +176,7 @@ def test_takes_the_query_heads_of_a_key_head_together():
     )
 
 
+@pytest.mark.slow
 def test_padding_does_not_count():
     query, key = tokens()
     padded = [np.concatenate([z, np.full_like(z[:5], np.nan)]) for z in (query, key)]

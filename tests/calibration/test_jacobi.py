@@ -53,6 +53,7 @@ def test_ends_where_numbers_are_not_finite(bad):
     assert vectors.shape == (4, 4)
 
 
+@pytest.mark.slow
 def test_many_in_one_program_do_not_hang():
     @jax.jit
     def layers(stack):

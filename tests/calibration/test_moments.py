@@ -78,6 +78,7 @@ def test_shrunk_covariance_is_nearer_to_the_truth():
     assert error < 0.9 * np.square(sample / 10 - truth).sum((1, 2)).mean()
 
 
+@pytest.mark.slow
 def test_vectors_that_are_equal_have_a_covariance_that_can_be_inverted():
     covariance = Moments.of(jnp.ones((5, 2, 4))).covariance()
     assert np.linalg.eigvalsh(covariance).min() > 0

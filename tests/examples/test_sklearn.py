@@ -30,6 +30,7 @@ def test_the_gaussian_process_predicts_with_honest_error_bars(of_diabetes):
     assert 0.9 < np.mean(np.abs(targets - mean) < 1.96 * std) < 0.99
 
 
+@pytest.mark.slow
 def test_the_gaussian_process_is_near_the_exact_one(of_diabetes):
     _, (mean, std), (exact_mean, exact_std) = of_diabetes
     assert np.sqrt(np.mean((mean - exact_mean) ** 2)) < 0.1

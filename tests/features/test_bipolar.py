@@ -228,7 +228,7 @@ def test_gradients_are_finite_and_the_record_is_a_pytree():
         assert jnp.isfinite(gradient).all(), name
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [

@@ -148,7 +148,7 @@ def test_nan_stays_nan():
     assert jnp.isnan(phi).any()
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [

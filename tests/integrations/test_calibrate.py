@@ -183,6 +183,7 @@ def test_linen_gives_the_calibration_no_gradient():
     assert any(np.any(leaf) for leaf in jax.tree.leaves(grads["params"]))
 
 
+@pytest.mark.slow
 def test_redraws_leave_the_calibration():
     model = nnx_attention()
     nnx_adapters.calibrate(model, BATCHES)
@@ -260,6 +261,7 @@ def test_groups_of_query_heads_scales_and_lengths_count_as_in_attention():
     np.testing.assert_allclose(expected.query_mean[0], -(0.5**0.5) * first / 81, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_bias_of_minus_infinity_hides_padding():
     model, expected = nnx_attention(), nnx_attention()
     nnx_adapters.calibrate(expected, [x[:, :20] for x in BATCHES])

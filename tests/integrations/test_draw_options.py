@@ -199,12 +199,14 @@ def test_linen_variables_are_used_as_arrays():
         redraw_projections(jax.random.key(9), unboxed["random_features"])
 
 
+@pytest.mark.slow
 def test_a_box_has_the_items_of_its_array():
     [box] = jax.tree.leaves(linen_collection(), is_leaf=lambda x: hasattr(x, "draw_options"))
     assert len(box) == len(box.value) == len(list(box))
     np.testing.assert_array_equal(list(box)[1], box.value[1])
 
 
+@pytest.mark.slow
 def test_linen_models_cross_the_bridge_to_nnx():
     class Model(nn.Module):
         @nn.compact

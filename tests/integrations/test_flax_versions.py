@@ -34,6 +34,7 @@ def test_a_view_changes_the_chosen_modules_of_a_copy(model):
     assert model.fields[0].cache is None
 
 
+@pytest.mark.slow
 def test_a_view_shares_the_variables_of_the_model(model):
     decoder = view(model, only=nnx.PathContains("far"), decode=True, batch_size=1)
     w = jnp.ones_like(get_value(model.far.projection))

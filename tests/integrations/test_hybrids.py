@@ -115,6 +115,7 @@ def test_each_head_draws_its_own_by_what_the_user_says():
     assert get_value(default.projection).weights.shape == (HEADS, 8, DIM)
 
 
+@pytest.mark.slow
 def test_a_redraw_is_the_same_in_both_apis_and_weights_stay_iid():
     key = jax.random.key(9)
     one, _, variables = pair("angular_hybrid", coupling="simplex")
@@ -129,6 +130,7 @@ def test_a_redraw_is_the_same_in_both_apis_and_weights_stay_iid():
         np.testing.assert_allclose(part[1], one_head, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_projections_are_no_parameters():
     one, _, _ = pair("gaussian_hybrid")
     assert not jax.tree.leaves(nnx.state(one, nnx.Param))

@@ -327,6 +327,7 @@ def test_linen_variables_are_saved_and_restored():
     np.testing.assert_array_equal(model.apply(restored, batch()), model.apply(variables, batch()))
 
 
+@pytest.mark.slow
 def test_the_map_itself_is_saved_and_restored():
     adapter = nnx_adapter()
     one = start(adapter, get_value(adapter.feature_map))
@@ -347,6 +348,7 @@ def test_decodes_as_it_attends(bandwidth):
     np.testing.assert_allclose(jnp.concatenate(parts, axis=1), model(x), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_takes_a_map_that_was_learned_elsewhere(api):
     q, k, v = tokens()

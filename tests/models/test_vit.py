@@ -152,6 +152,7 @@ def test_dropout_is_active_only_with_keys_and_depends_on_them():
     assert not np.allclose(dropped(0), model(x))
 
 
+@pytest.mark.slow
 def test_every_layer_and_head_has_its_own_projection():
     first, second = jax.tree.leaves(nnx.state(build(), RandomProjection))
     rows = np.concatenate([np.reshape(w, (2, -1)) for w in (first, second)])

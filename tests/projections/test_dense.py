@@ -138,7 +138,7 @@ def test_many_draws_in_one_computation_call_no_library(coupling, rotation):
     assert "custom-call" in qr.lower(jax.random.key(0)).compile().as_text()
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_dtypes(dtype):
     w = draw_projection(jax.random.key(0), 10, 4, dtype=dtype)

@@ -112,6 +112,7 @@ def test_a_redraw_repeats_the_draw_of_each_projection():
         np.testing.assert_allclose(w[1], options.draw(head, 5, 4), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_options_are_for_projections_that_do_not_say_how_they_were_drawn():
     zeros = jnp.zeros((5, 4))
     drawn = redraw_projections(key(), [carrier(zeros, OTHERS), zeros], options=OTHERS)

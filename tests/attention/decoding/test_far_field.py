@@ -110,7 +110,7 @@ def test_refuses_other_states():
         steps.append(state, k, v, w)
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "match"),
     [

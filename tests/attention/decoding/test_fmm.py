@@ -88,7 +88,7 @@ def test_refuses_a_length_that_devices_share_and_masks_by_query_head():
             call()
 
 
-@pytest.mark.fast
+@pytest.mark.slow
 def test_refuses():
     q, k, v = inputs()
     projections = (projection(), None)

@@ -453,6 +453,7 @@ def test_a_checkpoint_of_another_program_is_refused(runs, tmp_path):
     refused(workdir, match, error=checkpoint_damage.IncompatibleError)
 
 
+@pytest.mark.slow
 def test_the_best_of_none_is_refused(tmp_path):
     make_run(tmp_path / "run", rows=({"step": 1},), **MODELS["exact"])
     refused(tmp_path / "run", "was evaluated; leave out --best", best=True)
