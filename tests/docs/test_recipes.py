@@ -101,6 +101,7 @@ def test_what_follows_the_recipes_passes_the_suite(tmp_path):
     add_coupling(tree, blocks, of_coupling)
     add_feature_map(tree, module, of_map)
     for path, words in SUITES.items():
-        command = (sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "slow or not slow", path)
-        done = subprocess.run((*command, "-k", words), cwd=tree, capture_output=True, text=True)
+        command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-m", "slow or not slow"]
+        command += ["--doctest-modules", path, "-k", words]
+        done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
