@@ -9,8 +9,8 @@ queries, keys and values). The candidates of a length alternate in one process. 
 reserves for temporary buffers. ``benchmarks.decoding`` times steps of decoding.
 The JSON holds quartiles of the times, quartiles of the ratios to ours taken round by
 round, the machine and the versions. ``results/attention_cost.json`` is that of the README, and
-``benchmarks.attention_cost_figure`` draws it. ``pytest -m slow tests/benchmarks`` measures some of
-its rows again, and fails where they became worse.
+``benchmarks.attention_cost_figure`` draws it. The tests marked ``timing`` measure some of its rows
+again, and fail where they became worse; CONTRIBUTING.md has their command.
 
 Run: python -m benchmarks.attention_cost [--lengths 128 1024] [--passes forward] [--output FILE]
 """

@@ -37,6 +37,8 @@ def test_workflows_run_every_part():
 
 def test_every_slow_test_is_run_at_night():
     workflow = (ROOT / ".github/workflows/nightly.yml").read_text()
+    [timing] = re.findall(r"^ *- run: (.* -m timing)$", workflow, re.MULTILINE)
+    assert timing in (ROOT / "CONTRIBUTING.md").read_text()
     [listed] = re.findall(r"part: \[([\d, ]+)\]", workflow)
     [parts] = re.findall(r"--part \$\{\{ matrix\.part \}\}/(\d+)", workflow)
     assert listed.split(", ") == [str(part + 1) for part in range(int(parts))]

@@ -76,7 +76,7 @@ def test_the_figure_shows_every_candidate_of_the_results():
     assert labels == {attention_cost_figure.LOOKS[name][0] for name in found}
 
 
-@pytest.mark.slow
+@pytest.mark.timing
 @pytest.mark.parametrize("length", [1024, 4096])
 @pytest.mark.parametrize("name", attention_cost.PASSES)
 def test_attention_is_as_cheap_as_the_committed_results_say(name, length):
