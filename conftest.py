@@ -67,7 +67,7 @@ def pytest_addoption(parser):
     )
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def _forget_programs():
     """Frees the programs that JAX has cached, and what hangs on them, once they fill the memory."""
     yield

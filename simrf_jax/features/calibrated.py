@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from simrf_jax import checks
 from simrf_jax.features.exponential_form import ExponentialForm, rows_of_pairs
 from simrf_jax.features.feature_map import FeatureMap
-from simrf_jax.features.log_space import LogFeatures, Side
+from simrf_jax.features.log_space import LogFeatures, Side, widened
 from simrf_jax.projections import (
     Projection,
     add_half_log_weights,
@@ -142,14 +142,14 @@ class Calibrated(FeatureMap):
         The heads keep their axis, because XLA multiplies all of them by one W in a single product
         then. ``jax.vmap`` would move it.
         """
-        mean, matrix, other, _ = self._of_side(side)
+        mean, matrix, other, _ = self._of_side(side, x.dtype)
         centered = x - _along(mean, x)
         balanced = _of_heads(centered, jnp.asarray(matrix))
         products = (x - _along(0.5 * mean, x)) * _along(other, x)
         log_scale = jnp.sum(products - 0.5 * jnp.square(balanced), axis=-1, keepdims=True)
-        tilted = balanced * _along(jnp.sqrt(self.variances), x)
+        tilted = balanced * _along(jnp.sqrt(self._variances(x.dtype)), x)
         exponent = _of_heads(tilted, rows_of(projection))
-        exponent += _along(self._half_log_weights(projection), exponent)
+        exponent += _along(self._half_log_weights(projection, x.dtype), exponent)
         return LogFeatures(exponent, log_scale - 0.5 * math.log(exponent.shape[-1]))
 
     def exponential_form(self, projection: Projection, *, side: Side) -> ExponentialForm:
@@ -161,9 +161,9 @@ class Calibrated(FeatureMap):
         .. math:: b_x \cdot y - \tfrac12 |M^{-\top} (y - b_y)|^2
             = a - \tfrac12 |M^{-\top} y - c|^2, \qquad c = M b_x + M^{-\top} b_y.
         """
-        mean, matrix, other, other_matrix = self._of_side(side)
         rows, is_paired = rows_of_pairs(projection)
-        tilted = rows * jnp.broadcast_to(jnp.sqrt(self.variances), rows.shape)
+        mean, matrix, other, other_matrix = self._of_side(side, rows.dtype)
+        tilted = rows * jnp.broadcast_to(jnp.sqrt(self._variances(rows.dtype)), rows.shape)
         balanced = _times(matrix, mean)
         # The transpose of ``matrix`` takes ``linear`` to ``other`` up to the rounding of both
         # matrices; a step of iterative refinement makes up for it.
@@ -171,7 +171,7 @@ class Calibrated(FeatureMap):
         linear += _times(other_matrix, other - _times(matrix.T, linear))
         center = balanced + linear
         shifts = _times(tilted, balanced)
-        offsets = self._half_log_weights(projection)
+        offsets = self._half_log_weights(projection, rows.dtype)
         offsets -= both_signs(shifts) if is_paired else shifts
         squares = jnp.square(center) - jnp.square(balanced) - mean * other
         return ExponentialForm(
@@ -183,17 +183,21 @@ class Calibrated(FeatureMap):
             is_paired,
         )
 
-    def _of_side(self, side: Side) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Returns mean and matrix of a side, and those of the other."""
-        queries = (jnp.asarray(self.query_mean), jnp.asarray(self.query_matrix))
-        keys = (jnp.asarray(self.key_mean), jnp.asarray(self.key_matrix))
+    def _of_side(self, side: Side, dtype: DTypeLike) -> tuple[jax.Array, ...]:
+        """Returns mean and matrix of a side, and those of the other, in at least a type."""
+        queries, keys = (self.query_mean, self.query_matrix), (self.key_mean, self.key_matrix)
         own, other = (queries, keys) if side == "query" else (keys, queries)
-        return own[0], own[1], other[0], other[1]
+        return tuple(widened(array, dtype) for array in (*own, *other))
 
-    def _half_log_weights(self, projection: Projection) -> Float[Array, "*K num_features"]:
+    def _variances(self, dtype: DTypeLike) -> jax.Array:
+        return widened(self.variances, dtype)
+
+    def _half_log_weights(
+        self, projection: Projection, dtype: DTypeLike
+    ) -> Float[Array, "*K num_features"]:
         """Returns half the log ratio of the densities at each row, and half its own weight."""
         rows: Any = rows_of(projection)
-        variances = jnp.asarray(self.variances)
+        variances = self._variances(jnp.promote_types(rows.dtype, dtype))
         if rows.ndim == 3:
             axis = 0 if variances.ndim == 2 else None
             return jax.vmap(_half_log_weights, in_axes=(axis, 0))(variances, projection)

@@ -8,12 +8,13 @@ from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.features.exponential_form import ExponentialForm
 from simrf_jax.features.feature_map import FeatureMap
-from simrf_jax.features.log_space import LogFeatures, Side
+from simrf_jax.features.log_space import LogFeatures, Side, widened
 from simrf_jax.projections import (
     PairedProjection,
     Projection,
@@ -134,15 +135,17 @@ class Learned(FeatureMap):
           ValueError: If there is a projection, the arrays are those of several heads, or their
             shapes do not match.
         """
-        pairs = self._pairs(projection, side)
+        pairs = self._pairs(projection, side, x.dtype)
         return jax.lax.stop_gradient(self.calibration).log_features(x, pairs, side=side)
 
     def exponential_form(self, projection: Projection | None, *, side: Side) -> ExponentialForm:
         """Returns the form of one head, for vectors that are not centred."""
-        pairs = self._pairs(projection, side)
+        pairs = self._pairs(projection, side, jnp.result_type(self.query_rows))
         return jax.lax.stop_gradient(self.calibration).exponential_form(pairs, side=side)
 
-    def _pairs(self, projection: Projection | None, side: Side) -> WeightedProjection:
+    def _pairs(
+        self, projection: Projection | None, side: Side, dtype: DTypeLike
+    ) -> WeightedProjection:
         """Returns the rows of one side and their negatives, with what their weights become."""
         if projection is not None:
             raise ValueError(
@@ -155,9 +158,9 @@ class Learned(FeatureMap):
         else:
             rows, offsets = self.key_rows, self.key_offsets
         # Calibrated features give half of each log weight to either side, and offsets are whole.
-        log_weights = jnp.concatenate(
-            [self.log_weights + 2 * offsets, self.log_weights - 2 * offsets]
-        )
+        # Float64 vectors take the sums in float64.
+        log_weights, offsets = widened(self.log_weights, dtype), widened(offsets, dtype)
+        log_weights = jnp.concatenate([log_weights + 2 * offsets, log_weights - 2 * offsets])
         return WeightedProjection(PairedProjection(rows), log_weights)
 
     def _check_shapes(self) -> None:

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import one_line
 
@@ -45,3 +45,8 @@ class LogFeatures(NamedTuple):
 def half_squared_norm(x: Float[Array, "*batch dim"], dtype: DTypeLike) -> Float[Array, "*batch 1"]:
     """Returns half the squared length of each vector of x in the given dtype."""
     return 0.5 * jnp.sum(jnp.square(jnp.asarray(x, dtype)), axis=-1, keepdims=True)
+
+
+def widened(array: ArrayLike, dtype: DTypeLike) -> Array:
+    """Returns an array in a type that holds both: float32 would round what float64 vectors give."""
+    return jnp.asarray(array, jnp.promote_types(jnp.result_type(array), dtype))

@@ -7,45 +7,9 @@ import numpy as np
 from tests import formulas
 
 
-def attention(
-    query,
-    key,
-    value,
-    projection,
-    *,
-    scale=None,
-    log_weights=None,
-    visible=None,
-    formula=formulas.positive,
-):
-    """The estimator for ``[T, N, H]``, ``[S, K, H]``, ``[S, K, D]``.
-
-    Log weights are ``[N, S]``; ``visible`` is ``[T, S]``.
-    """
-    query, key, value, projection = (
-        None if x is None else np.asarray(x, np.float64) for x in (query, key, value, projection)
-    )
-    num_heads, num_key_heads, dim = query.shape[1], key.shape[1], query.shape[2]
-    scale = dim**-0.5 if scale is None else scale
-    root = np.sqrt(abs(scale))
-    out = np.zeros((*query.shape[:2], value.shape[-1]))
-    for n in range(num_heads):
-        k = n // (num_heads // num_key_heads)
-        w = projection if projection is None or projection.ndim == 2 else projection[k]
-        of_queries, of_keys = _of_sides(formula, k)
-        log_q, sign_q = of_queries(query[:, n] * np.sign(scale) * root, w, "softmax")
-        log_k, sign_k = of_keys(key[:, k] * root, w, "softmax")
-        if log_weights is not None:
-            log_k = log_k + log_weights[n][:, None]
-        for t in range(len(log_q)):
-            log_a = log_q[t] + log_k  # [S, m]
-            if visible is not None:
-                log_a = np.where(visible[t][:, None], log_a, -np.inf)
-            if not len(log_a) or log_a.max() == -np.inf:
-                continue
-            weights = (sign_q[t] * sign_k * np.exp(log_a - log_a.max())).sum(axis=-1)
-            out[t, n] = weights / weights.sum() @ value[:, k]
-    return out
+def attention(query, key, value, projection, **options):
+    """The estimator for ``[T, N, H]``, ``[S, K, H]``, ``[S, K, D]``; options as in beside_band."""
+    return beside_band(query, key, value, projection, -1, **options)
 
 
 def _of_sides(formula, head):
@@ -112,37 +76,39 @@ def beside_band(
     visible=None,
     formula=formulas.positive,
 ):
-    """Attention with exact weights up to a bandwidth and estimates beyond, under one normaliser.
+    """Attention with exact weights up to a bandwidth and estimates beyond, under one normalizer.
 
-    Shapes are those of ``attention``.
+    Shapes are those of ``attention``; log weights are ``[N, S]``, and ``visible`` is ``[T, S]``.
     """
     query, key, value, projection = (
-        np.asarray(x, np.float64) for x in (query, key, value, projection)
+        None if x is None else np.asarray(x, np.float64) for x in (query, key, value, projection)
     )
     groups, dim = query.shape[1] // key.shape[1], query.shape[2]
     scale = dim**-0.5 if scale is None else scale
+    root = np.sqrt(abs(scale))
     out = np.zeros((*query.shape[:2], value.shape[-1]))
-    for t, n in np.ndindex(query.shape[:2]):
-        w = projection if projection.ndim == 2 else projection[n // groups]
-        x = query[t, n] * np.sign(scale) * np.sqrt(abs(scale))
-        of_queries, of_keys = _of_sides(formula, n // groups)
-        (log_q,), (sign_q,) = of_queries(x[None], w, "softmax")
-        logs, signs, values = [], [], []
-        for s in range(len(key)):
-            if visible is not None and not visible[t, s]:
-                continue
-            y = key[s, n // groups]
-            if abs(t - s) <= bandwidth:
-                log, sign = np.array([scale * query[t, n] @ y]), np.ones(1)
-            else:
-                (log_k,), (sign_k,) = of_keys(y[None] * np.sqrt(abs(scale)), w, "softmax")
-                log, sign = log_q + log_k, sign_q * sign_k
-            logs.append(log + (0 if log_weights is None else log_weights[n, s]))
-            signs.append(sign)
-            values.append(value[s, n // groups])
-        most = max((log.max() for log in logs), default=-np.inf)
-        if most == -np.inf:
-            continue
-        weights = [sign @ np.exp(log - most) for log, sign in zip(logs, signs, strict=True)]
-        out[t, n] = weights @ np.array(values) / np.sum(weights)
+    is_near = np.abs(np.arange(len(query))[:, None] - np.arange(len(key))) <= bandwidth
+    is_visible = np.ones_like(is_near) if visible is None else visible
+    for n in range(query.shape[1]):
+        k = n // groups
+        w = projection if projection is None or projection.ndim == 2 else projection[k]
+        of_queries, of_keys = _of_sides(formula, k)
+        log_q, sign_q = of_queries(query[:, n] * np.sign(scale) * root, w, "softmax")
+        log_k, sign_k = of_keys(key[:, k] * root, w, "softmax")
+        logits = scale * query[:, n] @ key[:, k].T
+        for begin in range(0, len(query), 16):  # All queries together would fill the memory.
+            t = slice(begin, begin + 16)
+            # One more feature, 1 in size, has the exact weights of the keys nearby: [t, S, m + 1].
+            log = np.where(is_near[t][..., None], -np.inf, log_q[t, None] + log_k)
+            exact = np.where(is_near[t], logits[t], -np.inf)
+            log = np.concatenate([log, exact[..., None]], axis=-1)
+            if log_weights is not None:
+                log = log + log_weights[n][:, None]
+            log = np.where(is_visible[t][..., None], log, -np.inf)
+            most = log.max(axis=(1, 2), initial=-np.inf, keepdims=True)
+            sizes = np.exp(log - np.where(most > -np.inf, most, 0))
+            weights = (sign_q[t, None] * sign_k * sizes[..., :-1]).sum(axis=-1) + sizes[..., -1]
+            for row, weight in enumerate(weights, begin):
+                if most[row - begin] > -np.inf:
+                    out[row, n] = weight / weight.sum() @ value[:, k]
     return out

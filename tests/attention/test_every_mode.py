@@ -18,14 +18,15 @@ from tests.attention.reference import relative_error
 from tests.tiers import slow_but
 
 
-def weights_of(mode):
-    key_heads = mode.shape["key_heads"]
-    return projection(mode.num_features, DIM, heads=key_heads, coupling="orthogonal")
+@functools.cache
+def weights(num_features, heads):
+    return projection(num_features, DIM, heads=heads, coupling="orthogonal")
 
 
 def arguments(mode, scale, dtype=jnp.float32, **shape):
     q, k, v = inputs(**(mode.shape | {"scale": scale} | shape))
-    return (*(jnp.asarray(x, dtype) for x in (q, k, v)), weights_of(mode))
+    w = weights(mode.num_features, mode.shape["key_heads"])
+    return (*(jnp.asarray(x, dtype) for x in (q, k, v)), w)
 
 
 @functools.cache
@@ -70,12 +71,18 @@ def gradient_error(mode, number, gradient, q, k, v, w, cotangent, num_directions
     return np.sqrt(np.mean(squares)) / np.linalg.norm(gradient)
 
 
+@pytest.fixture(scope="module", params=MODES)
+def name(request):
+    """Runs all tests of one mode together, so that no more than its programs are in memory."""
+    yield request.param
+    program.cache_clear()
+
+
 def tolerance(scale, most):
     # At 16 the exponents are about 1,000, and their last digit in float32 is 6e-5.
     return most if scale < 16 else 5 * most
 
 
-@pytest.mark.parametrize("name", MODES)
 def test_float32_against_float64(name):
     mode = MODES[name]
     for scale in mode.scales:
@@ -111,7 +118,6 @@ def test_other_feature_maps_against_float64(name):
     chex.assert_tree_all_finite(attend(*arguments(mode, 1e3)))
 
 
-@pytest.mark.parametrize("name", MODES)
 def test_bfloat16_against_float64(name):
     for scale in SCALES:
         q, k, v, w = arguments(MODES[name], scale, jnp.bfloat16)
@@ -120,7 +126,6 @@ def test_bfloat16_against_float64(name):
         chex.assert_tree_all_finite(gradients)
 
 
-@pytest.mark.parametrize("name", MODES)
 def test_entries_up_to_a_thousand_stay_finite(name):
     rng = np.random.default_rng(2)
     for dtype in (jnp.float32, jnp.bfloat16):
@@ -131,7 +136,6 @@ def test_entries_up_to_a_thousand_stay_finite(name):
             chex.assert_tree_all_finite((out, gradients))
 
 
-@pytest.mark.parametrize("name", MODES)
 def test_hidden_keys_and_rows_that_see_none(name):
     mode = MODES[name]
     q, k, v, w = arguments(mode, 1.0)
@@ -213,7 +217,6 @@ def reached(mode, what, q, k, v, w):
     return seen
 
 
-@pytest.mark.parametrize("name", MODES)
 def test_what_is_not_finite_reaches_those_that_see_it_alone(name):
     q, k, v, w = arguments(MODES[name], 1.0)
     for label, what in PLANTS.items():

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from simrf_jax import WeightedProjection
+from simrf_jax import WeightedProjection, feature_maps
+from tests import formulas
+from tests.versions import enable_x64
 
 HEADS, DIM, ROWS = 3, 8, 16
 
@@ -77,3 +79,22 @@ def test_a_calibration_may_hold_numpy_arrays():
         for each in (calibration, held)
     )
     np.testing.assert_array_equal(*outputs)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("side", ["query", "key"])
+@pytest.mark.parametrize("name", ["calibrated", "folded", "learned"])
+def test_arrays_in_float32_round_nothing_of_float64_vectors(name, side):
+    x, w = np.random.default_rng(0).normal(size=(2, 5, DIM))
+    calibration = feature_maps.Calibrated(**formulas.calibration(DIM))
+    formula = formulas.learned if name == "learned" else formulas.calibrated
+    expected, _ = getattr(formula[0], side)(x, w, "softmax")
+    with enable_x64(True):
+        feature_map, projection = calibration, jnp.asarray(w)
+        if name == "learned":
+            feature_map = feature_maps.Learned(calibration, **formulas.learning(DIM))
+        elif name == "folded":
+            feature_map = feature_maps.Folded.of(calibration, projection)
+        projection = projection if name == "calibrated" else None
+        log = feature_map.log_features(jnp.asarray(x), projection, side=side)
+        np.testing.assert_allclose(log.exponent + log.log_scale, expected, atol=1e-12)
