@@ -38,7 +38,7 @@ def random_cotangent(program: Program, data: Data, rows: np.ndarray, width: int)
     return (normal * rows[..., None]).astype(np.dtype(program.dtype))
 
 
-def check_values(program: Program, data: Data) -> None:
+def check_values(program: Program, data: Data, run: Callable = run) -> None:
     """Compares outputs with float64, which are zeros where a query sees nothing."""
     x = arrays(program, data)
     out, _ = run(program, x, np.zeros((*x["query"].shape[:-1], output_width(program))))
@@ -66,7 +66,7 @@ def assert_values(program: Program, data: Data, x: plants.Arrays, out: np.ndarra
     assert error <= tolerance(VALUES, program, data) * size
 
 
-def check_gradients(program: Program, data: Data) -> None:
+def check_gradients(program: Program, data: Data, run: Callable = run) -> None:
     """Compares gradients with float64 along random directions."""
     x = arrays(program, data)
     rows = expected.attend(program, x)

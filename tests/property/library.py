@@ -74,12 +74,12 @@ def _compiled(program: Program) -> Any:
     return jax.jit(with_gradients, compiler_options=COMPILER_OPTIONS)
 
 
-def attend(program: Program, x: Arrays) -> jax.Array:
-    """Calls the mechanism of a program in its mode."""
+def attend(program: Program, x: Arrays, **axes: Any) -> jax.Array:
+    """Calls the mechanism of a program in its mode, with the names of mesh axes if any."""
     if program.mode == "decoding":
         return _decode(program, x)
     p, options = program, {name: x[name] for name in OF_KEYS if name in x}
-    options["is_causal"] = p.is_causal
+    options |= {"is_causal": p.is_causal, **axes}
     if p.is_matrix:
         options |= {"feature_map": MAPS[p.maps[0]].argument}
         matrix = attention_matrix(x["query"], x["key"], *_projections(p, x), **options)
