@@ -79,7 +79,6 @@ def graph():
     return import_graph(ROOT, TOP_FOLDERS)
 
 
-@pytest.mark.slow
 def test_no_imports_form_a_circle(graph):
     assert len(graph) > 200
     assert circle(graph) == []

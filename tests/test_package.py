@@ -60,7 +60,6 @@ def loaded_by(statement):
     return done.stdout.split()
 
 
-@pytest.mark.slow
 def test_the_package_itself_is_quick_to_import():
     assert loaded_by("import simrf_jax") == []
 

@@ -114,7 +114,6 @@ def test_everything_imported_is_required(folder, distributions):
     assert missing == set(), f"Nothing asks for what {folder} imports."
 
 
-@pytest.mark.slow
 def test_the_library_requires_only_what_it_imports(distributions):
     needed = set().union(*(distributions[module] for module in imported("simrf_jax")))
     assert required(None) - needed == set()

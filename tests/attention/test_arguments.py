@@ -129,7 +129,6 @@ def test_a_scale_may_be_traced_whatever_its_sign(name):
     assert relative_error(out, same) < 1e-6
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scale", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("name", EVERY)
 def test_refuses_scales_that_are_not_finite(name, scale):
@@ -262,7 +261,6 @@ def test_a_scale_may_be_any_integer():
     np.testing.assert_allclose(out, v, rtol=1e-6)
 
 
-@pytest.mark.slow
 def test_a_mechanism_refuses_a_traced_switch():
     x = np.ones((3, 2, 4), np.float32)
     attend = jax.jit(lambda causal: features_with().attend(x, x, x, is_causal=causal))

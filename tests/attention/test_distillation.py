@@ -177,7 +177,6 @@ def test_training_lowers_the_loss_of_other_tokens(start, most):
         )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [

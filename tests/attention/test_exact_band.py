@@ -241,7 +241,6 @@ def test_refuses_bandwidths(error, bandwidth, match):
         RandomFeatures(projection(), exact_bandwidth=bandwidth)
 
 
-@pytest.mark.slow
 def test_refuses_states_of_other_mechanisms():
     q, k, v = inputs()
     w = projection()

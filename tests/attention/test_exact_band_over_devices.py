@@ -114,7 +114,6 @@ def test_what_is_not_finite_reaches_those_that_see_it_on_other_devices():
     np.testing.assert_array_equal(planted[~sees], out[~sees])
 
 
-@pytest.mark.slow
 def test_refuses_other_keys_than_queries():
     q, k, v = inputs(LENGTH, key_length=16)
     mesh = make_mesh("auto", length=2)

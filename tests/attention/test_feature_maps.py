@@ -452,7 +452,6 @@ CALLS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Calibrated", "Learned", "Folded"])
 @pytest.mark.parametrize("call", CALLS)
 def test_refuses_a_map_for_heads_of_another_dim(call, name):

@@ -169,7 +169,6 @@ def test_bfloat16_under_jit_and_vmap():
     assert reference.relative_error(narrow, attend(q, k, v)) < 2e-2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "options", "match"),
     [

@@ -419,7 +419,6 @@ def test_refuses_what_the_attention_refuses(function, changed, error, match):
         function(**arguments)
 
 
-@pytest.mark.slow
 def test_report_refuses_values_that_do_not_fit_and_tracers():
     q, k, v = inputs()
     with pytest.raises(ValueError, match="key and value must have the same length"):

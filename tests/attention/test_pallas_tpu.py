@@ -392,7 +392,6 @@ def test_the_default_leaves_to_xla_what_it_must(monkeypatch):
     assert "pallas_call" not in str(jax.jit(plain).trace(*shapes).jaxpr)
 
 
-@pytest.mark.slow
 def test_axes_of_type_explicit_are_refused():
     mesh = devices.make_mesh("explicit", data=2)
     with jax.set_mesh(mesh):

@@ -149,7 +149,6 @@ def test_what_is_not_finite_reaches_those_that_see_it(which, is_causal):
         assert_close(got[name], want[name], 1e-6)
 
 
-@pytest.mark.slow
 def test_a_band_that_does_not_fit_is_refused():
     q, k, v = inputs(9, heads=8, key_heads=1, dim=512)
     with pytest.raises(ValueError, match="a band of 250 keys does not fit into the memory"):

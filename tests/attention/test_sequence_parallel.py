@@ -423,7 +423,6 @@ def test_the_mesh_of_the_context():
     assert relative_error(out, attention(q, k, v, w)) < 1e-5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "error", "match"),
     [
@@ -472,7 +471,6 @@ def test_refuses_an_axis_without_a_mesh():
         random_feature_attention(*inputs(), projection(), sequence_axis="length")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"segment_ids": np.zeros(LENGTH, int)}])
 def test_refuses_no_keys_for_queries_in_order(options):
     q, k, v = inputs(length=LENGTH)

@@ -262,7 +262,6 @@ def test_fits_vectors_of_any_size(sizes, options):
     )
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [

@@ -228,7 +228,6 @@ def test_gradients_are_finite_and_the_record_is_a_pytree():
         assert jnp.isfinite(gradient).all(), name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [

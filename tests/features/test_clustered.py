@@ -148,7 +148,6 @@ def test_nan_stays_nan():
     assert jnp.isnan(phi).any()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [

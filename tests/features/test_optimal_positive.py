@@ -239,7 +239,6 @@ FIXED = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", FIXED)
 def test_refuses_rows_of_fixed_norms(name):
     w, match = FIXED[name](), f"as norms='{name.split(',')[0]}' draws them"

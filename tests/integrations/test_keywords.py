@@ -207,7 +207,6 @@ def test_scale_and_lengths_in_decoding(kind):
         cache = updates["cache"]
 
 
-@pytest.mark.slow
 @every_adapter
 def test_decoding_refuses_segments(kind, api):
     both = KINDS[kind](2, DIM, decode=True)

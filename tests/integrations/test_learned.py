@@ -297,7 +297,6 @@ def test_a_step_of_linen_trains_the_rows_and_nothing_else():
     assert changed(params, after) == PARAMETERS
 
 
-@pytest.mark.slow
 def test_a_mask_that_would_train_nothing_raises():
     model = linen_attention(feature_map="positive")
     params = model.init(jax.random.key(0), batch())["params"]

@@ -223,7 +223,6 @@ def test_refuses():
         linen_adapter.attention_report(decoder, variables, tokens(1, 3))
 
 
-@pytest.mark.slow
 def test_refuses_masks_that_are_no_products_under_jit():
     module = nnx_attention(factored_masks=True)
     mask = np.abs(np.subtract.outer(np.arange(7), np.arange(7))) < 2

@@ -70,7 +70,6 @@ def test_no_class_of_the_library_is_forgotten():
                     assert inspect.isabstract(kind) or kind in RECORDS, kind
 
 
-@pytest.mark.slow
 def test_refuses_the_state_of_another_record():
     state = serialization.to_state_dict(calibration())
     with pytest.raises(ValueError, match=r"The state of a Learned must have the fields \['cal"):

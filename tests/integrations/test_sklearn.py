@@ -348,7 +348,6 @@ def test_a_simplex_needs_two_dimensions():
         RandomFeatures(coupling="simplex").fit(X[:, :1])
 
 
-@pytest.mark.slow
 def test_a_variance_out_of_range_is_refused():
     with pytest.raises(ValueError, match=r"variance is within the range of float64, got X.var"):
         RandomFeatures().fit(np.array([[0.0], [1e-160]]))

@@ -173,7 +173,6 @@ def test_hybrids_refuse_weighted_rows(api):
         ADAPTERS[api](feature_map="angular_hybrid", norms="radau")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["trigonometric", "relu"])
 def test_maps_that_cannot_honour_weights_refuse_them(name):
     with pytest.raises(TypeError, match="got a WeightedProjection, whose log weights"):

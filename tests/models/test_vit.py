@@ -314,7 +314,6 @@ def test_parameters_are_float32_in_x64_mode_too():
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(8, 8, 1), (2, 8, 8, 3), (2, 10, 8, 1)])
 def test_model_refuses_images_of_another_shape(shape):
     with pytest.raises(ValueError, match=r"\[batch, 8, 8, 1\], got shape"):

@@ -309,7 +309,6 @@ def test_draw_refuses(arguments, options, error, match):
         draw_fast_projection(jax.random.key(0), *arguments, **options)
 
 
-@pytest.mark.slow
 def test_project_refuses_what_does_not_fit():
     projection = draw_fast_projection(jax.random.key(0), 10, 6)
     with pytest.raises(ValueError, match=r"dim=6, got shape \(5,\)"):

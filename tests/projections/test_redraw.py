@@ -201,7 +201,6 @@ def test_empty_tree_stays_empty():
     assert redraw_projections(jax.random.key(0), {}) == {}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "error", "match"),
     [

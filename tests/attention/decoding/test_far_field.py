@@ -98,7 +98,6 @@ def test_gradients_flow_through_the_state():
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.slow
 def test_refuses_other_states():
     q, k, v = inputs()
     w = projection()
@@ -110,7 +109,6 @@ def test_refuses_other_states():
         steps.append(state, k, v, w)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("call", "match"),
     [

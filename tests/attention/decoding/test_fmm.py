@@ -67,7 +67,6 @@ def test_batches_over_an_explicit_axis():
     assert relative_error(np.concatenate(outs, axis=1), expected) < 1e-5
 
 
-@pytest.mark.slow
 def test_refuses_a_length_that_devices_share_and_masks_by_query_head():
     q, k, v = inputs(4, heads=4, key_heads=2, batch=(1,))
     w = projection()
@@ -88,7 +87,6 @@ def test_refuses_a_length_that_devices_share_and_masks_by_query_head():
             call()
 
 
-@pytest.mark.slow
 def test_refuses():
     q, k, v = inputs()
     projections = (projection(), None)

@@ -90,7 +90,6 @@ def test_gradients_flow_through_the_window():
         np.testing.assert_allclose(one, other, atol=1e-4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("error", "call", "match"),
     [
