@@ -122,3 +122,12 @@ def test_refuses_other_keys_than_queries():
         pytest.raises(ValueError, match="as many keys as queries, got 32 queries and 16 keys"),
     ):
         estimator(3)(q, k, v, sequence_axis="length")
+
+
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+def test_an_axis_of_one_device_takes_other_keys_than_queries(kind):
+    q, k, v = inputs(LENGTH, key_length=16)
+    placed = jax.device_put((q, k, v), NamedSharding(make_mesh(kind, length=1), P("length")))
+    options = {"sequence_axis": "length"} if kind == "auto" else {}
+    out = estimator(3)(*placed, **options)
+    assert relative_error(out, beside_band(q, k, v, projection(FEATURES), 3)) < 1e-6

@@ -63,18 +63,18 @@ def find_shards(arguments: Arguments, axes: Axes, *, in_order: bool) -> Shards:
     """
     named = bool(axes)
     axes = axes or arguments.explicit_axes(in_order=in_order)
-    query_length, key_length = arguments.query.shape[-3], arguments.key.shape[-3]
-    if in_order and query_length != key_length:
-        raise ValueError(
-            "Causal, packed or banded attention over a sharded length takes as many keys as "
-            f"queries, got {query_length} queries and {key_length} keys."
-        )
     is_inside = are_bound(axes)
     split = is_inside or in_order or named or set(axes) & set(axes_of_length(arguments.query))
     if not is_inside:
         # Over an axis of one device XLA cannot compile a sum beside other axes (jax 0.10.2).
         mesh = _mesh(axes, arguments)
         axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+    query_length, key_length = arguments.query.shape[-3], arguments.key.shape[-3]
+    if axes and in_order and query_length != key_length:
+        raise ValueError(
+            "Causal, packed or banded attention over a sharded length takes as many keys as "
+            f"queries, got {query_length} queries and {key_length} keys."
+        )
     return Shards(axes, axes if split else (), is_inside)
 
 
