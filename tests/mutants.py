@@ -145,7 +145,7 @@ MUTANTS = [
         f"{CORE}/state.py",
         "return leaf if axis is None else repeat_heads(jnp.asarray(leaf), groups, axis=0)",
         "return leaf if axis is None else jnp.concatenate([jnp.asarray(leaf)] * groups)",
-        "tests/attention/test_feature_maps.py tests/attention/test_inspection.py",
+        "tests/features/test_optimal_positive.py",
     ),
     Mutant(f"{CORE}/causal.py", "k=0 if self.with_own_key else -1", "k=0", MODES),
     Mutant(f"{CORE}/causal.py", "k=0 if self.with_own_key else -1", "k=1", MODES),

@@ -181,6 +181,7 @@ def test_one_token_and_empty_axes(name):
 
 
 PLACE = 5  # In a segment that begins before it and goes on.
+LAST_OF_CHUNK = 3  # A segment by itself, before one that goes on in the next chunk but one.
 ALL = slice(None)
 # By array: the key heads, or the query heads, that are changed, and what to.
 PLANTS = {
@@ -195,36 +196,38 @@ PLANTS = {
 }
 
 
-def planted(tokens, what):
+def planted(tokens, what, place):
     """Returns tokens with something else at a place of the first sequence."""
     tokens = dict(zip("qkv", map(np.array, tokens), strict=True))
     for name, (heads, value) in what.items():
         first = (0,) * (tokens[name].ndim - 3)
-        tokens[name][(*first, PLACE, heads)] = value
+        tokens[name][(*first, place, heads)] = value
     return tokens.values()
 
 
-def reached(mode, what, q, k, v, w):
+def reached(mode, what, place, q, k, v, w):
     """Returns ``[..., T, heads]``, True at queries that see what is planted, by the reference."""
     seen = np.zeros(q.shape[:-1], bool)
     first = (0,) * (q.ndim - 3)
     if "k" in what or "v" in what:
         heads = what.get("k", what.get("v"))[0]
-        _, _, other = planted((q, k, v), {"v": (heads, 10.0)})
+        _, _, other = planted((q, k, v), {"v": (heads, 10.0)}, place)
         seen |= (expected(mode, q, k, v, w) != expected(mode, q, k, other, w)).any(-1)
     if "q" in what:
-        seen[(*first, PLACE)] = True
+        seen[(*first, place)] = True
     return seen
 
 
 def test_what_is_not_finite_reaches_those_that_see_it_alone(name):
     q, k, v, w = arguments(MODES[name], 1.0)
-    for label, what in PLANTS.items():
-        sees = reached(MODES[name], what, q, k, v, w)
+    cases = [(label, what, PLACE) for label, what in PLANTS.items()]
+    cases.append(("NaN in a segment by itself", PLANTS["NaN in a key"], LAST_OF_CHUNK))
+    for label, what, place in cases:
+        sees = reached(MODES[name], what, place, q, k, v, w)
         assert sees.any(), label
         out, gradients, _ = run(name, q, k, v, w, counts=~sees[..., None])
         planted_out, planted_gradients, _ = run(
-            name, *planted((q, k, v), what), w, counts=~sees[..., None]
+            name, *planted((q, k, v), what, place), w, counts=~sees[..., None]
         )
         np.testing.assert_array_equal(planted_out[~sees], out[~sees], label)
         if what != PLANTS["squares that overflow"]:  # Such a query has no large product with a key.

@@ -32,7 +32,6 @@ def test_are_those_of_numpy():
     assert_close(Moments.of(jnp.asarray(x.reshape(10, 20, 2, 4), jnp.float32)), x)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(200,), (1, 199), (50, 50, 100), (0, 120, 0, 80)])
 def test_merge_to_those_of_all(sizes):
     x = vectors()

@@ -168,7 +168,6 @@ def test_each_key_head_has_its_own_parameter(per_head, is_causal):
         np.testing.assert_allclose(out[:, group], expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_a_mask_that_differs_between_query_heads_repeats_the_parameters():
     q, k, v = inputs(9, heads=4, key_heads=2, batch=(1,))
     mask = np.random.default_rng(0).random((1, 4, 1, 9)) < 0.7

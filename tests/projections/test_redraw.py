@@ -84,7 +84,6 @@ def test_steps_under_vmap():
         assert _same_key(found[step], redraw_key(key, step, interval=3))
 
 
-@pytest.mark.slow
 def test_each_layer_and_head_is_drawn_from_its_own_key():
     key = jax.random.key(0)
     layers = [jnp.zeros((3, 10, 4)), jnp.zeros((6, 2)), jnp.zeros((3, 10, 4), jnp.bfloat16)]

@@ -1,3 +1,5 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,8 +48,16 @@ def test_haar_trace_has_its_law(dim):
     assert scipy.stats.ks_2samp(trace.round(4), library.round(4)).pvalue > 1e-4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("n", "dim"), [(1, 3), (40, 64), (65, 70), (130, 200)])
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("n", "dim"),
+    [
+        (40, 64),
+        *(pytest.param(*size, marks=pytest.mark.slow) for size in ((1, 3), (65, 70), (130, 200))),
+    ],
+)
 def test_reflections_in_blocks_are_those_one_by_one(monkeypatch, n, dim):
     vectors = jax.random.normal(jax.random.key(1), (5, n))
     turned = []
