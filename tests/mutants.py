@@ -296,13 +296,13 @@ MUTANTS = [
         f"{TRAINING}/train_step.py",
         "jax.random.fold_in(jax.random.fold_in(state.key, DROPOUT), state.step)",
         "jax.random.fold_in(state.key, DROPOUT)",
-        "tests/experiments/vit/training",
+        "tests/experiments/vit/training/test_train_step.py",
     ),
     Mutant(
         f"{TRAINING}/train_step.py",
         '"loss": jnp.sum(losses * weight),',
         '"loss": jnp.sum(losses),',
-        "tests/experiments/vit/training",
+        "tests/experiments/vit/training/test_train_step.py",
     ),
     Mutant(
         f"{DATA}/window_reader.py",
@@ -353,7 +353,7 @@ def is_caught(mutant: Mutant) -> bool:
             "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache/programs"),
         }
         run = subprocess.run(command, cwd=copy, env=environment, capture_output=True, check=False)
-    assert run.returncode in (0, 1), run.stdout.decode()[-2000:]
+    assert run.returncode in (0, 1), f"{mutant}: {run.stdout.decode()[-2000:]}"
     return run.returncode == 1
 
 

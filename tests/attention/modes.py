@@ -20,7 +20,7 @@ from tests.attention import steps
 from tests.attention.reference import attention, banded, beside_band
 
 # Runs of equal ids, one of a single token and one longer than a chunk; 3 chunks and 2 halvings.
-IDS = np.array([0, 0, 0, 1, 2, 2, 2, 2, 2, 2, 0])
+IDS = np.array([0, 0, 0, 1, 2, 2, 2, 2, 2, 3, 2])
 RUNS = np.cumsum(np.diff(IDS, prepend=0) != 0)  # Ids that come again begin another segment.
 LENGTH, DIM, BANDWIDTH = len(IDS), 64, 3
 SHAPE = {"length": LENGTH, "heads": 4, "key_heads": 2, "dim": DIM, "width": 3}

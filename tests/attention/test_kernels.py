@@ -15,7 +15,6 @@ from simrf_jax import random_feature_attention
 from simrf_jax.attention.pallas_tpu import operands, weights
 from tests.attention.inputs import inputs, map_and_rows
 from tests.attention.test_pallas_tpu import assert_close
-from tests.tiers import slow_but
 
 WHERE = 134  # A position in the second tile.
 
@@ -51,15 +50,10 @@ CASES = {
     "packed": Case(PACKED, 153, "positive"),
     "packed, beside a band": Case(PACKED | BAND, 153, "positive"),
 }
-SLOW = (
-    "causal",
-    "causal, in units of halves",
-    "packed, beside a band",
-)  # Most of which the others compile too.
 HIDDEN = [3, 127, 149]
 
 
-@pytest.fixture(params=slow_but(set(CASES) - set(SLOW), CASES))
+@pytest.fixture(params=CASES.values(), ids=CASES)
 def case(request, monkeypatch):
     for place, name, value in request.param.settings:
         monkeypatch.setattr(place, name, value)

@@ -152,6 +152,19 @@ def test_dropout_is_active_only_with_keys_and_depends_on_them():
     assert not np.allclose(dropped(0), model(x))
 
 
+def test_each_dropout_of_each_layer_has_a_key_of_its_own(monkeypatch):
+    seen = []
+
+    def record(y, key, rate):
+        assert rate == 0.5
+        seen.append(tuple(np.asarray(jax.random.key_data(key)).tolist()))
+        return y
+
+    monkeypatch.setattr("simrf_jax.models.transformer.dropout", record)
+    build(dropout_rate=0.5)(images(), rngs=nnx.Rngs(dropout=0))
+    assert len(set(seen)) == len(seen) >= 3 * SMALL.depth
+
+
 @pytest.mark.slow
 def test_every_layer_and_head_has_its_own_projection():
     first, second = jax.tree.leaves(nnx.state(build(), RandomProjection))

@@ -1,12 +1,13 @@
 import dataclasses
 import itertools
 import pickle
+from concurrent import futures
 
 import pytest
 
 from experiments.harness.mistakes import UserError
 from experiments.vit.data import records, shuffle
-from experiments.vit.data.window_reader import Blocks, WindowReader
+from experiments.vit.data.window_reader import Blocks, WindowReader, _Window
 from tests.experiments.vit import prepared
 from tests.experiments.vit.data.test_records import rewrite
 
@@ -50,6 +51,16 @@ def test_examples_are_those_of_the_files(examples):
 def test_an_epoch_has_every_example_once(examples):
     found = labels(reader(examples), range(32))  # Of 35 examples; the lanes have 17 each.
     assert len({*found}) == 32
+
+
+def test_records_come_with_the_numbers_of_their_examples(examples):
+    blocks = Blocks(examples)
+    window = _Window(reader(examples)._windows, 1, 0)
+    with futures.ThreadPoolExecutor(1) as pool:
+        window.start(window.num_blocks, pool, blocks)
+        for offset in range(len(window)):
+            number, record = window.example(offset)
+            assert [record] == blocks.read(number, number + 1)
 
 
 def test_any_order_of_the_steps_and_a_copy_give_the_same(examples):
