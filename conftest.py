@@ -57,13 +57,14 @@ if os.environ.get("SIMRF_CHECK_TYPES") == "1":
 # This module has no doctests, and its global flags can be defined only once in a process.
 collect_ignore_glob = ["experiments/vit/main.py"]
 
+MOST_TOGETHER = 40  # Tests of one file that one part has; some files take half an hour.
 MOST_MEMORY = 1.3 * 2**30  # Bytes of a test process above which it forgets its programs.
 
 
 def pytest_addoption(parser):
     """Adds an option that splits a run over several machines."""
     parser.addoption(
-        "--part", default="1/1", metavar="K/N", help="run the K-th of N parts, whole files each"
+        "--part", default="1/1", metavar="K/N", help="run the K-th of N parts of the tests"
     )
 
 
@@ -91,19 +92,22 @@ def _resident_bytes():
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    """Keeps the files of one part, about as many tests in each part."""
+    """Keeps the tests of one part: neighbors together, and about as many in each part."""
     part, parts = map(int, config.getoption("--part").split("/"))
-    files = collections.Counter(item.path for item in items)
+    if parts == 1:
+        return
+    seen, groups = collections.Counter(), collections.defaultdict(list)
+    for item in items:
+        groups[item.path, seen[item.path] // MOST_TOGETHER].append(item)
+        seen[item.path] += 1
     sizes, chosen = [0] * parts, set()
-    for path, count in sorted(files.items(), key=lambda entry: (-entry[1], entry[0])):
+    for _, group in sorted(groups.items(), key=lambda entry: (-len(entry[1]), entry[0])):
         smallest = sizes.index(min(sizes))
-        sizes[smallest] += count
+        sizes[smallest] += len(group)
         if smallest == part - 1:
-            chosen.add(path)
-    left_out = [item for item in items if item.path not in chosen]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item.path in chosen]
+            chosen.update(item.nodeid for item in group)
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
+    items[:] = [item for item in items if item.nodeid in chosen]
 
 
 def pytest_runtest_setup(item):
