@@ -68,14 +68,22 @@ def pytest_addoption(parser):
     )
 
 
+class _Memory:
+    """The memory above which a test process forgets its programs."""
+
+    limit = MOST_MEMORY
+
+
 @pytest.fixture(autouse=True)
 def _forget_programs():
     """Frees the programs that JAX has cached, and what hangs on them, once they fill the memory."""
     yield
-    if _resident_bytes() > MOST_MEMORY:
+    if _resident_bytes() > _Memory.limit:
         jax.clear_caches()
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # Otherwise glibc keeps most of it.
+        # What is left are arrays of the tests, for which no program need be compiled again.
+        _Memory.limit = max(MOST_MEMORY, _resident_bytes() + 2**28)
 
 
 def pytest_collection_finish():
