@@ -53,11 +53,14 @@ CASES = {
 HIDDEN = [3, 127, 149]
 
 
-@pytest.fixture(params=CASES.values(), ids=CASES)
-def case(request, monkeypatch):
-    for place, name, value in request.param.settings:
-        monkeypatch.setattr(place, name, value)
-    return request.param
+@pytest.fixture(scope="module", params=CASES.values(), ids=CASES)
+def case(request):
+    """Runs all tests of one case together, so that its programs are traced once."""
+    with pytest.MonkeyPatch.context() as patch:
+        for place, name, value in request.param.settings:
+            patch.setattr(place, name, value)
+        yield request.param
+    program.cache_clear()
 
 
 def tokens_of(case):
