@@ -72,7 +72,7 @@ def pytest_addoption(parser):
 
 @pytest.fixture(autouse=True)
 def _forget_programs():
-    """Frees the programs that JAX has cached, and what hangs on them, if a file fills the memory."""
+    """Frees the programs that JAX has cached, and what hangs on them, if they fill the memory."""
     yield
     _forget_above(MOST_MEMORY)
 

@@ -32,7 +32,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 import simrf_jax
 from benchmarks import command_line, tpu
 from simrf_jax import feature_maps
-from simrf_jax.attention.inputs.arguments import Arguments
+from simrf_jax.attention.inputs.call import Call
 from simrf_jax.attention.pallas_tpu.operands import band_of, lay_out, lay_out_near, shape_of
 
 BATCH, HEADS, DIM = 8, 12, 64
@@ -111,7 +111,7 @@ def kernel_bundles(projection, feature_map, length, mode, *, is_gradient):
 
     def shape(projection, feature_map):
         zeros = jnp.zeros((BATCH, length, HEADS, DIM), jnp.bfloat16)
-        return lay_out(Arguments(zeros, zeros, zeros), projection, feature_map)
+        return lay_out(Call(zeros, zeros, zeros), projection, feature_map)
 
     refs = jax.eval_shape(shape, projection, feature_map)
     sizes = shape_of(refs, interpret=False, is_causal=mode != Mode())
@@ -159,7 +159,7 @@ def near_bundles(length, mode, is_gradient):
 
     def band():
         zeros = jnp.zeros((BATCH, length, HEADS, DIM), jnp.bfloat16)
-        return lay_out_near(Arguments(zeros, zeros, zeros), mode.bandwidth)
+        return lay_out_near(Call(zeros, zeros, zeros), mode.bandwidth)
 
     refs = jax.eval_shape(band)
     bandwidth, is_causal = mode.bandwidth, mode.is_causal

@@ -142,7 +142,7 @@ MUTANTS = [
         MODES,
     ),
     Mutant(
-        f"{CORE}/state.py",
+        "simrf_jax/attention/estimator.py",
         "return leaf if axis is None else repeat_heads(jnp.asarray(leaf), groups, axis=0)",
         "return leaf if axis is None else jnp.concatenate([jnp.asarray(leaf)] * groups)",
         "tests/features/test_optimal_positive.py",
@@ -204,7 +204,7 @@ MUTANTS = [
         MODES,
     ),
     Mutant(
-        "simrf_jax/attention/banded/mechanism.py",
+        "simrf_jax/attention/banded/band.py",
         "unflatten(seen.part(slice(length, None)), batch)",
         "unflatten(seen.part(slice(0, bandwidth)), batch)",
         MODES,

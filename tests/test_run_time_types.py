@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from simrf_jax import checks, theory
-from simrf_jax.attention.fmm.attention import blend
-from simrf_jax.attention.inputs.arguments import contract
+from simrf_jax.attention.fmm import blend
+from simrf_jax.attention.inputs.call import contract
 from simrf_jax.attention.random_features.state import AttentionState
 from simrf_jax.features.log_space import half_squared_norm
 from simrf_jax.projections import couplings, hadamard, rotations, row_blocks

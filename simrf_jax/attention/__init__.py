@@ -1,9 +1,9 @@
 """Attention mechanisms: random features, phi(Q) (phi(K)^T V), an exact band, and both together."""
 
-from simrf_jax.attention.banded.attention import banded_attention
-from simrf_jax.attention.banded.mechanism import Band, Window
-from simrf_jax.attention.fmm.attention import fmm_attention
-from simrf_jax.attention.fmm.mechanism import Blend, BlendState
+from simrf_jax.attention.banded.band import Band, banded_attention
+from simrf_jax.attention.banded.window import Window
+from simrf_jax.attention.fmm import Blend, BlendState, fmm_attention
+from simrf_jax.attention.inputs.call import Call
 from simrf_jax.attention.inspection.distillation import distillation_loss
 from simrf_jax.attention.inspection.report import (
     AttentionReport,
@@ -11,9 +11,8 @@ from simrf_jax.attention.inspection.report import (
     attention_report,
 )
 from simrf_jax.attention.mechanism import Mechanism
-from simrf_jax.attention.random_features.attention import random_feature_attention
+from simrf_jax.attention.random_feature_attention import RandomFeatures, random_feature_attention
 from simrf_jax.attention.random_features.exact_band import ExactBandState
-from simrf_jax.attention.random_features.mechanism import RandomFeatures
 from simrf_jax.attention.random_features.state import AttentionState
 
 __all__ = [
@@ -22,6 +21,7 @@ __all__ = [
     "Band",
     "Blend",
     "BlendState",
+    "Call",
     "ExactBandState",
     "Mechanism",
     "RandomFeatures",

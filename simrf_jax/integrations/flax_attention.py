@@ -12,8 +12,8 @@ from flax.typing import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
-from simrf_jax.attention import Band, Blend, Mechanism, RandomFeatures
-from simrf_jax.attention.random_features.attention import IMPLEMENTATIONS, Implementation
+from simrf_jax.attention import Band, Blend, Call, Mechanism, RandomFeatures
+from simrf_jax.attention.implementations import Implementation, names_of
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.integrations import flax_masks
 from simrf_jax.integrations.flax_masks import Mask
@@ -77,35 +77,17 @@ def blend(
     return Blend(Band(bandwidth, sequence_axis=sequence_axis), fields, near, far)
 
 
-class Call(NamedTuple):
-    """The arguments of a call by Flax, as attention takes them.
+class Request(NamedTuple):
+    """A call by Flax, and what its mask says that attention cannot take.
 
     Attributes:
-      query: ``[..., T, N, H]`` in the type to answer in, like the key and the value.
-      key: ``[..., S, K, H]``.
-      value: ``[..., S, K, D]``.
-      mask: Boolean mask of the keys, or None.
-      bias: Added to the logits, or None.
-      scale: Multiplies the logits, or None.
-      query_seq_lengths: Integers of the batch shape, or None.
-      key_value_seq_lengths: Integers of the batch shape, or None.
-      segment_ids: ``[..., T]``, or None.
-      is_causal: True if attention is causal.
+      call: The call, with NaN in the place of queries that are not real.
       real: ``[..., T, N, 1]``, False where a factored mask hides all keys from a query; or None.
       valid: Booleans, False for each sequence and head whose traced mask has a value or a form that
         was refused had it been known; they broadcast with the output.
     """
 
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    mask: ArrayLike | None
-    bias: ArrayLike | None
-    scale: ArrayLike | None
-    query_seq_lengths: ArrayLike | None
-    key_value_seq_lengths: ArrayLike | None
-    segment_ids: ArrayLike | None
-    is_causal: bool
+    call: Call
     real: Mask | None
     valid: tuple[Mask, ...]
 
@@ -130,18 +112,18 @@ def read(
     decode: bool,
     sequence_axis: AxisNames,
     mask: ArrayLike | None,
-    bias: ArrayLike | None,
-    scale: ArrayLike | None,
-    query_seq_lengths: ArrayLike | None,
-    key_value_seq_lengths: ArrayLike | None,
     segment_ids: ArrayLike | None,
     dropout_rate: float,
     deterministic: bool,
     dtype: DTypeLike | None,
     precision: PrecisionLike,
     module: Any,
-) -> Call:
-    """Reads a call of an ``attention_fn``, and refuses what linear attention cannot do."""
+    **options: Any,
+) -> Request:
+    """Reads a call of an ``attention_fn``, and refuses what linear attention cannot do.
+
+    The ``options`` are those of ``Call`` that Flax does not change.
+    """
     _check_precision(precision)
     deterministic = checks.boolean("deterministic", deterministic)
     if dropout_rate != 0 and not deterministic:
@@ -184,20 +166,16 @@ def read(
             # Attention puts a real query in the place of one that is not finite, and so keeps
             # whatever padding holds out of feature maps and gradients.
             query = jnp.where(real, query, jnp.nan)
-    return Call(
+    call = Call.of(
         query,
         key,
         value,
         mask=mask,
-        bias=bias,
-        scale=scale,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
         is_causal=is_causal,
-        real=real,
-        valid=tuple(valid),
+        segment_ids=segment_ids,
+        **options,
     )
+    return Request(call, real, tuple(valid))
 
 
 def _heads_last(x: Mask) -> Mask:
@@ -218,49 +196,23 @@ def _check_precision(precision: PrecisionLike) -> None:
             ) from None
 
 
-def attend(mechanism: Mechanism, call: Call) -> jax.Array:
+def attend(mechanism: Mechanism, request: Request) -> jax.Array:
     """Returns the attention of all tokens."""
+    call = request.call
     length, key_length = call.query.shape[-3], call.key.shape[-3]
-    in_order = call.is_causal or isinstance(mechanism, Blend) or _has_exact_band(mechanism)
-    if in_order and length != key_length:
+    if mechanism.in_order(call) and length != key_length:
         raise ValueError(
             "A causal adapter and one with a near field or an exact band take as many keys as "
             "queries, since the positions of both count from 0, got "
             f"{key_length} keys for {length} queries. If they are in the cache of Flax's "
             "attention, turn its decode off and the adapter's on."
         )
-    out = mechanism.attend(
-        call.query,
-        call.key,
-        call.value,
-        mask=call.mask,
-        bias=call.bias,
-        scale=call.scale,
-        is_causal=call.is_causal,
-        query_seq_lengths=call.query_seq_lengths,
-        key_value_seq_lengths=call.key_value_seq_lengths,
-        segment_ids=call.segment_ids,
-    )
-    return call.finish(out)
+    return request.finish(mechanism.attend_to(call))
 
 
-def _has_exact_band(mechanism: Mechanism) -> bool:
-    return isinstance(mechanism, RandomFeatures) and mechanism.exact_bandwidth is not None
-
-
-def init(mechanism: Mechanism, call: Call) -> Any:
-    """Returns the state before the first token of sequences like those of a call."""
-    return mechanism.init(
-        batch=call.key.shape[:-3],
-        num_key_heads=call.key.shape[-2],
-        head_dim=call.key.shape[-1],
-        value_dim=call.value.shape[-1],
-        dtype=call.key.dtype,
-    )
-
-
-def step(mechanism: Mechanism, state: Any, call: Call) -> tuple[jax.Array, Any]:
+def step(mechanism: Mechanism, state: Any, request: Request) -> tuple[jax.Array, Any]:
     """Returns the attention of the tokens after those of a state, and the state with them."""
+    call = request.call
     length, key_length = call.query.shape[-3], call.key.shape[-3]
     if length != key_length:
         raise ValueError(
@@ -273,18 +225,8 @@ def step(mechanism: Mechanism, state: Any, call: Call) -> tuple[jax.Array, Any]:
             "segment_ids are for whole sequences: with decode=True the cache holds one sequence "
             "in each row of the batch."
         )
-    out, state = mechanism.step(
-        state,
-        call.query,
-        call.key,
-        call.value,
-        mask=call.mask,
-        bias=call.bias,
-        scale=call.scale,
-        query_seq_lengths=call.query_seq_lengths,
-        key_value_seq_lengths=call.key_value_seq_lengths,
-    )
-    return call.finish(out), state
+    out, state = mechanism.step_to(state, call)
+    return request.finish(out), state
 
 
 def check_fields(
@@ -313,4 +255,4 @@ def check_kernels(
     """Accepts the fields that say which implementation to use, and on which devices."""
     checks.axis_names("batch_axis", batch_axis)
     checks.axis_names("head_axis", head_axis)
-    checks.one_of("implementation", implementation, (*IMPLEMENTATIONS, None))
+    names_of(implementation)

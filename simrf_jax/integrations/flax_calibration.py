@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from simrf_jax import checks
-from simrf_jax.attention.inputs.arguments import shape_of_logits
+from simrf_jax.attention.inputs.call import Call, shape_of_logits
 from simrf_jax.attention.inputs.masks import per_key, within_lengths
 from simrf_jax.calibration import Moments
 from simrf_jax.calibration.api import check_fitted, moments
@@ -21,7 +21,7 @@ from simrf_jax.calibration.fit import Balance, Tilt, fit, mean_log_second_moment
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.features.learned import Learned
-from simrf_jax.integrations.flax_attention import Call
+from simrf_jax.integrations.flax_attention import Request
 from simrf_jax.projections import FIXED_NORMS, DrawOptions, Projection, WeightedProjection
 
 LOGGER = logging.getLogger("simrf_jax")
@@ -73,21 +73,22 @@ def no_moments(calibrated: Calibrated) -> tuple[Moments, Moments]:
     return stack, stack
 
 
-def add_moments(sums: tuple[Moments, Moments], call: Call) -> tuple[Moments, Moments]:
+def add_moments(sums: tuple[Moments, Moments], request: Request) -> tuple[Moments, Moments]:
     """Returns the moments with the queries and keys of a call, as attention scales them.
 
     Padding does not count: keys that no head sees, queries beyond their lengths and those that a
     factored mask hides. If a call says nothing about queries and has as many of them as keys, it is
     taken for self-attention, and queries at hidden keys do not count either.
     """
-    query, key = jax.lax.stop_gradient((call.query, call.key))
-    scale = query.shape[-1] ** -0.5 if call.scale is None else call.scale
-    queries, keys = moments(query, key, scale, *_real_tokens(call))
+    query, key = jax.lax.stop_gradient((request.call.query, request.call.key))
+    scale = query.shape[-1] ** -0.5 if request.call.scale is None else request.call.scale
+    queries, keys = moments(query, key, scale, *_real_tokens(request))
     return sums[0].merge(queries), sums[1].merge(keys)
 
 
-def _real_tokens(call: Call) -> tuple[jax.Array, jax.Array]:
+def _real_tokens(request: Request) -> tuple[jax.Array, jax.Array]:
     """Returns ``[..., T]`` and ``[..., S]``, False at queries and keys that are padding."""
+    call = request.call
     batch, length = call.query.shape[:-3], call.query.shape[-3]
     key_length = call.key.shape[-3]
     keys = jnp.ones((*batch, key_length), bool)
@@ -98,8 +99,8 @@ def _real_tokens(call: Call) -> tuple[jax.Array, jax.Array]:
     if call.key_value_seq_lengths is not None:
         lengths = jnp.asarray(call.key_value_seq_lengths)
         keys &= within_lengths("key_value_seq_lengths", lengths, batch, key_length)
-    if call.real is not None:
-        queries = jnp.any(call.real[..., 0], axis=-1)
+    if request.real is not None:
+        queries = jnp.any(request.real[..., 0], axis=-1)
     elif call.query_seq_lengths is not None:
         lengths = jnp.asarray(call.query_seq_lengths)
         queries = within_lengths("query_seq_lengths", lengths, batch, length)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from simrf_jax.attention.inputs.arguments import Axes
+from simrf_jax.attention.inputs.call import Axes
 from simrf_jax.attention.inputs.sharding import are_bound
 
 Mask = jax.Array | np.ndarray

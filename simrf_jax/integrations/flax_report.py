@@ -12,25 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from simrf_jax.attention import RandomFeatures
-from simrf_jax.attention.inputs.arguments import Arguments
 from simrf_jax.attention.inspection.report import report_of
-from simrf_jax.attention.random_features.state import as_map_and_projection
 from simrf_jax.calibration import Moments
 from simrf_jax.integrations import flax_calibration
-from simrf_jax.integrations.flax_attention import Call
-
-ARRAYS = (
-    "query",
-    "key",
-    "value",
-    "mask",
-    "bias",
-    "scale",
-    "query_seq_lengths",
-    "key_value_seq_lengths",
-    "segment_ids",
-    "real",
-)
+from simrf_jax.integrations.flax_attention import Request
 
 
 class LayerReport(NamedTuple):
@@ -86,8 +71,8 @@ class ModelReport(dict[str, LayerReport]):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["mechanism", "arrays", "is_valid"],
-    meta_fields=["is_causal", "batch_ndim"],
+    data_fields=["mechanism", "request", "is_valid"],
+    meta_fields=["batch_ndim"],
 )
 @dataclasses.dataclass(frozen=True)
 class SeenCall:
@@ -95,44 +80,34 @@ class SeenCall:
 
     Attributes:
       mechanism: The attention, with its arrays.
-      arrays: Arrays of the call that are not None, by their names.
+      request: The call.
       is_valid: False if the call had a traced mask that was refused had it been known.
-      is_causal: True if attention was causal.
       batch_ndim: Number of axes of the batch of one call; a stack of layers has more.
     """
 
     mechanism: RandomFeatures
-    arrays: dict[str, jax.Array]
+    request: Request
     is_valid: jax.Array
-    is_causal: bool
     batch_ndim: int
 
     @classmethod
-    def of(cls, call: Call, mechanism: RandomFeatures) -> SeenCall:
+    def of(cls, request: Request, mechanism: RandomFeatures) -> SeenCall:
         """Returns what a report needs of a call, without gradients."""
-        arrays = {
-            name: jnp.asarray(getattr(call, name))
-            for name in ARRAYS
-            if getattr(call, name) is not None
-        }
-        if call.real is not None:
+        is_valid = jnp.all(jnp.stack([jnp.asarray(True), *map(jnp.all, request.valid)]))
+        call, ndim = request.call, request.call.query.ndim - 3
+        if request.real is not None:
             # Hidden queries are NaN, which is for attention alone.
-            arrays["query"] = jnp.where(call.real, call.query, 0)
-        is_valid = jnp.all(jnp.stack([jnp.asarray(True), *map(jnp.all, call.valid)]))
-        seen = cls(mechanism, arrays, is_valid, call.is_causal, call.query.ndim - 3)
-        return jax.lax.stop_gradient(seen)
+            call = dataclasses.replace(call, query=jnp.where(request.real, call.query, 0))
+        request = jax.tree.map(jnp.asarray, Request(call, request.real, ()))
+        return jax.lax.stop_gradient(cls(mechanism, request, is_valid, ndim))
 
     def layers(self) -> Iterator[tuple[str, SeenCall]]:
         """Yields the calls of a stack of layers one by one, with what their names end in."""
-        lead = self.arrays["query"].shape[: self.arrays["query"].ndim - 3 - self.batch_ndim]
+        query = self.request.call.query
+        lead = query.shape[: query.ndim - 3 - self.batch_ndim]
         for place in np.ndindex(lead):
             name = "".join(f"[{index}]" for index in place)
             yield name, jax.tree.map(lambda leaf, at=place: leaf[at] if at else leaf, self)
-
-    def call(self) -> Call:
-        """Returns the call."""
-        arrays = {name: self.arrays.get(name) for name in ARRAYS}
-        return Call(**arrays, is_causal=self.is_causal, valid=())  # type: ignore[arg-type]
 
 
 def report_of_calls(
@@ -167,20 +142,11 @@ def _report(name: str, seen: SeenCall, relative_error: float) -> LayerReport:
     """Returns the report of one layer."""
     if not bool(seen.is_valid):
         raise ValueError(f"The mask of the adapter {name!r} cannot be honoured: its output is NaN.")
-    mechanism, call = seen.mechanism, seen.call()
-    feature_map, w = as_map_and_projection(mechanism.feature_map, mechanism.projection)
-    band = mechanism.exact_bandwidth
-    real = None if call.real is None else jnp.swapaxes(call.real[..., 0], -1, -2)
-    report = report_of(
-        _arguments(call),
-        w,
-        feature_map,
-        is_causal=call.is_causal,
-        exact_bandwidth=None if band is None else int(band),
-        real=real,
-    )
+    mechanism, request = seen.mechanism, seen.request
+    real = None if request.real is None else jnp.swapaxes(request.real[..., 0], -1, -2)
+    report = report_of(mechanism.estimator(), request.call, real=real)
     counts = report.softmax_effective_rank != 0  # False where no query of a sequence sees a key.
-    queries, keys = _moments(call)
+    queries, keys = _moments(request)
     return LayerReport(
         relative_error=_mean(report.relative_error, counts),
         output_error=_mean(cast(np.ndarray, report.output_error), counts),
@@ -199,27 +165,14 @@ def _mean(x: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.where(counts, x, 0).sum(axis=0) / np.maximum(counts.sum(axis=0), 1)
 
 
-def _arguments(call: Call) -> Arguments:
-    return Arguments.of(
-        call.query,
-        call.key,
-        call.value,
-        mask=call.mask,
-        bias=call.bias,
-        scale=call.scale,
-        query_seq_lengths=call.query_seq_lengths,
-        key_value_seq_lengths=call.key_value_seq_lengths,
-        segment_ids=call.segment_ids,
-    )
-
-
-def _moments(call: Call) -> tuple[Moments, Moments]:
+def _moments(request: Request) -> tuple[Moments, Moments]:
     """Returns the moments of the queries and of the keys of each query head."""
+    call = request.call
     heads, dim = call.query.shape[-2:]
     key = jnp.repeat(call.key, heads // call.key.shape[-2], axis=-2)
     empty = Moments.empty(heads, dim, jnp.dtype(jnp.float32))
-    each_head = call._replace(key=key, query=call.query.astype(jnp.float32))
-    return flax_calibration.add_moments((empty, empty), each_head)
+    each_head = dataclasses.replace(call, key=key, query=call.query.astype(jnp.float32))
+    return flax_calibration.add_moments((empty, empty), request._replace(call=each_head))
 
 
 def _mean_squared_distance(queries: Moments, keys: Moments) -> np.ndarray:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, Literal, TypeAlias, get_args
 
 from simrf_jax import checks
-from simrf_jax.attention.random_features.attention import IMPLEMENTATIONS, Implementation
+from simrf_jax.attention.implementations import IMPLEMENTATIONS, Implementation
 from simrf_jax.projections import BLOCK_MODES, COUPLINGS, BlockMode, Coupling
 
 Attention: TypeAlias = Coupling | Literal["exact"]

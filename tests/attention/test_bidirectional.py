@@ -9,9 +9,9 @@ import pytest
 
 import simrf_jax
 from simrf_jax import feature_maps
-from simrf_jax.attention.inputs.arguments import Arguments
+from simrf_jax.attention.estimator import Estimator
+from simrf_jax.attention.inputs.call import Call
 from simrf_jax.attention.random_features import bidirectional
-from simrf_jax.attention.random_features.state import lay_out
 from tests import platforms
 from tests.tiers import slow_but
 
@@ -33,7 +33,7 @@ def arguments(scale, *, value=None):
     value = jax.random.normal(keys[2], (2, 29, KEY_HEADS, 5)) if value is None else value
     mask = np.ones((2, 1, 1, 29), bool)
     mask[0, ..., 3] = False
-    return Arguments.of(
+    return Call.of(
         query,
         key,
         value,
@@ -54,7 +54,7 @@ def rows(shared):
 def attend(function, given, w, feature_map):
     @jax.jit
     def outputs(given, w, feature_map):
-        inputs, features = lay_out(given, w, feature_map)
+        inputs, features = Estimator(w, feature_map).lay_out(given)
         return inputs.outputs(function(inputs, features))
 
     return outputs(given, w, feature_map)

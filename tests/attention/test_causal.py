@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from simrf_jax import WeightedProjection, feature_maps, random_feature_attention
-from simrf_jax.attention.inputs.arguments import Arguments
+from simrf_jax.attention.estimator import Estimator
+from simrf_jax.attention.inputs.call import Call
 from simrf_jax.attention.random_features.causal import causal_attention
-from simrf_jax.attention.random_features.state import AttentionState, lay_out
-from simrf_jax.features import as_feature_map
+from simrf_jax.attention.random_features.state import AttentionState
 from tests import formulas
 from tests.attention.devices import make_mesh
 from tests.attention.inputs import inputs, projection
@@ -251,8 +251,9 @@ def test_the_last_state_is_that_of_the_last_segment():
 
     @jax.jit
     def last_state(*qkv, **options):
-        arguments = Arguments(*map(jnp.asarray, qkv), **options)
-        given, features = lay_out(arguments, projection(), as_feature_map("positive"))
+        arguments = Call(*map(jnp.asarray, qkv), **options)
+        estimator = Estimator.of(projection(), "positive")
+        given, features = estimator.lay_out(arguments)
         empty = AttentionState.empty(given, features)
         return causal_attention(given, features, empty, chunk_size=4)[1]
 

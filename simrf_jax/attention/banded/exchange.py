@@ -9,41 +9,39 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Integer, Shaped
 
 from simrf_jax.attention.banded.softmax import attend_in_windows, cut
-from simrf_jax.attention.inputs.arguments import Arguments, Axes, Inputs
+from simrf_jax.attention.inputs.call import Axes, Call, Inputs
 from simrf_jax.attention.inputs.masks import segment_numbers
 from simrf_jax.attention.inputs.sharding import (
+    Shards,
     check_whole,
-    find_shards,
     from_earlier_device,
     over_devices,
 )
 
 
 def attend_over_devices(
-    arguments: Arguments, axes: Axes, *, bandwidth: int, is_causal: bool, block_size: int | None
+    call: Call, shards: Shards, bandwidth: int, block_size: int | None
 ) -> Float[Array, "*batch T N D"]:
     """Attends over lengths that mesh axes shard.
 
     Args:
-      arguments: Whole arguments, or those of the device inside ``shard_map``.
-      axes: Axes that the caller named; none for the explicit axes of the arrays.
+      call: The whole call, or that of the device inside ``shard_map``.
+      shards: Mesh axes that shard the lengths.
       bandwidth: Distance over which a query sees keys.
-      is_causal: True if it sees no later keys.
       block_size: Queries in a block; None for a default.
     """
 
-    def check(arguments: Arguments, heads: None) -> Inputs:
-        del heads
-        inputs = arguments.lay_out(scaled=False)
-        cut(inputs.query.shape[1], inputs.key.shape[1], bandwidth, is_causal, block_size)
+    def check(call: Call, nothing: None) -> Inputs:
+        del nothing
+        inputs = call.lay_out(scaled=False)
+        cut(inputs.query.shape[1], inputs.key.shape[1], bandwidth, call.is_causal, block_size)
         return inputs
 
-    check_whole(check, arguments, None)
-    shards = find_shards(arguments, axes, in_order=True)
+    check_whole(check, call, None)
 
-    def attend(arguments: Arguments, heads: None) -> Float[Array, "*batch T N D"]:
-        del heads
-        part = shards.part(arguments)
+    def attend(call: Call, nothing: None) -> Float[Array, "*batch T N D"]:
+        del nothing
+        part, is_causal = shards.part(call), call.is_causal
         inputs, history = with_halo(
             part.lay_out(scaled=False),
             part.segment_ids,
@@ -55,7 +53,7 @@ def attend_over_devices(
         blocks = cut(*lengths, bandwidth, is_causal, block_size, history)
         return inputs.outputs(attend_in_windows(inputs, blocks))
 
-    return over_devices(attend, shards, arguments, None)
+    return over_devices(attend, shards, call, None)
 
 
 @jax.named_scope("exchange_halo")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
-from simrf_jax.attention.inputs.arguments import Inputs, contract
+from simrf_jax.attention.inputs.call import Inputs, contract
 
 # Queries in a block. Smaller blocks take longer, also for narrower bands; see
 # benchmarks.near_field --blocks.

@@ -8,16 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from simrf_jax.attention.inputs.arguments import Arguments, Inputs
-from simrf_jax.attention.random_features.state import (
-    HeadMaps,
-    largest,
-    lay_out,
-    or_zero,
-    signed_exp,
-)
-from simrf_jax.features import FeatureMap, LogFeatures
-from simrf_jax.projections import Projection
+from simrf_jax.attention.estimator import Estimator, HeadMaps
+from simrf_jax.attention.inputs.call import Call, Inputs
+from simrf_jax.attention.random_features.state import largest, or_zero, signed_exp
+from simrf_jax.features import LogFeatures
 
 
 class KernelRows(NamedTuple):
@@ -57,26 +51,20 @@ class KernelRows(NamedTuple):
         return jnp.where(nothing, 0, self.kernel / jnp.where(nothing, 1, total))
 
 
-def kernel_rows(
-    arguments: Arguments,
-    projection: Projection | None,
-    feature_map: FeatureMap,
-    *,
-    is_causal: bool,
-    exact_bandwidth: int | None,
-) -> tuple[KernelRows, KernelRows]:
+def kernel_rows(estimator: Estimator, call: Call) -> tuple[KernelRows, KernelRows]:
     """Returns the kernel that random features estimate for all pairs, and the softmax kernel.
 
     In the band, if there is one, the estimate is the softmax kernel.
     """
-    inputs, features = lay_out(arguments, projection, feature_map)
-    log_weights = _log_weights(inputs, is_causal)
+    inputs, features = estimator.lay_out(call, scaled=True)
+    log_weights = _log_weights(inputs, call.is_causal)
     exact = _softmax_rows(inputs, log_weights)
-    if exact_bandwidth is None:
+    bandwidth = estimator.exact_bandwidth
+    if bandwidth is None:
         estimated = _estimated_rows(inputs, features, log_weights)
     else:
         distances = jnp.moveaxis(log_weights, 1, -2)
-        near = jnp.moveaxis(in_band(distances, exact_bandwidth), -2, 1)
+        near = jnp.moveaxis(in_band(distances, bandwidth), -2, 1)
         far_rows = _estimated_rows(inputs, features, jnp.where(near, -jnp.inf, log_weights))
         near_rows = _softmax_rows(inputs, jnp.where(near, log_weights, -jnp.inf))
         estimated = far_rows.plus(near_rows)
@@ -95,11 +83,7 @@ def in_band(pairs: Float[Array, "*batch N T S"], bandwidth: int) -> Bool[Array, 
 
 
 def log_kernels(
-    arguments: Arguments,
-    projection: Projection | None,
-    feature_map: FeatureMap,
-    *,
-    is_causal: bool,
+    estimator: Estimator, call: Call
 ) -> tuple[Float[Array, "*batch N T S"], Float[Array, "*batch N T S"]]:
     """Returns logarithms of the kernel that positive features estimate, and of the softmax kernel.
 
@@ -109,14 +93,15 @@ def log_kernels(
     Raises:
       ValueError: If features may be negative.
     """
-    inputs, features = lay_out(arguments, projection, feature_map)
-    log_weights = jnp.where(inputs.real[..., None], _log_weights(inputs, is_causal), -jnp.inf)
+    inputs, features = estimator.lay_out(call, scaled=True)
+    log_weights = _log_weights(inputs, call.is_causal)
+    log_weights = jnp.where(inputs.real[..., None], log_weights, -jnp.inf)
     queries, spoiled = features.queries(inputs.query)
     keys, spoils = features.keys(inputs.key, jnp.zeros_like(inputs.key_log_weights))
     if queries.values is not None:
         raise ValueError(
             "Weights with a logarithm need positive features, got feature_map="
-            f"{type(feature_map).__name__}, whose features may be negative."
+            f"{type(estimator.feature_map).__name__}, whose features may be negative."
         )
     visible = log_weights > -jnp.inf
     seen = spoils.mT[:, None, :, None] & visible

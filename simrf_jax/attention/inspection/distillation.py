@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import SupportsIndex
+from typing import SupportsIndex, Unpack
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, ArrayLike, Float, Real
+from jaxtyping import Array, ArrayLike, Float
 
-from simrf_jax import checks
-from simrf_jax.attention.inputs.arguments import Arguments
-from simrf_jax.attention.inputs.masks import Lengths, Mask
+from simrf_jax.attention.estimator import Estimator
+from simrf_jax.attention.inputs.call import Call, Options
 from simrf_jax.attention.inspection.all_pairs import in_band, log_kernels
-from simrf_jax.attention.random_features.exact_band import check_band
-from simrf_jax.attention.random_features.state import as_map_and_projection
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.projections import Projection
 
@@ -25,13 +21,8 @@ def distillation_loss(
     projection: Projection | None,
     *,
     feature_map: FeatureMapLike,
-    mask: Mask | None = None,
-    bias: Float[ArrayLike, " ..."] | None = None,
-    scale: Real[ArrayLike, ""] | None = None,
-    is_causal: bool | np.bool_ = False,
-    query_seq_lengths: Lengths | None = None,
-    key_value_seq_lengths: Lengths | None = None,
     exact_bandwidth: SupportsIndex | None = None,
+    **options: Unpack[Options],
 ) -> Float[Array, ""]:
     r"""Returns the cross-entropy of the attention weights of features to those of softmax.
 
@@ -57,14 +48,11 @@ def distillation_loss(
         none.
       feature_map: A name, an object of ``simrf_jax.feature_maps``, or a function, whose features
         are positive.
-      mask: Boolean, broadcastable to ``[..., N, T, S]``, the same for all queries.
-      bias: Added to the logits; of the same shapes, with the same condition.
-      scale: Multiplies the logits; by default :math:`1/\sqrt H`.
-      is_causal: True if query t sees only keys up to t.
-      query_seq_lengths: Integers of the batch shape; queries from there on do not count.
-      key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
       exact_bandwidth: None, or a distance; keys that are no farther from a query have exact weights
         beside the others, as in ``random_feature_attention``.
+      **options: ``mask``, ``bias``, ``scale``, ``is_causal``, ``query_seq_lengths``,
+        ``key_value_seq_lengths`` and ``segment_ids``, as in ``random_feature_attention``; queries
+        beyond their lengths do not count.
 
     Returns:
       One number in float32 at least: the mean over the queries that see a key, 0 if there is none.
@@ -91,23 +79,15 @@ def distillation_loss(
       Zhang et al., The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry
       (ICLR 2024), https://arxiv.org/abs/2402.04347
     """
-    is_causal = checks.boolean("is_causal", is_causal)
-    arguments = Arguments.of(
-        query,
-        key,
-        key,
-        mask=mask,
-        bias=bias,
-        scale=scale,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-    )
-    feature_map, w = as_map_and_projection(feature_map, projection)
-    if exact_bandwidth is not None:
-        exact_bandwidth = check_band(exact_bandwidth, feature_map)
-    estimated, exact = log_kernels(arguments, w, feature_map, is_causal=is_causal)
-    if exact_bandwidth is not None:
-        estimated = jnp.where(in_band(exact, exact_bandwidth), exact, estimated)
+    estimator = Estimator.of(projection, feature_map, exact_bandwidth=exact_bandwidth)
+    return loss_of(estimator, Call.of(query, key, key, **options))
+
+
+def loss_of(estimator: Estimator, call: Call) -> Float[Array, ""]:
+    """Returns the ``distillation_loss`` of a call, whose values do not count."""
+    estimated, exact = log_kernels(estimator, call)
+    if estimator.exact_bandwidth is not None:
+        estimated = jnp.where(in_band(exact, estimator.exact_bandwidth), exact, estimated)
     return _mean_cross_entropy(estimated, jax.lax.stop_gradient(exact))
 
 

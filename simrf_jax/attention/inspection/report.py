@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, SupportsIndex
+from typing import NamedTuple, SupportsIndex, Unpack
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Float64, Integer, Real
+from jaxtyping import Array, ArrayLike, Bool, Float, Float64
 
-from simrf_jax import checks
-from simrf_jax.attention.inputs.arguments import Arguments
-from simrf_jax.attention.inputs.masks import Lengths, Mask
+from simrf_jax.attention.estimator import Estimator
+from simrf_jax.attention.inputs.call import Call, Options
 from simrf_jax.attention.inspection.all_pairs import KernelRows, kernel_rows
-from simrf_jax.attention.random_features.exact_band import check_band
-from simrf_jax.attention.random_features.state import as_map_and_projection
-from simrf_jax.features import FeatureMap, FeatureMapLike
+from simrf_jax.features import FeatureMapLike
 from simrf_jax.projections import Projection
 
 
@@ -53,14 +50,8 @@ def attention_matrix(
     projection: Projection | None,
     *,
     feature_map: FeatureMapLike = "positive",
-    mask: Mask | None = None,
-    bias: Float[ArrayLike, " ..."] | None = None,
-    scale: Real[ArrayLike, ""] | None = None,
-    is_causal: bool | np.bool_ = False,
-    query_seq_lengths: Lengths | None = None,
-    key_value_seq_lengths: Lengths | None = None,
-    segment_ids: Integer[ArrayLike, "... T"] | None = None,
     exact_bandwidth: SupportsIndex | None = None,
+    **options: Unpack[Options],
 ) -> Float[Array, "*batch N T S"]:
     r"""Returns the attention weights that ``random_feature_attention`` implies and never forms.
 
@@ -75,15 +66,11 @@ def attention_matrix(
       projection: W, ``[num_features, H]`` or ``[K, num_features, H]``; None for a map that needs
         none.
       feature_map: A name, an object of ``simrf_jax.feature_maps``, or a function.
-      mask: Boolean, broadcastable to ``[..., N, T, S]``, the same for all queries.
-      bias: Added to the logits; of the same shapes, with the same condition.
-      scale: Multiplies the logits; by default :math:`1/\sqrt H`.
-      is_causal: True if query t sees only keys up to t, as in ``jax.nn.dot_product_attention``.
-      query_seq_lengths: Integers of the batch shape; rows from there on are zeros.
-      key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
-      segment_ids: Integers ``[..., T]`` of packed sequences, each of which attends to itself.
       exact_bandwidth: None, or a distance; keys that are no farther from a query have exact weights
         beside the others, as in ``random_feature_attention``.
+      **options: ``mask``, ``bias``, ``scale``, ``is_causal``, ``query_seq_lengths``,
+        ``key_value_seq_lengths`` and ``segment_ids``, as in ``random_feature_attention``; rows
+        beyond the lengths of queries are zeros.
 
     Returns:
       ``[..., N, T, S]`` in float32 at least. Rows sum to one, or are zeros where a query sees no
@@ -108,24 +95,8 @@ def attention_matrix(
     References:
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 2.2.
     """
-    is_causal = checks.boolean("is_causal", is_causal)
-    arguments = Arguments.of(
-        query,
-        key,
-        key,
-        mask=mask,
-        bias=bias,
-        scale=scale,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
-    )
-    feature_map, w = as_map_and_projection(feature_map, projection)
-    if exact_bandwidth is not None:
-        exact_bandwidth = check_band(exact_bandwidth, feature_map)
-    estimated, _ = kernel_rows(
-        arguments, w, feature_map, is_causal=is_causal, exact_bandwidth=exact_bandwidth
-    )
+    estimator = Estimator.of(projection, feature_map, exact_bandwidth=exact_bandwidth)
+    estimated, _ = kernel_rows(estimator, Call.of(query, key, key, **options))
     return estimated.weights()
 
 
@@ -136,14 +107,8 @@ def attention_report(
     *,
     value: Float[ArrayLike, "*batch S K D"] | None = None,
     feature_map: FeatureMapLike = "positive",
-    mask: Mask | None = None,
-    bias: Float[ArrayLike, " ..."] | None = None,
-    scale: Real[ArrayLike, ""] | None = None,
-    is_causal: bool | np.bool_ = False,
-    query_seq_lengths: Lengths | None = None,
-    key_value_seq_lengths: Lengths | None = None,
-    segment_ids: Integer[ArrayLike, "... T"] | None = None,
     exact_bandwidth: SupportsIndex | None = None,
+    **options: Unpack[Options],
 ) -> AttentionReport:
     r"""Compares the weights that random features imply with those of softmax attention.
 
@@ -163,15 +128,11 @@ def attention_report(
         heads can be as many draws for the same queries and keys.
       value: ``[..., S, K, D]``, for the error of the output.
       feature_map: A name, an object or a function; see ``random_feature_attention``.
-      mask: Boolean, broadcastable to ``[..., N, T, S]``, the same for all queries.
-      bias: Added to the logits; of the same shapes, with the same condition.
-      scale: Multiplies the logits; by default :math:`1/\sqrt H`.
-      is_causal: True if query t sees only keys up to t.
-      query_seq_lengths: Integers of the batch shape; queries from there on do not count.
-      key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
-      segment_ids: Integers ``[..., T]`` of packed sequences, each of which attends to itself.
       exact_bandwidth: None, or a distance; keys that are no farther from a query have exact weights
         beside the others, as in ``random_feature_attention``.
+      **options: ``mask``, ``bias``, ``scale``, ``is_causal``, ``query_seq_lengths``,
+        ``key_value_seq_lengths`` and ``segment_ids``, as in ``random_feature_attention``; queries
+        beyond their lengths do not count.
 
     Returns:
       An ``AttentionReport`` of arrays ``[..., N]``.
@@ -196,55 +157,27 @@ def attention_report(
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 4.2; Roy and
       Vetterli, The Effective Rank: A Measure of Effective Dimensionality (EUSIPCO 2007).
     """
-    is_causal = checks.boolean("is_causal", is_causal)
-    arguments = Arguments.of(
-        query,
-        key,
-        key if value is None else value,
-        mask=mask,
-        bias=bias,
-        scale=scale,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        segment_ids=segment_ids,
-    )
-    feature_map, w = as_map_and_projection(feature_map, projection)
-    if exact_bandwidth is not None:
-        exact_bandwidth = check_band(exact_bandwidth, feature_map)
-    return report_of(
-        arguments,
-        w,
-        feature_map,
-        is_causal=is_causal,
-        exact_bandwidth=exact_bandwidth,
-        has_value=value is not None,
-    )
+    estimator = Estimator.of(projection, feature_map, exact_bandwidth=exact_bandwidth)
+    call = Call.of(query, key, key if value is None else value, **options)
+    return report_of(estimator, call, has_value=value is not None)
 
 
 def report_of(
-    arguments: Arguments,
-    projection: Projection | None,
-    feature_map: FeatureMap,
+    estimator: Estimator,
+    call: Call,
     *,
-    is_causal: bool,
-    exact_bandwidth: int | None,
     has_value: bool = True,
     real: Bool[Array, "*#batch #N T"] | None = None,
 ) -> AttentionReport:
-    """Returns the report of arguments that were checked.
+    """Returns the report of a call.
 
     Args:
-      arguments: Queries, keys and values with all that hides some of them.
-      projection: W, or None.
-      feature_map: The feature map.
-      is_causal: True if query t sees only keys up to t.
-      exact_bandwidth: Distance over which keys have exact weights, or None.
+      estimator: W, the feature map and the bandwidth.
+      call: Queries, keys and values with all that hides some of them.
       has_value: False leaves out the error of the output.
       real: False at queries that do not count; None if all do.
     """
-    estimated, exact = kernel_rows(
-        arguments, projection, feature_map, is_causal=is_causal, exact_bandwidth=exact_bandwidth
-    )
+    estimated, exact = kernel_rows(estimator, call)
     if real is not None:
         estimated, exact = (
             rows._replace(kernel=jnp.where(real[..., None], rows.kernel, 0))
@@ -258,7 +191,7 @@ def report_of(
         row_sum_error,
         _effective_rank(implied),
         _effective_rank(softmax),
-        _output_error(implied, softmax, arguments.value) if has_value else None,
+        _output_error(implied, softmax, call.value) if has_value else None,
     )
 
 

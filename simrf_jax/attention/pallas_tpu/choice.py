@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AxisType
 
-from simrf_jax.attention.inputs.arguments import Arguments, Axes
-from simrf_jax.features import FeatureMap
-from simrf_jax.projections import Projection
+from simrf_jax.attention.estimator import Estimator
+from simrf_jax.attention.inputs.call import Call
+from simrf_jax.attention.inputs.sharding import MeshAxes
 
 # Their cores have less memory than the kernels take.
 OLD_CHIPS = ("TPU v2", "TPU v3", "TPU v4")
@@ -103,91 +102,39 @@ class NearProgram(NamedTuple):
         return self.num_heads * (tokens + rows + windows) + logits
 
 
-class MeshAxes(NamedTuple):
-    """The mesh axes that shard the batch and the heads."""
-
-    batch: Axes = ()
-    heads: Axes = ()
-
-    def reason_against(self, arguments: Arguments) -> str | None:
-        """Returns why the axes cannot shard the arrays, or None if they can."""
-        mesh = jax.sharding.get_abstract_mesh()
-        kinds = kinds_of_axes(mesh)
-        batch, *_ = (*arguments.query.shape[:-3], 1)
-        num_key_heads = arguments.key.shape[-2]
-        for name, axes, size in (
-            ("batch_axis", self.batch, batch),
-            ("head_axis", self.heads, num_key_heads),
-        ):
-            if any(kinds.get(axis) != AxisType.Auto for axis in axes):
-                return f"{name} is {axes}, no axes of type Auto of jax.set_mesh's mesh {kinds}"
-            devices = math.prod(mesh.shape[axis] for axis in axes)
-            if size % devices:
-                return f"{name} is {axes}, of {devices} devices, which do not divide {size}"
-        return None
-
-
-def kinds_of_axes(mesh: AbstractMesh) -> dict[str, AxisType]:
-    """Returns the type of each axis of a mesh."""
-    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-
-
-def uses_kernel(
-    arguments: Arguments,
-    projection: Projection | None,
-    feature_map: FeatureMap,
-    axes: MeshAxes,
-    *,
-    is_causal: bool,
-    exact_bandwidth: int | None,
-    is_required: bool,
-) -> bool:
-    """Returns whether a call goes to the kernels.
+def reason_against(estimator: Estimator, call: Call, *, is_asked: bool) -> str | None:
+    """Returns why the kernels cannot take a call, or None if they can.
 
     Args:
-      arguments: Arguments of the call.
-      projection: W.
-      feature_map: The feature map.
-      axes: Mesh axes that shard the batch and the heads.
-      is_causal: True for causal attention.
-      exact_bandwidth: Distance over which queries see keys exactly, or None.
-      is_required: True if the caller chose the kernels; False takes them where they can do it, and
-        where each device is known to get its own tokens.
-
-    Raises:
-      ValueError: If the caller chose the kernels, and they cannot do it.
+      estimator: W, the feature map and options.
+      call: The call.
+      is_asked: True if the caller chose the kernels; False takes them only on chips with enough
+        memory, and where each device is known to get its own tokens.
     """
-    reason = _reason_against_platform() or axes.reason_against(arguments)
-    is_packed = arguments.segment_ids is not None
-    in_order = is_causal or is_packed or exact_bandwidth is not None
-    reason = reason or _reason_against(arguments, projection, feature_map, in_order)
-    if reason is None and exact_bandwidth is not None:
-        reason = _reason_against_band(arguments, exact_bandwidth)
-    if reason is not None and is_required:
-        raise ValueError(f'implementation="pallas_tpu" cannot do this call: {reason}.')
-    if reason is not None or is_required:
-        return reason is None
-    return jax.devices()[0].device_kind not in OLD_CHIPS and _runs_alone(axes)
-
-
-def _reason_against_platform() -> str | None:
     platform = jax.default_backend()
-    if platform in ("cpu", "tpu"):
+    if platform not in ("cpu", "tpu"):
+        return f"they are for TPUs, and interpreted on CPUs alone, got the backend {platform}"
+    if estimator.sequence_axes:
+        return "they are for whole sequences, got a call with a sequence_axis"
+    estimator.check_heads(call)
+    reason = estimator.mesh_axes.reason_against(call) or _reason_against_tokens(call)
+    return reason or _reason_against_size(estimator, call) or _reason_unasked(estimator, is_asked)
+
+
+def _reason_unasked(estimator: Estimator, is_asked: bool) -> str | None:
+    if is_asked:
         return None
-    return f"they are for TPUs, and interpreted on CPUs alone, got the backend {platform}"
+    if jax.devices()[0].device_kind in OLD_CHIPS:
+        return "the chip has too little memory"
+    return None if _runs_alone(estimator.mesh_axes) else "several devices may share the tokens"
 
 
-def _reason_against(
-    arguments: Arguments,
-    projection: Projection | None,
-    feature_map: FeatureMap,
-    in_order: bool,
-) -> str | None:
-    dtypes = {x.dtype for x in (arguments.query, arguments.key, arguments.value)}
+def _reason_against_tokens(call: Call) -> str | None:
+    tokens = (call.query, call.key, call.value)
+    dtypes = {x.dtype for x in tokens}
     if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
         names = " and ".join(sorted(dtype.name for dtype in dtypes))
         return f"queries, keys and values are {names}, not all float32 or all bfloat16"
-    tokens = (arguments.query, arguments.key, arguments.value)
     sizes = [size for x in tokens for size in x.shape]
     if not all(isinstance(size, int) for size in sizes):
         return "a size is symbolic"
@@ -195,27 +142,28 @@ def _reason_against(
         return "an array is empty"
     if any(axis is not None for x in tokens for axis in jax.typeof(x).sharding.spec):
         return "axes of type Explicit shard the arrays, so call it inside jax.shard_map"
+    return None
+
+
+def _reason_against_size(estimator: Estimator, call: Call) -> str | None:
+    feature_map, bandwidth = estimator.feature_map, estimator.exact_bandwidth
     of_keys = functools.partial(type(feature_map).exponential_forms, side="key")
-    form = jax.eval_shape(of_keys, feature_map, projection)
+    form = jax.eval_shape(of_keys, feature_map, estimator.projection)
     if form is None:
         return f"{type(feature_map).__name__} features are no exponentials that estimate exp(x . y)"
     if form.rows.dtype != jnp.float32:
         return f"projection is {form.rows.dtype.name}"
-    groups = arguments.query.shape[-2] // arguments.key.shape[-2]
-    width = max(arguments.query.shape[-1], arguments.value.shape[-1])
-    itemsize = arguments.query.dtype.itemsize
+    groups = call.query.shape[-2] // call.key.shape[-2]
+    width = max(call.query.shape[-1], call.value.shape[-1])
+    itemsize = call.query.dtype.itemsize
     num_rows = form.rows.shape[-2]
     rows = (num_rows, num_rows + (0 if form.stretch is None else width))
+    in_order = call.in_order(bandwidth)
     program = Program(1, groups, width, form.num_features, rows, itemsize, in_order)
     if program.bytes_of(LANES) > MEMORY:
         return f"{form.num_features} features do not fit into the memory of a core"
-    return None
-
-
-def _reason_against_band(arguments: Arguments, bandwidth: int) -> str | None:
-    groups = arguments.query.shape[-2] // arguments.key.shape[-2]
-    width = max(arguments.query.shape[-1], arguments.value.shape[-1])
-    itemsize = arguments.query.dtype.itemsize
+    if bandwidth is None:
+        return None
     if bandwidth > MOST_BANDWIDTH:
         return f"exact_bandwidth is {bandwidth}, above {MOST_BANDWIDTH}"
     if NearProgram(1, groups, width, itemsize, bandwidth).bytes_taken > MEMORY:

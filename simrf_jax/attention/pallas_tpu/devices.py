@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from simrf_jax.attention.pallas_tpu.choice import MeshAxes, kinds_of_axes
+from simrf_jax.attention.inputs.sharding import MeshAxes, kinds_of_axes
 
 # ``forward`` or ``backward``.
 Kernel: TypeAlias = Callable[..., Any]

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from simrf_jax.attention.inputs.arguments import Arguments
+from simrf_jax.attention.inputs.call import Call
 from simrf_jax.attention.pallas_tpu.choice import LANES, MEMORY, NearProgram, Program
 from simrf_jax.attention.pallas_tpu.heads import HIDDEN, TILE, Refs, Shape
 from simrf_jax.attention.pallas_tpu.near import Band, NearRefs
@@ -34,7 +34,7 @@ MOST_HEADS = 16
 
 
 def lay_out(
-    arguments: Arguments,
+    call: Call,
     projection: Projection | None,
     feature_map: FeatureMap,
     *,
@@ -44,18 +44,18 @@ def lay_out(
     """Returns what the kernels take: whole arrays in the place of the blocks.
 
     Args:
-      arguments: Arguments of the call.
+      call: The call.
       projection: W.
       feature_map: The feature map.
       start: Position, maybe negative, of the key that goes to the first query, for causal kernels,
         which take as many keys as queries; None for all keys.
       is_reversed: True for kernels in the reverse order.
     """
-    log_weights = arguments.log_weights_per_key()
-    num_heads, dim = arguments.query.shape[-2:]
-    key, value, num_key_heads = arguments.key, arguments.value, arguments.key.shape[-2]
+    log_weights = call.log_weights_per_key()
+    num_heads, dim = call.query.shape[-2:]
+    key, value, num_key_heads = call.key, call.value, call.key.shape[-2]
     if start is not None:
-        key, value, log_weights = _one_for_each_query(arguments, log_weights, start)
+        key, value, log_weights = _one_for_each_query(call, log_weights, start)
     forms = [_form(feature_map, projection, side) for side in SIDES]
     if log_weights is not None and log_weights.shape[-2] not in (1, num_key_heads):
         # Heads that share their keys but not their mask no longer share a state.
@@ -63,11 +63,11 @@ def lay_out(
         key, value = (jnp.repeat(x, groups, axis=-2) for x in (key, value))
         forms = [_repeated(form, groups) for form in forms]
     of_queries, of_keys = forms
-    root, sign = _root_and_sign(arguments)
+    root, sign = _root_and_sign(call)
     factors = [root * sign * LOG2E, root * LOG2E, 0.5 * LOG2E * jnp.square(root)]
     dim = _multiple(dim, TILE)
     return Refs(
-        query=_tokens(arguments.query),
+        query=_tokens(call.query),
         key=_tokens(key),
         value=_tokens(value),
         query_rows=_padded(of_queries.rows, dim).mT,
@@ -76,18 +76,18 @@ def lay_out(
         center=_center(of_keys),
         factors=jnp.stack(factors)[None],
         log_weights=None if log_weights is None else _hidden(log_weights)[:, :, None],
-        segments=None if start is None else _segment_rows(arguments, start, is_reversed),
+        segments=None if start is None else _segment_rows(call, start, is_reversed),
     )
 
 
 def _segment_rows(
-    arguments: Arguments, start: int, is_reversed: bool
+    call: Call, start: int, is_reversed: bool
 ) -> Float[Array, "B 1 rows padded"] | None:
     """Returns the rows of ``segments.Segments``; padding belongs to the outermost segments."""
-    segments = arguments.segments()
+    segments = call.segments()
     if segments is None:
         return None
-    padded = _multiple(arguments.query.shape[-3], LANES)
+    padded = _multiple(call.query.shape[-3], LANES)
     positions = np.arange(padded)[:, None] + np.array([0, start])
     rows = segments[:, np.clip(positions, 0, segments.shape[1] - 1)].astype(jnp.float32)
     # The last key of each tile, in the order of the kernel.
@@ -99,26 +99,26 @@ def _segment_rows(
     return jnp.moveaxis(_padded(rows, SEGMENT_ROWS), 1, 2)[:, None]
 
 
-def lay_out_near(arguments: Arguments, bandwidth: int) -> NearRefs:
+def lay_out_near(call: Call, bandwidth: int) -> NearRefs:
     """Returns what the kernels of a band take."""
-    log_weights = arguments.log_weights_per_key()
-    key, value, groups = arguments.key, arguments.value, 1
+    log_weights = call.log_weights_per_key()
+    key, value, groups = call.key, call.value, 1
     if log_weights is not None and log_weights.shape[-2] not in (1, key.shape[-2]):
-        groups = arguments.query.shape[-2] // key.shape[-2]
+        groups = call.query.shape[-2] // key.shape[-2]
     # The keys that are in the band of a query.
     near = functools.partial(
         jax.lax.slice_in_dim,
         start_index=0,
-        limit_index=min(key.shape[-3], arguments.query.shape[-3] + bandwidth),
+        limit_index=min(key.shape[-3], call.query.shape[-3] + bandwidth),
     )
     key, value = (near(x, axis=x.ndim - 3) for x in (key, value))
     key, value = (jnp.repeat(x, groups, axis=-2) if groups > 1 else x for x in (key, value))
-    root, sign = _root_and_sign(arguments)
-    segments = arguments.segments()
+    root, sign = _root_and_sign(call)
+    segments = call.segments()
     if segments is not None:
         segments = segments.astype(jnp.float32)[:, None, None]
     return NearRefs(
-        query=_tokens(arguments.query),
+        query=_tokens(call.query),
         key=_tokens(key),
         value=_tokens(value),
         log_weights=None if log_weights is None else near(_hidden(log_weights), axis=2)[:, :, None],
@@ -129,17 +129,17 @@ def lay_out_near(arguments: Arguments, bandwidth: int) -> NearRefs:
 
 
 def query_factors(
-    arguments: Arguments, projection: Projection | None, feature_map: FeatureMap
+    call: Call, projection: Projection | None, feature_map: FeatureMap
 ) -> Float[Array, "B N T"]:
     """Returns logarithms of what the causal kernels leave out of the weights, to base 2.
 
     That are the factors that all keys of a query have in common.
     """
     of_queries, of_keys = (_form(feature_map, projection, side) for side in SIDES)
-    *_, length, num_heads, dim = arguments.query.shape
-    num_key_heads = arguments.key.shape[-2]
-    root, sign = _root_and_sign(arguments)
-    query = arguments.query.reshape(-1, length, num_key_heads, num_heads // num_key_heads, dim)
+    *_, length, num_heads, dim = call.query.shape
+    num_key_heads = call.key.shape[-2]
+    root, sign = _root_and_sign(call)
+    query = call.query.reshape(-1, length, num_key_heads, num_heads // num_key_heads, dim)
     query = query.astype(jnp.float32)
     # The kernels say which queries are not finite. Here 0 * NaN would reach their gradients.
     query = jnp.where(jnp.abs(query) < LARGEST_QUERY, query, 0) * (root * sign)
@@ -162,13 +162,13 @@ def query_factors(
 
 
 def _one_for_each_query(
-    arguments: Arguments, log_weights: Float[Array, "B rows S"] | None, start: int
+    call: Call, log_weights: Float[Array, "B rows S"] | None, start: int
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Returns the keys, values and log weights from ``start`` on, as many as queries.
 
     Those that are added beyond the ends are hidden.
     """
-    length, num_keys = arguments.query.shape[-3], arguments.key.shape[-3]
+    length, num_keys = call.query.shape[-3], call.key.shape[-3]
     start = min(max(start, -length), num_keys)  # Farther out there is padding alone.
     before, after = -start, start + length - num_keys  # Negative numbers cut off.
     is_whole = before == 0 and after == 0
@@ -180,9 +180,9 @@ def _one_for_each_query(
         return x if is_whole else jax.lax.pad(x, jnp.asarray(fill, x.dtype), padding)
 
     if (before > 0 or after > 0) and log_weights is None:
-        batch = math.prod(arguments.key.shape[:-3])
+        batch = math.prod(call.key.shape[:-3])
         log_weights = jnp.zeros((batch, 1, num_keys), jnp.float32)
-    key, value = (fit(x, x.ndim - 3, 0) for x in (arguments.key, arguments.value))
+    key, value = (fit(x, x.ndim - 3, 0) for x in (call.key, call.value))
     return key, value, None if log_weights is None else fit(log_weights, 2, -jnp.inf)
 
 
@@ -193,8 +193,8 @@ def _form(feature_map: FeatureMap, projection: Projection | None, side: Side) ->
     return form if form.rows.shape[-2] % SUBLANES == 0 else form.unpaired()
 
 
-def _root_and_sign(arguments: Arguments) -> tuple[jax.Array, jax.Array]:
-    scale = arguments.key.shape[-1] ** -0.5 if arguments.scale is None else arguments.scale
+def _root_and_sign(call: Call) -> tuple[jax.Array, jax.Array]:
+    scale = call.key.shape[-1] ** -0.5 if call.scale is None else call.scale
     scale = jnp.asarray(scale, jnp.float32)
     return jnp.sqrt(jnp.abs(scale)), jnp.sign(scale)
 

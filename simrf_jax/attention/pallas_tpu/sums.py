@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from simrf_jax.attention.inputs.arguments import quotient
+from simrf_jax.attention.inputs.call import quotient
 from simrf_jax.attention.pallas_tpu.heads import HIDDEN
 
 # Numbers of each query beside its numerators, padded to one tile of float32.

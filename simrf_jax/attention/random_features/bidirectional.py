@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
-from simrf_jax.attention.inputs.arguments import Inputs, contract
+from simrf_jax.attention.estimator import HeadMaps, KeyFeatures, QueryFeatures
+from simrf_jax.attention.inputs.call import Inputs, contract
 from simrf_jax.attention.random_features.state import (
     AttentionState,
-    HeadMaps,
-    KeyFeatures,
-    QueryFeatures,
     in_units_of,
     largest,
     with_ones,

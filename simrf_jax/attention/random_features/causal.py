@@ -24,12 +24,11 @@ import jax.custom_batching
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer, Shaped
 
-from simrf_jax.attention.inputs.arguments import Inputs, contract
+from simrf_jax.attention.estimator import HeadMaps, compiled, hide
+from simrf_jax.attention.inputs.call import Inputs, contract
 from simrf_jax.attention.random_features.state import (
     AttentionState,
-    HeadMaps,
     Readout,
-    hide,
     largest,
     or_zero,
     signed_exp,
@@ -39,7 +38,6 @@ from simrf_jax.features import FeatureMap, LogFeatures, Side, calls_function
 
 Tree = TypeVar("Tree")
 
-CHUNK_SIZE = 64  # Keys taken at a time unless the caller says.
 # Shares of the largest exponent of the type to contract in. Sums of keys that exceed their unit by
 # the first are finite beside values up to 2**30. Down to 2**-30, a value over such a sum, as
 # gradients have it, is above the smallest number. Other values have the second share.
@@ -137,8 +135,7 @@ def causal_attention(
     """
     inputs = one_key_for_each_query(inputs, 0)
     tokens, features = _map_custom(Tokens.of(inputs, inputs.segments), features)
-    scan = _scan_chunks if calls_function(features.feature_map) else _compiled_scan
-    scanned, state = scan(tokens, features, state, chunk_size=chunk_size, with_own_key=True)
+    scanned, state = _scan_chunks(features, tokens, state, chunk_size=chunk_size, with_own_key=True)
     return scanned.outputs(), state
 
 
@@ -160,8 +157,7 @@ def packed_attention(
       chunk_size: A power of two.
     """
     tokens, features = _map_custom(Tokens.of(inputs, inputs.segments), features)
-    scan = _scan_chunks if calls_function(features.feature_map) else _compiled_scan
-    up_to, _ = scan(tokens, features, before, chunk_size=chunk_size, with_own_key=True)
+    up_to, _ = _scan_chunks(features, tokens, before, chunk_size=chunk_size, with_own_key=True)
     beyond, _ = read_earlier(flip(tokens), features, after, chunk_size=chunk_size)
     beyond = flip(beyond)
     readout, spoiled = up_to.readout.add(beyond.readout), up_to.spoiled | beyond.spoiled
@@ -183,8 +179,7 @@ def read_earlier(
       The sums that the queries read, and the state of all keys, as ``causal_attention`` has it.
     """
     tokens, features = _map_custom(tokens, features)
-    scan = _scan_chunks if calls_function(features.feature_map) else _compiled_scan
-    return scan(tokens, features, state, chunk_size=chunk_size, with_own_key=False)
+    return _scan_chunks(features, tokens, state, chunk_size=chunk_size, with_own_key=False)
 
 
 def flip(tree: Tree) -> Tree:
@@ -270,9 +265,10 @@ def _map_custom(tokens: Tokens, features: HeadMaps) -> tuple[Tokens, HeadMaps]:
     return tokens, HeadMaps(None, _Given())
 
 
+@compiled("chunk_size", "with_own_key", inline=False)
 def _scan_chunks(
-    tokens: Tokens,
     features: HeadMaps,
+    tokens: Tokens,
     state: AttentionState,
     *,
     chunk_size: int,
@@ -308,9 +304,6 @@ def _scan_chunks(
         return x.reshape(batch, x.shape[1] * size, *x.shape[3:])[:, :length]
 
     return jax.tree.map(join, scanned), carry.state.spoil(carry.spoiled)
-
-
-_compiled_scan = jax.jit(_scan_chunks, static_argnames=("chunk_size", "with_own_key"))
 
 
 class _Sight(NamedTuple):

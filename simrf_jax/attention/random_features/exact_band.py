@@ -9,16 +9,17 @@ difference of two sums, so the far field keeps its digits however small it is.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, SupportsIndex
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
-from simrf_jax import checks, one_line
-from simrf_jax.attention.banded.mechanism import Window
+from simrf_jax import one_line
 from simrf_jax.attention.banded.softmax import QueryBlocks, cut, sum_in_windows
-from simrf_jax.attention.inputs.arguments import Inputs
+from simrf_jax.attention.banded.window import Window
+from simrf_jax.attention.estimator import HeadMaps
+from simrf_jax.attention.inputs.call import Inputs
 from simrf_jax.attention.random_features.causal import (
     Scanned,
     Tokens,
@@ -28,7 +29,6 @@ from simrf_jax.attention.random_features.causal import (
 )
 from simrf_jax.attention.random_features.state import (
     AttentionState,
-    HeadMaps,
     Readout,
     or_zero,
     state_of,
@@ -170,22 +170,6 @@ def attend_beside_band(
         after = state_of(fields.beyond, features)
     out, _ = fields.attend(features, empty, after, chunk_size=chunk_size)
     return fields.outputs(out)
-
-
-def check_band(bandwidth: SupportsIndex, feature_map: FeatureMap) -> int:
-    """Returns the bandwidth as an integer, if the feature map can stand beside the band.
-
-    Raises:
-      TypeError: If the bandwidth is not an integer.
-      ValueError: If it is negative, or the feature map estimates another kernel than that of the
-        keys in the band.
-    """
-    if not feature_map.estimates_softmax:
-        raise ValueError(
-            "exact_bandwidth takes a feature map that estimates exp(x . y), the kernel of the keys "
-            f"in the band, got {feature_map!r}, which estimates another kernel or none."
-        )
-    return checks.integer("exact_bandwidth", bandwidth, least=0)
 
 
 def _in_units_of_the_kernel(read: Scanned) -> tuple[Readout, Bool[Array, "B T K G"]]:

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
 from simrf_jax.attention.banded.exchange import widen, with_halo
-from simrf_jax.attention.inputs.arguments import Arguments, Axes, Inputs
+from simrf_jax.attention.estimator import Estimator, HeadMaps
+from simrf_jax.attention.inputs.call import Axes, Call, Inputs
 from simrf_jax.attention.inputs.sharding import (
+    Shards,
     check_whole,
-    find_shards,
     from_earlier_device,
     over_devices,
 )
@@ -30,75 +31,54 @@ from simrf_jax.attention.random_features.causal import (
 from simrf_jax.attention.random_features.exact_band import Fields
 from simrf_jax.attention.random_features.state import (
     AttentionState,
-    HeadMaps,
-    lay_out,
     state_of,
     with_ones,
 )
-from simrf_jax.features import FeatureMap
-from simrf_jax.projections import Projection
 
 SUMMARY_CHUNK = 1024  # Keys whose features are in memory at a time, on each device.
 
 
 def attend_over_devices(
-    arguments: Arguments,
-    projection: Projection | None,
-    feature_map: FeatureMap,
-    axes: Axes,
-    *,
-    is_causal: bool,
-    chunk_size: int,
-    exact_bandwidth: int | None,
+    estimator: Estimator, call: Call, shards: Shards
 ) -> Float[Array, "*batch T N D"]:
     """Attends over lengths that mesh axes shard.
 
     Args:
-      arguments: Whole arguments, or those of the device inside ``shard_map``.
-      projection: W.
-      feature_map: The feature map.
-      axes: Axes that the caller named; none for the explicit axes of the arrays.
-      is_causal: True if attention is causal.
-      chunk_size: Keys that causal and packed attention take at a time.
-      exact_bandwidth: Distance over which a query sees keys exactly; None for no band.
+      estimator: W, the feature map and options.
+      call: The whole call, or that of the device inside ``shard_map``.
+      shards: Mesh axes that shard the lengths.
     """
-    in_order = is_causal or arguments.segment_ids is not None or exact_bandwidth is not None
 
-    def check(arguments: Arguments, heads: tuple[Projection | None, FeatureMap]) -> Any:
-        inputs, features = lay_out(arguments, *heads)
+    def check(call: Call, estimator: Estimator) -> Any:
+        inputs, features = estimator.lay_out(call, scaled=True)
         return features.queries(inputs.query), AttentionState.empty(inputs, features)
 
-    heads = (projection, feature_map)
-    check_whole(check, arguments, heads)
-    shards = find_shards(arguments, axes, in_order=in_order)
+    check_whole(check, call, estimator)
 
-    def attend(
-        arguments: Arguments, heads: tuple[Projection | None, FeatureMap]
-    ) -> Float[Array, "*batch T N D"]:
-        part = shards.part(arguments)
-        inputs, features = lay_out(part, *heads, scaled=exact_bandwidth is None)
-        if exact_bandwidth is not None:
+    def attend(call: Call, estimator: Estimator) -> Float[Array, "*batch T N D"]:
+        part, chunk_size = shards.part(call), estimator.chunk_size
+        inputs, features = estimator.lay_out(part)
+        if estimator.exact_bandwidth is not None:
             return _beside_band(
+                part,
                 inputs,
                 features,
-                part.segment_ids,
                 shards.axes,
-                bandwidth=exact_bandwidth,
-                is_causal=is_causal,
+                bandwidth=estimator.exact_bandwidth,
                 chunk_size=chunk_size,
             )
-        if not in_order:
+        if not call.in_order():
             return inputs.outputs(_bidirectional(inputs, features, shards.axes))
         ids = part.segment_ids
         before = state_beyond(inputs, features, ids, shards.axes, 1)
-        if is_causal:
+        if call.is_causal:
             out, _ = causal_attention(inputs, features, before, chunk_size=chunk_size)
         else:
             after = state_beyond(inputs, features, ids, shards.axes, -1)
             out = packed_attention(inputs, features, before, after, chunk_size=chunk_size)
         return inputs.outputs(out)
 
-    return over_devices(attend, shards, arguments, heads)
+    return over_devices(attend, shards, call, estimator)
 
 
 def _bidirectional(inputs: Inputs, features: HeadMaps, axes: Axes) -> Float[Array, "B T K G D"]:
@@ -111,13 +91,12 @@ def _bidirectional(inputs: Inputs, features: HeadMaps, axes: Axes) -> Float[Arra
 
 
 def _beside_band(
+    call: Call,
     inputs: Inputs,
     features: HeadMaps,
-    segment_ids: Integer[Array, "... T"] | None,
     axes: Axes,
     *,
     bandwidth: int,
-    is_causal: bool,
     chunk_size: int,
 ) -> Float[Array, "*batch T N D"]:
     """Attends to a band of keys exactly, and to the other keys of all devices by features.
@@ -125,14 +104,17 @@ def _beside_band(
     Each device has the keys that its queries are beside in ``Fields``, so keys within the bandwidth
     of a border are sent over it.
     """
-    wide, history = with_halo(inputs, segment_ids, axes, bandwidth=bandwidth, is_causal=is_causal)
+    is_causal = call.is_causal
+    wide, history = with_halo(
+        inputs, call.segment_ids, axes, bandwidth=bandwidth, is_causal=is_causal
+    )
     fields = Fields.of(
         wide, features.feature_map, bandwidth=bandwidth, is_causal=is_causal, history=history
     )
     length, halo = inputs.key.shape[1], wide.key.shape[1] - inputs.key.shape[1]
     ids = None
-    if segment_ids is not None:
-        ids = jnp.reshape(segment_ids, inputs.key.shape[:2])
+    if call.segment_ids is not None:
+        ids = jnp.reshape(call.segment_ids, inputs.key.shape[:2])
         ids = widen(ids, axes, history, halo - history)
 
     def beyond(keys: Inputs, start: int, step: int) -> AttentionState:

@@ -14,16 +14,9 @@ from flax.typing import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
-from simrf_jax.attention import Mechanism, RandomFeatures
-from simrf_jax.features.learned import Learned
-from simrf_jax.integrations import (
-    flax_attention,
-    flax_calibration,
-    flax_distillation,
-    flax_repr,
-)
-from simrf_jax.integrations.flax_attention import Call
-from simrf_jax.integrations.flax_report import SeenCall
+from simrf_jax.attention import Mechanism
+from simrf_jax.integrations import flax_attention, flax_repr
+from simrf_jax.integrations.flax_attention import Request
 
 
 class Adapter(nn.Module):
@@ -116,7 +109,7 @@ class Adapter(nn.Module):
                 "that random-feature attention does not make."
             )
         is_causal = checks.boolean("is_causal", is_causal)
-        call = flax_attention.read(
+        request = flax_attention.read(
             query,
             key,
             value,
@@ -138,45 +131,13 @@ class Adapter(nn.Module):
             module=module,
         )
         mechanism = self._mechanism(query.shape[-2], *key.shape[-2:])
-        self._add_moments(call)
-        self._add_loss(call, mechanism)
-        self._add_call(call, mechanism)
+        self._observe(request, mechanism)
         if not self.decode:
-            return flax_attention.attend(mechanism, call)
-        return self._step(mechanism, call)
+            return flax_attention.attend(mechanism, request)
+        return self._step(mechanism, request)
 
-    def _add_moments(self, call: Call) -> None:
-        """Adds the tokens of a call to the moments that ``calibrate`` sums, if it does."""
-        if not self.has_variable("calibration_moments", "moments"):
-            return
-        if self.decode:
-            raise ValueError("An adapter has decode=True: calibrate the model without it.")
-        sums: nn.Variable[Any] = self.variable("calibration_moments", "moments")
-        sums.value = flax_calibration.add_moments(sums.value, call)
-
-    def _add_loss(self, call: Call, mechanism: Mechanism) -> None:
-        """Adds the loss of a call to the one that ``distillation_loss`` sums, if it does."""
-        if not self.has_variable("distillation", "loss"):
-            return
-        if self.decode:
-            raise ValueError("An adapter has decode=True: distil the model without it.")
-        if isinstance(mechanism, RandomFeatures) and isinstance(mechanism.feature_map, Learned):
-            bandwidth = mechanism.exact_bandwidth
-            loss = flax_distillation.loss_of_call(call, mechanism.feature_map, bandwidth)
-            total: nn.Variable[Any] = self.variable("distillation", "loss")
-            total.value = total.value + loss
-
-    def _add_call(self, call: Call, mechanism: Mechanism) -> None:
-        """Adds a call to those that ``attention_report`` reads, if it does."""
-        # mutable=True, and the DenyList of Flax, admit any name. They ask for no report.
-        asked = self.is_mutable_collection("attention_calls")
-        asked &= not self.is_mutable_collection("a name that nothing has")
-        if not asked or self.is_initializing() or not isinstance(mechanism, RandomFeatures):
-            return
-        if self.decode:
-            raise ValueError("An adapter has decode=True: report on the model without it.")
-        seen: nn.Variable[Any] = self.variable("attention_calls", "calls", tuple)
-        seen.value = (*seen.value, SeenCall.of(call, mechanism))
+    def _observe(self, request: Request, mechanism: Any) -> None:
+        """Adds to what ``calibrate``, ``distillation_loss`` or ``attention_report`` asks for."""
 
     def _check_fields(self) -> None:
         checks.boolean("shared", self.shared)
@@ -188,13 +149,13 @@ class Adapter(nn.Module):
             sequence_axis=self.sequence_axis,
         )
 
-    def _step(self, mechanism: Mechanism, call: Call) -> jax.Array:
+    def _step(self, mechanism: Mechanism, request: Request) -> jax.Array:
         """Attends to the tokens in the cache and to those of a call, and adds these to it."""
         if self.is_initializing():
             # As in Flax's own attention, the call that makes the cache does not count.
-            empty = flax_attention.init(mechanism, call)
+            empty = mechanism.init_for(request.call)
             self.variable("cache", "state", lambda: empty)
-            return flax_attention.step(mechanism, empty, call)[0]
+            return flax_attention.step(mechanism, empty, request)[0]
         if not self.has_variable("cache", "state"):
             raise ValueError(
                 "decode=True needs a cache: make an empty one, "
@@ -209,7 +170,7 @@ class Adapter(nn.Module):
                 "the cache that it returns to the next call."
             )
         cache: nn.Variable[Any] = self.variable("cache", "state")
-        out, cache.value = flax_attention.step(mechanism, cache.value, call)
+        out, cache.value = flax_attention.step(mechanism, cache.value, request)
         return out
 
     def _drawn(self, name: str, draw: Callable[[], Any]) -> Any:

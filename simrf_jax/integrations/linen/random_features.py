@@ -10,11 +10,17 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from simrf_jax.attention import RandomFeatures
-from simrf_jax.attention.random_features.attention import Implementation
+from simrf_jax.attention.implementations import Implementation
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.features.learned import Learned
-from simrf_jax.integrations import flax_attention, flax_calibration, flax_drawing
+from simrf_jax.integrations import (
+    flax_attention,
+    flax_calibration,
+    flax_distillation,
+    flax_drawing,
+)
+from simrf_jax.integrations.flax_report import SeenCall
 from simrf_jax.integrations.linen.adapter import Adapter
 from simrf_jax.integrations.linen.projection import boxed
 from simrf_jax.projections import (
@@ -223,3 +229,28 @@ class RandomFeatureAttention(Adapter):
 
     def _param(self, name: str, start: jax.Array) -> jax.Array:
         return self.param(name, lambda _: start)
+
+    def _observe(self, request: flax_attention.Request, mechanism: RandomFeatures) -> None:
+        """Adds to what ``calibrate``, ``distillation_loss`` or ``attention_report`` asks for."""
+        if sums := self._asked_for("calibration_moments", "moments", "calibrate"):
+            sums.value = flax_calibration.add_moments(sums.value, request)
+        total = self._asked_for("distillation", "loss", "distil")
+        if total and isinstance(mechanism.feature_map, Learned):
+            bandwidth = mechanism.exact_bandwidth
+            loss = flax_distillation.loss_of_call(request, mechanism.feature_map, bandwidth)
+            total.value = total.value + loss
+        # mutable=True, and the DenyList of Flax, admit any name. They ask for no report.
+        is_asked = self.is_mutable_collection("attention_calls")
+        is_asked &= not self.is_mutable_collection("a name that nothing has")
+        if is_asked and not self.is_initializing():
+            self.variable("attention_calls", "calls", tuple)
+            if seen := self._asked_for("attention_calls", "calls", "report on"):
+                seen.value = (*seen.value, SeenCall.of(request, mechanism))
+
+    def _asked_for(self, collection: str, name: str, verb: str) -> nn.Variable[Any] | None:
+        """Returns a variable to add to, if there is one; raises while the adapter decodes."""
+        if not self.has_variable(collection, name):
+            return None
+        if self.decode:
+            raise ValueError(f"An adapter has decode=True: {verb} the model without it.")
+        return self.variable(collection, name)

@@ -88,7 +88,7 @@ class Adapter(nnx.Module):
         for name, value in flax_repr.shown_fields(fields | switches, _SWITCHES).items():
             yield reprlib.Attr(name, value, use_raw_value=True)
 
-    def _observe(self, call: flax_attention.Call, mechanism: Any) -> None:
+    def _observe(self, request: flax_attention.Request, mechanism: Any) -> None:
         """Keeps what ``calibrate``, ``distillation_loss`` or ``attention_report`` asks for."""
 
     def __call__(
@@ -150,7 +150,7 @@ class Adapter(nnx.Module):
                 f"{' heads of '.join(map(str, key.shape[-2:]))}."
             )
         is_causal = checks.boolean("is_causal", is_causal)
-        call = flax_attention.read(
+        request = flax_attention.read(
             query,
             key,
             value,
@@ -172,15 +172,15 @@ class Adapter(nnx.Module):
             module=module,
         )
         mechanism = self._mechanism(query.shape[-2])
-        self._observe(call, mechanism)
+        self._observe(request, mechanism)
         if not self.decode:
-            return flax_attention.attend(mechanism, call)
+            return flax_attention.attend(mechanism, request)
         if self.cache is None:
             raise ValueError(
                 "decode=True needs a cache: call init_cache(input_shape) first, or "
                 "view(model, only=type(adapter), decode=True, batch_size=batch)."
             )
-        out, state = flax_attention.step(mechanism, get_value(self.cache), call)
+        out, state = flax_attention.step(mechanism, get_value(self.cache), request)
         set_value(self.cache, state)
         return out
 

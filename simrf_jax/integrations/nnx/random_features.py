@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from simrf_jax.attention import RandomFeatures
-from simrf_jax.attention.random_features.attention import Implementation
-from simrf_jax.attention.random_features.exact_band import check_band
+from simrf_jax.attention.estimator import check_band
+from simrf_jax.attention.implementations import Implementation
 from simrf_jax.features import FeatureMapLike, as_feature_map
 from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.features.learned import Learned
@@ -266,15 +266,17 @@ class RandomFeatureAttention(Adapter):
         calibration = jax.lax.stop_gradient(get_value(self.feature_map))
         return calibration if self.learned is None else self.learned.feature_map(calibration)
 
-    def _observe(self, call: flax_attention.Call, mechanism: RandomFeatures) -> None:
+    def _observe(self, request: flax_attention.Request, mechanism: RandomFeatures) -> None:
         if self.moments is not None:
-            sums = flax_calibration.add_moments(get_value(self.moments), call)
+            sums = flax_calibration.add_moments(get_value(self.moments), request)
             set_value(self.moments, sums)
         if self.loss is not None and isinstance(mechanism.feature_map, Learned):
-            loss = flax_distillation.loss_of_call(call, mechanism.feature_map, self.exact_bandwidth)
+            loss = flax_distillation.loss_of_call(
+                request, mechanism.feature_map, self.exact_bandwidth
+            )
             set_value(self.loss, get_value(self.loss) + loss)
         if self.calls is not None:
-            set_value(self.calls, (*get_value(self.calls), SeenCall.of(call, mechanism)))
+            set_value(self.calls, (*get_value(self.calls), SeenCall.of(request, mechanism)))
 
 
 def _as_state(feature_map: FeatureMapLike) -> Any:

@@ -1,38 +1,180 @@
-"""Random-feature attention: the public function."""
+"""Random-feature attention: the function, and the mechanism that holds W and the feature map."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import Literal, SupportsIndex, TypeAlias, get_args
+from collections.abc import Sequence
+from typing import SupportsIndex, Unpack
 
 import jax
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
-from simrf_jax import checks
-from simrf_jax.attention.inputs.arguments import Arguments
+from simrf_jax import checks, one_line
+from simrf_jax.attention.estimator import Estimator
+from simrf_jax.attention.implementations import Implementation, choose, names_of
+from simrf_jax.attention.inputs.call import Call, KeyOptions
 from simrf_jax.attention.inputs.masks import Lengths, Mask
-from simrf_jax.attention.inputs.sharding import find_shards
-from simrf_jax.attention.pallas_tpu.choice import MeshAxes, uses_kernel
-from simrf_jax.attention.random_features.bidirectional import bidirectional_attention
-from simrf_jax.attention.random_features.causal import (
-    CHUNK_SIZE,
-    causal_attention,
-    packed_attention,
-)
-from simrf_jax.attention.random_features.exact_band import attend_beside_band, check_band
-from simrf_jax.attention.random_features.exchange import attend_over_devices
-from simrf_jax.attention.random_features.state import (
-    AttentionState,
-    as_map_and_projection,
-    check_heads,
-    lay_out,
-)
-from simrf_jax.features import FeatureMap, FeatureMapLike, calls_function
+from simrf_jax.attention.inputs.sharding import MeshAxes
+from simrf_jax.attention.mechanism import Mechanism
+from simrf_jax.attention.random_features import decoding
+from simrf_jax.attention.random_features.exact_band import ExactBandState
+from simrf_jax.attention.random_features.state import AttentionState
+from simrf_jax.features import FeatureMapLike, as_feature_map
 from simrf_jax.projections import Projection
 
-Implementation: TypeAlias = Literal["xla", "pallas_tpu"]
-IMPLEMENTATIONS = get_args(Implementation)
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["projection", "feature_map"],
+    meta_fields=[
+        "chunk_size",
+        "sequence_axis",
+        "batch_axis",
+        "head_axis",
+        "implementation",
+        "exact_bandwidth",
+    ],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class RandomFeatures(Mechanism[AttentionState | ExactBandState]):
+    """Random-feature attention with a projection and a feature map.
+
+    Attributes:
+      projection: W, ``[num_features, H]`` for all heads, or ``[K, num_features, H]``, one for each
+        key head; None for a map that needs none.
+      feature_map: A name, an object of ``simrf_jax.feature_maps``, or a function.
+      chunk_size: Keys that causal or packed attention takes at a time, a power of two; None for a
+        default.
+      sequence_axis: Mesh axis, or a tuple of them, that shards the length in ``attend``; see
+        ``random_feature_attention``.
+      batch_axis: Mesh axes that shard the batch, for kernels; see ``random_feature_attention``.
+      head_axis: Mesh axes that shard the heads, for kernels.
+      implementation: ``"xla"``, ``"pallas_tpu"``, several to try, or None in ``attend``; see
+        ``random_feature_attention``. Steps of decoding always take XLA.
+      exact_bandwidth: Distance over which queries see keys exactly, or None; see
+        ``random_feature_attention``. The state of decoding is then an ``ExactBandState``.
+
+    Example:
+      >>> import jax, simrf_jax
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 10, 8, 64))
+      >>> w = simrf_jax.draw_projection(jax.random.key(1), 130, 64)
+      >>> mechanism = simrf_jax.RandomFeatures(w)
+      >>> whole = mechanism.attend(q, k, v, is_causal=True)
+      >>> state = mechanism.init(num_key_heads=8, head_dim=64, value_dim=64)
+      >>> state.sums.shape, state.maxima.shape
+      ((8, 130, 65), (8, 130))
+      >>> prompt, state = mechanism.step(state, q[:9], k[:9], v[:9])
+      >>> token, state = mechanism.step(state, q[9:], k[9:], v[9:])
+      >>> bool(abs(token - whole[9:]).max() < 1e-5)
+      True
+    """
+
+    projection: Projection | None
+    feature_map: FeatureMapLike = "positive"
+    chunk_size: SupportsIndex | None = None
+    sequence_axis: str | tuple[str, ...] | None = None
+    batch_axis: str | tuple[str, ...] | None = None
+    head_axis: str | tuple[str, ...] | None = None
+    implementation: Implementation | Sequence[Implementation] | None = None
+    exact_bandwidth: SupportsIndex | None = None
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
+
+    def __post_init__(self) -> None:
+        """Checks the fields, and replaces a name or a function by its feature map, a pytree."""
+        object.__setattr__(self, "implementation", names_of(self.implementation))
+        for name in ("sequence_axis", "batch_axis", "head_axis"):
+            checks.axis_names(name, getattr(self, name))
+        if self.chunk_size is not None:
+            checks.power_of_two("chunk_size", self.chunk_size)
+        if self.exact_bandwidth is not None:
+            checks.integer("exact_bandwidth", self.exact_bandwidth, least=0)
+        if isinstance(self.feature_map, str) or callable(self.feature_map):
+            object.__setattr__(self, "feature_map", as_feature_map(self.feature_map))
+
+    def in_order(self, call: Call) -> bool:
+        """Returns whether a call is causal or packed, or there is an exact band."""
+        return call.in_order(None if self.exact_bandwidth is None else int(self.exact_bandwidth))
+
+    def attend_to(self, call: Call) -> Float[Array, "*batch T N D"]:
+        """Returns ``random_feature_attention`` of a call."""
+        estimator = self.estimator()
+        return choose(self.implementation, estimator, call).attend(estimator, call)
+
+    def init_for(self, call: Call) -> AttentionState | ExactBandState:
+        """Returns the state before tokens like those of a call.
+
+        It has ``[*batch, K, num_features, D + 1]`` sums and as many maxima. With an exact band, it
+        is an ``ExactBandState`` of these and of a window of as many keys as the bandwidth.
+        """
+        return decoding.empty_state(self.estimator(), call)
+
+    def step_to(
+        self, state: AttentionState | ExactBandState, call: Call
+    ) -> tuple[Float[Array, "*batch T N D"], AttentionState | ExactBandState]:
+        """Attends to a state and, causally, to new tokens."""
+        estimator = self.estimator()
+        decoding.check_state(estimator, state, call)
+        return decoding.step(estimator, state, call)
+
+    def append(
+        self,
+        state: AttentionState | ExactBandState,
+        key: Float[ArrayLike, "*batch S K H"],
+        value: Float[ArrayLike, "*batch S K D"],
+        **options: Unpack[KeyOptions],
+    ) -> AttentionState | ExactBandState:
+        """Returns the state with more keys, of any number.
+
+        With an exact band the keys take the positions after those of the state, so the last of them
+        are the band of the next query, as after a ``step``.
+
+        Args:
+          state: State of the keys before.
+          key: ``[..., S, K, H]``.
+          value: ``[..., S, K, D]``.
+          **options: ``mask`` of the new keys, broadcastable to ``[..., K, 1, S]``, ``bias`` of the
+            same shapes, ``scale`` and ``key_value_seq_lengths``; see ``random_feature_attention``.
+
+        Raises:
+          TypeError: If a dtype is wrong.
+          ValueError: If shapes do not fit each other or the state, or devices share the length.
+
+        Example:
+          >>> import jax, simrf_jax
+          >>> k, v = jax.random.normal(jax.random.key(0), (2, 10, 8, 64))
+          >>> w = simrf_jax.draw_projection(jax.random.key(1), 130, 64)
+          >>> mechanism = simrf_jax.RandomFeatures(w)
+          >>> state = mechanism.init(num_key_heads=8, head_dim=64, value_dim=64)
+          >>> state = mechanism.append(state, k, v)
+        """
+        # Keys in the place of queries, of which there are none.
+        call = Call.of(key, key, value, query_seq_lengths=None, **options)
+        estimator = self.estimator()
+        decoding.check_state(estimator, state, call)
+        return decoding.append(estimator, state, call)
+
+    def estimator(self) -> Estimator:
+        """Returns all of this, checked.
+
+        Raises:
+          TypeError: If a field is of a wrong type.
+          ValueError: If fields do not suit each other.
+        """
+        return Estimator.of(
+            self.projection,
+            self.feature_map,
+            chunk_size=self.chunk_size,
+            exact_bandwidth=self.exact_bandwidth,
+            sequence_axes=checks.axis_names("sequence_axis", self.sequence_axis),
+            mesh_axes=MeshAxes(
+                checks.axis_names("batch_axis", self.batch_axis),
+                checks.axis_names("head_axis", self.head_axis),
+            ),
+        )
 
 
 def random_feature_attention(
@@ -48,7 +190,7 @@ def random_feature_attention(
     is_causal: bool | np.bool_ = False,
     query_seq_lengths: Lengths | None = None,
     key_value_seq_lengths: Lengths | None = None,
-    implementation: Implementation | None = None,
+    implementation: Implementation | Sequence[Implementation] | None = None,
     segment_ids: Integer[ArrayLike, "... T"] | None = None,
     chunk_size: SupportsIndex | None = None,
     sequence_axis: str | tuple[str, ...] | None = None,
@@ -98,8 +240,9 @@ def random_feature_attention(
       query_seq_lengths: Integers of the batch shape (``(1,)`` if there is no batch); outputs from
         there on are zero.
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
-      implementation: ``"pallas_tpu"`` for fused kernels, ``"xla"`` for the compiler's own, or None
-        for the kernels where they can do the call on a TPU, and XLA elsewhere. The kernels make
+      implementation: ``"pallas_tpu"`` for fused kernels, ``"xla"`` for the compiler's own, or a
+        sequence of names, of which the first that can do the call does it. None takes the kernels
+        where they can do the call on a TPU, and XLA elsewhere. The kernels make
         features that are exponentials (positive, hyperbolic, optimal positive, calibrated and
         learned ones) and never write them to memory. They do bidirectional, causal and packed
         attention in bfloat16 or float32, also beside an exact band of up to 256 keys on each side,
@@ -165,131 +308,36 @@ def random_feature_attention(
       https://arxiv.org/abs/2009.14794
       Reid et al., Simplex Random Features (ICML 2023), Sec. 5.4, https://arxiv.org/abs/2301.13856
     """
-    checks.one_of("implementation", implementation, (*IMPLEMENTATIONS, None))
-    is_causal = checks.boolean("is_causal", is_causal)
-    in_order = is_causal or segment_ids is not None or exact_bandwidth is not None
-    if chunk_size is not None and not in_order:
-        raise ValueError(
-            f"chunk_size is for causal or packed attention, got {chunk_size} with neither of them "
-            "and without exact_bandwidth."
-        )
-    chunk_size = checks.power_of_two("chunk_size", CHUNK_SIZE if chunk_size is None else chunk_size)
-    arguments = Arguments.of(
+    call = Call.of(
         query,
         key,
         value,
         mask=mask,
         bias=bias,
         scale=scale,
+        is_causal=is_causal,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids,
     )
-    feature_map, w = as_map_and_projection(feature_map, projection)
-    num_key_heads, dim = arguments.key.shape[-2:]
-    check_heads(feature_map, w, num_key_heads=num_key_heads, dim=dim)
-    if exact_bandwidth is not None:
-        exact_bandwidth = check_band(exact_bandwidth, feature_map)
-    axes = checks.axis_names("sequence_axis", sequence_axis)
-    mesh_axes = MeshAxes(
-        checks.axis_names("batch_axis", batch_axis), checks.axis_names("head_axis", head_axis)
-    )
-    if implementation == "pallas_tpu" and axes:
-        raise ValueError(
-            'implementation="pallas_tpu" is for whole sequences, got a call with a sequence_axis.'
-        )
-    may_use_kernel = implementation == "pallas_tpu" or (
-        implementation is None and jax.default_backend() == "tpu" and not axes
-    )
-    in_kernel = may_use_kernel and uses_kernel(
-        arguments,
-        w,
+    mechanism = RandomFeatures(
+        projection,
         feature_map,
-        mesh_axes,
-        is_causal=is_causal,
-        exact_bandwidth=exact_bandwidth,
-        is_required=implementation is not None,
+        chunk_size,
+        sequence_axis,
+        batch_axis,
+        head_axis,
+        implementation,
+        exact_bandwidth,
     )
-    if axes or arguments.explicit_axes(in_order=in_order):
-        find_shards(arguments, axes, in_order=in_order)  # Raises if lengths do not fit.
-        if arguments.key.shape[-3] > 0:  # Without keys there is nothing to exchange.
-            return attend_over_devices(
-                arguments,
-                w,
-                feature_map,
-                axes,
-                is_causal=is_causal,
-                chunk_size=chunk_size,
-                exact_bandwidth=exact_bandwidth,
-            )
-    attend = _attend if calls_function(feature_map) else _compiled_attend
-    try:
-        return attend(
-            arguments,
-            w,
-            feature_map,
-            is_causal=is_causal,
-            chunk_size=chunk_size,
-            exact_bandwidth=exact_bandwidth,
-            kernel_axes=mesh_axes if in_kernel else None,
+    check_chunks(chunk_size, mechanism.in_order(call))
+    return mechanism.attend_to(call)
+
+
+def check_chunks(chunk_size: SupportsIndex | None, in_order: bool) -> None:
+    """Raises ``ValueError`` if a size of chunks is given for a call that has none."""
+    if chunk_size is not None and not in_order:
+        raise ValueError(
+            f"chunk_size is for causal or packed attention, got {chunk_size} with neither of them "
+            "and without exact_bandwidth."
         )
-    except TypeError as error:
-        if in_kernel and "custom_vjp" in str(error):
-            raise TypeError(
-                "The Pallas kernels can be differentiated in reverse mode, got a derivative in "
-                'forward mode of random-feature attention; compute it with implementation="xla".'
-            ) from error
-        raise
-
-
-@jax.named_scope("random_feature_attention")
-def _attend(
-    arguments: Arguments,
-    projection: Projection | None,
-    feature_map: FeatureMap,
-    *,
-    is_causal: bool,
-    chunk_size: int,
-    exact_bandwidth: int | None,
-    kernel_axes: MeshAxes | None = None,
-) -> Float[Array, "*batch T N D"]:
-    """Attends to tokens that are all on one device, or in a kernel over mesh axes."""
-    if kernel_axes is not None:
-        # Here, because Pallas takes a tenth of a second to load, and most calls do without it.
-        from simrf_jax.attention.pallas_tpu.attention import attend as attend_in_kernel
-
-        return attend_in_kernel(
-            arguments,
-            projection,
-            feature_map,
-            kernel_axes,
-            is_causal=is_causal,
-            exact_bandwidth=exact_bandwidth,
-            reference=functools.partial(
-                _attend,
-                is_causal=is_causal,
-                chunk_size=chunk_size,
-                exact_bandwidth=exact_bandwidth,
-            ),
-        )
-    inputs, features = lay_out(arguments, projection, feature_map, scaled=exact_bandwidth is None)
-    if exact_bandwidth is not None:
-        return attend_beside_band(
-            inputs,
-            features,
-            bandwidth=exact_bandwidth,
-            is_causal=is_causal,
-            chunk_size=chunk_size,
-        )
-    if inputs.segments is None and not is_causal:
-        return inputs.outputs(bidirectional_attention(inputs, features))
-    empty = AttentionState.empty(inputs, features)
-    if is_causal:
-        return inputs.outputs(causal_attention(inputs, features, empty, chunk_size=chunk_size)[0])
-    return inputs.outputs(packed_attention(inputs, features, empty, empty, chunk_size=chunk_size))
-
-
-# One program for each shape and feature map, also without jit around the call. A user's function is
-# left out: it may do something else the next time.
-_OPTIONS = ("is_causal", "chunk_size", "exact_bandwidth", "kernel_axes")
-_compiled_attend = jax.jit(_attend, static_argnames=_OPTIONS, inline=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import SupportsIndex
 
@@ -12,9 +13,88 @@ from jaxtyping import Array, ArrayLike, Float, Integer, Real
 from simrf_jax import checks
 from simrf_jax.attention.banded.exchange import attend_over_devices
 from simrf_jax.attention.banded.softmax import attend_in_windows, cut
-from simrf_jax.attention.inputs.arguments import Arguments
+from simrf_jax.attention.banded.window import Window, check_bandwidth, empty_window
+from simrf_jax.attention.inputs.call import Call
 from simrf_jax.attention.inputs.masks import Lengths, Mask
 from simrf_jax.attention.inputs.sharding import find_shards
+from simrf_jax.attention.mechanism import (
+    Mechanism,
+    check_kind,
+    check_step,
+    check_tokens,
+    flatten,
+    unflatten,
+)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[],
+    meta_fields=["bandwidth", "block_size", "sequence_axis"],
+)
+@dataclasses.dataclass(frozen=True)
+class Band(Mechanism[Window]):
+    """Banded attention with a bandwidth.
+
+    Attributes:
+      bandwidth: Distance k, at least 0. Query t attends to the keys from t - k to t + k.
+      block_size: Queries in a block; None for a default. See ``banded_attention``.
+      sequence_axis: Mesh axis, or a tuple of them, that shards the length in ``attend``; see
+        ``banded_attention``.
+
+    Example:
+      >>> import jax, simrf_jax
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 10, 8, 64))
+      >>> band = simrf_jax.Band(4)
+      >>> whole = band.attend(q, k, v, is_causal=True)
+      >>> window = band.init(num_key_heads=8, head_dim=64, value_dim=64)
+      >>> window.key.shape
+      (4, 8, 64)
+      >>> prompt, window = band.step(window, q[:9], k[:9], v[:9])
+      >>> token, window = band.step(window, q[9:], k[9:], v[9:])
+      >>> bool(abs(token - whole[9:]).max() < 1e-5)
+      True
+    """
+
+    bandwidth: SupportsIndex
+    block_size: SupportsIndex | None = None
+    sequence_axis: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        checks.integer("bandwidth", self.bandwidth, least=0)
+        if self.block_size is not None:
+            checks.positive_int("block_size", self.block_size)
+        checks.axis_names("sequence_axis", self.sequence_axis)
+
+    def in_order(self, call: Call) -> bool:
+        """Returns True: each query has a band of its own."""
+        return call.in_order(int(self.bandwidth))
+
+    def attend_to(self, call: Call) -> Float[Array, "*batch T N D"]:
+        """Returns ``banded_attention`` of a call."""
+        axes = checks.axis_names("sequence_axis", self.sequence_axis)
+        if axes or call.explicit_axes(in_order=True):
+            shards = find_shards(call, axes, in_order=True)
+            if call.key.shape[-3] > 0:  # Without keys there is nothing to exchange.
+                return attend_over_devices(call, shards, *self._sizes())
+        return _attend(self, call)
+
+    def init_for(self, call: Call) -> Window:
+        """Returns the window before tokens like those of a call."""
+        window = empty_window(call.lay_out(scaled=False), int(self.bandwidth))
+        return unflatten(window, call.key.shape[:-3])
+
+    def step_to(self, state: Window, call: Call) -> tuple[Float[Array, "*batch T N D"], Window]:
+        """Attends to a window and, causally, to new tokens."""
+        check_tokens(call)
+        check_kind(state, Window)
+        check_bandwidth(state, int(self.bandwidth))
+        return _step(self, state, call)
+
+    def _sizes(self) -> tuple[int, int | None]:
+        """Returns the bandwidth and the block size as integers."""
+        return int(self.bandwidth), None if self.block_size is None else int(self.block_size)
 
 
 def banded_attention(
@@ -88,37 +168,40 @@ def banded_attention(
       Nguyen et al., FMMformer: Efficient and Flexible Transformers via Decomposed Near-field and
       Far-field Attention (NeurIPS 2021), https://arxiv.org/abs/2108.02347
     """
-    bandwidth = checks.integer("bandwidth", bandwidth, least=0)
-    is_causal = checks.boolean("is_causal", is_causal)
-    if block_size is not None:
-        block_size = checks.positive_int("block_size", block_size)
-    arguments = Arguments.of(
+    band = Band(bandwidth, block_size, sequence_axis)
+    return band.attend(
         query,
         key,
         value,
         mask=mask,
         bias=bias,
         scale=scale,
+        is_causal=is_causal,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids,
     )
-    axes = checks.axis_names("sequence_axis", sequence_axis)
-    if axes or arguments.explicit_axes(in_order=True):
-        find_shards(arguments, axes, in_order=True)  # Raises if lengths do not fit.
-        if arguments.key.shape[-3] > 0:  # Without keys there is nothing to exchange.
-            return attend_over_devices(
-                arguments, axes, bandwidth=bandwidth, is_causal=is_causal, block_size=block_size
-            )
-    return _attend(arguments, bandwidth=bandwidth, is_causal=is_causal, block_size=block_size)
 
 
-@functools.partial(jax.jit, static_argnames=("bandwidth", "is_causal", "block_size"), inline=True)
-def _attend(
-    arguments: Arguments, *, bandwidth: int, is_causal: bool, block_size: int | None
-) -> Float[Array, "*batch T N D"]:
+@functools.partial(jax.jit, inline=True)
+def _attend(band: Band, call: Call) -> Float[Array, "*batch T N D"]:
     """Attends to tokens that are all on one device."""
-    inputs = arguments.lay_out(scaled=False)
+    inputs = call.lay_out(scaled=False)
     lengths = (inputs.query.shape[1], inputs.key.shape[1])
-    blocks = cut(*lengths, bandwidth, is_causal, block_size)
+    bandwidth, block_size = band._sizes()
+    blocks = cut(*lengths, bandwidth, call.is_causal, block_size)
     return inputs.outputs(attend_in_windows(inputs, blocks))
+
+
+@functools.partial(jax.jit, inline=True)
+def _step(band: Band, state: Window, call: Call) -> tuple[Float[Array, "*batch T N D"], Window]:
+    """Attends to a window and, causally, to new tokens."""
+    bandwidth, block_size = band._sizes()
+    inputs = call.lay_out(scaled=False)
+    check_step(call, inputs)
+    batch, length = call.query.shape[:-3], inputs.query.shape[1]
+    before = flatten(state, jax.eval_shape(lambda: empty_window(inputs, bandwidth)), batch)
+    seen = before.followed_by(inputs)
+    blocks = cut(length, bandwidth + length, bandwidth, True, block_size, history=bandwidth)
+    out = inputs.outputs(attend_in_windows(seen.put_into(inputs), blocks))
+    return out, unflatten(seen.part(slice(length, None)), batch)

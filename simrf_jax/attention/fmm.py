@@ -1,19 +1,25 @@
-"""Near and far field together: the attention of FMMformers."""
+"""Near and far field together, each normalized by itself: the attention of FMMformers."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import SupportsIndex, TypeAlias
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
-from simrf_jax import checks
-from simrf_jax.attention.banded.attention import banded_attention
+from simrf_jax import checks, one_line
+from simrf_jax.attention.banded.band import Band
+from simrf_jax.attention.banded.window import Window
+from simrf_jax.attention.inputs.call import Call
 from simrf_jax.attention.inputs.masks import Lengths, Mask
-from simrf_jax.attention.random_features.attention import random_feature_attention
+from simrf_jax.attention.mechanism import Mechanism, check_kind
+from simrf_jax.attention.random_feature_attention import RandomFeatures, check_chunks
+from simrf_jax.attention.random_features.state import AttentionState
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.projections import Projection
 
@@ -23,6 +29,97 @@ Weights: TypeAlias = (
     | Sequence[Real[ArrayLike, "..."]]
     | Sequence[Sequence[Real[ArrayLike, ""]]]
 )
+
+
+class BlendState(NamedTuple):
+    """The state of near and far field.
+
+    Attributes:
+      near: The window of the near field.
+      far: The state of each feature map of the far field.
+    """
+
+    near: Window
+    far: tuple[AttentionState, ...]
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["near", "far", "near_weight", "far_weights"],
+    meta_fields=[],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Blend(Mechanism[BlendState]):
+    """Near and far field, each normalised by itself, and their weights: FMM attention.
+
+    Attributes:
+      near: The near field.
+      far: Far fields, one for each feature map.
+      near_weight: Weight of the near field, broadcastable to ``[N]``.
+      far_weights: Weights of the far fields: one number, ``[L]``, or broadcastable to ``[L, N]``.
+
+    Example:
+      >>> import jax, simrf_jax
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 10, 8, 64))
+      >>> w = simrf_jax.draw_projection(jax.random.key(1), 130, 64)
+      >>> near, far = simrf_jax.Band(4), (simrf_jax.RandomFeatures(w),)
+      >>> blend = simrf_jax.Blend(near, far, near_weight=0.5, far_weights=0.5)
+      >>> whole = blend.attend(q, k, v, is_causal=True)
+      >>> state = blend.init(num_key_heads=8, head_dim=64, value_dim=64)
+      >>> prompt, state = blend.step(state, q[:9], k[:9], v[:9])
+      >>> token, state = blend.step(state, q[9:], k[9:], v[9:])
+      >>> bool(abs(token - whole[9:]).max() < 1e-5)
+      True
+
+    References:
+      Nguyen et al., FMMformer: Efficient and Flexible Transformers via Decomposed Near-field and
+      Far-field Attention (NeurIPS 2021), https://arxiv.org/abs/2108.02347
+    """
+
+    near: Band
+    far: tuple[RandomFeatures, ...]
+    near_weight: Weights = 1.0
+    far_weights: Weights = 1.0
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
+
+    def in_order(self, call: Call) -> bool:
+        """Returns True: the near field is a band."""
+        return self.near.in_order(call)
+
+    def attend_to(self, call: Call) -> Float[Array, "*batch T N D"]:
+        """Returns ``fmm_attention`` of a call."""
+        near, *far = (field.attend_to(call) for field in self._fields())
+        return blend(near, far, self.near_weight, self.far_weights)
+
+    def init_for(self, call: Call) -> BlendState:
+        """Returns the states of all fields before tokens like those of a call."""
+        near, *far = (field.init_for(call) for field in self._fields())
+        return BlendState(near, tuple(far))
+
+    def step_to(
+        self, state: BlendState, call: Call
+    ) -> tuple[Float[Array, "*batch T N D"], BlendState]:
+        """Attends to the states and, causally, to new tokens."""
+        check_kind(state, BlendState)
+        if len(state.far) != len(self.far):
+            raise ValueError(
+                f"state must be of {len(self.far)} feature maps, got one of {len(state.far)}."
+            )
+        before = (state.near, *state.far)
+        steps = [
+            field.step_to(one, call) for field, one in zip(self._fields(), before, strict=True)
+        ]
+        (near, *far), (window, *after) = zip(*steps, strict=True)
+        out = blend(near, far, self.near_weight, self.far_weights)
+        return out, BlendState(window, tuple(after))
+
+    def _fields(self) -> tuple[Mechanism[Any], ...]:
+        return (self.near, *self.far)
 
 
 def fmm_attention(
@@ -107,11 +204,10 @@ def fmm_attention(
       Far-field Attention (NeurIPS 2021), https://arxiv.org/abs/2108.02347
     """
     check_feature_maps(projections, feature_maps)
-    near = banded_attention(
+    call = Call.of(
         query,
         key,
         value,
-        bandwidth=bandwidth,
         mask=mask,
         bias=bias,
         scale=scale,
@@ -119,29 +215,14 @@ def fmm_attention(
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids,
-        block_size=block_size,
-        sequence_axis=sequence_axis,
     )
-    far = [
-        random_feature_attention(
-            query,
-            key,
-            value,
-            projection,
-            feature_map=feature_map,
-            mask=mask,
-            bias=bias,
-            scale=scale,
-            is_causal=is_causal,
-            query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths,
-            segment_ids=segment_ids,
-            chunk_size=chunk_size,
-            sequence_axis=sequence_axis,
-        )
-        for projection, feature_map in zip(projections, feature_maps, strict=True)
-    ]
-    return blend(near, far, near_weight, far_weights)
+    check_chunks(chunk_size, call.in_order())
+    far = (
+        RandomFeatures(w, feature_map, chunk_size, sequence_axis)
+        for w, feature_map in zip(projections, feature_maps, strict=True)
+    )
+    near = Band(bandwidth, block_size, sequence_axis)
+    return Blend(near, tuple(far), near_weight, far_weights).attend_to(call)
 
 
 def check_feature_maps(

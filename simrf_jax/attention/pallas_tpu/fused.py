@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from simrf_jax.attention.inputs.arguments import Arguments
+from simrf_jax.attention.estimator import Estimator
+from simrf_jax.attention.inputs.call import Call
+from simrf_jax.attention.inputs.sharding import MeshAxes
 from simrf_jax.attention.pallas_tpu import (
     backward,
     causal,
@@ -21,7 +23,6 @@ from simrf_jax.attention.pallas_tpu import (
     near_backward,
 )
 from simrf_jax.attention.pallas_tpu.backward import Gradients
-from simrf_jax.attention.pallas_tpu.choice import MeshAxes
 from simrf_jax.attention.pallas_tpu.devices import Kernel, on_platform, over_devices
 from simrf_jax.attention.pallas_tpu.heads import Refs
 from simrf_jax.attention.pallas_tpu.near import NearRefs
@@ -33,11 +34,9 @@ from simrf_jax.attention.pallas_tpu.operands import (
     shape_of,
 )
 from simrf_jax.attention.pallas_tpu.sums import Sums, merge
-from simrf_jax.features import FeatureMap
-from simrf_jax.projections import Projection
 
-# Attention of the same arguments by XLA, which gives the gradients of all but the tokens.
-Reference: TypeAlias = Callable[[Arguments, Projection | None, FeatureMap], jax.Array]
+# Attention of the same call by XLA, which gives the gradients of all but the tokens.
+Reference: TypeAlias = Callable[[Estimator, Call], jax.Array]
 
 
 class Tokens(NamedTuple):
@@ -49,22 +48,14 @@ class Tokens(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """The other arrays of a call; ``arguments`` has None in the place of the tokens."""
+    """The other arrays of a call; ``call`` has None in the place of the tokens."""
 
-    arguments: Any
-    projection: Projection | None
-    feature_map: FeatureMap
+    call: Any
+    estimator: Estimator
 
 
 def attend(
-    arguments: Arguments,
-    projection: Projection | None,
-    feature_map: FeatureMap,
-    axes: MeshAxes,
-    *,
-    is_causal: bool,
-    exact_bandwidth: int | None,
-    reference: Reference,
+    estimator: Estimator, call: Call, *, reference: Reference
 ) -> Float[Array, "*batch T N D"]:
     """Lets each query attend to all keys, or to those up to its position.
 
@@ -72,70 +63,61 @@ def attend(
     anyone asks for them, from ``reference``.
 
     Args:
-      arguments: Arguments for which ``uses_kernel``.
-      projection: W.
-      feature_map: The feature map.
-      axes: Mesh axes that shard the batch and the heads.
-      is_causal: True to hide the keys after each query.
-      exact_bandwidth: Distance over which queries see keys exactly, or None.
+      estimator: W, the feature map, and the mesh axes that shard the batch and the heads.
+      call: A call that the kernels can take.
       reference: The same attention without kernels.
     """
-    fixed = jax.lax.stop_gradient((projection, feature_map))
-    tokens = Tokens(arguments.query, arguments.key, arguments.value)
+    fixed, axes = jax.lax.stop_gradient(estimator), estimator.mesh_axes
+    tokens = Tokens(call.query, call.key, call.value)
     without: dict[str, Any] = dict.fromkeys(tokens._fields)
-    rest = Rest(dataclasses.replace(arguments, **without), projection, feature_map)
-    of_tokens = dataclasses.replace(jax.lax.stop_gradient(rest.arguments), **tokens._asdict())
-    if exact_bandwidth is not None or (arguments.segment_ids is not None and not is_causal):
-        out = _in_parts(of_tokens, *fixed, axes, exact_bandwidth, is_causal)
+    rest = Rest(dataclasses.replace(call, **without), estimator)
+    of_tokens = dataclasses.replace(jax.lax.stop_gradient(rest.call), **tokens._asdict())
+    is_packed = call.segment_ids is not None and not call.is_causal
+    if estimator.exact_bandwidth is not None or is_packed:
+        out = _in_parts(fixed, of_tokens)
     else:
-        operands = lay_out(of_tokens, *fixed, start=0 if is_causal else None)
-        out = _fused(Whole(axes, is_causal), operands)
-    out = _outputs(out, arguments)
+        start = 0 if call.is_causal else None
+        operands = lay_out(of_tokens, fixed.projection, fixed.feature_map, start=start)
+        out = _fused(Whole(axes, call.is_causal), operands)
+    out = _outputs(out, call)
     return _with_gradients(reference, out, jax.lax.stop_gradient(tokens), rest)
 
 
-def _in_parts(
-    arguments: Arguments,
-    projection: Projection | None,
-    feature_map: FeatureMap,
-    axes: MeshAxes,
-    bandwidth: int | None,
-    is_causal: bool,
-) -> Float[Array, "B N padded T"]:
+def _in_parts(estimator: Estimator, call: Call) -> Float[Array, "B N padded T"]:
     """Returns outputs of the keys up to each query and of those after it, without a look ahead.
 
     With a band, they are those before and after the band, moved to the position of the query, and
     the keys of the band are exact.
     """
-    length, num_keys = arguments.query.shape[-3], arguments.key.shape[-3]
+    projection, feature_map = estimator.projection, estimator.feature_map
+    axes, bandwidth = estimator.mesh_axes, estimator.exact_bandwidth
+    length, num_keys = call.query.shape[-3], call.key.shape[-3]
     start = 0 if bandwidth is None else -bandwidth - 1
-    earlier = lay_out(arguments, projection, feature_map, start=start)
+    earlier = lay_out(call, projection, feature_map, start=start)
     parts = [_fused(Far(axes, False, start), earlier)]
-    if not is_causal:
+    if not call.is_causal:
         start = 1 if bandwidth is None else bandwidth + 1
         # Queries are added, so that there is one beside each key after the first band.
         missing = max(num_keys - start - length, 0)
-        padding = [(0, 0)] * (arguments.query.ndim - 3) + [(0, missing), (0, 0), (0, 0)]
-        query = jnp.pad(arguments.query, padding) if missing else arguments.query
-        longer = dataclasses.replace(arguments, query=query)
+        padding = [(0, 0)] * (call.query.ndim - 3) + [(0, missing), (0, 0), (0, 0)]
+        query = jnp.pad(call.query, padding) if missing else call.query
+        longer = dataclasses.replace(call, query=query)
         later = lay_out(longer, projection, feature_map, start=start, is_reversed=True)
         sums = _fused(Far(axes, True, start), later)
         parts.append(Sums(*(x[..., :length] for x in sums)))
     if bandwidth is None:
         return merge(parts)
-    in_band = _fused(Near(axes, bandwidth, is_causal), lay_out_near(arguments, bandwidth))
-    factors = query_factors(arguments, projection, feature_map)
+    in_band = _fused(Near(axes, bandwidth, call.is_causal), lay_out_near(call, bandwidth))
+    factors = query_factors(call, projection, feature_map)
     return merge([in_band, *(part.times(factors) for part in parts)])
 
 
-def _outputs(
-    out: Float[Array, "B N padded T"], arguments: Arguments
-) -> Float[Array, "*batch T N D"]:
+def _outputs(out: Float[Array, "B N padded T"], call: Call) -> Float[Array, "*batch T N D"]:
     """Returns outputs as the caller has them, zeros beyond the lengths of the queries."""
-    *batch, length, heads, _ = arguments.query.shape
-    out = jnp.transpose(out, (0, 3, 1, 2))[..., : arguments.value.shape[-1]]
-    if arguments.query_seq_lengths is not None:
-        out = jnp.where(arguments.real_queries(), out, 0)
+    *batch, length, heads, _ = call.query.shape
+    out = jnp.transpose(out, (0, 3, 1, 2))[..., : call.value.shape[-1]]
+    if call.query_seq_lengths is not None:
+        out = jnp.where(call.real_queries(), out, 0)
     return out.reshape(*batch, length, heads, out.shape[-1])
 
 
@@ -299,8 +281,8 @@ def _with_gradients_backward(
     tokens, rest = kept
 
     def attention(rest: Rest) -> jax.Array:
-        arguments = dataclasses.replace(rest.arguments, **tokens._asdict())
-        return reference(arguments, rest.projection, rest.feature_map)
+        call = dataclasses.replace(rest.call, **tokens._asdict())
+        return reference(rest.estimator, call)
 
     _, pull_back = jax.vjp(attention, rest)
     return of_out, None, *pull_back(of_out)

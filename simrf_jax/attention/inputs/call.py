@@ -1,20 +1,23 @@
-"""The arrays of an attention call: as a caller gives them, and as the mechanisms take them."""
+"""An attention call: as a caller makes it, and laid out as the mechanisms take it."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from typing import TypeAlias
+from typing import TypeAlias, TypedDict
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real, Shaped
 
 from simrf_jax import checks
 from simrf_jax.attention.inputs.masks import (
+    Lengths,
+    Mask,
     Shape,
     Unchecked,
     bias_per_key,
@@ -118,10 +121,46 @@ class Inputs:
         return out if self.is_batched else out[0]
 
 
-@jax.tree_util.register_dataclass
+class KeyOptions(TypedDict, total=False):
+    """The keywords that say something of keys; see ``Call``."""
+
+    mask: Mask | None
+    bias: Float[ArrayLike, " ..."] | None
+    scale: Real[ArrayLike, ""] | None
+    key_value_seq_lengths: Lengths | None
+
+
+class StepOptions(KeyOptions, total=False):
+    """The keywords of a step of decoding; see ``Call``."""
+
+    query_seq_lengths: Lengths | None
+
+
+class Options(StepOptions, total=False):
+    """The keywords of an attention call; see ``Call``."""
+
+    is_causal: bool | np.bool_
+    segment_ids: Integer[ArrayLike, "... T"] | None
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "query",
+        "key",
+        "value",
+        "mask",
+        "bias",
+        "scale",
+        "query_seq_lengths",
+        "key_value_seq_lengths",
+        "segment_ids",
+    ],
+    meta_fields=["is_causal"],
+)
 @dataclasses.dataclass(frozen=True)
-class Arguments:
-    r"""The arrays that a caller gives: those of ``jax.nn.dot_product_attention``, and segments.
+class Call:
+    r"""A call of attention: the arguments of ``jax.nn.dot_product_attention``, and segments.
 
     Attributes:
       query: ``[..., T, N, H]``.
@@ -133,6 +172,7 @@ class Arguments:
       query_seq_lengths: Integers of the batch shape, or None.
       key_value_seq_lengths: Integers of the batch shape, or None.
       segment_ids: Integers ``[..., T]``, or None.
+      is_causal: True if query t sees only keys up to t.
     """
 
     query: Float[Array, "*batch T N H"]
@@ -145,6 +185,7 @@ class Arguments:
     query_seq_lengths: Shaped[Array, " ..."] | None = None
     key_value_seq_lengths: Shaped[Array, " ..."] | None = None
     segment_ids: Shaped[Array, " ..."] | None = None
+    is_causal: bool = False
 
     @classmethod
     def of(
@@ -153,20 +194,23 @@ class Arguments:
         key: Float[ArrayLike, "*batch S K H"],
         value: Float[ArrayLike, "*batch S K D"],
         *,
-        mask: Unchecked | None,
-        bias: Unchecked | None,
-        scale: Real[ArrayLike, ""] | None,
-        query_seq_lengths: Unchecked | None,
-        key_value_seq_lengths: Unchecked | None,
+        mask: Unchecked | None = None,
+        bias: Unchecked | None = None,
+        scale: Real[ArrayLike, ""] | None = None,
+        is_causal: bool | np.bool_ = False,
+        query_seq_lengths: Unchecked | None = None,
+        key_value_seq_lengths: Unchecked | None = None,
         segment_ids: Unchecked | None = None,
-    ) -> Arguments:
-        """Returns the arguments as arrays, after the checks that need their values.
+    ) -> Call:
+        """Returns the call of a caller's arguments, after the checks that need their values.
 
         Raises:
-          TypeError: If the dtype of query, key or value is wrong, or scale is no number.
+          TypeError: If the dtype of query, key or value is wrong, scale is no number, or is_causal
+            neither True nor False.
           ValueError: If their shapes do not match, the scale is not finite, or the mask or the bias
             may differ between queries.
         """
+        is_causal = checks.boolean("is_causal", is_causal)
         query, key, value = checks.tokens(query, key, value)
         if scale is not None:
             checks.scalar("scale", scale)
@@ -190,7 +234,16 @@ class Arguments:
             query_seq_lengths,
             key_value_seq_lengths,
             segment_ids,
+            is_causal,
         )
+
+    def in_order(self, bandwidth: int | None = None) -> bool:
+        """Returns whether the positions of queries and keys matter, as they belong together.
+
+        Args:
+          bandwidth: Distance over which queries see keys in another way than beyond it, or None.
+        """
+        return self.is_causal or self.segment_ids is not None or bandwidth is not None
 
     def lay_out(
         self,
@@ -223,7 +276,7 @@ class Arguments:
             is_batched=self.query.ndim > 3,
         )
 
-    def _with_batch_axis(self) -> Arguments:
+    def _with_batch_axis(self) -> Call:
         """Returns one sequence as a batch of one; its masks and lengths may have that axis."""
         if self.query.ndim > 3:
             return self

@@ -1,1 +1,0 @@
-"""Near and far field blended."""

@@ -1,0 +1,75 @@
+"""The register of implementations: who takes a call, and what is said if nobody does."""
+
+import types
+
+import numpy as np
+import pytest
+
+from simrf_jax import RandomFeatures, random_feature_attention
+from simrf_jax.attention import implementations
+from tests.attention.inputs import inputs, projection
+
+pytestmark = pytest.mark.fast
+
+
+def attend(**options):
+    return random_feature_attention(*inputs(5), projection(), **options)
+
+
+def entry(platform, reason=None):
+    """Returns an implementation for which all attention is zero."""
+    return types.SimpleNamespace(
+        PLATFORM=platform,
+        reason_against=lambda estimator, call, is_asked: reason,
+        attend=lambda estimator, call: np.zeros_like(call.value),
+    )
+
+
+@pytest.fixture
+def register(monkeypatch):
+    entries = {}
+    monkeypatch.setattr(implementations, "ENTRIES", entries)
+    monkeypatch.setattr(implementations, "IMPLEMENTATIONS", ("one", "other", "xla"))
+    return entries
+
+
+def test_the_first_of_several_that_can_takes_the_call():
+    expected = attend(feature_map="relu", implementation="xla")
+    for several in (("pallas_tpu", "xla"), ["pallas_tpu", "xla"]):
+        out = attend(feature_map="relu", implementation=several)
+        np.testing.assert_array_equal(out, expected)
+
+
+def test_a_new_one_takes_calls_on_its_platform(register):
+    xla = implementations.xla
+    register |= {"one": entry("cpu"), "xla": xla}
+    assert np.all(attend() == 0)
+    assert np.any(attend(implementation="xla") != 0)
+    register["one"] = entry("gpu")
+    assert np.any(attend() != 0)
+    assert np.all(attend(implementation="one") == 0)
+
+
+def test_if_none_can_each_says_why(register):
+    register |= {"one": entry("cpu", "it is Sunday"), "other": entry("cpu", "it rains")}
+    message = (
+        'implementation="one" cannot do this call: it is Sunday; '
+        'implementation="other" cannot do this call: it rains.'
+    )
+    with pytest.raises(ValueError, match=message):
+        attend(implementation=("one", "other"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "match"),
+    [
+        ((), "must be a name, several or None, got none"),
+        (("xla", "cuda"), "must be one of 'xla', 'pallas_tpu', None, got 'cuda'"),
+        (3, "must be one of .* got 3"),
+    ],
+)
+def test_refuses_names(asked, match):
+    with pytest.raises(ValueError, match=match):
+        RandomFeatures(projection(), implementation=asked)
+    with pytest.raises(ValueError, match=match):
+        attend(implementation=asked)
