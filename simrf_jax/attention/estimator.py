@@ -96,10 +96,6 @@ class KeyFeatures(NamedTuple):
         features = LogFeatures(exponent, jnp.zeros_like(keys.log_scale), keys.values)
         return cls(features, (log_weights != -jnp.inf) & ~visible[..., 0])
 
-    def only(self, visible: Bool[Array, "B S"]) -> KeyFeatures:
-        """Hides the keys where ``visible``, ``[B, S]``, is False."""
-        return KeyFeatures(hide(self.features, visible), self.spoils & visible[..., None])
-
 
 class QueryFeatures(NamedTuple):
     """Features of queries.

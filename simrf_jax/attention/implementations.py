@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, TypeAlias, get_args
+from typing import Literal, Protocol, TypeAlias, get_args, runtime_checkable
 
 import jax
 from jaxtyping import Array, Float
@@ -18,6 +18,7 @@ Implementation: TypeAlias = Literal["xla", "pallas_tpu"]
 IMPLEMENTATIONS = get_args(Implementation)
 
 
+@runtime_checkable
 class Entry(Protocol):
     """A module that implements random-feature attention."""
 

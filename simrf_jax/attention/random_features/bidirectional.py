@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
-from simrf_jax.attention.estimator import HeadMaps, KeyFeatures, QueryFeatures
+from simrf_jax.attention.estimator import HeadMaps
 from simrf_jax.attention.inputs.call import Inputs, contract
 from simrf_jax.attention.random_features.state import (
     AttentionState,
-    in_units_of,
-    largest,
-    with_ones,
+    Keys,
+    attend_to_state,
+    sum_keys,
 )
 from simrf_jax.features import calls_function
 
@@ -63,27 +61,7 @@ def _has_chunks(inputs: Inputs) -> bool:
 
 def _attend_at_once(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K G D"]:
     """Makes the features of all tokens."""
-    keys, spoils = features.keys(inputs.key, inputs.key_log_weights)
-    queries, no_features = features.queries(inputs.query)
-    state = AttentionState.of(keys, with_ones(inputs.value))
-    out = state.read(queries, inputs.value.dtype).outputs()
-    spoiled = no_features | jnp.any(spoils, axis=1)[:, None, :, None]
-    # Last, for NaN before it would reach the gradients of W: 0 * NaN is not 0.
-    return jnp.where(spoiled[..., None], jnp.nan, out)
-
-
-class KeyChunks(NamedTuple):
-    """Keys of one head in chunks, or one chunk of them, which has no first axis.
-
-    Attributes:
-      key: ``[chunks, B, S, 1, H]``.
-      value: ``[chunks, B, S, 1, D]``.
-      log_weights: ``[chunks, B, S, 1]``.
-    """
-
-    key: Float[Array, "*chunks B S 1 H"]
-    value: Float[Array, "*chunks B S 1 D"]
-    log_weights: Float[Array, "*chunks B S 1"]
+    return attend_to_state(inputs, features, *sum_keys(Keys.of(inputs, None), features))
 
 
 def _attend_by_chunks(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K G D"]:
@@ -93,44 +71,19 @@ def _attend_by_chunks(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K
     """
     batch, length, num_heads, groups, _ = inputs.query.shape
     rows = batch * num_heads
-    keys = KeyChunks(
+    keys = Keys(
         _split(inputs.key, rows),
         _split(inputs.value, rows),
         _split(inputs.key_log_weights, rows, fill=-jnp.inf),
     )
     queries = _split(inputs.query, rows * groups)
     axes = features.head_axes()
-    state, spoiled = jax.vmap(_sum_keys, in_axes=(1, axes))(keys, features)
+    state, spoiled = jax.vmap(sum_keys, in_axes=(1, axes))(keys, features)
     state = state._replace(sums=state.sums.astype(inputs.value.dtype))  # The type to contract in.
     read = jax.vmap(_read, in_axes=(1, 0, 0, axes), out_axes=1)
     out = read(queries, state, spoiled, features)  # [chunks, K, B, size, 1, G, D]
     out = jnp.moveaxis(jnp.squeeze(out, 4), (0, 1), (1, 3))
     return out.reshape(batch, -1, *out.shape[3:])[:, :length]
-
-
-def _sum_keys(keys: KeyChunks, features: HeadMaps) -> tuple[AttentionState, Bool[Array, "B 1"]]:
-    """Returns the state of the keys of one head, and where one of them is not finite."""
-    feature_map, w = features.feature_map, features.projection
-
-    def add(state: AttentionState, chunk: KeyChunks) -> tuple[AttentionState, Bool[Array, "B 1"]]:
-        phi = feature_map.log_features(chunk.key, w, side="key")
-        phi, spoils = KeyFeatures.of(phi, chunk.log_weights, is_finite=feature_map.is_finite)
-        maxima = jnp.maximum(state.maxima, jnp.squeeze(largest(phi.exponent, axis=1), 1))
-        weights = in_units_of(maxima, phi)
-        numerators = contract("bskm,bskd->bkmd", weights, chunk.value)
-        # In the precision of the numerators, so that both see the same weights.
-        weights = weights.astype(chunk.value.dtype).astype(weights.dtype)
-        sums = jnp.concatenate([numerators, jnp.sum(weights, axis=1)[..., None]], axis=-1)
-        return AttentionState(state.in_units_of(maxima) + sums, maxima), jnp.any(spoils, axis=1)
-
-    if keys.key.shape[0] > 1:
-        add = jax.checkpoint(add, prevent_cse=False)
-    none = jax.tree.map(lambda x: x[0, :, :0], keys)
-    phi = feature_map.log_features(none.key, w, side="key")
-    phi, _ = KeyFeatures.of(phi, none.log_weights, is_finite=feature_map.is_finite)
-    empty = AttentionState.of_none(phi, with_ones(none.value))
-    state, spoiled = jax.lax.scan(add, empty, keys)
-    return state, jnp.any(spoiled, axis=0)
 
 
 def _read(
@@ -144,12 +97,10 @@ def _read(
     On a CPU a product with D columns and one with a single column are faster than one with D + 1,
     and so is the product of the gradient with ones instead of its sum.
     """
-    feature_map, w = features.feature_map, features.projection
     sums, total = state.sums[..., :-1], state.sums[..., -1:]
 
     def read(query: Float[Array, "B T 1 G H"]) -> Float[Array, "B T 1 G D"]:
-        phi = feature_map.log_features(query, w, side="query")
-        phi, no_features = QueryFeatures.of(phi, is_finite=feature_map.is_finite)
+        phi, no_features = features.queries(query)
         weights, _ = state.weigh(phi)
         # In this order of axes the products need no transposed copy of the weights.
         numerator = jnp.moveaxis(contract("btkgm,bkmd->bktgd", weights, sums), 2, 1)

@@ -31,7 +31,9 @@ from simrf_jax.attention.random_features.state import (
     Readout,
     largest,
     or_zero,
+    pad,
     signed_exp,
+    split_length,
     with_ones,
 )
 from simrf_jax.features import FeatureMap, LogFeatures, Side, calls_function
@@ -197,7 +199,7 @@ def one_key_for_each_query(inputs: Inputs, start: int) -> Inputs:
     fit = functools.partial(stretch, start=start, length=inputs.query.shape[1])
     return dataclasses.replace(
         inputs,
-        key=fit(inputs.key, fill=None if inputs.key.shape[1] else 1),  # As _pad says: no zeros.
+        key=fit(inputs.key, fill=None if inputs.key.shape[1] else 1),  # As pad says: no zeros.
         value=fit(inputs.value, fill=0),
         key_log_weights=fit(inputs.key_log_weights, fill=-jnp.inf),
         segments=None if inputs.segments is None else fit(inputs.segments, fill=None),
@@ -207,36 +209,10 @@ def one_key_for_each_query(inputs: Inputs, start: int) -> Inputs:
 def stretch(
     x: Shaped[Array, "B S *rest"], start: int, length: int, fill: float | None
 ) -> Shaped[Array, "B {length} *rest"]:
-    """Returns as many positions from ``start`` on, which may be negative, padded by ``_pad``."""
+    """Returns as many positions from ``start`` on, which may be negative, padded by ``pad``."""
     start = min(max(start, -length), x.shape[1])  # Farther out there is padding alone.
     before, after = max(0, -start), max(0, start + length - x.shape[1])
-    return _pad(x, before, after, fill)[:, start + before :][:, :length]
-
-
-def _pad(
-    x: Shaped[Array, "B length *rest"], before: int, after: int, fill: float | None
-) -> Shaped[Array, "B length+{before}+{after} *rest"]:
-    """Adds positions of ``fill`` at both ends, or copies of the outermost positions if None.
-
-    A user's feature map takes padding too: what it makes of a real key is as finite as that of the
-    key itself, which cannot be said of zeros.
-    """
-    if not before and not after:
-        return x
-    if fill is not None:
-        padding = [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2)
-        return jnp.pad(x, padding, constant_values=fill)
-    # jnp.pad(mode="edge") fails if an Explicit mesh axis shards another axis (jax 0.10.2).
-    ends = jnp.repeat(x[:, :1], before, axis=1), jnp.repeat(x[:, -1:], after, axis=1)
-    return jnp.concatenate([ends[0], x, ends[1]], axis=1)
-
-
-def split_length(
-    x: Shaped[Array, "B length *rest"], size: int, fill: float | None
-) -> Shaped[Array, "chunks B {size} *rest"]:
-    """Returns chunks ``[chunks, B, size, ...]`` of ``[B, length, ...]``, padded by ``_pad``."""
-    x = _pad(x, 0, -x.shape[1] % size, fill)
-    return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)
+    return pad(x, before, after, fill)[:, start + before :][:, :length]
 
 
 @dataclasses.dataclass(frozen=True)

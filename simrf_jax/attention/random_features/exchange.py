@@ -6,6 +6,7 @@ of all devices if attention is bidirectional, that of the devices before its own
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -25,17 +26,14 @@ from simrf_jax.attention.inputs.sharding import (
 from simrf_jax.attention.random_features.causal import (
     causal_attention,
     packed_attention,
-    split_length,
     stretch,
 )
 from simrf_jax.attention.random_features.exact_band import Fields
 from simrf_jax.attention.random_features.state import (
     AttentionState,
+    attend_to_state,
     state_of,
-    with_ones,
 )
-
-SUMMARY_CHUNK = 1024  # Keys whose features are in memory at a time, on each device.
 
 
 def attend_over_devices(
@@ -68,7 +66,9 @@ def attend_over_devices(
                 chunk_size=chunk_size,
             )
         if not call.in_order():
-            return inputs.outputs(_bidirectional(inputs, features, shards.axes))
+            state = merge_over(state_of(inputs, features), shards.axes)
+            out = attend_to_state(inputs, features, *state.split_spoiled())
+            return inputs.outputs(out)
         ids = part.segment_ids
         before = state_beyond(inputs, features, ids, shards.axes, 1)
         if call.is_causal:
@@ -79,15 +79,6 @@ def attend_over_devices(
         return inputs.outputs(out)
 
     return over_devices(attend, shards, call, estimator)
-
-
-def _bidirectional(inputs: Inputs, features: HeadMaps, axes: Axes) -> Float[Array, "B T K G D"]:
-    """Lets each query of this device attend to the keys of all devices."""
-    state, spoiled = merge_over(state_of(inputs, features), axes).split_spoiled()
-    queries, no_features = features.queries(inputs.query)
-    out = state.read(queries, inputs.value.dtype).outputs()
-    # Last, for NaN before it would reach the gradients of W: 0 * NaN is not 0.
-    return jnp.where((no_features | spoiled[:, None, :, None])[..., None], jnp.nan, out)
 
 
 def _beside_band(
@@ -156,14 +147,16 @@ def state_beyond(
     """
     segments = inputs.segments
     if segment_ids is None or segments is None:
-        return _flow(Passage(_state_of(inputs, features, None), None), axes, step).state
+        return _flow(Passage(state_of(inputs, features), None), axes, step).state
     segment_ids = jnp.reshape(segment_ids, segments.shape)
     begin, end = (0, -1) if step == 1 else (-1, 0)
     from_there = from_earlier_device(segment_ids[:, end], axes, step)
     continues = (from_there == segment_ids[:, begin]) & _has_source(axes, step)
     stops = (segments[:, begin] != segments[:, end]) | ~continues
-    leaves = _state_of(inputs, features, jnp.equal(segments, segments[:, end, None]))
-    return _flow(Passage(leaves, stops), axes, step).state.where(continues)
+    leaves = jnp.equal(segments, segments[:, end, None])[..., None]
+    log_weights = jnp.where(leaves, inputs.key_log_weights, -jnp.inf)
+    state = state_of(dataclasses.replace(inputs, key_log_weights=log_weights), features)
+    return _flow(Passage(state, stops), axes, step).state.where(continues)
 
 
 class Passage(NamedTuple):
@@ -209,36 +202,3 @@ def _has_source(axes: Axes, by: int) -> Bool[Array, ""]:
     """Returns whether a shift brings a value from a device ``by`` earlier, not around the end."""
     source = jax.lax.axis_index(axes) - by
     return (source >= 0) & (source < jax.lax.axis_size(axes))
-
-
-class Keys(NamedTuple):
-    """Keys of ``Inputs``, and which of them count, ``[B, S]``; None for all."""
-
-    key: Float[Array, "B S K H"]
-    value: Float[Array, "B S K D"]
-    log_weights: Float[Array, "B S K"]
-    visible: Bool[Array, "B S"] | None
-
-
-def _state_of(
-    inputs: Inputs, features: HeadMaps, visible: Bool[Array, "B S"] | None
-) -> AttentionState:
-    """Returns the state of this device's keys, those where ``visible``, ``[B, S]``, is True."""
-
-    def more(state: AttentionState, chunk: Keys) -> tuple[AttentionState, None]:
-        keys = features.keys(chunk.key, chunk.log_weights)
-        if chunk.visible is not None:
-            keys = keys.only(chunk.visible)
-        here = AttentionState.of(keys.features, with_ones(chunk.value))
-        return state.merge(here.spoil(jnp.any(keys.spoils, axis=1))), None
-
-    length = inputs.key.shape[1]
-    split = functools.partial(split_length, size=min(SUMMARY_CHUNK, max(length, 1)))
-    chunks = Keys(
-        split(inputs.key, fill=None),
-        split(inputs.value, fill=0),
-        split(inputs.key_log_weights, fill=-jnp.inf),
-        None if visible is None else split(visible, fill=False),
-    )
-    body = jax.checkpoint(more, prevent_cse=False)
-    return jax.lax.scan(body, AttentionState.empty(inputs, features), chunks)[0]

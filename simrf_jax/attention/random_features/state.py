@@ -11,12 +11,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Shaped
 
 from simrf_jax import one_line
 from simrf_jax.attention.estimator import HeadMaps
 from simrf_jax.attention.inputs.call import Inputs, contract, quotient
 from simrf_jax.features import LogFeatures
+
+SUMMARY_CHUNK = 1024  # Keys whose features are in memory at a time when only their state is asked.
 
 
 class Readout(NamedTuple):
@@ -142,10 +144,83 @@ class AttentionState(NamedTuple):
         return Readout(jnp.moveaxis(sums, 2, 1), shift)
 
 
+class Keys(NamedTuple):
+    """Keys in chunks, or one chunk of them, which has no first axis.
+
+    Attributes:
+      key: ``[chunks, B, S, K, H]``.
+      value: ``[chunks, B, S, K, D]``.
+      log_weights: ``[chunks, B, S, K]``.
+    """
+
+    key: Float[Array, "*chunks B S K H"]
+    value: Float[Array, "*chunks B S K D"]
+    log_weights: Float[Array, "*chunks B S K"]
+
+    @classmethod
+    def of(cls, inputs: Inputs, size: int | None) -> Keys:
+        """Returns keys in chunks of a size; None for one chunk of all, of any number."""
+        if size is None:
+            return cls(inputs.key[None], inputs.value[None], inputs.key_log_weights[None])
+        return cls(
+            split_length(inputs.key, size, None),
+            split_length(inputs.value, size, 0),
+            split_length(inputs.key_log_weights, size, -jnp.inf),
+        )
+
+
 def state_of(inputs: Inputs, features: HeadMaps) -> AttentionState:
-    """Returns the state of all keys."""
-    keys, spoils = features.keys(inputs.key, inputs.key_log_weights)
-    return AttentionState.of(keys, with_ones(inputs.value)).spoil(jnp.any(spoils, axis=1))
+    """Returns the state of all keys; the features of a chunk of them are in memory at a time."""
+    length = inputs.key.shape[1]
+    # Of few or symbolically many keys, all at once.
+    is_long = isinstance(length, int) and length > SUMMARY_CHUNK
+    state, spoiled = sum_keys(Keys.of(inputs, SUMMARY_CHUNK if is_long else None), features)
+    return state.spoil(spoiled)
+
+
+def sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array, "B K"]]:
+    """Returns the state of keys in chunks, all finite, and where one of them is not finite.
+
+    The features of a chunk are used and forgotten, and the backward pass makes them again.
+    """
+
+    def add(state: AttentionState, chunk: Keys) -> tuple[AttentionState, Bool[Array, "B K"]]:
+        phi, spoils = features.keys(chunk.key, chunk.log_weights)
+        maxima = jnp.maximum(state.maxima, jnp.squeeze(largest(phi.exponent, axis=1), 1))
+        weights = in_units_of(maxima, phi)
+        numerators = contract("bskm,bskd->bkmd", weights, chunk.value)
+        # In the precision of the numerators, so that both see the same weights.
+        weights = weights.astype(chunk.value.dtype).astype(weights.dtype)
+        sums = jnp.concatenate([numerators, jnp.sum(weights, axis=1)[..., None]], axis=-1)
+        return AttentionState(state.in_units_of(maxima) + sums, maxima), jnp.any(spoils, axis=1)
+
+    none = jax.tree.map(lambda x: x[0, :, :0], keys)
+    phi, _ = features.keys(none.key, none.log_weights)
+    empty = AttentionState.of_none(phi, with_ones(none.value))
+    if keys.key.shape[0] == 1:
+        return add(empty, jax.tree.map(lambda x: x[0], keys))
+    state, spoiled = jax.lax.scan(jax.checkpoint(add, prevent_cse=False), empty, keys)
+    return state, jnp.any(spoiled, axis=0)
+
+
+def attend_to_state(
+    inputs: Inputs, features: HeadMaps, state: AttentionState, spoiled: Bool[Array, "B K"]
+) -> Float[Array, "B T K G D"]:
+    """Lets each query attend to all keys of a state of finite sums.
+
+    Args:
+      inputs: The queries.
+      features: Their feature maps.
+      state: Sums over the keys.
+      spoiled: True where a key is not finite.
+
+    Returns:
+      ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
+    """
+    queries, no_features = features.queries(inputs.query)
+    out = state.read(queries, inputs.value.dtype).outputs()
+    # Last, for NaN before it would reach the gradients of W: 0 * NaN is not 0.
+    return jnp.where((no_features | spoiled[:, None, :, None])[..., None], jnp.nan, out)
 
 
 def with_ones(value: Float[Array, "*batch D"]) -> Float[Array, "*batch D+1"]:
@@ -177,3 +252,29 @@ def signed_exp(
     """Returns features of their shifted exponents and their values."""
     phi = jnp.exp(exponent)
     return phi if values is None else phi * values
+
+
+def pad(
+    x: Shaped[Array, "B length *rest"], before: int, after: int, fill: float | None
+) -> Shaped[Array, "B length+{before}+{after} *rest"]:
+    """Adds positions of ``fill`` at both ends, or copies of the outermost positions if None.
+
+    A user's feature map takes padding too: what it makes of a real key is as finite as that of the
+    key itself, which cannot be said of zeros.
+    """
+    if not before and not after:
+        return x
+    if fill is not None:
+        padding = [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2)
+        return jnp.pad(x, padding, constant_values=fill)
+    # jnp.pad(mode="edge") fails if an Explicit mesh axis shards another axis (jax 0.10.2).
+    ends = jnp.repeat(x[:, :1], before, axis=1), jnp.repeat(x[:, -1:], after, axis=1)
+    return jnp.concatenate([ends[0], x, ends[1]], axis=1)
+
+
+def split_length(
+    x: Shaped[Array, "B length *rest"], size: int, fill: float | None
+) -> Shaped[Array, "chunks B {size} *rest"]:
+    """Returns chunks ``[chunks, B, size, ...]`` of ``[B, length, ...]``, padded by ``pad``."""
+    x = pad(x, 0, -x.shape[1] % size, fill)
+    return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)
