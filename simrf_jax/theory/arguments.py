@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias, get_args
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float64
 from numpy.typing import ArrayLike
@@ -68,7 +67,7 @@ def parameter(value: Any, norms: Norms) -> Float64[np.ndarray, "*shape"]:
       value: The parameter, any shape.
       norms: Law of the row norms, which is known to be valid.
     """
-    array = real("parameter", value)
+    array = checks.real("parameter", value)
     if not np.all(array < _LARGEST_PARAMETER):
         raise ValueError(
             "parameter must be less than 1/8, from where on the variance is infinite, "
@@ -128,7 +127,7 @@ def pair_cosine(coupling: Any, cosine: Any, dim: int) -> float | None:
             return None
         [run] = couplings.COUPLED[coupling].blocks(dim, dim, "square")
         return None if isinstance(run.block, CrossPolytope) else run.block.cosine
-    value = real("cosine", cosine)
+    value = checks.real("cosine", cosine)
     if value.shape or not -1 <= value <= 1:
         raise ValueError(f"cosine must be one number in [-1, 1], got {cosine!r}.")
     if dim < 2:
@@ -138,7 +137,7 @@ def pair_cosine(coupling: Any, cosine: Any, dim: int) -> float | None:
 
 def norms(name: str, value: ArrayLike) -> Float64[np.ndarray, "*shape"]:
     """Returns norms in float64 after checking that each is at least 0 or NaN."""
-    array = real(name, value)
+    array = checks.real(name, value)
     if np.any(array < 0):
         raise ValueError(f"{name} is a norm and must be at least 0, got {np.nanmin(array)}.")
     return array
@@ -152,7 +151,7 @@ def vectors(
     Both must be ``[..., dim]`` with the same ``dim`` of at least 1, and their leading shapes must
     broadcast.
     """
-    x, y = real("x", x), real("y", y)
+    x, y = checks.real("x", x), checks.real("y", y)
     expected = "x and y must be [..., dim] with the same dim of at least 1"
     if x.ndim < 1 or y.ndim < 1 or x.shape[-1] != y.shape[-1] or x.shape[-1] < 1:
         raise ValueError(f"{expected}, got {x.shape} and {y.shape}.")
@@ -163,11 +162,3 @@ def vectors(
             f"{expected} and leading shapes that broadcast, got {x.shape} and {y.shape}."
         ) from None
     return x, y
-
-
-def real(name: str, value: ArrayLike) -> Float64[np.ndarray, "*shape"]:
-    """Returns integers or floating numbers of any width, including bfloat16, in float64."""
-    array = np.asarray(value)
-    if not any(jnp.issubdtype(array.dtype, kind) for kind in (jnp.floating, jnp.integer)):
-        raise TypeError(f"{name} must hold real numbers, got {array.dtype.name}.")
-    return array.astype(np.float64)

@@ -89,7 +89,7 @@ def estimate_covariance(
       Müller, Spherical Harmonics (1966), for the Funk-Hecke theorem,
       https://doi.org/10.1007/BFb0094775
     """
-    array = arguments.real("sums", sums)
+    array = checks.real("sums", sums)
     if array.ndim != 2 or array.shape[-1] < 2 or not np.all(np.isfinite(array)):
         raise ValueError(
             f"sums must be [n, dim] with dim of at least 2, and finite, got shape {array.shape}."

@@ -52,7 +52,7 @@ def log_conformity_of_rows(
       Reid et al., Simplex Random Features (ICML 2023), Eq. 12 and Fig. 4,
       https://arxiv.org/abs/2301.13856
     """
-    v, rows = arguments.norms("v", v), arguments.real("rows", rows)
+    v, rows = arguments.norms("v", v), checks.real("rows", rows)
     if rows.ndim < 2 or rows.shape[-2] < 2 or rows.shape[-1] < 1:
         raise ValueError(
             "rows must be [..., m, coordinates] with m at least 2 and coordinates at least 1, "

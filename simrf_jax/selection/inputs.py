@@ -12,7 +12,6 @@ from numpy.typing import ArrayLike
 from scipy import special
 
 from simrf_jax import checks
-from simrf_jax.theory import arguments
 
 
 class QueryPoint(NamedTuple):
@@ -157,7 +156,7 @@ def attention_inputs(
       value: Values ``[..., S, K, V]`` or None.
       scale: Scale of the logits, or None for the default.
     """
-    query, key = arguments.real("query", query), arguments.real("key", key)
+    query, key = checks.real("query", query), checks.real("key", key)
     for name, array in {"query": query, "key": key}.items():
         if array.ndim < 3 or 0 in array.shape:
             raise ValueError(f"{name} must be [..., length, heads, dim], got shape {array.shape}.")
@@ -180,7 +179,7 @@ def attention_inputs(
     y = _with_heads_first(key, groups) * scale**0.5
     if value is None:
         return AttentionInputs(x, y, None, x, y)
-    array = arguments.real("value", value)
+    array = checks.real("value", value)
     if array.ndim < 3 or array.shape[:-1] != key.shape[:-1] or not array.shape[-1]:
         raise ValueError(
             f"value must be [..., S, K, V] with key of shape {key.shape}, got {array.shape}."

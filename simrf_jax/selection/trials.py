@@ -27,7 +27,7 @@ from jaxtyping import Array, ArrayLike, Float, Float64, Int, Key
 
 from simrf_jax.features.maps import Calibrated
 from simrf_jax.projections import draw_projection
-from simrf_jax.theory.inputs import AttentionInputs, QueryPoint
+from simrf_jax.selection.inputs import AttentionInputs, QueryPoint
 
 
 def in_coordinates_of(inputs: AttentionInputs, calibration: Calibrated) -> AttentionInputs:

@@ -24,12 +24,12 @@ from simrf_jax import checks
 from simrf_jax.features.maps import Calibrated
 from simrf_jax.projections import FIXED_NORMS, Norms
 from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode
+from simrf_jax.selection.inputs import AttentionInputs, QueryPoint, attention_inputs
+from simrf_jax.selection.trials import error_of_iid_rows, head_variances, in_coordinates_of
 from simrf_jax.theory import arguments
 from simrf_jax.theory.arguments import ClosedFormCoupling
-from simrf_jax.theory.calibrated import error_of_iid_rows, head_variances, in_coordinates_of
 from simrf_jax.theory.fixed_norms import num_weighted_rows
 from simrf_jax.theory.harmonics import SAME_ROW, RowCovariances, gegenbauer, is_parallel
-from simrf_jax.theory.inputs import AttentionInputs, QueryPoint, attention_inputs
 from simrf_jax.theory.pairs import NormRelation, Pairs, coupled_pairs, with_antipodes
 
 AttentionFeatures: TypeAlias = Literal["positive", "hyperbolic"]

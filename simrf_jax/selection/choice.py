@@ -12,11 +12,10 @@ from numpy.typing import ArrayLike
 
 from simrf_jax import checks
 from simrf_jax.calibration import calibrate as fit_calibration
-from simrf_jax.theory import arguments
+from simrf_jax.selection.inputs import AttentionInputs, attention_inputs
+from simrf_jax.selection.prediction import ErrorTerms, error_terms, mean_terms
+from simrf_jax.selection.trials import errors_in_trials, head_variances, in_coordinates_of
 from simrf_jax.theory.arguments import ClosedFormCoupling
-from simrf_jax.theory.attention import ErrorTerms, error_terms, mean_terms
-from simrf_jax.theory.calibrated import errors_in_trials, head_variances, in_coordinates_of
-from simrf_jax.theory.inputs import AttentionInputs, attention_inputs
 from simrf_jax.theory.pairs import Pairs, coupled_pairs, with_antipodes
 from simrf_jax.theory.proposal import optimal_parameter
 
@@ -85,7 +84,7 @@ def required_features(
 
 def _root(name: str, covariance: ArrayLike) -> Float64[np.ndarray, "*batch dim dim"]:
     """Returns L with L L^T = C after checking that C is a covariance."""
-    c = arguments.real(name, covariance)
+    c = checks.real(name, covariance)
     if c.ndim < 2 or c.shape[-1] != c.shape[-2] or not c.shape[-1] or not np.all(np.isfinite(c)):
         raise ValueError(f"{name} must be [..., dim, dim] and finite, got shape {c.shape}.")
     size = np.max(np.abs(c), initial=0.0)
