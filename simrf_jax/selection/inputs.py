@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from jaxtyping import Float64
+from jaxtyping import Float64, Int
 from numpy.typing import ArrayLike
 from scipy import special
 
 from simrf_jax import checks
+from simrf_jax.features.maps import Calibrated
+
+Queries: TypeAlias = Float64[np.ndarray, "sequences heads queries dim"]
+Keys: TypeAlias = Float64[np.ndarray, "sequences heads keys dim"]
+Variances: TypeAlias = Float64[np.ndarray, "heads dim"]  # Those of the rows, along each axis.
 
 
 class QueryPoint(NamedTuple):
@@ -21,46 +25,42 @@ class QueryPoint(NamedTuple):
       sums: Sums x + y of the query and each key, in the coordinates of the rows, ``[n, dim]``.
       probabilities: Attention weights p, ``[n]``.
       value: Values V, ``[n, value_dim]``, or None for uncorrelated values of variance 1.
+      squared_outputs: Squared norm of the exact outputs of all queries of the head. Errors are
+        relative to it.
     """
 
     sums: Float64[np.ndarray, "n dim"]
     probabilities: Float64[np.ndarray, " n"]
     value: Float64[np.ndarray, "n value_dim"] | None
+    squared_outputs: float
 
     @property
     def weights(self) -> Float64[np.ndarray, "n n"]:
-        """Factors p_j p_l (V_j - o) . (V_l - o) of the covariances in the squared error."""
+        """Factors p_j p_l (V_j - o) . (V_l - o) of the covariances in the relative error."""
         p = self.probabilities
         if self.value is not None:
             deviations = p[:, None] * (self.value - p @ self.value)
-            return deviations @ deviations.T
+            return deviations @ deviations.T / self.squared_outputs
         products = np.diag(np.ones(p.size)) - p[:, None] - p + p @ p
-        return np.outer(p, p) * products
-
-    @property
-    def squared_output(self) -> float:
-        """Squared norm of the exact output o."""
-        p = self.probabilities
-        output = p if self.value is None else p @ self.value
-        return float(output @ output)
+        return np.outer(p, p) * products / self.squared_outputs
 
 
 class AttentionInputs(NamedTuple):
     """Checked queries, keys and values of attention, in float64.
 
     Attributes:
-      x: Queries times the root of the scale, ``[..., N, T, H]``.
-      y: Keys times the root of the scale, ``[..., N, S, H]``.
-      value: Values ``[..., N, S, V]``, or None for uncorrelated values of variance 1.
+      x: Queries times the root of the scale, ``[sequences, N, T, H]``.
+      y: Keys times the root of the scale, ``[sequences, N, S, H]``.
+      value: Values ``[sequences, N, S, V]``, or None for uncorrelated values of variance 1.
       row_x: Queries in the coordinates of the rows of W, which are x without a calibration.
       row_y: Keys in the coordinates of the rows of W.
     """
 
-    x: Float64[np.ndarray, "*heads queries dim"]
-    y: Float64[np.ndarray, "*heads keys dim"]
-    value: Float64[np.ndarray, "*heads keys value_dim"] | None
-    row_x: Float64[np.ndarray, "*heads queries dim"]
-    row_y: Float64[np.ndarray, "*heads keys dim"]
+    x: Queries
+    y: Keys
+    value: Float64[np.ndarray, "sequences heads keys value_dim"] | None
+    row_x: Queries
+    row_y: Keys
 
     @property
     def dim(self) -> int:
@@ -68,22 +68,51 @@ class AttentionInputs(NamedTuple):
         return self.x.shape[-1]
 
     @property
-    def heads_shape(self) -> tuple[int, ...]:
-        """Leading shape and number of heads."""
-        return self.x.shape[:-2]
+    def num_heads(self) -> int:
+        """Number N of heads."""
+        return self.x.shape[1]
+
+    @property
+    def heads(self) -> list[tuple[int, ...]]:
+        """Sequence and head of each attention, in order."""
+        return list(np.ndindex(self.x.shape[:2]))
 
     def queries(self, head: tuple[int, ...], *, is_causal: bool = False) -> Iterator[QueryPoint]:
         """Yields the queries of one head.
 
         Args:
-          head: Index into ``heads_shape``.
+          head: One of ``heads``.
           is_causal: If true, query t sees the keys 0 to t.
         """
-        for t, x in enumerate(self.x[head]):
-            visible = slice(t + 1 if is_causal else None)
-            value = None if self.value is None else self.value[head][visible]
-            sums = self.row_x[head][t] + self.row_y[head][visible]
-            yield QueryPoint(sums, special.softmax(self.y[head][visible] @ x), value)
+        value = None if self.value is None else self.value[head]
+        logits = self.x[head] @ self.y[head].T
+        if is_causal:
+            logits = np.where(np.tri(*logits.shape) == 1, logits, -np.inf)
+        probabilities = special.softmax(logits, axis=-1)
+        outputs = probabilities if value is None else probabilities @ value
+        squared_outputs = float(np.sum(outputs**2))
+        for t, p in enumerate(probabilities):
+            seen = slice(t + 1 if is_causal else None)
+            sums = self.row_x[head][t] + self.row_y[head][seen]
+            yield QueryPoint(sums, p[seen], None if value is None else value[seen], squared_outputs)
+
+    def queries_of_all_heads(self) -> Iterator[QueryPoint]:
+        """Yields the queries of one head after the other."""
+        for head in self.heads:
+            yield from self.queries(head)
+
+    def part(
+        self,
+        *,
+        sequences: slice = slice(None),
+        queries: slice | Int[np.ndarray, " chosen"] = slice(None),
+        keys: slice = slice(None),
+    ) -> AttentionInputs:
+        """Returns the inputs of some sequences, queries and keys, by default all."""
+        x, row_x = (array[sequences, :, queries] for array in (self.x, self.row_x))
+        y, row_y = (array[sequences, :, keys] for array in (self.y, self.row_y))
+        value = None if self.value is None else self.value[sequences, :, keys]
+        return AttentionInputs(x, y, value, row_x, row_y)
 
     def some_queries(self, num_queries: int) -> AttentionInputs:
         """Returns the inputs with some of the queries of each head, evenly spaced.
@@ -93,51 +122,57 @@ class AttentionInputs(NamedTuple):
         """
         length = self.x.shape[-2]
         places = np.linspace(0, length - 1, min(num_queries, length))
-        chosen = np.unique(places.round().astype(int))
-        return self._replace(x=self.x[..., chosen, :], row_x=self.row_x[..., chosen, :])
+        return self.part(queries=np.unique(places.round().astype(int)))
 
-    def halves(self) -> tuple[AttentionInputs, AttentionInputs]:
-        """Returns the inputs of one half of the sequences, or of the tokens of a single one.
+    def halves(self) -> list[AttentionInputs]:
+        """Returns the inputs of each half of the sequences, or of the tokens of a single one.
 
         Raises:
           ValueError: If a single sequence has less than two queries or two keys.
         """
-        *lead, _ = self.heads_shape
-        if math.prod(lead) > 1:
-            first, second = _halves(math.prod(lead))
-            return self._sequences(first), self._sequences(second)
-        lengths = self.x.shape[-2], self.y.shape[-2]
+        num_sequences, *lengths = len(self.x), self.x.shape[-2], self.y.shape[-2]
+        if num_sequences > 1:
+            return [self.part(sequences=half) for half in _halves(num_sequences)]
         if min(lengths) < 2:
             raise ValueError(
                 "trials=True needs two sequences, or two queries and two keys, to fit on one half "
                 f"and to measure on the other, got {lengths[0]} and {lengths[1]}."
             )
-        of_x, of_y = map(_halves, lengths)
-        return self._tokens(of_x[0], of_y[0]), self._tokens(of_x[1], of_y[1])
+        both = zip(*map(_halves, lengths), strict=True)
+        return [self.part(queries=queries, keys=keys) for queries, keys in both]
 
-    def _sequences(self, part: slice) -> AttentionInputs:
-        """Returns some sequences, on one leading axis."""
-        num_lead = len(self.heads_shape) - 1
+    def of_each_head(self, leaf: ArrayLike) -> Float64[np.ndarray, " heads *shape"]:
+        """Returns the array of a calibrated map for each query head.
 
-        def take(x: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*some"]:
-            return x.reshape(-1, *x.shape[num_lead:])[part]
+        Args:
+          leaf: One array for each key head.
+        """
+        array = np.asarray(leaf, np.float64)
+        return np.repeat(array, self.num_heads // len(array), axis=0)
 
-        return AttentionInputs(
-            take(self.x),
-            take(self.y),
-            None if self.value is None else take(self.value),
-            take(self.row_x),
-            take(self.row_y),
+    def in_coordinates_of(self, calibration: Calibrated) -> AttentionInputs:
+        """Returns inputs whose queries meet the rows of W in the coordinates of a calibrated map.
+
+        Args:
+          calibration: Map with one array for each key head.
+
+        Raises:
+          ValueError: If the map is for other heads.
+        """
+        shape = np.shape(calibration.variances)
+        if len(shape) != 2 or shape[1] != self.dim or not shape[0] or self.num_heads % shape[0]:
+            raise ValueError(
+                "features must be a calibrated map for the heads of key, with variances "
+                f"[key heads, {self.dim}], got variances of shape {shape} for {self.num_heads} "
+                "query heads."
+            )
+        c = calibration
+        x_mean, x_matrix, y_mean, y_matrix = map(
+            self.of_each_head, (c.query_mean, c.query_matrix, c.key_mean, c.key_matrix)
         )
-
-    def _tokens(self, queries: slice, keys: slice) -> AttentionInputs:
-        """Returns some queries and keys of all sequences."""
-        return AttentionInputs(
-            self.x[..., queries, :],
-            self.y[..., keys, :],
-            None if self.value is None else self.value[..., keys, :],
-            self.row_x[..., queries, :],
-            self.row_y[..., keys, :],
+        return self._replace(
+            row_x=np.einsum("...nth,njh->...ntj", self.row_x - x_mean[:, None], x_matrix),
+            row_y=np.einsum("...nth,njh->...ntj", self.row_y - y_mean[:, None], y_matrix),
         )
 
 
@@ -148,7 +183,7 @@ def _halves(length: int) -> tuple[slice, slice]:
 def attention_inputs(
     query: ArrayLike, key: ArrayLike, value: ArrayLike | None, scale: float | None
 ) -> AttentionInputs:
-    """Returns checked arrays of attention, with the heads before the lengths.
+    """Returns checked arrays of attention, with one leading axis and the heads before the lengths.
 
     Args:
       query: Queries ``[..., T, N, H]``.
@@ -174,9 +209,8 @@ def attention_inputs(
     if scale is None:
         scale = dim**-0.5
     checks.scalar("scale", scale, sign="at least 0")
-    groups = query.shape[-2] // key.shape[-2]
-    x = np.swapaxes(query, -2, -3) * scale**0.5
-    y = _with_heads_first(key, groups) * scale**0.5
+    num_heads = query.shape[-2]
+    x, y = (_heads_first(array, num_heads) * scale**0.5 for array in (query, key))
     if value is None:
         return AttentionInputs(x, y, None, x, y)
     array = checks.real("value", value)
@@ -184,10 +218,11 @@ def attention_inputs(
         raise ValueError(
             f"value must be [..., S, K, V] with key of shape {key.shape}, got {array.shape}."
         )
-    return AttentionInputs(x, y, _with_heads_first(array, groups), x, y)
+    return AttentionInputs(x, y, _heads_first(array, num_heads), x, y)
 
 
-def _with_heads_first(
-    array: Float64[np.ndarray, "*batch length heads dim"], groups: int
-) -> Float64[np.ndarray, "*batch repeated_heads length dim"]:
-    return np.repeat(np.swapaxes(array, -2, -3), groups, axis=-3)
+def _heads_first(
+    array: Float64[np.ndarray, "*batch length heads dim"], num_heads: int
+) -> Float64[np.ndarray, "sequences num_heads length dim"]:
+    one_batch = np.swapaxes(array.reshape(-1, *array.shape[-3:]), 1, 2)
+    return np.repeat(one_batch, num_heads // one_batch.shape[1], axis=1)

@@ -8,17 +8,12 @@ numerical instead: ``log_conformity_of_rows`` takes given rows, and ``optimal_di
 least conformity that given norms allow.
 """
 
-from simrf_jax.theory.conformity import log_conformity
-from simrf_jax.theory.density import resultant_norm_pdf
-from simrf_jax.theory.fixed_norms import relative_bias
-from simrf_jax.theory.gap import orthogonality_gap
 from simrf_jax.theory.harmonics import estimate_covariance
-from simrf_jax.theory.hybrid import hybrid_mse
-from simrf_jax.theory.limits import asymptotic_ratio, small_distance_prefactor
-from simrf_jax.theory.mse import kernel_mse, mse_ratio
+from simrf_jax.theory.limits import asymptotic_ratio, orthogonality_gap, small_distance_prefactor
+from simrf_jax.theory.mse import hybrid_mse, kernel_mse, mse_ratio
 from simrf_jax.theory.optimum import OptimalDirections, optimal_directions
-from simrf_jax.theory.proposal import optimal_parameter
-from simrf_jax.theory.rows import log_conformity_of_rows
+from simrf_jax.theory.positive import optimal_parameter, relative_bias
+from simrf_jax.theory.resultant import log_conformity, log_conformity_of_rows, resultant_norm_pdf
 
 __all__ = [
     "OptimalDirections",
