@@ -128,13 +128,22 @@ def kernel_mse(
     rows = coupled_rows(num_features, x.shape[-1], coupling, block, norms)
     parameter = _checked_parameter(parameter, rows, features)
     sign = -1 if features == "trigonometric" else 1
+    dots = np.sum(x * y, axis=-1)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         t = np.asarray(np.sum((x + sign * y) ** 2, axis=-1))
         if _is_plain(rows, parameter):
-            log_mse = _log_variance(x, y, t, features, kernel) - np.log(rows.num_rows)
-            log_mse += np.log(_ratio_to_iid(t, rows, features))
+            # One feature has the variance K^2 e^t (1 - e^-t), or K^2 e^t (1 - e^-t)^2 / 2. This is
+            # the logarithm of K^2 e^t without its cancellation.
+            if kernel == "softmax":
+                log_scale = 2 * dots + t
+            else:
+                log_scale = 4 * dots if sign == 1 else np.zeros(())
+            log_gap = np.log(-np.expm1(-t))
+            log_gaps = log_gap if features == "positive" else 2 * log_gap - np.log(2)
+            log_ratio = np.log(_ratio_to_iid(t, rows, features))
+            log_mse = log_scale + log_gaps - np.log(rows.num_rows) + log_ratio
         else:
-            dots, squares = np.sum(x * y, axis=-1), np.sum((x - y) ** 2, axis=-1)
+            squares = np.sum((x - y) ** 2, axis=-1)
             log_kernel = dots if kernel == "softmax" else -squares / 2
             log_mse = 2 * log_kernel + log_relative_mse(t, parameter, rows, features)
         return log_mse[()] if log else np.exp(log_mse)[()]
@@ -312,20 +321,6 @@ def _ratio_to_iid(
 
     # Without coupled pairs the ratio is 1 to the last digit.
     return np.piecewise(t, [~np.isnan(t)], [ratio if rows.pairs else 1.0, np.nan])
-
-
-def _log_variance(
-    x: Vectors, y: Vectors, t: Numbers, features: Features, kernel: Kernel
-) -> Numbers:
-    """Returns the logarithm of A V_1, the variance of one iid feature."""
-    log_gap = np.log(-np.expm1(-t))
-    if features == "trigonometric":
-        log_prefactor = np.sum(x**2, axis=-1) + np.sum(y**2, axis=-1) if kernel == "softmax" else 0
-        return log_prefactor + 2 * log_gap - np.log(2)
-    # The scale unites the prefactor A and the e^{2t} of V_1: e^{2t - 2x^2 - 2y^2} = e^{4 x.y}.
-    dots = np.sum(x * y, axis=-1)
-    log_scale = 4 * dots if kernel == "gaussian" else t + 2 * dots
-    return log_scale + (log_gap if features == "positive" else 2 * log_gap - np.log(2))
 
 
 def _angular_weights(x: Vectors, y: Vectors) -> tuple[Numbers, Numbers]:
