@@ -51,7 +51,10 @@ if os.environ.get("SIMRF_CHECK_TYPES") == "1":
 
     jax.config.update("jax_debug_key_reuse", True)
     jaxtyping.install_import_hook(
-        ["simrf_jax.attention", "simrf_jax.features", "simrf_jax.projections", "simrf_jax.theory"],
+        [
+            f"simrf_jax.{package}"
+            for package in ("attention", "features", "projections", "selection", "theory")
+        ],
         "tests.run_time_types.checked",
     )
 

@@ -20,9 +20,10 @@ A feature map phi turns a kernel into an inner product: K(x, y) = E[phi(x) . phi
   their error.
 - ``distillation_loss``: cross-entropy of these weights to softmax's, to learn a feature map by.
 - ``theory``: the exact error of each coupling and feature map, in float64 NumPy.
+- ``selection``: the feature map, coupling and number of features that reach an error on your data.
 
-``theory`` is imported when it is first used, because it needs SciPy. Modules that depend on Flax
-are not imported here. Import them by name: ``simrf_jax.integrations.nnx``,
+``theory`` and ``selection`` are imported when they are first used, because they need SciPy. Modules
+that depend on Flax are not imported here. Import them by name: ``simrf_jax.integrations.nnx``,
 ``simrf_jax.integrations.linen``, ``simrf_jax.models``. So is ``simrf_jax.integrations.sklearn``,
 the features as a scikit-learn transformer.
 """
@@ -81,7 +82,7 @@ from simrf_jax.projections import (
 )
 
 if TYPE_CHECKING:
-    from simrf_jax import theory
+    from simrf_jax import selection, theory
 
 __version__ = "0.1.0"
 
@@ -126,6 +127,7 @@ __all__ = [
     "redraw_projections",
     "relu_features",
     "relu_kernel",
+    "selection",
     "softmax_kernel",
     "theory",
     "trigonometric_features",
@@ -133,9 +135,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """Imports ``theory`` when it is first used."""
-    if name == "theory":
-        return importlib.import_module("simrf_jax.theory")
+    """Imports ``theory`` and ``selection`` when they are first used."""
+    if name in ("theory", "selection"):
+        return importlib.import_module(f"simrf_jax.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

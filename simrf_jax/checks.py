@@ -9,8 +9,9 @@ from typing import Any, Literal, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Float64
 
 Sign: TypeAlias = Literal["any", "at least 0", "positive"]
 
@@ -112,6 +113,14 @@ def floating(name: str, x: ArrayLike) -> jax.Array:
     return x
 
 
+def real(name: str, value: npt.ArrayLike) -> Float64[np.ndarray, "*shape"]:
+    """Returns integers or floating numbers of any width, including bfloat16, in float64."""
+    array = np.asarray(value)
+    if not _is_real(array.dtype):
+        raise TypeError(f"{name} must hold real numbers, got {array.dtype.name}.")
+    return array.astype(np.float64)
+
+
 def vectors(name: str, x: ArrayLike) -> jax.Array:
     """Returns an array of a real floating type with at least one axis."""
     x = floating(name, x)
@@ -126,8 +135,7 @@ def scalar(name: str, value: ArrayLike, *, sign: Sign = "any") -> None:
         dtype, shape = jnp.result_type(value), jnp.shape(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be one real number, got {value!r}.") from None
-    real = jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
-    if shape or not real:
+    if shape or not _is_real(dtype):
         raise TypeError(f"{name} must be one real number, got {value!r}.")
     if isinstance(value, jax.core.Tracer):
         return
@@ -136,6 +144,10 @@ def scalar(name: str, value: ArrayLike, *, sign: Sign = "any") -> None:
         raise ValueError(f"{name} must be finite, got {value}.")
     if not {"any": True, "at least 0": number >= 0, "positive": number > 0}[sign]:
         raise ValueError(f"{name} must be {sign}, got {value}.")
+
+
+def _is_real(dtype: DTypeLike) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
 
 
 def tokens(

@@ -24,24 +24,29 @@ def imported(path):
 
 # Packages from the lowest to the highest. Each may import those before it.
 ORDERED = ["projections", "features", "calibration", "attention", "integrations", "models"]
-# A package that tests and experiments use, and the packages that it may import.
-SIDE = {"theory": ["projections", "features", "calibration"]}
-# Packages that may use it, inside functions, because it imports SciPy.
-USES_THEORY = ["integrations"]
+# Packages that tests, experiments and users' own checks use, and the packages that each may import.
+SIDE = {
+    "theory": ["projections", "features"],
+    "selection": ["projections", "features", "calibration", "theory"],
+}
+# Packages that may use selection, inside functions, because it imports SciPy.
+USES_SELECTION = ["integrations"]
 
 
 @pytest.mark.parametrize("package", [*ORDERED, *SIDE])
 def test_packages_import_only_those_before_them(package):
     allowed = SIDE[package] if package in SIDE else ORDERED[: ORDERED.index(package)]
-    allowed = [*allowed, "theory"] if package in USES_THEORY else allowed
+    allowed = [*allowed, "selection"] if package in USES_SELECTION else allowed
     forbidden = {f"simrf_jax.{name}" for name in {*ORDERED, *SIDE} - {*allowed, package}}
     # Names that simrf_jax re-exports are for its users, and would make an import circle.
     forbidden |= {
         f"simrf_jax.{name}" for name in simrf_jax.__all__ if name not in (*allowed, package)
     }
     forbidden |= {"experiments", "tests", "optax", "ml_collections"}
-    if package in ("projections", "features", "calibration", "attention", "theory"):
+    if package in ("projections", "features", "calibration", "attention", *SIDE):
         forbidden.add("flax")
+    if package == "theory":
+        forbidden.add("jax")
     for path in (ROOT / package).rglob("*.py"):
         for name in imported(path):
             parts = name.split(".")
@@ -65,9 +70,10 @@ def test_the_package_itself_is_quick_to_import():
 
 
 @pytest.mark.slow
-def test_theory_is_imported_when_it_is_first_used():
-    assert loaded_by("import simrf_jax; simrf_jax.theory.kernel_mse") == ["scipy"]
-    assert "theory" in dir(simrf_jax)
+@pytest.mark.parametrize("name", ["theory.kernel_mse", "selection.attention_error"])
+def test_theory_and_selection_are_imported_when_they_are_first_used(name):
+    assert loaded_by(f"import simrf_jax; simrf_jax.{name}") == ["scipy"]
+    assert name.partition(".")[0] in dir(simrf_jax)
 
 
 def test_the_package_has_no_other_names():
@@ -77,9 +83,9 @@ def test_the_package_has_no_other_names():
 
 PUBLIC = [
     getattr(module, name)
-    for module in (simrf_jax, simrf_jax.theory, simrf_jax.feature_maps)
+    for module in (simrf_jax, simrf_jax.theory, simrf_jax.selection, simrf_jax.feature_maps)
     for name in module.__all__
-    if name not in ("theory", "feature_maps", "FEATURE_MAPS", "Mechanism")
+    if name not in ("theory", "selection", "feature_maps", "FEATURE_MAPS", "Mechanism")
 ]
 RECORDS = [public for public in PUBLIC if inspect.isclass(public)]
 FUNCTIONS = [public for public in PUBLIC if not inspect.isclass(public)]

@@ -35,6 +35,7 @@ PACKAGES = (
     "tests/models",
     "tests/projections",
     "tests/property",
+    "tests/selection",
     "tests/theory",
 )
 

@@ -15,7 +15,7 @@ from simrf_jax.attention.random_features.state import AttentionState
 from simrf_jax.features.log_space import half_squared_norm
 from simrf_jax.projections import couplings, hadamard, rotations, row_blocks
 from simrf_jax.theory import arguments
-from simrf_jax.theory.bessel import log_hyp0f1
+from simrf_jax.theory.quadrature import log_hyp0f1
 from tests import run_time_types
 
 pytestmark = pytest.mark.fast
@@ -27,7 +27,7 @@ checks_installed = pytest.mark.skipif(
 
 @checks_installed
 def test_a_wrong_type_is_found():
-    with pytest.raises(jaxtyping.TypeCheckError, match=r"bessel(.|\n)*Float64"):
+    with pytest.raises(jaxtyping.TypeCheckError, match=r"quadrature(.|\n)*Float64"):
         log_hyp0f1(0.5, np.ones(3, np.float32))
 
 

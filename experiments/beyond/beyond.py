@@ -14,7 +14,7 @@ from experiments.beyond import figures
 from experiments.harness import config_fields, files, markdown, resumable, style, trials
 from experiments.harness.mistakes import UserError
 from simrf_jax import theory
-from simrf_jax.theory.mse import FEATURES
+from simrf_jax.theory.arguments import FEATURES
 
 FIELDS: dict[str, type] = {
     "seed": int,

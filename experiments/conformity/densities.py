@@ -14,8 +14,8 @@ import simrf_jax
 from experiments.harness import style, trials
 from simrf_jax import theory
 from simrf_jax.theory.arguments import PairCoupling
-from simrf_jax.theory.bessel import log_hyp0f1
-from simrf_jax.theory.rows import squared_resultants
+from simrf_jax.theory.quadrature import log_hyp0f1
+from simrf_jax.theory.resultant import squared_resultants
 
 # Those of the paper.
 DensityCoupling: TypeAlias = Literal[PairCoupling, "simplex_plus"]

@@ -13,7 +13,7 @@ import tqdm
 
 import simrf_jax
 from experiments.harness import resumable, trials
-from simrf_jax import feature_maps, theory
+from simrf_jax import feature_maps, selection, theory
 from simrf_jax.projections import Norms, Projection
 from simrf_jax.theory.arguments import ClosedFormCoupling
 
@@ -73,7 +73,7 @@ def predict(tokens: Tokens, case: Case, config: ml_collections.ConfigDict) -> np
     query, key, value = tokens
     return np.array(
         [
-            theory.attention_error(
+            selection.attention_error(
                 length * query,
                 length * key,
                 value,

@@ -16,7 +16,7 @@ from experiments.harness import resumable
 from experiments.swap.measure_encoder import EncoderSwaps
 from experiments.swap.methods import METHODS, draw_heads
 from experiments.swap.swapping import Inputs, head_errors
-from simrf_jax import theory
+from simrf_jax import selection
 from simrf_jax.features import FeatureMap, as_feature_map
 from simrf_jax.projections import Coupling
 
@@ -53,7 +53,7 @@ def compare(
     chosen: Any = METHODS[method]
     fitted = chosen.fit(fit, None)
     query, key, value = (np.asarray(x[0]) for x in test[:3])
-    predicted = theory.attention_error(
+    predicted = selection.attention_error(
         query,
         key,
         value,

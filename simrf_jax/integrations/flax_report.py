@@ -31,7 +31,7 @@ class LayerReport(NamedTuple):
         which are multiplied by the root of the scale. The variance of a positive feature grows like
         its exponential.
       features_needed: Number of balanced features of iid rows that the relative squared error
-        asked for needs; see ``simrf_jax.theory.required_features``. It may be infinite.
+        asked for needs; see ``simrf_jax.selection.required_features``. It may be infinite.
       num_features: Number of random features of the layer; 0 for a map that needs no W.
     """
 
@@ -189,7 +189,7 @@ def _covariance(x: Moments) -> np.ndarray:
 
 def _features_needed(queries: Moments, keys: Moments, relative_error: float) -> np.ndarray:
     # Here, because theory imports SciPy.
-    from simrf_jax.theory.capacity import required_features
+    from simrf_jax.selection import required_features
 
     covariances = _covariance(queries), _covariance(keys)
     return np.asarray(required_features(*covariances, relative_error=relative_error))

@@ -3,31 +3,21 @@
 Tests and experiments compare their results with these values. The closed forms also tell, without a
 draw, which coupling to use: simplex rows for positive features, cross-polytopes where there are at
 least twice as many features as dimensions, and orthogonal rows for hyperbolic and trigonometric
-features. ``choose_num_features`` tells it for given queries and keys. Two functions are numerical
-instead: ``log_conformity_of_rows`` takes given rows, and ``optimal_directions`` finds the least
-conformity that given norms allow.
+features. ``simrf_jax.selection`` finds it out for given queries and keys. Two functions are
+numerical instead: ``log_conformity_of_rows`` takes given rows, and ``optimal_directions`` finds the
+least conformity that given norms allow.
 """
 
-from simrf_jax.theory.attention import attention_error
-from simrf_jax.theory.capacity import FeatureChoice, choose_num_features, required_features
-from simrf_jax.theory.conformity import log_conformity
-from simrf_jax.theory.density import resultant_norm_pdf
-from simrf_jax.theory.fixed_norms import relative_bias
-from simrf_jax.theory.gap import orthogonality_gap
 from simrf_jax.theory.harmonics import estimate_covariance
-from simrf_jax.theory.hybrid import hybrid_mse
-from simrf_jax.theory.limits import asymptotic_ratio, small_distance_prefactor
-from simrf_jax.theory.mse import kernel_mse, mse_ratio
+from simrf_jax.theory.limits import asymptotic_ratio, orthogonality_gap, small_distance_prefactor
+from simrf_jax.theory.mse import hybrid_mse, kernel_mse, mse_ratio
 from simrf_jax.theory.optimum import OptimalDirections, optimal_directions
-from simrf_jax.theory.proposal import optimal_parameter
-from simrf_jax.theory.rows import log_conformity_of_rows
+from simrf_jax.theory.positive import optimal_parameter, relative_bias
+from simrf_jax.theory.resultant import log_conformity, log_conformity_of_rows, resultant_norm_pdf
 
 __all__ = [
-    "FeatureChoice",
     "OptimalDirections",
     "asymptotic_ratio",
-    "attention_error",
-    "choose_num_features",
     "estimate_covariance",
     "hybrid_mse",
     "kernel_mse",
@@ -38,7 +28,6 @@ __all__ = [
     "optimal_parameter",
     "orthogonality_gap",
     "relative_bias",
-    "required_features",
     "resultant_norm_pdf",
     "small_distance_prefactor",
 ]

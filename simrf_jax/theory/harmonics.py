@@ -23,24 +23,23 @@ Independent norms leave the product of the means :math:`g_k(v) g_k(v')`, which d
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 from jaxtyping import Float64
 from numpy.typing import ArrayLike
 from scipy import special
 
 from simrf_jax import checks
-from simrf_jax.projections import FIXED_NORMS, Norms
-from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode
+from simrf_jax.projections import FIXED_NORMS, BlockMode, Norms
 from simrf_jax.theory import arguments
 from simrf_jax.theory.arguments import ClosedFormCoupling
-from simrf_jax.theory.bessel import log_hyp0f1
-from simrf_jax.theory.fixed_norms import bias, fixed_norm, num_weighted_rows
-from simrf_jax.theory.norms import antithetic_rule, chi_rule
-from simrf_jax.theory.pairs import NormRelation, Pairs, coupled_pairs
-from simrf_jax.theory.proposal import excess_of_rho, log_inflation
+from simrf_jax.theory.pairs import NormRelation, Pairs, coupled_rows, squared_norm
+from simrf_jax.theory.positive import bias, excess_of_rho, largest_norm, log_inflation
+from simrf_jax.theory.quadrature import Nodes, Vector, antithetic_rule, chi_rule, log_hyp0f1
 
+Radial: TypeAlias = Float64[np.ndarray, "orders nodes n"]  # For each degree, norm and distance.
 _PANELS = 16  # Panels of the quadrature over norms, which keep 10 digits.
-SAME_ROW = Pairs(1.0, 1.0, "equal")  # Stands for one row in both estimates.
 
 
 def estimate_covariance(
@@ -89,22 +88,15 @@ def estimate_covariance(
       Müller, Spherical Harmonics (1966), for the Funk-Hecke theorem,
       https://doi.org/10.1007/BFb0094775
     """
-    array = arguments.real("sums", sums)
+    array = checks.real("sums", sums)
     if array.ndim != 2 or array.shape[-1] < 2 or not np.all(np.isfinite(array)):
         raise ValueError(
             f"sums must be [n, dim] with dim of at least 2, and finite, got shape {array.shape}."
         )
-    dim = array.shape[-1]
-    num_features = checks.positive_int("num_features", num_features)
-    arguments.coupling("coupling", coupling, dim)
-    arguments.norm_law(norms, coupling)
-    checks.one_of("block", block, BLOCK_MODES)
-    number = arguments.one_parameter(parameter, norms)
-    num_rows = num_weighted_rows(num_features, norms)
-    pairs = coupled_pairs(num_rows, dim, coupling, block, norms)
-    moments = RowCovariances(array, number, norms)
-    total = moments.of(SAME_ROW) + sum(pair.weight * moments.of(pair) for pair in pairs)
-    return moments.weight**2 / num_rows * total + moments.bias_product
+    rows = coupled_rows(num_features, array.shape[-1], coupling, block, norms)
+    moments = RowCovariances(array, arguments.one_parameter(parameter, norms), norms)
+    total = sum(pair.weight * moments.of(pair) for pair in rows.kinds)
+    return rows.weight**2 / rows.num_rows * total + moments.bias_product
 
 
 class RowCovariances:
@@ -112,23 +104,30 @@ class RowCovariances:
 
     Attributes:
       norms: Law of the norms.
+      dim: Dimension d.
       degrees: Largest degree of the series.
-      weight: Total weight of the rows; the row of zeros of the Gauss-Radau rule has the rest.
       bias_product: Products of the biases, ``[n, n]``.
     """
 
-    def __init__(self, sums: Float64[np.ndarray, "n dim"], parameter: float, norms: Norms) -> None:
+    def __init__(
+        self, sums: Float64[np.ndarray, "n dim"], parameter: float | Vector, norms: Norms
+    ) -> None:
+        """Prepares the covariances at some sums u = x + y.
+
+        Args:
+          sums: Sums u.
+          parameter: Parameter A of the features. One for each axis is for ``of_parallel_rows``
+            alone, as other pairs of rows have no closed form then.
+          norms: Law of the norms.
+        """
         self.norms = norms
         self.dim = sums.shape[1]
-        self._parameter = parameter
+        self._sums, self._parameters = sums, np.broadcast_to(parameter, self.dim)
         self._gram = sums @ sums.T
         self._squares = np.diagonal(self._gram)
         largest = np.max(self._squares, initial=0.0)
         self.degrees = int(largest + 9 * np.sqrt(largest) + 14)
-        self.weight, biases = 1.0, np.zeros(len(sums))
-        if norms in FIXED_NORMS:
-            rule = fixed_norm(norms, self.dim)
-            self.weight, biases = rule.weight, bias(self._squares, self.dim, rule)
+        biases = bias(self._squares, self.dim, norms)
         self.bias_product = np.outer(biases, biases)
 
     def of(self, pair: Pairs) -> Float64[np.ndarray, "n n"]:
@@ -140,9 +139,11 @@ class RowCovariances:
 
     def of_parallel_rows(self, cosine: float) -> Float64[np.ndarray, "n n"]:
         """Returns the covariances for the rows w and w, or w and -w."""
-        squares = self._squares[:, None] + self._squares + 2 * cosine * self._gram
-        exponent = cosine * self._gram + excess_of_rho(self._parameter) / 4 * squares
-        return np.expm1(log_inflation(self._parameter, self.dim) + exponent)
+        # The square of u + u' is multiplied out, so that the cross terms are one product.
+        tilted = excess_of_rho(self._parameters) / 4 * self._sums
+        own, cross = np.sum(tilted * self._sums, axis=1), tilted @ self._sums.T
+        exponent = own[:, None] + own + cosine * (self._gram + 2 * cross)
+        return np.expm1(np.sum(log_inflation(self._parameters, 1)) + exponent)
 
     def of_degrees(self, relation: NormRelation) -> Float64[np.ndarray, "degrees n n"]:
         """Returns N_k P_k(cos(u, u')) E psi_k psi_k' for each degree k, at k = 0 less 1."""
@@ -153,25 +154,26 @@ class RowCovariances:
 
     def _radial_products(self, relation: NormRelation) -> Float64[np.ndarray, "degrees n n"]:
         """Returns N_k E psi_k psi_k' for each degree k, at k = 0 less 1."""
-        largest = np.max(self._squares, initial=0.0)
         distances = np.sqrt(self._squares)
         if relation == "independent":
             values = mean_coefficients(distances, self.dim, self.degrees)[:, None]
-            return _centred_products(values, values, np.ones(1))
-        peak = self.dim**0.5 + np.sqrt(largest / min(1.0, 1 - 4 * self._parameter))
+            return _centered_products(values, values, np.ones(1))
+        parameter = float(self._parameters[0])
+        peak = largest_norm(np.max(self._squares, initial=0.0), parameter, self.dim)
+        others, log_weights = None, np.zeros(1)
         if self.norms in FIXED_NORMS:
-            nodes = others = np.sqrt([fixed_norm(self.norms, self.dim).squared_norm])
-            log_weights = np.zeros(1)
+            norms = np.sqrt([squared_norm(self.norms, self.dim)])
         elif relation == "equal":
-            nodes, log_weights = chi_rule(self.dim, peak, _PANELS)
-            others = nodes
+            norms, log_weights = chi_rule(self.dim, peak, _PANELS)
         else:
-            nodes, others, log_weights = antithetic_rule(self.dim, peak, _PANELS)
-        values, *rest = (
-            radial_coefficients(each, distances, self.dim, self._parameter, self.degrees)
-            for each in ([nodes] if others is nodes else [nodes, others])
-        )
-        return _centred_products(values, rest[0] if rest else values, np.exp(log_weights))
+            norms, others, log_weights = antithetic_rule(self.dim, peak, _PANELS)
+
+        def coefficients(norms: Nodes) -> Radial:
+            return radial_coefficients(norms, distances, self.dim, parameter, self.degrees)
+
+        values = coefficients(norms)
+        other_values = values if others is None else coefficients(others)
+        return _centered_products(values, other_values, np.exp(log_weights))
 
 
 def is_parallel(pair: Pairs, norms: Norms) -> bool:
@@ -185,10 +187,8 @@ def is_parallel(pair: Pairs, norms: Norms) -> bool:
     return is_random and pair.norms == "equal" and abs(pair.cosine) == 1
 
 
-def _centred_products(
-    values: Float64[np.ndarray, "degrees nodes n"],
-    others: Float64[np.ndarray, "degrees nodes n"],
-    weights: Float64[np.ndarray, " nodes"],
+def _centered_products(
+    values: Radial, others: Radial, weights: Nodes
 ) -> Float64[np.ndarray, "degrees n n"]:
     """Returns weighted symmetric products, at degree 0 less the product of the means."""
     products = np.swapaxes(values, 1, 2) @ (weights[:, None] * others)
@@ -223,9 +223,7 @@ def gegenbauer(
     return result
 
 
-def mean_coefficients(
-    distances: Float64[np.ndarray, " n"], dim: int, degrees: int
-) -> Float64[np.ndarray, "orders n"]:
+def mean_coefficients(distances: Vector, dim: int, degrees: int) -> Float64[np.ndarray, "orders n"]:
     """Returns sqrt(N_k) g_k(v) for k = 0, ..., ``degrees``.
 
     Args:
@@ -247,12 +245,8 @@ def mean_coefficients(
 
 
 def radial_coefficients(
-    norms: Float64[np.ndarray, " nodes"],
-    distances: Float64[np.ndarray, " n"],
-    dim: int,
-    parameter: float,
-    degrees: int,
-) -> Float64[np.ndarray, "orders nodes n"]:
+    norms: Nodes, distances: Vector, dim: int, parameter: float, degrees: int
+) -> Radial:
     """Returns sqrt(N_k) psi_k(a, v) for k = 0, ..., ``degrees``.
 
     Args:

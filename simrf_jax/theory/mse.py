@@ -1,8 +1,6 @@
-"""Mean squared errors of kernel estimates by random features."""
+"""Mean squared errors of kernel estimates by random features, and of the angular hybrid."""
 
 from __future__ import annotations
-
-from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 from jaxtyping import Float64
@@ -10,17 +8,13 @@ from numpy.typing import ArrayLike
 
 from simrf_jax import checks
 from simrf_jax.features import KERNELS, Kernel
-from simrf_jax.projections import FIXED_NORMS, Norms
-from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode
-from simrf_jax.theory import arguments, fixed_norms, proposal
-from simrf_jax.theory.arguments import ClosedFormCoupling
-from simrf_jax.theory.oscillation import trigonometric_ratio
-from simrf_jax.theory.pairs import Pairs, coupled_pairs, with_antipodes
-from simrf_jax.theory.series import positive_series
-
-# The feature maps that have closed forms.
-Features: TypeAlias = Literal["positive", "hyperbolic", "trigonometric"]
-FEATURES = get_args(Features)
+from simrf_jax.projections import FIXED_NORMS, BlockMode, Norms
+from simrf_jax.theory import arguments
+from simrf_jax.theory.arguments import FEATURES, ClosedFormCoupling, Features, Numbers, Vectors
+from simrf_jax.theory.pairs import Rows, coupled_rows
+from simrf_jax.theory.positive import log_relative_mse
+from simrf_jax.theory.quadrature import Vector
+from simrf_jax.theory.series import positive_series, trigonometric_ratio
 
 
 def kernel_mse(
@@ -66,8 +60,8 @@ def kernel_mse(
     trigonometric features.
 
     The tables are for norms of the chi law and ``parameter`` 0. A cross-polytope has pairs at the
-    cosines -1 and 0. ``theory.proposal`` and ``theory.fixed_norms`` have the formulas for other
-    norms and parameters, which count a bias as part of the error.
+    cosines -1 and 0. ``theory.positive`` has the formulas for other norms and parameters, which
+    count a bias as part of the error.
 
     The formula is exact for Haar rotations. Hadamard rotations, Givens rotations and fast
     projections work in the next power of two of dim. To obtain nearly their error, pad x and y with
@@ -128,19 +122,30 @@ def kernel_mse(
       Likhosherstov et al., Chefs' Random Tables (NeurIPS 2022), for hyperbolic and trigonometric
       features, https://arxiv.org/abs/2205.15317
     """
-    num_features = checks.positive_int("num_features", num_features)
     log = checks.boolean("log", log)
     checks.one_of("kernel", kernel, KERNELS)
     x, y = arguments.vectors(x, y)
-    design = _design(num_features, x.shape[-1], coupling, features, norms, parameter, block)
+    rows = coupled_rows(num_features, x.shape[-1], coupling, block, norms)
+    parameter = _checked_parameter(parameter, rows, features)
+    sign = -1 if features == "trigonometric" else 1
+    dots = np.sum(x * y, axis=-1)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        sign = -1 if features == "trigonometric" else 1
         t = np.asarray(np.sum((x + sign * y) ** 2, axis=-1))
-        if design.is_plain:
-            log_mse = _log_variance(x, y, t, features, kernel) - np.log(num_features)
-            log_mse += np.log(_ratio_to_iid(t, design))
+        if _is_plain(rows, parameter):
+            # One feature has the variance K^2 e^t (1 - e^-t), or K^2 e^t (1 - e^-t)^2 / 2. This is
+            # the logarithm of K^2 e^t without its cancellation.
+            if kernel == "softmax":
+                log_scale = 2 * dots + t
+            else:
+                log_scale = 4 * dots if sign == 1 else np.zeros(())
+            log_gap = np.log(-np.expm1(-t))
+            log_gaps = log_gap if features == "positive" else 2 * log_gap - np.log(2)
+            log_ratio = np.log(_ratio_to_iid(t, rows, features))
+            log_mse = log_scale + log_gaps - np.log(rows.num_rows) + log_ratio
         else:
-            log_mse = 2 * _log_kernel(x, y, kernel) + _log_relative_mse(t, design)
+            squares = np.sum((x - y) ** 2, axis=-1)
+            log_kernel = dots if kernel == "softmax" else -squares / 2
+            log_mse = 2 * log_kernel + log_relative_mse(t, parameter, rows, features)
         return log_mse[()] if log else np.exp(log_mse)[()]
 
 
@@ -201,119 +206,130 @@ def mse_ratio(
       Reid et al., Simplex Random Features (ICML 2023), Fig. 6 and Sec. 5.1,
       https://arxiv.org/abs/2301.13856
     """
-    num_features = checks.positive_int("num_features", num_features)
-    dim = checks.positive_int("dim", dim)
-    arguments.coupling("baseline", baseline, dim)
-    design = _design(num_features, dim, coupling, features, norms, parameter, block)
-    reference = _design(num_features, dim, baseline, features, "chi", 0.0, block)
-    with np.errstate(over="ignore"):
-        t = np.asarray(arguments.norms("v", v) ** 2)
-    if design.is_plain:
-        ratio = _ratio_to_iid(t, design)
-        return (ratio if baseline == "iid" else ratio / _ratio_to_iid(t, reference))[()]
+    rows = coupled_rows(num_features, dim, coupling, block, norms)
+    parameter = _checked_parameter(parameter, rows, features)
+    arguments.coupling("baseline", baseline, rows.dim)
+    reference = coupled_rows(num_features, dim, baseline, block)
+    t = arguments.squared_norms("v", v)
+    if _is_plain(rows, parameter):
+        ratio = _ratio_to_iid(t, rows, features)
+        return (ratio if baseline == "iid" else ratio / _ratio_to_iid(t, reference, features))[()]
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        log_ratio = _log_relative_mse(t, design) - _log_relative_mse(t, reference)
+        log_ratio = log_relative_mse(t, parameter, rows, features)
+        log_ratio -= log_relative_mse(t, np.zeros(()), reference, features)
         return np.exp(log_ratio)[()]
 
 
-class _Design(NamedTuple):
-    """Checked arguments that determine the error of an estimate.
-
-    Attributes:
-      num_features: Number of rows m.
-      dim: Dimension d.
-      features: Feature map.
-      norms: Law of the norms.
-      parameter: Parameter A of the features.
-      pairs: Coupled pairs of the rows, without a row of zeros.
-    """
-
-    num_features: int
-    dim: int
-    features: Features
-    norms: Norms
-    parameter: Float64[np.ndarray, "*shape"]
-    pairs: tuple[Pairs, ...]
-
-    @property
-    def is_plain(self) -> bool:
-        """True if the error is a multiple of that of iid rows by ``series``."""
-        return self.norms not in FIXED_NORMS and not np.any(self.parameter)
-
-
-def _design(
+def hybrid_mse(
+    x: ArrayLike,
+    y: ArrayLike,
     num_features: int,
-    dim: int,
+    num_weights: int,
+    *,
     coupling: ClosedFormCoupling,
-    features: Features,
-    norms: Norms,
-    parameter: ArrayLike,
-    block: BlockMode,
-) -> _Design:
-    arguments.coupling("coupling", coupling, dim)
+    kernel: Kernel = "softmax",
+    log: bool = False,
+) -> Float64[np.ndarray, "*shape"] | np.float64:
+    r"""Returns the mean squared error of the angular hybrid estimate of a kernel.
+
+    .. math::
+        \mathrm{MSE} = E(\hat K(x, y) - K(x, y))^2
+        = E\hat\lambda^2\, \mathrm{MSE}_\text{hyperbolic}
+        + E(1 - \hat\lambda)^2\, \mathrm{MSE}_\text{trigonometric}, \qquad
+        E\hat\lambda^2 = a^2 + \frac{a (1 - a)}{n}, \qquad a = \frac{\theta_{x,y}}{\pi},
+
+    Here :math:`\hat\lambda` is the estimate of the weight from n random vectors, and
+    :math:`\theta_{x,y}` is the angle between x and y, which counts as a right angle if x or y is 0.
+    :math:`E(1 - \hat\lambda)^2` is the same expression with 1 - a in place of a. Both base
+    estimators and the weight are independent of each other, as ``draw_bipolar_projection`` draws
+    them. The formula then holds for any coupling of the rows of each base estimator.
+
+    Args:
+      x: Vectors ``[..., dim]``.
+      y: Vectors ``[..., dim]``. The leading shapes of x and y broadcast.
+      num_features: Number of rows m of either base estimator.
+      num_weights: Number n of random vectors that estimate the weight.
+      coupling: Coupling of the rows of each base estimator: ``"iid"``, ``"orthogonal"``,
+        ``"simplex"`` or ``"cross_polytope"``.
+      kernel: Kernel that is estimated: ``"softmax"`` or ``"gaussian"``.
+      log: If true, return the logarithm, which does not overflow.
+
+    Returns:
+      float64 array of the broadcast leading shape. At x = y and x = -y the estimate is exact, and
+      the result is 0, or -inf if ``log``.
+
+    Raises:
+      TypeError: If ``num_features`` or ``num_weights`` is not an integer, x or y is not real, or
+        ``log`` is not Boolean.
+      ValueError: If a name is unknown, the coupling has no closed form or needs a larger dimension,
+        a number is less than 1, or the shapes do not match.
+
+    Example:
+      >>> import numpy as np
+      >>> x = np.array([1.0, 0.0])
+      >>> for angle in (0.1, 1.5, 3.0):
+      ...     y = np.array([np.cos(angle), np.sin(angle)])
+      ...     print(f"{hybrid_mse(x, y, 16, 8, coupling='orthogonal'):.5f}")
+      0.05662
+      0.08851
+      0.00112
+
+    References:
+      Choromanski et al., Hybrid Random Features (ICLR 2022), Theorem 3.1 and Lemma 3.2,
+      https://arxiv.org/abs/2110.04367
+    """
+    num_weights = checks.positive_int("num_weights", num_weights)
+    log = checks.boolean("log", log)
+    x, y = arguments.vectors(x, y)
+    total: Numbers = np.float64(-np.inf)
+    bases: tuple[Features, ...] = ("hyperbolic", "trigonometric")
+    with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+        for share, features in zip(_angular_weights(x, y), bases, strict=True):
+            second_moment = share * (share + (1 - share) / num_weights)
+            log_mse = kernel_mse(
+                x, y, num_features, coupling=coupling, features=features, kernel=kernel, log=True
+            )
+            total = np.logaddexp(total, np.log(second_moment) + log_mse)
+        return total if log else np.exp(total)
+
+
+def _checked_parameter(
+    parameter: ArrayLike, rows: Rows, features: Features
+) -> Float64[np.ndarray, "*shape"]:
     checks.one_of("features", features, FEATURES)
-    checks.one_of("block", block, BLOCK_MODES)
-    arguments.norm_law(norms, coupling)
-    parameter = arguments.parameter(parameter, norms)
-    if features == "trigonometric" and (norms != "chi" or np.any(parameter)):
+    array = arguments.parameter(parameter, rows.norms)
+    if features == "trigonometric" and (rows.norms != "chi" or np.any(array)):
         raise ValueError(
             "features='trigonometric' has closed forms for norms='chi' and parameter=0 only, "
-            f"got norms={norms!r} and parameter={parameter}."
+            f"got norms={rows.norms!r} and parameter={array}."
         )
-    num_rows = fixed_norms.num_weighted_rows(num_features, norms)
-    pairs = coupled_pairs(num_rows, dim, coupling, block, norms)
-    return _Design(num_features, dim, features, norms, parameter, pairs)
+    return array
 
 
-def _log_relative_mse(
-    t: Float64[np.ndarray, "*shape"], design: _Design
-) -> Float64[np.ndarray, "*broadcast"]:
-    """Returns the log of E(K_hat / K - 1)^2 of positive and hyperbolic features."""
-    num_features, dim, features, norms, parameter, pairs = design
-    num_rows = fixed_norms.num_weighted_rows(num_features, norms)
-    if features == "hyperbolic":
-        num_rows, pairs = 2 * num_rows, with_antipodes(pairs)
-    if norms in FIXED_NORMS:
-        rule = fixed_norms.fixed_norm(norms, dim)
-        return fixed_norms.log_relative_mse(t, num_rows, dim, pairs, rule)
-    return proposal.log_relative_mse(t, parameter, num_rows, dim, pairs)
+def _is_plain(rows: Rows, parameter: Float64[np.ndarray, "*shape"]) -> bool:
+    """Returns whether the error is a multiple of that of iid rows by ``series``."""
+    return rows.norms not in FIXED_NORMS and not np.any(parameter)
 
 
 def _ratio_to_iid(
-    t: Float64[np.ndarray, "*shape"], design: _Design
+    t: Float64[np.ndarray, "*shape"], rows: Rows, features: Features
 ) -> Float64[np.ndarray, "*shape"]:
-    result = np.where(np.isnan(t), np.nan, 1.0)
-    if design.pairs:
-        known = ~np.isnan(t)
-        if design.features == "trigonometric":
-            result[known] = trigonometric_ratio(t[known], design.dim, design.pairs)
-        else:
-            even = design.features == "hyperbolic"
-            result[known] = positive_series(t[known], design.dim, design.pairs, even=even)
-    return result
+    def ratio(t: Vector) -> Vector:
+        if features == "trigonometric":
+            return trigonometric_ratio(t, rows)
+        return positive_series(t, rows, even=features == "hyperbolic")
+
+    # Without coupled pairs the ratio is 1 to the last digit.
+    return np.piecewise(t, [~np.isnan(t)], [ratio if rows.pairs else 1.0, np.nan])
 
 
-def _log_kernel(
-    x: Float64[np.ndarray, "*#batch dim"], y: Float64[np.ndarray, "*#batch dim"], kernel: Kernel
-) -> Float64[np.ndarray, "*#batch"] | np.float64:
-    if kernel == "softmax":
-        return np.sum(x * y, axis=-1)
-    return -np.sum((x - y) ** 2, axis=-1) / 2
+def _angular_weights(x: Vectors, y: Vectors) -> tuple[Numbers, Numbers]:
+    """Returns a, the angle divided by pi, and 1 - a, each to full relative accuracy."""
+    x, y = _unit(x), _unit(y)
+    apart, together = np.linalg.norm(x - y, axis=-1), np.linalg.norm(x + y, axis=-1)
+    return 2 / np.pi * np.arctan2(apart, together), 2 / np.pi * np.arctan2(together, apart)
 
 
-def _log_variance(
-    x: Float64[np.ndarray, "*#batch dim"],
-    y: Float64[np.ndarray, "*#batch dim"],
-    t: Float64[np.ndarray, "*#batch"] | np.float64,
-    features: Features,
-    kernel: Kernel,
-) -> Float64[np.ndarray, "*#batch"] | np.float64:
-    """Returns the logarithm of A V_1, the variance of one iid feature."""
-    log_gap = np.log(-np.expm1(-t))
-    if features == "trigonometric":
-        log_prefactor = np.sum(x**2, axis=-1) + np.sum(y**2, axis=-1) if kernel == "softmax" else 0
-        return log_prefactor + 2 * log_gap - np.log(2)
-    # The scale unites the prefactor A and the e^{2t} of V_1: e^{2t - 2x^2 - 2y^2} = e^{4 x.y}.
-    dots = np.sum(x * y, axis=-1)
-    log_scale = 4 * dots if kernel == "gaussian" else t + 2 * dots
-    return log_scale + (log_gap if features == "positive" else 2 * log_gap - np.log(2))
+def _unit(x: Vectors) -> Vectors:
+    norm = np.linalg.norm(x, axis=-1, keepdims=True)
+    return x / np.where(norm == 0, 1, norm)

@@ -1,8 +1,8 @@
-"""Numerical minimisation of the conformity of rows with given norms."""
+"""Numerical minimization of the conformity of rows with given norms."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from jaxtyping import Float64
@@ -13,8 +13,10 @@ from simrf_jax import checks
 from simrf_jax.projections.couplings import NUM_SWEEPS
 from simrf_jax.projections.row_blocks import simplex_vertices
 from simrf_jax.theory import arguments
-from simrf_jax.theory.bessel import log_hyp0f1
-from simrf_jax.theory.rows import log_conformity_of_rows, log_mean_exp, squared_resultants
+from simrf_jax.theory.quadrature import Vector, log_hyp0f1
+from simrf_jax.theory.resultant import log_conformity_of_rows, log_mean_exp, squared_resultants
+
+Directions: TypeAlias = Float64[np.ndarray, "m coordinates"]
 
 
 class OptimalDirections(NamedTuple):
@@ -87,10 +89,8 @@ def optimal_directions(norms: ArrayLike, v: float, dim: int) -> OptimalDirection
 
 
 def against_the_rest(
-    directions: Float64[np.ndarray, "m coordinates"],
-    norms: Float64[np.ndarray, " m"],
-    num_sweeps: int = NUM_SWEEPS,
-) -> Float64[np.ndarray, "m coordinates"]:
+    directions: Directions, norms: Float64[np.ndarray, " m"], num_sweeps: int = NUM_SWEEPS
+) -> Directions:
     """Computes ``projections.couplings.minimise_resultant`` in float64 NumPy.
 
     From the simplex it leads to the directions of ``simplex_plus``.
@@ -116,12 +116,9 @@ def against_the_rest(
 
 
 def descent(
-    start: Float64[np.ndarray, "m coordinates"],
-    norms: Float64[np.ndarray, " m"],
-    v: float,
-    dim: int,
+    start: Directions, norms: Float64[np.ndarray, " m"], v: float, dim: int
 ) -> Float64[np.ndarray, "iterations m coordinates"]:
-    """Minimises the conformity by L-BFGS and returns the path to the local minimum.
+    """Minimizes the conformity by L-BFGS and returns the path to the local minimum.
 
     Args:
       start: Unit vectors to start from.
@@ -138,9 +135,7 @@ def descent(
     if not 0 < scale < np.inf:
         return start[None]
 
-    def objective(
-        flat: Float64[np.ndarray, " size"],
-    ) -> tuple[float, Float64[np.ndarray, " size"]]:
+    def objective(flat: Vector) -> tuple[float, Vector]:
         points = flat.reshape(start.shape)
         # L-BFGS may change the lengths of the points; only their directions matter.
         lengths = np.linalg.norm(points, axis=1, keepdims=True)
@@ -160,9 +155,7 @@ def descent(
     return points / np.linalg.norm(points, axis=-1, keepdims=True)
 
 
-def _log_conformity_and_gradient(
-    rows: Float64[np.ndarray, "m coordinates"], v: float, dim: int
-) -> tuple[float, Float64[np.ndarray, "m coordinates"]]:
+def _log_conformity_and_gradient(rows: Directions, v: float, dim: int) -> tuple[float, Directions]:
     """Returns the log conformity of rows and its gradient by the rows."""
     x = v**2 * squared_resultants(rows) / 4
     log_terms = log_hyp0f1(dim / 2, x)

@@ -1,14 +1,15 @@
-"""Number, angle and norms of the coupled pairs of rows in a projection."""
+"""Pairs of rows of a projection that depend on each other: their number, angle and norms."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Literal, NamedTuple, TypeAlias
 
-from simrf_jax.projections import FIXED_NORMS, Norms
+from simrf_jax import checks
+from simrf_jax.projections import BLOCK_MODES, FIXED_NORMS, BlockMode, Norms
 from simrf_jax.projections.couplings import COUPLED
-from simrf_jax.projections.row_blocks import BlockMode, CrossPolytope
+from simrf_jax.projections.row_blocks import CrossPolytope, RowBlock
+from simrf_jax.theory import arguments
 from simrf_jax.theory.arguments import ClosedFormCoupling
 
 NormRelation: TypeAlias = Literal["independent", "equal", "antithetic"]
@@ -31,85 +32,118 @@ class Pairs(NamedTuple):
     norms: NormRelation = "independent"
 
 
-def coupled_pairs(
+SAME_ROW = Pairs(1.0, 1.0, "equal")  # Each row, paired with itself.
+_ANTIPODES = Pairs(1.0, -1.0, "equal")
+
+
+class Rows(NamedTuple):
+    """Rows of a projection, as far as errors depend on them.
+
+    Attributes:
+      num_rows: Number of rows, without a row of zeros.
+      dim: Dimension d.
+      norms: Law of the norms.
+      pairs: Coupled pairs of the rows.
+    """
+
+    num_rows: int
+    dim: int
+    norms: Norms
+    pairs: tuple[Pairs, ...]
+
+    @property
+    def kinds(self) -> tuple[Pairs, ...]:
+        """Pairs of each row with itself, and the coupled pairs."""
+        return (SAME_ROW, *self.pairs)
+
+    @property
+    def weight(self) -> float:
+        """Total weight of the rows; a row of zeros has the rest."""
+        is_fixed = self.norms in FIXED_NORMS
+        return self.dim / squared_norm(self.norms, self.dim) if is_fixed else 1.0
+
+    def with_antipodes(self) -> Rows:
+        """Returns the rows w and -w, whose positive features are the hyperbolic features of w."""
+        mirrored = [pair._replace(cosine=-pair.cosine) for pair in self.pairs]
+        pairs = (_ANTIPODES, *self.pairs, *mirrored)
+        return self._replace(num_rows=2 * self.num_rows, pairs=pairs)
+
+
+def coupled_rows(
     num_features: int,
     dim: int,
     coupling: ClosedFormCoupling,
-    block: BlockMode,
+    block: BlockMode = "regular",
     norms: Norms = "chi",
-) -> tuple[Pairs, ...]:
-    """Returns all coupled pairs of a projection, one entry for each angle and relation of norms.
+) -> Rows:
+    """Returns the rows of a projection after checking the arguments.
 
     Args:
       num_features: Number of rows m of the projection.
       dim: Dimension d.
-      coupling: Coupling of the rows; ``"iid"`` has no coupled pairs.
+      coupling: Coupling of the rows, which needs a closed form; ``"iid"`` has no coupled pairs.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
       norms: Law of the norms. Fixed norms count as equal.
 
     Returns:
-      One ``Pairs`` for each kind of pair, and an empty tuple for iid rows.
+      ``Rows`` with one entry of ``pairs`` for each angle and relation of norms.
 
     Example:
-      >>> coupled_pairs(130, 64, "simplex", "regular")
+      >>> coupled_rows(130, 64, "simplex").pairs
       (Pairs(weight=64.0, cosine=-0.015625, norms='independent'),)
-      >>> for pairs in coupled_pairs(128, 64, "cross_polytope", "regular", "pair"):
+      >>> for pairs in coupled_rows(128, 64, "cross_polytope", norms="pair").pairs:
       ...     print(pairs)
       Pairs(weight=1.0, cosine=-1.0, norms='equal')
       Pairs(weight=126.0, cosine=0.0, norms='independent')
     """
+    num_rows = checks.positive_int("num_features", num_features)
+    dim = checks.positive_int("dim", dim)
+    arguments.coupling("coupling", coupling, dim)
+    checks.one_of("block", block, BLOCK_MODES)
+    arguments.norm_law(norms, coupling)
+    if norms == "radau":
+        if num_rows < 2:
+            raise ValueError(
+                "norms='radau' needs num_features of at least 2, for a row of zeros and others, "
+                f"got {num_rows}."
+            )
+        num_rows -= 1
     counts: Counter[Kind] = Counter()
-    for rows, repeats, cosine in _row_blocks(num_features, dim, coupling, block):
-        kinds = _antipodal_kinds(rows, norms) if cosine is None else _kinds(rows, cosine, norms)
-        for kind, count in kinds.items():
+    row_blocks = [] if coupling == "iid" else COUPLED[coupling].blocks(num_rows, dim, block)
+    for rows, repeats in row_blocks:
+        for kind, count in _kinds(rows, norms).items():
             counts[kind] += repeats * count
-    return tuple(Pairs(count / num_features, *kind) for kind, count in counts.items() if count)
+    pairs = tuple(Pairs(count / num_rows, *kind) for kind, count in counts.items() if count)
+    return Rows(num_rows, dim, norms, pairs)
 
 
-def with_antipodes(pairs: tuple[Pairs, ...]) -> tuple[Pairs, ...]:
-    """Returns the coupled pairs of the rows w and -w, which make hyperbolic features.
-
-    Positive features of these 2m rows are the hyperbolic features of the m rows w.
-
-    Args:
-      pairs: Coupled pairs of the m rows w.
-    """
-    mirrored = [pair._replace(cosine=-pair.cosine) for pair in pairs]
-    return (Pairs(1.0, -1.0, "equal"), *pairs, *mirrored)
-
-
-def _row_blocks(
-    num_features: int, dim: int, coupling: ClosedFormCoupling, block: BlockMode
-) -> Iterator[tuple[int, int, float | None]]:
-    """Yields the rows, the repeats and the cosine of equal row blocks; None is a cross-polytope."""
-    if coupling == "iid":
-        return
-    for rows, repeats in COUPLED[coupling].blocks(num_features, dim, block):
-        yield rows.num_rows, repeats, None if isinstance(rows, CrossPolytope) else rows.cosine
-
-
-def _kinds(rows: int, cosine: float, norms: Norms) -> dict[Kind, int]:
-    """Counts the ordered pairs of a row block in which all pairs have one angle."""
+def _kinds(block: RowBlock | CrossPolytope, norms: Norms) -> dict[Kind, int]:
+    """Counts the ordered pairs of a row block."""
+    rows = block.num_rows
     pairs = rows * (rows - 1)
+    relation: NormRelation = "independent"
     if norms == "shared" or norms in FIXED_NORMS:
-        return {(cosine, "equal"): pairs}
-    antithetic = 2 * (rows // 2) if norms == "antithetic" else 0
-    return {(cosine, "independent"): pairs - antithetic, (cosine, "antithetic"): antithetic}
-
-
-def _antipodal_kinds(rows: int, norms: Norms) -> dict[Kind, int]:
-    """Counts the ordered pairs of a row block of rows s_1, -s_1, s_2, -s_2, ..."""
+        relation = "equal"
+    if isinstance(block, RowBlock):
+        antithetic = 2 * (rows // 2) if norms == "antithetic" else 0
+        cosine = block.cosine
+        return {(cosine, relation): pairs - antithetic, (cosine, "antithetic"): antithetic}
     antipodal = 2 * (rows // 2)
-    orthogonal = rows * (rows - 1) - antipodal
-    if norms == "chi":
-        return {(-1.0, "independent"): antipodal, (0.0, "independent"): orthogonal}
-    if norms == "shared" or norms in FIXED_NORMS:
-        return {(-1.0, "equal"): antipodal, (0.0, "equal"): orthogonal}
     # Rows 4i and 4i + 1 have one norm, and rows 4i + 2 and 4i + 3 its antithetic one. Three rows
     # at the end are a +- pair and a single row.
     antithetic = 8 * (rows // 4) + (4 if rows % 4 == 3 else 0) if norms == "antithetic" else 0
     return {
-        (-1.0, "equal"): antipodal,
-        (0.0, "independent"): orthogonal - antithetic,
+        (-1.0, "independent" if norms == "chi" else "equal"): antipodal,
+        (0.0, relation): pairs - antipodal - antithetic,
         (0.0, "antithetic"): antithetic,
     }
+
+
+def squared_norm(norms: Norms, dim: int) -> float:
+    """Returns the square of the norm of all rows, other than a row of zeros.
+
+    Args:
+      norms: A law of ``FIXED_NORMS``.
+      dim: Dimension d.
+    """
+    return dim if norms == "sqrt_dim" else dim + 2.0

@@ -21,6 +21,7 @@ MODULES = {
             "simrf_jax.integrations.linen",
             "simrf_jax.integrations.nnx",
             "simrf_jax.models",
+            "simrf_jax.selection",
             "simrf_jax.theory",
         )
     },

@@ -228,6 +228,16 @@ def test_fixed_norms_against_arbitrary_precision(dim, coupling, norms, v):
 
 
 @pytest.mark.fast
+@pytest.mark.parametrize("v", [0.3, 1.5, 3.0, 8.0, 20.0])
+def test_without_a_variance_the_error_is_the_bias(v):
+    # In one dimension, w and -w of one norm are all rows that there are.
+    options = {"coupling": "iid", "norms": "sqrt_dim", "features": "hyperbolic"}
+    got = kernel_mse([v], [0.0], 3, **options, kernel="softmax", log=True)
+    expected = 2 * np.log(np.abs(relative_bias(v, 1, norms="sqrt_dim")))
+    np.testing.assert_allclose(got, expected, rtol=1e-12)
+
+
+@pytest.mark.fast
 def test_the_bias_of_the_radau_rule_begins_with_the_sixth_power():
     v = np.array([1e-3, 1e-2])
     expected = -(v**6) / (24 * (64 + 4))

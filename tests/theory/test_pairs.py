@@ -1,6 +1,6 @@
 import pytest
 
-from simrf_jax.theory.pairs import coupled_pairs
+from simrf_jax.theory.pairs import coupled_rows
 from tests.theory import oracle
 
 pytestmark = pytest.mark.fast
@@ -16,15 +16,15 @@ def test_against_a_loop_over_blocks(dim, coupling, block):
             if rows > 1:
                 cosine = cosine[0] / cosine[1]
                 expected[cosine] = expected.get(cosine, 0) + rows * (rows - 1) / num_features
-        pairs = coupled_pairs(num_features, dim, coupling, block)
+        pairs = coupled_rows(num_features, dim, coupling, block).pairs
         assert {p.cosine: p.weight for p in pairs} == pytest.approx(expected, rel=1e-14)
         assert len(pairs) == len(expected)
 
 
 def test_orthogonal_rows_in_one_dimension_are_not_coupled():
-    assert coupled_pairs(7, 1, "orthogonal", "regular") == ()
+    assert coupled_rows(7, 1, "orthogonal", "regular").pairs == ()
 
 
 def test_a_trillion_features():
-    (pairs,) = coupled_pairs(65 * 10**12, 64, "simplex", "regular")
+    (pairs,) = coupled_rows(65 * 10**12, 64, "simplex", "regular").pairs
     assert pairs == (64.0, -1 / 64, "independent")

@@ -4,7 +4,8 @@ import pytest
 
 from experiments.swap import predicted, swap
 from experiments.swap.looks import PREDICTED_LOOKS
-from simrf_jax.theory import attention_error, optimal_parameter
+from simrf_jax.selection import attention_error
+from simrf_jax.theory import optimal_parameter
 from tests.experiments.swap import tiny
 from tests.tiers import slow_but
 

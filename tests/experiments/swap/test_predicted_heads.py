@@ -7,7 +7,7 @@ from experiments.swap import predicted_heads, swap
 from experiments.swap.methods import METHODS, draw_heads
 from experiments.swap.predicted_heads import PREDICTED
 from experiments.swap.swapping import Inputs
-from simrf_jax.theory import attention_error
+from simrf_jax.selection import attention_error
 from tests.experiments.swap import tiny
 from tests.tiers import slow_but
 

@@ -4,7 +4,8 @@ import pytest
 from scipy import special
 
 from simrf_jax.features.maps import Calibrated
-from simrf_jax.theory import attention_error, optimal_parameter
+from simrf_jax.selection import attention_error
+from simrf_jax.theory import optimal_parameter
 from tests.theory import draws
 
 OPTIMAL = float(optimal_parameter(2 * 0.3**2, 8))

@@ -8,12 +8,8 @@ import pytest
 from scipy import integrate, special
 
 import simrf_jax
-from simrf_jax.theory import (
-    attention_error,
-    choose_num_features,
-    optimal_parameter,
-    required_features,
-)
+from simrf_jax.selection import attention_error, choose_num_features, required_features
+from simrf_jax.theory import optimal_parameter
 
 pytestmark = pytest.mark.fast
 

@@ -8,12 +8,27 @@ and its keys j, with the attention weights p, the values V and the exact output 
     E |\hat o - o|^2 \approx \sum_{j, l} p_j p_l\, (V_j - o) \cdot (V_l - o)\,
     E (\hat f_j - 1)(\hat f_l - 1),
 
-and ``theory.harmonics`` has the last factor in closed form.
+and ``theory.harmonics`` has the last factor in closed form. For calibrated features there is one
+for iid rows. In the coordinates of the map, with :math:`\tilde v = \tilde x + \tilde y` and the
+variances :math:`\Sigma_l` of the rows, one row estimates the kernel, relative to its value, by
+
+.. math::
+    f(w) = \prod_l \sqrt{\Sigma_l}\,
+    e^{(1 - \Sigma_l) w_l^2 / 2 + \sqrt{\Sigma_l}\, w_l \tilde v_l - \tilde v_l^2 / 2}, \qquad
+    w \sim N(0, I),
+
+where w is the row before the tilt. Estimates of two pairs by one row have
+
+.. math::
+    E f f' = \prod_l \frac{1 + \rho_l}{2 \sqrt{\rho_l}}\,
+    e^{(1 + \rho_l) (\tilde v_l + \tilde v'_l)^2 / 4 - (\tilde v_l^2 + \tilde v_l'^2) / 2}, \qquad
+    \rho_l = \frac{1}{2 \Sigma_l - 1}.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
@@ -22,15 +37,13 @@ from numpy.typing import ArrayLike
 
 from simrf_jax import checks
 from simrf_jax.features.maps import Calibrated
-from simrf_jax.projections import FIXED_NORMS, Norms
-from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode
+from simrf_jax.projections import FIXED_NORMS, BlockMode, Norms
+from simrf_jax.selection.inputs import QueryPoint, Variances, attention_inputs
 from simrf_jax.theory import arguments
 from simrf_jax.theory.arguments import ClosedFormCoupling
-from simrf_jax.theory.calibrated import error_of_iid_rows, head_variances, in_coordinates_of
-from simrf_jax.theory.fixed_norms import num_weighted_rows
-from simrf_jax.theory.harmonics import SAME_ROW, RowCovariances, gegenbauer, is_parallel
-from simrf_jax.theory.inputs import AttentionInputs, QueryPoint, attention_inputs
-from simrf_jax.theory.pairs import NormRelation, Pairs, coupled_pairs, with_antipodes
+from simrf_jax.theory.harmonics import RowCovariances, gegenbauer, is_parallel
+from simrf_jax.theory.pairs import NormRelation, Pairs, Rows, coupled_rows
+from simrf_jax.theory.quadrature import Vector
 
 AttentionFeatures: TypeAlias = Literal["positive", "hyperbolic"]
 ATTENTION_FEATURES = get_args(AttentionFeatures)
@@ -114,55 +127,29 @@ def attention_error(
       https://arxiv.org/abs/2405.16541
     """
     inputs = attention_inputs(query, key, value, scale)
-    num_features = checks.positive_int("num_features", num_features)
     is_causal = checks.boolean("is_causal", is_causal)
-    arguments.coupling("coupling", coupling, inputs.dim)
-    arguments.norm_law(norms, coupling)
-    checks.one_of("block", block, BLOCK_MODES)
-    parameters = np.full(inputs.heads_shape[-1], arguments.one_parameter(parameter, norms))
+    rows = coupled_rows(num_features, inputs.dim, coupling, block, norms)
+    parameters = np.full(inputs.num_heads, arguments.one_parameter(parameter, norms))
     if isinstance(features, Calibrated):
-        inputs = in_coordinates_of(inputs, features)
-        variances = head_variances(features, inputs.heads_shape[-1])
+        inputs = inputs.in_coordinates_of(features)
+        variances = inputs.of_each_head(features.variances)
         _check_tilt(variances, coupling, norms, parameter)
-        if np.any(np.ptp(variances, axis=-1)):
-            return _errors(
-                inputs,
-                lambda head, points: error_of_iid_rows(points, variances[head[-1]], num_features),
-                is_causal=is_causal,
-            )
-        parameters = (1 - variances[:, 0]) / 4
+        parameters = (1 - variances) / 4
+        if not np.any(np.ptp(variances, axis=-1)):
+            parameters = parameters[:, 0]
     else:
         checks.one_of("features", features, ATTENTION_FEATURES)
-    num_rows = num_weighted_rows(num_features, norms)
-    pairs = coupled_pairs(num_rows, inputs.dim, coupling, block, norms)
-    if isinstance(features, str) and features == "hyperbolic":
-        num_rows, pairs = 2 * num_rows, with_antipodes(pairs)
-
-    def first_order(head: tuple[int, ...], points: Iterable[QueryPoint]) -> float:
-        terms = error_terms(points, parameters[head[-1]], norms, pairs)
-        return terms.relative_error(num_rows, pairs)
-
-    return _errors(inputs, first_order, is_causal=is_causal)
-
-
-def _errors(
-    inputs: AttentionInputs,
-    error_of: Callable[[tuple[int, ...], Iterable[QueryPoint]], float],
-    *,
-    is_causal: bool,
-) -> Float64[np.ndarray, "*batch heads"]:
-    """Returns the error of each head, given its queries."""
-    result = np.empty(inputs.heads_shape)
-    for head in np.ndindex(result.shape):
-        result[head] = error_of(head, inputs.queries(head, is_causal=is_causal))
-    return result
+        rows = rows.with_antipodes() if features == "hyperbolic" else rows
+    errors = []
+    for head in inputs.heads:
+        points = inputs.queries(head, is_causal=is_causal)
+        terms = error_terms(points, parameters[head[-1]], norms, rows.kinds)
+        errors.append(terms.relative_error(rows))
+    return np.reshape(errors, (*np.shape(query)[:-3], inputs.num_heads))
 
 
 def _check_tilt(
-    variances: Float64[np.ndarray, "num_heads dim"],
-    coupling: ClosedFormCoupling,
-    norms: Norms,
-    parameter: float,
+    variances: Variances, coupling: ClosedFormCoupling, norms: Norms, parameter: float
 ) -> None:
     """Raises ``ValueError`` unless there is a closed form for the rows of a calibrated map."""
     if parameter != 0:
@@ -182,99 +169,52 @@ def _check_tilt(
 
 
 class ErrorTerms(NamedTuple):
-    """Sums over queries that determine the squared error for any coupled pairs of rows.
+    """Sums over queries that determine the relative squared error for any coupled pairs of rows.
 
     Attributes:
-      dim: Dimension of queries and keys.
-      norms: Law of the norms.
-      weight: Total weight of the rows other than a row of zeros.
       parallel: Sums for the rows w and w, and for w and -w, by their cosine. Empty for fixed norms.
       spectra: Sums for each degree of the harmonics, by the relation of norms.
-      squared_bias: Squared error of the mean estimate.
-      squared_output: Squared norms of the exact outputs.
+      squared_bias: Relative squared error of the mean estimate.
     """
 
-    dim: int
-    norms: Norms
-    weight: float
     parallel: dict[float, float]
     spectra: dict[NormRelation, Float64[np.ndarray, " degrees"]]
     squared_bias: float
-    squared_output: float
 
-    def relative_error(self, num_rows: int, pairs: tuple[Pairs, ...]) -> float:
-        """Returns the expected squared error divided by the squared norm of the outputs.
-
-        Args:
-          num_rows: Number of rows, without a row of zeros.
-          pairs: Coupled pairs of these rows.
-        """
-        total = self._of(SAME_ROW) + sum(pair.weight * self._of(pair) for pair in pairs)
-        return (self.weight**2 / num_rows * total + self.squared_bias) / self.squared_output
-
-    def _of(self, pair: Pairs) -> float:
-        if is_parallel(pair, self.norms):
-            return self.parallel[pair.cosine]
-        spectrum = self.spectra[pair.norms]
-        return float(gegenbauer(np.array(pair.cosine), self.dim, len(spectrum) - 1) @ spectrum)
+    def relative_error(self, rows: Rows) -> float:
+        """Returns the expected squared error divided by the squared norm of the outputs."""
+        total = 0.0
+        for pair in rows.kinds:
+            if is_parallel(pair, rows.norms):
+                total += pair.weight * self.parallel[pair.cosine]
+            else:
+                spectrum = self.spectra[pair.norms]
+                polynomials = gegenbauer(np.array(pair.cosine), rows.dim, len(spectrum) - 1)
+                total += pair.weight * float(polynomials @ spectrum)
+        return rows.weight**2 / rows.num_rows * total + self.squared_bias
 
 
 def error_terms(
-    points: Iterable[QueryPoint],
-    parameter: float,
-    norms: Norms,
-    pairs: tuple[Pairs, ...],
+    points: Iterable[QueryPoint], parameter: float | Vector, norms: Norms, kinds: Sequence[Pairs]
 ) -> ErrorTerms:
     """Returns the terms that the given kinds of pairs need.
 
     Args:
-      points: Queries of one head, at least one.
-      parameter: Parameter A of the features.
+      points: Queries of one head or of several, whose errors are added up.
+      parameter: Parameter A of the features, one number or one for each axis.
       norms: Law of the row norms.
-      pairs: Kinds of pairs, whatever their weights and angles.
+      kinds: Kinds of pairs, whatever their weights and angles.
     """
-    kinds = (SAME_ROW, *pairs)
-    relations = {pair.norms for pair in kinds if not is_parallel(pair, norms)}
     parallel = {pair.cosine: 0.0 for pair in kinds if is_parallel(pair, norms)}
-    spectra = {relation: np.zeros(1) for relation in relations}
-    squared_bias = squared_output = 0.0
+    spectra = {pair.norms: np.zeros(1) for pair in kinds if not is_parallel(pair, norms)}
+    squared_bias = 0.0
     for point in points:
         moments, weights = RowCovariances(point.sums, parameter, norms), point.weights
         for cosine in parallel:
             parallel[cosine] += np.sum(weights * moments.of_parallel_rows(cosine))
-        for relation in relations:
-            harmonics = moments.of_degrees(relation)
-            spectrum = np.tensordot(harmonics, weights, axes=2)
-            spectra[relation] = _padded_sum(spectra[relation], spectrum)
+        for relation, total in spectra.items():
+            spectrum = np.tensordot(moments.of_degrees(relation), weights, axes=2)
+            both = itertools.zip_longest(total, spectrum, fillvalue=0.0)
+            spectra[relation] = np.sum([*both], axis=-1)
         squared_bias += np.sum(weights * moments.bias_product)
-        squared_output += point.squared_output
-    weight, dim = moments.weight, moments.dim
-    return ErrorTerms(dim, norms, weight, parallel, spectra, squared_bias, squared_output)
-
-
-def mean_terms(heads: Sequence[ErrorTerms]) -> ErrorTerms:
-    """Returns the terms whose relative error is the mean of those of heads.
-
-    Args:
-      heads: Terms of each head, for the same kinds of pairs.
-    """
-    shares = [1 / (len(heads) * head.squared_output) for head in heads]
-    first = heads[0]
-    parallel = dict.fromkeys(first.parallel, 0.0)
-    spectra = dict.fromkeys(first.spectra, np.zeros(1))
-    for share, head in zip(shares, heads, strict=True):
-        for cosine in parallel:
-            parallel[cosine] += share * head.parallel[cosine]
-        for relation in spectra:
-            spectra[relation] = _padded_sum(spectra[relation], share * head.spectra[relation])
-    squared_bias = sum(s * head.squared_bias for s, head in zip(shares, heads, strict=True))
-    return first._replace(
-        parallel=parallel, spectra=spectra, squared_bias=squared_bias, squared_output=1.0
-    )
-
-
-def _padded_sum(
-    x: Float64[np.ndarray, " n"], y: Float64[np.ndarray, " m"]
-) -> Float64[np.ndarray, " max"]:
-    size = max(x.size, y.size)
-    return np.pad(x, (0, size - x.size)) + np.pad(y, (0, size - y.size))
+    return ErrorTerms(parallel, spectra, squared_bias)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Iterator
+from typing import Literal, TypeAlias
 
 import numpy as np
 from jaxtyping import Float64
@@ -12,17 +12,27 @@ from numpy.typing import ArrayLike
 
 from simrf_jax import checks
 from simrf_jax.calibration import calibrate as fit_calibration
-from simrf_jax.theory import arguments
+from simrf_jax.selection.inputs import AttentionInputs, Variances, attention_inputs
+from simrf_jax.selection.prediction import error_terms
+from simrf_jax.selection.trials import errors_in_trials
 from simrf_jax.theory.arguments import ClosedFormCoupling
-from simrf_jax.theory.attention import ErrorTerms, error_terms, mean_terms
-from simrf_jax.theory.calibrated import errors_in_trials, head_variances, in_coordinates_of
-from simrf_jax.theory.inputs import AttentionInputs, attention_inputs
-from simrf_jax.theory.pairs import Pairs, coupled_pairs, with_antipodes
-from simrf_jax.theory.proposal import optimal_parameter
+from simrf_jax.theory.pairs import SAME_ROW, Pairs, coupled_rows
+from simrf_jax.theory.positive import optimal_parameter
 
 ChosenFeatures: TypeAlias = Literal["positive", "hyperbolic", "optimal_positive", "calibrated"]
 _LEAST_DRAWS = 4  # Each trial has a W of its own for every head.
 _LEAST_PROJECTIONS = 32  # Few heads have more trials, until there are as many W.
+_INDEPENDENT, _ANTIPODAL = Pairs(1.0, 0.0, "independent"), Pairs(1.0, -1.0, "equal")
+# The orthogonal rows of hyperbolic features are a cross-polytope.
+_CANDIDATES: tuple[tuple[ChosenFeatures, ClosedFormCoupling], ...] = (
+    ("positive", "simplex"),
+    ("positive", "orthogonal"),
+    ("positive", "cross_polytope"),
+    ("hyperbolic", "orthogonal"),
+    ("optimal_positive", "simplex"),
+    ("optimal_positive", "orthogonal"),
+    ("optimal_positive", "cross_polytope"),
+)
 
 
 def required_features(
@@ -34,7 +44,7 @@ def required_features(
         m \ge \frac{1}{\varepsilon} \Big(\prod_l \sqrt{1 + 4 s_l} - 1\Big), \qquad
         s_l = \sqrt{\lambda_l(C_x C_y)}
 
-    Here :math:`C_x` and :math:`C_y` are the covariances of centred queries and keys, which are
+    Here :math:`C_x` and :math:`C_y` are the covariances of centered queries and keys, which are
     multiplied by the root of the scale of the logits. Balanced features map them by M and
     :math:`M^{-T}` so that both covariances become diag(s), which is the best choice of M. If the
     sum of a balanced query and key is normal with the covariance 2 diag(s), then :math:`\prod_l
@@ -85,7 +95,7 @@ def required_features(
 
 def _root(name: str, covariance: ArrayLike) -> Float64[np.ndarray, "*batch dim dim"]:
     """Returns L with L L^T = C after checking that C is a covariance."""
-    c = arguments.real(name, covariance)
+    c = checks.real(name, covariance)
     if c.ndim < 2 or c.shape[-1] != c.shape[-2] or not c.shape[-1] or not np.all(np.isfinite(c)):
         raise ValueError(f"{name} must be [..., dim, dim] and finite, got shape {c.shape}.")
     size = np.max(np.abs(c), initial=0.0)
@@ -155,31 +165,12 @@ class FeatureChoice:
         )
 
 
-class _Candidate(NamedTuple):
-    features: ChosenFeatures
-    coupling: ClosedFormCoupling
-
-    @property
-    def entries_per_row(self) -> int:
-        return 2 if self.features == "hyperbolic" else 1
-
-    def pairs(self, num_features: int, dim: int) -> tuple[Pairs, ...]:
-        """Returns the coupled pairs of the rows of which the features are positive features."""
-        pairs = coupled_pairs(num_features, dim, self.coupling, "regular")
-        return with_antipodes(pairs) if self.features == "hyperbolic" else pairs
-
-
-_INDEPENDENT, _ANTIPODAL = Pairs(1.0, 0.0, "independent"), Pairs(1.0, -1.0, "equal")
-# The orthogonal rows of hyperbolic features are a cross-polytope.
-_CANDIDATES = (
-    _Candidate("positive", "simplex"),
-    _Candidate("positive", "orthogonal"),
-    _Candidate("positive", "cross_polytope"),
-    _Candidate("hyperbolic", "orthogonal"),
-    _Candidate("optimal_positive", "simplex"),
-    _Candidate("optimal_positive", "orthogonal"),
-    _Candidate("optimal_positive", "cross_polytope"),
-)
+def _rank(choice: FeatureChoice) -> tuple[bool, int, bool, float]:
+    """Returns the place of a choice among all, the least for the best."""
+    if not choice.reached:
+        return True, 0, False, choice.predicted_error
+    # A calibration must be worth its fit.
+    return False, choice.num_entries, choice.features == "calibrated", choice.predicted_error
 
 
 def choose_num_features(
@@ -240,106 +231,96 @@ def choose_num_features(
     """
     inputs = attention_inputs(query, key, value, scale)
     checks.scalar("relative_error", relative_error, sign="positive")
+    relative_error = float(relative_error)
     max_features = checks.positive_int("max_features", max_features)
     num_queries = checks.positive_int("num_queries", num_queries)
-    trials = checks.boolean("trials", trials)
-    halves = inputs.halves() if trials else None
+    halves = inputs.halves() if checks.boolean("trials", trials) else []
     inputs = inputs.some_queries(num_queries)
     squared_distance = _mean_squared_distance(inputs)
-    parameter = float(optimal_parameter(squared_distance, inputs.dim))
-    choices = []
-    if halves is not None:
+    choices = [*_predicted(inputs, squared_distance, relative_error, max_features)]
+    if halves:
         fit, test = halves
         test = test.some_queries(num_queries)
-        common = _Common(float(relative_error), max_features, squared_distance)
-        choices += _try_out(fit, test, parameter, common)
-    plain = _terms_of_all_heads(inputs, 0.0, (_INDEPENDENT, _ANTIPODAL))
-    # Rows of independent norms have the same covariances whatever the parameter.
-    tilted_rows = _terms_of_all_heads(inputs, parameter, (_ANTIPODAL,))
-    terms = {False: plain, True: tilted_rows._replace(spectra=plain.spectra)}
-    for candidate in _CANDIDATES:
-        tilted = candidate.features == "optimal_positive"
-        num_features, error = _least_features(
-            candidate, terms[tilted], inputs.dim, relative_error, max_features
-        )
-        choices.append(
-            FeatureChoice(
-                reached=error <= relative_error,
-                features=candidate.features,
-                coupling=candidate.coupling,
-                num_features=num_features,
-                num_entries=num_features * candidate.entries_per_row,
-                parameter=parameter if tilted else 0.0,
-                predicted_error=error,
-                standard_error=None,
-                relative_error=float(relative_error),
-                mean_squared_distance=squared_distance,
-            )
-        )
-    reached = [choice for choice in choices if choice.reached]
-    if reached:
-        # A calibration must be worth its fit.
-        return min(
-            reached,
-            key=lambda choice: (
-                choice.num_entries,
-                choice.features == "calibrated",
-                choice.predicted_error,
-            ),
-        )
-    return min(choices, key=lambda choice: choice.predicted_error)
+        choices = [*_measured(fit, test, squared_distance, relative_error, max_features), *choices]
+    return min(choices, key=_rank)
 
 
-class _Common(NamedTuple):
-    relative_error: float
-    max_features: int
-    mean_squared_distance: float
-
-
-def _try_out(
-    fit: AttentionInputs, test: AttentionInputs, parameter: float, common: _Common
-) -> list[FeatureChoice]:
-    """Measures the error of maps on the second inputs, after a fit on the first."""
+def _measured(
+    fit: AttentionInputs,
+    test: AttentionInputs,
+    squared_distance: float,
+    relative_error: float,
+    max_features: int,
+) -> Iterator[FeatureChoice]:
+    """Yields what feature maps reach in trials on the second inputs, after a fit on the first."""
+    exponents = np.arange(0, 4 * np.log2(max_features) + 1) / 4
+    sizes = np.unique(np.minimum(np.ceil(2**exponents), max_features).astype(int))
+    num_draws = max(_LEAST_DRAWS, -(-_LEAST_PROJECTIONS // len(test.heads)))
     # The vectors have the heads before the lengths, and are scaled.
-    query, key = (np.swapaxes(x, -2, -3).astype(np.float32) for x in (fit.x, fit.y))
+    query, key = (np.swapaxes(x, 1, 2).astype(np.float32) for x in (fit.x, fit.y))
     calibration = fit_calibration(query, key, scale=1.0)
-    variances = head_variances(calibration, test.heads_shape[-1])
-    tries: list[tuple[ChosenFeatures, AttentionInputs, Float64[np.ndarray, "heads dim"], float]] = [
+    variances = test.of_each_head(calibration.variances)
+    parameter = float(optimal_parameter(squared_distance, test.dim))
+    tries: list[tuple[ChosenFeatures, AttentionInputs, Variances, float]] = [
         ("positive", test, np.ones_like(variances), 0.0),
         ("optimal_positive", test, np.full_like(variances, 1 - 4 * parameter), parameter),
-        ("calibrated", in_coordinates_of(test, calibration), variances, 0.0),
+        ("calibrated", test.in_coordinates_of(calibration), variances, 0.0),
     ]
-    return [_least_in_trials(*each, common) for each in tries]
+    for features, inputs, of_rows, own_parameter in tries:
+        errors = errors_in_trials(inputs, of_rows, sizes, num_draws)
+        means = errors.mean(axis=0)
+        # All larger numbers must reach it too, so that no lucky draw decides.
+        is_enough = np.logical_and.accumulate((means <= relative_error)[::-1])[::-1]
+        place = int(np.argmax(is_enough)) if is_enough[-1] else int(np.argmin(means))
+        yield FeatureChoice(
+            reached=bool(is_enough[-1]),
+            features=features,
+            coupling="cross_polytope",
+            num_features=int(sizes[place]),
+            num_entries=int(sizes[place]),
+            parameter=own_parameter,
+            predicted_error=float(means[place]),
+            standard_error=float(errors[:, place].std(ddof=1) / len(errors) ** 0.5),
+            relative_error=relative_error,
+            mean_squared_distance=squared_distance,
+        )
 
 
-def _least_in_trials(
-    features: ChosenFeatures,
-    test: AttentionInputs,
-    variances: Float64[np.ndarray, "num_heads dim"],
-    parameter: float,
-    common: _Common,
-) -> FeatureChoice:
-    """Returns the least number of features that reaches the error in trials, or the best one."""
-    exponents = np.arange(0, 4 * np.log2(common.max_features) + 1) / 4
-    sizes = np.unique(np.minimum(np.ceil(2**exponents), common.max_features).astype(int))
-    num_draws = max(_LEAST_DRAWS, -(-_LEAST_PROJECTIONS // math.prod(test.heads_shape)))
-    errors = errors_in_trials(test, variances, sizes, num_draws)
-    means = errors.mean(axis=0)
-    # All larger numbers must reach it too, so that no lucky draw decides.
-    is_enough = np.logical_and.accumulate((means <= common.relative_error)[::-1])[::-1]
-    place = int(np.argmax(is_enough)) if is_enough[-1] else int(np.argmin(means))
-    return FeatureChoice(
-        reached=bool(is_enough[-1]),
-        features=features,
-        coupling="cross_polytope",
-        num_features=int(sizes[place]),
-        num_entries=int(sizes[place]),
-        parameter=parameter,
-        predicted_error=float(means[place]),
-        standard_error=float(errors[:, place].std(ddof=1) / len(errors) ** 0.5),
-        relative_error=common.relative_error,
-        mean_squared_distance=common.mean_squared_distance,
-    )
+def _predicted(
+    inputs: AttentionInputs, squared_distance: float, relative_error: float, max_features: int
+) -> Iterator[FeatureChoice]:
+    """Yields what feature maps reach by the closed form."""
+    parameter = float(optimal_parameter(squared_distance, inputs.dim))
+    kinds = (SAME_ROW, _ANTIPODAL, _INDEPENDENT)
+    plain = error_terms(inputs.queries_of_all_heads(), 0.0, "chi", kinds)
+    tilted = error_terms(inputs.queries_of_all_heads(), parameter, "chi", kinds[:2])
+    # Rows of independent norms have the same covariances whatever the parameter.
+    tilted = tilted._replace(spectra=plain.spectra)
+    for features, coupling in _CANDIDATES:
+        is_tilted = features == "optimal_positive"
+        terms, own_parameter = (tilted, parameter) if is_tilted else (plain, 0.0)
+        entries = 2 if features == "hyperbolic" else 1  # For each row.
+        least, num_features = np.inf, 1
+        for size in range(1, max_features // entries + 1):
+            rows = coupled_rows(size, inputs.dim, coupling)
+            rows = rows.with_antipodes() if features == "hyperbolic" else rows
+            error = terms.relative_error(rows) / len(inputs.heads)
+            if error < least:
+                least, num_features = error, size
+            if error <= relative_error:
+                break
+        yield FeatureChoice(
+            reached=least <= relative_error,
+            features=features,
+            coupling=coupling,
+            num_features=num_features,
+            num_entries=num_features * entries,
+            parameter=own_parameter,
+            predicted_error=least,
+            standard_error=None,
+            relative_error=relative_error,
+            mean_squared_distance=squared_distance,
+        )
 
 
 def _mean_squared_distance(inputs: AttentionInputs) -> float:
@@ -348,29 +329,3 @@ def _mean_squared_distance(inputs: AttentionInputs) -> float:
     squares = np.mean(np.sum(x**2, axis=-1)) + np.mean(np.sum(y**2, axis=-1))
     products = np.sum(np.mean(x, axis=-2) * np.mean(y, axis=-2), axis=-1)
     return max(float(squares + 2 * np.mean(products)), 0.0)
-
-
-def _terms_of_all_heads(
-    inputs: AttentionInputs, parameter: float, kinds: tuple[Pairs, ...]
-) -> ErrorTerms:
-    return mean_terms(
-        [
-            error_terms(inputs.queries(head), parameter, "chi", kinds)
-            for head in np.ndindex(inputs.heads_shape)
-        ]
-    )
-
-
-def _least_features(
-    candidate: _Candidate, terms: ErrorTerms, dim: int, relative_error: float, max_features: int
-) -> tuple[int, float]:
-    """Returns the least number of rows that reaches the error, or the best one, and its error."""
-    best = (1, np.inf)
-    for num_features in range(1, max_features // candidate.entries_per_row + 1):
-        num_rows = num_features * candidate.entries_per_row
-        error = terms.relative_error(num_rows, candidate.pairs(num_features, dim))
-        if error < best[1]:
-            best = (num_features, error)
-        if error <= relative_error:
-            break
-    return best
