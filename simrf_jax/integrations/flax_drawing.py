@@ -7,22 +7,16 @@ from collections.abc import Sequence
 import jax
 
 from simrf_jax import checks
-from simrf_jax.features import (
-    BipolarProjection,
-    FeatureMapLike,
-    as_feature_map,
-    draw_bipolar_projection,
-)
+from simrf_jax.features import BipolarProjection, FeatureMapLike, as_feature_map
 from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.features.exponential import OptimalPositive, Positive
 from simrf_jax.projections import (
-    FIXED_NORMS,
     BlockMode,
     Coupling,
     DrawOptions,
     Norms,
-    PairedProjection,
     Projection,
+    ProjectionLike,
     Rotation,
 )
 
@@ -73,15 +67,15 @@ def draw_options(
         or the feature map needs norms that are chi variables.
     """
     feature_map = as_feature_map(feature_map)
-    if feature_map.needs_chi_norms and norms in FIXED_NORMS:
+    coupling = feature_map.coupling if coupling is None else coupling
+    options = DrawOptions(coupling, block, rotation, norms)
+    if feature_map.needs_chi_norms and options.has_fixed_norms:
         raise ValueError(
             f"norms={norms!r} fixes the norms of the rows, with which "
             f"{type(feature_map).__name__} estimates another kernel; it needs norms that are chi "
             "variables, such as norms='chi'."
         )
-    return DrawOptions(
-        feature_map.coupling if coupling is None else coupling, block, rotation, norms
-    )
+    return options
 
 
 def draw_heads(
@@ -93,7 +87,7 @@ def draw_heads(
     feature_map: FeatureMapLike,
     num_weights: int | None,
     options: DrawOptions,
-) -> Projection | None:
+) -> ProjectionLike | None:
     """Draws the W of a feature map, one for each head.
 
     Args:
@@ -109,27 +103,18 @@ def draw_heads(
         return None
     dim = checks.positive_int("head_dim", dim)
 
-    def draw(key: jax.Array) -> Projection:
+    def draw(key: jax.Array) -> ProjectionLike:
         if as_feature_map(feature_map).projection_type is not BipolarProjection:
             return options.draw(key, num_features, dim)
-        return draw_bipolar_projection(
-            key,
-            num_features,
-            NUM_WEIGHTS if num_weights is None else num_weights,
-            dim,
-            coupling=options.coupling,
-            block=options.block,
-            rotation=options.rotation,
-            norms=options.norms,
-            num_sweeps=options.num_sweeps,
-        )
+        count = NUM_WEIGHTS if num_weights is None else num_weights
+        return BipolarProjection.draw(key, num_features, count, dim, options)
 
     return draw(key) if num_heads is None else jax.vmap(draw)(jax.random.split(key, num_heads))
 
 
 def in_pairs(
-    projection: Projection | None, feature_map: FeatureMapLike, options: DrawOptions | None
-) -> Projection | None:
+    projection: ProjectionLike | None, feature_map: FeatureMapLike, options: DrawOptions | None
+) -> ProjectionLike | None:
     """Returns W as pairs, of which attention multiplies one row, if the options drew it so.
 
     Args:
@@ -143,7 +128,7 @@ def in_pairs(
         return projection
     if not isinstance(projection, jax.Array) or projection.shape[-2] % 2:
         return projection
-    return PairedProjection(projection[..., ::2, :])
+    return Projection(projection[..., ::2, :], is_paired=True)
 
 
 def draw_maps(
@@ -155,7 +140,7 @@ def draw_maps(
     feature_maps: Sequence[FeatureMapLike],
     num_weights: int | None,
     options: Sequence[DrawOptions],
-) -> tuple[Projection | None, ...]:
+) -> tuple[ProjectionLike | None, ...]:
     """Draws the projections of several feature maps.
 
     Args:

@@ -15,7 +15,7 @@ from simrf_jax.attention.banded.attention import banded_attention
 from simrf_jax.attention.inputs.masks import Lengths, Mask
 from simrf_jax.attention.random_features.attention import random_feature_attention
 from simrf_jax.features import FeatureMapLike
-from simrf_jax.projections import Projection
+from simrf_jax.projections import ProjectionLike
 
 # Weights of fields and heads, which may be nested tuples or lists of numbers.
 Weights: TypeAlias = (
@@ -29,7 +29,7 @@ def fmm_attention(
     query: Float[ArrayLike, "*batch T N H"],
     key: Float[ArrayLike, "*batch S K H"],
     value: Float[ArrayLike, "*batch S K D"],
-    projections: Sequence[Projection | None],
+    projections: Sequence[ProjectionLike | None],
     *,
     bandwidth: SupportsIndex,
     near_weight: Weights = 1.0,
@@ -145,7 +145,7 @@ def fmm_attention(
 
 
 def check_feature_maps(
-    projections: Sequence[Projection | None], feature_maps: Sequence[FeatureMapLike]
+    projections: Sequence[ProjectionLike | None], feature_maps: Sequence[FeatureMapLike]
 ) -> None:
     """Raises unless there is one projection for each feature map."""
     for name, given in (("projections", projections), ("feature_maps", feature_maps)):

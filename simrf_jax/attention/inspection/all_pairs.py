@@ -17,7 +17,7 @@ from simrf_jax.attention.random_features.state import (
     signed_exp,
 )
 from simrf_jax.features import FeatureMap, LogFeatures
-from simrf_jax.projections import Projection
+from simrf_jax.projections import ProjectionLike
 
 
 class KernelRows(NamedTuple):
@@ -59,7 +59,7 @@ class KernelRows(NamedTuple):
 
 def kernel_rows(
     arguments: Arguments,
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     feature_map: FeatureMap,
     *,
     is_causal: bool,
@@ -96,7 +96,7 @@ def in_band(pairs: Float[Array, "*batch N T S"], bandwidth: int) -> Bool[Array, 
 
 def log_kernels(
     arguments: Arguments,
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     feature_map: FeatureMap,
     *,
     is_causal: bool,

@@ -16,13 +16,13 @@ from simrf_jax.attention.inspection.all_pairs import in_band, log_kernels
 from simrf_jax.attention.random_features.exact_band import check_band
 from simrf_jax.attention.random_features.state import as_map_and_projection
 from simrf_jax.features import FeatureMapLike
-from simrf_jax.projections import Projection
+from simrf_jax.projections import ProjectionLike
 
 
 def distillation_loss(
     query: Float[ArrayLike, "*batch T N H"],
     key: Float[ArrayLike, "*batch S K H"],
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     *,
     feature_map: FeatureMapLike,
     mask: Mask | None = None,

@@ -15,7 +15,7 @@ from simrf_jax.attention.inspection.all_pairs import KernelRows, kernel_rows
 from simrf_jax.attention.random_features.exact_band import check_band
 from simrf_jax.attention.random_features.state import as_map_and_projection
 from simrf_jax.features import FeatureMap, FeatureMapLike
-from simrf_jax.projections import Projection
+from simrf_jax.projections import ProjectionLike
 
 
 class AttentionReport(NamedTuple):
@@ -50,7 +50,7 @@ class AttentionReport(NamedTuple):
 def attention_matrix(
     query: Float[ArrayLike, "*batch T N H"],
     key: Float[ArrayLike, "*batch S K H"],
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     *,
     feature_map: FeatureMapLike = "positive",
     mask: Mask | None = None,
@@ -132,7 +132,7 @@ def attention_matrix(
 def attention_report(
     query: Float[ArrayLike, "*batch T N H"],
     key: Float[ArrayLike, "*batch S K H"],
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     *,
     value: Float[ArrayLike, "*batch S K D"] | None = None,
     feature_map: FeatureMapLike = "positive",
@@ -223,7 +223,7 @@ def attention_report(
 
 def report_of(
     arguments: Arguments,
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     feature_map: FeatureMap,
     *,
     is_causal: bool,

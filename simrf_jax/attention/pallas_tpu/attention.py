@@ -34,10 +34,10 @@ from simrf_jax.attention.pallas_tpu.operands import (
 )
 from simrf_jax.attention.pallas_tpu.sums import Sums, merge
 from simrf_jax.features import FeatureMap
-from simrf_jax.projections import Projection
+from simrf_jax.projections import ProjectionLike
 
 # Attention of the same arguments by XLA, which gives the gradients of all but the tokens.
-Reference: TypeAlias = Callable[[Arguments, Projection | None, FeatureMap], jax.Array]
+Reference: TypeAlias = Callable[[Arguments, ProjectionLike | None, FeatureMap], jax.Array]
 
 
 class Tokens(NamedTuple):
@@ -52,13 +52,13 @@ class Rest(NamedTuple):
     """The other arrays of a call; ``arguments`` has None in the place of the tokens."""
 
     arguments: Any
-    projection: Projection | None
+    projection: ProjectionLike | None
     feature_map: FeatureMap
 
 
 def attend(
     arguments: Arguments,
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     feature_map: FeatureMap,
     axes: MeshAxes,
     *,
@@ -96,7 +96,7 @@ def attend(
 
 def _in_parts(
     arguments: Arguments,
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     feature_map: FeatureMap,
     axes: MeshAxes,
     bandwidth: int | None,

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from simrf_jax.attention.inputs.arguments import Arguments, Axes
 from simrf_jax.features import FeatureMap
-from simrf_jax.projections import Projection
+from simrf_jax.projections import ProjectionLike
 
 # Their cores have less memory than the kernels take.
 OLD_CHIPS = ("TPU v2", "TPU v3", "TPU v4")
@@ -134,7 +134,7 @@ def kinds_of_axes(mesh: AbstractMesh) -> dict[str, AxisType]:
 
 def uses_kernel(
     arguments: Arguments,
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     feature_map: FeatureMap,
     axes: MeshAxes,
     *,
@@ -179,7 +179,7 @@ def _reason_against_platform() -> str | None:
 
 def _reason_against(
     arguments: Arguments,
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     feature_map: FeatureMap,
     in_order: bool,
 ) -> str | None:

@@ -29,7 +29,7 @@ from simrf_jax.attention.random_features.state import (
     lay_out,
 )
 from simrf_jax.features import FeatureMap, FeatureMapLike, calls_function
-from simrf_jax.projections import Projection
+from simrf_jax.projections import ProjectionLike
 
 Implementation: TypeAlias = Literal["xla", "pallas_tpu"]
 IMPLEMENTATIONS = get_args(Implementation)
@@ -39,7 +39,7 @@ def random_feature_attention(
     query: Float[ArrayLike, "*batch T N H"],
     key: Float[ArrayLike, "*batch S K H"],
     value: Float[ArrayLike, "*batch S K D"],
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     *,
     feature_map: FeatureMapLike = "positive",
     mask: Mask | None = None,
@@ -77,9 +77,9 @@ def random_feature_attention(
       key: ``[..., S, K, H]``, with N a multiple of K (grouped queries).
       value: ``[..., S, K, D]``.
       projection: W, ``[num_features, H]`` shared by all heads, or ``[K, num_features, H]``, one
-        for each key head and the queries that belong to it. An array, a ``FastProjection``, a
-        ``WeightedProjection`` for maps that honour weights, or what a hybrid map takes; None for a
-        map that needs none.
+        for each key head and the queries that belong to it. An array, a ``Projection``, with
+        weights for maps that honour them, or what a hybrid map takes; None for a map that needs
+        none.
       feature_map: A name, ``"positive"``, ``"hyperbolic"``, ``"trigonometric"``, ``"phase"`` (with
         evenly spaced phases), ``"relu"``, ``"elu"``, ``"angular_hybrid"``, ``"gaussian_hybrid"`` or
         ``"clustered_hybrid"``; an object of ``simrf_jax.feature_maps``, such as
@@ -245,7 +245,7 @@ def random_feature_attention(
 @jax.named_scope("random_feature_attention")
 def _attend(
     arguments: Arguments,
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     feature_map: FeatureMap,
     *,
     is_causal: bool,

@@ -36,14 +36,14 @@ from simrf_jax.attention.random_features.state import (
     with_ones,
 )
 from simrf_jax.features import FeatureMap
-from simrf_jax.projections import Projection
+from simrf_jax.projections import ProjectionLike
 
 SUMMARY_CHUNK = 1024  # Keys whose features are in memory at a time, on each device.
 
 
 def attend_over_devices(
     arguments: Arguments,
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     feature_map: FeatureMap,
     axes: Axes,
     *,
@@ -64,7 +64,7 @@ def attend_over_devices(
     """
     in_order = is_causal or arguments.segment_ids is not None or exact_bandwidth is not None
 
-    def check(arguments: Arguments, heads: tuple[Projection | None, FeatureMap]) -> Any:
+    def check(arguments: Arguments, heads: tuple[ProjectionLike | None, FeatureMap]) -> Any:
         inputs, features = lay_out(arguments, *heads)
         return features.queries(inputs.query), AttentionState.empty(inputs, features)
 
@@ -73,7 +73,7 @@ def attend_over_devices(
     shards = find_shards(arguments, axes, in_order=in_order)
 
     def attend(
-        arguments: Arguments, heads: tuple[Projection | None, FeatureMap]
+        arguments: Arguments, heads: tuple[ProjectionLike | None, FeatureMap]
     ) -> Float[Array, "*batch T N D"]:
         part = shards.part(arguments)
         inputs, features = lay_out(part, *heads, scaled=exact_bandwidth is None)

@@ -41,7 +41,7 @@ from simrf_jax.attention.random_features.state import (
     state_of,
 )
 from simrf_jax.features import FeatureMap, FeatureMapLike, as_feature_map, calls_function
-from simrf_jax.projections import Projection, StructuredProjection
+from simrf_jax.projections import ProjectionLike, StructuredProjection
 
 
 @functools.partial(
@@ -90,7 +90,7 @@ class RandomFeatures:
       True
     """
 
-    projection: Projection | None
+    projection: ProjectionLike | None
     feature_map: FeatureMapLike = "positive"
     chunk_size: SupportsIndex | None = None
     sequence_axis: str | tuple[str, ...] | None = None
@@ -325,7 +325,7 @@ class RandomFeatures:
 def _step(
     state: AttentionState | ExactBandState,
     arguments: Arguments,
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     feature_map: FeatureMap,
     *,
     chunk_size: int,
@@ -347,7 +347,7 @@ def _step(
 def _step_beside_band(
     state: ExactBandState,
     arguments: Arguments,
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     feature_map: FeatureMap,
     chunk_size: int,
 ) -> tuple[Float[Array, "*batch T N D"], ExactBandState]:
@@ -377,7 +377,7 @@ def _is_one(length: SupportsIndex) -> bool:
 def _append(
     state: AttentionState | ExactBandState,
     arguments: Arguments,
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     feature_map: FeatureMap,
 ) -> AttentionState | ExactBandState:
     """Returns the state with more keys."""
@@ -392,7 +392,7 @@ def _append(
 def _append_beside_band(
     state: ExactBandState,
     arguments: Arguments,
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     feature_map: FeatureMap,
 ) -> ExactBandState:
     """Returns the state with more keys, which push as many out of the window."""

@@ -26,14 +26,7 @@ from simrf_jax.features import (
     as_feature_map,
 )
 from simrf_jax.features.folded import Folded
-from simrf_jax.projections import (
-    PairedProjection,
-    Projection,
-    StructuredProjection,
-    WeightedProjection,
-    as_projection,
-    check_chi_norms,
-)
+from simrf_jax.projections import ProjectionLike, StructuredProjection, as_projection
 
 
 class KeyFeatures(NamedTuple):
@@ -291,7 +284,7 @@ def state_of(inputs: Inputs, features: HeadMaps) -> AttentionState:
 
 def lay_out(
     arguments: Arguments,
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     feature_map: FeatureMap,
     *,
     scaled: bool = True,
@@ -331,10 +324,7 @@ def _is_worth_folding(features: HeadMaps, inputs: Inputs) -> bool:
     """Returns True for maps that multiply fewer dense rows by matrices than there are vectors."""
     if not features.feature_map.multiplies_rows:
         return False
-    rows: Any = features.projection
-    while isinstance(rows, WeightedProjection | PairedProjection):
-        rows = rows.rows
-    if isinstance(rows, StructuredProjection):
+    if not getattr(features.projection, "is_dense", True):
         return False
     of_keys = functools.partial(type(features.feature_map).exponential_forms, side="key")
     form = jax.eval_shape(of_keys, features.feature_map, features.projection)
@@ -367,8 +357,7 @@ def as_map_and_projection(
     """
     feature_map = as_feature_map(feature_map)
     w = None if projection is None else as_projection(projection)
-    if feature_map.needs_chi_norms and w is not None:
-        check_chi_norms(w)
+    feature_map.check_norms(w)
     return feature_map, w
 
 

@@ -22,7 +22,7 @@ from simrf_jax.projections import (
     Coupling,
     DrawOptions,
     Norms,
-    Projection,
+    ProjectionLike,
     Rotation,
 )
 
@@ -169,7 +169,7 @@ class RandomFeatureAttention(Adapter):
                 norms=self.norms,
             )
 
-        def draw() -> tuple[Projection | None, DrawOptions]:
+        def draw() -> tuple[ProjectionLike | None, DrawOptions]:
             options = draw_options()
             w = flax_drawing.draw_heads(
                 self._key(),
@@ -212,7 +212,7 @@ class RandomFeatureAttention(Adapter):
         return jax.lax.stop_gradient(calibration.value)
 
     def _learned(
-        self, start: Learned, draw: Callable[[], tuple[Projection | None, DrawOptions]]
+        self, start: Learned, draw: Callable[[], tuple[ProjectionLike | None, DrawOptions]]
     ) -> Learned:
         """Returns the map with the parameters in the variables, which start at rows of one W."""
         calibration = self._calibration(start.calibration)
