@@ -7,6 +7,7 @@ either end if x and y have equal length.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from typing import Any
@@ -199,19 +200,19 @@ def draw_bipolar_projection(
     return BipolarProjection.draw(key, num_features, num_weights, dim, options, dtype)
 
 
-@named("angular_hybrid")
-@dataclasses.dataclass(frozen=True)
-class AngularHybrid(FeatureMap, static=("kernel",)):
-    """The feature map of ``angular_hybrid_features``.
-
-    Attributes:
-      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
-    """
+class BipolarHybrid(FeatureMap, static=("kernel",)):
+    """Base class of both hybrids, which differ in the features of the weight."""
 
     projection_type = BipolarProjection
     is_finite = True
     coupling = "orthogonal"
-    kernel: Kernel = "softmax"
+    kernel: Kernel
+
+    @abc.abstractmethod
+    def weight(
+        self, x: Float[Array, "*batch dim"], tau: ProjectionLike, *, side: Side
+    ) -> tuple[Float[Array, "*batch weights"], float]:
+        """Returns the features of the weight of the hyperbolic estimator, and its constant."""
 
     def log_features(
         self, x: Float[Array, "*batch dim"], projection: BipolarProjection, *, side: Side
@@ -222,15 +223,40 @@ class AngularHybrid(FeatureMap, static=("kernel",)):
           TypeError: If the projection is not a ``BipolarProjection``.
           ValueError: If the shapes do not match.
         """
-        signs = jnp.where(project(x, _checked(projection).weights) < 0, -1.0, 1.0)
+        parts = BipolarProjection.of(projection)
+        _ = parts.shape  # Raises if the shapes of the parts do not match.
+        rho, constant = self.weight(x, parts.weights, side=side)
+        bases = [
+            Hyperbolic(self.kernel).log_features(x, parts.hyperbolic, side=side),
+            Trigonometric(self.kernel).log_features(x, parts.trigonometric, side=side),
+        ]
+        rho = rho.astype(bases[0].exponent.dtype)
+        return hybrid_log_features(bases, [rho], [constant], side=side)
+
+
+@named("angular_hybrid")
+@dataclasses.dataclass(frozen=True)
+class AngularHybrid(BipolarHybrid):
+    """The feature map of ``angular_hybrid_features``.
+
+    Attributes:
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+    """
+
+    kernel: Kernel = "softmax"
+
+    def weight(
+        self, x: Float[Array, "*batch dim"], tau: ProjectionLike, *, side: Side
+    ) -> tuple[Float[Array, "*batch weights"], float]:
+        """Returns signs in units of the root of twice their number."""
+        signs = jnp.where(project(x, tau) < 0, -1.0, 1.0)
         sign = -1 if side == "query" else 1
-        rho = sign * signs * (2 * signs.shape[-1]) ** -0.5
-        return _combine(x, projection, rho, 0.5, side, self.kernel)
+        return sign * signs * (2 * signs.shape[-1]) ** -0.5, 0.5
 
 
 @named("gaussian_hybrid")
 @dataclasses.dataclass(frozen=True, eq=False)  # The bandwidth may be an array.
-class GaussianHybrid(FeatureMap, static=("kernel",)):
+class GaussianHybrid(BipolarHybrid):
     """The feature map of ``gaussian_hybrid_features``.
 
     Attributes:
@@ -238,9 +264,6 @@ class GaussianHybrid(FeatureMap, static=("kernel",)):
       kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
     """
 
-    projection_type = BipolarProjection
-    is_finite = True
-    coupling = "orthogonal"
     bandwidth: Real[ArrayLike, ""] = 1.0
     kernel: Kernel = "softmax"
 
@@ -249,44 +272,14 @@ class GaussianHybrid(FeatureMap, static=("kernel",)):
         super().__post_init__()
         checks.scalar("bandwidth", self.bandwidth, sign="positive")
 
-    def log_features(
-        self, x: Float[Array, "*batch dim"], projection: BipolarProjection, *, side: Side
-    ) -> LogFeatures:
-        """Returns psi_1 of queries and psi_2 of keys.
-
-        Raises:
-          TypeError: If the projection is not a ``BipolarProjection``.
-          ValueError: If the shapes do not match.
-        """
-        tau = _checked(projection).weights
+    def weight(
+        self, x: Float[Array, "*batch dim"], tau: ProjectionLike, *, side: Side
+    ) -> tuple[Float[Array, "*batch weights"], float]:
+        """Returns trigonometric features of queries, and of the negatives of keys."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         u = (wide if side == "query" else -wide) / self.bandwidth
         rho = Trigonometric("gaussian").log_features(u, tau, side=side)
-        weight = rho.evaluate(rho.exponent.dtype)
-        return _combine(x, projection, weight, 0.0, side, self.kernel)
-
-
-def _checked(projection: Any) -> BipolarProjection:
-    """Returns a ``BipolarProjection``, whose parts fit each other."""
-    projection = BipolarProjection.of(projection)
-    _ = projection.shape  # Raises if the shapes of the parts do not match.
-    return projection
-
-
-def _combine(
-    x: Float[Array, "*batch dim"],
-    projection: BipolarProjection,
-    rho: Float[Array, "*batch weights"],
-    offset: float,
-    side: Side,
-    kernel: Kernel,
-) -> LogFeatures:
-    """Returns the features of the hybrid of both base estimators."""
-    bases = [
-        Hyperbolic(kernel).log_features(x, projection.hyperbolic, side=side),
-        Trigonometric(kernel).log_features(x, projection.trigonometric, side=side),
-    ]
-    return hybrid_log_features(bases, [rho.astype(bases[0].exponent.dtype)], [offset], side=side)
+        return rho.evaluate(rho.exponent.dtype), 0.0
 
 
 def angular_hybrid_features(

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real, Shaped
 
 from simrf_jax import checks
-from simrf_jax.features.feature_map import FeatureMap, named
+from simrf_jax.features.feature_map import FeatureMap, named, register
 from simrf_jax.features.hybrid import weighted_sum
 from simrf_jax.features.log_space import Kernel, LogFeatures, Side, half_squared_norm
 from simrf_jax.projections import ProjectionLike, StructuredProjection, project
@@ -82,20 +80,7 @@ class ClusteredProjection(StructuredProjection):
         return jnp.result_type(self.projection)
 
 
-def _unflatten(_: None, parts: Iterable[Any]) -> ClusteredProjection:
-    # Without the constructor: a gradient may have a negative spread, and placeholders have none.
-    projection = object.__new__(ClusteredProjection)
-    for field, part in zip(dataclasses.fields(ClusteredProjection), parts, strict=True):
-        object.__setattr__(projection, field.name, part)
-    return projection
-
-
-def _flatten_with_keys(projection: ClusteredProjection) -> tuple[list[tuple[Any, Any]], None]:
-    names = [field.name for field in dataclasses.fields(ClusteredProjection)]
-    return [(jax.tree_util.GetAttrKey(name), getattr(projection, name)) for name in names], None
-
-
-jax.tree_util.register_pytree_with_keys(ClusteredProjection, _flatten_with_keys, _unflatten)
+register(ClusteredProjection)  # A gradient may have a negative spread: no constructor checks it.
 
 
 @named("clustered_hybrid")

@@ -90,7 +90,7 @@ class FeatureMap(abc.ABC):
         # A dataclass keeps a __repr__ of the class itself, and no inherited one.
         if "__repr__" not in vars(cls):
             cls.__repr__ = FeatureMap.__repr__  # type: ignore[method-assign]
-        _register(cls)
+        register(cls)
 
     def __post_init__(self) -> None:
         """Checks the kernel of a map that names one as static."""
@@ -257,15 +257,18 @@ def _axes_of_one(
     return feature_map.axes_of_one.get(name.name)
 
 
-def _register(cls: type[FeatureMap]) -> None:
-    """Makes a feature map a pytree.
+def register(cls: type[Any]) -> None:
+    """Makes a feature map, or another dataclass, a pytree.
 
     ``jax.tree_util.register_dataclass`` would make structures that are equal for any two classes
     whose fields are alike (jaxlib 0.10.2), so ``jax.jit`` might take the program of one feature map
-    for that of another. Besides, this one restores a map without its constructor, whose checks
+    for that of another. Besides, this one restores a record without its constructor, whose checks
     would refuse the placeholders that JAX puts in the place of leaves.
+
+    Args:
+      cls: The class. ``_static`` has the names of fields that are part of the structure, if any.
     """
-    static = cls._static
+    static: tuple[str, ...] = getattr(cls, "_static", ())
 
     # The fields are not known yet: the class becomes a dataclass after it has been made.
     @functools.cache
