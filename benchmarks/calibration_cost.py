@@ -1,7 +1,7 @@
 """Cost of attention with calibrated features, relative to positive features, and of calibrating.
 
 The setting is 12 heads, d = 64 and 128 features: simplex rows for positive features, and for
-calibrated ones rows of a cross-polytope, as an array or as 64 pairs (``PairedProjection``), drawn
+calibrated ones rows of a cross-polytope, as an array or as 64 pairs (``Projection``), drawn
 for each head or shared by all heads. The program prints the time of calibrated attention over that
 of positive attention, round by round with quartiles, for the forward pass and for the forward and
 backward pass (the gradient with respect to queries, keys and values), and for steps of decoding,
@@ -53,7 +53,7 @@ def mechanisms(shared):
     return {
         "positive": RandomFeatures(rows("simplex", shared)),
         "calibrated": RandomFeatures(rows("cross_polytope", shared), calibrated),
-        "pairs": RandomFeatures(simrf_jax.PairedProjection(one_of_each), calibrated),
+        "pairs": RandomFeatures(simrf_jax.Projection(one_of_each, is_paired=True), calibrated),
     }
 
 

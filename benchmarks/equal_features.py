@@ -16,7 +16,7 @@ import numpy as np
 import simrf_jax
 from benchmarks import command_line
 from simrf_jax import FeatureMap, feature_maps, theory
-from simrf_jax.projections import Projection
+from simrf_jax.projections import ProjectionLike
 
 DIM, NUM_FEATURES = 64, 128
 DISTANCES = (0.3, 0.5, 1.0, 1.5)  # Samples at larger distances have too heavy tails.
@@ -67,7 +67,7 @@ def map_of(estimator: Estimator, v: float) -> FeatureMap:
     return feature_maps.FEATURE_MAPS[estimator.feature_map]
 
 
-def squared_error(estimator: Estimator, w: Projection, v: float) -> jax.Array:
+def squared_error(estimator: Estimator, w: ProjectionLike, v: float) -> jax.Array:
     """Returns (K_hat / K - 1)^2 at |x + y| = v, as a mean over all axes."""
     phi = map_of(estimator, v).features(v / 2 * jnp.eye(DIM), w)
     ratios = jnp.sum(jnp.square(phi), axis=1) / jnp.exp(v**2 / 4)

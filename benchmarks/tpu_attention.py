@@ -236,7 +236,7 @@ def rows(length, mode):
     """Yields the name of each attention, and its four numbers that ``measure`` returns."""
     positive = feature_maps.Positive()
     calibrated = feature_maps.Calibrated.identity(HEADS, DIM)
-    pairs = simrf_jax.PairedProjection(rows_of(64))
+    pairs = simrf_jax.Projection(rows_of(64), is_paired=True)
     folded = jax.eval_shape(feature_maps.Folded.of, calibrated, pairs)
     in_kernels = random_features("pallas_tpu", mode)
     segments = [jax.ShapeDtypeStruct((BATCH, length), jnp.int32)] * mode.is_packed

@@ -6,8 +6,8 @@ A feature map phi turns a kernel into an inner product: K(x, y) = E[phi(x) . phi
   orthogonal, simplex or cross-polytope coupling, as a matrix or as fast transforms.
 - ``redraw_key``, ``redraw_projections``: a new W for all layers and heads, on a schedule.
   ``DrawOptions``: how W was drawn, which travels with it, so that a redraw repeats it.
-- ``WeightedProjection``: W with a log weight for each row, for features that are exponentials.
-  ``draw_mixture_projection`` draws one whose rows lie around several centers.
+- ``Projection``: W with all there is to know about it: weights of its rows, their negatives, and
+  how it was drawn. ``draw_mixture_projection`` draws rows around several centers.
 - ``positive_features`` and the other ``*_features``: feature maps. ``gaussian_kernel``,
   ``softmax_kernel`` and ``relu_kernel``: the exact kernels that they estimate.
 - ``random_feature_attention``: softmax attention in linear time, bidirectional, causal or packed.
@@ -70,9 +70,7 @@ from simrf_jax.features import (
 from simrf_jax.features import maps as feature_maps
 from simrf_jax.projections import (
     DrawOptions,
-    FastProjection,
-    PairedProjection,
-    WeightedProjection,
+    Projection,
     draw_fast_projection,
     draw_mixture_projection,
     draw_projection,
@@ -94,12 +92,10 @@ __all__ = [
     "Blend",
     "ClusteredProjection",
     "DrawOptions",
-    "FastProjection",
     "FeatureMap",
     "Mechanism",
-    "PairedProjection",
+    "Projection",
     "RandomFeatures",
-    "WeightedProjection",
     "angular_hybrid_features",
     "attention_matrix",
     "attention_report",

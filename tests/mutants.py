@@ -75,8 +75,8 @@ MUTANTS = [
     ),
     Mutant(
         "simrf_jax/projections/redraw.py",
-        "jax.random.fold_in(jax.random.fold_in(key, layer), head)",
-        "jax.random.fold_in(key, layer + head)",
+        "jax.random.fold_in(jax.random.fold_in(key, layer), number)",
+        "jax.random.fold_in(key, layer + number)",
         "tests/projections",
     ),
     Mutant(
@@ -86,7 +86,7 @@ MUTANTS = [
         "tests/projections",
     ),
     Mutant(
-        "simrf_jax/projections/project.py",
+        "simrf_jax/projections/record.py",
         "jnp.broadcast_to(0.5 * log_weights, exponent.shape)",
         "jnp.broadcast_to(log_weights, exponent.shape)",
         "tests/projections tests/features",

@@ -44,21 +44,26 @@ def test_records_are_shown_in_one_line():
     query = jax.random.normal(key(), (1, 10, 2, 4))
     random_features = simrf_jax.RandomFeatures(w)
     records = [
-        (fast, "FastProjection(130 x 64, simplex, float32)"),
+        (fast.rows, "FastRows(130 x 64, simplex, float32)"),
         (
-            simrf_jax.draw_fast_projection(key(), 7, 5, coupling="orthogonal", block="square"),
-            "FastProjection(7 x 5, orthogonal, square, float32)",
+            fast,
+            "Projection(rows=FastRows(130 x 64, simplex, float32), is_paired=False, draw_options="
+            f"{DRAWN.replace('orthogonal', 'simplex').replace('haar', 'hadamard')})",
+        ),
+        (
+            simrf_jax.draw_fast_projection(key(), 7, 5, coupling="orthogonal", block="square").rows,
+            "FastRows(7 x 5, orthogonal, square, float32)",
         ),
         (
             jax.vmap(lambda one: simrf_jax.draw_fast_projection(one, 6, 4))(
                 jax.random.split(key())
-            ),
-            "FastProjection(2 x 6 x 4, simplex, float32)",
+            ).rows,
+            "FastRows(2 x 6 x 4, simplex, float32)",
         ),
         (
-            simrf_jax.WeightedProjection(fast, jnp.zeros(130, jnp.bfloat16)),
-            "WeightedProjection(rows=FastProjection(130 x 64, simplex, float32), "
-            "log_weights=bfloat16[130])",
+            simrf_jax.Projection(fast.rows, jnp.zeros(130, jnp.bfloat16)),
+            "Projection(rows=FastRows(130 x 64, simplex, float32), "
+            "log_weights=bfloat16[130], is_paired=False)",
         ),
         (
             simrf_jax.draw_bipolar_projection(key(), 6, 2, 4),
@@ -144,12 +149,12 @@ def test_traced_arrays_and_placeholders_are_shown():
         shown.append(repr(record))
         return record.row_norms
 
-    fast = simrf_jax.draw_fast_projection(key(), 130, 64)
+    fast = simrf_jax.draw_fast_projection(key(), 130, 64).rows
     trace(fast)
-    assert shown == ["FastProjection(130 x 64, simplex, float32)"]
+    assert shown == ["FastRows(130 x 64, simplex, float32)"]
     placeholders = jax.tree.map(lambda _: None, fast)
     assert repr(placeholders) == (
-        "FastProjection(dim=64, coupling='simplex', block='regular', num_zero_rows=0)"
+        "FastRows(dim=64, coupling='simplex', block='regular', num_zero_rows=0)"
     )
 
 

@@ -16,7 +16,7 @@ import simrf_jax
 from simrf_jax.integrations import flax_calibration
 from simrf_jax.integrations import nnx as adapters
 from simrf_jax.integrations.nnx import Calibration, RandomProjection
-from simrf_jax.projections import Projection, StructuredProjection
+from simrf_jax.projections import ProjectionLike, StructuredProjection
 
 
 class TrainState(NamedTuple):
@@ -150,11 +150,11 @@ def _turned(projections: nnx.State, calibrations: nnx.State) -> nnx.State:
     return nnx.from_flat_state(flat)
 
 
-def _layers(stack: Projection) -> list[Projection]:
+def _layers(stack: ProjectionLike) -> list[ProjectionLike]:
     """Returns the projections of the layers, which have the leading axis in a stack."""
     count = jax.tree.leaves(stack)[0].shape[0]
     return [jax.tree.map(lambda x, i=i: x[i], stack) for i in range(count)]
 
 
-def _stack(layers: list[Projection]) -> Projection:
+def _stack(layers: list[ProjectionLike]) -> ProjectionLike:
     return jax.tree.map(lambda *parts: jnp.stack(parts), *layers)

@@ -176,7 +176,7 @@ def draw_heads(
 
 def _draw_around(
     prng_key: jax.Array, centers: jax.Array, num_features: int, coupling: Coupling
-) -> simrf_jax.WeightedProjection:
+) -> simrf_jax.Projection:
     """Returns a W for each head, of rows around as many of its centers as there are rows for."""
     draw = functools.partial(
         simrf_jax.draw_mixture_projection,

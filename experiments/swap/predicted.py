@@ -14,7 +14,7 @@ import tqdm
 import simrf_jax
 from experiments.harness import resumable, trials
 from simrf_jax import feature_maps, selection, theory
-from simrf_jax.projections import Norms, Projection
+from simrf_jax.projections import Norms, ProjectionLike
 from simrf_jax.theory.arguments import ClosedFormCoupling
 
 
@@ -118,7 +118,7 @@ def _errors(
     """Returns the errors of each draw and each length, ``[draws, lengths]``."""
     query, key, value = tokens
 
-    def at_length(w: Projection, length: jax.Array, parameter: jax.Array) -> jax.Array:
+    def at_length(w: ProjectionLike, length: jax.Array, parameter: jax.Array) -> jax.Array:
         q, k = length * query, length * key
         out = simrf_jax.random_feature_attention(
             q,

@@ -24,14 +24,7 @@ from simrf_jax.features import (
     calls_function,
 )
 from simrf_jax.features.folded import Folded
-from simrf_jax.projections import (
-    PairedProjection,
-    Projection,
-    StructuredProjection,
-    WeightedProjection,
-    as_projection,
-    check_chi_norms,
-)
+from simrf_jax.projections import ProjectionLike, StructuredProjection, as_projection
 
 ONE_DEVICE = MeshAxes()
 CHUNK_SIZE = 64  # Keys that causal and packed attention take at a time unless the caller says.
@@ -211,7 +204,7 @@ class Estimator:
     @classmethod
     def of(
         cls,
-        projection: Projection | None,
+        projection: ProjectionLike | None,
         feature_map: FeatureMapLike,
         *,
         chunk_size: SupportsIndex | None = None,
@@ -228,8 +221,7 @@ class Estimator:
         """
         feature_map = as_feature_map(feature_map)
         w = None if projection is None else as_projection(projection)
-        if feature_map.needs_chi_norms and w is not None:
-            check_chi_norms(w)
+        feature_map.check_norms(w)
         if exact_bandwidth is not None:
             exact_bandwidth = check_band(exact_bandwidth, feature_map)
         if chunk_size is None:
@@ -322,10 +314,7 @@ def _is_worth_folding(features: HeadMaps, inputs: Inputs) -> bool:
     """Returns True for maps that multiply fewer dense rows by matrices than there are vectors."""
     if not features.feature_map.multiplies_rows:
         return False
-    rows: Any = features.projection
-    while isinstance(rows, WeightedProjection | PairedProjection):
-        rows = rows.rows
-    if isinstance(rows, StructuredProjection):
+    if not getattr(features.projection, "is_dense", True):
         return False
     of_keys = functools.partial(type(features.feature_map).exponential_forms, side="key")
     form = jax.eval_shape(of_keys, features.feature_map, features.projection)

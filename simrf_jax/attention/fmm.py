@@ -21,7 +21,7 @@ from simrf_jax.attention.mechanism import Mechanism, check_kind
 from simrf_jax.attention.random_feature_attention import RandomFeatures, check_chunks
 from simrf_jax.attention.random_features.state import AttentionState
 from simrf_jax.features import FeatureMapLike
-from simrf_jax.projections import Projection
+from simrf_jax.projections import ProjectionLike
 
 # Weights of fields and heads, which may be nested tuples or lists of numbers.
 Weights: TypeAlias = (
@@ -126,7 +126,7 @@ def fmm_attention(
     query: Float[ArrayLike, "*batch T N H"],
     key: Float[ArrayLike, "*batch S K H"],
     value: Float[ArrayLike, "*batch S K D"],
-    projections: Sequence[Projection | None],
+    projections: Sequence[ProjectionLike | None],
     *,
     bandwidth: SupportsIndex,
     near_weight: Weights = 1.0,
@@ -226,7 +226,7 @@ def fmm_attention(
 
 
 def check_feature_maps(
-    projections: Sequence[Projection | None], feature_maps: Sequence[FeatureMapLike]
+    projections: Sequence[ProjectionLike | None], feature_maps: Sequence[FeatureMapLike]
 ) -> None:
     """Raises unless there is one projection for each feature map."""
     for name, given in (("projections", projections), ("feature_maps", feature_maps)):

@@ -22,7 +22,7 @@ from simrf_jax.attention.random_features import decoding
 from simrf_jax.attention.random_features.exact_band import ExactBandState
 from simrf_jax.attention.random_features.state import AttentionState
 from simrf_jax.features import FeatureMapLike, as_feature_map
-from simrf_jax.projections import Projection
+from simrf_jax.projections import ProjectionLike
 
 
 @functools.partial(
@@ -71,7 +71,7 @@ class RandomFeatures(Mechanism[AttentionState | ExactBandState]):
       True
     """
 
-    projection: Projection | None
+    projection: ProjectionLike | None
     feature_map: FeatureMapLike = "positive"
     chunk_size: SupportsIndex | None = None
     sequence_axis: str | tuple[str, ...] | None = None
@@ -181,7 +181,7 @@ def random_feature_attention(
     query: Float[ArrayLike, "*batch T N H"],
     key: Float[ArrayLike, "*batch S K H"],
     value: Float[ArrayLike, "*batch S K D"],
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     *,
     feature_map: FeatureMapLike = "positive",
     mask: Mask | None = None,

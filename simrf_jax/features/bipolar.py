@@ -7,33 +7,35 @@ either end if x and y have equal length.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Key, Real
 
-from simrf_jax import checks, one_line
+from simrf_jax import checks
 from simrf_jax.features.exponential import Hyperbolic
 from simrf_jax.features.feature_map import FeatureMap, named
 from simrf_jax.features.hybrid import hybrid_log_features
-from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side
+from simrf_jax.features.log_space import Kernel, LogFeatures, Side
 from simrf_jax.features.trigonometric import Trigonometric
 from simrf_jax.projections import (
     BlockMode,
     Coupling,
     DrawOptions,
     Norms,
-    Projection,
+    ProjectionLike,
     Rotation,
     StructuredProjection,
-    as_projection,
     draw_projection,
-    kind_of,
     project,
 )
+from simrf_jax.projections.record import agreed
 
 
 @functools.partial(
@@ -41,7 +43,7 @@ from simrf_jax.projections import (
     data_fields=["hyperbolic", "trigonometric", "weights"],
     meta_fields=["draw_options"],
 )
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class BipolarProjection(StructuredProjection):
     """The random vectors of a bipolar hybrid estimator; see ``draw_bipolar_projection``.
 
@@ -52,19 +54,19 @@ class BipolarProjection(StructuredProjection):
       draw_options: Options that both base estimators were drawn by, or None if they are not known.
     """
 
-    hyperbolic: Projection
-    trigonometric: Projection
-    weights: Projection
+    expected = "a BipolarProjection, made by draw_bipolar_projection"
+    hyperbolic: ProjectionLike
+    trigonometric: ProjectionLike
+    weights: ProjectionLike
     draw_options: DrawOptions | None = None
-
-    def __repr__(self) -> str:
-        return one_line.representation(self)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Returns the shape of one base estimator's projection, ``[..., num_features, dim]``."""
         parts = (self.hyperbolic, self.trigonometric, self.weights)
-        one, other, tau = (as_projection(part).shape for part in parts)
+        if any(part is None for part in parts):
+            raise TypeError("Each part must be an array [..., rows, dim], got None.")
+        one, other, tau = map(np.shape, parts)
         if one != other or len(tau) < 2 or (*one[:-2], one[-1]) != (*tau[:-2], tau[-1]):
             raise ValueError(
                 "hyperbolic and trigonometric must be [..., num_features, dim] of one shape, and "
@@ -76,25 +78,68 @@ class BipolarProjection(StructuredProjection):
     @property
     def dtype(self) -> jnp.dtype:
         """Returns the floating type of one base estimator's projection."""
-        return as_projection(self.hyperbolic).dtype
+        return jnp.result_type(self.hyperbolic)
 
-    def draw_like(self, key: Key[Array, ""], options: DrawOptions) -> BipolarProjection:
+    def redraw(
+        self, key: Key[Array, ""], draw_options: DrawOptions | None = None
+    ) -> BipolarProjection:
         """Draws another ``BipolarProjection`` of the same structure, shapes and dtype.
 
         Args:
           key: A typed PRNG key.
-          options: Options to draw the base estimators by.
+          draw_options: Options to draw the base estimators by. By default they are those of the
+            projection, and if it has any, these must be the same.
 
         Raises:
           TypeError: If a part is a structured projection instead of an array.
+          ValueError: If the projection was drawn by other options than those given, or if neither
+            says how it was drawn.
         """
-        parts = (self.hyperbolic, self.trigonometric, self.weights)
-        if any(isinstance(part, StructuredProjection) for part in parts):
+        options = agreed(self.draw_options, draw_options)
+        num_features, dim = self.shape
+        num_weights = np.shape(self.weights)[0]
+        drawn = BipolarProjection.draw(key, num_features, num_weights, dim, options, self.dtype)
+        # The structure stays that of a projection that does not say how it was drawn.
+        drawn = dataclasses.replace(drawn, draw_options=self.draw_options)
+        structure: Any = jax.tree.structure(self)
+        if structure != jax.tree.structure(drawn):
             raise self.no_redraw()
-        base, weights = jax.typeof(self.hyperbolic), jax.typeof(self.weights)
-        drawn = _draw(key, base.shape[0], weights.shape[0], base.shape[1], options, base.dtype)
-        # Of one that did not say how it was drawn, the structure stays as it was.
-        return drawn if self.draw_options else dataclasses.replace(drawn, draw_options=None)
+        return drawn
+
+    @staticmethod
+    def draw(
+        key: Key[Array, ""],
+        num_features: int,
+        num_weights: int,
+        dim: int,
+        options: DrawOptions,
+        dtype: DTypeLike = jnp.float32,
+    ) -> BipolarProjection:
+        """Draws both base estimators by options; see ``draw_bipolar_projection``.
+
+        Args:
+          key: A typed PRNG key.
+          num_features: Number of rows m of each base estimator's projection.
+          num_weights: Number n of random vectors that estimate the weight.
+          dim: Dimension d of the vectors to project.
+          options: Options of the base estimators.
+          dtype: Floating type of all arrays.
+
+        Raises:
+          TypeError: If a size is not an integer, or dtype is not floating.
+          ValueError: If a size is below 1 or too small for the options, or they draw weights.
+        """
+        num_weights = checks.positive_int("num_weights", num_weights)
+        if options.draws_weights:
+            raise ValueError(
+                f"norms={options.norms!r} gives rows weights, which the trigonometric base "
+                "estimator cannot honour; a bipolar hybrid takes any other law of norms."
+            )
+        one, two, three = jax.random.split(key, 3)
+        hyperbolic = options.draw(one, num_features, dim, dtype=dtype)
+        trigonometric = options.draw(two, num_features, dim, dtype=dtype)
+        weights = draw_projection(three, num_weights, dim, coupling="iid", dtype=dtype)
+        return BipolarProjection(hyperbolic, trigonometric, weights, options)
 
 
 def draw_bipolar_projection(
@@ -151,48 +196,23 @@ def draw_bipolar_projection(
       https://arxiv.org/abs/2110.04367
     """
     checks.typed_key(key)
-    num_weights = checks.positive_int("num_weights", num_weights)
     options = DrawOptions(coupling, block, rotation, norms, num_sweeps)
-    return _draw(key, num_features, num_weights, dim, options, dtype)
+    return BipolarProjection.draw(key, num_features, num_weights, dim, options, dtype)
 
 
-def _draw(
-    key: Key[Array, ""],
-    num_features: int,
-    num_weights: int,
-    dim: int,
-    options: DrawOptions,
-    dtype: DTypeLike,
-) -> BipolarProjection:
-    if options.norms == "radau":
-        raise ValueError(
-            "norms='radau' gives rows weights, which the trigonometric base estimator cannot "
-            "honour; a bipolar hybrid takes any other law of norms."
-        )
-    one, two, three = jax.random.split(key, 3)
-    hyperbolic = options.draw(one, num_features, dim, dtype=dtype)
-    trigonometric = options.draw(two, num_features, dim, dtype=dtype)
-    weights = draw_projection(three, num_weights, dim, coupling="iid", dtype=dtype)
-    return BipolarProjection(hyperbolic, trigonometric, weights, options)
-
-
-@named("angular_hybrid")
-@dataclasses.dataclass(frozen=True)
-class AngularHybrid(FeatureMap, static=("kernel",)):
-    """The feature map of ``angular_hybrid_features``.
-
-    Attributes:
-      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
-    """
+class BipolarHybrid(FeatureMap, static=("kernel",)):
+    """Base class of both hybrids, which differ in the features of the weight."""
 
     projection_type = BipolarProjection
     is_finite = True
     coupling = "orthogonal"
-    kernel: Kernel = "softmax"
+    kernel: Kernel
 
-    def __post_init__(self) -> None:
-        """Checks the kernel."""
-        checks.one_of("kernel", self.kernel, KERNELS)
+    @abc.abstractmethod
+    def weight(
+        self, x: Float[Array, "*batch dim"], tau: ProjectionLike, *, side: Side
+    ) -> tuple[Float[Array, "*batch weights"], float]:
+        """Returns the features of the weight of the hyperbolic estimator, and its constant."""
 
     def log_features(
         self, x: Float[Array, "*batch dim"], projection: BipolarProjection, *, side: Side
@@ -203,15 +223,40 @@ class AngularHybrid(FeatureMap, static=("kernel",)):
           TypeError: If the projection is not a ``BipolarProjection``.
           ValueError: If the shapes do not match.
         """
-        signs = jnp.where(project(x, _bipolar(projection).weights) < 0, -1.0, 1.0)
+        parts = BipolarProjection.of(projection)
+        _ = parts.shape  # Raises if the shapes of the parts do not match.
+        rho, constant = self.weight(x, parts.weights, side=side)
+        bases = [
+            Hyperbolic(self.kernel).log_features(x, parts.hyperbolic, side=side),
+            Trigonometric(self.kernel).log_features(x, parts.trigonometric, side=side),
+        ]
+        rho = rho.astype(bases[0].exponent.dtype)
+        return hybrid_log_features(bases, [rho], [constant], side=side)
+
+
+@named("angular_hybrid")
+@dataclasses.dataclass(frozen=True)
+class AngularHybrid(BipolarHybrid):
+    """The feature map of ``angular_hybrid_features``.
+
+    Attributes:
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+    """
+
+    kernel: Kernel = "softmax"
+
+    def weight(
+        self, x: Float[Array, "*batch dim"], tau: ProjectionLike, *, side: Side
+    ) -> tuple[Float[Array, "*batch weights"], float]:
+        """Returns signs in units of the root of twice their number."""
+        signs = jnp.where(project(x, tau) < 0, -1.0, 1.0)
         sign = -1 if side == "query" else 1
-        rho = sign * signs * (2 * signs.shape[-1]) ** -0.5
-        return _combine(x, projection, rho, 0.5, side, self.kernel)
+        return sign * signs * (2 * signs.shape[-1]) ** -0.5, 0.5
 
 
 @named("gaussian_hybrid")
 @dataclasses.dataclass(frozen=True, eq=False)  # The bandwidth may be an array.
-class GaussianHybrid(FeatureMap, static=("kernel",)):
+class GaussianHybrid(BipolarHybrid):
     """The feature map of ``gaussian_hybrid_features``.
 
     Attributes:
@@ -219,61 +264,22 @@ class GaussianHybrid(FeatureMap, static=("kernel",)):
       kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
     """
 
-    projection_type = BipolarProjection
-    is_finite = True
-    coupling = "orthogonal"
     bandwidth: Real[ArrayLike, ""] = 1.0
     kernel: Kernel = "softmax"
 
     def __post_init__(self) -> None:
         """Checks the bandwidth, unless it is traced, and the kernel."""
+        super().__post_init__()
         checks.scalar("bandwidth", self.bandwidth, sign="positive")
-        checks.one_of("kernel", self.kernel, KERNELS)
 
-    def log_features(
-        self, x: Float[Array, "*batch dim"], projection: BipolarProjection, *, side: Side
-    ) -> LogFeatures:
-        """Returns psi_1 of queries and psi_2 of keys.
-
-        Raises:
-          TypeError: If the projection is not a ``BipolarProjection``.
-          ValueError: If the shapes do not match.
-        """
-        tau = as_projection(_bipolar(projection).weights)
+    def weight(
+        self, x: Float[Array, "*batch dim"], tau: ProjectionLike, *, side: Side
+    ) -> tuple[Float[Array, "*batch weights"], float]:
+        """Returns trigonometric features of queries, and of the negatives of keys."""
         wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         u = (wide if side == "query" else -wide) / self.bandwidth
         rho = Trigonometric("gaussian").log_features(u, tau, side=side)
-        weight = rho.evaluate(rho.exponent.dtype)
-        return _combine(x, projection, weight, 0.0, side, self.kernel)
-
-
-def _bipolar(projection: BipolarProjection) -> BipolarProjection:
-    if not isinstance(projection, BipolarProjection):
-        raise TypeError(
-            "projection must be a BipolarProjection, made by draw_bipolar_projection, got "
-            f"{kind_of(projection)}."
-        )
-    _ = projection.shape  # Raises if the shapes of the parts do not match.
-    return projection
-
-
-def _combine(
-    x: Float[Array, "*batch dim"],
-    projection: BipolarProjection,
-    rho: Float[Array, "*batch weights"],
-    offset: float,
-    side: Side,
-    kernel: Kernel,
-) -> LogFeatures:
-    """Returns the features of the hybrid of both base estimators."""
-    hyperbolic, trigonometric = map(
-        as_projection, (projection.hyperbolic, projection.trigonometric)
-    )
-    bases = [
-        Hyperbolic(kernel).log_features(x, hyperbolic, side=side),
-        Trigonometric(kernel).log_features(x, trigonometric, side=side),
-    ]
-    return hybrid_log_features(bases, [rho.astype(bases[0].exponent.dtype)], [offset], side=side)
+        return rho.evaluate(rho.exponent.dtype), 0.0
 
 
 def angular_hybrid_features(

@@ -14,16 +14,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from simrf_jax import checks
-from simrf_jax.features.exponential_form import ExponentialForm, rows_of_pairs
+from simrf_jax.features.exponential_form import ExponentialForm
 from simrf_jax.features.feature_map import FeatureMap
 from simrf_jax.features.log_space import LogFeatures, Side, widened
-from simrf_jax.projections import (
-    Projection,
-    add_half_log_weights,
-    both_signs,
-    product,
-    rows_of,
-)
+from simrf_jax.projections import Projection, ProjectionLike, product
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,7 +114,7 @@ class Calibrated(FeatureMap):
         return not is_traced and bool(np.any(jax.device_get(self.variances) != 1))
 
     def log_features(
-        self, x: Float[Array, "*batch H"], projection: Projection, *, side: Side
+        self, x: Float[Array, "*batch H"], projection: ProjectionLike, *, side: Side
     ) -> LogFeatures:
         """Returns the features of one head's queries or keys.
 
@@ -135,24 +129,25 @@ class Calibrated(FeatureMap):
         return self.log_features_of_heads(x, projection, side=side)
 
     def log_features_of_heads(
-        self, x: Float[Array, "*batch H"], projection: Projection, *, side: Side
+        self, x: Float[Array, "*batch H"], projection: ProjectionLike, *, side: Side
     ) -> LogFeatures:
         """Returns the features of ``[batch, length, K, ..., H]``.
 
         The heads keep their axis, because XLA multiplies all of them by one W in a single product
         then. ``jax.vmap`` would move it.
         """
+        w = Projection.of(projection)
         mean, matrix, other, _ = self._of_side(side, x.dtype)
         centered = x - _along(mean, x)
         balanced = _of_heads(centered, jnp.asarray(matrix))
         products = (x - _along(0.5 * mean, x)) * _along(other, x)
         log_scale = jnp.sum(products - 0.5 * jnp.square(balanced), axis=-1, keepdims=True)
         tilted = balanced * _along(jnp.sqrt(self._variances(x.dtype)), x)
-        exponent = _of_heads(tilted, rows_of(projection))
-        exponent += _along(self._half_log_weights(projection, x.dtype), exponent)
+        exponent = _of_heads(tilted, w.unweighted)
+        exponent += _along(self._half_log_weights(w, x.dtype), exponent)
         return LogFeatures(exponent, log_scale - 0.5 * math.log(exponent.shape[-1]))
 
-    def exponential_form(self, projection: Projection, *, side: Side) -> ExponentialForm:
+    def exponential_form(self, projection: ProjectionLike, *, side: Side) -> ExponentialForm:
         r"""Returns the form of one head, for vectors that are not centred.
 
         The linear term of a key completes its square, as the transpose of :math:`M^{-\top}` takes
@@ -161,7 +156,8 @@ class Calibrated(FeatureMap):
         .. math:: b_x \cdot y - \tfrac12 |M^{-\top} (y - b_y)|^2
             = a - \tfrac12 |M^{-\top} y - c|^2, \qquad c = M b_x + M^{-\top} b_y.
         """
-        rows, is_paired = rows_of_pairs(projection)
+        w = Projection.of(projection)
+        rows = w.dense_rows()
         mean, matrix, other, other_matrix = self._of_side(side, rows.dtype)
         tilted = rows * jnp.broadcast_to(jnp.sqrt(self._variances(rows.dtype)), rows.shape)
         balanced = _times(matrix, mean)
@@ -171,8 +167,8 @@ class Calibrated(FeatureMap):
         linear += _times(other_matrix, other - _times(matrix.T, linear))
         center = balanced + linear
         shifts = _times(tilted, balanced)
-        offsets = self._half_log_weights(projection, rows.dtype)
-        offsets -= both_signs(shifts) if is_paired else shifts
+        offsets = self._half_log_weights(w, rows.dtype)
+        offsets -= jnp.concatenate([shifts, -shifts]) if w.is_paired else shifts
         squares = jnp.square(center) - jnp.square(balanced) - mean * other
         return ExponentialForm(
             jnp.matmul(tilted, matrix, precision=jax.lax.Precision.HIGHEST),
@@ -180,7 +176,7 @@ class Calibrated(FeatureMap):
             matrix,
             center,
             0.5 * jnp.sum(squares),
-            is_paired,
+            w.is_paired,
         )
 
     def _of_side(self, side: Side, dtype: DTypeLike) -> tuple[jax.Array, ...]:
@@ -192,16 +188,13 @@ class Calibrated(FeatureMap):
     def _variances(self, dtype: DTypeLike) -> jax.Array:
         return widened(self.variances, dtype)
 
-    def _half_log_weights(
-        self, projection: Projection, dtype: DTypeLike
-    ) -> Float[Array, "*K num_features"]:
+    def _half_log_weights(self, w: Projection, dtype: DTypeLike) -> Float[Array, "*K num_features"]:
         """Returns half the log ratio of the densities at each row, and half its own weight."""
-        rows: Any = rows_of(projection)
-        variances = self._variances(jnp.promote_types(rows.dtype, dtype))
-        if rows.ndim == 3:
+        variances = self._variances(jnp.promote_types(w.dtype, dtype))
+        if w.ndim == 3:
             axis = 0 if variances.ndim == 2 else None
-            return jax.vmap(_half_log_weights, in_axes=(axis, 0))(variances, projection)
-        return _half_log_weights(variances, projection)
+            return jax.vmap(_half_log_weights, in_axes=(axis, 0))(variances, w)
+        return _half_log_weights(variances, w)
 
 
 def _times(matrix: Float[Array, "*K rows H"], x: Float[Array, "*K H"]) -> Float[Array, "*K rows"]:
@@ -221,18 +214,18 @@ def _times(matrix: Float[Array, "*K rows H"], x: Float[Array, "*K H"]) -> Float[
 
 
 def _half_log_weights(
-    variances: Float[Array, "*K H"], projection: Projection
+    variances: Float[Array, "*K H"], w: Projection
 ) -> Float[Array, "*K num_features"]:
     # Large terms of long rows nearly cancel, so each square stands beside its mean.
-    rows, is_paired = rows_of_pairs(projection)
+    rows = w.dense_rows()
     squares = jnp.square(rows.astype(variances.dtype)) - 1
     constant = jnp.sum(jnp.log(variances) + 1 - variances, axis=-1, keepdims=True)
     shape = (*variances.shape[:-1], *squares.shape)
     log_ratio = _times(jnp.broadcast_to(squares, shape), 1 - variances)
     log_ratio += jnp.broadcast_to(constant, log_ratio.shape)
-    if is_paired:
+    if w.is_paired:
         log_ratio = jnp.concatenate([log_ratio, log_ratio], axis=-1)
-    return add_half_log_weights(0.25 * log_ratio, projection)
+    return w.add_half_log_weights(0.25 * log_ratio)
 
 
 def _along(

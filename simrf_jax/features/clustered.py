@@ -7,28 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real, Shaped
 
-from simrf_jax import checks, one_line
-from simrf_jax.features.feature_map import FeatureMap, named
+from simrf_jax import checks
+from simrf_jax.features.feature_map import FeatureMap, named, register
 from simrf_jax.features.hybrid import weighted_sum
-from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side, half_squared_norm
-from simrf_jax.projections import (
-    Projection,
-    StructuredProjection,
-    as_projection,
-    kind_of,
-    project,
-)
+from simrf_jax.features.log_space import Kernel, LogFeatures, Side, half_squared_norm
+from simrf_jax.projections import ProjectionLike, StructuredProjection, project
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ClusteredProjection(StructuredProjection):
     """A projection together with the centres of the clusters of queries and of keys.
 
@@ -47,13 +39,11 @@ class ClusteredProjection(StructuredProjection):
       (130, 64)
     """
 
-    projection: Projection
+    expected = "a ClusteredProjection"
+    projection: ProjectionLike
     query_centres: Float[Array, "*stack num_query_clusters dim"]
     key_centres: Float[Array, "*stack num_key_clusters dim"]
     spread: Real[ArrayLike, "*stack"] = 0.0
-
-    def __repr__(self) -> str:
-        return one_line.representation(self)
 
     def __post_init__(self) -> None:
         """Checks the spread, and gives a stack one for each W."""
@@ -76,7 +66,7 @@ class ClusteredProjection(StructuredProjection):
     def shape(self) -> tuple[int, ...]:
         """Returns the shape of W, ``[..., num_features, dim]``."""
         parts = (self.projection, self.query_centres, self.key_centres)
-        w, *centres = (as_projection(part).shape for part in parts)
+        w, *centres = map(np.shape, parts)
         if any(len(c) < 2 or (*c[:-2], c[-1]) != (*w[:-2], w[-1]) for c in centres):
             raise ValueError(
                 "projection must be [..., num_features, dim], query_centres and key_centres "
@@ -87,23 +77,10 @@ class ClusteredProjection(StructuredProjection):
     @property
     def dtype(self) -> jnp.dtype:
         """Returns the floating type of W."""
-        return as_projection(self.projection).dtype
+        return jnp.result_type(self.projection)
 
 
-def _unflatten(_: None, parts: Iterable[Any]) -> ClusteredProjection:
-    # Without the constructor: a gradient may have a negative spread, and placeholders have none.
-    projection = object.__new__(ClusteredProjection)
-    for field, part in zip(dataclasses.fields(ClusteredProjection), parts, strict=True):
-        object.__setattr__(projection, field.name, part)
-    return projection
-
-
-def _flatten_with_keys(projection: ClusteredProjection) -> tuple[list[tuple[Any, Any]], None]:
-    names = [field.name for field in dataclasses.fields(ClusteredProjection)]
-    return [(jax.tree_util.GetAttrKey(name), getattr(projection, name)) for name in names], None
-
-
-jax.tree_util.register_pytree_with_keys(ClusteredProjection, _flatten_with_keys, _unflatten)
+register(ClusteredProjection)  # A gradient may have a negative spread: no constructor checks it.
 
 
 @named("clustered_hybrid")
@@ -120,10 +97,6 @@ class ClusteredHybrid(FeatureMap, static=("kernel",)):
     coupling = "orthogonal"
     kernel: Kernel = "softmax"
 
-    def __post_init__(self) -> None:
-        """Checks the kernel."""
-        checks.one_of("kernel", self.kernel, KERNELS)
-
     def log_features(
         self, x: Float[Array, "*batch dim"], projection: ClusteredProjection, *, side: Side
     ) -> LogFeatures:
@@ -133,8 +106,7 @@ class ClusteredHybrid(FeatureMap, static=("kernel",)):
           TypeError: If the projection is not a ``ClusteredProjection``.
           ValueError: If the shapes do not match.
         """
-        if not isinstance(projection, ClusteredProjection):
-            raise TypeError(f"projection must be a ClusteredProjection, got {kind_of(projection)}.")
+        projection = ClusteredProjection.of(projection)
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
         queries = checks.floating("query_centres", projection.query_centres)
         keys = checks.floating("key_centres", projection.key_centres)

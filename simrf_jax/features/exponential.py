@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -12,84 +13,74 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Real
 
-from simrf_jax import checks
 from simrf_jax.features.exponential_form import ExponentialForm, form_of_rows
 from simrf_jax.features.feature_map import FeatureMap, named
-from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side
-from simrf_jax.projections import (
-    Projection,
-    add_half_log_weights,
-    as_projection,
-    check_chi_norms,
-    product,
-    rows_of,
-    tilted,
-    with_negatives,
-)
+from simrf_jax.features.log_space import Kernel, LogFeatures, Side
+from simrf_jax.projections import Projection, ProjectionLike
+
+
+class ExponentialMap(FeatureMap, static=("kernel",)):
+    """Base class of maps to one exponential for each row of a projection that they make of W."""
+
+    is_finite = True
+    kernel: Kernel
+
+    @abc.abstractmethod
+    def rows(self, w: Projection) -> Projection:
+        """Returns the projection of whose rows the features are exponentials."""
+
+    def log_features(
+        self, x: Float[Array, "*batch dim"], projection: ProjectionLike, *, side: Side
+    ) -> LogFeatures:
+        """Returns the same features for queries and keys."""
+        exponent = self.rows(Projection.of(projection)).exponents(x)
+        squared_norm = jnp.sum(jnp.square(x.astype(exponent.dtype)), axis=-1, keepdims=True)
+        shrink = 1 if self.kernel == "gaussian" else 0.5
+        log_scale = -shrink * squared_norm - 0.5 * math.log(exponent.shape[-1])
+        return LogFeatures(exponent, log_scale)
+
+    def exponential_form(self, projection: ProjectionLike, *, side: Side) -> ExponentialForm | None:
+        """Returns the same form for queries and keys; None for the Gaussian kernel."""
+        if self.kernel != "softmax":
+            return None
+        return form_of_rows(self.rows(Projection.of(projection)))
 
 
 @named("positive")
 @dataclasses.dataclass(frozen=True)
-class Positive(FeatureMap, static=("kernel",)):
+class Positive(ExponentialMap):
     """The feature map of ``positive_features``.
 
     Attributes:
       kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
     """
 
-    is_finite = True
     kernel: Kernel = "softmax"
 
-    def __post_init__(self) -> None:
-        """Checks the kernel."""
-        checks.one_of("kernel", self.kernel, KERNELS)
-
-    def log_features(
-        self, x: Float[Array, "*batch dim"], projection: Projection, *, side: Side
-    ) -> LogFeatures:
-        """Returns the same features for queries and keys."""
-        del side
-        exponent = add_half_log_weights(product(x, rows_of(projection)), projection)
-        return LogFeatures(exponent, _log_scale(x, exponent, self.kernel))
-
-    def exponential_form(self, projection: Projection, *, side: Side) -> ExponentialForm | None:
-        """Returns the same form for queries and keys; None for the Gaussian kernel."""
-        del side
-        return form_of_rows(projection) if self.kernel == "softmax" else None
+    def rows(self, w: Projection) -> Projection:
+        """Returns the projection as it is."""
+        return w
 
 
 @named("hyperbolic")
 @dataclasses.dataclass(frozen=True)
-class Hyperbolic(FeatureMap, static=("kernel",)):
+class Hyperbolic(ExponentialMap):
     """The feature map of ``hyperbolic_features``.
 
     Attributes:
       kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
     """
 
-    is_finite = True
     coupling = "orthogonal"
     kernel: Kernel = "softmax"
 
-    def __post_init__(self) -> None:
-        """Checks the kernel."""
-        checks.one_of("kernel", self.kernel, KERNELS)
-
-    def log_features(
-        self, x: Float[Array, "*batch dim"], projection: Projection, *, side: Side
-    ) -> LogFeatures:
-        """Returns the same features for queries and keys."""
-        pairs = with_negatives(projection)
-        return Positive(self.kernel).log_features(x, pairs, side=side)
-
-    def exponential_form(self, projection: Projection, *, side: Side) -> ExponentialForm | None:
-        """Returns the same form for queries and keys; None for the Gaussian kernel."""
-        pairs = with_negatives(projection)
-        return Positive(self.kernel).exponential_form(pairs, side=side)
+    def rows(self, w: Projection) -> Projection:
+        """Returns the rows and their negatives."""
+        return w.with_negatives()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # The parameter may be an array.
-class OptimalPositive(FeatureMap, static=("kernel",)):
+class OptimalPositive(ExponentialMap):
     """The feature map of ``optimal_positive_features``.
 
     Attributes:
@@ -97,7 +88,6 @@ class OptimalPositive(FeatureMap, static=("kernel",)):
       kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
     """
 
-    is_finite = True
     needs_chi_norms = True
     axes_of_one: ClassVar[Mapping[str, int]] = {"parameter": 0}
     parameter: Real[ArrayLike, "*K"]
@@ -105,13 +95,11 @@ class OptimalPositive(FeatureMap, static=("kernel",)):
 
     def __post_init__(self) -> None:
         """Checks the parameter, unless it is traced, and the kernel."""
+        super().__post_init__()
         _check_parameter(self.parameter)
-        checks.one_of("kernel", self.kernel, KERNELS)
 
-    def log_features(
-        self, x: Float[Array, "*batch dim"], projection: Projection, *, side: Side
-    ) -> LogFeatures:
-        """Returns the same features for queries and keys.
+    def rows(self, w: Projection) -> Projection:
+        """Returns the tilted rows.
 
         Raises:
           ValueError: If there is more than one parameter.
@@ -121,13 +109,7 @@ class OptimalPositive(FeatureMap, static=("kernel",)):
                 "parameter must be one number, or in attention [K], one for each key head, got "
                 f"shape {jnp.shape(self.parameter)}."
             )
-        weighted = tilted(projection, self.parameter)
-        return Positive(self.kernel).log_features(x, weighted, side=side)
-
-    def exponential_form(self, projection: Projection, *, side: Side) -> ExponentialForm | None:
-        """Returns the same form for queries and keys; None for the Gaussian kernel."""
-        weighted = tilted(projection, self.parameter)
-        return Positive(self.kernel).exponential_form(weighted, side=side)
+        return w.tilted(self.parameter)
 
 
 def _check_parameter(parameter: Real[ArrayLike, "*K"]) -> None:
@@ -145,16 +127,8 @@ def _check_parameter(parameter: Real[ArrayLike, "*K"]) -> None:
         )
 
 
-def _log_scale(
-    x: Float[Array, "*batch dim"], exponent: Float[Array, "*batch features"], kernel: Kernel
-) -> Float[Array, "*batch 1"]:
-    squared_norm = jnp.sum(jnp.square(x.astype(exponent.dtype)), axis=-1, keepdims=True)
-    shrink = 1 if kernel == "gaussian" else 0.5
-    return -shrink * squared_norm - 0.5 * math.log(exponent.shape[-1])
-
-
 def positive_features(
-    x: Float[ArrayLike, "*batch dim"], projection: Projection, *, kernel: Kernel = "gaussian"
+    x: Float[ArrayLike, "*batch dim"], projection: ProjectionLike, *, kernel: Kernel = "gaussian"
 ) -> Float[Array, "*batch num_features"]:
     r"""Returns positive random features of the Gaussian or the softmax kernel.
 
@@ -168,7 +142,7 @@ def positive_features(
     Args:
       x: Vectors in units of the kernel's length scale.
       projection: W, ``[num_features, dim]``, the same for both sides of the product: an array, a
-        ``FastProjection`` or a ``WeightedProjection``.
+        ``Projection``, which may have weights.
       kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
 
     Returns:
@@ -199,7 +173,7 @@ def positive_features(
 
 
 def hyperbolic_features(
-    x: Float[ArrayLike, "*batch dim"], projection: Projection, *, kernel: Kernel = "gaussian"
+    x: Float[ArrayLike, "*batch dim"], projection: ProjectionLike, *, kernel: Kernel = "gaussian"
 ) -> Float[Array, "*batch features"]:
     r"""Returns hyperbolic random features (FAVOR+ with pairs): positive features of W and of -W.
 
@@ -216,7 +190,7 @@ def hyperbolic_features(
     Args:
       x: Vectors in units of the kernel's length scale.
       projection: W, ``[num_features, dim]``, the same for both sides of the product: an array, a
-        ``FastProjection`` or a ``WeightedProjection``.
+        ``Projection``, which may have weights.
       kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
 
     Returns:
@@ -247,7 +221,7 @@ def hyperbolic_features(
 
 def optimal_positive_features(
     x: Float[ArrayLike, "*batch dim"],
-    projection: Projection,
+    projection: ProjectionLike,
     *,
     parameter: Real[ArrayLike, ""],
     kernel: Kernel = "gaussian",
@@ -275,8 +249,8 @@ def optimal_positive_features(
     Args:
       x: Vectors in units of the kernel's length scale.
       projection: W, ``[num_features, dim]``, the same for both sides of the product: an array, a
-        ``FastProjection`` or a ``WeightedProjection``. A ``FastProjection`` has d and the norms of
-        its rows in the padded dimension.
+        ``Projection``, which may have weights. Fast rows have their d and their norms in the padded
+        dimension.
       parameter: A, one number below 1/8, usually negative, which may be traced. It must be the same
         for both sides.
       kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
@@ -287,7 +261,8 @@ def optimal_positive_features(
     Raises:
       TypeError: If an argument is not floating, or the parameter is not a real number.
       ValueError: If the kernel is unknown, the shapes do not match, the parameter is not finite or
-        not below 1/8, or the norms of the rows are known and fixed.
+        not below 1/8, or the projection is a ``Projection`` that was drawn with fixed norms. An
+        array does not say how it was drawn, and its norms must be chi variables.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
@@ -304,5 +279,4 @@ def optimal_positive_features(
       Likhosherstov et al., Chefs' Random Tables: Non-Trigonometric Random Features (NeurIPS 2022),
       https://arxiv.org/abs/2205.15317
     """
-    check_chi_norms(as_projection(projection))
     return OptimalPositive(parameter, kernel).features(x, projection)

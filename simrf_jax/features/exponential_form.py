@@ -14,16 +14,7 @@ from jaxtyping import Array, Float
 
 from simrf_jax import one_line
 from simrf_jax.features.log_space import LogFeatures
-from simrf_jax.projections import (
-    PairedProjection,
-    Projection,
-    StructuredProjection,
-    WeightedProjection,
-    add_half_log_weights,
-    both_signs,
-    product,
-    rows_of,
-)
+from simrf_jax.projections import Projection, ProjectionLike, product
 
 
 @functools.partial(
@@ -80,43 +71,26 @@ class ExponentialForm:
 
     def log_features(self, x: Float[Array, "*batch H"]) -> LogFeatures:
         """Returns the features of one head's vectors."""
-        u = product(x, self.rows)
-        exponent = both_signs(u) if self.is_paired else u
+        exponent = Projection(self.rows, is_paired=self.is_paired).apply(x)
         if self.offsets is not None:
             exponent += jnp.broadcast_to(self.offsets, exponent.shape)
         # A product of its own: one with rows and stretch together would have to be cut apart.
         stretched = x if self.stretch is None else product(x, self.stretch)
         if self.center is not None:
             stretched -= jnp.broadcast_to(self.center, stretched.shape)
-        squares = jnp.sum(jnp.square(stretched.astype(u.dtype)), axis=-1, keepdims=True)
+        squares = jnp.sum(jnp.square(stretched.astype(exponent.dtype)), axis=-1, keepdims=True)
         constant = 0 if self.constant is None else self.constant
         return LogFeatures(
             exponent, -0.5 * squares + (constant - 0.5 * math.log(self.num_features))
         )
 
 
-def dense_rows(projection: Projection) -> Float[Array, "num_features dim"]:
-    """Returns the rows of a projection as an array, in float32 at least."""
-    rows = rows_of(projection)
-    if isinstance(rows, StructuredProjection):
-        return product(jnp.eye(rows.shape[-1]), rows).T
-    rows = jnp.asarray(rows)
-    return rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
-
-
-def rows_of_pairs(projection: Projection) -> tuple[Float[Array, "rows dim"], bool]:
-    """Returns the rows of W as an array, or if they are pairs, one of each pair and True."""
-    rows = rows_of(projection)
-    if isinstance(rows, PairedProjection):
-        return dense_rows(rows.rows), True
-    return dense_rows(rows), False
-
-
-def form_of_rows(projection: Projection) -> ExponentialForm:
+def form_of_rows(projection: ProjectionLike) -> ExponentialForm:
     """Returns the form of positive features of the rows of W."""
-    rows, is_paired = rows_of_pairs(projection)
-    form = ExponentialForm(rows, is_paired=is_paired)
-    if not isinstance(projection, WeightedProjection):
+    w = Projection.of(projection)
+    rows = w.dense_rows()
+    form = ExponentialForm(rows, is_paired=w.is_paired)
+    if w.log_weights is None:
         return form
-    offsets = add_half_log_weights(jnp.zeros(form.num_features, rows.dtype), projection)
+    offsets = w.add_half_log_weights(jnp.zeros(form.num_features, rows.dtype))
     return dataclasses.replace(form, offsets=offsets)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
@@ -15,8 +16,8 @@ from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks, one_line
 from simrf_jax.features.exponential_form import ExponentialForm
-from simrf_jax.features.log_space import SIDES, LogFeatures, Side
-from simrf_jax.projections import Coupling, as_projection
+from simrf_jax.features.log_space import KERNELS, SIDES, LogFeatures, Side
+from simrf_jax.projections import Coupling, Projection, as_projection
 
 Map = TypeVar("Map", bound="FeatureMap")
 
@@ -89,7 +90,12 @@ class FeatureMap(abc.ABC):
         # A dataclass keeps a __repr__ of the class itself, and no inherited one.
         if "__repr__" not in vars(cls):
             cls.__repr__ = FeatureMap.__repr__  # type: ignore[method-assign]
-        _register(cls)
+        register(cls)
+
+    def __post_init__(self) -> None:
+        """Checks the kernel of a map that names one as static."""
+        if "kernel" in self._static:
+            checks.one_of("kernel", getattr(self, "kernel", None), KERNELS)
 
     def __repr__(self) -> str:
         return one_line.representation(self)
@@ -98,8 +104,8 @@ class FeatureMap(abc.ABC):
     def needs_chi_norms(self) -> bool:
         """True if the map estimates another kernel where the norms of the rows of W are fixed.
 
-        They are with ``norms="sqrt_dim"`` or ``"radau"``. Attention and the adapters then refuse
-        such rows, as far as they know them.
+        They are with ``norms="sqrt_dim"`` or ``"radau"``. ``check_norms`` then refuses a
+        ``Projection`` that was drawn so, and the adapters refuse to draw one.
         """
         return False
 
@@ -112,8 +118,9 @@ class FeatureMap(abc.ABC):
     def estimates_softmax(self) -> bool:
         """True if products of features estimate exp(x . y) itself, and no multiple of it.
 
-        A map of another kernel says so by ``estimates_softmax = False`` in the class, or by a field
-        ``kernel`` other than ``"softmax"``. It cannot share a normaliser with exact attention.
+        A map of another kernel says so by ``estimates_softmax = False`` in the class, or by a
+        static field ``kernel``, which is then ``"gaussian"``. It cannot share a normaliser with
+        exact attention.
         """
         return getattr(self, "kernel", "softmax") == "softmax"
 
@@ -161,7 +168,6 @@ class FeatureMap(abc.ABC):
           projection: W, ``[num_features, dim]``, or whatever takes its place.
           side: ``"query"`` or ``"key"``.
         """
-        del projection, side
         return None
 
     def exponential_forms(self, projection: Any, *, side: Side) -> ExponentialForm | None:
@@ -216,7 +222,22 @@ class FeatureMap(abc.ABC):
         checks.one_of("side", side, SIDES)
         x = checks.vectors("x", x)
         projection = None if projection is None else as_projection(projection)
+        self.check_norms(projection)
         return self.log_features(x, projection, side=side).evaluate(x.dtype)
+
+    def check_norms(self, projection: Any) -> None:
+        """Raises ``ValueError`` if the map needs other norms than W was drawn with.
+
+        A ``Projection`` says how it was drawn, also inside ``jax.jit``. An array does not, and
+        passes.
+
+        Args:
+          projection: W, an array or a structured projection; or None.
+        """
+        options = getattr(projection, "draw_options", None)
+        # The map is asked last, since the answer may depend on values on a device.
+        if options is not None and options.has_fixed_norms and self.needs_chi_norms:
+            Projection.of(projection).check_chi_norms()
 
 
 def _rank(feature_map: FeatureMap, name: str) -> int:
@@ -236,15 +257,18 @@ def _axes_of_one(
     return feature_map.axes_of_one.get(name.name)
 
 
-def _register(cls: type[FeatureMap]) -> None:
-    """Makes a feature map a pytree.
+def register(cls: type[Any]) -> None:
+    """Makes a feature map, or another dataclass, a pytree.
 
     ``jax.tree_util.register_dataclass`` would make structures that are equal for any two classes
     whose fields are alike (jaxlib 0.10.2), so ``jax.jit`` might take the program of one feature map
-    for that of another. Besides, this one restores a map without its constructor, whose checks
+    for that of another. Besides, this one restores a record without its constructor, whose checks
     would refuse the placeholders that JAX puts in the place of leaves.
+
+    Args:
+      cls: The class. ``_static`` has the names of fields that are part of the structure, if any.
     """
-    static = cls._static
+    static: tuple[str, ...] = getattr(cls, "_static", ())
 
     # The fields are not known yet: the class becomes a dataclass after it has been made.
     @functools.cache
@@ -447,8 +471,9 @@ def as_feature_map(feature_map: FeatureMapLike) -> FeatureMap:
         inner = inner.func
     name = getattr(inner, "__name__", "").removesuffix("_features")
     of_class = name.title().replace("_", "")
-    classes = [cls.__name__ for cls in FeatureMap.__subclasses__()]
-    if of_class in classes and inner.__module__.startswith("simrf_jax."):
+    # A function of features stands in the module of its feature map.
+    module = getattr(inner, "__module__", None) or ""
+    if module.startswith("simrf_jax.features.") and hasattr(sys.modules[module], of_class):
         by_name = f" or {name!r}" if name in FEATURE_MAPS else ""
         raise TypeError(
             f"feature_map must be simrf_jax.feature_maps.{of_class}(...){by_name}, got the "

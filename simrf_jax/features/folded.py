@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from simrf_jax.features.exponential_form import ExponentialForm
 from simrf_jax.features.feature_map import FeatureMap, FeatureMapLike, as_feature_map
 from simrf_jax.features.log_space import SIDES, LogFeatures, Side
-from simrf_jax.projections import Projection, as_projection
+from simrf_jax.projections import ProjectionLike, as_projection
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class Folded(FeatureMap):
     key: ExponentialForm
 
     @classmethod
-    def of(cls, feature_map: FeatureMapLike, projection: Projection | None) -> Folded:
+    def of(cls, feature_map: FeatureMapLike, projection: ProjectionLike | None) -> Folded:
         """Returns a feature map and its W as one.
 
         Args:

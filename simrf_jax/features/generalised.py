@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax.features.feature_map import FeatureMap, named
 from simrf_jax.features.log_space import LogFeatures, Side
-from simrf_jax.projections import Projection, product
+from simrf_jax.projections import ProjectionLike, product
 
 
 @named("relu")
@@ -22,10 +22,9 @@ class Relu(FeatureMap):
     estimates_softmax = False
 
     def log_features(
-        self, x: Float[Array, "*batch dim"], projection: Projection, *, side: Side
+        self, x: Float[Array, "*batch dim"], projection: ProjectionLike, *, side: Side
     ) -> LogFeatures:
         """Returns the same features for queries and keys."""
-        del side
         y = product(x, projection)
         # The inner where keeps the gradient of the logarithm finite where its value is not used.
         exponent = jnp.where(y <= 0, -jnp.inf, jnp.log(jnp.where(y <= 0, 1, y)))
@@ -41,10 +40,9 @@ class Elu(FeatureMap):
     estimates_softmax = False
 
     def log_features(
-        self, x: Float[Array, "*batch dim"], projection: Projection | None, *, side: Side
+        self, x: Float[Array, "*batch dim"], projection: ProjectionLike | None, *, side: Side
     ) -> LogFeatures:
         """Returns the same features for queries and keys."""
-        del side
         if projection is None:
             y = x.astype(jnp.promote_types(x.dtype, jnp.float32))
             log_scale = jnp.zeros_like(y[..., :1])
@@ -60,7 +58,7 @@ def _log_mean(exponent: Float[Array, "*batch num_features"]) -> Float[Array, "*b
 
 
 def relu_features(
-    x: Float[ArrayLike, "*batch dim"], projection: Projection
+    x: Float[ArrayLike, "*batch dim"], projection: ProjectionLike
 ) -> Float[Array, "*batch num_features"]:
     r"""Returns ReLU random features, :math:`\phi(x)_i = \max(w_i \cdot x, 0) / \sqrt m`.
 
@@ -95,7 +93,7 @@ def relu_features(
 
 
 def elu_features(
-    x: Float[ArrayLike, "*batch dim"], projection: Projection | None = None
+    x: Float[ArrayLike, "*batch dim"], projection: ProjectionLike | None = None
 ) -> Float[Array, "*batch num_features"]:
     r"""Returns the features of linear transformers, :math:`\phi(x) = \operatorname{elu}(x) + 1`.
 

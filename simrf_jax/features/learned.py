@@ -15,12 +15,7 @@ from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.features.exponential_form import ExponentialForm
 from simrf_jax.features.feature_map import FeatureMap
 from simrf_jax.features.log_space import LogFeatures, Side, widened
-from simrf_jax.projections import (
-    PairedProjection,
-    Projection,
-    WeightedProjection,
-    check_chi_norms,
-)
+from simrf_jax.projections import Projection, ProjectionLike
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -96,25 +91,31 @@ class Learned(FeatureMap):
     log_weights: Float[Array, "*K m"]
 
     @classmethod
-    def start(cls, rows: Float[Array, "*K m H"], calibration: Calibrated) -> Learned:
+    def start(cls, rows: ProjectionLike, calibration: Calibrated) -> Learned:
         """Returns the map before any training, whose features are calibrated ones.
 
         Args:
           rows: W, ``[m, H]`` for all heads or ``[K, m, H]``, with Gaussian rows, as those of
-            ``norms="chi"`` are. ``coupling="orthogonal"`` suits the pairs best.
+            ``norms="chi"`` are: an array, or a ``Projection`` of one without weights or pairs.
+            ``coupling="orthogonal"`` suits the pairs best.
           calibration: The map that ``calibrate`` returns, or ``Calibrated.identity``.
 
         Raises:
-          ValueError: If the shape of the rows does not fit the heads of the calibration, or their
-            norms are known, and fixed.
+          TypeError: If the rows are a ``Projection`` of more than an array.
+          ValueError: If the shape of the rows does not fit the heads of the calibration, or they
+            are a ``Projection`` that was drawn with fixed norms.
         """
+        w = Projection.of(rows)
+        w.check_chi_norms()
+        if w.log_weights is not None or w.is_paired or not w.is_dense:
+            raise TypeError(f"rows must be an array, or a Projection of one, got {rows!r}.")
+        rows = jnp.asarray(w.rows)
         *heads, dim = calibration.query_mean.shape
         if rows.ndim < 2 or rows.shape[-1] != dim or rows.shape[:-2] not in ((), (*heads,)):
             raise ValueError(
                 f"rows must be [m, {dim}], or have the leading axes {(*heads,)} of the "
                 f"calibration, got shape {rows.shape}."
             )
-        check_chi_norms(rows)
         rows = jnp.broadcast_to(rows, (*heads, *rows.shape[-2:]))
         # Arrays of their own, since a training step may donate each of them.
         query_rows, key_rows = jnp.array(rows), jnp.array(rows)
@@ -127,7 +128,7 @@ class Learned(FeatureMap):
         return jnp.shape(self.query_rows)[-1]
 
     def log_features(
-        self, x: Float[Array, "*batch H"], projection: Projection | None, *, side: Side
+        self, x: Float[Array, "*batch H"], projection: ProjectionLike | None, *, side: Side
     ) -> LogFeatures:
         """Returns the features of one head's queries or keys.
 
@@ -138,14 +139,12 @@ class Learned(FeatureMap):
         pairs = self._pairs(projection, side, x.dtype)
         return jax.lax.stop_gradient(self.calibration).log_features(x, pairs, side=side)
 
-    def exponential_form(self, projection: Projection | None, *, side: Side) -> ExponentialForm:
+    def exponential_form(self, projection: ProjectionLike | None, *, side: Side) -> ExponentialForm:
         """Returns the form of one head, for vectors that are not centred."""
         pairs = self._pairs(projection, side, jnp.result_type(self.query_rows))
         return jax.lax.stop_gradient(self.calibration).exponential_form(pairs, side=side)
 
-    def _pairs(
-        self, projection: Projection | None, side: Side, dtype: DTypeLike
-    ) -> WeightedProjection:
+    def _pairs(self, projection: ProjectionLike | None, side: Side, dtype: DTypeLike) -> Projection:
         """Returns the rows of one side and their negatives, with what their weights become."""
         if projection is not None:
             raise ValueError(
@@ -161,7 +160,7 @@ class Learned(FeatureMap):
         # Float64 vectors take the sums in float64.
         log_weights, offsets = widened(self.log_weights, dtype), widened(offsets, dtype)
         log_weights = jnp.concatenate([log_weights + 2 * offsets, log_weights - 2 * offsets])
-        return WeightedProjection(PairedProjection(rows), log_weights)
+        return Projection(rows, log_weights, is_paired=True)
 
     def _check_shapes(self) -> None:
         rows = jnp.shape(self.query_rows)

@@ -11,8 +11,8 @@ from jaxtyping import Array, ArrayLike, Float, Float64
 
 from simrf_jax import checks
 from simrf_jax.features.feature_map import FeatureMap, named
-from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side, half_squared_norm
-from simrf_jax.projections import Projection, product
+from simrf_jax.features.log_space import Kernel, LogFeatures, Side, half_squared_norm
+from simrf_jax.projections import ProjectionLike, product
 
 
 @named("trigonometric")
@@ -28,15 +28,10 @@ class Trigonometric(FeatureMap, static=("kernel",)):
     coupling = "orthogonal"
     kernel: Kernel = "softmax"
 
-    def __post_init__(self) -> None:
-        """Checks the kernel."""
-        checks.one_of("kernel", self.kernel, KERNELS)
-
     def log_features(
-        self, x: Float[Array, "*batch dim"], projection: Projection, *, side: Side
+        self, x: Float[Array, "*batch dim"], projection: ProjectionLike, *, side: Side
     ) -> LogFeatures:
         """Returns the same features for queries and keys."""
-        del side
         angles = product(x, projection)
         values = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
         return _mean_over_rows(x, values, angles.shape[-1], self.kernel)
@@ -57,12 +52,8 @@ class Phase(FeatureMap, static=("kernel",)):
     phases: Float[ArrayLike, " num_features"] | None = None
     kernel: Kernel = "softmax"
 
-    def __post_init__(self) -> None:
-        """Checks the kernel."""
-        checks.one_of("kernel", self.kernel, KERNELS)
-
     def log_features(
-        self, x: Float[Array, "*batch dim"], projection: Projection, *, side: Side
+        self, x: Float[Array, "*batch dim"], projection: ProjectionLike, *, side: Side
     ) -> LogFeatures:
         """Returns the same features for queries and keys.
 
@@ -70,7 +61,6 @@ class Phase(FeatureMap, static=("kernel",)):
           TypeError: If the phases are not floating.
           ValueError: If there are not as many as features.
         """
-        del side
         angles = product(x, projection)
         num_features = angles.shape[-1]
         phases = self.phases
@@ -110,7 +100,7 @@ def even_phases(num_features: int) -> Float64[np.ndarray, " {num_features}"]:
 
 
 def trigonometric_features(
-    x: Float[ArrayLike, "*batch dim"], projection: Projection, *, kernel: Kernel = "gaussian"
+    x: Float[ArrayLike, "*batch dim"], projection: ProjectionLike, *, kernel: Kernel = "gaussian"
 ) -> Float[Array, "*batch features"]:
     r"""Returns trigonometric random features (random Fourier features) of either kernel.
 
@@ -155,7 +145,7 @@ def trigonometric_features(
 
 def phase_features(
     x: Float[ArrayLike, "*batch dim"],
-    projection: Projection,
+    projection: ProjectionLike,
     phases: Float[ArrayLike, " num_features"],
     *,
     kernel: Kernel = "gaussian",

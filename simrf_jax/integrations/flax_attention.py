@@ -17,14 +17,14 @@ from simrf_jax.attention.implementations import Implementation, names_of
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.integrations import flax_masks
 from simrf_jax.integrations.flax_masks import Mask
-from simrf_jax.projections import Projection
+from simrf_jax.projections import ProjectionLike
 
 # Names of mesh axes, as users give them.
 AxisNames: TypeAlias = str | tuple[str, ...] | None
 
 
 def random_features(
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     feature_map: FeatureMapLike,
     *,
     sequence_axis: AxisNames,
@@ -46,7 +46,7 @@ def random_features(
 
 
 def blend(
-    projections: Sequence[Projection | None],
+    projections: Sequence[ProjectionLike | None],
     *,
     feature_maps: Sequence[FeatureMapLike],
     bandwidth: int,

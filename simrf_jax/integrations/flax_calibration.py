@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,7 +23,7 @@ from simrf_jax.features import FeatureMapLike
 from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.features.learned import Learned
 from simrf_jax.integrations.flax_attention import Request
-from simrf_jax.projections import FIXED_NORMS, DrawOptions, Projection, WeightedProjection
+from simrf_jax.projections import DrawOptions, Projection, ProjectionLike
 
 LOGGER = logging.getLogger("simrf_jax")
 SECONDS_BETWEEN_LOGS = 10.0
@@ -205,20 +206,24 @@ def _check_sums(queries: Moments, keys: Moments) -> None:
         )
 
 
-def turn_projection(w: Projection, before: Calibrated | None, after: Calibrated) -> Projection:
+def turn_projection(
+    w: ProjectionLike, before: Calibrated | None, after: Calibrated
+) -> ProjectionLike:
     """Returns W of an adapter, turned with the axes of its calibration; see ``turn_rows``.
 
     A W that all heads share stays as it is, since each head has axes of its own.
     """
-    if isinstance(w, WeightedProjection):
-        return WeightedProjection(turn_projection(w.rows, before, after), w.log_weights)
-    rows = jnp.asarray(w)
-    return turn_rows(rows, before, after) if rows.ndim == after.query_matrix.ndim else w
+    record = Projection.of(w)
+    rows: Any = record.rows
+    if rows.ndim != after.query_matrix.ndim:
+        return w
+    turned = turn_rows(jnp.asarray(rows), before, after)
+    return dataclasses.replace(record, rows=turned) if record is w else turned
 
 
 def check_tilt(tilt: Tilt | None, options: DrawOptions | None) -> None:
     """Raises ``ValueError`` if W was drawn with norms that leave no room for a tilt."""
-    if tilt is not None and options is not None and options.norms in FIXED_NORMS:
+    if tilt is not None and options is not None and options.has_fixed_norms:
         raise ValueError(
             f"tilt={tilt!r} needs rows whose norms are chi variables, got an adapter with norms="
             f"{options.norms!r}; take tilt=None, or other norms."

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
 
 from simrf_jax import checks
-from simrf_jax.features import (
-    BipolarProjection,
-    FeatureMapLike,
-    as_feature_map,
-    draw_bipolar_projection,
-)
+from simrf_jax.features import BipolarProjection, FeatureMapLike, as_feature_map
 from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.features.exponential import OptimalPositive, Positive
 from simrf_jax.projections import (
-    FIXED_NORMS,
     BlockMode,
     Coupling,
     DrawOptions,
     Norms,
-    PairedProjection,
     Projection,
+    ProjectionLike,
     Rotation,
 )
 
@@ -32,104 +27,131 @@ NUM_WEIGHTS = 8
 TAKE_PAIRS = (Positive, OptimalPositive, Calibrated)
 
 
-def check_feature_maps(feature_maps: Sequence[FeatureMapLike], *, num_weights: int | None) -> None:
-    """Accepts feature maps whose W the adapters can draw."""
-    if not isinstance(feature_maps, (tuple, list)) or not feature_maps:
-        raise TypeError(f"feature_maps must be a tuple of feature maps, got {feature_maps!r}.")
-    kinds = [as_feature_map(feature_map).projection_type for feature_map in feature_maps]
-    for feature_map, kind in zip(feature_maps, kinds, strict=True):
-        if kind not in (jax.Array, BipolarProjection):
-            raise ValueError(
-                f"feature_map={feature_map!r} takes a {kind.__name__}, which the adapters cannot "
-                "draw: a ClusteredProjection takes the centres of clusters of queries and keys, "
-                "for example. Call simrf_jax.random_feature_attention with it."
-            )
-    if num_weights is not None and BipolarProjection not in kinds:
-        raise ValueError(
-            "num_weights is for angular_hybrid and gaussian_hybrid, got "
-            f"{num_weights} for {', '.join(map(repr, feature_maps))}."
-        )
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """The arguments of an adapter that say how its projections are drawn.
 
-
-def draw_options(
-    feature_map: FeatureMapLike,
-    *,
-    coupling: Coupling | None,
-    block: BlockMode,
-    rotation: Rotation,
-    norms: Norms,
-) -> DrawOptions:
-    """Returns the options that the W of a feature map is drawn by.
-
-    Args:
-      feature_map: Feature map, by name or as an object.
+    Attributes:
       coupling: Coupling of the rows; None for the feature map's.
       block: Row-block mode.
       rotation: Distribution of the rotations.
       norms: Law of the row norms.
-
-    Raises:
-      ValueError: If a name is unknown, the coupling does not have the rows that ``norms`` couples,
-        or the feature map needs norms that are chi variables.
-    """
-    feature_map = as_feature_map(feature_map)
-    if feature_map.needs_chi_norms and norms in FIXED_NORMS:
-        raise ValueError(
-            f"norms={norms!r} fixes the norms of the rows, with which "
-            f"{type(feature_map).__name__} estimates another kernel; it needs norms that are chi "
-            "variables, such as norms='chi'."
-        )
-    return DrawOptions(
-        feature_map.coupling if coupling is None else coupling, block, rotation, norms
-    )
-
-
-def draw_heads(
-    key: jax.Array,
-    num_heads: int | None,
-    num_features: int | None,
-    dim: int,
-    *,
-    feature_map: FeatureMapLike,
-    num_weights: int | None,
-    options: DrawOptions,
-) -> Projection | None:
-    """Draws the W of a feature map, one for each head.
-
-    Args:
-      key: A typed PRNG key.
-      num_heads: Number of heads, the leading axis of the result; None draws one W without it.
-      num_features: Number of random features; None draws nothing.
-      dim: Width of a head.
-      feature_map: Feature map, by name or as an object.
       num_weights: Number of random vectors that estimate the weight of a hybrid; None for 8.
-      options: Options to draw by.
     """
-    if num_features is None:
-        return None
-    dim = checks.positive_int("head_dim", dim)
 
-    def draw(key: jax.Array) -> Projection:
-        if as_feature_map(feature_map).projection_type is not BipolarProjection:
-            return options.draw(key, num_features, dim)
-        return draw_bipolar_projection(
-            key,
-            num_features,
-            NUM_WEIGHTS if num_weights is None else num_weights,
-            dim,
-            coupling=options.coupling,
-            block=options.block,
-            rotation=options.rotation,
-            norms=options.norms,
-            num_sweeps=options.num_sweeps,
+    coupling: Coupling | None
+    block: BlockMode
+    rotation: Rotation
+    norms: Norms
+    num_weights: int | None
+
+    def check(self, feature_maps: Sequence[FeatureMapLike]) -> None:
+        """Accepts feature maps whose W the adapters can draw."""
+        if not isinstance(feature_maps, (tuple, list)) or not feature_maps:
+            raise TypeError(f"feature_maps must be a tuple of feature maps, got {feature_maps!r}.")
+        kinds = [as_feature_map(feature_map).projection_type for feature_map in feature_maps]
+        for feature_map, kind in zip(feature_maps, kinds, strict=True):
+            if kind not in (jax.Array, BipolarProjection):
+                raise ValueError(
+                    f"feature_map={feature_map!r} takes a {kind.__name__}, which the adapters "
+                    "cannot draw: a ClusteredProjection takes the centres of clusters of queries "
+                    "and keys, for example. Call simrf_jax.random_feature_attention with it."
+                )
+        if self.num_weights is not None and BipolarProjection not in kinds:
+            raise ValueError(
+                "num_weights is for angular_hybrid and gaussian_hybrid, got "
+                f"{self.num_weights} for {', '.join(map(repr, feature_maps))}."
+            )
+
+    def options(self, feature_map: FeatureMapLike) -> DrawOptions:
+        """Returns the options that the W of a feature map is drawn by.
+
+        Args:
+          feature_map: Feature map, by name or as an object.
+
+        Raises:
+          ValueError: If a name is unknown, the coupling does not have the rows that ``norms``
+            couples, or the feature map needs norms that are chi variables.
+        """
+        feature_map = as_feature_map(feature_map)
+        coupling = feature_map.coupling if self.coupling is None else self.coupling
+        options = DrawOptions(coupling, self.block, self.rotation, self.norms)
+        if feature_map.needs_chi_norms and options.has_fixed_norms:
+            raise ValueError(
+                f"norms={self.norms!r} fixes the norms of the rows, with which "
+                f"{type(feature_map).__name__} estimates another kernel; it needs norms that are "
+                "chi variables, such as norms='chi'."
+            )
+        return options
+
+    def draw(
+        self,
+        key: jax.Array,
+        num_heads: int | None,
+        num_features: int | None,
+        dim: int,
+        feature_map: FeatureMapLike,
+    ) -> ProjectionLike | None:
+        """Draws the W of a feature map, one for each head.
+
+        Args:
+          key: A typed PRNG key.
+          num_heads: Number of heads, the leading axis of the result; None draws one W without it.
+          num_features: Number of random features; None draws nothing.
+          dim: Width of a head.
+          feature_map: Feature map, by name or as an object.
+        """
+        options = self.options(feature_map)
+        if num_features is None:
+            return None
+        dim = checks.positive_int("head_dim", dim)
+        num_weights = NUM_WEIGHTS if self.num_weights is None else self.num_weights
+
+        def draw(key: jax.Array) -> ProjectionLike:
+            if as_feature_map(feature_map).projection_type is not BipolarProjection:
+                return options.draw(key, num_features, dim)
+            return BipolarProjection.draw(key, num_features, num_weights, dim, options)
+
+        return draw(key) if num_heads is None else jax.vmap(draw)(jax.random.split(key, num_heads))
+
+    def draw_all(
+        self,
+        key: jax.Array,
+        num_heads: int | None,
+        num_features: int | Sequence[int | None] | None,
+        dim: int,
+        feature_maps: Sequence[FeatureMapLike],
+    ) -> tuple[ProjectionLike | None, ...]:
+        """Draws the projections of several feature maps.
+
+        Args:
+          key: A typed PRNG key.
+          num_heads: Number of heads, the leading axis of each W; None draws them without it.
+          num_features: Number of random features, or one number for each feature map.
+          dim: Width of a head.
+          feature_maps: Feature maps, by name or as objects.
+
+        Raises:
+          ValueError: If there is not one number of features for each feature map.
+        """
+        count = len(feature_maps)
+        each = num_features if isinstance(num_features, (tuple, list)) else (num_features,) * count
+        if len(each) != count:
+            raise ValueError(
+                "num_features must be one number, or one for each feature map, got "
+                f"{len(each)} for {count}."
+            )
+        return tuple(
+            self.draw(one, num_heads, number, dim, feature_map)
+            for one, number, feature_map in zip(
+                jax.random.split(key, count), each, feature_maps, strict=True
+            )
         )
-
-    return draw(key) if num_heads is None else jax.vmap(draw)(jax.random.split(key, num_heads))
 
 
 def in_pairs(
-    projection: Projection | None, feature_map: FeatureMapLike, options: DrawOptions | None
-) -> Projection | None:
+    projection: ProjectionLike | None, feature_map: FeatureMapLike, options: DrawOptions | None
+) -> ProjectionLike | None:
     """Returns W as pairs, of which attention multiplies one row, if the options drew it so.
 
     Args:
@@ -143,51 +165,4 @@ def in_pairs(
         return projection
     if not isinstance(projection, jax.Array) or projection.shape[-2] % 2:
         return projection
-    return PairedProjection(projection[..., ::2, :])
-
-
-def draw_maps(
-    key: jax.Array,
-    num_heads: int | None,
-    num_features: int | Sequence[int | None] | None,
-    dim: int,
-    *,
-    feature_maps: Sequence[FeatureMapLike],
-    num_weights: int | None,
-    options: Sequence[DrawOptions],
-) -> tuple[Projection | None, ...]:
-    """Draws the projections of several feature maps.
-
-    Args:
-      key: A typed PRNG key.
-      num_heads: Number of heads, the leading axis of each W; None draws them without it.
-      num_features: Number of random features, or one number for each feature map.
-      dim: Width of a head.
-      feature_maps: Feature maps, by name or as objects.
-      num_weights: Number of random vectors that estimate the weight of a hybrid; None for 8.
-      options: Options to draw by, one record for each feature map.
-
-    Raises:
-      ValueError: If there is not one number of features for each feature map.
-    """
-    count = len(feature_maps)
-    each = num_features if isinstance(num_features, (tuple, list)) else (num_features,) * count
-    if len(each) != count:
-        raise ValueError(
-            "num_features must be one number, or one for each feature map, got "
-            f"{len(each)} for {count}."
-        )
-    return tuple(
-        draw_heads(
-            one,
-            num_heads,
-            number,
-            dim,
-            feature_map=feature_map,
-            num_weights=num_weights,
-            options=its_options,
-        )
-        for one, number, feature_map, its_options in zip(
-            jax.random.split(key, count), each, feature_maps, options, strict=True
-        )
-    )
+    return Projection(projection[..., ::2, :], is_paired=True)

@@ -13,6 +13,7 @@ from flax import serialization
 from simrf_jax import attention, features, projections
 from simrf_jax.features import maps
 from simrf_jax.features.exponential_form import ExponentialForm
+from simrf_jax.projections.fast import FastRows
 
 RECORDS: tuple[type[Any], ...] = (
     *(
@@ -20,9 +21,8 @@ RECORDS: tuple[type[Any], ...] = (
         for kind in vars(maps).values()
         if isinstance(kind, type) and kind is not maps.LogFeatures
     ),
-    projections.FastProjection,
-    projections.PairedProjection,
-    projections.WeightedProjection,
+    FastRows,
+    projections.Projection,
     features.BipolarProjection,
     features.ClusteredProjection,
     ExponentialForm,

@@ -12,9 +12,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Float64, Int, Key
 
 from simrf_jax import checks
-from simrf_jax.projections.norms import FIXED_NORMS
-from simrf_jax.projections.options import DrawOptions
-from simrf_jax.projections.weighted import WeightedProjection
+from simrf_jax.projections.record import DrawOptions, Projection
 
 
 def draw_mixture_projection(
@@ -24,7 +22,7 @@ def draw_mixture_projection(
     *,
     weights: Sequence[float] | None = None,
     options: DrawOptions | None = None,
-) -> WeightedProjection:
+) -> Projection:
     r"""Draws a projection whose rows lie around centers, and weighs them so that nothing is biased.
 
     Component c of the mixture gets a fixed share :math:`\pi_c` of the rows, drawn from
@@ -98,7 +96,7 @@ def draw_mixture_projection(
     options = DrawOptions() if options is None else options
     if not isinstance(options, DrawOptions):
         raise TypeError(f"options must be a simrf_jax.DrawOptions, got {options!r}.")
-    if options.norms in FIXED_NORMS:
+    if options.has_fixed_norms:
         raise ValueError(
             "options must have norms whose rows are normal about their center, got "
             f"norms={options.norms!r}."
@@ -137,7 +135,7 @@ def _draw(
     centers: Float[Array, "num_centers dim"],
     counts: tuple[int, ...],
     options: DrawOptions,
-) -> WeightedProjection:
+) -> Projection:
     dtype, dim = centers.dtype, centers.shape[-1]
     centers = centers.astype(jnp.promote_types(dtype, jnp.float32))
     keys = jax.random.split(key, len(counts))
@@ -149,7 +147,7 @@ def _draw(
         rows.append((jnp.asarray(around_zero) + centers[first:end, None]).reshape(-1, dim))
         first = end
     drawn = jnp.concatenate(rows)
-    return WeightedProjection(drawn.astype(dtype), _log_weights(drawn, centers, counts))
+    return Projection(drawn.astype(dtype), _log_weights(drawn, centers, counts))
 
 
 def _log_weights(

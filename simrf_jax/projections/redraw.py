@@ -16,8 +16,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, ArrayLike, Integer, Key, Shaped
 
 from simrf_jax import checks
-from simrf_jax.projections.options import DrawOptions
-from simrf_jax.projections.structured import StructuredProjection
+from simrf_jax.projections.record import DrawOptions, agreed
+from simrf_jax.projections.structured import is_structured
 
 
 def redraw_key(
@@ -84,7 +84,7 @@ def redraw_projections(
     A projection that says how it was drawn is drawn in the same way. It says so if it lies below a
     node of the pytree with an attribute ``draw_options``: a ``DrawOptions``, or for a node that
     holds a tuple of projections a tuple of as many. The variables of both Flax adapters are such
-    nodes, and ``draw_bipolar_projection`` returns one.
+    nodes, and so are a ``Projection`` and a ``BipolarProjection``.
 
     Projection number ``h`` of leaf number ``l`` is drawn from ``fold_in(fold_in(key, l), h)``. The
     leaves are numbered in the order of ``jax.tree.leaves``. In most models a leaf is a layer, and
@@ -92,10 +92,10 @@ def redraw_projections(
 
     Args:
       key: A typed PRNG key; see ``redraw_key``.
-      projections: A pytree of arrays (or ``jax.ShapeDtypeStruct``) ``[..., num_features, dim]``,
-        and of ``BipolarProjection`` of such arrays, and ``WeightedProjection`` of them if the
-        options draw weights. This can be the ``random_features`` collection
-        of a Linen model, or ``nnx.state(model, RandomProjection)`` of an NNX model.
+      projections: A pytree of arrays (or ``jax.ShapeDtypeStruct``) ``[..., num_features, dim]``, of
+        ``Projection``, with weights if the options draw weights, and of ``BipolarProjection`` of
+        arrays. This can be the ``random_features`` collection of a Linen model, or
+        ``nnx.state(model, RandomProjection)`` of an NNX model.
       options: Options for the projections that do not say how they were drawn, such as bare arrays.
         The others must have been drawn by the same options.
       mesh: Mesh over whose devices the heads are divided: each device draws its share. By default
@@ -107,8 +107,9 @@ def redraw_projections(
 
     Raises:
       TypeError: If the key is not typed, ``options`` is not a ``DrawOptions`` or ``mesh`` is not a
-        ``jax.sharding.Mesh``, or if a leaf is or holds a ``FastProjection``, or is a
-        ``ClusteredProjection``, whose centres no key can draw.
+        ``jax.sharding.Mesh``, or if no key can draw a leaf: a ``ClusteredProjection``, whose
+        centres were fitted, a ``Projection`` with other weights than those of the options, or with
+        fast rows that do not say how they were drawn.
       ValueError: If a projection was drawn by other options than those given, if none are given
         and a projection does not say how it was drawn, if a leaf is not an array of at least two
         axes, or if ``draw_projection`` raises it for these sizes and options.
@@ -126,18 +127,17 @@ def redraw_projections(
         raise TypeError(f"options must be a simrf_jax.DrawOptions, got {options!r}.")
     if not isinstance(mesh, Mesh | None):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}.")
-    leaves, treedef = jax.tree.flatten(projections, is_leaf=_is_structured)
+    leaves, treedef = jax.tree.flatten(projections, is_leaf=is_structured)
     groups = collections.defaultdict(list)  # Leaf numbers of equal heads, which are drawn together
     for layer, (leaf, carried) in enumerate(zip(leaves, _carried(projections), strict=True)):
-        groups[_head(leaf), _agreed(carried, options)].append(layer)
+        groups[_head(leaf), agreed(carried, options)].append(layer)
     drawn: list[Any] = [None] * len(leaves)
-    for ((structure, parts), agreed), layers in groups.items():
-        stacks = [jax.tree.leaves(leaves[layer])[0].shape[:-2] for layer in layers]
+    for ((structure, parts), drawn_by), layers in groups.items():
+        stacks = [leaves[layer].shape[:-2] for layer in layers]
         counts = [math.prod(stack) for stack in stacks]
         layer_of_each = np.repeat(layers, counts)
         head_of_each = np.concatenate([np.arange(count) for count in counts])
-        draw_one = functools.partial(_draw_like, jax.tree.unflatten(structure, parts), agreed)
-        draw = functools.partial(_draw_numbered, draw_one)
+        draw = functools.partial(_draw_like, jax.tree.unflatten(structure, parts), drawn_by)
         heads = _map(draw, key, (layer_of_each, head_of_each), mesh)
         ends = itertools.accumulate(counts)
         for layer, stack, count, end in zip(layers, stacks, counts, ends, strict=True):
@@ -168,21 +168,8 @@ def _map(
     return jax.sharding.reshard(shared(key, *resized), NamedSharding(mesh, everywhere))
 
 
-def _draw_numbered(
-    draw_one: Callable[[Key[Array, ""]], Any],
-    key: Key[Array, ""],
-    layer: Integer[Array, ""],
-    head: Integer[Array, ""],
-) -> Any:
-    return draw_one(_fold_in_both(key, layer, head))
-
-
-def _is_structured(node: Any) -> bool:
-    return isinstance(node, StructuredProjection)
-
-
 def _carries(node: Any) -> bool:
-    return _is_structured(node) or _options(node) is not None
+    return is_structured(node) or _options(node) is not None
 
 
 def _options(node: Any) -> Any:
@@ -204,16 +191,16 @@ def _carried(projections: Any) -> list[DrawOptions | None]:
 def _options_of_leaves(node: Any) -> list[DrawOptions | None]:
     """Returns the options of each leaf of a carrier; of a bare array, None."""
     options = _options(node)
-    if options is None or _is_structured(node):
+    if options is None or is_structured(node):
         return [options]
 
     def repeat(one: DrawOptions, part: Any) -> list[DrawOptions]:
-        return [one] * len(jax.tree.leaves(part, is_leaf=_is_structured))
+        return [one] * len(jax.tree.leaves(part, is_leaf=is_structured))
 
     # A carrier has one child, its value. Its options are one record or a prefix of the value.
     [value] = jax.tree.leaves(node, is_leaf=lambda child: child is not node)
     outer = jax.tree.leaves(jax.tree.map(repeat, options, value))
-    inner = [_options(leaf) for leaf in jax.tree.leaves(value, is_leaf=_is_structured)]
+    inner = [_options(leaf) for leaf in jax.tree.leaves(value, is_leaf=is_structured)]
     for one, other in zip(outer, inner, strict=True):
         if other is not None and one != other:
             raise ValueError(
@@ -223,55 +210,38 @@ def _options_of_leaves(node: Any) -> list[DrawOptions | None]:
     return outer
 
 
-def _agreed(carried: DrawOptions | None, asked: DrawOptions | None) -> DrawOptions:
-    """Returns the options of a redraw, which both sides accept."""
-    options = asked if carried is None else carried
-    if options is None:
-        raise ValueError(
-            "A projection does not say how it was drawn; pass options=simrf_jax.DrawOptions(...), "
-            "as it was drawn."
-        )
-    if asked is not None and asked != options:
-        raise ValueError(
-            f"A redraw repeats the draw: a projection was drawn by {carried}, got options={asked}. "
-            "Leave options out, or make the model anew with those."
-        )
-    return options
-
-
 def _head(leaf: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
-    """Returns the structure and the parts of one projection of a stack."""
-    if not _is_structured(leaf) and len(getattr(leaf, "shape", ())) < 2:
-        raise ValueError(f"A projection is an array [..., num_features, dim], got {leaf!r}.")
+    """Returns the structure and the parts of one projection of a stack; a part may be a number."""
+    if len(getattr(leaf, "shape", ())) < 2:
+        raise ValueError(f"A projection must be an array [..., num_features, dim], got {leaf!r}.")
     parts, structure = jax.tree.flatten(leaf)
-    num_stack_axes = len(parts[0].shape) - 2  # The first part of a structure is a matrix of rows.
-    return structure, tuple(_like_one(part, num_stack_axes) for part in parts)
+    num_stack_axes = len(leaf.shape) - 2
+    return structure, tuple(
+        jax.ShapeDtypeStruct(jnp.shape(part)[num_stack_axes:], jnp.result_type(part))
+        for part in parts
+    )
 
 
-def _like_one(part: Any, num_stack_axes: int) -> jax.ShapeDtypeStruct:
-    """Returns the shape and dtype of one array of a stack; a part may be a number, too."""
-    return jax.ShapeDtypeStruct(jnp.shape(part)[num_stack_axes:], jnp.result_type(part))
-
-
-def _draw_like(head: Any, options: DrawOptions, key: Key[Array, ""]) -> Any:
-    if _is_structured(head):
-        return head.draw_like(key, options)
-    drawn = options.draw(key, *head.shape, dtype=head.dtype)
-    if _is_structured(drawn):
+def _draw_like(
+    head: Any,
+    options: DrawOptions,
+    key: Key[Array, ""],
+    layer: Integer[Array, ""],
+    number: Integer[Array, ""],
+) -> Any:
+    """Draws a projection like that of a head, which has a number in its layer."""
+    key = jax.random.fold_in(jax.random.fold_in(key, layer), number)
+    if is_structured(head):
+        return head.redraw(key, options)
+    if options.draws_weights:
         raise ValueError(
-            f"norms={options.norms!r} draws a {type(drawn).__name__}, which cannot take the place "
+            f"norms={options.norms!r} draws a Projection with weights, which cannot take the place "
             "of an array; make the model anew with those options."
         )
-    return drawn
+    return options.draw(key, *head.shape, dtype=head.dtype)
 
 
 def _take(
     x: Shaped[Array, " heads *shape"], *, first: int, end: int, stack: tuple[int, ...]
 ) -> Shaped[Array, "*stack_and_shape"]:
     return x[first:end].reshape(*stack, *x.shape[1:])
-
-
-def _fold_in_both(
-    key: Key[Array, ""], layer: Integer[Array, ""], head: Integer[Array, ""]
-) -> Key[Array, ""]:
-    return jax.random.fold_in(jax.random.fold_in(key, layer), head)

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from simrf_jax import PairedProjection, calibrate, draw_projection
+from simrf_jax import Projection, calibrate, draw_projection
 
 # Kinds of features that a kernel treats in different ways.
 KINDS = ("positive", "calibrated", "calibrated pairs")
@@ -39,4 +39,5 @@ def map_and_rows(kind, query, key, heads=2):
     if kind == "positive":
         return "positive", projection(11)
     w = projection(8 if kind == "calibrated pairs" else 11, heads=heads)
-    return calibrate(query, key), PairedProjection(w) if kind == "calibrated pairs" else w
+    pairs = Projection(w, is_paired=True)
+    return calibrate(query, key), pairs if kind == "calibrated pairs" else w

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from simrf_jax import (
-    WeightedProjection,
+    Projection,
     banded_attention,
     feature_maps,
     fmm_attention,
@@ -90,7 +90,7 @@ class Library(NamedTuple):
 
 def weighted(w):
     """Returns W with the log weights that ``formulas.weighted`` gives its rows."""
-    return WeightedProjection(w, formulas.log_weights(w))
+    return Projection(w, formulas.log_weights(w))
 
 
 def calibrated(dim=DIM):

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import WeightedProjection, feature_maps, random_feature_attention
+from simrf_jax import feature_maps, random_feature_attention
 from simrf_jax.attention.estimator import Estimator
 from simrf_jax.attention.inputs.call import Call
 from simrf_jax.attention.random_features.causal import causal_attention
@@ -123,7 +123,7 @@ MAPS = {
     "optimal positive": lambda w: (w, feature_maps.OptimalPositive(-0.1)),
     "a parameter for each head": lambda w: (w, feature_maps.OptimalPositive(np.float32([0, -0.2]))),
     "weighted rows": lambda w: (
-        WeightedProjection(w, formulas.log_weights(w)),
+        Projection(w, formulas.log_weights(w)),
         feature_maps.Hyperbolic(),
     ),
 }

@@ -1,4 +1,4 @@
-"""Attention by a FastProjection is that by the matrix it stands for, in every mode."""
+"""Attention by fast rows is that by the matrix it stands for, in every mode."""
 
 import functools
 

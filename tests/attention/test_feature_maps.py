@@ -416,7 +416,7 @@ class NoDataclass(simrf_jax.FeatureMap):
             "positive",
             simrf_jax.BipolarProjection(*(projection(),) * 3),
             TypeError,
-            "an array .* or a PairedProjection, got BipolarProjection",
+            "an array .* or a Projection, got BipolarProjection",
         ),
     ],
 )

@@ -109,7 +109,7 @@ def test_learned_features():
 @pytest.mark.slow
 def test_weighted_rows():
     q, k, v = inputs(40)
-    w = simrf_jax.WeightedProjection(projection(11), jnp.linspace(-3, 1, 11))
+    w = simrf_jax.Projection(projection(11), jnp.linspace(-3, 1, 11))
     got, want = (attend(q, k, v, w) for attend in (in_kernel, by_xla))
     assert_close(got, want, 1e-5)
 
@@ -156,7 +156,7 @@ def test_bfloat16_keys_far_from_zero(length):
 @pytest.mark.slow
 def test_a_row_without_weight_is_left_out(length):
     q, k, v = inputs(length)
-    w = simrf_jax.WeightedProjection(projection(11), jnp.zeros(11).at[3].set(-jnp.inf))
+    w = simrf_jax.Projection(projection(11), jnp.zeros(11).at[3].set(-jnp.inf))
 
     def run(attend):
         out, back = jax.vjp(lambda *tokens: attend(*tokens, w), q, k, v)

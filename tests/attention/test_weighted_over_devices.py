@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from simrf_jax import WeightedProjection, feature_maps, random_feature_attention
+from simrf_jax import Projection, feature_maps, random_feature_attention
 from tests import formulas
 from tests.attention.devices import KINDS, make_mesh, sharded
 from tests.attention.inputs import inputs, projection
 
 LENGTH, HEADS, KEY_HEADS, FEATURES = 16, 4, 2, 11
 ARGUMENTS = {
-    "weighted rows": lambda w: {"projection": WeightedProjection(w, formulas.log_weights(w))},
+    "weighted rows": lambda w: {"projection": Projection(w, formulas.log_weights(w))},
     "a parameter for each head": lambda w: {
         "projection": w,
         "feature_map": feature_maps.OptimalPositive(np.float32([-0.05, -0.4])),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from simrf_jax import WeightedProjection, feature_maps
+from simrf_jax import Projection, feature_maps
 from tests import formulas
 from tests.versions import enable_x64
 
@@ -27,7 +27,7 @@ def draw(key):
 
 
 def weighted(key):
-    return WeightedProjection(draw(key), np.linspace(-1, 1, ROWS, dtype="f4"))
+    return Projection(draw(key), np.linspace(-1, 1, ROWS, dtype="f4"))
 
 
 def fast(key):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from simrf_jax import PairedProjection, RandomFeatures, random_feature_attention
+from simrf_jax import Projection, RandomFeatures, random_feature_attention
 from simrf_jax.features.maps import Calibrated, Folded, Learned
 from tests import formulas
 from tests.attention.inputs import inputs, projection
@@ -33,8 +33,10 @@ def tokens(**options):
 W = {
     "for all heads": lambda: projection(ROWS),
     "for each head": lambda: projection(ROWS, heads=2),
-    "pairs": lambda: PairedProjection(projection(ROWS // 2, heads=2, coupling="orthogonal")),
-    "weighted": lambda: simrf_jax.WeightedProjection(projection(ROWS), jnp.linspace(-1, 1, ROWS)),
+    "pairs": lambda: Projection(
+        projection(ROWS // 2, heads=2, coupling="orthogonal"), is_paired=True
+    ),
+    "weighted": lambda: Projection(projection(ROWS), jnp.linspace(-1, 1, ROWS)),
 }
 MODES = {
     "bidirectional": {},

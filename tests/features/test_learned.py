@@ -47,7 +47,7 @@ def test_features_are_those_of_the_formula(side):
 @pytest.mark.parametrize("side", ["query", "key"])
 def test_starts_at_calibrated_features_of_the_rows_and_their_negatives(side):
     start = Learned.start(w(), calibration())
-    pairs = simrf_jax.PairedProjection(w())
+    pairs = simrf_jax.Projection(w(), is_paired=True)
     expected = calibration().features(vectors(), pairs, side=side)
     np.testing.assert_array_equal(start.features(vectors(), None, side=side), expected)
 
@@ -60,7 +60,8 @@ def test_starts_at_hyperbolic_features_without_a_calibration():
 
 
 def test_refuses_rows_whose_norms_are_fixed():
-    fixed = simrf_jax.draw_projection(jax.random.key(0), 4, DIM, norms="sqrt_dim")
+    options = simrf_jax.DrawOptions(norms="sqrt_dim")
+    fixed = simrf_jax.Projection.draw(jax.random.key(0), 4, DIM, options=options)
     with pytest.raises(ValueError, match="must have rows whose norms are chi variables"):
         Learned.start(fixed, calibration())
 

@@ -1,5 +1,7 @@
 """Optimal positive features: their formula, mean, variance, parameters and refusals."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import pytest
 import simrf_jax
 from simrf_jax import feature_maps, random_feature_attention
 from simrf_jax.features import as_feature_map
-from simrf_jax.projections import tilted
+from simrf_jax.projections import Projection
 from tests import formulas
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import attention, relative_error
@@ -69,7 +71,7 @@ def test_float64():
 @pytest.mark.parametrize("dim", [8, 6])
 def test_fast_projections_have_their_norms_in_the_padded_dimension(dim):
     fast = simrf_jax.draw_fast_projection(jax.random.key(0), 10, dim)
-    padded = simrf_jax.FastProjection(fast.signs, fast.row_norms, 8, fast.coupling, fast.block)
+    padded = simrf_jax.Projection(dataclasses.replace(fast.rows, dim=8))
     rows = simrf_jax.project(jnp.eye(8), padded).T
     x = vectors(4, dim=dim)
     dense = features(jnp.pad(x, ((0, 0), (0, 8 - dim))), rows, -0.1)
@@ -79,11 +81,11 @@ def test_fast_projections_have_their_norms_in_the_padded_dimension(dim):
 @pytest.mark.fast
 def test_tilts_of_tilts_multiply():
     w = projection(10, 6)
-    twice = tilted(tilted(w, -0.1), -0.2)
+    twice = Projection(w).tilted(-0.1).tilted(-0.2)
     # The standard deviations multiply, and so do the densities.
-    once = tilted(w, (1 - (1 + 0.4) * (1 + 0.8)) / 4)
+    once = Projection(w).tilted((1 - (1 + 0.4) * (1 + 0.8)) / 4)
     np.testing.assert_allclose(twice.rows, once.rows, rtol=1e-6)
-    chain = tilted(w, -0.1)
+    chain = Projection(w).tilted(-0.1)
     exact = -0.5 * jnp.sum(once.rows**2 - w**2, axis=1) + 3 * jnp.log(1.4 * 1.8)
     np.testing.assert_allclose(once.log_weights, exact, rtol=1e-4, atol=1e-5)
     assert chain.shape == w.shape
@@ -93,7 +95,7 @@ def test_tilts_of_tilts_multiply():
 @pytest.mark.parametrize("parameter", PARAMETERS)
 def test_weights_are_the_ratio_of_densities(parameter):
     w = projection(10, 6)
-    found = tilted(w, parameter)
+    found = Projection(w).tilted(parameter)
     variance = 1 - 4 * parameter
     squares = np.sum(np.square(np.asarray(found.rows, np.float64)), axis=1)
     ratio = -squares / 2 + squares / (2 * variance) + 3 * np.log(variance)
@@ -226,14 +228,15 @@ def test_attention_against_float64(scale):
     assert relative_error(out, expected) < 1e-5
 
 
+SQRT_DIM = simrf_jax.DrawOptions(norms="sqrt_dim")
 FIXED = {
-    "sqrt_dim": lambda: simrf_jax.draw_projection(jax.random.key(0), 10, 8, norms="sqrt_dim"),
+    "sqrt_dim": lambda: Projection.draw(jax.random.key(0), 10, 8, options=SQRT_DIM),
     "radau": lambda: simrf_jax.draw_projection(jax.random.key(0), 10, 8, norms="radau"),
     "sqrt_dim, fast": lambda: simrf_jax.draw_fast_projection(
         jax.random.key(0), 10, 6, norms="sqrt_dim"
     ),
-    "sqrt_dim, bfloat16": lambda: simrf_jax.draw_projection(
-        jax.random.key(0), 10, 8, norms="sqrt_dim", dtype=jnp.bfloat16
+    "sqrt_dim, bfloat16": lambda: Projection.draw(
+        jax.random.key(0), 10, 8, options=SQRT_DIM, dtype=jnp.bfloat16
     ),
 }
 

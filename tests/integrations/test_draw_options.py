@@ -408,7 +408,7 @@ def test_pairs_of_rows_give_the_attention_of_all_rows(api, feature_map, monkeypa
 
     monkeypatch.setattr(flax_drawing, "in_pairs", record)
     found = attend()
-    assert all(isinstance(w, simrf_jax.PairedProjection) for w in seen)
+    assert all(w.is_paired for w in seen)
     assert seen
     monkeypatch.setattr(flax_drawing, "in_pairs", lambda w, *_: w)
     np.testing.assert_allclose(found, attend(), rtol=1e-5, atol=1e-6)

@@ -13,7 +13,7 @@ from flax import linen as nn
 from flax import nnx, serialization
 
 import simrf_jax
-from simrf_jax import DrawOptions, WeightedProjection, feature_maps, redraw_projections
+from simrf_jax import DrawOptions, Projection, feature_maps, redraw_projections
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
 from simrf_jax.integrations.flax_versions import get_value
@@ -96,7 +96,7 @@ def test_weighted_rows_survive_the_bytes_of_flax():
 def test_both_adapters_attend_with_weighted_rows():
     adapter = nnx_attention(**FIELDS)
     w = get_value(adapter.projection)
-    assert isinstance(w, WeightedProjection)
+    assert isinstance(w, Projection)
     assert w.shape == (HEADS, FEATURES, DIM)
     assert not jax.tree.leaves(nnx.state(adapter, nnx.Param))
     expected = simrf_jax.random_feature_attention(*qkv(), w)
@@ -175,11 +175,11 @@ def test_hybrids_refuse_weighted_rows(api):
 
 @pytest.mark.parametrize("name", ["trigonometric", "relu"])
 def test_maps_that_cannot_honour_weights_refuse_them(name):
-    with pytest.raises(TypeError, match="got a WeightedProjection, whose log weights"):
+    with pytest.raises(TypeError, match="got a Projection with log weights"):
         nnx_attention(feature_map=name, norms="radau")(*qkv())
 
 
 @pytest.mark.slow
 def test_an_array_is_not_redrawn_as_weighted_rows():
-    with pytest.raises(ValueError, match="norms='radau' draws a WeightedProjection, which cannot"):
+    with pytest.raises(ValueError, match="norms='radau' draws a Projection with weights"):
         redraw_projections(jax.random.key(0), [jnp.zeros((5, 4))], options=OPTIONS)

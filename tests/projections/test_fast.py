@@ -106,8 +106,8 @@ def test_a_draw_is_the_same_traced_mapped_or_neither(coupling, block, norms):
         one = draw(key)
         for several in (stack, scanned):
             chosen = jax.tree.map(lambda leaf, i=i: leaf[i], several)
-            chex.assert_trees_all_equal(chosen.signs, one.signs)
-            chex.assert_trees_all_close(chosen.row_norms, one.row_norms, rtol=1e-6)
+            chex.assert_trees_all_equal(chosen.rows.signs, one.rows.signs)
+            chex.assert_trees_all_close(chosen.rows.row_norms, one.rows.row_norms, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -135,10 +135,11 @@ def test_donated_arrays_are_reused_and_the_copy_is_not():
     kept = jax.tree.map(jnp.copy, projection)
 
     def flip(projection):
-        return dataclasses.replace(projection, signs=-projection.signs)
+        rows = dataclasses.replace(projection.rows, signs=-projection.rows.signs)
+        return dataclasses.replace(projection, rows=rows)
 
     flipped = jax.jit(flip, donate_argnums=0)(projection)
-    assert projection.signs.is_deleted()
+    assert projection.rows.signs.is_deleted()
     x = jnp.linspace(0, 1, 6)
     # Each of the three factors changes its sign.
     np.testing.assert_allclose(project(x, flipped), -project(x, kept), rtol=1e-6)
@@ -254,7 +255,7 @@ def test_is_checkpointed_as_its_arrays(tmp_path):
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_dtypes(dtype):
     projection = draw_fast_projection(jax.random.key(0), 10, 6, dtype=dtype)
-    assert projection.dtype == projection.row_norms.dtype == dtype
+    assert projection.dtype == projection.rows.row_norms.dtype == dtype
     assert project(jnp.ones(6, dtype), projection).dtype == jnp.float32
     assert positive_features(jnp.ones(6, dtype), projection).dtype == dtype
 

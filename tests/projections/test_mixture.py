@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 import simrf_jax
-from simrf_jax import DrawOptions, WeightedProjection, draw_mixture_projection, draw_projection
+from simrf_jax import DrawOptions, Projection, draw_mixture_projection, draw_projection
 from tests.standard_errors import assert_mean
 
 pytestmark = pytest.mark.fast
@@ -35,7 +35,7 @@ def relative_estimates(draw, x, y, num_draws=4000):
 def test_one_center_at_zero_is_no_mixture(coupling):
     options = DrawOptions(coupling=coupling)
     w = draw_mixture_projection(jax.random.key(0), jnp.zeros((1, 3)), 7, options=options)
-    assert isinstance(w, WeightedProjection)
+    assert isinstance(w, Projection)
     [key] = jax.random.split(jax.random.key(0), 1)
     np.testing.assert_allclose(w.rows, options.draw(key, 7, 3), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(w.log_weights, np.zeros(7), atol=1e-6)

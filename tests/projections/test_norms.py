@@ -10,7 +10,7 @@ import scipy.special
 import scipy.stats
 
 import simrf_jax
-from simrf_jax import WeightedProjection, draw_fast_projection, draw_projection
+from simrf_jax import Projection, draw_fast_projection, draw_projection
 from simrf_jax.projections.norms import chi_of_normal
 from tests.projections.matrices import dense
 from tests.standard_errors import assert_mean
@@ -43,7 +43,7 @@ DRAWS = {"dense": draw_projection, "fast": draw_fast_projection}
 def norms_of(draw, num_draws, num_features, dim, **options):
     def one(key):
         if draw == "fast":
-            return draw_fast_projection(key, num_features, dim, **options).row_norms
+            return draw_fast_projection(key, num_features, dim, **options).rows.row_norms
         return jnp.linalg.norm(draw_projection(key, num_features, dim, **options), axis=1)
 
     keys = jax.random.split(jax.random.key(3), num_draws)
@@ -211,7 +211,7 @@ def test_radau_has_the_published_numbers():
 def test_radau_rows_and_weights(coupling, rotation):
     options = {"coupling": coupling, "rotation": rotation, "norms": "radau"}
     w = draw_projection(jax.random.key(0), 12, 8, dtype=jnp.bfloat16, **options)
-    assert isinstance(w, WeightedProjection)
+    assert isinstance(w, Projection)
     assert (w.shape, w.dtype, w.log_weights.dtype) == ((12, 8), jnp.bfloat16, jnp.float32)
     rows = np.asarray(w.rows, np.float64)
     np.testing.assert_array_equal(rows[-1], 0)
@@ -237,8 +237,8 @@ def test_radau_works_in_the_padded_dimension():
     np.testing.assert_allclose(np.exp(slow.log_weights[-1]) / 17, 2 / 10, rtol=1e-6)
     assert fast.shape == (17, 6)
     x = np.random.default_rng(1).normal(size=(3, 6)).astype(np.float32)
-    found = simrf_jax.project(x, fast.rows)
-    np.testing.assert_allclose(found, x @ dense(fast.rows).T, rtol=1e-4, atol=1e-5)
+    found = simrf_jax.project(x, Projection(fast.rows))
+    np.testing.assert_allclose(found, x @ dense(fast).T, rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(found[:, -1], 0)
 
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from simrf_jax import DrawOptions, PairedProjection, WeightedProjection, feature_maps
-from simrf_jax.projections import check_chi_norms, with_negatives
+from simrf_jax import DrawOptions, Projection, feature_maps
 from tests.attention.inputs import inputs
 
 pytestmark = pytest.mark.fast
@@ -22,6 +21,10 @@ def half(num_pairs=5, **options):
 
 def dense(rows):
     return jnp.concatenate([rows, -rows])
+
+
+def paired(rows):
+    return Projection(rows, is_paired=True)
 
 
 MAPS = {
@@ -41,7 +44,7 @@ def test_every_map_has_the_features_of_an_array(name):
     feature_map = MAPS[name] or simrf_jax.calibrate(q, k)
     found, expected = (
         simrf_jax.random_feature_attention(q, k, v, w, feature_map=feature_map)
-        for w in (PairedProjection(half()), dense(half()))
+        for w in (paired(half()), dense(half()))
     )
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -50,29 +53,29 @@ def test_fast_rows_have_negatives():
     fast = simrf_jax.draw_fast_projection(jax.random.key(0), 5, DIM, coupling="orthogonal")
     x = np.ones(DIM, np.float32)
     u = simrf_jax.project(x, fast)
-    found = simrf_jax.project(x, PairedProjection(fast))
+    found = simrf_jax.project(x, fast.with_negatives())
     np.testing.assert_array_equal(found, np.concatenate([u, -u]))
 
 
 def test_pairs_have_the_weights_of_their_rows():
     weights = jnp.linspace(-1, 1, 5)
-    w = with_negatives(WeightedProjection(half(), weights))
+    w = Projection(half(), weights).with_negatives()
     assert w.shape == (10, DIM)
     np.testing.assert_array_equal(w.log_weights, jnp.concatenate([weights, weights]))
 
 
 def test_the_shape_and_type_are_those_of_both_halves():
-    stack = jax.vmap(PairedProjection)(jnp.zeros((3, 5, DIM), jnp.bfloat16))
+    stack = jax.vmap(paired)(jnp.zeros((3, 5, DIM), jnp.bfloat16))
     assert (stack.shape, stack.ndim, stack.dtype) == ((3, 10, DIM), 3, jnp.bfloat16)
-    assert "PairedProjection" in repr(stack)
+    assert "is_paired=True" in repr(stack)
 
 
 def test_a_redraw_draws_one_row_of_each_pair():
     options = DrawOptions(coupling="orthogonal")
-    stack = PairedProjection(jnp.zeros((2, 5, DIM)))
+    stack = paired(jnp.zeros((2, 5, DIM)))
     key = jax.random.key(3)
     found = simrf_jax.redraw_projections(key, stack, options=options)
-    assert isinstance(found, PairedProjection)
+    assert found.is_paired
     expected = simrf_jax.redraw_projections(key, stack.rows, options=options)
     np.testing.assert_array_equal(found.rows, expected)
 
@@ -95,23 +98,25 @@ def test_options_say_that_they_draw_no_pairs(options):
 
 def test_refuses_what_has_no_rows():
     with pytest.raises(ValueError, match=r"must be \[..., num_pairs, dim\], got shape \(4,\)"):
-        _ = PairedProjection(np.zeros(4)).shape
+        _ = paired(np.zeros(4)).shape
     with pytest.raises(TypeError, match="must be a floating type"):
-        simrf_jax.project(np.ones(DIM), PairedProjection(np.ones((5, DIM), int)))
-    weighted = WeightedProjection(half(), jnp.zeros(5))
+        simrf_jax.project(np.ones(DIM), paired(np.ones((5, DIM), int)))
+    weighted = Projection(half(), jnp.zeros(5))
     with pytest.raises(TypeError, match="rows of equal weight"):
-        simrf_jax.project(np.ones(DIM), PairedProjection(weighted))
+        simrf_jax.project(np.ones(DIM), weighted.with_negatives())
 
 
 def test_fixed_norms_are_seen():
+    options = DrawOptions(coupling="orthogonal", norms="sqrt_dim")
+    known = Projection(half(norms="sqrt_dim"), is_paired=True, draw_options=options)
     with pytest.raises(ValueError, match="norms='sqrt_dim'"):
-        check_chi_norms(PairedProjection(half(norms="sqrt_dim")))
+        known.check_chi_norms()
 
 
 def test_no_redraw_of_fast_or_weighted_rows():
     fast = simrf_jax.draw_fast_projection(jax.random.key(0), 5, DIM, coupling="orthogonal")
     options = DrawOptions(coupling="orthogonal")
     with pytest.raises(TypeError, match="cannot be redrawn"):
-        PairedProjection(fast).draw_like(jax.random.key(0), options)
+        paired(fast.rows).redraw(jax.random.key(0), options)
     with pytest.raises(TypeError, match="cannot be redrawn"):
-        PairedProjection(half()).draw_like(jax.random.key(0), DrawOptions(norms="radau"))
+        paired(half()).redraw(jax.random.key(0), DrawOptions(norms="radau"))

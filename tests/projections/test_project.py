@@ -29,7 +29,7 @@ def test_project_is_the_matrix_product():
             np.zeros(5),
             simrf_jax.BipolarProjection(*(np.zeros((3, 5)),) * 3),
             TypeError,
-            "an array .* or a PairedProjection, got BipolarProjection",
+            "an array .* or a Projection, got BipolarProjection",
         ),
     ],
 )

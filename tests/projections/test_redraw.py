@@ -11,6 +11,7 @@ from simrf_jax import (
     BipolarProjection,
     ClusteredProjection,
     DrawOptions,
+    Projection,
     draw_bipolar_projection,
     draw_fast_projection,
     draw_projection,
@@ -258,9 +259,11 @@ def test_empty_tree_stays_empty():
             r"mesh must be a jax.sharding.Mesh, got \('data',\)",
         ),
         (
-            lambda k: redraw_projections(k, [draw_fast_projection(k, 4, 4)], options=DrawOptions()),
+            lambda k: redraw_projections(
+                k, [Projection(draw_fast_projection(k, 4, 4).rows)], options=DrawOptions()
+            ),
             TypeError,
-            "A FastProjection cannot be redrawn here; draw it again",
+            "A Projection cannot be redrawn here; draw it again",
         ),
         (
             lambda k: redraw_projections(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from simrf_jax import WeightedProjection, draw_fast_projection, draw_projection
+from simrf_jax import Projection, draw_fast_projection, draw_projection
 from simrf_jax.projections import DrawOptions
 from tests import conformance, formulas
 
@@ -17,8 +17,8 @@ REFUSE = [name for name in conformance.FEATURE_MAPS if name not in HONOUR]
 
 
 def weighted(num_features=10, dim=6, draw=draw_projection):
-    rows = draw(jax.random.key(0), num_features, dim)
-    return WeightedProjection(rows, 2 * jax.random.normal(jax.random.key(1), (num_features,)))
+    rows = Projection.of(draw(jax.random.key(0), num_features, dim)).rows
+    return Projection(rows, 2 * jax.random.normal(jax.random.key(1), (num_features,)))
 
 
 def vectors(*shape):
@@ -41,8 +41,8 @@ def test_either_side_takes_half_of_each_log_weight(name, kernel):
 def test_weights_of_zero_change_nothing_and_of_minus_infinity_leave_a_row_out(name):
     plain, x = draw_projection(jax.random.key(0), 10, 6), vectors(4)
     phi = conformance.feature_map(name, "softmax")
-    np.testing.assert_array_equal(phi(x, WeightedProjection(plain, jnp.zeros(10))), phi(x, plain))
-    without = phi(x, WeightedProjection(plain, jnp.full(10, -jnp.inf).at[3].set(0.0)))
+    np.testing.assert_array_equal(phi(x, Projection(plain, jnp.zeros(10))), phi(x, plain))
+    without = phi(x, Projection(plain, jnp.full(10, -jnp.inf).at[3].set(0.0)))
     assert np.count_nonzero(without.any(axis=0)) == without.shape[-1] // 10
     np.testing.assert_array_equal(without[:, 3], phi(x, plain)[:, 3])
 
@@ -50,14 +50,14 @@ def test_weights_of_zero_change_nothing_and_of_minus_infinity_leave_a_row_out(na
 @pytest.mark.parametrize("name", HONOUR)
 def test_fast_rows(name):
     fast, x = weighted(draw=draw_fast_projection), vectors(4)
-    dense = WeightedProjection(simrf_jax.project(jnp.eye(6), fast.rows).T, fast.log_weights)
+    dense = Projection(simrf_jax.project(jnp.eye(6), Projection(fast.rows)).T, fast.log_weights)
     phi = conformance.feature_map(name, "softmax")
     np.testing.assert_allclose(phi(x, fast), phi(x, dense), rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", REFUSE)
 def test_other_maps_refuse_weights(name):
-    with pytest.raises(TypeError, match="rows of equal weight here, got a WeightedProjection"):
+    with pytest.raises(TypeError, match="rows of equal weight here, got a Projection"):
         conformance.feature_map(name, "softmax")(vectors(4), weighted())
 
 
@@ -65,13 +65,13 @@ def test_other_maps_refuse_weights(name):
 def test_hybrids_refuse_weights(name):
     parts = simrf_jax.BipolarProjection(weighted(), weighted(), weighted())
     hybrid = simrf_jax.feature_maps.FEATURE_MAPS[name]
-    with pytest.raises(TypeError, match="got a WeightedProjection"):
+    with pytest.raises(TypeError, match="got a Projection with log weights"):
         hybrid.features(vectors(4), parts, side="query")
 
 
 def test_shape_and_dtype_are_those_of_the_rows():
     rows = jnp.zeros((3, 2, 10, 6), jnp.bfloat16)
-    w = WeightedProjection(rows, jnp.zeros((3, 2, 10)))
+    w = Projection(rows, jnp.zeros((3, 2, 10)))
     assert (w.shape, w.ndim, w.dtype) == ((3, 2, 10, 6), 4, jnp.bfloat16)
     abstract = jax.eval_shape(lambda: w)
     assert (abstract.shape, abstract.dtype) == (w.shape, w.dtype)
@@ -84,7 +84,7 @@ def test_shape_and_dtype_are_those_of_the_rows():
 def test_jit_vmap_and_gradients(name):
     keys = jax.random.split(jax.random.key(0), 3)
     rows = jax.vmap(lambda key: draw_projection(key, 10, 6))(keys)
-    stack = WeightedProjection(rows, jax.random.normal(jax.random.key(1), (3, 10)))
+    stack = Projection(rows, jax.random.normal(jax.random.key(1), (3, 10)))
     x, phi = vectors(4), conformance.feature_map(name, "softmax")
     mapped = jax.jit(jax.vmap(phi, in_axes=(None, 0)))(x, stack)
     for i in range(3):
@@ -111,12 +111,12 @@ def test_jit_vmap_and_gradients(name):
 )
 def test_refuses(rows, log_weights, error, match):
     with pytest.raises(error, match=match):
-        simrf_jax.positive_features(vectors(4), WeightedProjection(rows, log_weights))
+        simrf_jax.positive_features(vectors(4), Projection(rows, log_weights))
 
 
 @pytest.mark.parametrize("draw", [draw_projection, draw_fast_projection])
 def test_weights_that_no_key_can_draw_are_not_redrawn(draw):
-    with pytest.raises(TypeError, match="A WeightedProjection cannot be redrawn here"):
+    with pytest.raises(TypeError, match="A Projection cannot be redrawn here"):
         simrf_jax.redraw_projections(
             jax.random.key(0), [weighted(draw=draw)], options=DrawOptions()
         )

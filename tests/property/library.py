@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from simrf_jax import (
-    WeightedProjection,
+    Projection,
     attention_matrix,
     banded_attention,
     fmm_attention,
@@ -114,7 +114,7 @@ def _projection(feature_map: Map, x: Arrays) -> Any:
     if not feature_map.projected:
         return None
     if feature_map.weighted:
-        return WeightedProjection(x["projection"], x["log_weights"])
+        return Projection(x["projection"], x["log_weights"])
     return x["projection"]
 
 

@@ -12,13 +12,13 @@ from simrf_jax.attention.estimator import Estimator
 from simrf_jax.attention.inputs.call import Call, Options
 from simrf_jax.attention.inspection.all_pairs import in_band, log_kernels
 from simrf_jax.features import FeatureMapLike
-from simrf_jax.projections import Projection
+from simrf_jax.projections import ProjectionLike
 
 
 def distillation_loss(
     query: Float[ArrayLike, "*batch T N H"],
     key: Float[ArrayLike, "*batch S K H"],
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     *,
     feature_map: FeatureMapLike,
     exact_bandwidth: SupportsIndex | None = None,

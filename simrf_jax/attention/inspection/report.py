@@ -12,7 +12,7 @@ from simrf_jax.attention.estimator import Estimator
 from simrf_jax.attention.inputs.call import Call, Options
 from simrf_jax.attention.inspection.all_pairs import KernelRows, kernel_rows
 from simrf_jax.features import FeatureMapLike
-from simrf_jax.projections import Projection
+from simrf_jax.projections import ProjectionLike
 
 
 class AttentionReport(NamedTuple):
@@ -47,7 +47,7 @@ class AttentionReport(NamedTuple):
 def attention_matrix(
     query: Float[ArrayLike, "*batch T N H"],
     key: Float[ArrayLike, "*batch S K H"],
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     *,
     feature_map: FeatureMapLike = "positive",
     exact_bandwidth: SupportsIndex | None = None,
@@ -103,7 +103,7 @@ def attention_matrix(
 def attention_report(
     query: Float[ArrayLike, "*batch T N H"],
     key: Float[ArrayLike, "*batch S K H"],
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     *,
     value: Float[ArrayLike, "*batch S K D"] | None = None,
     feature_map: FeatureMapLike = "positive",

@@ -18,7 +18,7 @@ from simrf_jax.attention.pallas_tpu.segments import SEGMENT_ROWS
 from simrf_jax.features import FeatureMap
 from simrf_jax.features.exponential_form import ExponentialForm
 from simrf_jax.features.log_space import SIDES, Side
-from simrf_jax.projections import Projection
+from simrf_jax.projections import ProjectionLike
 
 LOG2E = math.log2(math.e)
 # Larger components of a query count as not finite, because their squares are not.
@@ -35,7 +35,7 @@ MOST_HEADS = 16
 
 def lay_out(
     call: Call,
-    projection: Projection | None,
+    projection: ProjectionLike | None,
     feature_map: FeatureMap,
     *,
     start: int | None = None,
@@ -129,7 +129,7 @@ def lay_out_near(call: Call, bandwidth: int) -> NearRefs:
 
 
 def query_factors(
-    call: Call, projection: Projection | None, feature_map: FeatureMap
+    call: Call, projection: ProjectionLike | None, feature_map: FeatureMap
 ) -> Float[Array, "B N T"]:
     """Returns logarithms of what the causal kernels leave out of the weights, to base 2.
 
@@ -186,7 +186,9 @@ def _one_for_each_query(
     return key, value, None if log_weights is None else fit(log_weights, 2, -jnp.inf)
 
 
-def _form(feature_map: FeatureMap, projection: Projection | None, side: Side) -> ExponentialForm:
+def _form(
+    feature_map: FeatureMap, projection: ProjectionLike | None, side: Side
+) -> ExponentialForm:
     form = feature_map.exponential_forms(projection, side=side)
     if form is None:
         raise TypeError(f"{type(feature_map).__name__} has no exponential form.")

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax import checks
 from simrf_jax.attention import Mechanism
-from simrf_jax.integrations import flax_attention, flax_repr
+from simrf_jax.integrations import flax_attention, flax_drawing, flax_repr
 from simrf_jax.integrations.flax_attention import Request
 
 
@@ -23,7 +23,7 @@ class Adapter(nn.Module):
     """A mechanism of attention with its cache, which Flax calls as an ``attention_fn``.
 
     Subclasses have the fields ``is_causal``, ``factored_masks``, ``packed``, ``decode``,
-    ``shared``, ``coupling`` and ``sequence_axis``, and ``feature_map`` or ``feature_maps``.
+    ``shared`` and ``sequence_axis``, those of ``Drawing``, and ``feature_map`` or ``feature_maps``.
     """
 
     @abc.abstractmethod
@@ -172,6 +172,12 @@ class Adapter(nn.Module):
         cache: nn.Variable[Any] = self.variable("cache", "state")
         out, cache.value = flax_attention.step(mechanism, cache.value, request)
         return out
+
+    def _drawing(self) -> flax_drawing.Drawing:
+        """Returns what the fields say about the draw of W."""
+        return flax_drawing.Drawing(
+            self.coupling, self.block, self.rotation, self.norms, self.num_weights
+        )
 
     def _drawn(self, name: str, draw: Callable[[], Any]) -> Any:
         """Returns what the collection ``random_features`` holds, drawn when it is made."""

@@ -8,7 +8,7 @@ from flax import linen as nn
 
 from simrf_jax.attention import Blend
 from simrf_jax.features import FeatureMapLike
-from simrf_jax.integrations import flax_attention, flax_drawing
+from simrf_jax.integrations import flax_attention
 from simrf_jax.integrations.linen.adapter import Adapter
 from simrf_jax.integrations.linen.projection import boxed
 from simrf_jax.projections import BlockMode, Coupling, Norms, Rotation
@@ -95,29 +95,16 @@ class FMMAttention(Adapter):
     sequence_axis: str | tuple[str, ...] | None = None
 
     def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> Blend:
-        flax_drawing.check_feature_maps(self.feature_maps, num_weights=self.num_weights)
+        drawing = self._drawing()
+        drawing.check(self.feature_maps)
+        heads = None if self.shared else num_key_heads
 
         def draw() -> tuple[Any, ...]:
-            options = [
-                flax_drawing.draw_options(
-                    one,
-                    coupling=self.coupling,
-                    block=self.block,
-                    rotation=self.rotation,
-                    norms=self.norms,
-                )
-                for one in self.feature_maps
-            ]
-            w = flax_drawing.draw_maps(
-                self._key(),
-                None if self.shared else num_key_heads,
-                self.num_features,
-                head_dim,
-                feature_maps=self.feature_maps,
-                num_weights=self.num_weights,
-                options=options,
+            w = drawing.draw_all(self._key(), heads, self.num_features, head_dim, self.feature_maps)
+            return tuple(
+                boxed(part, drawing.options(one))
+                for part, one in zip(w, self.feature_maps, strict=True)
             )
-            return tuple(boxed(part, one) for part, one in zip(w, options, strict=True))
 
         zeros = nn.initializers.zeros_init()
         return flax_attention.blend(

@@ -15,7 +15,7 @@ from flax.core import meta
 
 from simrf_jax import one_line
 from simrf_jax.features import BipolarProjection
-from simrf_jax.projections import DrawOptions, Projection, as_projection
+from simrf_jax.projections import DrawOptions, ProjectionLike, as_projection
 
 
 @functools.partial(
@@ -32,7 +32,7 @@ class RandomProjection(meta.AxisMetadata[Any]):
     restore a checkpoint into variables that ``init`` made.
 
     Attributes:
-      value: W, ``[..., num_features, dim]``, an array or a ``WeightedProjection``.
+      value: W, ``[..., num_features, dim]``, an array or a ``Projection``.
       draw_options: Options that W was drawn by, which ``redraw_projections`` reads.
     """
 
@@ -111,7 +111,7 @@ def _from_state_dict(box: RandomProjection, state: Any) -> RandomProjection:
 serialization.register_serialization_state(RandomProjection, _state_dict, _from_state_dict)
 
 
-def boxed(projection: Projection | None, options: DrawOptions) -> Any:
+def boxed(projection: ProjectionLike | None, options: DrawOptions) -> Any:
     """Returns W in a box. A ``BipolarProjection`` says by itself how it was drawn."""
     if projection is None or isinstance(projection, BipolarProjection):
         return projection

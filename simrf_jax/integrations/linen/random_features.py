@@ -26,9 +26,8 @@ from simrf_jax.integrations.linen.projection import boxed
 from simrf_jax.projections import (
     BlockMode,
     Coupling,
-    DrawOptions,
     Norms,
-    Projection,
+    ProjectionLike,
     Rotation,
 )
 
@@ -162,38 +161,22 @@ class RandomFeatureAttention(Adapter):
         feature_map = flax_calibration.adapter_map(
             self.feature_map, num_key_heads, head_dim, self.num_features
         )
-        flax_drawing.check_feature_maps((feature_map,), num_weights=self.num_weights)
+        drawing = self._drawing()
+        drawing.check((feature_map,))
         if isinstance(feature_map, Calibrated):
             feature_map = self._calibration(feature_map)
 
-        def draw_options() -> DrawOptions:
-            return flax_drawing.draw_options(
-                feature_map,
-                coupling=self.coupling,
-                block=self.block,
-                rotation=self.rotation,
-                norms=self.norms,
-            )
+        heads = None if self.shared else num_key_heads
 
-        def draw() -> tuple[Projection | None, DrawOptions]:
-            options = draw_options()
-            w = flax_drawing.draw_heads(
-                self._key(),
-                None if self.shared else num_key_heads,
-                self.num_features,
-                head_dim,
-                feature_map=feature_map,
-                num_weights=self.num_weights,
-                options=options,
-            )
-            return w, options
+        def draw() -> ProjectionLike | None:
+            return drawing.draw(self._key(), heads, self.num_features, head_dim, feature_map)
 
         w = None
         if isinstance(feature_map, Learned):
             feature_map = self._learned(feature_map, draw)
         elif self.num_features is not None:
-            w = self._drawn("projection", lambda: boxed(*draw()))
-            w = flax_drawing.in_pairs(w, feature_map, draw_options())
+            w = self._drawn("projection", lambda: boxed(draw(), drawing.options(feature_map)))
+            w = flax_drawing.in_pairs(w, feature_map, drawing.options(feature_map))
         return flax_attention.random_features(
             w,
             feature_map,
@@ -217,13 +200,11 @@ class RandomFeatureAttention(Adapter):
         )
         return jax.lax.stop_gradient(calibration.value)
 
-    def _learned(
-        self, start: Learned, draw: Callable[[], tuple[Projection | None, DrawOptions]]
-    ) -> Learned:
+    def _learned(self, start: Learned, draw: Callable[[], ProjectionLike | None]) -> Learned:
         """Returns the map with the parameters in the variables, which start at rows of one W."""
         calibration = self._calibration(start.calibration)
         if self.num_features is not None and not self.has_variable("params", "query_rows"):
-            start = Learned.start(jnp.asarray(draw()[0]), calibration)
+            start = Learned.start(jnp.asarray(draw()), calibration)
         params = {name: self._param(name, getattr(start, name)) for name in PARAMETERS}
         return Learned(calibration, **params)
 

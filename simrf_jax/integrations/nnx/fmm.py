@@ -119,7 +119,8 @@ class FMMAttention(Adapter):
             decode=decode,
             sequence_axis=sequence_axis,
         )
-        flax_drawing.check_feature_maps(feature_maps, num_weights=num_weights)
+        drawing = flax_drawing.Drawing(coupling, block, rotation, norms, num_weights)
+        drawing.check(feature_maps)
         maps = tuple(feature_maps)
         if any(map(has_arrays, maps)):
             maps = nnx.data(tuple(copied(as_feature_map(one)) for one in maps))
@@ -127,23 +128,11 @@ class FMMAttention(Adapter):
         self.bandwidth = checks.integer("bandwidth", bandwidth, least=0)
         self.near_logit = nnx.Param(jnp.zeros(self.num_heads))
         self.far_logits = nnx.Param(jnp.zeros((len(feature_maps), self.num_heads)))
-        options = tuple(
-            flax_drawing.draw_options(
-                one, coupling=coupling, block=block, rotation=rotation, norms=norms
-            )
-            for one in feature_maps
-        )
-        w = flax_drawing.draw_maps(
-            features_key(rngs),
-            None if self.shared else self.num_heads,
-            num_features,
-            head_dim,
-            feature_maps=feature_maps,
-            num_weights=num_weights,
-            options=options,
-        )
+        heads = None if self.shared else self.num_heads
+        w = drawing.draw_all(features_key(rngs), heads, num_features, head_dim, feature_maps)
         drawn_by = tuple(
-            None if part is None else one for part, one in zip(w, options, strict=True)
+            None if part is None else drawing.options(one)
+            for part, one in zip(w, feature_maps, strict=True)
         )
         self.projections = RandomProjection(w, draw_options=drawn_by)
 

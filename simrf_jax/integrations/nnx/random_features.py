@@ -176,7 +176,8 @@ class RandomFeatureAttention(Adapter):
         feature_map = flax_calibration.adapter_map(
             feature_map, self.num_heads, self.head_dim, num_features
         )
-        flax_drawing.check_feature_maps((feature_map,), num_weights=num_weights)
+        drawing = flax_drawing.Drawing(coupling, block, rotation, norms, num_weights)
+        drawing.check((feature_map,))
         if exact_bandwidth is not None:
             exact_bandwidth = check_band(exact_bandwidth, as_feature_map(feature_map))
         self.exact_bandwidth = exact_bandwidth
@@ -188,18 +189,9 @@ class RandomFeatureAttention(Adapter):
         if num_features is None:
             self._keep(feature_map)
             return
-        options = flax_drawing.draw_options(
-            feature_map, coupling=coupling, block=block, rotation=rotation, norms=norms
-        )
-        w = flax_drawing.draw_heads(
-            features_key(rngs),
-            None if self.shared else self.num_heads,
-            num_features,
-            head_dim,
-            feature_map=feature_map,
-            num_weights=num_weights,
-            options=options,
-        )
+        options = drawing.options(feature_map)
+        heads = None if self.shared else self.num_heads
+        w = drawing.draw(features_key(rngs), heads, num_features, head_dim, feature_map)
         if isinstance(feature_map, Learned):
             feature_map = Learned.start(jnp.asarray(w), feature_map.calibration)
         else:

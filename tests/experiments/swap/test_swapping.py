@@ -182,7 +182,7 @@ def test_the_rows_of_a_mixture_are_around_its_centers():
         jax.random.key(0), [inputs], 4 * NUM_CENTERS, schedule=tiny.SCHEDULE
     )
     w = attention.projection.get_value()
-    assert isinstance(w, simrf_jax.WeightedProjection)
+    assert isinstance(w, simrf_jax.Projection)
     offsets = np.asarray(w.rows).reshape(2, NUM_CENTERS, 4, 4) - fitted.centers[:, :, None]
     # Four rows of a cross-polytope are two pairs in opposite directions.
     first, second = (
