@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import feature_maps, random_feature_attention
+from simrf_jax import Projection, feature_maps, random_feature_attention
 from simrf_jax.attention.estimator import Estimator
 from simrf_jax.attention.inputs.call import Call
 from simrf_jax.attention.random_features.causal import causal_attention
