@@ -18,13 +18,12 @@ from simrf_jax.attention.inputs.call import Axes, Call, Inputs, repeat_heads
 from simrf_jax.attention.inputs.sharding import MeshAxes
 from simrf_jax.features import (
     FeatureMap,
-    FeatureMapLike,
     LogFeatures,
-    as_feature_map,
+    Side,
     calls_function,
 )
 from simrf_jax.features.folded import Folded
-from simrf_jax.projections import ProjectionLike, StructuredProjection, as_projection
+from simrf_jax.projections import StructuredProjection
 
 ONE_DEVICE = MeshAxes()
 CHUNK_SIZE = 64  # Keys that causal and packed attention take at a time unless the caller says.
@@ -69,26 +68,6 @@ class KeyFeatures(NamedTuple):
     features: LogFeatures
     spoils: Bool[Array, "B S K"]
 
-    @classmethod
-    def of(
-        cls, phi: LogFeatures, log_weights: Float[Array, "B S K"], *, is_finite: bool
-    ) -> KeyFeatures:
-        """Returns the features of keys with log weights ``[B, S, K]``.
-
-        Args:
-          phi: Features as a map makes them.
-          log_weights: ``Inputs.key_log_weights``, or a chunk of it.
-          is_finite: True if the map says that its features are finite.
-        """
-        keys, spoiled = _split_spoiled(phi, is_finite)
-        finite = ~spoiled & (keys.log_scale[..., 0] < jnp.inf)  # Scales may overflow.
-        visible = ((log_weights > -jnp.inf) & finite)[..., None]  # NaN is not above -inf.
-        # One number for each key: a choice for each feature would take a pass over all of them.
-        shift = jnp.where(visible, keys.log_scale + log_weights[..., None], -jnp.inf)
-        exponent = keys.exponent + shift
-        features = LogFeatures(exponent, jnp.zeros_like(keys.log_scale), keys.values)
-        return cls(features, (log_weights != -jnp.inf) & ~visible[..., 0])
-
 
 class QueryFeatures(NamedTuple):
     """Features of queries.
@@ -101,11 +80,6 @@ class QueryFeatures(NamedTuple):
 
     features: LogFeatures
     spoiled: Bool[Array, "B T K G"]
-
-    @classmethod
-    def of(cls, phi: LogFeatures, *, is_finite: bool) -> QueryFeatures:
-        """Returns the features of queries; see ``KeyFeatures.of`` for the arguments."""
-        return cls(*_split_spoiled(phi, is_finite))
 
 
 @functools.partial(
@@ -147,33 +121,38 @@ class HeadMaps:
         self, key: Float[Array, "B S K H"] | LogFeatures, log_weights: Float[Array, "B S K"]
     ) -> KeyFeatures:
         """Returns the features of keys ``[B, S, K, H]`` with log weights ``[B, S, K]``."""
-        phi = self.feature_map.log_features_of_heads(key, self.projection, side="key")
-        return KeyFeatures.of(phi, log_weights, is_finite=self.feature_map.is_finite)
+        keys, spoiled = self._finite(key, "key")
+        finite = ~spoiled & (keys.log_scale[..., 0] < jnp.inf)  # Scales may overflow.
+        visible = ((log_weights > -jnp.inf) & finite)[..., None]  # NaN is not above -inf.
+        # One number for each key: a choice for each feature would take a pass over all of them.
+        shift = jnp.where(visible, keys.log_scale + log_weights[..., None], -jnp.inf)
+        exponent = keys.exponent + shift
+        features = LogFeatures(exponent, jnp.zeros_like(keys.log_scale), keys.values)
+        return KeyFeatures(features, (log_weights != -jnp.inf) & ~visible[..., 0])
 
     @jax.named_scope("query_features")
     def queries(self, query: Float[Array, "B T K G H"] | LogFeatures) -> QueryFeatures:
         """Returns the features of queries ``[B, T, K, G, H]``."""
-        phi = self.feature_map.log_features_of_heads(query, self.projection, side="query")
-        return QueryFeatures.of(phi, is_finite=self.feature_map.is_finite)
+        return QueryFeatures(*self._finite(query, "query"))
 
+    def _finite(
+        self, x: Float[Array, "B length K *rest"] | LogFeatures, side: Side
+    ) -> tuple[LogFeatures, Bool[Array, "B length K *rest"]]:
+        """Returns features, with zeros where a vector has nonfinite ones, and these vectors.
 
-def _split_spoiled(
-    phi: LogFeatures, is_finite: bool
-) -> tuple[LogFeatures, Bool[Array, "B length K *rest"]]:
-    """Returns features, zeros where a vector has none that are finite, and where that is so.
-
-    Nothing looks at the features of a map that says that they are finite: XLA could not fuse the
-    look with the product that makes them, and would keep them in memory for it.
-    """
-    if is_finite:
-        return phi, jnp.zeros_like(phi.exponent[..., 0], bool)
-    finite = (phi.exponent < jnp.inf) & jnp.isfinite(phi.log_scale)  # NaN is not below infinity.
-    if phi.values is not None:
-        finite &= jnp.all(jnp.isfinite(phi.values), axis=-1, keepdims=True)
-    finite = jnp.all(finite, axis=-1, keepdims=True)
-    values = None if phi.values is None else jnp.where(finite, phi.values, 0)
-    exponent = jnp.where(finite, phi.exponent, -jnp.inf)
-    return LogFeatures(exponent, jnp.where(finite, phi.log_scale, 0), values), ~finite[..., 0]
+        Maps with ``is_finite`` skip the check. It would stop XLA from fusing the exponential into
+        the product.
+        """
+        phi = self.feature_map.log_features_of_heads(x, self.projection, side=side)
+        if self.feature_map.is_finite:
+            return phi, jnp.zeros_like(phi.exponent[..., 0], bool)
+        finite = (phi.exponent < jnp.inf) & jnp.isfinite(phi.log_scale)  # NaN is not below inf.
+        if phi.values is not None:
+            finite &= jnp.all(jnp.isfinite(phi.values), axis=-1, keepdims=True)
+        finite = jnp.all(finite, axis=-1, keepdims=True)
+        values = None if phi.values is None else jnp.where(finite, phi.values, 0)
+        exponent = jnp.where(finite, phi.exponent, -jnp.inf)
+        return LogFeatures(exponent, jnp.where(finite, phi.log_scale, 0), values), ~finite[..., 0]
 
 
 @functools.partial(
@@ -201,35 +180,6 @@ class Estimator:
     sequence_axes: Axes = ()
     mesh_axes: MeshAxes = ONE_DEVICE
 
-    @classmethod
-    def of(
-        cls,
-        projection: ProjectionLike | None,
-        feature_map: FeatureMapLike,
-        *,
-        chunk_size: SupportsIndex | None = None,
-        exact_bandwidth: SupportsIndex | None = None,
-        sequence_axes: Axes = (),
-        mesh_axes: MeshAxes = ONE_DEVICE,
-    ) -> Estimator:
-        """Returns the estimator of what a caller gives.
-
-        Raises:
-          TypeError: If something is of a wrong type.
-          ValueError: If the name of a map is unknown, the norms of the rows do not suit the map,
-            the map cannot stand beside an exact band, or a size is out of range.
-        """
-        feature_map = as_feature_map(feature_map)
-        w = None if projection is None else as_projection(projection)
-        feature_map.check_norms(w)
-        if exact_bandwidth is not None:
-            exact_bandwidth = check_band(exact_bandwidth, feature_map)
-        if chunk_size is None:
-            chunk_size = CHUNK_SIZE
-        else:
-            chunk_size = checks.power_of_two("chunk_size", chunk_size)
-        return cls(w, feature_map, int(chunk_size), exact_bandwidth, sequence_axes, mesh_axes)
-
     def lay_out(self, call: Call, *, scaled: bool | None = None) -> tuple[Inputs, HeadMaps]:
         """Lays a call out for random features, and gives each head its W.
 
@@ -255,7 +205,7 @@ class Estimator:
             if w is not None and w.ndim == 3:
                 w = jax.tree.map(functools.partial(repeat_heads, groups=groups, axis=0), w)
         features = HeadMaps(w, feature_map)
-        if _is_worth_folding(features, inputs):
+        if feature_map.multiplies_rows and _is_worth_folding(features, inputs):
             features = HeadMaps(None, Folded.of(feature_map, w))
         return inputs, features.sharded_as(inputs.key)
 
@@ -311,9 +261,7 @@ def check_band(bandwidth: SupportsIndex, feature_map: FeatureMap) -> int:
 
 
 def _is_worth_folding(features: HeadMaps, inputs: Inputs) -> bool:
-    """Returns True for maps that multiply fewer dense rows by matrices than there are vectors."""
-    if not features.feature_map.multiplies_rows:
-        return False
+    """Returns True if fewer dense rows would be multiplied by matrices than vectors."""
     if not getattr(features.projection, "is_dense", True):
         return False
     of_keys = functools.partial(type(features.feature_map).exponential_forms, side="key")

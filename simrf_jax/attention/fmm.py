@@ -216,7 +216,8 @@ def fmm_attention(
         key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids,
     )
-    check_chunks(chunk_size, call.in_order())
+    if chunk_size is not None:
+        check_chunks(chunk_size, call.in_order())
     far = (
         RandomFeatures(w, feature_map, chunk_size, sequence_axis)
         for w, feature_map in zip(projections, feature_maps, strict=True)

@@ -23,7 +23,7 @@ class Entry(Protocol):
     """A module that implements random-feature attention."""
 
     PLATFORM: str | None
-    """JAX's name of the platform that it is preferred on; None for all."""
+    """JAX's name of the platform that it is preferred on, or None."""
 
     def reason_against(self, estimator: Estimator, call: Call, /, *, is_asked: bool) -> str | None:
         """Returns why it cannot take a call, or should not unless it is asked for; or None."""
@@ -64,8 +64,11 @@ def choose(asked: str | Sequence[str] | None, estimator: Estimator, call: Call) 
       ValueError: If none of those asked for can take the call.
     """
     if asked is None:
-        platforms = (None, jax.default_backend())
-        names = [name for name, entry in ENTRIES.items() if entry.PLATFORM in platforms]
+        platform = jax.default_backend()
+        names = [name for name, entry in ENTRIES.items() if platform == entry.PLATFORM]
+        if not names:
+            return xla
+        names.append("xla")
     else:
         names = [asked] if isinstance(asked, str) else list(asked)
     reasons = {}

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from simrf_jax import checks, one_line
-from simrf_jax.attention.estimator import Estimator
+from simrf_jax.attention.estimator import CHUNK_SIZE, Estimator, check_band
 from simrf_jax.attention.implementations import Implementation, choose, names_of
 from simrf_jax.attention.inputs.call import Call, KeyOptions
 from simrf_jax.attention.inputs.masks import Lengths, Mask
@@ -22,7 +22,7 @@ from simrf_jax.attention.random_features import decoding
 from simrf_jax.attention.random_features.exact_band import ExactBandState
 from simrf_jax.attention.random_features.state import AttentionState
 from simrf_jax.features import FeatureMapLike, as_feature_map
-from simrf_jax.projections import ProjectionLike
+from simrf_jax.projections import ProjectionLike, as_projection
 
 
 @functools.partial(
@@ -85,7 +85,8 @@ class RandomFeatures(Mechanism[AttentionState | ExactBandState]):
 
     def __post_init__(self) -> None:
         """Checks the fields, and replaces a name or a function by its feature map, a pytree."""
-        object.__setattr__(self, "implementation", names_of(self.implementation))
+        if self.implementation is not None:
+            object.__setattr__(self, "implementation", names_of(self.implementation))
         for name in ("sequence_axis", "batch_axis", "head_axis"):
             checks.axis_names(name, getattr(self, name))
         if self.chunk_size is not None:
@@ -164,13 +165,19 @@ class RandomFeatures(Mechanism[AttentionState | ExactBandState]):
           TypeError: If a field is of a wrong type.
           ValueError: If fields do not suit each other.
         """
-        return Estimator.of(
-            self.projection,
-            self.feature_map,
-            chunk_size=self.chunk_size,
-            exact_bandwidth=self.exact_bandwidth,
-            sequence_axes=checks.axis_names("sequence_axis", self.sequence_axis),
-            mesh_axes=MeshAxes(
+        feature_map = as_feature_map(self.feature_map)
+        w = None if self.projection is None else as_projection(self.projection)
+        feature_map.check_norms(w)
+        bandwidth = self.exact_bandwidth
+        if bandwidth is not None:
+            bandwidth = check_band(bandwidth, feature_map)
+        return Estimator(
+            w,
+            feature_map,
+            CHUNK_SIZE if self.chunk_size is None else int(self.chunk_size),
+            bandwidth,
+            checks.axis_names("sequence_axis", self.sequence_axis),
+            MeshAxes(
                 checks.axis_names("batch_axis", self.batch_axis),
                 checks.axis_names("head_axis", self.head_axis),
             ),
@@ -330,13 +337,14 @@ def random_feature_attention(
         implementation,
         exact_bandwidth,
     )
-    check_chunks(chunk_size, mechanism.in_order(call))
+    if chunk_size is not None:
+        check_chunks(chunk_size, mechanism.in_order(call))
     return mechanism.attend_to(call)
 
 
-def check_chunks(chunk_size: SupportsIndex | None, in_order: bool) -> None:
-    """Raises ``ValueError`` if a size of chunks is given for a call that has none."""
-    if chunk_size is not None and not in_order:
+def check_chunks(chunk_size: SupportsIndex, in_order: bool) -> None:
+    """Raises ``ValueError`` unless a call that has a size of chunks has chunks."""
+    if not in_order:
         raise ValueError(
             f"chunk_size is for causal or packed attention, got {chunk_size} with neither of them "
             "and without exact_bandwidth."

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import SupportsIndex
 
 import jax
 import jax.numpy as jnp
 
-from simrf_jax.attention.estimator import Estimator
+from simrf_jax.attention import RandomFeatures
 from simrf_jax.attention.inspection.distillation import loss_of
-from simrf_jax.features.learned import Learned
 from simrf_jax.integrations.flax_attention import Request
 
 
-def loss_of_call(
-    request: Request, learned: Learned, exact_bandwidth: SupportsIndex | None
-) -> jax.Array:
+def loss_of_call(request: Request, mechanism: RandomFeatures) -> jax.Array:
     """Returns the ``distillation_loss`` of the queries and keys of a call, which have no gradient.
 
     Raises:
@@ -30,7 +26,7 @@ def loss_of_call(
         )
     query, key = jax.lax.stop_gradient((call.query, call.key))
     call = dataclasses.replace(call, query=query, key=key, value=key)
-    loss = loss_of(Estimator.of(None, learned, exact_bandwidth=exact_bandwidth), call)
+    loss = loss_of(mechanism.estimator(), call)
     for valid in request.valid:
         loss = jnp.where(jnp.all(valid), loss, jnp.nan)
     return loss

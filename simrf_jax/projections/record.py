@@ -326,7 +326,9 @@ class Projection(StructuredProjection):
                 "weights, which only positive, hyperbolic, optimal positive and calibrated "
                 "features can honour."
             )
-        rows: Any = self._array() if self.is_dense else self.rows
+        is_dense, rows = self.is_dense, cast(Any, self.rows)
+        if is_dense:
+            rows = checks.floating("projection", rows)
         if rows.ndim != 2:
             raise ValueError(
                 f"projection must be [num_features, dim], got shape {rows.shape}; "
@@ -340,7 +342,7 @@ class Projection(StructuredProjection):
                 f"got shape {x.shape}."
             )
         x = x.astype(functools.reduce(jnp.promote_types, (x.dtype, rows.dtype, jnp.float32)))
-        if self.is_dense:
+        if is_dense:
             rows = rows.astype(x.dtype)
             y = jnp.einsum("...d,md->...m", x, rows, precision=jax.lax.Precision.HIGHEST)
         else:
@@ -357,6 +359,8 @@ class Projection(StructuredProjection):
           TypeError: If the rows or the log weights are not floating.
           ValueError: If the shapes do not match, or there are no rows.
         """
+        if self.log_weights is None:
+            return self.apply(x)
         return self.add_half_log_weights(self.unweighted.apply(x))
 
     def add_half_log_weights(
@@ -385,12 +389,8 @@ class Projection(StructuredProjection):
         """Returns ``rows`` as an array, in float32 at least; if paired, one row of each pair."""
         if not self.is_dense:
             return Projection(self.rows).apply(jnp.eye(self.shape[-1])).T
-        rows = self._array()
+        rows = checks.floating("projection", cast(Any, self.rows))
         return rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
-
-    def _array(self) -> Float[Array, "*stack num_rows dim"]:
-        rows: Any = self.rows
-        return checks.floating("projection", rows)
 
     def with_negatives(self) -> Projection:
         """Returns the rows and their negatives, which have the same weights."""
@@ -426,7 +426,7 @@ class Projection(StructuredProjection):
         # its mean d.
         rows: Any = self.unweighted.rows
         if self.is_dense:
-            rows = self._array().astype(compute)
+            rows = checks.floating("projection", cast(Any, self.rows)).astype(compute)
             excess, dim = jnp.sum(jnp.square(rows) - 1, axis=-1), rows.shape[-1]
             rows *= scale
         else:

@@ -252,7 +252,7 @@ def test_the_last_state_is_that_of_the_last_segment():
     @jax.jit
     def last_state(*qkv, **options):
         arguments = Call(*map(jnp.asarray, qkv), **options)
-        estimator = Estimator.of(projection(), "positive")
+        estimator = Estimator(projection(), feature_maps.Positive())
         given, features = estimator.lay_out(arguments)
         empty = AttentionState.empty(given, features)
         return causal_attention(given, features, empty, chunk_size=4)[1]

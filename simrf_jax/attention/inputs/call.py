@@ -268,15 +268,44 @@ class Call:
         scale = self.key.shape[-1] ** -0.5 if self.scale is None else self.scale
         compute = jnp.promote_types(self.query.dtype, jnp.float32 if dtype is None else dtype)
         compute = jnp.promote_types(compute, jnp.float32)
-        return self._with_batch_axis()._by_key_heads(
-            compute,
-            jnp.asarray(scale, compute),
-            scaled=scaled,
-            fill_with_tokens=fill_with_tokens,
-            is_batched=self.query.ndim > 3,
-        )
+        call = self.with_batch_axis()
+        query, key, value, batch = call.query, call.key, call.value, call.query.shape[:-3]
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            spec = jax.typeof(x).sharding.spec
+            if any(spec[1 : len(batch)]):  # No type says how a merged axis would be sharded.
+                raise ValueError(
+                    "Of several batch axes, explicit mesh axes may shard the first alone, got "
+                    f"{spec} of {name}."
+                )
+        groups, log_weights = query.shape[-2] // key.shape[-2], call._key_log_weights(compute)
+        if log_weights.shape[-2] not in (1, key.shape[-2]) or _has_devices_between(query, key):
+            # Heads that share their keys, but not their mask or device, no longer share a state.
+            key, value = (_for_each_head(x, query) for x in (key, value))
+            groups = 1
 
-    def _with_batch_axis(self) -> Call:
+        def flat(x: Shaped[Array, " ..."]) -> Shaped[Array, "B ..."]:
+            return x.reshape(math.prod(batch), *x.shape[len(batch) :])
+
+        heads = (query.shape[-2] // groups, groups)
+        query = flat(query.reshape(*query.shape[:-2], *heads, query.shape[-1])).astype(compute)
+        key = flat(key).astype(compute)
+        narrow = jnp.bfloat16 if self.query.dtype == jnp.bfloat16 else compute
+        inputs = Inputs(
+            query,
+            key,
+            flat(value).astype(narrow),
+            jnp.broadcast_to(flat(log_weights).mT, key.shape[:-1]),
+            jnp.asarray(scale, compute),
+            call.segments(),
+            call.real_queries(),
+            jnp.ones(query.shape[:-1], bool),
+            batch=batch,
+            is_batched=self.query.ndim > 3,
+            dtype=self.query.dtype,
+        )
+        return inputs.clean(scaled=scaled, fill_with_tokens=fill_with_tokens)
+
+    def with_batch_axis(self) -> Call:
         """Returns one sequence as a batch of one; its masks and lengths may have that axis."""
         if self.query.ndim > 3:
             return self
@@ -294,66 +323,27 @@ class Call:
             segment_ids=at_least(2, self.segment_ids),
         )
 
-    def _by_key_heads(
-        self,
-        compute: jnp.dtype,
-        scale: Float[Array, ""],
-        *,
-        scaled: bool,
-        fill_with_tokens: bool,
-        is_batched: bool,
-    ) -> Inputs:
-        key, value, log_weights = self.key, self.value, self._key_log_weights(compute)
-        *batch, query_length, num_heads, dim = self.query.shape
-        for name, x in (("query", self.query), ("key", key), ("value", value)):
-            spec = jax.typeof(x).sharding.spec
-            if any(spec[1 : len(batch)]):  # No type says how a merged axis would be sharded.
-                raise ValueError(
-                    "Of several batch axes, explicit mesh axes may shard the first alone, got "
-                    f"{spec} of {name}."
-                )
-        groups = num_heads // key.shape[-2]
-        if log_weights.shape[-2] not in (1, key.shape[-2]) or _has_devices_between(self.query, key):
-            # Heads that share their keys, but not their mask or device, no longer share a state.
-            key, value = (_for_each_head(x, self.query) for x in (key, value))
-            groups = 1
-
-        def flat(x: Shaped[Array, " ..."]) -> Shaped[Array, "B ..."]:
-            return x.reshape(math.prod(batch), *x.shape[len(batch) :])
-
-        query = flat(self.query.reshape(*batch, query_length, num_heads // groups, groups, dim))
-        query, key = query.astype(compute), flat(key).astype(compute)
-        narrow = jnp.bfloat16 if self.query.dtype == jnp.bfloat16 else compute
-        inputs = Inputs(
-            query,
-            key,
-            flat(value).astype(narrow),
-            jnp.broadcast_to(flat(log_weights).mT, key.shape[:-1]),
-            scale,
-            self._segments(tuple(batch)),
-            self._real_queries(tuple(batch)),
-            jnp.ones(query.shape[:-1], bool),
-            batch=tuple(batch),
-            is_batched=is_batched,
-            dtype=self.query.dtype,
-        )
-        return inputs.clean(scaled=scaled, fill_with_tokens=fill_with_tokens)
-
     def real_queries(self) -> Bool[Array, "#B T 1 1"]:
         """Returns ``[1 or B, T, 1, 1]``, False beyond the sequences' lengths."""
-        batched = self._with_batch_axis()
-        return batched._real_queries(tuple(batched.query.shape[:-3]))
+        batch, length = self.query.shape[:-3], self.query.shape[-3]
+        if self.query_seq_lengths is None:
+            return jnp.ones((1, length, 1, 1), bool)
+        real = within_lengths("query_seq_lengths", self.query_seq_lengths, batch, length)
+        return real.reshape(math.prod(batch), length, 1, 1)
 
     def segments(self) -> Integer[Array, "B S"] | None:
         """Returns ``[B, S]``, the number of each position's segment; None without segments."""
-        batched = self._with_batch_axis()
-        return batched._segments(tuple(batched.query.shape[:-3]))
+        if self.segment_ids is None:
+            return None
+        batch, length = self.query.shape[:-3], self.key.shape[-3]
+        numbers = segment_numbers(self.segment_ids, batch, self.query.shape[-3], length)
+        return numbers.reshape(math.prod(batch), length)
 
     def log_weights_per_key(self) -> Float[Array, "B rows S"] | None:
         """Returns ``[B, 1 or N, S]`` to add to the logits; None if none are given."""
         if all(x is None for x in (self.mask, self.bias, self.key_value_seq_lengths)):
             return None
-        log_weights = self._with_batch_axis()._key_log_weights(jnp.dtype(jnp.float32))
+        log_weights = self.with_batch_axis()._key_log_weights(jnp.dtype(jnp.float32))
         return log_weights.reshape(-1, *log_weights.shape[-2:])
 
     def _key_log_weights(self, dtype: jnp.dtype) -> Float[Array, "*batch #N S"]:
@@ -371,22 +361,6 @@ class Call:
             )
             log_weights = jnp.where(visible[..., None, :], log_weights, -jnp.inf)
         return jnp.broadcast_to(log_weights, (*batch, *log_weights.shape[-2:]))
-
-    def _real_queries(self, batch: Shape) -> Bool[Array, "#B T 1 1"]:
-        """Returns ``[1 or B, T, 1, 1]``, False beyond the sequences' lengths."""
-        length = self.query.shape[-3]
-        if self.query_seq_lengths is None:
-            return jnp.ones((1, length, 1, 1), bool)
-        real = within_lengths("query_seq_lengths", self.query_seq_lengths, batch, length)
-        return real.reshape(math.prod(batch), length, 1, 1)
-
-    def _segments(self, batch: Shape) -> Integer[Array, "B S"] | None:
-        """Returns ``[B, S]``, the number of each position's segment; None without segments."""
-        if self.segment_ids is None:
-            return None
-        query_length, length = self.query.shape[-3], self.key.shape[-3]
-        numbers = segment_numbers(self.segment_ids, batch, query_length, length)
-        return numbers.reshape(math.prod(batch), length)
 
     def explicit_axes(self, *, in_order: bool) -> Axes:
         """Returns the explicit mesh axes that shard the length.

@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Float
 from simrf_jax.attention.estimator import Estimator
 from simrf_jax.attention.inputs.call import Call, Options
 from simrf_jax.attention.inspection.all_pairs import in_band, log_kernels
+from simrf_jax.attention.random_feature_attention import RandomFeatures
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.projections import ProjectionLike
 
@@ -79,8 +80,8 @@ def distillation_loss(
       Zhang et al., The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry
       (ICLR 2024), https://arxiv.org/abs/2402.04347
     """
-    estimator = Estimator.of(projection, feature_map, exact_bandwidth=exact_bandwidth)
-    return loss_of(estimator, Call.of(query, key, key, **options))
+    mechanism = RandomFeatures(projection, feature_map, exact_bandwidth=exact_bandwidth)
+    return loss_of(mechanism.estimator(), Call.of(query, key, key, **options))
 
 
 def loss_of(estimator: Estimator, call: Call) -> Float[Array, ""]:

@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Float64
 from simrf_jax.attention.estimator import Estimator
 from simrf_jax.attention.inputs.call import Call, Options
 from simrf_jax.attention.inspection.all_pairs import KernelRows, kernel_rows
+from simrf_jax.attention.random_feature_attention import RandomFeatures
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.projections import ProjectionLike
 
@@ -95,8 +96,8 @@ def attention_matrix(
     References:
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 2.2.
     """
-    estimator = Estimator.of(projection, feature_map, exact_bandwidth=exact_bandwidth)
-    estimated, _ = kernel_rows(estimator, Call.of(query, key, key, **options))
+    mechanism = RandomFeatures(projection, feature_map, exact_bandwidth=exact_bandwidth)
+    estimated, _ = kernel_rows(mechanism.estimator(), Call.of(query, key, key, **options))
     return estimated.weights()
 
 
@@ -157,9 +158,9 @@ def attention_report(
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 4.2; Roy and
       Vetterli, The Effective Rank: A Measure of Effective Dimensionality (EUSIPCO 2007).
     """
-    estimator = Estimator.of(projection, feature_map, exact_bandwidth=exact_bandwidth)
+    mechanism = RandomFeatures(projection, feature_map, exact_bandwidth=exact_bandwidth)
     call = Call.of(query, key, key if value is None else value, **options)
-    return report_of(estimator, call, has_value=value is not None)
+    return report_of(mechanism.estimator(), call, has_value=value is not None)
 
 
 def report_of(

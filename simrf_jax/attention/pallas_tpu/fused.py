@@ -117,7 +117,7 @@ def _outputs(out: Float[Array, "B N padded T"], call: Call) -> Float[Array, "*ba
     *batch, length, heads, _ = call.query.shape
     out = jnp.transpose(out, (0, 3, 1, 2))[..., : call.value.shape[-1]]
     if call.query_seq_lengths is not None:
-        out = jnp.where(call.real_queries(), out, 0)
+        out = jnp.where(call.with_batch_axis().real_queries(), out, 0)
     return out.reshape(*batch, length, heads, out.shape[-1])
 
 

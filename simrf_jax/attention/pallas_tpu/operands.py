@@ -84,7 +84,7 @@ def _segment_rows(
     call: Call, start: int, is_reversed: bool
 ) -> Float[Array, "B 1 rows padded"] | None:
     """Returns the rows of ``segments.Segments``; padding belongs to the outermost segments."""
-    segments = call.segments()
+    segments = call.with_batch_axis().segments()
     if segments is None:
         return None
     padded = _multiple(call.query.shape[-3], LANES)
@@ -114,7 +114,7 @@ def lay_out_near(call: Call, bandwidth: int) -> NearRefs:
     key, value = (near(x, axis=x.ndim - 3) for x in (key, value))
     key, value = (jnp.repeat(x, groups, axis=-2) if groups > 1 else x for x in (key, value))
     root, sign = _root_and_sign(call)
-    segments = call.segments()
+    segments = call.with_batch_axis().segments()
     if segments is not None:
         segments = segments.astype(jnp.float32)[:, None, None]
     return NearRefs(

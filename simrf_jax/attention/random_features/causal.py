@@ -135,7 +135,8 @@ def causal_attention(
       ``[B, T, K, G, D]`` in the logits' type, and the state of all keys (of those of the last
       segment, if there are segments). Zeros where no key is visible.
     """
-    inputs = one_key_for_each_query(inputs, 0)
+    if inputs.key.shape[1] != inputs.query.shape[1]:
+        inputs = one_key_for_each_query(inputs, 0)
     tokens, features = _map_custom(Tokens.of(inputs, inputs.segments), features)
     scanned, state = _scan_chunks(features, tokens, state, chunk_size=chunk_size, with_own_key=True)
     return scanned.outputs(), state

@@ -184,21 +184,24 @@ def sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array
     The features of a chunk are used and forgotten, and the backward pass makes them again.
     """
 
-    def add(state: AttentionState, chunk: Keys) -> tuple[AttentionState, Bool[Array, "B K"]]:
+    def add(state: AttentionState | None, chunk: Keys) -> tuple[AttentionState, Bool[Array, "B K"]]:
         phi, spoils = features.keys(chunk.key, chunk.log_weights)
-        maxima = jnp.maximum(state.maxima, jnp.squeeze(largest(phi.exponent, axis=1), 1))
+        maxima = jnp.squeeze(largest(phi.exponent, axis=1), 1)
+        maxima = maxima if state is None else jnp.maximum(state.maxima, maxima)
         weights = in_units_of(maxima, phi)
         numerators = contract("bskm,bskd->bkmd", weights, chunk.value)
         # In the precision of the numerators, so that both see the same weights.
         weights = weights.astype(chunk.value.dtype).astype(weights.dtype)
         sums = jnp.concatenate([numerators, jnp.sum(weights, axis=1)[..., None]], axis=-1)
-        return AttentionState(state.in_units_of(maxima) + sums, maxima), jnp.any(spoils, axis=1)
+        sums = sums if state is None else state.in_units_of(maxima) + sums
+        return AttentionState(sums, maxima), jnp.any(spoils, axis=1)
 
+    num_chunks, _, size = keys.key.shape[:3]
+    if num_chunks == 1 and size != 0:
+        return add(None, jax.tree.map(lambda x: x[0], keys))
     none = jax.tree.map(lambda x: x[0, :, :0], keys)
     phi, _ = features.keys(none.key, none.log_weights)
     empty = AttentionState.of_none(phi, with_ones(none.value))
-    if keys.key.shape[0] == 1:
-        return add(empty, jax.tree.map(lambda x: x[0], keys))
     state, spoiled = jax.lax.scan(jax.checkpoint(add, prevent_cse=False), empty, keys)
     return state, jnp.any(spoiled, axis=0)
 

@@ -217,8 +217,7 @@ class RandomFeatureAttention(Adapter):
             sums.value = flax_calibration.add_moments(sums.value, request)
         total = self._asked_for("distillation", "loss", "distil")
         if total and isinstance(mechanism.feature_map, Learned):
-            bandwidth = mechanism.exact_bandwidth
-            loss = flax_distillation.loss_of_call(request, mechanism.feature_map, bandwidth)
+            loss = flax_distillation.loss_of_call(request, mechanism)
             total.value = total.value + loss
         # mutable=True, and the DenyList of Flax, admit any name. They ask for no report.
         is_asked = self.is_mutable_collection("attention_calls")

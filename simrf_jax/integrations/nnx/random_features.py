@@ -263,9 +263,7 @@ class RandomFeatureAttention(Adapter):
             sums = flax_calibration.add_moments(get_value(self.moments), request)
             set_value(self.moments, sums)
         if self.loss is not None and isinstance(mechanism.feature_map, Learned):
-            loss = flax_distillation.loss_of_call(
-                request, mechanism.feature_map, self.exact_bandwidth
-            )
+            loss = flax_distillation.loss_of_call(request, mechanism)
             set_value(self.loss, get_value(self.loss) + loss)
         if self.calls is not None:
             set_value(self.calls, (*get_value(self.calls), SeenCall.of(request, mechanism)))
