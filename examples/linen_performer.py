@@ -17,7 +17,7 @@ class Block(nn.Module):
         y = nn.LayerNorm()(x)
         y = nn.MultiHeadDotProductAttention(
             num_heads=self.num_heads,
-            attention_fn=RandomFeatureAttention(64, is_causal=True, factored_masks=True, decode=self.decode, parent=None),
+            attention_fn=RandomFeatureAttention(64, is_causal=True, decode=self.decode, parent=None),
         )(y, mask=mask)
         x = x + nn.Dropout(self.dropout_rate, deterministic=not train)(y)
         y = nn.LayerNorm()(x)

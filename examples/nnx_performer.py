@@ -14,7 +14,7 @@ class Block(nnx.Module):
             num_heads=num_heads,
             in_features=width,
             decode=False,
-            attention_fn=RandomFeatureAttention(num_heads, width // num_heads, 64, is_causal=True, factored_masks=True, rngs=rngs),
+            attention_fn=RandomFeatureAttention(num_heads, width // num_heads, 64, is_causal=True, rngs=rngs),
             rngs=rngs,
         )
         self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)

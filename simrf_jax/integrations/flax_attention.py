@@ -14,6 +14,7 @@ from jax.typing import ArrayLike, DTypeLike
 from simrf_jax import checks
 from simrf_jax.attention import Band, Blend, Call, Mechanism, RandomFeatures
 from simrf_jax.attention.implementations import Implementation, names_of
+from simrf_jax.attention.inputs.masks import differs_between_queries
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.integrations import flax_masks
 from simrf_jax.integrations.flax_masks import Mask
@@ -154,7 +155,7 @@ def read(
             factors = None
             if is_mask is not None:
                 valid.append(_heads_last(is_mask))
-            if factored_masks or packed:
+            if factored_masks or (is_causal and differs_between_queries(mask)):
                 factors = flax_masks.factor(
                     mask, target, is_causal=is_causal, no_segments=no_segments
                 )

@@ -181,7 +181,9 @@ def _no_product(shape: tuple[int, ...], no_segments: str | None, *, is_causal: b
     factors += ["the causal mask"] if is_causal else []
     factors += ["a mask of segments of neighbours"] if no_segments is None else []
     product = f"{', '.join(factors[:-1])} and {factors[-1]}"
-    field = "factored_masks=True" if no_segments == NEEDS_PACKED else "packed=True"
+    field = "packed=True"
+    if no_segments == NEEDS_PACKED:
+        field = "is_causal=True" if is_causal else "factored_masks=True"
     hints = "" if is_causal else " A causal mask needs is_causal=True beside it."
     hints += f" {no_segments}" if no_segments else ""
     return (

@@ -63,6 +63,19 @@ def expected(q, k, v, w, mask, is_causal):
     return out
 
 
+@pytest.mark.parametrize("name", ["causal", "padding and causal", "of queries, causal"])
+def test_a_causal_adapter_takes_the_causal_mask_apart(name):
+    mask, _ = MASKS[name]
+    calls, w = adapters(factored_masks=False, is_causal=True)
+    q, k, v = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
+    for call in calls:
+        for known in (np.asarray(mask), mask):
+            out = call(q, k, v, mask=known)
+            np.testing.assert_allclose(out, expected(q, k, v, w, mask, True), 1e-4, 1e-5)
+        with pytest.raises(ValueError, match=r"is_causal=True: the mask of .* is not a product"):
+            call(q, k, v, mask=np.eye(LENGTH, dtype=bool)[None, None])
+
+
 @functools.cache
 def causal_or_not(is_causal):
     """Returns both adapters, the program of each, and their W."""

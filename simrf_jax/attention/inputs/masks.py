@@ -90,9 +90,7 @@ def one_row(
             f"{name} must be broadcastable to [batch..., heads, query length, key length] = "
             f"{target}, got shape {x.shape}."
         )
-    # The values of a NumPy array are known, under jit too.
-    constant = isinstance(x, np.ndarray) and (x.ndim < 2 or bool((x == x[..., :1, :]).all()))
-    if shape[-2] > 1 and not constant:
+    if differs_between_queries(x):
         raise ValueError(
             f"{name} of shape {x.shape} may differ between queries, which linear attention "
             "cannot honour: it sums over the keys once for all queries. What works: a key-padding "
@@ -101,6 +99,14 @@ def one_row(
             f"query_seq_lengths{', and factored_masks in the Flax adapters' * (name == 'mask')}."
         )
     return x[..., :1, :] if shape[-2] > 1 else x
+
+
+def differs_between_queries(x: Shaped[Array, " ..."] | Shaped[np.ndarray, " ..."]) -> bool:
+    """Returns whether a mask or bias has several rows, unless they are known to be equal."""
+    if x.ndim < 2 or x.shape[-2] <= 1:
+        return False
+    # The values of a NumPy array are known, under jit too.
+    return not (isinstance(x, np.ndarray) and bool((x == x[..., :1, :]).all()))
 
 
 def per_key(

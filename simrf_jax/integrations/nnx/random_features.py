@@ -86,10 +86,11 @@ class RandomFeatureAttention(Adapter):
         time and the state of hybrids grow with its product with ``num_features``.
       shared: True draws one W for all heads.
       is_causal: True lets each query attend only to keys up to its own position, also in calls that
-        do not ask for it.
+        do not ask for it. It accepts the causal mask, as Flax's ``make_causal_mask`` makes it, and
+        its products with other masks, as ``factored_masks`` does.
       factored_masks: True accepts masks with a query axis if they are products of a mask of
         queries, a mask of keys and, with ``is_causal``, the causal mask, as Flax's
-        ``make_attention_mask``, ``make_causal_mask`` and ``combine_masks`` make them. A query that
+        ``make_attention_mask`` and ``combine_masks`` make them. A query that
         sees no key gets zeros. A mask that is no such product raises if its values are known.
         Under ``jit`` it makes the output NaN, and the logger ``simrf_jax`` says why. Reading these
         masks takes O(T S) memory: for long sequences pass masks of the keys alone.
