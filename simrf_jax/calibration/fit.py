@@ -1,4 +1,7 @@
-"""The best Gaussian proposal for the means and covariances of queries and keys, in closed form."""
+"""The best Gaussian proposal for the means and covariances of queries and keys, in closed form.
+
+Rows of W keep their place when another fit turns the axes of a calibration.
+"""
 
 from __future__ import annotations
 
@@ -183,6 +186,46 @@ def log_optimal_variance(mean_square: Float[Array, "*axes"]) -> Float[Array, "*a
     # sqrt((twice + 1)^2 + 4 twice) without the square, which overflows where the result does not.
     root = (twice + 1) * jnp.sqrt(1 + 4 * (twice / (twice + 1)) / (twice + 1))
     return 0.5 + 0.25 * (root + twice + 1)
+
+
+@jax.jit
+def turn_rows(
+    rows: Float[Array, "*K m H"], before: Calibrated | None, after: Calibrated
+) -> Float[Array, "*K m H"]:
+    r"""Returns W for another calibration, such that features change no more than the fit did.
+
+    A fit chooses axes, those of the tilt, along which it is diagonal. Small changes of the data may
+    turn them by any angle, and then rows that stay where they are would be other random rows, as
+    after a redraw. With the polar decomposition M = O S of each ``query_matrix``, S depends
+    continuously on the covariances and O holds the axes, so rows are multiplied by
+    :math:`O_{before} O_{after}^\top`. Their norms and angles stay as they are.
+
+    Args:
+      rows: W of each key head.
+      before: The calibration that the rows belong to; None for rows that were just drawn.
+      after: The new calibration, of the same shape.
+    """
+    turned = rows.reshape(-1, *rows.shape[-2:])
+    if before is not None:
+        turned = _matmul(turned, _axes(before))
+    return _matmul(turned, _axes(after).swapaxes(-2, -1)).reshape(rows.shape)
+
+
+def _axes(calibration: Calibrated) -> Float[Array, "heads H H"]:
+    """Returns the orthogonal factors of the polar decompositions of the matrices of all heads.
+
+    M = O S and its inverse transpose, O times the inverse of S, share it with their sum, which is
+    far from singular where they are not.
+    """
+    sums = calibration.query_matrix + calibration.key_matrix
+    return jax.vmap(_orthogonal_factor)(sums.reshape(-1, *sums.shape[-2:]))
+
+
+def _orthogonal_factor(matrix: Float[Array, "H H"]) -> Float[Array, "H H"]:
+    vectors, values = left_singular_vectors(matrix)
+    axes = _matmul(vectors / values[None], _matmul(vectors.T, matrix))
+    # A step of Newton and Schulz removes what rounding left of other factors, to first order.
+    return 1.5 * axes - 0.5 * _matmul(axes, _matmul(axes.T, axes))
 
 
 def _matmul(*matrices: Float[Array, " ..."]) -> Float[Array, " ..."]:

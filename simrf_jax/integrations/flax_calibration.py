@@ -17,8 +17,7 @@ from simrf_jax.attention.inputs.call import Call, shape_of_logits
 from simrf_jax.attention.inputs.masks import per_key, within_lengths
 from simrf_jax.calibration import Moments
 from simrf_jax.calibration.api import check_fitted, moments
-from simrf_jax.calibration.axes import turn_rows
-from simrf_jax.calibration.fit import Balance, Tilt, fit, mean_log_second_moment
+from simrf_jax.calibration.fit import Balance, Tilt, fit, mean_log_second_moment, turn_rows
 from simrf_jax.features import FeatureMapLike
 from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.features.learned import Learned

@@ -13,7 +13,7 @@ from flax import linen as nn
 from flax import nnx
 
 import simrf_jax
-from simrf_jax.calibration.axes import turn_rows
+from simrf_jax.calibration.fit import turn_rows
 from simrf_jax.features.calibrated import Calibrated
 from simrf_jax.integrations import flax_calibration
 from simrf_jax.integrations import linen as linen_adapters
