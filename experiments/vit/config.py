@@ -50,7 +50,7 @@ _REDRAWS = Range("at least 2, as a variance is estimated from them", lambda x: x
 NO_BAND = -1
 DEFAULT_IMPLEMENTATION = "default"
 
-# Every field of every config of this experiment. A config file sets all of them.
+# Every field of every config of this experiment.
 FIELDS: dict[str, Field] = {
     "seed": Field(int, "Seed of parameters, projections, dropout and the data order.", SEEDS),
     "dataset": Field(str, "Name of the data set."),

@@ -10,6 +10,24 @@ Hardware:  two CPU cores
 
 import ml_collections
 
+# Shared by the models that are trained here.
+TRAINED = {
+    "warmup_steps": 100,
+    "weight_decay": 0.1,
+    "b2": 0.999,
+    "clip_norm": 1.0,
+    "num_features": (16, 32, 64, 128),
+    "tuned_features": 64,
+    "tuned_steps": (0, 10, 100, 1000),
+    "tuned_learning_rate": 3e-4,
+}
+VISION = TRAINED | {
+    "num_fit": 256,
+    "learned": {"num_steps": 300, "batch_size": 32, "learning_rate": 0.1},
+    "shift": 0.5,
+}
+VIT = {"width": 96, "depth": 4, "num_heads": 6, "mlp_dim": 192}
+
 
 def get_config() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
@@ -54,71 +72,31 @@ def get_config() -> ml_collections.ConfigDict:
         "num_features": (32, 64, 128, 256, 512),
         "learned": {"num_steps": 100, "batch_size": 1, "learning_rate": 0.1},
     }
-    config.digits = {
+    config.digits = VISION | {
         "batch_size": 64,
         "num_steps": 600,
         "learning_rate": 1e-3,
-        "warmup_steps": 100,
-        "weight_decay": 0.1,
-        "b2": 0.999,
-        "clip_norm": 1.0,
-        "num_fit": 256,
         "test_batch_size": 360,
-        "num_features": (16, 32, 64, 128),
         "tuned_features": 16,
-        "tuned_steps": (0, 10, 100, 1000),
-        "tuned_learning_rate": 3e-4,
-        "learned": {"num_steps": 300, "batch_size": 32, "learning_rate": 0.1},
-        "shift": 0.5,
         "flip": False,
-        "model": {
-            "patch_size": 2,  # 16 tokens.
-            "width": 96,
-            "depth": 4,
-            "num_heads": 6,
-            "mlp_dim": 192,
-            "dropout_rate": 0.1,
-        },
+        "model": VIT | {"patch_size": 2, "dropout_rate": 0.1},  # 16 tokens.
     }
-    config.fashion_mnist = {
+    config.fashion_mnist = VISION | {
         "batch_size": 128,
         "num_steps": 1406,  # 3 epochs.
         "learning_rate": 2e-3,
         "warmup_steps": 150,
-        "weight_decay": 0.1,
-        "b2": 0.999,
-        "clip_norm": 1.0,
-        "num_fit": 256,
         "test_batch_size": 512,
-        "num_features": (16, 32, 64, 128),
-        "tuned_features": 64,
-        "tuned_steps": (0, 10, 100, 1000),
-        "tuned_learning_rate": 3e-4,
-        "learned": {"num_steps": 300, "batch_size": 32, "learning_rate": 0.1},
-        "shift": 0.5,
         "flip": True,
-        "model": {
-            "patch_size": 7,  # 16 tokens.
-            "width": 96,
-            "depth": 4,
-            "num_heads": 6,
-            "mlp_dim": 192,
-            "dropout_rate": 0.05,
-        },
+        "model": VIT | {"patch_size": 7, "dropout_rate": 0.05},  # 16 tokens.
     }
-    config.char_lm = {
+    config.char_lm = TRAINED | {
         "batch_size": 8,
         "num_steps": 2000,
         "learning_rate": 6e-3,
-        "warmup_steps": 100,
-        "weight_decay": 0.1,
         "b2": 0.99,
-        "clip_norm": 1.0,
         "num_fit": 32,
         "test_batch_size": 29,
-        "num_features": (16, 32, 64, 128),
-        "tuned_features": 64,
-        "tuned_steps": (0, 10, 100, 1000),
         "tuned_learning_rate": 1e-3,
         "learned": {"num_steps": 300, "batch_size": 2, "learning_rate": 0.1},
         "context": 256,
