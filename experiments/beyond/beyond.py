@@ -6,9 +6,9 @@ import functools
 import pathlib
 from typing import Any
 
-import ml_collections
 import numpy as np
 import tqdm
+from ml_collections import ConfigDict
 
 from experiments.beyond import figures
 from experiments.harness import config_fields, files, markdown, resumable, style, trials
@@ -54,7 +54,7 @@ REACH_DISTANCES = np.linspace(0.1, 5, 99)
 REACH_SAMPLES = np.array([0.5, 1.0, 2.0, 3.0, 4.0])
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
@@ -77,7 +77,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Computes what ``workdir`` lacks, and writes results and figures there.
 
     Args:
@@ -128,7 +128,7 @@ def _blocks(dim: int, distance: float, num_features: int) -> dict[str, Any]:
     }
 
 
-def _plus(dim: int, config: ml_collections.ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
+def _plus(dim: int, config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     """Returns trials of SimRFs+ and SimRFs for m = d, and the closed form of SimRFs."""
     distances = config.plus.distances
     draw = functools.partial(

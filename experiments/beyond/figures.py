@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib.axes
-import matplotlib.figure
 import numpy as np
 from matplotlib import ticker
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from experiments.harness import style
 from simrf_jax import theory
@@ -39,7 +39,7 @@ REACH_STYLES: dict[str, dict[str, Any]] = {
 RATIO = "mean squared error / that of IIDRFs"
 
 
-def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
+def draw(results: dict[str, Any]) -> dict[str, Figure]:
     """Returns all figures by file name."""
     return {
         "blocks": draw_blocks(results["blocks"]),
@@ -49,9 +49,9 @@ def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
     }
 
 
-def draw_blocks(blocks: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_blocks(blocks: dict[str, Any]) -> Figure:
     """Draws the errors of the row-block modes by number of features and by distance."""
-    figure = matplotlib.figure.Figure(figsize=(9, 3.8), layout="constrained")
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name, look in BLOCK_STYLES.items():
         options = look | {"linewidth": 1.4, "label": BLOCK_LABELS[name]}
@@ -72,9 +72,9 @@ def draw_blocks(blocks: dict[str, Any]) -> matplotlib.figure.Figure:
     return figure
 
 
-def draw_plus(plus: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_plus(plus: dict[str, Any]) -> Figure:
     """Draws the errors of SimRFs+ at small distances, with one panel for each dimension."""
-    figure = matplotlib.figure.Figure(figsize=(3.1 * len(plus) + 0.5, 3.4), layout="constrained")
+    figure = Figure(figsize=(3.1 * len(plus) + 0.5, 3.4), layout="constrained")
     panels = figure.subplots(1, len(plus), sharey=True, squeeze=False).flat
     for axes, (dim, row) in zip(panels, plus.items(), strict=True):
         v = np.array(row["distances"])
@@ -97,10 +97,10 @@ def draw_plus(plus: dict[str, Any]) -> matplotlib.figure.Figure:
     return figure
 
 
-def draw_maps(maps: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_maps(maps: dict[str, Any]) -> Figure:
     """Draws one row of panels for each dimension and one column for each feature map."""
     size = (3.1 * len(FEATURES) + 0.5, 2.6 * len(maps) + 0.4)
-    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     rows = figure.subplots(len(maps), len(FEATURES), sharex=True, sharey="row", squeeze=False)
     for axes_row, (dim, row) in zip(rows, maps.items(), strict=True):
         for axes, features in zip(axes_row, FEATURES, strict=True):
@@ -113,7 +113,7 @@ def draw_maps(maps: dict[str, Any]) -> matplotlib.figure.Figure:
     return figure
 
 
-def _draw_map(axes: matplotlib.axes.Axes, row: dict[str, Any], features: str) -> None:
+def _draw_map(axes: Axes, row: dict[str, Any], features: str) -> None:
     axes.axhline(1, **style.STYLES["iid"], linewidth=1.3, label=style.LABELS["iid"])
     for coupling, curve in row[features].items():
         look = style.STYLES[coupling] | {"linewidth": 1.4, "label": style.LABELS[coupling]}
@@ -123,9 +123,9 @@ def _draw_map(axes: matplotlib.axes.Axes, row: dict[str, Any], features: str) ->
     _plain_ticks(axes)
 
 
-def draw_reach(reach: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_reach(reach: dict[str, Any]) -> Figure:
     """Draws ratios and errors of an equal number of features up to the distances of real models."""
-    figure = matplotlib.figure.Figure(figsize=(9, 3.8), layout="constrained")
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
     left, right = figure.subplots(1, 2)
     v, iid = np.array(reach["distances"]), np.array(reach["errors"]["iid"])
     for name, look in REACH_STYLES.items():
@@ -145,7 +145,7 @@ def draw_reach(reach: dict[str, Any]) -> matplotlib.figure.Figure:
     return figure
 
 
-def _plain_ticks(axes: matplotlib.axes.Axes) -> None:
+def _plain_ticks(axes: Axes) -> None:
     """Labels the y axis with numbers such as 0.1, 0.2 and 0.5 instead of powers of ten."""
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))

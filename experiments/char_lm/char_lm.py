@@ -7,8 +7,8 @@ import pathlib
 import platform
 from typing import Any
 
-import ml_collections
 import numpy as np
+from ml_collections import ConfigDict
 
 from experiments.char_lm import corpus, summary, train
 from experiments.char_lm.model import ATTENTIONS
@@ -56,7 +56,7 @@ LEAST = {
 }
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
@@ -108,7 +108,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         corpus.encode(config.prompt, text.alphabet)
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Trains all models that ``workdir`` lacks, and writes results and the figure there.
 
     Args:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import matplotlib.figure
 import numpy as np
+from matplotlib.figure import Figure
 
 from experiments.char_lm import corpus
 from experiments.harness import markdown, style, trials
@@ -100,9 +100,9 @@ def describe_text(results: dict[str, Any]) -> str:
     return f"{line}. It is not the text of the README ({corpus.SHA256}): expect other numbers."
 
 
-def draw_figure(results: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_figure(results: dict[str, Any]) -> Figure:
     """Draws the validation loss by step: the median over the seeds, and their range."""
-    figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
+    figure = Figure(figsize=(5, 3.8), layout="constrained")
     axes = figure.subplots()
     steps = results["steps"]
     for attention in results["runs"]:

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import optax
 import tqdm
 from flax import nnx
+from ml_collections import ConfigDict
 
 from experiments.char_lm.corpus import Text, encode, train_batch, windows
 from experiments.char_lm.model import CharLM
@@ -51,9 +51,7 @@ class Program(NamedTuple):
     sample: Callable[[TrainState, np.ndarray], jax.Array]
 
 
-def make_program(
-    config: ml_collections.ConfigDict, attention: str, vocabulary_size: int
-) -> Program:
+def make_program(config: ConfigDict, attention: str, vocabulary_size: int) -> Program:
     """Returns the functions for one kind of attention; each compiles when first called."""
     make_model = functools.partial(
         CharLM, vocabulary_size, attention=attention, **config.model.to_dict()
@@ -108,7 +106,7 @@ def make_program(
 
 
 def train(
-    program: Program, text: Text, config: ml_collections.ConfigDict, *, seed: int, name: str
+    program: Program, text: Text, config: ConfigDict, *, seed: int, name: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Trains a model and samples text from it.
 

@@ -8,10 +8,10 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import ml_collections
 import numpy as np
 import scipy.stats
 import tqdm
+from ml_collections import ConfigDict
 
 from experiments.complexity import figures, tables
 from experiments.complexity.measure import FAST, MATRICES, MEMORIES, TIMES, measure
@@ -39,7 +39,7 @@ RATIOS = (
 report = tables.report
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
@@ -89,7 +89,7 @@ def fit_exponent(dims: Sequence[int], values: Sequence[float]) -> tuple[float, f
     return float(line.slope), float(line.stderr)
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Measures at all dimensions that ``workdir`` lacks, and writes results and figures there.
 
     Args:
@@ -138,11 +138,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def _measured(
-    kind: str,
-    names: Sequence[str],
-    dim: int,
-    config: ml_collections.ConfigDict,
-    pieces: resumable.Pieces,
+    kind: str, names: Sequence[str], dim: int, config: ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, np.ndarray]:
     kept = {quantity: pieces.load(f"{kind}-{dim}-{quantity}") for quantity in (*TIMES, "memory")}
     found = {quantity: values for quantity, values in kept.items() if values is not None}

@@ -7,9 +7,9 @@ import pathlib
 from typing import Any
 
 import jax
-import ml_collections
 import numpy as np
 import tqdm
+from ml_collections import ConfigDict
 
 from experiments.conformity import couplings, densities, optimisation
 from experiments.harness import config_fields, files, markdown, resumable
@@ -30,7 +30,7 @@ BATCH = 100  # Draws of norms that are optimised and saved together.
 LEAST_V, MOST_V = 0.01, 3.0
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
@@ -57,7 +57,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Computes what ``workdir`` lacks, and writes results and figures there.
 
     Args:

@@ -6,8 +6,8 @@ import functools
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
-import matplotlib.figure
 import numpy as np
+from matplotlib.figure import Figure
 from scipy import integrate
 
 import simrf_jax
@@ -91,9 +91,9 @@ def summary(lengths: np.ndarray, v: float, dim: int, coupling: DensityCoupling) 
     return result
 
 
-def draw_figure(results: dict[str, Any], v: float, dim: int) -> matplotlib.figure.Figure:
+def draw_figure(results: dict[str, Any], v: float, dim: int) -> Figure:
     """Draws Fig. 5: densities as lines over histograms of draws, and f with its own axis."""
-    figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
+    figure = Figure(figsize=(5, 3.8), layout="constrained")
     axes = figure.subplots()
     w = np.linspace(0, longest(dim), 400)
     for coupling in COUPLINGS:

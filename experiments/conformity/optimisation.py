@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib.figure
 import numpy as np
 import threadpoolctl
+from matplotlib.figure import Figure
 
 from experiments.conformity.densities import weight
 from experiments.harness import style
@@ -166,9 +166,9 @@ def _standard_error(values: np.ndarray) -> float:
     return float(values.std(ddof=1) / len(values) ** 0.5)
 
 
-def draw_figure(results: dict[str, Any], v: float, dim: int) -> matplotlib.figure.Figure:
+def draw_figure(results: dict[str, Any], v: float, dim: int) -> Figure:
     """Draws Fig. 4: conformity by iteration, with level lines for couplings without iterations."""
-    figure = matplotlib.figure.Figure(figsize=(5, 4.2), layout="constrained")
+    figure = Figure(figsize=(5, 4.2), layout="constrained")
     axes = figure.subplots()
     iterations = np.arange(len(results["simplex_plus"]))
     ends = iterations[[0, -1]]

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib.figure
-import ml_collections
 import numpy as np
 import tqdm
+from matplotlib.figure import Figure
+from ml_collections import ConfigDict
 
 import simrf_jax
 from experiments.harness import config_fields, files, markdown, resumable, style, trials
@@ -34,7 +34,7 @@ COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex", "simplex_plus
 POINTS, TRIALS = range(2)  # Purposes of PRNG keys, which are folded in.
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
@@ -48,7 +48,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         raise UserError(f"config.scale must be above 0 and finite, got {config.scale}.")
 
 
-def draw_points(config: ml_collections.ConfigDict) -> jax.Array:
+def draw_points(config: ConfigDict) -> jax.Array:
     """Draws the data, ``[num_points, dim]``."""
     key = jax.random.fold_in(jax.random.key(config.seed), POINTS)
     return config.scale * jax.random.normal(key, (config.num_points, config.dim))
@@ -76,7 +76,7 @@ def expected_error(x: np.ndarray, num_features: int, coupling: ClosedFormCouplin
     return float(mse.mean())
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Runs all trials that ``workdir`` lacks, and writes results and the figure there.
 
     Args:
@@ -115,7 +115,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
 
 
 def _all_trials(
-    x: jax.Array, size: int, coupling: Coupling, num_trials: int, config: ml_collections.ConfigDict
+    x: jax.Array, size: int, coupling: Coupling, num_trials: int, config: ConfigDict
 ) -> np.ndarray:
     # All couplings get the same keys, so that their draws are paired.
     key = jax.random.fold_in(jax.random.key(config.seed), TRIALS)
@@ -144,9 +144,9 @@ def report(results: dict[str, Any]) -> str:
     return markdown.table(["features", *COUPLINGS], rows)
 
 
-def draw_figure(results: dict[str, Any], dim: int) -> matplotlib.figure.Figure:
+def draw_figure(results: dict[str, Any], dim: int) -> Figure:
     """Draws Fig. 7: the error by number of features, with closed forms as lines."""
-    figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
+    figure = Figure(figsize=(5, 3.8), layout="constrained")
     axes = figure.subplots()
     multiples = np.array(results["num_features"]) / dim
     for coupling in COUPLINGS:

@@ -9,9 +9,8 @@ import time
 import traceback
 from typing import Any, Protocol
 
-import ml_collections
 from absl import app, flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from experiments.harness import interrupts, jax_output, locking, mistakes
 from experiments.harness.config_fields import Fields, field_list, unknown_field_message
@@ -100,10 +99,10 @@ def _line_in(file: pathlib.Path, error: BaseException) -> int | None:
 class Experiment(Protocol):
     """A module that ``launch`` can run."""
 
-    def check(self, config: ml_collections.ConfigDict, /) -> None:
+    def check(self, config: ConfigDict, /) -> None:
         """Raises ``UserError`` for a config that cannot work."""
 
-    def run(self, config: ml_collections.ConfigDict, workdir: pathlib.Path, /) -> dict[str, Any]:
+    def run(self, config: ConfigDict, workdir: pathlib.Path, /) -> dict[str, Any]:
         """Leaves ``results.json`` and figures in the folder, and returns the results."""
 
     def report(self, results: dict[str, Any], /) -> str:

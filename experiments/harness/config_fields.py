@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from experiments.harness.mistakes import UserError, user_mistakes
 from simrf_jax import checks
@@ -77,7 +77,7 @@ def check_range(name: str, value: Any, allowed: Range) -> None:
     raise UserError(f"config.{name}{unless} must be {allowed.text}, got {value!r}.")
 
 
-def check_fields(config: ml_collections.ConfigDict, fields: Fields) -> dict[str, Any]:
+def check_fields(config: ConfigDict, fields: Fields) -> dict[str, Any]:
     """Refuses a config that has not these fields and no other, each of its type.
 
     Returns:
@@ -86,7 +86,7 @@ def check_fields(config: ml_collections.ConfigDict, fields: Fields) -> dict[str,
     Raises:
       UserError: If it is no config, fields are missing or unknown, or one has the wrong type.
     """
-    if not isinstance(config, ml_collections.ConfigDict):
+    if not isinstance(config, ConfigDict):
         raise UserError(f"The config must be an ml_collections.ConfigDict, got {config!r}.")
     given = flatten(config)
     if unknown := sorted(given.keys() - fields.keys()):
@@ -182,7 +182,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns ``{"model.width": 64, ...}``."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
-        if isinstance(value, (Mapping, ml_collections.ConfigDict)):
+        if isinstance(value, (Mapping, ConfigDict)):
             flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = value
@@ -202,7 +202,7 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]
     ]
 
 
-def field_list(config: ml_collections.ConfigDict, fields: Fields, file: pathlib.Path) -> str:
+def field_list(config: ConfigDict, fields: Fields, file: pathlib.Path) -> str:
     """Lists the fields of a config with their types and their values in its file.
 
     Example:

@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Iterator
 from typing import Any
 
-import matplotlib.figure
+from matplotlib.figure import Figure
 
 from experiments.harness import mistakes
 from experiments.harness.mistakes import UserError
@@ -61,7 +61,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return content
 
 
-def save_figure(path: pathlib.Path, figure: matplotlib.figure.Figure, *, dpi: int = 160) -> None:
+def save_figure(path: pathlib.Path, figure: Figure, *, dpi: int = 160) -> None:
     """Draws a figure into a whole file or none; see ``whole_file``."""
     with whole_file(path) as partial:
         figure.savefig(partial, dpi=dpi)

@@ -7,8 +7,8 @@ import pathlib
 import time
 from collections.abc import Callable, Iterable
 
-import ml_collections
 import numpy as np
+from ml_collections import ConfigDict
 
 import simrf_jax
 from experiments.harness import files, mistakes
@@ -31,13 +31,7 @@ class Pieces:
         another version of this package.
     """
 
-    def __init__(
-        self,
-        workdir: pathlib.Path,
-        config: ml_collections.ConfigDict,
-        *,
-        selection: Iterable[str] = (),
-    ):
+    def __init__(self, workdir: pathlib.Path, config: ConfigDict, *, selection: Iterable[str] = ()):
         self._folder = workdir / "pieces"
         with mistakes.writing(workdir):
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib.axes
+from matplotlib.axes import Axes
 from numpy.typing import ArrayLike
 
 STYLES: dict[str, dict[str, Any]] = {
@@ -24,14 +24,12 @@ LABELS = {
 }
 
 
-def tidy(axes: matplotlib.axes.Axes) -> None:
+def tidy(axes: Axes) -> None:
     """Draws a faint grid, and removes the frame where there is no scale."""
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def band(
-    axes: matplotlib.axes.Axes, x: ArrayLike, low: ArrayLike, high: ArrayLike, *, color: str
-) -> None:
+def band(axes: Axes, x: ArrayLike, low: ArrayLike, high: ArrayLike, *, color: str) -> None:
     """Shades what lies between two curves."""
     axes.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0)

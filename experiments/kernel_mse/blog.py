@@ -6,10 +6,10 @@ import functools
 from typing import Any
 
 import jax
-import matplotlib.axes
-import matplotlib.figure
-import ml_collections
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from ml_collections import ConfigDict
 
 from experiments.harness import markdown, resumable, style
 from experiments.kernel_mse import attention
@@ -45,7 +45,7 @@ SCALES = tuple({panel.scale: None for _, panel in CASES})
 POST_UP_TO = 192  # The post's axis ends at this number of features.
 
 
-def tasks(config: ml_collections.ConfigDict) -> resumable.Tasks:
+def tasks(config: ConfigDict) -> resumable.Tasks:
     """Returns a task with all cases for each number of features, and one for uniform attention."""
     seed, options = config.seed, config.attention
     sizes: resumable.Tasks = {
@@ -55,12 +55,12 @@ def tasks(config: ml_collections.ConfigDict) -> resumable.Tasks:
     return sizes | {"attention-uniform": functools.partial(_uniform_errors, seed, options)}
 
 
-def _sample_keys(seed: int, options: ml_collections.ConfigDict) -> list[jax.Array]:
+def _sample_keys(seed: int, options: ConfigDict) -> list[jax.Array]:
     key = jax.random.key(seed)
     return [jax.random.fold_in(key, sample) for sample in range(options.num_samples)]
 
 
-def _errors_at(seed: int, options: ml_collections.ConfigDict, size: int) -> np.ndarray:
+def _errors_at(seed: int, options: ConfigDict, size: int) -> np.ndarray:
     """Returns errors ``[cases, samples]``; all cases share a sample's inputs up to their scale."""
 
     def error(key: jax.Array, curve: Curve, panel: Panel) -> float:
@@ -74,7 +74,7 @@ def _errors_at(seed: int, options: ml_collections.ConfigDict, size: int) -> np.n
         return np.array([[error(key, *case) for key in keys] for case in CASES])
 
 
-def _uniform_errors(seed: int, options: ml_collections.ConfigDict) -> np.ndarray:
+def _uniform_errors(seed: int, options: ConfigDict) -> np.ndarray:
     """Returns the errors of uniform attention, ``[scales, samples]``."""
 
     def error(key: jax.Array, scale: float) -> float:
@@ -86,7 +86,7 @@ def _uniform_errors(seed: int, options: ml_collections.ConfigDict) -> np.ndarray
         return np.array([[error(key, scale) for key in keys] for scale in SCALES])
 
 
-def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
+def summary(config: ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
     """Returns the panels of each figure, whose curves are lists over the numbers of features."""
     sizes = list(config.attention.num_features)
     errors = np.stack([pieces[f"attention-{size}"] for size in sizes], axis=1)
@@ -131,13 +131,13 @@ def table(results: dict[str, Any]) -> str:
     return markdown.table(["", "scale", "features", *columns, "mean of the values"], rows)
 
 
-def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
+def draw_figures(results: dict[str, Any]) -> dict[str, Figure]:
     """Draws mean and standard deviation, as the post does, and medians as dots."""
     return {name: _draw_figure(results, name) for name in FIGURES}
 
 
-def _draw_figure(results: dict[str, Any], name: str) -> matplotlib.figure.Figure:
-    figure = matplotlib.figure.Figure(figsize=(11, 3.8), layout="constrained")
+def _draw_figure(results: dict[str, Any], name: str) -> Figure:
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
     row = figure.subplots(1, 3, sharey=True)
     for axes, panel in zip(row, results[name], strict=True):
         _draw_panel(axes, np.array(results["num_features"]), panel)
@@ -149,7 +149,7 @@ def _draw_figure(results: dict[str, Any], name: str) -> matplotlib.figure.Figure
     return figure
 
 
-def _draw_panel(axes: matplotlib.axes.Axes, sizes: np.ndarray, panel: dict[str, Any]) -> None:
+def _draw_panel(axes: Axes, sizes: np.ndarray, panel: dict[str, Any]) -> None:
     for curve in panel["curves"]:
         look = CURVES[Curve(curve["coupling"], curve["feature_map"])]
         mean, deviation = np.array(curve["mean"]), np.array(curve["standard_deviation"])

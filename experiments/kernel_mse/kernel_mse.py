@@ -5,8 +5,8 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
-import ml_collections
 import tqdm
+from ml_collections import ConfigDict
 
 from experiments.harness import config_fields, files, resumable
 from experiments.kernel_mse import blog, mse_ratio, trigonometric_gap
@@ -31,7 +31,7 @@ FIELDS: dict[str, type] = {
 PARTS = {"ratio": mse_ratio, "gap": trigonometric_gap, "attention": blog}
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
@@ -47,7 +47,7 @@ def check(config: ml_collections.ConfigDict) -> None:
     config_fields.check_distances(values, ["ratio.distances", "gap.trial_distances"], most=10.0)
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Computes what ``workdir`` lacks, and writes results and figures there.
 
     Args:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import matplotlib.axes
-import matplotlib.figure
-import ml_collections
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from ml_collections import ConfigDict
 from scipy import special
 
 from experiments.harness import markdown, resumable, style, trials
@@ -20,7 +20,7 @@ CURVE = np.geomspace(1e-3, 1e2, 501)  # Distances on the paper's axis.
 ENOUGH = 0.9  # A marker is filled if the draws can see at least this share of the mean.
 
 
-def tasks(config: ml_collections.ConfigDict) -> resumable.Tasks:
+def tasks(config: ConfigDict) -> resumable.Tasks:
     """Returns one set of trials for each coupling, from the same keys."""
     options = config.ratio
     return {
@@ -59,7 +59,7 @@ def visible_share(v: np.ndarray, num_draws: int, power: int) -> np.ndarray:
     return special.ndtr(largest - power * v)
 
 
-def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
+def summary(config: ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
     """Returns the errors and ratios of each coupling at all distances, with closed forms."""
     dim, v = config.ratio.dim, np.array(config.ratio.distances)
     errors = {coupling: pieces[f"ratio-{coupling}"] for coupling in COUPLINGS}
@@ -128,9 +128,9 @@ def _largest_z_score(results: dict[str, Any], number: int) -> str:
     return f"{max(scores):.1f}"
 
 
-def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
+def draw_figures(results: dict[str, Any]) -> dict[str, Figure]:
     """Draws closed forms as lines and trials as markers, open where draws miss part of the mean."""
-    figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
+    figure = Figure(figsize=(5, 3.8), layout="constrained")
     axes = figure.subplots()
     dim, v = results["dim"], np.array(results["distances"])
     enough = np.array(results["visible_share_of_mean"]) >= ENOUGH
@@ -162,11 +162,7 @@ def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]
 
 
 def _draw_trials(
-    axes: matplotlib.axes.Axes,
-    v: np.ndarray,
-    ratio: trials.Estimate,
-    enough: np.ndarray,
-    color: str,
+    axes: Axes, v: np.ndarray, ratio: trials.Estimate, enough: np.ndarray, color: str
 ) -> None:
     for these, face in ((enough, color), (~enough, "white")):
         axes.errorbar(

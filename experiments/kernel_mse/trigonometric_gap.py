@@ -7,10 +7,10 @@ import itertools
 from typing import Any
 
 import matplotlib
-import matplotlib.axes
-import matplotlib.figure
-import ml_collections
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from ml_collections import ConfigDict
 from scipy import optimize
 
 from experiments.harness import markdown, resumable, style, trials
@@ -24,7 +24,7 @@ DRAWN = (2, 3, 4, 6, 8, 16, 64)  # Dimensions in the figure; more would make it 
 LINE_STYLES = ("-", "--", "-.", ":")
 
 
-def tasks(config: ml_collections.ConfigDict) -> resumable.Tasks:
+def tasks(config: ConfigDict) -> resumable.Tasks:
     """Returns trials for each dimension and coupling, from the same keys."""
     options = config.gap
     return {
@@ -68,7 +68,7 @@ def sign_changes(dim: int) -> list[float]:
     return [optimize.brentq(gap, z[i], z[i + 1], args=(dim,)) for i in changes]
 
 
-def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
+def summary(config: ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
     """Returns sign changes and the largest loss of each dimension, and the trials."""
     z = np.array(config.gap.trial_distances)
     return {
@@ -123,9 +123,9 @@ def table(results: dict[str, Any]) -> str:
     return "\n\n".join(tables)
 
 
-def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
+def draw_figures(results: dict[str, Any]) -> dict[str, Figure]:
     """Draws the whole relative gap, and the part near zero enlarged."""
-    figure = matplotlib.figure.Figure(figsize=(9, 3.8), layout="constrained")
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
     whole, close = figure.subplots(1, 2)
     for axes in (whole, close):
         _draw_gap(axes, results)
@@ -137,7 +137,7 @@ def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]
     return {"trigonometric_gap": figure}
 
 
-def _draw_gap(axes: matplotlib.axes.Axes, results: dict[str, Any]) -> None:
+def _draw_gap(axes: Axes, results: dict[str, Any]) -> None:
     dims = [row["dim"] for row in results["theory"] if row["dim"] in DRAWN]
     colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(dims)))
     color_of = dict(zip(dims, colors, strict=True))

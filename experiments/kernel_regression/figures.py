@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib.axes
-import matplotlib.figure
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from experiments.harness import style
 
 CURVES = ("iid", "orthogonal", "simplex")
 
 
-def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
+def draw(results: dict[str, Any]) -> dict[str, Figure]:
     """Draws the figures of those parts that ran, by file name."""
     figures = {}
     if "curves" in results:
@@ -23,7 +23,7 @@ def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
     return figures
 
 
-def draw_curves(results: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_curves(results: dict[str, Any]) -> Figure:
     """Draws Fig. 8: accuracy by number of features, for each data set and for their mean."""
     panels = dict(results)
     if len(results) > 1:
@@ -43,7 +43,7 @@ def draw_curves(results: dict[str, Any]) -> matplotlib.figure.Figure:
     return figure
 
 
-def draw_search(results: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_search(results: dict[str, Any]) -> Figure:
     """Draws Fig. 10: validation accuracy by sigma."""
     figure, axes = _grid(len(results))
     for axis, (name, row) in zip(axes, results.items(), strict=False):
@@ -90,34 +90,22 @@ def _average(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return mean
 
 
-def _grid(panels: int) -> tuple[matplotlib.figure.Figure, list[matplotlib.axes.Axes]]:
+def _grid(panels: int) -> tuple[Figure, list[Axes]]:
     columns = min(3, panels)
     rows = -(-panels // columns)
-    figure = matplotlib.figure.Figure(
-        figsize=(2.9 * columns + 0.3, 2.3 * rows + 0.5), layout="constrained"
-    )
+    figure = Figure(figsize=(2.9 * columns + 0.3, 2.3 * rows + 0.5), layout="constrained")
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
 def _curve(
-    axis: matplotlib.axes.Axes,
-    x: np.ndarray,
-    points: list[dict[str, float]],
-    look: dict[str, Any],
-    label: str,
+    axis: Axes, x: np.ndarray, points: list[dict[str, float]], look: dict[str, Any], label: str
 ) -> None:
     mean, spread = (np.array([p[k] for p in points]) for k in ("mean", "standard_error"))
     style.band(axis, x, mean - spread, mean + spread, color=look["color"])
     axis.plot(x, mean, **look, linewidth=1.3, label=label)
 
 
-def _finish(
-    figure: matplotlib.figure.Figure,
-    axes: list[matplotlib.axes.Axes],
-    panels: int,
-    x_label: str,
-    y_label: str,
-) -> None:
+def _finish(figure: Figure, axes: list[Axes], panels: int, x_label: str, y_label: str) -> None:
     for axis in axes[panels:]:
         axis.remove()
     for axis in axes[:panels]:

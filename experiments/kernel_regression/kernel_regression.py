@@ -7,9 +7,9 @@ import pathlib
 from typing import Any
 
 import jax
-import ml_collections
 import numpy as np
 import tqdm
+from ml_collections import ConfigDict
 
 from experiments.harness import config_fields, files, resumable
 from experiments.harness.mistakes import UserError
@@ -36,7 +36,7 @@ METHODS = {
 }
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
@@ -54,7 +54,7 @@ def check(config: ml_collections.ConfigDict) -> None:
             config_fields.check_one_of(f"Each of config.{name}", value, known)
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Runs all trials that ``workdir`` lacks, and writes results and figures there.
 
     Args:
@@ -100,7 +100,7 @@ def report(results: dict[str, Any]) -> str:
 
 
 def _tables(
-    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: resumable.Pieces
+    name: str, split: uci.Split, config: ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, Any]:
     dim, sigma = split.train.shape[1], uci.SOURCES[name].sigma
     result: dict[str, Any] = {
@@ -130,7 +130,7 @@ def _tables(
 
 
 def _curves(
-    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: resumable.Pieces
+    name: str, split: uci.Split, config: ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, Any]:
     dim, sigma = split.train.shape[1], uci.SOURCES[name].sigma
 
@@ -157,7 +157,7 @@ def _curves(
 
 
 def _search(
-    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: resumable.Pieces
+    name: str, split: uci.Split, config: ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, Any]:
     """Returns accuracies by sigma, on held-out training rows and, as published, on the test set."""
     sigmas = np.geomspace(0.1, 2, config.num_sigmas)
@@ -185,6 +185,6 @@ def _search(
     return result
 
 
-def _keys(config: ml_collections.ConfigDict, trials: int) -> jax.Array:
+def _keys(config: ConfigDict, trials: int) -> jax.Array:
     """Returns the keys of all methods, which share them so that their trials are paired."""
     return jax.random.split(jax.random.key(config.seed), trials)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib.axes
-import matplotlib.figure
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from experiments.harness import style
 from experiments.swap.looks import LABELS, LOOKS, PREDICTED_LOOKS, SCORES, TASKS
@@ -19,7 +19,7 @@ LARGEST_PREDICTION = 1e25
 APART = 1.03
 
 
-def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
+def draw(results: dict[str, Any]) -> dict[str, Figure]:
     """Returns all figures by file name."""
     drawn = {}
     if "predicted" in results:
@@ -41,9 +41,9 @@ def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
     return drawn
 
 
-def draw_predicted(section: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_predicted(section: dict[str, Any]) -> Figure:
     """Draws predicted errors as lines, and measured ones as markers, against the length."""
-    figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     lengths = np.array(section["lengths"])
     for name, rows in section["cases"].items():
@@ -79,9 +79,9 @@ def draw_predicted(section: dict[str, Any]) -> matplotlib.figure.Figure:
     return figure
 
 
-def draw_predicted_heads(section: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_predicted_heads(section: dict[str, Any]) -> Figure:
     """Draws the measured error of each head against the predicted one, for the most features."""
-    figure = matplotlib.figure.Figure(figsize=(6.2, 4), layout="constrained")
+    figure = Figure(figsize=(6.2, 4), layout="constrained")
     axes = figure.subplots()
     for name, by_size in section["methods"].items():
         errors = by_size[max(by_size, key=int)]
@@ -109,9 +109,9 @@ def draw_predicted_heads(section: dict[str, Any]) -> matplotlib.figure.Figure:
     return figure
 
 
-def draw_encoder(section: dict[str, Any], quantity: str, label: str) -> matplotlib.figure.Figure:
+def draw_encoder(section: dict[str, Any], quantity: str, label: str) -> Figure:
     """Draws one quantity of the sentence encoder against the number of features."""
-    figure = matplotlib.figure.Figure(figsize=(6.2, 4), layout="constrained")
+    figure = Figure(figsize=(6.2, 4), layout="constrained")
     axes = figure.subplots()
     _draw_against_features(axes, section, quantity)
     axes.set(xlabel="number of features m", ylabel=label)
@@ -119,7 +119,7 @@ def draw_encoder(section: dict[str, Any], quantity: str, label: str) -> matplotl
     return figure
 
 
-def draw_swapped(sections: dict[str, dict[str, Any]]) -> matplotlib.figure.Figure:
+def draw_swapped(sections: dict[str, dict[str, Any]]) -> Figure:
     """Draws the score without fine-tuning against the number of features, a panel for each task."""
     figure, panels = _panels(sections)
     for axes, (name, section) in zip(panels, sections.items(), strict=True):
@@ -130,7 +130,7 @@ def draw_swapped(sections: dict[str, dict[str, Any]]) -> matplotlib.figure.Figur
     return figure
 
 
-def draw_tuned(sections: dict[str, dict[str, Any]], quantity: str) -> matplotlib.figure.Figure:
+def draw_tuned(sections: dict[str, dict[str, Any]], quantity: str) -> Figure:
     """Draws a quantity against the steps of fine-tuning, with one panel for each task.
 
     Args:
@@ -155,16 +155,12 @@ def draw_tuned(sections: dict[str, dict[str, Any]], quantity: str) -> matplotlib
     return figure
 
 
-def _panels(
-    sections: dict[str, dict[str, Any]],
-) -> tuple[matplotlib.figure.Figure, list[matplotlib.axes.Axes]]:
-    figure = matplotlib.figure.Figure(figsize=(3.4 * len(sections) + 2, 3.6), layout="constrained")
+def _panels(sections: dict[str, dict[str, Any]]) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(3.4 * len(sections) + 2, 3.6), layout="constrained")
     return figure, list(figure.subplots(1, len(sections), squeeze=False).flat)
 
 
-def _draw_against_features(
-    axes: matplotlib.axes.Axes, section: dict[str, Any], quantity: str
-) -> None:
+def _draw_against_features(axes: Axes, section: dict[str, Any], quantity: str) -> None:
     """Draws the methods with standard errors, and the baselines as level lines."""
     for name, one in section["baselines"].items():
         look = LOOKS[name]
@@ -178,21 +174,19 @@ def _draw_against_features(
     _ticks(axes, sizes, sizes)
 
 
-def _errorbar(
-    axes: matplotlib.axes.Axes, x: np.ndarray, summaries: list[dict[str, float]], name: str
-) -> None:
+def _errorbar(axes: Axes, x: np.ndarray, summaries: list[dict[str, float]], name: str) -> None:
     means, errors = ([one[k] for one in summaries] for k in ("mean", "standard_error"))
     look = LOOKS[name] | {"linewidth": 1.3, "markersize": 4, "capsize": 2}
     axes.errorbar(x, means, errors, **look, label=LABELS[name])
     style.tidy(axes)
 
 
-def _ticks(axes: matplotlib.axes.Axes, places: np.ndarray, names: np.ndarray) -> None:
+def _ticks(axes: Axes, places: np.ndarray, names: np.ndarray) -> None:
     axes.set_xticks(places, [str(name) for name in names])
     axes.xaxis.minorticks_off()
 
 
-def _legend(figure: matplotlib.figure.Figure, panels: list[matplotlib.axes.Axes]) -> None:
+def _legend(figure: Figure, panels: list[Axes]) -> None:
     """Draws one legend for all panels, with each attention once."""
     entries: dict[str, Any] = {}
     for axes in panels:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import tqdm
+from ml_collections import ConfigDict
 
 from experiments.harness import resumable, trials
 from experiments.swap import encoder, texts
@@ -57,7 +57,7 @@ class Errors(NamedTuple):
 
 
 def prepare(
-    model: encoder.Encoder, all_texts: np.ndarray, config: ml_collections.ConfigDict, seed: int
+    model: encoder.Encoder, all_texts: np.ndarray, config: ConfigDict, seed: int
 ) -> Subject:
     """Returns what the encoder computes for the texts of a seed."""
     fit, test = texts.split(
@@ -95,7 +95,7 @@ class EncoderSwaps:
       pieces: Pieces of the run.
     """
 
-    def __init__(self, config: ml_collections.ConfigDict, pieces: resumable.Pieces):
+    def __init__(self, config: ConfigDict, pieces: resumable.Pieces):
         self.config, self.model_dir, self.pieces = config.encoder, config.model_dir, pieces
         self._loaded = functools.cache(self._load)
         self.subject = functools.lru_cache(maxsize=1)(self._prepare)
@@ -147,7 +147,7 @@ class EncoderSwaps:
         return Errors(heads, ends)
 
 
-def run(config: ml_collections.ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
+def run(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     """Measures what ``pieces`` lack, and returns the section ``encoder`` of the results.
 
     Raises:

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import optax
 import tqdm
 from flax import nnx
+from ml_collections import ConfigDict
 
 from experiments.harness import resumable, train_state, trials
 from experiments.swap import training
@@ -33,13 +33,7 @@ class Swaps:
       pieces: Pieces of the run.
     """
 
-    def __init__(
-        self,
-        name: str,
-        task: Task,
-        config: ml_collections.ConfigDict,
-        pieces: resumable.Pieces,
-    ):
+    def __init__(self, name: str, task: Task, config: ConfigDict, pieces: resumable.Pieces):
         self.name, self.task, self.config, self.pieces = name, task, config, pieces
         self._trainer, _ = train_state.make_optimizer(config, b2=config.b2)
         self._tuner = optax.chain(
@@ -130,9 +124,7 @@ class Swaps:
         return self.pieces.get(f"{self.name}-tuned-{method}-{seed}", compute)
 
 
-def run(
-    name: str, task: Task, config: ml_collections.ConfigDict, pieces: resumable.Pieces
-) -> dict[str, Any]:
+def run(name: str, task: Task, config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     """Measures what ``pieces`` lack, and returns the section of a task of the results.
 
     Args:

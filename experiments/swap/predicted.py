@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import tqdm
+from ml_collections import ConfigDict
 
 import simrf_jax
 from experiments.harness import resumable, trials
@@ -59,7 +59,7 @@ class Tokens(NamedTuple):
     value: np.ndarray
 
 
-def draw_tokens(config: ml_collections.ConfigDict, seed: int) -> Tokens:
+def draw_tokens(config: ConfigDict, seed: int) -> Tokens:
     """Draws queries and keys in random directions, and normal values."""
     rng = np.random.default_rng(seed)
     shapes = [(count, 1, config.dim) for count in (config.num_queries, config.num_keys)]
@@ -68,7 +68,7 @@ def draw_tokens(config: ml_collections.ConfigDict, seed: int) -> Tokens:
     return Tokens(unit_query, unit_key, value)
 
 
-def predict(tokens: Tokens, case: Case, config: ml_collections.ConfigDict) -> np.ndarray:
+def predict(tokens: Tokens, case: Case, config: ConfigDict) -> np.ndarray:
     """Returns the predicted relative squared error of the outputs for each length."""
     query, key, value = tokens
     return np.array(
@@ -88,9 +88,7 @@ def predict(tokens: Tokens, case: Case, config: ml_collections.ConfigDict) -> np
     )
 
 
-def measure(
-    tokens: Tokens, case: Case, config: ml_collections.ConfigDict, prng_key: jax.Array
-) -> np.ndarray:
+def measure(tokens: Tokens, case: Case, config: ConfigDict, prng_key: jax.Array) -> np.ndarray:
     """Returns the mean relative squared error over draws of W for each length."""
     lengths = np.array(config.lengths)
     parameters = np.array([case.parameter(length, config.dim) for length in lengths])
@@ -141,7 +139,7 @@ def _errors(
     return jax.lax.map(one, prng_keys, batch_size=20)
 
 
-def run(config: ml_collections.ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
+def run(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     """Measures what ``pieces`` lack, and returns the section ``predicted`` of the results."""
     ours = config.predicted
 

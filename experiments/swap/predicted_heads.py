@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import tqdm
+from ml_collections import ConfigDict
 
 import simrf_jax
 from experiments.harness import resumable
@@ -96,7 +96,7 @@ def mean_errors(
     return jnp.mean(jax.lax.map(one, prng_keys), axis=0)
 
 
-def run(config: ml_collections.ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
+def run(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     """Measures what ``pieces`` lack, and returns the section ``predicted_heads`` of the results.
 
     Raises:

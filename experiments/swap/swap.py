@@ -6,7 +6,7 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from experiments.harness import config_fields, files, resumable
 from experiments.harness.mistakes import UserError
@@ -136,7 +136,7 @@ LEAST = {
 }
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
@@ -194,7 +194,7 @@ def _check_task(part: str, values: dict[str, Any]) -> None:
         )
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Measures all that ``workdir`` lacks, and writes results and figures there.
 
     Args:
@@ -219,9 +219,7 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     return results
 
 
-def _run_part(
-    part: str, config: ml_collections.ConfigDict, pieces: resumable.Pieces
-) -> dict[str, Any]:
+def _run_part(part: str, config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     if part == "predicted":
         return predicted.run(config, pieces)
     if part == "predicted_heads":
@@ -231,7 +229,7 @@ def _run_part(
     return measure_task.run(part, TASKS[part](config), config, pieces)
 
 
-TASKS: dict[str, Callable[[ml_collections.ConfigDict], Task]] = {
+TASKS: dict[str, Callable[[ConfigDict], Task]] = {
     "digits": lambda config: tasks.vision_task("digits", config.digits, ""),
     "char_lm": lambda config: tasks.language_task(config.char_lm),
     "fashion_mnist": lambda config: tasks.vision_task(

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import optax
 from flax import nnx
+from ml_collections import ConfigDict
 
 from experiments.char_lm import corpus
 from experiments.char_lm.model import CharLM
@@ -19,7 +19,7 @@ from experiments.vit.data import in_memory
 from simrf_jax.models import ViT, ViTConfig
 
 
-def vision_task(dataset: str, config: ml_collections.ConfigDict, data_dir: str) -> Task:
+def vision_task(dataset: str, config: ConfigDict, data_dir: str) -> Task:
     """Returns a ViT of ``experiments.vit`` with softmax attention, scored by its accuracy.
 
     Args:
@@ -79,7 +79,7 @@ def _is_right(logits: jax.Array, labels: jax.Array) -> jax.Array:
     return (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
 
 
-def language_task(config: ml_collections.ConfigDict) -> Task:
+def language_task(config: ConfigDict) -> Task:
     """Returns the model of ``experiments.char_lm`` with softmax attention, scored by its bits.
 
     Args:

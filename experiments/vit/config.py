@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from experiments.harness import config_fields, markdown
 from experiments.harness.config_fields import SEEDS, Range, above, at_least, one_of
@@ -231,7 +231,7 @@ FIELDS: dict[str, Field] = {
 TYPES = {name: field.type for name, field in FIELDS.items()}
 
 
-def check_config(config: ml_collections.ConfigDict) -> None:
+def check_config(config: ConfigDict) -> None:
     """Refuses a config that is not whole, has an unknown field, or a value that cannot work.
 
     Raises:
@@ -255,7 +255,7 @@ def check_config(config: ml_collections.ConfigDict) -> None:
 
 
 def model_config(
-    config: ml_collections.ConfigDict,
+    config: ConfigDict,
     *,
     channels: int,
     num_classes: int,

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import jax
-import ml_collections
 import numpy as np
+from ml_collections import ConfigDict
 
 from experiments.harness import config_fields
 from experiments.harness.mistakes import UserError
@@ -33,7 +33,7 @@ from experiments.vit.training.preemption import Preemption
 from experiments.vit.training.train_step import Metrics, Program, build_program, evaluation_means
 
 
-def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dict[str, Any]:
+def train(config: ConfigDict, workdir: str | pathlib.Path) -> dict[str, Any]:
     """Trains, evaluates, and leaves its results in ``workdir``.
 
     Args:
@@ -65,22 +65,20 @@ def train(config: ml_collections.ConfigDict, workdir: str | pathlib.Path) -> dic
         return _train(config, folders)
 
 
-def _of_all_hosts(config: ml_collections.ConfigDict) -> dict[str, Any]:
+def _of_all_hosts(config: ConfigDict) -> dict[str, Any]:
     """Returns the fields that must be the same on all hosts: all but where and how they read."""
     fields = config_fields.flatten(json.loads(config.to_json_best_effort()))
     return {k: v for k, v in fields.items() if k not in ("data_dir", "num_workers")}
 
 
-def checkpoint_folder(
-    config: ml_collections.ConfigDict, workdir: pathlib.Path
-) -> str | pathlib.Path | None:
+def checkpoint_folder(config: ConfigDict, workdir: pathlib.Path) -> str | pathlib.Path | None:
     """Returns where the run keeps its checkpoints, or None if it is to keep none."""
     if not config.checkpoint.interval:
         return None
     return config.checkpoint.folder or workdir / "checkpoints"
 
 
-def _refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
+def _refuse_used(workdir: pathlib.Path, config: ConfigDict) -> None:
     """Refuses a workdir with another run or a finished one, of which it adds what is missing."""
     log.draw_missing_curves(workdir)
     try:
@@ -91,13 +89,13 @@ def _refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> No
         raise
 
 
-def mirror_results(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
+def mirror_results(workdir: pathlib.Path, config: ConfigDict) -> None:
     """Copies what ``config.mirror`` lacks; raises ``UserError`` if it cannot be written."""
     with Mirror(workdir, config.mirror, writes=True) as mirror:
         mirror.finish()
 
 
-def _train(config: ml_collections.ConfigDict, folders: Folders) -> dict[str, Any]:
+def _train(config: ConfigDict, folders: Folders) -> dict[str, Any]:
     """Trains in folders that are locked."""
     # Check everything that can be checked before anything is written.
     mesh = sharding.make_mesh(config.mesh)
@@ -153,7 +151,7 @@ class Finished(NamedTuple):
 
 
 def _loop_past_bad_batches(
-    config: ml_collections.ConfigDict,
+    config: ConfigDict,
     folders: Folders,
     program: Program,
     inputs: pipeline.Input,
@@ -180,7 +178,7 @@ def _loop_past_bad_batches(
 
 def _loop(
     stack: contextlib.ExitStack,
-    config: ml_collections.ConfigDict,
+    config: ConfigDict,
     folders: Folders,
     program: Program,
     inputs: pipeline.Input,
@@ -258,9 +256,7 @@ def _loop(
 
 
 def _open_checkpoints(
-    stack: contextlib.ExitStack,
-    config: ml_collections.ConfigDict,
-    folder: str | pathlib.Path | None,
+    stack: contextlib.ExitStack, config: ConfigDict, folder: str | pathlib.Path | None
 ) -> Checkpoints | None:
     """Opens the checkpoints of a run, until the stack is left, or none if it is to keep none."""
     if folder is None:
@@ -270,10 +266,7 @@ def _open_checkpoints(
 
 
 def _open_batches(
-    stack: contextlib.ExitStack,
-    config: ml_collections.ConfigDict,
-    inputs: pipeline.Input,
-    progress: Progress,
+    stack: contextlib.ExitStack, config: ConfigDict, inputs: pipeline.Input, progress: Progress
 ) -> stream.Batches:
     """Opens the batches that are still to come, until the stack is left."""
     batches = stream.Batches(
@@ -295,7 +288,7 @@ def _stop(bar: Bar, done: int, checkpoints: Checkpoints | None) -> NoReturn:
     raise SystemExit(0)
 
 
-def _columns(config: ml_collections.ConfigDict, program: Program) -> tuple[str, ...]:
+def _columns(config: ConfigDict, program: Program) -> tuple[str, ...]:
     columns = log.COLUMNS
     if config.held_out:
         columns += log.HELD_OUT_COLUMNS
@@ -304,7 +297,7 @@ def _columns(config: ml_collections.ConfigDict, program: Program) -> tuple[str, 
     return columns
 
 
-def _speed(config: ml_collections.ConfigDict, program: Program) -> meter.Speed:
+def _speed(config: ConfigDict, program: Program) -> meter.Speed:
     operations = config.batch_size * flops.train_flops(program.model)
     return meter.Speed(config.batch_size, operations, flops.peak(program.mesh))
 
@@ -354,7 +347,7 @@ def _measure(
 def _check_finite(
     what: str,
     values: Mapping[int, float],
-    config: ml_collections.ConfigDict,
+    config: ConfigDict,
     workdir: pathlib.Path,
     skipped: range,
 ) -> None:
@@ -372,10 +365,7 @@ def _check_finite(
 
 
 def _results(
-    config: ml_collections.ConfigDict,
-    program: Program,
-    inputs: pipeline.Input,
-    run: Finished,
+    config: ConfigDict, program: Program, inputs: pipeline.Input, run: Finished
 ) -> dict[str, Any]:
     rows = run.rows
     speeds = [row["images_per_second"] for row in rows]

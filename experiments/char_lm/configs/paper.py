@@ -15,11 +15,11 @@ Expected:  1.909 (softmax), 1.924 (near + far), 1.944 (near field), 2.065 (far f
            features, and 1.910 with learned ones (seeds 0 and 1; softmax 1.913)
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict()
+def get_config() -> ConfigDict:
+    config = ConfigDict()
     config.attentions = (
         "softmax",
         "far",

@@ -9,11 +9,11 @@ Expected:  SimRFs > ORFs > IIDRFs with d features in paired trials on all data s
            and within 0.01 on the others
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict()
+def get_config() -> ConfigDict:
+    config = ConfigDict()
     config.seed = 0
     config.data_dir = ""  # Stands for SIMRF_DATA_DIR or, without it, a download to a cache.
     config.datasets = ("abalone", "banknote", "car", "yeast", "cmc", "nursery", "wifi", "chess")

@@ -8,7 +8,7 @@ Command:   python -m experiments.swap.main --workdir=runs/swap --config.model_di
 Hardware:  two CPU cores
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 # Shared by the models that are trained here.
 TRAINED = {
@@ -29,8 +29,8 @@ VISION = TRAINED | {
 VIT = {"width": 96, "depth": 4, "num_heads": 6, "mlp_dim": 192}
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict()
+def get_config() -> ConfigDict:
+    config = ConfigDict()
     config.parts = ("predicted", "predicted_heads", "encoder", "digits", "char_lm", "fashion_mnist")
     config.methods = (
         "positive_iid",

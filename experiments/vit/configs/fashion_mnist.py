@@ -10,12 +10,12 @@ Expected:  test accuracy 0.884 (simplex), 0.885 (orthogonal), 0.884 (iid), 0.884
            that is not the official one
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from experiments.vit.tools import presets
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> ConfigDict:
     config = presets.small("fashion_mnist", image_size=28, num_steps=3750)  # 8 epochs.
     config.batch_size = 128
     config.eval_batch_size = 512

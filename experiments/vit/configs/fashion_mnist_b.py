@@ -12,12 +12,12 @@ Expected:  not run; the paper draws accuracies and gives no number
 ``presets.paper`` explains the choices. Here are those that differ.
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from experiments.vit.tools import presets
 
 
-def get_config(argument: str = "") -> ml_collections.ConfigDict:
+def get_config(argument: str = "") -> ConfigDict:
     config = presets.paper("fashion_mnist", num_train=60_000)
     config.in_memory = True
     config.shuffle_window = 0

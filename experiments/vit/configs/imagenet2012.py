@@ -14,10 +14,10 @@ Expected:  not run; in the paper simplex ends 0.5% above orthogonal (Sec. 5.4), 
 ``presets.paper`` has the fields and their reasons: what the paper says, and what is our choice.
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from experiments.vit.tools import presets
 
 
-def get_config(argument: str = "") -> ml_collections.ConfigDict:
+def get_config(argument: str = "") -> ConfigDict:
     return presets.shrunk(argument, presets.paper("imagenet2012", num_train=1_281_167))

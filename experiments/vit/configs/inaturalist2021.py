@@ -13,10 +13,10 @@ Expected:  not run; the paper draws accuracies and gives no number. We test on t
 ``presets.paper`` explains the choices. Only the data set and the steps differ from imagenet2012.py.
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from experiments.vit.tools import presets
 
 
-def get_config(argument: str = "") -> ml_collections.ConfigDict:
+def get_config(argument: str = "") -> ConfigDict:
     return presets.shrunk(argument, presets.paper("i_naturalist2021", num_train=2_686_843))

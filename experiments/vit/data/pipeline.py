@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import grain
-import ml_collections
 import numpy as np
 import PIL.Image
 import PIL.ImageOps
+from ml_collections import ConfigDict
 
 from experiments.harness.mistakes import UserError
 from experiments.vit.data import augment, in_memory, records, shuffle
@@ -73,9 +73,7 @@ class Test(NamedTuple):
     eval_batches: Evaluation
 
 
-def load(
-    config: ml_collections.ConfigDict, *, eval_batch_size: int, rows: Rows = np.arange
-) -> Input:
+def load(config: ConfigDict, *, eval_batch_size: int, rows: Rows = np.arange) -> Input:
     """Opens the data set of a config.
 
     Args:
@@ -101,9 +99,7 @@ def load(
     return open_input(config, eval_batch_size, rows)
 
 
-def load_test(
-    config: ml_collections.ConfigDict, *, eval_batch_size: int, rows: Rows = np.arange
-) -> Test:
+def load_test(config: ConfigDict, *, eval_batch_size: int, rows: Rows = np.arange) -> Test:
     """Opens what a trained model is tested on, and of records nothing else; see ``load``."""
     if config.in_memory:
         inputs = _from_memory(config, eval_batch_size, rows)
@@ -116,7 +112,7 @@ def _has_pairs(rows: np.ndarray) -> bool:
     return set(rows.tolist()) == set((rows ^ 1).tolist())
 
 
-def _from_memory(config: ml_collections.ConfigDict, eval_batch_size: int, rows: Rows) -> Input:
+def _from_memory(config: ConfigDict, eval_batch_size: int, rows: Rows) -> Input:
     dataset = in_memory.load(config.dataset, config.data_dir)
     height, width, channels = dataset.train.images.shape[1:]
     if (height, width) != (config.image_size, config.image_size):
@@ -160,12 +156,12 @@ def _from_memory(config: ml_collections.ConfigDict, eval_batch_size: int, rows: 
     )
 
 
-def _num_held_out(config: ml_collections.ConfigDict, size: int) -> int:
+def _num_held_out(config: ConfigDict, size: int) -> int:
     """Returns the number of training examples to hold out, which are the last ones."""
     return math.ceil(config.held_out * size)
 
 
-def _from_records(config: ml_collections.ConfigDict, eval_batch_size: int, rows: Rows) -> Input:
+def _from_records(config: ConfigDict, eval_batch_size: int, rows: Rows) -> Input:
     train = records.open_records(config.dataset, "train", config.data_dir)
     held_out = None
     if count := _num_held_out(config, len(train)):
@@ -193,7 +189,7 @@ def _from_records(config: ml_collections.ConfigDict, eval_batch_size: int, rows:
     )
 
 
-def _test_records(config: ml_collections.ConfigDict, eval_batch_size: int, rows: Rows) -> Test:
+def _test_records(config: ConfigDict, eval_batch_size: int, rows: Rows) -> Test:
     split = records.DATASETS[config.dataset].test_split
     test = records.open_records(config.dataset, split, config.data_dir)
     batches = _evaluation(test, config, eval_batch_size, rows)
@@ -201,7 +197,7 @@ def _test_records(config: ml_collections.ConfigDict, eval_batch_size: int, rows:
 
 
 def _evaluation(
-    examples: records.Records, config: ml_collections.ConfigDict, eval_batch_size: int, rows: Rows
+    examples: records.Records, config: ConfigDict, eval_batch_size: int, rows: Rows
 ) -> Evaluation:
     def eval_batches() -> Iterator[Batch]:
         mine = rows(eval_batch_size)
@@ -220,7 +216,7 @@ Read = Callable[[list[int]], list[records.Decoded]]
 
 
 def _shuffled(
-    train: records.Records, config: ml_collections.ConfigDict, rows: np.ndarray
+    train: records.Records, config: ConfigDict, rows: np.ndarray
 ) -> tuple[Read, list[np.ndarray]]:
     """Returns how examples are read in the order of the run, and the parts of the host's rows.
 
@@ -260,7 +256,7 @@ def _read_shuffled(
     return examples.read(indices)
 
 
-def _read_train(read: Read, positions: np.ndarray, config: ml_collections.ConfigDict) -> Batch:
+def _read_train(read: Read, positions: np.ndarray, config: ConfigDict) -> Batch:
     """Reads and augments the examples at some positions of the run."""
     images, labels = zip(*read(positions.tolist()), strict=True)
     draws = ((config.seed, shuffle.AUGMENTATION, p) for p in positions.tolist())
@@ -269,9 +265,7 @@ def _read_train(read: Read, positions: np.ndarray, config: ml_collections.Config
     return {"image": _to_array(augmented), "label": np.array(labels, np.int32)}
 
 
-def _read_eval(
-    examples: records.Records, position: int, config: ml_collections.ConfigDict
-) -> Batch:
+def _read_eval(examples: records.Records, position: int, config: ConfigDict) -> Batch:
     """Reads one example; beyond the last it returns a black image of weight 0."""
     side = config.image_size
     if position < len(examples):
@@ -289,7 +283,7 @@ def _read_eval(
 
 
 def _augmented(
-    image: PIL.Image.Image, rng: np.random.Generator, config: ml_collections.ConfigDict
+    image: PIL.Image.Image, rng: np.random.Generator, config: ConfigDict
 ) -> PIL.Image.Image:
     """Applies crop, flip and RandAugment, in this order, as configured."""
     if config.augment.crop_area < 1:
@@ -307,9 +301,7 @@ def _augmented(
     )
 
 
-def _mix(
-    batch: Batch, positions: np.ndarray, config: ml_collections.ConfigDict, num_classes: int
-) -> Batch:
+def _mix(batch: Batch, positions: np.ndarray, config: ConfigDict, num_classes: int) -> Batch:
     """Mixes images with weights from Beta(alpha, alpha); with alpha 0 it returns the batch."""
     alpha = config.augment.mixup
     if not alpha:

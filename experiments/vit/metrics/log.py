@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self, TextIO
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from experiments.harness import files, mistakes
 from experiments.harness.mistakes import UserError, user_mistakes
@@ -69,7 +69,7 @@ class Log:
     def __init__(
         self,
         workdir: pathlib.Path,
-        config: ml_collections.ConfigDict,
+        config: ConfigDict,
         columns: Sequence[str],
         rows: Sequence[dict[str, float]],
         *,
@@ -135,7 +135,7 @@ def refuse_bucket(workdir: pathlib.Path) -> None:
         )
 
 
-def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
+def refuse_used(workdir: pathlib.Path, config: ConfigDict) -> None:
     """Refuses a folder that holds a run, so that none is written over, unless it can go on.
 
     Raises:
@@ -164,7 +164,7 @@ def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> Non
         )
 
 
-def is_finished(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> bool:
+def is_finished(workdir: pathlib.Path, config: ConfigDict) -> bool:
     """Returns whether a folder holds a finished run of this config."""
     if not (workdir / "results.json").exists():
         return False

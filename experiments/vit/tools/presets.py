@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from simrf_jax import checks
 
@@ -69,7 +69,7 @@ _LOCAL = {
 }
 
 
-def small(dataset: str, *, image_size: int, num_steps: int) -> ml_collections.ConfigDict:
+def small(dataset: str, *, image_size: int, num_steps: int) -> ConfigDict:
     """Returns a small ViT for a CPU, on a data set in memory; a config file changes what differs.
 
     Args:
@@ -77,7 +77,7 @@ def small(dataset: str, *, image_size: int, num_steps: int) -> ml_collections.Co
       image_size: Side of its images in pixels.
       num_steps: Training steps.
     """
-    return ml_collections.ConfigDict(
+    return ConfigDict(
         {
             "seed": 0,
             "dataset": dataset,
@@ -138,7 +138,7 @@ def small(dataset: str, *, image_size: int, num_steps: int) -> ml_collections.Co
     )
 
 
-def paper(dataset: str, *, num_train: int) -> ml_collections.ConfigDict:
+def paper(dataset: str, *, num_train: int) -> ConfigDict:
     """Returns the paper's Performer, a ViT-B, for 300 epochs on records of a data set.
 
     Args:
@@ -152,7 +152,7 @@ def paper(dataset: str, *, num_train: int) -> ml_collections.ConfigDict:
     return config
 
 
-def shrunk(argument: str, config: ml_collections.ConfigDict) -> ml_collections.ConfigDict:
+def shrunk(argument: str, config: ConfigDict) -> ConfigDict:
     """Shrinks the config of a run on a pod for ``--config=FILE.py:runlocal``.
 
     Args:

@@ -15,12 +15,12 @@ import pathlib
 from typing import Any, NamedTuple
 
 import jax
-import matplotlib.figure
-import ml_collections
 import numpy as np
 import optax
 import tqdm
 from jax.sharding import NamedSharding, PartitionSpec
+from matplotlib.figure import Figure
+from ml_collections import ConfigDict
 
 from experiments.harness import (
     command_line,
@@ -73,7 +73,7 @@ WINDOW = 10  # Steps of a mean.
 METRICS = ("loss", "accuracy", "gradient_norm")
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
@@ -93,7 +93,7 @@ def check(config: ml_collections.ConfigDict) -> None:
     config_fields.check_range("num_steps", config.num_steps, least)
 
 
-def arm_config(config: ml_collections.ConfigDict, arm: str) -> ml_collections.ConfigDict:
+def arm_config(config: ConfigDict, arm: str) -> ConfigDict:
     """Returns the config of the trainer for an attention of the sweep."""
     config = copy.deepcopy(config)
     with config.unlocked():
@@ -126,7 +126,7 @@ class Arm:
       step: Takes a state, which is donated, a batch and a rate; returns the next state and metrics.
     """
 
-    def __init__(self, config: ml_collections.ConfigDict, *, channels: int, num_classes: int):
+    def __init__(self, config: ConfigDict, *, channels: int, num_classes: int):
         self.config = copy.deepcopy(config)
         self.config.learning_rate = 1.0
         mesh = sharding.make_mesh(config.mesh)
@@ -232,7 +232,7 @@ def judge(measured: np.ndarray) -> Stability:
     return Stability(float(means[-1]), float(losses.max()), float(norms.max()), fault)
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Trains all that ``workdir`` lacks, and writes results, table and figure there.
 
     Args:
@@ -273,7 +273,7 @@ def _name(arm: str, rate: float, seed: int) -> str:
     return f"{arm}-{rate:g}-{seed}"
 
 
-def _train_missing(config: ml_collections.ConfigDict, pieces: resumable.Pieces) -> None:
+def _train_missing(config: ConfigDict, pieces: resumable.Pieces) -> None:
     """Trains the runs that are not finished, all of a seed before those of the next."""
     sweep = config.sweep
     runs = itertools.product(sweep.seeds, sweep.arms, sweep.learning_rates)
@@ -362,12 +362,12 @@ def _largest(values: list[float | None], digits: str) -> str:
     return f"{max(finite):{digits}}" if len(finite) == len(values) else "not finite"
 
 
-def draw(results: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw(results: dict[str, Any]) -> Figure:
     """Draws final loss and largest gradient norm against the rate; crosses mark unstable runs.
 
     Lines are means over seeds, bands reach from the lowest to the highest seed.
     """
-    figure = matplotlib.figure.Figure(figsize=(9, 3.8), layout="constrained")
+    figure = Figure(figsize=(9, 3.8), layout="constrained")
     panels = figure.subplots(1, 2)
     for arm, rates in results.items():
         for axes, name in zip(panels, ("final_loss", "largest_norm"), strict=True):

@@ -12,12 +12,12 @@ and the number of steps are far smaller, and there is neither mixup nor more tha
 shift, as a run sees only 960 images.
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from experiments.vit.tools import presets
 
 
-def get_config() -> ml_collections.ConfigDict:
+def get_config() -> ConfigDict:
     """Returns the config of the sweep of README.md, Learning rates."""
     config = presets.small("fashion_mnist", image_size=28, num_steps=60)
     # The seeds of the sweep replace the seed, and its rates the learning rate.

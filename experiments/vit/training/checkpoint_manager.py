@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import ml_collections
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
 from orbax.checkpoint import checkpoint_managers
 
 from experiments.harness import config_fields, storage
@@ -48,7 +48,7 @@ class Checkpoints:
       UserError: If the folder cannot be read and written.
     """
 
-    def __init__(self, folder: epath.PathLike, config: ml_collections.ConfigDict, *, keep: int):
+    def __init__(self, folder: epath.PathLike, config: ConfigDict, *, keep: int):
         self._config = json.loads(config.to_json_best_effort())
         del self._config["checkpoint"]["folder"]  # A folder may be moved.
         self._policy = _LatestAndBest(keep)

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
 
 from experiments.harness import train_state
 from experiments.harness.train_state import TrainState
@@ -149,9 +149,7 @@ class Program(NamedTuple):
         return self.model.attention != "exact"
 
 
-def build_program(
-    config: ml_collections.ConfigDict, mesh: Mesh, *, channels: int, num_classes: int
-) -> Program:
+def build_program(config: ConfigDict, mesh: Mesh, *, channels: int, num_classes: int) -> Program:
     """Builds the program of a config; nothing is compiled or drawn yet.
 
     Args:
