@@ -99,11 +99,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
         "maps": {str(dim): _maps(dim) for dim in config.maps.dims},
         "reach": _reach(**config.reach),
     }
-    files.write_json(workdir / "results.json", results)
-    with files.drawing(workdir):
-        for name, figure in figures.draw(results).items():
-            files.save_figure(workdir / f"{name}.png", figure)
-    return results
+    return files.finish(workdir, results, lambda: figures.draw(results))
 
 
 def _blocks(dim: int, distance: float, num_features: int) -> dict[str, Any]:

@@ -51,8 +51,7 @@ def draw(results: dict[str, Any]) -> dict[str, Figure]:
 
 def draw_blocks(blocks: dict[str, Any]) -> Figure:
     """Draws the errors of the row-block modes by number of features and by distance."""
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = style.subplots(9, 3.8, 1, 2)
     for name, look in BLOCK_STYLES.items():
         options = look | {"linewidth": 1.4, "label": BLOCK_LABELS[name]}
         left.plot(blocks["sizes"], blocks["against_size"][name], **options)
@@ -125,8 +124,7 @@ def _draw_map(axes: Axes, row: dict[str, Any], features: str) -> None:
 
 def draw_reach(reach: dict[str, Any]) -> Figure:
     """Draws ratios and errors of an equal number of features up to the distances of real models."""
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = style.subplots(9, 3.8, 1, 2)
     v, iid = np.array(reach["distances"]), np.array(reach["errors"]["iid"])
     for name, look in REACH_STYLES.items():
         errors, options = np.array(reach["errors"][name]), look | {"linewidth": 1.4}

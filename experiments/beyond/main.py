@@ -6,5 +6,4 @@ from experiments.beyond import beyond
 from experiments.harness import command_line
 
 if __name__ == "__main__":
-    paper = pathlib.Path(__file__).parent / "configs" / "paper.py"
-    command_line.launch(beyond, beyond.FIELDS, paper)
+    command_line.launch(beyond, pathlib.Path(__file__).parent / "configs" / "paper.py")

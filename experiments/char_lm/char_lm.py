@@ -165,10 +165,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
             for attention in config.attentions
         },
     }
-    files.write_json(workdir / "results.json", results)
-    with files.drawing(workdir):
-        files.save_figure(workdir / "char_lm.png", summary.draw_figure(results))
-    return results
+    return files.finish(workdir, results, lambda: {"char_lm": summary.draw_figure(results)})
 
 
 def report(results: dict[str, Any]) -> str:

@@ -7,6 +7,4 @@ from experiments.harness import command_line, memory
 
 if __name__ == "__main__":
     memory.keep_freed_memory()
-    command_line.launch(
-        char_lm, char_lm.FIELDS, pathlib.Path(__file__).parent / "configs" / "paper.py"
-    )
+    command_line.launch(char_lm, pathlib.Path(__file__).parent / "configs" / "paper.py")

@@ -102,8 +102,7 @@ def describe_text(results: dict[str, Any]) -> str:
 
 def draw_figure(results: dict[str, Any]) -> Figure:
     """Draws the validation loss by step: the median over the seeds, and their range."""
-    figure = Figure(figsize=(5, 3.8), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = style.subplots(5, 3.8)
     steps = results["steps"]
     for attention in results["runs"]:
         curves, look = bits(results, attention), LOOKS[attention]

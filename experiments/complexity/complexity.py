@@ -130,11 +130,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
         "ratios": ratios,
         "exponents": exponents,
     }
-    files.write_json(workdir / "results.json", results)
-    with files.drawing(workdir):
-        files.save_figure(workdir / "time.png", figures.draw_times(results))
-        files.save_figure(workdir / "memory.png", figures.draw_memory(results))
-    return results
+    return files.finish(workdir, results, lambda: figures.draw(results))
 
 
 def _measured(

@@ -22,6 +22,11 @@ ORDERS: dict[str, Any] = {
 TICKS = (64, 1024, 16384, 262144)
 
 
+def draw(results: dict[str, Any]) -> dict[str, Figure]:
+    """Returns all figures by file name."""
+    return {"time": draw_times(results), "memory": draw_memory(results)}
+
+
 def draw_times(results: dict[str, Any]) -> Figure:
     """Draws the milliseconds to draw W, to apply it to one vector and to apply it to a batch."""
     titles = {
@@ -44,8 +49,9 @@ def draw_memory(results: dict[str, Any]) -> Figure:
 
 def _figure(curves: dict[str, Any], measure: str, titles: dict[str, str]) -> Figure:
     """Draws one panel for each quantity; all matrices share one curve where they are applied."""
-    figure = Figure(figsize=(2 + 3 * len(titles), 3.8), layout="constrained")
-    panels = figure.subplots(1, len(titles), sharex=True, sharey=True)
+    figure, panels = style.subplots(
+        2 + 3 * len(titles), 3.8, 1, len(titles), sharex=True, sharey=True
+    )
     lines: dict[str, Any] = {}
     for axes, (quantity, title) in zip(panels, titles.items(), strict=True):
         axes.set_title(title, fontsize=10)

@@ -6,6 +6,4 @@ from experiments.complexity import complexity
 from experiments.harness import command_line
 
 if __name__ == "__main__":
-    command_line.launch(
-        complexity, complexity.FIELDS, pathlib.Path(__file__).parent / "configs" / "paper.py"
-    )
+    command_line.launch(complexity, pathlib.Path(__file__).parent / "configs" / "paper.py")

@@ -93,16 +93,15 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
         # All couplings get the same key, so that their draws are paired.
         lengths = densities.draw_lengths(key(PROJECTIONS), config.num_projections, dim, coupling)
         results["densities"][coupling] = densities.summary(lengths, v, dim, coupling)
-    files.write_json(workdir / "results.json", results)
-    with files.drawing(workdir):
-        figures = {
+    return files.finish(
+        workdir,
+        results,
+        lambda: {
             "couplings": couplings.draw_figure(key(PICTURES)),
             "optimisation": optimisation.draw_figure(results["single_draw"], v, dim),
             "densities": densities.draw_figure(results["densities"], v, dim),
-        }
-        for name, figure in figures.items():
-            files.save_figure(workdir / f"{name}.png", figure)
-    return results
+        },
+    )
 
 
 def optima(norms: np.ndarray, v: float, pieces: resumable.Pieces) -> np.ndarray:

@@ -93,8 +93,7 @@ def summary(lengths: np.ndarray, v: float, dim: int, coupling: DensityCoupling) 
 
 def draw_figure(results: dict[str, Any], v: float, dim: int) -> Figure:
     """Draws Fig. 5: densities as lines over histograms of draws, and f with its own axis."""
-    figure = Figure(figsize=(5, 3.8), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = style.subplots(5, 3.8)
     w = np.linspace(0, longest(dim), 400)
     for coupling in COUPLINGS:
         row, look = results[coupling], style.STYLES[coupling]

@@ -168,8 +168,7 @@ def _standard_error(values: np.ndarray) -> float:
 
 def draw_figure(results: dict[str, Any], v: float, dim: int) -> Figure:
     """Draws Fig. 4: conformity by iteration, with level lines for couplings without iterations."""
-    figure = Figure(figsize=(5, 4.2), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = style.subplots(5, 4.2)
     iterations = np.arange(len(results["simplex_plus"]))
     ends = iterations[[0, -1]]
     level, spread = np.full(2, results["iid"]), np.full(2, results["iid_deviation"])

@@ -108,10 +108,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
                 rows.append(_summary(errors, np.asarray(x), size, coupling))
                 progress.update()
             results[coupling] = rows
-    files.write_json(workdir / "results.json", results)
-    with files.drawing(workdir):
-        files.save_figure(workdir / "gram.png", draw_figure(results, config.dim))
-    return results
+    return files.finish(workdir, results, lambda: {"gram": draw_figure(results, config.dim)})
 
 
 def _all_trials(
@@ -146,8 +143,7 @@ def report(results: dict[str, Any]) -> str:
 
 def draw_figure(results: dict[str, Any], dim: int) -> Figure:
     """Draws Fig. 7: the error by number of features, with closed forms as lines."""
-    figure = Figure(figsize=(5, 3.8), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = style.subplots(5, 3.8)
     multiples = np.array(results["num_features"]) / dim
     for coupling in COUPLINGS:
         rows, look = results[coupling], style.STYLES[coupling]

@@ -6,5 +6,4 @@ from experiments.gram import gram
 from experiments.harness import command_line
 
 if __name__ == "__main__":
-    paper = pathlib.Path(__file__).parent / "configs" / "paper.py"
-    command_line.launch(gram, gram.FIELDS, paper)
+    command_line.launch(gram, pathlib.Path(__file__).parent / "configs" / "paper.py")

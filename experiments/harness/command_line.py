@@ -99,6 +99,10 @@ def _line_in(file: pathlib.Path, error: BaseException) -> int | None:
 class Experiment(Protocol):
     """A module that ``launch`` can run."""
 
+    @property
+    def FIELDS(self) -> Fields:  # noqa: N802 - It is a constant of the module.
+        """Types of the fields of its config."""
+
     def check(self, config: ConfigDict, /) -> None:
         """Raises ``UserError`` for a config that cannot work."""
 
@@ -109,7 +113,7 @@ class Experiment(Protocol):
         """Returns the text to print of the results."""
 
 
-def launch(experiment: Experiment, fields: Fields, default_config: pathlib.Path) -> None:
+def launch(experiment: Experiment, default_config: pathlib.Path) -> None:
     """Runs an experiment as a program, with ``--config`` and ``--workdir``.
 
     A ``UserError`` ends it with one line; every other error keeps its traceback. Of two runs in one
@@ -130,4 +134,4 @@ def launch(experiment: Experiment, fields: Fields, default_config: pathlib.Path)
         print(experiment.report(results))
         print(f"{time.monotonic() - start:.0f} seconds")
 
-    app.run(main, flags_parser=lambda argv: parse_flags(argv, fields, default_config))
+    app.run(main, flags_parser=lambda argv: parse_flags(argv, experiment.FIELDS, default_config))

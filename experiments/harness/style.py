@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
 STYLES: dict[str, dict[str, Any]] = {
@@ -22,6 +24,21 @@ LABELS = {
     "simplex": "SimRFs",
     "simplex_plus": "SimRFs+",
 }
+
+
+def subplots(
+    width: float, height: float, rows: int = 1, columns: int = 1, **options: Any
+) -> tuple[Figure, Any]:
+    """Returns a figure of a size in inches, and its axes, one or an array of them."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, **options)
+
+
+def ticks(axes: Axes, places: Iterable[float], names: Iterable[object] | None = None) -> None:
+    """Marks some places of the x axis and no other, by names or by their own numbers."""
+    places = list(places)
+    axes.set_xticks(places, [str(name) for name in (places if names is None else names)])
+    axes.xaxis.minorticks_off()
 
 
 def tidy(axes: Axes) -> None:

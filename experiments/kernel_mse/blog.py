@@ -137,8 +137,7 @@ def draw_figures(results: dict[str, Any]) -> dict[str, Figure]:
 
 
 def _draw_figure(results: dict[str, Any], name: str) -> Figure:
-    figure = Figure(figsize=(11, 3.8), layout="constrained")
-    row = figure.subplots(1, 3, sharey=True)
+    figure, row = style.subplots(11, 3.8, 1, 3, sharey=True)
     for axes, panel in zip(row, results[name], strict=True):
         _draw_panel(axes, np.array(results["num_features"]), panel)
     row[0].set_ylabel("mean squared error of attention")

@@ -68,12 +68,12 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     progress = tqdm.tqdm(tasks.items(), unit="piece")
     pieces = {name: kept.get(name, task) for name, task in progress}
     results = {name: part.summary(config, pieces) for name, part in PARTS.items()}
-    files.write_json(workdir / "results.json", results)
-    with files.drawing(workdir):
-        for part, of_part in zip(PARTS.values(), results.values(), strict=True):
-            for name, figure in part.draw_figures(of_part).items():
-                files.save_figure(workdir / f"{name}.png", figure)
-    return results
+    parts = PARTS.items()
+    return files.finish(
+        workdir,
+        results,
+        lambda: {k: v for name, part in parts for k, v in part.draw_figures(results[name]).items()},
+    )
 
 
 def report(results: dict[str, Any]) -> str:

@@ -130,8 +130,7 @@ def _largest_z_score(results: dict[str, Any], number: int) -> str:
 
 def draw_figures(results: dict[str, Any]) -> dict[str, Figure]:
     """Draws closed forms as lines and trials as markers, open where draws miss part of the mean."""
-    figure = Figure(figsize=(5, 3.8), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = style.subplots(5, 3.8)
     dim, v = results["dim"], np.array(results["distances"])
     enough = np.array(results["visible_share_of_mean"]) >= ENOUGH
     for coupling in COUPLINGS:

@@ -125,8 +125,7 @@ def table(results: dict[str, Any]) -> str:
 
 def draw_figures(results: dict[str, Any]) -> dict[str, Figure]:
     """Draws the whole relative gap, and the part near zero enlarged."""
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
-    whole, close = figure.subplots(1, 2)
+    figure, (whole, close) = style.subplots(9, 3.8, 1, 2)
     for axes in (whole, close):
         _draw_gap(axes, results)
     whole.set_ylabel("gap, per cent of the error of IIDRFs")

@@ -80,11 +80,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
                 name: runs[part](name, split, config, pieces) for name, split in progress
             }
         results["seconds"][part] = pieces.seconds(f"{part}*")
-    files.write_json(workdir / "results.json", results)
-    with files.drawing(workdir):
-        for name, figure in figures.draw(results).items():
-            files.save_figure(workdir / f"{name}.png", figure)
-    return results
+    return files.finish(workdir, results, lambda: figures.draw(results))
 
 
 def report(results: dict[str, Any]) -> str:

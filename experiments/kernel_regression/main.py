@@ -6,8 +6,4 @@ from experiments.harness import command_line
 from experiments.kernel_regression import kernel_regression
 
 if __name__ == "__main__":
-    command_line.launch(
-        kernel_regression,
-        kernel_regression.FIELDS,
-        pathlib.Path(__file__).parent / "configs" / "paper.py",
-    )
+    command_line.launch(kernel_regression, pathlib.Path(__file__).parent / "configs" / "paper.py")

@@ -43,8 +43,7 @@ def draw(results: dict[str, Any]) -> dict[str, Figure]:
 
 def draw_predicted(section: dict[str, Any]) -> Figure:
     """Draws predicted errors as lines, and measured ones as markers, against the length."""
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = style.subplots(7, 4)
     lengths = np.array(section["lengths"])
     for name, rows in section["cases"].items():
         look = dict(PREDICTED_LOOKS[name])
@@ -81,8 +80,7 @@ def draw_predicted(section: dict[str, Any]) -> Figure:
 
 def draw_predicted_heads(section: dict[str, Any]) -> Figure:
     """Draws the measured error of each head against the predicted one, for the most features."""
-    figure = Figure(figsize=(6.2, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = style.subplots(6.2, 4)
     for name, by_size in section["methods"].items():
         errors = by_size[max(by_size, key=int)]
         look = LOOKS[name]
@@ -111,8 +109,7 @@ def draw_predicted_heads(section: dict[str, Any]) -> Figure:
 
 def draw_encoder(section: dict[str, Any], quantity: str, label: str) -> Figure:
     """Draws one quantity of the sentence encoder against the number of features."""
-    figure = Figure(figsize=(6.2, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = style.subplots(6.2, 4)
     _draw_against_features(axes, section, quantity)
     axes.set(xlabel="number of features m", ylabel=label)
     figure.legend(frameon=False, loc="outside right upper", fontsize=9)

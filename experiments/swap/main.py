@@ -7,4 +7,4 @@ from experiments.swap import swap
 
 if __name__ == "__main__":
     memory.keep_freed_memory()
-    command_line.launch(swap, swap.FIELDS, pathlib.Path(__file__).parent / "configs" / "paper.py")
+    command_line.launch(swap, pathlib.Path(__file__).parent / "configs" / "paper.py")

@@ -212,11 +212,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     selection = ["seeds", "parts", "methods", "tuned_methods", "model_dir", "data_dir"]
     pieces = resumable.Pieces(workdir, config, selection=selection)
     results = {part: _run_part(part, config, pieces) for part in config.parts}
-    files.write_json(workdir / "results.json", results)
-    with files.drawing(workdir):
-        for name, figure in figures.draw(results).items():
-            files.save_figure(workdir / f"{name}.png", figure)
-    return results
+    return files.finish(workdir, results, lambda: figures.draw(results))
 
 
 def _run_part(part: str, config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:

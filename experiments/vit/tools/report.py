@@ -198,8 +198,7 @@ def draw(runs: Runs) -> Figure:
     References:
       Reid et al., Simplex Random Features (ICML 2023), Fig. 9.
     """
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    curves, ends = figure.subplots(1, 2, width_ratios=(3, 2))
+    figure, (curves, ends) = style.subplots(10, 4, 1, 2, width_ratios=(3, 2))
     for row, (attention, some) in enumerate(runs.items()):
         _draw_attention(curves, ends, row, attention, some)
     held_out = any(run.results["config"].get("held_out") for some in runs.values() for run in some)

@@ -260,12 +260,9 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
         }
         for arm in sweep.arms
     }
-    files.write_json(workdir / "results.json", results)
     with files.whole_file(workdir / "table.md") as partial:
         partial.write_text(f"{report(results)}\n")
-    with files.drawing(workdir):
-        files.save_figure(workdir / "sweep.png", draw(results))
-    return results
+    return files.finish(workdir, results, lambda: {"sweep": draw(results)})
 
 
 def _name(arm: str, rate: float, seed: int) -> str:
@@ -367,8 +364,7 @@ def draw(results: dict[str, Any]) -> Figure:
 
     Lines are means over seeds, bands reach from the lowest to the highest seed.
     """
-    figure = Figure(figsize=(9, 3.8), layout="constrained")
-    panels = figure.subplots(1, 2)
+    figure, panels = style.subplots(9, 3.8, 1, 2)
     for arm, rates in results.items():
         for axes, name in zip(panels, ("final_loss", "largest_norm"), strict=True):
             x = np.array([float(rate) for rate in rates])
@@ -393,5 +389,4 @@ if __name__ == "__main__":
     import sys
 
     memory.keep_freed_memory()
-    default = pathlib.Path(__file__).with_name("sweep_config.py")
-    command_line.launch(sys.modules[__name__], FIELDS, default)
+    command_line.launch(sys.modules[__name__], pathlib.Path(__file__).with_name("sweep_config.py"))
