@@ -244,7 +244,7 @@ def _loop(
         if checkpoints and (due.checkpoint or best):
             seconds = time.perf_counter() - start
             progress = Progress(metrics_log.rows, seconds, batches.get_state())
-            folders.check_checkpoints(done)
+            folders.check_checkpoints()
             checkpoints.save(done, state, progress)
         if due.evaluation or due.checkpoint:
             mirror.start()

@@ -63,6 +63,7 @@ class Checkpoints:
             self._delete_half_written()
             multihost_utils.sync_global_devices("half-written checkpoints are deleted")
             self._manager = ocp.CheckpointManager(self._folder, options=options)
+            self._newest = max(checkpoint_contents.steps_in(self._folder), default=-1)
 
     def __enter__(self) -> Checkpoints:
         """Returns the checkpoints, which are closed at the end."""
@@ -84,8 +85,17 @@ class Checkpoints:
         """Starts to save, after the last save is done; the state may be donated at once.
 
         Raises:
-          UserError: If this or the last save failed. All checkpoints before them are whole.
+          UserError: If this or the last save failed, and all checkpoints before them are whole; or
+            if another run saves here too, as it can in a bucket, which has no locks.
         """
+        with storage.faults(self._not_saved):
+            theirs = [x for x in checkpoint_contents.steps_in(self._folder) if x > self._newest]
+        if theirs:
+            raise UserError(
+                f"{self._folder} was taken over by another run, which has saved step {max(theirs)}."
+                " This run ends, so that it writes over nothing."
+            )
+        self._newest = step
         arrays = checkpoint_contents.by_name(state)
         run = checkpoint_contents.run_item(step, self._config, arrays, progress)
         items = {"state": ocp.args.PyTreeSave(arrays), "run": ocp.args.JsonSave(run)}
