@@ -39,21 +39,8 @@ FIELDS: dict[str, type] = {
     "model.coupling": str,
     "model.bandwidth": int,  # How many characters back the near field and the exact band reach.
 }
-LEAST = {
-    "seeds": 0,
-    "context": 2,
-    "batch_size": 1,
-    "num_steps": 1,
-    "warmup_steps": 0,
-    "redraw_interval": 0,
-    "calibrate_interval": 1,
-    "eval_interval": 1,
-    "model.width": 2,
-    "model.depth": 1,
-    "model.num_heads": 1,
-    "model.num_features": 1,
-    "model.bandwidth": 0,
-}
+ZERO = ("seeds", "warmup_steps", "redraw_interval", "model.bandwidth")  # What may be 0.
+LEAST = config_fields.least_of(FIELDS) | {"context": 2, "model.width": 2} | dict.fromkeys(ZERO, 0)
 
 
 def check(config: ConfigDict) -> None:
@@ -65,30 +52,15 @@ def check(config: ConfigDict) -> None:
     values = config_fields.check_fields(config, FIELDS)
     config_fields.check_least(values, LEAST)
     config_fields.check_seeds(config.seeds)
-    for attention in config.attentions:
+    attentions = config.attentions
+    for attention in attentions:
         config_fields.check_one_of("Each of config.attentions", attention, ATTENTIONS)
-    if not config.attentions or len(set(config.attentions)) < len(config.attentions):
-        raise UserError(
-            f"config.attentions must be one or more, none twice, got {config.attentions}."
-        )
+    if not attentions or len(set(attentions)) < len(attentions):
+        raise UserError(f"config.attentions must be one or more, none twice, got {attentions}.")
     config_fields.check_one_of("config.model.coupling", config.model.coupling, COUPLINGS)
-    if config.model.width % (2 * config.model.num_heads):
-        raise UserError(
-            "config.model.width must be a multiple of 2 num_heads, got "
-            f"{config.model.width} and num_heads={config.model.num_heads}."
-        )
-    for name in ("learning_rate", "clip_norm", "temperature"):
-        if not config[name] > 0:
-            raise UserError(f"config.{name} must be above 0, got {config[name]}.")
-    if not config.weight_decay >= 0:
-        raise UserError(f"config.weight_decay must be at least 0, got {config.weight_decay}.")
-    if not 0 <= config.b2 < 1:
-        raise UserError(f"config.b2 must be in [0, 1), got {config.b2}.")
-    if config.warmup_steps >= config.num_steps:
-        raise UserError(
-            f"config.warmup_steps must be below num_steps={config.num_steps}, "
-            f"got {config.warmup_steps}."
-        )
+    config_fields.check_rotary(values)
+    config_fields.check_training(values)
+    config_fields.check_range("temperature", config.temperature, config_fields.above(0))
     if config.num_steps % config.eval_interval:
         raise UserError(
             f"config.num_steps must be a multiple of eval_interval={config.eval_interval}, "

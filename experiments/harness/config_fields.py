@@ -50,6 +50,7 @@ def one_of(names: Iterable[str]) -> Range:
     return Range(f"one of {', '.join(map(repr, known))}", lambda name: name in known)
 
 
+BELOW_ONE = Range("in [0, 1)", lambda x: 0 <= x < 1)
 # jax.random.key gives every other seed the key of one of these.
 SEEDS = Range("from 0 to 2^32 - 1", lambda seed: 0 <= seed < 2**32)
 
@@ -97,6 +98,11 @@ def check_fields(config: ConfigDict, fields: Fields) -> dict[str, Any]:
         if type(value) is not fields[name]:
             raise UserError(f"config.{name} must be {fields[name].__name__}, got {value!r}.")
     return given
+
+
+def least_of(fields: Fields) -> dict[str, int]:
+    """Returns 1 as the least of each integer field, for ``check_least``."""
+    return dict.fromkeys([name for name, kind in fields.items() if kind is int], 1)
 
 
 def check_least(values: Mapping[str, Any], least: Mapping[str, int]) -> None:
@@ -149,6 +155,34 @@ def check_seeds(seeds: Sequence[int]) -> None:
         check_seed({"seed": seed})
     if len(set(seeds)) != len(seeds) or len(seeds) < 2:
         raise UserError(f"config.seeds must be two or more, none twice, got {seeds}.")
+
+
+def check_training(values: Mapping[str, Any], part: str = "") -> None:
+    """Refuses fields of ``train_state.make_optimizer`` that cannot train.
+
+    Args:
+      values: Values of the fields, by dotted name.
+      part: What the names of these fields begin with, such as ``"digits."``.
+
+    Raises:
+      UserError: If a number is out of its range, or the warm-up does not end before the run.
+    """
+    ranges = {"learning_rate": above(0), "clip_norm": above(0), "weight_decay": at_least(0)}
+    for name, allowed in (ranges | {"b2": BELOW_ONE}).items():
+        check_range(part + name, values[part + name], allowed)
+    warmup, steps = values[f"{part}warmup_steps"], values[f"{part}num_steps"]
+    if warmup >= steps:
+        raise UserError(f"config.{part}warmup_steps must be below num_steps={steps}, got {warmup}.")
+
+
+def check_rotary(values: Mapping[str, Any], part: str = "") -> None:
+    """Refuses heads whose dimensions are no pairs; see ``check_training``."""
+    width, heads = values[f"{part}model.width"], values[f"{part}model.num_heads"]
+    if width % (2 * heads):
+        raise UserError(
+            f"config.{part}model.width must be a multiple of 2 num_heads, got {width} and "
+            f"num_heads={heads}."
+        )
 
 
 def check_distances(values: Mapping[str, Any], names: Iterable[str], *, most: float) -> None:

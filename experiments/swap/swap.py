@@ -96,43 +96,23 @@ FIELDS: dict[str, type] = {
     "model_dir": str,  # Folder of all-MiniLM-L6-v2; see encoder.find.
     "data_dir": str,  # Folder of the prepared Fashion-MNIST; see experiments/vit.
 } | {f"{part}.{name}": kind for part, fields in SECTIONS.items() for name, kind in fields.items()}
-LEAST = {
+TRAINED = ("digits", "char_lm", "fashion_mnist")  # Sections of TASK_FIELDS.
+LEAST = config_fields.least_of(FIELDS) | {
     "seeds": 0,
     "predicted.dim": 2,
-    "predicted.num_queries": 1,
     "predicted.num_keys": 2,
-    "predicted.num_features": 1,
-    "predicted.num_draws": 1,
-    "predicted_heads.num_queries": 1,
-    "predicted_heads.num_draws": 1,
     "predicted_heads.num_features": 1,
-    "encoder.num_fit_texts": 1,
-    "encoder.num_test_texts": 1,
     "encoder.length": 3,
     "encoder.bandwidth": 0,
     "encoder.num_features": 2,
-    "encoder.learned.num_steps": 1,
-    "encoder.learned.batch_size": 1,
     "char_lm.context": 2,
     "char_lm.bandwidth": 0,
-} | {
-    f"{part}.{name}": least
-    for part in ("digits", "char_lm", "fashion_mnist")
-    for name, least in {
-        "batch_size": 1,
-        "num_steps": 1,
-        "warmup_steps": 0,
-        "num_fit": 1,
-        "test_batch_size": 1,
-        "num_features": 2,
-        "tuned_features": 2,
-        "tuned_steps": 0,
-        "learned.num_steps": 1,
-        "learned.batch_size": 1,
-        "model.width": 2,
-        "model.depth": 1,
-        "model.num_heads": 1,
-    }.items()
+}
+LEAST |= {f"{part}.{name}": 0 for part in TRAINED for name in ("warmup_steps", "tuned_steps")}
+LEAST |= {
+    f"{part}.{name}": 2
+    for part in TRAINED
+    for name in ("num_features", "tuned_features", "model.width")
 }
 
 
@@ -150,48 +130,22 @@ def check(config: ConfigDict) -> None:
     for name in ("methods", "tuned_methods"):
         for method in config[name]:
             config_fields.check_one_of(f"config.{name}", method, METHODS)
-    sorted_fields = ["predicted.lengths", "predicted_heads.num_features", "encoder.num_features"]
-    config_fields.check_ascending(values, sorted_fields)
-    for length in config.predicted.lengths:
-        config_fields.check_range("predicted.lengths", length, config_fields.above(0))
+    sized = [f"{part}.num_features" for part in ("predicted_heads", "encoder", *TRAINED)]
+    tuned = [f"{part}.tuned_steps" for part in TRAINED]
+    config_fields.check_ascending(values, ["predicted.lengths", *sized, *tuned])
+    above_zero = [f"{part}.learned.learning_rate" for part in ("encoder", *TRAINED)]
+    above_zero += [f"{part}.tuned_learning_rate" for part in TRAINED]
+    numbers = [("predicted.lengths", length) for length in config.predicted.lengths]
+    for name, number in (*numbers, *((name, values[name]) for name in above_zero)):
+        config_fields.check_range(name, number, config_fields.above(0))
     if config.predicted_heads.num_queries > config.encoder.length:
         raise UserError(
             "config.predicted_heads.num_queries must be at most encoder.length="
             f"{config.encoder.length}, got {config.predicted_heads.num_queries}."
         )
-    for part in ("encoder", *TASKS):
-        rate = f"{part}.learned.learning_rate"
-        config_fields.check_range(rate, values[rate], config_fields.above(0))
-    for part in TASKS:
-        config_fields.check_ascending(values, [f"{part}.num_features"])
-        _check_task(part, values)
-
-
-def _check_task(part: str, values: dict[str, Any]) -> None:
-    """Refuses a section whose model cannot be trained.
-
-    Raises:
-      UserError: If a value is out of range.
-    """
-    config_fields.check_ascending(values, [f"{part}.tuned_steps"])
-    for name in ("learning_rate", "tuned_learning_rate", "clip_norm"):
-        above_zero = config_fields.above(0)
-        config_fields.check_range(f"{part}.{name}", values[f"{part}.{name}"], above_zero)
-    config_fields.check_range(
-        f"{part}.weight_decay", values[f"{part}.weight_decay"], config_fields.at_least(0)
-    )
-    if values[f"{part}.warmup_steps"] >= values[f"{part}.num_steps"]:
-        raise UserError(
-            f"config.{part}.warmup_steps must be below num_steps={values[f'{part}.num_steps']}, "
-            f"got {values[f'{part}.warmup_steps']}."
-        )
-    width, heads = values[f"{part}.model.width"], values[f"{part}.model.num_heads"]
-    # The language model rotates pairs of dimensions.
-    if width % (2 * heads):
-        raise UserError(
-            f"config.{part}.model.width must be a multiple of 2 num_heads, got {width} and "
-            f"num_heads={heads}."
-        )
+    for part in TRAINED:
+        config_fields.check_training(values, f"{part}.")
+        config_fields.check_rotary(values, f"{part}.")
 
 
 def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:

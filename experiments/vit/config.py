@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from experiments.harness import config_fields, markdown
-from experiments.harness.config_fields import SEEDS, Range, above, at_least, one_of
+from experiments.harness.config_fields import BELOW_ONE, SEEDS, Range, above, at_least, one_of
 from experiments.harness.mistakes import UserError, user_mistakes
 from experiments.vit.data import in_memory, records, shuffle
 from simrf_jax.attention.random_features.attention import IMPLEMENTATIONS
@@ -42,7 +42,6 @@ class Field(NamedTuple):
     from_records: float | None = None
 
 
-_BELOW_ONE = Range("in [0, 1)", lambda x: 0 <= x < 1)
 _SHARE = Range("in (0, 1]", lambda x: 0 < x <= 1)
 _MAGNITUDE = Range("from 0 to 10", lambda x: 0 <= x <= 10)
 _REDRAWS = Range("at least 2, as a variance is estimated from them", lambda x: x >= 2)
@@ -69,7 +68,7 @@ FIELDS: dict[str, Field] = {
         float,
         "Share of the training images, the last ones, that choose the best checkpoint instead of "
         "the test set, which is then evaluated once, at the end; 0 trains on all.",
-        _BELOW_ONE,
+        BELOW_ONE,
     ),
     "image_size": Field(int, "Side in pixels of the square images.", at_least(1)),
     "num_workers": Field(
@@ -93,8 +92,8 @@ FIELDS: dict[str, Field] = {
         at_least(0),
     ),
     "weight_decay": Field(float, "Decoupled weight decay of the kernels.", at_least(0)),
-    "b1": Field(float, "Decay rate of Adam's first moment.", _BELOW_ONE),
-    "b2": Field(float, "Decay rate of Adam's second moment.", _BELOW_ONE),
+    "b1": Field(float, "Decay rate of Adam's first moment.", BELOW_ONE),
+    "b2": Field(float, "Decay rate of Adam's second moment.", BELOW_ONE),
     "eps": Field(float, "Epsilon of Adam.", above(0)),
     "clip_norm": Field(float, "Largest norm of the whole gradient.", above(0)),
     "redraw_interval": Field(
@@ -199,7 +198,7 @@ FIELDS: dict[str, Field] = {
     "model.depth": Field(int, "Number of transformer layers.", at_least(1)),
     "model.num_heads": Field(int, "Number of heads, a divisor of the width.", at_least(1)),
     "model.mlp_dim": Field(int, "Hidden width of the MLPs.", at_least(1)),
-    "model.dropout_rate": Field(float, "Dropout rate.", _BELOW_ONE),
+    "model.dropout_rate": Field(float, "Dropout rate.", BELOW_ONE),
     "model.pooling": Field(
         str, "Input of the classifier: the mean of the tokens or a class token.", one_of(POOLINGS)
     ),
@@ -247,11 +246,7 @@ def check_config(config: ConfigDict) -> None:
     with user_mistakes(ValueError):
         model_config(config, channels=1, num_classes=1)
     _check_calibration(given)
-    if config.warmup_steps >= config.num_steps:
-        raise UserError(
-            f"config.warmup_steps must be below num_steps={config.num_steps}, "
-            f"got {config.warmup_steps}."
-        )
+    config_fields.check_training(given)
 
 
 def model_config(
