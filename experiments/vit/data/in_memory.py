@@ -20,6 +20,10 @@ class Split(NamedTuple):
     images: np.ndarray
     labels: np.ndarray
 
+    def part(self, start: int, stop: int) -> Split:
+        """Returns the examples from ``start`` up to ``stop``."""
+        return Split(self.images[start:stop], self.labels[start:stop])
+
 
 class Dataset(NamedTuple):
     """A data set and how it is split."""
