@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from ml_collections import ConfigDict
 
 import simrf_jax
 from experiments.swap.learning import Schedule, learn
@@ -207,31 +208,15 @@ METHODS = {
         "learned from a random W", learned_from_random, "orthogonal", features_per_row=2
     ),
     "learned": Method("learned from calibrated", learned, "orthogonal", features_per_row=2),
-    "band_positive": Method(
-        "exact band and positive, simplex", unfitted("positive"), "simplex", has_band=True
-    ),
-    "band_mixture": Method(
-        f"exact band and calibrated mixture of {NUM_CENTERS}, cross-polytope",
-        calibrated_mixture,
-        "cross_polytope",
-        has_band=True,
-    ),
-    "band_calibrated": Method(
-        "exact band and calibrated, cross-polytope",
-        calibrated,
-        "cross_polytope",
-        has_band=True,
-    ),
-    "band_calibrated_pairs": Method(
-        "exact band and calibrated, pairs", calibrated, "cross_polytope", "pair", has_band=True
-    ),
-    "band_learned": Method(
-        "exact band and learned from calibrated",
-        learned,
-        "orthogonal",
-        features_per_row=2,
-        has_band=True,
-    ),
+}
+METHODS |= {
+    f"band_{name}": dataclasses.replace(
+        METHODS[of], label=f"exact band and {METHODS[of].label}", has_band=True
+    )
+    for name, of in {
+        "positive": "positive_simplex",
+        **{name: name for name in ("mixture", "calibrated", "calibrated_pairs", "learned")},
+    }.items()
 }
 
 
@@ -244,8 +229,31 @@ def baselines(bandwidth: int | None) -> dict[str, Attention]:
     """Returns attentions without features, by name, to compare with.
 
     They are uniform attention and, unless the bandwidth is None, softmax attention to the keys of
-    a band alone.
+    a band alone. A band that is as wide as the sequence would be softmax attention.
     """
-    if bandwidth is None:
-        return {"uniform": uniform}
-    return {"uniform": uniform, "band": Band(bandwidth)}
+    return {"uniform": uniform} | ({} if bandwidth is None else {"band": Band(bandwidth)})
+
+
+def attentions(
+    name: str,
+    num_features: int | None,
+    prng_key: jax.Array,
+    layers: list[Inputs],
+    config: ConfigDict,
+) -> list[Attention]:
+    """Returns the attention of each layer: of a method, fitted and drawn, or of a baseline.
+
+    Args:
+      name: Name of ``METHODS`` or, where ``num_features`` is None, of ``baselines``.
+      num_features: Number of features of each head, or None.
+      prng_key: Typed PRNG key of the draws.
+      layers: Inputs of the attention of each layer, to fit on.
+      config: Section of the config with ``learned`` and, if there is a band, ``bandwidth``.
+    """
+    bandwidth = config.get("bandwidth")
+    if num_features is None:
+        return [baselines(bandwidth)[name] for _ in layers]
+    schedule = Schedule(**config.learned)
+    return METHODS[name].attentions(
+        prng_key, layers, num_features, schedule=schedule, bandwidth=bandwidth
+    )

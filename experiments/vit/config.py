@@ -28,18 +28,11 @@ class Field(NamedTuple):
       meaning: Meaning of the value, in one sentence.
       allowed: Range of the value; None allows every value of the type, or leaves it to
         ``check_config``, where the range depends on other fields.
-      may_change: True if a run that was stopped may go on with another value.
-      in_memory: Value that the field must have where ``in_memory`` is true, because it has no
-        effect there; None if it has an effect.
-      from_records: Value that the field must have where ``in_memory`` is false; None as above.
     """
 
     type: type
     meaning: str
     allowed: Range | None = None
-    may_change: bool = False
-    in_memory: float | None = None
-    from_records: float | None = None
 
 
 _SHARE = Range("in (0, 1]", lambda x: 0 < x <= 1)
@@ -53,16 +46,13 @@ DEFAULT_IMPLEMENTATION = "default"
 FIELDS: dict[str, Field] = {
     "seed": Field(int, "Seed of parameters, projections, dropout and the data order.", SEEDS),
     "dataset": Field(str, "Name of the data set."),
-    "data_dir": Field(
-        str, "Folder of the prepared data sets; empty for the default folder.", may_change=True
-    ),
+    "data_dir": Field(str, "Folder of the prepared data sets; empty for the default folder."),
     "in_memory": Field(bool, "True decodes a small data set once; false reads records."),
     "shuffle_window": Field(
         int,
         f"Records that are shuffled together, for each {shuffle.LANE} images of a batch, and read "
         "in blocks; 0 shuffles the whole data set.",
         at_least(0),
-        in_memory=0,
     ),
     "held_out": Field(
         float,
@@ -72,24 +62,18 @@ FIELDS: dict[str, Field] = {
     ),
     "image_size": Field(int, "Side in pixels of the square images.", at_least(1)),
     "num_workers": Field(
-        int,
-        "Processes that read and augment images; 0 uses a thread of the trainer.",
-        at_least(0),
-        may_change=True,
+        int, "Processes that read and augment images; 0 uses a thread of the trainer.", at_least(0)
     ),
     "batch_size": Field(int, "Images in the batch of a step, over all devices.", at_least(1)),
     "eval_batch_size": Field(
         int,
         "Images in an evaluation batch, rounded up to a multiple of mesh.data * mesh.fsdp.",
         at_least(1),
-        may_change=True,
     ),
     "num_steps": Field(int, "Training steps.", at_least(1)),
     "learning_rate": Field(float, "Peak learning rate.", above(0)),
     "warmup_steps": Field(
-        int,
-        "Steps of linear warm-up, below num_steps; a cosine to 0 follows.",
-        at_least(0),
+        int, "Steps of linear warm-up, below num_steps; a cosine to 0 follows.", at_least(0)
     ),
     "weight_decay": Field(float, "Decoupled weight decay of the kernels.", at_least(0)),
     "b1": Field(float, "Decay rate of Adam's first moment.", BELOW_ONE),
@@ -105,37 +89,22 @@ FIELDS: dict[str, Field] = {
         "other features.",
         at_least(0),
     ),
-    "log_interval": Field(
-        int, "Steps that a row of metrics.csv averages.", at_least(1), may_change=True
-    ),
+    "log_interval": Field(int, "Steps that a row of metrics.csv averages.", at_least(1)),
     "eval_interval": Field(
-        int,
-        "Steps between evaluations on the test set, or on what is held out.",
-        at_least(1),
-        may_change=True,
+        int, "Steps between evaluations on the test set, or on what is held out.", at_least(1)
     ),
     "eval_crop": Field(
-        float,
-        "Evaluation center crop: crop side divided by the shorter image side.",
-        _SHARE,
-        in_memory=1.0,
+        float, "Evaluation center crop: crop side divided by the shorter image side.", _SHARE
     ),
-    "augment.shift": Field(
-        float, "Largest random translation in pixels.", at_least(0), from_records=0.0
-    ),
+    "augment.shift": Field(float, "Largest random translation in pixels.", at_least(0)),
     "augment.flip": Field(bool, "True mirrors images at random."),
     "augment.crop_area": Field(
         float,
         "Smallest area of a random crop, relative to the image; 1.0 crops the center.",
         _SHARE,
-        in_memory=1.0,
     ),
-    "augment.randaugment_layers": Field(
-        int, "RandAugment operations for each image.", at_least(0), in_memory=0
-    ),
-    "augment.randaugment_magnitude": Field(
-        float, "RandAugment magnitude.", _MAGNITUDE, in_memory=0.0
-    ),
+    "augment.randaugment_layers": Field(int, "RandAugment operations for each image.", at_least(0)),
+    "augment.randaugment_magnitude": Field(float, "RandAugment magnitude.", _MAGNITUDE),
     "augment.mixup": Field(
         float, "Both parameters of mixup's Beta distribution; 0 switches it off.", at_least(0)
     ),
@@ -143,25 +112,13 @@ FIELDS: dict[str, Field] = {
         int,
         "Images of an evaluation on which attention is compared with softmax; 0 for none.",
         at_least(0),
-        may_change=True,
     ),
-    "diagnostics.redraws": Field(
-        int, "Redraws from which the variance is estimated.", _REDRAWS, may_change=True
-    ),
-    "profile.start": Field(
-        int, "First step to profile, counted from 0.", at_least(0), may_change=True
-    ),
-    "profile.steps": Field(
-        int, "Number of steps to profile; 0 for none.", at_least(0), may_change=True
-    ),
-    "checkpoint.interval": Field(
-        int, "Steps between checkpoints; 0 keeps none.", at_least(0), may_change=True
-    ),
+    "diagnostics.redraws": Field(int, "Redraws from which the variance is estimated.", _REDRAWS),
+    "profile.start": Field(int, "First step to profile, counted from 0.", at_least(0)),
+    "profile.steps": Field(int, "Number of steps to profile; 0 for none.", at_least(0)),
+    "checkpoint.interval": Field(int, "Steps between checkpoints; 0 keeps none.", at_least(0)),
     "checkpoint.keep": Field(
-        int,
-        "Number of latest checkpoints to keep, beside the most accurate one.",
-        at_least(1),
-        may_change=True,
+        int, "Number of latest checkpoints to keep, beside the most accurate one.", at_least(1)
     ),
     "checkpoint.folder": Field(
         str, "Path or gs://bucket/run of the checkpoints; empty for a folder of the workdir."
@@ -170,7 +127,6 @@ FIELDS: dict[str, Field] = {
         str,
         "Path or gs://bucket/run that metrics, TensorBoard's files and results are copied to, at "
         "each evaluation and checkpoint; empty for none.",
-        may_change=True,
     ),
     "num_microbatches": Field(
         int, "Parts of a batch whose gradients are computed one after the other.", at_least(1)
@@ -179,20 +135,12 @@ FIELDS: dict[str, Field] = {
         int,
         "Devices that share the images; -1 takes all that the other axes leave.",
         at_least(1, also=-1),
-        may_change=True,
     ),
     "mesh.fsdp": Field(
-        int,
-        "Devices that share the images, the parameters and the optimizer's state.",
-        at_least(1),
-        may_change=True,
+        int, "Devices that share the images, the parameters and the optimizer's state.", at_least(1)
     ),
-    "mesh.tensor": Field(
-        int, "Devices that share the heads and the MLPs.", at_least(1), may_change=True
-    ),
-    "mesh.sequence": Field(
-        int, "Devices that share the tokens of an image.", at_least(1), may_change=True
-    ),
+    "mesh.tensor": Field(int, "Devices that share the heads and the MLPs.", at_least(1)),
+    "mesh.sequence": Field(int, "Devices that share the tokens of an image.", at_least(1)),
     "model.patch_size": Field(int, "Side of a square patch in pixels.", at_least(1)),
     "model.width": Field(int, "Width of the tokens.", at_least(1)),
     "model.depth": Field(int, "Number of transformer layers.", at_least(1)),
@@ -218,7 +166,6 @@ FIELDS: dict[str, Field] = {
         str,
         "How random-feature attention is computed; default takes TPU kernels where there are any.",
         one_of((*IMPLEMENTATIONS, DEFAULT_IMPLEMENTATION)),
-        may_change=True,
     ),
     "model.block": Field(str, "Row-block mode of the projections.", one_of(BLOCK_MODES)),
     "model.dtype": Field(str, "Type of the computation.", one_of(DTYPES)),
@@ -228,6 +175,21 @@ FIELDS: dict[str, Field] = {
     "model.scan": Field(bool, "True scans over the layers, which compiles one layer only."),
 }
 TYPES = {name: field.type for name, field in FIELDS.items()}
+# The fields, and the groups of them, with other values of which a run that was stopped may go on.
+MAY_CHANGE = {"data_dir", "num_workers", "eval_batch_size", "log_interval", "eval_interval"}
+MAY_CHANGE |= {"diagnostics", "profile", "checkpoint.interval", "checkpoint.keep", "mirror", "mesh"}
+MAY_CHANGE |= {"model.implementation"}
+# The values of fields that have no effect: by ``in_memory``, where it is true and where it is not.
+WITHOUT_EFFECT: dict[bool, dict[str, float]] = {
+    True: {
+        "shuffle_window": 0,
+        "eval_crop": 1.0,
+        "augment.crop_area": 1.0,
+        "augment.randaugment_layers": 0,
+        "augment.randaugment_magnitude": 0.0,
+    },
+    False: {"augment.shift": 0.0},
+}
 
 
 def check_config(config: ConfigDict) -> None:
@@ -249,42 +211,23 @@ def check_config(config: ConfigDict) -> None:
     config_fields.check_training(given)
 
 
-def model_config(
-    config: ConfigDict,
-    *,
-    channels: int,
-    num_classes: int,
-    batch_axis: tuple[str, ...] | None = None,
-    head_axis: str | None = None,
-    sequence_axis: str | None = None,
-) -> ViTConfig:
+def model_config(config: ConfigDict, *, channels: int, num_classes: int) -> ViTConfig:
     """Returns the shape of a config's model.
 
     Args:
       config: Config with all the fields of ``FIELDS``.
       channels: Number of channels of the images.
       num_classes: Number of classes of the labels.
-      batch_axis: Mesh axes that shard the batch; None if none do.
-      head_axis: Mesh axis that shards the heads; None if none does.
-      sequence_axis: Mesh axis that shards the tokens; None if none does.
 
     Raises:
       ValueError: If ``ViTConfig`` refuses it.
     """
     fields = config.model.to_dict()
-    if fields["exact_bandwidth"] == NO_BAND:
-        fields["exact_bandwidth"] = None
-    if fields["implementation"] == DEFAULT_IMPLEMENTATION:
-        fields["implementation"] = None
-    return ViTConfig(
-        image_size=(config.image_size, config.image_size),
-        channels=channels,
-        num_classes=num_classes,
-        batch_axis=batch_axis,
-        head_axis=head_axis,
-        sequence_axis=sequence_axis,
-        **fields,
-    )
+    for name, default in (("exact_bandwidth", NO_BAND), ("implementation", DEFAULT_IMPLEMENTATION)):
+        if fields[name] == default:
+            fields[name] = None
+    size = (config.image_size, config.image_size)
+    return ViTConfig(image_size=size, channels=channels, num_classes=num_classes, **fields)
 
 
 def config_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
@@ -300,13 +243,9 @@ def config_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> li
 def may_change(name: str) -> bool:
     """Returns whether a run that was stopped may go on with another value of a field.
 
-    A field that only an earlier version had may change if all fields of its group may.
+    It may be a field of an earlier version, in a group of this one.
     """
-    if name in FIELDS:
-        return FIELDS[name].may_change
-    group, dot, _ = name.partition(".")
-    known = [field.may_change for other, field in FIELDS.items() if other.startswith(group + dot)]
-    return bool(dot and known) and all(known)
+    return not MAY_CHANGE.isdisjoint({name, name.partition(".")[0]})
 
 
 def describe_fields() -> str:
@@ -319,20 +258,18 @@ def _row(name: str, field: Field) -> tuple[str, ...]:
     """Returns the row of a field in the table."""
     allowed = "" if field.allowed is None else str(field.allowed).replace("'", "`")
     meaning = field.meaning
-    if field.in_memory is not None:
-        meaning += f" Must be {field.in_memory} for images in memory."
-    if field.from_records is not None:
-        meaning += f" Must be {field.from_records} for records."
-    return f"`{name}`", field.type.__name__, allowed, "yes" if field.may_change else "", meaning
+    for decoded, where in ((True, "images in memory"), (False, "records")):
+        if (only := WITHOUT_EFFECT[decoded].get(name)) is not None:
+            meaning += f" Must be {only} for {where}."
+    return f"`{name}`", field.type.__name__, allowed, "yes" if may_change(name) else "", meaning
 
 
 def _check_data(given: dict[str, Any]) -> None:
     """Refuses data sets that are not known, and what has no effect on how they are read."""
     known = in_memory.DATASETS if given["in_memory"] else records.DATASETS
     config_fields.check_one_of("config.dataset", given["dataset"], known)
-    for name, field in FIELDS.items():
-        only = field.in_memory if given["in_memory"] else field.from_records
-        if only is not None and given[name] != only:
+    for name, only in WITHOUT_EFFECT[given["in_memory"]].items():
+        if given[name] != only:
             raise UserError(
                 f"config.{name} must be {only} where in_memory is {given['in_memory']}, got "
                 f"{given[name]}."
