@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 
@@ -16,13 +17,16 @@ Metrics = dict[str, list[tuple[int, float]]]
 # Label and format of each split.
 SPLITS = {"train": ("train", "C0-"), "held_out": ("held-out", "C2o-"), "test": ("test", "C1o-")}
 
+# What is measured in each layer, and its name.
+LAYERS = {"attention_error": "error", "feature_variance": "variance"}
+
 
 def draw_curves(metrics: Metrics) -> Figure:
     """Draws each measurement of a run against the step, in a panel of its own."""
     panels: list[Callable[[Axes, Metrics], None]] = [_loss, _accuracy]
     panels += [_learning_rate, _speed]
     if "attention_error" in metrics:
-        panels += [_attention_error, _feature_variance]
+        panels += [functools.partial(_layers, name=name) for name in LAYERS]
     columns = len(panels) // 2
     figure = Figure(figsize=(4.5 * columns, 6.5), layout="constrained")
     # Filled column by column: what belongs together lies one above the other.
@@ -74,16 +78,6 @@ def _speed(axes: Axes, metrics: Metrics) -> None:
     axes.set(ylabel="images per second", ylim=(0, None))
 
 
-def _attention_error(axes: Axes, metrics: Metrics) -> None:
-    _layers(axes, metrics, "attention_error")
-    axes.set(ylabel="error of attention, relative", ylim=(0, None))
-
-
-def _feature_variance(axes: Axes, metrics: Metrics) -> None:
-    _layers(axes, metrics, "feature_variance")
-    axes.set(ylabel="variance of attention, relative", ylim=(0, None))
-
-
 def _layers(axes: Axes, metrics: Metrics, name: str) -> None:
     """Draws a faint line for each layer, from dark to bright, and their mean."""
     layers = [column for column in metrics if re.fullmatch(rf"{name}/layer_\d+", column)]
@@ -92,4 +86,5 @@ def _layers(axes: Axes, metrics: Metrics, name: str) -> None:
         label = f"layer {layer}" if layer in (0, len(layers) - 1) else None
         axes.plot(*zip(*metrics[column], strict=True), color=colors(layer), lw=1, label=label)
     axes.plot(*zip(*metrics[name], strict=True), "ko-", ms=3, label="mean")
+    axes.set(ylabel=f"{LAYERS[name]} of attention, relative", ylim=(0, None))
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)

@@ -79,19 +79,16 @@ class Log:
         self._workdir, self._writes = workdir, writes
         # A run may go on without what it measured before.
         self._columns = tuple(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
-        self._file: TextIO
+        self._config = json.loads(config.to_json_best_effort())
         self._drawn = time.monotonic()  # When the curves were last drawn, or could have been.
-        if writes:
-            with _writing(workdir):
-                workdir.mkdir(parents=True, exist_ok=True)
-                ours = json.loads(config.to_json_best_effort())
-                files.write_json(workdir / "config.json", ours)
 
     def __enter__(self) -> Self:
-        """Opens the files and writes the rows there are."""
+        """Writes the config, opens the files and writes the rows there are."""
         if self._writes:
             with _writing(self._workdir):
-                self._file = (self._workdir / "metrics.csv").open("w", newline="")
+                self._workdir.mkdir(parents=True, exist_ok=True)
+                files.write_json(self._workdir / "config.json", self._config)
+                self._file: TextIO = (self._workdir / "metrics.csv").open("w", newline="")
                 self._table = csv.DictWriter(self._file, self._columns, restval="")
                 self._table.writeheader()
                 self._table.writerows(self.rows)
@@ -152,16 +149,12 @@ def refuse_used(workdir: pathlib.Path, config: ConfigDict) -> None:
         )
     try:
         theirs = files.read_json(workdir / "config.json")
+        differ = config_differences(theirs, json.loads(config.to_json_best_effort()))
+        fault = f"of another config: {'; '.join(differ)}" if differ else ""
     except UserError as error:
-        raise UserError(
-            f"{workdir} holds a run whose config is lost ({error}). Give another --workdir or "
-            "delete it."
-        ) from error
-    if differ := config_differences(theirs, json.loads(config.to_json_best_effort())):
-        raise UserError(
-            f"{workdir} holds a run of another config: {'; '.join(differ)}. Give another --workdir "
-            "or delete it."
-        )
+        fault = f"whose config is lost ({error})"
+    if fault:
+        raise UserError(f"{workdir} holds a run {fault}. Give another --workdir or delete it.")
 
 
 def is_finished(workdir: pathlib.Path, config: ConfigDict) -> bool:
@@ -181,10 +174,8 @@ def finish(workdir: pathlib.Path, results: dict[str, Any]) -> None:
 
 def draw_missing_curves(workdir: pathlib.Path) -> None:
     """Draws ``curves.png`` of a finished run that has none of its end, as drawing it failed."""
-    results, metrics, picture = (
-        workdir / name for name in ("results.json", "metrics.csv", "curves.png")
-    )
-    if not (os.path.exists(results) and os.path.exists(metrics)):
+    results, picture = workdir / "results.json", workdir / "curves.png"
+    if not (os.path.exists(results) and os.path.exists(workdir / "metrics.csv")):
         return
     if not os.path.exists(picture) or os.path.getmtime(picture) < os.path.getmtime(results):
         _draw(workdir)
