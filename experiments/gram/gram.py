@@ -100,11 +100,9 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
         for coupling in COUPLINGS:
             rows = []
             for multiple, size in zip(config.multiples, sizes, strict=True):
-                errors = pieces.load(f"{coupling}-{size}")
-                if errors is None:
-                    num_trials = max(2, config.num_trials // multiple)
-                    errors = _all_trials(x, size, coupling, num_trials, config)
-                    pieces.save(f"{coupling}-{size}", errors)
+                num_trials = max(2, config.num_trials // multiple)
+                trial = functools.partial(_all_trials, x, size, coupling, num_trials, config)
+                errors = pieces.get(f"{coupling}-{size}", trial)
                 rows.append(_summary(errors, np.asarray(x), size, coupling))
                 progress.update()
             results[coupling] = rows
@@ -117,11 +115,8 @@ def _all_trials(
     # All couplings get the same keys, so that their draws are paired.
     key = jax.random.fold_in(jax.random.key(config.seed), TRIALS)
     keys = jax.random.split(key, num_trials)
-    batches = range(0, num_trials, config.batch_size)
-    errors = [
-        squared_errors(keys[start : start + config.batch_size], x, size, coupling)
-        for start in batches
-    ]
+    starts = list(range(config.batch_size, num_trials, config.batch_size))
+    errors = [squared_errors(batch, x, size, coupling) for batch in jnp.split(keys, starts)]
     return np.concatenate([np.asarray(e, np.float64) for e in errors])
 
 
@@ -147,16 +142,13 @@ def draw_figure(results: dict[str, Any], dim: int) -> Figure:
     multiples = np.array(results["num_features"]) / dim
     for coupling in COUPLINGS:
         rows, look = results[coupling], style.STYLES[coupling]
-        mean = np.array([row["mean"] for row in rows])
-        spread = np.array([row["standard_error"] for row in rows])
-        style.band(axes, multiples, mean - spread, mean + spread, color=look["color"])
-        axes.plot(multiples, mean, "o", color=look["color"], markersize=4)
+        dots = {"color": look["color"], "linestyle": "", "marker": "o", "markersize": 4}
+        style.curve(axes, multiples, rows, **dots)
         line = [row["closed_form"] or row["mean"] for row in rows]
         axes.plot(multiples, line, **look, linewidth=1.2, label=style.LABELS[coupling])
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    ticks = [m for m in (1, 2, 4, 8, 16, 32, 64) if m <= multiples.max()]
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    style.ticks(axes, [m for m in (1, 2, 4, 8, 16, 32, 64) if m <= multiples.max()])
     axes.set(xlabel=f"number of features / d (d = {dim})", ylabel="mean squared error of an entry")
     axes.set_title("Gram matrix, positive features: dots trials, lines theory", fontsize=10)
     style.tidy(axes)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
@@ -39,6 +40,24 @@ def ticks(axes: Axes, places: Iterable[float], names: Iterable[object] | None = 
     places = list(places)
     axes.set_xticks(places, [str(name) for name in (places if names is None else names)])
     axes.xaxis.minorticks_off()
+
+
+def curve(axes: Axes, x: ArrayLike, summaries: Iterable[Mapping[str, float]], **look: Any) -> None:
+    """Draws means as a line, and their standard errors as a band around it; see ``band``."""
+    mean, error = _moments(summaries)
+    band(axes, x, mean - error, mean + error, color=look["color"])
+    axes.plot(x, mean, **look)
+
+
+def dots(axes: Axes, x: ArrayLike, summaries: Iterable[Mapping[str, float]], **look: Any) -> None:
+    """Draws means as dots, or as the look says, with their standard errors as bars."""
+    bars = {"fmt": "o", "markersize": 4, "capsize": 2, "linewidth": 1}
+    axes.errorbar(x, *_moments(summaries), **(bars | look))
+
+
+def _moments(summaries: Iterable[Mapping[str, float]]) -> tuple[np.ndarray, np.ndarray]:
+    rows = np.array([[one["mean"], one["standard_error"]] for one in summaries])
+    return rows[:, 0], rows[:, 1]
 
 
 def tidy(axes: Axes) -> None:
