@@ -127,16 +127,10 @@ def _blocks(dim: int, distance: float, num_features: int) -> dict[str, Any]:
 def _plus(dim: int, config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     """Returns trials of SimRFs+ and SimRFs for m = d, and the closed form of SimRFs."""
     distances = config.plus.distances
-    draw = functools.partial(
-        trials.draw_errors,
-        config.seed,
-        max(2, config.plus.num_entries // dim**2),
-        distances,
-        dim=dim,
-        features="positive",
-    )
+    options = (config.seed, max(2, config.plus.num_entries // dim**2), distances)
+    draw = functools.partial(trials.draw_errors, *options, dim=dim, features="positive")
     errors = {
-        coupling: pieces.get(f"plus-{dim}-{coupling}", functools.partial(draw, coupling=coupling))
+        coupling: pieces.get(f"plus-{dim}-{coupling}", draw, coupling=coupling)
         for coupling in ("simplex", "simplex_plus")
     }
     x = np.array(distances)[:, None] / 2 * np.eye(1, dim)  # With y = x the kernel is 1.

@@ -58,9 +58,7 @@ def draw_blocks(blocks: dict[str, Any]) -> Figure:
         right.plot(blocks["distances"], blocks["against_distance"][name], **options)
     dim = blocks["dim"]
     left.set(xlabel="number of features m", ylabel=RATIO, xscale="log", yscale="log")
-    ticks = [2, 8, dim // 2, dim, 2 * dim, 4 * dim]
-    left.set_xticks(ticks, [str(tick) for tick in ticks])
-    left.xaxis.minorticks_off()
+    style.ticks(left, [2, 8, dim // 2, dim, 2 * dim, 4 * dim])
     left.set_title(f"d = {dim}, v = {blocks['distance']:g}", fontsize=10)
     right.set(xlabel="v = |x + y|", xscale="log", yscale="log")
     right.set_title(f"d = {dim}, m = {blocks['num_features']}", fontsize=10)
@@ -73,21 +71,19 @@ def draw_blocks(blocks: dict[str, Any]) -> Figure:
 
 def draw_plus(plus: dict[str, Any]) -> Figure:
     """Draws the errors of SimRFs+ at small distances, with one panel for each dimension."""
-    figure = Figure(figsize=(3.1 * len(plus) + 0.5, 3.4), layout="constrained")
-    panels = figure.subplots(1, len(plus), sharey=True, squeeze=False).flat
+    size = 3.1 * len(plus) + 0.5, 3.4
+    figure, [panels] = style.subplots(*size, 1, len(plus), sharey=True, squeeze=False)
     for axes, (dim, row) in zip(panels, plus.items(), strict=True):
         v = np.array(row["distances"])
         grid = np.geomspace(v.min(), v.max(), 101)
         for coupling in ("simplex", "simplex_plus"):
             look = style.STYLES[coupling]
             mean, spread = (np.array(row[coupling + s]) for s in ("", "_standard_error"))
+            line = v, mean
             if coupling == "simplex":
-                closed = theory.mse_ratio(grid, int(dim), int(dim), coupling="simplex")
-                axes.plot(grid, closed, **look, linewidth=1.3, label=style.LABELS[coupling])
-            else:
-                axes.plot(v, mean, **look, linewidth=1.3, label=style.LABELS[coupling])
-            bars = {"fmt": "o", "markersize": 4, "capsize": 2, "linewidth": 1}
-            axes.errorbar(v, mean, spread, color=look["color"], **bars)
+                line = grid, theory.mse_ratio(grid, int(dim), int(dim), coupling="simplex")
+            axes.plot(*line, **look, linewidth=1.3, label=style.LABELS[coupling])
+            style.dots(axes, v, mean, spread, color=look["color"])
         axes.set(xscale="log", yscale="log", xlabel="v = |x + y|")
         axes.set_title(f"d = m = {dim}", fontsize=10)
         style.tidy(axes)
@@ -98,9 +94,8 @@ def draw_plus(plus: dict[str, Any]) -> Figure:
 
 def draw_maps(maps: dict[str, Any]) -> Figure:
     """Draws one row of panels for each dimension and one column for each feature map."""
-    size = (3.1 * len(FEATURES) + 0.5, 2.6 * len(maps) + 0.4)
-    figure = Figure(figsize=size, layout="constrained")
-    rows = figure.subplots(len(maps), len(FEATURES), sharex=True, sharey="row", squeeze=False)
+    shape, size = (len(maps), len(FEATURES)), (3.1 * len(FEATURES) + 0.5, 2.6 * len(maps) + 0.4)
+    figure, rows = style.subplots(*size, *shape, sharex=True, sharey="row", squeeze=False)
     for axes_row, (dim, row) in zip(rows, maps.items(), strict=True):
         for axes, features in zip(axes_row, FEATURES, strict=True):
             _draw_map(axes, row, features)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 from typing import Any
 
@@ -106,11 +105,10 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
 
 def optima(norms: np.ndarray, v: float, pieces: resumable.Pieces) -> np.ndarray:
     """Finds the least conformity of each draw of norms, which takes most of a run's time."""
-    parts = []
-    for start in tqdm.trange(0, len(norms), BATCH, unit=f" x {BATCH} optima"):
-        batch = functools.partial(optimisation.optimum, norms[start : start + BATCH], v)
-        parts.append(pieces.get(f"optima-{start}", batch))
-    return np.concatenate(parts)
+    starts = tqdm.trange(0, len(norms), BATCH, unit=f" x {BATCH} optima")
+    batches = ((start, norms[start : start + BATCH]) for start in starts)
+    optimum = optimisation.optimum
+    return np.concatenate([pieces.get(f"optima-{i}", optimum, batch, v) for i, batch in batches])
 
 
 def report(results: dict[str, Any]) -> str:

@@ -101,8 +101,8 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
             rows = []
             for multiple, size in zip(config.multiples, sizes, strict=True):
                 num_trials = max(2, config.num_trials // multiple)
-                trial = functools.partial(_all_trials, x, size, coupling, num_trials, config)
-                errors = pieces.get(f"{coupling}-{size}", trial)
+                options = (x, size, coupling, num_trials, config)
+                errors = pieces.get(f"{coupling}-{size}", _all_trials, *options)
                 rows.append(_summary(errors, np.asarray(x), size, coupling))
                 progress.update()
             results[coupling] = rows

@@ -6,6 +6,7 @@ import json
 import pathlib
 import time
 from collections.abc import Callable, Iterable
+from typing import ParamSpec
 
 import numpy as np
 from ml_collections import ConfigDict
@@ -14,6 +15,7 @@ import simrf_jax
 from experiments.harness import files, mistakes
 from experiments.harness.mistakes import UserError
 
+Arguments = ParamSpec("Arguments")
 # The computations of a run, by the names of the pieces that keep their results.
 Tasks = dict[str, Callable[[], np.ndarray]]
 
@@ -68,12 +70,18 @@ class Pieces:
         with files.whole_file(self._folder / f"{name}.npy") as partial:
             np.save(partial, values)
 
-    def get(self, name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
-        """Returns a piece; unless it is finished, this computes it and keeps it."""
+    def get(
+        self,
+        name: str,
+        compute: Callable[Arguments, np.ndarray],
+        *arguments: Arguments.args,
+        **keywords: Arguments.kwargs,
+    ) -> np.ndarray:
+        """Returns a piece; unless it is finished, this computes and keeps it."""
         values = self.load(name)
         if values is None:
             start = time.monotonic()
-            values = compute()
+            values = compute(*arguments, **keywords)
             self.save(f"{name}.seconds", np.array(time.monotonic() - start))
             self.save(name, values)
         return values

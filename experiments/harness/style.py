@@ -44,18 +44,19 @@ def ticks(axes: Axes, places: Iterable[float], names: Iterable[object] | None = 
 
 def curve(axes: Axes, x: ArrayLike, summaries: Iterable[Mapping[str, float]], **look: Any) -> None:
     """Draws means as a line, and their standard errors as a band around it; see ``band``."""
-    mean, error = _moments(summaries)
+    mean, error = moments(summaries)
     band(axes, x, mean - error, mean + error, color=look["color"])
     axes.plot(x, mean, **look)
 
 
-def dots(axes: Axes, x: ArrayLike, summaries: Iterable[Mapping[str, float]], **look: Any) -> None:
+def dots(axes: Axes, x: ArrayLike, mean: ArrayLike, error: ArrayLike, **look: Any) -> None:
     """Draws means as dots, or as the look says, with their standard errors as bars."""
     bars = {"fmt": "o", "markersize": 4, "capsize": 2, "linewidth": 1}
-    axes.errorbar(x, *_moments(summaries), **(bars | look))
+    axes.errorbar(x, mean, error, **(bars | look))
 
 
-def _moments(summaries: Iterable[Mapping[str, float]]) -> tuple[np.ndarray, np.ndarray]:
+def moments(summaries: Iterable[Mapping[str, float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the means and the standard errors of summaries."""
     rows = np.array([[one["mean"], one["standard_error"]] for one in summaries])
     return rows[:, 0], rows[:, 1]
 

@@ -161,8 +161,7 @@ def _draw_panel(axes: Axes, sizes: np.ndarray, panel: dict[str, Any]) -> None:
     axes.axvline(POST_UP_TO, color="gray", linewidth=0.8, label="end of the post's axis")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    ticks = [size for size in (16, 64, 256, 1024, 4096) if sizes[0] <= size <= sizes[-1]]
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    style.ticks(axes, [m for m in (16, 64, 256, 1024, 4096) if sizes[0] <= m <= sizes[-1]])
     axes.set_xlabel("number of random features")
     axes.set_title(f"{panel['title']}, inputs of scale {panel['scale']:g}", fontsize=10)
     style.tidy(axes)

@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 from scipy import special
@@ -140,38 +139,16 @@ def draw_figures(results: dict[str, Any]) -> dict[str, Figure]:
         else:
             axes.plot(CURVE, theory.mse_ratio(CURVE, dim, dim, coupling=coupling), **look)
         if coupling != "iid":
-            found = results[coupling]
-            ratio = trials.Estimate(
-                np.array(found["ratio"]), np.array(found["ratio_standard_error"])
-            )
-            _draw_trials(axes, v, ratio, enough, look["color"])
+            found = np.array([results[coupling][x] for x in ("ratio", "ratio_standard_error")])
+            for seen, face in ((enough, look["color"]), (~enough, "white")):
+                bars = {"color": look["color"], "markerfacecolor": face}
+                style.dots(axes, v[seen], found[0, seen], found[1, seen], **bars)
     if not enough.all():
-        unseen: dict[str, Any] = {
-            "color": "gray",
-            "markerfacecolor": "white",
-            "label": "tails unseen",
-        }
-        axes.plot([], [], "o", markersize=4, **unseen)
+        unseen: dict[str, Any] = {"color": "gray", "markerfacecolor": "white"}
+        axes.plot([], [], "o", markersize=4, **unseen, label="tails unseen")
     axes.set(xscale="log", yscale="log", xlim=(CURVE[0] * 0.8, CURVE[-1]), ylim=(1e-4, 2))
     axes.set(xlabel="v = |x + y|", ylabel="mean squared error / that of IIDRFs")
     axes.set_title(f"Positive features, d = m = {dim}: dots trials, lines theory", fontsize=10)
     style.tidy(axes)
     axes.legend(frameon=False, loc="lower right")
     return {"mse_ratio": figure}
-
-
-def _draw_trials(
-    axes: Axes, v: np.ndarray, ratio: trials.Estimate, enough: np.ndarray, color: str
-) -> None:
-    for these, face in ((enough, color), (~enough, "white")):
-        axes.errorbar(
-            v[these],
-            ratio.value[these],
-            ratio.standard_error[these],
-            fmt="o",
-            color=color,
-            markerfacecolor=face,
-            markersize=4,
-            capsize=2,
-            linewidth=1,
-        )

@@ -145,9 +145,9 @@ def _draw_gap(axes: Axes, results: dict[str, Any]) -> None:
         look = {"color": color, "linestyle": line, "linewidth": 1.3, "label": str(dim)}
         axes.plot(z, 100 * relative_gap(z, dim), **look)
     for row in results["trials"]:
-        look = {"color": color_of.get(row["dim"], "black"), "markersize": 4, "capsize": 2}
         found, error = (100 * np.array(row[name]) for name in ("relative_gap", "standard_error"))
-        axes.errorbar(row["distances"], found, error, fmt="o", **look)
+        color = color_of.get(row["dim"], "black")
+        style.dots(axes, row["distances"], found, error, color=color)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xlabel("z = |x - y|")
     style.tidy(axes)

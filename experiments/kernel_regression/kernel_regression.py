@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 from typing import Any
 
@@ -86,13 +85,27 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
 def report(results: dict[str, Any]) -> str:
     """Returns the paper's tables with our numbers, the paired tests, and the time of each part."""
     lines = [f"{part}: {seconds:.0f} seconds" for part, seconds in results["seconds"].items()]
-    if "tables" in results:
-        lines = [*tables.all_tables(results["tables"]), *lines]
-    if "curves" in results:
-        lines = [tables.gains(results["curves"]), *lines]
-    if "search" in results:
-        lines = [tables.sigmas(results["search"]), *lines]
+    texts = {"tables": tables.all_tables, "curves": tables.gains, "search": tables.sigmas}
+    for part, describe in texts.items():
+        if part in results:
+            lines = [describe(results[part]), *lines]
     return "\n\n".join(lines)
+
+
+def _trials(
+    config: ConfigDict,
+    split: uci.Split,
+    sigmas: float | np.ndarray,
+    num_trials: int,
+    num_features: int,
+    dim: int,
+    method: str,
+) -> np.ndarray:
+    """Returns accuracies, ``[*sigmas, trials]``; methods share keys, so that trials are paired."""
+    keys = jax.random.split(jax.random.key(config.seed), num_trials)
+    w = classify.draw(keys, num_features, dim, method)
+    found = [classify.accuracies(w, split, float(sigma)) for sigma in np.atleast_1d(sigmas)]
+    return np.stack(found).reshape(*np.shape(sigmas), num_trials)
 
 
 def _tables(
@@ -108,20 +121,11 @@ def _tables(
     }
     for table, methods in METHODS.items():
         size = padded_dim(dim) if table == "table_3" else dim
-
-        def trial(method: str, size: int = size) -> np.ndarray:
-            w = classify.draw(_keys(config, config.num_trials), size, size, method)
-            return classify.accuracies(w, split, sigma)
-
-        accuracies = {
-            method: pieces.get(f"tables-{name}-{table}-{method}", functools.partial(trial, method))
-            for method in methods
-        }
-        result[table] = {method: summary(values) for method, values in accuracies.items()}
-        result[f"{table}_paired"] = {
-            f"{better} - {worse}": summary(accuracies[better] - accuracies[worse])
-            for better, worse in tables.PAIRS[table]
-        }
+        options = (config, split, sigma, config.num_trials, size, size)
+        of = {m: pieces.get(f"tables-{name}-{table}-{m}", _trials, *options, m) for m in methods}
+        result[table] = {method: summary(values) for method, values in of.items()}
+        pairs = tables.PAIRS[table]
+        result[f"{table}_paired"] = {f"{a} - {b}": summary(of[a] - of[b]) for a, b in pairs}
     return result
 
 
@@ -129,27 +133,18 @@ def _curves(
     name: str, split: uci.Split, config: ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, Any]:
     dim, sigma = split.train.shape[1], uci.SOURCES[name].sigma
-
-    def trial(method: str, multiple: int) -> np.ndarray:
-        w = classify.draw(_keys(config, config.curve_trials), multiple * dim, dim, method)
-        return classify.accuracies(w, split, sigma)
-
     exact = classify.exact_accuracies(split, np.array([sigma]))
     result: dict[str, Any] = {"multiples": list(config.multiples), "exact": float(exact[0])}
-    curves = {
-        method: [
-            pieces.get(
-                f"curves-{name}-{method}-{multiple}", functools.partial(trial, method, multiple)
-            )
-            for multiple in config.multiples
-        ]
-        for method in figures.CURVES
-    }
-    for method, points in curves.items():
+
+    def trials(method: str, multiple: int) -> np.ndarray:
+        options = (config, split, sigma, config.curve_trials, multiple * dim, dim, method)
+        return pieces.get(f"curves-{name}-{method}-{multiple}", _trials, *options)
+
+    of = {method: [trials(method, m) for m in config.multiples] for method in figures.CURVES}
+    for method, points in of.items():
         result[method] = [summary(accuracies) for accuracies in points]
-    pairs = zip(curves["simplex"], curves["orthogonal"], strict=True)
-    result["simplex - orthogonal"] = [summary(better - worse) for better, worse in pairs]
-    return result
+    pairs = zip(of["simplex"], of["orthogonal"], strict=True)
+    return result | {"simplex - orthogonal": [summary(better - worse) for better, worse in pairs]}
 
 
 def _search(
@@ -158,20 +153,13 @@ def _search(
     """Returns accuracies by sigma, on held-out training rows and, as published, on the test set."""
     sigmas = np.geomspace(0.1, 2, config.num_sigmas)
     dim = split.train.shape[1]
-
-    def trial(rows: uci.Split) -> np.ndarray:
-        keys = _keys(config, config.search_trials)
-        w = classify.draw(keys, config.search_multiple * dim, dim, "iid")
-        return np.stack([classify.accuracies(w, rows, sigma) for sigma in sigmas])
-
     result: dict[str, Any] = {"sigmas": sigmas.tolist(), "published": uci.SOURCES[name].sigma}
     held_out = uci.load(name, config.data_dir, validation=True)
     for kind, rows in (("validation", held_out), ("test", split)):
-        curve = pieces.get(f"search-{name}-{kind}", functools.partial(trial, rows))
-        exact = pieces.get(
-            f"search-{name}-{kind}-exact",
-            functools.partial(classify.exact_accuracies, rows, sigmas),
-        )
+        piece, size = f"search-{name}-{kind}", config.search_multiple * dim
+        options = (config, rows, sigmas, config.search_trials, size, dim, "iid")
+        curve = pieces.get(piece, _trials, *options)
+        exact = pieces.get(f"{piece}-exact", classify.exact_accuracies, rows, sigmas)
         result[kind] = {
             "iid": [summary(points) for points in curve],
             "exact": exact.tolist(),
@@ -179,8 +167,3 @@ def _search(
             "best_exact": float(sigmas[exact.argmax()]),
         }
     return result
-
-
-def _keys(config: ConfigDict, trials: int) -> jax.Array:
-    """Returns the keys of all methods, which share them so that their trials are paired."""
-    return jax.random.split(jax.random.key(config.seed), trials)

@@ -151,19 +151,14 @@ def run(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
 
     cases: dict[str, list[dict[str, Any]]] = {}
     for name, case in tqdm.tqdm(CASES.items(), desc="predicted", dynamic_ncols=True):
-        each_seed = np.stack(
-            [
-                pieces.get(f"predicted-{name}-{seed}", functools.partial(compute, case, seed))
-                for seed in config.seeds
-            ]
-        )
+        kept = [pieces.get(f"predicted-{name}-{s}", compute, case, s) for s in config.seeds]
         cases[name] = [
             {
-                "predicted": trials.summary(each_seed[:, 0, i]),
-                "measured": trials.summary(each_seed[:, 1, i]),
-                "ratio": trials.summary(each_seed[:, 1, i] / each_seed[:, 0, i]),
+                "predicted": trials.summary(predicted),
+                "measured": trials.summary(measured),
+                "ratio": trials.summary(measured / predicted),
             }
-            for i in range(len(ours.lengths))
+            for predicted, measured in np.stack(kept, axis=-1).swapaxes(0, 1)
         ]
     return {
         "lengths": list(ours.lengths),

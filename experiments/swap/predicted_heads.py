@@ -123,8 +123,8 @@ def run(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     for seed in tqdm.tqdm(config.seeds, desc="predicted_heads", dynamic_ncols=True):
         for method in PREDICTED:
             for m in ours.num_features:
-                own = functools.partial(compute, method, m, seed)
-                piece = pieces.get(f"predicted_heads-{method}-{m}-{seed}", own)
+                name = f"predicted_heads-{method}-{m}-{seed}"
+                piece = pieces.get(name, compute, method, m, seed)
                 errors.setdefault((method, m), []).append(piece)
     methods: dict[str, dict[str, dict[str, list[float]]]] = {method: {} for method in PREDICTED}
     for (method, m), each_seed in errors.items():
