@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import pathlib
@@ -47,8 +48,8 @@ def check(config: ConfigDict) -> None:
     """
     values = config_fields.check_fields(config, FIELDS)
     config_fields.check_least(values, {"num_vectors": 1, "rounds": 1})
-    if not 0 <= config.seconds < math.inf:
-        raise UserError(f"config.seconds must be at least 0 and finite, got {config.seconds}.")
+    finite = config_fields.Range("at least 0 and finite", lambda x: 0 <= x < math.inf)
+    config_fields.check_range("seconds", config.seconds, finite)
     if config.fit_points < 3:
         raise UserError(
             "config.fit_points must be at least 3, or a slope has no standard error, "
@@ -136,15 +137,12 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
 def _measured(
     kind: str, names: Sequence[str], dim: int, config: ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, np.ndarray]:
-    kept = {quantity: pieces.load(f"{kind}-{dim}-{quantity}") for quantity in (*TIMES, "memory")}
-    found = {quantity: values for quantity, values in kept.items() if values is not None}
-    if len(found) == len(kept):
-        return found
     options = {name: config[name] for name in ("num_vectors", "rounds", "seconds")}
-    measured = measure(names, dim, **options)
-    for quantity, values in measured.items():
-        pieces.save(f"{kind}-{dim}-{quantity}", values)
-    return measured
+    all_at_once = functools.cache(functools.partial(measure, names, dim, **options))
+    return {
+        quantity: pieces.get(f"{kind}-{dim}-{quantity}", lambda q: all_at_once()[q], quantity)
+        for quantity in (*TIMES, "memory")
+    }
 
 
 def _quartiles(values: np.ndarray) -> list[float]:

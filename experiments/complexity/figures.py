@@ -29,11 +29,8 @@ def draw(results: dict[str, Any]) -> dict[str, Figure]:
 
 def draw_times(results: dict[str, Any]) -> Figure:
     """Draws the milliseconds to draw W, to apply it to one vector and to apply it to a batch."""
-    titles = {
-        "draw": "draw W",
-        "apply": "apply W to one vector",
-        "apply_batch": f"apply W to {results['num_vectors']:,} vectors",
-    }
+    titles = {"draw": "draw W", "apply": "apply W to one vector"}
+    titles["apply_batch"] = f"apply W to {results['num_vectors']:,} vectors"
     figure = _figure(results["curves"], "ms", titles)
     figure.axes[0].set_ylabel("ms (median, quartiles)")
     return figure

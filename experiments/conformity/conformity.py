@@ -36,8 +36,8 @@ def check(config: ConfigDict) -> None:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
     values = config_fields.check_fields(config, FIELDS)
-    config_fields.check_least(values, {"num_iterations": 1, "num_couplings": 2})
-    config_fields.check_least(values, {"num_projections": 2, "num_optimised": 2})
+    least = dict.fromkeys(("num_couplings", "num_projections", "num_optimised"), 2)
+    config_fields.check_least(values, {"num_iterations": 1, **least})
     config_fields.check_seed(values)
     if config.dim < 3:
         raise UserError(

@@ -96,21 +96,11 @@ def draw_arrow(axes: Axes, row: np.ndarray, color: str) -> None:
     width = 1.6 if into else 2 + 0.5 * row[2]
     order = 3 + row[2] / 10
     x, y = row[:2]
-    axes.plot(
-        [0, 0.94 * x],
-        [0, 0.94 * y],
-        color=color,
-        linewidth=width,
-        linestyle=":" if into else "-",
-        zorder=order,
-    )
-    head: dict[str, Any] = {
-        "arrowstyle": f"-|>,head_width={0.15 + width / 12},head_length={0.3 + width / 6}",
-        "color": color,
-        "linewidth": 0.5,
-        "shrinkA": 0,
-        "shrinkB": 0,
-    }
+    line: dict[str, Any] = {"color": color, "linewidth": width, "linestyle": ":" if into else "-"}
+    axes.plot([0, 0.94 * x], [0, 0.94 * y], **line, zorder=order)
+    arrow = f"-|>,head_width={0.15 + width / 12},head_length={0.3 + width / 6}"
+    head: dict[str, Any] = {"arrowstyle": arrow, "color": color, "linewidth": 0.5}
+    head |= {"shrinkA": 0, "shrinkB": 0}
     axes.annotate("", (x, y), (0.94 * x, 0.94 * y), arrowprops=head, zorder=order)
 
 

@@ -16,7 +16,6 @@ from ml_collections import ConfigDict
 
 import simrf_jax
 from experiments.harness import config_fields, files, markdown, resumable, style, trials
-from experiments.harness.mistakes import UserError
 from simrf_jax import theory
 from simrf_jax.projections import Coupling
 from simrf_jax.theory.arguments import ClosedFormCoupling
@@ -41,11 +40,11 @@ def check(config: ConfigDict) -> None:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
     values = config_fields.check_fields(config, FIELDS)
-    config_fields.check_least(values, {"dim": 2, "num_points": 1, "multiples": 1})
     config_fields.check_seed(values)
-    config_fields.check_least(values, {"num_trials": 2, "batch_size": 1})
-    if not 0 < config.scale < math.inf:
-        raise UserError(f"config.scale must be above 0 and finite, got {config.scale}.")
+    least = {"dim": 2, "num_points": 1, "multiples": 1, "num_trials": 2, "batch_size": 1}
+    config_fields.check_least(values, least)
+    finite = config_fields.Range("above 0 and finite", lambda x: 0 < x < math.inf)
+    config_fields.check_range("scale", config.scale, finite)
 
 
 def draw_points(config: ConfigDict) -> jax.Array:
