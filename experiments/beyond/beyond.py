@@ -62,12 +62,10 @@ def check(config: ConfigDict) -> None:
     """
     values = config_fields.check_fields(config, FIELDS)
     config_fields.check_seed(values)
-    config_fields.check_least(values, {"blocks.dim": 2, "blocks.num_features": 2})
-    config_fields.check_least(values, {"reach.dim": 2, "reach.num_features": 2})
-    config_fields.check_least(values, {"plus.dims": 2, "plus.num_entries": 1, "maps.dims": 2})
-    config_fields.check_ascending(
-        values, ["plus.dims", "plus.distances", "maps.dims", "reach.trained"]
-    )
+    two = ("blocks.dim", "blocks.num_features", "reach.dim", "reach.num_features", "plus.dims")
+    least = {"plus.num_entries": 1, "maps.dims": 2} | dict.fromkeys(two, 2)
+    config_fields.check_least(values, least)
+    config_fields.check_ascending(values, [name for name, kind in FIELDS.items() if kind is tuple])
     config_fields.check_distances(values, ["blocks.distance", "plus.distances"], most=MOST_DISTANCE)
     config_fields.check_distances(values, ["reach.trained"], most=float(REACH_DISTANCES[-1]))
     if len(config.reach.trained) != 2:
@@ -102,25 +100,27 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     return files.finish(workdir, results, lambda: figures.draw(results))
 
 
+def _ratios(distances: Any, num_features: Any, dim: int, **options: Any) -> list[float]:
+    return np.asarray(theory.mse_ratio(distances, num_features, dim, **options)).tolist()
+
+
 def _blocks(dim: int, distance: float, num_features: int) -> dict[str, Any]:
     """Returns ratios by number of features at one distance, and by distance."""
     sizes = list(range(2, 4 * dim + 1))
-    against_size = {
-        name: [float(theory.mse_ratio(distance, m, dim, **options)) for m in sizes]
-        for name, options in BLOCKS.items()
-    }
-    against_distance = {
-        name: np.asarray(theory.mse_ratio(DISTANCES, num_features, dim, **options)).tolist()
-        for name, options in BLOCKS.items()
-    }
     return {
         "dim": dim,
         "distance": distance,
         "sizes": sizes,
-        "against_size": against_size,
+        "against_size": {
+            name: [float(theory.mse_ratio(distance, m, dim, **options)) for m in sizes]
+            for name, options in BLOCKS.items()
+        },
         "num_features": num_features,
         "distances": DISTANCES.tolist(),
-        "against_distance": against_distance,
+        "against_distance": {
+            name: _ratios(DISTANCES, num_features, dim, **options)
+            for name, options in BLOCKS.items()
+        },
     }
 
 
@@ -140,28 +140,22 @@ def _plus(dim: int, config: ConfigDict, pieces: resumable.Pieces) -> dict[str, A
         mean = trials.mean(samples)
         results[coupling] = (mean.value / iid).tolist()
         results[f"{coupling}_standard_error"] = (mean.standard_error / iid).tolist()
-    closed = theory.mse_ratio(np.array(distances), dim, dim, coupling="simplex")
-    return results | {"simplex_closed_form": np.asarray(closed).tolist()}
+    closed = _ratios(np.array(distances), dim, dim, coupling="simplex")
+    return results | {"simplex_closed_form": closed}
 
 
 def _maps(dim: int) -> dict[str, Any]:
     """Returns the ratios of each feature map for m = d, by its distance."""
     results: dict[str, Any] = {"distances": DISTANCES.tolist()}
     for features in FEATURES:
-        results[features] = {
-            coupling: {
-                "limit": float(
-                    theory.small_distance_prefactor(dim, coupling=coupling, features=features)
-                ),
-                "samples": np.asarray(
-                    theory.mse_ratio(SAMPLES, dim, dim, coupling=coupling, features=features)
-                ).tolist(),
-                "ratio": np.asarray(
-                    theory.mse_ratio(DISTANCES, dim, dim, coupling=coupling, features=features)
-                ).tolist(),
+        results[features] = {}
+        for coupling in ("orthogonal", "simplex"):
+            options: dict[str, Any] = {"coupling": coupling, "features": features}
+            results[features][coupling] = {
+                "limit": float(theory.small_distance_prefactor(dim, **options)),
+                "samples": _ratios(SAMPLES, dim, dim, **options),
+                "ratio": _ratios(DISTANCES, dim, dim, **options),
             }
-            for coupling in ("orthogonal", "simplex")
-        }
     return results
 
 
@@ -192,14 +186,13 @@ def _reach(dim: int, num_features: int, trained: tuple[float, float]) -> dict[st
 
 def report(results: dict[str, Any]) -> str:
     """Returns the tables of the README."""
-    return "\n\n".join(
-        [
-            _blocks_table(results["blocks"]),
-            _plus_table(results["plus"]),
-            _maps_table(results["maps"]),
-            _reach_table(results["reach"]),
-        ]
-    )
+    tables = {
+        "blocks": _blocks_table,
+        "plus": _plus_table,
+        "maps": _maps_table,
+        "reach": _reach_table,
+    }
+    return "\n\n".join(table(results[name]) for name, table in tables.items())
 
 
 def _blocks_table(blocks: dict[str, Any]) -> str:

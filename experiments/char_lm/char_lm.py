@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import pathlib
 import platform
 from typing import Any
@@ -103,26 +104,23 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
         functools.partial(train.make_program, config, vocabulary_size=len(text.alphabet))
     )
 
+    def compute(attention: str, seed: int, name: str) -> np.ndarray:
+        trained = train.train(program(attention), text, config, seed=seed, name=name)
+        return np.concatenate(trained)
+
     def finish(attention: str, seed: int) -> dict[str, Any]:
         name = f"{attention}-{seed}"
-
-        def compute() -> np.ndarray:
-            return np.concatenate(
-                train.train(program(attention), text, config, seed=seed, name=name)
-            )
-
-        losses, sample = np.split(pieces.get(name, compute), [len(steps)])
+        kept = pieces.get(name, compute, attention, seed, name)
+        losses, sample = np.split(kept, [len(steps)])
         return {
             "losses": losses.tolist(),
             "seconds": pieces.seconds(name),
             "sample": corpus.decode(sample.astype(int), text.alphabet),
         }
 
-    runs = {
-        (attention, seed): finish(attention, seed)
-        for seed in config.seeds
-        for attention in config.attentions
-    }
+    runs: dict[str, dict[str, Any]] = {attention: {} for attention in config.attentions}
+    for seed, attention in itertools.product(config.seeds, config.attentions):
+        runs[attention][str(seed)] = finish(attention, seed)
     results = {
         "python": platform.python_version(),
         "text": {
@@ -132,10 +130,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
             "validation": len(text.validation),
         },
         "steps": steps,
-        "runs": {
-            attention: {str(seed): runs[attention, seed] for seed in config.seeds}
-            for attention in config.attentions
-        },
+        "runs": runs,
     }
     return files.finish(workdir, results, lambda: {"char_lm": summary.draw_figure(results)})
 

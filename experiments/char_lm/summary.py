@@ -54,15 +54,8 @@ def table(results: dict[str, Any]) -> str:
             gap = gap_closed(results, attention)
             closed = f"{100 * gap.value:.1f} ± {100 * gap.standard_error:.1f} %"
         seconds = np.median([run["seconds"] for run in results["runs"][attention].values()])
-        rows.append(
-            [
-                LABELS[attention],
-                f"{last.mean():.4f} ± {last.std(ddof=1):.4f}",
-                closed,
-                len(last),
-                f"{seconds:.0f} s",
-            ]
-        )
+        spread = f"{last.mean():.4f} ± {last.std(ddof=1):.4f}"
+        rows.append([LABELS[attention], spread, closed, len(last), f"{seconds:.0f} s"])
     header = ("attention", "bits per character", "gap to softmax closed", "seeds", "time a run")
     return markdown.table(header, rows)
 
@@ -81,9 +74,8 @@ def comparison(results: dict[str, Any]) -> str:
         if not {one, other} <= results["runs"].keys():
             continue
         gain = trials.mean(bits(results, one)[:, -1] - bits(results, other)[:, -1])
-        lines.append(
-            sentence.format(f"{gain.value:.4f} (standard error {gain.standard_error:.4f})")
-        )
+        found = f"{gain.value:.4f} (standard error {gain.standard_error:.4f})"
+        lines.append(sentence.format(found))
     return "\n".join(lines)
 
 

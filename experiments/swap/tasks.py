@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,12 +44,9 @@ def vision_task(dataset: str, config: ConfigDict, data_dir: str) -> Task:
     )
 
     def train_batches(seed: int) -> Callable[[int], Batch]:
+        augment = {"shift": config.shift, "flip": config.flip}
         batches = in_memory.train_batches(
-            data.train,
-            batch_size=config.batch_size,
-            seed=seed,
-            shift=config.shift,
-            flip=config.flip,
+            data.train, batch_size=config.batch_size, seed=seed, **augment
         )
 
         def batch(step: int) -> Batch:
@@ -87,26 +85,16 @@ def language_task(config: ConfigDict) -> Task:
     """
     text = corpus.load()
     windows = corpus.windows(text.validation, config.context)
+    unused: dict[str, Any] = {"num_features": 1, "coupling": "iid", "bandwidth": 0}
     make_model = functools.partial(
-        CharLM,
-        len(text.alphabet),
-        attention="softmax",
-        # Softmax attention takes none of these.
-        num_features=1,
-        coupling="iid",
-        bandwidth=0,
-        **config.model,
+        CharLM, len(text.alphabet), attention="softmax", **unused, **config.model
     )
+
+    sizes = {"batch_size": config.batch_size, "context": config.context}
 
     def train_batches(seed: int) -> Callable[[int], Batch]:
         def batch(step: int) -> Batch:
-            drawn = corpus.train_batch(
-                text.train,
-                batch_size=config.batch_size,
-                context=config.context,
-                seed=seed,
-                step=step,
-            )
+            drawn = corpus.train_batch(text.train, **sizes, seed=seed, step=step)
             return drawn[:, :-1], drawn[:, 1:]
 
         return batch
