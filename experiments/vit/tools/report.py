@@ -176,16 +176,14 @@ def make_table(runs: Runs) -> str:
     header += ["images/s", "seconds a run"]
     rows = []
     for attention, some in runs.items():
-        column = {
-            name: np.array([run.results[name] for run in some])
-            for name in ("test_accuracy", "test_loss", "images_per_second", "seconds")
-        }
         cells = [attention]
         for name in ("test_accuracy", "test_loss"):
-            spread = f"{column[name].std(ddof=1):.4f}" if len(some) > 1 else "-"
-            cells += [f"{column[name].mean():.4f}", spread]
-        cells += [str(len(some))]
-        cells += [f"{np.median(column[name]):.0f}" for name in ("images_per_second", "seconds")]
+            values = np.array([run.results[name] for run in some])
+            spread = f"{values.std(ddof=1):.4f}" if len(some) > 1 else "-"
+            cells += [f"{values.mean():.4f}", spread]
+        cells.append(str(len(some)))
+        for name in ("images_per_second", "seconds"):
+            cells.append(f"{np.median([run.results[name] for run in some]):.0f}")
         rows.append(cells)
     return markdown.table(header, rows) + "\n"
 

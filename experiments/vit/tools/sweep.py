@@ -79,18 +79,15 @@ def check(config: ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    config_fields.check_fields(config, FIELDS)
+    values = config_fields.check_fields(config, FIELDS)
     for arm in config.sweep.arms:
         config_fields.check_one_of("config.sweep.arms", arm, ARMS)
         check_config(arm_config(config, arm))
     for rate in config.sweep.learning_rates:
         config_fields.check_range("sweep.learning_rates", rate, config_fields.above(0))
-    config_fields.check_ascending(
-        {"sweep.learning_rates": config.sweep.learning_rates}, ["sweep.learning_rates"]
-    )
+    config_fields.check_ascending(values, ["sweep.learning_rates"])
     config_fields.check_seeds(config.sweep.seeds)
-    least = config_fields.at_least(WINDOW)
-    config_fields.check_range("num_steps", config.num_steps, least)
+    config_fields.check_range("num_steps", config.num_steps, config_fields.at_least(WINDOW))
 
 
 def arm_config(config: ConfigDict, arm: str) -> ConfigDict:
@@ -130,23 +127,16 @@ class Arm:
         self.config = copy.deepcopy(config)
         self.config.learning_rate = 1.0
         mesh = sharding.make_mesh(config.mesh)
-        self.program: Program = build_program(
-            self.config, mesh, channels=channels, num_classes=num_classes
-        )
+        sizes = {"channels": channels, "num_classes": num_classes}
+        self.program: Program = build_program(self.config, mesh, **sizes)
         optimizer, _ = train_state.make_optimizer(
             self.config, b1=config.b1, b2=config.b2, eps=config.eps
         )
 
-        def step(
-            state: TrainState, batch: dict[str, jax.Array], rate: jax.Array
-        ) -> tuple[TrainState, Metrics]:
-            return train_step(
-                state,
-                batch,
-                graphdef=self.program.graphdef,
-                optimizer=at_rate(optimizer, rate),
-                num_microbatches=config.num_microbatches,
-            )
+        options = {"num_microbatches": config.num_microbatches, "graphdef": self.program.graphdef}
+
+        def step(state: TrainState, batch: Any, rate: jax.Array) -> tuple[TrainState, Metrics]:
+            return train_step(state, batch, optimizer=at_rate(optimizer, rate), **options)
 
         # Drawing the projections operation by operation compiles in a tenth of the time.
         self._init = functools.partial(
@@ -251,15 +241,10 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     pieces = resumable.Pieces(workdir, config, selection=["sweep", "data_dir"])
     _train_missing(config, pieces)
     sweep = config.sweep
-    results = {
-        arm: {
-            f"{rate:g}": {
-                str(seed): _entry(pieces.load(_name(arm, rate, seed))) for seed in sweep.seeds
-            }
-            for rate in sweep.learning_rates
-        }
-        for arm in sweep.arms
-    }
+    results: dict[str, Any] = {}
+    for arm, rate, seed in itertools.product(sweep.arms, sweep.learning_rates, sweep.seeds):
+        entry = _entry(pieces.load(_name(arm, rate, seed)))
+        results.setdefault(arm, {}).setdefault(f"{rate:g}", {})[str(seed)] = entry
     with files.whole_file(workdir / "table.md") as partial:
         partial.write_text(f"{report(results)}\n")
     return files.finish(workdir, results, lambda: {"sweep": draw(results)})
@@ -286,9 +271,9 @@ def _train_missing(config: ConfigDict, pieces: resumable.Pieces) -> None:
             arms[arm] = Arm(
                 arm_config(config, arm), channels=inputs.channels, num_classes=inputs.num_classes
             )
-        train = functools.partial(arms[arm].train, inputs, learning_rate=rate, seed=seed)
-        outcome = judge(pieces.get(_name(arm, rate, seed), train))
-        tqdm.tqdm.write(f"{_name(arm, rate, seed)}: {outcome}")
+        name, train = _name(arm, rate, seed), arms[arm].train
+        outcome = judge(pieces.get(name, train, inputs, learning_rate=rate, seed=seed))
+        tqdm.tqdm.write(f"{name}: {outcome}")
 
 
 def _entry(measured: np.ndarray | None) -> dict[str, Any]:
@@ -313,25 +298,14 @@ def largest_stable(rates: dict[str, dict[str, dict[str, Any]]]) -> str | None:
 
 def report(results: dict[str, Any]) -> str:
     """Returns the table of all runs and that of the largest stable rates."""
-    rows = [
-        _row(arm, rate, seeds) for arm, rates in results.items() for rate, seeds in rates.items()
-    ]
-    header = (
-        "attention",
-        "learning rate",
-        "seeds",
-        "final training loss",
-        "mean",
-        "spread (s.d.)",
-        "largest loss",
-        "largest gradient norm",
-        "unstable runs",
-    )
-    runs = markdown.table(header, rows)
-    largest = (
-        (LABELS[arm], largest_stable(rates) or "none of these") for arm, rates in results.items()
-    )
-    return f"{runs}\n\n{markdown.table(('attention', 'largest stable rate'), largest)}"
+    header = ["attention", "learning rate", "seeds", "final training loss", "mean"]
+    header += ["spread (s.d.)", "largest loss", "largest gradient norm", "unstable runs"]
+    of_runs, of_arms = [], []
+    for arm, rates in results.items():
+        of_runs += [_row(arm, rate, seeds) for rate, seeds in rates.items()]
+        of_arms.append((LABELS[arm], largest_stable(rates) or "none of these"))
+    largest = markdown.table(("attention", "largest stable rate"), of_arms)
+    return f"{markdown.table(header, of_runs)}\n\n{largest}"
 
 
 def _row(arm: str, rate: str, seeds: dict[str, dict[str, Any]]) -> tuple[str, ...]:
