@@ -12,13 +12,16 @@ Expected:  test accuracy 0.884 (simplex), 0.885 (orthogonal), 0.884 (iid), 0.884
 
 from ml_collections import ConfigDict
 
-from experiments.vit.tools import presets
+from experiments.vit.config import defaults
 
 
 def get_config() -> ConfigDict:
-    config = presets.small("fashion_mnist", image_size=28, num_steps=3750)  # 8 epochs.
+    config = defaults()
+    config.dataset = "fashion_mnist"
+    config.image_size = 28
     config.batch_size = 128
     config.eval_batch_size = 512
+    config.num_steps = 3750  # 8 epochs.
     config.learning_rate = 2e-3
     config.warmup_steps = 300
     config.log_interval = 50

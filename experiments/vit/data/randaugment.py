@@ -47,59 +47,10 @@ def randaugment(
     return image
 
 
-# Distorts an image with a strength in [0, 1] in a direction of -1 or 1.
-Operation = Callable[[PIL.Image.Image, float, float], PIL.Image.Image]
-
-
-def _identity(image: PIL.Image.Image, strength: float, direction: float) -> PIL.Image.Image:
-    return image
-
-
-def _autocontrast(image: PIL.Image.Image, strength: float, direction: float) -> PIL.Image.Image:
-    return ImageOps.autocontrast(image)
-
-
-def _equalize(image: PIL.Image.Image, strength: float, direction: float) -> PIL.Image.Image:
-    return ImageOps.equalize(image)
-
-
-def _posterize(image: PIL.Image.Image, strength: float, direction: float) -> PIL.Image.Image:
-    return ImageOps.posterize(image, bits=8 - round(4 * strength))
-
-
-def _solarize(image: PIL.Image.Image, strength: float, direction: float) -> PIL.Image.Image:
-    return ImageOps.solarize(image, threshold=round(256 * (1 - strength)))
-
-
-def _enhance(
-    image: PIL.Image.Image, strength: float, direction: float, *, enhancer: Callable
-) -> PIL.Image.Image:
-    return enhancer(image).enhance(1 + 0.9 * strength * direction)
-
-
-def _rotate(image: PIL.Image.Image, strength: float, direction: float) -> PIL.Image.Image:
-    return image.rotate(30 * strength * direction, fillcolor=_fill(image))
-
-
-def _shear(
-    image: PIL.Image.Image, strength: float, direction: float, *, axis: int
-) -> PIL.Image.Image:
+def _affine(image: PIL.Image.Image, row: int, column: int, entry: float) -> PIL.Image.Image:
+    """Takes each pixel from ``matrix @ (x, y, 1)``, an identity with another entry."""
     matrix = np.eye(2, 3)
-    matrix[axis, 1 - axis] = 0.3 * strength * direction
-    return _affine(image, matrix)
-
-
-def _translate(
-    image: PIL.Image.Image, strength: float, direction: float, *, axis: int
-) -> PIL.Image.Image:
-    matrix = np.eye(2, 3)
-    # 150 pixels of the 331 that the images of AutoAugment had.
-    matrix[axis, 2] = 150 / 331 * image.size[axis] * strength * direction
-    return _affine(image, matrix)
-
-
-def _affine(image: PIL.Image.Image, matrix: np.ndarray) -> PIL.Image.Image:
-    """Takes each pixel from ``matrix @ (x, y, 1)``."""
+    matrix[row, column] = entry
     method = PIL.Image.Transform.AFFINE
     return image.transform(image.size, method, matrix.ravel().tolist(), fillcolor=_fill(image))
 
@@ -108,19 +59,33 @@ def _fill(image: PIL.Image.Image) -> int | tuple[int, ...]:
     return _GREY if image.mode == "L" else (_GREY,) * 3
 
 
-OPERATIONS: dict[str, Operation] = {
-    "identity": _identity,
-    "autocontrast": _autocontrast,
-    "equalize": _equalize,
-    "posterize": _posterize,
-    "solarize": _solarize,
-    "color": functools.partial(_enhance, enhancer=ImageEnhance.Color),
-    "contrast": functools.partial(_enhance, enhancer=ImageEnhance.Contrast),
-    "brightness": functools.partial(_enhance, enhancer=ImageEnhance.Brightness),
-    "sharpness": functools.partial(_enhance, enhancer=ImageEnhance.Sharpness),
-    "rotate": _rotate,
-    "shear_x": functools.partial(_shear, axis=0),
-    "shear_y": functools.partial(_shear, axis=1),
-    "translate_x": functools.partial(_translate, axis=0),
-    "translate_y": functools.partial(_translate, axis=1),
+def _enhance(
+    enhancer: Callable, image: PIL.Image.Image, strength: float, sign: float
+) -> PIL.Image.Image:
+    return enhancer(image).enhance(1 + 0.9 * strength * sign)
+
+
+# Each distorts an image with a strength in [0, 1], in a direction of -1 or 1. A translation is by
+# 150 pixels of the 331 that the images of AutoAugment had.
+OPERATIONS: dict[str, Callable[[PIL.Image.Image, float, float], PIL.Image.Image]] = {
+    "identity": lambda image, strength, sign: image,
+    "autocontrast": lambda image, strength, sign: ImageOps.autocontrast(image),
+    "equalize": lambda image, strength, sign: ImageOps.equalize(image),
+    "posterize": lambda image, strength, sign: ImageOps.posterize(image, 8 - round(4 * strength)),
+    "solarize": lambda image, strength, sign: ImageOps.solarize(image, round(256 * (1 - strength))),
+    "color": functools.partial(_enhance, ImageEnhance.Color),
+    "contrast": functools.partial(_enhance, ImageEnhance.Contrast),
+    "brightness": functools.partial(_enhance, ImageEnhance.Brightness),
+    "sharpness": functools.partial(_enhance, ImageEnhance.Sharpness),
+    "rotate": lambda image, strength, sign: image.rotate(
+        30 * strength * sign, fillcolor=_fill(image)
+    ),
+    "shear_x": lambda image, strength, sign: _affine(image, 0, 1, 0.3 * strength * sign),
+    "shear_y": lambda image, strength, sign: _affine(image, 1, 0, 0.3 * strength * sign),
+    "translate_x": lambda image, strength, sign: _affine(
+        image, 0, 2, 150 / 331 * image.size[0] * strength * sign
+    ),
+    "translate_y": lambda image, strength, sign: _affine(
+        image, 1, 2, 150 / 331 * image.size[1] * strength * sign
+    ),
 }

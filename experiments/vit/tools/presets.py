@@ -1,9 +1,10 @@
-"""What the configs of several runs share; a config file says what is special about its run."""
+"""What the configs of the runs on pods share; a config file says what is special about its run."""
 
 from __future__ import annotations
 
 from ml_collections import ConfigDict
 
+from experiments.vit.config import defaults
 from simrf_jax import checks
 
 # The fields that ``paper`` changes. What is marked "paper" is from Sec. 5.4 of Simplex Random
@@ -69,75 +70,6 @@ _LOCAL = {
 }
 
 
-def small(dataset: str, *, image_size: int, num_steps: int) -> ConfigDict:
-    """Returns a small ViT for a CPU, on a data set in memory; a config file changes what differs.
-
-    Args:
-      dataset: Name of the data set.
-      image_size: Side of its images in pixels.
-      num_steps: Training steps.
-    """
-    return ConfigDict(
-        {
-            "seed": 0,
-            "dataset": dataset,
-            "data_dir": "",
-            "in_memory": True,
-            "shuffle_window": 0,
-            "held_out": 0.0,
-            "image_size": image_size,
-            "num_workers": 0,
-            "batch_size": 64,
-            "eval_batch_size": 256,
-            "num_steps": num_steps,
-            "learning_rate": 1e-3,
-            "warmup_steps": 100,
-            "weight_decay": 0.1,
-            "b1": 0.9,
-            "b2": 0.999,
-            "eps": 1e-8,
-            "clip_norm": 1.0,
-            "redraw_interval": 0,
-            "calibrate_interval": 0,
-            "log_interval": 25,
-            "eval_interval": num_steps,
-            "eval_crop": 1.0,
-            "augment": {
-                "shift": 0.5,
-                "flip": False,
-                "crop_area": 1.0,
-                "randaugment_layers": 0,
-                "randaugment_magnitude": 0.0,
-                "mixup": 0.0,
-            },
-            "diagnostics": {"images": 16, "redraws": 8},
-            "profile": {"start": 0, "steps": 0},
-            "checkpoint": {"interval": 500, "keep": 2, "folder": ""},
-            "mirror": "",
-            "num_microbatches": 1,
-            "mesh": {"data": -1, "fsdp": 1, "tensor": 1, "sequence": 1},
-            "model": {
-                "patch_size": 2,
-                "width": 96,
-                "depth": 4,
-                "num_heads": 6,
-                "mlp_dim": 192,
-                "dropout_rate": 0.1,
-                "pooling": "average",
-                "attention": "simplex",
-                "num_features": 34,  # Two simplices of 17 points in 16 dimensions.
-                "feature_map": "positive",
-                "exact_bandwidth": -1,
-                "implementation": "default",
-                "block": "regular",
-                "dtype": "float32",
-                "remat": "none",
-                "scan": False,
-            },
-        }
-    )
-
-
 def paper(dataset: str, *, num_train: int) -> ConfigDict:
     """Returns the paper's Performer, a ViT-B, for 300 epochs on records of a data set.
 
@@ -146,8 +78,9 @@ def paper(dataset: str, *, num_train: int) -> ConfigDict:
       num_train: Its number of training images. The epochs are 303 of the 99% of them that
         ``held_out`` leaves to train on.
     """
-    config = small(dataset, image_size=224, num_steps=round(300 * num_train / 4096))
+    config = defaults()
     config.update_from_flattened_dict(_PAPER)
+    config.dataset, config.num_steps = dataset, round(300 * num_train / 4096)
     config.eval_interval = config.num_steps // 100  # 3 epochs.
     return config
 

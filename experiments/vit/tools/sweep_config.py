@@ -14,12 +14,14 @@ shift, as a run sees only 960 images.
 
 from ml_collections import ConfigDict
 
-from experiments.vit.tools import presets
+from experiments.vit.config import defaults
 
 
 def get_config() -> ConfigDict:
     """Returns the config of the sweep of README.md, Learning rates."""
-    config = presets.small("fashion_mnist", image_size=28, num_steps=60)
+    config = defaults()
+    config.dataset = "fashion_mnist"
+    config.image_size = 28
     # The seeds of the sweep replace the seed, and its rates the learning rate.
     config.sweep = {
         "arms": ("exact", "simplex", "calibrated"),
@@ -28,6 +30,8 @@ def get_config() -> ConfigDict:
     }
     config.held_out = 0.01
     config.batch_size = 16
+    config.eval_batch_size = 256
+    config.num_steps = config.eval_interval = 60
     config.warmup_steps = 6  # A tenth of the run, as of fashion_mnist_b.py.
     config.calibrate_interval = 20  # Of the calibrated arm; the others have none.
     config.log_interval = 1
