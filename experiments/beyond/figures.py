@@ -79,7 +79,7 @@ def draw_plus(plus: dict[str, Any]) -> Figure:
         for coupling in ("simplex", "simplex_plus"):
             look = style.STYLES[coupling]
             mean, spread = (np.array(row[coupling + s]) for s in ("", "_standard_error"))
-            line = v, mean
+            line: tuple[Any, Any] = v, mean
             if coupling == "simplex":
                 line = grid, theory.mse_ratio(grid, int(dim), int(dim), coupling="simplex")
             axes.plot(*line, **look, linewidth=1.3, label=style.LABELS[coupling])

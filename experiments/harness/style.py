@@ -51,7 +51,7 @@ def curve(axes: Axes, x: ArrayLike, summaries: Iterable[Mapping[str, float]], **
 
 def dots(axes: Axes, x: ArrayLike, mean: ArrayLike, error: ArrayLike, **look: Any) -> None:
     """Draws means as dots, or as the look says, with their standard errors as bars."""
-    bars = {"fmt": "o", "markersize": 4, "capsize": 2, "linewidth": 1}
+    bars: dict[str, Any] = {"fmt": "o", "markersize": 4, "capsize": 2, "linewidth": 1}
     axes.errorbar(x, mean, error, **(bars | look))
 
 

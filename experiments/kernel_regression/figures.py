@@ -44,7 +44,7 @@ def draw_curves(results: dict[str, Any]) -> Figure:
 def draw_search(results: dict[str, Any]) -> Figure:
     """Draws Fig. 10: validation accuracy by sigma."""
     figure, axes = _grid(results, "sigma", "validation accuracy")
-    lines = {"color": "0.5", "linewidth": 1}
+    lines: dict[str, Any] = {"color": "0.5", "linewidth": 1}
     for axis, row in zip(axes, results.values(), strict=True):
         sigmas, found = row["sigmas"], row["validation"]
         look = style.STYLES["iid"] | {"linestyle": "-", "linewidth": 1.3}

@@ -54,7 +54,7 @@ class Input(NamedTuple):
     eval_batches: Evaluation
     num_train: int = 0
     num_parts: int = 1
-    train_part: Callable[[int], Batch] = dict
+    train_part: Callable[[int], Batch] = lambda number: {}
     num_held_out: int = 0
     held_out_batches: Evaluation | None = None
 
