@@ -11,24 +11,13 @@ import tqdm
 from ml_collections import ConfigDict
 
 from experiments.beyond import figures
+from experiments.beyond.configs import paper
 from experiments.harness import config_fields, files, markdown, resumable, style, trials
 from experiments.harness.mistakes import UserError
 from simrf_jax import theory
 from simrf_jax.theory.mse import FEATURES
 
-FIELDS: dict[str, type] = {
-    "seed": int,
-    "blocks.dim": int,
-    "blocks.distance": float,
-    "blocks.num_features": int,
-    "plus.dims": tuple,
-    "plus.distances": tuple,
-    "plus.num_entries": int,
-    "maps.dims": tuple,
-    "reach.dim": int,
-    "reach.num_features": int,
-    "reach.trained": tuple,  # Least and largest root mean square of |x + y| in a trained model.
-}
+FIELDS = config_fields.types_of(paper.get_config())
 BLOCKS: dict[str, dict[str, Any]] = {
     "orthogonal": {"coupling": "orthogonal"},
     "square": {"coupling": "simplex", "block": "square"},

@@ -12,34 +12,13 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from experiments.char_lm import corpus, summary, train
+from experiments.char_lm.configs import paper
 from experiments.char_lm.model import ATTENTIONS
 from experiments.harness import config_fields, files, resumable
 from experiments.harness.mistakes import UserError, user_mistakes
 from simrf_jax.projections import COUPLINGS
 
-FIELDS: dict[str, type] = {
-    "attentions": tuple,  # The kinds of attention, in the order of the table.
-    "seeds": tuple,  # One run each; a seed decides everything random in its run.
-    "context": int,  # Characters that a model sees.
-    "batch_size": int,
-    "num_steps": int,
-    "learning_rate": float,  # Peak learning rate.
-    "warmup_steps": int,  # Steps of a linear warm-up, before a cosine decay to 0 at num_steps.
-    "weight_decay": float,  # Decoupled weight decay of the kernels only.
-    "b2": float,  # Decay of Adam's second moment.
-    "clip_norm": float,  # Largest global norm of the gradient.
-    "redraw_interval": int,  # Steps between redraws of all projections; 0 never redraws.
-    "calibrate_interval": int,  # Steps between fits of calibrated features, from the first on.
-    "eval_interval": int,  # Steps between evaluations on the whole validation text.
-    "prompt": str,  # First characters of the sampled text.
-    "temperature": float,  # Temperature of the sampled text.
-    "model.width": int,
-    "model.depth": int,
-    "model.num_heads": int,
-    "model.num_features": int,  # Random features of each head in the far field.
-    "model.coupling": str,
-    "model.bandwidth": int,  # How many characters back the near field and the exact band reach.
-}
+FIELDS = config_fields.types_of(paper.get_config())
 ZERO = ("seeds", "warmup_steps", "redraw_interval", "model.bandwidth")  # What may be 0.
 LEAST = config_fields.least_of(FIELDS) | {"context": 2, "model.width": 2} | dict.fromkeys(ZERO, 0)
 

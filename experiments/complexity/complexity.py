@@ -15,20 +15,14 @@ import tqdm
 from ml_collections import ConfigDict
 
 from experiments.complexity import figures, tables
+from experiments.complexity.configs import paper
 from experiments.complexity.measure import FAST, MATRICES, MEMORIES, TIMES, measure
 from experiments.harness import config_fields, files, resumable
 from experiments.harness.mistakes import UserError, user_mistakes
 from simrf_jax import checks
 from simrf_jax.projections.hadamard import padded_dim
 
-FIELDS: dict[str, type] = {
-    "dims": tuple,  # Dimensions in which all methods are measured.
-    "fast_dims": tuple,  # Further dimensions for the methods that form no matrix.
-    "fit_points": int,  # Exponents are fitted to this number of the largest dimensions.
-    "num_vectors": int,  # Vectors in a batch.
-    "rounds": int,  # Calls of each method, if the seconds suffice.
-    "seconds": float,  # Time budget for each of TIMES in one dimension.
-}
+FIELDS = config_fields.types_of(paper.get_config())
 NAMES = (*MATRICES, *FAST)
 # Pairs whose times to draw are compared round by round. Both methods of a pair are of one kind, so
 # their calls alternate.

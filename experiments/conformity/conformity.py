@@ -11,19 +11,11 @@ import tqdm
 from ml_collections import ConfigDict
 
 from experiments.conformity import couplings, densities, optimisation
+from experiments.conformity.configs import paper
 from experiments.harness import config_fields, files, markdown, resumable
 from experiments.harness.mistakes import UserError
 
-FIELDS: dict[str, type] = {
-    "seed": int,
-    "dim": int,  # Dimension of Figs. 4 and 5; row blocks have as many rows.
-    "v": float,  # The distance |x + y|.
-    "num_iterations": int,  # Iterations in Fig. 4.
-    "num_couplings": int,  # Draws of iid directions for the norms of Fig. 4.
-    "num_projections": int,  # Draws of each coupling for Fig. 5.
-    "num_draws": int,  # Draws of norms for the table of means.
-    "num_optimised": int,  # The first draws of norms, which are also optimised numerically.
-}
+FIELDS = config_fields.types_of(paper.get_config())
 PICTURES, SINGLE, NORMS, PROJECTIONS = range(4)  # Purposes of PRNG keys, which are folded in.
 BATCH = 100  # Draws of norms that are optimised and saved together.
 LEAST_V, MOST_V = 0.01, 3.0

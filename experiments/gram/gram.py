@@ -15,20 +15,13 @@ from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
 import simrf_jax
+from experiments.gram.configs import paper
 from experiments.harness import config_fields, files, markdown, resumable, style, trials
 from simrf_jax import theory
 from simrf_jax.projections import Coupling
 from simrf_jax.theory.arguments import ClosedFormCoupling
 
-FIELDS: dict[str, type] = {
-    "seed": int,  # Seed of the points and of all projections.
-    "dim": int,
-    "num_points": int,
-    "scale": float,  # Standard deviation of the points' coordinates.
-    "multiples": tuple,  # Numbers of features, in multiples of dim.
-    "num_trials": int,  # Trials with dim features; n * dim features have 1 / n as many trials.
-    "batch_size": int,  # Trials in one call.
-}
+FIELDS = config_fields.types_of(paper.get_config())
 COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex", "simplex_plus")
 POINTS, TRIALS = range(2)  # Purposes of PRNG keys, which are folded in.
 

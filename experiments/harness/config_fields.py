@@ -100,6 +100,11 @@ def check_fields(config: ConfigDict, fields: Fields) -> dict[str, Any]:
     return given
 
 
+def types_of(config: ConfigDict) -> dict[str, type]:
+    """Returns the types of the fields of a config, such as the one of the paper."""
+    return {name: type(value) for name, value in flatten(config).items()}
+
+
 def least_of(fields: Fields) -> dict[str, int]:
     """Returns 1 as the least of each integer field, for ``check_least``."""
     return dict.fromkeys([name for name, kind in fields.items() if kind is int], 1)

@@ -10,24 +10,12 @@ from ml_collections import ConfigDict
 
 from experiments.harness import config_fields, files, resumable
 from experiments.kernel_mse import blog, mse_ratio, trigonometric_gap
+from experiments.kernel_mse.configs import paper
 
-FIELDS: dict[str, type] = {
-    "seed": int,
-    # Fig. 6. There are as many features as dimensions, here and in the gap.
-    "ratio.dim": int,
-    "ratio.distances": tuple,  # Distances v = |x + y| of the trials.
-    "ratio.num_trials": int,
-    # Eq. 26.
-    "gap.dims": tuple,  # Dimensions of the curves and of the table of sign changes.
-    "gap.trial_dims": tuple,
-    "gap.trial_distances": tuple,  # Distances z = |x - y| of the trials.
-    "gap.num_trials": int,
-    # Attention in the blog post.
-    "attention.length": int,
-    "attention.dim": int,
-    "attention.num_features": tuple,
-    "attention.num_samples": int,
-}
+FIELDS = config_fields.types_of(paper.get_config())
+TWO = ("ratio.dim", "ratio.num_trials", "gap.num_trials", "gap.dims", "gap.trial_dims")
+LEAST = config_fields.least_of(FIELDS) | {"seed": 0, "attention.num_features": 1}
+LEAST |= dict.fromkeys(TWO, 2)
 PARTS = {"ratio": mse_ratio, "gap": trigonometric_gap, "attention": blog}
 
 
@@ -39,10 +27,7 @@ def check(config: ConfigDict) -> None:
     """
     values = config_fields.check_fields(config, FIELDS)
     config_fields.check_seed(values)
-    config_fields.check_least(values, {"ratio.dim": 2, "ratio.num_trials": 2})
-    config_fields.check_least(values, {"gap.num_trials": 2, "gap.dims": 2, "gap.trial_dims": 2})
-    config_fields.check_least(values, {"attention.length": 1, "attention.dim": 1})
-    config_fields.check_least(values, {"attention.num_features": 1, "attention.num_samples": 1})
+    config_fields.check_least(values, LEAST)
     config_fields.check_ascending(values, [name for name, kind in FIELDS.items() if kind is tuple])
     config_fields.check_distances(values, ["ratio.distances", "gap.trial_distances"], most=10.0)
 

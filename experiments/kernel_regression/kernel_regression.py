@@ -14,20 +14,10 @@ from experiments.harness import config_fields, files, resumable
 from experiments.harness.mistakes import UserError
 from experiments.harness.trials import summary
 from experiments.kernel_regression import classify, figures, tables, uci
+from experiments.kernel_regression.configs import paper
 from simrf_jax.projections.hadamard import padded_dim
 
-FIELDS: dict[str, type] = {
-    "seed": int,  # Seed of all projections.
-    "data_dir": str,  # Folder of the UCI files; "" for SIMRF_DATA_DIR or a download.
-    "datasets": tuple,
-    "parts": tuple,  # Some of PARTS.
-    "num_trials": int,  # Trials of each entry of the tables.
-    "curve_trials": int,  # Trials of each point of Fig. 8.
-    "multiples": tuple,  # Numbers of features in Fig. 8, in multiples of dim.
-    "search_trials": int,  # Trials of each point of Fig. 10.
-    "search_multiple": int,  # Number of features in Fig. 10, in multiples of dim.
-    "num_sigmas": int,  # Number of sigmas from 0.1 to 2 in Fig. 10.
-}
+FIELDS = config_fields.types_of(paper.get_config())
 PARTS = ("tables", "curves", "search")
 METHODS = {
     "table_2": ("iid", "orthogonal", "simplex", "simplex_plus"),

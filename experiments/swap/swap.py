@@ -19,84 +19,13 @@ from experiments.swap import (
     tables,
     tasks,
 )
+from experiments.swap.configs import paper
 from experiments.swap.methods import METHODS
 from experiments.swap.training import Task
 
-# Fields of each section whose methods may learn; see learning.Schedule.
-LEARNED_FIELDS: dict[str, type] = {
-    "learned.num_steps": int,
-    "learned.batch_size": int,
-    "learned.learning_rate": float,
-}
-# Fields of each section whose model is trained here.
-TASK_FIELDS: dict[str, type] = {
-    **LEARNED_FIELDS,
-    "batch_size": int,
-    "num_steps": int,  # Steps with softmax attention.
-    "learning_rate": float,  # Peak learning rate of these steps.
-    "warmup_steps": int,
-    "weight_decay": float,
-    "b2": float,
-    "clip_norm": float,
-    "num_fit": int,  # Training images or windows that feature maps are fitted on.
-    "test_batch_size": int,
-    "num_features": tuple,  # Features of each head without fine-tuning.
-    "tuned_features": int,
-    "tuned_steps": tuple,  # Ascending numbers of steps after which the model is scored.
-    "tuned_learning_rate": float,  # Constant.
-}
-VISION_FIELDS: dict[str, type] = TASK_FIELDS | {
-    "shift": float,
-    "flip": bool,
-    "model.patch_size": int,
-    "model.width": int,
-    "model.depth": int,
-    "model.num_heads": int,
-    "model.mlp_dim": int,
-    "model.dropout_rate": float,
-}
-LANGUAGE_FIELDS: dict[str, type] = TASK_FIELDS | {
-    "context": int,
-    "bandwidth": int,
-    "model.width": int,
-    "model.depth": int,
-    "model.num_heads": int,
-}
-SECTIONS: dict[str, dict[str, type]] = {
-    "predicted": {
-        "dim": int,
-        "num_queries": int,
-        "num_keys": int,
-        "num_features": int,
-        "num_draws": int,  # Draws of W for each seed.
-        "lengths": tuple,  # Ascending lengths of queries and keys.
-    },
-    "predicted_heads": {
-        "num_queries": int,  # Queries of one text of the encoder, for each seed.
-        "num_draws": int,  # Draws of W for each seed.
-        "num_features": tuple,
-    },
-    "encoder": {
-        **LEARNED_FIELDS,
-        "num_fit_texts": int,  # Help pages that feature maps are fitted on.
-        "num_test_texts": int,  # Other help pages.
-        "length": int,  # Tokens of each text.
-        "bandwidth": int,
-        "num_features": tuple,
-    },
-    "digits": VISION_FIELDS,
-    "char_lm": LANGUAGE_FIELDS,
-    "fashion_mnist": VISION_FIELDS,
-}
-FIELDS: dict[str, type] = {
-    "parts": tuple,  # Sections to run.
-    "methods": tuple,  # Names of methods.METHODS.
-    "tuned_methods": tuple,  # Those to fine-tune with; softmax is always one more.
-    "seeds": tuple,  # A seed decides the texts, the training, the projections and the fine-tuning.
-    "model_dir": str,  # Folder of all-MiniLM-L6-v2; see encoder.find.
-    "data_dir": str,  # Folder of the prepared Fashion-MNIST; see experiments/vit.
-} | {f"{part}.{name}": kind for part, fields in SECTIONS.items() for name, kind in fields.items()}
-TRAINED = ("digits", "char_lm", "fashion_mnist")  # Sections of TASK_FIELDS.
+FIELDS = config_fields.types_of(paper.get_config())
+TRAINED = ("digits", "char_lm", "fashion_mnist")  # Sections whose model is trained here.
+PARTS = ("predicted", "predicted_heads", "encoder", *TRAINED)
 LEAST = config_fields.least_of(FIELDS) | {
     "seeds": 0,
     "predicted.dim": 2,
@@ -126,7 +55,7 @@ def check(config: ConfigDict) -> None:
     config_fields.check_least(values, LEAST)
     config_fields.check_seeds(config.seeds)
     for part in config.parts:
-        config_fields.check_one_of("config.parts", part, SECTIONS)
+        config_fields.check_one_of("config.parts", part, PARTS)
     for name in ("methods", "tuned_methods"):
         for method in config[name]:
             config_fields.check_one_of(f"config.{name}", method, METHODS)

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 def get_config() -> ConfigDict:
     config = ConfigDict()
-    config.seed = 0
+    config.seed = 0  # Of the points and of all projections.
     config.dim = 64
     config.num_points = 64
     config.scale = 0.1  # Standard deviation of the points' coordinates.

@@ -17,14 +17,16 @@ def get_config() -> ConfigDict:
 
     config.ratio = ConfigDict()
     config.ratio.dim = 64  # There are as many features.
+    # Distances v = |x + y| of the trials.
     config.ratio.distances = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 3.0)
     config.ratio.num_trials = 51_200
 
     config.gap = ConfigDict()
+    # Dimensions of the curves and of the table of sign changes.
     config.gap.dims = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
     # Trials are made below the first root and where orthogonal features lose most.
     config.gap.trial_dims = (4, 8)
-    config.gap.trial_distances = (1.0, 2.0, 3.5)
+    config.gap.trial_distances = (1.0, 2.0, 3.5)  # z = |x - y|.
     config.gap.num_trials = 524_288
 
     config.attention = ConfigDict()
