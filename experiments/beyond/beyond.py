@@ -49,11 +49,8 @@ def check(config: ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = config_fields.check_fields(config, FIELDS)
-    config_fields.check_seed(values)
     two = ("blocks.dim", "blocks.num_features", "reach.dim", "reach.num_features", "plus.dims")
-    least = {"plus.num_entries": 1, "maps.dims": 2} | dict.fromkeys(two, 2)
-    config_fields.check_least(values, least)
+    values = config_fields.check_fields(config, FIELDS, dict.fromkeys((*two, "maps.dims"), 2))
     config_fields.check_ascending(values, [name for name, kind in FIELDS.items() if kind is tuple])
     config_fields.check_distances(values, ["blocks.distance", "plus.distances"], most=MOST_DISTANCE)
     config_fields.check_distances(values, ["reach.trained"], most=float(REACH_DISTANCES[-1]))

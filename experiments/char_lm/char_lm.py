@@ -19,8 +19,8 @@ from experiments.harness.mistakes import UserError, user_mistakes
 from simrf_jax.projections import COUPLINGS
 
 FIELDS = config_fields.types_of(paper.get_config())
-ZERO = ("seeds", "warmup_steps", "redraw_interval", "model.bandwidth")  # What may be 0.
-LEAST = config_fields.least_of(FIELDS) | {"context": 2, "model.width": 2} | dict.fromkeys(ZERO, 0)
+LEAST = {"context": 2, "model.width": 2}
+LEAST |= {"warmup_steps": 0, "redraw_interval": 0, "model.bandwidth": 0}
 
 
 def check(config: ConfigDict) -> None:
@@ -29,9 +29,7 @@ def check(config: ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = config_fields.check_fields(config, FIELDS)
-    config_fields.check_least(values, LEAST)
-    config_fields.check_seeds(config.seeds)
+    values = config_fields.check_fields(config, FIELDS, LEAST)
     attentions = config.attentions
     for attention in attentions:
         config_fields.check_one_of("Each of config.attentions", attention, ATTENTIONS)

@@ -40,8 +40,7 @@ def check(config: ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = config_fields.check_fields(config, FIELDS)
-    config_fields.check_least(values, {"num_vectors": 1, "rounds": 1})
+    config_fields.check_fields(config, FIELDS, {})
     finite = config_fields.Range("at least 0 and finite", lambda x: 0 <= x < math.inf)
     config_fields.check_range("seconds", config.seconds, finite)
     if config.fit_points < 3:

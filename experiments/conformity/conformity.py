@@ -27,10 +27,8 @@ def check(config: ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = config_fields.check_fields(config, FIELDS)
-    least = dict.fromkeys(("num_couplings", "num_projections", "num_optimised"), 2)
-    config_fields.check_least(values, {"num_iterations": 1, **least})
-    config_fields.check_seed(values)
+    two = ("num_couplings", "num_projections", "num_optimised")
+    config_fields.check_fields(config, FIELDS, dict.fromkeys(two, 2))
     if config.dim < 3:
         raise UserError(
             f"config.dim must be at least 3, got {config.dim}: in 2 dimensions the simplex is the "

@@ -32,10 +32,7 @@ def check(config: ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = config_fields.check_fields(config, FIELDS)
-    config_fields.check_seed(values)
-    least = {"dim": 2, "num_points": 1, "multiples": 1, "num_trials": 2, "batch_size": 1}
-    config_fields.check_least(values, least)
+    config_fields.check_fields(config, FIELDS, {"dim": 2, "multiples": 1, "num_trials": 2})
     finite = config_fields.Range("above 0 and finite", lambda x: 0 < x < math.inf)
     config_fields.check_range("scale", config.scale, finite)
 

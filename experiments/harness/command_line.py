@@ -99,6 +99,8 @@ def _line_in(file: pathlib.Path, error: BaseException) -> int | None:
 class Experiment(Protocol):
     """A module that ``launch`` can run."""
 
+    __file__: str | None
+
     @property
     def FIELDS(self) -> Fields:  # noqa: N802 - It is a constant of the module.
         """Types of the fields of its config."""
@@ -113,12 +115,14 @@ class Experiment(Protocol):
         """Returns the text to print of the results."""
 
 
-def launch(experiment: Experiment, default_config: pathlib.Path) -> None:
-    """Runs an experiment as a program, with ``--config`` and ``--workdir``.
+def launch(experiment: Experiment, config_file: pathlib.Path | None = None) -> None:
+    """Runs an experiment as a program with ``--config``, by default the paper's, and ``--workdir``.
 
     A ``UserError`` ends it with one line; every other error keeps its traceback. Of two runs in one
     folder the second is refused.
     """
+    paper = pathlib.Path(f"{experiment.__file__}").parent / "configs" / "paper.py"
+    default_config = config_file or paper
     config = config_flags.DEFINE_config_file("config", None, f"What to run; {default_config}.")
     workdir = flags.DEFINE_string("workdir", None, "Folder for the results.", required=True)
 

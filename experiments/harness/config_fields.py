@@ -78,14 +78,22 @@ def check_range(name: str, value: Any, allowed: Range) -> None:
     raise UserError(f"config.{name}{unless} must be {allowed.text}, got {value!r}.")
 
 
-def check_fields(config: ConfigDict, fields: Fields) -> dict[str, Any]:
+def check_fields(
+    config: ConfigDict, fields: Fields, least: Mapping[str, int] | None = None
+) -> dict[str, Any]:
     """Refuses a config that has not these fields and no other, each of its type.
+
+    Args:
+      config: Config to check.
+      fields: Types of its fields, by dotted name. One named ``seed`` or ``seeds`` must be in range.
+      least: Smallest allowed numbers where they are not 1; see ``check_least``. None allows all.
 
     Returns:
       The values by dotted name.
 
     Raises:
-      UserError: If it is no config, fields are missing or unknown, or one has the wrong type.
+      UserError: If it is no config, fields are missing or unknown, or one has the wrong type or is
+        too small.
     """
     if not isinstance(config, ConfigDict):
         raise UserError(f"The config must be an ml_collections.ConfigDict, got {config!r}.")
@@ -97,17 +105,20 @@ def check_fields(config: ConfigDict, fields: Fields) -> dict[str, Any]:
     for name, value in given.items():
         if type(value) is not fields[name]:
             raise UserError(f"config.{name} must be {fields[name].__name__}, got {value!r}.")
+    if least is not None:
+        integers = [name for name, kind in fields.items() if kind is int and name != "seed"]
+        seeds = {"seeds": 0} if "seeds" in fields else {}
+        check_least(given, {**dict.fromkeys(integers, 1), **seeds, **least})
+    if "seed" in given:
+        check_seed(given)
+    if "seeds" in given:
+        check_seeds(given["seeds"])
     return given
 
 
 def types_of(config: ConfigDict) -> dict[str, type]:
     """Returns the types of the fields of a config, such as the one of the paper."""
     return {name: type(value) for name, value in flatten(config).items()}
-
-
-def least_of(fields: Fields) -> dict[str, int]:
-    """Returns 1 as the least of each integer field, for ``check_least``."""
-    return dict.fromkeys([name for name, kind in fields.items() if kind is int], 1)
 
 
 def check_least(values: Mapping[str, Any], least: Mapping[str, int]) -> None:

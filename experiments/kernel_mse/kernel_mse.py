@@ -13,9 +13,6 @@ from experiments.kernel_mse import blog, mse_ratio, trigonometric_gap
 from experiments.kernel_mse.configs import paper
 
 FIELDS = config_fields.types_of(paper.get_config())
-TWO = ("ratio.dim", "ratio.num_trials", "gap.num_trials", "gap.dims", "gap.trial_dims")
-LEAST = config_fields.least_of(FIELDS) | {"seed": 0, "attention.num_features": 1}
-LEAST |= dict.fromkeys(TWO, 2)
 PARTS = {"ratio": mse_ratio, "gap": trigonometric_gap, "attention": blog}
 
 
@@ -25,9 +22,9 @@ def check(config: ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = config_fields.check_fields(config, FIELDS)
-    config_fields.check_seed(values)
-    config_fields.check_least(values, LEAST)
+    two = ("ratio.dim", "ratio.num_trials", "gap.num_trials", "gap.dims", "gap.trial_dims")
+    least = {"attention.num_features": 1, **dict.fromkeys(two, 2)}
+    values = config_fields.check_fields(config, FIELDS, least)
     config_fields.check_ascending(values, [name for name, kind in FIELDS.items() if kind is tuple])
     config_fields.check_distances(values, ["ratio.distances", "gap.trial_distances"], most=10.0)
 

@@ -31,11 +31,10 @@ def check(config: ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = config_fields.check_fields(config, FIELDS)
-    config_fields.check_seed(values)
-    config_fields.check_least(values, {"num_trials": 2, "curve_trials": 2, "multiples": 1})
+    two = ("num_trials", "curve_trials", "search_trials", "num_sigmas")
+    least = {"multiples": 1, **dict.fromkeys(two, 2)}
+    values = config_fields.check_fields(config, FIELDS, least)
     config_fields.check_ascending(values, ["multiples"])
-    config_fields.check_least(values, {"search_trials": 2, "search_multiple": 1, "num_sigmas": 2})
     for name, known in (("datasets", tuple(uci.SOURCES)), ("parts", PARTS)):
         if not config[name]:
             raise UserError(f"config.{name} must name at least one of {', '.join(known)}, got ().")

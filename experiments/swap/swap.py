@@ -26,8 +26,7 @@ from experiments.swap.training import Task
 FIELDS = config_fields.types_of(paper.get_config())
 TRAINED = ("digits", "char_lm", "fashion_mnist")  # Sections whose model is trained here.
 PARTS = ("predicted", "predicted_heads", "encoder", *TRAINED)
-LEAST = config_fields.least_of(FIELDS) | {
-    "seeds": 0,
+LEAST = {
     "predicted.dim": 2,
     "predicted.num_keys": 2,
     "predicted_heads.num_features": 1,
@@ -51,9 +50,7 @@ def check(config: ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = config_fields.check_fields(config, FIELDS)
-    config_fields.check_least(values, LEAST)
-    config_fields.check_seeds(config.seeds)
+    values = config_fields.check_fields(config, FIELDS, LEAST)
     for part in config.parts:
         config_fields.check_one_of("config.parts", part, PARTS)
     for name in ("methods", "tuned_methods"):
