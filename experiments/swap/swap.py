@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -15,13 +14,11 @@ from experiments.swap import (
     measure_encoder,
     measure_task,
     predicted,
-    predicted_heads,
     tables,
-    tasks,
+    training,
 )
 from experiments.swap.configs import paper
 from experiments.swap.methods import METHODS
-from experiments.swap.training import Task
 
 FIELDS = config_fields.types_of(paper.get_config())
 TRAINED = ("digits", "char_lm", "fashion_mnist")  # Sections whose model is trained here.
@@ -99,19 +96,10 @@ def _run_part(part: str, config: ConfigDict, pieces: resumable.Pieces) -> dict[s
     if part == "predicted":
         return predicted.run(config, pieces)
     if part == "predicted_heads":
-        return predicted_heads.run(config, pieces)
+        return predicted.run_heads(config, pieces)
     if part == "encoder":
         return measure_encoder.run(config, pieces)
-    return measure_task.run(part, TASKS[part](config), config, pieces)
-
-
-TASKS: dict[str, Callable[[ConfigDict], Task]] = {
-    "digits": lambda config: tasks.vision_task("digits", config.digits, ""),
-    "char_lm": lambda config: tasks.language_task(config.char_lm),
-    "fashion_mnist": lambda config: tasks.vision_task(
-        "fashion_mnist", config.fashion_mnist, config.data_dir
-    ),
-}
+    return measure_task.run(part, training.task(part, config), config, pieces)
 
 
 def report(results: dict[str, Any]) -> str:
