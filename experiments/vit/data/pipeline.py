@@ -37,10 +37,10 @@ class Input(NamedTuple):
     Attributes:
       channels: Number of channels of the images.
       num_classes: Number of classes of the labels.
+      num_train: Examples to train on; 0 if only what is tested on is open.
       num_test: Examples to test on.
       eval_batches: Iterates over this host's rows of the whole test split, once and in order, the
         last batches filled up with images of ``weight`` 0.
-      num_train: Examples to train on.
       num_parts: Parts of this host's rows that workers make. Each worker always makes the same
         part, as it holds the windows in which the part is shuffled; with 1 it makes all rows.
       train_part: Returns the part of a number, step * num_parts + part.
@@ -50,9 +50,9 @@ class Input(NamedTuple):
 
     channels: int
     num_classes: int
+    num_train: int
     num_test: int
     eval_batches: Evaluation
-    num_train: int = 0
     num_parts: int = 1
     train_part: Callable[[int], Batch] = lambda number: {}
     num_held_out: int = 0
@@ -130,9 +130,9 @@ def _from_memory(config: ConfigDict, eval_batch_size: int, rows: Rows) -> Input:
     return Input(
         channels,
         dataset.num_classes,
+        num_train=len(train.labels),
         num_test=len(dataset.test.labels),
         eval_batches=evaluation(dataset.test),
-        num_train=len(train.labels),
         train_part=train_batch,
         num_held_out=count,
         held_out_batches=evaluation(held_out) if count else None,
@@ -171,7 +171,7 @@ def _test_records(config: ConfigDict, eval_batch_size: int, rows: Rows) -> Input
     split = records.DATASETS[config.dataset].test_split
     test = records.open_records(config.dataset, split, config.data_dir)
     batches = _evaluation(test, config, eval_batch_size, rows)
-    return Input(test.channels, test.num_classes, len(test), batches)
+    return Input(test.channels, test.num_classes, 0, len(test), batches)
 
 
 def _evaluation(
