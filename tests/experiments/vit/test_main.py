@@ -77,7 +77,7 @@ def command(tmp_path, monkeypatch):
         ),
         (
             "--config.checkpoint.interval=2 --config.checkpoint.folder=gs://bucket/run",
-            "^gs://bucket/run cannot be read and written: .*gcsfs",
+            "^Checkpoints cannot be kept in gs://bucket/run: .*gcsfs",
         ),
         (f"{RECORDS} --config.data_dir=gs://bucket/data", "install gcsfs"),
     ],
