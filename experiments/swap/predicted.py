@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -74,36 +75,30 @@ def draw_tokens(config: ConfigDict, seed: int) -> Tokens:
 
 def predict(tokens: Tokens, case: Case, config: ConfigDict) -> np.ndarray:
     """Returns the predicted relative squared error of the outputs for each length."""
-    query, key, value = tokens
-    return np.array(
-        [
-            theory.attention_error(
-                length * query,
-                length * key,
-                value,
-                config.num_features,
-                coupling=case.coupling,
-                norms=case.norms,
-                parameter=case.parameter(length, config.dim),
-                scale=1.0,
-            )[0]
-            for length in config.lengths
-        ]
-    )
+
+    def at_length(length: float) -> float:
+        [error] = theory.attention_error(
+            length * tokens.query,
+            length * tokens.key,
+            tokens.value,
+            config.num_features,
+            coupling=case.coupling,
+            norms=case.norms,
+            parameter=case.parameter(length, config.dim),
+            scale=1.0,
+        )
+        return error
+
+    return np.array([at_length(length) for length in config.lengths])
 
 
 def measure(tokens: Tokens, case: Case, config: ConfigDict, prng_key: jax.Array) -> np.ndarray:
     """Returns the mean relative squared error over draws of W for each length."""
     lengths = np.array(config.lengths)
     parameters = np.array([case.parameter(length, config.dim) for length in lengths])
-    errors = _errors(
-        jax.random.split(prng_key, config.num_draws),
-        jax.tree.map(functools.partial(jnp.asarray, dtype=jnp.float32), tokens),
-        jnp.asarray(lengths, jnp.float32),
-        jnp.asarray(parameters, jnp.float32),
-        case=case,
-        num_features=config.num_features,
-    )
+    arrays = jax.tree.map(jnp.float32, (tokens, lengths, parameters))
+    prng_keys = jax.random.split(prng_key, config.num_draws)
+    errors = _errors(prng_keys, *arrays, case=case, num_features=config.num_features)
     return np.float64(errors).mean(axis=0)
 
 
@@ -122,22 +117,14 @@ def _errors(
 
     def at_length(w: Projection, length: jax.Array, parameter: jax.Array) -> jax.Array:
         q, k = length * query, length * key
-        out = simrf_jax.random_feature_attention(
-            q,
-            k,
-            value,
-            w,
-            scale=1.0,
-            feature_map=feature_maps.OptimalPositive(parameter) if case.is_optimal else "positive",
-        )
+        feature_map = feature_maps.OptimalPositive(parameter) if case.is_optimal else "positive"
+        out = simrf_jax.random_feature_attention(q, k, value, w, scale=1.0, feature_map=feature_map)
         exact = jax.nn.dot_product_attention(q, k, value, scale=1.0)
         return jnp.sum(jnp.square(out - exact)) / jnp.sum(jnp.square(exact))
 
     def one(prng_key: jax.Array) -> jax.Array:
-        dim = query.shape[-1]
-        w = simrf_jax.draw_projection(
-            prng_key, num_features, dim, coupling=case.coupling, norms=case.norms
-        )
+        law: dict[str, Any] = {"coupling": case.coupling, "norms": case.norms}
+        w = simrf_jax.draw_projection(prng_key, num_features, query.shape[-1], **law)
         return jax.vmap(at_length, in_axes=(None, 0, 0))(w, lengths, parameters)
 
     return jax.lax.map(one, prng_keys, batch_size=20)
@@ -206,21 +193,11 @@ def compare(
     fitted = chosen.fit(fit, None)
     query, key, value = (np.asarray(x[0]) for x in test[:3])
     predicted = theory.attention_error(
-        query,
-        key,
-        value,
-        num_features,
-        coupling=chosen.coupling,
-        features=fitted,
+        query, key, value, num_features, coupling=chosen.coupling, features=fitted
     )
-    measured = mean_errors(
-        jax.random.split(prng_key, num_draws),
-        *test[:3],
-        as_feature_map(fitted),
-        coupling=chosen.coupling,
-        num_features=num_features,
-    )
-    return np.stack([predicted, measured])
+    arrays = jax.random.split(prng_key, num_draws), *test[:3], as_feature_map(fitted)
+    options = {"coupling": chosen.coupling, "num_features": num_features}
+    return np.stack([predicted, mean_errors(*arrays, **options)])
 
 
 @functools.partial(jax.jit, static_argnames=("coupling", "num_features"))
@@ -257,27 +234,20 @@ def run_heads(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     ours, swaps = config.predicted_heads, EncoderSwaps(config, pieces)
 
     def compute(method: str, num_features: int, seed: int) -> np.ndarray:
-        subject = swaps.subject(seed)
-        errors = [
-            compare(
-                jax.random.fold_in(jax.random.key(seed), layer),
-                method,
-                fit,
-                some_queries(test, ours.num_queries),
-                num_features=num_features,
-                num_draws=ours.num_draws,
-            )
-            for layer, (fit, test) in enumerate(zip(subject.fit, subject.test, strict=True))
-        ]
+        subject, errors = swaps.subject(seed), []
+        options = {"num_features": num_features, "num_draws": ours.num_draws}
+        for layer, (fit, test) in enumerate(zip(subject.fit, subject.test, strict=True)):
+            prng_key = jax.random.fold_in(jax.random.key(seed), layer)
+            some = some_queries(test, ours.num_queries)
+            errors.append(compare(prng_key, method, fit, some, **options))
         return np.concatenate(errors, axis=1)
 
     errors: dict[tuple[str, int], list[np.ndarray]] = {}
     for seed in tqdm.tqdm(config.seeds, desc="predicted_heads", dynamic_ncols=True):
-        for method in PREDICTED:
-            for m in ours.num_features:
-                name = f"predicted_heads-{method}-{m}-{seed}"
-                piece = pieces.get(name, compute, method, m, seed)
-                errors.setdefault((method, m), []).append(piece)
+        for method, m in itertools.product(PREDICTED, ours.num_features):
+            name = f"predicted_heads-{method}-{m}-{seed}"
+            piece = pieces.get(name, compute, method, m, seed)
+            errors.setdefault((method, m), []).append(piece)
     methods: dict[str, dict[str, dict[str, list[float]]]] = {method: {} for method in PREDICTED}
     for (method, m), each_seed in errors.items():
         predicted, measured = np.concatenate(each_seed, axis=1).tolist()

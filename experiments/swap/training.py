@@ -61,19 +61,12 @@ class Task(NamedTuple):
 def evaluate(task: Task, model: nnx.Module) -> float:
     """Returns the mean score on all the test inputs."""
     graphdef, state = nnx.split(model)
+    options = {"graphdef": graphdef, "apply": task.apply, "score": task.score}
     scores = []
     for start in range(0, len(task.test_inputs), task.test_batch_size):
         part = slice(start, start + task.test_batch_size)
-        scores.append(
-            _scores(
-                state,
-                task.test_inputs[part],
-                task.test_targets[part],
-                graphdef=graphdef,
-                apply=task.apply,
-                score=task.score,
-            )
-        )
+        examples = task.test_inputs[part], task.test_targets[part]
+        scores.append(_scores(state, *examples, **options))
     return float(np.mean(np.concatenate(scores)))
 
 
@@ -122,21 +115,12 @@ def train(
     graphdef, params, *rest = nnx.split(model, nnx.Param, ...)
     batches, opt_state = task.train_batches(seed), optimizer.init(params)
     prng_key = jax.random.fold_in(jax.random.key(seed), DROPOUT)
+    options = {"graphdef": graphdef, "apply": task.apply, "optimizer": optimizer}
     done = 0
     for milestone in milestones:
         for step in range(first_step + done, first_step + milestone):
-            inputs, targets = batches(step)
-            params, opt_state = _train_step(
-                params,
-                opt_state,
-                rest,
-                inputs,
-                targets,
-                jax.random.fold_in(prng_key, step),
-                graphdef=graphdef,
-                apply=task.apply,
-                optimizer=optimizer,
-            )
+            arrays = (*batches(step), jax.random.fold_in(prng_key, step))
+            params, opt_state = _train_step(params, opt_state, rest, *arrays, **options)
         done = milestone
         yield nnx.merge(graphdef, params, *rest)
 

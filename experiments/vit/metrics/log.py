@@ -79,16 +79,19 @@ class Log:
         self._workdir, self._writes = workdir, writes
         # A run may go on without what it measured before.
         self._columns = tuple(dict.fromkeys([*columns, *(name for row in rows for name in row)]))
-        self._config = json.loads(config.to_json_best_effort())
+        self._file: TextIO
         self._drawn = time.monotonic()  # When the curves were last drawn, or could have been.
+        if writes:
+            with _writing(workdir):
+                workdir.mkdir(parents=True, exist_ok=True)
+                ours = json.loads(config.to_json_best_effort())
+                files.write_json(workdir / "config.json", ours)
 
     def __enter__(self) -> Self:
-        """Writes the config, opens the files and writes the rows there are."""
+        """Opens the files and writes the rows there are."""
         if self._writes:
             with _writing(self._workdir):
-                self._workdir.mkdir(parents=True, exist_ok=True)
-                files.write_json(self._workdir / "config.json", self._config)
-                self._file: TextIO = (self._workdir / "metrics.csv").open("w", newline="")
+                self._file = (self._workdir / "metrics.csv").open("w", newline="")
                 self._table = csv.DictWriter(self._file, self._columns, restval="")
                 self._table.writeheader()
                 self._table.writerows(self.rows)
