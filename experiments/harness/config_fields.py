@@ -178,7 +178,7 @@ def check_training(values: Mapping[str, Any], part: str = "") -> None:
 
     Args:
       values: Values of the fields, by dotted name.
-      part: What the names of these fields begin with, such as ``"digits."``.
+      part: Prefix of the names of these fields, such as ``"digits."``.
 
     Raises:
       UserError: If a number is out of its range, or the warm-up does not end before the run.

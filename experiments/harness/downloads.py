@@ -12,7 +12,7 @@ from experiments.harness.mistakes import UserError, user_mistakes
 
 
 class Place(NamedTuple):
-    """Where a user keeps published files.
+    """The place where a user keeps published files.
 
     Attributes:
       flag: Flag that names a folder with them.

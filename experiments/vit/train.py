@@ -147,7 +147,7 @@ class Finished(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What does not change while a run trains.
+    """The parts of a run that do not change while it trains.
 
     Attributes:
       config: Config of the run.

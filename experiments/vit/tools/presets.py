@@ -1,4 +1,4 @@
-"""What the configs of the runs on pods share; a config file says what is special about its run."""
+"""Fields that the configs of pods share; a config file says what is special about its run."""
 
 from __future__ import annotations
 
