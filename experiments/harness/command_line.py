@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from absl import app, flags
 from ml_collections import ConfigDict, config_flags
 
-from experiments.harness import interrupts, jax_output, locking, mistakes
+from experiments.harness import interrupts, locking, mistakes, process
 from experiments.harness.config_fields import Fields, field_list, unknown_field_message
 
 # Flags that launch defines are its caller's, and so in its --help.
@@ -129,7 +129,7 @@ def launch(experiment: Experiment, config_file: pathlib.Path | None = None) -> N
     def main(argv: list[str]) -> None:
         if len(argv) > 1:
             raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
-        jax_output.quiet()
+        process.quiet_jax()
         start, folder = time.monotonic(), pathlib.Path(workdir.value)
         with interrupts.told_in_one_line(STOPPED), mistakes.told_in_one_line():
             experiment.check(config.value)

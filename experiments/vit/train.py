@@ -29,7 +29,7 @@ from experiments.vit.training.checkpoint_contents import Progress
 from experiments.vit.training.checkpoint_manager import Checkpoints, is_best
 from experiments.vit.training.due import calibrates, due_after, redraws
 from experiments.vit.training.folders import Folders
-from experiments.vit.training.preemption import Preemption
+from experiments.vit.training.hosts import Preemption
 from experiments.vit.training.train_step import Metrics, Program, build_program, evaluation_means
 
 

@@ -19,7 +19,6 @@ from ml_collections import ConfigDict
 
 from experiments.harness.mistakes import UserError
 from experiments.vit.data import augment, in_memory, records, shuffle
-from experiments.vit.data.randaugment import randaugment
 from experiments.vit.data.stream import Batch, concatenate
 from experiments.vit.data.window_reader import WindowReader
 
@@ -270,7 +269,7 @@ def _augmented(
     image = augment.resize(image, box, config.image_size)
     if config.augment.flip and rng.random() < 0.5:
         image = PIL.ImageOps.mirror(image)
-    return randaugment(
+    return augment.randaugment(
         image,
         rng,
         num_layers=config.augment.randaugment_layers,

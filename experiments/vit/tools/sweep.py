@@ -27,7 +27,7 @@ from experiments.harness import (
     config_fields,
     files,
     markdown,
-    memory,
+    process,
     resumable,
     style,
     train_state,
@@ -362,5 +362,5 @@ def draw(results: dict[str, Any]) -> Figure:
 if __name__ == "__main__":
     import sys
 
-    memory.keep_freed_memory()
+    process.keep_freed_memory()
     command_line.launch(sys.modules[__name__], pathlib.Path(__file__).with_name("sweep_config.py"))
