@@ -117,8 +117,9 @@ def check_fields(
 
 
 def types_of(config: ConfigDict) -> dict[str, type]:
-    """Returns the types of the fields of a config, such as the one of the paper."""
-    return {name: type(value) for name, value in flatten(config).items()}
+    """Returns the types of the fields of a config, such as the paper's, and those of groups last."""
+    fields = sorted(flatten(config).items(), key=lambda field: "." in field[0])
+    return {name: type(value) for name, value in fields}
 
 
 def check_least(values: Mapping[str, Any], least: Mapping[str, int]) -> None:

@@ -1,19 +1,118 @@
-"""Two figures of the blog post, as written and corrected; ``attention`` names the post."""
+"""Two figures of a blog post, as written and corrected: errors of random-feature attention.
+
+The post is Teddy Koker, "Performers: The Kernel Trick, Random Fourier Features, and Attention"
+(2020), https://teddykoker.com/2020/11/performers/
+Its code is at https://github.com/teddykoker/performer
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 
+import simrf_jax
 from experiments.harness import markdown, resumable, style
-from experiments.kernel_mse import attention
-from experiments.kernel_mse.attention import Curve, Panel
+from simrf_jax.projections import Coupling
+
+INPUTS, PROJECTION = range(2)  # Purposes of PRNG keys, which are folded in.
+
+
+class Curve(NamedTuple):
+    """One estimate of attention."""
+
+    coupling: Coupling
+    feature_map: str
+
+
+class Panel(NamedTuple):
+    """Setting that all curves of a panel share."""
+
+    title: str
+    scale: float  # Standard deviation of the queries, keys and values.
+    as_written: bool
+
+
+def draw_inputs(key: jax.Array, length: int, dim: int, scale: float) -> jax.Array:
+    """Draws queries, keys and values, ``[3, length, dim]`` in float64."""
+    key = jax.random.fold_in(key, INPUTS)
+    return scale * jax.random.normal(key, (3, length, dim), jnp.float64)
+
+
+def draw_projection(
+    key: jax.Array, num_features: int, dim: int, curve: Curve, *, as_written: bool
+) -> jax.Array:
+    r"""Draws W as the post has it, or corrected; the library's attention then takes either.
+
+    The post takes sines and cosines of :math:`2 \pi w \cdot x` instead of :math:`w \cdot x`. In its
+    code every orthogonal row has the norm :math:`\sqrt{d / m}`, where :math:`\chi_d` is right.
+
+    Args:
+      key: A typed PRNG key.
+      num_features: Number of rows m.
+      dim: Dimension d.
+      curve: Coupling, and the feature map that W is for.
+      as_written: If true, draw the post's W; otherwise draw the corrected one.
+
+    Returns:
+      Projection ``[num_features, dim]`` in float64.
+    """
+    orthogonal_as_written = as_written and curve.coupling == "orthogonal"
+    w = simrf_jax.draw_projection(
+        jax.random.fold_in(key, PROJECTION),
+        num_features,
+        dim,
+        coupling=curve.coupling,
+        norms="sqrt_dim" if orthogonal_as_written else "chi",
+        dtype=jnp.float64,
+    )
+    if orthogonal_as_written:
+        w /= math.sqrt(num_features)
+    if as_written and curve.feature_map == "trigonometric":
+        w *= 2 * math.pi
+    return w
+
+
+@functools.partial(jax.jit, static_argnames="feature_map")
+def squared_error(inputs: jax.Array, projection: jax.Array, *, feature_map: str) -> jax.Array:
+    """Returns the mean squared error of the entries of attention's output.
+
+    Args:
+      inputs: Queries, keys and values, ``[3, length, dim]``.
+      projection: W, ``[num_features, dim]``.
+      feature_map: Name of a feature map; see ``random_feature_attention``.
+
+    Returns:
+      A scalar.
+    """
+    q, k, v = inputs[:, :, None]  # One head.
+    estimate = simrf_jax.random_feature_attention(q, k, v, projection, feature_map=feature_map)
+    return jnp.mean(jnp.square(estimate[:, 0] - exact_attention(inputs)))
+
+
+@jax.jit
+def uniform_error(inputs: jax.Array) -> jax.Array:
+    """Returns the mean squared error of uniform attention, whose output is the mean value."""
+    exact = exact_attention(inputs)
+    uniform = jnp.mean(inputs[2], axis=0, keepdims=True)
+    return jnp.mean(jnp.square(jnp.broadcast_to(uniform, exact.shape) - exact))
+
+
+def exact_attention(inputs: jax.Array) -> jax.Array:
+    """Computes softmax attention in the inputs' type.
+
+    ``jax.nn.dot_product_attention`` would compute the softmax in float32.
+    """
+    q, k, v = inputs
+    return jax.nn.softmax(q @ k.T / math.sqrt(q.shape[1])) @ v
+
 
 CURVES = {
     Curve("iid", "trigonometric"): style.STYLES["iid"] | {"label": "sin/cos, iid"},
@@ -64,9 +163,9 @@ def _errors_at(seed: int, options: ConfigDict, size: int) -> np.ndarray:
     """Returns errors ``[cases, samples]``; all cases share a sample's inputs up to their scale."""
 
     def error(key: jax.Array, curve: Curve, panel: Panel) -> float:
-        inputs = attention.draw_inputs(key, options.length, options.dim, panel.scale)
-        w = attention.draw_projection(key, size, options.dim, curve, as_written=panel.as_written)
-        return float(attention.squared_error(inputs, w, feature_map=curve.feature_map))
+        inputs = draw_inputs(key, options.length, options.dim, panel.scale)
+        w = draw_projection(key, size, options.dim, curve, as_written=panel.as_written)
+        return float(squared_error(inputs, w, feature_map=curve.feature_map))
 
     # In float64, a denominator near zero comes from the estimator and not from rounding.
     with jax.enable_x64(True):
@@ -78,8 +177,8 @@ def _uniform_errors(seed: int, options: ConfigDict) -> np.ndarray:
     """Returns the errors of uniform attention, ``[scales, samples]``."""
 
     def error(key: jax.Array, scale: float) -> float:
-        inputs = attention.draw_inputs(key, options.length, options.dim, scale)
-        return float(attention.uniform_error(inputs))
+        inputs = draw_inputs(key, options.length, options.dim, scale)
+        return float(uniform_error(inputs))
 
     with jax.enable_x64(True):
         keys = _sample_keys(seed, options)

@@ -104,7 +104,7 @@ def test_main_prints_the_tables(tmp_path):
         [*command, "--config.ratio.dims=4"], capture_output=True, text=True, check=False
     )
     assert wrong.returncode == 1
-    assert "Unknown config field ratio.dims; the known ones are seed, ratio.dim" in wrong.stderr
+    assert "Unknown config field ratio.dims; the known ones are seed, attention.dim" in wrong.stderr
 
 
 @pytest.mark.fast
