@@ -117,7 +117,7 @@ def check_fields(
 
 
 def types_of(config: ConfigDict) -> dict[str, type]:
-    """Returns the types of the fields of a config, such as the paper's, and those of groups last."""
+    """Returns the types of the fields of a config, with those of its groups at the end."""
     fields = sorted(flatten(config).items(), key=lambda field: "." in field[0])
     return {name: type(value) for name, value in fields}
 
