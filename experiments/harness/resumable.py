@@ -16,8 +16,6 @@ from experiments.harness import files, mistakes
 from experiments.harness.mistakes import UserError
 
 Arguments = ParamSpec("Arguments")
-# The computations of a run, by the names of the pieces that keep their results.
-Tasks = dict[str, Callable[[], np.ndarray]]
 
 
 class Pieces:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tqdm
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
@@ -144,16 +145,6 @@ SCALES = tuple({panel.scale: None for _, panel in CASES})
 POST_UP_TO = 192  # The post's axis ends at this number of features.
 
 
-def tasks(config: ConfigDict) -> resumable.Tasks:
-    """Returns a task with all cases for each number of features, and one for uniform attention."""
-    seed, options = config.seed, config.attention
-    sizes: resumable.Tasks = {
-        f"attention-{size}": functools.partial(_errors_at, seed, options, size)
-        for size in options.num_features
-    }
-    return sizes | {"attention-uniform": functools.partial(_uniform_errors, seed, options)}
-
-
 def _sample_keys(seed: int, options: ConfigDict) -> list[jax.Array]:
     key = jax.random.key(seed)
     return [jax.random.fold_in(key, sample) for sample in range(options.num_samples)]
@@ -185,12 +176,16 @@ def _uniform_errors(seed: int, options: ConfigDict) -> np.ndarray:
         return np.array([[error(key, scale) for key in keys] for scale in SCALES])
 
 
-def summary(config: ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
+def summary(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     """Returns the panels of each figure, whose curves are lists over the numbers of features."""
-    sizes = list(config.attention.num_features)
-    errors = np.stack([pieces[f"attention-{size}"] for size in sizes], axis=1)
-    of_case = {case: _spread(e) for case, e in zip(CASES, errors, strict=True)}
-    uniform = dict(zip(SCALES, pieces["attention-uniform"].mean(axis=1).tolist(), strict=True))
+    seed, options, sizes = config.seed, config.attention, list(config.attention.num_features)
+    kept = [
+        pieces.get(f"attention-{size}", _errors_at, seed, options, size)
+        for size in tqdm.tqdm(sizes, desc="attention")
+    ]
+    of_uniform = pieces.get("attention-uniform", _uniform_errors, seed, options).mean(axis=1)
+    of_case = {c: _spread(e) for c, e in zip(CASES, np.stack(kept, axis=1), strict=True)}
+    uniform = dict(zip(SCALES, of_uniform.tolist(), strict=True))
     results: dict[str, Any] = {"num_features": sizes}
     for name, (curves, panels) in FIGURES.items():
         results[name] = []

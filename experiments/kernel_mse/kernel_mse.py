@@ -5,7 +5,6 @@ from __future__ import annotations
 import pathlib
 from typing import Any
 
-import tqdm
 from ml_collections import ConfigDict
 
 from experiments.harness import config_fields, files, resumable
@@ -45,10 +44,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
         another config.
     """
     check(config)
-    kept = resumable.Pieces(workdir, config)
-    tasks = {name: task for part in PARTS.values() for name, task in part.tasks(config).items()}
-    progress = tqdm.tqdm(tasks.items(), unit="piece")
-    pieces = {name: kept.get(name, task) for name, task in progress}
+    pieces = resumable.Pieces(workdir, config)
     results = {name: part.summary(config, pieces) for name, part in PARTS.items()}
     parts = PARTS.items()
     return files.finish(

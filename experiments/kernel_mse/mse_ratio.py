@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import numpy as np
+import tqdm
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
 from scipy import special
@@ -17,23 +18,6 @@ from simrf_jax.projections import Coupling
 COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex", "simplex_plus")
 CURVE = np.geomspace(1e-3, 1e2, 501)  # Distances on the paper's axis.
 ENOUGH = 0.9  # A marker is filled if the draws can see at least this share of the mean.
-
-
-def tasks(config: ConfigDict) -> resumable.Tasks:
-    """Returns one set of trials for each coupling, from the same keys."""
-    options = config.ratio
-    return {
-        f"ratio-{coupling}": functools.partial(
-            trials.draw_errors,
-            config.seed,
-            options.num_trials,
-            options.distances,
-            dim=options.dim,
-            coupling=coupling,
-            features="positive",
-        )
-        for coupling in COUPLINGS
-    }
 
 
 def visible_share(v: np.ndarray, num_draws: int, power: int) -> np.ndarray:
@@ -58,10 +42,15 @@ def visible_share(v: np.ndarray, num_draws: int, power: int) -> np.ndarray:
     return special.ndtr(largest - power * v)
 
 
-def summary(config: ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
+def summary(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     """Returns the errors and ratios of each coupling at all distances, with closed forms."""
     dim, v = config.ratio.dim, np.array(config.ratio.distances)
-    errors = {coupling: pieces[f"ratio-{coupling}"] for coupling in COUPLINGS}
+    trial = functools.partial(trials.draw_errors, dim=dim, features="positive")
+    drawn = (config.seed, config.ratio.num_trials, config.ratio.distances)
+    errors = {  # From the same keys.
+        coupling: pieces.get(f"ratio-{coupling}", trial, *drawn, coupling=coupling)
+        for coupling in tqdm.tqdm(COUPLINGS, desc="ratio")
+    }
     num_draws = config.ratio.num_trials * dim**2
     results: dict[str, Any] = {
         "dim": dim,

@@ -8,6 +8,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+import tqdm
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from ml_collections import ConfigDict
@@ -22,24 +23,6 @@ RESOLUTION = 1e-14
 COUPLINGS = ("iid", "orthogonal")
 DRAWN = (2, 3, 4, 6, 8, 16, 64)  # Dimensions in the figure; more would make it unreadable.
 LINE_STYLES = ("-", "--", "-.", ":")
-
-
-def tasks(config: ConfigDict) -> resumable.Tasks:
-    """Returns trials for each dimension and coupling, from the same keys."""
-    options = config.gap
-    return {
-        f"gap-{dim}-{coupling}": functools.partial(
-            trials.draw_errors,
-            config.seed,
-            options.num_trials,
-            options.trial_distances,
-            dim=dim,
-            coupling=coupling,
-            features="trigonometric",
-        )
-        for dim in options.trial_dims
-        for coupling in COUPLINGS
-    }
 
 
 def gap(z: np.ndarray, dim: int) -> np.ndarray:
@@ -68,12 +51,12 @@ def sign_changes(dim: int) -> list[float]:
     return [optimize.brentq(gap, z[i], z[i + 1], args=(dim,)) for i in changes]
 
 
-def summary(config: ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
+def summary(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     """Returns sign changes and the largest loss of each dimension, and the trials."""
-    z = np.array(config.gap.trial_distances)
+    dims = tqdm.tqdm(config.gap.trial_dims, desc="gap")
     return {
         "theory": [_signs(dim) for dim in config.gap.dims],
-        "trials": [_compare(dim, z, pieces) for dim in config.gap.trial_dims],
+        "trials": [_compare(dim, config, pieces) for dim in dims],
     }
 
 
@@ -90,8 +73,14 @@ def _signs(dim: int) -> dict[str, Any]:
     }
 
 
-def _compare(dim: int, z: np.ndarray, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
-    iid, orthogonal = (pieces[f"gap-{dim}-{coupling}"] for coupling in COUPLINGS)
+def _compare(dim: int, config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
+    z = np.array(config.gap.trial_distances)
+    trial = functools.partial(trials.draw_errors, dim=dim, features="trigonometric")
+    drawn = (config.seed, config.gap.num_trials, config.gap.trial_distances)
+    iid, orthogonal = (  # From the same keys.
+        pieces.get(f"gap-{dim}-{coupling}", trial, *drawn, coupling=coupling)
+        for coupling in COUPLINGS
+    )
     ratio, closed_form = trials.ratio(orthogonal, iid), relative_gap(z, dim)
     found = trials.Estimate(1 - ratio.value, ratio.standard_error)
     return {
