@@ -126,42 +126,37 @@ class Method:
           schedule: Steps of learning, for methods that learn.
           bandwidth: Bandwidth of the exact band, for methods that have one.
         """
-        rngs = nnx.Rngs(features=prng_key)
-        num_rows = num_features // self.features_per_row
-        return [self._attention(rngs, layer, num_rows, schedule, bandwidth) for layer in layers]
-
-    def _attention(
-        self,
-        rngs: nnx.Rngs,
-        layer: Inputs,
-        num_rows: int,
-        schedule: Schedule,
-        bandwidth: int | None,
-    ) -> Attention:
-        heads, dim = layer.key.shape[-2:]
+        rngs, num_rows = nnx.Rngs(features=prng_key), num_features // self.features_per_row
         exact_bandwidth = bandwidth if self.has_band else None
-        adapter = functools.partial(
-            RandomFeatureAttention, heads, dim, exact_bandwidth=exact_bandwidth, rngs=rngs
+        adapters = functools.partial(
+            RandomFeatureAttention, exact_bandwidth=exact_bandwidth, rngs=rngs
         )
-        fitted = self.fit(layer, exact_bandwidth)
-        if isinstance(fitted, Learnable):
-            rows = draw_heads(rngs.features(), heads, num_rows, dim, self.coupling)
-            feature_map = learn(
-                rngs.features(),
-                feature_maps.Learned.start(rows, fitted.calibration),
-                layer.query,
-                layer.key,
-                is_causal=layer.is_causal,
-                schedule=schedule,
-                exact_bandwidth=exact_bandwidth,
-            )
-            return adapter(None, feature_map=feature_map)
-        if isinstance(fitted, Mixture):
-            attention = adapter(num_rows, feature_map=fitted.feature_map, coupling=self.coupling)
-            w = _draw_around(rngs.features(), fitted.centers, num_rows, self.coupling)
-            attention.projection = RandomProjection(w)
-            return attention
-        return adapter(num_rows, feature_map=fitted, coupling=self.coupling, norms=self.norms)
+
+        def attention(layer: Inputs) -> Attention:
+            heads, dim = layer.key.shape[-2:]
+            adapter = functools.partial(adapters, heads, dim)
+            fitted = self.fit(layer, exact_bandwidth)
+            if isinstance(fitted, Learnable):
+                rows = draw_heads(rngs.features(), heads, num_rows, dim, self.coupling)
+                start = feature_maps.Learned.start(rows, fitted.calibration)
+                learned = learn(
+                    rngs.features(),
+                    start,
+                    layer.query,
+                    layer.key,
+                    is_causal=layer.is_causal,
+                    schedule=schedule,
+                    exact_bandwidth=exact_bandwidth,
+                )
+                return adapter(None, feature_map=learned)
+            if isinstance(fitted, Mixture):
+                mixed = adapter(num_rows, feature_map=fitted.feature_map, coupling=self.coupling)
+                w = _draw_around(rngs.features(), fitted.centers, num_rows, self.coupling)
+                mixed.projection = RandomProjection(w)
+                return mixed
+            return adapter(num_rows, feature_map=fitted, coupling=self.coupling, norms=self.norms)
+
+        return [attention(layer) for layer in layers]
 
 
 def draw_heads(
