@@ -178,7 +178,9 @@ def load(folder: epath.PathLike, found: Found, state: State) -> State:
     theirs = {name: x for name, x in found.types.items() if name in wanted}
     if differ := config_fields.differences(theirs, types_by_name(wanted)):
         raise IncompatibleError(f"{path} holds other arrays: {some_of(differ)}.")
-    handler, args = ocp.PyTreeCheckpointHandler(), _restore_arrays(wanted)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+    args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
+    handler = ocp.PyTreeCheckpointHandler()
     with agreeing_on_damage(path):
         arrays = handler.restore(path / "state", args=args)
         for name, like in wanted.items():
@@ -187,7 +189,7 @@ def load(folder: epath.PathLike, found: Found, state: State) -> State:
     digests = digest.digests({name: arrays[name] for name in wanted})
     if differ := [name for name in wanted if digests[name] != found.digests[name]]:
         raise DamagedError(f"{path} is damaged ({differ[0]} is not what was saved)")
-    return _like(state, arrays)
+    return jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in wanted])
 
 
 def read(folder: epath.Path, step: int) -> Found:
@@ -274,15 +276,6 @@ def absolute(folder: epath.PathLike) -> epath.Path:
     """Returns the absolute path that Orbax needs; a bucket must not be resolved like a path."""
     path = epath.Path(folder).expanduser()
     return path if "://" in str(path) else path.resolve()
-
-
-def _restore_arrays(arrays: dict[str, Any]) -> ocp.args.PyTreeRestore:
-    restore_args = ocp.checkpoint_utils.construct_restore_args(arrays)
-    return ocp.args.PyTreeRestore(arrays, restore_args=restore_args, partial_restore=True)
-
-
-def _like(state: State, arrays: Mapping[str, Any]) -> State:
-    return jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in by_name(state)])
 
 
 def by_name(state: Any) -> dict[str, Any]:
