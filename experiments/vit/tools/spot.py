@@ -133,8 +133,8 @@ class Slice(NamedTuple):
             archive = f"{folder}/{FOLDER}.tar.gz"
             _run(["git", "-C", f"{ROOT}", "archive", f"--prefix={FOLDER}/", "-o", archive, "HEAD"])
             copy = ["gcloud", "compute", "tpus", "tpu-vm", "scp", archive, f"{self.name}:"]
-            _run([*copy, f"--zone={self.zone}", "--worker=all"], seconds=seconds)
-        self._on_all(_INSTALL, seconds=seconds)
+            _run([*copy, f"--zone={self.zone}", "--worker=all"], timeout=seconds)
+        self._on_all(_INSTALL, timeout=seconds)
 
     def train(self, arguments: Sequence[str], seconds: float) -> int:
         """Runs the trainer on all hosts until it ends, and returns 0 if it went well on all.
@@ -142,7 +142,7 @@ class Slice(NamedTuple):
         One that is still running is stopped first. One that takes more seconds goes on.
         """
         command = _TRAIN % shlex.join(arguments)
-        return self._on_all(command, check=False, seconds=seconds).returncode
+        return self._on_all(command, check=False, timeout=seconds).returncode
 
     def _on_all(self, command: str, **options: Any) -> subprocess.CompletedProcess[str]:
         # A connection that broke while this machine slept must not seem to be there.
@@ -258,21 +258,15 @@ def _look_up(command: Sequence[str], nothing: str) -> str:
 
 
 def _run(
-    command: Sequence[str],
-    *,
-    check: bool = True,
-    capture_output: bool = False,
-    seconds: float | None = None,
+    command: Sequence[str], *, check: bool = True, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program.
+    """Runs a program with options of ``subprocess.run``.
 
     Raises:
-      UserError: If it is not there, takes more seconds, or fails and ``check`` is true.
+      UserError: If it is not there, runs into its timeout, or fails and ``check`` is true.
     """
     try:
-        done = subprocess.run(
-            command, check=False, capture_output=capture_output, text=True, timeout=seconds
-        )
+        done = subprocess.run(command, check=False, text=True, **options)
     except FileNotFoundError as error:
         raise UserError(f"{command[0]} is not installed here: {error}") from error
     except subprocess.TimeoutExpired as error:
