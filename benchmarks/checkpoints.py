@@ -15,13 +15,12 @@ import jax
 import numpy as np
 
 from benchmarks import command_line
-from experiments.harness import markdown
+from experiments.harness import markdown, process
 from experiments.vit.configs import digits, imagenet2012
 from experiments.vit.training import (
     checkpoint_contents,
     checkpoint_manager,
     digest,
-    orbax_output,
     sharding,
 )
 from experiments.vit.training.train_step import build_program
@@ -83,7 +82,7 @@ def measure(config, state, rounds):
 
 def main():
     command_line.parser(__doc__).parse_args()
-    orbax_output.quiet()
+    process.quiet_orbax()
     mesh = sharding.make_mesh(dict.fromkeys(sharding.AXES, 1), jax.devices()[:1])
     rows, notes = [], []
     states = command_line.bar(STATES.items(), "states", len(STATES))

@@ -6,29 +6,18 @@ import functools
 import pathlib
 from typing import Any
 
-import ml_collections
 import numpy as np
 import tqdm
+from ml_collections import ConfigDict
 
 from experiments.beyond import figures
+from experiments.beyond.configs import paper
 from experiments.harness import config_fields, files, markdown, resumable, style, trials
 from experiments.harness.mistakes import UserError
 from simrf_jax import theory
 from simrf_jax.theory.arguments import FEATURES
 
-FIELDS: dict[str, type] = {
-    "seed": int,
-    "blocks.dim": int,
-    "blocks.distance": float,
-    "blocks.num_features": int,
-    "plus.dims": tuple,
-    "plus.distances": tuple,
-    "plus.num_entries": int,
-    "maps.dims": tuple,
-    "reach.dim": int,
-    "reach.num_features": int,
-    "reach.trained": tuple,  # Least and largest root mean square of |x + y| in a trained model.
-}
+FIELDS = config_fields.types_of(paper.get_config())
 BLOCKS: dict[str, dict[str, Any]] = {
     "orthogonal": {"coupling": "orthogonal"},
     "square": {"coupling": "simplex", "block": "square"},
@@ -54,20 +43,15 @@ REACH_DISTANCES = np.linspace(0.1, 5, 99)
 REACH_SAMPLES = np.array([0.5, 1.0, 2.0, 3.0, 4.0])
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = config_fields.check_fields(config, FIELDS)
-    config_fields.check_seed(values)
-    config_fields.check_least(values, {"blocks.dim": 2, "blocks.num_features": 2})
-    config_fields.check_least(values, {"reach.dim": 2, "reach.num_features": 2})
-    config_fields.check_least(values, {"plus.dims": 2, "plus.num_entries": 1, "maps.dims": 2})
-    config_fields.check_ascending(
-        values, ["plus.dims", "plus.distances", "maps.dims", "reach.trained"]
-    )
+    two = ("blocks.dim", "blocks.num_features", "reach.dim", "reach.num_features", "plus.dims")
+    values = config_fields.check_fields(config, FIELDS, dict.fromkeys((*two, "maps.dims"), 2))
+    config_fields.check_ascending(values, [name for name, kind in FIELDS.items() if kind is tuple])
     config_fields.check_distances(values, ["blocks.distance", "plus.distances"], most=MOST_DISTANCE)
     config_fields.check_distances(values, ["reach.trained"], most=float(REACH_DISTANCES[-1]))
     if len(config.reach.trained) != 2:
@@ -77,7 +61,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Computes what ``workdir`` lacks, and writes results and figures there.
 
     Args:
@@ -99,48 +83,40 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "maps": {str(dim): _maps(dim) for dim in config.maps.dims},
         "reach": _reach(**config.reach),
     }
-    files.write_json(workdir / "results.json", results)
-    with files.drawing(workdir):
-        for name, figure in figures.draw(results).items():
-            files.save_figure(workdir / f"{name}.png", figure)
-    return results
+    return files.finish(workdir, results, lambda: figures.draw(results))
+
+
+def _ratios(distances: Any, num_features: Any, dim: int, **options: Any) -> list[float]:
+    return np.asarray(theory.mse_ratio(distances, num_features, dim, **options)).tolist()
 
 
 def _blocks(dim: int, distance: float, num_features: int) -> dict[str, Any]:
     """Returns ratios by number of features at one distance, and by distance."""
     sizes = list(range(2, 4 * dim + 1))
-    against_size = {
-        name: [float(theory.mse_ratio(distance, m, dim, **options)) for m in sizes]
-        for name, options in BLOCKS.items()
-    }
-    against_distance = {
-        name: np.asarray(theory.mse_ratio(DISTANCES, num_features, dim, **options)).tolist()
-        for name, options in BLOCKS.items()
-    }
     return {
         "dim": dim,
         "distance": distance,
         "sizes": sizes,
-        "against_size": against_size,
+        "against_size": {
+            name: [float(theory.mse_ratio(distance, m, dim, **options)) for m in sizes]
+            for name, options in BLOCKS.items()
+        },
         "num_features": num_features,
         "distances": DISTANCES.tolist(),
-        "against_distance": against_distance,
+        "against_distance": {
+            name: _ratios(DISTANCES, num_features, dim, **options)
+            for name, options in BLOCKS.items()
+        },
     }
 
 
-def _plus(dim: int, config: ml_collections.ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
+def _plus(dim: int, config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     """Returns trials of SimRFs+ and SimRFs for m = d, and the closed form of SimRFs."""
     distances = config.plus.distances
-    draw = functools.partial(
-        trials.draw_errors,
-        config.seed,
-        max(2, config.plus.num_entries // dim**2),
-        distances,
-        dim=dim,
-        features="positive",
-    )
+    options = (config.seed, max(2, config.plus.num_entries // dim**2), distances)
+    draw = functools.partial(trials.draw_errors, *options, dim=dim, features="positive")
     errors = {
-        coupling: pieces.get(f"plus-{dim}-{coupling}", functools.partial(draw, coupling=coupling))
+        coupling: pieces.get(f"plus-{dim}-{coupling}", draw, coupling=coupling)
         for coupling in ("simplex", "simplex_plus")
     }
     x = np.array(distances)[:, None] / 2 * np.eye(1, dim)  # With y = x the kernel is 1.
@@ -150,28 +126,22 @@ def _plus(dim: int, config: ml_collections.ConfigDict, pieces: resumable.Pieces)
         mean = trials.mean(samples)
         results[coupling] = (mean.value / iid).tolist()
         results[f"{coupling}_standard_error"] = (mean.standard_error / iid).tolist()
-    closed = theory.mse_ratio(np.array(distances), dim, dim, coupling="simplex")
-    return results | {"simplex_closed_form": np.asarray(closed).tolist()}
+    closed = _ratios(np.array(distances), dim, dim, coupling="simplex")
+    return results | {"simplex_closed_form": closed}
 
 
 def _maps(dim: int) -> dict[str, Any]:
     """Returns the ratios of each feature map for m = d, by its distance."""
     results: dict[str, Any] = {"distances": DISTANCES.tolist()}
     for features in FEATURES:
-        results[features] = {
-            coupling: {
-                "limit": float(
-                    theory.small_distance_prefactor(dim, coupling=coupling, features=features)
-                ),
-                "samples": np.asarray(
-                    theory.mse_ratio(SAMPLES, dim, dim, coupling=coupling, features=features)
-                ).tolist(),
-                "ratio": np.asarray(
-                    theory.mse_ratio(DISTANCES, dim, dim, coupling=coupling, features=features)
-                ).tolist(),
+        results[features] = {}
+        for coupling in ("orthogonal", "simplex"):
+            options: dict[str, Any] = {"coupling": coupling, "features": features}
+            results[features][coupling] = {
+                "limit": float(theory.small_distance_prefactor(dim, **options)),
+                "samples": _ratios(SAMPLES, dim, dim, **options),
+                "ratio": _ratios(DISTANCES, dim, dim, **options),
             }
-            for coupling in ("orthogonal", "simplex")
-        }
     return results
 
 
@@ -202,14 +172,13 @@ def _reach(dim: int, num_features: int, trained: tuple[float, float]) -> dict[st
 
 def report(results: dict[str, Any]) -> str:
     """Returns the tables of the README."""
-    return "\n\n".join(
-        [
-            _blocks_table(results["blocks"]),
-            _plus_table(results["plus"]),
-            _maps_table(results["maps"]),
-            _reach_table(results["reach"]),
-        ]
-    )
+    tables = {
+        "blocks": _blocks_table,
+        "plus": _plus_table,
+        "maps": _maps_table,
+        "reach": _reach_table,
+    }
+    return "\n\n".join(table(results[name]) for name, table in tables.items())
 
 
 def _blocks_table(blocks: dict[str, Any]) -> str:

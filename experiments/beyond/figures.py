@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib.axes
-import matplotlib.figure
 import numpy as np
 from matplotlib import ticker
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from experiments.harness import style
 from simrf_jax import theory
@@ -39,7 +39,7 @@ REACH_STYLES: dict[str, dict[str, Any]] = {
 RATIO = "mean squared error / that of IIDRFs"
 
 
-def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
+def draw(results: dict[str, Any]) -> dict[str, Figure]:
     """Returns all figures by file name."""
     return {
         "blocks": draw_blocks(results["blocks"]),
@@ -49,19 +49,16 @@ def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
     }
 
 
-def draw_blocks(blocks: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_blocks(blocks: dict[str, Any]) -> Figure:
     """Draws the errors of the row-block modes by number of features and by distance."""
-    figure = matplotlib.figure.Figure(figsize=(9, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = style.subplots(9, 3.8, 1, 2)
     for name, look in BLOCK_STYLES.items():
         options = look | {"linewidth": 1.4, "label": BLOCK_LABELS[name]}
         left.plot(blocks["sizes"], blocks["against_size"][name], **options)
         right.plot(blocks["distances"], blocks["against_distance"][name], **options)
     dim = blocks["dim"]
     left.set(xlabel="number of features m", ylabel=RATIO, xscale="log", yscale="log")
-    ticks = [2, 8, dim // 2, dim, 2 * dim, 4 * dim]
-    left.set_xticks(ticks, [str(tick) for tick in ticks])
-    left.xaxis.minorticks_off()
+    style.ticks(left, [2, 8, dim // 2, dim, 2 * dim, 4 * dim])
     left.set_title(f"d = {dim}, v = {blocks['distance']:g}", fontsize=10)
     right.set(xlabel="v = |x + y|", xscale="log", yscale="log")
     right.set_title(f"d = {dim}, m = {blocks['num_features']}", fontsize=10)
@@ -72,23 +69,21 @@ def draw_blocks(blocks: dict[str, Any]) -> matplotlib.figure.Figure:
     return figure
 
 
-def draw_plus(plus: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_plus(plus: dict[str, Any]) -> Figure:
     """Draws the errors of SimRFs+ at small distances, with one panel for each dimension."""
-    figure = matplotlib.figure.Figure(figsize=(3.1 * len(plus) + 0.5, 3.4), layout="constrained")
-    panels = figure.subplots(1, len(plus), sharey=True, squeeze=False).flat
+    size = 3.1 * len(plus) + 0.5, 3.4
+    figure, [panels] = style.subplots(*size, 1, len(plus), sharey=True, squeeze=False)
     for axes, (dim, row) in zip(panels, plus.items(), strict=True):
         v = np.array(row["distances"])
         grid = np.geomspace(v.min(), v.max(), 101)
         for coupling in ("simplex", "simplex_plus"):
             look = style.STYLES[coupling]
             mean, spread = (np.array(row[coupling + s]) for s in ("", "_standard_error"))
+            line: tuple[Any, Any] = v, mean
             if coupling == "simplex":
-                closed = theory.mse_ratio(grid, int(dim), int(dim), coupling="simplex")
-                axes.plot(grid, closed, **look, linewidth=1.3, label=style.LABELS[coupling])
-            else:
-                axes.plot(v, mean, **look, linewidth=1.3, label=style.LABELS[coupling])
-            bars = {"fmt": "o", "markersize": 4, "capsize": 2, "linewidth": 1}
-            axes.errorbar(v, mean, spread, color=look["color"], **bars)
+                line = grid, theory.mse_ratio(grid, int(dim), int(dim), coupling="simplex")
+            axes.plot(*line, **look, linewidth=1.3, label=style.LABELS[coupling])
+            style.dots(axes, v, mean, spread, color=look["color"])
         axes.set(xscale="log", yscale="log", xlabel="v = |x + y|")
         axes.set_title(f"d = m = {dim}", fontsize=10)
         style.tidy(axes)
@@ -97,11 +92,10 @@ def draw_plus(plus: dict[str, Any]) -> matplotlib.figure.Figure:
     return figure
 
 
-def draw_maps(maps: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_maps(maps: dict[str, Any]) -> Figure:
     """Draws one row of panels for each dimension and one column for each feature map."""
-    size = (3.1 * len(FEATURES) + 0.5, 2.6 * len(maps) + 0.4)
-    figure = matplotlib.figure.Figure(figsize=size, layout="constrained")
-    rows = figure.subplots(len(maps), len(FEATURES), sharex=True, sharey="row", squeeze=False)
+    shape, size = (len(maps), len(FEATURES)), (3.1 * len(FEATURES) + 0.5, 2.6 * len(maps) + 0.4)
+    figure, rows = style.subplots(*size, *shape, sharex=True, sharey="row", squeeze=False)
     for axes_row, (dim, row) in zip(rows, maps.items(), strict=True):
         for axes, features in zip(axes_row, FEATURES, strict=True):
             _draw_map(axes, row, features)
@@ -113,7 +107,7 @@ def draw_maps(maps: dict[str, Any]) -> matplotlib.figure.Figure:
     return figure
 
 
-def _draw_map(axes: matplotlib.axes.Axes, row: dict[str, Any], features: str) -> None:
+def _draw_map(axes: Axes, row: dict[str, Any], features: str) -> None:
     axes.axhline(1, **style.STYLES["iid"], linewidth=1.3, label=style.LABELS["iid"])
     for coupling, curve in row[features].items():
         look = style.STYLES[coupling] | {"linewidth": 1.4, "label": style.LABELS[coupling]}
@@ -123,10 +117,9 @@ def _draw_map(axes: matplotlib.axes.Axes, row: dict[str, Any], features: str) ->
     _plain_ticks(axes)
 
 
-def draw_reach(reach: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_reach(reach: dict[str, Any]) -> Figure:
     """Draws ratios and errors of an equal number of features up to the distances of real models."""
-    figure = matplotlib.figure.Figure(figsize=(9, 3.8), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = style.subplots(9, 3.8, 1, 2)
     v, iid = np.array(reach["distances"]), np.array(reach["errors"]["iid"])
     for name, look in REACH_STYLES.items():
         errors, options = np.array(reach["errors"][name]), look | {"linewidth": 1.4}
@@ -145,7 +138,7 @@ def draw_reach(reach: dict[str, Any]) -> matplotlib.figure.Figure:
     return figure
 
 
-def _plain_ticks(axes: matplotlib.axes.Axes) -> None:
+def _plain_ticks(axes: Axes) -> None:
     """Labels the y axis with numbers such as 0.1, 0.2 and 0.5 instead of powers of ten."""
     axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))

@@ -1,10 +1,7 @@
 """Draws the figures of the README: ``python -m experiments.beyond.main --workdir=runs/beyond``."""
 
-import pathlib
-
 from experiments.beyond import beyond
 from experiments.harness import command_line
 
 if __name__ == "__main__":
-    paper = pathlib.Path(__file__).parent / "configs" / "paper.py"
-    command_line.launch(beyond, beyond.FIELDS, paper)
+    command_line.launch(beyond)

@@ -3,92 +3,42 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import pathlib
 import platform
 from typing import Any
 
-import ml_collections
 import numpy as np
+from ml_collections import ConfigDict
 
 from experiments.char_lm import corpus, summary, train
+from experiments.char_lm.configs import paper
 from experiments.char_lm.model import ATTENTIONS
 from experiments.harness import config_fields, files, resumable
 from experiments.harness.mistakes import UserError, user_mistakes
 from simrf_jax.projections import COUPLINGS
 
-FIELDS: dict[str, type] = {
-    "attentions": tuple,  # The kinds of attention, in the order of the table.
-    "seeds": tuple,  # One run each; a seed decides everything random in its run.
-    "context": int,  # Characters that a model sees.
-    "batch_size": int,
-    "num_steps": int,
-    "learning_rate": float,  # Peak learning rate.
-    "warmup_steps": int,  # Steps of a linear warm-up, before a cosine decay to 0 at num_steps.
-    "weight_decay": float,  # Decoupled weight decay of the kernels only.
-    "b2": float,  # Decay of Adam's second moment.
-    "clip_norm": float,  # Largest global norm of the gradient.
-    "redraw_interval": int,  # Steps between redraws of all projections; 0 never redraws.
-    "calibrate_interval": int,  # Steps between fits of calibrated features, from the first on.
-    "eval_interval": int,  # Steps between evaluations on the whole validation text.
-    "prompt": str,  # First characters of the sampled text.
-    "temperature": float,  # Temperature of the sampled text.
-    "model.width": int,
-    "model.depth": int,
-    "model.num_heads": int,
-    "model.num_features": int,  # Random features of each head in the far field.
-    "model.coupling": str,
-    "model.bandwidth": int,  # How many characters back the near field and the exact band reach.
-}
-LEAST = {
-    "seeds": 0,
-    "context": 2,
-    "batch_size": 1,
-    "num_steps": 1,
-    "warmup_steps": 0,
-    "redraw_interval": 0,
-    "calibrate_interval": 1,
-    "eval_interval": 1,
-    "model.width": 2,
-    "model.depth": 1,
-    "model.num_heads": 1,
-    "model.num_features": 1,
-    "model.bandwidth": 0,
-}
+FIELDS = config_fields.types_of(paper.get_config())
+LEAST = {"context": 2, "model.width": 2}
+LEAST |= {"warmup_steps": 0, "redraw_interval": 0, "model.bandwidth": 0}
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = config_fields.check_fields(config, FIELDS)
-    config_fields.check_least(values, LEAST)
-    config_fields.check_seeds(config.seeds)
-    for attention in config.attentions:
+    values = config_fields.check_fields(config, FIELDS, LEAST)
+    attentions = config.attentions
+    for attention in attentions:
         config_fields.check_one_of("Each of config.attentions", attention, ATTENTIONS)
-    if not config.attentions or len(set(config.attentions)) < len(config.attentions):
-        raise UserError(
-            f"config.attentions must be one or more, none twice, got {config.attentions}."
-        )
+    if not attentions or len(set(attentions)) < len(attentions):
+        raise UserError(f"config.attentions must be one or more, none twice, got {attentions}.")
     config_fields.check_one_of("config.model.coupling", config.model.coupling, COUPLINGS)
-    if config.model.width % (2 * config.model.num_heads):
-        raise UserError(
-            "config.model.width must be a multiple of 2 num_heads, got "
-            f"{config.model.width} and num_heads={config.model.num_heads}."
-        )
-    for name in ("learning_rate", "clip_norm", "temperature"):
-        if not config[name] > 0:
-            raise UserError(f"config.{name} must be above 0, got {config[name]}.")
-    if not config.weight_decay >= 0:
-        raise UserError(f"config.weight_decay must be at least 0, got {config.weight_decay}.")
-    if not 0 <= config.b2 < 1:
-        raise UserError(f"config.b2 must be in [0, 1), got {config.b2}.")
-    if config.warmup_steps >= config.num_steps:
-        raise UserError(
-            f"config.warmup_steps must be below num_steps={config.num_steps}, "
-            f"got {config.warmup_steps}."
-        )
+    config_fields.check_rotary(values)
+    config_fields.check_training(values)
+    config_fields.check_range("temperature", config.temperature, config_fields.above(0))
     if config.num_steps % config.eval_interval:
         raise UserError(
             f"config.num_steps must be a multiple of eval_interval={config.eval_interval}, "
@@ -108,7 +58,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         corpus.encode(config.prompt, text.alphabet)
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Trains all models that ``workdir`` lacks, and writes results and the figure there.
 
     Args:
@@ -131,26 +81,23 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         functools.partial(train.make_program, config, vocabulary_size=len(text.alphabet))
     )
 
+    def compute(attention: str, seed: int, name: str) -> np.ndarray:
+        trained = train.train(program(attention), text, config, seed=seed, name=name)
+        return np.concatenate(trained)
+
     def finish(attention: str, seed: int) -> dict[str, Any]:
         name = f"{attention}-{seed}"
-
-        def compute() -> np.ndarray:
-            return np.concatenate(
-                train.train(program(attention), text, config, seed=seed, name=name)
-            )
-
-        losses, sample = np.split(pieces.get(name, compute), [len(steps)])
+        kept = pieces.get(name, compute, attention, seed, name)
+        losses, sample = np.split(kept, [len(steps)])
         return {
             "losses": losses.tolist(),
             "seconds": pieces.seconds(name),
             "sample": corpus.decode(sample.astype(int), text.alphabet),
         }
 
-    runs = {
-        (attention, seed): finish(attention, seed)
-        for seed in config.seeds
-        for attention in config.attentions
-    }
+    runs: dict[str, dict[str, Any]] = {attention: {} for attention in config.attentions}
+    for seed, attention in itertools.product(config.seeds, config.attentions):
+        runs[attention][str(seed)] = finish(attention, seed)
     results = {
         "python": platform.python_version(),
         "text": {
@@ -160,15 +107,9 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
             "validation": len(text.validation),
         },
         "steps": steps,
-        "runs": {
-            attention: {str(seed): runs[attention, seed] for seed in config.seeds}
-            for attention in config.attentions
-        },
+        "runs": runs,
     }
-    files.write_json(workdir / "results.json", results)
-    with files.drawing(workdir):
-        files.save_figure(workdir / "char_lm.png", summary.draw_figure(results))
-    return results
+    return files.finish(workdir, results, lambda: {"char_lm": summary.draw_figure(results)})
 
 
 def report(results: dict[str, Any]) -> str:

@@ -1,12 +1,8 @@
 """Trains the language models: ``python -m experiments.char_lm.main --workdir=runs/char_lm``."""
 
-import pathlib
-
 from experiments.char_lm import char_lm
-from experiments.harness import command_line, memory
+from experiments.harness import command_line, process
 
 if __name__ == "__main__":
-    memory.keep_freed_memory()
-    command_line.launch(
-        char_lm, char_lm.FIELDS, pathlib.Path(__file__).parent / "configs" / "paper.py"
-    )
+    process.keep_freed_memory()
+    command_line.launch(char_lm)

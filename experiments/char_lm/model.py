@@ -81,14 +81,8 @@ class Block(nnx.Module):
             num_heads=num_heads, head_dim=width // num_heads, rngs=rngs, **attention
         )
         self.attention_norm = nnx.LayerNorm(width, rngs=rngs)
-        self.attention = nnx.MultiHeadAttention(
-            num_heads,
-            width,
-            kernel_init=xavier,
-            attention_fn=Rotary(attend),
-            decode=False,
-            rngs=rngs,
-        )
+        options: dict[str, Any] = {"attention_fn": Rotary(attend), "decode": False, "rngs": rngs}
+        self.attention = nnx.MultiHeadAttention(num_heads, width, kernel_init=xavier, **options)
         self.mlp_norm = nnx.LayerNorm(width, rngs=rngs)
         self.mlp_in = nnx.Linear(width, 4 * width, kernel_init=xavier, rngs=rngs)
         self.mlp_out = nnx.Linear(4 * width, width, kernel_init=xavier, rngs=rngs)
@@ -110,33 +104,20 @@ def make_attention(
     rngs: nnx.Rngs,
 ) -> Callable[..., jax.Array]:
     """Returns the ``attention_fn`` of one layer for ``nnx.MultiHeadAttention``."""
+    sizes = num_heads, head_dim, num_features
     match attention:
         case "softmax":
             return nnx.dot_product_attention
         case "far":
-            return RandomFeatureAttention(
-                num_heads, head_dim, num_features, coupling=coupling, rngs=rngs
-            )
+            return RandomFeatureAttention(*sizes, coupling=coupling, rngs=rngs)
         case "near":
             return functools.partial(near_field, bandwidth=bandwidth)
         case "near_far":
-            return FMMAttention(
-                num_heads,
-                head_dim,
-                num_features,
-                bandwidth=bandwidth,
-                coupling=coupling,
-                rngs=rngs,
-            )
+            return FMMAttention(*sizes, bandwidth=bandwidth, coupling=coupling, rngs=rngs)
         case "band_positive" | "band_calibrated" | "band_learned":
+            name = attention.removeprefix("band_")
             return RandomFeatureAttention(
-                num_heads,
-                head_dim,
-                num_features,
-                feature_map=attention.removeprefix("band_"),
-                coupling=coupling,
-                exact_bandwidth=bandwidth,
-                rngs=rngs,
+                *sizes, feature_map=name, coupling=coupling, exact_bandwidth=bandwidth, rngs=rngs
             )
     raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)}, got {attention!r}.")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import matplotlib.figure
 import numpy as np
+from matplotlib.figure import Figure
 
 from experiments.char_lm import corpus
 from experiments.harness import markdown, style, trials
@@ -54,15 +54,8 @@ def table(results: dict[str, Any]) -> str:
             gap = gap_closed(results, attention)
             closed = f"{100 * gap.value:.1f} ± {100 * gap.standard_error:.1f} %"
         seconds = np.median([run["seconds"] for run in results["runs"][attention].values()])
-        rows.append(
-            [
-                LABELS[attention],
-                f"{last.mean():.4f} ± {last.std(ddof=1):.4f}",
-                closed,
-                len(last),
-                f"{seconds:.0f} s",
-            ]
-        )
+        spread = f"{last.mean():.4f} ± {last.std(ddof=1):.4f}"
+        rows.append([LABELS[attention], spread, closed, len(last), f"{seconds:.0f} s"])
     header = ("attention", "bits per character", "gap to softmax closed", "seeds", "time a run")
     return markdown.table(header, rows)
 
@@ -81,9 +74,8 @@ def comparison(results: dict[str, Any]) -> str:
         if not {one, other} <= results["runs"].keys():
             continue
         gain = trials.mean(bits(results, one)[:, -1] - bits(results, other)[:, -1])
-        lines.append(
-            sentence.format(f"{gain.value:.4f} (standard error {gain.standard_error:.4f})")
-        )
+        found = f"{gain.value:.4f} (standard error {gain.standard_error:.4f})"
+        lines.append(sentence.format(found))
     return "\n".join(lines)
 
 
@@ -100,10 +92,9 @@ def describe_text(results: dict[str, Any]) -> str:
     return f"{line}. It is not the text of the README ({corpus.SHA256}): expect other numbers."
 
 
-def draw_figure(results: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_figure(results: dict[str, Any]) -> Figure:
     """Draws the validation loss by step: the median over the seeds, and their range."""
-    figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = style.subplots(5, 3.8)
     steps = results["steps"]
     for attention in results["runs"]:
         curves, look = bits(results, attention), LOOKS[attention]

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import optax
 import tqdm
 from flax import nnx
+from ml_collections import ConfigDict
 
 from experiments.char_lm.corpus import Text, encode, train_batch, windows
 from experiments.char_lm.model import CharLM
@@ -51,9 +51,7 @@ class Program(NamedTuple):
     sample: Callable[[TrainState, np.ndarray], jax.Array]
 
 
-def make_program(
-    config: ml_collections.ConfigDict, attention: str, vocabulary_size: int
-) -> Program:
+def make_program(config: ConfigDict, attention: str, vocabulary_size: int) -> Program:
     """Returns the functions for one kind of attention; each compiles when first called."""
     make_model = functools.partial(
         CharLM, vocabulary_size, attention=attention, **config.model.to_dict()
@@ -108,7 +106,7 @@ def make_program(
 
 
 def train(
-    program: Program, text: Text, config: ml_collections.ConfigDict, *, seed: int, name: str
+    program: Program, text: Text, config: ConfigDict, *, seed: int, name: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """Trains a model and samples text from it.
 
@@ -130,23 +128,16 @@ def train(
     validation = windows(text.validation, config.context)
     losses: list[float] = []
 
-    def batch(number: int) -> np.ndarray:
-        return train_batch(
-            text.train,
-            batch_size=config.batch_size,
-            context=config.context,
-            seed=seed,
-            step=number,
-        )
-
+    sizes = {"batch_size": config.batch_size, "context": config.context}
+    batch = functools.partial(train_batch, text.train, **sizes, seed=seed)
     for step in tqdm.trange(config.num_steps, desc=name, unit="step", dynamic_ncols=True):
         if config.redraw_interval and step % config.redraw_interval == 0:
             state = program.redraw(state)
         is_due = step == 0 if program.calibrates_once else step % config.calibrate_interval == 0
         if program.calibrate and is_due:
             # A fit to the batch of this step would tell the model about later characters.
-            state = program.calibrate(state, batch(config.num_steps + step)[:, :-1])
-        state, _ = program.train_step(state, batch(step))
+            state = program.calibrate(state, batch(step=config.num_steps + step)[:, :-1])
+        state, _ = program.train_step(state, batch(step=step))
         if (step + 1) % config.eval_interval == 0:
             losses.append(float(program.evaluate(state, validation)))
             if not math.isfinite(losses[-1]):

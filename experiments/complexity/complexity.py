@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-import ml_collections
 import numpy as np
 import scipy.stats
 import tqdm
+from ml_collections import ConfigDict
 
 from experiments.complexity import figures, tables
+from experiments.complexity.configs import paper
 from experiments.complexity.measure import FAST, MATRICES, MEMORIES, TIMES, measure
 from experiments.harness import config_fields, files, resumable
 from experiments.harness.mistakes import UserError, user_mistakes
 from simrf_jax import checks
 from simrf_jax.projections.hadamard import padded_dim
 
-FIELDS: dict[str, type] = {
-    "dims": tuple,  # Dimensions in which all methods are measured.
-    "fast_dims": tuple,  # Further dimensions for the methods that form no matrix.
-    "fit_points": int,  # Exponents are fitted to this number of the largest dimensions.
-    "num_vectors": int,  # Vectors in a batch.
-    "rounds": int,  # Calls of each method, if the seconds suffice.
-    "seconds": float,  # Time budget for each of TIMES in one dimension.
-}
+FIELDS = config_fields.types_of(paper.get_config())
 NAMES = (*MATRICES, *FAST)
 # Pairs whose times to draw are compared round by round. Both methods of a pair are of one kind, so
 # their calls alternate.
@@ -39,16 +34,15 @@ RATIOS = (
 report = tables.report
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = config_fields.check_fields(config, FIELDS)
-    config_fields.check_least(values, {"num_vectors": 1, "rounds": 1})
-    if not 0 <= config.seconds < math.inf:
-        raise UserError(f"config.seconds must be at least 0 and finite, got {config.seconds}.")
+    config_fields.check_fields(config, FIELDS, {})
+    finite = config_fields.Range("at least 0 and finite", lambda x: 0 <= x < math.inf)
+    config_fields.check_range("seconds", config.seconds, finite)
     if config.fit_points < 3:
         raise UserError(
             "config.fit_points must be at least 3, or a slope has no standard error, "
@@ -89,7 +83,7 @@ def fit_exponent(dims: Sequence[int], values: Sequence[float]) -> tuple[float, f
     return float(line.slope), float(line.stderr)
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Measures at all dimensions that ``workdir`` lacks, and writes results and figures there.
 
     Args:
@@ -130,29 +124,18 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         "ratios": ratios,
         "exponents": exponents,
     }
-    files.write_json(workdir / "results.json", results)
-    with files.drawing(workdir):
-        files.save_figure(workdir / "time.png", figures.draw_times(results))
-        files.save_figure(workdir / "memory.png", figures.draw_memory(results))
-    return results
+    return files.finish(workdir, results, lambda: figures.draw(results))
 
 
 def _measured(
-    kind: str,
-    names: Sequence[str],
-    dim: int,
-    config: ml_collections.ConfigDict,
-    pieces: resumable.Pieces,
+    kind: str, names: Sequence[str], dim: int, config: ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, np.ndarray]:
-    kept = {quantity: pieces.load(f"{kind}-{dim}-{quantity}") for quantity in (*TIMES, "memory")}
-    found = {quantity: values for quantity, values in kept.items() if values is not None}
-    if len(found) == len(kept):
-        return found
     options = {name: config[name] for name in ("num_vectors", "rounds", "seconds")}
-    measured = measure(names, dim, **options)
-    for quantity, values in measured.items():
-        pieces.save(f"{kind}-{dim}-{quantity}", values)
-    return measured
+    all_at_once = functools.cache(functools.partial(measure, names, dim, **options))
+    return {
+        quantity: pieces.get(f"{kind}-{dim}-{quantity}", lambda q: all_at_once()[q], quantity)
+        for quantity in (*TIMES, "memory")
+    }
 
 
 def _quartiles(values: np.ndarray) -> list[float]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib.axes
-import matplotlib.figure
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from experiments.complexity.measure import FAST
 from experiments.complexity.tables import label
@@ -22,19 +22,21 @@ ORDERS: dict[str, Any] = {
 TICKS = (64, 1024, 16384, 262144)
 
 
-def draw_times(results: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw(results: dict[str, Any]) -> dict[str, Figure]:
+    """Returns all figures by file name."""
+    return {"time": draw_times(results), "memory": draw_memory(results)}
+
+
+def draw_times(results: dict[str, Any]) -> Figure:
     """Draws the milliseconds to draw W, to apply it to one vector and to apply it to a batch."""
-    titles = {
-        "draw": "draw W",
-        "apply": "apply W to one vector",
-        "apply_batch": f"apply W to {results['num_vectors']:,} vectors",
-    }
+    titles = {"draw": "draw W", "apply": "apply W to one vector"}
+    titles["apply_batch"] = f"apply W to {results['num_vectors']:,} vectors"
     figure = _figure(results["curves"], "ms", titles)
     figure.axes[0].set_ylabel("ms (median, quartiles)")
     return figure
 
 
-def draw_memory(results: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_memory(results: dict[str, Any]) -> Figure:
     """Draws the KiB that drawing a projection takes and that the projection holds."""
     titles = {"draw": "buffers to draw W", "held": "held by W"}
     figure = _figure(results["curves"], "bytes", titles)
@@ -42,12 +44,11 @@ def draw_memory(results: dict[str, Any]) -> matplotlib.figure.Figure:
     return figure
 
 
-def _figure(
-    curves: dict[str, Any], measure: str, titles: dict[str, str]
-) -> matplotlib.figure.Figure:
+def _figure(curves: dict[str, Any], measure: str, titles: dict[str, str]) -> Figure:
     """Draws one panel for each quantity; all matrices share one curve where they are applied."""
-    figure = matplotlib.figure.Figure(figsize=(2 + 3 * len(titles), 3.8), layout="constrained")
-    panels = figure.subplots(1, len(titles), sharex=True, sharey=True)
+    figure, panels = style.subplots(
+        2 + 3 * len(titles), 3.8, 1, len(titles), sharex=True, sharey=True
+    )
     lines: dict[str, Any] = {}
     for axes, (quantity, title) in zip(panels, titles.items(), strict=True):
         axes.set_title(title, fontsize=10)
@@ -71,9 +72,7 @@ def _figure(
     return figure
 
 
-def _curve(
-    axes: matplotlib.axes.Axes, points: list[Any], measure: str, quantity: str, look: dict[str, Any]
-) -> Any:
+def _curve(axes: Axes, points: list[Any], measure: str, quantity: str, look: dict[str, Any]) -> Any:
     dims = [point["dim"] for point in points]
     low, middle, high = _values(points, measure, quantity)
     style.band(axes, dims, low, high, color=look["color"])
@@ -86,7 +85,7 @@ def _values(points: list[Any], measure: str, quantity: str) -> np.ndarray:
     return values.T if measure == "ms" else np.broadcast_to(values / 1024, (3, len(values)))
 
 
-def _orders(axes: matplotlib.axes.Axes, curves: dict[str, Any], measure: str, what: str) -> None:
+def _orders(axes: Axes, curves: dict[str, Any], measure: str, what: str) -> None:
     """Draws grey lines of the expected slopes, above the regular and below the fast curves."""
     orders = ORDERS["bytes" if measure == "bytes" else what.removesuffix("_batch")]
     places: Any = (

@@ -107,33 +107,24 @@ def memory(results: dict[str, Any]) -> str:
     names = ("orthogonal", "simplex", "simplex_plus", "fast_simplex")
     rows = []
     for dim, here in _by_dim(results):
-        points = [here[name]["bytes"] if name in here else None for name in names]
-        sizes = [
-            " / ".join(_number(p[what] / 1024) for what in ("held", "draw", "apply")) if p else ""
-            for p in points
-        ]
-        rows.append([f"{dim:,}", *sizes])
-    header = ["held / draw / apply, KiB: d", *map(label, names)]
-    return markdown.table(header, rows)
+        points = [here[name]["bytes"] if name in here else {} for name in names]
+        sizes = [[_number(p[x] / 1024) for x in ("held", "draw", "apply") if p] for p in points]
+        rows.append([f"{dim:,}", *map(" / ".join, sizes)])
+    return markdown.table(["held / draw / apply, KiB: d", *map(label, names)], rows)
 
 
 def crossings(results: dict[str, Any]) -> str:
     """Says from which dimension on fast SimRFs take less time by more than the quartiles."""
     dense, fast = (results["curves"][name] for name in ("simplex", "fast_simplex"))
-    whats = {
-        "draw": "to draw",
-        "apply": "to apply to one vector",
-        "apply_batch": "to apply to a batch",
-    }
+    whats = {"draw": "draw", "apply": "apply to one vector", "apply_batch": "apply to a batch"}
     lines = []
     for quantity, what in whats.items():
-        won = [
-            (d["dim"], d["ms"][quantity][0] > f["ms"][quantity][2])
-            for d, f in zip(dense, fast, strict=False)
-        ]
-        since = next((n for n in range(len(won)) if all(faster for _, faster in won[n:])), None)
-        where = "at none of these d" if since is None else f"from d = {won[since][0]:,} on"
-        lines.append(f"Fast SimRFs are the faster {what}: {where}.")
+        where = "at none of these d"
+        for d, f in reversed([*zip(dense, fast, strict=False)]):
+            if d["ms"][quantity][0] <= f["ms"][quantity][2]:
+                break
+            where = f"from d = {d['dim']:,} on"
+        lines.append(f"Fast SimRFs are the faster to {what}: {where}.")
     return "\n".join(lines)
 
 

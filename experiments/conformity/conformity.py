@@ -2,44 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 from typing import Any
 
 import jax
-import ml_collections
 import numpy as np
 import tqdm
+from ml_collections import ConfigDict
 
 from experiments.conformity import couplings, densities, optimisation
+from experiments.conformity.configs import paper
 from experiments.harness import config_fields, files, markdown, resumable
 from experiments.harness.mistakes import UserError
 
-FIELDS: dict[str, type] = {
-    "seed": int,
-    "dim": int,  # Dimension of Figs. 4 and 5; row blocks have as many rows.
-    "v": float,  # The distance |x + y|.
-    "num_iterations": int,  # Iterations in Fig. 4.
-    "num_couplings": int,  # Draws of iid directions for the norms of Fig. 4.
-    "num_projections": int,  # Draws of each coupling for Fig. 5.
-    "num_draws": int,  # Draws of norms for the table of means.
-    "num_optimised": int,  # The first draws of norms, which are also optimised numerically.
-}
+FIELDS = config_fields.types_of(paper.get_config())
 PICTURES, SINGLE, NORMS, PROJECTIONS = range(4)  # Purposes of PRNG keys, which are folded in.
 BATCH = 100  # Draws of norms that are optimised and saved together.
 LEAST_V, MOST_V = 0.01, 3.0
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = config_fields.check_fields(config, FIELDS)
-    config_fields.check_least(values, {"num_iterations": 1, "num_couplings": 2})
-    config_fields.check_least(values, {"num_projections": 2, "num_optimised": 2})
-    config_fields.check_seed(values)
+    two = ("num_couplings", "num_projections", "num_optimised")
+    config_fields.check_fields(config, FIELDS, dict.fromkeys(two, 2))
     if config.dim < 3:
         raise UserError(
             f"config.dim must be at least 3, got {config.dim}: in 2 dimensions the simplex is the "
@@ -57,7 +46,7 @@ def check(config: ml_collections.ConfigDict) -> None:
         )
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Computes what ``workdir`` lacks, and writes results and figures there.
 
     Args:
@@ -93,25 +82,23 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         # All couplings get the same key, so that their draws are paired.
         lengths = densities.draw_lengths(key(PROJECTIONS), config.num_projections, dim, coupling)
         results["densities"][coupling] = densities.summary(lengths, v, dim, coupling)
-    files.write_json(workdir / "results.json", results)
-    with files.drawing(workdir):
-        figures = {
+    return files.finish(
+        workdir,
+        results,
+        lambda: {
             "couplings": couplings.draw_figure(key(PICTURES)),
             "optimisation": optimisation.draw_figure(results["single_draw"], v, dim),
             "densities": densities.draw_figure(results["densities"], v, dim),
-        }
-        for name, figure in figures.items():
-            files.save_figure(workdir / f"{name}.png", figure)
-    return results
+        },
+    )
 
 
 def optima(norms: np.ndarray, v: float, pieces: resumable.Pieces) -> np.ndarray:
     """Finds the least conformity of each draw of norms, which takes most of a run's time."""
-    parts = []
-    for start in tqdm.trange(0, len(norms), BATCH, unit=f" x {BATCH} optima"):
-        batch = functools.partial(optimisation.optimum, norms[start : start + BATCH], v)
-        parts.append(pieces.get(f"optima-{start}", batch))
-    return np.concatenate(parts)
+    starts = tqdm.trange(0, len(norms), BATCH, unit=f" x {BATCH} optima")
+    batches = ((start, norms[start : start + BATCH]) for start in starts)
+    optimum = optimisation.optimum
+    return np.concatenate([pieces.get(f"optima-{i}", optimum, batch, v) for i, batch in batches])
 
 
 def report(results: dict[str, Any]) -> str:

@@ -7,10 +7,10 @@ import itertools
 from typing import Any
 
 import jax
-import matplotlib.axes
-import matplotlib.figure
 import matplotlib.patches
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from scipy import stats
 
 import simrf_jax
@@ -90,31 +90,21 @@ def in_their_plane(rows: np.ndarray) -> np.ndarray:
     return np.pad(turned, [(0, 0), (0, 1)])
 
 
-def draw_arrow(axes: matplotlib.axes.Axes, row: np.ndarray, color: str) -> None:
+def draw_arrow(axes: Axes, row: np.ndarray, color: str) -> None:
     """Draws an arrow from the origin: thick if it leaves the page, dotted if it goes into it."""
     into = row[2] < -1e-6
     width = 1.6 if into else 2 + 0.5 * row[2]
     order = 3 + row[2] / 10
     x, y = row[:2]
-    axes.plot(
-        [0, 0.94 * x],
-        [0, 0.94 * y],
-        color=color,
-        linewidth=width,
-        linestyle=":" if into else "-",
-        zorder=order,
-    )
-    head: dict[str, Any] = {
-        "arrowstyle": f"-|>,head_width={0.15 + width / 12},head_length={0.3 + width / 6}",
-        "color": color,
-        "linewidth": 0.5,
-        "shrinkA": 0,
-        "shrinkB": 0,
-    }
+    line: dict[str, Any] = {"color": color, "linewidth": width, "linestyle": ":" if into else "-"}
+    axes.plot([0, 0.94 * x], [0, 0.94 * y], **line, zorder=order)
+    arrow = f"-|>,head_width={0.15 + width / 12},head_length={0.3 + width / 6}"
+    head: dict[str, Any] = {"arrowstyle": arrow, "color": color, "linewidth": 0.5}
+    head |= {"shrinkA": 0, "shrinkB": 0}
     axes.annotate("", (x, y), (0.94 * x, 0.94 * y), arrowprops=head, zorder=order)
 
 
-def draw_rows(axes: matplotlib.axes.Axes, rows: np.ndarray, color: str) -> None:
+def draw_rows(axes: Axes, rows: np.ndarray, color: str) -> None:
     """Draws an arrow for each row, and an arc with the angle for each pair."""
     axes.add_patch(matplotlib.patches.Circle((0, 0), ARC, color="0.94", zorder=0.5))
     for row in rows:
@@ -128,9 +118,9 @@ def draw_rows(axes: matplotlib.axes.Axes, rows: np.ndarray, color: str) -> None:
     axes.spines[:].set_visible(False)
 
 
-def draw_figure(key: jax.Array) -> matplotlib.figure.Figure:
+def draw_figure(key: jax.Array) -> Figure:
     """Draws Figs. 2 and 3: rows for d = 2 and 3, and below them SimRFs and SimRFs+."""
-    figure = matplotlib.figure.Figure(figsize=(7, 7.6), layout="constrained")
+    figure = Figure(figsize=(7, 7.6), layout="constrained")
     above, below = figure.subfigures(2, squeeze=False, height_ratios=[2, 1.15])[:, 0]
     above.suptitle("Geometrical couplings for small d", fontsize=11)
     grid = above.subplots(2, 3)

@@ -6,8 +6,8 @@ import functools
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
-import matplotlib.figure
 import numpy as np
+from matplotlib.figure import Figure
 from scipy import integrate
 
 import simrf_jax
@@ -60,9 +60,8 @@ def integral(coupling: PairCoupling, v: float, dim: int) -> float:
     """Returns the mean of f over theory's density, by quadrature."""
 
     def integrand(w: float) -> float:
-        return float(theory.resultant_norm_pdf(w, dim, coupling=coupling)) * float(
-            weight(np.array(w), v, dim)
-        )
+        density = theory.resultant_norm_pdf(w, dim, coupling=coupling)
+        return float(density * weight(np.array(w), v, dim))
 
     # The longest resultants are those of iid rows. Their part of the mean of f lies near
     # sqrt(2 d) + 2 v.
@@ -91,10 +90,9 @@ def summary(lengths: np.ndarray, v: float, dim: int, coupling: DensityCoupling) 
     return result
 
 
-def draw_figure(results: dict[str, Any], v: float, dim: int) -> matplotlib.figure.Figure:
+def draw_figure(results: dict[str, Any], v: float, dim: int) -> Figure:
     """Draws Fig. 5: densities as lines over histograms of draws, and f with its own axis."""
-    figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = style.subplots(5, 3.8)
     w = np.linspace(0, longest(dim), 400)
     for coupling in COUPLINGS:
         row, look = results[coupling], style.STYLES[coupling]
@@ -115,12 +113,7 @@ def draw_figure(results: dict[str, Any], v: float, dim: int) -> matplotlib.figur
     scale.set(ylabel=f"$f(w_{{ij}}, v)$ at v = {v:g}", ylim=(0, None))
     axes.set_title(f"Probability distributions over $w_{{ij}}$, d = {dim}", fontsize=10)
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(
-        [*handles, curve],
-        [*labels, "f, right scale"],
-        frameon=False,
-        fontsize=8,
-        bbox_to_anchor=(0.97, 1),
-        loc="upper right",
-    )
+    place = {"bbox_to_anchor": (0.97, 1), "loc": "upper right"}
+    entries = [*handles, curve], [*labels, "f, right scale"]
+    axes.legend(*entries, frameon=False, fontsize=8, **place)
     return figure

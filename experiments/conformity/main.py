@@ -1,11 +1,7 @@
 """Compares couplings: ``python -m experiments.conformity.main --workdir=runs/conformity``."""
 
-import pathlib
-
 from experiments.conformity import conformity
 from experiments.harness import command_line
 
 if __name__ == "__main__":
-    command_line.launch(
-        conformity, conformity.FIELDS, pathlib.Path(__file__).parent / "configs" / "paper.py"
-    )
+    command_line.launch(conformity)

@@ -6,12 +6,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib.figure
 import numpy as np
 import threadpoolctl
+from matplotlib.figure import Figure
 
 from experiments.conformity.densities import weight
-from experiments.harness import style
+from experiments.harness import style, trials
 from simrf_jax import theory
 from simrf_jax.projections.couplings import NUM_SWEEPS, minimise_resultant
 from simrf_jax.projections.row_blocks import simplex_vertices
@@ -147,29 +147,18 @@ def summary(draws: dict[str, np.ndarray], best: np.ndarray) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for name, values in (draws | {"optimised": best}).items():
         gain = draws["simplex"][: len(values)] - values
-        results[name] = {
-            "num_draws": len(values),
-            "mean": float(values.mean()),
-            "standard_error": _standard_error(values),
-            "gain": float(gain.mean()),
-            "gain_standard_error": _standard_error(gain),
-        }
+        gained = trials.summary(gain)
+        results[name] = {"num_draws": len(values), **trials.summary(values)}
+        results[name] |= {"gain": gained["mean"], "gain_standard_error": gained["standard_error"]}
     possible = draws["simplex"][: len(best)] - best
-    gain = (draws["simplex"] - draws["simplex_plus"])[: len(best)]
-    share = gain.mean() / possible.mean()
-    # To first order in the errors, a ratio of two means is itself a mean.
-    error = _standard_error((gain - share * possible) / possible.mean())
-    return results | {"share": {"mean": float(share), "standard_error": error}}
+    share = trials.ratio((draws["simplex"] - draws["simplex_plus"])[: len(best)], possible)
+    error = float(share.standard_error)
+    return results | {"share": {"mean": float(share.value), "standard_error": error}}
 
 
-def _standard_error(values: np.ndarray) -> float:
-    return float(values.std(ddof=1) / len(values) ** 0.5)
-
-
-def draw_figure(results: dict[str, Any], v: float, dim: int) -> matplotlib.figure.Figure:
+def draw_figure(results: dict[str, Any], v: float, dim: int) -> Figure:
     """Draws Fig. 4: conformity by iteration, with level lines for couplings without iterations."""
-    figure = matplotlib.figure.Figure(figsize=(5, 4.2), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = style.subplots(5, 4.2)
     iterations = np.arange(len(results["simplex_plus"]))
     ends = iterations[[0, -1]]
     level, spread = np.full(2, results["iid"]), np.full(2, results["iid_deviation"])
@@ -180,21 +169,13 @@ def draw_figure(results: dict[str, Any], v: float, dim: int) -> matplotlib.figur
     plus = style.STYLES["simplex_plus"]
     axes.plot(iterations, results["simplex_plus"], **plus, linewidth=2, label="SimRFs+")
     thin: dict[str, Any] = {"linewidth": 0.9, "markersize": 3.5, "zorder": 3}
-    axes.plot(
-        iterations,
-        results["simplex_plus_from_iid"],
-        **thin | {"color": plus["color"], "marker": "o"},
-        label="SimRFs+ from iid directions",
-    )
-    axes.plot(
-        iterations,
-        results["optimised_from_iid"],
-        **thin | style.STYLES["exact"] | {"marker": "s"},
-        label="numerically optimised",
-    )
-    axes.set(
-        xlabel="iterations", ylabel=r"RF-conformity $\hat\rho(x, y)$", xlim=(-0.2, ends[1] + 0.2)
-    )
+    for name, label, look in (
+        ("simplex_plus", "SimRFs+ from iid directions", {"color": plus["color"], "marker": "o"}),
+        ("optimised", "numerically optimised", style.STYLES["exact"] | {"marker": "s"}),
+    ):
+        axes.plot(iterations, results[f"{name}_from_iid"], **(thin | look), label=label)
+    axes.set(xlabel="iterations", ylabel=r"RF-conformity $\hat\rho(x, y)$")
+    axes.set_xlim(-0.2, ends[1] + 0.2)
     axes.set_title(f"RF-conformity optimisation, v = {v:g}, d = {dim}", fontsize=10)
     style.tidy(axes)
     figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3)

@@ -9,46 +9,35 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import matplotlib.figure
-import ml_collections
 import numpy as np
 import tqdm
+from matplotlib.figure import Figure
+from ml_collections import ConfigDict
 
 import simrf_jax
+from experiments.gram.configs import paper
 from experiments.harness import config_fields, files, markdown, resumable, style, trials
-from experiments.harness.mistakes import UserError
 from simrf_jax import theory
 from simrf_jax.projections import Coupling
 from simrf_jax.theory.arguments import ClosedFormCoupling
 
-FIELDS: dict[str, type] = {
-    "seed": int,  # Seed of the points and of all projections.
-    "dim": int,
-    "num_points": int,
-    "scale": float,  # Standard deviation of the points' coordinates.
-    "multiples": tuple,  # Numbers of features, in multiples of dim.
-    "num_trials": int,  # Trials with dim features; n * dim features have 1 / n as many trials.
-    "batch_size": int,  # Trials in one call.
-}
+FIELDS = config_fields.types_of(paper.get_config())
 COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex", "simplex_plus")
 POINTS, TRIALS = range(2)  # Purposes of PRNG keys, which are folded in.
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = config_fields.check_fields(config, FIELDS)
-    config_fields.check_least(values, {"dim": 2, "num_points": 1, "multiples": 1})
-    config_fields.check_seed(values)
-    config_fields.check_least(values, {"num_trials": 2, "batch_size": 1})
-    if not 0 < config.scale < math.inf:
-        raise UserError(f"config.scale must be above 0 and finite, got {config.scale}.")
+    config_fields.check_fields(config, FIELDS, {"dim": 2, "multiples": 1, "num_trials": 2})
+    finite = config_fields.Range("above 0 and finite", lambda x: 0 < x < math.inf)
+    config_fields.check_range("scale", config.scale, finite)
 
 
-def draw_points(config: ml_collections.ConfigDict) -> jax.Array:
+def draw_points(config: ConfigDict) -> jax.Array:
     """Draws the data, ``[num_points, dim]``."""
     key = jax.random.fold_in(jax.random.key(config.seed), POINTS)
     return config.scale * jax.random.normal(key, (config.num_points, config.dim))
@@ -76,7 +65,7 @@ def expected_error(x: np.ndarray, num_features: int, coupling: ClosedFormCouplin
     return float(mse.mean())
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Runs all trials that ``workdir`` lacks, and writes results and the figure there.
 
     Args:
@@ -100,31 +89,23 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
         for coupling in COUPLINGS:
             rows = []
             for multiple, size in zip(config.multiples, sizes, strict=True):
-                errors = pieces.load(f"{coupling}-{size}")
-                if errors is None:
-                    num_trials = max(2, config.num_trials // multiple)
-                    errors = _all_trials(x, size, coupling, num_trials, config)
-                    pieces.save(f"{coupling}-{size}", errors)
+                num_trials = max(2, config.num_trials // multiple)
+                options = (x, size, coupling, num_trials, config)
+                errors = pieces.get(f"{coupling}-{size}", _all_trials, *options)
                 rows.append(_summary(errors, np.asarray(x), size, coupling))
                 progress.update()
             results[coupling] = rows
-    files.write_json(workdir / "results.json", results)
-    with files.drawing(workdir):
-        files.save_figure(workdir / "gram.png", draw_figure(results, config.dim))
-    return results
+    return files.finish(workdir, results, lambda: {"gram": draw_figure(results, config.dim)})
 
 
 def _all_trials(
-    x: jax.Array, size: int, coupling: Coupling, num_trials: int, config: ml_collections.ConfigDict
+    x: jax.Array, size: int, coupling: Coupling, num_trials: int, config: ConfigDict
 ) -> np.ndarray:
     # All couplings get the same keys, so that their draws are paired.
     key = jax.random.fold_in(jax.random.key(config.seed), TRIALS)
     keys = jax.random.split(key, num_trials)
-    batches = range(0, num_trials, config.batch_size)
-    errors = [
-        squared_errors(keys[start : start + config.batch_size], x, size, coupling)
-        for start in batches
-    ]
+    starts = list(range(config.batch_size, num_trials, config.batch_size))
+    errors = [squared_errors(batch, x, size, coupling) for batch in jnp.split(keys, starts)]
     return np.concatenate([np.asarray(e, np.float64) for e in errors])
 
 
@@ -144,23 +125,19 @@ def report(results: dict[str, Any]) -> str:
     return markdown.table(["features", *COUPLINGS], rows)
 
 
-def draw_figure(results: dict[str, Any], dim: int) -> matplotlib.figure.Figure:
+def draw_figure(results: dict[str, Any], dim: int) -> Figure:
     """Draws Fig. 7: the error by number of features, with closed forms as lines."""
-    figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = style.subplots(5, 3.8)
     multiples = np.array(results["num_features"]) / dim
     for coupling in COUPLINGS:
         rows, look = results[coupling], style.STYLES[coupling]
-        mean = np.array([row["mean"] for row in rows])
-        spread = np.array([row["standard_error"] for row in rows])
-        style.band(axes, multiples, mean - spread, mean + spread, color=look["color"])
-        axes.plot(multiples, mean, "o", color=look["color"], markersize=4)
+        dots = {"color": look["color"], "linestyle": "", "marker": "o", "markersize": 4}
+        style.curve(axes, multiples, rows, **dots)
         line = [row["closed_form"] or row["mean"] for row in rows]
         axes.plot(multiples, line, **look, linewidth=1.2, label=style.LABELS[coupling])
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    ticks = [m for m in (1, 2, 4, 8, 16, 32, 64) if m <= multiples.max()]
-    axes.set_xticks(ticks, [str(tick) for tick in ticks])
+    style.ticks(axes, [m for m in (1, 2, 4, 8, 16, 32, 64) if m <= multiples.max()])
     axes.set(xlabel=f"number of features / d (d = {dim})", ylabel="mean squared error of an entry")
     axes.set_title("Gram matrix, positive features: dots trials, lines theory", fontsize=10)
     style.tidy(axes)

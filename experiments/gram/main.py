@@ -1,10 +1,7 @@
 """Approximates a Gram matrix: ``python -m experiments.gram.main --workdir=runs/gram``."""
 
-import pathlib
-
 from experiments.gram import gram
 from experiments.harness import command_line
 
 if __name__ == "__main__":
-    paper = pathlib.Path(__file__).parent / "configs" / "paper.py"
-    command_line.launch(gram, gram.FIELDS, paper)
+    command_line.launch(gram)

@@ -9,11 +9,10 @@ import time
 import traceback
 from typing import Any, Protocol
 
-import ml_collections
 from absl import app, flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
-from experiments.harness import interrupts, jax_output, locking, mistakes
+from experiments.harness import interrupts, locking, mistakes, process
 from experiments.harness.config_fields import Fields, field_list, unknown_field_message
 
 # Flags that launch defines are its caller's, and so in its --help.
@@ -100,29 +99,37 @@ def _line_in(file: pathlib.Path, error: BaseException) -> int | None:
 class Experiment(Protocol):
     """A module that ``launch`` can run."""
 
-    def check(self, config: ml_collections.ConfigDict, /) -> None:
+    __file__: str | None
+
+    @property
+    def FIELDS(self) -> Fields:  # noqa: N802 - It is a constant of the module.
+        """Types of the fields of its config."""
+
+    def check(self, config: ConfigDict, /) -> None:
         """Raises ``UserError`` for a config that cannot work."""
 
-    def run(self, config: ml_collections.ConfigDict, workdir: pathlib.Path, /) -> dict[str, Any]:
+    def run(self, config: ConfigDict, workdir: pathlib.Path, /) -> dict[str, Any]:
         """Leaves ``results.json`` and figures in the folder, and returns the results."""
 
     def report(self, results: dict[str, Any], /) -> str:
         """Returns the text to print of the results."""
 
 
-def launch(experiment: Experiment, fields: Fields, default_config: pathlib.Path) -> None:
-    """Runs an experiment as a program, with ``--config`` and ``--workdir``.
+def launch(experiment: Experiment, config_file: pathlib.Path | None = None) -> None:
+    """Runs an experiment as a program with ``--config``, by default the paper's, and ``--workdir``.
 
     A ``UserError`` ends it with one line; every other error keeps its traceback. Of two runs in one
     folder the second is refused.
     """
+    paper = pathlib.Path(f"{experiment.__file__}").parent / "configs" / "paper.py"
+    default_config = config_file or paper
     config = config_flags.DEFINE_config_file("config", None, f"What to run; {default_config}.")
     workdir = flags.DEFINE_string("workdir", None, "Folder for the results.", required=True)
 
     def main(argv: list[str]) -> None:
         if len(argv) > 1:
             raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
-        jax_output.quiet()
+        process.quiet_jax()
         start, folder = time.monotonic(), pathlib.Path(workdir.value)
         with interrupts.told_in_one_line(STOPPED), mistakes.told_in_one_line():
             experiment.check(config.value)
@@ -131,4 +138,4 @@ def launch(experiment: Experiment, fields: Fields, default_config: pathlib.Path)
         print(experiment.report(results))
         print(f"{time.monotonic() - start:.0f} seconds")
 
-    app.run(main, flags_parser=lambda argv: parse_flags(argv, fields, default_config))
+    app.run(main, flags_parser=lambda argv: parse_flags(argv, experiment.FIELDS, default_config))

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from experiments.harness.mistakes import UserError, user_mistakes
 from simrf_jax import checks
@@ -50,6 +50,7 @@ def one_of(names: Iterable[str]) -> Range:
     return Range(f"one of {', '.join(map(repr, known))}", lambda name: name in known)
 
 
+BELOW_ONE = Range("in [0, 1)", lambda x: 0 <= x < 1)
 # jax.random.key gives every other seed the key of one of these.
 SEEDS = Range("from 0 to 2^32 - 1", lambda seed: 0 <= seed < 2**32)
 
@@ -77,16 +78,24 @@ def check_range(name: str, value: Any, allowed: Range) -> None:
     raise UserError(f"config.{name}{unless} must be {allowed.text}, got {value!r}.")
 
 
-def check_fields(config: ml_collections.ConfigDict, fields: Fields) -> dict[str, Any]:
+def check_fields(
+    config: ConfigDict, fields: Fields, least: Mapping[str, int] | None = None
+) -> dict[str, Any]:
     """Refuses a config that has not these fields and no other, each of its type.
+
+    Args:
+      config: Config to check.
+      fields: Types of its fields, by dotted name. One named ``seed`` or ``seeds`` must be in range.
+      least: Smallest allowed numbers where they are not 1; see ``check_least``. None allows all.
 
     Returns:
       The values by dotted name.
 
     Raises:
-      UserError: If it is no config, fields are missing or unknown, or one has the wrong type.
+      UserError: If it is no config, fields are missing or unknown, or one has the wrong type or is
+        too small.
     """
-    if not isinstance(config, ml_collections.ConfigDict):
+    if not isinstance(config, ConfigDict):
         raise UserError(f"The config must be an ml_collections.ConfigDict, got {config!r}.")
     given = flatten(config)
     if unknown := sorted(given.keys() - fields.keys()):
@@ -96,7 +105,21 @@ def check_fields(config: ml_collections.ConfigDict, fields: Fields) -> dict[str,
     for name, value in given.items():
         if type(value) is not fields[name]:
             raise UserError(f"config.{name} must be {fields[name].__name__}, got {value!r}.")
+    if least is not None:
+        integers = [name for name, kind in fields.items() if kind is int and name != "seed"]
+        seeds = {"seeds": 0} if "seeds" in fields else {}
+        check_least(given, {**dict.fromkeys(integers, 1), **seeds, **least})
+    if "seed" in given:
+        check_seed(given)
+    if "seeds" in given:
+        check_seeds(given["seeds"])
     return given
+
+
+def types_of(config: ConfigDict) -> dict[str, type]:
+    """Returns the types of the fields of a config, with those of its groups at the end."""
+    fields = sorted(flatten(config).items(), key=lambda field: "." in field[0])
+    return {name: type(value) for name, value in fields}
 
 
 def check_least(values: Mapping[str, Any], least: Mapping[str, int]) -> None:
@@ -151,6 +174,34 @@ def check_seeds(seeds: Sequence[int]) -> None:
         raise UserError(f"config.seeds must be two or more, none twice, got {seeds}.")
 
 
+def check_training(values: Mapping[str, Any], part: str = "") -> None:
+    """Refuses fields of ``train_state.make_optimizer`` that cannot train.
+
+    Args:
+      values: Values of the fields, by dotted name.
+      part: Prefix of the names of these fields, such as ``"digits."``.
+
+    Raises:
+      UserError: If a number is out of its range, or the warm-up does not end before the run.
+    """
+    ranges = {"learning_rate": above(0), "clip_norm": above(0), "weight_decay": at_least(0)}
+    for name, allowed in (ranges | {"b2": BELOW_ONE}).items():
+        check_range(part + name, values[part + name], allowed)
+    warmup, steps = values[f"{part}warmup_steps"], values[f"{part}num_steps"]
+    if warmup >= steps:
+        raise UserError(f"config.{part}warmup_steps must be below num_steps={steps}, got {warmup}.")
+
+
+def check_rotary(values: Mapping[str, Any], part: str = "") -> None:
+    """Refuses heads whose dimensions are no pairs; see ``check_training``."""
+    width, heads = values[f"{part}model.width"], values[f"{part}model.num_heads"]
+    if width % (2 * heads):
+        raise UserError(
+            f"config.{part}model.width must be a multiple of 2 num_heads, got {width} and "
+            f"num_heads={heads}."
+        )
+
+
 def check_distances(values: Mapping[str, Any], names: Iterable[str], *, most: float) -> None:
     """Refuses distances that are not floats above 0 and up to ``most``.
 
@@ -182,7 +233,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns ``{"model.width": 64, ...}``."""
     flat: dict[str, Any] = {}
     for name, value in config.items():
-        if isinstance(value, (Mapping, ml_collections.ConfigDict)):
+        if isinstance(value, (Mapping, ConfigDict)):
             flat |= flatten(value, f"{prefix}{name}.")
         else:
             flat[f"{prefix}{name}"] = value
@@ -202,7 +253,7 @@ def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]
     ]
 
 
-def field_list(config: ml_collections.ConfigDict, fields: Fields, file: pathlib.Path) -> str:
+def field_list(config: ConfigDict, fields: Fields, file: pathlib.Path) -> str:
     """Lists the fields of a config with their types and their values in its file.
 
     Example:

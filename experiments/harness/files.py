@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import matplotlib.figure
+from matplotlib.figure import Figure
 
 from experiments.harness import mistakes
 from experiments.harness.mistakes import UserError
@@ -61,10 +61,25 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return content
 
 
-def save_figure(path: pathlib.Path, figure: matplotlib.figure.Figure, *, dpi: int = 160) -> None:
+def save_figure(path: pathlib.Path, figure: Figure, *, dpi: int = 160) -> None:
     """Draws a figure into a whole file or none; see ``whole_file``."""
     with whole_file(path) as partial:
         figure.savefig(partial, dpi=dpi)
+
+
+def finish(
+    workdir: pathlib.Path, results: dict[str, Any], draw: Callable[[], Mapping[str, Figure]]
+) -> dict[str, Any]:
+    """Writes ``results.json``, and only then draws the figures, by name, which it saves beside it.
+
+    Returns:
+      The results.
+    """
+    write_json(workdir / "results.json", results)
+    with drawing(workdir):
+        for name, figure in draw().items():
+            save_figure(workdir / f"{name}.png", figure)
+    return results
 
 
 @contextlib.contextmanager

@@ -6,16 +6,16 @@ import json
 import pathlib
 import time
 from collections.abc import Callable, Iterable
+from typing import ParamSpec
 
-import ml_collections
 import numpy as np
+from ml_collections import ConfigDict
 
 import simrf_jax
 from experiments.harness import files, mistakes
 from experiments.harness.mistakes import UserError
 
-# The computations of a run, by the names of the pieces that keep their results.
-Tasks = dict[str, Callable[[], np.ndarray]]
+Arguments = ParamSpec("Arguments")
 
 
 class Pieces:
@@ -31,13 +31,7 @@ class Pieces:
         another version of this package.
     """
 
-    def __init__(
-        self,
-        workdir: pathlib.Path,
-        config: ml_collections.ConfigDict,
-        *,
-        selection: Iterable[str] = (),
-    ):
+    def __init__(self, workdir: pathlib.Path, config: ConfigDict, *, selection: Iterable[str] = ()):
         self._folder = workdir / "pieces"
         with mistakes.writing(workdir):
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -74,12 +68,18 @@ class Pieces:
         with files.whole_file(self._folder / f"{name}.npy") as partial:
             np.save(partial, values)
 
-    def get(self, name: str, compute: Callable[[], np.ndarray]) -> np.ndarray:
-        """Returns a piece; unless it is finished, this computes it and keeps it."""
+    def get(
+        self,
+        name: str,
+        compute: Callable[Arguments, np.ndarray],
+        *arguments: Arguments.args,
+        **keywords: Arguments.kwargs,
+    ) -> np.ndarray:
+        """Returns a piece; unless it is finished, this computes and keeps it."""
         values = self.load(name)
         if values is None:
             start = time.monotonic()
-            values = compute()
+            values = compute(*arguments, **keywords)
             self.save(f"{name}.seconds", np.array(time.monotonic() - start))
             self.save(name, values)
         return values

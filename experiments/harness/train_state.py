@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import optax
 from flax import nnx
 from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
 import simrf_jax
 from simrf_jax.integrations import flax_calibration
@@ -49,7 +49,7 @@ PARAMS, PROJECTIONS = range(2)
 
 
 def make_optimizer(
-    config: ml_collections.ConfigDict, **adam: float
+    config: ConfigDict, **adam: float
 ) -> tuple[optax.GradientTransformation, optax.Schedule]:
     """Makes AdamW with clipped gradients, and its learning rate as a function of the step.
 

@@ -1,11 +1,7 @@
 """Mean squared errors: ``python -m experiments.kernel_mse.main --workdir=runs/kernel_mse``."""
 
-import pathlib
-
 from experiments.harness import command_line
 from experiments.kernel_mse import kernel_mse
 
 if __name__ == "__main__":
-    command_line.launch(
-        kernel_mse, kernel_mse.FIELDS, pathlib.Path(__file__).parent / "configs" / "paper.py"
-    )
+    command_line.launch(kernel_mse)

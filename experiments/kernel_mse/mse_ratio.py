@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import matplotlib.axes
-import matplotlib.figure
-import ml_collections
 import numpy as np
+import tqdm
+from matplotlib.figure import Figure
+from ml_collections import ConfigDict
 from scipy import special
 
 from experiments.harness import markdown, resumable, style, trials
@@ -18,23 +18,6 @@ from simrf_jax.projections import Coupling
 COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex", "simplex_plus")
 CURVE = np.geomspace(1e-3, 1e2, 501)  # Distances on the paper's axis.
 ENOUGH = 0.9  # A marker is filled if the draws can see at least this share of the mean.
-
-
-def tasks(config: ml_collections.ConfigDict) -> resumable.Tasks:
-    """Returns one set of trials for each coupling, from the same keys."""
-    options = config.ratio
-    return {
-        f"ratio-{coupling}": functools.partial(
-            trials.draw_errors,
-            config.seed,
-            options.num_trials,
-            options.distances,
-            dim=options.dim,
-            coupling=coupling,
-            features="positive",
-        )
-        for coupling in COUPLINGS
-    }
 
 
 def visible_share(v: np.ndarray, num_draws: int, power: int) -> np.ndarray:
@@ -59,10 +42,15 @@ def visible_share(v: np.ndarray, num_draws: int, power: int) -> np.ndarray:
     return special.ndtr(largest - power * v)
 
 
-def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
+def summary(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     """Returns the errors and ratios of each coupling at all distances, with closed forms."""
     dim, v = config.ratio.dim, np.array(config.ratio.distances)
-    errors = {coupling: pieces[f"ratio-{coupling}"] for coupling in COUPLINGS}
+    trial = functools.partial(trials.draw_errors, dim=dim, features="positive")
+    drawn = (config.seed, config.ratio.num_trials, config.ratio.distances)
+    errors = {  # From the same keys.
+        coupling: pieces.get(f"ratio-{coupling}", trial, *drawn, coupling=coupling)
+        for coupling in tqdm.tqdm(COUPLINGS, desc="ratio")
+    }
     num_draws = config.ratio.num_trials * dim**2
     results: dict[str, Any] = {
         "dim": dim,
@@ -128,10 +116,9 @@ def _largest_z_score(results: dict[str, Any], number: int) -> str:
     return f"{max(scores):.1f}"
 
 
-def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
+def draw_figures(results: dict[str, Any]) -> dict[str, Figure]:
     """Draws closed forms as lines and trials as markers, open where draws miss part of the mean."""
-    figure = matplotlib.figure.Figure(figsize=(5, 3.8), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = style.subplots(5, 3.8)
     dim, v = results["dim"], np.array(results["distances"])
     enough = np.array(results["visible_share_of_mean"]) >= ENOUGH
     for coupling in COUPLINGS:
@@ -141,42 +128,16 @@ def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]
         else:
             axes.plot(CURVE, theory.mse_ratio(CURVE, dim, dim, coupling=coupling), **look)
         if coupling != "iid":
-            found = results[coupling]
-            ratio = trials.Estimate(
-                np.array(found["ratio"]), np.array(found["ratio_standard_error"])
-            )
-            _draw_trials(axes, v, ratio, enough, look["color"])
+            found = np.array([results[coupling][x] for x in ("ratio", "ratio_standard_error")])
+            for seen, face in ((enough, look["color"]), (~enough, "white")):
+                bars = {"color": look["color"], "markerfacecolor": face}
+                style.dots(axes, v[seen], found[0, seen], found[1, seen], **bars)
     if not enough.all():
-        unseen: dict[str, Any] = {
-            "color": "gray",
-            "markerfacecolor": "white",
-            "label": "tails unseen",
-        }
-        axes.plot([], [], "o", markersize=4, **unseen)
+        unseen: dict[str, Any] = {"color": "gray", "markerfacecolor": "white"}
+        axes.plot([], [], "o", markersize=4, **unseen, label="tails unseen")
     axes.set(xscale="log", yscale="log", xlim=(CURVE[0] * 0.8, CURVE[-1]), ylim=(1e-4, 2))
     axes.set(xlabel="v = |x + y|", ylabel="mean squared error / that of IIDRFs")
     axes.set_title(f"Positive features, d = m = {dim}: dots trials, lines theory", fontsize=10)
     style.tidy(axes)
     axes.legend(frameon=False, loc="lower right")
     return {"mse_ratio": figure}
-
-
-def _draw_trials(
-    axes: matplotlib.axes.Axes,
-    v: np.ndarray,
-    ratio: trials.Estimate,
-    enough: np.ndarray,
-    color: str,
-) -> None:
-    for these, face in ((enough, color), (~enough, "white")):
-        axes.errorbar(
-            v[these],
-            ratio.value[these],
-            ratio.standard_error[these],
-            fmt="o",
-            color=color,
-            markerfacecolor=face,
-            markersize=4,
-            capsize=2,
-            linewidth=1,
-        )

@@ -7,10 +7,11 @@ import itertools
 from typing import Any
 
 import matplotlib
-import matplotlib.axes
-import matplotlib.figure
-import ml_collections
 import numpy as np
+import tqdm
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from ml_collections import ConfigDict
 from scipy import optimize
 
 from experiments.harness import markdown, resumable, style, trials
@@ -22,24 +23,6 @@ RESOLUTION = 1e-14
 COUPLINGS = ("iid", "orthogonal")
 DRAWN = (2, 3, 4, 6, 8, 16, 64)  # Dimensions in the figure; more would make it unreadable.
 LINE_STYLES = ("-", "--", "-.", ":")
-
-
-def tasks(config: ml_collections.ConfigDict) -> resumable.Tasks:
-    """Returns trials for each dimension and coupling, from the same keys."""
-    options = config.gap
-    return {
-        f"gap-{dim}-{coupling}": functools.partial(
-            trials.draw_errors,
-            config.seed,
-            options.num_trials,
-            options.trial_distances,
-            dim=dim,
-            coupling=coupling,
-            features="trigonometric",
-        )
-        for dim in options.trial_dims
-        for coupling in COUPLINGS
-    }
 
 
 def gap(z: np.ndarray, dim: int) -> np.ndarray:
@@ -68,12 +51,12 @@ def sign_changes(dim: int) -> list[float]:
     return [optimize.brentq(gap, z[i], z[i + 1], args=(dim,)) for i in changes]
 
 
-def summary(config: ml_collections.ConfigDict, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
+def summary(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     """Returns sign changes and the largest loss of each dimension, and the trials."""
-    z = np.array(config.gap.trial_distances)
+    dims = tqdm.tqdm(config.gap.trial_dims, desc="gap")
     return {
         "theory": [_signs(dim) for dim in config.gap.dims],
-        "trials": [_compare(dim, z, pieces) for dim in config.gap.trial_dims],
+        "trials": [_compare(dim, config, pieces) for dim in dims],
     }
 
 
@@ -90,8 +73,14 @@ def _signs(dim: int) -> dict[str, Any]:
     }
 
 
-def _compare(dim: int, z: np.ndarray, pieces: dict[str, np.ndarray]) -> dict[str, Any]:
-    iid, orthogonal = (pieces[f"gap-{dim}-{coupling}"] for coupling in COUPLINGS)
+def _compare(dim: int, config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
+    z = np.array(config.gap.trial_distances)
+    trial = functools.partial(trials.draw_errors, dim=dim, features="trigonometric")
+    drawn = (config.seed, config.gap.num_trials, config.gap.trial_distances)
+    iid, orthogonal = (  # From the same keys.
+        pieces.get(f"gap-{dim}-{coupling}", trial, *drawn, coupling=coupling)
+        for coupling in COUPLINGS
+    )
     ratio, closed_form = trials.ratio(orthogonal, iid), relative_gap(z, dim)
     found = trials.Estimate(1 - ratio.value, ratio.standard_error)
     return {
@@ -123,10 +112,9 @@ def table(results: dict[str, Any]) -> str:
     return "\n\n".join(tables)
 
 
-def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
+def draw_figures(results: dict[str, Any]) -> dict[str, Figure]:
     """Draws the whole relative gap, and the part near zero enlarged."""
-    figure = matplotlib.figure.Figure(figsize=(9, 3.8), layout="constrained")
-    whole, close = figure.subplots(1, 2)
+    figure, (whole, close) = style.subplots(9, 3.8, 1, 2)
     for axes in (whole, close):
         _draw_gap(axes, results)
     whole.set_ylabel("gap, per cent of the error of IIDRFs")
@@ -137,7 +125,7 @@ def draw_figures(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]
     return {"trigonometric_gap": figure}
 
 
-def _draw_gap(axes: matplotlib.axes.Axes, results: dict[str, Any]) -> None:
+def _draw_gap(axes: Axes, results: dict[str, Any]) -> None:
     dims = [row["dim"] for row in results["theory"] if row["dim"] in DRAWN]
     colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(dims)))
     color_of = dict(zip(dims, colors, strict=True))
@@ -146,9 +134,9 @@ def _draw_gap(axes: matplotlib.axes.Axes, results: dict[str, Any]) -> None:
         look = {"color": color, "linestyle": line, "linewidth": 1.3, "label": str(dim)}
         axes.plot(z, 100 * relative_gap(z, dim), **look)
     for row in results["trials"]:
-        look = {"color": color_of.get(row["dim"], "black"), "markersize": 4, "capsize": 2}
         found, error = (100 * np.array(row[name]) for name in ("relative_gap", "standard_error"))
-        axes.errorbar(row["distances"], found, error, fmt="o", **look)
+        color = color_of.get(row["dim"], "black")
+        style.dots(axes, row["distances"], found, error, color=color)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set_xlabel("z = |x - y|")
     style.tidy(axes)

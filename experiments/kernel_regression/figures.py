@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-import matplotlib.axes
-import matplotlib.figure
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from experiments.harness import style
 
 CURVES = ("iid", "orthogonal", "simplex")
 
 
-def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
+def draw(results: dict[str, Any]) -> dict[str, Figure]:
     """Draws the figures of those parts that ran, by file name."""
     figures = {}
     if "curves" in results:
@@ -23,106 +24,74 @@ def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
     return figures
 
 
-def draw_curves(results: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_curves(results: dict[str, Any]) -> Figure:
     """Draws Fig. 8: accuracy by number of features, for each data set and for their mean."""
     panels = dict(results)
     if len(results) > 1:
         panels["average"] = _average(list(results.values()))
-    figure, axes = _grid(len(panels))
-    for axis, (name, row) in zip(axes, panels.items(), strict=False):
-        multiples = np.array(row["multiples"])
+    figure, axes = _grid(panels, "number of features / d", "accuracy")
+    for axis, row in zip(axes, panels.values(), strict=True):
+        multiples = row["multiples"]
         for coupling in CURVES:
-            look, label = style.STYLES[coupling], style.LABELS[coupling]
-            _curve(axis, multiples, row[coupling], look | {"marker": "o", "markersize": 3}, label)
+            look = style.STYLES[coupling] | {"marker": "o", "markersize": 3, "linewidth": 1.3}
+            style.curve(axis, multiples, row[coupling], **look, label=style.LABELS[coupling])
         axis.axhline(row["exact"], **style.STYLES["exact"], linewidth=1, label="exact kernel")
         axis.set_xscale("log")
-        axis.set_xticks(multiples, [str(m) for m in multiples])
-        axis.minorticks_off()
-        axis.set_title(name, fontsize=10)
-    _finish(figure, axes, len(panels), "number of features / d", "accuracy")
-    return figure
+        style.ticks(axis, multiples)
+    return _with_legend(figure, axes[0])
 
 
-def draw_search(results: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_search(results: dict[str, Any]) -> Figure:
     """Draws Fig. 10: validation accuracy by sigma."""
-    figure, axes = _grid(len(results))
-    for axis, (name, row) in zip(axes, results.items(), strict=False):
-        sigmas = np.array(row["sigmas"])
-        _curve(
-            axis,
-            sigmas,
-            row["validation"]["iid"],
-            style.STYLES["iid"] | {"linestyle": "-"},
-            "IIDRFs",
-        )
-        axis.plot(
-            sigmas, row["validation"]["exact"], color="black", linestyle=":", label="exact kernel"
-        )
-        axis.axvline(row["published"], color="0.5", linewidth=1, label="published sigma")
-        axis.axvline(
-            row["validation"]["best"], color="0.5", linewidth=1, linestyle="--", label="our maximum"
-        )
+    figure, axes = _grid(results, "sigma", "validation accuracy")
+    lines: dict[str, Any] = {"color": "0.5", "linewidth": 1}
+    for axis, row in zip(axes, results.values(), strict=True):
+        sigmas, found = row["sigmas"], row["validation"]
+        look = style.STYLES["iid"] | {"linestyle": "-", "linewidth": 1.3}
+        style.curve(axis, sigmas, found["iid"], **look, label="IIDRFs")
+        axis.plot(sigmas, found["exact"], color="black", linestyle=":", label="exact kernel")
+        axis.axvline(row["published"], **lines, label="published sigma")
+        axis.axvline(found["best"], **lines, linestyle="--", label="our maximum")
         axis.set_xscale("log")
-        axis.set_xticks([0.1, 0.3, 1, 2], ["0.1", "0.3", "1", "2"])
-        axis.minorticks_off()
-        axis.set_title(name, fontsize=10)
-    _finish(figure, axes, len(results), "sigma", "validation accuracy")
-    return figure
+        style.ticks(axis, [0.1, 0.3, 1, 2])
+    return _with_legend(figure, axes[0])
 
 
 def _average(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the mean over data sets, with the standard error of independent trials."""
-    mean: dict[str, Any] = {
-        "multiples": rows[0]["multiples"],
-        "exact": float(np.mean([row["exact"] for row in rows])),
+
+    def mean(points: tuple[dict[str, float], ...]) -> dict[str, float]:
+        errors = np.array([point["standard_error"] for point in points])
+        return {
+            "mean": float(np.mean([point["mean"] for point in points])),
+            "standard_error": float(np.linalg.norm(errors) / len(points)),
+        }
+
+    exact = float(np.mean([row["exact"] for row in rows]))
+    of_couplings = {name: zip(*(row[name] for row in rows), strict=True) for name in CURVES}
+    return {"multiples": rows[0]["multiples"], "exact": exact} | {
+        name: [mean(point) for point in points] for name, points in of_couplings.items()
     }
-    for coupling in CURVES:
-        points = zip(*(row[coupling] for row in rows), strict=True)
-        mean[coupling] = [
-            {
-                "mean": float(np.mean([p["mean"] for p in point])),
-                "standard_error": float(
-                    np.sqrt(np.sum([p["standard_error"] ** 2 for p in point])) / len(point)
-                ),
-            }
-            for point in points
-        ]
-    return mean
 
 
-def _grid(panels: int) -> tuple[matplotlib.figure.Figure, list[matplotlib.axes.Axes]]:
-    columns = min(3, panels)
-    rows = -(-panels // columns)
-    figure = matplotlib.figure.Figure(
-        figsize=(2.9 * columns + 0.3, 2.3 * rows + 0.5), layout="constrained"
-    )
-    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
-
-
-def _curve(
-    axis: matplotlib.axes.Axes,
-    x: np.ndarray,
-    points: list[dict[str, float]],
-    look: dict[str, Any],
-    label: str,
-) -> None:
-    mean, spread = (np.array([p[k] for p in points]) for k in ("mean", "standard_error"))
-    style.band(axis, x, mean - spread, mean + spread, color=look["color"])
-    axis.plot(x, mean, **look, linewidth=1.3, label=label)
-
-
-def _finish(
-    figure: matplotlib.figure.Figure,
-    axes: list[matplotlib.axes.Axes],
-    panels: int,
-    x_label: str,
-    y_label: str,
-) -> None:
-    for axis in axes[panels:]:
+def _grid(names: Iterable[str], x_label: str, y_label: str) -> tuple[Figure, list[Axes]]:
+    """Returns a figure with a panel for each name."""
+    names = list(names)
+    columns = min(3, len(names))
+    rows = -(-len(names) // columns)
+    size = 2.9 * columns + 0.3, 2.3 * rows + 0.5
+    figure, grid = style.subplots(*size, rows, columns, squeeze=False)
+    for axis in grid.flat[len(names) :]:
         axis.remove()
-    for axis in axes[:panels]:
+    for axis, name in zip(grid.flat, names, strict=False):
+        axis.set_title(name, fontsize=10)
         style.tidy(axis)
     figure.supxlabel(x_label, fontsize=10)
     figure.supylabel(y_label, fontsize=10)
-    handles, labels = axes[0].get_legend_handles_labels()
+    return figure, list(grid.flat[: len(names)])
+
+
+def _with_legend(figure: Figure, axis: Axes) -> Figure:
+    handles, labels = axis.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
+    return figure

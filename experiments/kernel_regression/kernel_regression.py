@@ -2,33 +2,22 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 from typing import Any
 
 import jax
-import ml_collections
 import numpy as np
 import tqdm
+from ml_collections import ConfigDict
 
 from experiments.harness import config_fields, files, resumable
 from experiments.harness.mistakes import UserError
 from experiments.harness.trials import summary
 from experiments.kernel_regression import classify, figures, tables, uci
+from experiments.kernel_regression.configs import paper
 from simrf_jax.projections.hadamard import padded_dim
 
-FIELDS: dict[str, type] = {
-    "seed": int,  # Seed of all projections.
-    "data_dir": str,  # Folder of the UCI files; "" for SIMRF_DATA_DIR or a download.
-    "datasets": tuple,
-    "parts": tuple,  # Some of PARTS.
-    "num_trials": int,  # Trials of each entry of the tables.
-    "curve_trials": int,  # Trials of each point of Fig. 8.
-    "multiples": tuple,  # Numbers of features in Fig. 8, in multiples of dim.
-    "search_trials": int,  # Trials of each point of Fig. 10.
-    "search_multiple": int,  # Number of features in Fig. 10, in multiples of dim.
-    "num_sigmas": int,  # Number of sigmas from 0.1 to 2 in Fig. 10.
-}
+FIELDS = config_fields.types_of(paper.get_config())
 PARTS = ("tables", "curves", "search")
 METHODS = {
     "table_2": ("iid", "orthogonal", "simplex", "simplex_plus"),
@@ -36,17 +25,16 @@ METHODS = {
 }
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = config_fields.check_fields(config, FIELDS)
-    config_fields.check_seed(values)
-    config_fields.check_least(values, {"num_trials": 2, "curve_trials": 2, "multiples": 1})
+    two = ("num_trials", "curve_trials", "search_trials", "num_sigmas")
+    least = {"multiples": 1, **dict.fromkeys(two, 2)}
+    values = config_fields.check_fields(config, FIELDS, least)
     config_fields.check_ascending(values, ["multiples"])
-    config_fields.check_least(values, {"search_trials": 2, "search_multiple": 1, "num_sigmas": 2})
     for name, known in (("datasets", tuple(uci.SOURCES)), ("parts", PARTS)):
         if not config[name]:
             raise UserError(f"config.{name} must name at least one of {', '.join(known)}, got ().")
@@ -54,7 +42,7 @@ def check(config: ml_collections.ConfigDict) -> None:
             config_fields.check_one_of(f"Each of config.{name}", value, known)
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Runs all trials that ``workdir`` lacks, and writes results and figures there.
 
     Args:
@@ -80,27 +68,37 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
                 name: runs[part](name, split, config, pieces) for name, split in progress
             }
         results["seconds"][part] = pieces.seconds(f"{part}*")
-    files.write_json(workdir / "results.json", results)
-    with files.drawing(workdir):
-        for name, figure in figures.draw(results).items():
-            files.save_figure(workdir / f"{name}.png", figure)
-    return results
+    return files.finish(workdir, results, lambda: figures.draw(results))
 
 
 def report(results: dict[str, Any]) -> str:
     """Returns the paper's tables with our numbers, the paired tests, and the time of each part."""
     lines = [f"{part}: {seconds:.0f} seconds" for part, seconds in results["seconds"].items()]
-    if "tables" in results:
-        lines = [*tables.all_tables(results["tables"]), *lines]
-    if "curves" in results:
-        lines = [tables.gains(results["curves"]), *lines]
-    if "search" in results:
-        lines = [tables.sigmas(results["search"]), *lines]
+    texts = {"tables": tables.all_tables, "curves": tables.gains, "search": tables.sigmas}
+    for part, describe in texts.items():
+        if part in results:
+            lines = [describe(results[part]), *lines]
     return "\n\n".join(lines)
 
 
+def _trials(
+    config: ConfigDict,
+    split: uci.Split,
+    sigmas: float | np.ndarray,
+    num_trials: int,
+    num_features: int,
+    dim: int,
+    method: str,
+) -> np.ndarray:
+    """Returns accuracies, ``[*sigmas, trials]``; methods share keys, so that trials are paired."""
+    keys = jax.random.split(jax.random.key(config.seed), num_trials)
+    w = classify.draw(keys, num_features, dim, method)
+    found = [classify.accuracies(w, split, float(sigma)) for sigma in np.atleast_1d(sigmas)]
+    return np.stack(found).reshape(*np.shape(sigmas), num_trials)
+
+
 def _tables(
-    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: resumable.Pieces
+    name: str, split: uci.Split, config: ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, Any]:
     dim, sigma = split.train.shape[1], uci.SOURCES[name].sigma
     result: dict[str, Any] = {
@@ -112,70 +110,45 @@ def _tables(
     }
     for table, methods in METHODS.items():
         size = padded_dim(dim) if table == "table_3" else dim
-
-        def trial(method: str, size: int = size) -> np.ndarray:
-            w = classify.draw(_keys(config, config.num_trials), size, size, method)
-            return classify.accuracies(w, split, sigma)
-
-        accuracies = {
-            method: pieces.get(f"tables-{name}-{table}-{method}", functools.partial(trial, method))
-            for method in methods
-        }
-        result[table] = {method: summary(values) for method, values in accuracies.items()}
-        result[f"{table}_paired"] = {
-            f"{better} - {worse}": summary(accuracies[better] - accuracies[worse])
-            for better, worse in tables.PAIRS[table]
-        }
+        options = (config, split, sigma, config.num_trials, size, size)
+        of = {m: pieces.get(f"tables-{name}-{table}-{m}", _trials, *options, m) for m in methods}
+        result[table] = {method: summary(values) for method, values in of.items()}
+        pairs = tables.PAIRS[table]
+        result[f"{table}_paired"] = {f"{a} - {b}": summary(of[a] - of[b]) for a, b in pairs}
     return result
 
 
 def _curves(
-    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: resumable.Pieces
+    name: str, split: uci.Split, config: ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, Any]:
     dim, sigma = split.train.shape[1], uci.SOURCES[name].sigma
-
-    def trial(method: str, multiple: int) -> np.ndarray:
-        w = classify.draw(_keys(config, config.curve_trials), multiple * dim, dim, method)
-        return classify.accuracies(w, split, sigma)
-
     exact = classify.exact_accuracies(split, np.array([sigma]))
     result: dict[str, Any] = {"multiples": list(config.multiples), "exact": float(exact[0])}
-    curves = {
-        method: [
-            pieces.get(
-                f"curves-{name}-{method}-{multiple}", functools.partial(trial, method, multiple)
-            )
-            for multiple in config.multiples
-        ]
-        for method in figures.CURVES
-    }
-    for method, points in curves.items():
+
+    def trials(method: str, multiple: int) -> np.ndarray:
+        options = (config, split, sigma, config.curve_trials, multiple * dim, dim, method)
+        return pieces.get(f"curves-{name}-{method}-{multiple}", _trials, *options)
+
+    of = {method: [trials(method, m) for m in config.multiples] for method in figures.CURVES}
+    for method, points in of.items():
         result[method] = [summary(accuracies) for accuracies in points]
-    pairs = zip(curves["simplex"], curves["orthogonal"], strict=True)
-    result["simplex - orthogonal"] = [summary(better - worse) for better, worse in pairs]
-    return result
+    pairs = zip(of["simplex"], of["orthogonal"], strict=True)
+    return result | {"simplex - orthogonal": [summary(better - worse) for better, worse in pairs]}
 
 
 def _search(
-    name: str, split: uci.Split, config: ml_collections.ConfigDict, pieces: resumable.Pieces
+    name: str, split: uci.Split, config: ConfigDict, pieces: resumable.Pieces
 ) -> dict[str, Any]:
     """Returns accuracies by sigma, on held-out training rows and, as published, on the test set."""
     sigmas = np.geomspace(0.1, 2, config.num_sigmas)
     dim = split.train.shape[1]
-
-    def trial(rows: uci.Split) -> np.ndarray:
-        keys = _keys(config, config.search_trials)
-        w = classify.draw(keys, config.search_multiple * dim, dim, "iid")
-        return np.stack([classify.accuracies(w, rows, sigma) for sigma in sigmas])
-
     result: dict[str, Any] = {"sigmas": sigmas.tolist(), "published": uci.SOURCES[name].sigma}
     held_out = uci.load(name, config.data_dir, validation=True)
     for kind, rows in (("validation", held_out), ("test", split)):
-        curve = pieces.get(f"search-{name}-{kind}", functools.partial(trial, rows))
-        exact = pieces.get(
-            f"search-{name}-{kind}-exact",
-            functools.partial(classify.exact_accuracies, rows, sigmas),
-        )
+        piece, size = f"search-{name}-{kind}", config.search_multiple * dim
+        options = (config, rows, sigmas, config.search_trials, size, dim, "iid")
+        curve = pieces.get(piece, _trials, *options)
+        exact = pieces.get(f"{piece}-exact", classify.exact_accuracies, rows, sigmas)
         result[kind] = {
             "iid": [summary(points) for points in curve],
             "exact": exact.tolist(),
@@ -183,8 +156,3 @@ def _search(
             "best_exact": float(sigmas[exact.argmax()]),
         }
     return result
-
-
-def _keys(config: ml_collections.ConfigDict, trials: int) -> jax.Array:
-    """Returns the keys of all methods, which share them so that their trials are paired."""
-    return jax.random.split(jax.random.key(config.seed), trials)

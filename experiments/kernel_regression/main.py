@@ -1,13 +1,7 @@
 """Classifies: ``python -m experiments.kernel_regression.main --workdir=runs/kernel_regression``."""
 
-import pathlib
-
 from experiments.harness import command_line
 from experiments.kernel_regression import kernel_regression
 
 if __name__ == "__main__":
-    command_line.launch(
-        kernel_regression,
-        kernel_regression.FIELDS,
-        pathlib.Path(__file__).parent / "configs" / "paper.py",
-    )
+    command_line.launch(kernel_regression)

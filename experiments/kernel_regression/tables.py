@@ -23,46 +23,34 @@ PAIRS = {
 LABELS = style.LABELS | {"fast_orthogonal": "fast ORFs", "fast_simplex": "fast SimRFs"}
 
 
-def all_tables(results: dict[str, Any]) -> list[str]:
+def all_tables(results: dict[str, Any]) -> str:
     """Returns Tables 2 and 3, and the paired tests of each."""
     printed = {"table_2": paper.TABLE_2, "table_3": paper.TABLE_3}
     texts = [sizes(results)]
     for name, published in printed.items():
         texts += [_accuracies(results, name, published), _paired(results, name)]
-    return texts
+    return "\n\n".join(texts)
 
 
 def sizes(results: dict[str, Any]) -> str:
     """Returns the table of the data sets, with the accuracy of the exact kernel."""
     header = ["data set", "rows to train", "to test", "d", "v, paper", "v, ours", "exact kernel"]
-    rows = [
-        [
-            name,
-            row["num_train"],
-            row["num_test"],
-            row["dim"],
-            paper.MEAN_DISTANCE[name],
-            f"{row['mean_distance']:.2f}",
-            f"{row['exact']:.4f}",
-        ]
-        for name, row in results.items()
-    ]
+    rows: list[list[object]] = []
+    for name, row in results.items():
+        counts = (row[what] for what in ("num_train", "num_test", "dim"))
+        ours = f"{row['mean_distance']:.2f}", f"{row['exact']:.4f}"
+        rows.append([name, *counts, paper.MEAN_DISTANCE[name], *ours])
     return markdown.table(header, rows)
 
 
 def sigmas(results: dict[str, Any]) -> str:
     """Returns the table of the sigmas where the curves of Fig. 10 have their maxima."""
     header = ["data set", "published", "validation, IIDRFs", "test, IIDRFs", "validation, exact"]
-    rows = [
-        [
-            name,
-            f"{row['published']:.3f}",
-            f"{row['validation']['best']:.3f}",
-            f"{row['test']['best']:.3f}",
-            f"{row['validation']['best_exact']:.3f}",
-        ]
-        for name, row in results.items()
-    ]
+    rows = []
+    for name, row in results.items():
+        held_out = row["validation"]
+        maxima = row["published"], held_out["best"], row["test"]["best"], held_out["best_exact"]
+        rows.append([name, *map("{:.3f}".format, maxima)])
     return markdown.table(header, rows)
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import pathlib
 from typing import NamedTuple
 
 import numpy as np
-import pooch
 
-from experiments.harness.mistakes import UserError, user_mistakes
+from experiments.harness.downloads import Place
 
 ARCHIVE = "https://archive.ics.uci.edu/ml/machine-learning-databases/"
+PLACE = Place("--config.data_dir", "SIMRF_DATA_DIR", "uci", "the file of the UCI repository")
 TEST_SHARE = 0.05
 
 
@@ -111,39 +110,8 @@ def find(name: str, data_dir: str = "") -> pathlib.Path:
         the UCI repository publishes.
     """
     source = SOURCES[name]
-    uci_name = pathlib.PurePosixPath(source.path).name
     short_name = name + pathlib.PurePosixPath(source.path).suffix
-    ways = (
-        "Put the file into a folder and say which by --config.data_dir=DIR or SIMRF_DATA_DIR, or "
-        f"give this machine access to {ARCHIVE}{source.path}, from where it is downloaded once."
-    )
-    folder = data_dir or os.environ.get("SIMRF_DATA_DIR", "")
-    if not folder:
-        try:
-            return pathlib.Path(
-                pooch.retrieve(
-                    ARCHIVE + source.path,
-                    known_hash=f"sha256:{source.sha256}",
-                    fname=uci_name,
-                    path=pooch.os_cache("simrf_jax") / "uci",
-                )
-            )
-        except OSError as error:
-            raise UserError(f"Cannot download {name}: {error}. {ways}") from error
-        except ValueError as error:  # The checksum differs; pooch has deleted the file.
-            raise UserError(f"{name} is not what it was: {error}") from error
-    paths = [pathlib.Path(os.path.expanduser(folder), file) for file in (uci_name, short_name)]
-    for path in paths:
-        with user_mistakes(OSError, prefix=f"{path} cannot be read: "):
-            found = pooch.file_hash(str(path)) if path.exists() else None
-        if found == source.sha256:
-            return path
-        if found:
-            raise UserError(
-                f"{path} is not the file of the UCI repository: its SHA-256 is {found}, expected "
-                f"{source.sha256}."
-            )
-    raise UserError(f"There is no {' or '.join(p.name for p in paths)} in {folder}. {ways}")
+    return PLACE.find(name, ARCHIVE + source.path, source.sha256, data_dir, short_name)
 
 
 def read(name: str, data_dir: str = "") -> tuple[np.ndarray, np.ndarray]:

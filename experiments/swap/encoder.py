@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pooch
 from flax import nnx
 
-from experiments.harness.mistakes import UserError, user_mistakes
+from experiments.harness.downloads import Place
+from experiments.harness.mistakes import user_mistakes
 
 ADDRESS = "https://huggingface.co/sentence-transformers/all-MiniLM-L6-v2/resolve/main/"
+PLACE = Place("--config.model_dir", "SIMRF_MODEL_DIR", "all-MiniLM-L6-v2", "the published file")
 # SHA-256 of each file of the published snapshot.
 FILES = {
     "model.safetensors": "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
@@ -144,40 +144,7 @@ def find(name: str, model_dir: str = "") -> pathlib.Path:
       UserError: If the folder lacks the file, it cannot be downloaded, or it is not the published
         one.
     """
-    ways = (
-        "Say which folder holds the files by --config.model_dir=DIR or SIMRF_MODEL_DIR, or give "
-        f"this machine access to {ADDRESS}{name}, from where it is downloaded once."
-    )
-    folder = model_dir or os.environ.get("SIMRF_MODEL_DIR", "")
-    if not folder:
-        return _download(name, ways)
-    top = pathlib.Path(folder).expanduser()
-    for path in (top / name, top / "all-MiniLM-L6-v2" / name):
-        with user_mistakes(OSError, prefix=f"{path} cannot be read: "):
-            found = pooch.file_hash(str(path)) if path.exists() else None
-        if found == FILES[name]:
-            return path
-        if found:
-            raise UserError(
-                f"{path} is not the published file: its SHA-256 is {found}, expected {FILES[name]}."
-            )
-    raise UserError(f"There is no {name} in {folder}. {ways}")
-
-
-def _download(name: str, ways: str) -> pathlib.Path:
-    """Returns the path of a file in the cache."""
-    try:
-        path = pooch.retrieve(
-            ADDRESS + name,
-            known_hash=f"sha256:{FILES[name]}",
-            fname=name,
-            path=pooch.os_cache("simrf_jax") / "all-MiniLM-L6-v2",
-        )
-    except OSError as error:
-        raise UserError(f"Cannot download {name}: {error}. {ways}") from error
-    except ValueError as error:  # The checksum differs; pooch has deleted the file.
-        raise UserError(f"{name} is not what it was: {error}") from error
-    return pathlib.Path(path)
+    return PLACE.find(name, ADDRESS + name, FILES[name], model_dir)
 
 
 def load_tokenizer(path: pathlib.Path) -> Any:

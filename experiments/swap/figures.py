@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib.axes
-import matplotlib.figure
 import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from experiments.harness import style
 from experiments.swap.looks import LABELS, LOOKS, PREDICTED_LOOKS, SCORES, TASKS
@@ -15,11 +15,15 @@ from simrf_jax.selection.prediction import FIRST_ORDER_LIMIT
 
 # Predictions for a few heads are far larger yet, and are drawn here.
 LARGEST_PREDICTION = 1e25
+ENCODER = {
+    "error": "mean relative squared error of a head",
+    "cosine": "cosine of the embedding to the exact one",
+}
 # Neighbouring curves are moved apart by this factor, so that none hides another.
 APART = 1.03
 
 
-def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
+def draw(results: dict[str, Any]) -> dict[str, Figure]:
     """Returns all figures by file name."""
     drawn = {}
     if "predicted" in results:
@@ -27,12 +31,8 @@ def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
     if "predicted_heads" in results:
         drawn["predicted_heads"] = draw_predicted_heads(results["predicted_heads"])
     if "encoder" in results:
-        drawn["encoder_error"] = draw_encoder(
-            results["encoder"], "error", "mean relative squared error of a head"
-        )
-        drawn["encoder_cosine"] = draw_encoder(
-            results["encoder"], "cosine", "cosine of the embedding to the exact one"
-        )
+        for quantity, label in ENCODER.items():
+            drawn[f"encoder_{quantity}"] = draw_encoder(results["encoder"], quantity, label)
     sections = {name: results[name] for name in TASKS if name in results}
     if sections:
         drawn["swapped"] = draw_swapped(sections)
@@ -41,35 +41,19 @@ def draw(results: dict[str, Any]) -> dict[str, matplotlib.figure.Figure]:
     return drawn
 
 
-def draw_predicted(section: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_predicted(section: dict[str, Any]) -> Figure:
     """Draws predicted errors as lines, and measured ones as markers, against the length."""
-    figure = matplotlib.figure.Figure(figsize=(7, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = style.subplots(7, 4)
     lengths = np.array(section["lengths"])
     for name, rows in section["cases"].items():
         look = dict(PREDICTED_LOOKS[name])
-        marker, color = look.pop("marker"), look["color"]
+        marks = {"fmt": look.pop("marker"), "color": look["color"], "label": CASES[name].label}
         axes.plot(lengths, [row["predicted"]["mean"] for row in rows], **look, linewidth=1.3)
-        means, errors = ([row["measured"][k] for row in rows] for k in ("mean", "standard_error"))
-        axes.errorbar(
-            lengths,
-            means,
-            errors,
-            color=color,
-            marker=marker,
-            markersize=5,
-            capsize=2,
-            linestyle="none",
-            label=CASES[name].label,
-        )
+        measured = style.moments(row["measured"] for row in rows)
+        style.dots(axes, lengths, *measured, **marks, markersize=5)
     axes.axhline(FIRST_ORDER_LIMIT, color="#000000", linewidth=0.8)
-    axes.annotate(
-        "above, first order is far too high",
-        (lengths[0], FIRST_ORDER_LIMIT),
-        xytext=(0, 4),
-        textcoords="offset points",
-        fontsize=8,
-    )
+    note, place = "above, first order is far too high", (lengths[0], FIRST_ORDER_LIMIT)
+    axes.annotate(note, place, xytext=(0, 4), textcoords="offset points", fontsize=8)
     axes.set(xlabel="|x| = |y|", ylabel="relative squared error of attention", yscale="log")
     style.tidy(axes)
     title = "lines: predicted\nmarkers: measured"
@@ -79,47 +63,34 @@ def draw_predicted(section: dict[str, Any]) -> matplotlib.figure.Figure:
     return figure
 
 
-def draw_predicted_heads(section: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw_predicted_heads(section: dict[str, Any]) -> Figure:
     """Draws the measured error of each head against the predicted one, for the most features."""
-    figure = matplotlib.figure.Figure(figsize=(6.2, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = style.subplots(6.2, 4)
     for name, by_size in section["methods"].items():
         errors = by_size[max(by_size, key=int)]
-        look = LOOKS[name]
-        axes.plot(
-            np.minimum(errors["predicted"], LARGEST_PREDICTION),
-            errors["measured"],
-            color=look["color"],
-            marker=look["marker"],
-            markersize=3,
-            linestyle="none",
-            label=LABELS[name],
-        )
+        predicted = np.minimum(errors["predicted"], LARGEST_PREDICTION)
+        look = LOOKS[name] | {"linestyle": "none", "markersize": 3, "label": LABELS[name]}
+        axes.plot(predicted, errors["measured"], **look)
     # Left of the line first order holds, and errors are as predicted on the dashed one.
     axes.axvline(FIRST_ORDER_LIMIT, color="#000000", linewidth=0.8)
     axes.axline((1, 1), slope=1, color="#777777", linestyle="--", linewidth=0.8)
-    axes.set(
-        xlabel="predicted relative squared error of a head",
-        ylabel="measured",
-        xscale="log",
-        yscale="log",
-    )
+    axes.set(xlabel="predicted relative squared error of a head", ylabel="measured")
+    axes.set(xscale="log", yscale="log")
     style.tidy(axes)
     figure.legend(frameon=False, loc="outside right upper", fontsize=9)
     return figure
 
 
-def draw_encoder(section: dict[str, Any], quantity: str, label: str) -> matplotlib.figure.Figure:
+def draw_encoder(section: dict[str, Any], quantity: str, label: str) -> Figure:
     """Draws one quantity of the sentence encoder against the number of features."""
-    figure = matplotlib.figure.Figure(figsize=(6.2, 4), layout="constrained")
-    axes = figure.subplots()
+    figure, axes = style.subplots(6.2, 4)
     _draw_against_features(axes, section, quantity)
     axes.set(xlabel="number of features m", ylabel=label)
     figure.legend(frameon=False, loc="outside right upper", fontsize=9)
     return figure
 
 
-def draw_swapped(sections: dict[str, dict[str, Any]]) -> matplotlib.figure.Figure:
+def draw_swapped(sections: dict[str, dict[str, Any]]) -> Figure:
     """Draws the score without fine-tuning against the number of features, a panel for each task."""
     figure, panels = _panels(sections)
     for axes, (name, section) in zip(panels, sections.items(), strict=True):
@@ -130,7 +101,7 @@ def draw_swapped(sections: dict[str, dict[str, Any]]) -> matplotlib.figure.Figur
     return figure
 
 
-def draw_tuned(sections: dict[str, dict[str, Any]], quantity: str) -> matplotlib.figure.Figure:
+def draw_tuned(sections: dict[str, dict[str, Any]], quantity: str) -> Figure:
     """Draws a quantity against the steps of fine-tuning, with one panel for each task.
 
     Args:
@@ -149,22 +120,19 @@ def draw_tuned(sections: dict[str, dict[str, Any]], quantity: str) -> matplotlib
             axes.set_ylim(0, 1.1 * axes.get_ylim()[1])
         else:
             axes.set_ylabel(SCORES[name])
-        _ticks(axes, steps + 1, steps)
+        style.ticks(axes, steps + 1, steps)
         axes.set_title(f"{TASKS[name]}, m = {section['tuned_features']}", fontsize=10)
     _legend(figure, panels)
     return figure
 
 
-def _panels(
-    sections: dict[str, dict[str, Any]],
-) -> tuple[matplotlib.figure.Figure, list[matplotlib.axes.Axes]]:
-    figure = matplotlib.figure.Figure(figsize=(3.4 * len(sections) + 2, 3.6), layout="constrained")
-    return figure, list(figure.subplots(1, len(sections), squeeze=False).flat)
+def _panels(sections: dict[str, dict[str, Any]]) -> tuple[Figure, list[Axes]]:
+    count = len(sections)
+    figure, [panels] = style.subplots(3.4 * count + 2, 3.6, 1, count, squeeze=False)
+    return figure, list(panels)
 
 
-def _draw_against_features(
-    axes: matplotlib.axes.Axes, section: dict[str, Any], quantity: str
-) -> None:
+def _draw_against_features(axes: Axes, section: dict[str, Any], quantity: str) -> None:
     """Draws the methods with standard errors, and the baselines as level lines."""
     for name, one in section["baselines"].items():
         look = LOOKS[name]
@@ -175,24 +143,16 @@ def _draw_against_features(
         x = sizes * APART ** (number - len(section["methods"]) / 2)
         _errorbar(axes, x, [one[quantity] for one in by_size.values()], name)
     axes.set_xscale("log")
-    _ticks(axes, sizes, sizes)
+    style.ticks(axes, sizes)
 
 
-def _errorbar(
-    axes: matplotlib.axes.Axes, x: np.ndarray, summaries: list[dict[str, float]], name: str
-) -> None:
-    means, errors = ([one[k] for one in summaries] for k in ("mean", "standard_error"))
-    look = LOOKS[name] | {"linewidth": 1.3, "markersize": 4, "capsize": 2}
-    axes.errorbar(x, means, errors, **look, label=LABELS[name])
+def _errorbar(axes: Axes, x: np.ndarray, summaries: list[dict[str, float]], name: str) -> None:
+    look = LOOKS[name] | {"fmt": "", "linewidth": 1.3, "label": LABELS[name]}
+    style.dots(axes, x, *style.moments(summaries), **look)
     style.tidy(axes)
 
 
-def _ticks(axes: matplotlib.axes.Axes, places: np.ndarray, names: np.ndarray) -> None:
-    axes.set_xticks(places, [str(name) for name in names])
-    axes.xaxis.minorticks_off()
-
-
-def _legend(figure: matplotlib.figure.Figure, panels: list[matplotlib.axes.Axes]) -> None:
+def _legend(figure: Figure, panels: list[Axes]) -> None:
     """Draws one legend for all panels, with each attention once."""
     entries: dict[str, Any] = {}
     for axes in panels:

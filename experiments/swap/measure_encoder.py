@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import tqdm
+from ml_collections import ConfigDict
 
 from experiments.harness import resumable, trials
 from experiments.swap import encoder, texts
-from experiments.swap.learning import Schedule
-from experiments.swap.methods import METHODS, baselines
+from experiments.swap.methods import attentions, baselines
 from experiments.swap.swapping import (
     Attention,
     Inputs,
@@ -57,7 +55,7 @@ class Errors(NamedTuple):
 
 
 def prepare(
-    model: encoder.Encoder, all_texts: np.ndarray, config: ml_collections.ConfigDict, seed: int
+    model: encoder.Encoder, all_texts: np.ndarray, config: ConfigDict, seed: int
 ) -> Subject:
     """Returns what the encoder computes for the texts of a seed."""
     fit, test = texts.split(
@@ -95,7 +93,7 @@ class EncoderSwaps:
       pieces: Pieces of the run.
     """
 
-    def __init__(self, config: ml_collections.ConfigDict, pieces: resumable.Pieces):
+    def __init__(self, config: ConfigDict, pieces: resumable.Pieces):
         self.config, self.model_dir, self.pieces = config.encoder, config.model_dir, pieces
         self._loaded = functools.cache(self._load)
         self.subject = functools.lru_cache(maxsize=1)(self._prepare)
@@ -118,36 +116,21 @@ class EncoderSwaps:
 
         return self.pieces.get(f"encoder-spread-{seed}", compute)
 
-    def with_method(self, method: str, num_features: int, seed: int) -> Errors:
-        """Returns the errors with random features in place of softmax, fitted and drawn."""
+    def errors(self, name: str, num_features: int | None, seed: int) -> Errors:
+        """Returns the errors of an attention in place of softmax; see ``methods.attentions``."""
 
-        def attentions() -> list[Attention]:
-            return METHODS[method].attentions(
-                jax.random.key(seed),
-                self.subject(seed).fit,
-                num_features,
-                schedule=Schedule(**self.config.learned),
-                bandwidth=self.config.bandwidth,
-            )
-
-        return self._errors(f"{method}-{num_features}", seed, attentions)
-
-    def with_baseline(self, name: str, seed: int) -> Errors:
-        """Returns the errors with an attention without features."""
-        attention = baselines(self.config.bandwidth)[name]
-        return self._errors(name, seed, lambda: [attention] * len(self.subject(seed).test))
-
-    def _errors(self, name: str, seed: int, attentions: Callable[[], list[Attention]]) -> Errors:
         def compute() -> np.ndarray:
-            errors = measure(self.subject(seed), attentions())
+            subject, prng_key = self.subject(seed), jax.random.key(seed)
+            attends = attentions(name, num_features, prng_key, subject.fit, self.config)
+            errors = measure(subject, attends)
             return np.concatenate([errors.heads.ravel(), errors.cosines])
 
-        values = self.pieces.get(f"encoder-{name}-{seed}", compute)
-        heads, ends = np.split(values, [len(values) - self.config.num_test_texts])
-        return Errors(heads, ends)
+        which = name if num_features is None else f"{name}-{num_features}"
+        values = self.pieces.get(f"encoder-{which}-{seed}", compute)
+        return Errors(*np.split(values, [len(values) - self.config.num_test_texts]))
 
 
-def run(config: ml_collections.ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
+def run(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     """Measures what ``pieces`` lack, and returns the section ``encoder`` of the results.
 
     Raises:
@@ -161,10 +144,10 @@ def run(config: ml_collections.ConfigDict, pieces: resumable.Pieces) -> dict[str
     for seed in tqdm.tqdm(config.seeds, desc="encoder", dynamic_ncols=True):
         layers.append(swaps.spreads(seed))
         for name, kept in fixed.items():
-            kept.append(swaps.with_baseline(name, seed))
+            kept.append(swaps.errors(name, None, seed))
         for method, by_size in methods.items():
             for m in ours.num_features:
-                by_size.setdefault(str(m), []).append(swaps.with_method(method, m, seed))
+                by_size.setdefault(str(m), []).append(swaps.errors(method, m, seed))
     return {
         "mean_squared_sum": np.mean(layers, axis=0).tolist(),
         "baselines": {name: _summary(kept) for name, kept in fixed.items()},

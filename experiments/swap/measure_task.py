@@ -7,17 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import numpy as np
 import optax
 import tqdm
 from flax import nnx
+from ml_collections import ConfigDict
 
 from experiments.harness import resumable, train_state, trials
 from experiments.swap import training
-from experiments.swap.learning import Schedule
-from experiments.swap.methods import METHODS, available, baselines
-from experiments.swap.swapping import Attention, record, swapped
+from experiments.swap.methods import attentions, available, baselines
+from experiments.swap.swapping import record, swapped
 from experiments.swap.training import Task
 
 SWAP = 2  # Purpose of a PRNG key, after those of ``training``.
@@ -33,13 +32,7 @@ class Swaps:
       pieces: Pieces of the run.
     """
 
-    def __init__(
-        self,
-        name: str,
-        task: Task,
-        config: ml_collections.ConfigDict,
-        pieces: resumable.Pieces,
-    ):
+    def __init__(self, name: str, task: Task, config: ConfigDict, pieces: resumable.Pieces):
         self.name, self.task, self.config, self.pieces = name, task, config, pieces
         self._trainer, _ = train_state.make_optimizer(config, b2=config.b2)
         self._tuner = optax.chain(
@@ -54,13 +47,9 @@ class Swaps:
 
         def compute() -> np.ndarray:
             model = training.initial_model(self.task, seed)
+            milestones = (self.config.num_steps,)
             [trained] = training.train(
-                self.task,
-                model,
-                self._trainer,
-                seed=seed,
-                first_step=0,
-                milestones=(self.config.num_steps,),
+                self.task, model, self._trainer, seed=seed, first_step=0, milestones=milestones
             )
             return training.parameters(trained)
 
@@ -72,37 +61,23 @@ class Swaps:
         inputs = jnp.asarray(self.task.fit_inputs)
         return record(self.model(seed), self.task.logits, inputs)[0]
 
-    def with_method(self, method: str, num_features: int, seed: int) -> nnx.Module:
-        """Returns the model with random features in place of softmax, fitted and drawn."""
-        attentions = METHODS[method].attentions(
-            jax.random.fold_in(jax.random.key(seed), SWAP),
-            self._inputs(seed),
-            num_features,
-            schedule=Schedule(**self.config.learned),
-            bandwidth=self.config.get("bandwidth"),
-        )
-        return swapped(self.model(seed), attentions)
+    def swapped(self, name: str, num_features: int | None, seed: int) -> nnx.Module:
+        """Returns the model with another attention; see ``methods.attentions``, or "softmax"."""
+        if name == "softmax":
+            return self.model(seed)
+        prng_key = jax.random.fold_in(jax.random.key(seed), SWAP)
+        layers = self._inputs(seed)
+        attends = attentions(name, num_features, prng_key, layers, self.config)
+        return swapped(self.model(seed), attends)
 
-    def score(self, method: str, num_features: int, seed: int) -> float:
-        """Returns the score without fine-tuning."""
+    def score(self, name: str, num_features: int | None, seed: int) -> float:
+        """Returns the score of ``swapped`` without fine-tuning."""
 
         def compute() -> np.ndarray:
-            return np.array(
-                training.evaluate(self.task, self.with_method(method, num_features, seed))
-            )
+            return np.array(training.evaluate(self.task, self.swapped(name, num_features, seed)))
 
-        return float(self.pieces.get(f"{self.name}-swap-{method}-{num_features}-{seed}", compute))
-
-    def score_of(self, name: str, attention: Attention | None, seed: int) -> float:
-        """Returns the score with an attention without features, or with softmax for None."""
-
-        def compute() -> np.ndarray:
-            model: Any = self.model(seed)
-            if attention is not None:
-                model = swapped(model, [attention] * len(model.blocks))
-            return np.array(training.evaluate(self.task, model))
-
-        return float(self.pieces.get(f"{self.name}-{name}-{seed}", compute))
+        which = name if num_features is None else f"swap-{name}-{num_features}"
+        return float(self.pieces.get(f"{self.name}-{which}-{seed}", compute))
 
     def tuned(self, method: str, seed: int) -> np.ndarray:
         """Returns scores and spreads after each number of steps, ``[milestones, 1 + layers]``.
@@ -111,28 +86,26 @@ class Swaps:
         """
 
         def compute() -> np.ndarray:
-            model = self.model(seed)
-            if method != "softmax":
-                model = self.with_method(method, self.config.tuned_features, seed)
-            rows = [
-                [training.evaluate(self.task, one), *training.spread(self.task, one)]
-                for one in training.train(
-                    self.task,
-                    model,
-                    self._tuner,
-                    seed=seed,
-                    first_step=self.config.num_steps,
-                    milestones=self.config.tuned_steps,
-                )
-            ]
-            return np.array(rows)
+            model = self.swapped(method, self.config.tuned_features, seed)
+            milestones = training.train(
+                self.task,
+                model,
+                self._tuner,
+                seed=seed,
+                first_step=self.config.num_steps,
+                milestones=self.config.tuned_steps,
+            )
+            return np.array(
+                [
+                    [training.evaluate(self.task, one), *training.spread(self.task, one)]
+                    for one in milestones
+                ]
+            )
 
         return self.pieces.get(f"{self.name}-tuned-{method}-{seed}", compute)
 
 
-def run(
-    name: str, task: Task, config: ml_collections.ConfigDict, pieces: resumable.Pieces
-) -> dict[str, Any]:
+def run(name: str, task: Task, config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     """Measures what ``pieces`` lack, and returns the section of a task of the results.
 
     Args:
@@ -144,17 +117,14 @@ def run(
     ours = config[name]
     swaps = Swaps(name, task, ours, pieces)
     bandwidth = ours.get("bandwidth")
-    fixed: dict[str, Attention | None] = {"softmax": None}
-    # A band that is as wide as the sequence would be softmax attention.
-    fixed |= baselines(bandwidth)
+    scores: dict[str, list[float]] = {one: [] for one in ("softmax", *baselines(bandwidth))}
     names = available(config.methods, bandwidth)
     methods: dict[str, dict[str, list[float]]] = {method: {} for method in names}
-    scores: dict[str, list[float]] = {one: [] for one in fixed}
-    tuned_names = available(config.tuned_methods, bandwidth)
-    tuned: dict[str, list[np.ndarray]] = {one: [] for one in ("softmax", *tuned_names)}
+    tuned_names = ("softmax", *available(config.tuned_methods, bandwidth))
+    tuned: dict[str, list[np.ndarray]] = {one: [] for one in tuned_names}
     for seed in tqdm.tqdm(config.seeds, desc=name, dynamic_ncols=True):
-        for one, attention in fixed.items():
-            scores[one].append(swaps.score_of(one, attention, seed))
+        for one, kept in scores.items():
+            kept.append(swaps.score(one, None, seed))
         for method, by_size in methods.items():
             for m in ours.num_features:
                 by_size.setdefault(str(m), []).append(swaps.score(method, m, seed))

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from ml_collections import ConfigDict
 
 import simrf_jax
 from experiments.swap.learning import Schedule, learn
@@ -125,42 +126,37 @@ class Method:
           schedule: Steps of learning, for methods that learn.
           bandwidth: Bandwidth of the exact band, for methods that have one.
         """
-        rngs = nnx.Rngs(features=prng_key)
-        num_rows = num_features // self.features_per_row
-        return [self._attention(rngs, layer, num_rows, schedule, bandwidth) for layer in layers]
-
-    def _attention(
-        self,
-        rngs: nnx.Rngs,
-        layer: Inputs,
-        num_rows: int,
-        schedule: Schedule,
-        bandwidth: int | None,
-    ) -> Attention:
-        heads, dim = layer.key.shape[-2:]
+        rngs, num_rows = nnx.Rngs(features=prng_key), num_features // self.features_per_row
         exact_bandwidth = bandwidth if self.has_band else None
-        adapter = functools.partial(
-            RandomFeatureAttention, heads, dim, exact_bandwidth=exact_bandwidth, rngs=rngs
+        adapters = functools.partial(
+            RandomFeatureAttention, exact_bandwidth=exact_bandwidth, rngs=rngs
         )
-        fitted = self.fit(layer, exact_bandwidth)
-        if isinstance(fitted, Learnable):
-            rows = draw_heads(rngs.features(), heads, num_rows, dim, self.coupling)
-            feature_map = learn(
-                rngs.features(),
-                feature_maps.Learned.start(rows, fitted.calibration),
-                layer.query,
-                layer.key,
-                is_causal=layer.is_causal,
-                schedule=schedule,
-                exact_bandwidth=exact_bandwidth,
-            )
-            return adapter(None, feature_map=feature_map)
-        if isinstance(fitted, Mixture):
-            attention = adapter(num_rows, feature_map=fitted.feature_map, coupling=self.coupling)
-            w = _draw_around(rngs.features(), fitted.centers, num_rows, self.coupling)
-            attention.projection = RandomProjection(w)
-            return attention
-        return adapter(num_rows, feature_map=fitted, coupling=self.coupling, norms=self.norms)
+
+        def attention(layer: Inputs) -> Attention:
+            heads, dim = layer.key.shape[-2:]
+            adapter = functools.partial(adapters, heads, dim)
+            fitted = self.fit(layer, exact_bandwidth)
+            if isinstance(fitted, Learnable):
+                rows = draw_heads(rngs.features(), heads, num_rows, dim, self.coupling)
+                start = feature_maps.Learned.start(rows, fitted.calibration)
+                learned = learn(
+                    rngs.features(),
+                    start,
+                    layer.query,
+                    layer.key,
+                    is_causal=layer.is_causal,
+                    schedule=schedule,
+                    exact_bandwidth=exact_bandwidth,
+                )
+                return adapter(None, feature_map=learned)
+            if isinstance(fitted, Mixture):
+                mixed = adapter(num_rows, feature_map=fitted.feature_map, coupling=self.coupling)
+                w = _draw_around(rngs.features(), fitted.centers, num_rows, self.coupling)
+                mixed.projection = RandomProjection(w)
+                return mixed
+            return adapter(num_rows, feature_map=fitted, coupling=self.coupling, norms=self.norms)
+
+        return [attention(layer) for layer in layers]
 
 
 def draw_heads(
@@ -207,31 +203,15 @@ METHODS = {
         "learned from a random W", learned_from_random, "orthogonal", features_per_row=2
     ),
     "learned": Method("learned from calibrated", learned, "orthogonal", features_per_row=2),
-    "band_positive": Method(
-        "exact band and positive, simplex", unfitted("positive"), "simplex", has_band=True
-    ),
-    "band_mixture": Method(
-        f"exact band and calibrated mixture of {NUM_CENTERS}, cross-polytope",
-        calibrated_mixture,
-        "cross_polytope",
-        has_band=True,
-    ),
-    "band_calibrated": Method(
-        "exact band and calibrated, cross-polytope",
-        calibrated,
-        "cross_polytope",
-        has_band=True,
-    ),
-    "band_calibrated_pairs": Method(
-        "exact band and calibrated, pairs", calibrated, "cross_polytope", "pair", has_band=True
-    ),
-    "band_learned": Method(
-        "exact band and learned from calibrated",
-        learned,
-        "orthogonal",
-        features_per_row=2,
-        has_band=True,
-    ),
+}
+METHODS |= {
+    f"band_{name}": dataclasses.replace(
+        METHODS[of], label=f"exact band and {METHODS[of].label}", has_band=True
+    )
+    for name, of in {
+        "positive": "positive_simplex",
+        **{name: name for name in ("mixture", "calibrated", "calibrated_pairs", "learned")},
+    }.items()
 }
 
 
@@ -244,8 +224,31 @@ def baselines(bandwidth: int | None) -> dict[str, Attention]:
     """Returns attentions without features, by name, to compare with.
 
     They are uniform attention and, unless the bandwidth is None, softmax attention to the keys of
-    a band alone.
+    a band alone. A band that is as wide as the sequence would be softmax attention.
     """
-    if bandwidth is None:
-        return {"uniform": uniform}
-    return {"uniform": uniform, "band": Band(bandwidth)}
+    return {"uniform": uniform} | ({} if bandwidth is None else {"band": Band(bandwidth)})
+
+
+def attentions(
+    name: str,
+    num_features: int | None,
+    prng_key: jax.Array,
+    layers: list[Inputs],
+    config: ConfigDict,
+) -> list[Attention]:
+    """Returns the attention of each layer: of a method, fitted and drawn, or of a baseline.
+
+    Args:
+      name: Name of ``METHODS`` or, where ``num_features`` is None, of ``baselines``.
+      num_features: Number of features of each head, or None.
+      prng_key: Typed PRNG key of the draws.
+      layers: Inputs of the attention of each layer, to fit on.
+      config: Section of the config with ``learned`` and, if there is a band, ``bandwidth``.
+    """
+    bandwidth = config.get("bandwidth")
+    if num_features is None:
+        return [baselines(bandwidth)[name] for _ in layers]
+    schedule = Schedule(**config.learned)
+    return METHODS[name].attentions(
+        prng_key, layers, num_features, schedule=schedule, bandwidth=bandwidth
+    )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
 from typing import Any
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from experiments.harness import config_fields, files, resumable
 from experiments.harness.mistakes import UserError
@@ -15,186 +14,64 @@ from experiments.swap import (
     measure_encoder,
     measure_task,
     predicted,
-    predicted_heads,
     tables,
-    tasks,
+    training,
 )
+from experiments.swap.configs import paper
 from experiments.swap.methods import METHODS
-from experiments.swap.training import Task
 
-# Fields of each section whose methods may learn; see learning.Schedule.
-LEARNED_FIELDS: dict[str, type] = {
-    "learned.num_steps": int,
-    "learned.batch_size": int,
-    "learned.learning_rate": float,
-}
-# Fields of each section whose model is trained here.
-TASK_FIELDS: dict[str, type] = {
-    **LEARNED_FIELDS,
-    "batch_size": int,
-    "num_steps": int,  # Steps with softmax attention.
-    "learning_rate": float,  # Peak learning rate of these steps.
-    "warmup_steps": int,
-    "weight_decay": float,
-    "b2": float,
-    "clip_norm": float,
-    "num_fit": int,  # Training images or windows that feature maps are fitted on.
-    "test_batch_size": int,
-    "num_features": tuple,  # Features of each head without fine-tuning.
-    "tuned_features": int,
-    "tuned_steps": tuple,  # Ascending numbers of steps after which the model is scored.
-    "tuned_learning_rate": float,  # Constant.
-}
-VISION_FIELDS: dict[str, type] = TASK_FIELDS | {
-    "shift": float,
-    "flip": bool,
-    "model.patch_size": int,
-    "model.width": int,
-    "model.depth": int,
-    "model.num_heads": int,
-    "model.mlp_dim": int,
-    "model.dropout_rate": float,
-}
-LANGUAGE_FIELDS: dict[str, type] = TASK_FIELDS | {
-    "context": int,
-    "bandwidth": int,
-    "model.width": int,
-    "model.depth": int,
-    "model.num_heads": int,
-}
-SECTIONS: dict[str, dict[str, type]] = {
-    "predicted": {
-        "dim": int,
-        "num_queries": int,
-        "num_keys": int,
-        "num_features": int,
-        "num_draws": int,  # Draws of W for each seed.
-        "lengths": tuple,  # Ascending lengths of queries and keys.
-    },
-    "predicted_heads": {
-        "num_queries": int,  # Queries of one text of the encoder, for each seed.
-        "num_draws": int,  # Draws of W for each seed.
-        "num_features": tuple,
-    },
-    "encoder": {
-        **LEARNED_FIELDS,
-        "num_fit_texts": int,  # Help pages that feature maps are fitted on.
-        "num_test_texts": int,  # Other help pages.
-        "length": int,  # Tokens of each text.
-        "bandwidth": int,
-        "num_features": tuple,
-    },
-    "digits": VISION_FIELDS,
-    "char_lm": LANGUAGE_FIELDS,
-    "fashion_mnist": VISION_FIELDS,
-}
-FIELDS: dict[str, type] = {
-    "parts": tuple,  # Sections to run.
-    "methods": tuple,  # Names of methods.METHODS.
-    "tuned_methods": tuple,  # Those to fine-tune with; softmax is always one more.
-    "seeds": tuple,  # A seed decides the texts, the training, the projections and the fine-tuning.
-    "model_dir": str,  # Folder of all-MiniLM-L6-v2; see encoder.find.
-    "data_dir": str,  # Folder of the prepared Fashion-MNIST; see experiments/vit.
-} | {f"{part}.{name}": kind for part, fields in SECTIONS.items() for name, kind in fields.items()}
+FIELDS = config_fields.types_of(paper.get_config())
+TRAINED = ("digits", "char_lm", "fashion_mnist")  # Sections whose model is trained here.
+PARTS = ("predicted", "predicted_heads", "encoder", *TRAINED)
 LEAST = {
-    "seeds": 0,
     "predicted.dim": 2,
-    "predicted.num_queries": 1,
     "predicted.num_keys": 2,
-    "predicted.num_features": 1,
-    "predicted.num_draws": 1,
-    "predicted_heads.num_queries": 1,
-    "predicted_heads.num_draws": 1,
     "predicted_heads.num_features": 1,
-    "encoder.num_fit_texts": 1,
-    "encoder.num_test_texts": 1,
     "encoder.length": 3,
     "encoder.bandwidth": 0,
     "encoder.num_features": 2,
-    "encoder.learned.num_steps": 1,
-    "encoder.learned.batch_size": 1,
     "char_lm.context": 2,
     "char_lm.bandwidth": 0,
-} | {
-    f"{part}.{name}": least
-    for part in ("digits", "char_lm", "fashion_mnist")
-    for name, least in {
-        "batch_size": 1,
-        "num_steps": 1,
-        "warmup_steps": 0,
-        "num_fit": 1,
-        "test_batch_size": 1,
-        "num_features": 2,
-        "tuned_features": 2,
-        "tuned_steps": 0,
-        "learned.num_steps": 1,
-        "learned.batch_size": 1,
-        "model.width": 2,
-        "model.depth": 1,
-        "model.num_heads": 1,
-    }.items()
+}
+LEAST |= {f"{part}.{name}": 0 for part in TRAINED for name in ("warmup_steps", "tuned_steps")}
+LEAST |= {
+    f"{part}.{name}": 2
+    for part in TRAINED
+    for name in ("num_features", "tuned_features", "model.width")
 }
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    values = config_fields.check_fields(config, FIELDS)
-    config_fields.check_least(values, LEAST)
-    config_fields.check_seeds(config.seeds)
+    values = config_fields.check_fields(config, FIELDS, LEAST)
     for part in config.parts:
-        config_fields.check_one_of("config.parts", part, SECTIONS)
+        config_fields.check_one_of("config.parts", part, PARTS)
     for name in ("methods", "tuned_methods"):
         for method in config[name]:
             config_fields.check_one_of(f"config.{name}", method, METHODS)
-    sorted_fields = ["predicted.lengths", "predicted_heads.num_features", "encoder.num_features"]
-    config_fields.check_ascending(values, sorted_fields)
-    for length in config.predicted.lengths:
-        config_fields.check_range("predicted.lengths", length, config_fields.above(0))
+    sized = [f"{part}.num_features" for part in ("predicted_heads", "encoder", *TRAINED)]
+    tuned = [f"{part}.tuned_steps" for part in TRAINED]
+    config_fields.check_ascending(values, ["predicted.lengths", *sized, *tuned])
+    above_zero = [f"{part}.learned.learning_rate" for part in ("encoder", *TRAINED)]
+    above_zero += [f"{part}.tuned_learning_rate" for part in TRAINED]
+    numbers = [("predicted.lengths", length) for length in config.predicted.lengths]
+    for name, number in (*numbers, *((name, values[name]) for name in above_zero)):
+        config_fields.check_range(name, number, config_fields.above(0))
     if config.predicted_heads.num_queries > config.encoder.length:
         raise UserError(
             "config.predicted_heads.num_queries must be at most encoder.length="
             f"{config.encoder.length}, got {config.predicted_heads.num_queries}."
         )
-    for part in ("encoder", *TASKS):
-        rate = f"{part}.learned.learning_rate"
-        config_fields.check_range(rate, values[rate], config_fields.above(0))
-    for part in TASKS:
-        config_fields.check_ascending(values, [f"{part}.num_features"])
-        _check_task(part, values)
+    for part in TRAINED:
+        config_fields.check_training(values, f"{part}.")
+        config_fields.check_rotary(values, f"{part}.")
 
 
-def _check_task(part: str, values: dict[str, Any]) -> None:
-    """Refuses a section whose model cannot be trained.
-
-    Raises:
-      UserError: If a value is out of range.
-    """
-    config_fields.check_ascending(values, [f"{part}.tuned_steps"])
-    for name in ("learning_rate", "tuned_learning_rate", "clip_norm"):
-        above_zero = config_fields.above(0)
-        config_fields.check_range(f"{part}.{name}", values[f"{part}.{name}"], above_zero)
-    config_fields.check_range(
-        f"{part}.weight_decay", values[f"{part}.weight_decay"], config_fields.at_least(0)
-    )
-    if values[f"{part}.warmup_steps"] >= values[f"{part}.num_steps"]:
-        raise UserError(
-            f"config.{part}.warmup_steps must be below num_steps={values[f'{part}.num_steps']}, "
-            f"got {values[f'{part}.warmup_steps']}."
-        )
-    width, heads = values[f"{part}.model.width"], values[f"{part}.model.num_heads"]
-    # The language model rotates pairs of dimensions.
-    if width % (2 * heads):
-        raise UserError(
-            f"config.{part}.model.width must be a multiple of 2 num_heads, got {width} and "
-            f"num_heads={heads}."
-        )
-
-
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Measures all that ``workdir`` lacks, and writes results and figures there.
 
     Args:
@@ -212,32 +89,17 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     selection = ["seeds", "parts", "methods", "tuned_methods", "model_dir", "data_dir"]
     pieces = resumable.Pieces(workdir, config, selection=selection)
     results = {part: _run_part(part, config, pieces) for part in config.parts}
-    files.write_json(workdir / "results.json", results)
-    with files.drawing(workdir):
-        for name, figure in figures.draw(results).items():
-            files.save_figure(workdir / f"{name}.png", figure)
-    return results
+    return files.finish(workdir, results, lambda: figures.draw(results))
 
 
-def _run_part(
-    part: str, config: ml_collections.ConfigDict, pieces: resumable.Pieces
-) -> dict[str, Any]:
+def _run_part(part: str, config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     if part == "predicted":
         return predicted.run(config, pieces)
     if part == "predicted_heads":
-        return predicted_heads.run(config, pieces)
+        return predicted.run_heads(config, pieces)
     if part == "encoder":
         return measure_encoder.run(config, pieces)
-    return measure_task.run(part, TASKS[part](config), config, pieces)
-
-
-TASKS: dict[str, Callable[[ml_collections.ConfigDict], Task]] = {
-    "digits": lambda config: tasks.vision_task("digits", config.digits, ""),
-    "char_lm": lambda config: tasks.language_task(config.char_lm),
-    "fashion_mnist": lambda config: tasks.vision_task(
-        "fashion_mnist", config.fashion_mnist, config.data_dir
-    ),
-}
+    return measure_task.run(part, training.task(part, config), config, pieces)
 
 
 def report(results: dict[str, Any]) -> str:

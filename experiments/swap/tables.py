@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -13,35 +15,31 @@ from experiments.swap.predicted import CASES
 
 def describe(results: dict[str, Any]) -> list[str]:
     """Returns paragraphs and tables for each section of the results."""
-    parts: list[str] = []
-    if "predicted" in results:
-        parts += describe_predicted(results["predicted"])
-    if "predicted_heads" in results:
-        parts += describe_predicted_heads(results["predicted_heads"])
-    if "encoder" in results:
-        parts += describe_encoder(results["encoder"])
-    for name in TASKS:
+    sections: dict[str, Callable[[dict[str, Any]], list[str]]] = {
+        "predicted": describe_predicted,
+        "predicted_heads": describe_predicted_heads,
+        "encoder": describe_encoder,
+    }
+    sections |= {name: functools.partial(describe_task, name) for name in TASKS}
+    texts: list[str] = []
+    for name, describe_section in sections.items():
         if name in results:
-            parts += describe_task(name, results[name])
-    return parts
+            texts += describe_section(results[name])
+            texts.append(f"{results[name]['seconds']:.0f} seconds.")
+    return texts
 
 
 def describe_predicted(section: dict[str, Any]) -> list[str]:
     """Returns the tables of predicted errors and of measured ones over predicted ones."""
     header = ["features", *(f"length {length:g}" for length in section["lengths"])]
-    predicted = [
-        [CASES[name].label, *(f"{row['predicted']['mean']:.2e}" for row in rows)]
-        for name, rows in section["cases"].items()
-    ]
-    ratios = [
-        [CASES[name].label, *(_text(row["ratio"]) for row in rows)]
-        for name, rows in section["cases"].items()
-    ]
+    cases = {CASES[name].label: rows for name, rows in section["cases"].items()}
     title = f"Attention to random keys, m = {section['num_features']}"
+    errors = "predicted relative squared error"
     return [
-        f"{title}: predicted relative squared error\n\n{markdown.table(header, predicted)}",
-        f"{title}: measured over predicted error\n\n{markdown.table(header, ratios)}",
-        f"{section['seconds']:.0f} seconds.",
+        _table(f"{title}: {errors}", header, cases, lambda row: f"{row['predicted']['mean']:.2e}"),
+        _table(
+            f"{title}: measured over predicted error", header, cases, lambda x: _text(x["ratio"])
+        ),
     ]
 
 
@@ -55,62 +53,54 @@ def describe_predicted_heads(section: dict[str, Any]) -> list[str]:
     table = markdown.table(["attention", "m", "predicted", "measured"], rows)
     return [
         f"all-MiniLM-L6-v2: relative squared error of a head's outputs, median and quartiles over "
-        f"heads and seeds\n\n{table}",
-        f"{section['seconds']:.0f} seconds.",
+        f"heads and seeds\n\n{table}"
     ]
 
 
 def describe_encoder(section: dict[str, Any]) -> list[str]:
     """Returns the tables of errors and of cosines, and the mean |x + y|^2 of each layer."""
-    tables = [
-        f"all-MiniLM-L6-v2: {title}\n\n{_against_features(section, quantity)}"
-        for quantity, title in (
-            ("error", "mean relative squared error of a head's outputs, given exact inputs"),
-            ("cosine", "mean cosine of the embedding to the exact one, all layers swapped"),
-        )
-    ]
-    spreads = ", ".join(f"{value:.1f}" for value in section["mean_squared_sum"])
+    error = "mean relative squared error of a head's outputs, given exact inputs"
+    cosine = "mean cosine of the embedding to the exact one, all layers swapped"
     return [
-        *tables,
-        f"Mean |x + y|^2 by layer: {spreads}. {section['seconds']:.0f} seconds.",
+        _against_features(f"all-MiniLM-L6-v2: {error}", section, "error"),
+        _against_features(f"all-MiniLM-L6-v2: {cosine}", section, "cosine"),
+        f"Mean |x + y|^2 by layer: {_spread(section['mean_squared_sum'])}.",
     ]
 
 
 def describe_task(name: str, section: dict[str, Any]) -> list[str]:
     """Returns the tables without and with fine-tuning, and |x + y|^2 before and after it."""
-    exact = section["baselines"]["softmax"]["score"]
-    title = f"{TASKS[name]}: {SCORES[name]}, {_text(exact)} with softmax"
+    exact = _text(section["baselines"]["softmax"]["score"])
     header = ["attention", *(f"{steps} steps" for steps in section["steps"])]
-    scores = [
-        [LABELS[one], *(_text(row["score"]) for row in rows)]
-        for one, rows in section["tuned"].items()
-    ]
-    spreads = [
-        [LABELS[one], *(_spread(row["spread_by_layer"]) for row in rows)]
-        for one, rows in section["tuned"].items()
-    ]
+    rows = {LABELS[one]: row for one, row in section["tuned"].items()}
     tuned = f"{TASKS[name]}, {section['tuned_features']} features, fine-tuned"
+    spread = f"{tuned}: mean |x + y|^2, by layer"
+    title = f"{TASKS[name]}: {SCORES[name]}, {exact} with softmax"
     return [
-        f"{title}\n\n{_against_features(section, 'score')}",
-        f"{tuned}: {SCORES[name]}\n\n{markdown.table(header, scores)}",
-        f"{tuned}: mean |x + y|^2, by layer\n\n{markdown.table(header, spreads)}",
-        f"{section['seconds']:.0f} seconds.",
+        _against_features(title, section, "score"),
+        _table(f"{tuned}: {SCORES[name]}", header, rows, lambda row: _text(row["score"])),
+        _table(spread, header, rows, lambda row: _spread(row["spread_by_layer"])),
     ]
 
 
-def _against_features(section: dict[str, Any], quantity: str) -> str:
+def _table(
+    title: str, header: list[str], rows: Mapping[str, list[Any]], cell: Callable[[Any], str]
+) -> str:
+    """Returns a table with a title, whose rows have a label and cells."""
+    return f"{title}\n\n{markdown.table(header, [[x, *map(cell, row)] for x, row in rows.items()])}"
+
+
+def _against_features(title: str, section: dict[str, Any], quantity: str) -> str:
     """Returns a table with a column for each number of features."""
-    methods = section["methods"]
-    sizes = list(next(iter(methods.values()), {}))
-    rows = [
-        [LABELS[name], _text(one[quantity]), *[""] * (len(sizes) - 1)]
+    sizes = list(next(iter(section["methods"].values()), {}))
+    rows = {
+        LABELS[name]: [one[quantity], *[None] * (len(sizes) - 1)]
         for name, one in section["baselines"].items()
-    ]
-    rows += [
-        [LABELS[name], *(_text(by_size[m][quantity]) for m in sizes)]
-        for name, by_size in methods.items()
-    ]
-    return markdown.table(["attention", *(f"m = {m}" for m in sizes)], rows)
+    }
+    for name, by_size in section["methods"].items():
+        rows[LABELS[name]] = [by_size[m][quantity] for m in sizes]
+    header = ["attention", *(f"m = {m}" for m in sizes)]
+    return _table(title, header, rows, lambda found: _text(found) if found else "")
 
 
 def _text(summary: dict[str, float]) -> str:

@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from experiments.harness import config_fields, markdown
-from experiments.harness.config_fields import SEEDS, Range, above, at_least, one_of
+from experiments.harness.config_fields import BELOW_ONE, SEEDS, Range, above, at_least, one_of
 from experiments.harness.mistakes import UserError, user_mistakes
 from experiments.vit.data import in_memory, records, shuffle
 from simrf_jax.attention.implementations import IMPLEMENTATIONS
@@ -24,25 +25,22 @@ class Field(NamedTuple):
     """A field of the config.
 
     Attributes:
-      type: Type of the value.
+      default: Value in a small run on the digits, which also says the type.
       meaning: Meaning of the value, in one sentence.
       allowed: Range of the value; None allows every value of the type, or leaves it to
         ``check_config``, where the range depends on other fields.
-      may_change: True if a run that was stopped may go on with another value.
-      in_memory: Value that the field must have where ``in_memory`` is true, because it has no
-        effect there; None if it has an effect.
-      from_records: Value that the field must have where ``in_memory`` is false; None as above.
     """
 
-    type: type
+    default: bool | int | float | str
     meaning: str
     allowed: Range | None = None
-    may_change: bool = False
-    in_memory: float | None = None
-    from_records: float | None = None
+
+    @property
+    def type(self) -> builtins.type:
+        """Returns the type of the value."""
+        return type(self.default)
 
 
-_BELOW_ONE = Range("in [0, 1)", lambda x: 0 <= x < 1)
 _SHARE = Range("in (0, 1]", lambda x: 0 < x <= 1)
 _MAGNITUDE = Range("from 0 to 10", lambda x: 0 <= x <= 10)
 _REDRAWS = Range("at least 2, as a variance is estimated from them", lambda x: x >= 2)
@@ -50,188 +48,159 @@ _REDRAWS = Range("at least 2, as a variance is estimated from them", lambda x: x
 NO_BAND = -1
 DEFAULT_IMPLEMENTATION = "default"
 
-# Every field of every config of this experiment. A config file sets all of them.
+# Every field of every config of this experiment.
 FIELDS: dict[str, Field] = {
-    "seed": Field(int, "Seed of parameters, projections, dropout and the data order.", SEEDS),
-    "dataset": Field(str, "Name of the data set."),
-    "data_dir": Field(
-        str, "Folder of the prepared data sets; empty for the default folder.", may_change=True
-    ),
-    "in_memory": Field(bool, "True decodes a small data set once; false reads records."),
+    "seed": Field(0, "Seed of parameters, projections, dropout and the data order.", SEEDS),
+    "dataset": Field("digits", "Name of the data set."),
+    "data_dir": Field("", "Folder of the prepared data sets; empty for the default folder."),
+    "in_memory": Field(True, "True decodes a small data set once; false reads records."),
     "shuffle_window": Field(
-        int,
+        0,
         f"Records that are shuffled together, for each {shuffle.LANE} images of a batch, and read "
         "in blocks; 0 shuffles the whole data set.",
         at_least(0),
-        in_memory=0,
     ),
     "held_out": Field(
-        float,
+        0.0,
         "Share of the training images, the last ones, that choose the best checkpoint instead of "
         "the test set, which is then evaluated once, at the end; 0 trains on all.",
-        _BELOW_ONE,
+        BELOW_ONE,
     ),
-    "image_size": Field(int, "Side in pixels of the square images.", at_least(1)),
+    "image_size": Field(8, "Side in pixels of the square images.", at_least(1)),
     "num_workers": Field(
-        int,
-        "Processes that read and augment images; 0 uses a thread of the trainer.",
-        at_least(0),
-        may_change=True,
+        0, "Processes that read and augment images; 0 uses a thread of the trainer.", at_least(0)
     ),
-    "batch_size": Field(int, "Images in the batch of a step, over all devices.", at_least(1)),
+    "batch_size": Field(64, "Images in the batch of a step, over all devices.", at_least(1)),
     "eval_batch_size": Field(
-        int,
+        120,
         "Images in an evaluation batch, rounded up to a multiple of mesh.data * mesh.fsdp.",
         at_least(1),
-        may_change=True,
     ),
-    "num_steps": Field(int, "Training steps.", at_least(1)),
-    "learning_rate": Field(float, "Peak learning rate.", above(0)),
+    "num_steps": Field(1500, "Training steps.", at_least(1)),
+    "learning_rate": Field(1e-3, "Peak learning rate.", above(0)),
     "warmup_steps": Field(
-        int,
-        "Steps of linear warm-up, below num_steps; a cosine to 0 follows.",
-        at_least(0),
+        100, "Steps of linear warm-up, below num_steps; a cosine to 0 follows.", at_least(0)
     ),
-    "weight_decay": Field(float, "Decoupled weight decay of the kernels.", at_least(0)),
-    "b1": Field(float, "Decay rate of Adam's first moment.", _BELOW_ONE),
-    "b2": Field(float, "Decay rate of Adam's second moment.", _BELOW_ONE),
-    "eps": Field(float, "Epsilon of Adam.", above(0)),
-    "clip_norm": Field(float, "Largest norm of the whole gradient.", above(0)),
+    "weight_decay": Field(0.1, "Decoupled weight decay of the kernels.", at_least(0)),
+    "b1": Field(0.9, "Decay rate of Adam's first moment.", BELOW_ONE),
+    "b2": Field(0.999, "Decay rate of Adam's second moment.", BELOW_ONE),
+    "eps": Field(1e-8, "Epsilon of Adam.", above(0)),
+    "clip_norm": Field(1.0, "Largest norm of the whole gradient.", above(0)),
     "redraw_interval": Field(
-        int, "Steps between redraws of all projections; 0 never redraws.", at_least(0)
+        0, "Steps between redraws of all projections; 0 never redraws.", at_least(0)
     ),
     "calibrate_interval": Field(
-        int,
+        0,
         "Steps between fits of calibrated features, the first one before the first step; 0 for "
         "other features.",
         at_least(0),
     ),
-    "log_interval": Field(
-        int, "Steps that a row of metrics.csv averages.", at_least(1), may_change=True
-    ),
+    "log_interval": Field(25, "Steps that a row of metrics.csv averages.", at_least(1)),
     "eval_interval": Field(
-        int,
-        "Steps between evaluations on the test set, or on what is held out.",
-        at_least(1),
-        may_change=True,
+        125, "Steps between evaluations on the test set, or on what is held out.", at_least(1)
     ),
     "eval_crop": Field(
-        float,
-        "Evaluation center crop: crop side divided by the shorter image side.",
-        _SHARE,
-        in_memory=1.0,
+        1.0, "Evaluation center crop: crop side divided by the shorter image side.", _SHARE
     ),
-    "augment.shift": Field(
-        float, "Largest random translation in pixels.", at_least(0), from_records=0.0
-    ),
-    "augment.flip": Field(bool, "True mirrors images at random."),
+    "augment.shift": Field(0.5, "Largest random translation in pixels.", at_least(0)),
+    "augment.flip": Field(False, "True mirrors images at random."),
     "augment.crop_area": Field(
-        float,
+        1.0,
         "Smallest area of a random crop, relative to the image; 1.0 crops the center.",
         _SHARE,
-        in_memory=1.0,
     ),
-    "augment.randaugment_layers": Field(
-        int, "RandAugment operations for each image.", at_least(0), in_memory=0
-    ),
-    "augment.randaugment_magnitude": Field(
-        float, "RandAugment magnitude.", _MAGNITUDE, in_memory=0.0
-    ),
+    "augment.randaugment_layers": Field(0, "RandAugment operations for each image.", at_least(0)),
+    "augment.randaugment_magnitude": Field(0.0, "RandAugment magnitude.", _MAGNITUDE),
     "augment.mixup": Field(
-        float, "Both parameters of mixup's Beta distribution; 0 switches it off.", at_least(0)
+        0.0, "Both parameters of mixup's Beta distribution; 0 switches it off.", at_least(0)
     ),
     "diagnostics.images": Field(
-        int,
+        16,
         "Images of an evaluation on which attention is compared with softmax; 0 for none.",
         at_least(0),
-        may_change=True,
     ),
-    "diagnostics.redraws": Field(
-        int, "Redraws from which the variance is estimated.", _REDRAWS, may_change=True
-    ),
-    "profile.start": Field(
-        int, "First step to profile, counted from 0.", at_least(0), may_change=True
-    ),
-    "profile.steps": Field(
-        int, "Number of steps to profile; 0 for none.", at_least(0), may_change=True
-    ),
-    "checkpoint.interval": Field(
-        int, "Steps between checkpoints; 0 keeps none.", at_least(0), may_change=True
-    ),
+    "diagnostics.redraws": Field(8, "Redraws from which the variance is estimated.", _REDRAWS),
+    "profile.start": Field(0, "First step to profile, counted from 0.", at_least(0)),
+    "profile.steps": Field(0, "Number of steps to profile; 0 for none.", at_least(0)),
+    "checkpoint.interval": Field(500, "Steps between checkpoints; 0 keeps none.", at_least(0)),
     "checkpoint.keep": Field(
-        int,
-        "Number of latest checkpoints to keep, beside the most accurate one.",
-        at_least(1),
-        may_change=True,
+        2, "Number of latest checkpoints to keep, beside the most accurate one.", at_least(1)
     ),
     "checkpoint.folder": Field(
-        str, "Path or gs://bucket/run of the checkpoints; empty for a folder of the workdir."
+        "", "Path or gs://bucket/run of the checkpoints; empty for a folder of the workdir."
     ),
     "mirror": Field(
-        str,
+        "",
         "Path or gs://bucket/run that metrics, TensorBoard's files and results are copied to, at "
         "each evaluation and checkpoint; empty for none.",
-        may_change=True,
     ),
     "num_microbatches": Field(
-        int, "Parts of a batch whose gradients are computed one after the other.", at_least(1)
+        1, "Parts of a batch whose gradients are computed one after the other.", at_least(1)
     ),
     "mesh.data": Field(
-        int,
+        -1,
         "Devices that share the images; -1 takes all that the other axes leave.",
         at_least(1, also=-1),
-        may_change=True,
     ),
     "mesh.fsdp": Field(
-        int,
-        "Devices that share the images, the parameters and the optimizer's state.",
-        at_least(1),
-        may_change=True,
+        1, "Devices that share the images, the parameters and the optimizer's state.", at_least(1)
     ),
-    "mesh.tensor": Field(
-        int, "Devices that share the heads and the MLPs.", at_least(1), may_change=True
-    ),
-    "mesh.sequence": Field(
-        int, "Devices that share the tokens of an image.", at_least(1), may_change=True
-    ),
-    "model.patch_size": Field(int, "Side of a square patch in pixels.", at_least(1)),
-    "model.width": Field(int, "Width of the tokens.", at_least(1)),
-    "model.depth": Field(int, "Number of transformer layers.", at_least(1)),
-    "model.num_heads": Field(int, "Number of heads, a divisor of the width.", at_least(1)),
-    "model.mlp_dim": Field(int, "Hidden width of the MLPs.", at_least(1)),
-    "model.dropout_rate": Field(float, "Dropout rate.", _BELOW_ONE),
+    "mesh.tensor": Field(1, "Devices that share the heads and the MLPs.", at_least(1)),
+    "mesh.sequence": Field(1, "Devices that share the tokens of an image.", at_least(1)),
+    "model.patch_size": Field(2, "Side of a square patch in pixels.", at_least(1)),
+    "model.width": Field(96, "Width of the tokens.", at_least(1)),
+    "model.depth": Field(4, "Number of transformer layers.", at_least(1)),
+    "model.num_heads": Field(6, "Number of heads, a divisor of the width.", at_least(1)),
+    "model.mlp_dim": Field(192, "Hidden width of the MLPs.", at_least(1)),
+    "model.dropout_rate": Field(0.1, "Dropout rate.", BELOW_ONE),
     "model.pooling": Field(
-        str, "Input of the classifier: the mean of the tokens or a class token.", one_of(POOLINGS)
+        "average",
+        "Input of the classifier: the mean of the tokens or a class token.",
+        one_of(POOLINGS),
     ),
     "model.attention": Field(
-        str, "Coupling of the random features, or softmax attention.", one_of(ATTENTIONS)
+        "simplex", "Coupling of the random features, or softmax attention.", one_of(ATTENTIONS)
     ),
-    "model.num_features": Field(int, "Random features of each head.", at_least(1)),
+    "model.num_features": Field(34, "Random features of each head.", at_least(1)),
     "model.feature_map": Field(
-        str, "Feature map of random-feature attention.", one_of(FEATURE_MAPS)
+        "positive", "Feature map of random-feature attention.", one_of(FEATURE_MAPS)
     ),
     "model.exact_bandwidth": Field(
-        int,
+        NO_BAND,
         "Distance in tokens over which random-feature attention is exact; -1 for no band.",
         at_least(0, also=NO_BAND),
     ),
     "model.implementation": Field(
-        str,
+        DEFAULT_IMPLEMENTATION,
         "How random-feature attention is computed; default takes TPU kernels where there are any.",
         one_of((*IMPLEMENTATIONS, DEFAULT_IMPLEMENTATION)),
-        may_change=True,
     ),
-    "model.block": Field(str, "Row-block mode of the projections.", one_of(BLOCK_MODES)),
-    "model.dtype": Field(str, "Type of the computation.", one_of(DTYPES)),
+    "model.block": Field("regular", "Row-block mode of the projections.", one_of(BLOCK_MODES)),
+    "model.dtype": Field("float32", "Type of the computation.", one_of(DTYPES)),
     "model.remat": Field(
-        str, "Values that a layer computes again for the gradient.", one_of(REMATS)
+        "none", "Values that a layer computes again for the gradient.", one_of(REMATS)
     ),
-    "model.scan": Field(bool, "True scans over the layers, which compiles one layer only."),
+    "model.scan": Field(False, "True scans over the layers, which compiles one layer only."),
 }
 TYPES = {name: field.type for name, field in FIELDS.items()}
+# The fields, and the groups of them, with other values of which a run that was stopped may go on.
+MAY_CHANGE = {"data_dir", "num_workers", "eval_batch_size", "log_interval", "eval_interval"}
+MAY_CHANGE |= {"diagnostics", "profile", "checkpoint.interval", "checkpoint.keep", "mirror", "mesh"}
+MAY_CHANGE |= {"model.implementation"}
+# The values of fields that have no effect: by ``in_memory``, where it is true and where it is not.
+WITHOUT_EFFECT: dict[bool, dict[str, float]] = {
+    True: {
+        "shuffle_window": 0,
+        "eval_crop": 1.0,
+        "augment.crop_area": 1.0,
+        "augment.randaugment_layers": 0,
+        "augment.randaugment_magnitude": 0.0,
+    },
+    False: {"augment.shift": 0.0},
+}
 
 
-def check_config(config: ml_collections.ConfigDict) -> None:
+def check_config(config: ConfigDict) -> None:
     """Refuses a config that is not whole, has an unknown field, or a value that cannot work.
 
     Raises:
@@ -247,49 +216,35 @@ def check_config(config: ml_collections.ConfigDict) -> None:
     with user_mistakes(ValueError):
         model_config(config, channels=1, num_classes=1)
     _check_calibration(given)
-    if config.warmup_steps >= config.num_steps:
-        raise UserError(
-            f"config.warmup_steps must be below num_steps={config.num_steps}, "
-            f"got {config.warmup_steps}."
-        )
+    config_fields.check_training(given)
 
 
-def model_config(
-    config: ml_collections.ConfigDict,
-    *,
-    channels: int,
-    num_classes: int,
-    batch_axis: tuple[str, ...] | None = None,
-    head_axis: str | None = None,
-    sequence_axis: str | None = None,
-) -> ViTConfig:
+def model_config(config: ConfigDict, *, channels: int, num_classes: int) -> ViTConfig:
     """Returns the shape of a config's model.
 
     Args:
       config: Config with all the fields of ``FIELDS``.
       channels: Number of channels of the images.
       num_classes: Number of classes of the labels.
-      batch_axis: Mesh axes that shard the batch; None if none do.
-      head_axis: Mesh axis that shards the heads; None if none does.
-      sequence_axis: Mesh axis that shards the tokens; None if none does.
 
     Raises:
       ValueError: If ``ViTConfig`` refuses it.
     """
     fields = config.model.to_dict()
-    if fields["exact_bandwidth"] == NO_BAND:
-        fields["exact_bandwidth"] = None
-    if fields["implementation"] == DEFAULT_IMPLEMENTATION:
-        fields["implementation"] = None
-    return ViTConfig(
-        image_size=(config.image_size, config.image_size),
-        channels=channels,
-        num_classes=num_classes,
-        batch_axis=batch_axis,
-        head_axis=head_axis,
-        sequence_axis=sequence_axis,
-        **fields,
-    )
+    for name, default in (("exact_bandwidth", NO_BAND), ("implementation", DEFAULT_IMPLEMENTATION)):
+        if fields[name] == default:
+            fields[name] = None
+    size = (config.image_size, config.image_size)
+    return ViTConfig(image_size=size, channels=channels, num_classes=num_classes, **fields)
+
+
+def defaults() -> ConfigDict:
+    """Returns the config of the default values, which a config file changes."""
+    nested: dict[str, Any] = {}
+    for name, field in FIELDS.items():
+        group, _, leaf = name.rpartition(".")
+        (nested.setdefault(group, {}) if group else nested)[leaf] = field.default
+    return ConfigDict(nested)
 
 
 def config_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
@@ -305,13 +260,9 @@ def config_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> li
 def may_change(name: str) -> bool:
     """Returns whether a run that was stopped may go on with another value of a field.
 
-    A field that only an earlier version had may change if all fields of its group may.
+    It may be a field of an earlier version, in a group of this one.
     """
-    if name in FIELDS:
-        return FIELDS[name].may_change
-    group, dot, _ = name.partition(".")
-    known = [field.may_change for other, field in FIELDS.items() if other.startswith(group + dot)]
-    return bool(dot and known) and all(known)
+    return not MAY_CHANGE.isdisjoint({name, name.partition(".")[0]})
 
 
 def describe_fields() -> str:
@@ -324,20 +275,18 @@ def _row(name: str, field: Field) -> tuple[str, ...]:
     """Returns the row of a field in the table."""
     allowed = "" if field.allowed is None else str(field.allowed).replace("'", "`")
     meaning = field.meaning
-    if field.in_memory is not None:
-        meaning += f" Must be {field.in_memory} for images in memory."
-    if field.from_records is not None:
-        meaning += f" Must be {field.from_records} for records."
-    return f"`{name}`", field.type.__name__, allowed, "yes" if field.may_change else "", meaning
+    for decoded, where in ((True, "images in memory"), (False, "records")):
+        if (only := WITHOUT_EFFECT[decoded].get(name)) is not None:
+            meaning += f" Must be {only} for {where}."
+    return f"`{name}`", field.type.__name__, allowed, "yes" if may_change(name) else "", meaning
 
 
 def _check_data(given: dict[str, Any]) -> None:
     """Refuses data sets that are not known, and what has no effect on how they are read."""
     known = in_memory.DATASETS if given["in_memory"] else records.DATASETS
     config_fields.check_one_of("config.dataset", given["dataset"], known)
-    for name, field in FIELDS.items():
-        only = field.in_memory if given["in_memory"] else field.from_records
-        if only is not None and given[name] != only:
+    for name, only in WITHOUT_EFFECT[given["in_memory"]].items():
+        if given[name] != only:
             raise UserError(
                 f"config.{name} must be {only} where in_memory is {given['in_memory']}, got "
                 f"{given[name]}."

@@ -17,11 +17,10 @@ import jax
 from absl import app, flags
 from ml_collections import config_flags
 
-from experiments.harness import command_line, jax_output, memory, mistakes
+from experiments.harness import command_line, mistakes, process
 from experiments.vit import train
 from experiments.vit.config import TYPES
 from experiments.vit.tools import compare
-from experiments.vit.training import orbax_output
 from simrf_jax.models import ATTENTIONS
 
 # Ctrl-C ends the program with this line; experiments/vit/train.py handles SIGTERM.
@@ -55,9 +54,9 @@ def main(argv: list[str]) -> None:
     """Trains, and prints the test accuracy."""
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
-    memory.keep_freed_memory()
-    jax_output.quiet()
-    orbax_output.quiet()
+    process.keep_freed_memory()
+    process.quiet_jax()
+    process.quiet_orbax()
     # A program of multiprocessing frees the memory of one that ended at once. It need not say so.
     os.environ["PYTHONWARNINGS"] = (
         f"{os.environ.get('PYTHONWARNINGS', '')},ignore:resource_tracker:UserWarning"

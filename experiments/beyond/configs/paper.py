@@ -9,23 +9,23 @@ Expected:  ratios to iid at d = 64 and v = 0.5: 0.892 (Eq. 9) and 0.134 (regular
            0.0425 and 0.0261 for 130 features; at v = 0.1: 0.0004 for SimRFs+, 0.0082 for SimRFs
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict()
+def get_config() -> ConfigDict:
+    config = ConfigDict()
     config.seed = 0
-    config.blocks = ml_collections.ConfigDict()
+    config.blocks = ConfigDict()
     config.blocks.dim = 64
     config.blocks.distance = 0.5  # v = |x + y| of the curve by number of features.
     config.blocks.num_features = 130  # For the curve by v; the paper's Performer has 130.
-    config.plus = ml_collections.ConfigDict()
+    config.plus = ConfigDict()
     config.plus.dims = (3, 6, 64)  # There are as many features as dimensions.
     config.plus.distances = (0.03, 0.1, 0.3, 0.5, 0.7, 1.0)  # Trials miss the tails beyond 1.
     config.plus.num_entries = 30_000_000  # Entries of all W of one dimension: trials times d^2.
-    config.maps = ml_collections.ConfigDict()
+    config.maps = ConfigDict()
     config.maps.dims = (4, 64)
-    config.reach = ml_collections.ConfigDict()
+    config.reach = ConfigDict()
     config.reach.dim = 64
     config.reach.num_features = 128
     # The six layers of all-MiniLM-L6-v2 have mean |x + y|^2 from 7.5 to 21.4; see experiments/swap.

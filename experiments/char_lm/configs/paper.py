@@ -15,11 +15,11 @@ Expected:  1.909 (softmax), 1.924 (near + far), 1.944 (near field), 2.065 (far f
            features, and 1.910 with learned ones (seeds 0 and 1; softmax 1.913)
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict()
+def get_config() -> ConfigDict:
+    config = ConfigDict()
     config.attentions = (
         "softmax",
         "far",
@@ -29,26 +29,26 @@ def get_config() -> ml_collections.ConfigDict:
         "band_calibrated",
         "band_learned",
     )
-    config.seeds = (0, 1, 2)
-    config.context = 256
+    config.seeds = (0, 1, 2)  # One run each; a seed decides everything random in its run.
+    config.context = 256  # Characters that a model sees.
     config.batch_size = 8
     config.num_steps = 2000  # A model reads 12 times as many characters as the text has.
-    config.learning_rate = 6e-3
-    config.warmup_steps = 100
-    config.weight_decay = 0.1
-    config.b2 = 0.99
-    config.clip_norm = 1.0
-    config.redraw_interval = 0
-    config.calibrate_interval = 100
-    config.eval_interval = 250
-    config.prompt = "The "
-    config.temperature = 0.7
+    config.learning_rate = 6e-3  # The peak.
+    config.warmup_steps = 100  # Of a linear warm-up, before a cosine decay to 0 at num_steps.
+    config.weight_decay = 0.1  # Decoupled, of the kernels only.
+    config.b2 = 0.99  # Decay of Adam's second moment.
+    config.clip_norm = 1.0  # Largest global norm of the gradient.
+    config.redraw_interval = 0  # Steps between redraws of all projections; 0 never redraws.
+    config.calibrate_interval = 100  # Steps between fits of calibrated features, from the first on.
+    config.eval_interval = 250  # Steps between evaluations on the whole validation text.
+    config.prompt = "The "  # First characters of the sampled text.
+    config.temperature = 0.7  # Of the sampled text.
     config.model = {
         "width": 64,
         "depth": 2,
         "num_heads": 4,
         "num_features": 68,  # Four regular simplices of 17 rows in the heads' 16 dimensions.
         "coupling": "simplex",
-        "bandwidth": 4,
+        "bandwidth": 4,  # How many characters back the near field and the exact band reach.
     }
     return config

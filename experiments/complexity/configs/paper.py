@@ -9,11 +9,11 @@ Expected:  SimRFs take the time of ORFs at every d. Matrices have exponents near
            divided by log d.
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict()
+def get_config() -> ConfigDict:
+    config = ConfigDict()
     # There are as many features as dimensions. Fast forms pad other sizes to powers of two.
     config.dims = (64, 128, 256, 512, 1024, 2048, 4096)
     # Matrices would take too long in these dimensions.

@@ -8,26 +8,28 @@ Expected:  every mean whose tails the draws can see lies within five standard er
            form
 """
 
-import ml_collections
+from ml_collections import ConfigDict
 
 
-def get_config() -> ml_collections.ConfigDict:
-    config = ml_collections.ConfigDict()
+def get_config() -> ConfigDict:
+    config = ConfigDict()
     config.seed = 0
 
-    config.ratio = ml_collections.ConfigDict()
+    config.ratio = ConfigDict()
     config.ratio.dim = 64  # There are as many features.
+    # Distances v = |x + y| of the trials.
     config.ratio.distances = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.6, 1.0, 1.5, 2.0, 3.0)
     config.ratio.num_trials = 51_200
 
-    config.gap = ml_collections.ConfigDict()
+    config.gap = ConfigDict()
+    # Dimensions of the curves and of the table of sign changes.
     config.gap.dims = (2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
     # Trials are made below the first root and where orthogonal features lose most.
     config.gap.trial_dims = (4, 8)
-    config.gap.trial_distances = (1.0, 2.0, 3.5)
+    config.gap.trial_distances = (1.0, 2.0, 3.5)  # z = |x - y|.
     config.gap.num_trials = 524_288
 
-    config.attention = ml_collections.ConfigDict()
+    config.attention = ConfigDict()
     config.attention.length = 1024
     config.attention.dim = 16
     # The post goes from 16 to 192 in steps of 16.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -19,6 +18,10 @@ class Split(NamedTuple):
 
     images: np.ndarray
     labels: np.ndarray
+
+    def part(self, start: int, stop: int) -> Split:
+        """Returns the examples from ``start`` up to ``stop``."""
+        return Split(self.images[start:stop], self.labels[start:stop])
 
 
 class Dataset(NamedTuple):
@@ -163,18 +166,13 @@ def eval_batches(split: Split, batch_size: int) -> Iterator[dict[str, np.ndarray
     for start in range(0, len(split.labels), batch_size):
         part = slice(start, start + batch_size)
         images, labels = _scale(split.images[part]), split.labels[part]
+        batch = {"image": images, "label": labels, "weight": np.ones(len(labels), np.float32)}
         missing = batch_size - len(labels)
-        pad = functools.partial(_pad_rows, count=missing)
-        weight = pad(np.ones(len(labels), np.float32))
-        yield {"image": pad(images), "label": pad(labels), "weight": weight}
+        yield {k: np.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1)) for k, x in batch.items()}
 
 
 def _scale(images: np.ndarray) -> np.ndarray:
     return images * 2 - 1
-
-
-def _pad_rows(x: np.ndarray, count: int) -> np.ndarray:
-    return np.pad(x, [(0, count)] + [(0, 0)] * (x.ndim - 1))
 
 
 def _translate(images: np.ndarray, shift: float, rng: np.random.Generator) -> np.ndarray:

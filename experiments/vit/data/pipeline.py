@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import grain
-import ml_collections
 import numpy as np
 import PIL.Image
 import PIL.ImageOps
+from ml_collections import ConfigDict
 
 from experiments.harness.mistakes import UserError
 from experiments.vit.data import augment, in_memory, records, shuffle
-from experiments.vit.data.randaugment import randaugment
 from experiments.vit.data.stream import Batch, concatenate
 from experiments.vit.data.window_reader import WindowReader
 
@@ -32,18 +31,18 @@ Evaluation = Callable[[], Iterator[Batch]]
 
 
 class Input(NamedTuple):
-    """The images of a run.
+    """The images of a run, or those alone that a trained model is tested on.
 
     Attributes:
       channels: Number of channels of the images.
       num_classes: Number of classes of the labels.
-      num_train: Examples to train on.
+      num_train: Examples to train on; 0 if only what is tested on is open.
       num_test: Examples to test on.
+      eval_batches: Iterates over this host's rows of the whole test split, once and in order, the
+        last batches filled up with images of ``weight`` 0.
       num_parts: Parts of this host's rows that workers make. Each worker always makes the same
         part, as it holds the windows in which the part is shuffled; with 1 it makes all rows.
       train_part: Returns the part of a number, step * num_parts + part.
-      eval_batches: Iterates over this host's rows of the whole test split, once and in order, the
-        last batches filled up with images of ``weight`` 0.
       num_held_out: Examples that are held out of training to choose the best checkpoint.
       held_out_batches: Iterates over these, as ``eval_batches``.
     """
@@ -52,9 +51,9 @@ class Input(NamedTuple):
     num_classes: int
     num_train: int
     num_test: int
-    num_parts: int
-    train_part: Callable[[int], Batch]
     eval_batches: Evaluation
+    num_parts: int = 1
+    train_part: Callable[[int], Batch] = lambda number: {}
     num_held_out: int = 0
     held_out_batches: Evaluation | None = None
 
@@ -64,18 +63,7 @@ class Input(NamedTuple):
         return concatenate([self.train_part(first + part) for part in range(self.num_parts)])
 
 
-class Test(NamedTuple):
-    """The images that a trained model is tested on; the attributes are those of ``Input``."""
-
-    channels: int
-    num_classes: int
-    num_test: int
-    eval_batches: Evaluation
-
-
-def load(
-    config: ml_collections.ConfigDict, *, eval_batch_size: int, rows: Rows = np.arange
-) -> Input:
+def load(config: ConfigDict, *, eval_batch_size: int, rows: Rows = np.arange) -> Input:
     """Opens the data set of a config.
 
     Args:
@@ -92,7 +80,8 @@ def load(
         the two images of a mixture are not on one host; or the images have another size and are
         not resized.
     """
-    if config.augment.mixup and not _has_pairs(rows(config.batch_size)):
+    mine = rows(config.batch_size)
+    if config.augment.mixup and {*mine.tolist()} != {*(mine ^ 1).tolist()}:
         raise UserError(
             "config.batch_size must be a multiple of twice the devices that share the images of a "
             f"batch, as mixup takes images in pairs, got {config.batch_size}."
@@ -101,22 +90,13 @@ def load(
     return open_input(config, eval_batch_size, rows)
 
 
-def load_test(
-    config: ml_collections.ConfigDict, *, eval_batch_size: int, rows: Rows = np.arange
-) -> Test:
+def load_test(config: ConfigDict, *, eval_batch_size: int, rows: Rows = np.arange) -> Input:
     """Opens what a trained model is tested on, and of records nothing else; see ``load``."""
-    if config.in_memory:
-        inputs = _from_memory(config, eval_batch_size, rows)
-        return Test(inputs.channels, inputs.num_classes, inputs.num_test, inputs.eval_batches)
-    return _test_records(config, eval_batch_size, rows)
+    open_test = _from_memory if config.in_memory else _test_records
+    return open_test(config, eval_batch_size, rows)
 
 
-def _has_pairs(rows: np.ndarray) -> bool:
-    """Returns whether each row comes with its neighbour: 0 and 1, 2 and 3, and so on."""
-    return set(rows.tolist()) == set((rows ^ 1).tolist())
-
-
-def _from_memory(config: ml_collections.ConfigDict, eval_batch_size: int, rows: Rows) -> Input:
+def _from_memory(config: ConfigDict, eval_batch_size: int, rows: Rows) -> Input:
     dataset = in_memory.load(config.dataset, config.data_dir)
     height, width, channels = dataset.train.images.shape[1:]
     if (height, width) != (config.image_size, config.image_size):
@@ -124,10 +104,9 @@ def _from_memory(config: ml_collections.ConfigDict, eval_batch_size: int, rows: 
             f"config.image_size must be {height}, as the images of {config.dataset} are {height} x "
             f"{width} and those in memory are not resized, got {config.image_size}."
         )
-    split, count = dataset.train, _num_held_out(config, len(dataset.train.labels))
+    size, count = len(dataset.train.labels), _num_held_out(config, len(dataset.train.labels))
     train, held_out = (
-        in_memory.Split(split.images[part], split.labels[part])
-        for part in np.split(np.arange(len(split.labels)), [len(split.labels) - count])
+        dataset.train.part(*ends) for ends in ((0, size - count), (size - count, size))
     )
     batches = in_memory.train_batches(
         train,
@@ -152,27 +131,25 @@ def _from_memory(config: ml_collections.ConfigDict, eval_batch_size: int, rows: 
         dataset.num_classes,
         num_train=len(train.labels),
         num_test=len(dataset.test.labels),
-        num_parts=1,
-        train_part=train_batch,
         eval_batches=evaluation(dataset.test),
+        train_part=train_batch,
         num_held_out=count,
         held_out_batches=evaluation(held_out) if count else None,
     )
 
 
-def _num_held_out(config: ml_collections.ConfigDict, size: int) -> int:
+def _num_held_out(config: ConfigDict, size: int) -> int:
     """Returns the number of training examples to hold out, which are the last ones."""
     return math.ceil(config.held_out * size)
 
 
-def _from_records(config: ml_collections.ConfigDict, eval_batch_size: int, rows: Rows) -> Input:
+def _from_records(config: ConfigDict, eval_batch_size: int, rows: Rows) -> Input:
     train = records.open_records(config.dataset, "train", config.data_dir)
     held_out = None
     if count := _num_held_out(config, len(train)):
         first = len(train) - count
         held_out = _evaluation(train.part(first, len(train)), config, eval_batch_size, rows)
         train = train.part(0, first)
-    test = _test_records(config, eval_batch_size, rows)
     read, parts = _shuffled(train, config, rows(config.batch_size))
 
     def train_part(number: int) -> Batch:
@@ -180,28 +157,24 @@ def _from_records(config: ml_collections.ConfigDict, eval_batch_size: int, rows:
         positions = step * config.batch_size + parts[part]
         return _mix(_read_train(read, positions, config), positions, config, train.num_classes)
 
-    return Input(
-        train.channels,
-        train.num_classes,
+    return _test_records(config, eval_batch_size, rows)._replace(
         num_train=len(train),
-        num_test=test.num_test,
         num_parts=len(parts),
         train_part=train_part,
-        eval_batches=test.eval_batches,
         num_held_out=count,
         held_out_batches=held_out,
     )
 
 
-def _test_records(config: ml_collections.ConfigDict, eval_batch_size: int, rows: Rows) -> Test:
+def _test_records(config: ConfigDict, eval_batch_size: int, rows: Rows) -> Input:
     split = records.DATASETS[config.dataset].test_split
     test = records.open_records(config.dataset, split, config.data_dir)
     batches = _evaluation(test, config, eval_batch_size, rows)
-    return Test(test.channels, test.num_classes, len(test), batches)
+    return Input(test.channels, test.num_classes, 0, len(test), batches)
 
 
 def _evaluation(
-    examples: records.Records, config: ml_collections.ConfigDict, eval_batch_size: int, rows: Rows
+    examples: records.Records, config: ConfigDict, eval_batch_size: int, rows: Rows
 ) -> Evaluation:
     def eval_batches() -> Iterator[Batch]:
         mine = rows(eval_batch_size)
@@ -220,7 +193,7 @@ Read = Callable[[list[int]], list[records.Decoded]]
 
 
 def _shuffled(
-    train: records.Records, config: ml_collections.ConfigDict, rows: np.ndarray
+    train: records.Records, config: ConfigDict, rows: np.ndarray
 ) -> tuple[Read, list[np.ndarray]]:
     """Returns how examples are read in the order of the run, and the parts of the host's rows.
 
@@ -260,18 +233,15 @@ def _read_shuffled(
     return examples.read(indices)
 
 
-def _read_train(read: Read, positions: np.ndarray, config: ml_collections.ConfigDict) -> Batch:
+def _read_train(read: Read, positions: np.ndarray, config: ConfigDict) -> Batch:
     """Reads and augments the examples at some positions of the run."""
     images, labels = zip(*read(positions.tolist()), strict=True)
-    draws = ((config.seed, shuffle.AUGMENTATION, p) for p in positions.tolist())
-    rngs = (np.random.default_rng(draw) for draw in draws)
+    rngs = _generators(config, shuffle.AUGMENTATION, positions)
     augmented = [_augmented(x, rng, config) for x, rng in zip(images, rngs, strict=True)]
     return {"image": _to_array(augmented), "label": np.array(labels, np.int32)}
 
 
-def _read_eval(
-    examples: records.Records, position: int, config: ml_collections.ConfigDict
-) -> Batch:
+def _read_eval(examples: records.Records, position: int, config: ConfigDict) -> Batch:
     """Reads one example; beyond the last it returns a black image of weight 0."""
     side = config.image_size
     if position < len(examples):
@@ -289,7 +259,7 @@ def _read_eval(
 
 
 def _augmented(
-    image: PIL.Image.Image, rng: np.random.Generator, config: ml_collections.ConfigDict
+    image: PIL.Image.Image, rng: np.random.Generator, config: ConfigDict
 ) -> PIL.Image.Image:
     """Applies crop, flip and RandAugment, in this order, as configured."""
     if config.augment.crop_area < 1:
@@ -299,7 +269,7 @@ def _augmented(
     image = augment.resize(image, box, config.image_size)
     if config.augment.flip and rng.random() < 0.5:
         image = PIL.ImageOps.mirror(image)
-    return randaugment(
+    return augment.randaugment(
         image,
         rng,
         num_layers=config.augment.randaugment_layers,
@@ -307,15 +277,12 @@ def _augmented(
     )
 
 
-def _mix(
-    batch: Batch, positions: np.ndarray, config: ml_collections.ConfigDict, num_classes: int
-) -> Batch:
+def _mix(batch: Batch, positions: np.ndarray, config: ConfigDict, num_classes: int) -> Batch:
     """Mixes images with weights from Beta(alpha, alpha); with alpha 0 it returns the batch."""
     alpha = config.augment.mixup
     if not alpha:
         return batch
-    draws = ((config.seed, shuffle.MIXUP, p) for p in positions.tolist())
-    rngs = (np.random.default_rng(draw) for draw in draws)
+    rngs = _generators(config, shuffle.MIXUP, positions)
     drawn = np.array([rng.beta(alpha, alpha) for rng in rngs])
     # The larger share is an image's own, or neighbours would often become two of the same mixture.
     weights = np.maximum(drawn, 1 - drawn)
@@ -323,6 +290,13 @@ def _mix(
         batch["image"], batch["label"], weights=weights, num_classes=num_classes
     )
     return {"image": images, "label": labels}
+
+
+def _generators(
+    config: ConfigDict, number: int, positions: np.ndarray
+) -> Iterator[np.random.Generator]:
+    """Yields a generator for each position; see the numbers of draws in ``shuffle``."""
+    return (np.random.default_rng((config.seed, number, p)) for p in positions.tolist())
 
 
 def _to_array(images: list[PIL.Image.Image]) -> np.ndarray:

@@ -129,20 +129,18 @@ class Records:
             example = self.features.deserialize_example_np(
                 record, decoders={"image": tfds.decode.SkipDecoding()}
             )
+            label = example["label"]
+            if label is None:  # Of a file that shrinks while it is read, records come back empty.
+                raise ValueError("it has no label.")
+            image = decode(example["image"], self.channels)
         except Exception as error:  # Each kind of damage has errors of its own, of many types.
             raise UserError(f"Example {index} of {self.name} is damaged: {error}") from error
-        label = example["label"]
-        if label is None:  # Of a file that shrinks while it is read, records come back empty.
-            raise UserError(f"Example {index} of {self.name} is damaged: it has no label.")
         if not 0 <= label < self.num_classes:
             raise UserError(
                 f"Example {index} of {self.name} has the label {label}, and must have one from 0 "
                 f"to {self.num_classes - 1}."
             )
-        try:
-            return decode(example["image"], self.channels), label
-        except Exception as error:  # Each kind of damage has errors of its own, of many types.
-            raise UserError(f"Example {index} of {self.name} is damaged: {error}") from error
+        return image, label
 
 
 def find_data_dir(data_dir: str) -> str:
@@ -188,17 +186,14 @@ def open_records(name: str, split: str, data_dir: str) -> Records:
     info = builder.info
     if info.name != name:
         raise UserError(f"{what} is not what its folder says: it is {info.name}.")
-    file_format = info.file_format.value
-    if file_format != "array_record":
-        raise NotPreparedError(
-            f"{what} is in {file_format} format, not in array_record; delete it and "
-            f"{how_to_prepare(name, data_dir)}"
-        )
-    if split not in info.splits:
-        raise NotPreparedError(
-            f"{what} has no split {split!r}, only {', '.join(info.splits)}; delete it and "
-            f"{how_to_prepare(name, data_dir)}"
-        )
+    fault = ""
+    if (file_format := info.file_format.value) != "array_record":
+        fault = f"is in {file_format} format, not in array_record"
+    elif split not in info.splits:
+        fault = f"has no split {split!r}, only {', '.join(info.splits)}"
+    if fault:
+        prepare = how_to_prepare(name, data_dir)
+        raise NotPreparedError(f"{what} {fault}; delete it and {prepare}")
     _check_features(what, info.features)
     if not info.splits[split].num_examples:
         raise UserError(f"{what} has no examples in its split {split!r}.")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 
 import matplotlib
-import matplotlib.axes
-import matplotlib.figure
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 from experiments.harness import style
 
@@ -16,15 +17,18 @@ Metrics = dict[str, list[tuple[int, float]]]
 # Label and format of each split.
 SPLITS = {"train": ("train", "C0-"), "held_out": ("held-out", "C2o-"), "test": ("test", "C1o-")}
 
+# What is measured in each layer, and its name.
+LAYERS = {"attention_error": "error", "feature_variance": "variance"}
 
-def draw_curves(metrics: Metrics) -> matplotlib.figure.Figure:
+
+def draw_curves(metrics: Metrics) -> Figure:
     """Draws each measurement of a run against the step, in a panel of its own."""
-    panels: list[Callable[[matplotlib.axes.Axes, Metrics], None]] = [_loss, _accuracy]
+    panels: list[Callable[[Axes, Metrics], None]] = [_loss, _accuracy]
     panels += [_learning_rate, _speed]
     if "attention_error" in metrics:
-        panels += [_attention_error, _feature_variance]
+        panels += [functools.partial(_layers, name=name) for name in LAYERS]
     columns = len(panels) // 2
-    figure = matplotlib.figure.Figure(figsize=(4.5 * columns, 6.5), layout="constrained")
+    figure = Figure(figsize=(4.5 * columns, 6.5), layout="constrained")
     # Filled column by column: what belongs together lies one above the other.
     for axes, panel in zip(figure.subplots(2, columns).T.flat, panels, strict=True):
         panel(axes, metrics)
@@ -33,12 +37,12 @@ def draw_curves(metrics: Metrics) -> matplotlib.figure.Figure:
     return figure
 
 
-def _loss(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
+def _loss(axes: Axes, metrics: Metrics) -> None:
     _splits(axes, metrics, "loss")
     axes.set(ylabel="loss (nats)", yscale="log")
 
 
-def _accuracy(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
+def _accuracy(axes: Axes, metrics: Metrics) -> None:
     _splits(axes, metrics, "accuracy")
     # While a run with held-out images trains, it has no test accuracy yet.
     split = "test" if metrics["test_accuracy"] else "held_out"
@@ -47,7 +51,7 @@ def _accuracy(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
     axes.set(ylabel="accuracy", title=title)
 
 
-def _splits(axes: matplotlib.axes.Axes, metrics: Metrics, name: str) -> None:
+def _splits(axes: Axes, metrics: Metrics, name: str) -> None:
     """Draws a measurement of each split for which there is one."""
     for split, (label, look) in SPLITS.items():
         if points := metrics.get(f"{split}_{name}"):
@@ -56,7 +60,7 @@ def _splits(axes: matplotlib.axes.Axes, metrics: Metrics, name: str) -> None:
     axes.legend()
 
 
-def _learning_rate(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
+def _learning_rate(axes: Axes, metrics: Metrics) -> None:
     """Draws the learning rate, and the norm of the gradient on an axis of its own."""
     axes.plot(*zip(*metrics["learning_rate"], strict=True), color="C0", lw=1.5)
     axes.set_ylabel("learning rate", color="C0")
@@ -69,22 +73,12 @@ def _learning_rate(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
     norm.spines["top"].set_visible(False)
 
 
-def _speed(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
+def _speed(axes: Axes, metrics: Metrics) -> None:
     axes.plot(*zip(*metrics["images_per_second"], strict=True), color="C2", lw=1)
     axes.set(ylabel="images per second", ylim=(0, None))
 
 
-def _attention_error(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
-    _layers(axes, metrics, "attention_error")
-    axes.set(ylabel="error of attention, relative", ylim=(0, None))
-
-
-def _feature_variance(axes: matplotlib.axes.Axes, metrics: Metrics) -> None:
-    _layers(axes, metrics, "feature_variance")
-    axes.set(ylabel="variance of attention, relative", ylim=(0, None))
-
-
-def _layers(axes: matplotlib.axes.Axes, metrics: Metrics, name: str) -> None:
+def _layers(axes: Axes, metrics: Metrics, name: str) -> None:
     """Draws a faint line for each layer, from dark to bright, and their mean."""
     layers = [column for column in metrics if re.fullmatch(rf"{name}/layer_\d+", column)]
     colors = matplotlib.colormaps["viridis"].resampled(len(layers))
@@ -92,4 +86,5 @@ def _layers(axes: matplotlib.axes.Axes, metrics: Metrics, name: str) -> None:
         label = f"layer {layer}" if layer in (0, len(layers) - 1) else None
         axes.plot(*zip(*metrics[column], strict=True), color=colors(layer), lw=1, label=label)
     axes.plot(*zip(*metrics[name], strict=True), "ko-", ms=3, label="mean")
+    axes.set(ylabel=f"{LAYERS[name]} of attention, relative", ylim=(0, None))
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)

@@ -10,17 +10,69 @@ import math
 import os
 import pathlib
 import re
+import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self, TextIO
 
-import ml_collections
+from ml_collections import ConfigDict
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from experiments.harness import files, mistakes
 from experiments.harness.mistakes import UserError, user_mistakes
 from experiments.vit.config import config_differences
 from experiments.vit.metrics import curves
-from experiments.vit.metrics.events import Events
+
+
+class Events:
+    """An event file with all the rows of a run, each on disk when ``write`` returns.
+
+    It counts instead of those in the folder from before the run was stopped. They stay: a
+    TensorBoard that is reading one would wait for more of it, and not see the new one. There is no
+    thread, unlike in TensorBoard's own class: it would print a traceback when the disk is full.
+
+    Args:
+      folder: Folder of the event files, made if needed.
+      rows: Rows before the step that the run goes on from; see ``write``.
+    """
+
+    def __init__(self, folder: pathlib.Path, rows: Iterable[Mapping[str, float]]):
+        folder.mkdir(parents=True, exist_ok=True)
+        now, number = time.time(), len(list(folder.iterdir()))
+        # Readers look for "tfevents", and go on from one file to the next by name.
+        name = f"events.out.tfevents.{int(now)}.{socket.gethostname()}.{os.getpid()}.{number}"
+        self._writer = RecordWriter((folder / name).open("wb"))
+        self._write_event(Event(wall_time=now, file_version="brain.Event:2"))
+        # Readers forget what they have from step 0 on.
+        start = SessionLog(status=SessionLog.START)
+        self._write_event(Event(wall_time=now, step=0, session_log=start))
+        for row in rows:
+            self._add(row)
+        self._writer.flush()
+
+    def write(self, row: Mapping[str, float]) -> None:
+        """Adds a scalar for each column of a row but ``step``, which all of them have."""
+        self._add(row)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._writer.close()
+
+    def _add(self, row: Mapping[str, float]) -> None:
+        scalars = [
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in row.items()
+            if name != "step"
+        ]
+        step = int(row["step"])
+        self._write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+
+    def _write_event(self, event: Event) -> None:
+        self._writer.write(event.SerializeToString())
+
 
 COLUMNS: tuple[str, ...] = (
     "step",
@@ -69,7 +121,7 @@ class Log:
     def __init__(
         self,
         workdir: pathlib.Path,
-        config: ml_collections.ConfigDict,
+        config: ConfigDict,
         columns: Sequence[str],
         rows: Sequence[dict[str, float]],
         *,
@@ -135,7 +187,7 @@ def refuse_bucket(workdir: pathlib.Path) -> None:
         )
 
 
-def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> None:
+def refuse_used(workdir: pathlib.Path, config: ConfigDict) -> None:
     """Refuses a folder that holds a run, so that none is written over, unless it can go on.
 
     Raises:
@@ -152,19 +204,15 @@ def refuse_used(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> Non
         )
     try:
         theirs = files.read_json(workdir / "config.json")
+        differ = config_differences(theirs, json.loads(config.to_json_best_effort()))
+        fault = f"of another config: {'; '.join(differ)}" if differ else ""
     except UserError as error:
-        raise UserError(
-            f"{workdir} holds a run whose config is lost ({error}). Give another --workdir or "
-            "delete it."
-        ) from error
-    if differ := config_differences(theirs, json.loads(config.to_json_best_effort())):
-        raise UserError(
-            f"{workdir} holds a run of another config: {'; '.join(differ)}. Give another --workdir "
-            "or delete it."
-        )
+        fault = f"whose config is lost ({error})"
+    if fault:
+        raise UserError(f"{workdir} holds a run {fault}. Give another --workdir or delete it.")
 
 
-def is_finished(workdir: pathlib.Path, config: ml_collections.ConfigDict) -> bool:
+def is_finished(workdir: pathlib.Path, config: ConfigDict) -> bool:
     """Returns whether a folder holds a finished run of this config."""
     if not (workdir / "results.json").exists():
         return False
@@ -181,10 +229,8 @@ def finish(workdir: pathlib.Path, results: dict[str, Any]) -> None:
 
 def draw_missing_curves(workdir: pathlib.Path) -> None:
     """Draws ``curves.png`` of a finished run that has none of its end, as drawing it failed."""
-    results, metrics, picture = (
-        workdir / name for name in ("results.json", "metrics.csv", "curves.png")
-    )
-    if not (os.path.exists(results) and os.path.exists(metrics)):
+    results, picture = workdir / "results.json", workdir / "curves.png"
+    if not (os.path.exists(results) and os.path.exists(workdir / "metrics.csv")):
         return
     if not os.path.exists(picture) or os.path.getmtime(picture) < os.path.getmtime(results):
         _draw(workdir)

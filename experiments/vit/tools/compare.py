@@ -8,7 +8,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 
-import ml_collections
+from ml_collections import ConfigDict
 
 from experiments.harness import config_fields, files, locking
 from experiments.harness.mistakes import UserError
@@ -21,10 +21,7 @@ from simrf_jax.models import ATTENTIONS
 
 
 def compare(
-    config: ml_collections.ConfigDict,
-    workdir: str | pathlib.Path,
-    attentions: Sequence[str],
-    seeds: Sequence[int],
+    config: ConfigDict, workdir: str | pathlib.Path, attentions: Sequence[str], seeds: Sequence[int]
 ) -> str:
     """Trains every attention with every seed, and sums up.
 
@@ -66,7 +63,7 @@ def compare(
         return _compare(configs, workdir)
 
 
-def _compare(configs: dict[pathlib.Path, ml_collections.ConfigDict], workdir: pathlib.Path) -> str:
+def _compare(configs: dict[pathlib.Path, ConfigDict], workdir: pathlib.Path) -> str:
     """Compares in a folder that is locked; each of its runs locks its own."""
     for run, ours in configs.items():
         _check_run(ours, run)
@@ -83,9 +80,7 @@ def _compare(configs: dict[pathlib.Path, ml_collections.ConfigDict], workdir: pa
     return table
 
 
-def _config_of(
-    config: ml_collections.ConfigDict, attention: str, seed: int
-) -> ml_collections.ConfigDict:
+def _config_of(config: ConfigDict, attention: str, seed: int) -> ConfigDict:
     """Returns the config of one run."""
     config = copy.deepcopy(config)
     config.seed = seed
@@ -97,7 +92,7 @@ def _config_of(
     return config
 
 
-def _check_run(config: ml_collections.ConfigDict, run: pathlib.Path) -> None:
+def _check_run(config: ConfigDict, run: pathlib.Path) -> None:
     """Refuses, before any run trains, what one of them could not go on with."""
     check_config(config)
     if (run / "results.json").exists():
@@ -111,7 +106,7 @@ def _check_run(config: ml_collections.ConfigDict, run: pathlib.Path) -> None:
         log.refuse_used(run, config)
 
 
-def _finish_run(config: ml_collections.ConfigDict, run: pathlib.Path) -> None:
+def _finish_run(config: ConfigDict, run: pathlib.Path) -> None:
     """Trains one run unless it is finished; one that was stopped goes on, or starts over."""
     if (run / "results.json").exists():
         # One that was killed while it drew its curves has left its locks, which this removes.

@@ -7,9 +7,10 @@ import pathlib
 import jax
 from absl import app, flags
 
+from experiments.harness import process
 from experiments.harness.mistakes import UserError, told_in_one_line, user_mistakes
 from experiments.vit.data import pipeline
-from experiments.vit.training import orbax_output, sharding, trained
+from experiments.vit.training import sharding, trained
 from experiments.vit.training.train_step import evaluation_means
 from simrf_jax import checks
 
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> None:
     """Prints the accuracy."""
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
-    orbax_output.quiet()
+    process.quiet_orbax()
     with told_in_one_line():
         given = flags.FLAGS
         result = evaluate(

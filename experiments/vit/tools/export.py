@@ -18,9 +18,9 @@ from absl import app, flags
 from flax import nnx
 
 import simrf_jax
-from experiments.harness import config_fields, files, mistakes
+from experiments.harness import config_fields, files, mistakes, process
 from experiments.harness.mistakes import UserError
-from experiments.vit.training import orbax_output, sharding, trained
+from experiments.vit.training import sharding, trained
 
 PLATFORMS = ("cpu", "tpu", "cuda", "rocm")
 
@@ -138,7 +138,7 @@ def main(argv: list[str]) -> None:
     """Prints what was written."""
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
-    orbax_output.quiet()
+    process.quiet_orbax()
     given = flags.FLAGS
     with mistakes.told_in_one_line():
         written = export(given.workdir, given.output, best=given.best, platforms=given.platforms)

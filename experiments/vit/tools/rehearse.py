@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from experiments.harness import files, interrupts, markdown
 from experiments.harness.mistakes import UserError, told_in_one_line
+from experiments.vit.tools import evaluate
 
 CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "imagenet2012.py"
 POLL_SECONDS = 0.2
@@ -108,7 +109,7 @@ def rehearse(workdir: pathlib.Path, arguments: Sequence[str]) -> Rehearsal:
             "got others: the run did not go on after SIGTERM, but started over."
         )
 
-    evaluated = _evaluate(workdir)
+    evaluated = evaluate.evaluate(workdir, best=False)["test_accuracy"]
     if abs(evaluated - results["test_accuracy"]) > 1e-3:
         raise UserError(
             f"tools.evaluate must find the test accuracy {results['test_accuracy']:.4f} of "
@@ -152,17 +153,16 @@ def report(measured: Rehearsal, *, chips: int, price: float) -> str:
 def _trainer(arguments: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
     """Runs the trainer until it ends, or stops it if the block ends by an error."""
     process = subprocess.Popen([sys.executable, "-m", "experiments.vit.main", *arguments])
-    try:
-        yield process
-        process.wait()
-        _check(process)
-    finally:
-        process.terminate()  # Nothing happens to one that has ended.
+    with contextlib.ExitStack() as stack:
+        stack.callback(process.kill)
         try:
+            yield process
+            process.wait()
+            _check(process)
+        finally:
+            process.terminate()  # Nothing happens to one that has ended.
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_SECONDS)
-        finally:
-            process.kill()
 
 
 def _check(process: subprocess.Popen[bytes]) -> None:
@@ -189,14 +189,6 @@ def _wait_for_rows(process: subprocess.Popen[bytes], workdir: pathlib.Path, *, a
     while _last_step(workdir) <= after and process.poll() is None:
         time.sleep(POLL_SECONDS)
     _check(process)
-
-
-def _evaluate(workdir: pathlib.Path) -> float:
-    command = [sys.executable, "-m", "experiments.vit.tools.evaluate", f"--workdir={workdir}"]
-    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise UserError(f"tools.evaluate must end with code 0, got {done.returncode}.")
-    return float(done.stdout.split("test accuracy ")[1].split()[0])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -9,10 +9,10 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import matplotlib.axes
-import matplotlib.figure
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.backend_bases import FigureCanvasBase
+from matplotlib.figure import Figure
 
 from experiments.harness import config_fields, files, markdown, style
 from experiments.harness.mistakes import UserError, told_in_one_line
@@ -176,21 +176,19 @@ def make_table(runs: Runs) -> str:
     header += ["images/s", "seconds a run"]
     rows = []
     for attention, some in runs.items():
-        column = {
-            name: np.array([run.results[name] for run in some])
-            for name in ("test_accuracy", "test_loss", "images_per_second", "seconds")
-        }
         cells = [attention]
         for name in ("test_accuracy", "test_loss"):
-            spread = f"{column[name].std(ddof=1):.4f}" if len(some) > 1 else "-"
-            cells += [f"{column[name].mean():.4f}", spread]
-        cells += [str(len(some))]
-        cells += [f"{np.median(column[name]):.0f}" for name in ("images_per_second", "seconds")]
+            values = np.array([run.results[name] for run in some])
+            spread = f"{values.std(ddof=1):.4f}" if len(some) > 1 else "-"
+            cells += [f"{values.mean():.4f}", spread]
+        cells.append(str(len(some)))
+        for name in ("images_per_second", "seconds"):
+            cells.append(f"{np.median([run.results[name] for run in some]):.0f}")
         rows.append(cells)
     return markdown.table(header, rows) + "\n"
 
 
-def draw(runs: Runs) -> matplotlib.figure.Figure:
+def draw(runs: Runs) -> Figure:
     """Draws accuracy against the epoch, as in Fig. 9 of the paper, and each run's test accuracy.
 
     Lines are means over seeds, bands one standard deviation of a run to either side.
@@ -198,8 +196,7 @@ def draw(runs: Runs) -> matplotlib.figure.Figure:
     References:
       Reid et al., Simplex Random Features (ICML 2023), Fig. 9.
     """
-    figure = matplotlib.figure.Figure(figsize=(10, 4), layout="constrained")
-    curves, ends = figure.subplots(1, 2, width_ratios=(3, 2))
+    figure, (curves, ends) = style.subplots(10, 4, 1, 2, width_ratios=(3, 2))
     for row, (attention, some) in enumerate(runs.items()):
         _draw_attention(curves, ends, row, attention, some)
     held_out = any(run.results["config"].get("held_out") for some in runs.values() for run in some)
@@ -217,11 +214,7 @@ def draw(runs: Runs) -> matplotlib.figure.Figure:
 
 
 def _draw_attention(
-    curves: matplotlib.axes.Axes,
-    ends: matplotlib.axes.Axes,
-    row: int,
-    attention: str,
-    runs: Sequence[Run],
+    curves: Axes, ends: Axes, row: int, attention: str, runs: Sequence[Run]
 ) -> None:
     accuracies = np.stack([run.tests[:, 1] for run in runs])
     epochs, mean = runs[0].epochs, accuracies.mean(axis=0)

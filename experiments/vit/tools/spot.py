@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from experiments.harness.mistakes import UserError, told_in_one_line
 
@@ -36,8 +36,7 @@ FOLDER = "simrf_jax"  # On the hosts, in the home folder.
 ATTEMPTS = 5
 LOOKUPS = 60  # Half an hour without a network, or until you log in again.
 POLL_SECONDS = 30.0
-# Hosts that lost another one end within a minute, and a lease is over two minutes after its holder.
-PAUSE_SECONDS = 150.0
+PAUSE_SECONDS = 60.0  # Hosts that lost another one end within a minute.
 IDLE_MINUTES = 10
 GRACE_MINUTES = 10  # A slice waits for this program to delete it before it does so itself.
 # The states in which something can be tried; the others change by themselves.
@@ -53,8 +52,8 @@ command -v ~/.local/bin/uv > /dev/null || curl -LsSf https://astral.sh/uv/instal
 ~/.local/bin/uv pip install -r requirements/pod.txt
 ~/.local/bin/uv pip install --no-deps -e ."""
 
-# The trainer outlives a connection that is lost. The next start stops it, as it holds the chips and
-# the lease: it saves when it is told to, and one that has not ended after two minutes hangs. The
+# The trainer outlives a connection that is lost. The next start stops it, as it holds the chips: it
+# saves when it is told to, and one that has not ended after two minutes hangs. The
 # shell that runs this does not begin like the trainer, so it does not stop itself. On a busy host,
 # tail may run before the shell in the background has made the log.
 _TRAINER = r"^\.venv/bin/python -m experiments\.vit\.main"
@@ -103,7 +102,7 @@ class Slice(NamedTuple):
     def describe(self, field: str = "state.state") -> str:
         """Returns a field, by default the state such as ``ACTIVE``, or "" if there is no slice."""
         command = self._gcloud("queued-resources", "describe", f"--format=value({field})")
-        return _look_up(command, nothing="NOT_FOUND").strip()
+        return _look_up(command, "NOT_FOUND").strip()
 
     def create(self, seconds: float) -> None:
         """Asks for a spot slice that deletes itself when it was active for so many seconds.
@@ -112,12 +111,12 @@ class Slice(NamedTuple):
         """
         minutes = math.ceil(seconds / 60) + GRACE_MINUTES
         guard = _GUARD.format(minutes=minutes, idle=IDLE_MINUTES, zone=self.zone, name=self.name)
-        with tempfile.TemporaryDirectory() as folder:
-            script = pathlib.Path(folder) / "guard.sh"
-            script.write_text(guard)
-            flags = [f"--node-id={self.name}", f"--accelerator-type={self.type}"]
-            flags += [f"--runtime-version={self.runtime}", "--spot"]
-            flags.append(f"--metadata-from-file=startup-script={script}")
+        flags = [f"--node-id={self.name}", f"--accelerator-type={self.type}"]
+        flags += [f"--runtime-version={self.runtime}", "--spot"]
+        with tempfile.NamedTemporaryFile("w") as script:
+            script.write(guard)
+            script.flush()
+            flags.append(f"--metadata-from-file=startup-script={script.name}")
             _run(self._gcloud("queued-resources", "create", *flags))
 
     def delete(self) -> None:
@@ -134,20 +133,21 @@ class Slice(NamedTuple):
             archive = f"{folder}/{FOLDER}.tar.gz"
             _run(["git", "-C", f"{ROOT}", "archive", f"--prefix={FOLDER}/", "-o", archive, "HEAD"])
             copy = ["gcloud", "compute", "tpus", "tpu-vm", "scp", archive, f"{self.name}:"]
-            _run([*copy, f"--zone={self.zone}", "--worker=all"], seconds=seconds)
-        command = self._gcloud("tpu-vm", "ssh", "--worker=all", f"--command={_INSTALL}")
-        _run(command, seconds=seconds)
+            _run([*copy, f"--zone={self.zone}", "--worker=all"], timeout=seconds)
+        self._on_all(_INSTALL, timeout=seconds)
 
     def train(self, arguments: Sequence[str], seconds: float) -> int:
         """Runs the trainer on all hosts until it ends, and returns 0 if it went well on all.
 
         One that is still running is stopped first. One that takes more seconds goes on.
         """
-        flags = ["--worker=all", f"--command={_TRAIN % shlex.join(arguments)}"]
+        command = _TRAIN % shlex.join(arguments)
+        return self._on_all(command, check=False, timeout=seconds).returncode
+
+    def _on_all(self, command: str, **options: Any) -> subprocess.CompletedProcess[str]:
         # A connection that broke while this machine slept must not seem to be there.
-        flags.append("--ssh-flag=-oServerAliveInterval=30")
-        command = self._gcloud("tpu-vm", "ssh", *flags)
-        return _run(command, check=False, seconds=seconds).returncode
+        flags = ["--worker=all", f"--command={command}", "--ssh-flag=-oServerAliveInterval=30"]
+        return _run(self._gcloud("tpu-vm", "ssh", *flags), **options)
 
     def _gcloud(self, group: str, verb: str, *flags: str) -> list[str]:
         return ["gcloud", "compute", "tpus", group, verb, self.name, f"--zone={self.zone}", *flags]
@@ -182,12 +182,11 @@ def train_until_done(pod: Slice, run: str, arguments: Sequence[str], hours: floa
         if state in _TO_TRY and not (state == "ACTIVE" and is_new):
             attempts += 1
         if left <= 0 or attempts > ATTEMPTS:
-            over = f"The {hours:g} hours of --max_hours are over."
-            fruitless = f"{ATTEMPTS} attempts in a row brought no new checkpoint."
-            raise UserError(
-                f"{over if left <= 0 else fruitless} The last checkpoint is of step {newest}. "
-                f"{_given_up(pod)} The last attempt: {why}"
-            )
+            reason = f"{ATTEMPTS} attempts in a row brought no new checkpoint."
+            if left <= 0:
+                reason = f"The {hours:g} hours of --max_hours are over."
+            last = f"The last checkpoint is of step {newest}."
+            raise UserError(f"{reason} {last} {_given_up(pod)} The last attempt: {why}")
         print(f"{pod.name}: {state or 'none'}. {why}", flush=True)
         try:
             if state == "ACTIVE":
@@ -234,11 +233,10 @@ def _newest(run: str) -> int:
 
 
 def _listed(pattern: str) -> list[str]:
-    command = ["gcloud", "storage", "ls", pattern]
-    return _look_up(command, nothing="matched no objects").splitlines()
+    return _look_up(["gcloud", "storage", "ls", pattern], "matched no objects").splitlines()
 
 
-def _look_up(command: Sequence[str], *, nothing: str) -> str:
+def _look_up(command: Sequence[str], nothing: str) -> str:
     """Returns what a program prints, or "" if its error says that there is ``nothing``.
 
     Any other error is shown, and the program runs again: a lost network must not look like a slice
@@ -260,21 +258,15 @@ def _look_up(command: Sequence[str], *, nothing: str) -> str:
 
 
 def _run(
-    command: Sequence[str],
-    *,
-    check: bool = True,
-    capture_output: bool = False,
-    seconds: float | None = None,
+    command: Sequence[str], *, check: bool = True, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program.
+    """Runs a program with options of ``subprocess.run``.
 
     Raises:
-      UserError: If it is not there, takes more seconds, or fails and ``check`` is true.
+      UserError: If it is not there, runs into its timeout, or fails and ``check`` is true.
     """
     try:
-        done = subprocess.run(
-            command, check=False, capture_output=capture_output, text=True, timeout=seconds
-        )
+        done = subprocess.run(command, check=False, text=True, **options)
     except FileNotFoundError as error:
         raise UserError(f"{command[0]} is not installed here: {error}") from error
     except subprocess.TimeoutExpired as error:
@@ -305,11 +297,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--run must be in a bucket, gs://BUCKET/runs/NAME, got {given.run}.")
     if not 0 < given.max_hours < math.inf:
         parser.error(f"--max_hours must be positive and finite, got {given.max_hours}.")
-    left = (
-        "A slice that is still there costs: gcloud compute tpus queued-resources delete "
-        f"{given.name} --zone={given.zone} --force"
-    )
     pod = Slice(given.name, given.zone, given.type, given.runtime)
+    delete = shlex.join(pod._gcloud("queued-resources", "delete", "--force"))
+    left = f"A slice that is still there costs: {delete}"
     with told_in_one_line():
         try:
             train_until_done(pod, given.run.rstrip("/"), given.arguments, given.max_hours)

@@ -15,19 +15,19 @@ import pathlib
 from typing import Any, NamedTuple
 
 import jax
-import matplotlib.figure
-import ml_collections
 import numpy as np
 import optax
 import tqdm
 from jax.sharding import NamedSharding, PartitionSpec
+from matplotlib.figure import Figure
+from ml_collections import ConfigDict
 
 from experiments.harness import (
     command_line,
     config_fields,
     files,
     markdown,
-    memory,
+    process,
     resumable,
     style,
     train_state,
@@ -73,27 +73,24 @@ WINDOW = 10  # Steps of a mean.
 METRICS = ("loss", "accuracy", "gradient_norm")
 
 
-def check(config: ml_collections.ConfigDict) -> None:
+def check(config: ConfigDict) -> None:
     """Refuses a config that cannot work.
 
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    config_fields.check_fields(config, FIELDS)
+    values = config_fields.check_fields(config, FIELDS)
     for arm in config.sweep.arms:
         config_fields.check_one_of("config.sweep.arms", arm, ARMS)
         check_config(arm_config(config, arm))
     for rate in config.sweep.learning_rates:
         config_fields.check_range("sweep.learning_rates", rate, config_fields.above(0))
-    config_fields.check_ascending(
-        {"sweep.learning_rates": config.sweep.learning_rates}, ["sweep.learning_rates"]
-    )
+    config_fields.check_ascending(values, ["sweep.learning_rates"])
     config_fields.check_seeds(config.sweep.seeds)
-    least = config_fields.at_least(WINDOW)
-    config_fields.check_range("num_steps", config.num_steps, least)
+    config_fields.check_range("num_steps", config.num_steps, config_fields.at_least(WINDOW))
 
 
-def arm_config(config: ml_collections.ConfigDict, arm: str) -> ml_collections.ConfigDict:
+def arm_config(config: ConfigDict, arm: str) -> ConfigDict:
     """Returns the config of the trainer for an attention of the sweep."""
     config = copy.deepcopy(config)
     with config.unlocked():
@@ -126,27 +123,20 @@ class Arm:
       step: Takes a state, which is donated, a batch and a rate; returns the next state and metrics.
     """
 
-    def __init__(self, config: ml_collections.ConfigDict, *, channels: int, num_classes: int):
+    def __init__(self, config: ConfigDict, *, channels: int, num_classes: int):
         self.config = copy.deepcopy(config)
         self.config.learning_rate = 1.0
         mesh = sharding.make_mesh(config.mesh)
-        self.program: Program = build_program(
-            self.config, mesh, channels=channels, num_classes=num_classes
-        )
+        sizes = {"channels": channels, "num_classes": num_classes}
+        self.program: Program = build_program(self.config, mesh, **sizes)
         optimizer, _ = train_state.make_optimizer(
             self.config, b1=config.b1, b2=config.b2, eps=config.eps
         )
 
-        def step(
-            state: TrainState, batch: dict[str, jax.Array], rate: jax.Array
-        ) -> tuple[TrainState, Metrics]:
-            return train_step(
-                state,
-                batch,
-                graphdef=self.program.graphdef,
-                optimizer=at_rate(optimizer, rate),
-                num_microbatches=config.num_microbatches,
-            )
+        options = {"num_microbatches": config.num_microbatches, "graphdef": self.program.graphdef}
+
+        def step(state: TrainState, batch: Any, rate: jax.Array) -> tuple[TrainState, Metrics]:
+            return train_step(state, batch, optimizer=at_rate(optimizer, rate), **options)
 
         # Drawing the projections operation by operation compiles in a tenth of the time.
         self._init = functools.partial(
@@ -232,7 +222,7 @@ def judge(measured: np.ndarray) -> Stability:
     return Stability(float(means[-1]), float(losses.max()), float(norms.max()), fault)
 
 
-def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
+def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     """Trains all that ``workdir`` lacks, and writes results, table and figure there.
 
     Args:
@@ -251,21 +241,13 @@ def run(config: ml_collections.ConfigDict, workdir: pathlib.Path) -> dict[str, A
     pieces = resumable.Pieces(workdir, config, selection=["sweep", "data_dir"])
     _train_missing(config, pieces)
     sweep = config.sweep
-    results = {
-        arm: {
-            f"{rate:g}": {
-                str(seed): _entry(pieces.load(_name(arm, rate, seed))) for seed in sweep.seeds
-            }
-            for rate in sweep.learning_rates
-        }
-        for arm in sweep.arms
-    }
-    files.write_json(workdir / "results.json", results)
+    results: dict[str, Any] = {}
+    for arm, rate, seed in itertools.product(sweep.arms, sweep.learning_rates, sweep.seeds):
+        entry = _entry(pieces.load(_name(arm, rate, seed)))
+        results.setdefault(arm, {}).setdefault(f"{rate:g}", {})[str(seed)] = entry
     with files.whole_file(workdir / "table.md") as partial:
         partial.write_text(f"{report(results)}\n")
-    with files.drawing(workdir):
-        files.save_figure(workdir / "sweep.png", draw(results))
-    return results
+    return files.finish(workdir, results, lambda: {"sweep": draw(results)})
 
 
 def _name(arm: str, rate: float, seed: int) -> str:
@@ -273,7 +255,7 @@ def _name(arm: str, rate: float, seed: int) -> str:
     return f"{arm}-{rate:g}-{seed}"
 
 
-def _train_missing(config: ml_collections.ConfigDict, pieces: resumable.Pieces) -> None:
+def _train_missing(config: ConfigDict, pieces: resumable.Pieces) -> None:
     """Trains the runs that are not finished, all of a seed before those of the next."""
     sweep = config.sweep
     runs = itertools.product(sweep.seeds, sweep.arms, sweep.learning_rates)
@@ -289,9 +271,9 @@ def _train_missing(config: ml_collections.ConfigDict, pieces: resumable.Pieces) 
             arms[arm] = Arm(
                 arm_config(config, arm), channels=inputs.channels, num_classes=inputs.num_classes
             )
-        train = functools.partial(arms[arm].train, inputs, learning_rate=rate, seed=seed)
-        outcome = judge(pieces.get(_name(arm, rate, seed), train))
-        tqdm.tqdm.write(f"{_name(arm, rate, seed)}: {outcome}")
+        name, train = _name(arm, rate, seed), arms[arm].train
+        outcome = judge(pieces.get(name, train, inputs, learning_rate=rate, seed=seed))
+        tqdm.tqdm.write(f"{name}: {outcome}")
 
 
 def _entry(measured: np.ndarray | None) -> dict[str, Any]:
@@ -316,25 +298,14 @@ def largest_stable(rates: dict[str, dict[str, dict[str, Any]]]) -> str | None:
 
 def report(results: dict[str, Any]) -> str:
     """Returns the table of all runs and that of the largest stable rates."""
-    rows = [
-        _row(arm, rate, seeds) for arm, rates in results.items() for rate, seeds in rates.items()
-    ]
-    header = (
-        "attention",
-        "learning rate",
-        "seeds",
-        "final training loss",
-        "mean",
-        "spread (s.d.)",
-        "largest loss",
-        "largest gradient norm",
-        "unstable runs",
-    )
-    runs = markdown.table(header, rows)
-    largest = (
-        (LABELS[arm], largest_stable(rates) or "none of these") for arm, rates in results.items()
-    )
-    return f"{runs}\n\n{markdown.table(('attention', 'largest stable rate'), largest)}"
+    header = ["attention", "learning rate", "seeds", "final training loss", "mean"]
+    header += ["spread (s.d.)", "largest loss", "largest gradient norm", "unstable runs"]
+    of_runs, of_arms = [], []
+    for arm, rates in results.items():
+        of_runs += [_row(arm, rate, seeds) for rate, seeds in rates.items()]
+        of_arms.append((LABELS[arm], largest_stable(rates) or "none of these"))
+    largest = markdown.table(("attention", "largest stable rate"), of_arms)
+    return f"{markdown.table(header, of_runs)}\n\n{largest}"
 
 
 def _row(arm: str, rate: str, seeds: dict[str, dict[str, Any]]) -> tuple[str, ...]:
@@ -362,13 +333,12 @@ def _largest(values: list[float | None], digits: str) -> str:
     return f"{max(finite):{digits}}" if len(finite) == len(values) else "not finite"
 
 
-def draw(results: dict[str, Any]) -> matplotlib.figure.Figure:
+def draw(results: dict[str, Any]) -> Figure:
     """Draws final loss and largest gradient norm against the rate; crosses mark unstable runs.
 
     Lines are means over seeds, bands reach from the lowest to the highest seed.
     """
-    figure = matplotlib.figure.Figure(figsize=(9, 3.8), layout="constrained")
-    panels = figure.subplots(1, 2)
+    figure, panels = style.subplots(9, 3.8, 1, 2)
     for arm, rates in results.items():
         for axes, name in zip(panels, ("final_loss", "largest_norm"), strict=True):
             x = np.array([float(rate) for rate in rates])
@@ -392,6 +362,5 @@ def draw(results: dict[str, Any]) -> matplotlib.figure.Figure:
 if __name__ == "__main__":
     import sys
 
-    memory.keep_freed_memory()
-    default = pathlib.Path(__file__).with_name("sweep_config.py")
-    command_line.launch(sys.modules[__name__], FIELDS, default)
+    process.keep_freed_memory()
+    command_line.launch(sys.modules[__name__], pathlib.Path(__file__).with_name("sweep_config.py"))

@@ -54,26 +54,31 @@ class Progress(NamedTuple):
     data: dict[str, int]
 
 
-# The fields of the item run.
-_FIELDS = ("step", "config", "types", "digests", *Progress._fields, "sha256")
-
-
 class Found(NamedTuple):
-    """The description that a checkpoint holds of itself, checked against its digest.
+    """The description that a checkpoint holds of itself, its item run, checked by its digest.
 
     Attributes:
       step: The step after which it was saved.
       config: The config of its run.
       types: The type and shape of each array, ``{"params.head.bias.value": "float32[10]", ...}``.
       digests: The digest of each array.
-      progress: The progress of the run.
+      rows: Rows of ``metrics.csv``; see ``Progress``.
+      seconds: Seconds that the run took.
+      data: State of the iterator of the data.
     """
 
     step: int
-    config: dict[str, Any]
+    config: Mapping[str, Any]
     types: dict[str, str]
     digests: dict[str, str]
-    progress: Progress
+    rows: list[dict[str, float]]
+    seconds: float
+    data: dict[str, int]
+
+    @property
+    def progress(self) -> Progress:
+        """Returns the progress of the run."""
+        return Progress(self.rows, self.seconds, self.data)
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -83,14 +88,15 @@ class Found(NamedTuple):
     @property
     def test_accuracy(self) -> float | None:
         """Returns the test accuracy at its step, or None if the test set was not evaluated."""
-        rows = self.progress.rows
-        return rows[-1].get("test_accuracy") if rows else None
+        return self.rows[-1].get("test_accuracy") if self.rows else None
 
     @property
     def accuracy(self) -> float:
         """Returns the accuracy that chooses the best checkpoint; see ``log.accuracy``."""
-        rows = self.progress.rows
-        return log.accuracy(rows[-1] if rows else {})
+        return log.accuracy(self.rows[-1] if self.rows else {})
+
+
+_FIELDS = (*Found._fields, "sha256")  # Of the item run.
 
 
 def run_item(
@@ -104,14 +110,9 @@ def run_item(
       arrays: Arrays of the state, by name.
       progress: Progress of the run.
     """
-    run = {
-        "step": step,
-        "config": config,
-        "types": types_by_name(arrays),
-        "digests": digest.digests(arrays),
-        **progress._asdict(),
-        "rows": list(progress.rows),  # It is written while more come.
-    }
+    progress = progress._replace(rows=list(progress.rows))  # It is written while more come.
+    digests = digest.digests(arrays)
+    run = Found(step, config, types_by_name(arrays), digests, *progress)._asdict()
     return run | {"sha256": sha256(run)}
 
 
@@ -139,7 +140,15 @@ def find(folder: epath.PathLike, *, best: bool) -> Iterator[Found]:
     if not steps:
         raise UserError(f"There is no checkpoint in {folder}.")
     found = _whole(folder, steps)
-    yield from _best_first(folder, found) if best else found
+    if not best:
+        yield from found
+        return
+    some = list(found)
+    evaluated = [one for one in some if one.accuracy > -math.inf]
+    if some and not evaluated:
+        raise UserError(f"No checkpoint in {folder} was evaluated; leave out --best.")
+    # Of equal ones, the newest.
+    yield from sorted(evaluated, key=lambda one: (one.accuracy, one.step), reverse=True)
 
 
 def _whole(folder: epath.Path, steps: Sequence[int]) -> Iterator[Found]:
@@ -149,15 +158,6 @@ def _whole(folder: epath.Path, steps: Sequence[int]) -> Iterator[Found]:
             yield read(folder, step)
         except DamagedError as error:
             warnings.warn(f"{error}; it is passed over.", stacklevel=4)
-
-
-def _best_first(folder: epath.Path, found: Iterator[Found]) -> list[Found]:
-    """Returns those that were evaluated, the most accurate first; of equal ones, the newest."""
-    some = list(found)
-    evaluated = [one for one in some if one.accuracy > -math.inf]
-    if some and not evaluated:
-        raise UserError(f"No checkpoint in {folder} was evaluated; leave out --best.")
-    return sorted(evaluated, key=lambda one: (one.accuracy, one.step), reverse=True)
 
 
 def load(folder: epath.PathLike, found: Found, state: State) -> State:
@@ -178,7 +178,9 @@ def load(folder: epath.PathLike, found: Found, state: State) -> State:
     theirs = {name: x for name, x in found.types.items() if name in wanted}
     if differ := config_fields.differences(theirs, types_by_name(wanted)):
         raise IncompatibleError(f"{path} holds other arrays: {some_of(differ)}.")
-    handler, args = ocp.PyTreeCheckpointHandler(), _restore_arrays(wanted)
+    restore_args = ocp.checkpoint_utils.construct_restore_args(wanted)
+    args = ocp.args.PyTreeRestore(wanted, restore_args=restore_args, partial_restore=True)
+    handler = ocp.PyTreeCheckpointHandler()
     with agreeing_on_damage(path):
         arrays = handler.restore(path / "state", args=args)
         for name, like in wanted.items():
@@ -187,7 +189,7 @@ def load(folder: epath.PathLike, found: Found, state: State) -> State:
     digests = digest.digests({name: arrays[name] for name in wanted})
     if differ := [name for name in wanted if digests[name] != found.digests[name]]:
         raise DamagedError(f"{path} is damaged ({differ[0]} is not what was saved)")
-    return _like(state, arrays)
+    return jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in wanted])
 
 
 def read(folder: epath.Path, step: int) -> Found:
@@ -209,8 +211,7 @@ def read(folder: epath.Path, step: int) -> Found:
             raise DamagedError("run is not what was saved")
         if run["step"] != step:
             raise DamagedError(f"it was saved as that of step {run['step']}")
-    progress = Progress(*(run[name] for name in Progress._fields))
-    return Found(step, run["config"], run["types"], run["digests"], progress)
+    return Found(*(run[name] for name in Found._fields))
 
 
 def _check_items(path: epath.Path) -> None:
@@ -275,15 +276,6 @@ def absolute(folder: epath.PathLike) -> epath.Path:
     """Returns the absolute path that Orbax needs; a bucket must not be resolved like a path."""
     path = epath.Path(folder).expanduser()
     return path if "://" in str(path) else path.resolve()
-
-
-def _restore_arrays(arrays: dict[str, Any]) -> ocp.args.PyTreeRestore:
-    restore_args = ocp.checkpoint_utils.construct_restore_args(arrays)
-    return ocp.args.PyTreeRestore(arrays, restore_args=restore_args, partial_restore=True)
-
-
-def _like(state: State, arrays: Mapping[str, Any]) -> State:
-    return jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in by_name(state)])
 
 
 def by_name(state: Any) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import ml_collections
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
 from orbax.checkpoint import checkpoint_managers
 
 from experiments.harness import config_fields, storage
@@ -48,12 +48,12 @@ class Checkpoints:
       UserError: If the folder cannot be read and written.
     """
 
-    def __init__(self, folder: epath.PathLike, config: ml_collections.ConfigDict, *, keep: int):
+    def __init__(self, folder: epath.PathLike, config: ConfigDict, *, keep: int):
         self._config = json.loads(config.to_json_best_effort())
         del self._config["checkpoint"]["folder"]  # A folder may be moved.
-        self._policy = _LatestAndBest(keep)
+        self._keep, self._rows = keep, list[dict[str, float]]()  # Rows of metrics.csv.
         options = ocp.CheckpointManagerOptions(
-            preservation_policy=self._policy,
+            preservation_policy=self,
             lightweight_initialize=True,  # It would fail on metadata that is damaged.
         )
         self._folder = checkpoint_contents.absolute(folder)
@@ -63,6 +63,7 @@ class Checkpoints:
             self._delete_half_written()
             multihost_utils.sync_global_devices("half-written checkpoints are deleted")
             self._manager = ocp.CheckpointManager(self._folder, options=options)
+            self._newest = max(checkpoint_contents.steps_in(self._folder), default=-1)
 
     def __enter__(self) -> Checkpoints:
         """Returns the checkpoints, which are closed at the end."""
@@ -84,12 +85,21 @@ class Checkpoints:
         """Starts to save, after the last save is done; the state may be donated at once.
 
         Raises:
-          UserError: If this or the last save failed. All checkpoints before them are whole.
+          UserError: If this or the last save failed, and all checkpoints before them are whole; or
+            if another run saves here too, as it can in a bucket, which has no locks.
         """
+        with storage.faults(self._not_saved):
+            theirs = [x for x in checkpoint_contents.steps_in(self._folder) if x > self._newest]
+        if theirs:
+            raise UserError(
+                f"{self._folder} was taken over by another run, which has saved step {max(theirs)}."
+                " This run ends, so that it writes over nothing."
+            )
+        self._newest = step
         arrays = checkpoint_contents.by_name(state)
         run = checkpoint_contents.run_item(step, self._config, arrays, progress)
         items = {"state": ocp.args.PyTreeSave(arrays), "run": ocp.args.JsonSave(run)}
-        self._policy.rows = run["rows"]
+        self._rows = run["rows"]
         with storage.faults(self._not_saved):
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
 
@@ -124,14 +134,12 @@ class Checkpoints:
         for step in sorted(self._manager.all_steps(), reverse=True):
             try:
                 found = checkpoint_contents.read(self._folder, step)
-                self._check_compatible(
-                    found, checkpoint_contents.types_by_name(checkpoint_contents.by_name(state))
-                )
+                self._check_compatible(found, state)
                 restored = checkpoint_contents.load(self._folder, found, state)
             except DamagedError as error:
                 damaged[step] = str(error)
                 continue
-            self._policy.rows = found.progress.rows
+            self._rows = found.progress.rows
             with storage.faults(self._not_kept):
                 for later, damage in damaged.items():
                     self._set_aside(later, damage)
@@ -144,7 +152,25 @@ class Checkpoints:
             )
         return None
 
-    def _check_compatible(self, found: Found, types: dict[str, str]) -> None:
+    def should_preserve(
+        self,
+        checkpoints: Sequence[checkpoint_managers.PolicyCheckpointInfo],
+        *,
+        context: checkpoint_managers.PreservationContext,
+    ) -> list[bool]:
+        """Answers Orbax, which asks after each save which checkpoints to keep."""
+        del context
+        kept = self._kept([info.step for info in checkpoints])
+        return [info.step in kept for info in checkpoints]
+
+    def _kept(self, steps: Sequence[int]) -> set[int]:
+        """Returns the steps to keep, of some in ascending order: the latest and the best."""
+        accuracies = {row["step"]: log.accuracy(row) for row in self._rows}
+        best = max(steps, key=lambda step: (accuracies.get(step, -math.inf), step))
+        return {best, *steps[-self._keep :]}
+
+    def _check_compatible(self, found: Found, state: Any) -> None:
+        types = checkpoint_contents.types_by_name(checkpoint_contents.by_name(state))
         differ = config_differences(found.config, self._config)
         differ += config_fields.differences(found.types, types)
         if differ:
@@ -168,7 +194,7 @@ class Checkpoints:
     def _delete_older(self, newest: int) -> None:
         """Deletes what is older than the newest whole checkpoint and is not to be kept."""
         steps = sorted(self._manager.all_steps())
-        for step in {*steps} - self._policy.kept(steps):
+        for step in {*steps} - self._kept(steps):
             self._manager.delete(step)
         if jax.process_index() == 0:
             for path in self._folder.glob("*.damaged"):
@@ -212,36 +238,3 @@ class Checkpoints:
                 "from there."
             )
         return UserError(f"A checkpoint could not be saved in {self._folder}: {cause}\n{rest}")
-
-
-class _LatestAndBest:
-    """Says which checkpoints to keep: the latest ones and the most accurate one.
-
-    Args:
-      latest: Number of latest checkpoints to keep.
-
-    Attributes:
-      rows: Rows of ``metrics.csv``, which have the accuracies.
-    """
-
-    def __init__(self, latest: int):
-        self._latest = latest
-        self.rows: list[dict[str, float]] = []
-
-    def kept(self, steps: Sequence[int]) -> set[int]:
-        """Returns the steps to keep, of some in ascending order."""
-        accuracies = {row["step"]: log.accuracy(row) for row in self.rows}
-        best = max(steps, key=lambda step: (accuracies.get(step, -math.inf), step))
-        return {best, *steps[-self._latest :]}
-
-    def should_preserve(
-        self,
-        checkpoints: Sequence[checkpoint_managers.PolicyCheckpointInfo],
-        *,
-        context: checkpoint_managers.PreservationContext,
-    ) -> list[bool]:
-        """Answers Orbax, which asks after each save."""
-        del context
-        steps = [info.step for info in checkpoints]
-        kept = self.kept(steps)
-        return [step in kept for step in steps]

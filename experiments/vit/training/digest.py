@@ -26,10 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-_SALTS = (
-    0x243F6A88,
-    0x85A308D3,
-)  # The first digits of pi behind the point; one salt for each lane.
+_SALTS = (0x243F6A88, 0x85A308D3)  # The first digits of pi behind the point, one for each lane.
 
 
 def digests(arrays: Mapping[str, jax.Array]) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import ml_collections
+from ml_collections import ConfigDict
 
 
 class Due(NamedTuple):
@@ -23,7 +23,7 @@ class Due(NamedTuple):
     stop: bool
 
 
-def due_after(config: ml_collections.ConfigDict, done: int, *, stopping: bool) -> Due:
+def due_after(config: ConfigDict, done: int, *, stopping: bool) -> Due:
     """Returns what is due after the step that makes ``done`` steps."""
     last = done == config.num_steps
     evaluation = last or done % config.eval_interval == 0
@@ -33,13 +33,13 @@ def due_after(config: ml_collections.ConfigDict, done: int, *, stopping: bool) -
     return Due(row, evaluation, saves, stopping and not last)
 
 
-def redraws(config: ml_collections.ConfigDict, step: int) -> bool:
+def redraws(config: ConfigDict, step: int) -> bool:
     """Returns whether this step has other projections than the last one."""
     interval = config.redraw_interval
     return step == 0 or bool(interval and step % interval == 0)
 
 
-def calibrates(config: ml_collections.ConfigDict, step: int) -> bool:
+def calibrates(config: ConfigDict, step: int) -> bool:
     """Returns whether the features of this step are fitted to its batch, before it is taken."""
     interval = config.calibrate_interval
     return bool(interval and step % interval == 0)

@@ -1,9 +1,11 @@
-"""Agreement between the processes of one run, on one host or on many."""
+"""Agreement between the processes of one run, on one host or on many, also on SIGTERM."""
 
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import jax
@@ -67,3 +69,36 @@ def _from_first(text: str) -> str:
     size = int(multihost_utils.broadcast_one_to_all(np.int32(content.size)))
     content = content if jax.process_index() == 0 else np.zeros(size, np.uint8)
     return bytes(np.asarray(multihost_utils.broadcast_one_to_all(content))).decode()
+
+
+class Preemption:
+    """Listens for SIGTERM while it is entered; before and after, SIGTERM ends the process at once.
+
+    On a pod one host may get the signal alone, and all hosts must save the same step. There the
+    service that ``jax.distributed.initialize`` starts catches the signal and agrees on a step. A
+    run of a single process has no such service, so this catches the signal itself. A second signal
+    changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._noticed = False
+        self._alone = not jax.distributed.is_initialized()
+
+    def __enter__(self) -> Preemption:
+        """Catches the signal, unless the service does."""
+        if self._alone:
+            self._previous = signal.signal(signal.SIGTERM, self._notice)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Restores the previous handler of the signal."""
+        if self._alone:
+            signal.signal(signal.SIGTERM, self._previous)
+
+    def _notice(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        self._noticed = True
+
+    def reached(self, step: int) -> bool:
+        """Returns whether to save at this step and stop; every host must ask at every step."""
+        return self._noticed if self._alone else multihost_utils.reached_preemption_sync_point(step)

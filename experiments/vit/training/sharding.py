@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,7 @@ BATCH = PartitionSpec(("data", "fsdp"))
 Tree = TypeVar("Tree")
 
 
-@dataclasses.dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     """The sharding of the arrays whose path has a pattern in it.
 
     Attributes:

@@ -7,16 +7,17 @@ mesh.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import ml_collections
 import optax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
 
 from experiments.harness import train_state
 from experiments.harness.train_state import TrainState
@@ -149,9 +150,7 @@ class Program(NamedTuple):
         return self.model.attention != "exact"
 
 
-def build_program(
-    config: ml_collections.ConfigDict, mesh: Mesh, *, channels: int, num_classes: int
-) -> Program:
+def build_program(config: ConfigDict, mesh: Mesh, *, channels: int, num_classes: int) -> Program:
     """Builds the program of a config; nothing is compiled or drawn yet.
 
     Args:
@@ -163,10 +162,8 @@ def build_program(
     Raises:
       UserError: If the mesh does not divide the heads, the MLPs, the width or the tokens.
     """
-    model = model_config(
-        config,
-        channels=channels,
-        num_classes=num_classes,
+    model = dataclasses.replace(
+        model_config(config, channels=channels, num_classes=num_classes),
         batch_axis=sharding.BATCH[0],
         head_axis="tensor",
         sequence_axis="sequence" if mesh.shape["sequence"] > 1 else None,
@@ -181,16 +178,12 @@ def build_program(
         make_model = functools.partial(ViT, model)
         return train_state.init_state(jax.random.key(config.seed), make_model, optimizer)
 
-    def redraw(state: TrainState) -> TrainState:
-        return train_state.redraw(
-            state, interval=config.redraw_interval, stacked=model.scan, mesh=mesh
-        )
-
-    def calibrate(state: TrainState, images: jax.Array) -> TrainState:
-        return train_state.calibrate(state, images, graphdef=graphdef)
-
-    abstract = _with_shardings(jax.eval_shape(init), mesh)
-    shardings = jax.tree.map(lambda x: x.sharding, abstract)
+    redraw = functools.partial(
+        train_state.redraw, interval=config.redraw_interval, stacked=model.scan, mesh=mesh
+    )
+    calibrate = functools.partial(train_state.calibrate, graphdef=graphdef)
+    shapes = jax.eval_shape(init)
+    shardings = sharding.state_shardings(shapes, mesh)
     replicated = NamedSharding(mesh, PartitionSpec())
     step = functools.partial(
         train_step,
@@ -198,6 +191,7 @@ def build_program(
         optimizer=optimizer,
         num_microbatches=config.num_microbatches,
     )
+    evaluate = functools.partial(eval_step, graphdef=graphdef)
     diagnose = functools.partial(
         diagnostics.measure,
         graphdef=graphdef,
@@ -210,22 +204,11 @@ def build_program(
         model=model,
         graphdef=graphdef,
         schedule=schedule,
-        state=abstract,
+        state=jax.tree.map(lambda x, s: x.update(sharding=s), shapes, shardings),
         init=jax.jit(init, out_shardings=shardings),
         redraw=jax.jit(redraw, out_shardings=shardings, donate_argnums=0),
         calibrate=jax.jit(calibrate, out_shardings=shardings, donate_argnums=0),
         train_step=jax.jit(step, out_shardings=(shardings, replicated), donate_argnums=0),
-        eval_step=jax.jit(
-            functools.partial(eval_step, graphdef=graphdef), out_shardings=replicated
-        ),
+        eval_step=jax.jit(evaluate, out_shardings=replicated),
         diagnose=jax.jit(diagnose, out_shardings=replicated) if diagnosed else None,
-    )
-
-
-def _with_shardings(shapes: Any, mesh: Mesh) -> Any:
-    """Returns the shapes and types of a state with the shardings that its arrays get."""
-    return jax.tree.map(
-        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
-        shapes,
-        sharding.state_shardings(shapes, mesh),
     )

@@ -6,9 +6,9 @@ import pathlib
 import warnings
 from typing import NamedTuple
 
-import ml_collections
 from flax import nnx
 from jax.sharding import Mesh
+from ml_collections import ConfigDict
 
 from experiments.harness import files
 from experiments.harness.mistakes import UserError, user_mistakes
@@ -33,7 +33,7 @@ class Trained(NamedTuple):
       test_accuracy: Test accuracy at that step, or None if the test set was not evaluated.
     """
 
-    config: ml_collections.ConfigDict
+    config: ConfigDict
     program: Program
     states: tuple[nnx.State, ...]
     step: int
@@ -80,9 +80,7 @@ def load(workdir: str | pathlib.Path, mesh: Mesh, *, best: bool) -> Trained:
     raise UserError(f"The checkpoints in {folder} cannot be read: {which}.")
 
 
-def _build(
-    config: ml_collections.ConfigDict, mesh: Mesh, found: checkpoint_contents.Found
-) -> Program:
+def _build(config: ConfigDict, mesh: Mesh, found: checkpoint_contents.Found) -> Program:
     """Builds the program of a run for images like those it was trained on."""
     lengths = {name: shape[0] for name, shape in found.shapes.items() if shape}
     if not {_PATCHES, _LOGITS} <= lengths.keys():
@@ -98,20 +96,20 @@ def _build(
     )
 
 
-def _read_config(workdir: pathlib.Path) -> ml_collections.ConfigDict:
+def _read_config(workdir: pathlib.Path) -> ConfigDict:
     path = workdir / "config.json"
     if not path.exists():
         raise UserError(f"{workdir} holds no run: there is no {path}.")
     given = files.read_json(path)
     prefix = f"{path} is not right: "
     with user_mistakes(AttributeError, ValueError, prefix=prefix):  # ConfigDict refuses some names.
-        config = ml_collections.ConfigDict(given)
+        config = ConfigDict(given)
     with user_mistakes(UserError, prefix=prefix):
         check_config(config)
     return config
 
 
-def _without_folder(config: ml_collections.ConfigDict) -> dict[str, object]:
+def _without_folder(config: ConfigDict) -> dict[str, object]:
     """Returns the config as checkpoints hold it; a folder of checkpoints may be moved."""
     flat = config.to_dict()
     del flat["checkpoint"]["folder"]

@@ -89,7 +89,7 @@ def test_main_prints_the_table(tmp_path):
         [*command, "--config.dims=4"], capture_output=True, text=True, check=False
     )
     assert wrong.returncode == 1
-    assert "Unknown config field dims; the known ones are seed, dim" in wrong.stderr
+    assert "Unknown config field dims; the known ones are batch_size, dim" in wrong.stderr
 
 
 @pytest.mark.fast

@@ -38,7 +38,7 @@ def run(config, workdir):
     return {"seed": config.seed}
 def report(results): return f"seed {results['seed']}"
 if __name__ == "__main__":
-    command_line.launch(sys.modules["__main__"], FIELDS, pathlib.Path("paper.py"))
+    command_line.launch(sys.modules["__main__"], pathlib.Path("paper.py"))
 """
 
 

@@ -5,13 +5,13 @@ import sys
 
 import pytest
 
-from experiments.harness import jax_output
+from experiments.harness import process
 
 pytestmark = pytest.mark.fast
 PROGRAM = """
 import jax
 from absl import app
-from experiments.harness import jax_output
+from experiments.harness import process
 def main(_):
     QUIET
     jax.devices()
@@ -31,7 +31,7 @@ def errors_of(program):
 def test_a_machine_without_a_tpu_is_not_told_so():
     if "cannot open shared object file" not in errors_of(PROGRAM.replace("QUIET", "pass")):
         pytest.skip("This machine has libtpu, or this version of JAX does not ask for it.")
-    assert "Unable to initialize" not in errors_of(PROGRAM.replace("QUIET", "jax_output.quiet()"))
+    assert "Unable to initialize" not in errors_of(PROGRAM.replace("QUIET", "process.quiet_jax()"))
 
 
 @pytest.mark.parametrize(
@@ -45,5 +45,5 @@ def test_a_machine_without_a_tpu_is_not_told_so():
 def test_only_what_is_not_there_goes_unmentioned(message, shown):
     text = f"Unable to initialize backend {message}"
     record = logging.LogRecord("jax._src.xla_bridge", logging.INFO, "x.py", 1, text, (), None)
-    jax_output.quiet()
+    process.quiet_jax()
     assert bool(logging.getLogger("jax._src.xla_bridge").filter(record)) == shown

@@ -5,7 +5,7 @@ import sys
 import numpy as np
 import pytest
 
-from experiments.harness import trials
+from experiments.harness import resumable, trials
 from experiments.harness.mistakes import UserError
 from experiments.kernel_mse import blog, kernel_mse, mse_ratio, trigonometric_gap
 from experiments.kernel_mse.configs import paper
@@ -34,10 +34,9 @@ def tiny(**changes):
 
 
 @pytest.mark.slow
-def test_trials_agree_with_closed_forms():
+def test_trials_agree_with_closed_forms(tmp_path):
     config = tiny()
-    pieces = {name: task() for name, task in mse_ratio.tasks(config).items()}
-    ratio = mse_ratio.summary(config, pieces)
+    ratio = mse_ratio.summary(config, resumable.Pieces(tmp_path, config))
     seen = np.array(ratio["visible_share_of_mean"]) > mse_ratio.ENOUGH
     assert seen.tolist() == [True, True, True, False]
     for coupling in ("iid", "orthogonal", "simplex"):
@@ -51,9 +50,9 @@ def test_trials_agree_with_closed_forms():
 
 
 @pytest.mark.slow
-def test_trials_of_the_gap_agree_with_the_closed_form():
+def test_trials_of_the_gap_agree_with_the_closed_form(tmp_path):
     config = tiny()
-    pieces = {name: task() for name, task in trigonometric_gap.tasks(config).items()}
+    pieces = resumable.Pieces(tmp_path, config)
     [spot] = trigonometric_gap.summary(config, pieces)["trials"]
     assert 0 < np.abs(spot["z_score"]).max() < 5
     assert 0.5 < spot["relative_gap"][0] < 0.7
@@ -104,7 +103,7 @@ def test_main_prints_the_tables(tmp_path):
         [*command, "--config.ratio.dims=4"], capture_output=True, text=True, check=False
     )
     assert wrong.returncode == 1
-    assert "Unknown config field ratio.dims; the known ones are seed, ratio.dim" in wrong.stderr
+    assert "Unknown config field ratio.dims; the known ones are seed, attention.dim" in wrong.stderr
 
 
 @pytest.mark.fast

@@ -8,8 +8,9 @@ import pytest
 from scipy import integrate, stats
 
 import simrf_jax
-from experiments.kernel_mse import attention, mse_ratio, trigonometric_gap
-from experiments.kernel_mse.attention import Curve
+from experiments.kernel_mse import blog as attention
+from experiments.kernel_mse import mse_ratio, trigonometric_gap
+from experiments.kernel_mse.blog import Curve
 from simrf_jax import theory
 
 

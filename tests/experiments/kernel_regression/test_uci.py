@@ -3,6 +3,7 @@ import os
 import numpy as np
 import pytest
 
+from experiments.harness import downloads
 from experiments.harness.mistakes import UserError
 from experiments.kernel_regression import uci
 from tests.experiments.kernel_regression import toy
@@ -62,7 +63,7 @@ def test_no_network_says_both_ways(monkeypatch):
         raise ConnectionError("no route to host")
 
     monkeypatch.delenv("SIMRF_DATA_DIR", raising=False)
-    monkeypatch.setattr(uci.pooch, "retrieve", offline)
+    monkeypatch.setattr(downloads.pooch, "retrieve", offline)
     message = "Cannot download wifi: no route to host.*--config.data_dir=DIR.*downloaded once"
     with pytest.raises(UserError, match=message):
         uci.find("wifi")
@@ -80,11 +81,11 @@ def test_download_is_kept_in_the_cache(monkeypatch, tmp_path):
         with open(output_file, "wb") as file:
             file.write(source.read_bytes())
 
-    retrieve = uci.pooch.retrieve
+    retrieve = downloads.pooch.retrieve
     monkeypatch.delenv("SIMRF_DATA_DIR", raising=False)
-    monkeypatch.setattr(uci.pooch, "os_cache", lambda name: tmp_path / "cache" / name)
+    monkeypatch.setattr(downloads.pooch, "os_cache", lambda name: tmp_path / "cache" / name)
     monkeypatch.setattr(
-        uci.pooch, "retrieve", lambda *a, **kw: retrieve(*a, **kw, downloader=download)
+        downloads.pooch, "retrieve", lambda *a, **kw: retrieve(*a, **kw, downloader=download)
     )
     path = uci.find("car")
     assert path == tmp_path / "cache" / "simrf_jax" / "uci" / "toy.data"

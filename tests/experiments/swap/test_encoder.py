@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from experiments.harness import downloads
 from experiments.harness.mistakes import UserError
 from experiments.swap import encoder
 
@@ -128,7 +129,7 @@ def toy(monkeypatch, tmp_path):
     """Puts a toy in the place of the published tokenizer, and returns its folder."""
     path = tmp_path / "tokenizer.json"
     path.write_text("{}\n")
-    monkeypatch.setitem(encoder.FILES, "tokenizer.json", encoder.pooch.file_hash(str(path)))
+    monkeypatch.setitem(encoder.FILES, "tokenizer.json", downloads.pooch.file_hash(str(path)))
     monkeypatch.delenv("SIMRF_MODEL_DIR", raising=False)
     return tmp_path
 
@@ -156,16 +157,16 @@ def test_another_file_is_refused(toy):
 
 
 def test_a_download_is_kept_in_the_cache(toy, monkeypatch):
-    retrieve, fetched = encoder.pooch.retrieve, []
+    retrieve, fetched = downloads.pooch.retrieve, []
 
     def download(url, output_file, pooch):
         fetched.append(url)
         with open(output_file, "wb") as file:
             file.write((toy / "tokenizer.json").read_bytes())
 
-    monkeypatch.setattr(encoder.pooch, "os_cache", lambda name: toy / "cache" / name)
+    monkeypatch.setattr(downloads.pooch, "os_cache", lambda name: toy / "cache" / name)
     monkeypatch.setattr(
-        encoder.pooch, "retrieve", lambda *a, **kw: retrieve(*a, **kw, downloader=download)
+        downloads.pooch, "retrieve", lambda *a, **kw: retrieve(*a, **kw, downloader=download)
     )
     path = encoder.find("tokenizer.json")
     assert path == toy / "cache" / "simrf_jax" / "all-MiniLM-L6-v2" / "tokenizer.json"
@@ -181,7 +182,7 @@ def test_no_network_says_both_ways(toy, monkeypatch):
     def offline(*arguments, **keywords):
         raise ConnectionError("no route to host")
 
-    monkeypatch.setattr(encoder.pooch, "retrieve", offline)
+    monkeypatch.setattr(downloads.pooch, "retrieve", offline)
     message = "Cannot download tokenizer.json: no route to host.*--config.model_dir=DIR"
     with pytest.raises(UserError, match=message):
         encoder.find("tokenizer.json")

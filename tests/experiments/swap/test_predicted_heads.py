@@ -3,9 +3,10 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from experiments.swap import predicted_heads, swap
+from experiments.swap import predicted as predicted_heads
+from experiments.swap import swap
 from experiments.swap.methods import METHODS, draw_heads
-from experiments.swap.predicted_heads import PREDICTED
+from experiments.swap.predicted import PREDICTED
 from experiments.swap.swapping import Inputs
 from simrf_jax.selection import attention_error
 from tests.experiments.swap import tiny

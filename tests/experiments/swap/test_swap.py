@@ -97,7 +97,7 @@ def test_the_language_model_is_scored_too(tmp_path):
 
 @pytest.mark.slow
 def test_tuning_begins_at_the_score_without_it(tmp_path):
-    task = swap.TASKS["digits"](tiny.get_config())
+    task = training.task("digits", tiny.get_config())
     config = tiny.get_config(digits__num_features=(6,)).digits
     pieces = Kept()
     swaps = measure_task.Swaps("digits", task, config, pieces)

@@ -8,7 +8,7 @@ from flax import nnx
 from experiments.swap import training
 from experiments.swap.methods import METHODS, Method
 from experiments.swap.swapping import record, swapped
-from experiments.swap.tasks import language_task, vision_task
+from experiments.swap.training import language_task, vision_task
 from simrf_jax.integrations.nnx import RandomProjection
 from tests.experiments.swap import tiny
 from tests.tiers import slow_but

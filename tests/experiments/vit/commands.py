@@ -5,14 +5,10 @@ import pathlib
 import re
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
 
-from etils import epath
-
-from experiments.harness import locking
 from experiments.vit.metrics import log
 from tests.experiments.vit import tiny
 
@@ -49,25 +45,6 @@ def wait():
 def stop_growth(size):
     """Lets no file grow beyond so many bytes, as a full disk does."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
-def hold_by_lease(seconds):
-    """Holds the folder of the checkpoints by a lease of so many seconds, like one in a bucket."""
-    locked = locking.locked
-
-    def held(folder, holder=None):
-        if folder.name != "checkpoints":
-            return locked(folder, holder)
-        return locking.leased(epath.Path(folder), holder)
-
-    locking.locked, locking.EXPIRY, locking.RENEWAL = held, seconds, seconds / 10
-
-
-def stand_still(path):
-    """Stops this process, until it gets SIGCONT, when a file or folder is there."""
-    while not os.path.exists(path):
-        time.sleep(0.01)
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def delete(folder):

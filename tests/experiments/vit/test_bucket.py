@@ -14,7 +14,6 @@ from benchmarks.local_bucket import BUCKET
 from experiments.harness.mistakes import UserError
 from experiments.vit.data import records
 from experiments.vit.tools import prepare
-from experiments.vit.training.folders import Folders
 from tests.experiments.vit import prepared
 
 has_tensorflow = importlib.util.find_spec("tensorflow") is not None
@@ -112,37 +111,3 @@ def test_a_bucket_that_cannot_be_read_says_why(storage, error):
     storage(Refusing)
     with pytest.raises(UserError, match=f"imagenet2012 in 'gs://bucket' cannot be read: {error}"):
         records.open_records("imagenet2012", "train", BUCKET)
-
-
-CHECKPOINTS = f"{BUCKET}/checkpoints"
-
-
-def test_a_run_holds_its_folder_in_a_bucket(folder, tmp_path):
-    with Folders(tmp_path / "a", CHECKPOINTS) as folders:
-        match = f"^{CHECKPOINTS} is in use by another run: .*a. .* start again in 1.. seconds"
-        with pytest.raises(UserError, match=match):
-            Folders(tmp_path / "b", CHECKPOINTS).__enter__()
-        assert not (tmp_path / "b").exists()
-        folders.check_checkpoints(1)
-        (folder / "checkpoints" / "run.lock").unlink()
-        with pytest.raises(UserError, match=rf"{CHECKPOINTS} has lost its run\.lock"):
-            folders.check_checkpoints(2)
-    with Folders(tmp_path / "b", CHECKPOINTS):
-        pass
-
-
-@pytest.mark.parametrize(("workdir", "goes_on"), [("a", True), ("b", False)])
-def test_who_was_killed_goes_on_at_once_in_its_workdir(folder, tmp_path, workdir, goes_on):
-    locks = tmp_path / "a" / "run.lock", folder / "checkpoints" / "run.lock"
-    with Folders(tmp_path / "a", CHECKPOINTS):
-        left = [path.read_text() for path in locks]
-    (tmp_path / "a").mkdir()
-    for path, text in zip(locks, left, strict=True):
-        path.write_text(text)
-    folders = Folders(tmp_path / workdir, CHECKPOINTS)
-    if goes_on:
-        with folders:
-            folders.check_checkpoints(1)
-    else:
-        with pytest.raises(UserError, match="is in use by another run"):
-            folders.__enter__()

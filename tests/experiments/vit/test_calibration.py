@@ -7,7 +7,7 @@ import pytest
 
 from experiments.vit import train
 from experiments.vit.tools import evaluate
-from experiments.vit.training import preemption, trained
+from experiments.vit.training import hosts, trained
 from tests.experiments.vit import tiny
 from tests.experiments.vit.test_train import build, make_batch, read_losses
 from tests.experiments.vit.training.test_sharding import mesh_of
@@ -72,7 +72,7 @@ def test_features_are_fitted_at_the_steps_of_the_schedule(whole):
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_with_the_calibrations_of_the_whole_one(whole, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(preemption.Preemption, "reached", lambda self, step: step == 6)
+        patch.setattr(hosts.Preemption, "reached", lambda self, step: step == 6)
         with pytest.raises(SystemExit):
             train.train(get_config(), tmp_path)
     with monkeypatch.context() as patch:

@@ -11,7 +11,7 @@ import jax
 import pytest
 from absl.testing import flagsaver
 
-from experiments.harness import interrupts, memory
+from experiments.harness import interrupts, process
 from experiments.vit import config, main, train
 from experiments.vit.data import in_memory
 from experiments.vit.metrics import curves, log
@@ -27,7 +27,7 @@ CONFIG_DICT = "from ml_collections.config_dict import *\ndef get_config(): retur
 @pytest.fixture
 def command(tmp_path, monkeypatch):
     """Runs the program with a tiny config in this process, all of it but the allocator."""
-    monkeypatch.setattr(memory, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(process, "keep_freed_memory", lambda: None)
     monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)  # It puts its own there.
     monkeypatch.setenv("PYTHONWARNINGS", "")  # Likewise.
     monkeypatch.setitem(sys.modules, "gcsfs", None)  # Not installed: nothing uses the network.
@@ -77,7 +77,7 @@ def command(tmp_path, monkeypatch):
         ),
         (
             "--config.checkpoint.interval=2 --config.checkpoint.folder=gs://bucket/run",
-            "^gs://bucket/run cannot be read and written: .*gcsfs",
+            "^Checkpoints cannot be kept in gs://bucket/run: .*gcsfs",
         ),
         (f"{RECORDS} --config.data_dir=gs://bucket/data", "install gcsfs"),
     ],

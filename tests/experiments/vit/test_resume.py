@@ -27,7 +27,7 @@ from experiments.harness.mistakes import UserError
 from experiments.vit import train
 from experiments.vit.metrics import log
 from experiments.vit.tools import compare, evaluate, export
-from experiments.vit.training import checkpoint_damage, checkpoint_manager, preemption, train_step
+from experiments.vit.training import checkpoint_damage, checkpoint_manager, hosts, train_step
 from tests.experiments.vit.metrics.test_log import assert_same_rows, read_events, read_rows
 from tests.experiments.vit.training.test_checkpoint_damage import (
     flip,
@@ -271,7 +271,7 @@ def count_until_preempted(folder):
     add = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
     with (
         checkpoint_manager.Checkpoints(folder, get_config(), keep=1) as checkpoints,
-        preemption.Preemption() as notice,
+        hosts.Preemption() as notice,
     ):
         for step in itertools.count(1):
             state = add(state)

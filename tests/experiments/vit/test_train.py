@@ -374,7 +374,7 @@ def test_diagnostics_are_of_the_images_that_are_held_out(monkeypatch):
     monkeypatch.setattr(sharding, "global_batch", lambda batch, *_: batch)
     monkeypatch.setattr(train.diagnostics, "row", dict)
     state = SimpleNamespace(model=None, key=None)
-    row = train._evaluate(program, inputs, state, 2, is_last=True)
+    row = train.Run(None, None, program, inputs, 2).evaluate(state, is_last=True)
     assert {*row} == {f"{x}_{y}" for x in ("test", "held_out") for y in ("loss", "accuracy")}
     assert diagnosed == ["held out"]
 

@@ -4,7 +4,7 @@ import pytest
 from PIL import ImageOps
 
 from experiments.vit.data import augment
-from experiments.vit.data.randaugment import OPERATIONS, randaugment
+from experiments.vit.data.augment import OPERATIONS, randaugment
 from tests.standard_errors import assert_mean
 
 pytestmark = pytest.mark.fast
@@ -125,7 +125,7 @@ def test_randaugment_draws_every_operation_as_often_as_any_other(monkeypatch):
         return lambda image, strength, direction: drawn.append((index, strength, direction))
 
     noted = {name: noting(index) for index, name in enumerate(OPERATIONS)}
-    monkeypatch.setattr("experiments.vit.data.randaugment.OPERATIONS", noted)
+    monkeypatch.setattr("experiments.vit.data.augment.OPERATIONS", noted)
     randaugment(noise(), np.random.default_rng(0), num_layers=4000, magnitude=7.0)
     indices, strengths, directions = np.array(drawn).T
     assert (strengths == 0.7).all()

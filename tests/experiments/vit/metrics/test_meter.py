@@ -41,7 +41,7 @@ def test_a_row_is_of_the_means_since_the_row_before_and_each_step_can_be_checked
 @pytest.mark.fast
 def test_a_gradient_that_is_not_finite_ends_the_run(tmp_path):
     with pytest.raises(UserError, match="The gradient's norm is inf at step 3 of 4"):
-        train._check_finite(
+        train.check_finite(
             "gradient's norm", {2: 1.0, 3: float("inf")}, tiny.get_config(), tmp_path, range(0)
         )
 
@@ -59,4 +59,4 @@ def test_a_notice_stops_a_run_without_checkpoints_too():
     due = due_after(tiny.get_config(num_steps=9, log_interval=9, eval_interval=9), 4, stopping=True)
     assert (due.row, due.checkpoint, due.stop) == (True, False, True)
     with Bar(9, 0, shows=False) as bar, pytest.raises(SystemExit, match="4; the run kept no check"):
-        train._stop(bar, 4, None)
+        train.stop(bar, 4, None)

@@ -362,11 +362,11 @@ def test_half_written_checkpoints_are_deleted_also_if_nothing_is_saved(folder):
 READ_DAMAGED = """
 import sys
 import absl.logging
-from experiments.vit.training import orbax_output
+from experiments.harness import process
 from tests.experiments.vit.training import test_checkpoint_damage
 
 absl.logging.use_absl_handler()  # As absl.app does.
-orbax_output.quiet()
+process.quiet_orbax()
 test_checkpoint_damage.restore(test_checkpoint_damage.pathlib.Path(sys.argv[1]))
 """
 

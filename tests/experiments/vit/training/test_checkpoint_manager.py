@@ -147,6 +147,19 @@ def test_the_iterator_of_the_data_goes_on_where_it_was(tmp_path):
         assert int(next(batches)["step"]) == 4
 
 
+def test_who_finds_checkpoints_of_another_run_writes_over_nothing(tmp_path):
+    """Two runs may save into one folder of a bucket, which has no locks."""
+    rows = make_rows(0.1, 0.2, 0.3)
+    with checkpoint_manager.Checkpoints(tmp_path, get_config(), keep=9) as behind:
+        behind.save(1, make_state(), progress_of(rows[:1]))
+        behind.wait()
+        with checkpoint_manager.Checkpoints(tmp_path, get_config(), keep=9) as ahead:
+            ahead.save(3, make_state(value=3), progress_of(rows))
+        with pytest.raises(UserError, match=r"was taken over by another run, which has saved st"):
+            behind.save(2, make_state(), progress_of(rows[:2]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1", "3"]
+
+
 def test_arrays_of_other_shapes_are_refused_by_name(tmp_path):
     with checkpoint_manager.Checkpoints(tmp_path, get_config(), keep=1) as checkpoints:
         checkpoints.save(1, make_state(), progress_of(make_rows(None)))

@@ -1,0 +1,73 @@
+"""Memory that a program keeps, and what libraries print that nobody needs to read."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import re
+import sys
+import warnings
+
+import absl.logging
+
+
+def keep_freed_memory() -> None:
+    """Lets glibc keep the memory that is freed.
+
+    On a CPU, XLA allocates the temporary buffers of every step anew; by default large ones come
+    from the kernel each time, page by page, which took a third of the time of a step on digits.
+    """
+    trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of malloc.h.
+    with contextlib.suppress(OSError, AttributeError):  # Not glibc.
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(trim_threshold, 2**31 - 1)
+        libc.mallopt(mmap_max, 0)
+
+
+def quiet_jax() -> None:
+    """Keeps JAX from opening every program without a TPU by saying that it has found none.
+
+    absl's programs log such messages. JAX still says if it finds a TPU that it cannot use.
+    """
+    logging.getLogger("jax._src.xla_bridge").addFilter(_is_news_of_jax)
+
+
+def _is_news_of_jax(record: logging.LogRecord) -> bool:
+    """Returns False for the message that the TPU's library is not installed."""
+    message = record.getMessage()
+    is_about_tpu = message.startswith("Unable to initialize backend 'tpu'")
+    return not (is_about_tpu and "cannot open shared object file" in message)
+
+
+# Orbax's files that log the errors they raise.
+_RAISING = ("async_checkpointer.py", "checkpoint_manager.py", "future.py", "metadata/checkpoint.py")
+
+
+def quiet_orbax() -> None:
+    """Keeps a program's standard error free of what Orbax, TensorStore and asyncio say.
+
+    Of a save or a read that fails each of them prints pages, some of them when the program ends;
+    ``Checkpoints`` and ``load`` raise the error. Orbax's other errors stay.
+    """
+    absl.logging.get_absl_handler().addFilter(_is_news_of_orbax)
+    # After a failed write, the writes that have not begun.
+    warnings.filterwarnings("ignore", r"coroutine '.*write_fragment' was never awaited")
+    hook = sys.unraisablehook
+
+    def pass_on(unraisable: sys.UnraisableHookArgs) -> None:
+        # Reads and writes go on after the first failure, which has ended asyncio's loop.
+        abandoned = "Event loop is closed|Encountered error while reading array index"
+        if not re.match(abandoned, str(unraisable.exc_value)):
+            hook(unraisable)
+
+    sys.unraisablehook = pass_on
+
+
+def _is_news_of_orbax(record: logging.LogRecord) -> bool:
+    """Returns whether nobody else tells what a record of the log says."""
+    if record.name == "asyncio":
+        return "exception was never retrieved" not in record.getMessage()
+    if "orbax" not in record.pathname:
+        return True
+    return record.levelno >= logging.ERROR and not record.pathname.endswith(_RAISING)
