@@ -357,6 +357,8 @@ class Projection(StructuredProjection):
           TypeError: If the rows or the log weights are not floating.
           ValueError: If the shapes do not match, or there are no rows.
         """
+        if self.log_weights is None:
+            return self.apply(x)
         return self.add_half_log_weights(self.unweighted.apply(x))
 
     def add_half_log_weights(
