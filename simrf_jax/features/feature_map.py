@@ -285,21 +285,21 @@ def register(cls: type[Any]) -> None:
             )
         return tuple(name for name in names if name not in static)
 
-    def flatten(feature_map: FeatureMap) -> tuple[list[Any], tuple[Any, ...]]:
-        leaves = [getattr(feature_map, name) for name in names_of_leaves()]
-        return leaves, tuple(getattr(feature_map, name) for name in static)
+    def flatten(record: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        leaves = [getattr(record, name) for name in names_of_leaves()]
+        return leaves, tuple(getattr(record, name) for name in static)
 
-    def flatten_with_keys(feature_map: FeatureMap) -> tuple[list[Any], tuple[Any, ...]]:
-        leaves, structure = flatten(feature_map)
+    def flatten_with_keys(record: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        leaves, structure = flatten(record)
         keys = [GetAttrKey(name) for name in names_of_leaves()]
         return list(zip(keys, leaves, strict=True)), structure
 
-    def unflatten(structure: tuple[Any, ...], leaves: Iterable[Any]) -> FeatureMap:
-        feature_map = object.__new__(cls)
+    def unflatten(structure: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
+        record = object.__new__(cls)
         names = (*names_of_leaves(), *static)
         for name, value in zip(names, (*leaves, *structure), strict=True):
-            object.__setattr__(feature_map, name, value)
-        return feature_map
+            object.__setattr__(record, name, value)
+        return record
 
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
 
