@@ -19,7 +19,6 @@ from simrf_jax.attention.inputs.sharding import MeshAxes
 from simrf_jax.features import (
     FeatureMap,
     LogFeatures,
-    Side,
     calls_function,
 )
 from simrf_jax.features.folded import Folded
@@ -31,28 +30,26 @@ CHUNK_SIZE = 64  # Keys that causal and packed attention take at a time unless t
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def compiled(*static: str, inline: bool = True) -> Callable[[Function], Function]:
-    """Compiles functions whose first argument has a feature map, if that is a pytree.
+def compiled(
+    function: Function, feature_map: FeatureMap, *static: str, inline: bool = True
+) -> Function:
+    """Returns a compiled function, or the function itself if the map is a user's function.
 
     There is one program for each shape and feature map, also without jit around the call. A user's
-    function is not compiled: it may be impure.
+    function is not compiled, because it may be impure.
 
     Args:
+      function: A function of arrays and feature maps, of a module.
+      feature_map: The feature map that it is called with.
       *static: Names of static arguments.
       inline: False for a function that a computation calls several times, and traces once.
     """
+    return function if calls_function(feature_map) else _program(function, static, inline)
 
-    def decorate(function: Function) -> Function:
-        program = jax.jit(function, static_argnames=static, inline=inline)
 
-        @functools.wraps(function)
-        def call(first: HeadMaps | Estimator, *arguments: Any, **options: Any) -> Any:
-            chosen = function if calls_function(first.feature_map) else program
-            return chosen(first, *arguments, **options)
-
-        return cast(Function, call)
-
-    return decorate
+@functools.cache
+def _program(function: Function, static: tuple[str, ...], inline: bool) -> Function:
+    return cast(Function, jax.jit(function, static_argnames=static, inline=inline))
 
 
 class KeyFeatures(NamedTuple):
@@ -121,8 +118,11 @@ class HeadMaps:
         self, key: Float[Array, "B S K H"] | LogFeatures, log_weights: Float[Array, "B S K"]
     ) -> KeyFeatures:
         """Returns the features of keys ``[B, S, K, H]`` with log weights ``[B, S, K]``."""
-        keys, spoiled = self._finite(key, "key")
-        finite = ~spoiled & (keys.log_scale[..., 0] < jnp.inf)  # Scales may overflow.
+        keys = self.feature_map.log_features_of_heads(key, self.projection, side="key")
+        finite = keys.log_scale[..., 0] < jnp.inf  # Scales may overflow.
+        if not self.feature_map.is_finite:
+            keys, spoiled = _split_nonfinite(keys)
+            finite = ~spoiled & (keys.log_scale[..., 0] < jnp.inf)
         visible = ((log_weights > -jnp.inf) & finite)[..., None]  # NaN is not above -inf.
         # One number for each key: a choice for each feature would take a pass over all of them.
         shift = jnp.where(visible, keys.log_scale + log_weights[..., None], -jnp.inf)
@@ -133,26 +133,26 @@ class HeadMaps:
     @jax.named_scope("query_features")
     def queries(self, query: Float[Array, "B T K G H"] | LogFeatures) -> QueryFeatures:
         """Returns the features of queries ``[B, T, K, G, H]``."""
-        return QueryFeatures(*self._finite(query, "query"))
-
-    def _finite(
-        self, x: Float[Array, "B length K *rest"] | LogFeatures, side: Side
-    ) -> tuple[LogFeatures, Bool[Array, "B length K *rest"]]:
-        """Returns features, with zeros where a vector has nonfinite ones, and these vectors.
-
-        Maps with ``is_finite`` skip the check. It would stop XLA from fusing the exponential into
-        the product.
-        """
-        phi = self.feature_map.log_features_of_heads(x, self.projection, side=side)
+        phi = self.feature_map.log_features_of_heads(query, self.projection, side="query")
         if self.feature_map.is_finite:
-            return phi, jnp.zeros_like(phi.exponent[..., 0], bool)
-        finite = (phi.exponent < jnp.inf) & jnp.isfinite(phi.log_scale)  # NaN is not below inf.
-        if phi.values is not None:
-            finite &= jnp.all(jnp.isfinite(phi.values), axis=-1, keepdims=True)
-        finite = jnp.all(finite, axis=-1, keepdims=True)
-        values = None if phi.values is None else jnp.where(finite, phi.values, 0)
-        exponent = jnp.where(finite, phi.exponent, -jnp.inf)
-        return LogFeatures(exponent, jnp.where(finite, phi.log_scale, 0), values), ~finite[..., 0]
+            return QueryFeatures(phi, jnp.zeros_like(phi.exponent[..., 0], bool))
+        return QueryFeatures(*_split_nonfinite(phi))
+
+
+def _split_nonfinite(
+    phi: LogFeatures,
+) -> tuple[LogFeatures, Bool[Array, "B length K *rest"]]:
+    """Returns features, with zeros where a vector has nonfinite ones, and these vectors.
+
+    Maps with ``is_finite`` skip it. It would stop XLA from fusing the exponential into the product.
+    """
+    finite = (phi.exponent < jnp.inf) & jnp.isfinite(phi.log_scale)  # NaN is not below infinity.
+    if phi.values is not None:
+        finite &= jnp.all(jnp.isfinite(phi.values), axis=-1, keepdims=True)
+    finite = jnp.all(finite, axis=-1, keepdims=True)
+    values = None if phi.values is None else jnp.where(finite, phi.values, 0)
+    exponent = jnp.where(finite, phi.exponent, -jnp.inf)
+    return LogFeatures(exponent, jnp.where(finite, phi.log_scale, 0), values), ~finite[..., 0]
 
 
 @functools.partial(

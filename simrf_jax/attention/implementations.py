@@ -12,7 +12,7 @@ from simrf_jax import checks
 from simrf_jax.attention.estimator import Estimator
 from simrf_jax.attention.inputs.call import Call
 from simrf_jax.attention.pallas_tpu import backend as pallas_tpu
-from simrf_jax.attention.random_features import xla
+from simrf_jax.attention.random_features import attention as xla
 
 Implementation: TypeAlias = Literal["xla", "pallas_tpu"]
 IMPLEMENTATIONS = get_args(Implementation)

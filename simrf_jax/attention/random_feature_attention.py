@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, Integer, Real
 
 from simrf_jax import checks, one_line
-from simrf_jax.attention.estimator import CHUNK_SIZE, Estimator, check_band
+from simrf_jax.attention.estimator import CHUNK_SIZE, Estimator, check_band, compiled
 from simrf_jax.attention.implementations import Implementation, choose, names_of
 from simrf_jax.attention.inputs.call import Call, KeyOptions
 from simrf_jax.attention.inputs.masks import Lengths, Mask
@@ -119,7 +119,7 @@ class RandomFeatures(Mechanism[AttentionState | ExactBandState]):
         """Attends to a state and, causally, to new tokens."""
         estimator = self.estimator()
         decoding.check_state(estimator, state, call)
-        return decoding.step(estimator, state, call)
+        return compiled(decoding.step, estimator.feature_map)(estimator, state, call)
 
     def append(
         self,
@@ -156,7 +156,7 @@ class RandomFeatures(Mechanism[AttentionState | ExactBandState]):
         call = Call.of(key, key, value, query_seq_lengths=None, **options)
         estimator = self.estimator()
         decoding.check_state(estimator, state, call)
-        return decoding.append(estimator, state, call)
+        return compiled(decoding.append, estimator.feature_map)(estimator, state, call)
 
     def estimator(self) -> Estimator:
         """Returns all of this, checked.

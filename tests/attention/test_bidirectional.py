@@ -11,7 +11,7 @@ import simrf_jax
 from simrf_jax import feature_maps
 from simrf_jax.attention.estimator import Estimator
 from simrf_jax.attention.inputs.call import Call
-from simrf_jax.attention.random_features import bidirectional
+from simrf_jax.attention.random_features import attention as bidirectional
 from tests import platforms
 from tests.tiers import slow_but
 

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from simrf_jax.attention.estimator import Estimator
 from simrf_jax.attention.inputs.call import Call
 from simrf_jax.attention.pallas_tpu.choice import reason_against
-from simrf_jax.attention.random_features import xla
+from simrf_jax.attention.random_features.attention import attend_locally
 
 __all__ = ["PLATFORM", "attend", "reason_against"]
 
@@ -34,4 +34,4 @@ def _attend(estimator: Estimator, call: Call) -> Float[Array, "*batch T N D"]:
     # Here, because Pallas takes a tenth of a second to load, and most calls do without it.
     from simrf_jax.attention.pallas_tpu import fused
 
-    return fused.attend(estimator, call, reference=xla.attend_locally)
+    return fused.attend(estimator, call, reference=attend_locally)

@@ -138,7 +138,7 @@ def causal_attention(
     if inputs.key.shape[1] != inputs.query.shape[1]:
         inputs = one_key_for_each_query(inputs, 0)
     tokens, features = _map_custom(Tokens.of(inputs, inputs.segments), features)
-    scanned, state = _scan_chunks(features, tokens, state, chunk_size=chunk_size, with_own_key=True)
+    scanned, state = _scan(features, tokens, state, chunk_size=chunk_size, with_own_key=True)
     return scanned.outputs(), state
 
 
@@ -160,7 +160,7 @@ def packed_attention(
       chunk_size: A power of two.
     """
     tokens, features = _map_custom(Tokens.of(inputs, inputs.segments), features)
-    up_to, _ = _scan_chunks(features, tokens, before, chunk_size=chunk_size, with_own_key=True)
+    up_to, _ = _scan(features, tokens, before, chunk_size=chunk_size, with_own_key=True)
     beyond, _ = read_earlier(flip(tokens), features, after, chunk_size=chunk_size)
     beyond = flip(beyond)
     readout, spoiled = up_to.readout.add(beyond.readout), up_to.spoiled | beyond.spoiled
@@ -182,7 +182,7 @@ def read_earlier(
       The sums that the queries read, and the state of all keys, as ``causal_attention`` has it.
     """
     tokens, features = _map_custom(tokens, features)
-    return _scan_chunks(features, tokens, state, chunk_size=chunk_size, with_own_key=False)
+    return _scan(features, tokens, state, chunk_size=chunk_size, with_own_key=False)
 
 
 def flip(tree: Tree) -> Tree:
@@ -242,7 +242,19 @@ def _map_custom(tokens: Tokens, features: HeadMaps) -> tuple[Tokens, HeadMaps]:
     return tokens, HeadMaps(None, _Given())
 
 
-@compiled("chunk_size", "with_own_key", inline=False)
+def _scan(
+    features: HeadMaps,
+    tokens: Tokens,
+    state: AttentionState,
+    *,
+    chunk_size: int,
+    with_own_key: bool,
+) -> tuple[Scanned, AttentionState]:
+    """Returns ``_scan_chunks``, compiled unless the map is a user's function."""
+    scan = compiled(_scan_chunks, features.feature_map, "chunk_size", "with_own_key", inline=False)
+    return scan(features, tokens, state, chunk_size=chunk_size, with_own_key=with_own_key)
+
+
 def _scan_chunks(
     features: HeadMaps,
     tokens: Tokens,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from simrf_jax.attention.banded.window import Window, check_bandwidth, empty_window
-from simrf_jax.attention.estimator import Estimator, HeadMaps, compiled
+from simrf_jax.attention.estimator import Estimator, HeadMaps
 from simrf_jax.attention.inputs.call import Call, Inputs
 from simrf_jax.attention.inputs.masks import Shape
 from simrf_jax.attention.mechanism import (
@@ -49,7 +49,6 @@ def check_state(estimator: Estimator, state: AttentionState | ExactBandState, ca
         check_bandwidth(state.near, bandwidth)
 
 
-@compiled()
 @jax.named_scope("random_feature_attention_step")
 def step(
     estimator: Estimator, state: AttentionState | ExactBandState, call: Call
@@ -93,7 +92,6 @@ def _is_one(length: SupportsIndex) -> bool:
     return isinstance(length, int) and length == 1
 
 
-@compiled()
 @jax.named_scope("random_feature_attention_append")
 def append(
     estimator: Estimator, state: AttentionState | ExactBandState, call: Call

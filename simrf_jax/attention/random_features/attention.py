@@ -1,4 +1,8 @@
-"""Bidirectional random-feature attention: all tokens at once, or chunk by chunk on a CPU."""
+"""Random-feature attention by XLA's own programs, which take every call.
+
+Bidirectional attention is here; on a CPU it takes its tokens chunk by chunk. Causal and packed
+attention, an exact band, and lengths that devices share have modules of their own.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
-from simrf_jax.attention.estimator import HeadMaps
-from simrf_jax.attention.inputs.call import Inputs, contract
+from simrf_jax.attention.estimator import Estimator, HeadMaps, compiled
+from simrf_jax.attention.inputs.call import Call, Inputs, contract
+from simrf_jax.attention.inputs.sharding import find_shards
+from simrf_jax.attention.random_features.causal import causal_attention, packed_attention
+from simrf_jax.attention.random_features.exact_band import attend_beside_band
+from simrf_jax.attention.random_features.exchange import attend_over_devices
 from simrf_jax.attention.random_features.state import (
     AttentionState,
     Keys,
@@ -18,6 +26,43 @@ from simrf_jax.features import calls_function
 
 CHUNK_ROWS = 8192  # Queries or keys of all heads together whose features are made at a time.
 LEAST_CHUNK = 64  # Shorter chunks would lose more time to calls than they save.
+PLATFORM: str | None = None
+
+
+def reason_against(estimator: Estimator, call: Call, *, is_asked: bool) -> str | None:
+    """Returns None: there is no call that XLA cannot take."""
+    del estimator, call, is_asked
+    return None
+
+
+def attend(estimator: Estimator, call: Call) -> Float[Array, "*batch T N D"]:
+    """Returns the attention of a call, on one device or over a sharded length."""
+    in_order = call.in_order(estimator.exact_bandwidth)
+    if estimator.sequence_axes or call.explicit_axes(in_order=in_order):
+        shards = find_shards(call, estimator.sequence_axes, in_order=in_order)
+        if call.key.shape[-3] > 0:  # Without keys there is nothing to exchange.
+            return attend_over_devices(estimator, call, shards)
+    return compiled(attend_locally, estimator.feature_map)(estimator, call)
+
+
+@jax.named_scope("random_feature_attention")
+def attend_locally(estimator: Estimator, call: Call) -> Float[Array, "*batch T N D"]:
+    """Returns the attention of tokens that are all on one device."""
+    inputs, features = estimator.lay_out(call)
+    if estimator.exact_bandwidth is not None:
+        return attend_beside_band(
+            inputs,
+            features,
+            bandwidth=estimator.exact_bandwidth,
+            is_causal=call.is_causal,
+            chunk_size=estimator.chunk_size,
+        )
+    if not call.in_order():
+        return inputs.outputs(bidirectional_attention(inputs, features))
+    empty, chunk_size = AttentionState.empty(inputs, features), estimator.chunk_size
+    if call.is_causal:
+        return inputs.outputs(causal_attention(inputs, features, empty, chunk_size=chunk_size)[0])
+    return inputs.outputs(packed_attention(inputs, features, empty, empty, chunk_size=chunk_size))
 
 
 def bidirectional_attention(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K G D"]:
@@ -44,19 +89,15 @@ def bidirectional_attention(inputs: Inputs, features: HeadMaps) -> Float[Array, 
     Returns:
       ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
     """
-    if calls_function(features.feature_map) or not _has_chunks(inputs):
+    sizes = (*inputs.query.shape, *inputs.key.shape)
+    are_known = all(isinstance(size, int) and size > 0 for size in sizes)  # Not symbolic.
+    # Explicit mesh axes may shard the queries. If they shard the keys, the devices exchange sums.
+    is_whole = jax.typeof(inputs.query).sharding.spec[1] is None
+    if calls_function(features.feature_map) or not (are_known and is_whole):
         return _attend_at_once(inputs, features)
     return jax.lax.platform_dependent(
         inputs, features, cpu=_attend_by_chunks, default=_attend_at_once
     )
-
-
-def _has_chunks(inputs: Inputs) -> bool:
-    """Returns whether tokens can be split: if their number is known, and each device has all."""
-    sizes = (*inputs.query.shape, *inputs.key.shape)
-    are_known = all(isinstance(size, int) and size > 0 for size in sizes)  # Not symbolic.
-    # Explicit mesh axes may shard the queries. If they shard the keys, the devices exchange sums.
-    return are_known and jax.typeof(inputs.query).sharding.spec[1] is None
 
 
 def _attend_at_once(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K G D"]:
