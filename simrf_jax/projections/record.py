@@ -143,7 +143,7 @@ class Projection(StructuredProjection):
     Every function that takes W takes an array or a ``Projection``. The record adds
 
     - a weight for each row, which positive, hyperbolic, optimal positive and calibrated features
-      honour by giving half of each log weight to either side:
+      honor by giving half of each log weight to either side:
 
       .. math::
           \phi(x) \cdot \phi(y) = \frac1m \sum_i e^{l_i}\, e^{w_i \cdot (x + y)}

@@ -78,7 +78,7 @@ def random_feature_attention(
       value: ``[..., S, K, D]``.
       projection: W, ``[num_features, H]`` shared by all heads, or ``[K, num_features, H]``, one
         for each key head and the queries that belong to it. An array, a ``Projection``, with
-        weights for maps that honour them, or what a hybrid map takes; None for a map that needs
+        weights for maps that honor them, or what a hybrid map takes; None for a map that needs
         none.
       feature_map: A name, ``"positive"``, ``"hyperbolic"``, ``"trigonometric"``, ``"phase"`` (with
         evenly spaced phases), ``"relu"``, ``"elu"``, ``"angular_hybrid"``, ``"gaussian_hybrid"`` or
