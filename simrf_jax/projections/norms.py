@@ -48,20 +48,6 @@ def check_norms(norms: Norms, coupling: Coupling) -> None:
         )
 
 
-def check_num_features(num_features: int, norms: Norms) -> None:
-    """Raises ``ValueError`` if there are too few rows for a law of norms.
-
-    Args:
-      num_features: Number of rows, at least 1.
-      norms: Law of the row norms.
-    """
-    if norms == "radau" and num_features < 2:
-        raise ValueError(
-            "norms='radau' sets the last row to zero and needs num_features of at least 2, got "
-            f"{num_features}."
-        )
-
-
 def fixed_norm(norms: Norms, dim: int) -> float:
     """Returns the norm that a law of ``FIXED_NORMS`` gives all rows, but for the zero row.
 

@@ -28,7 +28,6 @@ from simrf_jax.projections.norms import (
     FIXED_NORMS,
     Norms,
     check_norms,
-    check_num_features,
     fixed_norm,
     radau_log_weights,
 )
@@ -144,7 +143,7 @@ class Projection(StructuredProjection):
     Every function that takes W takes an array or a ``Projection``. The record adds
 
     - a weight for each row, which positive, hyperbolic, optimal positive and calibrated features
-      honour by giving half of each log weight to either side:
+      honor by giving half of each log weight to either side:
 
       .. math::
           \phi(x) \cdot \phi(y) = \frac1m \sum_i e^{l_i}\, e^{w_i \cdot (x + y)}
@@ -254,7 +253,11 @@ class Projection(StructuredProjection):
         dim = checks.positive_int("dim", dim)
         has_room(coupling, dim)
         dtype = checks.floating_dtype("dtype", dtype)
-        check_num_features(num_features, norms)
+        if options.draws_weights and num_features < 2:
+            raise ValueError(
+                "norms='radau' sets the last row to zero and needs num_features of at least 2, got "
+                f"{num_features}."
+            )
         rows: Any
         if is_fast:
             fixed = cast(FixedCoupling, coupling)
