@@ -4,8 +4,8 @@ from simrf_jax.projections.couplings import COUPLINGS, Coupling, FixedCoupling
 from simrf_jax.projections.draws import draw_fast_projection, draw_projection
 from simrf_jax.projections.mixture import draw_mixture_projection
 from simrf_jax.projections.norms import FIXED_NORMS, NORMS, Norms
-from simrf_jax.projections.project import as_projection, product, project
-from simrf_jax.projections.record import DrawOptions, Projection
+from simrf_jax.projections.project import product, project
+from simrf_jax.projections.record import DrawOptions, Projection, as_projection
 from simrf_jax.projections.redraw import redraw_key, redraw_projections
 from simrf_jax.projections.rotations import ROTATIONS, Rotation
 from simrf_jax.projections.row_blocks import BLOCK_MODES, BlockMode

@@ -2,28 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jaxtyping import Array, ArrayLike, Float
 
 from simrf_jax import checks
 from simrf_jax.projections.record import Projection
-from simrf_jax.projections.structured import ProjectionLike, StructuredProjection, is_structured
-
-
-def as_projection(
-    projection: Float[ArrayLike, "*shape"] | StructuredProjection,
-) -> Float[Array, "*shape"] | StructuredProjection:
-    """Returns a projection as an array of a floating type, or unchanged if it is structured.
-
-    Args:
-      projection: Array-like of a floating type, or a ``StructuredProjection``.
-
-    Raises:
-      TypeError: If the projection is None or is not floating.
-    """
-    rows: Any = projection if is_structured(projection) else Projection.of(projection).rows
-    return rows
+from simrf_jax.projections.structured import ProjectionLike
 
 
 def project(

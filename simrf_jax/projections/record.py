@@ -524,3 +524,18 @@ def agreed(carried: DrawOptions | None, asked: DrawOptions | None) -> DrawOption
             "Leave options out, or make the model anew with those."
         )
     return options
+
+
+def as_projection(
+    projection: Float[ArrayLike, "*shape"] | StructuredProjection,
+) -> Float[Array, "*shape"] | StructuredProjection:
+    """Returns a projection as an array of a floating type, or unchanged if it is structured.
+
+    Args:
+      projection: Array-like of a floating type, or a ``StructuredProjection``.
+
+    Raises:
+      TypeError: If the projection is None or is not floating.
+    """
+    w: Any = projection
+    return w if is_structured(w) else checks.floating("projection", w)
