@@ -60,16 +60,16 @@ def on_cpu():
 def draw_figure(rows):
     dims = [row[0] for row in rows]
     figure, axes = plt.subplots(figsize=(5, 3.6), layout="constrained")
-    for column, name, colour, marker in ((1, "dense", "#0072B2", "o"), (2, "fast", "#D55E00", "s")):
+    for column, name, color, marker in ((1, "dense", "#0072B2", "o"), (2, "fast", "#D55E00", "s")):
         low, median, high = np.percentile([row[column] for row in rows], [25, 50, 75], axis=1)
-        axes.fill_between(dims, low, high, color=colour, alpha=0.25, linewidth=0)
-        axes.plot(dims, median, color=colour, marker=marker, markersize=4)
+        axes.fill_between(dims, low, high, color=color, alpha=0.25, linewidth=0)
+        axes.plot(dims, median, color=color, marker=marker, markersize=4)
         axes.annotate(
             name,
             (dims[-1], median[-1]),
             (6, 0),
             textcoords="offset points",
-            color=colour,
+            color=color,
             va="center",
         )
     axes.set_xscale("log", base=2)

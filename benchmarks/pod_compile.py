@@ -68,7 +68,7 @@ def trace_step(config, built):
 def step(pod, attention):
     """Returns the lowered training step and its FLOPs on all devices.
 
-    ``flops`` includes what rematerialisation computes again, ``model_flops`` does not.
+    ``flops`` includes what rematerialization computes again, ``model_flops`` does not.
     """
     config, built = build(pod, attention)
     traced = trace_step(config, built)

@@ -95,24 +95,24 @@ class Pod(NamedTuple):
         return self.num_chips * self.chip.devices
 
 
-def hours(flops, *, chips, peak, utilisation, steps):
+def hours(flops, *, chips, peak, utilization, steps):
     """Returns the hours that a training run takes.
 
     Args:
       flops: Operations of the model in one step, over all chips, without recomputation.
       chips: Number of chips.
       peak: Peak operations per second of one chip.
-      utilisation: Share of the peak that the model's own operations reach (MFU).
+      utilization: Share of the peak that the model's own operations reach (MFU).
       steps: Number of training steps.
 
     Example:
-      >>> hours(36e15, chips=10, peak=1e15, utilisation=0.5, steps=1000)
+      >>> hours(36e15, chips=10, peak=1e15, utilization=0.5, steps=1000)
       2.0
     """
-    return steps * flops / (chips * peak * utilisation) / 3600
+    return steps * flops / (chips * peak * utilization) / 3600
 
 
-def utilisation(row, rows):
+def utilization(row, rows):
     """Returns the share of the peak that a step reaches by XLA's estimates.
 
     The peak is the rate that XLA estimates for a product of two large matrices, so that no clock
@@ -152,7 +152,7 @@ def step_table(rows):
                 f"{row['flops'] / pod.num_devices / 1e12:.2f}",
                 f"{row['cycles'] / 1e6:.2f}",
                 "" if bundles is None else f"{bundles / 1e6:.2f}",
-                f"{utilisation(row, rows):.0%}" if bundles is None else "",
+                f"{utilization(row, rows):.0%}" if bundles is None else "",
                 collectives,
                 f"{row['received'] / 2**20:.0f}",
                 f"{row['seconds']:.0f} s",
@@ -208,10 +208,10 @@ def hours_table(rows, steps):
                 row["model_flops"],
                 chips=pod.num_chips,
                 peak=pod.chip.peak,
-                utilisation=share,
+                utilization=share,
                 steps=steps,
             )
-            for share in (*UTILISATIONS, utilisation(row, rows))
+            for share in (*UTILISATIONS, utilization(row, rows))
         ]
         *assumed, estimated = [(f"{h:,.1f}", f"{h * pod.num_chips:,.0f}") for h in at]
         listed = [", ".join(column) for column in zip(*assumed, strict=True)]

@@ -1,6 +1,6 @@
 """Kernel approximation in scikit-learn: ``RandomFeatures``, ``RBFSampler`` and ``Nystroem``.
 
-The data are eight UCI data sets and scikit-learn's digits, with standardised columns. Each trial
+The data are eight UCI data sets and scikit-learn's digits, with standardized columns. Each trial
 splits a data set anew, fits on up to 1,000 rows and is judged on up to 500 others: by the relative
 Frobenius error of their Gram matrix, and by the accuracy of a ridge classifier of the features. All
 methods have the same splits, and gamma is that of ``gamma="scale"``. The program prints tables with
@@ -61,7 +61,7 @@ FIGURE = pathlib.Path(__file__).parent / "figures" / "sklearn_features.png"
 
 
 class Split(NamedTuple):
-    """Standardised rows and their classes, to fit on and to judge by, and the kernel of the latter.
+    """Standardized rows and their classes, to fit on and to judge by, and the kernel of the latter.
 
     Attributes:
       offset: Means that were subtracted from the columns, in units of their standard deviations.
@@ -86,7 +86,7 @@ def load(name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def split(rows: np.ndarray, labels: np.ndarray, seed: int) -> Split:
-    """Splits a data set at random, and standardises its columns by the training rows."""
+    """Splits a data set at random, and standardizes its columns by the training rows."""
     num_test = min(NUM_TEST, len(rows) - NUM_TRAIN)
     train, test, *classes = train_test_split(
         rows, labels, train_size=NUM_TRAIN, test_size=num_test, random_state=seed

@@ -101,8 +101,8 @@ def textbook(q, k, v, w):
 
     of_queries, of_keys = phi(q, -1), phi(k, (1, 3))
     sums = jnp.einsum("bshm,bshd->bhmd", of_keys, v.astype(jnp.float32))
-    normaliser = jnp.einsum("bthm,bhm->bth", of_queries, jnp.sum(of_keys, 1))
-    out = jnp.einsum("bthm,bhmd->bthd", of_queries, sums) / normaliser[..., None]
+    normalizer = jnp.einsum("bthm,bhm->bth", of_queries, jnp.sum(of_keys, 1))
+    out = jnp.einsum("bthm,bhmd->bthd", of_queries, sums) / normalizer[..., None]
     return out.astype(q.dtype)
 
 

@@ -18,11 +18,11 @@ from sklearn.preprocessing import StandardScaler
 
 from simrf_jax.integrations.sklearn import RandomFeatures
 
-GAMMA = 0.02  # The columns are standardised.
+GAMMA = 0.02  # The columns are standardized.
 
 
 def data():
-    """Returns rows and targets to fit on and to judge by, all standardised."""
+    """Returns rows and targets to fit on and to judge by, all standardized."""
     rows, targets = load_diabetes(return_X_y=True)
     parts = train_test_split(rows, targets[:, None], test_size=0.3, random_state=0)
     scaled = []

@@ -34,6 +34,6 @@ FLAGS = " ".join(
 def flags(given: str) -> str:
     """Returns the flags for the CPU, with those that the user gave.
 
-    Programs are compiled as users compile them if the user says how far to optimise them.
+    Programs are compiled as users compile them if the user says how far to optimize them.
     """
     return given if "xla_backend_optimization_level" in given else f"{FLAGS} {given}"

@@ -82,10 +82,10 @@ def test_couplings_look_as_in_all_other_figures(path):
     assert look == next(
         cell.source for cell in store.code_cells(read(PATHS[0])) if "STYLES =" in cell.source
     )
-    colours = dict(re.findall(r'"(\w+)": {"color": "(#\w+)"', look))
-    assert list(colours) == ["iid", "orthogonal", "simplex", "simplex_plus", "cross_polytope"]
-    shared = colours.keys() & style.STYLES.keys()
-    assert {name: colours[name] for name in shared} == {
+    colors = dict(re.findall(r'"(\w+)": {"color": "(#\w+)"', look))
+    assert list(colors) == ["iid", "orthogonal", "simplex", "simplex_plus", "cross_polytope"]
+    shared = colors.keys() & style.STYLES.keys()
+    assert {name: colors[name] for name in shared} == {
         name: style.STYLES[name]["color"] for name in shared
     }
 

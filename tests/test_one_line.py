@@ -72,8 +72,8 @@ def test_records_are_shown_in_one_line():
         ),
         (
             simrf_jax.ClusteredProjection(w, jnp.ones((3, 4)), jnp.ones((2, 4))),
-            "ClusteredProjection(projection=float32[6, 4], query_centres=float32[3, 4], "
-            "key_centres=float32[2, 4], spread=0.0)",
+            "ClusteredProjection(projection=float32[6, 4], query_centers=float32[3, 4], "
+            "key_centers=float32[2, 4], spread=0.0)",
         ),
         (feature_maps.Positive(), "Positive(kernel='softmax')"),
         (feature_maps.OptimalPositive(-0.1), "OptimalPositive(parameter=-0.1, kernel='softmax')"),

@@ -35,7 +35,7 @@ def test_tests_run_on_eight_simulated_cpu_devices_unless_told_otherwise(given):
 
 
 @pytest.mark.slow
-def test_programs_are_those_of_users_if_the_flags_say_how_far_to_optimise():
+def test_programs_are_those_of_users_if_the_flags_say_how_far_to_optimize():
     given = "--xla_backend_optimization_level=3"
     found = settings(JAX_PLATFORMS="cpu", XLA_FLAGS=given)["XLA_FLAGS"]
     assert found == f"{given} --xla_force_host_platform_device_count=8"

@@ -176,7 +176,7 @@ REFUSED = [
     ("function", "Likewise."),
     ("function", "Loss of a batch."),
     ("function", ":math:`1 - x`, to full relative accuracy."),
-    ("function", "``minimise_resultant`` in float64 NumPy."),
+    ("function", "``minimize_resultant`` in float64 NumPy."),
     ("function", ""),
     ("method", "Squared lengths of the rows."),
     ("property", "Of the array."),

@@ -61,10 +61,10 @@ def table(results: dict[str, Any]) -> str:
 
 
 def comparison(results: dict[str, Any]) -> str:
-    """Says what the far field, one normaliser and calibration improve, over paired seeds."""
+    """Says what the far field, one normalizer and calibration improve, over paired seeds."""
     sentences = {
         ("near", "near_far"): "The far field takes {} bits per character off the near field.",
-        ("near_far", "band_positive"): "One normaliser takes {} off near + far.",
+        ("near_far", "band_positive"): "One normalizer takes {} off near + far.",
         ("band_positive", "band_calibrated"): "Calibration takes {} off the positive far field.",
         ("softmax", "band_calibrated"): "Softmax attention is {} above the calibrated far field.",
         ("softmax", "band_learned"): "Softmax attention is {} above the learned far field.",

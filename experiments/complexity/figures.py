@@ -86,7 +86,7 @@ def _values(points: list[Any], measure: str, quantity: str) -> np.ndarray:
 
 
 def _orders(axes: Axes, curves: dict[str, Any], measure: str, what: str) -> None:
-    """Draws grey lines of the expected slopes, above the regular and below the fast curves."""
+    """Draws gray lines of the expected slopes, above the regular and below the fast curves."""
     orders = ORDERS["bytes" if measure == "bytes" else what.removesuffix("_batch")]
     places: Any = (
         ("simplex_plus", 3, -1, (-3, 1), "right"),

@@ -10,14 +10,14 @@ import numpy as np
 import tqdm
 from ml_collections import ConfigDict
 
-from experiments.conformity import couplings, densities, optimisation
+from experiments.conformity import couplings, densities, optimization
 from experiments.conformity.configs import paper
 from experiments.harness import config_fields, files, markdown, resumable
 from experiments.harness.mistakes import UserError
 
 FIELDS = config_fields.types_of(paper.get_config())
 PICTURES, SINGLE, NORMS, PROJECTIONS = range(4)  # Purposes of PRNG keys, which are folded in.
-BATCH = 100  # Draws of norms that are optimised and saved together.
+BATCH = 100  # Draws of norms that are optimized and saved together.
 LEAST_V, MOST_V = 0.01, 3.0
 
 
@@ -27,16 +27,16 @@ def check(config: ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    two = ("num_couplings", "num_projections", "num_optimised")
+    two = ("num_couplings", "num_projections", "num_optimized")
     config_fields.check_fields(config, FIELDS, dict.fromkeys(two, 2))
     if config.dim < 3:
         raise UserError(
             f"config.dim must be at least 3, got {config.dim}: in 2 dimensions the simplex is the "
             "optimum for any norms."
         )
-    if config.num_draws < config.num_optimised:
+    if config.num_draws < config.num_optimized:
         raise UserError(
-            f"config.num_draws must be at least config.num_optimised, {config.num_optimised}, "
+            f"config.num_draws must be at least config.num_optimized, {config.num_optimized}, "
             f"got {config.num_draws}."
         )
     if not LEAST_V <= config.v <= MOST_V:
@@ -54,8 +54,8 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
       workdir: Folder for all output. A stopped run of the same config in it is continued.
 
     Returns:
-      The content of ``results.json``. ``single_draw`` is the result of ``optimisation.curves``,
-      ``many_draws`` that of ``optimisation.summary``, and ``densities`` that of
+      The content of ``results.json``. ``single_draw`` is the result of ``optimization.curves``,
+      ``many_draws`` that of ``optimization.summary``, and ``densities`` that of
       ``densities.summary`` for each coupling.
 
     Raises:
@@ -69,13 +69,13 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
     def key(purpose: int) -> jax.Array:
         return jax.random.fold_in(jax.random.key(config.seed), purpose)
 
-    norms = optimisation.draw_norms(key(NORMS), config.num_draws, dim)
-    best = optima(norms[: config.num_optimised], v, pieces)
+    norms = optimization.draw_norms(key(NORMS), config.num_draws, dim)
+    best = optima(norms[: config.num_optimized], v, pieces)
     results: dict[str, Any] = {
-        "single_draw": optimisation.curves(
+        "single_draw": optimization.curves(
             key(SINGLE), v, dim, config.num_iterations, config.num_couplings
         ),
-        "many_draws": optimisation.summary(optimisation.of_draws(key(NORMS), norms, v), best),
+        "many_draws": optimization.summary(optimization.of_draws(key(NORMS), norms, v), best),
         "densities": {},
     }
     for coupling in densities.COUPLINGS:
@@ -87,7 +87,7 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
         results,
         lambda: {
             "couplings": couplings.draw_figure(key(PICTURES)),
-            "optimisation": optimisation.draw_figure(results["single_draw"], v, dim),
+            "optimization": optimization.draw_figure(results["single_draw"], v, dim),
             "densities": densities.draw_figure(results["densities"], v, dim),
         },
     )
@@ -97,7 +97,7 @@ def optima(norms: np.ndarray, v: float, pieces: resumable.Pieces) -> np.ndarray:
     """Finds the least conformity of each draw of norms, which takes most of a run's time."""
     starts = tqdm.trange(0, len(norms), BATCH, unit=f" x {BATCH} optima")
     batches = ((start, norms[start : start + BATCH]) for start in starts)
-    optimum = optimisation.optimum
+    optimum = optimization.optimum
     return np.concatenate([pieces.get(f"optima-{i}", optimum, batch, v) for i, batch in batches])
 
 
@@ -105,7 +105,7 @@ def report(results: dict[str, Any]) -> str:
     """Returns the table of conformities, and SimRFs+' share of the possible gain."""
     single, many, drawn = (results[k] for k in ("single_draw", "many_draws", "densities"))
     rows: list[list[object]] = []
-    for name in (*densities.COUPLINGS, "simplex_plus_from_iid", "optimised"):
+    for name in (*densities.COUPLINGS, "simplex_plus_from_iid", "optimized"):
         row: list[object] = [name, f"{np.ravel(single[name])[-1]:.4f}"]
         if density := drawn.get(name):
             row += [f"{closed:.6f}" if (closed := density["closed_form"]) else ""]

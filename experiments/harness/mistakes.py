@@ -10,7 +10,7 @@ from collections.abc import Iterator
 class UserError(Exception):
     """A mistake of the user, or a fault of the machine that the user can mend.
 
-    The message says what was expected and what was given. Raise it where the mistake is recognised:
+    The message says what was expected and what was given. Raise it where the mistake is recognized:
     programs catch this type alone, so that bugs, whatever their type, show where they are.
     """
 

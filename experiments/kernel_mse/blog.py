@@ -198,7 +198,7 @@ def summary(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
 
 
 def _spread(errors: np.ndarray) -> dict[str, list[float]]:
-    """Summarises errors ``[sizes, samples]``; like the post, divides variances by the count."""
+    """Summarizes errors ``[sizes, samples]``; like the post, divides variances by the count."""
     return {
         "mean": errors.mean(axis=1).tolist(),
         "standard_deviation": errors.std(axis=1).tolist(),

@@ -87,7 +87,7 @@ SOURCES = {
 
 
 class Split(NamedTuple):
-    """Standardised rows ``[n, dim]`` in float64, and their classes ``[n]``."""
+    """Standardized rows ``[n, dim]`` in float64, and their classes ``[n]``."""
 
     train: np.ndarray
     train_labels: np.ndarray

@@ -19,7 +19,7 @@ ENCODER = {
     "error": "mean relative squared error of a head",
     "cosine": "cosine of the embedding to the exact one",
 }
-# Neighbouring curves are moved apart by this factor, so that none hides another.
+# Neighboring curves are moved apart by this factor, so that none hides another.
 APART = 1.03
 
 

@@ -57,7 +57,7 @@ def calibrated(layer: Inputs, bandwidth: int | None) -> feature_maps.Calibrated:
 
 
 def sderf(layer: Inputs, bandwidth: int | None) -> feature_maps.Calibrated:
-    """Returns features that are tilted, but neither centred nor balanced."""
+    """Returns features that are tilted, but neither centerd nor balanced."""
     del bandwidth
     return simrf_jax.calibrate(layer.query, layer.key, center=False, balance=False)
 
@@ -98,7 +98,7 @@ class Method:
       coupling: Coupling of the rows of W.
       norms: Law of their norms.
       features_per_row: Number of features that the map makes of a row of W.
-      has_band: True if the keys of a band are attended exactly, under one normaliser.
+      has_band: True if the keys of a band are attended exactly, under one normalizer.
     """
 
     label: str

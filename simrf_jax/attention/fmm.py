@@ -53,7 +53,7 @@ class BlendState(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blend(Mechanism[BlendState]):
-    """Near and far field, each normalised by itself, and their weights: FMM attention.
+    """Near and far field, each normalized by itself, and their weights: FMM attention.
 
     Attributes:
       near: The near field.
@@ -150,7 +150,7 @@ def fmm_attention(
             + \sum_{l=1}^L w_l \frac{\phi_l(Q) (\phi_l(K)^\top V)}{\phi_l(Q) \phi_l(K)^\top 1}
 
     with :math:`\operatorname{Near}` the ``banded_attention`` of a bandwidth and each further term
-    the ``random_feature_attention`` of a feature map. Each term is normalised by itself, and all
+    the ``random_feature_attention`` of a feature map. Each term is normalized by itself, and all
     take time linear in the length. FMMformers learn the weights and keep them positive by a
     sigmoid, as ``FMMAttention`` of ``simrf_jax.integrations`` does; this function takes them as
     they are.

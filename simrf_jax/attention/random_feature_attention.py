@@ -227,7 +227,7 @@ def random_feature_attention(
       value: ``[..., S, K, D]``.
       projection: W, ``[num_features, H]`` shared by all heads, or ``[K, num_features, H]``, one
         for each key head and the queries that belong to it. An array, a ``FastProjection``, a
-        ``WeightedProjection`` for maps that honour weights, or what a hybrid map takes; None for a
+        ``WeightedProjection`` for maps that honor weights, or what a hybrid map takes; None for a
         map that needs none.
       feature_map: A name, ``"positive"``, ``"hyperbolic"``, ``"trigonometric"``, ``"phase"`` (with
         evenly spaced phases), ``"relu"``, ``"elu"``, ``"angular_hybrid"``, ``"gaussian_hybrid"`` or
@@ -259,7 +259,7 @@ def random_feature_attention(
         interpreted, which is for tests: for computations on the CPU of a TPU host, choose
         ``"xla"``, and likewise for forward-mode and second derivatives.
       segment_ids: Integers ``[..., T]`` of packed sequences, for as many keys as queries: a query
-        attends to keys of its own segment only. Neighbours with equal ids belong to one segment.
+        attends to keys of its own segment only. Neighbors with equal ids belong to one segment.
       chunk_size: Keys that causal or packed attention takes at a time, a power of two; None for a
         default.
       sequence_axis: The mesh axis, or a tuple of them, that shards the sequence. Leave it out for
@@ -270,7 +270,7 @@ def random_feature_attention(
         key_value_seq_lengths; that the axis shards the length cannot be checked there. Devices
         exchange only running sums, never keys or values: in bidirectional attention one maximum and
         one sum, otherwise as many permutations as the logarithm of the number of devices. With an
-        exact band they also send their neighbours the keys within it.
+        exact band they also send their neighbors the keys within it.
       batch_axis: The axis of type Auto of the mesh of ``jax.set_mesh``, or a tuple of them, that
         shards the first batch axis. Only the kernels use it. XLA cannot partition a kernel, so
         without it every device computes the whole batch. Leave it out inside a ``jax.shard_map``

@@ -32,8 +32,8 @@ def calibrate(
     Random features of queries and keys as trained models have them fail for one reason: the vectors
     are long and far from isotropic. The fit reduces the variance and adds no bias: it subtracts the
     means, balances the covariances of queries and keys, and draws W from the Gaussian law that
-    minimises the mean log second moment of the estimates, all in closed form, for each key head. It
-    is the minimum for the means and the covariances of the data, which are shrunk towards multiples
+    minimizes the mean log second moment of the estimates, all in closed form, for each key head. It
+    is the minimum for the means and the covariances of the data, which are shrunk toward multiples
     of the identity: by little if there are many tokens.
 
     Calibrate on some data and use the map on other data: the estimates are unbiased for any
@@ -47,8 +47,8 @@ def calibrate(
       balance: True for the matrix that makes the covariances of queries and keys equal and
         diagonal; ``"diagonal"`` for a diagonal matrix, which balances the variances of each
         coordinate; False for none.
-      tilt: Law of W. ``"log"`` gives it the variance along each axis that minimises the mean log
-        second moment, ``"mean"`` the one that minimises the mean second moment if x + y is
+      tilt: Law of W. ``"log"`` gives it the variance along each axis that minimizes the mean log
+        second moment, ``"mean"`` the one that minimizes the mean second moment if x + y is
         Gaussian. ``"isotropic"`` gives all axes one variance. None leaves W as it is.
       query_mask: False at queries that are padding.
       key_mask: False at keys that are padding.

@@ -26,8 +26,8 @@ class _Spread(NamedTuple):
     Attributes:
       queries: Second moment of the queries, ``[H, H]``.
       keys: Second moment of the keys, ``[H, H]``.
-      query_mean: Mean of the queries, zero if they are centred.
-      key_mean: Mean of the keys, zero if they are centred.
+      query_mean: Mean of the queries, zero if they are centerd.
+      key_mean: Mean of the keys, zero if they are centerd.
     """
 
     queries: Float[Array, "H H"]
@@ -55,7 +55,7 @@ class _Spread(NamedTuple):
 def fit(
     query: Moments, key: Moments, *, center: bool, balance: Balance, tilt: Tilt | None
 ) -> Calibrated:
-    """Returns the feature map that minimises the mean log second moment of the estimates.
+    """Returns the feature map that minimizes the mean log second moment of the estimates.
 
     Args:
       query: Moments of the queries of each key head.
@@ -94,7 +94,7 @@ def fit(
 def _balance(
     queries: Float[Array, "H H"], keys: Float[Array, "H H"], balance: Balance
 ) -> tuple[Float[Array, "H H"], Float[Array, "H H"]]:
-    """Returns M and its inverse transpose, which minimise the mean of |Mx|^2 + |M^-T y|^2.
+    """Returns M and its inverse transpose, which minimize the mean of |Mx|^2 + |M^-T y|^2.
 
     References:
       Moore, Principal component analysis in linear systems (IEEE Trans. Automat. Contr., 1981),
@@ -174,7 +174,7 @@ def mean_log_second_moment(
 
 
 def log_optimal_variance(mean_square: Float[Array, "*axes"]) -> Float[Array, "*axes"]:
-    r"""Returns the variance of W that minimises the mean log second moment along an axis.
+    r"""Returns the variance of W that minimizes the mean log second moment along an axis.
 
     .. math:: \sigma = \frac{1 + \rho}{2 \rho}, \qquad
         \rho = \frac{2}{\sqrt{(2 \lambda + 1)^2 + 8 \lambda} + 2 \lambda + 1}

@@ -65,7 +65,7 @@ def fit_mixture(
         \min_c \frac{1}{\pi_c} \prod_l \frac{1 + \rho_l}{2 \sqrt{\rho_l}}
         e^{\rho_l (\tilde v_l - \mu_{cl})^2}, \qquad \rho_l = \frac{1}{2 \Sigma_l - 1}.
 
-    The tilt :math:`\Sigma` that comes with the centers minimises the mean log of this bound: it is
+    The tilt :math:`\Sigma` that comes with the centers minimizes the mean log of this bound: it is
     that of ``calibrate`` for the spread around the centers, and takes the place of the tilt of the
     map, which is for the spread of all pairs.
 
@@ -233,7 +233,7 @@ def _draw_sums(
 def _coordinates(
     x: Float[Array, "*batch H"], calibration: Calibrated, side: Side
 ) -> Float[Array, "*batch H"]:
-    """Returns centred and balanced vectors."""
+    """Returns centerd and balanced vectors."""
     is_query = side == "query"
     mean = calibration.query_mean if is_query else calibration.key_mean
     matrix = calibration.query_matrix if is_query else calibration.key_matrix

@@ -77,7 +77,7 @@ class Moments(NamedTuple):
         return Moments(count, self.mean + share * shift, self.scatter + other.scatter + between)
 
     def covariance(self) -> Float[Array, "K H H"]:
-        """Returns the covariances, shrunk towards multiples of the identity.
+        """Returns the covariances, shrunk toward multiples of the identity.
 
         The share of the identity is the oracle-approximating one: large if there are few vectors,
         zero in the limit of many. At least the share ``LEAST_SHARE`` remains, so that float32 can

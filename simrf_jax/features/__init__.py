@@ -20,7 +20,7 @@ from simrf_jax.features.feature_map import (
     as_feature_map,
     calls_function,
 )
-from simrf_jax.features.generalised import elu_features, relu_features
+from simrf_jax.features.generalized import elu_features, relu_features
 from simrf_jax.features.hybrid import hybrid_features
 from simrf_jax.features.kernels import gaussian_kernel, relu_kernel, softmax_kernel
 from simrf_jax.features.log_space import KERNELS, Kernel, LogFeatures, Side

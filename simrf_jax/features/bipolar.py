@@ -133,7 +133,7 @@ class BipolarProjection(StructuredProjection):
         if options.draws_weights:
             raise ValueError(
                 f"norms={options.norms!r} gives rows weights, which the trigonometric base "
-                "estimator cannot honour; a bipolar hybrid takes any other law of norms."
+                "estimator cannot honor; a bipolar hybrid takes any other law of norms."
             )
         one, two, three = jax.random.split(key, 3)
         hyperbolic = options.draw(one, num_features, dim, dtype=dtype)

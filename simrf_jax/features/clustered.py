@@ -1,6 +1,6 @@
 """Clustering-based hybrid features, with one base estimator for each pair of clusters.
 
-The estimator of a pair is tuned to its two centres. With a spread of 0 it is exact there.
+The estimator of a pair is tuned to its two centers. With a spread of 0 it is exact there.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from simrf_jax.projections import ProjectionLike, StructuredProjection, project
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ClusteredProjection(StructuredProjection):
-    """A projection together with the centres of the clusters of queries and of keys.
+    """A projection together with the centers of the clusters of queries and of keys.
 
     Attributes:
       projection: W, ``[..., num_features, dim]``.
-      query_centres: Centres of the clusters of queries.
-      key_centres: Centres of the clusters of keys.
+      query_centers: Centers of the clusters of queries.
+      key_centers: Centers of the clusters of keys.
       spread: Standard deviation of a coordinate inside a cluster, in the unit of the vectors, one
         number or one for each W of a stack. The base estimators are tuned to it. With 0 they are
-        exact at the centres, but poor around a centre that has a coordinate near zero.
+        exact at the centers, but poor around a center that has a coordinate near zero.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
@@ -41,13 +41,13 @@ class ClusteredProjection(StructuredProjection):
 
     expected = "a ClusteredProjection"
     projection: ProjectionLike
-    query_centres: Float[Array, "*stack num_query_clusters dim"]
-    key_centres: Float[Array, "*stack num_key_clusters dim"]
+    query_centers: Float[Array, "*stack num_query_clusters dim"]
+    key_centers: Float[Array, "*stack num_key_clusters dim"]
     spread: Real[ArrayLike, "*stack"] = 0.0
 
     def __post_init__(self) -> None:
         """Checks the spread, and gives a stack one for each W."""
-        stack = jnp.shape(self.query_centres)[:-2]
+        stack = jnp.shape(self.query_centers)[:-2]
         if jnp.ndim(self.spread) == 0:
             checks.scalar("spread", self.spread, sign="at least 0")
             if stack:
@@ -55,7 +55,7 @@ class ClusteredProjection(StructuredProjection):
             return
         if jnp.shape(self.spread) != stack:
             raise ValueError(
-                f"spread must be one number or have the leading axes {stack} of the centres, got "
+                f"spread must be one number or have the leading axes {stack} of the centers, got "
                 f"shape {jnp.shape(self.spread)}."
             )
         if not isinstance(self.spread, jax.core.Tracer):
@@ -65,12 +65,12 @@ class ClusteredProjection(StructuredProjection):
     @property
     def shape(self) -> tuple[int, ...]:
         """Returns the shape of W, ``[..., num_features, dim]``."""
-        parts = (self.projection, self.query_centres, self.key_centres)
-        w, *centres = map(np.shape, parts)
-        if any(len(c) < 2 or (*c[:-2], c[-1]) != (*w[:-2], w[-1]) for c in centres):
+        parts = (self.projection, self.query_centers, self.key_centers)
+        w, *centers = map(np.shape, parts)
+        if any(len(c) < 2 or (*c[:-2], c[-1]) != (*w[:-2], w[-1]) for c in centers):
             raise ValueError(
-                "projection must be [..., num_features, dim], query_centres and key_centres "
-                f"[..., clusters, dim], got {w}, {centres[0]} and {centres[1]}."
+                "projection must be [..., num_features, dim], query_centers and key_centers "
+                f"[..., clusters, dim], got {w}, {centers[0]} and {centers[1]}."
             )
         return w
 
@@ -108,12 +108,12 @@ class ClusteredHybrid(FeatureMap, static=("kernel",)):
         """
         projection = ClusteredProjection.of(projection)
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        queries = checks.floating("query_centres", projection.query_centres)
-        keys = checks.floating("key_centres", projection.key_centres)
-        for name, centres in (("query_centres", queries), ("key_centres", keys)):
-            if centres.ndim != 2 or centres.shape[0] < 1 or centres.shape[1] != x.shape[-1]:
+        queries = checks.floating("query_centers", projection.query_centers)
+        keys = checks.floating("key_centers", projection.key_centers)
+        for name, centers in (("query_centers", queries), ("key_centers", keys)):
+            if centers.ndim != 2 or centers.shape[0] < 1 or centers.shape[1] != x.shape[-1]:
                 raise ValueError(
-                    f"{name} must be [clusters, {x.shape[-1]}], at least one, got {centres.shape}."
+                    f"{name} must be [clusters, {x.shape[-1]}], at least one, got {centers.shape}."
                 )
         mine = queries if side == "query" else keys
         offsets = x[..., None, :] - jnp.broadcast_to(mine, (*x.shape[:-1], *mine.shape))
@@ -122,7 +122,7 @@ class ClusteredHybrid(FeatureMap, static=("kernel",)):
         log_scale = jnp.zeros_like(x[..., :1])
         for i in range(queries.shape[0]):
             for j in range(keys.shape[0]):
-                base = _centred(x, projection, queries[i], keys[j], side, self.kernel)
+                base = _centerd(x, projection, queries[i], keys[j], side, self.kernel)
                 member = nearest == (i if side == "query" else j)
                 # The zero weight is applied in log space, because the features of an estimator that
                 # is tuned to other clusters may overflow here.
@@ -131,21 +131,21 @@ class ClusteredHybrid(FeatureMap, static=("kernel",)):
         return weighted_sum(bases, [jnp.ones_like(log_scale) for _ in bases], log_scale)
 
 
-def _centred(
+def _centerd(
     x: Float[Array, "*batch dim"],
     projection: ClusteredProjection,
-    query_centre: Float[Array, " dim"],
-    key_centre: Float[Array, " dim"],
+    query_center: Float[Array, " dim"],
+    key_center: Float[Array, " dim"],
     side: Side,
     kernel: Kernel,
 ) -> LogFeatures:
-    r"""Returns features of :math:`\mathbb E\, e^{w \cdot (Ax + A^{-1} y)}`, tuned to two centres.
+    r"""Returns features of :math:`\mathbb E\, e^{w \cdot (Ax + A^{-1} y)}`, tuned to two centers.
 
-    A is diagonal. An entry is real where the two centres differ in sign, which gives positive
+    A is diagonal. An entry is real where the two centers differ in sign, which gives positive
     features, and imaginary where they agree, which gives trigonometric ones. The moduli of the
-    entries minimise the mean of :math:`|Ax + A^{-1}y|^2` over the two clusters.
+    entries minimize the mean of :math:`|Ax + A^{-1}y|^2` over the two clusters.
     """
-    q, r = query_centre.astype(x.dtype), key_centre.astype(x.dtype)
+    q, r = query_center.astype(x.dtype), key_center.astype(x.dtype)
     longest = jnp.maximum(jnp.max(jnp.abs(q)), jnp.max(jnp.abs(r)))
     least = jnp.finfo(x.dtype).eps * (1 + longest)  # Keeps the ratio finite at a coordinate of 0.
     variance = jnp.square(jnp.asarray(projection.spread, x.dtype)) + least**2
@@ -177,7 +177,7 @@ def clustered_hybrid_features(
 ) -> Float[Array, "*batch features"]:
     r"""Returns clustering-based hybrid features.
 
-    Each pair of a query cluster with centre q and a key cluster with centre r has a base estimator
+    Each pair of a query cluster with center q and a key cluster with center r has a base estimator
 
     .. math::
         \hat K = \operatorname{Re} \frac1m \sum_i \exp\bigl(w_i \cdot (A x + A^{-1} y)
@@ -185,7 +185,7 @@ def clustered_hybrid_features(
         A_{jj}^2 = -\operatorname{sgn}(q_j r_j) \sqrt{\frac{r_j^2 + s^2}{q_j^2 + s^2}},
 
     where s is the spread of the clusters. With s = 0 the estimator has no variance at (q, r). The
-    weight of a pair of clusters is one for the queries and keys that are nearest to its centres and
+    weight of a pair of clusters is one for the queries and keys that are nearest to its centers and
     zero for all others. So exactly one base estimator serves each pair of a query and a key, and
     the estimate is unbiased.
 

@@ -184,7 +184,7 @@ def hyperbolic_features(
     with :math:`c = 1` for the Gaussian kernel and :math:`\tfrac12` for the softmax kernel. The
     product :math:`\phi(x) \cdot \phi(y)` is the mean of :math:`\cosh(w_i \cdot (x + y))` times the
     prefactors of x and y. It is an unbiased estimate of the kernel, never negative, and exact at
-    y = -x. The coupling **orthogonal** suits this map best: a simplex moves rows towards each
+    y = -x. The coupling **orthogonal** suits this map best: a simplex moves rows toward each
     other's negatives, and the pairs contain these negatives already.
 
     Args:
@@ -226,7 +226,7 @@ def optimal_positive_features(
     parameter: Real[ArrayLike, ""],
     kernel: Kernel = "gaussian",
 ) -> Float[Array, "*batch num_features"]:
-    r"""Returns optimal positive random features (FAVOR++, OPRF, generalised exponential features).
+    r"""Returns optimal positive random features (FAVOR++, OPRF, generalized exponential features).
 
     .. math::
         \phi(x)_i = \tfrac{1}{\sqrt m} (1 - 4A)^{d/4}

@@ -119,7 +119,7 @@ class FeatureMap(abc.ABC):
         """True if products of features estimate exp(x . y) itself, and no multiple of it.
 
         A map of another kernel says so by ``estimates_softmax = False`` in the class, or by a
-        static field ``kernel``, which is then ``"gaussian"``. It cannot share a normaliser with
+        static field ``kernel``, which is then ``"gaussian"``. It cannot share a normalizer with
         exact attention.
         """
         return getattr(self, "kernel", "softmax") == "softmax"

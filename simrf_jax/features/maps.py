@@ -6,7 +6,7 @@ from simrf_jax.features.clustered import ClusteredHybrid
 from simrf_jax.features.exponential import Hyperbolic, OptimalPositive, Positive
 from simrf_jax.features.feature_map import FEATURE_MAPS, Custom, named
 from simrf_jax.features.folded import Folded
-from simrf_jax.features.generalised import Elu, Relu
+from simrf_jax.features.generalized import Elu, Relu
 from simrf_jax.features.learned import Learned
 from simrf_jax.features.log_space import LogFeatures
 from simrf_jax.features.trigonometric import Phase, Trigonometric

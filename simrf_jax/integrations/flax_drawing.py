@@ -54,7 +54,7 @@ class Drawing:
             if kind not in (jax.Array, BipolarProjection):
                 raise ValueError(
                     f"feature_map={feature_map!r} takes a {kind.__name__}, which the adapters "
-                    "cannot draw: a ClusteredProjection takes the centres of clusters of queries "
+                    "cannot draw: a ClusteredProjection takes the centers of clusters of queries "
                     "and keys, for example. Call simrf_jax.random_feature_attention with it."
                 )
         if self.num_weights is not None and BipolarProjection not in kinds:

@@ -160,7 +160,7 @@ def factor(
 def _shortest_segments(mask: Mask) -> Mask:
     """Returns ``[*batch, T]`` of ``[*batch, heads, T, T]``: numbers of the segments.
 
-    Two neighbours are in one segment if some query on one side sees a key on the other side, or
+    Two neighbors are in one segment if some query on one side sees a key on the other side, or
     beyond it.
     """
     xp: Any = np if isinstance(mask, np.ndarray) else jnp
@@ -176,10 +176,10 @@ def _shortest_segments(mask: Mask) -> Mask:
 
 
 def _no_product(shape: tuple[int, ...], no_segments: str | None, *, is_causal: bool) -> str:
-    """Returns the sentences that say why a mask cannot be honoured."""
+    """Returns the sentences that say why a mask cannot be honored."""
     factors = ["a mask of queries", "a mask of keys"]
     factors += ["the causal mask"] if is_causal else []
-    factors += ["a mask of segments of neighbours"] if no_segments is None else []
+    factors += ["a mask of segments of neighbors"] if no_segments is None else []
     product = f"{', '.join(factors[:-1])} and {factors[-1]}"
     field = "packed=True"
     if no_segments == NEEDS_PACKED:
@@ -188,7 +188,7 @@ def _no_product(shape: tuple[int, ...], no_segments: str | None, *, is_causal: b
     hints += f" {no_segments}" if no_segments else ""
     return (
         f"{field}: the mask of shape {shape} is not a product of {product}.{hints} Linear "
-        "attention can honour no other."
+        "attention can honor no other."
     )
 
 

@@ -24,7 +24,7 @@ class LayerReport(NamedTuple):
     Attributes:
       relative_error: Relative error of the attention weights; see ``simrf_jax.AttentionReport``.
       output_error: Relative error of the outputs.
-      row_sum_mean: Mean ratio of the sums of the rows before normalisation, ideally 1.
+      row_sum_mean: Mean ratio of the sums of the rows before normalization, ideally 1.
       effective_rank: Effective rank of the weights that the features imply.
       softmax_effective_rank: Effective rank of the softmax weights.
       mean_squared_distance: Mean of :math:`|x + y|^2` over all queries x and keys y of the batch,
@@ -120,7 +120,7 @@ def report_of_calls(
       relative_error: Relative squared error of the kernel, for the number of features needed.
 
     Raises:
-      ValueError: If an adapter has seen no call or a mask that it cannot honour, or relative_error
+      ValueError: If an adapter has seen no call or a mask that it cannot honor, or relative_error
         is not positive.
     """
     reports = ModelReport()
@@ -141,7 +141,7 @@ def report_of_calls(
 def _report(name: str, seen: SeenCall, relative_error: float) -> LayerReport:
     """Returns the report of one layer."""
     if not bool(seen.is_valid):
-        raise ValueError(f"The mask of the adapter {name!r} cannot be honoured: its output is NaN.")
+        raise ValueError(f"The mask of the adapter {name!r} cannot be honored: its output is NaN.")
     mechanism, request = seen.mechanism, seen.request
     real = None if request.real is None else jnp.swapaxes(request.real[..., 0], -1, -2)
     report = report_of(mechanism.estimator(), request.call, real=real)

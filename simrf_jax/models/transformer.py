@@ -1,4 +1,4 @@
-"""Transformer layers and their stack, unrolled or scanned, with or without rematerialisation."""
+"""Transformer layers and their stack, unrolled or scanned, with or without rematerialization."""
 
 from __future__ import annotations
 

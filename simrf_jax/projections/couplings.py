@@ -32,7 +32,7 @@ class CouplingRule(NamedTuple):
       blocks: Function of (num_features, dim, row-block mode) that returns the row blocks as a list
         of ``EqualRowBlocks``. Their directions are fixed.
       least_dim: Least dimension in which the coupling exists.
-      weight_dependent: True if ``minimise_resultant`` then arranges the directions to suit the
+      weight_dependent: True if ``minimize_resultant`` then arranges the directions to suit the
         norms of the rows.
     """
 
@@ -63,7 +63,7 @@ def has_room(coupling: Coupling, dim: int, name: str = "coupling") -> None:
         raise ValueError(f"{name}={coupling!r} needs dim of at least {least_dim}, got dim={dim}.")
 
 
-def minimise_resultant(
+def minimize_resultant(
     directions: Float[Array, "rows coordinates"],
     norms: Float[Array, " rows"],
     *,
@@ -90,7 +90,7 @@ def minimise_resultant(
       >>> import jax.numpy as jnp
       >>> triangle = jnp.array([[1.0, 0.0], [-0.5, 0.75**0.5], [-0.5, -(0.75**0.5)]])
       >>> norms = jnp.array([3.0, 4.0, 5.0])
-      >>> s = minimise_resultant(triangle, norms)
+      >>> s = minimize_resultant(triangle, norms)
       >>> bool(jnp.linalg.norm(norms @ triangle) > 1), bool(jnp.linalg.norm(norms @ s) < 1e-5)
       (True, True)
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from simrf_jax.projections.couplings import COUPLED, Coupling, minimise_resultant
+from simrf_jax.projections.couplings import COUPLED, Coupling, minimize_resultant
 from simrf_jax.projections.norms import Norms, draw_norms, fixed_norm
 from simrf_jax.projections.rotations import ROTATIONS, Rotation
 from simrf_jax.projections.row_blocks import BlockMode, EqualRowBlocks
@@ -71,7 +71,7 @@ def _draw_directions(
         key: Key[Array, ""],
     ) -> Float[Array, "rows dim"]:
         if num_sweeps is not None:
-            directions = minimise_resultant(directions, lengths, num_sweeps=num_sweeps)
+            directions = minimize_resultant(directions, lengths, num_sweeps=num_sweeps)
         return ROTATIONS[rotation].rotate(key, directions, dim)
 
     keys = jax.random.split(key, sum(each.repeats for each in row_blocks))

@@ -327,7 +327,7 @@ class Projection(StructuredProjection):
             raise TypeError(
                 "projection must have rows of equal weight here, got a Projection with log "
                 "weights, which only positive, hyperbolic, optimal positive and calibrated "
-                "features can honour."
+                "features can honor."
             )
         is_dense, rows = self.is_dense, cast(Any, self.rows)
         if is_dense:

@@ -108,7 +108,7 @@ def redraw_projections(
     Raises:
       TypeError: If the key is not typed, ``options`` is not a ``DrawOptions`` or ``mesh`` is not a
         ``jax.sharding.Mesh``, or if no key can draw a leaf: a ``ClusteredProjection``, whose
-        centres were fitted, a ``Projection`` with other weights than those of the options, or with
+        centers were fitted, a ``Projection`` with other weights than those of the options, or with
         fast rows that do not say how they were drawn.
       ValueError: If a projection was drawn by other options than those given, if none are given
         and a projection does not say how it was drawn, if a leaf is not an array of at least two

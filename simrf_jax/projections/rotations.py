@@ -33,7 +33,7 @@ def haar_rotation(
     .. math:: Q = H_1 H_2 \cdots H_n \operatorname{diag}(-\operatorname{sign} x_{kk})
 
     has the law of the first n columns of a Haar matrix. Q is the factor Q of a Gaussian matrix's QR
-    decomposition, including the sign correction, but that matrix is neither formed nor factorised.
+    decomposition, including the sign correction, but that matrix is neither formed nor factorized.
 
     Args:
       key: A typed PRNG key.

@@ -47,7 +47,7 @@ class RowBlock(NamedTuple):
 
 
 def simplex_vertices(num_vertices: int) -> Float64[np.ndarray, "{num_vertices} coordinates"]:
-    r"""Returns the unit vectors from the centre of a regular simplex to its vertices.
+    r"""Returns the unit vectors from the center of a regular simplex to its vertices.
 
     For r vertices the unit vectors are
 

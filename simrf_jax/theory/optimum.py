@@ -91,7 +91,7 @@ def optimal_directions(norms: ArrayLike, v: float, dim: int) -> OptimalDirection
 def against_the_rest(
     directions: Directions, norms: Float64[np.ndarray, " m"], num_sweeps: int = NUM_SWEEPS
 ) -> Directions:
-    """Computes ``projections.couplings.minimise_resultant`` in float64 NumPy.
+    """Computes ``projections.couplings.minimize_resultant`` in float64 NumPy.
 
     From the simplex it leads to the directions of ``simplex_plus``.
 

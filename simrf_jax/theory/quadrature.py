@@ -38,7 +38,7 @@ def phi_rule(dim: int) -> Rule:
     """
     roots, weights = np.polynomial.legendre.leggauss(_ANGLES)
     # The substitution phi = (pi / 2) u^2 on half of the range puts nodes where (1 + c sin(phi))^k
-    # peaks: towards 0 for c < 0, where the peak has width 1/k, and towards pi/2 for c > 0.
+    # peaks: toward 0 for c < 0, where the peak has width 1/k, and toward pi/2 for c > 0.
     u = (roots + 1) / 2
     sines = np.sin(np.pi / 2 * u**2)
     log_weights = np.log(weights * u) + (dim - 1) * np.log(sines)

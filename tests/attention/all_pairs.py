@@ -20,7 +20,7 @@ def log_features(q, k, w, *, scale=None, formula=formulas.positive):
 
 
 def estimated(q, k, w, *, visible=True, **options):
-    """Un-normalised rows in float64, and their shift in logs, ``[N, T, S]`` and ``[N, T, 1]``."""
+    """Un-normalized rows in float64, and their shift in logs, ``[N, T, S]`` and ``[N, T, 1]``."""
     log, sign = log_features(q, k, w, **options)
     log = np.where(np.broadcast_to(visible, log.shape[:-1])[..., None], log, -np.inf)
     shift = log.max(axis=(-2, -1), keepdims=True)
@@ -39,7 +39,7 @@ def softmax(q, k, *, scale=None, visible=True):
     return np.exp(logits - shift), shift
 
 
-def normalised(kernel):
+def normalized(kernel):
     """Rows that sum to one, or zeros."""
     total = kernel.sum(axis=-1, keepdims=True)
     return np.where(total == 0, 0, kernel / np.where(total == 0, 1, total))

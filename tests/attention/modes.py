@@ -212,7 +212,7 @@ def both(*, causal=False, packed=False, decode=False, **shape):
 
 
 def joint(name="positive", *, causal=False, packed=False, decode=False, **shape):
-    """An exact band and random features beyond it, under one normaliser."""
+    """An exact band and random features beyond it, under one normalizer."""
     band = {"exact_bandwidth": BANDWIDTH}
     library = LIBRARY.get(name, Library(name))
 

@@ -124,7 +124,7 @@ def test_the_target_has_no_gradient():
 
 @pytest.mark.slow
 def test_small_weights_have_gradients():
-    """Weights that float32 cannot hold still pull the features towards them."""
+    """Weights that float32 cannot hold still pull the features toward them."""
     q = jnp.array([[[20.0, 0.0]]])
     k = jnp.array([[[-20.0, 0.0]], [[20.0, 0.0]]])
 

@@ -1,4 +1,4 @@
-"""An exact band beside random features, under one normaliser; other files have all modes."""
+"""An exact band beside random features, under one normalizer; other files have all modes."""
 
 import dataclasses
 
@@ -64,7 +64,7 @@ def test_scales_of_either_sign(scale):
 def test_the_far_field_keeps_its_digits_where_the_band_has_nearly_all_weight():
     """Sums over all keys minus those over the band would leave nothing of the far field."""
     q, k, v = inputs(LENGTH, scale=0.5)
-    k[15] = 40 * q[15]  # In the bands of its neighbours it outweighs the far field by far.
+    k[15] = 40 * q[15]  # In the bands of its neighbors it outweighs the far field by far.
     w = projection(64)
 
     def far_part(value):

@@ -7,7 +7,7 @@ import pytest
 import simrf_jax
 from simrf_jax import attention_matrix, attention_report, random_feature_attention
 from tests import formulas
-from tests.attention.all_pairs import estimated, normalised, softmax
+from tests.attention.all_pairs import estimated, normalized, softmax
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import relative_error
 from tests.tiers import slow_but
@@ -44,7 +44,7 @@ def test_positive_maps_against_float64(name, scale, is_causal):
     q, k, _ = inputs(length=24, dim=16, scale=scale)
     w = projection(40, 16)
     visible = np.tri(24, dtype=bool) if is_causal else True
-    expected = normalised(estimated(q, k, w, visible=visible, formula=POSITIVE[name])[0])
+    expected = normalized(estimated(q, k, w, visible=visible, formula=POSITIVE[name])[0])
     actual = attention_matrix(q, k, w, feature_map=name, is_causal=is_causal)
     assert actual.dtype == jnp.float32
     assert relative_error(actual, expected) < (1e-5 if scale < 16 else 5e-5)
@@ -59,7 +59,7 @@ def test_signed_maps_against_float64(name, scale, is_causal):
     q, k, _ = inputs(length=12, dim=16, scale=scale)
     w = projection(2_000, 16, coupling="orthogonal")
     visible = np.tri(12, dtype=bool) if is_causal else True
-    expected = normalised(estimated(q, k, w, visible=visible, formula=SIGNED[name])[0])
+    expected = normalized(estimated(q, k, w, visible=visible, formula=SIGNED[name])[0])
     actual = attention_matrix(q, k, w, feature_map=name, is_causal=is_causal)
     assert relative_error(actual, expected) < 1e-5
 
@@ -145,7 +145,7 @@ def test_causal_with_padding():
     np.testing.assert_array_equal(weights[0], 0)
     np.testing.assert_array_equal(weights[1, :, 7:], 0)
     visible = np.tri(7, 6, dtype=bool)
-    expected = normalised(estimated(q[1, :7], k[1, :6], w, visible=visible)[0])
+    expected = normalized(estimated(q[1, :7], k[1, :6], w, visible=visible)[0])
     assert relative_error(weights[1, :, :7, :6], expected) < 1e-5
 
     def loss(q, k, w):
@@ -216,7 +216,7 @@ def test_other_dtypes(dtype):
         q, k = (jnp.asarray(x, dtype) for x in inputs()[:2])
         w = jnp.asarray(projection(), jnp.float64 if dtype == jnp.float64 else jnp.float32)
         actual = attention_matrix(q, k, w)
-        expected = normalised(estimated(q, k, w)[0])
+        expected = normalized(estimated(q, k, w)[0])
         assert actual.dtype == jnp.promote_types(dtype, jnp.float32)
         assert relative_error(actual, expected) < (1e-14 if dtype == jnp.float64 else 1e-5)
 
@@ -247,7 +247,7 @@ def expected_report(q, k, w, *, value=None, visible=True, **options):
     options.pop("formula", None)
     exact, exact_shift = softmax(q, k, visible=visible, **options)
     seen = np.broadcast_to(visible, exact.shape).any(axis=-1)
-    implied, weights = normalised(kernel), normalised(exact)
+    implied, weights = normalized(kernel), normalized(exact)
     outputs = None
     if value is not None:
         value = (
@@ -304,7 +304,7 @@ def test_segments_and_exact_bands(name):
     if "segment_ids" in options:
         numbers = np.array([0, 0, 0, 1, 1, 2, 2, 2, 2])  # An id that comes again begins a segment.
         visible = visible & (numbers[:, None] == numbers)
-    exact = normalised(softmax(q, k, visible=visible)[0])
+    exact = normalized(softmax(q, k, visible=visible)[0])
     np.testing.assert_allclose(
         report.relative_error,
         np.linalg.norm(weights - exact, axis=(-2, -1)) / np.linalg.norm(exact, axis=(-2, -1)),

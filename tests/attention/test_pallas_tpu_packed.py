@@ -96,7 +96,7 @@ def test_the_gradients_in_units_of_halves(length, options):
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [MODES["causal"], MODES["bidirectional"]], ids=str)
 def test_small_exponents_beside_large_ones(options):
-    """A segment keeps its digits, however large the features of its neighbours are."""
+    """A segment keeps its digits, however large the features of its neighbors are."""
     q, k, v = inputs(LENGTH, heads=1)
     sizes = np.array([30, 0.1, 20, 0.1, 30, 0.1])[NUMBERS]
     k = k * sizes[:, None, None].astype(np.float32)

@@ -32,7 +32,7 @@ DEFAULT = ("packed, causal", "decoding", "near, packed", "near and far")
 
 
 def modes(*default):
-    """Parametrises over all modes; those that are not named are slow."""
+    """Parametrizes over all modes; those that are not named are slow."""
     return pytest.mark.parametrize(
         "name",
         [pytest.param(name, marks=() if name in default else pytest.mark.slow) for name in MODES],

@@ -147,7 +147,7 @@ def lines(table):
 
 @pytest.mark.fast
 def test_attentions_with_one_program_share_a_line():
-    assert pods.utilisation(rows()[1], rows()) == pytest.approx(0.1)
+    assert pods.utilization(rows()[1], rows()) == pytest.approx(0.1)
     [line] = lines(pods.step_table(rows()))
     assert line.startswith("| v3:4x4, dots, scanned | simplex, orthogonal | 17.00 of 16 | no |")
     assert line.endswith("| 1.25 | 100000.00 |  | 10% | 2 all-reduce | 3 | 9 s |")

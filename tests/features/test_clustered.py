@@ -23,11 +23,11 @@ def clustered_estimate(x, y, p, kernel="softmax"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_clustered_hybrid_has_no_variance_at_the_centres(kernel):
+def test_clustered_hybrid_has_no_variance_at_the_centers(kernel):
     for seed in range(5):
         p = clustered(seed=seed)
-        actual = clustered_estimate(p.query_centres, p.key_centres, p, kernel)
-        expected = KERNELS[kernel](p.query_centres, p.key_centres)
+        actual = clustered_estimate(p.query_centers, p.key_centers, p, kernel)
+        expected = KERNELS[kernel](p.query_centers, p.key_centers)
         np.testing.assert_allclose(actual, expected, rtol=1e-4)
 
 
@@ -41,14 +41,14 @@ def test_clustered_estimate_is_its_definition(spread):
 
 
 def clustered_by_definition(x, y, p):
-    """Returns the mean of complex exponentials tuned to the nearest centres, in float64."""
-    w, q, r = (np.asarray(a, np.float64) for a in (p.projection, p.query_centres, p.key_centres))
+    """Returns the mean of complex exponentials tuned to the nearest centers, in float64."""
+    w, q, r = (np.asarray(a, np.float64) for a in (p.projection, p.query_centers, p.key_centers))
     expected = np.zeros((len(x), len(y)))
     for i, j in np.ndindex(len(x), len(y)):
-        centre_x = q[np.argmin(np.linalg.norm(q - x[i], axis=1))]
-        centre_y = r[np.argmin(np.linalg.norm(r - y[j], axis=1))]
-        modulus = ((centre_y**2 + p.spread**2) / (centre_x**2 + p.spread**2)) ** 0.25
-        a = modulus * np.where(centre_x * centre_y < 0, 1, 1j)
+        center_x = q[np.argmin(np.linalg.norm(q - x[i], axis=1))]
+        center_y = r[np.argmin(np.linalg.norm(r - y[j], axis=1))]
+        modulus = ((center_y**2 + p.spread**2) / (center_x**2 + p.spread**2)) ** 0.25
+        a = modulus * np.where(center_x * center_y < 0, 1, 1j)
         u, v = a * np.float64(x[i]), np.float64(y[j]) / a
         terms = np.exp(w @ (u + v) - u @ u / 2 - v @ v / 2)
         expected[i, j] = terms.real.mean()
@@ -56,7 +56,7 @@ def clustered_by_definition(x, y, p):
 
 
 @pytest.mark.slow
-def test_a_centre_on_an_axis_does_not_cost_the_others_their_digits():
+def test_a_center_on_an_axis_does_not_cost_the_others_their_digits():
     w = simrf_jax.draw_projection(jax.random.key(0), 64, 3)
     q, r = np.float32([[0, 1, 0.5], [1, 1, 0.5]]), np.float32([[1, 1, -0.5]])
     p = simrf_jax.ClusteredProjection(w, q, r)
@@ -84,7 +84,7 @@ def test_clustered_hybrid_is_unbiased(spread, kernel):
     def one(key):
         w = simrf_jax.draw_projection(key, 9, 4, coupling="orthogonal")
         p = clustered()
-        p = simrf_jax.ClusteredProjection(w, p.query_centres, p.key_centres, spread)
+        p = simrf_jax.ClusteredProjection(w, p.query_centers, p.key_centers, spread)
         return clustered_estimate(x, y, p, kernel)[0, 0]
 
     samples = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), 20_000))
@@ -92,7 +92,7 @@ def test_clustered_hybrid_is_unbiased(spread, kernel):
 
 
 @pytest.mark.slow
-def test_tuning_to_the_spread_pays_around_centres_with_a_small_coordinate():
+def test_tuning_to_the_spread_pays_around_centers_with_a_small_coordinate():
     q, r = np.float32([[1.0, 0.02, -0.5, 0.3]]), np.float32([[0.8, 0.5, 0.4, -0.02]])
     x, y = q + 0.3 * vectors(n=20, scale=1), r + 0.3 * vectors(n=20, scale=1, seed=1)
     exact = np.exp(np.sum(x * y, axis=1))
@@ -122,15 +122,15 @@ def test_attention_by_clusters():
 
 @pytest.mark.slow
 def test_half_precision_inputs_are_widened_before_distances_are_computed():
-    centres = np.float16([[300] * 4, [-300] * 4])
-    far = simrf_jax.ClusteredProjection(clustered().projection, centres, centres[:1], 1.0)
+    centers = np.float16([[300] * 4, [-300] * 4])
+    far = simrf_jax.ClusteredProjection(clustered().projection, centers, centers[:1], 1.0)
     x = np.full(4, -2, np.float16)
     phi = simrf_jax.clustered_hybrid_features(x, far, side="query", kernel="gaussian")
-    np.testing.assert_array_equal(phi[:10], 0)  # Nearest to the second centre.
+    np.testing.assert_array_equal(phi[:10], 0)  # Nearest to the second center.
 
 
 @pytest.mark.slow
-def test_gradients_far_from_all_centres_are_no_nan():
+def test_gradients_far_from_all_centers_are_no_nan():
     # Features of other clusters overflow at this size.
     far = 8 * vectors()
     gradient = jax.grad(
@@ -170,7 +170,7 @@ def test_nan_stays_nan():
                 feature_map="clustered_hybrid",
             ),
             ValueError,
-            r"key_centres \[\.\.\., clusters, dim\], got \(1, 9, 4\), \(7, 4\)",
+            r"key_centers \[\.\.\., clusters, dim\], got \(1, 9, 4\), \(7, 4\)",
         ),
         (
             lambda x, p: simrf_jax.clustered_hybrid_features(x, p.projection, side="key"),
@@ -182,14 +182,14 @@ def test_nan_stays_nan():
                 x, simrf_jax.ClusteredProjection(p.projection, x[:0], x), side="key"
             ),
             ValueError,
-            r"query_centres must be \[clusters, 4\], at least one, got \(0, 4\)",
+            r"query_centers must be \[clusters, 4\], at least one, got \(0, 4\)",
         ),
         (
             lambda x, p: simrf_jax.clustered_hybrid_features(
                 x, simrf_jax.ClusteredProjection(p.projection, x, x[:, :3]), side="key"
             ),
             ValueError,
-            r"key_centres must be \[clusters, 4\], at least one, got \(7, 3\)",
+            r"key_centers must be \[clusters, 4\], at least one, got \(7, 3\)",
         ),
     ],
 )
@@ -203,9 +203,9 @@ def heads():
     """Returns queries, keys and values of 2 heads, and W, centers and spreads of each."""
     keys = jax.random.split(jax.random.key(3), 2)
     w = jax.vmap(lambda key: simrf_jax.draw_projection(key, 8, 4))(keys)
-    centres = (np.stack([vectors(n, seed=n), vectors(n, seed=5 + n)]) for n in (3, 2))
+    centers = (np.stack([vectors(n, seed=n), vectors(n, seed=5 + n)]) for n in (3, 2))
     q, k, v = 0.3 * jax.random.normal(jax.random.key(0), (3, 1, 6, 2, 4))
-    return (q, k, v), (w, *centres, jnp.array([0.2, 0.4]))
+    return (q, k, v), (w, *centers, jnp.array([0.2, 0.4]))
 
 
 def attend(tokens, projection):
@@ -241,10 +241,10 @@ def test_one_spread_serves_a_stack(heads):
 def test_the_spread_has_a_gradient_in_attention():
     q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 6, 1, 4))
     w = simrf_jax.draw_projection(jax.random.key(1), 8, 4)
-    query_centres, key_centres = vectors(n=3, seed=5), vectors(n=2, seed=6)
+    query_centers, key_centers = vectors(n=3, seed=5), vectors(n=2, seed=6)
 
     def attend(spread):
-        p = simrf_jax.ClusteredProjection(w, query_centres, key_centres, spread)
+        p = simrf_jax.ClusteredProjection(w, query_centers, key_centers, spread)
         out = simrf_jax.random_feature_attention(q, k, v, p, feature_map="clustered_hybrid")
         return jnp.sum(jnp.square(out))
 

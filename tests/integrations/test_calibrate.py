@@ -256,7 +256,7 @@ def test_groups_of_query_heads_scales_and_lengths_count_as_in_attention():
         key_mask=positions < lengths["key_value_seq_lengths"][:, None],
     )
     assert_trees_close(get_value(adapter.feature_map), expected)
-    # Neighbours share a key head.
+    # Neighbors share a key head.
     first = q[0, :, :3].sum((0, 1)) + q[1, :7, :3].sum((0, 1))
     np.testing.assert_allclose(expected.query_mean[0], -(0.5**0.5) * first / 81, rtol=1e-4)
 

@@ -208,7 +208,7 @@ def call_linen(*, call=None, attention=None, **options):
         ({"block": "round"}, "block must be one of"),
         ({"rotation": "qr"}, "rotation must be one of"),
         ({"feature_map": "cosine"}, "feature_map must be one of"),
-        ({"feature_map": "clustered_hybrid"}, "takes the centres of clusters"),
+        ({"feature_map": "clustered_hybrid"}, "takes the centers of clusters"),
         ({"num_weights": 4}, "num_weights is for angular_hybrid and gaussian_hybrid, got 4"),
         ({"exact_bandwidth": -1}, "exact_bandwidth must be at least 0, got -1"),
         (

@@ -188,7 +188,7 @@ def test_refuses_other_heads_than_it_was_made_for():
     [
         ({"feature_maps": "positive"}, TypeError, "feature_maps must be a tuple of feature maps"),
         ({"feature_maps": ("cosine",)}, ValueError, "feature_map must be one of"),
-        ({"feature_maps": ("clustered_hybrid",)}, ValueError, "takes the centres of clusters"),
+        ({"feature_maps": ("clustered_hybrid",)}, ValueError, "takes the centers of clusters"),
         ({"num_weights": 2}, ValueError, "num_weights is for angular_hybrid .* got 2"),
         ({"num_features": (4, 4)}, ValueError, "one for each feature map, got 2 for 1"),
         ({"bandwidth": -1}, ValueError, "bandwidth must be at least 0, got -1"),

@@ -44,7 +44,7 @@ HONOURED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HONOURED)
 @pytest.mark.parametrize("kind", KINDS)
-def test_honours(kind, name):
+def test_honors(kind, name):
     both = both_of(kind)
     options = {name.removeprefix("negative "): HONOURED[name]}
     calls = {**both.calls(), "function": both.function}

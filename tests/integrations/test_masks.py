@@ -87,7 +87,7 @@ def causal_or_not(is_causal):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("jit", [True, False])
-def test_masks_that_are_products_are_honoured(name, jit):
+def test_masks_that_are_products_are_honored(name, jit):
     mask, is_causal = MASKS[name]
     q, k, v = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
     calls, programs, w = causal_or_not(is_causal)

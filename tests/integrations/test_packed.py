@@ -192,7 +192,7 @@ def test_what_adapters_without_packed_say_under_jit(mask, match, caplog):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_unsaid")
-def test_masks_that_are_honoured_say_nothing_and_programs_may_do_without_the_callback(caplog):
+def test_masks_that_are_honored_say_nothing_and_programs_may_do_without_the_callback(caplog):
     call = KINDS["random features"](HEADS, DIM, packed=True).nnx
     mask = jnp.asarray(MASKS["padding, segments"][0])
 

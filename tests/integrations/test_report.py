@@ -227,5 +227,5 @@ def test_refuses_masks_that_are_no_products_under_jit():
     module = nnx_attention(factored_masks=True)
     mask = np.abs(np.subtract.outer(np.arange(7), np.arange(7))) < 2
     call = nnx.jit(lambda m, mask: m(tokens(2, 7), mask=mask))
-    with pytest.raises(ValueError, match="The mask of the adapter 'attention_fn' cannot be honour"):
+    with pytest.raises(ValueError, match="The mask of the adapter 'attention_fn' cannot be honor"):
         nnx_adapter.attention_report(module, mask, call=call)

@@ -174,7 +174,7 @@ def test_hybrids_refuse_weighted_rows(api):
 
 
 @pytest.mark.parametrize("name", ["trigonometric", "relu"])
-def test_maps_that_cannot_honour_weights_refuse_them(name):
+def test_maps_that_cannot_honor_weights_refuse_them(name):
     with pytest.raises(TypeError, match="got a Projection with log weights"):
         nnx_attention(feature_map=name, norms="radau")(*qkv())
 

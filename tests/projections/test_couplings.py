@@ -7,7 +7,7 @@ import scipy.special
 import scipy.stats
 
 from simrf_jax import draw_projection
-from simrf_jax.projections.couplings import minimise_resultant
+from simrf_jax.projections.couplings import minimize_resultant
 from simrf_jax.projections.row_blocks import simplex_vertices
 from tests.standard_errors import assert_less
 
@@ -29,7 +29,7 @@ def test_sweeps_agree_with_a_float64_loop(num_rows, dim, num_sweeps):
     vertices = simplex_vertices(num_rows)
     norms = scipy.stats.chi.rvs(dim, size=num_rows, random_state=num_rows)
     expected = sweeps_in_numpy(vertices, norms, num_sweeps)
-    actual = minimise_resultant(
+    actual = minimize_resultant(
         jnp.asarray(vertices, jnp.float32), jnp.asarray(norms, jnp.float32), num_sweeps=num_sweeps
     )
     np.testing.assert_allclose(actual, expected, atol=1e-5)
@@ -68,7 +68,7 @@ def test_more_sweeps_close_it_further():
 def test_a_norm_above_the_sum_of_the_others_ends_antialigned(num_rows):
     norms = jnp.asarray([10.0] + [1.0] * (num_rows - 1))
     vertices = jnp.asarray(simplex_vertices(num_rows), jnp.float32)
-    s = minimise_resultant(vertices, norms, num_sweeps=30)
+    s = minimize_resultant(vertices, norms, num_sweeps=30)
     np.testing.assert_allclose(s[1:] @ s[0], -1, atol=1e-5)
     np.testing.assert_allclose(jnp.linalg.norm(s, axis=1), 1, rtol=1e-5)
 
@@ -76,10 +76,10 @@ def test_a_norm_above_the_sum_of_the_others_ends_antialigned(num_rows):
 @pytest.mark.fast
 def test_equal_norms_leave_the_simplex_and_zero_norms_do_no_harm():
     vertices = jnp.asarray(simplex_vertices(5), jnp.float32)
-    np.testing.assert_allclose(minimise_resultant(vertices, jnp.ones(5)), vertices, atol=1e-6)
-    s = minimise_resultant(vertices, jnp.asarray([1.0, 0.0, 0.0, 0.0, 0.0]))
+    np.testing.assert_allclose(minimize_resultant(vertices, jnp.ones(5)), vertices, atol=1e-6)
+    s = minimize_resultant(vertices, jnp.asarray([1.0, 0.0, 0.0, 0.0, 0.0]))
     np.testing.assert_allclose(jnp.linalg.norm(s, axis=1), 1, rtol=1e-5)
-    np.testing.assert_array_equal(minimise_resultant(vertices, jnp.zeros(5)), vertices)
+    np.testing.assert_array_equal(minimize_resultant(vertices, jnp.zeros(5)), vertices)
 
 
 def conformity(directions, norms, v):
@@ -104,7 +104,7 @@ def test_conformity_lies_between_simplex_and_the_numerical_optimum():
     dim, v, num_draws = 6, 1.0, 100
     vertices = np.pad(simplex_vertices(dim), ((0, 0), (0, 1)))
     norms = scipy.stats.chi.rvs(dim, size=(num_draws, dim), random_state=0)
-    arrange = jax.jit(jax.vmap(minimise_resultant, in_axes=(None, 0)))
+    arrange = jax.jit(jax.vmap(minimize_resultant, in_axes=(None, 0)))
     arranged = np.asarray(
         arrange(jnp.asarray(vertices, jnp.float32), jnp.asarray(norms, jnp.float32)), np.float64
     )

@@ -88,8 +88,8 @@ def test_row_norms_are_chi_distributed_and_independent(coupling):
     norms = np.linalg.norm(draw_many(4_000, 7, dim, coupling=coupling), axis=-1)
     for row in norms.T:
         assert scipy.stats.kstest(row, "chi", (dim,)).pvalue > 1e-4
-    normalised = norms - scipy.stats.chi.mean(dim)
-    assert_mean(normalised[:, 0] * normalised[:, 1], 0)
+    normalized = norms - scipy.stats.chi.mean(dim)
+    assert_mean(normalized[:, 0] * normalized[:, 1], 0)
 
 
 @pytest.mark.slow

@@ -88,7 +88,7 @@ def test_cross_polytopes_are_full_but_for_the_last(block):
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 8])
-def test_neighbours_in_a_cross_polytope_are_negatives_of_each_other(num_rows):
+def test_neighbors_in_a_cross_polytope_are_negatives_of_each_other(num_rows):
     s = CrossPolytope(num_rows).directions()
     row = np.arange(num_rows)
     gram = np.eye(num_rows) - (row[:, None] == (row ^ 1))

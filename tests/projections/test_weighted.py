@@ -1,4 +1,4 @@
-"""Weighted projections: their shapes, the maps that honour their weights, and the others."""
+"""Weighted projections: their shapes, the maps that honor their weights, and the others."""
 
 import chex
 import jax

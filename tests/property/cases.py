@@ -61,7 +61,7 @@ class Program(_Brief):
     """Everything that is known when attention is compiled.
 
     Attributes:
-      mechanism: "features", "band", "blend" of both, or both "joint" under one normaliser.
+      mechanism: "features", "band", "blend" of both, or both "joint" under one normalizer.
       mode: One of ``MODES``.
       batch: Leading shape.
       length: Number T of queries.

@@ -31,7 +31,7 @@ def vectors(rng, length, dim, norm):
 
 
 def outputs(query, key, value, factors=1.0):
-    """Returns normalised attention to one head, with factors on the kernel ``[..., T, S]``."""
+    """Returns normalized attention to one head, with factors on the kernel ``[..., T, S]``."""
     kernel = np.exp(query @ key.T) * factors
     return kernel @ value / np.sum(kernel, axis=-1, keepdims=True)
 
@@ -132,7 +132,7 @@ def test_shared_norms_raise_the_error_of_the_kernel_and_lower_that_of_attention(
 @pytest.mark.fast
 def test_what_all_keys_share_cancels():
     # A common part of all keys is a factor of the estimates only to first order, unlike a constant
-    # value, which any normalised attention returns.
+    # value, which any normalized attention returns.
     rng = np.random.default_rng(2)
     query, key = vectors(rng, 3, 6, 1.0), vectors(rng, 5, 6, 1.0)
     got = predicted(query, key, np.ones((5, 2)), 8, coupling="simplex")

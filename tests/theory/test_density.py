@@ -14,9 +14,9 @@ COSINE = {"orthogonal": lambda d: 0.0, "simplex": lambda d: -1 / (d - 1)}
 
 @pytest.mark.parametrize("coupling", COUPLINGS)
 @pytest.mark.parametrize("dim", [2, 3, 4, 7, 64, 127, 1024])
-def test_is_normalised_and_has_the_second_moment(dim, coupling):
-    centre = np.sqrt(2 * dim)
-    w = np.linspace(max(0, centre - 15), centre + 15, 20001)
+def test_is_normalized_and_has_the_second_moment(dim, coupling):
+    center = np.sqrt(2 * dim)
+    w = np.linspace(max(0, center - 15), center + 15, 20001)
     p = resultant_norm_pdf(w, dim, coupling=coupling)
     mean_norm = np.sqrt(2) * scipy.special.poch(dim / 2, 0.5)
     cosine = 0 if coupling == "iid" else COSINE[coupling](dim)
@@ -29,8 +29,8 @@ def test_is_normalised_and_has_the_second_moment(dim, coupling):
 @pytest.mark.parametrize("dim", [3, 8, 65])
 def test_of_the_simplex_is_the_integral_over_both_norms(dim):
     # w^2 = a^2 + b^2 + 2 c a b with a, b = r cos(phi / 2), r sin(phi / 2).
-    centre = np.sqrt(2 * dim)
-    for w in [1e-3, 0.3, centre - 1, centre, centre + 4, 30.0]:
+    center = np.sqrt(2 * dim)
+    for w in [1e-3, 0.3, center - 1, center, center + 4, 30.0]:
         got = resultant_norm_pdf(w, dim, coupling="simplex")
         np.testing.assert_allclose(got, float(_polar_integral(mpf(float(w)), dim)), rtol=1e-11)
 
@@ -124,9 +124,9 @@ def test_at_any_angle_is_the_integral_over_one_norm(dim, cosine):
 @pytest.mark.slow
 @pytest.mark.parametrize("cosine", [-1, -0.97, 0.5, 1])
 @pytest.mark.parametrize("dim", [2, 3, 64, 1024])
-def test_at_any_angle_is_normalised_and_has_the_second_moment(dim, cosine):
-    centre = np.sqrt(2 * dim * (1 + cosine))
-    w = np.linspace(max(0, centre - 15), centre + 15, 2001)
+def test_at_any_angle_is_normalized_and_has_the_second_moment(dim, cosine):
+    center = np.sqrt(2 * dim * (1 + cosine))
+    w = np.linspace(max(0, center - 15), center + 15, 2001)
     p = resultant_norm_pdf(w, dim, cosine=cosine)
     mean_norm = np.sqrt(2) * scipy.special.poch(dim / 2, 0.5)
     np.testing.assert_allclose(scipy.integrate.simpson(p, x=w), 1, rtol=1e-6)

@@ -4,7 +4,7 @@ import pytest
 import scipy.optimize
 from mpmath import mp, mpf
 
-from simrf_jax.projections.couplings import minimise_resultant
+from simrf_jax.projections.couplings import minimize_resultant
 from simrf_jax.projections.row_blocks import simplex_vertices
 from simrf_jax.theory import log_conformity_of_rows, optimal_directions
 from simrf_jax.theory.optimum import (
@@ -60,7 +60,7 @@ def test_mean_over_norms():
     [(2, 2, 1.0), (2, 3, 2.0), (3, 3, 3.0), (6, 4, 1e-3), (8, 9, 0.1), (8, 9, 10.0), (32, 32, 1.0)],
 )
 def test_is_the_global_optimum(dim, m, v):
-    # In the cosines G the problem is convex: minimise f(G) over G >= 0 with diagonal 1. Let S be
+    # In the cosines G the problem is convex: minimize f(G) over G >= 0 with diagonal 1. Let S be
     # the gradient minus the multipliers of the diagonal. Then f(G) - f* is at most -m times the
     # least eigenvalue of S.
     norms = chi(m, dim, m)
@@ -74,7 +74,7 @@ def test_is_the_global_optimum(dim, m, v):
     np.fill_diagonal(gradient, 0)
     multipliers = np.sum(gradient * (s @ s.T), axis=1)
     certificate = np.linalg.eigvalsh(gradient - np.diag(multipliers))
-    # With a dominating norm, and at large v, the optimiser's tolerance is visible.
+    # With a dominating norm, and at large v, the optimizer's tolerance is visible.
     assert certificate[0] > -2e-3 * certificate[-1]
 
 
@@ -126,16 +126,16 @@ def test_gradient():
 
 def test_sweeps_are_those_of_the_projection():
     norms = chi(3, 6, 7)
-    expected = minimise_resultant(
+    expected = minimize_resultant(
         jnp.asarray(simplex_vertices(7), jnp.float32), jnp.asarray(norms, jnp.float32)
     )
     got = against_the_rest(simplex_vertices(7), norms)
     np.testing.assert_allclose(got, expected, atol=2e-5)
     assert np.linalg.norm(norms @ against_the_rest(got, norms)) < 1e-10
     # Two rows that cancel leave the third without a direction to turn to, so it stays.
-    cancelled = np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]])
-    got = against_the_rest(cancelled, np.array([1.0, 1.0, 0.0]))
-    np.testing.assert_array_equal(got, cancelled)
+    canceled = np.array([[1.0, 0.0], [-1.0, 0.0], [0.0, 1.0]])
+    got = against_the_rest(canceled, np.array([1.0, 1.0, 0.0]))
+    np.testing.assert_array_equal(got, canceled)
 
 
 @pytest.mark.parametrize(

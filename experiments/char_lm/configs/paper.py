@@ -1,10 +1,10 @@
 """Small language models of the help pages that Python ships, with seven kinds of attention.
 
 The near and the far field are those of FMMformers (arXiv:2108.02347). An exact band and random
-features under one normaliser are those of ``random_feature_attention(exact_bandwidth=...)``.
+features under one normalizer are those of ``random_feature_attention(exact_bandwidth=...)``.
 
 Shows:     how much of the gap between the far field and softmax attention the near field closes,
-           and what one normaliser and calibrated features add
+           and what one normalizer and calibrated features add
 Command:   python -m experiments.char_lm.main --workdir=runs/char_lm
 Hardware:  two CPU cores, which other programs used too
 Time:      44 minutes for the four kinds without an exact band

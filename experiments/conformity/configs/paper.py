@@ -1,7 +1,7 @@
 """Figs. 2 to 5 of Simplex Random Features (arXiv:2301.13856), and means over many draws of norms.
 
 Shows:     the couplings in 2 and 3 dimensions, the conformity of rows with given norms while it is
-           optimised, and the density of |w_i + w_j|
+           optimized, and the density of |w_i + w_j|
 Command:   python -m experiments.conformity.main --workdir=runs/conformity
 Hardware:  two CPU cores
 Time:      a minute
@@ -22,5 +22,5 @@ def get_config() -> ConfigDict:
     config.num_couplings = 100  # Draws of iid directions, as in the caption of Fig. 4.
     config.num_projections = 50_000  # Draws for the histograms of Fig. 5. Our choice.
     config.num_draws = 10_000  # Draws of norms for the table of means. Our choice.
-    config.num_optimised = 2_000  # The first of these draws, which are also optimised numerically.
+    config.num_optimized = 2_000  # The first of these draws, which are also optimized numerically.
     return config

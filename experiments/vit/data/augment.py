@@ -68,10 +68,10 @@ def resize(image: PIL.Image.Image, box: Box, side: int) -> PIL.Image.Image:
 def mixup(
     images: np.ndarray, labels: np.ndarray, *, weights: np.ndarray, num_classes: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Mixes each image with its neighbour, rows 0 and 1, 2 and 3, and so on.
+    """Mixes each image with its neighbor, rows 0 and 1, 2 and 3, and so on.
 
     ``images[i] = weights[i] * images[i] + (1 - weights[i]) * images[i ^ 1]``, and the same of the
-    one-hot labels. Neighbours are on one host, whatever the number of hosts.
+    one-hot labels. Neighbors are on one host, whatever the number of hosts.
 
     Args:
       images: ``[batch, height, width, channels]``; batch is even.
@@ -133,7 +133,7 @@ def randaugment(
       Cubuk et al., RandAugment: Practical Automated Data Augmentation with a Reduced Search Space
       (NeurIPS 2020), Sec. 3, for the fourteen operations; their ranges are those that torchvision
       gives them, in which a larger magnitude always distorts more. Where the paper's own code
-      solarises and posterises less at a larger one, this does not follow it.
+      solarizes and posterizes less at a larger one, this does not follow it.
     """
     operations = tuple(OPERATIONS.values())
     for _ in range(num_layers):

@@ -284,7 +284,7 @@ def _mix(batch: Batch, positions: np.ndarray, config: ConfigDict, num_classes: i
         return batch
     rngs = _generators(config, shuffle.MIXUP, positions)
     drawn = np.array([rng.beta(alpha, alpha) for rng in rngs])
-    # The larger share is an image's own, or neighbours would often become two of the same mixture.
+    # The larger share is an image's own, or neighbors would often become two of the same mixture.
     weights = np.maximum(drawn, 1 - drawn)
     images, labels = augment.mixup(
         batch["image"], batch["label"], weights=weights, num_classes=num_classes

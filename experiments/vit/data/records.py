@@ -24,7 +24,7 @@ class Prepared(NamedTuple):
     """A data set of TensorFlow Datasets with the features image and label.
 
     Attributes:
-      test_split: The labelled split that is not trained on.
+      test_split: The labeled split that is not trained on.
       manual_files: Files that nobody may download without an account.
       manual_source: Address of these files.
     """

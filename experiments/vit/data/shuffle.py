@@ -54,7 +54,7 @@ class Place(NamedTuple):
 class Windows:
     """Shuffles examples in windows, which are made of blocks that one request can read.
 
-    A batch is cut into lanes of ``LANE`` neighbouring images. In each epoch the blocks are put into
+    A batch is cut into lanes of ``LANE`` neighboring images. In each epoch the blocks are put into
     a new order, and each lane gets an equal part of it, which it shuffles window by window. So a
     lane reads few files at a time, a host reads the blocks of its own lanes alone, and the batches
     do not depend on how many hosts share the lanes. An epoch leaves out what cannot be shared

@@ -33,7 +33,7 @@ def train_flops(model: ViTConfig) -> int:
     """Counts operations in the matrix products of a forward and a backward pass for one image.
 
     The gradient of a product takes two more of its size, one where an operand needs no gradient:
-    the images, and the projections W. What is elementwise, the optimiser, redraws, products that
+    the images, and the projections W. What is elementwise, the optimizer, redraws, products that
     a step takes once for all images, and what ``remat`` computes again do not count, so that the
     rate is that of the model's own work.
 
@@ -51,7 +51,7 @@ def train_flops(model: ViTConfig) -> int:
 
     References:
       Chowdhery et al., PaLM: Scaling Language Modeling with Pathways (JMLR 2023), App. B, for the
-      utilisation of a model's FLOPs.
+      utilization of a model's FLOPs.
     """
     c, tokens = model, model.num_tokens
     patches = tokens - (c.pooling == "token")

@@ -113,7 +113,7 @@ def describe(model: trained.Trained, exported: jax.export.Exported) -> dict[str,
             "shape": ["batch", *model.program.model.image_size, model.program.model.channels],
             "dtype": "float32",
             "range": [-1, 1],
-            "channels": {1: "grey", 3: "RGB"}.get(model.program.model.channels),
+            "channels": {1: "gray", 3: "RGB"}.get(model.program.model.channels),
             "preprocessing": (
                 f"The square in the middle whose side is {config.eval_crop} of the shorter one, "
                 f"resized (bilinear, smoothed where it shrinks) to {config.image_size} x "

@@ -60,7 +60,7 @@ LABELS = {
 STYLES = {
     "exact": {**style.STYLES["exact"], "marker": "o"},
     "simplex": {**style.STYLES["simplex"], "marker": "^"},
-    # The colour of calibrated features in the figures of experiments/swap.
+    # The color of calibrated features in the figures of experiments/swap.
     "calibrated": {"color": "#D55E00", "linestyle": "--", "marker": "P"},
 }
 

@@ -17,7 +17,7 @@ from experiments.harness.mistakes import UserError
 from simrf_jax.models import ViTConfig
 
 # Images are split over data and fsdp, parameters over fsdp and tensor, tokens over sequence. The
-# last axes exchange most, and are the nearest neighbours of a pod.
+# last axes exchange most, and are the nearest neighbors of a pod.
 AXES = ("data", "fsdp", "tensor", "sequence")
 BATCH = PartitionSpec(("data", "fsdp"))
 
@@ -38,7 +38,7 @@ class Rule(NamedTuple):
     spec: PartitionSpec
 
 
-# The first that matches counts. The moments of the optimiser have the paths of their parameters in
+# The first that matches counts. The moments of the optimizer have the paths of their parameters in
 # theirs, and so their shardings.
 RULES = (
     Rule("attention/(query|key|value)/kernel$", PartitionSpec("fsdp", "tensor", None)),

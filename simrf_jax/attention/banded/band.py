@@ -123,7 +123,7 @@ def banded_attention(
     with k the bandwidth and b the bias; positions count from 0 in queries and keys. It is the band
     of ``jax.nn.dot_product_attention``, whose layout, defaults and mask meaning it has, in time and
     memory :math:`O(T k)`: blocks of queries attend to the keys around them. FMMformers add a far
-    field to it, ``random_feature_attention``, and normalise each field by itself.
+    field to it, ``random_feature_attention``, and normalize each field by itself.
 
     Args:
       query: ``[..., T, N, H]``: T queries of N heads, with any leading batch shape.
@@ -140,11 +140,11 @@ def banded_attention(
         there on are zero.
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
       segment_ids: Integers ``[..., T]``, for self-attention (T = S): of several sequences packed
-        into one, each attends to itself. Neighbours with equal ids belong to one segment.
+        into one, each attends to itself. Neighbors with equal ids belong to one segment.
       block_size: Queries in a block; by default the bandwidth, but at least 32. Each block copies
         ``block_size + 2 bandwidth`` keys. Short blocks need more memory, long ones more time.
       sequence_axis: The mesh axis, or a tuple of them, that shards the length, for as many keys as
-        queries; see ``random_feature_attention``. Each device sends its neighbours the keys within
+        queries; see ``random_feature_attention``. Each device sends its neighbors the keys within
         the bandwidth of the border between them, and no others.
 
     Returns:

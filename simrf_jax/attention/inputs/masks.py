@@ -1,7 +1,7 @@
 """Masks, biases, sequence lengths and segments, and their effect on each key.
 
 Linear attention sums over the keys once for all queries, so it can weigh or hide a key for all
-queries of a head, but not for one query alone. Everything it can honour of a mask, a bias and
+queries of a head, but not for one query alone. Everything it can honor of a mask, a bias and
 lengths is one array: a log weight for each key.
 """
 
@@ -93,7 +93,7 @@ def one_row(
     if differs_between_queries(x):
         raise ValueError(
             f"{name} of shape {x.shape} may differ between queries, which linear attention "
-            "cannot honour: it sums over the keys once for all queries. What works: a key-padding "
+            "cannot honor: it sums over the keys once for all queries. What works: a key-padding "
             f"{name} with a query axis of size 1 ([batch..., 1, 1, key length], such as "
             f"{name}[..., :1, :] if all queries share it), is_causal, key_value_seq_lengths, "
             f"query_seq_lengths{', and factored_masks in the Flax adapters' * (name == 'mask')}."

@@ -15,7 +15,7 @@ from simrf_jax.features import LogFeatures
 
 
 class KernelRows(NamedTuple):
-    """An un-normalised attention matrix, kernel * exp(log_scale), in range at any scale.
+    """An un-normalized attention matrix, kernel * exp(log_scale), in range at any scale.
 
     Attributes:
       kernel: ``[*batch, N, T, S]``.

@@ -38,7 +38,7 @@ def distillation_loss(
     weights do not underflow, and have gradients. Time is O(T S num_features), and memory
     O(S (T + num_features)) also with gradients.
 
-    Minimise it over the arrays of ``feature_maps.Learned`` to learn a feature map for the queries
+    Minimize it over the arrays of ``feature_maps.Learned`` to learn a feature map for the queries
     and keys of a trained model. Give the bandwidth with which the map is used: the weights alone
     leave a factor of each query open, which matters beside an exact band.
 

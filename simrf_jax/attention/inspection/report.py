@@ -20,7 +20,7 @@ class AttentionReport(NamedTuple):
     r"""The error of random-feature attention, in float64 NumPy, one number for each head.
 
     With A the softmax weights, :math:`\hat A` those that the features imply, and :math:`Z_t` and
-    :math:`\hat Z_t` the sums of their rows before normalisation (after it they are one by
+    :math:`\hat Z_t` the sums of their rows before normalization (after it they are one by
     construction). A head in which no query sees a key has no error.
 
     Attributes:
@@ -223,7 +223,7 @@ def _compare_row_sums(
 def _effective_rank(
     matrix: Float64[np.ndarray, "*batch rows columns"],
 ) -> Float64[np.ndarray, "*batch"]:
-    """Returns the exponential of the entropy of the normalised singular values; 0 for zeros."""
+    """Returns the exponential of the entropy of the normalized singular values; 0 for zeros."""
     finite = np.isfinite(matrix).all(axis=(-2, -1))
     # LAPACK raises on NaN.
     singular = np.linalg.svd(np.where(finite[..., None, None], matrix, 0), compute_uv=False)

@@ -90,7 +90,7 @@ class NearProgram(NamedTuple):
     def bytes_taken(self) -> int:
         """Estimate of the bytes that the program of the gradient takes."""
         window = 1 + 2 * -(-self.bandwidth // LANES)
-        # Each tile of a window and its neighbours twice, as the next ones are loaded ahead: keys
+        # Each tile of a window and its neighbors twice, as the next ones are loaded ahead: keys
         # and values, and queries, the gradients of their sums, and rows in float32.
         of_keys = 2 * window + 2
         of_queries = self.groups * (2 * window + 1)

@@ -1,4 +1,4 @@
-"""Exact attention to a band of keys and random features for all others, under one normaliser.
+"""Exact attention to a band of keys and random features for all others, under one normalizer.
 
 Query t sees the keys s < t - bandwidth by their features. Once all keys are moved ``bandwidth``
 positions later, these are the keys before position t, so the scan of causal attention reads them,

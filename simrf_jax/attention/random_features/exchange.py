@@ -160,7 +160,7 @@ def state_beyond(
 
 
 class Passage(NamedTuple):
-    """The effect of some neighbouring devices on the state that flows through them.
+    """The effect of some neighboring devices on the state that flows through them.
 
     Attributes:
       state: State of their keys that are seen beyond them.

@@ -70,7 +70,7 @@ class Adapter(nn.Module):
     ) -> jax.Array:
         r"""Returns the attention of queries to keys, as ``nn.dot_product_attention`` does.
 
-        Keywords that linear attention cannot honour are refused.
+        Keywords that linear attention cannot honor are refused.
 
         Args:
           query: ``[..., T, N, H]``.

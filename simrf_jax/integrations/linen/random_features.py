@@ -86,7 +86,7 @@ class RandomFeatureAttention(Adapter):
       rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
         ``simrf_jax.draw_projection``.
       norms: Law of the row norms; see ``simrf_jax.draw_projection``. ``"radau"`` needs positive,
-        hyperbolic or similar features, which honour weights; hybrids and optimal positive features
+        hyperbolic or similar features, which honor weights; hybrids and optimal positive features
         refuse it, and the latter ``"sqrt_dim"`` as well. With ``coupling="cross_polytope"``,
         ``"pair"`` and ``"shared"`` save half the products with W for positive, optimal positive and
         calibrated features: of each pair, rows 2i and 2i + 1, only the first is read.
@@ -104,7 +104,7 @@ class RandomFeatureAttention(Adapter):
         masks takes O(T S) memory: for long sequences pass masks of the keys alone.
       packed: True also takes the masks of packed sequences, for self-attention: a product as with
         ``factored_masks`` that has ``make_attention_mask(ids, ids, jnp.equal)`` as another factor,
-        where neighbours with equal ids are one segment. For long sequences pass the ids themselves
+        where neighbors with equal ids are one segment. For long sequences pass the ids themselves
         as the mask, integers ``[..., 1, 1, T]`` with 0 for padding: ``mask=ids[:, None, None]``
         takes O(T) memory, and mesh axes may shard T. With ``decode`` there are no segments.
       decode: True takes each call for the next tokens of the sequences in the cache.
@@ -120,7 +120,7 @@ class RandomFeatureAttention(Adapter):
 
     Raises:
       TypeError: When called, if a switch is neither True nor False or a keyword is unknown.
-      ValueError: When called, if a name is unknown, if linear attention cannot honour the mask, if
+      ValueError: When called, if a name is unknown, if linear attention cannot honor the mask, if
         dropout, sown attention weights, an algorithm for products or einsums of one's own are asked
         for, or if ``decode`` has no cache or may not change it.
 

@@ -41,7 +41,7 @@ def attention_report(
     Raises:
       TypeError: If relative_error is no number.
       ValueError: If no adapter is a ``RandomFeatureAttention``, one decodes, saw no tokens or a
-        mask that it cannot honour, or relative_error is not positive.
+        mask that it cannot honor, or relative_error is not positive.
 
     Example:
       >>> import jax

@@ -41,7 +41,7 @@ class FMMAttention(Adapter):
       rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
         ``simrf_jax.draw_projection``.
       norms: Law of the row norms; see ``simrf_jax.draw_projection``. ``"radau"`` needs positive,
-        hyperbolic or similar features, which honour weights; hybrids and optimal positive features
+        hyperbolic or similar features, which honor weights; hybrids and optimal positive features
         refuse it, and the latter ``"sqrt_dim"`` as well.
       num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
         time and the state of hybrids grow with its product with ``num_features``.
@@ -57,7 +57,7 @@ class FMMAttention(Adapter):
         masks takes O(T S) memory: for long sequences pass masks of the keys alone.
       packed: True also takes the masks of packed sequences, for self-attention: a product as with
         ``factored_masks`` that has ``make_attention_mask(ids, ids, jnp.equal)`` as another factor,
-        where neighbours with equal ids are one segment. For long sequences pass the ids themselves
+        where neighbors with equal ids are one segment. For long sequences pass the ids themselves
         as the mask, integers ``[..., 1, 1, T]`` with 0 for padding: ``mask=ids[:, None, None]``
         takes O(T) memory, and mesh axes may shard T. With ``decode`` there are no segments.
       decode: True takes each call for the next tokens of the sequences in the cache, which holds

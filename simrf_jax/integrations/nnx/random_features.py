@@ -78,7 +78,7 @@ class RandomFeatureAttention(Adapter):
       rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
         ``simrf_jax.draw_projection``.
       norms: Law of the row norms; see ``simrf_jax.draw_projection``. ``"radau"`` needs positive,
-        hyperbolic or similar features, which honour weights; hybrids and optimal positive features
+        hyperbolic or similar features, which honor weights; hybrids and optimal positive features
         refuse it, and the latter ``"sqrt_dim"`` as well. With ``coupling="cross_polytope"``,
         ``"pair"`` and ``"shared"`` save half the products with W for positive, optimal positive and
         calibrated features: of each pair, rows 2i and 2i + 1, only the first is read.
@@ -96,7 +96,7 @@ class RandomFeatureAttention(Adapter):
         masks takes O(T S) memory: for long sequences pass masks of the keys alone.
       packed: True also takes the masks of packed sequences, for self-attention: a product as with
         ``factored_masks`` that has ``make_attention_mask(ids, ids, jnp.equal)`` as another factor,
-        where neighbours with equal ids are one segment. For long sequences pass the ids themselves
+        where neighbors with equal ids are one segment. For long sequences pass the ids themselves
         as the mask, integers ``[..., 1, 1, T]`` with 0 for padding: ``mask=ids[:, None, None]``
         takes O(T) memory, and mesh axes may shard T. With ``decode`` there are no segments.
       decode: True takes each call for the next tokens of the sequences in the cache.
@@ -115,7 +115,7 @@ class RandomFeatureAttention(Adapter):
     Raises:
       TypeError: If a size is not an integer, a switch is neither True nor False, or a keyword is
         unknown.
-      ValueError: If a name is unknown; when called, if linear attention cannot honour the mask, if
+      ValueError: If a name is unknown; when called, if linear attention cannot honor the mask, if
         dropout, sown attention weights or an algorithm for products are asked for, or if ``decode``
         has no cache.
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import integrate
 
-from experiments.conformity import conformity, couplings, densities, optimisation
+from experiments.conformity import conformity, couplings, densities, optimization
 from experiments.conformity.configs import paper
 from experiments.harness import resumable
 from experiments.harness.mistakes import UserError
@@ -22,7 +22,7 @@ SMALL = {
     "num_couplings": 20,
     "num_projections": 2000,
     "num_draws": 400,
-    "num_optimised": 120,
+    "num_optimized": 120,
 }
 
 
@@ -52,7 +52,7 @@ def test_program_prints_the_table_and_leaves_figures(program):
     workdir, printed = program
     assert "| simplex | 2.3491 | 2.181826 |" in printed
     assert "Of what the optimum gains over the simplex, simplex_plus has 0.6" in printed
-    for name in ("couplings", "optimisation", "densities"):
+    for name in ("couplings", "optimization", "densities"):
         assert (workdir / f"{name}.png").stat().st_size > 20_000
     assert_no_figure_costs_results(conformity.run, tiny(), workdir)
 
@@ -70,10 +70,10 @@ def test_results_agree_with_closed_forms(program):
         assert np.sum(row["histogram"]) * 0.1 == pytest.approx(1)
     assert drawn["simplex_plus"]["closed_form"] is None
     # The last two numbers are means of many more draws.
-    for name, value in (closed | {"simplex_plus": 2.1369, "optimised": 2.1178}).items():
+    for name, value in (closed | {"simplex_plus": 2.1369, "optimized": 2.1178}).items():
         gain, error = many[name]["gain"], many[name]["gain_standard_error"]
         assert abs(gain - (closed["simplex"] - value)) <= 5 * error
-    assert many["optimised"]["num_draws"] == 120
+    assert many["optimized"]["num_draws"] == 120
     share = many["share"]
     assert abs(share["mean"] - 0.7) < 5 * share["standard_error"]
 
@@ -98,48 +98,48 @@ def test_lengths_have_the_density_of_theory(coupling):
 
 @pytest.mark.fast
 def test_iid_conformity_is_the_mean_over_directions():
-    norms = optimisation.draw_norms(key(), 1, 4)
-    directions = optimisation.draw_directions(key(1), 4000, 4)
-    samples = optimisation.conformity(norms, directions, 1.0)
-    assert_mean(samples, optimisation.iid_conformity(norms, 1.0)[0])
+    norms = optimization.draw_norms(key(), 1, 4)
+    directions = optimization.draw_directions(key(1), 4000, 4)
+    samples = optimization.conformity(norms, directions, 1.0)
+    assert_mean(samples, optimization.iid_conformity(norms, 1.0)[0])
 
 
 @pytest.mark.fast
 def test_norms_are_chi():
-    assert_mean(optimisation.draw_norms(key(), 4000, 6).ravel() ** 2, 6)
+    assert_mean(optimization.draw_norms(key(), 4000, 6).ravel() ** 2, 6)
 
 
 @pytest.mark.slow
 def test_sweeps_are_those_of_the_library():
     w = np.asarray(draw_projection(key(), 6, 6, coupling="simplex_plus"), np.float64)
     norms, simplex = np.linalg.norm(w, axis=1), simplex_vertices(6)
-    swept = optimisation.swept_conformity(norms[None], simplex, np.arange(4), 1.0)
+    swept = optimization.swept_conformity(norms[None], simplex, np.arange(4), 1.0)
     assert swept[3] == pytest.approx(np.exp(theory.log_conformity_of_rows(1.0, w)), rel=1e-5)
     by_numpy = [
-        optimisation.conformity(norms, against_the_rest(simplex, norms, n), 1.0) for n in range(4)
+        optimization.conformity(norms, against_the_rest(simplex, norms, n), 1.0) for n in range(4)
     ]
     np.testing.assert_allclose(swept, by_numpy, rtol=1e-5)
 
 
 def test_curves_go_down_to_where_they_belong():
-    curves = optimisation.curves(key(), 1.0, 6, 60, 400)
+    curves = optimization.curves(key(), 1.0, 6, 60, 400)
     levels = [curves[name] for name in ("iid", "orthogonal", "simplex")]
-    ends = [curves["simplex_plus"][-1], curves["optimised_from_iid"][-1]]
+    ends = [curves["simplex_plus"][-1], curves["optimized_from_iid"][-1]]
     assert levels + ends == sorted(levels + ends, reverse=True)
     assert curves["simplex_plus"][0] == pytest.approx(curves["simplex"], rel=1e-6)
     error = curves["iid_deviation"] / 400**0.5
     assert abs(curves["iid_sample_mean"] - curves["iid"]) < 5 * error
-    way = curves["optimised_from_iid"]
+    way = curves["optimized_from_iid"]
     assert len(way) == 61
     assert np.all(np.diff(way) <= 0)
-    assert way[-1] == pytest.approx(curves["optimised"], rel=1e-5)
+    assert way[-1] == pytest.approx(curves["optimized"], rel=1e-5)
     assert curves["simplex_plus_from_iid"][0] == pytest.approx(way[0], rel=1e-6)
 
 
 @pytest.mark.fast
 def test_simplex_plus_needs_the_simplex_to_start_from():
-    norms = optimisation.draw_norms(key(), 1000, 6)
-    draws = optimisation.of_draws(key(1), norms, 1.0)
+    norms = optimization.draw_norms(key(), 1000, 6)
+    draws = optimization.of_draws(key(1), norms, 1.0)
     assert_less(draws["simplex_plus"], draws["simplex"])
     assert_less(draws["simplex"], draws["simplex_plus_from_iid"])
 
@@ -148,11 +148,11 @@ def test_simplex_plus_needs_the_simplex_to_start_from():
 def test_share_is_a_ratio_of_means():
     simplex = np.array([3.0, 2.0, 4.0])
     draws = {"simplex": simplex, "simplex_plus": simplex - [0.1, 0.3, 0.2]}
-    results = optimisation.summary(draws, simplex[:2] - [0.2, 0.6])
+    results = optimization.summary(draws, simplex[:2] - [0.2, 0.6])
     assert results["share"]["mean"] == pytest.approx(0.5)
     assert results["share"]["standard_error"] == pytest.approx(0, abs=1e-12)
     assert results["simplex_plus"]["gain"] == pytest.approx(0.2)
-    assert results["optimised"]["gain"] == pytest.approx(0.4)
+    assert results["optimized"]["gain"] == pytest.approx(0.4)
 
 
 @pytest.mark.slow
@@ -189,7 +189,7 @@ def test_bigger_norms_subtend_bigger_angles():
 
 @pytest.mark.slow
 def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
-    optimum, calls = optimisation.optimum, []
+    optimum, calls = optimization.optimum, []
 
     def stop_at_third(norms, v):
         calls.append(len(norms))
@@ -197,9 +197,9 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         return optimum(norms, v)
 
-    monkeypatch.setattr(optimisation, "optimum", stop_at_third)
+    monkeypatch.setattr(optimization, "optimum", stop_at_third)
     monkeypatch.setattr(conformity, "BATCH", 4)
-    norms = optimisation.draw_norms(key(), 10, 6)
+    norms = optimization.draw_norms(key(), 10, 6)
     with pytest.raises(KeyboardInterrupt):
         conformity.optima(norms, 1.0, resumable.Pieces(tmp_path, tiny()))
     best = conformity.optima(norms, 1.0, resumable.Pieces(tmp_path, tiny()))
@@ -220,8 +220,8 @@ def test_a_stopped_run_goes_on_where_it_was(tmp_path, monkeypatch):
         ({"num_iterations": 0}, "config.num_iterations must be at least 1"),
         ({"num_couplings": 1}, "config.num_couplings must be at least 2, got 1"),
         ({"num_projections": 1}, "config.num_projections must be at least 2, got 1"),
-        ({"num_optimised": 1}, "config.num_optimised must be at least 2, got 1"),
-        ({"num_draws": 100}, "at least config.num_optimised, 120, got 100"),
+        ({"num_optimized": 1}, "config.num_optimized must be at least 2, got 1"),
+        ({"num_draws": 100}, "at least config.num_optimized, 120, got 100"),
         ({"seed": -1}, r"config.seed must be from 0 to 2\^32"),
     ],
 )

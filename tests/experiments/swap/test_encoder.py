@@ -42,10 +42,10 @@ def published_tensors(config):
     return {name: rng.normal(size=s).astype(np.float32) for name, s in shapes.items()}
 
 
-def normalised(x, tensors, name):
+def normalized(x, tensors, name):
     """Returns the layer norm of x in float64."""
-    centred = x - x.mean(-1, keepdims=True)
-    unit = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-12)
+    centerd = x - x.mean(-1, keepdims=True)
+    unit = centerd / np.sqrt((centerd**2).mean(-1, keepdims=True) + 1e-12)
     return unit * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
 
 
@@ -59,7 +59,7 @@ def bert(tokens, tensors, config):
     x = tensors["embeddings.word_embeddings.weight"][tokens].astype(np.float64)
     x = x + tensors["embeddings.position_embeddings.weight"][: len(tokens)]
     x = x + tensors["embeddings.token_type_embeddings.weight"][0]
-    x = normalised(x, tensors, "embeddings.LayerNorm")
+    x = normalized(x, tensors, "embeddings.LayerNorm")
     dim = config.width // config.num_heads
     for layer in range(config.depth):
         at = f"encoder.layer.{layer}"
@@ -70,10 +70,10 @@ def bert(tokens, tensors, config):
             weights = np.exp(q[:, part] @ k[:, part].T / np.sqrt(dim))
             heads.append(weights / weights.sum(-1, keepdims=True) @ v[:, part])
         attended = linear(np.concatenate(heads, -1), f"{at}.attention.output.dense")
-        x = normalised(x + attended, tensors, f"{at}.attention.output.LayerNorm")
+        x = normalized(x + attended, tensors, f"{at}.attention.output.LayerNorm")
         hidden = linear(x, f"{at}.intermediate.dense")
         hidden = hidden / 2 * (1 + erf(hidden / np.sqrt(2)))
-        x = normalised(x + linear(hidden, f"{at}.output.dense"), tensors, f"{at}.output.LayerNorm")
+        x = normalized(x + linear(hidden, f"{at}.output.dense"), tensors, f"{at}.output.LayerNorm")
     return x.mean(0)
 
 

@@ -44,10 +44,10 @@ def halves(size, mode="RGB"):
 
 
 def write(data_dir, name="imagenet2012", *, image=None, first_label=0, **splits):
-    """Prepares a data set of so many examples a split, labelled in order from the first label."""
+    """Prepares a data set of so many examples a split, labeled in order from the first label."""
     features = FEATURES[name] | {"label": tfds.features.ClassLabel(num_classes=100)}
-    grey = features["image"].shape[-1] == 1
-    image = image or encode(halves((28, 28) if grey else (24, 18), "L" if grey else "RGB"), "PNG")
+    gray = features["image"].shape[-1] == 1
+    image = image or encode(halves((28, 28) if gray else (24, 18), "L" if gray else "RGB"), "PNG")
     others = {key: value for key, value in OTHERS.items() if key in features}
 
     class Tiny(tfds.core.GeneratorBasedBuilder, skip_registration=True):
@@ -84,7 +84,7 @@ def get_config(data_dir, **changes):
 
 
 def rows(host, hosts):
-    """Neighbouring images for each host."""
+    """Neighboring images for each host."""
     return lambda batch_size: np.arange(batch_size).reshape(hosts, -1)[host]
 
 

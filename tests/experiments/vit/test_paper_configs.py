@@ -14,7 +14,7 @@ from experiments.vit.configs import imagenet2012
 from experiments.vit.data import pipeline, records
 from tests.experiments.vit import prepared
 
-# As the catalogue of TensorFlow Datasets has them.
+# As the catalog of TensorFlow Datasets has them.
 NUM_TRAIN = {
     "imagenet2012": 1_281_167,
     "fashion_mnist_b": 60_000,

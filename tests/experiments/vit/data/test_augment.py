@@ -101,13 +101,13 @@ def test_operations_do_what_their_names_say():
         np.testing.assert_array_equal(OPERATIONS[name](image, 1.0, 1.0), expected, err_msg=name)
     brighter = np.asarray(OPERATIONS["brightness"](image, 1.0, 1.0), float)
     np.testing.assert_allclose(brighter, np.minimum(1.9 * pixels, 255), atol=1)
-    grey = np.asarray(OPERATIONS["color"](image, 1.0, -1.0), float)
+    gray = np.asarray(OPERATIONS["color"](image, 1.0, -1.0), float)
     np.testing.assert_allclose(
-        np.ptp(grey, axis=2), 0.1 * np.ptp(pixels.astype(float), axis=2), atol=2
+        np.ptp(gray, axis=2), 0.1 * np.ptp(pixels.astype(float), axis=2), atol=2
     )
 
 
-def test_moves_go_as_far_as_they_should_and_fill_up_with_grey():
+def test_moves_go_as_far_as_they_should_and_fill_up_with_gray():
     image = noise((331, 40))
     right = np.asarray(OPERATIONS["translate_x"](image, 0.2, -1.0))
     np.testing.assert_array_equal(right[:, 30:], np.asarray(image)[:, :-30])

@@ -239,7 +239,7 @@ def test_crops_are_resized_to_the_size_of_the_model(folder):
 
 
 @pytest.mark.fast
-def test_mixup_mixes_neighbours_and_keeps_the_mass_of_labels(folder):
+def test_mixup_mixes_neighbors_and_keeps_the_mass_of_labels(folder):
     inputs = prepared.load(folder, augment__mixup=0.4, batch_size=200)
     plain = prepared.load(folder, batch_size=200).train_batch(0)
     mixed = inputs.train_batch(0)

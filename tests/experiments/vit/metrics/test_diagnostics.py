@@ -42,14 +42,14 @@ def numpy_loop(query, key, value, weights, draws):
             q, k, v = (np.float64(x[image, :, head]) for x in (query, key, value))
             q, k = q * q.shape[-1] ** -0.25, k * k.shape[-1] ** -0.25
 
-            def normalised(kernel):
+            def normalized(kernel):
                 return kernel / kernel.sum(-1, keepdims=True)
 
             def estimated(w, q=q, k=k):
                 of_q, of_k = (np.exp(x @ w.T - (x**2).sum(-1, keepdims=True) / 2) for x in (q, k))
-                return normalised(of_q @ of_k.T)
+                return normalized(of_q @ of_k.T)
 
-            exact = normalised(np.exp(q @ k.T))
+            exact = normalized(np.exp(q @ k.T))
             error = (estimated(np.float64(weights[head])) - exact) @ v
             errors.append(np.linalg.norm(error) / np.linalg.norm(exact @ v))
             drawn = [estimated(np.float64(w[head])) for w in draws]

@@ -1,4 +1,4 @@
-"""Fig. 4: the conformity of rows with given norms while their directions are optimised."""
+"""Fig. 4: the conformity of rows with given norms while their directions are optimized."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from experiments.conformity.densities import weight
 from experiments.harness import style, trials
 from simrf_jax import theory
-from simrf_jax.projections.couplings import NUM_SWEEPS, minimise_resultant
+from simrf_jax.projections.couplings import NUM_SWEEPS, minimize_resultant
 from simrf_jax.projections.row_blocks import simplex_vertices
 from simrf_jax.theory.optimum import descent
 
@@ -56,7 +56,7 @@ def arrange(norms: jax.Array, starts: jax.Array, num_sweeps: jax.Array) -> jax.A
       starts: Directions before the first sweep, ``[n, d, coordinates]``.
       num_sweeps: Number of sweeps of each draw, ``[n]``.
     """
-    sweep = jax.vmap(lambda a, s, number: minimise_resultant(s, a, num_sweeps=number))
+    sweep = jax.vmap(lambda a, s, number: minimize_resultant(s, a, num_sweeps=number))
     return sweep(norms, starts, num_sweeps)
 
 
@@ -80,7 +80,7 @@ def curves(key: jax.Array, v: float, dim: int, iterations: int, couplings: int) 
       v: Distance :math:`|x + y|`.
       dim: Dimension d, and number of rows.
       iterations: Number of iterations. One iteration of SimRF+ is a sweep over all rows.
-      couplings: Number of draws of iid directions. The optimisers start from the draw whose
+      couplings: Number of draws of iid directions. The optimizers start from the draw whose
         conformity is nearest to the mean.
 
     Returns:
@@ -92,7 +92,7 @@ def curves(key: jax.Array, v: float, dim: int, iterations: int, couplings: int) 
     start = random[np.argmin(np.abs(single - single.mean()))]
     steps = np.arange(iterations + 1)
     way = descent(start, norms[0], v, dim)
-    # The optimiser may converge early; its last point then stands for all later iterations.
+    # The optimizer may converge early; its last point then stands for all later iterations.
     way = way[np.minimum(steps, len(way) - 1)]
     return {
         "norms": norms[0].tolist(),
@@ -103,8 +103,8 @@ def curves(key: jax.Array, v: float, dim: int, iterations: int, couplings: int) 
         "simplex": float(conformity(norms, simplex, v)[0]),
         "simplex_plus": swept_conformity(norms, simplex, steps, v).tolist(),
         "simplex_plus_from_iid": swept_conformity(norms, start, steps, v).tolist(),
-        "optimised_from_iid": conformity(norms, way, v).tolist(),
-        "optimised": float(optimum(norms, v)[0]),
+        "optimized_from_iid": conformity(norms, way, v).tolist(),
+        "optimized": float(optimum(norms, v)[0]),
     }
 
 
@@ -145,7 +145,7 @@ def summary(draws: dict[str, np.ndarray], best: np.ndarray) -> dict[str, Any]:
       possible gain. All have standard errors.
     """
     results: dict[str, Any] = {}
-    for name, values in (draws | {"optimised": best}).items():
+    for name, values in (draws | {"optimized": best}).items():
         gain = draws["simplex"][: len(values)] - values
         gained = trials.summary(gain)
         results[name] = {"num_draws": len(values), **trials.summary(values)}
@@ -171,12 +171,12 @@ def draw_figure(results: dict[str, Any], v: float, dim: int) -> Figure:
     thin: dict[str, Any] = {"linewidth": 0.9, "markersize": 3.5, "zorder": 3}
     for name, label, look in (
         ("simplex_plus", "SimRFs+ from iid directions", {"color": plus["color"], "marker": "o"}),
-        ("optimised", "numerically optimised", style.STYLES["exact"] | {"marker": "s"}),
+        ("optimized", "numerically optimized", style.STYLES["exact"] | {"marker": "s"}),
     ):
         axes.plot(iterations, results[f"{name}_from_iid"], **(thin | look), label=label)
     axes.set(xlabel="iterations", ylabel=r"RF-conformity $\hat\rho(x, y)$")
     axes.set_xlim(-0.2, ends[1] + 0.2)
-    axes.set_title(f"RF-conformity optimisation, v = {v:g}, d = {dim}", fontsize=10)
+    axes.set_title(f"RF-conformity optimization, v = {v:g}, d = {dim}", fontsize=10)
     style.tidy(axes)
     figure.legend(frameon=False, fontsize=8, loc="outside lower center", ncols=3)
     return figure

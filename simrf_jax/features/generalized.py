@@ -1,4 +1,4 @@
-"""Feature maps of generalised kernels: nonlinearities other than the exponential."""
+"""Feature maps of generalized kernels: nonlinearities other than the exponential."""
 
 from __future__ import annotations
 
