@@ -2,6 +2,7 @@
 
 import types
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,7 +22,7 @@ def entry(platform, reason=None):
     return types.SimpleNamespace(
         PLATFORM=platform,
         reason_against=lambda estimator, call, is_asked: reason,
-        attend=lambda estimator, call: np.zeros_like(call.value),
+        attend=lambda estimator, call: jnp.zeros_like(call.value),
     )
 
 
