@@ -257,7 +257,7 @@ def field_list(config: ConfigDict, fields: Fields, file: pathlib.Path) -> str:
     """Lists the fields of a config with their types and their values in its file.
 
     Example:
-      >>> config = ml_collections.ConfigDict({"seed": 0, "model": {"width": 64}})
+      >>> config = ConfigDict({"seed": 0, "model": {"width": 64}})
       >>> fields = {"seed": int, "model.width": int}
       >>> print(field_list(config, fields, pathlib.Path("paper.py")))
       Fields of the config, each set by --config.NAME=VALUE (type, value in paper.py):

@@ -224,14 +224,17 @@ class RandomFeatureAttention(Adapter):
         is_asked = self.is_mutable_collection("attention_calls")
         is_asked &= not self.is_mutable_collection("a name that nothing has")
         if is_asked and not self.is_initializing():
-            self.variable("attention_calls", "calls", tuple)
-            if seen := self._asked_for("attention_calls", "calls", "report on"):
-                seen.value = (*seen.value, SeenCall.of(request, mechanism))
+            self._refuse_decoding("report on")
+            seen: nn.Variable[Any] = self.variable("attention_calls", "calls", tuple)
+            seen.value = (*seen.value, SeenCall.of(request, mechanism))
 
     def _asked_for(self, collection: str, name: str, verb: str) -> nn.Variable[Any] | None:
         """Returns a variable to add to, if there is one; raises while the adapter decodes."""
         if not self.has_variable(collection, name):
             return None
+        self._refuse_decoding(verb)
+        return self.variable(collection, name)
+
+    def _refuse_decoding(self, verb: str) -> None:
         if self.decode:
             raise ValueError(f"An adapter has decode=True: {verb} the model without it.")
-        return self.variable(collection, name)
