@@ -62,8 +62,7 @@ if os.environ.get("SIMRF_CHECK_TYPES") == "1":
 collect_ignore_glob = ["experiments/vit/main.py"]
 
 MOST_TOGETHER = 40  # Tests of one file that one part has; some files take half an hour.
-# Bytes of a test process above which it forgets its programs. Files share few of them.
-MOST_MEMORY, MOST_MEMORY_BETWEEN_FILES = 1.75 * 2**30, 1.1 * 2**30
+MOST_MEMORY = 1.3 * 2**30  # Bytes of a test process above which it forgets its programs.
 
 
 def pytest_addoption(parser):
@@ -73,11 +72,22 @@ def pytest_addoption(parser):
     )
 
 
+class _Memory:
+    """The memory above which a test process forgets its programs."""
+
+    limit = MOST_MEMORY
+
+
 @pytest.fixture(autouse=True)
 def _forget_programs():
-    """Frees the programs that JAX has cached, and what hangs on them, if they fill the memory."""
+    """Frees the programs that JAX has cached, and what hangs on them, once they fill the memory."""
     yield
-    _forget_above(MOST_MEMORY)
+    if _resident_bytes() > _Memory.limit:
+        jax.clear_caches()
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # Otherwise glibc keeps most of it.
+        # What is left are arrays of the tests, for which no program need be compiled again.
+        _Memory.limit = max(MOST_MEMORY, _resident_bytes() + 2**28)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -87,22 +97,6 @@ def _forget_what_a_module_shares(request):
     for member in vars(request.module).values():
         if isinstance(member, functools._lru_cache_wrapper):
             member.cache_clear()
-    _forget_above(MOST_MEMORY_BETWEEN_FILES)
-
-
-class _Memory:
-    """The bytes that were left when programs were last forgotten: those of the tests' arrays."""
-
-    kept = 0
-
-
-def _forget_above(size):
-    """Clears JAX's caches if the process is larger, and has grown since they were last cleared."""
-    if _resident_bytes() > max(size, _Memory.kept + 2**27):
-        jax.clear_caches()
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # Otherwise glibc keeps most of it.
-        _Memory.kept = _resident_bytes()
 
 
 def pytest_collection_finish():
