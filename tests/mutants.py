@@ -186,7 +186,7 @@ MUTANTS = [
         MODES,
     ),
     Mutant(
-        f"{CORE}/attention.py",
+        f"{CORE}/xla.py",
         "_split(inputs.key_log_weights, rows, fill=-jnp.inf)",
         "_split(inputs.key_log_weights, rows, fill=0)",
         "tests/attention/test_bidirectional.py",

@@ -101,9 +101,8 @@ class Experiment(Protocol):
 
     __file__: str | None
 
-    @property
-    def FIELDS(self) -> Fields:  # noqa: N802 - It is a constant of the module.
-        """Types of the fields of its config."""
+    FIELDS: dict[str, type]
+    """Types of the fields of its config."""
 
     def check(self, config: ConfigDict, /) -> None:
         """Raises ``UserError`` for a config that cannot work."""

@@ -1,4 +1,4 @@
-"""Published files: found in a folder, or downloaded once, and the ones that were published."""
+"""Published files, found in a folder or downloaded once, and checked by their hashes."""
 
 from __future__ import annotations
 

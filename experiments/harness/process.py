@@ -1,4 +1,4 @@
-"""Memory that a program keeps, and what libraries print that nobody needs to read."""
+"""Settings of a process: the memory that glibc keeps, and messages of libraries to hide."""
 
 from __future__ import annotations
 
@@ -45,10 +45,10 @@ _RAISING = ("async_checkpointer.py", "checkpoint_manager.py", "future.py", "meta
 
 
 def quiet_orbax() -> None:
-    """Keeps a program's standard error free of what Orbax, TensorStore and asyncio say.
+    """Hides the tracebacks that Orbax, TensorStore and asyncio print of a failed save or read.
 
-    Of a save or a read that fails each of them prints pages, some of them when the program ends;
-    ``Checkpoints`` and ``load`` raise the error. Orbax's other errors stay.
+    They are long, and some come at interpreter exit. ``Checkpoints`` and ``load`` raise the error
+    itself. Orbax's other errors stay.
     """
     absl.logging.get_absl_handler().addFilter(_is_news_of_orbax)
     # After a failed write, the writes that have not begun.
@@ -65,7 +65,7 @@ def quiet_orbax() -> None:
 
 
 def _is_news_of_orbax(record: logging.LogRecord) -> bool:
-    """Returns whether nobody else tells what a record of the log says."""
+    """Returns False for a message whose error is raised as well."""
     if record.name == "asyncio":
         return "exception was never retrieved" not in record.getMessage()
     if "orbax" not in record.pathname:

@@ -57,7 +57,7 @@ def calibrated(layer: Inputs, bandwidth: int | None) -> feature_maps.Calibrated:
 
 
 def sderf(layer: Inputs, bandwidth: int | None) -> feature_maps.Calibrated:
-    """Returns features that are tilted, but neither centerd nor balanced."""
+    """Returns features that are tilted, but neither centered nor balanced."""
     del bandwidth
     return simrf_jax.calibrate(layer.query, layer.key, center=False, balance=False)
 

@@ -183,11 +183,11 @@ FIELDS: dict[str, Field] = {
     "model.scan": Field(False, "True scans over the layers, which compiles one layer only."),
 }
 TYPES = {name: field.type for name, field in FIELDS.items()}
-# The fields, and the groups of them, with other values of which a run that was stopped may go on.
+# Fields and groups of fields that may change when a stopped run is resumed.
 MAY_CHANGE = {"data_dir", "num_workers", "eval_batch_size", "log_interval", "eval_interval"}
 MAY_CHANGE |= {"diagnostics", "profile", "checkpoint.interval", "checkpoint.keep", "mirror", "mesh"}
 MAY_CHANGE |= {"model.implementation"}
-# The values of fields that have no effect: by ``in_memory``, where it is true and where it is not.
+# Fields that have no effect, by ``in_memory``, and the value that each must then have.
 WITHOUT_EFFECT: dict[bool, dict[str, float]] = {
     True: {
         "shuffle_window": 0,

@@ -142,9 +142,10 @@ class HeadMaps:
 def _split_nonfinite(
     phi: LogFeatures,
 ) -> tuple[LogFeatures, Bool[Array, "B length K *rest"]]:
-    """Returns features, with zeros where a vector has nonfinite ones, and these vectors.
+    """Returns the features, with zeros where a vector has nonfinite ones, and a mask of those.
 
-    Maps with ``is_finite`` skip it. It would stop XLA from fusing the exponential into the product.
+    Maps with ``is_finite`` do without it: it would stop XLA from fusing the exponential into the
+    product.
     """
     finite = (phi.exponent < jnp.inf) & jnp.isfinite(phi.log_scale)  # NaN is not below infinity.
     if phi.values is not None:

@@ -12,7 +12,7 @@ from simrf_jax import checks
 from simrf_jax.attention.estimator import Estimator
 from simrf_jax.attention.inputs.call import Call
 from simrf_jax.attention.pallas_tpu import backend as pallas_tpu
-from simrf_jax.attention.random_features import attention as xla
+from simrf_jax.attention.random_features import xla
 
 Implementation: TypeAlias = Literal["xla", "pallas_tpu"]
 IMPLEMENTATIONS = get_args(Implementation)
@@ -26,37 +26,39 @@ class Entry(Protocol):
     """JAX's name of the platform that it is preferred on, or None."""
 
     def reason_against(self, estimator: Estimator, call: Call, /, *, is_asked: bool) -> str | None:
-        """Returns why it cannot take a call, or should not unless it is asked for; or None."""
+        """Returns why it cannot take a call, or None; if not asked for, also why it should not."""
 
     def attend(self, estimator: Estimator, call: Call, /) -> Float[Array, "*batch T N D"]:
         """Returns the attention of a call that it can take."""
 
 
-# In the order in which they are tried. A new one is a module and a line here, and its name above.
+# They are tried in this order. To add one, write a module, its line here and its name above.
 ENTRIES: dict[str, Entry] = {"pallas_tpu": pallas_tpu, "xla": xla}
 
 
 def names_of(asked: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Returns the names of implementations that a caller asked for; None for no wish.
+    """Returns the names of implementations that a caller asks for, or None if there are none.
 
     Raises:
-      ValueError: If one is unknown.
+      ValueError: If one is unknown, or a sequence is empty.
     """
     if asked is None:
         return None
-    names = tuple(asked) if isinstance(asked, list | tuple) else (asked,)
-    if not names:
+    if not isinstance(asked, list | tuple):
+        checks.one_of("implementation", asked, (*IMPLEMENTATIONS, None))
+        return (str(asked),)
+    if not asked:
         raise ValueError("implementation must be a name, several or None, got none.")
-    for name in names:
-        checks.one_of("implementation", name, (*IMPLEMENTATIONS, None))
-    return names
+    for name in asked:
+        checks.one_of("Each implementation", name, IMPLEMENTATIONS)
+    return tuple(asked)
 
 
-def choose(asked: str | Sequence[str] | None, estimator: Estimator, call: Call) -> Entry:
+def choose(asked: Sequence[str] | None, estimator: Estimator, call: Call) -> Entry:
     """Returns the first implementation that takes a call.
 
     Args:
-      asked: A name, or several to try in order; None for those that are preferred on this platform.
+      asked: Names to try in order; None for those that are preferred on this platform.
       estimator: W, the feature map and options.
       call: The call.
 
@@ -70,7 +72,7 @@ def choose(asked: str | Sequence[str] | None, estimator: Estimator, call: Call) 
             return xla
         names.append("xla")
     else:
-        names = [asked] if isinstance(asked, str) else list(asked)
+        names = list(asked)
     reasons = {}
     for name in names:
         entry = ENTRIES[name]

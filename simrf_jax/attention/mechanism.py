@@ -13,7 +13,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Shaped
 
 from simrf_jax import checks
-from simrf_jax.attention.inputs.call import Call, Inputs, Options, StepOptions, axes_of_length
+from simrf_jax.attention.inputs.call import (
+    Call,
+    Inputs,
+    Options,
+    StepOptions,
+    axes_of_length,
+    check_keywords,
+)
 from simrf_jax.attention.inputs.masks import Shape
 
 State = TypeVar("State")
@@ -130,6 +137,7 @@ class Mechanism(abc.ABC, Generic[State]):
           ValueError: If shapes do not fit each other or the state, devices share the length, or the
             mask or the bias differ between heads that share keys.
         """
+        check_keywords("step", options, StepOptions.__optional_keys__)
         return self.step_to(state, Call.of(query, key, value, is_causal=True, **options))
 
     @abc.abstractmethod
@@ -156,8 +164,8 @@ def check_tokens(call: Call) -> None:
     """Raises ``ValueError`` if new tokens of a state have segments or a sharded length."""
     if call.segment_ids is not None:
         raise ValueError(
-            "segment_ids are for whole sequences: a state holds one sequence in each row of the "
-            "batch."
+            "segment_ids are for whole sequences: the state of decoding, such as the cache of an "
+            "adapter with decode=True, holds one sequence in each row of the batch."
         )
     for x in (call.query, call.key, call.value):
         if axes := axes_of_length(x):

@@ -14,7 +14,7 @@ from jaxtyping import Array, ArrayLike, Float, Integer, Real
 from simrf_jax import checks, one_line
 from simrf_jax.attention.estimator import CHUNK_SIZE, Estimator, check_band, compiled
 from simrf_jax.attention.implementations import Implementation, choose, names_of
-from simrf_jax.attention.inputs.call import Call, KeyOptions
+from simrf_jax.attention.inputs.call import Call, KeyOptions, check_keywords
 from simrf_jax.attention.inputs.masks import Lengths, Mask
 from simrf_jax.attention.inputs.sharding import MeshAxes
 from simrf_jax.attention.mechanism import Mechanism
@@ -152,14 +152,14 @@ class RandomFeatures(Mechanism[AttentionState | ExactBandState]):
           >>> state = mechanism.init(num_key_heads=8, head_dim=64, value_dim=64)
           >>> state = mechanism.append(state, k, v)
         """
-        # Keys in the place of queries, of which there are none.
-        call = Call.of(key, key, value, query_seq_lengths=None, **options)
+        check_keywords("append", options, KeyOptions.__optional_keys__)
+        call = Call.of(key, key, value, **options)  # Keys in the place of queries: there are none.
         estimator = self.estimator()
         decoding.check_state(estimator, state, call)
         return compiled(decoding.append, estimator.feature_map)(estimator, state, call)
 
     def estimator(self) -> Estimator:
-        """Returns all of this, checked.
+        """Returns the checked fields, which implementations read.
 
         Raises:
           TypeError: If a field is of a wrong type.
@@ -343,7 +343,7 @@ def random_feature_attention(
 
 
 def check_chunks(chunk_size: SupportsIndex, in_order: bool) -> None:
-    """Raises ``ValueError`` unless a call that has a size of chunks has chunks."""
+    """Raises ``ValueError`` if a size of chunks is given to a call without chunks."""
     if not in_order:
         raise ValueError(
             f"chunk_size is for causal or packed attention, got {chunk_size} with neither of them "

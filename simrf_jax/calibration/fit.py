@@ -26,8 +26,8 @@ class _Spread(NamedTuple):
     Attributes:
       queries: Second moment of the queries, ``[H, H]``.
       keys: Second moment of the keys, ``[H, H]``.
-      query_mean: Mean of the queries, zero if they are centerd.
-      key_mean: Mean of the keys, zero if they are centerd.
+      query_mean: Mean of the queries, zero if they are centered.
+      key_mean: Mean of the keys, zero if they are centered.
     """
 
     queries: Float[Array, "H H"]

@@ -233,7 +233,7 @@ def _draw_sums(
 def _coordinates(
     x: Float[Array, "*batch H"], calibration: Calibrated, side: Side
 ) -> Float[Array, "*batch H"]:
-    """Returns centerd and balanced vectors."""
+    """Returns centered and balanced vectors."""
     is_query = side == "query"
     mean = calibration.query_mean if is_query else calibration.key_mean
     matrix = calibration.query_matrix if is_query else calibration.key_matrix

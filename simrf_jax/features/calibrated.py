@@ -22,7 +22,7 @@ from simrf_jax.projections import Projection, ProjectionLike, product
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Calibrated(FeatureMap):
-    r"""Positive features that are centerd, balanced and tilted, as ``calibrate`` fits them.
+    r"""Positive features that are centered, balanced and tilted, as ``calibrate`` fits them.
 
     The softmax kernel is unchanged if the queries and the keys are shifted, up to factors, and if a
     matrix stretches the queries while its inverse transpose stretches the keys. Also, the rows
@@ -148,7 +148,7 @@ class Calibrated(FeatureMap):
         return LogFeatures(exponent, log_scale - 0.5 * math.log(exponent.shape[-1]))
 
     def exponential_form(self, projection: ProjectionLike, *, side: Side) -> ExponentialForm:
-        r"""Returns the form of one head, for vectors that are not centerd.
+        r"""Returns the form of one head, for vectors that are not centered.
 
         The linear term of a key completes its square, as the transpose of :math:`M^{-\top}` takes
         :math:`M b_x` back to :math:`b_x`:

@@ -122,7 +122,7 @@ class ClusteredHybrid(FeatureMap, static=("kernel",)):
         log_scale = jnp.zeros_like(x[..., :1])
         for i in range(queries.shape[0]):
             for j in range(keys.shape[0]):
-                base = _centerd(x, projection, queries[i], keys[j], side, self.kernel)
+                base = _centered(x, projection, queries[i], keys[j], side, self.kernel)
                 member = nearest == (i if side == "query" else j)
                 # The zero weight is applied in log space, because the features of an estimator that
                 # is tuned to other clusters may overflow here.
@@ -131,7 +131,7 @@ class ClusteredHybrid(FeatureMap, static=("kernel",)):
         return weighted_sum(bases, [jnp.ones_like(log_scale) for _ in bases], log_scale)
 
 
-def _centerd(
+def _centered(
     x: Float[Array, "*batch dim"],
     projection: ClusteredProjection,
     query_center: Float[Array, " dim"],

@@ -140,7 +140,7 @@ class Learned(FeatureMap):
         return jax.lax.stop_gradient(self.calibration).log_features(x, pairs, side=side)
 
     def exponential_form(self, projection: ProjectionLike | None, *, side: Side) -> ExponentialForm:
-        """Returns the form of one head, for vectors that are not centerd."""
+        """Returns the form of one head, for vectors that are not centered."""
         pairs = self._pairs(projection, side, jnp.result_type(self.query_rows))
         return jax.lax.stop_gradient(self.calibration).exponential_form(pairs, side=side)
 

@@ -221,11 +221,6 @@ def step(mechanism: Mechanism, state: Any, request: Request) -> tuple[jax.Array,
             f"{key_length} keys for {length} queries. Turn the decode of Flax's attention off, "
             "which hands its own cache of all keys over, and that of adapters in cross-attention."
         )
-    if call.segment_ids is not None:
-        raise ValueError(
-            "segment_ids are for whole sequences: with decode=True the cache holds one sequence "
-            "in each row of the batch."
-        )
     out, state = mechanism.step_to(state, call)
     return request.finish(out), state
 

@@ -208,10 +208,7 @@ class Projection(StructuredProjection):
         """
         if projection is None or is_structured(projection):
             return super().of(projection)
-        rows = jnp.asarray(projection)
-        if not jnp.issubdtype(rows.dtype, jnp.floating) or rows.dtype.itemsize < 2:
-            checks.floating("projection", rows)  # Raises.
-        return cls(rows)
+        return cls(checks.floating("projection", projection))
 
     @classmethod
     def draw(
@@ -334,9 +331,7 @@ class Projection(StructuredProjection):
             )
         is_dense, rows = self.is_dense, cast(Any, self.rows)
         if is_dense:
-            rows = jnp.asarray(rows)
-            if not jnp.issubdtype(rows.dtype, jnp.floating):
-                checks.floating("projection", rows)  # Raises.
+            rows = checks.floating("projection", rows)
         if rows.ndim != 2:
             raise ValueError(
                 f"projection must be [num_features, dim], got shape {rows.shape}; "

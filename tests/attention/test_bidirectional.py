@@ -11,7 +11,7 @@ import simrf_jax
 from simrf_jax import feature_maps
 from simrf_jax.attention.estimator import Estimator
 from simrf_jax.attention.inputs.call import Call
-from simrf_jax.attention.random_features import attention as bidirectional
+from simrf_jax.attention.random_features import xla
 from tests import platforms
 from tests.tiers import slow_but
 
@@ -62,9 +62,9 @@ def attend(function, given, w, feature_map):
 
 @pytest.fixture(params=[3, 100], ids="{} tokens at a time".format)
 def chunked(request, monkeypatch):
-    monkeypatch.setattr(bidirectional, "LEAST_CHUNK", request.param)
-    monkeypatch.setattr(bidirectional, "CHUNK_ROWS", request.param)
-    return bidirectional._attend_by_chunks
+    monkeypatch.setattr(xla, "LEAST_CHUNK", request.param)
+    monkeypatch.setattr(xla, "CHUNK_ROWS", request.param)
+    return xla._attend_by_chunks
 
 
 @pytest.mark.parametrize("shared", [True, False], ids=["one W", "a W for each head"])
@@ -72,7 +72,7 @@ def chunked(request, monkeypatch):
 def test_chunks_give_what_all_tokens_at_once_give(name, shared, chunked):
     # At a larger scale a denominator of the signed features comes near zero, and digits are lost.
     given, w = arguments(0.3 if name == "trigonometric" else 2.0), rows(shared)
-    expected = attend(bidirectional._attend_at_once, given, w, MAPS[name])
+    expected = attend(xla._attend_at_once, given, w, MAPS[name])
     np.testing.assert_allclose(
         attend(chunked, given, w, MAPS[name]), expected, rtol=2e-5, atol=2e-5
     )
@@ -87,7 +87,7 @@ def test_gradients_through_chunks(chunked):
         gradient = jax.jit(jax.grad(loss, argnums=(0, 1), allow_int=True))
         return gradient(arguments(1.0), rows(False))
 
-    ours, expected = gradients(chunked), gradients(bidirectional._attend_at_once)
+    ours, expected = gradients(chunked), gradients(xla._attend_at_once)
     for name in ("query", "key", "value"):
         pair = getattr(ours[0], name), getattr(expected[0], name)
         np.testing.assert_allclose(*pair, rtol=1e-4, atol=1e-5)
@@ -103,7 +103,7 @@ def test_second_derivatives_through_chunks(chunked):
 
         return jax.jit(jax.grad(jax.grad(loss)))(1.0)
 
-    expected = curvature(bidirectional._attend_at_once)
+    expected = curvature(xla._attend_at_once)
     np.testing.assert_allclose(curvature(chunked), expected, rtol=1e-4)
 
 
@@ -125,7 +125,7 @@ def test_padding_is_no_vector_of_zeros(chunked):
         return jax.jit(jax.grad(loss))(rows(True))
 
     np.testing.assert_allclose(
-        gradient(chunked), gradient(bidirectional._attend_at_once), rtol=1e-4, atol=1e-5
+        gradient(chunked), gradient(xla._attend_at_once), rtol=1e-4, atol=1e-5
     )
 
 
@@ -134,7 +134,7 @@ def test_first_chunks_without_a_visible_key(chunked):
     bias = np.zeros((2, 1, 1, 29), np.float32)
     bias[1, ..., :7] = -np.inf
     given = dataclasses.replace(arguments(2.0), bias=bias)
-    expected = attend(bidirectional._attend_at_once, given, rows(False), MAPS["positive"])
+    expected = attend(xla._attend_at_once, given, rows(False), MAPS["positive"])
     assert np.isfinite(expected).all()
     np.testing.assert_allclose(
         attend(chunked, given, rows(False), MAPS["positive"]), expected, rtol=2e-5, atol=2e-5
@@ -148,7 +148,7 @@ def test_bfloat16_is_contracted_in_bfloat16_with_sums_in_float32(chunked):
     )
     out = attend(chunked, given, rows(False), MAPS["positive"])
     assert out.dtype == jnp.bfloat16
-    expected = attend(bidirectional._attend_at_once, given, rows(False), MAPS["positive"])
+    expected = attend(xla._attend_at_once, given, rows(False), MAPS["positive"])
     # Features are rounded in units of other keys, so outputs differ by their own rounding.
     np.testing.assert_allclose(out.astype("f4"), expected.astype("f4"), rtol=2e-2, atol=2e-2)
 

@@ -153,10 +153,10 @@ def test_no_member_of_the_family_is_better_on_random_covariances():
         best = mean_log(center=True, balance=True, tilt="log")
         sderf = mean_log(center=False, balance=False, tilt="log")
         aderf = mean_log(center=False, balance=True, tilt="isotropic")
-        centerd_sderf = mean_log(center=True, balance=False, tilt="log")
-        centerd_aderf = mean_log(center=True, balance=True, tilt="isotropic")
+        centered_sderf = mean_log(center=True, balance=False, tilt="log")
+        centered_aderf = mean_log(center=True, balance=True, tilt="isotropic")
         other_tilt = mean_log(center=True, balance=True, tilt="mean")
-    for other in (sderf, aderf, centerd_sderf, centerd_aderf, other_tilt):
+    for other in (sderf, aderf, centered_sderf, centered_aderf, other_tilt):
         # The least share of the identity costs a little.
         assert np.all(best <= other + 1e-3)
         assert np.mean(best) < np.mean(other) - 0.005

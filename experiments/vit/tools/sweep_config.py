@@ -6,7 +6,7 @@ Hardware:  two CPU cores
 Time:      an hour beside other programs
 Expected:  the table in README.md, Learning rates
 
-``presets.paper`` explains the choices. Depth, size and features of a head, type,
+The comments in imagenet2012.py explain the choices. Depth, size and features of a head, type,
 dropout, optimizer and clipping are those of the pods, and the width is that of a ViT-S. The batch
 and the number of steps are far smaller, and there is neither mixup nor more than half a pixel of
 shift, as a run sees only 960 images.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import TypeAlias, TypedDict
 
 import jax
@@ -141,6 +142,14 @@ class Options(StepOptions, total=False):
 
     is_causal: bool | np.bool_
     segment_ids: Integer[ArrayLike, "... T"] | None
+
+
+def check_keywords(name: str, given: Mapping[str, object], known: frozenset[str]) -> None:
+    """Raises ``TypeError`` if a method is given a keyword that it does not take."""
+    if unknown := sorted(given.keys() - known):
+        raise TypeError(
+            f"{name} takes the keywords {', '.join(sorted(known))}, got {', '.join(unknown)}."
+        )
 
 
 @functools.partial(

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 from simrf_jax.attention.estimator import Estimator
 from simrf_jax.attention.inputs.call import Call
 from simrf_jax.attention.pallas_tpu.choice import reason_against
-from simrf_jax.attention.random_features.attention import attend_locally
+from simrf_jax.attention.random_features.xla import attend_locally
 
 __all__ = ["PLATFORM", "attend", "reason_against"]
 

@@ -40,8 +40,6 @@ from simrf_jax.features import FeatureMap, LogFeatures, Side, calls_function
 
 Tree = TypeVar("Tree")
 
-STATIC = ("chunk_size", "with_own_key")  # Arguments of _scan_chunks.
-
 # Shares of the largest exponent of the type to contract in. Sums of keys that exceed their unit by
 # the first are finite beside values up to 2**30. Down to 2**-30, a value over such a sum, as
 # gradients have it, is above the smallest number. Other values have the second share.
@@ -140,8 +138,7 @@ def causal_attention(
     if inputs.key.shape[1] != inputs.query.shape[1]:
         inputs = one_key_for_each_query(inputs, 0)
     tokens, features = _map_custom(Tokens.of(inputs, inputs.segments), features)
-    scan = compiled(_scan_chunks, features.feature_map, *STATIC, inline=False)
-    scanned, state = scan(features, tokens, state, chunk_size=chunk_size, with_own_key=True)
+    scanned, state = _scan(features, tokens, state, chunk_size=chunk_size, with_own_key=True)
     return scanned.outputs(), state
 
 
@@ -163,8 +160,7 @@ def packed_attention(
       chunk_size: A power of two.
     """
     tokens, features = _map_custom(Tokens.of(inputs, inputs.segments), features)
-    scan = compiled(_scan_chunks, features.feature_map, *STATIC, inline=False)
-    up_to, _ = scan(features, tokens, before, chunk_size=chunk_size, with_own_key=True)
+    up_to, _ = _scan(features, tokens, before, chunk_size=chunk_size, with_own_key=True)
     beyond, _ = read_earlier(flip(tokens), features, after, chunk_size=chunk_size)
     beyond = flip(beyond)
     readout, spoiled = up_to.readout.add(beyond.readout), up_to.spoiled | beyond.spoiled
@@ -186,8 +182,7 @@ def read_earlier(
       The sums that the queries read, and the state of all keys, as ``causal_attention`` has it.
     """
     tokens, features = _map_custom(tokens, features)
-    scan = compiled(_scan_chunks, features.feature_map, *STATIC, inline=False)
-    return scan(features, tokens, state, chunk_size=chunk_size, with_own_key=False)
+    return _scan(features, tokens, state, chunk_size=chunk_size, with_own_key=False)
 
 
 def flip(tree: Tree) -> Tree:
@@ -245,6 +240,20 @@ def _map_custom(tokens: Tokens, features: HeadMaps) -> tuple[Tokens, HeadMaps]:
         key=log_features(tokens.key, features.projection, side="key"),
     )
     return tokens, HeadMaps(None, _Given())
+
+
+def _scan(
+    features: HeadMaps,
+    tokens: Tokens,
+    state: AttentionState,
+    *,
+    chunk_size: int,
+    with_own_key: bool,
+) -> tuple[Scanned, AttentionState]:
+    """Calls ``_scan_chunks``, compiled unless the map is a user's function."""
+    static = ("chunk_size", "with_own_key")
+    scan = compiled(_scan_chunks, features.feature_map, *static, inline=False)
+    return scan(features, tokens, state, chunk_size=chunk_size, with_own_key=with_own_key)
 
 
 def _scan_chunks(

@@ -159,7 +159,7 @@ class Keys(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs, size: int | None) -> Keys:
-        """Returns keys in chunks of a size; None for one chunk of all, of any number."""
+        """Returns the keys in chunks of a size, or all in one chunk if it is None."""
         if size is None:
             return cls(inputs.key[None], inputs.value[None], inputs.key_log_weights[None])
         return cls(
@@ -170,16 +170,16 @@ class Keys(NamedTuple):
 
 
 def state_of(inputs: Inputs, features: HeadMaps) -> AttentionState:
-    """Returns the state of all keys; the features of a chunk of them are in memory at a time."""
+    """Returns the state of all keys, with the features of one chunk in memory at a time."""
     length = inputs.key.shape[1]
-    # Of few or symbolically many keys, all at once.
+    # Few keys, or a symbolic number of them, are taken at once.
     is_long = isinstance(length, int) and length > SUMMARY_CHUNK
     state, spoiled = sum_keys(Keys.of(inputs, SUMMARY_CHUNK if is_long else None), features)
     return state.spoil(spoiled)
 
 
 def sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array, "B K"]]:
-    """Returns the state of keys in chunks, all finite, and where one of them is not finite.
+    """Returns the state of keys in chunks, whose sums are finite, and which heads saw NaN.
 
     The features of a chunk are used and forgotten, and the backward pass makes them again.
     """

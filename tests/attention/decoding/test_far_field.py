@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import random_feature_attention
+from simrf_jax import RandomFeatures, random_feature_attention
+from simrf_jax.attention import Call
 from tests.attention import steps
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import relative_error
@@ -110,8 +111,32 @@ def test_refuses_other_states():
 
 
 @pytest.mark.parametrize(
+    ("verb", "options", "match"),
+    [
+        ("step", {"is_causal": False}, "step takes the keywords bias, .* got is_causal"),
+        ("step", {"window": 3, "segment_ids": 1}, "got segment_ids, window"),
+        ("append", {"query_seq_lengths": 3}, "append takes .* got query_seq_lengths"),
+        ("append", {"is_causal": True}, "append takes .* got is_causal"),
+    ],
+)
+def test_refuses_keywords_that_say_nothing_here(verb, options, match):
+    q, k, v = inputs()
+    mechanism = RandomFeatures(projection())
+    state = mechanism.init(num_key_heads=2, head_dim=8, value_dim=8)
+    tokens = {"step": (q, k, v), "append": (k, v)}[verb]
+    with pytest.raises(TypeError, match=match):
+        getattr(mechanism, verb)(state, *tokens, **options)
+
+
+@pytest.mark.parametrize(
     ("call", "match"),
     [
+        (
+            lambda q, k, v, w, s: RandomFeatures(w).step_to(
+                s, Call.of(q, k, v, segment_ids=np.zeros(len(q), int))
+            ),
+            "segment_ids are for whole sequences",
+        ),
         (
             lambda q, k, v, w, s: steps.step(s, q, k[:4], v[:4], w),
             "A step of decoding takes as many keys as queries, got 4 and 9",

@@ -44,8 +44,8 @@ def published_tensors(config):
 
 def normalized(x, tensors, name):
     """Returns the layer norm of x in float64."""
-    centerd = x - x.mean(-1, keepdims=True)
-    unit = centerd / np.sqrt((centerd**2).mean(-1, keepdims=True) + 1e-12)
+    centered = x - x.mean(-1, keepdims=True)
+    unit = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-12)
     return unit * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
 
 

@@ -79,8 +79,8 @@ def bidirectional_attention(inputs: Inputs, features: HeadMaps) -> Float[Array, 
     and for a positive map the denominator is at least 1 wherever a query and a visible key have a
     feature in common. So no epsilon is needed.
 
-    On a CPU the features of a few tokens are made, used and forgotten while they are in the cache,
-    and the backward pass makes them again. Other backends compute all of them at once.
+    On a CPU the features are computed in chunks that fit the cache, and again in the backward pass.
+    Other backends compute all of them at once.
 
     Args:
       inputs: Queries, keys and values without segments.
