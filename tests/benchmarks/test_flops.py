@@ -98,9 +98,10 @@ T, D, HIDDEN, L, H, DIM, M = 197, 768, 3072, 12, 12, 64, 130
     [
         # The products are logits and averages, each with the gradients of both factors.
         pytest.param("exact", 3 * 2 * (2 * T * T * DIM), marks=pytest.mark.slow),
-        # The products are features of queries and keys, without gradients of the projection, and
-        # the sums of values and ones, weighted by the features of the keys and of the queries.
-        ("simplex", 2 * 2 * (2 * T * DIM * M) + 3 * 2 * (2 * T * M * (DIM + 1))),
+        # The products are features of queries and keys, without gradients of the projection, the
+        # values weighted by the features of the keys, and these sums and that of the keys' features
+        # themselves, which is no product, weighted by the features of the queries.
+        ("simplex", 2 * 2 * (2 * T * DIM * M) + 3 * 2 * T * M * (DIM + (DIM + 1))),
     ],
 )
 def test_the_paper_s_step_by_hand(attention, of_a_head):
