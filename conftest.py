@@ -52,7 +52,7 @@ if os.environ.get("SIMRF_CHECK_TYPES") == "1":
     jax.config.update("jax_debug_key_reuse", True)
     jaxtyping.install_import_hook(
         [
-            f"simrf_jax.{package}"
+            f"simrf_jax._src.{package}"
             for package in ("attention", "features", "projections", "selection", "theory")
         ],
         "tests.run_time_types.checked",

@@ -16,7 +16,7 @@ import numpy as np
 import simrf_jax
 from benchmarks import command_line
 from simrf_jax import FeatureMap, feature_maps, theory
-from simrf_jax.projections import ProjectionLike
+from simrf_jax._src.projections import ProjectionLike
 
 DIM, NUM_FEATURES = 64, 128
 DISTANCES = (0.3, 0.5, 1.0, 1.5)  # Samples at larger distances have too heavy tails.

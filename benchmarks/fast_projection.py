@@ -19,7 +19,7 @@ import numpy as np
 import simrf_jax
 from benchmarks import command_line
 from experiments.harness import timing
-from simrf_jax.projections.hadamard import hadamard_transform
+from simrf_jax._src.projections.hadamard import hadamard_transform
 
 DIMS = [64, 128, 256, 512, 1024, 2048, 4096, 8192]
 NUM_VECTORS, ROUNDS = 1024, 15

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from benchmarks import command_line
 from experiments.harness import timing
-from simrf_jax.projections import rotations
+from simrf_jax._src.projections import rotations
 
 SIZES = [(16, 288), (64, 288), (128, 64), (512, 8), (2048, 1)]  # (dim, number of rotations).
 POLAR_STEPS = 30

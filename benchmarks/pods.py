@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from experiments.harness import markdown
 from experiments.vit.metrics.flops import PEAK_FLOPS
-from simrf_jax.models.config import REMATS
+from simrf_jax._src.models.config import REMATS
 
 # A training run can be expected to reach a share of the peak between these two.
 UTILISATIONS = (0.1, 0.2)

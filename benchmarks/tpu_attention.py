@@ -10,7 +10,7 @@ at 546 bytes each.
 
 Run: python -m benchmarks.tpu_attention [LENGTH ...] (with the libtpu wheel, and JAX_PLATFORMS=cpu)
 With --causal before the lengths it counts causal attention, whose tiles take the usual way
-(``simrf_jax/attention/pallas_tpu/weights.py`` says which that is).
+(``simrf_jax/_src/attention/pallas_tpu/weights.py`` says which that is).
 With --band BANDWIDTH queries see the keys that are so near exactly, and with --packed those of
 their own segment alone, in either.
 With --program TOPOLOGY HEADS LENGTH FEATURES it prints the bundles of a program of both kernels.
@@ -32,8 +32,8 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 import simrf_jax
 from benchmarks import command_line, tpu
 from simrf_jax import feature_maps
-from simrf_jax.attention.inputs.call import Call
-from simrf_jax.attention.pallas_tpu.operands import band_of, lay_out, lay_out_near, shape_of
+from simrf_jax._src.attention.inputs.call import Call
+from simrf_jax._src.attention.pallas_tpu.operands import band_of, lay_out, lay_out_near, shape_of
 
 BATCH, HEADS, DIM = 8, 12, 64
 LENGTHS = (197, 1024, 4096)

@@ -32,7 +32,8 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from simrf_jax.attention import (
+from simrf_jax import feature_maps
+from simrf_jax._src.attention import (
     AttentionReport,
     AttentionState,
     Band,
@@ -46,8 +47,8 @@ from simrf_jax.attention import (
     fmm_attention,
     random_feature_attention,
 )
-from simrf_jax.calibration import calibrate
-from simrf_jax.features import (
+from simrf_jax._src.calibration.api import calibrate
+from simrf_jax._src.features import (
     BipolarProjection,
     ClusteredProjection,
     FeatureMap,
@@ -67,8 +68,7 @@ from simrf_jax.features import (
     softmax_kernel,
     trigonometric_features,
 )
-from simrf_jax.features import maps as feature_maps
-from simrf_jax.projections import (
+from simrf_jax._src.projections import (
     DrawOptions,
     Projection,
     draw_fast_projection,

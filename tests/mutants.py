@@ -18,8 +18,8 @@ import tempfile
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[1]
-CORE = "simrf_jax/attention/random_features"
-KERNELS = "simrf_jax/attention/pallas_tpu"
+CORE = "simrf_jax/_src/attention/random_features"
+KERNELS = "simrf_jax/_src/attention/pallas_tpu"
 MODES = "tests/attention/test_every_mode.py"
 OF_KERNELS = "tests/attention/test_kernels.py"
 DEVICES = "tests/attention/test_sequence_parallel.py"
@@ -38,92 +38,92 @@ class Mutant(NamedTuple):
 MUTANTS = [
     # Drawing W.
     Mutant(
-        "simrf_jax/projections/row_blocks.py",
+        "simrf_jax/_src/projections/row_blocks.py",
         "(num_vertices**0.5 + 1) / n",
         "(num_vertices**0.5 - 1) / n",
         "tests/projections",
     ),
     Mutant(
-        "simrf_jax/projections/norms.py",
+        "simrf_jax/_src/projections/norms.py",
         "(place >= size / 2)",
         "(place > size / 2)",
         "tests/projections",
     ),
     Mutant(
-        "simrf_jax/projections/norms.py",
+        "simrf_jax/_src/projections/norms.py",
         "log_weights[-1] = math.log(of_zero_row)",
         "log_weights[0] = math.log(of_zero_row)",
         "tests/projections tests/test_conformance.py",
     ),
     Mutant(
-        "simrf_jax/projections/rotations.py",
+        "simrf_jax/_src/projections/rotations.py",
         "x = jnp.triu(jax.random.normal(key, (n, dim), vectors.dtype))",
         "x = jnp.abs(jnp.triu(jax.random.normal(key, (n, dim), vectors.dtype)))",
         "tests/projections tests/test_conformance.py",
     ),
     Mutant(
-        "simrf_jax/projections/rotations.py",
+        "simrf_jax/_src/projections/rotations.py",
         "(i // size < j // size)",
         "(i // size > j // size)",
         "tests/projections",
     ),
     Mutant(
-        "simrf_jax/projections/hadamard.py",
+        "simrf_jax/_src/projections/hadamard.py",
         "np.bitwise_count(index[:, None] & index) % 2",
         "np.bitwise_count(index[:, None] | index) % 2",
         "tests/projections",
     ),
     Mutant(
-        "simrf_jax/projections/redraw.py",
+        "simrf_jax/_src/projections/redraw.py",
         "jax.random.fold_in(jax.random.fold_in(key, layer), number)",
         "jax.random.fold_in(key, layer + number)",
         "tests/projections",
     ),
     Mutant(
-        "simrf_jax/projections/redraw.py",
+        "simrf_jax/_src/projections/redraw.py",
         "redraws = step // interval if interval else 0",
         "redraws = (step + 1) // interval if interval else 0",
         "tests/projections",
     ),
     Mutant(
-        "simrf_jax/projections/record.py",
+        "simrf_jax/_src/projections/record.py",
         "jnp.broadcast_to(0.5 * log_weights, exponent.shape)",
         "jnp.broadcast_to(log_weights, exponent.shape)",
         "tests/projections tests/features",
     ),
     # Features and what is fitted.
     Mutant(
-        "simrf_jax/features/hybrid.py",
+        "simrf_jax/_src/features/hybrid.py",
         'sign = -1 if side == "query" else 1',
         "sign = 1",
         "tests/features",
     ),
     Mutant(
-        "simrf_jax/features/trigonometric.py",
+        "simrf_jax/_src/features/trigonometric.py",
         "return np.pi * (0.25 + np.arange(num_features) / num_features)",
         "return np.pi * (0.25 + np.arange(num_features) / (2 * num_features))",
         "tests/features tests/theory",
     ),
     Mutant(
-        "simrf_jax/calibration/moments.py",
+        "simrf_jax/_src/calibration/moments.py",
         "between = (self.num_vectors[:, None] * share)[..., None] * products",
         "between = share[..., None] * products",
         "tests/calibration",
     ),
     Mutant(
-        "simrf_jax/calibration/fit.py",
+        "simrf_jax/_src/calibration/fit.py",
         "return self.queries + self.keys + cross + cross.T",
         "return self.queries + self.keys + cross",
         "tests/calibration",
     ),
     Mutant(
-        "simrf_jax/calibration/fit.py",
+        "simrf_jax/_src/calibration/fit.py",
         "return 0.5 + 0.25 * (root + twice + 1)",
         "return 0.5 + 0.25 * (root + twice)",
         "tests/calibration",
     ),
     Mutant(
-        "simrf_jax/calibration/jacobi.py",
+        "simrf_jax/_src/calibration/jacobi.py",
         "return columns / jnp.where(values > 0, values, 1), jnp.ldexp(values[0], exponent)",
         "return columns / jnp.where(values > 0, values, 1), values[0]",
         "tests/calibration",
@@ -142,7 +142,7 @@ MUTANTS = [
         MODES,
     ),
     Mutant(
-        "simrf_jax/attention/estimator.py",
+        "simrf_jax/_src/attention/estimator.py",
         "return leaf if axis is None else repeat_heads(jnp.asarray(leaf), groups, axis=0)",
         "return leaf if axis is None else jnp.concatenate([jnp.asarray(leaf)] * groups)",
         "tests/features/test_optimal_positive.py",
@@ -192,31 +192,31 @@ MUTANTS = [
         "tests/attention/test_bidirectional.py",
     ),
     Mutant(
-        "simrf_jax/attention/banded/softmax.py",
+        "simrf_jax/_src/attention/banded/softmax.py",
         "band = (-bandwidth <= offset) & (offset <= (0 if is_causal else bandwidth))",
         "band = (-bandwidth < offset) & (offset <= (0 if is_causal else bandwidth))",
         MODES,
     ),
     Mutant(
-        "simrf_jax/attention/banded/softmax.py",
+        "simrf_jax/_src/attention/banded/softmax.py",
         "return band & same[:, :, None, None]",
         "return band",
         MODES,
     ),
     Mutant(
-        "simrf_jax/attention/banded/band.py",
+        "simrf_jax/_src/attention/banded/band.py",
         "unflatten(seen.part(slice(length, None)), batch)",
         "unflatten(seen.part(slice(0, bandwidth)), batch)",
         MODES,
     ),
     Mutant(
-        "simrf_jax/attention/inputs/masks.py",
+        "simrf_jax/_src/attention/inputs/masks.py",
         "return positions < lengths[..., None]",
         "return positions <= lengths[..., None]",
         "tests/attention/test_masks.py",
     ),
     Mutant(
-        "simrf_jax/attention/inputs/masks.py",
+        "simrf_jax/_src/attention/inputs/masks.py",
         "return jnp.cumsum(begins, axis=-1, dtype=jnp.int32)",
         "return segment_ids.astype(jnp.int32)",
         MODES,
@@ -262,19 +262,19 @@ MUTANTS = [
     ),
     # Flax.
     Mutant(
-        "simrf_jax/integrations/flax_masks.py",
+        "simrf_jax/_src/integrations/flax_masks.py",
         "product, segment_ids = queries & keys & causal, None",
         "product, segment_ids = queries & keys, None",
         "tests/integrations",
     ),
     Mutant(
-        "simrf_jax/integrations/flax_masks.py",
+        "simrf_jax/_src/integrations/flax_masks.py",
         "real = (ids != 0)[..., None, None, :]",
         "real = (ids >= 0)[..., None, None, :]",
         "tests/integrations",
     ),
     Mutant(
-        "simrf_jax/models/transformer.py",
+        "simrf_jax/_src/models/transformer.py",
         "return x + drop(self.mlp_out(hidden), 2)",
         "return x + drop(self.mlp_out(hidden), 1)",
         "tests/models",
@@ -324,13 +324,13 @@ MUTANTS = [
     ),
     # Theory.
     Mutant(
-        "simrf_jax/theory/mse.py",
+        "simrf_jax/_src/theory/mse.py",
         'log_gap if features == "positive" else 2 * log_gap - np.log(2)',
         'log_gap if features == "positive" else 2 * log_gap',
         "tests/theory",
     ),
     Mutant(
-        "simrf_jax/theory/limits.py",
+        "simrf_jax/_src/theory/limits.py",
         "return (1 - weight / dim * np.exp(-t) / special.exprel(-t) ** 2)[()]",
         "return (1 + weight / dim * np.exp(-t) / special.exprel(-t) ** 2)[()]",
         "tests/theory",

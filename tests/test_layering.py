@@ -14,7 +14,7 @@ TOP_FOLDERS = ("simrf_jax", "experiments", "benchmarks", "examples", "tests")
 # Parts of a package, modules or packages themselves, from the lowest to the highest. The modules of
 # a part may import only that part and those before it.
 ORDERED = {
-    "simrf_jax.models": ("config", "layers", "transformer", "vit"),
+    "simrf_jax._src.models": ("config", "layers", "transformer", "vit"),
     "experiments.vit": (
         "data",
         "config",

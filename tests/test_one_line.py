@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from simrf_jax import calibration, feature_maps, one_line
+from simrf_jax import calibration, feature_maps
+from simrf_jax._src import one_line
 from simrf_jax.integrations import linen
 
 pytestmark = pytest.mark.fast

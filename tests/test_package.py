@@ -22,6 +22,25 @@ def imported(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+# What users import. All else stands behind an underscore.
+FACES = {
+    "calibration.py",
+    "feature_maps.py",
+    "integrations/linen.py",
+    "integrations/nnx.py",
+    "integrations/sklearn.py",
+    "models.py",
+    "selection.py",
+    "theory.py",
+}
+
+
+def test_a_path_without_an_underscore_is_public():
+    paths = {path.relative_to(ROOT) for path in ROOT.rglob("*.py")}
+    public = {path.as_posix() for path in paths if path.parts[0] != "_src"}
+    assert {path for path in public if not path.endswith("__init__.py")} == FACES
+
+
 # Packages from the lowest to the highest. Each may import those before it.
 ORDERED = ["projections", "features", "calibration", "attention", "integrations", "models"]
 # Packages that tests, experiments and users' own checks use, and the packages that each may import.
@@ -37,19 +56,17 @@ USES_SELECTION = ["integrations"]
 def test_packages_import_only_those_before_them(package):
     allowed = SIDE[package] if package in SIDE else ORDERED[: ORDERED.index(package)]
     allowed = [*allowed, "selection"] if package in USES_SELECTION else allowed
-    forbidden = {f"simrf_jax.{name}" for name in {*ORDERED, *SIDE} - {*allowed, package}}
-    # Names that simrf_jax re-exports are for its users, and would make an import circle.
-    forbidden |= {
-        f"simrf_jax.{name}" for name in simrf_jax.__all__ if name not in (*allowed, package)
-    }
+    forbidden = {f"simrf_jax._src.{name}" for name in {*ORDERED, *SIDE} - {*allowed, package}}
     forbidden |= {"experiments", "tests", "optax", "ml_collections"}
     if package in ("projections", "features", "calibration", "attention", *SIDE):
         forbidden.add("flax")
     if package == "theory":
         forbidden.add("jax")
-    for path in (ROOT / package).rglob("*.py"):
+    for path in (ROOT / "_src" / package).rglob("*.py"):
         for name in imported(path):
             parts = name.split(".")
+            # What stands in front of _src is for users, and would make an import circle.
+            assert parts[0] != "simrf_jax" or parts[1] == "_src", f"{path} imports {name}"
             prefixes = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
             assert not prefixes & forbidden, f"{path} imports {name}"
 

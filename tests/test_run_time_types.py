@@ -8,14 +8,15 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from simrf_jax import checks, theory
-from simrf_jax.attention.fmm import blend
-from simrf_jax.attention.inputs.call import contract
-from simrf_jax.attention.random_features.state import AttentionState
-from simrf_jax.features.log_space import half_squared_norm
-from simrf_jax.projections import couplings, hadamard, rotations, row_blocks
-from simrf_jax.theory import arguments
-from simrf_jax.theory.quadrature import log_hyp0f1
+from simrf_jax import theory
+from simrf_jax._src import checks
+from simrf_jax._src.attention.fmm import blend
+from simrf_jax._src.attention.inputs.call import contract
+from simrf_jax._src.attention.random_features.state import AttentionState
+from simrf_jax._src.features.log_space import half_squared_norm
+from simrf_jax._src.projections import couplings, hadamard, rotations, row_blocks
+from simrf_jax._src.theory import arguments
+from simrf_jax._src.theory.quadrature import log_hyp0f1
 from tests import run_time_types
 
 pytestmark = pytest.mark.fast

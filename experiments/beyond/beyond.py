@@ -15,7 +15,7 @@ from experiments.beyond.configs import paper
 from experiments.harness import config_fields, files, markdown, resumable, style, trials
 from experiments.harness.mistakes import UserError
 from simrf_jax import theory
-from simrf_jax.theory.arguments import FEATURES
+from simrf_jax._src.theory.arguments import FEATURES
 
 FIELDS = config_fields.types_of(paper.get_config())
 BLOCKS: dict[str, dict[str, Any]] = {

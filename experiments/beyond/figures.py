@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from experiments.harness import style
 from simrf_jax import theory
-from simrf_jax.theory.arguments import FEATURES
+from simrf_jax._src.theory.arguments import FEATURES
 
 BLOCK_LABELS = {
     "orthogonal": "ORFs",

@@ -16,7 +16,7 @@ from experiments.char_lm.configs import paper
 from experiments.char_lm.model import ATTENTIONS
 from experiments.harness import config_fields, files, resumable
 from experiments.harness.mistakes import UserError, user_mistakes
-from simrf_jax.projections import COUPLINGS
+from simrf_jax._src.projections import COUPLINGS
 
 FIELDS = config_fields.types_of(paper.get_config())
 LEAST = {"context": 2, "model.width": 2}

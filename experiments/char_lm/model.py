@@ -12,8 +12,8 @@ import numpy as np
 from flax import nnx
 
 import simrf_jax
+from simrf_jax._src.projections import Coupling
 from simrf_jax.integrations.nnx import FMMAttention, RandomFeatureAttention
-from simrf_jax.projections import Coupling
 
 ROTARY_BASE = 256
 ATTENTIONS = (

@@ -19,8 +19,8 @@ from experiments.complexity.configs import paper
 from experiments.complexity.measure import FAST, MATRICES, MEMORIES, TIMES, measure
 from experiments.harness import config_fields, files, resumable
 from experiments.harness.mistakes import UserError, user_mistakes
-from simrf_jax import checks
-from simrf_jax.projections.hadamard import padded_dim
+from simrf_jax._src import checks
+from simrf_jax._src.projections.hadamard import padded_dim
 
 FIELDS = config_fields.types_of(paper.get_config())
 NAMES = (*MATRICES, *FAST)

@@ -11,7 +11,7 @@ import numpy as np
 
 import simrf_jax
 from experiments.harness import timing
-from simrf_jax.projections import FixedCoupling
+from simrf_jax._src.projections import FixedCoupling
 
 # Methods that form W as a matrix. SimRFs+ with a Hadamard rotation are the paper's fast SimRFs+.
 MATRICES: dict[str, dict[str, Any]] = {
@@ -29,7 +29,7 @@ MEMORIES = ("held", "draw", "apply")
 PROJECT = jax.jit(simrf_jax.project)
 
 
-def draw(name: str, dim: int, key: jax.Array) -> simrf_jax.projections.ProjectionLike:
+def draw(name: str, dim: int, key: jax.Array) -> simrf_jax._src.projections.ProjectionLike:
     """Draws one row block of d features in d dimensions."""
     if name in FAST:
         return simrf_jax.draw_fast_projection(key, dim, dim, coupling=FAST[name], block="square")
@@ -75,7 +75,7 @@ def measure(
     return measured
 
 
-def held_bytes(projection: simrf_jax.projections.ProjectionLike) -> int:
+def held_bytes(projection: simrf_jax._src.projections.ProjectionLike) -> int:
     """Returns the bytes that a projection holds."""
     return sum(leaf.nbytes for leaf in jax.tree.leaves(projection))
 

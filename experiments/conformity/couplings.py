@@ -15,7 +15,7 @@ from scipy import stats
 
 import simrf_jax
 from experiments.harness import style
-from simrf_jax.projections import Coupling
+from simrf_jax._src.projections import Coupling
 
 COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex")
 NUM_DRAWS = 500  # Draws from which Fig. 3 takes the one with the most typical norms.

@@ -13,9 +13,9 @@ from scipy import integrate
 import simrf_jax
 from experiments.harness import style, trials
 from simrf_jax import theory
-from simrf_jax.theory.arguments import PairCoupling
-from simrf_jax.theory.quadrature import log_hyp0f1
-from simrf_jax.theory.resultant import squared_resultants
+from simrf_jax._src.theory.arguments import PairCoupling
+from simrf_jax._src.theory.quadrature import log_hyp0f1
+from simrf_jax._src.theory.resultant import squared_resultants
 
 # Those of the paper.
 DensityCoupling: TypeAlias = Literal[PairCoupling, "simplex_plus"]

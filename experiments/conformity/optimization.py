@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from experiments.conformity.densities import weight
 from experiments.harness import style, trials
 from simrf_jax import theory
-from simrf_jax.projections.couplings import NUM_SWEEPS, minimize_resultant
-from simrf_jax.projections.row_blocks import simplex_vertices
-from simrf_jax.theory.optimum import descent
+from simrf_jax._src.projections.couplings import NUM_SWEEPS, minimize_resultant
+from simrf_jax._src.projections.row_blocks import simplex_vertices
+from simrf_jax._src.theory.optimum import descent
 
 NORMS, DIRECTIONS = range(2)  # Purposes of PRNG keys, which are folded in.
 

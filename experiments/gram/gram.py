@@ -18,8 +18,8 @@ import simrf_jax
 from experiments.gram.configs import paper
 from experiments.harness import config_fields, files, markdown, resumable, style, trials
 from simrf_jax import theory
-from simrf_jax.projections import Coupling
-from simrf_jax.theory.arguments import ClosedFormCoupling
+from simrf_jax._src.projections import Coupling
+from simrf_jax._src.theory.arguments import ClosedFormCoupling
 
 FIELDS = config_fields.types_of(paper.get_config())
 COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex", "simplex_plus")

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ml_collections import ConfigDict
 
 from experiments.harness.mistakes import UserError, user_mistakes
-from simrf_jax import checks
+from simrf_jax._src import checks
 
 # Type of each field of a config by its dotted name: {"model.width": int, ...}.
 Fields = Mapping[str, type]

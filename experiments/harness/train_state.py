@@ -13,10 +13,10 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import simrf_jax
-from simrf_jax.integrations import flax_calibration
+from simrf_jax._src.integrations import flax_calibration
+from simrf_jax._src.projections import ProjectionLike, StructuredProjection
 from simrf_jax.integrations import nnx as adapters
 from simrf_jax.integrations.nnx import Calibration, RandomProjection
-from simrf_jax.projections import ProjectionLike, StructuredProjection
 
 
 class TrainState(NamedTuple):

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import simrf_jax
-from simrf_jax.projections import Coupling
+from simrf_jax._src.projections import Coupling
 
 # The error that one feature contributes, given w.u for a unit vector u.
 FEATURE_ERRORS: dict[str, Callable[[jax.Array, jax.Array], jax.Array]] = {

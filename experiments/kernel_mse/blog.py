@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 
 import simrf_jax
 from experiments.harness import markdown, resumable, style
-from simrf_jax.projections import Coupling
+from simrf_jax._src.projections import Coupling
 
 INPUTS, PROJECTION = range(2)  # Purposes of PRNG keys, which are folded in.
 

@@ -13,7 +13,7 @@ from scipy import special
 
 from experiments.harness import markdown, resumable, style, trials
 from simrf_jax import theory
-from simrf_jax.projections import Coupling
+from simrf_jax._src.projections import Coupling
 
 COUPLINGS: tuple[Coupling, ...] = ("iid", "orthogonal", "simplex", "simplex_plus")
 CURVE = np.geomspace(1e-3, 1e2, 501)  # Distances on the paper's axis.

@@ -11,7 +11,7 @@ import numpy as np
 
 import simrf_jax
 from experiments.kernel_regression.uci import Split
-from simrf_jax.projections import Coupling, FixedCoupling
+from simrf_jax._src.projections import Coupling, FixedCoupling
 
 _FLOATS_AT_A_TIME = 2**22  # Training features of one batch: 16 MB fit into the caches.
 

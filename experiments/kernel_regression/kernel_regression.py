@@ -15,7 +15,7 @@ from experiments.harness.mistakes import UserError
 from experiments.harness.trials import summary
 from experiments.kernel_regression import classify, figures, tables, uci
 from experiments.kernel_regression.configs import paper
-from simrf_jax.projections.hadamard import padded_dim
+from simrf_jax._src.projections.hadamard import padded_dim
 
 FIELDS = config_fields.types_of(paper.get_config())
 PARTS = ("tables", "curves", "search")

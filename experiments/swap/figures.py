@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from experiments.harness import style
 from experiments.swap.looks import LABELS, LOOKS, PREDICTED_LOOKS, SCORES, TASKS
 from experiments.swap.predicted import CASES
-from simrf_jax.selection.prediction import FIRST_ORDER_LIMIT
+from simrf_jax._src.selection.prediction import FIRST_ORDER_LIMIT
 
 # Predictions for a few heads are far larger yet, and are drawn here.
 LARGEST_PREDICTION = 1e25

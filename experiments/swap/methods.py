@@ -17,10 +17,10 @@ import simrf_jax
 from experiments.swap.learning import Schedule, learn
 from experiments.swap.swapping import Attention, Band, Inputs, mean_squared_sum, uniform
 from simrf_jax import feature_maps, theory
+from simrf_jax._src.features import FeatureMapLike
+from simrf_jax._src.projections import Coupling, DrawOptions, Norms
 from simrf_jax.calibration import Mixture, fit_mixture
-from simrf_jax.features import FeatureMapLike
 from simrf_jax.integrations.nnx import RandomFeatureAttention, RandomProjection
-from simrf_jax.projections import Coupling, DrawOptions, Norms
 
 
 class Learnable(NamedTuple):

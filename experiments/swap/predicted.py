@@ -18,9 +18,9 @@ from experiments.swap.measure_encoder import EncoderSwaps
 from experiments.swap.methods import METHODS, draw_heads
 from experiments.swap.swapping import Inputs, head_errors
 from simrf_jax import feature_maps, selection, theory
-from simrf_jax.features import FeatureMap, as_feature_map
-from simrf_jax.projections import Coupling, Norms, ProjectionLike
-from simrf_jax.theory.arguments import ClosedFormCoupling
+from simrf_jax._src.features import FeatureMap, as_feature_map
+from simrf_jax._src.projections import Coupling, Norms, ProjectionLike
+from simrf_jax._src.theory.arguments import ClosedFormCoupling
 
 
 class Case(NamedTuple):

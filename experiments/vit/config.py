@@ -15,10 +15,10 @@ from experiments.harness import config_fields, markdown
 from experiments.harness.config_fields import BELOW_ONE, SEEDS, Range, above, at_least, one_of
 from experiments.harness.mistakes import UserError, user_mistakes
 from experiments.vit.data import in_memory, records, shuffle
-from simrf_jax.attention.implementations import IMPLEMENTATIONS
+from simrf_jax._src.attention.implementations import IMPLEMENTATIONS
+from simrf_jax._src.models.config import DTYPES, FEATURE_MAPS, POOLINGS, REMATS
+from simrf_jax._src.projections import BLOCK_MODES
 from simrf_jax.models import ATTENTIONS, ViTConfig
-from simrf_jax.models.config import DTYPES, FEATURE_MAPS, POOLINGS, REMATS
-from simrf_jax.projections import BLOCK_MODES
 
 
 class Field(NamedTuple):

@@ -9,9 +9,9 @@ import pytest
 
 import simrf_jax
 from simrf_jax import feature_maps
-from simrf_jax.attention.estimator import Estimator
-from simrf_jax.attention.inputs.call import Call
-from simrf_jax.attention.random_features import xla
+from simrf_jax._src.attention.estimator import Estimator
+from simrf_jax._src.attention.inputs.call import Call
+from simrf_jax._src.attention.random_features import xla
 from tests import platforms
 from tests.tiers import slow_but
 

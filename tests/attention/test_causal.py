@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from simrf_jax import Projection, feature_maps, random_feature_attention
-from simrf_jax.attention.estimator import Estimator
-from simrf_jax.attention.inputs.call import Call
-from simrf_jax.attention.random_features.causal import causal_attention
-from simrf_jax.attention.random_features.state import AttentionState
+from simrf_jax._src.attention.estimator import Estimator
+from simrf_jax._src.attention.inputs.call import Call
+from simrf_jax._src.attention.random_features.causal import causal_attention
+from simrf_jax._src.attention.random_features.state import AttentionState
 from tests import formulas
 from tests.attention.devices import make_mesh
 from tests.attention.inputs import inputs, projection

@@ -8,7 +8,7 @@ import pytest
 
 import simrf_jax
 from simrf_jax import distillation_loss
-from simrf_jax.features.maps import Calibrated, Learned
+from simrf_jax.feature_maps import Calibrated, Learned
 from tests.attention.inputs import inputs, projection
 
 BANDWIDTH = 2

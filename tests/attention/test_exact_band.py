@@ -9,7 +9,7 @@ import pytest
 
 import simrf_jax
 from simrf_jax import FeatureMap, RandomFeatures, feature_maps, random_feature_attention
-from simrf_jax.attention import ExactBandState
+from simrf_jax._src.attention import ExactBandState
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import beside_band, relative_error
 from tests.tiers import slow_but

@@ -9,7 +9,7 @@ import pytest
 
 import simrf_jax
 from simrf_jax import feature_maps, random_feature_attention
-from simrf_jax.features import LogFeatures
+from simrf_jax._src.features import LogFeatures
 from tests import conformance, formulas
 from tests.attention.reference import attention, relative_error
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from simrf_jax import RandomFeatures, random_feature_attention
-from simrf_jax.attention import implementations
+from simrf_jax._src.attention import implementations
 from tests.attention.inputs import inputs, projection
 
 pytestmark = pytest.mark.fast

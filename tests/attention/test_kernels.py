@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from simrf_jax import random_feature_attention
-from simrf_jax.attention.pallas_tpu import operands, weights
+from simrf_jax._src.attention.pallas_tpu import operands, weights
 from tests.attention.inputs import inputs, map_and_rows
 from tests.attention.test_pallas_tpu import assert_close
 

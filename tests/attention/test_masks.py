@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from simrf_jax import random_feature_attention
-from simrf_jax.attention.inputs import masks
+from simrf_jax._src.attention.inputs import masks
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import attention, naive, relative_error
 from tests.versions import enable_x64

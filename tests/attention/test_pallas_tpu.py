@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import simrf_jax
 from simrf_jax import feature_maps, random_feature_attention
-from simrf_jax.attention.pallas_tpu import operands
+from simrf_jax._src.attention.pallas_tpu import operands
 from tests import formulas
 from tests.attention import devices, reference
 from tests.attention.inputs import KINDS, inputs, map_and_rows, projection

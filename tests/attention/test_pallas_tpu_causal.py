@@ -10,7 +10,7 @@ import pytest
 from hypothesis import strategies as st
 
 from simrf_jax import random_feature_attention
-from simrf_jax.attention.pallas_tpu import weights
+from simrf_jax._src.attention.pallas_tpu import weights
 from tests.attention import devices, reference
 from tests.attention.inputs import KINDS, inputs, map_and_rows, projection
 from tests.attention.test_pallas_tpu import MAPS, assert_close

@@ -17,7 +17,7 @@ from simrf_jax import (
     fmm_attention,
     random_feature_attention,
 )
-from simrf_jax.features.maps import GaussianHybrid
+from simrf_jax.feature_maps import GaussianHybrid
 from tests.attention import steps
 from tests.attention.inputs import inputs, projection
 from tests.attention.modes import MODES

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from simrf_jax.calibration.fit import turn_rows
+from simrf_jax._src.calibration.fit import turn_rows
 
 HEADS, DIM, ROWS = 3, 8, 16
 TILTS = ["log", None]

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import simrf_jax
+from simrf_jax._src.calibration.fit import fit
 from simrf_jax.calibration import Moments
-from simrf_jax.calibration.fit import fit
 from tests.standard_errors import assert_mean
 from tests.versions import enable_x64
 

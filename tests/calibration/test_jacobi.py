@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax.calibration.jacobi import left_singular_vectors
+from simrf_jax._src.calibration.jacobi import left_singular_vectors
 from tests.versions import enable_x64
 
 pytestmark = pytest.mark.fast

@@ -19,7 +19,7 @@ SUITES = {
     "tests/projections/test_dense.py": "refuses",
     "tests/models/test_vit.py": "refuses",
     "tests/experiments/vit/test_config.py": "refuses or table",
-    "simrf_jax/features/mine.py": "",
+    "simrf_jax/_src/features/mine.py": "",
 }
 
 
@@ -47,14 +47,15 @@ def add_to_choices(path, alias):
 
 def add_coupling(tree, blocks, tables):
     """Follows the recipe for a coupling."""
-    projections, arguments = tree / "simrf_jax" / "projections", "simrf_jax/theory/arguments.py"
+    source = tree / "simrf_jax" / "_src"
+    projections, arguments = source / "projections", source / "theory" / "arguments.py"
     append(projections / "row_blocks.py", blocks)
     couplings = projections / "couplings.py"
     for path, alias in (
         (couplings, "Coupling"),
         (couplings, "FixedCoupling"),
-        (tree / arguments, "PairCoupling"),
-        (tree / arguments, "ClosedFormCoupling"),
+        (arguments, "PairCoupling"),
+        (arguments, "ClosedFormCoupling"),
     ):
         add_to_choices(path, alias)
     edit(couplings, "^    orthogonal_blocks,$", "    my_blocks,\n    orthogonal_blocks,")
@@ -66,14 +67,17 @@ def add_coupling(tree, blocks, tables):
 
 def add_feature_map(tree, module, tables):
     """Follows the recipe for a feature map."""
-    library, features = tree / "simrf_jax", tree / "simrf_jax" / "features"
+    library, features = tree / "simrf_jax", tree / "simrf_jax" / "_src" / "features"
     (features / "mine.py").write_text(module)
-    append(features / "maps.py", "from simrf_jax.features.mine import Mine\n")
-    append(features / "__init__.py", "from simrf_jax.features.mine import my_features\n")
-    append(library / "__init__.py", "from simrf_jax.features import my_features\n")
-    for path, name in ((features / "maps.py", "Mine"), (features / "__init__.py", "my_features")):
+    append(library / "feature_maps.py", "from simrf_jax._src.features.mine import Mine\n")
+    append(features / "__init__.py", "from simrf_jax._src.features.mine import my_features\n")
+    append(library / "__init__.py", "from simrf_jax._src.features import my_features\n")
+    for path, name in (
+        (library / "feature_maps.py", "Mine"),
+        (features / "__init__.py", "my_features"),
+        (library / "__init__.py", "my_features"),
+    ):
         add_to_table(path, "__all__", f'"{name}"')
-    add_to_table(library / "__init__.py", "__all__", '"my_features"')
     reference = tree / "docs" / "reference"
     for page, beside, new in (
         ("feature_maps", "feature_maps.Positive", "feature_maps.Mine"),

@@ -21,9 +21,9 @@ from jax import export
 import examples
 from examples.models import big_vision_vit, bonsai_vit, gemma, lm1b
 from simrf_jax import AttentionState, redraw_projections
+from simrf_jax._src.integrations.flax_versions import view
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
-from simrf_jax.integrations.flax_versions import view
 from simrf_jax.integrations.nnx import RandomFeatureAttention, RandomProjection
 from tests.attention.reference import relative_error
 

@@ -14,7 +14,7 @@ from flax import nnx
 import examples
 import simrf_jax
 from examples import linen_performer, linen_transformer, nnx_performer, nnx_transformer
-from simrf_jax.integrations.flax_versions import set_value, view
+from simrf_jax._src.integrations.flax_versions import set_value, view
 from simrf_jax.integrations.nnx import RandomFeatureAttention
 from tests.attention.reference import relative_error
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from simrf_jax.features.trigonometric import even_phases
+from simrf_jax._src.features.trigonometric import even_phases
 
 pytestmark = pytest.mark.fast
 

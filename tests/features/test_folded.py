@@ -9,7 +9,7 @@ import pytest
 
 import simrf_jax
 from simrf_jax import Projection, RandomFeatures, random_feature_attention
-from simrf_jax.features.maps import Calibrated, Folded, Learned
+from simrf_jax.feature_maps import Calibrated, Folded, Learned
 from tests import formulas
 from tests.attention.inputs import inputs, projection
 from tests.tiers import slow_but

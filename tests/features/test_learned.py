@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from simrf_jax.features.maps import Calibrated, Hyperbolic, Learned
+from simrf_jax.feature_maps import Calibrated, Hyperbolic, Learned
 from tests import formulas
 from tests.versions import enable_x64
 

@@ -10,8 +10,8 @@ import pytest
 
 import simrf_jax
 from simrf_jax import feature_maps, random_feature_attention
-from simrf_jax.features import as_feature_map
-from simrf_jax.projections import Projection
+from simrf_jax._src.features import as_feature_map
+from simrf_jax._src.projections import Projection
 from tests import formulas
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import attention, relative_error

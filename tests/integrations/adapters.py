@@ -8,9 +8,9 @@ from flax import linen as nn
 from flax import nnx
 
 from simrf_jax import fmm_attention, random_feature_attention
+from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
-from simrf_jax.integrations.flax_versions import get_value
 
 HEADS, WIDTH, FEATURES = 4, 32, 18
 

@@ -13,12 +13,12 @@ from flax import linen as nn
 from flax import nnx
 
 import simrf_jax
-from simrf_jax.calibration.fit import turn_rows
-from simrf_jax.features.calibrated import Calibrated
-from simrf_jax.integrations import flax_calibration
+from simrf_jax._src.calibration.fit import turn_rows
+from simrf_jax._src.features.calibrated import Calibrated
+from simrf_jax._src.integrations import flax_calibration
+from simrf_jax._src.integrations.flax_versions import get_value, view
 from simrf_jax.integrations import linen as linen_adapters
 from simrf_jax.integrations import nnx as nnx_adapters
-from simrf_jax.integrations.flax_versions import get_value, view
 
 HEADS, DIM, WIDTH = 2, 4, 8
 

@@ -10,9 +10,9 @@ import pytest
 from flax import errors, nnx, serialization
 from flax import linen as nn
 
+from simrf_jax._src.integrations.flax_versions import get_value, view
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
-from simrf_jax.integrations.flax_versions import get_value, view
 from simrf_jax.integrations.nnx import RandomFeatureAttention
 from tests.attention import steps
 from tests.attention.inputs import inputs

@@ -18,11 +18,11 @@ from flax import nnx, serialization
 
 import simrf_jax
 from simrf_jax import DrawOptions, redraw_projections
-from simrf_jax.features import FEATURE_MAPS
-from simrf_jax.integrations import flax_drawing
+from simrf_jax._src.features import FEATURE_MAPS
+from simrf_jax._src.integrations import flax_drawing
+from simrf_jax._src.integrations.flax_versions import get_value, set_value
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
-from simrf_jax.integrations.flax_versions import get_value, set_value
 from simrf_jax.integrations.nnx import RandomProjection
 from tests.integrations.adapters import FEATURES, HEADS, WIDTH, linen_attention, nnx_attention
 from tests.integrations.adapters import tokens as draw_tokens

@@ -3,8 +3,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from simrf_jax.integrations import flax_versions
-from simrf_jax.integrations.flax_versions import get_value, set_value, view
+from simrf_jax._src.integrations import flax_versions
+from simrf_jax._src.integrations.flax_versions import get_value, set_value, view
 from simrf_jax.integrations.nnx import FMMAttention, RandomFeatureAttention
 
 pytestmark = pytest.mark.fast

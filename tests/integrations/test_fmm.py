@@ -10,9 +10,9 @@ import pytest
 from flax import nnx, serialization
 
 import simrf_jax
+from simrf_jax._src.integrations.flax_versions import get_value, set_value, view
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
-from simrf_jax.integrations.flax_versions import get_value, set_value, view
 from simrf_jax.integrations.nnx import RandomProjection
 from tests.attention.devices import collectives, make_mesh
 from tests.attention.inputs import inputs

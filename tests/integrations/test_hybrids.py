@@ -10,9 +10,9 @@ from flax import nnx
 
 import simrf_jax
 from simrf_jax import feature_maps
+from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
-from simrf_jax.integrations.flax_versions import get_value
 from simrf_jax.integrations.nnx import RandomProjection
 from tests.attention.inputs import inputs
 from tests.attention.reference import relative_error

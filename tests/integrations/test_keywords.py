@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from simrf_jax.integrations.flax_versions import get_value
+from simrf_jax._src.integrations.flax_versions import get_value
 from tests.attention.inputs import inputs
 from tests.attention.reference import relative_error
 from tests.integrations.adapters import KINDS, linen_attention, nnx_attention, tokens

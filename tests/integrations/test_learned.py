@@ -12,10 +12,10 @@ from flax import linen as nn
 from flax import nnx
 
 import simrf_jax
-from simrf_jax.features.maps import Learned
+from simrf_jax._src.integrations.flax_versions import get_value, view
+from simrf_jax.feature_maps import Learned
 from simrf_jax.integrations import linen as linen_adapters
 from simrf_jax.integrations import nnx as nnx_adapters
-from simrf_jax.integrations.flax_versions import get_value, view
 
 HEADS, DIM, WIDTH, ROWS = 2, 4, 8, 6
 PARAMETERS = {"query_rows", "key_rows", "query_offsets", "key_offsets", "log_weights"}

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from simrf_jax._src.integrations.flax_masks import factor
+from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
-from simrf_jax.integrations.flax_masks import factor
-from simrf_jax.integrations.flax_versions import get_value
 from tests.attention import reference
 from tests.attention.inputs import inputs
 from tests.tiers import slow_but

@@ -7,9 +7,9 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
+from simrf_jax._src.integrations.flax_versions import view
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
-from simrf_jax.integrations.flax_versions import view
 from tests.integrations.adapters import HEADS, WIDTH, tokens
 from tests.memory import assert_flat
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from flax import linen as nn
 
-from simrf_jax.integrations import flax_masks
-from simrf_jax.integrations.flax_masks import factor
+from simrf_jax._src.integrations import flax_masks
+from simrf_jax._src.integrations.flax_masks import factor
 from tests.attention.inputs import inputs
 from tests.integrations.adapters import KINDS
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from simrf_jax.integrations.flax_masks import factors_of_ids
+from simrf_jax._src.integrations.flax_masks import factors_of_ids
 from tests.attention.devices import make_mesh
 from tests.attention.inputs import inputs
 from tests.integrations.adapters import KINDS

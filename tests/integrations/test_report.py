@@ -9,9 +9,9 @@ from flax import nnx
 from flax.core import DenyList
 
 import simrf_jax
+from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
-from simrf_jax.integrations.flax_versions import get_value
 from simrf_jax.selection import required_features
 from tests.integrations.adapters import (
     FEATURES,

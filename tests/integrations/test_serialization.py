@@ -10,10 +10,11 @@ import pytest
 from flax import serialization
 
 import simrf_jax
-from simrf_jax import feature_maps, features, projections
-from simrf_jax.features import FeatureMap
-from simrf_jax.integrations.flax_serialization import RECORDS
-from simrf_jax.projections import StructuredProjection
+from simrf_jax import feature_maps
+from simrf_jax._src import features, projections
+from simrf_jax._src.features import FeatureMap
+from simrf_jax._src.integrations.flax_serialization import RECORDS
+from simrf_jax._src.projections import StructuredProjection
 
 
 def rows(**options):

@@ -18,7 +18,7 @@ from sklearn.model_selection import GridSearchCV, train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
-from simrf_jax.integrations import sklearn as integration
+from simrf_jax._src.integrations import sklearn as integration
 from simrf_jax.integrations.sklearn import RandomFeatures
 from tests.standard_errors import assert_less, assert_mean
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from simrf_jax.integrations.flax_versions import view
+from simrf_jax._src.integrations.flax_versions import view
 from simrf_jax.integrations.nnx import FMMAttention, RandomFeatureAttention
 from tests.attention.reference import relative_error
 from tests.integrations.adapters import FEATURES, HEADS, WIDTH, tokens

@@ -7,9 +7,9 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
+from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
-from simrf_jax.integrations.flax_versions import get_value
 from tests.integrations.adapters import FEATURES, HEADS, WIDTH, linen_attention, tokens
 
 pytestmark = pytest.mark.fast

@@ -14,9 +14,9 @@ from flax import nnx, serialization
 
 import simrf_jax
 from simrf_jax import DrawOptions, Projection, feature_maps, redraw_projections
+from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
-from simrf_jax.integrations.flax_versions import get_value
 from simrf_jax.integrations.nnx import RandomProjection
 from tests.attention.inputs import inputs
 

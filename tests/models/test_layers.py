@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from simrf_jax.models import layers
-from simrf_jax.models.layers import dropout, sum_bias_gradients_by_products
-from simrf_jax.models.transformer import POLICIES
+from simrf_jax._src.models import layers
+from simrf_jax._src.models.layers import dropout, sum_bias_gradients_by_products
+from simrf_jax._src.models.transformer import POLICIES
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])

@@ -130,7 +130,7 @@ def test_random_features_come_close_to_exact_attention_as_they_grow():
 
 
 def test_patches_are_cut_row_by_row():
-    from simrf_jax.models.vit import _patches
+    from simrf_jax._src.models.vit import _patches
 
     image = jnp.arange(16.0).reshape(1, 4, 4, 1)
     np.testing.assert_array_equal(
@@ -160,7 +160,7 @@ def test_each_dropout_of_each_layer_has_a_key_of_its_own(monkeypatch):
         seen.append(tuple(np.asarray(jax.random.key_data(key)).tolist()))
         return y
 
-    monkeypatch.setattr("simrf_jax.models.transformer.dropout", record)
+    monkeypatch.setattr("simrf_jax._src.models.transformer.dropout", record)
     build(dropout_rate=0.5)(images(), rngs=nnx.Rngs(dropout=0))
     assert len(set(seen)) == len(seen) >= 3 * SMALL.depth
 

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import scipy.linalg
 
-from simrf_jax.projections.couplings import COUPLED
+from simrf_jax._src.projections.couplings import COUPLED
 
 
 def dense(projection):

@@ -7,8 +7,8 @@ import scipy.special
 import scipy.stats
 
 from simrf_jax import draw_projection
-from simrf_jax.projections.couplings import minimize_resultant
-from simrf_jax.projections.row_blocks import simplex_vertices
+from simrf_jax._src.projections.couplings import minimize_resultant
+from simrf_jax._src.projections.row_blocks import simplex_vertices
 from tests.standard_errors import assert_less
 
 

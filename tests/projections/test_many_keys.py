@@ -12,10 +12,10 @@ from simrf_jax import (
     draw_fast_projection,
     draw_mixture_projection,
 )
-from simrf_jax.projections.couplings import COUPLINGS
-from simrf_jax.projections.norms import NORMS
-from simrf_jax.projections.rotations import ROTATIONS
-from simrf_jax.projections.row_blocks import BLOCK_MODES
+from simrf_jax._src.projections.couplings import COUPLINGS
+from simrf_jax._src.projections.norms import NORMS
+from simrf_jax._src.projections.rotations import ROTATIONS
+from simrf_jax._src.projections.row_blocks import BLOCK_MODES
 
 NUM_KEYS, DIM = 1_000, 5
 

@@ -11,7 +11,7 @@ import scipy.stats
 
 import simrf_jax
 from simrf_jax import Projection, draw_fast_projection, draw_projection
-from simrf_jax.projections.norms import chi_of_normal
+from simrf_jax._src.projections.norms import chi_of_normal
 from tests.projections.matrices import dense
 from tests.standard_errors import assert_mean
 from tests.two_rows import exact_chi, mean_product

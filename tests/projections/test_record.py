@@ -1,7 +1,6 @@
 """The projection record: its methods, and what it knows of its draw."""
 
 import dataclasses
-import pickle
 
 import chex
 import jax
@@ -125,16 +124,6 @@ def test_nothing_is_known_of_an_array():
         chex.assert_tree_all_finite(features)
         with pytest.raises(ValueError, match="does not say how it was drawn"):
             redraw_projections(key(), [w])
-
-
-def test_states_that_were_pickled_before_are_read():
-    old = {"DrawOptions": DrawOptions, "WeightedProjection": Projection}
-    for module, name in (("options", "DrawOptions"), ("weighted", "WeightedProjection")):
-        by_name = f"csimrf_jax.projections.{module}\n{name}\n.".encode()
-        assert pickle.loads(by_name) is old[name]
-    w = object.__new__(Projection)
-    w.__dict__.update(rows=jnp.zeros((ROWS, DIM)), log_weights=jnp.zeros(ROWS))
-    assert (w.shape, w.is_paired, w.draw_options) == ((ROWS, DIM), False, None)
 
 
 def calibration():

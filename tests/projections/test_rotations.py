@@ -7,14 +7,14 @@ import pytest
 import scipy.linalg
 import scipy.stats
 
-from simrf_jax.projections.hadamard import (
+from simrf_jax._src.projections.hadamard import (
     hadamard_transform,
     padded_dim,
     random_signs,
     rotate,
     rotate_back,
 )
-from simrf_jax.projections.rotations import ROTATIONS, haar_rotation
+from simrf_jax._src.projections.rotations import ROTATIONS, haar_rotation
 from tests.standard_errors import assert_mean
 
 
@@ -63,7 +63,7 @@ def test_reflections_in_blocks_are_those_one_by_one(monkeypatch, n, dim):
     turned = []
     for largest in (0, dim):
         for name in ("LARGEST_ONE_BY_ONE", "LARGEST_ONE_BY_ONE_ON_TPU"):
-            monkeypatch.setattr(f"simrf_jax.projections.rotations.{name}", largest)
+            monkeypatch.setattr(f"simrf_jax._src.projections.rotations.{name}", largest)
         turned.append(haar_rotation(jax.random.key(0), vectors, dim))
     np.testing.assert_allclose(*turned, atol=2e-5)
 

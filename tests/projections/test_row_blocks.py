@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from simrf_jax.projections.row_blocks import (
+from simrf_jax._src.projections.row_blocks import (
     CrossPolytope,
     RowBlock,
     cross_polytope_blocks,

@@ -8,7 +8,7 @@ import pytest
 
 import simrf_jax
 from simrf_jax import Projection, draw_fast_projection, draw_projection
-from simrf_jax.projections import DrawOptions
+from simrf_jax._src.projections import DrawOptions
 from tests import conformance, formulas
 
 pytestmark = pytest.mark.fast

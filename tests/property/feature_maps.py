@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from simrf_jax import FeatureMap
-from simrf_jax.features.maps import Calibrated, Custom, Learned, OptimalPositive
+from simrf_jax.feature_maps import Calibrated, Custom, Learned, OptimalPositive
 from tests import formulas
 
 

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from scipy import special
 
-from simrf_jax.features.maps import Calibrated
+from simrf_jax.feature_maps import Calibrated
 from simrf_jax.selection import attention_error
 from simrf_jax.theory import optimal_parameter
 from tests.theory import draws

@@ -3,7 +3,7 @@
 import numpy as np
 from scipy import stats
 
-from simrf_jax.projections.row_blocks import simplex_vertices
+from simrf_jax._src.projections.row_blocks import simplex_vertices
 
 
 def row_blocks(num_rows, dim, coupling):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from mpmath import mp, mpf
 
-from simrf_jax.theory.quadrature import log_hyp0f1
+from simrf_jax._src.theory.quadrature import log_hyp0f1
 
 pytestmark = pytest.mark.fast
 # The arguments lie on both sides of the end of the series, about 9e4 for small b.

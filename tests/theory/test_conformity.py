@@ -4,8 +4,9 @@ import pytest
 import scipy.integrate
 from mpmath import mp, mpf
 
-from simrf_jax.projections import couplings
-from simrf_jax.theory import arguments, log_conformity, resultant_norm_pdf
+from simrf_jax._src.projections import couplings
+from simrf_jax._src.theory import arguments
+from simrf_jax.theory import log_conformity, resultant_norm_pdf
 from tests.theory import oracle
 
 COUPLINGS = ["iid", "orthogonal", "simplex"]

@@ -3,9 +3,9 @@ import pytest
 from mpmath import mp
 from scipy import special
 
+from simrf_jax._src.theory.harmonics import gegenbauer, mean_coefficients, radial_coefficients
+from simrf_jax._src.theory.quadrature import chi_rule
 from simrf_jax.theory import estimate_covariance, mse_ratio
-from simrf_jax.theory.harmonics import gegenbauer, mean_coefficients, radial_coefficients
-from simrf_jax.theory.quadrature import chi_rule
 from tests.standard_errors import assert_mean
 from tests.theory import draws
 

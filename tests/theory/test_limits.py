@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 from mpmath import mp, mpf
 
+from simrf_jax._src.theory.limits import mean_norm_deficit
 from simrf_jax.theory import asymptotic_ratio, mse_ratio, small_distance_prefactor
-from simrf_jax.theory.limits import mean_norm_deficit
 from tests.theory import oracle
 
 pytestmark = pytest.mark.fast

@@ -4,15 +4,15 @@ import pytest
 import scipy.optimize
 from mpmath import mp, mpf
 
-from simrf_jax.projections.couplings import minimize_resultant
-from simrf_jax.projections.row_blocks import simplex_vertices
-from simrf_jax.theory import log_conformity_of_rows, optimal_directions
-from simrf_jax.theory.optimum import (
+from simrf_jax._src.projections.couplings import minimize_resultant
+from simrf_jax._src.projections.row_blocks import simplex_vertices
+from simrf_jax._src.theory.optimum import (
     _log_conformity_and_gradient,
     against_the_rest,
     descent,
 )
-from simrf_jax.theory.quadrature import log_hyp0f1
+from simrf_jax._src.theory.quadrature import log_hyp0f1
+from simrf_jax.theory import log_conformity_of_rows, optimal_directions
 from tests.standard_errors import assert_mean
 
 pytestmark = pytest.mark.fast

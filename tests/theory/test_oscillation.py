@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from mpmath import mp
 
-from simrf_jax.theory.series import kummer
+from simrf_jax._src.theory.series import kummer
 
 pytestmark = pytest.mark.fast
 

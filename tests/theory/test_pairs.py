@@ -1,6 +1,6 @@
 import pytest
 
-from simrf_jax.theory.pairs import coupled_rows
+from simrf_jax._src.theory.pairs import coupled_rows
 from tests.theory import oracle
 
 pytestmark = pytest.mark.fast

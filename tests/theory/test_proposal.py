@@ -5,8 +5,8 @@ import pytest
 from mpmath import mp, mpf
 from scipy import optimize
 
+from simrf_jax._src.theory.harmonics import gegenbauer, mean_coefficients
 from simrf_jax.theory import kernel_mse, optimal_parameter
-from simrf_jax.theory.harmonics import gegenbauer, mean_coefficients
 
 pytestmark = pytest.mark.fast
 

@@ -6,7 +6,7 @@ import pytest
 from mpmath import mp, mpf
 
 import simrf_jax
-from simrf_jax.projections.row_blocks import simplex_vertices
+from simrf_jax._src.projections.row_blocks import simplex_vertices
 from simrf_jax.theory import log_conformity, log_conformity_of_rows
 from tests.standard_errors import assert_mean
 

@@ -11,10 +11,10 @@ from jax.sharding import PartitionSpec
 
 import simrf_jax
 from experiments.harness.mistakes import UserError
-from simrf_jax.features import FeatureMap, FeatureMapLike, as_feature_map
+from simrf_jax._src.features import FeatureMap, FeatureMapLike, as_feature_map
+from simrf_jax._src.models.transformer import TransformerLayer
 from simrf_jax.integrations.nnx import Calibration, RandomProjection
 from simrf_jax.models import ViT
-from simrf_jax.models.transformer import TransformerLayer
 
 # The number of the draw of the redraws, after those of training.
 DIAGNOSTICS = 3

@@ -12,7 +12,7 @@ from experiments.harness.mistakes import UserError, told_in_one_line, user_mista
 from experiments.vit.data import pipeline
 from experiments.vit.training import sharding, trained
 from experiments.vit.training.train_step import evaluation_means
-from simrf_jax import checks
+from simrf_jax._src import checks
 
 
 def evaluate(

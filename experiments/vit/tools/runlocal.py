@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ml_collections import ConfigDict
 
-from simrf_jax import checks
+from simrf_jax._src import checks
 
 # Two regular simplices of 17 points a head, as 130 features are two of 65.
 _LOCAL = {

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from simrf_jax import RandomFeatures, random_feature_attention
-from simrf_jax.attention import Call
+from simrf_jax._src.attention import Call
 from tests.attention import steps
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import relative_error

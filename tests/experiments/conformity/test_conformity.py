@@ -12,8 +12,8 @@ from experiments.conformity.configs import paper
 from experiments.harness import resumable
 from experiments.harness.mistakes import UserError
 from simrf_jax import draw_projection, theory
-from simrf_jax.projections.row_blocks import simplex_vertices
-from simrf_jax.theory.optimum import against_the_rest
+from simrf_jax._src.projections.row_blocks import simplex_vertices
+from simrf_jax._src.theory.optimum import against_the_rest
 from tests.experiments.drawing import assert_no_figure_costs_results
 from tests.standard_errors import assert_less, assert_mean
 

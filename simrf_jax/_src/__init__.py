@@ -1,0 +1,1 @@
+"""Everything behind the public names, free to change."""

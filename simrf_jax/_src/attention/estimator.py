@@ -1,0 +1,291 @@
+"""The features that estimate attention: W, the feature map, and how a call is laid out for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, SupportsIndex, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float
+
+from simrf_jax._src import checks
+from simrf_jax._src.attention.inputs.call import Axes, Call, Inputs, repeat_heads
+from simrf_jax._src.attention.inputs.sharding import MeshAxes
+from simrf_jax._src.features import (
+    FeatureMap,
+    LogFeatures,
+    calls_function,
+)
+from simrf_jax._src.features.folded import Folded
+from simrf_jax._src.projections import StructuredProjection
+
+ONE_DEVICE = MeshAxes()
+CHUNK_SIZE = 64  # Keys that causal and packed attention take at a time unless the caller says.
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def compiled(
+    function: Function, feature_map: FeatureMap, *static: str, inline: bool = True
+) -> Function:
+    """Returns a compiled function, or the function itself if the map is a user's function.
+
+    There is one program for each shape and feature map, also without jit around the call. A user's
+    function is not compiled, because it may be impure.
+
+    Args:
+      function: A function of arrays and feature maps, of a module.
+      feature_map: The feature map that it is called with.
+      *static: Names of static arguments.
+      inline: False for a function that a computation calls several times, and traces once.
+    """
+    return function if calls_function(feature_map) else _program(function, static, inline)
+
+
+@functools.cache
+def _program(function: Function, static: tuple[str, ...], inline: bool) -> Function:
+    return cast(Function, jax.jit(function, static_argnames=static, inline=inline))
+
+
+class KeyFeatures(NamedTuple):
+    """Features of keys, with all that scales them in the exponent.
+
+    Attributes:
+      features: Log features of ``[B, S, K]`` keys. Exponents are minus infinity where a key is
+        hidden or has no finite features.
+      spoils: ``[B, S, K]``, True where a visible key or its features are not finite: whoever sees
+        it gets NaN.
+    """
+
+    features: LogFeatures
+    spoils: Bool[Array, "B S K"]
+
+
+class QueryFeatures(NamedTuple):
+    """Features of queries.
+
+    Attributes:
+      features: Log features of ``[B, T, K, G]`` queries; zeros where a query has none that are
+        finite.
+      spoiled: ``[B, T, K, G]``, True at these; they get NaN.
+    """
+
+    features: LogFeatures
+    spoiled: Bool[Array, "B T K G"]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["projection", "feature_map"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class HeadMaps:
+    """The feature map and W, which make features of the queries and keys of all heads.
+
+    Attributes:
+      projection: W of all heads, or ``[K, num_features, H]``, one for each key head; None for a map
+        that needs none.
+      feature_map: The feature map, whose fields may hold one array for each key head.
+    """
+
+    projection: Float[Array, "*K num_features H"] | StructuredProjection | None
+    feature_map: FeatureMap
+
+    def head_axes(self) -> HeadMaps:
+        """Returns the axis of key heads of each part, 0 or None, as ``in_axes`` of ``jax.vmap``."""
+        own = self.projection is not None and self.projection.ndim == 3
+        axes: Any = (0 if own else None, self.feature_map.head_axes())
+        return HeadMaps(*axes)
+
+    def sharded_as(self, key: Float[Array, "B S K H"]) -> HeadMaps:
+        """Returns what each head has, sharded by the explicit mesh axes of the heads of keys."""
+        sharding = jax.typeof(key).sharding
+        if AxisType.Explicit not in sharding.mesh.axis_types:
+            return self
+        of_heads = NamedSharding(sharding.mesh, PartitionSpec(sharding.spec[2]))
+
+        def place(axis: int | None, part: Any) -> Any:
+            return part if axis is None else jax.sharding.reshard(part, of_heads)
+
+        return jax.tree.map(place, self.head_axes(), self, is_leaf=lambda axis: axis is None)
+
+    @jax.named_scope("key_features")
+    def keys(
+        self, key: Float[Array, "B S K H"] | LogFeatures, log_weights: Float[Array, "B S K"]
+    ) -> KeyFeatures:
+        """Returns the features of keys ``[B, S, K, H]`` with log weights ``[B, S, K]``."""
+        keys = self.feature_map.log_features_of_heads(key, self.projection, side="key")
+        finite = keys.log_scale[..., 0] < jnp.inf  # Scales may overflow.
+        if not self.feature_map.is_finite:
+            keys, spoiled = _split_nonfinite(keys)
+            finite = ~spoiled & (keys.log_scale[..., 0] < jnp.inf)
+        visible = ((log_weights > -jnp.inf) & finite)[..., None]  # NaN is not above -inf.
+        # One number for each key: a choice for each feature would take a pass over all of them.
+        shift = jnp.where(visible, keys.log_scale + log_weights[..., None], -jnp.inf)
+        exponent = keys.exponent + shift
+        features = LogFeatures(exponent, jnp.zeros_like(keys.log_scale), keys.values)
+        return KeyFeatures(features, (log_weights != -jnp.inf) & ~visible[..., 0])
+
+    @jax.named_scope("query_features")
+    def queries(self, query: Float[Array, "B T K G H"] | LogFeatures) -> QueryFeatures:
+        """Returns the features of queries ``[B, T, K, G, H]``."""
+        phi = self.feature_map.log_features_of_heads(query, self.projection, side="query")
+        if self.feature_map.is_finite:
+            return QueryFeatures(phi, jnp.zeros_like(phi.exponent[..., 0], bool))
+        return QueryFeatures(*_split_nonfinite(phi))
+
+
+def _split_nonfinite(
+    phi: LogFeatures,
+) -> tuple[LogFeatures, Bool[Array, "B length K *rest"]]:
+    """Returns the features, with zeros where a vector has nonfinite ones, and a mask of those.
+
+    Maps with ``is_finite`` do without it: it would stop XLA from fusing the exponential into the
+    product.
+    """
+    finite = (phi.exponent < jnp.inf) & jnp.isfinite(phi.log_scale)  # NaN is not below infinity.
+    if phi.values is not None:
+        finite &= jnp.all(jnp.isfinite(phi.values), axis=-1, keepdims=True)
+    finite = jnp.all(finite, axis=-1, keepdims=True)
+    values = None if phi.values is None else jnp.where(finite, phi.values, 0)
+    exponent = jnp.where(finite, phi.exponent, -jnp.inf)
+    return LogFeatures(exponent, jnp.where(finite, phi.log_scale, 0), values), ~finite[..., 0]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["projection", "feature_map"],
+    meta_fields=["chunk_size", "exact_bandwidth", "sequence_axes", "mesh_axes"],
+)
+@dataclasses.dataclass(frozen=True)
+class Estimator:
+    """Random-feature attention with all that it holds, checked.
+
+    Attributes:
+      projection: W, for all heads or one for each key head; None for a map that needs none.
+      feature_map: The feature map.
+      chunk_size: Keys that causal and packed attention take at a time, a power of two.
+      exact_bandwidth: Distance over which a query sees keys exactly; None for no band.
+      sequence_axes: Mesh axes that shard the length, as the caller named them.
+      mesh_axes: Mesh axes of batch and heads, for kernels.
+    """
+
+    projection: Float[Array, "*K num_features H"] | StructuredProjection | None
+    feature_map: FeatureMap
+    chunk_size: int = CHUNK_SIZE
+    exact_bandwidth: int | None = None
+    sequence_axes: Axes = ()
+    mesh_axes: MeshAxes = ONE_DEVICE
+
+    def lay_out(self, call: Call, *, scaled: bool | None = None) -> tuple[Inputs, HeadMaps]:
+        """Lays a call out for random features, and gives each head its W.
+
+        Args:
+          call: Queries, keys and values.
+          scaled: True to multiply queries and keys by the square root of the scale each; None to do
+            so unless there is a band, whose logits are scaled.
+
+        Raises:
+          TypeError: If a dtype is wrong.
+          ValueError: If shapes do not match, or the call asks for what cannot be done.
+        """
+        w, feature_map = self.projection, self.feature_map
+        self.check_heads(call)
+        inputs = call.lay_out(
+            dtype=None if w is None else w.dtype,
+            scaled=self.exact_bandwidth is None if scaled is None else scaled,
+            fill_with_tokens=not feature_map.is_finite,
+        )
+        groups = inputs.key.shape[2] // call.key.shape[-2]
+        if groups > 1:  # Query heads get keys of their own.
+            feature_map = _repeat_heads(feature_map, groups)
+            if w is not None and w.ndim == 3:
+                w = jax.tree.map(functools.partial(repeat_heads, groups=groups, axis=0), w)
+        features = HeadMaps(w, feature_map)
+        if feature_map.multiplies_rows and _is_worth_folding(features, inputs):
+            features = HeadMaps(None, Folded.of(feature_map, w))
+        return inputs, features.sharded_as(inputs.key)
+
+    def check_heads(self, call: Call) -> None:
+        """Raises ``ValueError`` if the feature map or W is for other heads than the keys'."""
+        num_key_heads, dim = call.key.shape[-2:]
+        projection, feature_map = self.projection, self.feature_map
+        name = type(feature_map).__name__
+        if feature_map.head_dim not in (None, dim):
+            raise ValueError(
+                f"feature_map must be for heads of dim {dim}, got a {name} of dim "
+                f"{feature_map.head_dim}."
+            )
+
+        def check(axis: int | None, leaf: Any) -> None:
+            if axis is not None and jnp.shape(leaf)[0] != num_key_heads:
+                raise ValueError(
+                    f"{name} must hold one array for all heads, or one for each of the "
+                    f"{num_key_heads} key heads, got shape {jnp.shape(leaf)}."
+                )
+
+        axes = feature_map.head_axes()
+        if axes is not None:
+            jax.tree.map(check, axes, feature_map, is_leaf=lambda axis: axis is None)
+        if projection is None:
+            return
+        if projection.ndim not in (2, 3) or projection.shape[-1] != dim:
+            raise ValueError(
+                f"projection must be [num_features, {dim}] or [{num_key_heads}, num_features, "
+                f"{dim}] for heads of dim {dim}, got shape {projection.shape}."
+            )
+        if projection.ndim == 3 and projection.shape[0] != num_key_heads:
+            raise ValueError(
+                f"projection must have one W for each of the {num_key_heads} key heads, "
+                f"got shape {projection.shape}."
+            )
+
+
+def check_band(bandwidth: SupportsIndex, feature_map: FeatureMap) -> int:
+    """Returns the bandwidth as an integer, if the feature map can stand beside the band.
+
+    Raises:
+      TypeError: If the bandwidth is not an integer.
+      ValueError: If it is negative, or the feature map estimates another kernel than that of the
+        keys in the band.
+    """
+    if not feature_map.estimates_softmax:
+        raise ValueError(
+            "exact_bandwidth takes a feature map that estimates exp(x . y), the kernel of the keys "
+            f"in the band, got {feature_map!r}, which estimates another kernel or none."
+        )
+    return checks.integer("exact_bandwidth", bandwidth, least=0)
+
+
+def _is_worth_folding(features: HeadMaps, inputs: Inputs) -> bool:
+    """Returns True if fewer dense rows would be multiplied by matrices than vectors."""
+    if not getattr(features.projection, "is_dense", True):
+        return False
+    of_keys = functools.partial(type(features.feature_map).exponential_forms, side="key")
+    form = jax.eval_shape(of_keys, features.feature_map, features.projection)
+    # Symbolic sizes, of jax.export, are at least one.
+    known = [size for size in inputs.query.shape[:2] if isinstance(size, int)]
+    return form is not None and form.rows.shape[-2] < math.prod(known)
+
+
+def _repeat_heads(feature_map: FeatureMap, groups: int) -> FeatureMap:
+    """Repeats what a feature map holds for each key head."""
+
+    def repeat(axis: int | None, leaf: Any) -> Any:
+        return leaf if axis is None else repeat_heads(jnp.asarray(leaf), groups, axis=0)
+
+    axes = feature_map.head_axes()
+    if axes is None:
+        return feature_map
+    return jax.tree.map(repeat, axes, feature_map, is_leaf=lambda axis: axis is None)
+
+
+def hide(features: LogFeatures, visible: Bool[Array, "*batch length"]) -> LogFeatures:
+    """Returns features that are zero where ``visible``, ``[B, length]``, is False."""
+    shape = visible.shape + (1,) * (features.exponent.ndim - visible.ndim)
+    exponent = jnp.where(visible.reshape(shape), features.exponent, -jnp.inf)
+    return features._replace(exponent=exponent)

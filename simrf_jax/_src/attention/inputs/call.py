@@ -1,0 +1,490 @@
+"""An attention call: as a caller makes it, and laid out as the mechanisms take it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import TypeAlias, TypedDict
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Real, Shaped
+
+from simrf_jax._src import checks
+from simrf_jax._src.attention.inputs.masks import (
+    Lengths,
+    Mask,
+    Shape,
+    Unchecked,
+    bias_per_key,
+    mask_per_key,
+    one_row,
+    segment_numbers,
+    within_lengths,
+)
+
+# Names of mesh axes.
+Axes: TypeAlias = tuple[str, ...]
+
+# So many numbers of moderate weight can be added: larger ones count as not finite.
+MOST_TERMS = 2**24
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["query", "key", "value", "key_log_weights", "scale", "segments", "real", "finite"],
+    meta_fields=["batch", "is_batched", "dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """Queries, keys and values by key heads; K is their number, G that of query heads for each.
+
+    All queries, keys and values are finite. Those that were not, and hidden ones, are replaced by
+    zeros or by other tokens, because 0 * NaN is not 0, also in gradients.
+
+    Attributes:
+      query: ``[B, T, K, G, H]``, in the type to compute logits in.
+      key: ``[B, S, K, H]``, in the same type.
+      value: ``[B, S, K, D]`` in the type to contract in.
+      key_log_weights: ``[B, S, K]`` to add to the logits. Minus infinity hides a key, and NaN marks
+        one that was not finite: whoever sees it gets NaN.
+      scale: One number that multiplies the products of queries and keys; 1 if they are scaled.
+      segments: ``[B, S]``, the number of the segment that each position belongs to, or None.
+      real: ``[1 or B, T, 1, 1]``, False at queries beyond ``query_seq_lengths``.
+      finite: ``[B, T, K, G]``, False at queries that were not finite.
+      batch: Leading shape of the output.
+      is_batched: True if the output has a leading shape; without one, ``batch`` is ``(1,)``.
+      dtype: Type of the output.
+    """
+
+    query: Float[Array, "B T K G H"]
+    key: Float[Array, "B S K H"]
+    value: Float[Array, "B S K D"]
+    key_log_weights: Float[Array, "B S K"]
+    scale: Float[Array, ""]
+    segments: Integer[Array, "B S"] | None
+    real: Bool[Array, "#B T 1 1"]
+    finite: Bool[Array, "B T K G"]
+    batch: Shape
+    is_batched: bool
+    dtype: jnp.dtype
+
+    def clean(self, *, scaled: bool, fill_with_tokens: bool) -> Inputs:
+        """Returns inputs without queries, keys and values that are hidden or not finite.
+
+        Args:
+          scaled: True to multiply queries and keys by the square root of the scale each.
+          fill_with_tokens: True to replace a query or key by another one of its head; False to
+            replace it by zeros.
+        """
+        # The sign goes with the queries, for features estimate exp(x . y) for any x and y.
+        root = jnp.sqrt(jnp.abs(self.scale))
+        of_queries, of_keys = (jnp.sign(self.scale) * root, root) if scaled else (1, 1)
+        key = self.key.astype(self.query.dtype)
+        finite = self.finite & _is_finite(self.query * of_queries)
+        finite_keys = _is_finite(key * of_keys) & _is_finite(self.value)
+        # Beyond the bound an exponent would overflow.
+        finite_keys &= self.key_log_weights <= float(jnp.finfo(self.key_log_weights.dtype).max) / 4
+        hidden = self.key_log_weights == -jnp.inf
+        log_weights = jnp.where(finite_keys | hidden, self.key_log_weights, jnp.nan)
+        visible = log_weights > -jnp.inf
+        return dataclasses.replace(
+            self,
+            # Scaled last, because 0 * NaN would reach the gradient of the scale.
+            query=_replace(self.query, self.real & finite, fill_with_tokens) * of_queries,
+            key=_replace(key, visible, fill_with_tokens) * of_keys,
+            value=_replace(self.value, visible, False),
+            key_log_weights=log_weights,
+            scale=jnp.ones_like(self.scale) if scaled else self.scale,
+            finite=finite,
+        )
+
+    def outputs(
+        self, out: Float[Array, "B T K G D"], dtype: DTypeLike | None = None
+    ) -> Float[Array, "*batch T N D"]:
+        """Returns ``[..., T, N, D]`` of ``[B, T, K, G, D]``: the inverse of the layout.
+
+        Args:
+          out: The output of the mechanism for each query.
+          dtype: Type of the result, that of the caller's query by default.
+        """
+        out = jnp.where(self.finite[..., None], out, jnp.nan)
+        out = jnp.where(self.real[..., None], out, 0)
+        # One after the other, or explicit mesh axes of the heads would refuse both.
+        out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3], out.shape[4])
+        out = out.reshape(*self.batch, *out.shape[1:])
+        out = out.astype(self.dtype if dtype is None else dtype)
+        return out if self.is_batched else out[0]
+
+
+class KeyOptions(TypedDict, total=False):
+    """The keywords that say something of keys; see ``Call``."""
+
+    mask: Mask | None
+    bias: Float[ArrayLike, " ..."] | None
+    scale: Real[ArrayLike, ""] | None
+    key_value_seq_lengths: Lengths | None
+
+
+class StepOptions(KeyOptions, total=False):
+    """The keywords of a step of decoding; see ``Call``."""
+
+    query_seq_lengths: Lengths | None
+
+
+class Options(StepOptions, total=False):
+    """The keywords of an attention call; see ``Call``."""
+
+    is_causal: bool | np.bool_
+    segment_ids: Integer[ArrayLike, "... T"] | None
+
+
+def check_keywords(name: str, given: Mapping[str, object], known: frozenset[str]) -> None:
+    """Raises ``TypeError`` if a method is given a keyword that it does not take."""
+    if unknown := sorted(given.keys() - known):
+        raise TypeError(
+            f"{name} takes the keywords {', '.join(sorted(known))}, got {', '.join(unknown)}."
+        )
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=[
+        "query",
+        "key",
+        "value",
+        "mask",
+        "bias",
+        "scale",
+        "query_seq_lengths",
+        "key_value_seq_lengths",
+        "segment_ids",
+    ],
+    meta_fields=["is_causal"],
+)
+@dataclasses.dataclass(frozen=True)
+class Call:
+    r"""A call of attention: the arguments of ``jax.nn.dot_product_attention``, and segments.
+
+    Attributes:
+      query: ``[..., T, N, H]``.
+      key: ``[..., S, K, H]``.
+      value: ``[..., S, K, D]``.
+      mask: Boolean, broadcastable to ``[..., N, T, S]``, the same for all queries; or None.
+      bias: Floating, of the same shapes, added to the logits; or None.
+      scale: Multiplies the logits; None for :math:`1/\sqrt H`.
+      query_seq_lengths: Integers of the batch shape, or None.
+      key_value_seq_lengths: Integers of the batch shape, or None.
+      segment_ids: Integers ``[..., T]``, or None.
+      is_causal: True if query t sees only keys up to t.
+    """
+
+    query: Float[Array, "*batch T N H"]
+    key: Float[Array, "*batch S K H"]
+    value: Float[Array, "*batch S K D"]
+    # Until lay_out checks these, they are of any type.
+    mask: Shaped[ArrayLike, " ..."] | None = None
+    bias: Shaped[ArrayLike, " ..."] | None = None
+    scale: Real[ArrayLike, ""] | None = None
+    query_seq_lengths: Shaped[Array, " ..."] | None = None
+    key_value_seq_lengths: Shaped[Array, " ..."] | None = None
+    segment_ids: Shaped[Array, " ..."] | None = None
+    is_causal: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        query: Float[ArrayLike, "*batch T N H"],
+        key: Float[ArrayLike, "*batch S K H"],
+        value: Float[ArrayLike, "*batch S K D"],
+        *,
+        mask: Unchecked | None = None,
+        bias: Unchecked | None = None,
+        scale: Real[ArrayLike, ""] | None = None,
+        is_causal: bool | np.bool_ = False,
+        query_seq_lengths: Unchecked | None = None,
+        key_value_seq_lengths: Unchecked | None = None,
+        segment_ids: Unchecked | None = None,
+    ) -> Call:
+        """Returns the call of a caller's arguments, after the checks that need their values.
+
+        Raises:
+          TypeError: If the dtype of query, key or value is wrong, scale is no number, or is_causal
+            neither True nor False.
+          ValueError: If their shapes do not match, the scale is not finite, or the mask or the bias
+            may differ between queries.
+        """
+        is_causal = checks.boolean("is_causal", is_causal)
+        query, key, value = checks.tokens(query, key, value)
+        if scale is not None:
+            checks.scalar("scale", scale)
+            scale = float(scale) if isinstance(scale, int) else scale  # It may be any integer.
+        target = shape_of_logits(query, key)
+        mask, bias = (
+            None if x is None else one_row(name, x, target)
+            for name, x in (("mask", mask), ("bias", bias))
+        )
+        query_seq_lengths, key_value_seq_lengths, segment_ids = (
+            None if x is None else jnp.asarray(x)
+            for x in (query_seq_lengths, key_value_seq_lengths, segment_ids)
+        )
+        return cls(
+            query,
+            key,
+            value,
+            mask,
+            bias,
+            scale,
+            query_seq_lengths,
+            key_value_seq_lengths,
+            segment_ids,
+            is_causal,
+        )
+
+    def in_order(self, bandwidth: int | None = None) -> bool:
+        """Returns whether the positions of queries and keys matter, as they belong together.
+
+        Args:
+          bandwidth: Distance over which queries see keys in another way than beyond it, or None.
+        """
+        return self.is_causal or self.segment_ids is not None or bandwidth is not None
+
+    def lay_out(
+        self,
+        *,
+        dtype: DTypeLike | None = None,
+        scaled: bool = True,
+        fill_with_tokens: bool = False,
+    ) -> Inputs:
+        """Checks the arrays and arranges them by key heads.
+
+        Args:
+          dtype: Logits are computed in this type, that of the query or float32, whichever is
+            widest.
+          scaled: True to multiply queries and keys by the square root of the scale each.
+          fill_with_tokens: True to replace a query or key that is hidden or not finite by another
+            one of its head; False to replace it by zeros.
+
+        Raises:
+          TypeError: If a dtype is wrong.
+          ValueError: If shapes do not match.
+        """
+        scale = self.key.shape[-1] ** -0.5 if self.scale is None else self.scale
+        compute = jnp.promote_types(self.query.dtype, jnp.float32 if dtype is None else dtype)
+        compute = jnp.promote_types(compute, jnp.float32)
+        call = self.with_batch_axis()
+        query, key, value, batch = call.query, call.key, call.value, call.query.shape[:-3]
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            spec = jax.typeof(x).sharding.spec
+            if any(spec[1 : len(batch)]):  # No type says how a merged axis would be sharded.
+                raise ValueError(
+                    "Of several batch axes, explicit mesh axes may shard the first alone, got "
+                    f"{spec} of {name}."
+                )
+        groups, log_weights = query.shape[-2] // key.shape[-2], call._key_log_weights(compute)
+        if log_weights.shape[-2] not in (1, key.shape[-2]) or _has_devices_between(query, key):
+            # Heads that share their keys, but not their mask or device, no longer share a state.
+            key, value = (_for_each_head(x, query) for x in (key, value))
+            groups = 1
+
+        def flat(x: Shaped[Array, " ..."]) -> Shaped[Array, "B ..."]:
+            return x.reshape(math.prod(batch), *x.shape[len(batch) :])
+
+        heads = (query.shape[-2] // groups, groups)
+        query = flat(query.reshape(*query.shape[:-2], *heads, query.shape[-1])).astype(compute)
+        key = flat(key).astype(compute)
+        narrow = jnp.bfloat16 if self.query.dtype == jnp.bfloat16 else compute
+        inputs = Inputs(
+            query,
+            key,
+            flat(value).astype(narrow),
+            jnp.broadcast_to(flat(log_weights).mT, key.shape[:-1]),
+            jnp.asarray(scale, compute),
+            call.segments(),
+            call.real_queries(),
+            jnp.ones(query.shape[:-1], bool),
+            batch=batch,
+            is_batched=self.query.ndim > 3,
+            dtype=self.query.dtype,
+        )
+        return inputs.clean(scaled=scaled, fill_with_tokens=fill_with_tokens)
+
+    def with_batch_axis(self) -> Call:
+        """Returns one sequence as a batch of one; its masks and lengths may have that axis."""
+        if self.query.ndim > 3:
+            return self
+
+        def at_least(ndim: int, x: Shaped[Array, " ..."] | None) -> Shaped[Array, " ..."] | None:
+            return None if x is None else jnp.array(x, ndmin=ndim)
+
+        return dataclasses.replace(
+            self,
+            query=self.query[None],
+            key=self.key[None],
+            value=self.value[None],
+            query_seq_lengths=at_least(1, self.query_seq_lengths),
+            key_value_seq_lengths=at_least(1, self.key_value_seq_lengths),
+            segment_ids=at_least(2, self.segment_ids),
+        )
+
+    def real_queries(self) -> Bool[Array, "#B T 1 1"]:
+        """Returns ``[1 or B, T, 1, 1]``, False beyond the sequences' lengths."""
+        batch, length = self.query.shape[:-3], self.query.shape[-3]
+        if self.query_seq_lengths is None:
+            return jnp.ones((1, length, 1, 1), bool)
+        real = within_lengths("query_seq_lengths", self.query_seq_lengths, batch, length)
+        return real.reshape(math.prod(batch), length, 1, 1)
+
+    def segments(self) -> Integer[Array, "B S"] | None:
+        """Returns ``[B, S]``, the number of each position's segment; None without segments."""
+        if self.segment_ids is None:
+            return None
+        batch, length = self.query.shape[:-3], self.key.shape[-3]
+        numbers = segment_numbers(self.segment_ids, batch, self.query.shape[-3], length)
+        return numbers.reshape(math.prod(batch), length)
+
+    def log_weights_per_key(self) -> Float[Array, "B rows S"] | None:
+        """Returns ``[B, 1 or N, S]`` to add to the logits; None if none are given."""
+        if all(x is None for x in (self.mask, self.bias, self.key_value_seq_lengths)):
+            return None
+        log_weights = self.with_batch_axis()._key_log_weights(jnp.dtype(jnp.float32))
+        return log_weights.reshape(-1, *log_weights.shape[-2:])
+
+    def _key_log_weights(self, dtype: jnp.dtype) -> Float[Array, "*batch #N S"]:
+        """Returns ``[*batch, 1 or N, S]`` to add to the logits; hidden keys have minus infinity."""
+        batch, key_length = self.query.shape[:-3], self.key.shape[-3]
+        target = shape_of_logits(self.query, self.key)
+        log_weights = jnp.zeros((*(1 for _ in batch), 1, key_length), dtype)
+        if self.bias is not None:
+            log_weights = bias_per_key(self.bias, target).astype(dtype)
+        if self.mask is not None:
+            log_weights = jnp.where(mask_per_key(self.mask, target), log_weights, -jnp.inf)
+        if self.key_value_seq_lengths is not None:
+            visible = within_lengths(
+                "key_value_seq_lengths", self.key_value_seq_lengths, batch, key_length
+            )
+            log_weights = jnp.where(visible[..., None, :], log_weights, -jnp.inf)
+        return jnp.broadcast_to(log_weights, (*batch, *log_weights.shape[-2:]))
+
+    def explicit_axes(self, *, in_order: bool) -> Axes:
+        """Returns the explicit mesh axes that shard the length.
+
+        Args:
+          in_order: True if the positions of queries matter, as they do unless attention is
+            bidirectional.
+        """
+        first = (self.key, self.value, self.query) if in_order else (self.key, self.value)
+        return next(filter(None, map(axes_of_length, first)), ())
+
+
+def axes_of_length(x: Float[Array, "*batch length heads dim"]) -> Axes:
+    """Returns the explicit mesh axes that shard the length of ``[..., length, heads, dim]``."""
+    spec = tuple(jax.typeof(x).sharding.spec)
+    axes = spec[-3] if len(spec) >= 3 else None
+    return axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+
+
+def shape_of_logits(
+    query: Float[Array, "*batch T N H"], key: Float[Array, "*batch S K H"]
+) -> Shape:
+    """Returns ``[*batch, N, T, S]``; one sequence is a batch of one, as ``jax.nn`` has it."""
+    return (*(query.shape[:-3] or (1,)), query.shape[-2], query.shape[-3], key.shape[-3])
+
+
+def repeat_heads(x: Shaped[Array, " ..."], groups: int, axis: int) -> Shaped[Array, " ..."]:
+    """Repeats each entry of an axis of key heads, which explicit mesh axes may shard."""
+    # jnp.repeat refuses such an axis inside jax.set_mesh (jax 0.10.2).
+    shape, axis = x.shape, axis % x.ndim
+    x = jnp.expand_dims(x, axis + 1)
+    x = jnp.broadcast_to(x, (*shape[: axis + 1], groups, *shape[axis + 1 :]))
+    return x.reshape(*shape[:axis], shape[axis] * groups, *shape[axis + 1 :])
+
+
+def _has_devices_between(
+    query: Float[Array, "*batch T N H"], key: Float[Array, "*batch S K H"]
+) -> bool:
+    """Returns True if explicit mesh axes divide the query heads of one of several key heads."""
+    sharding = jax.typeof(query).sharding
+    axes = sharding.spec[-2]
+    names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
+    num_key_heads = key.shape[-2]
+    return num_key_heads > 1 and num_key_heads % math.prod(map(sharding.mesh.shape.get, names)) > 0
+
+
+def _for_each_head(
+    x: Float[Array, "*batch S K dim"], query: Float[Array, "*batch T N H"]
+) -> Float[Array, "*batch S N dim"]:
+    """Returns keys or values for each head of the queries, on the devices that have it."""
+    x = repeat_heads(x, query.shape[-2] // x.shape[-2], axis=-2)
+    spec, of_query = jax.typeof(x).sharding.spec, jax.typeof(query).sharding
+    if of_query.spec[-2] is None or spec[-2] is not None:
+        return x
+    spec = PartitionSpec(*spec[:-2], of_query.spec[-2], spec[-1])
+    return jax.sharding.reshard(x, NamedSharding(of_query.mesh, spec))
+
+
+def contract(
+    spec: str, features: Float[Array, " ..."], values: Float[Array, " ..."]
+) -> Float[Array, " ..."]:
+    """Contracts in the type of ``values`` and accumulates in the type of ``features``."""
+    wide, narrow = features.dtype, values.dtype
+    if wide == narrow:
+        return jnp.einsum(spec, features, values, precision=jax.lax.Precision.HIGHEST)
+    features = features.astype(narrow)
+
+    def mixed(a: Float[Array, " ..."], b: Float[Array, " ..."]) -> Float[Array, " ..."]:
+        return jnp.einsum(spec, a, b, preferred_element_type=wide)
+
+    def widened(a: Float[Array, " ..."], b: Float[Array, " ..."]) -> Float[Array, " ..."]:
+        return jnp.einsum(spec, a.astype(wide), b.astype(wide))
+
+    # Inside jit, XLA's CPU backend (jaxlib 0.10.2) has no bfloat16 x bfloat16 = float32 product.
+    return jax.lax.platform_dependent(features, values, cpu=widened, default=mixed)
+
+
+@jax.custom_jvp
+def quotient(
+    numerator: Float[Array, "*#shape"], denominator: Float[Array, "*#shape"]
+) -> Float[Array, "*#shape"]:
+    """Divides, with a derivative that denominators of any size have.
+
+    JAX's derivative has the square of the denominator, which overflows long before the quotient.
+    """
+    return numerator / denominator
+
+
+@quotient.defjvp
+def _jvp_of_quotient(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    out, (of_numerator, of_denominator) = quotient(*primals), tangents
+    return out, (of_numerator - out * of_denominator) / primals[1]
+
+
+def _is_finite(x: Float[Array, "*shape dim"]) -> Bool[Array, "*shape"]:
+    """Returns ``[...]``, True where ``[..., dim]`` is finite and sums over it cannot overflow."""
+    largest = float(jnp.finfo(x.dtype).max) / MOST_TERMS
+    return jnp.all(jnp.abs(jax.lax.stop_gradient(x)) <= largest, axis=-1)
+
+
+def _replace(
+    x: Float[Array, "B length *heads dim"],
+    where: Bool[Array, "B length *heads"],
+    fill_with_tokens: bool,
+) -> Float[Array, "B length *heads dim"]:
+    """Returns vectors ``[B, length, ..., dim]`` as they are where ``where`` is True.
+
+    Elsewhere there are zeros, or copies of the first vector that stays (ones if none does).
+    """
+    where = jnp.broadcast_to(where, x.shape[:-1])[..., None]
+    if not fill_with_tokens:
+        return jnp.where(where, x, 0)
+    is_first = where & (jnp.cumsum(where, axis=1) == 1)
+    first = jnp.sum(jnp.where(is_first, x, 0), axis=1, keepdims=True)
+    some = jnp.any(where, axis=1, keepdims=True)
+    return jnp.where(where, x, jax.lax.stop_gradient(jnp.where(some, first, 1)))

@@ -1,0 +1,255 @@
+"""Sequence lengths that mesh axes shard: which axes, and the part of the call on a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.tree_util import GetAttrKey
+from jaxtyping import Array, Float, Shaped
+
+from simrf_jax._src.attention.inputs.call import Axes, Call, axes_of_length, shape_of_logits
+from simrf_jax._src.attention.inputs.masks import per_key
+
+# The position of the length among the axes of each argument that has it.
+LENGTH = {"query": -3, "key": -3, "value": -3, "mask": -1, "bias": -1, "segment_ids": -1}
+
+# What all devices have alike, beside the arguments: W and the feature map, or None.
+Heads = TypeVar("Heads")
+
+
+class MeshAxes(NamedTuple):
+    """The mesh axes that shard the batch and the heads."""
+
+    batch: Axes = ()
+    heads: Axes = ()
+
+    def reason_against(self, call: Call) -> str | None:
+        """Returns why the axes cannot shard the arrays, or None if they can."""
+        mesh = jax.sharding.get_abstract_mesh()
+        kinds = kinds_of_axes(mesh)
+        batch, *_ = (*call.query.shape[:-3], 1)
+        num_key_heads = call.key.shape[-2]
+        for name, axes, size in (
+            ("batch_axis", self.batch, batch),
+            ("head_axis", self.heads, num_key_heads),
+        ):
+            if any(kinds.get(axis) != AxisType.Auto for axis in axes):
+                return f"{name} is {axes}, no axes of type Auto of jax.set_mesh's mesh {kinds}"
+            devices = math.prod(mesh.shape[axis] for axis in axes)
+            if size % devices:
+                return f"{name} is {axes}, of {devices} devices, which do not divide {size}"
+        return None
+
+
+def kinds_of_axes(mesh: AbstractMesh) -> dict[str, AxisType]:
+    """Returns the type of each axis of a mesh."""
+    return dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+
+class Shards(NamedTuple):
+    """The mesh axes that shard the lengths of one call.
+
+    Attributes:
+      axes: Axes that shard the keys, those of one device left out outside ``shard_map``.
+      query_axes: Axes that shard the queries; none if each device has all of them.
+      is_inside: True if the call is inside ``shard_map`` over these axes already.
+    """
+
+    axes: Axes
+    query_axes: Axes
+    is_inside: bool
+
+    def part(self, call: Call) -> Call:
+        """Returns a device's call with lengths that count from its first position."""
+        return dataclasses.replace(
+            call,
+            query_seq_lengths=_from_first(call.query_seq_lengths, call.query, self.query_axes),
+            key_value_seq_lengths=_from_first(call.key_value_seq_lengths, call.key, self.axes),
+        )
+
+
+def find_shards(call: Call, axes: Axes, *, in_order: bool) -> Shards:
+    """Returns the mesh axes that shard the lengths.
+
+    Args:
+      call: The call.
+      axes: Axes that the caller named; none for the explicit axes of the arrays.
+      in_order: True if the positions of queries and keys belong together, as in causal attention.
+
+    Raises:
+      ValueError: If they do, and there are not as many keys as queries; or if an axis is of no
+        mesh.
+    """
+    named = bool(axes)
+    axes = axes or call.explicit_axes(in_order=in_order)
+    is_inside = are_bound(axes)
+    split = is_inside or in_order or named or set(axes) & set(axes_of_length(call.query))
+    if not is_inside:
+        # Over an axis of one device XLA cannot compile a sum beside other axes (jax 0.10.2).
+        mesh = _mesh(axes, call)
+        axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
+    query_length, key_length = call.query.shape[-3], call.key.shape[-3]
+    if axes and in_order and query_length != key_length:
+        raise ValueError(
+            "Causal, packed or banded attention over a sharded length takes as many keys as "
+            f"queries, got {query_length} queries and {key_length} keys."
+        )
+    return Shards(axes, axes if split else (), is_inside)
+
+
+def check_whole(attend: Callable[[Call, Heads], object], call: Call, heads: Heads) -> None:
+    """Traces ``attend`` with whole shapes, because errors of parts would tell other shapes."""
+    shapes: dict[str, Any] = {
+        field.name: jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for field in dataclasses.fields(call)
+        # The others have shapes that count for nothing, or whose values are checked.
+        if isinstance(x := getattr(call, field.name), jax.Array) and field.name != "scale"
+    }
+
+    def with_shapes(shapes: dict[str, Any], heads: Heads) -> object:
+        return attend(dataclasses.replace(call, **shapes), heads)
+
+    of_heads = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)), heads)
+    jax.eval_shape(with_shapes, shapes, of_heads)
+
+
+def over_devices(
+    attend: Callable[[Call, Heads], Float[Array, "*batch T N D"]],
+    shards: Shards,
+    call: Call,
+    heads: Heads,
+) -> Float[Array, "*batch T N D"]:
+    """Calls ``attend`` with the part of the length that each device has.
+
+    Args:
+      attend: Attention of one part.
+      shards: Mesh axes that shard the lengths.
+      call: The whole call, or that of the device inside ``shard_map``.
+      heads: W and the feature map, which are the same on all devices, or None.
+    """
+    if shards.is_inside:
+        return attend(call, heads)
+    mesh = _mesh(shards.axes, call)
+    for name in ("query", "key", "value"):
+        elsewhere = list(jax.typeof(getattr(call, name)).sharding.spec)
+        elsewhere[LENGTH[name]] = None
+        if set(shards.axes) & set(jax.tree.leaves(elsewhere)):
+            raise ValueError(
+                f"sequence_axis must shard the length, got {_quoted(shards.axes)}, which shards "
+                f"another axis of {name}."
+            )
+    query, key = call.query, call.key
+    _check_divisible(mesh, shards.query_axes, "queries", query.shape[-3])
+    _check_divisible(mesh, shards.axes, "keys", key.shape[-3])
+    logits = shape_of_logits(query, key)
+    # Masks as long as the keys, also where they have an axis of size 1 for these.
+    rows: dict[str, Any] = {
+        name: jnp.expand_dims(per_key(jnp.asarray(x), logits), -2)
+        for name, x in (("mask", call.mask), ("bias", call.bias))
+        if x is not None
+    }
+    call = jax.tree.map(jnp.asarray, dataclasses.replace(call, **rows))
+    specs = _specs(call, shards)
+
+    def mapped(call: Call, heads: Heads) -> Float[Array, "*batch T N D"]:
+        if not shards.axes:
+            return attend(call, heads)
+        return jax.shard_map(
+            attend,
+            mesh=_mesh(shards.axes, call),
+            in_specs=(specs, PartitionSpec()),
+            out_specs=specs.query,
+            axis_names=set(shards.axes),
+        )(call, heads)
+
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    if AxisType.Explicit in types.values():
+        # Beside manual axes, explicit ones of batch and heads make XLA gather (jax 0.10.2).
+        of_output = list(jax.typeof(query).sharding.spec)
+        # The type of an array names no axes of type Auto.
+        explicit = tuple(axis for axis in shards.query_axes if types[axis] == AxisType.Explicit)
+        of_output[-3] = explicit or of_output[-3]
+        sharding = NamedSharding(mesh, PartitionSpec(*of_output))
+        # An enclosing shard_map over other axes keeps those.
+        axes = tuple(axis for axis, kind in types.items() if kind == AxisType.Explicit)
+        mapped = jax.sharding.auto_axes(mapped, axes=axes, out_sharding=sharding)
+    return mapped(call, jax.tree.map(jnp.asarray, heads))
+
+
+def from_earlier_device(x: Shaped[Array, "*shape"], axes: Axes, by: int) -> Shaped[Array, "*shape"]:
+    """Returns the value held ``by`` devices earlier, wrapping around."""
+    size = jax.lax.axis_size(axes)
+    if size == 1:
+        return x
+    return jax.lax.ppermute(x, axes, [(i, (i + by) % size) for i in range(size)])
+
+
+def _from_first(
+    lengths: Shaped[Array, "*lengths"] | None,
+    x: Float[Array, "*batch length heads dim"],
+    axes: Axes,
+) -> Shaped[Array, "*lengths"] | None:
+    """Returns sequence lengths that count from the first position of a device's part."""
+    if lengths is None or not axes:
+        return lengths
+    first = jax.lax.axis_index(axes) * x.shape[-3]
+    # Lengths that end before may be of an unsigned type.
+    return lengths.astype(jnp.int32) - first
+
+
+def are_bound(axes: Axes) -> bool:
+    """Returns whether this is inside ``shard_map`` over the axes already."""
+    try:
+        jax.lax.axis_size(axes)
+    except NameError:
+        return False
+    return True
+
+
+def _specs(call: Call, shards: Shards) -> Call:
+    """Returns the sharding of each argument, in the place of the argument."""
+
+    def spec(path: tuple[GetAttrKey], x: Shaped[Array, " ..."]) -> PartitionSpec:
+        name = path[0].name
+        axes = shards.query_axes if name == "query" else shards.axes
+        if name not in LENGTH or not axes:
+            return PartitionSpec()
+        return PartitionSpec(*(None,) * (x.ndim + LENGTH[name]), axes)
+
+    return jax.tree.map_with_path(spec, call)
+
+
+def _mesh(axes: Axes, call: Call) -> AbstractMesh:
+    """Returns the mesh of the arrays, or of the context."""
+    given = [jax.typeof(x).sharding.mesh for x in (call.query, call.key, call.value)]
+    meshes = [mesh for mesh in (*given, jax.sharding.get_abstract_mesh()) if not mesh.empty]
+    if not meshes:
+        raise ValueError(
+            "sequence_axis must be an axis of a mesh: of the inputs', of that of jax.set_mesh, or "
+            f"of an enclosing jax.shard_map, got {_quoted(axes)} and no mesh."
+        )
+    if not set(axes) <= set(meshes[0].axis_names):
+        raise ValueError(
+            f"sequence_axis must be among the axes {meshes[0].axis_names} of the mesh, got "
+            f"{_quoted(axes)}."
+        )
+    return meshes[0]
+
+
+def _check_divisible(mesh: AbstractMesh, axes: Axes, name: str, length: int) -> None:
+    size = math.prod(mesh.shape[axis] for axis in axes)
+    if length % size:
+        raise ValueError(
+            f"The length must be a multiple of the {size} devices of {_quoted(axes)}, got "
+            f"{length} {name}."
+        )
+
+
+def _quoted(axes: Axes) -> str:
+    return " and ".join(map(repr, axes))

@@ -1,0 +1,199 @@
+"""Attention with every pair of tokens written out: what random features estimate, and softmax's."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from simrf_jax._src.attention.estimator import Estimator, HeadMaps
+from simrf_jax._src.attention.inputs.call import Call, Inputs
+from simrf_jax._src.attention.random_features.state import largest, or_zero, signed_exp
+from simrf_jax._src.features import LogFeatures
+
+
+class KernelRows(NamedTuple):
+    """An un-normalized attention matrix, kernel * exp(log_scale), in range at any scale.
+
+    Attributes:
+      kernel: ``[*batch, N, T, S]``.
+      log_scale: ``[*batch, N, T, 1]``.
+    """
+
+    kernel: Float[Array, "*batch N T S"]
+    log_scale: Float[Array, "*batch N T 1"]
+
+    def plus(self, other: KernelRows) -> KernelRows:
+        """Returns the sum of two matrices, neither of which need be in range of the other."""
+        parts = (self, other)
+        # Rows of zeros have no scale.
+        is_empty = (jnp.all(part.kernel == 0, axis=-1, keepdims=True) for part in parts)
+        scales = [
+            jnp.where(empty, -jnp.inf, part.log_scale)
+            for empty, part in zip(is_empty, parts, strict=True)
+        ]
+        shift = or_zero(jnp.maximum(*scales))
+        one, another = (
+            part.kernel * jnp.exp(scale - shift) for part, scale in zip(parts, scales, strict=True)
+        )
+        return KernelRows(one + another, shift)
+
+    def row_sums(self) -> Float[Array, "*batch N T 1"]:
+        """Returns sums of the kernel, ``[*batch, N, T, 1]``; exactly zero if nothing is visible."""
+        return jnp.sum(self.kernel, axis=-1, keepdims=True)
+
+    def weights(self) -> Float[Array, "*batch N T S"]:
+        """Returns attention weights ``[*batch, N, T, S]``, whose rows sum to one or are zeros."""
+        total = self.row_sums()
+        nothing = total == 0
+        return jnp.where(nothing, 0, self.kernel / jnp.where(nothing, 1, total))
+
+
+def kernel_rows(estimator: Estimator, call: Call) -> tuple[KernelRows, KernelRows]:
+    """Returns the kernel that random features estimate for all pairs, and the softmax kernel.
+
+    In the band, if there is one, the estimate is the softmax kernel.
+    """
+    inputs, features = estimator.lay_out(call, scaled=True)
+    log_weights = _log_weights(inputs, call.is_causal)
+    exact = _softmax_rows(inputs, log_weights)
+    bandwidth = estimator.exact_bandwidth
+    if bandwidth is None:
+        estimated = _estimated_rows(inputs, features, log_weights)
+    else:
+        distances = jnp.moveaxis(log_weights, 1, -2)
+        near = jnp.moveaxis(in_band(distances, bandwidth), -2, 1)
+        far_rows = _estimated_rows(inputs, features, jnp.where(near, -jnp.inf, log_weights))
+        near_rows = _softmax_rows(inputs, jnp.where(near, log_weights, -jnp.inf))
+        estimated = far_rows.plus(near_rows)
+
+    def heads_first(x: Float[Array, "B T K G keys"]) -> Float[Array, "*batch N T keys"]:
+        return jnp.swapaxes(inputs.outputs(x, dtype=x.dtype), -3, -2)
+
+    return jax.tree.map(heads_first, (estimated, exact))
+
+
+def in_band(pairs: Float[Array, "*batch N T S"], bandwidth: int) -> Bool[Array, "*batch N T S"]:
+    """Returns True where a key is no farther from the query than the bandwidth."""
+    length, key_length = pairs.shape[-2:]
+    distances = jnp.arange(length)[:, None] - jnp.arange(key_length)[None]
+    return jnp.broadcast_to(jnp.abs(distances) <= bandwidth, pairs.shape)
+
+
+def log_kernels(
+    estimator: Estimator, call: Call
+) -> tuple[Float[Array, "*batch N T S"], Float[Array, "*batch N T S"]]:
+    """Returns logarithms of the kernel that positive features estimate, and of the softmax kernel.
+
+    They are minus infinity at hidden keys and in all rows beyond the lengths of queries, and NaN in
+    rows of queries that are not finite or see a key that is not.
+
+    Raises:
+      ValueError: If features may be negative.
+    """
+    inputs, features = estimator.lay_out(call, scaled=True)
+    log_weights = _log_weights(inputs, call.is_causal)
+    log_weights = jnp.where(inputs.real[..., None], log_weights, -jnp.inf)
+    queries, spoiled = features.queries(inputs.query)
+    keys, spoils = features.keys(inputs.key, jnp.zeros_like(inputs.key_log_weights))
+    if queries.values is not None:
+        raise ValueError(
+            "Weights with a logarithm need positive features, got feature_map="
+            f"{type(estimator.feature_map).__name__}, whose features may be negative."
+        )
+    visible = log_weights > -jnp.inf
+    seen = spoils.mT[:, None, :, None] & visible
+    lost = spoiled | ~inputs.finite | jnp.any(seen | jnp.isnan(log_weights), axis=-1)
+    estimated = _log_feature_products(queries, keys) + queries.log_scale
+    logits = _logits(inputs)
+
+    def heads_first(x: Float[Array, "B T K G S"]) -> Float[Array, "*batch N T S"]:
+        x = jnp.where(visible, x + log_weights, -jnp.inf)
+        x = jnp.where(lost[..., None] & inputs.real[..., None], jnp.nan, x)
+        out = x.reshape(*inputs.batch, x.shape[1], x.shape[2] * x.shape[3], x.shape[4])
+        return jnp.swapaxes(out if inputs.is_batched else out[0], -3, -2)
+
+    return heads_first(estimated), heads_first(logits)
+
+
+def _log_weights(inputs: Inputs, is_causal: bool) -> Float[Array, "B T K 1 S"]:
+    """Returns what to add to the logits, ``[B, T, K, 1, S]``.
+
+    Minus infinity hides a key from a query; NaN marks one that is seen and not finite, which
+    turns the query's row into NaN.
+    """
+    length, key_length = inputs.query.shape[1], inputs.key.shape[1]
+    weights = inputs.key_log_weights.mT[:, None, :, None]
+    weights = jnp.broadcast_to(weights, (weights.shape[0], length, *weights.shape[2:]))
+    if is_causal:
+        past = jnp.tri(length, key_length, dtype=bool)[None, :, None, None]
+        weights = jnp.where(past, weights, -jnp.inf)
+    if inputs.segments is not None:
+        together = inputs.segments[:, :, None] == inputs.segments[:, None]
+        weights = jnp.where(together[:, :, None, None], weights, -jnp.inf)
+    return weights
+
+
+@jax.jit
+def _feature_products(
+    queries: LogFeatures, keys: LogFeatures, log_weights: Float[Array, "B T K 1 S"]
+) -> KernelRows:
+    """Returns phi(q) . phi(k) for all pairs, ``[B, T, K, G, S]``."""
+    # [B, K, 1, S, num_features], for all queries of a key head.
+    keys = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 2)[:, :, None], keys)
+
+    @jax.checkpoint  # Gradients, too, hold the features of all pairs for one query at a time.
+    def row(one: tuple[LogFeatures, Float[Array, "B K 1 S"]]) -> KernelRows:
+        query, log_weights = one
+        log_weights = log_weights[..., None]
+        exponent = query.exponent[..., None, :] + keys.exponent
+        visible = log_weights > -jnp.inf
+        exponent = jnp.where(visible, exponent + log_weights, -jnp.inf)
+        shift = or_zero(largest(exponent, axis=(-2, -1)))
+        phi = signed_exp(exponent - shift, keys.values)
+        if query.values is not None:
+            phi = phi * query.values[..., None, :]
+        return KernelRows(jnp.sum(phi, axis=-1), shift[..., 0])
+
+    by_query = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (queries, log_weights))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1), jax.lax.map(row, by_query))
+
+
+@jax.jit
+def _log_feature_products(queries: LogFeatures, keys: LogFeatures) -> Float[Array, "B T K G S"]:
+    """Returns the logarithm of phi(q) . phi(k) for all pairs, without the scale of the queries."""
+    exponents = jnp.moveaxis(keys.exponent, 1, 2)[:, :, None]  # [B, K, 1, S, num_features].
+
+    @jax.checkpoint  # Gradients, too, hold the features of all pairs for one query at a time.
+    def row(query: Float[Array, "B K G num_features"]) -> Float[Array, "B K G S"]:
+        return jax.nn.logsumexp(query[..., None, :] + exponents, axis=-1)
+
+    return jnp.moveaxis(jax.lax.map(row, jnp.moveaxis(queries.exponent, 1, 0)), 0, 1)
+
+
+def _estimated_rows(
+    inputs: Inputs, features: HeadMaps, log_weights: Float[Array, "B T K 1 S"]
+) -> KernelRows:
+    queries, spoiled = features.queries(inputs.query)
+    # The log weights of a key differ between queries here, and are added for each.
+    keys, spoils = features.keys(inputs.key, jnp.zeros_like(inputs.key_log_weights))
+    seen = spoils.mT[:, None, :, None] & (log_weights > -jnp.inf)
+    rows = _feature_products(queries, keys, log_weights)
+    spoiled = spoiled[..., None] | jnp.any(seen | jnp.isnan(log_weights), axis=-1, keepdims=True)
+    # Whole rows, for the rest of a row would have NaN gradients, which reach other tokens.
+    kernel = jnp.where(spoiled, jnp.nan, rows.kernel)
+    return KernelRows(kernel, rows.log_scale + queries.log_scale)
+
+
+def _softmax_rows(inputs: Inputs, log_weights: Float[Array, "B T K 1 S"]) -> KernelRows:
+    logits = jnp.where(log_weights > -jnp.inf, _logits(inputs) + log_weights, -jnp.inf)
+    shift = or_zero(largest(logits, axis=-1))
+    spoiled = jnp.any(jnp.isnan(log_weights), axis=-1, keepdims=True)
+    return KernelRows(jnp.where(spoiled, jnp.nan, jnp.exp(logits - shift)), shift)
+
+
+def _logits(inputs: Inputs) -> Float[Array, "B T K G S"]:
+    highest = jax.lax.Precision.HIGHEST
+    return jnp.einsum("btkgh,bskh->btkgs", inputs.query, inputs.key, precision=highest)

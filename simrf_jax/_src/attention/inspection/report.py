@@ -1,0 +1,247 @@
+"""Looking inside: the attention weights that random features imply, and how good they are."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, SupportsIndex, Unpack
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Bool, Float, Float64
+
+from simrf_jax._src.attention.estimator import Estimator
+from simrf_jax._src.attention.inputs.call import Call, Options
+from simrf_jax._src.attention.inspection.all_pairs import KernelRows, kernel_rows
+from simrf_jax._src.attention.random_feature_attention import RandomFeatures
+from simrf_jax._src.features import FeatureMapLike
+from simrf_jax._src.projections import ProjectionLike
+
+
+class AttentionReport(NamedTuple):
+    r"""The error of random-feature attention, in float64 NumPy, one number for each head.
+
+    With A the softmax weights, :math:`\hat A` those that the features imply, and :math:`Z_t` and
+    :math:`\hat Z_t` the sums of their rows before normalization (after it they are one by
+    construction). A head in which no query sees a key has no error.
+
+    Attributes:
+      relative_error: Relative error of the weights, :math:`\|\hat A - A\|_F / \|A\|_F`.
+      row_sum_mean: Mean of :math:`\hat Z_t / Z_t` over the queries that see a key. An unbiased
+        estimate of the softmax kernel has 1 on average over projections; less is typical where the
+        variance is large, and balanced by a rare projection with much more.
+      row_sum_error: Worst :math:`|\hat Z_t / Z_t - 1|`.
+      effective_rank: :math:`\exp(-\sum_i p_i \log p_i)` of :math:`\hat A`, with p the singular
+        values divided by their sum (Roy and Vetterli, 2007). No more than the number of features
+        if attention is not causal.
+      softmax_effective_rank: The same for A.
+      output_error: Relative error of the outputs, :math:`\|\hat A V - A V\|_F / \|A V\|_F`; None
+        without values.
+    """
+
+    relative_error: Float64[np.ndarray, "*batch N"]
+    row_sum_mean: Float64[np.ndarray, "*batch N"]
+    row_sum_error: Float64[np.ndarray, "*batch N"]
+    effective_rank: Float64[np.ndarray, "*batch N"]
+    softmax_effective_rank: Float64[np.ndarray, "*batch N"]
+    output_error: Float64[np.ndarray, "*batch N"] | None = None
+
+
+def attention_matrix(
+    query: Float[ArrayLike, "*batch T N H"],
+    key: Float[ArrayLike, "*batch S K H"],
+    projection: ProjectionLike | None,
+    *,
+    feature_map: FeatureMapLike = "positive",
+    exact_bandwidth: SupportsIndex | None = None,
+    **options: Unpack[Options],
+) -> Float[Array, "*batch N T S"]:
+    r"""Returns the attention weights that ``random_feature_attention`` implies and never forms.
+
+    .. math:: \hat A_{ts} = \frac{\phi(q_t)^\top \phi(k_s)}{\sum_r \phi(q_t)^\top \phi(k_r)}
+
+    Multiplied by the values, they are its output. They are exact at any scale of the inputs. Use
+    this on short sequences: it takes time O(T S num_features) and memory O(S (T + num_features)).
+
+    Args:
+      query: ``[..., T, N, H]``.
+      key: ``[..., S, K, H]``, with N a multiple of K (grouped queries).
+      projection: W, ``[num_features, H]`` or ``[K, num_features, H]``; None for a map that needs
+        none.
+      feature_map: A name, an object of ``simrf_jax.feature_maps``, or a function.
+      exact_bandwidth: None, or a distance; keys that are no farther from a query have exact weights
+        beside the others, as in ``random_feature_attention``.
+      **options: ``mask``, ``bias``, ``scale``, ``is_causal``, ``query_seq_lengths``,
+        ``key_value_seq_lengths`` and ``segment_ids``, as in ``random_feature_attention``; rows
+        beyond the lengths of queries are zeros.
+
+    Returns:
+      ``[..., N, T, S]`` in float32 at least. Rows sum to one, or are zeros where a query sees no
+      key. Weights may be negative if features may.
+
+    Raises:
+      TypeError: If a dtype is wrong.
+      ValueError: If shapes do not match, a name is unknown, the scale is not finite, or the mask or
+        the bias may differ between queries.
+
+    Example:
+      >>> import jax, simrf_jax
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 10, 2, 16))
+      >>> w = simrf_jax.draw_projection(jax.random.key(1), 34, 16)
+      >>> weights = simrf_jax.attention_matrix(q, k, w)
+      >>> weights.shape
+      (2, 10, 10)
+      >>> out = jax.numpy.einsum("nts,snd->tnd", weights, v)
+      >>> bool(abs(out - simrf_jax.random_feature_attention(q, k, v, w)).max() < 1e-5)
+      True
+
+    References:
+      Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 2.2.
+    """
+    mechanism = RandomFeatures(projection, feature_map, exact_bandwidth=exact_bandwidth)
+    estimated, _ = kernel_rows(mechanism.estimator(), Call.of(query, key, key, **options))
+    return estimated.weights()
+
+
+def attention_report(
+    query: Float[ArrayLike, "*batch T N H"],
+    key: Float[ArrayLike, "*batch S K H"],
+    projection: ProjectionLike | None,
+    *,
+    value: Float[ArrayLike, "*batch S K D"] | None = None,
+    feature_map: FeatureMapLike = "positive",
+    exact_bandwidth: SupportsIndex | None = None,
+    **options: Unpack[Options],
+) -> AttentionReport:
+    r"""Compares the weights that random features imply with those of softmax attention.
+
+    .. math::
+        \hat Z_t = \sum_s \phi(q_t)^\top \phi(k_s), \quad \hat A_{ts} = \phi(q_t)^\top \phi(k_s) /
+        \hat Z_t, \qquad Z_t = \sum_s e^{q_t \cdot k_s}, \quad A_{ts} = e^{q_t \cdot k_s} / Z_t
+
+    with queries and keys scaled as by ``random_feature_attention`` and sums over the visible keys.
+    The row sums should agree for feature maps of the softmax kernel; ReLU and ELU features
+    estimate another kernel. Use it on short sequences: like ``attention_matrix``, it takes time and
+    memory quadratic in the length.
+
+    Args:
+      query: ``[..., T, N, H]``.
+      key: ``[..., S, K, H]``, with N a multiple of K (grouped queries).
+      projection: W, ``[num_features, H]`` or ``[K, num_features, H]``. With one for each head, the
+        heads can be as many draws for the same queries and keys.
+      value: ``[..., S, K, D]``, for the error of the output.
+      feature_map: A name, an object or a function; see ``random_feature_attention``.
+      exact_bandwidth: None, or a distance; keys that are no farther from a query have exact weights
+        beside the others, as in ``random_feature_attention``.
+      **options: ``mask``, ``bias``, ``scale``, ``is_causal``, ``query_seq_lengths``,
+        ``key_value_seq_lengths`` and ``segment_ids``, as in ``random_feature_attention``; queries
+        beyond their lengths do not count.
+
+    Returns:
+      An ``AttentionReport`` of arrays ``[..., N]``.
+
+    Raises:
+      TypeError: If a dtype is wrong, or under ``jit`` or ``vmap``: NumPy computes the singular
+        values.
+      ValueError: If shapes do not match, a name is unknown, the scale is not finite, or the mask or
+        the bias may differ between queries.
+
+    Example:
+      >>> import jax, simrf_jax
+      >>> q, k = 0.5 * jax.random.normal(jax.random.key(0), (2, 32, 4, 16))
+      >>> for num_features in (17, 1700):
+      ...     w = simrf_jax.draw_projection(jax.random.key(1), num_features, 16)
+      ...     report = simrf_jax.attention_report(q, k, w)
+      ...     print(report.relative_error.shape, report.relative_error.mean() < 0.1)
+      (4,) False
+      (4,) True
+
+    References:
+      Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 4.2; Roy and
+      Vetterli, The Effective Rank: A Measure of Effective Dimensionality (EUSIPCO 2007).
+    """
+    mechanism = RandomFeatures(projection, feature_map, exact_bandwidth=exact_bandwidth)
+    call = Call.of(query, key, key if value is None else value, **options)
+    return report_of(mechanism.estimator(), call, has_value=value is not None)
+
+
+def report_of(
+    estimator: Estimator,
+    call: Call,
+    *,
+    has_value: bool = True,
+    real: Bool[Array, "*#batch #N T"] | None = None,
+) -> AttentionReport:
+    """Returns the report of a call.
+
+    Args:
+      estimator: W, the feature map and the bandwidth.
+      call: Queries, keys and values with all that hides some of them.
+      has_value: False leaves out the error of the output.
+      real: False at queries that do not count; None if all do.
+    """
+    estimated, exact = kernel_rows(estimator, call)
+    if real is not None:
+        estimated, exact = (
+            rows._replace(kernel=jnp.where(real[..., None], rows.kernel, 0))
+            for rows in (estimated, exact)
+        )
+    implied, softmax = (np.asarray(rows.weights(), np.float64) for rows in (estimated, exact))
+    row_sum_mean, row_sum_error = _compare_row_sums(estimated, exact)
+    return AttentionReport(
+        _relative_error(implied, softmax),
+        row_sum_mean,
+        row_sum_error,
+        _effective_rank(implied),
+        _effective_rank(softmax),
+        _output_error(implied, softmax, call.value) if has_value else None,
+    )
+
+
+def _relative_error(
+    actual: Float64[np.ndarray, "*batch rows columns"],
+    expected: Float64[np.ndarray, "*batch rows columns"],
+) -> Float64[np.ndarray, "*batch"]:
+    """Returns the relative error in Frobenius norm; zero where both matrices are zeros."""
+    error, norm = (np.linalg.norm(x, axis=(-2, -1)) for x in (actual - expected, expected))
+    return error / np.where(norm == 0, 1, norm)
+
+
+def _compare_row_sums(
+    estimated: KernelRows, exact: KernelRows
+) -> tuple[Float64[np.ndarray, "*batch N"], Float64[np.ndarray, "*batch N"]]:
+    """Returns the mean ratio of the row sums, and its worst deviation from one."""
+    total, exact_total = (np.asarray(x.row_sums(), np.float64) for x in (estimated, exact))
+    seen = exact_total != 0
+    log_ratio = np.asarray(estimated.log_scale - exact.log_scale, np.float64)
+    with np.errstate(over="ignore"):
+        ratio = total / np.where(seen, exact_total, 1) * np.exp(log_ratio)
+    count = seen.sum(axis=(-2, -1))
+    mean = np.where(seen, ratio, 0).sum(axis=(-2, -1)) / np.maximum(count, 1)
+    worst = np.abs(np.where(seen, ratio - 1, 0)).max(axis=(-2, -1), initial=0)
+    return np.where(count == 0, 1, mean), worst
+
+
+def _effective_rank(
+    matrix: Float64[np.ndarray, "*batch rows columns"],
+) -> Float64[np.ndarray, "*batch"]:
+    """Returns the exponential of the entropy of the normalized singular values; 0 for zeros."""
+    finite = np.isfinite(matrix).all(axis=(-2, -1))
+    # LAPACK raises on NaN.
+    singular = np.linalg.svd(np.where(finite[..., None, None], matrix, 0), compute_uv=False)
+    total = singular.sum(axis=-1, keepdims=True)
+    p = singular / np.where(total == 0, 1, total)
+    entropy = -np.sum(p * np.log(np.where(p == 0, 1, p)), axis=-1)
+    rank = np.where(total[..., 0] == 0, 0, np.exp(entropy))
+    return np.where(finite, rank, np.nan)
+
+
+def _output_error(
+    implied: Float64[np.ndarray, "*batch N T S"],
+    softmax: Float64[np.ndarray, "*batch N T S"],
+    value: Float[ArrayLike, "*batch S K D"],
+) -> Float64[np.ndarray, "*batch N"]:
+    value = np.swapaxes(np.asarray(value, np.float64), -3, -2)
+    value = np.repeat(value, implied.shape[-3] // value.shape[-3], axis=-3)
+    # Padding may hold anything, NaN too, and 0 * NaN is not 0.
+    weighed = ((implied != 0) | (softmax != 0)).any(axis=-2)
+    value = np.where(weighed[..., None], value, 0)
+    return _relative_error(implied @ value, softmax @ value)

@@ -1,0 +1,151 @@
+"""The grid of a kernel, and the block of each array that a step of it sees."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from simrf_jax._src.attention.pallas_tpu.choice import LANES
+from simrf_jax._src.attention.pallas_tpu.heads import Refs, Shape
+
+# A function from a step of a grid to the number of a tile.
+Tile: TypeAlias = Callable[[Any], Any]
+
+# Bytes of a core's own memory that a kernel may take: more than the compiler's default, and less
+# than the 64 MiB of the smallest core from v5e on.
+VMEM_LIMIT = 48 * 2**20
+
+
+def compiler_params() -> Any:
+    """Returns the options of the compiler."""
+    return pltpu.CompilerParams(
+        dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+    )
+
+
+def result(shape: tuple[int, ...], dtype: Any, operands: Any) -> jax.ShapeDtypeStruct:
+    """Returns the type of a result that varies over all mesh axes that an operand varies over."""
+
+    def mixed(operands: Any) -> jax.Array:
+        firsts = [jnp.ravel(x)[0].astype(dtype) for x in jax.tree.leaves(operands)]
+        return jnp.broadcast_to(sum(firsts), shape)
+
+    return jax.eval_shape(mixed, operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """The grid of a kernel: batch, blocks of heads, and steps over tiles.
+
+    Attributes:
+      shape: Sizes of the kernel.
+      arrays: The operands.
+      steps: Number of steps.
+      query_tile: Function from a step to the tile of the queries.
+      key_tile: Function from a step to the tile of the keys.
+      tile_of_gradient: Function from a step to the tile of the gradients of the keys.
+    """
+
+    shape: Shape
+    arrays: Refs
+    steps: int
+    query_tile: Tile
+    key_tile: Tile
+    tile_of_gradient: Tile
+
+    @classmethod
+    def keys_first(cls, shape: Shape, arrays: Refs, *, is_gradient: bool) -> Grid:
+        """Returns a grid over the tiles of keys, then of queries, then of keys for the gradient.
+
+        While a step does not need an array, its block stays where it is needed next or was needed
+        last, so that nothing is moved in vain.
+        """
+        keys, both = shape.key_tiles, shape.key_tiles + shape.query_tiles
+
+        def of_queries(step: Any) -> Any:
+            return jnp.clip(step - keys, 0, shape.query_tiles - 1)
+
+        def of_keys(step: Any) -> Any:
+            if not is_gradient:
+                return jnp.minimum(step, keys - 1)
+            return jnp.where(step < keys, step, jnp.maximum(step - both, 0))
+
+        def of_gradient(step: Any) -> Any:
+            return jnp.maximum(step - both, 0)
+
+        steps = both + keys if is_gradient else both
+        return cls(shape, arrays, steps if shape.is_tiled else 1, of_queries, of_keys, of_gradient)
+
+    @classmethod
+    def in_order(cls, shape: Shape, arrays: Refs, *, is_reversed: bool = False) -> Grid:
+        """Returns a grid over tiles of queries and keys at the same positions."""
+        last = shape.query_tiles - 1
+
+        def tile(step: Any) -> Any:
+            return last - step if is_reversed else step
+
+        return cls(shape, arrays, shape.query_tiles, tile, tile, tile)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Sizes of the grid."""
+        batch, heads, *_ = self.arrays.key.shape
+        return batch, heads // self.shape.num_heads, self.steps
+
+    def of_queries(self, width: int) -> pl.BlockSpec:
+        """Returns the block of an array ``[B, N, width, T]``."""
+        heads = self.shape.num_heads * self.shape.groups
+        block = (1, heads, width, self.shape.query_tile)
+        return pl.BlockSpec(block, lambda b, h, step: (b, h, 0, self.query_tile(step)))
+
+    def of_keys(self, width: int, *, is_gradient: bool = False) -> pl.BlockSpec:
+        """Returns the block of an array ``[B, K, width, S]``."""
+        block = (1, self.shape.num_heads, width, self.shape.key_tile)
+        tile = self.tile_of_gradient if is_gradient else self.key_tile
+        return pl.BlockSpec(block, lambda b, h, step: (b, h, 0, tile(step)))
+
+    def of_rows(self, rows: jax.Array) -> pl.BlockSpec:
+        """Returns the block of an array ``[1 or K, ...]``."""
+        if rows.shape[0] == 1:
+            return pl.BlockSpec(rows.shape, lambda b, h, step: (0, 0, 0))
+        return pl.BlockSpec((self.shape.num_heads, *rows.shape[1:]), lambda b, h, step: (h, 0, 0))
+
+    def of_maxima(self) -> pl.BlockSpec:
+        """Returns the block of an array ``[B, K, m, key tiles]``: the columns of many tiles."""
+        block = (1, self.shape.num_heads, self.shape.num_features, LANES)
+        return pl.BlockSpec(
+            block, lambda b, h, step: (b, h, 0, jax.lax.div(self.key_tile(step), LANES))
+        )
+
+    def operands(self) -> Refs:
+        """Returns the blocks of the operands."""
+        arrays, shape = self.arrays, self.shape
+        log_weights = None
+        if arrays.log_weights is not None:
+            each = arrays.log_weights.shape[1] > 1
+            log_weights = pl.BlockSpec(
+                (1, shape.num_heads if each else 1, 1, shape.key_tile),
+                lambda b, h, step: (b, h if each else 0, 0, self.key_tile(step)),
+            )
+        return Refs(
+            query=self.of_queries(shape.dim),
+            key=self.of_keys(shape.dim),
+            value=self.of_keys(shape.value_dim),
+            query_rows=self.of_rows(arrays.query_rows),
+            key_rows=self.of_rows(arrays.key_rows),
+            offsets=None if arrays.offsets is None else self.of_rows(arrays.offsets),
+            center=None if arrays.center is None else self.of_rows(arrays.center),
+            factors=pl.BlockSpec(memory_space=pltpu.SMEM),
+            log_weights=log_weights,
+            segments=None if arrays.segments is None else self._of_segments(),
+        )
+
+    def _of_segments(self) -> pl.BlockSpec:
+        block = (1, 1, *self.arrays.segments.shape[2:3], self.shape.key_tile)
+        return pl.BlockSpec(block, lambda b, h, step: (b, 0, 0, self.key_tile(step)))

@@ -1,0 +1,186 @@
+"""The choice between the kernels and XLA, made without loading Pallas."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType
+
+from simrf_jax._src.attention.estimator import Estimator
+from simrf_jax._src.attention.inputs.call import Call
+from simrf_jax._src.attention.inputs.sharding import MeshAxes
+
+# Their cores have less memory than the kernels take.
+OLD_CHIPS = ("TPU v2", "TPU v3", "TPU v4")
+
+LANES = 128
+# Wider windows of exact keys make long programs.
+MOST_BANDWIDTH = 2 * LANES
+# Bytes of a core's memory that a program may take by the estimate of ``Program``.
+MEMORY = 40 * 2**20
+
+
+class Program(NamedTuple):
+    """The sizes that the memory of a program of the kernels depends on.
+
+    Attributes:
+      num_heads: Key heads of the program.
+      groups: Query heads of each.
+      width: Width of a head.
+      num_features: Number of features.
+      num_rows: Number of rows of queries, and of keys.
+      itemsize: Bytes of a number of the tokens.
+      is_causal: True for causal attention.
+    """
+
+    num_heads: int
+    groups: int
+    width: int
+    num_features: int
+    num_rows: tuple[int, int]
+    itemsize: int
+    is_causal: bool
+
+    def bytes_of(self, tile: int) -> int:
+        """Returns about how many bytes the program takes for a tile of so many tokens.
+
+        The last axis of each array is padded to ``LANES``.
+        """
+        lanes = -(-self.width // LANES) * LANES
+        # Blocks of seven arrays of tokens, each twice, as the next ones are loaded ahead.
+        tokens = 14 * self.groups * self.width * tile * self.itemsize
+        # Rows of queries and of keys, likewise, and their parts.
+        rows = sum(
+            8 * self.width * (-(-rows // LANES) * LANES) + 2 * rows * lanes * self.itemsize
+            for rows in self.num_rows
+        )
+        # The state, its gradient, and the maxima and offsets, whose columns are padded.
+        kept = 4 * self.num_features * (3 * lanes + 3 * LANES)
+        if self.is_causal:  # Exponents and units of a tile, and the units of all tiles.
+            kept += 4 * self.num_features * 8 * LANES
+        # Features of about three heads, several times each.
+        features = 48 * self.num_features * tile
+        if self.is_causal:  # Its chains are longer, so more heads are under way.
+            heads = self.num_heads * self.groups
+            features += 14 * heads * self.num_features * tile * self.itemsize
+        return self.num_heads * (tokens + rows + kept) + features
+
+
+class NearProgram(NamedTuple):
+    """The sizes that the memory of a program of the kernels of a band depends on.
+
+    Attributes:
+      num_heads: Key heads of the program.
+      groups: Query heads of each.
+      width: Width of a head.
+      itemsize: Bytes of a number of the tokens.
+      bandwidth: Distance over which queries see keys.
+    """
+
+    num_heads: int
+    groups: int
+    width: int
+    itemsize: int
+    bandwidth: int
+
+    @property
+    def bytes_taken(self) -> int:
+        """Estimate of the bytes that the program of the gradient takes."""
+        window = 1 + 2 * -(-self.bandwidth // LANES)
+        # Each tile of a window and its neighbors twice, as the next ones are loaded ahead: keys
+        # and values, and queries, the gradients of their sums, and rows in float32.
+        of_keys = 2 * window + 2
+        of_queries = self.groups * (2 * window + 1)
+        tokens = 2 * LANES * self.width * self.itemsize * (of_keys + of_queries)
+        rows = 2 * 2 * 8 * 4 * LANES * window * self.groups
+        # Keys, values and queries side by side; logits and weights of about three heads.
+        windows = 4 * LANES * window * self.width * self.itemsize
+        logits = 3 * 6 * 4 * LANES * LANES * window
+        return self.num_heads * (tokens + rows + windows) + logits
+
+
+def reason_against(estimator: Estimator, call: Call, *, is_asked: bool) -> str | None:
+    """Returns why the kernels cannot take a call, or None if they can.
+
+    Args:
+      estimator: W, the feature map and options.
+      call: The call.
+      is_asked: True if the caller chose the kernels; False takes them only on chips with enough
+        memory, and where each device is known to get its own tokens.
+    """
+    platform = jax.default_backend()
+    if platform not in ("cpu", "tpu"):
+        return f"they are for TPUs, and interpreted on CPUs alone, got the backend {platform}"
+    if estimator.sequence_axes:
+        return "they are for whole sequences, got a call with a sequence_axis"
+    estimator.check_heads(call)
+    reason = estimator.mesh_axes.reason_against(call) or _reason_against_tokens(call)
+    return reason or _reason_against_size(estimator, call) or _reason_unasked(estimator, is_asked)
+
+
+def _reason_unasked(estimator: Estimator, is_asked: bool) -> str | None:
+    if is_asked:
+        return None
+    if jax.devices()[0].device_kind in OLD_CHIPS:
+        return "the chip has too little memory"
+    return None if _runs_alone(estimator.mesh_axes) else "several devices may share the tokens"
+
+
+def _reason_against_tokens(call: Call) -> str | None:
+    tokens = (call.query, call.key, call.value)
+    dtypes = {x.dtype for x in tokens}
+    if len(dtypes) > 1 or not dtypes <= {jnp.dtype(jnp.float32), jnp.dtype(jnp.bfloat16)}:
+        names = " and ".join(sorted(dtype.name for dtype in dtypes))
+        return f"queries, keys and values are {names}, not all float32 or all bfloat16"
+    sizes = [size for x in tokens for size in x.shape]
+    if not all(isinstance(size, int) for size in sizes):
+        return "a size is symbolic"
+    if 0 in sizes:
+        return "an array is empty"
+    if any(axis is not None for x in tokens for axis in jax.typeof(x).sharding.spec):
+        return "axes of type Explicit shard the arrays, so call it inside jax.shard_map"
+    return None
+
+
+def _reason_against_size(estimator: Estimator, call: Call) -> str | None:
+    feature_map, bandwidth = estimator.feature_map, estimator.exact_bandwidth
+    of_keys = functools.partial(type(feature_map).exponential_forms, side="key")
+    form = jax.eval_shape(of_keys, feature_map, estimator.projection)
+    if form is None:
+        return f"{type(feature_map).__name__} features are no exponentials that estimate exp(x . y)"
+    if form.rows.dtype != jnp.float32:
+        return f"projection is {form.rows.dtype.name}"
+    groups = call.query.shape[-2] // call.key.shape[-2]
+    width = max(call.query.shape[-1], call.value.shape[-1])
+    itemsize = call.query.dtype.itemsize
+    num_rows = form.rows.shape[-2]
+    rows = (num_rows, num_rows + (0 if form.stretch is None else width))
+    in_order = call.in_order(bandwidth)
+    program = Program(1, groups, width, form.num_features, rows, itemsize, in_order)
+    if program.bytes_of(LANES) > MEMORY:
+        return f"{form.num_features} features do not fit into the memory of a core"
+    if bandwidth is None:
+        return None
+    if bandwidth > MOST_BANDWIDTH:
+        return f"exact_bandwidth is {bandwidth}, above {MOST_BANDWIDTH}"
+    if NearProgram(1, groups, width, itemsize, bandwidth).bytes_taken > MEMORY:
+        return f"a band of {bandwidth} keys does not fit into the memory of a core"
+    return None
+
+
+def _runs_alone(axes: MeshAxes) -> bool:
+    """Returns whether a kernel gets the tokens of one device, as far as can be known here.
+
+    XLA cannot split a kernel. It would give each device the tokens of all.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.device_count() == 1
+    named = {*axes.batch, *axes.heads}
+    return all(
+        kind == AxisType.Manual or size == 1 or name in named
+        for name, kind, size in zip(mesh.axis_names, mesh.axis_types, mesh.axis_sizes, strict=True)
+    )

@@ -1,0 +1,350 @@
+"""Random-feature attention: the function, and the mechanism that holds W and the feature map."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import SupportsIndex, Unpack
+
+import jax
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Integer, Real
+
+from simrf_jax._src import checks, one_line
+from simrf_jax._src.attention.estimator import CHUNK_SIZE, Estimator, check_band, compiled
+from simrf_jax._src.attention.implementations import Implementation, choose, names_of
+from simrf_jax._src.attention.inputs.call import Call, KeyOptions, check_keywords
+from simrf_jax._src.attention.inputs.masks import Lengths, Mask
+from simrf_jax._src.attention.inputs.sharding import MeshAxes
+from simrf_jax._src.attention.mechanism import Mechanism
+from simrf_jax._src.attention.random_features import decoding
+from simrf_jax._src.attention.random_features.exact_band import ExactBandState
+from simrf_jax._src.attention.random_features.state import AttentionState
+from simrf_jax._src.features import FeatureMapLike, as_feature_map
+from simrf_jax._src.projections import ProjectionLike, as_projection
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["projection", "feature_map"],
+    meta_fields=[
+        "chunk_size",
+        "sequence_axis",
+        "batch_axis",
+        "head_axis",
+        "implementation",
+        "exact_bandwidth",
+    ],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class RandomFeatures(Mechanism[AttentionState | ExactBandState]):
+    """Random-feature attention with a projection and a feature map.
+
+    Attributes:
+      projection: W, ``[num_features, H]`` for all heads, or ``[K, num_features, H]``, one for each
+        key head; None for a map that needs none.
+      feature_map: A name, an object of ``simrf_jax.feature_maps``, or a function.
+      chunk_size: Keys that causal or packed attention takes at a time, a power of two; None for a
+        default.
+      sequence_axis: Mesh axis, or a tuple of them, that shards the length in ``attend``; see
+        ``random_feature_attention``.
+      batch_axis: Mesh axes that shard the batch, for kernels; see ``random_feature_attention``.
+      head_axis: Mesh axes that shard the heads, for kernels.
+      implementation: ``"xla"``, ``"pallas_tpu"``, several to try, or None in ``attend``; see
+        ``random_feature_attention``. Steps of decoding always take XLA.
+      exact_bandwidth: Distance over which queries see keys exactly, or None; see
+        ``random_feature_attention``. The state of decoding is then an ``ExactBandState``.
+
+    Example:
+      >>> import jax, simrf_jax
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 10, 8, 64))
+      >>> w = simrf_jax.draw_projection(jax.random.key(1), 130, 64)
+      >>> mechanism = simrf_jax.RandomFeatures(w)
+      >>> whole = mechanism.attend(q, k, v, is_causal=True)
+      >>> state = mechanism.init(num_key_heads=8, head_dim=64, value_dim=64)
+      >>> state.sums.shape, state.maxima.shape
+      ((8, 130, 65), (8, 130))
+      >>> prompt, state = mechanism.step(state, q[:9], k[:9], v[:9])
+      >>> token, state = mechanism.step(state, q[9:], k[9:], v[9:])
+      >>> bool(abs(token - whole[9:]).max() < 1e-5)
+      True
+    """
+
+    projection: ProjectionLike | None
+    feature_map: FeatureMapLike = "positive"
+    chunk_size: SupportsIndex | None = None
+    sequence_axis: str | tuple[str, ...] | None = None
+    batch_axis: str | tuple[str, ...] | None = None
+    head_axis: str | tuple[str, ...] | None = None
+    implementation: Implementation | Sequence[Implementation] | None = None
+    exact_bandwidth: SupportsIndex | None = None
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
+
+    def __post_init__(self) -> None:
+        """Checks the fields, and replaces a name or a function by its feature map, a pytree."""
+        if self.implementation is not None:
+            object.__setattr__(self, "implementation", names_of(self.implementation))
+        for name in ("sequence_axis", "batch_axis", "head_axis"):
+            checks.axis_names(name, getattr(self, name))
+        if self.chunk_size is not None:
+            checks.power_of_two("chunk_size", self.chunk_size)
+        if self.exact_bandwidth is not None:
+            checks.integer("exact_bandwidth", self.exact_bandwidth, least=0)
+        if isinstance(self.feature_map, str) or callable(self.feature_map):
+            object.__setattr__(self, "feature_map", as_feature_map(self.feature_map))
+
+    def in_order(self, call: Call) -> bool:
+        """Returns whether a call is causal or packed, or there is an exact band."""
+        return call.in_order(None if self.exact_bandwidth is None else int(self.exact_bandwidth))
+
+    def attend_to(self, call: Call) -> Float[Array, "*batch T N D"]:
+        """Returns ``random_feature_attention`` of a call."""
+        estimator = self.estimator()
+        return choose(self.implementation, estimator, call).attend(estimator, call)
+
+    def init_for(self, call: Call) -> AttentionState | ExactBandState:
+        """Returns the state before tokens like those of a call.
+
+        It has ``[*batch, K, num_features, D + 1]`` sums and as many maxima. With an exact band, it
+        is an ``ExactBandState`` of these and of a window of as many keys as the bandwidth.
+        """
+        return decoding.empty_state(self.estimator(), call)
+
+    def step_to(
+        self, state: AttentionState | ExactBandState, call: Call
+    ) -> tuple[Float[Array, "*batch T N D"], AttentionState | ExactBandState]:
+        """Attends to a state and, causally, to new tokens."""
+        estimator = self.estimator()
+        decoding.check_state(estimator, state, call)
+        return compiled(decoding.step, estimator.feature_map)(estimator, state, call)
+
+    def append(
+        self,
+        state: AttentionState | ExactBandState,
+        key: Float[ArrayLike, "*batch S K H"],
+        value: Float[ArrayLike, "*batch S K D"],
+        **options: Unpack[KeyOptions],
+    ) -> AttentionState | ExactBandState:
+        """Returns the state with more keys, of any number.
+
+        With an exact band the keys take the positions after those of the state, so the last of them
+        are the band of the next query, as after a ``step``.
+
+        Args:
+          state: State of the keys before.
+          key: ``[..., S, K, H]``.
+          value: ``[..., S, K, D]``.
+          **options: ``mask`` of the new keys, broadcastable to ``[..., K, 1, S]``, ``bias`` of the
+            same shapes, ``scale`` and ``key_value_seq_lengths``; see ``random_feature_attention``.
+
+        Raises:
+          TypeError: If a dtype is wrong.
+          ValueError: If shapes do not fit each other or the state, or devices share the length.
+
+        Example:
+          >>> import jax, simrf_jax
+          >>> k, v = jax.random.normal(jax.random.key(0), (2, 10, 8, 64))
+          >>> w = simrf_jax.draw_projection(jax.random.key(1), 130, 64)
+          >>> mechanism = simrf_jax.RandomFeatures(w)
+          >>> state = mechanism.init(num_key_heads=8, head_dim=64, value_dim=64)
+          >>> state = mechanism.append(state, k, v)
+        """
+        check_keywords("append", options, KeyOptions.__optional_keys__)
+        call = Call.of(key, key, value, **options)  # Keys in the place of queries: there are none.
+        estimator = self.estimator()
+        decoding.check_state(estimator, state, call)
+        return compiled(decoding.append, estimator.feature_map)(estimator, state, call)
+
+    def estimator(self) -> Estimator:
+        """Returns the checked fields, which implementations read.
+
+        Raises:
+          TypeError: If a field is of a wrong type.
+          ValueError: If fields do not suit each other.
+        """
+        feature_map = as_feature_map(self.feature_map)
+        w = None if self.projection is None else as_projection(self.projection)
+        feature_map.check_norms(w)
+        bandwidth = self.exact_bandwidth
+        if bandwidth is not None:
+            bandwidth = check_band(bandwidth, feature_map)
+        return Estimator(
+            w,
+            feature_map,
+            CHUNK_SIZE if self.chunk_size is None else int(self.chunk_size),
+            bandwidth,
+            checks.axis_names("sequence_axis", self.sequence_axis),
+            MeshAxes(
+                checks.axis_names("batch_axis", self.batch_axis),
+                checks.axis_names("head_axis", self.head_axis),
+            ),
+        )
+
+
+def random_feature_attention(
+    query: Float[ArrayLike, "*batch T N H"],
+    key: Float[ArrayLike, "*batch S K H"],
+    value: Float[ArrayLike, "*batch S K D"],
+    projection: ProjectionLike | None,
+    *,
+    feature_map: FeatureMapLike = "positive",
+    mask: Mask | None = None,
+    bias: Float[ArrayLike, " ..."] | None = None,
+    scale: Real[ArrayLike, ""] | None = None,
+    is_causal: bool | np.bool_ = False,
+    query_seq_lengths: Lengths | None = None,
+    key_value_seq_lengths: Lengths | None = None,
+    implementation: Implementation | Sequence[Implementation] | None = None,
+    segment_ids: Integer[ArrayLike, "... T"] | None = None,
+    chunk_size: SupportsIndex | None = None,
+    sequence_axis: str | tuple[str, ...] | None = None,
+    batch_axis: str | tuple[str, ...] | None = None,
+    head_axis: str | tuple[str, ...] | None = None,
+    exact_bandwidth: SupportsIndex | None = None,
+) -> Float[Array, "*batch T N D"]:
+    r"""Returns softmax attention estimated by random features, in time linear in the length.
+
+    .. math::
+        \operatorname{Att}(Q, K, V)_t = \frac{\phi(q_t)^\top \sum_s \phi(k_s) v_s^\top}
+                                             {\phi(q_t)^\top \sum_s \phi(k_s)}
+
+    with :math:`\phi` the features of the softmax kernel of queries and keys scaled by
+    :math:`\sqrt{|\text{scale}|}`, and the queries by the sign of the scale. It replaces
+    ``jax.nn.dot_product_attention`` and has the same layout, defaults and meaning of masks. It
+    equals the estimator at any scale of the inputs: it needs no epsilon and never overflows.
+
+    For rotary embeddings, rotate queries and keys before the call. The kernel is then
+    :math:`e^{\text{scale} \, q_t^\top R_{s-t} k_s}`. With Haar rotations the mean and the variance
+    of its estimate depend on relative positions alone, although each W sees absolute positions.
+    Rotated features, which some linear attention uses, are not offered: they are not positive.
+
+    Args:
+      query: ``[..., T, N, H]``: T queries of N heads, with any leading batch shape.
+      key: ``[..., S, K, H]``, with N a multiple of K (grouped queries).
+      value: ``[..., S, K, D]``.
+      projection: W, ``[num_features, H]`` shared by all heads, or ``[K, num_features, H]``, one
+        for each key head and the queries that belong to it. An array, a
+        ``Projection``, or what a hybrid map takes; None for a map that needs none.
+      feature_map: A name, ``"positive"``, ``"hyperbolic"``, ``"trigonometric"``, ``"phase"`` (with
+        evenly spaced phases), ``"relu"``, ``"elu"``, ``"angular_hybrid"``, ``"gaussian_hybrid"`` or
+        ``"clustered_hybrid"``; an object of ``simrf_jax.feature_maps``, such as
+        ``feature_maps.Phase(phases)``; or a function from (x, projection) to features, which
+        becomes a ``feature_maps.Custom``. Features that may be negative (trigonometric, phase and
+        hybrid ones) estimate the denominator with noise of either sign. Where that comes near zero,
+        the output means nothing.
+      mask: Boolean, broadcastable to ``[..., N, T, S]``, True to attend. It must be the same for
+        all queries: have a query axis of size 1, or be a NumPy array that is constant along it.
+      bias: Added to the logits; of the same shapes, with the same condition.
+      scale: Multiplies the logits, one finite number of either sign; by default
+        :math:`1/\sqrt H`.
+      is_causal: True if query t attends only to keys s <= t. Nothing of later keys reaches it, not
+        even through rounding. Time stays linear in the length, and the backward pass computes the
+        features again instead of keeping them.
+      query_seq_lengths: Integers of the batch shape (``(1,)`` if there is no batch); outputs from
+        there on are zero.
+      key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
+      implementation: ``"pallas_tpu"`` for fused kernels, ``"xla"`` for the compiler's own, or a
+        sequence of names, of which the first that can do the call does it. None takes the kernels
+        where they can do the call on a TPU, and XLA elsewhere. The kernels make
+        features that are exponentials (positive, hyperbolic, optimal positive, calibrated and
+        learned ones) and never write them to memory. They do bidirectional, causal and packed
+        attention in bfloat16 or float32, also beside an exact band of up to 256 keys on each side,
+        but no sharded length, and can be differentiated once, in reverse mode. The gradients of W,
+        a bias, the scale and the feature map come from XLA, in addition to the kernels. A vector
+        whose squared length overflows counts as not finite there. On a CPU the kernels are
+        interpreted, which is for tests: for computations on the CPU of a TPU host, choose
+        ``"xla"``, and likewise for forward-mode and second derivatives.
+      segment_ids: Integers ``[..., T]`` of packed sequences, for as many keys as queries: a query
+        attends to keys of its own segment only. Neighbors with equal ids belong to one segment.
+      chunk_size: Keys that causal or packed attention takes at a time, a power of two; None for a
+        default.
+      sequence_axis: The mesh axis, or a tuple of them, that shards the sequence. Leave it out for
+        axes of type Explicit, which are part of the types of query, key and value. Name axes of
+        type Auto here; otherwise XLA all-gathers the keys of causal and packed attention. The mesh
+        is that of the inputs or of ``jax.set_mesh``. Inside a ``jax.shard_map`` over the axis, pass
+        the device's own part of each array, but whole sequence lengths in query_seq_lengths and
+        key_value_seq_lengths; that the axis shards the length cannot be checked there. Devices
+        exchange only running sums, never keys or values: in bidirectional attention one maximum and
+        one sum, otherwise as many permutations as the logarithm of the number of devices. With an
+        exact band they also send their neighbors the keys within it.
+      batch_axis: The axis of type Auto of the mesh of ``jax.set_mesh``, or a tuple of them, that
+        shards the first batch axis. Only the kernels use it. XLA cannot partition a kernel, so
+        without it every device computes the whole batch. Leave it out inside a ``jax.shard_map``
+        over the axis. By default the kernels are used on several devices only if it and
+        ``head_axis`` name all axes of the mesh.
+      head_axis: The mesh axis, or a tuple of them, that shards queries' and keys' heads, likewise.
+      exact_bandwidth: None, or a distance b, at least 0. Query t then weighs the keys from t - b to
+        t + b (to t if causal) by :math:`e^{\text{scale} \, q_t^\top k_s}` itself, and all other
+        visible keys by its estimate. Numerator and denominator are each one sum of both. Positions
+        count from 0 in queries and keys. From b = T - 1 on this is softmax attention. Bidirectional
+        attention then takes chunks of keys in order, as causal attention does. The feature map must
+        estimate exp(x . y) itself: relu, elu and maps of the Gaussian kernel are refused, and a
+        function of one's own is trusted. What is said of features that may be negative holds here
+        too. Over a sharded length there must be as many keys as queries.
+
+    Returns:
+      ``[..., T, N, D]`` in the inputs' dtype. Logits and exponentials are float32 at least; the
+      contractions over the length and over the features are in bfloat16 with float32 accumulation
+      if the inputs are bfloat16. Queries that see no key get zeros. A query, key or value with a
+      component that is NaN, infinite or above 1e31 turns the outputs of all queries that see it
+      into NaN. It reaches no other output, and no gradient of another output: neither the past in
+      causal attention, nor other segments, nor a query from which it is hidden.
+
+    Raises:
+      TypeError: If a dtype is wrong, or is_causal neither True nor False.
+      ValueError: If shapes do not match, a name is unknown, scale is not finite, exact_bandwidth is
+        negative or the feature map estimates another kernel than it needs, or the mask or the bias
+        asks for what linear attention cannot do; if sequence_axis is no axis of a mesh, its
+        devices do not divide the lengths, or causal attention has other keys than queries there; if
+        the kernels cannot do what ``implementation="pallas_tpu"`` asks of them, or batch_axis or
+        head_axis are then no axes of a mesh that divide the batch or the heads.
+
+    Example:
+      >>> import jax, simrf_jax
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 197, 12, 64))
+      >>> w = simrf_jax.draw_projection(jax.random.key(1), 130, 64)
+      >>> simrf_jax.random_feature_attention(q, k, v, w).shape
+      (2, 197, 12, 64)
+
+    References:
+      Choromanski et al., Rethinking Attention with Performers (ICLR 2021),
+      https://arxiv.org/abs/2009.14794
+      Reid et al., Simplex Random Features (ICML 2023), Sec. 5.4, https://arxiv.org/abs/2301.13856
+    """
+    call = Call.of(
+        query,
+        key,
+        value,
+        mask=mask,
+        bias=bias,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        segment_ids=segment_ids,
+    )
+    mechanism = RandomFeatures(
+        projection,
+        feature_map,
+        chunk_size,
+        sequence_axis,
+        batch_axis,
+        head_axis,
+        implementation,
+        exact_bandwidth,
+    )
+    if chunk_size is not None:
+        check_chunks(chunk_size, mechanism.in_order(call))
+    return mechanism.attend_to(call)
+
+
+def check_chunks(chunk_size: SupportsIndex, in_order: bool) -> None:
+    """Raises ``ValueError`` if a size of chunks is given to a call without chunks."""
+    if not in_order:
+        raise ValueError(
+            f"chunk_size is for causal or packed attention, got {chunk_size} with neither of them "
+            "and without exact_bandwidth."
+        )

@@ -1,0 +1,583 @@
+"""Causal random-feature attention: chunk by chunk, exact at any scale, without a look ahead.
+
+A weight is a sum over features of products of two exponentials, that of the query and that of the
+key. It is computed as a matrix product, and each feature is divided by its unit on one side and
+multiplied by it on the other. The unit may depend only on keys that all readers see. Otherwise
+later keys would reach earlier outputs by rounding, or by overflow.
+
+Nearly always one unit for each feature does for a chunk: the largest exponent in the state or, if
+that is empty, the exponent of the first key. A later key may be larger by a factor of ``e**limit``:
+floating-point numbers keep their precision, and a query's sum is at least 1 in its own units, so
+nothing that counts is lost below the smallest number. Where a key is larger still, every pair of
+a query and a key of the chunk has a unit of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.custom_batching
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer, Shaped
+
+from simrf_jax._src.attention.estimator import HeadMaps, compiled, hide
+from simrf_jax._src.attention.inputs.call import Inputs, contract
+from simrf_jax._src.attention.random_features.state import (
+    AttentionState,
+    Readout,
+    largest,
+    or_zero,
+    pad,
+    signed_exp,
+    split_length,
+    with_ones,
+)
+from simrf_jax._src.features import FeatureMap, LogFeatures, Side, calls_function
+
+Tree = TypeVar("Tree")
+
+# Shares of the largest exponent of the type to contract in. Sums of keys that exceed their unit by
+# the first are finite beside values up to 2**30. Down to 2**-30, a value over such a sum, as
+# gradients have it, is above the smallest number. Other values have the second share.
+LIMIT, LIMIT_BESIDE_OTHER_VALUES, LARGE_VALUE = 0.6, 0.06, 2.0**30
+
+
+class Scanned(NamedTuple):
+    """The result of a scan: the sums that queries read of the keys that they see.
+
+    Attributes:
+      readout: Sums of ``[B, T, K, G]`` queries, without the queries' log_scale.
+      log_scale: ``[B, T, K, G, 1]``, the queries' log_scale, which cancels in the ratio.
+      spoiled: ``[B, T, K, G]``, True where a query, or a key that it sees, is not finite.
+    """
+
+    readout: Readout
+    log_scale: Float[Array, "B T K G 1"]
+    spoiled: Bool[Array, "B T K G"]
+
+    def outputs(self) -> Float[Array, "B T K G D"]:
+        """Returns ``[B, T, K, G, D]``; zeros where no key is visible."""
+        return jnp.where(self.spoiled[..., None], jnp.nan, self.readout.outputs())
+
+
+class Tokens(NamedTuple):
+    """Queries and as many keys, as in ``Inputs``; all of them, or one chunk.
+
+    Attributes:
+      query: ``[B, T, K, G, H]``, or features that were computed before.
+      key: ``[B, T, K, H]``, or features that were computed before.
+      value: ``[B, T, K, D + 1]``, with the column that sums the denominator.
+      log_weights: ``[B, T, K]``.
+      query_segments: ``[B, T]``, or None.
+      key_segments: ``[B, T]``, or None. They are those of the queries, unless keys were moved to
+        later positions, and the later the position, the later the segment.
+    """
+
+    query: Float[Array, "B T K G H"] | LogFeatures
+    key: Float[Array, "B T K H"] | LogFeatures
+    value: Float[Array, "B T K D+1"]
+    log_weights: Float[Array, "B T K"]
+    query_segments: Integer[Array, "B T"] | None
+    key_segments: Integer[Array, "B T"] | None
+
+    @classmethod
+    def of(cls, inputs: Inputs, query_segments: Integer[Array, "B T"] | None) -> Tokens:
+        """Returns queries and keys to scan, and the segments of the queries."""
+        value, log_weights = with_ones(inputs.value), inputs.key_log_weights
+        return cls(inputs.query, inputs.key, value, log_weights, query_segments, inputs.segments)
+
+
+class Carry(NamedTuple):
+    """The keys before a chunk.
+
+    Attributes:
+      state: Sums over those of the last segment, all finite.
+      spoiled: ``[B, K]``, True where one of them is not finite.
+      segment: ``[B]``, the number of the last segment, or None without segments.
+    """
+
+    state: AttentionState
+    spoiled: Bool[Array, "B K"]
+    segment: Integer[Array, " B"] | None
+
+    def of_last_segment(self, chunk: Tokens) -> Carry:
+        """Returns those of the keys that are of the last segment of a chunk."""
+        if self.segment is None or chunk.key_segments is None:
+            return self
+        segment = chunk.key_segments[:, -1]
+        is_same = segment == self.segment
+        return Carry(self.state.where(is_same), self.spoiled & is_same[:, None], segment)
+
+
+def causal_attention(
+    inputs: Inputs, features: HeadMaps, state: AttentionState, *, chunk_size: int
+) -> tuple[Float[Array, "B T K G D"], AttentionState]:
+    r"""Lets each query attend to a state and to the keys up to its own position.
+
+    A scan over chunks carries the state of all earlier keys. The head of this module
+    says how queries read the keys of their own chunk, so that nothing of the future, not even its
+    rounding, reaches the past.
+
+    The backward pass computes the features of a chunk again: what is kept is one state for each
+    chunk, O(T num_features D / chunk_size), and not the features, O(T num_features).
+
+    Args:
+      inputs: Queries, keys and values.
+      features: Their feature maps.
+      state: State of the keys before the first.
+      chunk_size: A power of two. Time O(T num_features (D + chunk_size)).
+
+    Returns:
+      ``[B, T, K, G, D]`` in the logits' type, and the state of all keys (of those of the last
+      segment, if there are segments). Zeros where no key is visible.
+    """
+    if inputs.key.shape[1] != inputs.query.shape[1]:
+        inputs = one_key_for_each_query(inputs, 0)
+    tokens, features = _map_custom(Tokens.of(inputs, inputs.segments), features)
+    scanned, state = _scan(features, tokens, state, chunk_size=chunk_size, with_own_key=True)
+    return scanned.outputs(), state
+
+
+def packed_attention(
+    inputs: Inputs,
+    features: HeadMaps,
+    before: AttentionState,
+    after: AttentionState,
+    *,
+    chunk_size: int,
+) -> Float[Array, "B T K G D"]:
+    """Lets each query attend to the keys of its segment: those up to its position, and the rest.
+
+    Args:
+      inputs: Queries, keys and values with segments.
+      features: Their feature maps.
+      before: State of earlier keys of the first segment.
+      after: State of later keys of the last segment.
+      chunk_size: A power of two.
+    """
+    tokens, features = _map_custom(Tokens.of(inputs, inputs.segments), features)
+    up_to, _ = _scan(features, tokens, before, chunk_size=chunk_size, with_own_key=True)
+    beyond, _ = read_earlier(flip(tokens), features, after, chunk_size=chunk_size)
+    beyond = flip(beyond)
+    readout, spoiled = up_to.readout.add(beyond.readout), up_to.spoiled | beyond.spoiled
+    return up_to._replace(readout=readout, spoiled=spoiled).outputs()
+
+
+def read_earlier(
+    tokens: Tokens, features: HeadMaps, state: AttentionState, *, chunk_size: int
+) -> tuple[Scanned, AttentionState]:
+    """Lets each query read a state and the keys at positions before its own.
+
+    Args:
+      tokens: Queries and keys.
+      features: Their feature maps.
+      state: State of the keys before the first.
+      chunk_size: A power of two.
+
+    Returns:
+      The sums that the queries read, and the state of all keys, as ``causal_attention`` has it.
+    """
+    tokens, features = _map_custom(tokens, features)
+    return _scan(features, tokens, state, chunk_size=chunk_size, with_own_key=False)
+
+
+def flip(tree: Tree) -> Tree:
+    """Returns arrays ``[B, T, ...]`` in the reverse order of their positions."""
+    return jax.tree.map(functools.partial(jnp.flip, axis=1), tree)
+
+
+def one_key_for_each_query(inputs: Inputs, start: int) -> Inputs:
+    """Returns the keys from a position on, as many as queries; hidden ones beyond the ends.
+
+    Args:
+      inputs: Queries and keys, of any number.
+      start: Position, maybe negative, of the key that goes to the first query.
+    """
+    fit = functools.partial(stretch, start=start, length=inputs.query.shape[1])
+    return dataclasses.replace(
+        inputs,
+        key=fit(inputs.key, fill=None if inputs.key.shape[1] else 1),  # As pad says: no zeros.
+        value=fit(inputs.value, fill=0),
+        key_log_weights=fit(inputs.key_log_weights, fill=-jnp.inf),
+        segments=None if inputs.segments is None else fit(inputs.segments, fill=None),
+    )
+
+
+def stretch(
+    x: Shaped[Array, "B S *rest"], start: int, length: int, fill: float | None
+) -> Shaped[Array, "B {length} *rest"]:
+    """Returns as many positions from ``start`` on, which may be negative, padded by ``pad``."""
+    start = min(max(start, -length), x.shape[1])  # Farther out there is padding alone.
+    before, after = max(0, -start), max(0, start + length - x.shape[1])
+    return pad(x, before, after, fill)[:, start + before :][:, :length]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Given(FeatureMap):
+    """Features that were computed before, as the feature map of themselves."""
+
+    def log_features(self, x: LogFeatures, projection: None, *, side: Side) -> LogFeatures:
+        del projection, side
+        return x
+
+
+def _map_custom(tokens: Tokens, features: HeadMaps) -> tuple[Tokens, HeadMaps]:
+    """Replaces tokens, outside jit, by the features that a user's function gives them.
+
+    The scan is compiled once for feature maps that are pytrees. What is compiled must not outlive a
+    user's function, which may do something else the next time.
+    """
+    traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tokens, features)))
+    if traced or not calls_function(features.feature_map):
+        return tokens, features
+    log_features = features.feature_map.log_features_of_heads
+    tokens = tokens._replace(
+        query=log_features(tokens.query, features.projection, side="query"),
+        key=log_features(tokens.key, features.projection, side="key"),
+    )
+    return tokens, HeadMaps(None, _Given())
+
+
+def _scan(
+    features: HeadMaps,
+    tokens: Tokens,
+    state: AttentionState,
+    *,
+    chunk_size: int,
+    with_own_key: bool,
+) -> tuple[Scanned, AttentionState]:
+    """Calls ``_scan_chunks``, compiled unless the map is a user's function."""
+    static = ("chunk_size", "with_own_key")
+    scan = compiled(_scan_chunks, features.feature_map, *static, inline=False)
+    return scan(features, tokens, state, chunk_size=chunk_size, with_own_key=with_own_key)
+
+
+def _scan_chunks(
+    features: HeadMaps,
+    tokens: Tokens,
+    state: AttentionState,
+    *,
+    chunk_size: int,
+    with_own_key: bool,
+) -> tuple[Scanned, AttentionState]:
+    """Returns what each query reads of the state and the keys before it (and its own key)."""
+    batch, length = tokens.value.shape[:2]
+    size = min(chunk_size, 1 << max(length - 1, 0).bit_length())
+
+    def split(x: Tree, fill: float | None) -> Tree:
+        return jax.tree.map(functools.partial(split_length, size=size, fill=fill), x)
+
+    chunks = Tokens(
+        split(tokens.query, None),
+        split(tokens.key, None),
+        split(tokens.value, 0),
+        split(tokens.log_weights, -jnp.inf),
+        # Padding joins the last segment, because the state that is returned is that of its keys.
+        split(tokens.query_segments, None),
+        split(tokens.key_segments, None),
+    )
+    segment = None
+    if tokens.key_segments is not None:
+        # The state is that of the first segment, whose number is 0 if there are no tokens.
+        segment = jnp.sum(tokens.key_segments[:, :1], 1, tokens.key_segments.dtype)
+    attend = jax.checkpoint(
+        functools.partial(_attend_chunk, features, with_own_key), prevent_cse=False
+    )
+    carry, scanned = jax.lax.scan(attend, Carry(*state.split_spoiled(), segment), chunks)
+
+    def join(x: Shaped[Array, "chunks B C *rest"]) -> Shaped[Array, "B T *rest"]:
+        x = jnp.moveaxis(x, 0, 1)
+        return x.reshape(batch, x.shape[1] * size, *x.shape[3:])[:, :length]
+
+    return jax.tree.map(join, scanned), carry.state.spoil(carry.spoiled)
+
+
+class _Sight(NamedTuple):
+    """The keys that the queries of a chunk see, by position and segment.
+
+    Attributes:
+      with_own_key: True if a query sees the key at its own position.
+      carried: ``[B, C]``, True at queries of the last segment before the chunk.
+      same_segment: ``[B, C, C]``, True for a query and a key of one segment; None without segments.
+      in_last: ``[B, C]``, True at keys of the chunk's last segment.
+    """
+
+    with_own_key: bool
+    carried: Bool[Array, "B C"]
+    same_segment: Bool[Array, "B C C"] | None
+    in_last: Bool[Array, "B C"]
+
+    @classmethod
+    def of(cls, carry: Carry, chunk: Tokens, *, with_own_key: bool) -> _Sight:
+        """Returns what the queries of a chunk see after the keys of ``carry``."""
+        of_queries, of_keys = chunk.query_segments, chunk.key_segments
+        if carry.segment is None or of_queries is None or of_keys is None:
+            # Not of the first head: where heads are sharded, no device has that of all.
+            everywhere = jnp.ones_like(jnp.max(chunk.log_weights, axis=-1), bool)
+            return cls(with_own_key, everywhere, None, everywhere)
+        carried = of_queries == carry.segment[:, None]
+        same_segment = of_queries[:, :, None] == of_keys[:, None]
+        return cls(with_own_key, carried, same_segment, of_keys == of_keys[:, -1:])
+
+    def pairs(self, size: int) -> Bool[Array, " #B C C"]:
+        """Returns ``[B, C, C]``, True for a query and a key that it sees."""
+        earlier = jnp.tri(size, k=0 if self.with_own_key else -1, dtype=bool)[None]
+        return earlier if self.same_segment is None else earlier & self.same_segment
+
+    def any(self, flags: Bool[Array, "B C K"]) -> Bool[Array, "B C K"]:
+        """Returns ``[B, C, K]``, True at queries that see a key of the chunk with a flag."""
+        if self.same_segment is None:
+            return jnp.cumsum(flags, axis=1) > (0 if self.with_own_key else flags)
+        return jnp.any(self.pairs(flags.shape[1])[..., None] & flags[:, None], axis=2)
+
+
+class _Found(NamedTuple):
+    """The result of a chunk.
+
+    Attributes:
+      readout: Sums that its queries read.
+      state: The keys of its last segment, up to its end.
+    """
+
+    readout: Readout
+    state: AttentionState
+
+    def where(
+        self, of_queries: Bool[Array, "B C K"], of_state: Bool[Array, "B K"], other: _Found
+    ) -> _Found:
+        """Returns ``other`` for some queries and states, and this for the rest."""
+        of_queries, of_state = of_queries[..., None, None], of_state[..., None]
+        sums = jnp.where(of_queries, other.readout.sums, self.readout.sums)
+        shift = jnp.where(of_queries, other.readout.shift, self.readout.shift)
+        state = AttentionState(
+            jnp.where(of_state[..., None], other.state.sums, self.state.sums),
+            jnp.where(of_state, other.state.maxima, self.state.maxima),
+        )
+        return _Found(Readout(sums, shift), state)
+
+
+def _attend_chunk(
+    features: HeadMaps, with_own_key: bool, carry: Carry, chunk: Tokens
+) -> tuple[Carry, Scanned]:
+    """Takes one step of the scan.
+
+    Args:
+      features: Feature maps.
+      with_own_key: True if a query sees the key at its own position.
+      carry: The keys before the chunk.
+      chunk: Queries and keys.
+
+    Returns:
+      The keys up to the end of the chunk, and what its queries read.
+    """
+    queries, no_features = features.queries(chunk.query)
+    keys, spoils = features.keys(chunk.key, chunk.log_weights)
+    sight = _Sight.of(carry, chunk, with_own_key=with_own_key)
+    kept = carry.of_last_segment(chunk)
+
+    visible = (chunk.log_weights > -jnp.inf) & ~spoils
+    units = _Units.of(carry, keys.exponent, visible, chunk)
+    relative = keys.exponent - units.of_keys
+    limit = _limit(chunk.value)
+    is_large = jnp.any(relative > limit, axis=-1)
+    # Minus infinity too where both are: a difference that is not a number is not below the limit.
+    relative = jnp.where(relative <= limit, relative, -jnp.inf)
+    in_units = _KeysInUnits(signed_exp(relative, keys.values), keys.exponent, units)
+    found = _Found(
+        _read_in_units(queries, in_units, visible, carry, chunk, sight),
+        _add_in_units(kept.state, in_units, chunk.value, sight.in_last),
+    )
+    in_last = sight.in_last[..., None]
+
+    def by_pairs(found: _Found) -> _Found:
+        earlier = carry.state.read(hide(queries, sight.carried), chunk.value.dtype)
+        pairs = sight.pairs(chunk.value.shape[1])
+        readout = earlier.add(_read_pairs(queries, keys, chunk.value, pairs))
+        more = AttentionState.of(hide(keys, sight.in_last), chunk.value)
+        # Only what a large key takes part in, lest it reaches other outputs by rounding.
+        of_queries, of_state = sight.any(is_large), jnp.any(is_large & in_last, axis=1)
+        return found.where(of_queries, of_state, _Found(readout, kept.state.merge(more)))
+
+    # The barrier keeps XLA from computing the same numbers in two ways, one for each branch.
+    # One for each part: the keys may be the same on devices of a shard_map that queries differ on.
+    found = _Found(*map(jax.lax.optimization_barrier, found))
+    found = jax.lax.cond(_any(is_large), jax.checkpoint(by_pairs), lambda found: found, found)
+    sees_spoiled = (carry.spoiled[:, None] & sight.carried[..., None]) | sight.any(spoils)
+    scanned = Scanned(found.readout, queries.log_scale, no_features | sees_spoiled[..., None])
+    spoiled = kept.spoiled | jnp.any(spoils & in_last, axis=1)
+    return Carry(found.state, spoiled, kept.segment), scanned
+
+
+@jax.custom_batching.custom_vmap
+def _any(flags: Bool[Array, " *shape"]) -> Bool[Array, ""]:
+    """Returns one boolean, also under ``vmap``: with one for each example, all take both branches.
+
+    Branches that are selected from, as ``vmap`` has it, also lose how Explicit axes shard them.
+    """
+    return jnp.any(flags)
+
+
+@_any.def_vmap
+def _any_of_all(
+    size: int, is_batched: list[bool], flags: Bool[Array, " B *shape"]
+) -> tuple[Bool[Array, ""], bool]:
+    del size, is_batched
+    return _any(flags), False
+
+
+class _Units(NamedTuple):
+    """Logarithms of the units of the features of a chunk; minus infinity where nothing is visible.
+
+    Attributes:
+      of_queries: ``[B, C, K, m]``, or ``[B, 1, K, m]`` without segments.
+      of_keys: The same of the keys.
+    """
+
+    of_queries: Float[Array, " B #C K #m"]
+    of_keys: Float[Array, " B #C K #m"]
+
+    @classmethod
+    def of(
+        cls,
+        carry: Carry,
+        exponent: Float[Array, "B C K #m"],
+        visible: Bool[Array, "B C K"],
+        chunk: Tokens,
+    ) -> _Units:
+        """Returns the largest exponents of the state, or those of the first key of the segment.
+
+        Args:
+          carry: The keys before the chunk.
+          exponent: Exponents of the keys of the chunk.
+          visible: True at those that someone may see.
+          chunk: Queries and keys.
+        """
+        exponent = jax.lax.stop_gradient(exponent)
+        maxima = carry.state.maxima[:, None]
+        has_state = jnp.any(maxima > -jnp.inf, axis=-1, keepdims=True)
+        carried_segment, of_queries, of_keys = (
+            carry.segment,
+            chunk.query_segments,
+            chunk.key_segments,
+        )
+        if carried_segment is None or of_queries is None or of_keys is None:
+            is_first = visible & (jnp.cumsum(visible, axis=1) == 1)
+            first = largest(jnp.where(is_first[..., None], exponent, -jnp.inf), axis=1)
+            units = jnp.where(has_state, maxima, first)
+            return cls(units, units)
+
+        def units_of(segments: Integer[Array, "B C"]) -> Float[Array, "B C K #m"]:
+            same = (segments[:, :, None] == of_keys[:, None])[..., None] & visible[:, None]
+            first = jnp.argmax(same, axis=2)
+            first = jnp.take_along_axis(exponent, first[..., None], axis=1)
+            first = jnp.where(jnp.any(same, axis=2)[..., None], first, -jnp.inf)
+            carried = (segments == carried_segment[:, None])[..., None, None]
+            return jnp.where(carried & has_state, maxima, first)
+
+        return cls(units_of(of_queries), units_of(of_keys))
+
+
+class _KeysInUnits(NamedTuple):
+    """Keys of a chunk.
+
+    Attributes:
+      features: Features in the units.
+      exponent: Exponents of the features, in no units.
+      units: The units.
+    """
+
+    features: Float[Array, "B C K m"]
+    exponent: Float[Array, "B C K #m"]
+    units: _Units
+
+
+def _limit(value: Float[Array, "B C K columns"]) -> Float[Array, "B C K 1"]:
+    """Returns how far exponents may exceed those of the units."""
+    range_of_type = math.log(float(jnp.finfo(value.dtype).max))
+    # The last column holds the ones.
+    size = jnp.max(jnp.abs(value[..., :-1]), axis=-1, keepdims=True, initial=0)
+    is_ordinary = (size < LARGE_VALUE) & ((size > 1 / LARGE_VALUE) | (size == 0))
+    return range_of_type * jnp.where(is_ordinary, LIMIT, LIMIT_BESIDE_OTHER_VALUES)
+
+
+def _read_in_units(
+    queries: LogFeatures,
+    keys: _KeysInUnits,
+    visible: Bool[Array, "B C K"],
+    carry: Carry,
+    chunk: Tokens,
+    sight: _Sight,
+) -> Readout:
+    """Lets the queries of a chunk read the state and the keys of the chunk.
+
+    Args:
+      queries: Features of the queries.
+      keys: The keys.
+      visible: True at keys that someone may see.
+      carry: The keys before the chunk.
+      chunk: Queries and keys.
+      sight: The keys that the queries see.
+    """
+    value, state = chunk.value, carry.state
+    logits = queries.exponent + keys.units.of_queries[:, :, :, None]
+    shift = largest(logits, axis=-1)
+    features = signed_exp(logits - or_zero(shift), queries.values)
+    weights = contract("bqkgm,bskm->bkgqs", features, keys.features)
+    weights = jnp.where(sight.pairs(value.shape[1])[:, None, None], weights, 0)
+    carried = sight.carried[..., None, None, None]
+    of_state = jnp.where(carried, features, 0)
+    # In this order of axes the product needs no transposed copy of the features.
+    earlier = contract("btkgm,bkmd->bktgd", of_state, state.sums.astype(value.dtype))
+    sums = contract("bkgqs,bskd->bqkgd", weights, value) + jnp.moveaxis(earlier, 2, 1)
+    sees_state = sight.carried[..., None] & jnp.any(state.maxima > -jnp.inf, axis=-1)[:, None]
+    sees = (sees_state | sight.any(visible))[..., None, None]
+    return Readout(sums, jnp.where(sees, shift, -jnp.inf))
+
+
+def _add_in_units(
+    state: AttentionState,
+    keys: _KeysInUnits,
+    value: Float[Array, "B C K columns"],
+    in_last: Bool[Array, "B C"],
+) -> AttentionState:
+    """Returns the state of earlier keys and of those of the last segment of a chunk."""
+    visible = in_last[..., None, None]
+    exponent = jnp.where(visible, keys.exponent, -jnp.inf)
+    maxima = jnp.maximum(state.maxima, jnp.squeeze(largest(exponent, axis=1), 1))
+    features = jnp.where(visible, keys.features, 0)
+    more = contract("bskm,bskd->bkmd", features, value)
+    unit = jnp.exp(keys.units.of_keys[:, -1] - or_zero(maxima))[..., None]
+    return AttentionState(state.in_units_of(maxima) + more * unit, maxima)
+
+
+def _read_pairs(
+    queries: LogFeatures,
+    keys: LogFeatures,
+    value: Float[Array, "B C K columns"],
+    pairs: Bool[Array, " #B C C"],
+) -> Readout:
+    """Lets each query read the keys of its chunk that it sees, each pair in a unit of its own."""
+
+    @jax.checkpoint
+    def of_key(key: LogFeatures) -> tuple[Float[Array, "B C K G"], Float[Array, "B C K G"]]:
+        """Returns the weights of one key for all queries, and the logarithms of their units."""
+        key = jax.tree.map(lambda x: x[:, None, :, None], key)
+        logits = queries.exponent + key.exponent
+        units = largest(logits, axis=-1)
+        products = signed_exp(logits - or_zero(units), queries.values)
+        if key.values is not None:
+            products = products * key.values
+        return jnp.sum(products, axis=-1), jnp.squeeze(units, -1)
+
+    by_position = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), keys)
+    weights, units = jax.lax.map(of_key, by_position)
+    sees = jnp.transpose(pairs, (2, 0, 1))[..., None, None]
+    units = jnp.where(sees, units, -jnp.inf)
+    shift = largest(units, axis=0)
+    weights = weights * jnp.exp(units - or_zero(shift))
+    sums = contract("sbqkg,bskd->bqkgd", weights, value)
+    return Readout(sums, jnp.squeeze(shift, 0)[..., None])

@@ -1,0 +1,186 @@
+"""Exact attention to a band of keys and random features for all others, under one normalizer.
+
+Query t sees the keys s < t - bandwidth by their features. Once all keys are moved ``bandwidth``
+positions later, these are the keys before position t, so the scan of causal attention reads them,
+without a look ahead. The scan of the reversed sequence reads the keys after the band. No sum is the
+difference of two sums, so the far field keeps its digits however small it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer
+
+from simrf_jax._src import one_line
+from simrf_jax._src.attention.banded.softmax import QueryBlocks, cut, sum_in_windows
+from simrf_jax._src.attention.banded.window import Window
+from simrf_jax._src.attention.estimator import HeadMaps
+from simrf_jax._src.attention.inputs.call import Inputs
+from simrf_jax._src.attention.random_features.causal import (
+    Scanned,
+    Tokens,
+    flip,
+    one_key_for_each_query,
+    read_earlier,
+)
+from simrf_jax._src.attention.random_features.state import (
+    AttentionState,
+    Readout,
+    or_zero,
+    state_of,
+)
+from simrf_jax._src.features import FeatureMap
+
+
+class ExactBandState(NamedTuple):
+    """The state of random-feature attention with an exact band.
+
+    Attributes:
+      near: The last keys and values, as many as the bandwidth.
+      far: Sums over the keys before these.
+    """
+
+    near: Window
+    far: AttentionState
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
+
+
+class Fields(NamedTuple):
+    """The keys that queries see exactly, and those that they see by random features.
+
+    Attributes:
+      near: Queries and keys that are not scaled.
+      blocks: Blocks of the queries and their windows of keys.
+      segments: ``[B, T]``, segments of the queries, or None.
+      earlier: The same queries, scaled, beside the last key of the band: each sees the keys before
+        that one.
+      later: The same beside the first key of the band: each sees the keys after that one. None if
+        attention is causal.
+      beyond: Keys after those of ``later``, which all queries see; none unless there are more keys
+        than queries.
+    """
+
+    near: Inputs
+    blocks: QueryBlocks
+    segments: Integer[Array, "B T"] | None
+    earlier: Inputs
+    later: Inputs | None
+    beyond: Inputs
+
+    @classmethod
+    def of(
+        cls,
+        inputs: Inputs,
+        feature_map: FeatureMap,
+        *,
+        bandwidth: int,
+        is_causal: bool,
+        history: int = 0,
+    ) -> Fields:
+        """Divides keys into those of the band and those beyond it.
+
+        Args:
+          inputs: Queries and keys that are not scaled.
+          feature_map: The feature map.
+          bandwidth: Distance over which a query sees keys exactly.
+          is_causal: True if it sees no later keys.
+          history: Keys before the position of the first query.
+        """
+        length, key_length = inputs.query.shape[1], inputs.key.shape[1]
+        blocks = cut(length, key_length, bandwidth, is_causal, history=history)
+        segments = inputs.segments
+        if segments is not None:
+            segments = segments[:, history:][:, :length]
+        far = inputs.clean(scaled=True, fill_with_tokens=not feature_map.is_finite)
+        earlier = one_key_for_each_query(far, history - bandwidth)
+        later = None if is_causal else one_key_for_each_query(far, history + bandwidth)
+        end = history + bandwidth + length
+        beyond = dataclasses.replace(
+            far,
+            key=far.key[:, end:],
+            value=far.value[:, end:],
+            key_log_weights=far.key_log_weights[:, end:],
+        )
+        return cls(inputs, blocks, segments, earlier, later, beyond)
+
+    def outputs(self, out: Float[Array, "B T K G D"]) -> Float[Array, "*batch T N D"]:
+        """Returns ``[..., T, N, D]`` of ``[B, T, K, G, D]``."""
+        return self.earlier.outputs(out)
+
+    def attend(
+        self,
+        features: HeadMaps,
+        before: AttentionState,
+        after: AttentionState | None,
+        *,
+        chunk_size: int,
+    ) -> tuple[Float[Array, "B T K G D"], AttentionState]:
+        r"""Lets each query attend to the keys of its band and to all others.
+
+        .. math::
+            o_t = \frac{\sum_{s \in N_t} e^{\ell_{ts}} v_s
+                        + \sum_{s \in F_t} \phi(q_t)^\top \phi(k_s) v_s}
+                       {\sum_{s \in N_t} e^{\ell_{ts}} + \sum_{s \in F_t} \phi(q_t)^\top \phi(k_s)}
+
+        Args:
+          features: Feature maps.
+          before: State of the keys before those of ``earlier``.
+          after: State of the keys after those of ``later``; None if attention is causal.
+          chunk_size: Keys that are taken at a time, a power of two.
+
+        Returns:
+          ``[B, T, K, G, D]`` in the logits' type, zeros where no key is visible; and the state of
+          all keys before the band of a query that would follow.
+        """
+        near = sum_in_windows(self.near, self.blocks)
+        tokens = Tokens.of(self.earlier, self.segments)
+        read, state = read_earlier(tokens, features, before, chunk_size=chunk_size)
+        far, spoiled = _in_units_of_the_kernel(read)
+        readout, spoiled = far.add(Readout(near.sums, near.shift)), spoiled | near.spoiled
+        if self.later is not None and after is not None:
+            tokens = flip(Tokens.of(self.later, self.segments))
+            read, _ = read_earlier(tokens, features, after, chunk_size=chunk_size)
+            far, sees_spoiled = _in_units_of_the_kernel(flip(read))
+            readout, spoiled = readout.add(far), spoiled | sees_spoiled
+        return jnp.where(spoiled[..., None], jnp.nan, readout.outputs()), state
+
+
+def attend_beside_band(
+    inputs: Inputs, features: HeadMaps, *, bandwidth: int, is_causal: bool, chunk_size: int
+) -> Float[Array, "*batch T N D"]:
+    """Attends to tokens that are all on one device.
+
+    Args:
+      inputs: Queries and keys that are not scaled.
+      features: Feature maps.
+      bandwidth: Distance over which a query sees keys exactly.
+      is_causal: True if it sees no later keys.
+      chunk_size: Keys of the far field that are taken at a time, a power of two.
+    """
+    fields = Fields.of(inputs, features.feature_map, bandwidth=bandwidth, is_causal=is_causal)
+    empty = AttentionState.empty(fields.earlier, features)
+    after = None if is_causal else empty
+    if after is not None and fields.beyond.key.shape[1] > 0:
+        after = state_of(fields.beyond, features)
+    out, _ = fields.attend(features, empty, after, chunk_size=chunk_size)
+    return fields.outputs(out)
+
+
+def _in_units_of_the_kernel(read: Scanned) -> tuple[Readout, Bool[Array, "B T K G"]]:
+    """Returns sums of kernel estimates, and which queries get NaN.
+
+    The log_scale of a query, which cancels in plain attention, does not cancel between exact
+    weights and estimated ones.
+    """
+    overflows = ~(read.log_scale < jnp.inf)
+    log_scale = jnp.where(overflows, -jnp.inf, read.log_scale)
+    unit = jax.lax.stop_gradient(log_scale)
+    factor = jnp.exp(log_scale - or_zero(unit))  # One, or zero; it carries the gradient.
+    readout = Readout(read.readout.sums * factor, read.readout.shift + unit)
+    return readout, read.spoiled | overflows[..., 0]

@@ -1,0 +1,283 @@
+"""Running sums over keys, which nothing can overflow.
+
+Attention is a monoid: the states of two sets of keys merge into the state of both, and what a query
+reads from two states adds up to what it reads from their merger. Bidirectional, causal and
+step-by-step attention, and attention over many devices, are ways to bracket one product.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Shaped
+
+from simrf_jax._src import one_line
+from simrf_jax._src.attention.estimator import HeadMaps
+from simrf_jax._src.attention.inputs.call import Inputs, contract, quotient
+from simrf_jax._src.features import LogFeatures
+
+SUMMARY_CHUNK = 1024  # Keys whose features are in memory at a time when only their state is asked.
+
+
+class Readout(NamedTuple):
+    """The sums that queries read from a state, in units of e^shift.
+
+    Attributes:
+      sums: ``[..., D + 1]``, numerator and denominator.
+      shift: ``[..., 1]``; minus infinity where nothing was read.
+    """
+
+    sums: Float[Array, "*queries D+1"]
+    shift: Float[Array, "*queries 1"]
+
+    def add(self, other: Readout) -> Readout:
+        """Returns what is read from two states together."""
+        shift = jnp.maximum(self.shift, other.shift)
+        sums = self._in_units_of(shift) + other._in_units_of(shift)
+        return Readout(sums, shift)
+
+    def _in_units_of(self, shift: Float[Array, "*queries 1"]) -> Float[Array, "*queries columns"]:
+        return self.sums * jnp.exp(self.shift - or_zero(shift))
+
+    def outputs(self) -> Float[Array, "*queries D"]:
+        """Returns numerator over denominator, ``[..., D]``; zeros where no key is visible."""
+        numerator, denominator = self.sums[..., :-1], self.sums[..., -1:]
+        nothing = denominator == 0  # Exactly: no key is visible, or no feature is active.
+        return jnp.where(nothing, 0, quotient(numerator, jnp.where(nothing, 1, denominator)))
+
+
+class AttentionState(NamedTuple):
+    r"""Running sums over keys, for each feature in units of its largest key.
+
+    .. math:: c_i = \max_s \kappa_{si}, \qquad S_i = \sum_s e^{\kappa_{si} - c_i} (v_s, 1)
+
+    with :math:`\kappa` the log features of the keys; values of signed maps stand as factors before
+    the exponentials. Its size does not depend on the number of keys. The sums of a head are NaN
+    once it has seen a key that was not finite.
+
+    Attributes:
+      sums: ``[B, K, num_features, D + 1]``; the last column sums the denominator.
+      maxima: ``[B, K, num_features]``, or ``[B, K, 1]`` of a map whose features share an exponent;
+        minus infinity where no key was seen.
+    """
+
+    sums: Float[Array, "*batch K num_features D+1"]
+    maxima: Float[Array, "*batch K #num_features"]
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
+
+    @classmethod
+    def of(cls, keys: LogFeatures, value: Float[Array, "B S K columns"]) -> AttentionState:
+        """Returns the state of keys ``[B, S, K, ...]`` with values ``[B, S, K, D + 1]``."""
+        maxima = jnp.squeeze(largest(keys.exponent, axis=1), 1)
+        return cls(contract("bskm,bskd->bkmd", in_units_of(maxima, keys), value), maxima)
+
+    @classmethod
+    def empty(cls, inputs: Inputs, features: HeadMaps) -> AttentionState:
+        """Returns the state of no keys, for keys like those of the inputs."""
+        keys = features.keys(inputs.key[:, :0], inputs.key_log_weights[:, :0]).features
+        return cls.of_none(keys, with_ones(inputs.value[:, :0]))
+
+    @classmethod
+    def of_none(cls, keys: LogFeatures, value: Float[Array, "B 0 K columns"]) -> AttentionState:
+        """Returns the state of keys ``[B, 0, K, ...]``."""
+        phi = signed_exp(keys.exponent, keys.values)[..., None]
+        # Unlike AttentionState.of, because an einsum of nothing fails in shard_map without jit
+        # (jax 0.10.2).
+        sums = jnp.sum(phi * value[:, :, :, None], axis=1)
+        return cls(sums, jnp.squeeze(largest(keys.exponent, axis=1), 1))
+
+    def merge(self, other: AttentionState) -> AttentionState:
+        """Returns the state of the keys of both."""
+        maxima = jnp.maximum(self.maxima, other.maxima)
+        return AttentionState(self.in_units_of(maxima) + other.in_units_of(maxima), maxima)
+
+    def in_units_of(
+        self, maxima: Float[Array, "B K #num_features"]
+    ) -> Float[Array, "B K num_features columns"]:
+        """Returns the sums relative to other maxima, at least as large."""
+        return self.sums * jnp.exp(self.maxima - or_zero(maxima))[..., None]
+
+    def where(self, condition: Bool[Array, " B"]) -> AttentionState:
+        """Returns the state where ``condition``, ``[B]``, is True, and an empty one elsewhere."""
+        condition = condition[:, None, None]
+        return AttentionState(
+            jnp.where(condition[..., None], self.sums, 0),
+            jnp.where(condition, self.maxima, -jnp.inf),
+        )
+
+    def spoil(self, condition: Bool[Array, "B K"]) -> AttentionState:
+        """Returns the state with NaN sums where ``condition``, ``[B, K]``, is True."""
+        return self._replace(sums=jnp.where(condition[:, :, None, None], jnp.nan, self.sums))
+
+    def split_spoiled(self) -> tuple[AttentionState, Bool[Array, "B K"]]:
+        """Returns a state of finite sums, and where ``spoil`` made them NaN, ``[B, K]``."""
+        # The denominators say it. XLA evaluates this while it compiles if the state is empty, which
+        # took seconds for all sums.
+        spoiled = jnp.any(jnp.isnan(self.sums[..., -1]), axis=-1)
+        return self._replace(sums=jnp.where(spoiled[:, :, None, None], 0, self.sums)), spoiled
+
+    def weigh(
+        self, queries: LogFeatures
+    ) -> tuple[Float[Array, "B T K G num_features"], Float[Array, "B T K G 1"]]:
+        """Returns what queries multiply the sums by, in units of e^shift, and the shift."""
+        logits = queries.exponent + self.maxima[:, None, :, None, :]
+        shift = largest(logits, axis=-1)
+        return signed_exp(logits - or_zero(shift), queries.values), shift
+
+    def read(self, queries: LogFeatures, dtype: jnp.dtype) -> Readout:
+        """Returns what queries find, ``[B, T, K, G, D + 1]``.
+
+        A query's log_scale cancels in the ratio and is left out. A feature that is zero for all
+        keys has a maximum of minus infinity, so it does not set the shift of those that matter.
+
+        Args:
+          queries: Features of ``[B, T, K, G]`` queries.
+          dtype: Type to contract in.
+        """
+        features, shift = self.weigh(queries)
+        # In this order of axes the product needs no transposed copy of the features.
+        sums = contract("btkgm,bkmd->bktgd", features, self.sums.astype(dtype))
+        return Readout(jnp.moveaxis(sums, 2, 1), shift)
+
+
+class Keys(NamedTuple):
+    """Keys in chunks, or one chunk of them, which has no first axis.
+
+    Attributes:
+      key: ``[chunks, B, S, K, H]``.
+      value: ``[chunks, B, S, K, D]``.
+      log_weights: ``[chunks, B, S, K]``.
+    """
+
+    key: Float[Array, "*chunks B S K H"]
+    value: Float[Array, "*chunks B S K D"]
+    log_weights: Float[Array, "*chunks B S K"]
+
+    @classmethod
+    def of(cls, inputs: Inputs, size: int | None) -> Keys:
+        """Returns the keys in chunks of a size, or all in one chunk if it is None."""
+        if size is None:
+            return cls(inputs.key[None], inputs.value[None], inputs.key_log_weights[None])
+        return cls(
+            split_length(inputs.key, size, None),
+            split_length(inputs.value, size, 0),
+            split_length(inputs.key_log_weights, size, -jnp.inf),
+        )
+
+
+def state_of(inputs: Inputs, features: HeadMaps) -> AttentionState:
+    """Returns the state of all keys, with the features of one chunk in memory at a time."""
+    length = inputs.key.shape[1]
+    # Few keys, or a symbolic number of them, are taken at once.
+    is_long = isinstance(length, int) and length > SUMMARY_CHUNK
+    state, spoiled = sum_keys(Keys.of(inputs, SUMMARY_CHUNK if is_long else None), features)
+    return state.spoil(spoiled)
+
+
+def sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array, "B K"]]:
+    """Returns the state of keys in chunks, whose sums are finite, and which heads saw NaN.
+
+    The features of a chunk are used and forgotten, and the backward pass makes them again.
+    """
+
+    def add(state: AttentionState | None, chunk: Keys) -> tuple[AttentionState, Bool[Array, "B K"]]:
+        phi, spoils = features.keys(chunk.key, chunk.log_weights)
+        maxima = jnp.squeeze(largest(phi.exponent, axis=1), 1)
+        maxima = maxima if state is None else jnp.maximum(state.maxima, maxima)
+        weights = in_units_of(maxima, phi)
+        numerators = contract("bskm,bskd->bkmd", weights, chunk.value)
+        # In the precision of the numerators, so that both see the same weights.
+        weights = weights.astype(chunk.value.dtype).astype(weights.dtype)
+        sums = jnp.concatenate([numerators, jnp.sum(weights, axis=1)[..., None]], axis=-1)
+        sums = sums if state is None else state.in_units_of(maxima) + sums
+        return AttentionState(sums, maxima), jnp.any(spoils, axis=1)
+
+    num_chunks, _, size = keys.key.shape[:3]
+    if num_chunks == 1 and size != 0:
+        return add(None, jax.tree.map(lambda x: x[0], keys))
+    none = jax.tree.map(lambda x: x[0, :, :0], keys)
+    phi, _ = features.keys(none.key, none.log_weights)
+    empty = AttentionState.of_none(phi, with_ones(none.value))
+    state, spoiled = jax.lax.scan(jax.checkpoint(add, prevent_cse=False), empty, keys)
+    return state, jnp.any(spoiled, axis=0)
+
+
+def attend_to_state(
+    inputs: Inputs, features: HeadMaps, state: AttentionState, spoiled: Bool[Array, "B K"]
+) -> Float[Array, "B T K G D"]:
+    """Lets each query attend to all keys of a state of finite sums.
+
+    Args:
+      inputs: The queries.
+      features: Their feature maps.
+      state: Sums over the keys.
+      spoiled: True where a key is not finite.
+
+    Returns:
+      ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
+    """
+    queries, no_features = features.queries(inputs.query)
+    out = state.read(queries, inputs.value.dtype).outputs()
+    # Last, for NaN before it would reach the gradients of W: 0 * NaN is not 0.
+    return jnp.where((no_features | spoiled[:, None, :, None])[..., None], jnp.nan, out)
+
+
+def with_ones(value: Float[Array, "*batch D"]) -> Float[Array, "*batch D+1"]:
+    """Appends a column of ones to values, which sums the denominator along with the numerator."""
+    return jnp.concatenate([value, jnp.ones_like(value[..., :1])], axis=-1)
+
+
+def largest(x: Float[Array, "*shape"], axis: int | tuple[int, ...]) -> Float[Array, " ..."]:
+    """Returns a maximum as a shift, through which no gradient has to flow; -inf of nothing."""
+    return jax.lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True, initial=-jnp.inf))
+
+
+def or_zero(shift: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """Returns a shift, or 0 where it is minus infinity, so that subtracting it makes no NaN."""
+    return jnp.where(shift == -jnp.inf, 0, shift)
+
+
+def in_units_of(
+    maxima: Float[Array, "B K #num_features"], keys: LogFeatures
+) -> Float[Array, "B S K num_features"]:
+    """Returns the features of keys, each in units of its maximum."""
+    return signed_exp(keys.exponent - or_zero(maxima)[:, None], keys.values)
+
+
+def signed_exp(
+    exponent: Float[Array, " ..."],
+    values: Float[Array, " ..."] | None,
+) -> Float[Array, " ..."]:
+    """Returns features of their shifted exponents and their values."""
+    phi = jnp.exp(exponent)
+    return phi if values is None else phi * values
+
+
+def pad(
+    x: Shaped[Array, "B length *rest"], before: int, after: int, fill: float | None
+) -> Shaped[Array, "B length+{before}+{after} *rest"]:
+    """Adds positions of ``fill`` at both ends, or copies of the outermost positions if None.
+
+    A user's feature map takes padding too: what it makes of a real key is as finite as that of the
+    key itself, which cannot be said of zeros.
+    """
+    if not before and not after:
+        return x
+    if fill is not None:
+        padding = [(0, 0), (before, after)] + [(0, 0)] * (x.ndim - 2)
+        return jnp.pad(x, padding, constant_values=fill)
+    # jnp.pad(mode="edge") fails if an Explicit mesh axis shards another axis (jax 0.10.2).
+    ends = jnp.repeat(x[:, :1], before, axis=1), jnp.repeat(x[:, -1:], after, axis=1)
+    return jnp.concatenate([ends[0], x, ends[1]], axis=1)
+
+
+def split_length(
+    x: Shaped[Array, "B length *rest"], size: int, fill: float | None
+) -> Shaped[Array, "chunks B {size} *rest"]:
+    """Returns chunks ``[chunks, B, size, ...]`` of ``[B, length, ...]``, padded by ``pad``."""
+    x = pad(x, 0, -x.shape[1] % size, fill)
+    return jnp.moveaxis(x.reshape(x.shape[0], x.shape[1] // size, size, *x.shape[2:]), 1, 0)

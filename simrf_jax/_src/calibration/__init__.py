@@ -1,0 +1,1 @@
+"""Feature maps that fit the queries and keys of a trained model."""

@@ -1,0 +1,57 @@
+"""Feature maps phi, and the exact kernels that they estimate."""
+
+from simrf_jax._src.features.bipolar import (
+    BipolarProjection,
+    angular_hybrid_features,
+    draw_bipolar_projection,
+    gaussian_hybrid_features,
+)
+from simrf_jax._src.features.clustered import ClusteredProjection, clustered_hybrid_features
+from simrf_jax._src.features.exponential import (
+    hyperbolic_features,
+    optimal_positive_features,
+    positive_features,
+)
+from simrf_jax._src.features.feature_map import (
+    FEATURE_MAPS,
+    Custom,
+    FeatureMap,
+    FeatureMapLike,
+    as_feature_map,
+    calls_function,
+)
+from simrf_jax._src.features.generalized import elu_features, relu_features
+from simrf_jax._src.features.hybrid import hybrid_features
+from simrf_jax._src.features.kernels import gaussian_kernel, relu_kernel, softmax_kernel
+from simrf_jax._src.features.log_space import KERNELS, Kernel, LogFeatures, Side
+from simrf_jax._src.features.trigonometric import phase_features, trigonometric_features
+
+__all__ = [
+    "FEATURE_MAPS",
+    "KERNELS",
+    "BipolarProjection",
+    "ClusteredProjection",
+    "Custom",
+    "FeatureMap",
+    "FeatureMapLike",
+    "Kernel",
+    "LogFeatures",
+    "Side",
+    "angular_hybrid_features",
+    "as_feature_map",
+    "calls_function",
+    "clustered_hybrid_features",
+    "draw_bipolar_projection",
+    "elu_features",
+    "gaussian_hybrid_features",
+    "gaussian_kernel",
+    "hybrid_features",
+    "hyperbolic_features",
+    "optimal_positive_features",
+    "phase_features",
+    "positive_features",
+    "relu_features",
+    "relu_kernel",
+    "softmax_kernel",
+    "trigonometric_features",
+]

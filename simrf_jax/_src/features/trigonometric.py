@@ -1,0 +1,186 @@
+"""Trigonometric feature maps (random Fourier features): sine and cosine, or one shifted cosine."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, ArrayLike, Float, Float64
+
+from simrf_jax._src import checks
+from simrf_jax._src.features.feature_map import FeatureMap, named
+from simrf_jax._src.features.log_space import Kernel, LogFeatures, Side, half_squared_norm
+from simrf_jax._src.projections import ProjectionLike, product
+
+
+@named("trigonometric")
+@dataclasses.dataclass(frozen=True)
+class Trigonometric(FeatureMap, static=("kernel",)):
+    """The feature map of ``trigonometric_features``.
+
+    Attributes:
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+    """
+
+    is_finite = True
+    coupling = "orthogonal"
+    kernel: Kernel = "softmax"
+
+    def log_features(
+        self, x: Float[Array, "*batch dim"], projection: ProjectionLike, *, side: Side
+    ) -> LogFeatures:
+        """Returns the same features for queries and keys."""
+        angles = product(x, projection)
+        values = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+        return _mean_over_rows(x, values, angles.shape[-1], self.kernel)
+
+
+@named("phase")
+@dataclasses.dataclass(frozen=True, eq=False)  # Arrays are not equal or unequal as a whole.
+class Phase(FeatureMap, static=("kernel",)):
+    """The feature map of ``phase_features``.
+
+    Attributes:
+      phases: Shifts ``[num_features]`` in radians; None for ``even_phases``.
+      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+    """
+
+    is_finite = True
+    coupling = "orthogonal"
+    phases: Float[ArrayLike, " num_features"] | None = None
+    kernel: Kernel = "softmax"
+
+    def log_features(
+        self, x: Float[Array, "*batch dim"], projection: ProjectionLike, *, side: Side
+    ) -> LogFeatures:
+        """Returns the same features for queries and keys.
+
+        Raises:
+          TypeError: If the phases are not floating.
+          ValueError: If there are not as many as features.
+        """
+        angles = product(x, projection)
+        num_features = angles.shape[-1]
+        phases = self.phases
+        phases = even_phases(num_features) if phases is None else checks.floating("phases", phases)
+        if phases.shape != (num_features,):
+            raise ValueError(
+                f"phases must be [num_features] = ({num_features},), got shape {phases.shape}."
+            )
+        shifted = angles + jnp.broadcast_to(jnp.asarray(phases, angles.dtype), angles.shape)
+        return _mean_over_rows(x, 2**0.5 * jnp.cos(shifted), num_features, self.kernel)
+
+
+def _mean_over_rows(
+    x: Float[Array, "*batch dim"],
+    values: Float[Array, "*batch features"],
+    num_rows: int,
+    kernel: Kernel,
+) -> LogFeatures:
+    """Returns the features with the given bounded values and the scale that all of them share."""
+    log_scale = half_squared_norm(x, values.dtype)
+    if kernel == "gaussian":
+        log_scale = jnp.zeros_like(log_scale)
+    return LogFeatures(jnp.zeros_like(log_scale), log_scale - 0.5 * math.log(num_rows), values)
+
+
+def even_phases(num_features: int) -> Float64[np.ndarray, " {num_features}"]:
+    r"""Returns phases that need no randomness, :math:`b_i = \pi (\tfrac14 + i / m)`.
+
+    Random phases make the mean of :math:`\sum_i \cos(2 b_i)` zero, which removes the bias. For
+    these phases the sum itself is zero.
+
+    Example:
+      >>> bool(abs(sum(np.cos(2 * even_phases(7)))) < 1e-12)
+      True
+    """
+    return np.pi * (0.25 + np.arange(num_features) / num_features)
+
+
+def trigonometric_features(
+    x: Float[ArrayLike, "*batch dim"], projection: ProjectionLike, *, kernel: Kernel = "gaussian"
+) -> Float[Array, "*batch features"]:
+    r"""Returns trigonometric random features (random Fourier features) of either kernel.
+
+    .. math::
+        \phi(x) = \tfrac{1}{\sqrt m}\, e^{c|x|^2} \bigl(\sin(w_1 \cdot x), \dots,
+            \sin(w_m \cdot x), \cos(w_1 \cdot x), \dots, \cos(w_m \cdot x)\bigr)
+
+    with :math:`c = 0` for the Gaussian kernel and :math:`\tfrac12` for the softmax kernel. The
+    product :math:`\phi(x) \cdot \phi(y)` is the mean of :math:`\cos(w_i \cdot (x - y))` times the
+    prefactors of x and y. It is an unbiased estimate of the kernel, exact at x = y, and may be
+    negative. The coupling **orthogonal** suits this map best: a simplex helps feature maps that
+    distinguish w from -w, and cosines do not.
+
+    Args:
+      x: Vectors in units of the kernel's length scale.
+      projection: W, ``[num_features, dim]``, the same for both sides of the product.
+      kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
+
+    Returns:
+      ``2 num_features`` features of x's dtype, computed in float32 or wider.
+
+    Raises:
+      TypeError: If an argument is not floating.
+      ValueError: If the kernel is unknown or the shapes do not match.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, simrf_jax
+      >>> x = jax.random.normal(jax.random.key(0), (16,))
+      >>> w = simrf_jax.draw_projection(jax.random.key(1), 64, 16, coupling="orthogonal")
+      >>> phi = simrf_jax.trigonometric_features(x, w)
+      >>> print(phi.shape, f"{phi @ phi:.5f}")  # exact at y = x
+      (128,) 1.00000
+
+    References:
+      Rahimi and Recht, Random Features for Large-Scale Kernel Machines (NeurIPS 2007).
+      Yu et al., Orthogonal Random Features (NeurIPS 2016), https://arxiv.org/abs/1610.09072
+      Reid et al., Simplex Random Features (ICML 2023), Eq. 3 and Sec. 4.1,
+      https://arxiv.org/abs/2301.13856
+    """
+    return Trigonometric(kernel).features(x, projection)
+
+
+def phase_features(
+    x: Float[ArrayLike, "*batch dim"],
+    projection: ProjectionLike,
+    phases: Float[ArrayLike, " num_features"],
+    *,
+    kernel: Kernel = "gaussian",
+) -> Float[Array, "*batch num_features"]:
+    r"""Returns random Fourier features with one shifted cosine for each row of W.
+
+    .. math:: \phi(x)_i = \sqrt{\tfrac{2}{m}}\, e^{c|x|^2} \cos(w_i \cdot x + b_i)
+
+    with :math:`c = 0` for the Gaussian kernel and :math:`\tfrac12` for the softmax kernel. For the
+    same W these are half as many features as ``trigonometric_features``, and the estimate has more
+    variance: it is not exact even at x = y.
+
+    Args:
+      x: Vectors in units of the kernel's length scale.
+      projection: W, ``[num_features, dim]``, the same for both sides of the product.
+      phases: Shifts b in radians, the same for both sides of the product.
+        Draw them uniformly on the circle:
+        ``jax.random.uniform(key, (num_features,), maxval=2 * jnp.pi)``.
+      kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
+
+    Returns:
+      The features in x's dtype, computed in float32 or wider.
+
+    Raises:
+      TypeError: If an argument is not floating.
+      ValueError: If the kernel is unknown or the shapes do not match.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, simrf_jax
+      >>> w = simrf_jax.draw_projection(jax.random.key(0), 64, 16, coupling="orthogonal")
+      >>> b = jax.random.uniform(jax.random.key(1), (64,), maxval=2 * jnp.pi)
+      >>> simrf_jax.phase_features(jnp.ones((3, 16)), w, b).shape
+      (3, 64)
+
+    References:
+      Rahimi and Recht, Random Features for Large-Scale Kernel Machines (NeurIPS 2007), Algorithm 1.
+    """
+    return Phase(checks.floating("phases", phases), kernel).features(x, projection)

@@ -1,0 +1,1 @@
+"""Adapters for Flax and scikit-learn."""

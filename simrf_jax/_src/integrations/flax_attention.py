@@ -1,0 +1,254 @@
+"""Attention for both Flax APIs: functions that read a call of an ``attention_fn`` and answer it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
+from flax.typing import PrecisionLike
+from jax.typing import ArrayLike, DTypeLike
+
+from simrf_jax._src import checks
+from simrf_jax._src.attention import Band, Blend, Call, Mechanism, RandomFeatures
+from simrf_jax._src.attention.implementations import Implementation, names_of
+from simrf_jax._src.attention.inputs.masks import differs_between_queries
+from simrf_jax._src.features import FeatureMapLike
+from simrf_jax._src.integrations import flax_masks
+from simrf_jax._src.integrations.flax_masks import Mask
+from simrf_jax._src.projections import ProjectionLike
+
+# Names of mesh axes, as users give them.
+AxisNames: TypeAlias = str | tuple[str, ...] | None
+
+
+def random_features(
+    projection: ProjectionLike | None,
+    feature_map: FeatureMapLike,
+    *,
+    sequence_axis: AxisNames,
+    batch_axis: AxisNames = None,
+    head_axis: AxisNames = None,
+    implementation: Implementation | None = None,
+    exact_bandwidth: int | None = None,
+) -> RandomFeatures:
+    """Returns random-feature attention whose W gets no gradient."""
+    return RandomFeatures(
+        jax.lax.stop_gradient(projection),
+        feature_map,
+        sequence_axis=sequence_axis,
+        batch_axis=batch_axis,
+        head_axis=head_axis,
+        implementation=implementation,
+        exact_bandwidth=exact_bandwidth,
+    )
+
+
+def blend(
+    projections: Sequence[ProjectionLike | None],
+    *,
+    feature_maps: Sequence[FeatureMapLike],
+    bandwidth: int,
+    near_logit: jax.Array,
+    far_logits: jax.Array,
+    num_heads: int,
+    sequence_axis: str | tuple[str, ...] | None,
+) -> Blend:
+    """Returns FMM attention whose W gets no gradient, and whose weights do.
+
+    Args:
+      projections: One W for each feature map.
+      feature_maps: Feature maps of the far field.
+      bandwidth: Bandwidth of the near field.
+      near_logit: ``[K]``, the weight of the near field before the sigmoid.
+      far_logits: ``[L, K]``, the weights of the feature maps before the sigmoid.
+      num_heads: Number N of query heads.
+      sequence_axis: Mesh axes that shard the length.
+    """
+    groups = num_heads // near_logit.shape[-1]
+    near, far = (
+        jnp.repeat(jax.nn.sigmoid(logits), groups, axis=-1) for logits in (near_logit, far_logits)
+    )
+    fields = tuple(
+        random_features(w, feature_map, sequence_axis=sequence_axis)
+        for w, feature_map in zip(projections, feature_maps, strict=True)
+    )
+    return Blend(Band(bandwidth, sequence_axis=sequence_axis), fields, near, far)
+
+
+class Request(NamedTuple):
+    """A call by Flax, and what its mask says that attention cannot take.
+
+    Attributes:
+      call: The call, with NaN in the place of queries that are not real.
+      real: ``[..., T, N, 1]``, False where a factored mask hides all keys from a query; or None.
+      valid: Booleans, False for each sequence and head whose traced mask has a value or a form that
+        was refused had it been known; they broadcast with the output.
+    """
+
+    call: Call
+    real: Mask | None
+    valid: tuple[Mask, ...]
+
+    def finish(self, out: jax.Array) -> jax.Array:
+        """Returns the output with zeros for queries that see no key, and NaN where not valid."""
+        if self.real is not None:
+            out = jnp.where(self.real, out, 0)
+        for valid in self.valid:
+            # Attention has accepted the mask: axes beyond those of the output have size 1.
+            out = jnp.where(jnp.reshape(valid, valid.shape[-out.ndim :]), out, jnp.nan)
+        return out
+
+
+def read(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    is_causal: bool,
+    factored_masks: bool,
+    packed: bool,
+    decode: bool,
+    sequence_axis: AxisNames,
+    mask: ArrayLike | None,
+    segment_ids: ArrayLike | None,
+    dropout_rate: float,
+    deterministic: bool,
+    dtype: DTypeLike | None,
+    precision: PrecisionLike,
+    module: Any,
+    **options: Any,
+) -> Request:
+    """Reads a call of an ``attention_fn``, and refuses what linear attention cannot do.
+
+    The ``options`` are those of ``Call`` that Flax does not change.
+    """
+    _check_precision(precision)
+    deterministic = checks.boolean("deterministic", deterministic)
+    if dropout_rate != 0 and not deterministic:
+        raise ValueError(
+            f"dropout_rate={dropout_rate}: random-feature attention never forms the attention "
+            "weights, so it cannot drop them out. Set the attention's dropout_rate to 0, and drop "
+            f"out what it returns: y = nn.Dropout({dropout_rate})(y, deterministic=not train) in "
+            f"Linen, y = nnx.Dropout({dropout_rate}, rngs=rngs)(y) in NNX."
+        )
+    if module is not None:
+        raise ValueError(
+            "sow_weights=True: random-feature attention never forms the attention weights, so "
+            "there are none to sow."
+        )
+    query, key, value = promote_dtype(query, key, value, dtype=dtype)
+    real, valid = None, []
+    if mask is not None:
+        target = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
+        no_segments = flax_masks.why_no_segments(
+            target, packed=packed, decode=decode, has_segment_ids=segment_ids is not None
+        )
+        if no_segments is None and flax_masks.is_segment_ids(mask, target):
+            factors = flax_masks.factors_of_ids(
+                mask, target, checks.axis_names("sequence_axis", sequence_axis)
+            )
+        else:
+            mask, is_mask = flax_masks.as_boolean(mask, no_segments)
+            factors = None
+            if is_mask is not None:
+                valid.append(_heads_last(is_mask))
+            if factored_masks or (is_causal and differs_between_queries(mask)):
+                factors = flax_masks.factor(
+                    mask, target, is_causal=is_causal, no_segments=no_segments
+                )
+        if factors is not None:
+            mask, real = factors.keys, _heads_last(factors.queries)
+            if factors.segment_ids is not None:
+                segment_ids = factors.segment_ids
+            valid.append(_heads_last(factors.is_product))
+            # Attention puts a real query in the place of one that is not finite, and so keeps
+            # whatever padding holds out of feature maps and gradients.
+            query = jnp.where(real, query, jnp.nan)
+    call = Call.of(
+        query,
+        key,
+        value,
+        mask=mask,
+        is_causal=is_causal,
+        segment_ids=segment_ids,
+        **options,
+    )
+    return Request(call, real, tuple(valid))
+
+
+def _heads_last(x: Mask) -> Mask:
+    """Turns ``[..., heads, T, 1]`` into ``[..., T, heads, 1]``."""
+    return x.swapaxes(-3, -2)
+
+
+def _check_precision(precision: PrecisionLike) -> None:
+    """Accepts each ``jax.lax.Precision``: the products of attention are at least as precise."""
+    for each in precision if isinstance(precision, tuple | list) else (precision,):
+        try:
+            jax.lax.Precision(each)
+        except ValueError:
+            raise ValueError(
+                "precision must be None or one of jax.lax.Precision, got "
+                f"{precision!r}: random-feature attention takes no other algorithm for its "
+                "products. It has float32 products at the highest precision in any case."
+            ) from None
+
+
+def attend(mechanism: Mechanism, request: Request) -> jax.Array:
+    """Returns the attention of all tokens."""
+    call = request.call
+    length, key_length = call.query.shape[-3], call.key.shape[-3]
+    if mechanism.in_order(call) and length != key_length:
+        raise ValueError(
+            "A causal adapter and one with a near field or an exact band take as many keys as "
+            "queries, since the positions of both count from 0, got "
+            f"{key_length} keys for {length} queries. If they are in the cache of Flax's "
+            "attention, turn its decode off and the adapter's on."
+        )
+    return request.finish(mechanism.attend_to(call))
+
+
+def step(mechanism: Mechanism, state: Any, request: Request) -> tuple[jax.Array, Any]:
+    """Returns the attention of the tokens after those of a state, and the state with them."""
+    call = request.call
+    length, key_length = call.query.shape[-3], call.key.shape[-3]
+    if length != key_length:
+        raise ValueError(
+            "decode=True takes the keys of the new tokens, as many as queries, got "
+            f"{key_length} keys for {length} queries. Turn the decode of Flax's attention off, "
+            "which hands its own cache of all keys over, and that of adapters in cross-attention."
+        )
+    out, state = mechanism.step_to(state, call)
+    return request.finish(out), state
+
+
+def check_fields(
+    *,
+    is_causal: bool,
+    factored_masks: bool,
+    packed: bool,
+    decode: bool,
+    sequence_axis: str | tuple[str, ...] | None,
+) -> None:
+    """Accepts the fields that adapters of all methods have."""
+    switches = {
+        "is_causal": is_causal,
+        "factored_masks": factored_masks,
+        "packed": packed,
+        "decode": decode,
+    }
+    for name, switch in switches.items():
+        checks.boolean(name, switch)
+    checks.axis_names("sequence_axis", sequence_axis)
+
+
+def check_kernels(
+    batch_axis: AxisNames, head_axis: AxisNames, implementation: Implementation | None
+) -> None:
+    """Accepts the fields that say which implementation to use, and on which devices."""
+    checks.axis_names("batch_axis", batch_axis)
+    checks.axis_names("head_axis", head_axis)
+    names_of(implementation)

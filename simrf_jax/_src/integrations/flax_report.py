@@ -1,0 +1,202 @@
+"""Reports of the attention of a whole model, for both Flax APIs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from simrf_jax._src.attention import RandomFeatures
+from simrf_jax._src.attention.inspection.report import report_of
+from simrf_jax._src.calibration.moments import Moments
+from simrf_jax._src.integrations import flax_calibration
+from simrf_jax._src.integrations.flax_attention import Request
+
+
+class LayerReport(NamedTuple):
+    """The attention of one layer, one number for each query head, means over the batch.
+
+    Attributes:
+      relative_error: Relative error of the attention weights; see ``simrf_jax.AttentionReport``.
+      output_error: Relative error of the outputs.
+      row_sum_mean: Mean ratio of the sums of the rows before normalization, ideally 1.
+      effective_rank: Effective rank of the weights that the features imply.
+      softmax_effective_rank: Effective rank of the softmax weights.
+      mean_squared_distance: Mean of :math:`|x + y|^2` over all queries x and keys y of the batch,
+        which are multiplied by the root of the scale. The variance of a positive feature grows like
+        its exponential.
+      features_needed: Number of balanced features of iid rows that the relative squared error
+        asked for needs; see ``simrf_jax.selection.required_features``. It may be infinite.
+      num_features: Number of random features of the layer; 0 for a map that needs no W.
+    """
+
+    relative_error: np.ndarray
+    output_error: np.ndarray
+    row_sum_mean: np.ndarray
+    effective_rank: np.ndarray
+    softmax_effective_rank: np.ndarray
+    mean_squared_distance: np.ndarray
+    features_needed: np.ndarray
+    num_features: int
+
+
+_COLUMNS = {
+    "relative_error": "error",
+    "output_error": "of output",
+    "effective_rank": "rank",
+    "softmax_effective_rank": "softmax",
+    "mean_squared_distance": "|x+y|^2",
+    "features_needed": "needed",
+}
+
+
+class ModelReport(dict[str, LayerReport]):
+    """The reports of all layers of a model, by the path of the adapter; printed as a table."""
+
+    def __str__(self) -> str:
+        width = max(map(len, ("layer", *self)))
+        head = "".join(f"{name:>11}" for name in _COLUMNS.values())
+        lines = [f"{'layer':<{width}}{'head':>6}{head}{'features':>11}"]
+        for name, layer in self.items():
+            for n in range(layer.relative_error.size):
+                numbers = "".join(f"{getattr(layer, field)[n]:>11.3g}" for field in _COLUMNS)
+                lines.append(f"{name:<{width}}{n:>6}{numbers}{layer.num_features:>11}")
+        return "\n".join(lines)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["mechanism", "request", "is_valid"],
+    meta_fields=["batch_ndim"],
+)
+@dataclasses.dataclass(frozen=True)
+class SeenCall:
+    """A call of an adapter as it was seen, which lifted transformations may stack.
+
+    Attributes:
+      mechanism: The attention, with its arrays.
+      request: The call.
+      is_valid: False if the call had a traced mask that was refused had it been known.
+      batch_ndim: Number of axes of the batch of one call; a stack of layers has more.
+    """
+
+    mechanism: RandomFeatures
+    request: Request
+    is_valid: jax.Array
+    batch_ndim: int
+
+    @classmethod
+    def of(cls, request: Request, mechanism: RandomFeatures) -> SeenCall:
+        """Returns what a report needs of a call, without gradients."""
+        is_valid = jnp.all(jnp.stack([jnp.asarray(True), *map(jnp.all, request.valid)]))
+        call, ndim = request.call, request.call.query.ndim - 3
+        if request.real is not None:
+            # Hidden queries are NaN, which is for attention alone.
+            call = dataclasses.replace(call, query=jnp.where(request.real, call.query, 0))
+        request = jax.tree.map(jnp.asarray, Request(call, request.real, ()))
+        return jax.lax.stop_gradient(cls(mechanism, request, is_valid, ndim))
+
+    def layers(self) -> Iterator[tuple[str, SeenCall]]:
+        """Yields the calls of a stack of layers one by one, with what their names end in."""
+        query = self.request.call.query
+        lead = query.shape[: query.ndim - 3 - self.batch_ndim]
+        for place in np.ndindex(lead):
+            name = "".join(f"[{index}]" for index in place)
+            yield name, jax.tree.map(lambda leaf, at=place: leaf[at] if at else leaf, self)
+
+
+def report_of_calls(
+    calls: Sequence[tuple[str, Sequence[SeenCall]]], relative_error: float
+) -> ModelReport:
+    """Returns the reports of all layers of a model.
+
+    Args:
+      calls: Names of the adapters, and the calls that each has seen.
+      relative_error: Relative squared error of the kernel, for the number of features needed.
+
+    Raises:
+      ValueError: If an adapter has seen no call or a mask that it cannot honor, or relative_error
+        is not positive.
+    """
+    reports = ModelReport()
+    for name, seen in calls:
+        if not seen:
+            raise ValueError(
+                f"The adapter {name!r} saw no call: call the whole model. A lifted transformation "
+                "around it must hand the calls on: nn.scan and nn.vmap by attention_calls in their "
+                "variable_axes, nnx.scan and nnx.vmap by an axis of the layers that is not None."
+            )
+        for number, one in enumerate(seen):
+            which = f" (call {number})" if len(seen) > 1 else ""
+            for place, layer in one.layers():
+                reports[f"{name}{place}{which}"] = _report(name + place, layer, relative_error)
+    return reports
+
+
+def _report(name: str, seen: SeenCall, relative_error: float) -> LayerReport:
+    """Returns the report of one layer."""
+    if not bool(seen.is_valid):
+        raise ValueError(f"The mask of the adapter {name!r} cannot be honored: its output is NaN.")
+    mechanism, request = seen.mechanism, seen.request
+    real = None if request.real is None else jnp.swapaxes(request.real[..., 0], -1, -2)
+    report = report_of(mechanism.estimator(), request.call, real=real)
+    counts = report.softmax_effective_rank != 0  # False where no query of a sequence sees a key.
+    queries, keys = _moments(request)
+    return LayerReport(
+        relative_error=_mean(report.relative_error, counts),
+        output_error=_mean(cast(np.ndarray, report.output_error), counts),
+        row_sum_mean=_mean(report.row_sum_mean, counts),
+        effective_rank=_mean(report.effective_rank, counts),
+        softmax_effective_rank=_mean(report.softmax_effective_rank, counts),
+        mean_squared_distance=_mean_squared_distance(queries, keys),
+        features_needed=_features_needed(queries, keys, relative_error),
+        num_features=_num_features(mechanism),
+    )
+
+
+def _mean(x: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Returns the mean over the batch, ``[N]``, of those that count."""
+    x, counts = (one.reshape(-1, one.shape[-1]) for one in (x, counts))
+    return np.where(counts, x, 0).sum(axis=0) / np.maximum(counts.sum(axis=0), 1)
+
+
+def _moments(request: Request) -> tuple[Moments, Moments]:
+    """Returns the moments of the queries and of the keys of each query head."""
+    call = request.call
+    heads, dim = call.query.shape[-2:]
+    key = jnp.repeat(call.key, heads // call.key.shape[-2], axis=-2)
+    empty = Moments.empty(heads, dim, jnp.dtype(jnp.float32))
+    each_head = dataclasses.replace(call, key=key, query=call.query.astype(jnp.float32))
+    return flax_calibration.add_moments((empty, empty), request._replace(call=each_head))
+
+
+def _mean_squared_distance(queries: Moments, keys: Moments) -> np.ndarray:
+    """Returns the mean of |x + y|^2 for each head."""
+    spread = sum(np.trace(_covariance(x), axis1=-2, axis2=-1) for x in (queries, keys))
+    mean = np.asarray(queries.mean, np.float64) + np.asarray(keys.mean, np.float64)
+    return spread + np.sum(mean**2, axis=-1)
+
+
+def _covariance(x: Moments) -> np.ndarray:
+    count = np.maximum(np.asarray(x.num_vectors, np.float64), 1)
+    return np.asarray(x.scatter, np.float64) / count[:, None, None]
+
+
+def _features_needed(queries: Moments, keys: Moments, relative_error: float) -> np.ndarray:
+    # Here, because theory imports SciPy.
+    from simrf_jax._src.selection.choice import required_features
+
+    covariances = _covariance(queries), _covariance(keys)
+    return np.asarray(required_features(*covariances, relative_error=relative_error))
+
+
+def _num_features(mechanism: RandomFeatures) -> int:
+    """Returns the number of rows of W, or of learned rows."""
+    w: Any = mechanism.projection
+    rows = getattr(mechanism.feature_map, "query_rows", None) if w is None else w
+    return 0 if rows is None else rows.shape[-2]

@@ -1,0 +1,201 @@
+"""The base class of the Linen adapters: it reads the calls of Flax, and keeps the cache."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from flax.typing import PrecisionLike
+from jax.typing import ArrayLike, DTypeLike
+
+from simrf_jax._src import checks
+from simrf_jax._src.attention import Mechanism
+from simrf_jax._src.integrations import flax_attention, flax_drawing, flax_repr
+from simrf_jax._src.integrations.flax_attention import Request
+
+
+class Adapter(nn.Module):
+    """A mechanism of attention with its cache, which Flax calls as an ``attention_fn``.
+
+    Subclasses have the fields ``is_causal``, ``factored_masks``, ``packed``, ``decode``,
+    ``shared`` and ``sequence_axis``, those of ``Drawing``, and ``feature_map`` or ``feature_maps``.
+    """
+
+    @abc.abstractmethod
+    def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> Mechanism:
+        """Returns the attention, with its arrays."""
+
+    def __repr__(self) -> str:
+        declared = [one for one in dataclasses.fields(self) if one.name not in ("parent", "name")]
+        fields = {one.name: getattr(self, one.name) for one in declared}
+        maps = "feature_maps" if "feature_maps" in fields else "feature_map"
+        if fields["coupling"] is None:
+            of_maps = fields[maps] if maps == "feature_maps" else (fields[maps],)
+            fields["coupling"] = flax_repr.default_coupling(of_maps)
+        fields[maps] = flax_repr.name_of_map(fields[maps])
+        defaults = {one.name: one.default for one in declared if one.name != maps}
+        shown = flax_repr.shown_fields(fields, defaults)
+        return f"{type(self).__name__}({', '.join(f'{name}={x}' for name, x in shown.items())})"
+
+    # Flax's attention passes those of its keywords that stand in this signature, and drops others.
+    @nn.compact
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: ArrayLike | None = None,
+        bias: ArrayLike | None = None,
+        scale: ArrayLike | None = None,
+        is_causal: bool = False,
+        query_seq_lengths: ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
+        segment_ids: ArrayLike | None = None,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        broadcast_dropout: bool = True,
+        deterministic: bool = False,
+        dtype: DTypeLike | None = None,
+        precision: PrecisionLike = None,
+        module: nn.Module | None = None,
+        force_fp32_for_softmax: bool = False,
+        qk_attn_weights_einsum: Callable[..., jax.Array] | None = None,
+        attn_weights_value_einsum: Callable[..., jax.Array] | None = None,
+    ) -> jax.Array:
+        r"""Returns the attention of queries to keys, as ``nn.dot_product_attention`` does.
+
+        Keywords that linear attention cannot honor are refused.
+
+        Args:
+          query: ``[..., T, N, H]``.
+          key: ``[..., S, K, H]``.
+          value: ``[..., S, K, D]``.
+          mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; the same for all
+            queries, or with ``factored_masks`` or ``packed`` a product, or with ``packed`` segment
+            ids. Other values raise where they are known. Under ``jit`` they make the output of
+            their sequence and head NaN, and the logger ``simrf_jax`` says why.
+          bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
+          scale: Multiplies the logits; by default :math:`1/\sqrt H`.
+          is_causal: True lets query t attend only to keys s <= t, also if the field is False.
+          query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
+          key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
+          segment_ids: Integers ``[..., T]`` of packed sequences; not with ``decode``.
+          dropout_rng: Not used: there is no dropout.
+          dropout_rate: Refused unless it is 0 or the call is deterministic.
+          broadcast_dropout: Not used: there is no dropout.
+          deterministic: True turns dropout off.
+          dtype: Type to compute in; by default that of the query, key and value together.
+          precision: Any ``jax.lax.Precision``; all give the same result, since float32 products
+            have the highest in any case. An algorithm for the products is refused.
+          module: Refused unless it is None: there are no attention weights to sow.
+          force_fp32_for_softmax: Not used: exponentials are float32 at least.
+          qk_attn_weights_einsum: Refused unless it is None: there are no attention weights.
+          attn_weights_value_einsum: Refused unless it is None: there are no attention weights.
+
+        Returns:
+          ``[..., T, N, D]``.
+        """
+        del dropout_rng, broadcast_dropout, force_fp32_for_softmax
+        self._check_fields()
+        if qk_attn_weights_einsum is not None or attn_weights_value_einsum is not None:
+            raise ValueError(
+                "qk_attn_weights_einsum_cls and attn_weights_value_einsum_cls replace contractions "
+                "that random-feature attention does not make."
+            )
+        is_causal = checks.boolean("is_causal", is_causal)
+        request = flax_attention.read(
+            query,
+            key,
+            value,
+            is_causal=is_causal or self.is_causal or self.decode,
+            factored_masks=self.factored_masks or self.packed,
+            packed=self.packed,
+            decode=self.decode,
+            sequence_axis=self.sequence_axis,
+            mask=mask,
+            bias=bias,
+            scale=scale,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            segment_ids=segment_ids,
+            dropout_rate=dropout_rate,
+            deterministic=deterministic,
+            dtype=dtype,
+            precision=precision,
+            module=module,
+        )
+        mechanism = self._mechanism(query.shape[-2], *key.shape[-2:])
+        self._observe(request, mechanism)
+        if not self.decode:
+            return flax_attention.attend(mechanism, request)
+        return self._step(mechanism, request)
+
+    def _observe(self, request: Request, mechanism: Any) -> None:
+        """Adds to what ``calibrate``, ``distillation_loss`` or ``attention_report`` asks for."""
+
+    def _check_fields(self) -> None:
+        checks.boolean("shared", self.shared)
+        flax_attention.check_fields(
+            is_causal=self.is_causal,
+            factored_masks=self.factored_masks,
+            packed=self.packed,
+            decode=self.decode,
+            sequence_axis=self.sequence_axis,
+        )
+
+    def _step(self, mechanism: Mechanism, request: Request) -> jax.Array:
+        """Attends to the tokens in the cache and to those of a call, and adds these to it."""
+        if self.is_initializing():
+            # As in Flax's own attention, the call that makes the cache does not count.
+            empty = mechanism.init_for(request.call)
+            self.variable("cache", "state", lambda: empty)
+            return flax_attention.step(mechanism, empty, request)[0]
+        if not self.has_variable("cache", "state"):
+            raise ValueError(
+                "decode=True needs a cache: make an empty one, "
+                'cache = jax.jit(model.init)(jax.random.key(0), tokens)["cache"], and call '
+                'model.apply({**variables, "cache": cache}, tokens, mutable=["cache"]). Where the '
+                "layer is in a lifted transformation, it must know the collection too, as nn.scan "
+                'by variable_axes={"cache": 0}.'
+            )
+        if not self.is_mutable_collection("cache"):
+            raise ValueError(
+                'decode=True adds the tokens to the cache: pass mutable=["cache"] to apply, and '
+                "the cache that it returns to the next call."
+            )
+        cache: nn.Variable[Any] = self.variable("cache", "state")
+        out, cache.value = flax_attention.step(mechanism, cache.value, request)
+        return out
+
+    def _drawing(self) -> flax_drawing.Drawing:
+        """Returns what the fields say about the draw of W."""
+        return flax_drawing.Drawing(
+            self.coupling, self.block, self.rotation, self.norms, self.num_weights
+        )
+
+    def _drawn(self, name: str, draw: Callable[[], Any]) -> Any:
+        """Returns what the collection ``random_features`` holds, drawn when it is made."""
+        collection = "random_features"
+        if not self.has_variable(collection, name) and not self.is_mutable_collection(collection):
+            raise ValueError(
+                f"{'/'.join(self.path) or type(self).__name__}: the variables lack the collection "
+                "random_features, which holds W. A trainer that keeps init(...)['params'] alone "
+                "loses it: keep the collection beside the parameters, and call model.apply("
+                '{"params": params, "random_features": random_features}, ...). Where the layer is '
+                "in a lifted transformation, it must know the collection too, as nn.scan by "
+                'variable_axes={"params": 0, "random_features": 0}.'
+            )
+        return self.variable(collection, name, draw).value
+
+    def _key(self) -> jax.Array:
+        """Returns a typed key to draw W from."""
+        key = self.make_rng("features")
+        if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+            return key
+        return jax.random.wrap_key_data(key)  # From a jax.random.PRNGKey.

@@ -1,0 +1,172 @@
+"""Calibration of all adapters of a Linen model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from flax import linen as nn
+from flax.core.meta import AxisMetadata
+
+from simrf_jax._src.calibration.api import check_options
+from simrf_jax._src.calibration.fit import Balance, Tilt
+from simrf_jax._src.features.calibrated import Calibrated
+from simrf_jax._src.integrations import flax_calibration
+
+
+def calibrate(
+    model: nn.Module,
+    variables: Mapping[str, Any],
+    batches: Iterable[Any],
+    *,
+    call: Callable[..., Any] = nn.Module.apply,
+    center: bool = True,
+    balance: Balance = True,
+    tilt: Tilt | None = "log",
+) -> dict[str, Any]:
+    """Calibrates all adapters of a model, in one pass over some batches.
+
+    The adapters are those made with ``feature_map="calibrated"`` or ``"learned"``. Each sums the
+    means and covariances of its queries and keys, in memory that does not depend on the number of
+    batches, and then fits its feature map as ``simrf_jax.calibrate`` does. During the pass, the
+    adapters compute with the maps that they have, from the calibration before or plain positive
+    features.
+
+    W is turned with the axes of the fit, so that features change no more than the data did. Rows of
+    learned features are turned likewise, and their other parameters stay. A W that all heads share
+    stays, too.
+
+    The logger ``simrf_jax`` gets, at level INFO, the number of batches every ten seconds, and how
+    well each adapter is fitted: for each key head, the mean over queries and keys of the log second
+    moment of estimates by one row of W relative to the kernel, in nats, before and after. Estimates
+    by m iid rows have a relative variance of about its exponential over m. For a bar of progress,
+    give ``tqdm.tqdm(batches)``.
+
+    Args:
+      model: A model that holds adapters. ``nn.scan`` over layers and ``nn.vmap`` need
+        ``"calibration": 0`` and ``"calibration_moments": 0`` in their ``variable_axes``.
+      variables: Variables of the model, with the collection ``calibration``, which ``init`` makes.
+      batches: Batches of the model's inputs. Take some of the training data.
+      call: ``call(model, variables, batch, mutable=[...])`` returns the output and the changed
+        collections, by default ``model.apply``. It is compiled by ``jax.jit``, once for each
+        function.
+      center: True to subtract the means; see ``simrf_jax.calibrate``.
+      balance: True, ``"diagonal"`` or False; see ``simrf_jax.calibrate``.
+      tilt: ``"log"``, ``"mean"``, ``"isotropic"`` or None; see ``simrf_jax.calibrate``.
+
+    Returns:
+      The variables with another collection ``calibration``, and with W or learned rows turned. The
+      calibration gets no gradient unless ``jax.grad`` is taken by it, and redraws do not change it.
+
+    Raises:
+      TypeError: If center is neither True nor False, or batches is one array.
+      ValueError: If an option is unknown, no adapter has a map to calibrate, one decodes
+        or saw no tokens, or queries or keys are not finite.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from simrf_jax.integrations.linen import RandomFeatureAttention, calibrate
+      >>> adapter = RandomFeatureAttention(130, feature_map="calibrated")
+      >>> attention = nn.MultiHeadDotProductAttention(num_heads=8, attention_fn=adapter)
+      >>> x = jax.random.normal(jax.random.key(0), (2, 100, 512))
+      >>> variables = attention.init(jax.random.key(1), x)
+      >>> variables = calibrate(attention, variables, [x, 2 * x])
+      >>> attention.apply(variables, x).shape
+      (2, 100, 512)
+    """
+    check_options(center=center, balance=balance, tilt=tilt)
+    flax_calibration.check_batches(batches)
+    if not variables.get("calibration"):
+        raise ValueError(
+            "The variables have no collection calibration: make the model's "
+            'RandomFeatureAttention(...) with feature_map="calibrated" or "learned", and call init.'
+        )
+
+    boxes = jax.tree.leaves(
+        variables.get("random_features", {}), is_leaf=lambda node: hasattr(node, "draw_options")
+    )
+    for box in boxes:
+        flax_calibration.check_tilt(tilt, getattr(box, "draw_options", None))
+
+    sums = _start(variables["calibration"])
+    for batch in flax_calibration.logged(batches):
+        sums = _add(model, call, variables, sums, batch)
+
+    adapters = dict(_adapters(variables["calibration"]))
+    maps = flax_calibration.fit_adapters(
+        {path: (before, _at(sums, path)["moments"]) for path, before in adapters.items()},
+        center=center,
+        balance=balance,
+        tilt=tilt,
+    )
+    fitted = dict(variables)
+    for path, before in adapters.items():
+        after = maps[path]
+        fitted["calibration"] = _replaced(fitted["calibration"], (*path, "feature_map"), after)
+        for collection, name in ROWS:
+            rows = _at(fitted.get(collection, {}), path).get(name)
+            if rows is not None:
+                turned = _turned(rows, before, after)
+                fitted[collection] = _replaced(fitted[collection], (*path, name), turned)
+    return fitted
+
+
+# Where adapters keep rows, which turn with the axes of a calibration: collection and name.
+ROWS = (
+    ("random_features", "projection"),
+    ("params", "query_rows"),
+    ("params", "key_rows"),
+)
+
+
+def _adapters(
+    calibration: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Calibrated]]:
+    """Yields the path and the calibration of each adapter."""
+    for name, node in calibration.items():
+        if isinstance(node, Calibrated):
+            yield path, node
+        else:
+            yield from _adapters(node, (*path, name))
+
+
+def _at(collection: Mapping[str, Any], path: Iterable[str]) -> Mapping[str, Any]:
+    """Returns the variables of a module, empty if it has none in the collection."""
+    for name in path:
+        collection = collection.get(name, {})
+    return collection
+
+
+def _replaced(collection: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """Returns a collection with another value at a path."""
+    name, *rest = path
+    return {**collection, name: _replaced(collection[name], rest, value) if rest else value}
+
+
+def _turned(rows: Any, before: Calibrated, after: Calibrated) -> Any:
+    """Returns rows turned with the axes, in the box that they came in."""
+    if isinstance(rows, AxisMetadata):
+        return rows.replace_boxed(_turned(rows.unbox(), before, after))
+    return flax_calibration.turn_projection(rows, before, after)
+
+
+def _start(calibration: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a collection ``calibration_moments`` of no tokens for all adapters."""
+    sums: dict[str, Any] = {}
+    for name, node in calibration.items():
+        if isinstance(node, Calibrated):
+            sums["moments"] = flax_calibration.no_moments(node)
+        else:
+            sums[name] = _start(node)
+    return sums
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _add(model: nn.Module, call: Callable[..., Any], variables: Any, sums: Any, batch: Any) -> Any:
+    """Returns the moments with those of a batch."""
+    given = {**variables, "calibration_moments": sums}
+    _, updates = call(model, given, batch, mutable=["calibration_moments"])
+    return updates["calibration_moments"]

@@ -1,0 +1,124 @@
+"""Distillation of all learned features of a Linen model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from simrf_jax._src.integrations.linen.random_features import PARAMETERS
+
+
+def distillation_loss(
+    model: nn.Module,
+    variables: Mapping[str, Any],
+    batch: Any,
+    *,
+    call: Callable[..., Any] = nn.Module.apply,
+) -> jax.Array:
+    """Returns the loss of the learned features of a model, the mean over its adapters.
+
+    The adapters are those made with ``feature_map="learned"``. Each compares the attention weights
+    of its features with the softmax weights of the queries and keys that it gets; see
+    ``simrf_jax.distillation_loss``. These have no gradient, so that of the loss is zero for all
+    parameters of the model but those of the features. Call ``calibrate`` first, which moves the
+    features to where the data are. Then train the parameters of ``learned_rows`` and nothing else,
+    as the example does. Without ``optax.masked``, an optimizer that decays weights would also
+    shrink all others.
+
+    Args:
+      model: A model that holds adapters. ``nn.scan`` over layers and ``nn.vmap`` need
+        ``"calibration": 0`` and ``"distillation": 0`` in their ``variable_axes``.
+      variables: Variables of the model, with the collections ``params`` and ``calibration``.
+      batch: A batch of the model's inputs.
+      call: ``call(model, variables, batch, mutable=[...])`` returns the output and the changed
+        collections, by default ``model.apply``.
+
+    Returns:
+      One number in float32 at least.
+
+    Raises:
+      ValueError: If no adapter has learned features, one decodes, or a call has segments or a mask
+        with a query axis.
+
+    Example:
+      >>> import jax, optax
+      >>> from flax import linen as nn
+      >>> from simrf_jax.integrations.linen import (
+      ...     RandomFeatureAttention, distillation_loss, learned_rows
+      ... )
+      >>> adapter = RandomFeatureAttention(16, feature_map="learned")
+      >>> attention = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=adapter)
+      >>> x = 2 * jax.random.normal(jax.random.key(0), (2, 50, 16))
+      >>> variables = attention.init(jax.random.key(1), x)
+      >>> optimizer = optax.masked(optax.adamw(1e-2), learned_rows)
+      >>> def loss_of(params):
+      ...     return distillation_loss(attention, {**variables, "params": params}, x)
+      >>> loss, grads = jax.value_and_grad(loss_of)(variables["params"])
+      >>> state = optimizer.init(variables["params"])
+      >>> updates, state = optimizer.update(grads, state, variables["params"])
+      >>> bool(loss_of(optax.apply_updates(variables["params"], updates)) < loss)
+      True
+
+    References:
+      Zhang et al., The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry
+      (ICLR 2024), https://arxiv.org/abs/2402.04347
+    """
+    zeros = _zeros(variables.get("params", {}))
+    if not zeros:
+        raise _no_learned_features()
+    _, updates = call(model, {**variables, "distillation": zeros}, batch, mutable=["distillation"])
+    losses = jax.tree.leaves(updates["distillation"])
+    return jnp.mean(jnp.stack([jnp.mean(loss) for loss in losses]))
+
+
+def learned_rows(params: Mapping[str, Any]) -> Any:
+    """Returns True at each parameter of learned features, and False at all other parameters.
+
+    ``optax.masked`` takes this function as its mask, and then trains these parameters alone.
+
+    Args:
+      params: The collection ``params`` of a model's variables, or its gradient.
+
+    Returns:
+      A pytree of the structure of ``params``.
+
+    Raises:
+      ValueError: If there is no parameter of learned features.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from simrf_jax.integrations.linen import learned_rows
+      >>> learned_rows({"dense": {"kernel": jnp.ones(2)}, "map": {"key_rows": jnp.ones(2)}})
+      {'dense': {'kernel': False}, 'map': {'key_rows': True}}
+    """
+
+    def is_learned(path: tuple[Any, ...], _: Any) -> bool:
+        names = [entry.key for entry in path if isinstance(entry, jax.tree_util.DictKey)]
+        return bool(names) and names[-1] in PARAMETERS
+
+    mask = jax.tree_util.tree_map_with_path(is_learned, params)
+    if not any(jax.tree.leaves(mask)):
+        raise _no_learned_features()
+    return mask
+
+
+def _no_learned_features() -> ValueError:
+    return ValueError(
+        "The variables have no learned features: make the model's RandomFeatureAttention(...) "
+        'with feature_map="learned", and call init.'
+    )
+
+
+def _zeros(params: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a collection ``distillation`` with a loss for each adapter with learned features."""
+    zeros: dict[str, Any] = {}
+    for name, node in params.items():
+        if name == "query_rows":
+            zeros["loss"] = jnp.zeros(node.shape[:-3])  # One for each of a stack of layers.
+        elif isinstance(node, Mapping) and (inner := _zeros(node)):
+            zeros[name] = inner
+    return zeros

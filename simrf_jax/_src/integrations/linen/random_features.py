@@ -1,0 +1,240 @@
+"""Random-feature attention as an ``attention_fn`` of Linen's attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from simrf_jax._src.attention import RandomFeatures
+from simrf_jax._src.attention.implementations import Implementation
+from simrf_jax._src.features import FeatureMapLike
+from simrf_jax._src.features.calibrated import Calibrated
+from simrf_jax._src.features.learned import Learned
+from simrf_jax._src.integrations import (
+    flax_attention,
+    flax_calibration,
+    flax_distillation,
+    flax_drawing,
+)
+from simrf_jax._src.integrations.flax_report import SeenCall
+from simrf_jax._src.integrations.linen.adapter import Adapter
+from simrf_jax._src.integrations.linen.projection import boxed
+from simrf_jax._src.projections import (
+    BlockMode,
+    Coupling,
+    Norms,
+    ProjectionLike,
+    Rotation,
+)
+
+# Names of the parameters of learned features.
+PARAMETERS = ("query_rows", "key_rows", "query_offsets", "key_offsets", "log_weights")
+
+
+class RandomFeatureAttention(Adapter):
+    """Random-feature attention of one layer, with the projections that it draws.
+
+    Each key head has a W of its own, in the collection ``random_features``, drawn at ``init`` from
+    the stream ``features`` (or ``params`` if there is none). To redraw, replace the collection by
+    ``redraw_projections(key, variables["random_features"])``. It draws each W as before, because
+    the collection keeps the options.
+
+    A trainer that keeps ``init(...)["params"]`` alone loses W, and ``apply`` then raises. Keep the
+    collection in the train state::
+
+        class TrainState(flax.training.train_state.TrainState):
+            random_features: Any
+
+        state = TrainState.create(apply_fn=model.apply, tx=tx, **model.init(key, tokens))
+        out = model.apply({"params": params, "random_features": state.random_features}, tokens)
+
+    ``nn.scan`` over layers needs ``"random_features": 0`` in its ``variable_axes``; ``nn.remat``
+    needs nothing. ``attention_report`` says how good the attention of each layer is.
+
+    Made inside another module's ``@nn.compact`` method, give it ``parent=None``, or Flax files its
+    W next to the attention instead of below it. One instance given to several layers is one W, and
+    one cache: it cannot decode.
+
+    To decode, in time and memory that do not depend on how many tokens there were, set ``decode``
+    here and leave that of Flax's attention off. The variables may come from training without it.
+    ``init`` makes the empty state, in the collection ``cache``, and does not count its tokens. Then
+    give the prompt, of any length, and token after token, each with the cache of the call before::
+
+        cache = jax.jit(model.init)(jax.random.key(0), tokens)["cache"]
+        out, updates = model.apply({**variables, "cache": cache}, tokens, mutable=["cache"])
+
+    Without a cache, or without ``mutable``, ``apply`` raises. Take the values that ``init`` gives:
+    an empty state is not all zeros. ``nn.scan`` over layers and ``nn.vmap`` over the batch need
+    ``"cache": 0`` in their ``variable_axes``.
+
+    Attributes:
+      num_features: Number of random features; None for a map that needs no W.
+      feature_map: Feature map other than ``"clustered_hybrid"``, by name or as an object; see
+        ``simrf_jax.random_feature_attention``. ``"calibrated"`` holds a calibration for each key
+        head: it is the positive map until ``calibrate`` fits it. ``"learned"`` has pairs of
+        exponentials as parameters, which start at hyperbolic features, or once ``calibrate`` has
+        fitted their coordinates, at calibrated ones; see ``simrf_jax.feature_maps.Learned`` and
+        ``distillation_loss``.
+      coupling: Coupling of the rows of W, and of both base estimators of a hybrid; see
+        ``simrf_jax.draw_projection``. None stands for the feature map's: simplex for positive,
+        relu, elu and maps of one's own, orthogonal for the others.
+      block: Row-block mode, ``"regular"`` or ``"square"``; see ``simrf_jax.draw_projection``.
+      rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
+        ``simrf_jax.draw_projection``.
+      norms: Law of the row norms; see ``simrf_jax.draw_projection``. ``"radau"`` needs positive,
+        hyperbolic or similar features, which honor weights; hybrids and optimal positive features
+        refuse it, and the latter ``"sqrt_dim"`` as well. With ``coupling="cross_polytope"``,
+        ``"pair"`` and ``"shared"`` save half the products with W for positive, optimal positive and
+        calibrated features: of each pair, rows 2i and 2i + 1, only the first is read.
+      num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
+        time and the state of hybrids grow with its product with ``num_features``.
+      shared: True draws one W for all heads.
+      is_causal: True lets each query attend only to keys up to its own position, also in calls that
+        do not ask for it. It accepts the causal mask, as Flax's ``make_causal_mask`` makes it, and
+        its products with other masks, as ``factored_masks`` does.
+      factored_masks: True accepts masks with a query axis if they are products of a mask of
+        queries, a mask of keys and, with ``is_causal``, the causal mask, as Flax's
+        ``make_attention_mask`` and ``combine_masks`` make them. A query that
+        sees no key gets zeros. A mask that is no such product raises if its values are known.
+        Under ``jit`` it makes the output NaN, and the logger ``simrf_jax`` says why. Reading these
+        masks takes O(T S) memory: for long sequences pass masks of the keys alone.
+      packed: True also takes the masks of packed sequences, for self-attention: a product as with
+        ``factored_masks`` that has ``make_attention_mask(ids, ids, jnp.equal)`` as another factor,
+        where neighbors with equal ids are one segment. For long sequences pass the ids themselves
+        as the mask, integers ``[..., 1, 1, T]`` with 0 for padding: ``mask=ids[:, None, None]``
+        takes O(T) memory, and mesh axes may shard T. With ``decode`` there are no segments.
+      decode: True takes each call for the next tokens of the sequences in the cache.
+      sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
+        Decoding does not use it.
+      batch_axis: Mesh axes that shard the batch, which the TPU kernels need to know; see
+        ``simrf_jax.random_feature_attention``.
+      head_axis: Mesh axes that shard the heads, likewise.
+      implementation: ``"pallas_tpu"``, ``"xla"`` or None; see
+        ``simrf_jax.random_feature_attention``. Decoding does not use it.
+      exact_bandwidth: Distance over which queries see keys exactly, or None; see
+        ``simrf_jax.random_feature_attention``.
+
+    Raises:
+      TypeError: When called, if a switch is neither True nor False or a keyword is unknown.
+      ValueError: When called, if a name is unknown, if linear attention cannot honor the mask, if
+        dropout, sown attention weights, an algorithm for products or einsums of one's own are asked
+        for, or if ``decode`` has no cache or may not change it.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from simrf_jax.integrations.linen import RandomFeatureAttention
+      >>> attention = nn.MultiHeadDotProductAttention(
+      ...     num_heads=8, attention_fn=RandomFeatureAttention(130)
+      ... )
+      >>> x = jnp.ones((2, 10, 512))
+      >>> variables = attention.init(jax.random.key(0), x)
+      >>> variables["random_features"]["attention_fn"]["projection"].shape
+      (8, 130, 64)
+      >>> attention.apply(variables, x).shape
+      (2, 10, 512)
+    """
+
+    num_features: int | None
+    feature_map: FeatureMapLike = "positive"
+    coupling: Coupling | None = None
+    block: BlockMode = "regular"
+    rotation: Rotation = "haar"
+    norms: Norms = "chi"
+    num_weights: int | None = None
+    shared: bool = False
+    is_causal: bool = False
+    factored_masks: bool = False
+    packed: bool = False
+    decode: bool = False
+    sequence_axis: flax_attention.AxisNames = None
+    batch_axis: flax_attention.AxisNames = None
+    head_axis: flax_attention.AxisNames = None
+    implementation: Implementation | None = None
+    exact_bandwidth: int | None = None
+
+    def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> RandomFeatures:
+        del num_heads
+        feature_map = flax_calibration.adapter_map(
+            self.feature_map, num_key_heads, head_dim, self.num_features
+        )
+        drawing = self._drawing()
+        drawing.check((feature_map,))
+        if isinstance(feature_map, Calibrated):
+            feature_map = self._calibration(feature_map)
+
+        heads = None if self.shared else num_key_heads
+
+        def draw() -> ProjectionLike | None:
+            return drawing.draw(self._key(), heads, self.num_features, head_dim, feature_map)
+
+        w = None
+        if isinstance(feature_map, Learned):
+            feature_map = self._learned(feature_map, draw)
+        elif self.num_features is not None:
+            w = self._drawn("projection", lambda: boxed(draw(), drawing.options(feature_map)))
+            w = flax_drawing.in_pairs(w, feature_map, drawing.options(feature_map))
+        return flax_attention.random_features(
+            w,
+            feature_map,
+            sequence_axis=self.sequence_axis,
+            batch_axis=self.batch_axis,
+            head_axis=self.head_axis,
+            implementation=self.implementation,
+            exact_bandwidth=self.exact_bandwidth,
+        )
+
+    def _calibration(self, initial: Calibrated) -> Calibrated:
+        """Returns the calibration in the variables, which has no gradient."""
+        if not self.is_initializing() and not self.has_variable("calibration", "feature_map"):
+            raise ValueError(
+                "The variables lack the collection calibration, which holds the arrays of a "
+                "calibrated feature map: take it from init, and pass it to apply."
+            )
+        # A copy: a training step may donate the variables, and the map is the caller's.
+        calibration: nn.Variable[Any] = self.variable(
+            "calibration", "feature_map", lambda: jax.tree.map(jnp.array, initial)
+        )
+        return jax.lax.stop_gradient(calibration.value)
+
+    def _learned(self, start: Learned, draw: Callable[[], ProjectionLike | None]) -> Learned:
+        """Returns the map with the parameters in the variables, which start at rows of one W."""
+        calibration = self._calibration(start.calibration)
+        if self.num_features is not None and not self.has_variable("params", "query_rows"):
+            start = Learned.start(jnp.asarray(draw()), calibration)
+        params = {name: self._param(name, getattr(start, name)) for name in PARAMETERS}
+        return Learned(calibration, **params)
+
+    def _param(self, name: str, start: jax.Array) -> jax.Array:
+        return self.param(name, lambda _: start)
+
+    def _observe(self, request: flax_attention.Request, mechanism: RandomFeatures) -> None:
+        """Adds to what ``calibrate``, ``distillation_loss`` or ``attention_report`` asks for."""
+        if sums := self._asked_for("calibration_moments", "moments", "calibrate"):
+            sums.value = flax_calibration.add_moments(sums.value, request)
+        total = self._asked_for("distillation", "loss", "distil")
+        if total and isinstance(mechanism.feature_map, Learned):
+            loss = flax_distillation.loss_of_call(request, mechanism)
+            total.value = total.value + loss
+        # mutable=True, and the DenyList of Flax, admit any name. They ask for no report.
+        is_asked = self.is_mutable_collection("attention_calls")
+        is_asked &= not self.is_mutable_collection("a name that nothing has")
+        if is_asked and not self.is_initializing():
+            self._refuse_decoding("report on")
+            seen: nn.Variable[Any] = self.variable("attention_calls", "calls", tuple)
+            seen.value = (*seen.value, SeenCall.of(request, mechanism))
+
+    def _asked_for(self, collection: str, name: str, verb: str) -> nn.Variable[Any] | None:
+        """Returns a variable to add to, if there is one; raises while the adapter decodes."""
+        if not self.has_variable(collection, name):
+            return None
+        self._refuse_decoding(verb)
+        return self.variable(collection, name)
+
+    def _refuse_decoding(self, verb: str) -> None:
+        if self.decode:
+            raise ValueError(f"An adapter has decode=True: {verb} the model without it.")

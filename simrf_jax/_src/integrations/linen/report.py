@@ -1,0 +1,83 @@
+"""Reports of the attention of all layers of a Linen model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from flax import linen as nn
+
+from simrf_jax._src.integrations.flax_report import ModelReport, SeenCall, report_of_calls
+
+
+def attention_report(
+    model: nn.Module,
+    variables: Mapping[str, Any],
+    batch: Any,
+    *,
+    call: Callable[..., Any] = nn.Module.apply,
+    relative_error: float = 0.1,
+) -> ModelReport:
+    """Compares the attention of all layers of a model with softmax attention, on a batch.
+
+    Each ``RandomFeatureAttention`` keeps the queries, keys and values that it gets, which are then
+    compared as ``simrf_jax.attention_report`` does. Time and memory are quadratic in the length:
+    take a small batch. Layers of ``FMMAttention``, which do not estimate softmax attention alone,
+    are left out.
+
+    Args:
+      model: A model that holds adapters. ``nn.scan`` over layers and ``nn.vmap`` need
+        ``"attention_calls": 0`` in their ``variable_axes``.
+      variables: Variables of the model.
+      batch: A batch of the model's inputs.
+      call: ``call(model, variables, batch, mutable=[...])`` returns the output and the changed
+        collections, by default ``model.apply``.
+      relative_error: Relative squared error of the kernel that ``features_needed`` is for.
+
+    Returns:
+      The ``LayerReport`` of each adapter, by its path in the model; prints as a table. A stack of
+      layers has one for each, such as ``"layers/attention/attention_fn[2]"``.
+
+    Raises:
+      TypeError: If relative_error is no number.
+      ValueError: If no adapter is a ``RandomFeatureAttention``, one decodes, saw no tokens or a
+        mask that it cannot honor, or relative_error is not positive.
+
+    Example:
+      >>> import jax
+      >>> from flax import linen as nn
+      >>> from simrf_jax.integrations.linen import RandomFeatureAttention, attention_report
+      >>> adapter = RandomFeatureAttention(16)
+      >>> attention = nn.MultiHeadDotProductAttention(num_heads=2, attention_fn=adapter)
+      >>> x = jax.random.normal(jax.random.key(0), (2, 50, 16))
+      >>> variables = attention.init(jax.random.key(1), x)
+      >>> report = attention_report(attention, variables, x)
+      >>> report["attention_fn"].relative_error.shape
+      (2,)
+    """
+    _, updates = call(model, variables, batch, mutable=["attention_calls"])
+    seen = dict(_calls(updates.get("attention_calls", {})))
+    drawn = dict.fromkeys(_paths(variables.get("random_features", {})), ())
+    if not drawn | seen:
+        raise ValueError("The model has no RandomFeatureAttention to report on.")
+    return report_of_calls([*(drawn | seen).items()], relative_error)
+
+
+def _calls(
+    collection: Mapping[str, Any], path: tuple[str, ...] = ()
+) -> Iterator[tuple[str, tuple[SeenCall, ...]]]:
+    """Yields the paths of the adapters, and the calls that they have seen."""
+    for name, node in collection.items():
+        if isinstance(node, Mapping):
+            yield from _calls(node, (*path, name))
+        else:
+            yield "/".join(path), node
+
+
+def _paths(collection: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Yields the paths of the adapters that hold a W of their own."""
+    for name, node in collection.items():
+        if isinstance(node, Mapping):
+            yield from _paths(node, (*path, name))
+        elif name == "projection":
+            yield "/".join(path)

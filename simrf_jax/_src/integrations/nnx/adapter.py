@@ -1,0 +1,276 @@
+"""The base class of the NNX adapters: it reads the calls of Flax, and keeps the cache."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from flax.nnx import reprlib
+from flax.typing import PrecisionLike
+from jax.typing import ArrayLike, DTypeLike
+
+from simrf_jax._src import checks
+from simrf_jax._src.attention import Mechanism
+from simrf_jax._src.features import FeatureMap, FeatureMapLike
+from simrf_jax._src.integrations import flax_attention, flax_repr
+from simrf_jax._src.integrations.flax_versions import get_value, set_value
+
+# Attributes that a representation shows where they differ from these values.
+_SWITCHES = {
+    "shared": False,
+    "is_causal": False,
+    "factored_masks": False,
+    "packed": False,
+    "decode": False,
+    "sequence_axis": None,
+    "batch_axis": None,
+    "head_axis": None,
+    "implementation": None,
+    "exact_bandwidth": None,
+}
+
+
+class Adapter(nnx.Module):
+    """A mechanism of attention with its cache, which Flax calls as an ``attention_fn``."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        *,
+        shared: bool,
+        is_causal: bool,
+        factored_masks: bool,
+        packed: bool,
+        decode: bool,
+        sequence_axis: str | tuple[str, ...] | None,
+    ):
+        self.num_heads = checks.positive_int("num_heads", num_heads)
+        self.head_dim = checks.positive_int("head_dim", head_dim)
+        self.shared = checks.boolean("shared", shared)
+        self.is_causal = is_causal
+        self.factored_masks = factored_masks
+        self.packed = packed
+        self.decode = decode
+        self.sequence_axis = sequence_axis
+        self.cache: nnx.Cache | None = nnx.data(None)
+        self._check_fields()
+
+    def _check_fields(self) -> None:
+        flax_attention.check_fields(
+            is_causal=self.is_causal,
+            factored_masks=self.factored_masks,
+            packed=self.packed,
+            decode=self.decode,
+            sequence_axis=self.sequence_axis,
+        )
+
+    @abc.abstractmethod
+    def _mechanism(self, num_heads: int) -> Mechanism:
+        """Returns the attention of as many query heads, with its arrays."""
+
+    @abc.abstractmethod
+    def stack_shape(self) -> tuple[int, ...]:
+        """Returns the leading shape of a stack of layers, ``()`` for one layer."""
+
+    @abc.abstractmethod
+    def _draws(self) -> dict[str, Any]:
+        """Returns the features and how W was drawn, to show them."""
+
+    def __nnx_repr__(self) -> Iterator[reprlib.Object | reprlib.Attr]:
+        yield reprlib.Object(type=type(self), same_line=True)
+        switches = {name: value for name, value in vars(self).items() if name in _SWITCHES}
+        fields = {"num_heads": self.num_heads, "head_dim": self.head_dim, **self._draws()}
+        for name, value in flax_repr.shown_fields(fields | switches, _SWITCHES).items():
+            yield reprlib.Attr(name, value, use_raw_value=True)
+
+    def _observe(self, request: flax_attention.Request, mechanism: Any) -> None:
+        """Keeps what ``calibrate``, ``distillation_loss`` or ``attention_report`` asks for."""
+
+    def __call__(
+        self,
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        *,
+        mask: ArrayLike | None = None,
+        bias: ArrayLike | None = None,
+        scale: ArrayLike | None = None,
+        is_causal: bool = False,
+        query_seq_lengths: ArrayLike | None = None,
+        key_value_seq_lengths: ArrayLike | None = None,
+        segment_ids: ArrayLike | None = None,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        broadcast_dropout: bool = True,
+        deterministic: bool = False,
+        dtype: DTypeLike | None = None,
+        precision: PrecisionLike = None,
+        module: nnx.Module | None = None,
+    ) -> jax.Array:
+        r"""Returns the attention of queries to keys, as ``nnx.dot_product_attention`` does.
+
+        Keywords that linear attention cannot honor are refused.
+
+        Args:
+          query: ``[..., T, N, H]``.
+          key: ``[..., S, K, H]``.
+          value: ``[..., S, K, D]``.
+          mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; the same for all
+            queries, or with ``factored_masks`` or ``packed`` a product, or with ``packed`` segment
+            ids. Other values raise where they are known. Under ``jit`` they make the output of
+            their sequence and head NaN, and the logger ``simrf_jax`` says why.
+          bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
+          scale: Multiplies the logits; by default :math:`1/\sqrt H`.
+          is_causal: True lets query t attend only to keys s <= t, also if the field is False.
+          query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
+          key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
+          segment_ids: Integers ``[..., T]`` of packed sequences; not with ``decode``.
+          dropout_rng: Not used: there is no dropout.
+          dropout_rate: Refused unless it is 0 or the call is deterministic.
+          broadcast_dropout: Not used: there is no dropout.
+          deterministic: True turns dropout off.
+          dtype: Type to compute in; by default that of the query, key and value together.
+          precision: Any ``jax.lax.Precision``; all give the same result, since float32 products
+            have the highest in any case. An algorithm for the products is refused.
+          module: Refused unless it is None: there are no attention weights to sow.
+
+        Returns:
+          ``[..., T, N, D]``.
+        """
+        del dropout_rng, broadcast_dropout
+        self._check_fields()  # They may have been set since.
+        if key.shape[-2:] != (self.num_heads, self.head_dim):
+            raise ValueError(
+                f"This adapter is for keys of {self.num_heads} heads of {self.head_dim}, got "
+                f"{' heads of '.join(map(str, key.shape[-2:]))}."
+            )
+        is_causal = checks.boolean("is_causal", is_causal)
+        request = flax_attention.read(
+            query,
+            key,
+            value,
+            is_causal=is_causal or self.is_causal or self.decode,
+            factored_masks=self.factored_masks or self.packed,
+            packed=self.packed,
+            decode=self.decode,
+            sequence_axis=self.sequence_axis,
+            mask=mask,
+            bias=bias,
+            scale=scale,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            segment_ids=segment_ids,
+            dropout_rate=dropout_rate,
+            deterministic=deterministic,
+            dtype=dtype,
+            precision=precision,
+            module=module,
+        )
+        mechanism = self._mechanism(query.shape[-2])
+        self._observe(request, mechanism)
+        if not self.decode:
+            return flax_attention.attend(mechanism, request)
+        if self.cache is None:
+            raise ValueError(
+                "decode=True needs a cache: call init_cache(input_shape) first, or "
+                "view(model, only=type(adapter), decode=True, batch_size=batch)."
+            )
+        out, state = flax_attention.step(mechanism, get_value(self.cache), request)
+        set_value(self.cache, state)
+        return out
+
+    def init_cache(
+        self,
+        input_shape: tuple[int, ...],
+        dtype: DTypeLike = jnp.float32,
+        *,
+        value_dim: int | None = None,
+    ) -> None:
+        """Makes the cache empty: the state before the first token.
+
+        Args:
+          input_shape: ``[..., length, features]`` of inputs to Flax's attention, as its own
+            ``init_cache`` takes it. Only what is before the length counts.
+          dtype: Type of the queries, keys and values to come.
+          value_dim: Width of the values, by default ``head_dim``.
+
+        Raises:
+          TypeError: If dtype is not floating or input_shape no tuple of integers.
+          ValueError: If input_shape has less than two axes, a size is negative or value_dim is
+            below 1.
+        """
+        shape = checks.lead_shape("input_shape", input_shape)
+        if len(shape) < 2:
+            raise ValueError(f"input_shape must be [..., length, features], got {input_shape}.")
+        self._start(shape[:-2], dtype, value_dim)
+
+    def set_view(
+        self,
+        decode: bool | None = None,
+        batch_size: int | tuple[int, ...] | None = None,
+        cache_dtype: DTypeLike = jnp.float32,
+    ) -> None:
+        """Sets the attributes of a view that ``view`` makes.
+
+        Args:
+          decode: True to decode, False to attend to whole sequences; None leaves it as it is.
+          batch_size: Leading shape of the tokens, one integer or a tuple of them, for a new and
+            empty cache; without it a view shares the cache of what it views.
+          cache_dtype: Type of the queries, keys and values to come.
+
+        Raises:
+          TypeError: If decode is not boolean, a size is no integer or cache_dtype is not floating.
+          ValueError: If a size is negative.
+        """
+        if decode is not None:
+            self.decode = checks.boolean("decode", decode)
+        if batch_size is not None:
+            if not isinstance(batch_size, tuple | list):
+                batch_size = (checks.integer("batch_size", batch_size, least=0),)
+            self._start(checks.lead_shape("batch_size", batch_size), cache_dtype, None)
+
+    def _start(self, batch: tuple[int, ...], dtype: DTypeLike, value_dim: int | None) -> None:
+        def init(mechanism: Mechanism) -> Any:
+            return mechanism.init(
+                batch=batch,
+                num_key_heads=self.num_heads,
+                head_dim=self.head_dim,
+                value_dim=self.head_dim if value_dim is None else value_dim,
+                dtype=dtype,
+            )
+
+        for _ in self.stack_shape():
+            init = jax.vmap(init)
+        self.cache = nnx.Cache(init(self._mechanism(self.num_heads)))
+
+
+def features_key(rngs: nnx.Rngs) -> jax.Array:
+    """Returns a key of the stream ``features``, or of the default stream, or of ``params``.
+
+    Raises:
+      ValueError: If there is none of them.
+    """
+    for name in ("features", "default", "params"):
+        if name in rngs:
+            return rngs[name]()
+    raise ValueError(
+        "rngs needs a stream to draw W from: features, a default stream or params, got "
+        f"{', '.join(rngs) or 'none'}."
+    )
+
+
+def has_arrays(feature_map: FeatureMapLike) -> bool:
+    """Returns whether a feature map holds arrays, or numbers in their place."""
+    return isinstance(feature_map, FeatureMap) and bool(jax.tree.leaves(feature_map))
+
+
+def copied(feature_map: FeatureMapLike) -> FeatureMapLike:
+    """Returns a feature map with copies of its arrays, as a training step may donate them."""
+    if not has_arrays(feature_map):
+        return feature_map
+    return jax.tree.map(lambda x: jnp.array(x) if hasattr(x, "dtype") else x, feature_map)

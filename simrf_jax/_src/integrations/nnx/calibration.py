@@ -1,0 +1,134 @@
+"""Calibration of all adapters of an NNX model."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from flax import nnx
+
+from simrf_jax._src.calibration.api import check_options
+from simrf_jax._src.calibration.fit import Balance, Tilt
+from simrf_jax._src.integrations import flax_calibration
+from simrf_jax._src.integrations.flax_versions import get_value, set_value
+from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
+from simrf_jax._src.integrations.nnx.variables import Calibration, CalibrationMoments
+
+
+def calibrate(
+    model: nnx.Module,
+    batches: Iterable[Any],
+    *,
+    call: Callable[[Any, Any], Any] | None = None,
+    center: bool = True,
+    balance: Balance = True,
+    tilt: Tilt | None = "log",
+) -> None:
+    """Calibrates all adapters of a model in place, in one pass over some batches.
+
+    The adapters are those made with ``feature_map="calibrated"`` or ``"learned"``. Each sums the
+    means and covariances of its queries and keys, in memory that does not depend on the number of
+    batches, and then fits its feature map as ``simrf_jax.calibrate`` does. During the pass, the
+    adapters compute with the maps that they have, from the calibration before or plain positive
+    features.
+
+    W is turned with the axes of the fit, so that features change no more than the data did. Rows of
+    learned features are turned likewise, and their other parameters stay. A W that all heads share
+    stays, too.
+
+    The result is in ``Calibration`` variables, which are part of the state and of checkpoints, but
+    no parameters. Redraws do not change the calibration.
+
+    The logger ``simrf_jax`` gets, at level INFO, the number of batches every ten seconds, and how
+    well each adapter is fitted: for each key head, the mean over queries and keys of the log second
+    moment of estimates by one row of W relative to the kernel, in nats, before and after. Estimates
+    by m iid rows have a relative variance of about its exponential over m. For a bar of progress,
+    give ``tqdm.tqdm(batches)``.
+
+    Args:
+      model: A model that holds adapters. It is called as the caller left it: set it to evaluation
+        first, ``model.eval()``, if it has dropout.
+      batches: Batches of the model's inputs. Take some of the training data.
+      call: Function of the model and a batch, which it calls the model with, by default
+        ``model(batch)``. It is compiled by ``nnx.jit``, once for each function.
+      center: True to subtract the means; see ``simrf_jax.calibrate``.
+      balance: True, ``"diagonal"`` or False; see ``simrf_jax.calibrate``.
+      tilt: ``"log"``, ``"mean"``, ``"isotropic"`` or None; see ``simrf_jax.calibrate``.
+
+    Raises:
+      TypeError: If center is neither True nor False, or batches is one array.
+      ValueError: If an option is unknown, no adapter has a map to calibrate, one decodes
+        or saw no tokens, or queries or keys are not finite.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from simrf_jax.integrations.nnx import RandomFeatureAttention, calibrate
+      >>> rngs = nnx.Rngs(0)
+      >>> adapter = RandomFeatureAttention(8, 64, 130, feature_map="calibrated", rngs=rngs)
+      >>> attention = nnx.MultiHeadAttention(8, 512, decode=False, attention_fn=adapter, rngs=rngs)
+      >>> calibrate(attention, [jax.random.normal(rngs(), (2, 100, 512)) for _ in range(3)])
+      >>> attention(jnp.ones((2, 10, 512))).shape
+      (2, 10, 512)
+    """
+    check_options(center=center, balance=balance, tilt=tilt)
+    flax_calibration.check_batches(batches)
+    adapters = {
+        path: node
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, RandomFeatureAttention) and isinstance(node.feature_map, Calibration)
+    }
+    if not adapters:
+        raise ValueError(
+            "The model has no adapter to calibrate: make its RandomFeatureAttention(...) with "
+            'feature_map="calibrated" or "learned".'
+        )
+    if any(adapter.decode for adapter in adapters.values()):
+        raise ValueError(
+            "An adapter has decode=True: its cache would keep the tokens of the batches. Calibrate "
+            "the model without it."
+        )
+    for adapter in adapters.values():
+        flax_calibration.check_tilt(tilt, getattr(adapter.projection, "draw_options", None))
+    before = {path: get_value(adapter.feature_map) for path, adapter in adapters.items()}
+    sums = {
+        path: CalibrationMoments(flax_calibration.no_moments(own)) for path, own in before.items()
+    }
+    try:
+        for path, adapter in adapters.items():
+            adapter.moments = sums[path]
+        compiled = _compiled(_call if call is None else call)
+        for batch in flax_calibration.logged(batches):
+            compiled(model, batch)
+    finally:
+        for adapter in adapters.values():
+            adapter.moments = nnx.data(None)
+    fitted = flax_calibration.fit_adapters(
+        {path: (before[path], get_value(own)) for path, own in sums.items()},
+        center=center,
+        balance=balance,
+        tilt=tilt,
+    )
+    for path, adapter in adapters.items():
+        for rows in _rows(adapter):
+            w = get_value(rows)
+            set_value(rows, flax_calibration.turn_projection(w, before[path], fitted[path]))
+        set_value(adapter.feature_map, fitted[path])
+
+
+def _rows(adapter: RandomFeatureAttention) -> list[nnx.Variable]:
+    """Returns the variables that hold W, or the rows of learned features."""
+    if adapter.learned is not None:
+        return [adapter.learned.query_rows, adapter.learned.key_rows]
+    return [] if adapter.projection is None else [adapter.projection]
+
+
+def _call(model: Any, batch: Any) -> Any:
+    return model(batch)
+
+
+@functools.lru_cache(maxsize=8)
+def _compiled(call: Callable[[Any, Any], Any]) -> Any:
+    """Returns a function as ``nnx.jit`` compiles it; another one would compile it again."""
+    return nnx.jit(call)

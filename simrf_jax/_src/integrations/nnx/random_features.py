@@ -1,0 +1,277 @@
+"""Random-feature attention as an ``attention_fn`` of ``nnx.MultiHeadAttention``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from simrf_jax._src.attention import RandomFeatures
+from simrf_jax._src.attention.estimator import check_band
+from simrf_jax._src.attention.implementations import Implementation
+from simrf_jax._src.features import FeatureMapLike, as_feature_map
+from simrf_jax._src.features.calibrated import Calibrated
+from simrf_jax._src.features.learned import Learned
+from simrf_jax._src.integrations import (
+    flax_attention,
+    flax_calibration,
+    flax_distillation,
+    flax_drawing,
+    flax_repr,
+)
+from simrf_jax._src.integrations.flax_report import SeenCall
+from simrf_jax._src.integrations.flax_versions import get_value, set_value
+from simrf_jax._src.integrations.nnx.adapter import Adapter, copied, features_key, has_arrays
+from simrf_jax._src.integrations.nnx.learned import LearnedMap
+from simrf_jax._src.integrations.nnx.variables import (
+    AttentionCalls,
+    Calibration,
+    CalibrationMoments,
+    DistillationLoss,
+    RandomProjection,
+)
+from simrf_jax._src.projections import BlockMode, Coupling, Norms, Rotation
+
+
+class RandomFeatureAttention(Adapter):
+    """Random-feature attention of one layer, with the projections that it draws.
+
+    Each key head has a W of its own, drawn from the stream ``features`` of ``rngs``. To redraw a
+    model, update it with ``redraw_projections(key, nnx.state(model, RandomProjection))``. It draws
+    each W as before, because the variable keeps the options. ``attention_report`` says how good the
+    attention of each layer is.
+
+    In a model that was made with another ``attention_fn``, Flax takes the attribute for a static
+    one. Assign the adapter as data: ``layer.attention_fn = nnx.data(RandomFeatureAttention(...))``.
+
+    To decode, in time and memory that do not depend on how many tokens there were, leave the
+    ``decode`` of the attention modules off and turn that of the adapters on::
+
+        decoder = view(model, only=RandomFeatureAttention, decode=True, batch_size=8)
+
+    Call the view with the prompt, of any length, and then token by token. The state is in its
+    ``nnx.Cache`` variables. ``model.set_attributes(RandomFeatureAttention,
+    decode=True)`` and each adapter's ``init_cache`` do the same in place. What decodes is causal
+    self-attention: where a model has an encoder or cross-attention too, leave them out,
+    ``only=nnx.All(nnx.PathContains("decoder"), RandomFeatureAttention)``. Each layer needs an
+    instance of its own then: one instance in several layers has one cache. Call the view in
+    ``nnx.jit``, or split and merge it: ``jax.jit`` hands no changed cache back. Layers that
+    ``nnx.vmap`` has stacked, for ``nnx.scan``, decode in a view of the stack. Only where their map
+    has no W and no calibration, such as ``"elu"``, put ``nnx.vmap`` around ``view``.
+
+    Args:
+      num_heads: Number of key heads.
+      head_dim: Width of a head.
+      num_features: Number of random features; None for a map that needs no W.
+      feature_map: Feature map other than ``"clustered_hybrid"``, by name or as an object; see
+        ``simrf_jax.random_feature_attention``. ``"calibrated"`` holds a calibration for each key
+        head: it is the positive map until ``calibrate`` fits it. ``"learned"`` has pairs of
+        exponentials as parameters, which start at hyperbolic features, or once ``calibrate`` has
+        fitted their coordinates, at calibrated ones; see ``simrf_jax.feature_maps.Learned`` and
+        ``distillation_loss``.
+      coupling: Coupling of the rows of W, and of both base estimators of a hybrid; see
+        ``simrf_jax.draw_projection``. None stands for the feature map's: simplex for positive,
+        relu, elu and maps of one's own, orthogonal for the others.
+      block: Row-block mode, ``"regular"`` or ``"square"``; see ``simrf_jax.draw_projection``.
+      rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
+        ``simrf_jax.draw_projection``.
+      norms: Law of the row norms; see ``simrf_jax.draw_projection``. ``"radau"`` needs positive,
+        hyperbolic or similar features, which honor weights; hybrids and optimal positive features
+        refuse it, and the latter ``"sqrt_dim"`` as well. With ``coupling="cross_polytope"``,
+        ``"pair"`` and ``"shared"`` save half the products with W for positive, optimal positive and
+        calibrated features: of each pair, rows 2i and 2i + 1, only the first is read.
+      num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
+        time and the state of hybrids grow with its product with ``num_features``.
+      shared: True draws one W for all heads.
+      is_causal: True lets each query attend only to keys up to its own position, also in calls that
+        do not ask for it. It accepts the causal mask, as Flax's ``make_causal_mask`` makes it, and
+        its products with other masks, as ``factored_masks`` does.
+      factored_masks: True accepts masks with a query axis if they are products of a mask of
+        queries, a mask of keys and, with ``is_causal``, the causal mask, as Flax's
+        ``make_attention_mask`` and ``combine_masks`` make them. A query that
+        sees no key gets zeros. A mask that is no such product raises if its values are known.
+        Under ``jit`` it makes the output NaN, and the logger ``simrf_jax`` says why. Reading these
+        masks takes O(T S) memory: for long sequences pass masks of the keys alone.
+      packed: True also takes the masks of packed sequences, for self-attention: a product as with
+        ``factored_masks`` that has ``make_attention_mask(ids, ids, jnp.equal)`` as another factor,
+        where neighbors with equal ids are one segment. For long sequences pass the ids themselves
+        as the mask, integers ``[..., 1, 1, T]`` with 0 for padding: ``mask=ids[:, None, None]``
+        takes O(T) memory, and mesh axes may shard T. With ``decode`` there are no segments.
+      decode: True takes each call for the next tokens of the sequences in the cache.
+      sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
+        Decoding does not use it.
+      batch_axis: Mesh axes that shard the batch, which the TPU kernels need to know; see
+        ``simrf_jax.random_feature_attention``.
+      head_axis: Mesh axes that shard the heads, likewise.
+      implementation: ``"pallas_tpu"``, ``"xla"`` or None; see
+        ``simrf_jax.random_feature_attention``. Decoding does not use it.
+      exact_bandwidth: Distance over which queries see keys exactly, or None; see
+        ``simrf_jax.random_feature_attention``.
+      rngs: Source of the key: its stream ``features``, or its default stream if there is none, or
+        else ``params``.
+
+    Raises:
+      TypeError: If a size is not an integer, a switch is neither True nor False, or a keyword is
+        unknown.
+      ValueError: If a name is unknown; when called, if linear attention cannot honor the mask, if
+        dropout, sown attention weights or an algorithm for products are asked for, or if ``decode``
+        has no cache.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from simrf_jax.integrations.nnx import RandomFeatureAttention, view
+      >>> rngs = nnx.Rngs(0)
+      >>> attention = nnx.MultiHeadAttention(
+      ...     8, 512, decode=False, rngs=rngs,
+      ...     attention_fn=RandomFeatureAttention(8, 64, 130, rngs=rngs),
+      ... )
+      >>> attention(jnp.ones((2, 10, 512))).shape
+      (2, 10, 512)
+      >>> decoder = view(attention, only=RandomFeatureAttention, decode=True, batch_size=2)
+      >>> prompt, token = decoder(jnp.ones((2, 10, 512))), decoder(jnp.ones((2, 1, 512)))
+      >>> prompt.shape, token.shape
+      ((2, 10, 512), (2, 1, 512))
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        num_features: int | None,
+        *,
+        feature_map: FeatureMapLike = "positive",
+        coupling: Coupling | None = None,
+        block: BlockMode = "regular",
+        rotation: Rotation = "haar",
+        norms: Norms = "chi",
+        num_weights: int | None = None,
+        shared: bool = False,
+        is_causal: bool = False,
+        factored_masks: bool = False,
+        packed: bool = False,
+        decode: bool = False,
+        sequence_axis: flax_attention.AxisNames = None,
+        batch_axis: flax_attention.AxisNames = None,
+        head_axis: flax_attention.AxisNames = None,
+        implementation: Implementation | None = None,
+        exact_bandwidth: int | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(
+            num_heads,
+            head_dim,
+            shared=shared,
+            is_causal=is_causal,
+            factored_masks=factored_masks,
+            packed=packed,
+            decode=decode,
+            sequence_axis=sequence_axis,
+        )
+        self.batch_axis = batch_axis
+        self.head_axis = head_axis
+        self.implementation = implementation
+        flax_attention.check_kernels(batch_axis, head_axis, implementation)
+        feature_map = flax_calibration.adapter_map(
+            feature_map, self.num_heads, self.head_dim, num_features
+        )
+        drawing = flax_drawing.Drawing(coupling, block, rotation, norms, num_weights)
+        drawing.check((feature_map,))
+        if exact_bandwidth is not None:
+            exact_bandwidth = check_band(exact_bandwidth, as_feature_map(feature_map))
+        self.exact_bandwidth = exact_bandwidth
+        self.moments: CalibrationMoments | None = nnx.data(None)
+        self.loss: DistillationLoss | None = nnx.data(None)
+        self.calls: AttentionCalls | None = nnx.data(None)
+        self.learned: LearnedMap | None = nnx.data(None)
+        self.projection = nnx.data(None)
+        if num_features is None:
+            self._keep(feature_map)
+            return
+        options = drawing.options(feature_map)
+        heads = None if self.shared else self.num_heads
+        w = drawing.draw(features_key(rngs), heads, num_features, head_dim, feature_map)
+        if isinstance(feature_map, Learned):
+            feature_map = Learned.start(jnp.asarray(w), feature_map.calibration)
+        else:
+            self.projection = RandomProjection(w, draw_options=options)
+        self._keep(feature_map)
+
+    def _keep(self, feature_map: FeatureMapLike) -> None:
+        """Makes the arrays of a feature map part of the module's state.
+
+        They are copies: a training step may donate the state, and the map is the caller's.
+        """
+        feature_map = copied(feature_map)
+        if isinstance(feature_map, Learned):
+            self.learned = LearnedMap(feature_map)
+            feature_map = feature_map.calibration
+        self.feature_map = _as_state(feature_map)
+
+    def stack_shape(self) -> tuple[int, ...]:
+        """Returns the leading shape of a stack of layers, ``()`` for one layer.
+
+        It is that of W or of a calibration. A layer with neither of them does not know its stack.
+        """
+        if isinstance(self.feature_map, Calibration):
+            return get_value(self.feature_map).query_mean.shape[:-2]
+        if self.projection is None:
+            return ()
+        rows = jax.tree.leaves(get_value(self.projection))[0]
+        return rows.shape[: -2 if self.shared else -3]
+
+    def _draws(self) -> dict[str, Any]:
+        shown: dict[str, Any] = {"feature_map": self._map_name()}
+        if self.learned is not None:
+            return {"num_features": self.learned.query_rows.shape[-2], **shown}
+        if self.projection is None:
+            return shown
+        rows = jax.tree.leaves(get_value(self.projection))[0]
+        drawn_by = flax_repr.drawn_by((self.projection.draw_options,))
+        return {"num_features": rows.shape[-2], **shown, **drawn_by}
+
+    def _map_name(self) -> Any:
+        if isinstance(self.feature_map, Calibration):
+            return "calibrated" if self.learned is None else "learned"
+        return flax_repr.name_of_map(self.feature_map)
+
+    def _mechanism(self, num_heads: int) -> RandomFeatures:
+        del num_heads
+        w, feature_map = None, self._map()
+        if self.projection is not None:
+            options = getattr(self.projection, "draw_options", None)  # None if set by hand.
+            w = flax_drawing.in_pairs(get_value(self.projection), feature_map, options)
+        return flax_attention.random_features(
+            w,
+            feature_map,
+            sequence_axis=self.sequence_axis,
+            batch_axis=self.batch_axis,
+            head_axis=self.head_axis,
+            implementation=self.implementation,
+            exact_bandwidth=self.exact_bandwidth,
+        )
+
+    def _map(self) -> FeatureMapLike:
+        if not isinstance(self.feature_map, Calibration):
+            return self.feature_map
+        calibration = jax.lax.stop_gradient(get_value(self.feature_map))
+        return calibration if self.learned is None else self.learned.feature_map(calibration)
+
+    def _observe(self, request: flax_attention.Request, mechanism: RandomFeatures) -> None:
+        if self.moments is not None:
+            sums = flax_calibration.add_moments(get_value(self.moments), request)
+            set_value(self.moments, sums)
+        if self.loss is not None and isinstance(mechanism.feature_map, Learned):
+            loss = flax_distillation.loss_of_call(request, mechanism)
+            set_value(self.loss, get_value(self.loss) + loss)
+        if self.calls is not None:
+            set_value(self.calls, (*get_value(self.calls), SeenCall.of(request, mechanism)))
+
+
+def _as_state(feature_map: FeatureMapLike) -> Any:
+    """Returns a feature map as an attribute of a module, whose state its arrays belong to."""
+    if isinstance(feature_map, Calibrated):
+        return Calibration(feature_map)
+    return nnx.data(feature_map) if has_arrays(feature_map) else feature_map

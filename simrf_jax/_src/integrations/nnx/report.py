@@ -1,0 +1,76 @@
+"""Reports of the attention of all layers of an NNX model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+
+from simrf_jax._src.integrations.flax_report import ModelReport, report_of_calls
+from simrf_jax._src.integrations.flax_versions import get_value
+from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
+from simrf_jax._src.integrations.nnx.variables import AttentionCalls
+
+
+def attention_report(
+    model: nnx.Module,
+    batch: Any,
+    *,
+    call: Callable[[Any, Any], Any] | None = None,
+    relative_error: float = 0.1,
+) -> ModelReport:
+    """Compares the attention of all layers of a model with softmax attention, on a batch.
+
+    Each ``RandomFeatureAttention`` keeps the queries, keys and values that it gets, which are then
+    compared as ``simrf_jax.attention_report`` does. Time and memory are quadratic in the length:
+    take a small batch. Layers of ``FMMAttention``, which do not estimate softmax attention alone,
+    are left out.
+
+    Args:
+      model: A model that holds adapters. It is called as the caller left it: set it to evaluation
+        first, ``model.eval()``, if it has dropout.
+      batch: A batch of the model's inputs.
+      call: Function of the model and a batch, which it calls the model with, by default
+        ``model(batch)``.
+      relative_error: Relative squared error of the kernel that ``features_needed`` is for.
+
+    Returns:
+      The ``LayerReport`` of each adapter, by its path in the model; prints as a table. A stack of
+      layers has one for each, such as ``"blocks/attention/attention_fn[2]"``.
+
+    Raises:
+      TypeError: If relative_error is no number.
+      ValueError: If no adapter is a ``RandomFeatureAttention``, one decodes, saw no tokens or a
+        mask that it cannot honor, or relative_error is not positive.
+
+    Example:
+      >>> import jax
+      >>> from flax import nnx
+      >>> from simrf_jax.integrations.nnx import RandomFeatureAttention, attention_report
+      >>> rngs = nnx.Rngs(0)
+      >>> adapter = RandomFeatureAttention(2, 8, 16, rngs=rngs)
+      >>> attention = nnx.MultiHeadAttention(2, 16, decode=False, attention_fn=adapter, rngs=rngs)
+      >>> report = attention_report(attention, jax.random.normal(rngs(), (2, 50, 16)))
+      >>> report["attention_fn"].relative_error.shape
+      (2,)
+    """
+    adapters = [
+        ("/".join(map(str, path)), node)
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, RandomFeatureAttention)
+    ]
+    if not adapters:
+        raise ValueError("The model has no RandomFeatureAttention to report on.")
+    if any(adapter.decode for _, adapter in adapters):
+        raise ValueError("An adapter has decode=True: report on the model without it.")
+    calls = [AttentionCalls(()) for _ in adapters]
+    try:
+        for (_, adapter), own in zip(adapters, calls, strict=True):
+            adapter.calls = own
+        _ = model(batch) if call is None else call(model, batch)
+    finally:
+        for _, adapter in adapters:
+            adapter.calls = nnx.data(None)
+    names = [name for name, _ in adapters]
+    return report_of_calls([*zip(names, map(get_value, calls), strict=True)], relative_error)

@@ -1,0 +1,332 @@
+"""Random features as a scikit-learn transformer."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Self, TypeAlias
+
+import jax
+import jax.experimental
+import jax.numpy as jnp
+import numpy as np
+
+from simrf_jax._src import checks
+from simrf_jax._src.features.exponential import Hyperbolic, Positive
+from simrf_jax._src.features.feature_map import FeatureMap
+from simrf_jax._src.features.trigonometric import Phase, Trigonometric
+from simrf_jax._src.projections import COUPLINGS, Coupling, draw_projection
+
+try:
+    from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+    from sklearn.utils import Tags, check_random_state
+    from sklearn.utils.validation import check_is_fitted, validate_data
+except ImportError as error:
+    raise ImportError(
+        "simrf_jax.integrations.sklearn needs scikit-learn 1.6 or newer, got "
+        f"{error}. The extra sklearn installs it: pip install 'simrf_jax[sklearn]'."
+    ) from error
+
+FeatureMapName: TypeAlias = Literal["trigonometric", "phase", "positive", "hyperbolic"]
+# The first is the type that all other types are converted to.
+_DTYPES = (np.float64, np.float32)
+# Rows are transformed in batches of at least so many rows and, above that, of about so many numbers
+# of the wider of input and output. Larger batches leave the caches of a CPU.
+_LEAST_ROWS, _NUMBERS = 64, 2**20
+# A context in which JAX computes in float64. It holds for one thread, and leaves the user's setting
+# alone. Before jax 0.8 only jax.experimental has it, which later versions lack.
+_float64: Callable[[bool], contextlib.AbstractContextManager[None]] = (
+    jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64  # type: ignore[attr-defined]
+)
+
+
+class _Maps(NamedTuple):
+    """Feature maps of the Gaussian kernel that make up a transformer.
+
+    Attributes:
+      single: Map with one feature for each row of W.
+      pair: Map with two features for each row, or None. If there is one, ``single`` has no more
+        than the last feature of an odd number.
+    """
+
+    single: FeatureMap
+    pair: FeatureMap | None = None
+
+    @property
+    def best_coupling(self) -> Coupling:
+        """Returns the coupling of the rows of W that suits most of the features best."""
+        return (self.pair or self.single).coupling
+
+    def num_rows(self, n_components: int) -> int:
+        """Returns the number of rows of W for a number of features."""
+        return -(-n_components // 2) if self.pair else n_components
+
+
+_MAPS: dict[FeatureMapName, _Maps] = {
+    "trigonometric": _Maps(Phase(kernel="gaussian"), Trigonometric("gaussian")),
+    "phase": _Maps(Phase(kernel="gaussian")),
+    "positive": _Maps(Positive("gaussian")),
+    "hyperbolic": _Maps(Positive("gaussian"), Hyperbolic("gaussian")),
+}
+
+
+class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+    r"""Transformer that approximates the feature space of the RBF kernel.
+
+    .. math:: \phi(x) \cdot \phi(y) \approx K(x, y) = e^{-\gamma |x - y|^2}
+
+    A linear model of :math:`\phi(x)` is an approximate kernel machine, whose cost grows linearly
+    with the number of rows. The estimate of each entry of the kernel matrix is unbiased. With the
+    default arguments its error is below that of ``sklearn.kernel_approximation.RBFSampler`` with
+    equally many components (``python -m benchmarks.sklearn_features``): sines and cosines in pairs
+    have less variance than single cosines with random phases, and orthogonal random vectors less
+    than independent ones.
+
+    The output has the dtype of the rows that are transformed if that is float64 or float32, and
+    float64 for every other dtype, as in scikit-learn's own scalers. W is drawn in float64 in either
+    case, so that both types give the same features up to rounding. JAX's own switch for float64,
+    ``jax_enable_x64``, stays as it is.
+
+    The first fit for a number of components and of columns compiles a program, which takes from
+    half a second to several seconds. Later fits of the same size do not, also those of clones in a
+    grid search. To keep the programs for other processes, turn on JAX's persistent cache before the
+    first fit::
+
+        jax.config.update("jax_compilation_cache_dir", "a folder")
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+
+    Sparse rows are made dense a batch at a time. This takes little memory, and as much time as
+    dense rows take. The output is dense.
+
+    Args:
+      n_components: Number of features, which is the number of columns of the output.
+      gamma: Factor :math:`\gamma` in the kernel, or ``"scale"`` for
+        ``1 / (X.shape[1] * X.var())`` of the training data X.
+      coupling: Joint law of the rows of W, ``"iid"``, ``"orthogonal"``, ``"simplex"``,
+        ``"cross_polytope"`` or ``"simplex_plus"``; see ``simrf_jax.draw_projection``. ``"auto"``
+        takes the one that suits the feature map best: ``"simplex"`` for ``"positive"`` and
+        ``"orthogonal"`` for the others.
+      feature_map: ``"trigonometric"`` has a sine and a cosine for each row of W, with the least
+        error on data. ``"phase"`` has one shifted cosine. ``"positive"`` has one exponential and
+        ``"hyperbolic"`` a pair of them, which keep estimates positive at the price of errors that
+        grow with the lengths of centered rows. Where features come in pairs and ``n_components``
+        is odd, the last row has a single feature.
+      center: If true, the mean of the training data is subtracted from all rows. The kernel does
+        not change. Exponential features need it, and others in float32 lose fewer digits.
+      random_state: Seed, ``numpy.random.RandomState`` or None, as everywhere in scikit-learn.
+
+    Attributes:
+      projection_: W in float64, ``[rows, n_features_in_]``.
+      gamma_: Factor :math:`\gamma` in the kernel.
+      mean_: Mean of each column of the training data, or zeros if ``center`` is false.
+      coupling_: Coupling of the rows of W.
+      feature_map_: Name of the feature map.
+      n_features_in_: Number of columns of the training data.
+      feature_names_in_: Names of these columns, if they are all strings.
+
+    Example:
+      >>> from sklearn.datasets import load_digits
+      >>> from sklearn.linear_model import RidgeClassifier
+      >>> from sklearn.model_selection import train_test_split
+      >>> from sklearn.pipeline import make_pipeline
+      >>> from simrf_jax.integrations.sklearn import RandomFeatures
+      >>> X_train, X_test, y_train, y_test = train_test_split(
+      ...     *load_digits(return_X_y=True), random_state=0
+      ... )
+      >>> model = make_pipeline(RandomFeatures(512, random_state=0), RidgeClassifier(1e-2))
+      >>> model.fit(X_train, y_train).score(X_test, y_test) > 0.97
+      True
+
+    References:
+      Rahimi and Recht, Random Features for Large-Scale Kernel Machines (NeurIPS 2007).
+      Yu et al., Orthogonal Random Features (NeurIPS 2016), https://arxiv.org/abs/1610.09072
+      Reid et al., Simplex Random Features (ICML 2023), https://arxiv.org/abs/2301.13856
+    """
+
+    def __init__(
+        self,
+        n_components: int = 100,
+        *,
+        gamma: float | Literal["scale"] = "scale",
+        coupling: Coupling | Literal["auto"] = "auto",
+        feature_map: FeatureMapName = "trigonometric",
+        center: bool = True,
+        random_state: int | np.random.RandomState | None = None,
+    ):
+        self.n_components = n_components
+        self.gamma = gamma
+        self.coupling = coupling
+        self.feature_map = feature_map
+        self.center = center
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any = None) -> Self:
+        """Draws W for the columns of X, and takes gamma and the mean from its values.
+
+        Args:
+          X: Training data ``[rows, columns]``, an array, a data frame or a sparse matrix.
+          y: Nothing; it is there because pipelines pass it.
+
+        Returns:
+          This transformer.
+
+        Raises:
+          TypeError: If ``n_components`` is not an integer, or ``center`` is not a boolean.
+          ValueError: If another argument of the constructor is out of its range, or the data are
+            refused by scikit-learn or have not the dimension that the coupling needs.
+        """
+        del y
+        n_components = self._check_parameters()
+        X = validate_data(self, X, accept_sparse="csr", dtype=_DTYPES)
+        dim = X.shape[1]
+        self.gamma_ = _gamma_of(self.gamma, X)
+        self.mean_ = _mean(X) if self.center else np.zeros(dim)
+        self.feature_map_ = self.feature_map
+        self.coupling_ = self._coupling_for(dim)
+        num_rows = _MAPS[self.feature_map].num_rows(n_components)
+        seed = check_random_state(self.random_state).randint(np.iinfo(np.int32).max)
+        with _float64(True):
+            key = jax.random.key(seed, impl="threefry2x32")  # Whatever JAX's default is.
+            self.projection_ = np.array(
+                draw_projection(key, num_rows, dim, coupling=self.coupling_, dtype=jnp.float64)
+            )
+        self._n_features_out = n_components
+        return self
+
+    def transform(self, X: Any) -> Any:
+        """Returns the features of each row.
+
+        Args:
+          X: Data ``[rows, n_features_in_]``, an array, a data frame or a sparse matrix.
+
+        Returns:
+          Array ``[rows, n_components]``, of float32 if X is, and of float64 otherwise; or whatever
+          ``set_output`` asks for.
+
+        Raises:
+          NotFittedError: If ``fit`` was not called before.
+          ValueError: If scikit-learn refuses the data.
+        """
+        check_is_fitted(self)
+        X = validate_data(self, X, accept_sparse="csr", dtype=_DTYPES, reset=False)
+        features = np.empty((X.shape[0], self._n_features_out), X.dtype)
+        batch = _rows_of_batch(max(X.shape[1], self._n_features_out))
+        with _float64(True):
+            of_rows = functools.partial(
+                _features,
+                _MAPS[self.feature_map_],
+                jnp.asarray(self.projection_, X.dtype),
+                self.mean_,
+                math.sqrt(2 * self.gamma_),
+                self._n_features_out,
+            )
+            for start in range(0, X.shape[0], batch):
+                rows = _dense(X[start : start + batch])
+                out = np.asarray(of_rows(_padded(rows)))
+                features[start : start + batch] = out[: len(rows)]
+        return features
+
+    def _check_parameters(self) -> int:
+        """Returns the number of features as a Python integer."""
+        checks.one_of("feature_map", self.feature_map, _MAPS)
+        checks.one_of("coupling", self.coupling, ("auto", *COUPLINGS))
+        checks.boolean("center", self.center)
+        return checks.positive_int("n_components", self.n_components)
+
+    def _coupling_for(self, dim: int) -> Coupling:
+        if self.coupling != "auto":
+            return self.coupling
+        coupling = _MAPS[self.feature_map].best_coupling
+        # In one dimension the simplex is a vector and its negative, which is the cross-polytope.
+        return "cross_polytope" if (coupling, dim) == ("simplex", 1) else coupling
+
+    def __sklearn_tags__(self) -> Tags:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        tags.transformer_tags.preserves_dtype = ["float64", "float32"]
+        return tags
+
+
+@functools.partial(jax.jit, static_argnames="num_features")
+def _features(
+    maps: _Maps,
+    projection: jax.Array,
+    mean: jax.Array,
+    scale: float,
+    num_features: int,
+    x: jax.Array,
+) -> jax.Array:
+    """Returns features of rows ``[rows, dim]``, whose products are unbiased estimates."""
+    x = (scale * (x.astype(mean.dtype) - mean[None])).astype(x.dtype)  # The mean is in float64.
+    if maps.pair is None:
+        return maps.single.features(x, projection)
+    num_pairs, num_single = divmod(num_features, 2)
+    # The weighted mean of two estimates that are unbiased each.
+    parts = []
+    if num_pairs:
+        weight = 2 * num_pairs / num_features
+        parts.append(weight**0.5 * maps.pair.features(x, projection[:num_pairs]))
+    if num_single:
+        parts.append(num_features**-0.5 * maps.single.features(x, projection[num_pairs:]))
+    return jnp.concatenate(parts, axis=1)
+
+
+def _gamma_of(gamma: Any, X: Any) -> float:
+    """Returns gamma as a number, for training data X."""
+    if isinstance(gamma, str) and gamma == "scale":
+        return _scale_gamma(X)
+    is_number = isinstance(gamma, numbers.Real) and not isinstance(gamma, bool | np.bool_)
+    if not (is_number and 0 < gamma < math.inf):
+        raise ValueError(f"gamma must be 'scale' or a positive number, got {gamma!r}.")
+    return float(gamma)
+
+
+def _scale_gamma(X: Any) -> float:
+    if isinstance(X, np.ndarray):
+        variance = float(X.var(dtype=np.float64))
+    else:
+        variance = _sparse_variance(X.astype(np.float64))
+    if variance <= 0:  # The data are constant, and the kernel is 1 for any gamma.
+        return 1.0
+    gamma = 1 / (X.shape[1] * variance)
+    if not 0 < gamma < math.inf:
+        raise ValueError(
+            "gamma='scale' needs data whose variance is within the range of float64, got "
+            f"X.var() = {variance}."
+        )
+    return gamma
+
+
+def _sparse_variance(X: Any) -> float:
+    """Returns the variance of all entries of a sparse matrix, stored or not.
+
+    The deviations from the mean are squared, not the entries: the squares of entries and of their
+    mean would cancel where the mean is large.
+    """
+    X.sum_duplicates()
+    size, mean = math.prod(X.shape), X.mean()
+    not_stored = (size - X.data.size) / size
+    return float(np.square(X.data - mean).sum() / size + not_stored * mean**2)
+
+
+def _mean(X: Any) -> np.ndarray:
+    """Returns the mean of each column in float64; for a sparse matrix, SciPy returns a matrix."""
+    return np.asarray(X.mean(axis=0, dtype=np.float64)).ravel()
+
+
+def _dense(X: Any) -> np.ndarray:
+    return X if isinstance(X, np.ndarray) else X.toarray()
+
+
+def _rows_of_batch(width: int) -> int:
+    """Returns the number of rows of a batch, a power of two."""
+    return max(_LEAST_ROWS, 2 ** math.floor(math.log2(max(1, _NUMBERS // width))))
+
+
+def _padded(rows: np.ndarray) -> np.ndarray:
+    """Returns rows and zeros up to a power of two, so that few shapes are ever compiled."""
+    target = max(_LEAST_ROWS, 2 ** math.ceil(math.log2(len(rows))))
+    return np.pad(rows, ((0, target - len(rows)), (0, 0)))

@@ -1,0 +1,1 @@
+"""Models built on random-feature attention."""

@@ -1,0 +1,89 @@
+"""Dense rows: W as one array, whose rows are coupled within each row block."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from simrf_jax._src.projections.couplings import COUPLED, Coupling, minimize_resultant
+from simrf_jax._src.projections.norms import Norms, draw_norms, fixed_norm
+from simrf_jax._src.projections.rotations import ROTATIONS, Rotation
+from simrf_jax._src.projections.row_blocks import BlockMode, EqualRowBlocks
+
+
+@functools.partial(jax.jit, static_argnums=range(1, 9))
+def draw_rows(
+    key: Key[Array, ""],
+    num_features: int,
+    dim: int,
+    coupling: Coupling,
+    block: BlockMode,
+    rotation: Rotation,
+    norms: Norms,
+    dtype: jnp.dtype,
+    num_sweeps: int | None,
+) -> Float[Array, "{num_features} {dim}"]:
+    """Draws the rows of ``draw_projection``, whose arguments have been checked.
+
+    With ``norms="radau"`` these are all rows other than the zero row.
+    """
+    compute = jnp.promote_types(dtype, jnp.float32)
+    norm_key, rotation_key = jax.random.split(key)
+    if coupling == "iid":
+        return _draw_iid(norm_key, num_features, dim, norms, compute).astype(dtype)
+    ambient = ROTATIONS[rotation].ambient_dim(dim)
+    row_blocks = COUPLED[coupling].blocks(num_features, ambient, block)
+    if norms == "chi":
+        gaussian = jax.random.normal(norm_key, (num_features, ambient), compute)
+        lengths = jnp.linalg.norm(gaussian, axis=-1)
+    else:
+        lengths = draw_norms(norm_key, norms, row_blocks, ambient, compute)
+    directions = _draw_directions(rotation_key, row_blocks, lengths, ambient, rotation, num_sweeps)
+    return (directions[:, :dim] * lengths[:, None]).astype(dtype)
+
+
+def _draw_iid(
+    key: Key[Array, ""], num_features: int, dim: int, norms: Norms, dtype: jnp.dtype
+) -> Float[Array, "{num_features} {dim}"]:
+    """Draws independent rows, of which ``norms`` may fix the norms."""
+    gaussian = jax.random.normal(key, (num_features, dim), dtype)
+    if norms == "chi":
+        return gaussian
+    return gaussian * (fixed_norm(norms, dim) / jnp.linalg.norm(gaussian, axis=-1))[:, None]
+
+
+def _draw_directions(
+    key: Key[Array, ""],
+    row_blocks: list[EqualRowBlocks],
+    lengths: Float[Array, " num_features"],
+    dim: int,
+    rotation: Rotation,
+    num_sweeps: int | None,
+) -> Float[Array, "num_features {dim}"]:
+    """Draws unit vectors, each row block under a rotation of its own."""
+
+    def draw_block(
+        directions: Float[Array, "rows coordinates"],
+        lengths: Float[Array, " rows"],
+        key: Key[Array, ""],
+    ) -> Float[Array, "rows dim"]:
+        if num_sweeps is not None:
+            directions = minimize_resultant(directions, lengths, num_sweeps=num_sweeps)
+        return ROTATIONS[rotation].rotate(key, directions, dim)
+
+    keys = jax.random.split(key, sum(each.repeats for each in row_blocks))
+    rows, first_block, first_row = [], 0, 0
+    for block, count in row_blocks:
+        end_block, end_row = first_block + count, first_row + count * block.num_rows
+        directions = jnp.asarray(block.directions(), lengths.dtype)
+        drawn = jax.vmap(draw_block, in_axes=(None, 0, 0))(
+            directions,
+            lengths[first_row:end_row].reshape(count, block.num_rows),
+            keys[first_block:end_block],
+        )
+        rows.append(drawn.reshape(-1, dim))
+        first_block, first_row = end_block, end_row
+    return jnp.concatenate(rows)

@@ -1,0 +1,169 @@
+"""Laws of the row norms: independent, fixed, or coupled within a row block."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float64, Int, Key
+
+from simrf_jax._src import checks
+from simrf_jax._src.projections.couplings import Coupling
+from simrf_jax._src.projections.row_blocks import CrossPolytope, EqualRowBlocks, RowBlock
+
+# Laws that give all rows the same weight, so that W is an array.
+UnweightedNorms: TypeAlias = Literal["chi", "sqrt_dim", "antithetic", "shared", "pair"]
+Norms: TypeAlias = Literal[UnweightedNorms, "radau"]
+NORMS = get_args(Norms)
+# The squares of these norms are not chi-squared variables, so that no tilt of W is unbiased.
+FIXED_NORMS = ("sqrt_dim", "radau")
+
+# No normal variable of JAX is further from zero, in float32 or in float64.
+_LARGEST_NORMAL = 8.5
+_NUM_NODES = 545
+
+
+def check_norms(norms: Norms, coupling: Coupling) -> None:
+    """Raises ``ValueError`` unless rows of the coupling can have this law of norms.
+
+    Args:
+      norms: Law of the row norms.
+      coupling: One of ``COUPLINGS``.
+    """
+    checks.one_of("norms", norms, NORMS)
+    if coupling == "iid" and norms in ("antithetic", "shared"):
+        raise ValueError(
+            f"norms={norms!r} couples the norms of a row block, and coupling='iid' has no row "
+            "blocks."
+        )
+    if coupling != "cross_polytope" and norms == "pair":
+        raise ValueError(
+            "norms='pair' gives one norm to a row and its negative, which only "
+            f"coupling='cross_polytope' has, got coupling={coupling!r}."
+        )
+
+
+def fixed_norm(norms: Norms, dim: int) -> float:
+    """Returns the norm that a law of ``FIXED_NORMS`` gives all rows, but for the zero row.
+
+    Args:
+      norms: ``"sqrt_dim"`` or ``"radau"``.
+      dim: Dimension d in which the rows have this norm.
+    """
+    return (dim if norms == "sqrt_dim" else dim + 2) ** 0.5
+
+
+def radau_log_weights(
+    num_features: int, dim: int, dtype: jnp.dtype
+) -> Float[Array, " {num_features}"]:
+    r"""Returns the log weights of ``norms="radau"``, whose last row is zero.
+
+    The weights over m are those of the Gauss-Radau rule for the norm of a normal vector,
+    :math:`2 / (d + 2)` for the zero row and :math:`d / (d + 2)` for all others together.
+
+    Args:
+      num_features: Number of rows m, with the zero row.
+      dim: Dimension d in which the other rows have the norm :math:`\sqrt{d + 2}`.
+      dtype: Floating type of the result.
+    """
+    of_others = dim * num_features / ((dim + 2) * (num_features - 1))
+    of_zero_row = 2 * num_features / (dim + 2)
+    log_weights = np.full(num_features, math.log(of_others))
+    log_weights[-1] = math.log(of_zero_row)
+    return jnp.asarray(log_weights, dtype)
+
+
+def draw_norms(
+    key: Key[Array, ""],
+    norms: Norms,
+    row_blocks: Sequence[EqualRowBlocks],
+    dim: int,
+    dtype: jnp.dtype,
+) -> Float[Array, " num_features"]:
+    """Draws the norms of all rows by any law other than that of independent norms.
+
+    Args:
+      key: A typed PRNG key.
+      norms: Law of the row norms, other than ``"chi"``.
+      row_blocks: Row blocks of the rows.
+      dim: Dimension d in which the rows have these norms.
+      dtype: Floating type of the norms.
+    """
+    num_rows = sum(each.block.num_rows * each.repeats for each in row_blocks)
+    if norms in FIXED_NORMS:
+        return jnp.full(num_rows, fixed_norm(norms, dim), dtype)
+    source, sign = _couple(norms, row_blocks)
+    normal = jax.random.normal(key, (num_rows,), dtype)
+    return chi_of_normal(jnp.asarray(sign, dtype) * normal[source], dim)
+
+
+def _couple(
+    norms: Norms, row_blocks: Sequence[EqualRowBlocks]
+) -> tuple[Int[np.ndarray, " num_features"], Int[np.ndarray, " num_features"]]:
+    """Returns the row whose normal variable each row takes, and the sign that it takes it with."""
+    sources, signs, first_row = [], [], 0
+    for block, repeats in row_blocks:
+        size = _rows_together(norms, block)
+        place = np.arange(block.num_rows) % size
+        is_mirrored = (norms == "antithetic") & (place >= size / 2)
+        for _ in range(repeats):
+            sources.append(first_row + np.arange(block.num_rows) - place)
+            signs.append(np.where(is_mirrored, -1, 1))
+            first_row += block.num_rows
+    return np.concatenate(sources), np.concatenate(signs)
+
+
+def _rows_together(norms: Norms, block: RowBlock | CrossPolytope) -> int:
+    """Returns the number of consecutive rows whose norms depend on each other."""
+    if norms == "shared":
+        return block.num_rows
+    # Antithetic norms of a cross-polytope are those of two pairs, each of which shares its norm.
+    return 4 if norms == "antithetic" and isinstance(block, CrossPolytope) else 2
+
+
+def chi_of_normal(normal: Float[Array, "*shape"], dim: int) -> Float[Array, "*shape"]:
+    r"""Maps standard normal variables to chi variables, :math:`F_d^{-1}(\Phi(z))`.
+
+    The map is increasing, so that z and -z give antithetic norms, whose values of the chi
+    distribution function add up to one.
+
+    Args:
+      normal: Standard normal variables z.
+      dim: Degrees of freedom d.
+
+    Returns:
+      Variables of the law :math:`\chi_d`, to a few units in the last digit of float32.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> print(*(f"{a:.4f}" for a in chi_of_normal(jnp.array([-1.0, 0.0, 1.0]), 64)))
+      7.2626 7.9583 8.6750
+    """
+    coefficients = jnp.asarray(_chi_spline(dim), normal.dtype)
+    step = 2 * _LARGEST_NORMAL / (_NUM_NODES - 1)
+    place = jnp.clip((normal + _LARGEST_NORMAL) / step, 0, _NUM_NODES - 1)
+    piece = jnp.minimum(place.astype(jnp.int32), _NUM_NODES - 2)
+    offset = place - piece
+    cubic, square, linear, constant = coefficients[:, piece]
+    return ((cubic * offset + square) * offset + linear) * offset + constant
+
+
+@functools.lru_cache(maxsize=16)
+def _chi_spline(dim: int) -> Float64[np.ndarray, "4 pieces"]:
+    """Returns a cubic spline of ``chi_of_normal``, whose pieces have offsets from 0 to 1."""
+    # SciPy takes longer to import than this library, and no other law of norms needs it.
+    from scipy import interpolate, special
+
+    # XLA has no inverse of the incomplete gamma function, and its incomplete gamma function loses
+    # four digits of float32 in high dimensions.
+    z = np.linspace(-_LARGEST_NORMAL, 0, _NUM_NODES // 2 + 1)
+    tail = special.ndtr(z)
+    below = np.sqrt(2 * special.gammaincinv(dim / 2, tail))
+    above = np.sqrt(2 * special.gammainccinv(dim / 2, tail))
+    nodes = np.concatenate([below, above[-2::-1]])
+    return interpolate.CubicSpline(np.arange(_NUM_NODES), nodes).c

@@ -1,0 +1,1 @@
+"""Choice of the feature map, the coupling and the number of features."""

@@ -1,0 +1,331 @@
+"""Number of features that an error needs: in closed form, and for a user's own queries and keys."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal, TypeAlias
+
+import numpy as np
+from jaxtyping import Float64
+from numpy.typing import ArrayLike
+
+from simrf_jax._src import checks
+from simrf_jax._src.calibration.api import calibrate as fit_calibration
+from simrf_jax._src.selection.inputs import AttentionInputs, Variances, attention_inputs
+from simrf_jax._src.selection.prediction import error_terms
+from simrf_jax._src.selection.trials import errors_in_trials
+from simrf_jax._src.theory.arguments import ClosedFormCoupling
+from simrf_jax._src.theory.pairs import SAME_ROW, Pairs, coupled_rows
+from simrf_jax._src.theory.positive import optimal_parameter
+
+ChosenFeatures: TypeAlias = Literal["positive", "hyperbolic", "optimal_positive", "calibrated"]
+_LEAST_DRAWS = 4  # Each trial has a W of its own for every head.
+_LEAST_PROJECTIONS = 32  # Few heads have more trials, until there are as many W.
+_INDEPENDENT, _ANTIPODAL = Pairs(1.0, 0.0, "independent"), Pairs(1.0, -1.0, "equal")
+# The orthogonal rows of hyperbolic features are a cross-polytope.
+_CANDIDATES: tuple[tuple[ChosenFeatures, ClosedFormCoupling], ...] = (
+    ("positive", "simplex"),
+    ("positive", "orthogonal"),
+    ("positive", "cross_polytope"),
+    ("hyperbolic", "orthogonal"),
+    ("optimal_positive", "simplex"),
+    ("optimal_positive", "orthogonal"),
+    ("optimal_positive", "cross_polytope"),
+)
+
+
+def required_features(
+    query_covariance: ArrayLike, key_covariance: ArrayLike, *, relative_error: float
+) -> Float64[np.ndarray, "*batch"] | np.float64:
+    r"""Returns the number of balanced features that a mean relative squared error needs.
+
+    .. math::
+        m \ge \frac{1}{\varepsilon} \Big(\prod_l \sqrt{1 + 4 s_l} - 1\Big), \qquad
+        s_l = \sqrt{\lambda_l(C_x C_y)}
+
+    Here :math:`C_x` and :math:`C_y` are the covariances of centered queries and keys, which are
+    multiplied by the root of the scale of the logits. Balanced features map them by M and
+    :math:`M^{-T}` so that both covariances become diag(s), which is the best choice of M. If the
+    sum of a balanced query and key is normal with the covariance 2 diag(s), then :math:`\prod_l
+    \sqrt{1 + 4 s_l}` is the least mean second moment of any proposal, by the Cauchy-Schwarz
+    inequality. The bound is for iid rows and the error of the kernel. It is a measure of how many
+    features a head needs.
+
+    Args:
+      query_covariance: Covariance of x, ``[..., dim, dim]``, symmetric and positive semidefinite.
+      key_covariance: Covariance of y, ``[..., dim, dim]``, of the same kind.
+      relative_error: Mean of :math:`E(\hat K / K - 1)^2` over pairs, positive.
+
+    Returns:
+      float64 array of the broadcast leading shape: whole numbers, or infinity.
+
+    Raises:
+      TypeError: If an array is not real or ``relative_error`` is not one number.
+      ValueError: If a shape does not match, a matrix is not a covariance, or ``relative_error`` is
+        not positive.
+
+    Example:
+      >>> import numpy as np
+      >>> print(required_features(np.eye(4), np.eye(4) / 4, relative_error=0.1))
+      80.0
+
+    References:
+      Bhatia and Kittaneh, On the Singular Values of a Product of Operators (1990), for the best
+      balance, https://doi.org/10.1137/0611018
+      Likhosherstov et al., FAVOR# (2023), for features with a matrix as a parameter,
+      https://arxiv.org/abs/2302.00787
+    """
+    checks.scalar("relative_error", relative_error, sign="positive")
+    x = _root("query_covariance", query_covariance)
+    y = _root("key_covariance", key_covariance)
+    if x.shape[-1] != y.shape[-1]:
+        raise ValueError(
+            "query_covariance and key_covariance must have one dim, "
+            f"got {x.shape[-1]} and {y.shape[-1]}."
+        )
+    # The singular values of a product of roots keep their digits where eigenvalues of C_x C_y would
+    # lose half of them.
+    s = np.linalg.svd(np.swapaxes(x, -1, -2) @ y, compute_uv=False)
+    with np.errstate(over="ignore"):
+        excess = np.expm1(np.sum(np.log1p(4 * s), axis=-1) / 2)
+        # Rounding must not lift a whole number to the next.
+        return np.maximum(np.ceil(excess / relative_error * (1 - 1e-12)), 1)[()]
+
+
+def _root(name: str, covariance: ArrayLike) -> Float64[np.ndarray, "*batch dim dim"]:
+    """Returns L with L L^T = C after checking that C is a covariance."""
+    c = checks.real(name, covariance)
+    if c.ndim < 2 or c.shape[-1] != c.shape[-2] or not c.shape[-1] or not np.all(np.isfinite(c)):
+        raise ValueError(f"{name} must be [..., dim, dim] and finite, got shape {c.shape}.")
+    size = np.max(np.abs(c), initial=0.0)
+    eigenvalues, vectors = np.linalg.eigh(c)
+    symmetric = np.allclose(c, np.swapaxes(c, -1, -2), rtol=0, atol=1e-6 * size)
+    if not symmetric or np.any(eigenvalues < -1e-6 * size):
+        raise ValueError(f"{name} must be symmetric and positive semidefinite.")
+    return vectors * np.sqrt(np.maximum(eigenvalues, 0))[..., None, :]
+
+
+@dataclasses.dataclass(frozen=True)
+class FeatureChoice:
+    """Feature map, coupling and number of features for a relative error of attention.
+
+    Attributes:
+      reached: True if the predicted error is at most ``relative_error``. Otherwise the choice is
+        the best with as many features as were allowed.
+      features: Feature map: ``"positive"``, ``"hyperbolic"``, ``"optimal_positive"`` or
+        ``"calibrated"``.
+      coupling: Coupling of the rows of the projection.
+      num_features: Number of rows m of the projection.
+      num_entries: Number of entries of the features, 2m for hyperbolic features.
+      parameter: Parameter A of optimal positive features, otherwise 0.
+      predicted_error: Expected relative squared error, the mean over heads: in closed form, or the
+        mean of trials.
+      standard_error: Standard error of the trials, None for a closed form.
+      relative_error: Error that was asked for.
+      mean_squared_distance: Mean of :math:`|x + y|^2`, which says how hard the task is.
+    """
+
+    reached: bool
+    features: ChosenFeatures
+    coupling: ClosedFormCoupling
+    num_features: int
+    num_entries: int
+    parameter: float
+    predicted_error: float
+    standard_error: float | None
+    relative_error: float
+    mean_squared_distance: float
+
+    @property
+    def reason(self) -> str:
+        """Sentence that says why this is the choice."""
+        if self.reached:
+            return (
+                "No other map and coupling reaches a relative error of "
+                f"{self.relative_error:g} with fewer entries."
+            )
+        return (
+            f"No map and coupling reaches a relative error of {self.relative_error:g} with as many "
+            f"entries: the mean of |x + y|^2 is {self.mean_squared_distance:.3g}, and the variance "
+            "of one feature without a calibration grows like its exponential. Lower the scale of "
+            "the logits, allow more features, or weigh near keys exactly (exact_bandwidth)."
+        )
+
+    def __str__(self) -> str:
+        """Returns the choice and its reason."""
+        parameter = f", parameter={self.parameter:.4g}" if self.parameter else ""
+        how, spread = "predicted", ""
+        if self.standard_error is not None:
+            how, spread = "measured", f" ± {self.standard_error:.1g}"
+        return (
+            f"{'' if self.reached else 'Not reached: '}{self.features} features of "
+            f"{self.coupling} rows, num_features={self.num_features}{parameter}, {how} error "
+            f"{self.predicted_error:.3g}{spread}. {self.reason}"
+        )
+
+
+def _rank(choice: FeatureChoice) -> tuple[bool, int, bool, float]:
+    """Returns the place of a choice among all, the least for the best."""
+    if not choice.reached:
+        return True, 0, False, choice.predicted_error
+    # A calibration must be worth its fit.
+    return False, choice.num_entries, choice.features == "calibrated", choice.predicted_error
+
+
+def choose_num_features(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike | None = None,
+    *,
+    relative_error: float,
+    max_features: int = 1024,
+    scale: float | None = None,
+    num_queries: int = 16,
+    trials: bool = True,
+) -> FeatureChoice:
+    r"""Chooses the feature map, coupling and number of features for given queries and keys.
+
+    The function predicts the relative squared error of the output of attention as
+    ``attention_error`` does, for positive, hyperbolic and optimal positive features with each
+    coupling, and returns the choice with the fewest entries that reaches ``relative_error``. Where
+    none does with ``max_features`` entries, the result says so, and holds the best. The prediction
+    holds where it is small, and is too high for vectors with a few long axes; see
+    ``attention_error``. A large one says only that the map is unfit.
+
+    Calibrated features are for vectors so long that the prediction fails. They are tried out
+    instead, with several draws of cross-polytopes: fitted on one half of the data, and used on the
+    other half. Positive and optimal positive features are tried out there too, because their
+    predictions are too high. The halves are sequences if there are two or more, otherwise the first
+    and the second half of the tokens, so that each query sees half of the keys. The numbers of
+    features that are tried grow by a fifth or by one. The draws are fixed: equal arguments have
+    equal results.
+
+    Args:
+      query: Queries ``[..., T, N, H]``.
+      key: Keys ``[..., S, K, H]``. N is a multiple of K.
+      value: Values ``[..., S, K, V]``. Without them, values count as uncorrelated, with variance 1.
+      relative_error: Expected squared error divided by the squared norm of the output, positive.
+      max_features: Largest number of entries of the features.
+      scale: Scale of the logits, at least 0. The default is :math:`1 / \sqrt H`.
+      num_queries: Number of queries of each head that are evaluated, evenly spaced.
+      trials: False leaves out what is measured, and with it calibrated features.
+
+    Returns:
+      ``FeatureChoice``, which prints as sentences.
+
+    Raises:
+      TypeError: If a number is not an integer, an array is not real, or ``trials`` is neither True
+        nor False.
+      ValueError: If a shape does not match, a number is out of range, or a single sequence has not
+        two queries and two keys to be halved.
+
+    Example:
+      >>> import numpy as np
+      >>> query, key = np.random.default_rng(0).normal(size=(2, 32, 1, 16))
+      >>> choice = choose_num_features(query / 2, key / 2, relative_error=0.05)
+      >>> choice.features, choice.coupling, choice.num_features
+      ('optimal_positive', 'cross_polytope', 27)
+      >>> print(choose_num_features(2 * query, 2 * key, relative_error=0.05).reached)
+      False
+    """
+    inputs = attention_inputs(query, key, value, scale)
+    checks.scalar("relative_error", relative_error, sign="positive")
+    relative_error = float(relative_error)
+    max_features = checks.positive_int("max_features", max_features)
+    num_queries = checks.positive_int("num_queries", num_queries)
+    halves = inputs.halves() if checks.boolean("trials", trials) else []
+    inputs = inputs.some_queries(num_queries)
+    squared_distance = _mean_squared_distance(inputs)
+    choices = [*_predicted(inputs, squared_distance, relative_error, max_features)]
+    if halves:
+        fit, test = halves
+        test = test.some_queries(num_queries)
+        choices = [*_measured(fit, test, squared_distance, relative_error, max_features), *choices]
+    return min(choices, key=_rank)
+
+
+def _measured(
+    fit: AttentionInputs,
+    test: AttentionInputs,
+    squared_distance: float,
+    relative_error: float,
+    max_features: int,
+) -> Iterator[FeatureChoice]:
+    """Yields what feature maps reach in trials on the second inputs, after a fit on the first."""
+    exponents = np.arange(0, 4 * np.log2(max_features) + 1) / 4
+    sizes = np.unique(np.minimum(np.ceil(2**exponents), max_features).astype(int))
+    num_draws = max(_LEAST_DRAWS, -(-_LEAST_PROJECTIONS // len(test.heads)))
+    # The vectors have the heads before the lengths, and are scaled.
+    query, key = (np.swapaxes(x, 1, 2).astype(np.float32) for x in (fit.x, fit.y))
+    calibration = fit_calibration(query, key, scale=1.0)
+    variances = test.of_each_head(calibration.variances)
+    parameter = float(optimal_parameter(squared_distance, test.dim))
+    tries: list[tuple[ChosenFeatures, AttentionInputs, Variances, float]] = [
+        ("positive", test, np.ones_like(variances), 0.0),
+        ("optimal_positive", test, np.full_like(variances, 1 - 4 * parameter), parameter),
+        ("calibrated", test.in_coordinates_of(calibration), variances, 0.0),
+    ]
+    for features, inputs, of_rows, own_parameter in tries:
+        errors = errors_in_trials(inputs, of_rows, sizes, num_draws)
+        means = errors.mean(axis=0)
+        # All larger numbers must reach it too, so that no lucky draw decides.
+        is_enough = np.logical_and.accumulate((means <= relative_error)[::-1])[::-1]
+        place = int(np.argmax(is_enough)) if is_enough[-1] else int(np.argmin(means))
+        yield FeatureChoice(
+            reached=bool(is_enough[-1]),
+            features=features,
+            coupling="cross_polytope",
+            num_features=int(sizes[place]),
+            num_entries=int(sizes[place]),
+            parameter=own_parameter,
+            predicted_error=float(means[place]),
+            standard_error=float(errors[:, place].std(ddof=1) / len(errors) ** 0.5),
+            relative_error=relative_error,
+            mean_squared_distance=squared_distance,
+        )
+
+
+def _predicted(
+    inputs: AttentionInputs, squared_distance: float, relative_error: float, max_features: int
+) -> Iterator[FeatureChoice]:
+    """Yields what feature maps reach by the closed form."""
+    parameter = float(optimal_parameter(squared_distance, inputs.dim))
+    kinds = (SAME_ROW, _ANTIPODAL, _INDEPENDENT)
+    plain = error_terms(inputs.queries_of_all_heads(), 0.0, "chi", kinds)
+    tilted = error_terms(inputs.queries_of_all_heads(), parameter, "chi", kinds[:2])
+    # Rows of independent norms have the same covariances whatever the parameter.
+    tilted = tilted._replace(spectra=plain.spectra)
+    for features, coupling in _CANDIDATES:
+        is_tilted = features == "optimal_positive"
+        terms, own_parameter = (tilted, parameter) if is_tilted else (plain, 0.0)
+        entries = 2 if features == "hyperbolic" else 1  # For each row.
+        least, num_features = np.inf, 1
+        for size in range(1, max_features // entries + 1):
+            rows = coupled_rows(size, inputs.dim, coupling)
+            rows = rows.with_antipodes() if features == "hyperbolic" else rows
+            error = terms.relative_error(rows) / len(inputs.heads)
+            if error < least:
+                least, num_features = error, size
+            if error <= relative_error:
+                break
+        yield FeatureChoice(
+            reached=least <= relative_error,
+            features=features,
+            coupling=coupling,
+            num_features=num_features,
+            num_entries=num_features * entries,
+            parameter=own_parameter,
+            predicted_error=least,
+            standard_error=None,
+            relative_error=relative_error,
+            mean_squared_distance=squared_distance,
+        )
+
+
+def _mean_squared_distance(inputs: AttentionInputs) -> float:
+    """Returns the mean of |x + y|^2 over all heads, queries and keys."""
+    x, y = inputs.x, inputs.y
+    squares = np.mean(np.sum(x**2, axis=-1)) + np.mean(np.sum(y**2, axis=-1))
+    products = np.sum(np.mean(x, axis=-2) * np.mean(y, axis=-2), axis=-1)
+    return max(float(squares + 2 * np.mean(products)), 0.0)

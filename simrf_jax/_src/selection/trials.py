@@ -1,0 +1,72 @@
+"""Errors of attention with calibrated features in trials, which hold for vectors of any length."""
+
+from __future__ import annotations
+
+import functools
+from typing import TypeAlias
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Float64, Int, Key
+
+from simrf_jax._src.projections import draw_projection
+from simrf_jax._src.selection.inputs import AttentionInputs, QueryPoint, Variances
+
+Sizes: TypeAlias = Int[np.ndarray, " sizes"]  # Numbers of rows.
+
+
+def errors_in_trials(
+    inputs: AttentionInputs, variances: Variances, sizes: Sizes, num_draws: int
+) -> Float64[np.ndarray, "num_draws sizes"]:
+    """Returns relative squared errors of attention, the means over heads, in draws of W.
+
+    The rows are cross-polytopes of one fixed PRNG key, so that the errors are a function of the
+    arguments. The first rows of a projection are one of fewer rows.
+
+    Args:
+      inputs: Inputs in the coordinates of the map.
+      variances: Variances of the rows of each head.
+      sizes: Ascending numbers of rows.
+      num_draws: Number of draws.
+    """
+    keys = jax.random.split(jax.random.key(0), (len(inputs.heads), num_draws))
+    result = np.empty((len(inputs.heads), num_draws, len(sizes)))
+    for i, head in enumerate(inputs.heads):
+        points = list(inputs.queries(head))
+        draws = np.asarray(_draw_rows(keys[i], int(sizes[-1]), inputs.dim), np.float64)
+        for j, rows in enumerate(draws):
+            errors = (_squared_errors(point, rows, variances[head[-1]], sizes) for point in points)
+            result[i, j] = sum(errors)
+    return result.mean(axis=0)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw_rows(
+    keys: Key[Array, " draws"], num_features: int, dim: int
+) -> Float[Array, "draws num_features dim"]:
+    draw = functools.partial(
+        draw_projection, num_features=num_features, dim=dim, coupling="cross_polytope"
+    )
+    return jax.vmap(draw)(keys)
+
+
+def _squared_errors(
+    point: QueryPoint,
+    rows: Float64[np.ndarray, "m dim"],
+    variances: Float64[np.ndarray, " dim"],
+    sizes: Sizes,
+) -> Float64[np.ndarray, " sizes"]:
+    """Returns the relative squared error of one output for the first rows, of several numbers."""
+    exponents = (np.sqrt(variances) * point.sums) @ rows.T + (1 - variances) / 2 @ rows.T**2
+    exponents -= np.sum(point.sums**2, axis=-1, keepdims=True) / 2
+    # What all terms share cancels in the normalized weights.
+    terms = point.probabilities[:, None] * np.exp(exponents - np.max(exponents))
+    starts = np.concatenate([[0], sizes[:-1]])
+    sums = np.cumsum(np.add.reduceat(terms, starts, axis=1), axis=1)
+    totals = np.sum(sums, axis=0)
+    # Rows whose terms underflow beside those of later rows count as uniform attention.
+    estimated = np.where(totals > 0, sums / np.where(totals > 0, totals, 1), 1 / len(sums))
+    difference = estimated - point.probabilities[:, None]
+    if point.value is not None:
+        difference = point.value.T @ difference
+    return np.sum(difference**2, axis=0) / point.squared_outputs

@@ -1,0 +1,1 @@
+"""Closed forms in float64 NumPy."""

@@ -1,0 +1,282 @@
+r"""Errors of positive features relative to the kernel, for any parameter and law of the norms.
+
+Optimal positive features are importance sampling from a Gaussian of another width. They have a
+parameter A < 1/8. One row estimates the kernel, relative to its value, by
+
+.. math::
+    f(w) = (1 - 4A)^{d/2}\, e^{2A |w|^2 + \sqrt{1 - 4A}\, w \cdot u - v^2/2}, \qquad
+    w \sim N(0, I), \quad |u| = v = |x + y|,
+
+which has mean 1. With :math:`\rho = 1 / (1 - 8A)`, two rows of independent norms have the same
+:math:`E f f'` for every A, because the weights and the norms are then averaged out one row at a
+time. Two rows of one norm, at the angle of cosine c, have
+
+.. math::
+    E f f' = \Big(\frac{1 + \rho}{2 \sqrt\rho}\Big)^d
+    \exp\Big(v^2 \Big(\frac{(1 + \rho)(1 + c)}{2} - 1\Big)\Big).
+
+At c = 1 this is the second moment of one row, :math:`S(A) = (\dots)^d e^{\rho v^2}`.
+
+Rows of the fixed norm :math:`\sqrt d` (``norms="sqrt_dim"``) estimate another kernel. The
+Gauss-Radau rule (``norms="radau"``) has rows of the norm :math:`\sqrt{d + 2}` with the total weight
+:math:`w = d / (d + 2)`, and one row of zeros with the weight 1 - w. It integrates the norm's
+powers 0, 2 and 4 exactly, so that its bias begins with :math:`v^6`. One row of the norm a has the
+mean :math:`b = {}_0F_1(; \tfrac d2; \tfrac{a^2 v^2}{4})\, e^{-v^2/2}`, and two rows at the angle of
+cosine c have :math:`C_c = {}_0F_1(; \tfrac d2; \tfrac{a^2 v^2 (1 + c)}{2})\, e^{-v^2}`. With n
+rows, hence
+
+.. math::
+    E \Big(\frac{\hat K}{K} - 1\Big)^2 = \big(w b + (1 - w) e^{-v^2/2} - 1\big)^2
+    + \frac{w^2}{n} \Big[C_1 - b^2 + \sum_b P_b (C_{c_b} - b^2)\Big].
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from jaxtyping import Float64
+from numpy.typing import ArrayLike
+from scipy import special
+
+from simrf_jax._src import checks
+from simrf_jax._src.projections import FIXED_NORMS, NORMS, Norms
+from simrf_jax._src.theory import arguments
+from simrf_jax._src.theory.arguments import Features, Numbers
+from simrf_jax._src.theory.pairs import Pairs, Rows, squared_norm
+from simrf_jax._src.theory.quadrature import Nodes, Vector, antithetic_rule, log_hyp0f1
+from simrf_jax._src.theory.series import log_series, positive_series, without_rounding
+
+_SMALL = 1.0  # Below this t = v^2 the error is a sum of small terms, and above it a difference.
+_DEGREES = 40  # With fixed norms, terms beyond this degree are below 1e-30 for t <= 1.
+
+
+def optimal_parameter(
+    mean_squared_distance: ArrayLike, dim: int
+) -> Float64[np.ndarray, "*shape"] | np.float64:
+    r"""Returns the parameter A of optimal positive features in closed form.
+
+    .. math::
+        A^* = \frac{1 - 2\varphi - \sqrt{(2\varphi + 1)^2 + 8\varphi}}{16}, \qquad
+        \varphi = \frac{v^2}{d}, \quad v = |x + y|.
+
+    It minimizes the second moment of the estimate at a given v, and the mean of its logarithm if
+    :math:`v^2` is a mean over pairs. It is negative except at v = 0. It is the same for every
+    coupling of rows with independent norms, because only the second moment of a single row depends
+    on A. Where norms are coupled, it is nearly optimal.
+
+    Args:
+      mean_squared_distance: The mean of :math:`|x + y|^2`, any shape, at least 0.
+      dim: Dimension d.
+
+    Returns:
+      float64 array of the shape of ``mean_squared_distance``.
+
+    Raises:
+      TypeError: If ``dim`` is not an integer, or ``mean_squared_distance`` is not real.
+      ValueError: If a number is out of range.
+
+    Example:
+      >>> print(f"{optimal_parameter(4.0, 64):.6f}")
+      -0.028361
+
+    References:
+      Likhosherstov et al., Chefs' Random Tables (NeurIPS 2022), Theorem 3.3,
+      https://arxiv.org/abs/2205.15317
+      Likhosherstov et al., FAVOR# (2023), for the mean of the logarithm,
+      https://arxiv.org/abs/2302.00787
+    """
+    dim = checks.positive_int("dim", dim)
+    phi = arguments.norms("mean_squared_distance", mean_squared_distance) / dim
+    root = np.sqrt((2 * phi + 1) ** 2 + 8 * phi)
+    # Each form has no cancellation on its side.
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return np.where(phi < 0.5, -phi / (1 - 2 * phi + root), (1 - 2 * phi - root) / 16)[()]
+
+
+def relative_bias(
+    v: ArrayLike, dim: int, *, norms: Norms
+) -> Float64[np.ndarray, "*shape"] | np.float64:
+    r"""Returns the relative bias of positive features, the mean of the estimate over K, less 1.
+
+    The bias is 0 for the laws of norms that keep rows Gaussian. For the Gauss-Radau rule it is
+
+    .. math::
+        \frac{d}{d + 2}\, {}_0F_1\!\left(; \tfrac d2; \tfrac{(d + 2) v^2}{4}\right) e^{-v^2/2}
+        + \frac{2}{d + 2}\, e^{-v^2/2} - 1 = -\frac{v^6}{24 (d + 4)} + \dots, \qquad v = |x + y|.
+
+    Args:
+      v: Norms :math:`|x + y|`, any shape, at least 0.
+      dim: Dimension d.
+      norms: Law of the norms; see ``kernel_mse``.
+
+    Returns:
+      float64 array of the shape of ``v``.
+
+    Raises:
+      TypeError: If ``dim`` is not an integer, or ``v`` is not real.
+      ValueError: If ``norms`` is unknown or a number is out of range.
+
+    Example:
+      >>> for v in (0.5, 1.0, 2.0):
+      ...     print(f"{relative_bias(v, 64, norms='radau'):.1e}")
+      -9.2e-06
+      -5.3e-04
+      -2.4e-02
+    """
+    dim = checks.positive_int("dim", dim)
+    checks.one_of("norms", norms, NORMS)
+    return bias(arguments.squared_norms("v", v), dim, norms)[()]
+
+
+def log_relative_mse(
+    t: Float64[np.ndarray, "*#shape"],
+    parameter: Float64[np.ndarray, "*#shape"],
+    rows: Rows,
+    features: Features,
+) -> Float64[np.ndarray, "*shape"]:
+    """Returns the log of E(K_hat / K - 1)^2 for positive or hyperbolic features.
+
+    Args:
+      t: Squared norms v^2.
+      parameter: Parameter A of the features, 0 for features as such and for fixed norms.
+      rows: Rows of the projection.
+      features: Feature map.
+    """
+    rows = rows.with_antipodes() if features == "hyperbolic" else rows
+    t, parameter = np.broadcast_arrays(t, parameter)
+    log_variance = np.full(t.shape, np.nan)
+    log_variance[np.isposinf(t)] = -np.inf if rows.norms in FIXED_NORMS else np.inf
+    small, large = t < _SMALL, (t >= _SMALL) & np.isfinite(t)
+    with np.errstate(divide="ignore"):
+        log_variance[small] = np.log(_sum_of_terms(t[small], parameter[small], rows))
+        log_variance[large] = _log_difference(t[large], parameter[large], rows)
+        log_variance += 2 * np.log(rows.weight) - np.log(rows.num_rows)
+        log_squared_bias = 2 * np.log(np.abs(bias(t, rows.dim, rows.norms)))
+    return np.asarray(np.logaddexp(log_variance, log_squared_bias))
+
+
+def _sum_of_terms(t: Vector, parameter: Vector, rows: Rows) -> Vector:
+    """Returns m times the variance as that at A = 0 plus what A changes."""
+    if rows.norms in FIXED_NORMS:
+        return _sum_of_terms_of_fixed_norms(t, rows)
+    total = np.expm1(t) * positive_series(t, rows, even=False)
+    for pair in rows.kinds:
+        if pair.norms == "equal":
+            exponent = _exponent_of_change(t, parameter, rows.dim, pair.cosine)
+            total += pair.weight * np.exp(pair.cosine * t) * np.expm1(exponent)
+        elif pair.norms == "antithetic":
+            cases = zip(t, parameter, strict=True)
+            changes = [_antithetic_change(*case, rows.dim, pair.cosine) for case in cases]
+            total += pair.weight * np.array(changes)
+    return total
+
+
+def _sum_of_terms_of_fixed_norms(t: Vector, rows: Rows) -> Vector:
+    """Returns the bracket of the formula for fixed norms as a series without negative terms."""
+    dim, k = rows.dim, np.arange(1.0, _DEGREES)
+    # Two independent unit vectors have E(1 + cosine)^k = prod_{0 < j < k} (d - 1 + 2j)/(d - 1 + j).
+    independent = np.cumprod(np.concatenate([[1.0], (dim - 1 + 2 * k) / (dim - 1 + k)]))[:-1]
+    total, size = np.zeros_like(k), np.zeros_like(k)
+    for weight, cosine, _ in rows.kinds:
+        total += weight * ((1 + cosine) ** k - independent)
+        size += weight * ((1 + cosine) ** k + independent)
+    coefficients = size * without_rounding(total / size) / special.factorial(k)
+    coefficients *= np.cumprod(squared_norm(rows.norms, dim) / (dim + 2 * (k - 1)))
+    return np.exp(-t) * (t[:, None] ** k @ coefficients)
+
+
+def _log_difference(t: Vector, parameter: Vector, rows: Rows) -> Vector:
+    """Returns the log of m times the variance from the second moments of rows and pairs."""
+    logs = [np.log(pair.weight) + _log_moment(pair, t, parameter, rows) for pair in rows.kinds]
+    log_moments = special.logsumexp(logs, axis=0)
+    log_means = np.log(sum(pair.weight for pair in rows.kinds))
+    if rows.norms in FIXED_NORMS:
+        log_means += 2 * log_hyp0f1(rows.dim / 2, squared_norm(rows.norms, rows.dim) * t / 4) - t
+    # Where the variance is 0, as for one norm in one dimension, rounding must not make it negative.
+    return log_moments + np.log(-np.expm1(np.minimum(log_means - log_moments, 0)))
+
+
+def _log_moment(pair: Pairs, t: Vector, parameter: Vector, rows: Rows) -> Vector:
+    """Returns the log of E f f' for the two rows of a pair."""
+    dim, cosine = rows.dim, pair.cosine
+    if rows.norms in FIXED_NORMS:
+        square = squared_norm(rows.norms, dim)
+        return log_hyp0f1(dim / 2, square * t * (1 + cosine) / 2) - t
+    if pair.norms == "independent":
+        return log_series(t, dim, cosine) - t
+    if pair.norms == "equal":
+        return cosine * t + _exponent_of_change(t, parameter, dim, cosine)
+    cases = zip(t, parameter, strict=True)
+    return np.array([_log_antithetic_moment(*case, dim, cosine) for case in cases])
+
+
+def _exponent_of_change(t: Vector, parameter: Vector, dim: int, cosine: float) -> Vector:
+    """Returns what A adds to the log of E f f' for two rows of one norm."""
+    return log_inflation(parameter, dim) + excess_of_rho(parameter) * (1 + cosine) / 2 * t
+
+
+def bias(t: Float64[np.ndarray, "*shape"], dim: int, norms: Norms) -> Float64[np.ndarray, "*shape"]:
+    """Returns the relative bias of the estimate.
+
+    Args:
+      t: Squared norms v^2.
+      dim: Dimension d.
+      norms: Law of the norms.
+    """
+    if norms not in FIXED_NORMS:
+        return np.where(np.isnan(t), np.nan, 0.0)
+    square = squared_norm(norms, dim)
+    weight = dim / square
+    k = np.arange(1.0, _DEGREES)
+    ratios = weight * np.cumprod(square / (dim + 2 * (k - 1)))
+    coefficients = without_rounding(ratios - 1) / special.factorial(k)
+
+    def series(t: Vector) -> Vector:
+        return np.exp(-t / 2) * ((t[:, None] / 2) ** k @ coefficients)
+
+    def difference(t: Vector) -> Vector:
+        log_mean = log_hyp0f1(dim / 2, square * t / 4) - t / 2
+        return weight * np.expm1(log_mean) + (1 - weight) * np.expm1(-t / 2)
+
+    is_large = (t >= _SMALL) & np.isfinite(t)
+    conditions = [t < _SMALL, is_large, np.isposinf(t)]
+    return np.piecewise(t, conditions, [series, difference, -1.0, np.nan])
+
+
+def excess_of_rho(parameter: Numbers | float) -> Numbers | float:
+    """Returns rho - 1."""
+    return 8 * parameter / (1 - 8 * parameter)
+
+
+def log_inflation(parameter: Numbers | float, dim: int) -> Numbers:
+    """Returns d log((1 + rho) / (2 sqrt(rho))), to full relative accuracy for small A."""
+    return dim * np.log1p(2 * np.sinh(np.log1p(-8 * parameter) / 4) ** 2)
+
+
+def _log_antithetic_moment(t: float, parameter: float, dim: int, cosine: float) -> float:
+    """Returns the log of E f f' for two rows with F(a) + F(a') = 1."""
+    norms, others, log_weights = antithetic_rule(dim, largest_norm(t, parameter, dim))
+    log_products = _log_product(t, parameter, dim, cosine, norms, others)
+    return special.logsumexp(log_products + log_weights)
+
+
+def _antithetic_change(t: float, parameter: float, dim: int, cosine: float) -> float:
+    """Returns E f f' for two rows with F(a) + F(a') = 1, less its value at A = 0."""
+    norms, others, log_weights = antithetic_rule(dim, largest_norm(t, parameter, dim))
+    with_tilt = np.expm1(_log_product(t, parameter, dim, cosine, norms, others))
+    without = np.expm1(_log_product(t, 0.0, dim, cosine, norms, others))
+    return np.exp(log_weights) @ (with_tilt - without)
+
+
+def _log_product(
+    t: float, parameter: float, dim: int, cosine: float, norms: Nodes, others: Nodes
+) -> Nodes:
+    """Returns the log of E f f' over rotations, for given norms of the two rows."""
+    squares = norms**2 + others**2
+    log_weights = dim * np.log1p(-4 * parameter) + 2 * parameter * squares
+    squared_resultants = np.maximum(squares + 2 * cosine * norms * others, 0)
+    return log_weights + log_hyp0f1(dim / 2, (1 - 4 * parameter) * t * squared_resultants / 4) - t
+
+
+def largest_norm(t: float, parameter: float, dim: int) -> float:
+    """Returns a norm beyond which integrands over norms fall at v^2 = t."""
+    return dim**0.5 + np.sqrt(t / min(1.0, 1 - 4 * parameter))

@@ -1,7 +1,0 @@
-"""Calibration: feature maps that fit the queries and keys of a trained model."""
-
-from simrf_jax.calibration.api import calibrate
-from simrf_jax.calibration.mixture import Mixture, fit_mixture
-from simrf_jax.calibration.moments import Moments
-
-__all__ = ["Mixture", "Moments", "calibrate", "fit_mixture"]

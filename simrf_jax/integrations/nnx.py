@@ -1,0 +1,30 @@
+"""Random-feature attention for Flax NNX: an ``attention_fn`` for ``nnx.MultiHeadAttention``."""
+
+from simrf_jax._src.integrations.flax_report import LayerReport, ModelReport
+from simrf_jax._src.integrations.flax_versions import view
+from simrf_jax._src.integrations.nnx.calibration import calibrate
+from simrf_jax._src.integrations.nnx.distillation import distillation_loss
+from simrf_jax._src.integrations.nnx.fmm import FMMAttention
+from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
+from simrf_jax._src.integrations.nnx.report import attention_report
+from simrf_jax._src.integrations.nnx.variables import (
+    Calibration,
+    CalibrationMoments,
+    LearnedRows,
+    RandomProjection,
+)
+
+__all__ = [
+    "Calibration",
+    "CalibrationMoments",
+    "FMMAttention",
+    "LayerReport",
+    "LearnedRows",
+    "ModelReport",
+    "RandomFeatureAttention",
+    "RandomProjection",
+    "attention_report",
+    "calibrate",
+    "distillation_loss",
+    "view",
+]

@@ -1,7 +1,0 @@
-"""Models built on random-feature attention."""
-
-from simrf_jax.models.config import ATTENTIONS, ViTConfig
-from simrf_jax.models.layers import dropout, sum_bias_gradients_by_products
-from simrf_jax.models.vit import ViT
-
-__all__ = ["ATTENTIONS", "ViT", "ViTConfig", "dropout", "sum_bias_gradients_by_products"]
