@@ -285,14 +285,11 @@ def register(cls: type[Any]) -> None:
             )
         return tuple(name for name in names if name not in static)
 
-    def flatten(record: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        leaves = [getattr(record, name) for name in names_of_leaves()]
+    def flatten_with_keys(
+        record: Any,
+    ) -> tuple[list[tuple[GetAttrKey, Any]], tuple[Any, ...]]:
+        leaves = [(GetAttrKey(name), getattr(record, name)) for name in names_of_leaves()]
         return leaves, tuple(getattr(record, name) for name in static)
-
-    def flatten_with_keys(record: Any) -> tuple[list[Any], tuple[Any, ...]]:
-        leaves, structure = flatten(record)
-        keys = [GetAttrKey(name) for name in names_of_leaves()]
-        return list(zip(keys, leaves, strict=True)), structure
 
     def unflatten(structure: tuple[Any, ...], leaves: Iterable[Any]) -> Any:
         record = object.__new__(cls)
@@ -301,7 +298,7 @@ def register(cls: type[Any]) -> None:
             object.__setattr__(record, name, value)
         return record
 
-    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten, flatten)
+    jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
 
 
 # The maps that attention takes by name; ``named`` adds to them.
@@ -421,17 +418,6 @@ def calls_function(feature_map: FeatureMap) -> bool:
     return any(isinstance(node, Custom) for node in nodes)
 
 
-def _check_leaves(feature_map: FeatureMap) -> None:
-    """Refuses strings in the place of arrays. Other programs may put them there, as labels."""
-    own = type(feature_map)
-    for name, value in vars(feature_map).items():
-        if name not in own._static and isinstance(value, str):
-            raise TypeError(
-                f"The field {name} of {own.__name__} is no array, got {value!r}; name it as "
-                f"static: class {own.__name__}(FeatureMap, static=({name!r},))."
-            )
-
-
 # Names of maps whose arrays a Flax adapter makes, and the maps that functions take instead.
 OF_ADAPTERS = {
     "calibrated": "the map that simrf_jax.calibrate(query, key) returns",
@@ -456,10 +442,18 @@ def as_feature_map(feature_map: FeatureMapLike) -> FeatureMap:
             " Of the Flax adapters, only RandomFeatureAttention takes the name."
         )
     if isinstance(feature_map, str):
-        checks.one_of("feature_map", feature_map, FEATURE_MAPS)
+        if feature_map not in FEATURE_MAPS:
+            checks.one_of("feature_map", feature_map, FEATURE_MAPS)
         return FEATURE_MAPS[feature_map]
     if isinstance(feature_map, FeatureMap):
-        _check_leaves(feature_map)
+        own = type(feature_map)
+        for name, value in vars(feature_map).items():
+            # Other programs may put strings in the place of arrays, as labels.
+            if name not in own._static and isinstance(value, str):
+                raise TypeError(
+                    f"The field {name} of {own.__name__} is no array, got {value!r}; name it as "
+                    f"static: class {own.__name__}(FeatureMap, static=({name!r},))."
+                )
         return feature_map
     if not callable(feature_map) or isinstance(feature_map, type):
         raise TypeError(

@@ -329,7 +329,22 @@ class Projection(StructuredProjection):
                 "weights, which only positive, hyperbolic, optimal positive and calibrated "
                 "features can honor."
             )
-        is_dense, rows = self.is_dense, cast(Any, self.rows)
+        return self.exponents(x)
+
+    def exponents(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch num_features"]:
+        r"""Returns the exponents :math:`w_i \cdot x + l_i / 2` of exponential features.
+
+        Args:
+          x: Vectors.
+
+        Raises:
+          TypeError: If the rows or the log weights are not floating.
+          ValueError: If the shapes do not match, or there are no rows.
+        """
+        if self.log_weights is not None:
+            _ = self.shape  # Raises if the shapes of the parts do not match.
+        rows = cast(Any, self.rows)
+        is_dense = not isinstance(rows, FastRows)
         if is_dense:
             rows = checks.floating("projection", rows)
         if rows.ndim != 2:
@@ -350,21 +365,9 @@ class Projection(StructuredProjection):
             y = jnp.einsum("...d,md->...m", x, rows, precision=jax.lax.Precision.HIGHEST)
         else:
             y = apply_fast(x, rows)
-        return jnp.concatenate([y, -y], axis=-1) if self.is_paired else y
-
-    def exponents(self, x: Float[Array, "*batch dim"]) -> Float[Array, "*batch num_features"]:
-        r"""Returns the exponents :math:`w_i \cdot x + l_i / 2` of exponential features.
-
-        Args:
-          x: Vectors.
-
-        Raises:
-          TypeError: If the rows or the log weights are not floating.
-          ValueError: If the shapes do not match, or there are no rows.
-        """
-        if self.log_weights is None:
-            return self.apply(x)
-        return self.add_half_log_weights(self.unweighted.apply(x))
+        if self.is_paired:
+            y = jnp.concatenate([y, -y], axis=-1)
+        return y if self.log_weights is None else self.add_half_log_weights(y)
 
     def add_half_log_weights(
         self, exponent: Float[Array, "*batch num_features"]

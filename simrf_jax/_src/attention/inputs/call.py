@@ -287,7 +287,8 @@ class Call:
                     f"{spec} of {name}."
                 )
         groups, log_weights = query.shape[-2] // key.shape[-2], call._key_log_weights(compute)
-        if log_weights.shape[-2] not in (1, key.shape[-2]) or _has_devices_between(query, key):
+        are_apart = log_weights.shape[-2] not in (1, key.shape[-2])
+        if groups > 1 and (are_apart or _has_devices_between(query, key)):
             # Heads that share their keys, but not their mask or device, no longer share a state.
             key, value = (_for_each_head(x, query) for x in (key, value))
             groups = 1
