@@ -211,9 +211,24 @@ def both(*, causal=False, packed=False, decode=False, **shape):
     return Mode(attend, expected, SHAPE | shape, gradient_scales=(0.5, 4))
 
 
-def joint(name="positive", *, causal=False, packed=False, decode=False, **shape):
-    """An exact band and random features beyond it, under one normalizer."""
-    band = {"exact_bandwidth": BANDWIDTH}
+# The third is no position, the fourth one that is given already.
+KEYS = (0, 5, LENGTH + 3, 5)
+
+
+def joint(
+    name="positive",
+    *,
+    causal=False,
+    packed=False,
+    decode=False,
+    bandwidth=BANDWIDTH,
+    keys=None,
+    **shape,
+):
+    """An exact band, exact keys or both, and random features for the rest, one normalizer."""
+    band = {"exact_bandwidth": bandwidth}
+    if keys is not None:
+        band["exact_keys"] = np.array(keys)
     library = LIBRARY.get(name, Library(name))
 
     def attend(q, k, v, w, mask=None):
@@ -222,7 +237,9 @@ def joint(name="positive", *, causal=False, packed=False, decode=False, **shape)
             state = steps.init_state(w, feature_map=feature_map, **band, **_sizes(q, k, v))
             step = functools.partial(steps.step, projection=w, feature_map=feature_map, **band)
             return token_by_token(step, state, q, k, v, mask)
-        options = {"is_causal": causal, "chunk_size": 4, **_segments(q, packed), **band}
+        options = {"is_causal": causal, **_segments(q, packed), **band}
+        if causal or packed or bandwidth is not None:
+            options["chunk_size"] = 4
         return random_feature_attention(q, k, v, w, feature_map=feature_map, mask=mask, **options)
 
     def expected(q, k, v, w, log_weights=None):
@@ -231,9 +248,10 @@ def joint(name="positive", *, causal=False, packed=False, decode=False, **shape)
             k,
             v,
             w,
-            BANDWIDTH,
+            -1 if bandwidth is None else bandwidth,
             visible=_visible(len(q), len(k), causal=causal or decode, packed=packed),
             log_weights=log_weights,
+            exact_keys=() if keys is None else keys,
             formula=getattr(formulas, name),
         )
 
@@ -244,7 +262,7 @@ def joint(name="positive", *, causal=False, packed=False, decode=False, **shape)
         SHAPE | shape,
         num_features=400 if signed else 66,
         scales=SMALL_SCALES if signed else SCALES,
-        gradient_scales=(0.5, 4),
+        gradient_scales=(0.5, 4) if keys is None else (0.5, 1),
     )
 
 
@@ -271,6 +289,10 @@ MODES = {
     "exact band, packed": joint(packed=True, batch=(2,)),
     "exact band, packed, causal": joint(packed=True, causal=True),
     "exact band, decoding": joint(decode=True, batch=(2,)),
+    "exact keys, cross": joint(keys=KEYS, bandwidth=None, key_length=7, batch=(2,)),
+    "exact keys, causal": joint(keys=KEYS, bandwidth=None, causal=True),
+    "exact keys, packed": joint(keys=KEYS, bandwidth=None, packed=True, batch=(2, 1)),
+    "exact keys, band, packed, causal": joint(keys=KEYS, packed=True, causal=True, batch=(2,)),
 }
 OTHER_MAPS = (
     "hyperbolic",

@@ -74,11 +74,13 @@ def beside_band(
     scale=None,
     log_weights=None,
     visible=None,
+    exact_keys=(),
     formula=formulas.positive,
 ):
     """Attention with exact weights up to a bandwidth and estimates beyond, under one normalizer.
 
     Shapes are those of ``attention``; log weights are ``[N, S]``, and ``visible`` is ``[T, S]``.
+    Keys at the positions ``exact_keys``, ``[g]`` or ``[K, g]``, have exact weights for all queries.
     """
     query, key, value, projection = (
         None if x is None else np.asarray(x, np.float64) for x in (query, key, value, projection)
@@ -87,8 +89,8 @@ def beside_band(
     scale = dim**-0.5 if scale is None else scale
     root = np.sqrt(abs(scale))
     out = np.zeros((*query.shape[:2], value.shape[-1]))
-    is_near = np.abs(np.arange(len(query))[:, None] - np.arange(len(key))) <= bandwidth
-    is_visible = np.ones_like(is_near) if visible is None else visible
+    is_in_band = np.abs(np.arange(len(query))[:, None] - np.arange(len(key))) <= bandwidth
+    is_visible = np.ones_like(is_in_band) if visible is None else visible
     for n in range(query.shape[1]):
         k = n // groups
         w = projection if projection is None or projection.ndim == 2 else projection[k]
@@ -96,6 +98,8 @@ def beside_band(
         log_q, sign_q = of_queries(query[:, n] * np.sign(scale) * root, w, "softmax")
         log_k, sign_k = of_keys(key[:, k] * root, w, "softmax")
         logits = scale * query[:, n] @ key[:, k].T
+        of_head = exact_keys[k] if np.ndim(exact_keys) == 2 else exact_keys
+        is_near = is_in_band | np.isin(np.arange(len(key)), of_head)
         for begin in range(0, len(query), 16):  # All queries together would fill the memory.
             t = slice(begin, begin + 16)
             # One more feature, 1 in size, has the exact weights of the keys nearby: [t, S, m + 1].

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, SupportsIndex, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Integer
 
-from simrf_jax._src import checks
+from simrf_jax._src import checks, one_line
 from simrf_jax._src.attention.inputs.call import Axes, Call, Inputs, repeat_heads
 from simrf_jax._src.attention.inputs.sharding import MeshAxes
 from simrf_jax._src.features import (
@@ -157,8 +158,66 @@ def _split_nonfinite(
 
 
 @functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["positions"], meta_fields=["count"]
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class KeyChoice:
+    """Which keys all queries see exactly.
+
+    Attributes:
+      count: Number of keys to choose, those with the largest estimated mass; 0 with positions.
+      positions: ``[..., g]``, positions of the keys, from the end if negative; or None.
+    """
+
+    count: int
+    positions: Integer[Array, "*batch g"] | None = None
+
+    def __repr__(self) -> str:
+        return one_line.representation(self)
+
+    @classmethod
+    def of(cls, exact_keys: Any) -> KeyChoice:
+        """Returns the choice of a number of keys, or of an array of positions.
+
+        Raises:
+          TypeError: If it is neither an integer nor an array of integers.
+          ValueError: If the number is below 1, or there are no positions.
+        """
+        if isinstance(exact_keys, KeyChoice):
+            return exact_keys
+        if np.ndim(exact_keys) == 0:
+            return cls(checks.positive_int("exact_keys", exact_keys))
+        positions = jnp.asarray(exact_keys)
+        if not jnp.issubdtype(positions.dtype, jnp.integer):
+            raise TypeError(
+                "exact_keys must be a number of keys, or integers, their positions, got "
+                f"{positions.dtype.name}."
+            )
+        if positions.shape[-1] == 0:
+            raise ValueError(f"exact_keys must have a position, got shape {positions.shape}.")
+        return cls(0, positions)
+
+    def check(self, call: Call, feature_map: FeatureMap) -> None:
+        """Raises ``ValueError`` if a call or a feature map cannot have such keys."""
+        check_estimates_softmax("exact_keys", feature_map)
+        batch = call.query.shape[:-3]
+        if self.positions is None:
+            if call.is_causal:
+                raise ValueError(
+                    f"exact_keys={self.count} chooses keys by all queries, so later tokens would "
+                    "reach earlier outputs of causal attention; pass positions, such as "
+                    "exact_keys=jnp.arange(4) for the first tokens."
+                )
+        elif self.positions.ndim > 1 and self.positions.shape[:-1] != batch:
+            raise ValueError(
+                f"exact_keys must be a number, [g] or [*batch, g] with the batch shape {batch}, "
+                f"got shape {self.positions.shape}."
+            )
+
+
+@functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["projection", "feature_map"],
+    data_fields=["projection", "feature_map", "exact_keys"],
     meta_fields=["chunk_size", "exact_bandwidth", "sequence_axes", "mesh_axes"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +231,7 @@ class Estimator:
       exact_bandwidth: Distance over which a query sees keys exactly; None for no band.
       sequence_axes: Mesh axes that shard the length, as the caller named them.
       mesh_axes: Mesh axes of batch and heads, for kernels.
+      exact_keys: Keys that all queries see exactly; None for none.
     """
 
     projection: Float[Array, "*K num_features H"] | StructuredProjection | None
@@ -180,6 +240,7 @@ class Estimator:
     exact_bandwidth: int | None = None
     sequence_axes: Axes = ()
     mesh_axes: MeshAxes = ONE_DEVICE
+    exact_keys: KeyChoice | None = None
 
     def lay_out(self, call: Call, *, scaled: bool | None = None) -> tuple[Inputs, HeadMaps]:
         """Lays a call out for random features, and gives each head its W.
@@ -195,6 +256,8 @@ class Estimator:
         """
         w, feature_map = self.projection, self.feature_map
         self.check_heads(call)
+        if self.exact_keys is not None:
+            self.exact_keys.check(call, feature_map)
         inputs = call.lay_out(
             dtype=None if w is None else w.dtype,
             scaled=self.exact_bandwidth is None if scaled is None else scaled,
@@ -253,12 +316,17 @@ def check_band(bandwidth: SupportsIndex, feature_map: FeatureMap) -> int:
       ValueError: If it is negative, or the feature map estimates another kernel than that of the
         keys in the band.
     """
+    check_estimates_softmax("exact_bandwidth", feature_map)
+    return checks.integer("exact_bandwidth", bandwidth, least=0)
+
+
+def check_estimates_softmax(name: str, feature_map: FeatureMap) -> None:
+    """Raises ``ValueError`` if features cannot share a normalizer with exact keys."""
     if not feature_map.estimates_softmax:
         raise ValueError(
-            "exact_bandwidth takes a feature map that estimates exp(x . y), the kernel of the keys "
-            f"in the band, got {feature_map!r}, which estimates another kernel or none."
+            f"{name} takes a feature map that estimates exp(x . y), the kernel of the exact keys, "
+            f"got {feature_map!r}, which estimates another kernel or none."
         )
-    return checks.integer("exact_bandwidth", bandwidth, least=0)
 
 
 def _is_worth_folding(features: HeadMaps, inputs: Inputs) -> bool:

@@ -104,6 +104,11 @@ class Inputs:
             finite=finite,
         )
 
+    def without(self, hidden: Bool[Array, "B S K"]) -> Inputs:
+        """Returns inputs whose keys are hidden where ``hidden`` is True."""
+        log_weights = jnp.where(hidden, -jnp.inf, self.key_log_weights)
+        return dataclasses.replace(self, key_log_weights=log_weights)
+
     def outputs(
         self, out: Float[Array, "B T K G D"], dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch T N D"]:

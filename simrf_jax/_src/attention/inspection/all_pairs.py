@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float
 
 from simrf_jax._src.attention.estimator import Estimator, HeadMaps
 from simrf_jax._src.attention.inputs.call import Call, Inputs
+from simrf_jax._src.attention.random_features.exact_keys import ExactKeys
 from simrf_jax._src.attention.random_features.state import largest, or_zero, signed_exp
 from simrf_jax._src.features import LogFeatures
 
@@ -59,12 +60,10 @@ def kernel_rows(estimator: Estimator, call: Call) -> tuple[KernelRows, KernelRow
     inputs, features = estimator.lay_out(call, scaled=True)
     log_weights = _log_weights(inputs, call.is_causal)
     exact = _softmax_rows(inputs, log_weights)
-    bandwidth = estimator.exact_bandwidth
-    if bandwidth is None:
+    near = are_exact(estimator, inputs, features)
+    if near is None:
         estimated = _estimated_rows(inputs, features, log_weights)
     else:
-        distances = jnp.moveaxis(log_weights, 1, -2)
-        near = jnp.moveaxis(in_band(distances, bandwidth), -2, 1)
         far_rows = _estimated_rows(inputs, features, jnp.where(near, -jnp.inf, log_weights))
         near_rows = _softmax_rows(inputs, jnp.where(near, log_weights, -jnp.inf))
         estimated = far_rows.plus(near_rows)
@@ -75,11 +74,21 @@ def kernel_rows(estimator: Estimator, call: Call) -> tuple[KernelRows, KernelRow
     return jax.tree.map(heads_first, (estimated, exact))
 
 
-def in_band(pairs: Float[Array, "*batch N T S"], bandwidth: int) -> Bool[Array, "*batch N T S"]:
-    """Returns True where a key is no farther from the query than the bandwidth."""
-    length, key_length = pairs.shape[-2:]
-    distances = jnp.arange(length)[:, None] - jnp.arange(key_length)[None]
-    return jnp.broadcast_to(jnp.abs(distances) <= bandwidth, pairs.shape)
+def are_exact(
+    estimator: Estimator, inputs: Inputs, features: HeadMaps
+) -> Bool[Array, "#B T #K 1 S"] | None:
+    """Returns True at pairs of queries and keys of exact weight; None if there are none."""
+    length, key_length = inputs.query.shape[1], inputs.key.shape[1]
+    near = None
+    if estimator.exact_bandwidth is not None:
+        distances = jnp.abs(jnp.arange(length)[:, None] - jnp.arange(key_length)[None])
+        near = (distances <= estimator.exact_bandwidth)[None, :, None, None]
+    if estimator.exact_keys is not None and key_length:
+        exact = ExactKeys.of(inputs, features, estimator.exact_keys)
+        of_keys = exact.among(key_length).mT[:, None, :, None]
+        of_keys = jnp.broadcast_to(of_keys, (of_keys.shape[0], length, *of_keys.shape[2:]))
+        near = of_keys if near is None else of_keys | near
+    return near
 
 
 def log_kernels(
@@ -87,6 +96,7 @@ def log_kernels(
 ) -> tuple[Float[Array, "*batch N T S"], Float[Array, "*batch N T S"]]:
     """Returns logarithms of the kernel that positive features estimate, and of the softmax kernel.
 
+    Both are the softmax kernel at pairs of exact weight.
     They are minus infinity at hidden keys and in all rows beyond the lengths of queries, and NaN in
     rows of queries that are not finite or see a key that is not.
 
@@ -108,6 +118,9 @@ def log_kernels(
     lost = spoiled | ~inputs.finite | jnp.any(seen | jnp.isnan(log_weights), axis=-1)
     estimated = _log_feature_products(queries, keys) + queries.log_scale
     logits = _logits(inputs)
+    near = are_exact(estimator, inputs, features)
+    if near is not None:
+        estimated = jnp.where(near, logits, estimated)
 
     def heads_first(x: Float[Array, "B T K G S"]) -> Float[Array, "*batch N T S"]:
         x = jnp.where(visible, x + log_weights, -jnp.inf)

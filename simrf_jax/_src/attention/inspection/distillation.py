@@ -6,11 +6,11 @@ from typing import SupportsIndex, Unpack
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Float, Integer
 
 from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call, Options
-from simrf_jax._src.attention.inspection.all_pairs import in_band, log_kernels
+from simrf_jax._src.attention.inspection.all_pairs import log_kernels
 from simrf_jax._src.attention.random_feature_attention import RandomFeatures
 from simrf_jax._src.features import FeatureMapLike
 from simrf_jax._src.projections import ProjectionLike
@@ -23,6 +23,7 @@ def distillation_loss(
     *,
     feature_map: FeatureMapLike,
     exact_bandwidth: SupportsIndex | None = None,
+    exact_keys: SupportsIndex | Integer[ArrayLike, "*batch g"] | None = None,
     **options: Unpack[Options],
 ) -> Float[Array, ""]:
     r"""Returns the cross-entropy of the attention weights of features to those of softmax.
@@ -51,6 +52,8 @@ def distillation_loss(
         are positive.
       exact_bandwidth: None, or a distance; keys that are no farther from a query have exact weights
         beside the others, as in ``random_feature_attention``.
+      exact_keys: None, a number of keys or their positions; these keys have exact weights too, as
+        in ``random_feature_attention``.
       **options: ``mask``, ``bias``, ``scale``, ``is_causal``, ``query_seq_lengths``,
         ``key_value_seq_lengths`` and ``segment_ids``, as in ``random_feature_attention``; queries
         beyond their lengths do not count.
@@ -80,15 +83,15 @@ def distillation_loss(
       Zhang et al., The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry
       (ICLR 2024), https://arxiv.org/abs/2402.04347
     """
-    mechanism = RandomFeatures(projection, feature_map, exact_bandwidth=exact_bandwidth)
+    mechanism = RandomFeatures(
+        projection, feature_map, exact_bandwidth=exact_bandwidth, exact_keys=exact_keys
+    )
     return loss_of(mechanism.estimator(), Call.of(query, key, key, **options))
 
 
 def loss_of(estimator: Estimator, call: Call) -> Float[Array, ""]:
     """Returns the ``distillation_loss`` of a call, whose values do not count."""
     estimated, exact = log_kernels(estimator, call)
-    if estimator.exact_bandwidth is not None:
-        estimated = jnp.where(in_band(exact, estimator.exact_bandwidth), exact, estimated)
     return _mean_cross_entropy(estimated, jax.lax.stop_gradient(exact))
 
 

@@ -6,7 +6,7 @@ from typing import NamedTuple, SupportsIndex, Unpack
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Float64
+from jaxtyping import Array, ArrayLike, Bool, Float, Float64, Integer
 
 from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call, Options
@@ -52,6 +52,7 @@ def attention_matrix(
     *,
     feature_map: FeatureMapLike = "positive",
     exact_bandwidth: SupportsIndex | None = None,
+    exact_keys: SupportsIndex | Integer[ArrayLike, "*batch g"] | None = None,
     **options: Unpack[Options],
 ) -> Float[Array, "*batch N T S"]:
     r"""Returns the attention weights that ``random_feature_attention`` implies and never forms.
@@ -69,6 +70,8 @@ def attention_matrix(
       feature_map: A name, an object of ``simrf_jax.feature_maps``, or a function.
       exact_bandwidth: None, or a distance; keys that are no farther from a query have exact weights
         beside the others, as in ``random_feature_attention``.
+      exact_keys: None, a number of keys or their positions; these keys have exact weights too, as
+        in ``random_feature_attention``.
       **options: ``mask``, ``bias``, ``scale``, ``is_causal``, ``query_seq_lengths``,
         ``key_value_seq_lengths`` and ``segment_ids``, as in ``random_feature_attention``; rows
         beyond the lengths of queries are zeros.
@@ -96,7 +99,9 @@ def attention_matrix(
     References:
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 2.2.
     """
-    mechanism = RandomFeatures(projection, feature_map, exact_bandwidth=exact_bandwidth)
+    mechanism = RandomFeatures(
+        projection, feature_map, exact_bandwidth=exact_bandwidth, exact_keys=exact_keys
+    )
     estimated, _ = kernel_rows(mechanism.estimator(), Call.of(query, key, key, **options))
     return estimated.weights()
 
@@ -109,6 +114,7 @@ def attention_report(
     value: Float[ArrayLike, "*batch S K D"] | None = None,
     feature_map: FeatureMapLike = "positive",
     exact_bandwidth: SupportsIndex | None = None,
+    exact_keys: SupportsIndex | Integer[ArrayLike, "*batch g"] | None = None,
     **options: Unpack[Options],
 ) -> AttentionReport:
     r"""Compares the weights that random features imply with those of softmax attention.
@@ -131,6 +137,8 @@ def attention_report(
       feature_map: A name, an object or a function; see ``random_feature_attention``.
       exact_bandwidth: None, or a distance; keys that are no farther from a query have exact weights
         beside the others, as in ``random_feature_attention``.
+      exact_keys: None, a number of keys or their positions; these keys have exact weights too, as
+        in ``random_feature_attention``.
       **options: ``mask``, ``bias``, ``scale``, ``is_causal``, ``query_seq_lengths``,
         ``key_value_seq_lengths`` and ``segment_ids``, as in ``random_feature_attention``; queries
         beyond their lengths do not count.
@@ -158,7 +166,9 @@ def attention_report(
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 4.2; Roy and
       Vetterli, The Effective Rank: A Measure of Effective Dimensionality (EUSIPCO 2007).
     """
-    mechanism = RandomFeatures(projection, feature_map, exact_bandwidth=exact_bandwidth)
+    mechanism = RandomFeatures(
+        projection, feature_map, exact_bandwidth=exact_bandwidth, exact_keys=exact_keys
+    )
     call = Call.of(query, key, key if value is None else value, **options)
     return report_of(mechanism.estimator(), call, has_value=value is not None)
 

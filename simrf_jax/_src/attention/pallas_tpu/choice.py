@@ -114,6 +114,8 @@ def reason_against(estimator: Estimator, call: Call, *, is_asked: bool) -> str |
     platform = jax.default_backend()
     if platform not in ("cpu", "tpu"):
         return f"they are for TPUs, and interpreted on CPUs alone, got the backend {platform}"
+    if estimator.exact_keys is not None:
+        return "they have no exact_keys"
     if estimator.sequence_axes:
         return "they are for whole sequences, got a call with a sequence_axis"
     estimator.check_heads(call)

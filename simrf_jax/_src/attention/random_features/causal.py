@@ -64,6 +64,20 @@ class Scanned(NamedTuple):
         return jnp.where(self.spoiled[..., None], jnp.nan, self.readout.outputs())
 
 
+def in_units_of_the_kernel(read: Scanned) -> tuple[Readout, Bool[Array, "B T K G"]]:
+    """Returns sums of kernel estimates, and which queries get NaN.
+
+    The log_scale of a query, which cancels in plain attention, does not cancel between exact
+    weights and estimated ones.
+    """
+    overflows = ~(read.log_scale < jnp.inf)
+    log_scale = jnp.where(overflows, -jnp.inf, read.log_scale)
+    unit = jax.lax.stop_gradient(log_scale)
+    factor = jnp.exp(log_scale - or_zero(unit))  # One, or zero; it carries the gradient.
+    readout = Readout(read.readout.sums * factor, read.readout.shift + unit)
+    return readout, read.spoiled | overflows[..., 0]
+
+
 class Tokens(NamedTuple):
     """Queries and as many keys, as in ``Inputs``; all of them, or one chunk.
 
@@ -115,7 +129,7 @@ class Carry(NamedTuple):
 
 def causal_attention(
     inputs: Inputs, features: HeadMaps, state: AttentionState, *, chunk_size: int
-) -> tuple[Float[Array, "B T K G D"], AttentionState]:
+) -> tuple[Scanned, AttentionState]:
     r"""Lets each query attend to a state and to the keys up to its own position.
 
     A scan over chunks carries the state of all earlier keys. The head of this module
@@ -132,14 +146,13 @@ def causal_attention(
       chunk_size: A power of two. Time O(T num_features (D + chunk_size)).
 
     Returns:
-      ``[B, T, K, G, D]`` in the logits' type, and the state of all keys (of those of the last
-      segment, if there are segments). Zeros where no key is visible.
+      The sums that the queries read, and the state of all keys (of those of the last segment, if
+      there are segments).
     """
     if inputs.key.shape[1] != inputs.query.shape[1]:
         inputs = one_key_for_each_query(inputs, 0)
     tokens, features = _map_custom(Tokens.of(inputs, inputs.segments), features)
-    scanned, state = _scan(features, tokens, state, chunk_size=chunk_size, with_own_key=True)
-    return scanned.outputs(), state
+    return _scan(features, tokens, state, chunk_size=chunk_size, with_own_key=True)
 
 
 def packed_attention(
@@ -149,7 +162,7 @@ def packed_attention(
     after: AttentionState,
     *,
     chunk_size: int,
-) -> Float[Array, "B T K G D"]:
+) -> Scanned:
     """Lets each query attend to the keys of its segment: those up to its position, and the rest.
 
     Args:
@@ -164,7 +177,7 @@ def packed_attention(
     beyond, _ = read_earlier(flip(tokens), features, after, chunk_size=chunk_size)
     beyond = flip(beyond)
     readout, spoiled = up_to.readout.add(beyond.readout), up_to.spoiled | beyond.spoiled
-    return up_to._replace(readout=readout, spoiled=spoiled).outputs()
+    return up_to._replace(readout=readout, spoiled=spoiled)
 
 
 def read_earlier(

@@ -32,6 +32,7 @@ from simrf_jax._src.attention.random_features.state import (
 
 def empty_state(estimator: Estimator, call: Call) -> AttentionState | ExactBandState:
     """Returns the state before tokens like those of a call."""
+    _check_keys(estimator)
     inputs, features = estimator.lay_out(call)
     batch = call.key.shape[:-3]
     far = unflatten(AttentionState.empty(inputs, features), batch)
@@ -40,8 +41,18 @@ def empty_state(estimator: Estimator, call: Call) -> AttentionState | ExactBandS
     return ExactBandState(unflatten(empty_window(inputs, estimator.exact_bandwidth), batch), far)
 
 
+def _check_keys(estimator: Estimator) -> None:
+    """Raises ``ValueError`` if there are exact keys, which a state does not hold."""
+    if estimator.exact_keys is not None:
+        raise ValueError(
+            "exact_keys are for whole sequences: the state of decoding holds no single keys. "
+            "exact_bandwidth has a state."
+        )
+
+
 def check_state(estimator: Estimator, state: AttentionState | ExactBandState, call: Call) -> None:
     """Raises if a state is of another band or of none, or the new tokens cannot join it."""
+    _check_keys(estimator)
     check_tokens(call)
     bandwidth = estimator.exact_bandwidth
     check_kind(state, AttentionState if bandwidth is None else ExactBandState)
@@ -63,7 +74,8 @@ def step(
     if _is_one(call.query.shape[-3]):
         out, after = attend_to_next(inputs, features, before)
     else:
-        out, after = causal_attention(inputs, features, before, chunk_size=estimator.chunk_size)
+        read, after = causal_attention(inputs, features, before, chunk_size=estimator.chunk_size)
+        out = read.outputs()
     return inputs.outputs(out), unflatten(after, batch)
 
 

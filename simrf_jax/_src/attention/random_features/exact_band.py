@@ -11,26 +11,25 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Integer
 
 from simrf_jax._src import one_line
 from simrf_jax._src.attention.banded.softmax import QueryBlocks, cut, sum_in_windows
 from simrf_jax._src.attention.banded.window import Window
-from simrf_jax._src.attention.estimator import HeadMaps
+from simrf_jax._src.attention.estimator import HeadMaps, KeyChoice
 from simrf_jax._src.attention.inputs.call import Inputs
 from simrf_jax._src.attention.random_features.causal import (
-    Scanned,
     Tokens,
     flip,
+    in_units_of_the_kernel,
     one_key_for_each_query,
     read_earlier,
 )
+from simrf_jax._src.attention.random_features.exact_keys import ExactKeys
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
     Readout,
-    or_zero,
     state_of,
 )
 from simrf_jax._src.features import FeatureMap
@@ -82,6 +81,7 @@ class Fields(NamedTuple):
         bandwidth: int,
         is_causal: bool,
         history: int = 0,
+        hidden: Bool[Array, "B S K"] | None = None,
     ) -> Fields:
         """Divides keys into those of the band and those beyond it.
 
@@ -91,6 +91,7 @@ class Fields(NamedTuple):
           bandwidth: Distance over which a query sees keys exactly.
           is_causal: True if it sees no later keys.
           history: Keys before the position of the first query.
+          hidden: ``[B, S, K]``, True at keys to leave out of the far field; None for none.
         """
         length, key_length = inputs.query.shape[1], inputs.key.shape[1]
         blocks = cut(length, key_length, bandwidth, is_causal, history=history)
@@ -98,6 +99,8 @@ class Fields(NamedTuple):
         if segments is not None:
             segments = segments[:, history:][:, :length]
         far = inputs.clean(scaled=True, fill_with_tokens=not feature_map.is_finite)
+        if hidden is not None:
+            far = far.without(hidden)
         earlier = one_key_for_each_query(far, history - bandwidth)
         later = None if is_causal else one_key_for_each_query(far, history + bandwidth)
         end = history + bandwidth + length
@@ -120,6 +123,7 @@ class Fields(NamedTuple):
         after: AttentionState | None,
         *,
         chunk_size: int,
+        more: tuple[Readout, Bool[Array, "B T K G"]] | None = None,
     ) -> tuple[Float[Array, "B T K G D"], AttentionState]:
         r"""Lets each query attend to the keys of its band and to all others.
 
@@ -133,6 +137,7 @@ class Fields(NamedTuple):
           before: State of the keys before those of ``earlier``.
           after: State of the keys after those of ``later``; None if attention is causal.
           chunk_size: Keys that are taken at a time, a power of two.
+          more: Sums of other keys, and where a query sees one that is not finite.
 
         Returns:
           ``[B, T, K, G, D]`` in the logits' type, zeros where no key is visible; and the state of
@@ -141,46 +146,47 @@ class Fields(NamedTuple):
         near = sum_in_windows(self.near, self.blocks)
         tokens = Tokens.of(self.earlier, self.segments)
         read, state = read_earlier(tokens, features, before, chunk_size=chunk_size)
-        far, spoiled = _in_units_of_the_kernel(read)
+        far, spoiled = in_units_of_the_kernel(read)
         readout, spoiled = far.add(Readout(near.sums, near.shift)), spoiled | near.spoiled
         if self.later is not None and after is not None:
             tokens = flip(Tokens.of(self.later, self.segments))
             read, _ = read_earlier(tokens, features, after, chunk_size=chunk_size)
-            far, sees_spoiled = _in_units_of_the_kernel(flip(read))
+            far, sees_spoiled = in_units_of_the_kernel(flip(read))
             readout, spoiled = readout.add(far), spoiled | sees_spoiled
+        if more is not None:
+            readout, spoiled = readout.add(more[0]), spoiled | more[1]
         return jnp.where(spoiled[..., None], jnp.nan, readout.outputs()), state
 
 
 def attend_beside_band(
-    inputs: Inputs, features: HeadMaps, *, bandwidth: int, is_causal: bool, chunk_size: int
+    inputs: Inputs,
+    features: HeadMaps,
+    choice: KeyChoice | None,
+    *,
+    bandwidth: int,
+    is_causal: bool,
+    chunk_size: int,
 ) -> Float[Array, "*batch T N D"]:
     """Attends to tokens that are all on one device.
 
     Args:
       inputs: Queries and keys that are not scaled.
       features: Feature maps.
+      choice: Keys that queries see exactly outside the band too, or None.
       bandwidth: Distance over which a query sees keys exactly.
       is_causal: True if it sees no later keys.
       chunk_size: Keys of the far field that are taken at a time, a power of two.
     """
-    fields = Fields.of(inputs, features.feature_map, bandwidth=bandwidth, is_causal=is_causal)
+    feature_map, hidden, more = features.feature_map, None, None
+    if choice is not None:
+        scaled = inputs.clean(scaled=True, fill_with_tokens=not feature_map.is_finite)
+        exact = ExactKeys.of(scaled, features, choice)
+        hidden = exact.among(inputs.key.shape[1])
+        more = exact.read(scaled, is_causal=is_causal, bandwidth=bandwidth)
+    fields = Fields.of(inputs, feature_map, bandwidth=bandwidth, is_causal=is_causal, hidden=hidden)
     empty = AttentionState.empty(fields.earlier, features)
     after = None if is_causal else empty
     if after is not None and fields.beyond.key.shape[1] > 0:
         after = state_of(fields.beyond, features)
-    out, _ = fields.attend(features, empty, after, chunk_size=chunk_size)
+    out, _ = fields.attend(features, empty, after, chunk_size=chunk_size, more=more)
     return fields.outputs(out)
-
-
-def _in_units_of_the_kernel(read: Scanned) -> tuple[Readout, Bool[Array, "B T K G"]]:
-    """Returns sums of kernel estimates, and which queries get NaN.
-
-    The log_scale of a query, which cancels in plain attention, does not cancel between exact
-    weights and estimated ones.
-    """
-    overflows = ~(read.log_scale < jnp.inf)
-    log_scale = jnp.where(overflows, -jnp.inf, read.log_scale)
-    unit = jax.lax.stop_gradient(log_scale)
-    factor = jnp.exp(log_scale - or_zero(unit))  # One, or zero; it carries the gradient.
-    readout = Readout(read.readout.sums * factor, read.readout.shift + unit)
-    return readout, read.spoiled | overflows[..., 0]

@@ -67,16 +67,16 @@ def attend_over_devices(
             )
         if not call.in_order():
             state = merge_over(state_of(inputs, features), shards.axes)
-            out = attend_to_state(inputs, features, *state.split_spoiled())
-            return inputs.outputs(out)
+            queries, dtype = features.queries(inputs.query), inputs.value.dtype
+            return inputs.outputs(attend_to_state(queries, *state.split_spoiled(), dtype=dtype))
         ids = part.segment_ids
         before = state_beyond(inputs, features, ids, shards.axes, 1)
         if call.is_causal:
-            out, _ = causal_attention(inputs, features, before, chunk_size=chunk_size)
+            read, _ = causal_attention(inputs, features, before, chunk_size=chunk_size)
         else:
             after = state_beyond(inputs, features, ids, shards.axes, -1)
-            out = packed_attention(inputs, features, before, after, chunk_size=chunk_size)
-        return inputs.outputs(out)
+            read = packed_attention(inputs, features, before, after, chunk_size=chunk_size)
+        return inputs.outputs(read.outputs())
 
     return over_devices(attend, shards, call, estimator)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Shaped
 
 from simrf_jax._src import one_line
-from simrf_jax._src.attention.estimator import HeadMaps
+from simrf_jax._src.attention.estimator import HeadMaps, QueryFeatures
 from simrf_jax._src.attention.inputs.call import Inputs, contract, quotient
 from simrf_jax._src.features import LogFeatures
 
@@ -207,23 +207,26 @@ def sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array
 
 
 def attend_to_state(
-    inputs: Inputs, features: HeadMaps, state: AttentionState, spoiled: Bool[Array, "B K"]
+    queries: QueryFeatures,
+    state: AttentionState,
+    spoiled: Bool[Array, "B K"],
+    *,
+    dtype: jnp.dtype,
 ) -> Float[Array, "B T K G D"]:
     """Lets each query attend to all keys of a state of finite sums.
 
     Args:
-      inputs: The queries.
-      features: Their feature maps.
+      queries: The queries.
       state: Sums over the keys.
       spoiled: True where a key is not finite.
+      dtype: Type to contract in.
 
     Returns:
       ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
     """
-    queries, no_features = features.queries(inputs.query)
-    out = state.read(queries, inputs.value.dtype).outputs()
+    out = state.read(queries.features, dtype).outputs()
     # Last, for NaN before it would reach the gradients of W: 0 * NaN is not 0.
-    return jnp.where((no_features | spoiled[:, None, :, None])[..., None], jnp.nan, out)
+    return jnp.where((queries.spoiled | spoiled[:, None, :, None])[..., None], jnp.nan, out)
 
 
 def with_ones(value: Float[Array, "*batch D"]) -> Float[Array, "*batch D+1"]:

@@ -15,6 +15,7 @@ from simrf_jax._src.attention.inputs.call import Call, Inputs, contract
 from simrf_jax._src.attention.inputs.sharding import find_shards
 from simrf_jax._src.attention.random_features.causal import causal_attention, packed_attention
 from simrf_jax._src.attention.random_features.exact_band import attend_beside_band
+from simrf_jax._src.attention.random_features.exact_keys import ExactKeys
 from simrf_jax._src.attention.random_features.exchange import attend_over_devices
 from simrf_jax._src.attention.random_features.state import (
     AttentionState,
@@ -40,6 +41,11 @@ def attend(estimator: Estimator, call: Call) -> Float[Array, "*batch T N D"]:
     in_order = call.in_order(estimator.exact_bandwidth)
     if estimator.sequence_axes or call.explicit_axes(in_order=in_order):
         shards = find_shards(call, estimator.sequence_axes, in_order=in_order)
+        if estimator.exact_keys is not None:
+            raise ValueError(
+                "exact_keys are for lengths that no mesh axes shard, got lengths over "
+                f"{estimator.sequence_axes or shards.axes}."
+            )
         if call.key.shape[-3] > 0:  # Without keys there is nothing to exchange.
             return attend_over_devices(estimator, call, shards)
     return compiled(attend_locally, estimator.feature_map)(estimator, call)
@@ -49,23 +55,35 @@ def attend(estimator: Estimator, call: Call) -> Float[Array, "*batch T N D"]:
 def attend_locally(estimator: Estimator, call: Call) -> Float[Array, "*batch T N D"]:
     """Returns the attention of tokens that are all on one device."""
     inputs, features = estimator.lay_out(call)
+    choice = estimator.exact_keys if call.key.shape[-3] != 0 else None
     if estimator.exact_bandwidth is not None:
         return attend_beside_band(
             inputs,
             features,
+            choice,
             bandwidth=estimator.exact_bandwidth,
             is_causal=call.is_causal,
             chunk_size=estimator.chunk_size,
         )
+    exact = None
+    if choice is not None:
+        exact = ExactKeys.of(inputs, features, choice)
+        inputs = inputs.without(exact.among(inputs.key.shape[1]))
     if not call.in_order():
-        return inputs.outputs(bidirectional_attention(inputs, features))
+        return inputs.outputs(bidirectional_attention(inputs, features, exact))
     empty, chunk_size = AttentionState.empty(inputs, features), estimator.chunk_size
     if call.is_causal:
-        return inputs.outputs(causal_attention(inputs, features, empty, chunk_size=chunk_size)[0])
-    return inputs.outputs(packed_attention(inputs, features, empty, empty, chunk_size=chunk_size))
+        read, _ = causal_attention(inputs, features, empty, chunk_size=chunk_size)
+    else:
+        read = packed_attention(inputs, features, empty, empty, chunk_size=chunk_size)
+    if exact is not None:
+        read = exact.beside(read, inputs, is_causal=call.is_causal)
+    return inputs.outputs(read.outputs())
 
 
-def bidirectional_attention(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K G D"]:
+def bidirectional_attention(
+    inputs: Inputs, features: HeadMaps, exact: ExactKeys | None = None
+) -> Float[Array, "B T K G D"]:
     r"""Lets each query attend to all keys.
 
     .. math::
@@ -85,6 +103,7 @@ def bidirectional_attention(inputs: Inputs, features: HeadMaps) -> Float[Array, 
     Args:
       inputs: Queries, keys and values without segments.
       features: Their feature maps.
+      exact: Keys that the queries see exactly, which are hidden in ``inputs``; or None.
 
     Returns:
       ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
@@ -94,18 +113,27 @@ def bidirectional_attention(inputs: Inputs, features: HeadMaps) -> Float[Array, 
     # Explicit mesh axes may shard the queries. If they shard the keys, the devices exchange sums.
     is_whole = jax.typeof(inputs.query).sharding.spec[1] is None
     if calls_function(features.feature_map) or not (are_known and is_whole):
-        return _attend_at_once(inputs, features)
+        return _attend_at_once(inputs, features, exact)
     return jax.lax.platform_dependent(
-        inputs, features, cpu=_attend_by_chunks, default=_attend_at_once
+        inputs, features, exact, cpu=_attend_by_chunks, default=_attend_at_once
     )
 
 
-def _attend_at_once(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K G D"]:
+def _attend_at_once(
+    inputs: Inputs, features: HeadMaps, exact: ExactKeys | None
+) -> Float[Array, "B T K G D"]:
     """Makes the features of all tokens."""
-    return attend_to_state(inputs, features, *sum_keys(Keys.of(inputs, None), features))
+    state, spoiled = sum_keys(Keys.of(inputs, None), features)
+    queries = features.queries(inputs.query)
+    if exact is not None:
+        queries, state = exact.beside_queries(queries, inputs.query), exact.beside_state(state)
+        spoiled |= jnp.any(exact.spoils, axis=1)
+    return attend_to_state(queries, state, spoiled, dtype=inputs.value.dtype)
 
 
-def _attend_by_chunks(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K G D"]:
+def _attend_by_chunks(
+    inputs: Inputs, features: HeadMaps, exact: ExactKeys | None
+) -> Float[Array, "B T K G D"]:
     """Makes the features of a few tokens of each head at a time.
 
     The heads come before the length, the order in which products of matrices are fast.
@@ -121,8 +149,10 @@ def _attend_by_chunks(inputs: Inputs, features: HeadMaps) -> Float[Array, "B T K
     axes = features.head_axes()
     state, spoiled = jax.vmap(sum_keys, in_axes=(1, axes))(keys, features)
     state = state._replace(sums=state.sums.astype(inputs.value.dtype))  # The type to contract in.
-    read = jax.vmap(_read, in_axes=(1, 0, 0, axes), out_axes=1)
-    out = read(queries, state, spoiled, features)  # [chunks, K, B, size, 1, G, D]
+    # Each head has an axis of key heads, of size 1.
+    exact = jax.tree.map(lambda x: jnp.expand_dims(jnp.moveaxis(x, 2, 0), 3), exact)
+    read = jax.vmap(_read, in_axes=(1, 0, 0, axes, 0), out_axes=1)
+    out = read(queries, state, spoiled, features, exact)  # [chunks, K, B, size, 1, G, D]
     out = jnp.moveaxis(jnp.squeeze(out, 4), (0, 1), (1, 3))
     return out.reshape(batch, -1, *out.shape[3:])[:, :length]
 
@@ -132,16 +162,23 @@ def _read(
     state: AttentionState,
     spoiled: Bool[Array, "B 1"],
     features: HeadMaps,
+    exact: ExactKeys | None,
 ) -> Float[Array, "chunks B T 1 G D"]:
     """Returns what the queries of one head read of its state, numerator over denominator.
 
     On a CPU a product with D columns and one with a single column are faster than one with D + 1,
     and so is the product of the gradient with ones instead of its sum.
     """
+    if exact is not None:
+        state = exact.beside_state(state)
+        spoiled |= jnp.any(exact.spoils, axis=1)
     sums, total = state.sums[..., :-1], state.sums[..., -1:]
 
     def read(query: Float[Array, "B T 1 G H"]) -> Float[Array, "B T 1 G D"]:
-        phi, no_features = features.queries(query)
+        queries = features.queries(query)
+        if exact is not None:
+            queries = exact.beside_queries(queries, query)
+        phi, no_features = queries
         weights, _ = state.weigh(phi)
         # In this order of axes the products need no transposed copy of the weights.
         numerator = jnp.moveaxis(contract("btkgm,bkmd->bktgd", weights, sums), 2, 1)

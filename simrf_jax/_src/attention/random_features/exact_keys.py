@@ -1,0 +1,196 @@
+"""A few keys that all queries see exactly, and random features for all others.
+
+Most of the error of random features comes from a few keys, such as attention sinks, whose kernel
+estimates are far off for all queries at once. Exact keys never enter the running sums, so nothing
+is subtracted. Numerator and denominator are one sum each over both kinds of keys.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Integer, Shaped
+
+from simrf_jax._src.attention.estimator import HeadMaps, KeyChoice, QueryFeatures
+from simrf_jax._src.attention.inputs.call import Inputs, contract
+from simrf_jax._src.attention.random_features.causal import Scanned, in_units_of_the_kernel
+from simrf_jax._src.attention.random_features.state import (
+    AttentionState,
+    Readout,
+    in_units_of,
+    largest,
+    or_zero,
+    with_ones,
+)
+from simrf_jax._src.features import LogFeatures
+
+
+class ExactKeys(NamedTuple):
+    """The keys that queries see exactly, for each key head.
+
+    Attributes:
+      position: ``[B, g, K]``, the positions of the keys; the length in the place of no key.
+      key: ``[B, g, K, H]``, multiplied by the square root of the scale, as the queries are.
+      value: ``[B, g, K, D + 1]``, with the column that sums the denominator.
+      log_weights: ``[B, g, K]`` to add to the logits; minus infinity where a key is hidden.
+      spoils: ``[B, g, K]``, True at keys that are not finite: a query that sees one gets NaN.
+    """
+
+    position: Integer[Array, "B g K"]
+    key: Float[Array, "B g K H"]
+    value: Float[Array, "B g K D+1"]
+    log_weights: Float[Array, "B g K"]
+    spoils: Bool[Array, "B g K"]
+
+    @classmethod
+    def of(cls, inputs: Inputs, features: HeadMaps, choice: KeyChoice) -> ExactKeys:
+        """Returns the chosen keys.
+
+        Args:
+          inputs: Queries and keys, of which there is at least one, multiplied by the square root of
+            the scale.
+          features: Their feature maps.
+          choice: The number of keys, or their positions.
+        """
+        position = choice_of(inputs, features, choice)
+        log_weights = _at(inputs.key_log_weights, position)
+        log_weights = jnp.where(position < inputs.key.shape[1], log_weights, -jnp.inf)
+        spoils = jnp.isnan(log_weights)
+        return cls(
+            position,
+            _at(inputs.key, position),
+            with_ones(_at(inputs.value, position)),
+            jnp.where(spoils, -jnp.inf, log_weights),
+            spoils,
+        )
+
+    def among(self, length: int) -> Bool[Array, "B S K"]:
+        """Returns ``[B, S, K]``, True at the positions of these keys."""
+        return jnp.any(self.position[:, None] == jnp.arange(length)[None, :, None, None], axis=2)
+
+    def logits(self, query: Float[Array, "B T K G H"]) -> Float[Array, "B T K G g"]:
+        """Returns the logits of queries, with the log weights of the keys."""
+        highest = jax.lax.Precision.HIGHEST
+        logits = jnp.einsum("btkgh,bskh->btkgs", query, self.key, precision=highest)
+        return logits + jnp.moveaxis(self.log_weights, 1, -1)[:, None, :, None]
+
+    def beside_queries(
+        self, queries: QueryFeatures, query: Float[Array, "B T K G H"]
+    ) -> QueryFeatures:
+        """Returns the features of queries, and after them the weights of exact keys.
+
+        An exact key is one more feature, which is 1 for this key and 0 for the others.
+        """
+        (exponents, log_scale, values), logits = queries.features, self.logits(query)
+        # Beside the logits, features whose scale is below all numbers count for nothing.
+        exponents = jnp.where(log_scale > -jnp.inf, exponents, -jnp.inf)
+        if values is not None:
+            exponents = jnp.broadcast_to(exponents, values.shape)
+            values = jnp.concatenate([values, jnp.ones_like(logits)], axis=-1)
+        exact = logits - jnp.where(jnp.isfinite(log_scale), log_scale, 0)
+        exponents = jnp.concatenate([exponents, exact], axis=-1)
+        spoiled = queries.spoiled | ~(log_scale < jnp.inf)[..., 0]
+        return QueryFeatures(LogFeatures(exponents, log_scale, values), spoiled)
+
+    def beside_state(self, state: AttentionState) -> AttentionState:
+        """Returns the sums over other keys, and after them the values of exact keys."""
+        values = jnp.moveaxis(self.value, 1, 2).astype(state.sums.dtype)
+        maxima = jnp.broadcast_to(state.maxima, state.sums.shape[:-1])
+        return AttentionState(
+            jnp.concatenate([state.sums, values], axis=-2),
+            jnp.concatenate([maxima, jnp.zeros_like(values[..., 0], maxima.dtype)], axis=-1),
+        )
+
+    def read(
+        self, inputs: Inputs, *, is_causal: bool, bandwidth: int | None
+    ) -> tuple[Readout, Bool[Array, "B T K G"]]:
+        """Lets queries read the keys that they see by position and segment.
+
+        Args:
+          inputs: The queries, multiplied by the square root of the scale, and the segments.
+          is_causal: True if a query sees no later keys.
+          bandwidth: Distance over which a query sees keys in another way; None for none.
+
+        Returns:
+          The sums, and True at queries that see a key that is not finite.
+        """
+        query, segments = inputs.query, inputs.segments
+        position = jnp.moveaxis(self.position, 1, -1)[:, None]  # [B, 1, K, g].
+        own = jnp.arange(query.shape[1])[None, :, None, None]
+        sees = position <= own if is_causal else jnp.ones_like(position + own, bool)
+        if bandwidth is not None:
+            sees &= jnp.abs(position - own) > bandwidth
+        if segments is not None:
+            of_heads = jnp.broadcast_to(
+                segments[:, None, None], (*position.shape[:3], segments.shape[1])
+            )
+            of_keys = jnp.take_along_axis(of_heads, position, axis=-1)
+            sees &= of_keys == segments[:, : query.shape[1], None, None]
+        logits = jnp.where(sees[:, :, :, None], self.logits(query), -jnp.inf)
+        shift = largest(logits, axis=-1)
+        sums = contract("btkgs,bskd->btkgd", jnp.exp(logits - or_zero(shift)), self.value)
+        spoiled = jnp.any(sees & jnp.moveaxis(self.spoils, 1, -1)[:, None], axis=-1)
+        return Readout(sums, shift), jnp.broadcast_to(spoiled[..., None], query.shape[:-1])
+
+    def beside(self, far: Scanned, inputs: Inputs, *, is_causal: bool) -> Scanned:
+        """Returns what queries read of other keys, by position, together with these keys.
+
+        Args:
+          far: What they read by random features.
+          inputs: The queries; see ``read``.
+          is_causal: True if a query sees no later keys.
+        """
+        readout, spoiled = in_units_of_the_kernel(far)
+        near, sees_spoiled = self.read(inputs, is_causal=is_causal, bandwidth=None)
+        return Scanned(readout.add(near), jnp.zeros_like(near.shift), spoiled | sees_spoiled)
+
+
+def choice_of(inputs: Inputs, features: HeadMaps, choice: KeyChoice) -> Integer[Array, "B g K"]:
+    """Returns the positions of the chosen keys, ``[B, g, K]``; the length in the place of none."""
+    length, positions = inputs.key.shape[1], choice.positions
+    if positions is None:
+        mass = jnp.moveaxis(estimated_mass(inputs, features), 1, -1)
+        # A symbolic length, of jax.export, has as many keys.
+        count = min(choice.count, length) if isinstance(length, int) else choice.count
+        return jnp.moveaxis(jax.lax.top_k(mass, count)[1], -1, 1)
+    positions = jnp.where(positions < 0, positions + length, positions)
+    # A position that is given twice does not count twice.
+    same = positions[..., :, None] == positions[..., None, :]
+    again = jnp.any(same & jnp.tri(positions.shape[-1], k=-1, dtype=bool), axis=-1)
+    is_key = (positions >= 0) & (positions < length) & ~again
+    positions = jnp.where(is_key, positions, length)
+    positions = jnp.broadcast_to(positions, (*inputs.batch, positions.shape[-1]))
+    positions = positions.reshape(inputs.key.shape[0], positions.shape[-1], 1)
+    return jnp.broadcast_to(positions, (*positions.shape[:2], inputs.key.shape[2]))
+
+
+def _at(
+    x: Shaped[Array, "B S K *rest"], position: Integer[Array, "B g K"]
+) -> Shaped[Array, "B g K *rest"]:
+    """Returns ``[B, g, K, ...]``, the entries at positions; the last one beyond the end."""
+    index = position.reshape(*position.shape, *(1,) * (x.ndim - 3))
+    return jnp.take_along_axis(x, index, axis=1, mode="clip")
+
+
+def estimated_mass(inputs: Inputs, features: HeadMaps) -> Float[Array, "B S K"]:
+    r"""Returns the sum over queries of the attention weights that the features imply.
+
+    .. math::
+        c_s = \phi(k_s)^\top \sum_t \frac{\phi(q_t)}{\phi(q_t)^\top \sum_r \phi(k_r)}
+
+    over all queries of a key head, in time O((T + S) m). Segments do not count. There are no
+    gradients.
+    """
+    inputs = jax.lax.stop_gradient(inputs)
+    features = jax.lax.stop_gradient(features)
+    keys, _ = features.keys(inputs.key, inputs.key_log_weights)
+    queries, spoiled = features.queries(inputs.query)
+    state = AttentionState.of(keys, jnp.ones_like(inputs.key_log_weights[..., None]))
+    weights, _ = state.weigh(queries)
+    totals = contract("btkgm,bkmd->btkgd", weights, state.sums)
+    counts = (totals > 0) & (inputs.real & inputs.finite & ~spoiled)[..., None]
+    shares = jnp.where(counts, weights / jnp.where(counts, totals, 1), 0)
+    phi = in_units_of(state.maxima, keys)
+    return contract("bskm,bkmd->bskd", phi, jnp.sum(shares, axis=(1, 3))[..., None])[..., 0]
