@@ -158,7 +158,7 @@ def choice_of(inputs: Inputs, features: HeadMaps, choice: KeyChoice) -> Integer[
     positions = jnp.where(positions < 0, positions + length, positions)
     # A position that is given twice does not count twice.
     same = positions[..., :, None] == positions[..., None, :]
-    again = jnp.any(same & jnp.tri(positions.shape[-1], k=-1, dtype=bool), axis=-1)
+    again = jnp.any(jnp.tril(same, k=-1), axis=-1)
     is_key = (positions >= 0) & (positions < length) & ~again
     positions = jnp.where(is_key, positions, length)
     positions = jnp.broadcast_to(positions, (*inputs.batch, positions.shape[-1]))
