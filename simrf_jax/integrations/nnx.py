@@ -7,6 +7,7 @@ from simrf_jax._src.integrations.nnx.distillation import distillation_loss
 from simrf_jax._src.integrations.nnx.fmm import FMMAttention
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
 from simrf_jax._src.integrations.nnx.report import attention_report
+from simrf_jax._src.integrations.nnx.swap import swap_attention
 from simrf_jax._src.integrations.nnx.variables import (
     Calibration,
     CalibrationMoments,
@@ -26,5 +27,6 @@ __all__ = [
     "attention_report",
     "calibrate",
     "distillation_loss",
+    "swap_attention",
     "view",
 ]

@@ -1,0 +1,131 @@
+"""Random-feature attention in the place of softmax attention, in a model that is in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+
+from simrf_jax._src.integrations.nnx.adapter import Adapter
+from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
+
+
+@dataclasses.dataclass(frozen=True)
+class Swap:
+    """The layers of a model whose attention was replaced.
+
+    Attributes:
+      layers: The layers, by their paths in the model, such as ``"blocks.0.attention"``.
+      before: The attention that each had before.
+    """
+
+    layers: dict[str, nnx.MultiHeadAttention]
+    before: dict[str, Callable[..., Any]]
+
+    def undo(self) -> None:
+        """Gives each layer the attention back that it had before."""
+        for path, layer in self.layers.items():
+            _put(layer, self.before[path])
+
+
+def swap_attention(
+    model: nnx.Module,
+    num_features: int | None,
+    *,
+    where: Callable[[str, nnx.MultiHeadAttention], bool] | None = None,
+    rngs: nnx.Rngs,
+    **options: Any,
+) -> Swap:
+    """Replaces the softmax attention of a model by random-feature attention, in place.
+
+    Each ``nnx.MultiHeadAttention`` gets a ``RandomFeatureAttention`` of its own, with its own W, as
+    its ``attention_fn``. No parameter changes. Call it again with another ``where`` to give some
+    layers other options. To fit the features of a trained model, swap with
+    ``feature_map="calibrated"`` and call ``calibrate``.
+
+    Args:
+      model: A model with ``nnx.MultiHeadAttention`` layers.
+      num_features: Number of features of each head; see ``RandomFeatureAttention``.
+      where: Function of the path and the layer that returns True at those to change; None for all.
+      rngs: Source of the keys for W.
+      **options: Other keywords of ``RandomFeatureAttention``, such as ``feature_map``,
+        ``exact_bandwidth`` or ``is_causal``, which a model needs that passes causal masks.
+
+    Returns:
+      What was changed: ``layers`` by path, and ``undo()``, which takes it back.
+
+    Raises:
+      TypeError: If an option is unknown or of a wrong type.
+      ValueError: If no layer is found, an option does not suit a layer, several layers are stacked
+        in one, or a layer attends by a function that is not Flax's and may do more, such as rotate
+        queries and keys. The model is then as it was.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from simrf_jax.integrations.nnx import swap_attention
+      >>> rngs = nnx.Rngs(0)
+      >>> model = nnx.Sequential(
+      ...     nnx.Linear(8, 32, rngs=rngs), nnx.MultiHeadAttention(4, 32, decode=False, rngs=rngs)
+      ... )
+      >>> x = jnp.ones((2, 10, 8))
+      >>> before = model(x)
+      >>> swap = swap_attention(model, 64, rngs=rngs)
+      >>> list(swap.layers)
+      ['layers.1']
+      >>> bool(jnp.all(model(x) == before))
+      False
+      >>> swap.undo()
+      >>> bool(jnp.all(model(x) == before))
+      True
+    """
+    found = {
+        ".".join(map(str, path)): module
+        for path, module in nnx.iter_graph(model)
+        if isinstance(module, nnx.MultiHeadAttention)
+    }
+    layers = {path: layer for path, layer in found.items() if where is None or where(path, layer)}
+    if not layers:
+        raise ValueError(
+            f"model must have an nnx.MultiHeadAttention{' where asked' if found else ''}, got "
+            f"{', '.join(found) if found else 'none'}."
+        )
+    adapters = {
+        path: _adapter(path, layer, num_features, rngs, options) for path, layer in layers.items()
+    }
+    before = {path: layer.attention_fn for path, layer in layers.items()}
+    for path, layer in layers.items():
+        _put(layer, adapters[path])
+    return Swap(layers, before)
+
+
+def _adapter(
+    path: str,
+    layer: nnx.MultiHeadAttention,
+    num_features: int | None,
+    rngs: nnx.Rngs,
+    options: dict[str, Any],
+) -> RandomFeatureAttention:
+    """Returns the adapter for a layer."""
+    attention_fn = layer.attention_fn
+    if attention_fn is not nnx.dot_product_attention and not isinstance(attention_fn, Adapter):
+        raise ValueError(
+            f"The layer {path} must attend by nnx.dot_product_attention, got {attention_fn!r}, "
+            "which may do more than attend; put a RandomFeatureAttention there by hand."
+        )
+    if layer.query.kernel.ndim != 3:
+        raise ValueError(
+            f"The layer {path} must be one layer, got a stack with queries of shape "
+            f"{layer.query.kernel.shape}; make the adapters where the layers are made."
+        )
+    return RandomFeatureAttention(
+        layer.num_kv_heads, layer.head_dim, num_features, rngs=rngs, **options
+    )
+
+
+def _put(layer: nnx.MultiHeadAttention, attention: Any) -> None:
+    # Flax must be told which attentions hold arrays: the attribute may have held none before.
+    is_module = isinstance(attention, nnx.Module)
+    layer.attention_fn = nnx.data(attention) if is_module else nnx.static(attention)

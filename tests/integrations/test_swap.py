@@ -1,0 +1,135 @@
+"""Attention that is replaced in a model in memory, and put back."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from simrf_jax.integrations import nnx as adapters
+
+WIDTH, HEADS = 16, 4
+
+
+class Layer(nnx.Module):
+    def __init__(self, rngs, **options):
+        self.norm = nnx.LayerNorm(WIDTH, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, decode=False, rngs=rngs, **options)
+
+    def __call__(self, x, mask=None):
+        return x + self.attention(self.norm(x), mask=mask)
+
+
+class Model(nnx.Module):
+    def __init__(self, **options):
+        rngs = nnx.Rngs(0)
+        self.layers = nnx.List([Layer(rngs, **options) for _ in range(2)])
+
+    def __call__(self, x, mask=None):
+        for layer in self.layers:
+            x = layer(x, mask)
+        return x
+
+
+@pytest.fixture
+def x():
+    return jax.random.normal(jax.random.key(1), (2, 9, WIDTH))
+
+
+def test_every_layer_gets_a_projection_of_its_own(x):
+    model, original = Model(), Model()
+    swap = adapters.swap_attention(model, 12, rngs=nnx.Rngs(0))
+    assert list(swap.layers) == ["layers.0.attention", "layers.1.attention"]
+    kinds = {type(layer.attention.attention_fn) for layer in model.layers}
+    assert kinds == {adapters.RandomFeatureAttention}
+    w = jax.tree.leaves(nnx.state(model, adapters.RandomProjection))
+    assert [each.shape for each in w] == [(HEADS, 12, 4)] * 2
+    assert not np.array_equal(*w)
+    chex.assert_trees_all_equal(nnx.state(model, nnx.Param), nnx.state(original, nnx.Param))
+
+
+def test_a_band_of_all_tokens_leaves_the_model_as_it_is(x):
+    model = Model()
+    before = model(x)
+    adapters.swap_attention(model, 12, exact_bandwidth=9, rngs=nnx.Rngs(0))
+    chex.assert_trees_all_close(nnx.jit(lambda model: model(x))(model), before, atol=1e-5)
+
+
+def test_undo_gives_the_attention_back(x):
+    model = Model()
+    before = model(x)
+    first = adapters.swap_attention(model, 12, rngs=nnx.Rngs(0))
+    swapped = model(x)
+    second = adapters.swap_attention(model, 20, feature_map="hyperbolic", rngs=nnx.Rngs(1))
+    assert not np.allclose(model(x), swapped)
+    second.undo()
+    chex.assert_trees_all_equal(model(x), swapped)
+    first.undo()
+    chex.assert_trees_all_equal(model(x), before)
+    chex.assert_trees_all_close(nnx.jit(lambda model: model(x))(model), before, atol=1e-5)
+    chex.assert_trees_all_equal(nnx.state(model), nnx.state(Model()))
+
+
+def test_where_chooses_layers(x):
+    model = Model()
+    swap = adapters.swap_attention(
+        model, 12, where=lambda path, layer: path.startswith("layers.1"), rngs=nnx.Rngs(0)
+    )
+    assert list(swap.layers) == ["layers.1.attention"]
+    assert model.layers[0].attention.attention_fn is nnx.dot_product_attention
+
+
+def test_causal_models_and_grouped_queries(x):
+    model = Model(num_kv_heads=2)
+    mask = nnx.make_causal_mask(x[..., 0])
+    before = model(x, mask)
+    adapters.swap_attention(model, 12, is_causal=True, exact_bandwidth=9, rngs=nnx.Rngs(0))
+    chex.assert_trees_all_close(model(x, mask), before, atol=1e-5)
+
+
+def test_a_swapped_model_is_calibrated(x):
+    model = Model()
+    expected = model(x)
+    errors = []
+    for feature_map in ("positive", "calibrated"):
+        swap = adapters.swap_attention(
+            model, 128, feature_map=feature_map, coupling="cross_polytope", rngs=nnx.Rngs(0)
+        )
+        if feature_map == "calibrated":
+            adapters.calibrate(model, [x])
+        errors.append(np.square(model(x) - expected).mean())
+        swap.undo()
+    assert errors[1] < errors[0]
+
+
+def test_refusals_leave_the_model_as_it_was(x):
+    rotated = functools.partial(nnx.dot_product_attention, broadcast_dropout=False)
+    model = Model()
+    model.layers[1].attention.attention_fn = rotated
+    swap = functools.partial(adapters.swap_attention, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"layer layers\.1\.attention must attend by nnx\.dot"):
+        swap(model, 12)
+    with pytest.raises(ValueError, match="where asked, got layers"):
+        swap(model, 12, where=lambda path, layer: False)
+    with pytest.raises(ValueError, match=r"must have an nnx\.MultiHeadAttention, got none"):
+        swap(nnx.Linear(2, 2, rngs=nnx.Rngs(0)), 12)
+    with pytest.raises(ValueError, match="coupling must be one of"):
+        swap(Model(), 12, coupling="simplx")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bandwidth'"):
+        swap(Model(), 12, bandwidth=3)
+    functions = [layer.attention.attention_fn for layer in model.layers]
+    assert functions == [nnx.dot_product_attention, rotated]
+
+
+def test_stacked_layers_are_refused():
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(key):
+        return Layer(nnx.Rngs(key))
+
+    stack = make(jax.random.split(jax.random.key(0), 3))
+    with pytest.raises(ValueError, match="attention must be one layer, got a stack with queries"):
+        adapters.swap_attention(stack, 12, rngs=nnx.Rngs(0))
+    assert jnp.ndim(stack.norm.scale) == 2
