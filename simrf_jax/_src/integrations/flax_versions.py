@@ -11,6 +11,7 @@ from typing import Any
 from flax import nnx
 
 _HAS_METHODS = hasattr(nnx.Variable, "get_value")  # Since flax 0.12.1.
+_HAS_STATIC = hasattr(nnx, "static")  # Since flax 0.12.
 _HAS_VIEW = hasattr(nnx, "view")  # Since flax 0.12.4.
 
 
@@ -25,6 +26,11 @@ def set_value(variable: nnx.Variable, value: Any) -> None:
         variable.set_value(value)
     else:
         variable.value = value
+
+
+def static(value: Any) -> Any:
+    """Returns what to assign to an attribute that may have held arrays and is to hold none."""
+    return nnx.static(value) if _HAS_STATIC else value
 
 
 def view(model: nnx.Module, *, only: Any = ..., **attributes: Any) -> Any:

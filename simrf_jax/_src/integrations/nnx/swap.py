@@ -8,6 +8,7 @@ from typing import Any
 
 from flax import nnx
 
+from simrf_jax._src.integrations.flax_versions import static
 from simrf_jax._src.integrations.nnx.adapter import Adapter
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
 
@@ -115,17 +116,16 @@ def _adapter(
             f"The layer {path} must attend by nnx.dot_product_attention, got {attention_fn!r}, "
             "which may do more than attend; put a RandomFeatureAttention there by hand."
         )
-    if layer.query.kernel.ndim != 3:
+    shape = layer.key.kernel.shape
+    if len(shape) != 3:
         raise ValueError(
-            f"The layer {path} must be one layer, got a stack with queries of shape "
-            f"{layer.query.kernel.shape}; make the adapters where the layers are made."
+            f"The layer {path} must be one layer, got a stack with keys of shape {shape}; make the "
+            "adapters where the layers are made."
         )
-    return RandomFeatureAttention(
-        layer.num_kv_heads, layer.head_dim, num_features, rngs=rngs, **options
-    )
+    return RandomFeatureAttention(*shape[1:], num_features, rngs=rngs, **options)
 
 
 def _put(layer: nnx.MultiHeadAttention, attention: Any) -> None:
     # Flax must be told which attentions hold arrays: the attribute may have held none before.
     is_module = isinstance(attention, nnx.Module)
-    layer.attention_fn = nnx.data(attention) if is_module else nnx.static(attention)
+    layer.attention_fn = nnx.data(attention) if is_module else static(attention)
