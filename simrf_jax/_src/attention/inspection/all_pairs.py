@@ -14,6 +14,9 @@ from simrf_jax._src.attention.random_features.exact_keys import ExactKeys
 from simrf_jax._src.attention.random_features.state import largest, or_zero, signed_exp
 from simrf_jax._src.features import LogFeatures
 
+# Above it, no term that counts of a sum of products of features is below the smallest number.
+LEAST_PRODUCT = 1e-30
+
 
 class KernelRows(NamedTuple):
     """An un-normalized attention matrix, kernel * exp(log_scale), in range at any scale.
@@ -96,9 +99,9 @@ def log_kernels(
 ) -> tuple[Float[Array, "*batch N T S"], Float[Array, "*batch N T S"]]:
     """Returns logarithms of the kernel that positive features estimate, and of the softmax kernel.
 
-    Both are the softmax kernel at pairs of exact weight.
-    They are minus infinity at hidden keys and in all rows beyond the lengths of queries, and NaN in
-    rows of queries that are not finite or see a key that is not.
+    Both are the softmax kernel at pairs of exact weight. They are minus infinity at hidden keys and
+    in all rows beyond the lengths of queries, and NaN in rows of queries that are not finite or see
+    a key that is not.
 
     Raises:
       ValueError: If features may be negative.
@@ -176,7 +179,35 @@ def _feature_products(
 
 @jax.jit
 def _log_feature_products(queries: LogFeatures, keys: LogFeatures) -> Float[Array, "B T K G S"]:
-    """Returns the logarithm of phi(q) . phi(k) for all pairs, without the scale of the queries."""
+    """Returns the logarithm of phi(q) . phi(k) for all pairs, without the scale of the queries.
+
+    One product of matrices gives all of them, each feature in units of its largest key, unless some
+    pair is too small for it.
+    """
+    maxima = largest(keys.exponent, axis=1)
+    logits = queries.exponent + maxima[:, :, :, None]
+    shift = or_zero(largest(logits, axis=-1))
+    products = jnp.einsum(
+        "btkgm,bskm->btkgs",
+        jnp.exp(logits - shift),
+        jnp.exp(keys.exponent - or_zero(maxima)),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+    # Vectors without features have none in common with any other.
+    has_none = (jnp.all(phi.exponent == -jnp.inf, axis=-1) for phi in (queries, keys))
+    of_queries, of_keys = has_none
+    is_exact = products > LEAST_PRODUCT
+    is_exact |= of_queries[..., None] | of_keys.mT[:, None, :, None]
+
+    def of_products() -> Float[Array, "B T K G S"]:
+        is_some = products > 0
+        return jnp.where(is_some, jnp.log(jnp.where(is_some, products, 1)) + shift, -jnp.inf)
+
+    return jax.lax.cond(jnp.all(is_exact), of_products, lambda: _log_feature_sums(queries, keys))
+
+
+def _log_feature_sums(queries: LogFeatures, keys: LogFeatures) -> Float[Array, "B T K G S"]:
+    """Returns ``_log_feature_products`` by the logarithm of the sum over features of each pair."""
     exponents = jnp.moveaxis(keys.exponent, 1, 2)[:, :, None]  # [B, K, 1, S, num_features].
 
     @jax.checkpoint  # Gradients, too, hold the features of all pairs for one query at a time.
