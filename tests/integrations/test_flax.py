@@ -1,5 +1,6 @@
 """Tests of the adapters inside Flax's own attention modules, in NNX and in Linen."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +19,7 @@ from tests.integrations.adapters import (
     copy_to_linen,
     linen_attention,
     nnx_attention,
+    random_features,
     tokens,
 )
 
@@ -211,6 +213,9 @@ def call_linen(*, call=None, attention=None, **options):
         ({"feature_map": "clustered_hybrid"}, "takes the centers of clusters"),
         ({"num_weights": 4}, "num_weights is for angular_hybrid and gaussian_hybrid, got 4"),
         ({"exact_bandwidth": -1}, "exact_bandwidth must be at least 0, got -1"),
+        ({"exact_keys": 0}, "exact_keys must be at least 1, got 0"),
+        ({"exact_keys": 2, "feature_map": "relu"}, "exact_keys takes a feature map that estimates"),
+        ({"exact_keys": 2, "is_causal": True}, "exact_keys=2 chooses keys by all queries"),
         (
             {"exact_bandwidth": 2, "feature_map": "relu"},
             "exact_bandwidth takes a feature map that estimates",
@@ -269,3 +274,12 @@ def test_both_apis_are_causal():
 @pytest.mark.parametrize("call", [call_nnx, call_linen])
 def test_dropout_that_is_off_is_no_dropout(call):
     call(attention={"dropout_rate": 0.1}, call={"deterministic": True})
+
+
+@pytest.mark.parametrize("api", ["nnx", "linen"])
+@pytest.mark.parametrize("options", [{"exact_keys": 3}, {"exact_keys": (0, -1), "is_causal": True}])
+def test_exact_keys_are_those_of_the_function(api, options):
+    both = random_features(4, 8, **options)
+    q, k, v = jax.random.normal(jax.random.key(3), (3, 2, 9, 4, 8))
+    expected = both.function(q, k, v, **options)
+    chex.assert_trees_all_close(both.calls()[api](q, k, v), expected, atol=1e-6)

@@ -12,6 +12,7 @@ from flax import serialization
 import simrf_jax
 from simrf_jax import feature_maps
 from simrf_jax._src import features, projections
+from simrf_jax._src.attention.estimator import KeyChoice
 from simrf_jax._src.features import FeatureMap
 from simrf_jax._src.integrations.flax_serialization import RECORDS
 from simrf_jax._src.projections import StructuredProjection
@@ -41,6 +42,8 @@ CASES = {
     "BipolarProjection": lambda: simrf_jax.draw_bipolar_projection(jax.random.key(0), 8, 3, 4),
     "ClusteredProjection": lambda: simrf_jax.ClusteredProjection(rows(), rows()[:2], rows(), 0.1),
     "RandomFeatures": lambda: simrf_jax.RandomFeatures(rows(), calibration(), exact_bandwidth=2),
+    "RandomFeatures, exact keys": lambda: simrf_jax.RandomFeatures(rows(), exact_keys=[0, -1]),
+    "KeyChoice": lambda: KeyChoice.of([0, -1]),
     "Band": lambda: simrf_jax.Band(2),
     "Blend": lambda: simrf_jax.Blend(
         simrf_jax.Band(2), (simrf_jax.RandomFeatures(rows()),), jnp.full(2, 0.4), jnp.full(2, 0.6)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple, SupportsIndex, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from jaxtyping import Array, Bool, Float, Integer
+from jaxtyping import Array, ArrayLike, Bool, Float, Integer
 
 from simrf_jax._src import checks, one_line
 from simrf_jax._src.attention.inputs.call import Axes, Call, Inputs, repeat_heads
+from simrf_jax._src.attention.inputs.masks import Shape
 from simrf_jax._src.attention.inputs.sharding import MeshAxes
 from simrf_jax._src.features import (
     FeatureMap,
@@ -27,6 +28,9 @@ from simrf_jax._src.projections import StructuredProjection
 
 ONE_DEVICE = MeshAxes()
 CHUNK_SIZE = 64  # Keys that causal and packed attention take at a time unless the caller says.
+
+# A number of keys, or positions of keys.
+ExactKeysLike: TypeAlias = SupportsIndex | Sequence[int] | Integer[ArrayLike, "*batch g"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -176,7 +180,7 @@ class KeyChoice:
         return one_line.representation(self)
 
     @classmethod
-    def of(cls, exact_keys: Any) -> KeyChoice:
+    def of(cls, exact_keys: ExactKeysLike | KeyChoice) -> KeyChoice:
         """Returns the choice of a number of keys, or of an array of positions.
 
         Raises:
@@ -185,9 +189,10 @@ class KeyChoice:
         """
         if isinstance(exact_keys, KeyChoice):
             return exact_keys
-        if np.ndim(exact_keys) == 0:
-            return cls(checks.positive_int("exact_keys", exact_keys))
-        positions = jnp.asarray(exact_keys)
+        given: Any = exact_keys
+        if np.ndim(given) == 0:
+            return cls(checks.positive_int("exact_keys", given))
+        positions = jnp.asarray(given)
         if not jnp.issubdtype(positions.dtype, jnp.integer):
             raise TypeError(
                 "exact_keys must be a number of keys, or integers, their positions, got "
@@ -197,18 +202,19 @@ class KeyChoice:
             raise ValueError(f"exact_keys must have a position, got shape {positions.shape}.")
         return cls(0, positions)
 
-    def check(self, call: Call, feature_map: FeatureMap) -> None:
-        """Raises ``ValueError`` if a call or a feature map cannot have such keys."""
+    def check(self, feature_map: FeatureMap, *, is_causal: bool) -> None:
+        """Raises ``ValueError`` if a feature map or causal attention cannot have such keys."""
         check_estimates_softmax("exact_keys", feature_map)
-        batch = call.query.shape[:-3]
-        if self.positions is None:
-            if call.is_causal:
-                raise ValueError(
-                    f"exact_keys={self.count} chooses keys by all queries, so later tokens would "
-                    "reach earlier outputs of causal attention; pass positions, such as "
-                    "exact_keys=jnp.arange(4) for the first tokens."
-                )
-        elif self.positions.ndim > 1 and self.positions.shape[:-1] != batch:
+        if is_causal and self.positions is None:
+            raise ValueError(
+                f"exact_keys={self.count} chooses keys by all queries, so later tokens would reach "
+                "earlier outputs of causal attention; pass positions, such as the first four: "
+                "exact_keys=(0, 1, 2, 3)."
+            )
+
+    def check_batch(self, batch: Shape) -> None:
+        """Raises ``ValueError`` if there are positions for other sequences."""
+        if self.positions is not None and self.positions.shape[:-1] not in ((), batch):
             raise ValueError(
                 f"exact_keys must be a number, [g] or [*batch, g] with the batch shape {batch}, "
                 f"got shape {self.positions.shape}."
@@ -257,7 +263,8 @@ class Estimator:
         w, feature_map = self.projection, self.feature_map
         self.check_heads(call)
         if self.exact_keys is not None:
-            self.exact_keys.check(call, feature_map)
+            self.exact_keys.check(feature_map, is_causal=call.is_causal)
+            self.exact_keys.check_batch(call.query.shape[:-3])
         inputs = call.lay_out(
             dtype=None if w is None else w.dtype,
             scaled=self.exact_bandwidth is None if scaled is None else scaled,

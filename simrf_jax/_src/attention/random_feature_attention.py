@@ -15,6 +15,7 @@ from simrf_jax._src import checks, one_line
 from simrf_jax._src.attention.estimator import (
     CHUNK_SIZE,
     Estimator,
+    ExactKeysLike,
     KeyChoice,
     check_band,
     compiled,
@@ -87,7 +88,7 @@ class RandomFeatures(Mechanism[AttentionState | ExactBandState]):
     head_axis: str | tuple[str, ...] | None = None
     implementation: Implementation | Sequence[Implementation] | None = None
     exact_bandwidth: SupportsIndex | None = None
-    exact_keys: SupportsIndex | Integer[ArrayLike, "*batch g"] | KeyChoice | None = None
+    exact_keys: ExactKeysLike | KeyChoice | None = None
 
     def __repr__(self) -> str:
         return one_line.representation(self)
@@ -217,7 +218,7 @@ def random_feature_attention(
     batch_axis: str | tuple[str, ...] | None = None,
     head_axis: str | tuple[str, ...] | None = None,
     exact_bandwidth: SupportsIndex | None = None,
-    exact_keys: SupportsIndex | Integer[ArrayLike, "*batch g"] | None = None,
+    exact_keys: ExactKeysLike | None = None,
 ) -> Float[Array, "*batch T N D"]:
     r"""Returns softmax attention estimated by random features, in time linear in the length.
 

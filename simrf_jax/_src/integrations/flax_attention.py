@@ -33,6 +33,7 @@ def random_features(
     head_axis: AxisNames = None,
     implementation: Implementation | None = None,
     exact_bandwidth: int | None = None,
+    exact_keys: int | tuple[int, ...] | None = None,
 ) -> RandomFeatures:
     """Returns random-feature attention whose W gets no gradient."""
     return RandomFeatures(
@@ -43,6 +44,7 @@ def random_features(
         head_axis=head_axis,
         implementation=implementation,
         exact_bandwidth=exact_bandwidth,
+        exact_keys=exact_keys,
     )
 
 

@@ -11,6 +11,7 @@ import jax
 from flax import serialization
 
 from simrf_jax._src import attention, features, projections
+from simrf_jax._src.attention.estimator import KeyChoice
 from simrf_jax._src.features import (
     bipolar,
     calibrated,
@@ -47,6 +48,7 @@ RECORDS: tuple[type[Any], ...] = (
     attention.Band,
     attention.Blend,
     attention.RandomFeatures,
+    KeyChoice,
 )
 
 

@@ -6,9 +6,9 @@ from typing import SupportsIndex, Unpack
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, Integer
+from jaxtyping import Array, ArrayLike, Float
 
-from simrf_jax._src.attention.estimator import Estimator
+from simrf_jax._src.attention.estimator import Estimator, ExactKeysLike
 from simrf_jax._src.attention.inputs.call import Call, Options
 from simrf_jax._src.attention.inspection.all_pairs import log_kernels
 from simrf_jax._src.attention.random_feature_attention import RandomFeatures
@@ -23,7 +23,7 @@ def distillation_loss(
     *,
     feature_map: FeatureMapLike,
     exact_bandwidth: SupportsIndex | None = None,
-    exact_keys: SupportsIndex | Integer[ArrayLike, "*batch g"] | None = None,
+    exact_keys: ExactKeysLike | None = None,
     **options: Unpack[Options],
 ) -> Float[Array, ""]:
     r"""Returns the cross-entropy of the attention weights of features to those of softmax.

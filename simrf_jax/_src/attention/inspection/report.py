@@ -6,9 +6,9 @@ from typing import NamedTuple, SupportsIndex, Unpack
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Bool, Float, Float64, Integer
+from jaxtyping import Array, ArrayLike, Bool, Float, Float64
 
-from simrf_jax._src.attention.estimator import Estimator
+from simrf_jax._src.attention.estimator import Estimator, ExactKeysLike
 from simrf_jax._src.attention.inputs.call import Call, Options
 from simrf_jax._src.attention.inspection.all_pairs import KernelRows, kernel_rows
 from simrf_jax._src.attention.random_feature_attention import RandomFeatures
@@ -52,7 +52,7 @@ def attention_matrix(
     *,
     feature_map: FeatureMapLike = "positive",
     exact_bandwidth: SupportsIndex | None = None,
-    exact_keys: SupportsIndex | Integer[ArrayLike, "*batch g"] | None = None,
+    exact_keys: ExactKeysLike | None = None,
     **options: Unpack[Options],
 ) -> Float[Array, "*batch N T S"]:
     r"""Returns the attention weights that ``random_feature_attention`` implies and never forms.
@@ -114,7 +114,7 @@ def attention_report(
     value: Float[ArrayLike, "*batch S K D"] | None = None,
     feature_map: FeatureMapLike = "positive",
     exact_bandwidth: SupportsIndex | None = None,
-    exact_keys: SupportsIndex | Integer[ArrayLike, "*batch g"] | None = None,
+    exact_keys: ExactKeysLike | None = None,
     **options: Unpack[Options],
 ) -> AttentionReport:
     r"""Compares the weights that random features imply with those of softmax attention.

@@ -117,6 +117,9 @@ class RandomFeatureAttention(Adapter):
         ``simrf_jax.random_feature_attention``. Decoding does not use it.
       exact_bandwidth: Distance over which queries see keys exactly, or None; see
         ``simrf_jax.random_feature_attention``.
+      exact_keys: Number of keys that all queries see exactly, a tuple of their positions, or None;
+        see ``simrf_jax.random_feature_attention``. A causal adapter takes positions, and one that
+        decodes takes neither.
 
     Raises:
       TypeError: When called, if a switch is neither True nor False or a keyword is unknown.
@@ -156,6 +159,7 @@ class RandomFeatureAttention(Adapter):
     head_axis: flax_attention.AxisNames = None
     implementation: Implementation | None = None
     exact_bandwidth: int | None = None
+    exact_keys: int | tuple[int, ...] | None = None
 
     def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> RandomFeatures:
         del num_heads
@@ -186,6 +190,7 @@ class RandomFeatureAttention(Adapter):
             head_axis=self.head_axis,
             implementation=self.implementation,
             exact_bandwidth=self.exact_bandwidth,
+            exact_keys=self.exact_keys,
         )
 
     def _calibration(self, initial: Calibrated) -> Calibrated:

@@ -31,6 +31,7 @@ _SWITCHES = {
     "head_axis": None,
     "implementation": None,
     "exact_bandwidth": None,
+    "exact_keys": None,
 }
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from simrf_jax._src.attention import RandomFeatures
-from simrf_jax._src.attention.estimator import check_band
+from simrf_jax._src.attention.estimator import KeyChoice, check_band
 from simrf_jax._src.attention.implementations import Implementation
 from simrf_jax._src.features import FeatureMapLike, as_feature_map
 from simrf_jax._src.features.calibrated import Calibrated
@@ -109,6 +109,9 @@ class RandomFeatureAttention(Adapter):
         ``simrf_jax.random_feature_attention``. Decoding does not use it.
       exact_bandwidth: Distance over which queries see keys exactly, or None; see
         ``simrf_jax.random_feature_attention``.
+      exact_keys: Number of keys that all queries see exactly, a tuple of their positions, or None;
+        see ``simrf_jax.random_feature_attention``. A causal adapter takes positions, and one that
+        decodes takes neither.
       rngs: Source of the key: its stream ``features``, or its default stream if there is none, or
         else ``params``.
 
@@ -158,6 +161,7 @@ class RandomFeatureAttention(Adapter):
         head_axis: flax_attention.AxisNames = None,
         implementation: Implementation | None = None,
         exact_bandwidth: int | None = None,
+        exact_keys: int | tuple[int, ...] | None = None,
         rngs: nnx.Rngs,
     ):
         super().__init__(
@@ -182,6 +186,9 @@ class RandomFeatureAttention(Adapter):
         if exact_bandwidth is not None:
             exact_bandwidth = check_band(exact_bandwidth, as_feature_map(feature_map))
         self.exact_bandwidth = exact_bandwidth
+        if exact_keys is not None:
+            KeyChoice.of(exact_keys).check(as_feature_map(feature_map), is_causal=is_causal)
+        self.exact_keys = exact_keys
         self.moments: CalibrationMoments | None = nnx.data(None)
         self.loss: DistillationLoss | None = nnx.data(None)
         self.calls: AttentionCalls | None = nnx.data(None)
@@ -251,6 +258,7 @@ class RandomFeatureAttention(Adapter):
             head_axis=self.head_axis,
             implementation=self.implementation,
             exact_bandwidth=self.exact_bandwidth,
+            exact_keys=self.exact_keys,
         )
 
     def _map(self) -> FeatureMapLike:
