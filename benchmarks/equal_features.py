@@ -16,6 +16,7 @@ import numpy as np
 import simrf_jax
 from benchmarks import command_line
 from simrf_jax import FeatureMap, feature_maps, theory
+from simrf_jax._src.features import as_feature_map
 from simrf_jax._src.projections import ProjectionLike
 
 DIM, NUM_FEATURES = 64, 128
@@ -64,7 +65,7 @@ ESTIMATORS = (
 def map_of(estimator: Estimator, v: float) -> FeatureMap:
     if estimator.feature_map == OPTIMAL:
         return feature_maps.OptimalPositive(theory.optimal_parameter(v**2, DIM))
-    return feature_maps.FEATURE_MAPS[estimator.feature_map]
+    return as_feature_map(estimator.feature_map)
 
 
 def squared_error(estimator: Estimator, w: ProjectionLike, v: float) -> jax.Array:

@@ -1,10 +1,8 @@
-"""The feature maps of attention, as objects: the namespace ``simrf_jax.feature_maps``."""
+"""The feature maps of attention, as objects; hybrids are in ``simrf_jax.hybrid``."""
 
-from simrf_jax._src.features.bipolar import AngularHybrid, GaussianHybrid
 from simrf_jax._src.features.calibrated import Calibrated
-from simrf_jax._src.features.clustered import ClusteredHybrid
 from simrf_jax._src.features.exponential import Hyperbolic, OptimalPositive, Positive
-from simrf_jax._src.features.feature_map import FEATURE_MAPS, Custom, named
+from simrf_jax._src.features.feature_map import Custom
 from simrf_jax._src.features.folded import Folded
 from simrf_jax._src.features.generalized import Elu, Relu
 from simrf_jax._src.features.learned import Learned
@@ -12,14 +10,10 @@ from simrf_jax._src.features.log_space import LogFeatures
 from simrf_jax._src.features.trigonometric import Phase, Trigonometric
 
 __all__ = [
-    "FEATURE_MAPS",
-    "AngularHybrid",
     "Calibrated",
-    "ClusteredHybrid",
     "Custom",
     "Elu",
     "Folded",
-    "GaussianHybrid",
     "Hyperbolic",
     "Learned",
     "LogFeatures",
@@ -28,5 +22,4 @@ __all__ = [
     "Positive",
     "Relu",
     "Trigonometric",
-    "named",
 ]

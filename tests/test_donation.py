@@ -45,7 +45,7 @@ def calibration(**options):
 def fitted_mixture():
     q, k, _ = tokens()
     mixture = fit_mixture(jax.random.key(3), q, k, 2)
-    w = simrf_jax.draw_mixture_projection(jax.random.key(4), mixture.centers[0], ROWS)
+    w = simrf_jax.calibration.draw_mixture_projection(jax.random.key(4), mixture.centers[0], ROWS)
     return mixture, w
 
 
@@ -59,7 +59,7 @@ RECORDS = {
     "folded positive": lambda: feature_maps.Folded.of(feature_maps.Positive(), draw()),
     "radau": lambda: draw(norms="radau"),
     "fast": lambda: simrf_jax.draw_fast_projection(jax.random.key(5), ROWS, DIM),
-    "bipolar": lambda: simrf_jax.draw_bipolar_projection(jax.random.key(6), ROWS, 3, DIM),
+    "bipolar": lambda: simrf_jax.hybrid.draw_bipolar_projection(jax.random.key(6), ROWS, 3, DIM),
     "mixture": fitted_mixture,
 }
 
@@ -172,7 +172,7 @@ def test_states_of_decoding(mechanism, bandwidth):
     attend = {
         "random features": far,
         "band": simrf_jax.Band(2),
-        "blend": simrf_jax.Blend(simrf_jax.Band(2), (far,), 0.5, 0.5),
+        "blend": simrf_jax.fmm.Blend(simrf_jax.Band(2), (far,), 0.5, 0.5),
     }[mechanism]
     state = attend.init(
         batch=(2,), num_key_heads=HEADS, head_dim=DIM, value_dim=DIM, dtype=jnp.float32

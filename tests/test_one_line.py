@@ -67,12 +67,12 @@ def test_records_are_shown_in_one_line():
             "log_weights=bfloat16[130], is_paired=False)",
         ),
         (
-            simrf_jax.draw_bipolar_projection(key(), 6, 2, 4),
+            simrf_jax.hybrid.draw_bipolar_projection(key(), 6, 2, 4),
             "BipolarProjection(hyperbolic=float32[6, 4], trigonometric=float32[6, 4], "
             f"weights=float32[2, 4], draw_options={DRAWN})",
         ),
         (
-            simrf_jax.ClusteredProjection(w, jnp.ones((3, 4)), jnp.ones((2, 4))),
+            simrf_jax.hybrid.ClusteredProjection(w, jnp.ones((3, 4)), jnp.ones((2, 4))),
             "ClusteredProjection(projection=float32[6, 4], query_centers=float32[3, 4], "
             "key_centers=float32[2, 4], spread=0.0)",
         ),
@@ -102,7 +102,7 @@ def test_records_are_shown_in_one_line():
             "RandomFeatures(projection=float32[6, 4], feature_map=Positive(kernel='softmax'))",
         ),
         (
-            simrf_jax.Blend(simrf_jax.Band(7), (random_features,), far_weights=jnp.ones(1)),
+            simrf_jax.fmm.Blend(simrf_jax.Band(7), (random_features,), far_weights=jnp.ones(1)),
             f"Blend(near=Band(bandwidth=7, block_size=None, sequence_axis=None), "
             f"far=[{random_features!r}], near_weight=1.0, far_weights=float32[1])",
         ),
@@ -113,7 +113,7 @@ def test_records_are_shown_in_one_line():
             f"ExactBandState(near={WINDOW}, far={SUMS})",
         ),
         (
-            state(simrf_jax.Blend(simrf_jax.Band(7), (random_features,))),
+            state(simrf_jax.fmm.Blend(simrf_jax.Band(7), (random_features,))),
             f"BlendState(near={WINDOW}, far=[{SUMS}])",
         ),
         (

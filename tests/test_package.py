@@ -26,6 +26,8 @@ def imported(path):
 FACES = {
     "calibration.py",
     "feature_maps.py",
+    "fmm.py",
+    "hybrid.py",
     "integrations/linen.py",
     "integrations/nnx.py",
     "integrations/sklearn.py",
@@ -100,9 +102,16 @@ def test_the_package_has_no_other_names():
 
 PUBLIC = [
     getattr(module, name)
-    for module in (simrf_jax, simrf_jax.theory, simrf_jax.selection, simrf_jax.feature_maps)
+    for module in (
+        simrf_jax,
+        simrf_jax.feature_maps,
+        simrf_jax.fmm,
+        simrf_jax.hybrid,
+        simrf_jax.selection,
+        simrf_jax.theory,
+    )
     for name in module.__all__
-    if name not in ("theory", "selection", "feature_maps", "FEATURE_MAPS", "Mechanism")
+    if name != "Mechanism" and not inspect.ismodule(getattr(module, name))
 ]
 RECORDS = [public for public in PUBLIC if inspect.isclass(public)]
 FUNCTIONS = [public for public in PUBLIC if not inspect.isclass(public)]
@@ -137,10 +146,10 @@ SIGNATURES = {
     "rotation='haar', norms='chi', dtype=<class 'jax.numpy.float32'>",
     "draw_fast_projection": "(key, num_features, dim, *, coupling='simplex', ",
     "project": "(x, projection)",
-    "positive_features": "(x, projection, *, kernel='gaussian')",
-    "hyperbolic_features": "(x, projection, *, kernel='gaussian')",
-    "trigonometric_features": "(x, projection, *, kernel='gaussian')",
-    "phase_features": "(x, projection, phases, *, kernel='gaussian')",
+    "positive_features": "(x, projection, *, kernel='softmax')",
+    "hyperbolic_features": "(x, projection, *, kernel='softmax')",
+    "trigonometric_features": "(x, projection, *, kernel='softmax')",
+    "phase_features": "(x, projection, phases, *, kernel='softmax')",
     "relu_features": "(x, projection)",
     "elu_features": "(x, ",
     "gaussian_kernel": "(x, y)",

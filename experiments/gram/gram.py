@@ -52,7 +52,7 @@ def squared_errors(
 
     def one(key: jax.Array) -> jax.Array:
         w = simrf_jax.draw_projection(key, num_features, x.shape[1], coupling=coupling)
-        phi = simrf_jax.positive_features(x, w)
+        phi = simrf_jax.positive_features(x, w, kernel="gaussian")
         estimate = jnp.matmul(phi, phi.T, precision=jax.lax.Precision.HIGHEST)
         return jnp.mean(jnp.square(estimate - exact))
 

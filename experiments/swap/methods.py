@@ -175,7 +175,7 @@ def _draw_around(
 ) -> simrf_jax.Projection:
     """Returns a W for each head, of rows around as many of its centers as there are rows for."""
     draw = functools.partial(
-        simrf_jax.draw_mixture_projection,
+        simrf_jax.calibration.draw_mixture_projection,
         num_features=num_features,
         options=DrawOptions(coupling=coupling),
     )

@@ -8,13 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from simrf_jax import (
-    Projection,
-    banded_attention,
-    feature_maps,
-    fmm_attention,
-    random_feature_attention,
-)
+from simrf_jax import Projection, banded_attention, feature_maps, random_feature_attention
+from simrf_jax.fmm import fmm_attention
 from tests import formulas
 from tests.attention import steps
 from tests.attention.reference import attention, banded, beside_band

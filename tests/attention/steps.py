@@ -1,6 +1,7 @@
 """Decoding by the three mechanisms as functions of all that they hold, one call for each verb."""
 
-from simrf_jax import Band, Blend, RandomFeatures
+from simrf_jax import Band, RandomFeatures
+from simrf_jax.fmm import Blend
 
 
 def init_state(projection, *, feature_map="positive", head_dim=None, exact_bandwidth=None, **sizes):

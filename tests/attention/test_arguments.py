@@ -14,9 +14,9 @@ from simrf_jax import (
     banded_attention,
     draw_fast_projection,
     draw_projection,
-    fmm_attention,
     random_feature_attention,
 )
+from simrf_jax.fmm import fmm_attention
 from tests import formulas
 from tests.attention import all_pairs, steps
 from tests.attention.inputs import inputs, projection

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from simrf_jax import FeatureMap, RandomFeatures, feature_maps, random_feature_attention
+from simrf_jax import FeatureMap, RandomFeatures, feature_maps, hybrid, random_feature_attention
 from simrf_jax._src.attention import ExactBandState
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import beside_band, relative_error
@@ -197,7 +197,7 @@ class Cosine(FeatureMap):
         "elu",
         feature_maps.Positive("gaussian"),
         feature_maps.Trigonometric("gaussian"),
-        feature_maps.GaussianHybrid(kernel="gaussian"),
+        hybrid.GaussianHybrid(kernel="gaussian"),
         Cosine(),
     ],
     ids=str,

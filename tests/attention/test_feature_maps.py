@@ -9,7 +9,8 @@ import pytest
 
 import simrf_jax
 from simrf_jax import feature_maps, random_feature_attention
-from simrf_jax._src.features import LogFeatures
+from simrf_jax._src.features import FEATURE_MAPS, LogFeatures
+from simrf_jax._src.features.feature_map import named
 from tests import conformance, formulas
 from tests.attention.reference import attention, relative_error
 
@@ -166,11 +167,11 @@ def test_a_callable_is_called_with_scaled_vectors_and_the_projection():
     )
 
 
-@pytest.mark.parametrize("name", feature_maps.FEATURE_MAPS)
+@pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_feature_maps_are_pytrees_that_share_their_programs_with_no_other(name):
-    leaves, structure = jax.tree.flatten(feature_maps.FEATURE_MAPS[name])
-    another = type(feature_maps.FEATURE_MAPS[name])()
-    equal = [n for n, m in feature_maps.FEATURE_MAPS.items() if jax.tree.structure(m) == structure]
+    leaves, structure = jax.tree.flatten(FEATURE_MAPS[name])
+    another = type(FEATURE_MAPS[name])()
+    equal = [n for n, m in FEATURE_MAPS.items() if jax.tree.structure(m) == structure]
     assert equal == [name]
     assert jax.tree.structure(another) == structure
     assert jax.tree.unflatten(structure, leaves).projection_type is another.projection_type
@@ -272,7 +273,7 @@ def test_fast_projections(heads, name):
 
 def test_a_name_stands_for_one_feature_map():
     def define():
-        @feature_maps.named("constant")
+        @named("constant")
         @dataclasses.dataclass(frozen=True)
         class Constant(simrf_jax.FeatureMap):
             def log_features(self, x, projection, *, side):
@@ -289,9 +290,9 @@ def test_a_name_stands_for_one_feature_map():
         with pytest.raises(
             ValueError, match=r"must be new, got 'constant', which is that of .*Constant"
         ):
-            feature_maps.named("constant")(feature_maps.Relu)
+            named("constant")(feature_maps.Relu)
     finally:
-        feature_maps.FEATURE_MAPS.pop("constant", None)
+        FEATURE_MAPS.pop("constant", None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -414,7 +415,7 @@ class NoDataclass(simrf_jax.FeatureMap):
         ("clustered_hybrid", None, TypeError, "must be a ClusteredProjection, got None"),
         (
             "positive",
-            simrf_jax.BipolarProjection(*(projection(),) * 3),
+            simrf_jax.hybrid.BipolarProjection(*(projection(),) * 3),
             TypeError,
             "an array .* or a Projection, got BipolarProjection",
         ),

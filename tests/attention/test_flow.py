@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import pytest
 
 import simrf_jax
-from simrf_jax import fmm_attention, random_feature_attention
+from simrf_jax import random_feature_attention
+from simrf_jax.fmm import fmm_attention
 
 LIBRARY = str(pathlib.Path(simrf_jax.__file__).parent)
 X = jax.ShapeDtypeStruct((2, 128, 4, 8), jnp.float32)

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import fmm_attention
+from simrf_jax.fmm import fmm_attention
 from tests import formulas
 from tests.attention import reference
 from tests.attention.inputs import inputs, projection

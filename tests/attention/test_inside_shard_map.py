@@ -7,12 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import (
-    banded_attention,
-    draw_fast_projection,
-    fmm_attention,
-    random_feature_attention,
-)
+from simrf_jax import banded_attention, draw_fast_projection, random_feature_attention
+from simrf_jax.fmm import fmm_attention
 from tests.attention import steps
 from tests.attention.devices import make_mesh
 from tests.attention.inputs import inputs, projection

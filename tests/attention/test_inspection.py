@@ -70,7 +70,7 @@ def test_times_the_values_it_is_the_attention(name):
     q, k, v = inputs(scale=0.5, heads=4, key_heads=2, key_length=7, width=3, batch=(2,))
     w = projection(200, heads=2)
     if name in HYBRID:
-        w = simrf_jax.draw_bipolar_projection(jax.random.key(0), 100, 100, 8)
+        w = simrf_jax.hybrid.draw_bipolar_projection(jax.random.key(0), 100, 100, 8)
     own = {
         "features": lambda x, w: jnp.square(simrf_jax.project(x, w)),
         "pair": simrf_jax.feature_maps.Custom(

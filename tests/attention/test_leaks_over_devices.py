@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import banded_attention, fmm_attention, random_feature_attention
+from simrf_jax import banded_attention, random_feature_attention
+from simrf_jax.fmm import fmm_attention
 from tests.attention.devices import make_mesh
 from tests.attention.inputs import inputs, projection
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from simrf_jax import banded_attention, fmm_attention
+from simrf_jax import banded_attention
+from simrf_jax.fmm import fmm_attention
 from tests import formulas
 from tests.attention.devices import collectives, make_mesh, sharded
 from tests.attention.inputs import inputs, projection

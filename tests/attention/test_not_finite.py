@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import attention_matrix, banded_attention, fmm_attention, random_feature_attention
+from simrf_jax import attention_matrix, banded_attention, random_feature_attention
+from simrf_jax.fmm import fmm_attention
 from tests.attention import steps
 from tests.attention.inputs import inputs, projection
 from tests.tiers import slow_but

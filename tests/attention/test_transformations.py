@@ -11,13 +11,12 @@ import pytest
 from simrf_jax import (
     attention_matrix,
     banded_attention,
-    draw_bipolar_projection,
     draw_fast_projection,
     draw_projection,
-    fmm_attention,
     random_feature_attention,
 )
-from simrf_jax.feature_maps import GaussianHybrid
+from simrf_jax.fmm import fmm_attention
+from simrf_jax.hybrid import GaussianHybrid, draw_bipolar_projection
 from tests.attention import steps
 from tests.attention.inputs import inputs, projection
 from tests.attention.modes import MODES

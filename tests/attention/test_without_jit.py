@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from simrf_jax import banded_attention, fmm_attention, random_feature_attention
+from simrf_jax import banded_attention, random_feature_attention
 from simrf_jax._src.integrations.flax_versions import view
+from simrf_jax.fmm import fmm_attention
 from simrf_jax.integrations.nnx import RandomFeatureAttention
 from tests.attention import steps as decoding_steps
 from tests.attention.inputs import inputs, projection

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from simrf_jax.calibration import fit_mixture
+from simrf_jax.calibration import draw_mixture_projection, fit_mixture
 from tests.standard_errors import assert_mean
 
 DIM = 4
@@ -134,7 +134,7 @@ def test_tilt_and_mixture_together_are_unbiased(coupling):
     @jax.jit
     @jax.vmap
     def estimates(prng_key):
-        w = simrf_jax.draw_mixture_projection(prng_key, mixture.centers, 24, options=options)
+        w = draw_mixture_projection(prng_key, mixture.centers, 24, options=options)
         phi_x = mixture.feature_map.features(x, w, side="query")
         phi_y = mixture.feature_map.features(y, w, side="key")
         return jnp.sum(phi_x * phi_y, axis=-1) / jnp.exp(jnp.sum(x * y, axis=-1))
@@ -158,7 +158,7 @@ def test_a_mixture_lowers_the_error_of_attention_to_clusters():
     @functools.partial(jax.vmap, in_axes=(0, None, None))
     def error(prng_key, own_map, own_centers):
         keys = jax.random.split(prng_key, 2)
-        draw = functools.partial(simrf_jax.draw_mixture_projection, num_features=16)
+        draw = functools.partial(simrf_jax.calibration.draw_mixture_projection, num_features=16)
         w = jax.vmap(draw)(keys, own_centers)
         out = simrf_jax.random_feature_attention(
             query[test], key[test], value[test], w, feature_map=own_map

@@ -18,6 +18,8 @@ MODULES = {
         name: importlib.import_module(name)
         for name in (
             "simrf_jax.calibration",
+            "simrf_jax.fmm",
+            "simrf_jax.hybrid",
             "simrf_jax.integrations.linen",
             "simrf_jax.integrations.nnx",
             "simrf_jax.models",

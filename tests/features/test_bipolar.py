@@ -5,20 +5,26 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from simrf_jax import theory
+from simrf_jax import hybrid, theory
 from tests import formulas
 from tests.attention.reference import kernel_attention, relative_error
 from tests.features.vectors import KERNELS, vectors
 from tests.standard_errors import assert_mean
 
+
+def features_of(feature_map):
+    """Returns a function of vectors and W, with the fields of the map as keywords."""
+    return lambda x, p, *, side, **fields: feature_map(**fields).features(x, p, side=side)
+
+
 FEATURES = {
-    "angular": simrf_jax.angular_hybrid_features,
-    "gaussian": simrf_jax.gaussian_hybrid_features,
+    "angular": features_of(hybrid.AngularHybrid),
+    "gaussian": features_of(hybrid.GaussianHybrid),
 }
 
 
 def bipolar(num_features=6, num_weights=5, dim=4, seed=0, coupling="orthogonal"):
-    return simrf_jax.draw_bipolar_projection(
+    return hybrid.draw_bipolar_projection(
         jax.random.key(seed), num_features, num_weights, dim, coupling=coupling
     )
 
@@ -89,7 +95,7 @@ def test_unbiased(coupling):
     x, y = vectors(n=2)[:, None]
 
     def one(key):
-        p = simrf_jax.draw_bipolar_projection(key, 6, 5, 4, coupling=coupling)
+        p = hybrid.draw_bipolar_projection(key, 6, 5, 4, coupling=coupling)
         return {
             (name, kernel): estimate(name, x, y, p, kernel)[0, 0]
             for name in FEATURES
@@ -135,7 +141,7 @@ def test_angular_mse_is_that_of_theorem_3_1_and_lemma_3_2(coupling, angle):
     expected = theory.hybrid_mse(x, y, m, n, coupling=coupling)  # Theorem 3.1
 
     def one(key):
-        p = simrf_jax.draw_bipolar_projection(key, m, n, dim, coupling=coupling)
+        p = hybrid.draw_bipolar_projection(key, m, n, dim, coupling=coupling)
         signs = jnp.sign(jnp.dot(p.weights, x)) * jnp.sign(jnp.dot(p.weights, y))
         return estimate("angular", x[None], y[None], p)[0, 0], 0.5 - signs.mean() / 2
 
@@ -163,8 +169,8 @@ def test_shared_projections_have_the_mse_of_theory_too():
     expected += 2 * cross * np.exp(2 * x @ y) * gap / m
 
     def one(key):
-        p = simrf_jax.draw_bipolar_projection(key, m, n, dim, coupling="iid")
-        p = simrf_jax.BipolarProjection(p.hyperbolic, p.hyperbolic, p.weights)
+        p = hybrid.draw_bipolar_projection(key, m, n, dim, coupling="iid")
+        p = hybrid.BipolarProjection(p.hyperbolic, p.hyperbolic, p.weights)
         return estimate("angular", x[None], y[None], p)[0, 0]
 
     samples = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(3), 40_000))
@@ -263,14 +269,16 @@ def test_gradients_are_finite_and_the_record_is_a_pytree():
         ),
         (
             lambda x, p: FEATURES["angular"](
-                x, simrf_jax.BipolarProjection(p.hyperbolic, x, p.weights), side="key"
+                x, hybrid.BipolarProjection(p.hyperbolic, x, p.weights), side="key"
             ),
             ValueError,
             r"must be \[\.\.\., num_features, dim\] of one shape, and weights .* got \(6, 4\), \(7",
         ),
         (
             lambda x, p: FEATURES["angular"](
-                x, simrf_jax.BipolarProjection(p.hyperbolic, p.trigonometric, None), side="key"
+                x,
+                hybrid.BipolarProjection(p.hyperbolic, p.trigonometric, None),
+                side="key",
             ),
             TypeError,
             "must be an array .* got None",
@@ -281,7 +289,7 @@ def test_gradients_are_finite_and_the_record_is_a_pytree():
             r"dim=4, got shape \(7, 3\)",
         ),
         (
-            lambda x, p: simrf_jax.draw_bipolar_projection(jax.random.key(0), 3, 0, 4),
+            lambda x, p: hybrid.draw_bipolar_projection(jax.random.key(0), 3, 0, 4),
             ValueError,
             "num_weights must be at least 1",
         ),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import simrf_jax
+from simrf_jax import hybrid
 from tests.attention.reference import kernel_attention, relative_error
 from tests.features.vectors import KERNELS, vectors
 from tests.standard_errors import assert_less, assert_mean
@@ -12,12 +13,16 @@ from tests.standard_errors import assert_less, assert_mean
 def clustered(spread=0.0, num_features=9, seed=0):
     w = simrf_jax.draw_projection(jax.random.key(seed), num_features, 4, coupling="orthogonal")
     q, r = vectors(n=3, seed=5), vectors(n=2, seed=6)
-    return simrf_jax.ClusteredProjection(w, q, r, spread)
+    return hybrid.ClusteredProjection(w, q, r, spread)
+
+
+def features(x, p, *, side, kernel="softmax"):
+    return hybrid.ClusteredHybrid(kernel).features(x, p, side=side)
 
 
 def clustered_estimate(x, y, p, kernel="softmax"):
-    psi_1 = simrf_jax.clustered_hybrid_features(x, p, side="query", kernel=kernel)
-    psi_2 = simrf_jax.clustered_hybrid_features(y, p, side="key", kernel=kernel)
+    psi_1 = features(x, p, side="query", kernel=kernel)
+    psi_2 = features(y, p, side="key", kernel=kernel)
     return jnp.dot(psi_1, psi_2.T)
 
 
@@ -59,7 +64,7 @@ def clustered_by_definition(x, y, p):
 def test_a_center_on_an_axis_does_not_cost_the_others_their_digits():
     w = simrf_jax.draw_projection(jax.random.key(0), 64, 3)
     q, r = np.float32([[0, 1, 0.5], [1, 1, 0.5]]), np.float32([[1, 1, -0.5]])
-    p = simrf_jax.ClusteredProjection(w, q, r)
+    p = hybrid.ClusteredProjection(w, q, r)
     np.testing.assert_allclose(clustered_estimate(q[1:], r, p), np.exp(q[1:] @ r.T), rtol=1e-5)
 
 
@@ -68,7 +73,7 @@ def test_an_empty_cluster_does_not_silence_the_others():
     w = simrf_jax.draw_projection(jax.random.key(0), 64, 3)
     q, r = np.full((1, 3), 6.0, np.float32), np.float32([[-6, -6, -6], [6, 6, 6]])
     keys, value = np.full((4, 1, 3), -6.0, np.float32), np.ones((4, 1, 1), np.float32)
-    p = simrf_jax.ClusteredProjection(w, q, r, 0.05)
+    p = hybrid.ClusteredProjection(w, q, r, 0.05)
     out = simrf_jax.random_feature_attention(
         q[None], keys, value, p, feature_map="clustered_hybrid", scale=1.0
     )
@@ -84,7 +89,7 @@ def test_clustered_hybrid_is_unbiased(spread, kernel):
     def one(key):
         w = simrf_jax.draw_projection(key, 9, 4, coupling="orthogonal")
         p = clustered()
-        p = simrf_jax.ClusteredProjection(w, p.query_centers, p.key_centers, spread)
+        p = hybrid.ClusteredProjection(w, p.query_centers, p.key_centers, spread)
         return clustered_estimate(x, y, p, kernel)[0, 0]
 
     samples = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), 20_000))
@@ -100,7 +105,7 @@ def test_tuning_to_the_spread_pays_around_centers_with_a_small_coordinate():
     def errors(spread):
         def one(key):
             w = simrf_jax.draw_projection(key, 9, 4, coupling="orthogonal")
-            p = simrf_jax.ClusteredProjection(w, q, r, spread)
+            p = hybrid.ClusteredProjection(w, q, r, spread)
             return jnp.mean(jnp.square(jnp.diagonal(clustered_estimate(x, y, p)) / exact - 1))
 
         return jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), 2_000))
@@ -123,9 +128,9 @@ def test_attention_by_clusters():
 @pytest.mark.slow
 def test_half_precision_inputs_are_widened_before_distances_are_computed():
     centers = np.float16([[300] * 4, [-300] * 4])
-    far = simrf_jax.ClusteredProjection(clustered().projection, centers, centers[:1], 1.0)
+    far = hybrid.ClusteredProjection(clustered().projection, centers, centers[:1], 1.0)
     x = np.full(4, -2, np.float16)
-    phi = simrf_jax.clustered_hybrid_features(x, far, side="query", kernel="gaussian")
+    phi = features(x, far, side="query", kernel="gaussian")
     np.testing.assert_array_equal(phi[:10], 0)  # Nearest to the second center.
 
 
@@ -134,9 +139,7 @@ def test_gradients_far_from_all_centers_are_no_nan():
     # Features of other clusters overflow at this size.
     far = 8 * vectors()
     gradient = jax.grad(
-        lambda x: simrf_jax.clustered_hybrid_features(
-            x, clustered(0.5), side="query", kernel="softmax"
-        ).sum()
+        lambda x: features(x, clustered(0.5), side="query", kernel="softmax").sum()
     )(far)
     assert not jnp.isnan(gradient).any()
 
@@ -144,7 +147,7 @@ def test_gradients_far_from_all_centers_are_no_nan():
 @pytest.mark.slow
 def test_nan_stays_nan():
     nan = np.full(4, np.nan, np.float32)
-    phi = simrf_jax.clustered_hybrid_features(nan, clustered(), side="key")
+    phi = features(nan, clustered(), side="key")
     assert jnp.isnan(phi).any()
 
 
@@ -152,41 +155,41 @@ def test_nan_stays_nan():
     ("call", "error", "match"),
     [
         (
-            lambda x, p: simrf_jax.clustered_hybrid_features(
-                x, simrf_jax.ClusteredProjection(p.projection, x, x, -1.0), side="key"
+            lambda x, p: features(
+                x, hybrid.ClusteredProjection(p.projection, x, x, -1.0), side="key"
             ),
             ValueError,
             "spread must be at least 0, got -1.0",
         ),
         (
-            lambda x, p: simrf_jax.clustered_hybrid_features(x[0, 0], clustered(), side="key"),
+            lambda x, p: features(x[0, 0], clustered(), side="key"),
             ValueError,
             r"x must be \[\.\.\., dim\], got shape \(\)",
         ),
         (
             lambda x, p: simrf_jax.random_feature_attention(
                 *x[None, :, None].repeat(3, 0),
-                simrf_jax.ClusteredProjection(p.projection[None], x, x),
+                hybrid.ClusteredProjection(p.projection[None], x, x),
                 feature_map="clustered_hybrid",
             ),
             ValueError,
             r"key_centers \[\.\.\., clusters, dim\], got \(1, 9, 4\), \(7, 4\)",
         ),
         (
-            lambda x, p: simrf_jax.clustered_hybrid_features(x, p.projection, side="key"),
+            lambda x, p: features(x, p.projection, side="key"),
             TypeError,
             "must be a ClusteredProjection, got an array",
         ),
         (
-            lambda x, p: simrf_jax.clustered_hybrid_features(
-                x, simrf_jax.ClusteredProjection(p.projection, x[:0], x), side="key"
+            lambda x, p: features(
+                x, hybrid.ClusteredProjection(p.projection, x[:0], x), side="key"
             ),
             ValueError,
             r"query_centers must be \[clusters, 4\], at least one, got \(0, 4\)",
         ),
         (
-            lambda x, p: simrf_jax.clustered_hybrid_features(
-                x, simrf_jax.ClusteredProjection(p.projection, x, x[:, :3]), side="key"
+            lambda x, p: features(
+                x, hybrid.ClusteredProjection(p.projection, x, x[:, :3]), side="key"
             ),
             ValueError,
             r"key_centers must be \[clusters, 4\], at least one, got \(7, 3\)",
@@ -216,7 +219,7 @@ def attend(tokens, projection):
 @pytest.mark.parametrize("built", ["stacked", "under vmap"])
 def test_each_head_has_a_projection_of_its_own(heads, built):
     tokens, parts = heads
-    make = simrf_jax.ClusteredProjection
+    make = hybrid.ClusteredProjection
     out = attend(tokens, make(*parts) if built == "stacked" else jax.vmap(make)(*parts))
     for n in range(2):
         one = [x[:, :, n : n + 1] for x in tokens]
@@ -227,13 +230,13 @@ def test_each_head_has_a_projection_of_its_own(heads, built):
 @pytest.mark.slow
 def test_one_spread_serves_a_stack(heads):
     tokens, (*parts, _) = heads
-    one = simrf_jax.ClusteredProjection(*parts, 0.3)
-    many = simrf_jax.ClusteredProjection(*parts, jnp.full(2, 0.3))
+    one = hybrid.ClusteredProjection(*parts, 0.3)
+    many = hybrid.ClusteredProjection(*parts, jnp.full(2, 0.3))
     np.testing.assert_array_equal(attend(tokens, one), attend(tokens, many))
     gradient = jax.jit(jax.grad(lambda p: attend(tokens, p).sum()))(one)
     assert (jnp.abs(gradient.spread) > 0).all()  # Of either sign: no constructor checks it.
     with pytest.raises(ValueError, match=r"spread must be one number or have the leading axes"):
-        simrf_jax.ClusteredProjection(*parts, jnp.full(3, 0.3))
+        hybrid.ClusteredProjection(*parts, jnp.full(3, 0.3))
 
 
 @pytest.mark.slow
@@ -244,7 +247,7 @@ def test_the_spread_has_a_gradient_in_attention():
     query_centers, key_centers = vectors(n=3, seed=5), vectors(n=2, seed=6)
 
     def attend(spread):
-        p = simrf_jax.ClusteredProjection(w, query_centers, key_centers, spread)
+        p = hybrid.ClusteredProjection(w, query_centers, key_centers, spread)
         out = simrf_jax.random_feature_attention(q, k, v, p, feature_map="clustered_hybrid")
         return jnp.sum(jnp.square(out))
 

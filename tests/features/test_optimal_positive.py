@@ -10,7 +10,6 @@ import pytest
 
 import simrf_jax
 from simrf_jax import feature_maps, random_feature_attention
-from simrf_jax._src.features import as_feature_map
 from simrf_jax._src.projections import Projection
 from tests import formulas
 from tests.attention.inputs import inputs, projection
@@ -24,7 +23,7 @@ PARAMETERS = [0.1, 0.0, -0.05, -2.0]
 
 
 def features(x, w, parameter, kernel="softmax"):
-    return simrf_jax.optimal_positive_features(x, w, parameter=parameter, kernel=kernel)
+    return simrf_jax.feature_maps.OptimalPositive(parameter, kernel).features(x, w)
 
 
 def vectors(*shape, dim=6):
@@ -290,9 +289,3 @@ def test_refuses_several_parameters_for_one_projection():
         own = feature_maps.OptimalPositive(np.zeros(shape, np.float32))
         with pytest.raises(ValueError, match=r"of the 2 key heads|must be one number"):
             random_feature_attention(*inputs(5), projection(), feature_map=own)
-
-
-@pytest.mark.fast
-def test_the_function_is_not_its_map():
-    with pytest.raises(TypeError, match=r"must be simrf_jax.feature_maps.OptimalPositive\(...\)"):
-        as_feature_map(simrf_jax.optimal_positive_features)

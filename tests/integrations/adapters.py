@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 from flax import nnx
 
-from simrf_jax import fmm_attention, random_feature_attention
+from simrf_jax import random_feature_attention
 from simrf_jax._src.integrations.flax_versions import get_value
+from simrf_jax.fmm import fmm_attention
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
 

@@ -243,7 +243,7 @@ def test_a_hybrid_that_was_drawn_by_other_options_than_its_variable_says_is_refu
     )
 
     def draw(key):
-        return simrf_jax.draw_bipolar_projection(key, FEATURES, 8, DIM, coupling="iid")
+        return simrf_jax.hybrid.draw_bipolar_projection(key, FEATURES, 8, DIM, coupling="iid")
 
     set_value(adapter.projection, jax.vmap(draw)(jax.random.split(jax.random.key(1), HEADS)))
     state = nnx.state(adapter, RandomProjection)
@@ -253,8 +253,8 @@ def test_a_hybrid_that_was_drawn_by_other_options_than_its_variable_says_is_refu
 
 MAPS_WITH_ARRAYS = {
     "phases": lambda: simrf_jax.feature_maps.Phase(jnp.linspace(0, 6, FEATURES)),
-    "bandwidth": lambda: simrf_jax.feature_maps.GaussianHybrid(jnp.array(0.5)),
-    "number": lambda: simrf_jax.feature_maps.GaussianHybrid(0.5),
+    "bandwidth": lambda: simrf_jax.hybrid.GaussianHybrid(jnp.array(0.5)),
+    "number": lambda: simrf_jax.hybrid.GaussianHybrid(0.5),
 }
 
 
@@ -314,7 +314,7 @@ def test_each_map_of_a_blend_has_options_of_its_own(api):
     last = jax.random.fold_in(jax.random.fold_in(jax.random.key(9), 2), 1)
     np.testing.assert_allclose(drawn[4][1], orthogonal.draw(last, 4, DIM), rtol=1e-5, atol=1e-6)
     middle = jax.random.fold_in(jax.random.fold_in(jax.random.key(9), 1), 1)
-    hybrid = simrf_jax.draw_bipolar_projection(middle, 3, 2, DIM)
+    hybrid = simrf_jax.hybrid.draw_bipolar_projection(middle, 3, 2, DIM)
     np.testing.assert_allclose(drawn[1][1], hybrid.hyperbolic, rtol=1e-5, atol=1e-6)
     assert_redrawn(fmm_collection(api, coupling="iid"), options=DrawOptions("iid"))
 

@@ -51,7 +51,7 @@ def test_both_apis_and_their_gradients_are_those_of_the_function(is_causal, shar
     graphdef, params, rest = nnx.split(one, nnx.Param, ...)
 
     def function(x, near_logit, far_logits):
-        return simrf_jax.fmm_attention(
+        return simrf_jax.fmm.fmm_attention(
             *x,
             variables["random_features"]["projections"],
             bandwidth=BANDWIDTH,

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import simrf_jax
-from simrf_jax import feature_maps
+from simrf_jax import hybrid
 from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
@@ -22,7 +22,7 @@ HEADS, DIM, FEATURES, WEIGHTS = 2, 4, 5, 3
 HYBRIDS = {
     "angular_hybrid": "angular_hybrid",
     "gaussian_hybrid": "gaussian_hybrid",
-    "object": feature_maps.GaussianHybrid(bandwidth=2.0),
+    "object": hybrid.GaussianHybrid(bandwidth=2.0),
 }
 MAPS = {
     **{name: name for name in ("positive", "hyperbolic", "trigonometric", "phase", "relu", "elu")},
@@ -105,7 +105,7 @@ def test_each_head_draws_its_own_by_what_the_user_says():
     options = {"coupling": "simplex", "block": "square", "rotation": "givens"}
     rngs = nnx.Rngs(0)
     keys = jax.random.split(rngs.features(), HEADS)
-    expected = simrf_jax.draw_bipolar_projection(keys[1], FEATURES, WEIGHTS, DIM, **options)
+    expected = hybrid.draw_bipolar_projection(keys[1], FEATURES, WEIGHTS, DIM, **options)
     found = jax.tree.leaves(get_value(one.projection))
     for part, part_expected in zip(found, jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(part[1], part_expected, rtol=1e-5, atol=1e-6)
@@ -124,7 +124,7 @@ def test_a_redraw_is_the_same_in_both_apis_and_weights_stay_iid():
     found = get_value(one.projection)
     other = simrf_jax.redraw_projections(key, variables["random_features"])["projection"]
     head = jax.random.fold_in(jax.random.fold_in(key, 0), 1)
-    expected = simrf_jax.draw_bipolar_projection(head, FEATURES, WEIGHTS, DIM, coupling="simplex")
+    expected = hybrid.draw_bipolar_projection(head, FEATURES, WEIGHTS, DIM, coupling="simplex")
     for part, same, one_head in zip(*map(jax.tree.leaves, (found, other, expected)), strict=True):
         np.testing.assert_array_equal(part, same)
         np.testing.assert_allclose(part[1], one_head, rtol=1e-5, atol=1e-6)

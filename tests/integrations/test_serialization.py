@@ -10,7 +10,7 @@ import pytest
 from flax import serialization
 
 import simrf_jax
-from simrf_jax import feature_maps
+from simrf_jax import feature_maps, hybrid
 from simrf_jax._src import features, projections
 from simrf_jax._src.attention.estimator import KeyChoice
 from simrf_jax._src.features import FeatureMap
@@ -33,19 +33,19 @@ CASES = {
     "Folded": lambda: feature_maps.Folded.of(calibration(), rows()),
     "OptimalPositive": lambda: feature_maps.OptimalPositive(jnp.float32(-0.1)),
     "Phase": lambda: feature_maps.Phase(jnp.linspace(0, 1, 8)),
-    "GaussianHybrid": lambda: feature_maps.GaussianHybrid(jnp.float32(2)),
+    "GaussianHybrid": lambda: hybrid.GaussianHybrid(jnp.float32(2)),
     "Positive": feature_maps.Positive,
     "FastRows": lambda: simrf_jax.draw_fast_projection(jax.random.key(0), 8, 4).rows,
     "Projection, fast": lambda: simrf_jax.draw_fast_projection(jax.random.key(0), 8, 4),
     "Projection, paired": lambda: simrf_jax.Projection(rows(), is_paired=True),
     "Projection, weighted": lambda: rows(norms="radau"),
-    "BipolarProjection": lambda: simrf_jax.draw_bipolar_projection(jax.random.key(0), 8, 3, 4),
-    "ClusteredProjection": lambda: simrf_jax.ClusteredProjection(rows(), rows()[:2], rows(), 0.1),
+    "BipolarProjection": lambda: hybrid.draw_bipolar_projection(jax.random.key(0), 8, 3, 4),
+    "ClusteredProjection": lambda: hybrid.ClusteredProjection(rows(), rows()[:2], rows(), 0.1),
     "RandomFeatures": lambda: simrf_jax.RandomFeatures(rows(), calibration(), exact_bandwidth=2),
     "RandomFeatures, exact keys": lambda: simrf_jax.RandomFeatures(rows(), exact_keys=[0, -1]),
     "KeyChoice": lambda: KeyChoice.of([0, -1]),
     "Band": lambda: simrf_jax.Band(2),
-    "Blend": lambda: simrf_jax.Blend(
+    "Blend": lambda: simrf_jax.fmm.Blend(
         simrf_jax.Band(2), (simrf_jax.RandomFeatures(rows()),), jnp.full(2, 0.4), jnp.full(2, 0.6)
     ),
     "AttentionState": lambda: simrf_jax.RandomFeatures(rows()).init(

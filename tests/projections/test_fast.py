@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import simrf_jax
-from simrf_jax import draw_fast_projection, draw_projection, positive_features, project
+from simrf_jax import draw_fast_projection, draw_projection, hybrid, positive_features, project
 from tests import conformance
 from tests.attention.reference import relative_error
 from tests.projections.matrices import dense, dense_stack
@@ -163,17 +162,15 @@ def test_features_are_those_of_the_matrix(name, kernel, coupling):
     chex.assert_trees_all_close(with_gradients(projection), with_gradients(w), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "features", [simrf_jax.angular_hybrid_features, simrf_jax.gaussian_hybrid_features]
-)
+@pytest.mark.parametrize("feature_map", [hybrid.AngularHybrid(), hybrid.GaussianHybrid()])
 @pytest.mark.parametrize("side", ["query", "key"])
-def test_hybrids_of_fast_projections(features, side):
+def test_hybrids_of_fast_projections(feature_map, side):
     keys = jax.random.split(jax.random.key(0), 3)
     parts = [draw_fast_projection(key, 10, 6) for key in keys]
     matrices = [jnp.asarray(dense(part), jnp.float32) for part in parts]
     x = 0.3 * jax.random.normal(jax.random.key(1), (4, 6))
-    phi = jax.jit(functools.partial(features, side=side, kernel="softmax"))
-    fast, slow = (phi(x, simrf_jax.BipolarProjection(*those)) for those in (parts, matrices))
+    phi = jax.jit(functools.partial(feature_map.features, side=side))
+    fast, slow = (phi(x, hybrid.BipolarProjection(*those)) for those in (parts, matrices))
     np.testing.assert_allclose(fast, slow, rtol=1e-4, atol=1e-5)
 
 

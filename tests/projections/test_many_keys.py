@@ -6,16 +6,13 @@ import jax
 import numpy as np
 import pytest
 
-from simrf_jax import (
-    DrawOptions,
-    draw_bipolar_projection,
-    draw_fast_projection,
-    draw_mixture_projection,
-)
+from simrf_jax import DrawOptions, draw_fast_projection
 from simrf_jax._src.projections.couplings import COUPLINGS
 from simrf_jax._src.projections.norms import NORMS
 from simrf_jax._src.projections.rotations import ROTATIONS
 from simrf_jax._src.projections.row_blocks import BLOCK_MODES
+from simrf_jax.calibration import draw_mixture_projection
+from simrf_jax.hybrid import draw_bipolar_projection
 
 NUM_KEYS, DIM = 1_000, 5
 

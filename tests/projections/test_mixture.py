@@ -8,7 +8,8 @@ import pytest
 from scipy import stats
 
 import simrf_jax
-from simrf_jax import DrawOptions, Projection, draw_mixture_projection, draw_projection
+from simrf_jax import DrawOptions, Projection, draw_projection
+from simrf_jax.calibration import draw_mixture_projection
 from tests.standard_errors import assert_mean
 
 pytestmark = pytest.mark.fast

@@ -272,4 +272,4 @@ def test_fast_draws_refuse_too(draw):
 @pytest.mark.fast
 def test_hybrids_refuse_weighted_rows():
     with pytest.raises(ValueError, match="a bipolar hybrid takes any other law of norms"):
-        simrf_jax.draw_bipolar_projection(jax.random.key(0), 8, 4, 8, norms="radau")
+        simrf_jax.hybrid.draw_bipolar_projection(jax.random.key(0), 8, 4, 8, norms="radau")

@@ -7,12 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import (
-    DrawOptions,
-    draw_bipolar_projection,
-    draw_projection,
-    redraw_projections,
-)
+from simrf_jax import DrawOptions, draw_projection, redraw_projections
+from simrf_jax.hybrid import draw_bipolar_projection
 
 pytestmark = pytest.mark.fast
 

@@ -27,7 +27,7 @@ def test_project_is_the_matrix_product():
         (np.zeros(5), None, TypeError, "projection must be an array .* got None"),
         (
             np.zeros(5),
-            simrf_jax.BipolarProjection(*(np.zeros((3, 5)),) * 3),
+            simrf_jax.hybrid.BipolarProjection(*(np.zeros((3, 5)),) * 3),
             TypeError,
             "an array .* or a Projection, got BipolarProjection",
         ),

@@ -14,6 +14,7 @@ from tests.attention.inputs import inputs
 
 pytestmark = pytest.mark.fast
 DIM, ROWS = 6, 10
+OPTIMAL = feature_maps.OptimalPositive(-0.1)
 
 
 def key(seed=0):
@@ -104,7 +105,7 @@ def test_fixed_norms_are_refused_inside_jit_too(options, jitted):
     q, k, v = inputs(5, dim=DIM)
 
     def features(w):
-        return simrf_jax.optimal_positive_features(jnp.ones(DIM), w, parameter=-0.1)
+        return OPTIMAL.features(jnp.ones(DIM), w)
 
     def attend(w):
         return simrf_jax.random_feature_attention(q, k, v, w, feature_map=own)
@@ -120,7 +121,7 @@ def test_nothing_is_known_of_an_array():
     fixed = draw(norms="sqrt_dim")
     x = jnp.ones(DIM)
     for w in (fixed.rows, Projection(fixed.rows)):
-        features = simrf_jax.optimal_positive_features(x, w, parameter=-0.1)
+        features = OPTIMAL.features(x, w)
         chex.assert_tree_all_finite(features)
         with pytest.raises(ValueError, match="does not say how it was drawn"):
             redraw_projections(key(), [w])

@@ -8,16 +8,14 @@ import numpy as np
 import pytest
 
 from simrf_jax import (
-    BipolarProjection,
-    ClusteredProjection,
     DrawOptions,
     Projection,
-    draw_bipolar_projection,
     draw_fast_projection,
     draw_projection,
     redraw_key,
     redraw_projections,
 )
+from simrf_jax.hybrid import BipolarProjection, ClusteredProjection, draw_bipolar_projection
 from tests.memory import assert_flat
 from tests.tiers import slow_but
 from tests.versions import enable_x64

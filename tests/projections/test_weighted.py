@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from simrf_jax import Projection, draw_fast_projection, draw_projection
+from simrf_jax import Projection, draw_fast_projection, draw_projection, hybrid
 from simrf_jax._src.projections import DrawOptions
 from tests import conformance, formulas
 
@@ -61,12 +61,11 @@ def test_other_maps_refuse_weights(name):
         conformance.feature_map(name, "softmax")(vectors(4), weighted())
 
 
-@pytest.mark.parametrize("name", ["angular_hybrid", "gaussian_hybrid"])
-def test_hybrids_refuse_weights(name):
-    parts = simrf_jax.BipolarProjection(weighted(), weighted(), weighted())
-    hybrid = simrf_jax.feature_maps.FEATURE_MAPS[name]
+@pytest.mark.parametrize("feature_map", [hybrid.AngularHybrid(), hybrid.GaussianHybrid()])
+def test_hybrids_refuse_weights(feature_map):
+    parts = hybrid.BipolarProjection(weighted(), weighted(), weighted())
     with pytest.raises(TypeError, match="got a Projection with log weights"):
-        hybrid.features(vectors(4), parts, side="query")
+        feature_map.features(vectors(4), parts, side="query")
 
 
 def test_shape_and_dtype_are_those_of_the_rows():

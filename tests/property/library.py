@@ -10,13 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from simrf_jax import (
-    Projection,
-    attention_matrix,
-    banded_attention,
-    fmm_attention,
-    random_feature_attention,
-)
+from simrf_jax import Projection, attention_matrix, banded_attention, random_feature_attention
+from simrf_jax.fmm import fmm_attention
 from tests import compilation
 from tests.attention import steps
 from tests.property.cases import Program

@@ -166,7 +166,7 @@ def _split_nonfinite(
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class KeyChoice:
-    """Which keys all queries see exactly.
+    """A choice of keys that all queries see exactly.
 
     Attributes:
       count: Number of keys to choose, those with the largest estimated mass; 0 with positions.

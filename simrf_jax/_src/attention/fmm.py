@@ -66,7 +66,7 @@ class Blend(Mechanism[BlendState]):
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 10, 8, 64))
       >>> w = simrf_jax.draw_projection(jax.random.key(1), 130, 64)
       >>> near, far = simrf_jax.Band(4), (simrf_jax.RandomFeatures(w),)
-      >>> blend = simrf_jax.Blend(near, far, near_weight=0.5, far_weights=0.5)
+      >>> blend = simrf_jax.fmm.Blend(near, far, near_weight=0.5, far_weights=0.5)
       >>> whole = blend.attend(q, k, v, is_causal=True)
       >>> state = blend.init(num_key_heads=8, head_dim=64, value_dim=64)
       >>> prompt, state = blend.step(state, q[:9], k[:9], v[:9])
@@ -192,7 +192,7 @@ def fmm_attention(
       >>> import jax, simrf_jax
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 1_000, 12, 64))
       >>> w = simrf_jax.draw_projection(jax.random.key(1), 130, 64)
-      >>> out = simrf_jax.fmm_attention(
+      >>> out = simrf_jax.fmm.fmm_attention(
       ...     q, k, v, (w, None), bandwidth=32, feature_maps=("positive", "elu"), near_weight=0.5,
       ...     far_weights=(0.3, 0.2),
       ... )

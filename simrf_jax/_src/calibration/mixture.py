@@ -100,13 +100,13 @@ def fit_mixture(
 
     Example:
       >>> import jax, simrf_jax
-      >>> from simrf_jax.calibration import fit_mixture
+      >>> from simrf_jax.calibration import draw_mixture_projection, fit_mixture
       >>> q, k, v = 2 * jax.random.normal(jax.random.key(0), (3, 4, 100, 8, 64))
       >>> calibration = simrf_jax.calibrate(q, k)
       >>> mixture = fit_mixture(jax.random.key(1), q, k, 16, calibration=calibration)
       >>> mixture.centers.shape
       (8, 16, 64)
-      >>> draw = lambda key, centers: simrf_jax.draw_mixture_projection(key, centers, 128)
+      >>> draw = lambda key, centers: draw_mixture_projection(key, centers, 128)
       >>> w = jax.vmap(draw)(jax.random.split(jax.random.key(2), 8), mixture.centers)
       >>> out = simrf_jax.random_feature_attention(q, k, v, w, feature_map=mixture.feature_map)
       >>> out.shape

@@ -2,14 +2,11 @@
 
 from simrf_jax._src.features.bipolar import (
     BipolarProjection,
-    angular_hybrid_features,
     draw_bipolar_projection,
-    gaussian_hybrid_features,
 )
-from simrf_jax._src.features.clustered import ClusteredProjection, clustered_hybrid_features
+from simrf_jax._src.features.clustered import ClusteredProjection
 from simrf_jax._src.features.exponential import (
     hyperbolic_features,
-    optimal_positive_features,
     positive_features,
 )
 from simrf_jax._src.features.feature_map import (
@@ -37,17 +34,13 @@ __all__ = [
     "Kernel",
     "LogFeatures",
     "Side",
-    "angular_hybrid_features",
     "as_feature_map",
     "calls_function",
-    "clustered_hybrid_features",
     "draw_bipolar_projection",
     "elu_features",
-    "gaussian_hybrid_features",
     "gaussian_kernel",
     "hybrid_features",
     "hyperbolic_features",
-    "optimal_positive_features",
     "phase_features",
     "positive_features",
     "relu_features",

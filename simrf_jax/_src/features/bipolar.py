@@ -176,7 +176,7 @@ def draw_bipolar_projection(
         ``draw_projection``.
 
     Returns:
-      A ``BipolarProjection``, for ``angular_hybrid_features`` and ``gaussian_hybrid_features``.
+      A ``BipolarProjection``, for ``AngularHybrid`` and ``GaussianHybrid``.
 
     Raises:
       TypeError: If the key is not a typed PRNG key, a size is not an integer, or dtype is not
@@ -186,8 +186,9 @@ def draw_bipolar_projection(
         norms.
 
     Example:
-      >>> import jax, simrf_jax
-      >>> p = simrf_jax.draw_bipolar_projection(jax.random.key(0), 16, 8, 64)
+      >>> import jax
+      >>> from simrf_jax import hybrid
+      >>> p = hybrid.draw_bipolar_projection(jax.random.key(0), 16, 8, 64)
       >>> p.hyperbolic.shape, p.trigonometric.shape, p.weights.shape
       ((16, 64), (16, 64), (8, 64))
 
@@ -237,10 +238,38 @@ class BipolarHybrid(FeatureMap, static=("kernel",)):
 @named("angular_hybrid")
 @dataclasses.dataclass(frozen=True)
 class AngularHybrid(BipolarHybrid):
-    """The feature map of ``angular_hybrid_features``.
+    r"""Bipolar hybrid features with angular weights.
+
+    The hyperbolic estimator, which is exact at y = -x, has the weight
+
+    .. math::
+        \lambda = \frac{\theta_{x,y}}{\pi}, \qquad \hat\lambda = \tfrac12 - \tfrac{1}{2n} \sum_i
+            \operatorname{sgn}(\tau_i \cdot x) \operatorname{sgn}(\tau_i \cdot y)
+
+    and the trigonometric estimator, which is exact at y = x, has the weight
+    :math:`1 - \hat\lambda`. Here :math:`\theta_{x,y}` is the angle between x and y. For vectors of
+    equal length the estimate has no variance at :math:`\theta = 0` and :math:`\theta = \pi`. W is
+    what ``draw_bipolar_projection`` draws. There are ``4 num_features (num_weights + 1)`` features,
+    in time O(nd + md + mn), with m = num_features, n = num_weights and d = dim.
 
     Attributes:
       kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from simrf_jax import hybrid
+      >>> p = hybrid.draw_bipolar_projection(jax.random.key(0), 16, 8, 4)
+      >>> x = jnp.array([0.1, -0.7, 0.4, 0.2])
+      >>> psi_1 = hybrid.AngularHybrid().features(x, p, side="query")
+      >>> for y in (x, -x):  # exact at both ends
+      ...     psi_2 = hybrid.AngularHybrid().features(y, p, side="key")
+      ...     print(f"{psi_1 @ psi_2:.5f} {jnp.exp(x @ y):.5f}")
+      2.01375 2.01375
+      0.49659 0.49659
+
+    References:
+      Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3, Theorem 3.1 and Lemma 3.2,
+      https://arxiv.org/abs/2110.04367
     """
 
     kernel: Kernel = "softmax"
@@ -257,11 +286,37 @@ class AngularHybrid(BipolarHybrid):
 @named("gaussian_hybrid")
 @dataclasses.dataclass(frozen=True, eq=False)  # The bandwidth may be an array.
 class GaussianHybrid(BipolarHybrid):
-    """The feature map of ``gaussian_hybrid_features``.
+    r"""Bipolar hybrid features with Gaussian weights.
+
+    The hyperbolic estimator, which is exact at y = -x, has the weight
+
+    .. math:: \lambda = \exp\bigl(-|x + y|^2 / (2 \sigma^2)\bigr)
+
+    which trigonometric features of :math:`x/\sigma` and :math:`-y/\sigma` estimate, exactly at
+    y = -x. The trigonometric estimator, which is exact at y = x, has the weight
+    :math:`1 - \hat\lambda`. At y = x the weight of the hyperbolic estimator is not quite zero, and
+    so the variance is not quite zero either. W is what ``draw_bipolar_projection`` draws. There are
+    ``2 num_features (4 num_weights + 1)`` features, in time O(nd + md + mn), with m = num_features,
+    n = num_weights and d = dim.
 
     Attributes:
-      bandwidth: The distance at which the weight passes from one base estimator to the other.
+      bandwidth: :math:`\sigma`, the distance :math:`|x + y|` at which the weight passes from the
+        hyperbolic to the trigonometric estimator, in the unit of x; a positive number.
       kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from simrf_jax import hybrid
+      >>> p = hybrid.draw_bipolar_projection(jax.random.key(0), 16, 8, 4)
+      >>> x = jnp.array([0.1, -0.7, 0.4, 0.2])
+      >>> psi_1 = hybrid.GaussianHybrid().features(x, p, side="query")
+      >>> psi_2 = hybrid.GaussianHybrid().features(-x, p, side="key")
+      >>> print(f"{psi_1 @ psi_2:.5f} {jnp.exp(-x @ x):.5f}")
+      0.49659 0.49659
+
+    References:
+      Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3, Gaussian lambda coefficients,
+      https://arxiv.org/abs/2110.04367
     """
 
     bandwidth: Real[ArrayLike, ""] = 1.0
@@ -280,107 +335,3 @@ class GaussianHybrid(BipolarHybrid):
         u = (wide if side == "query" else -wide) / self.bandwidth
         rho = Trigonometric("gaussian").log_features(u, tau, side=side)
         return rho.evaluate(rho.exponent.dtype), 0.0
-
-
-def angular_hybrid_features(
-    x: Float[ArrayLike, "*batch dim"],
-    projection: BipolarProjection,
-    *,
-    side: Side,
-    kernel: Kernel = "gaussian",
-) -> Float[Array, "*batch features"]:
-    r"""Returns bipolar hybrid features with angular weights.
-
-    The hyperbolic estimator, which is exact at y = -x, has the weight
-
-    .. math::
-        \lambda = \frac{\theta_{x,y}}{\pi}, \qquad \hat\lambda = \tfrac12 - \tfrac{1}{2n} \sum_i
-            \operatorname{sgn}(\tau_i \cdot x) \operatorname{sgn}(\tau_i \cdot y)
-
-    and the trigonometric estimator, which is exact at y = x, has the weight
-    :math:`1 - \hat\lambda`. Here :math:`\theta_{x,y}` is the angle between x and y. For vectors of
-    equal length the estimate has no variance at :math:`\theta = 0` and :math:`\theta = \pi`.
-
-    Args:
-      x: Vectors in units of the kernel's length scale.
-      projection: A ``BipolarProjection``, the same for both sides of the product.
-      side: ``"query"`` for the first argument x of :math:`K(x, y)`, ``"key"`` for the second, y.
-      kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
-
-    Returns:
-      ``4 num_features (num_weights + 1)`` features of x's dtype, computed in float32 or wider
-      in time O(nd + md + mn), with m = num_features, n = num_weights and d = dim.
-
-    Raises:
-      TypeError: If x is not floating or the projection is not a ``BipolarProjection``.
-      ValueError: If a name is unknown or the shapes do not match.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, simrf_jax
-      >>> p = simrf_jax.draw_bipolar_projection(jax.random.key(0), 16, 8, 4)
-      >>> x = jnp.array([0.1, -0.7, 0.4, 0.2])
-      >>> psi_1 = simrf_jax.angular_hybrid_features(x, p, side="query", kernel="softmax")
-      >>> for y in (x, -x):  # exact at both ends
-      ...     psi_2 = simrf_jax.angular_hybrid_features(y, p, side="key", kernel="softmax")
-      ...     print(f"{psi_1 @ psi_2:.5f} {jnp.exp(x @ y):.5f}")
-      2.01375 2.01375
-      0.49659 0.49659
-
-    References:
-      Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3, Theorem 3.1 and Lemma 3.2,
-      https://arxiv.org/abs/2110.04367
-    """
-    return AngularHybrid(kernel).features(x, projection, side=side)
-
-
-def gaussian_hybrid_features(
-    x: Float[ArrayLike, "*batch dim"],
-    projection: BipolarProjection,
-    *,
-    side: Side,
-    bandwidth: Real[ArrayLike, ""] = 1.0,
-    kernel: Kernel = "gaussian",
-) -> Float[Array, "*batch features"]:
-    r"""Returns bipolar hybrid features with Gaussian weights.
-
-    The hyperbolic estimator, which is exact at y = -x, has the weight
-
-    .. math:: \lambda = \exp\bigl(-|x + y|^2 / (2 \sigma^2)\bigr)
-
-    which trigonometric features of :math:`x/\sigma` and :math:`-y/\sigma` estimate, exactly at
-    y = -x. The trigonometric estimator, which is exact at y = x, has the weight
-    :math:`1 - \hat\lambda`. At y = x the weight of the hyperbolic estimator is not quite zero, and
-    so the variance is not quite zero either.
-
-    Args:
-      x: Vectors in units of the kernel's length scale.
-      projection: A ``BipolarProjection``, the same for both sides of the product.
-      side: ``"query"`` for the first argument x of :math:`K(x, y)`, ``"key"`` for the second, y.
-      bandwidth: :math:`\sigma`, the distance :math:`|x + y|` at which the weight passes from the
-        hyperbolic to the trigonometric estimator, in the unit of x; a positive number, which may be
-        traced. It must be the same for both sides.
-      kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
-
-    Returns:
-      ``2 num_features (4 num_weights + 1)`` features of x's dtype, computed in float32 or wider
-      in time O(nd + md + mn), with m = num_features, n = num_weights and d = dim.
-
-    Raises:
-      TypeError: If x is not floating, the projection is not a ``BipolarProjection`` or the
-        bandwidth is not one real number.
-      ValueError: If a name is unknown, the shapes do not match or the bandwidth is not positive.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, simrf_jax
-      >>> p = simrf_jax.draw_bipolar_projection(jax.random.key(0), 16, 8, 4)
-      >>> x = jnp.array([0.1, -0.7, 0.4, 0.2])
-      >>> psi_1 = simrf_jax.gaussian_hybrid_features(x, p, side="query", kernel="softmax")
-      >>> psi_2 = simrf_jax.gaussian_hybrid_features(-x, p, side="key", kernel="softmax")
-      >>> print(f"{psi_1 @ psi_2:.5f} {jnp.exp(-x @ x):.5f}")
-      0.49659 0.49659
-
-    References:
-      Choromanski et al., Hybrid Random Features (ICLR 2022), Sec. 3, Gaussian lambda coefficients,
-      https://arxiv.org/abs/2110.04367
-    """
-    return GaussianHybrid(bandwidth, kernel).features(x, projection, side=side)

@@ -35,7 +35,7 @@ class ClusteredProjection(StructuredProjection):
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
       >>> w = simrf_jax.draw_projection(jax.random.key(0), 130, 64)
-      >>> simrf_jax.ClusteredProjection(w, jnp.ones((3, 64)), jnp.ones((2, 64))).shape
+      >>> simrf_jax.hybrid.ClusteredProjection(w, jnp.ones((3, 64)), jnp.ones((2, 64))).shape
       (130, 64)
     """
 
@@ -86,10 +86,38 @@ register(ClusteredProjection)  # A gradient may have a negative spread: no const
 @named("clustered_hybrid")
 @dataclasses.dataclass(frozen=True)
 class ClusteredHybrid(FeatureMap, static=("kernel",)):
-    """The feature map of ``clustered_hybrid_features``.
+    r"""Clustering-based hybrid features.
+
+    Each pair of a query cluster with center q and a key cluster with center r has a base estimator
+
+    .. math::
+        \hat K = \operatorname{Re} \frac1m \sum_i \exp\bigl(w_i \cdot (A x + A^{-1} y)
+            - \tfrac12 (Ax)^2 - \tfrac12 (A^{-1} y)^2\bigr), \qquad
+        A_{jj}^2 = -\operatorname{sgn}(q_j r_j) \sqrt{\frac{r_j^2 + s^2}{q_j^2 + s^2}},
+
+    where s is the spread of the clusters. With s = 0 the estimator has no variance at (q, r). The
+    weight of a pair of clusters is one for the queries and keys that are nearest to its centers and
+    zero for all others. So exactly one base estimator serves each pair of a query and a key, and
+    the estimate is unbiased. W is a ``ClusteredProjection``. There are
+    ``2 num_features num_query_clusters num_key_clusters`` features.
 
     Attributes:
       kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, simrf_jax
+      >>> from simrf_jax import hybrid
+      >>> w = simrf_jax.draw_projection(jax.random.key(0), 16, 3)
+      >>> q, r = jnp.array([[1.0, -0.5, 0.3], [0.2, 0.2, 0.9]]), jnp.array([[0.8, 0.4, -0.6]])
+      >>> p = hybrid.ClusteredProjection(w, q, r)
+      >>> psi_1 = hybrid.ClusteredHybrid().features(q, p, side="query")
+      >>> psi_2 = hybrid.ClusteredHybrid().features(r, p, side="key")
+      >>> bool(jnp.allclose(psi_1 @ psi_2.T, simrf_jax.softmax_kernel(q, r), rtol=1e-5))
+      True
+
+    References:
+      Choromanski et al., Hybrid Random Features (ICLR 2022), clustering-based HRFs (HRF-C),
+      https://arxiv.org/abs/2110.04367
     """
 
     projection_type = ClusteredProjection
@@ -166,56 +194,3 @@ def _centered(
     log_scale -= 0.5 * math.log(angles.shape[-1])
     values = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
     return LogFeatures(jnp.concatenate([exponent, exponent], axis=-1), log_scale, values)
-
-
-def clustered_hybrid_features(
-    x: Float[ArrayLike, "*batch dim"],
-    projection: ClusteredProjection,
-    *,
-    side: Side,
-    kernel: Kernel = "gaussian",
-) -> Float[Array, "*batch features"]:
-    r"""Returns clustering-based hybrid features.
-
-    Each pair of a query cluster with center q and a key cluster with center r has a base estimator
-
-    .. math::
-        \hat K = \operatorname{Re} \frac1m \sum_i \exp\bigl(w_i \cdot (A x + A^{-1} y)
-            - \tfrac12 (Ax)^2 - \tfrac12 (A^{-1} y)^2\bigr), \qquad
-        A_{jj}^2 = -\operatorname{sgn}(q_j r_j) \sqrt{\frac{r_j^2 + s^2}{q_j^2 + s^2}},
-
-    where s is the spread of the clusters. With s = 0 the estimator has no variance at (q, r). The
-    weight of a pair of clusters is one for the queries and keys that are nearest to its centers and
-    zero for all others. So exactly one base estimator serves each pair of a query and a key, and
-    the estimate is unbiased.
-
-    Args:
-      x: Vectors in units of the kernel's length scale.
-      projection: A ``ClusteredProjection`` without leading axes, the same for both sides of the
-        product.
-      side: ``"query"`` for the first argument x of :math:`K(x, y)`, ``"key"`` for the second, y.
-      kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
-
-    Returns:
-      ``2 num_features num_query_clusters num_key_clusters`` features of x's dtype, computed in
-      float32 or wider.
-
-    Raises:
-      TypeError: If an argument is not floating or the projection is not a ``ClusteredProjection``.
-      ValueError: If a name is unknown or the shapes do not match.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, simrf_jax
-      >>> w = simrf_jax.draw_projection(jax.random.key(0), 16, 3)
-      >>> q, r = jnp.array([[1.0, -0.5, 0.3], [0.2, 0.2, 0.9]]), jnp.array([[0.8, 0.4, -0.6]])
-      >>> p = simrf_jax.ClusteredProjection(w, q, r)
-      >>> psi_1 = simrf_jax.clustered_hybrid_features(q, p, side="query")
-      >>> psi_2 = simrf_jax.clustered_hybrid_features(r, p, side="key")
-      >>> bool(jnp.allclose(psi_1 @ psi_2.T, simrf_jax.gaussian_kernel(q, r), rtol=1e-5))
-      True
-
-    References:
-      Choromanski et al., Hybrid Random Features (ICLR 2022), clustering-based HRFs (HRF-C),
-      https://arxiv.org/abs/2110.04367
-    """
-    return ClusteredHybrid(kernel).features(x, projection, side=side)

@@ -81,11 +81,46 @@ class Hyperbolic(ExponentialMap):
 
 @dataclasses.dataclass(frozen=True, eq=False)  # The parameter may be an array.
 class OptimalPositive(ExponentialMap):
-    """The feature map of ``optimal_positive_features``.
+    r"""Optimal positive random features (FAVOR++, OPRF, generalized exponential features).
+
+    .. math::
+        \phi(x)_i = \tfrac{1}{\sqrt m} (1 - 4A)^{d/4}
+            \exp\bigl(A |w_i|^2 + \sqrt{1 - 4A}\, w_i \cdot x - c |x|^2\bigr)
+
+    with :math:`c = 1` for the Gaussian kernel and :math:`\tfrac12` for the softmax kernel. These
+    are positive features of the rows :math:`\sqrt{1 - 4A}\, w_i`, which are longer than those of W
+    if A is negative, with the weights that keep the product :math:`\phi(x) \cdot \phi(y)`
+    unbiased. A = 0 gives ``positive_features``. The relative second moment of one row is
+
+    .. math:: S = \Bigl(\frac{1 + \rho}{2 \sqrt\rho}\Bigr)^d e^{\rho v^2}, \qquad
+        \rho = \frac{1}{1 - 8A}, \qquad v = |x + y|.
+
+    With :math:`t = v^2 / d` it is least for
+    :math:`A = (1 - 2t - \sqrt{(2t + 1)^2 + 8t}) / 16`, whatever the coupling of the rows; see
+    ``theory.optimal_parameter``. The coupling **simplex** suits this map as it suits positive
+    features. The rows need norms with the law chi: with fixed norms the weights are all alike, and
+    the features estimate another kernel. Fast rows have their d and their norms in the padded
+    dimension. A ``Projection`` that was drawn with fixed norms is refused. An array does not say
+    how it was drawn.
 
     Attributes:
-      parameter: A, below 1/8; in attention also ``[K]``, one for each key head.
+      parameter: A, finite and below 1/8, usually negative, the same for both sides; in attention
+        also ``[K]``, one for each key head.
       kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, simrf_jax
+      >>> x, y = 0.2 * jax.random.normal(jax.random.key(0), (2, 16))
+      >>> w = simrf_jax.draw_projection(jax.random.key(1), 4096, 16)
+      >>> optimal = simrf_jax.feature_maps.OptimalPositive(-0.02)
+      >>> estimate = optimal.features(x, w) @ optimal.features(y, w)
+      >>> exact = simrf_jax.softmax_kernel(x[None], y[None])[0, 0]
+      >>> bool(jnp.abs(estimate / exact - 1) < 0.05)
+      True
+
+    References:
+      Likhosherstov et al., Chefs' Random Tables: Non-Trigonometric Random Features (NeurIPS 2022),
+      https://arxiv.org/abs/2205.15317
     """
 
     needs_chi_norms = True
@@ -128,7 +163,7 @@ def _check_parameter(parameter: Real[ArrayLike, "*K"]) -> None:
 
 
 def positive_features(
-    x: Float[ArrayLike, "*batch dim"], projection: ProjectionLike, *, kernel: Kernel = "gaussian"
+    x: Float[ArrayLike, "*batch dim"], projection: ProjectionLike, *, kernel: Kernel = "softmax"
 ) -> Float[Array, "*batch num_features"]:
     r"""Returns positive random features of the Gaussian or the softmax kernel.
 
@@ -143,7 +178,7 @@ def positive_features(
       x: Vectors in units of the kernel's length scale.
       projection: W, ``[num_features, dim]``, the same for both sides of the product: an array, a
         ``Projection``, which may have weights.
-      kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
+      kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, or ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`.
 
     Returns:
       The features in x's dtype, computed in float32 or wider. The features of long
@@ -160,7 +195,7 @@ def positive_features(
       >>> w = simrf_jax.draw_projection(jax.random.key(1), 4096, 16)
       >>> phi = simrf_jax.positive_features
       >>> estimate = phi(x, w) @ phi(y, w)
-      >>> exact = simrf_jax.gaussian_kernel(x[None], y[None])[0, 0]
+      >>> exact = simrf_jax.softmax_kernel(x[None], y[None])[0, 0]
       >>> bool(jnp.abs(estimate / exact - 1) < 0.05)
       True
 
@@ -173,7 +208,7 @@ def positive_features(
 
 
 def hyperbolic_features(
-    x: Float[ArrayLike, "*batch dim"], projection: ProjectionLike, *, kernel: Kernel = "gaussian"
+    x: Float[ArrayLike, "*batch dim"], projection: ProjectionLike, *, kernel: Kernel = "softmax"
 ) -> Float[Array, "*batch features"]:
     r"""Returns hyperbolic random features (FAVOR+ with pairs): positive features of W and of -W.
 
@@ -191,7 +226,7 @@ def hyperbolic_features(
       x: Vectors in units of the kernel's length scale.
       projection: W, ``[num_features, dim]``, the same for both sides of the product: an array, a
         ``Projection``, which may have weights.
-      kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
+      kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, or ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`.
 
     Returns:
       ``2 num_features`` features of x's dtype, computed in float32 or wider.
@@ -207,7 +242,7 @@ def hyperbolic_features(
       >>> phi = simrf_jax.hyperbolic_features
       >>> phi(x, w).shape
       (128,)
-      >>> bool(jnp.allclose(phi(x, w) @ phi(-x, w), jnp.exp(-2 * x @ x)))  # exact at y = -x
+      >>> bool(jnp.allclose(phi(x, w) @ phi(-x, w), jnp.exp(-x @ x)))  # exact at y = -x
       True
 
     References:
@@ -217,66 +252,3 @@ def hyperbolic_features(
       https://arxiv.org/abs/2110.04367
     """
     return Hyperbolic(kernel).features(x, projection)
-
-
-def optimal_positive_features(
-    x: Float[ArrayLike, "*batch dim"],
-    projection: ProjectionLike,
-    *,
-    parameter: Real[ArrayLike, ""],
-    kernel: Kernel = "gaussian",
-) -> Float[Array, "*batch num_features"]:
-    r"""Returns optimal positive random features (FAVOR++, OPRF, generalized exponential features).
-
-    .. math::
-        \phi(x)_i = \tfrac{1}{\sqrt m} (1 - 4A)^{d/4}
-            \exp\bigl(A |w_i|^2 + \sqrt{1 - 4A}\, w_i \cdot x - c |x|^2\bigr)
-
-    with :math:`c = 1` for the Gaussian kernel and :math:`\tfrac12` for the softmax kernel. These
-    are positive features of the rows :math:`\sqrt{1 - 4A}\, w_i`, which are longer than those of W
-    if A is negative, with the weights that keep the product :math:`\phi(x) \cdot \phi(y)`
-    unbiased. A = 0 gives ``positive_features``. The relative second moment of one row is
-
-    .. math:: S = \Bigl(\frac{1 + \rho}{2 \sqrt\rho}\Bigr)^d e^{\rho v^2}, \qquad
-        \rho = \frac{1}{1 - 8A}, \qquad v = |x + y|.
-
-    With :math:`t = v^2 / d` it is least for
-    :math:`A = (1 - 2t - \sqrt{(2t + 1)^2 + 8t}) / 16`, whatever the coupling of the rows.
-    The coupling **simplex** suits this map as it suits positive features. The rows need norms with
-    the law chi: with fixed norms the weights are all alike, and the features estimate another
-    kernel.
-
-    Args:
-      x: Vectors in units of the kernel's length scale.
-      projection: W, ``[num_features, dim]``, the same for both sides of the product: an array, a
-        ``Projection``, which may have weights. Fast rows have their d and their norms in the padded
-        dimension.
-      parameter: A, one number below 1/8, usually negative, which may be traced. It must be the same
-        for both sides.
-      kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
-
-    Returns:
-      The features in x's dtype, computed in float32 or wider.
-
-    Raises:
-      TypeError: If an argument is not floating, or the parameter is not a real number.
-      ValueError: If the kernel is unknown, the shapes do not match, the parameter is not finite or
-        not below 1/8, or the projection is a ``Projection`` that was drawn with fixed norms. An
-        array does not say how it was drawn, and its norms must be chi variables.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, simrf_jax
-      >>> x, y = 0.2 * jax.random.normal(jax.random.key(0), (2, 16))
-      >>> w = simrf_jax.draw_projection(jax.random.key(1), 4096, 16)
-      >>> psi_x, psi_y = (
-      ...     simrf_jax.optimal_positive_features(each, w, parameter=-0.02) for each in (x, y)
-      ... )
-      >>> exact = simrf_jax.gaussian_kernel(x[None], y[None])[0, 0]
-      >>> bool(jnp.abs(psi_x @ psi_y / exact - 1) < 0.05)
-      True
-
-    References:
-      Likhosherstov et al., Chefs' Random Tables: Non-Trigonometric Random Features (NeurIPS 2022),
-      https://arxiv.org/abs/2205.15317
-    """
-    return OptimalPositive(parameter, kernel).features(x, projection)

@@ -40,8 +40,8 @@ class FeatureMap(abc.ABC):
     through ``jit`` and ``grad``. What it names as static, such as the kernel, is part of its
     structure. Two maps of one class and of equal structure share their compiled programs, so
     ``log_features`` must be a pure function of its arguments and of the fields. Frozen
-    dataclasses that derive from this class are pytrees without further ado. ``named`` gives one a
-    name, and ``Custom`` makes a feature map of a function.
+    dataclasses that derive from this class are pytrees without further ado. ``Custom`` makes a
+    feature map of a function.
 
     Attributes:
       projection_type: Type of W: an array, or a structure of several parts.
@@ -309,32 +309,14 @@ def named(name: str) -> Callable[[type[Map]], type[Map]]:
     """Returns a decorator that makes a name stand for a feature map, as in ``feature_map="mine"``.
 
     Put it above ``dataclasses.dataclass``. Every field needs a default. The name is known once the
-    module of the class has been imported; the library's own are imported by
-    ``simrf_jax._src.features``.
+    module of the class has been imported, which ``simrf_jax._src.features`` does.
 
     Args:
       name: Name of the feature map.
 
-    Returns:
-      A decorator of a subclass of ``FeatureMap``.
-
     Raises:
       ValueError: If another class has that name. A class that is defined again, as in a notebook,
         replaces the one before.
-
-    Example:
-      >>> import dataclasses, jax, simrf_jax
-      >>> @simrf_jax.feature_maps.named("doubled")
-      ... @dataclasses.dataclass(frozen=True)
-      ... class Doubled(simrf_jax.FeatureMap):
-      ...     is_finite = True
-      ...     def log_features(self, x, projection, *, side):
-      ...         positive = simrf_jax.feature_maps.Positive()
-      ...         return positive.log_features(2 * x, projection, side=side)
-      >>> w = simrf_jax.draw_projection(jax.random.key(0), 32, 16)
-      >>> q, k, v = jax.random.normal(jax.random.key(1), (3, 1, 10, 2, 16))
-      >>> simrf_jax.random_feature_attention(q, k, v, w, feature_map="doubled").shape
-      (1, 10, 2, 16)
     """
 
     def decorate(cls: type[Map]) -> type[Map]:
@@ -432,8 +414,8 @@ def as_feature_map(feature_map: FeatureMapLike) -> FeatureMap:
     """Returns a feature map, given by name, as an object or as a function (x, projection).
 
     Raises:
-      TypeError: If it is none of these, or one of the library's functions, whose kernel is another
-        by default and whose features overflow: its feature map is meant.
+      TypeError: If it is none of these, or one of the library's functions, whose features overflow:
+        its feature map is meant.
       ValueError: If the name is unknown.
     """
     if isinstance(feature_map, str) and feature_map in OF_ADAPTERS:

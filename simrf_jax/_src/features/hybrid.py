@@ -52,11 +52,12 @@ def hybrid_features(
         do not match, or the side is unknown.
 
     Example:
-      >>> import jax.numpy as jnp, simrf_jax
+      >>> import jax.numpy as jnp
+      >>> from simrf_jax import hybrid
       >>> def psi(side):  # K1 = 2 * 3, K2 = 5 * 7, lambda = 0.5 + 0.1 * 2
       ...     one, two, rho = {"query": (2.0, 5.0, 0.1), "key": (3.0, 7.0, 2.0)}[side]
       ...     bases = [jnp.array([one]), jnp.array([two])]
-      ...     return simrf_jax.hybrid_features(bases, [jnp.array([rho])], [0.5], side=side)
+      ...     return hybrid.hybrid_features(bases, [jnp.array([rho])], [0.5], side=side)
       >>> print(f"{psi('query') @ psi('key'):.4f}, {0.7 * 6 + 0.3 * 35:.4f}")
       14.7000, 14.7000
 

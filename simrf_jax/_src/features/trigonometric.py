@@ -100,7 +100,7 @@ def even_phases(num_features: int) -> Float64[np.ndarray, " {num_features}"]:
 
 
 def trigonometric_features(
-    x: Float[ArrayLike, "*batch dim"], projection: ProjectionLike, *, kernel: Kernel = "gaussian"
+    x: Float[ArrayLike, "*batch dim"], projection: ProjectionLike, *, kernel: Kernel = "softmax"
 ) -> Float[Array, "*batch features"]:
     r"""Returns trigonometric random features (random Fourier features) of either kernel.
 
@@ -117,7 +117,7 @@ def trigonometric_features(
     Args:
       x: Vectors in units of the kernel's length scale.
       projection: W, ``[num_features, dim]``, the same for both sides of the product.
-      kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
+      kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, or ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`.
 
     Returns:
       ``2 num_features`` features of x's dtype, computed in float32 or wider.
@@ -130,7 +130,7 @@ def trigonometric_features(
       >>> import jax, jax.numpy as jnp, simrf_jax
       >>> x = jax.random.normal(jax.random.key(0), (16,))
       >>> w = simrf_jax.draw_projection(jax.random.key(1), 64, 16, coupling="orthogonal")
-      >>> phi = simrf_jax.trigonometric_features(x, w)
+      >>> phi = simrf_jax.trigonometric_features(x, w, kernel="gaussian")
       >>> print(phi.shape, f"{phi @ phi:.5f}")  # exact at y = x
       (128,) 1.00000
 
@@ -148,7 +148,7 @@ def phase_features(
     projection: ProjectionLike,
     phases: Float[ArrayLike, " num_features"],
     *,
-    kernel: Kernel = "gaussian",
+    kernel: Kernel = "softmax",
 ) -> Float[Array, "*batch num_features"]:
     r"""Returns random Fourier features with one shifted cosine for each row of W.
 
@@ -164,7 +164,7 @@ def phase_features(
       phases: Shifts b in radians, the same for both sides of the product.
         Draw them uniformly on the circle:
         ``jax.random.uniform(key, (num_features,), maxval=2 * jnp.pi)``.
-      kernel: ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or ``"softmax"``, :math:`\exp(x \cdot y)`.
+      kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, or ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`.
 
     Returns:
       The features in x's dtype, computed in float32 or wider.

@@ -63,6 +63,7 @@ def draw_mixture_projection(
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
+      >>> from simrf_jax.calibration import draw_mixture_projection
       >>> x, y = jnp.array([1.5, 1.0]), jnp.array([1.0, 1.5])
       >>> centers = jnp.array([[2.0, 2.0], [-2.0, -2.0]])
       >>> def spread(draw):
@@ -70,7 +71,7 @@ def draw_mixture_projection(
       ...     phi = jax.vmap(simrf_jax.positive_features, (None, 0))
       ...     return jnp.std(jnp.sum(phi(x, w) * phi(y, w), axis=-1))
       >>> plain = spread(lambda key: simrf_jax.draw_projection(key, 16, 2))
-      >>> mixture = spread(lambda key: simrf_jax.draw_mixture_projection(key, centers, 16))
+      >>> mixture = spread(lambda key: draw_mixture_projection(key, centers, 16))
       >>> bool(mixture < 0.1 * plain)
       True
 

@@ -3,7 +3,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import Band, Blend, RandomFeatures, fmm_attention
+from simrf_jax import Band, RandomFeatures
+from simrf_jax.fmm import Blend, fmm_attention
 from tests.attention import steps
 from tests.attention.devices import make_mesh
 from tests.attention.inputs import inputs, projection

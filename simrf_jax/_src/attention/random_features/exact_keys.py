@@ -138,7 +138,7 @@ class ExactKeys(NamedTuple):
         """Returns what queries read of other keys, by position, together with these keys.
 
         Args:
-          far: What they read by random features.
+          far: Sums that they read by random features.
           inputs: The queries; see ``read``.
           is_causal: True if a query sees no later keys.
         """

@@ -19,8 +19,8 @@ class FMMAttention(Adapter):
 
     .. math:: \hat V = \sigma(a) \operatorname{Near} + \sum_l \sigma(b_l) \operatorname{Far}_l
 
-    as ``simrf_jax.fmm_attention``. Each key head has a ``near_logit`` a and ``far_logits`` b of its
-    own, parameters that start at 0, and a W for each feature map, all in ``projections`` of the
+    as ``simrf_jax.fmm.fmm_attention``. Each key head has a ``near_logit`` a and ``far_logits`` b of
+    its own, parameters that start at 0, and a W for each feature map, all in ``projections`` of the
     collection ``random_features``. All else is as in ``RandomFeatureAttention``.
 
     Attributes:

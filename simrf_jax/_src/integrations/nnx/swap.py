@@ -55,7 +55,7 @@ def swap_attention(
         ``exact_bandwidth`` or ``is_causal``, which a model needs that passes causal masks.
 
     Returns:
-      What was changed: ``layers`` by path, and ``undo()``, which takes it back.
+      The change: ``layers`` has the changed layers by path, and ``undo()`` takes it back.
 
     Raises:
       TypeError: If an option is unknown or of a wrong type.
