@@ -101,7 +101,7 @@ class EncoderDecoder1DBlock(nn.Module):
             broadcast_dropout=False,
             dropout_rate=config.attention_dropout_rate,
             deterministic=config.deterministic,
-            attention_fn=RandomFeatureAttention(config.num_features, is_causal=True, packed=True, decode=config.decode, parent=None),
+            attention_fn=RandomFeatureAttention(config.num_features, is_causal=True, masks="packed", decode=config.decode, parent=None),
         )(x, mask=decoder_mask)
         x = nn.Dropout(rate=config.dropout_rate)(x, deterministic=config.deterministic)
         x = x + inputs

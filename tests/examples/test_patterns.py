@@ -68,7 +68,7 @@ def test_the_patterns_run_one_after_the_other(capsys):
     assert second < first
 
     rngs = nnx.Rngs(0)
-    adapter = nnx_adapter.RandomFeatureAttention(2, 4, 6, packed=True, rngs=rngs)
+    adapter = nnx_adapter.RandomFeatureAttention(2, 4, 6, masks="packed", rngs=rngs)
     attention = nnx.MultiHeadAttention(2, WIDTH, decode=False, attention_fn=adapter, rngs=rngs)
     names |= {"nnx_model": attention, "key": jax.random.key(2)}
     before = [w.copy() for w in jax.tree.leaves((state.random_features, adapter.projection))]

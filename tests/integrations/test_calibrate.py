@@ -150,7 +150,7 @@ def test_padding_does_not_count():
 
 @pytest.mark.slow
 def test_factored_masks_say_which_queries_are_padding():
-    model, expected = nnx_attention(factored_masks=True), nnx_attention()
+    model, expected = nnx_attention(masks="factored"), nnx_attention()
     nnx_adapters.calibrate(expected, [x[:, :20] for x in BATCHES])
     real = np.broadcast_to(np.arange(30) < 20, (2, 30))
 

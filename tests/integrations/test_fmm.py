@@ -92,7 +92,7 @@ def test_both_apis_and_their_gradients_are_those_of_the_function(is_causal, shar
 def test_prompt_and_steps_are_the_parallel_form(dtype):
     x = [jnp.asarray(array, dtype) for array in qkv()]
     maps = {"feature_maps": MAPS[:2], "num_weights": None}
-    one, other, variables = pair(factored_masks=True, **maps)
+    one, other, variables = pair(masks="factored", **maps)
     real = np.ones((2, LENGTH))
     real[1, 2:4] = 0
     mask = nnx.combine_masks(nnx.make_attention_mask(real, real), nnx.make_causal_mask(real))

@@ -123,7 +123,7 @@ def test_refuses(kind, api, options, error, match):
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("name", ["is_causal", "factored_masks", "decode", "shared"])
+@pytest.mark.parametrize("name", ["is_causal", "decode", "shared"])
 @every_adapter
 def test_fields_are_true_or_false(kind, api, name):
     with pytest.raises(TypeError, match=f"{name} must be True or False, got 'no'"):
@@ -215,3 +215,11 @@ def test_decoding_refuses_segments(kind, api):
     match = r"segment_ids are for whole sequences: .* with decode=True"
     with pytest.raises(ValueError, match=match):
         both.step(api, get_value(both.nnx.cache), *QKV, segment_ids=ids)
+
+
+@pytest.mark.fast
+@every_adapter
+def test_masks_are_of_a_kind(kind, api):
+    match = "masks must be one of 'keys', 'factored', 'packed', got 'causal'"
+    with pytest.raises(ValueError, match=match):
+        KINDS[kind](2, DIM, masks="causal").calls()[api](*QKV)

@@ -421,7 +421,7 @@ def linen_distil(x=None, **options):
         ({"feature_map": "calibrated"}, 'feature_map="learned"'),
         ({"decode": True}, "decode=True"),
         (
-            {"factored_masks": True, "x": {"mask": nn.make_attention_mask(*np.ones((2, 2, 16)))}},
+            {"masks": "factored", "x": {"mask": nn.make_attention_mask(*np.ones((2, 2, 16)))}},
             "got segment_ids or a mask with a query axis",
         ),
     ],

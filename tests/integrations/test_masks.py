@@ -37,7 +37,7 @@ MASKS = {
 
 def adapters(**options):
     """Returns both adapters as functions of queries, keys, values and a mask, and their W."""
-    options = {"coupling": "iid", "factored_masks": True, **options}
+    options = {"coupling": "iid", "masks": "factored", **options}
     one = nnx_adapter.RandomFeatureAttention(HEADS, DIM, 6, rngs=nnx.Rngs(0), **options)
     w = get_value(one.projection)
     linen = linen_adapter.RandomFeatureAttention(6, **options)
@@ -66,7 +66,7 @@ def expected(q, k, v, w, mask, is_causal):
 @pytest.mark.parametrize("name", ["causal", "padding and causal", "of queries, causal"])
 def test_a_causal_adapter_takes_the_causal_mask_apart(name):
     mask, _ = MASKS[name]
-    calls, w = adapters(factored_masks=False, is_causal=True)
+    calls, w = adapters(masks="keys", is_causal=True)
     q, k, v = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
     for call in calls:
         for known in (np.asarray(mask), mask):
@@ -145,12 +145,12 @@ NO_MASKS = {
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("factored_masks", [False, True])
+@pytest.mark.parametrize("masks", ["keys", "factored"])
 @pytest.mark.parametrize("name", NO_MASKS)
-def test_refuses_masks_of_other_numbers_than_zeros_and_ones(name, factored_masks):
+def test_refuses_masks_of_other_numbers_than_zeros_and_ones(name, masks):
     qkv = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
     match = "mask must hold booleans, or zeros and ones, got .* numbers from .* to .* as bias"
-    for call in adapters(factored_masks=factored_masks)[0]:
+    for call in adapters(masks=masks)[0]:
         for known in (np.asarray(NO_MASKS[name]), jnp.asarray(NO_MASKS[name])):
             with pytest.raises(ValueError, match=match):
                 call(*qkv, mask=known)
@@ -168,12 +168,12 @@ def test_refuses_masks_that_are_no_numbers(mask):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("factored_masks", [False, True])
-def test_traced_masks_of_other_numbers_make_their_sequence_nan(factored_masks):
+@pytest.mark.parametrize("masks", ["keys", "factored"])
+def test_traced_masks_of_other_numbers_make_their_sequence_nan(masks):
     mask = np.where(ADDITIVE < 0, 0, 1).astype(np.float32)
     mask[1, ..., 2] = -1e9
     qkv = inputs(LENGTH, heads=HEADS, dim=DIM, batch=(2,))
-    for call in adapters(factored_masks=factored_masks)[0]:
+    for call in adapters(masks=masks)[0]:
         out = jax.jit(lambda *x, mask, call=call: call(*x, mask=mask))(*qkv, mask=mask)
         assert np.isnan(out[1]).all()
         expected = call(*(x[:1] for x in qkv), mask=TOKENS[:1, None, None] > 0)
@@ -197,7 +197,7 @@ def test_zeros_and_ones_of_any_type_and_rank_are_booleans(case):
     qkv = inputs(LENGTH, heads=HEADS, dim=DIM)
     mask = np.broadcast_to(TOKENS[0] > 0, shape)
     number = jnp.asarray(mask, dtype)
-    for call in adapters(factored_masks=False)[0]:
+    for call in adapters(masks="keys")[0]:
         expected = call(*qkv, mask=mask)
         assert expected.shape == (LENGTH, HEADS, DIM)
         np.testing.assert_array_equal(call(*qkv, mask=number), expected)
@@ -267,8 +267,8 @@ def test_masks_that_do_not_fit_are_left_to_attention():
     for call in adapters()[0]:
         with pytest.raises(ValueError, match="mask must be broadcastable"):
             call(q, k, v, mask=np.ones((3, 1, LENGTH, LENGTH), bool))
-    for call in adapters(factored_masks=False)[0]:
+    for call in adapters(masks="keys")[0]:
         with pytest.raises(
-            ValueError, match=r"may differ between queries, .* factored_masks in the Flax"
+            ValueError, match=r"may differ between queries, .* masks=\"factored\" in the Flax"
         ):
             call(q, k, v, mask=PADDING)

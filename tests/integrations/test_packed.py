@@ -39,7 +39,7 @@ every_adapter = [(kind, api) for kind in KINDS for api in ("nnx", "linen")]
 @functools.cache
 def calls(kind, is_causal):
     """Returns the adapters, and the function with a mask of keys in one program."""
-    both = KINDS[kind](HEADS, DIM, packed=True, is_causal=is_causal)
+    both = KINDS[kind](HEADS, DIM, masks="packed", is_causal=is_causal)
     function = functools.partial(both.function, is_causal=is_causal)
     return both.calls(), jax.jit(lambda *x, mask: function(*x, mask=mask))
 
@@ -82,7 +82,7 @@ def test_segments_attend_as_they_do_by_themselves(kind, api, name, jit):
 )
 def test_segment_ids_are_a_mask_of_integers(kind, api):
     """The same without a mask of all pairs, in which padding does not divide a segment."""
-    both = KINDS[kind](HEADS, DIM, packed=True, is_causal=True)
+    both = KINDS[kind](HEADS, DIM, masks="packed", is_causal=True)
     ids = SEGMENTS * HOLES
     expected = both.calls()[api](
         *QKV, mask=nn.make_attention_mask(ids, ids, np.equal) * (ids > 0)[:, None, None]
@@ -97,7 +97,7 @@ def test_segment_ids_are_a_mask_of_integers(kind, api):
 
 @pytest.mark.slow
 def test_gradients_of_packed_sequences_are_those_of_each_by_itself():
-    both = KINDS["random features"](HEADS, DIM, packed=True, is_causal=True)
+    both = KINDS["random features"](HEADS, DIM, masks="packed", is_causal=True)
     mask = nn.combine_masks(PADDING, CAUSAL, SAME)
     cotangent = jax.random.normal(jax.random.key(3), QKV[0].shape)
 
@@ -150,9 +150,9 @@ def _unsaid():
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 @pytest.mark.parametrize("name", NO_PRODUCTS)
 def test_other_masks_raise_or_give_nan_and_say_why(name, api, caplog):
-    call = KINDS["random features"](HEADS, DIM, packed=True).calls()[api]
+    call = KINDS["random features"](HEADS, DIM, masks="packed").calls()[api]
     mask = np.asarray(NO_PRODUCTS[name], bool)
-    match = r"packed=True: the mask .* is not a product of .* keys and a mask of segments"
+    match = r"masks=\"packed\": the mask .* is not a product of .* keys and a mask of segments"
     with pytest.raises(ValueError, match=match):
         call(*QKV, mask=mask)
     run = jax.jit(lambda *x, mask: call(*x, mask=mask))
@@ -161,7 +161,7 @@ def test_other_masks_raise_or_give_nan_and_say_why(name, api, caplog):
         jax.effects_barrier()
         assert np.isnan(out[0]).all()
         [record] = caplog.records
-        assert "The output of attention is NaN. packed=True: the mask" in record.message
+        assert 'The output of attention is NaN. masks="packed": the mask' in record.message
         run(*QKV, mask=mask)
         jax.effects_barrier()
     assert len(caplog.records) == 1  # It is said once.
@@ -172,12 +172,12 @@ def test_other_masks_raise_or_give_nan_and_say_why(name, api, caplog):
 @pytest.mark.parametrize(
     ("mask", "match"),
     [
-        (nn.combine_masks(PADDING, SAME), "The mask of packed sequences needs packed=True"),
+        (nn.combine_masks(PADDING, SAME), 'The mask of packed sequences needs masks="packed"'),
         (np.where(SEGMENTS > 0, 0.0, -1e9)[:, None, None], "Pass what is added .* as bias"),
     ],
 )
 def test_what_adapters_without_packed_say_under_jit(mask, match, caplog):
-    call = KINDS["random features"](HEADS, DIM, factored_masks=True).nnx
+    call = KINDS["random features"](HEADS, DIM, masks="factored").nnx
     with pytest.raises(ValueError, match=match):
         call(*QKV, mask=mask)
 
@@ -193,7 +193,7 @@ def test_what_adapters_without_packed_say_under_jit(mask, match, caplog):
 @pytest.mark.slow
 @pytest.mark.usefixtures("_unsaid")
 def test_masks_that_are_honored_say_nothing_and_programs_may_do_without_the_callback(caplog):
-    call = KINDS["random features"](HEADS, DIM, packed=True).nnx
+    call = KINDS["random features"](HEADS, DIM, masks="packed").nnx
     mask = jnp.asarray(MASKS["padding, segments"][0])
 
     def traced():
@@ -218,7 +218,7 @@ CROSS = (QKV[0][:, :4], *QKV[1:])  # Fewer queries than keys.
 @pytest.mark.slow
 @pytest.mark.parametrize("api", ["nnx", "linen"])
 def test_masks_of_other_lengths_have_no_segments(api):
-    call = KINDS["random features"](HEADS, DIM, packed=True).calls()[api]
+    call = KINDS["random features"](HEADS, DIM, masks="packed").calls()[api]
     for mask in (HOLES[:, None, None], nn.make_attention_mask(SEGMENTS[:, :4] > 0, HOLES)):
         out = call(*CROSS, mask=mask.astype(np.int32))
         np.testing.assert_array_equal(out, call(*CROSS, mask=mask.astype(bool)))
@@ -226,7 +226,7 @@ def test_masks_of_other_lengths_have_no_segments(api):
 
 IDS = SEGMENTS[:, None, None]
 NO_SEGMENTS = {
-    "not packed": ({}, QKV, {}, "The mask of packed sequences needs packed=True"),
+    "not packed": ({}, QKV, {}, 'The mask of packed sequences needs masks="packed"'),
     "decode": ({"decode": True}, QKV, {}, "With decode=True there are no segments"),
     "segment_ids": (
         {},
@@ -243,9 +243,9 @@ NO_SEGMENTS = {
 @pytest.mark.parametrize("name", NO_SEGMENTS)
 def test_says_why_a_mask_holds_no_segments(name, api):
     fields, qkv, options, reason = NO_SEGMENTS[name]
-    field = "factored_masks" if name == "not packed" else "packed"
-    call = KINDS["random features"](HEADS, DIM, **{field: True}, **fields).calls()[api]
+    masks = "factored" if name == "not packed" else "packed"
+    call = KINDS["random features"](HEADS, DIM, masks=masks, **fields).calls()[api]
     with pytest.raises(ValueError, match=f"mask must hold booleans, .* as bias, .*{reason}"):
         call(*qkv, mask=IDS, **options)
-    with pytest.raises(ValueError, match=f"^{field}=True: the mask .* is no.*{reason}"):
+    with pytest.raises(ValueError, match=f'^masks="{masks}": the mask .* is no.*{reason}'):
         call(*qkv, mask=SAME[..., : qkv[0].shape[1], :], **options)

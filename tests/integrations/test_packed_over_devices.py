@@ -36,7 +36,7 @@ def test_holes_on_borders_of_devices_divide_no_segment(api, kind, expected):
     mesh, spec = make_mesh(kind, length=4), P(None, "length")
     specs = (spec, spec, spec, P(None, None, None, "length"))
     named = {} if kind == "explicit" else {"sequence_axis": "length"}
-    both = KINDS["random features"](HEADS, DIM, packed=True, **named)
+    both = KINDS["random features"](HEADS, DIM, masks="packed", **named)
 
     def attend(*x):
         return both.calls()[api](*x[:3], mask=x[3])

@@ -91,7 +91,7 @@ def test_the_report_is_that_of_the_queries_and_keys_of_each_layer(name):
 
 @pytest.mark.slow
 def test_packed_sequences_are_compared_inside_their_segments():
-    module = nnx_attention(coupling="iid", is_causal=True, packed=True)
+    module = nnx_attention(coupling="iid", is_causal=True, masks="packed")
     layer = call_nnx(module, PACKED)["attention_fn"]
     x = tokens(2, 7)
     w = get_value(module.attention_fn.projection)
@@ -224,7 +224,7 @@ def test_refuses():
 
 
 def test_refuses_masks_that_are_no_products_under_jit():
-    module = nnx_attention(factored_masks=True)
+    module = nnx_attention(masks="factored")
     mask = np.abs(np.subtract.outer(np.arange(7), np.arange(7))) < 2
     call = nnx.jit(lambda m, mask: m(tokens(2, 7), mask=mask))
     with pytest.raises(ValueError, match="The mask of the adapter 'attention_fn' cannot be honor"):

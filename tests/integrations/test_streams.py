@@ -123,12 +123,12 @@ def test_representations_say_how_w_is_drawn(options, features, drawn):
 @pytest.mark.slow
 def test_representations_of_other_adapters():
     maps = ("positive", "trigonometric")
-    linen = linen_adapter.FMMAttention(6, 2, feature_maps=maps, packed=True)
+    linen = linen_adapter.FMMAttention(6, 2, feature_maps=maps, masks="packed")
     shown = f"bandwidth=2, feature_maps=['positive', 'trigonometric'], {FAR}"
-    assert repr(linen) == f"FMMAttention(num_features=6, {shown}, packed=True)"
-    one = nnx_adapter.FMMAttention(2, 4, 6, 2, feature_maps=maps, packed=True, rngs=nnx.Rngs(0))
+    assert repr(linen) == f"FMMAttention(num_features=6, {shown}, masks='packed')"
+    one = nnx_adapter.FMMAttention(2, 4, 6, 2, feature_maps=maps, masks="packed", rngs=nnx.Rngs(0))
     sizes = "num_heads=2, head_dim=4, num_features=[6, 6]"
-    assert repr(one) == f"FMMAttention({sizes}, {shown}, packed=True)"
+    assert repr(one) == f"FMMAttention({sizes}, {shown}, masks='packed')"
     learned = nnx_adapter.RandomFeatureAttention(2, 4, 6, feature_map="learned", rngs=nnx.Rngs(0))
     assert repr(learned).endswith("num_features=6, feature_map='learned')")
     elu = nnx_adapter.RandomFeatureAttention(2, 4, None, feature_map="elu", rngs=nnx.Rngs(0))

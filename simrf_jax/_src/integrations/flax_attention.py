@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ from simrf_jax._src.integrations import flax_masks
 from simrf_jax._src.integrations.flax_masks import Mask
 from simrf_jax._src.projections import ProjectionLike
 
+# Masks that an adapter takes.
+Masks: TypeAlias = Literal["keys", "factored", "packed"]
 # Names of mesh axes, as users give them.
 AxisNames: TypeAlias = str | tuple[str, ...] | None
 
@@ -110,8 +112,7 @@ def read(
     value: jax.Array,
     *,
     is_causal: bool,
-    factored_masks: bool,
-    packed: bool,
+    masks: Masks,
     decode: bool,
     sequence_axis: AxisNames,
     mask: ArrayLike | None,
@@ -146,7 +147,7 @@ def read(
     if mask is not None:
         target = (*query.shape[:-3], query.shape[-2], query.shape[-3], key.shape[-3])
         no_segments = flax_masks.why_no_segments(
-            target, packed=packed, decode=decode, has_segment_ids=segment_ids is not None
+            target, packed=masks == "packed", decode=decode, has_segment_ids=segment_ids is not None
         )
         if no_segments is None and flax_masks.is_segment_ids(mask, target):
             factors = flax_masks.factors_of_ids(
@@ -157,7 +158,7 @@ def read(
             factors = None
             if is_mask is not None:
                 valid.append(_heads_last(is_mask))
-            if factored_masks or (is_causal and differs_between_queries(mask)):
+            if masks != "keys" or (is_causal and differs_between_queries(mask)):
                 factors = flax_masks.factor(
                     mask, target, is_causal=is_causal, no_segments=no_segments
                 )
@@ -230,20 +231,14 @@ def step(mechanism: Mechanism, state: Any, request: Request) -> tuple[jax.Array,
 def check_fields(
     *,
     is_causal: bool,
-    factored_masks: bool,
-    packed: bool,
+    masks: Masks,
     decode: bool,
     sequence_axis: str | tuple[str, ...] | None,
 ) -> None:
     """Accepts the fields that adapters of all methods have."""
-    switches = {
-        "is_causal": is_causal,
-        "factored_masks": factored_masks,
-        "packed": packed,
-        "decode": decode,
-    }
-    for name, switch in switches.items():
+    for name, switch in (("is_causal", is_causal), ("decode", decode)):
         checks.boolean(name, switch)
+    checks.one_of("masks", masks, get_args(Masks))
     checks.axis_names("sequence_axis", sequence_axis)
 
 

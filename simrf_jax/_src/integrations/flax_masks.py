@@ -26,7 +26,7 @@ def why_no_segments(
 
     Args:
       target: ``(*batch, heads, T, S)``.
-      packed: The field of the adapter.
+      packed: True if the adapter takes segments in its masks.
       decode: The field of the adapter.
       has_segment_ids: True if the call has segment ids beside the mask.
     """
@@ -48,7 +48,7 @@ def why_no_segments(
     return None
 
 
-NEEDS_PACKED = "The mask of packed sequences needs packed=True, and so do segment ids as a mask."
+NEEDS_PACKED = 'The mask of packed sequences needs masks="packed", and so do segment ids as a mask.'
 
 
 def as_boolean(mask: ArrayLike, no_segments: str | None) -> tuple[Mask, Mask | None]:
@@ -181,9 +181,9 @@ def _no_product(shape: tuple[int, ...], no_segments: str | None, *, is_causal: b
     factors += ["the causal mask"] if is_causal else []
     factors += ["a mask of segments of neighbors"] if no_segments is None else []
     product = f"{', '.join(factors[:-1])} and {factors[-1]}"
-    field = "packed=True"
+    field = 'masks="packed"'
     if no_segments == NEEDS_PACKED:
-        field = "is_causal=True" if is_causal else "factored_masks=True"
+        field = "is_causal=True" if is_causal else 'masks="factored"'
     hints = "" if is_causal else " A causal mask needs is_causal=True beside it."
     hints += f" {no_segments}" if no_segments else ""
     return (

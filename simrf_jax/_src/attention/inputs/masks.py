@@ -91,12 +91,13 @@ def one_row(
             f"{target}, got shape {x.shape}."
         )
     if differs_between_queries(x):
+        of_adapters = ', and masks="factored" in the Flax adapters' if name == "mask" else ""
         raise ValueError(
             f"{name} of shape {x.shape} may differ between queries, which linear attention "
             "cannot honor: it sums over the keys once for all queries. What works: a key-padding "
             f"{name} with a query axis of size 1 ([batch..., 1, 1, key length], such as "
             f"{name}[..., :1, :] if all queries share it), is_causal, key_value_seq_lengths, "
-            f"query_seq_lengths{', and factored_masks in the Flax adapters' * (name == 'mask')}."
+            f"query_seq_lengths{of_adapters}."
         )
     return x[..., :1, :] if shape[-2] > 1 else x
 

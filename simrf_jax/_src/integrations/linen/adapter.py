@@ -22,8 +22,8 @@ from simrf_jax._src.integrations.flax_attention import Request
 class Adapter(nn.Module):
     """A mechanism of attention with its cache, which Flax calls as an ``attention_fn``.
 
-    Subclasses have the fields ``is_causal``, ``factored_masks``, ``packed``, ``decode``,
-    ``shared`` and ``sequence_axis``, those of ``Drawing``, and ``feature_map`` or ``feature_maps``.
+    Subclasses have the fields ``is_causal``, ``masks``, ``decode``, ``shared`` and
+    ``sequence_axis``, those of ``Drawing``, and ``feature_map`` or ``feature_maps``.
     """
 
     @abc.abstractmethod
@@ -76,10 +76,10 @@ class Adapter(nn.Module):
           query: ``[..., T, N, H]``.
           key: ``[..., S, K, H]``.
           value: ``[..., S, K, D]``.
-          mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; the same for all
-            queries, or with ``factored_masks`` or ``packed`` a product, or with ``packed`` segment
-            ids. Other values raise where they are known. Under ``jit`` they make the output of
-            their sequence and head NaN, and the logger ``simrf_jax`` says why.
+          mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; of the kind
+            that the field ``masks`` names. Other values raise where they are known. Under ``jit``
+            they make the output of their sequence and head NaN, and the logger ``simrf_jax`` says
+            why.
           bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
           scale: Multiplies the logits; by default :math:`1/\sqrt H`.
           is_causal: True lets query t attend only to keys s <= t, also if the field is False.
@@ -114,8 +114,7 @@ class Adapter(nn.Module):
             key,
             value,
             is_causal=is_causal or self.is_causal or self.decode,
-            factored_masks=self.factored_masks or self.packed,
-            packed=self.packed,
+            masks=self.masks,
             decode=self.decode,
             sequence_axis=self.sequence_axis,
             mask=mask,
@@ -143,8 +142,7 @@ class Adapter(nn.Module):
         checks.boolean("shared", self.shared)
         flax_attention.check_fields(
             is_causal=self.is_causal,
-            factored_masks=self.factored_masks,
-            packed=self.packed,
+            masks=self.masks,
             decode=self.decode,
             sequence_axis=self.sequence_axis,
         )

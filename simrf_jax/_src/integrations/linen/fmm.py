@@ -43,18 +43,18 @@ class FMMAttention(Adapter):
       shared: True draws one W for all heads.
       is_causal: True lets each query attend only to keys up to its own position, also in calls that
         do not ask for it. It accepts the causal mask, as Flax's ``make_causal_mask`` makes it, and
-        its products with other masks, as ``factored_masks`` does.
-      factored_masks: True accepts masks with a query axis if they are products of a mask of
-        queries, a mask of keys and, with ``is_causal``, the causal mask, as Flax's
-        ``make_attention_mask`` and ``combine_masks`` make them. A query that
-        sees no key gets zeros. A mask that is no such product raises if its values are known.
+        its products with other masks, as ``masks="factored"`` does.
+      masks: Masks that the adapter takes. ``"keys"``: those that are the same for all queries.
+        ``"factored"``: also products of a mask of queries, a mask of keys and, with ``is_causal``,
+        the causal mask, as Flax's ``make_attention_mask`` and ``combine_masks`` make them. A query
+        that sees no key gets zeros. A mask that is no such product raises if its values are known.
         Under ``jit`` it makes the output NaN, and the logger ``simrf_jax`` says why. Reading these
-        masks takes O(T S) memory: for long sequences pass masks of the keys alone.
-      packed: True also takes the masks of packed sequences, for self-attention: a product as with
-        ``factored_masks`` that has ``make_attention_mask(ids, ids, jnp.equal)`` as another factor,
-        where neighbors with equal ids are one segment. For long sequences pass the ids themselves
-        as the mask, integers ``[..., 1, 1, T]`` with 0 for padding: ``mask=ids[:, None, None]``
-        takes O(T) memory, and mesh axes may shard T. With ``decode`` there are no segments.
+        masks takes O(T S) memory: for long sequences pass masks of the keys alone. ``"packed"``:
+        also those of packed sequences, for self-attention: a product that has
+        ``make_attention_mask(ids, ids, jnp.equal)`` as another factor, where neighbors with equal
+        ids are one segment. For long sequences pass the ids themselves as the mask, integers
+        ``[..., 1, 1, T]`` with 0 for padding: ``mask=ids[:, None, None]`` takes O(T) memory, and
+        mesh axes may shard T. With ``decode`` there are no segments.
       decode: True takes each call for the next tokens of the sequences in the cache, which holds
         the last ``bandwidth`` keys and a state for each feature map.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
@@ -90,8 +90,7 @@ class FMMAttention(Adapter):
     num_weights: int | None = None
     shared: bool = False
     is_causal: bool = False
-    factored_masks: bool = False
-    packed: bool = False
+    masks: flax_attention.Masks = "keys"
     decode: bool = False
     sequence_axis: str | tuple[str, ...] | None = None
 

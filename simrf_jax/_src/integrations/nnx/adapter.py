@@ -23,8 +23,7 @@ from simrf_jax._src.integrations.flax_versions import get_value, set_value
 _SWITCHES = {
     "shared": False,
     "is_causal": False,
-    "factored_masks": False,
-    "packed": False,
+    "masks": "keys",
     "decode": False,
     "sequence_axis": None,
     "batch_axis": None,
@@ -45,8 +44,7 @@ class Adapter(nnx.Module):
         *,
         shared: bool,
         is_causal: bool,
-        factored_masks: bool,
-        packed: bool,
+        masks: flax_attention.Masks,
         decode: bool,
         sequence_axis: str | tuple[str, ...] | None,
     ):
@@ -54,8 +52,7 @@ class Adapter(nnx.Module):
         self.head_dim = checks.positive_int("head_dim", head_dim)
         self.shared = checks.boolean("shared", shared)
         self.is_causal = is_causal
-        self.factored_masks = factored_masks
-        self.packed = packed
+        self.masks: flax_attention.Masks = masks
         self.decode = decode
         self.sequence_axis = sequence_axis
         self.cache: nnx.Cache | None = nnx.data(None)
@@ -64,8 +61,7 @@ class Adapter(nnx.Module):
     def _check_fields(self) -> None:
         flax_attention.check_fields(
             is_causal=self.is_causal,
-            factored_masks=self.factored_masks,
-            packed=self.packed,
+            masks=self.masks,
             decode=self.decode,
             sequence_axis=self.sequence_axis,
         )
@@ -121,10 +117,10 @@ class Adapter(nnx.Module):
           query: ``[..., T, N, H]``.
           key: ``[..., S, K, H]``.
           value: ``[..., S, K, D]``.
-          mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; the same for all
-            queries, or with ``factored_masks`` or ``packed`` a product, or with ``packed`` segment
-            ids. Other values raise where they are known. Under ``jit`` they make the output of
-            their sequence and head NaN, and the logger ``simrf_jax`` says why.
+          mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; of the kind
+            that the field ``masks`` names. Other values raise where they are known. Under ``jit``
+            they make the output of their sequence and head NaN, and the logger ``simrf_jax`` says
+            why.
           bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
           scale: Multiplies the logits; by default :math:`1/\sqrt H`.
           is_causal: True lets query t attend only to keys s <= t, also if the field is False.
@@ -156,8 +152,7 @@ class Adapter(nnx.Module):
             key,
             value,
             is_causal=is_causal or self.is_causal or self.decode,
-            factored_masks=self.factored_masks or self.packed,
-            packed=self.packed,
+            masks=self.masks,
             decode=self.decode,
             sequence_axis=self.sequence_axis,
             mask=mask,
