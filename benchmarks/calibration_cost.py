@@ -22,7 +22,7 @@ import numpy as np
 import simrf_jax
 from benchmarks import command_line
 from experiments.harness import timing
-from simrf_jax import RandomFeatures, feature_maps, random_feature_attention
+from simrf_jax import RandomFeatureMechanism, feature_maps, random_feature_attention
 
 HEADS, DIM, NUM_FEATURES = 12, 64, 128
 CPU_LENGTHS = {197: 2, 1024: 1}  # Sequences in a batch, by length.
@@ -51,15 +51,17 @@ def mechanisms(shared):
     q, k, _ = tokens(1, 1024)
     calibrated, one_of_each = simrf_jax.calibrate(q, k), rows("orthogonal", shared)[..., :DIM, :]
     return {
-        "positive": RandomFeatures(rows("simplex", shared)),
-        "calibrated": RandomFeatures(rows("cross_polytope", shared), calibrated),
-        "pairs": RandomFeatures(simrf_jax.Projection(one_of_each, is_paired=True), calibrated),
+        "positive": RandomFeatureMechanism(rows("simplex", shared)),
+        "calibrated": RandomFeatureMechanism(rows("cross_polytope", shared), calibrated),
+        "pairs": RandomFeatureMechanism(
+            simrf_jax.Projection(one_of_each, is_paired=True), calibrated
+        ),
     }
 
 
 def folded(mechanism):
     feature_map = feature_maps.Folded.of(mechanism.feature_map, mechanism.projection)
-    return RandomFeatures(None, feature_map)
+    return RandomFeatureMechanism(None, feature_map)
 
 
 def attend(mechanism, q, k, v, *, is_causal):

@@ -19,7 +19,7 @@ import numpy as np
 import simrf_jax
 from benchmarks import command_line
 from experiments.harness import timing
-from simrf_jax import RandomFeatures
+from simrf_jax import RandomFeatureMechanism
 
 DIM, NUM_FEATURES = 64, 130
 LENGTHS = (10, 100, 200, 500, 1000, 10_000)
@@ -28,7 +28,7 @@ ROUNDS, STEPS = 20, 10  # Ten steps make one call, so that a call takes millisec
 
 @functools.partial(jax.jit, donate_argnums=0)
 def linear_step(state, query, key, value, projection):
-    return RandomFeatures(projection).step(state, query, key, value)
+    return RandomFeatureMechanism(projection).step(state, query, key, value)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
@@ -69,8 +69,8 @@ def candidates(sequences, heads):
 
     w = simrf_jax.draw_projection(jax.random.key(0), NUM_FEATURES, DIM)
     token = [normal(seed, 1) for seed in (1, 2, 3)]
-    mechanism = RandomFeatures(w)
-    append = jax.jit(RandomFeatures.append)
+    mechanism = RandomFeatureMechanism(w)
+    append = jax.jit(RandomFeatureMechanism.append)
     calls, sizes = {}, {}
     for length in LENGTHS:
         cache = normal(4, length), normal(5, length)

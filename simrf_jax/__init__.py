@@ -10,8 +10,8 @@ A feature map phi turns a kernel into an inner product: K(x, y) = E[phi(x) . phi
 - ``positive_features`` and the other ``*_features``: feature maps. ``gaussian_kernel``,
   ``softmax_kernel`` and ``relu_kernel``: the exact kernels that they estimate.
 - ``random_feature_attention``: softmax attention in linear time, bidirectional, causal or packed.
-  ``banded_attention``: exact softmax attention to nearby keys. ``RandomFeatures`` and ``Band`` are
-  both as objects, which also decode token by token, from a state that does not grow.
+  ``banded_attention``: exact softmax attention to nearby keys. ``RandomFeatureMechanism`` and
+  ``Band`` are both as objects, which also decode token by token, from a state that does not grow.
 - ``calibrate``: positive features that fit the queries and keys of a trained model.
 - ``attention_matrix``, ``attention_report``: the attention weights that random features imply, and
   their error. ``distillation_loss``: their cross-entropy to softmax's, to learn a feature map by.
@@ -41,7 +41,7 @@ from simrf_jax._src.attention import (
     AttentionState,
     Band,
     Mechanism,
-    RandomFeatures,
+    RandomFeatureMechanism,
     attention_matrix,
     attention_report,
     banded_attention,
@@ -84,7 +84,7 @@ __all__ = [
     "FeatureMap",
     "Mechanism",
     "Projection",
-    "RandomFeatures",
+    "RandomFeatureMechanism",
     "attention_matrix",
     "attention_report",
     "banded_attention",

@@ -168,7 +168,7 @@ def test_the_vit_and_the_near_field(feature_map):
 @pytest.mark.parametrize("bandwidth", [None, 2])
 @pytest.mark.parametrize("mechanism", ["random features", "band", "blend"])
 def test_states_of_decoding(mechanism, bandwidth):
-    far = simrf_jax.RandomFeatures(draw(), exact_bandwidth=bandwidth)
+    far = simrf_jax.RandomFeatureMechanism(draw(), exact_bandwidth=bandwidth)
     attend = {
         "random features": far,
         "band": simrf_jax.Band(2),

@@ -43,7 +43,7 @@ def test_records_are_shown_in_one_line():
     fast = simrf_jax.draw_fast_projection(key(), 130, 64)
     calibrated = feature_maps.Calibrated.identity(2, 4)
     query = jax.random.normal(key(), (1, 10, 2, 4))
-    random_features = simrf_jax.RandomFeatures(w)
+    random_features = simrf_jax.RandomFeatureMechanism(w)
     records = [
         (fast.rows, "FastRows(130 x 64, simplex, float32)"),
         (
@@ -99,7 +99,8 @@ def test_records_are_shown_in_one_line():
         ),
         (
             random_features,
-            "RandomFeatures(projection=float32[6, 4], feature_map=Positive(kernel='softmax'))",
+            "RandomFeatureMechanism(projection=float32[6, 4], "
+            "feature_map=Positive(kernel='softmax'))",
         ),
         (
             simrf_jax.fmm.Blend(simrf_jax.Band(7), (random_features,), far_weights=jnp.ones(1)),
@@ -109,7 +110,7 @@ def test_records_are_shown_in_one_line():
         (state(random_features), SUMS),
         (state(simrf_jax.Band(7)), WINDOW),
         (
-            state(simrf_jax.RandomFeatures(w, exact_bandwidth=7)),
+            state(simrf_jax.RandomFeatureMechanism(w, exact_bandwidth=7)),
             f"ExactBandState(near={WINDOW}, far={SUMS})",
         ),
         (

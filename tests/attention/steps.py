@@ -1,13 +1,13 @@
 """Decoding by the three mechanisms as functions of all that they hold, one call for each verb."""
 
-from simrf_jax import Band, RandomFeatures
+from simrf_jax import Band, RandomFeatureMechanism
 from simrf_jax.fmm import Blend
 
 
 def init_state(projection, *, feature_map="positive", head_dim=None, exact_bandwidth=None, **sizes):
     """Returns the first state of random features, whose projection tells the width of the keys."""
     head_dim = projection.shape[-1] if head_dim is None else head_dim
-    mechanism = RandomFeatures(projection, feature_map, exact_bandwidth=exact_bandwidth)
+    mechanism = RandomFeatureMechanism(projection, feature_map, exact_bandwidth=exact_bandwidth)
     return mechanism.init(head_dim=head_dim, **sizes)
 
 
@@ -23,14 +23,16 @@ def step(
     exact_bandwidth=None,
     **options,
 ):
-    mechanism = RandomFeatures(projection, feature_map, chunk_size, exact_bandwidth=exact_bandwidth)
+    mechanism = RandomFeatureMechanism(
+        projection, feature_map, chunk_size, exact_bandwidth=exact_bandwidth
+    )
     return mechanism.step(state, query, key, value, **options)
 
 
 def append(
     state, key, value, projection, *, feature_map="positive", exact_bandwidth=None, **options
 ):
-    mechanism = RandomFeatures(projection, feature_map, exact_bandwidth=exact_bandwidth)
+    mechanism = RandomFeatureMechanism(projection, feature_map, exact_bandwidth=exact_bandwidth)
     return mechanism.append(state, key, value, **options)
 
 
@@ -69,7 +71,7 @@ def fmm_step(
 
 def _blend(projections, feature_maps, bandwidth, chunk_size=None, **weights):
     fields = (
-        RandomFeatures(projection, feature_map, chunk_size)
+        RandomFeatureMechanism(projection, feature_map, chunk_size)
         for projection, feature_map in zip(projections, feature_maps, strict=True)
     )
     return Blend(Band(bandwidth), tuple(fields), **weights)

@@ -252,7 +252,7 @@ def test_mechanisms_refuse_fields(make, error, match):
 
 
 def features_with(**fields):
-    return simrf_jax.RandomFeatures(None, "elu", **fields)
+    return simrf_jax.RandomFeatureMechanism(None, "elu", **fields)
 
 
 def test_a_scale_may_be_any_integer():

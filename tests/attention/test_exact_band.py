@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from simrf_jax import FeatureMap, RandomFeatures, feature_maps, hybrid, random_feature_attention
+from simrf_jax import (
+    FeatureMap,
+    RandomFeatureMechanism,
+    feature_maps,
+    hybrid,
+    random_feature_attention,
+)
 from simrf_jax._src.attention import ExactBandState
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import beside_band, relative_error
@@ -132,7 +138,7 @@ def test_features_of_a_query_that_overflow_reach_no_other_output_or_gradient():
 )
 def test_decoding_in_any_pieces_is_the_parallel_form(pieces, bandwidth):
     q, k, v = inputs(LENGTH, heads=4, key_heads=2, batch=(2,))
-    mechanism = RandomFeatures(projection(), exact_bandwidth=bandwidth)
+    mechanism = RandomFeatureMechanism(projection(), exact_bandwidth=bandwidth)
     step = jax.jit(mechanism.step)
     state, outs, start = mechanism.init(batch=(2,), **SIZES), [], 0
     shapes = jax.tree.map(jnp.shape, state)
@@ -153,7 +159,7 @@ def test_append_gives_the_state_of_steps(lengths):
     k[1], v[1] = np.nan, np.inf
     mask = np.ones((1, 1, LENGTH), bool)
     mask[..., 1] = False
-    mechanism = RandomFeatures(projection(), exact_bandwidth=BANDWIDTH)
+    mechanism = RandomFeatureMechanism(projection(), exact_bandwidth=BANDWIDTH)
     stepped = appended = mechanism.init(**SIZES)
     for start, count in zip((0, lengths[0]), lengths, strict=True):
         some = slice(start, start + count)
@@ -166,7 +172,7 @@ def test_append_gives_the_state_of_steps(lengths):
 @pytest.mark.slow
 def test_gradients_flow_through_the_state():
     q, k, v = inputs(12)
-    mechanism = RandomFeatures(projection(), exact_bandwidth=3)
+    mechanism = RandomFeatureMechanism(projection(), exact_bandwidth=3)
 
     def loss(k, v):
         _, state = mechanism.step(mechanism.init(**SIZES), q[:7], k[:7], v[:7])
@@ -209,7 +215,7 @@ def test_refuses_maps_of_other_kernels(feature_map):
         random_feature_attention(
             q, k, v, projection(), feature_map=feature_map, exact_bandwidth=BANDWIDTH
         )
-    mechanism = RandomFeatures(projection(), feature_map, exact_bandwidth=BANDWIDTH)
+    mechanism = RandomFeatureMechanism(projection(), feature_map, exact_bandwidth=BANDWIDTH)
     with pytest.raises(ValueError, match=match):
         mechanism.init(**SIZES)
 
@@ -238,13 +244,13 @@ def test_refuses_bandwidths(error, bandwidth, match):
     with pytest.raises(error, match=match):
         random_feature_attention(q, k, v, projection(), exact_bandwidth=bandwidth)
     with pytest.raises(error, match=match):
-        RandomFeatures(projection(), exact_bandwidth=bandwidth)
+        RandomFeatureMechanism(projection(), exact_bandwidth=bandwidth)
 
 
 def test_refuses_states_of_other_mechanisms():
     q, k, v = inputs()
     w = projection()
-    plain, banded = RandomFeatures(w), RandomFeatures(w, exact_bandwidth=BANDWIDTH)
+    plain, banded = RandomFeatureMechanism(w), RandomFeatureMechanism(w, exact_bandwidth=BANDWIDTH)
     state = banded.init(**SIZES)
     assert isinstance(state, ExactBandState)
     with pytest.raises(TypeError, match="of type AttentionState, got ExactBandState"):
@@ -254,6 +260,6 @@ def test_refuses_states_of_other_mechanisms():
     with pytest.raises(TypeError, match="of type ExactBandState, got AttentionState"):
         banded.append(state.far, k, v)
     with pytest.raises(ValueError, match="state must be of bandwidth=3, got one of bandwidth=4"):
-        RandomFeatures(w, exact_bandwidth=3).step(state, q, k, v)
+        RandomFeatureMechanism(w, exact_bandwidth=3).step(state, q, k, v)
     with pytest.raises(ValueError, match=r"state must have sums .* got sums"):
-        RandomFeatures(projection(7), exact_bandwidth=BANDWIDTH).step(state, q, k, v)
+        RandomFeatureMechanism(projection(7), exact_bandwidth=BANDWIDTH).step(state, q, k, v)

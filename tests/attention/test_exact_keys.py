@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from simrf_jax import RandomFeatures, feature_maps, random_feature_attention
+from simrf_jax import RandomFeatureMechanism, feature_maps, random_feature_attention
 from simrf_jax._src.attention.random_features import xla
 from tests import formulas
 from tests.attention.inputs import inputs, projection
@@ -130,9 +130,9 @@ def test_the_report_and_the_loss_take_exact_keys():
 def test_a_mechanism_with_exact_keys_is_a_pytree():
     q, k, v = inputs(LENGTH)
     for keys in (COUNT, np.array([0, 1])):
-        mechanism = RandomFeatures(projection(), exact_keys=keys)
+        mechanism = RandomFeatureMechanism(projection(), exact_keys=keys)
         again = jax.tree.map(lambda x: x, mechanism)
-        out = jax.jit(RandomFeatures.attend)(again, q, k, v)
+        out = jax.jit(RandomFeatureMechanism.attend)(again, q, k, v)
         assert relative_error(out, mechanism.attend(q, k, v)) < 1e-6
 
 
@@ -173,7 +173,7 @@ def test_refuses(case):
 
 
 def test_decoding_and_sharded_lengths_have_none():
-    mechanism = RandomFeatures(W8, exact_keys=2)
+    mechanism = RandomFeatureMechanism(W8, exact_keys=2)
     with pytest.raises(ValueError, match="the state of decoding holds no single keys"):
         mechanism.init(num_key_heads=1, head_dim=8, value_dim=8)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("length",))

@@ -447,7 +447,7 @@ CALLS = {
     "loss": lambda q, k, v, w, feature_map: simrf_jax.distillation_loss(
         q, k, w, feature_map=feature_map
     ),
-    "state": lambda q, k, v, w, feature_map: simrf_jax.RandomFeatures(w, feature_map).init(
+    "state": lambda q, k, v, w, feature_map: simrf_jax.RandomFeatureMechanism(w, feature_map).init(
         num_key_heads=2, head_dim=8, value_dim=8
     ),
 }

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import RandomFeatures, random_feature_attention
+from simrf_jax import RandomFeatureMechanism, random_feature_attention
 from simrf_jax._src.attention import implementations
 from tests.attention.inputs import inputs, projection
 
@@ -70,6 +70,6 @@ def test_if_none_can_each_says_why(register):
 )
 def test_refuses_names(asked, match):
     with pytest.raises(ValueError, match=match):
-        RandomFeatures(projection(), implementation=asked)
+        RandomFeatureMechanism(projection(), implementation=asked)
     with pytest.raises(ValueError, match=match):
         attend(implementation=asked)

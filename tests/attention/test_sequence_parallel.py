@@ -402,7 +402,7 @@ def test_explicit_axes_of_heads_beside_a_w_for_each_head_that_is_on_all_devices(
 @pytest.mark.slow
 def test_steps_over_explicit_axes_of_heads():
     q, k, v = inputs(LENGTH, heads=HEADS, key_heads=KEY_HEADS, batch=(2,))
-    mechanism = simrf_jax.RandomFeatures(projection(FEATURES, heads=KEY_HEADS))
+    mechanism = simrf_jax.RandomFeatureMechanism(projection(FEATURES, heads=KEY_HEADS))
     sizes = {"num_key_heads": KEY_HEADS, "head_dim": DIM, "value_dim": DIM}
     state = mechanism.init(batch=(2,), **sizes)
     expected, _ = mechanism.step(state, q, k, v)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import simrf_jax
-from simrf_jax import Projection, RandomFeatures, random_feature_attention
+from simrf_jax import Projection, RandomFeatureMechanism, random_feature_attention
 from simrf_jax.feature_maps import Calibrated, Folded, Learned
 from tests import formulas
 from tests.attention.inputs import inputs, projection
@@ -128,8 +128,8 @@ def test_decodes_token_by_token_after_a_folded_prompt(exact_bandwidth):
     )
     # Fewer tokens than rows are not folded, and either must go on where the other left off.
     for mechanism in (
-        RandomFeatures(w, calibrated, exact_bandwidth=exact_bandwidth),
-        RandomFeatures(None, Folded.of(calibrated, w), exact_bandwidth=exact_bandwidth),
+        RandomFeatureMechanism(w, calibrated, exact_bandwidth=exact_bandwidth),
+        RandomFeatureMechanism(None, Folded.of(calibrated, w), exact_bandwidth=exact_bandwidth),
     ):
         state = mechanism.init(batch=(2,), num_key_heads=2, head_dim=8, value_dim=8)
         step, outputs = jax.jit(mechanism.step), []

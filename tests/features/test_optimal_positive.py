@@ -190,7 +190,7 @@ def test_a_mask_that_differs_between_query_heads_repeats_the_parameters():
 def test_decoding_with_a_parameter_for_each_head():
     q, k, v = inputs(9)
     own = feature_maps.OptimalPositive(jnp.array([-0.05, -0.4]))
-    mechanism = simrf_jax.RandomFeatures(projection(), own)
+    mechanism = simrf_jax.RandomFeatureMechanism(projection(), own)
     whole = mechanism.attend(q, k, v, is_causal=True)
     state = mechanism.init(num_key_heads=2, head_dim=8, value_dim=8)
     prompt, state = mechanism.step(state, q[:5], k[:5], v[:5])
@@ -248,7 +248,7 @@ def test_refuses_rows_of_fixed_norms(name):
         features(jnp.ones(w.shape[-1]), w, -0.1)
     with pytest.raises(ValueError, match=match):
         random_feature_attention(*inputs(5, dim=w.shape[-1]), w, feature_map=own)
-    mechanism = simrf_jax.RandomFeatures(w, own)
+    mechanism = simrf_jax.RandomFeatureMechanism(w, own)
     with pytest.raises(ValueError, match=match):
         mechanism.init(num_key_heads=2, head_dim=w.shape[-1], value_dim=2)
     with pytest.raises(ValueError, match=match):

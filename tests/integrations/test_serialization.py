@@ -10,7 +10,7 @@ import pytest
 from flax import serialization
 
 import simrf_jax
-from simrf_jax import feature_maps, hybrid
+from simrf_jax import RandomFeatureMechanism, feature_maps, hybrid
 from simrf_jax._src import features, projections
 from simrf_jax._src.attention.estimator import KeyChoice
 from simrf_jax._src.features import FeatureMap
@@ -41,14 +41,16 @@ CASES = {
     "Projection, weighted": lambda: rows(norms="radau"),
     "BipolarProjection": lambda: hybrid.draw_bipolar_projection(jax.random.key(0), 8, 3, 4),
     "ClusteredProjection": lambda: hybrid.ClusteredProjection(rows(), rows()[:2], rows(), 0.1),
-    "RandomFeatures": lambda: simrf_jax.RandomFeatures(rows(), calibration(), exact_bandwidth=2),
-    "RandomFeatures, exact keys": lambda: simrf_jax.RandomFeatures(rows(), exact_keys=[0, -1]),
+    "RandomFeatureMechanism": lambda: RandomFeatureMechanism(
+        rows(), calibration(), exact_bandwidth=2
+    ),
+    "RandomFeatureMechanism, exact keys": lambda: RandomFeatureMechanism(rows(), exact_keys=[0, -1]),
     "KeyChoice": lambda: KeyChoice.of([0, -1]),
     "Band": lambda: simrf_jax.Band(2),
     "Blend": lambda: simrf_jax.fmm.Blend(
-        simrf_jax.Band(2), (simrf_jax.RandomFeatures(rows()),), jnp.full(2, 0.4), jnp.full(2, 0.6)
+        simrf_jax.Band(2), (RandomFeatureMechanism(rows()),), jnp.full(2, 0.4), jnp.full(2, 0.6)
     ),
-    "AttentionState": lambda: simrf_jax.RandomFeatures(rows()).init(
+    "AttentionState": lambda: RandomFeatureMechanism(rows()).init(
         num_key_heads=2, head_dim=4, value_dim=4
     ),
 }  # fmt: skip

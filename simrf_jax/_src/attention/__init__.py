@@ -12,7 +12,7 @@ from simrf_jax._src.attention.inspection.report import (
 )
 from simrf_jax._src.attention.mechanism import Mechanism
 from simrf_jax._src.attention.random_feature_attention import (
-    RandomFeatures,
+    RandomFeatureMechanism,
     random_feature_attention,
 )
 from simrf_jax._src.attention.random_features.exact_band import ExactBandState
@@ -27,7 +27,7 @@ __all__ = [
     "Call",
     "ExactBandState",
     "Mechanism",
-    "RandomFeatures",
+    "RandomFeatureMechanism",
     "Window",
     "attention_matrix",
     "attention_report",

@@ -18,7 +18,7 @@ from simrf_jax._src.attention.banded.window import Window
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.inputs.masks import Lengths, Mask
 from simrf_jax._src.attention.mechanism import Mechanism, check_kind
-from simrf_jax._src.attention.random_feature_attention import RandomFeatures, check_chunks
+from simrf_jax._src.attention.random_feature_attention import RandomFeatureMechanism, check_chunks
 from simrf_jax._src.attention.random_features.state import AttentionState
 from simrf_jax._src.features import FeatureMapLike
 from simrf_jax._src.projections import ProjectionLike
@@ -65,7 +65,7 @@ class Blend(Mechanism[BlendState]):
       >>> import jax, simrf_jax
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 10, 8, 64))
       >>> w = simrf_jax.draw_projection(jax.random.key(1), 130, 64)
-      >>> near, far = simrf_jax.Band(4), (simrf_jax.RandomFeatures(w),)
+      >>> near, far = simrf_jax.Band(4), (simrf_jax.RandomFeatureMechanism(w),)
       >>> blend = simrf_jax.fmm.Blend(near, far, near_weight=0.5, far_weights=0.5)
       >>> whole = blend.attend(q, k, v, is_causal=True)
       >>> state = blend.init(num_key_heads=8, head_dim=64, value_dim=64)
@@ -80,7 +80,7 @@ class Blend(Mechanism[BlendState]):
     """
 
     near: Band
-    far: tuple[RandomFeatures, ...]
+    far: tuple[RandomFeatureMechanism, ...]
     near_weight: Weights = 1.0
     far_weights: Weights = 1.0
 
@@ -219,7 +219,7 @@ def fmm_attention(
     if chunk_size is not None:
         check_chunks(chunk_size, call.in_order())
     far = (
-        RandomFeatures(w, feature_map, chunk_size, sequence_axis)
+        RandomFeatureMechanism(w, feature_map, chunk_size, sequence_axis)
         for w, feature_map in zip(projections, feature_maps, strict=True)
     )
     near = Band(bandwidth, block_size, sequence_axis)

@@ -44,8 +44,8 @@ Arrays = TypeVar("Arrays", bound=NamedArrays)
 class Mechanism(abc.ABC, Generic[State]):
     """A way to attend, with all that it holds, such as a projection or a bandwidth.
 
-    ``RandomFeatures``, ``Band`` and ``Blend`` are mechanisms. Each is a small pytree: it goes
-    through ``jit``, and its arrays have gradients. Decoding is causal. Its state has a fixed size
+    ``RandomFeatureMechanism``, ``Band`` and ``Blend`` are mechanisms. Each is a small pytree: it
+    goes through ``jit``, and its arrays have gradients. Decoding is causal. Its state has a fixed size
     and is a pytree too; a prompt of any length and tokens one by one give the numbers of
     ``attend(..., is_causal=True)`` of all of them.
 

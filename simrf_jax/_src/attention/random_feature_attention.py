@@ -45,7 +45,7 @@ from simrf_jax._src.projections import ProjectionLike, as_projection
     ],
 )
 @dataclasses.dataclass(frozen=True, eq=False)
-class RandomFeatures(Mechanism[AttentionState | ExactBandState]):
+class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
     """Random-feature attention with a projection and a feature map.
 
     Attributes:
@@ -69,7 +69,7 @@ class RandomFeatures(Mechanism[AttentionState | ExactBandState]):
       >>> import jax, simrf_jax
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 10, 8, 64))
       >>> w = simrf_jax.draw_projection(jax.random.key(1), 130, 64)
-      >>> mechanism = simrf_jax.RandomFeatures(w)
+      >>> mechanism = simrf_jax.RandomFeatureMechanism(w)
       >>> whole = mechanism.attend(q, k, v, is_causal=True)
       >>> state = mechanism.init(num_key_heads=8, head_dim=64, value_dim=64)
       >>> state.sums.shape, state.maxima.shape
@@ -161,7 +161,7 @@ class RandomFeatures(Mechanism[AttentionState | ExactBandState]):
           >>> import jax, simrf_jax
           >>> k, v = jax.random.normal(jax.random.key(0), (2, 10, 8, 64))
           >>> w = simrf_jax.draw_projection(jax.random.key(1), 130, 64)
-          >>> mechanism = simrf_jax.RandomFeatures(w)
+          >>> mechanism = simrf_jax.RandomFeatureMechanism(w)
           >>> state = mechanism.init(num_key_heads=8, head_dim=64, value_dim=64)
           >>> state = mechanism.append(state, k, v)
         """
@@ -353,7 +353,7 @@ def random_feature_attention(
         key_value_seq_lengths=key_value_seq_lengths,
         segment_ids=segment_ids,
     )
-    mechanism = RandomFeatures(
+    mechanism = RandomFeatureMechanism(
         projection,
         feature_map,
         chunk_size,

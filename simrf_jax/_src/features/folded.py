@@ -41,7 +41,7 @@ class Folded(FeatureMap):
       ... )
       >>> bool(abs(error).max() < 1e-5)
       True
-      >>> decoder = simrf_jax.RandomFeatures(None, folded)
+      >>> decoder = simrf_jax.RandomFeatureMechanism(None, folded)
     """
 
     is_finite = True

@@ -12,7 +12,7 @@ from flax.typing import PrecisionLike
 from jax.typing import ArrayLike, DTypeLike
 
 from simrf_jax._src import checks
-from simrf_jax._src.attention import Band, Blend, Call, Mechanism, RandomFeatures
+from simrf_jax._src.attention import Band, Blend, Call, Mechanism, RandomFeatureMechanism
 from simrf_jax._src.attention.implementations import Implementation, names_of
 from simrf_jax._src.attention.inputs.masks import differs_between_queries
 from simrf_jax._src.features import FeatureMapLike
@@ -36,9 +36,9 @@ def random_features(
     implementation: Implementation | None = None,
     exact_bandwidth: int | None = None,
     exact_keys: int | tuple[int, ...] | None = None,
-) -> RandomFeatures:
+) -> RandomFeatureMechanism:
     """Returns random-feature attention whose W gets no gradient."""
-    return RandomFeatures(
+    return RandomFeatureMechanism(
         jax.lax.stop_gradient(projection),
         feature_map,
         sequence_axis=sequence_axis,

@@ -7,12 +7,12 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from simrf_jax._src.attention import RandomFeatures
+from simrf_jax._src.attention import RandomFeatureMechanism
 from simrf_jax._src.attention.inspection.distillation import loss_of
 from simrf_jax._src.integrations.flax_attention import Request
 
 
-def loss_of_call(request: Request, mechanism: RandomFeatures) -> jax.Array:
+def loss_of_call(request: Request, mechanism: RandomFeatureMechanism) -> jax.Array:
     """Returns the ``distillation_loss`` of the queries and keys of a call, which have no gradient.
 
     Raises:

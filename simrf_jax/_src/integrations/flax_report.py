@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from simrf_jax._src.attention import RandomFeatures
+from simrf_jax._src.attention import RandomFeatureMechanism
 from simrf_jax._src.attention.inspection.report import report_of
 from simrf_jax._src.calibration.moments import Moments
 from simrf_jax._src.integrations import flax_calibration
@@ -85,13 +85,13 @@ class SeenCall:
       batch_ndim: Number of axes of the batch of one call; a stack of layers has more.
     """
 
-    mechanism: RandomFeatures
+    mechanism: RandomFeatureMechanism
     request: Request
     is_valid: jax.Array
     batch_ndim: int
 
     @classmethod
-    def of(cls, request: Request, mechanism: RandomFeatures) -> SeenCall:
+    def of(cls, request: Request, mechanism: RandomFeatureMechanism) -> SeenCall:
         """Returns what a report needs of a call, without gradients."""
         is_valid = jnp.all(jnp.stack([jnp.asarray(True), *map(jnp.all, request.valid)]))
         call, ndim = request.call, request.call.query.ndim - 3
@@ -195,7 +195,7 @@ def _features_needed(queries: Moments, keys: Moments, relative_error: float) -> 
     return np.asarray(required_features(*covariances, relative_error=relative_error))
 
 
-def _num_features(mechanism: RandomFeatures) -> int:
+def _num_features(mechanism: RandomFeatureMechanism) -> int:
     """Returns the number of rows of W, or of learned rows."""
     w: Any = mechanism.projection
     rows = getattr(mechanism.feature_map, "query_rows", None) if w is None else w

@@ -47,7 +47,7 @@ RECORDS: tuple[type[Any], ...] = (
     ExponentialForm,
     attention.Band,
     attention.Blend,
-    attention.RandomFeatures,
+    attention.RandomFeatureMechanism,
     KeyChoice,
 )
 

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import RandomFeatures, random_feature_attention
+from simrf_jax import RandomFeatureMechanism, random_feature_attention
 from simrf_jax._src.attention import Call
 from tests.attention import steps
 from tests.attention.inputs import inputs, projection
@@ -121,7 +121,7 @@ def test_refuses_other_states():
 )
 def test_refuses_keywords_that_say_nothing_here(verb, options, match):
     q, k, v = inputs()
-    mechanism = RandomFeatures(projection())
+    mechanism = RandomFeatureMechanism(projection())
     state = mechanism.init(num_key_heads=2, head_dim=8, value_dim=8)
     tokens = {"step": (q, k, v), "append": (k, v)}[verb]
     with pytest.raises(TypeError, match=match):
@@ -132,7 +132,7 @@ def test_refuses_keywords_that_say_nothing_here(verb, options, match):
     ("call", "match"),
     [
         (
-            lambda q, k, v, w, s: RandomFeatures(w).step_to(
+            lambda q, k, v, w, s: RandomFeatureMechanism(w).step_to(
                 s, Call.of(q, k, v, segment_ids=np.zeros(len(q), int))
             ),
             "segment_ids are for whole sequences",

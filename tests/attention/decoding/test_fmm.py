@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from simrf_jax import Band, RandomFeatures
+from simrf_jax import Band, RandomFeatureMechanism
 from simrf_jax.fmm import Blend, fmm_attention
 from tests.attention import steps
 from tests.attention.devices import make_mesh
@@ -94,6 +94,6 @@ def test_refuses():
     state = empty(k, v, projections)
     with pytest.raises(ValueError, match="state must be of 1 feature maps, got one of 2"):
         steps.fmm_step(state, q, k, v, projections[:1])
-    mechanism = Blend(Band(3), (RandomFeatures(projections[0]),))
+    mechanism = Blend(Band(3), (RandomFeatureMechanism(projections[0]),))
     with pytest.raises(TypeError, match="state must be of type BlendState, got Window"):
         mechanism.step(state.near, q, k, v)

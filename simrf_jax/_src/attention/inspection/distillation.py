@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike, Float
 from simrf_jax._src.attention.estimator import Estimator, ExactKeysLike
 from simrf_jax._src.attention.inputs.call import Call, Options
 from simrf_jax._src.attention.inspection.all_pairs import log_kernels
-from simrf_jax._src.attention.random_feature_attention import RandomFeatures
+from simrf_jax._src.attention.random_feature_attention import RandomFeatureMechanism
 from simrf_jax._src.features import FeatureMapLike
 from simrf_jax._src.projections import ProjectionLike
 
@@ -83,7 +83,7 @@ def distillation_loss(
       Zhang et al., The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry
       (ICLR 2024), https://arxiv.org/abs/2402.04347
     """
-    mechanism = RandomFeatures(
+    mechanism = RandomFeatureMechanism(
         projection, feature_map, exact_bandwidth=exact_bandwidth, exact_keys=exact_keys
     )
     return loss_of(mechanism.estimator(), Call.of(query, key, key, **options))

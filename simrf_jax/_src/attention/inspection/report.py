@@ -11,7 +11,7 @@ from jaxtyping import Array, ArrayLike, Bool, Float, Float64
 from simrf_jax._src.attention.estimator import Estimator, ExactKeysLike
 from simrf_jax._src.attention.inputs.call import Call, Options
 from simrf_jax._src.attention.inspection.all_pairs import KernelRows, kernel_rows
-from simrf_jax._src.attention.random_feature_attention import RandomFeatures
+from simrf_jax._src.attention.random_feature_attention import RandomFeatureMechanism
 from simrf_jax._src.features import FeatureMapLike
 from simrf_jax._src.projections import ProjectionLike
 
@@ -99,7 +99,7 @@ def attention_matrix(
     References:
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 2.2.
     """
-    mechanism = RandomFeatures(
+    mechanism = RandomFeatureMechanism(
         projection, feature_map, exact_bandwidth=exact_bandwidth, exact_keys=exact_keys
     )
     estimated, _ = kernel_rows(mechanism.estimator(), Call.of(query, key, key, **options))
@@ -166,7 +166,7 @@ def attention_report(
       Choromanski et al., Rethinking Attention with Performers (ICLR 2021), Sec. 4.2; Roy and
       Vetterli, The Effective Rank: A Measure of Effective Dimensionality (EUSIPCO 2007).
     """
-    mechanism = RandomFeatures(
+    mechanism = RandomFeatureMechanism(
         projection, feature_map, exact_bandwidth=exact_bandwidth, exact_keys=exact_keys
     )
     call = Call.of(query, key, key if value is None else value, **options)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from simrf_jax._src.attention import RandomFeatures
+from simrf_jax._src.attention import RandomFeatureMechanism
 from simrf_jax._src.attention.implementations import Implementation
 from simrf_jax._src.features import FeatureMapLike
 from simrf_jax._src.features.calibrated import Calibrated
@@ -160,7 +160,9 @@ class RandomFeatureAttention(Adapter):
     exact_bandwidth: int | None = None
     exact_keys: int | tuple[int, ...] | None = None
 
-    def _mechanism(self, num_heads: int, num_key_heads: int, head_dim: int) -> RandomFeatures:
+    def _mechanism(
+        self, num_heads: int, num_key_heads: int, head_dim: int
+    ) -> RandomFeatureMechanism:
         del num_heads
         feature_map = flax_calibration.adapter_map(
             self.feature_map, num_key_heads, head_dim, self.num_features
@@ -216,7 +218,7 @@ class RandomFeatureAttention(Adapter):
     def _param(self, name: str, start: jax.Array) -> jax.Array:
         return self.param(name, lambda _: start)
 
-    def _observe(self, request: flax_attention.Request, mechanism: RandomFeatures) -> None:
+    def _observe(self, request: flax_attention.Request, mechanism: RandomFeatureMechanism) -> None:
         """Adds to what ``calibrate``, ``distillation_loss`` or ``attention_report`` asks for."""
         if sums := self._asked_for("calibration_moments", "moments", "calibrate"):
             sums.value = flax_calibration.add_moments(sums.value, request)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from simrf_jax._src.attention import RandomFeatures
+from simrf_jax._src.attention import RandomFeatureMechanism
 from simrf_jax._src.attention.estimator import KeyChoice, check_band
 from simrf_jax._src.attention.implementations import Implementation
 from simrf_jax._src.features import FeatureMapLike, as_feature_map
@@ -242,7 +242,7 @@ class RandomFeatureAttention(Adapter):
             return "calibrated" if self.learned is None else "learned"
         return flax_repr.name_of_map(self.feature_map)
 
-    def _mechanism(self, num_heads: int) -> RandomFeatures:
+    def _mechanism(self, num_heads: int) -> RandomFeatureMechanism:
         del num_heads
         w, feature_map = None, self._map()
         if self.projection is not None:
@@ -265,7 +265,7 @@ class RandomFeatureAttention(Adapter):
         calibration = jax.lax.stop_gradient(get_value(self.feature_map))
         return calibration if self.learned is None else self.learned.feature_map(calibration)
 
-    def _observe(self, request: flax_attention.Request, mechanism: RandomFeatures) -> None:
+    def _observe(self, request: flax_attention.Request, mechanism: RandomFeatureMechanism) -> None:
         if self.moments is not None:
             sums = flax_calibration.add_moments(get_value(self.moments), request)
             set_value(self.moments, sums)
