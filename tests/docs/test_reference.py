@@ -29,7 +29,7 @@ MODULES = {
     },
 }
 PUBLIC = {f"{module}.{name}" for module, held in MODULES.items() for name in held.__all__}
-PUBLIC.add("simrf_jax.integrations.sklearn.RandomFeatureMechanism")
+PUBLIC.add("simrf_jax.integrations.sklearn.RandomFeatures")
 ENTRY = re.compile(r"^(?:   ~|```\{py:data\} )(simrf_jax\.[\w.]+)$", re.MULTILINE)
 DOCUMENTED = [
     name for path in DOCS.glob("reference/*.md") for name in ENTRY.findall(path.read_text())

@@ -44,7 +44,9 @@ CASES = {
     "RandomFeatureMechanism": lambda: RandomFeatureMechanism(
         rows(), calibration(), exact_bandwidth=2
     ),
-    "RandomFeatureMechanism, exact keys": lambda: RandomFeatureMechanism(rows(), exact_keys=[0, -1]),
+    "RandomFeatureMechanism, exact keys": lambda: RandomFeatureMechanism(
+        rows(), exact_keys=[0, -1]
+    ),
     "KeyChoice": lambda: KeyChoice.of([0, -1]),
     "Band": lambda: simrf_jax.Band(2),
     "Blend": lambda: simrf_jax.fmm.Blend(

@@ -45,8 +45,8 @@ class Mechanism(abc.ABC, Generic[State]):
     """A way to attend, with all that it holds, such as a projection or a bandwidth.
 
     ``RandomFeatureMechanism``, ``Band`` and ``Blend`` are mechanisms. Each is a small pytree: it
-    goes through ``jit``, and its arrays have gradients. Decoding is causal. Its state has a fixed size
-    and is a pytree too; a prompt of any length and tokens one by one give the numbers of
+    goes through ``jit``, and its arrays have gradients. Decoding is causal. Its state has a fixed
+    size and is a pytree too; a prompt of any length and tokens one by one give the numbers of
     ``attend(..., is_causal=True)`` of all of them.
 
     A new mechanism defines what it does with a ``Call``: ``attend_to``, ``init_for`` and
