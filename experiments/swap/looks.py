@@ -36,6 +36,10 @@ LOOKS: dict[str, dict[str, Any]] = {
     "band_calibrated_pairs": {"color": "#CC79A7", "linestyle": ":", "marker": "D"},
     "band_mixture": {"color": "#8B4513", "linestyle": "--", "marker": "X"},
     "band_learned": {"color": "#CC79A7", "linestyle": "-.", "marker": ">"},
+    "keys_calibrated": {"color": "#332288", "linestyle": ":", "marker": "P"},
+    "band_keys_positive": {"color": "#332288", "linestyle": "-", "marker": "^"},
+    "band_keys_calibrated": {"color": "#332288", "linestyle": "--", "marker": "P"},
+    "band_keys_learned": {"color": "#332288", "linestyle": "-.", "marker": ">"},
 }
 _OPTIMAL = {"linestyle": ":"}
 # Predicted errors are lines, and measured ones are markers. A coupling has its color everywhere.

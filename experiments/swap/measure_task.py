@@ -116,11 +116,11 @@ def run(name: str, task: Task, config: ConfigDict, pieces: resumable.Pieces) -> 
     """
     ours = config[name]
     swaps = Swaps(name, task, ours, pieces)
-    bandwidth = ours.get("bandwidth")
+    bandwidth, exact_keys = ours.get("bandwidth"), ours.get("exact_keys")
     scores: dict[str, list[float]] = {one: [] for one in ("softmax", *baselines(bandwidth))}
-    names = available(config.methods, bandwidth)
+    names = available(config.methods, bandwidth, exact_keys)
     methods: dict[str, dict[str, list[float]]] = {method: {} for method in names}
-    tuned_names = ("softmax", *available(config.tuned_methods, bandwidth))
+    tuned_names = ("softmax", *available(config.tuned_methods, bandwidth, exact_keys))
     tuned: dict[str, list[np.ndarray]] = {one: [] for one in tuned_names}
     for seed in tqdm.tqdm(config.seeds, desc=name, dynamic_ncols=True):
         for one, kept in scores.items():

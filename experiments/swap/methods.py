@@ -99,6 +99,7 @@ class Method:
       norms: Law of their norms.
       features_per_row: Number of features that the map makes of a row of W.
       has_band: True if the keys of a band are attended exactly, under one normalizer.
+      has_keys: True if a few keys are attended exactly by all queries, in the place of features.
     """
 
     label: str
@@ -107,6 +108,7 @@ class Method:
     norms: Norms = "chi"
     features_per_row: int = 1
     has_band: bool = False
+    has_keys: bool = False
 
     def attentions(
         self,
@@ -116,20 +118,27 @@ class Method:
         *,
         schedule: Schedule,
         bandwidth: int | None = None,
+        exact_keys: int | None = None,
     ) -> list[Attention]:
         """Returns the attention of each layer, fitted to what enters it.
 
         Args:
           prng_key: Typed PRNG key of all W, which are drawn for each head.
           layers: Inputs of the attention of each layer, to fit and to learn from.
-          num_features: Number of features of each head.
+          num_features: Number of features of each head, and of exact keys, together.
           schedule: Steps of learning, for methods that learn.
           bandwidth: Bandwidth of the exact band, for methods that have one.
+          exact_keys: Number of exact keys, for methods that have some.
         """
-        rngs, num_rows = nnx.Rngs(features=prng_key), num_features // self.features_per_row
         exact_bandwidth = bandwidth if self.has_band else None
+        exact_keys = exact_keys if self.has_keys else None
+        rngs = nnx.Rngs(features=prng_key)
+        num_rows = (num_features - (exact_keys or 0)) // self.features_per_row
         adapters = functools.partial(
-            RandomFeatureAttention, exact_bandwidth=exact_bandwidth, rngs=rngs
+            RandomFeatureAttention,
+            exact_bandwidth=exact_bandwidth,
+            exact_keys=exact_keys,
+            rngs=rngs,
         )
 
         def attention(layer: Inputs) -> Attention:
@@ -213,11 +222,34 @@ METHODS |= {
         **{name: name for name in ("mixture", "calibrated", "calibrated_pairs", "learned")},
     }.items()
 }
+METHODS |= {
+    "keys_calibrated": dataclasses.replace(
+        METHODS["calibrated"], label="exact keys and calibrated, cross-polytope", has_keys=True
+    )
+}
+METHODS |= {
+    f"band_keys_{name}": dataclasses.replace(
+        METHODS[f"band_{name}"],
+        label=f"exact band, exact keys and {METHODS[of].label}",
+        has_keys=True,
+    )
+    for name, of in {
+        "positive": "positive_simplex",
+        **{name: name for name in ("calibrated", "learned")},
+    }.items()
+}
 
 
-def available(methods: Iterable[str], bandwidth: int | None) -> list[str]:
-    """Returns those methods that make sense with a bandwidth, or without one."""
-    return [name for name in methods if bandwidth is not None or not METHODS[name].has_band]
+def available(
+    methods: Iterable[str], bandwidth: int | None, exact_keys: int | None = None
+) -> list[str]:
+    """Returns those methods that make sense with a bandwidth and exact keys, or without them."""
+    has_band, has_keys = bandwidth is not None, exact_keys is not None
+    return [
+        name
+        for name in methods
+        if METHODS[name].has_band <= has_band and METHODS[name].has_keys <= has_keys
+    ]
 
 
 def baselines(bandwidth: int | None) -> dict[str, Attention]:
@@ -243,12 +275,18 @@ def attentions(
       num_features: Number of features of each head, or None.
       prng_key: Typed PRNG key of the draws.
       layers: Inputs of the attention of each layer, to fit on.
-      config: Section of the config with ``learned`` and, if there is a band, ``bandwidth``.
+      config: Section of the config with ``learned`` and, if there are such, ``bandwidth`` of the
+        band and the number of ``exact_keys``.
     """
-    bandwidth = config.get("bandwidth")
+    bandwidth, exact_keys = config.get("bandwidth"), config.get("exact_keys")
     if num_features is None:
         return [baselines(bandwidth)[name] for _ in layers]
     schedule = Schedule(**config.learned)
     return METHODS[name].attentions(
-        prng_key, layers, num_features, schedule=schedule, bandwidth=bandwidth
+        prng_key,
+        layers,
+        num_features,
+        schedule=schedule,
+        bandwidth=bandwidth,
+        exact_keys=exact_keys,
     )

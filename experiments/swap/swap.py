@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pathlib
 from typing import Any
 
@@ -61,6 +62,13 @@ def check(config: ConfigDict) -> None:
     numbers = [("predicted.lengths", length) for length in config.predicted.lengths]
     for name, number in (*numbers, *((name, values[name]) for name in above_zero)):
         config_fields.check_range(name, number, config_fields.above(0))
+    for part in ("encoder", "digits", "fashion_mnist"):
+        least = min(config[part].num_features[0], config[part].get("tuned_features", math.inf))
+        if config[part].exact_keys >= least:
+            raise UserError(
+                f"config.{part}.exact_keys must be below the least number of features, {least}, "
+                f"got {config[part].exact_keys}."
+            )
     if config.predicted_heads.num_queries > config.encoder.length:
         raise UserError(
             "config.predicted_heads.num_queries must be at most encoder.length="

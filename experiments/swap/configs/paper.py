@@ -24,6 +24,7 @@ TRAINED = {
 VISION = TRAINED | {
     "num_fit": 256,  # Training images that feature maps are fitted on.
     "learned": {"num_steps": 300, "batch_size": 32, "learning_rate": 0.1},
+    "exact_keys": 8,  # In the place of as many features.
     "shift": 0.5,
 }
 VIT = {"width": 96, "depth": 4, "num_heads": 6, "mlp_dim": 192}
@@ -46,6 +47,9 @@ def get_config() -> ConfigDict:
         "band_positive",
         "band_calibrated",
         "band_learned",
+        "keys_calibrated",
+        "band_keys_calibrated",
+        "band_keys_learned",
     )
     # Those to fine-tune with; softmax is always one more.
     config.tuned_methods = ("positive_simplex", "calibrated", "band_calibrated")
@@ -71,6 +75,7 @@ def get_config() -> ConfigDict:
         "num_test_texts": 16,  # Other help pages.
         "length": 128,  # Tokens of each text.
         "bandwidth": 16,
+        "exact_keys": 16,  # In the place of as many features.
         "num_features": (32, 64, 128, 256, 512),
         "learned": {"num_steps": 100, "batch_size": 1, "learning_rate": 0.1},
     }

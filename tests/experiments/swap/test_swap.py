@@ -167,6 +167,10 @@ def test_the_paper_config_is_right():
         ({"encoder__learned__learning_rate": 0.0}, "config.encoder.learned.learning_rate must be "),
         ({"encoder__length": 2}, "config.encoder.length must be at least 3"),
         ({"encoder__num_features": (8, 4)}, "config.encoder.num_features must ascend"),
+        (
+            {"encoder__exact_keys": 4},
+            "config.encoder.exact_keys must be below the least number of features, 4, got 4",
+        ),
         ({"digits__num_features": (1,)}, "Each of config.digits.num_features must be at least 2"),
         ({"digits__tuned_steps": (2, 0)}, "config.digits.tuned_steps must ascend"),
         ({"digits__learning_rate": 0.0}, "config.digits.learning_rate must be above 0"),

@@ -156,7 +156,7 @@ def test_arrays_of_maps_and_projections_are_no_parameters(case):
 
 
 # One of each kind of fit.
-KINDS = ["hyperbolic", "mixture", "learned", "band_calibrated"]
+KINDS = ["hyperbolic", "mixture", "learned", "band_calibrated", "band_keys_calibrated"]
 
 
 @pytest.mark.slow
@@ -164,9 +164,15 @@ KINDS = ["hyperbolic", "mixture", "learned", "band_calibrated"]
 def test_methods_have_the_asked_number_of_features(name):
     method = METHODS[name]
     [attention] = method.attentions(
-        jax.random.key(0), [any_inputs()], 8, schedule=tiny.SCHEDULE, bandwidth=3
+        jax.random.key(0), [any_inputs()], 8, schedule=tiny.SCHEDULE, bandwidth=3, exact_keys=4
     )
     assert isinstance(attention, RandomFeatureAttention)
+    assert attention.exact_keys == (4 if method.has_keys else None)
+    if method.has_keys:  # Decoding has none.
+        rows = attention.learned.query_rows if attention.learned else attention.projection
+        assert rows.shape[-2] * method.features_per_row == 4
+        assert attention(*any_inputs()[:3]).shape == (1, 9, 2, 4)
+        return
     attention.init_cache((1, 8))
     state = attention.cache.get_value()
     assert hasattr(state, "near") == method.has_band

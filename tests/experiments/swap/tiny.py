@@ -25,6 +25,7 @@ def get_config(**changes):
         "tuned_steps": (0, 2),
         "learned": LEARNED,
     }
+    vision = training | {"exact_keys": 2}
     config.update(
         {
             "parts": ("digits", "char_lm"),
@@ -45,11 +46,12 @@ def get_config(**changes):
                 "num_test_texts": 3,
                 "length": 6,
                 "bandwidth": 1,
+                "exact_keys": 2,
                 "num_features": (4, 8),
                 "learned": LEARNED,
             },
-            "digits": training | {"model": MODEL | {"patch_size": 4, "mlp_dim": 8}},
-            "fashion_mnist": training | {"model": MODEL | {"patch_size": 7, "mlp_dim": 8}},
+            "digits": vision | {"model": MODEL | {"patch_size": 4, "mlp_dim": 8}},
+            "fashion_mnist": vision | {"model": MODEL | {"patch_size": 7, "mlp_dim": 8}},
             "char_lm": training
             | {"context": 600, "test_batch_size": 31, "bandwidth": 3, "model": MODEL},
         }
