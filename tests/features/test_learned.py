@@ -131,5 +131,5 @@ def test_refuses_rows_that_do_not_fit_the_calibration(shape):
 
 def test_attention_takes_no_learned_map_by_name():
     q = jnp.ones((4, 1, DIM))
-    with pytest.raises(ValueError, match="feature_map='learned' holds arrays of its own"):
+    with pytest.raises(ValueError, match="feature_map='learned' holds its own arrays"):
         simrf_jax.random_feature_attention(q, q, q, w(), feature_map="learned")

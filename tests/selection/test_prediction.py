@@ -286,7 +286,7 @@ Q = np.zeros((5, 2, 4))
             (Q, Q, Q),
             {"features": TILTED, "parameter": -0.1},
             ValueError,
-            "parameter is for maps without a tilt of their own, got -0.1",
+            "parameter is for maps without their own tilt, got -0.1",
         ),
         (
             (Q[..., :3], Q[..., :3], Q),

@@ -63,8 +63,8 @@ class KeyFeatures(NamedTuple):
     Attributes:
       features: Log features of ``[B, S, K]`` keys. Exponents are minus infinity where a key is
         hidden or has no finite features.
-      spoils: ``[B, S, K]``, True where a visible key or its features are not finite: whoever sees
-        it gets NaN.
+      spoils: ``[B, S, K]``, True where a visible key or its features are not finite: a query
+        that sees it gets NaN.
     """
 
     features: LogFeatures
@@ -271,7 +271,7 @@ class Estimator:
             fill_with_tokens=not feature_map.is_finite,
         )
         groups = inputs.key.shape[2] // call.key.shape[-2]
-        if groups > 1:  # Query heads get keys of their own.
+        if groups > 1:  # Query heads get their own keys.
             feature_map = _repeat_heads(feature_map, groups)
             if w is not None and w.ndim == 3:
                 w = jax.tree.map(functools.partial(repeat_heads, groups=groups, axis=0), w)

@@ -121,8 +121,9 @@ class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
     def init_for(self, call: Call) -> AttentionState | ExactBandState:
         """Returns the state before tokens like those of a call.
 
-        It has ``[*batch, K, num_features, D + 1]`` sums and as many maxima. With an exact band, it
-        is an ``ExactBandState`` of these and of a window of as many keys as the bandwidth.
+        It has ``[*batch, K, num_features, D + 1]`` sums and ``[*batch, K, num_features]``
+        maxima. With an exact band, it is an ``ExactBandState`` of these and of a window of the last
+        ``exact_bandwidth`` keys.
         """
         return decoding.empty_state(self.estimator(), call)
 

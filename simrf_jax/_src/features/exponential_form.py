@@ -74,7 +74,7 @@ class ExponentialForm:
         exponent = Projection(self.rows, is_paired=self.is_paired).apply(x)
         if self.offsets is not None:
             exponent += jnp.broadcast_to(self.offsets, exponent.shape)
-        # A product of its own: one with rows and stretch together would have to be cut apart.
+        # A separate product: one with rows and stretch together would have to be cut apart.
         stretched = x if self.stretch is None else product(x, self.stretch)
         if self.center is not None:
             stretched -= jnp.broadcast_to(self.center, stretched.shape)

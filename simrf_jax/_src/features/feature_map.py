@@ -420,7 +420,7 @@ def as_feature_map(feature_map: FeatureMapLike) -> FeatureMap:
     """
     if isinstance(feature_map, str) and feature_map in OF_ADAPTERS:
         raise ValueError(
-            f"feature_map={feature_map!r} holds arrays of its own: pass {OF_ADAPTERS[feature_map]}."
+            f"feature_map={feature_map!r} holds its own arrays: pass {OF_ADAPTERS[feature_map]}."
             " Of the Flax adapters, only RandomFeatureAttention takes the name."
         )
     if isinstance(feature_map, str):

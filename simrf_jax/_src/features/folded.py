@@ -22,7 +22,7 @@ class Folded(FeatureMap):
 
     ``Calibrated`` and ``Learned`` features multiply W by matrices. Attention does so in each call
     with more tokens than features. Where W stays the same for many calls, as in decoding, fold it
-    once. The features are those of the map, up to rounding. The map has rows of its own, and
+    once. The features are those of the map, up to rounding. The map has its own rows, and
     attention takes ``projection=None`` with it.
 
     Attributes:
@@ -107,7 +107,7 @@ class Folded(FeatureMap):
         """
         if projection is not None:
             raise ValueError(
-                "A Folded map has rows of its own: projection must be None, got shape "
+                "A Folded map has its own rows: projection must be None, got shape "
                 f"{jnp.shape(projection)}."
             )
         return self.query if side == "query" else self.key

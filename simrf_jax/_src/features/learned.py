@@ -117,7 +117,7 @@ class Learned(FeatureMap):
                 f"calibration, got shape {rows.shape}."
             )
         rows = jnp.broadcast_to(rows, (*heads, *rows.shape[-2:]))
-        # Arrays of their own, since a training step may donate each of them.
+        # Separate arrays, since a training step may donate each of them.
         query_rows, key_rows = jnp.array(rows), jnp.array(rows)
         vectors = (jnp.zeros(rows.shape[:-1], rows.dtype) for _ in range(3))
         return cls(calibration, query_rows, key_rows, *vectors)
@@ -148,7 +148,7 @@ class Learned(FeatureMap):
         """Returns the rows of one side and their negatives, with what their weights become."""
         if projection is not None:
             raise ValueError(
-                "Learned features have rows of their own: projection must be None, got shape "
+                "Learned features have their own rows: projection must be None, got shape "
                 f"{jnp.shape(projection)}."
             )
         self._check_shapes()

@@ -42,7 +42,7 @@ def adapter_map(
     """
     if isinstance(feature_map, Learned) and num_features is not None:
         raise ValueError(
-            f"A Learned map has rows of its own: num_features must be None, got {num_features}."
+            f"A Learned map has its own rows: num_features must be None, got {num_features}."
         )
     if feature_map not in ("calibrated", "learned"):
         return feature_map
@@ -210,7 +210,7 @@ def turn_projection(
 ) -> ProjectionLike:
     """Returns W of an adapter, turned with the axes of its calibration; see ``turn_rows``.
 
-    A W that all heads share stays as it is, since each head has axes of its own.
+    A W that all heads share stays as it is, since each head has its own axes.
     """
     record = Projection.of(w)
     rows: Any = record.rows

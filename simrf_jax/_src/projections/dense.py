@@ -63,7 +63,7 @@ def _draw_directions(
     rotation: Rotation,
     num_sweeps: int | None,
 ) -> Float[Array, "num_features {dim}"]:
-    """Draws unit vectors, each row block under a rotation of its own."""
+    """Draws unit vectors, each row block under its own rotation."""
 
     def draw_block(
         directions: Float[Array, "rows coordinates"],

@@ -84,7 +84,7 @@ def random_signs(
 
     Args:
       key: A typed PRNG key.
-      num_blocks: Number of row blocks, each of which has a rotation of its own.
+      num_blocks: Number of row blocks, each of which has its own rotation.
       dim: Dimension of the rotations, a power of two.
     """
     return jax.random.rademacher(key, (num_blocks, NUM_FACTORS, dim), jnp.int8)

@@ -159,7 +159,7 @@ def _map(
     everywhere, divided = PartitionSpec(), PartitionSpec(mesh.axis_names)
     specs = (everywhere, divided, divided)
     shared = jax.shard_map(draw_all, mesh=mesh, in_specs=specs, out_specs=divided, check_vma=False)
-    # The parts are equal, so numbers are added at the end. Nobody uses what is drawn for them.
+    # The parts are equal, so numbers are added at the end. Their draws are unused.
     count = -(-len(numbers[0]) // mesh.size) * mesh.size
     resized = [jnp.asarray(np.resize(x, count)) for x in numbers]
     if AxisType.Explicit not in mesh.axis_types:

@@ -168,7 +168,7 @@ def givens_rotation(
     .. math:: Q = G_1 G_2 \cdots G_{\log_2 d}
 
     where :math:`G_l` rotates the d/2 disjoint pairs of coordinates that lie :math:`d / 2^l` apart.
-    Each pair has an angle of its own, whose :math:`\cos^2` has the law Beta(k/2, k/2) with
+    Each pair has its own angle, whose :math:`\cos^2` has the law Beta(k/2, k/2) with
     k = :math:`d / 2^l`. This law makes every row of Q exactly uniform on the sphere, so that
     kernel estimates with orthogonal rows are unbiased. The joint law of the rows is not Haar's, so
     that kernel estimates with simplex rows are only nearly unbiased.

@@ -154,7 +154,7 @@ def _check_tilt(
     """Raises ``ValueError`` unless there is a closed form for the rows of a calibrated map."""
     if parameter != 0:
         raise ValueError(
-            f"parameter is for maps without a tilt of their own, got {parameter} and a Calibrated."
+            f"parameter is for maps without their own tilt, got {parameter} and a Calibrated."
         )
     if np.any(variances != 1) and norms in FIXED_NORMS:
         raise ValueError(

@@ -68,7 +68,7 @@ class Band(Mechanism[Window]):
         checks.axis_names("sequence_axis", self.sequence_axis)
 
     def in_order(self, call: Call) -> bool:
-        """Returns True: each query has a band of its own."""
+        """Returns True: each query has its own band."""
         return call.in_order(int(self.bandwidth))
 
     def attend_to(self, call: Call) -> Float[Array, "*batch T N D"]:

@@ -52,7 +52,7 @@ class Inputs:
       key: ``[B, S, K, H]``, in the same type.
       value: ``[B, S, K, D]`` in the type to contract in.
       key_log_weights: ``[B, S, K]`` to add to the logits. Minus infinity hides a key, and NaN marks
-        one that was not finite: whoever sees it gets NaN.
+        one that was not finite: a query that sees it gets NaN.
       scale: One number that multiplies the products of queries and keys; 1 if they are scaled.
       segments: ``[B, S]``, the number of the segment that each position belongs to, or None.
       real: ``[1 or B, T, 1, 1]``, False at queries beyond ``query_seq_lengths``.

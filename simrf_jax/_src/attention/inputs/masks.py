@@ -128,7 +128,7 @@ def per_key(
       ``[..., 1 or heads, key_length]``, with batch axes of size 1 where it had none.
     """
     shape = (1,) * (len(target) - x.ndim) + x.shape
-    if shape[-2] == 0:  # There are no queries, so nobody sees the keys.
+    if shape[-2] == 0:  # There are no queries to see the keys.
         return jnp.ones((*shape[:-2], target[-1]), x.dtype)
     x = jnp.reshape(x, shape)[..., 0, :]
     return jnp.broadcast_to(x, (*x.shape[:-1], target[-1]))

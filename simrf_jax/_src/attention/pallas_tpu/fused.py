@@ -220,7 +220,7 @@ def _fused_forward(kernels: Kernels, refs: Any) -> tuple[Any, tuple[Any, Any]]:
 def _fused_backward(kernels: Kernels, kept: tuple[Any, Any], of_out: Any) -> tuple[Any]:
     refs, out = kept
     of_tokens = _gradients(kernels, refs, out, of_out)
-    # Nobody uses the other gradients, so they are not computed.
+    # The other gradients are unused, so they are not computed.
     return (jax.tree.map(jnp.zeros_like, refs)._replace(**of_tokens._asdict()),)
 
 
@@ -265,7 +265,7 @@ def _with_gradients_forward(
     del reference
     leaves = jax.tree.leaves(rest, is_leaf=_is_primal)
     values = jax.tree.map(lambda leaf: leaf.value, (tokens, rest), is_leaf=_is_primal)
-    # What nobody differentiates with respect to need not be kept.
+    # An array without a gradient need not be kept.
     return out.value, values if any(leaf.perturbed for leaf in leaves) else None
 
 

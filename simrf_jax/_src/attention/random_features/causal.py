@@ -9,7 +9,7 @@ Nearly always one unit for each feature does for a chunk: the largest exponent i
 that is empty, the exponent of the first key. A later key may be larger by a factor of ``e**limit``:
 floating-point numbers keep their precision, and a query's sum is at least 1 in its own units, so
 nothing that counts is lost below the smallest number. Where a key is larger still, every pair of
-a query and a key of the chunk has a unit of its own.
+a query and a key of the chunk has its own unit.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def one_key_for_each_query(inputs: Inputs, start: int) -> Inputs:
 def stretch(
     x: Shaped[Array, "B S *rest"], start: int, length: int, fill: float | None
 ) -> Shaped[Array, "B {length} *rest"]:
-    """Returns as many positions from ``start`` on, which may be negative, padded by ``pad``."""
+    """Returns ``length`` positions from ``start`` on, which may be negative, padded by ``pad``."""
     start = min(max(start, -length), x.shape[1])  # Farther out there is padding alone.
     before, after = max(0, -start), max(0, start + length - x.shape[1])
     return pad(x, before, after, fill)[:, start + before :][:, :length]
@@ -411,7 +411,7 @@ def _attend_chunk(
         pairs = sight.pairs(chunk.value.shape[1])
         readout = earlier.add(_read_pairs(queries, keys, chunk.value, pairs))
         more = AttentionState.of(hide(keys, sight.in_last), chunk.value)
-        # Only what a large key takes part in, lest it reaches other outputs by rounding.
+        # Only results with a large key, so that it does not reach other outputs by rounding.
         of_queries, of_state = sight.any(is_large), jnp.any(is_large & in_last, axis=1)
         return found.where(of_queries, of_state, _Found(readout, kept.state.merge(more)))
 
@@ -573,7 +573,7 @@ def _read_pairs(
     value: Float[Array, "B C K columns"],
     pairs: Bool[Array, " #B C C"],
 ) -> Readout:
-    """Lets each query read the keys of its chunk that it sees, each pair in a unit of its own."""
+    """Lets each query read the keys of its chunk that it sees, each pair in its own unit."""
 
     @jax.checkpoint
     def of_key(key: LogFeatures) -> tuple[Float[Array, "B C K G"], Float[Array, "B C K G"]]:

@@ -118,7 +118,7 @@ def append(
 
 
 def _append_beside_band(estimator: Estimator, state: ExactBandState, call: Call) -> ExactBandState:
-    """Returns the state with more keys, which push as many out of the window."""
+    """Returns the state with more keys, which push the same number out of the window."""
     inputs, features = estimator.lay_out(call)
     batch, length = call.key.shape[:-3], inputs.key.shape[1]
     seen, before = _flat(state, inputs, features, batch)
@@ -147,7 +147,7 @@ def _flat(
 
 
 def _after(seen: Window, far: AttentionState, length: int, batch: Shape) -> ExactBandState:
-    """Returns the state after as many new keys, which pushed as many out of the window."""
+    """Returns the state after ``length`` new keys, which pushed that many out of the window."""
     near = seen.part(slice(length, None))
     return ExactBandState(unflatten(near, batch), unflatten(far, batch))
 

@@ -152,7 +152,7 @@ def choice_of(inputs: Inputs, features: HeadMaps, choice: KeyChoice) -> Integer[
     length, positions = inputs.key.shape[1], choice.positions
     if positions is None:
         mass = jnp.moveaxis(estimated_mass(inputs, features), 1, -1)
-        # A symbolic length, of jax.export, has as many keys.
+        # A symbolic length, of jax.export, is taken to be at least that.
         count = min(choice.count, length) if isinstance(length, int) else choice.count
         return jnp.moveaxis(jax.lax.top_k(mass, count)[1], -1, 1)
     positions = jnp.where(positions < 0, positions + length, positions)

@@ -185,7 +185,7 @@ class Passage(NamedTuple):
 
 
 def _flow(passage: Passage, axes: Axes, step: int) -> Passage:
-    """Scans over devices exclusively, in as many rounds as the logarithm of their number."""
+    """Scans over devices exclusively, in a number of rounds logarithmic in theirs."""
     incoming, through = passage.where(jnp.array(False)), passage
     distance = step
     while abs(distance) < jax.lax.axis_size(axes):

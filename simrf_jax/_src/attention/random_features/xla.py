@@ -1,7 +1,7 @@
 """Random-feature attention by XLA's own programs, which take every call.
 
 Bidirectional attention is here; on a CPU it takes its tokens chunk by chunk. Causal and packed
-attention, an exact band, and lengths that devices share have modules of their own.
+attention, an exact band, and lengths that devices share have their own modules.
 """
 
 from __future__ import annotations

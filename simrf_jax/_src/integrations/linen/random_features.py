@@ -38,7 +38,7 @@ PARAMETERS = ("query_rows", "key_rows", "query_offsets", "key_offsets", "log_wei
 class RandomFeatureAttention(Adapter):
     """Random-feature attention of one layer, with the projections that it draws.
 
-    Each key head has a W of its own, in the collection ``random_features``, drawn at ``init`` from
+    Each key head has its own W, in the collection ``random_features``, drawn at ``init`` from
     the stream ``features`` (or ``params`` if there is none). To redraw, replace the collection by
     ``redraw_projections(key, variables["random_features"])``. It draws each W as before, because
     the collection keeps the options.

@@ -75,7 +75,7 @@ def _calls(
 
 
 def _paths(collection: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yields the paths of the adapters that hold a W of their own."""
+    """Yields the paths of the adapters that hold their own W."""
     for name, node in collection.items():
         if isinstance(node, Mapping):
             yield from _paths(node, (*path, name))

@@ -68,7 +68,7 @@ class Adapter(nnx.Module):
 
     @abc.abstractmethod
     def _mechanism(self, num_heads: int) -> Mechanism:
-        """Returns the attention of as many query heads, with its arrays."""
+        """Returns the attention of ``num_heads`` query heads, with its arrays."""
 
     @abc.abstractmethod
     def stack_shape(self) -> tuple[int, ...]:

@@ -38,7 +38,7 @@ from simrf_jax._src.projections import BlockMode, Coupling, Norms, Rotation
 class RandomFeatureAttention(Adapter):
     """Random-feature attention of one layer, with the projections that it draws.
 
-    Each key head has a W of its own, drawn from the stream ``features`` of ``rngs``. To redraw a
+    Each key head has its own W, drawn from the stream ``features`` of ``rngs``. To redraw a
     model, update it with ``redraw_projections(key, nnx.state(model, RandomProjection))``. It draws
     each W as before, because the variable keeps the options. ``attention_report`` says how good the
     attention of each layer is.
@@ -55,8 +55,8 @@ class RandomFeatureAttention(Adapter):
     ``nnx.Cache`` variables. ``model.set_attributes(RandomFeatureAttention,
     decode=True)`` and each adapter's ``init_cache`` do the same in place. What decodes is causal
     self-attention: where a model has an encoder or cross-attention too, leave them out,
-    ``only=nnx.All(nnx.PathContains("decoder"), RandomFeatureAttention)``. Each layer needs an
-    instance of its own then: one instance in several layers has one cache. Call the view in
+    ``only=nnx.All(nnx.PathContains("decoder"), RandomFeatureAttention)``. Each layer needs
+    its own instance then: one instance in several layers has one cache. Call the view in
     ``nnx.jit``, or split and merge it: ``jax.jit`` hands no changed cache back. Layers that
     ``nnx.vmap`` has stacked, for ``nnx.scan``, decode in a view of the stack. Only where their map
     has no W and no calibration, such as ``"elu"``, put ``nnx.vmap`` around ``view``.
