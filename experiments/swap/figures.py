@@ -83,7 +83,7 @@ def draw_predicted_heads(section: dict[str, Any]) -> Figure:
 
 def draw_encoder(section: dict[str, Any], quantity: str, label: str) -> Figure:
     """Draws one quantity of the sentence encoder against the number of features."""
-    figure, axes = style.subplots(6.2, 4)
+    figure, axes = style.subplots(7, 4)
     _draw_against_features(axes, section, quantity)
     axes.set(xlabel="number of features m", ylabel=label)
     figure.legend(frameon=False, loc="outside right upper", fontsize=9)

@@ -224,19 +224,16 @@ METHODS |= {
 }
 METHODS |= {
     "keys_calibrated": dataclasses.replace(
-        METHODS["calibrated"], label="exact keys and calibrated, cross-polytope", has_keys=True
+        METHODS["calibrated"], label="exact keys and calibrated", has_keys=True
     )
 }
 METHODS |= {
     f"band_keys_{name}": dataclasses.replace(
         METHODS[f"band_{name}"],
-        label=f"exact band, exact keys and {METHODS[of].label}",
+        label=f"exact band and keys, {name}",
         has_keys=True,
     )
-    for name, of in {
-        "positive": "positive_simplex",
-        **{name: name for name in ("calibrated", "learned")},
-    }.items()
+    for name in ("positive", "calibrated", "learned")
 }
 
 
