@@ -34,7 +34,7 @@ def draw_many(key, num_features, coupling):
 def phi(x, w, name):
     if name == "relu":
         return simrf_jax.relu_features(x, w)
-    return getattr(simrf_jax, f"{name}_features")(x, w)
+    return getattr(simrf_jax, f"{name}_features")(x, w, kernel="gaussian")
 
 
 @functools.partial(jax.jit, static_argnums=(3,))

@@ -55,7 +55,7 @@ def attend(function, given, w, feature_map):
     @jax.jit
     def outputs(given, w, feature_map):
         inputs, features = Estimator(w, feature_map).lay_out(given)
-        return inputs.outputs(function(inputs, features))
+        return inputs.outputs(function(inputs, features, None))
 
     return outputs(given, w, feature_map)
 
