@@ -10,14 +10,12 @@ from simrf_jax._src.integrations.nnx.report import attention_report
 from simrf_jax._src.integrations.nnx.swap import swap_attention
 from simrf_jax._src.integrations.nnx.variables import (
     Calibration,
-    CalibrationMoments,
     LearnedRows,
     RandomProjection,
 )
 
 __all__ = [
     "Calibration",
-    "CalibrationMoments",
     "FMMAttention",
     "LayerReport",
     "LearnedRows",

@@ -67,7 +67,7 @@ def test_nnx_fits_the_queries_and_keys_of_all_batches():
     expected = simrf_jax.calibrate(*queries_and_keys(model, BATCHES))
     nnx_adapters.calibrate(model, iter(BATCHES))
     assert_trees_close(fitted_nnx(model), expected)
-    assert model.attention_fn.moments is None
+    assert model.attention_fn.observer is None
 
 
 @pytest.mark.slow

@@ -251,7 +251,7 @@ def test_training_steps_that_donate_the_model_lower_the_loss():
 
     losses = [float(step(model, optimizer, batch())) for _ in range(20)]
     assert losses[-1] < losses[0] - 0.05
-    assert model.attention_fn.loss is None
+    assert model.attention_fn.observer is None
 
 
 # A step with a decay that would be seen in all parameters.

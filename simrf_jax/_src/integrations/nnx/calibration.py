@@ -12,8 +12,9 @@ from simrf_jax._src.calibration.api import check_options
 from simrf_jax._src.calibration.fit import Balance, Tilt
 from simrf_jax._src.integrations import flax_calibration
 from simrf_jax._src.integrations.flax_versions import get_value, set_value
+from simrf_jax._src.integrations.nnx.observers import CalibrationMoments, observing
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
-from simrf_jax._src.integrations.nnx.variables import Calibration, CalibrationMoments
+from simrf_jax._src.integrations.nnx.variables import Calibration
 
 
 def calibrate(
@@ -95,15 +96,10 @@ def calibrate(
     sums = {
         path: CalibrationMoments(flax_calibration.no_moments(own)) for path, own in before.items()
     }
-    try:
-        for path, adapter in adapters.items():
-            adapter.moments = sums[path]
+    with observing(adapters, sums):
         compiled = _compiled(_call if call is None else call)
         for batch in flax_calibration.logged(batches):
             compiled(model, batch)
-    finally:
-        for adapter in adapters.values():
-            adapter.moments = nnx.data(None)
     fitted = flax_calibration.fit_adapters(
         {path: (before[path], get_value(own)) for path, own in sums.items()},
         center=center,

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from simrf_jax._src.integrations.flax_versions import get_value
+from simrf_jax._src.integrations.nnx.observers import DistillationLoss, observing
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
-from simrf_jax._src.integrations.nnx.variables import DistillationLoss
 
 
 # No argument is for keywords alone, because nnx.grad takes no function that has such.
@@ -63,25 +63,23 @@ def distillation_loss(
       Zhang et al., The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry
       (ICLR 2024), https://arxiv.org/abs/2402.04347
     """
-    adapters = [
-        node
-        for _, node in nnx.iter_graph(model)
+    adapters = {
+        path: node
+        for path, node in nnx.iter_graph(model)
         if isinstance(node, RandomFeatureAttention) and node.learned is not None
-    ]
+    }
     if not adapters:
         raise ValueError(
             "The model has no learned features: make its RandomFeatureAttention(...) with "
             'feature_map="learned".'
         )
-    if any(adapter.decode for adapter in adapters):
+    if any(adapter.decode for adapter in adapters.values()):
         raise ValueError("An adapter has decode=True: distil the model without it.")
     # Layers that are stacked have one loss each.
-    losses = [DistillationLoss(jnp.zeros(adapter.stack_shape())) for adapter in adapters]
-    try:
-        for adapter, own in zip(adapters, losses, strict=True):
-            adapter.loss = own
+    losses = {
+        path: DistillationLoss(jnp.zeros(adapter.stack_shape()))
+        for path, adapter in adapters.items()
+    }
+    with observing(adapters, losses):
         _ = model(batch) if call is None else call(model, batch)
-    finally:
-        for adapter in adapters:
-            adapter.loss = nnx.data(None)
-    return jnp.mean(jnp.stack([jnp.mean(get_value(own)) for own in losses]))
+    return jnp.mean(jnp.stack([jnp.mean(get_value(own)) for own in losses.values()]))

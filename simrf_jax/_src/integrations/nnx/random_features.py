@@ -17,19 +17,15 @@ from simrf_jax._src.features.learned import Learned
 from simrf_jax._src.integrations import (
     flax_attention,
     flax_calibration,
-    flax_distillation,
     flax_drawing,
     flax_repr,
 )
-from simrf_jax._src.integrations.flax_report import SeenCall
-from simrf_jax._src.integrations.flax_versions import get_value, set_value
+from simrf_jax._src.integrations.flax_versions import get_value
 from simrf_jax._src.integrations.nnx.adapter import Adapter, copied, features_key, has_arrays
 from simrf_jax._src.integrations.nnx.learned import LearnedMap
+from simrf_jax._src.integrations.nnx.observers import Observer
 from simrf_jax._src.integrations.nnx.variables import (
-    AttentionCalls,
     Calibration,
-    CalibrationMoments,
-    DistillationLoss,
     RandomProjection,
 )
 from simrf_jax._src.projections import BlockMode, Coupling, Norms, Rotation
@@ -187,9 +183,7 @@ class RandomFeatureAttention(Adapter):
         if exact_keys is not None:
             KeyChoice.of(exact_keys).check(as_feature_map(feature_map), is_causal=is_causal)
         self.exact_keys = exact_keys
-        self.moments: CalibrationMoments | None = nnx.data(None)
-        self.loss: DistillationLoss | None = nnx.data(None)
-        self.calls: AttentionCalls | None = nnx.data(None)
+        self.observer: Observer | None = nnx.data(None)
         self.learned: LearnedMap | None = nnx.data(None)
         self.projection = nnx.data(None)
         if num_features is None:
@@ -266,14 +260,8 @@ class RandomFeatureAttention(Adapter):
         return calibration if self.learned is None else self.learned.feature_map(calibration)
 
     def _observe(self, request: flax_attention.Request, mechanism: RandomFeatureMechanism) -> None:
-        if self.moments is not None:
-            sums = flax_calibration.add_moments(get_value(self.moments), request)
-            set_value(self.moments, sums)
-        if self.loss is not None and isinstance(mechanism.feature_map, Learned):
-            loss = flax_distillation.loss_of_call(request, mechanism)
-            set_value(self.loss, get_value(self.loss) + loss)
-        if self.calls is not None:
-            set_value(self.calls, (*get_value(self.calls), SeenCall.of(request, mechanism)))
+        if self.observer is not None:
+            self.observer.observe(request, mechanism)
 
 
 def _as_state(feature_map: FeatureMapLike) -> Any:

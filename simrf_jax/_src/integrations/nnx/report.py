@@ -9,8 +9,8 @@ from flax import nnx
 
 from simrf_jax._src.integrations.flax_report import ModelReport, report_of_calls
 from simrf_jax._src.integrations.flax_versions import get_value
+from simrf_jax._src.integrations.nnx.observers import AttentionCalls, observing
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
-from simrf_jax._src.integrations.nnx.variables import AttentionCalls
 
 
 def attention_report(
@@ -55,22 +55,17 @@ def attention_report(
       >>> report["attention_fn"].relative_error.shape
       (2,)
     """
-    adapters = [
-        ("/".join(map(str, path)), node)
+    adapters = {
+        "/".join(map(str, path)): node
         for path, node in nnx.iter_graph(model)
         if isinstance(node, RandomFeatureAttention)
-    ]
+    }
     if not adapters:
         raise ValueError("The model has no RandomFeatureAttention to report on.")
-    if any(adapter.decode for _, adapter in adapters):
+    if any(adapter.decode for adapter in adapters.values()):
         raise ValueError("An adapter has decode=True: report on the model without it.")
-    calls = [AttentionCalls(()) for _ in adapters]
-    try:
-        for (_, adapter), own in zip(adapters, calls, strict=True):
-            adapter.calls = own
+    calls = {name: AttentionCalls(()) for name in adapters}
+    with observing(adapters, calls):
         _ = model(batch) if call is None else call(model, batch)
-    finally:
-        for _, adapter in adapters:
-            adapter.calls = nnx.data(None)
-    names = [name for name, _ in adapters]
-    return report_of_calls([*zip(names, map(get_value, calls), strict=True)], relative_error)
+    seen = [(name, get_value(own)) for name, own in calls.items()]
+    return report_of_calls(seen, relative_error)

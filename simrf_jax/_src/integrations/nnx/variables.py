@@ -19,15 +19,3 @@ class Calibration(nnx.Variable):
 
 class LearnedRows(nnx.Param):
     """The parameters of learned features, which ``wrt=LearnedRows`` trains and nothing else."""
-
-
-class CalibrationMoments(nnx.Variable):
-    """Moments of the queries and keys of an adapter, while ``calibrate`` sums them."""
-
-
-class DistillationLoss(nnx.Variable):
-    """The loss of an adapter's learned features, while ``distillation_loss`` calls the model."""
-
-
-class AttentionCalls(nnx.Variable):
-    """The calls that an adapter gets while ``attention_report`` calls the model."""
