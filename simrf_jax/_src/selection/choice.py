@@ -149,7 +149,8 @@ class FeatureChoice:
             f"No map and coupling reaches a relative error of {self.relative_error:g} with as many "
             f"entries: the mean of |x + y|^2 is {self.mean_squared_distance:.3g}, and the variance "
             "of one feature without a calibration grows like its exponential. Lower the scale of "
-            "the logits, allow more features, or weigh near keys exactly (exact_bandwidth)."
+            "the logits, allow more features, or weigh some keys exactly (exact_bandwidth and "
+            "exact_keys)."
         )
 
     def __str__(self) -> str:
