@@ -4,13 +4,14 @@ import functools
 
 import chex
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import simrf_jax
 from simrf_jax import RandomFeatureMechanism, feature_maps, random_feature_attention
-from simrf_jax._src.attention.random_features import xla
+from simrf_jax._src.attention.random_features import exact_keys, state, xla
 from tests import formulas
 from tests.attention.inputs import inputs, projection
 from tests.attention.reference import beside_band, relative_error
@@ -47,6 +48,18 @@ def test_a_number_of_keys_has_the_largest_estimated_mass(scale, bandwidth):
     assert relative_error(out, expected) < 1e-5
 
 
+def test_many_tokens_are_weighed_in_chunks(monkeypatch):
+    q, k, v = inputs(LENGTH, batch=(2,), **GROUPED)
+    w = projection()
+    lengths = {"query_seq_lengths": np.array([LENGTH, 11])}
+    attend = functools.partial(random_feature_attention, exact_keys=COUNT, **lengths)
+    expected = attend(q, k, v, w)
+    for module in (exact_keys, state):
+        monkeypatch.setattr(module, "SUMMARY_CHUNK", 7)
+    out = jax.jit(lambda *x: attend(*x))(q, k, v, w)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_hidden_keys_are_not_chosen():
     q, k, v = inputs(LENGTH, **GROUPED)
     w, shown = projection(), np.arange(LENGTH) % 3 > 0
@@ -79,6 +92,17 @@ def test_chunks_and_whole_lengths_give_the_same(monkeypatch, feature_map):
     monkeypatch.setattr(xla, "_attend_by_chunks", xla._attend_at_once)
     at_once = jax.jit(functools.partial(attend, chunk_size=None))(q, k, v, projection() + 0)
     chex.assert_trees_all_close(by_chunks, at_once, rtol=1e-5, atol=1e-6)
+
+
+def test_no_queries_and_lengths_that_are_not_known():
+    q, k, v = (jnp.asarray(x) for x in inputs(LENGTH))
+    attend = functools.partial(random_feature_attention, projection=projection(), exact_keys=COUNT)
+    assert attend(q[:0], k, v).shape == (0, 2, 8)
+    assert np.all(attend(q, k[:0], v[:0]) == 0)
+    (length,) = jax.export.symbolic_shape("T", constraints=[f"T >= {COUNT}"])
+    shape = jax.ShapeDtypeStruct((length, 2, 8), jnp.float32)
+    exported = jax.export.export(jax.jit(attend))(*[shape] * 3)
+    chex.assert_trees_all_close(exported.call(q, k, v), attend(q, k, v), rtol=1e-5)
 
 
 def test_positions_of_each_sequence():

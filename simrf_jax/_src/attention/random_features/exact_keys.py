@@ -7,6 +7,7 @@ is subtracted. Numerator and denominator are one sum each over both kinds of key
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
@@ -17,11 +18,16 @@ from simrf_jax._src.attention.estimator import HeadMaps, KeyChoice, QueryFeature
 from simrf_jax._src.attention.inputs.call import Inputs, contract
 from simrf_jax._src.attention.random_features.causal import Scanned, in_units_of_the_kernel
 from simrf_jax._src.attention.random_features.state import (
+    SUMMARY_CHUNK,
     AttentionState,
+    Keys,
     Readout,
+    chunks_of,
     in_units_of,
     largest,
     or_zero,
+    split_length,
+    sum_keys,
     with_ones,
 )
 from simrf_jax._src.features import LogFeatures
@@ -180,17 +186,37 @@ def estimated_mass(inputs: Inputs, features: HeadMaps) -> Float[Array, "B S K"]:
     .. math::
         c_s = \phi(k_s)^\top \sum_t \frac{\phi(q_t)}{\phi(q_t)^\top \sum_r \phi(k_r)}
 
-    over all queries of a key head, in time O((T + S) m). Segments do not count. There are no
-    gradients.
+    over all queries of a key head, in time O((T + S) m), with the features of a chunk of tokens in
+    memory at a time. Segments do not count. There are no gradients.
     """
-    inputs = jax.lax.stop_gradient(inputs)
-    features = jax.lax.stop_gradient(features)
-    keys, _ = features.keys(inputs.key, inputs.key_log_weights)
-    queries, spoiled = features.queries(inputs.query)
-    state = AttentionState.of(keys, jnp.ones_like(inputs.key_log_weights[..., None]))
-    weights, _ = state.weigh(queries)
-    totals = contract("btkgm,bkmd->btkgd", weights, state.sums)
-    counts = (totals > 0) & (inputs.real & inputs.finite & ~spoiled)[..., None]
-    shares = jnp.where(counts, weights / jnp.where(counts, totals, 1), 0)
-    phi = in_units_of(state.maxima, keys)
-    return contract("bskm,bkmd->bskd", phi, jnp.sum(shares, axis=(1, 3))[..., None])[..., 0]
+    inputs, features = jax.lax.stop_gradient((inputs, features))
+    # Denominators alone are asked for.
+    keys = chunks_of(dataclasses.replace(inputs, value=inputs.value[..., :1]))
+    state, _ = sum_keys(keys, features)
+    length, key_length = inputs.query.shape[1], inputs.key.shape[1]
+    counts = jnp.broadcast_to(inputs.real & inputs.finite, inputs.query.shape[:-1])
+    queries = (inputs.query[None], counts[None])  # A symbolic length, of jax.export, is one chunk.
+    if isinstance(length, int):
+        size = min(max(length, 1), SUMMARY_CHUNK)
+        queries = (split_length(inputs.query, size, None), split_length(counts, size, 0))
+
+    def add(
+        shares: Float[Array, "B K m"],
+        chunk: tuple[Float[Array, "B T K G H"], Bool[Array, "B T K G"]],
+    ) -> tuple[Float[Array, "B K m"], None]:
+        """Adds the features of queries, each over its denominator."""
+        phi, spoiled = features.queries(chunk[0])
+        weights, _ = state.weigh(phi)
+        totals = contract("btkgm,bkmd->btkgd", weights, state.sums[..., -1:])
+        counts = (totals > 0) & (chunk[1] & ~spoiled)[..., None]
+        more = jnp.where(counts, weights / jnp.where(counts, totals, 1), 0)
+        return shares + jnp.sum(more, axis=(1, 3)), None
+
+    shares, _ = jax.lax.scan(add, jnp.zeros_like(state.sums[..., 0]), queries)
+
+    def mass(chunk: Keys) -> Float[Array, "B S K"]:
+        phi = in_units_of(state.maxima, features.keys(chunk.key, chunk.log_weights).features)
+        return contract("bskm,bkmd->bskd", phi, shares[..., None])[..., 0]
+
+    masses = jnp.moveaxis(jax.lax.map(mass, keys), 0, 1)
+    return masses.reshape(masses.shape[0], -1, masses.shape[-1])[:, :key_length]

@@ -171,11 +171,15 @@ class Keys(NamedTuple):
 
 def state_of(inputs: Inputs, features: HeadMaps) -> AttentionState:
     """Returns the state of all keys, with the features of one chunk in memory at a time."""
-    length = inputs.key.shape[1]
-    # Few keys, or a symbolic number of them, are taken at once.
-    is_long = isinstance(length, int) and length > SUMMARY_CHUNK
-    state, spoiled = sum_keys(Keys.of(inputs, SUMMARY_CHUNK if is_long else None), features)
+    state, spoiled = sum_keys(chunks_of(inputs), features)
     return state.spoil(spoiled)
+
+
+def chunks_of(inputs: Inputs) -> Keys:
+    """Returns the keys in chunks; few keys, or a symbolic number of them, in one chunk."""
+    length = inputs.key.shape[1]
+    is_long = isinstance(length, int) and length > SUMMARY_CHUNK
+    return Keys.of(inputs, SUMMARY_CHUNK if is_long else None)
 
 
 def sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array, "B K"]]:
