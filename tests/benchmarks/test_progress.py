@@ -62,6 +62,7 @@ SMALL = {
         lambda module: module.squared_errors(module.ESTIMATORS[0]),
         3,
     ),
+    "exact_keys": ({"LENGTHS": (20,), "ROUNDS": 2}, lambda module: module.main(), 2),
     "rotation_bias": (
         {"DIMS": {4: 20}, "BATCH": 10, "CASES": [("hadamard", "simplex")]},
         lambda module: module.main(),
