@@ -27,15 +27,15 @@ The modules beside these names have the rest:
   features as a scikit-learn transformer. ``models``: the Performer ViT.
 
 ``theory`` and ``selection`` are imported when they are first used, because they need SciPy. Import
-``calibration``, ``integrations`` and ``models`` by name. Names behind ``_src`` may change at any
-time.
+``integrations`` and ``models`` by name, because they need Flax. Names behind ``_src`` may change at
+any time.
 """
 
 import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from simrf_jax import feature_maps, fmm, hybrid
+from simrf_jax import calibration, feature_maps, fmm, hybrid
 from simrf_jax._src.attention import (
     AttentionReport,
     AttentionState,
@@ -89,6 +89,7 @@ __all__ = [
     "attention_report",
     "banded_attention",
     "calibrate",
+    "calibration",
     "distillation_loss",
     "draw_fast_projection",
     "draw_projection",

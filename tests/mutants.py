@@ -192,6 +192,24 @@ MUTANTS = [
         "tests/attention/test_bidirectional.py",
     ),
     Mutant(
+        f"{CORE}/exact_keys.py",
+        "sees = position <= own if is_causal",
+        "sees = position >= own if is_causal",
+        MODES,
+    ),
+    Mutant(
+        f"{CORE}/exact_keys.py",
+        "return jnp.where(is_hidden, -jnp.inf, masses)",
+        "return masses",
+        "tests/attention/test_exact_keys.py",
+    ),
+    Mutant(
+        f"{CORE}/exact_keys.py",
+        "if length == key_length:",
+        "if length != key_length:",
+        "tests/attention/test_exact_keys.py",
+    ),
+    Mutant(
         "simrf_jax/_src/attention/banded/softmax.py",
         "band = (-bandwidth <= offset) & (offset <= (0 if is_causal else bandwidth))",
         "band = (-bandwidth < offset) & (offset <= (0 if is_causal else bandwidth))",

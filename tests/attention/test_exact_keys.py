@@ -31,7 +31,8 @@ def most_attended(q, k, w, count=COUNT, shown=slice(None)):
         log_k, _ = formulas.positive(root * k[:, head], w, "softmax")
         for n in range(head * groups, (head + 1) * groups):
             log_q, _ = formulas.positive(root * q[:, n], w, "softmax")
-            kernel = np.exp(log_q[:, None] + log_k).sum(axis=-1)[:, shown]
+            # Queries at hidden keys are padding.
+            kernel = np.exp(log_q[:, None] + log_k).sum(axis=-1)[shown][:, shown]
             mass[shown] += (kernel / kernel.sum(axis=-1, keepdims=True)).sum(axis=0)
         chosen.append(np.argsort(-mass)[:count])
     return np.array(chosen)
@@ -56,8 +57,39 @@ def test_many_tokens_are_weighed_in_chunks(monkeypatch):
     expected = attend(q, k, v, w)
     for module in (exact_keys, state):
         monkeypatch.setattr(module, "SUMMARY_CHUNK", 7)
+    jax.clear_caches()
     out = jax.jit(lambda *x: attend(*x))(q, k, v, w)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_padding_has_no_part_in_the_choice():
+    q, k, v = (jnp.asarray(x) for x in inputs(LENGTH, **GROUPED))
+    attend = functools.partial(random_feature_attention, exact_keys=COUNT)
+    alone = attend(q[:17], k[:17], v[:17], projection())
+    padded = attend(4 * q, k, v, projection(), key_value_seq_lengths=np.array([17]))
+    again = attend(q.at[:17].multiply(4), k, v, projection(), key_value_seq_lengths=np.array([17]))
+    chex.assert_trees_all_close(padded[:17], again[:17], rtol=1e-5)
+    whole = attend(q, k, v, projection(), key_value_seq_lengths=np.array([17]))
+    chex.assert_trees_all_close(whole[:17], alone, rtol=1e-5)
+
+
+@pytest.mark.parametrize("scale", [10, 30])
+def test_visible_keys_come_before_hidden_ones_however_small(scale):
+    q, k, v = inputs(LENGTH, scale=scale)
+    shown = np.arange(LENGTH) % 2 > 0
+    out = random_feature_attention(
+        q, k, v, projection(), mask=shown[None, None], exact_keys=LENGTH // 2
+    )
+    expected = jax.nn.dot_product_attention(q, k[shown], v[shown])
+    assert relative_error(out, expected) < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int64])
+def test_positions_of_any_integer_type(dtype):
+    q, k, v = inputs(300, heads=1)
+    out = random_feature_attention(q, k, v, projection(), exact_keys=np.array([7, 7], dtype))
+    expected = random_feature_attention(q, k, v, projection(), exact_keys=(7,))
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_hidden_keys_are_not_chosen():
@@ -88,9 +120,11 @@ def test_chunks_and_whole_lengths_give_the_same(monkeypatch, feature_map):
     )
     monkeypatch.setattr(xla, "CHUNK_ROWS", 1)
     monkeypatch.setattr(xla, "LEAST_CHUNK", 8)
+    jax.clear_caches()
     by_chunks = jax.jit(attend)(q, k, v, projection())
     monkeypatch.setattr(xla, "_attend_by_chunks", xla._attend_at_once)
-    at_once = jax.jit(functools.partial(attend, chunk_size=None))(q, k, v, projection() + 0)
+    jax.clear_caches()
+    at_once = jax.jit(attend)(q, k, v, projection())
     chex.assert_trees_all_close(by_chunks, at_once, rtol=1e-5, atol=1e-6)
 
 
@@ -98,6 +132,7 @@ def test_no_queries_and_lengths_that_are_not_known():
     q, k, v = (jnp.asarray(x) for x in inputs(LENGTH))
     attend = functools.partial(random_feature_attention, projection=projection(), exact_keys=COUNT)
     assert attend(q[:0], k, v).shape == (0, 2, 8)
+    assert attend(q[None][:0], k[None][:0], v[None][:0]).shape == (0, LENGTH, 2, 8)
     assert np.all(attend(q, k[:0], v[:0]) == 0)
     (length,) = jax.export.symbolic_shape("T", constraints=[f"T >= {COUNT}"])
     shape = jax.ShapeDtypeStruct((length, 2, 8), jnp.float32)
@@ -175,6 +210,16 @@ REFUSED = {
         {"exact_keys": 2, "is_causal": True},
         ValueError,
         "exact_keys=2 chooses keys by all queries, so later tokens would reach earlier outputs",
+    ),
+    "packed": (
+        {"exact_keys": 2, "segment_ids": np.array([0, 0, 1, 1, 1])},
+        ValueError,
+        "exact_keys=2 chooses keys by all queries, so the tokens of one packed segment would",
+    ),
+    "signed": (
+        {"exact_keys": 2, "feature_map": "trigonometric"},
+        ValueError,
+        "A number of exact_keys is chosen by positive features, and these may be negative",
     ),
     "kernel": (
         {"exact_keys": 2, "feature_map": "relu"},

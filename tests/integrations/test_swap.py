@@ -68,6 +68,8 @@ def test_undo_gives_the_attention_back(x):
     swapped = model(x)
     second = adapters.swap_attention(model, 20, feature_map="hyperbolic", rngs=nnx.Rngs(1))
     assert not np.allclose(model(x), swapped)
+    with pytest.raises(ValueError, match=r"must attend by what the swap put there, .* undo"):
+        first.undo()
     second.undo()
     chex.assert_trees_all_equal(model(x), swapped)
     first.undo()
@@ -127,6 +129,8 @@ def test_refusals_leave_the_model_as_it_was(x):
         swap(Model(), 12, coupling="simplx")
     with pytest.raises(TypeError, match="unexpected keyword argument 'bandwidth'"):
         swap(Model(), 12, bandwidth=3)
+    with pytest.raises(ValueError, match=r"must have dropout_rate=0 .*, got dropout_rate=0\.1"):
+        swap(Model(dropout_rate=0.1), 12)
     functions = [layer.attention_fn for layer in model.attentions]
     assert functions == [nnx.dot_product_attention, rotated]
 

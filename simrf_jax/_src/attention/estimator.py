@@ -193,23 +193,27 @@ class KeyChoice:
         if np.ndim(given) == 0:
             return cls(checks.positive_int("exact_keys", given))
         positions = jnp.asarray(given)
+        if positions.shape[-1] == 0:
+            raise ValueError(f"exact_keys must have a position, got shape {positions.shape}.")
         if not jnp.issubdtype(positions.dtype, jnp.integer):
             raise TypeError(
                 "exact_keys must be a number of keys, or integers, their positions, got "
                 f"{positions.dtype.name}."
             )
-        if positions.shape[-1] == 0:
-            raise ValueError(f"exact_keys must have a position, got shape {positions.shape}.")
-        return cls(0, positions)
+        return cls(0, positions.astype(jnp.int32))  # Narrow types cannot hold every length.
 
-    def check(self, feature_map: FeatureMap, *, is_causal: bool) -> None:
-        """Raises ``ValueError`` if a feature map or causal attention cannot have such keys."""
+    def check(self, feature_map: FeatureMap, *, is_causal: bool, is_packed: bool = False) -> None:
+        """Raises ``ValueError`` if a feature map or a mode of attention cannot have such keys."""
         check_estimates_softmax("exact_keys", feature_map)
-        if is_causal and self.positions is None:
+        if self.positions is None and (is_causal or is_packed):
+            reached = (
+                "later tokens would reach earlier outputs of causal attention"
+                if is_causal
+                else "the tokens of one packed segment would reach the outputs of another"
+            )
             raise ValueError(
-                f"exact_keys={self.count} chooses keys by all queries, so later tokens would reach "
-                "earlier outputs of causal attention; pass positions, such as the first four: "
-                "exact_keys=(0, 1, 2, 3)."
+                f"exact_keys={self.count} chooses keys by all queries, so {reached}; pass "
+                "positions, such as the first four: exact_keys=(0, 1, 2, 3)."
             )
 
     def check_batch(self, batch: Shape) -> None:
@@ -263,7 +267,8 @@ class Estimator:
         w, feature_map = self.projection, self.feature_map
         self.check_heads(call)
         if self.exact_keys is not None:
-            self.exact_keys.check(feature_map, is_causal=call.is_causal)
+            is_packed = call.segment_ids is not None
+            self.exact_keys.check(feature_map, is_causal=call.is_causal, is_packed=is_packed)
             self.exact_keys.check_batch(call.query.shape[:-3])
         inputs = call.lay_out(
             dtype=None if w is None else w.dtype,

@@ -305,13 +305,16 @@ def random_feature_attention(
         normalizer. A few keys, such as attention sinks, make most of the error of random features:
         in a trained encoder, 16 exact keys in the place of 16 features make it 6 times smaller
         beside an exact band, and 2 times without one (``experiments.swap``). The mass of a key is
-        the sum over queries of the attention weights that the features imply, whatever their
-        segments. Choosing takes one more pass over queries and keys. The same W chooses keys and
-        estimates the rest, which biases the estimate a little. Positions, integers ``[g]`` or
-        ``[*batch, g]``, from the end if negative, choose keys without W, such as the first tokens,
-        a class token or registers; those beyond the keys choose none. Causal attention takes
-        positions alone. The feature map must estimate exp(x . y) itself, as for exact_bandwidth.
-        Neither the kernels nor decoding have exact keys, nor have lengths that mesh axes shard.
+        the sum over queries of the attention weights that the features imply. The features must be
+        positive; a function of one's own is trusted. Choosing takes one more pass over queries and
+        keys. The same W chooses keys and estimates the rest, which biases the estimate a little.
+        Each query has a part in the choice, and so in the outputs of all others: queries at hidden
+        keys have none if there are as many queries as keys; name other padding by
+        query_seq_lengths. Positions, integers ``[g]`` or ``[*batch, g]``, from the end if negative,
+        choose keys without W, such as the first tokens, a class token or registers; those beyond
+        the keys choose none. Causal and packed attention take positions alone. The feature map must
+        estimate exp(x . y) itself, as for exact_bandwidth. Neither the kernels nor decoding have
+        exact keys, nor have lengths that mesh axes shard.
 
     Returns:
       ``[..., T, N, D]`` in the inputs' dtype. Logits and exponentials are float32 at least; the

@@ -249,3 +249,10 @@ def check_kernels(
     checks.axis_names("batch_axis", batch_axis)
     checks.axis_names("head_axis", head_axis)
     names_of(implementation)
+
+
+def check_exact_keys(exact_keys: int | tuple[int, ...] | None) -> None:
+    """Accepts a number of keys, or a tuple of their positions, which are no state of a model."""
+    for one in exact_keys if isinstance(exact_keys, tuple) else (exact_keys,):
+        if one is not None:
+            checks.integer("exact_keys, or each of its positions,", one)

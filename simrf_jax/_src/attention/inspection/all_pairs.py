@@ -116,12 +116,14 @@ def log_kernels(
             "Weights with a logarithm need positive features, got feature_map="
             f"{type(estimator.feature_map).__name__}, whose features may be negative."
         )
+    near = are_exact(estimator, inputs, features)
     visible = log_weights > -jnp.inf
     seen = spoils.mT[:, None, :, None] & visible
+    if near is not None:  # No features are read there.
+        seen &= ~near
     lost = spoiled | ~inputs.finite | jnp.any(seen | jnp.isnan(log_weights), axis=-1)
     estimated = _log_feature_products(queries, keys) + queries.log_scale
     logits = _logits(inputs)
-    near = are_exact(estimator, inputs, features)
     if near is not None:
         estimated = jnp.where(near, logits, estimated)
 

@@ -30,7 +30,7 @@ from simrf_jax._src.attention.random_features.state import (
     sum_keys,
     with_ones,
 )
-from simrf_jax._src.features import LogFeatures
+from simrf_jax._src.features import LogFeatures, calls_function
 
 
 class ExactKeys(NamedTuple):
@@ -112,12 +112,12 @@ class ExactKeys(NamedTuple):
     def read(
         self, inputs: Inputs, *, is_causal: bool, bandwidth: int | None
     ) -> tuple[Readout, Bool[Array, "B T K G"]]:
-        """Lets queries read the keys that they see by position and segment.
+        """Lets queries read those of the keys that causality, segments and the band leave visible.
 
         Args:
           inputs: The queries, multiplied by the square root of the scale, and the segments.
           is_causal: True if a query sees no later keys.
-          bandwidth: Distance over which a query sees keys in another way; None for none.
+          bandwidth: Distance within which an exact band has the keys already; None without a band.
 
         Returns:
           The sums, and True at queries that see a key that is not finite.
@@ -187,14 +187,22 @@ def estimated_mass(inputs: Inputs, features: HeadMaps) -> Float[Array, "B S K"]:
         c_s = \phi(k_s)^\top \sum_t \frac{\phi(q_t)}{\phi(q_t)^\top \sum_r \phi(k_r)}
 
     over all queries of a key head, in time O((T + S) m), with the features of a chunk of tokens in
-    memory at a time. Segments do not count. There are no gradients.
+    memory at a time. It is minus infinity at hidden keys. If there are as many queries as keys,
+    queries at hidden keys are padding and do not count. There are no gradients.
+
+    Raises:
+      ValueError: If features may be negative, whose sums are no masses. A user's function is
+        trusted.
     """
     inputs, features = jax.lax.stop_gradient((inputs, features))
     # Denominators alone are asked for.
     keys = chunks_of(dataclasses.replace(inputs, value=inputs.value[..., :1]))
     state, _ = sum_keys(keys, features)
     length, key_length = inputs.query.shape[1], inputs.key.shape[1]
-    counts = jnp.broadcast_to(inputs.real & inputs.finite, inputs.query.shape[:-1])
+    is_hidden = inputs.key_log_weights == -jnp.inf
+    counts = inputs.real & inputs.finite
+    if length == key_length:
+        counts &= ~is_hidden[..., None]
     queries = (inputs.query[None], counts[None])  # A symbolic length, of jax.export, is one chunk.
     if isinstance(length, int):
         size = min(max(length, 1), SUMMARY_CHUNK)
@@ -206,6 +214,11 @@ def estimated_mass(inputs: Inputs, features: HeadMaps) -> Float[Array, "B S K"]:
     ) -> tuple[Float[Array, "B K m"], None]:
         """Adds the features of queries, each over its denominator."""
         phi, spoiled = features.queries(chunk[0])
+        if phi.values is not None and not calls_function(features.feature_map):
+            raise ValueError(
+                "A number of exact_keys is chosen by positive features, and these may be "
+                "negative; pass the positions of the keys."
+            )
         weights, _ = state.weigh(phi)
         totals = contract("btkgm,bkmd->btkgd", weights, state.sums[..., -1:])
         counts = (totals > 0) & (chunk[1] & ~spoiled)[..., None]
@@ -219,4 +232,6 @@ def estimated_mass(inputs: Inputs, features: HeadMaps) -> Float[Array, "B S K"]:
         return contract("bskm,bkmd->bskd", phi, shares[..., None])[..., 0]
 
     masses = jnp.moveaxis(jax.lax.map(mass, keys), 0, 1)
-    return masses.reshape(masses.shape[0], -1, masses.shape[-1])[:, :key_length]
+    batch, chunks, size, heads = masses.shape
+    masses = masses.reshape(batch, chunks * size, heads)[:, :key_length]
+    return jnp.where(is_hidden, -jnp.inf, masses)

@@ -118,8 +118,8 @@ class RandomFeatureAttention(Adapter):
       exact_bandwidth: Distance over which queries see keys exactly, or None; see
         ``simrf_jax.random_feature_attention``.
       exact_keys: Number of keys that all queries see exactly, a tuple of their positions, or None;
-        see ``simrf_jax.random_feature_attention``. A causal adapter takes positions, and one that
-        decodes takes neither.
+        see ``simrf_jax.random_feature_attention``. Causal and packed attention take positions, and
+        decoding takes neither.
 
     Raises:
       TypeError: When called, if a switch is neither True nor False or a keyword is unknown.
@@ -169,6 +169,7 @@ class RandomFeatureAttention(Adapter):
         )
         drawing = self._drawing()
         drawing.check((feature_map,))
+        flax_attention.check_exact_keys(self.exact_keys)
         if isinstance(feature_map, Calibrated):
             feature_map = self._calibration(feature_map)
 

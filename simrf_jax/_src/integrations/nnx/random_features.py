@@ -39,8 +39,9 @@ class RandomFeatureAttention(Adapter):
     each W as before, because the variable keeps the options. ``attention_report`` says how good the
     attention of each layer is.
 
-    In a model that was made with another ``attention_fn``, Flax takes the attribute for a static
-    one. Assign the adapter as data: ``layer.attention_fn = nnx.data(RandomFeatureAttention(...))``.
+    ``swap_attention`` puts adapters into a model that exists. By hand, assign one as data, because
+    Flax takes the attribute for a static one:
+    ``layer.attention_fn = nnx.data(RandomFeatureAttention(...))``.
 
     To decode, in time and memory that do not depend on how many tokens there were, leave the
     ``decode`` of the attention modules off and turn that of the adapters on::
@@ -106,8 +107,8 @@ class RandomFeatureAttention(Adapter):
       exact_bandwidth: Distance over which queries see keys exactly, or None; see
         ``simrf_jax.random_feature_attention``.
       exact_keys: Number of keys that all queries see exactly, a tuple of their positions, or None;
-        see ``simrf_jax.random_feature_attention``. A causal adapter takes positions, and one that
-        decodes takes neither.
+        see ``simrf_jax.random_feature_attention``. Causal and packed attention take positions, and
+        decoding takes neither.
       rngs: Source of the key: its stream ``features``, or its default stream if there is none, or
         else ``params``.
 
@@ -181,6 +182,7 @@ class RandomFeatureAttention(Adapter):
             exact_bandwidth = check_band(exact_bandwidth, as_feature_map(feature_map))
         self.exact_bandwidth = exact_bandwidth
         if exact_keys is not None:
+            flax_attention.check_exact_keys(exact_keys)
             KeyChoice.of(exact_keys).check(as_feature_map(feature_map), is_causal=is_causal)
         self.exact_keys = exact_keys
         self.observer: Observer | None = nnx.data(None)

@@ -20,13 +20,25 @@ class Swap:
     Attributes:
       layers: The layers, by their paths in the model, such as ``"blocks.0.attention"``.
       before: The attention that each had before.
+      after: The adapter that took its place.
     """
 
     layers: dict[str, nnx.MultiHeadAttention]
     before: dict[str, Callable[..., Any]]
+    after: dict[str, RandomFeatureAttention]
 
     def undo(self) -> None:
-        """Gives each layer the attention back that it had before."""
+        """Gives each layer the attention back that it had before.
+
+        Raises:
+          ValueError: If a layer attends by something else by now, such as a later swap.
+        """
+        for path, layer in self.layers.items():
+            if layer.attention_fn is not self.after[path]:
+                raise ValueError(
+                    f"The layer {path} must attend by what the swap put there, got "
+                    f"{layer.attention_fn!r}; undo a later swap first."
+                )
         for path, layer in self.layers.items():
             _put(layer, self.before[path])
 
@@ -52,7 +64,8 @@ def swap_attention(
       where: Function of the path and the layer that returns True at those to change; None for all.
       rngs: Source of the keys for W.
       **options: Other keywords of ``RandomFeatureAttention``, such as ``feature_map``,
-        ``exact_bandwidth`` or ``is_causal``, which a model needs that passes causal masks.
+        ``exact_bandwidth`` or ``is_causal``, which a model needs that passes causal masks. Make an
+        optimizer of learned features after the swap.
 
     Returns:
       The change: ``layers`` has the changed layers by path, and ``undo()`` takes it back.
@@ -60,8 +73,8 @@ def swap_attention(
     Raises:
       TypeError: If an option is unknown or of a wrong type.
       ValueError: If no layer is found, an option does not suit a layer, several layers are stacked
-        in one, or a layer attends by a function that is not Flax's and may do more, such as rotate
-        queries and keys. The model is then as it was.
+        in one, a layer drops out attention weights or decodes, or it attends by a function that is
+        not Flax's and may do more, such as rotate queries and keys. The model is then as it was.
 
     Example:
       >>> import jax.numpy as jnp
@@ -83,7 +96,7 @@ def swap_attention(
       True
     """
     found = {
-        ".".join(map(str, path)): module
+        ".".join(map(str, path)) or "itself": module
         for path, module in nnx.iter_graph(model)
         if isinstance(module, nnx.MultiHeadAttention)
     }
@@ -99,7 +112,7 @@ def swap_attention(
     before = {path: layer.attention_fn for path, layer in layers.items()}
     for path, layer in layers.items():
         _put(layer, adapters[path])
-    return Swap(layers, before)
+    return Swap(layers, before, adapters)
 
 
 def _adapter(
@@ -115,6 +128,12 @@ def _adapter(
         raise ValueError(
             f"The layer {path} must attend by nnx.dot_product_attention, got {attention_fn!r}, "
             "which may do more than attend; put a RandomFeatureAttention there by hand."
+        )
+    if layer.dropout_rate or layer.decode:
+        raise ValueError(
+            f"The layer {path} must have dropout_rate=0 and decode=False, got "
+            f"dropout_rate={layer.dropout_rate} and decode={layer.decode}: there are no attention "
+            "weights to drop out, and adapters have a cache of their own; see view."
         )
     shape = layer.key.kernel.shape
     if len(shape) != 3:
