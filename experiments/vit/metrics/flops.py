@@ -66,12 +66,14 @@ def _attention_products(c: ViTConfig) -> tuple[int, int]:
     """Counts multiplications of a layer's attention, and those by constants such as W apart."""
     if c.attention == "exact":
         return 2 * c.num_tokens**2 * c.width, 0
-    # The sums over keys have a column more, for the denominator.
-    sums = c.num_features * (c.width + c.num_heads)
+    # The queries read a column more, the denominator, which adds up without a product.
+    products = c.num_features * (2 * c.width + c.num_heads)
     if c.exact_bandwidth is not None:
-        # Products of each query with the keys and the values in its band.
-        sums += min(2 * c.exact_bandwidth + 1, c.num_tokens) * c.width
+        # Chunks of keys are added with that column. Beside them, each query has products with the
+        # keys and with the values in its band.
+        products += c.num_features * c.num_heads
+        products += 2 * min(2 * c.exact_bandwidth + 1, c.num_tokens) * c.width
     constants = 2 * c.num_features
     if c.feature_map == "calibrated":
         constants += c.width // c.num_heads  # The matrix of keys; W holds that of queries.
-    return 2 * c.num_tokens * sums, c.num_tokens * constants * c.width
+    return c.num_tokens * products, c.num_tokens * constants * c.width

@@ -26,13 +26,17 @@ class Entry(Protocol):
     """JAX's name of the platform that it is preferred on, or None."""
 
     def reason_against(self, estimator: Estimator, call: Call, /, *, is_asked: bool) -> str | None:
-        """Returns why it cannot take a call, or None; if not asked for, also why it should not."""
+        """Returns why this implementation cannot take a call, or None.
+
+        If the caller did not name it, also why it should not.
+        """
 
     def attend(self, estimator: Estimator, call: Call, /) -> Float[Array, "*batch T N D"]:
         """Returns the attention of a call that it can take."""
 
 
-# They are tried in this order. To add one, write a module, its line here and its name above.
+# They are tried in this order. To add one, write a module, its line here and its name above, and
+# name it in the docstrings of ``implementation``.
 ENTRIES: dict[str, Entry] = {"pallas_tpu": pallas_tpu, "xla": xla}
 
 

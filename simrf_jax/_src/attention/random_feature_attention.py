@@ -167,7 +167,7 @@ class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
           >>> state = mechanism.append(state, k, v)
         """
         check_keywords("append", options, KeyOptions.__optional_keys__)
-        call = Call.of(key, key, value, **options)  # Keys in the place of queries: there are none.
+        call = Call.of(key, key, value, **options)  # Without queries, the keys stand in for them.
         estimator = self.estimator()
         decoding.check_state(estimator, state, call)
         return compiled(decoding.append, estimator.feature_map)(estimator, state, call)

@@ -1,4 +1,4 @@
-"""Positive feature maps: one exponential for each row of W, weighted or not, or a pair of them."""
+"""Positive feature maps: one exponential, or a pair, for each row of W, which may be weighted."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ class FeatureMap(abc.ABC):
         return None
 
     def exponential_forms(self, projection: Any, *, side: Side) -> ExponentialForm | None:
-        """Returns ``exponential_form`` with an axis of key heads, of size 1 if all are alike.
+        """Returns ``exponential_form`` with an axis of key heads, of size 1 if all heads share it.
 
         Args:
           projection: W of all heads, or ``[K, num_features, dim]``, one for each.

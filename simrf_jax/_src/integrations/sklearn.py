@@ -33,8 +33,8 @@ except ImportError as error:
 FeatureMapName: TypeAlias = Literal["trigonometric", "phase", "positive", "hyperbolic"]
 # The first is the type that all other types are converted to.
 _DTYPES = (np.float64, np.float32)
-# Rows are transformed in batches of at least so many rows and, above that, of about so many numbers
-# of the wider of input and output. Larger batches leave the caches of a CPU.
+# A batch has at least _LEAST_ROWS rows, and otherwise about _NUMBERS entries in the wider of input
+# and output. Larger batches do not fit the caches of a CPU.
 _LEAST_ROWS, _NUMBERS = 64, 2**20
 # A context in which JAX computes in float64. It holds for one thread, and leaves the user's setting
 # alone. Before jax 0.8 only jax.experimental has it, which later versions lack.
@@ -189,7 +189,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         num_rows = _MAPS[self.feature_map].num_rows(n_components)
         seed = check_random_state(self.random_state).randint(np.iinfo(np.int32).max)
         with _float64(True):
-            key = jax.random.key(seed, impl="threefry2x32")  # Whatever JAX's default is.
+            key = jax.random.key(seed, impl="threefry2x32")  # Not JAX's default, which may differ.
             self.projection_ = np.array(
                 draw_projection(key, num_rows, dim, coupling=self.coupling_, dtype=jnp.float64)
             )

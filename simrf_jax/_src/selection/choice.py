@@ -270,7 +270,7 @@ def _measured(
     for features, inputs, of_rows, own_parameter in tries:
         errors = errors_in_trials(inputs, of_rows, sizes, num_draws)
         means = errors.mean(axis=0)
-        # All larger numbers must reach it too, so that no lucky draw decides.
+        # All larger numbers of features must reach the error too, so that no lucky draw decides.
         is_enough = np.logical_and.accumulate((means <= relative_error)[::-1])[::-1]
         place = int(np.argmax(is_enough)) if is_enough[-1] else int(np.argmin(means))
         yield FeatureChoice(

@@ -24,7 +24,7 @@ from simrf_jax._src.theory.series import log_series
 _MAX_V = 1000.0  # The series of the conformity has v^2 terms, which take a few seconds at this v.
 _FAR = 1e100  # Lengths are clipped here, where the square is finite and the density is 0.
 _NEAR = 1e-9  # The density of antiparallel rows is even in w, so that it is the same here as at 0.
-# For cosines from here to -1, a falls toward 0 at phi = pi/2, and the nodes must follow it.
+# Below this cosine, 1 + cosine * sin(phi) nearly vanishes at phi = pi/2, where nodes must be dense.
 _OBTUSE = -0.5
 
 

@@ -75,7 +75,7 @@ class Inputs:
     dtype: jnp.dtype
 
     def clean(self, *, scaled: bool, fill_with_tokens: bool) -> Inputs:
-        """Returns inputs without queries, keys and values that are hidden or not finite.
+        """Returns inputs with finite tokens in the place of hidden and nonfinite ones.
 
         Args:
           scaled: True to multiply queries and keys by the square root of the scale each.
@@ -120,7 +120,7 @@ class Inputs:
         """
         out = jnp.where(self.finite[..., None], out, jnp.nan)
         out = jnp.where(self.real[..., None], out, 0)
-        # One after the other, or explicit mesh axes of the heads would refuse both.
+        # In two reshapes: one of both fails if explicit mesh axes shard the heads.
         out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3], out.shape[4])
         out = out.reshape(*self.batch, *out.shape[1:])
         out = out.astype(self.dtype if dtype is None else dtype)
@@ -228,7 +228,8 @@ class Call:
         query, key, value = checks.tokens(query, key, value)
         if scale is not None:
             checks.scalar("scale", scale)
-            scale = float(scale) if isinstance(scale, int) else scale  # It may be any integer.
+            # An integer may be too large for an integer type of JAX.
+            scale = float(scale) if isinstance(scale, int) else scale
         target = shape_of_logits(query, key)
         mask, bias = (
             None if x is None else one_row(name, x, target)

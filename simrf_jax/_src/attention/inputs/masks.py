@@ -110,14 +110,7 @@ def differs_between_queries(x: Shaped[Array, " ..."] | Shaped[np.ndarray, " ..."
     return not (isinstance(x, np.ndarray) and bool((x == x[..., :1, :]).all()))
 
 
-def per_key(
-    x: Shaped[Array, " ..."], target: Shape
-) -> Shaped[
-    Array,
-    (
-        ...  # N S
-    ),
-]:
+def per_key(x: Shaped[Array, " ..."], target: Shape) -> Shaped[Array, ...]:
     """Drops the query axis of a mask or bias that has one row for all queries.
 
     Args:

@@ -228,7 +228,7 @@ def _estimated_rows(
     seen = spoils.mT[:, None, :, None] & (log_weights > -jnp.inf)
     rows = _feature_products(queries, keys, log_weights)
     spoiled = spoiled[..., None] | jnp.any(seen | jnp.isnan(log_weights), axis=-1, keepdims=True)
-    # Whole rows, for the rest of a row would have NaN gradients, which reach other tokens.
+    # Whole rows: the other entries of a row would have NaN gradients, which reach other tokens.
     kernel = jnp.where(spoiled, jnp.nan, rows.kernel)
     return KernelRows(kernel, rows.log_scale + queries.log_scale)
 

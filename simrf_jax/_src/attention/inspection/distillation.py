@@ -34,14 +34,14 @@ def distillation_loss(
         \hat A_{ts} = \frac{\phi(q_t)^\top \phi(k_s)}{\sum_r \phi(q_t)^\top \phi(k_r)}
 
     with queries and keys scaled as by ``random_feature_attention``, and the mean over all heads and
-    sequences. The softmax weights are the target and have no gradient. The loss is least, the mean
-    entropy of the softmax weights, where both weights are equal. It is computed in log space: small
-    weights do not underflow, and have gradients. Time is O(T S num_features), and memory
-    O(S (T + num_features)) also with gradients.
+    sequences. The softmax weights are the target and have no gradient. The loss is smallest when
+    both sets of weights are equal; it then is the mean entropy of the softmax weights. It is
+    computed in log space: small weights do not underflow, and have gradients. Time is
+    O(T S num_features), and memory O(S (T + num_features)) also with gradients.
 
     Minimize it over the arrays of ``feature_maps.Learned`` to learn a feature map for the queries
-    and keys of a trained model. Give the bandwidth with which the map is used: the weights alone
-    leave a factor of each query open, which matters beside an exact band.
+    and keys of a trained model. Give the bandwidth with which the map is used: without
+    a band the loss does not determine a factor of each query, which matters beside an exact band.
 
     Args:
       query: ``[..., T, N, H]``.

@@ -64,7 +64,7 @@ def over_devices(kernel: Kernel, axes: MeshAxes, *arrays: Any) -> Any:
         return kernel(*arrays)
     specs = jax.tree.map(functools.partial(_spec, axes), arrays)
     out = PartitionSpec(axes.batch or None, axes.heads or None)
-    # A kernel does not say over which axes its results vary.
+    # Unchecked, because a kernel does not say over which mesh axes its results vary.
     return jax.shard_map(
         kernel, in_specs=specs, out_specs=out, axis_names=automatic, check_vma=False
     )(*arrays)

@@ -34,7 +34,7 @@ LEAST = 0.25 * HIDDEN
 # Values from here on count as not finite, because their sums might not be.
 LARGEST_VALUE = float(jnp.finfo(jnp.float32).max) / 2**24
 LN2 = math.log(2)
-# Rows of one tile of bfloat16, at whose multiples blocks of rows begin.
+# Rows of a tile of bfloat16; blocks of rows must begin at a multiple of this.
 TILE = 16
 # Tiles up to this length have links so short that two heads begin together, or four whose products
 # with paired rows are shorter still; and tiles up to the next, two heads of more than one tile.
@@ -376,7 +376,7 @@ def keep(x: jax.Array, visible: jax.Array) -> jax.Array:
 
 
 def spoil_denominator(shape: Shape, state: jax.Array) -> jax.Array:
-    """Makes the denominators NaN of features whose numerators are not finite.
+    """Sets the denominator of a feature to NaN if one of its numerators is not finite.
 
     Args:
       shape: Sizes.

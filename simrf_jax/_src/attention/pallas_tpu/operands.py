@@ -27,7 +27,7 @@ LARGEST_QUERY = 1e18
 # where a program would not fit into the memory of a core.
 LONGEST_TILE = 1024
 TILE_OF_MANY = 512
-# Pairs of rows must fill whole registers, so that their negatives follow them without a move.
+# Paired rows must fill whole registers, so that appending their negatives moves no data.
 SUBLANES = 8
 # Query heads of one program: enough to overlap, and few enough for a short program.
 MOST_HEADS = 16

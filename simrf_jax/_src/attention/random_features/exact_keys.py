@@ -221,8 +221,8 @@ def estimated_mass(inputs: Inputs, features: HeadMaps) -> Float[Array, "B S K"]:
             )
         weights, _ = state.weigh(phi)
         totals = contract("btkgm,bkmd->btkgd", weights, state.sums[..., -1:])
-        counts = (totals > 0) & (chunk[1] & ~spoiled)[..., None]
-        more = jnp.where(counts, weights / jnp.where(counts, totals, 1), 0)
+        has_share = (totals > 0) & (chunk[1] & ~spoiled)[..., None]
+        more = jnp.where(has_share, weights / jnp.where(has_share, totals, 1), 0)
         return shares + jnp.sum(more, axis=(1, 3)), None
 
     shares, _ = jax.lax.scan(add, jnp.zeros_like(state.sums[..., 0]), queries)

@@ -92,8 +92,8 @@ def _beside_band(
 ) -> Float[Array, "*batch T N D"]:
     """Attends to a band of keys exactly, and to the other keys of all devices by features.
 
-    Each device has the keys that its queries are beside in ``Fields``, so keys within the bandwidth
-    of a border are sent over it.
+    Each device needs the keys that ``Fields`` pairs with its queries, so devices exchange the keys
+    within the bandwidth of a border.
     """
     is_causal = call.is_causal
     wide, history = with_halo(

@@ -194,7 +194,7 @@ def sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array
         maxima = maxima if state is None else jnp.maximum(state.maxima, maxima)
         weights = in_units_of(maxima, phi)
         numerators = contract("bskm,bskd->bkmd", weights, chunk.value)
-        # In the precision of the numerators, so that both see the same weights.
+        # Rounded to the type of the values, so that both sums have the same weights.
         weights = weights.astype(chunk.value.dtype).astype(weights.dtype)
         sums = jnp.concatenate([numerators, jnp.sum(weights, axis=1)[..., None]], axis=-1)
         sums = sums if state is None else state.in_units_of(maxima) + sums

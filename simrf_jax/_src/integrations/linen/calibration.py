@@ -114,7 +114,7 @@ def calibrate(
     return fitted
 
 
-# Where adapters keep rows, which turn with the axes of a calibration: collection and name.
+# Collection and name of each array of rows that turns with the axes of a calibration.
 ROWS = (
     ("random_features", "projection"),
     ("params", "query_rows"),

@@ -86,7 +86,7 @@ class Adapter(nnx.Module):
             yield reprlib.Attr(name, value, use_raw_value=True)
 
     def _observe(self, request: flax_attention.Request, mechanism: Any) -> None:
-        """Keeps what ``calibrate``, ``distillation_loss`` or ``attention_report`` asks for."""
+        """Shows a call to ``calibrate`` and the like; adapters without observers do nothing."""
 
     def __call__(
         self,

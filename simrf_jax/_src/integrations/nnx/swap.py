@@ -53,8 +53,8 @@ def swap_attention(
 ) -> Swap:
     """Replaces the softmax attention of a model by random-feature attention, in place.
 
-    Each ``nnx.MultiHeadAttention`` gets a ``RandomFeatureAttention`` of its own, with its own W, as
-    its ``attention_fn``. No parameter changes. Call it again with another ``where`` to give some
+    Each ``nnx.MultiHeadAttention`` gets a ``RandomFeatureAttention`` with its own W as its
+    ``attention_fn``. No parameter changes. Call it again with another ``where`` to give some
     layers other options. To fit the features of a trained model, swap with
     ``feature_map="calibrated"`` and call ``calibrate``.
 
@@ -133,7 +133,7 @@ def _adapter(
         raise ValueError(
             f"The layer {path} must have dropout_rate=0 and decode=False, got "
             f"dropout_rate={layer.dropout_rate} and decode={layer.decode}: there are no attention "
-            "weights to drop out, and adapters have a cache of their own; see view."
+            "weights to drop out, and an adapter that decodes keeps its own cache."
         )
     shape = layer.key.kernel.shape
     if len(shape) != 3:
