@@ -20,6 +20,8 @@ The modules beside these names have the rest:
 
 - ``feature_maps``: feature maps as objects, which attention takes. ``calibration``: those that fit
   data, and rows of W around several centers.
+- ``kernels``: the Matérn, rational quadratic and powered exponential kernels, which trigonometric
+  features estimate under every coupling.
 - ``hybrid``: feature maps that blend several estimators. ``fmm``: near and far field, blended.
 - ``theory``: the exact error of each coupling and feature map, in float64 NumPy.
 - ``selection``: the feature map, coupling and number of features that reach an error on your data.
@@ -35,7 +37,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from simrf_jax import calibration, feature_maps, fmm, hybrid
+from simrf_jax import calibration, feature_maps, fmm, hybrid, kernels
 from simrf_jax._src.attention import (
     AttentionReport,
     AttentionState,
@@ -52,15 +54,13 @@ from simrf_jax._src.calibration.api import calibrate
 from simrf_jax._src.features import (
     FeatureMap,
     elu_features,
-    gaussian_kernel,
     hyperbolic_features,
     phase_features,
     positive_features,
     relu_features,
-    relu_kernel,
-    softmax_kernel,
     trigonometric_features,
 )
+from simrf_jax._src.kernels import gaussian_kernel, relu_kernel, softmax_kernel
 from simrf_jax._src.projections import (
     DrawOptions,
     Projection,
@@ -99,6 +99,7 @@ __all__ = [
     "gaussian_kernel",
     "hybrid",
     "hyperbolic_features",
+    "kernels",
     "phase_features",
     "positive_features",
     "project",

@@ -28,6 +28,7 @@ FACES = {
     "feature_maps.py",
     "fmm.py",
     "hybrid.py",
+    "kernels.py",
     "integrations/linen.py",
     "integrations/nnx.py",
     "integrations/sklearn.py",
@@ -44,11 +45,19 @@ def test_a_path_without_an_underscore_is_public():
 
 
 # Packages from the lowest to the highest. Each may import those before it.
-ORDERED = ["projections", "features", "calibration", "attention", "integrations", "models"]
+ORDERED = [
+    "kernels",
+    "projections",
+    "features",
+    "calibration",
+    "attention",
+    "integrations",
+    "models",
+]
 # Packages that tests, experiments and users' own checks use, and the packages that each may import.
 SIDE = {
-    "theory": ["projections", "features"],
-    "selection": ["projections", "features", "calibration", "theory"],
+    "theory": ["kernels", "projections", "features"],
+    "selection": ["kernels", "projections", "features", "calibration", "theory"],
 }
 # Packages that may use selection, inside functions, because it imports SciPy.
 USES_SELECTION = ["integrations"]
@@ -60,7 +69,7 @@ def test_packages_import_only_those_before_them(package):
     allowed = [*allowed, "selection"] if package in USES_SELECTION else allowed
     forbidden = {f"simrf_jax._src.{name}" for name in {*ORDERED, *SIDE} - {*allowed, package}}
     forbidden |= {"experiments", "tests", "optax", "ml_collections"}
-    if package in ("projections", "features", "calibration", "attention", *SIDE):
+    if package in ("kernels", "projections", "features", "calibration", "attention", *SIDE):
         forbidden.add("flax")
     if package == "theory":
         forbidden.add("jax")
@@ -107,6 +116,7 @@ PUBLIC = [
         simrf_jax.feature_maps,
         simrf_jax.fmm,
         simrf_jax.hybrid,
+        simrf_jax.kernels,
         simrf_jax.selection,
         simrf_jax.theory,
     )

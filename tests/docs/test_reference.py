@@ -20,6 +20,7 @@ MODULES = {
             "simrf_jax.calibration",
             "simrf_jax.fmm",
             "simrf_jax.hybrid",
+            "simrf_jax.kernels",
             "simrf_jax.integrations.linen",
             "simrf_jax.integrations.nnx",
             "simrf_jax.models",

@@ -1,4 +1,4 @@
-"""Feature maps phi, and the exact kernels that they estimate."""
+"""Feature maps phi of random projections."""
 
 from simrf_jax._src.features.bipolar import (
     BipolarProjection,
@@ -19,7 +19,6 @@ from simrf_jax._src.features.feature_map import (
 )
 from simrf_jax._src.features.generalized import elu_features, relu_features
 from simrf_jax._src.features.hybrid import hybrid_features
-from simrf_jax._src.features.kernels import gaussian_kernel, relu_kernel, softmax_kernel
 from simrf_jax._src.features.log_space import KERNELS, Kernel, LogFeatures, Side
 from simrf_jax._src.features.trigonometric import phase_features, trigonometric_features
 
@@ -38,13 +37,10 @@ __all__ = [
     "calls_function",
     "draw_bipolar_projection",
     "elu_features",
-    "gaussian_kernel",
     "hybrid_features",
     "hyperbolic_features",
     "phase_features",
     "positive_features",
     "relu_features",
-    "relu_kernel",
-    "softmax_kernel",
     "trigonometric_features",
 ]

@@ -17,6 +17,7 @@ from jaxtyping import Array, ArrayLike, Float
 from simrf_jax._src import checks, one_line
 from simrf_jax._src.features.exponential_form import ExponentialForm
 from simrf_jax._src.features.log_space import KERNELS, SIDES, LogFeatures, Side
+from simrf_jax._src.kernels import GAUSSIAN, ScaleMixture
 from simrf_jax._src.projections import Coupling, Projection, as_projection
 
 Map = TypeVar("Map", bound="FeatureMap")
@@ -28,6 +29,7 @@ _OF_THE_CLASS = (
     "coupling",
     "estimates_softmax",
     "needs_chi_norms",
+    "kernel_of_rows",
     "head_dim",
     "axes_of_one",
 )
@@ -110,6 +112,14 @@ class FeatureMap(abc.ABC):
         return False
 
     @property
+    def kernel_of_rows(self) -> ScaleMixture | None:
+        """Kernel that W must be drawn for, or None if it may be any; see ``draw_projection``.
+
+        ``check_norms`` refuses a ``Projection`` that was drawn for another.
+        """
+        return GAUSSIAN
+
+    @property
     def head_dim(self) -> int | None:
         """Width of the vectors that the arrays of the map are for, or None for any width."""
         return None
@@ -119,8 +129,7 @@ class FeatureMap(abc.ABC):
         """True if products of features estimate exp(x . y) itself, and no multiple of it.
 
         A map of another kernel says so by ``estimates_softmax = False`` in the class, or by a
-        static field ``kernel``, which is then ``"gaussian"``. It cannot share a normalizer with
-        exact attention.
+        static field ``kernel`` of another value. It cannot share a normalizer with exact attention.
         """
         return getattr(self, "kernel", "softmax") == "softmax"
 
@@ -226,7 +235,7 @@ class FeatureMap(abc.ABC):
         return self.log_features(x, projection, side=side).evaluate(x.dtype)
 
     def check_norms(self, projection: Any) -> None:
-        """Raises ``ValueError`` if the map needs other norms than W was drawn with.
+        """Raises ``ValueError`` if the map needs another law of norms than W was drawn with.
 
         A ``Projection`` says how it was drawn, also inside ``jax.jit``. An array does not, and
         passes.
@@ -235,8 +244,16 @@ class FeatureMap(abc.ABC):
           projection: W, an array or a structured projection; or None.
         """
         options = getattr(projection, "draw_options", None)
+        if options is None:
+            return
+        if self.kernel_of_rows not in (None, options.kernel):
+            raise ValueError(
+                f"projection must be drawn for kernel={self.kernel_of_rows}, got one for "
+                f"{options.kernel}, which trigonometric_features and phase_features estimate with "
+                f"kernel={options.kernel}."
+            )
         # The map is asked last, since the answer may depend on values on a device.
-        if options is not None and options.has_fixed_norms and self.needs_chi_norms:
+        if options.has_fixed_norms and self.needs_chi_norms:
             Projection.of(projection).check_chi_norms()
 
 
@@ -365,6 +382,7 @@ class Custom(
       (1, 10, 2, 16)
     """
 
+    kernel_of_rows = None
     query: Callable[..., jax.Array]
     key: Callable[..., jax.Array] | None = None
 

@@ -11,22 +11,50 @@ from jaxtyping import Array, ArrayLike, Float, Float64
 
 from simrf_jax._src import checks
 from simrf_jax._src.features.feature_map import FeatureMap, named
-from simrf_jax._src.features.log_space import Kernel, LogFeatures, Side, half_squared_norm
+from simrf_jax._src.features.log_space import (
+    KERNELS,
+    Kernel,
+    LogFeatures,
+    Side,
+    half_squared_norm,
+)
+from simrf_jax._src.kernels import GAUSSIAN, ScaleMixture, scaled
 from simrf_jax._src.projections import ProjectionLike, product
 
 
-@named("trigonometric")
-@dataclasses.dataclass(frozen=True)
-class Trigonometric(FeatureMap, static=("kernel",)):
-    """The feature map of ``trigonometric_features``.
+class _Oscillating(FeatureMap):
+    """Base of feature maps whose products depend on x - y but for a factor of each vector.
 
     Attributes:
-      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+      kernel: ``"softmax"``, which attention estimates, ``"gaussian"``, or a ``ScaleMixture``.
     """
 
     is_finite = True
     coupling = "orthogonal"
-    kernel: Kernel = "softmax"
+
+    def __post_init__(self) -> None:
+        """Checks the kernel."""
+        kernel = getattr(self, "kernel", None)
+        if not isinstance(kernel, ScaleMixture):
+            checks.one_of("kernel", kernel, KERNELS)
+
+    @property
+    def kernel_of_rows(self) -> ScaleMixture:
+        """Kernel that W must be drawn for."""
+        kernel = getattr(self, "kernel", None)
+        return kernel if isinstance(kernel, ScaleMixture) else GAUSSIAN
+
+
+@named("trigonometric")
+@dataclasses.dataclass(frozen=True)
+class Trigonometric(_Oscillating, static=("kernel",)):
+    """The feature map of ``trigonometric_features``.
+
+    Attributes:
+      kernel: ``"softmax"``, which attention estimates, ``"gaussian"``, or a ``ScaleMixture``.
+    """
+
+    kernel: Kernel | ScaleMixture = "softmax"
 
     def log_features(
         self, x: Float[Array, "*batch dim"], projection: ProjectionLike, *, side: Side
@@ -39,18 +67,16 @@ class Trigonometric(FeatureMap, static=("kernel",)):
 
 @named("phase")
 @dataclasses.dataclass(frozen=True, eq=False)  # Arrays are not equal or unequal as a whole.
-class Phase(FeatureMap, static=("kernel",)):
+class Phase(_Oscillating, static=("kernel",)):
     """The feature map of ``phase_features``.
 
     Attributes:
       phases: Shifts ``[num_features]`` in radians; None for ``even_phases``.
-      kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
+      kernel: ``"softmax"``, which attention estimates, ``"gaussian"``, or a ``ScaleMixture``.
     """
 
-    is_finite = True
-    coupling = "orthogonal"
     phases: Float[ArrayLike, " num_features"] | None = None
-    kernel: Kernel = "softmax"
+    kernel: Kernel | ScaleMixture = "softmax"
 
     def log_features(
         self, x: Float[Array, "*batch dim"], projection: ProjectionLike, *, side: Side
@@ -77,11 +103,11 @@ def _mean_over_rows(
     x: Float[Array, "*batch dim"],
     values: Float[Array, "*batch features"],
     num_rows: int,
-    kernel: Kernel,
+    kernel: Kernel | ScaleMixture,
 ) -> LogFeatures:
     """Returns the features with the given bounded values and the scale that all of them share."""
     log_scale = half_squared_norm(x, values.dtype)
-    if kernel == "gaussian":
+    if kernel != "softmax":
         log_scale = jnp.zeros_like(log_scale)
     return LogFeatures(jnp.zeros_like(log_scale), log_scale - 0.5 * math.log(num_rows), values)
 
@@ -100,31 +126,40 @@ def even_phases(num_features: int) -> Float64[np.ndarray, " {num_features}"]:
 
 
 def trigonometric_features(
-    x: Float[ArrayLike, "*batch dim"], projection: ProjectionLike, *, kernel: Kernel = "softmax"
+    x: Float[ArrayLike, "*batch dim"],
+    projection: ProjectionLike,
+    *,
+    kernel: Kernel | ScaleMixture = "softmax",
+    length_scale: Float[ArrayLike, "*#dim"] = 1.0,
 ) -> Float[Array, "*batch features"]:
-    r"""Returns trigonometric random features (random Fourier features) of either kernel.
+    r"""Returns trigonometric random features (random Fourier features) of a kernel.
 
     .. math::
         \phi(x) = \tfrac{1}{\sqrt m}\, e^{c|x|^2} \bigl(\sin(w_1 \cdot x), \dots,
             \sin(w_m \cdot x), \cos(w_1 \cdot x), \dots, \cos(w_m \cdot x)\bigr)
 
-    with :math:`c = 0` for the Gaussian kernel and :math:`\tfrac12` for the softmax kernel. The
+    with :math:`c = \tfrac12` for the softmax kernel and :math:`c = 0` for all others. The
     product :math:`\phi(x) \cdot \phi(y)` is the mean of :math:`\cos(w_i \cdot (x - y))` times the
     prefactors of x and y. It is an unbiased estimate of the kernel, exact at x = y, and may be
     negative. The coupling **orthogonal** suits this map best: a simplex helps feature maps that
     distinguish w from -w, and cosines do not.
 
     Args:
-      x: Vectors in units of the kernel's length scale.
+      x: Vectors.
       projection: W, ``[num_features, dim]``, the same for both sides of the product.
-      kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, or ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`.
+      kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or
+        a ``ScaleMixture`` such as ``simrf_jax.kernels.Matern(1.5)``. W must be drawn for it; a
+        ``Projection`` that knows of another kernel is refused.
+      length_scale: Length scale of the kernel, one number or one for each column. The features can
+        be differentiated by it.
 
     Returns:
       ``2 num_features`` features of x's dtype, computed in float32 or wider.
 
     Raises:
       TypeError: If an argument is not floating.
-      ValueError: If the kernel is unknown or the shapes do not match.
+      ValueError: If the kernel is unknown or not that of the projection, or the shapes do not
+        match.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
@@ -140,7 +175,7 @@ def trigonometric_features(
       Reid et al., Simplex Random Features (ICML 2023), Eq. 3 and Sec. 4.1,
       https://arxiv.org/abs/2301.13856
     """
-    return Trigonometric(kernel).features(x, projection)
+    return Trigonometric(kernel).features(scaled(x, length_scale), projection)
 
 
 def phase_features(
@@ -148,23 +183,25 @@ def phase_features(
     projection: ProjectionLike,
     phases: Float[ArrayLike, " num_features"],
     *,
-    kernel: Kernel = "softmax",
+    kernel: Kernel | ScaleMixture = "softmax",
+    length_scale: Float[ArrayLike, "*#dim"] = 1.0,
 ) -> Float[Array, "*batch num_features"]:
     r"""Returns random Fourier features with one shifted cosine for each row of W.
 
     .. math:: \phi(x)_i = \sqrt{\tfrac{2}{m}}\, e^{c|x|^2} \cos(w_i \cdot x + b_i)
 
-    with :math:`c = 0` for the Gaussian kernel and :math:`\tfrac12` for the softmax kernel. For the
+    with :math:`c = \tfrac12` for the softmax kernel and :math:`c = 0` for all others. For the
     same W these are half as many features as ``trigonometric_features``, and the estimate has more
     variance: it is not exact even at x = y.
 
     Args:
-      x: Vectors in units of the kernel's length scale.
+      x: Vectors.
       projection: W, ``[num_features, dim]``, the same for both sides of the product.
       phases: Shifts b in radians, the same for both sides of the product.
         Draw them uniformly on the circle:
         ``jax.random.uniform(key, (num_features,), maxval=2 * jnp.pi)``.
-      kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, or ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`.
+      kernel: Kernel of the products, a name or a ``ScaleMixture``; see ``trigonometric_features``.
+      length_scale: Length scale of the kernel, one number or one for each column.
 
     Returns:
       The features in x's dtype, computed in float32 or wider.
@@ -183,4 +220,5 @@ def phase_features(
     References:
       Rahimi and Recht, Random Features for Large-Scale Kernel Machines (NeurIPS 2007), Algorithm 1.
     """
-    return Phase(checks.floating("phases", phases), kernel).features(x, projection)
+    phase = Phase(checks.floating("phases", phases), kernel)
+    return phase.features(scaled(x, length_scale), projection)

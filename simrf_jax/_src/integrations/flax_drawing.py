@@ -11,6 +11,7 @@ from simrf_jax._src import checks
 from simrf_jax._src.features import BipolarProjection, FeatureMapLike, as_feature_map
 from simrf_jax._src.features.calibrated import Calibrated
 from simrf_jax._src.features.exponential import OptimalPositive, Positive
+from simrf_jax._src.kernels import GAUSSIAN
 from simrf_jax._src.projections import (
     BlockMode,
     Coupling,
@@ -75,7 +76,8 @@ class Drawing:
         """
         feature_map = as_feature_map(feature_map)
         coupling = feature_map.coupling if self.coupling is None else self.coupling
-        options = DrawOptions(coupling, self.block, self.rotation, self.norms)
+        kernel = feature_map.kernel_of_rows or GAUSSIAN
+        options = DrawOptions(coupling, self.block, self.rotation, self.norms, kernel=kernel)
         if feature_map.needs_chi_norms and options.has_fixed_norms:
             raise ValueError(
                 f"norms={self.norms!r} fixes the norms of the rows, with which "

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
+from simrf_jax._src.kernels import GAUSSIAN, ScaleMixture
 from simrf_jax._src.projections.couplings import COUPLED, Coupling, minimize_resultant
-from simrf_jax._src.projections.norms import Norms, draw_norms, fixed_norm
+from simrf_jax._src.projections.norms import Norms, draw_norms
 from simrf_jax._src.projections.rotations import ROTATIONS, Rotation
 from simrf_jax._src.projections.row_blocks import BlockMode, EqualRowBlocks
 
 
-@functools.partial(jax.jit, static_argnums=range(1, 9))
+@functools.partial(jax.jit, static_argnums=range(1, 10))
 def draw_rows(
     key: Key[Array, ""],
     num_features: int,
@@ -23,6 +24,7 @@ def draw_rows(
     block: BlockMode,
     rotation: Rotation,
     norms: Norms,
+    kernel: ScaleMixture,
     dtype: jnp.dtype,
     num_sweeps: int | None,
 ) -> Float[Array, "{num_features} {dim}"]:
@@ -33,26 +35,37 @@ def draw_rows(
     compute = jnp.promote_types(dtype, jnp.float32)
     norm_key, rotation_key = jax.random.split(key)
     if coupling == "iid":
-        return _draw_iid(norm_key, num_features, dim, norms, compute).astype(dtype)
+        return _draw_iid(norm_key, num_features, dim, norms, kernel, compute).astype(dtype)
     ambient = ROTATIONS[rotation].ambient_dim(dim)
     row_blocks = COUPLED[coupling].blocks(num_features, ambient, block)
-    if norms == "chi":
+    if _is_gaussian(norms, kernel):
         gaussian = jax.random.normal(norm_key, (num_features, ambient), compute)
         lengths = jnp.linalg.norm(gaussian, axis=-1)
     else:
-        lengths = draw_norms(norm_key, norms, row_blocks, ambient, compute)
+        lengths = draw_norms(norm_key, norms, kernel, num_features, row_blocks, ambient, compute)
     directions = _draw_directions(rotation_key, row_blocks, lengths, ambient, rotation, num_sweeps)
     return (directions[:, :dim] * lengths[:, None]).astype(dtype)
 
 
 def _draw_iid(
-    key: Key[Array, ""], num_features: int, dim: int, norms: Norms, dtype: jnp.dtype
+    key: Key[Array, ""],
+    num_features: int,
+    dim: int,
+    norms: Norms,
+    kernel: ScaleMixture,
+    dtype: jnp.dtype,
 ) -> Float[Array, "{num_features} {dim}"]:
-    """Draws independent rows, of which ``norms`` may fix the norms."""
+    """Draws rows of independent directions."""
     gaussian = jax.random.normal(key, (num_features, dim), dtype)
-    if norms == "chi":
+    if _is_gaussian(norms, kernel):
         return gaussian
-    return gaussian * (fixed_norm(norms, dim) / jnp.linalg.norm(gaussian, axis=-1))[:, None]
+    lengths = draw_norms(jax.random.fold_in(key, 1), norms, kernel, num_features, [], dim, dtype)
+    return gaussian * (lengths / jnp.linalg.norm(gaussian, axis=-1))[:, None]
+
+
+def _is_gaussian(norms: Norms, kernel: ScaleMixture) -> bool:
+    """Returns whether the norms are those of independent Gaussian vectors."""
+    return norms == "chi" and kernel == GAUSSIAN
 
 
 def _draw_directions(

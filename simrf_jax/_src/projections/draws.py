@@ -9,6 +9,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
 from simrf_jax._src import checks
+from simrf_jax._src.kernels import GAUSSIAN, ScaleMixture
 from simrf_jax._src.projections.couplings import COUPLINGS, FIXED, Coupling, FixedCoupling
 from simrf_jax._src.projections.norms import Norms, UnweightedNorms
 from simrf_jax._src.projections.record import DrawOptions, Projection
@@ -28,6 +29,7 @@ def draw_projection(
     norms: UnweightedNorms = ...,
     dtype: DTypeLike = ...,
     num_sweeps: int | None = ...,
+    kernel: ScaleMixture = ...,
 ) -> Float[Array, "{num_features} {dim}"]: ...
 
 
@@ -43,6 +45,7 @@ def draw_projection(
     norms: Norms,
     dtype: DTypeLike = ...,
     num_sweeps: int | None = ...,
+    kernel: ScaleMixture = ...,
 ) -> Float[Array, "{num_features} {dim}"] | Projection: ...
 
 
@@ -57,8 +60,9 @@ def draw_projection(
     norms: Norms = "chi",
     dtype: DTypeLike = jnp.float32,
     num_sweeps: int | None = None,
+    kernel: ScaleMixture = GAUSSIAN,
 ) -> Float[Array, "{num_features} {dim}"] | Projection:
-    r"""Draws a random projection W whose rows are marginally standard normal.
+    r"""Draws a random projection W, whose rows are marginally standard normal by default.
 
     .. math:: W = D S R
 
@@ -89,14 +93,17 @@ def draw_projection(
         ``orthogonal`` and nearly unbiased for the simplices. The last two work in the next power
         of two of ``dim``, and the row blocks and norms are those of that dimension. Any rotation
         leaves ``iid`` rows as they are, because they are isotropic by themselves.
-      norms: Law of the row norms. With the first four, each norm has the law :math:`\chi_d` of the
-        norm of a Gaussian vector, and kernel estimates are unbiased. ``"chi"`` draws independent
-        norms. ``"antithetic"`` draws norms of consecutive rows of a row block with
-        :math:`F(a) + F(a') = 1`, where F is the distribution function of :math:`\chi_d`; in a
-        cross-polytope the two rows of a pair share one norm, and consecutive pairs are antithetic.
-        ``"shared"`` gives one norm to all rows of a row block, which raises the variance of kernel
-        estimates and lowers the error of attention, where what all keys have in common cancels.
-        ``"pair"`` gives one norm to the two rows of a pair of a cross-polytope.
+      norms: Joint law of the row norms. With the first five, each norm has the law F that the
+        kernel asks for, that of :math:`\chi_d` for the Gaussian kernel, and kernel estimates are
+        unbiased. ``"chi"`` draws independent norms. ``"antithetic"`` draws norms of
+        consecutive rows of a row block with :math:`F(a) + F(a') = 1`; in a cross-polytope the two
+        rows of a pair share one norm, and consecutive pairs are antithetic. ``"shared"`` gives one
+        norm to all rows of a row block, which raises the variance of kernel estimates and lowers
+        the error of attention, where what all keys have in common cancels. ``"pair"`` gives one
+        norm to the two rows of a pair of a cross-polytope. ``"stratified"`` draws the norms of all
+        m rows from m equally probable strata, one from each, in random order. For trigonometric
+        features of kernels with heavy tails, most of the variance that a coupling of directions
+        leaves is that of the norms (``experiments/kernel_mse``).
         ``"sqrt_dim"`` sets all norms to :math:`\sqrt d`, with which estimates are biased.
         ``"radau"`` sets them to :math:`\sqrt{d + 2}` with the total weight d/(d + 2), and the last
         row of W to zero with the weight 2/(d + 2). The relative bias of positive features is only
@@ -104,6 +111,10 @@ def draw_projection(
       dtype: Floating type of the result. The draw itself is made in float32 at least.
       num_sweeps: Number of times that ``simplex_plus`` arranges every row, by default 3. No other
         coupling accepts it.
+      kernel: Kernel that the features are to estimate, such as ``simrf_jax.kernels.Matern(1.5)``;
+        see ``simrf_jax.kernels``. It decides the law of each norm. W of another kernel than the
+        Gaussian one suits ``trigonometric_features`` and ``phase_features`` of that kernel alone.
+        Fixed norms are for the Gaussian kernel.
 
     Returns:
       W, of type ``dtype``; for ``norms="radau"`` a ``Projection`` with weights, which only
@@ -111,10 +122,12 @@ def draw_projection(
       ``Projection.draw`` returns a record that does.
 
     Raises:
-      TypeError: If the key is not typed, a size is not an integer, or ``dtype`` is not floating.
+      TypeError: If the key is not typed, a size is not an integer, ``dtype`` is not floating, or
+        ``kernel`` is no ``ScaleMixture``.
       ValueError: If a name is unknown, a size is below 1, a simplex has ``dim < 2``,
         ``num_sweeps`` is given to a coupling other than ``simplex_plus``, the coupling does not
-        have the rows that ``norms`` couples, or ``norms="radau"`` has less than two rows.
+        have the rows that ``norms`` couples, ``norms="radau"`` has less than two rows, or norms are
+        fixed and the kernel is not the Gaussian one.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
@@ -130,7 +143,7 @@ def draw_projection(
       https://arxiv.org/abs/2301.13856
       Yu et al., Orthogonal Random Features (NeurIPS 2016), https://arxiv.org/abs/1610.09072
     """
-    options = DrawOptions(coupling, block, rotation, norms, num_sweeps)
+    options = DrawOptions(coupling, block, rotation, norms, num_sweeps, kernel)
     return options.draw(key, num_features, dim, dtype=dtype)
 
 
@@ -143,6 +156,7 @@ def draw_fast_projection(
     block: BlockMode = "regular",
     norms: Norms = "chi",
     dtype: DTypeLike = jnp.float32,
+    kernel: ScaleMixture = GAUSSIAN,
 ) -> Projection:
     r"""Draws a projection that is applied in time O(d log d) and kept in O(d) memory.
 
@@ -166,8 +180,9 @@ def draw_fast_projection(
         structure that can be applied fast.
       block: Row-block mode, ``"regular"`` or ``"square"``, in the padded dimension; see
         ``draw_projection``.
-      norms: Law of the row norms, in the padded dimension; see ``draw_projection``.
+      norms: Joint law of the row norms, in the padded dimension; see ``draw_projection``.
       dtype: Floating type of the norms.
+      kernel: Kernel that the features are to estimate; see ``draw_projection``.
 
     Returns:
       A ``Projection``, which ``project``, every feature map and attention accept; for
@@ -194,5 +209,5 @@ def draw_fast_projection(
     """
     if coupling not in COUPLINGS:
         checks.one_of("coupling", coupling, FIXED)
-    options = DrawOptions(coupling, block, "hadamard", norms)
+    options = DrawOptions(coupling, block, "hadamard", norms, kernel=kernel)
     return Projection.draw(key, num_features, dim, options=options, dtype=dtype, is_fast=True)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, Key
 
 from simrf_jax._src import one_line
+from simrf_jax._src.kernels import GAUSSIAN, ScaleMixture
 from simrf_jax._src.projections.couplings import COUPLED, FixedCoupling
 from simrf_jax._src.projections.hadamard import padded_dim, random_signs, rotate
 from simrf_jax._src.projections.norms import Norms, draw_norms
@@ -90,6 +91,7 @@ def draw_fast_rows(
     coupling: FixedCoupling,
     block: BlockMode,
     norms: Norms,
+    kernel: ScaleMixture,
     dtype: jnp.dtype,
 ) -> FastRows:
     """Draws the rows of ``draw_fast_projection``, whose arguments have been checked."""
@@ -98,10 +100,12 @@ def draw_fast_rows(
     num_directions = num_features - num_zero_rows
     row_blocks = COUPLED[coupling].blocks(num_directions, ambient, block)
     norm_key, sign_key = jax.random.split(key)
-    if norms == "chi":
+    if norms == "chi" and kernel == GAUSSIAN:
         row_norms = jnp.sqrt(jax.random.chisquare(norm_key, ambient, (num_directions,), compute))
     else:
-        row_norms = draw_norms(norm_key, norms, row_blocks, ambient, compute)
+        row_norms = draw_norms(
+            norm_key, norms, kernel, num_directions, row_blocks, ambient, compute
+        )
     signs = random_signs(sign_key, sum(each.repeats for each in row_blocks), ambient)
     return FastRows(signs, row_norms.astype(dtype), dim, coupling, block, num_zero_rows)
 

@@ -48,7 +48,7 @@ def draw_mixture_projection(
       weights: Positive number for each center, to which the numbers of rows are nearly
         proportional. Each component has at least one row. The default is equal shares.
       options: Coupling and norms of the rows of each component about its center, by default
-        ``DrawOptions()``; see ``draw_projection``. Laws of fixed norms are refused.
+        ``DrawOptions()``; see ``draw_projection``. Fixed norms and other kernels are refused.
 
     Returns:
       W with the rows of one component after those of another. A redraw is another call with the key
@@ -59,7 +59,8 @@ def draw_mixture_projection(
       TypeError: If the key is not typed, the centers are not floating, ``num_features`` is not an
         integer, or the options are no ``DrawOptions``.
       ValueError: If the centers are not ``[num_centers, dim]``, there are less rows than centers,
-        there is not one positive weight for each center, or the options have fixed norms.
+        there is not one positive weight for each center, or the options have fixed norms
+        or another kernel.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
@@ -97,10 +98,10 @@ def draw_mixture_projection(
     options = DrawOptions() if options is None else options
     if not isinstance(options, DrawOptions):
         raise TypeError(f"options must be a simrf_jax.DrawOptions, got {options!r}.")
-    if options.has_fixed_norms:
+    if not options.has_chi_norms:
         raise ValueError(
             "options must have norms whose rows are normal about their center, got "
-            f"norms={options.norms!r}."
+            f"norms={options.norms!r} and kernel={options.kernel}."
         )
     counts = _row_counts(num_features, _relative(weights, len(centers)))
     return _draw(key, centers, tuple(counts.tolist()), options)

@@ -1,11 +1,11 @@
-"""Laws of the row norms: independent, fixed, or coupled within a row block."""
+"""Laws of the row norms: those of a kernel, independent, coupled or stratified; or fixed norms."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Sequence
-from typing import Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Literal, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -13,11 +13,17 @@ import numpy as np
 from jaxtyping import Array, Float, Float64, Int, Key
 
 from simrf_jax._src import checks
+from simrf_jax._src.kernels import GAUSSIAN, ScaleMixture
 from simrf_jax._src.projections.couplings import Coupling
 from simrf_jax._src.projections.row_blocks import CrossPolytope, EqualRowBlocks, RowBlock
 
+if TYPE_CHECKING:
+    from scipy.interpolate import CubicSpline
+
 # Laws that give all rows the same weight, so that W is an array.
-UnweightedNorms: TypeAlias = Literal["chi", "sqrt_dim", "antithetic", "shared", "pair"]
+UnweightedNorms: TypeAlias = Literal[
+    "chi", "sqrt_dim", "antithetic", "shared", "pair", "stratified"
+]
 Norms: TypeAlias = Literal[UnweightedNorms, "radau"]
 NORMS = get_args(Norms)
 # The squares of these norms are not chi-squared variables, so that no tilt of W is unbiased.
@@ -26,16 +32,30 @@ FIXED_NORMS = ("sqrt_dim", "radau")
 # No normal variable of JAX is further from zero, in float32 or in float64.
 _LARGEST_NORMAL = 8.5
 _NUM_NODES = 545
+_LEAST, _MOST = -60.0, 60.0  # Range of the logarithm of a norm, but for its chi variable.
 
 
-def check_norms(norms: Norms, coupling: Coupling) -> None:
+def check_norms(norms: Norms, coupling: Coupling, kernel: ScaleMixture) -> None:
     """Raises ``ValueError`` unless rows of the coupling can have this law of norms.
 
     Args:
-      norms: Law of the row norms.
+      norms: Joint law of the row norms.
       coupling: One of ``COUPLINGS``.
+      kernel: Kernel that says the law of each norm.
+
+    Raises:
+      TypeError: If the kernel is no ``ScaleMixture``.
     """
     checks.one_of("norms", norms, NORMS)
+    if not isinstance(kernel, ScaleMixture):
+        raise TypeError(
+            "kernel must be a simrf_jax.kernels.ScaleMixture, such as simrf_jax.kernels.Matern(), "
+            f"got {kernel!r}."
+        )
+    if norms in FIXED_NORMS and kernel != GAUSSIAN:
+        raise ValueError(
+            f"norms={norms!r} fixes the norms of rows for the Gaussian kernel, got kernel={kernel}."
+        )
     if coupling == "iid" and norms in ("antithetic", "shared"):
         raise ValueError(
             f"norms={norms!r} couples the norms of a row block, and coupling='iid' has no row "
@@ -81,25 +101,44 @@ def radau_log_weights(
 def draw_norms(
     key: Key[Array, ""],
     norms: Norms,
+    kernel: ScaleMixture,
+    num_rows: int,
     row_blocks: Sequence[EqualRowBlocks],
     dim: int,
     dtype: jnp.dtype,
-) -> Float[Array, " num_features"]:
-    """Draws the norms of all rows by any law other than that of independent norms.
+) -> Float[Array, " {num_rows}"]:
+    """Draws the norms of all rows.
 
     Args:
       key: A typed PRNG key.
-      norms: Law of the row norms, other than ``"chi"``.
-      row_blocks: Row blocks of the rows.
+      norms: Joint law of the row norms.
+      kernel: Kernel that says the law of each norm.
+      num_rows: Number of rows.
+      row_blocks: Row blocks of the rows, which coupled norms need.
       dim: Dimension d in which the rows have these norms.
       dtype: Floating type of the norms.
     """
-    num_rows = sum(each.block.num_rows * each.repeats for each in row_blocks)
     if norms in FIXED_NORMS:
         return jnp.full(num_rows, fixed_norm(norms, dim), dtype)
-    source, sign = _couple(norms, row_blocks)
-    normal = jax.random.normal(key, (num_rows,), dtype)
-    return chi_of_normal(jnp.asarray(sign, dtype) * normal[source], dim)
+    if norms == "stratified":
+        normal = _stratified_normal(key, num_rows, dtype)
+    else:
+        normal = jax.random.normal(key, (num_rows,), dtype)
+    if norms not in ("chi", "stratified"):
+        source, sign = _couple(norms, row_blocks)
+        normal = jnp.asarray(sign, dtype) * normal[source]
+    if kernel == GAUSSIAN:
+        return chi_of_normal(normal, dim)
+    return jnp.exp(_at(normal, _log_norm_coefficients(kernel, dim)))
+
+
+def _stratified_normal(key: Key[Array, ""], num_rows: int, dtype: jnp.dtype) -> Float[Array, " n"]:
+    """Draws standard normal variables, one from each of equally probable strata, in any order."""
+    order, place = jax.random.split(key)
+    within = jax.random.uniform(place, (num_rows,), dtype, minval=jnp.finfo(dtype).tiny)
+    uniform = (jax.random.permutation(order, num_rows) + within) / num_rows
+    # Probabilities near 0 have more digits than those near 1, and long norms need them.
+    return -jax.scipy.special.ndtri(uniform)
 
 
 def _couple(
@@ -144,7 +183,19 @@ def chi_of_normal(normal: Float[Array, "*shape"], dim: int) -> Float[Array, "*sh
       >>> print(*(f"{a:.4f}" for a in chi_of_normal(jnp.array([-1.0, 0.0, 1.0]), 64)))
       7.2626 7.9583 8.6750
     """
-    coefficients = jnp.asarray(_chi_spline(dim), normal.dtype)
+    return _at(normal, _chi_coefficients(dim))
+
+
+def _at(
+    normal: Float[Array, "*shape"], spline: Float64[np.ndarray, "4 pieces"]
+) -> Float[Array, "*shape"]:
+    """Returns a cubic spline, whose pieces have offsets from 0 to 1, at standard normal variables.
+
+    Args:
+      normal: Standard normal variables.
+      spline: Coefficients of the pieces between ``_NUM_NODES`` nodes.
+    """
+    coefficients = jnp.asarray(spline, normal.dtype)
     step = 2 * _LARGEST_NORMAL / (_NUM_NODES - 1)
     place = jnp.clip((normal + _LARGEST_NORMAL) / step, 0, _NUM_NODES - 1)
     piece = jnp.minimum(place.astype(jnp.int32), _NUM_NODES - 2)
@@ -154,10 +205,10 @@ def chi_of_normal(normal: Float[Array, "*shape"], dim: int) -> Float[Array, "*sh
 
 
 @functools.lru_cache(maxsize=16)
-def _chi_spline(dim: int) -> Float64[np.ndarray, "4 pieces"]:
-    """Returns a cubic spline of ``chi_of_normal``, whose pieces have offsets from 0 to 1."""
-    # SciPy takes longer to import than this library, and no other law of norms needs it.
-    from scipy import interpolate, special
+def _chi_coefficients(dim: int) -> Float64[np.ndarray, "4 pieces"]:
+    """Returns the spline of ``chi_of_normal``."""
+    # SciPy takes longer to import than this library, and not every law of norms needs it.
+    from scipy import special
 
     # XLA has no inverse of the incomplete gamma function, and its incomplete gamma function loses
     # four digits of float32 in high dimensions.
@@ -165,5 +216,50 @@ def _chi_spline(dim: int) -> Float64[np.ndarray, "4 pieces"]:
     tail = special.ndtr(z)
     below = np.sqrt(2 * special.gammaincinv(dim / 2, tail))
     above = np.sqrt(2 * special.gammainccinv(dim / 2, tail))
-    nodes = np.concatenate([below, above[-2::-1]])
-    return interpolate.CubicSpline(np.arange(_NUM_NODES), nodes).c
+    return _coefficients(np.concatenate([below, above[-2::-1]]))
+
+
+@functools.lru_cache(maxsize=16)
+def _log_norm_coefficients(kernel: ScaleMixture, dim: int) -> Float64[np.ndarray, "4 pieces"]:
+    """Returns the spline of ``log_norm_of_normal`` between equal nodes."""
+    nodes = np.linspace(-_LARGEST_NORMAL, _LARGEST_NORMAL, _NUM_NODES)
+    return _coefficients(log_norm_of_normal(kernel, dim)(nodes))
+
+
+def _coefficients(values: Float64[np.ndarray, " nodes"]) -> Float64[np.ndarray, "4 pieces"]:
+    from scipy import interpolate
+
+    return interpolate.CubicSpline(np.arange(_NUM_NODES), values).c
+
+
+@functools.lru_cache(maxsize=16)
+def log_norm_of_normal(kernel: ScaleMixture, dim: int) -> CubicSpline:
+    r"""Returns the function from a standard normal variable to the logarithm of a norm of a kernel.
+
+    It is :math:`\log F^{-1}(\Phi(z))`, where F is the distribution function of
+    :math:`\sqrt s\, \chi_d`.
+
+    Args:
+      kernel: Kernel other than the Gaussian one.
+      dim: Dimension d of the rows.
+    """
+    from scipy import interpolate, special
+
+    # log(sqrt(s) chi) is a sum, whose density is a convolution. That of log chi has a width of
+    # about d^(-1/2). Splines integrate it to six digits.
+    step = min(kernel.step / 8, 0.03 * dim**-0.5)
+    log_roots = np.arange(_LEAST, _MOST, step)
+    shortest, longest = special.gammaincinv(dim / 2, 1e-20), special.gammainccinv(dim / 2, 1e-20)
+    log_chis = np.arange(np.log(2 * shortest) / 2, np.log(2 * longest) / 2 + step, step)
+    chi_density = dim * log_chis - np.exp(2 * log_chis) / 2
+    chi_density = np.exp(chi_density - special.logsumexp(chi_density))
+    density = np.convolve(2 * np.exp(kernel.log_density(2 * log_roots)), chi_density)
+    log_norms = log_roots[0] + log_chis[0] + step * np.arange(density.size)
+    below = interpolate.CubicSpline(log_norms, density).antiderivative()(log_norms)
+    above = interpolate.CubicSpline(log_norms, density[::-1]).antiderivative()(log_norms)[::-1]
+    below, above = below / below[-1], above / below[-1]
+    normal = np.where(below < above, special.ndtri(below), -special.ndtri(above))
+    inside = np.abs(normal) < _LARGEST_NORMAL + 0.5
+    normal, log_norms = normal[inside], log_norms[inside]
+    rises = np.diff(normal, prepend=-np.inf) > 0
+    return interpolate.CubicSpline(normal[rises], log_norms[rises])

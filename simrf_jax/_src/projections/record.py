@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, ArrayLike, Float, Key, Real
 
 from simrf_jax._src import checks
+from simrf_jax._src.kernels import GAUSSIAN, ScaleMixture
 from simrf_jax._src.projections.couplings import (
     COUPLED,
     COUPLINGS,
@@ -48,14 +49,16 @@ class DrawOptions:
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
       rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
         ``draw_projection``.
-      norms: Law of the row norms; see ``draw_projection``.
+      norms: Joint law of the row norms; see ``draw_projection``.
       num_sweeps: Number of times that ``simplex_plus`` arranges every row, 3 if it is not given.
         It is None for the other couplings.
+      kernel: Kernel that says the law of each norm; see ``draw_projection``.
 
     Raises:
-      TypeError: If ``num_sweeps`` is not an integer.
+      TypeError: If ``num_sweeps`` is not an integer, or ``kernel`` is no ``ScaleMixture``.
       ValueError: If a name is unknown, or ``num_sweeps`` is below 1 or is given to a coupling other
-        than ``simplex_plus``, or the coupling does not have the rows that ``norms`` couples.
+        than ``simplex_plus``, or the coupling does not have the rows that ``norms`` couples, or
+        the norms are fixed and the kernel is not the Gaussian one.
 
     Example:
       >>> import jax, simrf_jax
@@ -69,13 +72,14 @@ class DrawOptions:
     rotation: Rotation = "haar"
     norms: Norms = "chi"
     num_sweeps: int | None = None
+    kernel: ScaleMixture = GAUSSIAN
 
     def __post_init__(self) -> None:
         """Checks the options, and puts in the number of sweeps that is used."""
         checks.one_of("coupling", self.coupling, COUPLINGS)
         checks.one_of("block", self.block, BLOCK_MODES)
         checks.one_of("rotation", self.rotation, ROTATIONS)
-        check_norms(self.norms, self.coupling)
+        check_norms(self.norms, self.coupling, self.kernel)
         if self.coupling != "iid" and COUPLED[self.coupling].weight_dependent:
             num_sweeps = NUM_SWEEPS if self.num_sweeps is None else self.num_sweeps
             num_sweeps = checks.positive_int("num_sweeps", num_sweeps)
@@ -97,6 +101,11 @@ class DrawOptions:
     def has_fixed_norms(self) -> bool:
         """True if the norms of the rows are no random variables."""
         return self.norms in FIXED_NORMS
+
+    @property
+    def has_chi_norms(self) -> bool:
+        """True if each row is marginally standard normal."""
+        return not self.has_fixed_norms and self.kernel == GAUSSIAN
 
     def norm_dim(self, dim: int) -> int:
         """Returns the dimension in which the rows have their norms, before it is cut to ``dim``."""
@@ -261,7 +270,9 @@ class Projection(StructuredProjection):
         rows: Any
         if is_fast:
             fixed = cast(FixedCoupling, coupling)
-            rows = draw_fast_rows(key, num_features, dim, fixed, options.block, norms, dtype)
+            rows = draw_fast_rows(
+                key, num_features, dim, fixed, options.block, norms, options.kernel, dtype
+            )
         else:
             rows = draw_rows(
                 key,
@@ -271,6 +282,7 @@ class Projection(StructuredProjection):
                 options.block,
                 options.rotation,
                 norms,
+                options.kernel,
                 dtype,
                 options.num_sweeps,
             )
@@ -447,19 +459,22 @@ class Projection(StructuredProjection):
         return Projection(rows, log_weights, self.is_paired)
 
     def check_chi_norms(self) -> None:
-        """Raises ``ValueError`` if the norms of the rows are known to be fixed.
+        """Raises ``ValueError`` if the norms of the rows are known to be no chi variables.
 
         The options of the draw say so, inside ``jax.jit`` as well. A projection that does not know
         how it was drawn passes.
         """
         options = self.draw_options
-        if options is None or not options.has_fixed_norms:
+        if options is None or options.has_chi_norms:
             return
-        norm = fixed_norm(options.norms, options.norm_dim(self.shape[-1]))
+        if options.has_fixed_norms:
+            norm = fixed_norm(options.norms, options.norm_dim(self.shape[-1]))
+            drawn = f"norms of {norm:.4g} as norms={options.norms!r} draws them"
+        else:
+            drawn = f"rows for kernel={options.kernel}"
         raise ValueError(
-            "projection must have rows whose norms are chi variables, got norms of "
-            f"{norm:.4g} as norms={options.norms!r} draws them, with which tilted rows estimate "
-            "another kernel."
+            f"projection must have rows whose norms are chi variables, got {drawn}, with which "
+            "tilted rows estimate another kernel."
         )
 
     def redraw(self, key: Key[Array, ""], draw_options: DrawOptions | None = None) -> Projection:

@@ -240,7 +240,7 @@ def mean_coefficients(distances: Vector, dim: int, degrees: int) -> Float64[np.n
         log_poisson = special.xlogy(j, half_t) - half_t - special.gammaln(j + 1)
         averages = np.exp(log_ratios - log_ratios[0]).T @ np.exp(log_poisson)
         log_powers = special.xlogy(k[:, None], distances**2 / 2) / 2
-        log_scale = log_ratios[0] + _log_multiplicities(dim, degrees) / 2
+        log_scale = log_ratios[0] + log_multiplicities(dim, degrees) / 2
         return averages * np.exp(log_powers + log_scale[:, None])
 
 
@@ -268,7 +268,7 @@ def radial_coefficients(
         b = dim / 2 + k
         result[k - 1] = result[k] + half_z**2 / (b * (b - 1)) * above
         above = result[k]
-    ratios = np.exp(np.diff(_log_multiplicities(dim, degrees)) / 2)
+    ratios = np.exp(np.diff(log_multiplicities(dim, degrees)) / 2)
     steps = ratios / (dim / 2 + np.arange(degrees))
     factor = np.exp(log_weights + log_first - distances**2 / 2)
     result[0] *= factor
@@ -278,7 +278,7 @@ def radial_coefficients(
     return result
 
 
-def _log_multiplicities(dim: int, degrees: int) -> Float64[np.ndarray, " {degrees}+1"]:
+def log_multiplicities(dim: int, degrees: int) -> Float64[np.ndarray, " {degrees}+1"]:
     """Returns the log of N_k, the number of spherical harmonics of degree k."""
     k = np.arange(1.0, degrees + 1)
     log_n = np.log(2 * k + dim - 2) + special.gammaln(k + dim - 2)

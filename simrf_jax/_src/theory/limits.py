@@ -14,9 +14,12 @@ from numpy.typing import ArrayLike
 from scipy import special
 
 from simrf_jax._src import checks
+from simrf_jax._src.kernels import GAUSSIAN, ScaleMixture
 from simrf_jax._src.projections import BlockMode
 from simrf_jax._src.theory import arguments
 from simrf_jax._src.theory.arguments import FEATURES, ClosedFormCoupling, Features
+from simrf_jax._src.theory.mse import checked_kernel
+from simrf_jax._src.theory.oscillating import trigonometric_gap
 from simrf_jax._src.theory.pairs import coupled_rows
 from simrf_jax._src.theory.quadrature import Vector
 from simrf_jax._src.theory.series import SERIES_BELOW, kummer, log_powers, log_relative_moments
@@ -153,7 +156,12 @@ def asymptotic_ratio(
 
 
 def orthogonality_gap(
-    distance: ArrayLike, num_features: int, dim: int, *, features: Features = "positive"
+    distance: ArrayLike,
+    num_features: int,
+    dim: int,
+    *,
+    features: Features = "positive",
+    kernel: ScaleMixture = GAUSSIAN,
 ) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the mean squared error of iid minus that of orthogonal rows, without the prefactor.
 
@@ -182,6 +190,8 @@ def orthogonality_gap(
       num_features: Number of rows m of the projection.
       dim: Dimension d.
       features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
+      kernel: Kernel that trigonometric features estimate. The formula is that of the Gaussian one,
+        and other kernels have the covariance in ``theory.oscillating``.
 
     Returns:
       float64 array of the shape of ``distance``. It is accurate to 12 digits, or to an error of
@@ -190,7 +200,8 @@ def orthogonality_gap(
 
     Raises:
       TypeError: If ``num_features`` or ``dim`` is not an integer, or ``distance`` is not real.
-      ValueError: If the feature map is unknown or a number is out of range.
+      ValueError: If the feature map is unknown, a number is out of range, or the features do not
+        estimate the kernel.
 
     Example:
       >>> import numpy as np
@@ -203,13 +214,15 @@ def orthogonality_gap(
       Reid et al., Simplex Random Features (ICML 2023), Corollary 4.4, Eq. 25 (with the
       :math:`2^k k!` of Eq. 69), and Theorem 4.5, Eq. 26, https://arxiv.org/abs/2301.13856
     """
-    checks.one_of("features", features, FEATURES)
+    kernel = checked_kernel(kernel, features)
     rows = coupled_rows(num_features, dim, "orthogonal")
     weight = sum(pair.weight for pair in rows.pairs) / rows.num_rows
     t = arguments.squared_norms("distance", distance)
     gap = _oscillating_gap if features == "trigonometric" else _growing_gap
     if not weight:
         return np.where(np.isnan(t), np.nan, 0.0)[()]
+    if kernel != GAUSSIAN:
+        return np.piecewise(t, [~np.isnan(t)], [trigonometric_gap, np.nan], rows, kernel)[()]
     return weight * np.piecewise(t, [~np.isnan(t)], [gap, np.nan], rows.dim)[()]
 
 

@@ -8,8 +8,9 @@ from numpy.typing import ArrayLike
 
 from simrf_jax._src import checks
 from simrf_jax._src.features import KERNELS, Kernel
+from simrf_jax._src.kernels import GAUSSIAN, ScaleMixture
 from simrf_jax._src.projections import FIXED_NORMS, BlockMode, Norms
-from simrf_jax._src.theory import arguments
+from simrf_jax._src.theory import arguments, oscillating
 from simrf_jax._src.theory.arguments import FEATURES, ClosedFormCoupling, Features, Numbers, Vectors
 from simrf_jax._src.theory.pairs import Rows, coupled_rows
 from simrf_jax._src.theory.positive import log_relative_mse
@@ -24,7 +25,7 @@ def kernel_mse(
     *,
     coupling: ClosedFormCoupling,
     features: Features = "positive",
-    kernel: Kernel = "gaussian",
+    kernel: Kernel | ScaleMixture = "gaussian",
     block: BlockMode = "regular",
     log: bool = False,
     norms: Norms = "chi",
@@ -59,9 +60,10 @@ def kernel_mse(
     The even part is even in c. :math:`C_\text{iid}` is :math:`e^{v^2}`, or :math:`e^{-z^2}` for
     trigonometric features.
 
-    The tables are for norms of the chi law and ``parameter`` 0. A cross-polytope has pairs at the
-    cosines -1 and 0. ``theory.positive`` has the formulas for other norms and parameters, which
-    count a bias as part of the error.
+    The tables are for independent norms of the chi law and ``parameter`` 0. A cross-polytope has
+    pairs at the cosines -1 and 0. ``theory.positive`` has the formulas for other norms and
+    parameters of positive and hyperbolic features, which count a bias as part of the error, and
+    ``theory.oscillating`` those for other norms and kernels of trigonometric features.
 
     The formula is exact for Haar rotations. Hadamard rotations, Givens rotations and fast
     projections work in the next power of two of dim. To obtain nearly their error, pad x and y with
@@ -75,17 +77,20 @@ def kernel_mse(
       coupling: Coupling of the rows: ``"iid"``, ``"orthogonal"``, ``"simplex"`` or
         ``"cross_polytope"``, row blocks of 2d rows that are +- pairs of d orthogonal directions.
       features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
-      kernel: Kernel that is estimated: ``"gaussian"`` or ``"softmax"``.
+      kernel: Kernel that is estimated: ``"gaussian"``, ``"softmax"``, or for trigonometric features
+        a ``ScaleMixture`` such as ``simrf_jax.kernels.Matern(1.5)``.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
       log: If true, return the logarithm, which does not overflow.
-      norms: Law of the row norms. Trigonometric features have a closed form for ``"chi"`` only.
+      norms: Joint law of the row norms, each of which has the distribution function F of the
+        kernel, that of the chi law with d degrees of freedom for the Gaussian and softmax kernels.
+        Trigonometric features know no fixed norms, and other features no ``"stratified"`` ones.
 
-        * ``"chi"``: independent norms of the chi law with d degrees of freedom, whose distribution
-          function is F.
+        * ``"chi"``: independent norms.
         * ``"antithetic"``: two consecutive rows of a row block have F(a) + F(a') = 1. In a
           cross-polytope the rows of a +- pair have one norm, and consecutive pairs are antithetic.
-        * ``"shared"``: one chi norm for all rows of a row block.
-        * ``"pair"``: one chi norm for both rows of each +- pair of a cross-polytope. These are the
+        * ``"shared"``: one norm for all rows of a row block.
+        * ``"stratified"``: one norm from each of m equally probable strata.
+        * ``"pair"``: one norm for both rows of each +- pair of a cross-polytope. These are the
           hyperbolic features of half as many orthogonal rows.
         * ``"sqrt_dim"``: the fixed norm :math:`\sqrt d`. The estimate has a large bias.
         * ``"radau"``: the fixed norm :math:`\sqrt{d + 2}` for all but one of the m rows, with the
@@ -102,8 +107,8 @@ def kernel_mse(
       TypeError: If ``num_features`` is not an integer, x or y is not real, or ``log`` is not
         Boolean.
       ValueError: If a name is unknown, the coupling has no closed form or needs a larger dimension,
-        ``norms`` or ``parameter`` does not fit the others, ``num_features`` is less than 1, or the
-        shapes do not match.
+        ``kernel``, ``norms`` or ``parameter`` does not fit the others, ``num_features`` is less
+        than 1, or the shapes do not match.
 
     Example:
       >>> import numpy as np
@@ -123,15 +128,21 @@ def kernel_mse(
       features, https://arxiv.org/abs/2205.15317
     """
     log = checks.boolean("log", log)
-    checks.one_of("kernel", kernel, KERNELS)
+    mixture = checked_kernel(kernel, features)
     x, y = arguments.vectors(x, y)
-    rows = coupled_rows(num_features, x.shape[-1], coupling, block, norms)
+    has_strata = features == "trigonometric"
+    rows = coupled_rows(num_features, x.shape[-1], coupling, block, norms, has_strata=has_strata)
     parameter = _checked_parameter(parameter, rows, features)
     sign = -1 if features == "trigonometric" else 1
     dots = np.sum(x * y, axis=-1)
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         t = np.asarray(np.sum((x + sign * y) ** 2, axis=-1))
-        if _is_plain(rows, parameter):
+        if _is_oscillating(rows, features, mixture):
+            log_mse = np.log(oscillating.trigonometric_mse(t.ravel(), rows, mixture))
+            log_mse = log_mse.reshape(t.shape)
+            if kernel == "softmax":
+                log_mse += 2 * dots + t
+        elif _is_plain(rows, parameter):
             # One feature has the variance K^2 e^t (1 - e^-t), or K^2 e^t (1 - e^-t)^2 / 2. This is
             # the logarithm of K^2 e^t without its cancellation.
             if kernel == "softmax":
@@ -140,7 +151,7 @@ def kernel_mse(
                 log_scale = 4 * dots if sign == 1 else np.zeros(())
             log_gap = np.log(-np.expm1(-t))
             log_gaps = log_gap if features == "positive" else 2 * log_gap - np.log(2)
-            log_ratio = np.log(_ratio_to_iid(t, rows, features))
+            log_ratio = np.log(_ratio_to_iid(t, rows, features, mixture))
             log_mse = log_scale + log_gaps - np.log(rows.num_rows) + log_ratio
         else:
             squares = np.sum((x - y) ** 2, axis=-1)
@@ -160,6 +171,7 @@ def mse_ratio(
     block: BlockMode = "regular",
     norms: Norms = "chi",
     parameter: ArrayLike = 0.0,
+    kernel: ScaleMixture = GAUSSIAN,
 ) -> Float64[np.ndarray, "*shape"] | np.float64:
     r"""Returns the ratio of two couplings' mean squared errors, which depends on one distance only.
 
@@ -178,14 +190,16 @@ def mse_ratio(
       coupling: Coupling in the numerator: ``"iid"``, ``"orthogonal"``, ``"simplex"`` or
         ``"cross_polytope"``.
       features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
-      baseline: Coupling in the denominator, which has norms of the chi law and parameter 0.
+      baseline: Coupling in the denominator, which has independent norms and parameter 0.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
       norms: Law of the row norms in the numerator; see ``kernel_mse``.
       parameter: Parameter A of the features in the numerator, broadcastable with ``v``; see
         ``kernel_mse``.
+      kernel: Kernel that trigonometric features estimate. The ratio is the same for the Gaussian
+        and the softmax kernel.
 
     Returns:
-      float64 array of the shape of ``v``. It is the same for the Gaussian and the softmax kernel.
+      float64 array of the shape of ``v``.
 
     Raises:
       TypeError: If ``num_features`` or ``dim`` is not an integer, or ``v`` is not real.
@@ -193,7 +207,7 @@ def mse_ratio(
         ``norms`` or ``parameter`` does not fit the others, or a number is out of range.
 
     Example:
-      >>> import numpy as np
+      >>> import numpy as np, simrf_jax
       >>> v = np.array([0.1, 1.0, 2.0])
       >>> np.round(mse_ratio(v, 64, 64, coupling="orthogonal"), 5)
       array([0.99525, 0.73109, 0.87876])
@@ -201,19 +215,26 @@ def mse_ratio(
       array([0.00821, 0.1705 , 0.81761])
       >>> np.round(mse_ratio(v[1:], 128, 64, coupling="cross_polytope", norms="pair"), 5)
       array([0.0943 , 0.73921])
+      >>> options = {"features": "trigonometric", "kernel": simrf_jax.kernels.Matern(1.5)}
+      >>> np.round(mse_ratio(v, 64, 64, coupling="orthogonal", **options), 5)
+      array([0.88597, 0.58314, 0.85218])
 
     References:
       Reid et al., Simplex Random Features (ICML 2023), Fig. 6 and Sec. 5.1,
       https://arxiv.org/abs/2301.13856
     """
-    rows = coupled_rows(num_features, dim, coupling, block, norms)
+    mixture = checked_kernel(kernel, features)
+    has_strata = features == "trigonometric"
+    rows = coupled_rows(num_features, dim, coupling, block, norms, has_strata=has_strata)
     parameter = _checked_parameter(parameter, rows, features)
     arguments.coupling("baseline", baseline, rows.dim)
     reference = coupled_rows(num_features, dim, baseline, block)
     t = arguments.squared_norms("v", v)
     if _is_plain(rows, parameter):
-        ratio = _ratio_to_iid(t, rows, features)
-        return (ratio if baseline == "iid" else ratio / _ratio_to_iid(t, reference, features))[()]
+        ratio = _ratio_to_iid(t, rows, features, mixture)
+        if baseline != "iid":
+            ratio /= _ratio_to_iid(t, reference, features, mixture)
+        return ratio[()]
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         log_ratio = log_relative_mse(t, parameter, rows, features)
         log_ratio -= log_relative_mse(t, np.zeros(()), reference, features)
@@ -298,12 +319,32 @@ def _checked_parameter(
 ) -> Float64[np.ndarray, "*shape"]:
     checks.one_of("features", features, FEATURES)
     array = arguments.parameter(parameter, rows.norms)
-    if features == "trigonometric" and (rows.norms != "chi" or np.any(array)):
+    if features == "trigonometric" and (rows.norms in FIXED_NORMS or np.any(array)):
         raise ValueError(
-            "features='trigonometric' has closed forms for norms='chi' and parameter=0 only, "
-            f"got norms={rows.norms!r} and parameter={array}."
+            "features='trigonometric' has closed forms for random norms and parameter=0 only, got "
+            f"norms={rows.norms!r} and parameter={array}."
         )
     return array
+
+
+def checked_kernel(kernel: Kernel | ScaleMixture, features: Features) -> ScaleMixture:
+    """Returns the kernel that says the law of the norms, after checking it."""
+    checks.one_of("features", features, FEATURES)
+    if not isinstance(kernel, ScaleMixture):
+        checks.one_of("kernel", kernel, KERNELS)
+        return GAUSSIAN
+    if features != "trigonometric" and kernel != GAUSSIAN:
+        raise ValueError(
+            f"features={features!r} estimate the Gaussian and the softmax kernel only, got kernel="
+            f"{kernel}; features='trigonometric' estimate it."
+        )
+    return kernel
+
+
+def _is_oscillating(rows: Rows, features: Features, kernel: ScaleMixture) -> bool:
+    """Returns whether the error is one that only ``oscillating`` knows."""
+    is_plain = kernel == GAUSSIAN and rows.norms == "chi"
+    return features == "trigonometric" and not is_plain
 
 
 def _is_plain(rows: Rows, parameter: Float64[np.ndarray, "*shape"]) -> bool:
@@ -312,15 +353,18 @@ def _is_plain(rows: Rows, parameter: Float64[np.ndarray, "*shape"]) -> bool:
 
 
 def _ratio_to_iid(
-    t: Float64[np.ndarray, "*shape"], rows: Rows, features: Features
+    t: Float64[np.ndarray, "*shape"], rows: Rows, features: Features, kernel: ScaleMixture
 ) -> Float64[np.ndarray, "*shape"]:
     def ratio(t: Vector) -> Vector:
+        if _is_oscillating(rows, features, kernel):
+            return oscillating.trigonometric_ratio(t, rows, kernel)
         if features == "trigonometric":
             return trigonometric_ratio(t, rows)
         return positive_series(t, rows, even=features == "hyperbolic")
 
     # Without coupled pairs the ratio is 1 to the last digit.
-    return np.piecewise(t, [~np.isnan(t)], [ratio if rows.pairs else 1.0, np.nan])
+    is_coupled = rows.pairs or rows.norms == "stratified"
+    return np.piecewise(t, [~np.isnan(t)], [ratio if is_coupled else 1.0, np.nan])
 
 
 def _angular_weights(x: Vectors, y: Vectors) -> tuple[Numbers, Numbers]:

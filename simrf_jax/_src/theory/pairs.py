@@ -12,7 +12,7 @@ from simrf_jax._src.projections.row_blocks import CrossPolytope, RowBlock
 from simrf_jax._src.theory import arguments
 from simrf_jax._src.theory.arguments import ClosedFormCoupling
 
-NormRelation: TypeAlias = Literal["independent", "equal", "antithetic"]
+NormRelation: TypeAlias = Literal["independent", "equal", "antithetic", "stratified"]
 Kind: TypeAlias = tuple[float, NormRelation]  # Cosine and norms of a pair.
 
 
@@ -23,8 +23,8 @@ class Pairs(NamedTuple):
       weight: Number of ordered pairs divided by the number m of features: the sum of r (r - 1) / m
         over the row blocks of r rows, if all pairs of a row block are of this kind.
       cosine: Cosine of the angle.
-      norms: Relation of the two norms a and a', which both have the chi law F: ``"independent"``,
-        ``"equal"``, or ``"antithetic"``, F(a) + F(a') = 1.
+      norms: Relation of the two norms a and a', which both have the law F: ``"independent"``,
+        ``"equal"``, ``"antithetic"``, F(a) + F(a') = 1, or ``"stratified"``, from two of m strata.
     """
 
     weight: float
@@ -75,6 +75,8 @@ def coupled_rows(
     coupling: ClosedFormCoupling,
     block: BlockMode = "regular",
     norms: Norms = "chi",
+    *,
+    has_strata: bool = False,
 ) -> Rows:
     """Returns the rows of a projection after checking the arguments.
 
@@ -84,6 +86,7 @@ def coupled_rows(
       coupling: Coupling of the rows, which needs a closed form; ``"iid"`` has no coupled pairs.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
       norms: Law of the norms. Fixed norms count as equal.
+      has_strata: True if the caller knows errors for stratified norms.
 
     Returns:
       ``Rows`` with one entry of ``pairs`` for each angle and relation of norms.
@@ -101,6 +104,11 @@ def coupled_rows(
     arguments.coupling("coupling", coupling, dim)
     checks.one_of("block", block, BLOCK_MODES)
     arguments.norm_law(norms, coupling)
+    if norms == "stratified" and not has_strata:
+        raise ValueError(
+            "norms='stratified' has closed forms for trigonometric features only. Estimate other "
+            "errors by Monte Carlo."
+        )
     if norms == "radau":
         if num_rows < 2:
             raise ValueError(
@@ -124,6 +132,8 @@ def _kinds(block: RowBlock | CrossPolytope, norms: Norms) -> dict[Kind, int]:
     relation: NormRelation = "independent"
     if norms == "shared" or norms in FIXED_NORMS:
         relation = "equal"
+    if norms == "stratified":
+        relation = "stratified"
     if isinstance(block, RowBlock):
         antithetic = 2 * (rows // 2) if norms == "antithetic" else 0
         cosine = block.cosine
@@ -133,7 +143,7 @@ def _kinds(block: RowBlock | CrossPolytope, norms: Norms) -> dict[Kind, int]:
     # at the end are a +- pair and a single row.
     antithetic = 8 * (rows // 4) + (4 if rows % 4 == 3 else 0) if norms == "antithetic" else 0
     return {
-        (-1.0, "independent" if norms == "chi" else "equal"): antipodal,
+        (-1.0, relation if norms in ("chi", "stratified") else "equal"): antipodal,
         (0.0, relation): pairs - antipodal - antithetic,
         (0.0, "antithetic"): antithetic,
     }

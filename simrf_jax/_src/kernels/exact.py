@@ -1,4 +1,4 @@
-"""The exact kernels that random features estimate."""
+"""The Gaussian, the softmax and the ReLU kernel of all pairs."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def gaussian_kernel(
     References:
       Reid et al., Simplex Random Features (ICML 2023), Eq. 4, https://arxiv.org/abs/2301.13856
     """
-    x, y, dtype = _pair(x, y)
-    return _gaussian(x, y).astype(dtype)
+    x, y, dtype = pair(x, y)
+    return jnp.exp(-0.5 * squared_distances(x, y)).astype(dtype)
 
 
 def softmax_kernel(
@@ -62,7 +62,7 @@ def softmax_kernel(
     References:
       Reid et al., Simplex Random Features (ICML 2023), Eq. 5, https://arxiv.org/abs/2301.13856
     """
-    x, y, dtype = _pair(x, y)
+    x, y, dtype = pair(x, y)
     dots = jnp.einsum("...nd,...pd->...np", x, y, precision=jax.lax.Precision.HIGHEST)
     return jnp.exp(dots).astype(dtype)
 
@@ -98,7 +98,7 @@ def relu_kernel(
     References:
       Cho and Saul, Kernel Methods for Deep Learning (NeurIPS 2009), Eq. 6.
     """
-    x, y, dtype = _pair(x, y)
+    x, y, dtype = pair(x, y)
     (x_length, x), (y_length, y) = _length_and_direction(x), _length_and_direction(y)
     cosine = jnp.einsum("...nd,...pd->...np", x, y, precision=jax.lax.Precision.HIGHEST)
     return (x_length * y_length.mT * _arc_cosine(jnp.clip(cosine, -1, 1))).astype(dtype)
@@ -137,14 +137,14 @@ def _arc_cosine_jvp(
 
 
 @jax.jit  # Without jit, the differences of all pairs would be stored as an array.
-def _gaussian(
+def squared_distances(
     x: Float[Array, "*batch n dim"], y: Float[Array, "*batch p dim"]
 ) -> Float[Array, "*batch n p"]:
-    squared_distance = jnp.sum(jnp.square(x[..., :, None, :] - y[..., None, :, :]), axis=-1)
-    return jnp.exp(-0.5 * squared_distance)
+    """Returns |x - y|^2 of all pairs."""
+    return jnp.sum(jnp.square(x[..., :, None, :] - y[..., None, :, :]), axis=-1)
 
 
-def _pair(
+def pair(
     x: Float[ArrayLike, "*batch n dim"], y: Float[ArrayLike, "*batch p dim"]
 ) -> tuple[Float[Array, "*batch n dim"], Float[Array, "*batch p dim"], jnp.dtype]:
     """Returns x and y in the dtype of the computation, and the dtype of the result."""

@@ -1,0 +1,271 @@
+r"""Mean squared errors of trigonometric features for every kernel, coupling and law of norms.
+
+Let :math:`z = |x - y|`, let s be the scale of the kernel, :math:`K(z) = E e^{-s z^2 / 2}`, and
+:math:`q = s z^2 / 2`. The cosines of two rows at the cosine c have the covariance
+
+.. math::
+    \tfrac12 K(z \sqrt{2 + 2c}) + \tfrac12 K(z \sqrt{2 - 2c}) - K(z)^2
+    = \tfrac12 E \left(e^{-(1 - c) q} - e^{-(1 + c) q}\right)^2 + \operatorname{Var} e^{-q}
+
+if their norms are equal, which for c = 1 is the variance of one row. If their norms are
+independent, it is the Gegenbauer series of ``harmonics`` at imaginary distances,
+
+.. math::
+    \sum_{n > 0} N_{2n} P_{2n}(c)\, (E\, G_n(q))^2, \qquad
+    G_n(q) = \frac{q^n}{\Gamma(n)} \int_0^1 y^{n + d/2 - 1} (1 - y)^{n - 1} e^{-q y}\, dy.
+
+Nothing cancels in these forms. All averages over s are one integral over :math:`\log q`, in which
+the kernel enters by its density alone: the nodes are the same for all distances and kernels.
+
+Antithetic and stratified norms are averaged over the norms themselves. A row of the norm a has
+:math:`E \cos(w \cdot (x - y)) = \Lambda(a z)` with the characteristic function
+:math:`\Lambda(r) = {}_0F_1(; \tfrac d2; -\tfrac{r^2}{4})` of a random direction, and two rows of
+the norms a and a' have
+
+.. math::
+    E \cos \cos = \tfrac12 \Lambda(r_+ z) + \tfrac12 \Lambda(r_- z), \qquad
+    r_\pm^2 = a^2 + a'^2 \pm 2 c a a'.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Float64
+from scipy import special
+
+from simrf_jax._src.kernels import GAUSSIAN, ScaleMixture
+from simrf_jax._src.projections.norms import log_norm_of_normal
+from simrf_jax._src.theory.harmonics import gegenbauer, log_multiplicities
+from simrf_jax._src.theory.pairs import SAME_ROW, Pairs, Rows
+from simrf_jax._src.theory.quadrature import Nodes, Vector, sum_by_ratios
+
+_LEAST, _MOST = -60.0, 80.0  # Range of log q.
+_DEGREES = 256  # Terms of the series.
+_NODES = 256  # Nodes of the integral over y, and a quarter of them from degree 8 on.
+# Ratios at 0 are those at this distance. Averages over norms lose digits below it.
+_SMALLEST = {"chi": 1e-8, "shared": 1e-8, "pair": 1e-8, "antithetic": 1e-4}
+_LARGEST = 1e8
+_LARGEST_NORMAL = 8.5  # Beyond it are less than 1e-17 of all norms.
+
+
+def trigonometric_mse(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
+    """Returns mean squared errors for a kernel other than the softmax kernel.
+
+    Args:
+      t: Squared distances, at least 0.
+      rows: Rows of the projection.
+      kernel: The kernel.
+    """
+    return np.where(t > 0, _row_errors(t, rows, kernel) / rows.num_rows, 0.0)
+
+
+def trigonometric_ratio(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
+    """Returns mean squared errors relative to those of iid rows, and their limit at 0.
+
+    Args:
+      t: Squared distances, at least 0.
+      rows: Rows of the projection.
+      kernel: The kernel.
+    """
+    return _row_errors(t, rows, kernel) / _Covariances(t, rows, kernel).of(SAME_ROW)
+
+
+def trigonometric_gap(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
+    """Returns the mean squared error of iid rows minus that of coupled ones.
+
+    Args:
+      t: Squared distances, at least 0.
+      rows: Rows of the projection.
+      kernel: The kernel.
+    """
+    covariances = _Covariances(t, rows, kernel)
+    total = sum((pair.weight * covariances.of(pair) for pair in rows.pairs), np.zeros_like(t))
+    return np.where(t > 0, -total / rows.num_rows, 0.0)
+
+
+def _row_errors(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
+    """Returns mean squared errors, multiplied by the number of rows."""
+    covariances = _Covariances(t, rows, kernel)
+    total = sum((pair.weight * covariances.of(pair) for pair in rows.kinds), np.zeros_like(t))
+    if rows.norms == "stratified":
+        coupled = sum(pair.weight for pair in rows.pairs)
+        total += (rows.num_rows - 1 - coupled) * covariances.of_uncoupled_rows()
+    return total
+
+
+class _Covariances:
+    """Covariances of the cosines of two rows at some distances."""
+
+    def __init__(self, t: Vector, rows: Rows, kernel: ScaleMixture) -> None:
+        self._dim, self._num_rows, self._kernel = rows.dim, rows.num_rows, kernel
+        self._z = np.clip(np.sqrt(t), _SMALLEST.get(rows.norms, 1e-4), _LARGEST)
+        half_t = self._z**2 / 2
+        if kernel == GAUSSIAN:
+            self._q, self._weights = half_t, np.eye(half_t.size)
+        else:
+            log_q = _log_q(kernel.step)
+            log_density = kernel.log_density(log_q[:, None] - np.log(half_t))
+            self._q, self._weights = np.exp(log_q), kernel.step * np.exp(log_density)
+
+    def of(self, pair: Pairs) -> Vector:
+        """Returns the covariance for two rows of this kind, whatever the weight of the pairs."""
+        if pair.norms == "equal":
+            cosine = abs(pair.cosine)
+            difference = np.exp(-(1 - cosine) * self._q) * -np.expm1(-2 * cosine * self._q)
+            return difference**2 / 2 @ self._weights + self._variance_of_scales()
+        if pair.norms == "antithetic":
+            normal, weights = _normal_rule(0.0, _LARGEST_NORMAL, 1280)
+            norm = _norm(self._kernel, self._dim)
+            norms, others = norm(normal)[:, None], norm(-normal)[:, None]
+            products = self._deficit_products(norms, others, pair.cosine)
+            means = weights @ (self._deficit(norms) + self._deficit(others)) / 2
+            return weights @ products - means**2
+        independent = self._independent(pair.cosine)
+        if pair.norms == "independent":
+            return independent
+        products = np.zeros_like(self._z)
+        for of_stratum, weights in self._strata:
+            pairs = of_stratum[:, None, None], of_stratum[None, :, None]
+            values = self._deficit_products(*pairs, pair.cosine)
+            products += np.einsum("i,j,ijn->n", weights, weights, values) / self._num_rows
+        mean, _ = self._means_of_strata
+        return independent + (independent + mean**2 - products) / (self._num_rows - 1)
+
+    def of_uncoupled_rows(self) -> Vector:
+        """Returns the covariance for two rows of independent directions and stratified norms."""
+        mean, mean_square = self._means_of_strata
+        return (mean**2 - mean_square) / max(self._num_rows - 1, 1)
+
+    def _variance_of_scales(self) -> Vector:
+        """Returns the variance of e^(-q)."""
+        deficit = -np.expm1(-self._q)
+        return deficit**2 @ self._weights - (deficit @ self._weights) ** 2
+
+    def _independent(self, cosine: float) -> Vector:
+        """Returns the covariance of two rows of independent norms."""
+        if self._dim == 1:
+            return np.zeros_like(self._z)
+        if self._kernel == GAUSSIAN:
+            coefficients = _coefficients(self._q, self._dim)
+        else:
+            coefficients = _coefficients_at_nodes(self._kernel.step, self._dim) @ self._weights
+        polynomials = gegenbauer(np.array(cosine), self._dim, 2 * _DEGREES)[2::2, None]
+        terms = polynomials * coefficients**2
+        n = np.arange(1.0, _DEGREES + 1)
+        if abs(cosine) < 1:  # The terms change their signs, and a smooth end is exact to rounding.
+            return special.erfc((n - 0.75 * _DEGREES) / (_DEGREES / 14)) / 2 @ terms
+        # The terms fall like a power of n, whose sum beyond the last follows from Euler-Maclaurin.
+        last, half = terms[-1], terms[_DEGREES // 2 - 1]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            power = np.log2(half / last)
+            rest = last * (_DEGREES / (power - 1) - 0.5 + power / (12 * _DEGREES))
+        return terms.sum(axis=0) + np.where(last > 1e-30, rest, 0)
+
+    def _deficit(self, norms: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
+        """Returns the means of 1 - cos for rows of given norms, with an axis of distances."""
+        return _one_minus_lambda(norms * self._z, self._dim)
+
+    def _deficit_products(
+        self,
+        norms: Float64[np.ndarray, "*shape"],
+        others: Float64[np.ndarray, "*shape"],
+        cosine: float,
+    ) -> Float64[np.ndarray, "*shape"]:
+        """Returns the means of (1 - cos) (1 - cos') for pairs of rows of given norms."""
+        result = self._deficit(norms) + self._deficit(others)
+        for sign in (-1, 1):
+            squares = norms**2 + others**2 + 2 * sign * cosine * norms * others
+            result = result - self._deficit(np.sqrt(np.maximum(squares, 0))) / 2
+        return result
+
+    @functools.cached_property
+    def _strata(self) -> list[tuple[Nodes, Nodes]]:
+        """Norms in each stratum, and their weights, which add up to 1 in each."""
+        edges = special.ndtri(np.arange(self._num_rows + 1) / self._num_rows)
+        edges = np.clip(edges, -_LARGEST_NORMAL, _LARGEST_NORMAL)
+        rules = [
+            _normal_rule(low, high, 8 + 128 // self._num_rows)
+            for low, high in itertools.pairwise(edges)
+        ]
+        norm = _norm(self._kernel, self._dim)
+        return [(norm(normal), weights) for normal, weights in rules]
+
+    @functools.cached_property
+    def _means_of_strata(self) -> tuple[Vector, Vector]:
+        """The mean of 1 - cos, and the mean over strata of the squares of its means in them."""
+        means = np.stack(
+            [weights @ self._deficit(norms[:, None]) for norms, weights in self._strata]
+        )
+        return np.mean(means, axis=0), np.mean(means**2, axis=0)
+
+
+def _log_q(step: float) -> Nodes:
+    return np.arange(_LEAST, _MOST, step)
+
+
+@functools.lru_cache(maxsize=16)
+def _coefficients_at_nodes(step: float, dim: int) -> Float64[np.ndarray, "degrees nodes"]:
+    return _coefficients(np.exp(_log_q(step)), dim)
+
+
+def _coefficients(q: Vector, dim: int) -> Float64[np.ndarray, "degrees n"]:
+    """Returns sqrt(N_2n) G_n(q) for n = 1, ..., ``_DEGREES``."""
+    log_n = log_multiplicities(dim, 2 * _DEGREES)[2::2] / 2
+    result = np.empty((_DEGREES, q.size))
+    for n in range(1, _DEGREES + 1):
+        # In the logit of y the integrand is log-concave, with slopes n + d/2 and -n far away.
+        a, b = n + dim / 2, 2 * n + dim / 2 + q
+        peak = 2 * a / (b + np.sqrt(b**2 - 4 * q * a))
+        width = (peak * (1 - peak) * (2 * n + dim / 2 + q * (1 - 2 * peak))) ** -0.5
+        left, right = np.maximum(9 * width, 40 / a), np.maximum(9 * width, 40 / n)
+        num_nodes = _NODES if n < 8 else _NODES // 4
+        step = (left + right) / (num_nodes - 1)
+        logit = special.logit(peak) - left + step * np.arange(num_nodes)[:, None]
+        log_y, log_rest = special.log_expit(logit), special.log_expit(-logit)
+        log_integrand = a * log_y + n * log_rest - q * np.exp(log_y)
+        log_integral = special.logsumexp(log_integrand, axis=0) + np.log(step)
+        result[n - 1] = np.exp(log_n[n - 1] + n * np.log(q) - special.gammaln(n) + log_integral)
+    return result
+
+
+def _one_minus_lambda(r: Float64[np.ndarray, "*shape"], dim: int) -> Float64[np.ndarray, "*shape"]:
+    r"""Returns :math:`1 - {}_0F_1(; d/2; -r^2/4)`, without cancellation for small r."""
+    result = np.empty_like(r)
+    small = r**2 < 32 * dim
+    x = r[small] ** 2 / 4
+    result[small] = sum_by_ratios(2 * x / dim, lambda k: -x / ((k + 2) * (dim / 2 + k + 1)), 100)
+    large = r[~small]
+    bessel = special.jv(dim / 2 - 1, large)
+    with np.errstate(divide="ignore"):
+        log_size = np.log(np.abs(bessel)) + special.gammaln(dim / 2)
+    log_size += (dim / 2 - 1) * np.log(2 / large)
+    result[~small] = 1 - np.sign(bessel) * np.exp(log_size)
+    return result
+
+
+def _normal_rule(low: float, high: float, num_nodes: int) -> tuple[Nodes, Nodes]:
+    """Returns nodes of a standard normal variable in a range, and weights that add up to 1."""
+    panels = max(1, num_nodes // 20)
+    roots, weights = np.polynomial.legendre.leggauss(num_nodes // panels)
+    half = (high - low) / panels / 2
+    normal = low + half * (2 * np.arange(panels)[:, None] + 1 + roots)
+    weights = weights * np.exp(-(normal**2) / 2)
+    return normal.ravel(), weights.ravel() / weights.sum()
+
+
+def _norm(kernel: ScaleMixture, dim: int) -> Callable[[Nodes], Nodes]:
+    """Returns the increasing function from standard normal variables to norms of rows."""
+    if kernel != GAUSSIAN:
+        log_norm = log_norm_of_normal(kernel, dim)
+        return lambda normal: np.exp(log_norm(normal))
+
+    def chi(normal: Nodes) -> Nodes:
+        tail = special.ndtr(-np.abs(normal))
+        below = special.gammaincinv(dim / 2, tail)
+        return np.sqrt(2 * np.where(normal < 0, below, special.gammainccinv(dim / 2, tail)))
+
+    return chi

@@ -1,0 +1,147 @@
+"""Errors of trigonometric features for all kernels, against integrals of another form."""
+
+import mpmath
+import numpy as np
+import pytest
+import scipy.integrate
+import scipy.special
+
+from simrf_jax import theory
+from simrf_jax._src.theory import oscillating
+from simrf_jax._src.theory.pairs import coupled_rows
+from simrf_jax.kernels import Gaussian, Matern, PoweredExponential, RationalQuadratic
+
+pytestmark = pytest.mark.fast
+V = np.array([0.0, 0.01, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0])
+
+
+@pytest.mark.parametrize("coupling", ["orthogonal", "simplex", "cross_polytope"])
+@pytest.mark.parametrize("dim", [2, 3, 8, 64])
+def test_the_gaussian_kernel_has_its_closed_form(coupling, dim):
+    rows = coupled_rows(2 * dim + 1, dim, coupling)
+    found = oscillating.trigonometric_ratio(V**2, rows, Gaussian())
+    expected = theory.mse_ratio(V, 2 * dim + 1, dim, coupling=coupling, features="trigonometric")
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("coupling", ["orthogonal", "simplex", "cross_polytope"])
+def test_smooth_kernels_approach_the_gaussian_one(coupling):
+    options = {"coupling": coupling, "features": "trigonometric"}
+    expected = theory.mse_ratio(V[1:], 9, 4, **options)
+    off = [
+        np.max(np.abs(theory.mse_ratio(V[1:], 9, 4, kernel=Matern(nu), **options) - expected))
+        for nu in (20, 40)
+    ]
+    assert off[1] < 0.6 * off[0] < 0.06
+
+
+def mean_cosine(kernel, x):
+    """Returns E cos(w_1 x) given the direction, in three dimensions, where 1F1 is elementary."""
+    q = x**2 / 2
+    if isinstance(kernel, RationalQuadratic):
+        base = 1 + q / kernel.alpha
+        return base**-kernel.alpha - 2 * q * base ** (-kernel.alpha - 1)
+    root = np.sqrt(2 * q)  # The Laplace kernel.
+    return (1 - root) * np.exp(-root)
+
+
+LAPLACE = (Matern(0.5), PoweredExponential(1.0))
+
+
+@pytest.mark.parametrize("v", [0.1, 1.0, 5.0])
+@pytest.mark.parametrize("kernel", [*map(RationalQuadratic, (0.3, 1.0)), *LAPLACE], ids=str)
+def test_orthogonal_rows_against_an_integral_over_the_sphere(kernel, v):
+    def integrand(angle, third):
+        radius = v * np.sqrt(1 - third**2)
+        first, second = radius * np.cos(angle), radius * np.sin(angle)
+        return mean_cosine(kernel, first) * mean_cosine(kernel, second)
+
+    joint = scipy.integrate.dblquad(integrand, 0, 1, 0, np.pi / 2, epsabs=1e-11)[0] * 2 / np.pi
+    single = np.exp(-v) if kernel in LAPLACE else (1 + v**2 / 2 / kernel.alpha) ** -kernel.alpha
+    gap = theory.orthogonality_gap(v, 3, 3, features="trigonometric", kernel=kernel)
+    np.testing.assert_allclose(gap, (single**2 - joint) * 2 / 3, atol=1e-11)
+
+
+@pytest.mark.parametrize("kernel", [RationalQuadratic(0.3), *LAPLACE], ids=str)
+def test_parallel_rows_against_an_integral_over_the_sphere(kernel):
+    # The pairs of a cross-polytope, in three dimensions, whose series falls like a power.
+    for v in (0.1, 1.0, 5.0):
+        square = scipy.integrate.quad(
+            lambda u, v=v: mean_cosine(kernel, u * v) ** 2, 0, 1, epsabs=1e-12
+        )[0]
+        single = np.exp(-v) if kernel in LAPLACE else (1 + v**2 / 2 / kernel.alpha) ** -kernel.alpha
+        x = np.array([v, 0.0, 0.0])
+        options = {"features": "trigonometric", "kernel": kernel}
+        pair = theory.kernel_mse(x, 0 * x, 2, coupling="cross_polytope", **options)
+        iid = theory.kernel_mse(x, 0 * x, 2, coupling="iid", **options)
+        np.testing.assert_allclose(pair - iid, (square - single**2) / 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [2, 5, 64])
+def test_coefficients_against_mpmath(dim):
+    q = np.array([1e-6, 0.3, 20.0, 3e3, 1e9])
+    found = oscillating._coefficients(q, dim)
+    for n in (1, 2, 30):
+        multiplicity = scipy.special.comb(2 * n + dim - 1, dim - 1, exact=True)
+        multiplicity -= scipy.special.comb(2 * n + dim - 3, dim - 1, exact=True)
+        for i, x in enumerate(q):
+            with mpmath.workdps(40):
+                z, half = mpmath.mpf(float(x)), mpmath.mpf(dim) / 2
+                expected = z**n * mpmath.gamma(n + half) / mpmath.gamma(2 * n + half)
+                expected *= mpmath.hyp1f1(n + half, 2 * n + half, -z) * mpmath.sqrt(multiplicity)
+            np.testing.assert_allclose(found[n - 1, i], float(expected), rtol=1e-11, atol=1e-40)
+
+
+@pytest.mark.parametrize("dim", [1, 2, 7, 200])
+def test_characteristic_functions_of_directions_against_mpmath(dim):
+    r = np.array([1e-5, 0.1, 3.0, 5.5, 40.0])
+    with mpmath.workdps(40):
+        half, x = mpmath.mpf(dim) / 2, [mpmath.mpf(float(each)) for each in r]
+        expected = [float(1 - mpmath.hyp0f1(half, -(each**2) / 4)) for each in x]
+    np.testing.assert_allclose(oscillating._one_minus_lambda(r, dim), expected, rtol=1e-8)
+
+
+@pytest.mark.parametrize("kernel", [Gaussian(), Matern(1.5), RationalQuadratic(0.5)], ids=str)
+def test_shared_norms_have_kernels_at_other_distances(kernel):
+    x = np.array([[0.8, 0.3, 0.0, 0.1]])
+    v, m = np.linalg.norm(x), 4
+
+    def k(distance):
+        return float(kernel(np.zeros((1, 1), np.float32), np.array([[distance]], np.float32))[0, 0])
+
+    own = (1 + k(2 * v)) / 2 - k(v) ** 2
+    others = k(2**0.5 * v) - k(v) ** 2
+    found = theory.kernel_mse(
+        x, 0 * x, m, coupling="orthogonal", features="trigonometric", norms="shared", kernel=kernel
+    )
+    np.testing.assert_allclose(found, (own + (m - 1) * others) / m, rtol=1e-5)
+
+
+@pytest.mark.parametrize("norms", ["chi", "antithetic", "shared", "stratified"])
+def test_limits_at_zero_and_far_away(norms):
+    options = {"coupling": "orthogonal", "features": "trigonometric", "norms": norms}
+    for kernel in (Gaussian(), Matern(2.5), RationalQuadratic(1.0)):
+        ratio = theory.mse_ratio([0.0, 1e-3, 1e6, np.inf, np.nan], 8, 8, kernel=kernel, **options)
+        assert ratio[0] == pytest.approx(ratio[1], rel=0.05)
+        np.testing.assert_allclose(ratio[2:4], 1, atol=0.02)
+        assert np.isnan(ratio[4])
+        x = np.zeros((2, 8))
+        assert np.all(theory.kernel_mse(x, x, 8, kernel=kernel, **options) == 0)
+    # Where the fourth moment of the rows is infinite, no angle helps at small distances.
+    if norms == "chi":
+        laplace = theory.mse_ratio([0.0, 1e-3], 8, 8, kernel=Matern(0.5), **options)
+        np.testing.assert_allclose(laplace, 1, atol=1e-2)
+
+
+def test_the_gap_is_the_difference_of_the_errors():
+    x = np.array([1.2, 0.0, 0.0, 0.0, 0.0])
+    for kernel in (Gaussian(), Matern(0.5), RationalQuadratic(2.0)):
+        options = {"features": "trigonometric", "kernel": kernel}
+        iid, orthogonal = (
+            theory.kernel_mse(x, 0 * x, 7, coupling=c, **options) for c in ("iid", "orthogonal")
+        )
+        gap = theory.orthogonality_gap(1.2, 7, 5, **options)
+        np.testing.assert_allclose(gap, iid - orthogonal, rtol=1e-9)
+    assert theory.orthogonality_gap(1.0, 1, 5, features="trigonometric", kernel=Matern()) == 0
+    with pytest.raises(ValueError, match="estimate the Gaussian and the softmax kernel only"):
+        theory.orthogonality_gap(1.0, 5, 5, kernel=Matern())
