@@ -11,6 +11,7 @@ import pytest
 import scipy.sparse
 import sklearn.base
 from sklearn.datasets import load_digits, load_iris
+from sklearn.gaussian_process.kernels import RBF, Matern, RationalQuadratic
 from sklearn.kernel_approximation import RBFSampler
 from sklearn.linear_model import RidgeClassifier
 from sklearn.metrics.pairwise import rbf_kernel
@@ -18,6 +19,7 @@ from sklearn.model_selection import GridSearchCV, train_test_split
 from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
+from simrf_jax import kernels
 from simrf_jax._src.integrations import sklearn as integration
 from simrf_jax.integrations.sklearn import RandomFeatures
 from tests.standard_errors import assert_less, assert_mean
@@ -27,15 +29,84 @@ PAIRS = np.triu_indices(3, k=1)
 X = np.random.default_rng(0).normal(1.0, 0.5, (70, 5))
 
 
-@pytest.mark.slow
-@parametrize_with_checks([RandomFeatures(), RandomFeatures(feature_map="positive", center=False)])
+KERNELS = {
+    "rbf": RBF(),
+    "laplace": Matern(nu=0.5),
+    "matern": Matern(nu=1.5),
+    "rational_quadratic": RationalQuadratic(),
+}
+COUPLINGS = ("iid", "orthogonal", "simplex", "cross_polytope", "simplex_plus")
+ESTIMATORS = [RandomFeatures(feature_map="positive", center=False)] + [
+    RandomFeatures(8, kernel=kernel, coupling=coupling)
+    for kernel in KERNELS
+    for coupling in COUPLINGS
+]
+
+
+@parametrize_with_checks([RandomFeatures(8, kernel="matern")])
 def test_scikit_learn_accepts_the_transformer(estimator, check):
     check(estimator)
 
 
+@pytest.mark.slow
+@parametrize_with_checks(ESTIMATORS)
+def test_scikit_learn_accepts_all_kernels_and_couplings(estimator, check):
+    check(estimator)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_are_those_of_scikit_learn(kernel):
+    scale = np.array([0.5, 1.0, 2.0, 4.0, 1.0])
+    features = RandomFeatures(30_000, kernel=kernel, length_scale=scale, random_state=0).fit(X)
+    phi = features.transform(X)
+    expected = KERNELS[kernel](X / scale)
+    np.testing.assert_allclose(phi @ phi.T, expected, atol=0.03)
+    found = features.kernel_(X.astype(np.float32), X.astype(np.float32), length_scale=scale)
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("coupling", COUPLINGS)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_kernel_and_coupling_is_unbiased(kernel, coupling):
+    x = np.random.default_rng(1).normal(size=(3, 4))
+    grams = []
+    for seed in range(200):
+        features = RandomFeatures(
+            11, kernel=kernel, length_scale=1.0, coupling=coupling, random_state=seed
+        )
+        phi = features.fit_transform(x)
+        grams.append((phi @ phi.T)[PAIRS])
+    assert_mean(grams, KERNELS[kernel](x)[PAIRS])
+
+
+@pytest.mark.fast
+def test_a_kernel_may_be_an_object():
+    features = RandomFeatures(8, kernel=kernels.Matern(2.5), random_state=0).fit(X)
+    assert features.kernel_ == kernels.Matern(2.5)
+    clone = sklearn.base.clone(features)
+    np.testing.assert_array_equal(clone.fit_transform(X), features.transform(X))
+    np.testing.assert_array_equal(
+        pickle.loads(pickle.dumps(features)).transform(X), clone.transform(X)
+    )
+
+
+@pytest.mark.fast
+def test_partial_fit_keeps_the_features_of_the_first_batch():
+    features = RandomFeatures(8, random_state=0).partial_fit(X[:30])
+    expected = features.transform(X)
+    np.testing.assert_array_equal(features.partial_fit(X[30:]).transform(X), expected)
+    np.testing.assert_array_equal(
+        RandomFeatures(8, random_state=0).fit(X[:30]).transform(X), expected
+    )
+    with pytest.raises(ValueError, match="X has 4 features, but RandomFeatures is expecting 5"):
+        features.partial_fit(X[:, :4])
+    np.testing.assert_array_equal(features.fit(X).mean_, X.mean(axis=0))  # A fit begins anew.
+
+
 def formula(features, x):
     """Returns features in float64 by NumPy, from what the transformer has learned."""
-    x = (x - features.mean_) * (2 * features.gamma_) ** 0.5
+    x = (x - features.mean_) / features.length_scale_
     logits, n = x @ features.projection_.T, features.n_components
     shrink = np.exp(-np.sum(x**2, axis=1, keepdims=True))
     if features.feature_map == "positive":
@@ -143,7 +214,8 @@ def test_sparse_rows_have_the_features_of_dense_ones(layout, dtype):
     as_sparse = getattr(scipy.sparse, layout)(dense)
     both = [RandomFeatures(9, random_state=0).fit(data) for data in (dense, as_sparse)]
     tolerance = 1e-6 if dtype == "float32" else 1e-13
-    assert both[1].gamma_ == pytest.approx(both[0].gamma_, rel=tolerance)
+    scales = [each.length_scale_ for each in both]
+    np.testing.assert_allclose(scales[1], scales[0], rtol=tolerance)
     np.testing.assert_allclose(both[1].mean_, both[0].mean_, atol=tolerance)
     phi = both[0].transform(dense)
     of_sparse = both[1].transform(as_sparse)
@@ -214,12 +286,19 @@ def test_a_seed_repeats_the_draw_and_a_random_state_goes_on():
     assert np.abs(seeded.set_params(random_state=4).fit(X).projection_ - first).max() > 0.1
 
 
+def gamma_of(features):
+    """Returns gamma of a transformer that has been fitted, which is the same for all columns."""
+    [scale] = set(features.length_scale_)
+    return 1 / (2 * scale**2)
+
+
 @pytest.mark.fast
 def test_scale_is_the_gamma_of_scikit_learn():
-    assert RandomFeatures().fit(X).gamma_ == pytest.approx(1 / (5 * X.var()), rel=1e-14)
-    assert RandomFeatures(gamma=0.25).fit(X).gamma_ == 0.25
-    assert RandomFeatures().fit(np.ones((3, 2))).gamma_ == 1.0
-    assert RandomFeatures().fit(scipy.sparse.csr_array((3, 2))).gamma_ == 1.0
+    assert gamma_of(RandomFeatures().fit(X)) == pytest.approx(1 / (5 * X.var()), rel=1e-14)
+    assert gamma_of(RandomFeatures(gamma=0.25).fit(X)) == pytest.approx(0.25, rel=1e-15)
+    assert gamma_of(RandomFeatures().fit(np.ones((3, 2)))) == pytest.approx(1.0, rel=1e-15)
+    zeros = scipy.sparse.csr_array((3, 2))
+    assert gamma_of(RandomFeatures().fit(zeros)) == pytest.approx(1.0, rel=1e-15)
 
 
 @pytest.mark.fast
@@ -229,10 +308,11 @@ def test_scale_of_sparse_rows_is_that_of_dense_ones(mean, share):
     rng = np.random.default_rng(0)
     dense = np.where(rng.random((40, 3)) < share, mean + rng.normal(size=(40, 3)), 0)
     for sparse in (scipy.sparse.csr_array(dense), scipy.sparse.csr_matrix(dense)):
-        gamma = RandomFeatures().fit(sparse).gamma_
-        assert gamma == pytest.approx(RandomFeatures().fit(dense).gamma_, rel=1e-12)
+        gamma = gamma_of(RandomFeatures().fit(sparse))
+        assert gamma == pytest.approx(gamma_of(RandomFeatures().fit(dense)), rel=1e-12)
     twice = scipy.sparse.csr_array((np.ones(4), [0, 0, 1, 1], [0, 2, 4]))  # Entries of 2.
-    assert RandomFeatures().fit(twice).gamma_ == RandomFeatures().fit(twice.toarray()).gamma_
+    dense = twice.toarray()
+    assert gamma_of(RandomFeatures().fit(twice)) == gamma_of(RandomFeatures().fit(dense))
 
 
 @pytest.mark.fast
@@ -330,6 +410,22 @@ def test_the_gram_error_on_digits_is_below_that_of_rbf_sampler(n_components):
         ({"gamma": None}, ValueError, "gamma must be 'scale' or a positive number, got None"),
         ({"coupling": "best"}, ValueError, "coupling must be one of 'auto', 'iid', .*got 'best'"),
         ({"feature_map": "relu"}, ValueError, "feature_map must be one of 'trigonometric', .*relu"),
+        ({"kernel": "laplacian"}, ValueError, "takes the Manhattan distance .* kernel='laplace'"),
+        (
+            {"kernel": "cosine"},
+            ValueError,
+            "kernel must be one of 'rbf', 'laplace', .* got 'cosine'",
+        ),
+        (
+            {"kernel": "matern", "feature_map": "positive"},
+            ValueError,
+            "feature_map='positive' estimates kernel='rbf' only, got kernel='matern'",
+        ),
+        ({"norms": "sqrt_dim"}, ValueError, "norms must be one of 'auto', 'chi', .*'sqrt_dim'"),
+        ({"length_scale": 0.0}, ValueError, "length_scale must be a positive number, or one for"),
+        ({"length_scale": [1.0, 2.0]}, ValueError, "or one for each of 5 columns, got .1.0, 2.0."),
+        ({"length_scale": "one"}, ValueError, "length_scale must be a positive number, .* 'one'"),
+        ({"length_scale": 1.0, "gamma": 0.5}, ValueError, "leave one of them out, got .*gamma=0.5"),
         ({"center": "yes"}, TypeError, "center must be True or False, got 'yes'"),
         ({"random_state": "x"}, ValueError, "'x' cannot be used to seed"),
     ],

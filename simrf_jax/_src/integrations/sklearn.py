@@ -7,7 +7,7 @@ import functools
 import math
 import numbers
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Self, TypeAlias
+from typing import Any, Literal, NamedTuple, Self, TypeAlias, get_args
 
 import jax
 import jax.experimental
@@ -18,7 +18,15 @@ from simrf_jax._src import checks
 from simrf_jax._src.features.exponential import Hyperbolic, Positive
 from simrf_jax._src.features.feature_map import FeatureMap
 from simrf_jax._src.features.trigonometric import Phase, Trigonometric
-from simrf_jax._src.projections import COUPLINGS, Coupling, draw_projection
+from simrf_jax._src.kernels import GAUSSIAN, Matern, RationalQuadratic, ScaleMixture
+from simrf_jax._src.projections import (
+    COUPLINGS,
+    FIXED_NORMS,
+    NORMS,
+    Coupling,
+    Norms,
+    draw_projection,
+)
 
 try:
     from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
@@ -31,6 +39,14 @@ except ImportError as error:
     ) from error
 
 FeatureMapName: TypeAlias = Literal["trigonometric", "phase", "positive", "hyperbolic"]
+KernelName: TypeAlias = Literal["rbf", "laplace", "matern", "rational_quadratic"]
+# With the parameters that scikit-learn's kernels of Gaussian processes have by default.
+_KERNELS: dict[str, ScaleMixture] = {
+    "rbf": GAUSSIAN,
+    "laplace": Matern(0.5),
+    "matern": Matern(1.5),
+    "rational_quadratic": RationalQuadratic(1.0),
+}
 # The first is the type that all other types are converted to.
 _DTYPES = (np.float64, np.float32)
 # A batch has at least _LEAST_ROWS rows, and otherwise about _NUMBERS entries in the wider of input
@@ -44,7 +60,7 @@ _float64: Callable[[bool], contextlib.AbstractContextManager[None]] = (
 
 
 class _Maps(NamedTuple):
-    """Feature maps of the Gaussian kernel that make up a transformer.
+    """Feature maps of one kernel that make up a transformer.
 
     Attributes:
       single: Map with one feature for each row of W.
@@ -65,18 +81,19 @@ class _Maps(NamedTuple):
         return -(-n_components // 2) if self.pair else n_components
 
 
-_MAPS: dict[FeatureMapName, _Maps] = {
-    "trigonometric": _Maps(Phase(kernel="gaussian"), Trigonometric("gaussian")),
-    "phase": _Maps(Phase(kernel="gaussian")),
-    "positive": _Maps(Positive("gaussian")),
-    "hyperbolic": _Maps(Positive("gaussian"), Hyperbolic("gaussian")),
-}
+def _maps(name: FeatureMapName, kernel: ScaleMixture) -> _Maps:
+    """Returns the feature maps of a kernel, the Gaussian one for exponential features."""
+    if name == "trigonometric":
+        return _Maps(Phase(kernel=kernel), Trigonometric(kernel))
+    if name == "phase":
+        return _Maps(Phase(kernel=kernel))
+    return _Maps(Positive("gaussian"), Hyperbolic("gaussian") if name == "hyperbolic" else None)
 
 
 class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
-    r"""Transformer that approximates the feature space of the RBF kernel.
+    r"""Transformer that approximates the feature space of the RBF and other isotropic kernels.
 
-    .. math:: \phi(x) \cdot \phi(y) \approx K(x, y) = e^{-\gamma |x - y|^2}
+    .. math:: \phi(x) \cdot \phi(y) \approx K(x, y)
 
     A linear model of :math:`\phi(x)` is an approximate kernel machine, whose cost grows linearly
     with the number of rows. The estimate of each entry of the kernel matrix is unbiased. With the
@@ -103,8 +120,15 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
 
     Args:
       n_components: Number of features, which is the number of columns of the output.
-      gamma: Factor :math:`\gamma` in the kernel, or ``"scale"`` for
-        ``1 / (X.shape[1] * X.var())`` of the training data X.
+      kernel: ``"rbf"``, :math:`e^{-r^2/2}` for the Euclidean distance r in length scales,
+        ``"laplace"``, :math:`e^{-r}`, ``"matern"`` of smoothness 3/2, ``"rational_quadratic"``,
+        :math:`1/(1 + r^2/2)`, or a kernel of ``simrf_jax.kernels`` with parameters of its own, such
+        as ``Matern(2.5)``. scikit-learn's ``laplacian`` kernel, of the Manhattan distance, is not
+        isotropic and not among them.
+      length_scale: Length scale, a number or one for each column. None takes it from ``gamma``.
+      gamma: Factor :math:`\gamma` in the RBF kernel :math:`e^{-\gamma |x - y|^2}`, or ``"scale"``
+        for ``1 / (X.shape[1] * X.var())`` of the training data X. For every kernel the length
+        scale is :math:`(2 \gamma)^{-1/2}`. It must be ``"scale"`` if a length scale is given.
       coupling: Joint law of the rows of W, ``"iid"``, ``"orthogonal"``, ``"simplex"``,
         ``"cross_polytope"`` or ``"simplex_plus"``; see ``simrf_jax.draw_projection``. ``"auto"``
         takes the one that suits the feature map best: ``"simplex"`` for ``"positive"`` and
@@ -114,13 +138,20 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         ``"hyperbolic"`` a pair of them, which keep estimates positive at the price of errors that
         grow with the lengths of centered rows. Where features come in pairs and ``n_components``
         is odd, the last row has a single feature.
+      norms: Joint law of the norms of the rows of W, ``"chi"`` for independent ones,
+        ``"antithetic"``, ``"shared"``, ``"pair"`` or ``"stratified"``; see
+        ``simrf_jax.draw_projection``. ``"auto"`` takes ``"stratified"`` for sines and cosines, with
+        the least error, and ``"chi"`` for exponential features.
       center: If true, the mean of the training data is subtracted from all rows. The kernel does
         not change. Exponential features need it, and others in float32 lose fewer digits.
       random_state: Seed, ``numpy.random.RandomState`` or None, as everywhere in scikit-learn.
 
     Attributes:
       projection_: W in float64, ``[rows, n_features_in_]``.
-      gamma_: Factor :math:`\gamma` in the kernel.
+      kernel_: The kernel, an object of ``simrf_jax.kernels``. ``kernel_(X, X,
+        length_scale=length_scale_)`` is the kernel matrix.
+      length_scale_: Length scale of each column, ``[n_features_in_]``.
+      norms_: Law of the norms of the rows of W.
       mean_: Mean of each column of the training data, or zeros if ``center`` is false.
       coupling_: Coupling of the rows of W.
       feature_map_: Name of the feature map.
@@ -150,21 +181,27 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         self,
         n_components: int = 100,
         *,
+        kernel: KernelName | ScaleMixture = "rbf",
+        length_scale: Any = None,
         gamma: float | Literal["scale"] = "scale",
         coupling: Coupling | Literal["auto"] = "auto",
         feature_map: FeatureMapName = "trigonometric",
+        norms: Norms | Literal["auto"] = "auto",
         center: bool = True,
         random_state: int | np.random.RandomState | None = None,
     ):
         self.n_components = n_components
+        self.kernel = kernel
+        self.length_scale = length_scale
         self.gamma = gamma
         self.coupling = coupling
         self.feature_map = feature_map
+        self.norms = norms
         self.center = center
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any = None) -> Self:
-        """Draws W for the columns of X, and takes gamma and the mean from its values.
+        """Draws W for the columns of X, and takes the length scale and the mean from its values.
 
         Args:
           X: Training data ``[rows, columns]``, an array, a data frame or a sparse matrix.
@@ -182,18 +219,52 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         n_components = self._check_parameters()
         X = validate_data(self, X, accept_sparse="csr", dtype=_DTYPES)
         dim = X.shape[1]
-        self.gamma_ = _gamma_of(self.gamma, X)
+        self.kernel_ = self._kernel()
+        self.length_scale_ = _length_scale_of(self.length_scale, self.gamma, X)
         self.mean_ = _mean(X) if self.center else np.zeros(dim)
         self.feature_map_ = self.feature_map
-        self.coupling_ = self._coupling_for(dim)
-        num_rows = _MAPS[self.feature_map].num_rows(n_components)
+        maps = _maps(self.feature_map, self.kernel_)
+        self.coupling_ = self._coupling_for(maps.best_coupling, dim)
+        self.norms_ = self._norms_for(maps)
+        num_rows = maps.num_rows(n_components)
         seed = check_random_state(self.random_state).randint(np.iinfo(np.int32).max)
         with _float64(True):
             key = jax.random.key(seed, impl="threefry2x32")  # Not JAX's default, which may differ.
             self.projection_ = np.array(
-                draw_projection(key, num_rows, dim, coupling=self.coupling_, dtype=jnp.float64)
+                draw_projection(
+                    key,
+                    num_rows,
+                    dim,
+                    coupling=self.coupling_,
+                    norms=self.norms_,
+                    dtype=jnp.float64,
+                    kernel=self.kernel_,
+                )
             )
         self._n_features_out = n_components
+        return self
+
+    def partial_fit(self, X: Any, y: Any = None) -> Self:
+        """Fits to a first batch, and checks the columns of later ones.
+
+        The features stay as they are after the first batch, since a model that has been fitted to
+        them partially, such as ``SGDClassifier``, would not know others.
+
+        Args:
+          X: Training data ``[rows, columns]``, an array, a data frame or a sparse matrix.
+          y: Nothing; it is there because pipelines pass it.
+
+        Returns:
+          This transformer.
+
+        Raises:
+          TypeError: As ``fit`` does, for the first batch.
+          ValueError: As ``fit`` does, for the first batch; or if scikit-learn refuses a later one,
+            as for other columns than those of the first.
+        """
+        if not hasattr(self, "projection_"):
+            return self.fit(X)
+        validate_data(self, X, accept_sparse="csr", dtype=_DTYPES, reset=False)
         return self
 
     def transform(self, X: Any) -> Any:
@@ -217,10 +288,10 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         with _float64(True):
             of_rows = functools.partial(
                 _features,
-                _MAPS[self.feature_map_],
+                _maps(self.feature_map_, self.kernel_),
                 jnp.asarray(self.projection_, X.dtype),
                 self.mean_,
-                math.sqrt(2 * self.gamma_),
+                1 / self.length_scale_,
                 self._n_features_out,
             )
             for start in range(0, X.shape[0], batch):
@@ -231,15 +302,43 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
 
     def _check_parameters(self) -> int:
         """Returns the number of features as a Python integer."""
-        checks.one_of("feature_map", self.feature_map, _MAPS)
+        checks.one_of("feature_map", self.feature_map, get_args(FeatureMapName))
         checks.one_of("coupling", self.coupling, ("auto", *COUPLINGS))
         checks.boolean("center", self.center)
         return checks.positive_int("n_components", self.n_components)
 
-    def _coupling_for(self, dim: int) -> Coupling:
+    def _kernel(self) -> ScaleMixture:
+        """Returns the kernel as an object, after checking that the features estimate it."""
+        if isinstance(self.kernel, str) and self.kernel in ("laplacian", "Laplacian"):
+            raise ValueError(
+                f"kernel={self.kernel!r} of scikit-learn takes the Manhattan distance and is not "
+                "isotropic; kernel='laplace' takes the Euclidean distance."
+            )
+        kernel = self.kernel
+        if not isinstance(kernel, ScaleMixture):
+            if not isinstance(kernel, str) or kernel not in _KERNELS:
+                raise ValueError(
+                    f"kernel must be one of {', '.join(map(repr, _KERNELS))}, or a kernel of "
+                    f"simrf_jax.kernels, got {kernel!r}."
+                )
+            kernel = _KERNELS[kernel]
+        if kernel != GAUSSIAN and self.feature_map in ("positive", "hyperbolic"):
+            raise ValueError(
+                f"feature_map={self.feature_map!r} estimates kernel='rbf' only, got kernel="
+                f"{self.kernel!r}; feature_map='trigonometric' estimates it."
+            )
+        return kernel
+
+    def _norms_for(self, maps: _Maps) -> Norms:
+        checks.one_of("norms", self.norms, ("auto", *(n for n in NORMS if n not in FIXED_NORMS)))
+        if self.norms != "auto":
+            return self.norms
+        return "stratified" if maps.best_coupling == "orthogonal" else "chi"
+
+    def _coupling_for(self, best: Coupling, dim: int) -> Coupling:
+        coupling = best if self.coupling == "auto" else self.coupling
         if self.coupling != "auto":
-            return self.coupling
-        coupling = _MAPS[self.feature_map].best_coupling
+            return coupling
         # In one dimension the simplex is a vector and its negative, which is the cross-polytope.
         return "cross_polytope" if (coupling, dim) == ("simplex", 1) else coupling
 
@@ -255,12 +354,14 @@ def _features(
     maps: _Maps,
     projection: jax.Array,
     mean: jax.Array,
-    scale: float,
+    scale: jax.Array,
     num_features: int,
     x: jax.Array,
 ) -> jax.Array:
     """Returns features of rows ``[rows, dim]``, whose products are unbiased estimates."""
-    x = (scale * (x.astype(mean.dtype) - mean[None])).astype(x.dtype)  # The mean is in float64.
+    x = (scale[None] * (x.astype(mean.dtype) - mean[None])).astype(
+        x.dtype
+    )  # The mean is in float64.
     if maps.pair is None:
         return maps.single.features(x, projection)
     num_pairs, num_single = divmod(num_features, 2)
@@ -272,6 +373,28 @@ def _features(
     if num_single:
         parts.append(num_features**-0.5 * maps.single.features(x, projection[num_pairs:]))
     return jnp.concatenate(parts, axis=1)
+
+
+def _length_scale_of(length_scale: Any, gamma: Any, X: Any) -> np.ndarray:
+    """Returns the length scale of each column, for training data X."""
+    dim = X.shape[1]
+    if length_scale is None:
+        return np.full(dim, (2 * _gamma_of(gamma, X)) ** -0.5)
+    if not (isinstance(gamma, str) and gamma == "scale"):
+        raise ValueError(
+            "length_scale and gamma say the same in two ways; leave one of them out, got "
+            f"length_scale={length_scale!r} and gamma={gamma!r}."
+        )
+    try:
+        array = np.asarray(length_scale, np.float64)
+    except (TypeError, ValueError):
+        array = np.array(np.nan)
+    if array.shape not in ((), (dim,)) or not np.all((array > 0) & (array < math.inf)):
+        raise ValueError(
+            f"length_scale must be a positive number, or one for each of {dim} columns, got "
+            f"{length_scale!r}."
+        )
+    return np.broadcast_to(array, dim).copy()
 
 
 def _gamma_of(gamma: Any, X: Any) -> float:
