@@ -43,14 +43,15 @@ METHODS: dict[str, Callable[..., Any]] = {
 }
 # Options of RandomFeatures in the last table, the defaults first.
 OPTIONS: tuple[dict[str, Any], ...] = (
-    {"feature_map": "trigonometric", "coupling": "orthogonal"},
-    {"feature_map": "trigonometric", "coupling": "iid"},
-    {"feature_map": "phase", "coupling": "orthogonal"},
-    {"feature_map": "hyperbolic", "coupling": "orthogonal"},
-    {"feature_map": "positive", "coupling": "simplex"},
-    {"feature_map": "positive", "coupling": "orthogonal"},
-    {"feature_map": "positive", "coupling": "iid"},
-    {"feature_map": "positive", "coupling": "simplex", "center": False},
+    {"feature_map": "trigonometric", "coupling": "orthogonal", "norms": "stratified"},
+    {"feature_map": "trigonometric", "coupling": "orthogonal", "norms": "chi"},
+    {"feature_map": "trigonometric", "coupling": "iid", "norms": "chi"},
+    {"feature_map": "phase", "coupling": "orthogonal", "norms": "stratified"},
+    {"feature_map": "hyperbolic", "coupling": "orthogonal", "norms": "chi"},
+    {"feature_map": "positive", "coupling": "simplex", "norms": "chi"},
+    {"feature_map": "positive", "coupling": "orthogonal", "norms": "chi"},
+    {"feature_map": "positive", "coupling": "iid", "norms": "chi"},
+    {"feature_map": "positive", "coupling": "simplex", "norms": "chi", "center": False},
 )
 LOOKS: dict[str, dict[str, Any]] = {
     "RandomFeatures": {"color": "#0072B2", "linestyle": "-"},
@@ -93,7 +94,7 @@ def split(rows: np.ndarray, labels: np.ndarray, seed: int) -> Split:
     )
     scaler = StandardScaler().fit(train)
     train, test = scaler.transform(train), scaler.transform(test)
-    gamma = RandomFeatures(2, random_state=0).fit(train).gamma_
+    gamma = 1 / (train.shape[1] * train.var())
     kernel = rbf_kernel(test, gamma=gamma)
     return Split(train, test, *classes, gamma, kernel, scaler.mean_ / scaler.scale_)
 
@@ -189,8 +190,9 @@ def table_of_options(splits: dict[str, list[Split]]) -> str:
             mean, error = mean_and_error(np.log(errors))
             cells.append(f"{np.exp(mean):.3f} ({np.exp(mean) * error:.3f})")
         center = "no" if options.get("center") is False else "yes"
-        rows.append([options["feature_map"], options["coupling"], center, *cells])
-    return markdown.table(["feature map", "coupling", "centered", *splits], rows)
+        names = [options[name] for name in ("feature_map", "coupling", "norms")]
+        rows.append([*names, center, *cells])
+    return markdown.table(["feature map", "coupling", "norms", "centered", *splits], rows)
 
 
 def draw_figure(

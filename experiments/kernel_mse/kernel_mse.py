@@ -1,4 +1,4 @@
-"""Config, run and report of the three parts of the experiment."""
+"""Config, run and report of the four parts of the experiment."""
 
 from __future__ import annotations
 
@@ -8,11 +8,16 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from experiments.harness import config_fields, files, resumable
-from experiments.kernel_mse import blog, mse_ratio, trigonometric_gap
+from experiments.kernel_mse import blog, mse_ratio, other_kernels, trigonometric_gap
 from experiments.kernel_mse.configs import paper
 
 FIELDS = config_fields.types_of(paper.get_config())
-PARTS = {"ratio": mse_ratio, "gap": trigonometric_gap, "attention": blog}
+PARTS = {
+    "ratio": mse_ratio,
+    "gap": trigonometric_gap,
+    "kernels": other_kernels,
+    "attention": blog,
+}
 
 
 def check(config: ConfigDict) -> None:
@@ -22,6 +27,7 @@ def check(config: ConfigDict) -> None:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
     two = ("ratio.dim", "ratio.num_trials", "gap.num_trials", "gap.dims", "gap.trial_dims")
+    two += ("kernels.dims", "kernels.trial_dims", "kernels.num_trials")
     least = {"attention.num_features": 1, **dict.fromkeys(two, 2)}
     values = config_fields.check_fields(config, FIELDS, least)
     config_fields.check_ascending(values, [name for name, kind in FIELDS.items() if kind is tuple])
@@ -36,8 +42,8 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
       workdir: Folder for all output. A stopped run of the same config in it is continued.
 
     Returns:
-      The content of ``results.json``: ``{"ratio": ..., "gap": ..., "attention": ...}``, the
-      summaries of the three parts.
+      The content of ``results.json``: ``{"ratio": ..., "gap": ..., "kernels": ..., "attention":
+      ...}``, the summaries of the four parts.
 
     Raises:
       UserError: If ``check`` refuses the config, or the folder cannot be written or holds a run of
@@ -55,5 +61,5 @@ def run(config: ConfigDict, workdir: pathlib.Path) -> dict[str, Any]:
 
 
 def report(results: dict[str, Any]) -> str:
-    """Returns the tables of the three parts."""
+    """Returns the tables of the four parts."""
     return "\n\n".join(part.table(results[name]) for name, part in PARTS.items())

@@ -258,9 +258,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
           This transformer.
 
         Raises:
-          TypeError: As ``fit`` does, for the first batch.
-          ValueError: As ``fit`` does, for the first batch; or if scikit-learn refuses a later one,
-            as for other columns than those of the first.
+          TypeError: If ``fit`` refuses the first batch.
+          ValueError: If ``fit`` refuses the first batch, or a later one has other columns.
         """
         if not hasattr(self, "projection_"):
             return self.fit(X)
@@ -359,9 +358,8 @@ def _features(
     x: jax.Array,
 ) -> jax.Array:
     """Returns features of rows ``[rows, dim]``, whose products are unbiased estimates."""
-    x = (scale[None] * (x.astype(mean.dtype) - mean[None])).astype(
-        x.dtype
-    )  # The mean is in float64.
+    centered = x.astype(mean.dtype) - mean[None]  # The mean is in float64.
+    x = (scale[None] * centered).astype(x.dtype)
     if maps.pair is None:
         return maps.single.features(x, projection)
     num_pairs, num_single = divmod(num_features, 2)

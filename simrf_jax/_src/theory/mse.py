@@ -78,7 +78,8 @@ def kernel_mse(
         ``"cross_polytope"``, row blocks of 2d rows that are +- pairs of d orthogonal directions.
       features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
       kernel: Kernel that is estimated: ``"gaussian"``, ``"softmax"``, or for trigonometric features
-        a ``ScaleMixture`` such as ``simrf_jax.kernels.Matern(1.5)``.
+        a ``ScaleMixture`` such as ``simrf_jax.kernels.Matern(1.5)``. Where its norms have
+        heavy tails, errors of a few rows of stratified norms have two to three digits.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
       log: If true, return the logarithm, which does not overflow.
       norms: Joint law of the row norms, each of which has the distribution function F of the

@@ -187,9 +187,11 @@ class _Covariances:
         """Norms in each stratum, and their weights, which add up to 1 in each."""
         edges = special.ndtri(np.arange(self._num_rows + 1) / self._num_rows)
         edges = np.clip(edges, -_LARGEST_NORMAL, _LARGEST_NORMAL)
+        # The cosines of the longest rows oscillate.
+        sizes = [8 + 128 // self._num_rows] * (self._num_rows - 1) + [120]
         rules = [
-            _normal_rule(low, high, 8 + 128 // self._num_rows)
-            for low, high in itertools.pairwise(edges)
+            _normal_rule(low, high, size)
+            for (low, high), size in zip(itertools.pairwise(edges), sizes, strict=True)
         ]
         norm = _norm(self._kernel, self._dim)
         return [(norm(normal), weights) for normal, weights in rules]
