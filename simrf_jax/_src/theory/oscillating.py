@@ -41,7 +41,7 @@ from simrf_jax._src.kernels import GAUSSIAN, ScaleMixture
 from simrf_jax._src.projections.norms import log_norm_of_normal
 from simrf_jax._src.theory.harmonics import gegenbauer, log_multiplicities
 from simrf_jax._src.theory.pairs import SAME_ROW, Pairs, Rows
-from simrf_jax._src.theory.quadrature import Nodes, Vector, sum_by_ratios
+from simrf_jax._src.theory.quadrature import Nodes, Vector, over_chunks, sum_by_ratios
 
 _LEAST, _MOST = -60.0, 80.0  # Range of log q.
 _DEGREES = 256  # Terms of the series.
@@ -49,6 +49,7 @@ _NODES = 256  # Nodes of the integral over y, and a quarter of them from degree 
 # Ratios at 0 are those at this distance. Averages over norms lose digits below it.
 _SMALLEST = {"chi": 1e-8, "shared": 1e-8, "pair": 1e-8, "antithetic": 1e-4}
 _LARGEST = 1e8
+_LONGEST = 120  # Nodes of the stratum of the longest rows.
 _LARGEST_NORMAL = 8.5  # Beyond it are less than 1e-17 of all norms.
 
 
@@ -60,7 +61,11 @@ def trigonometric_mse(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
       rows: Rows of the projection.
       kernel: The kernel.
     """
-    return np.where(t > 0, _row_errors(t, rows, kernel) / rows.num_rows, 0.0)
+
+    def errors(t: Vector) -> Vector:
+        return np.where(t > 0, _row_errors(t, rows, kernel) / rows.num_rows, 0.0)
+
+    return over_chunks(errors, t, _width(rows, kernel))
 
 
 def trigonometric_ratio(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
@@ -71,7 +76,11 @@ def trigonometric_ratio(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
       rows: Rows of the projection.
       kernel: The kernel.
     """
-    return _row_errors(t, rows, kernel) / _Covariances(t, rows, kernel).of(SAME_ROW)
+
+    def ratio(t: Vector) -> Vector:
+        return _row_errors(t, rows, kernel) / _Covariances(t, rows, kernel).of(SAME_ROW)
+
+    return over_chunks(ratio, t, _width(rows, kernel))
 
 
 def trigonometric_gap(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
@@ -82,9 +91,19 @@ def trigonometric_gap(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
       rows: Rows of the projection.
       kernel: The kernel.
     """
-    covariances = _Covariances(t, rows, kernel)
-    total = sum((pair.weight * covariances.of(pair) for pair in rows.pairs), np.zeros_like(t))
-    return np.where(t > 0, -total / rows.num_rows, 0.0)
+
+    def gap(t: Vector) -> Vector:
+        covariances = _Covariances(t, rows, kernel)
+        total = sum((pair.weight * covariances.of(pair) for pair in rows.pairs), np.zeros_like(t))
+        return np.where(t > 0, -total / rows.num_rows, 0.0)
+
+    return over_chunks(gap, t, _width(rows, kernel))
+
+
+def _width(rows: Rows, kernel: ScaleMixture) -> int:
+    """Returns the size of temporary arrays for each distance."""
+    of_scales = 1 if kernel == GAUSSIAN else _log_q(kernel.step).size
+    return max(of_scales, {"antithetic": 1280, "stratified": _LONGEST**2}.get(rows.norms, 1))
 
 
 def _row_errors(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
@@ -188,7 +207,7 @@ class _Covariances:
         edges = special.ndtri(np.arange(self._num_rows + 1) / self._num_rows)
         edges = np.clip(edges, -_LARGEST_NORMAL, _LARGEST_NORMAL)
         # The cosines of the longest rows oscillate.
-        sizes = [8 + 128 // self._num_rows] * (self._num_rows - 1) + [120]
+        sizes = [8 + 128 // self._num_rows] * (self._num_rows - 1) + [_LONGEST]
         rules = [
             _normal_rule(low, high, size)
             for (low, high), size in zip(itertools.pairwise(edges), sizes, strict=True)
