@@ -81,7 +81,7 @@ class ScaleMixture(abc.ABC):
         """Returns the kernel as a function of the squared distance, in its floating type.
 
         Args:
-          squared_distance: Numbers |x - y|^2 of at least 0, in units of the length scale.
+          squared_distance: Squared distances in units of the length scale, at least 0.
         """
         log_scales, weights = self.scales()
 
