@@ -12,6 +12,7 @@ Without SIMRF_DATA_DIR, the UCI data sets are downloaded.
 
 import itertools
 import pathlib
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -105,6 +106,14 @@ def gram_error(transformer: Any, data: Split) -> float:
     return np.linalg.norm(phi @ phi.T - data.kernel) / np.linalg.norm(data.kernel)
 
 
+def seconds(transformer: Any, data: Split) -> float:
+    """Returns the time to fit the training rows and to transform both, programs being compiled."""
+    start = time.perf_counter()
+    transformer.fit(data.train).transform(data.train)
+    transformer.transform(data.test)
+    return time.perf_counter() - start
+
+
 def accuracy(fitted: Any, data: Split) -> float:
     """Returns the accuracy of a ridge classifier of the features of a fitted transformer."""
     classifier = RidgeClassifier(ALPHA).fit(fitted.transform(data.train), data.train_labels)
@@ -112,7 +121,7 @@ def accuracy(fitted: Any, data: Split) -> float:
 
 
 def measure(splits: list[Split], sizes: tuple[int, ...]) -> dict[str, np.ndarray]:
-    """Returns ``[sizes, trials, 2]`` for each method, errors and accuracies.
+    """Returns ``[sizes, trials, 3]`` for each method: errors, accuracies and seconds.
 
     The entry ``exact`` has the accuracies of the kernel itself, ``[trials]``.
     """
@@ -121,8 +130,9 @@ def measure(splits: list[Split], sizes: tuple[int, ...]) -> dict[str, np.ndarray
     for name, row, seed in command_line.bar(runs, "fits"):
         data = splits[seed]
         transformer = METHODS[name](n_components=sizes[row], gamma=data.gamma, random_state=seed)
-        of_method = results.setdefault(name, np.empty((len(sizes), len(splits), 2)))
-        of_method[row, seed] = gram_error(transformer, data), accuracy(transformer, data)
+        of_method = results.setdefault(name, np.empty((len(sizes), len(splits), 3)))
+        judged = gram_error(transformer, data), accuracy(transformer, data)
+        of_method[row, seed] = *judged, seconds(transformer, data)
     # Nystroem's features of all training rows are those of the kernel itself.
     results["exact"] = np.array(
         [
@@ -161,8 +171,9 @@ def table_of_ratios(results: dict[str, dict[str, np.ndarray]], sizes: tuple[int,
 
 
 def table_of_methods(results: dict[str, dict[str, np.ndarray]], row: int) -> str:
-    """Returns errors and accuracies at one size."""
+    """Returns errors, accuracies and medians of milliseconds at one size."""
     header = [f"{name}, {what}" for what in ("error", "accuracy") for name in METHODS]
+    header = [*header, "exact, accuracy", *(f"{name}, ms" for name in METHODS)]
     rows = []
     for name, of_data in results.items():
         cells = [
@@ -170,8 +181,10 @@ def table_of_methods(results: dict[str, dict[str, np.ndarray]], row: int) -> str
             for column in range(2)
             for method in METHODS
         ]
-        rows.append([name, *cells, "{:.3f} ({:.3f})".format(*mean_and_error(of_data["exact"]))])
-    return markdown.table(["data set", *header, "exact, accuracy"], rows)
+        cells.append("{:.3f} ({:.3f})".format(*mean_and_error(of_data["exact"])))
+        times = [f"{1e3 * np.median(of_data[method][row, :, 2]):.1f}" for method in METHODS]
+        rows.append([name, *cells, *times])
+    return markdown.table(["data set", *header], rows)
 
 
 def table_of_options(splits: dict[str, list[Split]]) -> str:

@@ -335,11 +335,14 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         return "stratified" if maps.best_coupling == "orthogonal" else "chi"
 
     def _coupling_for(self, best: Coupling, dim: int) -> Coupling:
-        coupling = best if self.coupling == "auto" else self.coupling
         if self.coupling != "auto":
-            return coupling
+            if dim < 2 and self.coupling in ("simplex", "simplex_plus"):
+                raise ValueError(
+                    f"coupling={self.coupling!r} needs at least 2 columns, got n_features = {dim}."
+                )
+            return self.coupling
         # In one dimension the simplex is a vector and its negative, which is the cross-polytope.
-        return "cross_polytope" if (coupling, dim) == ("simplex", 1) else coupling
+        return "cross_polytope" if (best, dim) == ("simplex", 1) else best
 
     def __sklearn_tags__(self) -> Tags:
         tags = super().__sklearn_tags__()
