@@ -438,7 +438,7 @@ def test_parameters_are_checked_by_fit_and_kept_as_they_are(arguments, error, ma
 
 @pytest.mark.fast
 def test_a_simplex_needs_two_dimensions():
-    with pytest.raises(ValueError, match="needs dim of at least 2, got dim=1"):
+    with pytest.raises(ValueError, match="needs at least 2 columns, got n_features = 1"):
         RandomFeatures(coupling="simplex").fit(X[:, :1])
 
 
