@@ -56,6 +56,8 @@ class ScaleMixture(abc.ABC):
     References:
       Schoenberg, Metric spaces and completely monotone functions (Annals of Mathematics 39, 1938),
       https://doi.org/10.2307/1968466
+      Langrené, Warin and Gruet, New random projections for isotropic kernels using stable spectral
+      distributions (2024), for independent rows of these kernels, https://arxiv.org/abs/2411.02770
     """
 
     @property
