@@ -38,7 +38,7 @@ KERNELS = {
 COUPLINGS = ("iid", "orthogonal", "simplex", "cross_polytope", "simplex_plus")
 ESTIMATORS = [RandomFeatures(feature_map="positive", center=False)] + [
     RandomFeatures(8, kernel=kernel, coupling=coupling)
-    for kernel in KERNELS
+    for kernel in (*KERNELS, kernels.PoweredExponential(0.7))
     for coupling in COUPLINGS
 ]
 

@@ -146,6 +146,30 @@ def test_unbiased_with_the_variance_of_theory(kernel, coupling, norms):
         assert_mean((samples - expected) ** 2, errors)
 
 
+@pytest.mark.parametrize("coupling", slow_but(["simplex"], COUPLINGS))
+@pytest.mark.parametrize("kernel", [Matern(0.5), RationalQuadratic(1.0)], ids=str)
+def test_draws_are_the_same_in_every_transform_and_type(kernel, coupling):
+    options = {"coupling": coupling, "norms": "stratified", "kernel": kernel}
+
+    def draw(key, dtype=jnp.float32):
+        return draw_projection(key, ROWS, DIM, dtype=dtype, **options)
+
+    keys = jax.random.split(jax.random.key(4), 3)
+    many = jax.jit(jax.vmap(draw))(keys)
+    for key, one in zip(keys, many, strict=True):
+        np.testing.assert_allclose(draw(key), one, rtol=1e-4, atol=1e-5)
+    half = draw(keys[0], jnp.bfloat16)
+    assert half.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(half), many[0], rtol=1e-2, atol=1e-2)
+    with enable_x64(True):
+        wide = draw(keys[0], jnp.float64)
+        assert wide.dtype == jnp.float64
+        norms = np.linalg.norm(np.asarray(wide), axis=1)
+    # One norm comes from each stratum in float64, too.
+    edges = np.exp(log_norm_of_normal(kernel, DIM)(scipy.special.ndtri(np.arange(1, 11) / 11)))
+    assert list(np.searchsorted(edges, np.sort(norms))) == list(range(ROWS))
+
+
 @pytest.mark.parametrize("norms", ["chi", "stratified"])
 def test_fast_and_other_rotations_estimate_the_kernel(norms):
     kernel, x = Matern(1.5), jnp.asarray(VECTORS[:, :3])  # Padded to four dimensions.
