@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 # The file of requirements that each folder needs beside the library's own, None for no file.
 FILES = {
     "simrf_jax": None,
-    "examples": None,
+    "examples": "train",
     "colabs": "test_library",
     "experiments": "train",
     "benchmarks": "train",

@@ -16,8 +16,7 @@ import simrf_jax
 from experiments.harness import markdown, resumable, style, trials
 from simrf_jax import theory
 from simrf_jax._src.projections import Coupling, Norms
-from simrf_jax._src.theory.oscillating import trigonometric_gap
-from simrf_jax._src.theory.pairs import Pairs, Rows
+from simrf_jax._src.theory.oscillating import pair_covariances
 from simrf_jax.kernels import Gaussian, Matern, PoweredExponential, RationalQuadratic, ScaleMixture
 
 KERNELS: dict[str, ScaleMixture] = {
@@ -75,12 +74,7 @@ def optimal_up_to(dim: int, kernel: ScaleMixture) -> float:
     those whose squared cosines are all equal and as small as the bound of Welch allows: orthogonal
     rows for m <= d, and the simplex for m = d + 1.
     """
-    values = np.stack(
-        [
-            -trigonometric_gap(GRID**2, Rows(2, dim, "chi", (Pairs(1.0, c),)), kernel)
-            for c in np.sqrt(SQUARED_COSINES)
-        ]
-    )
+    values = pair_covariances(GRID**2, dim, np.sqrt(SQUARED_COSINES), kernel)
     slopes = np.diff(values, axis=0)
     resolution = 1e-12 * np.abs(values).max(axis=0)
     holds = np.all(slopes > -resolution, axis=0)

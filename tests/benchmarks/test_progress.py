@@ -145,7 +145,8 @@ def test_fits_of_scikit_learn_are_counted(monkeypatch, totals):
     monkeypatch.setattr(sklearn_features, "METHODS", {"a": RBFSampler, "b": Nystroem})
     results = sklearn_features.measure(splits, (4, 8, 16))
     assert totals() == {2 * 3 * 2}
-    assert results["b"].shape == (3, 2, 2)
+    assert results["b"].shape == (3, 2, 3)
+    assert np.all(results["b"][..., 2] > 0)  # Seconds.
 
 
 def test_stages_of_the_input_are_counted(monkeypatch, capsys):

@@ -12,6 +12,7 @@ import scipy.stats
 import simrf_jax
 from simrf_jax import Projection, draw_fast_projection, draw_projection, kernels
 from simrf_jax._src.projections.norms import log_norm_of_normal
+from simrf_jax.calibration import draw_mixture_projection
 from simrf_jax.kernels import Gaussian, Matern, PoweredExponential, RationalQuadratic, ScaleMixture
 from tests.standard_errors import assert_mean
 from tests.tiers import slow_but
@@ -281,6 +282,15 @@ def test_features_refuse_rows_for_another_kernel(is_jitted):
 
 
 BAD = [
+    (lambda: Gaussian().log_density(np.zeros(1)), ValueError, "has one scale, s = 1"),
+    (
+        lambda: draw_mixture_projection(
+            jax.random.key(0), VECTORS, 8, options=simrf_jax.DrawOptions(kernel=Matern())
+        ),
+        ValueError,
+        r"norms='chi' and kernel=Matern\(nu=1.5\)",
+    ),
+    (lambda: Matern()(VECTORS, VECTORS, length_scale=2), TypeError, "length_scale"),
     (lambda: Matern(0), ValueError, "nu must be a positive number, got 0"),
     (lambda: Matern(np.inf), ValueError, "nu must be a positive number, got inf"),
     (lambda: Matern("1.5"), TypeError, "nu must be a number, got '1.5'"),

@@ -140,8 +140,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         is odd, the last row has a single feature.
       norms: Joint law of the norms of the rows of W, ``"chi"`` for independent ones,
         ``"antithetic"``, ``"shared"``, ``"pair"`` or ``"stratified"``; see
-        ``simrf_jax.draw_projection``. ``"auto"`` takes ``"stratified"`` for sines and cosines, with
-        the least error, and ``"chi"`` for exponential features.
+        ``simrf_jax.draw_projection``. ``"auto"`` takes ``"stratified"`` for sines and
+        cosines, whose error it lowers at most distances, and ``"chi"`` for exponential features.
       center: If true, the mean of the training data is subtracted from all rows. The kernel does
         not change. Exponential features need it, and others in float32 lose fewer digits.
       random_state: Seed, ``numpy.random.RandomState`` or None, as everywhere in scikit-learn.

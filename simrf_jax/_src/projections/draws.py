@@ -101,9 +101,8 @@ def draw_projection(
         norm to all rows of a row block, which raises the variance of kernel estimates and lowers
         the error of attention, where what all keys have in common cancels. ``"pair"`` gives one
         norm to the two rows of a pair of a cross-polytope. ``"stratified"`` draws the norms of all
-        m rows from m equally probable strata, one from each, in random order. For trigonometric
-        features of kernels with heavy tails, most of the variance that a coupling of directions
-        leaves is that of the norms (``experiments/kernel_mse``).
+        m rows from m equally probable strata, one from each, in random order. It lowers the error
+        of trigonometric features beside any coupling of directions (``experiments/kernel_mse``).
         ``"sqrt_dim"`` sets all norms to :math:`\sqrt d`, with which estimates are biased.
         ``"radau"`` sets them to :math:`\sqrt{d + 2}` with the total weight d/(d + 2), and the last
         row of W to zero with the weight 2/(d + 2). The relative bias of positive features is only

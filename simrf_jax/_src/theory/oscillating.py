@@ -14,8 +14,9 @@ independent, it is the Gegenbauer series of ``harmonics`` at imaginary distances
     \sum_{n > 0} N_{2n} P_{2n}(c)\, (E\, G_n(q))^2, \qquad
     G_n(q) = \frac{q^n}{\Gamma(n)} \int_0^1 y^{n + d/2 - 1} (1 - y)^{n - 1} e^{-q y}\, dy.
 
-Nothing cancels in these forms. All averages over s are one integral over :math:`\log q`, in which
-the kernel enters by its density alone: the nodes are the same for all distances and kernels.
+These forms keep their digits at small distances. All averages over s are one integral over
+:math:`\log q`, in which the kernel enters by its density alone: the nodes are the same for all
+distances and kernels.
 
 Antithetic and stratified norms are averaged over the norms themselves. A row of the norm a has
 :math:`E \cos(w \cdot (x - y)) = \Lambda(a z)` with the characteristic function
@@ -49,6 +50,7 @@ _NODES = 256  # Nodes of the integral over y, and a quarter of them from degree 
 # Ratios at 0 are those at this distance. Averages over norms lose digits below it.
 _SMALLEST = {"chi": 1e-8, "shared": 1e-8, "pair": 1e-8, "antithetic": 1e-4}
 _LARGEST = 1e8
+_PAIRED = 1280  # Nodes of antithetic norms.
 _LONGEST = 120  # Nodes of the stratum of the longest rows.
 _LARGEST_NORMAL = 8.5  # Beyond it are less than 1e-17 of all norms.
 
@@ -61,11 +63,8 @@ def trigonometric_mse(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
       rows: Rows of the projection.
       kernel: The kernel.
     """
-
-    def errors(t: Vector) -> Vector:
-        return np.where(t > 0, _row_errors(t, rows, kernel) / rows.num_rows, 0.0)
-
-    return over_chunks(errors, t, _width(rows, kernel))
+    errors = _over_chunks(lambda each: each.of_all(rows), t, rows, kernel)
+    return np.where(t > 0, errors / rows.num_rows, 0.0)
 
 
 def trigonometric_ratio(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
@@ -76,11 +75,7 @@ def trigonometric_ratio(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
       rows: Rows of the projection.
       kernel: The kernel.
     """
-
-    def ratio(t: Vector) -> Vector:
-        return _row_errors(t, rows, kernel) / _Covariances(t, rows, kernel).of(SAME_ROW)
-
-    return over_chunks(ratio, t, _width(rows, kernel))
+    return _over_chunks(lambda each: each.of_all(rows) / each.of(SAME_ROW), t, rows, kernel)
 
 
 def trigonometric_gap(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
@@ -91,29 +86,33 @@ def trigonometric_gap(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
       rows: Rows of the projection.
       kernel: The kernel.
     """
-
-    def gap(t: Vector) -> Vector:
-        covariances = _Covariances(t, rows, kernel)
-        total = sum((pair.weight * covariances.of(pair) for pair in rows.pairs), np.zeros_like(t))
-        return np.where(t > 0, -total / rows.num_rows, 0.0)
-
-    return over_chunks(gap, t, _width(rows, kernel))
+    differences = _over_chunks(lambda each: each.of_pairs(rows.pairs), t, rows, kernel)
+    return np.where(t > 0, -differences / rows.num_rows, 0.0)
 
 
-def _width(rows: Rows, kernel: ScaleMixture) -> int:
-    """Returns the size of temporary arrays for each distance."""
+def pair_covariances(
+    t: Vector, dim: int, cosines: Vector, kernel: ScaleMixture
+) -> Float64[np.ndarray, "cosines n"]:
+    """Returns the covariances of the cosines of two rows of independent norms.
+
+    Args:
+      t: Squared distances, at least 0.
+      dim: Dimension d.
+      cosines: Cosines of the angles between the rows.
+      kernel: The kernel.
+    """
+    covariances = _Covariances(t, Rows(2, dim, "chi", ()), kernel)
+    return np.stack([covariances.of(Pairs(1.0, cosine)) for cosine in cosines])
+
+
+def _over_chunks(
+    function: Callable[[_Covariances], Vector], t: Vector, rows: Rows, kernel: ScaleMixture
+) -> Vector:
+    """Returns a function of the covariances at some squared distances, in bounded memory."""
     of_scales = 1 if kernel == GAUSSIAN else _log_q(kernel.step).size
-    return max(of_scales, {"antithetic": 1280, "stratified": _LONGEST**2}.get(rows.norms, 1))
-
-
-def _row_errors(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
-    """Returns mean squared errors, multiplied by the number of rows."""
-    covariances = _Covariances(t, rows, kernel)
-    total = sum((pair.weight * covariances.of(pair) for pair in rows.kinds), np.zeros_like(t))
-    if rows.norms == "stratified":
-        coupled = sum(pair.weight for pair in rows.pairs)
-        total += (rows.num_rows - 1 - coupled) * covariances.of_uncoupled_rows()
-    return total
+    of_norms = {"antithetic": _PAIRED, "stratified": _LONGEST**2}.get(rows.norms, 1)
+    width = max(of_scales, of_norms)  # Of temporary arrays for each distance.
+    return over_chunks(lambda t: function(_Covariances(t, rows, kernel)), t, width)
 
 
 class _Covariances:
@@ -130,6 +129,18 @@ class _Covariances:
             log_density = kernel.log_density(log_q[:, None] - np.log(half_t))
             self._q, self._weights = np.exp(log_q), kernel.step * np.exp(log_density)
 
+    def of_all(self, rows: Rows) -> Vector:
+        """Returns the mean squared error of rows, multiplied by their number."""
+        total = self.of_pairs(rows.kinds)
+        if rows.norms == "stratified":
+            uncoupled = rows.num_rows - 1 - sum(pair.weight for pair in rows.pairs)
+            total += uncoupled * self.of_uncoupled_rows()
+        return total
+
+    def of_pairs(self, pairs: tuple[Pairs, ...]) -> Vector:
+        """Returns the sum of the covariances of pairs, each times its weight."""
+        return sum((pair.weight * self.of(pair) for pair in pairs), np.zeros_like(self._z))
+
     def of(self, pair: Pairs) -> Vector:
         """Returns the covariance for two rows of this kind, whatever the weight of the pairs."""
         if pair.norms == "equal":
@@ -137,7 +148,7 @@ class _Covariances:
             difference = np.exp(-(1 - cosine) * self._q) * -np.expm1(-2 * cosine * self._q)
             return difference**2 / 2 @ self._weights + self._variance_of_scales()
         if pair.norms == "antithetic":
-            normal, weights = _normal_rule(0.0, _LARGEST_NORMAL, 1280)
+            normal, weights = _normal_rule(0.0, _LARGEST_NORMAL, _PAIRED)
             norm = _norm(self._kernel, self._dim)
             norms, others = norm(normal)[:, None], norm(-normal)[:, None]
             products = self._deficit_products(norms, others, pair.cosine)
@@ -168,12 +179,8 @@ class _Covariances:
         """Returns the covariance of two rows of independent norms."""
         if self._dim == 1:
             return np.zeros_like(self._z)
-        if self._kernel == GAUSSIAN:
-            coefficients = _coefficients(self._q, self._dim)
-        else:
-            coefficients = _coefficients_at_nodes(self._kernel.step, self._dim) @ self._weights
         polynomials = gegenbauer(np.array(cosine), self._dim, 2 * _DEGREES)[2::2, None]
-        terms = polynomials * coefficients**2
+        terms = polynomials * self._mean_coefficients**2
         n = np.arange(1.0, _DEGREES + 1)
         if abs(cosine) < 1:  # The terms change their signs, and a smooth end is exact to rounding.
             return special.erfc((n - 0.75 * _DEGREES) / (_DEGREES / 14)) / 2 @ terms
@@ -183,6 +190,13 @@ class _Covariances:
             power = np.log2(half / last)
             rest = last * (_DEGREES / (power - 1) - 0.5 + power / (12 * _DEGREES))
         return terms.sum(axis=0) + np.where(last > 1e-30, rest, 0)
+
+    @functools.cached_property
+    def _mean_coefficients(self) -> Float64[np.ndarray, "degrees n"]:
+        """The means of sqrt(N_2n) G_n(q) over s."""
+        if self._kernel == GAUSSIAN:
+            return _coefficients(self._q, self._dim)
+        return _coefficients_at_nodes(self._kernel.step, self._dim) @ self._weights
 
     def _deficit(self, norms: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
         """Returns the means of 1 - cos for rows of given norms, with an axis of distances."""
