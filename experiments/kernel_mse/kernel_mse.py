@@ -26,8 +26,8 @@ def check(config: ConfigDict) -> None:
     Raises:
       UserError: If fields are missing or unknown, or a value is of the wrong type or out of range.
     """
-    two = ("ratio.dim", "ratio.num_trials", "gap.num_trials", "gap.dims", "gap.trial_dims")
-    two += ("kernels.dims", "kernels.trial_dims", "kernels.num_trials")
+    two = ["ratio.dim", "ratio.num_trials", "gap.num_trials", "gap.dims", "gap.trial_dims"]
+    two += ["kernels.dims", "kernels.trial_dims", "kernels.num_trials"]
     least = {"attention.num_features": 1, **dict.fromkeys(two, 2)}
     values = config_fields.check_fields(config, FIELDS, least)
     config_fields.check_ascending(values, [name for name, kind in FIELDS.items() if kind is tuple])

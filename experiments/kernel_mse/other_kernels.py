@@ -15,7 +15,8 @@ from ml_collections import ConfigDict
 import simrf_jax
 from experiments.harness import markdown, resumable, style, trials
 from simrf_jax import theory
-from simrf_jax._src.projections import Coupling, Norms
+from simrf_jax._src.projections import Norms
+from simrf_jax._src.theory.arguments import ClosedFormCoupling
 from simrf_jax._src.theory.oscillating import pair_covariances
 from simrf_jax.kernels import Gaussian, Matern, PoweredExponential, RationalQuadratic, ScaleMixture
 
@@ -33,7 +34,7 @@ class Case(NamedTuple):
     """A coupling of the directions, and one of the norms."""
 
     name: str
-    coupling: Coupling
+    coupling: ClosedFormCoupling
     norms: Norms
     look: dict[str, Any]
 
@@ -59,11 +60,13 @@ SQUARED_COSINES = np.linspace(0, 1, 41)
 
 
 def ratio(
-    z: np.ndarray, dim: int, kernel: ScaleMixture, coupling: Coupling, norms: Norms
+    z: np.ndarray, dim: int, kernel: ScaleMixture, coupling: ClosedFormCoupling, norms: Norms
 ) -> np.ndarray:
     """Returns errors of m = 2d rows divided by those of iid rows of independent norms."""
-    options = {"coupling": coupling, "norms": norms, "kernel": kernel}
-    return np.asarray(theory.mse_ratio(z, 2 * dim, dim, features="trigonometric", **options))
+    ratios = theory.mse_ratio(
+        z, 2 * dim, dim, coupling=coupling, features="trigonometric", norms=norms, kernel=kernel
+    )
+    return np.asarray(ratios)
 
 
 def optimal_up_to(dim: int, kernel: ScaleMixture) -> float:
@@ -108,7 +111,7 @@ def summary(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
 
 @functools.partial(jax.jit, static_argnames=("dim", "case", "kernel"))
 def _squared_errors(
-    keys: jax.Array, *, dim: int, case: tuple[Coupling, Norms], kernel: ScaleMixture
+    keys: jax.Array, *, dim: int, case: tuple[ClosedFormCoupling, Norms], kernel: ScaleMixture
 ) -> jax.Array:
     """Returns squared errors at one length scale along each axis, their means for each key."""
     exact = kernel.profile(jnp.ones(()))
@@ -117,7 +120,7 @@ def _squared_errors(
         w = simrf_jax.draw_projection(
             key, 2 * dim, dim, coupling=case[0], norms=case[1], kernel=kernel
         )
-        return jnp.mean(jnp.square(jnp.mean(jnp.cos(w), axis=0) - exact))
+        return jnp.mean(jnp.square(jnp.mean(jnp.cos(jnp.asarray(w)), axis=0) - exact))
 
     return jax.lax.map(one, keys, batch_size=max(1, trials.ENTRIES // (2 * dim**2)))
 
@@ -130,7 +133,7 @@ def _draw(seed: int, num_trials: int, **options: Any) -> np.ndarray:
 def _compare(name: str, dim: int, config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
     kernel = KERNELS[name]
 
-    def errors(coupling: Coupling, norms: Norms) -> np.ndarray:
+    def errors(coupling: ClosedFormCoupling, norms: Norms) -> np.ndarray:
         draw = functools.partial(_draw, dim=dim, case=(coupling, norms), kernel=kernel)
         piece = f"kernels-{name}-{dim}-{coupling}-{norms}".replace("/", ".")
         return pieces.get(piece, draw, config.seed, config.kernels.num_trials)
@@ -161,8 +164,7 @@ def table(results: dict[str, Any]) -> str:
         ratios.append([*first, *numbers, f"{row['optimal_up_to']:.2g}"])
         cells = []
         for place in at.values():
-            best = min(names, key=lambda name, i=place: row["ratios"][name][i])
-            value = row["ratios"][best][place]
+            value, best = min((row["ratios"][name][place], name) for name in names)
             cells.append(f"{best} {value:.2f}" if value < 0.995 else "none")
         winners.append([*first, *cells])
     compared: list[list[object]] = []
