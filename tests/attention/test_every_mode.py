@@ -26,7 +26,7 @@ def weights(num_features, heads):
 def arguments(mode, scale, dtype=jnp.float32, **shape):
     q, k, v = inputs(**(mode.shape | {"scale": scale} | shape))
     w = weights(mode.num_features, mode.shape["key_heads"])
-    return (*(jnp.asarray(x, dtype) for x in (q, k, v)), w)
+    return (*(x.astype(dtype) for x in (q, k, v)), w)
 
 
 @functools.cache
@@ -43,7 +43,8 @@ def run(name, q, k, v, w, *, counts=True, mask=None):
     shape = (*q.shape[:-1], v.shape[-1])
     cotangent = np.where(counts, np.random.default_rng(1).normal(size=shape), 0)
     mask = np.ones((*k.shape[:-3], 1, 1, k.shape[-3]), bool) if mask is None else mask
-    out, gradients = program(name)(q, k, v, w, jnp.asarray(cotangent, q.dtype), mask)
+    # NumPy's arrays, of which the tests take parts without a compilation for each.
+    out, gradients = jax.device_get(program(name)(q, k, v, w, cotangent.astype(q.dtype), mask))
     assert (out.shape, out.dtype) == (shape, q.dtype)
     return out, gradients, cotangent
 
@@ -130,7 +131,7 @@ def test_entries_up_to_a_thousand_stay_finite(name):
     rng = np.random.default_rng(2)
     for dtype in (jnp.float32, jnp.bfloat16):
         q, k, v, w = arguments(MODES[name], 1e3, dtype)
-        signs = [jnp.asarray(rng.choice([-1e3, 1e3], x.shape), dtype) for x in (q, k)]
+        signs = [rng.choice([-1e3, 1e3], x.shape).astype(dtype) for x in (q, k)]
         for queries, keys in [(q, k), signs, (signs[0], k)]:
             out, gradients, _ = run(name, queries, keys, v, w)
             chex.assert_tree_all_finite((out, gradients))
@@ -145,11 +146,11 @@ def test_hidden_keys_and_rows_that_see_none(name):
     if shown.ndim > 3:
         shown[-1] = False  # Nor does anybody in the last sequence.
     hidden = ~np.swapaxes(shown[..., 0, :], -1, -2)[..., None]
-    k, v = jnp.where(hidden, jnp.nan, k), jnp.where(hidden, jnp.inf, v)
+    k, v = np.where(hidden, np.float32("nan"), k), np.where(hidden, np.float32("inf"), v)
     out, gradients, _ = run(name, q, k, v, w, mask=shown)
     with np.errstate(divide="ignore"):
         log_weights = np.log(np.broadcast_to(shown[..., 0, :], (*q.shape[:-3], 4, key_length)))
-    truth = expected(mode, q, *(jnp.where(hidden, 0, x) for x in (k, v)), w, log_weights)
+    truth = expected(mode, q, *(np.where(hidden, 0, x) for x in (k, v)), w, log_weights)
     np.testing.assert_allclose(out, truth, rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(out[(truth == 0).all(axis=-1)], 0)
     chex.assert_tree_all_finite(gradients)
@@ -168,7 +169,7 @@ def test_one_token_and_empty_axes(name):
     q, k, v, w = arguments(mode, 1.0, length=1, key_length=1, batch=())
     out, gradients, _ = run(name, q, k, v, w)
     total = 1.1 if "near and far" in name else 1  # Of its weights.
-    np.testing.assert_allclose(out, total * jnp.repeat(v, 4 // v.shape[-2], -2), rtol=1e-5)
+    np.testing.assert_allclose(out, total * np.repeat(v, 4 // v.shape[-2], -2), rtol=1e-5)
     chex.assert_tree_all_finite(gradients)
     whole = arguments(mode, 1.0, batch=())[:3]
     for cut in [(0, 0, 0)] if self_attention else [(0, 0, 0), (None, 0, 0), (0, None, None)]:
