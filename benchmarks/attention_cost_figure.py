@@ -35,20 +35,19 @@ LOOKS = {
 def draw(results):
     """Draws the time of each pass, and the memory of the forward pass, for each candidate."""
     figure = matplotlib.figure.Figure(figsize=(11, 6), layout="constrained")
-    panels = figure.subplots(2, 3, sharex=True)
-    panels[1, 2].remove()
-    for axes, name in zip(panels[:, :2].flat, PANELS, strict=True):
-        axes.set(title=PANELS[name], ylabel="microseconds a head and token")
+    times, memory = figure.subfigures(1, 2, width_ratios=[2, 1])
+    panels = times.subplots(2, 2, sharex=True, sharey=True)
+    for axes, name in zip(panels.flat, PANELS, strict=True):
+        axes.set(title=PANELS[name], xscale="log", yscale="log")
         draw_rows(axes, results["rows"], name, microseconds)
-    axes = panels[0, 2]
-    axes.set(title="buffers, forward", ylabel="KiB a head and token")
-    draw_rows(axes, results["rows"], "forward", kibibytes)
-    for axes in figure.axes:
-        axes.set(xscale="log", yscale="log")
         style.tidy(axes)
-    for axes in (*panels[1, :2], panels[0, 2]):
-        axes.set(xlabel="tokens of a sequence")
-        axes.tick_params(labelbottom=True)
+    times.supylabel("microseconds a head and token", fontsize="medium")
+    times.supxlabel("tokens of a sequence", fontsize="medium")
+    axes = memory.subplots()
+    axes.set(title="buffers, forward", xscale="log", yscale="log")
+    axes.set(xlabel="tokens of a sequence", ylabel="KiB a head and token")
+    draw_rows(axes, results["rows"], "forward", kibibytes)
+    style.tidy(axes)
     handles, labels = panels[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
     return figure

@@ -22,13 +22,6 @@ prompt, token = jax.numpy.ones((2, T), int), jax.numpy.ones((2, 1), int)
 Transformer = linen_performer.Transformer
 variables = Transformer(vocabulary, max_length).init(jax.random.key(0), prompt)
 """,
-    "docs/explanation/guarantees.md": """
-import jax
-import simrf_jax
-
-q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 16, 2, 8))
-w = simrf_jax.draw_projection(jax.random.key(1), 18, 8)
-""",
 }
 NOT_HERE = {
     "docs/contributing.md": "It shows the form of code, with dots in the place of the rest.",
