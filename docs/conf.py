@@ -1,6 +1,7 @@
 """Settings of the documentation site, which ``sphinx-build docs docs/_build/html`` builds."""
 
 import pathlib
+import shutil
 import sys
 
 DOCS = pathlib.Path(__file__).parent
@@ -24,7 +25,7 @@ extensions = [
     "sphinx_design",
     "sphinxcontrib.bibtex",
     "sphinx-mathjax-offline",  # Formulas need no network.
-    "myst_parser",
+    "myst_nb",  # MyST, and notebooks with their stored outputs.
     "comparison_tables",
     "name_links",
     "reference_lists",
@@ -46,6 +47,7 @@ suppress_warnings = [
 repository_url = source_address() or ""
 
 # The page that holds each file of the repository, or most of it.
+NOTEBOOKS = sorted(DOCS.parent.glob("colabs/*.ipynb"))
 RESULTS = [path.parent.name for path in sorted(DOCS.parent.glob("experiments/*/README.md"))]
 repository_pages = {
     "README.md": "index",
@@ -57,10 +59,17 @@ repository_pages = {
     "colabs/README.md": "notebooks",
     "examples/README.md": "how_to/own_model",
     **{f"experiments/{name}/README.md": f"results/{name}" for name in RESULTS},
+    **{f"colabs/{path.name}": f"notebooks/{path.stem}" for path in NOTEBOOKS},
 }
+
+# Sphinx reads what is below this folder. Times of files that did not change stay.
+(DOCS / "notebooks").mkdir(exist_ok=True)
+for path in NOTEBOOKS:
+    shutil.copy2(path, DOCS / "notebooks")
 
 myst_enable_extensions = ["attrs_inline", "colon_fence", "dollarmath", "html_image"]
 myst_heading_anchors = 3
+nb_execution_mode = "off"  # Their outputs are stored, and tests/test_colabs.py compares them.
 
 autosummary_generate = True
 autodoc_member_order = "bysource"

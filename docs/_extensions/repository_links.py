@@ -37,7 +37,8 @@ def rewrite(text: str, path: str, pages: Mapping[str, str], root: pathlib.Path, 
         if not (root / file).exists():
             return match[0]  # Sphinx warns of it.
         if file in pages:
-            return f"[{words}](/{pages[file]}.md{hash_sign}{anchor})"
+            suffix = os.path.splitext(file)[1]
+            return f"[{words}](/{pages[file]}{suffix}{hash_sign}{anchor})"
         return f"[{words}]({url}/blob/HEAD/{file}{hash_sign}{anchor})" if url else words
 
     def picture(match: re.Match[str]) -> str:
