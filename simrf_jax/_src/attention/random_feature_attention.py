@@ -24,10 +24,11 @@ from simrf_jax._src.attention.implementations import Implementation, choose, nam
 from simrf_jax._src.attention.inputs.call import Call, KeyOptions, check_keywords
 from simrf_jax._src.attention.inputs.masks import Lengths, Mask
 from simrf_jax._src.attention.inputs.sharding import MeshAxes
-from simrf_jax._src.attention.mechanism import Mechanism
+from simrf_jax._src.attention.mechanism import Mechanism, check_kind
 from simrf_jax._src.attention.random_features import decoding
 from simrf_jax._src.attention.random_features.exact_band import ExactBandState
 from simrf_jax._src.attention.random_features.state import AttentionState
+from simrf_jax._src.attention.random_features.virtual_tokens import VirtualTokens, virtual_tokens
 from simrf_jax._src.features import FeatureMapLike, as_feature_map
 from simrf_jax._src.projections import ProjectionLike, as_projection
 
@@ -171,6 +172,59 @@ class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
         estimator = self.estimator()
         decoding.check_state(estimator, state, call)
         return compiled(decoding.append, estimator.feature_map)(estimator, state, call)
+
+    def virtual_tokens(
+        self,
+        state: AttentionState,
+        query: Float[ArrayLike, "*batch T N H"] | None = None,
+        *,
+        scale: Real[ArrayLike, ""] | None = None,
+    ) -> VirtualTokens:
+        r"""Returns m tokens, to which softmax attention is this attention to all keys of a state.
+
+        Exponential features have logarithms :math:`w_i \cdot q + b_i` up to what all features of
+        a query share. With the state's maxima c and sums :math:`S_i = (\text{numerator},
+        \text{denominator})`, a query attends by softmax to
+
+        .. math:: k_i = w_i, \quad v_i = S_i^\text{num} / S_i^\text{den}, \quad
+            \text{bias}_i = b_i + c_i + \log S_i^\text{den},
+
+        keys that do not depend on the data, and values that have each attended to all keys. So any
+        softmax attention can serve a state, and any key-value cache can hold it, m tokens at any
+        length. Other attention of bounded memory is softmax attention to a few slots, too: see
+        Peng et al. (2022), https://arxiv.org/abs/2110.02488.
+
+        Args:
+          state: State of the keys, of ``append`` or ``step``; with an exact band, its part
+            ``far``. It must have seen a key.
+          query: ``[..., T, N, H]``, to add to the bias what features of each query share. That
+            cancels in the softmax, unless keys with exact weights stand beside the tokens.
+          scale: The scale that the keys of the state had, and queries will have; not zero.
+
+        Returns:
+          ``key`` ``[..., m, K, H]``, ``value`` ``[..., m, K, D]`` and ``bias``, ``[..., K, 1, m]``
+          or ``[..., N, T, m]`` with a query, for ``jax.nn.dot_product_attention`` with this scale.
+
+        Raises:
+          TypeError: If the state is of another kind, or scale is no number.
+          ValueError: If the features are no exponentials, or scale is not finite.
+
+        Example:
+          >>> import jax, simrf_jax
+          >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 50, 8, 64))
+          >>> mechanism = simrf_jax.RandomFeatureMechanism(
+          ...     simrf_jax.draw_projection(jax.random.key(1), 130, 64)
+          ... )
+          >>> state = mechanism.init(batch=(1,), num_key_heads=8, head_dim=64, value_dim=64)
+          >>> tokens = mechanism.virtual_tokens(mechanism.append(state, k, v))
+          >>> tokens.key.shape
+          (1, 130, 8, 64)
+          >>> out = jax.nn.dot_product_attention(q, tokens.key, tokens.value, bias=tokens.bias)
+          >>> bool(abs(out - mechanism.attend(q, k, v)).max() < 1e-4)
+          True
+        """
+        check_kind(state, AttentionState)
+        return virtual_tokens(self.estimator(), state, query, scale)
 
     def estimator(self) -> Estimator:
         """Returns the checked fields, which implementations read.
