@@ -33,6 +33,7 @@ LEFT_OUT = {
 # What a reader writes in the place of words, from the environment where that has it.
 PLACES = {
     "--config.model_dir=DIR": ("--config.model_dir=", os.environ.get("SIMRF_MODEL_DIR")),
+    "--model_dir=DIR": ("--model_dir=", os.environ.get("SIMRF_MODEL_DIR")),
     "--config.data_dir=DIR": ("--config.data_dir=", os.environ.get("TFDS_DATA_DIR")),
     "DOLLARS_A_CHIP_HOUR": ("", "1.5"),
     "OWNER/NAME": ("", "someone/simrf_jax"),

@@ -1,0 +1,265 @@
+"""A BERT of the Hugging Face Hub with attention in linear time: load, swap, calibrate, compare.
+
+``load_model`` puts the weights of a BERT encoder into a Flax NNX model: PyTorch's kernels are
+transposed, and every module has another name. ``swap_attention`` then changes the attention of all
+layers, and ``calibrate`` fits the features to texts. Nothing is trained.
+
+Run: python -m examples.hugging_face --model_dir=DIR [--length 128] [--features 112]
+
+DIR holds ``config.json``, ``model.safetensors`` and ``tokenizer.json``, such as those of
+sentence-transformers/all-MiniLM-L6-v2, which this command downloads:
+huggingface-cli download sentence-transformers/all-MiniLM-L6-v2 --local-dir=DIR
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import pydoc_data.topics
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from simrf_jax.integrations.nnx import calibrate, swap_attention
+
+# The modules of the encoder and of one layer, under the names that the published file has for them.
+ENCODER_NAMES = {
+    ("words",): "embeddings.word_embeddings",
+    ("positions",): "embeddings.position_embeddings",
+    ("types",): "embeddings.token_type_embeddings",
+    ("norm",): "embeddings.LayerNorm",
+}
+LAYER_NAMES = {
+    ("attention", "query"): "attention.self.query",
+    ("attention", "key"): "attention.self.key",
+    ("attention", "value"): "attention.self.value",
+    ("attention", "out"): "attention.output.dense",
+    ("attention_norm",): "attention.output.LayerNorm",
+    ("mlp_in",): "intermediate.dense",
+    ("mlp_out",): "output.dense",
+    ("mlp_norm",): "output.LayerNorm",
+}
+CONFIG_NAMES = {
+    "vocabulary_size": "vocab_size",
+    "max_length": "max_position_embeddings",
+    "width": "hidden_size",
+    "depth": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "mlp_dim": "intermediate_size",
+}
+# Options of the adapters, by what the table calls them. 16 keys cost what 16 features do.
+CALIBRATED = {"feature_map": "calibrated", "coupling": "cross_polytope"}
+WAYS: dict[str, dict[str, Any]] = {
+    "positive features": {},
+    "calibrated": CALIBRATED,
+    "calibrated, exact band": CALIBRATED | {"exact_bandwidth": 16},
+    "calibrated, exact band and keys": CALIBRATED | {"exact_bandwidth": 16, "exact_keys": 16},
+}
+NUM_FIT, NUM_TEST = 8, 16  # Texts.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """Shape of the encoder; the defaults are those of all-MiniLM-L6-v2.
+
+    Attributes:
+      vocabulary_size: Number of word pieces.
+      max_length: Largest number of tokens of a text.
+      width: Width of the tokens.
+      depth: Number of transformer layers.
+      num_heads: Number of attention heads, a divisor of the width.
+      mlp_dim: Hidden width of the MLPs.
+    """
+
+    vocabulary_size: int = 30522
+    max_length: int = 512
+    width: int = 384
+    depth: int = 6
+    num_heads: int = 12
+    mlp_dim: int = 1536
+
+    @classmethod
+    def of(cls, path: pathlib.Path) -> EncoderConfig:
+        """Returns the shape that a ``config.json`` says."""
+        published = json.loads(path.read_text())
+        return cls(**{ours: published[theirs] for ours, theirs in CONFIG_NAMES.items()})
+
+
+class Encoder(nnx.Module):
+    """A BERT that maps a text to the mean of its tokens.
+
+    Args:
+      config: Shape of the model.
+      rngs: Keys of the parameters (``params``).
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> config = EncoderConfig(vocabulary_size=9, max_length=8, width=4, num_heads=2, mlp_dim=8)
+      >>> Encoder(config, rngs=nnx.Rngs(0))(jnp.zeros((3, 8), int)).shape
+      (3, 4)
+
+    References:
+      Reimers and Gurevych, Sentence-BERT (EMNLP 2019), https://arxiv.org/abs/1908.10084
+      Devlin et al., BERT (NAACL 2019), https://arxiv.org/abs/1810.04805
+    """
+
+    def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
+        c = config
+        self.words = nnx.Embed(c.vocabulary_size, c.width, rngs=rngs)
+        self.positions = nnx.Embed(c.max_length, c.width, rngs=rngs)
+        self.types = nnx.Embed(2, c.width, rngs=rngs)
+        self.norm = nnx.LayerNorm(c.width, epsilon=1e-12, rngs=rngs)
+        self.blocks = nnx.List([EncoderLayer(c, rngs=rngs) for _ in range(c.depth)])
+
+    def __call__(self, tokens: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """Returns the embeddings of texts, ``[batch, width]``.
+
+        Args:
+          tokens: Numbers of word pieces, ``[batch, length]``.
+          mask: Booleans ``[batch, length]``, False for padding; None if there is no padding.
+        """
+        positions = self.positions.embedding[None, : tokens.shape[1]]
+        x = self.norm(self.words(tokens) + positions + self.types.embedding[None, :1])
+        for block in self.blocks:
+            x = block(x, None if mask is None else mask[:, None, None])
+        if mask is None:
+            return jnp.mean(x, axis=1)
+        weights = mask.astype(x.dtype)
+        return jnp.einsum("bld,bl->bd", x, weights) / jnp.sum(weights, axis=1, keepdims=True)
+
+
+class EncoderLayer(nnx.Module):
+    """Transformer layer: attention, then an MLP, each followed by a norm of the residual sum."""
+
+    def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs):
+        c = config
+        self.attention = nnx.MultiHeadAttention(c.num_heads, c.width, decode=False, rngs=rngs)
+        self.attention_norm = nnx.LayerNorm(c.width, epsilon=1e-12, rngs=rngs)
+        self.mlp_in = nnx.Linear(c.width, c.mlp_dim, rngs=rngs)
+        self.mlp_out = nnx.Linear(c.mlp_dim, c.width, rngs=rngs)
+        self.mlp_norm = nnx.LayerNorm(c.width, epsilon=1e-12, rngs=rngs)
+
+    def __call__(self, x: jax.Array, mask: jax.Array | None = None) -> jax.Array:
+        """Maps tokens ``[batch, length, width]`` to the same shape.
+
+        Args:
+          x: Tokens.
+          mask: Booleans ``[batch, 1, 1, length]``, or None.
+        """
+        x = self.attention_norm(x + self.attention(x, mask=mask))
+        hidden = jax.nn.gelu(self.mlp_in(x), approximate=False)
+        return self.mlp_norm(x + self.mlp_out(hidden))
+
+
+def load_model(path: pathlib.Path, config: EncoderConfig | None = None) -> Encoder:
+    """Returns the encoder with the parameters of a file.
+
+    Args:
+      path: Path of ``model.safetensors``.
+      config: Shape of the model in the file; None for that of all-MiniLM-L6-v2.
+
+    Raises:
+      KeyError: If the file lacks a tensor of a BERT.
+    """
+    import safetensors.numpy
+
+    tensors = safetensors.numpy.load_file(str(path))
+    # Some files name the encoder, beside a head.
+    tensors = {name.removeprefix("bert."): tensor for name, tensor in tensors.items()}
+    shape = EncoderConfig() if config is None else config
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Encoder(shape, rngs=nnx.Rngs(0))))
+    flat = nnx.to_flat_state(state)
+    loaded = [
+        (place, variable.replace(_tensor(tensors, place, variable))) for place, variable in flat
+    ]
+    return nnx.merge(graphdef, nnx.from_flat_state(loaded))
+
+
+def _tensor(tensors: dict[str, np.ndarray], place: tuple[Any, ...], variable: Any) -> jax.Array:
+    """Returns the tensor of a parameter in the layout of Flax, which has ``[in, out]`` kernels."""
+    *module, leaf = place
+    if module[0] == "blocks":
+        name = f"encoder.layer.{module[1]}.{LAYER_NAMES[tuple(module[2:])]}"
+    else:
+        name = ENCODER_NAMES[tuple(module)]
+    tensor = tensors[f"{name}.{'bias' if leaf == 'bias' else 'weight'}"]
+    return jnp.asarray(tensor.T if leaf == "kernel" else tensor).reshape(variable.shape)
+
+
+def texts(tokenizer: Any, length: int) -> np.ndarray:
+    """Returns the first tokens of each help page of Python that is long enough, ``[n, length]``."""
+    pages = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
+    tokens = [page.ids for page in tokenizer.encode_batch(pages)]
+    return np.array([[*ids[: length - 1], ids[-1]] for ids in tokens if len(ids) >= length])
+
+
+def compare(model: Encoder, fit: np.ndarray, test: np.ndarray, num_features: int) -> dict[str, Any]:
+    """Returns the mean cosine of embeddings to the exact ones for each way to attend.
+
+    Args:
+      model: The encoder; it has softmax attention before and after.
+      fit: Texts to calibrate on, ``[n, length]``.
+      test: Other texts, ``[n, length]``.
+      num_features: Number of features of a head.
+    """
+    embed = nnx.jit(lambda model, tokens: model(tokens))
+    exact = embed(model, test)
+    cosines = {}
+    for name, options in WAYS.items():
+        swap = swap_attention(model, num_features, rngs=nnx.Rngs(0), **options)
+        if "feature_map" in options:
+            calibrate(model, [fit])
+        cosines[name] = np.mean(cosine(embed(model, test), exact))
+        swap.undo()
+    return cosines
+
+
+def cosine(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns the cosines of rows, ``[n]``."""
+    return jnp.sum(x * y, axis=-1) / jnp.linalg.norm(x, axis=-1) / jnp.linalg.norm(y, axis=-1)
+
+
+def main() -> None:
+    """Prints how near each way to attend comes to softmax attention."""
+    parser = argparse.ArgumentParser(
+        prog="python -m examples.hugging_face",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    default = os.environ.get("SIMRF_MODEL_DIR")
+    parser.add_argument("--model_dir", type=pathlib.Path, default=default, required=not default)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--features", type=int, default=112)
+    options = parser.parse_args()
+    folder = options.model_dir
+    if not (folder / "config.json").exists() and (folder / "all-MiniLM-L6-v2").exists():
+        folder /= "all-MiniLM-L6-v2"
+    if missing := [
+        name
+        for name in ("config.json", "model.safetensors", "tokenizer.json")
+        if not (folder / name).exists()
+    ]:
+        parser.error(f"--model_dir={folder} lacks {', '.join(missing)}.")
+
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    pages = np.random.default_rng(0).permutation(texts(tokenizer, options.length))
+    model = load_model(folder / "model.safetensors", EncoderConfig.of(folder / "config.json"))
+    fit, test = pages[:NUM_FIT], pages[NUM_FIT : NUM_FIT + NUM_TEST]
+    print(f"Cosine of the embeddings of {len(test)} texts to those of softmax attention:")
+    for name, value in compare(model, fit, test, options.features).items():
+        print(f"{name}: {value:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""The example of a BERT from the Hugging Face Hub, with a tiny one in its place."""
+
+import json
+import os
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from examples import hugging_face as hf
+
+TINY = hf.EncoderConfig(vocabulary_size=9, max_length=8, width=8, depth=2, num_heads=2, mlp_dim=12)
+
+
+def published_tensors(config):
+    """Returns random tensors with the names and shapes of the published file."""
+    c, rng = config, np.random.default_rng(0)
+    shapes = {
+        "embeddings.word_embeddings.weight": (c.vocabulary_size, c.width),
+        "embeddings.position_embeddings.weight": (c.max_length, c.width),
+        "embeddings.token_type_embeddings.weight": (2, c.width),
+        "embeddings.LayerNorm.weight": (c.width,),
+        "embeddings.LayerNorm.bias": (c.width,),
+    }
+    for layer in range(c.depth):
+        linears = {
+            "attention.self.query": (c.width, c.width),
+            "attention.self.key": (c.width, c.width),
+            "attention.self.value": (c.width, c.width),
+            "attention.output.dense": (c.width, c.width),
+            "intermediate.dense": (c.mlp_dim, c.width),
+            "output.dense": (c.width, c.mlp_dim),
+            "attention.output.LayerNorm": (c.width,),
+            "output.LayerNorm": (c.width,),
+        }
+        for name, shape in linears.items():
+            shapes[f"encoder.layer.{layer}.{name}.weight"] = shape
+            shapes[f"encoder.layer.{layer}.{name}.bias"] = shape[:1]
+    return {name: rng.normal(size=s).astype(np.float32) for name, s in shapes.items()}
+
+
+def normalized(x, tensors, name):
+    """Returns the layer norm of x in float64."""
+    centered = x - x.mean(-1, keepdims=True)
+    unit = centered / np.sqrt((centered**2).mean(-1, keepdims=True) + 1e-12)
+    return unit * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
+
+
+def bert(tokens, tensors, config):
+    """Returns the mean token of one text in NumPy, from BERT's equations."""
+    from scipy.special import erf
+
+    def linear(x, name):
+        return x @ tensors[f"{name}.weight"].T + tensors[f"{name}.bias"]
+
+    x = tensors["embeddings.word_embeddings.weight"][tokens].astype(np.float64)
+    x = x + tensors["embeddings.position_embeddings.weight"][: len(tokens)]
+    x = x + tensors["embeddings.token_type_embeddings.weight"][0]
+    x = normalized(x, tensors, "embeddings.LayerNorm")
+    dim = config.width // config.num_heads
+    for layer in range(config.depth):
+        at = f"encoder.layer.{layer}"
+        q, k, v = (linear(x, f"{at}.attention.self.{n}") for n in ("query", "key", "value"))
+        heads = []
+        for head in range(config.num_heads):
+            part = slice(head * dim, (head + 1) * dim)
+            weights = np.exp(q[:, part] @ k[:, part].T / np.sqrt(dim))
+            heads.append(weights / weights.sum(-1, keepdims=True) @ v[:, part])
+        attended = linear(np.concatenate(heads, -1), f"{at}.attention.output.dense")
+        x = normalized(x + attended, tensors, f"{at}.attention.output.LayerNorm")
+        hidden = linear(x, f"{at}.intermediate.dense")
+        hidden = hidden / 2 * (1 + erf(hidden / np.sqrt(2)))
+        x = normalized(x + linear(hidden, f"{at}.output.dense"), tensors, f"{at}.output.LayerNorm")
+    return x.mean(0)
+
+
+@pytest.fixture(params=["", "bert."])
+def tiny_file(tmp_path, request):
+    """Makes a file of a BERT, by itself or below a head, and its tensors."""
+    safetensors = pytest.importorskip("safetensors.numpy", reason="Needs safetensors.")
+    tensors = published_tensors(TINY)
+    path = tmp_path / "model.safetensors"
+    extra = {"embeddings.position_ids": np.arange(8)[None], "pooler.dense.bias": np.ones(8)}
+    saved = {f"{request.param}{name}": tensor for name, tensor in (tensors | extra).items()}
+    safetensors.save_file(saved, path)
+    return path, tensors
+
+
+@pytest.mark.slow
+def test_a_loaded_encoder_computes_bert(tiny_file):
+    path, tensors = tiny_file
+    model = hf.load_model(path, TINY)
+    tokens = np.array([[1, 5, 2, 8, 0], [3, 3, 7, 1, 4]])
+    expected = [bert(row, tensors, TINY) for row in tokens]
+    np.testing.assert_allclose(model(jnp.asarray(tokens)), expected, atol=3e-5)
+
+
+@pytest.mark.slow
+def test_padding_changes_no_embedding():
+    model = hf.Encoder(TINY, rngs=nnx.Rngs(0))
+    tokens = jax.random.randint(jax.random.key(0), (2, 5), 0, 9)
+    padded = jnp.pad(tokens, ((0, 0), (0, 3)), constant_values=7)
+    mask = jnp.broadcast_to(jnp.arange(8)[None] < 5, (2, 8))
+    np.testing.assert_allclose(model(padded, mask), model(tokens), atol=1e-5)
+
+
+def test_the_shape_is_that_of_the_published_config(tmp_path):
+    published = {theirs: getattr(TINY, ours) for ours, theirs in hf.CONFIG_NAMES.items()}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(published | {"model_type": "bert"}))
+    assert hf.EncoderConfig.of(path) == TINY
+
+
+def test_each_way_is_undone_and_fits_are_nearer():
+    """Queries and keys of a random model are short, so every way comes near."""
+    config = hf.EncoderConfig(
+        vocabulary_size=50, max_length=40, width=32, depth=2, num_heads=2, mlp_dim=32
+    )
+    model = hf.Encoder(config, rngs=nnx.Rngs(0))
+    tokens = np.random.default_rng(0).integers(50, size=(6, 40))
+    before = [block.attention.attention_fn for block in model.blocks]
+    cosines = hf.compare(model, tokens[:3], tokens[3:], 16)
+    assert list(cosines) == list(hf.WAYS)
+    assert [block.attention.attention_fn for block in model.blocks] == before
+    errors = [1 - value for value in cosines.values()]
+    assert max(errors) < 0.05
+    assert errors[-1] < errors[0]
+
+
+def test_a_folder_without_the_files_is_refused(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hugging_face", f"--model_dir={tmp_path}"])
+    with pytest.raises(SystemExit):
+        hf.main()
+    assert "lacks config.json, model.safetensors, tokenizer.json" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_published_model_comes_near(monkeypatch, capsys):
+    if not os.environ.get("SIMRF_MODEL_DIR"):
+        pytest.skip("Needs all-MiniLM-L6-v2; SIMRF_MODEL_DIR does not say where it is.")
+    for package in ("tokenizers", "safetensors"):
+        pytest.importorskip(package, reason=f"Needs {package}.")
+    monkeypatch.setattr(sys, "argv", ["hugging_face"])
+    hf.main()
+    rows = dict(line.split(": ") for line in capsys.readouterr().out.splitlines()[1:])
+    assert list(rows) == list(hf.WAYS)
+    assert float(rows["positive features"]) < 0.75
+    assert float(rows["calibrated, exact band and keys"]) > 0.96
