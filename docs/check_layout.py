@@ -7,6 +7,7 @@ scroll in it. Formulas that MathJax cannot read are faults too.
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import shutil
 import sys
@@ -55,20 +56,26 @@ def page_faults(page: Page, path: pathlib.Path) -> Iterator[str]:
             yield f"{path.relative_to(SITE)} at {width} pixels: {fault}"
 
 
-def main() -> str | None:
-    """Returns all faults, or prints how many pages there are if there is none."""
+@contextlib.contextmanager
+def browser_page() -> Iterator[Page]:
+    """Opens a page of a browser that is installed, for a site that was built."""
     browser_path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser_path is None:
-        return f"Install one of {', '.join(BROWSERS)}."
-    paths = sorted(SITE.resolve().rglob("*.html"))
-    if not paths:
-        return f"{SITE} holds no built site; sphinx-build makes one."
+        sys.exit(f"Install one of {', '.join(BROWSERS)}.")
+    if not (SITE / "index.html").exists():
+        sys.exit(f"{SITE} holds no built site; sphinx-build makes one.")
     with sync_playwright() as playwright:
         arguments = ["--no-sandbox", "--disable-gpu"]
         browser = playwright.chromium.launch(executable_path=browser_path, args=arguments)
-        page = browser.new_page()
-        faults = [fault for path in paths for fault in page_faults(page, path)]
+        yield browser.new_page()
         browser.close()
+
+
+def main() -> str | None:
+    """Returns all faults, or prints how many pages there are if there is none."""
+    paths = sorted(SITE.resolve().rglob("*.html"))
+    with browser_page() as page:
+        faults = [fault for path in paths for fault in page_faults(page, path)]
     if faults:
         return "\n".join(faults)
     print(f"{len(paths)} pages fit {' and '.join(map(str, WIDTHS))} pixels.")

@@ -90,6 +90,7 @@ pygments_dark_style = "github-dark"
 html_title = f"simrf_jax {version}"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(DOCS / "_static" / "scorer.js")
 html_show_sourcelink = False
 html_copy_source = False
 mathjax3_config = {"options": {"enableMenu": False}}
