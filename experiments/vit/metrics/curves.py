@@ -6,7 +6,8 @@ import functools
 import re
 from collections.abc import Callable
 
-import matplotlib
+import matplotlib.cm
+import matplotlib.colors
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -29,6 +30,7 @@ def draw_curves(metrics: Metrics) -> Figure:
         panels += [functools.partial(_layers, name=name) for name in LAYERS]
     columns = len(panels) // 2
     figure = Figure(figsize=(4.5 * columns, 6.5), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12)  # type: ignore[union-attr, call-arg]
     # Filled column by column: what belongs together lies one above the other.
     for axes, panel in zip(figure.subplots(2, columns).T.flat, panels, strict=True):
         panel(axes, metrics)
@@ -39,7 +41,7 @@ def draw_curves(metrics: Metrics) -> Figure:
 
 def _loss(axes: Axes, metrics: Metrics) -> None:
     _splits(axes, metrics, "loss")
-    axes.set(ylabel="loss (nats)", yscale="log")
+    axes.set(title="loss", ylabel="nats", yscale="log")
 
 
 def _accuracy(axes: Axes, metrics: Metrics) -> None:
@@ -48,7 +50,7 @@ def _accuracy(axes: Axes, metrics: Metrics) -> None:
     split = "test" if metrics["test_accuracy"] else "held_out"
     step, last = metrics[f"{split}_accuracy"][-1]
     title = f"{SPLITS[split][0]} accuracy after step {step:,}: {last:.4f}"
-    axes.set(ylabel="accuracy", title=title)
+    axes.set(title=title)
 
 
 def _splits(axes: Axes, metrics: Metrics, name: str) -> None:
@@ -63,6 +65,7 @@ def _splits(axes: Axes, metrics: Metrics, name: str) -> None:
 def _learning_rate(axes: Axes, metrics: Metrics) -> None:
     """Draws the learning rate, and the norm of the gradient on an axis of its own."""
     axes.plot(*zip(*metrics["learning_rate"], strict=True), color="C0", lw=1.5)
+    axes.set_title("learning rate and gradient norm")
     axes.set_ylabel("learning rate", color="C0")
     norm = axes.twinx()
     norm.plot(*zip(*metrics["gradient_norm"], strict=True), color="C3", lw=1)
@@ -75,16 +78,19 @@ def _learning_rate(axes: Axes, metrics: Metrics) -> None:
 
 def _speed(axes: Axes, metrics: Metrics) -> None:
     axes.plot(*zip(*metrics["images_per_second"], strict=True), color="C2", lw=1)
-    axes.set(ylabel="images per second", ylim=(0, None))
+    axes.set(title="speed", ylabel="images per second", ylim=(0, None))
 
 
 def _layers(axes: Axes, metrics: Metrics, name: str) -> None:
-    """Draws a faint line for each layer, from dark to bright, and their mean."""
+    """Draws a faint line for each layer, in a color of the bar, and their mean."""
     layers = [column for column in metrics if re.fullmatch(rf"{name}/layer_\d+", column)]
     colors = matplotlib.colormaps["viridis"].resampled(len(layers))
     for layer, column in enumerate(layers):
-        label = f"layer {layer}" if layer in (0, len(layers) - 1) else None
-        axes.plot(*zip(*metrics[column], strict=True), color=colors(layer), lw=1, label=label)
-    axes.plot(*zip(*metrics[name], strict=True), "ko-", ms=3, label="mean")
-    axes.set(ylabel=f"{LAYERS[name]} of attention, relative", ylim=(0, None))
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
+        axes.plot(*zip(*metrics[column], strict=True), color=colors(layer), lw=1)
+    axes.plot(*zip(*metrics[name], strict=True), "ko-", ms=3, label="mean of layers")
+    title = f"{LAYERS[name]} of attention"
+    axes.set(title=title, ylabel=f"relative {LAYERS[name]}", ylim=(0, None))
+    axes.legend(frameon=False)
+    edges = matplotlib.colors.Normalize(-0.5, len(layers) - 0.5)
+    shown = matplotlib.cm.ScalarMappable(edges, colors)
+    axes.figure.colorbar(shown, ax=axes, label="layer", ticks=range(len(layers)))
