@@ -15,7 +15,6 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
-import matplotlib.pyplot as plt
 import numpy as np
 
 import simrf_jax
@@ -108,27 +107,32 @@ def print_setting(dim, scale, errors):
 
 
 def draw_figure(results):
-    figure, panels = plt.subplots(
-        1, len(results), figsize=(3.4 * len(results), 3.4), sharey=True, layout="constrained"
+    """Draws errors above, and below their ratios to those of iid rows, with standard errors."""
+    figure, rows = style.subplots(
+        3.4 * len(results), 5, 2, len(results), sharex=True, sharey="row", height_ratios=[3, 2]
     )
-    for axes, ((dim, scale), errors) in zip(panels, results.items(), strict=True):
+    for (above, below), ((dim, scale), errors) in zip(rows.T, results.items(), strict=True):
         for name in COUPLINGS:
             mean, error = np.transpose([mean_and_error(row) for row in errors[name]])
             look = style.STYLES[name]
-            axes.plot(NUM_FEATURES, mean, label=style.LABELS[name], **look)
-            style.band(axes, NUM_FEATURES, mean - error, mean + error, color=look["color"])
+            above.plot(NUM_FEATURES, mean, label=style.LABELS[name], **look)
+            style.band(above, NUM_FEATURES, mean - error, mean + error, color=look["color"])
+            logs = np.log(errors[name] / errors["iid"])
+            mean, error = np.transpose([mean_and_error(row) for row in logs])
+            below.plot(NUM_FEATURES, np.exp(mean), **look)
+            low, high = np.exp(mean - error), np.exp(mean + error)
+            style.band(below, NUM_FEATURES, low, high, color=look["color"])
         guide = errors["iid"][-1].mean() * (NUM_FEATURES[-1] / np.array(NUM_FEATURES)) ** 0.5
-        axes.plot(NUM_FEATURES, 1.6 * guide, color="0.6", linewidth=1)
-        axes.annotate("$m^{-1/2}$", (NUM_FEATURES[2], 1.8 * guide[2]), color="0.4")
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.set_xticks(NUM_FEATURES, [f"{m:,}" for m in NUM_FEATURES])
-        axes.set_xlabel("number of features m")
-        axes.set_title(f"d = {dim}, s = {scale}", fontsize=10)
-        style.tidy(axes)
-    panels[0].set_ylabel("relative error")
-    panels[0].legend(frameon=False, fontsize=8)
-    FIGURE.parent.mkdir(exist_ok=True)
+        above.plot(NUM_FEATURES, 1.6 * guide, color="0.6", linewidth=1)
+        above.annotate("$m^{-1/2}$", (NUM_FEATURES[2], 1.8 * guide[2]), color="0.4")
+        above.set(title=f"d = {dim}, s = {scale}", xscale="log", yscale="log")
+        below.set(xlabel="number of features m", ylim=(0.4, 1.1))
+        style.ticks(below, NUM_FEATURES, [f"{m:,}" for m in NUM_FEATURES])
+        style.tidy(above)
+        style.tidy(below)
+    rows[0, 0].set_ylabel("relative error")
+    rows[1, 0].set_ylabel("divided by that of IIDRFs")
+    rows[0, 0].legend(frameon=False, fontsize=8)
     figure.savefig(FIGURE, dpi=160)
 
 
