@@ -3,6 +3,7 @@
 - ours: ``simrf_jax.random_feature_attention``.
 - exact: ``jax.nn.dot_product_attention``.
 - tokamax: exact attention by ``tokamax.dot_product_attention``, if it is installed.
+- cudnn: exact attention by cuDNN, on a GPU, for half-precision arrays.
 - splash: exact attention by the splash attention of ``jax.experimental.pallas``, on a TPU.
 - textbook: the form of the known implementations in JAX: all features in float32, one maximum over
   all keys and features, an epsilon. Bidirectional only.
@@ -38,6 +39,13 @@ def tokamax(query, key, value, w, *, is_causal=False):
 
     del w
     return tokamax.dot_product_attention(query, key, value, is_causal=is_causal)
+
+
+def cudnn(query, key, value, w, *, is_causal=False):
+    del w
+    return jax.nn.dot_product_attention(
+        query, key, value, is_causal=is_causal, implementation="cudnn"
+    )
 
 
 def splash(query, key, value, w, *, is_causal=False):
@@ -78,6 +86,8 @@ def programs(length, *, is_causal):
         attends["exact"] = exact
         if importlib.util.find_spec("tokamax"):
             attends["tokamax"] = tokamax
+    if jax.default_backend() == "gpu":
+        attends["cudnn"] = cudnn
     if length % SPLASH_BLOCK == 0 and jax.default_backend() == "tpu":
         attends["splash"] = splash
     if is_causal:

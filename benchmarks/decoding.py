@@ -61,7 +61,7 @@ def mib(memory):
     return sum(x.nbytes for x in jax.tree.leaves(memory)) / 2**20
 
 
-def candidates(sequences, heads):
+def candidates(sequences, heads, lengths=LENGTHS):
     """Returns the calls to time and the MiB of their states or caches, by (kind, tokens before)."""
 
     def normal(seed, length):
@@ -72,7 +72,7 @@ def candidates(sequences, heads):
     mechanism = RandomFeatureMechanism(w)
     append = jax.jit(RandomFeatureMechanism.append)
     calls, sizes = {}, {}
-    for length in LENGTHS:
+    for length in lengths:
         cache = normal(4, length), normal(5, length)
         empty = mechanism.init(batch=(sequences,), num_key_heads=heads, head_dim=DIM, value_dim=DIM)
         state = append(mechanism, empty, *cache)

@@ -25,6 +25,7 @@ LEFT_OUT = {
     "sequence_parallel": "libtpu, and nothing else that compiles for a TPU at the same time",
     "pod_compile": "libtpu, and nothing else that compiles for a TPU at the same time",
     "imagenet2012": "a data set that has to be downloaded by hand",
+    "first_contact": "minutes of its own; tests/benchmarks/test_first_contact.py rehearses it",
     "tools.evaluate": "a finished run; tests/experiments/vit has one",
     "tools.export": "a finished run; tests/experiments/vit has one",
     "tools.report": "a finished run; tests/experiments/vit has one",

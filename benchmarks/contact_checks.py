@@ -1,0 +1,140 @@
+"""What ``benchmarks.first_contact`` checks: each way to attend against float64, NaN and leaks."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import simrf_jax
+
+DIM, NUM_FEATURES, HEADS = 64, 128, 2
+BANDWIDTH = 16
+MODES = ("bidirectional", "causal", "packed", "exact band", "causal, exact band")
+DTYPES = ("float32", "bfloat16")
+# Relative errors against float64 that are right; float32 has room for products on other hardware.
+LIMITS = {"float32": 1e-4, "bfloat16": 2e-2}
+GRADIENT_LIMITS = {"float32": 1e-3, "bfloat16": 5e-2}
+# Kernels compute a tile with a NaN in another way, which rounds in another way.
+ROUNDING = {"float32": 3e-6, "bfloat16": 2e-2}
+
+
+def segments(length):
+    """Returns the ids of three packed segments of unlike lengths."""
+    return np.searchsorted([length // 3, length // 2], np.arange(length), side="right")
+
+
+def options_of(mode, length):
+    """Returns the keywords of a mode."""
+    options = {"is_causal": True} if "causal" in mode else {}
+    if mode == "packed":
+        options["segment_ids"] = segments(length)[None]
+    return options | ({"exact_bandwidth": BANDWIDTH} if "band" in mode else {})
+
+
+def visible(mode, length):
+    """Returns which keys each query sees, ``[T, T]``."""
+    seen = np.tri(length, dtype=bool) if "causal" in mode else np.ones((length, length), bool)
+    ids = segments(length)
+    return seen & (ids[:, None] == ids) if mode == "packed" else seen
+
+
+def reference(query, key, value, w, *, mode):
+    """Returns attention in float64, ``[T, N, D]``, by every pair of tokens."""
+    query, key, value, w = (np.asarray(x, np.float64) for x in (query, key, value, w))
+    length, heads, dim = query.shape
+    near = np.abs(np.subtract.outer(np.arange(length), np.arange(length))) <= BANDWIDTH
+    out = np.empty_like(value)
+    for head in range(heads):
+        q, k = query[:, head] * dim**-0.25, key[:, head] * dim**-0.25
+        of_query, of_key = (
+            np.exp(x @ w.T - np.sum(x * x, axis=-1, keepdims=True) / 2) for x in (q, k)
+        )
+        weights = of_query @ of_key.T / len(w)
+        if "band" in mode:
+            weights = np.where(near, np.exp(q @ k.T), weights)
+        weights = np.where(visible(mode, length), weights, 0)
+        out[:, head] = weights @ value[:, head] / weights.sum(axis=-1, keepdims=True)
+    return out
+
+
+@functools.cache
+def tokens(length, dtype):
+    """Returns queries, keys and values ``[1, T, N, H]``, and W."""
+    arrays = jax.random.normal(jax.random.key(0), (3, 1, length, HEADS, DIM))
+    w = simrf_jax.draw_projection(jax.random.key(1), NUM_FEATURES, DIM)
+    return *(x.astype(dtype) for x in arrays), w
+
+
+@functools.cache
+def program(mode, length, implementation):
+    """Returns a function of queries, keys, values and W: the output and three gradients."""
+    attend = functools.partial(
+        simrf_jax.random_feature_attention,
+        implementation=implementation,
+        **options_of(mode, length),
+    )
+
+    @jax.jit
+    def with_gradients(query, key, value, w, counts):
+        out, pull_back = jax.vjp(lambda *x: attend(*x, w), query, key, value)
+        waves = jnp.sin(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        return out, pull_back(jnp.where(counts, waves, 0).astype(out.dtype))
+
+    return with_gradients
+
+
+def check(mode, implementation, dtype, length):
+    """Returns errors of one way to attend, and what was found wrong, as a row."""
+    query, key, value, w = tokens(length, dtype)
+    everywhere = np.ones((1, length, 1, 1), bool)
+    run = program(mode, length, implementation)
+    out, gradients = jax.device_get(run(query, key, value, w, everywhere))
+    exact = reference(*(np.asarray(x[0], np.float32) for x in (query, key, value)), w, mode=mode)
+    wide = tokens(length, "float32")
+    _, expected = jax.device_get(program(mode, length, "xla")(*wide, everywhere))
+    error = distance(out[0], exact)
+    gradient_error = max(map(distance, gradients, expected))
+    faults = []
+    if not error <= LIMITS[dtype]:
+        faults.append("the output differs from float64")
+    if not gradient_error <= GRADIENT_LIMITS[dtype]:
+        faults.append("a gradient differs from that of XLA in float32")
+    faults += leaks(functools.partial(run, query, key), value, w, visible(mode, length))
+    return {"error": error, "gradient_error": gradient_error, "faults": faults}
+
+
+def leaks(run, value, w, seen):
+    """Returns sentences about a NaN that reaches more or less than the queries that see it.
+
+    Args:
+      run: Function of the values, W and the queries that count; returns outputs and gradients.
+      value: Values ``[1, T, N, D]``.
+      w: W.
+      seen: Which keys each query sees, ``[T, T]``.
+    """
+    place = len(seen) // 2 + 1
+    sees = seen[:, place]
+    counts = ~sees[None, :, None, None]
+    clean, clean_gradients = jax.device_get(run(value, w, counts))
+    out, gradients = jax.device_get(run(value.at[:, place].set(jnp.nan), w, counts))
+    most = ROUNDING[value.dtype.name]
+
+    def same(actual, expected):
+        apart = np.abs(actual.astype(np.float32) - expected.astype(np.float32))
+        return bool(np.all(apart <= most * max(1.0, np.abs(expected).max(initial=0))))
+
+    found = []
+    if not np.isnan(out[0, sees].astype(np.float32)).all():
+        found.append("a NaN does not reach a query that sees it")
+    if not same(out[0, ~sees], clean[0, ~sees]):
+        found.append("a NaN reaches an output that does not see it")
+    if not all(map(same, gradients, clean_gradients)):
+        found.append("a NaN reaches a gradient of outputs that do not see it")
+    return found
+
+
+def distance(actual, expected):
+    """Returns the relative Frobenius error."""
+    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))

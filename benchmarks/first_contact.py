@@ -1,0 +1,238 @@
+"""First contact with an accelerator: is attention right there, how fast is it, what does it take?
+
+1. Checks: every way to attend, in float32 and bfloat16, by each implementation that the device has,
+   against float64, with gradients; NaN and later tokens reach nothing that does not see them.
+2. Times and memory: forward and with backward, bidirectional and causal, beside the exact attention
+   of the device (XLA, cuDNN on a GPU, splash attention on a TPU), in bfloat16.
+3. A step of decoding by the number of tokens before.
+4. A training step of a ViT, with random features and with exact attention.
+
+It takes about eight minutes (``--minutes``). Each row is written as soon as it is known, and a
+second run with the same file goes on where the first one ended, or was stopped. What fails becomes
+a row with the error. The last lines are the tables of the file.
+
+Run: python -m benchmarks.first_contact [--output first_contact.json] [--minutes 8] [--small]
+"""
+
+import functools
+import itertools
+import json
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import simrf_jax
+from benchmarks import attention_candidates, attention_cost, command_line, contact_checks, decoding
+from experiments.harness import markdown, timing
+from simrf_jax.models import ViT, ViTConfig
+
+DIM, NUM_FEATURES = 64, 128
+SIZES = {
+    # On a laptop's CPU: a rehearsal, whose times say little.
+    "small": {
+        "checked": (150,),
+        "lengths": (197, 512),
+        "tokens": 1024,
+        "heads": 2,
+        "before": (10, 1000),
+        "model": "Ti/16",
+        "image": 64,
+        "batch": 4,
+    },
+    "whole": {
+        "checked": (197, 1024),
+        "lengths": (197, 512, 1024, 2048, 4096, 8192, 16_384, 65_536),
+        "tokens": 32_768,
+        "heads": 12,
+        "before": (10, 1000, 10_000),
+        "model": "B/16",
+        "image": 224,
+        "batch": 64,
+    },
+}
+SECONDS = 3.0  # For the timed calls of one row of candidates.
+ROUNDS = 20
+
+
+def implementations(backend):
+    """Returns the implementations to check; Pallas interprets the kernels on a CPU."""
+    return ("xla", "pallas_tpu") if backend in ("cpu", "tpu") else ("xla",)
+
+
+def pieces(size):
+    """Yields (name, function without arguments that returns rows) of all measurements."""
+    backend = jax.default_backend()
+    cases = itertools.product(
+        size["checked"], contact_checks.MODES, contact_checks.DTYPES, implementations(backend)
+    )
+    for length, mode, dtype, implementation in cases:
+        name = f"check, {length} tokens, {mode}, {dtype}, {implementation}"
+        check = functools.partial(contact_checks.check, mode, implementation, dtype, length)
+        yield name, lambda check=check: [check()]
+    for length, is_causal, backward in itertools.product(
+        size["lengths"], (False, True), (False, True)
+    ):
+        kind = (
+            f"{'causal' if is_causal else 'bidirectional'}{', with backward' if backward else ''}"
+        )
+        measure = functools.partial(times, size, length, is_causal=is_causal, backward=backward)
+        yield f"times, {length} tokens, {kind}", measure
+    yield "decoding", functools.partial(decoding_steps, size)
+    yield "training", functools.partial(training_steps, size)
+
+
+def times(size, length, *, is_causal, backward):
+    """Returns a row for each candidate at one length; what cannot be compiled has an error."""
+    batch = max(1, min(8, size["tokens"] // length))
+    shape = (batch, length, size["heads"], DIM)
+    keys = jax.random.split(jax.random.key(0), 3)
+    arrays = [jax.random.normal(key, shape, jnp.bfloat16) for key in keys]
+    arrays.append(simrf_jax.draw_projection(jax.random.key(1), NUM_FEATURES, DIM))
+    calls, rows = {}, {}
+    for name, attend in attention_candidates.programs(length, is_causal=is_causal).items():
+        function = attention_cost.with_backward(attend) if backward else attend
+        try:
+            program = jax.jit(function).lower(*arrays).compile()
+            jax.block_until_ready(program(*arrays))
+        except Exception as error:  # noqa: BLE001  Another candidate may work.
+            rows[name] = {"candidate": name, "failure": first_line(error)}
+            continue
+        calls[name] = lambda _, program=program: program(*arrays)
+        memory = attention_cost.mib(program.memory_analysis().temp_size_in_bytes)
+        rows[name] = {"candidate": name, "sequences": batch, "temporary_mib": memory}
+    for name, ms in timing.alternate(calls, ROUNDS, seconds=SECONDS).items():
+        rows[name]["milliseconds"] = attention_cost.quartiles(ms)
+    return list(rows.values())
+
+
+def decoding_steps(size):
+    """Returns a row for each number of tokens before a step of linear and of softmax attention."""
+    calls, _ = decoding.candidates(8, size["heads"], size["before"])
+    found = timing.alternate(calls, ROUNDS, seconds=SECONDS * len(calls))
+    return [
+        {
+            "candidate": kind,
+            "before": before,
+            "milliseconds": attention_cost.quartiles(ms / decoding.STEPS),
+        }
+        for (kind, before), ms in found.items()
+    ]
+
+
+def training_steps(size):
+    """Returns a row for a training step of a ViT with each attention."""
+    side, calls = size["image"], {}
+    images = jax.random.normal(jax.random.key(0), (size["batch"], side, side, 3), jnp.bfloat16)
+    labels = jnp.arange(size["batch"])
+    for attention in ("simplex", "exact"):
+        config = ViTConfig.named(
+            size["model"],
+            image_size=(side, side),
+            attention=attention,
+            num_features=NUM_FEATURES,
+            dtype="bfloat16",
+            dropout_rate=0.0,
+        )
+        model = ViT(config, rngs=nnx.Rngs(0))
+        optimizer = nnx.Optimizer(model, optax.adamw(1e-4), wrt=nnx.Param)
+        step = functools.partial(train_step, model, optimizer, images, labels)
+        calls[attention] = lambda _, step=step: step()
+    found = timing.alternate(calls, ROUNDS, seconds=10 * SECONDS)
+    return [
+        {"candidate": name, "milliseconds": attention_cost.quartiles(ms)}
+        for name, ms in found.items()
+    ]
+
+
+@nnx.jit
+def train_step(model, optimizer, images, labels):
+    """Takes a step, and returns the loss."""
+
+    def loss(model):
+        logits = model(images)
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    value, gradients = nnx.value_and_grad(loss)(model)
+    optimizer.update(model, gradients)
+    return value
+
+
+def first_line(error):
+    """Returns the kind of an error, and the first line of what it says."""
+    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:300]
+
+
+def run(output, size, minutes):
+    """Does what a file lacks, until the time is over.
+
+    Args:
+      output: JSON file, ``{"conditions": ..., "pieces": {name: rows}}``.
+      size: One of ``SIZES``.
+      minutes: Time after which no piece begins.
+
+    Returns:
+      The content of the file.
+    """
+    begin = time.monotonic()
+    results = {"conditions": attention_cost.conditions(), "pieces": {}}
+    if output.exists():
+        before = json.loads(output.read_text())
+        if before["conditions"] != results["conditions"]:
+            raise SystemExit(
+                f"{output} is of another machine or other versions; name another file."
+            )
+        results = before
+    todo = [(name, piece) for name, piece in pieces(size) if name not in results["pieces"]]
+    for name, piece in command_line.bar(todo, "pieces", len(todo)):
+        if time.monotonic() - begin > 60 * minutes:
+            command_line.show(f"The time is over before {name!r}; the same command goes on there.")
+            break
+        try:
+            results["pieces"][name] = piece()
+        except Exception as error:  # noqa: BLE001  Other pieces may work.
+            results["pieces"][name] = [{"failure": first_line(error)}]
+        for row in results["pieces"][name]:
+            if row.get("failure") or row.get("faults"):
+                command_line.show(f"{name}: {row.get('failure') or '; '.join(row['faults'])}")
+        output.write_text(json.dumps(results, indent=1) + "\n")
+    return results
+
+
+def tables(results):
+    """Returns the Markdown tables of a file."""
+    checks, measured = [], []
+    for name, rows in results["pieces"].items():
+        for row in rows:
+            if name.startswith("check"):
+                numbers = [f"{row[x]:.1e}" if x in row else "" for x in ("error", "gradient_error")]
+                verdict = row.get("failure") or "; ".join(row["faults"]) or "right"
+                checks.append([name.removeprefix("check, "), *numbers, verdict])
+                continue
+            what = name + (f", after {row['before']} tokens" if "before" in row else "")
+            low, median, high = row.get("milliseconds", [np.nan] * 3)
+            cell = row.get("failure") or f"{median:.4g} ({low:.4g} to {high:.4g})"
+            memory = row.get("temporary_mib", "")
+            measured.append([what, row.get("candidate", ""), cell, memory])
+    device = results["conditions"]["device"]
+    heads = (["check", "error", "error of gradients", "verdict"],)
+    heads += (["measurement", "candidate", f"ms on {device} (quartiles)", "MiB of buffers"],)
+    return "\n\n".join(map(markdown.table, heads, (checks, measured)))
+
+
+def main():
+    parser = command_line.parser(__doc__)
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("first_contact.json"))
+    parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--small", action="store_true", help="a rehearsal on a laptop's CPU")
+    options = parser.parse_args()
+    size = SIZES["small" if options.small else "whole"]
+    print(tables(run(options.output, size, options.minutes)))
+
+
+if __name__ == "__main__":
+    main()
