@@ -111,7 +111,7 @@ def leaks(run, value, w, seen):
       run: Function of the values, W and the queries that count; returns outputs and gradients.
       value: Values ``[1, T, N, D]``.
       w: W.
-      seen: Which keys each query sees, ``[T, T]``.
+      seen: ``[T, T]``, True where a query sees a key.
     """
     place = len(seen) // 2 + 1
     sees = seen[:, place]
