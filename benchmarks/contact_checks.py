@@ -1,4 +1,4 @@
-"""What ``benchmarks.first_contact`` checks: each way to attend against float64, NaN and leaks."""
+"""Checks of ``benchmarks.first_contact``: each way to attend against float64, NaN and leaks."""
 
 import functools
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from benchmarks import contact_checks, first_contact
+from tests.tiers import slow_but
 
 SIZE = {"checked": (), "lengths": (), "before": ()}
 
@@ -65,7 +66,7 @@ def test_every_piece_has_a_name_of_its_own():
         assert len(set(names)) == len(names)
 
 
-@pytest.mark.parametrize("mode", contact_checks.MODES)
+@pytest.mark.parametrize("mode", slow_but(["causal, exact band"], list(contact_checks.MODES)))
 def test_attention_of_this_machine_is_right(mode):
     row = contact_checks.check(mode, "xla", "float32", 70)
     assert row["faults"] == []

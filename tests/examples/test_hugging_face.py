@@ -114,6 +114,7 @@ def test_the_shape_is_that_of_the_published_config(tmp_path):
     assert hf.EncoderConfig.of(path) == TINY
 
 
+@pytest.mark.slow
 def test_each_way_is_undone_and_fits_are_nearer():
     """Queries and keys of a random model are short, so every way comes near."""
     config = hf.EncoderConfig(
