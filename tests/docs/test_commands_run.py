@@ -39,12 +39,8 @@ PLACES = {
     "DOLLARS_A_CHIP_HOUR": ("", "1.5"),
     "OWNER/NAME": ("", "someone/simrf_jax"),
 }
-# These are named in prose, without the flags that they need.
-NAMED = {
-    "experiments.vit.main",
-    "experiments.vit.tools.prepare",
-    "experiments.vit.tools.sweep",
-}
+# This one is named in prose, without the flags that it needs.
+NAMED = {"experiments.vit.tools.prepare"}
 
 COMMANDS = sorted({" ".join((module, *arguments)) for module, arguments in CASES.values()})
 
