@@ -8,7 +8,7 @@ from experiments.vit.data.augment import OPERATIONS, randaugment
 from tests.standard_errors import assert_mean
 
 pytestmark = pytest.mark.fast
-COLOURS = ("posterize", "solarize", "color", "contrast", "brightness", "sharpness")
+COLORS = ("posterize", "solarize", "color", "contrast", "brightness", "sharpness")
 
 
 def noise(size=(32, 24), mode="RGB"):
@@ -83,7 +83,7 @@ def test_operations_keep_the_image_and_grow_with_the_strength(name, mode):
         assert distances[0] == distances[1] == distances[2]
     else:
         assert distances[0] == 0
-    if name in COLOURS:  # Of noise that has moved far nothing is left.
+    if name in COLORS:  # Of noise that has moved far nothing is left.
         assert distances == sorted(distances)
     nothing_to_do = name in ("identity", "autocontrast") or (name == "color" and mode == "L")
     assert (distances[2] > 0) == (not nothing_to_do)
