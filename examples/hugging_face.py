@@ -8,7 +8,7 @@ Run: python -m examples.hugging_face --model_dir=DIR [--length 128] [--features 
 
 DIR holds ``config.json``, ``model.safetensors`` and ``tokenizer.json``, such as those of
 sentence-transformers/all-MiniLM-L6-v2, which this command downloads:
-huggingface-cli download sentence-transformers/all-MiniLM-L6-v2 --local-dir=DIR
+hf download sentence-transformers/all-MiniLM-L6-v2 --local-dir=DIR
 """
 
 from __future__ import annotations
