@@ -26,8 +26,9 @@ if PLATFORMS.split(",")[0] == "cpu":
 else:
     # Otherwise the first test process would take most of a GPU's memory from the others.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-# Test processes, the programs that they start, and later runs share what they compile.
+# Programs are lowered faster without the places in the source that their operations come from.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+# Test processes, the programs that they start, and later runs share what they compile.
 for name, value in {
     "DIR": pathlib.Path(__file__).parent / ".cache" / "programs",
     "MIN_COMPILE_TIME_SECS": 0,

@@ -68,7 +68,10 @@ def tokens(length, dtype):
 
 @functools.cache
 def program(mode, length, implementation):
-    """Returns a function of queries, keys, values and W: the output and three gradients."""
+    """Returns a function of queries, keys, values, W and the gradient of the output.
+
+    It returns the output and the gradients of queries, keys and values.
+    """
     attend = functools.partial(
         simrf_jax.random_feature_attention,
         implementation=implementation,
@@ -76,48 +79,76 @@ def program(mode, length, implementation):
     )
 
     @jax.jit
-    def with_gradients(query, key, value, w, counts):
+    def with_gradients(query, key, value, w, cotangent):
         out, pull_back = jax.vjp(lambda *x: attend(*x, w), query, key, value)
-        waves = jnp.sin(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
-        return out, pull_back(jnp.where(counts, waves, 0).astype(out.dtype))
+        return out, pull_back(cotangent)
 
     return with_gradients
 
 
 def check(mode, implementation, dtype, length):
     """Returns errors of one way to attend, and what was found wrong, as a row."""
-    query, key, value, w = tokens(length, dtype)
-    everywhere = np.ones((1, length, 1, 1), bool)
+    *arrays, w = tokens(length, dtype)
+    cotangent = np.sin(np.arange(arrays[2].size)).reshape(arrays[2].shape).astype(dtype)
     run = program(mode, length, implementation)
-    out, gradients = jax.device_get(run(query, key, value, w, everywhere))
-    exact = reference(*(np.asarray(x[0], np.float32) for x in (query, key, value)), w, mode=mode)
-    wide = tokens(length, "float32")
-    _, expected = jax.device_get(program(mode, length, "xla")(*wide, everywhere))
-    error = distance(out[0], exact)
-    gradient_error = max(map(distance, gradients, expected))
+    out, gradients = jax.device_get(run(*arrays, w, cotangent))
+    exact = functools.partial(reference, w=w, mode=mode)
+    wide = [np.asarray(x[0], np.float64) for x in arrays]
+    error = distance(out[0], exact(*wide))
+    gradient_error = max(
+        slope_error(exact, wide, place, gradient[0], cotangent[0])
+        for place, gradient in enumerate(gradients)
+    )
     faults = []
     if not error <= LIMITS[dtype]:
         faults.append("the output differs from float64")
     if not gradient_error <= GRADIENT_LIMITS[dtype]:
-        faults.append("a gradient differs from that of XLA in float32")
-    faults += leaks(functools.partial(run, query, key), value, w, visible(mode, length))
+        faults.append("a gradient differs from float64")
+    *others, value = arrays
+    faults += leaks(
+        lambda value, cotangent: run(*others, value, w, cotangent),
+        value,
+        cotangent,
+        visible(mode, length),
+    )
     return {"error": error, "gradient_error": gradient_error, "faults": faults}
 
 
-def leaks(run, value, w, seen):
+def slope_error(exact, arrays, place, gradient, cotangent, step=1e-6):
+    """Returns the error of a gradient along a random direction, relative to its norm.
+
+    Args:
+      exact: Function of queries, keys and values, in float64.
+      arrays: Queries, keys and values ``[T, N, H]``.
+      place: Number of the array that the gradient is of.
+      gradient: The gradient.
+      cotangent: The gradient of the output.
+      step: Half the distance of the two points of the difference.
+    """
+    direction = np.random.default_rng(place).normal(size=gradient.shape)
+    ahead, behind = (
+        exact(*arrays[:place], arrays[place] + move * direction, *arrays[place + 1 :])
+        for move in (step, -step)
+    )
+    slope = np.sum(cotangent.astype(np.float64) * (ahead - behind)) / (2 * step)
+    gradient = gradient.astype(np.float64)
+    return float(abs(np.sum(gradient * direction) - slope) / np.linalg.norm(gradient))
+
+
+def leaks(run, value, cotangent, seen):
     """Returns sentences about a NaN that reaches more or less than the queries that see it.
 
     Args:
-      run: Function of the values, W and the queries that count; returns outputs and gradients.
+      run: Function of the values and the gradient of the output; returns outputs and gradients.
       value: Values ``[1, T, N, D]``.
-      w: W.
+      cotangent: Gradient of the output.
       seen: ``[T, T]``, True where a query sees a key.
     """
     place = len(seen) // 2 + 1
     sees = seen[:, place]
-    counts = ~sees[None, :, None, None]
-    clean, clean_gradients = jax.device_get(run(value, w, counts))
-    out, gradients = jax.device_get(run(value.at[:, place].set(jnp.nan), w, counts))
+    cotangent = np.where(sees[None, :, None, None], 0, cotangent).astype(cotangent.dtype)
+    clean, clean_gradients = jax.device_get(run(value, cotangent))
+    out, gradients = jax.device_get(run(value.at[:, place].set(jnp.nan), cotangent))
     most = ROUNDING[value.dtype.name]
 
     def same(actual, expected):

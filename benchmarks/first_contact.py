@@ -1,15 +1,15 @@
 """First contact with an accelerator: is attention right there, how fast is it, what does it take?
 
 1. Checks: every way to attend, in float32 and bfloat16, by each implementation that the device has,
-   against float64, with gradients; NaN and later tokens reach nothing that does not see them.
+   against float64, with gradients; a NaN in a value reaches those that see it and nothing else.
 2. Times and memory: forward and with backward, bidirectional and causal, beside the exact attention
    of the device (XLA, cuDNN on a GPU, splash attention on a TPU), in bfloat16.
 3. A step of decoding by the number of tokens before.
 4. A training step of a ViT, with random features and with exact attention.
 
-It takes about eight minutes (``--minutes``). Each row is written as soon as it is known, and a
-second run with the same file goes on where the first one ended, or was stopped. What fails becomes
-a row with the error. The last lines are the tables of the file.
+After eight minutes (``--minutes``) no measurement begins. Each row is written as soon as it is
+known, and a second run with the same file goes on where the first one ended, or was stopped. What
+fails becomes a row with the error. The last lines are the tables of the file.
 
 Run: python -m benchmarks.first_contact [--output first_contact.json] [--minutes 8] [--small]
 """
@@ -96,11 +96,9 @@ def times(size, length, *, is_causal, backward):
     calls, rows = {}, {}
     for name, attend in attention_candidates.programs(length, is_causal=is_causal).items():
         function = attention_cost.with_backward(attend) if backward else attend
-        try:
-            program = jax.jit(function).lower(*arrays).compile()
-            jax.block_until_ready(program(*arrays))
-        except Exception as error:  # noqa: BLE001  Another candidate may work.
-            rows[name] = {"candidate": name, "failure": first_line(error)}
+        program, failure = attempt(functools.partial(compiled, function, arrays))
+        if failure:
+            rows[name] = {"candidate": name, "failure": failure}
             continue
         calls[name] = lambda _, program=program: program(*arrays)
         memory = attention_cost.mib(program.memory_analysis().temp_size_in_bytes)
@@ -162,9 +160,20 @@ def train_step(model, optimizer, images, labels):
     return value
 
 
-def first_line(error):
-    """Returns the kind of an error, and the first line of what it says."""
-    return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:300]
+def compiled(function, arrays):
+    """Returns a program that has run once."""
+    program = jax.jit(function).lower(*arrays).compile()
+    jax.block_until_ready(program(*arrays))
+    return program
+
+
+def attempt(function):
+    """Returns what a function returns, and None; or None, and the first line of its error."""
+    try:
+        return function(), None
+    # On hardware that nobody has tried, anything may fail, and the rest is still worth measuring.
+    except Exception as error:  # noqa: BLE001
+        return None, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:300]
 
 
 def run(output, size, minutes):
@@ -172,30 +181,28 @@ def run(output, size, minutes):
 
     Args:
       output: JSON file, ``{"conditions": ..., "pieces": {name: rows}}``.
-      size: One of ``SIZES``.
+      size: One of ``SIZES``, which is part of the conditions.
       minutes: Time after which no piece begins.
 
     Returns:
       The content of the file.
     """
     begin = time.monotonic()
-    results = {"conditions": attention_cost.conditions(), "pieces": {}}
+    # As JSON has it: lists in the place of tuples.
+    conditions = json.loads(json.dumps(attention_cost.conditions() | {"size": size}))
+    results = {"conditions": conditions, "pieces": {}}
     if output.exists():
         before = json.loads(output.read_text())
         if before["conditions"] != results["conditions"]:
-            raise SystemExit(
-                f"{output} is of another machine or other versions; name another file."
-            )
+            raise SystemExit(f"{output} is of another machine, size or version; name another file.")
         results = before
     todo = [(name, piece) for name, piece in pieces(size) if name not in results["pieces"]]
     for name, piece in command_line.bar(todo, "pieces", len(todo)):
         if time.monotonic() - begin > 60 * minutes:
             command_line.show(f"The time is over before {name!r}; the same command goes on there.")
             break
-        try:
-            results["pieces"][name] = piece()
-        except Exception as error:  # noqa: BLE001  Other pieces may work.
-            results["pieces"][name] = [{"failure": first_line(error)}]
+        rows, failure = attempt(piece)
+        results["pieces"][name] = [{"failure": failure}] if failure else rows
         for row in results["pieces"][name]:
             if row.get("failure") or row.get("faults"):
                 command_line.show(f"{name}: {row.get('failure') or '; '.join(row['faults'])}")

@@ -46,8 +46,14 @@ suppress_warnings = [
 # Without one, such links become plain text.
 repository_url = source_address() or ""
 
-# The page that holds each file of the repository, or most of it.
+# Sphinx reads nothing outside of this folder. The copies keep the times of the files, so that a
+# page is made again only if its notebook changed.
 NOTEBOOKS = sorted(DOCS.parent.glob("colabs/*.ipynb"))
+(DOCS / "notebooks").mkdir(exist_ok=True)
+for path in NOTEBOOKS:
+    shutil.copy2(path, DOCS / "notebooks")
+
+# The page that holds each file of the repository, or most of it.
 RESULTS = [path.parent.name for path in sorted(DOCS.parent.glob("experiments/*/README.md"))]
 repository_pages = {
     "README.md": "index",
@@ -61,11 +67,6 @@ repository_pages = {
     **{f"experiments/{name}/README.md": f"results/{name}" for name in RESULTS},
     **{f"colabs/{path.name}": f"notebooks/{path.stem}" for path in NOTEBOOKS},
 }
-
-# Sphinx reads what is below this folder. Times of files that did not change stay.
-(DOCS / "notebooks").mkdir(exist_ok=True)
-for path in NOTEBOOKS:
-    shutil.copy2(path, DOCS / "notebooks")
 
 myst_enable_extensions = ["attrs_inline", "colon_fence", "dollarmath", "html_image"]
 myst_heading_anchors = 3

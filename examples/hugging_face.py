@@ -16,9 +16,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import pathlib
 import pydoc_data.topics
+import re
 from typing import Any
 
 import jax
@@ -53,6 +53,13 @@ CONFIG_NAMES = {
     "num_heads": "num_attention_heads",
     "mlp_dim": "intermediate_size",
 }
+# What a BERT may have otherwise, and ``Encoder`` has not.
+ARITHMETIC = {
+    "model_type": "bert",
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+    "position_embedding_type": "absolute",
+}
 # Options of the adapters, by what the table calls them. 16 keys cost what 16 features do.
 CALIBRATED = {"feature_map": "calibrated", "coupling": "cross_polytope"}
 WAYS: dict[str, dict[str, Any]] = {
@@ -86,8 +93,15 @@ class EncoderConfig:
 
     @classmethod
     def of(cls, path: pathlib.Path) -> EncoderConfig:
-        """Returns the shape that a ``config.json`` says."""
+        """Returns the shape that a ``config.json`` says.
+
+        Raises:
+          ValueError: If it is of another model than ``Encoder`` is.
+        """
         published = json.loads(path.read_text())
+        for name, expected in ARITHMETIC.items():
+            if (given := published.get(name, expected)) != expected:
+                raise ValueError(f"{name} must be {expected!r} in {path}, got {given!r}.")
         return cls(**{ours: published[theirs] for ours, theirs in CONFIG_NAMES.items()})
 
 
@@ -193,14 +207,49 @@ def _tensor(tensors: dict[str, np.ndarray], place: tuple[Any, ...], variable: An
     return jnp.asarray(tensor.T if leaf == "kernel" else tensor).reshape(variable.shape)
 
 
-def texts(tokenizer: Any, length: int) -> np.ndarray:
-    """Returns the first tokens of each help page of Python that is long enough, ``[n, length]``."""
-    pages = [pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics)]
-    tokens = [page.ids for page in tokenizer.encode_batch(pages)]
-    return np.array([[*ids[: length - 1], ids[-1]] for ids in tokens if len(ids) >= length])
+def load_tokenizer(path: pathlib.Path) -> Any:
+    """Returns a ``tokenizers.Tokenizer`` that neither cuts nor pads texts."""
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
-def compare(model: Encoder, fit: np.ndarray, test: np.ndarray, num_features: int) -> dict[str, Any]:
+def pages() -> dict[str, str]:
+    """Returns the topics of ``help()`` by name.
+
+    Some topics share paragraphs. Each paragraph stays in the first topic only, in alphabetical
+    order, so that no two pages have one in common.
+    """
+    topics = pydoc_data.topics.topics
+    seen: set[str] = set()
+    result = {}
+    for name in sorted(topics):
+        paragraphs = [part.strip("\n") for part in re.split(r"\n\s*\n", topics[name])]
+        new = dict.fromkeys(part for part in paragraphs if part not in seen)
+        seen.update(new)
+        result[name] = "\n\n".join(new)
+    return result
+
+
+def load_texts(tokenizer: Any, length: int) -> np.ndarray:
+    """Returns the beginning of each page that is long enough, ``[pages, length]``.
+
+    Args:
+      tokenizer: A ``tokenizers.Tokenizer``.
+      length: Number of tokens of each text, with those that begin and end it.
+    """
+    encoded = (np.array(page.ids) for page in tokenizer.encode_batch([*pages().values()]))
+    # The last token of a whole page ends it, and so it ends every text.
+    texts = [np.append(ids[: length - 1], ids[-1]) for ids in encoded if len(ids) >= length]
+    return np.array(texts).reshape(-1, length)
+
+
+def compare(
+    model: Encoder, fit: np.ndarray, test: np.ndarray, num_features: int
+) -> dict[str, float]:
     """Returns the mean cosine of embeddings to the exact ones for each way to attend.
 
     Args:
@@ -211,19 +260,20 @@ def compare(model: Encoder, fit: np.ndarray, test: np.ndarray, num_features: int
     """
     embed = nnx.jit(lambda model, tokens: model(tokens))
     exact = embed(model, test)
-    cosines = {}
+    found = {}
     for name, options in WAYS.items():
         swap = swap_attention(model, num_features, rngs=nnx.Rngs(0), **options)
         if "feature_map" in options:
             calibrate(model, [fit])
-        cosines[name] = np.mean(cosine(embed(model, test), exact))
+        found[name] = float(jnp.mean(cosines(embed(model, test), exact)))
         swap.undo()
-    return cosines
+    return found
 
 
-def cosine(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns the cosines of rows, ``[n]``."""
-    return jnp.sum(x * y, axis=-1) / jnp.linalg.norm(x, axis=-1) / jnp.linalg.norm(y, axis=-1)
+def cosines(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Returns the cosines between the rows of two arrays ``[n, width]``."""
+    norms = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1)
+    return jnp.sum(x * y, axis=-1) / norms
 
 
 def main() -> None:
@@ -233,14 +283,11 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    default = os.environ.get("SIMRF_MODEL_DIR")
-    parser.add_argument("--model_dir", type=pathlib.Path, default=default, required=not default)
+    parser.add_argument("--model_dir", type=pathlib.Path, required=True)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--features", type=int, default=112)
     options = parser.parse_args()
     folder = options.model_dir
-    if not (folder / "config.json").exists() and (folder / "all-MiniLM-L6-v2").exists():
-        folder /= "all-MiniLM-L6-v2"
     if missing := [
         name
         for name in ("config.json", "model.safetensors", "tokenizer.json")
@@ -248,14 +295,10 @@ def main() -> None:
     ]:
         parser.error(f"--model_dir={folder} lacks {', '.join(missing)}.")
 
-    import tokenizers
-
-    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    pages = np.random.default_rng(0).permutation(texts(tokenizer, options.length))
+    texts = load_texts(load_tokenizer(folder / "tokenizer.json"), options.length)
+    texts = np.random.default_rng(0).permutation(texts)
     model = load_model(folder / "model.safetensors", EncoderConfig.of(folder / "config.json"))
-    fit, test = pages[:NUM_FIT], pages[NUM_FIT : NUM_FIT + NUM_TEST]
+    fit, test = texts[:NUM_FIT], texts[NUM_FIT : NUM_FIT + NUM_TEST]
     print(f"Cosine of the embeddings of {len(test)} texts to those of softmax attention:")
     for name, value in compare(model, fit, test, options.features).items():
         print(f"{name}: {value:.3f}")

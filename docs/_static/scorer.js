@@ -1,7 +1,7 @@
 // How the search of the site orders what it finds: guides and questions before long pages of results.
 // Sphinx declares these names by var again, if they are not there.
 var FACTORS = [
-  [/^(faq|tutorial|how_to\/|explanation\/)/, 3],
+  [/^(index|faq|tutorial|how_to\/|explanation\/)/, 3],
   [/^(changelog|contributing|gallery|results\/)/, 0.3],
 ];
 

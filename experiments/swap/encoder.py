@@ -42,11 +42,7 @@ def load_tokenizer(path: pathlib.Path) -> Any:
       UserError: If the package is not installed.
     """
     with user_mistakes(ImportError, prefix="requirements/train.txt names tokenizers: "):
-        import tokenizers
-    tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
+        return hugging_face.load_tokenizer(path)
 
 
 def load_model(path: pathlib.Path, config: EncoderConfig | None = None) -> Encoder:

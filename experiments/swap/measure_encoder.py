@@ -11,6 +11,7 @@ import numpy as np
 import tqdm
 from ml_collections import ConfigDict
 
+from examples import hugging_face
 from experiments.harness import resumable, trials
 from experiments.swap import encoder, texts
 from experiments.swap.methods import attentions, baselines
@@ -76,13 +77,7 @@ def measure(subject: Subject, attentions: list[Attention]) -> Errors:
     pairs = zip(subject.test, attentions, strict=True)
     heads = np.stack([head_errors(inputs, attention) for inputs, attention in pairs])
     embeddings = _embed(swapped(subject.model, attentions), subject.tokens)
-    return Errors(heads, np.asarray(cosines(embeddings, subject.embeddings)))
-
-
-def cosines(x: jax.Array, y: jax.Array) -> jax.Array:
-    """Returns the cosines between the rows of two arrays ``[n, width]``."""
-    norms = jnp.linalg.norm(x, axis=-1) * jnp.linalg.norm(y, axis=-1)
-    return jnp.sum(x * y, axis=-1) / norms
+    return Errors(heads, np.asarray(hugging_face.cosines(embeddings, subject.embeddings)))
 
 
 class EncoderSwaps:
@@ -102,7 +97,7 @@ class EncoderSwaps:
         """Returns the encoder and all texts."""
         tokenizer = encoder.load_tokenizer(encoder.find("tokenizer.json", self.model_dir))
         model = encoder.load_model(encoder.find("model.safetensors", self.model_dir))
-        return model, texts.load(tokenizer, self.config.length)
+        return model, hugging_face.load_texts(tokenizer, self.config.length)
 
     def _prepare(self, seed: int) -> Subject:
         """Returns what the encoder computes for the texts of a seed."""

@@ -197,3 +197,13 @@ def test_queries_that_see_no_key_get_zeros_and_finite_gradients():
     chex.assert_tree_all_finite(gradients)
     for gradient in gradients:
         np.testing.assert_array_equal(gradient[0], 0)
+
+
+def test_an_additive_mask_hides_as_lengths_do():
+    q, k, v = inputs(9, batch=(2,))
+    bias = np.where(np.arange(9) < 6, 0, -1e9).astype(np.float32)[None, None, None]
+    out = random_feature_attention(q, k, v, projection(), bias=bias)
+    expected = random_feature_attention(
+        q, k, v, projection(), key_value_seq_lengths=np.array([6, 6])
+    )
+    np.testing.assert_array_equal(out, expected)

@@ -53,10 +53,14 @@ def test_it_ends_when_the_time_is_over(run, capsys):
     assert "before 'decoding'; the same command goes on there" in capsys.readouterr().out
 
 
-def test_another_machine_is_refused(run):
+def test_another_machine_or_size_is_refused(run, monkeypatch):
     run, output = run
+    run({"decoding": list})
+    monkeypatch.setitem(SIZE, "heads", 12)
+    with pytest.raises(SystemExit, match="of another machine, size or version"):
+        run({})
     output.write_text(json.dumps({"conditions": {"device": "another"}, "pieces": {}}))
-    with pytest.raises(SystemExit, match="of another machine or other versions"):
+    with pytest.raises(SystemExit, match="of another machine, size or version"):
         run({})
 
 
@@ -79,6 +83,7 @@ def test_what_is_wrong_is_found(monkeypatch):
     row = contact_checks.check("causal", "xla", "float32", 40)
     assert row["faults"] == [
         "the output differs from float64",
+        "a gradient differs from float64",
         "a NaN reaches an output that does not see it",
         "a NaN reaches a gradient of outputs that do not see it",
     ]
@@ -87,11 +92,11 @@ def test_what_is_wrong_is_found(monkeypatch):
 def test_a_nan_that_is_swallowed_is_found():
     value = jnp.ones((1, 6, 1, 4))
 
-    def run(value, w, counts):
+    def run(value, cotangent):
         out = jnp.nan_to_num(jnp.cumsum(value, axis=1))
-        return out, (jnp.where(counts, out, 0),)
+        return out, (out * cotangent,)
 
-    found = contact_checks.leaks(run, value, None, np.tri(6, dtype=bool))
+    found = contact_checks.leaks(run, value, np.ones(value.shape), np.tri(6, dtype=bool))
     assert found == ["a NaN does not reach a query that sees it"]
 
 

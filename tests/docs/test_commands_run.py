@@ -31,10 +31,14 @@ LEFT_OUT = {
     "tools.report": "a finished run; tests/experiments/vit has one",
     "colabs.store": "a kernel of Jupyter; tests/test_colabs.py runs the notebooks",
 }
+MODELS = os.environ.get("SIMRF_MODEL_DIR")
 # What a reader writes in the place of words, from the environment where that has it.
 PLACES = {
-    "--config.model_dir=DIR": ("--config.model_dir=", os.environ.get("SIMRF_MODEL_DIR")),
-    "--model_dir=DIR": ("--model_dir=", os.environ.get("SIMRF_MODEL_DIR")),
+    "--config.model_dir=DIR": ("--config.model_dir=", MODELS),
+    "--model_dir=DIR": (
+        "--model_dir=",
+        MODELS and f"{MODELS}/all-MiniLM-L6-v2",
+    ),
     "--config.data_dir=DIR": ("--config.data_dir=", os.environ.get("TFDS_DATA_DIR")),
     "DOLLARS_A_CHIP_HOUR": ("", "1.5"),
     "OWNER/NAME": ("", "someone/simrf_jax"),

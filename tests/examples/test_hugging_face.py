@@ -2,6 +2,7 @@
 
 import json
 import os
+import pydoc_data.topics
 import sys
 
 import jax
@@ -107,11 +108,54 @@ def test_padding_changes_no_embedding():
     np.testing.assert_allclose(model(padded, mask), model(tokens), atol=1e-5)
 
 
+class Encoding:
+    """Numbers of the characters of a text, between two that begin and end it."""
+
+    def __init__(self, text):
+        self.ids = [1000, *map(ord, text), 2000]
+
+
+class Characters:
+    """A tokenizer whose tokens are characters."""
+
+    def encode_batch(self, pages):
+        """Returns the encodings of some texts."""
+        return [Encoding(page) for page in pages]
+
+
+@pytest.fixture
+def topics(monkeypatch):
+    """Puts six short topics in the place of Python's; two share a paragraph."""
+    made_up = {f"topic{i}": f"{i}{i}{i}\n\nmore of {i}" for i in range(5)}
+    made_up["topic5"] = "000\n\n  \nmore of 5\n"
+    monkeypatch.setattr(pydoc_data.topics, "topics", made_up)
+    return made_up
+
+
+def test_no_paragraph_is_on_two_pages(topics):
+    pages = hf.pages()
+    assert pages["topic0"] == "000\n\nmore of 0"
+    assert pages["topic5"] == "more of 5"
+
+
+def test_pages_are_cut_and_ended_like_whole_texts(topics):
+    rows = hf.load_texts(Characters(), 15)
+    assert rows.shape == (5, 15)  # topic5 has 11 tokens.
+    np.testing.assert_array_equal(rows[2], [1000, *map(ord, "222\n\nmore of "), 2000])
+
+
+def test_no_page_may_be_long_enough(topics):
+    assert hf.load_texts(Characters(), 100).shape == (0, 100)
+
+
 def test_the_shape_is_that_of_the_published_config(tmp_path):
     published = {theirs: getattr(TINY, ours) for ours, theirs in hf.CONFIG_NAMES.items()}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(published | {"model_type": "bert"}))
     assert hf.EncoderConfig.of(path) == TINY
+    path.write_text(json.dumps(published | {"hidden_act": "relu"}))
+    with pytest.raises(ValueError, match=r"hidden_act must be 'gelu' in .*, got 'relu'"):
+        hf.EncoderConfig.of(path)
 
 
 @pytest.mark.slow
@@ -144,7 +188,8 @@ def test_the_published_model_comes_near(monkeypatch, capsys):
         pytest.skip("Needs all-MiniLM-L6-v2; SIMRF_MODEL_DIR does not say where it is.")
     for package in ("tokenizers", "safetensors"):
         pytest.importorskip(package, reason=f"Needs {package}.")
-    monkeypatch.setattr(sys, "argv", ["hugging_face"])
+    folder = f"{os.environ['SIMRF_MODEL_DIR']}/all-MiniLM-L6-v2"
+    monkeypatch.setattr(sys, "argv", ["hugging_face", f"--model_dir={folder}"])
     hf.main()
     rows = dict(line.split(": ") for line in capsys.readouterr().out.splitlines()[1:])
     assert list(rows) == list(hf.WAYS)

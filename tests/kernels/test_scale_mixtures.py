@@ -155,15 +155,17 @@ def test_draws_are_the_same_in_every_transform_and_type(kernel, coupling):
     def draw(key, dtype=jnp.float32):
         return draw_projection(key, ROWS, DIM, dtype=dtype, **options)
 
-    keys = jax.random.split(jax.random.key(4), 3)
-    many = jax.jit(jax.vmap(draw))(keys)
-    for key, one in zip(keys, many, strict=True):
+    def keys():
+        return jax.random.split(jax.random.key(4), 3)
+
+    many = jax.jit(jax.vmap(draw))(keys())
+    for key, one in zip(keys(), many, strict=True):
         np.testing.assert_allclose(draw(key), one, rtol=1e-4, atol=1e-5)
-    half = draw(keys[0], jnp.bfloat16)
+    half = draw(keys()[0], jnp.bfloat16)
     assert half.dtype == jnp.bfloat16
     np.testing.assert_allclose(np.float32(half), many[0], rtol=1e-2, atol=1e-2)
     with enable_x64(True):
-        wide = draw(keys[0], jnp.float64)
+        wide = draw(keys()[0], jnp.float64)
         assert wide.dtype == jnp.float64
         norms = np.linalg.norm(np.asarray(wide), axis=1)
     # One norm comes from each stratum in float64, too.

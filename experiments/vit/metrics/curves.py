@@ -10,6 +10,7 @@ import matplotlib.cm
 import matplotlib.colors
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 from experiments.harness import style
 
@@ -29,8 +30,8 @@ def draw_curves(metrics: Metrics) -> Figure:
     if "attention_error" in metrics:
         panels += [functools.partial(_layers, name=name) for name in LAYERS]
     columns = len(panels) // 2
-    figure = Figure(figsize=(4.5 * columns, 6.5), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.12)  # type: ignore[union-attr, call-arg]
+    layout = ConstrainedLayoutEngine(w_pad=0.12)
+    figure = Figure(figsize=(4.5 * columns, 6.5), layout=layout)
     # Filled column by column: what belongs together lies one above the other.
     for axes, panel in zip(figure.subplots(2, columns).T.flat, panels, strict=True):
         panel(axes, metrics)

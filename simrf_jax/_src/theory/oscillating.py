@@ -198,16 +198,16 @@ class _Covariances:
             return _coefficients(self._q, self._dim)
         return _coefficients_at_nodes(self._kernel.step, self._dim) @ self._weights
 
-    def _deficit(self, norms: Float64[np.ndarray, "*shape"]) -> Float64[np.ndarray, "*shape"]:
+    def _deficit(self, norms: Float64[np.ndarray, "*shape 1"]) -> Float64[np.ndarray, "*shape n"]:
         """Returns the means of 1 - cos for rows of given norms, with an axis of distances."""
         return _one_minus_lambda(norms * self._z, self._dim)
 
     def _deficit_products(
         self,
-        norms: Float64[np.ndarray, "*shape"],
-        others: Float64[np.ndarray, "*shape"],
+        norms: Float64[np.ndarray, " ... 1"],
+        others: Float64[np.ndarray, " ... 1"],
         cosine: float,
-    ) -> Float64[np.ndarray, "*shape"]:
+    ) -> Float64[np.ndarray, " ... n"]:
         """Returns the means of (1 - cos) (1 - cos') for pairs of rows of given norms."""
         result = self._deficit(norms) + self._deficit(others)
         for sign in (-1, 1):

@@ -2,7 +2,8 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from experiments.swap import encoder, texts
+from examples import hugging_face
+from experiments.swap import encoder
 
 
 @pytest.fixture
@@ -16,5 +17,5 @@ def toy_encoder(monkeypatch):
     monkeypatch.setattr(encoder, "find", lambda name, model_dir: name)
     monkeypatch.setattr(encoder, "load_tokenizer", lambda path: None)
     monkeypatch.setattr(encoder, "load_model", lambda path: model)
-    monkeypatch.setattr(texts, "load", lambda tokenizer, length: tokens[:, :length])
+    monkeypatch.setattr(hugging_face, "load_texts", lambda tokenizer, length: tokens[:, :length])
     return model

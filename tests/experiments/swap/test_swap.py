@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from examples import hugging_face
 from experiments.harness.mistakes import UserError
-from experiments.swap import measure_encoder, measure_task, swap, texts, training
+from experiments.swap import measure_encoder, measure_task, swap, training
 from experiments.swap.configs import paper
 from experiments.swap.looks import LABELS, LOOKS
 from experiments.swap.methods import METHODS
@@ -23,7 +24,9 @@ def test_errors_of_the_encoder_are_those_of_its_test_texts(toy_encoder, tmp_path
     assert list(section["methods"]["hyperbolic"]) == ["4", "8"]
     errors = []
     for seed in (0, 1):
-        subject = measure_encoder.prepare(toy_encoder, texts.load(None, 6), config.encoder, seed)
+        subject = measure_encoder.prepare(
+            toy_encoder, hugging_face.load_texts(None, 6), config.encoder, seed
+        )
         method = METHODS["hyperbolic"]
         attentions = method.attentions(jax.random.key(seed), subject.fit, 8, schedule=tiny.SCHEDULE)
         errors.append(measure_encoder.measure(subject, attentions))
@@ -41,7 +44,7 @@ def test_errors_of_the_encoder_are_those_of_its_test_texts(toy_encoder, tmp_path
 @pytest.mark.slow
 def test_softmax_in_all_layers_has_no_error(toy_encoder):
     config = tiny.get_config().encoder
-    subject = measure_encoder.prepare(toy_encoder, texts.load(None, 6), config, 0)
+    subject = measure_encoder.prepare(toy_encoder, hugging_face.load_texts(None, 6), config, 0)
     errors = measure_encoder.measure(subject, [nnx.dot_product_attention] * 2)
     np.testing.assert_allclose(errors.heads, np.zeros((2, 2)), atol=1e-10)
     np.testing.assert_allclose(errors.cosines, np.ones(3), rtol=1e-5)
