@@ -54,8 +54,10 @@ for path in NOTEBOOKS:
     shutil.copy2(path, DOCS / "notebooks")
 
 # The page that holds each file of the repository, or most of it.
+WRITTEN = [path.relative_to(DOCS) for path in (*DOCS.glob("*.md"), *DOCS.glob("*/*.md"))]
 RESULTS = [path.parent.name for path in sorted(DOCS.parent.glob("experiments/*/README.md"))]
 repository_pages = {
+    **{f"docs/{page}": str(page.with_suffix("")) for page in WRITTEN},
     "README.md": "index",
     "BEYOND.md": "results/beyond_the_paper",
     "CHANGELOG.md": "changelog",
