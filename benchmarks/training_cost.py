@@ -1,7 +1,7 @@
 """Chip-hours and dollars of the paper's ViT runs, and hours and gigabytes to prepare their data.
 
 The steps are those that were compiled for pods: chip-hours are read from the table in
-experiments/vit/README.md, which benchmarks.pod_compile prints, for attention without the fused
+docs/how_to/pod_costs.md, which benchmarks.pod_compile prints, for attention without the fused
 kernels, which XLA does not estimate. All four data sets have images of as many tokens, so a step is
 taken to cost what it does on ImageNet.
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from benchmarks import pods
 from experiments.harness import markdown
 
-README = pathlib.Path(__file__).parents[1] / "experiments" / "vit" / "README.md"
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "how_to" / "pod_costs.md"
 RUNS = ("imagenet2012", "fashion_mnist_b", "inaturalist2021", "places365")
 ATTENTIONS, SEEDS = ("simplex", "orthogonal", "exact"), 3
 # Shares of the peak, which XLA's estimates of exact attention reach at most.
@@ -87,7 +87,7 @@ class Step(NamedTuple):
 
 
 def recorded_steps(text):
-    """Returns the steps of the table of hours in a README.
+    """Returns the steps of the table of hours in a text.
 
     Raises:
       ValueError: If the text has no such table.
@@ -105,7 +105,7 @@ def recorded_steps(text):
         if len(row) == 8 and re.match(rf"({'|'.join(pods.CHIPS)}):\d", row[0])
     ]
     if not steps:
-        raise ValueError("The README must have the table of hours that pod_compile prints.")
+        raise ValueError("The text must have the table of hours that pod_compile prints.")
     return steps
 
 
@@ -213,7 +213,7 @@ def main(argv=None):
     add("--megabytes_per_second", type=float, default=50.0, help="Download (%(default)s).")
     add("--images_per_second", type=float, default=670.0, help="Writing (%(default)s).")
     given = parser.parse_args(argv)
-    steps, prices = recorded_steps(README.read_text()), dict(given.price)
+    steps, prices = recorded_steps(PAGE.read_text()), dict(given.price)
     fig_9 = [(a, name) for a in ATTENTIONS for name in RUNS] * SEEDS
     print("One run:\n")
     print(cost_table(steps, prices, [("simplex", "imagenet2012")]), end="\n\n")

@@ -1,6 +1,6 @@
 """The fields of a training config in one table, and the checks that follow from it.
 
-``python -m experiments.vit.config`` prints the table of the README.
+``python -m experiments.vit.config`` prints the table of docs/reference/vit_config.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The costs of runs, by the steps that the README of the ViT records."""
+"""The costs of runs, by the steps that the site's page of costs records."""
 
 import re
 

@@ -60,7 +60,7 @@ def add_coupling(tree, blocks, tables):
         add_to_choices(path, alias)
     edit(couplings, "^    orthogonal_blocks,$", "    my_blocks,\n    orthogonal_blocks,")
     add_to_table(couplings, "COUPLED", '"mine": CouplingRule(my_blocks, least_dim=1)')
-    fields = tree / "experiments" / "vit" / "README.md"
+    fields = tree / "docs" / "reference" / "vit_config.md"
     edit(fields, r"^(\| `model\.attention` .*?)`exact`", r"\1`mine`, `exact`")
     add_lines(tree, tables)
 

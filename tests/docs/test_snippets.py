@@ -25,8 +25,8 @@ variables = Transformer(vocabulary, max_length).init(jax.random.key(0), prompt)
 }
 NOT_HERE = {
     "docs/contributing.md": "It shows the form of code, with dots in the place of the rest.",
+    "docs/how_to/export_a_vit.md": "tests/experiments/vit/tools/test_export.py has a model.",
     "docs/how_to/models_of_others.md": "tests/examples/test_patterns.py has models for them.",
-    "docs/results/vit.md": "tests/experiments/vit/tools/test_export.py has a model to export.",
 }
 
 WITH_SNIPPETS = [path for path in PAGES if fences(with_includes(path), "python")]

@@ -2,8 +2,8 @@
 
 On a host of 8 chips it trains 200 steps of imagenet2012.py at batch 128, from the bucket and into
 the bucket that the pod will use. It sends SIGTERM in the middle, goes on, and evaluates the last
-checkpoint. It ends with an error if any of that does not do what the README says. However it ends,
-no trainer is left.
+checkpoint. It ends with an error if any of that does not do what docs/how_to/pods.md promises.
+However it ends, no trainer is left.
 
 Run: python -m experiments.vit.tools.rehearse --workdir=runs/rehearsal --chips=8 --price=PRICE
      -- --config.data_dir=gs://BUCKET/tfds --config.checkpoint.folder=gs://BUCKET/rehearsal
@@ -31,7 +31,7 @@ CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "imagenet2012.py"
 POLL_SECONDS = 0.2
 STOP_SECONDS = 60.0  # The time to save and stop in, for a trainer whose rehearsal is ended.
 
-# The shares of the chips' peak that a ViT-B/16 is expected to reach (README.md, Time and cost).
+# The shares of the chips' peak that a ViT-B/16 is expected to reach (docs/how_to/pod_costs.md).
 EXPECTED_MFU = (0.1, 0.2)
 
 # What makes the run a rehearsal; the flags behind "--" may change them.

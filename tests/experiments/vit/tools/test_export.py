@@ -128,8 +128,8 @@ def test_another_process_runs_it_with_jax_alone(runs, tmp_path):
 
 
 ROOT = pathlib.Path(__file__).parents[4]
-README = (ROOT / "experiments" / "vit" / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+GUIDE = (ROOT / "docs" / "how_to" / "export_a_vit.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 [SNIPPET] = [code for code in BLOCKS if "jax.export" in code]  # What runs an export.
 
 
@@ -144,7 +144,7 @@ def exports(runs, tmp_path_factory):
 
 @pytest.fixture
 def exported(exports, tmp_path, monkeypatch):
-    """An export in the working directory, under the name that the README gives it."""
+    """An export in the working directory, under the name that the guide gives it."""
     monkeypatch.chdir(tmp_path)
     for suffix in ("", ".json"):
         shutil.copy(exports / f"simplex{suffix}", f"digits.stablehlo{suffix}")
@@ -166,7 +166,7 @@ def flip(bit):
 
 
 @pytest.mark.slow
-def test_the_readme_runs_a_whole_export(exported, capsys):
+def test_the_guide_runs_a_whole_export(exported, capsys):
     exec(SNIPPET, {})
     assert 0 <= float(capsys.readouterr().out) <= 1
 
@@ -176,7 +176,7 @@ FLIPS = [flip(bit) for bit in (0, 12_345, 100_000, 200_001, -9)]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [*FLIPS, lambda b: b"", lambda b: b[:-1], lambda b: b + b"\0"])
-def test_the_readme_refuses_a_damaged_export(exported, change):
+def test_the_guide_refuses_a_damaged_export(exported, change):
     exported.write_bytes(change(exported.read_bytes()))
     with pytest.raises(SystemExit, match=DAMAGED):
         exec(SNIPPET, {})
@@ -210,7 +210,7 @@ TEXTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", TEXTS.values(), ids=TEXTS)
-def test_the_readme_refuses_a_damaged_description(exported, change):
+def test_the_guide_refuses_a_damaged_description(exported, change):
     path = exported.with_name("digits.stablehlo.json")
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(SystemExit, match=DAMAGED):
@@ -231,7 +231,7 @@ def test_no_flipped_bit_of_a_description_passes(exported):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", ["", ".json"])
-def test_the_readme_refuses_the_export_of_another_run(exports, exported, suffix):
+def test_the_guide_refuses_the_export_of_another_run(exports, exported, suffix):
     shutil.copy(exports / f"exact{suffix}", f"{exported}{suffix}")
     with pytest.raises(SystemExit, match=DAMAGED):
         exec(SNIPPET, {})
@@ -239,14 +239,14 @@ def test_the_readme_refuses_the_export_of_another_run(exports, exported, suffix)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["digits.stablehlo", "digits.stablehlo.json"])
-def test_the_readme_needs_both_files(exported, name):
+def test_the_guide_needs_both_files(exported, name):
     exported.with_name(name).unlink()
     with pytest.raises(FileNotFoundError, match=f"{name}'$"):
         exec(SNIPPET, {})
 
 
 @pytest.mark.slow
-def test_the_readme_refuses_the_export_of_a_jax_that_calls_otherwise(exported):
+def test_the_guide_refuses_the_export_of_a_jax_that_calls_otherwise(exported):
     model = dataclasses.replace(read(exported), calling_convention_version=99).serialize()
     exported.write_bytes(model)
     path = exported.with_name("digits.stablehlo.json")
