@@ -5,7 +5,7 @@ Command:   python -m experiments.vit.main --config=experiments/vit/configs/fashi
            --distributed --workdir=DIR --config.data_dir=DIR --config.checkpoint.folder=gs://DIR
            on every host
 Hardware:  a TPU pod; on 16 chips of v3 or v4 add --config.model.remat=dots --config.model.scan;
-           each of its hosts needs 5 cores for the images of a step of 0.03 s (README.md, Data)
+           each host needs 5 cores for the images of a step of 0.03 s (docs/how_to/image_data.md)
 Time:      not run: needs a pod
 Expected:  not run; the paper draws accuracies and gives no number
 

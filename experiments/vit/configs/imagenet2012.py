@@ -6,7 +6,7 @@ Command:   python -m experiments.vit.main --config=experiments/vit/configs/image
            on every host, and once more with --config.model.attention=orthogonal; on a laptop
            --config=experiments/vit/configs/imagenet2012.py:runlocal --workdir=DIR, not distributed
 Hardware:  a TPU pod; on 16 chips of v3 or v4 add --config.model.remat=dots --config.model.scan;
-           its hosts need 221 cores for the images of a step of 0.05 s (README.md, Data)
+           its hosts need 236 cores for the images of a step of 0.05 s (docs/how_to/image_data.md)
 Time:      not run: needs a pod
 Expected:  not run; in the paper simplex ends 0.5% above orthogonal (Sec. 5.4), and accuracies are
            only drawn
@@ -27,10 +27,10 @@ def get_config(argument: str = "") -> ConfigDict:
     config = defaults()
     config.dataset = "imagenet2012"
     config.in_memory = False
-    config.shuffle_window = 256  # README.md, Data.
-    config.held_out = 0.01  # Ours: chooses the best checkpoint (README.md, Data).
+    config.shuffle_window = 256  # docs/how_to/image_data.md.
+    config.held_out = 0.01  # Ours: chooses the best checkpoint.
     config.image_size = 224  # Paper: a ViT as in Dosovitskiy et al. (2021), who train at 224.
-    config.num_workers = 16  # README.md, Data.
+    config.num_workers = 16  # docs/how_to/image_data.md.
     config.eval_crop = 0.875  # Ours: 224 of 256 pixels (Steiner, Beyer).
 
     config.batch_size = 4096  # Paper.

@@ -5,7 +5,7 @@ Command:   python -m experiments.vit.main --config=experiments/vit/configs/place
            --distributed --workdir=DIR --config.data_dir=DIR --config.checkpoint.folder=gs://DIR
            on every host
 Hardware:  a TPU pod; on 16 chips of v3 or v4 add --config.model.remat=dots --config.model.scan;
-           its hosts need 221 cores for the images of a step of 0.05 s (README.md, Data)
+           its hosts need 236 cores for the images of a step of 0.05 s (docs/how_to/image_data.md)
 Time:      not run: needs a pod
 Expected:  not run; the paper draws accuracies and gives no number. We test on the 36,500 images of
            validation, as the 328,500 that it tests on have no public labels

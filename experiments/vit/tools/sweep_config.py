@@ -3,7 +3,7 @@
 Shows:     the largest learning rate at which each attention trains stably
 Command:   python -m experiments.vit.tools.sweep --workdir=runs/sweep --config.data_dir=DIR
 Hardware:  two CPU cores
-Time:      an hour beside other programs
+Time:      84 minutes while other programs ran
 Expected:  the table in README.md, Learning rates
 
 The comments in imagenet2012.py explain the choices. Depth, size and features of a head, type,
