@@ -71,6 +71,6 @@ def get_config(argument: str = "") -> ConfigDict:
         num_features=130,  # Paper.
         block="regular",  # Ours: 130 features are two whole simplices of 65 points.
         dtype="bfloat16",
-        scan=False,  # Quicker steps, longer compilation (benchmarks/README.md).
+        scan=False,  # Quicker steps, longer compilation (docs/results/tpu.md).
     )
     return runlocal.apply(argument, config)
