@@ -124,7 +124,9 @@ FIELDS: dict[str, Field] = {
     "profile.steps": Field(0, "Number of steps to profile; 0 for none.", at_least(0)),
     "checkpoint.interval": Field(500, "Steps between checkpoints; 0 keeps none.", at_least(0)),
     "checkpoint.keep": Field(
-        2, "Number of latest checkpoints to keep, beside the most accurate one.", at_least(1)
+        2,
+        "Number of latest checkpoints to keep, in addition to the most accurate one.",
+        at_least(1),
     ),
     "checkpoint.folder": Field(
         "", "Path or gs://bucket/run of the checkpoints; empty for a folder of the workdir."
