@@ -75,6 +75,7 @@ def draw(results):
         style.band(right, list(points), low, high, color=look["color"])
         right.plot(list(points), medians, **look)
     right.axhline(1, color="black", linewidth=1)
+    right.text(8192, 0.9, "exact attention", ha="right", va="top", fontsize=9)
     right.set(
         xscale="log",
         yscale="log",
