@@ -78,8 +78,6 @@ def step(pod, attention):
         "flops": flops.matmul_flops(whole.jaxpr, "tpu"),
         "model_flops": config.batch_size * train_flops(built.model),
     }
-    if attention.endswith(pods.IN_KERNELS):
-        counts["kernel_bundles"] = kernel_bundles(pod, config)
     return traced.lower(), counts
 
 
@@ -127,19 +125,11 @@ def compile_and_read(lowered):
     }
 
 
-def kernel_bundles(pod, config):
-    """Returns the bundles of the kernels of a step on one device, which XLA does not estimate.
-
-    Another process compiles them alone, because the compiler then writes all its schedules.
-    """
-    command = (sys.executable, "-m", "benchmarks.tpu_attention", "--program")
-    tokens = (config.image_size // config.model.patch_size) ** 2 + 1
-    sizes = (config.model.num_heads, tokens, config.model.num_features)
-    found = subprocess.run(
-        (*command, pod.topology, *map(str, sizes)), check=True, capture_output=True, text=True
-    )
-    images = config.batch_size // pod.num_devices
-    return int(found.stdout) * images * config.model.depth
+def bundles(pod, attention):
+    """Returns the bundles of a step on one device, which another process compiles once more."""
+    command = (sys.executable, "-m", "benchmarks.step_bundles", pod, attention)
+    found = subprocess.run(command, check=True, capture_output=True, text=True)
+    return int(found.stdout)
 
 
 def rows_of(path, names):
@@ -163,7 +153,11 @@ def rows_of(path, names):
         # Couplings differ only in how projections are drawn, which is not part of the step, so
         # their steps are the same program.
         same = next((row for row in rows if row["sha256"] == key["sha256"]), None)
-        rows.append((same or compile_and_read(lowered)) | counts | key)
+        if same is None:
+            same = compile_and_read(lowered)
+            if make is step and parsed[name].layers == "scanned":
+                same["bundles"] = bundles(name, attention)
+        rows.append(same | counts | key)
         with path.open("a") as file:
             file.write(json.dumps(rows[-1]) + "\n")
     return rows

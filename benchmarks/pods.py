@@ -131,17 +131,17 @@ def utilization(row, rows):
 def step_table(rows):
     """Returns the table of memory, operations, cycles and collectives of a step on each device.
 
-    The bundles of kernels are another unit than XLA's estimates of all else, so that a step in
-    kernels has both, and no share of the peak.
+    Bundles count kernels and all else alike, and hold no wait for memory. XLA's estimates leave
+    kernels out, so that a step in kernels has no share of the peak.
     """
     header = ("pod, remat, layers", "attention", "GiB per device", "fits", "TFLOP")
-    header += ("million cycles by XLA's estimate", "million bundles in kernels", "share of peak")
+    header += ("million bundles", "million cycles by XLA's estimate", "share of peak")
     header += ("collectives", "MiB", "compiled in")
     cells = []
     for row in _steps(rows):
         pod = Pod.parse(row["pod"])
         size, memory = row["bytes"] / 2**30, pod.chip.memory / pod.chip.devices
-        bundles = row.get("kernel_bundles")
+        bundles = row.get("bundles")
         collectives = ", ".join(f"{n} {name}" for name, n in sorted(row["collectives"].items()))
         cells.append(
             (
@@ -150,9 +150,9 @@ def step_table(rows):
                 f"{size:.2f} of {memory:.0f}",
                 "yes" if size < memory else "no",
                 f"{row['flops'] / pod.num_devices / 1e12:.2f}",
-                f"{row['cycles'] / 1e6:.2f}",
-                "" if bundles is None else f"{bundles / 1e6:.2f}",
-                f"{utilization(row, rows):.0%}" if bundles is None else "",
+                "" if bundles is None else f"{bundles / 1e6:.1f}",
+                "" if _is_in_kernels(row) else f"{row['cycles'] / 1e6:.2f}",
+                "" if _is_in_kernels(row) else f"{utilization(row, rows):.0%}",
                 collectives,
                 f"{row['received'] / 2**20:.0f}",
                 f"{row['seconds']:.0f} s",
@@ -200,7 +200,7 @@ def hours_table(rows, steps):
     header += ("hours by XLA's estimate", "chip-hours")
     cells = []
     for row in _steps(rows):
-        if "kernel_bundles" in row:
+        if _is_in_kernels(row):
             continue
         pod = Pod.parse(row["pod"])
         at = [
@@ -227,6 +227,10 @@ def _steps(rows):
         first = shared.setdefault(row["sha256"], row | {"attention": []})
         first["attention"].append(row["attention"])
     return [row | {"attention": ", ".join(row["attention"])} for row in shared.values()]
+
+
+def _is_in_kernels(row):
+    return row["attention"].endswith(IN_KERNELS)
 
 
 def _of(rows, program, attention=None, pod=None):

@@ -1,14 +1,16 @@
-"""The length of the schedules of TPU kernels, as the compiler in the `libtpu` wheel writes them.
+"""The length of the schedules of a TPU program, as the compiler in the `libtpu` wheel writes them.
 
-XLA does not estimate the cycles of a kernel. The compiler writes its schedule: VLIW bundles, about
-one for each cycle that does not wait for memory. Bundles are not the unit of XLA's estimates
-(``benchmarks.tpu``) and cannot be compared with them. A kernel runs them once for each step of its
-grid, except those of a region under a condition (``pl.when``), which this module counts as often as
-the condition holds.
+The compiler writes the schedule of each operation and of each Pallas kernel: VLIW bundles, about
+one for each cycle that does not wait for memory. This is the one unit in which both can be
+compared: XLA estimates no kernel, and its estimates of its own operations (``benchmarks.tpu``) hold
+waits and fixed costs. An operation is a loop over windows of its output. A kernel runs its bundles
+once for each step of its grid, except those of a region under a condition (``pl.when``), which
+this module counts as often as the condition holds.
 
 Import this module before any that loads libtpu: it says where schedules are to be written.
 """
 
+import math
 import os
 import pathlib
 import re
@@ -32,7 +34,8 @@ def bundles(name, steps, counts=(), *, shortest=64):
     Args:
       name: Name of the kernel.
       steps: Steps of its grid.
-      counts: In how many steps each region under a condition runs, in the order of the program.
+      counts: In how many steps each region under a condition runs, in the order of the program, or
+        a function that returns this for the list of their bundles.
       shortest: Bundles of a region; shorter ones move blocks, and are counted in each step.
 
     Raises:
@@ -48,10 +51,42 @@ def bundles(name, steps, counts=(), *, shortest=64):
     text = max(found, key=lambda path: path.stat().st_mtime).read_text()
     total = 1 + max(int(address, 16) for address in re.findall(r"^ *(0x[0-9a-f]+) ", text, re.M))
     regions = [size for size in _regions(text) if size > shortest] if counts else []
+    counts = counts(regions) if callable(counts) else counts
     if len(regions) != len(counts):
         raise ValueError(f"{name} has regions of {regions} bundles, and counts are {counts}.")
     inside = sum(size * count for size, count in zip(regions, counts, strict=True))
     return inside + (total - sum(regions)) * steps
+
+
+def operation_bundles(lines):
+    """Returns the bundles of the operations of a compiled program, without its Pallas kernels.
+
+    An operation runs its loop once for each window of its output. Where the program does not state
+    how many there are, and inside the inner loops that few changes of layout have, the loop counts
+    once, so that the sum is then a lower bound. Operations without a schedule take a few bundles
+    and count nothing.
+
+    Args:
+      lines: Pairs of a line of the program and the number of times that it runs, as
+        ``tpu.executed`` returns them.
+    """
+    paths = {}
+    for path in sorted(FOLDER.glob("*-final_bundles.txt"), key=lambda path: path.stat().st_mtime):
+        match = re.match(r"\d+-(.+)-\d+-final_bundles\.txt$", path.name)
+        if match:
+            paths[match[1]] = path
+    total = 0
+    for line, times in lines:
+        name = re.match(r" *(?:ROOT )?%?([\w.\-]+) = ", line)
+        if not name or name[1] not in paths or "tpu_custom_call" in line:
+            continue
+        bounds = re.search(r'"iteration_bounds":\[([^\]]*)\]', line)
+        iterations = math.prod(map(int, re.findall(r"\d+", bounds[1]))) if bounds else 1
+        text = paths[name[1]].read_text()
+        depths = re.findall(r"^ *0(?:x[0-9a-f]+)? +(?:[LPC][BFHET])? *: *((?:> ?)*)", text, re.M)
+        inside = sum(">" in depth for depth in depths)
+        total += times * (len(depths) - inside + inside * iterations)
+    return total
 
 
 def forget():

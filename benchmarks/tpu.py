@@ -3,7 +3,7 @@
 Static cycles are XLA's own estimates (``estimated_cycles``) for one device, with waits for memory
 and a fixed cost of about two thousand cycles for each operation. They are not measured times, and
 not the unit of the schedules that ``benchmarks.schedule`` counts: for the batched products of
-attention they are two to five times as many as bundles.
+attention they are two to five times the number of bundles.
 """
 
 import collections
@@ -21,7 +21,11 @@ ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
 }
 COLLECTIVES = "all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter"
-BYTES = {"pred": 1, "bf16": 2, "f32": 4, "s32": 4, "u32": 4}
+BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f32": 4, "s32": 4, "u32": 4}
+# An array in a program: its type, sizes, axes from the fastest on, and tiles and memory.
+ARRAY = re.compile(r"(\w+)\[([\d,]*)\]\{([\d,]*):?([^}]*)\}")
+# Operations that move nothing. Custom calls that are no Pallas kernels name buffers.
+IMMEDIATE = ("parameter", "tuple", "get-tuple-element", "bitcast", "constant", "custom-call")
 
 
 def devices(topology="v5e:2x4"):
@@ -87,6 +91,54 @@ def static_cycles(compiled):
         estimate = re.search(r'"estimated_cycles":"(\d+)"', line)
         cycles += times * int(estimate[1]) if estimate else 0
     return cycles, sorted(set(re.findall(r'custom_call_target="(\w+)"', text)))
+
+
+def bytes_moved(program):
+    """Returns the bytes, padding included, that operations move to and from the device's memory.
+
+    Each operation and kernel reads each of its operands once and writes its results once; kernels
+    that read a block again move more. What XLA keeps in the memory of the core does not count.
+
+    Args:
+      program: The text of a scheduled HLO module.
+
+    Returns:
+      The bytes, or None if there is a loop, whose operations read unknown parts of their operands.
+    """
+    types, total = {}, 0
+    for line, _ in executed(program):
+        found = re.match(
+            r" *(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*?)\)(?:, |$)", line
+        )
+        if not found:
+            continue
+        name, result, operation, operands = found.groups()
+        types[name] = result
+        if operation == "while":
+            return None
+        if operation.endswith("-start"):
+            # The result has both ends and a handle. One end is the device's memory.
+            ends = ARRAY.findall(re.sub(r"S\(\d+\)", "", result))
+            total += min(_padded_bytes(*end) for end in ends if end[1])
+        elif operation.endswith("-done"):
+            continue
+        elif operation not in IMMEDIATE or "tpu_custom_call" in line:
+            for array in (name, *re.findall(r"%([\w.\-]+)", operands)):
+                total += sum(_padded_bytes(*part) for part in ARRAY.findall(types[array]))
+    return total
+
+
+def _padded_bytes(dtype, dims, order, layout):
+    """Returns the bytes of an array in the device's memory: zero if it is in the core's."""
+    if re.search(r"S\(\d+\)", layout):
+        return 0
+    sizes = [int(n) for n in dims.split(",") if n]
+    sizes = [sizes[int(axis)] for axis in order.split(",") if axis]  # From the fastest on.
+    if tile := re.match(r"T\(([\d,]+)\)", layout):
+        for axis, multiple in enumerate(reversed([int(n) for n in tile[1].split(",")])):
+            if axis < len(sizes):
+                sizes[axis] = -(-sizes[axis] // multiple) * multiple
+    return BYTES[dtype] * math.prod(sizes)
 
 
 def collectives(lines):

@@ -1,22 +1,22 @@
 """Fused kernels, XLA and exact attention on a TPU, as its compiler counts them without a device.
 
-Compiles for one v5e device, which need not be there, and measures no time. A Pallas kernel is
-counted in bundles of its schedule, as often as they run. Bundles hold no wait for memory. All else
-is counted in XLA's own estimates (``estimated_cycles``), which hold waits for memory and fixed
-costs: those of the batched products of attention are two to five times the bundles of the same
-operations. So the columns of the two can be neither added nor compared. The bytes of queries, keys,
-values and outputs (and, with the gradient, of all their gradients), moved once, are given in cycles
-at 546 bytes each.
+Compiles for one v5e device, which need not be there, and measures no time. All rows are counted
+alike: the bundles of the schedules of all operations and Pallas kernels, as often as they run, and
+the bytes that they move to and from the device's memory, padding included, in cycles of 546 bytes
+each. Bundles hold no wait for memory. The larger of the two is the estimate; that of a program that
+waits for what it moves lies between it and their sum. XLA's estimates of its own operations stand
+in the last column. They are another unit, two to five times the number of bundles for the batched
+products of attention, and leave out kernels.
 
 Run: python -m benchmarks.tpu_attention [LENGTH ...] (with the libtpu wheel, and JAX_PLATFORMS=cpu)
 With --causal before the lengths it counts causal attention, whose tiles take the usual way
 (``simrf_jax/_src/attention/pallas_tpu/weights.py`` says which that is).
 With --band BANDWIDTH queries see the keys that are so near exactly, and with --packed those of
 their own segment alone, in either.
-With --program TOPOLOGY HEADS LENGTH FEATURES it prints the bundles of a program of both kernels.
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 from benchmarks import schedule  # Before libtpu is loaded.
@@ -24,26 +24,30 @@ from benchmarks import schedule  # Before libtpu is loaded.
 # isort: split
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.pallas.ops.tpu.splash_attention import (
     splash_attention_kernel,
     splash_attention_mask,
 )
 
 import simrf_jax
-from benchmarks import command_line, tpu
+from benchmarks import command_line, exact_kernel, tpu
 from simrf_jax import feature_maps
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.pallas_tpu.operands import band_of, lay_out, lay_out_near, shape_of
 
 BATCH, HEADS, DIM = 8, 12, 64
 LENGTHS = (197, 1024, 4096)
-SPLASH_BLOCK = 512  # Queries and keys of a block.
+SPLASH_BLOCKS = (256, 512, 1024, 2048)  # Queries or keys of a block.
 BYTES_PER_CYCLE = 546  # v5e: 819 GB/s and 1.5 GHz.
 COLUMNS = (
-    "bundles in Pallas kernels, forward",
-    "with backward",
-    "XLA's estimate of the rest, forward",
-    "with backward",
+    "bundles, forward",
+    "bytes",
+    "estimate",
+    "bundles with backward",
+    "bytes",
+    "estimate",
+    "XLA's own estimates",
 )
 
 
@@ -169,71 +173,112 @@ def near_bundles(length, mode, is_gradient):
     return sum(schedule.bundles(name, steps=steps) for name in names[: 1 + is_gradient])
 
 
-def splash(length, *, is_causal):
-    """Returns exact attention by JAX's splash attention, and its blocks on each side."""
+def splash(length, blocks, *, is_causal):
+    """Returns exact attention by JAX's splash attention, in blocks of some queries and keys."""
+    padded = -length % max(blocks)
+    of_queries, of_keys = blocks
     sizes = splash_attention_kernel.BlockSizes(
-        **dict.fromkeys(
-            (
-                "block_q",
-                "block_kv",
-                "block_kv_compute",
-                "block_q_dkv",
-                "block_kv_dkv",
-                "block_kv_dkv_compute",
-                "block_q_dq",
-                "block_kv_dq",
-            ),
-            SPLASH_BLOCK,
-        )
+        block_q=of_queries,
+        block_kv=of_keys,
+        block_kv_compute=of_keys,
+        block_q_dkv=of_queries,
+        block_kv_dkv=of_keys,
+        block_kv_dkv_compute=of_keys,
+        block_q_dq=of_queries,
+        block_kv_dq=of_keys,
     )
     kind = splash_attention_mask.CausalMask if is_causal else splash_attention_mask.FullMask
-    mask = splash_attention_mask.MultiHeadMask([kind((length, length))] * HEADS)
+    sides = (length + padded, length + padded)
+    mask = splash_attention_mask.MultiHeadMask([kind(sides)] * HEADS)
     kernel = splash_attention_kernel.make_splash_mha_single_device(mask, block_sizes=sizes)
+    ids = None
+    if padded and not is_causal:
+        of_tokens = jnp.arange(length + padded) < length
+        ids = splash_attention_kernel.SegmentIds(of_tokens, jnp.ones_like(of_tokens))
 
     def attend(q, k, v):
         q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q * DIM**-0.5, k, v))
-        return jnp.swapaxes(jax.vmap(kernel)(q, k, v), 1, 2)
+        q, k, v = (jnp.pad(x, [(0, 0), (0, 0), (0, padded), (0, 0)]) for x in (q, k, v))
+        out = jax.vmap(kernel, (0, 0, 0, None))(q, k, v, ids)
+        return jnp.swapaxes(out[:, :, :length], 1, 2)
 
-    return attend, length // SPLASH_BLOCK
+    return attend
 
 
-def splash_bundles(blocks, *, is_causal, is_gradient):
+def splash_bundles(length, blocks, *, is_causal, is_gradient):
     """Returns the bundles of splash attention's kernels that were compiled last."""
-    # Each begins, takes one block, and ends: under conditions on the step.
-    seen = blocks * (blocks + 1) // 2 if is_causal else blocks**2
-    count = functools.partial(schedule.bundles, steps=blocks**2, counts=(blocks, seen, blocks))
+    queries, keys = (-(-length // block) for block in blocks)
+    seen = queries * keys
+    if is_causal:
+        ends = (np.arange(queries) + 1) * blocks[0]
+        seen = int(np.sum(np.minimum(keys, -(-ends // blocks[1]))))
+    padding = -length % max(blocks)
+    masked = "_segmented" if padding and not is_causal else ""
+
+    def count(name, rows):
+        def counts(regions):  # The largest takes a block that is seen; others begin or end a row.
+            return [seen if size == max(regions) else rows for size in regions]
+
+        return schedule.bundles(f"splash_mha_{name}_residuals", queries * keys, counts)
+
     if not is_gradient:
-        return BATCH * HEADS * count("splash_mha_fwd_no_residuals")
-    names = (
-        "splash_mha_fwd_residuals",
-        "splash_mha_dq_no_residuals",
-        "splash_mha_dkv_no_residuals",
-    )
-    return BATCH * HEADS * sum(map(count, names))
+        return BATCH * HEADS * count(f"fwd{masked}_no", queries)
+    both = count(f"fwd{masked}", queries) + count(f"dq{masked}_no", queries)
+    return BATCH * HEADS * (both + count(f"dkv{masked}_no", keys))
 
 
-def measure(attend, length, *others, of_kernels=None):
-    """Returns bundles in kernels and XLA's estimates, each forward and of both passes.
+class Count(NamedTuple):
+    """Bundles, the bytes moved in cycles (None if unknown), and XLA's estimate."""
+
+    bundles: int
+    moved: float | None
+    estimate: int
+
+
+def measure(attend, length, *others, of_kernels=None, passes=(False, True)):
+    """Returns a count for each pass: forward, and with backward.
 
     Args:
       attend: Function of queries, keys, values and others.
       length: Number of tokens.
       others: Further arguments, which are not known while compiling.
-      of_kernels: Function of ``is_gradient`` that returns the bundles in kernels; None if there are
-        none, and the bundles are then None.
+      of_kernels: Function of ``is_gradient`` that returns the bundles in Pallas kernels; None if
+        there are none.
+      passes: For each pass, whether it has the gradient.
     """
-    bundles, estimates = [], []
-    for is_gradient in (False, True):
+    counts = []
+    for is_gradient in passes:
         schedule.forget()
         function, number = (both_ways(attend), 4) if is_gradient else (attend, 3)
         compiled = tpu.compile_for(function, *[tokens(length)] * number, *others)
-        bundles.append(of_kernels(is_gradient=is_gradient) if of_kernels else None)
-        estimates.append(tpu.static_cycles(compiled)[0])
-    return bundles, estimates
+        text = compiled.as_text()
+        bundles = schedule.operation_bundles(tpu.executed(text))
+        bundles += of_kernels(is_gradient=is_gradient) if of_kernels else 0
+        moved = tpu.bytes_moved(text)
+        moved = None if moved is None else moved / BYTES_PER_CYCLE
+        counts.append(Count(bundles, moved, tpu.static_cycles(compiled)[0]))
+    return counts
+
+
+def best_splash(length, *, is_causal):
+    """Returns a count for each pass of splash attention, in the blocks of the fewest bundles."""
+    sizes = [size for size in SPLASH_BLOCKS if size <= max(length, min(SPLASH_BLOCKS))]
+    best = []
+    for is_gradient in (False, True):
+        counts = []
+        for blocks in itertools.product(sizes, repeat=2):
+            count = functools.partial(splash_bundles, length, blocks, is_causal=is_causal)
+            attend = splash(length, blocks, is_causal=is_causal)
+            try:
+                counts += measure(attend, length, of_kernels=count, passes=[is_gradient])
+            except jax.errors.JaxRuntimeError:
+                continue  # The blocks do not fit in the memory of a core.
+        best.append(min(counts))
+    return best
 
 
 def rows(length, mode):
-    """Yields the name of each attention, and its four numbers that ``measure`` returns."""
+    """Yields the name of each attention, and its count for each pass."""
     positive = feature_maps.Positive()
     calibrated = feature_maps.Calibrated.identity(HEADS, DIM)
     pairs = simrf_jax.Projection(rows_of(64), is_paired=True)
@@ -250,30 +295,33 @@ def rows(length, mode):
     ):
         count = functools.partial(kernel_bundles, projection, feature_map, length, mode)
         others = (projection, feature_map, *segments)
-        yield name, *measure(in_kernels, length, *others, of_kernels=count)
+        yield name, measure(in_kernels, length, *others, of_kernels=count)
     by_xla = random_features("xla", mode)
     for num_features in (128, 130):
         others = (rows_of(num_features), positive, *segments)
-        yield f"XLA, m = {num_features}", *measure(by_xla, length, *others)
+        yield f"XLA, m = {num_features}", measure(by_xla, length, *others)
     if mode == Mode():
-        yield "textbook, m = 130", *measure(textbook, length, rows_of(130))
+        yield "textbook, m = 130", measure(textbook, length, rows_of(130))
     exact = functools.partial(jax.nn.dot_product_attention, is_causal=mode.is_causal)
-    yield "exact, jax.nn.dot_product_attention", *measure(exact, length)
-    if length % SPLASH_BLOCK == 0:
-        attend, blocks = splash(length, is_causal=mode.is_causal)
-        count = functools.partial(splash_bundles, blocks, is_causal=mode.is_causal)
-        yield "exact, splash attention", *measure(attend, length, of_kernels=count)
+    yield "exact, jax.nn.dot_product_attention", measure(exact, length)
+    yield "exact, splash attention", best_splash(length, is_causal=mode.is_causal)
+    if mode == Mode() and length <= exact_kernel.LONGEST:
+
+        def of_kernel(*, is_gradient):
+            return BATCH * schedule.bundles(exact_kernel.NAME, steps=1)
+
+        forward = measure(exact_kernel.attend, length, of_kernels=of_kernel, passes=[False])
+        yield "exact, a plain kernel, forward alone", forward
 
 
-def program(topology, heads, length, num_features):
-    """Returns the bundles of the kernels of both passes for one sequence that a program takes."""
-    x = jax.ShapeDtypeStruct((1, length, heads, DIM), jnp.bfloat16)
-
-    attend = both_ways(random_features("pallas_tpu", Mode()))
-    w = jax.ShapeDtypeStruct((heads, num_features, DIM), jnp.float32)
-    tpu.compile_for(attend, *[x] * 4, w, feature_maps.Positive(), topology=topology)
-    names = ("random_feature_attention", "random_feature_attention_gradient")
-    return sum(schedule.bundles(name, steps=1) for name in names)
+def cells(counts):
+    """Returns the cells of a row: bundles, bytes and the larger for each pass, and estimates."""
+    found = []
+    for bundles, moved, _ in counts:
+        largest = None if moved is None else max(bundles, moved)
+        found += ["" if x is None else f"{x / 1e3:,.1f}" for x in (bundles, moved, largest)]
+    estimates = " / ".join(f"{count.estimate / 1e3:,.0f}" for count in counts)
+    return [*found, *[""] * (6 - len(found)), estimates]
 
 
 def main():
@@ -283,21 +331,12 @@ def main():
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--band", type=int, metavar="BANDWIDTH")
     parser.add_argument("--packed", action="store_true")
-    sizes = ("TOPOLOGY", "HEADS", "LENGTH", "FEATURES")
-    parser.add_argument("--program", nargs=len(sizes), metavar=sizes)
     options = parser.parse_args()
-    if options.program:
-        topology, *sizes = options.program
-        print(program(topology, *map(int, sizes)))
-        return
     mode = Mode(options.causal, options.band, options.packed)
     for length in options.lengths:
-        print(f"\n| T = {length}, thousands | {' | '.join(COLUMNS)} |\n|{' --- |' * 5}")
-        for name, bundles, estimates in command_line.bar(rows(length, mode), "rows"):
-            cells = ["" if x is None else f"{x / 1e3:,.0f}" for x in (*bundles, *estimates)]
-            command_line.show(f"| {name} | {' | '.join(cells)} |")
-        moved = BATCH * HEADS * DIM * length * 2 / BYTES_PER_CYCLE / 1e3
-        print(f"\nMoving all tokens once: {4 * moved:,.0f} and {11 * moved:,.0f} thousand cycles.")
+        print(f"\n| T = {length}, thousands | {' | '.join(COLUMNS)} |\n|{' --- |' * 8}")
+        for name, counts in command_line.bar(rows(length, mode), "rows"):
+            command_line.show(f"| {name} | {' | '.join(cells(counts))} |")
 
 
 if __name__ == "__main__":

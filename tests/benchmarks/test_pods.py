@@ -150,7 +150,7 @@ def test_attentions_with_one_program_share_a_line():
     assert pods.utilization(rows()[1], rows()) == pytest.approx(0.1)
     [line] = lines(pods.step_table(rows()))
     assert line.startswith("| v3:4x4, dots, scanned | simplex, orthogonal | 17.00 of 16 | no |")
-    assert line.endswith("| 1.25 | 100000.00 |  | 10% | 2 all-reduce | 3 | 9 s |")
+    assert line.endswith("| 1.25 |  | 100000.00 | 10% | 2 all-reduce | 3 | 9 s |")
 
 
 @pytest.mark.fast
@@ -160,11 +160,11 @@ def test_redraws_alone_and_with_the_step():
 
 
 @pytest.mark.fast
-def test_bundles_of_kernels_are_neither_added_to_estimates_nor_made_into_hours():
-    in_kernels = rows()[1] | {"attention": "simplex in kernels", "sha256": "b"}
-    both = [*rows(), in_kernels | {"kernel_bundles": 3e6}]
+def test_a_step_in_kernels_has_bundles_and_no_estimate():
+    in_kernels = rows()[1] | {"attention": "simplex in kernels", "sha256": "b", "bundles": 3e6}
+    both = [*rows(), in_kernels]
     _, line = lines(pods.step_table(both))
-    assert line.endswith("| 1.25 | 100000.00 | 3.00 |  | 2 all-reduce | 3 | 9 s |")
+    assert line.endswith("| 1.25 | 3.0 |  |  | 2 all-reduce | 3 | 9 s |")
     assert pods.hours_table(both, steps=100_000) == pods.hours_table(rows(), steps=100_000)
 
 
