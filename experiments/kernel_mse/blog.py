@@ -120,7 +120,8 @@ CURVES = {
     Curve("orthogonal", "trigonometric"): (
         style.STYLES["orthogonal"] | {"label": "sin/cos, orthogonal"}
     ),
-    Curve("orthogonal", "positive"): {"color": "#0072B2", "label": "positive, orthogonal"},
+    # Blue is the color of simplex rows everywhere.
+    Curve("orthogonal", "positive"): {"color": "#56B4E9", "label": "positive, orthogonal"},
 }
 
 
@@ -236,9 +237,8 @@ def _draw_figure(results: dict[str, Any], name: str) -> Figure:
         _draw_panel(axes, np.array(results["num_features"]), panel)
     row[0].set_ylabel("mean squared error of attention")
     row[2].plot([], [], "o", color="gray", markersize=3.5, label="median")
-    row[2].legend(
-        facecolor="white", framealpha=1, edgecolor="none", loc="upper right", borderaxespad=0
-    )
+    handles, labels = row[2].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), frameon=False)
     return figure
 
 
@@ -251,7 +251,7 @@ def _draw_panel(axes: Axes, sizes: np.ndarray, panel: dict[str, Any]) -> None:
         style.band(axes, sizes, low, mean + deviation, color=look["color"])
         axes.plot(sizes, mean, **look, linewidth=1.3)
         axes.plot(sizes, curve["median"], "o", color=look["color"], markersize=3.5)
-    axes.axhline(panel["uniform"], color="black", linewidth=1, label="mean of the values")
+    axes.axhline(panel["uniform"], color="black", linewidth=1, label="uniform attention")
     axes.axvline(POST_UP_TO, color="gray", linewidth=0.8, label="end of the post's axis")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")

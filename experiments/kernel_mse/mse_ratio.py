@@ -126,7 +126,10 @@ def draw_figures(results: dict[str, Any]) -> dict[str, Figure]:
         if coupling == "simplex_plus":
             axes.plot(v[enough], np.array(results[coupling]["ratio"])[enough], **look)
         else:
-            axes.plot(CURVE, theory.mse_ratio(CURVE, dim, dim, coupling=coupling), **look)
+            # IIDRFs are dots, through which ORFs show at small distances.
+            order = 3 if coupling == "iid" else 2
+            ratio = theory.mse_ratio(CURVE, dim, dim, coupling=coupling)
+            axes.plot(CURVE, ratio, **look, zorder=order)
         if coupling != "iid":
             found = np.array([results[coupling][x] for x in ("ratio", "ratio_standard_error")])
             for seen, face in ((enough, look["color"]), (~enough, "white")):
@@ -134,7 +137,7 @@ def draw_figures(results: dict[str, Any]) -> dict[str, Figure]:
                 style.dots(axes, v[seen], found[0, seen], found[1, seen], **bars)
     if not enough.all():
         unseen: dict[str, Any] = {"color": "gray", "markerfacecolor": "white"}
-        axes.plot([], [], "o", markersize=4, **unseen, label="tails unseen")
+        axes.plot([], [], "o", markersize=4, **unseen, label="draws miss the tail")
     axes.set(xscale="log", yscale="log", xlim=(CURVE[0] * 0.8, CURVE[-1]), ylim=(1e-4, 2))
     axes.set(xlabel="v = |x + y|", ylabel="mean squared error / that of IIDRFs")
     axes.set_title(f"Positive features, d = m = {dim}: dots trials, lines theory", fontsize=10)

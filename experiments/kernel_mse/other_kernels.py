@@ -36,21 +36,23 @@ class Case(NamedTuple):
     name: str
     coupling: ClosedFormCoupling
     norms: Norms
-    look: dict[str, Any]
+
+    @property
+    def look(self) -> dict[str, Any]:
+        """The coupling's color; its own line for independent norms, and others for coupled ones."""
+        look = dict(style.STYLES[self.coupling])
+        if self.norms != "chi":
+            look["linestyle"] = {"antithetic": "-.", "stratified": "-"}[self.norms]
+        return look
 
 
 CASES = (
-    Case("orthogonal", "orthogonal", "chi", style.STYLES["orthogonal"]),
-    Case("simplex", "simplex", "chi", style.STYLES["simplex"]),
-    Case("cross-polytope", "cross_polytope", "chi", style.STYLES["cross_polytope"]),
-    Case("iid, stratified norms", "iid", "stratified", style.STYLES["iid"]),
-    Case("orthogonal, antithetic norms", "orthogonal", "antithetic", style.STYLES["exact"]),
-    Case(
-        "orthogonal, stratified norms",
-        "orthogonal",
-        "stratified",
-        style.STYLES["simplex_plus"] | {"linestyle": "-"},
-    ),
+    Case("orthogonal", "orthogonal", "chi"),
+    Case("simplex", "simplex", "chi"),
+    Case("cross-polytope", "cross_polytope", "chi"),
+    Case("iid, stratified norms", "iid", "stratified"),
+    Case("orthogonal, antithetic norms", "orthogonal", "antithetic"),
+    Case("orthogonal, stratified norms", "orthogonal", "stratified"),
 )
 TRIAL_KERNELS = ("Matérn 3/2", "Laplace")
 GRID = np.geomspace(0.1, 10, 49)  # Distances in length scales.
@@ -182,28 +184,26 @@ def table(results: dict[str, Any]) -> str:
 
 
 def draw_figures(results: dict[str, Any]) -> dict[str, Figure]:
-    """Draws ratios against the distance, a column for each kernel and a row for each dimension."""
+    """Draws ratios against the distance, a panel for each kernel and dimension."""
     dims = sorted({row["dim"] for row in results["theory"]})
     dims = [dim for dim in dims if dim in DRAWN_DIMS] or dims[:2]
     rows = [row for row in results["theory"] if row["dim"] in dims]
     names = list(dict.fromkeys(row["kernel"] for row in rows))
-    figure, axes = style.subplots(
-        2.5 * len(names), 2.6 * len(dims) + 0.6, len(dims), len(names), sharex=True, sharey=True
-    )
-    axes = np.reshape(axes, (len(dims), len(names)))
+    half = len(names) // 2  # Kernels side by side; the dimensions of a kernel stand in one column.
+    size = 3 * half, 2.1 * 2 * len(dims) + 1
+    figure, axes = style.subplots(*size, 2 * len(dims), half, sharex=True, sharey=True)
     for row in rows:
-        place = axes[dims.index(row["dim"]), names.index(row["kernel"])]
+        below, column = divmod(names.index(row["kernel"]), half)
+        place = axes[below * len(dims) + dims.index(row["dim"]), column]
+        place.axhline(1, **style.STYLES["iid"], linewidth=1.4, label="iid")
         for case in CASES:
             place.plot(GRID, row["ratios"][case.name], **case.look, linewidth=1.4, label=case.name)
-        place.axhline(1, color="black", linewidth=0.6)
-        place.set(xscale="log", ylim=(0, 1.15))
+        place.set(xscale="log", ylim=(0, 1.25))
+        place.set_title(f"{row['kernel']}, d = {row['dim']}", fontsize=10)
         style.ticks(place, (0.1, 1, 10))
         style.tidy(place)
-    for column, name in enumerate(names):
-        axes[0, column].set_title(name, fontsize=10)
-    for line, dim in enumerate(dims):
-        axes[line, 0].set_ylabel(f"error / that of iid rows, d = {dim}")
     figure.supxlabel("distance in length scales", fontsize=10)
+    figure.supylabel("mean squared error / that of iid rows", fontsize=10)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
     return {"other_kernels": figure}

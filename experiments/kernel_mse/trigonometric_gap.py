@@ -127,7 +127,7 @@ def draw_figures(results: dict[str, Any]) -> dict[str, Figure]:
 
 def _draw_gap(axes: Axes, results: dict[str, Any]) -> None:
     dims = [row["dim"] for row in results["theory"] if row["dim"] in DRAWN]
-    colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(dims)))
+    colors = matplotlib.colormaps["viridis"](np.linspace(0, 0.8, len(dims)))
     color_of = dict(zip(dims, colors, strict=True))
     z = GRID[GRID <= 6]
     for (dim, color), line in zip(color_of.items(), itertools.cycle(LINE_STYLES), strict=False):
