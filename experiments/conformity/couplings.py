@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import matplotlib.patches
+import matplotlib.patheffects
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -53,7 +54,7 @@ def arc(a: np.ndarray, b: np.ndarray, num_points: int = 41) -> np.ndarray:
 def label_place(points: np.ndarray) -> np.ndarray:
     """Returns the place of an arc's label on the page, just outside the middle of the arc."""
     middle = points[len(points) // 2, :2]
-    return middle * (1 + 0.45 / np.linalg.norm(middle))
+    return middle * (1 + 0.5 / np.linalg.norm(middle))
 
 
 def clearest(draws: np.ndarray) -> int:
@@ -113,7 +114,9 @@ def draw_rows(axes: Axes, rows: np.ndarray, color: str) -> None:
         points = ARC * arc(a, b)
         axes.plot(points[:, 0], points[:, 1], color="0.25", linewidth=0.9, zorder=2)
         x, y = label_place(points)
-        axes.text(x, y, f"{angle:.0f}°", ha="center", va="center", fontsize=9)
+        clear = [matplotlib.patheffects.withStroke(linewidth=3, foreground="white")]
+        look: dict[str, Any] = {"fontsize": 9, "path_effects": clear}
+        axes.text(x, y, f"{angle:.0f}°", ha="center", va="center", **look)
     axes.set(aspect="equal", xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
 

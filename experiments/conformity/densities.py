@@ -111,7 +111,7 @@ def draw_figure(results: dict[str, Any], v: float, dim: int) -> Figure:
     axes.set(xlabel="$w_{ij} = |w_i + w_j|$", ylabel="density $p(w_{ij})$")
     axes.set(xlim=(0, longest(dim)), ylim=(0, None))
     scale.set(ylabel=f"$f(w_{{ij}}, v)$ at v = {v:g}", ylim=(0, None))
-    axes.set_title(f"Probability distributions over $w_{{ij}}$, d = {dim}", fontsize=10)
+    axes.set_title(f"Densities of $w_{{ij}}$, d = {dim}: lines theory, steps draws", fontsize=10)
     handles, labels = axes.get_legend_handles_labels()
     place = {"bbox_to_anchor": (0.97, 1), "loc": "upper right"}
     entries = [*handles, curve], [*labels, "f, right scale"]

@@ -165,7 +165,8 @@ def draw_figure(results: dict[str, Any], v: float, dim: int) -> Figure:
     style.band(axes, ends, level - spread, level + spread, color=style.STYLES["iid"]["color"])
     for coupling in ("iid", "orthogonal", "simplex"):
         level = np.full(2, results[coupling])
-        axes.plot(ends, level, **style.STYLES[coupling], label=style.LABELS[coupling])
+        label = style.LABELS[coupling] + (" ± s.d. of a draw" if coupling == "iid" else "")
+        axes.plot(ends, level, **style.STYLES[coupling], label=label)
     plus = style.STYLES["simplex_plus"]
     axes.plot(iterations, results["simplex_plus"], **plus, linewidth=2, label="SimRFs+")
     thin: dict[str, Any] = {"linewidth": 0.9, "markersize": 3.5, "zorder": 3}
