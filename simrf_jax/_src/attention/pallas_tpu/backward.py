@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from simrf_jax._src.attention.pallas_tpu.blocks import Grid, compiler_params, result
+from simrf_jax._src.attention.pallas_tpu.blocks import Grid, call, cost, result
 from simrf_jax._src.attention.pallas_tpu.forward import State, state_scratch, sum_keys
 from simrf_jax._src.attention.pallas_tpu.heads import (
     LN2,
@@ -57,28 +57,25 @@ def backward(shape: Shape, operands: Refs, of_outputs: jax.Array) -> Gradients:
       of_outputs: Gradient of the outputs, ``[B, N, D, T]``.
     """
     grid = Grid.keys_first(shape, operands, is_gradient=True)
-    arrays, tree = jax.tree.flatten((operands, of_outputs))
-    specs = (
-        grid.operands(),
-        grid.of_queries(shape.value_dim),
-    )
+    both = (operands, of_outputs)
     tokens = (operands.query, operands.key, operands.value)
     return Gradients(
-        *pl.pallas_call(
-            functools.partial(_kernel, shape, tree),
-            grid=grid.sizes,
-            in_specs=jax.tree.leaves(specs),
-            out_specs=(
+        *call(
+            functools.partial(_kernel, shape, jax.tree.structure(both)),
+            shape,
+            both,
+            (grid.operands(), grid.of_queries(shape.value_dim)),
+            tuple(result(x.shape, x.dtype, both) for x in tokens),
+            (
                 grid.of_queries(shape.dim),
                 grid.of_keys(shape.dim, is_gradient=True),
                 grid.of_keys(shape.value_dim, is_gradient=True),
             ),
-            out_shape=tuple(result(x.shape, x.dtype, (operands, of_outputs)) for x in tokens),
+            grid=grid.sizes,
             scratch_shapes=_scratch(shape, operands) if shape.is_tiled else (),
-            compiler_params=compiler_params(),
-            interpret=shape.interpret,
             name="random_feature_attention_gradient",
-        )(*arrays)
+            **cost(shape, operands, passes=3),
+        )
     )
 
 

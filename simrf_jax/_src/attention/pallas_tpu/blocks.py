@@ -22,11 +22,69 @@ Tile: TypeAlias = Callable[[Any], Any]
 VMEM_LIMIT = 48 * 2**20
 
 
-def compiler_params() -> Any:
-    """Returns the options of the compiler."""
-    return pltpu.CompilerParams(
-        dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
-    )
+def call(
+    kernel: Callable[..., None],
+    shape: Shape,
+    operands: Any,
+    specs: Any,
+    out_shape: Any,
+    out_specs: Any,
+    *,
+    grid: tuple[int, ...],
+    name: str,
+    multiplications: int,
+    exponentials: int,
+    scratch_shapes: Any = (),
+) -> Any:
+    """Runs a kernel whose grid is the batch, blocks of heads, and steps over tiles.
+
+    Args:
+      kernel: The kernel, of references to the leaves of the operands, the outputs and the scratch.
+      shape: Sizes of the kernel.
+      operands: Arrays.
+      specs: Their blocks.
+      out_shape: Types of the outputs.
+      out_specs: Their blocks.
+      grid: Sizes of the grid.
+      name: Name of the kernel in profiles.
+      multiplications: Those of all products, for XLA's scheduler.
+      exponentials: Number of exponentials, for XLA's scheduler.
+      scratch_shapes: Memory of a core that the kernel keeps from step to step.
+    """
+    arrays = jax.tree.leaves(operands)
+    moved = [*arrays, *jax.tree.leaves(out_shape)]
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=jax.tree.leaves(specs),
+        out_specs=out_specs,
+        out_shape=out_shape,
+        scratch_shapes=scratch_shapes,
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=VMEM_LIMIT
+        ),
+        cost_estimate=pl.CostEstimate(
+            flops=2 * multiplications,
+            transcendentals=exponentials,
+            bytes_accessed=sum(x.size * x.dtype.itemsize for x in moved),
+        ),
+        interpret=shape.interpret,
+        name=name,
+    )(*arrays)
+
+
+def cost(shape: Shape, refs: Refs, *, passes: int = 1) -> dict[str, int]:
+    """Returns the multiplications and exponentials of a kernel of features, for ``call``.
+
+    Args:
+      shape: Sizes of the kernel.
+      refs: Its operands.
+      passes: Times that features are made of tokens and multiplied by values or their gradients.
+    """
+    tokens = sum(x.size // x.shape[2] for x in (refs.query, refs.key))
+    features = passes * tokens * shape.num_features
+    widths = shape.passes * shape.dim + shape.value_dim
+    return {"multiplications": features * widths, "exponentials": features}
 
 
 def result(shape: tuple[int, ...], dtype: Any, operands: Any) -> jax.ShapeDtypeStruct:

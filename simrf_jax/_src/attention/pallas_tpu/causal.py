@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from simrf_jax._src.attention.pallas_tpu.blocks import Grid, compiler_params, result
+from simrf_jax._src.attention.pallas_tpu.blocks import Grid, call, cost, result
 from simrf_jax._src.attention.pallas_tpu.heads import (
     Links,
     Refs,
@@ -68,22 +68,23 @@ def read_sums(shape: Shape, operands: Refs) -> Sums:
 def _call(shape: Shape, operands: Refs, gives_sums: bool) -> Any:
     batch, num_heads, *_ = operands.query.shape
     grid = Grid.in_order(shape, operands, is_reversed=shape.is_reversed)
-    arrays, tree = jax.tree.flatten(operands)
     sizes = [(shape.value_dim, shape.dtype)] + [(ROWS, jnp.float32)] * gives_sums
-    return pl.pallas_call(
+    tree = jax.tree.structure(operands)
+    return call(
         functools.partial(_kernel, shape, tree, grid.key_tile, gives_sums),
-        grid=grid.sizes,
-        in_specs=jax.tree.leaves(grid.operands()),
-        out_specs=[grid.of_queries(width) for width, _ in sizes],
-        out_shape=[
+        shape,
+        operands,
+        grid.operands(),
+        [
             result((batch, num_heads, width, shape.num_queries), dtype, operands)
             for width, dtype in sizes
         ],
+        [grid.of_queries(width) for width, _ in sizes],
+        grid=grid.sizes,
         scratch_shapes=(*tile_scratch(shape, operands), *parts_scratch(shape, operands)),
-        compiler_params=compiler_params(),
-        interpret=shape.interpret,
         name=name_of(shape, gives_sums=gives_sums),
-    )(*arrays)
+        **cost(shape, operands),
+    )
 
 
 def name_of(shape: Shape, *, gives_sums: bool) -> str:

@@ -21,7 +21,7 @@ from simrf_jax._src.attention.pallas_tpu.backward import (
     gradient_of_sums,
     of_tokens,
 )
-from simrf_jax._src.attention.pallas_tpu.blocks import Grid, compiler_params, result
+from simrf_jax._src.attention.pallas_tpu.blocks import Grid, call, cost, result
 from simrf_jax._src.attention.pallas_tpu.causal import (
     QueryHead,
     finite_queries,
@@ -89,30 +89,31 @@ def _queries(
     """Returns the gradient of the queries, and what the gradient of the keys needs."""
     grid = Grid.in_order(shape, operands, is_reversed=shape.is_reversed)
     batch, num_heads, _, length = operands.query.shape
-    arrays, tree = jax.tree.flatten((operands, of_outputs))
+    both = (operands, of_outputs)
     specs = (
         grid.operands(),
         jax.tree.map(lambda x: grid.of_queries(x.shape[2]), of_outputs),
     )
-    of_query = result(operands.query.shape, shape.dtype, (operands, of_outputs))
+    of_query = result(operands.query.shape, shape.dtype, both)
     of_sums = result((batch, num_heads, shape.columns, length), shape.dtype, of_query)
     num_key_heads, tiles = operands.key.shape[1], shape.key_tiles
     maxima = result((batch, num_key_heads, shape.num_features, tiles), jnp.float32, of_query)
-    of_query, *passed = pl.pallas_call(
-        functools.partial(_query_kernel, shape, tree, grid.key_tile),
-        grid=grid.sizes,
-        in_specs=jax.tree.leaves(specs),
-        out_specs=(
+    of_query, *passed = call(
+        functools.partial(_query_kernel, shape, jax.tree.structure(both), grid.key_tile),
+        shape,
+        both,
+        specs,
+        (of_query, of_sums, maxima),
+        (
             grid.of_queries(shape.dim),
             grid.of_queries(shape.columns),
             grid.of_maxima(),
         ),
-        out_shape=(of_query, of_sums, maxima),
+        grid=grid.sizes,
         scratch_shapes=(*tile_scratch(shape, operands), *parts_scratch(shape, operands)),
-        compiler_params=compiler_params(),
-        interpret=shape.interpret,
         name=f"{name_of(shape, gives_sums=isinstance(of_outputs, Sums))}_query_gradient",
-    )(*arrays)
+        **cost(shape, operands, passes=2),
+    )
     return of_query, Passed(*passed)
 
 
@@ -221,7 +222,7 @@ class Later(NamedTuple):
 def _keys(shape: Shape, operands: Refs, passed: Passed, name: str) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of keys and values."""
     grid = Grid.in_order(shape, operands, is_reversed=not shape.is_reversed)
-    arrays, tree = jax.tree.flatten((operands, passed))
+    both = (operands, passed)
     specs = (
         grid.operands(),
         Passed(grid.of_queries(shape.columns), grid.of_maxima()),
@@ -232,19 +233,18 @@ def _keys(shape: Shape, operands: Refs, passed: Passed, name: str) -> tuple[jax.
         units=pltpu.VMEM((n, m, length), jnp.float32),
         squared=pltpu.VMEM((n, shape.dim, length), jnp.float32),
     )
-    of_key, of_value = pl.pallas_call(
-        functools.partial(_key_kernel, shape, tree, grid.key_tile),
+    of_key, of_value = call(
+        functools.partial(_key_kernel, shape, jax.tree.structure(both), grid.key_tile),
+        shape,
+        both,
+        specs,
+        tuple(result(x.shape, x.dtype, both) for x in (operands.key, operands.value)),
+        (grid.of_keys(shape.dim), grid.of_keys(shape.value_dim)),
         grid=grid.sizes,
-        in_specs=jax.tree.leaves(specs),
-        out_specs=(grid.of_keys(shape.dim), grid.of_keys(shape.value_dim)),
-        out_shape=tuple(
-            result(x.shape, x.dtype, (operands, passed)) for x in (operands.key, operands.value)
-        ),
         scratch_shapes=(*tile_scratch(shape, operands), *later, *parts_scratch(shape, operands)),
-        compiler_params=compiler_params(),
-        interpret=shape.interpret,
         name=f"{name}_key_gradient",
-    )(*arrays)
+        **cost(shape, operands, passes=2),
+    )
     return of_key, of_value
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from simrf_jax._src.attention.pallas_tpu.blocks import Grid, compiler_params, result
+from simrf_jax._src.attention.pallas_tpu.blocks import Grid, call, cost, result
 from simrf_jax._src.attention.pallas_tpu.heads import (
     HIDDEN,
     Links,
@@ -38,22 +38,19 @@ def forward(shape: Shape, operands: Refs) -> jax.Array:
     """
     batch, num_heads, *_ = operands.query.shape
     grid = Grid.keys_first(shape, operands, is_gradient=False)
-    arrays, tree = jax.tree.flatten(operands)
-    return pl.pallas_call(
-        functools.partial(_kernel, shape, tree),
+    scratch = (*state_scratch(shape), *parts_scratch(shape, operands))
+    return call(
+        functools.partial(_kernel, shape, jax.tree.structure(operands)),
+        shape,
+        operands,
+        grid.operands(),
+        result((batch, num_heads, shape.value_dim, shape.num_queries), shape.dtype, operands),
+        grid.of_queries(shape.value_dim),
         grid=grid.sizes,
-        in_specs=jax.tree.leaves(grid.operands()),
-        out_specs=grid.of_queries(shape.value_dim),
-        out_shape=result(
-            (batch, num_heads, shape.value_dim, shape.num_queries), shape.dtype, operands
-        ),
-        scratch_shapes=(*state_scratch(shape), *parts_scratch(shape, operands))
-        if shape.is_tiled
-        else (),
-        compiler_params=compiler_params(),
-        interpret=shape.interpret,
+        scratch_shapes=scratch if shape.is_tiled else (),
         name="random_feature_attention",
-    )(*arrays)
+        **cost(shape, operands),
+    )
 
 
 def _kernel(shape: Shape, tree: Any, *refs: Any) -> None:

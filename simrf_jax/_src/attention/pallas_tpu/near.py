@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from simrf_jax._src.attention.pallas_tpu.blocks import compiler_params, result
+from simrf_jax._src.attention.pallas_tpu.blocks import call, result
 from simrf_jax._src.attention.pallas_tpu.choice import LANES
 from simrf_jax._src.attention.pallas_tpu.heads import (
     HIDDEN,
@@ -96,6 +96,17 @@ class Band:
         """Returns the sizes of the grid: batch, blocks of heads, and steps over tiles."""
         return batch, num_key_heads // self.shape.num_heads, steps
 
+    def cost(self, refs: NearRefs, *, products: int) -> dict[str, int]:
+        """Returns the multiplications and exponentials of a kernel, for ``blocks.call``.
+
+        Args:
+          refs: The arrays.
+          products: Number of products with all logits or weights.
+        """
+        pairs = refs.query.size // refs.query.shape[2] * len(self.keys) * LANES
+        width = (self.shape.dim + self.shape.value_dim) // 2
+        return {"multiplications": products * pairs * width, "exponentials": pairs}
+
     def blocks(
         self, like: jax.Array, num_key_heads: int, tiles: Iterable[int], width: int | None = None
     ) -> list[pl.BlockSpec]:
@@ -150,24 +161,22 @@ def read_sums(band: Band, refs: NearRefs) -> Sums:
     batch, num_heads, _, length = refs.query.shape
     num_key_heads = refs.key.shape[1]
     both, specs = band.operands(refs, own)
-    arrays, tree = jax.tree.flatten(both)
     sizes = ((shape.value_dim, shape.dtype), (ROWS, jnp.float32))
     return Sums(
-        *pl.pallas_call(
-            functools.partial(_kernel, band, tree),
-            grid=band.grid(num_key_heads, batch, shape.query_tiles),
-            in_specs=jax.tree.leaves(specs),
-            out_specs=[
+        *call(
+            functools.partial(_kernel, band, jax.tree.structure(both)),
+            shape,
+            both,
+            specs,
+            [result((batch, num_heads, width, length), dtype, refs) for width, dtype in sizes],
+            [
                 *band.blocks(refs.query, num_key_heads, own, shape.value_dim),
                 *band.blocks(refs.query, num_key_heads, own, ROWS),
             ],
-            out_shape=[
-                result((batch, num_heads, width, length), dtype, refs) for width, dtype in sizes
-            ],
-            compiler_params=compiler_params(),
-            interpret=shape.interpret,
+            grid=band.grid(num_key_heads, batch, shape.query_tiles),
             name="sums_in_a_band",
-        )(*arrays)
+            **band.cost(refs, products=2),
+        )
     )
 
 

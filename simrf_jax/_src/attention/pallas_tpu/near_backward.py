@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from simrf_jax._src.attention.pallas_tpu.backward import Gradients
-from simrf_jax._src.attention.pallas_tpu.blocks import compiler_params, result
+from simrf_jax._src.attention.pallas_tpu.blocks import call, result
 from simrf_jax._src.attention.pallas_tpu.heads import HIDDEN, LN2, TILE, Links, interleave
 from simrf_jax._src.attention.pallas_tpu.near import (
     Band,
@@ -53,20 +53,21 @@ def backward(band: Band, refs: NearRefs, given: Given) -> Gradients:
     operands, specs = band.operands(refs, band.queries)
     spread = jax.tree.map(lambda x: [x] * len(band.queries), given)
     more = jax.tree.map(lambda x: band.blocks(x, num_key_heads, band.queries), given)
-    arrays, tree = jax.tree.flatten((operands, spread))
+    both = (operands, spread)
     tokens = (refs.query, refs.key, refs.value)
     steps = max(shape.query_tiles, shape.key_tiles)
     return Gradients(
-        *pl.pallas_call(
-            functools.partial(_kernel, band, tree),
+        *call(
+            functools.partial(_kernel, band, jax.tree.structure(both)),
+            shape,
+            both,
+            (specs, more),
+            [result(x.shape, x.dtype, (refs, given)) for x in tokens],
+            [spec for x in tokens for spec in band.blocks(x, num_key_heads, own)],
             grid=band.grid(num_key_heads, refs.query.shape[0], steps),
-            in_specs=jax.tree.leaves((specs, more)),
-            out_specs=[spec for x in tokens for spec in band.blocks(x, num_key_heads, own)],
-            out_shape=[result(x.shape, x.dtype, (refs, given)) for x in tokens],
-            compiler_params=compiler_params(),
-            interpret=shape.interpret,
             name="sums_in_a_band_gradient",
-        )(*arrays)
+            **band.cost(refs, products=5),
+        )
     )
 
 
