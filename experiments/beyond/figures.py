@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from matplotlib import ticker
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -20,7 +19,7 @@ BLOCK_LABELS = {
 }
 BLOCK_STYLES: dict[str, dict[str, Any]] = {
     "orthogonal": style.STYLES["orthogonal"],
-    "square": {"color": "#E69F00", "linestyle": ":"},
+    "square": {"color": "#56B4E9", "linestyle": ":"},
     "regular": style.STYLES["simplex"],
 }
 REACH_LABELS = {
@@ -64,8 +63,8 @@ def draw_blocks(blocks: dict[str, Any]) -> Figure:
     right.set_title(f"d = {dim}, m = {blocks['num_features']}", fontsize=10)
     for axes in (left, right):
         style.tidy(axes)
-        _plain_ticks(axes)
-    right.legend(frameon=False, loc="center left")
+        style.plain_ticks(axes.yaxis)
+    _legend(figure, right)
     return figure
 
 
@@ -100,10 +99,10 @@ def draw_maps(maps: dict[str, Any]) -> Figure:
         for axes, features in zip(axes_row, FEATURES, strict=True):
             _draw_map(axes, row, features)
             axes.set_title(f"{features}, d = m = {dim}", fontsize=10)
-        axes_row[0].legend(frameon=False, loc="best")
     for axes, features in zip(rows[-1], FEATURES, strict=True):
         axes.set_xlabel("z = |x - y|" if features == "trigonometric" else "v = |x + y|")
     figure.supylabel(RATIO, fontsize=10)
+    _legend(figure, rows[0, 0])
     return figure
 
 
@@ -114,7 +113,7 @@ def _draw_map(axes: Axes, row: dict[str, Any], features: str) -> None:
         axes.plot(row["distances"], curve["ratio"], **look)
     axes.set(xscale="log", yscale="log")
     style.tidy(axes)
-    _plain_ticks(axes)
+    style.plain_ticks(axes.yaxis)
 
 
 def draw_reach(reach: dict[str, Any]) -> Figure:
@@ -132,14 +131,14 @@ def draw_reach(reach: dict[str, Any]) -> Figure:
     left.text(np.mean(reach["trained"]), 0.6, "layers of MiniLM", ha="center", fontsize=8)
     left.set(ylabel=RATIO, ylim=(0, 1.05))
     right.axhline(1, color="0.5", linewidth=0.8, zorder=0)
+    right.text(0.1, 2, "as large as the kernel", fontsize=8)
     right.set(ylabel="relative mean squared error", yscale="log", ylim=(1e-7, 1e10))
-    right.legend(frameon=False, loc="upper left", fontsize=8)
     figure.suptitle(f"d = {reach['dim']}, {reach['num_features']} features", fontsize=10)
+    _legend(figure, right)
     return figure
 
 
-def _plain_ticks(axes: Axes) -> None:
-    """Labels the y axis with numbers such as 0.1, 0.2 and 0.5 instead of powers of ten."""
-    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(ticker.StrMethodFormatter("{x:g}"))
-    axes.yaxis.minorticks_off()
+def _legend(figure: Figure, axes: Axes) -> None:
+    """Names the lines of one panel, which all panels have, below them."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)

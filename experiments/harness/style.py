@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+from matplotlib import ticker
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from numpy.typing import ArrayLike
 
@@ -40,6 +42,13 @@ def ticks(axes: Axes, places: Iterable[float], names: Iterable[object] | None = 
     places = list(places)
     axes.set_xticks(places, [str(name) for name in (places if names is None else names)])
     axes.xaxis.minorticks_off()
+
+
+def plain_ticks(axis: Axis) -> None:
+    """Labels a logarithmic axis with numbers such as 0.1, 0.2 and 0.5, not with powers of ten."""
+    axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_locator(ticker.NullLocator())
 
 
 def curve(axes: Axes, x: ArrayLike, summaries: Iterable[Mapping[str, float]], **look: Any) -> None:
