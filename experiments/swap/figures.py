@@ -46,9 +46,10 @@ def draw_predicted(section: dict[str, Any]) -> Figure:
     figure, axes = style.subplots(7, 4)
     lengths = np.array(section["lengths"])
     for name, rows in section["cases"].items():
-        look = dict(PREDICTED_LOOKS[name])
-        marks = {"fmt": look.pop("marker"), "color": look["color"], "label": CASES[name].label}
-        axes.plot(lengths, [row["predicted"]["mean"] for row in rows], **look, linewidth=1.3)
+        look = PREDICTED_LOOKS[name] | {"linewidth": 1.3}
+        axes.plot([], [], **look, label=CASES[name].label)  # The legend has line and marker.
+        marks = {"fmt": look.pop("marker"), "color": look["color"]}
+        axes.plot(lengths, [row["predicted"]["mean"] for row in rows], **look)
         measured = style.moments(row["measured"] for row in rows)
         style.dots(axes, lengths, *measured, **marks, markersize=5)
     axes.axhline(FIRST_ORDER_LIMIT, color="#000000", linewidth=0.8)
@@ -57,9 +58,8 @@ def draw_predicted(section: dict[str, Any]) -> Figure:
     axes.set(xlabel="|x| = |y|", ylabel="relative squared error of attention", yscale="log")
     style.tidy(axes)
     title = "lines: predicted\nmarkers: measured"
-    figure.legend(
-        frameon=False, loc="outside right upper", fontsize=9, title=title, title_fontsize=9
-    )
+    options: dict[str, Any] = {"title": title, "title_fontsize": 9, "handlelength": 3.5}
+    figure.legend(frameon=False, loc="outside right upper", fontsize=9, **options)
     return figure
 
 
@@ -71,10 +71,11 @@ def draw_predicted_heads(section: dict[str, Any]) -> Figure:
         predicted = np.minimum(errors["predicted"], LARGEST_PREDICTION)
         look = LOOKS[name] | {"linestyle": "none", "markersize": 3, "label": LABELS[name]}
         axes.plot(predicted, errors["measured"], **look)
-    # Left of the line first order holds, and errors are as predicted on the dashed one.
-    axes.axvline(FIRST_ORDER_LIMIT, color="#000000", linewidth=0.8)
-    axes.axline((1, 1), slope=1, color="#777777", linestyle="--", linewidth=0.8)
-    axes.set(xlabel="predicted relative squared error of a head", ylabel="measured")
+    limit = f"first order holds below {FIRST_ORDER_LIMIT:g}"
+    axes.axvline(FIRST_ORDER_LIMIT, color="#000000", linewidth=0.8, label=limit)
+    as_predicted = {"linestyle": "--", "linewidth": 0.8, "label": "measured = predicted"}
+    axes.axline((1, 1), slope=1, color="#777777", **as_predicted)
+    axes.set(xlabel="predicted relative squared error of a head", ylabel="measured error")
     axes.set(xscale="log", yscale="log")
     style.tidy(axes)
     figure.legend(frameon=False, loc="outside right upper", fontsize=9)
@@ -128,7 +129,7 @@ def draw_tuned(sections: dict[str, dict[str, Any]], quantity: str) -> Figure:
 
 def _panels(sections: dict[str, dict[str, Any]]) -> tuple[Figure, list[Axes]]:
     count = len(sections)
-    figure, [panels] = style.subplots(3.4 * count + 2, 3.6, 1, count, squeeze=False)
+    figure, [panels] = style.subplots(3.4 * count + 3.2, 3.6, 1, count, squeeze=False)
     return figure, list(panels)
 
 
