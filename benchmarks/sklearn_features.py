@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
-from matplotlib import ticker
 from sklearn.datasets import load_digits
 from sklearn.kernel_approximation import Nystroem, RBFSampler
 from sklearn.linear_model import RidgeClassifier
@@ -54,10 +53,11 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"feature_map": "positive", "coupling": "iid", "norms": "chi"},
     {"feature_map": "positive", "coupling": "simplex", "norms": "chi", "center": False},
 )
+# Random features look as their couplings do.
 LOOKS: dict[str, dict[str, Any]] = {
-    "RandomFeatures": {"color": "#0072B2", "linestyle": "-"},
-    "RBFSampler": {"color": "#009E73", "linestyle": ":"},
-    "Nystroem": {"color": "#D55E00", "linestyle": "--"},
+    "RandomFeatures": style.STYLES["orthogonal"],
+    "RBFSampler": style.STYLES["iid"],
+    "Nystroem": {"color": "#56B4E9", "linestyle": "-"},
 }
 FIGURE = pathlib.Path(__file__).parent / "figures" / "sklearn_features.png"
 
@@ -230,9 +230,7 @@ def draw_figure(
             style.tidy(axes)
         panels[0, column].set_title(name, fontsize=10)
         panels[0, column].set_yscale("log")
-        panels[0, column].yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-        panels[0, column].yaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-        panels[0, column].yaxis.set_minor_locator(ticker.NullLocator())
+        style.plain_ticks(panels[0, column].yaxis)
         panels[1, column].axhline(of_data["exact"].mean(), **style.STYLES["exact"], label="exact")
         panels[1, column].set_xscale("log", base=2)
         panels[1, column].set_xticks(sizes, [str(size) for size in sizes])
