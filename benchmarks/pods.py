@@ -21,7 +21,7 @@ class Chip(NamedTuple):
       memory: GiB of HBM.
       kind: ``jax.Device.device_kind`` of its devices.
       devices: Number of devices that JAX sees on the chip.
-      has_kernels: True if the fused kernels of attention fit into its cores.
+      has_kernels: True if the fused kernels of attention compile for it.
     """
 
     memory: int
@@ -40,7 +40,7 @@ class Chip(NamedTuple):
 # device.
 CHIPS = {
     "v3": Chip(32, "TPU v3", devices=2, has_kernels=False),
-    "v4": Chip(32, "TPU v4", has_kernels=False),
+    "v4": Chip(32, "TPU v4"),
     "v5e": Chip(16, "TPU v5e"),
     "v6e": Chip(32, "TPU v6e"),
 }

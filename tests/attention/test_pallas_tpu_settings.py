@@ -1,4 +1,4 @@
-"""The TPU kernels under JAX's global settings, which many programs change."""
+"""The TPU kernels under JAX's global settings, which many programs change, and on each chip."""
 
 import contextlib
 import importlib.util
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from simrf_jax import random_feature_attention
+from simrf_jax._src.attention.pallas_tpu import choice, operands
 from tests.tiers import slow_but
 from tests.versions import enable_x64
 
@@ -25,16 +26,26 @@ MODES = {
 }
 
 
-def program(dtype, sharding=None, **options):
+def program(
+    dtype,
+    sharding=None,
+    num_features=8,
+    *,
+    length=150,
+    heads=2,
+    key_heads=2,
+    dim=16,
+    is_packed=False,
+    **options,
+):
     """Returns attention with its gradient, and abstract arguments."""
 
     def both_ways(query, key, value, projection, ids):
-        segments = {"segment_ids": ids} if options.get("is_packed") else {}
-        rest = {name: x for name, x in options.items() if name != "is_packed"}
+        segments = {"segment_ids": ids} if is_packed else {}
 
         def attend(*tokens):
             return random_feature_attention(
-                *tokens, projection, implementation="pallas_tpu", **segments, **rest
+                *tokens, projection, implementation="pallas_tpu", **segments, **options
             )
 
         out, pull_back = jax.vjp(attend, query, key, value)
@@ -43,9 +54,12 @@ def program(dtype, sharding=None, **options):
     def array(shape, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
-    token = array((1, 150, 2, 16), dtype)
-    w, ids = array((2, 8, 16), jnp.float32), array((1, 150), jnp.int32)
-    return jax.jit(both_ways), (token, token, token, w, ids)
+    query, key = (array((1, length, n, dim), dtype) for n in (heads, key_heads))
+    w, ids = (
+        array((key_heads, num_features, dim), jnp.float32),
+        array((1, length), jnp.int32),
+    )
+    return jax.jit(both_ways), (query, key, key, w, ids)
 
 
 @pytest.mark.slow
@@ -88,11 +102,17 @@ def described(equation):
 
 
 @pytest.fixture(scope="module")
-def v5e():
-    """A sharding over one device of a TPU that this machine need not have."""
+def tpu():
+    """A function from a topology to a sharding over one of its devices, which need not be here."""
     if importlib.util.find_spec("libtpu") is None:
         pytest.skip("The wheel libtpu, which holds the compiler for TPUs, is not installed.")
     from jax.experimental import topologies
+
+    def device(topology):
+        # On a v4, JAX sees the two cores of a chip as one device.
+        options = {"chip_config_name": "megacore"} if topology.startswith("v4:") else {}
+        described = topologies.get_topology_desc(topology, platform="tpu", **options)
+        return jax.sharding.SingleDeviceSharding(described.devices[0])
 
     jax.devices()  # The CPU's compiler has read XLA_FLAGS, of which libtpu knows only some.
     with pytest.MonkeyPatch.context() as patch:
@@ -100,15 +120,32 @@ def v5e():
         patch.setenv("TPU_SKIP_MDS_QUERY", "1")
         patch.setenv("TPU_WORKER_HOSTNAMES", "localhost")
         patch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
-        devices = topologies.get_topology_desc("v5e:2x4", platform="tpu").devices
-        yield jax.sharding.SingleDeviceSharding(devices[0])
+        yield device
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("setting", ["none", *SETTINGS])
 @pytest.mark.parametrize("mode", MODES)
-def test_compiles_for_a_tpu(v5e, mode, setting, dtype):
-    function, arguments = program(dtype, v5e, **MODES[mode])
+def test_compiles_under_every_setting(tpu, mode, setting, dtype):
+    function, arguments = program(dtype, tpu("v5e:2x4"), **MODES[mode])
     with SETTINGS.get(setting, contextlib.nullcontext)():
         function.lower(*arguments).compile()
+
+
+CHIPS = ("v4:2x2x4", "v5e:2x4", "v5p:4x4x4", "v6e:4x4", "tpu7x:2x2x2")
+SIZES = {"ViT": (197, 12, 12, 64), "long": (1024, 12, 12, 64), "grouped": (1024, 32, 4, 128)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("topology", CHIPS)
+def test_compiles_for_every_chip(tpu, monkeypatch, topology, mode, size):
+    length, heads, key_heads, dim = SIZES[size]
+    if topology.startswith("v4:"):
+        for module in (choice, operands):
+            monkeypatch.setattr(module, "memory", lambda: choice.MEMORY_OF_V4)
+    sizes = {"length": length, "heads": heads, "key_heads": key_heads, "dim": dim}
+    function, arguments = program(jnp.bfloat16, tpu(topology), 128, **sizes, **MODES[mode])
+    function.lower(*arguments).compile()

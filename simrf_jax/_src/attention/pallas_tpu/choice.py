@@ -13,14 +13,15 @@ from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.inputs.sharding import MeshAxes
 
-# Their cores have less memory than the kernels take.
-OLD_CHIPS = ("TPU v2", "TPU v3", "TPU v4")
+# Mosaic refuses their products of bfloat16.
+OLD_CHIPS = ("TPU v2", "TPU v3")
 
 LANES = 128
 # Wider windows of exact keys make long programs.
 MOST_BANDWIDTH = 2 * LANES
-# Bytes of a core's memory that a program may take by the estimate of ``Program``.
-MEMORY = 40 * 2**20
+# Bytes of a core's memory that a program may take by the estimate of ``Program``: from v5e on, and
+# on a v4, whose cores have 16 MiB.
+MEMORY, MEMORY_OF_V4 = 40 * 2**20, 11 * 2**20
 
 
 class Program(NamedTuple):
@@ -69,6 +70,11 @@ class Program(NamedTuple):
         return self.num_heads * (tokens + rows + kept) + features
 
 
+def memory() -> int:
+    """Returns the bytes of a core's memory that a program may take."""
+    return MEMORY_OF_V4 if jax.devices()[0].device_kind == "TPU v4" else MEMORY
+
+
 class NearProgram(NamedTuple):
     """The sizes that the memory of a program of the kernels of a band depends on.
 
@@ -108,8 +114,8 @@ def reason_against(estimator: Estimator, call: Call, *, is_asked: bool) -> str |
     Args:
       estimator: W, the feature map and options.
       call: The call.
-      is_asked: True if the caller chose the kernels; False takes them only on chips with enough
-        memory, and where each device is known to get its own tokens.
+      is_asked: True if the caller chose the kernels; False takes them only from v4 on, and where
+        each device is known to get its own tokens.
     """
     platform = jax.default_backend()
     if platform not in ("cpu", "tpu"):
@@ -127,7 +133,7 @@ def _reason_unasked(estimator: Estimator, is_asked: bool) -> str | None:
     if is_asked:
         return None
     if jax.devices()[0].device_kind in OLD_CHIPS:
-        return "the chip has too little memory"
+        return "the chip is older than v4"
     return None if _runs_alone(estimator.mesh_axes) else "several devices may share the tokens"
 
 
@@ -162,13 +168,13 @@ def _reason_against_size(estimator: Estimator, call: Call) -> str | None:
     rows = (num_rows, num_rows + (0 if form.stretch is None else width))
     in_order = call.in_order(bandwidth)
     program = Program(1, groups, width, form.num_features, rows, itemsize, in_order)
-    if program.bytes_of(LANES) > MEMORY:
+    if program.bytes_of(LANES) > memory():
         return f"{form.num_features} features do not fit into the memory of a core"
     if bandwidth is None:
         return None
     if bandwidth > MOST_BANDWIDTH:
         return f"exact_bandwidth is {bandwidth}, above {MOST_BANDWIDTH}"
-    if NearProgram(1, groups, width, itemsize, bandwidth).bytes_taken > MEMORY:
+    if NearProgram(1, groups, width, itemsize, bandwidth).bytes_taken > memory():
         return f"a band of {bandwidth} keys does not fit into the memory of a core"
     return None
 

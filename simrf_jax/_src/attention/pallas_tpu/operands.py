@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Shaped
 
 from simrf_jax._src.attention.inputs.call import Call
-from simrf_jax._src.attention.pallas_tpu.choice import LANES, MEMORY, NearProgram, Program
+from simrf_jax._src.attention.pallas_tpu.choice import LANES, NearProgram, Program, memory
 from simrf_jax._src.attention.pallas_tpu.heads import HIDDEN, TILE, Refs, Shape
 from simrf_jax._src.attention.pallas_tpu.near import Band, NearRefs
 from simrf_jax._src.attention.pallas_tpu.segments import SEGMENT_ROWS
@@ -213,7 +213,7 @@ def band_of(refs: NearRefs, *, interpret: bool, bandwidth: int, is_causal: bool)
         if num_key_heads % n == 0
         and (
             n == 1
-            or (n * groups <= MOST_HEADS and program._replace(num_heads=n).bytes_taken <= MEMORY)
+            or (n * groups <= MOST_HEADS and program._replace(num_heads=n).bytes_taken <= memory())
         )
     )
     shape = Shape(
@@ -260,11 +260,11 @@ def shape_of(
         n
         for n in range(1, num_key_heads + 1)
         if num_key_heads % n == 0
-        and (n == 1 or (n * groups <= MOST_HEADS and program(n).bytes_of(LANES) <= MEMORY))
+        and (n == 1 or (n * groups <= MOST_HEADS and program(n).bytes_of(LANES) <= memory()))
     )
     # The memory of a program is linear in its tile.
     fixed = program(heads).bytes_of(0)
-    most = (MEMORY - fixed) // (program(heads).bytes_of(1) - fixed)
+    most = (memory() - fixed) // (program(heads).bytes_of(1) - fixed)
     return Shape(
         num_heads=heads,
         groups=groups,
