@@ -171,7 +171,7 @@ def attempt(function):
     """Returns what a function returns, and None; or None, and the first line of its error."""
     try:
         return function(), None
-    # On hardware that nobody has tried, anything may fail, and the rest is still worth measuring.
+    # On untested hardware any part may fail, and the rest is still worth measuring.
     except Exception as error:  # noqa: BLE001
         return None, f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"[:300]
 

@@ -26,7 +26,7 @@ import tensorflow_datasets as tfds
 
 from benchmarks import command_line, local_bucket
 from experiments.harness import markdown
-from experiments.harness.mistakes import told_in_one_line
+from experiments.harness.mistakes import exit_on_user_error
 from experiments.vit.configs import imagenet2012
 from experiments.vit.data import pipeline, stream
 
@@ -228,7 +228,7 @@ def main():
     if args.data_dir is None:
         measure_generated()
         return
-    with told_in_one_line():
+    with exit_on_user_error():
         measure_folder(args)
 
 

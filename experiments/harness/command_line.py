@@ -130,7 +130,7 @@ def launch(experiment: Experiment, config_file: pathlib.Path | None = None) -> N
             raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
         process.quiet_jax()
         start, folder = time.monotonic(), pathlib.Path(workdir.value)
-        with interrupts.told_in_one_line(STOPPED), mistakes.told_in_one_line():
+        with interrupts.exit_on_interrupt(STOPPED), mistakes.exit_on_user_error():
             experiment.check(config.value)
             with locking.locked(folder):
                 results = experiment.run(config.value, folder)

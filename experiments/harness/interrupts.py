@@ -1,8 +1,8 @@
-"""Ctrl-C ends a program with one line, whenever it comes and however often.
+"""Ends a program with one line after Ctrl-C, at any time and for any number of presses.
 
-By default it raises ``KeyboardInterrupt``, which is a traceback wherever nothing catches it: while
-modules are imported, in what runs at exit, in a destructor. A second one comes in the midst of the
-cleaning up after the first.
+By default Ctrl-C raises ``KeyboardInterrupt``, which prints a traceback where no code catches it:
+during imports, in exit handlers and in destructors. A second Ctrl-C interrupts the cleanup after
+the first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import FrameType
 
 
 def end_at_once(line: str) -> None:
-    """Lets Ctrl-C end the program at once from now on, as long as there is nothing to clean up.
+    """Makes Ctrl-C end the program at once from now on; use it while there is nothing to clean up.
 
     Args:
       line: Line to print.
@@ -25,10 +25,10 @@ def end_at_once(line: str) -> None:
 
 
 @contextlib.contextmanager
-def told_in_one_line(line: str) -> Iterator[None]:
-    """Ends the program with a line after Ctrl-C: in order after the first, at once after the next.
+def exit_on_interrupt(line: str) -> Iterator[None]:
+    """Ends the program with a line after Ctrl-C: with cleanup after the first, then at once.
 
-    The first one raises ``KeyboardInterrupt``, so that what is entered inside is left in order.
+    The first Ctrl-C raises ``KeyboardInterrupt``, so that the context managers inside clean up.
 
     Args:
       line: Line to print in either case.
@@ -48,11 +48,11 @@ def told_in_one_line(line: str) -> Iterator[None]:
         hook(unraisable)
 
     handler, hook = signal.signal(signal.SIGINT, raise_once), sys.unraisablehook
-    sys.unraisablehook = end_if_interrupted  # The interrupt may come in the midst of a destructor.
+    sys.unraisablehook = end_if_interrupted  # The interrupt may come during a destructor.
     try:
         yield
     except BaseException as error:
-        # A library may have turned the interrupt into an error of its own.
+        # A library may have turned the interrupt into another error.
         if interrupted or isinstance(error, KeyboardInterrupt):
             end(line)
         raise
@@ -62,13 +62,13 @@ def told_in_one_line(line: str) -> Iterator[None]:
 
 
 def end(line: str) -> None:
-    """Prints a line and ends the program as the signal would, without what runs at exit.
+    """Prints a line and ends the program as the signal would, without running exit handlers.
 
-    JAX's threads may still compile, and crash when the interpreter is taken down. A shell that sees
-    that a signal ended the program ends the loop which it was started in.
+    JAX's threads may still compile, and would crash when the interpreter shuts down. A shell loop
+    that runs the program ends too, because the shell sees that a signal ended it.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(Exception):  # The interrupt may have come in the midst of a print.
+    with contextlib.suppress(Exception):  # The interrupt may have come during a print.
         sys.stdout.flush()
     os.write(2, f"{line}\n".encode())
     signal.signal(signal.SIGINT, signal.SIG_DFL)

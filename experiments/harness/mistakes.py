@@ -1,4 +1,4 @@
-"""Mistakes of a program's user: told in one line, while every other error keeps its traceback."""
+"""Errors of the user, which end a program with one line; every other error keeps its traceback."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Iterator
 
 
 class UserError(Exception):
-    """A mistake of the user, or a fault of the machine that the user can mend.
+    """A mistake of the user, or a fault of the machine that the user can fix.
 
     The message says what was expected and what was given. Raise it where the mistake is recognized:
-    programs catch this type alone, so that bugs, whatever their type, show where they are.
+    programs catch this type alone, so that a bug of any type keeps its traceback.
     """
 
 
 @contextlib.contextmanager
 def user_mistakes(*kinds: type[Exception], prefix: str = "") -> Iterator[None]:
-    """Raises ``UserError`` in place of errors that tell of a mistake of the user.
+    """Replaces errors that a mistake of the user causes by ``UserError``.
 
-    Enter it only around the code that judges what the user gave, such as a check or the opening of
-    a file. Around more than that, it would hide bugs.
+    Use it only around code that checks the user's input, such as a check of a config or the opening
+    of a file. Around other code it would hide bugs.
 
     Args:
-      *kinds: The types by which this code refuses what the user gave.
+      *kinds: The types of errors that this code raises for bad input.
       prefix: Text to put before the message of the error.
 
     Example:
@@ -40,13 +40,13 @@ def user_mistakes(*kinds: type[Exception], prefix: str = "") -> Iterator[None]:
 
 
 def writing(path: str | os.PathLike[str]) -> contextlib.AbstractContextManager[None]:
-    """Raises ``UserError`` where the file or folder cannot be written, as on a full disk."""
+    """Raises ``UserError`` if the file or folder cannot be written, for example on a full disk."""
     return user_mistakes(OSError, prefix=f"{path} cannot be written: ")
 
 
 @contextlib.contextmanager
-def told_in_one_line() -> Iterator[None]:
-    """Ends the program with the message of a ``UserError`` alone."""
+def exit_on_user_error() -> Iterator[None]:
+    """Ends the program with only the message if a ``UserError`` is raised inside."""
     try:
         yield
     except UserError as error:
@@ -54,5 +54,5 @@ def told_in_one_line() -> Iterator[None]:
 
 
 def message(error: UserError) -> str:
-    """Returns the text to end a program with: the message, and the notes added on its way."""
+    """Returns the text that ends the program: the message and the notes added to the error."""
     return "\n".join([str(error), *getattr(error, "__notes__", [])])

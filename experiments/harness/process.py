@@ -26,15 +26,15 @@ def keep_freed_memory() -> None:
 
 
 def quiet_jax() -> None:
-    """Keeps JAX from opening every program without a TPU by saying that it has found none.
+    """Hides JAX's message that there is no TPU, which absl programs would log at every start.
 
-    absl's programs log such messages. JAX still says if it finds a TPU that it cannot use.
+    JAX still reports a TPU that it finds and cannot use.
     """
-    logging.getLogger("jax._src.xla_bridge").addFilter(_is_news_of_jax)
+    logging.getLogger("jax._src.xla_bridge").addFilter(_keep_jax_record)
 
 
-def _is_news_of_jax(record: logging.LogRecord) -> bool:
-    """Returns False for the message that the TPU's library is not installed."""
+def _keep_jax_record(record: logging.LogRecord) -> bool:
+    """Returns False for the message that the TPU library is not installed."""
     message = record.getMessage()
     is_about_tpu = message.startswith("Unable to initialize backend 'tpu'")
     return not (is_about_tpu and "cannot open shared object file" in message)
@@ -45,18 +45,18 @@ _RAISING = ("async_checkpointer.py", "checkpoint_manager.py", "future.py", "meta
 
 
 def quiet_orbax() -> None:
-    """Hides the tracebacks that Orbax, TensorStore and asyncio print of a failed save or read.
+    """Hides the tracebacks that Orbax, TensorStore and asyncio print after a failed save or read.
 
     They are long, and some come at interpreter exit. ``Checkpoints`` and ``load`` raise the error
-    itself. Orbax's other errors stay.
+    itself. Other error messages of Orbax are still logged.
     """
-    absl.logging.get_absl_handler().addFilter(_is_news_of_orbax)
-    # After a failed write, the writes that have not begun.
+    absl.logging.get_absl_handler().addFilter(_keep_orbax_record)
+    # After a failed write, the writes that have not begun cause this warning.
     warnings.filterwarnings("ignore", r"coroutine '.*write_fragment' was never awaited")
     hook = sys.unraisablehook
 
     def pass_on(unraisable: sys.UnraisableHookArgs) -> None:
-        # Reads and writes go on after the first failure, which has ended asyncio's loop.
+        # Reads and writes go on after the first failure, which has closed asyncio's event loop.
         abandoned = "Event loop is closed|Encountered error while reading array index"
         if not re.match(abandoned, str(unraisable.exc_value)):
             hook(unraisable)
@@ -64,8 +64,8 @@ def quiet_orbax() -> None:
     sys.unraisablehook = pass_on
 
 
-def _is_news_of_orbax(record: logging.LogRecord) -> bool:
-    """Returns False for a message whose error is raised as well."""
+def _keep_orbax_record(record: logging.LogRecord) -> bool:
+    """Returns False for a message about an error that is also raised."""
     if record.name == "asyncio":
         return "exception was never retrieved" not in record.getMessage()
     if "orbax" not in record.pathname:

@@ -1,8 +1,8 @@
-"""Faults of storage, told apart from damaged files and from bugs.
+"""Storage faults, distinguished from damaged files and from bugs.
 
 Python raises an ``OSError`` for them. TensorStore, in which Orbax keeps arrays, raises a
-``ValueError`` for all that it meets, and its message begins with a status or ends with the number
-of the operating system's error. The clients of buckets have types of their own.
+``ValueError`` for every fault; its message begins with a status or ends with the number
+of the operating system's error. The clients of buckets have their own error types.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _STATUS = re.compile(
 )
 _OS_ERROR = re.compile(r"\[os_error_code='\d+'")
 
-_LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
-_LASTING_STATUS = {"NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED"}
+_PERMANENT = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG}
+_PERMANENT_STATUS = {"NOT_FOUND", "PERMISSION_DENIED", "UNAUTHENTICATED"}
 
 Result = TypeVar("Result")
 
-# Packages that read buckets, and those by which they do.
+# Packages that read buckets, and the packages that those use.
 _CLIENTS = frozenset({"aiohttp", "fsspec", "gcsfs", "google", "requests"})
 
 
 def is_fault(error: BaseException) -> bool:
-    """Returns whether an error tells of storage: it fails, is full, or has no such file or folder.
+    """Returns whether the storage caused an error: it fails, is full, or lacks a file or folder.
 
-    A damaged file is no fault of the storage, as far as a program can tell.
+    A damaged file does not count, because a program cannot tell whether the storage caused it.
     """
     return any(_is_fault(one) for one in _causes(error))
 
 
 def is_absence(error: BaseException) -> bool:
-    """Returns whether a fault is only that something is not there, or no file where one must be."""
+    """Returns whether a fault is only a missing file or folder, or a folder in place of a file."""
     absences = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
     return any(
         isinstance(one, absences)
@@ -59,18 +59,18 @@ def is_raised_in(package: str, error: BaseException) -> bool:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Returns whether a fault may be over at the next try, as a timeout, and no absence or refusal.
+    """Returns whether a retry may succeed, as after a timeout, unlike a missing file or a refusal.
 
-    A full disk is none: it does not empty itself.
+    A full disk is not transient, because it does not empty itself.
     """
-    return is_fault(error) and not any(_lasts(one) for one in _causes(error))
+    return is_fault(error) and not any(_is_permanent(one) for one in _causes(error))
 
 
 def retried(call: Callable[[], Result], *, waits: Sequence[float] = (1.0, 3.0, 9.0)) -> Result:
-    """Calls a function that asks the storage, and again after each transient fault.
+    """Calls a function that uses the storage, and calls it again after each transient fault.
 
     Args:
-      call: The function; it may be called again after it has done a part of its work.
+      call: The function; it may be called again after a partial run.
       waits: Seconds to wait before each further call; the fault of the last one is raised.
 
     Example:
@@ -94,11 +94,11 @@ def retried(call: Callable[[], Result], *, waits: Sequence[float] = (1.0, 3.0, 9
 
 
 @contextlib.contextmanager
-def faults(told: Callable[[str], UserError]) -> Iterator[None]:
-    """Raises a ``UserError`` in place of a fault of the storage; other errors pass.
+def faults(make_error: Callable[[str], UserError]) -> Iterator[None]:
+    """Replaces a storage fault by a ``UserError``; other errors pass.
 
     Args:
-      told: Makes the error, given one line that says what the fault is.
+      make_error: Makes the error from one line that says what the fault is.
 
     Example:
       >>> with faults(lambda cause: UserError(f"No report can be written: {cause}")):
@@ -112,33 +112,33 @@ def faults(told: Callable[[str], UserError]) -> Iterator[None]:
     except Exception as error:
         if not is_fault(error):
             raise
-        raise told(in_a_line(error)) from error
+        raise make_error(one_line_message(error)) from error
 
 
-def in_a_line(error: BaseException) -> str:
+def one_line_message(error: BaseException) -> str:
     """Returns the message of an error without the pages that TensorStore adds to it."""
     faults = [one for one in _causes(error) if _is_fault(one)]
     first = faults[-1] if faults else error
     line = re.split(r" \[tensorstore_spec| See full TensorStore|\n", str(first))[0]
-    tells_enough = line and isinstance(first, (OSError, UserError, ValueError))
-    return line if tells_enough else f"{type(first).__name__}: {line}"
+    is_clear = line and isinstance(first, (OSError, UserError, ValueError))
+    return line if is_clear else f"{type(first).__name__}: {line}"
 
 
 def _is_fault(error: BaseException) -> bool:
     if isinstance(error, ImportError):
-        return error.name in _CLIENTS  # A bucket needs one that is not installed.
+        return error.name in _CLIENTS  # The bucket needs a client that is not installed.
     if isinstance(error, ValueError):
         message = str(error)
         return bool(_STATUS.match(message) or _OS_ERROR.search(message))
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _CLIENTS
 
 
-def _lasts(error: BaseException) -> bool:
-    """Returns whether a fault is there until somebody mends it."""
-    if isinstance(error, OSError) and error.errno in _LASTING:
+def _is_permanent(error: BaseException) -> bool:
+    """Returns whether a fault lasts until a person fixes it."""
+    if isinstance(error, OSError) and error.errno in _PERMANENT:
         return True
     status = _STATUS.match(str(error)) if isinstance(error, ValueError) else None
-    refused = status is not None and status[1] in _LASTING_STATUS
+    refused = status is not None and status[1] in _PERMANENT_STATUS
     return refused or isinstance(error, (ImportError, PermissionError)) or is_absence(error)
 
 

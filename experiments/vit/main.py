@@ -57,11 +57,11 @@ def main(argv: list[str]) -> None:
     process.keep_freed_memory()
     process.quiet_jax()
     process.quiet_orbax()
-    # A program of multiprocessing frees the memory of one that ended at once. It need not say so.
+    # The resource tracker of multiprocessing cleans up after killed workers. Its warning is noise.
     os.environ["PYTHONWARNINGS"] = (
         f"{os.environ.get('PYTHONWARNINGS', '')},ignore:resource_tracker:UserWarning"
     )
-    with interrupts.told_in_one_line(STOPPED):
+    with interrupts.exit_on_interrupt(STOPPED):
         try:
             run()
         except mistakes.UserError as error:
@@ -86,7 +86,7 @@ def leave(code: int | str | None) -> None:
 def run() -> None:
     """Trains what the flags say."""
     if _DISTRIBUTED.value:
-        # JAX aborts a process that has lost the others: its message counts, not where Python was.
+        # JAX aborts a process that has lost the others. A Python traceback would hide its message.
         signal.signal(signal.SIGABRT, signal.SIG_DFL)
         print(f"Waits up to {START_TIMEOUT} s for the other processes.", file=sys.stderr)
         with mistakes.user_mistakes(ValueError, prefix="--distributed: "):

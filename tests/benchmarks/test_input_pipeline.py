@@ -30,7 +30,7 @@ def test_a_bucket_is_judged(tmp_path, monkeypatch, capsys, step_seconds, end):
     assert ("starves" in line) == (step_seconds < 1)
 
 
-def test_data_that_is_not_there_is_told_in_a_line(tmp_path, monkeypatch):
+def test_missing_data_are_reported_in_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["input_pipeline", f"--data_dir={tmp_path}"])
     with pytest.raises(SystemExit, match="There is no imagenet2012 in"):
         input_pipeline.main()

@@ -25,7 +25,7 @@ class Prepared(NamedTuple):
 
     Attributes:
       test_split: The labeled split that is not trained on.
-      manual_files: Files that nobody may download without an account.
+      manual_files: Files that can be downloaded only with an account.
       manual_source: Address of these files.
     """
 

@@ -85,7 +85,7 @@ class Mirror:
         except Exception as error:
             if not storage.is_fault(error):
                 raise
-            cause = storage.in_a_line(error)
+            cause = storage.one_line_message(error)
             warnings.warn(f"{self._folder} lacks the last rows: {cause}", stacklevel=3)
 
     def _copy(self) -> None:

@@ -8,7 +8,7 @@ import jax
 from absl import app, flags
 
 from experiments.harness import process
-from experiments.harness.mistakes import UserError, told_in_one_line, user_mistakes
+from experiments.harness.mistakes import UserError, exit_on_user_error, user_mistakes
 from experiments.vit.data import pipeline
 from experiments.vit.training import sharding, trained
 from experiments.vit.training.train_step import evaluation_means
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
     process.quiet_orbax()
-    with told_in_one_line():
+    with exit_on_user_error():
         given = flags.FLAGS
         result = evaluate(
             given.workdir, best=given.best, data_dir=given.data_dir, batch_size=given.batch_size

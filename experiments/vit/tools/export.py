@@ -140,7 +140,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"Unknown arguments: {' '.join(argv[1:])}.")
     process.quiet_orbax()
     given = flags.FLAGS
-    with mistakes.told_in_one_line():
+    with mistakes.exit_on_user_error():
         written = export(given.workdir, given.output, best=given.best, platforms=given.platforms)
     size = pathlib.Path(given.output).stat().st_size / 1e6
     print(f"{given.output}: {size:.1f} MB, the model after step {written['step']}")

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import tensorflow_datasets as tfds
 from etils import epath
 
-from experiments.harness.mistakes import UserError, told_in_one_line, user_mistakes
+from experiments.harness.mistakes import UserError, exit_on_user_error, user_mistakes
 from experiments.vit.data import records
 
 
@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--data_dir", default="", help="Folder for it; else TFDS_DATA_DIR.")
     parser.add_argument("--manual_dir", default="", help="Where files downloaded by hand lie.")
     arguments = parser.parse_args(argv)
-    with told_in_one_line():
+    with exit_on_user_error():
         print(prepare(arguments.name, arguments.data_dir, arguments.manual_dir))
 
 

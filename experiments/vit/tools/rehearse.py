@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from experiments.harness import files, interrupts, markdown
-from experiments.harness.mistakes import UserError, told_in_one_line
+from experiments.harness.mistakes import UserError, exit_on_user_error
 from experiments.vit.tools import evaluate
 
 CONFIG = pathlib.Path(__file__).parents[1] / "configs" / "imagenet2012.py"
@@ -205,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(
             f"--chips must be at least 1 and --price at least 0, got {given.chips}, {given.price}."
         )
-    with told_in_one_line():
+    with exit_on_user_error():
         measured = rehearse(pathlib.Path(given.workdir), given.arguments)
         print(report(measured, chips=given.chips, price=given.price))
     print("Create the pod if the measured values are as expected, and if the dollars are.")
@@ -213,5 +213,5 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # It leaves as Ctrl-C does.
-    with interrupts.told_in_one_line("Stopped, and so is the trainer."):
+    with interrupts.exit_on_interrupt("Stopped, and so is the trainer."):
         main()

@@ -15,7 +15,7 @@ from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 
 from experiments.harness import config_fields, files, markdown, style
-from experiments.harness.mistakes import UserError, told_in_one_line
+from experiments.harness.mistakes import UserError, exit_on_user_error
 from experiments.vit.config import config_differences
 from experiments.vit.metrics import log
 from simrf_jax.models import ATTENTIONS
@@ -241,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     formats = FigureCanvasBase.get_supported_filetypes()
     if figure.suffix.removeprefix(".") not in formats:
         parser.error(f"--figure must end in one of .{', .'.join(formats)}, got {figure}.")
-    with told_in_one_line():
+    with exit_on_user_error():
         runs = find_runs(arguments.folders)
         print(make_table(runs))
         files.save_figure(figure, draw(runs), dpi=150)

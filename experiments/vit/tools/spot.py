@@ -27,7 +27,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from experiments.harness.mistakes import UserError, told_in_one_line
+from experiments.harness.mistakes import UserError, exit_on_user_error
 
 ROOT = pathlib.Path(__file__).parents[3]
 FOLDER = "simrf_jax"  # On the hosts, in the home folder.
@@ -300,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     pod = Slice(given.name, given.zone, given.type, given.runtime)
     delete = shlex.join(pod._gcloud("queued-resources", "delete", "--force"))
     left = f"A slice that is still there costs: {delete}"
-    with told_in_one_line():
+    with exit_on_user_error():
         try:
             train_until_done(pod, given.run.rstrip("/"), given.arguments, given.max_hours)
         except UserError as error:

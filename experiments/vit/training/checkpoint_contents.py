@@ -54,7 +54,7 @@ class Progress(NamedTuple):
     data: dict[str, int]
 
 
-class Found(NamedTuple):
+class CheckpointRecord(NamedTuple):
     """The description that a checkpoint holds of itself, its item run, checked by its digest.
 
     Attributes:
@@ -96,13 +96,13 @@ class Found(NamedTuple):
         return log.accuracy(self.rows[-1] if self.rows else {})
 
 
-_FIELDS = (*Found._fields, "sha256")  # Of the item run.
+_FIELDS = (*CheckpointRecord._fields, "sha256")  # Of the item run.
 
 
 def run_item(
     step: int, config: Mapping[str, Any], arrays: Mapping[str, jax.Array], progress: Progress
 ) -> dict[str, Any]:
-    """Returns the item run of a checkpoint, from which ``read`` makes a ``Found``.
+    """Returns the item run of a checkpoint, from which ``read`` makes a ``CheckpointRecord``.
 
     Args:
       step: Number of steps done.
@@ -112,11 +112,11 @@ def run_item(
     """
     progress = progress._replace(rows=list(progress.rows))  # It is written while more come.
     digests = digest.digests(arrays)
-    run = Found(step, config, types_by_name(arrays), digests, *progress)._asdict()
+    run = CheckpointRecord(step, config, types_by_name(arrays), digests, *progress)._asdict()
     return run | {"sha256": sha256(run)}
 
 
-def find(folder: epath.PathLike, *, best: bool) -> Iterator[Found]:
+def find(folder: epath.PathLike, *, best: bool) -> Iterator[CheckpointRecord]:
     """Yields the checkpoints of a run, which may be still training, in the order to try them in.
 
     Nothing in the folder is changed. A checkpoint that cannot say what it holds is passed over with
@@ -151,7 +151,7 @@ def find(folder: epath.PathLike, *, best: bool) -> Iterator[Found]:
     yield from sorted(evaluated, key=lambda one: (one.accuracy, one.step), reverse=True)
 
 
-def _whole(folder: epath.Path, steps: Sequence[int]) -> Iterator[Found]:
+def _whole(folder: epath.Path, steps: Sequence[int]) -> Iterator[CheckpointRecord]:
     """Yields what can be found, and warns of the rest."""
     for step in steps:
         try:
@@ -160,7 +160,7 @@ def _whole(folder: epath.Path, steps: Sequence[int]) -> Iterator[Found]:
             warnings.warn(f"{error}; it is passed over.", stacklevel=4)
 
 
-def load(folder: epath.PathLike, found: Found, state: State) -> State:
+def load(folder: epath.PathLike, found: CheckpointRecord, state: State) -> State:
     """Reads the arrays of a checkpoint, or a part of them, and compares their digests.
 
     Args:
@@ -192,7 +192,7 @@ def load(folder: epath.PathLike, found: Found, state: State) -> State:
     return jax.tree.unflatten(jax.tree.structure(state), [arrays[name] for name in wanted])
 
 
-def read(folder: epath.Path, step: int) -> Found:
+def read(folder: epath.Path, step: int) -> CheckpointRecord:
     """Reads what a checkpoint says of itself.
 
     Raises:
@@ -211,7 +211,7 @@ def read(folder: epath.Path, step: int) -> Found:
             raise DamagedError("run is not what was saved")
         if run["step"] != step:
             raise DamagedError(f"it was saved as that of step {run['step']}")
-    return Found(*(run[name] for name in Found._fields))
+    return CheckpointRecord(*(run[name] for name in CheckpointRecord._fields))
 
 
 def _check_items(path: epath.Path) -> None:

@@ -37,14 +37,14 @@ def agreeing_on_damage(path: epath.Path) -> Iterator[None]:
         is_lost = storage.is_absence(error) and path.parent.exists()
         if storage.is_fault(error) and not is_lost:
             raise UserError(
-                f"{path} cannot be read: {storage.in_a_line(error)}. It may be whole; when the "
-                "cause is mended, the same command works. To do without it, move it away."
+                f"{path} cannot be read: {storage.one_line_message(error)}. The checkpoint may be "
+                "intact. Fix the cause and rerun, or move it away to start without it."
             ) from error
         if not is_lost and not _is_damage(error):
             raise
         failure = error
     if not hosts.everywhere(failure is None):
-        cause = storage.in_a_line(failure) if failure else "another host cannot read it"
+        cause = storage.one_line_message(failure) if failure else "another host cannot read it"
         raise DamagedError(f"{path} is damaged ({cause})") from failure
 
 

@@ -22,7 +22,7 @@ from experiments.harness.mistakes import UserError
 from experiments.vit.config import config_differences
 from experiments.vit.metrics import log
 from experiments.vit.training import checkpoint_contents, hosts
-from experiments.vit.training.checkpoint_contents import Found, Progress, State
+from experiments.vit.training.checkpoint_contents import CheckpointRecord, Progress, State
 from experiments.vit.training.checkpoint_damage import DamagedError, IncompatibleError
 
 
@@ -169,7 +169,7 @@ class Checkpoints:
         best = max(steps, key=lambda step: (accuracies.get(step, -math.inf), step))
         return {best, *steps[-self._keep :]}
 
-    def _check_compatible(self, found: Found, state: Any) -> None:
+    def _check_compatible(self, found: CheckpointRecord, state: Any) -> None:
         types = checkpoint_contents.types_by_name(checkpoint_contents.by_name(state))
         differ = config_differences(found.config, self._config)
         differ += config_fields.differences(found.types, types)

@@ -80,7 +80,7 @@ def load(workdir: str | pathlib.Path, mesh: Mesh, *, best: bool) -> Trained:
     raise UserError(f"The checkpoints in {folder} cannot be read: {which}.")
 
 
-def _build(config: ConfigDict, mesh: Mesh, found: checkpoint_contents.Found) -> Program:
+def _build(config: ConfigDict, mesh: Mesh, found: checkpoint_contents.CheckpointRecord) -> Program:
     """Builds the program of a run for images like those it was trained on."""
     lengths = {name: shape[0] for name, shape in found.shapes.items() if shape}
     if not {_PATCHES, _LOGITS} <= lengths.keys():

@@ -30,7 +30,7 @@ atexit.register(wait, "exit")
 interrupts.end_at_once("Stopped early.")
 if sys.argv[1] == "import":
     wait("import")
-with interrupts.told_in_one_line("Stopped."):
+with interrupts.exit_on_interrupt("Stopped."):
     try:
         if sys.argv[1] == "destructor":
             Caught()
@@ -82,7 +82,7 @@ def test_interrupts_print_one_line_and_end_as_the_signal_would(where, times, lin
 
 def test_what_is_no_interrupt_passes_and_the_handlers_are_put_back():
     hook, handler = sys.unraisablehook, signal.getsignal(signal.SIGINT)
-    with pytest.raises(ValueError, match="of ours"), interrupts.told_in_one_line("Stopped."):
+    with pytest.raises(ValueError, match="of ours"), interrupts.exit_on_interrupt("Stopped."):
         raise ValueError("A mistake of ours.")
     assert signal.getsignal(signal.SIGINT) is handler
     assert sys.unraisablehook is hook

@@ -54,11 +54,14 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("error", [*FAULTS.values(), *ABSENCES.values()], ids=[*FAULTS, *ABSENCES])
-def test_faults_are_told_as_mistakes_of_the_user(error):
-    def told(cause):
+def test_faults_are_reported_as_mistakes_of_the_user(error):
+    def make_error(cause):
         return UserError(f"Nothing was read: {cause}")
 
-    with pytest.raises(UserError, match=r"^Nothing was read: .") as raised, storage.faults(told):
+    with (
+        pytest.raises(UserError, match=r"^Nothing was read: .") as raised,
+        storage.faults(make_error),
+    ):
         raise error
     assert raised.value.__cause__ is error
 
@@ -100,7 +103,7 @@ def test_errors_that_lead_to_each_other_are_read_once():
     first, second = ValueError("first"), ValueError("second")
     first.__cause__, second.__cause__ = second, first
     assert not storage.is_fault(first)
-    assert storage.in_a_line(first) == "first"
+    assert storage.one_line_message(first) == "first"
 
 
 def test_an_error_of_orbax_in_the_midst_of_a_fault_elsewhere_passes():
@@ -139,8 +142,8 @@ def test_what_fails_is_no_absence(error):
     ],
     ids=["of the system", "cause", "of TensorStore", "of a type", "without a message", "mistake"],
 )
-def test_an_error_is_told_in_a_line(error, line):
-    assert storage.in_a_line(error) == line
+def test_an_error_becomes_one_line(error, line):
+    assert storage.one_line_message(error) == line
 
 
 @pytest.mark.parametrize(

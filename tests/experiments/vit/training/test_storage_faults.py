@@ -88,7 +88,7 @@ def to_itself(path):
 def test_a_file_that_cannot_be_read_is_not_damaged(part, fault, cause, read, folder):
     for path in (folder / "3").glob(part):
         fault(path)
-    match = rf"^{folder / '3'} cannot be read: .*{cause}.*\. It may be whole; when the cause is men"
+    match = rf"^{folder / '3'} cannot be read: .*{cause}.*\. The checkpoint may be intact"
     with pytest.raises(UserError, match=match):
         read(folder)
     assert names_in(folder) == ["1", "2", "3"]
@@ -181,7 +181,7 @@ def save(folder):
 
 @pytest.mark.parametrize(("owner", "name", "match"), CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize("fault", [*FAULTS, os_error(errno.ENOENT), os_error(errno.EROFS)], ids=str)
-def test_storage_that_fails_in_saving_is_told_in_a_line(
+def test_storage_that_fails_in_saving_is_reported_in_one_line(
     fault, owner, name, match, folder, monkeypatch
 ):
     monkeypatch.setattr(owner, name, raising(fault))
