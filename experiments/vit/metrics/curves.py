@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from typing import Any
 
 import matplotlib.cm
 import matplotlib.colors
@@ -16,8 +17,12 @@ from experiments.harness import style
 
 # For each column (step, value) where there is a value.
 Metrics = dict[str, list[tuple[int, float]]]
-# Label and format of each split.
-SPLITS = {"train": ("train", "C0-"), "held_out": ("held-out", "C2o-"), "test": ("test", "C1o-")}
+# Label and look of each split, in the colors of all figures.
+SPLITS: dict[str, tuple[str, dict[str, Any]]] = {
+    "train": ("train", {"color": "#0072B2", "lw": 1}),
+    "held_out": ("held-out", {"color": "#009E73", "lw": 1.5, "marker": "o"}),
+    "test": ("test", {"color": "#D55E00", "lw": 1.5, "marker": "o"}),
+}
 
 # What is measured in each layer, and its name.
 LAYERS = {"attention_error": "error", "feature_variance": "variance"}
@@ -58,27 +63,25 @@ def _splits(axes: Axes, metrics: Metrics, name: str) -> None:
     """Draws a measurement of each split for which there is one."""
     for split, (label, look) in SPLITS.items():
         if points := metrics.get(f"{split}_{name}"):
-            width = 1 if split == "train" else 1.5
-            axes.plot(*zip(*points, strict=True), look, lw=width, ms=3, label=label)
+            axes.plot(*zip(*points, strict=True), **look, ms=3, label=label)
     axes.legend()
 
 
 def _learning_rate(axes: Axes, metrics: Metrics) -> None:
     """Draws the learning rate, and the norm of the gradient on an axis of its own."""
-    axes.plot(*zip(*metrics["learning_rate"], strict=True), color="C0", lw=1.5)
+    axes.plot(*zip(*metrics["learning_rate"], strict=True), color="#0072B2", lw=1.5)
     axes.set_title("learning rate and gradient norm")
-    axes.set_ylabel("learning rate", color="C0")
+    axes.set_ylabel("learning rate", color="#0072B2")
     norm = axes.twinx()
-    norm.plot(*zip(*metrics["gradient_norm"], strict=True), color="C3", lw=1)
-    norm.set_ylabel("gradient norm", color="C3")
+    norm.plot(*zip(*metrics["gradient_norm"], strict=True), color="#D55E00", lw=1)
+    norm.set_ylabel("gradient norm", color="#D55E00")
     norm.set_yscale("log")
-    norm.yaxis.set_major_formatter("{x:g}")
-    norm.yaxis.set_minor_formatter("{x:g}")
+    style.plain_ticks(norm.yaxis)
     norm.spines["top"].set_visible(False)
 
 
 def _speed(axes: Axes, metrics: Metrics) -> None:
-    axes.plot(*zip(*metrics["images_per_second"], strict=True), color="C2", lw=1)
+    axes.plot(*zip(*metrics["images_per_second"], strict=True), color="#0072B2", lw=1)
     axes.set(title="speed", ylabel="images per second", ylim=(0, None))
 
 

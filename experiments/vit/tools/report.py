@@ -189,23 +189,30 @@ def make_table(runs: Runs) -> str:
 
 
 def draw(runs: Runs) -> Figure:
-    """Draws accuracy against the epoch, as in Fig. 9 of the paper, and each run's test accuracy.
+    """Draws accuracy against the epoch, as in Fig. 9 of the paper, and differences at the end.
 
-    Lines are means over seeds, bands one standard deviation of a run to either side.
+    Lines are means over seeds, bands one standard deviation of a run to either side. Curves hide
+    one another, so the other panel has the test accuracy of each run minus that of the first
+    attention with the same seed: dots for the seeds, and their means with standard errors.
 
     References:
       Reid et al., Simplex Random Features (ICML 2023), Fig. 9.
     """
-    figure, (curves, ends) = style.subplots(10, 4, 1, 2, width_ratios=(3, 2))
+    figure, (curves, ends) = style.subplots(10, 4, 1, 2)
+    names = [style.LABELS.get(attention, attention) for attention in runs]
+    ends.axvline(0, color="black", linewidth=0.8)
+    first = {run.seed: run.results["test_accuracy"] for run in next(iter(runs.values()))}
     for row, (attention, some) in enumerate(runs.items()):
-        _draw_attention(curves, ends, row, attention, some)
+        look = style.STYLES[attention]
+        _draw_curve(curves, some, look | {"label": names[row]})
+        _draw_differences(ends, row, some, first, look["color"])
     held_out = any(run.results["config"].get("held_out") for some in runs.values() for run in some)
     measured_on = "held-out" if held_out else "test"
     curves.set(xlabel="epoch", ylabel=f"{measured_on} accuracy")
     curves.legend()
     style.tidy(curves)
-    names = [style.LABELS.get(attention, attention) for attention in runs]
-    ends.set(xlabel="test accuracy at the end", yticks=range(len(runs)), yticklabels=names)
+    ends.set_xlabel(f"test accuracy minus that of {names[0]}, same seed")
+    ends.set_yticks(range(len(runs)), names)
     ends.set_ylim(len(runs) - 0.5, -0.5)
     ends.locator_params(axis="x", nbins=5)
     style.tidy(ends)
@@ -213,22 +220,25 @@ def draw(runs: Runs) -> Figure:
     return figure
 
 
-def _draw_attention(
-    curves: Axes, ends: Axes, row: int, attention: str, runs: Sequence[Run]
-) -> None:
+def _draw_curve(axes: Axes, runs: Sequence[Run], look: dict[str, Any]) -> None:
     accuracies = np.stack([run.tests[:, 1] for run in runs])
     epochs, mean = runs[0].epochs, accuracies.mean(axis=0)
-    last = np.array([run.results["test_accuracy"] for run in runs])
-    look = style.STYLES[attention]
-    curves.plot(epochs, mean, **look, label=style.LABELS.get(attention, attention))
+    axes.plot(epochs, mean, **look)
     if len(runs) > 1:
         spread = accuracies.std(axis=0, ddof=1)
-        style.band(curves, epochs, mean - spread, mean + spread, color=look["color"])
-        ends.errorbar(
-            last.mean(), row, xerr=last.std(ddof=1), color=look["color"], fmt="D", capsize=4
-        )
-    below = 0.2 if len(runs) > 1 else 0.0  # Not on the mean.
-    ends.plot(last, np.full(len(last), row + below), "o", color=look["color"], ms=5, alpha=0.6)
+        style.band(axes, epochs, mean - spread, mean + spread, color=look["color"])
+
+
+def _draw_differences(
+    axes: Axes, row: int, runs: Sequence[Run], first: Mapping[int, float], color: str
+) -> None:
+    """Draws test accuracies minus those of the first attention, by seed."""
+    gains = [run.results["test_accuracy"] - first[run.seed] for run in runs if run.seed in first]
+    if len(gains) > 1:
+        error = np.std(gains, ddof=1) / len(gains) ** 0.5
+        axes.errorbar(np.mean(gains), row, xerr=error, color=color, fmt="D", capsize=4)
+    below = 0.2 if len(gains) > 1 else 0.0  # Not on the mean.
+    axes.plot(gains, [row + below] * len(gains), "o", color=color, ms=5, alpha=0.6)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

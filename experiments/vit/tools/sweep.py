@@ -354,8 +354,10 @@ def draw(results: dict[str, Any]) -> Figure:
     panels[1].set(ylabel="largest gradient norm", yscale="log")
     for axes in panels:
         axes.set(xlabel="peak learning rate", xscale="log")
+        style.ticks(axes, map(float, rates), rates)
         style.tidy(axes)
-    panels[0].legend()
+    panels[0].plot([], [], "x", color="gray", markersize=9, label="unstable run")
+    panels[0].legend(frameon=False)
     return figure
 
 
