@@ -55,15 +55,10 @@ class Errors(NamedTuple):
     cosines: np.ndarray
 
 
-def prepare(
-    model: encoder.Encoder, all_texts: np.ndarray, config: ConfigDict, seed: int
-) -> Subject:
-    """Returns what the encoder computes for the texts of a seed."""
-    fit, test = texts.split(
-        all_texts, num_fit=config.num_fit_texts, num_test=config.num_test_texts, seed=seed
-    )
-    fit_inputs, _ = record(model, _embed, jnp.asarray(fit))
-    tokens = jnp.asarray(test)
+def prepare(model: encoder.Encoder, drawn: texts.Texts) -> Subject:
+    """Returns what the encoder computes for texts to fit on and others to test on."""
+    fit_inputs, _ = record(model, _embed, jnp.asarray(drawn.fit))
+    tokens = jnp.asarray(drawn.test)
     test_inputs, embeddings = record(model, _embed, tokens)
     return Subject(model, fit_inputs, tokens, test_inputs, embeddings)
 
@@ -101,7 +96,10 @@ class EncoderSwaps:
 
     def _prepare(self, seed: int) -> Subject:
         """Returns what the encoder computes for the texts of a seed."""
-        return prepare(*self._loaded(), self.config, seed)
+        model, all_texts = self._loaded()
+        num_fit, num_test = self.config.num_fit_texts, self.config.num_test_texts
+        drawn = texts.split(all_texts, num_fit=num_fit, num_test=num_test, seed=seed)
+        return prepare(model, drawn)
 
     def spreads(self, seed: int) -> np.ndarray:
         """Returns the mean |x + y|^2 of each layer, ``[layers]``."""
@@ -145,16 +143,16 @@ def run(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
                 by_size.setdefault(str(m), []).append(swaps.errors(method, m, seed))
     return {
         "mean_squared_sum": np.mean(layers, axis=0).tolist(),
-        "baselines": {name: _summary(kept) for name, kept in fixed.items()},
+        "baselines": {name: summary(kept) for name, kept in fixed.items()},
         "methods": {
-            method: {m: _summary(kept) for m, kept in by_size.items()}
+            method: {m: summary(kept) for m, kept in by_size.items()}
             for method, by_size in methods.items()
         },
         "seconds": pieces.seconds("encoder-*"),
     }
 
 
-def _summary(errors: list[Errors]) -> dict[str, dict[str, float]]:
+def summary(errors: list[Errors]) -> dict[str, dict[str, float]]:
     """Returns the means over heads and texts, with their standard errors over the seeds."""
     return {
         "error": trials.summary(np.array([one.heads.mean() for one in errors])),

@@ -13,6 +13,7 @@ from experiments.harness.mistakes import UserError
 from experiments.swap import (
     figures,
     measure_encoder,
+    measure_kinds,
     measure_task,
     predicted,
     tables,
@@ -23,7 +24,7 @@ from experiments.swap.methods import METHODS
 
 FIELDS = config_fields.types_of(paper.get_config())
 TRAINED = ("digits", "char_lm", "fashion_mnist")  # Sections whose model is trained here.
-PARTS = ("predicted", "predicted_heads", "encoder", *TRAINED)
+PARTS = ("predicted", "predicted_heads", "encoder", "kinds", *TRAINED)
 LEAST = {
     "predicted.dim": 2,
     "predicted.num_keys": 2,
@@ -31,6 +32,9 @@ LEAST = {
     "encoder.length": 3,
     "encoder.bandwidth": 0,
     "encoder.num_features": 2,
+    "kinds.lengths": 3,
+    "kinds.num_fit_texts": 3,
+    "kinds.num_features": 2,
     "char_lm.context": 2,
     "char_lm.bandwidth": 0,
 }
@@ -56,7 +60,7 @@ def check(config: ConfigDict) -> None:
             config_fields.check_one_of(f"config.{name}", method, METHODS)
     sized = [f"{part}.num_features" for part in ("predicted_heads", "encoder", *TRAINED)]
     tuned = [f"{part}.tuned_steps" for part in TRAINED]
-    config_fields.check_ascending(values, ["predicted.lengths", *sized, *tuned])
+    config_fields.check_ascending(values, ["predicted.lengths", "kinds.lengths", *sized, *tuned])
     above_zero = [f"{part}.learned.learning_rate" for part in ("encoder", *TRAINED)]
     above_zero += [f"{part}.tuned_learning_rate" for part in TRAINED]
     numbers = [("predicted.lengths", length) for length in config.predicted.lengths]
@@ -64,6 +68,8 @@ def check(config: ConfigDict) -> None:
         config_fields.check_range(name, number, config_fields.above(0))
     for part in ("encoder", "digits", "fashion_mnist"):
         least = min(config[part].num_features[0], config[part].get("tuned_features", math.inf))
+        if part == "encoder":
+            least = min(least, config.kinds.num_features)
         if config[part].exact_keys >= least:
             raise UserError(
                 f"config.{part}.exact_keys must be below the least number of features, {least}, "
@@ -107,6 +113,8 @@ def _run_part(part: str, config: ConfigDict, pieces: resumable.Pieces) -> dict[s
         return predicted.run_heads(config, pieces)
     if part == "encoder":
         return measure_encoder.run(config, pieces)
+    if part == "kinds":
+        return measure_kinds.run(config, pieces)
     return measure_task.run(part, training.task(part, config), config, pieces)
 
 

@@ -19,6 +19,7 @@ def describe(results: dict[str, Any]) -> list[str]:
         "predicted": describe_predicted,
         "predicted_heads": describe_predicted_heads,
         "encoder": describe_encoder,
+        "kinds": describe_kinds,
     }
     sections |= {name: functools.partial(describe_task, name) for name in TASKS}
     texts: list[str] = []
@@ -66,6 +67,21 @@ def describe_encoder(section: dict[str, Any]) -> list[str]:
         _against_features(f"all-MiniLM-L6-v2: {cosine}", section, "cosine"),
         f"Mean |x + y|^2 by layer: {_spread(section['mean_squared_sum'])}.",
     ]
+
+
+def describe_kinds(section: dict[str, Any]) -> list[str]:
+    """Returns the tables of errors and cosines on kinds of text that nothing was fitted to."""
+    texts = []
+    for length, methods in section["lengths"].items():
+        title = f"all-MiniLM-L6-v2, {length} tokens, m = {section['num_features']}"
+        header = ["attention", *next(iter(methods.values()))]
+        for quantity in ("error", "cosine"):
+            rows = {
+                LABELS[name]: [found[quantity] for found in by_kind.values()]
+                for name, by_kind in methods.items()
+            }
+            texts += [_table(f"{title}: {quantity}", header, rows, _text)]
+    return texts
 
 
 def describe_task(name: str, section: dict[str, Any]) -> list[str]:

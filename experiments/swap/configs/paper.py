@@ -32,7 +32,15 @@ VIT = {"width": 96, "depth": 4, "num_heads": 6, "mlp_dim": 192}
 
 def get_config() -> ConfigDict:
     config = ConfigDict()
-    config.parts = ("predicted", "predicted_heads", "encoder", "digits", "char_lm", "fashion_mnist")
+    config.parts = (
+        "predicted",
+        "predicted_heads",
+        "encoder",
+        "kinds",
+        "digits",
+        "char_lm",
+        "fashion_mnist",
+    )
     config.methods = (
         "positive_iid",
         "positive_simplex",
@@ -78,6 +86,12 @@ def get_config() -> ConfigDict:
         "exact_keys": 16,  # In the place of as many features.
         "num_features": (32, 64, 128, 256, 512),
         "learned": {"num_steps": 100, "batch_size": 1, "learning_rate": 0.1},
+    }
+    config.kinds = {  # The encoder, with the band, keys and learning of the section above.
+        "num_fit_texts": 24,  # Windows that feature maps are fitted on, of all kinds but one.
+        "num_test_texts": 8,  # Windows of the kind that is left.
+        "lengths": (128, 256, 512),
+        "num_features": 128,
     }
     config.digits = VISION | {
         "batch_size": 64,

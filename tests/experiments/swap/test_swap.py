@@ -8,7 +8,7 @@ from flax import nnx
 
 from examples import hugging_face
 from experiments.harness.mistakes import UserError
-from experiments.swap import measure_encoder, measure_task, swap, training
+from experiments.swap import measure_encoder, measure_task, swap, texts, training
 from experiments.swap.configs import paper
 from experiments.swap.looks import LABELS, LOOKS
 from experiments.swap.methods import METHODS
@@ -24,9 +24,8 @@ def test_errors_of_the_encoder_are_those_of_its_test_texts(toy_encoder, tmp_path
     assert list(section["methods"]["hyperbolic"]) == ["4", "8"]
     errors = []
     for seed in (0, 1):
-        subject = measure_encoder.prepare(
-            toy_encoder, hugging_face.load_texts(None, 6), config.encoder, seed
-        )
+        drawn = texts.split(hugging_face.load_texts(None, 6), num_fit=2, num_test=3, seed=seed)
+        subject = measure_encoder.prepare(toy_encoder, drawn)
         method = METHODS["hyperbolic"]
         attentions = method.attentions(jax.random.key(seed), subject.fit, 8, schedule=tiny.SCHEDULE)
         errors.append(measure_encoder.measure(subject, attentions))
@@ -42,9 +41,38 @@ def test_errors_of_the_encoder_are_those_of_its_test_texts(toy_encoder, tmp_path
 
 
 @pytest.mark.slow
+def test_kinds_are_tested_with_the_fit_of_all_others(toy_encoder, tmp_path, monkeypatch):
+    rng = np.random.default_rng(0)
+    found = {length: rng.integers(0, 9, (9, length)) for length in (6, 8)}
+    monkeypatch.setattr(texts, "windows", lambda tokenizer, kind, length: found[length])
+    methods = ("positive_simplex", "band_keys_calibrated")
+    config = tiny.get_config(parts=("kinds",), methods=methods)
+    section = swap.run(config, tmp_path)["kinds"]
+    assert list(section["lengths"]) == ["6", "8"]
+    for by_name in section["lengths"].values():
+        assert list(by_name) == ["uniform", "band", *methods]
+        assert list(by_name["uniform"]) == list(texts.KINDS)
+        better, worse = (
+            np.mean([one["error"]["mean"] for one in by_name[name].values()])
+            for name in ("band_keys_calibrated", "uniform")
+        )
+        assert better < worse
+    drawn = texts.split_kinds(
+        dict.fromkeys(texts.KINDS, found[8]), "licenses", num_fit=3, num_test=2, seed=1
+    )
+    subject = measure_encoder.prepare(toy_encoder, drawn)
+    method = METHODS["positive_simplex"]
+    attentions = method.attentions(jax.random.key(1), subject.fit, 4, schedule=tiny.SCHEDULE)
+    errors = measure_encoder.measure(subject, attentions)
+    piece = np.load(tmp_path / "pieces" / "kinds-positive_simplex-licenses-8-1.npy")
+    np.testing.assert_allclose(piece, [*errors.heads.ravel(), *errors.cosines], rtol=1e-4)
+    assert "| exact band and keys, calibrated | " in swap.report({"kinds": section})
+
+
+@pytest.mark.slow
 def test_softmax_in_all_layers_has_no_error(toy_encoder):
-    config = tiny.get_config().encoder
-    subject = measure_encoder.prepare(toy_encoder, hugging_face.load_texts(None, 6), config, 0)
+    drawn = texts.split(hugging_face.load_texts(None, 6), num_fit=2, num_test=3, seed=0)
+    subject = measure_encoder.prepare(toy_encoder, drawn)
     errors = measure_encoder.measure(subject, [nnx.dot_product_attention] * 2)
     np.testing.assert_allclose(errors.heads, np.zeros((2, 2)), atol=1e-10)
     np.testing.assert_allclose(errors.cosines, np.ones(3), rtol=1e-5)

@@ -50,6 +50,12 @@ def get_config(**changes):
                 "num_features": (4, 8),
                 "learned": LEARNED,
             },
+            "kinds": {
+                "num_fit_texts": 3,
+                "num_test_texts": 2,
+                "lengths": (6, 8),
+                "num_features": 4,
+            },
             "digits": vision | {"model": MODEL | {"patch_size": 4, "mlp_dim": 8}},
             "fashion_mnist": vision | {"model": MODEL | {"patch_size": 7, "mlp_dim": 8}},
             "char_lm": training

@@ -1,0 +1,72 @@
+"""Errors of the sentence encoder on kinds of text that feature maps were not fitted to."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+import tqdm
+from ml_collections import ConfigDict
+
+from experiments.harness import resumable
+from experiments.swap import encoder, texts
+from experiments.swap.measure_encoder import Errors, Subject, measure, prepare, summary
+from experiments.swap.methods import attentions, baselines
+
+
+def run(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
+    """Measures what ``pieces`` lack, and returns the section ``kinds`` of the results.
+
+    For each kind of text, maps are fitted to windows of all other kinds.
+
+    Raises:
+      UserError: If the model is not there, or there are too few texts.
+    """
+    ours, model_dir = config.kinds, config.model_dir
+
+    @functools.cache
+    def model() -> encoder.Encoder:
+        return encoder.load_model(encoder.find("model.safetensors", model_dir))
+
+    @functools.cache
+    def windows(length: int) -> dict[str, np.ndarray]:
+        tokenizer = encoder.load_tokenizer(encoder.find("tokenizer.json", model_dir))
+        kinds = texts.kinds().items()
+        return {kind: texts.windows(tokenizer, found, length) for kind, found in kinds}
+
+    @functools.lru_cache(maxsize=1)
+    def subject(kind: str, length: int, seed: int) -> Subject:
+        sizes = {"num_fit": ours.num_fit_texts, "num_test": ours.num_test_texts}
+        return prepare(model(), texts.split_kinds(windows(length), kind, seed=seed, **sizes))
+
+    def compute(name: str, kind: str, length: int, seed: int) -> np.ndarray:
+        one = subject(kind, length, seed)
+        m = None if name in baselines(config.encoder.bandwidth) else ours.num_features
+        attends = attentions(name, m, jax.random.key(seed), one.fit, config.encoder)
+        errors = measure(one, attends)
+        return np.concatenate([errors.heads.ravel(), errors.cosines])
+
+    names = (*baselines(config.encoder.bandwidth), *config.methods)
+    found: dict[str, dict[str, dict[str, list[Errors]]]] = {}
+    for seed in tqdm.tqdm(config.seeds, desc="kinds", dynamic_ncols=True):
+        for length in ours.lengths:
+            for kind in texts.KINDS:
+                for name in names:
+                    piece = f"kinds-{name}-{kind.replace(' ', '_')}-{length}-{seed}"
+                    values = pieces.get(piece, compute, name, kind, length, seed)
+                    errors = Errors(*np.split(values, [len(values) - ours.num_test_texts]))
+                    by_kind = found.setdefault(str(length), {}).setdefault(name, {})
+                    by_kind.setdefault(kind, []).append(errors)
+    return {
+        "num_features": ours.num_features,
+        "lengths": {
+            length: {
+                name: {kind: summary(errors) for kind, errors in by_kind.items()}
+                for name, by_kind in methods.items()
+            }
+            for length, methods in found.items()
+        },
+        "seconds": pieces.seconds("kinds-*"),
+    }
