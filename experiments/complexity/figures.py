@@ -12,7 +12,8 @@ from experiments.complexity.measure import FAST
 from experiments.complexity.tables import label
 from experiments.harness import style
 
-MATRIX = {"color": "#000000", "linestyle": "-"}  # Look of curves that all couplings share.
+# Look of curves that all couplings share.
+MATRIX = {"color": "#000000", "linestyle": "-", "linewidth": 1.2, "marker": "o", "markersize": 4}
 # Expected orders of growth, of regular and of fast forms.
 ORDERS: dict[str, Any] = {
     "draw": (("$d^3$", lambda d: d**3), ("$d\\,\\log d$", lambda d: d * np.log(d))),
@@ -32,7 +33,7 @@ def draw_times(results: dict[str, Any]) -> Figure:
     titles = {"draw": "draw W", "apply": "apply W to one vector"}
     titles["apply_batch"] = f"apply W to {results['num_vectors']:,} vectors"
     figure = _figure(results["curves"], "ms", titles)
-    figure.axes[0].set_ylabel("ms (median, quartiles)")
+    figure.axes[0].set_ylabel("ms (median)")
     return figure
 
 
@@ -56,7 +57,7 @@ def _figure(curves: dict[str, Any], measure: str, titles: dict[str, str]) -> Fig
         for name, points in curves.items():
             one_of_all = quantity != "draw" and name not in FAST
             if not one_of_all or name == "simplex":
-                look = MATRIX | {"marker": "o", "markersize": 4} if one_of_all else _look(name)
+                look = MATRIX if one_of_all else _look(name)
                 what = "any matrix W" if one_of_all else label(name)
                 lines[what] = _curve(axes, points, measure, quantity, look)
         _orders(axes, curves, measure, quantity)
@@ -74,15 +75,13 @@ def _figure(curves: dict[str, Any], measure: str, titles: dict[str, str]) -> Fig
 
 def _curve(axes: Axes, points: list[Any], measure: str, quantity: str, look: dict[str, Any]) -> Any:
     dims = [point["dim"] for point in points]
-    low, middle, high = _values(points, measure, quantity)
-    style.band(axes, dims, low, high, color=look["color"])
-    return axes.plot(dims, middle, **look, linewidth=1.2)[0]
+    return axes.plot(dims, _values(points, measure, quantity), **look)[0]
 
 
 def _values(points: list[Any], measure: str, quantity: str) -> np.ndarray:
-    """Returns quartiles ``[3, dims]``; the three are equal for memory."""
+    """Returns medians of milliseconds, or KiB, for each dimension."""
     values = np.array([point[measure][quantity] for point in points], float)
-    return values.T if measure == "ms" else np.broadcast_to(values / 1024, (3, len(values)))
+    return values[:, 1] if measure == "ms" else values / 1024
 
 
 def _orders(axes: Axes, curves: dict[str, Any], measure: str, what: str) -> None:
@@ -94,7 +93,7 @@ def _orders(axes: Axes, curves: dict[str, Any], measure: str, what: str) -> None
     )
     for (name, factor, end, offset, side), (text, order) in zip(places, orders, strict=True):
         dims = np.array([point["dim"] for point in curves[name]][-4:], float)
-        last = _values(curves[name], measure, what)[1, -1]
+        last = _values(curves[name], measure, what)[-1]
         line = factor * last * order(dims) / order(dims[-1])
         axes.plot(dims, line, color="0.55", linewidth=1)
         here: dict[str, Any] = {"textcoords": "offset points", "color": "0.35", "fontsize": 9}
@@ -102,7 +101,17 @@ def _orders(axes: Axes, curves: dict[str, Any], measure: str, what: str) -> None
 
 
 def _look(name: str) -> dict[str, Any]:
-    """Returns the look of a method: the coupling's line, with hollow squares for fast forms."""
-    fast = name.startswith("fast_")
-    marker = {"marker": "s", "markerfacecolor": "white"} if fast else {"marker": "o"}
-    return {**style.STYLES[name.removeprefix("fast_")], **marker, "markersize": 4}
+    """Returns the look of a method: the coupling's line, with hollow squares for fast forms.
+
+    Costs are often equal. So ORFs are wide and pale beneath SimRFs, IIDRFs are crosses on top, and
+    squares have room for a dot.
+    """
+    coupling = name.removeprefix("fast_")
+    look = style.STYLES[coupling] | {"linewidth": 1.2, "marker": "o", "markersize": 3.5}
+    if coupling != name:
+        look |= {"marker": "s", "markersize": 6, "markerfacecolor": "none"}
+    if coupling == "orthogonal":
+        look |= {"linestyle": "-", "linewidth": 6, "alpha": 0.35, "markersize": 9}
+    if coupling == "iid":
+        look |= {"marker": "x", "markersize": 5, "zorder": 3}
+    return look
