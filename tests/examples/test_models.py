@@ -39,7 +39,7 @@ def classification_loss(logits, labels):
 
 
 class TrainState(train_state.TrainState):
-    """A train state that keeps W, as the README of the examples shows it."""
+    """A train state that keeps W, as the page for models of others shows it."""
 
     random_features: Any
 
@@ -308,8 +308,9 @@ def test_gemma_trains_saves_restores_redraws_and_decodes():
 
 
 def documented_changes(name):
-    """Returns the lines that the README takes away and adds, in pairs."""
-    section = (ROOT / "README.md").read_text().split(f"`models/{name}.py`")[1].split("\n### ")[0]
+    """Returns the lines that the page takes away and adds, in pairs."""
+    page = (ROOT.parent / "docs" / "how_to" / "models_of_others.md").read_text()
+    section = page.split(f"`models/{name}.py`")[1].split("\n### ")[0]
     for block in re.findall(r"```diff\n(.*?)```", section, flags=re.DOTALL):
         lines = block.splitlines()
         removed = [line[1:] for line in lines if line[0] == "-"]
@@ -318,7 +319,7 @@ def documented_changes(name):
 
 
 def before(name):
-    """Returns the module of a model without the changes that the README documents."""
+    """Returns the module of a model without the changes that the page documents."""
     source = (MODELS / f"{name}.py").read_text()
     changes = list(documented_changes(name))
     assert changes

@@ -1,4 +1,4 @@
-"""Tests that run the snippets of the patterns in the README of the examples, in their order."""
+"""Tests that run the snippets of the patterns for models of others, in their order."""
 
 import pathlib
 import re
@@ -16,8 +16,9 @@ import examples
 from simrf_jax.integrations import linen as linen_adapter
 from simrf_jax.integrations import nnx as nnx_adapter
 
-README = (pathlib.Path(examples.__file__).parent / "README.md").read_text()
-PATTERNS = README.split("\n## Patterns\n")[1].split("\n## ")[0]
+ROOT = pathlib.Path(examples.__file__).parents[1]
+PAGE = (ROOT / "docs" / "how_to" / "models_of_others.md").read_text()
+PATTERNS = PAGE.split("\n## Patterns\n")[1].split("\n## ")[0]
 LENGTH, WIDTH, VOCABULARY = 6, 8, 5
 
 
