@@ -151,14 +151,14 @@ MUTANTS = [
     Mutant(f"{CORE}/causal.py", "k=0 if self.with_own_key else -1", "k=1", MODES),
     Mutant(
         f"{CORE}/causal.py",
-        "return Carry(self.state.where(is_same), self.spoiled & is_same[:, None], segment)",
-        "return Carry(self.state, self.spoiled & is_same[:, None], segment)",
+        "return Carry(self.state.where(is_same), self.poisoned & is_same[:, None], segment)",
+        "return Carry(self.state, self.poisoned & is_same[:, None], segment)",
         MODES,
     ),
     Mutant(
         f"{CORE}/causal.py",
-        "return Carry(self.state.where(is_same), self.spoiled & is_same[:, None], segment)",
-        "return Carry(self.state.where(is_same), self.spoiled, segment)",
+        "return Carry(self.state.where(is_same), self.poisoned & is_same[:, None], segment)",
+        "return Carry(self.state.where(is_same), self.poisoned, segment)",
         MODES,
     ),
     Mutant(

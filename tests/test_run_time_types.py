@@ -52,10 +52,10 @@ WRONG_IN_ATTENTION = {
         r"in_units_of(.|\n)*B K num_features columns",
     ),
     "a condition without heads": (
-        lambda: AttentionState(jnp.ones((3, 3, 5, 4)), jnp.ones((3, 3, 5))).spoil(
+        lambda: AttentionState(jnp.ones((3, 3, 5, 4)), jnp.ones((3, 3, 5))).poison(
             jnp.ones((3, 1, 1), bool)
         ),
-        r"spoil(.|\n)*B K",
+        r"poison(.|\n)*B K",
     ),
     "a condition of two axes, under jit": (
         lambda: jax.jit(AttentionState.where)(

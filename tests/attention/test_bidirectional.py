@@ -154,13 +154,13 @@ def test_bfloat16_is_contracted_in_bfloat16_with_sums_in_float32(chunked):
 
 
 @pytest.mark.slow
-def test_chunks_spoil_the_queries_that_see_a_key_that_is_not_finite(chunked):
+def test_chunks_poison_the_queries_that_see_a_key_that_is_not_finite(chunked):
     value = np.ones((2, 29, KEY_HEADS, 5), np.float32)
     value[1, 7, 1, 2] = np.nan
     out = attend(chunked, arguments(1.0, value=value), rows(True), feature_maps.Positive())
-    spoiled = np.zeros(out.shape, bool)
-    spoiled[1, :, 2:] = True  # The queries of the second key head.
-    np.testing.assert_array_equal(np.isnan(out), spoiled)
+    poisoned = np.zeros(out.shape, bool)
+    poisoned[1, :, 2:] = True  # The queries of the second key head.
+    np.testing.assert_array_equal(np.isnan(out), poisoned)
 
 
 @pytest.mark.slow

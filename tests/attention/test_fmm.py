@@ -135,12 +135,12 @@ def _blend(q, k, v, w, near_weight, far_weights, is_causal):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spoiled", ["query", "key", "value"])
-def test_what_is_not_finite_reaches_no_gradient_of_weights(spoiled):
+@pytest.mark.parametrize("poisoned", ["query", "key", "value"])
+def test_what_is_not_finite_reaches_no_gradient_of_weights(poisoned):
     """The last token is seen by its own query alone, whose output is in no loss."""
     arrays = dict(zip(("query", "key", "value"), inputs(12), strict=True))
-    bad = arrays | {spoiled: arrays[spoiled].copy()}
-    bad[spoiled][-1] = np.nan
+    bad = arrays | {poisoned: arrays[poisoned].copy()}
+    bad[poisoned][-1] = np.nan
 
     @jax.jit
     def with_gradients(arrays):

@@ -192,20 +192,20 @@ def test_gradients_of_everything_else_are_those_of_xla():
 
 
 @pytest.mark.slow
-def test_a_head_is_spoiled_by_a_key_and_a_query_by_itself(length):
+def test_a_head_is_poisoned_by_a_key_and_a_query_by_itself(length):
     q, k, v = (jnp.asarray(x) for x in inputs(length, heads=2, batch=(2,)))
     clean = in_kernel(q, k, v, projection())
     for bad in (jnp.nan, jnp.inf, -jnp.inf):
-        spoiled = np.asarray(in_kernel(q, k.at[0, 140, 1, 3].set(bad), v, projection()))
-        assert np.isnan(spoiled[0, :, 1]).all()
-        np.testing.assert_array_equal(spoiled[1], clean[1])
-        np.testing.assert_array_equal(spoiled[0, :, 0], clean[0, :, 0])
-        spoiled = np.asarray(in_kernel(q, k, v.at[0, 140, 1, 3].set(bad), projection()))
-        assert np.isnan(spoiled[0, :, 1]).all()
-        np.testing.assert_array_equal(spoiled[1], clean[1])
-        spoiled = np.asarray(in_kernel(q.at[0, 140, 1, 3].set(bad), k, v, projection()))
-        assert np.isnan(spoiled[0, 140, 1]).all()
-        np.testing.assert_array_equal(np.delete(spoiled[0], 140, 0), np.delete(clean[0], 140, 0))
+        poisoned = np.asarray(in_kernel(q, k.at[0, 140, 1, 3].set(bad), v, projection()))
+        assert np.isnan(poisoned[0, :, 1]).all()
+        np.testing.assert_array_equal(poisoned[1], clean[1])
+        np.testing.assert_array_equal(poisoned[0, :, 0], clean[0, :, 0])
+        poisoned = np.asarray(in_kernel(q, k, v.at[0, 140, 1, 3].set(bad), projection()))
+        assert np.isnan(poisoned[0, :, 1]).all()
+        np.testing.assert_array_equal(poisoned[1], clean[1])
+        poisoned = np.asarray(in_kernel(q.at[0, 140, 1, 3].set(bad), k, v, projection()))
+        assert np.isnan(poisoned[0, 140, 1]).all()
+        np.testing.assert_array_equal(np.delete(poisoned[0], 140, 0), np.delete(clean[0], 140, 0))
 
 
 @pytest.mark.slow
@@ -217,9 +217,9 @@ def test_a_hidden_key_reaches_nothing(length):
         return jax.vjp(lambda q, k, v: in_kernel(q, k, v, projection(), mask=mask), q, k, v)
 
     clean, back = run(k, v)
-    spoiled, back_of_spoiled = run(k.at[140].set(jnp.nan), v.at[140].set(jnp.inf))
-    np.testing.assert_array_equal(clean, spoiled)
-    for got, want in zip(back_of_spoiled(clean), back(clean), strict=True):
+    poisoned, back_of_poisoned = run(k.at[140].set(jnp.nan), v.at[140].set(jnp.inf))
+    np.testing.assert_array_equal(clean, poisoned)
+    for got, want in zip(back_of_poisoned(clean), back(clean), strict=True):
         np.testing.assert_array_equal(got, want)
         assert np.isfinite(got).all()
 
@@ -231,7 +231,7 @@ def test_what_is_not_finite_reaches_no_gradient_of_others(length, which):
         name: jnp.asarray(x)
         for name, x in zip(("query", "key", "value"), inputs(length, heads=2), strict=True)
     }
-    spoiled = tokens | {which: tokens[which].at[140, 1].set(jnp.nan)}
+    poisoned = tokens | {which: tokens[which].at[140, 1].set(jnp.nan)}
 
     def gradients(tokens):
         # Where the output is NaN, nobody counts it.
@@ -241,8 +241,8 @@ def test_what_is_not_finite_reaches_no_gradient_of_others(length, which):
 
         return jax.grad(loss)(tokens)
 
-    counts = ~jnp.isnan(in_kernel(**spoiled, projection=projection())).any(-1)
-    got, want = gradients(spoiled), gradients(tokens)
+    counts = ~jnp.isnan(in_kernel(**poisoned, projection=projection())).any(-1)
+    got, want = gradients(poisoned), gradients(tokens)
     for name in tokens:
         assert np.isfinite(got[name]).all()
         assert_close(got[name][:, 0], want[name][:, 0], 1e-6)

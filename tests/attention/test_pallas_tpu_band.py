@@ -128,7 +128,7 @@ def test_what_is_not_finite_reaches_those_that_see_it(which, is_causal):
         name: jnp.asarray(x)
         for name, x in zip(("query", "key", "value"), inputs(150, heads=2), strict=True)
     }
-    spoiled = tokens | {which: tokens[which].at[70, 1].set(jnp.nan)}
+    poisoned = tokens | {which: tokens[which].at[70, 1].set(jnp.nan)}
     time = np.arange(150)
     sees = time == 70 if which == "query" else (time >= 70) | (not is_causal)
 
@@ -141,7 +141,7 @@ def test_what_is_not_finite_reaches_those_that_see_it(which, is_causal):
 
         return jax.grad(loss, has_aux=True)(tokens)
 
-    (got, out), (want, clean) = run(spoiled), run(tokens)
+    (got, out), (want, clean) = run(poisoned), run(tokens)
     assert np.isnan(out[sees, 1]).all()
     np.testing.assert_array_equal(out[:, 0], clean[:, 0])
     np.testing.assert_allclose(out[~sees, 1], clean[~sees, 1], rtol=0, atol=1e-6)

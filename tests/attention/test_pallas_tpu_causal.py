@@ -124,13 +124,13 @@ def test_what_is_not_finite_reaches_those_that_see_it(time, which):
         name: jnp.asarray(x)
         for name, x in zip(("query", "key", "value"), inputs(300, heads=2), strict=True)
     }
-    spoiled = tokens | {which: tokens[which].at[time, 1].set(jnp.nan)}
+    poisoned = tokens | {which: tokens[which].at[time, 1].set(jnp.nan)}
     sees = np.arange(300) == time if which == "query" else np.arange(300) >= time
 
     def attend(tokens):
         return in_kernel(**tokens, projection=projection())
 
-    got, want = attend(spoiled), attend(tokens)
+    got, want = attend(poisoned), attend(tokens)
     assert np.isnan(got[sees, 1]).all()
     np.testing.assert_array_equal(got[:, 0], want[:, 0])
     assert_close(got[~sees, 1], want[~sees, 1], 1e-6)
@@ -143,9 +143,9 @@ def test_what_is_not_finite_reaches_those_that_see_it(time, which):
 
         return jax.grad(loss)(tokens)
 
-    of_spoiled, of_tokens = gradient(spoiled), gradient(tokens)
+    of_poisoned, of_tokens = gradient(poisoned), gradient(tokens)
     for name in tokens:
-        assert_close(of_spoiled[name], of_tokens[name], 1e-6)
+        assert_close(of_poisoned[name], of_tokens[name], 1e-6)
 
 
 @pytest.mark.slow
@@ -160,9 +160,9 @@ def test_hidden_keys_reach_nothing():
     assert_close(clean, by_xla(q, k, v, projection(), mask=mask), 1e-5)
     np.testing.assert_array_equal(clean[:2], 0)
     hidden = jnp.asarray(~mask)[:, None, None]
-    spoiled, back_of_spoiled = run(jnp.where(hidden, jnp.nan, k), jnp.where(hidden, jnp.inf, v))
-    np.testing.assert_array_equal(clean, spoiled)
-    for got, want in zip(back_of_spoiled(clean), back(clean), strict=True):
+    poisoned, back_of_poisoned = run(jnp.where(hidden, jnp.nan, k), jnp.where(hidden, jnp.inf, v))
+    np.testing.assert_array_equal(clean, poisoned)
+    for got, want in zip(back_of_poisoned(clean), back(clean), strict=True):
         np.testing.assert_array_equal(got, want)
         assert np.isfinite(got).all()
 
@@ -180,9 +180,9 @@ def test_very_large_numbers_reach_nobody_else():
 
     want = run(*tokens)
     for which, number in ((0, 3.3e38), (1, 1e19), (2, 1e37)):
-        spoiled = list(tokens)
-        spoiled[which] = tokens[which].at[10].set(0).at[10, 0, 0].set(number)
-        out, grads = run(*spoiled)
+        poisoned = list(tokens)
+        poisoned[which] = tokens[which].at[10].set(0).at[10, 0, 0].set(number)
+        out, grads = run(*poisoned)
         np.testing.assert_array_equal(out, want[0])
         for got, expected in zip(grads, want[1], strict=True):
             assert np.isfinite(got).all()

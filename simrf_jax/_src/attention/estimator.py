@@ -1,4 +1,4 @@
-"""The features that estimate attention: W, the feature map, and how a call is laid out for them."""
+"""The features that estimate attention: W, the feature map, and the layout of a call for them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from simrf_jax._src.features.folded import Folded
 from simrf_jax._src.projections import StructuredProjection
 
 ONE_DEVICE = MeshAxes()
-CHUNK_SIZE = 64  # Keys that causal and packed attention take at a time unless the caller says.
+CHUNK_SIZE = 64  # Default number of keys per chunk of causal and packed attention.
 
 # A number of keys, or positions of keys.
 ExactKeysLike: TypeAlias = SupportsIndex | Sequence[int] | Integer[ArrayLike, "*batch g"]
@@ -40,14 +40,15 @@ def compiled(
 ) -> Function:
     """Returns a compiled function, or the function itself if the map is a user's function.
 
-    There is one program for each shape and feature map, also without jit around the call. A user's
-    function is not compiled, because it may be impure.
+    There is one program for each shape and feature map, even without jit around the call. User
+    functions are not cached: they may be impure.
 
     Args:
       function: A function of arrays and feature maps, of a module.
       feature_map: The feature map that it is called with.
       *static: Names of static arguments.
-      inline: False for a function that a computation calls several times, and traces once.
+      inline: False for a function that a computation calls several times, so that it is traced
+        once.
     """
     return function if calls_function(feature_map) else _program(function, static, inline)
 
@@ -58,30 +59,29 @@ def _program(function: Function, static: tuple[str, ...], inline: bool) -> Funct
 
 
 class KeyFeatures(NamedTuple):
-    """Features of keys, with all that scales them in the exponent.
+    """Features of keys, with all their scales in the exponent.
 
     Attributes:
       features: Log features of ``[B, S, K]`` keys. Exponents are minus infinity where a key is
         hidden or has no finite features.
-      spoils: ``[B, S, K]``, True where a visible key or its features are not finite: a query
+      nonfinite: ``[B, S, K]``, True where a visible key or its features are not finite: a query
         that sees it gets NaN.
     """
 
     features: LogFeatures
-    spoils: Bool[Array, "B S K"]
+    nonfinite: Bool[Array, "B S K"]
 
 
 class QueryFeatures(NamedTuple):
     """Features of queries.
 
     Attributes:
-      features: Log features of ``[B, T, K, G]`` queries; zeros where a query has none that are
-        finite.
-      spoiled: ``[B, T, K, G]``, True at these; they get NaN.
+      features: Log features of ``[B, T, K, G]`` queries; zeros where they are not finite.
+      poisoned: ``[B, T, K, G]``, True at these queries; they get NaN.
     """
 
     features: LogFeatures
-    spoiled: Bool[Array, "B T K G"]
+    poisoned: Bool[Array, "B T K G"]
 
 
 @functools.partial(
@@ -89,7 +89,7 @@ class QueryFeatures(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class HeadMaps:
-    """The feature map and W, which make features of the queries and keys of all heads.
+    """The feature map and W, which compute the features of the queries and keys of all heads.
 
     Attributes:
       projection: W of all heads, or ``[K, num_features, H]``, one for each key head; None for a map
@@ -107,7 +107,7 @@ class HeadMaps:
         return HeadMaps(*axes)
 
     def sharded_as(self, key: Float[Array, "B S K H"]) -> HeadMaps:
-        """Returns what each head has, sharded by the explicit mesh axes of the heads of keys."""
+        """Shards the arrays of each head by the explicit mesh axes that shard the key heads."""
         sharding = jax.typeof(key).sharding
         if AxisType.Explicit not in sharding.mesh.axis_types:
             return self
@@ -126,10 +126,10 @@ class HeadMaps:
         keys = self.feature_map.log_features_of_heads(key, self.projection, side="key")
         finite = keys.log_scale[..., 0] < jnp.inf  # Scales may overflow.
         if not self.feature_map.is_finite:
-            keys, spoiled = _split_nonfinite(keys)
-            finite = ~spoiled & (keys.log_scale[..., 0] < jnp.inf)
+            keys, nonfinite = _split_nonfinite(keys)
+            finite = ~nonfinite & (keys.log_scale[..., 0] < jnp.inf)
         visible = ((log_weights > -jnp.inf) & finite)[..., None]  # NaN is not above -inf.
-        # One number for each key: a choice for each feature would take a pass over all of them.
+        # One number for each key: a select for each feature would take a pass over all of them.
         shift = jnp.where(visible, keys.log_scale + log_weights[..., None], -jnp.inf)
         exponent = keys.exponent + shift
         features = LogFeatures(exponent, jnp.zeros_like(keys.log_scale), keys.values)
@@ -147,9 +147,9 @@ class HeadMaps:
 def _split_nonfinite(
     phi: LogFeatures,
 ) -> tuple[LogFeatures, Bool[Array, "B length K *rest"]]:
-    """Returns the features, with zeros where a vector has nonfinite ones, and a mask of those.
+    """Returns the features, with zeros where a vector is not finite, and a mask of such vectors.
 
-    Maps with ``is_finite`` do without it: it would stop XLA from fusing the exponential into the
+    Maps with ``is_finite`` skip the check: it would stop XLA from fusing the exponential into the
     product.
     """
     finite = (phi.exponent < jnp.inf) & jnp.isfinite(phi.log_scale)  # NaN is not below infinity.
@@ -169,8 +169,8 @@ class KeyChoice:
     """A choice of keys that all queries see exactly.
 
     Attributes:
-      count: Number of keys to choose, those with the largest estimated mass; 0 with positions.
-      positions: ``[..., g]``, positions of the keys, from the end if negative; or None.
+      count: Number of keys to choose, by the largest estimated mass; 0 with positions.
+      positions: ``[..., g]``, positions of the keys, counted from the end if negative; or None.
     """
 
     count: int
@@ -184,8 +184,8 @@ class KeyChoice:
         """Returns the choice of a number of keys, or of an array of positions.
 
         Raises:
-          TypeError: If it is neither an integer nor an array of integers.
-          ValueError: If the number is below 1, or there are no positions.
+          TypeError: If the choice is neither an integer nor an array of integers.
+          ValueError: If the number is below 1, or the positions are empty.
         """
         if isinstance(exact_keys, KeyChoice):
             return exact_keys
@@ -200,10 +200,10 @@ class KeyChoice:
                 "exact_keys must be a number of keys, or integers, their positions, got "
                 f"{positions.dtype.name}."
             )
-        return cls(0, positions.astype(jnp.int32))  # Narrow types cannot hold every length.
+        return cls(0, positions.astype(jnp.int32))  # Narrow types cannot hold all lengths.
 
     def check(self, feature_map: FeatureMap, *, is_causal: bool, is_packed: bool = False) -> None:
-        """Raises ``ValueError`` if a feature map or a mode of attention cannot have such keys."""
+        """Raises ``ValueError`` if a feature map or a mode of attention cannot use such keys."""
         check_estimates_softmax("exact_keys", feature_map)
         if self.positions is None and (is_causal or is_packed):
             reached = (
@@ -232,12 +232,12 @@ class KeyChoice:
 )
 @dataclasses.dataclass(frozen=True)
 class Estimator:
-    """Random-feature attention with all that it holds, checked.
+    """Random-feature attention with its checked fields.
 
     Attributes:
       projection: W, for all heads or one for each key head; None for a map that needs none.
       feature_map: The feature map.
-      chunk_size: Keys that causal and packed attention take at a time, a power of two.
+      chunk_size: Number of keys per chunk of causal and packed attention, a power of two.
       exact_bandwidth: Distance over which a query sees keys exactly; None for no band.
       sequence_axes: Mesh axes that shard the length, as the caller named them.
       mesh_axes: Mesh axes of batch and heads, for kernels.
@@ -253,7 +253,7 @@ class Estimator:
     exact_keys: KeyChoice | None = None
 
     def lay_out(self, call: Call, *, scaled: bool | None = None) -> tuple[Inputs, HeadMaps]:
-        """Lays a call out for random features, and gives each head its W.
+        """Lays a call out for random features, with a W for each head.
 
         Args:
           call: Queries, keys and values.
@@ -262,7 +262,7 @@ class Estimator:
 
         Raises:
           TypeError: If a dtype is wrong.
-          ValueError: If shapes do not match, or the call asks for what cannot be done.
+          ValueError: If shapes do not match, or the call asks for something unsupported.
         """
         w, feature_map = self.projection, self.feature_map
         self.check_heads(call)
@@ -276,7 +276,7 @@ class Estimator:
             fill_with_tokens=not feature_map.is_finite,
         )
         groups = inputs.key.shape[2] // call.key.shape[-2]
-        if groups > 1:  # Query heads get their own keys.
+        if groups > 1:  # Each query head gets its own copy of the keys.
             feature_map = _repeat_heads(feature_map, groups)
             if w is not None and w.ndim == 3:
                 w = jax.tree.map(functools.partial(repeat_heads, groups=groups, axis=0), w)
@@ -286,7 +286,7 @@ class Estimator:
         return inputs, features.sharded_as(inputs.key)
 
     def check_heads(self, call: Call) -> None:
-        """Raises ``ValueError`` if the feature map or W is for other heads than the keys'."""
+        """Raises ``ValueError`` if the feature map or W does not fit the heads of the keys."""
         num_key_heads, dim = call.key.shape[-2:]
         projection, feature_map = self.projection, self.feature_map
         name = type(feature_map).__name__
@@ -321,12 +321,12 @@ class Estimator:
 
 
 def check_band(bandwidth: SupportsIndex, feature_map: FeatureMap) -> int:
-    """Returns the bandwidth as an integer, if the feature map can stand beside the band.
+    """Returns the bandwidth as an integer, if the feature map can be used with a band.
 
     Raises:
       TypeError: If the bandwidth is not an integer.
-      ValueError: If it is negative, or the feature map estimates another kernel than that of the
-        keys in the band.
+      ValueError: If it is negative, or the feature map estimates a different kernel from that of
+        the keys in the band.
     """
     check_estimates_softmax("exact_bandwidth", feature_map)
     return checks.integer("exact_bandwidth", bandwidth, least=0)
@@ -342,7 +342,7 @@ def check_estimates_softmax(name: str, feature_map: FeatureMap) -> None:
 
 
 def _is_worth_folding(features: HeadMaps, inputs: Inputs) -> bool:
-    """Returns True if fewer dense rows would be multiplied by matrices than vectors."""
+    """Returns True if W has fewer rows to multiply than there are vectors."""
     if not getattr(features.projection, "is_dense", True):
         return False
     of_keys = functools.partial(type(features.feature_map).exponential_forms, side="key")
@@ -353,7 +353,7 @@ def _is_worth_folding(features: HeadMaps, inputs: Inputs) -> bool:
 
 
 def _repeat_heads(feature_map: FeatureMap, groups: int) -> FeatureMap:
-    """Repeats what a feature map holds for each key head."""
+    """Repeats the arrays that a feature map holds for each key head."""
 
     def repeat(axis: int | None, leaf: Any) -> Any:
         return leaf if axis is None else repeat_heads(jnp.asarray(leaf), groups, axis=0)

@@ -1,4 +1,4 @@
-"""Near and far field together, each normalized by itself: the attention of FMMformers."""
+"""Near and far field, each normalized separately: the attention of FMMformers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Weights: TypeAlias = (
 
 
 class BlendState(NamedTuple):
-    """The state of near and far field.
+    """The states of the near and far fields.
 
     Attributes:
       near: The window of the near field.
@@ -53,7 +53,7 @@ class BlendState(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Blend(Mechanism[BlendState]):
-    """Near and far field, each normalized by itself, and their weights: FMM attention.
+    """Near and far field, each normalized separately, and their weights: FMM attention.
 
     Attributes:
       near: The near field.
@@ -150,10 +150,10 @@ def fmm_attention(
             + \sum_{l=1}^L w_l \frac{\phi_l(Q) (\phi_l(K)^\top V)}{\phi_l(Q) \phi_l(K)^\top 1}
 
     with :math:`\operatorname{Near}` the ``banded_attention`` of a bandwidth and each further term
-    the ``random_feature_attention`` of a feature map. Each term is normalized by itself, and all
+    the ``random_feature_attention`` of a feature map. Each term is normalized separately, and all
     take time linear in the length. FMMformers learn the weights and keep them positive by a
-    sigmoid, as ``FMMAttention`` of ``simrf_jax.integrations`` does; this function takes them as
-    they are.
+    sigmoid, as ``FMMAttention`` of ``simrf_jax.integrations`` does; this function uses the weights
+    as given.
 
     Args:
       query: ``[..., T, N, H]``: T queries of N heads, with any leading batch shape.
@@ -168,17 +168,17 @@ def fmm_attention(
         ``random_feature_attention``.
       mask: Boolean mask of the keys, broadcastable to ``[..., N, T, S]``, the same for all queries;
         see ``random_feature_attention``.
-      bias: Added to the logits of both fields; of the same shapes, with the same condition.
+      bias: Added to the logits of both fields; same shapes and condition as the mask.
       scale: Multiplies the logits; by default :math:`1/\sqrt H`.
       is_causal: True if query t attends only to keys s <= t.
       query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
-      segment_ids: Integers ``[..., T]`` of packed sequences, each of which attends to itself.
-      chunk_size: Keys that causal or packed far fields take at a time, a power of two; None for a
-        default.
+      segment_ids: Integers ``[..., T]`` of packed sequences, each of which attends only to itself.
+      chunk_size: Number of keys per chunk of causal or packed far fields, a power of two; None for
+        a default.
       block_size: Queries that the near field handles together; None for a default.
-      sequence_axis: The mesh axis, or a tuple of them, that shards the length, for as many keys as
-        queries; see ``random_feature_attention``.
+      sequence_axis: The mesh axis, or a tuple of them, that shards the length; queries and keys
+        must have the same length. See ``random_feature_attention``.
 
     Returns:
       ``[..., T, N, D]`` in the inputs' dtype.
@@ -186,7 +186,7 @@ def fmm_attention(
     Raises:
       TypeError: If a dtype is wrong.
       ValueError: If there is not one projection for each feature map, a weight has the wrong shape,
-        or what ``random_feature_attention`` and ``banded_attention`` refuse.
+        or ``random_feature_attention`` or ``banded_attention`` raises it.
 
     Example:
       >>> import jax, simrf_jax
@@ -261,15 +261,15 @@ def blend(
         far, _weights("far_weights", far_weights, (len(far), heads)), strict=True
     ):
         out += weigh(each, weight)
-    # Last, for NaN before it would reach the gradients of the weights: 0 * NaN is not 0.
-    spoiled = functools.reduce(jnp.logical_or, map(jnp.isnan, (near, *far)))
-    return jnp.where(spoiled, jnp.nan, out).astype(near.dtype)
+    # Last, because an earlier NaN would reach the gradients of the weights: 0 * NaN is not 0.
+    poisoned = functools.reduce(jnp.logical_or, map(jnp.isnan, (near, *far)))
+    return jnp.where(poisoned, jnp.nan, out).astype(near.dtype)
 
 
 def _weights(name: str, given: Weights, shape: tuple[int, ...]) -> Float[Array, "*shape"]:
     given = jnp.asarray(given)
     given = checks.floating(name, given.astype(jnp.promote_types(given.dtype, jnp.float32)))
-    # One axis of several is that of the feature maps, also where there are as many heads.
+    # A single axis is that of the feature maps, even if the number of heads is the same.
     by_axis = given[:, None] if given.ndim == 1 < len(shape) else given
     try:
         return jnp.broadcast_to(by_axis, shape)

@@ -23,25 +23,25 @@ class Entry(Protocol):
     """A module that implements random-feature attention."""
 
     PLATFORM: str | None
-    """JAX's name of the platform that it is preferred on, or None."""
+    """JAX's name of the platform on which it is preferred, or None."""
 
     def reason_against(self, estimator: Estimator, call: Call, /, *, is_asked: bool) -> str | None:
         """Returns why this implementation cannot take a call, or None.
 
-        If the caller did not name it, also why it should not.
+        If the caller did not name it, the reason may also be that another one is preferable.
         """
 
     def attend(self, estimator: Estimator, call: Call, /) -> Float[Array, "*batch T N D"]:
         """Returns the attention of a call that it can take."""
 
 
-# They are tried in this order. To add one, write a module, its line here and its name above, and
-# name it in the docstrings of ``implementation``.
+# They are tried in this order. To add one, write a module, add its line here and its name above,
+# and document it in the docstrings of ``implementation``.
 ENTRIES: dict[str, Entry] = {"pallas_tpu": pallas_tpu, "xla": xla}
 
 
 def names_of(asked: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Returns the names of implementations that a caller asks for, or None if there are none.
+    """Returns the names of implementations that a caller asks for, or None if none are given.
 
     Raises:
       ValueError: If one is unknown, or a sequence is empty.
@@ -62,7 +62,7 @@ def choose(asked: Sequence[str] | None, estimator: Estimator, call: Call) -> Ent
     """Returns the first implementation that takes a call.
 
     Args:
-      asked: Names to try in order; None for those that are preferred on this platform.
+      asked: Names to try in order; None for those preferred on this platform.
       estimator: W, the feature map and options.
       call: The call.
 

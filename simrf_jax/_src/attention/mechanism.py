@@ -1,4 +1,4 @@
-"""The protocol of attention mechanisms: all tokens at once, and the same token by token."""
+"""The protocol of attention mechanisms: all tokens at once, or token by token."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ Arrays = TypeVar("Arrays", bound=NamedArrays)
 
 
 class Mechanism(abc.ABC, Generic[State]):
-    """A way to attend, with all that it holds, such as a projection or a bandwidth.
+    """An attention mechanism with its parameters, such as a projection or a bandwidth.
 
     ``RandomFeatureMechanism``, ``Band`` and ``Blend`` are mechanisms. Each is a small pytree: it
     goes through ``jit``, and its arrays have gradients. Decoding is causal. Its state has a fixed
-    size and is a pytree too; a prompt of any length and tokens one by one give the numbers of
-    ``attend(..., is_causal=True)`` of all of them.
+    size and is a pytree too. A prompt of any length, followed by single tokens, gives the same
+    numbers as ``attend(..., is_causal=True)`` on all of them.
 
-    A new mechanism defines what it does with a ``Call``: ``attend_to``, ``init_for`` and
-    ``step_to``, and ``in_order`` if positions matter to it in every call.
+    A new mechanism defines ``attend_to``, ``init_for`` and ``step_to``, which take a ``Call``, and
+    ``in_order`` if positions matter in every call.
     """
 
     def attend(
@@ -74,7 +74,7 @@ class Mechanism(abc.ABC, Generic[State]):
 
         Raises:
           TypeError: If a dtype is wrong.
-          ValueError: If shapes do not match, or the mechanism cannot do what is asked of it.
+          ValueError: If shapes do not match, or the mechanism does not support the call.
         """
         return self.attend_to(Call.of(query, key, value, **options))
 
@@ -94,7 +94,7 @@ class Mechanism(abc.ABC, Generic[State]):
           num_key_heads: Number K of key heads.
           head_dim: Width H of the keys.
           value_dim: Width D of the values.
-          dtype: Type of the queries, keys and values to come. Sums are float32 at least.
+          dtype: Type of the queries, keys and values to come. Sums are at least float32.
 
         Raises:
           TypeError: If a number is not an integer or dtype is not floating.
@@ -117,8 +117,8 @@ class Mechanism(abc.ABC, Generic[State]):
     ) -> tuple[Float[Array, "*batch T N D"], State]:
         """Attends to a state and, causally, to new tokens.
 
-        One token at a time this is decoding, in time and memory that do not depend on how many
-        there were; with a whole prompt it is the prefill, by the parallel form.
+        With one token at a time this is decoding, in time and memory that do not depend on the
+        number of earlier tokens. With a whole prompt it is the prefill, in parallel.
 
         Args:
           state: State of the tokens before.
@@ -146,17 +146,17 @@ class Mechanism(abc.ABC, Generic[State]):
 
     @abc.abstractmethod
     def init_for(self, call: Call) -> State:
-        """Returns the state before tokens like those of a call; see ``init``."""
+        """Returns the state before any tokens, for tokens like those of a call; see ``init``."""
 
     @abc.abstractmethod
     def step_to(self, state: State, call: Call) -> tuple[Float[Array, "*batch T N D"], State]:
         """Returns the attention of new tokens, and the state with them; see ``step``.
 
-        The call is causal in any case.
+        The call is always causal.
         """
 
     def in_order(self, call: Call) -> bool:
-        """Returns whether positions matter to a call, so that keys and queries belong together."""
+        """Returns whether positions matter, so that queries and keys must be aligned."""
         return call.in_order()
 
 
@@ -176,7 +176,7 @@ def check_tokens(call: Call) -> None:
 
 
 def check_step(call: Call, inputs: Inputs) -> None:
-    """Raises ``ValueError`` if there are not as many keys as queries, or key heads were split."""
+    """Raises ``ValueError`` if keys and queries differ in number, or key heads were split."""
     query_length, key_length = call.query.shape[-3], call.key.shape[-3]
     if query_length != key_length:
         raise ValueError(
@@ -201,8 +201,8 @@ def flatten(state: Arrays, expected: Arrays, batch: Shape) -> Arrays:
       batch: Leading shape.
 
     Raises:
-      TypeError: If it is another kind of state, or has other dtypes.
-      ValueError: If it has other shapes.
+      TypeError: If the state is of another kind, or has other dtypes.
+      ValueError: If the state has other shapes.
     """
     check_kind(state, type(expected))
     shapes = [(*batch, *x.shape[1:]) for x in expected]

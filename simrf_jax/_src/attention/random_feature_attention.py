@@ -53,7 +53,7 @@ class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
       projection: W, ``[num_features, H]`` for all heads, or ``[K, num_features, H]``, one for each
         key head; None for a map that needs none.
       feature_map: A name, an object of ``simrf_jax.feature_maps``, or a function.
-      chunk_size: Keys that causal or packed attention takes at a time, a power of two; None for a
+      chunk_size: Number of keys per chunk of causal or packed attention, a power of two; None for a
         default.
       sequence_axis: Mesh axis, or a tuple of them, that shards the length in ``attend``; see
         ``random_feature_attention``.
@@ -95,7 +95,7 @@ class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
         return one_line.representation(self)
 
     def __post_init__(self) -> None:
-        """Checks the fields, and replaces a name or a function by its feature map, a pytree."""
+        """Checks the fields, and replaces a name or a function by a feature map, a pytree."""
         if self.implementation is not None:
             object.__setattr__(self, "implementation", names_of(self.implementation))
         for name in ("sequence_axis", "batch_axis", "head_axis"):
@@ -104,7 +104,7 @@ class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
             checks.power_of_two("chunk_size", self.chunk_size)
         if self.exact_bandwidth is not None:
             checks.integer("exact_bandwidth", self.exact_bandwidth, least=0)
-        # JAX also makes this record with other leaves, which are nothing to check.
+        # JAX also builds this record with other leaves, which need no check.
         if isinstance(self.exact_keys, int | np.integer | np.ndarray | jax.Array | list | tuple):
             object.__setattr__(self, "exact_keys", KeyChoice.of(self.exact_keys))
         if isinstance(self.feature_map, str) or callable(self.feature_map):
@@ -120,7 +120,7 @@ class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
         return choose(self.implementation, estimator, call).attend(estimator, call)
 
     def init_for(self, call: Call) -> AttentionState | ExactBandState:
-        """Returns the state before tokens like those of a call.
+        """Returns the state before any tokens, for tokens like those of a call.
 
         It has ``[*batch, K, num_features, D + 1]`` sums and ``[*batch, K, num_features]``
         maxima. With an exact band, it is an ``ExactBandState`` of these and of a window of the last
@@ -146,7 +146,7 @@ class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
         """Returns the state with more keys, of any number.
 
         With an exact band the keys take the positions after those of the state, so the last of them
-        are the band of the next query, as after a ``step``.
+        form the band of the next query, as after a ``step``.
 
         Args:
           state: State of the keys before.
@@ -168,7 +168,7 @@ class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
           >>> state = mechanism.append(state, k, v)
         """
         check_keywords("append", options, KeyOptions.__optional_keys__)
-        call = Call.of(key, key, value, **options)  # Without queries, the keys stand in for them.
+        call = Call.of(key, key, value, **options)  # Keys stand in for the queries.
         estimator = self.estimator()
         decoding.check_state(estimator, state, call)
         return compiled(decoding.append, estimator.feature_map)(estimator, state, call)
@@ -180,25 +180,25 @@ class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
         *,
         scale: Real[ArrayLike, ""] | None = None,
     ) -> VirtualTokens:
-        r"""Returns m tokens, to which softmax attention is this attention to all keys of a state.
+        r"""Returns m tokens; softmax attention to them is this attention to all keys of a state.
 
-        Exponential features have logarithms :math:`w_i \cdot q + b_i` up to what all features of
-        a query share. With the state's maxima c and sums :math:`S_i = (\text{numerator},
-        \text{denominator})`, a query attends by softmax to
+        Exponential features have logarithms :math:`w_i \cdot q + b_i`, up to a term that all
+        features of a query share. With the state's maxima c and sums :math:`S_i =
+        (\text{numerator}, \text{denominator})`, a query attends by softmax to
 
         .. math:: k_i = w_i, \quad v_i = S_i^\text{num} / S_i^\text{den}, \quad
-            \text{bias}_i = b_i + c_i + \log S_i^\text{den},
+            \text{bias}_i = b_i + c_i + \log S_i^\text{den}.
 
-        keys that do not depend on the data, and values that have each attended to all keys. So any
-        softmax attention can serve a state, and any key-value cache can hold it, m tokens at any
-        length. Other attention of bounded memory is softmax attention to a few slots, too: see
-        Peng et al. (2022), https://arxiv.org/abs/2110.02488.
+        The keys do not depend on the data, and each value is an average over all keys' values. So
+        any softmax attention can serve a state, and any key-value cache can hold it: m tokens at
+        any length. Other attention with bounded memory is also softmax attention to a few slots:
+        see Peng et al. (2022), https://arxiv.org/abs/2110.02488.
 
         Args:
-          state: State of the keys, of ``append`` or ``step``; with an exact band, its part
+          state: State of the keys, from ``append`` or ``step``; with an exact band, its field
             ``far``. It must have seen a key.
-          query: ``[..., T, N, H]``, to add to the bias what features of each query share. That
-            cancels in the softmax, unless keys with exact weights stand beside the tokens.
+          query: ``[..., T, N, H]``, to add to the bias the term that all features of a query share.
+            It cancels in the softmax, unless keys with exact weights join the tokens.
           scale: The scale that the keys of the state had, and queries will have; not zero.
 
         Returns:
@@ -206,8 +206,8 @@ class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
           or ``[..., N, T, m]`` with a query, for ``jax.nn.dot_product_attention`` with this scale.
 
         Raises:
-          TypeError: If the state is of another kind, or scale is no number.
-          ValueError: If the features are no exponentials, or scale is not finite.
+          TypeError: If the state is of another kind, or scale is not a number.
+          ValueError: If the features are not exponentials, or scale is not finite.
 
         Example:
           >>> import jax, simrf_jax
@@ -231,7 +231,7 @@ class RandomFeatureMechanism(Mechanism[AttentionState | ExactBandState]):
 
         Raises:
           TypeError: If a field is of a wrong type.
-          ValueError: If fields do not suit each other.
+          ValueError: If the fields do not fit together.
         """
         feature_map = as_feature_map(self.feature_map)
         w = None if self.projection is None else as_projection(self.projection)
@@ -284,7 +284,8 @@ def random_feature_attention(
     with :math:`\phi` the features of the softmax kernel of queries and keys scaled by
     :math:`\sqrt{|\text{scale}|}`, and the queries by the sign of the scale. It replaces
     ``jax.nn.dot_product_attention`` and has the same layout, defaults and meaning of masks. It
-    equals the estimator at any scale of the inputs: it needs no epsilon and never overflows.
+    computes the estimator exactly at any scale of the inputs: it needs no epsilon and never
+    overflows.
 
     For rotary embeddings, rotate queries and keys before the call. The kernel is then
     :math:`e^{\text{scale} \, q_t^\top R_{s-t} k_s}`. With Haar rotations the mean and the variance
@@ -303,75 +304,77 @@ def random_feature_attention(
         ``"clustered_hybrid"``; an object of ``simrf_jax.feature_maps``, such as
         ``feature_maps.Phase(phases)``; or a function from (x, projection) to features, which
         becomes a ``feature_maps.Custom``. Features that may be negative (trigonometric, phase and
-        hybrid ones) estimate the denominator with noise of either sign. Where that comes near zero,
-        the output means nothing.
+        hybrid ones) estimate the denominator with noise of either sign. Where it comes near zero,
+        the output is meaningless.
       mask: Boolean, broadcastable to ``[..., N, T, S]``, True to attend. It must be the same for
         all queries: have a query axis of size 1, or be a NumPy array that is constant along it.
-      bias: Added to the logits; of the same shapes, with the same condition.
+      bias: Added to the logits; same shapes and condition as the mask.
       scale: Multiplies the logits, one finite number of either sign; by default
         :math:`1/\sqrt H`.
-      is_causal: True if query t attends only to keys s <= t. Nothing of later keys reaches it, not
-        even through rounding. Time stays linear in the length, and the backward pass computes the
-        features again instead of keeping them.
+      is_causal: True if query t attends only to keys s <= t. Later keys do not affect it, not even
+        through rounding. Time stays linear in the length, and the backward pass recomputes the
+        features instead of keeping them.
       query_seq_lengths: Integers of the batch shape (``(1,)`` if there is no batch); outputs from
         there on are zero.
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
-      implementation: ``"pallas_tpu"`` for fused kernels, ``"xla"`` for the compiler's own, or a
-        sequence of names, of which the first that can do the call does it. None takes the kernels
-        where they can do the call on a TPU, and XLA elsewhere. The kernels make
+      implementation: ``"pallas_tpu"`` for fused Pallas kernels, ``"xla"`` for plain JAX, or a
+        sequence of names, of which the first that supports the call is used. None uses the Pallas
+        kernels on a TPU where they support the call, and XLA elsewhere. The Pallas kernels compute
         features that are exponentials (positive, hyperbolic, optimal positive, calibrated and
-        learned ones) and never write them to memory. They do bidirectional, causal and packed
-        attention in bfloat16 or float32, also beside an exact band of up to 256 keys on each side,
-        but no sharded length, and can be differentiated once, in reverse mode. The gradients of W,
-        a bias, the scale and the feature map come from XLA, in addition to the kernels. A vector
-        whose squared length overflows counts as not finite there. On a CPU the kernels are
-        interpreted, which is for tests: for computations on the CPU of a TPU host, choose
-        ``"xla"``, and likewise for forward-mode and second derivatives.
-      segment_ids: Integers ``[..., T]`` of packed sequences, for as many keys as queries: a query
-        attends to keys of its own segment only. Neighbors with equal ids belong to one segment.
-      chunk_size: Keys that causal or packed attention takes at a time, a power of two; None for a
+        learned ones) and never write them to memory. They support bidirectional, causal and packed
+        attention in bfloat16 or float32, with or without an exact band of up to 256 keys on each
+        side, but no sharded length, and can be differentiated once, in reverse mode. The gradients
+        of W, a bias, the scale and the feature map come from XLA, in addition to the kernels.
+        There, a vector whose squared length overflows counts as not finite. On a CPU the kernels
+        are interpreted, which is for tests: choose ``"xla"`` for computations on the CPU of a TPU
+        host, and for forward-mode and second derivatives.
+      segment_ids: Integers ``[..., T]`` of packed sequences, for self-attention (T = S): a query
+        attends only to keys of its own segment. Neighbors with equal ids belong to one segment.
+      chunk_size: Number of keys per chunk of causal or packed attention, a power of two; None for a
         default.
       sequence_axis: The mesh axis, or a tuple of them, that shards the sequence. Leave it out for
         axes of type Explicit, which are part of the types of query, key and value. Name axes of
         type Auto here; otherwise XLA all-gathers the keys of causal and packed attention. The mesh
         is that of the inputs or of ``jax.set_mesh``. Inside a ``jax.shard_map`` over the axis, pass
         the device's own part of each array, but whole sequence lengths in query_seq_lengths and
-        key_value_seq_lengths; that the axis shards the length cannot be checked there. Devices
-        exchange only running sums, never keys or values: in bidirectional attention one maximum and
-        one sum, otherwise as many permutations as the logarithm of the number of devices. With an
-        exact band they also send their neighbors the keys within it.
+        key_value_seq_lengths; the function cannot check there that the axis shards the length.
+        Devices exchange only running sums, never keys or values: one maximum and one sum in
+        bidirectional attention, otherwise a number of permutations that is logarithmic in the
+        number of devices. With an exact band they also send their neighbors the keys within it.
       batch_axis: The axis of type Auto of the mesh of ``jax.set_mesh``, or a tuple of them, that
-        shards the first batch axis. Only the kernels use it. XLA cannot partition a kernel, so
-        without it every device computes the whole batch. Leave it out inside a ``jax.shard_map``
+        shards the first batch axis. Only the Pallas kernels use it. XLA cannot partition a kernel,
+        so without it every device computes the whole batch. Leave it out inside a ``jax.shard_map``
         over the axis. By default the kernels are used on several devices only if it and
         ``head_axis`` name all axes of the mesh.
-      head_axis: The mesh axis, or a tuple of them, that shards queries' and keys' heads, likewise.
+      head_axis: The mesh axis, or a tuple of them, that shards the heads of queries and keys; see
+        ``batch_axis``.
       exact_bandwidth: None, or a distance b, at least 0. Query t then weighs the keys from t - b to
         t + b (to t if causal) by :math:`e^{\text{scale} \, q_t^\top k_s}` itself, and all other
-        visible keys by its estimate. Numerator and denominator are each one sum of both. Positions
-        count from 0 in queries and keys. From b = T - 1 on this is softmax attention. Bidirectional
-        attention then takes chunks of keys in order, as causal attention does. The feature map must
-        estimate exp(x . y) itself: relu, elu and maps of the Gaussian kernel are refused, and a
-        function of one's own is trusted. What is said of features that may be negative holds here
-        too. Over a sharded length there must be as many keys as queries.
+        visible keys by its estimate. Numerator and denominator each sum over both kinds of keys.
+        Positions count from 0 in queries and keys. From b = T - 1 on this is softmax attention.
+        Bidirectional attention then takes chunks of keys in order, as causal attention does. The
+        feature map must estimate exp(x . y) itself: relu, elu and maps of the Gaussian kernel are
+        refused, and custom functions are not checked. The caveat about features that may be
+        negative applies here too. Over a sharded length, queries and keys must have the same
+        length.
       exact_keys: None, or a number g: the g keys with the largest estimated mass then have exact
         weights for all queries. Features estimate the weights of all other keys, under the same
-        normalizer. A few keys, such as attention sinks, make most of the error of random features:
-        in a trained encoder, 16 exact keys in the place of 16 features make it 6 times smaller
-        beside an exact band, and 2 times without one (``experiments.swap``). The mass of a key is
-        the sum over queries of the attention weights that the features imply. The features must be
-        positive; a function of one's own is trusted. Choosing takes one more pass over queries and
+        normalizer. A few keys, such as attention sinks, cause most of the error of random features:
+        in a trained encoder, 16 exact keys in place of 16 features make it 6 times smaller with an
+        exact band, and 2 times smaller without one (``experiments.swap``). The mass of a key is the
+        sum over queries of the attention weights that the features imply. The features must be
+        positive; custom functions are not checked. Choosing takes one more pass over queries and
         keys. The same W chooses keys and estimates the rest, which biases the estimate a little.
-        Each query has a part in the choice, and so in the outputs of all others: queries at hidden
-        keys have none if there are as many queries as keys; name other padding by
-        query_seq_lengths. Positions, integers ``[g]`` or ``[*batch, g]``, from the end if negative,
-        choose keys without W, such as the first tokens, a class token or registers; those beyond
-        the keys choose none. Causal and packed attention take positions alone. The feature map must
-        estimate exp(x . y) itself, as for exact_bandwidth. Neither the kernels nor decoding have
-        exact keys, nor have lengths that mesh axes shard.
+        Each query affects the choice, and so the outputs of all others. If queries and keys have
+        the same length, queries at hidden keys do not count; mark other padding by
+        query_seq_lengths. Positions, integers ``[g]`` or ``[*batch, g]``, counted from the end if
+        negative, choose keys without W, such as the first tokens, a class token or registers;
+        positions beyond the keys choose none. Causal and packed attention take only positions. The
+        feature map must estimate exp(x . y) itself, as for exact_bandwidth. Neither the Pallas
+        kernels nor decoding nor sharded lengths support exact keys.
 
     Returns:
-      ``[..., T, N, D]`` in the inputs' dtype. Logits and exponentials are float32 at least; the
+      ``[..., T, N, D]`` in the inputs' dtype. Logits and exponentials are at least float32; the
       contractions over the length and over the features are in bfloat16 with float32 accumulation
       if the inputs are bfloat16. Queries that see no key get zeros. A query, key or value with a
       component that is NaN, infinite or above 1e31 turns the outputs of all queries that see it
@@ -379,13 +382,13 @@ def random_feature_attention(
       causal attention, nor other segments, nor a query from which it is hidden.
 
     Raises:
-      TypeError: If a dtype is wrong, or is_causal neither True nor False.
+      TypeError: If a dtype is wrong, or is_causal is neither True nor False.
       ValueError: If shapes do not match, a name is unknown, scale is not finite, exact_bandwidth is
-        negative or the feature map estimates another kernel than it needs, or the mask or the bias
-        asks for what linear attention cannot do; if sequence_axis is no axis of a mesh, its
-        devices do not divide the lengths, or causal attention has other keys than queries there; if
-        the kernels cannot do what ``implementation="pallas_tpu"`` asks of them, or batch_axis or
-        head_axis are then no axes of a mesh that divide the batch or the heads.
+        negative or needs another kernel than the feature map estimates, or the mask or the bias
+        asks for something that linear attention cannot do; if sequence_axis is not an axis of a
+        mesh, its devices do not divide the lengths, or queries and keys of causal attention then
+        differ in length; if ``implementation="pallas_tpu"`` does not support the call, or
+        batch_axis or head_axis are then not axes of a mesh that divide the batch or the heads.
 
     Example:
       >>> import jax, simrf_jax
@@ -428,7 +431,7 @@ def random_feature_attention(
 
 
 def check_chunks(chunk_size: SupportsIndex, in_order: bool) -> None:
-    """Raises ``ValueError`` if a size of chunks is given to a call without chunks."""
+    """Raises ``ValueError`` if ``chunk_size`` is given to a call without chunks."""
     if not in_order:
         raise ValueError(
             f"chunk_size is for causal or packed attention, got {chunk_size} with neither of them "

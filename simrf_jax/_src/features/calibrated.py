@@ -138,13 +138,13 @@ class Calibrated(FeatureMap):
         """
         w = Projection.of(projection)
         mean, matrix, other, _ = self._of_side(side, x.dtype)
-        centered = x - _along(mean, x)
+        centered = x - _broadcast(mean, x)
         balanced = _of_heads(centered, jnp.asarray(matrix))
-        products = (x - _along(0.5 * mean, x)) * _along(other, x)
+        products = (x - _broadcast(0.5 * mean, x)) * _broadcast(other, x)
         log_scale = jnp.sum(products - 0.5 * jnp.square(balanced), axis=-1, keepdims=True)
-        tilted = balanced * _along(jnp.sqrt(self._variances(x.dtype)), x)
+        tilted = balanced * _broadcast(jnp.sqrt(self._variances(x.dtype)), x)
         exponent = _of_heads(tilted, w.unweighted)
-        exponent += _along(self._half_log_weights(w, x.dtype), exponent)
+        exponent += _broadcast(self._half_log_weights(w, x.dtype), exponent)
         return LogFeatures(exponent, log_scale - 0.5 * math.log(exponent.shape[-1]))
 
     def exponential_form(self, projection: ProjectionLike, *, side: Side) -> ExponentialForm:
@@ -228,7 +228,7 @@ def _half_log_weights(
     return w.add_half_log_weights(0.25 * log_ratio)
 
 
-def _along(
+def _broadcast(
     vector: Float[Array, "*K width"], x: Float[Array, "*batch width"]
 ) -> Float[Array, "*batch width"]:
     """Repeats one vector along ``[..., width]``, or K along ``[batch, length, K, ..., width]``."""

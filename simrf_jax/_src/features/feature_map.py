@@ -22,7 +22,7 @@ from simrf_jax._src.projections import Coupling, Projection, as_projection
 
 Map = TypeVar("Map", bound="FeatureMap")
 
-_OF_THE_CLASS = (
+_CLASS_ATTRIBUTES = (
     "projection_type",
     "is_finite",
     "multiplies_rows",
@@ -295,7 +295,7 @@ def register(cls: type[Any]) -> None:
         names = [field.name for field in dataclasses.fields(cls)]
         if unknown := [name for name in static if name not in names]:
             raise TypeError(f"{cls.__name__} names {unknown} as static; its fields are {names}.")
-        if attributes := [name for name in _OF_THE_CLASS if name in names]:
+        if attributes := [name for name in _CLASS_ATTRIBUTES if name in names]:
             raise TypeError(
                 f"{' and '.join(attributes)} must be attributes of the class {cls.__name__}, got "
                 "fields; leave out their annotations."

@@ -50,7 +50,7 @@ COUPLED: dict[Coupling, CouplingRule] = {
 }
 
 
-def has_room(coupling: Coupling, dim: int, name: str = "coupling") -> None:
+def check_dim(coupling: Coupling, dim: int, name: str = "coupling") -> None:
     """Raises ``ValueError`` if the dimension is too small for the coupling.
 
     Args:

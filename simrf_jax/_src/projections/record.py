@@ -21,7 +21,7 @@ from simrf_jax._src.projections.couplings import (
     NUM_SWEEPS,
     Coupling,
     FixedCoupling,
-    has_room,
+    check_dim,
 )
 from simrf_jax._src.projections.dense import draw_rows
 from simrf_jax._src.projections.fast import FastRows, apply_fast, draw_fast_rows
@@ -260,7 +260,7 @@ class Projection(StructuredProjection):
             raise ValueError(f"Fast rows need rotation='hadamard', got {options.rotation!r}.")
         num_features = checks.positive_int("num_features", num_features)
         dim = checks.positive_int("dim", dim)
-        has_room(coupling, dim)
+        check_dim(coupling, dim)
         dtype = checks.floating_dtype("dtype", dtype)
         if options.draws_weights and num_features < 2:
             raise ValueError(

@@ -42,7 +42,7 @@ def coupling(name: str, value: Any, dim: int) -> None:
         )
     checks.one_of(name, value, COUPLINGS)
     if value != "cross_polytope":  # It exists in every dimension.
-        couplings.has_room(value, dim, name)
+        couplings.check_dim(value, dim, name)
 
 
 def norm_law(value: Any, coupling: ClosedFormCoupling) -> None:

@@ -1,1 +1,1 @@
-"""Exact attention to the keys nearby, in time linear in the length."""
+"""Exact attention to nearby keys, in time linear in the length."""

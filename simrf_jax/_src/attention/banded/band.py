@@ -1,4 +1,4 @@
-"""The near field: exact softmax attention to the keys nearby, in time linear in the length."""
+"""The near field: exact softmax attention to nearby keys, in time linear in the length."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Band(Mechanism[Window]):
         axes = checks.axis_names("sequence_axis", self.sequence_axis)
         if axes or call.explicit_axes(in_order=True):
             shards = find_shards(call, axes, in_order=True)
-            if call.key.shape[-3] > 0:  # Without keys there is nothing to exchange.
+            if call.key.shape[-3] > 0:  # Without keys, devices have nothing to exchange.
                 return attend_over_devices(call, shards, *self._sizes())
         return _attend(self, call)
 
@@ -120,10 +120,11 @@ def banded_attention(
             \frac{\sum_{|t - s| \le k} e^{\text{scale} \, q_t \cdot k_s + b_s} v_s}
                  {\sum_{|t - s| \le k} e^{\text{scale} \, q_t \cdot k_s + b_s}}
 
-    with k the bandwidth and b the bias; positions count from 0 in queries and keys. It is the band
-    of ``jax.nn.dot_product_attention``, whose layout, defaults and mask meaning it has, in time and
-    memory :math:`O(T k)`: blocks of queries attend to the keys around them. FMMformers add a far
-    field to it, ``random_feature_attention``, and normalize each field by itself.
+    with k the bandwidth and b the bias; positions count from 0 in queries and keys. It equals
+    ``jax.nn.dot_product_attention`` inside the band, with the same layout, defaults and meaning of
+    masks, in time and memory :math:`O(T k)`: blocks of queries attend to the keys around them.
+    FMMformers add a far field to it, ``random_feature_attention``, and normalize each field
+    separately.
 
     Args:
       query: ``[..., T, N, H]``: T queries of N heads, with any leading batch shape.
@@ -132,31 +133,31 @@ def banded_attention(
       bandwidth: k, at least 0. Query t attends to the keys from t - k to t + k.
       mask: Boolean, broadcastable to ``[..., N, T, S]``, True to attend. It must be the same for
         all queries: have a query axis of size 1, or be a NumPy array that is constant along it.
-      bias: Added to the logits; of the same shapes, with the same condition.
+      bias: Added to the logits; same shapes and condition as the mask.
       scale: Multiplies the logits, one finite number of either sign; by default
         :math:`1/\sqrt H`.
       is_causal: True if query t attends only to the keys from t - k to t.
       query_seq_lengths: Integers of the batch shape (``(1,)`` if there is no batch); outputs from
         there on are zero.
       key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
-      segment_ids: Integers ``[..., T]``, for self-attention (T = S): of several sequences packed
-        into one, each attends to itself. Neighbors with equal ids belong to one segment.
+      segment_ids: Integers ``[..., T]``, for self-attention (T = S) of sequences packed into one:
+        each attends only to itself. Neighbors with equal ids belong to one segment.
       block_size: Queries in a block; by default the bandwidth, but at least 32. Each block copies
         ``block_size + 2 bandwidth`` keys. Short blocks need more memory, long ones more time.
-      sequence_axis: The mesh axis, or a tuple of them, that shards the length, for as many keys as
-        queries; see ``random_feature_attention``. Each device sends its neighbors the keys within
-        the bandwidth of the border between them, and no others.
+      sequence_axis: The mesh axis, or a tuple of them, that shards the length; queries and keys
+        must have the same length. See ``random_feature_attention``. Each device sends its neighbors
+        only the keys within the bandwidth of their border.
 
     Returns:
-      ``[..., T, N, D]`` in the inputs' dtype. Logits and the softmax are float32 at least;
-      products of bfloat16 inputs accumulate in float32. Queries that see no key get zeros; those
-      that see a key or value which is not finite get NaN, as in ``random_feature_attention``.
+      ``[..., T, N, D]`` in the inputs' dtype. Logits and the softmax are float32 at least; products
+      of bfloat16 inputs accumulate in float32. Queries that see no key get zeros; those that see a
+      key or value that is not finite get NaN, as in ``random_feature_attention``.
 
     Raises:
-      TypeError: If a dtype is wrong, or is_causal neither True nor False.
+      TypeError: If a dtype is wrong, or is_causal is neither True nor False.
       ValueError: If shapes do not match, bandwidth or block_size is out of range, scale is not
-        finite, or the mask or the bias may differ between queries; if sequence_axis is no axis of a
-        mesh, its devices do not divide the length, or there are other keys than queries there.
+        finite, or the mask or the bias may differ between queries; if sequence_axis is not an axis
+        of a mesh, its devices do not divide the length, or queries and keys then differ in length.
 
     Example:
       >>> import jax, simrf_jax

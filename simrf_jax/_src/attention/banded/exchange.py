@@ -72,10 +72,10 @@ def with_halo(
       segment_ids: Segment ids of this device, ``[..., T]``, or None.
       axes: Mesh axes that shard the length.
       bandwidth: Distance over which a query sees keys.
-      is_causal: True if it sees no later keys.
+      is_causal: True if queries see no later keys.
 
     Returns:
-      The inputs with more keys, and how many of them are before this device's.
+      The inputs with more keys, and how many of these come before this device's own keys.
     """
     length, size = inputs.key.shape[1], jax.lax.axis_size(axes)
     before = min(bandwidth, (size - 1) * length)
@@ -86,11 +86,11 @@ def with_halo(
 
     segments = None
     if segment_ids is not None:
-        # The halo is contiguous, so it tells whether two of its positions share a segment.
+        # The halo is contiguous, so segments can be numbered within it.
         ids = wider(jnp.reshape(segment_ids, inputs.key.shape[:2]))
         segments = segment_numbers(ids, ids.shape[:1], ids.shape[1], ids.shape[1])
     position = jnp.arange(-before, length + after) + jax.lax.axis_index(axes) * length
-    # What lies beyond the ends has wrapped around.
+    # Positions beyond the ends have wrapped around.
     exists = ((position >= 0) & (position < size * length))[None, :, None]
     wide = dataclasses.replace(
         inputs,
@@ -105,7 +105,7 @@ def with_halo(
 def widen(
     x: Shaped[Array, "B length *rest"], axes: Axes, before: int, after: int
 ) -> Shaped[Array, "B {before}+length+{after} *rest"]:
-    """Adds positions of earlier and of later devices; around the ends, those of the other end."""
+    """Adds positions of earlier and later devices, wrapping around at the ends."""
     earlier, later = _beyond(x, axes, before, 1), _beyond(x, axes, after, -1)
     return jnp.concatenate([*reversed(earlier), x, *later], axis=1)
 

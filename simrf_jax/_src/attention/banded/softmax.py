@@ -11,8 +11,8 @@ from jaxtyping import Array, Bool, Float, Integer, Shaped
 
 from simrf_jax._src.attention.inputs.call import Inputs, contract
 
-# Queries in a block. Smaller blocks take longer, also for narrower bands; see
-# benchmarks.near_field --blocks.
+# Queries in a block. Smaller blocks take longer, even for narrower bands; see benchmarks.near_field
+# --blocks.
 LEAST_BLOCK = 32
 
 
@@ -21,10 +21,10 @@ class QueryBlocks(NamedTuple):
 
     Attributes:
       num_blocks: Number of blocks.
-      size: Queries in each.
+      size: Number of queries in each.
       history: Keys before the position of the first query.
-      padding: Places of the first window before the first key.
-      width: Keys of the window.
+      padding: Positions of the first window before the first key.
+      width: Number of keys in a window.
       band: ``[size, width]``, True where a key is within the bandwidth of a query.
     """
 
@@ -38,18 +38,18 @@ class QueryBlocks(NamedTuple):
     def of_queries(
         self, x: Shaped[Array, "B T *rest"]
     ) -> Shaped[Array, "B {self.num_blocks} {self.size} *rest"]:
-        """Cuts the axis ``T`` in two, ``[num_blocks, size]``."""
+        """Splits the axis ``T`` into ``[num_blocks, size]``."""
         return _cut_length(x, 0, self.num_blocks, self.size, 0)
 
     def of_keys(
         self, x: Shaped[Array, "B S *rest"], fill: float = 0
     ) -> Shaped[Array, "B {self.num_blocks} {self.width} *rest"]:
-        """Turns the axis ``S`` into windows, ``[num_blocks, width]``, of fill beyond the ends."""
+        """Turns axis ``S`` into windows, ``[num_blocks, width]``, with ``fill`` beyond the ends."""
         if self.num_blocks == 1:
             return _cut_length(x, self.padding, 1, self.width, fill)
         pieces = -(-self.width // self.size)
         x = _cut_length(x, self.padding, self.num_blocks + pieces - 1, self.size, fill)
-        # A window is a few blocks in a row: slices, where a gather would scatter its gradients.
+        # A window is a few consecutive blocks. Slices avoid a gather, whose gradient is a scatter.
         shifted = [jax.lax.slice_in_dim(x, i, i + self.num_blocks, axis=1) for i in range(pieces)]
         return jax.lax.slice_in_dim(jnp.concatenate(shifted, axis=2), 0, self.width, axis=2)
 
@@ -62,13 +62,13 @@ def cut(
     block_size: int | None = None,
     history: int = 0,
 ) -> QueryBlocks:
-    """Cuts T queries into blocks, with the narrowest windows of S keys that hold the band.
+    """Cuts T queries into blocks, with the narrowest windows of S keys that contain the band.
 
     Args:
       query_length: Number T of queries.
       key_length: Number S of keys.
       bandwidth: Distance over which a query sees keys.
-      is_causal: True if it sees no later keys.
+      is_causal: True if queries see no later keys.
       block_size: Queries in a block; None for a default.
       history: Keys before the position of the first query.
     """
@@ -88,9 +88,9 @@ def cut(
 def _cut_length(
     x: Shaped[Array, "B length *rest"], before: int, count: int, size: int, fill: float
 ) -> Shaped[Array, "B {count} {size} *rest"]:
-    """Pads the length in front and cuts it in two, ``[count, size]``."""
+    """Pads the length in front and splits it into ``[count, size]``."""
     padding = [(0, 0, 0)] * x.ndim
-    # Negative where keys at the end are near no query.
+    # Negative where the last keys are near no query.
     padding[1] = (before, count * size - before - x.shape[1], 0)
     x = jax.lax.pad(x, jnp.asarray(fill, x.dtype), padding)
     return x.reshape(x.shape[0], count, size, *x.shape[2:])
@@ -101,19 +101,19 @@ def attend_in_windows(inputs: Inputs, blocks: QueryBlocks) -> Float[Array, "B T 
     """Lets each query attend to the keys of its window that are in the band.
 
     Args:
-      inputs: Queries and keys that are not scaled. The logits are, because bfloat16 queries and
-        keys would be rounded again.
+      inputs: Queries and keys that are not scaled: the scale multiplies the logits, because scaled
+        bfloat16 queries and keys would be rounded again.
       blocks: Blocks of queries and their windows of keys.
 
     Returns:
-      ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
+      ``[B, T, K, G, D]`` in the logits' dtype; zeros where no key is visible.
     """
-    logits, spoiled = _logits(inputs, blocks)
+    logits, poisoned = _logits(inputs, blocks)
     weights, _ = _exponentials(logits)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     probabilities = weights / jnp.where(total == 0, 1, total)
     out = _contract(probabilities, inputs, blocks)
-    return jnp.where(spoiled[..., None], jnp.nan, out)
+    return jnp.where(poisoned[..., None], jnp.nan, out)
 
 
 class WindowSums(NamedTuple):
@@ -122,31 +122,31 @@ class WindowSums(NamedTuple):
     Attributes:
       sums: ``[B, T, K, G, D + 1]``, numerators and denominators.
       shift: ``[B, T, K, G, 1]``; the least finite number where no key is visible.
-      spoiled: ``[B, T, K, G]``, True where a query sees a key that is not finite.
+      poisoned: ``[B, T, K, G]``, True where a query sees a key that is not finite.
     """
 
     sums: Float[Array, "B T K G D+1"]
     shift: Float[Array, "B T K G 1"]
-    spoiled: Bool[Array, "B T K G"]
+    poisoned: Bool[Array, "B T K G"]
 
 
 @jax.named_scope("banded_sums")
 def sum_in_windows(inputs: Inputs, blocks: QueryBlocks) -> WindowSums:
-    """Returns the sums that ``attend_in_windows`` divides; see there for the arguments."""
-    logits, spoiled = _logits(inputs, blocks)
+    """Returns the sums that ``attend_in_windows`` divides; it documents the arguments."""
+    logits, poisoned = _logits(inputs, blocks)
     weights, shift = _exponentials(logits)
     total, shift = (
         _in_a_row(jnp.moveaxis(x, 4, 2), inputs)
         for x in (jnp.sum(weights, axis=-1, keepdims=True), shift)
     )
     sums = jnp.concatenate([_contract(weights, inputs, blocks), total], axis=-1)
-    return WindowSums(sums, shift, spoiled)
+    return WindowSums(sums, shift, poisoned)
 
 
 def _logits(
     inputs: Inputs, blocks: QueryBlocks
 ) -> tuple[Float[Array, "B num_blocks K G size width"], Bool[Array, "B T K G"]]:
-    """Returns logits, minus infinity where a key is not visible, and which queries are spoiled."""
+    """Returns logits, minus infinity where a key is hidden, and a mask of poisoned queries."""
     narrow = inputs.value.dtype
     query, key = blocks.of_queries(inputs.query), blocks.of_keys(inputs.key.astype(narrow))
     # [B, num_blocks, K, 1, 1, width]
@@ -157,10 +157,10 @@ def _logits(
     # 0 * inf would reach the gradient of the scale.
     logits = jnp.where(finite, products, 0) * inputs.scale
     visible = seen & (weights > -jnp.inf) & finite
-    spoils = jnp.isnan(weights) | (~finite & (weights > -jnp.inf))
-    spoiled = jnp.any(seen & spoils, axis=-1)  # [B, num_blocks, K, G, size]
+    nonfinite = jnp.isnan(weights) | (~finite & (weights > -jnp.inf))
+    poisoned = jnp.any(seen & nonfinite, axis=-1)  # [B, num_blocks, K, G, size]
     logits = jnp.where(visible, logits + weights, -jnp.inf)
-    return logits, _in_a_row(jnp.moveaxis(spoiled, 4, 2), inputs)
+    return logits, _in_a_row(jnp.moveaxis(poisoned, 4, 2), inputs)
 
 
 def _in_band(
@@ -185,8 +185,8 @@ def _in_band(
 def _exponentials(
     logits: Float[Array, "*batch width"],
 ) -> tuple[Float[Array, "*batch width"], Float[Array, "*batch 1"]]:
-    """Returns exponentials of shifted logits, zeros of minus infinity, and the shifts."""
-    # The least finite number is a shift too, where all logits are minus infinity.
+    """Returns exponentials of shifted logits, zero for minus infinity, and the shifts."""
+    # Where all logits are minus infinity, the shift is the least finite number.
     least = float(jnp.finfo(logits.dtype).min)
     shift = jnp.max(jax.lax.stop_gradient(logits), axis=-1, keepdims=True, initial=least)
     return jnp.exp(logits - shift), shift
@@ -203,6 +203,6 @@ def _contract(
 def _in_a_row(
     x: Shaped[Array, "B num_blocks size *rest"], inputs: Inputs
 ) -> Shaped[Array, "B T *rest"]:
-    """Returns what the queries of all query blocks have, one after the other."""
+    """Concatenates the query blocks along the length, without padding."""
     x = x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
     return x[:, : inputs.query.shape[1]]

@@ -1,4 +1,4 @@
-"""The last keys and values of a sequence, as many as the bandwidth: the state of a band."""
+"""The state of banded attention: the last keys and values of a sequence."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from simrf_jax._src.attention.inputs.call import Inputs
 
 
 class Window(NamedTuple):
-    """The last keys and values, as many as the bandwidth k: the state of banded attention.
+    """The state of banded attention: the last k keys and values, with k the bandwidth.
 
     Attributes:
       key: ``[..., k, K, H]``.
       value: ``[..., k, K, D]``.
-      log_weights: ``[..., k, K]``, log weights of the keys by masks and biases; minus infinity
-        where one is hidden or has not come yet, NaN where one was not finite.
+      log_weights: ``[..., k, K]``, log weights of the keys from masks and biases; minus infinity
+        where a key is hidden or not there yet, NaN where a key was not finite.
     """
 
     key: Float[Array, "*batch bandwidth K H"]
@@ -32,12 +32,12 @@ class Window(NamedTuple):
         return one_line.representation(self)
 
     def followed_by(self, inputs: Inputs) -> Window:
-        """Returns the keys ``[B, k, ...]`` and new ones after them."""
+        """Returns the keys ``[B, k, ...]`` followed by new ones."""
         key = inputs.key.astype(inputs.value.dtype)
         return jax.tree.map(_join, self, Window(key, inputs.value, inputs.key_log_weights))
 
     def put_into(self, inputs: Inputs) -> Inputs:
-        """Returns inputs with these keys, ``[B, S, ...]``, in the place of theirs."""
+        """Returns inputs whose keys are replaced by these, ``[B, S, ...]``."""
         return dataclasses.replace(
             inputs, key=self.key, value=self.value, key_log_weights=self.log_weights
         )
@@ -52,7 +52,7 @@ def _join(
 ) -> Float[Array, "B bandwidth+T *rest"]:
     sharding = jax.typeof(new).sharding
     if AxisType.Explicit in sharding.mesh.axis_types:
-        # The first window is whole on every device.
+        # The initial window is replicated on all devices.
         before = jax.sharding.reshard(before, sharding)
     return jnp.concatenate([before, new], axis=1)
 

@@ -1,4 +1,4 @@
-"""An attention call: as a caller makes it, and laid out as the mechanisms take it."""
+"""An attention call: the caller's arguments, and their layout for the mechanisms."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from simrf_jax._src.attention.inputs.masks import (
 # Names of mesh axes.
 Axes: TypeAlias = tuple[str, ...]
 
-# So many numbers of moderate weight can be added: larger ones count as not finite.
+# This many numbers can be added without overflow; larger numbers count as not finite.
 MOST_TERMS = 2**24
 
 
@@ -42,18 +42,19 @@ MOST_TERMS = 2**24
 )
 @dataclasses.dataclass(frozen=True)
 class Inputs:
-    """Queries, keys and values by key heads; K is their number, G that of query heads for each.
+    """Queries, keys and values by key heads: K key heads with G query heads each.
 
     All queries, keys and values are finite. Those that were not, and hidden ones, are replaced by
-    zeros or by other tokens, because 0 * NaN is not 0, also in gradients.
+    zeros or by other tokens, because 0 * NaN is not 0, in gradients too.
 
     Attributes:
-      query: ``[B, T, K, G, H]``, in the type to compute logits in.
-      key: ``[B, S, K, H]``, in the same type.
-      value: ``[B, S, K, D]`` in the type to contract in.
+      query: ``[B, T, K, G, H]``, in the dtype of the logits.
+      key: ``[B, S, K, H]``, in the same dtype.
+      value: ``[B, S, K, D]``, in the contraction dtype.
       key_log_weights: ``[B, S, K]`` to add to the logits. Minus infinity hides a key, and NaN marks
-        one that was not finite: a query that sees it gets NaN.
-      scale: One number that multiplies the products of queries and keys; 1 if they are scaled.
+        a key that was not finite: a query that sees it gets NaN.
+      scale: One number that multiplies the products of queries and keys; 1 if they are scaled
+        already.
       segments: ``[B, S]``, the number of the segment that each position belongs to, or None.
       real: ``[1 or B, T, 1, 1]``, False at queries beyond ``query_seq_lengths``.
       finite: ``[B, T, K, G]``, False at queries that were not finite.
@@ -75,20 +76,20 @@ class Inputs:
     dtype: jnp.dtype
 
     def clean(self, *, scaled: bool, fill_with_tokens: bool) -> Inputs:
-        """Returns inputs with finite tokens in the place of hidden and nonfinite ones.
+        """Returns inputs with finite tokens in place of hidden and nonfinite ones.
 
         Args:
           scaled: True to multiply queries and keys by the square root of the scale each.
           fill_with_tokens: True to replace a query or key by another one of its head; False to
             replace it by zeros.
         """
-        # The sign goes with the queries, for features estimate exp(x . y) for any x and y.
+        # The sign goes with the queries, because features estimate exp(x . y) for any x and y.
         root = jnp.sqrt(jnp.abs(self.scale))
         of_queries, of_keys = (jnp.sign(self.scale) * root, root) if scaled else (1, 1)
         key = self.key.astype(self.query.dtype)
         finite = self.finite & _is_finite(self.query * of_queries)
         finite_keys = _is_finite(key * of_keys) & _is_finite(self.value)
-        # Beyond the bound an exponent would overflow.
+        # Above this bound an exponent would overflow.
         finite_keys &= self.key_log_weights <= float(jnp.finfo(self.key_log_weights.dtype).max) / 4
         hidden = self.key_log_weights == -jnp.inf
         log_weights = jnp.where(finite_keys | hidden, self.key_log_weights, jnp.nan)
@@ -112,7 +113,7 @@ class Inputs:
     def outputs(
         self, out: Float[Array, "B T K G D"], dtype: DTypeLike | None = None
     ) -> Float[Array, "*batch T N D"]:
-        """Returns ``[..., T, N, D]`` of ``[B, T, K, G, D]``: the inverse of the layout.
+        """Reshapes ``[B, T, K, G, D]`` into ``[..., T, N, D]``: the inverse of the layout.
 
         Args:
           out: The output of the mechanism for each query.
@@ -120,7 +121,7 @@ class Inputs:
         """
         out = jnp.where(self.finite[..., None], out, jnp.nan)
         out = jnp.where(self.real[..., None], out, 0)
-        # In two reshapes: one of both fails if explicit mesh axes shard the heads.
+        # Two reshapes, because a single one fails if explicit mesh axes shard the heads.
         out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3], out.shape[4])
         out = out.reshape(*self.batch, *out.shape[1:])
         out = out.astype(self.dtype if dtype is None else dtype)
@@ -128,7 +129,7 @@ class Inputs:
 
 
 class KeyOptions(TypedDict, total=False):
-    """The keywords that say something of keys; see ``Call``."""
+    """The keywords that concern keys; see ``Call``."""
 
     mask: Mask | None
     bias: Float[ArrayLike, " ..."] | None
@@ -192,7 +193,7 @@ class Call:
     query: Float[Array, "*batch T N H"]
     key: Float[Array, "*batch S K H"]
     value: Float[Array, "*batch S K D"]
-    # Until lay_out checks these, they are of any type.
+    # These may be of any type until lay_out checks them.
     mask: Shaped[ArrayLike, " ..."] | None = None
     bias: Shaped[ArrayLike, " ..."] | None = None
     scale: Real[ArrayLike, ""] | None = None
@@ -216,11 +217,11 @@ class Call:
         key_value_seq_lengths: Unchecked | None = None,
         segment_ids: Unchecked | None = None,
     ) -> Call:
-        """Returns the call of a caller's arguments, after the checks that need their values.
+        """Returns the call for a caller's arguments, after the checks that need their values.
 
         Raises:
-          TypeError: If the dtype of query, key or value is wrong, scale is no number, or is_causal
-            neither True nor False.
+          TypeError: If the dtype of query, key or value is wrong, scale is not a number, or
+            is_causal is neither True nor False.
           ValueError: If their shapes do not match, the scale is not finite, or the mask or the bias
             may differ between queries.
         """
@@ -253,10 +254,10 @@ class Call:
         )
 
     def in_order(self, bandwidth: int | None = None) -> bool:
-        """Returns whether the positions of queries and keys matter, as they belong together.
+        """Returns whether positions matter, so that queries and keys must be aligned.
 
         Args:
-          bandwidth: Distance over which queries see keys in another way than beyond it, or None.
+          bandwidth: Distance within which queries see keys exactly, or None.
         """
         return self.is_causal or self.segment_ids is not None or bandwidth is not None
 
@@ -270,8 +271,7 @@ class Call:
         """Checks the arrays and arranges them by key heads.
 
         Args:
-          dtype: Logits are computed in this type, that of the query or float32, whichever is
-            widest.
+          dtype: Logits are computed in the widest of this type, the query's and float32.
           scaled: True to multiply queries and keys by the square root of the scale each.
           fill_with_tokens: True to replace a query or key that is hidden or not finite by another
             one of its head; False to replace it by zeros.
@@ -287,15 +287,15 @@ class Call:
         query, key, value, batch = call.query, call.key, call.value, call.query.shape[:-3]
         for name, x in (("query", query), ("key", key), ("value", value)):
             spec = jax.typeof(x).sharding.spec
-            if any(spec[1 : len(batch)]):  # No type says how a merged axis would be sharded.
+            if any(spec[1 : len(batch)]):  # No type can express how a merged axis would be sharded.
                 raise ValueError(
-                    "Of several batch axes, explicit mesh axes may shard the first alone, got "
+                    "Of several batch axes, explicit mesh axes may shard only the first, got "
                     f"{spec} of {name}."
                 )
         groups, log_weights = query.shape[-2] // key.shape[-2], call._key_log_weights(compute)
         are_apart = log_weights.shape[-2] not in (1, key.shape[-2])
         if groups > 1 and (are_apart or _has_devices_between(query, key)):
-            # Heads that share their keys, but not their mask or device, no longer share a state.
+            # Heads that share keys but not a mask or a device cannot share a state.
             key, value = (_for_each_head(x, query) for x in (key, value))
             groups = 1
 
@@ -322,7 +322,7 @@ class Call:
         return inputs.clean(scaled=scaled, fill_with_tokens=fill_with_tokens)
 
     def with_batch_axis(self) -> Call:
-        """Returns one sequence as a batch of one; its masks and lengths may have that axis."""
+        """Adds a batch axis to a single sequence; its masks and lengths may already have it."""
         if self.query.ndim > 3:
             return self
 
@@ -340,7 +340,7 @@ class Call:
         )
 
     def real_queries(self) -> Bool[Array, "#B T 1 1"]:
-        """Returns ``[1 or B, T, 1, 1]``, False beyond the sequences' lengths."""
+        """Returns ``[1 or B, T, 1, 1]``, False beyond ``query_seq_lengths``."""
         batch, length = self.query.shape[:-3], self.query.shape[-3]
         if self.query_seq_lengths is None:
             return jnp.ones((1, length, 1, 1), bool)
@@ -382,8 +382,7 @@ class Call:
         """Returns the explicit mesh axes that shard the length.
 
         Args:
-          in_order: True if the positions of queries matter, as they do unless attention is
-            bidirectional.
+          in_order: True if the positions of queries matter, as in all but bidirectional attention.
         """
         first = (self.key, self.value, self.query) if in_order else (self.key, self.value)
         return next(filter(None, map(axes_of_length, first)), ())
@@ -399,7 +398,7 @@ def axes_of_length(x: Float[Array, "*batch length heads dim"]) -> Axes:
 def shape_of_logits(
     query: Float[Array, "*batch T N H"], key: Float[Array, "*batch S K H"]
 ) -> Shape:
-    """Returns ``[*batch, N, T, S]``; one sequence is a batch of one, as ``jax.nn`` has it."""
+    """Returns ``[*batch, N, T, S]``; as in ``jax.nn``, one sequence is a batch of one."""
     return (*(query.shape[:-3] or (1,)), query.shape[-2], query.shape[-3], key.shape[-3])
 
 
@@ -415,7 +414,7 @@ def repeat_heads(x: Shaped[Array, " ..."], groups: int, axis: int) -> Shaped[Arr
 def _has_devices_between(
     query: Float[Array, "*batch T N H"], key: Float[Array, "*batch S K H"]
 ) -> bool:
-    """Returns True if explicit mesh axes divide the query heads of one of several key heads."""
+    """Returns True if explicit mesh axes split the query heads that share a key head."""
     sharding = jax.typeof(query).sharding
     axes = sharding.spec[-2]
     names = axes if isinstance(axes, tuple) else () if axes is None else (axes,)
@@ -426,7 +425,7 @@ def _has_devices_between(
 def _for_each_head(
     x: Float[Array, "*batch S K dim"], query: Float[Array, "*batch T N H"]
 ) -> Float[Array, "*batch S N dim"]:
-    """Returns keys or values for each head of the queries, on the devices that have it."""
+    """Repeats keys or values for each query head, on the devices that hold the head."""
     x = repeat_heads(x, query.shape[-2] // x.shape[-2], axis=-2)
     spec, of_query = jax.typeof(x).sharding.spec, jax.typeof(query).sharding
     if of_query.spec[-2] is None or spec[-2] is not None:
@@ -458,9 +457,9 @@ def contract(
 def quotient(
     numerator: Float[Array, "*#shape"], denominator: Float[Array, "*#shape"]
 ) -> Float[Array, "*#shape"]:
-    """Divides, with a derivative that denominators of any size have.
+    """Divides, with a derivative that is finite for denominators of any size.
 
-    JAX's derivative has the square of the denominator, which overflows long before the quotient.
+    JAX's derivative squares the denominator, which overflows long before the quotient.
     """
     return numerator / denominator
 
@@ -484,9 +483,9 @@ def _replace(
     where: Bool[Array, "B length *heads"],
     fill_with_tokens: bool,
 ) -> Float[Array, "B length *heads dim"]:
-    """Returns vectors ``[B, length, ..., dim]`` as they are where ``where`` is True.
+    """Returns the vectors ``[B, length, ..., dim]`` where ``where`` is True.
 
-    Elsewhere there are zeros, or copies of the first vector that stays (ones if none does).
+    Elsewhere there are zeros, or copies of the first vector that is kept (ones if none is).
     """
     where = jnp.broadcast_to(where, x.shape[:-1])[..., None]
     if not fill_with_tokens:

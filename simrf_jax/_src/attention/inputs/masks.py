@@ -1,8 +1,8 @@
 """Masks, biases, sequence lengths and segments, and their effect on each key.
 
-Linear attention sums over the keys once for all queries, so it can weigh or hide a key for all
-queries of a head, but not for one query alone. Everything it can honor of a mask, a bias and
-lengths is one array: a log weight for each key.
+Linear attention sums over the keys once for all queries, so it can weight or hide a key for all
+queries of a head, but not for a single query. All that it can honor of a mask, a bias and lengths
+is one array: a log weight for each key.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float, Integer, Shaped
 
-# A size may be symbolic, as jax.export has it.
+# A size may be symbolic under jax.export.
 Size: TypeAlias = Any
 Shape: TypeAlias = tuple[Size, ...]
 
-# Arrays that may be given as lists too.
+# Arrays, which may also be given as lists.
 Mask: TypeAlias = Bool[ArrayLike, "..."] | Sequence[Bool[ArrayLike, ""]]
 Lengths: TypeAlias = Integer[ArrayLike, "..."] | Sequence[Integer[ArrayLike, ""]]
 
-# The same before lay_out checks their types.
+# The same, before lay_out checks their types.
 Unchecked: TypeAlias = Shaped[ArrayLike, "..."] | Sequence[Shaped[ArrayLike, ""]]
 
 
@@ -46,9 +46,9 @@ def segment_numbers(
     query_length: Size,
     key_length: Size,
 ) -> Integer[Array, "*batch T"]:
-    """Returns ``[*batch, length]``, the segments numbered from 0 on.
+    """Returns ``[*batch, length]``, the segments numbered from 0.
 
-    An id that comes again after another one begins a new segment.
+    An id that recurs after a different one begins a new segment.
     """
     segment_ids = jnp.asarray(segment_ids)
     if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
@@ -75,12 +75,12 @@ def one_row(
 
     Args:
       name: Argument name for error messages.
-      x: Array that broadcasts to the target, maybe after batch axes of size 1.
+      x: Array that broadcasts to the target, after adding batch axes of size 1 if needed.
       target: ``[*batch, heads, query_length, key_length]``.
 
     Raises:
-      ValueError: If it may differ between queries: it has several rows, and they do, or it is no
-        NumPy array, whose values are known under ``jit`` too. Or if it does not broadcast.
+      ValueError: If it does not broadcast, or may differ between queries: it has several rows that
+        differ or whose values are unknown. Only NumPy arrays have known values under ``jit``.
     """
     x = x if isinstance(x, jax.Array) else np.asarray(x)
     shape = (1,) * (len(target) - x.ndim) + x.shape
@@ -106,7 +106,7 @@ def differs_between_queries(x: Shaped[Array, " ..."] | Shaped[np.ndarray, " ..."
     """Returns whether a mask or bias has several rows, unless they are known to be equal."""
     if x.ndim < 2 or x.shape[-2] <= 1:
         return False
-    # The values of a NumPy array are known, under jit too.
+    # The values of a NumPy array are known, even under jit.
     return not (isinstance(x, np.ndarray) and bool((x == x[..., :1, :]).all()))
 
 
@@ -114,21 +114,21 @@ def per_key(x: Shaped[Array, " ..."], target: Shape) -> Shaped[Array, ...]:
     """Drops the query axis of a mask or bias that has one row for all queries.
 
     Args:
-      x: Array that broadcasts to the target, maybe after batch axes of size 1.
+      x: Array that broadcasts to the target, after adding batch axes of size 1 if needed.
       target: ``[*batch, heads, query_length, key_length]``.
 
     Returns:
       ``[..., 1 or heads, key_length]``, with batch axes of size 1 where it had none.
     """
     shape = (1,) * (len(target) - x.ndim) + x.shape
-    if shape[-2] == 0:  # There are no queries to see the keys.
+    if shape[-2] == 0:  # With no queries, any value works.
         return jnp.ones((*shape[:-2], target[-1]), x.dtype)
     x = jnp.reshape(x, shape)[..., 0, :]
     return jnp.broadcast_to(x, (*x.shape[:-1], target[-1]))
 
 
 def bias_per_key(bias: Shaped[ArrayLike, " ..."], target: Shape) -> Float[Array, ...]:
-    """Returns ``per_key`` of a bias.
+    """Returns ``per_key`` for a bias.
 
     Raises:
       TypeError: If it is not floating.
@@ -140,7 +140,7 @@ def bias_per_key(bias: Shaped[ArrayLike, " ..."], target: Shape) -> Float[Array,
 
 
 def mask_per_key(mask: Shaped[ArrayLike, " ..."], target: Shape) -> Bool[Array, ...]:
-    """Returns ``per_key`` of a mask.
+    """Returns ``per_key`` for a mask.
 
     Raises:
       TypeError: If it is not boolean.
@@ -149,6 +149,6 @@ def mask_per_key(mask: Shaped[ArrayLike, " ..."], target: Shape) -> Bool[Array, 
     if mask.dtype != jnp.bool:
         raise TypeError(
             f"mask must be boolean (True to attend), got {mask.dtype.name}; "
-            "pass an additive one as bias."
+            "pass an additive mask as bias."
         )
     return per_key(mask, target)

@@ -19,7 +19,7 @@ from simrf_jax._src.attention.inputs.masks import per_key
 # The position of the length among the axes of each argument that has it.
 LENGTH = {"query": -3, "key": -3, "value": -3, "mask": -1, "bias": -1, "segment_ids": -1}
 
-# What all devices have alike, beside the arguments: W and the feature map, or None.
+# Values replicated on all devices besides the arguments: W and the feature map, or None.
 Heads = TypeVar("Heads")
 
 
@@ -56,7 +56,7 @@ class Shards(NamedTuple):
     """The mesh axes that shard the lengths of one call.
 
     Attributes:
-      axes: Axes that shard the keys, those of one device left out outside ``shard_map``.
+      axes: Axes that shard the keys; outside ``shard_map``, without axes of one device.
       query_axes: Axes that shard the queries; none if each device has all of them.
       is_inside: True if the call is inside ``shard_map`` over these axes already.
     """
@@ -80,18 +80,17 @@ def find_shards(call: Call, axes: Axes, *, in_order: bool) -> Shards:
     Args:
       call: The call.
       axes: Axes that the caller named; none for the explicit axes of the arrays.
-      in_order: True if the positions of queries and keys belong together, as in causal attention.
+      in_order: True if queries and keys must be aligned by position, as in causal attention.
 
     Raises:
-      ValueError: If they do, and there are not as many keys as queries; or if an axis is of no
-        mesh.
+      ValueError: If they must be aligned but differ in number, or if an axis belongs to no mesh.
     """
     named = bool(axes)
     axes = axes or call.explicit_axes(in_order=in_order)
     is_inside = are_bound(axes)
     split = is_inside or in_order or named or set(axes) & set(axes_of_length(call.query))
     if not is_inside:
-        # Over an axis of one device XLA cannot compile a sum beside other axes (jax 0.10.2).
+        # XLA cannot compile a sum over an axis of one device next to other axes (jax 0.10.2).
         mesh = _mesh(axes, call)
         axes = tuple(axis for axis in axes if mesh.shape[axis] > 1)
     query_length, key_length = call.query.shape[-3], call.key.shape[-3]
@@ -104,11 +103,11 @@ def find_shards(call: Call, axes: Axes, *, in_order: bool) -> Shards:
 
 
 def check_whole(attend: Callable[[Call, Heads], object], call: Call, heads: Heads) -> None:
-    """Traces ``attend`` with whole shapes, because errors of parts would tell other shapes."""
+    """Traces ``attend`` with whole shapes, so that its errors name the shapes the caller knows."""
     shapes: dict[str, Any] = {
         field.name: jax.ShapeDtypeStruct(x.shape, x.dtype)
         for field in dataclasses.fields(call)
-        # The others have shapes that count for nothing, or whose values are checked.
+        # The other fields have shapes that do not matter, or values that are checked.
         if isinstance(x := getattr(call, field.name), jax.Array) and field.name != "scale"
     }
 
@@ -131,7 +130,7 @@ def over_devices(
       attend: Attention of one part.
       shards: Mesh axes that shard the lengths.
       call: The whole call, or that of the device inside ``shard_map``.
-      heads: W and the feature map, which are the same on all devices, or None.
+      heads: W and the feature map, replicated on all devices, or None.
     """
     if shards.is_inside:
         return attend(call, heads)
@@ -148,7 +147,7 @@ def over_devices(
     _check_divisible(mesh, shards.query_axes, "queries", query.shape[-3])
     _check_divisible(mesh, shards.axes, "keys", key.shape[-3])
     logits = shape_of_logits(query, key)
-    # Masks as long as the keys, also where they have an axis of size 1 for these.
+    # Masks get the length of the keys, even where their axis of keys has size 1.
     rows: dict[str, Any] = {
         name: jnp.expand_dims(per_key(jnp.asarray(x), logits), -2)
         for name, x in (("mask", call.mask), ("bias", call.bias))
@@ -170,13 +169,13 @@ def over_devices(
 
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     if AxisType.Explicit in types.values():
-        # Beside manual axes, explicit ones of batch and heads make XLA gather (jax 0.10.2).
+        # Next to manual axes, explicit axes of batch and heads make XLA gather (jax 0.10.2).
         of_output = list(jax.typeof(query).sharding.spec)
-        # The type of an array names no axes of type Auto.
+        # The type of an array does not name axes of type Auto.
         explicit = tuple(axis for axis in shards.query_axes if types[axis] == AxisType.Explicit)
         of_output[-3] = explicit or of_output[-3]
         sharding = NamedSharding(mesh, PartitionSpec(*of_output))
-        # An enclosing shard_map over other axes keeps those.
+        # An enclosing shard_map over other axes keeps its own.
         axes = tuple(axis for axis, kind in types.items() if kind == AxisType.Explicit)
         mapped = jax.sharding.auto_axes(mapped, axes=axes, out_sharding=sharding)
     return mapped(call, jax.tree.map(jnp.asarray, heads))
@@ -199,12 +198,12 @@ def _from_first(
     if lengths is None or not axes:
         return lengths
     first = jax.lax.axis_index(axes) * x.shape[-3]
-    # Lengths that end before may be of an unsigned type.
+    # Signed, because lengths that end before this part become negative.
     return lengths.astype(jnp.int32) - first
 
 
 def are_bound(axes: Axes) -> bool:
-    """Returns whether this is inside ``shard_map`` over the axes already."""
+    """Returns whether the caller is already inside ``shard_map`` over the axes."""
     try:
         jax.lax.axis_size(axes)
     except NameError:
@@ -213,7 +212,7 @@ def are_bound(axes: Axes) -> bool:
 
 
 def _specs(call: Call, shards: Shards) -> Call:
-    """Returns the sharding of each argument, in the place of the argument."""
+    """Returns a call whose fields are the shardings of the arguments."""
 
     def spec(path: tuple[GetAttrKey], x: Shaped[Array, " ..."]) -> PartitionSpec:
         name = path[0].name

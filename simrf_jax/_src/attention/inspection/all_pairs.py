@@ -1,4 +1,4 @@
-"""Attention with every pair of tokens written out: what random features estimate, and softmax's."""
+"""Attention weights of all pairs of tokens: those that random features estimate, and softmax's."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from simrf_jax._src.attention.random_features.exact_keys import ExactKeys
 from simrf_jax._src.attention.random_features.state import largest, or_zero, signed_exp
 from simrf_jax._src.features import LogFeatures
 
-# Above it, no term that counts of a sum of products of features is below the smallest number.
+# Above it, no significant term of a sum of feature products underflows.
 LEAST_PRODUCT = 1e-30
 
 
 class KernelRows(NamedTuple):
-    """An un-normalized attention matrix, kernel * exp(log_scale), in range at any scale.
+    """An unnormalized attention matrix, kernel * exp(log_scale), in range at any scale.
 
     Attributes:
       kernel: ``[*batch, N, T, S]``.
@@ -30,7 +30,7 @@ class KernelRows(NamedTuple):
     log_scale: Float[Array, "*batch N T 1"]
 
     def plus(self, other: KernelRows) -> KernelRows:
-        """Returns the sum of two matrices, neither of which need be in range of the other."""
+        """Returns the sum of two matrices, whose ranges may differ by any factor."""
         parts = (self, other)
         # Rows of zeros have no scale.
         is_empty = (jnp.all(part.kernel == 0, axis=-1, keepdims=True) for part in parts)
@@ -56,7 +56,7 @@ class KernelRows(NamedTuple):
 
 
 def kernel_rows(estimator: Estimator, call: Call) -> tuple[KernelRows, KernelRows]:
-    """Returns the kernel that random features estimate for all pairs, and the softmax kernel.
+    """Returns the kernel of all pairs that random features estimate, and the softmax kernel.
 
     In the band, if there is one, the estimate is the softmax kernel.
     """
@@ -80,7 +80,7 @@ def kernel_rows(estimator: Estimator, call: Call) -> tuple[KernelRows, KernelRow
 def are_exact(
     estimator: Estimator, inputs: Inputs, features: HeadMaps
 ) -> Bool[Array, "#B T #K 1 S"] | None:
-    """Returns True at pairs of queries and keys of exact weight; None if there are none."""
+    """Returns a mask of the pairs of queries and keys with exact weights, if there are any."""
     length, key_length = inputs.query.shape[1], inputs.key.shape[1]
     near = None
     if estimator.exact_bandwidth is not None:
@@ -99,9 +99,9 @@ def log_kernels(
 ) -> tuple[Float[Array, "*batch N T S"], Float[Array, "*batch N T S"]]:
     """Returns logarithms of the kernel that positive features estimate, and of the softmax kernel.
 
-    Both are the softmax kernel at pairs of exact weight. They are minus infinity at hidden keys and
-    in all rows beyond the lengths of queries, and NaN in rows of queries that are not finite or see
-    a key that is not.
+    Both are the softmax kernel at pairs with exact weights. They are minus infinity at hidden keys
+    and in all rows beyond the lengths of queries, and NaN in rows of queries that are not finite or
+    see a key that is not.
 
     Raises:
       ValueError: If features may be negative.
@@ -109,19 +109,19 @@ def log_kernels(
     inputs, features = estimator.lay_out(call, scaled=True)
     log_weights = _log_weights(inputs, call.is_causal)
     log_weights = jnp.where(inputs.real[..., None], log_weights, -jnp.inf)
-    queries, spoiled = features.queries(inputs.query)
-    keys, spoils = features.keys(inputs.key, jnp.zeros_like(inputs.key_log_weights))
+    queries, poisoned = features.queries(inputs.query)
+    keys, nonfinite = features.keys(inputs.key, jnp.zeros_like(inputs.key_log_weights))
     if queries.values is not None:
         raise ValueError(
-            "Weights with a logarithm need positive features, got feature_map="
+            "distillation_loss needs positive features, got feature_map="
             f"{type(estimator.feature_map).__name__}, whose features may be negative."
         )
     near = are_exact(estimator, inputs, features)
     visible = log_weights > -jnp.inf
-    seen = spoils.mT[:, None, :, None] & visible
-    if near is not None:  # No features are read there.
+    seen = nonfinite.mT[:, None, :, None] & visible
+    if near is not None:  # Features are not used there.
         seen &= ~near
-    lost = spoiled | ~inputs.finite | jnp.any(seen | jnp.isnan(log_weights), axis=-1)
+    lost = poisoned | ~inputs.finite | jnp.any(seen | jnp.isnan(log_weights), axis=-1)
     estimated = _log_feature_products(queries, keys) + queries.log_scale
     logits = _logits(inputs)
     if near is not None:
@@ -137,10 +137,10 @@ def log_kernels(
 
 
 def _log_weights(inputs: Inputs, is_causal: bool) -> Float[Array, "B T K 1 S"]:
-    """Returns what to add to the logits, ``[B, T, K, 1, S]``.
+    """Returns the terms to add to the logits, ``[B, T, K, 1, S]``.
 
-    Minus infinity hides a key from a query; NaN marks one that is seen and not finite, which
-    turns the query's row into NaN.
+    Minus infinity hides a key from a query; NaN marks a visible key that is not finite, which turns
+    the query's row into NaN.
     """
     length, key_length = inputs.query.shape[1], inputs.key.shape[1]
     weights = inputs.key_log_weights.mT[:, None, :, None]
@@ -162,7 +162,7 @@ def _feature_products(
     # [B, K, 1, S, num_features], for all queries of a key head.
     keys = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 2)[:, :, None], keys)
 
-    @jax.checkpoint  # Gradients, too, hold the features of all pairs for one query at a time.
+    @jax.checkpoint  # So gradients hold the features of one query's pairs at a time, too.
     def row(one: tuple[LogFeatures, Float[Array, "B K 1 S"]]) -> KernelRows:
         query, log_weights = one
         log_weights = log_weights[..., None]
@@ -183,8 +183,8 @@ def _feature_products(
 def _log_feature_products(queries: LogFeatures, keys: LogFeatures) -> Float[Array, "B T K G S"]:
     """Returns the logarithm of phi(q) . phi(k) for all pairs, without the scale of the queries.
 
-    One product of matrices gives all of them, each feature in units of its largest key, unless some
-    pair is too small for it.
+    One matrix product computes all pairs, each feature in units of its largest key, unless some
+    pair would underflow.
     """
     maxima = largest(keys.exponent, axis=1)
     logits = queries.exponent + maxima[:, :, :, None]
@@ -195,7 +195,7 @@ def _log_feature_products(queries: LogFeatures, keys: LogFeatures) -> Float[Arra
         jnp.exp(keys.exponent - or_zero(maxima)),
         precision=jax.lax.Precision.HIGHEST,
     )
-    # Vectors without features have none in common with any other.
+    # A vector whose features are all zero has kernel zero with all others.
     has_none = (jnp.all(phi.exponent == -jnp.inf, axis=-1) for phi in (queries, keys))
     of_queries, of_keys = has_none
     is_exact = products > LEAST_PRODUCT
@@ -209,10 +209,10 @@ def _log_feature_products(queries: LogFeatures, keys: LogFeatures) -> Float[Arra
 
 
 def _log_feature_sums(queries: LogFeatures, keys: LogFeatures) -> Float[Array, "B T K G S"]:
-    """Returns ``_log_feature_products`` by the logarithm of the sum over features of each pair."""
+    """Returns ``_log_feature_products`` by a log-sum-exp over features for each pair."""
     exponents = jnp.moveaxis(keys.exponent, 1, 2)[:, :, None]  # [B, K, 1, S, num_features].
 
-    @jax.checkpoint  # Gradients, too, hold the features of all pairs for one query at a time.
+    @jax.checkpoint  # So gradients hold the features of one query's pairs at a time, too.
     def row(query: Float[Array, "B K G num_features"]) -> Float[Array, "B K G S"]:
         return jax.nn.logsumexp(query[..., None, :] + exponents, axis=-1)
 
@@ -222,22 +222,22 @@ def _log_feature_sums(queries: LogFeatures, keys: LogFeatures) -> Float[Array, "
 def _estimated_rows(
     inputs: Inputs, features: HeadMaps, log_weights: Float[Array, "B T K 1 S"]
 ) -> KernelRows:
-    queries, spoiled = features.queries(inputs.query)
-    # The log weights of a key differ between queries here, and are added for each.
-    keys, spoils = features.keys(inputs.key, jnp.zeros_like(inputs.key_log_weights))
-    seen = spoils.mT[:, None, :, None] & (log_weights > -jnp.inf)
+    queries, poisoned = features.queries(inputs.query)
+    # The log weights of a key differ between queries here, so they are added for each query.
+    keys, nonfinite = features.keys(inputs.key, jnp.zeros_like(inputs.key_log_weights))
+    seen = nonfinite.mT[:, None, :, None] & (log_weights > -jnp.inf)
     rows = _feature_products(queries, keys, log_weights)
-    spoiled = spoiled[..., None] | jnp.any(seen | jnp.isnan(log_weights), axis=-1, keepdims=True)
-    # Whole rows: the other entries of a row would have NaN gradients, which reach other tokens.
-    kernel = jnp.where(spoiled, jnp.nan, rows.kernel)
+    poisoned = poisoned[..., None] | jnp.any(seen | jnp.isnan(log_weights), axis=-1, keepdims=True)
+    # Replace whole rows: other entries of a row would get NaN gradients, which reach other tokens.
+    kernel = jnp.where(poisoned, jnp.nan, rows.kernel)
     return KernelRows(kernel, rows.log_scale + queries.log_scale)
 
 
 def _softmax_rows(inputs: Inputs, log_weights: Float[Array, "B T K 1 S"]) -> KernelRows:
     logits = jnp.where(log_weights > -jnp.inf, _logits(inputs) + log_weights, -jnp.inf)
     shift = or_zero(largest(logits, axis=-1))
-    spoiled = jnp.any(jnp.isnan(log_weights), axis=-1, keepdims=True)
-    return KernelRows(jnp.where(spoiled, jnp.nan, jnp.exp(logits - shift)), shift)
+    poisoned = jnp.any(jnp.isnan(log_weights), axis=-1, keepdims=True)
+    return KernelRows(jnp.where(poisoned, jnp.nan, jnp.exp(logits - shift)), shift)
 
 
 def _logits(inputs: Inputs) -> Float[Array, "B T K G S"]:

@@ -26,7 +26,7 @@ def distillation_loss(
     exact_keys: ExactKeysLike | None = None,
     **options: Unpack[Options],
 ) -> Float[Array, ""]:
-    r"""Returns the cross-entropy of the attention weights of features to those of softmax.
+    r"""Returns the cross-entropy between softmax attention weights and those of features.
 
     .. math::
         L = -\frac1T \sum_t \sum_s A_{ts} \log \hat A_{ts}, \qquad
@@ -36,12 +36,12 @@ def distillation_loss(
     with queries and keys scaled as by ``random_feature_attention``, and the mean over all heads and
     sequences. The softmax weights are the target and have no gradient. The loss is smallest when
     both sets of weights are equal; it then is the mean entropy of the softmax weights. It is
-    computed in log space: small weights do not underflow, and have gradients. Time is
-    O(T S num_features), and memory O(S (T + num_features)) also with gradients.
+    computed in log space: small weights do not underflow, and have gradients. Time is O(T S
+    num_features), and memory is O(S (T + num_features)), even with gradients.
 
     Minimize it over the arrays of ``feature_maps.Learned`` to learn a feature map for the queries
-    and keys of a trained model. Give the bandwidth with which the map is used: without
-    a band the loss does not determine a factor of each query, which matters beside an exact band.
+    and keys of a trained model. Pass the bandwidth with which the map is used: without a band the
+    loss does not determine one factor of each query, which matters next to an exact band.
 
     Args:
       query: ``[..., T, N, H]``.
@@ -50,8 +50,8 @@ def distillation_loss(
         none.
       feature_map: A name, an object of ``simrf_jax.feature_maps``, or a function, whose features
         are positive.
-      exact_bandwidth: None, or a distance; keys that are no farther from a query have exact weights
-        beside the others, as in ``random_feature_attention``.
+      exact_bandwidth: None, or a distance; keys that are no farther from a query have exact
+        weights, as in ``random_feature_attention``.
       exact_keys: None, a number of keys or their positions; these keys have exact weights too, as
         in ``random_feature_attention``.
       **options: ``mask``, ``bias``, ``scale``, ``is_causal``, ``query_seq_lengths``,
@@ -66,8 +66,8 @@ def distillation_loss(
     Raises:
       TypeError: If a dtype is wrong.
       ValueError: If shapes do not match, a name is unknown, the scale is not finite, features may
-        be negative, the mask or the bias may differ between queries, or the feature map cannot
-        stand beside an exact band.
+        be negative, the mask or the bias may differ between queries, or the feature map cannot be
+        used with an exact band.
 
     Example:
       >>> import jax, simrf_jax
@@ -90,7 +90,7 @@ def distillation_loss(
 
 
 def loss_of(estimator: Estimator, call: Call) -> Float[Array, ""]:
-    """Returns the ``distillation_loss`` of a call, whose values do not count."""
+    """Returns the ``distillation_loss`` of a call; its ``value`` is ignored."""
     estimated, exact = log_kernels(estimator, call)
     return _mean_cross_entropy(estimated, jax.lax.stop_gradient(exact))
 
@@ -98,7 +98,7 @@ def loss_of(estimator: Estimator, call: Call) -> Float[Array, ""]:
 def _mean_cross_entropy(
     estimated: Float[Array, "*batch N T S"], exact: Float[Array, "*batch N T S"]
 ) -> Float[Array, ""]:
-    """Returns the mean over rows that are not all minus infinity, where both hide the same keys."""
+    """Returns the mean over rows that are not all minus infinity; both hide the same keys."""
     visible = exact != -jnp.inf
     sees = jnp.any(visible, axis=-1)
     # A row of minus infinities has no softmax.

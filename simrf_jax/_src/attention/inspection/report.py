@@ -1,4 +1,4 @@
-"""Looking inside: the attention weights that random features imply, and how good they are."""
+"""The attention weights that random features imply, and their error."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class AttentionReport(NamedTuple):
         variance is large, and balanced by a rare projection with much more.
       row_sum_error: Worst :math:`|\hat Z_t / Z_t - 1|`.
       effective_rank: :math:`\exp(-\sum_i p_i \log p_i)` of :math:`\hat A`, with p the singular
-        values divided by their sum (Roy and Vetterli, 2007). No more than the number of features
-        if attention is not causal.
+        values divided by their sum (Roy and Vetterli, 2007). At most the number of features if
+        attention is not causal.
       softmax_effective_rank: The same for A.
       output_error: Relative error of the outputs, :math:`\|\hat A V - A V\|_F / \|A V\|_F`; None
         without values.
@@ -68,8 +68,8 @@ def attention_matrix(
       projection: W, ``[num_features, H]`` or ``[K, num_features, H]``; None for a map that needs
         none.
       feature_map: A name, an object of ``simrf_jax.feature_maps``, or a function.
-      exact_bandwidth: None, or a distance; keys that are no farther from a query have exact weights
-        beside the others, as in ``random_feature_attention``.
+      exact_bandwidth: None, or a distance; keys that are no farther from a query have exact
+        weights, as in ``random_feature_attention``.
       exact_keys: None, a number of keys or their positions; these keys have exact weights too, as
         in ``random_feature_attention``.
       **options: ``mask``, ``bias``, ``scale``, ``is_causal``, ``query_seq_lengths``,
@@ -131,12 +131,12 @@ def attention_report(
     Args:
       query: ``[..., T, N, H]``.
       key: ``[..., S, K, H]``, with N a multiple of K (grouped queries).
-      projection: W, ``[num_features, H]`` or ``[K, num_features, H]``. With one for each head, the
-        heads can be as many draws for the same queries and keys.
+      projection: W, ``[num_features, H]`` or ``[K, num_features, H]``. With one W for each head,
+        the heads can be different draws for the same queries and keys.
       value: ``[..., S, K, D]``, for the error of the output.
       feature_map: A name, an object or a function; see ``random_feature_attention``.
-      exact_bandwidth: None, or a distance; keys that are no farther from a query have exact weights
-        beside the others, as in ``random_feature_attention``.
+      exact_bandwidth: None, or a distance; keys that are no farther from a query have exact
+        weights, as in ``random_feature_attention``.
       exact_keys: None, a number of keys or their positions; these keys have exact weights too, as
         in ``random_feature_attention``.
       **options: ``mask``, ``bias``, ``scale``, ``is_causal``, ``query_seq_lengths``,
@@ -184,9 +184,9 @@ def report_of(
 
     Args:
       estimator: W, the feature map and the bandwidth.
-      call: Queries, keys and values with all that hides some of them.
+      call: Queries, keys and values, with masks, lengths and segments.
       has_value: False leaves out the error of the output.
-      real: False at queries that do not count; None if all do.
+      real: False at queries to ignore; None to count all.
     """
     estimated, exact = kernel_rows(estimator, call)
     if real is not None:
@@ -251,7 +251,7 @@ def _output_error(
 ) -> Float64[np.ndarray, "*batch N"]:
     value = np.swapaxes(np.asarray(value, np.float64), -3, -2)
     value = np.repeat(value, implied.shape[-3] // value.shape[-3], axis=-3)
-    # Padding may hold anything, NaN too, and 0 * NaN is not 0.
+    # Padding may hold anything, even NaN, and 0 * NaN is not 0.
     weighed = ((implied != 0) | (softmax != 0)).any(axis=-2)
     value = np.where(weighed[..., None], value, 0)
     return _relative_error(implied @ value, softmax @ value)

@@ -16,7 +16,7 @@ PLATFORM: str | None = "tpu"
 
 
 def attend(estimator: Estimator, call: Call) -> Float[Array, "*batch T N D"]:
-    """Returns the attention of a call that the kernels can take."""
+    """Returns the attention for a call that the kernels support."""
     try:
         return _attend(estimator, call)
     except TypeError as error:
@@ -31,7 +31,7 @@ def attend(estimator: Estimator, call: Call) -> Float[Array, "*batch T N D"]:
 @jax.jit
 @jax.named_scope("random_feature_attention")
 def _attend(estimator: Estimator, call: Call) -> Float[Array, "*batch T N D"]:
-    # Here, because Pallas takes a tenth of a second to load, and most calls do without it.
+    # Imported here because Pallas takes a tenth of a second to load, and most calls do not need it.
     from simrf_jax._src.attention.pallas_tpu import fused
 
     return fused.attend(estimator, call, reference=attend_locally)

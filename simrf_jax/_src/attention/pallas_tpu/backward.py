@@ -1,4 +1,4 @@
-"""The kernel of the gradient, which computes the features again."""
+"""The Pallas kernel of the gradient, which recomputes the features."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from simrf_jax._src.attention.pallas_tpu.heads import (
     Links,
     Refs,
     Shape,
-    all_along,
+    all_true,
     back_rows,
     divide,
     interleave,
     keep_parts,
     parts_scratch,
+    poison_denominator,
     query_features,
     query_products,
-    spoil_denominator,
     take_keys,
     with_offsets,
 )
@@ -80,7 +80,7 @@ def backward(shape: Shape, operands: Refs, of_outputs: jax.Array) -> Gradients:
 
 
 class Sums(NamedTuple):
-    """The state and its gradient, ``[heads, D + TILE, m]``, which are kept from tile to tile."""
+    """The state and its gradient, ``[heads, D + TILE, m]``, kept from tile to tile."""
 
     state: State
     gradient: Any
@@ -124,7 +124,7 @@ def _kernel(shape: Shape, tree: Any, *refs: Any) -> None:
 
 
 def _of_head(shape: Shape, refs: Refs, of_outputs: Any, out: Gradients) -> Iterator[Links]:
-    """Returns what the heads do where one tile holds all keys, and one all queries."""
+    """Returns the steps of the heads where one tile holds all keys, and one all queries."""
     kept: dict[int, tuple[Keys, jax.Array]] = {}
     states: dict[int, tuple[jax.Array, jax.Array]] = {}
     gradients: dict[int, jax.Array] = {}
@@ -138,7 +138,7 @@ def _of_head(shape: Shape, refs: Refs, of_outputs: Any, out: Gradients) -> Itera
             maxima = jnp.max(keys.logits, axis=1, keepdims=True)
             phi = jnp.exp2(keys.logits - maxima).astype(shape.dtype)
             kept[of_key] = keys, phi
-            sums = spoil_denominator(shape, shape.dot(keys.values, phi, 1, 1))
+            sums = poison_denominator(shape, shape.dot(keys.values, phi, 1, 1))
             states[of_key] = with_offsets(refs, of_key, maxima), sums.astype(shape.dtype)
         maxima, state = states[of_key]
         psi = query_features(shape, products, maxima)
@@ -156,7 +156,7 @@ def _of_head(shape: Shape, refs: Refs, of_outputs: Any, out: Gradients) -> Itera
         if group < shape.groups - 1:
             return
         yield
-        is_fine = all_along(jnp.abs(state.astype(jnp.float32)) < jnp.inf)
+        is_fine = all_true(jnp.abs(state.astype(jnp.float32)) < jnp.inf)
         yield from _of_keys_of_head(
             shape, refs, *kept[of_key], gradients[of_key], is_fine, out, of_key
         )
@@ -176,8 +176,8 @@ def gradient_of_sums(
       first: Position of the first query.
 
     Returns:
-      ``[D + TILE, tile]`` in the type to contract in; and ``[1, tile]``, False beyond the queries
-      and where a query is not finite or sees a key that is not.
+      ``[D + TILE, tile]`` in the contraction dtype; and ``[1, tile]``, False in the padding after
+      the queries, and where a query is not finite or sees a key that is not.
     """
     lanes = jax.lax.broadcasted_iota(jnp.int32, (1, shape.query_tile), 1)
     denominator = sums[shape.value_dim : shape.value_dim + 1]
@@ -272,7 +272,7 @@ def _of_queries(
     out: Gradients,
     first: jax.Array,
 ) -> Iterator[Links]:
-    """Returns what the heads do with a tile of queries, once the state is whole."""
+    """Returns the steps of the heads for a tile of queries, once the state is complete."""
 
     def head(number: int) -> Links:
         of_key = number // shape.groups
@@ -301,7 +301,7 @@ def _of_keys(
     out: Gradients,
     first: jax.Array,
 ) -> Iterator[Links]:
-    """Returns what the heads do with a tile of keys, once the gradient of the state is whole."""
+    """Returns the steps of the heads for a tile of keys, once the state's gradient is complete."""
 
     def head(number: int) -> Links:
         keys = take_keys(shape, refs, number, first)
@@ -309,7 +309,7 @@ def _of_keys(
         maxima = sums.state.maxima[number]
         phi = jnp.exp2(keys.logits - maxima)
         state = sums.state.sums[number].astype(jnp.float32)
-        is_fine = all_along(jnp.abs(state) < jnp.inf)
+        is_fine = all_true(jnp.abs(state) < jnp.inf)
         yield from _of_keys_of_head(
             shape,
             refs,

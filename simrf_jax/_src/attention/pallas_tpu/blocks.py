@@ -1,4 +1,4 @@
-"""The grid of a kernel, and the block of each array that a step of it sees."""
+"""The grid of a Pallas kernel, and the block of each array that one grid step sees."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jax.experimental.pallas import tpu as pltpu
 from simrf_jax._src.attention.pallas_tpu.choice import LANES
 from simrf_jax._src.attention.pallas_tpu.heads import Refs, Shape
 
-# A function from a step of a grid to the number of a tile.
+# A function from a grid step to the number of a tile.
 Tile: TypeAlias = Callable[[Any], Any]
 
-# Bytes of a core's own memory that a kernel may take: more than the compiler's default, and less
-# than the 64 MiB of the smallest core from v5e on.
+# Bytes of a core's VMEM that a kernel may take: more than the compiler's default, and less than the
+# 64 MiB of the smallest core from v5e on.
 VMEM_LIMIT = 48 * 2**20
 
 
@@ -39,7 +39,8 @@ def call(
     """Runs a kernel whose grid is the batch, blocks of heads, and steps over tiles.
 
     Args:
-      kernel: The kernel, of references to the leaves of the operands, the outputs and the scratch.
+      kernel: The kernel, a function of references to the operands' leaves, the outputs and the
+        scratch.
       shape: Sizes of the kernel.
       operands: Arrays.
       specs: Their blocks.
@@ -47,9 +48,9 @@ def call(
       out_specs: Their blocks.
       grid: Sizes of the grid.
       name: Name of the kernel in profiles.
-      multiplications: Those of all products, for XLA's scheduler.
+      multiplications: Number of multiplications in all products, for XLA's scheduler.
       exponentials: Number of exponentials, for XLA's scheduler.
-      scratch_shapes: Memory of a core that the kernel keeps from step to step.
+      scratch_shapes: Scratch memory that the kernel keeps from step to step.
     """
     arrays = jax.tree.leaves(operands)
     moved = [*arrays, *jax.tree.leaves(out_shape)]
@@ -79,7 +80,7 @@ def cost(shape: Shape, refs: Refs, *, passes: int = 1) -> dict[str, int]:
     Args:
       shape: Sizes of the kernel.
       refs: Its operands.
-      passes: Times that features are made of tokens and multiplied by values or their gradients.
+      passes: Number of times features are computed and multiplied by values or gradients.
     """
     tokens = sum(x.size // x.shape[2] for x in (refs.query, refs.key))
     features = passes * tokens * shape.num_features
@@ -121,8 +122,8 @@ class Grid:
     def keys_first(cls, shape: Shape, arrays: Refs, *, is_gradient: bool) -> Grid:
         """Returns a grid over the tiles of keys, then of queries, then of keys for the gradient.
 
-        While a step does not need an array, its block stays where it is needed next or was needed
-        last, so that nothing is moved in vain.
+        While a step does not need an array, its block stays at the position that is needed next or
+        was needed last, so that no block is loaded in vain.
         """
         keys, both = shape.key_tiles, shape.key_tiles + shape.query_tiles
 

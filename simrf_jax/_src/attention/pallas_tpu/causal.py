@@ -1,12 +1,12 @@
-"""The kernel of causal attention: tiles of tokens in order, each after the state of those before.
+"""The Pallas kernel of causal attention: tiles of tokens in order, each after the state before it.
 
 A query reads the state of earlier tiles by features, and the keys of its tile one by one, up to its
-own position. The module ``weights`` says how. Keys and values that are not finite are taken out of
-all sums, and the queries that see them get NaN in the end.
+own position. The module ``weights`` says how. Keys and values that are not finite are left out of
+all sums, and the queries that see them get NaN at the end.
 
 With ``is_reversed`` the tiles, and the tokens of each, come in the reverse order: a query reads the
-keys from its own position on. ``read_sums`` gives what queries read of one part of their keys,
-which adds up with what they read of other parts.
+keys from its own position on. ``read_sums`` returns the sums that queries read of one part of their
+keys, which can be added to the sums over other parts.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from simrf_jax._src.attention.pallas_tpu.tiles import (
     begin,
     load,
     pass_on,
-    spoiled_of,
+    poison_of,
     sum_keys,
     tile_scratch,
 )
@@ -55,13 +55,13 @@ def forward(shape: Shape, operands: Refs) -> jax.Array:
 
     Args:
       shape: Sizes of the kernel.
-      operands: Arrays, as ``Refs`` describes their blocks, with as many keys as queries.
+      operands: Arrays, as ``Refs`` describes their blocks, with equal numbers of keys and queries.
     """
     return _call(shape, operands, False)[0]
 
 
 def read_sums(shape: Shape, operands: Refs) -> Sums:
-    """Returns what queries read, before it is divided; see ``forward`` for the arguments."""
+    """Returns sums that queries read, before the division; see ``forward`` for the arguments."""
     return Sums(*_call(shape, operands, True))
 
 
@@ -88,7 +88,7 @@ def _call(shape: Shape, operands: Refs, gives_sums: bool) -> Any:
 
 
 def name_of(shape: Shape, *, gives_sums: bool) -> str:
-    """Returns the name of the kernel of the forward pass, with which the others begin."""
+    """Returns the name of the forward kernel, the prefix of the other kernels' names."""
     what = "sums" if gives_sums else "attention"
     return f"{'reversed' if shape.is_reversed else 'causal'}_random_feature_{what}"
 
@@ -112,7 +112,7 @@ class QueryHead(NamedTuple):
       of_key: Number of its key head.
       group: Its number among the query heads of the key head.
       groups: Number of these.
-      passed: Sums that the query head before it leaves to it; a list of at most one.
+      passed: Sums that the previous query head has left to this one; a list of at most one.
     """
 
     of_key: Any
@@ -134,7 +134,7 @@ class QueryHead(NamedTuple):
 def in_either_way(shape: Shape, is_rare: jax.Array, attend: Callable[..., Links]) -> None:
     """Lets all heads attend in common units or, if ``is_rare``, in units of halves.
 
-    The rare way goes from head to head in a loop, so that its program is short.
+    The rare path visits the heads in a loop, to keep the program short.
 
     Args:
       shape: Sizes.
@@ -162,7 +162,7 @@ def in_either_way(shape: Shape, is_rare: jax.Array, attend: Callable[..., Links]
 
 
 class Readout(NamedTuple):
-    """The sums that a query head reads in a tile, and the weights that it takes.
+    """The sums that a query head reads in a tile, and the weights that it uses.
 
     Attributes:
       weights: The weights of its queries.
@@ -187,7 +187,7 @@ def read(
       refs: Operands.
       tile: The tile.
       head: The query head.
-      is_rare: True if a key of any head asks for ``in_units_of_halves``, or is not finite.
+      is_rare: True if a key of any head needs ``in_units_of_halves``, or is not finite.
       hides: True to replace queries that are not finite by zeros.
     """
     of_key = head.of_key
@@ -234,27 +234,29 @@ def _attend(
     *,
     is_rare: bool,
 ) -> Links:
-    """Writes what the queries of a head read, and passes its keys on."""
+    """Writes the results of the queries of a head, and adds its keys to the state."""
     hides = write is _write_sums
     found = yield from read(shape, refs, tile, head, is_rare=is_rare, hides=hides)
     more = sum_keys(shape, tile, head.of_key, found.weights) if head.is_last else None
     yield
-    spoiled = spoiled_of(shape, tile, head.of_key, is_rare=is_rare)
-    write(shape, found, spoiled, head.number, *out)
+    poisoned = poison_of(shape, tile, head.of_key, is_rare=is_rare)
+    write(shape, found, poisoned, head.number, *out)
     yield
     if more is not None:
         pass_on(shape, tile, head.of_key, found.state, more, is_rare=is_rare)
 
 
-def _write_outputs(shape: Shape, found: Readout, spoiled: jax.Array, number: Any, out: Any) -> None:
+def _write_outputs(
+    shape: Shape, found: Readout, poisoned: jax.Array, number: Any, out: Any
+) -> None:
     outputs, _ = divide(shape, found.sums)
-    out[0, number] = (outputs + spoiled).astype(out.dtype)
+    out[0, number] = (outputs + poisoned).astype(out.dtype)
 
 
 def _write_sums(
-    shape: Shape, found: Readout, spoiled: jax.Array, number: Any, numerators: Any, rows: Any
+    shape: Shape, found: Readout, poisoned: jax.Array, number: Any, numerators: Any, rows: Any
 ) -> None:
     numerators[0, number] = found.sums[: shape.value_dim].astype(numerators.dtype)
     denominators = found.sums[shape.value_dim : shape.value_dim + 1]
-    is_spoiled = (spoiled != 0) | ~found.finite
-    rows[0, number] = rows_of_sums(denominators, found.weights.shift, is_spoiled)
+    is_poisoned = (poisoned != 0) | ~found.finite
+    rows[0, number] = rows_of_sums(denominators, found.weights.shift, is_poisoned)

@@ -1,4 +1,4 @@
-"""The kernels of the gradient of causal attention, which compute the features again.
+"""The Pallas kernels of the gradient of causal attention, which recompute the features.
 
 The gradient of a query needs the keys before it, so the first kernel goes over the tiles in order.
 That of a key needs the queries after it, so the second goes in the reverse order, and carries the
@@ -50,7 +50,7 @@ from simrf_jax._src.attention.pallas_tpu.tiles import (
     load,
     next_maxima,
     pass_on,
-    spoiled_of,
+    poison_of,
     sum_keys,
     tile_scratch,
 )
@@ -75,8 +75,8 @@ def backward(shape: Shape, operands: Refs, of_outputs: jax.Array | Sums) -> Grad
     Args:
       shape: Sizes of the kernel.
       operands: Arrays of the forward pass.
-      of_outputs: Gradient of the outputs, ``[B, N, D, T]``, or of the ``Sums``, of whose rows only
-        the denominators have one.
+      of_outputs: Gradient of the outputs, ``[B, N, D, T]``, or of the ``Sums``, where of the rows
+        only the denominators have a gradient.
     """
     of_query, passed = _queries(shape, operands, of_outputs)
     name = name_of(shape, gives_sums=isinstance(of_outputs, Sums))
@@ -86,7 +86,7 @@ def backward(shape: Shape, operands: Refs, of_outputs: jax.Array | Sums) -> Grad
 def _queries(
     shape: Shape, operands: Refs, of_outputs: jax.Array | Sums
 ) -> tuple[jax.Array, Passed]:
-    """Returns the gradient of the queries, and what the gradient of the keys needs."""
+    """Returns the gradient of the queries, and the arrays that the gradient of the keys needs."""
     grid = Grid.in_order(shape, operands, is_reversed=shape.is_reversed)
     batch, num_heads, _, length = operands.query.shape
     both = (operands, of_outputs)
@@ -160,7 +160,7 @@ def _of_queries(
     *,
     is_rare: bool,
 ) -> Links:
-    """Writes the gradient of the queries of a head, and passes its keys on."""
+    """Writes the gradient of the queries of a head, and adds its keys to the state."""
     number, of_key = head.number, head.of_key
     hides = isinstance(of_outputs, Sums)
     found = yield from read(shape, refs, tile, head, is_rare=is_rare, hides=hides)
@@ -169,7 +169,7 @@ def _of_queries(
     if isinstance(of_outputs, Sums):
         of_sums, fine = _given(shape, of_outputs, number, first)
     else:
-        sums = found.sums + spoiled_of(shape, tile, of_key, is_rare=is_rare)
+        sums = found.sums + poison_of(shape, tile, of_key, is_rare=is_rare)
         of_sums, fine = gradient_of_sums(shape, sums, of_outputs[0, number], first)
     of_sums, fine = jnp.where(found.finite, of_sums, 0), fine & found.finite
     of_sums_out[0, number] = of_sums
@@ -186,7 +186,7 @@ def _of_queries(
 
 
 def _of_state(tile: Tile, of_sums: jax.Array) -> jax.Array:
-    """Returns the gradient of what queries read from the state, ``[D + TILE, tile]``."""
+    """Returns the gradient of the sums that queries read from the state, ``[D + TILE, tile]``."""
     if tile.segments is None:
         return of_sums
     return jnp.where(tile.segments.read_state, of_sums, 0)
@@ -270,7 +270,7 @@ def _key_kernel(shape: Shape, tree: Any, tile_of: Any, *refs: Any) -> None:
 
 
 def _read_maxima(shape: Shape, tile: Tile, maxima: Any, number: jax.Array) -> None:
-    """Takes the largest exponents before the tile, as ``_write_maxima`` has left them."""
+    """Reads the largest exponents before the tile, as ``_write_maxima`` left them."""
     lanes = jax.lax.broadcasted_iota(jnp.int32, maxima.shape[2:], 1)
     own = lanes == jax.lax.rem(number, maxima.shape[3])
     for head in range(shape.num_heads):
@@ -304,7 +304,7 @@ def _of_keys(
     *,
     is_rare: bool,
 ) -> Links:
-    """Writes the gradients of keys and values of a head, and passes that of the state on."""
+    """Writes the gradients of a head's keys and values, and updates that of the state."""
     number, of_key = head.number, head.of_key
     lanes = jax.lax.broadcasted_iota(jnp.int32, (1, shape.query_tile), 1)
     is_query = tile_number * shape.query_tile + lanes < shape.num_queries
@@ -337,7 +337,7 @@ def _of_keys(
     if tile.segments is not None:
         fade = jnp.where(tile.segments.continues, fade, 0)
     later.sums[of_key] = later.sums[of_key] * fade + found.of_state
-    # Where there is no state, what came from it counts for nothing in these units.
+    # Where there is no state, its contribution is zero in any units.
     units[of_key] = jnp.where(before > HIDDEN, before, 0)
     yield
     out.value[0, of_key] = of_values[: shape.value_dim].astype(out.value.dtype)

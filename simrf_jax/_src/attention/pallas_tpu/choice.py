@@ -13,13 +13,13 @@ from simrf_jax._src.attention.estimator import Estimator
 from simrf_jax._src.attention.inputs.call import Call
 from simrf_jax._src.attention.inputs.sharding import MeshAxes
 
-# Mosaic refuses their products of bfloat16.
+# Mosaic does not support products of bfloat16 on these chips.
 OLD_CHIPS = ("TPU v2", "TPU v3")
 
 LANES = 128
-# Wider windows of exact keys make long programs.
+# Wider windows of exact keys make the programs long.
 MOST_BANDWIDTH = 2 * LANES
-# Bytes of a core's memory that a program may take by the estimate of ``Program``: from v5e on, and
+# Bytes of a core's memory that a program may take, as ``Program`` estimates them: from v5e on, and
 # on a v4, whose cores have 16 MiB.
 MEMORY, MEMORY_OF_V4 = 40 * 2**20, 11 * 2**20
 
@@ -46,14 +46,14 @@ class Program(NamedTuple):
     is_causal: bool
 
     def bytes_of(self, tile: int) -> int:
-        """Returns about how many bytes the program takes for a tile of so many tokens.
+        """Returns about how many bytes the program needs for a tile of ``tile`` tokens.
 
         The last axis of each array is padded to ``LANES``.
         """
         lanes = -(-self.width // LANES) * LANES
-        # Blocks of seven arrays of tokens, each twice, as the next ones are loaded ahead.
+        # Blocks of seven arrays of tokens, each twice, because the next ones are prefetched.
         tokens = 14 * self.groups * self.width * tile * self.itemsize
-        # Rows of queries and of keys, likewise, and their parts.
+        # Rows of queries and of keys, twice as well, and their parts.
         rows = sum(
             8 * self.width * (-(-rows // LANES) * LANES) + 2 * rows * lanes * self.itemsize
             for rows in self.num_rows
@@ -64,7 +64,7 @@ class Program(NamedTuple):
             kept += 4 * self.num_features * 8 * LANES
         # Features of about three heads, several times each.
         features = 48 * self.num_features * tile
-        if self.is_causal:  # Its chains are longer, so more heads are under way.
+        if self.is_causal:  # Its chains are longer, so more heads run at once.
             heads = self.num_heads * self.groups
             features += 14 * heads * self.num_features * tile * self.itemsize
         return self.num_heads * (tokens + rows + kept) + features
@@ -96,7 +96,7 @@ class NearProgram(NamedTuple):
     def bytes_taken(self) -> int:
         """Estimate of the bytes that the program of the gradient takes."""
         window = 1 + 2 * -(-self.bandwidth // LANES)
-        # Each tile of a window and its neighbors twice, as the next ones are loaded ahead: keys
+        # Each tile of a window and its neighbors twice, because the next ones are prefetched: keys
         # and values, and queries, the gradients of their sums, and rows in float32.
         of_keys = 2 * window + 2
         of_queries = self.groups * (2 * window + 1)
@@ -114,8 +114,8 @@ def reason_against(estimator: Estimator, call: Call, *, is_asked: bool) -> str |
     Args:
       estimator: W, the feature map and options.
       call: The call.
-      is_asked: True if the caller chose the kernels; False takes them only from v4 on, and where
-        each device is known to get its own tokens.
+      is_asked: True if the caller chose the kernels. If False, they are used only from v4 on, and
+        where each device is known to get its own tokens.
     """
     platform = jax.default_backend()
     if platform not in ("cpu", "tpu"):
@@ -180,9 +180,9 @@ def _reason_against_size(estimator: Estimator, call: Call) -> str | None:
 
 
 def _runs_alone(axes: MeshAxes) -> bool:
-    """Returns whether a kernel gets the tokens of one device, as far as can be known here.
+    """Returns whether a kernel gets the tokens of one device, as far as this code can know.
 
-    XLA cannot split a kernel. It would give each device the tokens of all.
+    XLA cannot partition a kernel: it would give each device the tokens of all devices.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:

@@ -29,8 +29,8 @@ def on_platform(kernel: Kernel, sizes_of: Sizes, refs: Any, *arrays: Any) -> Any
     """
 
     def call(*operands: Any, interpret: bool) -> Any:
-        # With jax_enable_x64, indices would be int64 and some constants float64, which are not
-        # for TPUs.
+        # With jax_enable_x64, indices would be int64 and some constants float64, which TPUs do not
+        # support.
         with _without_x64():
             return kernel(sizes_of(operands[0], interpret=interpret), *operands)
 
@@ -58,13 +58,13 @@ def over_devices(kernel: Kernel, axes: MeshAxes, *arrays: Any) -> Any:
         of size 1 are not split.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    # XLA refuses a kernel over axes of type Auto, also over those that shard nothing.
+    # XLA refuses a kernel over axes of type Auto, even over those that shard nothing.
     automatic = {name for name in mesh.axis_names if kinds_of_axes(mesh)[name] == AxisType.Auto}
     if not automatic:
         return kernel(*arrays)
     specs = jax.tree.map(functools.partial(_spec, axes), arrays)
     out = PartitionSpec(axes.batch or None, axes.heads or None)
-    # Unchecked, because a kernel does not say over which mesh axes its results vary.
+    # Unchecked, because a kernel does not declare over which mesh axes its results vary.
     return jax.shard_map(
         kernel, in_specs=specs, out_specs=out, axis_names=automatic, check_vma=False
     )(*arrays)

@@ -1,4 +1,4 @@
-"""The kernel of the forward pass."""
+"""The Pallas kernel of the forward pass."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from simrf_jax._src.attention.pallas_tpu.heads import (
     interleave,
     keep_parts,
     parts_scratch,
+    poison_denominator,
     query_features,
     query_products,
-    spoil_denominator,
     take_keys,
     with_offsets,
 )
@@ -70,7 +70,7 @@ def _kernel(shape: Shape, tree: Any, *refs: Any) -> None:
 
 
 def attend(shape: Shape, refs: Refs, out: Any) -> Iterator[Links]:
-    """Returns what the heads do where one tile holds all keys, and one all queries."""
+    """Returns the steps of the heads where one tile holds all keys, and one all queries."""
     states: dict[int, tuple[jax.Array, jax.Array]] = {}
 
     def head(number: int) -> Links:
@@ -86,7 +86,7 @@ def attend(shape: Shape, refs: Refs, out: Any) -> Iterator[Links]:
         yield
         if keys is not None:
             maxima, phi = states[of_key]
-            sums = spoil_denominator(shape, shape.dot(keys.values, phi, 1, 1))
+            sums = poison_denominator(shape, shape.dot(keys.values, phi, 1, 1))
             states[of_key] = maxima, sums.astype(shape.dtype)
         yield
         outputs, _ = divide(shape, shape.dot(states[of_key][1], psi, 1, 0))
@@ -101,7 +101,7 @@ class State(NamedTuple):
     Attributes:
       maxima: ``[key heads, m, 1]``, without the offsets.
       running: ``[key heads, m, D + TILE]`` in units of the maxima.
-      sums: ``[key heads, D + TILE, m]``, written at the end in the type to contract in.
+      sums: ``[key heads, D + TILE, m]``, written at the end in the contraction dtype.
     """
 
     maxima: Any
@@ -134,7 +134,7 @@ def sum_keys(shape: Shape, refs: Refs, state: State, step: jax.Array) -> None:
     @pl.when(step == shape.key_tiles - 1)
     def _() -> None:
         for head in range(shape.num_heads):
-            sums = spoil_denominator(shape, state.running[head].T)
+            sums = poison_denominator(shape, state.running[head].T)
             state.sums[head] = sums.astype(shape.dtype)
 
 
@@ -154,7 +154,7 @@ def _add_keys(shape: Shape, refs: Refs, state: State, first: jax.Array) -> Itera
 
 
 def read(shape: Shape, refs: Refs, state: State, out: Any) -> Iterator[Links]:
-    """Returns what the heads do with a tile of queries, once the state is whole."""
+    """Returns the steps of the heads for a tile of queries, once the state is complete."""
 
     def head(number: int) -> Links:
         of_key = number // shape.groups

@@ -1,4 +1,4 @@
-"""Random-feature attention in fused kernels: when they can do it, and how it is differentiated."""
+"""Random-feature attention in fused Pallas kernels: their calls and their derivatives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from simrf_jax._src.attention.pallas_tpu.operands import (
 )
 from simrf_jax._src.attention.pallas_tpu.sums import Sums, merge
 
-# Attention of the same call by XLA, which gives the gradients of all but the tokens.
+# Attention of the same call by XLA, which gives the gradients of everything but the tokens.
 Reference: TypeAlias = Callable[[Estimator, Call], jax.Array]
 
 
@@ -48,7 +48,7 @@ class Tokens(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """The other arrays of a call; ``call`` has None in the place of the tokens."""
+    """The other arrays of a call; ``call`` has None in place of the tokens."""
 
     call: Any
     estimator: Estimator
@@ -59,8 +59,8 @@ def attend(
 ) -> Float[Array, "*batch T N D"]:
     """Lets each query attend to all keys, or to those up to its position.
 
-    The gradients of queries, keys and values come from kernels, and those of everything else, if
-    anyone asks for them, from ``reference``.
+    The gradients of queries, keys and values come from kernels. Those of everything else, if they
+    are needed, come from ``reference``.
 
     Args:
       estimator: W, the feature map, and the mesh axes that shard the batch and the heads.
@@ -84,7 +84,7 @@ def attend(
 
 
 def _in_parts(estimator: Estimator, call: Call) -> Float[Array, "B N padded T"]:
-    """Returns outputs of the keys up to each query and of those after it, without a look ahead.
+    """Returns outputs from separate sums over the keys up to each query and the keys after it.
 
     With a band, they are those before and after the band, moved to the position of the query, and
     the keys of the band are exact.
@@ -97,7 +97,7 @@ def _in_parts(estimator: Estimator, call: Call) -> Float[Array, "B N padded T"]:
     parts = [_fused(Far(axes, False, start), earlier)]
     if not call.is_causal:
         start = 1 if bandwidth is None else bandwidth + 1
-        # Queries are added, so that there is one beside each key after the first band.
+        # Queries are added so that each key after the first band is paired with one.
         missing = max(num_keys - start - length, 0)
         padding = [(0, 0)] * (call.query.ndim - 3) + [(0, missing), (0, 0), (0, 0)]
         query = jnp.pad(call.query, padding) if missing else call.query
@@ -113,7 +113,7 @@ def _in_parts(estimator: Estimator, call: Call) -> Float[Array, "B N padded T"]:
 
 
 def _outputs(out: Float[Array, "B N padded T"], call: Call) -> Float[Array, "*batch T N D"]:
-    """Returns outputs as the caller has them, zeros beyond the lengths of the queries."""
+    """Returns outputs in the caller's layout, zeros beyond the lengths of the queries."""
     *batch, length, heads, _ = call.query.shape
     out = jnp.transpose(out, (0, 3, 1, 2))[..., : call.value.shape[-1]]
     if call.query_seq_lengths is not None:
@@ -208,7 +208,7 @@ Kernels: TypeAlias = Whole | Far | Near
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fused(kernels: Kernels, refs: Any) -> Any:
-    """Calls a kernel, with gradients of queries, keys and values alone."""
+    """Calls a kernel, with gradients of queries, keys and values only."""
     return kernels.forward(refs)
 
 
@@ -253,7 +253,8 @@ def _with_gradients(
 ) -> Float[Array, "*batch T N D"]:
     """Returns ``out`` as it is.
 
-    Its gradient with respect to ``rest`` is that of the reference; that of ``out`` passes through.
+    Its gradient with respect to ``rest`` is the reference's; the gradient of ``out`` passes
+    through.
     """
     del reference, tokens, rest
     return out
@@ -265,7 +266,7 @@ def _with_gradients_forward(
     del reference
     leaves = jax.tree.leaves(rest, is_leaf=_is_primal)
     values = jax.tree.map(lambda leaf: leaf.value, (tokens, rest), is_leaf=_is_primal)
-    # An array without a gradient need not be kept.
+    # An array that needs no gradient is not kept.
     return out.value, values if any(leaf.perturbed for leaf in leaves) else None
 
 

@@ -1,16 +1,17 @@
-r"""The steps of attention of one head inside a kernel, and of its gradient.
+r"""The steps of attention of one head inside a Pallas kernel, and of its gradient.
 
 Tokens lie along the lanes, the minor axis of a TPU's registers, and features or dimensions along
 the sublanes. Exponents are logarithms to base 2, because a TPU computes powers of 2.
 
-What a head does is a generator that yields between the links of its chain of products. Run one
-after the other, heads would wait for the latency of each product. ``interleave`` starts each head
-one link after the head before it, so that the matrix unit works on one while another waits.
+Each head is a generator that yields between dependent matrix products, the links of its chain. If
+heads ran one after the other, each would wait for the latency of every product. ``interleave``
+starts each head one link after the head before it, so that the matrix unit works on one while
+another waits.
 
-In bidirectional attention nothing looks for numbers that are not finite, or whose squares are not.
-They turn into NaN where attention must give NaN: a key or a value in the sums of its head, a query
+Bidirectional attention does not check for numbers that are not finite, or whose squares are not.
+They become NaN where attention must return NaN: a key or a value in the sums of its head, a query
 in its own column. Only the gradient must keep them from other tokens. Causal attention hides such
-keys and values, and spoils the queries that see them.
+keys and values, and poisons the queries that see them.
 """
 
 from __future__ import annotations
@@ -27,17 +28,18 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-# Exponent of keys that are hidden: below all others, and finite, since infinities make NaN.
+# Exponent of hidden keys: below all others, and finite, because infinities would make NaN.
 HIDDEN = -1e30
-# Scales of visible keys are at least this, also of keys so long that their squares overflow.
+# Scales of visible keys are at least this, even for keys so long that their squares overflow.
 LEAST = 0.25 * HIDDEN
 # Values from here on count as not finite, because their sums might not be.
 LARGEST_VALUE = float(jnp.finfo(jnp.float32).max) / 2**24
 LN2 = math.log(2)
 # Rows of a tile of bfloat16; blocks of rows must begin at a multiple of this.
 TILE = 16
-# Tiles up to this length have links so short that two heads begin together, or four whose products
-# with paired rows are shorter still; and tiles up to the next, two heads of more than one tile.
+# Up to this tile length, links are so short that two heads begin together, or four with paired
+# rows, whose products are shorter still. With several tiles, two heads begin together up to
+# ``LONG_TILE``.
 SHORT_TILE = 256
 LONG_TILE = 512
 
@@ -45,7 +47,7 @@ Links = Generator[None, None, None]
 
 
 def interleave(heads: Iterable[Links], at_once: int = 1) -> None:
-    """Runs the links of all heads, each head one link behind those that began before it.
+    """Runs the links of all heads, each head one link behind the heads that began before it.
 
     Args:
       heads: Generators, one for each head.
@@ -86,11 +88,11 @@ class Shape:
       is_paired: True if half of the features are those of the negatives of the rows.
       num_queries: Length T.
       num_keys: Length S.
-      query_tile: Queries that are taken at a time, a multiple of 128.
-      key_tile: Keys that are taken at a time, a multiple of 128.
-      passes: Parts that W is split into, so that a product of bfloat16 has the digits of W.
-      is_stretched: True if the keys have a stretch, whose rows stand above those of W.
-      dtype: Type to contract in, that of queries, keys and values.
+      query_tile: Number of queries per tile, a multiple of 128.
+      key_tile: Number of keys per tile, a multiple of 128.
+      passes: Number of parts that W is split into, so that bfloat16 products keep the digits of W.
+      is_stretched: True if the keys have a stretch, whose rows are stacked above those of W.
+      dtype: Contraction dtype, that of queries, keys and values.
       interpret: True to run without a TPU.
       is_reversed: True if queries see the keys from their own position on, in causal kernels.
       is_moved: True if keys were moved to other positions there.
@@ -154,7 +156,7 @@ class Shape:
             a,
             b,
             (((axis_a,), (axis_b,)), ((), ())),
-            # Not None, in whose place JAX puts jax_default_matmul_precision.
+            # Not None, which JAX would replace by jax_default_matmul_precision.
             precision=jax.lax.Precision.HIGHEST if is_exact else jax.lax.Precision.DEFAULT,
             preferred_element_type=jnp.float32,
         )
@@ -162,7 +164,8 @@ class Shape:
     def split(self, rows: jax.Array, factor: jax.Array) -> jax.Array:
         """Returns rows in ``dtype``, for bfloat16 as two parts side by side.
 
-        A number of bfloat16 times both parts, added in float32, has 16 binary digits of the row.
+        The products of a bfloat16 number with both parts, added in float32, keep 16 bits of the
+        row.
 
         Args:
           rows: ``[H, m]`` in float32, transposed.
@@ -179,7 +182,7 @@ class Shape:
         return jnp.concatenate([high, low], axis=0).T
 
     def project(self, rows: jax.Array, x: jax.Array) -> jax.Array:
-        """Multiplies rows, whose parts stand side by side, by tokens ``[H, length]``."""
+        """Multiplies rows, whose parts are side by side, by tokens ``[H, length]``."""
         return self.dot(rows, jnp.concatenate([x] * self.passes, axis=0), 1, 0)
 
     def exponents(self, products: jax.Array, plus: jax.Array) -> jax.Array:
@@ -196,7 +199,7 @@ class Shape:
         return jnp.concatenate([above + products, below - products], axis=0)
 
     def of_products(self, of_exponents: jax.Array) -> jax.Array:
-        """Returns the gradient of products with the rows, of that of ``exponents``."""
+        """Returns the gradient of the products with the rows, given that of ``exponents``."""
         if not self.is_paired:
             return of_exponents
         half = self.num_features // 2
@@ -211,13 +214,13 @@ class Refs(NamedTuple):
       key: ``[1, key heads, H, tile]``.
       value: ``[1, key heads, D, tile]``.
       query_rows: W of queries, transposed, ``[1 or key heads, H, rows]``, in float32.
-      key_rows: Rows for keys, likewise, ``[1 or key heads, H, ...]``: if the map has a stretch, its
-        H rows; then W.
+      key_rows: Rows for keys, in the same layout, ``[1 or key heads, H, ...]``: if the map has a
+        stretch, its H rows; then W.
       offsets: Exponents of the features, ``[1 or key heads, m, 1]``, twice as many as rows if these
         are paired; or None.
       center: Mean that is subtracted from stretched keys, ``[1 or key heads, H, 1]``, or None.
-      factors: ``[1, 3]``: what multiplies the rows of queries, those of keys, and the squared norms
-        of keys without a stretch.
+      factors: ``[1, 3]``: factors of the rows of queries, of the rows of keys, and of the squared
+        norms of keys without a stretch.
       log_weights: ``[1, 1 or key heads, 1, tile]``, or None.
       segments: ``[1, 1, SEGMENT_ROWS, tile]``, the rows of ``segments.Segments``, or None.
       query_parts: ``[1 or key heads, rows, passes * H]``, the rows as ``split`` returns them, where
@@ -240,7 +243,7 @@ class Refs(NamedTuple):
 
 
 def of_head(ref: Any, head: Any) -> jax.Array:
-    """Returns the part of a head; with one part, that is for all heads."""
+    """Returns the part of a head; if there is one part, it is for all heads."""
     return ref[head if ref.shape[0] > 1 else 0]
 
 
@@ -254,7 +257,7 @@ def _parts(shape: Shape, refs: Refs, head: Any, *, of_keys: bool) -> jax.Array:
 
 
 def back_rows(shape: Shape, refs: Refs, head: Any, *, of_keys: bool) -> jax.Array:
-    """Returns rows transposed, ``[H, rows]``, to go back from exponents, which are of base 2."""
+    """Returns transposed rows, ``[H, rows]``, for gradients of exponents, which are of base 2."""
     rows = of_head(refs.key_rows if of_keys else refs.query_rows, head)
     return (rows * (LN2 * refs.factors[0, int(of_keys)])).astype(shape.dtype)
 
@@ -269,7 +272,7 @@ def parts_scratch(shape: Shape, refs: Refs) -> list[Any]:
 
 
 def keep_parts(shape: Shape, refs: Refs, scratch: Any, step: jax.Array) -> Refs:
-    """Splits all rows in the first step, and returns the operands with what is kept."""
+    """Splits all rows in the first step, and returns the operands with the parts that are kept."""
     query_parts, key_parts = scratch
 
     @pl.when(step == 0)
@@ -288,10 +291,10 @@ class Keys(NamedTuple):
       logits: ``[m, tile]``, the exponents of the features.
       tokens: ``[H, tile]``, zeros where there is no visible key.
       stretched: ``[H, tile]``, or None.
-      values: ``[D + TILE, tile]``; row D has ones at visible keys, NaN at those whose
-        exponents are, and all others are zeros.
+      values: ``[D + TILE, tile]``; row D has ones at visible keys, NaN at keys whose exponents are
+        NaN; the rows after it are zeros.
       visible: ``[1, tile]``, True at visible keys.
-      spoils: ``[1, tile]``, 1 at visible keys that are not finite and were hidden, 0 elsewhere.
+      nonfinite: ``[1, tile]``, 1 at visible keys that are not finite and were hidden, 0 elsewhere.
     """
 
     logits: jax.Array
@@ -299,7 +302,7 @@ class Keys(NamedTuple):
     stretched: jax.Array | None
     values: jax.Array
     visible: jax.Array
-    spoils: jax.Array
+    nonfinite: jax.Array
 
 
 def take_keys(
@@ -321,10 +324,10 @@ def take_keys(
     if refs.log_weights is not None:
         log_weights = of_head(refs.log_weights[0], head)
         visible &= ~(log_weights <= HIDDEN / 2)  # NaN is visible.
-    spoils = jnp.zeros(())
+    nonfinite = jnp.zeros(())
     if is_causal:
         finite = are_finite(key, value, log_weights)
-        spoils = jnp.where(visible & ~finite, 1.0, 0.0)
+        nonfinite = jnp.where(visible & ~finite, 1.0, 0.0)
         visible &= finite
     if is_causal or refs.log_weights is not None or shape.num_keys % shape.key_tile:
         key, value = keep(key, visible), keep(value, visible)
@@ -339,14 +342,14 @@ def take_keys(
     scale = jnp.where(scale < LEAST, LEAST, scale)  # Keeps NaN.
     if log_weights is not None:
         scale += log_weights
-    # A key may be infinite and have no feature that is.
+    # A key may be infinite although none of its features is.
     ones = jnp.where(visible, 1 + 0 * scale, 0)
     scale = jnp.where(visible, scale, HIDDEN)
     is_first = jax.lax.broadcasted_iota(jnp.int32, (TILE, 1), 0) == 0
     ones = jnp.where(is_first, ones, 0).astype(shape.dtype)
     values = jnp.concatenate([value, ones], axis=0)
     logits = shape.exponents(products[shape.rows], scale)
-    return Keys(logits, key, stretched, values, visible, spoils)
+    return Keys(logits, key, stretched, values, visible, nonfinite)
 
 
 def are_finite(key: jax.Array, value: jax.Array, log_weights: jax.Array | None) -> jax.Array:
@@ -354,13 +357,13 @@ def are_finite(key: jax.Array, value: jax.Array, log_weights: jax.Array | None) 
     sums = jnp.sum(jnp.square(key.astype(jnp.float32)), axis=0, keepdims=True)
     sums = sums if log_weights is None else sums + log_weights
     values = jnp.abs(value.astype(jnp.float32))
-    return (sums < jnp.inf) & all_along(values < LARGEST_VALUE, axis=0)
+    return (sums < jnp.inf) & all_true(values < LARGEST_VALUE, axis=0)
 
 
-def all_along(x: jax.Array, axis: int | None = None) -> jax.Array:
-    """Returns whether all are True along an axis, or at all, and keeps the axes.
+def all_true(x: jax.Array, axis: int | None = None) -> jax.Array:
+    """Returns whether all entries, along an axis or in total, are True; keeps the axes.
 
-    With jax_enable_x64, Mosaic makes float64 numbers of jnp.all (jax 0.10.2), and refuses them.
+    With jax_enable_x64, Mosaic turns jnp.all into float64 numbers, which it refuses (jax 0.10.2).
     """
     zero, one = jnp.float32(0), jnp.float32(1)
     return jnp.min(jnp.where(x, one, zero), axis=axis, keepdims=True) > 0
@@ -370,12 +373,12 @@ def keep(x: jax.Array, visible: jax.Array) -> jax.Array:
     """Returns ``[rows, lanes]`` with zeros where ``visible``, ``[1, lanes]``, is False."""
     if x.dtype != jnp.bfloat16:
         return jnp.where(visible, x, 0)
-    # Two numbers lie in a word, so one operation clears both.
+    # A 32-bit word holds two numbers, so one operation clears both.
     words = pltpu.bitcast(x, jnp.int32)
     return pltpu.bitcast(words & jnp.where(visible, -1, 0), jnp.bfloat16)
 
 
-def spoil_denominator(shape: Shape, state: jax.Array) -> jax.Array:
+def poison_denominator(shape: Shape, state: jax.Array) -> jax.Array:
     """Sets the denominator of a feature to NaN if one of its numerators is not finite.
 
     Args:
@@ -383,8 +386,8 @@ def spoil_denominator(shape: Shape, state: jax.Array) -> jax.Array:
       state: Sums over keys, ``[D + TILE, m]``.
     """
     numerators = state[: shape.value_dim]
-    spoiled = 0 * jnp.sum(numerators, axis=0, keepdims=True)
-    return jnp.concatenate([numerators, state[shape.value_dim :] + spoiled], axis=0)
+    poisoned = 0 * jnp.sum(numerators, axis=0, keepdims=True)
+    return jnp.concatenate([numerators, state[shape.value_dim :] + poisoned], axis=0)
 
 
 def divide(shape: Shape, sums: jax.Array) -> tuple[jax.Array, jax.Array]:

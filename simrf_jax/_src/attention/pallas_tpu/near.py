@@ -1,6 +1,6 @@
-"""The kernel of exact attention to the keys of a band.
+"""The Pallas kernel of exact attention to the keys of a band.
 
-A step takes a tile of queries and the window of tiles of keys that holds the bands of all of them,
+A grid step takes a tile of queries and the window of key tiles that holds the bands of all of them,
 side by side along the lanes. The module ``near_backward`` has the gradient.
 """
 
@@ -33,7 +33,7 @@ from simrf_jax._src.attention.pallas_tpu.sums import ROWS, Sums, rows_of_sums
 
 
 class NearRefs(NamedTuple):
-    """Arrays of a kernel; in it, those of tokens are lists with a block for each tile of a window.
+    """Arrays of a kernel; inside it, tokens are lists with one block for each tile of a window.
 
     Attributes:
       query: ``[B, N, H, T]``.
@@ -42,7 +42,7 @@ class NearRefs(NamedTuple):
       log_weights: ``[B, 1 or K, 1, S]``, or None.
       query_segments: Numbers of the segments, ``[B, 1, 1, T]``, or None.
       key_segments: ``[B, 1, 1, S]``, or None.
-      factor: ``[1, 1]``, what multiplies the products of queries and keys to give logits of base 2.
+      factor: ``[1, 1]``, multiplies the products of queries and keys to give logits of base 2.
     """
 
     query: Any
@@ -59,7 +59,7 @@ class Band:
     """The keys that a query sees, and the tiles that hold them.
 
     Attributes:
-      shape: Sizes; those of features do not count.
+      shape: Sizes; those of features are ignored.
       bandwidth: Distance of the farthest key.
       is_causal: True if later keys are hidden.
     """
@@ -112,13 +112,13 @@ class Band:
     ) -> list[pl.BlockSpec]:
         """Returns the blocks of ``[B, heads, width, length]`` for tiles relative to the step's.
 
-        Beyond the ends there is another tile, of which nothing may be used.
+        Beyond the ends a block holds some other tile, which must not be used.
 
         Args:
           like: An array of these sizes.
           num_key_heads: Number K of key heads.
           tiles: The tiles.
-          width: Its width, if it is another one.
+          width: Width of the blocks, if it differs from that of ``like``.
         """
         _, heads, rows, length = like.shape
         block = (1, max(1, heads * self.shape.num_heads // num_key_heads), width or rows, LANES)
@@ -130,7 +130,7 @@ class Band:
         return [pl.BlockSpec(block, functools.partial(block_of, tile)) for tile in tiles]
 
     def operands(self, refs: NearRefs, queries: range) -> tuple[NearRefs, NearRefs]:
-        """Returns the arrays for each tile of the windows, and the blocks of them.
+        """Returns the arrays for each tile of the windows, and their blocks.
 
         Args:
           refs: The arrays.
@@ -206,12 +206,14 @@ def _heads(
         weights = jnp.exp2(logits - unit).astype(shape.dtype)
         yield
         sums = shape.dot(keys.values, weights, 1, 0)
-        spoils = jnp.broadcast_to(keys.spoils, (TILE, keys.spoils.shape[1])).astype(shape.dtype)
-        sees_spoiled = shape.dot(spoils, seen, 1, 0)[:1] > 0
+        nonfinite = jnp.broadcast_to(keys.nonfinite, (TILE, keys.nonfinite.shape[1])).astype(
+            shape.dtype
+        )
+        sees_nonfinite = shape.dot(nonfinite, seen, 1, 0)[:1] > 0
         yield
         out.numerators[0, number] = sums[: shape.value_dim].astype(out.numerators.dtype)
         denominators = sums[shape.value_dim : shape.value_dim + 1]
-        out.rows[0, number] = rows_of_sums(denominators, unit, sees_spoiled | ~is_finite)
+        out.rows[0, number] = rows_of_sums(denominators, unit, sees_nonfinite | ~is_finite)
 
     return map(head, range(shape.num_heads * shape.groups))
 
@@ -241,13 +243,13 @@ class Window(NamedTuple):
       keys: ``[H, keys]``.
       values: ``[D + TILE, keys]``; row D has ones at visible keys, and all others are zeros.
       log_weights: ``[keys, 128]``, equal along the last axis; ``2 * HIDDEN`` at hidden keys.
-      spoils: ``[1, keys]``, 1 at visible keys that are not finite, and 0 elsewhere.
+      nonfinite: ``[1, keys]``, 1 at visible keys that are not finite, and 0 elsewhere.
     """
 
     keys: jax.Array
     values: jax.Array
     log_weights: jax.Array
-    spoils: jax.Array
+    nonfinite: jax.Array
 
 
 def side_by_side(blocks: Any, head: Any, tiles: range, window: range) -> jax.Array:
@@ -272,13 +274,13 @@ def take_window(band: Band, refs: NearRefs, head: Any, step: Any, tiles: range) 
         log_weights = side_by_side(refs.log_weights, head, tiles, band.keys)
         visible &= ~(log_weights <= HIDDEN / 2)  # NaN is visible.
     finite = are_finite(key, value, log_weights)
-    spoils, visible = jnp.where(visible & ~finite, 1.0, 0.0), visible & finite
+    nonfinite, visible = jnp.where(visible & ~finite, 1.0, 0.0), visible & finite
     is_first = jax.lax.broadcasted_iota(jnp.int32, (TILE, 1), 0) == 0
     ones = jnp.where(is_first & visible, 1, 0).astype(shape.dtype)
     row = jnp.where(visible, jnp.zeros(()) if log_weights is None else log_weights, 2 * HIDDEN)
     column = as_column(row, LANES)
     values = jnp.concatenate([keep(value, visible), ones], axis=0)
-    return Window(keep(key, visible), values, column, spoils)
+    return Window(keep(key, visible), values, column, nonfinite)
 
 
 def take_queries(

@@ -1,7 +1,7 @@
-"""The kernel of the gradient of exact attention to the keys of a band.
+"""The Pallas kernel of the gradient of exact attention to the keys of a band.
 
 The gradient of a tile of queries takes the window of keys of the forward pass. That of a tile of
-keys takes the window of the queries whose bands may have one of these keys.
+keys takes the window of the queries whose bands may contain one of these keys.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Given(NamedTuple):
 
     Attributes:
       rows: The rows of the ``Sums`` that the forward pass returned.
-      of_sums: The gradient of the sums; that of the rows has only one of the denominators.
+      of_sums: The gradient of the sums; of the rows, only the denominators have a gradient.
     """
 
     rows: Any
@@ -76,7 +76,7 @@ def _kernel(band: Band, tree: Any, *refs: Any) -> None:
     operands, given = jax.tree.unflatten(tree, refs[: tree.num_leaves])
     out = Gradients(*refs[tree.num_leaves :])
 
-    # Beyond the last tile of the one, a step is for the other alone.
+    # Past the last tile of queries or of keys, a step handles only the other.
     @pl.when(step < shape.query_tiles)
     def _() -> None:
         interleave(_of_queries(band, operands, given, step, out), shape.heads_at_once)
@@ -103,7 +103,7 @@ def _take_given(
 def _of_queries(
     band: Band, refs: NearRefs, given: Given, step: Any, out: Gradients
 ) -> Iterator[Links]:
-    """Returns what the heads do for the gradients of a tile of queries."""
+    """Returns the steps of the heads for the gradients of a tile of queries."""
     shape, own, kept = band.shape, range(1), {}
     holds = in_segment(band, refs, band.keys, own, band.queries)
 
@@ -129,7 +129,7 @@ def _of_queries(
 def _of_keys(
     band: Band, refs: NearRefs, given: Given, step: Any, out: Gradients
 ) -> Iterator[Links]:
-    """Returns what the heads do for the gradients of a tile of keys and values."""
+    """Returns the steps of the heads for the gradients of a tile of keys and values."""
     shape, own, kept = band.shape, range(1), {}
     sums: dict[int, tuple[jax.Array, jax.Array]] = {}
     holds = in_segment(band, refs, own, band.queries, band.queries)

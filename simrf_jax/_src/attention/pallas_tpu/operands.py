@@ -23,13 +23,13 @@ from simrf_jax._src.projections import ProjectionLike
 LOG2E = math.log2(math.e)
 # Larger components of a query count as not finite, because their squares are not.
 LARGEST_QUERY = 1e18
-# Lengths up to the first are taken in one tile, and longer ones in tiles of the second, both less
-# where a program would not fit into the memory of a core.
+# Lengths up to the first number form one tile, and longer ones are cut into tiles of the second;
+# both are smaller where a program would not fit into the memory of a core.
 LONGEST_TILE = 1024
 TILE_OF_MANY = 512
 # Paired rows must fill whole registers, so that appending their negatives moves no data.
 SUBLANES = 8
-# Query heads of one program: enough to overlap, and few enough for a short program.
+# Query heads of one program: enough to overlap, few enough to keep the program short.
 MOST_HEADS = 16
 
 
@@ -41,14 +41,14 @@ def lay_out(
     start: int | None = None,
     is_reversed: bool = False,
 ) -> Refs:
-    """Returns what the kernels take: whole arrays in the place of the blocks.
+    """Returns the operands of the kernels, with whole arrays in place of blocks.
 
     Args:
       call: The call.
       projection: W.
       feature_map: The feature map.
-      start: Position, maybe negative, of the key that goes to the first query, for causal kernels,
-        which take as many keys as queries; None for all keys.
+      start: Position, maybe negative, of the key that is paired with the first query, for causal
+        kernels, which take equal numbers of keys and queries; None for all keys.
       is_reversed: True for kernels in the reverse order.
     """
     log_weights = call.log_weights_per_key()
@@ -58,7 +58,7 @@ def lay_out(
         key, value, log_weights = _one_for_each_query(call, log_weights, start)
     forms = [_form(feature_map, projection, side) for side in SIDES]
     if log_weights is not None and log_weights.shape[-2] not in (1, num_key_heads):
-        # Heads that share their keys but not their mask no longer share a state.
+        # Heads that share keys but not a mask cannot share a state.
         groups = num_heads // num_key_heads
         key, value = (jnp.repeat(x, groups, axis=-2) for x in (key, value))
         forms = [_repeated(form, groups) for form in forms]
@@ -100,7 +100,7 @@ def _segment_rows(
 
 
 def lay_out_near(call: Call, bandwidth: int) -> NearRefs:
-    """Returns what the kernels of a band take."""
+    """Returns the operands of the kernels of a band."""
     log_weights = call.log_weights_per_key()
     key, value, groups = call.key, call.value, 1
     if log_weights is not None and log_weights.shape[-2] not in (1, key.shape[-2]):
@@ -133,7 +133,7 @@ def query_factors(
 ) -> Float[Array, "B N T"]:
     """Returns logarithms of what the causal kernels leave out of the weights, to base 2.
 
-    That are the factors that all keys of a query have in common.
+    These are the factors common to all keys of a query.
     """
     of_queries, of_keys = (_form(feature_map, projection, side) for side in SIDES)
     *_, length, num_heads, dim = call.query.shape
@@ -141,7 +141,8 @@ def query_factors(
     root, sign = _root_and_sign(call)
     query = call.query.reshape(-1, length, num_key_heads, num_heads // num_key_heads, dim)
     query = query.astype(jnp.float32)
-    # The kernels say which queries are not finite. Here 0 * NaN would reach their gradients.
+    # The kernels flag queries that are not finite. Without this, 0 * NaN would reach gradients
+    # here.
     query = jnp.where(jnp.abs(query) < LARGEST_QUERY, query, 0) * (root * sign)
 
     def of_heads(x: jax.Array) -> jax.Array:
@@ -164,19 +165,19 @@ def query_factors(
 def _one_for_each_query(
     call: Call, log_weights: Float[Array, "B rows S"] | None, start: int
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Returns the keys, values and log weights from ``start`` on, as many as queries.
+    """Returns the keys, values and log weights from ``start`` on, one for each query.
 
-    Those that are added beyond the ends are hidden.
+    Keys that are added beyond the ends are hidden.
     """
     length, num_keys = call.query.shape[-3], call.key.shape[-3]
-    start = min(max(start, -length), num_keys)  # Farther out there is padding alone.
-    before, after = -start, start + length - num_keys  # Negative numbers cut off.
+    start = min(max(start, -length), num_keys)  # Farther out there is only padding.
+    before, after = -start, start + length - num_keys  # Negative numbers cut keys off.
     is_whole = before == 0 and after == 0
 
     def fit(x: jax.Array, axis: int, fill: float) -> jax.Array:
         padding = [(0, 0, 0)] * x.ndim
         padding[axis] = (before, after, 0)
-        # One operation, so that XLA adds up its gradients with others in one pass.
+        # One operation, so that XLA sums its gradients with others in one pass.
         return x if is_whole else jax.lax.pad(x, jnp.asarray(fill, x.dtype), padding)
 
     if (before > 0 or after > 0) and log_weights is None:
@@ -309,7 +310,7 @@ def _padded(x: Shaped[Array, "*shape width"], width: int) -> Shaped[Array, "*sha
 
 
 def _key_rows(form: ExponentialForm) -> Float[Array, "*K rows H"]:
-    """Returns stretch and W on top of each other."""
+    """Returns the stretch stacked on W."""
     dim = _multiple(form.rows.shape[-1], TILE)
     rows = _padded(form.rows, dim)
     if form.stretch is None:
@@ -331,7 +332,7 @@ def _center(form: ExponentialForm) -> Float[Array, "*K H 1"] | None:
 
 
 def _offsets(forms: list[ExponentialForm]) -> Float[Array, "*K m 1"] | None:
-    """Returns the offsets of queries and keys together, zeros if only pairs ask for them."""
+    """Returns the sum of the offsets of queries and keys; zeros if only pairs need them."""
     given = [form.offsets for form in forms if form.offsets is not None]
     if given:
         return functools.reduce(jnp.add, given)[..., None] * LOG2E
@@ -340,9 +341,9 @@ def _offsets(forms: list[ExponentialForm]) -> Float[Array, "*K m 1"] | None:
 
 
 def _hidden(log_weights: Float[Array, "B rows S"]) -> Float[Array, "B rows S"]:
-    """Returns log weights to base 2, and a number for minus infinity."""
+    """Returns log weights to base 2, with a finite number in place of minus infinity."""
     too_large = log_weights > float(jnp.finfo(jnp.float32).max) / 4  # Exponents would overflow.
-    # A finite bias, however low, hides nothing: equal biases of all keys change nothing.
+    # A finite bias, however low, hides no key: equal biases of all keys change nothing.
     scaled = jnp.maximum(log_weights * LOG2E, 0.49 * HIDDEN)
     scaled = jnp.where(log_weights == -jnp.inf, HIDDEN, scaled)
     return jnp.where(too_large, jnp.nan, scaled)

@@ -1,7 +1,7 @@
 """Segments of packed sequences in the causal kernels.
 
-A query sees keys of its own segment only. Segments follow each other, so the state holds the keys
-of one segment alone: that of the last key of the tiles before.
+A query sees keys of its own segment only. Segments follow each other, so the state holds keys of
+only one segment: that of the last key of the previous tiles.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ class Segments(NamedTuple):
 
     Attributes:
       of_queries: ``[1, tile]``.
-      of_keys: ``[1, tile]``; other ones than those of the queries if keys were moved.
-      before: ``[1, tile]``, that of the last key before the tile, at each place; -1 in the first.
-      last: ``[1, tile]``, that of the last key of the tile, at each place.
-      same: ``[tile, tile]``, True where a key, on the first axis, is of the segment of a query.
-      same_keys: The same of keys on both axes.
+      of_keys: ``[1, tile]``; they differ from those of the queries if keys were moved.
+      before: ``[1, tile]``, the segment of the last key before the tile, repeated; -1 in the first
+        tile.
+      last: ``[1, tile]``, the segment of the last key of the tile, repeated.
+      same: ``[tile, tile]``, True where a key, on the first axis, shares the segment of a query.
+      same_keys: The same, with keys on both axes.
     """
 
     of_queries: jax.Array
@@ -48,17 +49,17 @@ class Segments(NamedTuple):
 
     @property
     def read_state(self) -> jax.Array:
-        """``[1, tile]``, True at queries of the segment of the state."""
+        """``[1, tile]``, True at queries in the segment of the state."""
         return self.of_queries == self.before
 
     @property
     def continues(self) -> jax.Array:
-        """``[1, 1]``, True if the last key is of the segment of the state."""
+        """``[1, 1]``, True if the last key is in the segment of the state."""
         return (self.before == self.last)[:, :1]
 
     @property
     def in_last(self) -> jax.Array:
-        """``[1, tile]``, True at keys of the segment of the last key."""
+        """``[1, tile]``, True at keys in the segment of the last key."""
         return self.of_keys == self.last
 
 
@@ -94,7 +95,7 @@ def references(
 
     def of(same: jax.Array, own: jax.Array) -> jax.Array:
         chosen = jnp.where(same, 1.0, 0.0)
-        # One term is not zero, so the sums are exact.
+        # Only one term is not zero, so the sums are exact.
         parts = _dot(shape, firsts, chosen)
         first = sum(jnp.split(parts, parts.shape[0] // logits.shape[0], axis=0))
         first = jnp.where(_any(shape, is_first, chosen), first, HIDDEN)
@@ -116,7 +117,7 @@ def _narrow(shape: Shape) -> Any:
 
 
 def _split(shape: Shape, x: jax.Array) -> jax.Array:
-    """Returns three numbers of bfloat16 above each other, which add up to each number."""
+    """Returns three stacked bfloat16 numbers that add up to each number."""
     if shape.interpret:  # XLA's CPU backend has no bfloat16 x bfloat16 = float32.
         return x
     parts = []

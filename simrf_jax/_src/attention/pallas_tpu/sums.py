@@ -1,4 +1,4 @@
-"""Sums that queries read of some of their keys, which add up with those of other keys."""
+"""Sums that queries read of some of their keys, which can be merged with those of other keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from simrf_jax._src.attention.inputs.call import quotient
 from simrf_jax._src.attention.pallas_tpu.heads import HIDDEN
 
-# Numbers of each query beside its numerators, padded to one tile of float32.
+# Numbers of each query besides its numerators, padded to one tile of float32.
 ROWS = 8
 
 
@@ -20,28 +20,28 @@ class Sums(NamedTuple):
     Attributes:
       numerators: ``[B, N, D, T]``, weighted sums of the values.
       rows: ``[B, N, ROWS, T]`` in float32: the denominators; the exponents of the units of both, to
-        base 2, ``HIDDEN`` where no key is visible; and 1 where a query or a key that it sees is
-        not finite, and 0 elsewhere. Such queries and keys are in no sum.
+        base 2, ``HIDDEN`` where no key is visible; and 1 where a query or a key that it sees is not
+        finite, and 0 elsewhere. No sum includes such queries and keys.
     """
 
     numerators: Any
     rows: Any
 
     def times(self, factors: jax.Array) -> Sums:
-        """Returns sums that are multiplied by 2 to the power of ``[B, N, T]``."""
+        """Returns the sums multiplied by 2 to the power of ``[B, N, T]``."""
         units = jax.lax.stop_gradient(self.rows[:, :, 1]) + factors
         return self._replace(rows=self.rows.at[:, :, 1].set(units))
 
 
-def rows_of_sums(denominators: jax.Array, units: jax.Array, spoiled: jax.Array) -> jax.Array:
-    """Returns the rows of ``Sums``, ``[ROWS, tile]``, of ``[1, tile]`` each.
+def rows_of_sums(denominators: jax.Array, units: jax.Array, poisoned: jax.Array) -> jax.Array:
+    """Returns the rows of ``Sums``, ``[ROWS, tile]``, from one ``[1, tile]`` for each.
 
     The units of a query that sees no key might be those of keys after it, so they are left out.
     """
     row = jax.lax.broadcasted_iota(jnp.int32, (ROWS, denominators.shape[1]), 0)
     units = jnp.where(denominators > 0, units, HIDDEN)
-    spoils = jnp.where(spoiled, 1.0, 0.0)
-    return jnp.where(row == 0, denominators, jnp.where(row == 1, units, spoils))
+    flags = jnp.where(poisoned, 1.0, 0.0)
+    return jnp.where(row == 0, denominators, jnp.where(row == 1, units, flags))
 
 
 def merge(parts: list[Sums]) -> jax.Array:
@@ -59,6 +59,6 @@ def merge(parts: list[Sums]) -> jax.Array:
     divisors = jnp.where(nothing, 1, denominators)
     inverse = jnp.where(nothing, 0, quotient(jnp.ones_like(divisors), divisors))
     numerators = sum(weight[:, :, None] * part.numerators for weight, part in both)
-    spoiled = sum(jax.lax.stop_gradient(part.rows[:, :, 2]) for part in parts) > 0
-    out = jnp.where(spoiled[:, :, None], jnp.nan, numerators * inverse[:, :, None])
+    poisoned = sum(jax.lax.stop_gradient(part.rows[:, :, 2]) for part in parts) > 0
+    out = jnp.where(poisoned[:, :, None], jnp.nan, numerators * inverse[:, :, None])
     return out.astype(parts[0].numerators.dtype)

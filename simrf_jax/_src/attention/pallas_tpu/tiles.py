@@ -31,44 +31,44 @@ from simrf_jax._src.attention.pallas_tpu.weights import (
 
 
 class Tile(NamedTuple):
-    """The keys of a tile, and what is kept from tile to tile.
+    """The keys of a tile, and the sums that are kept from tile to tile.
 
     Attributes:
       logits: Exponents of the keys' features, ``[key heads, m, tile]``.
       values: Values with the row of ones, ``[key heads, D + TILE, tile]``.
-      spoils: ``[key heads, 1, tile]``, 1 at keys that are not finite, and 0 elsewhere.
+      nonfinite: ``[key heads, 1, tile]``, 1 at keys that are not finite, and 0 elsewhere.
       maxima: The largest exponents of earlier tiles, ``[key heads, m, tile]``, equal along the last
-        axis, so that nothing has to be spread over the lanes again.
-      reference: Units of the tile, likewise: the maxima or, if no earlier key is visible, the
-        exponents of the first visible key.
+        axis, so that they need not be broadcast over the lanes again.
+      reference: Units of the tile, of the same shape: the maxima or, if no earlier key is visible,
+        the exponents of the first visible key.
       state: Sums over earlier tiles, ``[key heads, m, D + TILE]``, in units of the maxima.
-      spoiled: ``[key heads, 1, tile]``, NaN if a key of an earlier tile is not finite, or else 0.
-      of_queries: The reference of queries, another one than that of keys if these were moved. With
+      poisoned: ``[key heads, 1, tile]``, NaN if a key of an earlier tile is not finite, or else 0.
+      of_queries: The reference of queries, which differs from that of keys if keys were moved. With
         segments neither is equal along the last axis.
-      segments: The segments of its tokens, or None. The maxima, the state and what is spoiled are
-        then of the segment of the last key before the tile.
+      segments: The segments of its tokens, or None. With segments, ``maxima``, ``state`` and
+        ``poisoned`` are those of the segment of the last key before the tile.
     """
 
     logits: Any
     values: Any
-    spoils: Any
+    nonfinite: Any
     maxima: Any
     reference: Any
     state: Any
-    spoiled: Any
+    poisoned: Any
     of_queries: Any
     segments: Segments | None
 
     @classmethod
     def of(cls, shape: Shape, refs: Refs, scratch: list[Any]) -> tuple[Tile, list[Any]]:
         """Returns the tile in the memory of ``tile_scratch``, and the memory that follows."""
-        logits, values, spoils, maxima, reference, state, spoiled, *rest = scratch
+        logits, values, nonfinite, maxima, reference, state, poisoned, *rest = scratch
         of_queries, segments = reference, None
         if refs.segments is not None:
             segments = Segments.take(shape, refs.segments)
             if shape.is_moved:
                 of_queries, *rest = rest
-        arrays = (logits, values, spoils, maxima, reference, state, spoiled, of_queries)
+        arrays = (logits, values, nonfinite, maxima, reference, state, poisoned, of_queries)
         return cls(*arrays, segments), rest
 
 
@@ -89,7 +89,7 @@ def begin(tile: Tile, step: jax.Array) -> None:
     def _() -> None:
         tile.maxima[...] = jnp.full_like(tile.maxima, 2 * HIDDEN)
         tile.state[...] = jnp.zeros_like(tile.state)
-        tile.spoiled[...] = jnp.zeros_like(tile.spoiled)
+        tile.poisoned[...] = jnp.zeros_like(tile.poisoned)
 
 
 def load(shape: Shape, refs: Refs, tile: Tile, number: jax.Array, squared: Any = None) -> jax.Array:
@@ -100,10 +100,10 @@ def load(shape: Shape, refs: Refs, tile: Tile, number: jax.Array, squared: Any =
       refs: Operands.
       tile: The tile, which receives them.
       number: Number of the tile.
-      squared: Receives the vectors whose squared norms are in the exponents; or None.
+      squared: Array that receives the vectors whose squared norms are in the exponents; or None.
 
     Returns:
-      True if a key of any head asks for ``in_units_of_halves``, or is not finite.
+      True if a key of any head needs ``in_units_of_halves``, or is not finite.
     """
     rare: list[jax.Array] = []
 
@@ -112,14 +112,14 @@ def load(shape: Shape, refs: Refs, tile: Tile, number: jax.Array, squared: Any =
         yield
         tile.logits[head_number] = keys.logits
         tile.values[head_number] = keys.values
-        tile.spoils[head_number] = keys.spoils
+        tile.nonfinite[head_number] = keys.nonfinite
         if squared is not None:
             vectors = keys.tokens if keys.stretched is None else keys.stretched
             squared[head_number] = vectors.astype(jnp.float32)
         reference = _set_references(shape, refs, tile, head_number, keys)
         above = keys.logits - reference
         largest = jnp.max(above, axis=0, keepdims=True)
-        rare.append((largest > limits(keys.values)) | (keys.spoils > 0))
+        rare.append((largest > limits(keys.values)) | (keys.nonfinite > 0))
 
     interleave(map(head, range(shape.num_heads)), shape.heads_at_once)
     anywhere = functools.reduce(jnp.logical_or, rare)
@@ -159,47 +159,47 @@ def sum_keys(shape: Shape, tile: Tile, head: Any, weights: Weights) -> jax.Array
 def pass_on(
     shape: Shape, tile: Tile, head: Any, state: jax.Array, more: jax.Array, *, is_rare: bool
 ) -> None:
-    """Leaves the sums over the keys up to the end of the tile to the next tile.
+    """Stores the sums over the keys up to the end of the tile for the next tile.
 
     Args:
       shape: Sizes.
       tile: The tile.
       head: Number of the key head.
       state: Sums over earlier tiles, in units of the reference.
-      more: Sums over the keys of the tile, likewise.
-      is_rare: True if a key of any head asks for ``in_units_of_halves``, or is not finite.
+      more: Sums over the keys of the tile, in the same units.
+      is_rare: True if a key of any head needs ``in_units_of_halves``, or is not finite.
     """
-    logits, reference, spoils = tile.logits[head], tile.reference[head], tile.spoils[head]
-    maxima, spoiled = next_maxima(shape, tile, head), tile.spoiled[head]
+    logits, reference, nonfinite = tile.logits[head], tile.reference[head], tile.nonfinite[head]
+    maxima, poisoned = next_maxima(shape, tile, head), tile.poisoned[head]
     fade = columns(shape, jnp.exp2(_last_reference(shape, tile, head) - maxima))
     if tile.segments is not None:
         state = jnp.where(tile.segments.continues, state, 0)
-        spoiled = jnp.where(tile.segments.continues, spoiled, 0)
-        spoils = jnp.where(tile.segments.in_last, spoils, 0)
+        poisoned = jnp.where(tile.segments.continues, poisoned, 0)
+        nonfinite = jnp.where(tile.segments.in_last, nonfinite, 0)
     total = (state + more) * fade
     if is_rare:
-        # Only where a key was clamped, so that it does not change the bits of other heads.
+        # Only where a key was clamped, so that the bits of other heads do not change.
         phi = in_last_segment(tile, jnp.exp2(logits - maxima), 0).astype(shape.dtype)
         again = state * fade + shape.dot(phi, tile.values[head], 1, 1)
         above = jnp.max(logits - reference, axis=0, keepdims=True) - limits(tile.values[head])
         above = in_last_segment(tile, above, 0)
         total = jnp.where(jnp.max(above, keepdims=True) > 0, again, total)
-        is_spoiled = jnp.max(spoils, axis=1, keepdims=True) > 0
-        spoiled += jnp.where(is_spoiled, jnp.nan, 0)
+        is_poisoned = jnp.max(nonfinite, axis=1, keepdims=True) > 0
+        poisoned += jnp.where(is_poisoned, jnp.nan, 0)
     if is_rare or tile.segments is not None:
-        tile.spoiled[head] = spoiled
+        tile.poisoned[head] = poisoned
     tile.state[head] = total
     tile.maxima[head] = maxima
 
 
-def spoiled_of(shape: Shape, tile: Tile, head: Any, *, is_rare: bool) -> jax.Array:
+def poison_of(shape: Shape, tile: Tile, head: Any, *, is_rare: bool) -> jax.Array:
     """Returns ``[1, tile]``, NaN at queries that see a key that is not finite, and 0 elsewhere."""
-    segments, spoiled = tile.segments, tile.spoiled[head]
+    segments, poisoned = tile.segments, tile.poisoned[head]
     if segments is not None:
-        spoiled = jnp.where(segments.read_state, spoiled, 0)
+        poisoned = jnp.where(segments.read_state, poisoned, 0)
     if not is_rare:
-        return spoiled
-    return spoiled + jnp.where(at_or_before(shape, tile.spoils[head], segments), jnp.nan, 0)
+        return poisoned
+    return poisoned + jnp.where(at_or_before(shape, tile.nonfinite[head], segments), jnp.nan, 0)
 
 
 def next_maxima(shape: Shape, tile: Tile, head: Any) -> jax.Array:
@@ -209,7 +209,7 @@ def next_maxima(shape: Shape, tile: Tile, head: Any) -> jax.Array:
 
 
 def in_last_segment(tile: Tile, x: jax.Array, fill: float) -> jax.Array:
-    """Returns ``[rows, tile]`` as it is at keys of the segment of the last one."""
+    """Returns ``x`` at keys in the segment of the last key, and ``fill`` elsewhere."""
     return x if tile.segments is None else jnp.where(tile.segments.in_last, x, fill)
 
 
@@ -223,7 +223,7 @@ def _last_reference(shape: Shape, tile: Tile, head: Any) -> jax.Array:
 
 
 def columns(shape: Shape, x: jax.Array) -> jax.Array:
-    """Returns ``[m, D + TILE]`` of ``[m, tile]`` that is equal along the last axis."""
+    """Returns ``[m, D + TILE]`` from ``[m, tile]``, both constant along the last axis."""
     missing = shape.columns - x.shape[1]
     if missing <= 0:
         return x[:, : shape.columns]

@@ -4,16 +4,16 @@ A weight is a sum over features of products of exponentials, ``sum_i exp2(x_it +
 t and a key s. It is computed as a matrix product of features of queries and of keys, and each
 feature is divided by a power of two, its unit, on one side and multiplied by it on the other. The
 unit may depend only on keys that all readers see. Otherwise later keys would reach earlier outputs
-by rounding, or by overflow.
+through rounding or overflow.
 
-Nearly always one unit for each feature does for a tile: ``in_common_units`` takes the largest
+Nearly always one unit for each feature suffices for a tile: ``in_common_units`` takes the largest
 exponent of all earlier tiles or, without any earlier key, that of the first visible key of the
-tile, before which queries see nothing. A later key may be larger by a factor up
-to ``2**LARGEST``: floating-point numbers keep their precision, and a query's sum is at least 1 in
-its own units, so nothing that counts is lost below the smallest number. Beyond that factor,
-``in_units_of_halves`` halves the tile again and again, and the right half of each stretch reads the
-left half in units of the left half's maxima. Beside very large values it begins at a lower factor,
-so that their sums cannot overflow.
+tile, before which queries see nothing. A later key may be larger by a factor up to ``2**LARGEST``:
+floating-point numbers keep their precision, and a query's sum is at least 1 in its own units, so
+nothing that counts is lost below the smallest number. Beyond that factor, ``in_units_of_halves``
+halves the tile again and again, and the right half of each stretch reads the left half in units of
+the left half's maxima. For very large values it begins at a lower factor, so that their sums cannot
+overflow.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ class Product(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Features of the queries of a tile, and of its keys, in the type to contract in.
+    """Features of the queries of a tile, and of its keys, in the contraction dtype.
 
     Attributes:
       of_state: Queries' features to read the state with, ``[m, tile]``.
       shift: Exponents of the units of the sums that queries read, ``[1, tile]``.
-      products: The products of which each pair, of a key and a query that sees it, has one.
+      products: Products that together cover each pair of a query and a key it sees exactly once.
     """
 
     of_state: jax.Array
@@ -127,13 +127,13 @@ class Weights:
 
 
 def places(shape: Shape, size: tuple[int, int], axis: int) -> jax.Array:
-    """Returns places in a tile along an axis, in the order in which queries see its keys."""
+    """Returns positions in a tile along an axis, in the order in which queries see its keys."""
     place = jax.lax.broadcasted_iota(jnp.int32, size, axis)
     return shape.key_tile - 1 - place if shape.is_reversed else place
 
 
 def pairs_of(shape: Shape) -> tuple[jax.Array, jax.Array]:
-    """Returns the places of keys and of queries in a tile, ``[tile, tile]`` each."""
+    """Returns the positions of keys and of queries in a tile, ``[tile, tile]`` each."""
     square = (shape.key_tile, shape.key_tile)
     return places(shape, square, 0), places(shape, square, 1)
 
@@ -159,14 +159,14 @@ def at_or_before(shape: Shape, flags: jax.Array, segments: Segments | None) -> j
 
 
 class Exponents(NamedTuple):
-    """Exponents and values that give the weights of a tile.
+    """Exponents and values from which the weights of a tile follow.
 
     Attributes:
       queries: Exponents of the features of queries with the offsets, ``[m, tile]``.
       keys: Exponents of those of keys, ``[m, tile]``.
       values: Values of the keys, ``[D + TILE, tile]``, which only ``in_units_of_halves`` needs.
-      reference: Units of the features of keys, ``[m, tile]``, the same for those of a segment.
-      of_queries: Units of the features of queries, likewise.
+      reference: Units of the features of keys, ``[m, tile]``, the same for keys of one segment.
+      of_queries: Units of the features of queries, in the same layout.
       segments: The segments, or None.
     """
 
@@ -190,8 +190,8 @@ def in_common_units(shape: Shape, exponents: Exponents) -> Weights:
 def in_units_of_halves(shape: Shape, exponents: Exponents) -> Weights:
     """Returns the weights whatever the exponents.
 
-    Queries that see no key beyond its limit have the bits of ``in_common_units``, since whether a
-    later key is beyond may not change them.
+    Queries that see no key above its limit get the bits of ``in_common_units``, because whether a
+    later key is above its limit must not change them.
     """
     queries, keys, values, reference, units_of_queries, segments = exponents
     length = shape.key_tile
@@ -207,7 +207,7 @@ def in_units_of_halves(shape: Shape, exponents: Exponents) -> Weights:
         sees_own &= segments.of_queries == segments.of_keys
         own_key = jnp.where(sees_own, own_key, 2 * HIDDEN)
     largest, halves, half = own_key, Halves.of_one(keys, segments), 1
-    # For each halving, the halves themselves and, at queries of a right half, the left half.
+    # For each halving: the halves themselves and, at queries of a right half, the left half.
     units: list[tuple[int, Halves, Halves, jax.Array]] = []
     while half < length:
         is_right = lanes & half != 0
@@ -243,12 +243,12 @@ def in_units_of_halves(shape: Shape, exponents: Exponents) -> Weights:
 
 
 class Halves(NamedTuple):
-    """The largest exponents of the stretches of a tile, at each of their places.
+    """The largest exponents of each stretch of a tile, repeated along the stretch.
 
     Attributes:
       maxima: ``[m, tile]``, of the keys of the segment of the last key of a stretch. Others reach
         no query after the stretch.
-      ends: ``[1, tile]``, that segment, or None without segments.
+      ends: ``[1, tile]``, the segment of the last key, or None without segments.
     """
 
     maxima: jax.Array
@@ -260,16 +260,16 @@ class Halves(NamedTuple):
         return cls(keys, None if segments is None else segments.of_keys)
 
     def moved(self, by: int) -> Halves:
-        """Returns the stretches that lie so many lanes before, wrapping around."""
+        """Returns the stretches that lie ``by`` lanes earlier, wrapping around."""
         return jax.tree.map(lambda x: pltpu.roll(x, by, 1), self)
 
     def joined(self, left: Halves, right: Halves, is_right: jax.Array) -> Halves:
         """Returns stretches of twice the length.
 
         Args:
-          left: For right halves, the left halves beside them.
-          right: For left halves, the right halves beside them.
-          is_right: ``[1, tile]``, True at places of right halves.
+          left: The left halves, at the positions of the right halves.
+          right: The right halves, at the positions of the left halves.
+          is_right: ``[1, tile]``, True at positions in right halves.
         """
         other = jnp.where(is_right, left.maxima, right.maxima)
         both = jnp.maximum(self.maxima, other)

@@ -1,15 +1,15 @@
-"""Causal random-feature attention: chunk by chunk, exact at any scale, without a look ahead.
+"""Causal random-feature attention: chunk by chunk, exact at any scale, no leak from the future.
 
 A weight is a sum over features of products of two exponentials, that of the query and that of the
 key. It is computed as a matrix product, and each feature is divided by its unit on one side and
 multiplied by it on the other. The unit may depend only on keys that all readers see. Otherwise
-later keys would reach earlier outputs by rounding, or by overflow.
+later keys would reach earlier outputs through rounding or overflow.
 
-Nearly always one unit for each feature does for a chunk: the largest exponent in the state or, if
-that is empty, the exponent of the first key. A later key may be larger by a factor of ``e**limit``:
-floating-point numbers keep their precision, and a query's sum is at least 1 in its own units, so
-nothing that counts is lost below the smallest number. Where a key is larger still, every pair of
-a query and a key of the chunk has its own unit.
+Nearly always one unit for each feature suffices for a chunk: the largest exponent in the state or,
+if that is empty, the exponent of the first key. A later key may be larger by a factor of
+``e**limit``: floating-point numbers keep their precision, and a query's sum is at least 1 in its
+own units, so nothing that counts is lost below the smallest number. Where a key is larger still,
+every pair of a query and a key of the chunk has its own unit.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ from simrf_jax._src.features import FeatureMap, LogFeatures, Side, calls_functio
 
 Tree = TypeVar("Tree")
 
-# Shares of the largest exponent of the type to contract in. Sums of keys that exceed their unit by
-# the first are finite beside values up to 2**30. Down to 2**-30, a value over such a sum, as
-# gradients have it, is above the smallest number. Other values have the second share.
-LIMIT, LIMIT_BESIDE_OTHER_VALUES, LARGE_VALUE = 0.6, 0.06, 2.0**30
+# Fractions of the largest exponent of the contraction dtype by which keys may exceed their unit.
+# With the first, sums over values up to 2**30 are finite, and values down to 2**-30 over such a
+# sum, which occur in gradients, do not underflow. Other values need the second.
+LIMIT, LIMIT_FOR_OTHER_VALUES, LARGE_VALUE = 0.6, 0.06, 2.0**30
 
 
 class Scanned(NamedTuple):
@@ -52,16 +52,16 @@ class Scanned(NamedTuple):
     Attributes:
       readout: Sums of ``[B, T, K, G]`` queries, without the queries' log_scale.
       log_scale: ``[B, T, K, G, 1]``, the queries' log_scale, which cancels in the ratio.
-      spoiled: ``[B, T, K, G]``, True where a query, or a key that it sees, is not finite.
+      poisoned: ``[B, T, K, G]``, True where a query, or a key that it sees, is not finite.
     """
 
     readout: Readout
     log_scale: Float[Array, "B T K G 1"]
-    spoiled: Bool[Array, "B T K G"]
+    poisoned: Bool[Array, "B T K G"]
 
     def outputs(self) -> Float[Array, "B T K G D"]:
         """Returns ``[B, T, K, G, D]``; zeros where no key is visible."""
-        return jnp.where(self.spoiled[..., None], jnp.nan, self.readout.outputs())
+        return jnp.where(self.poisoned[..., None], jnp.nan, self.readout.outputs())
 
 
 def in_units_of_the_kernel(read: Scanned) -> tuple[Readout, Bool[Array, "B T K G"]]:
@@ -75,11 +75,11 @@ def in_units_of_the_kernel(read: Scanned) -> tuple[Readout, Bool[Array, "B T K G
     unit = jax.lax.stop_gradient(log_scale)
     factor = jnp.exp(log_scale - or_zero(unit))  # One, or zero; it carries the gradient.
     readout = Readout(read.readout.sums * factor, read.readout.shift + unit)
-    return readout, read.spoiled | overflows[..., 0]
+    return readout, read.poisoned | overflows[..., 0]
 
 
 class Tokens(NamedTuple):
-    """Queries and as many keys, as in ``Inputs``; all of them, or one chunk.
+    """Queries and the same number of keys, as in ``Inputs``; all of them, or one chunk.
 
     Attributes:
       query: ``[B, T, K, G, H]``, or features that were computed before.
@@ -87,8 +87,8 @@ class Tokens(NamedTuple):
       value: ``[B, T, K, D + 1]``, with the column that sums the denominator.
       log_weights: ``[B, T, K]``.
       query_segments: ``[B, T]``, or None.
-      key_segments: ``[B, T]``, or None. They are those of the queries, unless keys were moved to
-        later positions, and the later the position, the later the segment.
+      key_segments: ``[B, T]``, or None. They equal those of the queries, unless keys were moved to
+        later positions. They never decrease with the position.
     """
 
     query: Float[Array, "B T K G H"] | LogFeatures
@@ -109,22 +109,22 @@ class Carry(NamedTuple):
     """The keys before a chunk.
 
     Attributes:
-      state: Sums over those of the last segment, all finite.
-      spoiled: ``[B, K]``, True where one of them is not finite.
+      state: Sums over the keys of the last segment, all finite.
+      poisoned: ``[B, K]``, True where one of these keys is not finite.
       segment: ``[B]``, the number of the last segment, or None without segments.
     """
 
     state: AttentionState
-    spoiled: Bool[Array, "B K"]
+    poisoned: Bool[Array, "B K"]
     segment: Integer[Array, " B"] | None
 
     def of_last_segment(self, chunk: Tokens) -> Carry:
-        """Returns those of the keys that are of the last segment of a chunk."""
+        """Returns the keys that belong to the last segment of a chunk."""
         if self.segment is None or chunk.key_segments is None:
             return self
         segment = chunk.key_segments[:, -1]
         is_same = segment == self.segment
-        return Carry(self.state.where(is_same), self.spoiled & is_same[:, None], segment)
+        return Carry(self.state.where(is_same), self.poisoned & is_same[:, None], segment)
 
 
 def causal_attention(
@@ -132,12 +132,12 @@ def causal_attention(
 ) -> tuple[Scanned, AttentionState]:
     r"""Lets each query attend to a state and to the keys up to its own position.
 
-    A scan over chunks carries the state of all earlier keys. The head of this module
-    says how queries read the keys of their own chunk, so that nothing of the future, not even its
+    A scan over chunks carries the state of all earlier keys. The docstring of this module explains
+    how queries read the keys of their own chunk, so that nothing of the future, not even its
     rounding, reaches the past.
 
-    The backward pass computes the features of a chunk again: what is kept is one state for each
-    chunk, O(T num_features D / chunk_size), and not the features, O(T num_features).
+    The backward pass recomputes the features of each chunk: only one state for each chunk is kept,
+    O(T num_features D / chunk_size), not the features, O(T num_features).
 
     Args:
       inputs: Queries, keys and values.
@@ -174,10 +174,10 @@ def packed_attention(
     """
     tokens, features = _map_custom(Tokens.of(inputs, inputs.segments), features)
     up_to, _ = _scan(features, tokens, before, chunk_size=chunk_size, with_own_key=True)
-    beyond, _ = read_earlier(flip(tokens), features, after, chunk_size=chunk_size)
-    beyond = flip(beyond)
-    readout, spoiled = up_to.readout.add(beyond.readout), up_to.spoiled | beyond.spoiled
-    return up_to._replace(readout=readout, spoiled=spoiled)
+    later, _ = read_earlier(flip(tokens), features, after, chunk_size=chunk_size)
+    later = flip(later)
+    readout, poisoned = up_to.readout.add(later.readout), up_to.poisoned | later.poisoned
+    return up_to._replace(readout=readout, poisoned=poisoned)
 
 
 def read_earlier(
@@ -192,7 +192,7 @@ def read_earlier(
       chunk_size: A power of two.
 
     Returns:
-      The sums that the queries read, and the state of all keys, as ``causal_attention`` has it.
+      The sums that the queries read, and the state of all keys, as in ``causal_attention``.
     """
     tokens, features = _map_custom(tokens, features)
     return _scan(features, tokens, state, chunk_size=chunk_size, with_own_key=False)
@@ -204,16 +204,16 @@ def flip(tree: Tree) -> Tree:
 
 
 def one_key_for_each_query(inputs: Inputs, start: int) -> Inputs:
-    """Returns the keys from a position on, as many as queries; hidden ones beyond the ends.
+    """Returns the keys from a position on, one for each query; keys beyond the ends are hidden.
 
     Args:
-      inputs: Queries and keys, of any number.
-      start: Position, maybe negative, of the key that goes to the first query.
+      inputs: Queries and keys; their numbers may differ.
+      start: Position, maybe negative, of the key that is paired with the first query.
     """
     fit = functools.partial(stretch, start=start, length=inputs.query.shape[1])
     return dataclasses.replace(
         inputs,
-        key=fit(inputs.key, fill=None if inputs.key.shape[1] else 1),  # As pad says: no zeros.
+        key=fit(inputs.key, fill=None if inputs.key.shape[1] else 1),  # Copies, not zeros: see pad.
         value=fit(inputs.value, fill=0),
         key_log_weights=fit(inputs.key_log_weights, fill=-jnp.inf),
         segments=None if inputs.segments is None else fit(inputs.segments, fill=None),
@@ -224,14 +224,14 @@ def stretch(
     x: Shaped[Array, "B S *rest"], start: int, length: int, fill: float | None
 ) -> Shaped[Array, "B {length} *rest"]:
     """Returns ``length`` positions from ``start`` on, which may be negative, padded by ``pad``."""
-    start = min(max(start, -length), x.shape[1])  # Farther out there is padding alone.
+    start = min(max(start, -length), x.shape[1])  # Farther out there is only padding.
     before, after = max(0, -start), max(0, start + length - x.shape[1])
     return pad(x, before, after, fill)[:, start + before :][:, :length]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Given(FeatureMap):
-    """Features that were computed before, as the feature map of themselves."""
+    """Feature map of features that were computed before: the identity."""
 
     def log_features(self, x: LogFeatures, projection: None, *, side: Side) -> LogFeatures:
         del projection, side
@@ -241,8 +241,8 @@ class _Given(FeatureMap):
 def _map_custom(tokens: Tokens, features: HeadMaps) -> tuple[Tokens, HeadMaps]:
     """Replaces tokens, outside jit, by the features that a user's function gives them.
 
-    The scan is compiled once for feature maps that are pytrees. What is compiled must not outlive a
-    user's function, which may do something else the next time.
+    The scan is compiled once for feature maps that are pytrees. User functions are not cached: they
+    may be impure.
     """
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((tokens, features)))
     if traced or not calls_function(features.feature_map):
@@ -277,7 +277,7 @@ def _scan_chunks(
     chunk_size: int,
     with_own_key: bool,
 ) -> tuple[Scanned, AttentionState]:
-    """Returns what each query reads of the state and the keys before it (and its own key)."""
+    """Returns the sums each query reads of the state and earlier keys (and its own key)."""
     batch, length = tokens.value.shape[:2]
     size = min(chunk_size, 1 << max(length - 1, 0).bit_length())
 
@@ -289,34 +289,34 @@ def _scan_chunks(
         split(tokens.key, None),
         split(tokens.value, 0),
         split(tokens.log_weights, -jnp.inf),
-        # Padding joins the last segment, because the state that is returned is that of its keys.
+        # Padding joins the last segment, because the returned state is that of its keys.
         split(tokens.query_segments, None),
         split(tokens.key_segments, None),
     )
     segment = None
     if tokens.key_segments is not None:
-        # The state is that of the first segment, whose number is 0 if there are no tokens.
+        # The state belongs to the first segment, whose number is 0 if there are no tokens.
         segment = jnp.sum(tokens.key_segments[:, :1], 1, tokens.key_segments.dtype)
     attend = jax.checkpoint(
         functools.partial(_attend_chunk, features, with_own_key), prevent_cse=False
     )
-    carry, scanned = jax.lax.scan(attend, Carry(*state.split_spoiled(), segment), chunks)
+    carry, scanned = jax.lax.scan(attend, Carry(*state.split_poisoned(), segment), chunks)
 
     def join(x: Shaped[Array, "chunks B C *rest"]) -> Shaped[Array, "B T *rest"]:
         x = jnp.moveaxis(x, 0, 1)
         return x.reshape(batch, x.shape[1] * size, *x.shape[3:])[:, :length]
 
-    return jax.tree.map(join, scanned), carry.state.spoil(carry.spoiled)
+    return jax.tree.map(join, scanned), carry.state.poison(carry.poisoned)
 
 
-class _Sight(NamedTuple):
+class _Visibility(NamedTuple):
     """The keys that the queries of a chunk see, by position and segment.
 
     Attributes:
       with_own_key: True if a query sees the key at its own position.
-      carried: ``[B, C]``, True at queries of the last segment before the chunk.
+      carried: ``[B, C]``, True at queries in the last segment before the chunk.
       same_segment: ``[B, C, C]``, True for a query and a key of one segment; None without segments.
-      in_last: ``[B, C]``, True at keys of the chunk's last segment.
+      in_last: ``[B, C]``, True at keys in the chunk's last segment.
     """
 
     with_own_key: bool
@@ -325,11 +325,12 @@ class _Sight(NamedTuple):
     in_last: Bool[Array, "B C"]
 
     @classmethod
-    def of(cls, carry: Carry, chunk: Tokens, *, with_own_key: bool) -> _Sight:
+    def of(cls, carry: Carry, chunk: Tokens, *, with_own_key: bool) -> _Visibility:
         """Returns what the queries of a chunk see after the keys of ``carry``."""
         of_queries, of_keys = chunk.query_segments, chunk.key_segments
         if carry.segment is None or of_queries is None or of_keys is None:
-            # Not of the first head: where heads are sharded, no device has that of all.
+            # Not the first head alone: where heads are sharded, no device has the first head of
+            # all.
             everywhere = jnp.ones_like(jnp.max(chunk.log_weights, axis=-1), bool)
             return cls(with_own_key, everywhere, None, everywhere)
         carried = of_queries == carry.segment[:, None]
@@ -348,7 +349,7 @@ class _Sight(NamedTuple):
         return jnp.any(self.pairs(flags.shape[1])[..., None] & flags[:, None], axis=2)
 
 
-class _Found(NamedTuple):
+class _ChunkResult(NamedTuple):
     """The result of a chunk.
 
     Attributes:
@@ -360,9 +361,9 @@ class _Found(NamedTuple):
     state: AttentionState
 
     def where(
-        self, of_queries: Bool[Array, "B C K"], of_state: Bool[Array, "B K"], other: _Found
-    ) -> _Found:
-        """Returns ``other`` for some queries and states, and this for the rest."""
+        self, of_queries: Bool[Array, "B C K"], of_state: Bool[Array, "B K"], other: _ChunkResult
+    ) -> _ChunkResult:
+        """Returns ``other`` for some queries and states, and this result for the rest."""
         of_queries, of_state = of_queries[..., None, None], of_state[..., None]
         sums = jnp.where(of_queries, other.readout.sums, self.readout.sums)
         shift = jnp.where(of_queries, other.readout.shift, self.readout.shift)
@@ -370,7 +371,7 @@ class _Found(NamedTuple):
             jnp.where(of_state[..., None], other.state.sums, self.state.sums),
             jnp.where(of_state, other.state.maxima, self.state.maxima),
         )
-        return _Found(Readout(sums, shift), state)
+        return _ChunkResult(Readout(sums, shift), state)
 
 
 def _attend_chunk(
@@ -385,51 +386,54 @@ def _attend_chunk(
       chunk: Queries and keys.
 
     Returns:
-      The keys up to the end of the chunk, and what its queries read.
+      The keys up to the end of the chunk, and the sums that its queries read.
     """
     queries, no_features = features.queries(chunk.query)
-    keys, spoils = features.keys(chunk.key, chunk.log_weights)
-    sight = _Sight.of(carry, chunk, with_own_key=with_own_key)
+    keys, nonfinite = features.keys(chunk.key, chunk.log_weights)
+    visibility = _Visibility.of(carry, chunk, with_own_key=with_own_key)
     kept = carry.of_last_segment(chunk)
 
-    visible = (chunk.log_weights > -jnp.inf) & ~spoils
+    visible = (chunk.log_weights > -jnp.inf) & ~nonfinite
     units = _Units.of(carry, keys.exponent, visible, chunk)
     relative = keys.exponent - units.of_keys
     limit = _limit(chunk.value)
     is_large = jnp.any(relative > limit, axis=-1)
-    # Minus infinity too where both are: a difference that is not a number is not below the limit.
+    # Minus infinity also where both are: their difference, NaN, is not below the limit.
     relative = jnp.where(relative <= limit, relative, -jnp.inf)
     in_units = _KeysInUnits(signed_exp(relative, keys.values), keys.exponent, units)
-    found = _Found(
-        _read_in_units(queries, in_units, visible, carry, chunk, sight),
-        _add_in_units(kept.state, in_units, chunk.value, sight.in_last),
+    found = _ChunkResult(
+        _read_in_units(queries, in_units, visible, carry, chunk, visibility),
+        _add_in_units(kept.state, in_units, chunk.value, visibility.in_last),
     )
-    in_last = sight.in_last[..., None]
+    in_last = visibility.in_last[..., None]
 
-    def by_pairs(found: _Found) -> _Found:
-        earlier = carry.state.read(hide(queries, sight.carried), chunk.value.dtype)
-        pairs = sight.pairs(chunk.value.shape[1])
+    def by_pairs(found: _ChunkResult) -> _ChunkResult:
+        earlier = carry.state.read(hide(queries, visibility.carried), chunk.value.dtype)
+        pairs = visibility.pairs(chunk.value.shape[1])
         readout = earlier.add(_read_pairs(queries, keys, chunk.value, pairs))
-        more = AttentionState.of(hide(keys, sight.in_last), chunk.value)
-        # Only results with a large key, so that it does not reach other outputs by rounding.
-        of_queries, of_state = sight.any(is_large), jnp.any(is_large & in_last, axis=1)
-        return found.where(of_queries, of_state, _Found(readout, kept.state.merge(more)))
+        more = AttentionState.of(hide(keys, visibility.in_last), chunk.value)
+        # Replace only results that involve a large key, so that its rounding reaches no other
+        # output.
+        of_queries, of_state = visibility.any(is_large), jnp.any(is_large & in_last, axis=1)
+        return found.where(of_queries, of_state, _ChunkResult(readout, kept.state.merge(more)))
 
-    # The barrier keeps XLA from computing the same numbers in two ways, one for each branch.
-    # One for each part: the keys may be the same on devices of a shard_map that queries differ on.
-    found = _Found(*map(jax.lax.optimization_barrier, found))
+    # The barrier keeps XLA from computing the same numbers in two ways, one for each branch. Each
+    # part has its own barrier, because queries may vary over mesh axes that keys do not vary over.
+    found = _ChunkResult(*map(jax.lax.optimization_barrier, found))
     found = jax.lax.cond(_any(is_large), jax.checkpoint(by_pairs), lambda found: found, found)
-    sees_spoiled = (carry.spoiled[:, None] & sight.carried[..., None]) | sight.any(spoils)
-    scanned = Scanned(found.readout, queries.log_scale, no_features | sees_spoiled[..., None])
-    spoiled = kept.spoiled | jnp.any(spoils & in_last, axis=1)
-    return Carry(found.state, spoiled, kept.segment), scanned
+    sees_nonfinite = (carry.poisoned[:, None] & visibility.carried[..., None]) | visibility.any(
+        nonfinite
+    )
+    scanned = Scanned(found.readout, queries.log_scale, no_features | sees_nonfinite[..., None])
+    poisoned = kept.poisoned | jnp.any(nonfinite & in_last, axis=1)
+    return Carry(found.state, poisoned, kept.segment), scanned
 
 
 @jax.custom_batching.custom_vmap
 def _any(flags: Bool[Array, " *shape"]) -> Bool[Array, ""]:
-    """Returns one boolean, also under ``vmap``: with one for each example, all take both branches.
+    """Returns one Boolean, even under ``vmap``, where one for each example would run both branches.
 
-    Branches that are selected from, as ``vmap`` has it, also lose how Explicit axes shard them.
+    A select between both branches, which ``vmap`` would make, also loses their Explicit sharding.
     """
     return jnp.any(flags)
 
@@ -447,7 +451,7 @@ class _Units(NamedTuple):
 
     Attributes:
       of_queries: ``[B, C, K, m]``, or ``[B, 1, K, m]`` without segments.
-      of_keys: The same of the keys.
+      of_keys: The same for the keys.
     """
 
     of_queries: Float[Array, " B #C K #m"]
@@ -466,7 +470,7 @@ class _Units(NamedTuple):
         Args:
           carry: The keys before the chunk.
           exponent: Exponents of the keys of the chunk.
-          visible: True at those that someone may see.
+          visible: True at keys that some query may see.
           chunk: Queries and keys.
         """
         exponent = jax.lax.stop_gradient(exponent)
@@ -509,12 +513,12 @@ class _KeysInUnits(NamedTuple):
 
 
 def _limit(value: Float[Array, "B C K columns"]) -> Float[Array, "B C K 1"]:
-    """Returns how far exponents may exceed those of the units."""
+    """Returns by how much exponents may exceed those of the units."""
     range_of_type = math.log(float(jnp.finfo(value.dtype).max))
     # The last column holds the ones.
     size = jnp.max(jnp.abs(value[..., :-1]), axis=-1, keepdims=True, initial=0)
     is_ordinary = (size < LARGE_VALUE) & ((size > 1 / LARGE_VALUE) | (size == 0))
-    return range_of_type * jnp.where(is_ordinary, LIMIT, LIMIT_BESIDE_OTHER_VALUES)
+    return range_of_type * jnp.where(is_ordinary, LIMIT, LIMIT_FOR_OTHER_VALUES)
 
 
 def _read_in_units(
@@ -523,31 +527,31 @@ def _read_in_units(
     visible: Bool[Array, "B C K"],
     carry: Carry,
     chunk: Tokens,
-    sight: _Sight,
+    visibility: _Visibility,
 ) -> Readout:
     """Lets the queries of a chunk read the state and the keys of the chunk.
 
     Args:
       queries: Features of the queries.
       keys: The keys.
-      visible: True at keys that someone may see.
+      visible: True at keys that some query may see.
       carry: The keys before the chunk.
       chunk: Queries and keys.
-      sight: The keys that the queries see.
+      visibility: The keys that the queries see.
     """
     value, state = chunk.value, carry.state
     logits = queries.exponent + keys.units.of_queries[:, :, :, None]
     shift = largest(logits, axis=-1)
     features = signed_exp(logits - or_zero(shift), queries.values)
     weights = contract("bqkgm,bskm->bkgqs", features, keys.features)
-    weights = jnp.where(sight.pairs(value.shape[1])[:, None, None], weights, 0)
-    carried = sight.carried[..., None, None, None]
+    weights = jnp.where(visibility.pairs(value.shape[1])[:, None, None], weights, 0)
+    carried = visibility.carried[..., None, None, None]
     of_state = jnp.where(carried, features, 0)
-    # In this order of axes the product needs no transposed copy of the features.
+    # With this order of axes the product needs no transposed copy of the features.
     earlier = contract("btkgm,bkmd->bktgd", of_state, state.sums.astype(value.dtype))
     sums = contract("bkgqs,bskd->bqkgd", weights, value) + jnp.moveaxis(earlier, 2, 1)
-    sees_state = sight.carried[..., None] & jnp.any(state.maxima > -jnp.inf, axis=-1)[:, None]
-    sees = (sees_state | sight.any(visible))[..., None, None]
+    sees_state = visibility.carried[..., None] & jnp.any(state.maxima > -jnp.inf, axis=-1)[:, None]
+    sees = (sees_state | visibility.any(visible))[..., None, None]
     return Readout(sums, jnp.where(sees, shift, -jnp.inf))
 
 
@@ -557,7 +561,7 @@ def _add_in_units(
     value: Float[Array, "B C K columns"],
     in_last: Bool[Array, "B C"],
 ) -> AttentionState:
-    """Returns the state of earlier keys and of those of the last segment of a chunk."""
+    """Returns the state of earlier keys plus the keys of the last segment of a chunk."""
     visible = in_last[..., None, None]
     exponent = jnp.where(visible, keys.exponent, -jnp.inf)
     maxima = jnp.maximum(state.maxima, jnp.squeeze(largest(exponent, axis=1), 1))

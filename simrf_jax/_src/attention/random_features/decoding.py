@@ -1,4 +1,4 @@
-"""Token by token: the state before the first, steps that answer queries, and more keys."""
+"""Decoding token by token: the empty state, steps that answer queries, and appending keys."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from simrf_jax._src.attention.random_features.state import (
 
 
 def empty_state(estimator: Estimator, call: Call) -> AttentionState | ExactBandState:
-    """Returns the state before tokens like those of a call."""
+    """Returns the state before any tokens, for tokens like those of a call."""
     _check_keys(estimator)
     inputs, features = estimator.lay_out(call)
     batch = call.key.shape[:-3]
@@ -51,7 +51,7 @@ def _check_keys(estimator: Estimator) -> None:
 
 
 def check_state(estimator: Estimator, state: AttentionState | ExactBandState, call: Call) -> None:
-    """Raises if a state is of another band or of none, or the new tokens cannot join it."""
+    """Raises if a state has another band or none, or the new tokens do not fit it."""
     _check_keys(estimator)
     check_tokens(call)
     bandwidth = estimator.exact_bandwidth
@@ -66,7 +66,7 @@ def step(
 ) -> tuple[Float[Array, "*batch T N D"], AttentionState | ExactBandState]:
     """Attends to a state and, causally, to new tokens."""
     if isinstance(state, ExactBandState):
-        return _step_beside_band(estimator, state, call)
+        return _step_with_band(estimator, state, call)
     inputs, features = estimator.lay_out(call)
     check_step(call, inputs)
     batch = call.query.shape[:-3]
@@ -79,7 +79,7 @@ def step(
     return inputs.outputs(out), unflatten(after, batch)
 
 
-def _step_beside_band(
+def _step_with_band(
     estimator: Estimator, state: ExactBandState, call: Call
 ) -> tuple[Float[Array, "*batch T N D"], ExactBandState]:
     """Attends to the band and to the sums over the keys that have left it."""
@@ -110,15 +110,15 @@ def append(
 ) -> AttentionState | ExactBandState:
     """Returns the state with more keys."""
     if isinstance(state, ExactBandState):
-        return _append_beside_band(estimator, state, call)
+        return _append_with_band(estimator, state, call)
     inputs, features = estimator.lay_out(call)
     batch = call.key.shape[:-3]
     before = _flat_sums(state, inputs, features, batch)
     return unflatten(before.merge(state_of(inputs, features)), batch)
 
 
-def _append_beside_band(estimator: Estimator, state: ExactBandState, call: Call) -> ExactBandState:
-    """Returns the state with more keys, which push the same number out of the window."""
+def _append_with_band(estimator: Estimator, state: ExactBandState, call: Call) -> ExactBandState:
+    """Returns the state with more keys, which push equally many out of the window."""
     inputs, features = estimator.lay_out(call)
     batch, length = call.key.shape[:-3], inputs.key.shape[1]
     seen, before = _flat(state, inputs, features, batch)
@@ -131,7 +131,7 @@ def _flat_sums(
     state: AttentionState, inputs: Inputs, features: HeadMaps, batch: Shape
 ) -> AttentionState:
     """Returns the sums of a state with one leading axis, if they fit the keys and values."""
-    # Merged with the state of no keys, it varies over devices of shard_map as tokens do.
+    # Merging with an empty state gives it the same varying mesh axes as the tokens.
     empty = AttentionState.empty(inputs, features)
     return empty.merge(flatten(state, empty, batch))
 
@@ -139,7 +139,7 @@ def _flat_sums(
 def _flat(
     state: ExactBandState, inputs: Inputs, features: HeadMaps, batch: Shape
 ) -> tuple[Window, AttentionState]:
-    """Returns the keys of a window and new ones after them, and the sums over those before."""
+    """Returns the keys of a window followed by new ones, and the sums over the keys before."""
     bandwidth = state.near.key.shape[-3]
     expected = jax.eval_shape(lambda: empty_window(inputs, bandwidth))
     near = flatten(state.near, expected, batch)
@@ -157,9 +157,9 @@ def attend_to_next(
 ) -> tuple[Float[Array, "B 1 K G D"], AttentionState]:
     """Lets one query for each sequence attend to a state and to the key at its own position.
 
-    ``causal_attention`` reads the keys before a query apart from its own, because later ones must
-    not reach it. Here none are later, so the query reads the new state, and the sums go through
-    memory once.
+    ``causal_attention`` reads the keys before a query separately from its own key, because later
+    keys must not reach it. Here no key is later, so the query reads the new state, and the sums
+    pass through memory once.
 
     Args:
       inputs: One query and one key for each sequence.
@@ -169,14 +169,14 @@ def attend_to_next(
     Returns:
       The outputs in the logits' type, and the state of all keys.
     """
-    state, spoiled = state.split_spoiled()
-    keys, spoils = features.keys(inputs.key, inputs.key_log_weights)
+    state, poisoned = state.split_poisoned()
+    keys, nonfinite = features.keys(inputs.key, inputs.key_log_weights)
     queries, no_features = features.queries(inputs.query)
     value = with_ones(inputs.value)
     maxima = jnp.maximum(state.maxima, jnp.squeeze(largest(keys.exponent, axis=1), 1))
     phi = jnp.squeeze(in_units_of(maxima, keys), 1)
     sums = state.in_units_of(maxima) + phi[..., None] * value[:, 0, :, None]
-    state, spoiled = AttentionState(sums, maxima), spoiled | spoils[:, 0]
+    state, poisoned = AttentionState(sums, maxima), poisoned | nonfinite[:, 0]
     out = state.read(queries, value.dtype).outputs()
-    out = jnp.where((no_features | spoiled[:, None, :, None])[..., None], jnp.nan, out)
-    return out, state.spoil(spoiled)
+    out = jnp.where((no_features | poisoned[:, None, :, None])[..., None], jnp.nan, out)
+    return out, state.poison(poisoned)

@@ -2,8 +2,8 @@
 
 Query t sees the keys s < t - bandwidth by their features. Once all keys are moved ``bandwidth``
 positions later, these are the keys before position t, so the scan of causal attention reads them,
-without a look ahead. The scan of the reversed sequence reads the keys after the band. No sum is the
-difference of two sums, so the far field keeps its digits however small it is.
+and nothing leaks from the future. The scan of the reversed sequence reads the keys after the band.
+No sum is the difference of two sums, so the far field keeps its digits however small it is.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class ExactBandState(NamedTuple):
     """The state of random-feature attention with an exact band.
 
     Attributes:
-      near: The last keys and values, as many as the bandwidth.
-      far: Sums over the keys before these.
+      near: The last ``bandwidth`` keys and values.
+      far: Sums over the keys before them.
     """
 
     near: Window
@@ -57,12 +57,12 @@ class Fields(NamedTuple):
       near: Queries and keys that are not scaled.
       blocks: Blocks of the queries and their windows of keys.
       segments: ``[B, T]``, segments of the queries, or None.
-      earlier: The same queries, scaled, beside the last key of the band: each sees the keys before
-        that one.
-      later: The same beside the first key of the band: each sees the keys after that one. None if
-        attention is causal.
-      beyond: Keys after those of ``later``, which all queries see; none unless there are more keys
-        than queries.
+      earlier: The same queries, scaled, each paired with the last key of the band: it sees the keys
+        before that one.
+      later: The same queries, each paired with the first key of the band: it sees the keys after
+        that one. None if attention is causal.
+      trailing: Keys after those of ``later``, which all queries see; empty unless there are more
+        keys than queries.
     """
 
     near: Inputs
@@ -70,7 +70,7 @@ class Fields(NamedTuple):
     segments: Integer[Array, "B T"] | None
     earlier: Inputs
     later: Inputs | None
-    beyond: Inputs
+    trailing: Inputs
 
     @classmethod
     def of(
@@ -83,13 +83,13 @@ class Fields(NamedTuple):
         history: int = 0,
         hidden: Bool[Array, "B S K"] | None = None,
     ) -> Fields:
-        """Divides keys into those of the band and those beyond it.
+        """Splits keys into those inside the band and those outside it.
 
         Args:
           inputs: Queries and keys that are not scaled.
           feature_map: The feature map.
           bandwidth: Distance over which a query sees keys exactly.
-          is_causal: True if it sees no later keys.
+          is_causal: True if queries see no later keys.
           history: Keys before the position of the first query.
           hidden: ``[B, S, K]``, True at keys to leave out of the far field; None for none.
         """
@@ -104,16 +104,16 @@ class Fields(NamedTuple):
         earlier = one_key_for_each_query(far, history - bandwidth)
         later = None if is_causal else one_key_for_each_query(far, history + bandwidth)
         end = history + bandwidth + length
-        beyond = dataclasses.replace(
+        trailing = dataclasses.replace(
             far,
             key=far.key[:, end:],
             value=far.value[:, end:],
             key_log_weights=far.key_log_weights[:, end:],
         )
-        return cls(inputs, blocks, segments, earlier, later, beyond)
+        return cls(inputs, blocks, segments, earlier, later, trailing)
 
     def outputs(self, out: Float[Array, "B T K G D"]) -> Float[Array, "*batch T N D"]:
-        """Returns ``[..., T, N, D]`` of ``[B, T, K, G, D]``."""
+        """Reshapes ``[B, T, K, G, D]`` into ``[..., T, N, D]``."""
         return self.earlier.outputs(out)
 
     def attend(
@@ -136,29 +136,29 @@ class Fields(NamedTuple):
           features: Feature maps.
           before: State of the keys before those of ``earlier``.
           after: State of the keys after those of ``later``; None if attention is causal.
-          chunk_size: Keys that are taken at a time, a power of two.
-          more: Sums of other keys, and where a query sees one that is not finite.
+          chunk_size: Number of keys per chunk, a power of two.
+          more: Sums over other keys, and True at queries that see one that is not finite.
 
         Returns:
-          ``[B, T, K, G, D]`` in the logits' type, zeros where no key is visible; and the state of
-          all keys before the band of a query that would follow.
+          ``[B, T, K, G, D]`` in the logits' dtype, zeros where no key is visible; and the state of
+          all keys before the band of the next query.
         """
         near = sum_in_windows(self.near, self.blocks)
         tokens = Tokens.of(self.earlier, self.segments)
         read, state = read_earlier(tokens, features, before, chunk_size=chunk_size)
-        far, spoiled = in_units_of_the_kernel(read)
-        readout, spoiled = far.add(Readout(near.sums, near.shift)), spoiled | near.spoiled
+        far, poisoned = in_units_of_the_kernel(read)
+        readout, poisoned = far.add(Readout(near.sums, near.shift)), poisoned | near.poisoned
         if self.later is not None and after is not None:
             tokens = flip(Tokens.of(self.later, self.segments))
             read, _ = read_earlier(tokens, features, after, chunk_size=chunk_size)
-            far, sees_spoiled = in_units_of_the_kernel(flip(read))
-            readout, spoiled = readout.add(far), spoiled | sees_spoiled
+            far, sees_nonfinite = in_units_of_the_kernel(flip(read))
+            readout, poisoned = readout.add(far), poisoned | sees_nonfinite
         if more is not None:
-            readout, spoiled = readout.add(more[0]), spoiled | more[1]
-        return jnp.where(spoiled[..., None], jnp.nan, readout.outputs()), state
+            readout, poisoned = readout.add(more[0]), poisoned | more[1]
+        return jnp.where(poisoned[..., None], jnp.nan, readout.outputs()), state
 
 
-def attend_beside_band(
+def attend_with_band(
     inputs: Inputs,
     features: HeadMaps,
     choice: KeyChoice | None,
@@ -174,8 +174,8 @@ def attend_beside_band(
       features: Feature maps.
       choice: Keys that queries see exactly outside the band too, or None.
       bandwidth: Distance over which a query sees keys exactly.
-      is_causal: True if it sees no later keys.
-      chunk_size: Keys of the far field that are taken at a time, a power of two.
+      is_causal: True if queries see no later keys.
+      chunk_size: Number of keys per chunk of the far field, a power of two.
     """
     feature_map, hidden, more = features.feature_map, None, None
     if choice is not None:
@@ -186,7 +186,7 @@ def attend_beside_band(
     fields = Fields.of(inputs, feature_map, bandwidth=bandwidth, is_causal=is_causal, hidden=hidden)
     empty = AttentionState.empty(fields.earlier, features)
     after = None if is_causal else empty
-    if after is not None and fields.beyond.key.shape[1] > 0:
-        after = state_of(fields.beyond, features)
+    if after is not None and fields.trailing.key.shape[1] > 0:
+        after = state_of(fields.trailing, features)
     out, _ = fields.attend(features, empty, after, chunk_size=chunk_size, more=more)
     return fields.outputs(out)

@@ -37,18 +37,18 @@ class ExactKeys(NamedTuple):
     """The keys that queries see exactly, for each key head.
 
     Attributes:
-      position: ``[B, g, K]``, the positions of the keys; the length in the place of no key.
+      position: ``[B, g, K]``, the positions of the keys; the sequence length where there is no key.
       key: ``[B, g, K, H]``, multiplied by the square root of the scale, as the queries are.
       value: ``[B, g, K, D + 1]``, with the column that sums the denominator.
       log_weights: ``[B, g, K]`` to add to the logits; minus infinity where a key is hidden.
-      spoils: ``[B, g, K]``, True at keys that are not finite: a query that sees one gets NaN.
+      nonfinite: ``[B, g, K]``, True at keys that are not finite: a query that sees one gets NaN.
     """
 
     position: Integer[Array, "B g K"]
     key: Float[Array, "B g K H"]
     value: Float[Array, "B g K D+1"]
     log_weights: Float[Array, "B g K"]
-    spoils: Bool[Array, "B g K"]
+    nonfinite: Bool[Array, "B g K"]
 
     @classmethod
     def of(cls, inputs: Inputs, features: HeadMaps, choice: KeyChoice) -> ExactKeys:
@@ -63,13 +63,13 @@ class ExactKeys(NamedTuple):
         position = choice_of(inputs, features, choice)
         log_weights = _at(inputs.key_log_weights, position)
         log_weights = jnp.where(position < inputs.key.shape[1], log_weights, -jnp.inf)
-        spoils = jnp.isnan(log_weights)
+        nonfinite = jnp.isnan(log_weights)
         return cls(
             position,
             _at(inputs.key, position),
             with_ones(_at(inputs.value, position)),
-            jnp.where(spoils, -jnp.inf, log_weights),
-            spoils,
+            jnp.where(nonfinite, -jnp.inf, log_weights),
+            nonfinite,
         )
 
     def among(self, length: int) -> Bool[Array, "B S K"]:
@@ -82,26 +82,26 @@ class ExactKeys(NamedTuple):
         logits = jnp.einsum("btkgh,bskh->btkgs", query, self.key, precision=highest)
         return logits + jnp.moveaxis(self.log_weights, 1, -1)[:, None, :, None]
 
-    def beside_queries(
+    def append_to_queries(
         self, queries: QueryFeatures, query: Float[Array, "B T K G H"]
     ) -> QueryFeatures:
-        """Returns the features of queries, and after them the weights of exact keys.
+        """Returns the features of queries, followed by the weights of exact keys.
 
         An exact key is one more feature, which is 1 for this key and 0 for the others.
         """
         (exponents, log_scale, values), logits = queries.features, self.logits(query)
-        # Beside the logits, features whose scale is below all numbers count for nothing.
+        # Next to the logits, features whose scale is minus infinity count for nothing.
         exponents = jnp.where(log_scale > -jnp.inf, exponents, -jnp.inf)
         if values is not None:
             exponents = jnp.broadcast_to(exponents, values.shape)
             values = jnp.concatenate([values, jnp.ones_like(logits)], axis=-1)
         exact = logits - jnp.where(jnp.isfinite(log_scale), log_scale, 0)
         exponents = jnp.concatenate([exponents, exact], axis=-1)
-        spoiled = queries.spoiled | ~(log_scale < jnp.inf)[..., 0]
-        return QueryFeatures(LogFeatures(exponents, log_scale, values), spoiled)
+        poisoned = queries.poisoned | ~(log_scale < jnp.inf)[..., 0]
+        return QueryFeatures(LogFeatures(exponents, log_scale, values), poisoned)
 
-    def beside_state(self, state: AttentionState) -> AttentionState:
-        """Returns the sums over other keys, and after them the values of exact keys."""
+    def append_to_state(self, state: AttentionState) -> AttentionState:
+        """Returns the sums over other keys, followed by the values of exact keys."""
         values = jnp.moveaxis(self.value, 1, 2).astype(state.sums.dtype)
         maxima = jnp.broadcast_to(state.maxima, state.sums.shape[:-1])
         return AttentionState(
@@ -117,7 +117,8 @@ class ExactKeys(NamedTuple):
         Args:
           inputs: The queries, multiplied by the square root of the scale, and the segments.
           is_causal: True if a query sees no later keys.
-          bandwidth: Distance within which an exact band has the keys already; None without a band.
+          bandwidth: Distance within which an exact band already includes the keys; None without a
+            band.
 
         Returns:
           The sums, and True at queries that see a key that is not finite.
@@ -137,32 +138,32 @@ class ExactKeys(NamedTuple):
         logits = jnp.where(sees[:, :, :, None], self.logits(query), -jnp.inf)
         shift = largest(logits, axis=-1)
         sums = contract("btkgs,bskd->btkgd", jnp.exp(logits - or_zero(shift)), self.value)
-        spoiled = jnp.any(sees & jnp.moveaxis(self.spoils, 1, -1)[:, None], axis=-1)
-        return Readout(sums, shift), jnp.broadcast_to(spoiled[..., None], query.shape[:-1])
+        poisoned = jnp.any(sees & jnp.moveaxis(self.nonfinite, 1, -1)[:, None], axis=-1)
+        return Readout(sums, shift), jnp.broadcast_to(poisoned[..., None], query.shape[:-1])
 
-    def beside(self, far: Scanned, inputs: Inputs, *, is_causal: bool) -> Scanned:
-        """Returns what queries read of other keys, by position, together with these keys.
+    def add_to(self, far: Scanned, inputs: Inputs, *, is_causal: bool) -> Scanned:
+        """Returns the sums that queries read of other keys and of these keys together.
 
         Args:
           far: Sums that they read by random features.
           inputs: The queries; see ``read``.
           is_causal: True if a query sees no later keys.
         """
-        readout, spoiled = in_units_of_the_kernel(far)
-        near, sees_spoiled = self.read(inputs, is_causal=is_causal, bandwidth=None)
-        return Scanned(readout.add(near), jnp.zeros_like(near.shift), spoiled | sees_spoiled)
+        readout, poisoned = in_units_of_the_kernel(far)
+        near, sees_nonfinite = self.read(inputs, is_causal=is_causal, bandwidth=None)
+        return Scanned(readout.add(near), jnp.zeros_like(near.shift), poisoned | sees_nonfinite)
 
 
 def choice_of(inputs: Inputs, features: HeadMaps, choice: KeyChoice) -> Integer[Array, "B g K"]:
-    """Returns the positions of the chosen keys, ``[B, g, K]``; the length in the place of none."""
+    """Returns the positions of the chosen keys, ``[B, g, K]``; the length where there is none."""
     length, positions = inputs.key.shape[1], choice.positions
     if positions is None:
         mass = jnp.moveaxis(estimated_mass(inputs, features), 1, -1)
-        # A symbolic length, of jax.export, is taken to be at least that.
+        # A symbolic length, of jax.export, is assumed to be at least that.
         count = min(choice.count, length) if isinstance(length, int) else choice.count
         return jnp.moveaxis(jax.lax.top_k(mass, count)[1], -1, 1)
     positions = jnp.where(positions < 0, positions + length, positions)
-    # A position that is given twice does not count twice.
+    # A position that is given twice counts once.
     same = positions[..., :, None] == positions[..., None, :]
     again = jnp.any(jnp.tril(same, k=-1), axis=-1)
     is_key = (positions >= 0) & (positions < length) & ~again
@@ -175,7 +176,7 @@ def choice_of(inputs: Inputs, features: HeadMaps, choice: KeyChoice) -> Integer[
 def _at(
     x: Shaped[Array, "B S K *rest"], position: Integer[Array, "B g K"]
 ) -> Shaped[Array, "B g K *rest"]:
-    """Returns ``[B, g, K, ...]``, the entries at positions; the last one beyond the end."""
+    """Returns ``[B, g, K, ...]``, the entries at positions, which are clipped to the length."""
     index = position.reshape(*position.shape, *(1,) * (x.ndim - 3))
     return jnp.take_along_axis(x, index, axis=1, mode="clip")
 
@@ -186,16 +187,16 @@ def estimated_mass(inputs: Inputs, features: HeadMaps) -> Float[Array, "B S K"]:
     .. math::
         c_s = \phi(k_s)^\top \sum_t \frac{\phi(q_t)}{\phi(q_t)^\top \sum_r \phi(k_r)}
 
-    over all queries of a key head, in time O((T + S) m), with the features of a chunk of tokens in
-    memory at a time. It is minus infinity at hidden keys. If there are as many queries as keys,
+    over all queries of a key head, in time O((T + S) m), with the features of one chunk of tokens
+    in memory at a time. It is minus infinity at hidden keys. If there are as many queries as keys,
     queries at hidden keys are padding and do not count. There are no gradients.
 
     Raises:
-      ValueError: If features may be negative, whose sums are no masses. A user's function is
-        trusted.
+      ValueError: If features may be negative, so that their sums are no masses. A user's function
+        is not checked.
     """
     inputs, features = jax.lax.stop_gradient((inputs, features))
-    # Denominators alone are asked for.
+    # Only denominators are needed.
     keys = chunks_of(dataclasses.replace(inputs, value=inputs.value[..., :1]))
     state, _ = sum_keys(keys, features)
     length, key_length = inputs.query.shape[1], inputs.key.shape[1]
@@ -213,7 +214,7 @@ def estimated_mass(inputs: Inputs, features: HeadMaps) -> Float[Array, "B S K"]:
         chunk: tuple[Float[Array, "B T K G H"], Bool[Array, "B T K G"]],
     ) -> tuple[Float[Array, "B K m"], None]:
         """Adds the features of queries, each over its denominator."""
-        phi, spoiled = features.queries(chunk[0])
+        phi, poisoned = features.queries(chunk[0])
         if phi.values is not None and not calls_function(features.feature_map):
             raise ValueError(
                 "A number of exact_keys is chosen by positive features, and these may be "
@@ -221,7 +222,7 @@ def estimated_mass(inputs: Inputs, features: HeadMaps) -> Float[Array, "B S K"]:
             )
         weights, _ = state.weigh(phi)
         totals = contract("btkgm,bkmd->btkgd", weights, state.sums[..., -1:])
-        has_share = (totals > 0) & (chunk[1] & ~spoiled)[..., None]
+        has_share = (totals > 0) & (chunk[1] & ~poisoned)[..., None]
         more = jnp.where(has_share, weights / jnp.where(has_share, totals, 1), 0)
         return shares + jnp.sum(more, axis=(1, 3)), None
 

@@ -1,7 +1,7 @@
 """Random-feature attention over a sharded sequence: devices exchange running sums, never keys.
 
-States are a monoid, so a device needs of the others only the state that their keys add up to: that
-of all devices if attention is bidirectional, that of the devices before its own if it is causal.
+States are a monoid, so a device needs only the merged state of other devices' keys: those of all
+devices if attention is bidirectional, those of the devices before it if it is causal.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def attend_over_devices(
         part, chunk_size = shards.part(call), estimator.chunk_size
         inputs, features = estimator.lay_out(part)
         if estimator.exact_bandwidth is not None:
-            return _beside_band(
+            return _attend_with_band(
                 part,
                 inputs,
                 features,
@@ -68,7 +68,7 @@ def attend_over_devices(
         if not call.in_order():
             state = merge_over(state_of(inputs, features), shards.axes)
             queries, dtype = features.queries(inputs.query), inputs.value.dtype
-            return inputs.outputs(attend_to_state(queries, *state.split_spoiled(), dtype=dtype))
+            return inputs.outputs(attend_to_state(queries, *state.split_poisoned(), dtype=dtype))
         ids = part.segment_ids
         before = state_beyond(inputs, features, ids, shards.axes, 1)
         if call.is_causal:
@@ -81,7 +81,7 @@ def attend_over_devices(
     return over_devices(attend, shards, call, estimator)
 
 
-def _beside_band(
+def _attend_with_band(
     call: Call,
     inputs: Inputs,
     features: HeadMaps,
@@ -108,12 +108,12 @@ def _beside_band(
         ids = jnp.reshape(call.segment_ids, inputs.key.shape[:2])
         ids = widen(ids, axes, history, halo - history)
 
-    def beyond(keys: Inputs, start: int, step: int) -> AttentionState:
+    def outer_state(keys: Inputs, start: int, step: int) -> AttentionState:
         of_keys = None if ids is None else stretch(ids, start, length, None)
         return state_beyond(keys, features, of_keys, axes, step)
 
-    before = beyond(fields.earlier, history - bandwidth, 1)
-    after = None if fields.later is None else beyond(fields.later, history + bandwidth, -1)
+    before = outer_state(fields.earlier, history - bandwidth, 1)
+    after = None if fields.later is None else outer_state(fields.later, history + bandwidth, -1)
     out, _ = fields.attend(features, before, after, chunk_size=chunk_size)
     return fields.outputs(out)
 
@@ -121,7 +121,7 @@ def _beside_band(
 @jax.named_scope("merge_states_over_devices")
 def merge_over(state: AttentionState, axes: Axes) -> AttentionState:
     """Returns the state of the keys of all devices, by a maximum and one sum in its units."""
-    if not axes:  # A sum over no axes fails beside manual axes (jax 0.10.2).
+    if not axes:  # A sum over no axes fails next to manual axes (jax 0.10.2).
         return state
     maxima = jax.lax.pmax(jax.lax.stop_gradient(state.maxima), axes)
     return AttentionState(jax.lax.psum(state.in_units_of(maxima), axes), maxima)
@@ -140,14 +140,14 @@ def state_beyond(
     Args:
       inputs: Inputs of this device.
       features: Feature maps.
-      segment_ids: Segment ids of this device's keys, or None. Of other devices only the keys of a
+      segment_ids: Segment ids of this device's keys, or None. On other devices, only keys of a
         segment that continues here count.
       axes: Mesh axes that shard the length.
       step: 1 or -1.
     """
     segments = inputs.segments
     if segment_ids is None or segments is None:
-        return _flow(Passage(state_of(inputs, features), None), axes, step).state
+        return _exclusive_scan(ScanElement(state_of(inputs, features), None), axes, step).state
     segment_ids = jnp.reshape(segment_ids, segments.shape)
     begin, end = (0, -1) if step == 1 else (-1, 0)
     from_there = from_earlier_device(segment_ids[:, end], axes, step)
@@ -156,37 +156,39 @@ def state_beyond(
     leaves = jnp.equal(segments, segments[:, end, None])[..., None]
     log_weights = jnp.where(leaves, inputs.key_log_weights, -jnp.inf)
     state = state_of(dataclasses.replace(inputs, key_log_weights=log_weights), features)
-    return _flow(Passage(state, stops), axes, step).state.where(continues)
+    return _exclusive_scan(ScanElement(state, stops), axes, step).state.where(continues)
 
 
-class Passage(NamedTuple):
-    """The effect of some neighboring devices on the state that flows through them.
+class ScanElement(NamedTuple):
+    """The effect of a run of neighboring devices on the state that passes through them.
 
     Attributes:
-      state: State of their keys that are seen beyond them.
-      stops: ``[B]``, True where a segment begins in them and nothing from before goes through; None
-        without segments.
+      state: State of those of their keys that devices after them see.
+      stops: ``[B]``, True where a segment begins on them, so that nothing from before passes
+        through; None without segments.
     """
 
     state: AttentionState
     stops: Bool[Array, " B"] | None
 
-    def then(self, following: Passage) -> Passage:
-        """Returns the passage through these devices and the following ones; associative."""
+    def then(self, following: ScanElement) -> ScanElement:
+        """Returns the effect of these devices and then the following ones; associative."""
         if self.stops is None or following.stops is None:
-            return Passage(self.state.merge(following.state), None)
+            return ScanElement(self.state.merge(following.state), None)
         state = self.state.where(~following.stops).merge(following.state)
-        return Passage(state, self.stops | following.stops)
+        return ScanElement(state, self.stops | following.stops)
 
-    def where(self, condition: Bool[Array, ""]) -> Passage:
-        """Returns a passage that adds nothing unless ``condition``, one Boolean, is True."""
+    def where(self, condition: Bool[Array, ""]) -> ScanElement:
+        """Returns an element that adds nothing unless ``condition``, one Boolean, is True."""
         every = jnp.broadcast_to(condition, self.state.maxima.shape[:1])
-        return Passage(self.state.where(every), None if self.stops is None else self.stops & every)
+        return ScanElement(
+            self.state.where(every), None if self.stops is None else self.stops & every
+        )
 
 
-def _flow(passage: Passage, axes: Axes, step: int) -> Passage:
-    """Scans over devices exclusively, in a number of rounds logarithmic in theirs."""
-    incoming, through = passage.where(jnp.array(False)), passage
+def _exclusive_scan(element: ScanElement, axes: Axes, step: int) -> ScanElement:
+    """Runs an exclusive scan over the devices, in a logarithmic number of rounds."""
+    incoming, through = element.where(jnp.array(False)), element
     distance = step
     while abs(distance) < jax.lax.axis_size(axes):
         earlier = jax.tree.map(

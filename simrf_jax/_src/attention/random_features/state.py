@@ -1,4 +1,4 @@
-"""Running sums over keys, which nothing can overflow.
+"""Running sums over keys that cannot overflow.
 
 Attention is a monoid: the states of two sets of keys merge into the state of both, and what a query
 reads from two states adds up to what it reads from their merger. Bidirectional, causal and
@@ -18,7 +18,7 @@ from simrf_jax._src.attention.estimator import HeadMaps, QueryFeatures
 from simrf_jax._src.attention.inputs.call import Inputs, contract, quotient
 from simrf_jax._src.features import LogFeatures
 
-SUMMARY_CHUNK = 1024  # Keys whose features are in memory at a time when only their state is asked.
+SUMMARY_CHUNK = 1024  # Number of keys per chunk when only their state is computed.
 
 
 class Readout(NamedTuple):
@@ -54,13 +54,13 @@ class AttentionState(NamedTuple):
     .. math:: c_i = \max_s \kappa_{si}, \qquad S_i = \sum_s e^{\kappa_{si} - c_i} (v_s, 1)
 
     with :math:`\kappa` the log features of the keys; values of signed maps stand as factors before
-    the exponentials. Its size does not depend on the number of keys. The sums of a head are NaN
-    once it has seen a key that was not finite.
+    the exponentials. Its size does not depend on the number of keys. The sums of a head become NaN
+    once it sees a key that is not finite.
 
     Attributes:
       sums: ``[B, K, num_features, D + 1]``; the last column sums the denominator.
-      maxima: ``[B, K, num_features]``, or ``[B, K, 1]`` of a map whose features share an exponent;
-        minus infinity where no key was seen.
+      maxima: ``[B, K, num_features]``, or ``[B, K, 1]`` if the features of the map share an
+        exponent; minus infinity where no key was seen.
     """
 
     sums: Float[Array, "*batch K num_features D+1"]
@@ -79,14 +79,14 @@ class AttentionState(NamedTuple):
     def empty(cls, inputs: Inputs, features: HeadMaps) -> AttentionState:
         """Returns the state of no keys, for keys like those of the inputs."""
         keys = features.keys(inputs.key[:, :0], inputs.key_log_weights[:, :0]).features
-        return cls.of_none(keys, with_ones(inputs.value[:, :0]))
+        return cls.of_no_keys(keys, with_ones(inputs.value[:, :0]))
 
     @classmethod
-    def of_none(cls, keys: LogFeatures, value: Float[Array, "B 0 K columns"]) -> AttentionState:
+    def of_no_keys(cls, keys: LogFeatures, value: Float[Array, "B 0 K columns"]) -> AttentionState:
         """Returns the state of keys ``[B, 0, K, ...]``."""
         phi = signed_exp(keys.exponent, keys.values)[..., None]
-        # Unlike AttentionState.of, because an einsum of nothing fails in shard_map without jit
-        # (jax 0.10.2).
+        # Not AttentionState.of, because an empty einsum fails in shard_map without jit (jax
+        # 0.10.2).
         sums = jnp.sum(phi * value[:, :, :, None], axis=1)
         return cls(sums, jnp.squeeze(largest(keys.exponent, axis=1), 1))
 
@@ -109,37 +109,37 @@ class AttentionState(NamedTuple):
             jnp.where(condition, self.maxima, -jnp.inf),
         )
 
-    def spoil(self, condition: Bool[Array, "B K"]) -> AttentionState:
+    def poison(self, condition: Bool[Array, "B K"]) -> AttentionState:
         """Returns the state with NaN sums where ``condition``, ``[B, K]``, is True."""
         return self._replace(sums=jnp.where(condition[:, :, None, None], jnp.nan, self.sums))
 
-    def split_spoiled(self) -> tuple[AttentionState, Bool[Array, "B K"]]:
-        """Returns a state of finite sums, and where ``spoil`` made them NaN, ``[B, K]``."""
-        # The denominators say it. XLA evaluates this while it compiles if the state is empty, which
-        # took seconds for all sums.
-        spoiled = jnp.any(jnp.isnan(self.sums[..., -1]), axis=-1)
-        return self._replace(sums=jnp.where(spoiled[:, :, None, None], 0, self.sums)), spoiled
+    def split_poisoned(self) -> tuple[AttentionState, Bool[Array, "B K"]]:
+        """Returns a state of finite sums, and a mask, ``[B, K]``, of the poisoned heads."""
+        # Check the denominators only: if the state is empty, XLA folds this constant while it
+        # compiles, which took seconds for all sums.
+        poisoned = jnp.any(jnp.isnan(self.sums[..., -1]), axis=-1)
+        return self._replace(sums=jnp.where(poisoned[:, :, None, None], 0, self.sums)), poisoned
 
     def weigh(
         self, queries: LogFeatures
     ) -> tuple[Float[Array, "B T K G num_features"], Float[Array, "B T K G 1"]]:
-        """Returns what queries multiply the sums by, in units of e^shift, and the shift."""
+        """Returns the factors of the sums for each query, in units of e^shift, and the shift."""
         logits = queries.exponent + self.maxima[:, None, :, None, :]
         shift = largest(logits, axis=-1)
         return signed_exp(logits - or_zero(shift), queries.values), shift
 
     def read(self, queries: LogFeatures, dtype: jnp.dtype) -> Readout:
-        """Returns what queries find, ``[B, T, K, G, D + 1]``.
+        """Returns the sums that queries read, ``[B, T, K, G, D + 1]``.
 
         A query's log_scale cancels in the ratio and is left out. A feature that is zero for all
         keys has a maximum of minus infinity, so it does not set the shift of those that matter.
 
         Args:
           queries: Features of ``[B, T, K, G]`` queries.
-          dtype: Type to contract in.
+          dtype: Contraction dtype.
         """
         features, shift = self.weigh(queries)
-        # In this order of axes the product needs no transposed copy of the features.
+        # With this order of axes the product needs no transposed copy of the features.
         sums = contract("btkgm,bkmd->bktgd", features, self.sums.astype(dtype))
         return Readout(jnp.moveaxis(sums, 2, 1), shift)
 
@@ -159,7 +159,7 @@ class Keys(NamedTuple):
 
     @classmethod
     def of(cls, inputs: Inputs, size: int | None) -> Keys:
-        """Returns the keys in chunks of a size, or all in one chunk if it is None."""
+        """Returns the keys in chunks of ``size``, or in one chunk if it is None."""
         if size is None:
             return cls(inputs.key[None], inputs.value[None], inputs.key_log_weights[None])
         return cls(
@@ -171,8 +171,8 @@ class Keys(NamedTuple):
 
 def state_of(inputs: Inputs, features: HeadMaps) -> AttentionState:
     """Returns the state of all keys, with the features of one chunk in memory at a time."""
-    state, spoiled = sum_keys(chunks_of(inputs), features)
-    return state.spoil(spoiled)
+    state, poisoned = sum_keys(chunks_of(inputs), features)
+    return state.poison(poisoned)
 
 
 def chunks_of(inputs: Inputs) -> Keys:
@@ -183,13 +183,13 @@ def chunks_of(inputs: Inputs) -> Keys:
 
 
 def sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array, "B K"]]:
-    """Returns the state of keys in chunks, whose sums are finite, and which heads saw NaN.
+    """Returns the state of keys in chunks, with finite sums, and a mask of heads that saw NaN.
 
-    The features of a chunk are used and forgotten, and the backward pass makes them again.
+    The features of a chunk are discarded after use, and the backward pass recomputes them.
     """
 
     def add(state: AttentionState | None, chunk: Keys) -> tuple[AttentionState, Bool[Array, "B K"]]:
-        phi, spoils = features.keys(chunk.key, chunk.log_weights)
+        phi, nonfinite = features.keys(chunk.key, chunk.log_weights)
         maxima = jnp.squeeze(largest(phi.exponent, axis=1), 1)
         maxima = maxima if state is None else jnp.maximum(state.maxima, maxima)
         weights = in_units_of(maxima, phi)
@@ -198,22 +198,22 @@ def sum_keys(keys: Keys, features: HeadMaps) -> tuple[AttentionState, Bool[Array
         weights = weights.astype(chunk.value.dtype).astype(weights.dtype)
         sums = jnp.concatenate([numerators, jnp.sum(weights, axis=1)[..., None]], axis=-1)
         sums = sums if state is None else state.in_units_of(maxima) + sums
-        return AttentionState(sums, maxima), jnp.any(spoils, axis=1)
+        return AttentionState(sums, maxima), jnp.any(nonfinite, axis=1)
 
     num_chunks, _, size = keys.key.shape[:3]
     if num_chunks == 1 and size != 0:
         return add(None, jax.tree.map(lambda x: x[0], keys))
     none = jax.tree.map(lambda x: x[0, :, :0], keys)
     phi, _ = features.keys(none.key, none.log_weights)
-    empty = AttentionState.of_none(phi, with_ones(none.value))
-    state, spoiled = jax.lax.scan(jax.checkpoint(add, prevent_cse=False), empty, keys)
-    return state, jnp.any(spoiled, axis=0)
+    empty = AttentionState.of_no_keys(phi, with_ones(none.value))
+    state, poisoned = jax.lax.scan(jax.checkpoint(add, prevent_cse=False), empty, keys)
+    return state, jnp.any(poisoned, axis=0)
 
 
 def attend_to_state(
     queries: QueryFeatures,
     state: AttentionState,
-    spoiled: Bool[Array, "B K"],
+    poisoned: Bool[Array, "B K"],
     *,
     dtype: jnp.dtype,
 ) -> Float[Array, "B T K G D"]:
@@ -222,15 +222,15 @@ def attend_to_state(
     Args:
       queries: The queries.
       state: Sums over the keys.
-      spoiled: True where a key is not finite.
-      dtype: Type to contract in.
+      poisoned: True where a key is not finite.
+      dtype: Contraction dtype.
 
     Returns:
-      ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
+      ``[B, T, K, G, D]`` in the logits' dtype; zeros where no key is visible.
     """
     out = state.read(queries.features, dtype).outputs()
-    # Last, for NaN before it would reach the gradients of W: 0 * NaN is not 0.
-    return jnp.where((queries.spoiled | spoiled[:, None, :, None])[..., None], jnp.nan, out)
+    # Last, because an earlier NaN would reach the gradients of W: 0 * NaN is not 0.
+    return jnp.where((queries.poisoned | poisoned[:, None, :, None])[..., None], jnp.nan, out)
 
 
 def with_ones(value: Float[Array, "*batch D"]) -> Float[Array, "*batch D+1"]:
@@ -239,7 +239,7 @@ def with_ones(value: Float[Array, "*batch D"]) -> Float[Array, "*batch D+1"]:
 
 
 def largest(x: Float[Array, "*shape"], axis: int | tuple[int, ...]) -> Float[Array, " ..."]:
-    """Returns a maximum as a shift, through which no gradient has to flow; -inf of nothing."""
+    """Returns a maximum for use as a shift, without a gradient; -inf if there are no entries."""
     return jax.lax.stop_gradient(jnp.max(x, axis=axis, keepdims=True, initial=-jnp.inf))
 
 
@@ -259,7 +259,7 @@ def signed_exp(
     exponent: Float[Array, " ..."],
     values: Float[Array, " ..."] | None,
 ) -> Float[Array, " ..."]:
-    """Returns features of their shifted exponents and their values."""
+    """Returns features from their shifted exponents and their values."""
     phi = jnp.exp(exponent)
     return phi if values is None else phi * values
 
@@ -269,8 +269,8 @@ def pad(
 ) -> Shaped[Array, "B length+{before}+{after} *rest"]:
     """Adds positions of ``fill`` at both ends, or copies of the outermost positions if None.
 
-    A user's feature map takes padding too: what it makes of a real key is as finite as that of the
-    key itself, which cannot be said of zeros.
+    A user's feature map sees padding too. On copies of a real key it is as finite as on the key
+    itself, which does not hold for zeros.
     """
     if not before and not after:
         return x

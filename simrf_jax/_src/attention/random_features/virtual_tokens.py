@@ -1,4 +1,4 @@
-"""A state as tokens of softmax attention, one for each feature, that stand for all keys."""
+"""A state as tokens of softmax attention, one for each feature, that represent all keys."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from simrf_jax._src.features.log_space import widened
 
 
 class VirtualTokens(NamedTuple):
-    """Tokens that softmax attention reads in the place of all keys of a state.
+    """Tokens that softmax attention reads in place of all keys of a state.
 
     Attributes:
       key: ``[*batch, m, K, H]``.
       value: ``[*batch, m, K, D]``.
-      bias: ``[*batch, K, 1, m]``, or ``[*batch, N, T, m]`` of given queries: what the logits of the
-        tokens have beside the products of queries and keys.
+      bias: ``[*batch, K, 1, m]``, or ``[*batch, N, T, m]`` for given queries: terms to add to the
+        logits of the tokens, besides the products of queries and keys.
     """
 
     key: Float[Array, "*batch m K H"]
@@ -41,13 +41,13 @@ def virtual_tokens(
     scale: Real[ArrayLike, ""] | None,
 ) -> VirtualTokens:
     """Returns the tokens of a state; see ``RandomFeatureMechanism.virtual_tokens``."""
-    # Rows that were made in float32 would round what a state of float64 vectors holds.
+    # Rows computed in float32 would round a state of float64 vectors.
     widen = functools.partial(widened, dtype=state.sums.dtype)
     w, feature_map = jax.tree.map(widen, (estimator.projection, estimator.feature_map))
     form = feature_map.exponential_forms(w, side="query")
     if form is None:
         raise ValueError(
-            "Virtual tokens are of features that are exponentials (positive, hyperbolic, optimal "
+            "Virtual tokens need features that are exponentials (positive, hyperbolic, optimal "
             f"positive, calibrated and learned ones), got {feature_map!r}."
         )
     form, weight = form.unpaired(), state.sums[..., -1]
@@ -59,14 +59,14 @@ def virtual_tokens(
     shape = (*value.shape[:-1], form.rows.shape[-1])
     given = jnp.zeros(shape, value.dtype) if query is None else jnp.asarray(query)
     nothing = (jnp.zeros(x, given.dtype) for x in (shape, value.shape))
-    call = Call.of(given, *nothing, scale=scale)  # For its checks.
+    call = Call.of(given, *nothing, scale=scale)  # Runs the checks.
     estimator.check_heads(call)
     key = jnp.broadcast_to(jnp.moveaxis(form.rows, -3, -2), shape).astype(value.dtype)
     factor = key.shape[-1] ** -0.5 if call.scale is None else call.scale
     root = jnp.sqrt(jnp.abs(jnp.asarray(factor, key.dtype)))
     bias = bias[..., None, :]
     if query is not None:
-        # What all features of a query share cancels, unless other keys stand beside the tokens.
+        # Terms that all features of a query share cancel, unless other keys join the tokens.
         *batch, length, heads, dim = call.query.shape
         num_key_heads = key.shape[-2]
         scaled = jnp.sign(factor) * root * call.query.astype(key.dtype)

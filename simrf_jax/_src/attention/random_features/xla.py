@@ -1,4 +1,4 @@
-"""Random-feature attention by XLA's own programs, which take every call.
+"""Random-feature attention in plain JAX, compiled by XLA, which supports every call.
 
 Bidirectional attention is here; on a CPU it takes its tokens chunk by chunk. Causal and packed
 attention, an exact band, and lengths that devices share have their own modules.
@@ -14,7 +14,7 @@ from simrf_jax._src.attention.estimator import Estimator, HeadMaps, compiled
 from simrf_jax._src.attention.inputs.call import Call, Inputs, contract
 from simrf_jax._src.attention.inputs.sharding import find_shards
 from simrf_jax._src.attention.random_features.causal import causal_attention, packed_attention
-from simrf_jax._src.attention.random_features.exact_band import attend_beside_band
+from simrf_jax._src.attention.random_features.exact_band import attend_with_band
 from simrf_jax._src.attention.random_features.exact_keys import ExactKeys
 from simrf_jax._src.attention.random_features.exchange import attend_over_devices
 from simrf_jax._src.attention.random_features.state import (
@@ -25,13 +25,13 @@ from simrf_jax._src.attention.random_features.state import (
 )
 from simrf_jax._src.features import calls_function
 
-CHUNK_ROWS = 8192  # Queries or keys of all heads together whose features are made at a time.
-LEAST_CHUNK = 64  # Shorter chunks would lose more time to calls than they save.
+CHUNK_ROWS = 8192  # Queries or keys of all heads together per chunk of features.
+LEAST_CHUNK = 64  # Shorter chunks would lose more time to overhead than they save.
 PLATFORM: str | None = None
 
 
 def reason_against(estimator: Estimator, call: Call, *, is_asked: bool) -> str | None:
-    """Returns None: there is no call that XLA cannot take."""
+    """Returns None: XLA supports every call."""
     del estimator, call, is_asked
     return None
 
@@ -46,7 +46,7 @@ def attend(estimator: Estimator, call: Call) -> Float[Array, "*batch T N D"]:
                 "exact_keys are for lengths that no mesh axes shard, got lengths over "
                 f"{estimator.sequence_axes or shards.axes}."
             )
-        if call.key.shape[-3] > 0:  # Without keys there is nothing to exchange.
+        if call.key.shape[-3] > 0:  # Without keys, devices have nothing to exchange.
             return attend_over_devices(estimator, call, shards)
     return compiled(attend_locally, estimator.feature_map)(estimator, call)
 
@@ -57,7 +57,7 @@ def attend_locally(estimator: Estimator, call: Call) -> Float[Array, "*batch T N
     inputs, features = estimator.lay_out(call)
     choice = estimator.exact_keys if call.key.shape[-3] != 0 else None
     if estimator.exact_bandwidth is not None:
-        return attend_beside_band(
+        return attend_with_band(
             inputs,
             features,
             choice,
@@ -77,7 +77,7 @@ def attend_locally(estimator: Estimator, call: Call) -> Float[Array, "*batch T N
     else:
         read = packed_attention(inputs, features, empty, empty, chunk_size=chunk_size)
     if exact is not None:
-        read = exact.beside(read, inputs, is_causal=call.is_causal)
+        read = exact.add_to(read, inputs, is_causal=call.is_causal)
     return inputs.outputs(read.outputs())
 
 
@@ -95,9 +95,9 @@ def bidirectional_attention(
     :math:`b_t = \max_i (a_{ti} + c_i)` (``Readout.shift``). Values of signed maps stand as factors
     before the exponentials. Both shifts cancel, so this is the estimator itself. Nothing overflows,
     and for a positive map the denominator is at least 1 wherever a query and a visible key have a
-    feature in common. So no epsilon is needed.
+    feature in common, so no epsilon is needed.
 
-    On a CPU the features are computed in chunks that fit the cache, and again in the backward pass.
+    On a CPU the features are computed in cache-sized chunks and recomputed in the backward pass.
     Other backends compute all of them at once.
 
     Args:
@@ -106,7 +106,7 @@ def bidirectional_attention(
       exact: Keys that the queries see exactly, which are hidden in ``inputs``; or None.
 
     Returns:
-      ``[B, T, K, G, D]`` in the logits' type; zeros where no key is visible.
+      ``[B, T, K, G, D]`` in the logits' dtype; zeros where no key is visible.
     """
     sizes = (*inputs.query.shape, *inputs.key.shape)
     are_known = all(isinstance(size, int) and size > 0 for size in sizes)  # Not symbolic.
@@ -122,21 +122,24 @@ def bidirectional_attention(
 def _attend_at_once(
     inputs: Inputs, features: HeadMaps, exact: ExactKeys | None
 ) -> Float[Array, "B T K G D"]:
-    """Makes the features of all tokens."""
-    state, spoiled = sum_keys(Keys.of(inputs, None), features)
+    """Computes the features of all tokens at once."""
+    state, poisoned = sum_keys(Keys.of(inputs, None), features)
     queries = features.queries(inputs.query)
     if exact is not None:
-        queries, state = exact.beside_queries(queries, inputs.query), exact.beside_state(state)
-        spoiled |= jnp.any(exact.spoils, axis=1)
-    return attend_to_state(queries, state, spoiled, dtype=inputs.value.dtype)
+        queries, state = (
+            exact.append_to_queries(queries, inputs.query),
+            exact.append_to_state(state),
+        )
+        poisoned |= jnp.any(exact.nonfinite, axis=1)
+    return attend_to_state(queries, state, poisoned, dtype=inputs.value.dtype)
 
 
 def _attend_by_chunks(
     inputs: Inputs, features: HeadMaps, exact: ExactKeys | None
 ) -> Float[Array, "B T K G D"]:
-    """Makes the features of a few tokens of each head at a time.
+    """Computes the features of a few tokens of each head at a time.
 
-    The heads come before the length, the order in which products of matrices are fast.
+    The head axis comes before the length axis, so that matrix products are fast.
     """
     batch, length, num_heads, groups, _ = inputs.query.shape
     rows = batch * num_heads
@@ -147,12 +150,12 @@ def _attend_by_chunks(
     )
     queries = _split(inputs.query, rows * groups)
     axes = features.head_axes()
-    state, spoiled = jax.vmap(sum_keys, in_axes=(1, axes))(keys, features)
-    state = state._replace(sums=state.sums.astype(inputs.value.dtype))  # The type to contract in.
+    state, poisoned = jax.vmap(sum_keys, in_axes=(1, axes))(keys, features)
+    state = state._replace(sums=state.sums.astype(inputs.value.dtype))  # The contraction dtype.
     # Each head has an axis of key heads, of size 1.
     exact = jax.tree.map(lambda x: jnp.expand_dims(jnp.moveaxis(x, 2, 0), 3), exact)
     read = jax.vmap(_read, in_axes=(1, 0, 0, axes, 0), out_axes=1)
-    out = read(queries, state, spoiled, features, exact)  # [chunks, K, B, size, 1, G, D]
+    out = read(queries, state, poisoned, features, exact)  # [chunks, K, B, size, 1, G, D]
     out = jnp.moveaxis(jnp.squeeze(out, 4), (0, 1), (1, 3))
     return out.reshape(batch, -1, *out.shape[3:])[:, :length]
 
@@ -160,35 +163,35 @@ def _attend_by_chunks(
 def _read(
     queries: Float[Array, "chunks B T 1 G H"],
     state: AttentionState,
-    spoiled: Bool[Array, "B 1"],
+    poisoned: Bool[Array, "B 1"],
     features: HeadMaps,
     exact: ExactKeys | None,
 ) -> Float[Array, "chunks B T 1 G D"]:
-    """Returns what the queries of one head read of its state, numerator over denominator.
+    """Returns the outputs of the queries of one head: numerator over denominator.
 
-    On a CPU a product with D columns and one with a single column are faster than one with D + 1,
-    and so is the product of the gradient with ones instead of its sum.
+    On a CPU, a product with D columns and one with a single column are faster than one with D + 1
+    columns. Likewise the product of the gradient with ones is faster than its sum.
     """
     if exact is not None:
-        state = exact.beside_state(state)
-        spoiled |= jnp.any(exact.spoils, axis=1)
+        state = exact.append_to_state(state)
+        poisoned |= jnp.any(exact.nonfinite, axis=1)
     sums, total = state.sums[..., :-1], state.sums[..., -1:]
 
     def read(query: Float[Array, "B T 1 G H"]) -> Float[Array, "B T 1 G D"]:
         queries = features.queries(query)
         if exact is not None:
-            queries = exact.beside_queries(queries, query)
+            queries = exact.append_to_queries(queries, query)
         phi, no_features = queries
         weights, _ = state.weigh(phi)
-        # In this order of axes the products need no transposed copy of the weights.
+        # With this order of axes the products need no transposed copy of the weights.
         numerator = jnp.moveaxis(contract("btkgm,bkmd->bktgd", weights, sums), 2, 1)
         denominator = jnp.moveaxis(contract("btkgm,bkmd->bktgd", weights, total), 2, 1)
         nothing = denominator == 0  # Exactly: no key is visible, or no feature is active.
         inverse = jnp.where(nothing, 0, 1 / jnp.where(nothing, 1, denominator))
         ones = jnp.ones((1, sums.shape[-1]), inverse.dtype)
         out = numerator * jnp.matmul(inverse, ones, precision=jax.lax.Precision.HIGHEST)
-        # Last, for NaN before it would reach the gradients of W: 0 * NaN is not 0.
-        return jnp.where((no_features | spoiled[:, None, :, None])[..., None], jnp.nan, out)
+        # Last, because an earlier NaN would reach the gradients of W: 0 * NaN is not 0.
+        return jnp.where((no_features | poisoned[:, None, :, None])[..., None], jnp.nan, out)
 
     if queries.shape[0] > 1:
         read = jax.checkpoint(read, prevent_cse=False)
@@ -198,18 +201,18 @@ def _read(
 def _split(
     x: Shaped[Array, "B length K *rest"], rows: int, fill: float | None = None
 ) -> Shaped[Array, "chunks K B size 1 *rest"]:
-    """Returns chunks of the length of about equal size, heads first.
+    """Splits the length into chunks of about equal size, heads first.
 
     Args:
       x: ``[B, length, K, ...]``.
-      rows: Number of vectors with features at each position.
+      rows: Number of vectors at each position.
       fill: Padding of the last chunk; None to repeat the last position, whose features are finite.
     """
     batch, length, num_heads, *rest = x.shape
     count = -(-length // max(LEAST_CHUNK, CHUNK_ROWS // rows))
     size = -(-length // count)
     missing = count * size - length
-    if missing:  # The gradient of no padding would still be copied.
+    if missing:  # Empty padding would still cost a copy of the gradient.
         last = jnp.repeat(x[:, -1:], missing, axis=1)
         padding = last if fill is None else jnp.full_like(last, fill)
         x = jnp.concatenate([x, padding], axis=1)
