@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -50,15 +51,14 @@ def run(config: ConfigDict, pieces: resumable.Pieces) -> dict[str, Any]:
 
     names = (*baselines(config.encoder.bandwidth), *config.methods)
     found: dict[str, dict[str, dict[str, list[Errors]]]] = {}
-    for seed in tqdm.tqdm(config.seeds, desc="kinds", dynamic_ncols=True):
-        for length in ours.lengths:
-            for kind in texts.KINDS:
-                for name in names:
-                    piece = f"kinds-{name}-{kind.replace(' ', '_')}-{length}-{seed}"
-                    values = pieces.get(piece, compute, name, kind, length, seed)
-                    errors = Errors(*np.split(values, [len(values) - ours.num_test_texts]))
-                    by_kind = found.setdefault(str(length), {}).setdefault(name, {})
-                    by_kind.setdefault(kind, []).append(errors)
+    cases = [*itertools.product(ours.lengths, config.seeds, texts.KINDS)]  # Short texts first.
+    for length, seed, kind in tqdm.tqdm(cases, desc="kinds", dynamic_ncols=True):
+        for name in names:
+            piece = f"kinds-{name}-{kind.replace(' ', '_')}-{length}-{seed}"
+            values = pieces.get(piece, compute, name, kind, length, seed)
+            errors = Errors(*np.split(values, [len(values) - ours.num_test_texts]))
+            by_kind = found.setdefault(str(length), {}).setdefault(name, {})
+            by_kind.setdefault(kind, []).append(errors)
     return {
         "num_features": ours.num_features,
         "lengths": {
