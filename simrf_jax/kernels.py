@@ -2,7 +2,7 @@
 
 ``draw_projection(..., kernel=Matern(1.5))`` draws W for a kernel, ``trigonometric_features`` and
 ``phase_features`` with the same kernel estimate it, and ``Matern(1.5)(x, y)`` is the kernel itself.
-A class of one's own that derives from ``ScaleMixture`` is a kernel as well.
+A custom class that derives from ``ScaleMixture`` is a kernel as well.
 """
 
 from simrf_jax._src.kernels import (

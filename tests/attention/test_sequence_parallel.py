@@ -460,7 +460,7 @@ def test_refuses_an_explicit_axis_of_the_batch():
 def test_refuses_explicit_axes_of_a_later_batch_axis(attend):
     sharding = jax.NamedSharding(make_mesh(data=2), P(None, "data"))
     q, k, v = jax.device_put(inputs(batch=(3, 2)), sharding)
-    match = r"may shard the first alone, got .*\(None, 'data', None, None, None\) of query"
+    match = r"may shard only the first, got .*\(None, 'data', None, None, None\) of query"
     with pytest.raises(ValueError, match=match):
         attend(q, k, v)
 

@@ -273,12 +273,12 @@ def test_fits_vectors_of_any_size(sizes, options):
         (
             {"key": np.ones((4, 2, 7), np.float32)},
             ValueError,
-            "must have the same dim, and the number",
+            "must have the same head_dim, and the number",
         ),
         (
             {"key": np.ones((4, 3, 8), np.float32)},
             ValueError,
-            "must have the same dim, and the number",
+            "must have the same head_dim, and the number",
         ),
         ({"key": np.ones((0, 2, 8), np.float32)}, ValueError, "There must be tokens, got shapes"),
         ({"key": np.ones((2, 4, 2, 8), np.float32)}, ValueError, "must have the same batch shape"),
@@ -287,7 +287,7 @@ def test_fits_vectors_of_any_size(sizes, options):
             ValueError,
             "and its squares must be finite",
         ),
-        ({"key_mask": np.zeros(4, bool)}, ValueError, "key must have a token that is no padding"),
+        ({"key_mask": np.zeros(4, bool)}, ValueError, "key must have a token that is not padding"),
         ({"scale": np.ones(2)}, TypeError, "scale must be one real number"),
         ({"center": 1}, TypeError, "center must be True or False, got 1"),
         ({"balance": "full"}, ValueError, "balance must be True, False or 'diagonal', got 'full'"),

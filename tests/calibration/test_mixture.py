@@ -233,7 +233,7 @@ def test_groups_of_query_heads_and_transformations():
         (
             {"key": np.ones((4, 3, 8), np.float32)},
             ValueError,
-            "must have the same dim, and the number",
+            "must have the same head_dim, and the number",
         ),
         ({"num_centers": 17}, ValueError, "at most the number of pairs of a key head, 16, got 17"),
         ({"num_centers": 0}, ValueError, "num_centers must be at least 1, got 0"),

@@ -195,7 +195,7 @@ def test_linen_variables_are_used_as_arrays():
     assert unboxed["random_features"] == {"attention_fn": {"projection": w}}
     out = linen_attention(**FIELDS).apply(unboxed, tokens())
     np.testing.assert_array_equal(out, linen_attention(**FIELDS).apply(variables, tokens()))
-    with pytest.raises(ValueError, match="does not say how it was drawn"):
+    with pytest.raises(ValueError, match="does not record how it was drawn"):
         redraw_projections(jax.random.key(9), unboxed["random_features"])
 
 
@@ -247,7 +247,7 @@ def test_a_hybrid_that_was_drawn_by_other_options_than_its_variable_says_is_refu
 
     set_value(adapter.projection, jax.vmap(draw)(jax.random.split(jax.random.key(1), HEADS)))
     state = nnx.state(adapter, RandomProjection)
-    with pytest.raises(ValueError, match=r"must say the same of the draw, got .*iid.*orthogonal"):
+    with pytest.raises(ValueError, match=r"must have the same draw options, got .*iid.*orthogonal"):
         redraw_projections(jax.random.key(2), state)
 
 

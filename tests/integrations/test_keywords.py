@@ -109,7 +109,7 @@ def test_computes_in_the_type_that_is_asked_for(kind, api):
         (
             {"precision": jax.lax.DotAlgorithmPreset.BF16_BF16_F32},
             ValueError,
-            "one of jax.lax.Precision, got .*BF16_BF16_F32.* takes no other algorithm",
+            "one of jax.lax.Precision, got .*BF16_BF16_F32.* supports no other algorithm",
         ),
         ({"scale": np.inf}, ValueError, "scale must be finite, got inf"),
         ({"segment_ids": np.zeros(3, int)}, ValueError, "segment_ids must be .*got shape"),
@@ -172,7 +172,7 @@ def test_no_keyword_of_flaxs_own_attention_is_dropped(kind, api):
 def test_a_precision_of_flaxs_attention_arrives(call):
     module = call(attention={"precision": jax.lax.DotAlgorithmPreset.F32_F32_F32})
     x = tokens(2, 3)
-    with pytest.raises(ValueError, match="takes no other algorithm for its products"):
+    with pytest.raises(ValueError, match="supports no other algorithm for its products"):
         module(x) if call is nnx_attention else module.init(jax.random.key(0), x)
     module = call(attention={"precision": "highest"})
     out = module(x) if call is nnx_attention else module.init_with_output(jax.random.key(0), x)[0]

@@ -173,7 +173,7 @@ def test_other_masks_raise_or_give_nan_and_say_why(name, api, caplog):
     ("mask", "match"),
     [
         (nn.combine_masks(PADDING, SAME), 'The mask of packed sequences needs masks="packed"'),
-        (np.where(SEGMENTS > 0, 0.0, -1e9)[:, None, None], "Pass what is added .* as bias"),
+        (np.where(SEGMENTS > 0, 0.0, -1e9)[:, None, None], "Pass terms of the logits as bias"),
     ],
 )
 def test_what_adapters_without_packed_say_under_jit(mask, match, caplog):

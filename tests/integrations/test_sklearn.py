@@ -418,7 +418,7 @@ def test_the_gram_error_on_digits_is_below_that_of_rbf_sampler(n_components):
         (
             {"kernel": "matern", "feature_map": "positive"},
             ValueError,
-            "feature_map='positive' estimates kernel='rbf' only, got kernel='matern'",
+            "feature_map='positive' estimates only kernel='rbf', got kernel='matern'",
         ),
         ({"norms": "sqrt_dim"}, ValueError, "norms must be one of 'auto', 'chi', .*'sqrt_dim'"),
         ({"length_scale": 0.0}, ValueError, "length_scale must be a positive number, or one for"),

@@ -40,7 +40,7 @@ def test_nnx_refuses_streams_without_a_key_to_draw_from():
 
 LOST = (
     "{}: the variables lack the collection random_features, which holds W. A trainer that keeps "
-    r"init\(...\)\['params'\] alone loses it: keep the collection beside the parameters"
+    r"only init\(...\)\['params'\] loses it: keep the collection next to the parameters"
 )
 
 

@@ -318,7 +318,7 @@ BAD = [
             VECTORS, VECTORS, 4, coupling="simplex", kernel=Matern()
         ),
         ValueError,
-        "features='positive' estimate the Gaussian and the softmax kernel only",
+        "features='positive' estimate only the Gaussian and the softmax kernel",
     ),
     (
         lambda: simrf_jax.trigonometric_features(VECTORS, np.ones((4, 4)), kernel="matern"),

@@ -97,7 +97,7 @@ def test_a_redraw_repeats_the_draw_of_each_projection():
         "d": carrier(zeros, DrawOptions("iid")),
     }
     # Only b does not say how it was drawn, and no other is drawn by the options that are given.
-    with pytest.raises(ValueError, match="does not say how it was drawn"):
+    with pytest.raises(ValueError, match="does not record how it was drawn"):
         redraw_projections(key(), tree)
     del tree["b"]
     drawn = redraw_projections(key(), tree)

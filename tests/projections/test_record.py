@@ -123,7 +123,7 @@ def test_nothing_is_known_of_an_array():
     for w in (fixed.rows, Projection(fixed.rows)):
         features = OPTIMAL.features(x, w)
         chex.assert_tree_all_finite(features)
-        with pytest.raises(ValueError, match="does not say how it was drawn"):
+        with pytest.raises(ValueError, match="does not record how it was drawn"):
             redraw_projections(key(), [w])
 
 
@@ -135,7 +135,7 @@ def calibration():
     ("call", "error", "match"),
     [
         (lambda: draw().redraw(key(), DrawOptions("iid")), ValueError, "drawn by DrawOptions"),
-        (lambda: Projection(jnp.ones((4, 3))).redraw(key()), ValueError, "does not say how"),
+        (lambda: Projection(jnp.ones((4, 3))).redraw(key()), ValueError, "does not record how"),
         (
             lambda: Projection.draw(key(), 4, 4, is_fast=True),
             ValueError,

@@ -143,5 +143,5 @@ def test_the_gap_is_the_difference_of_the_errors():
         gap = theory.orthogonality_gap(1.2, 7, 5, **options)
         np.testing.assert_allclose(gap, iid - orthogonal, rtol=1e-9)
     assert theory.orthogonality_gap(1.0, 1, 5, features="trigonometric", kernel=Matern()) == 0
-    with pytest.raises(ValueError, match="estimate the Gaussian and the softmax kernel only"):
+    with pytest.raises(ValueError, match="estimate only the Gaussian and the softmax kernel"):
         theory.orthogonality_gap(1.0, 5, 5, kernel=Matern())

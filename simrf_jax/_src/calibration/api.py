@@ -1,4 +1,4 @@
-"""Calibration of feature maps on the queries and keys that they will meet."""
+"""Calibration of feature maps on data like the queries and keys that they will see."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ def calibrate(
 ) -> Calibrated:
     """Fits positive features to queries and keys.
 
-    Random features of queries and keys as trained models have them fail for one reason: the vectors
-    are long and far from isotropic. The fit reduces the variance and adds no bias: it subtracts the
+    Random features fail on the queries and keys of trained models for one reason: the vectors are
+    long and far from isotropic. The fit reduces the variance and adds no bias: it subtracts the
     means, balances the covariances of queries and keys, and draws W from the Gaussian law that
-    minimizes the mean log second moment of the estimates, all in closed form, for each key head. It
-    is the minimum for the means and the covariances of the data, which are shrunk toward multiples
-    of the identity: by little if there are many tokens.
+    minimizes the mean log second moment of the estimates, all in closed form, for each key head.
+    The minimum is for the means and the covariances of the data. Covariances are shrunk toward
+    multiples of the identity, only slightly if there are many tokens.
 
     Calibrate on some data and use the map on other data: the estimates are unbiased for any
     queries and keys. Statistics of the batch at hand would let later tokens change earlier outputs.
 
     Args:
-      query: Queries; each key head takes those of its N / K query heads together.
+      query: Queries; each key head pools those of its N / K query heads.
       key: Keys, of any length. No gradient flows to either.
       scale: Multiplies the logits, as in attention; by default ``H ** -0.5``.
       center: True to subtract the means.
@@ -49,22 +49,21 @@ def calibrate(
         coordinate; False for none.
       tilt: Law of W. ``"log"`` gives it the variance along each axis that minimizes the mean log
         second moment, ``"mean"`` the one that minimizes the mean second moment if x + y is
-        Gaussian. ``"isotropic"`` gives all axes one variance. None leaves W as it is.
+        Gaussian. ``"isotropic"`` gives all axes one variance. None leaves W unchanged.
       query_mask: False at queries that are padding.
       key_mask: False at keys that are padding.
 
     Returns:
       The feature map, with arrays for each key head, for attention of the same scale. It needs a W
-      with Gaussian rows, as ``draw_projection`` draws them unless ``norms`` says otherwise. Without
-      centering, ``balance=False, tilt="isotropic"`` is FAVOR++ (OPRF), ``balance="diagonal",
-      tilt="isotropic"`` is SADERF, ``balance=True, tilt="isotropic"`` is ADERF, and
-      ``balance=False, tilt="log"`` is SDERF.
+      with Gaussian rows, the default of ``draw_projection``. Without centering, ``balance=False,
+      tilt="isotropic"`` is FAVOR++ (OPRF), ``balance="diagonal", tilt="isotropic"`` is SADERF,
+      ``balance=True, tilt="isotropic"`` is ADERF, and ``balance=False, tilt="log"`` is SDERF.
 
     Raises:
       TypeError: If queries or keys are not floating, a mask is not boolean, or a switch is neither
         True nor False.
       ValueError: If shapes do not match, there is no token, tokens are not finite or so large or
-        small that the fit is not, or a name is unknown. Values that are traced are not known.
+        small that the fit is not, or a name is unknown. Traced values are not checked.
 
     Example:
       >>> import jax, simrf_jax
@@ -126,7 +125,7 @@ def check_tokens(
     num_key_heads = key.shape[-2]
     if key.shape[-1] != dim or num_key_heads == 0 or num_heads % num_key_heads:
         raise ValueError(
-            "query and key must have the same dim, and the number of query heads must be a "
+            "query and key must have the same head_dim, and the number of query heads must be a "
             f"multiple of the number of key heads, got shapes {query.shape} and {key.shape}."
         )
     if 0 in (math.prod(query.shape), math.prod(key.shape)):
@@ -139,15 +138,15 @@ def check_tokens(
 
 
 def check_moments(name: str, moments: Moments) -> None:
-    """Raises ``ValueError`` if moments are known to be those of no tokens, or are not finite."""
+    """Raises ``ValueError`` if moments are known to be empty or not finite."""
     if any(isinstance(leaf, jax.core.Tracer) for leaf in moments):
         return
     if not all(np.all(np.isfinite(leaf)) for leaf in jax.device_get(moments)):
         raise ValueError(
-            f"{name} and its squares must be finite at all tokens that are no padding."
+            f"{name} and its squares must be finite at all tokens that are not padding."
         )
     if not np.all(jax.device_get(moments.num_vectors) > 0):
-        raise ValueError(f"{name} must have a token that is no padding.")
+        raise ValueError(f"{name} must have a token that is not padding.")
 
 
 def check_fitted(calibrated: Calibrated) -> None:
@@ -198,7 +197,7 @@ def _calibrate(
 
 
 def _whole(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Returns an array without explicit mesh axes, whose sums over tokens would be ambiguous."""
+    """Removes explicit mesh axes from an array, because sums over tokens would be ambiguous."""
     sharding = jax.typeof(x).sharding
     if not any(sharding.spec):
         return x
@@ -210,7 +209,7 @@ def scaled(
     key: Float[Array, "*batch S K H"],
     scale: Real[ArrayLike, ""],
 ) -> tuple[Float[Array, "*batch T N H"], Float[Array, "*batch S K H"]]:
-    """Returns queries and keys whose products are the logits, without their gradients."""
+    """Returns queries and keys whose products are the logits, without gradients."""
     compute = jnp.promote_types(query.dtype, jnp.float32)
     query, key = jax.lax.stop_gradient((_whole(query), _whole(key)))
     scale = jnp.asarray(scale, compute)
@@ -228,7 +227,7 @@ def moments(
     """Returns the moments of queries and keys, scaled as attention scales them, by key heads."""
     query, key = scaled(query, key, scale)
     num_key_heads = key.shape[-2]
-    # The query heads of a group stand side by side.
+    # The query heads of a group are adjacent.
     *lead, num_heads, dim = query.shape
     query = query.reshape(*lead, num_key_heads, num_heads // num_key_heads, dim).swapaxes(-3, -2)
     real_queries = real_keys = None

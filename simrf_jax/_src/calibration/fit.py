@@ -1,6 +1,6 @@
 """The best Gaussian proposal for the means and covariances of queries and keys, in closed form.
 
-Rows of W keep their place when another fit turns the axes of a calibration.
+``turn_rows`` keeps the rows of W in place when a new fit turns the axes of a calibration.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ TILTS = get_args(Tilt)
 
 
 class _Spread(NamedTuple):
-    """Second moments of queries and keys, and the means that remain in them.
+    """Second moments of queries and keys, and their remaining means.
 
     Attributes:
       queries: Second moment of the queries, ``[H, H]``.
@@ -94,7 +94,7 @@ def fit(
 def _balance(
     queries: Float[Array, "H H"], keys: Float[Array, "H H"], balance: Balance
 ) -> tuple[Float[Array, "H H"], Float[Array, "H H"]]:
-    """Returns M and its inverse transpose, which minimize the mean of |Mx|^2 + |M^-T y|^2.
+    """Returns M and its inverse transpose, where M minimizes the mean of |Mx|^2 + |M^-T y|^2.
 
     References:
       Moore, Principal component analysis in linear systems (IEEE Trans. Automat. Contr., 1981),
@@ -132,12 +132,13 @@ def _tilt(
 def log_second_moment(
     variances: Float[Array, "*batch H"], mean_square: Float[Array, "*batch H"]
 ) -> Float[Array, "*batch"]:
-    r"""Returns the mean log second moment of estimates by one row of W, relative to the kernel.
+    r"""Returns the mean log second moment of estimates from one row of W, relative to the kernel.
 
     .. math:: \sum_l \log \frac{1 + \rho_l}{2 \sqrt{\rho_l}} + \rho_l \lambda_l, \qquad
         \rho_l = \frac{1}{2 \sigma_l - 1}
 
-    It is in nats. Estimates by m iid rows have a relative variance of about its exponential over m.
+    It is in nats. Estimates from m iid rows have a relative variance of about its exponential over
+    m.
 
     Args:
       variances: :math:`\sigma`, the variances of W along each axis, above 1/2.
@@ -152,11 +153,11 @@ def log_second_moment(
 def mean_log_second_moment(
     calibration: Calibrated, query: Moments, key: Moments
 ) -> Float[Array, " K"]:
-    """Returns ``log_second_moment`` of each key head, the mean over all its queries and keys.
+    """Returns ``log_second_moment`` of each key head, averaged over its queries and keys.
 
     Args:
       calibration: Feature map, with arrays for each key head.
-      query: Moments of the queries, as attention scales them.
+      query: Moments of the queries, scaled as in attention.
       key: Moments of the keys.
     """
 
@@ -192,17 +193,17 @@ def log_optimal_variance(mean_square: Float[Array, "*axes"]) -> Float[Array, "*a
 def turn_rows(
     rows: Float[Array, "*K m H"], before: Calibrated | None, after: Calibrated
 ) -> Float[Array, "*K m H"]:
-    r"""Returns W for another calibration, such that features change no more than the fit did.
+    r"""Returns W for a new calibration, so that features change no more than the fit did.
 
-    A fit chooses axes, those of the tilt, along which it is diagonal. Small changes of the data may
-    turn them by any angle, and then rows that stay where they are would be other random rows, as
-    after a redraw. With the polar decomposition M = O S of each ``query_matrix``, S depends
-    continuously on the covariances and O holds the axes, so rows are multiplied by
-    :math:`O_{before} O_{after}^\top`. Their norms and angles stay as they are.
+    A fit chooses the axes of the tilt, along which it is diagonal. Small changes of the data may
+    turn them by any angle. Unchanged rows would then act as new random rows, as after a redraw.
+    With the polar decomposition M = O S of each ``query_matrix``, S depends continuously on the
+    covariances and O holds the axes, so rows are multiplied by :math:`O_{before} O_{after}^\top`.
+    Their norms and angles do not change.
 
     Args:
       rows: W of each key head.
-      before: The calibration that the rows belong to; None for rows that were just drawn.
+      before: The calibration to which the rows belong; None for new rows.
       after: The new calibration, of the same shape.
     """
     turned = rows.reshape(-1, *rows.shape[-2:])
@@ -214,8 +215,8 @@ def turn_rows(
 def _axes(calibration: Calibrated) -> Float[Array, "heads H H"]:
     """Returns the orthogonal factors of the polar decompositions of the matrices of all heads.
 
-    M = O S and its inverse transpose, O times the inverse of S, share it with their sum, which is
-    far from singular where they are not.
+    M = O S and its inverse transpose, O times the inverse of S, share this factor with their sum,
+    which is well conditioned even where they are not.
     """
     sums = calibration.query_matrix + calibration.key_matrix
     return jax.vmap(_orthogonal_factor)(sums.reshape(-1, *sums.shape[-2:]))
@@ -224,7 +225,7 @@ def _axes(calibration: Calibrated) -> Float[Array, "heads H H"]:
 def _orthogonal_factor(matrix: Float[Array, "H H"]) -> Float[Array, "H H"]:
     vectors, values = left_singular_vectors(matrix)
     axes = _matmul(vectors / values[None], _matmul(vectors.T, matrix))
-    # A step of Newton and Schulz removes what rounding left of other factors, to first order.
+    # A Newton-Schulz step removes the rounding errors of the factor, to first order.
     return 1.5 * axes - 0.5 * _matmul(axes, _matmul(axes.T, axes))
 
 

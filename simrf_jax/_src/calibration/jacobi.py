@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-MAX_SWEEPS = 40  # Every finite matrix that we tried needed about ten.
+MAX_SWEEPS = 40  # Every finite matrix we tried needed about ten.
 
 
 class _State(NamedTuple):
@@ -22,14 +22,13 @@ def left_singular_vectors(
 ) -> tuple[Float[Array, "n n"], Float[Array, " n"]]:
     """Returns the left singular vectors and the singular values of one square matrix.
 
-    Of a symmetric matrix without negative eigenvalues these are its eigenvectors and eigenvalues.
-    The method is one-sided Jacobi: rotations of pairs of columns make the columns orthogonal. Half
-    of the columns meet the other half at a time, as in a round-robin tournament, so that each round
-    takes a few vector operations. Use ``jax.vmap`` for many matrices.
+    For a symmetric matrix without negative eigenvalues these are its eigenvectors and eigenvalues.
+    The method is one-sided Jacobi: rotations of pairs of columns make the columns orthogonal. In
+    each round, half of the columns meet the other half, as in a round-robin tournament, so a round
+    takes only a few vector operations. Use ``jax.vmap`` for many matrices.
 
-    This avoids LAPACK, because XLA on a CPU with two cores can deadlock when several of its calls
-    run side by side in one jitted computation, as the calibration of several layers would make
-    them.
+    This avoids LAPACK, because XLA on a CPU with two cores can deadlock when several LAPACK calls
+    run concurrently in one jitted computation, as in the calibration of several layers.
 
     Args:
       matrix: A square matrix of full rank. If it is singular, some columns of the vectors are zero.
@@ -50,17 +49,17 @@ def left_singular_vectors(
       multiprocessor arrays (SIAM J. Sci. Stat. Comput., 1985), https://doi.org/10.1137/0906007
     """
     size = matrix.shape[-1]
-    # A power of two, which rounds nothing, keeps squares of columns from overflow.
+    # Scaling by a power of two, which is exact, keeps squares of columns from overflowing.
     exponent = jnp.frexp(jnp.max(jnp.abs(jax.lax.stop_gradient(matrix))))[1]
     matrix = jnp.ldexp(matrix, -exponent)
-    # An even number of columns makes pairs. A zero column takes no part.
+    # Pairs need an even number of columns. A zero column changes nothing.
     even = jnp.pad(matrix, ((0, 0), (0, size % 2)))
     tolerance = float(jnp.finfo(matrix.dtype).eps) * max(4, size)
 
     def is_coupled(state: _State) -> Bool[Array, ""]:
         return (state.largest_cosine > tolerance) & (state.num_sweeps < MAX_SWEEPS)
 
-    # More than any cosine, and varying over devices of shard_map as the matrix does.
+    # Above any cosine, and with the varying mesh axes of the matrix in a shard_map.
     not_yet = 2 + 0 * jnp.sum(matrix)
     start = _State(even, not_yet, jnp.asarray(0))
     columns = jax.lax.while_loop(is_coupled, _sweep, start).columns[:, :size]
@@ -78,7 +77,7 @@ def _sweep(state: _State) -> _State:
     ) -> tuple[Float[Array, "n even"], Float[Array, ""]]:
         columns, largest = carry
         a, b, cosines = _rotate_pairs(columns[:, :half], columns[:, : half - 1 : -1])
-        # The first column keeps its seat, and the others move on by one.
+        # The first column stays in place, and the others move on by one.
         others = jnp.concatenate([a[:, 1:], b[:, ::-1]], axis=1)
         columns = jnp.concatenate([a[:, :1], jnp.roll(others, 1, axis=1)], axis=1)
         return columns, jnp.maximum(largest, jnp.max(cosines))
@@ -91,7 +90,7 @@ def _sweep(state: _State) -> _State:
 def _rotate_pairs(
     a: Float[Array, "n half"], b: Float[Array, "n half"]
 ) -> tuple[Float[Array, "n half"], Float[Array, "n half"], Float[Array, "1 half"]]:
-    """Rotates each pair of columns to be orthogonal, and returns the cosines that they had."""
+    """Rotates each pair of columns to be orthogonal, and returns their previous cosines."""
     square_a, square_b, product = (
         jnp.sum(one * other, axis=0, keepdims=True) for one, other in ((a, a), (b, b), (a, b))
     )

@@ -1,4 +1,4 @@
-"""Mixture proposals that fit the pairs of queries and keys that attention weighs."""
+"""Mixture proposals that fit the pairs of queries and keys to which attention gives weight."""
 
 from __future__ import annotations
 
@@ -65,38 +65,39 @@ def fit_mixture(
         \min_c \frac{1}{\pi_c} \prod_l \frac{1 + \rho_l}{2 \sqrt{\rho_l}}
         e^{\rho_l (\tilde v_l - \mu_{cl})^2}, \qquad \rho_l = \frac{1}{2 \Sigma_l - 1}.
 
-    The tilt :math:`\Sigma` that comes with the centers minimizes the mean log of this bound: it is
-    that of ``calibrate`` for the spread around the centers, and takes the place of the tilt of the
-    map, which is for the spread of all pairs.
+    The tilt :math:`\Sigma` minimizes the mean log of this bound: it is that of ``calibrate`` for
+    the spread around the centers. It replaces the tilt of the map, which is for the spread of all
+    pairs.
 
     Fit on some data and use the mixture on other data, as with ``calibrate``. The estimates are
     unbiased for any queries and keys. The time and the memory of the fit grow with T S, like those
-    of exact attention. Heads are fitted one after the other. The logger ``simrf_jax`` gets a line
-    for each at level INFO, with the mean over its pairs of the log second moment of estimates by
-    one row relative to the kernel, in nats: that of the map alone, and the bound above.
+    of exact attention. Heads are fitted one after the other. For each head, the logger
+    ``simrf_jax`` gets a line at level INFO with the mean over pairs of the log second moment of
+    estimates from one row relative to the kernel, in nats: for the map alone, and the bound above.
 
     Args:
       prng_key: A typed PRNG key.
-      query: Queries; each key head takes those of its N / K query heads together.
+      query: Queries; each key head pools those of its N / K query heads.
       key: Keys. No gradient flows to either.
-      num_centers: Number of clusters, at most that of pairs. One for eight features does well.
+      num_centers: Number of clusters, at most that of pairs. One for every eight features works
+        well.
       scale: Multiplies the logits, as in attention; by default ``H ** -0.5``.
-      calibration: Feature map that ``calibrate`` fitted with this scale, or None to leave queries
-        and keys as they are, but for the tilt.
-      is_causal: True if query t sees the keys 0 to t only.
+      calibration: Feature map that ``calibrate`` fitted with this scale, or None to change only the
+        tilt.
+      is_causal: True if query t sees only the keys 0 to t.
       query_mask: False at queries that are padding.
       key_mask: False at keys that are padding.
-      keys_per_query: Number of pairs that each query is in.
-      exact_bandwidth: Distance over which attention sees keys exactly, or None. Features need not
-        estimate the weights of such pairs, so these do not count.
+      keys_per_query: Number of pairs for each query.
+      exact_bandwidth: Distance over which attention sees keys exactly, or None. Features do not
+        estimate the weights of such pairs, so these pairs are ignored.
 
     Returns:
       ``Mixture``, the feature map and the centers.
 
     Raises:
       TypeError: If queries or keys are not floating, a size is not an integer, a mask is not
-        boolean, or the calibration is no ``Calibrated``.
-      ValueError: If shapes do not match, there is no token, or there are less pairs than centers.
+        boolean, or the calibration is not a ``Calibrated``.
+      ValueError: If shapes do not match, there is no token, or there are fewer pairs than centers.
 
     Example:
       >>> import jax, simrf_jax
@@ -126,7 +127,7 @@ def fit_mixture(
         raise TypeError(f"calibration must be a Calibrated, got {type(calibration).__name__}.")
     if jnp.shape(calibration.variances) != (num_heads, dim):
         raise ValueError(
-            f"calibration must be that of {num_heads} key heads of {dim}, got variances of shape "
+            f"calibration must be for {num_heads} key heads of dim {dim}, got variances of shape "
             f"{jnp.shape(calibration.variances)}."
         )
     num_pairs = query[..., 0].size // num_heads * keys_per_query
@@ -213,7 +214,7 @@ def _draw_sums(
     keys_per_query: int,
     exact_bandwidth: int | None,
 ) -> tuple[Float[Array, "pairs H"], Bool[Array, " pairs"]]:
-    """Returns sums of queries and of keys that attention draws, and whether features see them."""
+    """Returns sums of queries and keys drawn by attention, and whether features estimate them."""
     logits = jnp.einsum("btgh,bsh->btgs", x, y, precision=jax.lax.Precision.HIGHEST)
     logits = jnp.where(visible[:, :, None], logits, -jnp.inf)
     shape = (keys_per_query, *logits.shape[:-1])
@@ -247,7 +248,7 @@ def _cluster(
     counts: Bool[Array, " n"],
     num_centers: int,
 ) -> tuple[Float[Array, "num_centers H"], Float[Array, " H"]]:
-    """Returns centers of the points that count, and the mean squares around the nearest ones.
+    """Returns centers of the points where ``counts``, and the mean squares around the nearest ones.
 
     The method is Lloyd's algorithm.
     """
@@ -265,7 +266,7 @@ def _cluster(
         own = members(centers)
         sizes = jnp.sum(own, axis=0)[:, None]
         sums = jnp.einsum("nc,nh->ch", own, points, precision=jax.lax.Precision.HIGHEST)
-        # A cluster without points stays where it is.
+        # A cluster without points keeps its center.
         return jnp.where(sizes > 0, sums / jnp.maximum(sizes, 1), centers)
 
     centers = jax.lax.fori_loop(0, NUM_STEPS, step, first)

@@ -1,4 +1,4 @@
-"""Means and covariances of queries and keys, summed over any amount of data."""
+"""Means and covariances of queries and keys, accumulated over any amount of data."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 LEAST_SHARE = 1e-4
-# For vectors that are all equal. Queries and keys have a variance of about 1.
+# Added to the variance, which is 0 if all vectors are equal; typical variances are about 1.
 LEAST_VARIANCE = 1e-6
 
 
@@ -17,8 +17,8 @@ class Moments(NamedTuple):
     """Number, mean and covariance sum of vectors, for each head.
 
     The moments of two sets of vectors merge into those of both, so that they can be summed over
-    batches and devices. ``scatter`` is a sum around the mean, so no digits are lost where the mean
-    is long.
+    batches and devices. ``scatter`` is a sum around the mean, so no digits are lost if the mean is
+    large.
 
     Attributes:
       num_vectors: ``[K]``, number of vectors.
@@ -37,8 +37,8 @@ class Moments(NamedTuple):
         """Returns the moments of vectors.
 
         Args:
-          x: Vectors, in float32 at least.
-          real: False at padding, which does not count; None if there is none.
+          x: Vectors, at least in float32.
+          real: False at padding, which is ignored; None if there is none.
         """
         x = x.reshape(-1, *x.shape[-2:])
         weights = jnp.ones(x.shape[:1], x.dtype)
@@ -80,8 +80,8 @@ class Moments(NamedTuple):
         """Returns the covariances, shrunk toward multiples of the identity.
 
         The share of the identity is the oracle-approximating one: large if there are few vectors,
-        zero in the limit of many. At least the share ``LEAST_SHARE`` remains, so that float32 can
-        invert the matrix.
+        zero in the limit of many. It is at least ``LEAST_SHARE``, so that float32 can invert the
+        matrix.
 
         References:
           Chen, Wiesel, Eldar and Hero, Shrinkage algorithms for MMSE covariance estimation (IEEE
@@ -91,7 +91,7 @@ class Moments(NamedTuple):
         count = jnp.maximum(self.num_vectors, 1)
         sample = self.scatter / count[:, None, None]
         variance = jnp.trace(sample, axis1=-2, axis2=-1) / dim
-        # In units of the variance, so that the squares of large covariances do not overflow.
+        # In units of the variance, so the squares of large covariances do not overflow.
         unit = jnp.where(variance > 0, variance, 1)
         trace = dim * variance / unit
         squares = jnp.sum(jnp.square(sample / unit[:, None, None]), axis=(-2, -1))

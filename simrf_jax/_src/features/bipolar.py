@@ -1,8 +1,8 @@
 """Bipolar hybrid features, a weighted blend of a hyperbolic and a trigonometric estimator.
 
 The hyperbolic estimator is exact at y = -x and the trigonometric one at y = x. The weight between
-them depends on x and y and is estimated too. Angular weights leave the exact estimator alone at
-either end if x and y have equal length.
+them depends on x and y and is estimated too. If x and y have equal length, angular weights select
+the exact estimator at either end.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from simrf_jax._src.projections.record import agreed
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class BipolarProjection(StructuredProjection):
-    """The random vectors of a bipolar hybrid estimator; see ``draw_bipolar_projection``.
+    """Random vectors of a bipolar hybrid estimator; see ``draw_bipolar_projection``.
 
     Attributes:
       hyperbolic: W of the hyperbolic base estimator, ``[..., num_features, dim]``.
       trigonometric: W of the trigonometric base estimator, of the same shape.
       weights: The random vectors tau that estimate the weight, ``[..., num_weights, dim]``.
-      draw_options: Options that both base estimators were drawn by, or None if they are not known.
+      draw_options: Options with which both base estimators were drawn, or None if unknown.
     """
 
     expected = "a BipolarProjection, made by draw_bipolar_projection"
@@ -87,19 +87,19 @@ class BipolarProjection(StructuredProjection):
 
         Args:
           key: A typed PRNG key.
-          draw_options: Options to draw the base estimators by. By default they are those of the
-            projection, and if it has any, these must be the same.
+          draw_options: Options for the base estimators, by default those of the projection. If the
+            projection has options, these must be equal.
 
         Raises:
           TypeError: If a part is a structured projection instead of an array.
-          ValueError: If the projection was drawn by other options than those given, or if neither
-            says how it was drawn.
+          ValueError: If the projection was drawn with other options than those given, or if neither
+            has options.
         """
         options = agreed(self.draw_options, draw_options)
         num_features, dim = self.shape
         num_weights = np.shape(self.weights)[0]
         drawn = BipolarProjection.draw(key, num_features, num_weights, dim, options, self.dtype)
-        # The structure stays that of a projection that does not say how it was drawn.
+        # Keep the pytree structure, including a missing draw_options.
         drawn = dataclasses.replace(drawn, draw_options=self.draw_options)
         structure: Any = jax.tree.structure(self)
         if structure != jax.tree.structure(drawn):
@@ -115,7 +115,7 @@ class BipolarProjection(StructuredProjection):
         options: DrawOptions,
         dtype: DTypeLike = jnp.float32,
     ) -> BipolarProjection:
-        """Draws both base estimators by options; see ``draw_bipolar_projection``.
+        """Draws both base estimators with given options; see ``draw_bipolar_projection``.
 
         Args:
           key: A typed PRNG key.
@@ -182,8 +182,8 @@ def draw_bipolar_projection(
       TypeError: If the key is not a typed PRNG key, a size is not an integer, or dtype is not
         floating.
       ValueError: If a name is unknown, a size is below 1, a simplex has ``dim < 2``, or num_sweeps
-        is given to another coupling than ``simplex_plus``, or the base estimators cannot have the
-        norms.
+        is given to a coupling other than ``simplex_plus``, or the base estimators do not support
+        the norms.
 
     Example:
       >>> import jax
@@ -202,7 +202,7 @@ def draw_bipolar_projection(
 
 
 class BipolarHybrid(FeatureMap, static=("kernel",)):
-    """Base class of both hybrids, which differ in the features of the weight."""
+    """Base class of both hybrids, which differ only in the features of the weight."""
 
     projection_type = BipolarProjection
     is_finite = True
@@ -246,11 +246,11 @@ class AngularHybrid(BipolarHybrid):
         \lambda = \frac{\theta_{x,y}}{\pi}, \qquad \hat\lambda = \tfrac12 - \tfrac{1}{2n} \sum_i
             \operatorname{sgn}(\tau_i \cdot x) \operatorname{sgn}(\tau_i \cdot y)
 
-    and the trigonometric estimator, which is exact at y = x, has the weight
-    :math:`1 - \hat\lambda`. Here :math:`\theta_{x,y}` is the angle between x and y. For vectors of
-    equal length the estimate has no variance at :math:`\theta = 0` and :math:`\theta = \pi`. W is
-    what ``draw_bipolar_projection`` draws. There are ``4 num_features (num_weights + 1)`` features,
-    in time O(nd + md + mn), with m = num_features, n = num_weights and d = dim.
+    and the trigonometric estimator, which is exact at y = x, has the weight :math:`1 -
+    \hat\lambda`. Here :math:`\theta_{x,y}` is the angle between x and y. For vectors of equal
+    length the estimate has no variance at :math:`\theta = 0` and :math:`\theta = \pi`.
+    ``draw_bipolar_projection`` draws W. There are ``4 num_features (num_weights + 1)`` features, in
+    time O(nd + md + mn), with m = num_features, n = num_weights and d = dim.
 
     Attributes:
       kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
@@ -277,7 +277,7 @@ class AngularHybrid(BipolarHybrid):
     def weight(
         self, x: Float[Array, "*batch dim"], tau: ProjectionLike, *, side: Side
     ) -> tuple[Float[Array, "*batch weights"], float]:
-        """Returns signs in units of the root of twice their number."""
+        """Returns signs divided by the square root of twice their number."""
         signs = jnp.where(project(x, tau) < 0, -1.0, 1.0)
         sign = -1 if side == "query" else 1
         return sign * signs * (2 * signs.shape[-1]) ** -0.5, 0.5
@@ -292,15 +292,15 @@ class GaussianHybrid(BipolarHybrid):
 
     .. math:: \lambda = \exp\bigl(-|x + y|^2 / (2 \sigma^2)\bigr)
 
-    which trigonometric features of :math:`x/\sigma` and :math:`-y/\sigma` estimate, exactly at
-    y = -x. The trigonometric estimator, which is exact at y = x, has the weight
-    :math:`1 - \hat\lambda`. At y = x the weight of the hyperbolic estimator is not quite zero, and
-    so the variance is not quite zero either. W is what ``draw_bipolar_projection`` draws. There are
-    ``2 num_features (4 num_weights + 1)`` features, in time O(nd + md + mn), with m = num_features,
-    n = num_weights and d = dim.
+    which trigonometric features of :math:`x/\sigma` and :math:`-y/\sigma` estimate, exactly at y =
+    -x. The trigonometric estimator, which is exact at y = x, has the weight :math:`1 -
+    \hat\lambda`. At y = x the weight of the hyperbolic estimator is not quite zero, and so the
+    variance is not quite zero either. ``draw_bipolar_projection`` draws W. There are ``2
+    num_features (4 num_weights + 1)`` features, in time O(nd + md + mn), with m = num_features, n =
+    num_weights and d = dim.
 
     Attributes:
-      bandwidth: :math:`\sigma`, the distance :math:`|x + y|` at which the weight passes from the
+      bandwidth: :math:`\sigma`, the distance :math:`|x + y|` at which the weight moves from the
         hyperbolic to the trigonometric estimator, in the unit of x; a positive number.
       kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.
 

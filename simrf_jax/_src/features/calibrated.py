@@ -1,4 +1,4 @@
-"""Positive features whose proposal was fitted to the queries and keys of each head."""
+"""Positive features whose proposal is fitted to the queries and keys of each head."""
 
 from __future__ import annotations
 
@@ -42,9 +42,8 @@ class Calibrated(FeatureMap):
         \log \phi(y)_i &= \tilde w_i \cdot \tilde y - \tfrac12 |\tilde y|^2
             + b_x \cdot (y - \tfrac12 b_y) + \tfrac12 \ell(\tilde w_i) - \tfrac12 \log m.
 
-    Each array may have a leading axis of key heads K. W must have Gaussian rows, as those of
-    ``norms="chi"`` are; only a map without a tilt (``variances`` all 1) may have rows of fixed
-    norms.
+    Each array may have a leading axis of key heads K. W must have Gaussian rows, such as those of
+    ``norms="chi"``; only a map without a tilt (``variances`` all 1) may have rows with fixed norms.
 
     Attributes:
       query_mean: :math:`b_x`, ``[K, H]``, in units of queries times the root of the scale.
@@ -92,7 +91,7 @@ class Calibrated(FeatureMap):
         num_heads = checks.positive_int("num_heads", num_heads)
         dim = checks.positive_int("dim", dim)
         dtype = checks.floating_dtype("dtype", dtype)
-        # One array for each field, since a training step may donate each of them.
+        # One array for each field, because a training step may donate each of them.
         vectors, matrices = (num_heads, dim), (num_heads, 1, 1)
         return cls(
             query_mean=jnp.zeros(vectors, dtype),
@@ -119,7 +118,7 @@ class Calibrated(FeatureMap):
         """Returns the features of one head's queries or keys.
 
         Raises:
-          ValueError: If the vectors have another dim, or the map has the arrays of several heads.
+          ValueError: If the vectors have a different dim, or the map holds arrays of several heads.
         """
         if jnp.shape(self.query_mean) != x.shape[-1:]:
             raise ValueError(
@@ -133,8 +132,8 @@ class Calibrated(FeatureMap):
     ) -> LogFeatures:
         """Returns the features of ``[batch, length, K, ..., H]``.
 
-        The heads keep their axis, because XLA multiplies all of them by one W in a single product
-        then. ``jax.vmap`` would move it.
+        The head axis stays in place, so that XLA multiplies all heads by one W in a single product.
+        ``jax.vmap`` would move it.
         """
         w = Projection.of(projection)
         mean, matrix, other, _ = self._of_side(side, x.dtype)
@@ -161,8 +160,8 @@ class Calibrated(FeatureMap):
         mean, matrix, other, other_matrix = self._of_side(side, rows.dtype)
         tilted = rows * jnp.broadcast_to(jnp.sqrt(self._variances(rows.dtype)), rows.shape)
         balanced = _times(matrix, mean)
-        # The transpose of ``matrix`` takes ``linear`` to ``other`` up to the rounding of both
-        # matrices; a step of iterative refinement makes up for it.
+        # The transpose of ``matrix`` maps ``linear`` to ``other`` up to the rounding of both
+        # matrices; a step of iterative refinement corrects it.
         linear = _times(other_matrix, other)
         linear += _times(other_matrix, other - _times(matrix.T, linear))
         center = balanced + linear
@@ -180,7 +179,7 @@ class Calibrated(FeatureMap):
         )
 
     def _of_side(self, side: Side, dtype: DTypeLike) -> tuple[jax.Array, ...]:
-        """Returns mean and matrix of a side, and those of the other, in at least a type."""
+        """Returns the mean and matrix of a side, then those of the other, in at least ``dtype``."""
         queries, keys = (self.query_mean, self.query_matrix), (self.key_mean, self.key_matrix)
         own, other = (queries, keys) if side == "query" else (keys, queries)
         return tuple(widened(array, dtype) for array in (*own, *other))
@@ -189,7 +188,7 @@ class Calibrated(FeatureMap):
         return widened(self.variances, dtype)
 
     def _half_log_weights(self, w: Projection, dtype: DTypeLike) -> Float[Array, "*K num_features"]:
-        """Returns half the log ratio of the densities at each row, and half its own weight."""
+        """Returns half the log density ratio at each row, plus half the log weight of the row."""
         variances = self._variances(jnp.promote_types(w.dtype, dtype))
         if w.ndim == 3:
             axis = 0 if variances.ndim == 2 else None
@@ -200,7 +199,7 @@ class Calibrated(FeatureMap):
 def _times(matrix: Float[Array, "*K rows H"], x: Float[Array, "*K H"]) -> Float[Array, "*K rows"]:
     """Multiplies a matrix by a vector in full precision.
 
-    A CPU has fast products for it. The matrix unit of a TPU takes longer than a sum does.
+    A CPU has fast products for this. On a TPU the matrix unit takes longer than a sum.
     """
 
     def by_product(matrix: jax.Array, x: jax.Array) -> jax.Array:
@@ -216,7 +215,7 @@ def _times(matrix: Float[Array, "*K rows H"], x: Float[Array, "*K H"]) -> Float[
 def _half_log_weights(
     variances: Float[Array, "*K H"], w: Projection
 ) -> Float[Array, "*K num_features"]:
-    # Large terms of long rows nearly cancel, so each square stands beside its mean.
+    # Large terms of long rows nearly cancel, so the mean is subtracted from each square.
     rows = w.dense_rows()
     squares = jnp.square(rows.astype(variances.dtype)) - 1
     constant = jnp.sum(jnp.log(variances) + 1 - variances, axis=-1, keepdims=True)
@@ -238,7 +237,7 @@ def _broadcast(
 
 
 def _of_heads(x: Float[Array, "*batch H"], rows: Any) -> Float[Array, "*batch rows"]:
-    """Multiplies vectors by one matrix, dense or structured, or those of K heads by one each."""
+    """Multiplies vectors by one matrix, dense or structured, or by one for each of K heads."""
     if rows.ndim == 2:
         return product(x, rows)
     return jax.vmap(product, in_axes=(2, 0), out_axes=2)(x, rows)

@@ -28,9 +28,9 @@ class ClusteredProjection(StructuredProjection):
       projection: W, ``[..., num_features, dim]``.
       query_centers: Centers of the clusters of queries.
       key_centers: Centers of the clusters of keys.
-      spread: Standard deviation of a coordinate inside a cluster, in the unit of the vectors, one
+      spread: Standard deviation of a coordinate within a cluster, in the unit of the vectors, one
         number or one for each W of a stack. The base estimators are tuned to it. With 0 they are
-        exact at the centers, but poor around a center that has a coordinate near zero.
+        exact at the centers, but poor around a center with a coordinate near zero.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
@@ -46,7 +46,7 @@ class ClusteredProjection(StructuredProjection):
     spread: Real[ArrayLike, "*stack"] = 0.0
 
     def __post_init__(self) -> None:
-        """Checks the spread, and gives a stack one for each W."""
+        """Checks the spread, and broadcasts it to one for each W of a stack."""
         stack = jnp.shape(self.query_centers)[:-2]
         if jnp.ndim(self.spread) == 0:
             checks.scalar("spread", self.spread, sign="at least 0")
@@ -80,7 +80,9 @@ class ClusteredProjection(StructuredProjection):
         return jnp.result_type(self.projection)
 
 
-register(ClusteredProjection)  # A gradient may have a negative spread: no constructor checks it.
+register(
+    ClusteredProjection
+)  # No constructor check, because a gradient may have a negative spread.
 
 
 @named("clustered_hybrid")
@@ -97,9 +99,9 @@ class ClusteredHybrid(FeatureMap, static=("kernel",)):
 
     where s is the spread of the clusters. With s = 0 the estimator has no variance at (q, r). The
     weight of a pair of clusters is one for the queries and keys that are nearest to its centers and
-    zero for all others. So exactly one base estimator serves each pair of a query and a key, and
-    the estimate is unbiased. W is a ``ClusteredProjection``. There are
-    ``2 num_features num_query_clusters num_key_clusters`` features.
+    zero for all others. So exactly one base estimator applies to each pair of a query and a key,
+    and the estimate is unbiased. W is a ``ClusteredProjection``. There are ``2 num_features
+    num_query_clusters num_key_clusters`` features.
 
     Attributes:
       kernel: ``"softmax"``, which attention estimates, or ``"gaussian"``.

@@ -20,14 +20,14 @@ from simrf_jax._src.projections import Projection, ProjectionLike
 
 
 class ExponentialMap(FeatureMap, static=("kernel",)):
-    """Base class of maps to one exponential for each row of a projection that they make of W."""
+    """Base class of maps with one exponential for each row of a projection derived from W."""
 
     is_finite = True
     kernel: Kernel
 
     @abc.abstractmethod
     def rows(self, w: Projection) -> Projection:
-        """Returns the projection of whose rows the features are exponentials."""
+        """Returns the projection whose rows the exponentials use."""
 
     def log_features(
         self, x: Float[Array, "*batch dim"], projection: ProjectionLike, *, side: Side
@@ -58,7 +58,7 @@ class Positive(ExponentialMap):
     kernel: Kernel = "softmax"
 
     def rows(self, w: Projection) -> Projection:
-        """Returns the projection as it is."""
+        """Returns the projection unchanged."""
         return w
 
 
@@ -95,13 +95,12 @@ class OptimalPositive(ExponentialMap):
     .. math:: S = \Bigl(\frac{1 + \rho}{2 \sqrt\rho}\Bigr)^d e^{\rho v^2}, \qquad
         \rho = \frac{1}{1 - 8A}, \qquad v = |x + y|.
 
-    With :math:`t = v^2 / d` it is least for
-    :math:`A = (1 - 2t - \sqrt{(2t + 1)^2 + 8t}) / 16`, whatever the coupling of the rows; see
-    ``theory.optimal_parameter``. The coupling **simplex** suits this map as it suits positive
-    features. The rows need norms with the law chi: with fixed norms the weights are all alike, and
-    the features estimate another kernel. Fast rows have their d and their norms in the padded
-    dimension. A ``Projection`` that was drawn with fixed norms is refused. An array does not say
-    how it was drawn.
+    With :math:`t = v^2 / d` it is least for :math:`A = (1 - 2t - \sqrt{(2t + 1)^2 + 8t}) / 16`,
+    whatever the coupling of the rows; see ``theory.optimal_parameter``. The coupling **simplex**
+    suits this map as it suits positive features. The rows need norms with the law chi: with fixed
+    norms all weights are equal, and the features estimate another kernel. For fast rows, d and the
+    norms are those of the padded dimension. A ``Projection`` that was drawn with fixed norms is
+    refused; an array does not record how it was drawn, so it is not checked.
 
     Attributes:
       parameter: A, finite and below 1/8, usually negative, the same for both sides; in attention
@@ -148,7 +147,7 @@ class OptimalPositive(ExponentialMap):
 
 
 def _check_parameter(parameter: Real[ArrayLike, "*K"]) -> None:
-    """Accepts real numbers below 1/8; the values of traced ones are not known."""
+    """Accepts real numbers below 1/8; traced values are not checked."""
     dtype = parameter.dtype if hasattr(parameter, "dtype") else np.asarray(parameter).dtype
     if not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
         raise TypeError(f"parameter must be a real number, got {parameter!r}.")
@@ -157,7 +156,7 @@ def _check_parameter(parameter: Real[ArrayLike, "*K"]) -> None:
     largest = np.max(np.asarray(parameter, np.float64), initial=-np.inf)
     if not (np.all(np.isfinite(parameter)) and largest < 0.125):
         raise ValueError(
-            "parameter must be finite and below 1/8, from where on the variance is infinite, got "
+            "parameter must be finite and below 1/8, from which on the variance is infinite, got "
             f"{parameter}."
         )
 
@@ -181,9 +180,9 @@ def positive_features(
       kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, or ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`.
 
     Returns:
-      The features in x's dtype, computed in float32 or wider. The features of long
-      vectors overflow or underflow. Attention is not affected: it works in log space, where the
-      scale of the features cancels.
+      The features in x's dtype, computed in float32 or wider. The features of long vectors overflow
+      or underflow. Attention is not affected: it works in log space, where the scale of the
+      features cancels.
 
     Raises:
       TypeError: If an argument is not floating.

@@ -1,4 +1,4 @@
-"""Exponential features as arrays: all that attention needs to know of some feature maps."""
+"""Exponential features as arrays: all that attention needs to know about such feature maps."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class ExponentialForm:
 
     .. math:: \log \phi(x)_i = w_i \cdot x + b_i - \tfrac12 |M x - c|^2 + a - \tfrac12 \log m
 
-    The last two terms, the same for all vectors and features, cancel in attention, but not beside
-    exact weights. Each array may have a leading axis of key heads K.
+    The last two terms, the same for all vectors and features, cancel in attention, but not when
+    exact weights are added. Each array may have a leading axis of key heads K.
 
     Attributes:
       rows: w, ``[m, H]``, in float32 at least; if paired, one row of each pair, ``[m / 2, H]``.
@@ -37,7 +37,7 @@ class ExponentialForm:
       stretch: M, ``[H, H]``; None for the identity.
       center: c, ``[H]``; None for zeros. The form has one only with a stretch.
       constant: a, a number; None for zero.
-      is_paired: True for features of the rows, and after them of their negatives.
+      is_paired: True for features of the rows followed by those of their negatives.
     """
 
     rows: Float[Array, "*K rows H"]
@@ -74,7 +74,7 @@ class ExponentialForm:
         exponent = Projection(self.rows, is_paired=self.is_paired).apply(x)
         if self.offsets is not None:
             exponent += jnp.broadcast_to(self.offsets, exponent.shape)
-        # A separate product: one with rows and stretch together would have to be cut apart.
+        # A separate product: a joint one with rows and stretch would have to be split again.
         stretched = x if self.stretch is None else product(x, self.stretch)
         if self.center is not None:
             stretched -= jnp.broadcast_to(self.center, stretched.shape)

@@ -1,4 +1,4 @@
-"""The base class of feature maps, ``Custom`` for functions of users, and the maps by name."""
+"""The base class of feature maps, ``Custom`` for user functions, and the maps by name."""
 
 from __future__ import annotations
 
@@ -39,23 +39,22 @@ class FeatureMap(abc.ABC):
     """A feature map phi: log features of queries and of keys.
 
     A feature map is a small pytree. Its arrays, such as phases or a bandwidth, are leaves: they go
-    through ``jit`` and ``grad``. What it names as static, such as the kernel, is part of its
-    structure. Two maps of one class and of equal structure share their compiled programs, so
-    ``log_features`` must be a pure function of its arguments and of the fields. Frozen
-    dataclasses that derive from this class are pytrees without further ado. ``Custom`` makes a
-    feature map of a function.
+    through ``jit`` and ``grad``. Static fields, such as the kernel, are part of its structure. Two
+    maps of one class and of equal structure share their compiled programs, so ``log_features`` must
+    be a pure function of its arguments and of the fields. Frozen dataclasses that derive from this
+    class are registered as pytrees automatically. ``Custom`` turns a function into a feature map.
 
     Attributes:
       projection_type: Type of W: an array, or a structure of several parts.
-      is_finite: True if every finite vector has finite features, the zero vector too. Otherwise
-        attention looks at the features, and replaces hidden tokens by copies of others before it
-        calls the map.
-      multiplies_rows: True if the map multiplies W by matrices. Attention then does it once in a
+      is_finite: True if every finite vector has finite features, including the zero vector. If
+        False, attention checks the features and substitutes other tokens for hidden ones before
+        calling the map.
+      multiplies_rows: True if the map multiplies W by matrices. Attention then does so once per
         call; see ``Folded``.
-      coupling: Coupling of the rows of W that suits the map best, the default of the adapters.
+      coupling: Coupling of the rows of W that suits the map best; the default of the adapters.
       axes_of_one: Names of the fields that may hold one array for each key head, and the number of
-        axes of one such array. Attention takes an array with one axis more as one for each key
-        head, and gives each head its own.
+        axes of one such array. Attention treats an array with one more axis as one array for each
+        key head.
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp, simrf_jax
@@ -87,9 +86,10 @@ class FeatureMap(abc.ABC):
           **options: Passed on to other base classes.
         """
         super().__init_subclass__(**options)
-        # A dataclass with slots is made anew, without keywords, from the attributes of the first.
+        # A dataclass with slots is created again, without keywords, from the first one's
+        # attributes.
         cls._static = (*cls._static, *(name for name in static if name not in cls._static))
-        # A dataclass keeps a __repr__ of the class itself, and no inherited one.
+        # A dataclass keeps a __repr__ defined in the class itself, but replaces an inherited one.
         if "__repr__" not in vars(cls):
             cls.__repr__ = FeatureMap.__repr__  # type: ignore[method-assign]
         register(cls)
@@ -104,32 +104,32 @@ class FeatureMap(abc.ABC):
 
     @property
     def needs_chi_norms(self) -> bool:
-        """True if the map estimates another kernel where the norms of the rows of W are fixed.
+        """True if the map estimates another kernel when the norms of the rows of W are fixed.
 
-        They are with ``norms="sqrt_dim"`` or ``"radau"``. ``check_norms`` then refuses a
-        ``Projection`` that was drawn so, and the adapters refuse to draw one.
+        Norms are fixed with ``norms="sqrt_dim"`` or ``"radau"``. ``check_norms`` then refuses a
+        ``Projection`` that was drawn that way, and the adapters refuse to draw one.
         """
         return False
 
     @property
     def kernel_of_rows(self) -> ScaleMixture | None:
-        """Kernel that W must be drawn for, or None if it may be any; see ``draw_projection``.
+        """Kernel for which W must be drawn, or None for any kernel; see ``draw_projection``.
 
-        ``check_norms`` refuses a ``Projection`` that was drawn for another.
+        ``check_norms`` refuses a ``Projection`` that was drawn for another kernel.
         """
         return GAUSSIAN
 
     @property
     def head_dim(self) -> int | None:
-        """Width of the vectors that the arrays of the map are for, or None for any width."""
+        """Width of the vectors that the arrays of the map fit, or None for any width."""
         return None
 
     @property
     def estimates_softmax(self) -> bool:
-        """True if products of features estimate exp(x . y) itself, and no multiple of it.
+        """True if products of features estimate exp(x . y) itself, not a multiple of it.
 
-        A map of another kernel says so by ``estimates_softmax = False`` in the class, or by a
-        static field ``kernel`` of another value. It cannot share a normalizer with exact attention.
+        A map of another kernel sets ``estimates_softmax = False`` in the class, or has a static
+        field ``kernel`` with another value. It cannot share a normalizer with exact attention.
         """
         return getattr(self, "kernel", "softmax") == "softmax"
 
@@ -138,14 +138,14 @@ class FeatureMap(abc.ABC):
         """Returns the features of vectors in log space.
 
         Args:
-          x: Vectors ``[..., dim]`` in float32 at least, multiplied by the square root of the scale
+          x: Vectors ``[..., dim]``, at least in float32, multiplied by the square root of the scale
             of attention.
-          projection: W, ``[num_features, dim]``, or whatever takes its place.
+          projection: W, ``[num_features, dim]``, or an object that replaces it.
           side: ``"query"`` if the vectors are queries, ``"key"`` if they are keys.
 
         Returns:
-          Features with the leading shape of x, whose products estimate the kernel, in attention
-          exp(x . y). Exponents are minus infinity where a feature is zero.
+          Features with the leading shape of x, whose products estimate the kernel (exp(x . y) in
+          attention). Exponents are minus infinity where a feature is zero.
         """
 
     def log_features_of_heads(self, x: Any, projection: Any, *, side: Side) -> LogFeatures:
@@ -154,7 +154,7 @@ class FeatureMap(abc.ABC):
         Override it where one computation for all heads is faster than ``jax.vmap`` over heads.
 
         Args:
-          x: Vectors ``[batch, length, K, ..., dim]`` of K key heads, as ``log_features`` has them.
+          x: Vectors ``[batch, length, K, ..., dim]`` of K key heads, as in ``log_features``.
           projection: W of all heads, or ``[K, num_features, dim]``, one for each.
           side: ``"query"`` or ``"key"``.
         """
@@ -169,12 +169,12 @@ class FeatureMap(abc.ABC):
         return jax.vmap(own, in_axes=(2, axis), out_axes=2)(x, projection)
 
     def exponential_form(self, projection: Any, *, side: Side) -> ExponentialForm | None:
-        """Returns the features of one head as arrays, where they are exponentials; else None.
+        """Returns the features of one head as arrays if they are exponentials; else None.
 
-        A fused kernel makes such features itself, from the arrays alone.
+        A fused Pallas kernel computes such features from the arrays alone.
 
         Args:
-          projection: W, ``[num_features, dim]``, or whatever takes its place.
+          projection: W, ``[num_features, dim]``, or an object that replaces it.
           side: ``"query"`` or ``"key"``.
         """
         return None
@@ -187,7 +187,7 @@ class FeatureMap(abc.ABC):
           side: ``"query"`` or ``"key"``.
         """
         if _rank(self, "exponential_form") > _rank(self, "log_features"):
-            return None  # A subclass has other features than the class that says their form.
+            return None  # A subclass overrides the features but not their form.
         axis = None if projection is None or projection.ndim == 2 else 0
         axes = self.head_axes()
         of_head = functools.partial(type(self).exponential_form, side=side)
@@ -200,7 +200,7 @@ class FeatureMap(abc.ABC):
         """Returns the axis of key heads of each leaf, 0 or None, in the structure of this map.
 
         The result serves as ``in_axes`` of ``jax.vmap``, for ``axes_of_one``. It is None for a map
-        that holds nothing for each key head.
+        without arrays for each key head.
         """
         if not self.axes_of_one:
             return None
@@ -214,15 +214,15 @@ class FeatureMap(abc.ABC):
     def features(
         self, x: Float[ArrayLike, "*batch dim"], projection: Any, *, side: Side = "key"
     ) -> Float[Array, "*batch features"]:
-        """Returns the features phi(x) themselves.
+        """Returns the features phi(x).
 
         Args:
           x: Vectors.
-          projection: W, ``[num_features, dim]``, or whatever takes its place.
+          projection: W, ``[num_features, dim]``, or an object that replaces it.
           side: ``"query"`` if the vectors are queries, ``"key"`` if they are keys.
 
         Returns:
-          The features in the type of x. Those of long vectors overflow or underflow.
+          The features in the dtype of x. Those of long vectors overflow or underflow.
 
         Raises:
           TypeError: If an argument is not floating.
@@ -235,9 +235,9 @@ class FeatureMap(abc.ABC):
         return self.log_features(x, projection, side=side).evaluate(x.dtype)
 
     def check_norms(self, projection: Any) -> None:
-        """Raises ``ValueError`` if the map needs another law of norms than W was drawn with.
+        """Raises ``ValueError`` if the map needs norms of a different law from those of W.
 
-        A ``Projection`` says how it was drawn, also inside ``jax.jit``. An array does not, and
+        A ``Projection`` records how it was drawn, even inside ``jax.jit``. An array does not, and
         passes.
 
         Args:
@@ -252,13 +252,13 @@ class FeatureMap(abc.ABC):
                 f"{options.kernel}, which trigonometric_features and phase_features estimate with "
                 f"kernel={options.kernel}."
             )
-        # The map is asked last, since the answer may depend on values on a device.
+        # needs_chi_norms comes last, because it may depend on values on a device.
         if options.has_fixed_norms and self.needs_chi_norms:
             Projection.of(projection).check_chi_norms()
 
 
 def _rank(feature_map: FeatureMap, name: str) -> int:
-    """Returns how far up the base classes a method is defined."""
+    """Returns how many base classes up a method is defined."""
     classes = type(feature_map).__mro__
     return next(rank for rank, cls in enumerate(classes) if name in vars(cls))
 
@@ -266,7 +266,7 @@ def _rank(feature_map: FeatureMap, name: str) -> int:
 def _axes_of_one(
     feature_map: FeatureMap | ExponentialForm, path: tuple[GetAttrKey, ...]
 ) -> int | None:
-    """Returns the axes of one head's array at a leaf, as the innermost map around it names them."""
+    """Returns the number of axes of one head's array at a leaf, according to its innermost map."""
     name, *inside = path
     field = getattr(feature_map, name.name)
     if isinstance(field, FeatureMap | ExponentialForm):
@@ -277,24 +277,27 @@ def _axes_of_one(
 def register(cls: type[Any]) -> None:
     """Makes a feature map, or another dataclass, a pytree.
 
-    ``jax.tree_util.register_dataclass`` would make structures that are equal for any two classes
-    whose fields are alike (jaxlib 0.10.2), so ``jax.jit`` might take the program of one feature map
-    for that of another. Besides, this one restores a record without its constructor, whose checks
-    would refuse the placeholders that JAX puts in the place of leaves.
+    ``jax.tree_util.register_dataclass`` makes equal structures for any two classes with the same
+    fields (jaxlib 0.10.2), so ``jax.jit`` might run the program of another feature map. Besides,
+    this function restores a record without its constructor, whose checks would refuse the
+    placeholders that JAX puts in place of leaves.
 
     Args:
-      cls: The class. ``_static`` has the names of fields that are part of the structure, if any.
+      cls: The class. Its attribute ``_static`` names the fields that are part of the structure, if
+        any.
     """
     static: tuple[str, ...] = getattr(cls, "_static", ())
 
-    # The fields are not known yet: the class becomes a dataclass after it has been made.
+    # The fields are not known yet: the class becomes a dataclass only after it is created.
     @functools.cache
     def names_of_leaves() -> tuple[str, ...]:
         if not dataclasses.is_dataclass(cls):
             raise TypeError(f"The feature map {cls.__name__} must be a dataclass.")
         names = [field.name for field in dataclasses.fields(cls)]
         if unknown := [name for name in static if name not in names]:
-            raise TypeError(f"{cls.__name__} names {unknown} as static; its fields are {names}.")
+            raise TypeError(
+                f"{cls.__name__} names {unknown} as static, which must be among its fields {names}."
+            )
         if attributes := [name for name in _CLASS_ATTRIBUTES if name in names]:
             raise TypeError(
                 f"{' and '.join(attributes)} must be attributes of the class {cls.__name__}, got "
@@ -318,22 +321,22 @@ def register(cls: type[Any]) -> None:
     jax.tree_util.register_pytree_with_keys(cls, flatten_with_keys, unflatten)
 
 
-# The maps that attention takes by name; ``named`` adds to them.
+# The maps that attention accepts by name; ``named`` adds to them.
 FEATURE_MAPS: dict[str, FeatureMap] = {}
 
 
 def named(name: str) -> Callable[[type[Map]], type[Map]]:
-    """Returns a decorator that makes a name stand for a feature map, as in ``feature_map="mine"``.
+    """Returns a decorator that registers a feature map by name, as in ``feature_map="mine"``.
 
     Put it above ``dataclasses.dataclass``. Every field needs a default. The name is known once the
-    module of the class has been imported, which ``simrf_jax._src.features`` does.
+    module of the class is imported, as ``simrf_jax._src.features`` does.
 
     Args:
       name: Name of the feature map.
 
     Raises:
       ValueError: If another class has that name. A class that is defined again, as in a notebook,
-        replaces the one before.
+        replaces its earlier version.
     """
 
     def decorate(cls: type[Map]) -> type[Map]:
@@ -357,19 +360,19 @@ class Custom(
         "key",
     ),
 ):
-    """A feature map of one's own: a function from (x, projection) to features.
+    """A custom feature map: a function from (x, projection) to features.
 
-    It returns features ``[..., num_features]`` of vectors ``[..., dim]`` that are already scaled.
-    It is exact as far as the range of its numbers allows, and need not have a value at zero: hidden
-    keys and padding come to it as copies of other tokens. If its features of a visible token are
-    not finite, the gradients of that token, of W, of the scale and of arrays that the function
-    holds are NaN, even those of outputs that do not see the token, for 0 times infinity is NaN in
-    the function's own derivative: clip what you exponentiate. Outside ``jit``, causal and packed
-    attention call it on the whole length at once.
+    The function returns features ``[..., num_features]`` of vectors ``[..., dim]`` that are already
+    scaled. The features must not overflow, but need not be finite at zero: the function sees copies
+    of other tokens in place of hidden keys and padding. If its features of a visible token are not
+    finite, the gradients of that token, of W, of the scale and of arrays in the function are NaN,
+    even for outputs that do not see the token, because 0 times infinity is NaN in the function's
+    own derivative: clip the exponents. Outside ``jit``, causal and packed attention call it on the
+    whole length at once.
 
     Attributes:
       query: Function of queries.
-      key: Function of keys; None for that of queries.
+      key: Function of keys; None to use that of queries.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
@@ -387,7 +390,7 @@ class Custom(
     key: Callable[..., jax.Array] | None = None
 
     def log_features(self, x: jax.Array, projection: Any, *, side: Side) -> LogFeatures:
-        """Returns features in units of the largest of each vector.
+        """Returns features in units of the largest feature of each vector.
 
         Products with values of any size, and their sums, stay finite in these units.
 
@@ -411,29 +414,29 @@ class Custom(
 def calls_function(feature_map: FeatureMap) -> bool:
     """Returns whether a feature map is, or holds, a function of the user.
 
-    Such a map is not compiled outside ``jax.jit``: the function may do something else the next
-    time.
+    Such a map is not compiled outside ``jax.jit``: user functions are not cached, because they may
+    be impure.
     """
     nodes = jax.tree.leaves(feature_map, is_leaf=lambda node: isinstance(node, Custom))
     return any(isinstance(node, Custom) for node in nodes)
 
 
-# Names of maps whose arrays a Flax adapter makes, and the maps that functions take instead.
+# Names of maps whose arrays a Flax adapter creates, and what functions take instead.
 OF_ADAPTERS = {
     "calibrated": "the map that simrf_jax.calibrate(query, key) returns",
     "learned": "a simrf_jax.feature_maps.Learned",
 }
 
-# A feature map as users give it: a name, an object, or a function (x, projection).
+# A feature map as users pass it: a name, an object, or a function (x, projection).
 FeatureMapLike: TypeAlias = str | FeatureMap | Callable[..., jax.Array]
 
 
 def as_feature_map(feature_map: FeatureMapLike) -> FeatureMap:
-    """Returns a feature map, given by name, as an object or as a function (x, projection).
+    """Returns the feature map for a name, an object or a function (x, projection).
 
     Raises:
       TypeError: If it is none of these, or one of the library's functions, whose features overflow:
-        its feature map is meant.
+        pass its feature map instead.
       ValueError: If the name is unknown.
     """
     if isinstance(feature_map, str) and feature_map in OF_ADAPTERS:
@@ -448,11 +451,11 @@ def as_feature_map(feature_map: FeatureMapLike) -> FeatureMap:
     if isinstance(feature_map, FeatureMap):
         own = type(feature_map)
         for name, value in vars(feature_map).items():
-            # Other programs may put strings in the place of arrays, as labels.
+            # Other libraries may put strings in place of arrays, as labels.
             if name not in own._static and isinstance(value, str):
                 raise TypeError(
-                    f"The field {name} of {own.__name__} is no array, got {value!r}; name it as "
-                    f"static: class {own.__name__}(FeatureMap, static=({name!r},))."
+                    f"The field {name} of {own.__name__} is not an array, got {value!r}; name it "
+                    f"as static: class {own.__name__}(FeatureMap, static=({name!r},))."
                 )
         return feature_map
     if not callable(feature_map) or isinstance(feature_map, type):
@@ -465,7 +468,7 @@ def as_feature_map(feature_map: FeatureMapLike) -> FeatureMap:
         inner = inner.func
     name = getattr(inner, "__name__", "").removesuffix("_features")
     of_class = name.title().replace("_", "")
-    # A function of features stands in the module of its feature map.
+    # A feature function is defined in the module of its feature map.
     module = getattr(inner, "__module__", None) or ""
     if module.startswith("simrf_jax._src.features.") and hasattr(sys.modules[module], of_class):
         by_name = f" or {name!r}" if name in FEATURE_MAPS else ""

@@ -1,4 +1,4 @@
-"""Feature maps whose matrices were multiplied into the rows of W once, for many calls."""
+"""Feature maps whose matrices are multiplied into the rows of W once, for many calls."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from simrf_jax._src.projections import ProjectionLike, as_projection
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Folded(FeatureMap):
-    """A feature map and its W as one, with nothing left to compute but products with vectors.
+    """A feature map merged with its W, so that only products with vectors remain.
 
     ``Calibrated`` and ``Learned`` features multiply W by matrices. Attention does so in each call
-    with more tokens than features. Where W stays the same for many calls, as in decoding, fold it
-    once. The features are those of the map, up to rounding. The map has its own rows, and
-    attention takes ``projection=None`` with it.
+    with more tokens than features. If W stays the same for many calls, as in decoding, fold it
+    once. The features are those of the map, up to rounding. The folded map has its own rows, so
+    pass ``projection=None`` to attention.
 
     Attributes:
       query: Form of the features of queries. Its arrays may have a leading axis of key heads K.
@@ -45,20 +45,20 @@ class Folded(FeatureMap):
     """
 
     is_finite = True
-    axes_of_one: ClassVar[Mapping[str, int]] = {"query": 0, "key": 0}  # The forms say their own.
+    axes_of_one: ClassVar[Mapping[str, int]] = {"query": 0, "key": 0}  # The forms define their own.
     query: ExponentialForm
     key: ExponentialForm
 
     @classmethod
     def of(cls, feature_map: FeatureMapLike, projection: ProjectionLike | None) -> Folded:
-        """Returns a feature map and its W as one.
+        """Merges a feature map with its W.
 
         Args:
           feature_map: A map whose features are exponentials, such as ``Calibrated``, or its name.
-          projection: W, as attention takes it, dense or of pairs; None for ``Learned``.
+          projection: W, as attention takes it, dense or paired; None for ``Learned``.
 
         Raises:
-          TypeError: If it is no feature map, or its features are not all exponentials.
+          TypeError: If it is not a feature map, or its features are not all exponentials.
           ValueError: If the shapes do not match.
         """
         feature_map = as_feature_map(feature_map)
@@ -89,7 +89,7 @@ class Folded(FeatureMap):
         """Returns the features of one head's queries or keys.
 
         Raises:
-          ValueError: If there is a projection, or the arrays are those of several heads.
+          ValueError: If there is a projection, or the arrays belong to several heads.
         """
         form = self.exponential_form(projection, side=side)
         if jnp.ndim(form.rows) != 2:

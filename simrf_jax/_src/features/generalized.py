@@ -26,7 +26,7 @@ class Relu(FeatureMap):
     ) -> LogFeatures:
         """Returns the same features for queries and keys."""
         y = product(x, projection)
-        # The inner where keeps the gradient of the logarithm finite where its value is not used.
+        # The inner where keeps the gradient of the logarithm finite where it is unused.
         exponent = jnp.where(y <= 0, -jnp.inf, jnp.log(jnp.where(y <= 0, 1, y)))
         return LogFeatures(exponent, _log_mean(exponent))
 
@@ -105,7 +105,7 @@ def elu_features(
         are divided by :math:`\sqrt m`. With None, the features are those of x itself.
 
     Returns:
-      The features in x's dtype, computed in float32 or wider; as many as dimensions if there is no
+      The features in x's dtype, computed in float32 or wider; one for each dimension if there is no
       projection.
 
     Raises:

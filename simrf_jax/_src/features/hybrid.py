@@ -1,7 +1,7 @@
-"""Hybrid random features: base estimators of a kernel, combined by weights that are estimated too.
+"""Hybrid random features: base estimators of a kernel, with weights that are estimated too.
 
-Where one base estimator has all the weight, the hybrid is as good as that estimator. Queries and
-keys have different feature maps, psi_1 and psi_2. Both are real.
+Where one base estimator has all the weight, the hybrid equals that estimator. Queries and keys have
+different feature maps, psi_1 and psi_2. Both are real.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def hybrid_features(
     *,
     side: Side,
 ) -> Float[Array, "*batch num_features"]:
-    r"""Returns the features of a hybrid estimator, given those of its base estimators and weights.
+    r"""Returns the features of a hybrid estimator from those of its base estimators and weights.
 
     .. math::
         \hat K = \sum_{k=1}^p \hat\lambda^k \hat K^k
@@ -84,7 +84,7 @@ def hybrid_log_features(
     *,
     side: Side,
 ) -> LogFeatures:
-    """Returns ``hybrid_features`` in log space; see there for the arguments."""
+    """Returns ``hybrid_features`` in log space, with the same arguments."""
     checks.one_of("side", side, SIDES)
     if not len(bases) - 1 == len(weights) == len(offsets) > 0:
         raise ValueError(
@@ -126,7 +126,7 @@ def weighted_sum(
     exponents, values = [], []
     for base, omega in zip(bases, coefficients, strict=True):
         value = jnp.ones_like(base.exponent) if base.values is None else base.values
-        # Not by broadcasting: XLA's CPU backend may crash in the sums of its gradient (jax 0.10.2).
+        # Not by broadcasting: XLA's CPU backend may crash in its gradient's sums (jax 0.10.2).
         product = jnp.einsum("...a,...b->...ab", omega, value, precision=jax.lax.Precision.HIGHEST)
         exponent = base.exponent + (base.log_scale - log_scale)
         exponents.append(jnp.broadcast_to(exponent[..., None, :], product.shape))

@@ -1,4 +1,4 @@
-"""Pairs of exponentials whose rows are parameters, and start as calibrated features."""
+"""Pairs of exponentials with trainable rows, which start as calibrated features."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from simrf_jax._src.projections import Projection, ProjectionLike
 class Learned(FeatureMap):
     r"""Pairs of exponentials with learned rows, offsets and weights, as in Hedgehog.
 
-    With :math:`\tilde x`, :math:`\Sigma` and :math:`\ell` of ``Calibrated``, and c(x) for the
-    factor that all its features of a vector share, the 2 m features of a query x are
+    With :math:`\tilde x`, :math:`\Sigma` and :math:`\ell` of ``Calibrated``, and c(x) the factor
+    that all its features of a vector share, the 2 m features of a query x are
 
     .. math::
         \log \phi(x)_{\pm i} = \pm (\Sigma^{1/2} w_i \cdot \tilde x + b_i)
@@ -31,27 +31,26 @@ class Learned(FeatureMap):
 
     and those of a key have their own rows w and offsets b. Where the rows of both sides are those
     of W, and b and a are zeros, these are exactly the ``Calibrated`` features of W and -W; without
-    a calibration they are ``Hyperbolic`` features of W. Learning gives up that the estimate is
-    unbiased for that it fits the attention weights of some data: see ``distillation_loss``.
+    a calibration they are ``Hyperbolic`` features of W. Learned features trade unbiasedness for a
+    better fit to the attention weights of some data: see ``distillation_loss``.
 
-    Hedgehog has :math:`e^{\pm(w_i \cdot x + b_i)}`. For queries this is the same family, as factors
-    that all features share cancel in attention. For keys the factor c(y) does not cancel. It is
-    kept, and has no parameters: without it the start would not be exact, and with it no key that is
-    longer than those of the data outweighs all others, since :math:`\log \phi(y)_{\pm i}` falls
-    with the square of its length.
+    Hedgehog has :math:`e^{\pm(w_i \cdot x + b_i)}`. For queries this is the same family, because
+    factors that all features share cancel in attention. For keys the factor c(y) does not cancel.
+    It is kept, and has no parameters: without it the start would not be exact, and with it no key
+    that is longer than those of the data outweighs all others, because :math:`\log \phi(y)_{\pm i}`
+    falls with the square of its length.
 
-    Rows stand in the coordinates of the calibration, in which queries and keys have equal
-    covariances. So another calibration moves the features along with the data. The map has rows of
-    its own, and attention takes ``projection=None`` with it. Arrays may have a leading axis of key
-    heads K.
+    Rows are in the coordinates of the calibration, in which queries and keys have equal
+    covariances. So a new calibration moves the features along with the data. The map has its own
+    rows, so pass ``projection=None`` to attention. Arrays may have a leading axis of key heads K.
 
     Attributes:
-      calibration: Means, matrices and tilt of the coordinates, a ``Calibrated`` without gradient.
+      calibration: Means, matrices and tilt of the coordinates, a ``Calibrated`` without gradients.
       query_rows: w of queries, ``[K, m, H]``.
       key_rows: w of keys, ``[K, m, H]``.
       query_offsets: b of queries, ``[K, m]``.
       key_offsets: b of keys, ``[K, m]``.
-      log_weights: a, ``[K, m]``, of which either side has one half.
+      log_weights: a, ``[K, m]``; each side gets half.
 
     Example:
       >>> import jax, simrf_jax
@@ -92,16 +91,16 @@ class Learned(FeatureMap):
 
     @classmethod
     def start(cls, rows: ProjectionLike, calibration: Calibrated) -> Learned:
-        """Returns the map before any training, whose features are calibrated ones.
+        """Returns the map before any training, with calibrated features.
 
         Args:
-          rows: W, ``[m, H]`` for all heads or ``[K, m, H]``, with Gaussian rows, as those of
-            ``norms="chi"`` are: an array, or a ``Projection`` of one without weights or pairs.
+          rows: W, ``[m, H]`` for all heads or ``[K, m, H]``, with Gaussian rows, such as those of
+            ``norms="chi"``: an array, or a ``Projection`` of one without weights or pairs.
             ``coupling="orthogonal"`` suits the pairs best.
           calibration: The map that ``calibrate`` returns, or ``Calibrated.identity``.
 
         Raises:
-          TypeError: If the rows are a ``Projection`` of more than an array.
+          TypeError: If the rows are a ``Projection`` of anything but a plain array.
           ValueError: If the shape of the rows does not fit the heads of the calibration, or they
             are a ``Projection`` that was drawn with fixed norms.
         """
@@ -117,7 +116,7 @@ class Learned(FeatureMap):
                 f"calibration, got shape {rows.shape}."
             )
         rows = jnp.broadcast_to(rows, (*heads, *rows.shape[-2:]))
-        # Separate arrays, since a training step may donate each of them.
+        # Separate arrays, because a training step may donate each of them.
         query_rows, key_rows = jnp.array(rows), jnp.array(rows)
         vectors = (jnp.zeros(rows.shape[:-1], rows.dtype) for _ in range(3))
         return cls(calibration, query_rows, key_rows, *vectors)
@@ -133,8 +132,8 @@ class Learned(FeatureMap):
         """Returns the features of one head's queries or keys.
 
         Raises:
-          ValueError: If there is a projection, the arrays are those of several heads, or their
-            shapes do not match.
+          ValueError: If there is a projection, the arrays belong to several heads, or their shapes
+            do not match.
         """
         pairs = self._pairs(projection, side, x.dtype)
         return jax.lax.stop_gradient(self.calibration).log_features(x, pairs, side=side)
@@ -145,7 +144,7 @@ class Learned(FeatureMap):
         return jax.lax.stop_gradient(self.calibration).exponential_form(pairs, side=side)
 
     def _pairs(self, projection: ProjectionLike | None, side: Side, dtype: DTypeLike) -> Projection:
-        """Returns the rows of one side and their negatives, with what their weights become."""
+        """Returns the rows of one side and their negatives, with their log weights."""
         if projection is not None:
             raise ValueError(
                 "Learned features have their own rows: projection must be None, got shape "
@@ -156,8 +155,8 @@ class Learned(FeatureMap):
             rows, offsets = self.query_rows, self.query_offsets
         else:
             rows, offsets = self.key_rows, self.key_offsets
-        # Calibrated features give half of each log weight to either side, and offsets are whole.
-        # Float64 vectors take the sums in float64.
+        # Calibrated features give half of each log weight to each side, but offsets count in full.
+        # For float64 vectors the sums are in float64.
         log_weights, offsets = widened(self.log_weights, dtype), widened(offsets, dtype)
         log_weights = jnp.concatenate([log_weights + 2 * offsets, log_weights - 2 * offsets])
         return Projection(rows, log_weights, is_paired=True)

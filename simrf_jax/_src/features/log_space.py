@@ -23,7 +23,7 @@ class LogFeatures(NamedTuple):
     ``exponent`` and then subtracting it again would lose digits, so the two are kept apart.
 
     Attributes:
-      exponent: Exponent of each feature, or one exponent that all features share. It is minus
+      exponent: Exponent of each feature, or one exponent shared by all features. It is minus
         infinity where a feature is zero.
       log_scale: Logarithm of a factor that all features of a vector share.
       values: Numbers of either sign and moderate size; None means all ones.
@@ -48,5 +48,5 @@ def half_squared_norm(x: Float[Array, "*batch dim"], dtype: DTypeLike) -> Float[
 
 
 def widened(array: ArrayLike, dtype: DTypeLike) -> Array:
-    """Returns an array in a type that holds both: float32 would round what float64 vectors give."""
+    """Returns an array in the wider of its own dtype and ``dtype``."""
     return jnp.asarray(array, jnp.promote_types(jnp.result_type(array), dtype))

@@ -23,7 +23,7 @@ from simrf_jax._src.projections import ProjectionLike, product
 
 
 class _Oscillating(FeatureMap):
-    """Base of feature maps whose products depend on x - y but for a factor of each vector.
+    """Base class of feature maps whose products depend on x - y, up to a factor of each vector.
 
     Attributes:
       kernel: ``"softmax"``, which attention estimates, ``"gaussian"``, or a ``ScaleMixture``.
@@ -40,7 +40,7 @@ class _Oscillating(FeatureMap):
 
     @property
     def kernel_of_rows(self) -> ScaleMixture:
-        """Kernel that W must be drawn for."""
+        """Kernel for which W must be drawn."""
         kernel = getattr(self, "kernel", None)
         return kernel if isinstance(kernel, ScaleMixture) else GAUSSIAN
 
@@ -66,7 +66,7 @@ class Trigonometric(_Oscillating, static=("kernel",)):
 
 
 @named("phase")
-@dataclasses.dataclass(frozen=True, eq=False)  # Arrays are not equal or unequal as a whole.
+@dataclasses.dataclass(frozen=True, eq=False)  # Comparing arrays gives no single Boolean.
 class Phase(_Oscillating, static=("kernel",)):
     """The feature map of ``phase_features``.
 
@@ -85,7 +85,7 @@ class Phase(_Oscillating, static=("kernel",)):
 
         Raises:
           TypeError: If the phases are not floating.
-          ValueError: If there are not as many as features.
+          ValueError: If the number of phases is not that of the features.
         """
         angles = product(x, projection)
         num_features = angles.shape[-1]
@@ -105,7 +105,7 @@ def _mean_over_rows(
     num_rows: int,
     kernel: Kernel | ScaleMixture,
 ) -> LogFeatures:
-    """Returns the features with the given bounded values and the scale that all of them share."""
+    """Returns features with the given bounded values and their common scale."""
     log_scale = half_squared_norm(x, values.dtype)
     if kernel != "softmax":
         log_scale = jnp.zeros_like(log_scale)
@@ -147,11 +147,11 @@ def trigonometric_features(
     Args:
       x: Vectors.
       projection: W, ``[num_features, dim]``, the same for both sides of the product.
-      kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or
-        a ``ScaleMixture`` such as ``simrf_jax.kernels.Matern(1.5)``. W must be drawn for it; a
-        ``Projection`` that knows of another kernel is refused.
-      length_scale: Length scale of the kernel, one number or one for each column. The features can
-        be differentiated by it.
+      kernel: ``"softmax"``, :math:`\exp(x \cdot y)`, ``"gaussian"``, :math:`\exp(-|x-y|^2/2)`, or a
+        ``ScaleMixture`` such as ``simrf_jax.kernels.Matern(1.5)``. W must be drawn for it; a
+        ``Projection`` that was drawn for another kernel is refused.
+      length_scale: Length scale of the kernel, one number or one for each column. The features are
+        differentiable in it.
 
     Returns:
       ``2 num_features`` features of x's dtype, computed in float32 or wider.

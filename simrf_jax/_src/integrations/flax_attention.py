@@ -1,4 +1,4 @@
-"""Attention for both Flax APIs: functions that read a call of an ``attention_fn`` and answer it."""
+"""Attention for both Flax APIs: functions that read and answer a call of an ``attention_fn``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def random_features(
     exact_bandwidth: int | None = None,
     exact_keys: int | tuple[int, ...] | None = None,
 ) -> RandomFeatureMechanism:
-    """Returns random-feature attention whose W gets no gradient."""
+    """Returns random-feature attention without gradients for W."""
     return RandomFeatureMechanism(
         jax.lax.stop_gradient(projection),
         feature_map,
@@ -60,7 +60,7 @@ def blend(
     num_heads: int,
     sequence_axis: str | tuple[str, ...] | None,
 ) -> Blend:
-    """Returns FMM attention whose W gets no gradient, and whose weights do.
+    """Returns FMM attention with gradients for its weights, but not for W.
 
     Args:
       projections: One W for each feature map.
@@ -83,13 +83,13 @@ def blend(
 
 
 class Request(NamedTuple):
-    """A call by Flax, and what its mask says that attention cannot take.
+    """A call by Flax, and the parts of its mask that attention cannot take.
 
     Attributes:
-      call: The call, with NaN in the place of queries that are not real.
+      call: The call, with NaN in place of queries that are not real.
       real: ``[..., T, N, 1]``, False where a factored mask hides all keys from a query; or None.
-      valid: Booleans, False for each sequence and head whose traced mask has a value or a form that
-        was refused had it been known; they broadcast with the output.
+      valid: Booleans, False for each sequence and head whose traced mask has values that would
+        raise an error if they were known; they broadcast with the output.
     """
 
     call: Call
@@ -126,7 +126,7 @@ def read(
 ) -> Request:
     """Reads a call of an ``attention_fn``, and refuses what linear attention cannot do.
 
-    The ``options`` are those of ``Call`` that Flax does not change.
+    The ``options`` are passed on to ``Call`` unchanged.
     """
     _check_precision(precision)
     deterministic = checks.boolean("deterministic", deterministic)
@@ -167,8 +167,8 @@ def read(
             if factors.segment_ids is not None:
                 segment_ids = factors.segment_ids
             valid.append(_heads_last(factors.is_product))
-            # Attention puts a real query in the place of one that is not finite, and so keeps
-            # whatever padding holds out of feature maps and gradients.
+            # Attention replaces a query that is not finite by a real one, which keeps the contents
+            # of padding out of feature maps and gradients.
             query = jnp.where(real, query, jnp.nan)
     call = Call.of(
         query,
@@ -195,8 +195,8 @@ def _check_precision(precision: PrecisionLike) -> None:
         except ValueError:
             raise ValueError(
                 "precision must be None or one of jax.lax.Precision, got "
-                f"{precision!r}: random-feature attention takes no other algorithm for its "
-                "products. It has float32 products at the highest precision in any case."
+                f"{precision!r}: random-feature attention supports no other algorithm for its "
+                "products. Its float32 products always have the highest precision."
             ) from None
 
 
@@ -215,7 +215,7 @@ def attend(mechanism: Mechanism, request: Request) -> jax.Array:
 
 
 def step(mechanism: Mechanism, state: Any, request: Request) -> tuple[jax.Array, Any]:
-    """Returns the attention of the tokens after those of a state, and the state with them."""
+    """Returns the attention of new tokens that follow a state, and the new state."""
     call = request.call
     length, key_length = call.query.shape[-3], call.key.shape[-3]
     if length != key_length:
@@ -235,7 +235,7 @@ def check_fields(
     decode: bool,
     sequence_axis: str | tuple[str, ...] | None,
 ) -> None:
-    """Accepts the fields that adapters of all methods have."""
+    """Checks the fields that all adapters have."""
     for name, switch in (("is_causal", is_causal), ("decode", decode)):
         checks.boolean(name, switch)
     checks.one_of("masks", masks, get_args(Masks))
@@ -245,14 +245,14 @@ def check_fields(
 def check_kernels(
     batch_axis: AxisNames, head_axis: AxisNames, implementation: Implementation | None
 ) -> None:
-    """Accepts the fields that say which implementation to use, and on which devices."""
+    """Checks the fields that choose the implementation and the mesh axes."""
     checks.axis_names("batch_axis", batch_axis)
     checks.axis_names("head_axis", head_axis)
     names_of(implementation)
 
 
 def check_exact_keys(exact_keys: int | tuple[int, ...] | None) -> None:
-    """Accepts a number of keys, or a tuple of their positions, which are no state of a model."""
+    """Accepts a number of keys, or a tuple of their positions, which is not model state."""
     for one in exact_keys if isinstance(exact_keys, tuple) else (exact_keys,):
         if one is not None:
             checks.integer("exact_keys, or each of its positions,", one)

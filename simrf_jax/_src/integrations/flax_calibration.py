@@ -1,4 +1,4 @@
-"""Calibration for both Flax APIs: the moments that adapters sum, and the fit of their maps."""
+"""Calibration for both Flax APIs: the moments of adapters, and the fit of their maps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def adapter_map(
 ) -> FeatureMapLike:
     """Returns the feature map of an adapter, with arrays for ``"calibrated"`` and ``"learned"``.
 
-    They are those before a calibration. The rows of learned features are zeros until W is drawn.
+    The arrays are those before any calibration. The rows of learned features are zeros until W is
+    drawn.
 
     Raises:
       ValueError: If ``"learned"`` has no number of features, or a ``Learned`` map has one.
@@ -56,7 +57,7 @@ def adapter_map(
 
 
 def check_batches(batches: Any) -> None:
-    """Raises ``TypeError`` for one batch in the place of several."""
+    """Raises ``TypeError`` for one batch in place of several."""
     if hasattr(batches, "shape") or isinstance(batches, Mapping | str):
         shape = f" of shape {batches.shape}" if hasattr(batches, "shape") else ""
         raise TypeError(
@@ -66,7 +67,7 @@ def check_batches(batches: Any) -> None:
 
 
 def no_moments(calibrated: Calibrated) -> tuple[Moments, Moments]:
-    """Returns the moments of no queries and keys, for the heads of a map or of a stack of them."""
+    """Returns empty moments, for the heads of a map or of a stack of maps."""
     *lead, num_heads, dim = calibrated.query_mean.shape
     empty = Moments.empty(num_heads, dim, calibrated.query_mean.dtype)
     stack = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*lead, *leaf.shape)), empty)
@@ -74,11 +75,11 @@ def no_moments(calibrated: Calibrated) -> tuple[Moments, Moments]:
 
 
 def add_moments(sums: tuple[Moments, Moments], request: Request) -> tuple[Moments, Moments]:
-    """Returns the moments with the queries and keys of a call, as attention scales them.
+    """Adds the queries and keys of a call, scaled as in attention, to the moments.
 
-    Padding does not count: keys that no head sees, queries beyond their lengths and those that a
-    factored mask hides. If a call says nothing about queries and has as many of them as keys, it is
-    taken for self-attention, and queries at hidden keys do not count either.
+    Padding does not count: keys that no head sees, queries beyond their lengths and queries that a
+    factored mask hides. A call without information about queries, and with equal numbers of queries
+    and keys, is treated as self-attention: then queries at hidden keys do not count either.
     """
     query, key = jax.lax.stop_gradient((request.call.query, request.call.key))
     scale = query.shape[-1] ** -0.5 if request.call.scale is None else request.call.scale
@@ -110,13 +111,13 @@ def _real_tokens(request: Request) -> tuple[jax.Array, jax.Array]:
 
 
 def _seen_by_some_head(visible: jax.Array, call: Call) -> jax.Array:
-    """Returns ``[..., S]`` of a mask that is the same for all queries."""
+    """Returns ``[..., S]``, True at keys that some head sees, for a mask equal for all queries."""
     seen = jnp.any(per_key(visible, shape_of_logits(call.query, call.key)), axis=-2)
     return seen.reshape(seen.shape[max(0, seen.ndim - (call.key.ndim - 2)) :])
 
 
 def logged(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yields the batches, and logs how many there were every ten seconds."""
+    """Yields the batches, and logs their number every ten seconds."""
     last = time.monotonic()
     for number, batch in enumerate(batches, 1):
         yield batch
@@ -175,8 +176,8 @@ def fit_stack(
     """Returns the calibration for the moments of an adapter, or of a stack of them.
 
     Raises:
-      ValueError: If the adapter has seen no tokens, or some that were not finite. Values that are
-        traced are not known.
+      ValueError: If the adapter has seen no tokens, or some that were not finite. Traced values are
+        not checked.
     """
     _check_sums(*sums)
     lead = sums[0].mean.shape[:-1]
@@ -190,7 +191,7 @@ _fit = jax.jit(fit, static_argnames=("center", "balance", "tilt"))
 
 
 def _check_sums(queries: Moments, keys: Moments) -> None:
-    """Raises ``ValueError`` for moments that are known to be of no tokens or not finite."""
+    """Raises ``ValueError`` for moments that are known to be empty or not finite."""
     sums = (queries, keys)
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(sums)):
         return
@@ -199,7 +200,7 @@ def _check_sums(queries: Moments, keys: Moments) -> None:
     if not bool(jnp.all(queries.num_vectors > 0) & jnp.all(keys.num_vectors > 0)):
         raise ValueError(
             "An adapter has seen no tokens, so nothing can be fitted: give batches, and call the "
-            "whole model. A lifted transformation around the adapter must hand its moments on: "
+            "whole model. A lifted transformation around the adapter must pass its moments on: "
             "nn.scan and nn.vmap by calibration_moments in their variable_axes, nnx.scan and "
             "nnx.vmap by an axis of the layers that is not None."
         )
@@ -210,7 +211,7 @@ def turn_projection(
 ) -> ProjectionLike:
     """Returns W of an adapter, turned with the axes of its calibration; see ``turn_rows``.
 
-    A W that all heads share stays as it is, since each head has its own axes.
+    A W that all heads share stays unchanged, because each head has its own axes.
     """
     record = Projection.of(w)
     rows: Any = record.rows
@@ -221,9 +222,9 @@ def turn_projection(
 
 
 def check_tilt(tilt: Tilt | None, options: DrawOptions | None) -> None:
-    """Raises ``ValueError`` if W was drawn with norms that leave no room for a tilt."""
+    """Raises ``ValueError`` if W was drawn with norms that do not allow a tilt."""
     if tilt is not None and options is not None and options.has_fixed_norms:
         raise ValueError(
             f"tilt={tilt!r} needs rows whose norms are chi variables, got an adapter with norms="
-            f"{options.norms!r}; take tilt=None, or other norms."
+            f"{options.norms!r}; use tilt=None, or other norms."
         )

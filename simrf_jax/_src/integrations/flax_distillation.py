@@ -13,7 +13,7 @@ from simrf_jax._src.integrations.flax_attention import Request
 
 
 def loss_of_call(request: Request, mechanism: RandomFeatureMechanism) -> jax.Array:
-    """Returns the ``distillation_loss`` of the queries and keys of a call, which have no gradient.
+    """Returns the ``distillation_loss`` of a call, without gradients for queries and keys.
 
     Raises:
       ValueError: If the call has segments or a factored mask.

@@ -24,16 +24,16 @@ from simrf_jax._src.projections import (
 
 # A bipolar hybrid has about 4 num_features (num_weights + 1) features.
 NUM_WEIGHTS = 8
-# Feature maps of which half the cost is the product with W.
+# Feature maps for which the product with W is half the cost.
 TAKE_PAIRS = (Positive, OptimalPositive, Calibrated)
 
 
 @dataclasses.dataclass(frozen=True)
 class Drawing:
-    """The arguments of an adapter that say how its projections are drawn.
+    """The arguments of an adapter that determine how its projections are drawn.
 
     Attributes:
-      coupling: Coupling of the rows; None for the feature map's.
+      coupling: Coupling of the rows; None for the default of the feature map.
       block: Row-block mode.
       rotation: Distribution of the rotations.
       norms: Law of the row norms.
@@ -65,7 +65,7 @@ class Drawing:
             )
 
     def options(self, feature_map: FeatureMapLike) -> DrawOptions:
-        """Returns the options that the W of a feature map is drawn by.
+        """Returns the draw options for the W of a feature map.
 
         Args:
           feature_map: Feature map, by name or as an object.
@@ -154,12 +154,12 @@ class Drawing:
 def in_pairs(
     projection: ProjectionLike | None, feature_map: FeatureMapLike, options: DrawOptions | None
 ) -> ProjectionLike | None:
-    """Returns W as pairs, of which attention multiplies one row, if the options drew it so.
+    """Returns W as pairs, so attention multiplies one row of each, if it was drawn in pairs.
 
     Args:
       projection: W of all heads or of each.
-      feature_map: Feature map; others than those of the library may ask for an array.
-      options: Options that W was drawn by; None if they are not known.
+      feature_map: Feature map; custom maps may expect an array.
+      options: Options with which W was drawn; None if unknown.
     """
     if options is None or not options.draws_pairs:
         return projection

@@ -1,4 +1,4 @@
-"""Flax's masks, read as booleans, and taken apart where they are products with a query axis."""
+"""Flax's masks, read as booleans and factored if they are products with a query axis."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LOGGER = logging.getLogger("simrf_jax")
 def why_no_segments(
     target: tuple[int, ...], *, packed: bool, decode: bool, has_segment_ids: bool
 ) -> str | None:
-    """Returns a sentence that says why a mask cannot hold segments, or None if it can.
+    """Returns a sentence with the reason why a mask cannot hold segments, or None if it can.
 
     Args:
       target: ``(*batch, heads, T, S)``.
       packed: True if the adapter takes segments in its masks.
       decode: The field of the adapter.
-      has_segment_ids: True if the call has segment ids beside the mask.
+      has_segment_ids: True if the call has segment ids in addition to the mask.
     """
     length, key_length = target[-2:]
     if not packed:
@@ -52,26 +52,26 @@ NEEDS_PACKED = 'The mask of packed sequences needs masks="packed", and so do seg
 
 
 def as_boolean(mask: ArrayLike, no_segments: str | None) -> tuple[Mask, Mask | None]:
-    """Reads a mask of booleans, or of zeros and ones, which Flax's functions make by default.
+    """Reads a mask of booleans, or of zeros and ones, the default of Flax's functions.
 
     Args:
       mask: Booleans or numbers of any shape.
-      no_segments: Sentence that says why integers are no segment ids; None if they could be.
+      no_segments: Sentence with the reason why integers are not segment ids; None if they may be.
 
     Returns:
-      The mask in booleans; and None, or where the values are traced ``[..., 1, 1]``, True for each
-      sequence and head that has zeros and ones only.
+      The mask in booleans; and None or, for traced values, ``[..., 1, 1]``, True for each sequence
+      and head that has only zeros and ones.
 
     Raises:
       TypeError: If the type is neither boolean nor that of real numbers.
-      ValueError: If the values are known, and others than zeros and ones are among them.
+      ValueError: If the values are known, and some are neither zero nor one.
     """
     mask = mask if isinstance(mask, jax.Array) else np.asarray(mask)
     if mask.dtype == bool:
         return mask, None
     if not any(jnp.issubdtype(mask.dtype, kind) for kind in (jnp.floating, jnp.integer)):
         raise TypeError(f"mask must hold booleans, or zeros and ones, got {mask.dtype.name}.")
-    xp: Any = np if isinstance(mask, np.ndarray) else jnp  # NumPy's values are known under jit.
+    xp: Any = np if isinstance(mask, np.ndarray) else jnp  # NumPy values are known even under jit.
     binary = xp.logical_or(mask == 0, mask == 1)
     binary = binary.reshape((1,) * (3 - mask.ndim) + mask.shape)
     is_mask = xp.all(binary, axis=(-2, -1), keepdims=True)
@@ -88,19 +88,19 @@ def as_boolean(mask: ArrayLike, no_segments: str | None) -> tuple[Mask, Mask | N
 
 
 _NOT_BOOLEAN = "mask must hold booleans, or zeros and ones"
-_INSTEAD = "Pass what is added to the logits as bias, or compare it with 0 to make a mask of it."
+_INSTEAD = "Pass terms of the logits as bias, or compare them with 0 to make a mask of them."
 
 
 class Factors(NamedTuple):
-    """A mask taken apart; ``mask == queries & keys``, and other factors, where ``is_product``.
+    """A factored mask: ``mask == queries & keys``, and other factors, where ``is_product``.
 
-    The other factors are the causal mask and that of the segments, if there are such.
+    The other factors are the causal mask and the mask of the segments, if present.
 
     Attributes:
       keys: ``[..., 1, S]``, True at keys that some query sees.
       queries: ``[..., T, 1]``, True at queries that see some key.
       segment_ids: ``[*batch, T]``, integers that differ between segments; or None.
-      is_product: ``[..., 1, 1]``.
+      is_product: ``[..., 1, 1]``, True where the mask is such a product.
     """
 
     keys: Mask
@@ -112,25 +112,25 @@ class Factors(NamedTuple):
 def factor(
     mask: Mask, target: tuple[int, ...], *, is_causal: bool, no_segments: str | None = NEEDS_PACKED
 ) -> Factors | None:
-    """Takes a boolean mask apart, in O(T S) boolean operations.
+    """Factors a boolean mask, in O(T S) boolean operations.
 
-    Whatever factors q and k it was made of, those here serve: if q_t k_s [s <= t] is not zero for
-    some s, then q_t is 1, and likewise k_s, so that a product of them is zero where the mask is.
-    The segments here are the shortest runs of positions that no pair of a query and a key that it
-    sees leaves, so that they, too, hide nothing that the mask shows, and each is part of a segment
-    that the mask was made of.
+    The factors here work for a mask made of any factors q and k: if q_t k_s [s <= t] is not zero
+    for some s, then q_t is 1, and so is k_s, hence the product is zero where the mask is. The
+    segments here are the shortest ranges of positions such that no query sees a key of another
+    range. So they hide nothing that the mask shows, and each is part of a segment of which the mask
+    was made.
 
     Args:
       mask: Mask of a rank up to that of ``target``.
       target: ``(*batch, heads, T, S)``.
-      is_causal: True if the causal mask is a factor too, in the mask or beside it.
-      no_segments: Sentence that says why the mask of segments is no other factor; None if it is.
+      is_causal: True if the causal mask is a factor too, in the mask or in addition to it.
+      no_segments: Sentence with the reason why segments cannot be another factor; None if they can.
 
     Returns:
       The factors; None for a mask that has no query axis, or does not fit.
 
     Raises:
-      ValueError: If the values are known and are not such a product.
+      ValueError: If the values are known and the mask is not such a product.
     """
     shape = (1,) * (len(target) - mask.ndim) + mask.shape
     fits = len(shape) == len(target) and all(
@@ -138,7 +138,7 @@ def factor(
     )
     if not fits or shape[-2] == 1:
         return None
-    xp: Any = np if isinstance(mask, np.ndarray) else jnp  # NumPy's values are known under jit.
+    xp: Any = np if isinstance(mask, np.ndarray) else jnp  # NumPy values are known even under jit.
     mask = mask.reshape(shape)
     causal = np.tri(*target[-2:], dtype=np.bool_) if is_causal else np.ones((1, 1), bool)
     causal = causal.reshape((1,) * (len(target) - 2) + causal.shape)
@@ -158,10 +158,10 @@ def factor(
 
 
 def _shortest_segments(mask: Mask) -> Mask:
-    """Returns ``[*batch, T]`` of ``[*batch, heads, T, T]``: numbers of the segments.
+    """Returns segment numbers ``[*batch, T]`` from a mask ``[*batch, heads, T, T]``.
 
-    Two neighbors are in one segment if some query on one side sees a key on the other side, or
-    beyond it.
+    Two neighboring positions share a segment if some query at or before one of them sees a key at
+    or after the other, or vice versa.
     """
     xp: Any = np if isinstance(mask, np.ndarray) else jnp
     length = mask.shape[-1]
@@ -176,7 +176,7 @@ def _shortest_segments(mask: Mask) -> Mask:
 
 
 def _no_product(shape: tuple[int, ...], no_segments: str | None, *, is_causal: bool) -> str:
-    """Returns the sentences that say why a mask cannot be honored."""
+    """Returns sentences with the reason why a mask cannot be honored."""
     factors = ["a mask of queries", "a mask of keys"]
     factors += ["the causal mask"] if is_causal else []
     factors += ["a mask of segments of neighbors"] if no_segments is None else []
@@ -184,11 +184,11 @@ def _no_product(shape: tuple[int, ...], no_segments: str | None, *, is_causal: b
     field = 'masks="packed"'
     if no_segments == NEEDS_PACKED:
         field = "is_causal=True" if is_causal else 'masks="factored"'
-    hints = "" if is_causal else " A causal mask needs is_causal=True beside it."
+    hints = "" if is_causal else " A causal mask needs is_causal=True as well."
     hints += f" {no_segments}" if no_segments else ""
     return (
         f"{field}: the mask of shape {shape} is not a product of {product}.{hints} Linear "
-        "attention can honor no other."
+        "attention cannot honor other masks."
     )
 
 
@@ -201,11 +201,11 @@ def is_segment_ids(mask: ArrayLike, target: tuple[int, ...]) -> bool:
 
 
 def factors_of_ids(ids: ArrayLike, target: tuple[int, ...], axes: Axes) -> Factors:
-    """Returns the factors of the mask of some segment ids, in O(T).
+    """Returns the factors of the mask for segment ids, in O(T).
 
     Args:
-      ids: Integers that broadcast to ``[*batch, 1, 1, T]``. 0 is padding, which sees nothing and is
-        seen by nothing, and does not divide a segment.
+      ids: Integers that broadcast to ``[*batch, 1, 1, T]``. 0 is padding, which sees nothing, is
+        not seen, and does not split a segment.
       target: ``(*batch, heads, T, T)``.
       axes: Mesh axes that the caller named for the length. Inside ``shard_map`` over them, the ids
         and T are those of one device.
@@ -214,7 +214,7 @@ def factors_of_ids(ids: ArrayLike, target: tuple[int, ...], axes: Axes) -> Facto
     fill = functools.partial(_fill, axes=axes if axes and are_bound(axes) else ())
     sharding = jax.typeof(ids).sharding
     if sharding.spec and sharding.spec[-1]:
-        # A scan does not take an axis that is explicitly sharded.
+        # A scan does not accept an axis that is explicitly sharded.
         fill = jax.sharding.auto_axes(fill, out_sharding=sharding)
     real = (ids != 0)[..., None, None, :]
     return Factors(real, real.swapaxes(-2, -1), fill(ids), np.ones((1,) * len(target), bool))
@@ -222,10 +222,10 @@ def factors_of_ids(ids: ArrayLike, target: tuple[int, ...], axes: Axes) -> Facto
 
 @functools.partial(jax.jit, static_argnames="axes")  # Op by op, jax 0.7.2 refuses explicit axes.
 def _fill(ids: jax.Array, *, axes: Axes) -> jax.Array:
-    """Returns ``[*batch, T]`` in which padding has the id of the last real token before it.
+    """Returns ids ``[*batch, T]`` where padding gets the id of the last real token before it.
 
     Args:
-      ids: ``[*batch, T]``, of this device where there are axes.
+      ids: ``[*batch, T]``; those of this device if there are axes.
       axes: Manual axes that shard the length.
     """
 
@@ -235,7 +235,7 @@ def _fill(ids: jax.Array, *, axes: Axes) -> jax.Array:
     filled = jax.lax.associative_scan(last_real, ids, axis=ids.ndim - 1)
     if not axes or not ids.shape[-1]:
         return filled
-    # Each device tells the others its last id, and padding at its start has that of those before.
+    # Each device sends its last id to the others; padding at its start takes the last earlier id.
     last = jax.lax.all_gather(filled[..., -1:], axes, axis=ids.ndim - 1, tiled=True)
     last = _fill(last, axes=())
     device = jax.lax.axis_index(axes)
@@ -244,10 +244,10 @@ def _fill(ids: jax.Array, *, axes: Axes) -> jax.Array:
 
 
 def say_unless(valid: jax.Array, reason: str) -> None:
-    """Logs a reason, once in a process, when a traced program finds that a mask is not valid.
+    """Logs a reason, once per process, when a traced program finds that a mask is not valid.
 
-    The program holds a callback for it. Without one it can be exported and cached on disk:
-    ``logging.getLogger("simrf_jax").setLevel(logging.CRITICAL)`` while it is traced.
+    The program contains a callback for it, so it cannot be exported or cached on disk. To omit the
+    callback, call ``logging.getLogger("simrf_jax").setLevel(logging.CRITICAL)`` before tracing.
     """
     if not LOGGER.isEnabledFor(logging.ERROR):
         return
@@ -255,7 +255,7 @@ def say_unless(valid: jax.Array, reason: str) -> None:
     def say(is_valid: jax.Array) -> None:
         jax.debug.callback(_speaker(reason), is_valid)
 
-    is_valid = jnp.all(valid)  # One number, which costs little to bring to the host's device.
+    is_valid = jnp.all(valid)  # One number is cheap to bring to the host.
     jax.lax.cond(is_valid, lambda is_valid: None, say, is_valid)
 
 

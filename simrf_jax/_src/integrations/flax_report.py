@@ -19,7 +19,7 @@ from simrf_jax._src.integrations.flax_attention import Request
 
 
 class LayerReport(NamedTuple):
-    """The attention of one layer, one number for each query head, means over the batch.
+    """The attention of one layer: one number for each query head, averaged over the batch.
 
     Attributes:
       relative_error: Relative error of the attention weights; see ``simrf_jax.AttentionReport``.
@@ -28,10 +28,10 @@ class LayerReport(NamedTuple):
       effective_rank: Effective rank of the weights that the features imply.
       softmax_effective_rank: Effective rank of the softmax weights.
       mean_squared_distance: Mean of :math:`|x + y|^2` over all queries x and keys y of the batch,
-        which are multiplied by the root of the scale. The variance of a positive feature grows like
-        its exponential.
-      features_needed: Number of balanced features of iid rows that the relative squared error
-        asked for needs; see ``simrf_jax.selection.required_features``. It may be infinite.
+        multiplied by the root of the scale. The variance of a positive feature grows like the
+        exponential of this number.
+      features_needed: Number of balanced features with iid rows needed for the requested relative
+        squared error; see ``simrf_jax.selection.required_features``. It may be infinite.
       num_features: Number of random features of the layer; 0 for a map that needs no W.
     """
 
@@ -56,7 +56,7 @@ _COLUMNS = {
 
 
 class ModelReport(dict[str, LayerReport]):
-    """The reports of all layers of a model, by the path of the adapter; printed as a table."""
+    """The reports of all layers of a model, by the path of the adapter; prints as a table."""
 
     def __str__(self) -> str:
         width = max(map(len, ("layer", *self)))
@@ -76,12 +76,12 @@ class ModelReport(dict[str, LayerReport]):
 )
 @dataclasses.dataclass(frozen=True)
 class SeenCall:
-    """A call of an adapter as it was seen, which lifted transformations may stack.
+    """A recorded call of an adapter, which lifted transformations may stack.
 
     Attributes:
       mechanism: The attention, with its arrays.
       request: The call.
-      is_valid: False if the call had a traced mask that was refused had it been known.
+      is_valid: False if the call had a traced mask that would raise an error if it were known.
       batch_ndim: Number of axes of the batch of one call; a stack of layers has more.
     """
 
@@ -92,17 +92,17 @@ class SeenCall:
 
     @classmethod
     def of(cls, request: Request, mechanism: RandomFeatureMechanism) -> SeenCall:
-        """Returns what a report needs of a call, without gradients."""
+        """Returns the parts of a call that a report needs, without gradients."""
         is_valid = jnp.all(jnp.stack([jnp.asarray(True), *map(jnp.all, request.valid)]))
         call, ndim = request.call, request.call.query.ndim - 3
         if request.real is not None:
-            # Hidden queries are NaN, which is for attention alone.
+            # Hidden queries are NaN, which only attention handles.
             call = dataclasses.replace(call, query=jnp.where(request.real, call.query, 0))
         request = jax.tree.map(jnp.asarray, Request(call, request.real, ()))
         return jax.lax.stop_gradient(cls(mechanism, request, is_valid, ndim))
 
     def layers(self) -> Iterator[tuple[str, SeenCall]]:
-        """Yields the calls of a stack of layers one by one, with what their names end in."""
+        """Yields the calls of a stack of layers one by one, with the suffixes of their names."""
         query = self.request.call.query
         lead = query.shape[: query.ndim - 3 - self.batch_ndim]
         for place in np.ndindex(lead):
@@ -128,7 +128,7 @@ def report_of_calls(
         if not seen:
             raise ValueError(
                 f"The adapter {name!r} saw no call: call the whole model. A lifted transformation "
-                "around it must hand the calls on: nn.scan and nn.vmap by attention_calls in their "
+                "around it must pass the calls on: nn.scan and nn.vmap by attention_calls in their "
                 "variable_axes, nnx.scan and nnx.vmap by an axis of the layers that is not None."
             )
         for number, one in enumerate(seen):
@@ -160,7 +160,7 @@ def _report(name: str, seen: SeenCall, relative_error: float) -> LayerReport:
 
 
 def _mean(x: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Returns the mean over the batch, ``[N]``, of those that count."""
+    """Returns the mean over the batch, ``[N]``, of entries where ``counts`` is True."""
     x, counts = (one.reshape(-1, one.shape[-1]) for one in (x, counts))
     return np.where(counts, x, 0).sum(axis=0) / np.maximum(counts.sum(axis=0), 1)
 
@@ -188,7 +188,7 @@ def _covariance(x: Moments) -> np.ndarray:
 
 
 def _features_needed(queries: Moments, keys: Moments, relative_error: float) -> np.ndarray:
-    # Here, because theory imports SciPy.
+    # Imported here because theory imports SciPy.
     from simrf_jax._src.selection.choice import required_features
 
     covariances = _covariance(queries), _covariance(keys)

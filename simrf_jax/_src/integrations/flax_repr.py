@@ -16,11 +16,11 @@ _ALWAYS_SHOWN = ("coupling", "block", "rotation", "norms")
 
 
 def shown_fields(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the fields of an adapter in words: how W is drawn, and all that is no default.
+    """Returns the fields of an adapter as text: how W is drawn, and all non-default values.
 
     Args:
       fields: Fields by name, in the order to show them.
-      defaults: Values that need no mention, by name.
+      defaults: Values to omit, by name.
     """
     return {
         name: one_line.shown(value)
@@ -30,7 +30,7 @@ def shown_fields(fields: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict
 
 
 def name_of_map(feature_map: Any) -> Any:
-    """Returns a feature map as it is shown: by its name where it has one, without arrays."""
+    """Returns a feature map for display: by its name if it has one, without arrays."""
     if isinstance(feature_map, tuple | list):
         return tuple(map(name_of_map, feature_map))
     for name, kind in _HOLD_ARRAYS.items():
@@ -42,12 +42,12 @@ def name_of_map(feature_map: Any) -> Any:
 
 
 def default_coupling(feature_maps: Sequence[FeatureMapLike]) -> Any:
-    """Returns the coupling that feature maps have by default, one for each where they differ."""
+    """Returns the default coupling of feature maps, one for each if they differ."""
     return _together([_coupling(feature_map) for feature_map in feature_maps])
 
 
 def drawn_by(options: Sequence[DrawOptions | None]) -> dict[str, Any]:
-    """Returns the coupling, row blocks, rotation and norms of draws, where there are some."""
+    """Returns the coupling, row blocks, rotation and norms of draws, if there are any."""
     drawn = [one for one in options if one is not None]
     if not drawn:
         return {}
@@ -60,7 +60,7 @@ def _coupling(feature_map: FeatureMapLike) -> Any:
     try:
         return as_feature_map(feature_map).coupling
     except (TypeError, ValueError):
-        return None  # A representation also shows what a call will refuse.
+        return None  # A representation shows even values that a call will refuse.
 
 
 def _together(values: list[Any]) -> Any:

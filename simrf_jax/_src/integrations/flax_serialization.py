@@ -1,6 +1,6 @@
-"""Bytes and state dicts of ``flax.serialization`` for all records of the library that hold arrays.
+"""Bytes and state dicts of ``flax.serialization`` for all records of the library with arrays.
 
-Flax writes NamedTuples, such as ``AttentionState``, by itself.
+Flax itself handles NamedTuples, such as ``AttentionState``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ RECORDS: tuple[type[Any], ...] = (
 
 
 def _parts(record: Any) -> tuple[dict[str, Any], Any]:
-    """Returns the fields of a record that are no part of its structure, and the structure."""
+    """Returns the fields of a record that are not part of its structure, and the structure."""
     named, structure = jax.tree_util.tree_flatten_with_path(
         record, is_leaf=lambda node: node is not record
     )

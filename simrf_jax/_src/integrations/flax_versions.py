@@ -1,7 +1,7 @@
 """Parts of Flax NNX whose names differ between the versions that the library supports.
 
-Nothing else in the library asks for a version. When setup.cfg asks for flax>=0.12.4, Flax's own
-names can take the place of these.
+Nothing else in the library checks the version. When setup.cfg requires flax>=0.12.4, Flax's own
+names can replace these.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ def set_value(variable: nnx.Variable, value: Any) -> None:
 
 
 def static(value: Any) -> Any:
-    """Returns what to assign to an attribute that may have held arrays and is to hold none."""
+    """Wraps a value without arrays for an attribute that may have held arrays."""
     return nnx.static(value) if _HAS_STATIC else value
 
 
 def view(model: nnx.Module, *, only: Any = ..., **attributes: Any) -> Any:
     """Returns a copy of a model that shares its variables, with other attributes in some modules.
 
-    This is ``nnx.view``, also for versions of Flax that lack it (before 0.12.4).
+    This is ``nnx.view``, with a fallback for Flax before 0.12.4.
 
     Args:
       model: A model that holds adapters.
-      only: An NNX filter that chooses the modules, such as ``RandomFeatureAttention``;
-        by default all that have a ``set_view``.
+      only: An NNX filter for the modules, such as ``RandomFeatureAttention``; by default all
+        modules with a ``set_view``.
       **attributes: Arguments of ``set_view`` of these modules.
 
     Raises:

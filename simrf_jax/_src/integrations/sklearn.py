@@ -40,20 +40,20 @@ except ImportError as error:
 
 FeatureMapName: TypeAlias = Literal["trigonometric", "phase", "positive", "hyperbolic"]
 KernelName: TypeAlias = Literal["rbf", "laplace", "matern", "rational_quadratic"]
-# With the parameters that scikit-learn's kernels of Gaussian processes have by default.
+# With the default parameters of scikit-learn's Gaussian process kernels.
 _KERNELS: dict[str, ScaleMixture] = {
     "rbf": GAUSSIAN,
     "laplace": Matern(0.5),
     "matern": Matern(1.5),
     "rational_quadratic": RationalQuadratic(1.0),
 }
-# The first is the type that all other types are converted to.
+# All other dtypes are converted to the first.
 _DTYPES = (np.float64, np.float32)
-# A batch has at least _LEAST_ROWS rows, and otherwise about _NUMBERS entries in the wider of input
-# and output. Larger batches do not fit the caches of a CPU.
+# A batch has about _NUMBERS entries in the wider of input and output, but at least _LEAST_ROWS
+# rows. Larger batches do not fit the caches of a CPU.
 _LEAST_ROWS, _NUMBERS = 64, 2**20
-# A context in which JAX computes in float64. It holds for one thread, and leaves the user's setting
-# alone. Before jax 0.8 only jax.experimental has it, which later versions lack.
+# A context in which JAX computes in float64. It applies to one thread and does not change the
+# user's setting. Before jax 0.8 it was in jax.experimental, from which later versions removed it.
 _float64: Callable[[bool], contextlib.AbstractContextManager[None]] = (
     jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64  # type: ignore[attr-defined]
 )
@@ -64,8 +64,8 @@ class _Maps(NamedTuple):
 
     Attributes:
       single: Map with one feature for each row of W.
-      pair: Map with two features for each row, or None. If there is one, ``single`` has no more
-        than the last feature of an odd number.
+      pair: Map with two features for each row, or None. If there is one, ``single`` provides only
+        the last feature of an odd number.
     """
 
     single: FeatureMap
@@ -73,7 +73,7 @@ class _Maps(NamedTuple):
 
     @property
     def best_coupling(self) -> Coupling:
-        """Returns the coupling of the rows of W that suits most of the features best."""
+        """Returns the best coupling of the rows of W for most of the features."""
         return (self.pair or self.single).coupling
 
     def num_rows(self, n_components: int) -> int:
@@ -102,48 +102,48 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     have less variance than single cosines with random phases, and orthogonal random vectors less
     than independent ones.
 
-    The output has the dtype of the rows that are transformed if that is float64 or float32, and
-    float64 for every other dtype, as in scikit-learn's own scalers. W is drawn in float64 in either
-    case, so that both types give the same features up to rounding. JAX's own switch for float64,
-    ``jax_enable_x64``, stays as it is.
+    The output has the dtype of the transformed rows if that is float64 or float32, and float64 for
+    every other dtype, as in scikit-learn's own scalers. W is always drawn in float64, so both
+    dtypes give the same features up to rounding. JAX's own switch for float64, ``jax_enable_x64``,
+    is not changed.
 
     The first fit for a number of components and of columns compiles a program, which takes from
-    half a second to several seconds. Later fits of the same size do not, also those of clones in a
-    grid search. To keep the programs for other processes, turn on JAX's persistent cache before the
-    first fit::
+    half a second to several seconds. Later fits of the same size do not, including those of clones
+    in a grid search. To keep the programs for other processes, turn on JAX's persistent cache
+    before the first fit::
 
         jax.config.update("jax_compilation_cache_dir", "a folder")
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
-    Sparse rows are made dense a batch at a time. This takes little memory, and as much time as
-    dense rows take. The output is dense.
+    Sparse rows are made dense one batch at a time. This takes little memory, and the same time as
+    dense rows. The output is dense.
 
     Args:
       n_components: Number of features, which is the number of columns of the output.
       kernel: ``"rbf"``, :math:`e^{-r^2/2}` for the Euclidean distance r in length scales,
         ``"laplace"``, :math:`e^{-r}`, ``"matern"`` of smoothness 3/2, ``"rational_quadratic"``,
-        :math:`1/(1 + r^2/2)`, or a kernel of ``simrf_jax.kernels`` with parameters of its own, such
-        as ``Matern(2.5)``. scikit-learn's ``laplacian`` kernel, of the Manhattan distance, is not
-        isotropic and not among them.
-      length_scale: Length scale, a number or one for each column. None takes it from ``gamma``.
+        :math:`1/(1 + r^2/2)`, or a kernel of ``simrf_jax.kernels`` with other parameters, such as
+        ``Matern(2.5)``. scikit-learn's ``laplacian`` kernel, of the Manhattan distance, is not
+        isotropic, so it is not supported.
+      length_scale: Length scale, a number or one for each column. None derives it from ``gamma``.
       gamma: Factor :math:`\gamma` in the RBF kernel :math:`e^{-\gamma |x - y|^2}`, or ``"scale"``
         for ``1 / (X.shape[1] * X.var())`` of the training data X. For every kernel the length
         scale is :math:`(2 \gamma)^{-1/2}`. It must be ``"scale"`` if a length scale is given.
       coupling: Joint law of the rows of W, ``"iid"``, ``"orthogonal"``, ``"simplex"``,
         ``"cross_polytope"`` or ``"simplex_plus"``; see ``simrf_jax.draw_projection``. ``"auto"``
-        takes the one that suits the feature map best: ``"simplex"`` for ``"positive"`` and
-        ``"orthogonal"`` for the others.
+        uses the best one for the feature map: ``"simplex"`` for ``"positive"`` and ``"orthogonal"``
+        for the others.
       feature_map: ``"trigonometric"`` has a sine and a cosine for each row of W, with the least
         error on data. ``"phase"`` has one shifted cosine. ``"positive"`` has one exponential and
-        ``"hyperbolic"`` a pair of them, which keep estimates positive at the price of errors that
-        grow with the lengths of centered rows. Where features come in pairs and ``n_components``
-        is odd, the last row has a single feature.
+        ``"hyperbolic"`` a pair of them; estimates are then positive, but errors grow with the
+        lengths of centered rows. If features come in pairs and ``n_components`` is odd, the last
+        row has a single feature.
       norms: Joint law of the norms of the rows of W, ``"chi"`` for independent ones,
         ``"antithetic"``, ``"shared"``, ``"pair"`` or ``"stratified"``; see
-        ``simrf_jax.draw_projection``. ``"auto"`` takes ``"stratified"`` for sines and
-        cosines, whose error it lowers at most distances, and ``"chi"`` for exponential features.
+        ``simrf_jax.draw_projection``. ``"auto"`` uses ``"stratified"`` for sines and cosines, where
+        it lowers the error at most distances, and ``"chi"`` for exponential features.
       center: If true, the mean of the training data is subtracted from all rows. The kernel does
-        not change. Exponential features need it, and others in float32 lose fewer digits.
+        not change. Exponential features need it, and others lose fewer digits in float32.
       random_state: Seed, ``numpy.random.RandomState`` or None, as everywhere in scikit-learn.
 
     Attributes:
@@ -201,19 +201,19 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any = None) -> Self:
-        """Draws W for the columns of X, and takes the length scale and the mean from its values.
+        """Draws W for the columns of X, and computes the length scale and the mean from its values.
 
         Args:
           X: Training data ``[rows, columns]``, an array, a data frame or a sparse matrix.
-          y: Nothing; it is there because pipelines pass it.
+          y: Ignored; present because pipelines pass it.
 
         Returns:
           This transformer.
 
         Raises:
           TypeError: If ``n_components`` is not an integer, or ``center`` is not a boolean.
-          ValueError: If another argument of the constructor is out of its range, or the data are
-            refused by scikit-learn or have not the dimension that the coupling needs.
+          ValueError: If another argument of the constructor is out of range, scikit-learn refuses
+            the data, or they lack the dimension that the coupling needs.
         """
         del y
         n_components = self._check_parameters()
@@ -247,12 +247,12 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
     def partial_fit(self, X: Any, y: Any = None) -> Self:
         """Fits to a first batch, and checks the columns of later ones.
 
-        The features stay as they are after the first batch, since a model that has been fitted to
-        them partially, such as ``SGDClassifier``, would not know others.
+        The features do not change after the first batch, because a model that is partially fitted
+        to them, such as ``SGDClassifier``, depends on them.
 
         Args:
           X: Training data ``[rows, columns]``, an array, a data frame or a sparse matrix.
-          y: Nothing; it is there because pipelines pass it.
+          y: Ignored; present because pipelines pass it.
 
         Returns:
           This transformer.
@@ -273,8 +273,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
           X: Data ``[rows, n_features_in_]``, an array, a data frame or a sparse matrix.
 
         Returns:
-          Array ``[rows, n_components]``, of float32 if X is, and of float64 otherwise; or whatever
-          ``set_output`` asks for.
+          Array ``[rows, n_components]``, float32 if X is float32 and float64 otherwise; or the
+          container chosen by ``set_output``.
 
         Raises:
           NotFittedError: If ``fit`` was not called before.
@@ -310,8 +310,8 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
         """Returns the kernel as an object, after checking that the features estimate it."""
         if isinstance(self.kernel, str) and self.kernel in ("laplacian", "Laplacian"):
             raise ValueError(
-                f"kernel={self.kernel!r} of scikit-learn takes the Manhattan distance and is not "
-                "isotropic; kernel='laplace' takes the Euclidean distance."
+                f"kernel={self.kernel!r} of scikit-learn uses the Manhattan distance and is not "
+                "isotropic; kernel='laplace' uses the Euclidean distance."
             )
         kernel = self.kernel
         if not isinstance(kernel, ScaleMixture):
@@ -323,7 +323,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
             kernel = _KERNELS[kernel]
         if kernel != GAUSSIAN and self.feature_map in ("positive", "hyperbolic"):
             raise ValueError(
-                f"feature_map={self.feature_map!r} estimates kernel='rbf' only, got kernel="
+                f"feature_map={self.feature_map!r} estimates only kernel='rbf', got kernel="
                 f"{self.kernel!r}; feature_map='trigonometric' estimates it."
             )
         return kernel
@@ -341,7 +341,7 @@ class RandomFeatures(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEsti
                     f"coupling={self.coupling!r} needs at least 2 columns, got n_features = {dim}."
                 )
             return self.coupling
-        # In one dimension the simplex is a vector and its negative, which is the cross-polytope.
+        # In one dimension the simplex is a vector and its negative, that is, the cross-polytope.
         return "cross_polytope" if (best, dim) == ("simplex", 1) else best
 
     def __sklearn_tags__(self) -> Tags:
@@ -360,13 +360,13 @@ def _features(
     num_features: int,
     x: jax.Array,
 ) -> jax.Array:
-    """Returns features of rows ``[rows, dim]``, whose products are unbiased estimates."""
+    """Returns the features of rows ``[rows, dim]``; their products are unbiased estimates."""
     centered = x.astype(mean.dtype) - mean[None]  # The mean is in float64.
     x = (scale[None] * centered).astype(x.dtype)
     if maps.pair is None:
         return maps.single.features(x, projection)
     num_pairs, num_single = divmod(num_features, 2)
-    # The weighted mean of two estimates that are unbiased each.
+    # The weighted mean of two unbiased estimates.
     parts = []
     if num_pairs:
         weight = 2 * num_pairs / num_features
@@ -383,7 +383,7 @@ def _length_scale_of(length_scale: Any, gamma: Any, X: Any) -> np.ndarray:
         return np.full(dim, (2 * _gamma_of(gamma, X)) ** -0.5)
     if not (isinstance(gamma, str) and gamma == "scale"):
         raise ValueError(
-            "length_scale and gamma say the same in two ways; leave one of them out, got "
+            "length_scale and gamma are two ways to set one number; leave one of them out, got "
             f"length_scale={length_scale!r} and gamma={gamma!r}."
         )
     try:
@@ -428,7 +428,7 @@ def _sparse_variance(X: Any) -> float:
     """Returns the variance of all entries of a sparse matrix, stored or not.
 
     The deviations from the mean are squared, not the entries: the squares of entries and of their
-    mean would cancel where the mean is large.
+    mean would cancel if the mean is large.
     """
     X.sum_duplicates()
     size, mean = math.prod(X.shape), X.mean()
@@ -451,6 +451,6 @@ def _rows_of_batch(width: int) -> int:
 
 
 def _padded(rows: np.ndarray) -> np.ndarray:
-    """Returns rows and zeros up to a power of two, so that few shapes are ever compiled."""
+    """Pads rows with zeros up to a power of two, so that few shapes are compiled."""
     target = max(_LEAST_ROWS, 2 ** math.ceil(math.log2(len(rows))))
     return np.pad(rows, ((0, target - len(rows)), (0, 0)))

@@ -1,4 +1,4 @@
-"""The Gaussian, the softmax and the ReLU kernel of all pairs."""
+"""The Gaussian, softmax and ReLU kernels of all pairs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def gaussian_kernel(
       y: Vectors with the same leading shape and dim.
 
     Returns:
-      The kernel of each pair, computed in float32 or wider. It is computed from the differences
-      x - y, so that close pairs lose no digits.
+      The kernel of each pair, computed in float32 or wider from the differences x - y, so that
+      close pairs lose no digits.
 
     Raises:
       TypeError: If an argument is not floating.

@@ -1,12 +1,12 @@
 r"""Isotropic kernels that are valid in every dimension: mixtures of Gaussians of all scales.
 
-Schoenberg's theorem says which kernels these are: the averages
+By Schoenberg's theorem these kernels are the averages
 
 .. math:: K(x, y) = E\, e^{-s |x - y|^2 / 2}
 
 over the law of a positive number s. A row of W for such a kernel is :math:`w = \sqrt s\, g` with g
-standard normal. Its direction is uniform on the sphere for every kernel, so that all couplings of
-directions stay what they are for the Gaussian kernel, where s = 1. Only the law of the norms
+standard normal. Its direction is uniform on the sphere for every kernel, so all couplings of
+directions are the same as for the Gaussian kernel, where s = 1. Only the law of the norms
 :math:`\sqrt s\, |g|` changes.
 """
 
@@ -25,7 +25,7 @@ from jaxtyping import Array, ArrayLike, Float, Float64
 from simrf_jax._src import checks
 from simrf_jax._src.kernels import exact
 
-_LEAST, _MOST = -60.0, 80.0  # Range of log s in which densities count.
+_LEAST, _MOST = -60.0, 80.0  # Range of log s with non-negligible density.
 _NEGLIGIBLE = 1e-22
 
 
@@ -36,7 +36,7 @@ class ScaleMixture(abc.ABC):
     W, as in ``draw_projection(..., kernel=Matern(1.5))``. ``trigonometric_features`` and
     ``phase_features`` of such a W estimate it.
 
-    A kernel of one's own is a frozen dataclass with the density of log s. The rest follows from it.
+    A custom kernel is a frozen dataclass with the density of log s. The rest follows from it.
 
     Example:
       >>> import dataclasses, jax, jax.numpy as jnp, simrf_jax
@@ -64,8 +64,8 @@ class ScaleMixture(abc.ABC):
     def step(self) -> float:
         """Distance of the nodes of log s in quadrature.
 
-        The trapezoidal rule then has an error near that of rounding for densities that are smooth
-        on the scale of one. A narrower density needs a smaller step.
+        With it the trapezoidal rule is accurate to about rounding error for densities that are
+        smooth on the scale of one. A narrower density needs a smaller step.
         """
         return 0.25
 
@@ -114,8 +114,8 @@ class ScaleMixture(abc.ABC):
         Args:
           x: Vectors.
           y: Vectors with the same leading shape and dim.
-          length_scale: Positive length scale, one number or one for each column. The result can be
-            differentiated by it.
+          length_scale: Positive length scale, one number or one for each column. The result is
+            differentiable in it.
 
         Returns:
           The kernel of each pair, computed in float32 or wider from the differences x - y.
@@ -162,7 +162,7 @@ class Gaussian(ScaleMixture):
     def log_density(
         self, log_scale: Float64[np.ndarray, "*shape"]
     ) -> Float64[np.ndarray, "*shape"]:
-        """Raises ``ValueError``: one number has no density."""
+        """Raises ``ValueError``: a single scale has no density."""
         raise ValueError("The Gaussian kernel has one scale, s = 1, and no density of scales.")
 
     def profile(self, squared_distance: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
@@ -182,11 +182,11 @@ class Matern(ScaleMixture):
 
     Its rows have the multivariate t law with :math:`2 \nu` degrees of freedom, and :math:`\nu / s`
     the Gamma law of shape :math:`\nu`. For :math:`\nu = \tfrac12` it is the Laplace kernel
-    :math:`e^{-r}` of the Euclidean distance; scikit-learn's ``laplacian_kernel`` takes the
-    Manhattan distance and is another.
+    :math:`e^{-r}` of the Euclidean distance; scikit-learn's ``laplacian_kernel`` uses the Manhattan
+    distance instead.
 
     Attributes:
-      nu: Smoothness :math:`\nu`. Samples of a Gaussian process have less than :math:`\nu`
+      nu: Smoothness :math:`\nu`. Samples of a Gaussian process have fewer than :math:`\nu`
         derivatives.
 
     Raises:
@@ -273,9 +273,9 @@ class RationalQuadratic(ScaleMixture):
 class PoweredExponential(ScaleMixture):
     r"""The powered exponential kernel, :math:`e^{-r^p}` for 0 < p < 2.
 
-    Its rows have an isotropic stable law: s / 2 is a positive stable variable of index p / 2. For
-    p = 1 it is the Laplace kernel, as is ``Matern(0.5)``. For p = 2 it would be the Gaussian kernel
-    at a distance of :math:`\sqrt 2\, r`.
+    Its rows have an isotropic stable law: s / 2 is a positive stable variable of index p / 2. For p
+    = 1 it is the Laplace kernel, like ``Matern(0.5)``. For p = 2 it would be the Gaussian kernel at
+    a distance of :math:`\sqrt 2\, r`.
 
     Attributes:
       power: Exponent p.
@@ -306,7 +306,7 @@ class PoweredExponential(ScaleMixture):
         """Returns the logarithm of the density of log s, by an integral over Kanter's angle."""
         index = self.power / 2
         odds = index / (1 - index)
-        # Nodes of the logit of the angle over pi, since large s come from angles near pi.
+        # Nodes of the logit of the angle over pi, because large s come from angles near pi.
         step = 0.4 * (1 - index)
         logits = np.arange(-38.0, 38 + index * _MOST, step)
         share, rest = 1 / (1 + np.exp(-logits)), 1 / (1 + np.exp(logits))
@@ -319,7 +319,7 @@ class PoweredExponential(ScaleMixture):
         log_stable = np.ravel(log_scale) - math.log(2)
         means = []
         for chunk in np.array_split(log_stable, 1 + log_stable.size // 512):
-            # The density of log s over the angle, in which nothing cancels.
+            # The density of log s over the angle, computed without cancellation.
             exponent = log_a - odds * chunk[:, None]
             with np.errstate(over="ignore"):
                 means.append(np.exp(exponent - np.exp(exponent)) @ weights)

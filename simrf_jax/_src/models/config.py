@@ -57,21 +57,21 @@ class ViTConfig:
         ``simrf_jax.draw_projection``.
       dtype: ``"float32"`` or ``"bfloat16"`` for the computation; parameters are float32.
       remat: Values that each transformer layer keeps for its gradient. ``"none"`` keeps all and
-        computes nothing again, ``"dots"`` keeps the products with parameters and the masks of
-        dropout, ``"block"`` keeps only the layer's input.
-      scan: True scans over the transformer layers, which compiles one layer instead of all. The
-        arrays of the layers are then stacked, ``[depth, ...]``; the model is the same function of
-        the same keys.
+        recomputes nothing, ``"dots"`` keeps the products with parameters and the dropout masks,
+        ``"block"`` keeps only the layer's input.
+      scan: True to scan over the transformer layers, which compiles one layer instead of all. The
+        arrays of the layers are then stacked, ``[depth, ...]``; the model computes the same
+        function.
       sequence_axis: Mesh axis that shards the tokens; see ``simrf_jax.random_feature_attention``.
-        The model must then be called inside ``jax.set_mesh``. None names no axis.
-      batch_axis: Mesh axes that shard the batch, which the TPU kernels of random-feature attention
-        need to know; see ``simrf_jax.random_feature_attention``.
-      head_axis: Mesh axes that shard the heads, likewise.
+        The model must then be called inside ``jax.set_mesh``. None for no axis.
+      batch_axis: Mesh axes that shard the batch, for the Pallas kernels of random-feature
+        attention; see ``simrf_jax.random_feature_attention``.
+      head_axis: Mesh axes that shard the heads, for the Pallas kernels.
       implementation: ``"pallas_tpu"``, ``"xla"`` or None; see
         ``simrf_jax.random_feature_attention``.
       exact_bandwidth: Distance in tokens over which random-feature attention sees keys exactly; see
-        ``simrf_jax.random_feature_attention``. Patches are in rows, after the class token. None for
-        no exact band, as it must be for softmax attention and for ``feature_map="relu"``.
+        ``simrf_jax.random_feature_attention``. Patches are in row-major order, after the class
+        token. None for no exact band; softmax attention and ``feature_map="relu"`` require None.
 
     Raises:
       TypeError: If a size is not an integer, the image size is not a pair, the dropout rate is not
@@ -139,7 +139,7 @@ class ViTConfig:
             raise ValueError(f"dropout_rate must be in [0, 1), got {self.dropout_rate}.")
 
     def _check_features(self) -> None:
-        """Refuses a feature map or an exact band that the attention cannot have."""
+        """Refuses a feature map or an exact band that the attention does not support."""
         if self.attention == "exact" and self.feature_map != "positive":
             raise ValueError(
                 "feature_map is for random-feature attention, got "

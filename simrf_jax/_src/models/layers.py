@@ -1,4 +1,4 @@
-"""Dropout and bias addition with Flax's results, written so that XLA takes less on a TPU."""
+"""Dropout and bias addition with Flax's results, but faster with XLA on a TPU."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ ONES_COLUMNS = 8  # With one column, XLA turns the product back into a slow sum.
 
 
 def dropout(x: jax.Array, prng_key: jax.Array, rate: float) -> jax.Array:
-    """Sets a random part of the entries to zero and divides the others by the part that stays.
+    """Sets a random fraction of the entries to zero and divides the others by the fraction kept.
 
-    The result is that of ``nnx.Dropout``, whose mask XLA computes anew in each product that reads
+    The result equals that of ``nnx.Dropout``, whose mask XLA recomputes in each product that reads
     the result, and in their gradients. Here the mask is computed once and kept for the gradient,
-    one byte for each entry; policies of ``jax.checkpoint`` know it as ``"dropout_mask"``.
+    one byte for each entry; its name in policies of ``jax.checkpoint`` is ``"dropout_mask"``.
 
     Args:
       x: Floating-point array of any shape.
       prng_key: PRNG key of the mask.
-      rate: Part of the entries that is dropped, at least 0 and below 1.
+      rate: Fraction of the entries that is dropped, at least 0 and below 1.
 
     Returns:
       An array of the shape and dtype of ``x``.
 
     Raises:
       TypeError: If ``x`` is not a floating-point array.
-      ValueError: If the rate is out of its range.
+      ValueError: If the rate is out of range.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -57,7 +57,7 @@ def dropout(x: jax.Array, prng_key: jax.Array, rate: float) -> jax.Array:
     sharding = jax.typeof(x).sharding
     if AxisType.Explicit in sharding.mesh.axis_types:
         mask = jax.sharding.reshard(mask, sharding)
-    # The barrier keeps the compiler from computing the mask where it is read.
+    # The barrier keeps the compiler from recomputing the mask wherever it is read.
     mask = checkpoint_name(jax.lax.optimization_barrier(mask), DROPOUT_MASK)
     return jnp.where(mask, x / kept, jnp.zeros_like(x))
 
@@ -66,7 +66,7 @@ def sum_bias_gradients_by_products(layer: nnx.LinearGeneral) -> None:
     """Lets a TPU compute the gradient of a layer's bias as a matrix product with ones.
 
     The bias gradient sums over all tokens. XLA fuses this sum into the operation that produces the
-    incoming gradient, except if that is a Pallas kernel, as for the query, key and value layers of
+    incoming gradient, unless that is a Pallas kernel, as for the query, key and value layers of
     attention. There XLA estimates ten times as many cycles for the sum as for the product. On other
     devices, inside ``jax.shard_map`` and over Explicit mesh axes the gradient stays a sum.
 
@@ -79,7 +79,7 @@ def sum_bias_gradients_by_products(layer: nnx.LinearGeneral) -> None:
 
     Raises:
       TypeError: If the layer is not an ``nnx.LinearGeneral``.
-      ValueError: If it has batch axes, or a ``dot_general`` or ``promote_dtype`` of its own.
+      ValueError: If it has batch axes, or a custom ``dot_general`` or ``promote_dtype``.
 
     Example:
       >>> from flax import nnx
@@ -99,14 +99,14 @@ def sum_bias_gradients_by_products(layer: nnx.LinearGeneral) -> None:
             f"batch_axis={dict(layer.batch_axis)}, dot_general={layer.dot_general}, "
             f"dot_general_cls={layer.dot_general_cls}, promote_dtype={layer.promote_dtype}."
         )
-    layer.promote_dtype = cast(Any, _promote_together)  # It returns no arrays of the same tree.
+    layer.promote_dtype = cast(Any, _promote_together)  # Its result has another tree structure.
     layer.dot_general = _dot_general_and_bias
 
 
 def _promote_together(
     arrays: tuple[jax.Array, jax.Array, jax.Array | None], **keywords: Any
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None], None]:
-    """Hands the bias to ``_dot_general_and_bias`` beside the kernel."""
+    """Passes the bias to ``_dot_general_and_bias`` together with the kernel."""
     x, kernel, bias = promote_dtype(arrays, **keywords)
     return x, (kernel, bias), None
 
@@ -118,7 +118,7 @@ def _dot_general_and_bias(
     y = jax.lax.dot_general(x, kernel, *args, **keywords)
     if bias is None:
         return y
-    # Over other axes, the types of a bias and of its gradient depend on the mesh. JAX sees to that.
+    # Over other axes, the types of a bias and of its gradient depend on the mesh. JAX handles that.
     is_auto = {*jax.typeof(y).sharding.mesh.axis_types} <= {AxisType.Auto}
     return _add_bias_with_gradient(y, bias) if is_auto else _add_bias(y, bias)
 

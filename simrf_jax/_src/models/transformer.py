@@ -17,8 +17,8 @@ from simrf_jax._src.models.layers import DROPOUT_MASK, dropout, sum_bias_gradien
 Policy = Callable[..., bool]
 Keys = tuple[jax.Array, ...]
 
-# Values of each ``ViTConfig.remat`` but "none" that a layer keeps for its gradient in addition to
-# its input. The layer computes the rest again.
+# Values that a layer keeps for its gradient in addition to its input, for each ``ViTConfig.remat``
+# except "none". The layer recomputes the rest.
 POLICIES: dict[str, Policy] = {
     "block": jax.checkpoint_policies.nothing_saveable,
     # Keeps products with parameters and the dropout masks, which are small and slow to draw.
@@ -84,7 +84,7 @@ class TransformerLayer(nnx.Module):
 
         Args:
           x: Tokens ``[batch, length, width]``.
-          dropout_keys: ``DROPOUTS`` PRNG keys; with None nothing is dropped.
+          dropout_keys: ``DROPOUTS`` PRNG keys; None for no dropout.
         """
 
         def drop(y: jax.Array, number: int) -> jax.Array:
@@ -127,8 +127,8 @@ def apply_layers(
     Args:
       layers: The layers that ``make_layers`` returned for the same config.
       x: Tokens ``[batch, length, width]``.
-      config: Config of the model, which says what to keep for the gradient.
-      rngs: PRNG stream ``dropout``; with None nothing is dropped.
+      config: Config of the model, which determines what to keep for the gradient.
+      rngs: PRNG stream ``dropout``; None for no dropout.
 
     Returns:
       Tokens ``[batch, length, width]``.
@@ -136,8 +136,8 @@ def apply_layers(
     keys, impl = None, None
     if rngs is not None:
         drawn = jnp.stack([rngs.dropout() for _ in range(config.depth * DROPOUTS)])
-        # A layer that is computed again uses its keys again. JAX's key-reuse checker would report
-        # that for typed keys, so the layers get raw key data.
+        # A recomputed layer reuses its keys. JAX's key-reuse checker would report that for typed
+        # keys, so the layers get raw key data.
         keys = jax.random.key_data(drawn.reshape(config.depth, DROPOUTS))
         impl = jax.random.key_impl(drawn)
 
@@ -160,8 +160,8 @@ def _function(
 ) -> Callable[..., tuple[jax.Array, nnx.State]]:
     """Returns a layer as a function of its input, its state and the data of its dropout keys.
 
-    The function returns the output and the moments that ``calibrate`` sums, which are empty unless
-    it does.
+    The function returns the output, and the moments that ``calibrate`` accumulates, which are empty
+    outside ``calibrate``.
     """
 
     def apply(x: jax.Array, state: Any, keys: jax.Array | None) -> tuple[jax.Array, nnx.State]:
@@ -173,6 +173,6 @@ def _function(
 
     if config.remat == "none":
         return apply
-    # XLA does not merge computations inside a loop with others outside, so a scan can do without
+    # XLA does not merge computations inside a loop with others outside, so a scan does not need
     # prevent_cse.
     return jax.checkpoint(apply, policy=POLICIES[config.remat], prevent_cse=not config.scan)

@@ -40,7 +40,8 @@ class ViT(nnx.Module):
         self.patch_embedding = nnx.Linear(
             c.patch_size**2 * c.channels, c.width, dtype=dtype, rngs=rngs
         )
-        # This is the scale of big_vision. The first ViTs had 0.02, too little at small widths.
+        # This is the scale of big_vision. The first ViTs used 0.02, which is too small at small
+        # widths.
         init = nnx.initializers.normal(c.width**-0.5)
         shape = (1, c.num_tokens, c.width)
         self.position_embedding = nnx.Param(init(rngs.params(), shape, jnp.float32))
@@ -56,7 +57,7 @@ class ViT(nnx.Module):
 
         Args:
           images: Floating array ``[batch, height, width, channels]``.
-          rngs: PRNG stream ``dropout``; with None nothing is dropped.
+          rngs: PRNG stream ``dropout``; None for no dropout.
 
         Returns:
           float32 logits ``[batch, num_classes]``.
@@ -75,7 +76,7 @@ class ViT(nnx.Module):
 
         Args:
           images: Floating array ``[batch, height, width, channels]``.
-          rngs: PRNG stream ``dropout``; with None nothing is dropped.
+          rngs: PRNG stream ``dropout``; None for no dropout.
 
         Raises:
           ValueError: If the shape of the images is not that of the config.

@@ -79,7 +79,7 @@ def minimize_resultant(
     exceeds the sum of the others. In that case the other rows end up antialigned with that row.
 
     Args:
-      directions: Unit vectors s. A step takes time O(coordinates).
+      directions: Unit vectors s. Each step takes time O(coordinates).
       norms: Norms a of the rows.
       num_sweeps: Number of sweeps, which may be traced; each turns every row once.
 
@@ -107,7 +107,7 @@ def minimize_resultant(
         s, norm = row
         rest = resultant - norm * s
         length = jnp.linalg.norm(rest)
-        # If the other rows cancel, all directions are as good, and the row stays as it is.
+        # If the other rows cancel, all directions are equally good, and the row stays unchanged.
         turned = jnp.where(length > 0, -rest / jnp.where(length > 0, length, 1), s)
         return rest + norm * turned, turned
 

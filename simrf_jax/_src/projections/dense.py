@@ -28,9 +28,9 @@ def draw_rows(
     dtype: jnp.dtype,
     num_sweeps: int | None,
 ) -> Float[Array, "{num_features} {dim}"]:
-    """Draws the rows of ``draw_projection``, whose arguments have been checked.
+    """Draws the rows for ``draw_projection``, which has checked the arguments.
 
-    With ``norms="radau"`` these are all rows other than the zero row.
+    With ``norms="radau"`` these are all rows except the zero row.
     """
     compute = jnp.promote_types(dtype, jnp.float32)
     norm_key, rotation_key = jax.random.split(key)
@@ -55,7 +55,7 @@ def _draw_iid(
     kernel: ScaleMixture,
     dtype: jnp.dtype,
 ) -> Float[Array, "{num_features} {dim}"]:
-    """Draws rows of independent directions."""
+    """Draws rows with independent directions."""
     gaussian = jax.random.normal(key, (num_features, dim), dtype)
     if _is_gaussian(norms, kernel):
         return gaussian

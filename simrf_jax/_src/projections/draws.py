@@ -1,4 +1,4 @@
-"""Draws of projections from a key: dense ones, and those that are applied by fast transforms."""
+"""Draws of projections from a key, either dense or applied by fast transforms."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def draw_projection(
     .. math:: W = D S R
 
     for each row block, where D holds the row norms, S the directions of the coupling, and R is a
-    random rotation. Row blocks are independent of each other. If they are drawn from one key, all
-    couplings share their row norms, and ``simplex`` and ``simplex_plus`` also share their
-    rotations, so that they can be compared as paired draws.
+    random rotation. Row blocks are independent of each other. Draws from the same key share their
+    row norms across couplings, and ``simplex`` and ``simplex_plus`` also share their rotations, so
+    that they can be compared as paired draws.
 
     Args:
       key: A typed PRNG key (``jax.random.key``). ``jax.vmap`` over keys draws many projections.
@@ -85,48 +85,48 @@ def draw_projection(
         it gives positive features the least variance for m = 2 d.
       block: Row-block mode, which sets the number of rows in a simplex row block. ``"regular"``
         fills whole regular simplices of up to d + 1 rows. ``"square"`` follows the paper to the
-        letter, with row blocks of d rows and a cut-off remainder. Orthogonal row blocks have d rows
-        in both modes.
+        letter: row blocks of d rows and a truncated last one. Orthogonal row blocks have d rows in
+        both modes.
       rotation: Distribution of R. ``"haar"`` is uniform over the orthogonal group. ``"hadamard"``
         is a product of three random-sign Hadamard factors, with which kernel estimates are nearly
         unbiased. ``"givens"`` is a butterfly of Givens rotations, with which they are unbiased for
-        ``orthogonal`` and nearly unbiased for the simplices. The last two work in the next power
-        of two of ``dim``, and the row blocks and norms are those of that dimension. Any rotation
-        leaves ``iid`` rows as they are, because they are isotropic by themselves.
+        ``orthogonal`` and nearly unbiased for the simplices. The last two work in the next power of
+        two of ``dim``, and the row blocks and norms are those of that dimension. ``iid`` rows are
+        not rotated, because they are already isotropic.
       norms: Joint law of the row norms. With the first five, each norm has the law F that the
-        kernel asks for, that of :math:`\chi_d` for the Gaussian kernel, and kernel estimates are
-        unbiased. ``"chi"`` draws independent norms. ``"antithetic"`` draws norms of
-        consecutive rows of a row block with :math:`F(a) + F(a') = 1`; in a cross-polytope the two
-        rows of a pair share one norm, and consecutive pairs are antithetic. ``"shared"`` gives one
-        norm to all rows of a row block, which raises the variance of kernel estimates and lowers
-        the error of attention, where what all keys have in common cancels. ``"pair"`` gives one
-        norm to the two rows of a pair of a cross-polytope. ``"stratified"`` draws the norms of all
-        m rows from m equally probable strata, one from each, in random order. It lowers the error
-        of trigonometric features beside any coupling of directions (``experiments/kernel_mse``).
-        ``"sqrt_dim"`` sets all norms to :math:`\sqrt d`, with which estimates are biased.
-        ``"radau"`` sets them to :math:`\sqrt{d + 2}` with the total weight d/(d + 2), and the last
-        row of W to zero with the weight 2/(d + 2). The relative bias of positive features is only
-        :math:`-\tfrac{v^6}{24 (d + 4)} e^{-v^2/2}` to leading order in :math:`v = |x + y|`.
-      dtype: Floating type of the result. The draw itself is made in float32 at least.
-      num_sweeps: Number of times that ``simplex_plus`` arranges every row, by default 3. No other
+        kernel requires, :math:`\chi_d` for the Gaussian kernel, and kernel estimates are unbiased.
+        ``"chi"`` draws independent norms. ``"antithetic"`` draws norms of consecutive rows of a row
+        block with :math:`F(a) + F(a') = 1`; in a cross-polytope the two rows of a pair share one
+        norm, and consecutive pairs are antithetic. ``"shared"`` gives one norm to all rows of a row
+        block, which raises the variance of kernel estimates but lowers the error of attention,
+        where factors common to all keys cancel. ``"pair"`` gives one norm to the two rows of a pair
+        of a cross-polytope. ``"stratified"`` draws the norms of all m rows from m equally probable
+        strata, one from each, in random order. It lowers the error of trigonometric features with
+        any coupling of directions (``experiments/kernel_mse``). ``"sqrt_dim"`` sets all norms to
+        :math:`\sqrt d`, which biases the estimates. ``"radau"`` sets them to :math:`\sqrt{d + 2}`
+        with the total weight d/(d + 2), and the last row of W to zero with the weight 2/(d + 2).
+        The relative bias of positive features is only :math:`-\tfrac{v^6}{24 (d + 4)} e^{-v^2/2}`
+        to leading order in :math:`v = |x + y|`.
+      dtype: Floating type of the result. The draw itself is at least in float32.
+      num_sweeps: Number of times that ``simplex_plus`` turns every row, by default 3. No other
         coupling accepts it.
       kernel: Kernel that the features are to estimate, such as ``simrf_jax.kernels.Matern(1.5)``;
-        see ``simrf_jax.kernels``. It decides the law of each norm. W of another kernel than the
-        Gaussian one suits ``trigonometric_features`` and ``phase_features`` of that kernel alone.
-        Fixed norms are for the Gaussian kernel.
+        see ``simrf_jax.kernels``. It determines the law of each norm. W for a kernel other than the
+        Gaussian one fits only ``trigonometric_features`` and ``phase_features`` of that kernel.
+        Fixed norms are only for the Gaussian kernel.
 
     Returns:
-      W, of type ``dtype``; for ``norms="radau"`` a ``Projection`` with weights, which only
-      positive and hyperbolic features take. An array does not say how it was drawn:
-      ``Projection.draw`` returns a record that does.
+      W, of type ``dtype``; for ``norms="radau"`` a ``Projection`` with weights, which only positive
+      and hyperbolic features accept. An array does not record how it was drawn: ``Projection.draw``
+      returns a record that does.
 
     Raises:
       TypeError: If the key is not typed, a size is not an integer, ``dtype`` is not floating, or
-        ``kernel`` is no ``ScaleMixture``.
-      ValueError: If a name is unknown, a size is below 1, a simplex has ``dim < 2``,
-        ``num_sweeps`` is given to a coupling other than ``simplex_plus``, the coupling does not
-        have the rows that ``norms`` couples, ``norms="radau"`` has less than two rows, or norms are
-        fixed and the kernel is not the Gaussian one.
+        ``kernel`` is not a ``ScaleMixture``.
+      ValueError: If a name is unknown, a size is below 1, a simplex has ``dim < 2``, ``num_sweeps``
+        is given to a coupling other than ``simplex_plus``, the coupling does not have the rows that
+        ``norms`` couples, ``norms="radau"`` has fewer than two rows, or norms are fixed and the
+        kernel is not the Gaussian one.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
@@ -157,7 +157,7 @@ def draw_fast_projection(
     dtype: DTypeLike = jnp.float32,
     kernel: ScaleMixture = GAUSSIAN,
 ) -> Projection:
-    r"""Draws a projection that is applied in time O(d log d) and kept in O(d) memory.
+    r"""Draws a projection that takes O(d log d) time to apply and O(d) memory.
 
     .. math:: W = D S \, H D_3 \, H D_2 \, H D_1
 
@@ -167,7 +167,7 @@ def draw_fast_projection(
     zeros to the next one, and the row blocks and norms are those of the padded dimension.
 
     The product of Hadamard factors is nearly, not exactly, Haar-distributed, so that kernel
-    estimates are nearly unbiased: at :math:`|x + y| = 1` they are off by one per cent for d = 4 and
+    estimates are nearly unbiased: at :math:`|x + y| = 1` they are off by one percent for d = 4 and
     by less for larger d (benchmarks/rotation_bias.py).
 
     Args:
@@ -184,15 +184,15 @@ def draw_fast_projection(
       kernel: Kernel that the features are to estimate; see ``draw_projection``.
 
     Returns:
-      A ``Projection``, which ``project``, every feature map and attention accept; for
-      ``norms="radau"`` with weights. Its ``draw_options`` have ``rotation="hadamard"``, since
-      ``draw_projection`` draws rows of the same law by that rotation.
+      A ``Projection``, which ``project``, every feature map and attention accept; with weights for
+      ``norms="radau"``. Its ``draw_options`` have ``rotation="hadamard"``, because
+      ``draw_projection`` draws rows of the same law with that rotation.
 
     Raises:
       TypeError: If the key is not typed, a size is not an integer, or ``dtype`` is not floating.
-      ValueError: If a name is unknown, a size is below 1, ``simplex`` has ``dim < 2``, the
-        coupling has no fast form or not the rows that ``norms`` couples, or ``norms="radau"`` has
-        less than two rows.
+      ValueError: If a name is unknown, a size is below 1, ``simplex`` has ``dim < 2``, the coupling
+        has no fast form or lacks the rows that ``norms`` couples, or ``norms="radau"`` has fewer
+        than two rows.
 
     Example:
       >>> import jax, simrf_jax

@@ -31,13 +31,13 @@ from simrf_jax._src.projections.row_blocks import (
 class FastRows:
     """The rows W = D S HD HD HD, stored as their random signs and norms.
 
-    ``draw_fast_projection`` draws them and explains the symbols. They take the place of an array in
+    ``draw_fast_projection`` draws them and explains the symbols. They replace an array in
     ``Projection.rows``. Under ``jax.vmap`` over keys the arrays get leading axes, and the record
-    stands for a stack of matrices, as an array ``[..., num_features, dim]`` does.
+    represents a stack of matrices, as an array ``[..., num_features, dim]`` does.
 
     Attributes:
       signs: Diagonals of the three HD factors of each row block.
-      row_norms: Norms of the rows before the padding is cut off, without those of zero rows.
+      row_norms: Norms of the rows before the padding is cut off, without the zero rows.
       dim: Dimension d of the vectors to project.
       coupling: Coupling of the rows, ``"orthogonal"``, ``"simplex"`` or ``"cross_polytope"``.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
@@ -52,7 +52,7 @@ class FastRows:
     num_zero_rows: int = 0
 
     def __repr__(self) -> str:
-        if not hasattr(self.row_norms, "shape"):  # JAX puts placeholders in the place of arrays.
+        if not hasattr(self.row_norms, "shape"):  # JAX puts placeholders in place of arrays.
             return one_line.representation(self)
         sizes = " x ".join(map(str, self.shape))
         block = ", square" if self.block == "square" else ""
@@ -80,7 +80,7 @@ class FastRows:
         return jnp.pad(squares, (0, self.num_zero_rows), constant_values=-self.signs.shape[-1])
 
     def scaled(self, factor: Float[Array, ""]) -> FastRows:
-        """Returns rows that are longer by a factor, in its type."""
+        """Returns the rows times a factor, in the dtype of the factor."""
         return dataclasses.replace(self, row_norms=self.row_norms.astype(factor.dtype) * factor)
 
 
@@ -94,7 +94,7 @@ def draw_fast_rows(
     kernel: ScaleMixture,
     dtype: jnp.dtype,
 ) -> FastRows:
-    """Draws the rows of ``draw_fast_projection``, whose arguments have been checked."""
+    """Draws the rows for ``draw_fast_projection``, which has checked the arguments."""
     ambient, compute = padded_dim(dim), jnp.promote_types(dtype, jnp.float32)
     num_zero_rows = 1 if norms == "radau" else 0
     num_directions = num_features - num_zero_rows

@@ -1,4 +1,4 @@
-"""The Walsh-Hadamard transform and the random rotations that are built from it."""
+"""The Walsh-Hadamard transform, and random rotations built from it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def hadamard_transform(
 
     .. math:: H_{2n} = \begin{pmatrix} H_n & H_n \\ H_n & -H_n \end{pmatrix}, \qquad H_1 = 1.
 
-    The matrix is a Kronecker product, so that the transform is one small matrix product along each
-    axis of ``x`` reshaped to a box. Radix 2 is the textbook butterfly.
+    The matrix is a Kronecker product, so the transform is one small matrix product along each axis
+    of ``x`` reshaped to a box. Radix 2 is the textbook butterfly.
 
     Args:
       x: Vectors, where n is a power of two.
@@ -104,7 +104,7 @@ def rotate(
       R x.
     """
     for factor in range(NUM_FACTORS):
-        # Scaling every factor keeps the numbers from growing on the way.
+        # Scaling each factor keeps the intermediate numbers from growing.
         flips = signs[..., factor, :].astype(x.dtype) * x.shape[-1] ** -0.5
         x = hadamard_transform(x * jnp.broadcast_to(flips, x.shape))
     return x

@@ -1,4 +1,4 @@
-"""Mixture projections: rows around several centers, with the weights that make up for it."""
+"""Mixture projections: rows around several centers, with weights that keep estimates unbiased."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def draw_mixture_projection(
     weights: Sequence[float] | None = None,
     options: DrawOptions | None = None,
 ) -> Projection:
-    r"""Draws a projection whose rows lie around centers, and weighs them so that nothing is biased.
+    r"""Draws a projection whose rows lie around centers, with weights that keep estimates unbiased.
 
     Component c of the mixture gets a fixed share :math:`\pi_c` of the rows, drawn from
     :math:`N(\mu_c, I)` and coupled with each other. The weight of a row is the density of the
@@ -32,9 +32,9 @@ def draw_mixture_projection(
     .. math::
         e^{l(w)} = \frac{N(w; 0, I)}{\sum_c \pi_c N(w; \mu_c, I)}.
 
-    Positive features estimate the kernel best with rows around x + y. One row's relative second
-    moment is at most :math:`\min_c e^{|x + y - \mu_c|^2} / \pi_c`, instead of
-    :math:`e^{|x + y|^2}`, so rows near the centers of the pairs that matter lower the error.
+    Positive features estimate the kernel best with rows around x + y. The relative second moment of
+    one row is at most :math:`\min_c e^{|x + y - \mu_c|^2} / \pi_c`, instead of :math:`e^{|x +
+    y|^2}`, so rows near the centers of the pairs that matter lower the error.
     ``simrf_jax.calibration.fit_mixture`` fits the centers to queries and keys.
 
     A calibrated map with a tilt applies the weights of its tilt as well. Both factors together
@@ -51,16 +51,16 @@ def draw_mixture_projection(
         ``DrawOptions()``; see ``draw_projection``. Fixed norms and other kernels are refused.
 
     Returns:
-      W with the rows of one component after those of another. A redraw is another call with the key
-      ``redraw_key(key, step, interval=...)``; ``redraw_projections`` refuses the result, because
-      no key can draw the centers.
+      W, whose rows are ordered by component. To redraw it, call this function again with the key
+      ``redraw_key(key, step, interval=...)``; ``redraw_projections`` refuses the result, because no
+      key can draw the centers.
 
     Raises:
       TypeError: If the key is not typed, the centers are not floating, ``num_features`` is not an
-        integer, or the options are no ``DrawOptions``.
-      ValueError: If the centers are not ``[num_centers, dim]``, there are less rows than centers,
-        there is not one positive weight for each center, or the options have fixed norms
-        or another kernel.
+        integer, or the options are not ``DrawOptions``.
+      ValueError: If the centers are not ``[num_centers, dim]``, there are fewer rows than centers,
+        there is not one positive weight for each center, or the options have fixed norms or another
+        kernel.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
@@ -110,7 +110,7 @@ def draw_mixture_projection(
 def _relative(
     weights: Sequence[float] | None, num_centers: int
 ) -> Float64[np.ndarray, " {num_centers}"]:
-    """Returns a positive number for each center."""
+    """Returns the weights, one positive number for each center."""
     if weights is None:
         return np.ones(num_centers)
     numbers = np.asarray(weights, np.float64)
@@ -124,7 +124,7 @@ def _relative(
 def _row_counts(
     num_features: int, weights: Float64[np.ndarray, " num_centers"]
 ) -> Int[np.ndarray, " num_centers"]:
-    """Divides rows among components by the method of Sainte-Lague, from one row each."""
+    """Divides rows among components by the Sainte-Lague method, starting with one row each."""
     counts = np.ones(len(weights), int)
     for _ in range(num_features - len(weights)):
         counts[np.argmax(weights / (2 * counts + 1))] += 1

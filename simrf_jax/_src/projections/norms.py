@@ -1,4 +1,4 @@
-"""Laws of the row norms: those of a kernel, independent, coupled or stratified; or fixed norms."""
+"""Laws of the row norms: those of a kernel (independent, coupled or stratified), or fixed norms."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from simrf_jax._src.projections.row_blocks import CrossPolytope, EqualRowBlocks,
 if TYPE_CHECKING:
     from scipy.interpolate import CubicSpline
 
-# Laws that give all rows the same weight, so that W is an array.
+# Laws that give all rows the same weight, so W is an array.
 UnweightedNorms: TypeAlias = Literal[
     "chi", "sqrt_dim", "antithetic", "shared", "pair", "stratified"
 ]
 Norms: TypeAlias = Literal[UnweightedNorms, "radau"]
 NORMS = get_args(Norms)
-# The squares of these norms are not chi-squared variables, so that no tilt of W is unbiased.
+# The squares of these norms are not chi-squared variables, so any tilt of W would be biased.
 FIXED_NORMS = ("sqrt_dim", "radau")
 
 # No normal variable of JAX is further from zero, in float32 or in float64.
 _LARGEST_NORMAL = 8.5
 _NUM_NODES = 545
-_LEAST, _MOST = -60.0, 60.0  # Range of the logarithm of a norm, but for its chi variable.
+_LEAST, _MOST = -60.0, 60.0  # Range of the log norm, without its chi variable.
 
 
 def check_norms(norms: Norms, coupling: Coupling, kernel: ScaleMixture) -> None:
@@ -41,10 +41,10 @@ def check_norms(norms: Norms, coupling: Coupling, kernel: ScaleMixture) -> None:
     Args:
       norms: Joint law of the row norms.
       coupling: One of ``COUPLINGS``.
-      kernel: Kernel that says the law of each norm.
+      kernel: Kernel that determines the law of each norm.
 
     Raises:
-      TypeError: If the kernel is no ``ScaleMixture``.
+      TypeError: If the kernel is not a ``ScaleMixture``.
     """
     checks.one_of("norms", norms, NORMS)
     if not isinstance(kernel, ScaleMixture):
@@ -69,7 +69,7 @@ def check_norms(norms: Norms, coupling: Coupling, kernel: ScaleMixture) -> None:
 
 
 def fixed_norm(norms: Norms, dim: int) -> float:
-    """Returns the norm that a law of ``FIXED_NORMS`` gives all rows, but for the zero row.
+    """Returns the norm that a law of ``FIXED_NORMS`` gives all rows except the zero row.
 
     Args:
       norms: ``"sqrt_dim"`` or ``"radau"``.
@@ -87,7 +87,7 @@ def radau_log_weights(
     :math:`2 / (d + 2)` for the zero row and :math:`d / (d + 2)` for all others together.
 
     Args:
-      num_features: Number of rows m, with the zero row.
+      num_features: Number of rows m, including the zero row.
       dim: Dimension d in which the other rows have the norm :math:`\sqrt{d + 2}`.
       dtype: Floating type of the result.
     """
@@ -112,9 +112,9 @@ def draw_norms(
     Args:
       key: A typed PRNG key.
       norms: Joint law of the row norms.
-      kernel: Kernel that says the law of each norm.
+      kernel: Kernel that determines the law of each norm.
       num_rows: Number of rows.
-      row_blocks: Row blocks of the rows, which coupled norms need.
+      row_blocks: Row blocks of the rows; coupled norms need them.
       dim: Dimension d in which the rows have these norms.
       dtype: Floating type of the norms.
     """
@@ -137,14 +137,14 @@ def _stratified_normal(key: Key[Array, ""], num_rows: int, dtype: jnp.dtype) -> 
     order, place = jax.random.split(key)
     within = jax.random.uniform(place, (num_rows,), dtype, minval=jnp.finfo(dtype).tiny)
     uniform = (jax.random.permutation(order, num_rows) + within) / num_rows
-    # Probabilities near 0 have more digits than those near 1, and long norms need them.
+    # Probabilities near 0 have more digits than those near 1, and large norms need them.
     return -jax.scipy.special.ndtri(uniform)
 
 
 def _couple(
     norms: Norms, row_blocks: Sequence[EqualRowBlocks]
 ) -> tuple[Int[np.ndarray, " num_features"], Int[np.ndarray, " num_features"]]:
-    """Returns the row whose normal variable each row takes, and the sign that it takes it with."""
+    """Returns, for each row, the row whose normal variable it shares, and the sign."""
     sources, signs, first_row = [], [], 0
     for block, repeats in row_blocks:
         size = _rows_together(norms, block)
@@ -161,22 +161,22 @@ def _rows_together(norms: Norms, block: RowBlock | CrossPolytope) -> int:
     """Returns the number of consecutive rows whose norms depend on each other."""
     if norms == "shared":
         return block.num_rows
-    # Antithetic norms of a cross-polytope are those of two pairs, each of which shares its norm.
+    # Antithetic norms of a cross-polytope belong to two pairs; the rows of a pair share a norm.
     return 4 if norms == "antithetic" and isinstance(block, CrossPolytope) else 2
 
 
 def chi_of_normal(normal: Float[Array, "*shape"], dim: int) -> Float[Array, "*shape"]:
     r"""Maps standard normal variables to chi variables, :math:`F_d^{-1}(\Phi(z))`.
 
-    The map is increasing, so that z and -z give antithetic norms, whose values of the chi
-    distribution function add up to one.
+    The map is increasing, so z and -z give antithetic norms: their values of the chi distribution
+    function add up to one.
 
     Args:
       normal: Standard normal variables z.
       dim: Degrees of freedom d.
 
     Returns:
-      Variables of the law :math:`\chi_d`, to a few units in the last digit of float32.
+      Variables with the law :math:`\chi_d`, accurate to a few units in the last place of float32.
 
     Example:
       >>> import jax.numpy as jnp
@@ -189,7 +189,7 @@ def chi_of_normal(normal: Float[Array, "*shape"], dim: int) -> Float[Array, "*sh
 def _at(
     normal: Float[Array, "*shape"], spline: Float64[np.ndarray, "4 pieces"]
 ) -> Float[Array, "*shape"]:
-    """Returns a cubic spline, whose pieces have offsets from 0 to 1, at standard normal variables.
+    """Evaluates a cubic spline, with offsets from 0 to 1 in each piece, at normal variables.
 
     Args:
       normal: Standard normal variables.
@@ -207,7 +207,8 @@ def _at(
 @functools.lru_cache(maxsize=16)
 def _chi_coefficients(dim: int) -> Float64[np.ndarray, "4 pieces"]:
     """Returns the spline of ``chi_of_normal``."""
-    # SciPy takes longer to import than this library, and not every law of norms needs it.
+    # Imported here because SciPy takes longer to import than this library, and not every law needs
+    # it.
     from scipy import special
 
     # XLA has no inverse of the incomplete gamma function, and its incomplete gamma function loses
@@ -234,7 +235,7 @@ def _coefficients(values: Float64[np.ndarray, " nodes"]) -> Float64[np.ndarray, 
 
 @functools.lru_cache(maxsize=16)
 def log_norm_of_normal(kernel: ScaleMixture, dim: int) -> CubicSpline:
-    r"""Returns the function from a standard normal variable to the logarithm of a norm of a kernel.
+    r"""Returns the function from a standard normal variable to the log norm of a kernel's rows.
 
     It is :math:`\log F^{-1}(\Phi(z))`, where F is the distribution function of
     :math:`\sqrt s\, \chi_d`.
@@ -245,8 +246,8 @@ def log_norm_of_normal(kernel: ScaleMixture, dim: int) -> CubicSpline:
     """
     from scipy import interpolate, special
 
-    # log(sqrt(s) chi) is a sum, whose density is a convolution. That of log chi has a width of
-    # about d^(-1/2). Splines integrate it to six digits.
+    # log(sqrt(s) chi) is a sum, whose density is a convolution. The density of log chi has a width
+    # of about d^(-1/2). Splines integrate it to six digits.
     step = min(kernel.step / 8, 0.03 * dim**-0.5)
     log_roots = np.arange(_LEAST, _MOST, step)
     shortest, longest = special.gammaincinv(dim / 2, 1e-20), special.gammainccinv(dim / 2, 1e-20)

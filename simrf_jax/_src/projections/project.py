@@ -1,4 +1,4 @@
-"""Projection of vectors by W, which may be an array or a record."""
+"""Projection of vectors by W, an array or a record."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def project(
       projection: W, ``[num_features, dim]``, as an array or a ``Projection``.
 
     Returns:
-      The projected vectors, in float32 at least. Every feature map uses these numbers as
-      logits, which bfloat16 would round to a few per cent.
+      The projected vectors, at least in float32. Every feature map uses these numbers as logits,
+      which bfloat16 would round to a few percent.
 
     Raises:
       TypeError: If ``x`` or ``projection`` is not floating, or ``projection`` has weights or is
@@ -38,7 +38,7 @@ def project(
 def product(
     x: Float[Array, "*batch dim"], projection: ProjectionLike
 ) -> Float[Array, "*batch num_features"]:
-    """Returns ``project`` of vectors that are an array of a floating type; see there.
+    """Returns ``project`` for vectors that are already a floating array.
 
     Args:
       x: Vectors.

@@ -1,4 +1,4 @@
-"""The projection record, and the options that it was drawn by."""
+"""The projection record, and the options with which it was drawn."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from simrf_jax._src.projections.structured import StructuredProjection, is_struc
 class DrawOptions:
     """The options of ``draw_projection`` that fix the law of W.
 
-    A ``Projection`` has them in ``draw_options``, and the adapters keep them beside W.
+    A ``Projection`` has them in ``draw_options``, and the adapters keep them next to W.
     ``redraw_projections`` reads them there.
 
     Attributes:
@@ -50,12 +50,12 @@ class DrawOptions:
       rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
         ``draw_projection``.
       norms: Joint law of the row norms; see ``draw_projection``.
-      num_sweeps: Number of times that ``simplex_plus`` arranges every row, 3 if it is not given.
-        It is None for the other couplings.
-      kernel: Kernel that says the law of each norm; see ``draw_projection``.
+      num_sweeps: Number of times that ``simplex_plus`` turns every row, by default 3. It is None
+        for the other couplings.
+      kernel: Kernel that determines the law of each norm; see ``draw_projection``.
 
     Raises:
-      TypeError: If ``num_sweeps`` is not an integer, or ``kernel`` is no ``ScaleMixture``.
+      TypeError: If ``num_sweeps`` is not an integer, or ``kernel`` is not a ``ScaleMixture``.
       ValueError: If a name is unknown, or ``num_sweeps`` is below 1 or is given to a coupling other
         than ``simplex_plus``, or the coupling does not have the rows that ``norms`` couples, or
         the norms are fixed and the kernel is not the Gaussian one.
@@ -75,7 +75,7 @@ class DrawOptions:
     kernel: ScaleMixture = GAUSSIAN
 
     def __post_init__(self) -> None:
-        """Checks the options, and puts in the number of sweeps that is used."""
+        """Checks the options, and fills in the default number of sweeps."""
         checks.one_of("coupling", self.coupling, COUPLINGS)
         checks.one_of("block", self.block, BLOCK_MODES)
         checks.one_of("rotation", self.rotation, ROTATIONS)
@@ -89,7 +89,7 @@ class DrawOptions:
 
     @property
     def draws_pairs(self) -> bool:
-        """True if row 2i + 1 is the negative of row 2i, so that one of them stands for both."""
+        """True if row 2i + 1 is the negative of row 2i, so one row represents both."""
         return self.coupling == "cross_polytope" and self.norms in ("pair", "shared", "sqrt_dim")
 
     @property
@@ -99,7 +99,7 @@ class DrawOptions:
 
     @property
     def has_fixed_norms(self) -> bool:
-        """True if the norms of the rows are no random variables."""
+        """True if the norms of the rows are not random."""
         return self.norms in FIXED_NORMS
 
     @property
@@ -108,7 +108,7 @@ class DrawOptions:
         return not self.has_fixed_norms and self.kernel == GAUSSIAN
 
     def norm_dim(self, dim: int) -> int:
-        """Returns the dimension in which the rows have their norms, before it is cut to ``dim``."""
+        """Returns the dimension in which norms are drawn, before rows are truncated to ``dim``."""
         return dim if self.coupling == "iid" else ROTATIONS[self.rotation].ambient_dim(dim)
 
     def draw(
@@ -121,7 +121,7 @@ class DrawOptions:
     ) -> Float[Array, "{num_features} {dim}"] | Projection:
         """Draws W as an array, or as a ``Projection`` if it has weights; see ``draw_projection``.
 
-        ``Projection.draw`` returns a record in either case, which says how it was drawn.
+        ``Projection.draw`` always returns a record, which contains these options.
 
         Args:
           key: A typed PRNG key.
@@ -132,8 +132,8 @@ class DrawOptions:
         Raises:
           TypeError: If the key is not typed, a size is not an integer, or ``dtype`` is not
             floating.
-          ValueError: If a size is below 1, a simplex has ``dim < 2``, or ``norms="radau"`` has less
-            than two rows.
+          ValueError: If a size is below 1, a simplex has ``dim < 2``, or ``norms="radau"`` has
+            fewer than two rows.
         """
         drawn = Projection.draw(key, num_features, dim, options=self, dtype=dtype)
         rows: Any = drawn.rows
@@ -147,28 +147,28 @@ class DrawOptions:
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Projection(StructuredProjection):
-    r"""The projection W with all there is to know about it.
+    r"""The projection W, with its weights, its structure and the options of its draw.
 
     Every function that takes W takes an array or a ``Projection``. The record adds
 
     - a weight for each row, which positive, hyperbolic, optimal positive and calibrated features
-      honor by giving half of each log weight to either side:
+      honor by giving half of each log weight to each side:
 
       .. math::
           \phi(x) \cdot \phi(y) = \frac1m \sum_i e^{l_i}\, e^{w_i \cdot (x + y)}
               e^{-(|x|^2 + |y|^2)/2}
 
       for the softmax kernel. The estimate is unbiased if :math:`e^{l_i}` is the density of the
-      standard normal law at :math:`w_i` over the density of the law that :math:`w_i` was drawn by.
-      Other feature maps refuse weights. A log weight of minus infinity leaves its row out.
+      standard normal law at :math:`w_i` over the density of the law from which :math:`w_i` was
+      drawn. Other feature maps refuse weights. A log weight of minus infinity excludes its row.
     - the negatives of all rows, for half the cost of projecting. With orthogonal rows this is a
-      cross-polytope whose pairs share a norm, as
-      ``draw_projection(..., coupling="cross_polytope", norms="pair")`` draws it, but for the order
-      of the rows. Positive features of it are ``hyperbolic_features`` of the rows.
+      cross-polytope whose pairs share a norm, like that of ``draw_projection(...,
+      coupling="cross_polytope", norms="pair")`` except for the order of the rows. Its positive
+      features are ``hyperbolic_features`` of the rows.
     - rows in O(d) memory that are applied in O(d log d); see ``draw_fast_projection``.
-    - how it was drawn. A record that knows it can be redrawn, and feature maps refuse it if its
-      norms do not suit them, inside ``jax.jit`` as outside. Nothing is known about how an array
-      was drawn: nothing guesses it from its values, and its norms are taken to be chi variables.
+    - how it was drawn. A record with this information can be redrawn, and feature maps refuse it if
+      its norms do not fit, even inside ``jax.jit``. A plain array carries no such information: its
+      norms are assumed to be chi variables.
 
     It is a pytree of its arrays. Leading axes that all of them share make it a stack, as under
     ``jax.vmap``.
@@ -178,7 +178,7 @@ class Projection(StructuredProjection):
         pair, ``[..., num_pairs, dim]``.
       log_weights: Logarithms l of the weights, ``[..., num_features]``; None for equal weights.
       is_paired: True if the negatives of the rows follow the rows.
-      draw_options: Options that the rows were drawn by, or None if they are not known.
+      draw_options: Options with which the rows were drawn, or None if unknown.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
@@ -207,7 +207,7 @@ class Projection(StructuredProjection):
 
     @classmethod
     def of(cls, projection: Any) -> Projection:
-        """Returns a ``Projection`` as it is, and an array as one whose draw is not known.
+        """Returns a ``Projection`` unchanged, or wraps an array in one without draw options.
 
         Args:
           projection: W.
@@ -230,13 +230,13 @@ class Projection(StructuredProjection):
         dtype: DTypeLike = jnp.float32,
         is_fast: bool = False,
     ) -> Projection:
-        """Draws a projection that says how it was drawn; see ``draw_projection``.
+        """Draws a projection that records its draw options; see ``draw_projection``.
 
         Args:
           key: A typed PRNG key. ``jax.vmap`` over keys draws a stack.
           num_features: Number of rows.
           dim: Dimension of the vectors to project.
-          options: Options to draw by, by default ``DrawOptions()``.
+          options: Options of the draw, by default ``DrawOptions()``.
           dtype: Floating type of the rows.
           is_fast: True draws ``FastRows``; see ``draw_fast_projection``. The options must have
             ``rotation="hadamard"``.
@@ -244,7 +244,7 @@ class Projection(StructuredProjection):
         Raises:
           TypeError: If the key is not typed, a size is not an integer, or ``dtype`` is not
             floating.
-          ValueError: If a size is below 1, a simplex has ``dim < 2``, ``norms="radau"`` has less
+          ValueError: If a size is below 1, a simplex has ``dim < 2``, ``norms="radau"`` has fewer
             than two rows, or the options have no fast form.
         """
         checks.typed_key(key)
@@ -295,7 +295,7 @@ class Projection(StructuredProjection):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of W with the negatives, ``[..., num_features, dim]``."""
+        """Shape of W including the negatives, ``[..., num_features, dim]``."""
         rows = np.shape(self.rows)
         shape = (*rows[:-2], 2 * rows[-2], rows[-1]) if self.is_paired and rows[1:] else rows
         weights = None if self.log_weights is None else np.shape(self.log_weights)
@@ -384,11 +384,11 @@ class Projection(StructuredProjection):
     def add_half_log_weights(
         self, exponent: Float[Array, "*batch num_features"]
     ) -> Float[Array, "*batch num_features"]:
-        """Adds half the log weight of each row, the share of either side of a product.
+        """Adds half the log weight of each row, the share of each side of a product.
 
         Args:
-          exponent: Logarithms of features, one for each row. Rows of equal weight leave them as
-            they are.
+          exponent: Logarithms of features, one for each row. Rows of equal weight leave them
+            unchanged.
 
         Raises:
           TypeError: If the log weights are not floating.
@@ -399,19 +399,19 @@ class Projection(StructuredProjection):
         return exponent + jnp.broadcast_to(0.5 * log_weights, exponent.shape)
 
     def dense(self) -> Float[Array, "*stack num_features dim"]:
-        """Returns all rows as an array, in float32 at least, without their weights."""
+        """Returns all rows as an array, at least in float32, without their weights."""
         rows = self.dense_rows()
         return jnp.concatenate([rows, -rows], axis=-2) if self.is_paired else rows
 
     def dense_rows(self) -> Float[Array, "*stack num_rows dim"]:
-        """Returns ``rows`` as an array, in float32 at least; if paired, one row of each pair."""
+        """Returns ``rows`` as an array, at least in float32; if paired, one row of each pair."""
         if not self.is_dense:
             return Projection(self.rows).apply(jnp.eye(self.shape[-1])).T
         rows = checks.floating("projection", cast(Any, self.rows))
         return rows.astype(jnp.promote_types(rows.dtype, jnp.float32))
 
     def with_negatives(self) -> Projection:
-        """Returns the rows and their negatives, which have the same weights."""
+        """Returns the rows and their negatives, with the same weights."""
         log_weights = self.log_weights
         if log_weights is not None:
             log_weights = jnp.concatenate([jnp.asarray(log_weights)] * 2, axis=-1)
@@ -420,28 +420,28 @@ class Projection(StructuredProjection):
         return dataclasses.replace(self, log_weights=log_weights, is_paired=True)
 
     def tilted(self, parameter: Real[ArrayLike, ""]) -> Projection:
-        r"""Returns a projection with rows of another variance, and with their weights.
+        r"""Returns a projection with rows of a different variance, and matching weights.
 
         The rows :math:`\sqrt{1 - 4A}\, w_i` have the log weights
 
         .. math:: l_i = 2 A |w_i|^2 + \tfrac d2 \log(1 - 4A),
 
-        which are those of the standard normal density over the density of these rows, if the
-        :math:`w_i` are marginally standard normal. Any weights that the projection has are added.
-        It must not have leading axes. Fast rows have their d and their norms in the padded
-        dimension.
+        the log ratios of the standard normal density to the density of these rows, if the
+        :math:`w_i` are marginally standard normal. They are added to the log weights of the
+        projection, if any. The projection must not have leading axes. For fast rows, d and the
+        norms are those of the padded dimension.
 
         Args:
           parameter: A, one number below 1/4.
 
         Returns:
-          A projection of float32 at least.
+          A projection in at least float32.
         """
         compute = jnp.promote_types(self.dtype, jnp.float32)
         parameter = jnp.asarray(parameter, compute)
         scale = jnp.sqrt(1 - 4 * parameter)
-        # The first two terms of l are large and nearly cancel for long rows, so |w|^2 stands beside
-        # its mean d.
+        # The first two terms of l are large and nearly cancel for long rows, so d is subtracted
+        # from |w|^2.
         rows: Any = self.unweighted.rows
         if self.is_dense:
             rows = checks.floating("projection", cast(Any, self.rows)).astype(compute)
@@ -459,10 +459,10 @@ class Projection(StructuredProjection):
         return Projection(rows, log_weights, self.is_paired)
 
     def check_chi_norms(self) -> None:
-        """Raises ``ValueError`` if the norms of the rows are known to be no chi variables.
+        """Raises ``ValueError`` if the norms of the rows are known not to be chi variables.
 
-        The options of the draw say so, inside ``jax.jit`` as well. A projection that does not know
-        how it was drawn passes.
+        The draw options determine this, even inside ``jax.jit``. A projection without draw options
+        passes.
         """
         options = self.draw_options
         if options is None or options.has_chi_norms:
@@ -484,17 +484,16 @@ class Projection(StructuredProjection):
 
         Args:
           key: A typed PRNG key.
-          draw_options: Options to draw the rows by. By default they are those of the projection,
-            and if it has any, these must be the same.
+          draw_options: Options of the draw, by default those of the projection. If the projection
+            has options, these must be equal.
 
         Returns:
-          The same projection with other rows, and with the weights that the options draw.
+          The same projection with new rows, and with the weights that the options draw.
 
         Raises:
-          TypeError: If the weights were made in another way, or fast rows do not say how they were
-            drawn.
-          ValueError: If the projection was drawn by other options than those given, or if neither
-            says how it was drawn.
+          TypeError: If the weights are not those of the options, or fast rows have no draw options.
+          ValueError: If the projection was drawn with other options than those given, or if neither
+            has options.
 
         Example:
           >>> import jax, jax.numpy as jnp, simrf_jax
@@ -521,11 +520,11 @@ class Projection(StructuredProjection):
 
 
 def agreed(carried: DrawOptions | None, asked: DrawOptions | None) -> DrawOptions:
-    """Returns the options of a redraw, which both the projection and the caller accept.
+    """Returns the options of a redraw, on which the projection and the caller must agree.
 
     Args:
-      carried: Options that a projection was drawn by, or None if it does not say.
-      asked: Options that the caller gives, or None.
+      carried: Options with which a projection was drawn, or None if unknown.
+      asked: Options from the caller, or None.
 
     Raises:
       ValueError: If they differ, or are both None.
@@ -533,8 +532,8 @@ def agreed(carried: DrawOptions | None, asked: DrawOptions | None) -> DrawOption
     options = asked if carried is None else carried
     if options is None:
         raise ValueError(
-            "A projection does not say how it was drawn; pass options=simrf_jax.DrawOptions(...), "
-            "as it was drawn."
+            "A projection does not record how it was drawn; pass the options of its draw, "
+            "options=simrf_jax.DrawOptions(...)."
         )
     if asked is not None and asked != options:
         raise ValueError(
@@ -547,10 +546,10 @@ def agreed(carried: DrawOptions | None, asked: DrawOptions | None) -> DrawOption
 def as_projection(
     projection: Float[ArrayLike, "*shape"] | StructuredProjection,
 ) -> Float[Array, "*shape"] | StructuredProjection:
-    """Returns a projection as an array of a floating type, or unchanged if it is structured.
+    """Returns a projection as a floating array, or unchanged if it is structured.
 
     Args:
-      projection: Array-like of a floating type, or a ``StructuredProjection``.
+      projection: Floating array-like, or a ``StructuredProjection``.
 
     Raises:
       TypeError: If the projection is None or is not floating.

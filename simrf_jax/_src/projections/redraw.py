@@ -1,4 +1,4 @@
-"""The redraw schedule, which fixes the W of every layer and head at every training step."""
+"""The redraw schedule, which determines the W of every layer and head at every training step."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ def redraw_key(
     Args:
       key: A typed PRNG key, the same for the whole run.
       step: Training step, counted from 0: an integer, or an integer array without axes, which may
-        be traced. The value of a traced step cannot be checked: if it is negative, or 2**32
-        redraws or more have been made before it, the key is one of another step.
+        be traced. The value of a traced step cannot be checked: if it is negative, or follows 2**32
+        redraws or more, the key is that of another step.
       interval: Steps between redraws; 0 never redraws.
 
     Returns:
       A typed PRNG key that changes every ``interval`` steps. It depends on nothing else, so a run
-      that is resumed, or moved to other devices, goes on with the same projections.
+      that is resumed, or moved to other devices, continues with the same projections.
 
     Raises:
-      TypeError: If the key is not typed or a number is no integer.
-      ValueError: If a number is negative, or step // interval is 2**32 or more, which is more than
-        ``jax.random.fold_in`` can tell apart.
+      TypeError: If the key is not typed or a number is not an integer.
+      ValueError: If a number is negative, or step // interval is 2**32 or more, because
+        ``jax.random.fold_in`` takes 32 bits.
 
     Example:
       >>> import jax, simrf_jax
@@ -81,10 +81,10 @@ def redraw_projections(
 ) -> Any:
     """Draws new values for all projections of a model in one batched call.
 
-    A projection that says how it was drawn is drawn in the same way. It says so if it lies below a
-    node of the pytree with an attribute ``draw_options``: a ``DrawOptions``, or for a node that
-    holds a tuple of projections a tuple of as many. The variables of both Flax adapters are such
-    nodes, and so are a ``Projection`` and a ``BipolarProjection``.
+    A projection with draw options is redrawn with these options. They are found in the attribute
+    ``draw_options`` of a pytree node above the projection: a ``DrawOptions`` or, for a node that
+    holds a tuple of projections, a tuple of the same length. The variables of both Flax adapters
+    are such nodes, and so are ``Projection`` and ``BipolarProjection``.
 
     Projection number ``h`` of leaf number ``l`` is drawn from ``fold_in(fold_in(key, l), h)``. The
     leaves are numbered in the order of ``jax.tree.leaves``. In most models a leaf is a layer, and
@@ -96,23 +96,23 @@ def redraw_projections(
         ``Projection``, with weights if the options draw weights, and of ``BipolarProjection`` of
         arrays. This can be the ``random_features`` collection of a Linen model, or
         ``nnx.state(model, RandomProjection)`` of an NNX model.
-      options: Options for the projections that do not say how they were drawn, such as bare arrays.
-        The others must have been drawn by the same options.
-      mesh: Mesh over whose devices the heads are divided: each device draws its share. By default
-        every device draws all heads. Values differ only by rounding. With several processes, call
-        this inside ``jax.jit``, and over Explicit axes inside ``jax.set_mesh``.
+      options: Options for projections without draw options, such as bare arrays. The others must
+        have been drawn with the same options.
+      mesh: Mesh whose devices each draw an equal share of the heads. By default every device draws
+        all heads. Values differ only by rounding. With several processes, call this inside
+        ``jax.jit``, and over Explicit axes inside ``jax.set_mesh``.
 
     Returns:
       A pytree of the same structure, shapes and dtypes.
 
     Raises:
       TypeError: If the key is not typed, ``options`` is not a ``DrawOptions`` or ``mesh`` is not a
-        ``jax.sharding.Mesh``, or if no key can draw a leaf: a ``ClusteredProjection``, whose
-        centers were fitted, a ``Projection`` with other weights than those of the options, or with
-        fast rows that do not say how they were drawn.
-      ValueError: If a projection was drawn by other options than those given, if none are given
-        and a projection does not say how it was drawn, if a leaf is not an array of at least two
-        axes, or if ``draw_projection`` raises it for these sizes and options.
+        ``jax.sharding.Mesh``, or if a leaf cannot be drawn from a key: a ``ClusteredProjection``,
+        whose centers were fitted, a ``Projection`` whose weights are not those of the options, or
+        one with fast rows but no draw options.
+      ValueError: If a projection was drawn with other options than those given, if none are given
+        and a projection has none, if a leaf is not an array of at least two axes, or if
+        ``draw_projection`` raises it for these sizes and options.
 
     Example:
       >>> import jax, jax.numpy as jnp, simrf_jax
@@ -128,7 +128,7 @@ def redraw_projections(
     if not isinstance(mesh, Mesh | None):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {mesh!r}.")
     leaves, treedef = jax.tree.flatten(projections, is_leaf=is_structured)
-    groups = collections.defaultdict(list)  # Leaf numbers of equal heads, which are drawn together
+    groups = collections.defaultdict(list)  # Numbers of leaves with equal heads, drawn together.
     for layer, (leaf, carried) in enumerate(zip(leaves, _carried(projections), strict=True)):
         groups[_head(leaf), agreed(carried, options)].append(layer)
     drawn: list[Any] = [None] * len(leaves)
@@ -152,14 +152,14 @@ def _map(
     numbers: tuple[Shaped[np.ndarray, " n"], ...],
     mesh: Mesh | None,
 ) -> Any:
-    """Returns what is drawn for each number, in equal parts by the devices of a mesh."""
+    """Draws once for each number, in equal parts on the devices of a mesh."""
     draw_all = jax.vmap(draw, in_axes=(None, 0, 0))
     if mesh is None:
         return draw_all(key, *map(jnp.asarray, numbers))
     everywhere, divided = PartitionSpec(), PartitionSpec(mesh.axis_names)
     specs = (everywhere, divided, divided)
     shared = jax.shard_map(draw_all, mesh=mesh, in_specs=specs, out_specs=divided, check_vma=False)
-    # The parts are equal, so numbers are added at the end. Their draws are unused.
+    # Parts must be equal, so numbers are added at the end. Their draws are discarded.
     count = -(-len(numbers[0]) // mesh.size) * mesh.size
     resized = [jnp.asarray(np.resize(x, count)) for x in numbers]
     if AxisType.Explicit not in mesh.axis_types:
@@ -175,7 +175,7 @@ def _carries(node: Any) -> bool:
 def _options(node: Any) -> Any:
     """Returns the options that a node carries, or None.
 
-    The boxes in which Flax's bridge puts the variables of NNX models have them in their metadata.
+    Flax's bridge puts variables of NNX models in boxes, which have the options in their metadata.
     """
     metadata = getattr(node, "metadata", None)
     of_bridge = metadata.get("draw_options") if isinstance(metadata, Mapping) else None
@@ -183,13 +183,13 @@ def _options(node: Any) -> Any:
 
 
 def _carried(projections: Any) -> list[DrawOptions | None]:
-    """Returns the options that each leaf was drawn by, None for a leaf that does not say."""
+    """Returns the draw options of each leaf, None for a leaf without any."""
     nodes = jax.tree.leaves(projections, is_leaf=_carries)
     return [options for node in nodes for options in _options_of_leaves(node)]
 
 
 def _options_of_leaves(node: Any) -> list[DrawOptions | None]:
-    """Returns the options of each leaf of a carrier; of a bare array, None."""
+    """Returns the options of each leaf of a carrier; None for a bare array."""
     options = _options(node)
     if options is None or is_structured(node):
         return [options]
@@ -204,14 +204,14 @@ def _options_of_leaves(node: Any) -> list[DrawOptions | None]:
     for one, other in zip(outer, inner, strict=True):
         if other is not None and one != other:
             raise ValueError(
-                f"A projection and the variable that holds it must say the same of the draw, got "
-                f"{other} and {one}; make the model anew."
+                f"A projection and the variable that holds it must have the same draw "
+                f"options, got {other} and {one}; make the model anew."
             )
     return outer
 
 
 def _head(leaf: Any) -> tuple[Any, tuple[jax.ShapeDtypeStruct, ...]]:
-    """Returns the structure and the parts of one projection of a stack; a part may be a number."""
+    """Returns the structure and the parts of one projection of a stack; parts may be numbers."""
     if len(getattr(leaf, "shape", ())) < 2:
         raise ValueError(f"A projection must be an array [..., num_features, dim], got {leaf!r}.")
     parts, structure = jax.tree.flatten(leaf)
@@ -229,7 +229,7 @@ def _draw_like(
     layer: Integer[Array, ""],
     number: Integer[Array, ""],
 ) -> Any:
-    """Draws a projection like that of a head, which has a number in its layer."""
+    """Draws a projection like that of a head, given its layer and its number in the layer."""
     key = jax.random.fold_in(jax.random.fold_in(key, layer), number)
     if is_structured(head):
         return head.redraw(key, options)

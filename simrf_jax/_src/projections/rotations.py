@@ -1,4 +1,4 @@
-"""Random rotations, the part of a projection that makes it isotropic."""
+"""Random rotations, which make a projection isotropic."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from jaxtyping import Array, Float, Int, Key
 from simrf_jax._src.projections.hadamard import padded_dim, random_signs, rotate_back
 
 # Up to this many reflections, applying them one by one is faster than in blocks
-# (benchmarks/haar.py). On a TPU, XLA estimates 2,000 cycles for each small operation, so that
-# blocks, which need fewer operations, win earlier.
+# (benchmarks/haar.py). On a TPU, XLA estimates 2,000 cycles for each small operation, so blocks,
+# which need fewer operations, win earlier.
 LARGEST_ONE_BY_ONE = 64
 LARGEST_ONE_BY_ONE_ON_TPU = 32
 BLOCK = 32  # Reflections in a block, a power of two.
@@ -53,8 +53,8 @@ def haar_rotation(
       Stewart, The efficient generation of random orthogonal matrices (SIAM J. Numer. Anal., 1980).
     """
     # jax.random.orthogonal is ruled out: XLA on a CPU with two cores can deadlock when several
-    # LAPACK calls of one jitted computation run side by side, as the init of a model with several
-    # layers would make them. Stewart's method needs no LAPACK and is the fastest on the CPU
+    # LAPACK calls of one jitted computation run concurrently, as in the init of a model with
+    # several layers. Stewart's method needs no LAPACK and is the fastest on the CPU
     # (benchmarks/haar.py).
     n = vectors.shape[1]
     x = jnp.triu(jax.random.normal(key, (n, dim), vectors.dtype))
@@ -76,7 +76,7 @@ def haar_rotation(
 def _reflect_one_by_one(
     rows: Float[Array, "num_rows dim"], reflectors: Float[Array, "n dim"]
 ) -> Float[Array, "num_rows dim"]:
-    """Returns rows times the reflections of unit vectors, of which the last comes first."""
+    """Multiplies rows by the reflections of unit vectors, the last one first."""
 
     def reflect(
         i: Int[Array, ""], rows: Float[Array, "num_rows dim"]
@@ -90,10 +90,10 @@ def _reflect_one_by_one(
 def _reflect_in_blocks(
     rows: Float[Array, "num_rows dim"], reflectors: Float[Array, "n dim"]
 ) -> Float[Array, "num_rows dim"]:
-    r"""Returns rows times the reflections of unit vectors, of which the last comes first.
+    r"""Multiplies rows by the reflections of unit vectors, the last one first.
 
-    The rows pass through memory once for a block of reflections. In the compact WY form, the
-    product of those of the rows of U, the last vectors first, is
+    The rows pass through memory once per block of reflections. In the compact WY form, the product
+    of the reflections of the rows of U, the last vectors first, is
 
     .. math:: H_1 H_2 \cdots H_b = I - U^\top T U, \qquad
         T^{-1} = \tfrac12 I + \operatorname{striu}(U U^\top)
@@ -109,7 +109,7 @@ def _reflect_in_blocks(
     i, j = jnp.indices((BLOCK, BLOCK))
     t = jnp.broadcast_to(2 * jnp.eye(BLOCK, dtype=rows.dtype), gram.shape)
     size = 1
-    while size < BLOCK:  # T of two halves becomes that of both.
+    while size < BLOCK:  # Merges the T of two halves.
         between = (i // (2 * size) == j // (2 * size)) & (i // size < j // size)
         t -= _matmul(t, _matmul(jnp.where(between[None], gram, 0), t))
         size *= 2
@@ -133,9 +133,9 @@ def hadamard_rotation(
 
     where H is the orthogonal Hadamard matrix and each :math:`D_k` holds random signs. R is nearly
     Haar-distributed: its second moments are exact, and its fourth moments are off by
-    :math:`(-2/d)^3 (1 - 3/(d+2))`. Kernel estimates are biased by one per cent at
-    :math:`|x + y| = 1` for d = 4 and by less for larger d. At :math:`|x + y| = 2` they are biased
-    by several per cent for d up to 8 (benchmarks/rotation_bias.py).
+    :math:`(-2/d)^3 (1 - 3/(d+2))`. Kernel estimates are biased by one percent at :math:`|x + y| =
+    1` for d = 4 and by less for larger d. At :math:`|x + y| = 2` they are biased by several percent
+    for d up to 8 (benchmarks/rotation_bias.py).
 
     Args:
       key: A typed PRNG key.
@@ -168,10 +168,10 @@ def givens_rotation(
     .. math:: Q = G_1 G_2 \cdots G_{\log_2 d}
 
     where :math:`G_l` rotates the d/2 disjoint pairs of coordinates that lie :math:`d / 2^l` apart.
-    Each pair has its own angle, whose :math:`\cos^2` has the law Beta(k/2, k/2) with
-    k = :math:`d / 2^l`. This law makes every row of Q exactly uniform on the sphere, so that
-    kernel estimates with orthogonal rows are unbiased. The joint law of the rows is not Haar's, so
-    that kernel estimates with simplex rows are only nearly unbiased.
+    Each pair has its own angle, whose :math:`\cos^2` has the law Beta(k/2, k/2) with k = :math:`d /
+    2^l`. This law makes every row of Q exactly uniform on the sphere, so kernel estimates with
+    orthogonal rows are unbiased. The joint law of the rows is not Haar, so kernel estimates with
+    simplex rows are only nearly unbiased.
 
     Args:
       key: A typed PRNG key.
@@ -197,7 +197,7 @@ def givens_rotation(
         return vectors * jax.random.rademacher(key, (1, 1), dtype)
     q = jnp.pad(vectors, ((0, 0), (0, dim - n)))
     # All levels share one draw, and norms of Gaussian vectors serve as chi variables, because every
-    # further draw, and above all a gamma sampler, would take seconds to compile.
+    # additional draw, above all a gamma sampler, would take seconds to compile.
     gaussian = jax.random.normal(key, (dim * (dim - 1),), dtype)
     stride = dim // 2
     while stride:

@@ -1,6 +1,6 @@
 """Row blocks: the rows of W that are drawn together, and their directions before rotation.
 
-A row block is a set of unit vectors that one random rotation turns. The set is an orthonormal
+A row block is a set of unit vectors that share one random rotation. The set is an orthonormal
 basis, the vertices of a regular simplex or of a cross-polytope, or the first few of one of these.
 Row blocks are independent of each other.
 """
@@ -96,10 +96,10 @@ def simplex_constants(num_vertices: int) -> tuple[float, float]:
 
 
 class CrossPolytope(NamedTuple):
-    """Row block of the first vertices of a cross-polytope, which are a basis and its negatives.
+    """Row block of the first vertices of a cross-polytope, a basis and its negatives.
 
-    Rows 2i and 2i + 1 are a pair: one vector of the basis, and its negative. Of an odd number of
-    rows, the last has no partner.
+    Rows 2i and 2i + 1 are a pair: one vector of the basis, and its negative. If the number of rows
+    is odd, the last row has no partner.
 
     Attributes:
       num_rows: Number of rows of W in the row block.
@@ -137,7 +137,7 @@ def orthogonal_blocks(num_features: int, dim: int, block: BlockMode) -> list[Equ
     Args:
       num_features: Number of rows of W.
       dim: Dimension d.
-      block: Row-block mode, which makes no difference here.
+      block: Row-block mode, which is ignored here.
     """
     del block  # A smaller orthonormal set is the same as the first rows of a full one.
     full, remainder = divmod(num_features, dim)
@@ -147,13 +147,13 @@ def orthogonal_blocks(num_features: int, dim: int, block: BlockMode) -> list[Equ
 
 
 def simplex_blocks(num_features: int, dim: int, block: BlockMode) -> list[EqualRowBlocks]:
-    """Returns simplex row blocks, either whole simplices or the paper's row blocks to the letter.
+    """Returns simplex row blocks, either whole simplices or exactly those of the paper.
 
     The mode ``regular`` makes every row block a whole simplex. Row blocks are as full as the space
     allows, with d + 1 rows, because more pairs in a row block lower the variance at every distance.
-    A single row would be coupled to no other, so none is left over after a full row block. The mode
+    A single row would be coupled to no other, so full row blocks never leave one row over. The mode
     ``square`` puts d rows at the angle arccos(-1/(d-1)) into each row block, and the remainder is
-    the first rows of one more.
+    the first rows of another one.
 
     Args:
       num_features: Number of rows of W.
@@ -186,7 +186,7 @@ def cross_polytope_blocks(num_features: int, dim: int, block: BlockMode) -> list
     Args:
       num_features: Number of rows of W.
       dim: Dimension d.
-      block: Row-block mode, which makes no difference here.
+      block: Row-block mode, which is ignored here.
 
     Example:
       >>> for each in cross_polytope_blocks(261, 64, "regular"):

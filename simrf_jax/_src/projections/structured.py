@@ -13,9 +13,9 @@ from simrf_jax._src import one_line
 
 
 class StructuredProjection(abc.ABC):
-    """Pytree that takes the place of an array ``[..., num_features, dim]``.
+    """Pytree that replaces an array ``[..., num_features, dim]``.
 
-    Feature maps and attention read its shape as they read an array's. Leading axes that all its
+    Feature maps and attention read its shape like that of an array. Leading axes that all its
     leaves share make it a stack of projections, as under ``jax.vmap``.
 
     Attributes:
@@ -26,7 +26,7 @@ class StructuredProjection(abc.ABC):
 
     @classmethod
     def of(cls, projection: Any) -> Any:
-        """Returns a projection of this class as it is.
+        """Returns a projection of this class unchanged.
 
         Args:
           projection: W.
@@ -46,7 +46,7 @@ class StructuredProjection(abc.ABC):
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Shape of the array whose place it takes, ``[..., num_features, dim]``."""
+        """Shape of the array that it replaces, ``[..., num_features, dim]``."""
 
     @property
     @abc.abstractmethod
@@ -55,7 +55,7 @@ class StructuredProjection(abc.ABC):
 
     @property
     def ndim(self) -> int:
-        """Number of axes of the array whose place it takes."""
+        """Number of axes of the array that it replaces."""
         return len(self.shape)
 
     @property
@@ -63,14 +63,13 @@ class StructuredProjection(abc.ABC):
         """True if the rows are one array, which a feature map can multiply by matrices."""
         return False
 
-    # The type of ``draw_options`` cannot stand here: DrawOptions draws records of this class.
+    # ``draw_options`` has type Any because importing DrawOptions here would be circular.
     def redraw(self, key: Key[Array, ""], draw_options: Any = None) -> StructuredProjection:
         """Draws another projection with the structure, shapes and dtypes of this one.
 
         Args:
           key: A typed PRNG key.
-          draw_options: ``DrawOptions`` to draw the rows by. By default they are those of the
-            projection.
+          draw_options: ``DrawOptions`` of the draw, by default those of the projection.
 
         Raises:
           TypeError: If the projection holds parts that cannot be drawn from a key.

@@ -1,4 +1,4 @@
-"""Number of features that an error needs: in closed form, and for a user's own queries and keys."""
+"""Number of features needed for an error: in closed form, and for given queries and keys."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from simrf_jax._src.theory.pairs import SAME_ROW, Pairs, coupled_rows
 from simrf_jax._src.theory.positive import optimal_parameter
 
 ChosenFeatures: TypeAlias = Literal["positive", "hyperbolic", "optimal_positive", "calibrated"]
-_LEAST_DRAWS = 4  # Each trial has a W of its own for every head.
-_LEAST_PROJECTIONS = 32  # Few heads have more trials, until there are as many W.
+_LEAST_DRAWS = 4  # Each trial draws a separate W for every head.
+_LEAST_PROJECTIONS = 32  # If there are few heads, trials are added up to this number of W.
 _INDEPENDENT, _ANTIPODAL = Pairs(1.0, 0.0, "independent"), Pairs(1.0, -1.0, "equal")
-# The orthogonal rows of hyperbolic features are a cross-polytope.
+# The orthogonal rows of hyperbolic features, with their negatives, are a cross-polytope.
 _CANDIDATES: tuple[tuple[ChosenFeatures, ClosedFormCoupling], ...] = (
     ("positive", "simplex"),
     ("positive", "orthogonal"),
@@ -38,7 +38,7 @@ _CANDIDATES: tuple[tuple[ChosenFeatures, ClosedFormCoupling], ...] = (
 def required_features(
     query_covariance: ArrayLike, key_covariance: ArrayLike, *, relative_error: float
 ) -> Float64[np.ndarray, "*batch"] | np.float64:
-    r"""Returns the number of balanced features that a mean relative squared error needs.
+    r"""Returns the number of balanced features needed for a mean relative squared error.
 
     .. math::
         m \ge \frac{1}{\varepsilon} \Big(\prod_l \sqrt{1 + 4 s_l} - 1\Big), \qquad
@@ -49,7 +49,7 @@ def required_features(
     :math:`M^{-T}` so that both covariances become diag(s), which is the best choice of M. If the
     sum of a balanced query and key is normal with the covariance 2 diag(s), then :math:`\prod_l
     \sqrt{1 + 4 s_l}` is the least mean second moment of any proposal, by the Cauchy-Schwarz
-    inequality. The bound is for iid rows and the error of the kernel. It is a measure of how many
+    inequality. The bound is for iid rows and the error of the kernel. It indicates how many
     features a head needs.
 
     Args:
@@ -84,12 +84,12 @@ def required_features(
             "query_covariance and key_covariance must have one dim, "
             f"got {x.shape[-1]} and {y.shape[-1]}."
         )
-    # The singular values of a product of roots keep their digits where eigenvalues of C_x C_y would
+    # Singular values of a product of roots keep their digits, whereas eigenvalues of C_x C_y would
     # lose half of them.
     s = np.linalg.svd(np.swapaxes(x, -1, -2) @ y, compute_uv=False)
     with np.errstate(over="ignore"):
         excess = np.expm1(np.sum(np.log1p(4 * s), axis=-1) / 2)
-        # Rounding must not lift a whole number to the next.
+        # Rounding must not push a whole number up to the next.
         return np.maximum(np.ceil(excess / relative_error * (1 - 1e-12)), 1)[()]
 
 
@@ -112,18 +112,18 @@ class FeatureChoice:
 
     Attributes:
       reached: True if the predicted error is at most ``relative_error``. Otherwise the choice is
-        the best with as many features as were allowed.
+        the best with the largest allowed number of features.
       features: Feature map: ``"positive"``, ``"hyperbolic"``, ``"optimal_positive"`` or
         ``"calibrated"``.
       coupling: Coupling of the rows of the projection.
       num_features: Number of rows m of the projection.
       num_entries: Number of entries of the features, 2m for hyperbolic features.
       parameter: Parameter A of optimal positive features, otherwise 0.
-      predicted_error: Expected relative squared error, the mean over heads: in closed form, or the
+      predicted_error: Expected relative squared error, averaged over heads: in closed form, or the
         mean of trials.
       standard_error: Standard error of the trials, None for a closed form.
-      relative_error: Error that was asked for.
-      mean_squared_distance: Mean of :math:`|x + y|^2`, which says how hard the task is.
+      relative_error: Requested error.
+      mean_squared_distance: Mean of :math:`|x + y|^2`, which indicates how hard the task is.
     """
 
     reached: bool
@@ -139,7 +139,7 @@ class FeatureChoice:
 
     @property
     def reason(self) -> str:
-        """Sentence that says why this is the choice."""
+        """Sentence with the reason for this choice."""
         if self.reached:
             return (
                 "No other map and coupling reaches a relative error of "
@@ -167,7 +167,7 @@ class FeatureChoice:
 
 
 def _rank(choice: FeatureChoice) -> tuple[bool, int, bool, float]:
-    """Returns the place of a choice among all, the least for the best."""
+    """Returns a sort key for choices; the smallest is the best."""
     if not choice.reached:
         return True, 0, False, choice.predicted_error
     # A calibration must be worth its fit.
@@ -189,28 +189,28 @@ def choose_num_features(
 
     The function predicts the relative squared error of the output of attention as
     ``attention_error`` does, for positive, hyperbolic and optimal positive features with each
-    coupling, and returns the choice with the fewest entries that reaches ``relative_error``. Where
-    none does with ``max_features`` entries, the result says so, and holds the best. The prediction
-    holds where it is small, and is too high for vectors with a few long axes; see
-    ``attention_error``. A large one says only that the map is unfit.
+    coupling, and returns the choice with the fewest entries that reaches ``relative_error``. If
+    none does with ``max_features`` entries, the result says so and contains the best choice. The
+    prediction is accurate where it is small, and too high for vectors with a few long axes; see
+    ``attention_error``. A large prediction only shows that the map is unsuitable.
 
-    Calibrated features are for vectors so long that the prediction fails. They are tried out
-    instead, with several draws of cross-polytopes: fitted on one half of the data, and used on the
-    other half. Positive and optimal positive features are tried out there too, because their
+    Calibrated features are for vectors so long that the prediction fails. They are measured
+    instead, with several draws of cross-polytopes: fitted on one half of the data, and tested on
+    the other half. Positive and optimal positive features are measured too, because their
     predictions are too high. The halves are sequences if there are two or more, otherwise the first
     and the second half of the tokens, so that each query sees half of the keys. The numbers of
-    features that are tried grow by a fifth or by one. The draws are fixed: equal arguments have
+    features that are tried grow by a fifth or by one. The draws are fixed: equal arguments give
     equal results.
 
     Args:
       query: Queries ``[..., T, N, H]``.
       key: Keys ``[..., S, K, H]``. N is a multiple of K.
-      value: Values ``[..., S, K, V]``. Without them, values count as uncorrelated, with variance 1.
+      value: Values ``[..., S, K, V]``. If None, values are assumed uncorrelated with variance 1.
       relative_error: Expected squared error divided by the squared norm of the output, positive.
       max_features: Largest number of entries of the features.
       scale: Scale of the logits, at least 0. The default is :math:`1 / \sqrt H`.
       num_queries: Number of queries of each head that are evaluated, evenly spaced.
-      trials: False leaves out what is measured, and with it calibrated features.
+      trials: False skips the measurements, and thereby calibrated features.
 
     Returns:
       ``FeatureChoice``, which prints as sentences.
@@ -219,7 +219,7 @@ def choose_num_features(
       TypeError: If a number is not an integer, an array is not real, or ``trials`` is neither True
         nor False.
       ValueError: If a shape does not match, a number is out of range, or a single sequence has not
-        two queries and two keys to be halved.
+        two queries and two keys to split.
 
     Example:
       >>> import numpy as np
@@ -253,11 +253,11 @@ def _measured(
     relative_error: float,
     max_features: int,
 ) -> Iterator[FeatureChoice]:
-    """Yields what feature maps reach in trials on the second inputs, after a fit on the first."""
+    """Yields the choices for feature maps fitted on the first inputs and tested on the second."""
     exponents = np.arange(0, 4 * np.log2(max_features) + 1) / 4
     sizes = np.unique(np.minimum(np.ceil(2**exponents), max_features).astype(int))
     num_draws = max(_LEAST_DRAWS, -(-_LEAST_PROJECTIONS // len(test.heads)))
-    # The vectors have the heads before the lengths, and are scaled.
+    # In the vectors the heads come before the length, and they are already scaled.
     query, key = (np.swapaxes(x, 1, 2).astype(np.float32) for x in (fit.x, fit.y))
     calibration = fit_calibration(query, key, scale=1.0)
     variances = test.of_each_head(calibration.variances)
@@ -290,12 +290,12 @@ def _measured(
 def _predicted(
     inputs: AttentionInputs, squared_distance: float, relative_error: float, max_features: int
 ) -> Iterator[FeatureChoice]:
-    """Yields what feature maps reach by the closed form."""
+    """Yields the choices according to the closed form."""
     parameter = float(optimal_parameter(squared_distance, inputs.dim))
     kinds = (SAME_ROW, _ANTIPODAL, _INDEPENDENT)
     plain = error_terms(inputs.queries_of_all_heads(), 0.0, "chi", kinds)
     tilted = error_terms(inputs.queries_of_all_heads(), parameter, "chi", kinds[:2])
-    # Rows of independent norms have the same covariances whatever the parameter.
+    # For rows of independent norms, covariances do not depend on the parameter.
     tilted = tilted._replace(spectra=plain.spectra)
     for features, coupling in _CANDIDATES:
         is_tilted = features == "optimal_positive"

@@ -15,11 +15,11 @@ from simrf_jax._src.features.calibrated import Calibrated
 
 Queries: TypeAlias = Float64[np.ndarray, "sequences heads queries dim"]
 Keys: TypeAlias = Float64[np.ndarray, "sequences heads keys dim"]
-Variances: TypeAlias = Float64[np.ndarray, "heads dim"]  # Those of the rows, along each axis.
+Variances: TypeAlias = Float64[np.ndarray, "heads dim"]  # Variances of the rows along each axis.
 
 
 class QueryPoint(NamedTuple):
-    """One query of one head with the keys that it sees.
+    """One query of one head, with the keys that it sees.
 
     Attributes:
       sums: Sums x + y of the query and each key, in the coordinates of the rows, ``[n, dim]``.
@@ -52,7 +52,7 @@ class AttentionInputs(NamedTuple):
       x: Queries times the root of the scale, ``[sequences, N, T, H]``.
       y: Keys times the root of the scale, ``[sequences, N, S, H]``.
       value: Values ``[sequences, N, S, V]``, or None for uncorrelated values of variance 1.
-      row_x: Queries in the coordinates of the rows of W, which are x without a calibration.
+      row_x: Queries in the coordinates of the rows of W; equal to x without a calibration.
       row_y: Keys in the coordinates of the rows of W.
     """
 
@@ -125,10 +125,10 @@ class AttentionInputs(NamedTuple):
         return self.part(queries=np.unique(places.round().astype(int)))
 
     def halves(self) -> list[AttentionInputs]:
-        """Returns the inputs of each half of the sequences, or of the tokens of a single one.
+        """Returns the inputs of each half of the sequences, or of the tokens of a single sequence.
 
         Raises:
-          ValueError: If a single sequence has less than two queries or two keys.
+          ValueError: If a single sequence has fewer than two queries or two keys.
         """
         num_sequences, *lengths = len(self.x), self.x.shape[-2], self.y.shape[-2]
         if num_sequences > 1:
@@ -142,7 +142,7 @@ class AttentionInputs(NamedTuple):
         return [self.part(queries=queries, keys=keys) for queries, keys in both]
 
     def of_each_head(self, leaf: ArrayLike) -> Float64[np.ndarray, " heads *shape"]:
-        """Returns the array of a calibrated map for each query head.
+        """Repeats an array of a calibrated map for each query head.
 
         Args:
           leaf: One array for each key head.
@@ -151,7 +151,7 @@ class AttentionInputs(NamedTuple):
         return np.repeat(array, self.num_heads // len(array), axis=0)
 
     def in_coordinates_of(self, calibration: Calibrated) -> AttentionInputs:
-        """Returns inputs whose queries meet the rows of W in the coordinates of a calibrated map.
+        """Returns inputs with ``row_x`` and ``row_y`` in the coordinates of a calibrated map.
 
         Args:
           calibration: Map with one array for each key head.

@@ -1,4 +1,4 @@
-r"""Error of attention, which is not that of its kernel: what all keys of a query share cancels.
+r"""Error of attention. It differs from that of the kernel: factors common to all keys cancel.
 
 To first order in the relative errors :math:`\hat f_j - 1` of the kernel estimates between a query
 and its keys j, with the attention weights p, the values V and the exact output o,
@@ -8,9 +8,10 @@ and its keys j, with the attention weights p, the values V and the exact output 
     E |\hat o - o|^2 \approx \sum_{j, l} p_j p_l\, (V_j - o) \cdot (V_l - o)\,
     E (\hat f_j - 1)(\hat f_l - 1),
 
-and ``theory.harmonics`` has the last factor in closed form. For calibrated features there is one
-for iid rows. In the coordinates of the map, with :math:`\tilde v = \tilde x + \tilde y` and the
-variances :math:`\Sigma_l` of the rows, one row estimates the kernel, relative to its value, by
+and ``theory.harmonics`` computes the last factor in closed form. For calibrated features there is a
+closed form for iid rows. In the coordinates of the map, with :math:`\tilde v = \tilde x + \tilde y`
+and the variances :math:`\Sigma_l` of the rows, one row estimates the kernel, relative to its value,
+by
 
 .. math::
     f(w) = \prod_l \sqrt{\Sigma_l}\,
@@ -47,7 +48,7 @@ from simrf_jax._src.theory.quadrature import Vector
 
 AttentionFeatures: TypeAlias = Literal["positive", "hyperbolic"]
 ATTENTION_FEATURES = get_args(AttentionFeatures)
-# Largest error that the first order predicts; see ``attention_error``.
+# Largest error that the first-order expansion predicts; see ``attention_error``.
 FIRST_ORDER_LIMIT = 0.3
 
 
@@ -71,21 +72,21 @@ def attention_error(
         \frac{E \sum_t |\hat o_t - o_t|^2}{\sum_t |o_t|^2}
 
     for each head, by the delta method: the error is expanded to first order in the relative errors
-    of the kernel estimates. The expansion holds where these are small. For vectors
-    :math:`x = q \sqrt{\text{scale}}` and y in 64 dimensions, with 128 features, it is within 3 % of
-    trials at :math:`|x| = |y| = 0.5` in random directions, 5 to 20 % too high at 1, and three times
+    of the kernel estimates. The expansion holds where these are small. For vectors :math:`x = q
+    \sqrt{\text{scale}}` and y in 64 dimensions, with 128 features, it is within 3 % of trials at
+    :math:`|x| = |y| = 0.5` in random directions, 5 to 20 % too high at 1, and three times too high
     at 1.5. If a few axes are long, it is too high earlier: by 8 to 15 % at a root-mean-square
-    length of 0.5 for standard deviations of 1/i along 32 axes, and three times at 0.75. Beyond,
-    the law of the estimates has heavy tails: a few rare draws make up the variance, the output is
-    bounded as an average of values, and the prediction is far above what most draws show. A
-    prediction above ``FIRST_ORDER_LIMIT``, 0.3, only says that the error is large;
+    length of 0.5 for standard deviations of 1/i along 32 axes, and three times at 0.75. For longer
+    vectors, the law of the estimates has heavy tails: a few rare draws make up the variance, the
+    output is bounded as an average of values, and the prediction is far above the error of most
+    draws. A prediction above ``FIRST_ORDER_LIMIT``, 0.3, only says that the error is large;
     ``choose_num_features`` measures the error of calibrated features instead.
 
     A factor that all keys of a query share cancels, because :math:`\sum_j p_j (V_j - o) = 0`. This
     is why ``norms="shared"``, which raises the error of the kernel, lowers that of attention.
 
-    The time grows like the number of queries times the square of the number of keys. For
-    antithetic and shared norms it is ten times that for chi norms.
+    Time grows like the number of queries times the square of the number of keys. For antithetic and
+    shared norms it is ten times that for chi norms.
 
     Args:
       query: Queries ``[..., T, N, H]``.
@@ -94,8 +95,8 @@ def attention_error(
       num_features: Number of rows m of the projection. Hyperbolic features have 2m entries.
       coupling: Coupling of the rows; see ``kernel_mse``.
       features: Feature map: ``"positive"``, ``"hyperbolic"``, or a ``Calibrated`` that was fitted
-        with the same scale. If its tilt differs between axes, there is a closed form for iid rows
-        with chi norms only.
+        with the same scale. If its tilt differs between axes, there is a closed form only for iid
+        rows with chi norms.
       norms: Law of the row norms; see ``kernel_mse``.
       parameter: Parameter A of optimal positive features, one number; see ``kernel_mse``.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
@@ -103,7 +104,7 @@ def attention_error(
       is_causal: If true, query t sees the keys 0 to t.
 
     Returns:
-      float64 array of the leading shape and N.
+      float64 array ``[..., N]``.
 
     Raises:
       TypeError: If ``num_features`` is not an integer, or an array is not real.
@@ -200,10 +201,10 @@ def error_terms(
     """Returns the terms that the given kinds of pairs need.
 
     Args:
-      points: Queries of one head or of several, whose errors are added up.
+      points: Queries of one or several heads, whose errors are added up.
       parameter: Parameter A of the features, one number or one for each axis.
       norms: Law of the row norms.
-      kinds: Kinds of pairs, whatever their weights and angles.
+      kinds: Kinds of pairs, regardless of weights and angles.
     """
     parallel = {pair.cosine: 0.0 for pair in kinds if is_parallel(pair, norms)}
     spectra = {pair.norms: np.zeros(1) for pair in kinds if not is_parallel(pair, norms)}

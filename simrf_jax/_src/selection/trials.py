@@ -1,4 +1,4 @@
-"""Errors of attention with calibrated features in trials, which hold for vectors of any length."""
+"""Measured errors of attention with calibrated features, valid for vectors of any length."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Sizes: TypeAlias = Int[np.ndarray, " sizes"]  # Numbers of rows.
 def errors_in_trials(
     inputs: AttentionInputs, variances: Variances, sizes: Sizes, num_draws: int
 ) -> Float64[np.ndarray, "num_draws sizes"]:
-    """Returns relative squared errors of attention, the means over heads, in draws of W.
+    """Returns relative squared errors of attention for draws of W, averaged over heads.
 
-    The rows are cross-polytopes of one fixed PRNG key, so that the errors are a function of the
-    arguments. The first rows of a projection are one of fewer rows.
+    The rows are cross-polytopes from one fixed PRNG key, so the errors are a function of the
+    arguments. The first rows of a projection form a projection with fewer rows.
 
     Args:
       inputs: Inputs in the coordinates of the map.
@@ -56,15 +56,15 @@ def _squared_errors(
     variances: Float64[np.ndarray, " dim"],
     sizes: Sizes,
 ) -> Float64[np.ndarray, " sizes"]:
-    """Returns the relative squared error of one output for the first rows, of several numbers."""
+    """Returns the relative squared error of one output with the first m rows, m in ``sizes``."""
     exponents = (np.sqrt(variances) * point.sums) @ rows.T + (1 - variances) / 2 @ rows.T**2
     exponents -= np.sum(point.sums**2, axis=-1, keepdims=True) / 2
-    # What all terms share cancels in the normalized weights.
+    # Factors that all terms share cancel in the normalized weights.
     terms = point.probabilities[:, None] * np.exp(exponents - np.max(exponents))
     starts = np.concatenate([[0], sizes[:-1]])
     sums = np.cumsum(np.add.reduceat(terms, starts, axis=1), axis=1)
     totals = np.sum(sums, axis=0)
-    # Rows whose terms underflow beside those of later rows count as uniform attention.
+    # Rows whose terms underflow relative to later rows count as uniform attention.
     estimated = np.where(totals > 0, sums / np.where(totals > 0, totals, 1), 1 / len(sums))
     difference = estimated - point.probabilities[:, None]
     if point.value is not None:

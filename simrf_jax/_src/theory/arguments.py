@@ -1,4 +1,4 @@
-"""Checks of the arguments of the closed forms, and the names that they know."""
+"""Checks of the arguments of the closed forms, and the names that they accept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Features: TypeAlias = Literal["positive", "hyperbolic", "trigonometric"]
 FEATURES = get_args(Features)
 Numbers: TypeAlias = Float64[np.ndarray, "*shape"] | np.float64
 Vectors: TypeAlias = Float64[np.ndarray, "*#batch dim"]
-_LARGEST_PARAMETER = 0.125  # The variance of generalized exponential features is infinite from it.
+_LARGEST_PARAMETER = 0.125  # The variance of the features is infinite from here on.
 
 
 def coupling(name: str, value: Any, dim: int) -> None:
@@ -50,7 +50,7 @@ def norm_law(value: Any, coupling: ClosedFormCoupling) -> None:
 
     Args:
       value: The law to check.
-      coupling: Coupling of the rows, which is known to be valid.
+      coupling: Coupling of the rows, already checked.
     """
     checks.one_of("norms", value, NORMS)
     if coupling == "iid" and value in ("antithetic", "shared"):
@@ -69,12 +69,12 @@ def parameter(value: ArrayLike, norms: Norms) -> Float64[np.ndarray, "*shape"]:
 
     Args:
       value: The parameter, any shape.
-      norms: Law of the row norms, which is known to be valid.
+      norms: Law of the row norms, already checked.
     """
     array = checks.real("parameter", value)
     if not np.all(array < _LARGEST_PARAMETER):
         raise ValueError(
-            "parameter must be less than 1/8, from where on the variance is infinite, "
+            "parameter must be less than 1/8, from which on the variance is infinite, "
             f"got {np.max(array)}."
         )
     if norms in FIXED_NORMS and np.any(array):

@@ -14,7 +14,8 @@ of harmonics of degree k, and
     \frac{\Gamma(\frac d2)}{\Gamma(k + \frac d2)}\,
     {}_0F_1\Big(; k + \tfrac d2; \tfrac{z^2}{4}\Big), \qquad z = \sqrt{1 - 4A}\, a v.
 
-Independent norms leave the product of the means :math:`g_k(v) g_k(v')`, which do not depend on A:
+For independent norms the expectation is the product of the means :math:`g_k(v) g_k(v')`, which do
+not depend on A:
 
 .. math::
     g_k(v) = \Big(\frac{v}{\sqrt 2}\Big)^k e^{-v^2/2} \sum_j \frac{(v^2/2)^j}{j!}
@@ -57,9 +58,9 @@ def estimate_covariance(
         E \Big(\frac{\hat K(x_i, y_i)}{K(x_i, y_i)} - 1\Big)
         \Big(\frac{\hat K(x_j, y_j)}{K(x_j, y_j)} - 1\Big), \qquad u_i = x_i + y_i
 
-    The matrix depends on the sums u only, and is the same for the Gaussian and the softmax kernel.
-    Its diagonal is the relative mean squared error. Biases of the fixed norms are part of it. The
-    features are positive features, or optimal positive features if ``parameter`` is not 0.
+    The matrix depends only on the sums u, and is the same for the Gaussian and the softmax kernel.
+    Its diagonal is the relative mean squared error, including the bias of fixed norms. The features
+    are positive features, or optimal positive features if ``parameter`` is not 0.
 
     Args:
       sums: Sums u = x + y, ``[n, dim]``, with dim of at least 2.
@@ -116,8 +117,8 @@ class RowCovariances:
 
         Args:
           sums: Sums u.
-          parameter: Parameter A of the features. One for each axis is for ``of_parallel_rows``
-            alone, as other pairs of rows have no closed form then.
+          parameter: Parameter A of the features. If there is one for each axis, only
+            ``of_parallel_rows`` has a closed form.
           norms: Law of the norms.
         """
         self.norms = norms
@@ -131,7 +132,7 @@ class RowCovariances:
         self.bias_product = np.outer(biases, biases)
 
     def of(self, pair: Pairs) -> Float64[np.ndarray, "n n"]:
-        """Returns E f f' - E f E f' for two rows of this kind, whatever the weight of the pairs."""
+        """Returns E f f' - E f E f' for two rows of this kind, without the weight of the pairs."""
         if is_parallel(pair, self.norms):
             return self.of_parallel_rows(pair.cosine)
         polynomials = gegenbauer(np.array(pair.cosine), self.dim, self.degrees)
@@ -139,21 +140,21 @@ class RowCovariances:
 
     def of_parallel_rows(self, cosine: float) -> Float64[np.ndarray, "n n"]:
         """Returns the covariances for the rows w and w, or w and -w."""
-        # The square of u + u' is multiplied out, so that the cross terms are one product.
+        # The square of u + u' is expanded, so that the cross terms are one matrix product.
         tilted = excess_of_rho(self._parameters) / 4 * self._sums
         own, cross = np.sum(tilted * self._sums, axis=1), tilted @ self._sums.T
         exponent = own[:, None] + own + cosine * (self._gram + 2 * cross)
         return np.expm1(np.sum(log_inflation(self._parameters, 1)) + exponent)
 
     def of_degrees(self, relation: NormRelation) -> Float64[np.ndarray, "degrees n n"]:
-        """Returns N_k P_k(cos(u, u')) E psi_k psi_k' for each degree k, at k = 0 less 1."""
-        # At a distance of 0 only degree 0 counts, so that the cosine does not matter.
+        """Returns N_k P_k(cos(u, u')) E psi_k psi_k' for each degree k, minus 1 at k = 0."""
+        # At a distance of 0 only degree 0 contributes, so the cosine does not matter.
         lengths = np.sqrt(np.where(self._squares > 0, self._squares, 1))
         cosines = np.clip(self._gram / np.outer(lengths, lengths), -1, 1)
         return gegenbauer(cosines, self.dim, self.degrees) * self._radial_products(relation)
 
     def _radial_products(self, relation: NormRelation) -> Float64[np.ndarray, "degrees n n"]:
-        """Returns N_k E psi_k psi_k' for each degree k, at k = 0 less 1."""
+        """Returns N_k E psi_k psi_k' for each degree k, minus 1 at k = 0."""
         distances = np.sqrt(self._squares)
         if relation == "independent":
             values = mean_coefficients(distances, self.dim, self.degrees)[:, None]
@@ -190,7 +191,7 @@ def is_parallel(pair: Pairs, norms: Norms) -> bool:
 def _centered_products(
     values: Radial, others: Radial, weights: Nodes
 ) -> Float64[np.ndarray, "degrees n n"]:
-    """Returns weighted symmetric products, at degree 0 less the product of the means."""
+    """Returns weighted symmetric products, minus the product of the means at degree 0."""
     products = np.swapaxes(values, 1, 2) @ (weights[:, None] * others)
     products = (products + np.swapaxes(products, 1, 2)) / 2
     means = weights @ (values[0] + others[0]) / 2

@@ -61,7 +61,7 @@ def small_distance_prefactor(
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
 
     Returns:
-      The limit as a float64 number, to an error of 2e-16.
+      The limit as a float64 number, with an error of at most 2e-16.
 
     Raises:
       TypeError: If ``num_features`` or ``dim`` is not an integer.
@@ -81,7 +81,7 @@ def small_distance_prefactor(
     num_features = checks.positive_int("num_features", num_features)
     rows = coupled_rows(num_features, num_features if dim is None else dim, coupling, block)
     if features == "positive":
-        # The slope is -1 if all row blocks are whole simplices, so that 1 + slope is exactly 0.
+        # The slope is -1 if all row blocks are whole simplices, so 1 + slope is exactly 0.
         slope = sum(p * c for p, c, _ in rows.pairs)
         return np.float64((1 + slope) - slope * mean_norm_deficit(rows.dim))
     gain = sum(p * (1 - c**2 * rows.dim) for p, c, _ in rows.pairs)
@@ -92,7 +92,7 @@ def mean_norm_deficit(dim: int) -> float:
     r"""Returns :math:`1 - \mu^2 / d`, the variance of a row's norm divided by d.
 
     The result has full relative accuracy. The recurrence :math:`\mu_d\, \mu_{d+1} = d` raises d
-    until 1/d is small enough for a series of the logarithm in 1/d.
+    until a series of the logarithm in 1/d converges fast enough.
 
     Args:
       dim: Dimension d.
@@ -123,8 +123,8 @@ def asymptotic_ratio(
         = 1 - \frac Pd \left(\frac{z^2/2}{\sinh(z^2/2)}\right)^2, \qquad z = |x - y|.
 
     The approximation holds to the leading order in 1/d; ``mse_ratio`` is exact. P = m - 1 for one
-    row block, that is for :math:`m \le d`. For more row blocks,
-    :math:`P = \sum_b r_b (r_b - 1) / m` over the row blocks b of :math:`r_b` rows.
+    row block, that is, for :math:`m \le d`. For more row blocks, :math:`P = \sum_b r_b (r_b - 1) /
+    m` over the row blocks b of :math:`r_b` rows.
 
     Args:
       z: Distances :math:`|x - y|`, any shape, at least 0.
@@ -190,13 +190,13 @@ def orthogonality_gap(
       num_features: Number of rows m of the projection.
       dim: Dimension d.
       features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
-      kernel: Kernel that trigonometric features estimate. The formula is that of the Gaussian one,
-        and other kernels have the covariance in ``theory.oscillating``.
+      kernel: Kernel that trigonometric features estimate. The formula is for the Gaussian kernel;
+        other kernels use the covariance of ``theory.oscillating``.
 
     Returns:
       float64 array of the shape of ``distance``. It is accurate to 12 digits, or to an error of
       1e-15 for trigonometric features beyond z = 1.5. The gap of positive and hyperbolic features
-      is infinite where e^(v^2) overflows, that is for v > 26.6.
+      is infinite where e^(v^2) overflows, that is, for v > 26.6.
 
     Raises:
       TypeError: If ``num_features`` or ``dim`` is not an integer, or ``distance`` is not real.

@@ -78,13 +78,14 @@ def kernel_mse(
         ``"cross_polytope"``, row blocks of 2d rows that are +- pairs of d orthogonal directions.
       features: Feature map: ``"positive"``, ``"hyperbolic"`` or ``"trigonometric"``.
       kernel: Kernel that is estimated: ``"gaussian"``, ``"softmax"``, or for trigonometric features
-        a ``ScaleMixture`` such as ``simrf_jax.kernels.Matern(1.5)``. Where its norms have
-        heavy tails, errors of a few rows of stratified norms have two to three digits.
+        a ``ScaleMixture`` such as ``simrf_jax.kernels.Matern(1.5)``. If its norms have heavy tails,
+        the result for a few rows with stratified norms is accurate to only two or three digits.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
       log: If true, return the logarithm, which does not overflow.
       norms: Joint law of the row norms, each of which has the distribution function F of the
         kernel, that of the chi law with d degrees of freedom for the Gaussian and softmax kernels.
-        Trigonometric features know no fixed norms, and other features no ``"stratified"`` ones.
+        Trigonometric features do not support fixed norms, and other features do not support
+        ``"stratified"``.
 
         * ``"chi"``: independent norms.
         * ``"antithetic"``: two consecutive rows of a row block have F(a) + F(a') = 1. In a
@@ -98,7 +99,7 @@ def kernel_mse(
           total weight d / (d + 2). One row of zeros has the rest. The estimate has a small bias,
           which ``relative_bias`` returns.
       parameter: Parameter A < 1/8 of optimal positive features, broadcastable to the leading shape.
-        0 stands for positive (or hyperbolic) features as such; see ``optimal_parameter``.
+        0 gives plain positive (or hyperbolic) features; see ``optimal_parameter``.
 
     Returns:
       float64 array of the broadcast leading shape. At x = -y (x = y for trigonometric features) the
@@ -108,8 +109,8 @@ def kernel_mse(
       TypeError: If ``num_features`` is not an integer, x or y is not real, or ``log`` is not
         Boolean.
       ValueError: If a name is unknown, the coupling has no closed form or needs a larger dimension,
-        ``kernel``, ``norms`` or ``parameter`` does not fit the others, ``num_features`` is less
-        than 1, or the shapes do not match.
+        ``kernel``, ``norms`` or ``parameter`` does not fit the other arguments, ``num_features`` is
+        less than 1, or the shapes do not match.
 
     Example:
       >>> import numpy as np
@@ -174,7 +175,7 @@ def mse_ratio(
     parameter: ArrayLike = 0.0,
     kernel: ScaleMixture = GAUSSIAN,
 ) -> Float64[np.ndarray, "*shape"] | np.float64:
-    r"""Returns the ratio of two couplings' mean squared errors, which depends on one distance only.
+    r"""Returns the ratio of two couplings' mean squared errors, which depends only on one distance.
 
     .. math::
         \frac{\mathrm{MSE}_\text{coupling}}{\mathrm{MSE}_\text{baseline}}, \qquad
@@ -205,7 +206,7 @@ def mse_ratio(
     Raises:
       TypeError: If ``num_features`` or ``dim`` is not an integer, or ``v`` is not real.
       ValueError: If a name is unknown, a coupling has no closed form or needs a larger dimension,
-        ``norms`` or ``parameter`` does not fit the others, or a number is out of range.
+        ``norms`` or ``parameter`` does not fit the other arguments, or a number is out of range.
 
     Example:
       >>> import numpy as np, simrf_jax
@@ -261,8 +262,8 @@ def hybrid_mse(
         E\hat\lambda^2 = a^2 + \frac{a (1 - a)}{n}, \qquad a = \frac{\theta_{x,y}}{\pi},
 
     Here :math:`\hat\lambda` is the estimate of the weight from n random vectors, and
-    :math:`\theta_{x,y}` is the angle between x and y, which counts as a right angle if x or y is 0.
-    :math:`E(1 - \hat\lambda)^2` is the same expression with 1 - a in place of a. Both base
+    :math:`\theta_{x,y}` is the angle between x and y, which is taken as a right angle if x or y is
+    0. :math:`E(1 - \hat\lambda)^2` is the same expression with 1 - a in place of a. Both base
     estimators and the weight are independent of each other, as ``draw_bipolar_projection`` draws
     them. The formula then holds for any coupling of the rows of each base estimator.
 
@@ -322,34 +323,34 @@ def _checked_parameter(
     array = arguments.parameter(parameter, rows.norms)
     if features == "trigonometric" and (rows.norms in FIXED_NORMS or np.any(array)):
         raise ValueError(
-            "features='trigonometric' has closed forms for random norms and parameter=0 only, got "
+            "features='trigonometric' has closed forms only for random norms and parameter=0, got "
             f"norms={rows.norms!r} and parameter={array}."
         )
     return array
 
 
 def checked_kernel(kernel: Kernel | ScaleMixture, features: Features) -> ScaleMixture:
-    """Returns the kernel that says the law of the norms, after checking it."""
+    """Returns the kernel that determines the law of the norms, after checking it."""
     checks.one_of("features", features, FEATURES)
     if not isinstance(kernel, ScaleMixture):
         checks.one_of("kernel", kernel, KERNELS)
         return GAUSSIAN
     if features != "trigonometric" and kernel != GAUSSIAN:
         raise ValueError(
-            f"features={features!r} estimate the Gaussian and the softmax kernel only, got kernel="
+            f"features={features!r} estimate only the Gaussian and the softmax kernel, got kernel="
             f"{kernel}; features='trigonometric' estimate it."
         )
     return kernel
 
 
 def _is_oscillating(rows: Rows, features: Features, kernel: ScaleMixture) -> bool:
-    """Returns whether the error is one that only ``oscillating`` knows."""
+    """Returns whether only ``oscillating`` computes this error."""
     is_plain = kernel == GAUSSIAN and rows.norms == "chi"
     return features == "trigonometric" and not is_plain
 
 
 def _is_plain(rows: Rows, parameter: Float64[np.ndarray, "*shape"]) -> bool:
-    """Returns whether the error is a multiple of that of iid rows by ``series``."""
+    """Returns whether ``series`` computes the ratio of this error to that of iid rows."""
     return rows.norms not in FIXED_NORMS and not np.any(parameter)
 
 
@@ -363,7 +364,7 @@ def _ratio_to_iid(
             return trigonometric_ratio(t, rows)
         return positive_series(t, rows, even=features == "hyperbolic")
 
-    # Without coupled pairs the ratio is 1 to the last digit.
+    # Without coupled pairs the ratio is exactly 1.
     is_coupled = rows.pairs or rows.norms == "stratified"
     return np.piecewise(t, [~np.isnan(t)], [ratio if is_coupled else 1.0, np.nan])
 

@@ -39,11 +39,11 @@ def optimal_directions(norms: ArrayLike, v: float, dim: int) -> OptimalDirection
         {}_0F_1\!\left(; \tfrac d2; \tfrac{v^2 |a_i s_i + a_j s_j|^2}{4}\right)
 
     This minimum is the benchmark for couplings that may depend on the norms: no coupling does
-    better at this v. The method is too slow for use, and its solution depends on v, hence on the
-    pair x, y.
+    better at this v. The method is too slow for practical use, and its solution depends on v, hence
+    on the pair x, y.
 
-    The problem is convex in the cosines of the angles between the rows. The function solves it in
-    the directions, by L-BFGS from both the ``simplex`` and the ``simplex_plus`` directions, so that
+    The problem is convex in the cosines of the angles between the rows. The function optimizes the
+    directions by L-BFGS, starting from both the ``simplex`` and the ``simplex_plus`` directions, so
     the result is never worse than either.
 
     Args:
@@ -93,7 +93,7 @@ def against_the_rest(
 ) -> Directions:
     """Computes ``projections.couplings.minimize_resultant`` in float64 NumPy.
 
-    From the simplex it leads to the directions of ``simplex_plus``.
+    Starting from the simplex, it returns the directions of ``simplex_plus``.
 
     Args:
       directions: Unit vectors to start from.
@@ -128,7 +128,7 @@ def descent(
 
     Returns:
       Unit vectors before the first iteration and after each. The first are ``start``, and the last
-      are the local minimum. The path is ``start`` alone if its log conformity is not positive and
+      are the local minimum. The path is only ``start`` if its log conformity is not positive and
       finite.
     """
     scale = float(log_conformity_of_rows(v, norms[:, None] * start, dim=dim))
@@ -143,7 +143,7 @@ def descent(
         value, gradient = _log_conformity_and_gradient(norms[:, None] * s, v, dim)
         gradient = norms[:, None] * gradient
         tangent = gradient - s * np.sum(gradient * s, axis=1, keepdims=True)
-        # Dividing by the value at the start gives the tolerances the same meaning at every v.
+        # Dividing by the initial value gives the tolerances the same meaning at every v.
         return value / scale, (tangent / lengths).ravel() / scale
 
     way = [start.ravel()]
@@ -156,7 +156,7 @@ def descent(
 
 
 def _log_conformity_and_gradient(rows: Directions, v: float, dim: int) -> tuple[float, Directions]:
-    """Returns the log conformity of rows and its gradient by the rows."""
+    """Returns the log conformity of rows and its gradient with respect to the rows."""
     x = v**2 * squared_resultants(rows) / 4
     log_terms = log_hyp0f1(dim / 2, x)
     value = log_mean_exp(log_terms)

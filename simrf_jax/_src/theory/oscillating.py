@@ -1,7 +1,7 @@
 r"""Mean squared errors of trigonometric features for every kernel, coupling and law of norms.
 
 Let :math:`z = |x - y|`, let s be the scale of the kernel, :math:`K(z) = E e^{-s z^2 / 2}`, and
-:math:`q = s z^2 / 2`. The cosines of two rows at the cosine c have the covariance
+:math:`q = s z^2 / 2`. The cosine features of two rows at the cosine c have the covariance
 
 .. math::
     \tfrac12 K(z \sqrt{2 + 2c}) + \tfrac12 K(z \sqrt{2 - 2c}) - K(z)^2
@@ -15,7 +15,7 @@ independent, it is the Gegenbauer series of ``harmonics`` at imaginary distances
     G_n(q) = \frac{q^n}{\Gamma(n)} \int_0^1 y^{n + d/2 - 1} (1 - y)^{n - 1} e^{-q y}\, dy.
 
 These forms keep their digits at small distances. All averages over s are one integral over
-:math:`\log q`, in which the kernel enters by its density alone: the nodes are the same for all
+:math:`\log q`, in which the kernel enters only through its density: the nodes are the same for all
 distances and kernels.
 
 Antithetic and stratified norms are averaged over the norms themselves. A row of the norm a has
@@ -46,13 +46,13 @@ from simrf_jax._src.theory.quadrature import Nodes, Vector, over_chunks, sum_by_
 
 _LEAST, _MOST = -60.0, 80.0  # Range of log q.
 _DEGREES = 256  # Terms of the series.
-_NODES = 256  # Nodes of the integral over y, and a quarter of them from degree 8 on.
-# Ratios at 0 are those at this distance. Averages over norms lose digits below it.
+_NODES = 256  # Nodes of the integral over y; a quarter as many from degree 8 on.
+# The ratio at 0 is computed at this distance. Averages over norms lose digits below it.
 _SMALLEST = {"chi": 1e-8, "shared": 1e-8, "pair": 1e-8, "antithetic": 1e-4}
 _LARGEST = 1e8
 _PAIRED = 1280  # Nodes of antithetic norms.
 _LONGEST = 120  # Nodes of the stratum of the longest rows.
-_LARGEST_NORMAL = 8.5  # Beyond it are less than 1e-17 of all norms.
+_LARGEST_NORMAL = 8.5  # Less than 1e-17 of all norms lie beyond it.
 
 
 def trigonometric_mse(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
@@ -79,7 +79,7 @@ def trigonometric_ratio(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
 
 
 def trigonometric_gap(t: Vector, rows: Rows, kernel: ScaleMixture) -> Vector:
-    """Returns the mean squared error of iid rows minus that of coupled ones.
+    """Returns the mean squared error of iid rows minus that of coupled rows.
 
     Args:
       t: Squared distances, at least 0.
@@ -108,10 +108,10 @@ def pair_covariances(
 def _over_chunks(
     function: Callable[[_Covariances], Vector], t: Vector, rows: Rows, kernel: ScaleMixture
 ) -> Vector:
-    """Returns a function of the covariances at some squared distances, in bounded memory."""
+    """Evaluates a function of the covariances at squared distances, in bounded memory."""
     of_scales = 1 if kernel == GAUSSIAN else _log_q(kernel.step).size
     of_norms = {"antithetic": _PAIRED, "stratified": _LONGEST**2}.get(rows.norms, 1)
-    width = max(of_scales, of_norms)  # Of temporary arrays for each distance.
+    width = max(of_scales, of_norms)  # Size of temporary arrays for each distance.
     return over_chunks(lambda t: function(_Covariances(t, rows, kernel)), t, width)
 
 
@@ -142,7 +142,7 @@ class _Covariances:
         return sum((pair.weight * self.of(pair) for pair in pairs), np.zeros_like(self._z))
 
     def of(self, pair: Pairs) -> Vector:
-        """Returns the covariance for two rows of this kind, whatever the weight of the pairs."""
+        """Returns the covariance for two rows of this kind, without the weight of the pairs."""
         if pair.norms == "equal":
             cosine = abs(pair.cosine)
             difference = np.exp(-(1 - cosine) * self._q) * -np.expm1(-2 * cosine * self._q)
@@ -182,9 +182,9 @@ class _Covariances:
         polynomials = gegenbauer(np.array(cosine), self._dim, 2 * _DEGREES)[2::2, None]
         terms = polynomials * self._mean_coefficients**2
         n = np.arange(1.0, _DEGREES + 1)
-        if abs(cosine) < 1:  # The terms change their signs, and a smooth end is exact to rounding.
+        if abs(cosine) < 1:  # The signs alternate, and a smooth cutoff is exact to rounding.
             return special.erfc((n - 0.75 * _DEGREES) / (_DEGREES / 14)) / 2 @ terms
-        # The terms fall like a power of n, whose sum beyond the last follows from Euler-Maclaurin.
+        # The terms fall like a power of n; Euler-Maclaurin gives the sum of the remaining ones.
         last, half = terms[-1], terms[_DEGREES // 2 - 1]
         with np.errstate(divide="ignore", invalid="ignore"):
             power = np.log2(half / last)
@@ -217,7 +217,7 @@ class _Covariances:
 
     @functools.cached_property
     def _strata(self) -> list[tuple[Nodes, Nodes]]:
-        """Norms in each stratum, and their weights, which add up to 1 in each."""
+        """Norms in each stratum, and their weights, which add up to 1 in each stratum."""
         edges = special.ndtri(np.arange(self._num_rows + 1) / self._num_rows)
         edges = np.clip(edges, -_LARGEST_NORMAL, _LARGEST_NORMAL)
         # The cosines of the longest rows oscillate.
@@ -231,7 +231,7 @@ class _Covariances:
 
     @functools.cached_property
     def _means_of_strata(self) -> tuple[Vector, Vector]:
-        """The mean of 1 - cos, and the mean over strata of the squares of its means in them."""
+        """The mean of 1 - cos, and the mean over strata of its squared mean in each stratum."""
         means = np.stack(
             [weights @ self._deficit(norms[:, None]) for norms, weights in self._strata]
         )
@@ -252,7 +252,7 @@ def _coefficients(q: Vector, dim: int) -> Float64[np.ndarray, "degrees n"]:
     log_n = log_multiplicities(dim, 2 * _DEGREES)[2::2] / 2
     result = np.empty((_DEGREES, q.size))
     for n in range(1, _DEGREES + 1):
-        # In the logit of y the integrand is log-concave, with slopes n + d/2 and -n far away.
+        # In the logit of y the integrand is log-concave, with tail slopes n + d/2 and -n.
         a, b = n + dim / 2, 2 * n + dim / 2 + q
         peak = 2 * a / (b + np.sqrt(b**2 - 4 * q * a))
         width = (peak * (1 - peak) * (2 * n + dim / 2 + q * (1 - 2 * peak))) ** -0.5

@@ -1,4 +1,4 @@
-"""Pairs of rows of a projection that depend on each other: their number, angle and norms."""
+"""Coupled pairs of rows of a projection: their number, angle and norms."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ANTIPODES = Pairs(1.0, -1.0, "equal")
 
 
 class Rows(NamedTuple):
-    """Rows of a projection, as far as errors depend on them.
+    """Properties of the rows of a projection on which errors depend.
 
     Attributes:
       num_rows: Number of rows, without a row of zeros.
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
 
     @property
     def weight(self) -> float:
-        """Total weight of the rows; a row of zeros has the rest."""
+        """Total weight of the rows; a row of zeros has the remaining weight."""
         is_fixed = self.norms in FIXED_NORMS
         return self.dim / squared_norm(self.norms, self.dim) if is_fixed else 1.0
 
@@ -86,7 +86,7 @@ def coupled_rows(
       coupling: Coupling of the rows, which needs a closed form; ``"iid"`` has no coupled pairs.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``draw_projection``.
       norms: Law of the norms. Fixed norms count as equal.
-      has_strata: True if the caller knows errors for stratified norms.
+      has_strata: True if the caller supports stratified norms.
 
     Returns:
       ``Rows`` with one entry of ``pairs`` for each angle and relation of norms.
@@ -106,7 +106,7 @@ def coupled_rows(
     arguments.norm_law(norms, coupling)
     if norms == "stratified" and not has_strata:
         raise ValueError(
-            "norms='stratified' has closed forms for trigonometric features only. Estimate other "
+            "norms='stratified' has closed forms only for trigonometric features. Estimate other "
             "errors by Monte Carlo."
         )
     if norms == "radau":
@@ -139,8 +139,8 @@ def _kinds(block: RowBlock | CrossPolytope, norms: Norms) -> dict[Kind, int]:
         cosine = block.cosine
         return {(cosine, relation): pairs - antithetic, (cosine, "antithetic"): antithetic}
     antipodal = 2 * (rows // 2)
-    # Rows 4i and 4i + 1 have one norm, and rows 4i + 2 and 4i + 3 its antithetic one. Three rows
-    # at the end are a +- pair and a single row.
+    # Rows 4i and 4i + 1 share a norm, and rows 4i + 2 and 4i + 3 share its antithetic one. Three
+    # rows at the end are a +- pair and a single row.
     antithetic = 8 * (rows // 4) + (4 if rows % 4 == 3 else 0) if norms == "antithetic" else 0
     return {
         (-1.0, relation if norms in ("chi", "stratified") else "equal"): antipodal,
@@ -150,7 +150,7 @@ def _kinds(block: RowBlock | CrossPolytope, norms: Norms) -> dict[Kind, int]:
 
 
 def squared_norm(norms: Norms, dim: int) -> float:
-    """Returns the square of the norm of all rows, other than a row of zeros.
+    """Returns the squared norm of all rows except a row of zeros.
 
     Args:
       norms: A law of ``FIXED_NORMS``.

@@ -8,8 +8,8 @@ parameter A < 1/8. One row estimates the kernel, relative to its value, by
     w \sim N(0, I), \quad |u| = v = |x + y|,
 
 which has mean 1. With :math:`\rho = 1 / (1 - 8A)`, two rows of independent norms have the same
-:math:`E f f'` for every A, because the weights and the norms are then averaged out one row at a
-time. Two rows of one norm, at the angle of cosine c, have
+:math:`E f f'` for every A, because the weights and the norms are then averaged separately for each
+row. Two rows with a common norm, at an angle of cosine c, have
 
 .. math::
     E f f' = \Big(\frac{1 + \rho}{2 \sqrt\rho}\Big)^d
@@ -17,13 +17,12 @@ time. Two rows of one norm, at the angle of cosine c, have
 
 At c = 1 this is the second moment of one row, :math:`S(A) = (\dots)^d e^{\rho v^2}`.
 
-Rows of the fixed norm :math:`\sqrt d` (``norms="sqrt_dim"``) estimate another kernel. The
+Rows with the fixed norm :math:`\sqrt d` (``norms="sqrt_dim"``) estimate another kernel. The
 Gauss-Radau rule (``norms="radau"``) has rows of the norm :math:`\sqrt{d + 2}` with the total weight
-:math:`w = d / (d + 2)`, and one row of zeros with the weight 1 - w. It integrates the norm's
-powers 0, 2 and 4 exactly, so that its bias begins with :math:`v^6`. One row of the norm a has the
-mean :math:`b = {}_0F_1(; \tfrac d2; \tfrac{a^2 v^2}{4})\, e^{-v^2/2}`, and two rows at the angle of
-cosine c have :math:`C_c = {}_0F_1(; \tfrac d2; \tfrac{a^2 v^2 (1 + c)}{2})\, e^{-v^2}`. With n
-rows, hence
+:math:`w = d / (d + 2)`, and one row of zeros with the weight 1 - w. It integrates the norm's powers
+0, 2 and 4 exactly, so its bias begins with :math:`v^6`. One row of the norm a has the mean :math:`b
+= {}_0F_1(; \tfrac d2; \tfrac{a^2 v^2}{4})\, e^{-v^2/2}`, and two rows at the angle of cosine c have
+:math:`C_c = {}_0F_1(; \tfrac d2; \tfrac{a^2 v^2 (1 + c)}{2})\, e^{-v^2}`. Hence n rows have
 
 .. math::
     E \Big(\frac{\hat K}{K} - 1\Big)^2 = \big(w b + (1 - w) e^{-v^2/2} - 1\big)^2
@@ -87,7 +86,7 @@ def optimal_parameter(
     dim = checks.positive_int("dim", dim)
     phi = arguments.norms("mean_squared_distance", mean_squared_distance) / dim
     root = np.sqrt((2 * phi + 1) ** 2 + 8 * phi)
-    # Each form has no cancellation on its side.
+    # Each form avoids cancellation on its side.
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(phi < 0.5, -phi / (1 - 2 * phi + root), (1 - 2 * phi - root) / 16)[()]
 
@@ -95,7 +94,7 @@ def optimal_parameter(
 def relative_bias(
     v: ArrayLike, dim: int, *, norms: Norms
 ) -> Float64[np.ndarray, "*shape"] | np.float64:
-    r"""Returns the relative bias of positive features, the mean of the estimate over K, less 1.
+    r"""Returns the relative bias of positive features, the mean of the estimate over K, minus 1.
 
     The bias is 0 for the laws of norms that keep rows Gaussian. For the Gauss-Radau rule it is
 
@@ -137,7 +136,7 @@ def log_relative_mse(
 
     Args:
       t: Squared norms v^2.
-      parameter: Parameter A of the features, 0 for features as such and for fixed norms.
+      parameter: Parameter A of the features, 0 for plain features and for fixed norms.
       rows: Rows of the projection.
       features: Feature map.
     """
@@ -155,7 +154,7 @@ def log_relative_mse(
 
 
 def _sum_of_terms(t: Vector, parameter: Vector, rows: Rows) -> Vector:
-    """Returns m times the variance as that at A = 0 plus what A changes."""
+    """Returns m times the variance, as the value at A = 0 plus the change due to A."""
     if rows.norms in FIXED_NORMS:
         return _sum_of_terms_of_fixed_norms(t, rows)
     total = np.expm1(t) * positive_series(t, rows, even=False)
@@ -191,7 +190,7 @@ def _log_difference(t: Vector, parameter: Vector, rows: Rows) -> Vector:
     log_means = np.log(sum(pair.weight for pair in rows.kinds))
     if rows.norms in FIXED_NORMS:
         log_means += 2 * log_hyp0f1(rows.dim / 2, squared_norm(rows.norms, rows.dim) * t / 4) - t
-    # Where the variance is 0, as for one norm in one dimension, rounding must not make it negative.
+    # If the variance is 0, as for one norm in one dimension, rounding must not make it negative.
     return log_moments + np.log(-np.expm1(np.minimum(log_means - log_moments, 0)))
 
 
@@ -210,7 +209,7 @@ def _log_moment(pair: Pairs, t: Vector, parameter: Vector, rows: Rows) -> Vector
 
 
 def _exponent_of_change(t: Vector, parameter: Vector, dim: int, cosine: float) -> Vector:
-    """Returns what A adds to the log of E f f' for two rows of one norm."""
+    """Returns the term that A adds to the log of E f f' for two rows with a common norm."""
     return log_inflation(parameter, dim) + excess_of_rho(parameter) * (1 + cosine) / 2 * t
 
 
@@ -260,7 +259,7 @@ def _log_antithetic_moment(t: float, parameter: float, dim: int, cosine: float) 
 
 
 def _antithetic_change(t: float, parameter: float, dim: int, cosine: float) -> float:
-    """Returns E f f' for two rows with F(a) + F(a') = 1, less its value at A = 0."""
+    """Returns E f f' for two rows with F(a) + F(a') = 1, minus its value at A = 0."""
     norms, others, log_weights = antithetic_rule(dim, largest_norm(t, parameter, dim))
     with_tilt = np.expm1(_log_product(t, parameter, dim, cosine, norms, others))
     without = np.expm1(_log_product(t, 0.0, dim, cosine, norms, others))

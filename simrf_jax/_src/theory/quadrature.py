@@ -1,4 +1,4 @@
-"""Averages over angles and norms of rows, and what they need: a Bessel function, bounded memory."""
+"""Averages over angles and norms of rows, with a Bessel function and bounded memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Nodes: TypeAlias = Float64[np.ndarray, " nodes"]
 Rule: TypeAlias = tuple[Nodes, Nodes]
 
 _CHUNK = 2**18  # Largest size of a temporary array, which then takes 2 MiB.
-_MAX_LOG = 600.0  # The power series of 0F1 is used below this logarithm, as e^600 is finite.
+_MAX_LOG = 600.0  # The power series of 0F1 is used below this logarithm, because e^600 is finite.
 _ANGLES = 256  # Nodes of the rule over phi.
 _NORMS, _PANELS = 20, 48  # Gauss-Legendre nodes of the rules over norms in each of equal panels.
 _SPREAD = 10.0  # Beyond the peak plus this, integrands are below 1e-20 of their maximum.
@@ -55,7 +55,7 @@ def chi_rule(dim: int, peak: float, panels: int = _PANELS, start: float = 0.0) -
       dim: Dimension d.
       peak: Largest norm at which an integrand has its maximum.
       panels: Number of panels of 20 nodes.
-      start: Least norm; smaller ones are left out.
+      start: Least norm; smaller norms are ignored.
 
     Returns:
       The norms, and the logarithms of the weights, which add up to 1.
@@ -120,14 +120,14 @@ def log_hyp0f1(
 
 
 def _series(b: float, x: Vector, bound: float) -> Vector:
-    """Returns the power series without its leading 1, for logarithms of at most ``bound``."""
+    """Returns the power series without its leading 1, if its logarithm is at most ``bound``."""
     # The terms are largest where k (k + b) = x, which is before k = bound.
     num_terms = int(bound + 12 * np.sqrt(bound) + 30)
     return sum_by_ratios(x / b, lambda k: x / ((k + 2) * (b + k + 1)), num_terms)
 
 
 def sum_by_ratios(first: Vector, ratio: Callable[[int], Vector], num_terms: int) -> Vector:
-    """Returns the sum of a first term and of others that follow from the one before.
+    """Returns the sum of a series from its first term and the ratios of successive terms.
 
     Args:
       first: The first term.
@@ -161,7 +161,7 @@ def _uniform_expansion(order: float, z: Vector) -> Vector:
 
 
 def over_chunks(function: Callable[[Vector], Vector], values: Vector, width: int) -> Vector:
-    """Applies a vectorized function to an array in chunks, so that its memory is bounded.
+    """Applies a vectorized function to an array in chunks, to bound its memory.
 
     Args:
       function: Vectorized function of an array ``[n]`` that returns an array ``[n]``.

@@ -1,7 +1,7 @@
 """The resultant (the sum) of a pair of rows: the density of its length, and the conformity.
 
-The conformity is the expected product of the exponentials of the two rows. The pair is coupled, and
-the mean is over all draws, or the rows are given, such as those of one draw.
+The conformity is the expected product of the exponentials of the two rows. Either the pair is
+coupled and the mean is over all draws, or the rows are given, for example from one draw.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from simrf_jax._src.theory.pairs import coupled_rows
 from simrf_jax._src.theory.quadrature import Rule, Vector, log_hyp0f1, over_chunks, phi_rule
 from simrf_jax._src.theory.series import log_series
 
-_MAX_V = 1000.0  # The series of the conformity has v^2 terms, which take a few seconds at this v.
+_MAX_V = 1000.0  # The conformity series has v^2 terms, which take a few seconds at this v.
 _FAR = 1e100  # Lengths are clipped here, where the square is finite and the density is 0.
-_NEAR = 1e-9  # The density of antiparallel rows is even in w, so that it is the same here as at 0.
+_NEAR = 1e-9  # The density of antiparallel rows is even in w, so it is the same here as at 0.
 # Below this cosine, 1 + cosine * sin(phi) nearly vanishes at phi = pi/2, where nodes must be dense.
 _OBTUSE = -0.5
 
@@ -106,8 +106,8 @@ def log_conformity_of_rows(
         ``[...]`` of ``rows``.
       rows: Rows w, ``[..., m, coordinates]``, with m at least 2: a draw of W, or directions in a
         subspace multiplied by their norms.
-      dim: Dimension d of the space that R rotates, at least the number of coordinates, which is the
-        default.
+      dim: Dimension d of the space that R rotates, at least the number of coordinates (the
+        default).
 
     Returns:
       float64 array of the broadcast leading shape, to 14 digits. It does not overflow.
@@ -176,7 +176,7 @@ def resultant_norm_pdf(
     coupling: PairCoupling | None = None,
     cosine: float | None = None,
 ) -> Float64[np.ndarray, "*shape"] | np.float64:
-    r"""Returns the density of the resultant's length :math:`w = |w_i + w_j|` of a pair of rows.
+    r"""Returns the density of the length :math:`w = |w_i + w_j|` of a pair's resultant.
 
     .. math::
         p(w) = E_\phi \frac{1}{a} p_{\chi_{2d}}\!\left(\frac wa\right), \qquad
@@ -186,7 +186,7 @@ def resultant_norm_pdf(
     proportional to :math:`\sin^{d-1}\phi` on :math:`[0, \pi]`. The cosine is :math:`-1/(d-1)` for
     the rows of a simplex row block of d rows. It is 0 for orthogonal rows, whose w has the law
     :math:`\chi_{2d}`. For iid rows :math:`w / \sqrt 2` has the law :math:`\chi_d`. A coupling that
-    makes the resultant shorter has less conformity.
+    makes the resultant shorter has lower conformity.
 
     Args:
       w: Lengths of the resultant, any shape, at least 0.
@@ -256,8 +256,8 @@ def _log_pdf(w: Vector, dim: int, cosine: float) -> Vector:
 def _obtuse_rule(dim: int, cosine: float) -> Rule:
     """Returns log a and the log weights at angles that are dense at both ends, for c near -1."""
     # This is the trapezoidal rule in x, the logit of (pi/2 - phi) / (pi/2). The peaks of the
-    # integrand are as narrow as 0.5 / sqrt(dim) in x, wherever they are, and the error of the rule
-    # is e^{-20 (width / step)^2}.
+    # integrand have a width of at least 0.5 / sqrt(dim) in x, and the error of the rule is e^{-20
+    # (width / step)^2}.
     x = np.arange(-40, 30, min(0.1, 0.35 / np.sqrt(dim)))
     from_right_angle = np.pi / 2 * special.expit(x)
     log_sines = np.log(np.sin(np.pi / 2 * special.expit(-x)))

@@ -1,4 +1,4 @@
-r"""Power series of conformities, and of the mean squared errors of coupled relative to iid rows.
+r"""Power series of conformities, and of mean squared errors of coupled rows relative to iid rows.
 
 For a pair of rows at a fixed cosine :math:`c`, :math:`|w_i + w_j|^2 = r^2 (1 + c \sin\phi)` with
 :math:`r \sim \chi_{2d}` independent of :math:`\phi`, whose density is proportional to
@@ -24,8 +24,8 @@ parts of these, :math:`V_k = 2^{k-1} - 1` and :math:`E_k = (I_k(c) + I_k(-c)) / 
 features have the series of hyperbolic features at :math:`-t`, with :math:`t = z^2`.
 
 The ratio to iid is thus a mean of the ratios :math:`q_k` of single degrees, with positive weights.
-Nothing is subtracted beyond the :math:`q_k`, neither at small :math:`t`, where both errors vanish,
-nor at large :math:`t`, where both overflow.
+Apart from the :math:`q_k`, there is no subtraction, neither at small :math:`t`, where both errors
+vanish, nor at large :math:`t`, where both overflow.
 
 The conformity of trigonometric features is a characteristic function, whose absolute value is at
 most 1. At large distances the direct difference of conformities therefore keeps its digits, where
@@ -58,20 +58,20 @@ _TAIL_FROM = 90.0  # The asymptotic series of kummer is used from this y on.
 
 
 def log_series(t: Vector, dim: int, cosine: float) -> Vector:
-    """Returns the logarithm of the conformity rho_c(t), from as many terms as count.
+    """Returns the logarithm of the conformity rho_c(t), from all significant terms.
 
     Args:
       t: Squared norms v^2, at least 0.
       dim: Dimension d.
       cosine: Cosine c of the angle between the rows.
     """
-    # r_k falls with k, and I_k grows by a factor of at most 1 + max(c, 0) per step, so that the
-    # largest term is at or before k = peak.
+    # r_k falls with k, and I_k grows by a factor of at most 1 + max(c, 0) per step, so the largest
+    # term is at or before k = peak.
     peak = np.max(t, initial=0.0) * (1 + max(cosine, 0.0))
     log_moments = log_relative_moments(dim, cosine, int(peak + 12 * np.sqrt(peak) + 60))
     k = np.arange(1.0, log_moments.size)
     log_coefficients = log_moments[1:] - special.gammaln(k + 1)
-    # The sum leaves out its leading 1, which would swallow the digits of a small log rho.
+    # The sum omits its leading 1, which would absorb the digits of a small log rho.
     with np.errstate(divide="ignore"):
         return np.logaddexp(0, log_powers(np.log(t), k, log_coefficients))
 
@@ -169,7 +169,7 @@ def _degree_ratios(rows: Rows, even: bool) -> Float64[np.ndarray, " degrees"]:
 
 
 def _last_ratio(rows: Rows, even: bool) -> float:
-    """Returns the limit of the ratios q_k, which is above 1 if features occur more than once."""
+    """Returns the limit of the ratios q_k, which is above 1 if features are duplicated."""
     return 1 + sum(kind.weight for kind in rows.pairs if _is_identical(kind, even))
 
 
@@ -179,7 +179,7 @@ def _is_identical(kind: Pairs, even: bool) -> bool:
 
 
 def without_rounding(ratios: Vector) -> Vector:
-    """Replaces by 0 what rounding leaves of degrees that the rows integrate exactly."""
+    """Replaces rounding errors by 0, for degrees that the rows integrate exactly."""
     return np.where(np.abs(ratios) < _ROUNDING, 0.0, ratios)
 
 
@@ -200,7 +200,7 @@ def positive_series(t: Vector, rows: Rows, *, even: bool) -> Vector:
       The ratio at each t.
     """
     ratios = _degree_ratios(rows, even)
-    # The weights are almost those of Poisson(2t). At t_max they are negligible at all degrees whose
+    # The weights are nearly those of Poisson(2t). At t_max they are negligible at all degrees whose
     # ratio differs from 1.
     t_max = ratios.size
     degrees = int(2 * t_max + 14 * np.sqrt(2 * t_max) + 60)
@@ -265,7 +265,7 @@ def _even_conformity(t: Vector, dim: int, cosine: float) -> Vector:
 
 
 def kummer(y: Float64[np.ndarray, "*shape"], dim: int) -> Float64[np.ndarray, "*shape"]:
-    r"""Returns :math:`{}_1F_1(d; d/2; -y)` to an absolute error of 1e-15 or less.
+    r"""Returns :math:`{}_1F_1(d; d/2; -y)` with an absolute error of at most 1e-15.
 
     Kummer's transformation turns the function into a Poisson average of numbers :math:`g_k` of
     absolute value at most 1, whose signs alternate up to k = d/2,

@@ -1,4 +1,4 @@
-"""The base class of the Linen adapters: it reads the calls of Flax, and keeps the cache."""
+"""The base class of the Linen adapters: it reads Flax's calls and keeps the cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from simrf_jax._src.integrations.flax_attention import Request
 
 
 class Adapter(nn.Module):
-    """A mechanism of attention with its cache, which Flax calls as an ``attention_fn``.
+    """An attention mechanism with its cache, which Flax calls as an ``attention_fn``.
 
     Subclasses have the fields ``is_causal``, ``masks``, ``decode``, ``shared`` and
     ``sequence_axis``, those of ``Drawing``, and ``feature_map`` or ``feature_maps``.
@@ -42,7 +42,7 @@ class Adapter(nn.Module):
         shown = flax_repr.shown_fields(fields, defaults)
         return f"{type(self).__name__}({', '.join(f'{name}={x}' for name, x in shown.items())})"
 
-    # Flax's attention passes those of its keywords that stand in this signature, and drops others.
+    # Flax's attention passes only keywords that appear in this signature, and drops others.
     @nn.compact
     def __call__(
         self,
@@ -76,13 +76,13 @@ class Adapter(nn.Module):
           query: ``[..., T, N, H]``.
           key: ``[..., S, K, H]``.
           value: ``[..., S, K, D]``.
-          mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; of the kind
-            that the field ``masks`` names. Other values raise where they are known. Under ``jit``
-            they make the output of their sequence and head NaN, and the logger ``simrf_jax`` says
+          mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; of the kind that
+            the field ``masks`` names. Other values raise if they are known. Under ``jit`` they turn
+            the output of their sequence and head into NaN, and the logger ``simrf_jax`` explains
             why.
           bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
           scale: Multiplies the logits; by default :math:`1/\sqrt H`.
-          is_causal: True lets query t attend only to keys s <= t, also if the field is False.
+          is_causal: True lets query t attend only to keys s <= t, even if the field is False.
           query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
           key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
           segment_ids: Integers ``[..., T]`` of packed sequences; not with ``decode``.
@@ -90,11 +90,11 @@ class Adapter(nn.Module):
           dropout_rate: Refused unless it is 0 or the call is deterministic.
           broadcast_dropout: Not used: there is no dropout.
           deterministic: True turns dropout off.
-          dtype: Type to compute in; by default that of the query, key and value together.
-          precision: Any ``jax.lax.Precision``; all give the same result, since float32 products
-            have the highest in any case. An algorithm for the products is refused.
+          dtype: Computation dtype; by default the common dtype of query, key and value.
+          precision: Any ``jax.lax.Precision``; all give the same result, because float32 products
+            always have the highest. An algorithm for the products is refused.
           module: Refused unless it is None: there are no attention weights to sow.
-          force_fp32_for_softmax: Not used: exponentials are float32 at least.
+          force_fp32_for_softmax: Not used: exponentials are at least float32.
           qk_attn_weights_einsum: Refused unless it is None: there are no attention weights.
           attn_weights_value_einsum: Refused unless it is None: there are no attention weights.
 
@@ -136,7 +136,7 @@ class Adapter(nn.Module):
         return self._step(mechanism, request)
 
     def _observe(self, request: Request, mechanism: Any) -> None:
-        """Adds to what ``calibrate``, ``distillation_loss`` or ``attention_report`` asks for."""
+        """Updates the variables of ``calibrate``, ``distillation_loss`` or ``attention_report``."""
 
     def _check_fields(self) -> None:
         checks.boolean("shared", self.shared)
@@ -148,9 +148,9 @@ class Adapter(nn.Module):
         )
 
     def _step(self, mechanism: Mechanism, request: Request) -> jax.Array:
-        """Attends to the tokens in the cache and to those of a call, and adds these to it."""
+        """Attends to the tokens in the cache and those of a call, and updates the cache."""
         if self.is_initializing():
-            # As in Flax's own attention, the call that makes the cache does not count.
+            # As in Flax's own attention, the tokens of the call that makes the cache do not count.
             empty = mechanism.init_for(request.call)
             self.variable("cache", "state", lambda: empty)
             return flax_attention.step(mechanism, empty, request)[0]
@@ -159,8 +159,8 @@ class Adapter(nn.Module):
                 "decode=True needs a cache: make an empty one, "
                 'cache = jax.jit(model.init)(jax.random.key(0), tokens)["cache"], and call '
                 'model.apply({**variables, "cache": cache}, tokens, mutable=["cache"]). Where the '
-                "layer is in a lifted transformation, it must know the collection too, as nn.scan "
-                'by variable_axes={"cache": 0}.'
+                "layer is in a lifted transformation, it must handle the collection too, as "
+                'nn.scan does with variable_axes={"cache": 0}.'
             )
         if not self.is_mutable_collection("cache"):
             raise ValueError(
@@ -172,27 +172,27 @@ class Adapter(nn.Module):
         return out
 
     def _drawing(self) -> flax_drawing.Drawing:
-        """Returns what the fields say about the draw of W."""
+        """Returns the fields that determine the draw of W."""
         return flax_drawing.Drawing(
             self.coupling, self.block, self.rotation, self.norms, self.num_weights
         )
 
     def _drawn(self, name: str, draw: Callable[[], Any]) -> Any:
-        """Returns what the collection ``random_features`` holds, drawn when it is made."""
+        """Returns an entry of the collection ``random_features``, drawn when it is created."""
         collection = "random_features"
         if not self.has_variable(collection, name) and not self.is_mutable_collection(collection):
             raise ValueError(
                 f"{'/'.join(self.path) or type(self).__name__}: the variables lack the collection "
-                "random_features, which holds W. A trainer that keeps init(...)['params'] alone "
-                "loses it: keep the collection beside the parameters, and call model.apply("
+                "random_features, which holds W. A trainer that keeps only init(...)['params'] "
+                "loses it: keep the collection next to the parameters, and call model.apply("
                 '{"params": params, "random_features": random_features}, ...). Where the layer is '
-                "in a lifted transformation, it must know the collection too, as nn.scan by "
-                'variable_axes={"params": 0, "random_features": 0}.'
+                "in a lifted transformation, it must handle the collection too, as nn.scan does "
+                'with variable_axes={"params": 0, "random_features": 0}.'
             )
         return self.variable(collection, name, draw).value
 
     def _key(self) -> jax.Array:
-        """Returns a typed key to draw W from."""
+        """Returns a typed key for the draw of W."""
         key = self.make_rng("features")
         if jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
             return key

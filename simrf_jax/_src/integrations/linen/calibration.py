@@ -28,27 +28,28 @@ def calibrate(
 ) -> dict[str, Any]:
     """Calibrates all adapters of a model, in one pass over some batches.
 
-    The adapters are those made with ``feature_map="calibrated"`` or ``"learned"``. Each sums the
-    means and covariances of its queries and keys, in memory that does not depend on the number of
-    batches, and then fits its feature map as ``simrf_jax.calibrate`` does. During the pass, the
-    adapters compute with the maps that they have, from the calibration before or plain positive
-    features.
+    The adapters are those created with ``feature_map="calibrated"`` or ``"learned"``. Each
+    accumulates the means and covariances of its queries and keys, in memory that does not depend on
+    the number of batches, and then fits its feature map as ``simrf_jax.calibrate`` does. During the
+    pass, the adapters compute with their current maps, from the previous calibration or plain
+    positive features.
 
     W is turned with the axes of the fit, so that features change no more than the data did. Rows of
-    learned features are turned likewise, and their other parameters stay. A W that all heads share
-    stays, too.
+    learned features are turned in the same way; their other parameters do not change. A W that all
+    heads share does not change either.
 
-    The logger ``simrf_jax`` gets, at level INFO, the number of batches every ten seconds, and how
+    At level INFO, the logger ``simrf_jax`` gets the number of batches every ten seconds, and how
     well each adapter is fitted: for each key head, the mean over queries and keys of the log second
-    moment of estimates by one row of W relative to the kernel, in nats, before and after. Estimates
-    by m iid rows have a relative variance of about its exponential over m. For a bar of progress,
-    give ``tqdm.tqdm(batches)``.
+    moment of estimates from one row of W relative to the kernel, in nats, before and after.
+    Estimates from m iid rows have a relative variance of about its exponential over m. For a
+    progress bar, pass ``tqdm.tqdm(batches)``.
 
     Args:
       model: A model that holds adapters. ``nn.scan`` over layers and ``nn.vmap`` need
         ``"calibration": 0`` and ``"calibration_moments": 0`` in their ``variable_axes``.
-      variables: Variables of the model, with the collection ``calibration``, which ``init`` makes.
-      batches: Batches of the model's inputs. Take some of the training data.
+      variables: Variables of the model, with the collection ``calibration``, which ``init``
+        creates.
+      batches: Batches of the model's inputs, for example some of the training data.
       call: ``call(model, variables, batch, mutable=[...])`` returns the output and the changed
         collections, by default ``model.apply``. It is compiled by ``jax.jit``, once for each
         function.
@@ -57,13 +58,14 @@ def calibrate(
       tilt: ``"log"``, ``"mean"``, ``"isotropic"`` or None; see ``simrf_jax.calibrate``.
 
     Returns:
-      The variables with another collection ``calibration``, and with W or learned rows turned. The
-      calibration gets no gradient unless ``jax.grad`` is taken by it, and redraws do not change it.
+      The variables with a new collection ``calibration``, and with turned W or learned rows. The
+      calibration gets no gradient unless ``jax.grad`` differentiates with respect to it, and
+      redraws do not change it.
 
     Raises:
       TypeError: If center is neither True nor False, or batches is one array.
-      ValueError: If an option is unknown, no adapter has a map to calibrate, one decodes
-        or saw no tokens, or queries or keys are not finite.
+      ValueError: If an option is unknown, no adapter has a map to calibrate, an adapter decodes or
+        saw no tokens, or queries or keys are not finite.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -114,7 +116,7 @@ def calibrate(
     return fitted
 
 
-# Collection and name of each array of rows that turns with the axes of a calibration.
+# Collection and name of each array of rows that is turned with the axes of a calibration.
 ROWS = (
     ("random_features", "projection"),
     ("params", "query_rows"),
@@ -147,14 +149,14 @@ def _replaced(collection: Mapping[str, Any], path: Sequence[str], value: Any) ->
 
 
 def _turned(rows: Any, before: Calibrated, after: Calibrated) -> Any:
-    """Returns rows turned with the axes, in the box that they came in."""
+    """Returns rows turned with the axes, in their original box."""
     if isinstance(rows, AxisMetadata):
         return rows.replace_boxed(_turned(rows.unbox(), before, after))
     return flax_calibration.turn_projection(rows, before, after)
 
 
 def _start(calibration: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a collection ``calibration_moments`` of no tokens for all adapters."""
+    """Returns an empty collection ``calibration_moments`` for all adapters."""
     sums: dict[str, Any] = {}
     for name, node in calibration.items():
         if isinstance(node, Calibrated):
@@ -166,7 +168,7 @@ def _start(calibration: Mapping[str, Any]) -> dict[str, Any]:
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _add(model: nn.Module, call: Callable[..., Any], variables: Any, sums: Any, batch: Any) -> Any:
-    """Returns the moments with those of a batch."""
+    """Adds the moments of a batch."""
     given = {**variables, "calibration_moments": sums}
     _, updates = call(model, given, batch, mutable=["calibration_moments"])
     return updates["calibration_moments"]

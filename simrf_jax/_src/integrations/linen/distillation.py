@@ -19,15 +19,15 @@ def distillation_loss(
     *,
     call: Callable[..., Any] = nn.Module.apply,
 ) -> jax.Array:
-    """Returns the loss of the learned features of a model, the mean over its adapters.
+    """Returns the loss of the learned features of a model, averaged over its adapters.
 
-    The adapters are those made with ``feature_map="learned"``. Each compares the attention weights
-    of its features with the softmax weights of the queries and keys that it gets; see
-    ``simrf_jax.distillation_loss``. These have no gradient, so that of the loss is zero for all
-    parameters of the model but those of the features. Call ``calibrate`` first, which moves the
-    features to where the data are. Then train the parameters of ``learned_rows`` and nothing else,
-    as the example does. Without ``optax.masked``, an optimizer that decays weights would also
-    shrink all others.
+    The adapters are those created with ``feature_map="learned"``. Each compares the attention
+    weights of its features with the softmax weights of its queries and keys; see
+    ``simrf_jax.distillation_loss``. Queries and keys have no gradient, so the gradient of the loss
+    is zero for all parameters of the model except those of the features. Call ``calibrate`` first,
+    which moves the features to where the data are. Then train only the parameters of
+    ``learned_rows``, as the example does. Without ``optax.masked``, an optimizer that decays
+    weights would also shrink all others.
 
     Args:
       model: A model that holds adapters. ``nn.scan`` over layers and ``nn.vmap`` need
@@ -38,11 +38,11 @@ def distillation_loss(
         collections, by default ``model.apply``.
 
     Returns:
-      One number in float32 at least.
+      One number, at least in float32.
 
     Raises:
-      ValueError: If no adapter has learned features, one decodes, or a call has segments or a mask
-        with a query axis.
+      ValueError: If no adapter has learned features, an adapter decodes, or a call has segments or
+        a mask with a query axis.
 
     Example:
       >>> import jax, optax
@@ -76,9 +76,9 @@ def distillation_loss(
 
 
 def learned_rows(params: Mapping[str, Any]) -> Any:
-    """Returns True at each parameter of learned features, and False at all other parameters.
+    """Returns a mask: True at each parameter of learned features, False at all others.
 
-    ``optax.masked`` takes this function as its mask, and then trains these parameters alone.
+    ``optax.masked`` accepts this function as its mask, and then trains only these parameters.
 
     Args:
       params: The collection ``params`` of a model's variables, or its gradient.

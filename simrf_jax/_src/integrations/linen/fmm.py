@@ -19,9 +19,10 @@ class FMMAttention(Adapter):
 
     .. math:: \hat V = \sigma(a) \operatorname{Near} + \sum_l \sigma(b_l) \operatorname{Far}_l
 
-    as ``simrf_jax.fmm.fmm_attention``. Each key head has a ``near_logit`` a and ``far_logits`` b of
-    its own, parameters that start at 0, and a W for each feature map, all in ``projections`` of the
-    collection ``random_features``. All else is as in ``RandomFeatureAttention``.
+    as in ``simrf_jax.fmm.fmm_attention``. Each key head has its own ``near_logit`` a and
+    ``far_logits`` b, parameters that start at 0, and a W for each feature map, all in
+    ``projections`` of the collection ``random_features``. All else is as in
+    ``RandomFeatureAttention``.
 
     Attributes:
       num_features: Number of random features, or a tuple of one number for each feature map; None
@@ -30,32 +31,32 @@ class FMMAttention(Adapter):
       feature_maps: Feature maps of the far field, other than ``"clustered_hybrid"``, by name or as
         objects.
       coupling: Coupling of the rows of W, and of both base estimators of a hybrid; see
-        ``simrf_jax.draw_projection``. None stands for the feature map's: simplex for positive,
-        relu, elu and maps of one's own, orthogonal for the others.
+        ``simrf_jax.draw_projection``. None uses the default of the feature map: simplex for
+        positive, relu, elu and custom maps, orthogonal for the others.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``simrf_jax.draw_projection``.
       rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
         ``simrf_jax.draw_projection``.
       norms: Law of the row norms; see ``simrf_jax.draw_projection``. ``"radau"`` needs positive,
         hyperbolic or similar features, which honor weights; hybrids and optimal positive features
         refuse it, and the latter ``"sqrt_dim"`` as well.
-      num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
-        time and the state of hybrids grow with its product with ``num_features``.
+      num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. Time
+        and state of hybrids grow like ``num_weights * num_features``.
       shared: True draws one W for all heads.
-      is_causal: True lets each query attend only to keys up to its own position, also in calls that
-        do not ask for it. It accepts the causal mask, as Flax's ``make_causal_mask`` makes it, and
-        its products with other masks, as ``masks="factored"`` does.
-      masks: Masks that the adapter takes. ``"keys"``: those that are the same for all queries.
+      is_causal: True lets each query attend only to keys up to its own position, in every call. The
+        adapter then accepts the causal mask of Flax's ``make_causal_mask``, and its products with
+        other masks as for ``masks="factored"``.
+      masks: Masks that the adapter accepts. ``"keys"``: masks that are the same for all queries.
         ``"factored"``: also products of a mask of queries, a mask of keys and, with ``is_causal``,
-        the causal mask, as Flax's ``make_attention_mask`` and ``combine_masks`` make them. A query
-        that sees no key gets zeros. A mask that is no such product raises if its values are known.
-        Under ``jit`` it makes the output NaN, and the logger ``simrf_jax`` says why. Reading these
-        masks takes O(T S) memory: for long sequences pass masks of the keys alone. ``"packed"``:
-        also those of packed sequences, for self-attention: a product that has
+        the causal mask, such as those of Flax's ``make_attention_mask`` and ``combine_masks``. A
+        query that sees no key gets zeros. Any other mask raises if its values are known. Under
+        ``jit`` it turns the output into NaN, and the logger ``simrf_jax`` explains why. Reading
+        these masks takes O(T S) memory: for long sequences pass masks of the keys only.
+        ``"packed"``: also masks of packed sequences, for self-attention: products with
         ``make_attention_mask(ids, ids, jnp.equal)`` as another factor, where neighbors with equal
         ids are one segment. For long sequences pass the ids themselves as the mask, integers
         ``[..., 1, 1, T]`` with 0 for padding: ``mask=ids[:, None, None]`` takes O(T) memory, and
         mesh axes may shard T. With ``decode`` there are no segments.
-      decode: True takes each call for the next tokens of the sequences in the cache, which holds
+      decode: True to treat each call as the next tokens of the sequences in the cache, which holds
         the last ``bandwidth`` keys and a state for each feature map.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
         Decoding does not use it.

@@ -1,4 +1,4 @@
-"""The box that keeps W in Linen variables, together with the options of its draw."""
+"""The box that holds W in Linen variables, together with the options of its draw."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class RandomProjection(meta.AxisMetadata[Any]):
     Flax unboxes W when a module reads the variable, as it does for ``nn.Partitioned``;
     ``nn.meta.unbox(variables)`` unboxes all arrays. The box has the shape, dtype and items of W,
     and JAX and NumPy functions accept it as an array. Bytes and state dicts of
-    ``flax.serialization`` hold the array alone. Orbax names the array ``projection.value``:
-    restore a checkpoint into variables that ``init`` made.
+    ``flax.serialization`` hold only the array. Orbax names the array ``projection.value``: restore
+    a checkpoint into variables from ``init``.
 
     Attributes:
       value: W, ``[..., num_features, dim]``, an array or a ``Projection``.
-      draw_options: Options that W was drawn by, which ``redraw_projections`` reads.
+      draw_options: Options with which W was drawn; ``redraw_projections`` reads them.
     """
 
     value: Any
@@ -77,16 +77,16 @@ class RandomProjection(meta.AxisMetadata[Any]):
         return self.value
 
     def replace_boxed(self, val: Any) -> RandomProjection:
-        """Returns a box with another W in it."""
+        """Returns a box with another W."""
         return dataclasses.replace(self, value=val)
 
     def add_axis(self, index: int, params: dict[Any, Any]) -> RandomProjection:
-        """Returns the same box: the options are those of every W in a stack."""
+        """Returns the same box: all W of a stack share the options."""
         del index, params
         return self
 
     def remove_axis(self, index: int, params: dict[Any, Any]) -> RandomProjection:
-        """Returns the same box: the options are those of every W in a stack."""
+        """Returns the same box: all W of a stack share the options."""
         del index, params
         return self
 
@@ -112,7 +112,7 @@ serialization.register_serialization_state(RandomProjection, _state_dict, _from_
 
 
 def boxed(projection: ProjectionLike | None, options: DrawOptions) -> Any:
-    """Returns W in a box. A ``BipolarProjection`` says by itself how it was drawn."""
+    """Returns W in a box, unless it is a ``BipolarProjection``, which records its own draw."""
     if projection is None or isinstance(projection, BipolarProjection):
         return projection
     return RandomProjection(as_projection(projection), options)

@@ -36,14 +36,14 @@ PARAMETERS = ("query_rows", "key_rows", "query_offsets", "key_offsets", "log_wei
 
 
 class RandomFeatureAttention(Adapter):
-    """Random-feature attention of one layer, with the projections that it draws.
+    """Random-feature attention of one layer, which draws its own projections.
 
-    Each key head has its own W, in the collection ``random_features``, drawn at ``init`` from
-    the stream ``features`` (or ``params`` if there is none). To redraw, replace the collection by
-    ``redraw_projections(key, variables["random_features"])``. It draws each W as before, because
-    the collection keeps the options.
+    Each key head has its own W, in the collection ``random_features``, drawn at ``init`` from the
+    stream ``features`` (or ``params`` if there is none). To redraw, replace the collection by
+    ``redraw_projections(key, variables["random_features"])``. It draws each W with the same
+    options, because the collection keeps them.
 
-    A trainer that keeps ``init(...)["params"]`` alone loses W, and ``apply`` then raises. Keep the
+    A trainer that keeps only ``init(...)["params"]`` loses W, and ``apply`` then raises. Keep the
     collection in the train state::
 
         class TrainState(flax.training.train_state.TrainState):
@@ -53,21 +53,22 @@ class RandomFeatureAttention(Adapter):
         out = model.apply({"params": params, "random_features": state.random_features}, tokens)
 
     ``nn.scan`` over layers needs ``"random_features": 0`` in its ``variable_axes``; ``nn.remat``
-    needs nothing. ``attention_report`` says how good the attention of each layer is.
+    needs nothing. ``attention_report`` measures the error of each layer's attention.
 
-    Made inside another module's ``@nn.compact`` method, give it ``parent=None``, or Flax files its
-    W next to the attention instead of below it. One instance given to several layers is one W, and
-    one cache: it cannot decode.
+    Inside another module's ``@nn.compact`` method, create it with ``parent=None``; otherwise Flax
+    files its W next to the attention instead of below it. One instance in several layers has one W
+    and one cache, so it cannot decode.
 
-    To decode, in time and memory that do not depend on how many tokens there were, set ``decode``
+    To decode, in time and memory that do not depend on the number of earlier tokens, set ``decode``
     here and leave that of Flax's attention off. The variables may come from training without it.
-    ``init`` makes the empty state, in the collection ``cache``, and does not count its tokens. Then
-    give the prompt, of any length, and token after token, each with the cache of the call before::
+    ``init`` makes the empty state, in the collection ``cache``, and does not add its tokens. Then
+    pass the prompt, of any length, and token after token, each with the cache of the previous
+    call::
 
         cache = jax.jit(model.init)(jax.random.key(0), tokens)["cache"]
         out, updates = model.apply({**variables, "cache": cache}, tokens, mutable=["cache"])
 
-    Without a cache, or without ``mutable``, ``apply`` raises. Take the values that ``init`` gives:
+    Without a cache, or without ``mutable``, ``apply`` raises. Use the values that ``init`` returns:
     an empty state is not all zeros. ``nn.scan`` over layers and ``nn.vmap`` over the batch need
     ``"cache": 0`` in their ``variable_axes``.
 
@@ -80,8 +81,8 @@ class RandomFeatureAttention(Adapter):
         fitted their coordinates, at calibrated ones; see ``simrf_jax.feature_maps.Learned`` and
         ``distillation_loss``.
       coupling: Coupling of the rows of W, and of both base estimators of a hybrid; see
-        ``simrf_jax.draw_projection``. None stands for the feature map's: simplex for positive,
-        relu, elu and maps of one's own, orthogonal for the others.
+        ``simrf_jax.draw_projection``. None uses the default of the feature map: simplex for
+        positive, relu, elu and custom maps, orthogonal for the others.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``simrf_jax.draw_projection``.
       rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
         ``simrf_jax.draw_projection``.
@@ -90,42 +91,42 @@ class RandomFeatureAttention(Adapter):
         refuse it, and the latter ``"sqrt_dim"`` as well. With ``coupling="cross_polytope"``,
         ``"pair"`` and ``"shared"`` save half the products with W for positive, optimal positive and
         calibrated features: of each pair, rows 2i and 2i + 1, only the first is read.
-      num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
-        time and the state of hybrids grow with its product with ``num_features``.
+      num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. Time
+        and state of hybrids grow like ``num_weights * num_features``.
       shared: True draws one W for all heads.
-      is_causal: True lets each query attend only to keys up to its own position, also in calls that
-        do not ask for it. It accepts the causal mask, as Flax's ``make_causal_mask`` makes it, and
-        its products with other masks, as ``masks="factored"`` does.
-      masks: Masks that the adapter takes. ``"keys"``: those that are the same for all queries.
+      is_causal: True lets each query attend only to keys up to its own position, in every call. The
+        adapter then accepts the causal mask of Flax's ``make_causal_mask``, and its products with
+        other masks as for ``masks="factored"``.
+      masks: Masks that the adapter accepts. ``"keys"``: masks that are the same for all queries.
         ``"factored"``: also products of a mask of queries, a mask of keys and, with ``is_causal``,
-        the causal mask, as Flax's ``make_attention_mask`` and ``combine_masks`` make them. A query
-        that sees no key gets zeros. A mask that is no such product raises if its values are known.
-        Under ``jit`` it makes the output NaN, and the logger ``simrf_jax`` says why. Reading these
-        masks takes O(T S) memory: for long sequences pass masks of the keys alone. ``"packed"``:
-        also those of packed sequences, for self-attention: a product that has
+        the causal mask, such as those of Flax's ``make_attention_mask`` and ``combine_masks``. A
+        query that sees no key gets zeros. Any other mask raises if its values are known. Under
+        ``jit`` it turns the output into NaN, and the logger ``simrf_jax`` explains why. Reading
+        these masks takes O(T S) memory: for long sequences pass masks of the keys only.
+        ``"packed"``: also masks of packed sequences, for self-attention: products with
         ``make_attention_mask(ids, ids, jnp.equal)`` as another factor, where neighbors with equal
         ids are one segment. For long sequences pass the ids themselves as the mask, integers
         ``[..., 1, 1, T]`` with 0 for padding: ``mask=ids[:, None, None]`` takes O(T) memory, and
         mesh axes may shard T. With ``decode`` there are no segments.
-      decode: True takes each call for the next tokens of the sequences in the cache.
+      decode: True to treat each call as the next tokens of the sequences in the cache.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
         Decoding does not use it.
-      batch_axis: Mesh axes that shard the batch, which the TPU kernels need to know; see
+      batch_axis: Mesh axes that shard the batch, for the Pallas kernels; see
         ``simrf_jax.random_feature_attention``.
-      head_axis: Mesh axes that shard the heads, likewise.
+      head_axis: Mesh axes that shard the heads, for the Pallas kernels.
       implementation: ``"pallas_tpu"``, ``"xla"`` or None; see
         ``simrf_jax.random_feature_attention``. Decoding does not use it.
       exact_bandwidth: Distance over which queries see keys exactly, or None; see
         ``simrf_jax.random_feature_attention``.
       exact_keys: Number of keys that all queries see exactly, a tuple of their positions, or None;
-        see ``simrf_jax.random_feature_attention``. Causal and packed attention take positions, and
-        decoding takes neither.
+        see ``simrf_jax.random_feature_attention``. Causal and packed attention accept only
+        positions, and decoding accepts neither.
 
     Raises:
       TypeError: When called, if a switch is neither True nor False or a keyword is unknown.
       ValueError: When called, if a name is unknown, if linear attention cannot honor the mask, if
-        dropout, sown attention weights, an algorithm for products or einsums of one's own are asked
-        for, or if ``decode`` has no cache or may not change it.
+        dropout, sown attention weights, an algorithm for products or custom einsums are requested,
+        or if ``decode`` has no cache or the cache is not mutable.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -202,14 +203,14 @@ class RandomFeatureAttention(Adapter):
                 "The variables lack the collection calibration, which holds the arrays of a "
                 "calibrated feature map: take it from init, and pass it to apply."
             )
-        # A copy: a training step may donate the variables, and the map is the caller's.
+        # A copy, because a training step may donate the variables, and the caller owns the map.
         calibration: nn.Variable[Any] = self.variable(
             "calibration", "feature_map", lambda: jax.tree.map(jnp.array, initial)
         )
         return jax.lax.stop_gradient(calibration.value)
 
     def _learned(self, start: Learned, draw: Callable[[], ProjectionLike | None]) -> Learned:
-        """Returns the map with the parameters in the variables, which start at rows of one W."""
+        """Returns the map with the parameters in the variables, initialized with rows of one W."""
         calibration = self._calibration(start.calibration)
         if self.num_features is not None and not self.has_variable("params", "query_rows"):
             start = Learned.start(jnp.asarray(draw()), calibration)
@@ -220,14 +221,14 @@ class RandomFeatureAttention(Adapter):
         return self.param(name, lambda _: start)
 
     def _observe(self, request: flax_attention.Request, mechanism: RandomFeatureMechanism) -> None:
-        """Adds to what ``calibrate``, ``distillation_loss`` or ``attention_report`` asks for."""
+        """Updates the variables of ``calibrate``, ``distillation_loss`` or ``attention_report``."""
         if sums := self._asked_for("calibration_moments", "moments", "calibrate"):
             sums.value = flax_calibration.add_moments(sums.value, request)
         total = self._asked_for("distillation", "loss", "distil")
         if total and isinstance(mechanism.feature_map, Learned):
             loss = flax_distillation.loss_of_call(request, mechanism)
             total.value = total.value + loss
-        # mutable=True, and the DenyList of Flax, admit any name. They ask for no report.
+        # mutable=True and Flax's DenyList admit any name, but do not request a report.
         is_asked = self.is_mutable_collection("attention_calls")
         is_asked &= not self.is_mutable_collection("a name that nothing has")
         if is_asked and not self.is_initializing():
@@ -236,7 +237,7 @@ class RandomFeatureAttention(Adapter):
             seen.value = (*seen.value, SeenCall.of(request, mechanism))
 
     def _asked_for(self, collection: str, name: str, verb: str) -> nn.Variable[Any] | None:
-        """Returns a variable to add to, if there is one; raises while the adapter decodes."""
+        """Returns a variable to update, if there is one; raises if the adapter decodes."""
         if not self.has_variable(collection, name):
             return None
         self._refuse_decoding(verb)

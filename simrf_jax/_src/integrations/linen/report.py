@@ -20,10 +20,10 @@ def attention_report(
 ) -> ModelReport:
     """Compares the attention of all layers of a model with softmax attention, on a batch.
 
-    Each ``RandomFeatureAttention`` keeps the queries, keys and values that it gets, which are then
-    compared as ``simrf_jax.attention_report`` does. Time and memory are quadratic in the length:
-    take a small batch. Layers of ``FMMAttention``, which do not estimate softmax attention alone,
-    are left out.
+    Each ``RandomFeatureAttention`` records its queries, keys and values, which are then compared as
+    in ``simrf_jax.attention_report``. Time and memory are quadratic in the length: use a small
+    batch. Layers of ``FMMAttention`` are omitted, because they do not estimate softmax attention
+    alone.
 
     Args:
       model: A model that holds adapters. ``nn.scan`` over layers and ``nn.vmap`` need
@@ -32,16 +32,16 @@ def attention_report(
       batch: A batch of the model's inputs.
       call: ``call(model, variables, batch, mutable=[...])`` returns the output and the changed
         collections, by default ``model.apply``.
-      relative_error: Relative squared error of the kernel that ``features_needed`` is for.
+      relative_error: Relative squared error of the kernel for ``features_needed``.
 
     Returns:
       The ``LayerReport`` of each adapter, by its path in the model; prints as a table. A stack of
       layers has one for each, such as ``"layers/attention/attention_fn[2]"``.
 
     Raises:
-      TypeError: If relative_error is no number.
-      ValueError: If no adapter is a ``RandomFeatureAttention``, one decodes, saw no tokens or a
-        mask that it cannot honor, or relative_error is not positive.
+      TypeError: If relative_error is not a number.
+      ValueError: If no adapter is a ``RandomFeatureAttention``, an adapter decodes, saw no tokens
+        or a mask that it cannot honor, or relative_error is not positive.
 
     Example:
       >>> import jax

@@ -1,4 +1,4 @@
-"""The base class of the NNX adapters: it reads the calls of Flax, and keeps the cache."""
+"""The base class of the NNX adapters: it reads Flax's calls and keeps the cache."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from simrf_jax._src.features import FeatureMap, FeatureMapLike
 from simrf_jax._src.integrations import flax_attention, flax_repr
 from simrf_jax._src.integrations.flax_versions import get_value, set_value
 
-# Attributes that a representation shows where they differ from these values.
+# A representation shows these attributes only if they differ from these values.
 _SWITCHES = {
     "shared": False,
     "is_causal": False,
@@ -35,7 +35,7 @@ _SWITCHES = {
 
 
 class Adapter(nnx.Module):
-    """A mechanism of attention with its cache, which Flax calls as an ``attention_fn``."""
+    """An attention mechanism with its cache, which Flax calls as an ``attention_fn``."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Adapter(nnx.Module):
 
     @abc.abstractmethod
     def _draws(self) -> dict[str, Any]:
-        """Returns the features and how W was drawn, to show them."""
+        """Returns the features and the draw options of W for display."""
 
     def __nnx_repr__(self) -> Iterator[reprlib.Object | reprlib.Attr]:
         yield reprlib.Object(type=type(self), same_line=True)
@@ -86,7 +86,7 @@ class Adapter(nnx.Module):
             yield reprlib.Attr(name, value, use_raw_value=True)
 
     def _observe(self, request: flax_attention.Request, mechanism: Any) -> None:
-        """Shows a call to ``calibrate`` and the like; adapters without observers do nothing."""
+        """Passes a call to the observers of ``calibrate`` and the like, if there are any."""
 
     def __call__(
         self,
@@ -117,13 +117,13 @@ class Adapter(nnx.Module):
           query: ``[..., T, N, H]``.
           key: ``[..., S, K, H]``.
           value: ``[..., S, K, D]``.
-          mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; of the kind
-            that the field ``masks`` names. Other values raise where they are known. Under ``jit``
-            they make the output of their sequence and head NaN, and the logger ``simrf_jax`` says
+          mask: Booleans, or zeros and ones, broadcastable to ``[..., N, T, S]``; of the kind that
+            the field ``masks`` names. Other values raise if they are known. Under ``jit`` they turn
+            the output of their sequence and head into NaN, and the logger ``simrf_jax`` explains
             why.
           bias: Added to the logits; see ``simrf_jax.random_feature_attention``.
           scale: Multiplies the logits; by default :math:`1/\sqrt H`.
-          is_causal: True lets query t attend only to keys s <= t, also if the field is False.
+          is_causal: True lets query t attend only to keys s <= t, even if the field is False.
           query_seq_lengths: Integers of the batch shape; outputs from there on are zero.
           key_value_seq_lengths: Integers of the batch shape; keys from there on are hidden.
           segment_ids: Integers ``[..., T]`` of packed sequences; not with ``decode``.
@@ -131,19 +131,19 @@ class Adapter(nnx.Module):
           dropout_rate: Refused unless it is 0 or the call is deterministic.
           broadcast_dropout: Not used: there is no dropout.
           deterministic: True turns dropout off.
-          dtype: Type to compute in; by default that of the query, key and value together.
-          precision: Any ``jax.lax.Precision``; all give the same result, since float32 products
-            have the highest in any case. An algorithm for the products is refused.
+          dtype: Computation dtype; by default the common dtype of query, key and value.
+          precision: Any ``jax.lax.Precision``; all give the same result, because float32 products
+            always have the highest. An algorithm for the products is refused.
           module: Refused unless it is None: there are no attention weights to sow.
 
         Returns:
           ``[..., T, N, D]``.
         """
         del dropout_rng, broadcast_dropout
-        self._check_fields()  # They may have been set since.
+        self._check_fields()  # They may have been set after creation.
         if key.shape[-2:] != (self.num_heads, self.head_dim):
             raise ValueError(
-                f"This adapter is for keys of {self.num_heads} heads of {self.head_dim}, got "
+                f"This adapter is for keys of {self.num_heads} heads of dim {self.head_dim}, got "
                 f"{' heads of '.join(map(str, key.shape[-2:]))}."
             )
         is_causal = checks.boolean("is_causal", is_causal)
@@ -187,17 +187,17 @@ class Adapter(nnx.Module):
         *,
         value_dim: int | None = None,
     ) -> None:
-        """Makes the cache empty: the state before the first token.
+        """Empties the cache: sets the state before the first token.
 
         Args:
-          input_shape: ``[..., length, features]`` of inputs to Flax's attention, as its own
-            ``init_cache`` takes it. Only what is before the length counts.
+          input_shape: ``[..., length, features]`` of inputs to Flax's attention, as for its own
+            ``init_cache``. Only the axes before the length matter.
           dtype: Type of the queries, keys and values to come.
           value_dim: Width of the values, by default ``head_dim``.
 
         Raises:
-          TypeError: If dtype is not floating or input_shape no tuple of integers.
-          ValueError: If input_shape has less than two axes, a size is negative or value_dim is
+          TypeError: If dtype is not floating or input_shape is not a tuple of integers.
+          ValueError: If input_shape has fewer than two axes, a size is negative or value_dim is
             below 1.
         """
         shape = checks.lead_shape("input_shape", input_shape)
@@ -211,16 +211,17 @@ class Adapter(nnx.Module):
         batch_size: int | tuple[int, ...] | None = None,
         cache_dtype: DTypeLike = jnp.float32,
     ) -> None:
-        """Sets the attributes of a view that ``view`` makes.
+        """Sets the attributes of a view that ``view`` creates.
 
         Args:
-          decode: True to decode, False to attend to whole sequences; None leaves it as it is.
+          decode: True to decode, False to attend to whole sequences; None for no change.
           batch_size: Leading shape of the tokens, one integer or a tuple of them, for a new and
-            empty cache; without it a view shares the cache of what it views.
+            empty cache; without it a view shares the cache of its original.
           cache_dtype: Type of the queries, keys and values to come.
 
         Raises:
-          TypeError: If decode is not boolean, a size is no integer or cache_dtype is not floating.
+          TypeError: If decode is not boolean, a size is not an integer or cache_dtype is not
+            floating.
           ValueError: If a size is negative.
         """
         if decode is not None:
@@ -246,27 +247,27 @@ class Adapter(nnx.Module):
 
 
 def features_key(rngs: nnx.Rngs) -> jax.Array:
-    """Returns a key of the stream ``features``, or of the default stream, or of ``params``.
+    """Returns a key from the stream ``features``, or the default stream, or ``params``.
 
     Raises:
-      ValueError: If there is none of them.
+      ValueError: If there is no such stream.
     """
     for name in ("features", "default", "params"):
         if name in rngs:
             return rngs[name]()
     raise ValueError(
-        "rngs needs a stream to draw W from: features, a default stream or params, got "
+        "rngs needs a stream for the draw of W: features, a default stream or params, got "
         f"{', '.join(rngs) or 'none'}."
     )
 
 
 def has_arrays(feature_map: FeatureMapLike) -> bool:
-    """Returns whether a feature map holds arrays, or numbers in their place."""
+    """Returns whether a feature map holds arrays, or numbers in place of arrays."""
     return isinstance(feature_map, FeatureMap) and bool(jax.tree.leaves(feature_map))
 
 
 def copied(feature_map: FeatureMapLike) -> FeatureMapLike:
-    """Returns a feature map with copies of its arrays, as a training step may donate them."""
+    """Returns a feature map with copies of its arrays, because a training step may donate them."""
     if not has_arrays(feature_map):
         return feature_map
     return jax.tree.map(lambda x: jnp.array(x) if hasattr(x, "dtype") else x, feature_map)

@@ -28,39 +28,39 @@ def calibrate(
 ) -> None:
     """Calibrates all adapters of a model in place, in one pass over some batches.
 
-    The adapters are those made with ``feature_map="calibrated"`` or ``"learned"``. Each sums the
-    means and covariances of its queries and keys, in memory that does not depend on the number of
-    batches, and then fits its feature map as ``simrf_jax.calibrate`` does. During the pass, the
-    adapters compute with the maps that they have, from the calibration before or plain positive
-    features.
+    The adapters are those created with ``feature_map="calibrated"`` or ``"learned"``. Each
+    accumulates the means and covariances of its queries and keys, in memory that does not depend on
+    the number of batches, and then fits its feature map as ``simrf_jax.calibrate`` does. During the
+    pass, the adapters compute with their current maps, from the previous calibration or plain
+    positive features.
 
     W is turned with the axes of the fit, so that features change no more than the data did. Rows of
-    learned features are turned likewise, and their other parameters stay. A W that all heads share
-    stays, too.
+    learned features are turned in the same way; their other parameters do not change. A W that all
+    heads share does not change either.
 
     The result is in ``Calibration`` variables, which are part of the state and of checkpoints, but
-    no parameters. Redraws do not change the calibration.
+    are not parameters. Redraws do not change the calibration.
 
-    The logger ``simrf_jax`` gets, at level INFO, the number of batches every ten seconds, and how
+    At level INFO, the logger ``simrf_jax`` gets the number of batches every ten seconds, and how
     well each adapter is fitted: for each key head, the mean over queries and keys of the log second
-    moment of estimates by one row of W relative to the kernel, in nats, before and after. Estimates
-    by m iid rows have a relative variance of about its exponential over m. For a bar of progress,
-    give ``tqdm.tqdm(batches)``.
+    moment of estimates from one row of W relative to the kernel, in nats, before and after.
+    Estimates from m iid rows have a relative variance of about its exponential over m. For a
+    progress bar, pass ``tqdm.tqdm(batches)``.
 
     Args:
-      model: A model that holds adapters. It is called as the caller left it: set it to evaluation
-        first, ``model.eval()``, if it has dropout.
-      batches: Batches of the model's inputs. Take some of the training data.
-      call: Function of the model and a batch, which it calls the model with, by default
-        ``model(batch)``. It is compiled by ``nnx.jit``, once for each function.
+      model: A model that holds adapters. Its mode is not changed: call ``model.eval()`` first if it
+        has dropout.
+      batches: Batches of the model's inputs, for example some of the training data.
+      call: Function ``call(model, batch)`` that calls the model, by default ``model(batch)``. It is
+        compiled by ``nnx.jit``, once for each function.
       center: True to subtract the means; see ``simrf_jax.calibrate``.
       balance: True, ``"diagonal"`` or False; see ``simrf_jax.calibrate``.
       tilt: ``"log"``, ``"mean"``, ``"isotropic"`` or None; see ``simrf_jax.calibrate``.
 
     Raises:
       TypeError: If center is neither True nor False, or batches is one array.
-      ValueError: If an option is unknown, no adapter has a map to calibrate, one decodes
-        or saw no tokens, or queries or keys are not finite.
+      ValueError: If an option is unknown, no adapter has a map to calibrate, an adapter decodes or
+        saw no tokens, or queries or keys are not finite.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -126,5 +126,5 @@ def _call(model: Any, batch: Any) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _compiled(call: Callable[[Any, Any], Any]) -> Any:
-    """Returns a function as ``nnx.jit`` compiles it; another one would compile it again."""
+    """Returns a function compiled by ``nnx.jit``, cached so that it is compiled only once."""
     return nnx.jit(call)

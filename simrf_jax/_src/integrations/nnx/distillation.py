@@ -14,32 +14,32 @@ from simrf_jax._src.integrations.nnx.observers import DistillationLoss, observin
 from simrf_jax._src.integrations.nnx.random_features import RandomFeatureAttention
 
 
-# No argument is for keywords alone, because nnx.grad takes no function that has such.
+# There are no keyword-only arguments, because nnx.grad does not support them.
 def distillation_loss(
     model: nnx.Module, batch: Any, call: Callable[[Any, Any], Any] | None = None
 ) -> jax.Array:
-    """Returns the loss of the learned features of a model, the mean over its adapters.
+    """Returns the loss of the learned features of a model, averaged over its adapters.
 
-    The adapters are those made with ``feature_map="learned"``. Each compares the attention weights
-    of its features with the softmax weights of the queries and keys that it gets; see
-    ``simrf_jax.distillation_loss``. These have no gradient, so that of the loss is zero for all
-    parameters of the model but those of the features. Call ``calibrate`` first, which moves the
-    features to where the data are. Then train the ``LearnedRows`` and nothing else, as the example
-    does. With ``wrt=nnx.Param``, an optimizer that decays weights would also shrink all others.
+    The adapters are those created with ``feature_map="learned"``. Each compares the attention
+    weights of its features with the softmax weights of its queries and keys; see
+    ``simrf_jax.distillation_loss``. Queries and keys have no gradient, so the gradient of the loss
+    is zero for all parameters of the model except those of the features. Call ``calibrate`` first,
+    which moves the features to where the data are. Then train only the ``LearnedRows``, as the
+    example does. With ``wrt=nnx.Param``, an optimizer that decays weights would also shrink all
+    others.
 
     Args:
-      model: A model that holds adapters. It is called as the caller left it: set it to evaluation
-        first, ``model.eval()``, if it has dropout.
+      model: A model that holds adapters. Its mode is not changed: call ``model.eval()`` first if it
+        has dropout.
       batch: A batch of the model's inputs.
-      call: Function of the model and a batch, which it calls the model with, by default
-        ``model(batch)``.
+      call: Function ``call(model, batch)`` that calls the model, by default ``model(batch)``.
 
     Returns:
-      One number in float32 at least.
+      One number, at least in float32.
 
     Raises:
-      ValueError: If no adapter has learned features, one decodes, or a call has segments or a mask
-        with a query axis.
+      ValueError: If no adapter has learned features, an adapter decodes, or a call has segments or
+        a mask with a query axis.
 
     Example:
       >>> import jax, optax
@@ -75,7 +75,7 @@ def distillation_loss(
         )
     if any(adapter.decode for adapter in adapters.values()):
         raise ValueError("An adapter has decode=True: distil the model without it.")
-    # Layers that are stacked have one loss each.
+    # Stacked layers have one loss each.
     losses = {
         path: DistillationLoss(jnp.zeros(adapter.stack_shape()))
         for path, adapter in adapters.items()

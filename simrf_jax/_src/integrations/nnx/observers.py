@@ -1,7 +1,7 @@
-"""Observers of an adapter: what ``calibrate``, ``distillation_loss`` and ``attention_report`` set.
+"""Observers of an adapter, set by ``calibrate``, ``distillation_loss`` and ``attention_report``.
 
-An observer sees every call of its adapter and keeps what it finds as a variable, which ``nnx.jit``
-and ``nnx.scan`` carry.
+An observer sees every call of its adapter and keeps its result in a variable, which ``nnx.jit`` and
+``nnx.scan`` carry.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ Path = TypeVar("Path")
 
 
 class Observer(nnx.Variable):
-    """A variable that adds to its value what it finds in a call."""
+    """A variable that updates its value with each call."""
 
     def observe(self, request: Request, mechanism: RandomFeatureMechanism) -> None:
-        """Adds what it finds in a call."""
+        """Updates the value with a call."""
         set_value(self, self.after(get_value(self), request, mechanism))
 
     @abc.abstractmethod
@@ -36,35 +36,35 @@ class Observer(nnx.Variable):
 
 
 class CalibrationMoments(Observer):
-    """Moments of the queries and keys of an adapter, while ``calibrate`` sums them."""
+    """Moments of the queries and keys of an adapter, during ``calibrate``."""
 
     def after(self, value: Any, request: Request, mechanism: RandomFeatureMechanism) -> Any:
-        """Returns the moments with those of a call."""
+        """Adds the moments of a call."""
         del mechanism
         return flax_calibration.add_moments(value, request)
 
 
 class DistillationLoss(Observer):
-    """The loss of an adapter's learned features, while ``distillation_loss`` calls the model."""
+    """The loss of an adapter's learned features, during ``distillation_loss``."""
 
     def after(self, value: Any, request: Request, mechanism: RandomFeatureMechanism) -> Any:
-        """Returns the loss with that of a call."""
+        """Adds the loss of a call."""
         if not isinstance(mechanism.feature_map, Learned):
             return value
         return value + flax_distillation.loss_of_call(request, mechanism)
 
 
 class AttentionCalls(Observer):
-    """The calls that an adapter gets while ``attention_report`` calls the model."""
+    """The calls of an adapter during ``attention_report``."""
 
     def after(self, value: Any, request: Request, mechanism: RandomFeatureMechanism) -> Any:
-        """Returns the calls and this one."""
+        """Appends a call."""
         return (*value, SeenCall.of(request, mechanism))
 
 
 @contextlib.contextmanager
 def observing(adapters: Mapping[Path, Any], observers: Mapping[Path, Observer]) -> Iterator[None]:
-    """Lets each adapter be observed inside the context, and not after it."""
+    """Observes each adapter inside the context, and removes the observers afterwards."""
     try:
         for path, adapter in adapters.items():
             adapter.observer = observers[path]

@@ -32,31 +32,31 @@ from simrf_jax._src.projections import BlockMode, Coupling, Norms, Rotation
 
 
 class RandomFeatureAttention(Adapter):
-    """Random-feature attention of one layer, with the projections that it draws.
+    """Random-feature attention of one layer, which draws its own projections.
 
-    Each key head has its own W, drawn from the stream ``features`` of ``rngs``. To redraw a
-    model, update it with ``redraw_projections(key, nnx.state(model, RandomProjection))``. It draws
-    each W as before, because the variable keeps the options. ``attention_report`` says how good the
-    attention of each layer is.
+    Each key head has its own W, drawn from the stream ``features`` of ``rngs``. To redraw a model,
+    update it with ``redraw_projections(key, nnx.state(model, RandomProjection))``. It draws each W
+    with the same options, because the variable keeps them. ``attention_report`` measures the error
+    of each layer's attention.
 
-    ``swap_attention`` puts adapters into a model that exists. By hand, assign one as data, because
-    Flax takes the attribute for a static one:
-    ``layer.attention_fn = nnx.data(RandomFeatureAttention(...))``.
+    ``swap_attention`` puts adapters into an existing model. By hand, assign one as data, because
+    Flax otherwise treats the attribute as static: ``layer.attention_fn =
+    nnx.data(RandomFeatureAttention(...))``.
 
-    To decode, in time and memory that do not depend on how many tokens there were, leave the
+    To decode, in time and memory that do not depend on the number of earlier tokens, leave the
     ``decode`` of the attention modules off and turn that of the adapters on::
 
         decoder = view(model, only=RandomFeatureAttention, decode=True, batch_size=8)
 
     Call the view with the prompt, of any length, and then token by token. The state is in its
-    ``nnx.Cache`` variables. ``model.set_attributes(RandomFeatureAttention,
-    decode=True)`` and each adapter's ``init_cache`` do the same in place. What decodes is causal
-    self-attention: where a model has an encoder or cross-attention too, leave them out,
-    ``only=nnx.All(nnx.PathContains("decoder"), RandomFeatureAttention)``. Each layer needs
-    its own instance then: one instance in several layers has one cache. Call the view in
-    ``nnx.jit``, or split and merge it: ``jax.jit`` hands no changed cache back. Layers that
-    ``nnx.vmap`` has stacked, for ``nnx.scan``, decode in a view of the stack. Only where their map
-    has no W and no calibration, such as ``"elu"``, put ``nnx.vmap`` around ``view``.
+    ``nnx.Cache`` variables. ``model.set_attributes(RandomFeatureAttention, decode=True)`` and each
+    adapter's ``init_cache`` do the same in place. Only causal self-attention can decode: if a model
+    also has an encoder or cross-attention, exclude them with
+    ``only=nnx.All(nnx.PathContains("decoder"), RandomFeatureAttention)``. Each layer then needs its
+    own instance: one instance in several layers has one cache. Call the view in ``nnx.jit``, or
+    split and merge it: ``jax.jit`` does not return the changed cache. Layers that ``nnx.vmap`` has
+    stacked, for ``nnx.scan``, decode in a view of the stack. Only if their map has no W and no
+    calibration, such as ``"elu"``, put ``nnx.vmap`` around ``view``.
 
     Args:
       num_heads: Number of key heads.
@@ -69,8 +69,8 @@ class RandomFeatureAttention(Adapter):
         fitted their coordinates, at calibrated ones; see ``simrf_jax.feature_maps.Learned`` and
         ``distillation_loss``.
       coupling: Coupling of the rows of W, and of both base estimators of a hybrid; see
-        ``simrf_jax.draw_projection``. None stands for the feature map's: simplex for positive,
-        relu, elu and maps of one's own, orthogonal for the others.
+        ``simrf_jax.draw_projection``. None uses the default of the feature map: simplex for
+        positive, relu, elu and custom maps, orthogonal for the others.
       block: Row-block mode, ``"regular"`` or ``"square"``; see ``simrf_jax.draw_projection``.
       rotation: Distribution of the rotations, ``"haar"``, ``"hadamard"`` or ``"givens"``; see
         ``simrf_jax.draw_projection``.
@@ -79,36 +79,36 @@ class RandomFeatureAttention(Adapter):
         refuse it, and the latter ``"sqrt_dim"`` as well. With ``coupling="cross_polytope"``,
         ``"pair"`` and ``"shared"`` save half the products with W for positive, optimal positive and
         calibrated features: of each pair, rows 2i and 2i + 1, only the first is read.
-      num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. The
-        time and the state of hybrids grow with its product with ``num_features``.
+      num_weights: Number of random vectors that estimate the weight of a hybrid, by default 8. Time
+        and state of hybrids grow like ``num_weights * num_features``.
       shared: True draws one W for all heads.
-      is_causal: True lets each query attend only to keys up to its own position, also in calls that
-        do not ask for it. It accepts the causal mask, as Flax's ``make_causal_mask`` makes it, and
-        its products with other masks, as ``masks="factored"`` does.
-      masks: Masks that the adapter takes. ``"keys"``: those that are the same for all queries.
+      is_causal: True lets each query attend only to keys up to its own position, in every call. The
+        adapter then accepts the causal mask of Flax's ``make_causal_mask``, and its products with
+        other masks as for ``masks="factored"``.
+      masks: Masks that the adapter accepts. ``"keys"``: masks that are the same for all queries.
         ``"factored"``: also products of a mask of queries, a mask of keys and, with ``is_causal``,
-        the causal mask, as Flax's ``make_attention_mask`` and ``combine_masks`` make them. A query
-        that sees no key gets zeros. A mask that is no such product raises if its values are known.
-        Under ``jit`` it makes the output NaN, and the logger ``simrf_jax`` says why. Reading these
-        masks takes O(T S) memory: for long sequences pass masks of the keys alone. ``"packed"``:
-        also those of packed sequences, for self-attention: a product that has
+        the causal mask, such as those of Flax's ``make_attention_mask`` and ``combine_masks``. A
+        query that sees no key gets zeros. Any other mask raises if its values are known. Under
+        ``jit`` it turns the output into NaN, and the logger ``simrf_jax`` explains why. Reading
+        these masks takes O(T S) memory: for long sequences pass masks of the keys only.
+        ``"packed"``: also masks of packed sequences, for self-attention: products with
         ``make_attention_mask(ids, ids, jnp.equal)`` as another factor, where neighbors with equal
         ids are one segment. For long sequences pass the ids themselves as the mask, integers
         ``[..., 1, 1, T]`` with 0 for padding: ``mask=ids[:, None, None]`` takes O(T) memory, and
         mesh axes may shard T. With ``decode`` there are no segments.
-      decode: True takes each call for the next tokens of the sequences in the cache.
+      decode: True to treat each call as the next tokens of the sequences in the cache.
       sequence_axis: Mesh axes that shard the length; see ``simrf_jax.random_feature_attention``.
         Decoding does not use it.
-      batch_axis: Mesh axes that shard the batch, which the TPU kernels need to know; see
+      batch_axis: Mesh axes that shard the batch, for the Pallas kernels; see
         ``simrf_jax.random_feature_attention``.
-      head_axis: Mesh axes that shard the heads, likewise.
+      head_axis: Mesh axes that shard the heads, for the Pallas kernels.
       implementation: ``"pallas_tpu"``, ``"xla"`` or None; see
         ``simrf_jax.random_feature_attention``. Decoding does not use it.
       exact_bandwidth: Distance over which queries see keys exactly, or None; see
         ``simrf_jax.random_feature_attention``.
       exact_keys: Number of keys that all queries see exactly, a tuple of their positions, or None;
-        see ``simrf_jax.random_feature_attention``. Causal and packed attention take positions, and
-        decoding takes neither.
+        see ``simrf_jax.random_feature_attention``. Causal and packed attention accept only
+        positions, and decoding accepts neither.
       rngs: Source of the key: its stream ``features``, or its default stream if there is none, or
         else ``params``.
 
@@ -116,7 +116,7 @@ class RandomFeatureAttention(Adapter):
       TypeError: If a size is not an integer, a switch is neither True nor False, or a keyword is
         unknown.
       ValueError: If a name is unknown; when called, if linear attention cannot honor the mask, if
-        dropout, sown attention weights or an algorithm for products are asked for, or if ``decode``
+        dropout, sown attention weights or an algorithm for products are requested, or if ``decode``
         has no cache.
 
     Example:
@@ -203,7 +203,7 @@ class RandomFeatureAttention(Adapter):
     def _keep(self, feature_map: FeatureMapLike) -> None:
         """Makes the arrays of a feature map part of the module's state.
 
-        They are copies: a training step may donate the state, and the map is the caller's.
+        They are copies, because a training step may donate the state, and the caller owns the map.
         """
         feature_map = copied(feature_map)
         if isinstance(feature_map, Learned):
@@ -214,7 +214,7 @@ class RandomFeatureAttention(Adapter):
     def stack_shape(self) -> tuple[int, ...]:
         """Returns the leading shape of a stack of layers, ``()`` for one layer.
 
-        It is that of W or of a calibration. A layer with neither of them does not know its stack.
+        It is that of W or of a calibration. A layer with neither does not know its stack.
         """
         if isinstance(self.feature_map, Calibration):
             return get_value(self.feature_map).query_mean.shape[:-2]
@@ -267,7 +267,7 @@ class RandomFeatureAttention(Adapter):
 
 
 def _as_state(feature_map: FeatureMapLike) -> Any:
-    """Returns a feature map as an attribute of a module, whose state its arrays belong to."""
+    """Returns a feature map as a module attribute, so that its arrays belong to the state."""
     if isinstance(feature_map, Calibrated):
         return Calibration(feature_map)
     return nnx.data(feature_map) if has_arrays(feature_map) else feature_map

@@ -22,27 +22,26 @@ def attention_report(
 ) -> ModelReport:
     """Compares the attention of all layers of a model with softmax attention, on a batch.
 
-    Each ``RandomFeatureAttention`` keeps the queries, keys and values that it gets, which are then
-    compared as ``simrf_jax.attention_report`` does. Time and memory are quadratic in the length:
-    take a small batch. Layers of ``FMMAttention``, which do not estimate softmax attention alone,
-    are left out.
+    Each ``RandomFeatureAttention`` records its queries, keys and values, which are then compared as
+    in ``simrf_jax.attention_report``. Time and memory are quadratic in the length: use a small
+    batch. Layers of ``FMMAttention`` are omitted, because they do not estimate softmax attention
+    alone.
 
     Args:
-      model: A model that holds adapters. It is called as the caller left it: set it to evaluation
-        first, ``model.eval()``, if it has dropout.
+      model: A model that holds adapters. Its mode is not changed: call ``model.eval()`` first if it
+        has dropout.
       batch: A batch of the model's inputs.
-      call: Function of the model and a batch, which it calls the model with, by default
-        ``model(batch)``.
-      relative_error: Relative squared error of the kernel that ``features_needed`` is for.
+      call: Function ``call(model, batch)`` that calls the model, by default ``model(batch)``.
+      relative_error: Relative squared error of the kernel for ``features_needed``.
 
     Returns:
       The ``LayerReport`` of each adapter, by its path in the model; prints as a table. A stack of
       layers has one for each, such as ``"blocks/attention/attention_fn[2]"``.
 
     Raises:
-      TypeError: If relative_error is no number.
-      ValueError: If no adapter is a ``RandomFeatureAttention``, one decodes, saw no tokens or a
-        mask that it cannot honor, or relative_error is not positive.
+      TypeError: If relative_error is not a number.
+      ValueError: If no adapter is a ``RandomFeatureAttention``, an adapter decodes, saw no tokens
+        or a mask that it cannot honor, or relative_error is not positive.
 
     Example:
       >>> import jax

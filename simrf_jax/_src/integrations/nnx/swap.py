@@ -1,4 +1,4 @@
-"""Random-feature attention in the place of softmax attention, in a model that is in memory."""
+"""Replacement of softmax attention by random-feature attention in an existing model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Swap:
 
     Attributes:
       layers: The layers, by their paths in the model, such as ``"blocks.0.attention"``.
-      before: The attention that each had before.
-      after: The adapter that took its place.
+      before: The previous attention of each layer.
+      after: The adapter that replaced it.
     """
 
     layers: dict[str, nnx.MultiHeadAttention]
@@ -28,15 +28,16 @@ class Swap:
     after: dict[str, RandomFeatureAttention]
 
     def undo(self) -> None:
-        """Gives each layer the attention back that it had before.
+        """Restores the previous attention of each layer.
 
         Raises:
-          ValueError: If a layer attends by something else by now, such as a later swap.
+          ValueError: If the attention of a layer has been changed again, for example by a later
+            swap.
         """
         for path, layer in self.layers.items():
             if layer.attention_fn is not self.after[path]:
                 raise ValueError(
-                    f"The layer {path} must attend by what the swap put there, got "
+                    f"The layer {path} must still have the attention of the swap, got "
                     f"{layer.attention_fn!r}; undo a later swap first."
                 )
         for path, layer in self.layers.items():
@@ -61,20 +62,21 @@ def swap_attention(
     Args:
       model: A model with ``nnx.MultiHeadAttention`` layers.
       num_features: Number of features of each head; see ``RandomFeatureAttention``.
-      where: Function of the path and the layer that returns True at those to change; None for all.
+      where: Function of the path and the layer that returns True for layers to change; None for
+        all.
       rngs: Source of the keys for W.
       **options: Other keywords of ``RandomFeatureAttention``, such as ``feature_map``,
-        ``exact_bandwidth`` or ``is_causal``, which a model needs that passes causal masks. Make an
+        ``exact_bandwidth`` or ``is_causal``, which models that pass causal masks need. Create the
         optimizer of learned features after the swap.
 
     Returns:
-      The change: ``layers`` has the changed layers by path, and ``undo()`` takes it back.
+      The swap: ``layers`` has the changed layers by path, and ``undo()`` reverts it.
 
     Raises:
       TypeError: If an option is unknown or of a wrong type.
-      ValueError: If no layer is found, an option does not suit a layer, several layers are stacked
-        in one, a layer drops out attention weights or decodes, or it attends by a function that is
-        not Flax's and may do more, such as rotate queries and keys. The model is then as it was.
+      ValueError: If no layer is found, an option does not fit a layer, several layers are stacked
+        in one, a layer drops out attention weights or decodes, or its attention function is not
+        Flax's and may do more, such as rotate queries and keys. The model is then unchanged.
 
     Example:
       >>> import jax.numpy as jnp
@@ -145,6 +147,6 @@ def _adapter(
 
 
 def _put(layer: nnx.MultiHeadAttention, attention: Any) -> None:
-    # Flax must be told which attentions hold arrays: the attribute may have held none before.
+    # Flax must know which attentions hold arrays: the attribute may have held none before.
     is_module = isinstance(attention, nnx.Module)
     layer.attention_fn = nnx.data(attention) if is_module else static(attention)

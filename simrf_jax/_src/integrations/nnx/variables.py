@@ -6,16 +6,16 @@ from flax import nnx
 
 
 class RandomProjection(nnx.Variable):
-    """The random projection W: part of the model's state and checkpoints, but no parameter.
+    """The random projection W: part of the model's state and checkpoints, but not a parameter.
 
-    Its metadata ``draw_options`` says how W was drawn: a ``simrf_jax.DrawOptions``, or for a tuple
-    of projections a tuple of as many, None where there is no W. ``redraw_projections`` reads it.
+    Its metadata ``draw_options`` records how W was drawn: a ``simrf_jax.DrawOptions``, or one for
+    each projection of a tuple, None where there is no W. ``redraw_projections`` reads it.
     """
 
 
 class Calibration(nnx.Variable):
-    """The arrays of a calibrated feature map: state of the model, but no parameter."""
+    """The arrays of a calibrated feature map: state of the model, but not parameters."""
 
 
 class LearnedRows(nnx.Param):
-    """The parameters of learned features, which ``wrt=LearnedRows`` trains and nothing else."""
+    """The parameters of learned features; ``wrt=LearnedRows`` trains only these."""
